@@ -48,36 +48,41 @@ class BlockTimes:
     self.later = False
     made = lambda: {kind: collections.Counter() for kind in self.KINDS}
     self._seconds = made(), made()
-    self._counts = made(), made()
+    self._reads: tuple[Any, Any] = collections.Counter(), collections.Counter()
+    self._passes = [0, 0]
     self.events = [] if self._keeps else None
+
+  def begin(self, *, later: bool) -> None:
+    """A pass begins, one of the first or a later one."""
+    self.later = later
+    self._passes[later] += 1
 
   @contextlib.contextmanager
   def of(self, kind: str, block: int) -> Iterator[None]:
     """Counts the seconds of what is inside."""
-    start = time.monotonic()
+    start, later = time.monotonic(), self.later
     try:
       yield
     finally:
       end = time.monotonic()
-      self._seconds[self.later][kind][block] += end - start
-      self._counts[self.later][kind][block] += 1
+      self._seconds[later][kind][block] += end - start
+      if kind == "read":
+        self._reads[later][block] += 1
       if self.events is not None:
         self.events.append((kind, block, start, end))
 
-  def total(self, kind: str) -> float:
-    """Seconds of a kind in all."""
-    return float(sum(sum(found[kind].values()) for found in self._seconds))
-
   def means(self, kind: str, blocks: int) -> tuple[float, ...]:
-    """Of each block the mean seconds of a kind in later passes.
+    """Of each block the mean seconds of a kind in a later pass, or of a read.
 
-    If there were none, in the first ones.
+    If there was no later pass, in the first ones.
     """
     found = []
     for k in range(blocks):
-      later = bool(self._counts[True][kind][k])
-      count = self._counts[later][kind][k]
-      found.append(self._seconds[later][kind][k] / count if count else 0.0)
+      later = bool(self._passes[True])
+      if kind == "read":
+        later = bool(self._reads[True][k])
+      count = self._reads[later][k] if kind == "read" else self._passes[later]
+      found.append(self._seconds[later][kind][k] / max(count, 1))
     return tuple(found)
 
 
@@ -155,6 +160,11 @@ class BlockWindow:
         return
       self._held[block] -= 1
       self._changed.notify_all()
+
+  @property
+  def kept(self) -> frozenset[int]:
+    """Blocks that stay once they are read."""
+    return self._kept
 
   def close(self) -> None:
     """Ends the thread and lets go of all blocks."""

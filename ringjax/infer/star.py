@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -226,6 +226,7 @@ class Star:
     digest: str = "",
     patience_s: int | float = PATIENCE_S,
     join_s: int | float = JOIN_S,
+    check: Callable[[], Any] | None = None,
   ) -> Star:
     """Waits until all other ranks have connected.
 
@@ -236,6 +237,7 @@ class Star:
       digest: of the model, which has to be that of every rank.
       patience_s: how long a rank may be silent afterwards.
       join_s: how long this waits.
+      check: called now and then meanwhile, to raise what keeps a rank away.
 
     Raises:
       PeerError: ranks that did not come.
@@ -248,19 +250,21 @@ class Star:
     fault: Exception | None = None
     try:
       while len(links) < size - 1:
+        if check is not None:
+          check()
         left = end - time.monotonic()
-        try:
-          if left <= 0:
-            raise TimeoutError
-          server.settimeout(left)
-          made, address = server.accept()
-        except TimeoutError:
+        if left <= 0:
           missing = [r for r in range(1, size) if r not in links]
           raise PeerError(
             f"rank {', '.join(map(str, missing))} of {size} did not join "
             f"within {join_s:g} s",
             rank=missing[0],
-          ) from None
+          )
+        server.settimeout(min(left, 0.5))
+        try:
+          made, address = server.accept()
+        except TimeoutError:
+          continue
         cls._join(made, address, links, size, key, digest, patience_s)
     except Exception as error:
       fault = error

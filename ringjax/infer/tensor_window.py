@@ -241,13 +241,12 @@ class RankReport:
     cache_bytes: of its part of the cache.
     sent_bytes: of arrays, since it began.
     rss_bytes: the most that its process had in memory, code and compiler too.
-    disk_s: seconds that it waited for its disk.
-    peers_s: that it waited for other ranks, who may have waited for theirs.
-    compute_s: that it computed.
-    read_s: that its thread read, beside all that.
-    loads_s: of each block the mean seconds of a read.
-    steps_s: of each block the mean seconds to compute it for a token.
-    waits_s: of each block the mean seconds of waiting for others.
+    kept: blocks that stay once they are read.
+    reads_s: of each block the mean seconds of a read.
+    disk_s: of each block the mean seconds, for a token, of waiting for its
+      read.
+    compute_s: the same to compute it.
+    peers_s: the same of waiting for other ranks, who may wait for theirs.
     events: (kind, block, start, end), from its own start of the call; or None.
   """
 
@@ -261,13 +260,11 @@ class RankReport:
   cache_bytes: int
   sent_bytes: int
   rss_bytes: int
-  disk_s: float
-  peers_s: float
-  compute_s: float
-  read_s: float
-  loads_s: tuple[float, ...]
-  steps_s: tuple[float, ...]
-  waits_s: tuple[float, ...]
+  kept: tuple[int, ...]
+  reads_s: tuple[float, ...]
+  disk_s: tuple[float, ...]
+  compute_s: tuple[float, ...]
+  peers_s: tuple[float, ...]
   events: tuple[Any, ...] | None = None
 
   @classmethod
@@ -417,13 +414,11 @@ class _RankBlocks:
       cache_bytes=sum(x.nbytes() for x in self.caches if x is not None),
       sent_bytes=sent_bytes,
       rss_bytes=_peak_rss_bytes(),
-      disk_s=times.total("disk"),
-      peers_s=times.total("peers"),
-      compute_s=times.total("compute"),
-      read_s=times.total("read"),
-      loads_s=times.means("read", blocks),
-      steps_s=times.means("compute", blocks),
-      waits_s=times.means("peers", blocks),
+      kept=tuple(sorted(self.window.kept)),
+      reads_s=times.means("read", blocks),
+      disk_s=times.means("disk", blocks),
+      compute_s=times.means("compute", blocks),
+      peers_s=times.means("peers", blocks),
       events=events,
     )
 
@@ -494,7 +489,7 @@ def _serve_pass(
   """A rank's part of one pass over the model."""
   batch, tokens = int(said["batch"]), int(said["tokens"])
   reading = bool(said["reading"])
-  blocks.times.later = bool(said["later"])
+  blocks.times.begin(later=bool(said["later"]))
   rows = 1 if reading else batch
   pos = link.receive(_POS, (rows, tokens), np.int32)
   seg = link.receive(_SEG, (batch, tokens), np.int32)
@@ -549,23 +544,25 @@ class WindowReport:
     """
     last = max(len(one.block_bytes) for one in self.ranks)
     fill = lambda x: (*x, *(0,) * (last - len(x)))
-    devices = [
-      [
-        WindowBlock(
-          name=f"block {k}", nbytes=nbytes, load_s=load, step_s=step
-        )
-        for k, (nbytes, load, step) in enumerate(
-          zip(
-            fill(one.block_bytes),
-            fill(one.loads_s),
-            fill(one.steps_s),
-            strict=True,
+    devices = []
+    for one in self.ranks:
+      blocks = zip(
+        fill(one.block_bytes), fill(one.reads_s), fill(one.compute_s),
+        strict=True,
+      )  # fmt: skip
+      devices.append(
+        [
+          WindowBlock(
+            name=f"block {k}",
+            nbytes=nbytes,
+            load_s=load,
+            step_s=step,
+            retained=k in one.kept,
           )
-        )
-      ]
-      for one in self.ranks
-    ]  # fmt: skip
-    waits = [fill(one.waits_s) for one in self.ranks]
+          for k, (nbytes, load, step) in enumerate(blocks)
+        ]
+      )
+    waits = [fill(one.peers_s) for one in self.ranks]
     return layer_window.simulate(
       devices,
       window=self.ranks[0].window or last,
@@ -837,7 +834,7 @@ class TensorWindow:
     """
     with _Failing(self):
       blocks, reading = self._blocks, not number
-      blocks.times.later = number > 1
+      blocks.times.begin(later=number > 1)
       batch, tokens = ids.shape
       for link in self._star:
         link.tell(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,8 @@ ATTENTION, FEEDFORWARD = "attention", "feedforward"
 _ADDED = ("o.bias", "down.bias", "down_bias")
 # Buffers that XLA takes as they are begin at a multiple of this.
 _ALIGNED = 64
+# Bytes from which on an allocator may not give memory back.
+_LARGE = 1 << 20
 
 
 def spans(count: int, weights: Sequence[int | float]) -> list[tuple[int, int]]:
@@ -613,11 +616,17 @@ def _fused(form: FusedRows, rows: Sequence[slice]) -> list[slice]:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """An empty array that a CPU device takes without a copy."""
+  """An empty array that a CPU device takes without a copy.
+
+  A large one is memory of its own, which goes back to the system at once.
+  """
   size = math.prod(shape) * dtype.itemsize
-  memory = np.empty(size + _ALIGNED, np.uint8)
-  first = -memory.ctypes.data % _ALIGNED
-  return memory[first : first + size].view(dtype).reshape(shape)
+  if size >= _LARGE:
+    memory: Any = mmap.mmap(-1, size)
+    return np.frombuffer(memory, dtype).reshape(shape)
+  room = np.empty(size + _ALIGNED, np.uint8)
+  first = -room.ctypes.data % _ALIGNED
+  return room[first : first + size].view(dtype).reshape(shape)
 
 
 def _check(part: TensorPart, x: np.ndarray) -> None:
