@@ -410,7 +410,7 @@ class SharedModel:
     self,
     tensors: Sequence[CheckpointTensor],
     within: str,
-    mine: Callable[[str, int], tuple[int, int] | None],
+    mine: Callable[[str | None, int], tuple[int, int] | None],
     adds: bool,
   ) -> tuple[TensorPart, ...]:
     """What a rank has of the tensors of a module in a layer."""
@@ -447,13 +447,13 @@ class SharedModel:
 
   def _mine(
     self, layer: int, rank: int
-  ) -> Callable[[str, int], tuple[int, int] | None]:
+  ) -> Callable[[str | None, int], tuple[int, int] | None]:
     """What a rank has of an axis, by its name and size; None is all."""
     spec: Any = self.config.layers[layer].attention
     first, end = self.heads(layer)[rank]
     group = spec.heads // spec.kv_heads
 
-    def mine(name: str, size: int) -> tuple[int, int] | None:
+    def mine(name: str | None, size: int) -> tuple[int, int] | None:
       if name == "kv_heads":
         return first, end
       if name == "heads":
@@ -520,7 +520,7 @@ def _place(path: str) -> tuple[int, str] | None:
 def _ranges(
   whole: nnx.Variable,
   index: int,
-  mine: Callable[[str, int], tuple[int, int] | None],
+  mine: Callable[[str | None, int], tuple[int, int] | None],
 ) -> tuple[tuple[int, int] | None, ...]:
   """Of each axis of a parameter's piece in a tensor what a rank has of it.
 
