@@ -427,9 +427,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _of_rank(one: RankReport) -> dict[str, Any]:
   """A rank's figures as JSON, with sums in place of the lists of blocks."""
-  found = dataclasses.asdict(one)
-  del found["events"], found["block_bytes"], found["kept"]
-  return {k: sum(x) if isinstance(x, tuple) else x for k, x in found.items()}
+  left_out = ("events", "block_bytes", "kept")
+  return {
+    k: sum(x) if isinstance(x, tuple) else x
+    for k, x in dataclasses.asdict(one).items()
+    if k not in left_out
+  }
 
 
 def summary(done: dict[str, Any]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
-from ringjax.infer import contexts, speculate
+from ringjax.infer import contexts, speculate, star
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.generate import Generated, generate
@@ -15,6 +15,12 @@ from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
 from ringjax.infer.session import GenerateReport, Session
 from ringjax.infer.stopping import Stop
+from ringjax.infer.tensor_window import (
+  RankReport,
+  TensorWindow,
+  WindowReport,
+  serve_rank,
+)
 from ringjax.infer.two_processors import TwoProcessorReading, read_on_two
 
 __all__ = [
@@ -25,10 +31,13 @@ __all__ = [
   "Generated",
   "Greedy",
   "Prefill",
+  "RankReport",
   "Sample",
   "Session",
   "Stop",
+  "TensorWindow",
   "TwoProcessorReading",
+  "WindowReport",
   "activation_ranges",
   "calibrate",
   "context_session",
@@ -38,5 +47,7 @@ __all__ = [
   "integer_model",
   "read_context",
   "read_on_two",
+  "serve_rank",
   "speculate",
+  "star",
 ]

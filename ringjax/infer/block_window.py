@@ -46,7 +46,9 @@ class BlockTimes:
   def restart(self) -> None:
     """Forgets all: the first passes are counted again."""
     self.later = False
-    made = lambda: {kind: collections.Counter() for kind in self.KINDS}
+    made: Any = lambda: {
+      kind: collections.defaultdict(float) for kind in self.KINDS
+    }
     self._seconds = made(), made()
     self._reads: tuple[Any, Any] = collections.Counter(), collections.Counter()
     self._passes = [0, 0]

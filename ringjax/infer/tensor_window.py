@@ -274,8 +274,10 @@ class RankReport:
     Raises:
       TypeError: other fields.
     """
-    tuples = {k: tuple(x) for k, x in record.items() if isinstance(x, list)}
-    return cls(**record | tuples)
+    fields: dict[str, Any] = {
+      k: tuple(x) if isinstance(x, list) else x for k, x in record.items()
+    }
+    return cls(**fields)
 
 
 class _RankBlocks:

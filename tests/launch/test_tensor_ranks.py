@@ -40,8 +40,12 @@ SECRET = "quince 71305 and nobody else"
       "--processes and --coordinator",
     ),
     (
-      ["--window=2", "--coordinator=a:1", "--num_processes=2"]
-      + ["--process_id=1"],
+      [
+        "--window=2",
+        "--coordinator=a:1",
+        "--num_processes=2",
+        "--process_id=1",
+      ],
       "--key_file",
     ),
     (["--processes=2", "--log=/nowhere/x.json"], "existing directory"),
@@ -59,8 +63,15 @@ def test_flags_of_other_ranks_have_nothing_of_the_prompt(folder):
   values = common.parse(
     "generate",
     generate.define,
-    [f"--model={folder}", f"--prompt={SECRET}", "--system=x", "--chat"]
-    + ["--window=3", "--seed=4", "--stop=quince", "--patience=7"],
+    [
+      f"--model={folder}",
+      f"--prompt={SECRET}",
+      "--system=x",
+      "--window=3",
+      "--seed=4",
+      "--stop=quince",
+      "--patience=7",
+    ],
   )
   found = tensor_ranks.worker_flags(values, pathlib.Path(folder), 123, 1, 3)
   again = common.parse("generate", generate.define, found)
@@ -137,7 +148,7 @@ def children(pid: int) -> list[int]:
 def test_a_killed_process_is_named_and_none_is_left():
   with command(
     "-m", "launch.generate", f"--model={small.path()}", f"--prompt={SECRET}",
-    "--raw", "--processes=3", "--window=2", "--max_new_tokens=20000",
+    "--raw", "--processes=3", "--window=2", "--max_new_tokens=8000",
   ) as process:  # fmt: skip
     # The answer has begun.
     assert process.stdout is not None and process.stdout.read(1)
