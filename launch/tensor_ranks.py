@@ -49,6 +49,8 @@ NAME = "generate"
 _FORMAT = "ringjax.window_log"
 # Where a process that is started here finds the key of its group.
 _KEY = "RINGJAX_WINDOW_KEY"
+# A process that was told to end gets so long.
+_MOMENT_S = 5.0
 _MEMORY = "a smaller --window, or more processes"
 # Of devices that are no ranks here, and of other ways to run a model.
 _OTHERS = (
@@ -188,6 +190,7 @@ class _Ranks:
     self._out, self._screen, self._job = stdout, screen, job
     self._stack = contextlib.ExitStack()
     self._started: list[subprocess.Popen[str]] = []
+    self._joined = False
     self._written = ""
 
   def run(self) -> dict[str, Any] | None:
@@ -206,6 +209,7 @@ class _Ranks:
     size = len(shares)
     self._begin("waiting for the other processes" if size > 1 else "starting")
     group = self._gather(size, folder, digest)
+    self._joined = True
     self._begin("reading the folder")
     window = self._stack.enter_context(
       TensorWindow(
@@ -295,10 +299,22 @@ class _Ranks:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | own,
+        # Ctrl-C is for rank 0, which ends the others.
+        start_new_session=True,
         cwd=pathlib.Path(__file__).parents[1],
       )
-      self._stack.callback(_end, one)
+      self._stack.callback(self._end, one)
       self._started.append(one)
+
+  def _end(self, process: subprocess.Popen[str]) -> None:
+    """Ends a process, which ends by itself if it has joined."""
+    try:
+      process.wait(_MOMENT_S if self._joined else 0.0)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+    if process.stderr is not None:
+      process.stderr.close()
 
   def _running(self) -> None:
     """Raises what a process that was started here ended with."""
@@ -412,17 +428,6 @@ def worker_flags(
     f"--patience={values.patience}",
     f"--init_timeout={values.init_timeout}",
   ]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-  """Ends a process that was told to end, or lost rank 0."""
-  try:
-    process.wait(5.0)
-  except subprocess.TimeoutExpired:
-    process.kill()
-    process.wait()
-  if process.stderr is not None:
-    process.stderr.close()
 
 
 def _of_rank(one: RankReport) -> dict[str, Any]:

@@ -129,7 +129,8 @@ class StarLink:
     if n != number or size not in (0, out.nbytes):
       raise HostileMessageError(
         f"rank {self.rank} sent {size} bytes for block {n}; block {number} of "
-        f"{out.nbytes} bytes was expected"
+        f"{out.nbytes} bytes was expected",
+        rank=self.rank,
       )
     if not size:
       return None
@@ -163,7 +164,8 @@ class StarLink:
       if not known or Kind(kind) not in kinds:
         raise HostileMessageError(
           f"rank {self.rank} sent a message of kind {kind}; expected "
-          f"{' or '.join(k.name for k in kinds)}"
+          f"{' or '.join(k.name for k in kinds)}",
+          rank=self.rank,
         )
       return Kind(kind), number, size
 
@@ -171,7 +173,8 @@ class StarLink:
     if size > _MOST_TEXT:
       raise HostileMessageError(
         f"rank {self.rank} announced a message of {size} bytes; at most "
-        f"{_MOST_TEXT} are allowed"
+        f"{_MOST_TEXT} are allowed",
+        rank=self.rank,
       )
     data = bytearray(size)
     self._link.receive(memoryview(data))
@@ -180,7 +183,9 @@ class StarLink:
     except (ValueError, RecursionError):
       body = None
     if not isinstance(body, dict):
-      raise HostileMessageError(f"rank {self.rank} sent what is no JSON object")
+      raise HostileMessageError(
+        f"rank {self.rank} sent what is no JSON object", rank=self.rank
+      )
     return body
 
   def _send(self, parts: Sequence[bytes | memoryview]) -> None:

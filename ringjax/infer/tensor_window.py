@@ -612,6 +612,7 @@ class TensorWindow:
     self._star = Star({}) if star is None else star
     size = len(self._star.links) + 1
     self._broken: BaseException | None = None
+    blocks: _RankBlocks | None = None
     try:
       self.shares = tuple(shares or (1,) * size)
       if len(self.shares) != size:
@@ -623,7 +624,8 @@ class TensorWindow:
         )
       self._model = SharedModel(path, self.shares, dtype=dtype)
       self.config: TransformerConfig = self._model.config
-      self._blocks = _RankBlocks(self._model, 0, window, retain, events)
+      blocks = _RankBlocks(self._model, 0, window, retain, events)
+      self._blocks = blocks
       for link in self._star:
         link.tell(
           Kind.SETUP,
@@ -634,6 +636,8 @@ class TensorWindow:
         )
     except BaseException as error:
       self._star.fail(error)
+      if blocks is not None:
+        blocks.close()
       raise
 
   def __enter__(self) -> TensorWindow:
@@ -741,7 +745,7 @@ class TensorWindow:
       sizes += ~ended
       token[2][:] = ending.told(out[:, n], ended)
     if report is not None:
-      later = np.diff(clock[3:]) if len(clock) > 4 else np.diff(clock[1:])
+      later = np.diff(clock[2:]) if len(clock) > 3 else np.diff(clock[1:])
       report(
         WindowReport(
           shares=self.shares,

@@ -383,6 +383,22 @@ def test_families(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_bfloat16_gives_the_same_bits_again(monkeypatch):
+  logits: list[bytes] = []
+  output = tensor_window._output
+
+  def noted(*args):
+    logits.append(np.asarray(made := output(*args)).tobytes())
+    return made
+
+  monkeypatch.setattr(tensor_window, "_output", noted)
+  for _ in range(2):
+    with ranks(small.path(), (2, 1), dtype="bfloat16") as group:
+      group.window.generate(PROMPTS, max_new_tokens=3)
+  assert logits[:3] == logits[3:]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "unrotated", "dense"])
 def test_kinds_of_caches(dense, kind):
   want = dense(cache_kind=kind)
