@@ -21,6 +21,10 @@
       fit are on the devices, the others in host memory, or on disk
       (--placement=disk), and are fetched when they run.
 
+  python -m launch.generate --model=DIR --processes=4 --window=4
+      Four processes that each have some heads and columns of every layer, and
+      four blocks of their weights in memory: see launch/tensor_ranks.py.
+
 The answer goes to stdout as it comes, all else to stderr. Ctrl-C ends an
 answer early. With several processes (see launch/common.py) all get the same
 flags and the first one prints; only it needs the document.
@@ -41,7 +45,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, console, machines, prompts
+from launch import common, console, machines, prompts, tensor_ranks
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax import option_text
@@ -183,6 +187,7 @@ def define(values: flags.FlagValues) -> None:
     "Bytes of weights on a device, as 6GiB: as many layers as fit, the others "
     "in host memory, or where --placement says.",
   )
+  tensor_ranks.define(new)
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -195,10 +200,15 @@ def run(
 ) -> int:
   """Does what the flags say; the exit status."""
   stdout = sys.stdout if stdout is None else stdout
+  if tensor_ranks.asked(values):
+    return tensor_ranks.run(
+      values, _check, _sampler, stdout=stdout, stderr=stderr
+    )
   screen = console.Screen(NAME, stderr)
   job = console.Job()
   work = _Work(values, stdout, screen, job)
   try:
+    tensor_ranks.refuse(values)
     _check(values)
     common.start(values)
     done = job.run(work.run)

@@ -186,7 +186,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Tokens that a CPU's memory holds in all layers; default: any number."),
   ("product_seconds", "number", 3.0, "liger", "Products of a layer.", 0.0),
   ("send_seconds", "number", 2.0, "liger", "Collectives of a layer.", 0.0),
-  ("requests", "whole", 2, "liger", "Requests that are there at once."),
+  ("at_once", "whole", 2, "liger", "Requests that are there at once."),
   ("factor", "number", 0.8, "liger", "Part of a window that is planned.", 0.0),
   ("pieces", "whole", 8, "liger", "Into which products are cut."),
   ("product_slowdown", "number", 1.0, "liger",

@@ -96,7 +96,7 @@ def liger(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints how long requests take in turn, alternating and in windows."""
   del stderr
   layers = values.layers if values["layers"].present else 10
-  count = values.requests
+  count = values.at_once
   queues = [
     KernelQueue.of_layers(layers, values.product_seconds, values.send_seconds)
   ] * count

@@ -1,6 +1,6 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
-from ringjax.infer import contexts, speculate
+from ringjax.infer import contexts, speculate, star
 from ringjax.infer.attention_workers import (
   AttentionWorkers,
   WorkersReport,
@@ -23,6 +23,12 @@ from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
 from ringjax.infer.session import GenerateReport, Session
 from ringjax.infer.stopping import Stop
+from ringjax.infer.tensor_window import (
+  RankReport,
+  TensorWindow,
+  WindowReport,
+  serve_rank,
+)
 from ringjax.infer.two_processors import TwoProcessorReading, read_on_two
 
 __all__ = [
@@ -36,10 +42,13 @@ __all__ = [
   "Greedy",
   "PairedReading",
   "Prefill",
+  "RankReport",
   "Sample",
   "Session",
   "Stop",
+  "TensorWindow",
   "TwoProcessorReading",
+  "WindowReport",
   "WorkerTraffic",
   "WorkersReport",
   "activation_ranges",
@@ -54,5 +63,7 @@ __all__ = [
   "paired_prefill",
   "read_context",
   "read_on_two",
+  "serve_rank",
   "speculate",
+  "star",
 ]

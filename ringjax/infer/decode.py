@@ -99,11 +99,29 @@ def step(
     None,
     length,
   )
-  pos = state.pos + 1
-  token = sampler(attend.everywhere(logits[:, 0]), pos, state.seen)
-  token = jnp.where(state.done, state.token, token)
-  after = _chosen(token, pos, state.done, state.seen, stops)
+  after = _following(sampler, attend.everywhere(logits[:, 0]), state, stops)
   return attend.everywhere(after), cache
+
+
+@bounded
+@jax.jit
+def following(
+  sampler: Callable[..., Any],
+  logits: Float[Array, "B V"],
+  state: DecodeState,
+  stops: Int[Array, " n"],
+) -> DecodeState:
+  """Chooses the tokens behind those of a state, by the logits behind them."""
+  return _following(sampler, logits, state, stops)
+
+
+def _following(
+  sampler: Any, logits: jax.Array, state: DecodeState, stops: jax.Array
+) -> DecodeState:
+  pos = state.pos + 1
+  token = sampler(logits, pos, state.seen)
+  token = jnp.where(state.done, state.token, token)
+  return _chosen(token, pos, state.done, state.seen, stops)
 
 
 @bounded

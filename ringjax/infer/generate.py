@@ -251,7 +251,7 @@ def generate(
   )
   drafter = None if speculate is None else drafter_of(speculate)
   prompts = inputs.prompts(tokens, model.config.vocab)
-  ending = _Ending(
+  ending = Ending(
     stop, tokenizer, stream, pad_id, len(prompts), model.config.vocab
   )
   start = np.zeros(len(prompts), np.int64)
@@ -388,7 +388,7 @@ def _decode(
   sampler: Any,
   logits: jax.Array,
   pos: np.ndarray,
-  ending: _Ending,
+  ending: Ending,
   total: np.ndarray,
   count: int,
 ) -> Generated:
@@ -432,7 +432,7 @@ def _decode(
   return Generated(tokens=out, lengths=sizes)
 
 
-class _Ending:
+class Ending:
   """What ends rows early, and what fills them up then.
 
   Attributes:

@@ -573,5 +573,5 @@ def test_requests_side_by_side():
   assert found["alternating"]["makespan_s"] == 62
   assert found["windows"]["first_s"] == 50
   assert found["windows"]["makespan_s"] < 100
-  words = ask("liger", "--requests=4", "--layers=3").out
+  words = ask("liger", "--at_once=4", "--layers=3").out
   assert "4 requests of 3 layers" in words and "alternating" not in words

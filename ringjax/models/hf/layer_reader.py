@@ -10,18 +10,13 @@ layer the first.
 Memory: twice the bytes of the largest layer, however many calls ask at a time,
 as long as each lets go of a layer before it asks for the next; nothing a while
 after the last one.
-
-Files are read, not mapped: a mapped file that shrinks ends the process, and its
-pages would count as memory of this process.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
-import os
 import threading
 import time
 import weakref
@@ -31,21 +26,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Shaped
 
 from ringjax.errors import CheckpointMismatchError
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.safe_files import (
-  DOWNLOAD,
-  fault,
-  identity,
-  open_inside,
-  shown,
-)
+from ringjax.models.hf.safe_files import DOWNLOAD
+from ringjax.models.hf.tensor_boxes import TensorBoxes
 
 # A thread that nobody asks ends, and lets go of what it has read.
 _IDLE_S = 10.0
-# Shorter runs of a shard's bytes are cut out of whole rows.
-_RUN_BYTES = 512
 # A call waits no longer than this for others to let go of their layers.
 _ROOM_S = 5.0
 
@@ -167,11 +156,10 @@ class LayerReader:
     self._checked: set[Any] = set()
     self._entries: dict[Any, _Entry] = {}
     self._wanted: collections.deque[Any] = collections.deque()
-    self._files: dict[str, int] = {}
+    self._boxes = TensorBoxes(folder)
     # Arrays may be let go by any thread, in the middle of anything.
     self._changed = threading.Condition(threading.RLock())
     self._thread: threading.Thread | None = None
-    weakref.finalize(self, _close, self._files)
 
   def __deepcopy__(self, memo: dict[int, object]) -> LayerReader:
     return self
@@ -314,7 +302,7 @@ class LayerReader:
     self.folder.unchanged(names)
     if (number, at) not in self._checked:
       for part, x in zip(parts, made, strict=True):
-        _check_finite(part, x)
+        check_finite(part, x)
       self._checked.add((number, at))
     self.reads[number] += 1
     for x in made:
@@ -337,72 +325,10 @@ class LayerReader:
       for n, m, cut in zip(part.whole, out.shape, cuts, strict=True)
     ]
     if not part.stacked:
-      self._tensor(part.names[0], out, box)
+      self._boxes.read(part.names[0], out, box)
       return
     for n, row in zip(range(len(part.names))[box[0]], out, strict=True):
-      self._tensor(part.names[n], row, box[1:])
-
-  def _tensor(self, name: str, out: np.ndarray, box: list[slice]) -> None:
-    """Reads a box of a tensor."""
-    info = self.folder.tensors[name]
-    size, shape = out.dtype.itemsize, info.shape
-    # Axes from `split` on are whole: their bytes are a run.
-    split = len(shape)
-    while split and box[split - 1] == slice(0, shape[split - 1]):
-      split -= 1
-    split = max(split - 1, 0)
-    inner = math.prod(shape[split + 1 :])
-    first = box[split].start * inner if shape else 0
-    run = (out.shape[split] if shape else 1) * inner
-    if split and run * size < _RUN_BYTES:
-      whole = np.empty(shape, out.dtype)
-      self._bytes(name, whole, info.offset)
-      out[...] = whole[tuple(box)]
-      return
-    strides = [math.prod(shape[i + 1 :]) for i in range(split)]
-    flat = out.reshape(-1, run)
-    corners = itertools.product(*(range(b.start, b.stop) for b in box[:split]))
-    for row, corner in zip(flat, corners, strict=True):
-      start = sum(i * n for i, n in zip(corner, strides, strict=True)) + first
-      self._bytes(name, row, info.offset + start * size)
-
-  def _bytes(self, name: str, out: np.ndarray, offset: int) -> None:
-    """Reads the bytes of an array from a tensor's file."""
-    file = self.folder.tensors[name].file
-    flat: Any = out.reshape(-1).view(np.uint8)
-    left = memoryview(flat)
-    while left:
-      try:
-        got = os.preadv(self._open(file), [left[: 1 << 30]], offset)
-      except OSError as error:
-        fault(
-          shown(file),
-          f"{error.strerror} at byte {offset:,}",
-          "a readable file",
-          "look at the disk, or download the file again",
-        )
-      if not got:
-        fault(
-          shown(file),
-          f"an end at byte {offset:,}",
-          "the file that was opened; it has changed",
-          "leave it alone while it is read",
-        )
-      left, offset = left[got:], offset + got
-
-  def _open(self, file: str) -> int:
-    with self._changed:
-      if file not in self._files:
-        found = open_inside(self.folder.path, file)
-        self._files[file] = found
-        if identity(os.fstat(found)) != self.folder.files[file]:
-          fault(
-            shown(file),
-            "another file",
-            "the file that was opened; it has changed",
-            "load the model again",
-          )
-      return self._files[file]
+      self._boxes.read(part.names[n], row, box[1:])
 
 
 def _ahead(reader: weakref.ref[LayerReader]) -> None:
@@ -411,13 +337,12 @@ def _ahead(reader: weakref.ref[LayerReader]) -> None:
     del found
 
 
-def _close(files: dict[str, int]) -> None:
-  for descriptor in files.values():
-    os.close(descriptor)
+def check_finite(part: StoredPart, x: Shaped[np.ndarray, " ..."]) -> None:
+  """Refuses numbers that are not finite, by the bits of their exponents.
 
-
-def _check_finite(part: StoredPart, x: np.ndarray) -> None:
-  """Refuses numbers that are not finite, by the bits of their exponents."""
+  Raises:
+    CheckpointMismatchError: some are not.
+  """
   if part.codes:
     return
   if part.wanted is not None and np.dtype(part.wanted) != x.dtype:

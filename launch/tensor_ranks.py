@@ -1,0 +1,569 @@
+"""What launch.generate does with --processes or --window: a model over ranks.
+
+Each process has some heads and columns of every layer, and a few blocks of its
+weights in memory (`ringjax.infer.tensor_window`). With --processes the others
+are started here, on this machine; over machines each is started by hand, with
+--coordinator, --num_processes and --process_id, and a --key_file that all have.
+The others get neither the prompt nor the answer, and no flag that has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import numpy as np
+from absl import flags
+
+from launch import common, console, prompts
+from launch.flag_helpers import FlagHelper
+from launch.group import FAILED
+from ringjax.checks import number, positive_int
+from ringjax.data import Tokenizer
+from ringjax.errors import OptionError, PeerError
+from ringjax.infer import Stop, star
+from ringjax.infer.star import Star
+from ringjax.infer.tensor_window import (
+  RankReport,
+  TensorWindow,
+  WindowReport,
+  serve_rank,
+)
+from ringjax.kv import kind_text
+from ringjax.models import tiny
+from ringjax.models.hf.folder import Folder
+from ringjax.models.tensor_shares import digest_of
+from ringjax.plan import files
+
+NAME = "generate"
+_FORMAT = "ringjax.window_log"
+# Where a process that is started here finds the key of its group.
+_KEY = "RINGJAX_WINDOW_KEY"
+# A process that was told to end gets so long.
+_MOMENT_S = 5.0
+_MEMORY = "a smaller --window, or more processes"
+# Of devices that are no ranks here, and of other ways to run a model.
+_OTHERS = (
+  "mesh",
+  "devices",
+  "distributed",
+  "prefill",
+  "chunk",
+  "profile",
+  "keep",
+  "wire",
+  "contexts",
+  "speculate",
+  "weights",
+  "integer",
+  "placement",
+  "memory",
+)
+_OF_RANKS = ("shares", "retain", "key_file", "log", "patience")
+
+
+def define(new: FlagHelper) -> None:
+  """The flags of ranks."""
+  new.whole(
+    "processes",
+    None,
+    "Processes of this machine that have some heads and columns of each layer.",
+    None,
+  )
+  new.whole(
+    "window",
+    None,
+    "Blocks (an attention, a feedforward) of weights in memory in each "
+    "process, the others on disk; 0: all.",
+    None,
+  )
+  new.texts(
+    "shares",
+    None,
+    "How much of the model each process gets, as 3,2,2,1; default: the same.",
+  )
+  new.whole(
+    "retain",
+    None,
+    "With --window: of so many feedforwards one stays in memory.",
+    None,
+  )
+  new.text(
+    "key_file",
+    None,
+    "With --coordinator and --window: a file of 16 bytes or more that only "
+    "these processes can read.",
+  )
+  new.number(
+    "patience",
+    star.PATIENCE_S,
+    "With --window: seconds that a process may be silent.",
+  )
+  new.text("log", None, "With --window: a JSON file of what happened when.")
+
+
+def asked(values: flags.FlagValues) -> bool:
+  """Whether the model is to run over ranks."""
+  return values.window is not None or values.processes is not None
+
+
+def refuse(values: flags.FlagValues) -> None:
+  """Refuses the flags of ranks where there are none.
+
+  Raises:
+    OptionError: one was given.
+  """
+  for name in _OF_RANKS:
+    if values[name].present:
+      raise prompts.clash(f"--{name} without --window or --processes", "both")
+
+
+def run(
+  values: flags.FlagValues,
+  check: Callable[[flags.FlagValues], Any],
+  sampler: Callable[[flags.FlagValues], Any],
+  *,
+  stdout: TextIO,
+  stderr: TextIO | None,
+) -> int:
+  """Does what the flags say; the exit status.
+
+  Args:
+    values: the flags.
+    check: refuses those of prompts that do not go together.
+    sampler: makes the sampler that they ask for.
+    stdout: of the answer.
+    stderr: of all else.
+  """
+  screen, job = console.Screen(NAME, stderr), console.Job()
+  work = _Ranks(values, sampler, stdout, screen, job)
+  try:
+    common.quiet_logging()
+    check(values)
+    _check(values)
+    done = job.run(work.run)
+  except KeyboardInterrupt:
+    screen.end()
+    work.close()
+    screen.error(f"interrupted while {work.doing}")
+    console.leave(console.INTERRUPTED)
+    raise AssertionError from None
+  except PeerError as error:
+    work.close()
+    screen.error(f"{error}, while {work.doing}")
+    return FAILED
+  except Exception as error:
+    work.close()
+    return screen.failed(error, work.doing, _MEMORY)
+  work.close()
+  if done is not None:
+    if values.json:
+      print(json.dumps(done), file=stdout, flush=True)
+    for line in summary(done):
+      screen.say(line)
+  return console.INTERRUPTED if job.stop else 0
+
+
+class _Ranks:
+  """One run of a rank; `doing` is its current stage, for errors."""
+
+  def __init__(
+    self,
+    values: flags.FlagValues,
+    sampler: Callable[[flags.FlagValues], Any],
+    stdout: TextIO,
+    screen: console.Screen,
+    job: console.Job,
+  ):
+    self.doing = "starting"
+    self._values, self._sampler = values, sampler
+    self._out, self._screen, self._job = stdout, screen, job
+    self._stack = contextlib.ExitStack()
+    self._started: list[subprocess.Popen[str]] = []
+    self._joined = False
+    self._written = ""
+
+  def run(self) -> dict[str, Any] | None:
+    """Answers, and returns all figures; in other ranks None."""
+    values = self._values
+    folder = tiny.path() if values.model is None else pathlib.Path(values.model)
+    digest = digest_of(Folder.open(folder))
+    if values.process_id:
+      self._serve(folder, digest)
+      return None
+    prompt = None
+    if not prompts.made_up(values):
+      # Refused before processes are started, if it cannot be read.
+      prompt = prompts.given(values)
+    shares = _shares(values)
+    size = len(shares)
+    self._begin("waiting for the other processes" if size > 1 else "starting")
+    group = self._gather(size, folder, digest)
+    self._joined = True
+    self._begin("reading the folder")
+    window = self._stack.enter_context(
+      TensorWindow(
+        folder,
+        group,
+        shares=shares,
+        window=values.window or None,
+        retain=values.retain,
+        dtype=values.dtype,
+        events=values.log is not None,
+      )
+    )
+    tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+    if prompt is None:
+      prompt = prompts.make(values, tokenizer, window.config.max_positions)
+    chat = prompts.chat(values, tokenizer)
+    ids = prompts.encode(prompt, values, tokenizer, chat)
+    self._screen.say(f"prompt: {len(ids):,} tokens, {prompt.source}")
+    return self._answer(window, tokenizer, ids, prompt, chat) | {
+      "model": str(folder),
+      "family": window.config.family,
+    }
+
+  def _serve(self, folder: pathlib.Path, digest: str) -> None:
+    """What a rank does that is not the first."""
+    values = self._values
+    self.doing = f"computing as rank {values.process_id}"
+    host, port = _address(values.coordinator)
+    link = star.join(
+      (host, port),
+      values.process_id,
+      values.num_processes,
+      _key(values),
+      digest=digest,
+      patience_s=values.patience,
+      join_s=values.init_timeout,
+    )
+    serve_rank(
+      folder, link, values.process_id, window=values.window or None
+    )  # fmt: skip
+
+  def _gather(self, size: int, folder: pathlib.Path, digest: str) -> Star:
+    values = self._values
+    if size == 1:
+      return Star({})
+    local = values.processes is not None
+    host, port = ("127.0.0.1", 0) if local else _address(values.coordinator)
+    key = secrets.token_bytes(32) if local else _key(values)
+    loopback = host in ("127.0.0.1", "localhost")
+    try:
+      server = socket.create_server(("127.0.0.1" if loopback else "", port))
+    except OSError as error:
+      raise OptionError(
+        "--coordinator",
+        f"port {port}: {error.strerror}",
+        "a free port of the machine that process 0 is on",
+        "pass another port",
+      ) from None
+    with server:
+      if local:
+        self._start(size, folder, server.getsockname()[1], key)
+      return Star.gather(
+        server,
+        size,
+        key,
+        digest=digest,
+        patience_s=values.patience,
+        join_s=values.init_timeout,
+        check=self._running,
+      )
+
+  def _start(
+    self, size: int, folder: pathlib.Path, port: int, key: bytes
+  ) -> None:
+    """Starts the other ranks on this machine."""
+    threads = max(1, (os.cpu_count() or 1) // size)
+    own = {_KEY: key.hex(), "NPROC": str(threads)}
+    for rank in range(1, size):
+      one = subprocess.Popen(
+        [
+          *(sys.executable, "-m", "launch.generate"),
+          *worker_flags(self._values, folder, port, rank, size),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # Read if it ends before it has joined: later rank 0 is told why.
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | own,
+        # Ctrl-C is for rank 0, which ends the others.
+        start_new_session=True,
+        cwd=pathlib.Path(__file__).parents[1],
+      )
+      self._stack.callback(self._end, one)
+      self._started.append(one)
+
+  def _end(self, process: subprocess.Popen[str]) -> None:
+    """Ends a process, which ends by itself if it has joined."""
+    try:
+      process.wait(_MOMENT_S if self._joined else 0.0)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+    if process.stderr is not None:
+      process.stderr.close()
+
+  def _running(self) -> None:
+    """Raises what a process that was started here ended with."""
+    for rank, one in enumerate(self._started, 1):
+      if one.poll() is not None:
+        said = one.stderr.read()[-300:].strip() if one.stderr else ""
+        raise PeerError(
+          f"rank {rank} ended with status {one.returncode}: {said}", rank=rank
+        )
+
+  def _answer(
+    self,
+    window: TensorWindow,
+    tokenizer: Any,
+    ids: np.ndarray,
+    prompt: prompts.Prompt,
+    chat: Any,
+  ) -> dict[str, Any]:
+    values = self._values
+    count = values.max_new_tokens
+    if count is None:
+      count = prompts.ANSWER_TOKENS if prompts.made_up(values) else 256
+    strings = tuple(values.stop)
+    if not strings and chat is None and prompts.made_up(values):
+      strings = ("\n",)
+    eos = tuple(i for i in tokenizer.eos_ids if i < window.config.vocab)
+    watch = Stop(ids=eos, strings=strings).watch(tokenizer)
+    new: list[int] = []
+    reports: list[WindowReport] = []
+    self._begin("reading the prompt")
+
+    def stream(row: np.ndarray) -> bool:
+      if not new:
+        self._screen.end()
+        self.doing = "answering"
+        self._job.gentle = True
+      new.append(int(row[0]))
+      self._write(watch.feed(new[-1]))
+      return watch.stopped is not None or self._job.stop
+
+    start = time.monotonic()
+    window.generate(
+      [ids],
+      max_new_tokens=count,
+      sampler=self._sampler(values),
+      cache_kind=kind_text.parse(values.cache, "--cache"),
+      stop=eos,
+      stream=stream,
+      report=reports.append,
+    )
+    self._write(watch.flush())
+    self.close()
+    (report,) = reports
+    stopped = watch.stopped
+    if stopped is None:
+      stopped = "Ctrl-C" if self._job.stop else "max_new_tokens"
+    simulated = report.simulated().record()
+    ranks = [_of_rank(one) for one in report.ranks]
+    if values.log is not None:
+      events = [one.events for one in report.ranks]
+      body = {"shares": list(report.shares), "ranks": ranks, "events": events}
+      files.write(values.log, _FORMAT, body | {"simulated": simulated})
+    passkey = prompt.passkey
+    return {
+      "answer": self._written,
+      "tokens": new,
+      "stopped": stopped,
+      "prompt_tokens": len(ids),
+      "passkey": passkey,
+      "passkey_found": None if passkey is None else passkey in self._written,
+      "seconds": time.monotonic() - start,
+      "first_token_s": report.first_s,
+      "token_s": report.token_s,
+      "shares": list(report.shares),
+      "window": values.window,
+      "ranks": ranks,
+      "simulated": simulated,
+    }
+
+  def close(self) -> None:
+    """Ends the answer's last line, and the processes that were started."""
+    if self._written and not self._written.endswith("\n"):
+      self._write("\n")
+    self._stack.close()
+
+  def _begin(self, doing: str) -> None:
+    self.doing = doing
+    self._screen.begin(doing)
+
+  def _write(self, text: str) -> None:
+    self._written += text
+    if text and not self._values.json:
+      self._out.write(text)
+      self._out.flush()
+
+
+def worker_flags(
+  values: flags.FlagValues,
+  folder: pathlib.Path,
+  port: int,
+  rank: int,
+  size: int,
+) -> list[str]:
+  """The flags of a rank that is started here: none of the prompt's."""
+  return [
+    f"--model={folder.absolute()}",
+    f"--window={values.window or 0}",
+    f"--coordinator=127.0.0.1:{port}",
+    f"--num_processes={size}",
+    f"--process_id={rank}",
+    f"--patience={values.patience}",
+    f"--init_timeout={values.init_timeout}",
+  ]
+
+
+def _of_rank(one: RankReport) -> dict[str, Any]:
+  """A rank's figures as JSON, with sums in place of the lists of blocks."""
+  left_out = ("events", "block_bytes", "kept")
+  return {
+    k: sum(x) if isinstance(x, tuple) else x
+    for k, x in dataclasses.asdict(one).items()
+    if k not in left_out
+  }
+
+
+def summary(done: dict[str, Any]) -> Iterator[str]:
+  """Lines for people, from the figures of a run."""
+  rate = 1 / done["token_s"] if done["token_s"] else 0.0
+  size, ms = console.nbytes, lambda s: f"{1e3 * s:,.0f} ms"
+  yield ""
+  yield (
+    f"{'decoding':12} {len(done['tokens'])} tokens, the first after "
+    f"{done['first_token_s']:.2f} s, then {rate:,.2f} tokens/s, until "
+    f"{done['stopped']!r}"
+  )
+  yield (
+    f"{'a token':12} {ms(done['token_s'])}; simulated by its measured parts "
+    f"{ms(done['simulated']['token_s'])}"
+  )
+  for one in done["ranks"]:
+    yield (
+      f"{'rank ' + str(one['rank']):12} {one['peak_blocks']} blocks at once, "
+      f"{size(one['peak_bytes'])} of {size(one['weight_bytes'])}; process "
+      f"{size(one['rss_bytes'])}; a token: {ms(one['compute_s'])} computing, "
+      f"{ms(one['disk_s'])} waiting for the disk, {ms(one['peers_s'])} for "
+      f"others; a pass reads for {ms(one['reads_s'])}"
+    )
+  if done["passkey"] is not None:
+    found = "in" if done["passkey_found"] else "NOT in"
+    yield f"{'passkey':12} {done['passkey']}, {found} the answer"
+
+
+# ---------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------
+
+
+def _check(values: flags.FlagValues) -> None:
+  """Refuses flags that do not go together, before anything is started."""
+  for name in _OTHERS:
+    if values[name].present:
+      raise prompts.clash(f"--{name} with --window or --processes", "one")
+  if values.processes is not None:
+    positive_int("--processes", values.processes)
+  if values.window is not None and values.window < 0:
+    raise OptionError(
+      "--window", values.window, "a number of blocks", "pass --window=4"
+    )
+  if values.retain is not None:
+    positive_int("--retain", values.retain)
+  number("--patience", values.patience, above=0)
+  by_hand = [
+    name
+    for name in ("coordinator", "num_processes", "process_id")
+    if values[name].value is not None
+  ]
+  if by_hand and values.processes is not None:
+    raise prompts.clash(f"--processes and --{by_hand[0]}", "one of them")
+  if by_hand and len(by_hand) < 3:
+    raise OptionError(
+      "flags",
+      f"--{' and --'.join(by_hand)}",
+      "--coordinator, --num_processes and --process_id together",
+      "pass all three",
+    )
+  if by_hand:
+    _address(values.coordinator)
+    _key(values)
+    if not 0 <= values.process_id < values.num_processes:
+      raise OptionError(
+        "--process_id",
+        values.process_id,
+        f"0 to {values.num_processes - 1}",
+        "number the processes from 0",
+      )
+  if not values.process_id:
+    _shares(values)
+  common.check_files(values, "log")
+
+
+def _shares(values: flags.FlagValues) -> tuple[float, ...]:
+  """How much of the model each process gets."""
+  given = values.shares
+  size = values.processes or values.num_processes
+  try:
+    found = None if given is None else tuple(float(x) for x in given)
+  except ValueError:
+    found = ()
+  if found is None:
+    return (1.0,) * (size or 1)
+  if not found or (size is not None and len(found) != size):
+    raise OptionError(
+      "--shares",
+      ",".join(given),
+      f"{size or 'some'} numbers, one for each process",
+      "pass --processes=4 --shares=3,2,2,1",
+    )
+  if size is None and len(found) > 1:
+    raise prompts.clash("--shares without --processes", "both")
+  for share in found:
+    number("--shares", share, least=0)
+  number("--shares, the sum", sum(found), above=0)
+  return found
+
+
+def _address(text: str) -> tuple[str, int]:
+  host, _, port = text.rpartition(":")
+  if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    raise OptionError(
+      "--coordinator", text, "HOST:PORT", "pass it like host0:1234"
+    )
+  return host.strip("[]"), int(port)
+
+
+def _key(values: flags.FlagValues) -> bytes:
+  """The key that the processes of a group have."""
+  given = os.environ.get(_KEY)
+  if values.key_file is None and given:
+    return bytes.fromhex(given)
+  if values.key_file is None:
+    raise OptionError(
+      "--key_file",
+      "none with --coordinator and --window",
+      "a file that all processes have, of 16 bytes or more",
+      "make one: head -c 32 /dev/urandom > key; copy it to each machine",
+    )
+  found = pathlib.Path(values.key_file).read_bytes()
+  if len(found) < 16:
+    raise OptionError(
+      "--key_file", f"{len(found)} bytes", "16 or more", "make a longer one"
+    )
+  return found

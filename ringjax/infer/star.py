@@ -1,0 +1,394 @@
+"""A star of processes: one in the middle, and a connection to each other one.
+
+Guarantees: all show that they have the same key before anything else is read;
+a rank that dies, freezes or never comes is named within the patience, on every
+rank; a message is of the kind and the size that is expected, or an error.
+Cost: a message to each worker and one back for each sum; a byte now and then
+from each side while it computes or waits for its disk.
+
+Nothing is encrypted; see `ringjax.transfer.wire`, whose greeting this is.
+
+  message   kind, number, size; then as many bytes: JSON, or an array
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Shaped
+
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError, PeerError
+from ringjax.transfer.wire import (
+  AuthenticationError,
+  HostileMessageError,
+  PullConnection,
+  checked_key,
+)
+
+PATIENCE_S = 60.0
+JOIN_S = 300.0
+_HEAD = struct.Struct("<BIQ")
+_MOST_TEXT = 1 << 26
+_PAUSE_S = 0.1
+
+
+class Kind(enum.IntEnum):
+  """What a message is."""
+
+  ALIVE = 0
+  HELLO = 1
+  SETUP = 2
+  OPEN = 3
+  PASS = 4
+  ARRAY = 5
+  REPORT = 6
+  FAIL = 7
+  END = 8
+
+
+_TEXTS = (Kind.HELLO, Kind.SETUP, Kind.OPEN, Kind.PASS, Kind.REPORT, Kind.FAIL)
+
+
+class StarLink:
+  """One connection of a star; a thread of it says that this side is alive.
+
+  Attributes:
+    rank: of the other side.
+    sent_bytes: of arrays.
+  """
+
+  def __init__(self, link: PullConnection, rank: int):
+    self.rank, self.sent_bytes = rank, 0
+    self._link = link
+    self._sending = threading.Lock()
+    self._over = threading.Event()
+    threading.Thread(
+      target=self._beat, name=f"ringjax star link to {rank}", daemon=True
+    ).start()
+
+  def tell(self, kind: Kind, number: int = 0, **body: Any) -> None:
+    """Sends a message of JSON, or an empty one.
+
+    Raises:
+      PeerError: the other side is gone, or takes nothing.
+    """
+    data = json.dumps(body).encode() if kind in _TEXTS else b""
+    self._send([_HEAD.pack(kind, number, len(data)), data])
+
+  def send(
+    self, number: int, x: Shaped[np.ndarray, " ..."] | None = None
+  ) -> None:
+    """Sends an array, or none at all.
+
+    Raises:
+      PeerError: the other side is gone, or takes nothing.
+    """
+    data = b"" if x is None else memoryview(_bytes(x))
+    self.sent_bytes += len(data)
+    self._send([_HEAD.pack(Kind.ARRAY, number, len(data)), data])
+
+  def hear(self, *kinds: Kind) -> tuple[Kind, dict[str, Any]]:
+    """The next message of JSON.
+
+    Raises:
+      PeerError: the other side is gone, frozen, or says that a rank failed.
+      HostileMessageError: it is of another kind.
+    """
+    kind, _, size = self._head(*kinds)
+    if kind not in _TEXTS:
+      return kind, {}
+    return kind, self._text(size)
+
+  def receive(
+    self, number: int, shape: Sequence[int], dtype: DTypeLike
+  ) -> np.ndarray | None:
+    """The next array, None where the other side has no part in it.
+
+    Args:
+      number: that it has to have.
+      shape: the same.
+      dtype: the same.
+
+    Raises:
+      PeerError: the other side is gone, frozen, or says that a rank failed.
+      HostileMessageError: it is another one.
+    """
+    _, n, size = self._head(Kind.ARRAY)
+    out = np.empty(tuple(shape), dtype)
+    if n != number or size not in (0, out.nbytes):
+      raise HostileMessageError(
+        f"rank {self.rank} sent {size} bytes for block {n}; block {number} of "
+        f"{out.nbytes} bytes was expected",
+        rank=self.rank,
+      )
+    if not size:
+      return None
+    self._link.receive(memoryview(_bytes(out)))
+    return out
+
+  def close(self) -> None:
+    """Ends the connection."""
+    self._over.set()
+    self._link.close()
+
+  def _head(self, *kinds: Kind) -> tuple[Kind, int, int]:
+    """What the next message is, of these kinds."""
+    while True:
+      head = bytearray(_HEAD.size)
+      try:
+        self._link.receive(memoryview(head))
+      except PeerError as error:
+        raise PeerError(f"{error}", rank=self.rank) from None
+      kind, number, size = _HEAD.unpack(head)
+      if kind == Kind.ALIVE and not size:
+        continue
+      known = kind in Kind.__members__.values()
+      if known and Kind(kind) == Kind.FAIL:
+        body = self._text(size)
+        rank = body.get("rank")
+        raise PeerError(
+          str(body.get("why"))[:400],
+          rank=rank if isinstance(rank, int) else self.rank,
+        )
+      if not known or Kind(kind) not in kinds:
+        raise HostileMessageError(
+          f"rank {self.rank} sent a message of kind {kind}; expected "
+          f"{' or '.join(k.name for k in kinds)}",
+          rank=self.rank,
+        )
+      return Kind(kind), number, size
+
+  def _text(self, size: int) -> dict[str, Any]:
+    if size > _MOST_TEXT:
+      raise HostileMessageError(
+        f"rank {self.rank} announced a message of {size} bytes; at most "
+        f"{_MOST_TEXT} are allowed",
+        rank=self.rank,
+      )
+    data = bytearray(size)
+    self._link.receive(memoryview(data))
+    try:
+      body = json.loads(data)
+    except (ValueError, RecursionError):
+      body = None
+    if not isinstance(body, dict):
+      raise HostileMessageError(
+        f"rank {self.rank} sent what is no JSON object", rank=self.rank
+      )
+    return body
+
+  def _send(self, parts: Sequence[bytes | memoryview]) -> None:
+    try:
+      with self._sending:
+        self._link.send(parts)
+    except PeerError as error:
+      raise PeerError(f"{error}", rank=self.rank) from None
+
+  def _beat(self) -> None:
+    while not self._over.wait(self._link.patience_s / 5):
+      # A failed connection is for the next message to find.
+      with contextlib.suppress(PeerError, OSError):
+        self.tell(Kind.ALIVE)
+
+
+def _bytes(x: np.ndarray) -> Any:
+  """The bytes of an array, which may have a dtype that buffers do not know."""
+  return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+class Star:
+  """The middle of a star: rank 0, with a link to each other rank.
+
+  Attributes:
+    links: by rank, from 1.
+  """
+
+  def __init__(self, links: dict[int, StarLink]):
+    self.links = links
+
+  def __iter__(self) -> Any:
+    """The links in the order of ranks."""
+    return iter([self.links[r] for r in sorted(self.links)])
+
+  @classmethod
+  def gather(
+    cls,
+    server: socket.socket,
+    size: int,
+    key: bytes,
+    *,
+    digest: str = "",
+    patience_s: int | float = PATIENCE_S,
+    join_s: int | float = JOIN_S,
+    check: Callable[[], Any] | None = None,
+  ) -> Star:
+    """Waits until all other ranks have connected.
+
+    Args:
+      server: a socket that listens.
+      size: ranks in all.
+      key: that all of them have, at least 16 bytes.
+      digest: of the model, which has to be that of every rank.
+      patience_s: how long a rank may be silent afterwards.
+      join_s: how long this waits.
+      check: called now and then meanwhile, to raise what keeps a rank away.
+
+    Raises:
+      PeerError: ranks that did not come.
+      OptionError: a rank with another model, or one that is there already.
+    """
+    positive_int("size", size)
+    number("patience_s", patience_s, above=0)
+    key, end = checked_key(key), time.monotonic() + join_s
+    links: dict[int, StarLink] = {}
+    fault: Exception | None = None
+    try:
+      while len(links) < size - 1:
+        if check is not None:
+          check()
+        left = end - time.monotonic()
+        if left <= 0:
+          missing = [r for r in range(1, size) if r not in links]
+          raise PeerError(
+            f"rank {', '.join(map(str, missing))} of {size} did not join "
+            f"within {join_s:g} s",
+            rank=missing[0],
+          )
+        server.settimeout(min(left, 0.5))
+        try:
+          made, address = server.accept()
+        except TimeoutError:
+          continue
+        cls._join(made, address, links, size, key, digest, patience_s)
+    except Exception as error:
+      fault = error
+      raise
+    finally:
+      if fault is not None:
+        cls(links).fail(fault)
+    return cls(links)
+
+  @classmethod
+  def _join(
+    cls,
+    made: socket.socket,
+    address: Any,
+    links: dict[int, StarLink],
+    size: int,
+    key: bytes,
+    digest: str,
+    patience_s: int | float,
+  ) -> None:
+    """Takes a connection, if it is one of a rank."""
+    link = PullConnection(made, patience_s, f"{address[0]}:{address[1]}")
+    try:
+      # A stranger does not keep the others waiting for long.
+      link.greet_reader(key, min(5.0, patience_s))
+    except PeerError:
+      link.close()
+      return
+    star = StarLink(link, -1)
+    try:
+      _, said = star.hear(Kind.HELLO)
+    except PeerError:
+      star.close()
+      return
+    rank, count = said.get("rank"), said.get("size")
+    whole = isinstance(rank, int) and not isinstance(rank, bool)
+    fault = None
+    if not whole or not 0 < rank < size or count != size:  # pyrefly: ignore
+      fault = f"rank {rank} of {count}", f"ranks 1 to {size - 1} of {size}"
+    elif rank in links:
+      fault = f"two processes of rank {rank}", "each rank once"
+    elif said.get("digest") != digest:
+      fault = f"another model folder on rank {rank}", "the same on all ranks"
+    if fault is not None:
+      error = OptionError("rank", *fault, "start the ranks with the same flags")
+      with contextlib.suppress(PeerError):
+        star.tell(Kind.FAIL, why=f"{error}", rank=0)
+      star.close()
+      raise error
+    assert isinstance(rank, int)
+    star.rank, link.name = rank, f"rank {rank}"
+    links[rank] = star
+
+  def fail(self, error: BaseException) -> None:
+    """Tells all ranks what has failed, and ends the connections."""
+    rank = error.rank if isinstance(error, PeerError) else None
+    why = f"{error}" if rank else f"rank 0 failed: {error}"
+    for link in self:
+      if link.rank != rank:
+        with contextlib.suppress(PeerError):
+          link.tell(Kind.FAIL, why=why, rank=rank or 0)
+    self.close()
+
+  def close(self) -> None:
+    """Ends the connections."""
+    for link in self:
+      link.close()
+
+
+def join(
+  address: tuple[str, int],
+  rank: int,
+  size: int,
+  key: bytes,
+  *,
+  digest: str = "",
+  patience_s: int | float = PATIENCE_S,
+  join_s: int | float = JOIN_S,
+) -> StarLink:
+  """Connects a rank to the middle of its star.
+
+  Args:
+    address: host and port of rank 0.
+    rank: of this process, from 1.
+    size: ranks in all.
+    key: as rank 0 has it.
+    digest: of the model.
+    patience_s: how long rank 0 may be silent.
+    join_s: how long this tries to reach it.
+
+  Raises:
+    PeerError: it was not reached.
+    AuthenticationError: it has another key.
+  """
+  number("patience_s", patience_s, above=0)
+  key, end = checked_key(key), time.monotonic() + join_s
+  while True:
+    left = end - time.monotonic()
+    try:
+      if left <= 0:
+        raise TimeoutError
+      made = socket.create_connection(address, timeout=left)
+      link = PullConnection(made, patience_s, "rank 0")
+      try:
+        link.greet_publisher(key)
+      except PeerError:
+        link.close()
+        raise
+      break
+    except AuthenticationError:
+      raise
+    except (OSError, PeerError) as error:
+      if time.monotonic() + _PAUSE_S >= end:
+        raise PeerError(
+          f"rank 0 was not reached at {address[0]}:{address[1]} within "
+          f"{join_s:g} s: {error}",
+          rank=0,
+        ) from None
+      time.sleep(_PAUSE_S)
+  star = StarLink(link, 0)
+  star.tell(Kind.HELLO, rank=rank, size=size, digest=digest)
+  return star

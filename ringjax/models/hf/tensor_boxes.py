@@ -1,0 +1,130 @@
+"""Reads boxes of tensors from a folder's files: some rows, some columns.
+
+Guarantees: bytes of a file that has changed since the folder was opened are
+never returned.
+Cost: one read for each run of bytes; runs that are short are cut out of whole
+rows, about a mebibyte of them at a time.
+
+Files are read, not mapped: a mapped file that shrinks ends the process, and its
+pages would count as memory of this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.safe_files import fault, identity, open_inside, shown
+
+# Shorter runs of bytes are cut out of whole rows.
+_RUN_BYTES = 512
+# Bytes of such rows that are there at a time, unless one row has more.
+_ROWS_BYTES = 1 << 20
+
+
+class TensorBoxes:
+  """The files of a folder, open for reads of parts of tensors."""
+
+  def __init__(self, folder: Folder):
+    self.folder = folder
+    self._files: dict[str, int] = {}
+    self._lock = threading.Lock()
+    weakref.finalize(self, _close, self._files)
+
+  def read(
+    self, name: str, out: Shaped[np.ndarray, " ..."], box: Sequence[slice]
+  ) -> None:
+    """Reads a box of a tensor.
+
+    Args:
+      name: of the tensor.
+      out: contiguous, of the box's shape and the tensor's dtype.
+      box: for each axis of the tensor its first and last number.
+
+    Raises:
+      CheckpointFormatError: a file that has changed, or an I/O error.
+    """
+    info = self.folder.tensors[name]
+    size, shape = out.dtype.itemsize, info.shape
+    # Axes from `split` on are whole: their bytes are a run.
+    split = len(shape)
+    while split and box[split - 1] == slice(0, shape[split - 1]):
+      split -= 1
+    split = max(split - 1, 0)
+    inner = math.prod(shape[split + 1 :])
+    first = box[split].start * inner if shape else 0
+    run = (out.shape[split] if shape else 1) * inner
+    if split and run * size < _RUN_BYTES:
+      self._rows(name, out, box)
+      return
+    strides = [math.prod(shape[i + 1 :]) for i in range(split)]
+    flat = out.reshape(-1, run)
+    corners = itertools.product(*(range(b.start, b.stop) for b in box[:split]))
+    for row, corner in zip(flat, corners, strict=True):
+      start = sum(i * n for i, n in zip(corner, strides, strict=True)) + first
+      self._bytes(name, row, info.offset + start * size)
+
+  def _rows(self, name: str, out: np.ndarray, box: Sequence[slice]) -> None:
+    """Cuts a box out of whole rows of the first axis."""
+    info = self.folder.tensors[name]
+    each = math.prod(info.shape[1:])
+    size = out.dtype.itemsize
+    many = max(1, _ROWS_BYTES // (each * size))
+    for start in range(box[0].start, box[0].stop, many):
+      stop = min(start + many, box[0].stop)
+      whole = np.empty((stop - start, *info.shape[1:]), out.dtype)
+      self._bytes(name, whole, info.offset + start * each * size)
+      at = slice(start - box[0].start, stop - box[0].start)
+      out[at] = whole[(slice(None), *box[1:])]
+
+  def _bytes(self, name: str, out: np.ndarray, offset: int) -> None:
+    """Reads the bytes of an array from a tensor's file."""
+    file = self.folder.tensors[name].file
+    flat: Any = out.reshape(-1).view(np.uint8)
+    left = memoryview(flat)
+    while left:
+      try:
+        got = os.preadv(self._open(file), [left[: 1 << 30]], offset)
+      except OSError as error:
+        fault(
+          shown(file),
+          f"{error.strerror} at byte {offset:,}",
+          "a readable file",
+          "look at the disk, or download the file again",
+        )
+      if not got:
+        fault(
+          shown(file),
+          f"an end at byte {offset:,}",
+          "the file that was opened; it has changed",
+          "leave it alone while it is read",
+        )
+      left, offset = left[got:], offset + got
+
+  def _open(self, file: str) -> int:
+    with self._lock:
+      if file not in self._files:
+        found = open_inside(self.folder.path, file)
+        self._files[file] = found
+        if identity(os.fstat(found)) != self.folder.files[file]:
+          fault(
+            shown(file),
+            "another file",
+            "the file that was opened; it has changed",
+            "load the model again",
+          )
+      return self._files[file]
+
+
+def _close(files: dict[str, int]) -> None:
+  for descriptor in files.values():
+    os.close(descriptor)
