@@ -12,6 +12,8 @@ from ringjax.models.checkpoint import (
 from ringjax.models.coded_weights import with_coded_weights
 from ringjax.models.families import FAMILIES
 from ringjax.models.more_tokens import with_more_tokens
+from ringjax.models.neuron_predictors import NeuronPredictors
+from ringjax.models.neurons import neuron_report, sparse_model, write_neurons
 from ringjax.models.presets import PRESETS
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.models.weight_placement import PlacementReport
@@ -29,6 +31,7 @@ __all__ = [
   "PRESETS",
   "CachedAttention",
   "ContextParallel",
+  "NeuronPredictors",
   "Placement",
   "PlacementReport",
   "Rules",
@@ -40,9 +43,12 @@ __all__ = [
   "list",
   "load",
   "longspec",
+  "neuron_report",
   "place",
   "read_config",
   "save",
+  "sparse_model",
   "with_coded_weights",
   "with_more_tokens",
+  "write_neurons",
 ]
