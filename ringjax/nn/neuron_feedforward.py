@@ -13,7 +13,7 @@ Ref: Alizadeh et al. 2023, LLM in a Flash, arXiv 2312.11514.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from ringjax.parallel import collectives
 FEW = 64
 
 
+@runtime_checkable
 class HoldsNeurons(Protocol):
   """What has neurons, see `store.neuron_store`."""
 
@@ -257,7 +258,7 @@ class NeuronFeedforward(nnx.Module):
 
   def _prepare(self, number: Any, needed: Any) -> tuple[np.ndarray, ...]:
     found = self.store.prepare(int(number), np.asarray(needed))
-    return tuple(np.int32(n) for n in found)
+    return tuple(np.asarray(n, np.int32) for n in found)
 
   def _fetch(
     self, size: int, number: Any, ticket: Any, needed: Any
