@@ -259,10 +259,11 @@ def check_neurons(model: Transformer) -> None:
     OptionError: mixtures of experts, codes, or neurons on disk.
     MeshError: a model on a mesh, or several processes.
   """
-  if model.mesh is not None or jax.process_count() > 1:
+  devices = 1 if model.mesh is None else model.mesh.size
+  if devices > 1 or jax.process_count() > 1:
     raise MeshError(
       "model",
-      "a mesh" if jax.process_count() == 1 else "several processes",
+      f"a mesh of {devices} devices, in {jax.process_count()} process(es)",
       "a model on one device, whose neurons are on disk",
       "load it without mesh=",
     )

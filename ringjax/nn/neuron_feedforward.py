@@ -149,7 +149,8 @@ class NeuronFeedforward(nnx.Module):
   def __call__(
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
-    if getattr(attend, "mesh", None) is not None or collectives.manual_axes():
+    mesh = getattr(attend, "mesh", None)
+    if collectives.manual_axes() or (mesh is not None and mesh.size > 1):
       raise MeshError(
         "model",
         "feedforward neurons on disk, on a mesh",
