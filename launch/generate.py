@@ -690,9 +690,7 @@ def _flash(
     say(f"neurons: {rj.models.write_neurons(model, folder)}")
   made = rj.models.sparse_model(model, folder, **options)
   found = rj.models.neuron_report(made)
-  lossy = (
-    "predictors may miss some" if "predictors" in options else "exact"
-  )
+  lossy = "predictors may miss some" if "predictors" in options else "exact"
   if options.get("threshold"):
     lossy = "a threshold leaves small ones out"
   say(

@@ -221,9 +221,7 @@ class NeuronFile:
       self._fault(f"a header that is none ({error})", "a whole file of neurons")
     if self._identity[0] != self.size:
       self._fault(f"{self._identity[0]:,} bytes", f"{self.size:,} bytes")
-    self._checked = {
-      n: np.zeros(x.shape, bool) for n, x in self._sums.items()
-    }
+    self._checked = {n: np.zeros(x.shape, bool) for n, x in self._sums.items()}
     self._lock = threading.Lock()
     self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 

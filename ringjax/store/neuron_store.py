@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -270,5 +270,5 @@ class NeuronStore:
       waited_s=self._waited_s,
     )
 
-  def _reading(self, number: int):  # noqa: ANN202
+  def _reading(self, number: int) -> Callable[[np.ndarray, np.ndarray], None]:
     return lambda ids, out: self.file.read(number, ids, out, first=self.first)

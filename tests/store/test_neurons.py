@@ -1,4 +1,4 @@
-"""Neurons on disk: files that are whole or refused, windows of the last sets."""
+"""Neurons on disk: files that are whole or refused, windows of recent sets."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def make(path, *, bundled=True, dtype=np.float32, gated=True, layers=2):
     n: rng.normal(size=(F, len(parts), D)).astype(dtype)
     for n in range(3, 3 + layers)
   }
-  each = [
-    NeuronLayer(number=n, neurons=F, embed=D, parts=parts) for n in held
-  ]
+  each = [NeuronLayer(number=n, neurons=F, embed=D, parts=parts) for n in held]
   write_neuron_file(
     path,
     each,
@@ -177,7 +175,7 @@ def test_a_window_is_the_union_of_the_last_sets(window, rows, seed):
     before = set(made.pointer[: made.num_used].tolist())
     fresh = sorted(set(ids.tolist()) - before)
     if fails[0] and fresh:
-      with pytest.raises(OSError):
+      with pytest.raises(OSError, match="lost"):
         made.step(ids, reading)
       # What went stays gone: the last sets without the one that failed.
       while len(sets) >= window or len(union(sets) | set(ids)) > rows:
@@ -213,9 +211,7 @@ def union(sets):
 def test_calls_that_cross_get_what_they_asked_for(tmp_path):
   """Another call moves the window between a call's two looks at it."""
   held = make(tmp_path / "n.bin")
-  store = NeuronStore(
-    NeuronFile(tmp_path / "n.bin"), {3: 16, 4: 16}, window=1
-  )
+  store = NeuronStore(NeuronFile(tmp_path / "n.bin"), {3: 16, 4: 16}, window=1)
   wrong = []
 
   def ask(seed):

@@ -21,8 +21,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import number, positive_int
-from ringjax.errors import OptionError
-from ringjax.infer import inputs
+from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.models import calibration as files
 from ringjax.models.linear_maps import replaced
 from ringjax.models.neuron_predictors import NeuronPredictors
@@ -74,7 +73,22 @@ def train_predictors(
     MeshError: a model on a mesh, or several processes.
   """
   check_neurons(model)
-  ids = inputs.texts(tokens, model.config.vocab)
+  ids = np.asarray(tokens)
+  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+    raise ShapeError(
+      "tokens",
+      f"{ids.dtype} {list(ids.shape)}",
+      "integers [N, T], a row for each text",
+      "cut the texts into rows of equal length",
+    )
+  vocab = model.config.vocab
+  if ids.min() < 0 or ids.max() >= vocab:
+    raise PromptError(
+      "tokens",
+      f"ids from {ids.min()} to {ids.max()}",
+      f"0 to {vocab - 1}",
+      "encode the texts with the model's tokenizer",
+    )
   positive_int("rank", rank)
   positive_int("epochs", epochs)
   number("false_negatives", false_negatives, least=0, most=1)
