@@ -1,4 +1,4 @@
-"""Feedforward layers whose neurons are on disk, and read when a call needs them.
+"""Feedforward layers whose neurons are on disk, read when a call needs them.
 
 Guarantees: with a resident deciding projection (the gate, or the up-projection
 of a plain layer) the result is that of the layer with all weights, up to the

@@ -237,9 +237,7 @@ def test_what_is_not_supported_is_refused_by_name(gated, tmp_path):
   refused(OptionError, lambda: rj.models.neuron_report(model), "resident")
   refused(
     OptionError,
-    lambda: jax.grad(lambda m: m(np.ones((1, 3), int)).sum(), allow_int=True)(
-      made
-    ),
+    lambda: jax.grad(lambda m: m(tokens).sum(), allow_int=True)(made),
     "gradient",
   )
 
@@ -257,3 +255,72 @@ def test_a_file_that_shrinks_is_an_error_of_the_call(gated, tmp_path):
   (tmp_path / FILE).write_bytes(whole)
   again = rj.models.sparse_model(model, tmp_path)
   np.testing.assert_allclose(again(tokens), want, atol=1e-6)
+
+
+def learned(tmp_path, threshold=0.0):
+  """A model, its predictors, and texts."""
+  model = create("llama3", num_hidden_layers=2, intermediate_size=61)
+  texts = np.random.default_rng(0).integers(0, 60, (16, 40))
+  made = rj.train.train_predictors(
+    model, texts, rank=12, epochs=25, threshold=threshold
+  )
+  rj.models.write_neurons(model, tmp_path)
+  made.save(tmp_path)
+  return model, made, texts
+
+
+@pytest.mark.long
+def test_predictors_miss_few_neurons_and_leave_many_out(tmp_path):
+  model, made, texts = learned(tmp_path)
+  for n in range(2):
+    did = made.measured[n]
+    assert did["false_negatives"] < 0.1
+    # Saying yes to all would miss none.
+    assert did["active"] - 0.05 < did["predicted"] < 0.85
+  sparse = rj.models.sparse_model(
+    model, tmp_path, predictors=tmp_path, window=2, memory="1MB"
+  )
+  exact = np.asarray(model(texts[:1, :1]))
+  far = np.abs(np.asarray(sparse(texts[:1, :1])) - exact).max()
+  assert far < np.abs(exact).max() / 4
+  found = rj.models.neuron_report(sparse)
+  record = 3 * model.config.embed * 4
+  assert found.bytes_read == found.fresh * record
+  assert 0 < found.needed < found.neurons
+  # Read whole, a prompt misses nothing.
+  tokens = texts[:2, :39]
+  np.testing.assert_allclose(sparse(tokens), model(tokens), atol=2e-5)
+  again = rj.train.train_predictors(model, texts, rank=12, epochs=25)
+  for n, parts in again.layers.items():
+    for name, x in parts.items():
+      np.testing.assert_array_equal(x, made.layers[n][name])
+
+
+def test_predictors_of_another_model_are_refused(gated, tmp_path):
+  model, path = gated
+  shape = lambda *dims: np.zeros(dims, np.float32)
+  parts = {
+    "down": shape(model.config.embed, 4),
+    "up": shape(4, 83),
+    "bias": shape(83),
+  }
+  layers = dict.fromkeys(range(3), parts)
+  other = rj.models.NeuronPredictors("other", 0.0, layers, {0: {"active": 0.5}})
+  other.save(tmp_path)
+  loaded = rj.models.NeuronPredictors.load(tmp_path)
+  assert loaded.model == "other" and loaded.measured[0] == {"active": 0.5}
+  refused(
+    CheckpointMismatchError,
+    lambda: rj.models.sparse_model(model, path, predictors=tmp_path),
+    "model other",
+  )
+  refused(
+    CheckpointFormatError,
+    lambda: rj.models.sparse_model(model, path, predictors=tmp_path / "none"),
+    "none",
+  )
+  texts = np.ones((8, 9), int)
+  train = rj.train.train_predictors
+  silu = create("llama3", hidden_act="silu")
+  refused(OptionError, lambda: train(silu, texts), "'silu'")
+  refused(OptionError, lambda: train(model, texts[:3]), "at least 8")
