@@ -641,10 +641,12 @@ def _of_neurons(model: Transformer) -> dict[str, Any] | None:
   if model.stack.neuron_fault is None:
     return None
   found = rj.models.neuron_report(model)
-  made = dataclasses.asdict(found)
-  made["max_rows"] = {str(n): k for n, k in found.max_rows.items()}
   shares = ("hit_share", "active_share", "resident_share")
-  return made | {name: getattr(found, name) for name in shares}
+  return {
+    **dataclasses.asdict(found),
+    **{name: getattr(found, name) for name in shares},
+    "max_rows": {str(n): k for n, k in found.max_rows.items()},
+  }
 
 
 def _of_drafts(report: Any) -> dict[str, Any] | None:

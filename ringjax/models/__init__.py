@@ -20,6 +20,7 @@ from ringjax.models.weight_placement import PlacementReport
 from ringjax.models.weight_placement import WeightPlacement as Placement
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
+from ringjax.store.neuron_store import NeuronReport
 
 
 def list() -> tuple[str, ...]:
@@ -32,6 +33,7 @@ __all__ = [
   "CachedAttention",
   "ContextParallel",
   "NeuronPredictors",
+  "NeuronReport",
   "Placement",
   "PlacementReport",
   "Rules",

@@ -35,6 +35,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -233,9 +234,10 @@ class NeuronFile:
     length = int.from_bytes(head[8:12], "little")
     text = os.pread(self._file, length, _HEAD)
     said = json.loads(text.decode())
-    layers = [
-      NeuronLayer(**{**x, "parts": tuple(x["parts"])}) for x in said["layers"]
+    given: list[dict[str, Any]] = [
+      {**x, "parts": tuple(x["parts"])} for x in said["layers"]
     ]
+    layers = [NeuronLayer(**x) for x in given]
     nbytes = sum(4 * len(x.parts) * x.neurons for x in layers)
     sums = os.pread(self._file, nbytes, _HEAD + length)
     if zlib.crc32(sums, zlib.crc32(text)) != int.from_bytes(
@@ -317,7 +319,8 @@ class NeuronFile:
     """What is read at a time: (offset, where it goes to)."""
     row = layer.embed * self.dtype.itemsize
     parts = len(layer.parts)
-    raw = memoryview(out.reshape(-1).view(np.uint8))
+    flat: Any = out.reshape(-1).view(np.uint8)
+    raw = memoryview(flat)
     pieces: list[tuple[int, memoryview]] = []
     if self.bundled:
       size = (parts - first) * row
@@ -386,7 +389,7 @@ class NeuronFile:
     found = os.fstat(self._file)
     return found.st_size, found.st_mtime_ns
 
-  def _fault(self, got: str, wanted: str) -> None:
+  def _fault(self, got: str, wanted: str) -> NoReturn:
     raise CheckpointFormatError(f"{self.path}", got, wanted, _REMEDY)
 
 

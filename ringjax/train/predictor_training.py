@@ -180,9 +180,12 @@ def _observed(
     jax.effects_barrier()
     progress(n + 1)
   return {
-    layer: tuple(map(np.concatenate, zip(*parts, strict=True)))
+    layer: (
+      np.concatenate([x for x, _ in parts]),
+      np.concatenate([active for _, active in parts]),
+    )
     for layer, parts in found.items()
-  }  # pyrefly: ignore
+  }
 
 
 def _trained(
