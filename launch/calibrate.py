@@ -13,6 +13,11 @@
       DIR/activation_ranges.safetensors. Then:
   python -m launch.generate --model=DIR --integer=DIR ...
       Multiplies 8-bit integers in the model.
+  python -m launch.calibrate --model=DIR --text=FILE --neurons
+      Of a ReLU model: writes DIR/neurons.bin, and trains predictors of the
+      neurons that a token needs, DIR/neuron_predictors.safetensors. Then:
+  python -m launch.generate --model=DIR --flash=DIR:predictors=true ...
+      Reads these neurons from disk, and no others.
 
 --text is a file, or a folder of .txt and .jsonl files; without it Python's own
 sources are read. Without --model it is the model that ships with ringjax, and
@@ -102,6 +107,16 @@ def define(values: flags.FlagValues) -> None:
   new.boolean(
     "ranges", False, "Measures activations, for products of integers."
   )
+  new.boolean(
+    "neurons", False, "Writes neurons, and trains predictors of active ones."
+  )
+  new.whole("rank", 64, "--neurons: numbers that a predictor goes through.")
+  new.number(
+    "missed", 0.04, "--neurons: part of active ones that may be missed.", 0
+  )
+  new.number(
+    "threshold", 0.0, "--neurons: activations up to it count as zero.", 0
+  )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -173,6 +188,8 @@ def _calibrate(
     )
     path = found.save(out)
     return {"out": str(path), "model": found.model, "tokens": int(rows.size)}
+  if values.neurons:
+    return _neurons(values, screen, model, rows, out)
   screen.begin("measuring", 2 * len(rows), "passes")
   made = calibrate(
     model,
@@ -222,6 +239,38 @@ def _allocate(
   return {"out": str(out / BITS_FILE), "table": f"{made}\n", **made.record()}
 
 
+def _neurons(
+  values: flags.FlagValues,
+  screen: console.Screen,
+  model: Transformer,
+  rows: np.ndarray,
+  out: pathlib.Path,
+) -> dict[str, Any]:
+  """Writes neurons, and trains what predicts the active ones."""
+  screen.begin("training predictors", len(rows) + len(model.config.layers))
+  made = rj.train.train_predictors(
+    model,
+    rows,
+    rank=values.rank,
+    false_negatives=values.missed,
+    threshold=values.threshold,
+    progress=lambda done, total: screen.at(done),
+  )
+  rj.models.write_neurons(model, out)
+  table = "".join(
+    f"layer {n}: {x['active']:.1%} active, {x['predicted']:.1%} predicted, "
+    f"{x['false_negatives']:.1%} of the active ones missed\n"
+    for n, x in sorted(made.measured.items())
+  )
+  return {
+    "out": str(made.save(out)),
+    "table": table,
+    "model": made.model,
+    "measured": {str(n): dict(x) for n, x in made.measured.items()},
+    "tokens": int(rows.size),
+  }
+
+
 def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
   """A candidate; its calibration is the one in the folder."""
   kind = kind_text.parse(text, "--cache")
@@ -240,17 +289,25 @@ def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
 def _refuse_unused(values: flags.FlagValues) -> None:
   """No flag that was set is without effect."""
   others = ("outliers", "first", "weights")
-  if values.ranges:
+  mine = ("rank", "missed", "threshold")
+  if values.neurons:
+    others += ("cache", "by", "measure", "bits", "ranges")
+  elif values.ranges:
     others += ("cache", "by", "measure", "bits")
   elif values.bits is None:
     others = ("cache", "by", "measure")
+  if not values.neurons:
+    others += mine
   unused = [f"--{name}" for name in others if values[name].present]
+  beside = "with" + "out" * (values.bits is None) + " --bits"
+  if values.neurons or values.ranges:
+    beside = f"with --{'neurons' if values.neurons else 'ranges'}"
+  elif set(unused) <= {f"--{name}" for name in mine}:
+    beside = "without --neurons"
   if unused:
     raise OptionError(
       "flags",
-      f"{', '.join(unused)} with{'out' * (values.bits is None)} --bits"
-      if not values.ranges
-      else f"{', '.join(unused)} with --ranges",
+      f"{', '.join(unused)} {beside}",
       "flags that have an effect",
       "leave them out; see --help",
     )

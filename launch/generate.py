@@ -37,7 +37,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO, TypeGuard
 
 import jax
@@ -60,6 +60,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.coded_weights import BITS
 from ringjax.models.hf import tensors
+from ringjax.models.neurons import FILE as NEURONS
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.wire_format import DTYPES
 from ringjax.plan.choice import KEEPS
@@ -72,6 +73,8 @@ _DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 _STORE_BYTES = 1 << 40
 # Options of `rj.infer.integer_model`.
 _INTEGER = ("shadow", "prune", "scales")
+# Options of `rj.models.sparse_model`.
+_FLASH = ("window", "memory", "threshold", "predictors", "threads")
 _MEMORY = (
   "shard the sequence over more devices (--mesh=seq:N), or read less at a "
   "time (--prefill=chunked --chunk=1024)"
@@ -174,6 +177,14 @@ def define(values: flags.FlagValues) -> None:
     "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
     "this folder (launch.calibrate --ranges): DIR or "
     "DIR:shadow=16,prune=0.85,scales=tensor.",
+  )
+  new.text(
+    "flash",
+    None,
+    "Reads single feedforward neurons from this folder as tokens need them, "
+    "of a ReLU model, or lossily with a threshold: DIR or DIR:window=5,"
+    "memory=1GiB,threshold=.1,predictors=true; predictors of launch.calibrate "
+    "--neurons are in DIR. Neurons are written there if there are none.",
   )
   new.text(
     "placement",
@@ -308,9 +319,11 @@ class _Work:
       folder,
       mesh=mesh,
       dtype=values.dtype,
-      placement=values.placement,
+      placement=self._placement(),
       memory=values.memory,
     )
+    if values.flash is not None:
+      model = _flash(model, values.flash, self._screen.say)
     if values.integer is not None and values.weights is not None:
       raise prompts.clash("--integer with --weights", "one of them")
     if values.integer is not None:
@@ -337,6 +350,17 @@ class _Work:
       self._screen.say(f"placement: {_placement(placed)}")
       model.on_wait(self._screen.say)
     return model, about
+
+  def _placement(self) -> str | None:
+    """Where layers are when they are loaded."""
+    values = self._values
+    if values.flash is None:
+      return values.placement
+    for name in ("placement", "memory", "weights", "integer"):
+      if values[name].value is not None:
+        raise prompts.clash(f"--{name} with --flash", "one of them")
+    # Of feedforwards, no more than a layer is ever in memory.
+    return "disk"
 
   def _read_contexts(
     self,
@@ -481,6 +505,7 @@ class _Work:
       "contexts": _of_contexts(report.contexts),
       "speculation": _of_drafts(report.speculation),
       "placement": _of_placement(model),
+      "neurons": _of_neurons(model),
     }
 
   def _where(self, mesh: Any) -> dict[str, Any]:
@@ -568,6 +593,13 @@ def summary(done: dict[str, Any]) -> list[str]:
       f"{console.nbytes(did['bytes_read'])} read from disk, "
       f"{did['layer_reads']:,} layers; waited {did['waited_s']:.1f} s for it"
     )
+  if done["neurons"] is not None:
+    did = done["neurons"]
+    lines["neurons"] = (
+      f"{did['active_share']:.0%} active, {did['hit_share']:.0%} of these in "
+      f"memory; {console.nbytes(did['bytes_read'])} in {did['reads']:,} reads, "
+      f"and {console.nbytes(did['whole_bytes'])} of whole layers"
+    )
   if done["passkey"] is not None:
     found = "in" if done["passkey_found"] else "NOT in"
     lines["passkey"] = (
@@ -614,6 +646,19 @@ def _of_placement(model: Transformer) -> dict[str, Any] | None:
   return made | {"reads": {str(n): k for n, k in found.reads.items()}}
 
 
+def _of_neurons(model: Transformer) -> dict[str, Any] | None:
+  """What neurons on disk came to, as JSON."""
+  if model.stack.neuron_fault is None:
+    return None
+  found = rj.models.neuron_report(model)
+  shares = ("hit_share", "active_share", "resident_share")
+  return {
+    **dataclasses.asdict(found),
+    **{name: getattr(found, name) for name in shares},
+    "max_rows": {str(n): k for n, k in found.max_rows.items()},
+  }
+
+
 def _of_drafts(report: Any) -> dict[str, Any] | None:
   """What drafts were worth, as JSON."""
   if report is None:
@@ -642,6 +687,29 @@ def _integer(model: Transformer, text: str) -> Transformer:
   )
   options = {key: option_text.value(one) for key, one in said.items()}
   return rj.infer.integer_model(model, folder, **options)
+
+
+def _flash(
+  model: Transformer, text: str, say: Callable[[str], Any]
+) -> Transformer:
+  """The model with its neurons on disk that --flash asks for."""
+  folder, colon, rest = text.partition(":")
+  said = option_text.pairs(rest if colon else None, _FLASH, "--flash", folder)
+  options = {key: option_text.value(one) for key, one in said.items()}
+  if options.pop("predictors", False):
+    options["predictors"] = folder
+  if not (pathlib.Path(folder) / NEURONS).exists():
+    say(f"neurons: {rj.models.write_neurons(model, folder)}")
+  made = rj.models.sparse_model(model, folder, **options)
+  found = rj.models.neuron_report(made)
+  lossy = "predictors may miss some" if "predictors" in options else "exact"
+  if options.get("threshold"):
+    lossy = "a threshold leaves small ones out"
+  say(
+    f"neurons: {console.nbytes(found.disk_bytes)} on disk, at most "
+    f"{console.nbytes(found.buffer_bytes)} in memory; {lossy}"
+  )
+  return made
 
 
 def _has_folder(drafter: speculate.Drafter) -> TypeGuard[speculate.DraftModel]:

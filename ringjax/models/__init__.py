@@ -12,12 +12,15 @@ from ringjax.models.checkpoint import (
 from ringjax.models.coded_weights import with_coded_weights
 from ringjax.models.families import FAMILIES
 from ringjax.models.more_tokens import with_more_tokens
+from ringjax.models.neuron_predictors import NeuronPredictors
+from ringjax.models.neurons import neuron_report, sparse_model, write_neurons
 from ringjax.models.presets import PRESETS
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.models.weight_placement import PlacementReport
 from ringjax.models.weight_placement import WeightPlacement as Placement
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
+from ringjax.store.neuron_store import NeuronReport
 
 
 def list() -> tuple[str, ...]:
@@ -29,6 +32,8 @@ __all__ = [
   "PRESETS",
   "CachedAttention",
   "ContextParallel",
+  "NeuronPredictors",
+  "NeuronReport",
   "Placement",
   "PlacementReport",
   "Rules",
@@ -40,9 +45,12 @@ __all__ = [
   "list",
   "load",
   "longspec",
+  "neuron_report",
   "place",
   "read_config",
   "save",
+  "sparse_model",
   "with_coded_weights",
   "with_more_tokens",
+  "write_neurons",
 ]

@@ -247,7 +247,7 @@ class Transformer(nnx.Module):
     if parents is not None:
       parents = self._tree(parents, shape, attend, cache)
     call = (self, attend, tokens, pos, seg, cache, rows, length, parents)
-    if self.stack.placed is None or isinstance(tokens, jax.core.Tracer):
+    if not self.stack.faults or isinstance(tokens, jax.core.Tracer):
       return _call(*call)
     # A read that fails is an error of this call and of no later one.
     with naming_faults(self.stack.faults):

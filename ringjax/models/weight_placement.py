@@ -245,7 +245,15 @@ def refuse_placed(model: object, doing: str, remedy: str) -> None:
   Raises:
     OptionError: some layers of the model are not.
   """
-  if getattr(getattr(model, "stack", None), "placed", None) is not None:
+  stack = getattr(model, "stack", None)
+  if getattr(stack, "neuron_fault", None) is not None:
+    raise OptionError(
+      "model",
+      f"one whose feedforward neurons are on disk, to {doing}",
+      "a model that is all on the devices",
+      "pass the model that it was made of",
+    )
+  if getattr(stack, "placed", None) is not None:
     raise OptionError(
       "model",
       f"one whose layers are in host memory or on disk, to {doing}",

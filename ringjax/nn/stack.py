@@ -137,6 +137,8 @@ class Stack(nnx.Module):
     placed: where the weights of each run's layers are, or None for those that
       are all on the devices; None for no such layers.
     hosted: of placed layers, the parameters in the host's memory, [n, ...].
+    neuron_fault: where the error of a read of neurons is kept, if feedforwards
+      have theirs on disk; else None.
   """
 
   def __init__(
@@ -154,6 +156,7 @@ class Stack(nnx.Module):
     self.blocks = nnx.List([build(run) for run in self.runs])
     self.placed: tuple[tuple[PlacedLayers | None, ...], ...] | None = None
     self.hosted: Any = None
+    self.neuron_fault: ReadFault | None = None
 
   @property
   def faults(self) -> tuple[ReadFault, ...]:
@@ -165,7 +168,8 @@ class Stack(nnx.Module):
       if placed is not None
       for part in placed.disk
     }
-    return tuple(found.values())
+    more = () if self.neuron_fault is None else (self.neuron_fault,)
+    return (*found.values(), *more)
 
   def _kind(self, run: int, position: int) -> _Layers:
     block = self.blocks[run][position]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+import ringjax as rj
 from launch import calibrate, common
+from ringjax.models import tiny
 from ringjax.models.calibration import FILE
+from tests import checkpoints
 
 QUICK = ("--rows=2", "--length=32", "--mesh=seq:1")
 
@@ -138,3 +142,39 @@ def test_integers_multiply_by_ranges_that_were_measured(tmp_path, ask):
   assert coded.status == 0, coded.err
   status, _, err = run(f"--out={out}", "--ranges", "--bits=3", *QUICK)
   assert status == 2 and "--ranges" in err
+
+
+@pytest.mark.long
+def test_neurons_are_written_and_predicted(tmp_path, ask):
+  """What is calibrated answers, and without predictors exactly."""
+  text = tmp_path / "text.txt"
+  text.write_text("a few words, again and again. " * 40)
+  folder, out = tmp_path / "model", tmp_path / "found"
+  config = checkpoints.config("llama3") | {
+    "hidden_act": "relu",
+    "vocab_size": 262,
+  }
+  rj.models.save(rj.models.create(config, seed=1), folder)
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    shutil.copy(tiny.path() / name, folder)
+  model = f"--model={folder}"
+  quick = (f"--text={text}", f"--out={out}", "--rows=8", "--length=32")
+  status, said, err = run(model, "--neurons", *quick, "--mesh=seq:1", "--json")
+  assert status == 0, err
+  record = json.loads(said)
+  assert record["tokens"] == 256 and set(record["measured"]) == {"0", "1"}
+  assert {x.name for x in out.iterdir()} == {
+    "neurons.bin",
+    "neuron_predictors.safetensors",
+  }
+  asked = (model, "--prompt=a few", "--max_new_tokens=5", "--mesh=seq:1")
+  plain = json.loads(ask(*asked, "--json").out)
+  done = json.loads(ask(*asked, f"--flash={out}:window=2", "--json").out)
+  assert done["answer"] == plain["answer"] and plain["neurons"] is None
+  assert done["neurons"]["calls"] and done["neurons"]["bytes_read"]
+  lossy = ask(*asked, f"--flash={out}:predictors=true,memory=1MB")
+  assert lossy.status == 0 and "predictors may miss" in lossy.err
+  clash = ask(*asked, f"--flash={out}", "--weights=int8")
+  assert clash.status == 2 and "--flash" in clash.err
+  status, _, err = run("--rank=3", *quick)
+  assert status == 2 and "without --neurons" in err

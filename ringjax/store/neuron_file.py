@@ -1,0 +1,399 @@
+"""A file of the neurons of feedforward layers, of which single ones are read.
+
+A neuron of a gated feedforward is a column of the gate, a column of the
+up-projection and a row of the down-projection. *Bundled* these follow one
+another, so that one read gets all of them (Alizadeh et al. 2023, LLM in a
+Flash, arXiv 2312.11514).
+
+Guarantees: a file is there whole or not at all; what is returned has the
+checksum that it was written with, looked at when a neuron is first read. A file
+that was cut, altered or replaced is a `CheckpointFormatError`.
+Cost: a read for each run of neighbouring neurons; unbundled, for each part of
+it. Runs are read by several threads.
+Memory: of writing one layer and its copy; of reading what the caller gives.
+
+  offset  bytes
+  0       8      "RJNEUR", a zero, the version
+  8       4      bytes of the JSON text, little-endian
+  12      4      CRC-32 of the JSON text and of the checksums
+  16             the JSON text: model, dtype, layers, their offsets
+                 checksums: for each layer uint32 [parts, neurons]
+                 zeros up to a multiple of 4,096
+                 layer by layer [neurons, parts, embed], or unbundled
+                 [parts, neurons, embed]
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from ringjax.checks import positive_int
+from ringjax.errors import (
+  CheckpointFormatError,
+  CheckpointMismatchError,
+  CheckpointWriteError,
+)
+
+MAGIC = b"RJNEUR\x00\x01"
+_HEAD, _ALIGN = 16, 4096
+# The system takes 1,024 pieces of memory a read.
+_PIECES = 512
+_CHUNK = 1024
+_REMEDY = "write it again with rj.models.write_neurons"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeuronLayer:
+  """The neurons of one layer in a file.
+
+  Attributes:
+    number: of the layer in the model.
+    neurons: how many it has, F.
+    embed: numbers of a part, D.
+    parts: what a neuron has, in this order: "gate" of gated ones, "up", "down".
+    offset: of the layer's first byte in the file.
+  """
+
+  number: int
+  neurons: int
+  embed: int
+  parts: tuple[str, ...]
+  offset: int = 0
+
+
+def write_neuron_file(
+  path: str | os.PathLike[str],
+  layers: Sequence[NeuronLayer],
+  arrays: Callable[[int], Sequence[Shaped[np.ndarray, "F D"]]],
+  *,
+  dtype: np.dtype,
+  model: str = "",
+  bundled: bool = True,
+) -> pathlib.Path:
+  """Writes the neurons of layers in place of what was there, at one stroke.
+
+  Args:
+    path: of the file.
+    layers: what each layer is; their offsets are chosen here.
+    arrays: of a layer's number, its parts [F, D].
+    dtype: of all numbers.
+    model: a digest of the model, which a reader may compare.
+    bundled: whether a neuron's parts follow one another.
+
+  Raises:
+    CheckpointMismatchError: numbers that are not finite.
+    CheckpointWriteError: the disk does not take it; an older file is intact.
+  """
+  place = pathlib.Path(path)
+  each = [len(x.parts) * x.neurons * x.embed * dtype.itemsize for x in layers]
+  tables = sum(4 * len(x.parts) * x.neurons for x in layers)
+
+  def text(start: int) -> bytes:
+    offsets = [start + sum(each[:n]) for n in range(len(each))]
+    said = {
+      "model": model,
+      "dtype": dtype.name,
+      "bundled": bundled,
+      "size": start + sum(each),
+      "layers": [
+        dataclasses.asdict(dataclasses.replace(x, offset=at))
+        for x, at in zip(layers, offsets, strict=True)
+      ],
+    }
+    return json.dumps(said).encode()
+
+  # Offsets have digits, which are part of the text that is before them.
+  start = 0
+  while start != (found := _aligned(_HEAD + len(text(start)) + tables)):
+    start = found
+  said = text(start)
+  partial = place.with_name(f".{place.name}.{os.getpid()}")
+  try:
+    with open(partial, "wb") as file:
+      file.seek(start)
+      sums = b"".join(
+        _write_layer(file.write, x, arrays(x.number), dtype, bundled)
+        for x in layers
+      )
+      file.seek(0)
+      check = zlib.crc32(sums, zlib.crc32(said))
+      file.write(MAGIC + len(said).to_bytes(4, "little"))
+      file.write(check.to_bytes(4, "little") + said + sums)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, place)
+  except OSError as error:
+    partial.unlink(missing_ok=True)
+    raise CheckpointWriteError(
+      f"{place}",
+      f"{error.strerror}",
+      f"room for {start + sum(each):,} bytes in a folder that can be written",
+      "free space, or choose another folder",
+      file=f"{place}",
+    ) from error
+  except BaseException:
+    partial.unlink(missing_ok=True)
+    raise
+  return place
+
+
+def _aligned(n: int) -> int:
+  return -(-n // _ALIGN) * _ALIGN
+
+
+def _write_layer(
+  write: Callable[[bytes], int],
+  layer: NeuronLayer,
+  parts: Sequence[np.ndarray],
+  dtype: np.dtype,
+  bundled: bool,
+) -> bytes:
+  """Writes a layer; its checksums."""
+  sums = np.zeros((len(parts), layer.neurons), np.uint32)
+  for p, part in enumerate(parts):
+    assert part.shape == (layer.neurons, layer.embed), (layer, part.shape)
+    if not np.isfinite(part.astype(np.float32)).all():
+      raise CheckpointMismatchError(
+        f"layer {layer.number}",
+        f"numbers in its {layer.parts[p]} that are not finite",
+        "finite weights",
+        "look at the model's weights",
+      )
+    for start in range(0, layer.neurons, _CHUNK):
+      rows = np.ascontiguousarray(part[start : start + _CHUNK], dtype)
+      for n, row in enumerate(rows):
+        sums[p, start + n] = zlib.crc32(row.view(np.uint8))
+      if not bundled:
+        write(rows.tobytes())
+  for start in range(0, layer.neurons if bundled else 0, _CHUNK):
+    rows = [part[start : start + _CHUNK].astype(dtype) for part in parts]
+    write(np.stack(rows, 1).tobytes())
+  return sums.tobytes()
+
+
+class NeuronFile:
+  """Reads neurons of layers by their numbers.
+
+  Attributes:
+    path: of the file.
+    layers: by number.
+    dtype: of the numbers.
+    model: the digest that it was written with.
+    bundled: whether a neuron's parts follow one another.
+    reads: calls of the system so far, and `bytes_read` what they returned.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], *, threads: int = 8):
+    """Opens a file.
+
+    Args:
+      path: of the file.
+      threads: reads at a time.
+
+    Raises:
+      CheckpointFormatError: no such file, or no whole one.
+    """
+    self.path = pathlib.Path(path)
+    self._threads = positive_int("threads", threads)
+    self.reads = self.bytes_read = 0
+    try:
+      self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+      self._fault(f"{error.strerror}", "a readable file")
+    self._closing = weakref.finalize(self, os.close, self._file)
+    self._identity = self._state()
+    try:
+      self._sums = self._parse()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+      self._fault(f"a header that is none ({error})", "a whole file of neurons")
+    if self._identity[0] != self.size:
+      self._fault(f"{self._identity[0]:,} bytes", f"{self.size:,} bytes")
+    self._checked = {n: np.zeros(x.shape, bool) for n, x in self._sums.items()}
+    self._lock = threading.Lock()
+    self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+
+  def _parse(self) -> dict[int, np.ndarray]:
+    """Takes the header; the checksums of each layer."""
+    head = os.pread(self._file, _HEAD, 0)
+    if len(head) < _HEAD or head[:8] != MAGIC:
+      raise ValueError("it begins otherwise")
+    length = int.from_bytes(head[8:12], "little")
+    text = os.pread(self._file, length, _HEAD)
+    said = json.loads(text.decode())
+    given: list[dict[str, Any]] = [
+      {**x, "parts": tuple(x["parts"])} for x in said["layers"]
+    ]
+    layers = [NeuronLayer(**x) for x in given]
+    nbytes = sum(4 * len(x.parts) * x.neurons for x in layers)
+    sums = os.pread(self._file, nbytes, _HEAD + length)
+    if zlib.crc32(sums, zlib.crc32(text)) != int.from_bytes(
+      head[12:16], "little"
+    ):
+      raise ValueError("another checksum than it states")
+    self.layers: Mapping[int, NeuronLayer] = {x.number: x for x in layers}
+    self.dtype = np.dtype(jnp.dtype(said["dtype"]))
+    self.model, self.size = str(said["model"]), int(said["size"])
+    self.bundled = bool(said["bundled"])
+    found, at = {}, 0
+    for x in layers:
+      count = len(x.parts) * x.neurons
+      table = np.frombuffer(sums, np.uint32, count, at)
+      found[x.number] = table.reshape(len(x.parts), x.neurons)
+      at += 4 * count
+    return found
+
+  def read(
+    self,
+    number: int,
+    ids: Int[np.ndarray, " n"],
+    out: Shaped[np.ndarray, "n P D"],
+    *,
+    first: int = 0,
+  ) -> None:
+    """Reads neurons of a layer.
+
+    Args:
+      number: of the layer.
+      ids: which neurons, in increasing order.
+      out: gets them; C-contiguous, of the file's dtype.
+      first: the first of their parts that is read.
+
+    Raises:
+      CheckpointFormatError: the file has changed, or cannot be read.
+    """
+    layer = self.layers[number]
+    parts = len(layer.parts)
+    assert out.shape == (len(ids), parts - first, layer.embed), out.shape
+    assert out.flags.c_contiguous and out.dtype == self.dtype
+    if self._state() != self._identity:
+      self._fault("a file that has changed", "the file that was opened")
+    runs = self._runs(layer, ids, out, first)
+    if len(runs) > 1 and self._threads > 1:
+      list(self._workers().map(self._run, runs))
+    else:
+      for run in runs:
+        self._run(run)
+    self._check(layer, ids, out, first)
+
+  def block(
+    self, number: int, start: int, out: Shaped[np.ndarray, "n P D"]
+  ) -> None:
+    """Reads neurons of a layer that follow one another, with all parts.
+
+    Args:
+      number: of the layer.
+      start: the first neuron.
+      out: gets them; C-contiguous, of the file's dtype.
+
+    Raises:
+      CheckpointFormatError: the file has changed, or cannot be read.
+    """
+    self.read(number, np.arange(start, start + len(out)), out)
+
+  def close(self) -> None:
+    """Lets go of the file; nothing can be read any more."""
+    if self._pool is not None:
+      self._pool.shutdown()
+    self._closing()
+
+  def __deepcopy__(self, memo: dict[int, object]) -> NeuronFile:
+    return self
+
+  def _runs(
+    self, layer: NeuronLayer, ids: np.ndarray, out: np.ndarray, first: int
+  ) -> list[tuple[int, list[memoryview]]]:
+    """What is read at a time: (offset, where it goes to)."""
+    row = layer.embed * self.dtype.itemsize
+    parts = len(layer.parts)
+    flat: Any = out.reshape(-1).view(np.uint8)
+    raw = memoryview(flat)
+    pieces: list[tuple[int, memoryview]] = []
+    if self.bundled:
+      size = (parts - first) * row
+      for n, i in enumerate(ids.tolist()):
+        at = (i * parts + first) * row
+        pieces.append((at, raw[n * size : (n + 1) * size]))
+    else:
+      stride = (parts - first) * row
+      for p in range(first, parts):
+        for n, i in enumerate(ids.tolist()):
+          to = n * stride + (p - first) * row
+          pieces.append(((p * layer.neurons + i) * row, raw[to : to + row]))
+    runs: list[tuple[int, list[memoryview]]] = []
+    end = -1
+    for at, piece in pieces:
+      if at != end or len(runs[-1][1]) == _PIECES:
+        runs.append((layer.offset + at, []))
+      runs[-1][1].append(piece)
+      end = at + len(piece)
+    return runs
+
+  def _run(self, run: tuple[int, list[memoryview]]) -> None:
+    offset, left = run
+    reads = total = 0
+    while left:
+      try:
+        got = os.preadv(self._file, left, offset)
+      except OSError as error:
+        self._fault(f"{error.strerror} at byte {offset:,}", "a readable file")
+      if not got:
+        self._fault(f"an end at byte {offset:,}", f"{self.size:,} bytes")
+      reads, total, offset = reads + 1, total + got, offset + got
+      while left and got >= len(left[0]):
+        got -= len(left[0])
+        left = left[1:]
+      if got:
+        left = [left[0][got:], *left[1:]]
+    with self._lock:
+      self.reads += reads
+      self.bytes_read += total
+
+  def _check(
+    self, layer: NeuronLayer, ids: np.ndarray, out: np.ndarray, first: int
+  ) -> None:
+    """Compares checksums of what was not read before."""
+    checked, sums = self._checked[layer.number], self._sums[layer.number]
+    bits = out.view(np.uint8)
+    for p in range(first, len(layer.parts)):
+      for n in np.flatnonzero(~checked[p, ids]):
+        if zlib.crc32(bits[n, p - first]) != sums[p, ids[n]]:
+          self._fault(
+            f"another {layer.parts[p]} of neuron {ids[n]} in layer "
+            f"{layer.number} than was written",
+            "its checksum",
+          )
+        checked[p, ids[n]] = True
+
+  def _workers(self) -> concurrent.futures.ThreadPoolExecutor:
+    if self._pool is None:
+      self._pool = concurrent.futures.ThreadPoolExecutor(
+        self._threads, thread_name_prefix="neurons"
+      )
+    return self._pool
+
+  def _state(self) -> tuple[int, int]:
+    found = os.fstat(self._file)
+    return found.st_size, found.st_mtime_ns
+
+  def _fault(self, got: str, wanted: str) -> NoReturn:
+    raise CheckpointFormatError(f"{self.path}", got, wanted, _REMEDY)
+
+
+def layer_bytes(layer: NeuronLayer, dtype: np.dtype) -> int:
+  """Bytes of all neurons of a layer."""
+  shape = (len(layer.parts), layer.neurons, layer.embed)
+  return math.prod(shape) * dtype.itemsize
