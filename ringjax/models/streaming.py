@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import MemoryEstimateError, OptionError
-from ringjax.kv.base import HOST
+from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.layer_reader import LayerReader, StoredPart
 from ringjax.models.hf.packed import Packed
@@ -31,10 +31,6 @@ from ringjax.models.hf.tensors import CheckpointTensor, parameters
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, as_bytes, deal
 from ringjax.nn.placed import (
-  DEVICE,
-  DISK,
-  IN_HOST,
-  TIERS,
   DiskLayers,
   PlacedLayers,
   ReadFault,

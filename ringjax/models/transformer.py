@@ -30,14 +30,18 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache_files import CacheFiles
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.layer_offload import OffloadedCache
 from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
 from ringjax.models.weight_placement import (
   PlacementReport,
+  WeightPlacement,
+  cache_tiers,
   placement_report,
   set_waiting,
 )
@@ -389,6 +393,8 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
     kind: CacheKind | str = "dense",
+    placement: WeightPlacement | str | None = None,
+    disk: CacheFiles | None = None,
   ) -> Any:
     """An empty cache for `capacity` tokens of each example.
 
@@ -399,11 +405,17 @@ class Transformer(nnx.Module):
       dtype: bfloat16, float16, float32 or float64; default: the model's.
       kind: how keys and values are stored, an `rj.kv.CacheKind` or its name,
         one of `rj.kv.KINDS`.
+      placement: where the keys of a layer are that does not run: "device",
+        "host", "disk", or fractions of the layers, see `rj.models.Placement`;
+        default: on the devices, and read where they are.
+      disk: files for layers on disk; keep them as long as the cache.
 
     Raises:
       OptionError: another dtype or kind, or a capacity that does not divide.
     """
-    return self._cache("create", batch, capacity, sharding, dtype, kind)
+    return self._cache(
+      "create", batch, capacity, sharding, dtype, kind, placement, disk
+    )
 
   def init_cache_spec(
     self,
@@ -413,12 +425,15 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
     kind: CacheKind | str = "dense",
+    placement: WeightPlacement | str | None = None,
   ) -> Any:
     """The cache of `init_cache` with shapes, dtypes and shardings alone.
 
     Nothing is allocated. The arguments are those of `init_cache`.
     """
-    return self._cache("spec", batch, capacity, sharding, dtype, kind)
+    return self._cache(
+      "spec", batch, capacity, sharding, dtype, kind, placement
+    )
 
   def cache_kind(self, kind: CacheKind | str) -> CacheKind:
     """A kind of cache by its name or as it is, calibrated for this model.
@@ -437,6 +452,8 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None,
     dtype: DTypeLike | None,
     kind: CacheKind | str,
+    placement: WeightPlacement | str | None,
+    disk: CacheFiles | None = None,
   ) -> Any:
     sharding = ShardingContext() if sharding is None else sharding
     mesh = sharding.mesh
@@ -445,6 +462,12 @@ class Transformer(nnx.Module):
     of_kind: Any = EvictingCache if found.evicting else KVCache
     if found.device is not None:
       of_kind = TieredCache
+    more: dict[str, Any] = {}
+    if placement is not None:
+      of_kind = OffloadedCache
+      more["tiers"] = cache_tiers(self, placement)
+      if make == "create":
+        more["files"] = disk
     return getattr(of_kind, make)(
       self.kinds,
       batch,
@@ -455,6 +478,7 @@ class Transformer(nnx.Module):
       axis=sharding.of_mesh,
       head_axis=heads,
       batch_axes=sharding.batch_axes(batch),
+      **more,
     )
 
   def hidden(
@@ -578,14 +602,14 @@ def _in_groups(
     ).mark(ids, its.at)
     calls.append((attend.constrain(model.embedded(ids)), its, kept))
   within: Any = attend
-  done = model.stack.together(calls, within)
+  done = model.stack.together(calls, within, cache.hosted)
   for (h, _), own in zip(done, cache.split(rows), strict=True):
     h = model.norm(h)
     if own is not None:
       h = jnp.take_along_axis(h, own[..., None], 1)
     found.append(model.logits(h))
   caches = tuple(kept for _, kept in done)
-  return jnp.concatenate(found), RowGroups(caches=caches)
+  return jnp.concatenate(found), dataclasses.replace(cache, caches=caches)
 
 
 def tokens_of(

@@ -20,7 +20,7 @@ import numpy as np
 from ringjax import option_text
 from ringjax.checks import number
 from ringjax.errors import OptionError
-from ringjax.nn.placed import DEVICE, TIERS
+from ringjax.kv.base import DEVICE, TIERS
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -37,7 +37,7 @@ _NEAR = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightPlacement:
-  """Fractions of the bytes of the layers' weights, by memory.
+  """Fractions of the bytes of the layers' weights or keys, by memory.
 
   Embedding, last norm and head are always on the devices. What is left out
   gets what the others leave: the first of `device`, `host`, `disk` that is
@@ -46,7 +46,7 @@ class WeightPlacement:
   Attributes:
     device: on the devices.
     host: in the host's memory, copied to the devices when a layer runs.
-    disk: in the files of the folder, read when a layer runs.
+    disk: in files, read when a layer runs.
 
   Raises:
     OptionError: a fraction that is none, or another sum.
@@ -151,6 +151,25 @@ def deal(
     given[tier] += n
     found.append(tier)
   return tuple(found)
+
+
+def cache_tiers(
+  model: Transformer, placement: WeightPlacement | str
+) -> tuple[str, ...]:
+  """Which memory the keys of each layer are in, by fractions of their bytes.
+
+  Layers without keys count with none.
+
+  Raises:
+    OptionError: another placement.
+  """
+  wanted = WeightPlacement.of(placement, "cache_placement")
+  nbytes = [0] * len(model.config.layers)
+  for kind in model.kinds:
+    for n in getattr(kind, "which", ()):
+      nbytes[n] = kind.numbers() // kind.layers
+  total = sum(nbytes)
+  return deal(nbytes, {t: getattr(wanted, t) * total for t in TIERS})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

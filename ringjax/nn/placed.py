@@ -27,10 +27,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import CheckpointFormatError, MeshError, RingjaxError
+from ringjax.kv.base import DISK, TIERS
 from ringjax.parallel import collectives
 from ringjax.typing import Index
-
-DEVICE, IN_HOST, DISK = TIERS = ("device", "host", "disk")
 
 
 @runtime_checkable
