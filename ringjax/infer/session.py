@@ -21,7 +21,7 @@ from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.cache_files import CacheFiles
+from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
@@ -196,6 +196,12 @@ class Session:
     # Whether no one knows what the cache holds, until a restart.
     self._invalid = False
     self.bind(model)
+
+  def transfers(self) -> tuple[TransferEvent, ...]:
+    """Transfers of weights and cache from and to disk, by their start."""
+    own = () if self.files is None else tuple(self.files.events)
+    both = (*self.model.transfers(), *own)
+    return tuple(sorted(both, key=lambda event: event.start))
 
   @property
   def batch(self) -> int:

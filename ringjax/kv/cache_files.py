@@ -27,7 +27,7 @@ import numpy as np
 from ringjax.errors import OptionError, RingjaxError
 
 # Events that are kept: of a few thousand steps.
-_EVENTS = 1 << 16
+EVENTS = 1 << 16
 
 
 class TransferEvent(NamedTuple):
@@ -135,7 +135,7 @@ class CacheFiles:
         "disk", repr(self.folder), "a folder that exists", "make it first"
       )
     self.events: collections.deque[TransferEvent] = collections.deque(
-      maxlen=_EVENTS
+      maxlen=EVENTS
     )
     self.nbytes = self.bytes_read = self.bytes_written = 0
     self.error: RingjaxError | None = None

@@ -30,7 +30,7 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
-from ringjax.kv.cache_files import CacheFiles
+from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.evicting import EvictingCache
 from ringjax.kv.layer_offload import OffloadedCache
@@ -44,6 +44,7 @@ from ringjax.models.weight_placement import (
   cache_tiers,
   placement_report,
   set_waiting,
+  transfer_events,
 )
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
@@ -375,6 +376,13 @@ class Transformer(nnx.Module):
   def placement_report(self) -> PlacementReport:
     """In which memory the layers are, and what fetching them came to."""
     return placement_report(self)
+
+  def transfers(self) -> tuple[TransferEvent, ...]:
+    """Reads of layers from disk, and waits of calls for them, by their start.
+
+    `rj.plan.offload_measured.streamed_costs` makes costs of a layer of them.
+    """
+    return transfer_events(self)
 
   def on_wait(self, say: Callable[[str], Any] | None) -> None:
     """Calls `say` with a text each second that a call waits for the disk."""

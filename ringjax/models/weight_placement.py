@@ -21,6 +21,7 @@ from ringjax import option_text
 from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.kv.base import DEVICE, TIERS
+from ringjax.kv.cache_files import TransferEvent
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -212,9 +213,7 @@ def placement_report(model: Transformer) -> PlacementReport:
     for p, kind in enumerate(run):
       if kind is None:
         continue
-      host += sum(
-        s.data.nbytes for x in stack.hosted[g][p] for s in x.addressable_shards
-      )
+      host += sum(map(_all_bytes, stack.hosted[g][p]))
       for layer, tier in zip(kind.numbers, kind.tiers, strict=True):
         tiers[layer] = tier
         if tier != DEVICE:
@@ -236,6 +235,12 @@ def placement_report(model: Transformer) -> PlacementReport:
   )
 
 
+def transfer_events(model: Transformer) -> tuple[TransferEvent, ...]:
+  """Reads of a model's layers from disk, and waits for them, by their start."""
+  found = [event for reader in _readers(model) for event in [*reader.events]]
+  return tuple(sorted(found, key=lambda event: event.start))
+
+
 def set_waiting(model: Transformer, say: Callable[[str], Any] | None) -> None:
   """Has what reads a model's layers say what a call waits for."""
   for reader in _readers(model):
@@ -252,6 +257,13 @@ def _readers(model: Transformer) -> list[Any]:
     for part in kind.disk
   }
   return list(found.values())
+
+
+def _all_bytes(x: Any) -> int:
+  """Bytes of all parts of an array on this process's devices, or of a shape."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return _nbytes(x)
+  return sum(shard.data.nbytes for shard in x.addressable_shards)
 
 
 def _nbytes(x: Any) -> int:
