@@ -244,7 +244,7 @@ class OffloadedCache:
         "one codec for all heads, or none",
         "take one codec, as cache_kind='int8'",
       )
-    if mesh is not None and DISK in tiers:
+    if mesh is not None and mesh.devices.size > 1 and DISK in tiers:
       raise OptionError(
         "cache_placement",
         f"layers on disk, on a mesh of {mesh.devices.size} devices",
