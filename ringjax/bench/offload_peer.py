@@ -55,4 +55,6 @@ def main(folder: str, scratch: str) -> None:
 
 
 if __name__ == "__main__":
+  # Files beside this one are modules of ringjax, whose names others have too.
+  del sys.path[0]
   main(*sys.argv[1:])
