@@ -200,7 +200,8 @@ def _title(found: Compiled) -> str:
   return (
     f"{facts['what']}{f' of {model}' if model else ''}, "
     f"{facts['tokens']:,} tokens, {facts['strategy']}, "
-    f"{f'{cache} cache, ' if cache else ''}{_elsewhere(facts)}on {found.topology} "
+    f"{f'{cache} cache, ' if cache else ''}{_elsewhere(facts)}"
+    f"on {found.topology} "
     f"({found.devices} devices: {axes})"
   )
 

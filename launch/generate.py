@@ -204,7 +204,7 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "policy",
     None,
-    "A placement of launch.plan offload, of weights, keys and hidden states, as "
+    "A placement of launch.plan offload, of weights, keys and hidden states: "
     "4x1:20/80,0/100,0/100; what is left of 100 is on disk.",
   )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")

@@ -20,8 +20,8 @@ from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_files import CacheFiles, TransferEvent
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer

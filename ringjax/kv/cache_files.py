@@ -221,9 +221,7 @@ def write_block(number: int, first: int, x: np.ndarray, count: int) -> None:
   files = _owner(number)
   file = files._files[number]
   files.bytes_written += x.nbytes
-  files._timed(
-    "write", first // count, x.nbytes, lambda: file.write(first, x)
-  )
+  files._timed("write", first // count, x.nbytes, lambda: file.write(first, x))
 
 
 def _owner(number: int) -> CacheFiles:

@@ -581,9 +581,7 @@ def _spec_of(
         sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
       elif memory is not None:
         sharding = sharding.with_memory_kind(memory)
-      found.append(
-        jax.ShapeDtypeStruct(like.shape, x.dtype, sharding=sharding)
-      )
+      found.append(jax.ShapeDtypeStruct(like.shape, x.dtype, sharding=sharding))
     return tuple(found)
 
   filed: Any = ()

@@ -398,9 +398,7 @@ class Streaming:
       width = more[-1]
       shape = (x.shape[0], x.shape[1] // width, width)
       abstract = isinstance(x, jax.ShapeDtypeStruct)
-      x = (
-        jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
-      )
+      x = jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
     if sharding is None:
       (device,) = jnp.zeros(()).devices()
       here = SingleDeviceSharding(device, memory_kind=HOST)

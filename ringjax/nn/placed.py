@@ -31,7 +31,6 @@ from ringjax.kv.base import DISK, TIERS
 from ringjax.parallel import collectives
 from ringjax.typing import Index
 
-
 # Of a row of a TPU's registers.
 _LANES = 128
 

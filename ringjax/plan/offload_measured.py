@@ -12,6 +12,7 @@ layer; beside it the next one was read.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -78,11 +79,11 @@ def streamed_costs(events: Sequence[Any], *, skip: int = 1) -> MeasuredOffload:
     )
   computing: dict[int, list[float]] = {}
   waited, took = [], []
-  for begin, end in zip(starts[:-1], starts[1:], strict=True):
+  for begin, end in itertools.pairwise(starts):
     run = waits[begin : end + 1]
     took.append(run[-1].start - run[0].start)
     waited.append(sum(e.seconds for e in run[:-1]))
-    for now, then in zip(run[:-1], run[1:], strict=True):
+    for now, then in itertools.pairwise(run):
       spent = then.start - now.start - now.seconds
       computing.setdefault(now.layer, []).append(spent)
   since = waits[starts[0]].start
