@@ -37,14 +37,15 @@ _MESHES = {"pair": "model:-1"}
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
                  "backward")  # fmt: skip
 _OF_MODEL = ("model", "shard", "layers")
+_OF_PLACES = ("weights", "cache", "cache_placement")
 _OF_TILES = ("strategy", "q_block", "kv_block")
 # The options that a program takes beside those of all programs.
 _OPTIONS = {
   "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
             "block", "loss_block"),
-  "prefill": (*_OF_MODEL, *_OF_TILES, "block", "cache"),
+  "prefill": (*_OF_MODEL, *_OF_TILES, *_OF_PLACES, "block", "chunk"),
   "pair": (*_OF_MODEL, "block", "how_summed"),
-  "decode": (*_OF_MODEL, "cache"),
+  "decode": (*_OF_MODEL, *_OF_PLACES),
   "attention": (*_OF_ATTENTION, *_OF_TILES),
 }  # fmt: skip
 
@@ -142,7 +143,8 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     options["strategy"] = named(strategy)
   for name in (
     "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
-    "kv_block", "order", "dtype", "how_summed",
+    "kv_block", "order", "dtype", "how_summed", "weights", "cache_placement",
+    "chunk",
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value
@@ -202,9 +204,18 @@ def _title(found: Compiled) -> str:
   return (
     f"{facts['what']}{f' of {model}' if model else ''}, "
     f"{facts['tokens']:,} tokens, {facts['strategy']}, "
-    f"{f'{cache} cache, ' if cache else ''}on {found.topology} "
+    f"{f'{cache} cache, ' if cache else ''}{_elsewhere(facts)}"
+    f"on {found.topology} "
     f"({found.devices} devices: {axes})"
   )
+
+
+def _elsewhere(facts: Mapping[str, Any]) -> str:
+  """What of a model is in the host's memory, in words."""
+  parts = {"weights": facts.get("host_bytes", 0)}
+  parts["cache"] = facts.get("cache_bytes", {}).get("host", 0)
+  said = [f"{console.nbytes(n)} of {k}" for k, n in parts.items() if n]
+  return f"{' and '.join(said)} in host memory, " if said else ""
 
 
 def words(

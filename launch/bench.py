@@ -50,6 +50,9 @@
   python -m launch.bench rows --json=rows.json
       Memory of an engine's rows in pages and in contiguous rows that grow on
       demand: what is wasted, resident and mapped.
+  python -m launch.bench offload --folder=DIR --peer=PYTHON
+      A model of 3 GiB whose layers stream from disk, made in that folder: one
+      prompt at a time and a block of 32, beside accelerate in another Python.
 
 On a CPU the devices are virtual (--devices of them). A benchmark refuses flags
 that it does not take.
@@ -73,6 +76,7 @@ from ringjax.bench import (
   inference,
   kernels,
   layouts,
+  offloading,
   row_memory,
   serving,
   speculating,
@@ -123,6 +127,7 @@ _BENCHMARKS: dict[str, Any] = {
     speculating.SpeculationBenchmark,
     store_policies.StoreBenchmark,
     row_memory.RowMemoryBenchmark,
+    offloading.OffloadBenchmark,
   )
 }
 
@@ -141,6 +146,11 @@ _OPTIONS = {
   "window": "Keys that a query sees; default: all.",
   "machine": "Predict for this machine, a name or a file of launch.plan fit; "
   "default: measured before.",
+  "folder": "Of the model that streams from disk; made if there is none.",
+  "scratch": "Folder for what another library writes.",
+  "peer": "A Python that has accelerate; default: this one.",
+  "model_layers": "Of the model that is made, 69 MB each.",
+  "memory": "MiB that the process may have at most.",
   "rounds": "Timed rounds.",
   "parts": "What is measured.",
   "preset": "Shapes of the model; kvr: empty is the one that ships.",

@@ -19,7 +19,8 @@
   python -m launch.generate --model=DIR --memory=6GiB
       A model that is larger than the devices' memory: of its layers as many as
       fit are on the devices, the others in host memory, or on disk
-      (--placement=disk), and are fetched when they run.
+      (--placement=disk), and are fetched when they run. With --disk=FOLDER the
+      keys of layers that do not run are in host memory or in that folder too.
 
   python -m launch.generate --model=DIR --processes=4 --window=4
       Four processes that each have some heads and columns of every layer, and
@@ -63,7 +64,10 @@ from ringjax.models.hf import tensors
 from ringjax.models.neurons import FILE as NEURONS
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.wire_format import DTYPES
+from ringjax.parallel import memory
 from ringjax.plan.choice import KEEPS
+from ringjax.plan.offload_costs import OffloadPolicy
+from ringjax.plan.offload_tiers import TIERS
 
 NAME = "generate"
 _NEW_TOKENS = 256
@@ -72,6 +76,8 @@ _DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 # Of a folder that keeps contexts.
 _STORE_BYTES = 1 << 40
 # Options of `rj.infer.integer_model`.
+# Of the host's free memory, what keys may have.
+_OF_HOST = 0.9
 _INTEGER = ("shadow", "prune", "scales")
 # Options of `rj.models.sparse_model`.
 _FLASH = ("window", "memory", "threshold", "predictors", "threads")
@@ -198,6 +204,24 @@ def define(values: flags.FlagValues) -> None:
     "Bytes of weights on a device, as 6GiB: as many layers as fit, the others "
     "in host memory, or where --placement says.",
   )
+  new.text(
+    "cache_placement",
+    None,
+    "Where the keys of layers are that do not run: device, host, disk, or "
+    "fractions as of --placement; they are fetched when the layer runs.",
+  )
+  new.text(
+    "disk",
+    None,
+    "A folder for keys that are on disk; alone: keys are in host memory as far "
+    "as they fit there, then in this folder, of which no file is left.",
+  )
+  new.text(
+    "policy",
+    None,
+    "A placement of launch.plan offload, of weights, keys and hidden states: "
+    "4x1:20/80,0/100,0/100; what is left of 100 is on disk.",
+  )
   tensor_ranks.define(new)
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
@@ -314,12 +338,12 @@ class _Work:
   ) -> tuple[Transformer, dict[str, Any]]:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
-    values = self._values
+    values, policy = self._values, _policy(self._values)
     model = rj.models.load(
       folder,
       mesh=mesh,
       dtype=values.dtype,
-      placement=self._placement(),
+      placement=self._placement() if policy is None else policy["placement"],
       memory=values.memory,
     )
     if values.flash is not None:
@@ -356,7 +380,7 @@ class _Work:
     values = self._values
     if values.flash is None:
       return values.placement
-    for name in ("placement", "memory", "weights", "integer"):
+    for name in ("placement", "memory", "policy", "weights", "integer"):
       if values[name].value is not None:
         raise prompts.clash(f"--{name} with --flash", "one of them")
     # Of feedforwards, no more than a layer is ever in memory.
@@ -466,6 +490,7 @@ class _Work:
         wire=values.wire,
         speculate=self._drafter,
         **self._where(mesh),
+        **self._offload(model, mesh, len(ids) + count),
         stop=eos,
         stream=stream,
         progress=progress,
@@ -515,6 +540,34 @@ class _Work:
     kind = kind_text.parse(self._values.cache, "--cache")
     return {"cache_kind": kind, "mesh": mesh, **self._contexts}
 
+  def _offload(
+    self, model: Transformer, mesh: Any, tokens: int
+  ) -> dict[str, Any]:
+    """Where keys and hidden states are that do not run, as `generate` takes it.
+
+    Args:
+      model: whose keys they are.
+      mesh: of the call.
+      tokens: of the row.
+    """
+    values, policy = self._values, _policy(self._values)
+    if policy is not None:
+      found = {k: x for k, x in policy.items() if k != "placement"}
+      return found | {"disk": values.disk}
+    placement = values.cache_placement
+    if placement is None and values.disk is None:
+      return {}
+    if placement is None:
+      kind = kind_text.parse(values.cache, "--cache")
+      like = model.init_cache_spec(1, tokens, kind=kind)
+      need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+      free = memory.host_free_bytes()
+      host = 1.0 if free is None else min(1.0, _OF_HOST * free / need)
+      placement = rj.models.Placement(host=host, disk=1 - host)
+      if placement.disk == 0:
+        return {"cache_placement": placement}
+    return {"cache_placement": placement, "disk": values.disk}
+
   def tell(self, done: dict[str, Any]) -> None:
     """The figures, in words or as JSON."""
     if jax.process_index():
@@ -541,6 +594,20 @@ class _Work:
     if text and not self._values.json and jax.process_index() == 0:
       self._out.write(text)
       self._out.flush()
+
+
+def _policy(values: flags.FlagValues) -> dict[str, Any] | None:
+  """What --policy places, as `load` and `generate` take it; None without."""
+  if values.policy is None:
+    return None
+  found = OffloadPolicy.parse(values.policy)
+  of = lambda x: rj.models.Placement(**dict(zip(TIERS, x, strict=True)))
+  return {
+    "placement": of(found.weights),
+    "rows_at_once": found.rows,
+    "cache_placement": of(found.cache),
+    "hidden_placement": of(found.hidden),
+  }
 
 
 class _Clock:
@@ -763,6 +830,11 @@ def _check(values: flags.FlagValues) -> None:
   made_up, costs = prompts.made_up(values), values.profile is not None
   unchatty = values.raw or values.chat is False
   for refused, got, want in (
+    *((values.policy is not None and values[name].value is not None,
+       f"--policy and --{name}", "one of them")
+      for name in ("placement", "memory", "cache_placement")),
+    (values.policy is not None and values.contexts is not None,
+     "--policy and --contexts", "one of them"),
     (values.raw and values.chat, "--raw and --chat", "one of them"),
     (values.system is not None and unchatty,
      "--system without a chat template", "--system with --chat"),

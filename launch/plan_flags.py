@@ -220,6 +220,13 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "--what=decode: how keys and values are stored, "
    f"{', '.join(KINDS)}; with options as NAME:key=value,key=value; "
    "default: dense."),
+  ("weights", "text", None, "aot",
+   "--what=prefill or decode: where layers' weights are, host, or fractions as "
+   "device=.5,host=.5; default: on the devices."),
+  ("cache_placement", "text", None, "aot",
+   "--what=prefill or decode: the same of their keys."),
+  ("chunk", "whole", None, "aot",
+   "--what=prefill: reads the last so many tokens, behind the others."),
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
   ("queries", "whole", None, "cycles",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +30,14 @@ from ringjax.infer import paired
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
 from ringjax.kv import kind_text
+from ringjax.kv.base import HOST, bytes_each
 from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
+from ringjax.kv.layer_offload import OffloadedCache
 from ringjax.kv.tiered import TieredCache
 from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
+from ringjax.models.streaming import abstract_placed
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
@@ -137,12 +141,15 @@ class ModelOptions(ProgramOptions):
       model's width; None: as `Rules()` says.
     layers: another number of layers than the model's.
     block: tokens of a step of the feedforward.
+    weights: where the layers' weights are, "host" or as "device=.5,host=.5";
+      None: on the devices.
   """
 
   model: str | Mapping[str, Any]
   shard: str | None = "seq"
   layers: int | None = None
   block: int = 2048
+  weights: str | None = None
 
   def form(self, mesh: Mesh, dtype: str) -> Transformer:
     """The model's shapes, cut along its width over the mesh axis `shard`."""
@@ -151,7 +158,10 @@ class ModelOptions(ProgramOptions):
     if self.layers is not None:
       config["num_hidden_layers"] = positive_int("layers", self.layers)
     rules = None if self.shard is None else Rules(embed=self.shard)
-    return abstract(config, dtype=dtype, mesh=mesh, rules=rules)
+    made = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
+    if self.weights is None:
+      return made
+    return abstract_placed(made, self.weights, mesh)
 
   def facts(self, form: Transformer) -> dict[str, Any]:
     """What is reported of the model."""
@@ -160,6 +170,7 @@ class ModelOptions(ProgramOptions):
       "model": self.model if named else form.config.family,
       "layers": len(form.config.layers),
       "parameters": sum(int(x.size) for x in jax.tree.leaves(form)),
+      "host_bytes": _host_bytes(form),
     }
 
   def context(
@@ -293,13 +304,20 @@ def train(
 
 
 def prefill(
-  devices: Sequence[Any], *, cache: str = "dense", **options: Any
+  devices: Sequence[Any],
+  *,
+  cache: str = "dense",
+  cache_placement: str | None = None,
+  chunk: int | None = None,
+  **options: Any,
 ) -> Built:
   """Reading a prompt of `tokens` into an empty cache of as many.
 
   Args:
     devices: of the slice.
     cache: the kind of the cache, as `kv.kind_text` reads it.
+    cache_placement: where layers' keys are, see `Transformer.init_cache`.
+    chunk: reads the last so many tokens, behind the others; None: all.
     options: of `ModelOptions`.
 
   Raises:
@@ -316,15 +334,27 @@ def prefill(
   work = work_profile.profile(form, tokens)
   flops = work.token_s * tokens + work.pair_s * tokens * (tokens + 1) / 2
   kind = kind.resident("reading a prompt")
-  empty = form.init_cache_spec(batch, tokens, sharding=attend, kind=kind)
+  empty = form.init_cache_spec(
+    batch, tokens, sharding=attend, kind=kind, placement=cache_placement
+  )
+  trips: Any = _trips(how.named, made, attend.axis, how.tokens, True)
+  pos, context = None, attend
+  if chunk is not None:
+    chunk = positive_int("chunk", chunk)
+    context = CachedAttention(mesh=made, axis=attend.axis, replicated=False)
+    pos = ids = _like(made, (batch, chunk), over)
+    flops = chunk * (work.token_s + work.pair_s * (tokens - chunk / 2))
+    trips = _cache_tiles(empty)
+  rows = (_like(made, (batch,)), _like(made))
   return how.built(
     made,
     reading.read,
-    (form, attend, ids, None, ids, empty, _like(made, (batch,)), _like(made)),
+    (form, context, ids, pos, ids, empty, *rows),
     batch * (flops + _head_flops(form)),
-    _trips(how.named, made, attend.axis, how.tokens, True),
+    trips,
     what="prefill",
     cache=str(kind),
+    cache_bytes=_cache_bytes(empty),
     **how.facts(form),
   )
 
@@ -376,13 +406,18 @@ def pair(
 
 
 def decode(
-  devices: Sequence[Any], *, cache: str = "dense", **options: Any
+  devices: Sequence[Any],
+  *,
+  cache: str = "dense",
+  cache_placement: str | None = None,
+  **options: Any,
 ) -> Built:
   """One more token behind a cache of `tokens`, sharded over the sequence.
 
   Args:
     devices: of the slice.
     cache: the kind of the cache, as `kv.kind_text` reads it.
+    cache_placement: where layers' keys are, see `Transformer.init_cache`.
     options: of `ModelOptions`, but for those of attention and feedforward.
 
   Raises:
@@ -407,7 +442,13 @@ def decode(
   work = work_profile.profile(form, how.tokens)
   flops = work.token_s + work.pair_s * how.tokens + _head_flops(form)
   kind = kind.keeping_all("a plan")
-  held = form.init_cache_spec(how.batch, how.tokens, sharding=attend, kind=kind)
+  held = form.init_cache_spec(
+    how.batch,
+    how.tokens,
+    sharding=attend,
+    kind=kind,
+    placement=cache_placement,
+  )
   rest = (held, state, _like(made, (4,)), _like(made))
   return how.built(
     made,
@@ -417,6 +458,7 @@ def decode(
     _cache_tiles(held),
     what="decode",
     cache=str(kind),
+    cache_bytes=_cache_bytes(held),
     **how.facts(form),
   )
 
@@ -476,7 +518,21 @@ def _head_flops(form: Transformer) -> float:
   return 2.0 * form.config.vocab * form.config.embed
 
 
-def _cache_tiles(cache: KVCache | TieredCache) -> float:
+def _host_bytes(x: Any) -> int:
+  """Bytes of arrays in the host's memory, on a device's part of it."""
+  return sum(
+    math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+    for a in jax.tree.leaves(x)
+    if a.sharding is not None and a.sharding.memory_kind == HOST
+  )
+
+
+def _cache_bytes(cache: Any) -> dict[str, int]:
+  """Bytes of a device's part of a cache, by memory."""
+  return {"device": bytes_each(cache), "host": _host_bytes(cache)}
+
+
+def _cache_tiles(cache: KVCache | TieredCache | OffloadedCache) -> float:
   """Tiles of a full cache that a query reads, in each of two loops.
 
   Of a part in host memory, turns of the two loops of `fold_tiles`, of two
@@ -484,6 +540,12 @@ def _cache_tiles(cache: KVCache | TieredCache) -> float:
   """
   if isinstance(cache, TieredCache):
     return (cache.held.capacity / cache.kind.room / cache.shards - 1) / 3
+  if isinstance(cache, OffloadedCache):
+    # As they are read, on the devices.
+    cache = KVCache.spec(
+      cache.shapes, cache.batch, cache.capacity, cache.dtype, kind=cache.kind,
+      mesh=cache.mesh, axis=cache.axis, platform="tpu",
+    )  # fmt: skip
   most = 0
   for slots, of in zip(cache.slots, cache.shapes, strict=True):
     if isinstance(slots, LayerKV):

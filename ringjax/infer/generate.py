@@ -7,6 +7,7 @@ between calls, so that a new turn reads only what is new.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import refuse_placed
+from ringjax.models.weight_placement import WeightPlacement, refuse_placed
 from ringjax.nn.placed import raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.wire_format import WireLike
@@ -129,6 +130,9 @@ def generate(
   cache_dtype: DTypeLike | None = None,
   cache_kind: CacheKind | str | None = None,
   rows_at_once: int | None = None,
+  cache_placement: WeightPlacement | str | None = None,
+  hidden_placement: WeightPlacement | str | None = None,
+  disk: str | os.PathLike[str] | None = None,
   stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -199,6 +203,10 @@ def generate(
     rows_at_once: rows that a layer computes at a time, group by group: a large
       batch then needs no more memory on its way than so many rows, and each
       layer's weights are still fetched once a call. Default: all rows.
+    cache_placement: where the keys of a layer are that does not run, in host
+      memory or on disk, see `Session`; no token changes by it.
+    hidden_placement: the same of hidden states, with rows_at_once.
+    disk: a folder for the part of the cache that is on disk.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.
     tokenizer: of the texts, which may span tokens; and encodes the request
       for a repetition, where a policy repeats the prompt (`rj.kv.KVzip`).
@@ -239,6 +247,9 @@ def generate(
     dtype=cache_dtype,
     cache_kind=None if cache_kind is None else kinds.cache_kind(cache_kind),
   )
+  offloaded = cache_placement is not None
+  if offloaded or getattr(getattr(cache, "cache", None), "fetch", None):
+    _check_offloaded(contexts, speculate, keep)
   if rows_at_once is not None or getattr(cache, "rows_at_once", None):
     _check_groups(contexts, speculate, keep, own["cache_kind"])
   options = PrefillOptions(
@@ -286,7 +297,12 @@ def generate(
       "contexts to combine",
       "pass contexts=[...], or leave it out",
     )
-  own["rows_at_once"] = rows_at_once
+  own |= dict(
+    rows_at_once=rows_at_once,
+    cache_placement=cache_placement,
+    hidden_placement=hidden_placement,
+    disk=disk,
+  )
   if cache is not None:
     check_session(cache, model, len(prompts), own)
     start = cache.lengths
@@ -361,6 +377,22 @@ def _check_groups(
         name,
         "a value beside rows_at_once",
         "rows in groups, or this",
+        "leave one of them out",
+      )
+
+
+def _check_offloaded(contexts: Any, speculate: Any, keep: str) -> None:
+  """Refuses what does not go with a cache whose layers are elsewhere."""
+  for name, got in (
+    ("contexts", contexts is not None),
+    ("speculate", speculate is not None),
+    ("keep", keep != KEEPS[0]),
+  ):
+    if got:
+      raise OptionError(
+        name,
+        "a value beside cache_placement",
+        "a cache that is all on the devices, or this not",
         "leave one of them out",
       )
 

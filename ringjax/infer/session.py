@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,12 @@ from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
+from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import refuse_placed
+from ringjax.models.weight_placement import WeightPlacement, refuse_placed
 from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel import memory
@@ -107,6 +109,9 @@ class Session:
     dtype: DTypeLike | None = None,
     cache_kind: CacheKind | str = "dense",
     rows_at_once: int | None = None,
+    cache_placement: WeightPlacement | str | None = None,
+    hidden_placement: WeightPlacement | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
   ):
     """Makes an empty cache.
 
@@ -122,9 +127,18 @@ class Session:
       cache_kind: how keys and values are stored, see `Transformer.init_cache`.
       rows_at_once: rows that a layer computes at a time; default: all. Its
         weights are fetched once for all of them.
+      cache_placement: where the keys of a layer are that does not run:
+        "device", "host", "disk", or fractions of the layers as
+        "device=.2,host=.8"; default: on the devices. They are fetched when
+        the layer runs, and at most three layers' are on their way or there.
+      hidden_placement: of the groups of rows that do not run, the fraction
+        whose hidden states are in "host" memory; needs `rows_at_once`.
+      disk: a folder for the layers of the cache that are on disk, in files
+        without names, of which none is left behind.
 
     Raises:
-      OptionError: a capacity or a batch below 1, an unknown dtype or kind.
+      OptionError: a capacity or a batch below 1, an unknown dtype or kind, or
+        placements that something else does not go with.
       MeshError: a mesh that is not the model's.
       MemoryEstimateError: a cache that does not fit.
     """
@@ -150,6 +164,22 @@ class Session:
     if kind.evicting:
       capacity = min(capacity, prefill.padded(kind.least, sharding.size))
     self._make = dict(batch=batch, capacity=capacity, dtype=dtype, kind=kind)
+    self.files: CacheFiles | None = None
+    self._hidden = 0.0
+    if hidden_placement is not None:
+      self._hidden = _hosted(hidden_placement, rows_at_once, self.mesh)
+    if cache_placement is not None:
+      wanted = WeightPlacement.of(cache_placement, "cache_placement")
+      self._make["placement"] = wanted
+      if wanted.disk:
+        self.files = _files(disk)
+    elif disk is not None:
+      raise OptionError(
+        "disk",
+        f"{os.fspath(disk)!r} without a cache on disk",
+        "cache_placement with a fraction on disk",
+        'pass cache_placement="disk" too, or leave disk out',
+      )
     _check_memory(model, sharding, self._make)
     self.seen = np.zeros((batch, model.config.vocab), bool)
     self.cache: Any = self._empty(sharding)
@@ -166,6 +196,12 @@ class Session:
     # Whether no one knows what the cache holds, until a restart.
     self._invalid = False
     self.bind(model)
+
+  def transfers(self) -> tuple[TransferEvent, ...]:
+    """Transfers of weights and cache from and to disk, by their start."""
+    own = () if self.files is None else tuple(self.files.events)
+    both = (*self.model.transfers(), *own)
+    return tuple(sorted(both, key=lambda event: event.start))
 
   @property
   def batch(self) -> int:
@@ -284,6 +320,8 @@ class Session:
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     # The old arrays go first: there may be no room for both.
     self._invalid, self.cache, self.drafting = True, None, None
+    if self.files is not None:
+      self.files.clear()
     with jax.default_device(self._device):
       self.cache = self._empty(sharding)
     self._said_at[:], self.seen[:], self._invalid = -1, False, False
@@ -291,14 +329,18 @@ class Session:
 
   def _empty(self, sharding: ShardingContext) -> Any:
     made: Any
+    make = self._make
+    if self.files is not None:
+      make = make | {"disk": self.files}
     if self.rows_at_once is None:
-      made = self.model.init_cache(sharding=sharding, **self._make)
+      made = self.model.init_cache(sharding=sharding, **make)
     else:
-      options: Any = {k: x for k, x in self._make.items() if k != "batch"}
+      options: Any = {k: x for k, x in make.items() if k != "batch"}
       made = RowGroups.create(
         len(self.seen),
         self.rows_at_once,
         lambda n: self.model.init_cache(n, sharding=sharding, **options),
+        self._hidden,
       )
     return made if self._limit is None else made.limited(self._limit)
 
@@ -312,8 +354,12 @@ class Session:
       faults = self.model.stack.faults
       with naming_faults(faults), memory.watched(doing, _KNOBS):
         yield
-    except BaseException:
+    except BaseException as error:
       self.recover()
+      if self.files is not None and isinstance(error, Exception):
+        # A program can raise no error of ours.
+        self._invalid = self._invalid or self.files.error is not None
+        self.files.raise_fault()
       raise
 
   def recover(self) -> None:
@@ -418,6 +464,37 @@ def free_on(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, int]:
   """Free bytes of a device, None if unknown, and how many devices share."""
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   return free_bytes(devices[0], len(devices)), len(devices)
+
+
+def _hosted(
+  placement: WeightPlacement | str, rows: int | None, mesh: Mesh | None
+) -> float:
+  """The fraction of the hidden states that is in the host's memory."""
+  wanted = WeightPlacement.of(placement, "hidden_placement")
+  host = float(wanted.host or 0.0)
+  for refused, got, want, remedy in (
+    (bool(wanted.disk), "hidden states on disk", "device and host",
+     "place them in host memory: they are small"),
+    (host and rows is None, "hidden states elsewhere, of all rows at once",
+     "rows in groups", "pass rows_at_once="),
+    (host and mesh is not None and mesh.devices.size > 1,
+     "hidden states elsewhere, on a mesh", "one device",
+     "leave hidden_placement out"),
+  ):  # fmt: skip
+    if refused:
+      raise OptionError("hidden_placement", got, want, remedy)
+  return host
+
+
+def _files(disk: str | os.PathLike[str] | None) -> CacheFiles:
+  if disk is None:
+    raise OptionError(
+      "disk",
+      "None, with layers of the cache on disk",
+      "a folder for its files",
+      "pass disk=DIR, or place them in host memory",
+    )
+  return CacheFiles(disk)
 
 
 def _check_memory(

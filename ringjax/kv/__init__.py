@@ -2,6 +2,7 @@
 
 from ringjax.kv.allocation import Allocation, allocate_bits
 from ringjax.kv.cache import Blocks, KVCache, Snapshot
+from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import KINDS, CacheKind
 from ringjax.kv.cache_report import CacheReport
 from ringjax.kv.codecs import (
@@ -17,6 +18,7 @@ from ringjax.kv.codecs import (
   PerHead,
 )
 from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.layer_offload import OffloadedCache
 from ringjax.kv.policies import (
   AdaKV,
   Duo,
@@ -43,6 +45,7 @@ __all__ = [
   "Allocated",
   "Allocation",
   "Blocks",
+  "CacheFiles",
   "CacheKind",
   "CacheReport",
   "Calibrated",
@@ -63,6 +66,7 @@ __all__ = [
   "KeyDiff",
   "KeyNorm",
   "LagKV",
+  "OffloadedCache",
   "PerHead",
   "Policy",
   "PyramidKV",
@@ -73,5 +77,6 @@ __all__ = [
   "Snapshot",
   "TieredCache",
   "Tova",
+  "TransferEvent",
   "allocate_bits",
 ]

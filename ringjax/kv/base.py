@@ -139,6 +139,8 @@ def zeros(like: PyTree) -> PyTree:
 
 # The memory of a host from which devices read without a copy.
 HOST = "pinned_host"
+# Where the weights and keys of a layer may be, the fastest memory first.
+DEVICE, IN_HOST, DISK = TIERS = ("device", "host", "disk")
 
 
 def bytes_each(tree: PyTree) -> int:
@@ -287,6 +289,28 @@ class CallCache(HeldKeys, Protocol):
 
   def updated(self, slots: tuple[Any, ...]) -> Any:
     """The cache after the layers."""
+    ...
+
+
+class FetchedCache(CallCache, Protocol):
+  """A cache whose layers come to the devices when they run."""
+
+  def fetch(
+    self,
+    kind: int,
+    slots: PyTree,
+    index: Index,
+    after: Shaped[Array, " ..."],
+  ) -> Any:
+    """What `layer` takes as `fetched`, on its way from behind `after` on."""
+    ...
+
+  def layer(
+    self, kind: int, slots: PyTree, index: Index, fetched: Any = None
+  ) -> Any: ...
+
+  def behind(self, layer: Any, after: Any) -> Any:
+    """A layer's part that is put back once `after` has been fetched."""
     ...
 
 

@@ -33,13 +33,20 @@ class RowGroups:
 
   Attributes:
     caches: of the groups.
+    hosted: of each whether its hidden states are in the host's memory while
+      others run; () for none.
   """
 
   caches: tuple[Any, ...]
+  hosted: tuple[bool, ...] = ()
 
   @classmethod
   def create(
-    cls, batch: int, rows: int, make: Callable[[int], Any]
+    cls,
+    batch: int,
+    rows: int,
+    make: Callable[[int], Any],
+    hidden: int | float = 0.0,
   ) -> RowGroups:
     """Groups of `rows` rows, the last of what is left.
 
@@ -47,9 +54,15 @@ class RowGroups:
       batch: rows in all.
       rows: of a group.
       make: an empty cache for a number of rows.
+      hidden: the fraction of the groups that are `hosted`, the last ones.
     """
     sizes = [min(rows, batch - n) for n in range(0, batch, rows)]
-    return cls(caches=tuple(make(size) for size in sizes))
+    many = len(sizes) - round(hidden * len(sizes))
+    hosted = tuple(n >= many for n in range(len(sizes)))
+    return cls(
+      caches=tuple(make(size) for size in sizes),
+      hosted=hosted if any(hosted) else (),
+    )
 
   def split(self, x: Shaped[Array | np.ndarray, " ..."] | None) -> list[Any]:
     """What each group has of an array of all rows, or of one for all."""
@@ -62,7 +75,8 @@ class RowGroups:
   def _each(self, f: Callable[..., Any], *rows: Any) -> RowGroups:
     """With f(cache, *its rows of each array) in place of each cache."""
     parts = zip(self.caches, *map(self.split, rows), strict=True)
-    return RowGroups(caches=tuple(f(*part) for part in parts))
+    made = tuple(f(*part) for part in parts)
+    return dataclasses.replace(self, caches=made)
 
   @property
   def batch(self) -> int:
@@ -183,4 +197,4 @@ class RowGroups:
     )
 
 
-tree.register(RowGroups, ("caches",), ())
+tree.register(RowGroups, ("caches",), ("hosted",))

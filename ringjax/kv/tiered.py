@@ -126,12 +126,12 @@ class TieredCache(WithOpenCache):
     if empty.mesh is None:
       # Blocks have a device of their own, and so has all that a call returns:
       # a cache that begins without would be another type to jit.
-      made, held = jax.device_put((made, held), _default_device())
+      made, held = jax.device_put((made, held), default_device())
     return dataclasses.replace(
       empty,
       open=made,
       held=held,
-      blocks=jax.tree.map(_zeros, empty.blocks),
+      blocks=jax.tree.map(host_zeros, empty.blocks),
     )
 
   @classmethod
@@ -716,7 +716,7 @@ def _blocks_spec(
       return found
     sharding = found.sharding
     if sharding is None:
-      sharding = SingleDeviceSharding(_default_device(), memory_kind=memory)
+      sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
     else:
       sharding = sharding.with_memory_kind(memory)
     return jax.ShapeDtypeStruct(found.shape, x.dtype, sharding=sharding)
@@ -724,7 +724,7 @@ def _blocks_spec(
   return LayerKV(*map(blocks, shape.slots(one)))
 
 
-def _default_device() -> jax.Device:
+def default_device() -> jax.Device:
   """Where an array without a sharding is made."""
   config: Any = jax.config
   found = config.jax_default_device
@@ -736,7 +736,7 @@ def _default_device() -> jax.Device:
 def _check_memory(cache: TieredCache) -> None:
   """Refuses devices that have no such memory."""
   mesh = cache.mesh
-  device = _default_device() if mesh is None else mesh.local_devices[0]
+  device = default_device() if mesh is None else mesh.local_devices[0]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if cache.memory == HOST and HOST not in kinds:
     raise OptionError(
@@ -747,7 +747,7 @@ def _check_memory(cache: TieredCache) -> None:
     )
 
 
-def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+def host_zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
   """Zeros of this shape and sharding, made in the hosts' memory."""
   if x.sharding is None or x.sharding.memory_kind != HOST:
     return jnp.zeros(x.shape, x.dtype, device=x.sharding)

@@ -29,6 +29,7 @@ from ringjax.errors import (
   MemoryEstimateError,
   OptionError,
 )
+from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.contents import contents, read_config, text_config
@@ -45,7 +46,6 @@ from ringjax.models.streaming import Streaming, check_host, planned
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, refuse_placed
 from ringjax.nn.param import Rules
-from ringjax.nn.placed import DEVICE, DISK, IN_HOST
 from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import MemoryEstimateError, OptionError
-from ringjax.kv.base import HOST
+from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.layer_reader import LayerReader, StoredPart
 from ringjax.models.hf.packed import Packed
@@ -31,13 +31,10 @@ from ringjax.models.hf.tensors import CheckpointTensor, parameters
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, as_bytes, deal
 from ringjax.nn.placed import (
-  DEVICE,
-  DISK,
-  IN_HOST,
-  TIERS,
   DiskLayers,
   PlacedLayers,
   ReadFault,
+  in_rows,
 )
 from ringjax.nn.stack import Run
 from ringjax.parallel import memory as host_memory
@@ -196,6 +193,8 @@ class Streaming:
     tiers: Sequence[str],
     mesh: Mesh | None,
     shardings: Mapping[str, Any],
+    *,
+    shapes: bool = False,
   ):
     """Prepares.
 
@@ -204,13 +203,15 @@ class Streaming:
       tiers: of each layer.
       mesh: which devices have it.
       shardings: of its parameters by their paths.
+      shapes: whether layers in the host's memory stay shapes.
     """
     self._runs = model.stack.runs
     self._tiers, self._mesh, self._shardings = tiers, mesh, shardings
     self._full = parameters(model)
     self.empty = self._shrunk(model)
+    make: Any = jax.ShapeDtypeStruct if shapes else np.zeros
     self._hosted = {
-      path: np.zeros((n, *p.get_value().shape[1:]), p.get_value().dtype)
+      path: make((n, *p.get_value().shape[1:]), p.get_value().dtype)
       for path, p in self._full.items()
       if path.startswith(_STACK) and (n := self._count(path, IN_HOST))
     }
@@ -289,20 +290,23 @@ class Streaming:
   def finish(
     self,
     model: Transformer,
-    folder: Folder,
-    tensors: Sequence[CheckpointTensor],
-    targets: Targets,
+    folder: Folder | None = None,
+    tensors: Sequence[CheckpointTensor] = (),
+    targets: Targets | None = None,
   ) -> Transformer:
     """The model with its layers in the host's memory and on disk.
 
     Args:
       model: with arrays on the devices.
-      folder: where the tensors are.
+      folder: where the tensors are, if some are on disk.
       tensors: of layers on disk.
       targets: as what pieces of a tensor come to the devices.
     """
-    groups = self._groups(folder, tensors, targets)
-    reader, fault = self._reader(folder, groups), ReadFault()
+    groups: Any = {}
+    reader, fault = None, ReadFault()
+    if folder is not None and targets is not None:
+      groups = self._groups(folder, tensors, targets)
+      reader = self._reader(folder, groups)
     placed, hosted = [], []
     for g, run in enumerate(self._runs):
       kinds, arrays = [], []
@@ -331,7 +335,7 @@ class Streaming:
     g: int,
     p: int,
     groups: Mapping[int, tuple[_Group, ...]],
-    reader: LayerReader,
+    reader: LayerReader | None,
     fault: ReadFault,
   ) -> PlacedLayers | None:
     run = self._runs[g]
@@ -355,7 +359,9 @@ class Streaming:
       if tier == DISK:
         key = tuple(group.alike for group in groups[number])
         alike.setdefault(key, []).append(number)
-    sizes = reader.sizes
+    sizes = {} if reader is None else reader.sizes
+    # Layers on disk have one.
+    reads: Any = reader
     return PlacedLayers(
       paths=paths,
       shapes=shapes,
@@ -365,7 +371,7 @@ class Streaming:
       numbers=numbers,
       disk=tuple(
         DiskLayers(
-          reader=reader,
+          reader=reads,
           numbers=tuple(same),
           shapes=tuple(
             jax.ShapeDtypeStruct(part.local(sizes), part.result_dtype)
@@ -381,16 +387,26 @@ class Streaming:
       ),
     )
 
-  def _to_host(self, path: str) -> jax.Array:
+  def _to_host(self, path: str) -> Any:
     """The layers of a parameter, moved into the memory that devices reach."""
     x = self._hosted.pop(path)
     sharding = self._shardings[path]
+    layer = () if sharding is None else tuple(_layer_spec(sharding))
+    more = in_rows(self._shard(path, x.shape)[1:])
+    if more:
+      # TPU cuts packed numbers along an axis before the last two alone.
+      width = more[-1]
+      shape = (x.shape[0], x.shape[1] // width, width)
+      abstract = isinstance(x, jax.ShapeDtypeStruct)
+      x = jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
     if sharding is None:
       (device,) = jnp.zeros(()).devices()
       here = SingleDeviceSharding(device, memory_kind=HOST)
       return jax.device_put(x, here)
-    spec = P(None, *_layer_spec(sharding))
+    spec = P(None, *layer)
     here = NamedSharding(sharding.mesh, spec, memory_kind=HOST)
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     return jax.make_array_from_callback(x.shape, here, lambda at: x[at])
 
   def _groups(
@@ -481,6 +497,37 @@ class Streaming:
     )
 
 
+def abstract_placed(
+  form: Transformer, placement: object, mesh: Mesh
+) -> Transformer:
+  """A model of shapes some of whose layers are in the host's memory.
+
+  Args:
+    form: by `abstract`, on `mesh`.
+    placement: see `planned`; none on disk, which no program compiles for
+      devices that are not there.
+    mesh: its mesh.
+
+  Raises:
+    OptionError: another placement.
+  """
+  shardings = {
+    path: p.get_value().sharding for path, p in parameters(form).items()
+  }
+  tiers = planned(form, shardings, placement, None)
+  if DISK in tiers:
+    raise OptionError(
+      "weights",
+      f"{placement}, with layers on disk",
+      "device and host",
+      "place them in host memory, through which those on disk come too",
+    )
+  if set(tiers) == {DEVICE}:
+    return form
+  made = Streaming(form, tiers, mesh, shardings, shapes=True)
+  return made.finish(made.empty)
+
+
 def check_host(nbytes: int) -> None:
   """Refuses layers for the host's memory that it has no room for.
 
@@ -535,7 +582,8 @@ def _weights(
 
 
 def _of_layers(count: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
+  shape = (count, *x.shape[1:])
+  return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
 
 def _layer_spec(sharding: Any) -> P:

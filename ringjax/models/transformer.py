@@ -30,16 +30,21 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.layer_offload import OffloadedCache
 from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
 from ringjax.models.weight_placement import (
   PlacementReport,
+  WeightPlacement,
+  cache_tiers,
   placement_report,
   set_waiting,
+  transfer_events,
 )
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
@@ -380,6 +385,13 @@ class Transformer(nnx.Module):
     """In which memory the layers are, and what fetching them came to."""
     return placement_report(self)
 
+  def transfers(self) -> tuple[TransferEvent, ...]:
+    """Reads of layers from disk, and waits of calls for them, by their start.
+
+    `rj.plan.offload_measured.streamed_costs` makes costs of a layer of them.
+    """
+    return transfer_events(self)
+
   def on_wait(self, say: Callable[[str], Any] | None) -> None:
     """Calls `say` with a text each second that a call waits for the disk."""
     set_waiting(self, say)
@@ -397,6 +409,8 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
     kind: CacheKind | str = "dense",
+    placement: WeightPlacement | str | None = None,
+    disk: CacheFiles | None = None,
   ) -> Any:
     """An empty cache for `capacity` tokens of each example.
 
@@ -407,11 +421,17 @@ class Transformer(nnx.Module):
       dtype: bfloat16, float16, float32 or float64; default: the model's.
       kind: how keys and values are stored, an `rj.kv.CacheKind` or its name,
         one of `rj.kv.KINDS`.
+      placement: where the keys of a layer are that does not run: "device",
+        "host", "disk", or fractions of the layers, see `rj.models.Placement`;
+        default: on the devices, and read where they are.
+      disk: files for layers on disk; keep them as long as the cache.
 
     Raises:
       OptionError: another dtype or kind, or a capacity that does not divide.
     """
-    return self._cache("create", batch, capacity, sharding, dtype, kind)
+    return self._cache(
+      "create", batch, capacity, sharding, dtype, kind, placement, disk
+    )
 
   def init_cache_spec(
     self,
@@ -421,12 +441,15 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
     kind: CacheKind | str = "dense",
+    placement: WeightPlacement | str | None = None,
   ) -> Any:
     """The cache of `init_cache` with shapes, dtypes and shardings alone.
 
     Nothing is allocated. The arguments are those of `init_cache`.
     """
-    return self._cache("spec", batch, capacity, sharding, dtype, kind)
+    return self._cache(
+      "spec", batch, capacity, sharding, dtype, kind, placement
+    )
 
   def cache_kind(self, kind: CacheKind | str) -> CacheKind:
     """A kind of cache by its name or as it is, calibrated for this model.
@@ -445,6 +468,8 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None,
     dtype: DTypeLike | None,
     kind: CacheKind | str,
+    placement: WeightPlacement | str | None,
+    disk: CacheFiles | None = None,
   ) -> Any:
     sharding = ShardingContext() if sharding is None else sharding
     mesh = sharding.mesh
@@ -453,6 +478,12 @@ class Transformer(nnx.Module):
     of_kind: Any = EvictingCache if found.evicting else KVCache
     if found.device is not None:
       of_kind = TieredCache
+    more: dict[str, Any] = {}
+    if placement is not None:
+      of_kind = OffloadedCache
+      more["tiers"] = cache_tiers(self, placement)
+      if make == "create":
+        more["files"] = disk
     return getattr(of_kind, make)(
       self.kinds,
       batch,
@@ -463,6 +494,7 @@ class Transformer(nnx.Module):
       axis=sharding.of_mesh,
       head_axis=heads,
       batch_axes=sharding.batch_axes(batch),
+      **more,
     )
 
   def hidden(
@@ -583,14 +615,14 @@ def _in_groups(
     ).mark(ids, its.at)
     calls.append((attend.constrain(model.embedded(ids)), its, kept))
   within: Any = attend
-  done = model.stack.together(calls, within)
+  done = model.stack.together(calls, within, cache.hosted)
   for (h, _), own in zip(done, cache.split(rows), strict=True):
     h = model.norm(h)
     if own is not None:
       h = jnp.take_along_axis(h, own[..., None], 1)
     found.append(model.logits(h))
   caches = tuple(kept for _, kept in done)
-  return jnp.concatenate(found), RowGroups(caches=caches)
+  return jnp.concatenate(found), dataclasses.replace(cache, caches=caches)
 
 
 def tokens_of(

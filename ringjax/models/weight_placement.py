@@ -20,7 +20,8 @@ import numpy as np
 from ringjax import option_text
 from ringjax.checks import number
 from ringjax.errors import OptionError
-from ringjax.nn.placed import DEVICE, TIERS
+from ringjax.kv.base import DEVICE, TIERS
+from ringjax.kv.cache_files import TransferEvent
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -37,7 +38,7 @@ _NEAR = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightPlacement:
-  """Fractions of the bytes of the layers' weights, by memory.
+  """Fractions of the bytes of the layers' weights or keys, by memory.
 
   Embedding, last norm and head are always on the devices. What is left out
   gets what the others leave: the first of `device`, `host`, `disk` that is
@@ -46,7 +47,7 @@ class WeightPlacement:
   Attributes:
     device: on the devices.
     host: in the host's memory, copied to the devices when a layer runs.
-    disk: in the files of the folder, read when a layer runs.
+    disk: in files, read when a layer runs.
 
   Raises:
     OptionError: a fraction that is none, or another sum.
@@ -153,6 +154,25 @@ def deal(
   return tuple(found)
 
 
+def cache_tiers(
+  model: Transformer, placement: WeightPlacement | str
+) -> tuple[str, ...]:
+  """Which memory the keys of each layer are in, by fractions of their bytes.
+
+  Layers without keys count with none.
+
+  Raises:
+    OptionError: another placement.
+  """
+  wanted = WeightPlacement.of(placement, "cache_placement")
+  nbytes = [0] * len(model.config.layers)
+  for kind in model.kinds:
+    for n in getattr(kind, "which", ()):
+      nbytes[n] = kind.numbers() // kind.layers
+  total = sum(nbytes)
+  return deal(nbytes, {t: getattr(wanted, t) * total for t in TIERS})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementReport:
   """Where a model's layers are, and what fetching them came to so far.
@@ -193,9 +213,7 @@ def placement_report(model: Transformer) -> PlacementReport:
     for p, kind in enumerate(run):
       if kind is None:
         continue
-      host += sum(
-        s.data.nbytes for x in stack.hosted[g][p] for s in x.addressable_shards
-      )
+      host += sum(map(_all_bytes, stack.hosted[g][p]))
       for layer, tier in zip(kind.numbers, kind.tiers, strict=True):
         tiers[layer] = tier
         if tier != DEVICE:
@@ -217,6 +235,12 @@ def placement_report(model: Transformer) -> PlacementReport:
   )
 
 
+def transfer_events(model: Transformer) -> tuple[TransferEvent, ...]:
+  """Reads of a model's layers from disk, and waits for them, by their start."""
+  found = [event for reader in _readers(model) for event in [*reader.events]]
+  return tuple(sorted(found, key=lambda event: event.start))
+
+
 def set_waiting(model: Transformer, say: Callable[[str], Any] | None) -> None:
   """Has what reads a model's layers say what a call waits for."""
   for reader in _readers(model):
@@ -233,6 +257,13 @@ def _readers(model: Transformer) -> list[Any]:
     for part in kind.disk
   }
   return list(found.values())
+
+
+def _all_bytes(x: Any) -> int:
+  """Bytes of all parts of an array on this process's devices, or of a shape."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return _nbytes(x)
+  return sum(shard.data.nbytes for shard in x.addressable_shards)
 
 
 def _nbytes(x: Any) -> int:

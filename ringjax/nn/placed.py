@@ -27,10 +27,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import CheckpointFormatError, MeshError, RingjaxError
+from ringjax.kv.base import DISK, TIERS
 from ringjax.parallel import collectives
 from ringjax.typing import Index
 
-DEVICE, IN_HOST, DISK = TIERS = ("device", "host", "disk")
+# Of a row of a TPU's registers.
+_LANES = 128
 
 
 @runtime_checkable
@@ -140,6 +142,17 @@ class DiskLayers:
     return self.weights(found)
 
 
+def in_rows(shape: Sequence[int]) -> tuple[int, ...]:
+  """How a vector of a layer is stored in the host's memory; () as it is.
+
+  Args:
+    shape: of a device's part of it.
+  """
+  if len(shape) != 1 or not shape[0] or shape[0] % _LANES:
+    return ()
+  return shape[0] // _LANES, _LANES
+
+
 def _no_numbers(x: jax.ShapeDtypeStruct) -> np.ndarray:
   """NaN in every dtype of weights, and of codes what stands for none."""
   made = np.empty(x.shape, x.dtype)
@@ -214,7 +227,8 @@ class PlacedLayers:
     Args:
       index: which of the kind's layers.
       resident: the parameters of layers on the devices, [n, ...].
-      hosted: of those in the host's memory, [m, ...]; none without any.
+      hosted: of those in the host's memory, [m, ...], of vectors as `in_rows`
+        says; none without any.
       after: what must be computed before a layer on disk is read.
       spec: how `after` is sharded over the mesh.
 
@@ -275,7 +289,10 @@ class PlacedLayers:
         out_specs=list(stacked),
         check_vma=False,
       )
-    return [x[0] for x in local(rank, *map(lax.stop_gradient, hosted))]
+    found = local(rank, *map(lax.stop_gradient, hosted))
+    return [
+      x.reshape(like.shape) for x, like in zip(found, self.shapes, strict=True)
+    ]
 
   def _constrained(self, found: list[jax.Array]) -> list[jax.Array]:
     if self.mesh is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ringjax.kv.base import CallCache
+from ringjax.kv.base import CallCache, FetchedCache
 from ringjax.nn.block import Block, Layer
 from ringjax.nn.placed import PlacedLayers, ReadFault
 from ringjax.nn.sharding_context import Attend
@@ -208,16 +208,24 @@ class Stack(nnx.Module):
     self,
     calls: Sequence[tuple[Float[Array, "_ _ D"], Tokens, CallCache]],
     attend: Attend,
+    hosted: Sequence[bool] = (),
   ) -> list[tuple[jax.Array, Any]]:
     """What the stack returns of each call; a layer's weights are there once.
+
+    What runs next, another group or layer, has its keys fetched while one runs,
+    where they are not on the devices.
 
     Args:
       calls: (x, tokens, cache) of groups of rows.
       attend: of all of them.
+      hosted: of each whether its x is in the host's memory while others run.
     """
     slots = [list(cache.slots) for _, _, cache in calls]
     done: list[list[Any]] = [[] for _ in calls]
-    xs = tuple(x for x, _, _ in calls)
+    hosted = hosted or (False,) * len(calls)
+    away = lambda m, x: _moved(x, jax.memory.Space.Host) if hosted[m] else x
+    back = lambda m, x: _moved(x, jax.memory.Space.Device) if hosted[m] else x
+    xs = tuple(away(m, x) for m, (x, _, _) in enumerate(calls))
     number = itertools.count()
     for g, run in enumerate(self.runs):
       many = len(run.layers)
@@ -225,26 +233,53 @@ class Stack(nnx.Module):
       slots = [held[many:] for held in slots]
       layers = [self._kind(g, p) for p in range(many)]
       kinds = [next(number) for _ in layers]
+      looped = run.repeats > 1
+      turns = [(n, m) for n in range(many) for m in range(len(calls))]
+
+      def fetched(
+        turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
+        kinds: list[int] = kinds,
+      ) -> Any:  # fmt: skip
+        """The keys of a turn's layer, on their way; None: they are there."""
+        n, m = turn
+        cache = calls[m][2]
+        if not _fetches(cache):
+          return None
+        return cache.fetch(kinds[n], slots[m][n], index, after)
 
       def body(
         carry: tuple,
         layer: tuple,
         kinds: list[int] = kinds,
         layers: list[_Layers] = layers,
+        looped: bool = looped,
+        turns: list[tuple[int, int]] = turns,
+        fetched: Any = fetched,
       ) -> tuple[tuple, None]:
-        (xs, slots), (index, cuts) = carry, layer
-        xs, after = list(xs), [[] for _ in calls]
-        for n, (kind, one, cut) in enumerate(
-          zip(kinds, layers, cuts, strict=True)
-        ):
-          block = one.block(cut, index, xs[0], attend)
-          for m, (_, tokens, cache) in enumerate(calls):
-            part = cache.layer(kind, slots[m][n], index)
-            xs[m], part = block(xs[m], tokens, part, attend, cache.states)
-            after[m].append(part.slots)
-        return (tuple(xs), tuple(map(tuple, after))), None
+        (xs, slots, ahead), (index, cuts) = carry, layer
+        xs, slots = list(xs), [list(held) for held in slots]
+        for t, (n, m) in enumerate(turns):
+          x = back(m, xs[m])
+          if m == 0:
+            block = layers[n].block(cuts[n], index, x, attend)
+          _, tokens, cache = calls[m]
+          if _fetches(cache):
+            part = cache.layer(kinds[n], slots[m][n], index, ahead)
+          else:
+            part = cache.layer(kinds[n], slots[m][n], index)
+          if t + 1 < len(turns):
+            ahead = fetched(turns[t + 1], slots, index, x)
+          elif looped:
+            ahead = fetched(turns[0], slots, index + 1, x)
+          x, part = block(x, tokens, part, attend, cache.states)
+          if ahead and _fetches(cache):
+            # Read before something is written over it, in place.
+            part = cache.behind(part, ahead)
+          xs[m], slots[m][n] = away(m, x), part.slots
+        return (tuple(xs), tuple(map(tuple, slots)), ahead), None
 
-      start, looped = (xs, mine), run.repeats > 1
+      first = back(0, xs[0])
+      start = (xs, mine, fetched(turns[0], mine, jnp.int32(0), first))
       if getattr(attend, "remat", None) is None and any(
         isinstance(one, _Placed) for one in layers
       ):
@@ -255,13 +290,23 @@ class Stack(nnx.Module):
       stacked = tuple(one.stacked for one in layers)
       if not looped:
         first = jax.tree.map(lambda a: a[0], stacked)
-        (xs, after), _ = body(start, (jnp.int32(0), first))
+        (xs, after, _), _ = body(start, (jnp.int32(0), first))
       else:
         numbers = jnp.arange(run.repeats, dtype=jnp.int32)
-        (xs, after), _ = lax.scan(body, start, (numbers, stacked))
+        (xs, after, _), _ = lax.scan(body, start, (numbers, stacked))
       for held, new in zip(done, after, strict=True):
         held.extend(new)
     return [
-      (x, cache.updated(tuple(held)))
-      for x, held, (_, _, cache) in zip(xs, done, calls, strict=True)
+      (back(m, x), calls[m][2].updated(tuple(held)))
+      for m, (x, held) in enumerate(zip(xs, done, strict=True))
     ]
+
+
+def _fetches(cache: CallCache) -> TypeGuard[FetchedCache]:
+  """Whether its layers come to the devices when they run."""
+  # Not by isinstance, which would compute its properties.
+  return hasattr(cache, "fetch")
+
+
+def _moved(x: jax.Array, space: jax.memory.Space) -> jax.Array:
+  return jax.device_put(x, space)

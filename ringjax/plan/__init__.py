@@ -1,7 +1,7 @@
 """Planning without devices: cost model, event simulator, partition search."""
 
 from ringjax.parallel import chips
-from ringjax.plan import aot, offload, overlap, subgraphs
+from ringjax.plan import aot, offload, offload_measured, overlap, subgraphs
 from ringjax.plan.balance import balanced, round_to_tiles
 from ringjax.plan.choice import Machine, PrefillChoice, PrefillMethod, choose
 from ringjax.plan.cost import Network, Profile, Prompt, Shape
@@ -48,6 +48,7 @@ __all__ = [
   "machine",
   "measured",
   "offload",
+  "offload_measured",
   "overlap",
   "plan",
   "profile",

@@ -123,6 +123,24 @@ def test_a_program_is_compiled_with_the_cache_asked_for(
   assert options["cache"] == passed
 
 
+def test_weights_and_keys_in_host_memory(asked):
+  ran = ask(
+    *STEP, "--what=prefill", "--weights=host", "--chunk=4096",
+    "--cache_placement=device=.5,host=.5",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  ((_, _, options, _),) = asked.calls
+  assert options["weights"] == "host" and options["chunk"] == 4096
+  assert options["cache_placement"] == "device=.5,host=.5"
+  assert ask(*STEP, "--what=train", "--weights=host").status == 2
+  assert ask(*STEP, "--what=decode", "--chunk=8").status == 2
+  found = answer("v5e:2x4", {"tokens": 8})
+  more = {"host_bytes": 3 << 30, "cache_bytes": {"device": 0, "host": 1 << 30}}
+  found = dataclasses.replace(found, facts={**found.facts, **more})
+  title = scripts.words(found, roofline(found))[0]
+  assert "of weights and" in title and "of cache in host memory" in title
+
+
 def test_the_report_names_the_cache():
   found = answer("v5e:2x4", {"tokens": 8})
   facts = {**found.facts, "what": "decode", "cache": "dense"}

@@ -71,7 +71,7 @@ def test_json_is_all_there_is_on_stdout(ask, folder):
 
 
 @pytest.mark.long
-def test_layers_on_disk_change_no_token(ask, folder):
+def test_layers_on_disk_change_no_token(ask, folder, tmp_path):
   flags = (f"--model={folder}", *SHORT, "--json", "--seed=5")
   want = json.loads(ask(*flags).out)
   ran = ask(*flags, "--placement=disk")
@@ -82,6 +82,15 @@ def test_layers_on_disk_change_no_token(ask, folder):
   assert set(done["placement"]["tiers"]) == {"disk"}
   # Two layers fit into the buffer, and stay there.
   assert done["placement"]["layer_reads"] >= len(done["placement"]["tiers"])
+  policy = ("--policy=2x1:40/20,0/50,50/50", f"--disk={tmp_path}")
+  policy = (*policy, "--mesh=seq:1")
+  assert json.loads(ask(*flags, *policy).out)["tokens"] == want["tokens"]
+  ran = ask(*flags, *policy, "--memory=1GiB")
+  assert ran.status == 2 and "--policy and --memory" in ran.err
+  # Keys are in host memory, where they fit.
+  ran = ask(*flags, f"--disk={tmp_path}")
+  assert json.loads(ran.out)["tokens"] == want["tokens"]
+  assert not list(tmp_path.iterdir())
   ran = ask(*flags, "--memory=1kB")
   assert ran.status == 2 and "memory" in ran.err
 

@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
 from ringjax.errors import CheckpointMismatchError
+from ringjax.kv.cache_files import EVENTS, TransferEvent
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.safe_files import DOWNLOAD
 from ringjax.models.hf.tensor_boxes import TensorBoxes
@@ -114,6 +115,8 @@ class LayerReader:
     held_bytes: bytes in host memory now, and `peak_bytes` at most so far.
     limit_bytes: bytes that it may have.
     waited_s: seconds that calls have waited for a read.
+    events: reads and waits of calls for them, the newest; a call waits for 0
+      s, too.
     waiting: called with a text when a call waits for long; or None.
   """
 
@@ -151,6 +154,9 @@ class LayerReader:
     self.reads: collections.Counter[int] = collections.Counter()
     self.bytes_read = self.held_bytes = self.peak_bytes = 0
     self.waited_s = 0.0
+    self.events: collections.deque[TransferEvent] = collections.deque(
+      maxlen=EVENTS
+    )
     self.waiting: Callable[[str], Any] | None = None
     self._asked_at = time.monotonic()
     self._checked: set[Any] = set()
@@ -198,7 +204,11 @@ class LayerReader:
             self.waiting(f"layer {number} from disk for {waited:.0f} s so far")
         if entry.dropped:
           continue
-        self.waited_s += time.monotonic() - start
+        waited = time.monotonic() - start
+        self.waited_s += waited
+        self.events.append(
+          TransferEvent("wait", "weights", number, entry.nbytes, start, waited)
+        )
         if entry.error is not None:
           if self._entries.get(key) is entry:
             del self._entries[key]
@@ -251,8 +261,13 @@ class LayerReader:
     """Reads a shard of a layer, once there is room for it."""
     if not self._room(key, entry, demanded=demanded):
       return
+    start = time.monotonic()
     try:
       entry.arrays = self._read(*key)
+      seconds = time.monotonic() - start
+      self.events.append(
+        TransferEvent("read", "weights", key[0], entry.nbytes, start, seconds)
+      )
     except Exception as error:
       entry.error = error
       self._count(-entry.nbytes)

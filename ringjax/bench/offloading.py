@@ -1,0 +1,322 @@
+"""A model that is larger than the memory: its layers stream from disk.
+
+Guarantees: prompts are the same for all, and each contestant is a process of
+its own, of which the system says how many bytes it had at most; they run in
+turn. Ours computes one prompt, and a block of them, for which a layer is read
+once; accelerate, where it is installed, reads the same folder.
+
+The folder is made if there is none: random weights in bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.bench import harness, offload_peer
+from ringjax.bench.harness import Report, Row, option
+from ringjax.errors import OptionError
+from ringjax.plan import offload_measured
+
+PARTS = ("ours", "accelerate")
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadSettings(harness.BenchmarkSettings):
+  """The model's folder, the block, and who runs it.
+
+  Attributes:
+    folder: of the model; made if there is none.
+    scratch: a folder for what accelerate writes.
+    peer: a Python that has accelerate; default: this one.
+    layers: of a model that is made, 69 MB each.
+    rows: of a block.
+    prompt_tokens: of each prompt.
+    new_tokens: of each answer.
+    memory: MiB that ours may have.
+    rounds: of each measurement; the median is reported.
+    parts: contestants.
+  """
+
+  folder: str = option("", ())
+  scratch: str = option("", ())
+  peer: str = option("", ())
+  layers: int = option(46, flag="model_layers")
+  rows: int = option(32)
+  prompt_tokens: int = option(16)
+  new_tokens: int = option(4)
+  memory: int = option(1024)
+  rounds: int = option(3)
+  parts: tuple[str, ...] = option(PARTS, PARTS)
+
+
+class OffloadBenchmark(harness.Benchmark):
+  """One prompt at a time beside a block; a row is a contestant."""
+
+  name = "offload"
+  options = OffloadSettings
+  columns = ("kind",)
+  parts = PARTS
+  files = ("json",)
+  summary_name = "ratios"
+
+  def __init__(self, settings: Any):
+    super().__init__(settings)
+    if not settings.folder:
+      raise OptionError(
+        "folder", "nothing", "a folder for the model", "pass --folder=DIR"
+      )
+    if not pathlib.Path(settings.folder).exists():
+      made_model(settings.folder, settings.layers)
+    self._found: dict[str, Row] | None = None
+
+  @property
+  def cases(self) -> list[str]:
+    return [part for part in PARTS if part in self.settings.parts]
+
+  def row(self, case: str, report: Report) -> Row:
+    if self._found is None:
+      self._found = self._measured(report)
+    return {"kind": case, **self._found[case]}
+
+  def _measured(self, report: Report) -> dict[str, Row]:
+    """All contestants, in turn."""
+    s, found = self.settings, {}
+    runs: dict[tuple[str, int], list[Row]] = {}
+    with tempfile.TemporaryDirectory(dir=s.scratch or None) as scratch:
+      workers: dict[str, _Worker] = {}
+      try:
+        for name in self.cases:
+          command = _command(name, s, scratch)
+          if command is None:
+            found[name] = {"reason": "accelerate is not installed"}
+            continue
+          report(0.05, f"starting {name}")
+          workers[name] = _Worker(command)
+        for n in range(s.rounds + 1):
+          for name, worker in workers.items():
+            for rows in (1, s.rows):
+              report((n + 1) / (s.rounds + 2), f"{name}, {rows} prompts")
+              one = worker.ask(rows, s.prompt_tokens, s.new_tokens)
+              if n:
+                # The first one compiles.
+                runs.setdefault((name, rows), []).append(one)
+      finally:
+        for worker in workers.values():
+          worker.close()
+    for name in workers:
+      row: Row = {}
+      for label, rows in (("one", 1), ("block", s.rows)):
+        mine = runs[name, rows]
+        seconds = statistics.median(x["seconds"] for x in mine)
+        row[label] = rows * s.new_tokens / seconds
+        row["peak"] = max(row.get("peak", 0), *(x["peak"] for x in mine))
+        row |= {k: x for k, x in mine[-1].items() if k.startswith("log")}
+      found[name] = row | {"gain": row["block"] / row["one"]}
+    return found
+
+  def table(self, case: str, row: Row) -> str:
+    if "reason" in row:
+      return f"{case:11} {row['reason']}"
+    text = (
+      f"{case:11} {row['one']:7.3f} tokens/s of one prompt, "
+      f"{row['block']:7.3f} of {self.settings.rows}: {row['gain']:.1f} times; "
+      f"at most {row['peak'] / _MIB:,.0f} MiB"
+    )
+    if "log_predicted_s" in row:
+      text += (
+        f"; a pass took {row['log_pass_s']:.2f} s, by its log "
+        f"{row['log_predicted_s']:.2f} s"
+      )
+    return text
+
+  def summary(self, rows: Sequence[Row]) -> Row:
+    by = {row["kind"]: row for row in rows}
+    made: Row = {}
+    ours, peer = by.get("ours"), by.get("accelerate")
+    if ours is not None and "one" in ours:
+      made["block over one"] = ours["gain"]
+      made["within memory"] = ours["peak"] <= self.settings.memory * _MIB
+      if peer is not None and "one" in peer:
+        for name in ("one", "block"):
+          made[f"{name}, over accelerate"] = ours[name] / peer[name]
+    return made
+
+
+def _command(
+  name: str, settings: OffloadSettings, scratch: str
+) -> list[str] | None:
+  """What runs a contestant; None: it is not installed."""
+  folder = settings.folder
+  if name == "ours":
+    return [sys.executable, "-m", __name__, folder]
+  if not settings.peer and importlib.util.find_spec("accelerate") is None:
+    return None
+  assert offload_peer.__file__ is not None
+  python = settings.peer or sys.executable
+  return [python, offload_peer.__file__, folder, scratch]
+
+
+class _Worker:
+  """A process that answers lines with lines of JSON."""
+
+  def __init__(self, command: Sequence[str]):
+    self._process = subprocess.Popen(
+      command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+      if command[1] == "-m"
+      else None,
+    )
+    self._answer()
+
+  def ask(self, *numbers: int) -> Row:
+    assert self._process.stdin is not None
+    print(*numbers, file=self._process.stdin, flush=True)
+    return self._answer()
+
+  def _answer(self) -> Row:
+    assert self._process.stdout is not None
+    line = self._process.stdout.readline()
+    if not line:
+      raise OptionError(
+        "contestant",
+        f"a process that ended with status {self._process.wait()}",
+        "an answer",
+        "see what it wrote; leave it out with --parts",
+      )
+    return json.loads(line)
+
+  def close(self) -> None:
+    assert self._process.stdin is not None
+    self._process.stdin.close()
+    try:
+      self._process.wait(30)
+    except subprocess.TimeoutExpired:
+      self._process.kill()
+
+
+def made_model(folder: str, layers: int) -> None:
+  """Writes a Llama of random bfloat16 weights, a file for each layer.
+
+  Args:
+    folder: that is made.
+    layers: of 34.6 million weights each.
+  """
+  embed, hidden, heads, kv_heads, vocab = 1536, 6144, 12, 4, 1024
+  config = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": vocab,
+    "num_hidden_layers": layers,
+    "hidden_size": embed,
+    "intermediate_size": hidden,
+    "num_attention_heads": heads,
+    "num_key_value_heads": kv_heads,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": None,
+  }
+  kv = embed // heads * kv_heads
+  block = {
+    "input_layernorm.weight": (embed,),
+    "post_attention_layernorm.weight": (embed,),
+    "self_attn.q_proj.weight": (embed, embed),
+    "self_attn.k_proj.weight": (kv, embed),
+    "self_attn.v_proj.weight": (kv, embed),
+    "self_attn.o_proj.weight": (embed, embed),
+    "mlp.gate_proj.weight": (hidden, embed),
+    "mlp.up_proj.weight": (hidden, embed),
+    "mlp.down_proj.weight": (embed, hidden),
+  }
+  outer = {"model.embed_tokens.weight": (vocab, embed),
+           "model.norm.weight": (embed,)}  # fmt: skip
+  root = pathlib.Path(folder)
+  root.mkdir(parents=True)
+  rng = np.random.default_rng(0)
+  pool = (0.02 * rng.standard_normal(1 << 24, np.float32)).astype(jnp.bfloat16)
+  index: dict[str, str] = {}
+  for n in range(-1, layers):
+    tensors = outer
+    if n >= 0:
+      tensors = {f"model.layers.{n}.{k}": x for k, x in block.items()}
+    file = f"model-{n + 2:05}-of-{layers + 1:05}.safetensors"
+    _write(root / file, tensors, pool, rng)
+    index |= dict.fromkeys(tensors, file)
+  text = json.dumps({"metadata": {}, "weight_map": index})
+  (root / "model.safetensors.index.json").write_text(text)
+  # Last: without it there is no model.
+  (root / "config.json").write_text(json.dumps(config))
+
+
+def _write(
+  path: pathlib.Path,
+  tensors: dict[str, tuple[int, ...]],
+  pool: np.ndarray,
+  rng: np.random.Generator,
+) -> None:
+  """A file of safetensors whose numbers are cut out of a pool."""
+  header, at = {}, 0
+  for name, shape in tensors.items():
+    size = 2 * math.prod(shape)
+    header[name] = {
+      "dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]
+    }  # fmt: skip
+    at += size
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  with path.open("wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    for shape in tensors.values():
+      size = math.prod(shape)
+      start = int(rng.integers(0, pool.size - size))
+      file.write(pool[start : start + size].tobytes())
+
+
+def main(folder: str) -> None:
+  """Ours, as `offload_peer` describes it."""
+  import ringjax as rj
+
+  model = rj.models.load(folder, placement="disk")
+  print(json.dumps({"ready": True}), flush=True)
+  for line in sys.stdin:
+    rows, prompt, new = map(int, line.split())
+    tokens = np.ones((rows, prompt), np.int32)
+    before, start = len(model.transfers()), time.monotonic()
+    rj.infer.generate(model, tokens, max_new_tokens=new)
+    found: Row = {
+      "seconds": time.monotonic() - start,
+      "peak": offload_peer.high_water(),
+    }
+    events = model.transfers()[before:]
+    if new > 3:
+      costs = offload_measured.streamed_costs(events)
+      found |= {
+        "log_pass_s": costs.pass_s,
+        "log_predicted_s": costs.predicted_s,
+        "log_read_bytes_s": costs.read_bytes_s,
+      }
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

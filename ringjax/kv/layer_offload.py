@@ -1,0 +1,855 @@
+"""A cache whose layers wait in host memory or on disk while others run.
+
+Guarantees: what a call computes is what it computes with a `KVCache`, bit for
+bit, wherever the keys of a layer wait. A call takes back nothing: `truncate`
+forgets tokens, and the next call writes over them.
+Cost: a layer's keys and values are copied to the devices each time that it
+runs, whole; the blocks with the call's own tokens are copied back. The next
+layer is on its way while one runs; behind the last one of a loop over layers
+that one is copied once more.
+Memory: on the devices what is placed there, and beside it the layer that runs,
+as it was stored and as it is read, and the one on its way: three at most.
+
+Ring buffers of windowed layers and states of recurrent ones stay on the
+devices. Keys of a layer are N blocks of P slots, in one array [n N, B, K, P, X]
+for the n layers of each memory: a device cuts the memory of a host along one
+axis. The last block ends with the last slot, and shares some with the one
+before, where they are up to date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
+
+from ringjax import tree
+from ringjax.errors import OptionError
+from ringjax.kv.base import (
+  DEVICE,
+  DISK,
+  HOST,
+  IN_HOST,
+  KV,
+  CacheSpec,
+  Ends,
+  RowIndices,
+  donated,
+)
+from ringjax.kv.cache import (
+  KVCache,
+  KVLayer,
+  LayerCacheSpec,
+  LayerKV,
+  filled_constants,
+)
+from ringjax.kv.cache_files import CacheFiles, read_blocks, write_block
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.codecs import Allocated, PerHead
+from ringjax.kv.pages import Places
+from ringjax.kv.tiered import default_device, host_zeros
+from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.views import KVView
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
+
+# Slots of a block: a call writes back whole ones.
+_BLOCK = 256
+
+
+class PlacedLayer(NamedTuple):
+  """In which memory a layer's keys are, and which of that memory's it is."""
+
+  tier: str
+  rank: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadLayout:
+  """How the layers of one kind are stored.
+
+  Attributes:
+    tiers: of each layer, of `kv.base.TIERS`.
+    slots: of a layer on a shard.
+    blocks: of a layer on a shard, N.
+    places: over which mesh axes they are sharded.
+  """
+
+  tiers: tuple[str, ...]
+  slots: int
+  blocks: int
+  places: Places
+
+  def rank(self, index: int) -> int:
+    """Which of the layers of its memory a layer is."""
+    return self.tiers[:index].count(self.tiers[index])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadedKV:
+  """Keys and values of the layers of one kind.
+
+  Attributes:
+    resident: of layers on the devices, keys and values as blocks; () for none.
+    hosted: of those in the host's memory; () for none.
+    filed: int32 [3], of those on disk: how many blocks were written, and the
+      numbers of the arrays of keys and values; () for none.
+    layout: how they are stored.
+  """
+
+  resident: tuple[Any, ...]
+  hosted: tuple[Any, ...]
+  filed: Any
+  layout: OffloadLayout
+  stored: tuple[jax.ShapeDtypeStruct, ...]
+
+
+tree.register(
+  OffloadedKV, ("resident", "hosted", "filed"), ("layout", "stored")
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadedCache:
+  """A `KVCache` whose keys are stored layer by layer where `layers` says.
+
+  Attributes:
+    base: what is where in the slots, and the layers that stay on the devices.
+    layers: for each kind of layer its keys, or None where `base` has them.
+  """
+
+  base: KVCache
+  layers: tuple[OffloadedKV | None, ...]
+
+  # -------------------------------------------------------------------------
+  # Making one
+  # -------------------------------------------------------------------------
+
+  @classmethod
+  def create(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    *,
+    tiers: Sequence[str],
+    files: CacheFiles | None = None,
+    **where: Any,
+  ) -> OffloadedCache:
+    """An empty cache; the arguments are those of `spec`.
+
+    Args:
+      shapes: see `spec`.
+      batch: see `spec`.
+      capacity: see `spec`.
+      dtype: see `spec`.
+      tiers: see `spec`.
+      files: of layers on disk.
+      **where: see `spec`.
+
+    Raises:
+      OptionError: see `spec`; or layers on disk without files.
+    """
+    empty = cls.spec(shapes, batch, capacity, dtype, tiers=tiers, **where)
+    if files is None and DISK in {
+      tier for x in empty.layers if x is not None for tier in x.layout.tiers
+    }:
+      raise OptionError(
+        "disk",
+        "None, with layers of the cache on disk",
+        "a folder for its files",
+        "pass disk=DIR, or place them in host memory",
+      )
+    device = where.get("mesh") is None
+
+    def made(x: OffloadedKV | None) -> OffloadedKV | None:
+      if x is None:
+        return None
+      filed: Any = ()
+      if x.filed != ():
+        assert files is not None
+        count = x.layout.tiers.count(DISK) * x.layout.blocks
+        numbers = [
+          files.allocate((count, *s.shape[1:]), s.dtype) for s in x.stored
+        ]
+        filed = jnp.asarray([0, *numbers, *[0] * (2 - len(numbers))], jnp.int32)
+        if device:
+          filed = jax.device_put(filed, default_device())
+      return dataclasses.replace(
+        x,
+        resident=jax.tree.map(host_zeros, x.resident),
+        hosted=jax.tree.map(host_zeros, x.hosted),
+        filed=filed,
+      )
+
+    base = KVCache.create(
+      _emptied(shapes, empty.layers), batch, capacity, dtype, **where
+    )
+    whole = KVCache.spec(shapes, batch, capacity, dtype, **where)
+    base = _with_shapes(base, whole, filled=True)
+    if device:
+      base = jax.device_put(base, default_device())
+    return cls(base=base, layers=tuple(map(made, empty.layers)))
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    *,
+    tiers: Sequence[str],
+    kind: CacheKind,
+    **where: Any,
+  ) -> OffloadedCache:
+    """Such a cache of shapes, dtypes and shardings; see `KVCache.spec`.
+
+    Args:
+      shapes: what each kind of layer keeps.
+      batch: B.
+      capacity: tokens of a row.
+      dtype: of keys and values.
+      tiers: the memory of each layer of the model, of `kv.base.TIERS`.
+      kind: how keys are stored: without a policy, `first`, `recent`, `device`
+        and codecs of single heads.
+      **where: as in `KVCache.spec`.
+
+    Raises:
+      OptionError: also for another kind, and for layers on disk on a mesh.
+    """
+    mesh: Any = where.get("mesh")
+    if kind.evicting or kind.device is not None:
+      raise OptionError(
+        "cache_placement",
+        f"layers elsewhere, of a cache of kind {kind}",
+        "a kind that keeps all tokens of a layer together",
+        "leave its policy, first, recent and device out",
+      )
+    if isinstance(kind.codec, Allocated | PerHead):
+      raise OptionError(
+        "cache_placement",
+        "layers elsewhere, of heads with codecs of their own",
+        "one codec for all heads, or none",
+        "take one codec, as cache_kind='int8'",
+      )
+    if mesh is not None and mesh.devices.size > 1 and DISK in tiers:
+      raise OptionError(
+        "cache_placement",
+        f"layers on disk, on a mesh of {mesh.devices.size} devices",
+        "one device, whose process reads the files",
+        "place them in host memory",
+      )
+    whole = KVCache.spec(shapes, batch, capacity, dtype, kind=kind, **where)
+    room = CacheSpec(
+      batch=batch,
+      capacity=capacity,
+      dtype=jnp.dtype(dtype),
+      mesh=mesh,
+      axes=dict(
+        batch=where.get("batch_axes") or None,
+        heads=where.get("head_axis"),
+        tokens=where.get("axis"),
+      ),
+      codec=kind.codec,
+      target=where.get("platform"),
+    )
+    layers = tuple(
+      _spec_of(shape, room, tuple(tiers[n] for n in shape.which))
+      if isinstance(shape, LayerCacheSpec) and whole._ring(number) is None
+      else None
+      for number, shape in enumerate(shapes)
+    )
+    if mesh is None:
+      _check_memory(layers)
+    base = KVCache.spec(
+      _emptied(shapes, layers), batch, capacity, dtype, kind=kind, **where
+    )
+    return cls(base=_with_shapes(base, whole), layers=layers)
+
+  # -------------------------------------------------------------------------
+  # What it is
+  # -------------------------------------------------------------------------
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    pairs = zip(self.base.slots, self.layers, strict=True)
+    return tuple(own if x is None else x for own, x in pairs)
+
+  @property
+  def mesh(self) -> Any:
+    return self.base.mesh
+
+  @property
+  def axis(self) -> str | None:
+    return self.base.axis
+
+  @property
+  def shards(self) -> int:
+    return self.base.shards
+
+  @property
+  def batch(self) -> int:
+    """Rows, B."""
+    return self.base.batch
+
+  @property
+  def capacity(self) -> int:
+    return self.base.capacity
+
+  @property
+  def kind(self) -> CacheKind:
+    return self.base.kind
+
+  @property
+  def dtype(self) -> Any:
+    return self.base.dtype
+
+  @property
+  def shapes(self) -> tuple[Any, ...]:
+    return self.base.shapes
+
+  @property
+  def states(self) -> Any:
+    return self.base.states
+
+  @property
+  def recurrent(self) -> bool:
+    return self.base.recurrent
+
+  @property
+  def length(self) -> jax.Array:
+    """int32 [B], the position behind each row's last token; 0 if empty."""
+    return self.base.length
+
+  @property
+  def lost(self) -> bool:
+    """Whether some of its arrays were donated to a program."""
+    return donated(self)
+
+  def bytes_by_memory(self) -> dict[str, int]:
+    """Bytes of all shards together, by `kv.base.TIERS`."""
+    found = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.base))}
+    found |= {IN_HOST: 0, DISK: 0}
+    for x in self.layers:
+      if x is None:
+        continue
+      found[DEVICE] += sum(a.nbytes for a in x.resident)
+      found[IN_HOST] += sum(a.nbytes for a in x.hosted)
+      each = sum(s.size * s.dtype.itemsize for s in x.stored)
+      found[DISK] += x.layout.tiers.count(DISK) * each
+    return found
+
+  def free(self) -> np.ndarray | None:
+    """Slots that are free, int [B, R]; None where they are traced."""
+    return self.base.free()
+
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
+    """Refuses tokens that do not fit; see `KVCache.check`."""
+    self.base.check(batch, tokens, replicated=replicated, sees=sees)
+
+  # -------------------------------------------------------------------------
+  # A call
+  # -------------------------------------------------------------------------
+
+  def allocate(
+    self, at: Coords, *, replicated: bool, sees: bool
+  ) -> OffloadedCache:
+    made = self.base.allocate(at, replicated=replicated, sees=sees)
+    return dataclasses.replace(self, base=made)
+
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> OffloadedCache:
+    """Itself: it keeps all tokens, whatever their ids are."""
+    del tokens, at
+    return self
+
+  def fetch(
+    self,
+    kind: int,
+    slots: PyTree,
+    index: Index,
+    after: Shaped[Array, " ..."],
+  ) -> Any:
+    """What `layer` reads of a layer, on its way to the devices.
+
+    Args:
+      kind: of the layer.
+      slots: of the kind's layers.
+      index: which of them; one beyond the last for what nothing reads.
+      after: what must be computed before it is fetched, so that no layer is
+        on the devices before its time.
+
+    Returns:
+      blocks of keys and of values; () for a layer that is on the devices.
+    """
+    del kind
+    if not isinstance(slots, OffloadedKV):
+      return ()
+    return _fetched(slots, jnp.asarray(index, jnp.int32), after)
+
+  def layer(
+    self, kind: int, slots: PyTree, index: Index, fetched: Any = None
+  ) -> Any:
+    """The part of a layer, of which `fetch` returned `fetched`."""
+    if not isinstance(slots, OffloadedKV):
+      return self.base.layer(kind, slots, index)
+    if fetched is None:
+      fetched = self.fetch(kind, slots, index, jnp.zeros((1,), jnp.float32))
+    own = LayerKV(*_merged(slots, fetched))
+    cut = lambda x: lax.dynamic_index_in_dim(x, index, 0)
+    constants = list(self.base.constants)
+    constants[kind] = jax.tree.map(cut, constants[kind])
+    base = dataclasses.replace(self.base, constants=tuple(constants))
+    inner = base.layer(kind, own, jnp.int32(0))
+    return OffloadedLayer(inner, slots, jnp.asarray(index, jnp.int32))
+
+  def behind(self, layer: Any, after: Any) -> Any:
+    """A layer's part that is put back once `after` has been fetched."""
+    if not isinstance(layer, OffloadedLayer):
+      return layer
+    return dataclasses.replace(layer, after=after)
+
+  def updated(self, slots: tuple[Any, ...]) -> OffloadedCache:
+    own = tuple(
+      old if isinstance(new, OffloadedKV) else new
+      for old, new in zip(self.base.slots, slots, strict=True)
+    )
+    layers = tuple(x if isinstance(x, OffloadedKV) else None for x in slots)
+    return OffloadedCache(base=self.base.updated(own), layers=layers)
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def evict(self) -> OffloadedCache:
+    """Itself: it keeps all tokens; see `EvictingCache.evict`."""
+    return self
+
+  def flush(self) -> OffloadedCache:
+    """Itself; see `EvictingCache.flush`."""
+    return self
+
+  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> OffloadedCache:
+    """Itself: its size is fixed; see `EvictingCache.with_room`."""
+    del taken
+    return self
+
+  def steps(self) -> int:
+    """How many single tokens may come before `flush` is called."""
+    return self.base.steps()
+
+  def truncate(self, length: Ends, most: int | None = None) -> OffloadedCache:
+    """Without the tokens at positions from `length` on; see `KVCache`."""
+    made = self.base.truncate(length, most)
+    return dataclasses.replace(self, base=made)
+
+  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> OffloadedCache:
+    return self._refused("keep, of drafted tokens", "leave speculate= out")
+
+  def take(self, examples: RowIndices) -> OffloadedCache:
+    return self._refused("take", "leave the placement of the cache out")
+
+  def gathered(self, device: jax.Device) -> OffloadedCache:
+    return self._refused("gathered", "pass keep='sharded'")
+
+  def _refused(self, name: str, remedy: str) -> Any:
+    raise OptionError(
+      "cache",
+      f"{name} of a cache whose layers are in host memory or on disk",
+      "a cache on the devices",
+      remedy,
+    )
+
+
+tree.register(OffloadedCache, ("base", "layers"), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedLayer:
+  """One layer's part of an `OffloadedCache` during one call.
+
+  Fields:
+    inner: what it is on the devices, a stack of one layer.
+    stored: where it is put back.
+    index: which of the kind's layers.
+    after: what must be there before it is put back: arrays are written in
+      place, so that nothing that is read of them may come later.
+  """
+
+  inner: KVLayer
+  stored: OffloadedKV
+  index: Index
+  after: Any = ()
+
+  @property
+  def cache(self) -> KVCache:
+    return self.inner.cache
+
+  @property
+  def fresh(self) -> KV | None:
+    return self.inner.fresh
+
+  @property
+  def slots(self) -> OffloadedKV:
+    """All layers of the kind, this one with the call's tokens."""
+    index, _ = lax.optimization_barrier((self.index, self.after))
+    return _put(
+      self.stored,
+      index,
+      self.inner.slots,
+      self.inner.held.before,
+      self.inner.held.used,  # pyrefly: ignore
+    )
+
+  def append(
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
+  ) -> OffloadedLayer:
+    inner = self.inner.append(k, v, at, rotation)
+    return dataclasses.replace(self, inner=inner)
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> OffloadedLayer:
+    del rotated, plain
+    return self
+
+  def for_reading(self, rotation: Rotation) -> OffloadedLayer:
+    """For a call that appends nothing; see `KVLayer.for_reading`."""
+    return dataclasses.replace(self, inner=self.inner.for_reading(rotation))
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    return self.inner.views(apart=apart)
+
+
+# ---------------------------------------------------------------------------
+# Shapes
+# ---------------------------------------------------------------------------
+
+
+def _spec_of(
+  shape: LayerCacheSpec, room: CacheSpec, tiers: tuple[str, ...]
+) -> OffloadedKV:
+  """What stands for the keys of a kind of layer."""
+  local = room.capacity // room.shards
+  block = min(_BLOCK, local)
+  count = -(-local // block)
+  one = dataclasses.replace(
+    room, capacity=block, mesh=None, axes={}, target=room.platform
+  )
+  stored = tuple(
+    jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
+    for x in dataclasses.replace(shape, layers=1).slots(one)
+    if 0 not in x.shape
+  )
+  layout = OffloadLayout(
+    tiers=tiers,
+    slots=local,
+    blocks=count,
+    places=Places.of(room, shape.heads),
+  )
+
+  def many(tier: str, memory: str | None) -> tuple[Any, ...]:
+    layers = tiers.count(tier)
+    if not layers:
+      return ()
+    found = []
+    for x in stored:
+      like = room.like(
+        (layers * count * room.shards, *x.shape[1:]),
+        x.dtype,
+        ("tokens", "batch", "heads"),
+      )
+      sharding = like.sharding
+      if memory is not None and sharding is None:
+        sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
+      elif memory is not None:
+        sharding = sharding.with_memory_kind(memory)
+      found.append(jax.ShapeDtypeStruct(like.shape, x.dtype, sharding=sharding))
+    return tuple(found)
+
+  filed: Any = ()
+  if DISK in tiers:
+    filed = jax.ShapeDtypeStruct((3,), jnp.int32)
+  return OffloadedKV(
+    resident=many(DEVICE, None),
+    hosted=many(IN_HOST, HOST),
+    filed=filed,
+    layout=layout,
+    stored=stored,
+  )
+
+
+def _emptied(
+  shapes: tuple[Any, ...], layers: tuple[OffloadedKV | None, ...]
+) -> tuple[Any, ...]:
+  """Shapes without layers where these are stored apart."""
+  return tuple(
+    shape if x is None else dataclasses.replace(shape, layers=0)
+    for shape, x in zip(shapes, layers, strict=True)
+  )
+
+
+def _with_shapes(
+  base: KVCache, whole: KVCache, *, filled: bool = False
+) -> KVCache:
+  """With the shapes and the codecs' numbers of all layers."""
+  constants = whole.constants
+  if filled:
+    constants = filled_constants(whole.shapes, whole.kind, constants)
+  return dataclasses.replace(base, shapes=whole.shapes, constants=constants)
+
+
+def _check_memory(layers: tuple[OffloadedKV | None, ...]) -> None:
+  """Refuses layers in a memory that the device does not read."""
+  if not any(x is not None and x.hosted for x in layers):
+    return
+  device = default_device()
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if HOST not in kinds:
+    raise OptionError(
+      "cache_placement",
+      f"host memory, on a {device.platform} with the memories {kinds}",
+      f"devices that read {HOST} memory",
+      "place these layers on disk",
+    )
+
+
+# ---------------------------------------------------------------------------
+# To the devices and back
+# ---------------------------------------------------------------------------
+
+
+def _places(layout: OffloadLayout) -> tuple[jax.Array, jax.Array, list[str]]:
+  """Of each layer the memory, its rank there, and the memories in use."""
+  used = [t for t in (DEVICE, IN_HOST, DISK) if t in layout.tiers]
+  turns = jnp.asarray([used.index(t) for t in layout.tiers], jnp.int32)
+  ranks = [layout.rank(n) for n in range(len(layout.tiers))]
+  return turns, jnp.asarray(ranks, jnp.int32), used
+
+
+def _fetched(
+  slots: OffloadedKV, index: jax.Array, after: Shaped[Array, " ..."]
+) -> tuple[jax.Array, ...]:
+  """The blocks of a layer on the devices, [N, B, K, P, X] on each shard."""
+  layout = slots.layout
+  turns, ranks, used = _places(layout)
+  index, after = lax.optimization_barrier((index, after))
+  last = len(layout.tiers) - 1
+  pick = lambda x: lax.dynamic_index_in_dim(
+    x, jnp.minimum(index, last), 0, keepdims=False
+  )
+  rank = pick(ranks)
+  count = layout.blocks
+
+  def cut(arrays: tuple[Any, ...]) -> Callable[[], tuple[jax.Array, ...]]:
+    def local(rank: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+      return tuple(
+        jax.device_put(
+          lax.dynamic_slice_in_dim(x, rank * count, count, 0),
+          jax.memory.Space.Device,
+        )
+        for x in arrays
+      )
+
+    spec = _spec(layout)
+    specs = (spec,) * len(arrays)
+    run = layout.places.local(local, (P(), *specs), specs)
+    return lambda: tuple(run(rank, *arrays))
+
+  def filed() -> tuple[jax.Array, ...]:
+    def call(filed: Any, first: Any, real: Any, _: Any) -> Any:
+      if not real:
+        return tuple(np.zeros(x.shape, x.dtype) for x in slots.stored)
+      numbers = np.asarray(filed)[1:]
+      return tuple(
+        read_blocks(int(numbers[n]), int(first), count)
+        for n in range(len(slots.stored))
+      )
+
+    return tuple(
+      jax.pure_callback(
+        call,
+        slots.stored,
+        slots.filed,
+        rank * count,
+        index <= last,
+        after.reshape(-1)[0],
+        vmap_method="sequential",
+      )
+    )
+
+  ways = {
+    DEVICE: cut(slots.resident), IN_HOST: cut(slots.hosted), DISK: filed
+  }  # fmt: skip
+  made = [ways[tier] for tier in used]
+  found = made[0]() if len(made) == 1 else lax.switch(pick(turns), made)
+  # What a layer computes must not depend on where its keys come from.
+  return lax.optimization_barrier(found)
+
+
+def _spec(layout: OffloadLayout) -> P:
+  here = layout.places
+  return P(here.tokens or None, here.batch or None, here.heads or None)
+
+
+def _merged(
+  slots: OffloadedKV, blocks: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+  """A stack of one layer, keys and values, of its blocks."""
+  layout = slots.layout
+
+  def one(x: jax.Array) -> jax.Array:
+    axis = token_axis(x)
+    count, block = x.shape[0], x.shape[axis]
+    over = count * block - layout.slots
+    last, whole = x[-1], x[: count - 1] if over else x
+    made = jnp.moveaxis(whole, 0, axis - 1)
+    lead, rest = made.shape[: axis - 1], made.shape[axis + 1 :]
+    made = made.reshape(*lead, whole.shape[0] * block, *rest)
+    if over:
+      tail = lax.slice_in_dim(last, over, block, axis=axis - 1)
+      made = jnp.concatenate([made, tail], axis - 1)
+    return made[None]
+
+  found = []
+  for x in blocks:
+    spec = layout.places.of_slots(x)
+    found.append(layout.places.local(one, (_spec(layout),), spec)(x))
+  if len(found) == 1:
+    # Values are parts of the keys.
+    found.append(found[0][..., :0])
+  return tuple(found)
+
+
+def _put(
+  slots: OffloadedKV,
+  index: jax.Array,
+  layer: LayerKV,
+  before: Int[Array, "B R"],
+  used: Int[Array, "B R"],
+) -> OffloadedKV:
+  """With the blocks of a layer into which slots from `before` to `used` fall.
+
+  Args:
+    slots: where they go.
+    index: which of the kind's layers.
+    layer: its keys and values, a stack of one.
+    before: int32 [B, R], the cursors before the call.
+    used: int32 [B, R], those behind it.
+  """
+  layout = slots.layout
+  turns, ranks, memories = _places(layout)
+  pick = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+  rank, turn = pick(ranks), pick(turns)
+  parts = tuple(x for x in layer if x.size)
+  count, here = layout.blocks, layout.places
+  block = min(_BLOCK, layout.slots)
+
+  def span(before: jax.Array, used: jax.Array) -> tuple[Any, Any]:
+    """The first block with a token of the call, and the one behind the last."""
+    came = used > before
+    first = jnp.where(came, before, layout.slots)
+    end = jnp.max(jnp.where(came, used, 0), initial=0)
+    return jnp.min(first, initial=layout.slots) // block, -(-end // block)
+
+  def cut(x: jax.Array, n: Index) -> jax.Array:
+    """Block n of a stack of one layer; the last one ends with the last slot."""
+    found = lax.dynamic_slice_in_dim(x, n * block, block, token_axis(x))
+    return found
+
+  def written(
+    arrays: tuple[Any, ...], tier: str, space: Any
+  ) -> tuple[Any, ...]:
+    if not arrays:
+      return ()
+    mine = (turn == memories.index(tier)).astype(jnp.int32)
+
+    def local(
+      mine: jax.Array,
+      rank: jax.Array,
+      before: jax.Array,
+      used: jax.Array,
+      *both: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+      olds, news = both[: len(parts)], both[len(parts) :]
+      first, end = span(before, used)
+
+      def step(n: Index, olds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(
+          lax.dynamic_update_slice_in_dim(
+            old, jax.device_put(cut(new, n), space), rank * count + n, 0
+          )
+          for old, new in zip(olds, news, strict=True)
+        )
+
+      end = jnp.where(mine > 0, end, first)
+      return lax.fori_loop(first, end, step, tuple(olds))
+
+    specs = (_spec(layout),) * len(arrays)
+    rows = here.by_example
+    run = here.local(
+      local,
+      (P(), P(), rows, rows, *specs, *map(here.of_slots, parts)),
+      specs,
+    )
+    return tuple(run(mine, rank, before, used, *arrays, *parts))
+
+  filed = slots.filed
+  if DISK in memories:
+    filed = _filed(slots, rank, turn == memories.index(DISK), parts, cut,
+                   *span(before, used))  # fmt: skip
+  return dataclasses.replace(
+    slots,
+    resident=written(slots.resident, DEVICE, jax.memory.Space.Device),
+    hosted=written(slots.hosted, IN_HOST, jax.memory.Space.Host),
+    filed=filed,
+  )
+
+
+def _filed(
+  slots: OffloadedKV,
+  rank: jax.Array,
+  mine: jax.Array,
+  parts: tuple[jax.Array, ...],
+  cut: Callable[[jax.Array, Index], jax.Array],
+  first: jax.Array,
+  end: jax.Array,
+) -> jax.Array:
+  """Writes blocks of a layer to its files; what says so to later reads."""
+  count = slots.layout.blocks
+
+  def call(filed: Any, where: Any, *found: Any) -> np.ndarray:
+    filed = np.array(filed)
+    for number, x in zip(filed[1:], found, strict=False):
+      write_block(int(number), int(where), np.asarray(x)[0], count)
+    filed[0] += 1
+    return filed
+
+  def step(n: Index, filed: jax.Array) -> jax.Array:
+    return jax.pure_callback(
+      call,
+      jax.ShapeDtypeStruct((3,), jnp.int32),
+      filed,
+      rank * count + n,
+      *(cut(x, n) for x in parts),
+      vmap_method="sequential",
+    )
+
+  return lax.fori_loop(first, jnp.where(mine, end, first), step, slots.filed)
