@@ -92,11 +92,9 @@ from launch import (
   common,
   console,
   cycles,
-  elastic,
   offload,
   plan_flags,
   ring,
-  serving_plan,
   stages,
   strategies,
   windows,
@@ -518,6 +516,19 @@ def _list(numbers: Sequence[int]) -> str:
   return " ".join(f"{n}" for n in numbers)
 
 
+def _elastic(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
+  # Simulated engines lie beside real ones, which bring flax.
+  from launch import elastic
+
+  elastic.compared(values, out, err)
+
+
+def _serve(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
+  from launch import serving_plan
+
+  serving_plan.served(values, out, err)
+
+
 _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "kvr": _kvr,
   "explain": strategies.explain,
@@ -528,10 +539,10 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "cache": cache.sizes,
   "capacity": capacity.search,
   "cycles": cycles.count,
-  "elastic": elastic.compared,
+  "elastic": _elastic,
   "offload": offload.offloaded,
   "window": windows.windowed,
-  "serve": serving_plan.served,
+  "serve": _serve,
   "fastdecode": stages.fastdecode,
   "liger": stages.liger,
 }

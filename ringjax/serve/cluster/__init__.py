@@ -16,11 +16,11 @@ from ringjax.serve.cluster.cluster_simulator import (
 )
 from ringjax.serve.cluster.conductor import (
   Conductor,
+  ConductorChoice,
   EarlyRejection,
   FastestDecode,
   LocalConductor,
   PredictiveRejection,
-  PrefillChoice,
   RandomRoute,
   RoutingCosts,
   ShortestWait,
@@ -145,6 +145,7 @@ __all__ = [
   "ClusterWorker",
   "ComparedSystem",
   "Conductor",
+  "ConductorChoice",
   "DecodeGroup",
   "DistServeModel",
   "DistServeTimes",
@@ -175,7 +176,6 @@ __all__ = [
   "PlacementSearch",
   "PredictiveRejection",
   "PrefillBatch",
-  "PrefillChoice",
   "QuadraticTimes",
   "RandomRoute",
   "Rejected",
