@@ -22,6 +22,7 @@ QUICK = {
   r"CONTEXT = [\d_]+": "CONTEXT = 1_024",
   r"DOCUMENTS, SIZE = \d+, \d+": "DOCUMENTS, SIZE = 12, 160",
   r"trials = \d+": "trials = 1",
+  r"requests = 1000": "requests = 300",
 }
 
 
@@ -85,6 +86,15 @@ def a_ring_is_exact(printed: str) -> None:
   assert ring > 1.8 * striped
 
 
+def which_way_wins(printed: str) -> None:
+  """Apart under a tight limit of each token, together under one of the first."""
+  rows = re.findall(r": together (\d+), mixed (\d+), apart (\d+)", printed)
+  (one, _, apart), (other, _, last) = (tuple(map(int, row)) for row in rows)
+  assert apart > one and other > last
+  moved = re.findall(r"caches move ([\d.]+) s", printed)
+  assert sorted(moved, key=float) == moved and len(set(moved)) == 3
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -94,6 +104,7 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "05_contexts": contexts_read_once,
   "06_speculate": drafts_are_right,
   "07_ring_from_scratch": a_ring_is_exact,
+  "08_simulate_a_cluster": which_way_wins,
 }
 # The first is for every commit.
 MARKS = {
@@ -102,6 +113,7 @@ MARKS = {
   "05_contexts": pytest.mark.long,
   "06_speculate": pytest.mark.long,
   "07_ring_from_scratch": pytest.mark.long,
+  "08_simulate_a_cluster": pytest.mark.long,
 }
 
 
