@@ -87,7 +87,7 @@ def a_ring_is_exact(printed: str) -> None:
 
 
 def which_way_wins(printed: str) -> None:
-  """Apart under a tight limit of each token, together under one of the first."""
+  """Apart where later tokens are urgent, together where the first one is."""
   rows = re.findall(r": together (\d+), mixed (\d+), apart (\d+)", printed)
   (one, _, apart), (other, _, last) = (tuple(map(int, row)) for row in rows)
   assert apart > one and other > last
