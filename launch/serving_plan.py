@@ -7,7 +7,6 @@ instances that do both, and prints what each is good for (DistServe).
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -193,7 +192,8 @@ def _limits(text: str) -> Limits:
       "write it like ttft=0.2,tpot=0.1,share=0.9",
     ) from None
   for name in ("ttft_s", "tpot_s"):
-    number(f"--slo {name}", given.get(name, math.inf), above=0)
+    if name in given:
+      number(f"--slo {name}", given[name], above=0)
   return Limits(**given)
 
 
