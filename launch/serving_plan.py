@@ -97,7 +97,10 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         "limits above the times of an idle instance",
         "pass larger ones, or a faster --chip",
       )
-    rows = [_row(search, one, asked) for one in found]
+    both = [(one, _row(search, one, asked)) for one in found]
+    if values.rate is None:
+      both.sort(key=lambda x: (-x[1]["simulated_goodput"], x[0].devices))
+    found, rows = [one for one, _ in both], [row for _, row in both]
     later = _later(values, asked)
     best = search.simulate(
       found[0],

@@ -445,7 +445,7 @@ def test_refusals_of_offloading(argv, words):
   assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err
 
 
-SERVE = ("--cluster=1x2", "--requests=8", "--prompt=200", "--new=4")
+SERVE = ("--cluster=1x2", "--requests=5", "--prompt=200", "--new=4")
 
 
 def profile_of_distserve(tmp_path):
@@ -461,6 +461,7 @@ def profile_of_distserve(tmp_path):
   return f"--times={profile}", f"--capacities={capacity}"
 
 
+@pytest.mark.long
 def test_a_plan_of_a_service(tmp_path):
   profile = profile_of_distserve(tmp_path)
   curves, timeline = tmp_path / "curves.png", tmp_path / "timeline.png"
