@@ -83,7 +83,6 @@ from launch import (
   offload,
   plan_flags,
   ring,
-  serving_plan,
   strategies,
   windows,
 )  # fmt: skip
@@ -504,6 +503,13 @@ def _list(numbers: Sequence[int]) -> str:
   return " ".join(f"{n}" for n in numbers)
 
 
+def _serve(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  # This brings the engine and flax; the rest does without.
+  from launch import serving_plan
+
+  serving_plan.served(values, stdout, stderr)
+
+
 _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "kvr": _kvr,
   "explain": strategies.explain,
@@ -516,7 +522,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "cycles": cycles.count,
   "offload": offload.offloaded,
   "window": windows.windowed,
-  "serve": serving_plan.served,
+  "serve": _serve,
 }
 
 

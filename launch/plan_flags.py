@@ -14,7 +14,6 @@ from launch import (
   capacity,
   common,
   cycles,
-  serving_plan,
   strategies,
 )
 from launch.flag_helpers import FlagHelper
@@ -232,7 +231,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "With a profile: .csv of the cache's tokens by model, tp, pp."),
   ("rules", "enum", "ringjax", "serve",
    "Whose simulator: distserve batches as that one does and moves caches in "
-   "no time; it needs a profile.", serving_plan.RULES),
+   "no time; it needs a profile.", ("ringjax", "distserve")),
   ("prefill_tokens", "whole", 2048, "serve",
    "Tokens of prompts that are read at once; a longer prompt is read alone."),
   ("replan", "number", None, "serve",

@@ -40,7 +40,6 @@ from ringjax.serve.cluster import (
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
 
 NAME = "plan"
-RULES = ("ringjax", "distserve")
 _MODEL, _CHIP = "llama-3.1-8b", "a100"
 # Part of a device's memory that weights and cache fill.
 _USABLE = 0.9
