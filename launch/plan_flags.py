@@ -30,8 +30,6 @@ from ringjax.plan import (
 # A flag belongs to the script that asked for it, and stands in its --help.
 flags.disclaim_key_flags()
 
-# Whose rules a simulated cluster follows.
-RULES_OF_SERVING = ("ringjax", "distserve")
 # Name, kind, default, sub-commands, help; the least number, or the choices.
 _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("profile", "text", "llama7b-a100", "kvr",
@@ -272,7 +270,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "With a profile: .csv of the cache's tokens by model, tp, pp."),
   ("rules", "enum", "ringjax", "serve",
    "Whose simulator: distserve batches as that one does and moves caches in "
-   "no time; it needs a profile.", RULES_OF_SERVING),
+   "no time; it needs a profile.", ("ringjax", "distserve")),
   ("prefill_tokens", "whole", 2048, "serve",
    "Tokens of prompts that are read at once; a longer prompt is read alone."),
   ("replan", "number", None, "serve",

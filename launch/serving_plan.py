@@ -7,7 +7,6 @@ instances that do both, and prints what each is good for (DistServe).
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -97,7 +96,10 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         "limits above the times of an idle instance",
         "pass larger ones, or a faster --chip",
       )
-    rows = [_row(search, one, asked) for one in found]
+    both = [(one, _row(search, one, asked)) for one in found]
+    if values.rate is None:
+      both.sort(key=lambda x: (-x[1]["simulated_goodput"], x[0].devices))
+    found, rows = [one for one, _ in both], [row for _, row in both]
     later = _later(values, asked)
     best = search.simulate(
       found[0],
@@ -192,7 +194,8 @@ def _limits(text: str) -> Limits:
       "write it like ttft=0.2,tpot=0.1,share=0.9",
     ) from None
   for name in ("ttft_s", "tpot_s"):
-    number(f"--slo {name}", given.get(name, math.inf), above=0)
+    if name in given:
+      number(f"--slo {name}", given[name], above=0)
   return Limits(**given)
 
 

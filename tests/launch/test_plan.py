@@ -332,6 +332,7 @@ def test_who_reads_may_have_enough(start):
       ("ranks", "chip"),
       marks=pytest.mark.long,
     ),
+    ("serve", ("cluster", "slo", "trace", "chip"), ("machine", "tokens")),
   ],
 )
 def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
@@ -471,6 +472,93 @@ def test_elastic_groups_beside_fixed_ones(monkeypatch):
   assert "| zipf:1.2 | TP8 |" in words and "times what they take alone" in words
   ran = ask("elastic", "--workloads=pareto")
   assert ran.status == 2 and ran.out == "" and "zipf:EXPONENT" in ran.err
+
+
+SERVE = ("--cluster=1x2", "--requests=5", "--prompt=200", "--new=4")
+
+
+def profile_of_distserve(tmp_path):
+  rows = {
+    "decoding_large_small_bs_threshold": 4,
+    "prefill": [9.0, 0.1, 1e-6],
+    "decoding_smallbs": [20.0, 1e-3, 2.0],
+    "decoding_largebs": [30.0, 2e-3, 9.0],
+  }
+  profile, capacity = tmp_path / "profile.json", tmp_path / "capacity.csv"
+  profile.write_text(json.dumps({"facebook/opt-13b": {"1": rows}}))
+  capacity.write_text("model,tp,pp,max_num_tokens\nfacebook/opt-13b,1,1,2\n")
+  return f"--times={profile}", f"--capacities={capacity}"
+
+
+@pytest.mark.long
+def test_a_plan_of_a_service(tmp_path):
+  profile = profile_of_distserve(tmp_path)
+  curves, timeline = tmp_path / "curves.png", tmp_path / "timeline.png"
+  ran = ask(
+    "serve", "--model=opt-13b", *SERVE, *profile, "--rules=distserve",
+    "--slo=ttft=0.1,tpot=0.04", f"--plot={curves}", f"--timeline={timeline}",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  assert "1 prefill of TP 1 + 1 decode of TP 1" in ran.out
+  assert "2 both of TP 1" in ran.out
+  assert "in no time" in ran.out and "TPOT (ms)" in ran.out
+  for path in (curves, timeline):
+    assert path.read_bytes().startswith(b"\x89PNG") and f"{path}" in ran.err
+
+
+@pytest.mark.long
+def test_a_service_of_a_trace_at_a_rate(tmp_path):
+  trace, calls = tmp_path / "trace.csv", tmp_path / "calls.csv"
+  trace.write_text(
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    + "".join(
+      f"2023-11-16 18:17:{n:02}.5,{200 + n},{2 + n % 2}\n" for n in range(20)
+    )
+  )
+  rows = [
+    f"{phase},{t},{n},{c},{1e-3 * (3 + (n + c / 9) / t / 20)}\n"
+    for phase in ("prefill", "decode")
+    for t, n, c in ((1, 8, 0), (2, 64, 0), (1, 256, 90), (4, 9, 7000))
+  ]
+  calls.write_text("phase,devices,tokens,cached,seconds\n" + "".join(rows))
+  ran = ask(
+    "serve", "--model=opt-6.7b", "--cluster=1x1", "--rate=2",
+    f"--trace={trace}", "--requests=9", f"--times={calls}",
+    "--slo=ttft=0.02,tpot=0.006,share=0.8", "--replan=4", "--json",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  found = ran.json
+  assert "fitted to 8 calls" in found["source"]
+  kinds = {one["kind"]: one for one in found["placements"]}
+  # The one device has no room for both phases side by side; two would do.
+  assert kinds["colocated"]["goodput"] >= 2 and found["requests"] == 9
+  assert kinds["high affinity"]["devices"] >= 2
+  assert set(found["percentiles"]) == {"ttft_s", "tpot_s"}
+  assert found["replanned"] == []
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (("--model=opt-13b,opt-30b",), "one model"),
+    (("--model=nobody",), "nobody"),
+    (("--cluster=4",), "NODESxDEVICES"),
+    (("--slo=ttft=fast",), "ttft=0.2"),
+    (("--slo=ttft=0",), "above 0"),
+    (("--slo=share=2",), "share"),
+    (("--rules=distserve",), "--capacities"),
+    (("--times=profile.json",), "--capacities"),
+    (("--trace=requests.txt",), "requests.txt"),
+    (("--trace=none.csv", "--prompt=5"), "--prompt"),
+    (("--chip=t5",), "t5"),
+    (("--tokens=4",), "--tokens"),
+    (("--model=opt-175b", "--cluster=1x1"), "room for opt-175b"),
+    (("--slo=ttft=1e-6", *SERVE), "no shape meets"),
+  ],
+)
+def test_refusals_of_services(argv, words):
+  ran = ask("serve", *argv)
+  assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err
 
 
 def test_weights_through_a_window(tmp_path):

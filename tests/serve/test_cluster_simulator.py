@@ -91,7 +91,9 @@ def mean_ttft(served):
 
 
 @pytest.mark.parametrize("form", ["plain", "inter", "intra"])
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+  "rate", [pytest.param(0.3, marks=pytest.mark.long), 0.6, 0.9]
+)
 def test_times_to_first_tokens_are_those_of_queueing_theory(form, rate):
   one = dict(prompt_tokens=7, new_tokens=1, spread=0, seed=3)
   trace = poisson_trace(rate=rate, requests=150, **one)
@@ -408,7 +410,14 @@ def test_the_least_recent_blocks_go_ends_first():
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", [3.0, 8.0, 20.0])
+@pytest.mark.parametrize(
+  "rate",
+  [
+    pytest.param(3.0, marks=pytest.mark.long),
+    pytest.param(8.0, marks=pytest.mark.long),
+    20.0,
+  ],
+)
 def test_pulling_never_reserves_more_than_pushing(rate):
   trace = poisson_trace(
     rate=rate, requests=80, prompt_tokens=900, new_tokens=61, spread=0.8,
