@@ -1,0 +1,115 @@
+"""Chunked pipeline prefill with a thread for each rank: one device's answers.
+
+The code is that of processes, links of TCP and pulled blocks included.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from ringjax import infer
+from ringjax.errors import OptionError, PeerError
+from ringjax.infer import kvr
+from ringjax.infer.chunk_pipeline import ChunkPipeline
+from ringjax.parallel.peers import Peers
+from tests.helpers import refused
+
+TOKENS, NEW, TILE = 41, 12, 8
+PATIENCE_S = 600
+
+
+def in_threads(model, ids, chunks, ranks, *, timeout_s=300.0, each=None, **read):
+  """Each rank's reading, or its error."""
+  group = Peers.in_threads(ranks, timeout_s=timeout_s)
+  found: list = [None] * ranks
+
+  def run(rank: int) -> None:
+    try:
+      stage = ChunkPipeline(model, group[rank], tile=TILE)
+      more = {} if each is None else {"pause": each(rank, group)}
+      found[rank] = stage.read(ids, chunks, new_tokens=NEW, **read, **more)
+    except (PeerError, KeyError) as error:
+      found[rank] = error
+
+  threads = [
+    threading.Thread(target=run, args=(rank,), daemon=True)
+    for rank in range(ranks)
+  ]
+  try:
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(PATIENCE_S)
+      assert not thread.is_alive()
+  finally:
+    for one in group:
+      one.close()
+  return found
+
+
+@pytest.fixture(scope="module")
+def alone(loaded):
+  """One device's prompt, logits, session and greedy tokens, by model."""
+  known: dict = {}
+
+  def read(name: str) -> tuple:
+    if name not in known:
+      model, _ = loaded(name)
+      draw = np.random.default_rng(11)
+      ids = draw.integers(0, model.config.vocab, TOKENS).astype(np.int32)
+      session = infer.Session(model, TOKENS + NEW)
+      new = infer.generate(
+        model, [ids], max_new_tokens=NEW, prefill="dense", cache=session
+      )
+      rows = np.array([[TOKENS - 1]], np.int32)
+      logits = np.asarray(model(ids[None], rows=rows)[:, 0])
+      known[name] = ids, logits, new[0].tolist()
+    return known[name]
+
+  return read
+
+
+def far(got, want) -> float:
+  got, want = np.asarray(got), np.asarray(want)
+  return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+  ("name", "ranks", "chunks"),
+  [
+    ("llama3", 2, (17, 13, 11)),
+    pytest.param("mistral", 2, (1, 39, 1), marks=pytest.mark.long),
+    pytest.param("llama3", 1, (20, 21), marks=pytest.mark.long),
+    pytest.param("gemma3", 3, (9, 8, 8, 8, 8), marks=pytest.mark.long),
+    pytest.param("falcon_7b", 2, (41,), marks=pytest.mark.slow),
+  ],
+)
+def test_the_last_rank_has_what_one_device_has(
+  loaded, alone, name, ranks, chunks
+):
+  model, _ = loaded(name)
+  ids, logits, new = alone(name)
+  readings = in_threads(model, ids, chunks, ranks)
+  assert not [x for x in readings if isinstance(x, Exception)], readings
+  *_, reading = readings
+  assert [r for r, x in enumerate(readings) if x.session] == [ranks - 1]
+  assert far(reading.logits, logits) < 5e-6
+  assert kvr.follow(reading, NEW).tolist() == new
+  # Activations of all tokens pass each link once, in float32.
+  width = model.config.embed * 4
+  links = {f"{x}-{x + 1}": TOKENS * width for x in range(ranks - 1)}
+  assert reading.outcome.link_bytes == links
+  spans = reading.outcome.timeline.spans
+  sent = sum(s.nbytes for s in spans if s.kind == "send")
+  assert sent == sum(links.values())
+  # Each block of the other ranks' layers is pulled once, one for each chunk.
+  layers = kvr.LayerPrograms(model).layers
+  mine = len(layers) // ranks
+  pulled = [s for s in spans if s.kind == "pull"]
+  assert len(pulled) == len(chunks) * (len(layers) - mine) or ranks == 1
+  assert sum(s.nbytes for s in pulled) == TOKENS * sum(
+    x.token_bytes("float32") for x in layers[: len(layers) - mine]
+  )
