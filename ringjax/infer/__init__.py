@@ -2,6 +2,7 @@
 
 from ringjax.infer import contexts, speculate
 from ringjax.infer.calibrate import calibrate
+from ringjax.infer.chunk_pipeline import ChunkPipeline
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.generate import Generated, generate
 from ringjax.infer.integer_model import (
@@ -20,6 +21,7 @@ from ringjax.infer.two_processors import TwoProcessorReading, read_on_two
 __all__ = [
   "METHODS",
   "ActivationRanges",
+  "ChunkPipeline",
   "ContextLibrary",
   "GenerateReport",
   "Generated",

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ringjax import infer
-from ringjax.errors import OptionError, PeerError
-from ringjax.infer import kvr
+from ringjax.errors import OptionError, PeerError, RingjaxError
+from ringjax.infer import chunk_pipeline, kvr
 from ringjax.infer.chunk_pipeline import ChunkPipeline
 from ringjax.parallel.peers import Peers
 from tests.helpers import refused
@@ -21,17 +21,20 @@ TOKENS, NEW, TILE = 41, 12, 8
 PATIENCE_S = 600
 
 
-def in_threads(model, ids, chunks, ranks, *, timeout_s=300.0, each=None, **read):
+def in_threads(
+  model, ids, chunks, ranks, *, timeout_s=300.0, each=None, **read
+):
   """Each rank's reading, or its error."""
   group = Peers.in_threads(ranks, timeout_s=timeout_s)
   found: list = [None] * ranks
 
   def run(rank: int) -> None:
     try:
-      stage = ChunkPipeline(model, group[rank], tile=TILE)
-      more = {} if each is None else {"pause": each(rank, group)}
-      found[rank] = stage.read(ids, chunks, new_tokens=NEW, **read, **more)
-    except (PeerError, KeyError) as error:
+      stage = ChunkPipeline(model, group[rank], tile=TILE, stages=stages)
+      more = {} if each is None else {"pause": each(rank, group[rank])}
+      own = chunks[rank] if isinstance(chunks, dict) else chunks
+      found[rank] = stage.read(ids, own, new_tokens=NEW, **read, **more)
+    except (RingjaxError, ArithmeticError) as error:
       found[rank] = error
 
   threads = [
@@ -113,3 +116,99 @@ def test_the_last_rank_has_what_one_device_has(
   assert sum(s.nbytes for s in pulled) == TOKENS * sum(
     x.token_bytes("float32") for x in layers[: len(layers) - mine]
   )
+
+
+def test_blocks_stream_while_the_next_layer_waits(loaded, alone, monkeypatch):
+  """The last rank has pulled a layer's block before the next layer begins."""
+  model, _ = loaded("llama3")
+  ids, logits, new = alone("llama3")
+  assert len(model.config.layers) == 2
+  pulled, waited = threading.Event(), []
+  real = chunk_pipeline.pull
+
+  def seen(*given, **options):
+    found = real(*given, **options)
+    pulled.set()
+    return found
+
+  def each(rank, peers):
+    if rank == 0:
+      real_tick, ticks = peers.tick, []
+
+      def tick(step=0):
+        # The first one is behind the first layer of the first chunk.
+        ticks.append(step)
+        if len(ticks) == 1:
+          waited.append(pulled.wait(PATIENCE_S))
+        real_tick(step)
+
+      def pause(number):
+        if number == 0:
+          ticks.clear()
+          peers.tick = tick
+
+      return pause
+    return kvr.nothing
+
+  monkeypatch.setattr(chunk_pipeline, "pull", seen)
+  # One rank has the first layer; its block is there before its second chunk.
+  *_, reading = in_threads(model, ids, (30, 11), 2, each=each)
+  assert waited == [True]
+  assert far(reading.logits, logits) < 5e-6
+  assert kvr.follow(reading, NEW).tolist() == new
+
+
+def test_stages_keep_what_they_have(loaded, alone):
+  model, _ = loaded("llama3")
+  ids, logits, _ = alone("llama3")
+  first, last = in_threads(model, ids, (20, 21), 2, keep="stages")
+  assert first.logits is None and first.session is last.session is None
+  assert far(last.logits, logits) < 5e-6
+  kinds = {s.kind for s in last.outcome.timeline.spans}
+  assert "pull" not in kinds
+
+
+def test_a_rank_that_fails_is_named(loaded, alone):
+  model, _ = loaded("llama3")
+  ids, *_ = alone("llama3")
+
+  def each(rank, peers):
+    def pause(number):
+      if rank == 0 and number == 1:
+        raise ArithmeticError("a broken device")
+
+    return pause
+
+  first, last = in_threads(model, ids, (20, 21), 2, each=each)
+  assert isinstance(first, ArithmeticError)
+  assert isinstance(last, PeerError) and last.rank == 0
+  assert "a broken device" in str(last)
+
+
+def test_ranks_that_do_not_agree(loaded, alone):
+  model, _ = loaded("llama3")
+  ids, *_ = alone("llama3")
+  found = in_threads(model, ids, {0: (20, 21), 1: (21, 20)}, 2)
+  assert all(isinstance(one, PeerError) for one in found)
+  assert "chunks" in str(found[0])
+  found = in_threads(model, ids, {0: (20, 21), 1: (20, 20)}, 2)
+  assert isinstance(found[0], PeerError) and found[0].rank == 1
+  assert isinstance(found[1], OptionError)
+
+
+def test_more_ranks_than_layers(loaded):
+  model, _ = loaded("llama3")
+  group = Peers.in_threads(3, timeout_s=300.0)
+  try:
+    refused(
+      OptionError, lambda: ChunkPipeline(model, group[0]), "stages", "2 layers"
+    )
+    refused(
+      OptionError,
+      lambda: ChunkPipeline(model, group[0], stages=(1, 1)),
+      "stages",
+      "3 numbers",
+    )
+  finally:
+    for one in group:
+      one.close()

@@ -253,7 +253,7 @@ class ShortestWait(FastestDecode):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillChoice:
+class ReaderChoice:
   """What an instance would need for a prompt.
 
   Attributes:
@@ -301,7 +301,7 @@ class Conductor(FastestDecode):
 
   def choice(
     self, request: RoutedRequest, view: InstanceView, longest: int
-  ) -> PrefillChoice:
+  ) -> ReaderChoice:
     """What an instance would need.
 
     Args:
@@ -312,7 +312,7 @@ class Conductor(FastestDecode):
     costs, tokens = self.costs, request.prompt_tokens
     here = request.cached_tokens(view.name)
     queue = costs.queue_s(view)
-    alone = PrefillChoice(
+    alone = ReaderChoice(
       ttft_s=queue + costs.prefill_s(view.name, tokens, here),
       prefix_tokens=here,
     )
@@ -323,7 +323,7 @@ class Conductor(FastestDecode):
       return alone
     moved = costs.transfer_s(longest - here)
     wait = queue + moved if self.serial else max(queue, moved)
-    fetched = PrefillChoice(
+    fetched = ReaderChoice(
       ttft_s=wait + costs.prefill_s(view.name, tokens, longest),
       prefix_tokens=longest,
       fetch_tokens=longest - here,
