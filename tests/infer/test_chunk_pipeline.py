@@ -84,9 +84,10 @@ def far(got, want) -> float:
   ("name", "ranks", "chunks"),
   [
     ("llama3", 2, (17, 13, 11)),
-    pytest.param("mistral", 2, (1, 39, 1), marks=pytest.mark.long),
-    pytest.param("llama3", 1, (20, 21), marks=pytest.mark.long),
-    pytest.param("gemma3", 3, (9, 8, 8, 8, 8), marks=pytest.mark.long),
+    pytest.param("mistral", 2, (1, 39, 1), marks=pytest.mark.slow),
+    pytest.param("llama2", 3, (25, 15, 1), marks=pytest.mark.slow),
+    pytest.param("llama3", 1, (20, 21), marks=pytest.mark.slow),
+    pytest.param("gemma3_text", 3, (9, 8, 8, 8, 8), marks=pytest.mark.long),
     pytest.param("falcon_7b", 2, (41,), marks=pytest.mark.slow),
   ],
 )
@@ -110,7 +111,7 @@ def test_the_last_rank_has_what_one_device_has(
   assert sent == sum(links.values())
   # Each block of the other ranks' layers is pulled once, one for each chunk.
   layers = kvr.LayerPrograms(model).layers
-  mine = len(layers) // ranks
+  mine = len(layers) // ranks  # The first ranks have the layers that are over.
   pulled = [s for s in spans if s.kind == "pull"]
   assert len(pulled) == len(chunks) * (len(layers) - mine) or ranks == 1
   assert sum(s.nbytes for s in pulled) == TOKENS * sum(
