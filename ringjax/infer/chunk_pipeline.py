@@ -411,7 +411,7 @@ class _Stage:
     programs, peers = owner.programs, owner.peers
     length = self.ids.size
     where = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
-    xs = [self._input(tile, tiles[0].first, came) for tile in tiles]
+    xs: list[Any] = [self._input(tile, tiles[0].first, came) for tile in tiles]
     for layer in owner._layers:
       weights = programs.weights(layer)
       cache, outs, parts = self.caches[layer.number], [], []
@@ -636,12 +636,9 @@ class _BlockPublisher(_Worker):
     self._publisher, self._tell = publisher, tell
     super().__init__(peers)
 
-  def one(
-    self,
-    layer: StackedLayer,
-    tiles: Sequence[PromptTile],
-    parts: Sequence[tuple[jax.Array, jax.Array]],
-  ) -> None:
+  def one(self, *one: Any) -> None:
+    """Publishes a layer's keys and values of the tiles of a chunk."""
+    layer, tiles, parts = one
     # Waits for the projections of this layer, and for nothing behind them.
     k, v = (
       np.concatenate(
@@ -693,8 +690,9 @@ class _BlockPuller(_Worker):
     self._key, self._recorder = key, recorder
     super().__init__(peers)
 
-  def one(self, text: str) -> None:
-    card = json.loads(text)
+  def one(self, *one: Any) -> None:
+    """Pulls what a message of `_BlockPublisher` names."""
+    card = json.loads(*one)
     start_s = self._recorder.now()
     host, port = card["address"]
     try:

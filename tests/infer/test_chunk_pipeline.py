@@ -119,6 +119,7 @@ def test_the_last_rank_has_what_one_device_has(
   )
 
 
+@pytest.mark.long
 def test_blocks_stream_while_the_next_layer_waits(loaded, alone, monkeypatch):
   """The last rank has pulled a layer's block before the next layer begins."""
   model, _ = loaded("llama3")
@@ -159,6 +160,7 @@ def test_blocks_stream_while_the_next_layer_waits(loaded, alone, monkeypatch):
   assert kvr.follow(reading, NEW).tolist() == new
 
 
+@pytest.mark.slow
 def test_stages_keep_what_they_have(loaded, alone):
   model, _ = loaded("llama3")
   ids, logits, _ = alone("llama3")
@@ -169,6 +171,7 @@ def test_stages_keep_what_they_have(loaded, alone):
   assert "pull" not in kinds
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_is_named(loaded, alone):
   model, _ = loaded("llama3")
   ids, *_ = alone("llama3")

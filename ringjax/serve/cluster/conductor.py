@@ -520,13 +520,13 @@ class PredictiveRejection(EarlyRejection):
 # ---------------------------------------------------------------------------
 
 # Policies that decide alone, and those that stand before another one.
-POLICIES: dict[str, type[FastestDecode]] = {
+POLICIES: dict[str, Callable[..., RoutingPolicy]] = {
   "random": RandomRoute,
   "load": ShortestWait,
   "local": LocalConductor,
   "conductor": Conductor,
 }
-REJECTIONS: dict[str, type[EarlyRejection]] = {
+REJECTIONS: dict[str, Callable[..., RoutingPolicy]] = {
   "early": EarlyRejection,
   "predictive": PredictiveRejection,
 }
@@ -554,10 +554,9 @@ def routing_policy(
   if last == _SHORTEST:
     made = ShortestQueue()
   else:
-    known: dict[str, Callable[..., RoutingPolicy]] = {**POLICIES}
-    made = _named(last, known, (_SHORTEST, *POLICIES), costs, {})
+    made = _named(last, POLICIES, (_SHORTEST, *POLICIES), costs, {})
   for part in reversed(before):
-    made = _named(part, {**REJECTIONS}, (*REJECTIONS,), costs, {"policy": made})
+    made = _named(part, REJECTIONS, (*REJECTIONS,), costs, {"policy": made})
   return made
 
 
