@@ -21,16 +21,23 @@ TOKENS, NEW, TILE = 41, 12, 8
 PATIENCE_S = 600
 
 
-def in_threads(
-  model, ids, chunks, ranks, *, timeout_s=300.0, each=None, **read
-):
-  """Each rank's reading, or its error."""
-  group = Peers.in_threads(ranks, timeout_s=timeout_s)
+def in_threads(model, ids, chunks, ranks, *, each=None, **read):
+  """Each rank's reading, or its error.
+
+  Args:
+    model: the model.
+    ids: the prompt.
+    chunks: tokens of each, or of each rank what it calls chunks.
+    ranks: how many.
+    each: called with a rank and its group, returns a pause.
+    **read: options.
+  """
+  group = Peers.in_threads(ranks, timeout_s=300.0)
   found: list = [None] * ranks
 
   def run(rank: int) -> None:
     try:
-      stage = ChunkPipeline(model, group[rank], tile=TILE, stages=stages)
+      stage = ChunkPipeline(model, group[rank], tile=TILE)
       more = {} if each is None else {"pause": each(rank, group[rank])}
       own = chunks[rank] if isinstance(chunks, dict) else chunks
       found[rank] = stage.read(ids, own, new_tokens=NEW, **read, **more)
