@@ -9,9 +9,11 @@
 
 Methods: kvr (a balanced partition, or --partition, or --search), kvr_even, tsp
 (an all-gather, all products, then the mask), flash_tsp (without the masked
-tiles), ring, striped; auto is the one that --profile and --bandwidth predict to
-be the fastest. Each is run in turn, --rounds times after a first run that is
-not counted; times to the first token are medians.
+tiles), ring, striped, cpp (Mooncake's pipeline: each of several processes has
+a part of the layers and reads --chunks of equal time); auto is the one of the
+others that --profile and --bandwidth predict to be the fastest. Each is run in
+turn, --rounds times after a first run that is not counted; times to the first
+token are medians.
 
 With several processes (see launch/common.py) all get the same flags. If one
 dies, freezes or gets stuck, the others say which and end with status 3.
@@ -39,7 +41,7 @@ from launch.prompts import clash
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError
-from ringjax.infer import kvr, lockstep
+from ringjax.infer import ChunkPipeline, kvr, lockstep
 from ringjax.infer.prefill import tile
 from ringjax.models import tiny, work_profile
 from ringjax.models.transformer import Transformer
@@ -51,8 +53,9 @@ from ringjax.plan.events import Timeline
 from ringjax.plan.schedules import Outcome
 
 NAME = "prefill"
-METHODS = ("kvr", "kvr_even", *lockstep.METHODS)
+METHODS = ("kvr", "kvr_even", *lockstep.METHODS, "cpp")
 _CHAINS = ("kvr", "kvr_even")
+_PIPELINE = "cpp"
 _AUTO = "auto"
 # What `plan.choose` says, by the names here.
 _CHOSEN = {"kvr": "kvr", "striped": "striped", "gather": "flash_tsp"}
@@ -70,6 +73,7 @@ def define(values: flags.FlagValues) -> None:
   )
   new.whole("context", _CONTEXT, "Tokens of the prompt.")
   new.texts("partition", None, "Tokens of each rank for kvr, e.g. 1216,832.")
+  new.whole("chunks", None, "Chunks of cpp; default: four for each process.")
   new.boolean("search", False, "Search kvr's partition by measuring, first.")
   machines.define(new, "Profile to plan kvr's partition or --method=auto with")
   new.text("model", None, "Model directory; default: the model in ringjax.")
@@ -176,6 +180,15 @@ class _Work:
       f"{jax.devices()[0].device_kind} in {peers.size} "
       f"process{'es' * (peers.size > 1)}"
     )
+    if peers.size == 1 and _PIPELINE in methods:
+      if values.method != ["all"]:
+        raise OptionError(
+          "--method",
+          "cpp in one process",
+          "several, each of which has a part of the layers",
+          "start more with --num_processes, or leave it out",
+        )
+      methods = tuple(name for name in methods if name != _PIPELINE)
     if methods == (_AUTO,):
       methods = (self._choose(model, ids.size, mesh.devices.size),)
     runs = {name: self._reader(name, model, ids, mesh) for name in methods}
@@ -231,6 +244,8 @@ class _Work:
   ) -> Callable[[], kvr.Reading]:
     values, peers = self._values, self._peers
     new, pause = values.max_new_tokens, self._pause()
+    if name == _PIPELINE:
+      return self._pipeline(model, ids)
     if name not in _CHAINS:
       one = lockstep.LockstepPrefill(model, peers, name, mesh=mesh)
       return lambda: one.read(ids, new_tokens=new, pause=pause)
@@ -249,6 +264,28 @@ class _Work:
     if name == "kvr" and values.search:
       lengths = self._search(lengths, read)
     return lambda: read(lengths)
+
+  def _pipeline(
+    self, model: Transformer, ids: np.ndarray
+  ) -> Callable[[], kvr.Reading]:
+    values, peers = self._values, self._peers
+    local = jax.tree.map(lambda a: a.addressable_data(0), model)
+    stage = ChunkPipeline(
+      local, peers, credits=values.credits, tile=values.tile
+    )
+    count = values.chunks or 4 * peers.size
+    whole = tile(ids.size, peers.size)
+    count = plan.balance.most_ranks(ids.size, count, whole)
+    chunks = kvr.balanced(model, ids.size, count, whole)
+    # Without more tokens no one needs the keys.
+    keep = "last" if values.max_new_tokens > 1 else "stages"
+    return lambda: stage.read(
+      ids,
+      chunks,
+      new_tokens=values.max_new_tokens,
+      keep=keep,
+      pause=self._pause(),
+    )
 
   def _choose(self, model: Transformer, tokens: int, ranks: int) -> str:
     machine = machines.machine(self._values, self._values.credits)
@@ -538,7 +575,8 @@ def words(done: dict[str, Any]) -> list[str]:
       f"{link} {console.nbytes(n)}" for link, n in row["bytes_by_link"].items()
     )
     pairs = " ".join(f"{n:,.0f}" for n in row["pairs_by_rank"])
-    lines.append(f"{row['method']:<11}pairs a layer by rank {pairs}")
+    parts = "chunk" if row["method"] == _PIPELINE else "rank"
+    lines.append(f"{row['method']:<11}pairs a layer by {parts} {pairs}")
     if any(row["tiles_by_rank"]):
       tiles = " ".join(f"{n:,}" for n in row["tiles_by_rank"])
       lines.append(f"{'':<11}tiles by rank {tiles}")
@@ -565,6 +603,8 @@ def _check(values: flags.FlagValues) -> None:
       raise clash(f"--method=auto{given}", "--method=auto --profile=NAME")
   elif ways and "kvr" not in methods:
     raise clash(f"--{ways[0]} without kvr", "--method=kvr")
+  if values.chunks is not None and _PIPELINE not in methods:
+    raise clash("--chunks without cpp", "--method=cpp")
   for name in machines.unused(values):
     raise clash(f"--{name} without --profile", "both")
   if values.preset is not None and values.model is not None:

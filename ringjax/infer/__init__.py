@@ -8,6 +8,7 @@ from ringjax.infer.attention_workers import (
   generate_beside,
 )
 from ringjax.infer.calibrate import calibrate
+from ringjax.infer.chunk_pipeline import ChunkPipeline
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.elastic import ElasticSession, owners_of
 from ringjax.infer.generate import Generated, generate
@@ -35,6 +36,7 @@ __all__ = [
   "METHODS",
   "ActivationRanges",
   "AttentionWorkers",
+  "ChunkPipeline",
   "ContextLibrary",
   "ElasticSession",
   "GenerateReport",

@@ -417,7 +417,9 @@ class Runahead:
         found.setdefault(
           spec, KVCache.create((spec,), 1, room, self.dtype, kind=kind)
         )
-    return jax.device_put(found, SingleDeviceSharding(self.device))
+    # One by one: specifications have no order, which the keys of a tree need.
+    where = SingleDeviceSharding(self.device)
+    return {key: jax.device_put(one, where) for key, one in found.items()}
 
   def _cache_of(
     self, layer: StackedLayer, caches: dict[Any, KVCache]

@@ -77,7 +77,7 @@ def rows(blocks: Sequence[LayerBlock], first: int) -> list[np.ndarray]:
   ]
 
 
-class _LinkEnd:
+class LinkEnd:
   """A thread at one end of a link.
 
   Attributes:
@@ -122,7 +122,7 @@ class _LinkEnd:
       self.peers.abandon(error)
 
 
-class Receiver(_LinkEnd):
+class Receiver(LinkEnd):
   """Takes the keys and values of all tokens before, layer by layer."""
 
   step = -1
@@ -130,7 +130,7 @@ class Receiver(_LinkEnd):
   def __init__(
     self, *link: Any, size: int, dtype: DTypeLike, codec: Codec | None = None
   ):
-    """As `_LinkEnd`; blocks have `size` rows of `dtype`, or of codes."""
+    """As `LinkEnd`; blocks have `size` rows of `dtype`, or of codes."""
     self.size, self.dtype, self.codec = size, dtype, codec
     self.granted = 0
     super().__init__(*link)
@@ -177,7 +177,7 @@ class Receiver(_LinkEnd):
       self.peers.wake()
 
 
-class Sender(_LinkEnd):
+class Sender(LinkEnd):
   """Sends keys and values on to the next rank."""
 
   step, sent = 1, 0

@@ -9,6 +9,13 @@ from ringjax.plan.events import Simulator, Timeline
 from ringjax.plan.grid import SearchResult, measured, search, simulated
 from ringjax.plan.machines import load as machine
 from ringjax.plan.partition import PartitionPlan, find, plan, tabulate
+from ringjax.plan.pipeline_times import (
+  best_chunks,
+  chunk_seconds,
+  equal_times,
+  pipeline_seconds,
+  pipeline_timeline,
+)
 from ringjax.plan.profiles import load as profile
 from ringjax.plan.schedules import (
   Noise,
@@ -39,8 +46,11 @@ __all__ = [
   "Timeline",
   "aot",
   "balanced",
+  "best_chunks",
   "chips",
   "choose",
+  "chunk_seconds",
+  "equal_times",
   "find",
   "flash_tsp",
   "kvr",
@@ -50,6 +60,8 @@ __all__ = [
   "offload",
   "offload_measured",
   "overlap",
+  "pipeline_seconds",
+  "pipeline_timeline",
   "plan",
   "profile",
   "ring",

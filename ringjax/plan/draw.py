@@ -149,7 +149,9 @@ def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
   lanes = []
   for one in found:
     names, links = [], list(one.link_bytes)
-    for i in range(len(one.lengths)):
+    # The lengths of a pipeline are those of chunks.
+    ranks = len(links) + 1 if one.method == "cpp" else len(one.lengths)
+    for i in range(ranks):
       names += [f"rank {i}", *links[i : i + 1]]
     lanes.append(names)
   heights = [len(names) for names in lanes]

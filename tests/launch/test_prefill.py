@@ -40,6 +40,8 @@ def read(*argv: str) -> tuple[int, str, str]:
     (("--context=64", "--mesh=data:2,seq:2"), "all devices along seq"),
     (("--context=64", "--model=/nowhere"), "/nowhere"),
     (("--context=64", "--delay=0:1"), "--delay: got one process"),
+    (("--chunks=4",), "--chunks without cpp"),
+    (("--context=64", "--method=cpp"), "cpp in one process"),
   ],
 )
 def test_wrong_flags(argv, words):
@@ -120,6 +122,27 @@ def test_two_processes(folder, start, tmp_path):
   assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
+def test_a_pipeline_of_two_processes(folder, start):
+  at = port()
+  more = ("--method=kvr,cpp", "--chunks=3", "--rounds=1", "--json",
+          "--max_new_tokens=4")  # fmt: skip
+  with (
+    start(*argv(folder, at, 0, *more)) as first,
+    start(*argv(folder, at, 1, *more)) as second,
+  ):
+    out, err = first.communicate(timeout=PATIENCE_S)
+    second.communicate(timeout=PATIENCE_S)
+  assert (first.returncode, second.returncode) == (0, 0), err
+  rows = {row["method"]: row for row in json.loads(out)["methods"]}
+  assert rows["cpp"]["new_tokens"] == rows["kvr"]["new_tokens"]
+  assert len(rows["cpp"]["partition"]) == 3
+  assert sum(rows["cpp"]["partition"]) == 96
+  # Activations of 96 tokens, in place of keys and values of two layers.
+  (sent,) = rows["cpp"]["bytes_by_link"].values()
+  assert sent % (96 * 4) == 0
+
+
 @pytest.mark.long
 def test_processes_that_do_not_agree(folder, start):
   at = port()
@@ -153,7 +176,7 @@ def test_a_process_that_is_stuck(folder, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["kvr", "tsp"])
+@pytest.mark.parametrize("method", ["kvr", "tsp", "cpp"])
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_process_that_dies(folder, start, dying, method):
   at = port()

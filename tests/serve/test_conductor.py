@@ -192,7 +192,7 @@ def test_policies_by_name():
 # ---------------------------------------------------------------------------
 
 
-def conversations(turns=3, sessions=80, prompt=6000, rate=5.0, seed=0):
+def conversations(turns=3, sessions=80, prompt=6000, rate=3.0, seed=0):
   """Prompts that grow: each turn has all blocks of the one before it."""
   rng = np.random.default_rng(seed)
   fresh, found = iter(range(1, 10**9)), []

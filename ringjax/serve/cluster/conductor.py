@@ -253,7 +253,7 @@ class ShortestWait(FastestDecode):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConductorChoice:
+class ReaderChoice:
   """What an instance would need for a prompt.
 
   Attributes:
@@ -301,7 +301,7 @@ class Conductor(FastestDecode):
 
   def choice(
     self, request: RoutedRequest, view: InstanceView, longest: int
-  ) -> ConductorChoice:
+  ) -> ReaderChoice:
     """What an instance would need.
 
     Args:
@@ -312,7 +312,7 @@ class Conductor(FastestDecode):
     costs, tokens = self.costs, request.prompt_tokens
     here = request.cached_tokens(view.name)
     queue = costs.queue_s(view)
-    alone = ConductorChoice(
+    alone = ReaderChoice(
       ttft_s=queue + costs.prefill_s(view.name, tokens, here),
       prefix_tokens=here,
     )
@@ -323,7 +323,7 @@ class Conductor(FastestDecode):
       return alone
     moved = costs.transfer_s(longest - here)
     wait = queue + moved if self.serial else max(queue, moved)
-    fetched = ConductorChoice(
+    fetched = ReaderChoice(
       ttft_s=wait + costs.prefill_s(view.name, tokens, longest),
       prefix_tokens=longest,
       fetch_tokens=longest - here,
@@ -520,13 +520,13 @@ class PredictiveRejection(EarlyRejection):
 # ---------------------------------------------------------------------------
 
 # Policies that decide alone, and those that stand before another one.
-POLICIES: dict[str, type[FastestDecode]] = {
+POLICIES: dict[str, Callable[..., RoutingPolicy]] = {
   "random": RandomRoute,
   "load": ShortestWait,
   "local": LocalConductor,
   "conductor": Conductor,
 }
-REJECTIONS: dict[str, type[EarlyRejection]] = {
+REJECTIONS: dict[str, Callable[..., RoutingPolicy]] = {
   "early": EarlyRejection,
   "predictive": PredictiveRejection,
 }
@@ -554,10 +554,9 @@ def routing_policy(
   if last == _SHORTEST:
     made = ShortestQueue()
   else:
-    known: dict[str, Callable[..., RoutingPolicy]] = {**POLICIES}
-    made = _named(last, known, (_SHORTEST, *POLICIES), costs, {})
+    made = _named(last, POLICIES, (_SHORTEST, *POLICIES), costs, {})
   for part in reversed(before):
-    made = _named(part, {**REJECTIONS}, (*REJECTIONS,), costs, {"policy": made})
+    made = _named(part, REJECTIONS, (*REJECTIONS,), costs, {"policy": made})
   return made
 
 

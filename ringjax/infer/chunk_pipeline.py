@@ -1,0 +1,707 @@
+"""Chunked pipeline prefill: each process has some layers, and reads all chunks.
+
+Guarantees: the last rank ends with the logits that one device would have, and
+with `keep="last"` with its whole cache; a rank never waits for a later one, but
+for `credits`. A rank that dies, freezes or gets stuck is named by the others.
+Cost: over a link travel the activations of all tokens, once: tokens x width,
+whatever the number of layers. KV-Runahead, whose ranks split tokens, sends keys
+and values in every layer. With `keep="last"` the keys and values of the layers
+of earlier ranks are pulled by the last one, beside what it computes.
+Memory: of each layer that a rank has, the keys of all tokens. Every process
+loads the whole model, of which it runs its layers.
+
+Rank x of p has an even part of the layers. Chunk by chunk:
+
+  1  the activations of the chunk, from rank x - 1 (rank 0: embeddings)
+  2  its layers, whose caches hold the chunks before
+  3  the outputs to rank x + 1, by a thread; the last rank: logits
+
+Keys and values of a layer are published as soon as they are computed, while
+the next layers still are, and rank p - 1 is told along the chain where to pull
+them (`rj.transfer`): blocks stream layer by layer.
+Ref: Qin et al. 2025, Mooncake (FAST), arXiv 2407.00079, section 5.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ringjax.checks import float_dtype, one_of, positive_int
+from ringjax.data.special_tokens import TokenIds
+from ringjax.errors import OptionError, PeerError
+from ringjax.infer import agree, inputs, prefill, spans
+from ringjax.infer.kvr import CREDITS, PromptTile, Reading, nothing
+from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
+from ringjax.infer.links import LinkEnd
+from ringjax.infer.session import Session
+from ringjax.kv.cache import KVCache
+from ringjax.models.transformer import Transformer
+from ringjax.nn.sharding_context import CachedAttention
+from ringjax.parallel import peers as peers_
+from ringjax.parallel.peers import Peers
+from ringjax.plan import cost
+from ringjax.transfer import PageLayout, PageLeaf, Publisher, Ticket, pull
+
+KEEPS = ("last", "stages")
+# A tile of tokens, the size of all programs.
+_TILE = 512
+# Of a message: its kind, two numbers, bytes of what follows.
+_HEADER = struct.Struct("<BIIQ")
+_ACTIVATIONS, _TICKET = 0, 1
+_LARGEST_TICKET = 1 << 20
+# Blocks are pulled as soon as they are known; only a reader that died leaves
+# one for that long.
+_LEASE_S = 3600.0
+
+
+class ChunkPipeline:
+  """One rank of a pipeline that reads prompts in chunks.
+
+  Attributes:
+    stages: numbers of layers of each rank.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    peers: Peers,
+    *,
+    stages: Sequence[int] | None = None,
+    credits: int = CREDITS,
+    tile: int | None = None,
+    dtype: DTypeLike | None = None,
+  ):
+    """Prepares; nothing is computed yet.
+
+    Args:
+      model: the whole model, on one device of this process.
+      peers: the group; each rank is a stage.
+      stages: layers of each rank; default: even.
+      credits: chunks that wait to be sent at most.
+      tile: tokens of a tile; default: 512, or less for a short prompt.
+      dtype: of the cache; default: the model's.
+
+    Raises:
+      ConfigError: a model with layers that keep more than keys and values.
+      OptionError: an argument out of range, or more ranks than layers.
+    """
+    self.model, self.peers = model, peers
+    self.credits = positive_int("credits", credits)
+    self.tile = None if tile is None else positive_int("tile", tile)
+    self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
+    self.programs = LayerPrograms(model, CachedAttention())
+    count = len(self.programs.layers)
+    if stages is None and peers.size > count:
+      raise OptionError(
+        "stages",
+        f"{peers.size} ranks for {count} layers",
+        "a layer for each rank",
+        f"start at most {count} processes",
+      )
+    given = cost.even(count, peers.size) if stages is None else stages
+    self.stages = tuple(positive_int("stages", n) for n in given)
+    if sum(self.stages) != count or len(self.stages) != peers.size:
+      raise OptionError(
+        "stages",
+        self.stages,
+        f"{peers.size} numbers that add up to {count} layers",
+        "leave stages out for an even split",
+      )
+    first = sum(self.stages[: peers.rank])
+    self._layers = self.programs.layers[first : first + self.stages[peers.rank]]
+    self._compiled: set[Any] = set()
+    (self.device,) = model.embed.weight.get_value().devices()
+
+  def read(
+    self,
+    tokens: TokenIds | Int[Array | np.ndarray, "1 C"],
+    chunks: Sequence[int],
+    *,
+    new_tokens: int = 1,
+    keep: str = "last",
+    method: str = "cpp",
+    pause: Callable[[int], Any] = nothing,
+  ) -> Reading:
+    """Reads a prompt; all ranks call it, with the same arguments.
+
+    Args:
+      tokens: int32 [C] or [1, C].
+      chunks: tokens of each chunk; see `rj.plan.equal_times`.
+      new_tokens: room in the cache behind the prompt.
+      keep: "last" brings the whole cache to the last rank, whose reading
+        `rj.infer.kvr.follow` continues; "stages" drops it.
+      method: its name, for the outcome.
+      pause: called at the beginning of every chunk with its number, to see
+        what a slow rank does to the others.
+
+    Returns:
+      Its `outcome` has the chunks as lengths, the pairs of each, and the bytes
+      of activations by link; spans of chunks ("attend"), of messages ("send"),
+      and on the last rank of pulled blocks ("pull").
+
+    Raises:
+      OptionError: chunks that do not add up to the prompt.
+      PromptError: an empty prompt, unknown ids, or too many tokens.
+      PeerError: ranks do not agree, or one of them failed.
+    """
+
+    def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
+      ids = inputs.prompt(tokens, self.model.config.vocab)
+      lengths = cost.check_lengths(chunks, ids.size)
+      positive_int("new_tokens", new_tokens)
+      one_of("keep", keep, KEEPS)
+      inputs.within_context(
+        self.model.config,
+        ids.size + new_tokens,
+        f"{ids.size:,} tokens and new_tokens={new_tokens:,}",
+      )
+      card = {"method": method, "chunks": list(lengths)}
+      card |= agree.reading(self.model, ids) | {
+        "cache dtype": self.dtype.name,
+        "stages": list(self.stages),
+        "tile": self.tile or 0,
+        "credits": self.credits,
+        "new_tokens": new_tokens,
+        "keep": keep,
+      }
+      return card, (ids, lengths)
+
+    ids, lengths = agree.agree(self.peers, check)
+    try:
+      with jax.default_device(self.device):
+        return self._read(ids, lengths, new_tokens, keep, method, pause)
+    except PeerError:
+      raise
+    except BaseException as error:
+      self.peers.abandon(error)
+      if self.peers.failure is not None and isinstance(error, OSError):
+        raise self.peers.failure from None
+      raise
+
+  def _read(
+    self,
+    ids: np.ndarray,
+    lengths: tuple[int, ...],
+    new_tokens: int,
+    keep: str,
+    method: str,
+    pause: Callable[[int], Any],
+  ) -> Reading:
+    peers = self.peers
+    rank, last = peers.rank, peers.size - 1
+    size = self._size(ids.size)
+    room = prefill.padded(ids.size + size, 1)
+    gathers = keep == "last"
+    session = None
+    if rank == last and gathers:
+      session = Session(
+        self.model, max(room, ids.size + new_tokens), dtype=self.dtype
+      )
+    run = _Stage(self, ids, room)
+    self._compile(run, session, size, room)
+    secret = bytes.fromhex(peers.gather(secrets.token_hex(16))[0])
+    recorder = spans.SpanRecorder(peers)
+    layers = self.programs.layers
+    before = layers[: sum(self.stages[:rank])]
+    link = peers, layers, self.credits, recorder, ids.size
+    sender = receiver = publisher = puller = logits = None
+    told: Callable[[str], object] = nothing
+    try:
+      if rank < last:
+        sender = _ActivationSender(*link)
+        told = sender.tell
+        if gathers:
+          host = peers.link(rank + 1).getsockname()[0]
+          publisher = Publisher(secret, host=host, lease_s=_LEASE_S)
+          run.publish = _BlockPublisher(peers, publisher, told)
+      elif gathers:
+        puller = _BlockPuller(peers, before, room, self.dtype, secret, recorder)
+        told = puller.put
+      if rank > 0:
+        receiver = _ActivationReceiver(
+          *link,
+          lengths=lengths,
+          tickets=len(before) * len(lengths) * gathers,
+          width=self.model.config.embed,
+          dtype=np.dtype(self.model.dtype),
+          told=told,
+        )
+      start_s = recorder.now()
+      with peers.doing(peers_.WORKING):
+        logits = self._chunks(
+          run, lengths, size, recorder, receiver, sender, pause
+        )
+        end_s = recorder.now()
+        if session is not None:
+          self._gather(session, run, puller, ids)
+      # Publishers stay until the last rank has pulled all.
+      parts = peers.gather(
+        {"start": start_s, "end": end_s, "spans": recorder.spans}
+      )
+    finally:
+      for worker in (run.publish, puller, publisher):
+        if worker is not None:
+          worker.close()
+    width = self.model.config.embed * np.dtype(self.model.dtype).itemsize
+    sent = float(ids.size * width)
+    return Reading(
+      outcome=spans.measured(
+        method,
+        lengths,
+        parts,
+        work=cost.pairs(cost.Prompt(tokens=ids.size), lengths, "causal"),
+        end=last,
+        sent={f"{x}-{x + 1}": sent for x in range(last)},
+      ),
+      tiles=(),
+      length=ids.size,
+      logits=logits,
+      session=session,
+    )
+
+  def _chunks(
+    self,
+    run: _Stage,
+    lengths: Sequence[int],
+    size: int,
+    recorder: spans.SpanRecorder,
+    receiver: _ActivationReceiver | None,
+    sender: _ActivationSender | None,
+    pause: Callable[[int], Any],
+  ) -> jax.Array | None:
+    """Reads all chunks; on the last rank, the logits behind them."""
+    first, found = 0, None
+    for number, count in enumerate(lengths):
+      pause(number)
+      self.peers.check()
+      tiles = _cut(first, count, size)
+      came = None if receiver is None else receiver.take(number)
+      start_s = recorder.now()
+      xs = run.chunk(tiles, came)
+      recorder.add("attend", number, start_s)
+      if sender is not None:
+        pairs = zip(xs, tiles, strict=True)
+        rows = [np.asarray(x)[0, : tile.real] for x, tile in pairs]
+        sender.put(number, first, rows)
+      elif number == len(lengths) - 1:
+        programs = self.programs
+        found = programs.head(programs.outer, xs[-1], tiles[-1].real - 1)
+        found = jax.block_until_ready(found)
+      first += count
+    if run.publish is not None:
+      run.publish.finish()
+    if receiver is not None:
+      receiver.finish()
+    if sender is not None:
+      sender.finish()
+    return found
+
+  def _gather(
+    self,
+    session: Session,
+    run: _Stage,
+    puller: _BlockPuller | None,
+    ids: np.ndarray,
+  ) -> None:
+    """Fills a session with the layers of this rank and those of the others."""
+    if puller is not None:
+      puller.finish()
+    cache = session.cache
+    for layer in self.programs.layers:
+      if layer.number in run.caches:
+        slots = run.caches[layer.number].slots[0]
+        k, v = slots.k[0], slots.v[0]
+      else:
+        assert puller is not None
+        k, v = puller.blocks[layer.number]
+      cache = self.programs.load(
+        layer.kind, cache, layer.index, 0, ids.size, k, v
+      )
+      self.peers.tick()
+    session.cache = jax.block_until_ready(cache)
+    session.seen[0, ids] = True
+
+  def _compile(
+    self, run: _Stage, session: Session | None, size: int, room: int
+  ) -> None:
+    """Compiles all programs before others wait for this rank."""
+    key = size, room, session and session.cache.capacity
+    if key in self._compiled:
+      return
+    self._compiled.add(key)
+    spare = _Stage(self, run.ids, room)
+    width = self.model.config.embed
+    rows = np.zeros((1, width), self.model.dtype)
+    came = None if self.peers.rank == 0 else rows
+    (x,) = spare.chunk([PromptTile(0, size, 1)], came)
+    jax.block_until_ready(self.programs.head(self.programs.outer, x, 0))
+    if session is not None:
+      for layer in self.programs.layers:
+        zeros = np.zeros(_shape(layer, room), self.dtype)
+        session.cache = self.programs.load(
+          layer.kind, session.cache, layer.index, 0, 1, zeros, zeros
+        )
+      session.cache = session.cache.truncate(0)
+
+  def _size(self, tokens: int) -> int:
+    if self.tile is not None:
+      return self.tile
+    return min(_TILE, 8 * -(-tokens // 64))
+
+
+def _shape(layer: StackedLayer, room: int) -> tuple[int, int, int, int]:
+  """Of a layer's keys."""
+  spec: Any = layer.spec.attention
+  return 1, spec.kv_heads, room, spec.head_dim
+
+
+def _cut(first: int, count: int, size: int) -> list[PromptTile]:
+  """Tiles of the tokens [first, first + count)."""
+  end = first + count
+  return [
+    PromptTile(at, size, min(size, end - at)) for at in range(first, end, size)
+  ]
+
+
+class _Stage:
+  """The layers of a rank, and what they have of the chunks so far.
+
+  Attributes:
+    ids: the prompt.
+    caches: of each layer by its number, a cache of this layer alone.
+    publish: what gets keys and values as they are made, or None.
+  """
+
+  def __init__(self, owner: ChunkPipeline, ids: np.ndarray, room: int):
+    self.owner, self.ids = owner, ids
+    self.publish: _BlockPublisher | None = None
+    programs = owner.programs
+    made = {
+      layer.number: KVCache.create(
+        (programs.cache_spec(layer),), 1, room, owner.dtype
+      )
+      for layer in owner._layers
+    }
+    self.caches = jax.device_put(made, SingleDeviceSharding(owner.device))
+
+  def chunk(
+    self,
+    tiles: Sequence[PromptTile],
+    came: Float[np.ndarray, "n D"] | None,
+  ) -> list[jax.Array]:
+    """What the last layer makes of each tile of a chunk, [1, T, D].
+
+    Args:
+      tiles: of the chunk.
+      came: activations of all its tokens; None on the first rank.
+    """
+    owner = self.owner
+    programs, peers = owner.programs, owner.peers
+    length = self.ids.size
+    where = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
+    xs: list[Any] = [self._input(tile, tiles[0].first, came) for tile in tiles]
+    for layer in owner._layers:
+      weights = programs.weights(layer)
+      cache, outs, parts = self.caches[layer.number], [], []
+      for x, span in zip(xs, where, strict=True):
+        made = programs.project(layer.spec, weights, x, span, owner.dtype)
+        out, cache = programs.attend(
+          layer.spec, 0, weights, x, made, span, cache, 0
+        )
+        outs.append(out)
+        parts.append(made[1:])
+      xs, self.caches[layer.number] = outs, cache
+      if self.publish is not None:
+        self.publish.put(layer, tiles, parts)
+      peers.tick()
+    for x in xs:
+      jax.block_until_ready(x)
+      peers.tick()
+    return xs
+
+  def _input(
+    self,
+    tile: PromptTile,
+    first: int,
+    came: Float[np.ndarray, "n D"] | None,
+  ) -> jax.Array | np.ndarray:
+    programs = self.owner.programs
+    if came is None:
+      part = np.zeros((1, tile.size), np.int32)
+      part[0, : tile.real] = self.ids[tile.first : tile.end]
+      return programs.embed(programs.outer, part)
+    rows = np.zeros((1, tile.size, came.shape[1]), came.dtype)
+    rows[0, : tile.real] = came[tile.first - first : tile.end - first]
+    return rows
+
+
+# ---------------------------------------------------------------------------
+# Activations from stage to stage
+# ---------------------------------------------------------------------------
+
+
+class _ActivationSender(LinkEnd):
+  """Sends chunks to the next rank, and where blocks are to be pulled."""
+
+  step, sent, over, ended = 1, 0, False, False
+
+  def put(self, number: int, first: int, rows: list[np.ndarray]) -> None:
+    """Has a chunk sent; waits while `credits` of them are on their way."""
+    start_s = self.recorder.now()
+    free: Callable[[], bool] = lambda: number - self.sent < self.credits
+    if not free():
+      self.peers.wait(free)
+      self.recorder.add("full", number, start_s)
+    self.ready.append((number, first, rows))
+    self.peers.wake()
+
+  def tell(self, text: str) -> None:
+    """Has a ticket sent; from any thread."""
+    self.ready.append(text)
+    self.peers.wake()
+
+  def finish(self) -> None:
+    """Waits until all is sent."""
+    self.over = True
+    self.peers.wake()
+    self.peers.wait(lambda: self.ended)
+
+  def work(self) -> None:
+    link = self.peers.link(self.neighbour)
+    while True:
+      self.peers.rest(lambda: bool(self.ready) or self.over)
+      if not self.ready:
+        break
+      one = self.ready.popleft()
+      if isinstance(one, str):
+        data = np.frombuffer(one.encode(), np.uint8)
+        header = _HEADER.pack(_TICKET, 0, 0, data.size)
+        peers_.send(link, [np.frombuffer(header, np.uint8), data])
+        continue
+      number, first, rows = one
+      nbytes = sum(part.nbytes for part in rows)
+      start_s = self.recorder.now()
+      count = sum(len(part) for part in rows)
+      header = _HEADER.pack(_ACTIVATIONS, first, first + count, nbytes)
+      peers_.send(link, [np.frombuffer(header, np.uint8), *rows])
+      self.recorder.add("send", number, start_s, nbytes)
+      self.sent += 1
+      self.peers.wake()
+    self.ended = True
+    self.peers.wake()
+
+
+class _ActivationReceiver(LinkEnd):
+  """Takes chunks from the rank before, and passes on where blocks are."""
+
+  step = -1
+
+  def __init__(
+    self,
+    *link: Any,
+    lengths: Sequence[int],
+    tickets: int,
+    width: int,
+    dtype: np.dtype,
+    told: Callable[[str], object],
+  ):
+    """As `LinkEnd`.
+
+    Args:
+      *link: of the end.
+      lengths: tokens of the chunks.
+      tickets: that will come, for blocks of all ranks before.
+      width: of an activation.
+      dtype: of its numbers.
+      told: gets each ticket, in another thread.
+    """
+    self.lengths, self.tickets = lengths, tickets
+    self.width, self.dtype, self.told = width, dtype, told
+    self.ended = False
+    super().__init__(*link)
+
+  def take(self, number: int) -> np.ndarray:
+    """A chunk's activations [n, D], as soon as they have come."""
+    start_s = self.recorder.now()
+    self.peers.wait(lambda: bool(self.ready))
+    self.recorder.add("wait", number, start_s)
+    return self.ready.popleft()
+
+  def finish(self) -> None:
+    """Waits until all tickets have come."""
+    self.peers.wait(lambda: self.ended)
+
+  def work(self) -> None:
+    link = self.peers.link(self.neighbour)
+    came = first = tickets = 0
+    while came < len(self.lengths) or tickets < self.tickets:
+      header = np.zeros(_HEADER.size, np.uint8)
+      peers_.receive(link, [header])
+      kind, begin, end, nbytes = _HEADER.unpack(header.tobytes())
+      if kind == _TICKET and nbytes <= _LARGEST_TICKET:
+        text = np.zeros(nbytes, np.uint8)
+        peers_.receive(link, [text])
+        tickets += 1
+        self.told(text.tobytes().decode())
+        continue
+      count = self.lengths[came] if came < len(self.lengths) else 0
+      rows = np.zeros((count, self.width), self.dtype)
+      want = (_ACTIVATIONS, first, first + count, rows.nbytes)
+      if (kind, begin, end, nbytes) != want:
+        raise PeerError(
+          f"rank {self.neighbour} sent {nbytes} bytes of tokens {begin} to "
+          f"{end}; wanted {want[3]} of {want[1]} to {want[2]}",
+          self.neighbour,
+        )
+      peers_.receive(link, [rows])
+      came, first = came + 1, end
+      self.ready.append(rows)
+      self.peers.wake()
+    self.ended = True
+    self.peers.wake()
+
+
+# ---------------------------------------------------------------------------
+# Keys and values to the last rank
+# ---------------------------------------------------------------------------
+
+
+class _Worker:
+  """A thread that takes one thing after another.
+
+  Attributes:
+    peers: the group.
+  """
+
+  def __init__(self, peers: Peers):
+    self.peers = peers
+    self._ready: collections.deque[Any] = collections.deque()
+    self._left = 0
+    threading.Thread(target=self._run, daemon=True).start()
+
+  def put(self, *one: Any) -> None:
+    """Has something done, behind what came before it."""
+    self._left += 1
+    self._ready.append(one)
+    self.peers.wake()
+
+  def finish(self) -> Any:
+    """Waits until all is done."""
+    self.peers.wait(lambda: not self._left)
+
+  def one(self, *one: Any) -> None:
+    """What is done with each."""
+    raise NotImplementedError
+
+  def _run(self) -> None:
+    try:
+      while True:
+        self.peers.rest(lambda: bool(self._ready))
+        one = self._ready.popleft()
+        if not one:
+          return
+        self.one(*one)
+        self._left -= 1
+        self.peers.wake()
+    except PeerError:
+      # All know of it: `rest` raises what failed, `one` reports.
+      return
+    except BaseException as error:
+      self.peers.abandon(error)
+
+  def close(self) -> None:
+    """Ends the thread, behind all that came before."""
+    self._ready.append(())
+    self.peers.wake()
+
+
+class _BlockPublisher(_Worker):
+  """Publishes what layers make of chunks, while the next layers compute."""
+
+  def __init__(
+    self, peers: Peers, publisher: Publisher, tell: Callable[[str], object]
+  ):
+    self._publisher, self._tell = publisher, tell
+    super().__init__(peers)
+
+  def one(self, *one: Any) -> None:
+    """Publishes a layer's keys and values of the tiles of a chunk."""
+    layer, tiles, parts = one
+    # Waits for the projections of this layer, and for nothing behind them.
+    k, v = (
+      np.concatenate(
+        [
+          np.asarray(part[side])[0, :, : tile.real]
+          for part, tile in zip(parts, tiles, strict=True)
+        ],
+        axis=1,
+      )
+      for side in range(2)
+    )
+    axes = ("head", "token", "dim")
+    leaves = tuple(
+      PageLeaf(name, x.dtype.name, x.shape, axes)
+      for name, x in (("k", k), ("v", v))
+    )
+    (page,) = self._publisher.new_numbers(1)
+    ticket = self._publisher.publish({page: (k, v)}, PageLayout(leaves))
+    card = {
+      "rank": self.peers.rank,
+      "layer": layer.number,
+      "first": tiles[0].first,
+      "address": list(self._publisher.address),
+      "ticket": ticket.to_json(),
+    }
+    self._tell(json.dumps(card))
+
+
+class _BlockPuller(_Worker):
+  """Pulls the blocks of other ranks, while this one computes.
+
+  Attributes:
+    blocks: of each layer by its number, keys and values [1, K, room, H].
+  """
+
+  def __init__(
+    self,
+    peers: Peers,
+    layers: Sequence[StackedLayer],
+    room: int,
+    dtype: np.dtype,
+    key: bytes,
+    recorder: spans.SpanRecorder,
+  ):
+    self.blocks = {
+      layer.number: [np.zeros(_shape(layer, room), dtype) for _ in range(2)]
+      for layer in layers
+    }
+    self._key, self._recorder = key, recorder
+    super().__init__(peers)
+
+  def one(self, *one: Any) -> None:
+    """Pulls what a message of `_BlockPublisher` names."""
+    card = json.loads(*one)
+    start_s = self._recorder.now()
+    host, port = card["address"]
+    try:
+      got = pull(Ticket.from_json(card["ticket"]), (host, port), self._key)
+    except PeerError as error:
+      raise self.peers.report_failure(card["rank"], f"{error}") from None
+    first = card["first"]
+    for side, name in enumerate("kv"):
+      (rows,) = got.arrays[name]
+      end = first + rows.shape[1]
+      self.blocks[card["layer"]][side][0, :, first:end] = rows
+    self._recorder.add("pull", card["layer"], start_s, got.nbytes)
