@@ -67,6 +67,7 @@ def test_any_workers_and_any_assignment(loaded, four, assignment):
   assert found.traffic.row_steps == 6 * len(LENGTHS)
 
 
+@pytest.mark.long
 def test_stops_draws_and_prompts_that_wait_for_a_place(loaded, four):
   model, _ = loaded("llama3")
   prompts = prompts_of(model)
@@ -94,6 +95,7 @@ def test_stops_draws_and_prompts_that_wait_for_a_place(loaded, four):
   assert lone.assignment == (0,)
 
 
+@pytest.mark.long
 def test_starts_by_load_control(loaded, four):
   model, _ = loaded("llama3")
   prompts = prompts_of(model, (3,) * 8)
@@ -106,7 +108,7 @@ def test_starts_by_load_control(loaded, four):
 
 
 @pytest.mark.parametrize("name", [
-  pytest.param("gpt_oss", marks=pytest.mark.long),
+  pytest.param("gpt_oss", marks=pytest.mark.slow),
   pytest.param("gemma2", marks=pytest.mark.slow),
   pytest.param("falcon_rw", marks=pytest.mark.slow),
   pytest.param("qwen3", marks=pytest.mark.slow),
@@ -128,6 +130,7 @@ def test_windows_in_a_dense_cache(loaded, four):
   )  # fmt: skip
 
 
+@pytest.mark.long
 def test_bytes_of_a_step_do_not_depend_on_the_context(loaded, four):
   model, _ = loaded("llama3")
   layer = model.config.layers[0].attention

@@ -35,8 +35,8 @@ def prompts_of(model, lengths, seed):
 
 @pytest.mark.parametrize("name", [
   # Its maps have biases, also those whose sums are over shards.
-  "starcoder2",
-  pytest.param("gemma2", marks=pytest.mark.long),
+  pytest.param("starcoder2", marks=pytest.mark.long),
+  pytest.param("gemma2", marks=pytest.mark.slow),
   pytest.param("falcon_7b", marks=pytest.mark.slow),
   pytest.param("phi3", marks=pytest.mark.slow),
 ])  # fmt: skip
