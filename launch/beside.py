@@ -178,8 +178,12 @@ def _check(values: flags.FlagValues, words: Sequence[str]) -> None:
     )
   if values.every is not None and values.rows is None:
     raise clash("--every without --rows", "both")
+  # Refused before a model is loaded.
+  if values.listen is not None:
+    _address("--listen", values.listen)
+  for one in values.addresses or ():
+    _address("--addresses", one)
   if remote:
-    # Refused before a model is loaded.
     _key(values)
 
 

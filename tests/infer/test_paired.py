@@ -35,8 +35,8 @@ def prompts_of(model, lengths, seed):
 
 @pytest.mark.parametrize("name", [
   # Its maps have biases, also those whose sums are over shards.
-  "starcoder2",
-  pytest.param("gemma2", marks=pytest.mark.long),
+  pytest.param("starcoder2", marks=pytest.mark.long),
+  pytest.param("gemma2", marks=pytest.mark.slow),
   pytest.param("falcon_7b", marks=pytest.mark.slow),
   pytest.param("phi3", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -91,10 +91,15 @@ def test_what_is_refused(over_heads, loaded):
   refused(MeshError, lambda: read(alone, *two), "model")
   sharded, _ = loaded("llama3", 2)
   refused(MeshError, lambda: read(sharded, *two), "seq")
-  model = over_heads("mixtral")
-  refused(ConfigError, lambda: read(model, *two), "Experts")
   model = over_heads("llama3")
   refused(PromptError, lambda: read(model, *two, capacity=6), "capacity")
   refused(OptionError, lambda: read(model, *two, cache_kind="none"), "none")
   coded = rj.models.with_coded_weights(model)
   refused(OptionError, lambda: read(coded, *two), "plain weights")
+
+
+@pytest.mark.slow
+def test_experts_are_refused(over_heads):
+  model = over_heads("mixtral")
+  two = prompts_of(model, (5,), 1), prompts_of(model, (7,), 2)
+  refused(ConfigError, lambda: rj.infer.paired_prefill(model, *two), "Experts")

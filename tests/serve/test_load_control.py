@@ -102,7 +102,12 @@ def test_level_starts_keep_both_stages_busy():
 
 
 @pytest.mark.parametrize(
-  ("rows", "steps", "every"), [(64, 128, 8), (32, 64, 4), (128, 64, 2)]
+  ("rows", "steps", "every"),
+  [
+    (32, 32, 4),
+    pytest.param(64, 128, 8, marks=pytest.mark.slow),
+    pytest.param(128, 64, 2, marks=pytest.mark.slow),
+  ],
 )
 def test_the_formula_is_what_a_sweep_finds(rows, steps, every):
   plan = choose_workers(TIMES, steps, answer_s=1e9, every=every, most_rows=rows)
