@@ -70,13 +70,12 @@ class Processes:
       f"--longest={LONGEST}",
       "--silence=60",
       "--patience=120",
-      *argv,
     ]
     if role == "router":
       options += ["--port=0", "--cluster_port=0"]
     else:
       options += [f"--join={self.join}", "--rows=4", "--capacity=2048"]
-    argv = ("-m", "launch.serve", *options)
+    argv = ("-m", "launch.serve", *options, *argv)
     return Process(self._stack.enter_context(command(*argv)))
 
   def instances(self, router, roles):
