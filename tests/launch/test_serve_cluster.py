@@ -47,7 +47,7 @@ class Process:
       )
 
     with self._news:
-      assert self._news.wait_for(look, PATIENCE_S), self.lines
+      assert self._news.wait_for(look, 3 * PATIENCE_S), self.lines
       return look()[1]
 
   def kill(self):
