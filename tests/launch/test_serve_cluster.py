@@ -47,7 +47,7 @@ class Process:
       )
 
     with self._news:
-      assert self._news.wait_for(look, PATIENCE_S), self.lines
+      assert self._news.wait_for(look, 3 * PATIENCE_S), self.lines
       return look()[1]
 
   def kill(self):
@@ -70,13 +70,12 @@ class Processes:
       f"--longest={LONGEST}",
       "--silence=60",
       "--patience=120",
-      *argv,
     ]
     if role == "router":
       options += ["--port=0", "--cluster_port=0"]
     else:
       options += [f"--join={self.join}", "--rows=4", "--capacity=2048"]
-    argv = ("-m", "launch.serve", *options)
+    argv = ("-m", "launch.serve", *options, *argv)
     return Process(self._stack.enter_context(command(*argv)))
 
   def instances(self, router, roles):

@@ -16,7 +16,7 @@ import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.transfer.wire import PullConnection
-from tests.helpers import SMALL, refused
+from tests.helpers import SMALL, refused, swept
 from tests.serve.test_http import Wire, choices, complete, joined
 
 KEY = bytes(range(32))
@@ -110,7 +110,7 @@ class Live:
     for n, role in enumerate(roles):
       self.join(f"{role}{n}", role)
 
-  def join(self, name, role="both", **options):
+  def join(self, name, role="both", *, lease_s=60, **options):
     made = engine(self.model, **self.options | options)
     worker = cluster.ClusterWorker(
       made,
@@ -118,7 +118,7 @@ class Live:
       router=self.router.address,
       role=role,
       name=name,
-      lease_s=1.0,
+      lease_s=lease_s,
       beat_s=0.05,
     )
     self.engines.append(made)
@@ -156,7 +156,7 @@ class Live:
 
     until(lambda: not busy())
     for made in self.engines:
-      until(lambda made=made: not made.busy)
+      until(lambda made=made: not (made.open and made.busy))
       made.scheduler.tree.check()
 
   def __enter__(self):
@@ -177,6 +177,7 @@ def until(check):
     time.sleep(0.005)
 
 
+@pytest.mark.long
 def test_an_answer_goes_on_behind_tokens_that_are_known(model, alone):
   with engine(model) as other:
     for request in requests(6):
@@ -215,9 +216,9 @@ def test_prefill_apart_from_decode_is_one_engine(model, alone):
     assert all(len(x.top) == 2 for x in answer.logprobs)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-  ("read", "answer"), [((32, 1), (16, 1)), ((16, 4), (64, 2))]
+  ("read", "answer"),
+  swept([((32, 1), (16, 1)), ((16, 4), (64, 2))], [((16, 4), (64, 2))]),
 )
 def test_between_other_pages_and_numbers_of_devices(loaded, read, answer):
   prompts = [np.arange(n, dtype=np.int32) % 100 for n in (5, 97, 70, 33)]
@@ -258,12 +259,17 @@ class Killer(cluster.ShortestQueue):
     return super().decode_instance(request, instances, now_s)
 
 
-def _long(*stages):
-  return [pytest.param(x, marks=pytest.mark.long) for x in stages]
+def _marked(mark, *stages):
+  return [pytest.param(x, marks=mark) for x in stages]
 
 
 @pytest.mark.parametrize(
-  "stage", ["answering", *_long("reading", "read", "silent")]
+  "stage",
+  [
+    "answering",
+    *_marked(pytest.mark.long, "read"),
+    *_marked(pytest.mark.slow, "reading", "silent", "broken"),
+  ],
 )
 def test_an_instance_that_is_lost(model, alone, stage):
   policy = Killer()
@@ -289,13 +295,15 @@ def test_an_instance_that_is_lost(model, alone, stage):
       handles = [live.submit(request, change) for request in wanted]
       if stage == "reading":
         live.kill("prefill0")
-      elif stage in ("answering", "silent"):
+      elif stage != "read":
         assert grown.wait(WAIT_S)
         if stage == "silent":
           # It hangs: nothing comes, and nothing is closed.
           live.workers["decode1"]._link._wire.tell_object = lambda _: (
             time.sleep(WAIT_S)
           )
+        elif stage == "broken":
+          live.engines[1]._run = lambda _: 1 // 0
         else:
           live.kill("decode1")
       live.join("prefill2", "prefill")
@@ -365,6 +373,7 @@ def test_pages_are_pulled_when_there_is_room(model, alone):
     live.idle()
 
 
+@pytest.mark.long
 def test_what_can_not_be_served_is_named(model, alone):
   request = requests(1)[0]
   with Live(model, "prefill") as live:
@@ -443,6 +452,22 @@ def test_who_may_join(model):
     until(lambda: live.router.instances())
 
 
+@pytest.mark.long
+def test_pages_return_by_their_lease_when_the_router_is_gone(model):
+  with Live(model) as live:
+    worker = live.join("prefill", "prefill", lease_s=0.5)
+    live.submit(requests(8)[7])
+    until(lambda: live.figure("requests_read") == 1)
+    # Renewed as long as the router wants them.
+    time.sleep(1.0)
+    assert worker.publisher.offered and not worker.publisher.counters.expired
+    live.router._server.shutdown(socket.SHUT_RDWR)
+    for one in list(live.router._instances.values()):
+      one.link._wire.close()
+    until(lambda: not worker.publisher.offered)
+    assert worker.publisher.counters.expired == 1
+
+
 class Full(cluster.ShortestQueue):
   """Takes nothing that is long."""
 
@@ -472,13 +497,14 @@ def test_openai_api_over_a_cluster(model, alone):
     assert "ringjax_requests_rejected_total 1" in text
 
     async def leaves():
-      body = dict(prompt="abc", max_tokens=150, stream=True)
+      body = dict(prompt="abc", max_tokens=150, ignore_eos=True, stream=True)
       wire = Wire(app, "/v1/completions", body)
       task = asyncio.ensure_future(wire.run())
       while not wire.data:
         await asyncio.sleep(0.01)
-      wire.leave()
-      await task
+      with live.engines[1].between_steps():
+        wire.leave()
+        await task
 
     before = live.engines[1].counters.cancelled
     asyncio.run(leaves())

@@ -24,15 +24,16 @@ def answer(at, prompt):
   ).result()
 
 
-def move(source, publisher, target, prompt, **more):
+def move(source, publisher, target, prompt, *, tokens=None, pages=None):
   """The prefix of one engine to another; how many tokens came."""
-  sent = rj.serve.export_prefix(source, prompt, **more)
+  which, tokens = pages, prompt if tokens is None else tokens
+  sent = rj.serve.export_prefix(source, prompt)
   numbers = publisher.new_numbers(len(sent.pages))
   pages = dict(zip(numbers, sent.pages, strict=True))
   ticket = publisher.publish(pages, sent.layout, labels=sent.labels)
-  pulled = transfer.pull(ticket, publisher.address, KEY)
-  assert pulled.reads == 1
-  return rj.serve.import_prefix(target, prompt, ticket, pulled, **more)
+  pulled = transfer.pull(ticket, publisher.address, KEY, pages=which)
+  assert which or pulled.reads == 1
+  return rj.serve.import_prefix(target, tokens, ticket, pulled)
 
 
 def line(at, prompt):
@@ -96,6 +97,7 @@ def test_what_does_not_fit_is_refused(loaded):
   with (
     engine(model, page=16) as source,
     engine(model, page=16, store=store, cache_kind="int8") as coded,
+    engine(model, page=32, store=store, shared_reads="never") as target,
     transfer.Publisher(KEY) as publisher,
   ):
     with pytest.raises(rj.OptionError, match="no page of 16 is known"):
@@ -109,10 +111,15 @@ def test_what_does_not_fit_is_refused(loaded):
       move(source, publisher, coded, prompt)
     with pytest.raises(rj.OptionError, match="adapter: got 'x'"):
       rj.serve.export_prefix(source, prompt, adapter="x")
+    other = np.where(np.arange(70) == 3, 9, prompt).astype(np.int32)
+    for tokens, more in ((other, {}), (prompt, dict(pages=[1, 0]))):
+      with pytest.raises(rj.OptionError, match="page 0 of the ticket"):
+        move(source, publisher, target, prompt, tokens=tokens, **more)
     with pytest.raises(rj.PromptError, match="id 99999"):
       rj.serve.export_prefix(source, np.asarray([1, 99999]))
 
 
+@pytest.mark.long
 def test_pages_are_of_their_tokens_and_in_their_order():
   model = rj.models.create(SMALL | {"max_position_embeddings": 256}, seed=0)
   other = rj.models.create(SMALL | {"max_position_embeddings": 256}, seed=1)
@@ -165,6 +172,7 @@ def test_pages_are_of_their_tokens_and_in_their_order():
     assert got.tokens.tolist() == answer(source, prompt).tokens.tolist()
 
 
+@pytest.mark.long
 def test_only_what_the_store_keeps_is_counted():
   model = rj.models.create(SMALL | {"max_position_embeddings": 256}, seed=0)
   prompt = np.arange(64, dtype=np.int32)
@@ -180,8 +188,10 @@ def test_only_what_the_store_keeps_is_counted():
       assert came == answer(target, prompt).cached_tokens < 64
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["llama_dynamic", "phi3_longrope"])
+@pytest.mark.parametrize(
+  "family",
+  swept([("llama_dynamic",), ("phi3_longrope",)], [("llama_dynamic",)]),
+)
 def test_rotations_by_the_length_of_the_prompt(loaded, family):
   model, _ = loaded(family)
   rng = np.random.default_rng(0)
