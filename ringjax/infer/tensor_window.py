@@ -337,7 +337,7 @@ class _RankBlocks:
     self.start_s = time.monotonic()
     self.caches = []
     for n in range(self.layers):
-      spec = self.blocks[2 * n]["term"].spec
+      spec: Any = self.blocks[2 * n]["term"].spec
       self.caches.append(
         None
         if spec is None

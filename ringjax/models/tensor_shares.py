@@ -398,7 +398,7 @@ class SharedModel:
         TensorPart(
           names=(tensor.pieces[0].name,),
           stacked=False,
-          form=tensor.form,
+          form=_plain(tensor),
           paths=tuple(path.removeprefix(own) for path, _ in tensor.targets),
           shape=stored,
           boxes=(tuple(slice(0, n) for n in stored),),
@@ -441,7 +441,7 @@ class SharedModel:
         TensorPart(
           names=tuple(self._stored[t.name].pieces[0].name for t in same),
           stacked=index > 1,
-          form=first.form,
+          form=_plain(first),
           paths=inner,
           shape=shape,
           boxes=tuple(boxes),
@@ -514,6 +514,12 @@ def _by_layer(
     if name in (ATTENTION, FEEDFORWARD):
       found.setdefault(number, {}).setdefault(name, []).append(tensor)
   return found
+
+
+def _plain(tensor: CheckpointTensor) -> Form:
+  """The form of a tensor, which is not packed: that was refused."""
+  assert not isinstance(tensor.form, Packed)
+  return tensor.form
 
 
 def _place(path: str) -> tuple[int, str] | None:
