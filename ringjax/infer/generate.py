@@ -48,7 +48,12 @@ from ringjax.infer.session import (
 from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.speculate.rounds import check_speculation, speculated
 from ringjax.infer.speculate.speculation import drafter_of
-from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
+from ringjax.infer.stopping import (
+  Stop,
+  StopLike,
+  as_stop,
+  check_tokenizer,
+)
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
@@ -262,7 +267,7 @@ def generate(
   )
   drafter = None if speculate is None else drafter_of(speculate)
   prompts = inputs.prompts(tokens, model.config.vocab)
-  ending = Ending(
+  ending = RowEndings(
     stop, tokenizer, stream, pad_id, len(prompts), model.config.vocab
   )
   start = np.zeros(len(prompts), np.int64)
@@ -420,7 +425,7 @@ def _decode(
   sampler: Any,
   logits: jax.Array,
   pos: np.ndarray,
-  ending: Ending,
+  ending: RowEndings,
   total: np.ndarray,
   count: int,
 ) -> Generated:
@@ -464,7 +469,7 @@ def _decode(
   return Generated(tokens=out, lengths=sizes)
 
 
-class Ending:
+class RowEndings:
   """What ends rows early, and what fills them up then.
 
   Attributes:
@@ -475,7 +480,7 @@ class Ending:
 
   def __init__(
     self,
-    stop: Any,
+    stop: StopLike,
     tokenizer: Any,
     stream: Callable[..., Any] | None,
     pad_id: int,

@@ -45,7 +45,7 @@ from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import decode, inputs
 from ringjax.infer.block_window import BlockTimes, BlockWindow
-from ringjax.infer.generate import Ending, Generated
+from ringjax.infer.generate import Generated, RowEndings
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import padded
 from ringjax.infer.prompt_reading import check_callable
@@ -337,7 +337,7 @@ class _RankBlocks:
     self.start_s = time.monotonic()
     self.caches = []
     for n in range(self.layers):
-      spec = self.blocks[2 * n]["term"].spec
+      spec: Any = self.blocks[2 * n]["term"].spec
       self.caches.append(
         None
         if spec is None
@@ -711,7 +711,7 @@ class TensorWindow:
     if cache_dtype is not None:
       dtype = float_dtype("cache_dtype", cache_dtype)
     prompts = inputs.prompts(tokens, self.config.vocab)
-    ending = Ending(
+    ending = RowEndings(
       stop, tokenizer, stream, pad_id, len(prompts), self.config.vocab
     )
     lengths = np.array([p.size for p in prompts], np.int32)
@@ -764,7 +764,7 @@ class TensorWindow:
     lengths: np.ndarray,
     prompts: Sequence[np.ndarray],
     sampler: Any,
-    ending: Ending,
+    ending: RowEndings,
     total: np.ndarray,
     count: int,
   ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -34,7 +34,13 @@ from ringjax.models.contents import contents, text_config
 from ringjax.models.fingerprint import digest
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.layer_reader import StoredPart, check_finite
-from ringjax.models.hf.names import FusedColumns, FusedRows, Reshape, Transpose
+from ringjax.models.hf.names import (
+  Form,
+  FusedColumns,
+  FusedRows,
+  Reshape,
+  Transpose,
+)
 from ringjax.models.hf.packed import Packed
 from ringjax.models.hf.tensor_boxes import TensorBoxes
 from ringjax.models.hf.tensors import (
@@ -44,8 +50,9 @@ from ringjax.models.hf.tensors import (
 )
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.nn.attention import Attention
-from ringjax.nn.block import Layer
+from ringjax.nn.block import Feedforward, Layer
 from ringjax.nn.feedforward import Experts, Gated, Plain
+from ringjax.nn.linear import Norm
 
 # The parts of a layer that are cut, and the norms around each.
 ATTENTION, FEEDFORWARD = "attention", "feedforward"
@@ -102,7 +109,7 @@ class TensorPart:
 
   names: tuple[str, ...]
   stacked: bool
-  form: Any
+  form: Form
   paths: tuple[str, ...]
   shape: tuple[int, ...]
   boxes: tuple[tuple[slice, ...], ...]
@@ -131,7 +138,7 @@ class ModulePart:
     tensors: its parameters.
   """
 
-  spec: Any
+  spec: Attention | Feedforward | Norm | HeadSpec | None
   tensors: tuple[TensorPart, ...] = ()
 
   @property
@@ -391,7 +398,7 @@ class SharedModel:
         TensorPart(
           names=(tensor.pieces[0].name,),
           stacked=False,
-          form=tensor.form,
+          form=_plain(tensor),
           paths=tuple(path.removeprefix(own) for path, _ in tensor.targets),
           shape=stored,
           boxes=(tuple(slice(0, n) for n in stored),),
@@ -434,7 +441,7 @@ class SharedModel:
         TensorPart(
           names=tuple(self._stored[t.name].pieces[0].name for t in same),
           stacked=index > 1,
-          form=first.form,
+          form=_plain(first),
           paths=inner,
           shape=shape,
           boxes=tuple(boxes),
@@ -507,6 +514,12 @@ def _by_layer(
     if name in (ATTENTION, FEEDFORWARD):
       found.setdefault(number, {}).setdefault(name, []).append(tensor)
   return found
+
+
+def _plain(tensor: CheckpointTensor) -> Form:
+  """The form of a tensor, which is not packed: that was refused."""
+  assert not isinstance(tensor.form, Packed)
+  return tensor.form
 
 
 def _place(path: str) -> tuple[int, str] | None:

@@ -29,6 +29,7 @@ _LONG = (
   "strategy",
   "transfer",
   "train",
+  "window",
 )
 
 

@@ -576,6 +576,9 @@ def test_who_does_not_join_is_named():
     with pytest.raises(OptionError, match="rank 4 of 4"):
       gather(("many", 4), join_s=60)
 
+    with pytest.raises(OptionError, match="two processes of rank 1"):
+      gather(("one", 1), ("same", 1), join_s=60)
+
     def gone():
       raise PeerError("rank 3 ended with status 1", rank=3)
 
