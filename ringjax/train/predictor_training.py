@@ -208,7 +208,12 @@ def _trained(
   share = float(np.clip(active.mean(), 1e-6, 1 - 1e-6))
   batch = min(_BATCH, len(x))
   steps = epochs * (len(x) // batch)
-  optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
+
+  def rate(count: jax.Array) -> jax.Array:
+    turn = jnp.cos(count.astype(jnp.float32) * jnp.float32(np.pi / steps))
+    return jnp.float32(learning_rate / 2) * (1 + turn)
+
+  optimizer = optax.adam(rate)
 
   def loss(parts: Any, x: Array, active: Array) -> jax.Array:
     logits = jnp.matmul(x @ parts["down"], parts["up"]) + parts["bias"][None]
