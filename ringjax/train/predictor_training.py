@@ -208,12 +208,7 @@ def _trained(
   share = float(np.clip(active.mean(), 1e-6, 1 - 1e-6))
   batch = min(_BATCH, len(x))
   steps = epochs * (len(x) // batch)
-
-  def rate(count: jax.Array) -> jax.Array:
-    turn = jnp.cos(count.astype(jnp.float32) * jnp.float32(np.pi / steps))
-    return jnp.float32(learning_rate / 2) * (1 + turn)
-
-  optimizer = optax.adam(rate)
+  optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
   def loss(parts: Any, x: Array, active: Array) -> jax.Array:
     logits = jnp.matmul(x @ parts["down"], parts["up"]) + parts["bias"][None]
@@ -227,7 +222,10 @@ def _trained(
 
   @jax.jit
   def step(parts: Any, state: Any, x: Array, active: Array) -> tuple[Any, Any]:
-    updates, state = optimizer.update(jax.grad(loss)(parts, x, active), state)
+    gradient = jax.grad(loss)(parts, x, active)
+    # optax counts steps in integers, and multiplies with them.
+    with jax.numpy_dtype_promotion("standard"):
+      updates, state = optimizer.update(gradient, state)
     return optax.apply_updates(parts, updates), state
 
   state = optimizer.init(parts)
