@@ -289,7 +289,7 @@ def learned(tmp_path, threshold=0.0):
   model = create("llama3", num_hidden_layers=2, intermediate_size=61)
   texts = np.random.default_rng(0).integers(0, 60, (16, 40))
   made = rj.train.train_predictors(
-    model, texts, rank=12, epochs=25, threshold=threshold
+    model, texts, rank=99, epochs=40, threshold=threshold
   )
   rj.models.write_neurons(model, tmp_path)
   made.save(tmp_path)
@@ -317,7 +317,7 @@ def test_predictors_miss_few_neurons_and_leave_many_out(tmp_path):
   # Read whole, a prompt misses nothing.
   tokens = texts[:2, :39]
   np.testing.assert_allclose(sparse(tokens), model(tokens), atol=2e-5)
-  again = rj.train.train_predictors(model, texts, rank=12, epochs=25)
+  again = rj.train.train_predictors(model, texts, rank=99, epochs=40)
   for n, parts in again.layers.items():
     for name, x in parts.items():
       np.testing.assert_array_equal(x, made.layers[n][name])
