@@ -112,6 +112,7 @@ def store_of(sparse):
   return sparse.stack.blocks[0][0].feedforward.store
 
 
+@pytest.mark.long
 def test_bundling_halves_the_reads(tmp_path):
   """Of a plain model, whose neurons have two parts; the bytes are the same."""
   model = create("gpt_neox", num_hidden_layers=1, intermediate_size=83)
