@@ -5,6 +5,10 @@ Command   python -m launch.train --config=configs/train/small_relu.py
           where RELU is ringjax/models/small with "hidden_act": "relu" in its
           config.json (docs/how/flash.py makes it)
 Hardware  two CPU cores beside other work
+Time      4 minutes
+Result    1.563 nats a byte of held-out library text, where the model has 1.621
+          with SiLU and 1.633 with ReLU untrained; 28 to 44 % of the neurons of
+          a layer are active (docs/how/flash.md)
 """
 
 from ml_collections import ConfigDict

@@ -1,9 +1,10 @@
-"""Figures of flash.md: python docs/how/flash.py relu OUT, or measure MODEL OUT.
+"""Figures of flash.md: python docs/how/flash.py COMMAND ...
 
-relu     writes ringjax/models/small with ReLU for SiLU into OUT; train it with
-         configs/train/small_relu.py.
-measure  trains predictors of MODEL, writes its neurons into OUT, reads held-out
-         text a token a call, and writes OUT/flash.json and OUT/flash.png.
+relu OUT              writes ringjax/models/small with ReLU for SiLU into OUT;
+                      train it with configs/train/small_relu.py.
+thresholds MODEL OUT  nats a byte of held-out text, read whole, by threshold.
+measure MODEL OUT     trains predictors, writes neurons into OUT, reads held-out
+                      text a token a call; writes OUT/flash.json and flash.png.
 """
 
 import json
@@ -40,6 +41,18 @@ def texts(held_out: bool, rows: int, length: int) -> np.ndarray:
   ids = map(tokenizer.encode, documents.library(held_out=held_out)[::3])
   found = [x[:length] for x in ids if len(x) >= length]
   return np.asarray(found[:rows], np.int32)
+
+
+def thresholds(folder: pathlib.Path, out: pathlib.Path) -> None:
+  """Prints what thresholds cost."""
+  model, rows = rj.models.load(folder), texts(True, 12, 1024)
+  rj.models.write_neurons(model, out)
+  for t in (0.0, 0.3, 0.5, 0.8, 1.2):
+    # So many tokens read layers whole: nothing is missed.
+    cut = rj.models.sparse_model(model, out, threshold=t) if t else model
+    chance = jax.nn.log_softmax(cut(rows[:, :-1]))
+    each = jnp.take_along_axis(chance, rows[:, 1:, None], -1)
+    print(f"threshold {t}: {-float(each.mean()):.4f} nats a byte")
 
 
 def loss(model: rj.models.Transformer, rows: np.ndarray) -> float:
@@ -153,4 +166,5 @@ def draw(found: dict, path: pathlib.Path) -> None:
 
 if __name__ == "__main__":
   places = [pathlib.Path(x) for x in sys.argv[2:]]
-  {"relu": relu, "measure": measure}[sys.argv[1]](*places)
+  commands = {"relu": relu, "thresholds": thresholds, "measure": measure}
+  commands[sys.argv[1]](*places)

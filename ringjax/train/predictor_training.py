@@ -222,7 +222,10 @@ def _trained(
 
   @jax.jit
   def step(parts: Any, state: Any, x: Array, active: Array) -> tuple[Any, Any]:
-    updates, state = optimizer.update(jax.grad(loss)(parts, x, active), state)
+    gradient = jax.grad(loss)(parts, x, active)
+    # optax counts steps in integers, and multiplies with them.
+    with jax.numpy_dtype_promotion("standard"):
+      updates, state = optimizer.update(gradient, state)
     return optax.apply_updates(parts, updates), state
 
   state = optimizer.init(parts)

@@ -21,6 +21,7 @@ _LONG = (
   "contexts_entropy",
   "contexts_kvlink",
   "family",
+  "flash",
   "load",
   "million",
   "serve",
