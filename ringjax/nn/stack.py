@@ -254,6 +254,7 @@ class Stack(nnx.Module):
       ) -> tuple[tuple, None]:
         (xs, slots, ahead), (index, cuts) = carry, layer
         xs, slots = list(xs), [list(held) for held in slots]
+        block: Any = None
         for t, (n, m) in enumerate(turns):
           x = back(m, xs[m])
           if m == 0:
@@ -263,10 +264,12 @@ class Stack(nnx.Module):
             part = cache.layer(kinds[n], slots[m][n], index, ahead)
           else:
             part = cache.layer(kinds[n], slots[m][n], index)
+          # Not before the weights that this layer waits for, on the same link.
+          after, _ = lax.optimization_barrier((x, jax.tree.leaves(block)[0]))
           if t + 1 < len(turns):
-            ahead = fetched(turns[t + 1], slots, index, x)
+            ahead = fetched(turns[t + 1], slots, index, after)
           elif looped:
-            ahead = fetched(turns[0], slots, index + 1, x)
+            ahead = fetched(turns[0], slots, index + 1, after)
           x, part = block(x, tokens, part, attend, cache.states)
           if ahead and _fetches(cache):
             # Read before something is written over it, in place.
