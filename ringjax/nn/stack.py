@@ -264,12 +264,10 @@ class Stack(nnx.Module):
             part = cache.layer(kinds[n], slots[m][n], index, ahead)
           else:
             part = cache.layer(kinds[n], slots[m][n], index)
-          # Not before the weights that this layer waits for, on the same link.
-          after, _ = lax.optimization_barrier((x, jax.tree.leaves(block)[0]))
           if t + 1 < len(turns):
-            ahead = fetched(turns[t + 1], slots, index, after)
+            ahead = fetched(turns[t + 1], slots, index, x)
           elif looped:
-            ahead = fetched(turns[0], slots, index + 1, after)
+            ahead = fetched(turns[0], slots, index + 1, x)
           x, part = block(x, tokens, part, attend, cache.states)
           if ahead and _fetches(cache):
             # Read before something is written over it, in place.
