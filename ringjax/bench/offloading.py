@@ -256,7 +256,7 @@ def made_model(folder: str, layers: int) -> None:
   pool = (0.02 * rng.standard_normal(1 << 24, np.float32)).astype(jnp.bfloat16)
   index: dict[str, str] = {}
   for n in range(-1, layers):
-    tensors = outer
+    tensors: dict[str, tuple[int, ...]] = dict(outer)
     if n >= 0:
       tensors = {f"model.layers.{n}.{k}": x for k, x in block.items()}
     file = f"model-{n + 2:05}-of-{layers + 1:05}.safetensors"

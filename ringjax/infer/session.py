@@ -163,7 +163,9 @@ class Session:
     self._limit = capacity if kind.evicting else None
     if kind.evicting:
       capacity = min(capacity, prefill.padded(kind.least, sharding.size))
-    self._make = dict(batch=batch, capacity=capacity, dtype=dtype, kind=kind)
+    self._make: dict[str, Any] = dict(
+      batch=batch, capacity=capacity, dtype=dtype, kind=kind
+    )
     self.files: CacheFiles | None = None
     self._hidden = 0.0
     if hidden_placement is not None:

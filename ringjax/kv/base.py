@@ -306,10 +306,10 @@ class FetchedCache(CallCache, Protocol):
     ...
 
   def layer(
-    self, kind: int, slots: PyTree, index: Index, fetched: Any = None
+    self, kind: int, slots: PyTree, index: Index, fetched: PyTree | None = None
   ) -> Any: ...
 
-  def behind(self, layer: Any, after: Any) -> Any:
+  def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
     """A layer's part that is put back once `after` has been fetched."""
     ...
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Shaped
 
 from ringjax.errors import OptionError, RingjaxError
 
@@ -141,7 +143,7 @@ class CacheFiles:
     self.error: RingjaxError | None = None
     self._files: dict[int, _File] = {}
 
-  def allocate(self, shape: Sequence[int], dtype: Any) -> int:
+  def allocate(self, shape: Sequence[int], dtype: DTypeLike) -> int:
     """The number of a new array of blocks [n, ...], all zeros.
 
     Raises:
@@ -216,7 +218,9 @@ def read_blocks(number: int, first: int, count: int) -> np.ndarray:
   return files._timed("read", first // count, nbytes, read)
 
 
-def write_block(number: int, first: int, x: np.ndarray, count: int) -> None:
+def write_block(
+  number: int, first: int, x: Shaped[np.ndarray, "B K _ _"], count: int
+) -> None:
   """Writes a block; `count` of them are of a layer. See `read_blocks`."""
   files = _owner(number)
   file = files._files[number]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,9 @@ from ringjax.kv.base import (
   KV,
   CacheSpec,
   Ends,
+  LayerCache,
   RowIndices,
+  StateCache,
   donated,
 )
 from ringjax.kv.cache import (
@@ -65,13 +67,6 @@ from ringjax.typing import Index
 
 # Slots of a block: a call writes back whole ones.
 _BLOCK = 256
-
-
-class PlacedLayer(NamedTuple):
-  """In which memory a layer's keys are, and which of that memory's it is."""
-
-  tier: str
-  rank: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +104,7 @@ class OffloadedKV:
 
   resident: tuple[Any, ...]
   hosted: tuple[Any, ...]
-  filed: Any
+  filed: PyTree
   layout: OffloadLayout
   stored: tuple[jax.ShapeDtypeStruct, ...]
 
@@ -401,7 +396,7 @@ class OffloadedCache:
     return _fetched(slots, jnp.asarray(index, jnp.int32), after)
 
   def layer(
-    self, kind: int, slots: PyTree, index: Index, fetched: Any = None
+    self, kind: int, slots: PyTree, index: Index, fetched: PyTree | None = None
   ) -> Any:
     """The part of a layer, of which `fetch` returned `fetched`."""
     if not isinstance(slots, OffloadedKV):
@@ -416,7 +411,7 @@ class OffloadedCache:
     inner = base.layer(kind, own, jnp.int32(0))
     return OffloadedLayer(inner, slots, jnp.asarray(index, jnp.int32))
 
-  def behind(self, layer: Any, after: Any) -> Any:
+  def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
     """A layer's part that is put back once `after` has been fetched."""
     if not isinstance(layer, OffloadedLayer):
       return layer
@@ -492,7 +487,7 @@ class OffloadedLayer:
   inner: KVLayer
   stored: OffloadedKV
   index: Index
-  after: Any = ()
+  after: PyTree = ()
 
   @property
   def cache(self) -> KVCache:

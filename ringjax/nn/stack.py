@@ -258,6 +258,7 @@ class Stack(nnx.Module):
       ) -> tuple[tuple, None]:
         (xs, slots, ahead), (index, cuts) = carry, layer
         xs, slots = list(xs), [list(held) for held in slots]
+        block: Any = None
         for t, (n, m) in enumerate(turns):
           x = back(m, xs[m])
           if m == 0:
