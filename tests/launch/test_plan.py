@@ -553,7 +553,7 @@ def test_a_service_of_a_trace_at_a_rate(tmp_path):
     (("--chip=t5",), "t5"),
     (("--tokens=4",), "--tokens"),
     (("--model=opt-175b", "--cluster=1x1"), "room for opt-175b"),
-    (("--slo=ttft=1e-6", *SERVE), "no shape meets"),
+    (("--slo=ttft=1e-6,tpot=1e-6", *SERVE), "no shape meets"),
   ],
 )
 def test_refusals_of_services(argv, words):
