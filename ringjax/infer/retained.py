@@ -99,7 +99,7 @@ class RetainedLayer:
     fresh: the call's keys and values.
   """
 
-  def __init__(self, place: jax.Array, slots: LayerKV, index: Index):
+  def __init__(self, place: Int[Array, "B T"], slots: LayerKV, index: Index):
     self.place, self.slots, self.index = place, slots, index
     self.fresh: KV | None = None
 
@@ -139,11 +139,12 @@ class RetainingParallel(ContextParallel):
     self,
     q: Float[Array, "B T N H"],
     tokens: Tokens,
-    cache: Any,
+    cache: RetainedLayer,
     mask: Mask,
     extras: Extras,
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
+    assert cache.fresh is not None
     axis, (k, v, _) = self.of_mesh, cache.fresh
     # Not of each row, where one is of all: less travels.
     at = Coords(tokens.pos, tokens.seg)
