@@ -99,7 +99,7 @@ class OffloadBenchmark(harness.Benchmark):
     s, found = self.settings, {}
     runs: dict[tuple[str, int], list[Row]] = {}
     with tempfile.TemporaryDirectory(dir=s.scratch or None) as scratch:
-      workers: dict[str, _Worker] = {}
+      workers: dict[str, _Measured] = {}
       try:
         for name in self.cases:
           command = _command(name, s, scratch)
@@ -107,7 +107,7 @@ class OffloadBenchmark(harness.Benchmark):
             found[name] = {"reason": "accelerate is not installed"}
             continue
           report(0.05, f"starting {name}")
-          workers[name] = _Worker(command)
+          workers[name] = _Measured(command)
         for n in range(s.rounds + 1):
           for name, worker in workers.items():
             for rows in (1, s.rows):
@@ -172,7 +172,7 @@ def _command(
   return [python, offload_peer.__file__, folder, scratch]
 
 
-class _Worker:
+class _Measured:
   """A process that answers lines with lines of JSON."""
 
   def __init__(self, command: Sequence[str]):

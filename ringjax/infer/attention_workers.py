@@ -131,7 +131,7 @@ class WorkersReport:
   seconds: float
 
 
-class _Worker:
+class _WorkerLink:
   """The connection to a worker, with a thread that receives."""
 
   def __init__(self, link: PullConnection):
@@ -214,7 +214,7 @@ class AttentionWorkers:
     self.patience_s = patience_s
     self.processes: tuple[subprocess.Popen[str], ...] = ()
     self._servers: tuple[AttentionServer, ...] = ()
-    self._workers: list[_Worker] = []
+    self._workers: list[_WorkerLink] = []
     self._busy = threading.Lock()
     self._last: tuple[Transformer, CacheKind, LayerPrograms] | None = None
     try:
@@ -230,7 +230,7 @@ class AttentionWorkers:
         except PeerError:
           link.close()
           raise
-        self._workers.append(_Worker(link))
+        self._workers.append(_WorkerLink(link))
     except BaseException:
       self.close()
       raise
@@ -316,7 +316,7 @@ class AttentionWorkers:
     """How many workers there are."""
     return len(self._workers)
 
-  def __getitem__(self, number: int) -> _Worker:
+  def __getitem__(self, number: int) -> _WorkerLink:
     return self._workers[number]
 
   def close(self) -> None:
