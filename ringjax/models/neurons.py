@@ -47,7 +47,7 @@ from ringjax.store.neuron_store import BLOCK, NeuronReport, NeuronStore
 
 FILE = "neurons.bin"
 # Activations that are zero for most neurons by themselves.
-SPARSE = ("relu",)
+SPARSE = ("relu", "relu2")
 # Of a window: fewer would hold no token's neurons.
 LEAST_ROWS = 8
 
