@@ -131,6 +131,7 @@ def test_reading_sends_what_a_ring_sends(loaded):
   assert sum(kept.values()) <= sum(plain.values())
 
 
+@pytest.mark.long
 def test_sampling_with_a_penalty_goes_on_in_another_group(loaded):
   one, _ = loaded("llama3")
   model, mesh = loaded("llama3", 4)

@@ -48,7 +48,7 @@ def fractions(rng):
 @pytest.mark.parametrize(
   "seed",
   [
-    pytest.param(n, marks=() if n < 2 else
+    pytest.param(n, marks=() if n < 1 else
                  pytest.mark.long if n < 4 else pytest.mark.slow)
     for n in range(30)
   ],

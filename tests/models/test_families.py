@@ -54,9 +54,20 @@ VARIANTS = (
 )  # fmt: skip
 
 
+# Families whose parts the others have too.
+RECOMBINED = (
+  "arcee", "deepseek_v2_lite", "dots1", "ernie4_5", "glm4_moe",
+  "granitemoehybrid_dense", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+  "minimax_m2", "ministral", "mpt", "olmoe", "qwen2_moe", "qwen3_5_moe",
+  "seed_oss", "stablelm_parallel", "vaultgemma",
+)  # fmt: skip
+
+
 def marks(name):
   if name in VARIANTS:
     return pytest.mark.slow
+  if name in RECOMBINED:
+    return pytest.mark.long
   return pytest.mark.smoke if name == "llama3" else ()
 
 
