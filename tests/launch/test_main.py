@@ -55,8 +55,10 @@ def test_files_that_are_no_scripts_name_the_right_command(name):
     "cache": "launch.plan cache",
     "capacity": "launch.plan capacity",
     "cycles": "launch.plan cycles",
+    "elastic": "launch.plan elastic",
     "offload": "launch.plan offload",
     "ring": "launch.plan ring",
+    "serving_plan": "launch.plan serve",
     "windows": "launch.plan window",
   }.get(name, "launch")
   assert (done.returncode, done.stdout) == (2, "")
