@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from ringjax.checks import boolean, integer, number
 from ringjax.data import ChatTemplate, Stream
 from ringjax.data.tokenizer import AnyTokenizer
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, PeerError, RingjaxError, message
 from ringjax.infer.stopping import Stop
 from ringjax.serve.grammar import GrammarCompiler
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
@@ -724,9 +724,11 @@ def check_answer(answer: Answer) -> None:
   """Raises ApiError if an answer ended before it was complete."""
   if isinstance(answer.error, RejectedError):
     raise rejected(answer.error)
+  if isinstance(answer.error, OptionError):
+    raise from_error(answer.error)
   if answer.finish == "error":
     raise ApiError(
-      500,
+      503 if isinstance(answer.error, PeerError) else 500,
       f"the answer could not be made: {answer.error}",
       kind="server_error",
     )

@@ -189,13 +189,15 @@ def import_prefix(
     root = tree.root(engine.prefix_salt(salt, len(tokens)), adapter)
     sizes = [len(pool.page_shapes(g)) for g in range(len(pool.groups))]
     digests, digest = [], root.digest
-    for n, piece in enumerate(pieces):
-      digest, at = next_digest(digest, piece), 0
+    for piece in pieces:
+      digest = next_digest(digest, piece)
       digests.append(digest)
+    # The first ones last: where there is no room for all, they stay.
+    for n in reversed(range(len(digests))):
+      at = 0
       for group, some in enumerate(sizes):
-        link.put(group, digest, [x[n] for x in blocks[at : at + some]])
+        link.put(group, digests[n], [x[n] for x in blocks[at : at + some]])
         at += some
-    # What came last may have driven out what came first.
     chain = tree.chain(root, pieces)
     for n, digest in enumerate(digests):
       cached = n < len(chain) and chain[n].ready

@@ -83,6 +83,15 @@ def checked_key(key: bytes) -> bytes:
   return bytes(key)
 
 
+def as_json(fields: Mapping[str, Any]) -> bytes:
+  """An object as JSON; numbers of NumPy are numbers.
+
+  Raises:
+    AttributeError, TypeError, ValueError: something else is in it.
+  """
+  return json.dumps(fields, default=lambda x: x.item()).encode()
+
+
 class PullConnection:
   """One connection: messages and bytes, with a limit on each wait."""
 
@@ -181,7 +190,7 @@ class PullConnection:
 
   def tell_object(self, fields: Mapping[str, Any]) -> None:
     """Sends an object of JSON that is no message of this protocol."""
-    body = json.dumps(fields).encode()
+    body = as_json(fields)
     self.send([_SIZE.pack(len(body)), body])
 
   def hear_object(self, most: int) -> dict[str, Any] | None:

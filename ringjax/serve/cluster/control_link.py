@@ -169,8 +169,9 @@ class ControlLink:
         if time.monotonic() > due:
           self._wire.tell_object(self._beat())
           due = time.monotonic() + self._beat_s
-    except PeerError as error:
-      self._why = self._why or str(error)
+    except Exception as error:
+      # Whatever it is: a link that sends no more must not look alive.
+      self._why = self._why or str(error) or type(error).__name__
     self._wire.close()
 
   def _hear(self) -> None:

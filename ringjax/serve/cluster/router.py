@@ -67,7 +67,7 @@ from ringjax.serve.request import (
   TokenLogprobs,
 )
 from ringjax.serve.server_metrics import Figure
-from ringjax.transfer.wire import PullConnection, checked_key
+from ringjax.transfer.wire import PullConnection, as_json, checked_key
 
 # Seconds for a stranger to show the key and say what it wants.
 _GREETING_S = 5.0
@@ -177,6 +177,8 @@ class RoutedState:
     why: it was begun again the last time.
     cached: tokens of the prompt that who read it had found; None if nobody has
       read it apart.
+    totals: of each answer, the log-probability of what was known when it was
+      begun the last time.
   """
 
   routed: RoutedRequest
@@ -192,6 +194,7 @@ class RoutedState:
   alone_since: float | None = None
   why: str = ""
   cached: int | None = None
+  totals: list[float] = dataclasses.field(default_factory=list)
 
 
 class ClusterRouter:
@@ -328,8 +331,18 @@ class ClusterRouter:
         f"{self.longest:,} tokens of a row at most",
         "ask for fewer, or serve it with a larger longest=",
       )
+    for token in dict(request.sampling.logit_bias):
+      integer("logit_bias token", token, least=0, most=self.vocab - 1)
     # Raises for what can't be sent.
-    request_fields(request, prompt)
+    try:
+      as_json(request_fields(request, prompt))
+    except (AttributeError, TypeError, ValueError) as error:
+      raise OptionError(
+        "request",
+        str(error),
+        "numbers and texts in all of its fields",
+        "pass plain Python or NumPy numbers",
+      ) from None
     with self._work:
       if self._closed:
         raise OptionError(
@@ -538,6 +551,13 @@ class ClusterRouter:
     address, port = fields["address"]
     if address in ("0.0.0.0", "::"):
       address = host
+    if str(address).startswith("127.") and not host.startswith("127."):
+      raise OptionError(
+        "host",
+        f"{address}, for an instance at {host}",
+        "an address that the other instances reach",
+        "start it with --host=0.0.0.0, or with its address",
+      )
     name = str(fields["name"])[:256]
     one = ClusterInstance(
       name=name,
@@ -626,12 +646,16 @@ class ClusterRouter:
         self.counters.moved_bytes += int(fields["nbytes"])
         self._let_go(state)
       elif kind == "lost":
-        # Its ticket may have ended, or its publisher.
+        # Its ticket may have ended, or its publisher; or those two do not reach
+        # each other: the last time, who answers reads the prompt.
         self._let_go(state)
         self._again(state, str(fields["why"]))
+        if state.stage == "new" and state.attempts == self._attempts - 1:
+          state.stage, state.attempts = "read", self._attempts
         self._dispatch()
       elif kind == "failed":
-        self._finish(state, "error", RingjaxError(str(fields["error"])[:400]))
+        kind = OptionError if fields["refused"] else RingjaxError
+        self._finish(state, "error", kind(str(fields["error"])[:400]))
       elif kind == "tokens":
         self._tokens(state, fields)
       else:
@@ -666,7 +690,10 @@ class ClusterRouter:
   def _fitting(self, state: RoutedState, what: str) -> list[InstanceView]:
     """Instances that can ever take a request, in the order of their names;
     where none does what is to be done its patience begins."""
-    prompt, new = state.routed.prompt_tokens, state.routed.new_tokens
+    request, prompt = state.handle.request, state.routed.prompt_tokens
+    # Of several answers an engine lets some wait; those of a beam search are
+    # rows at the same time.
+    new = request.max_new_tokens * (request.beams or 1)
     found = [
       view
       for view in self._views()
@@ -680,12 +707,22 @@ class ClusterRouter:
       state.alone_since = self._clock()
     return []
 
+  def _seen(
+    self, state: RoutedState, views: list[InstanceView]
+  ) -> RoutedRequest:
+    """A request as a policy sees it: no larger than what has most room, where
+    several of its answers would be, which then wait for each other."""
+    routed = state.routed
+    most = max(self._instances[view.name].capacity for view in views)
+    new = max(1, min(routed.new_tokens, most - routed.prompt_tokens))
+    return dataclasses.replace(routed, new_tokens=new)
+
   def _route(self, state: RoutedState) -> None:
     """A new request, or one that begins again."""
     views = self._fitting(state, "prefills")
     if not views:
       return
-    route = self._policy.route(state.routed, views, self._clock())
+    route = self._policy.route(self._seen(state, views), views, self._clock())
     if isinstance(route, Rejected):
       self._reject(state, route)
       return
@@ -721,7 +758,8 @@ class ClusterRouter:
     views = self._fitting(state, "decodes")
     if not views:
       return
-    name = self._policy.decode_instance(state.routed, views, self._clock())
+    seen = self._seen(state, views)
+    name = self._policy.decode_instance(seen, views, self._clock())
     if isinstance(name, Rejected):
       self._reject(state, name)
     elif name is not None:
@@ -756,12 +794,14 @@ class ClusterRouter:
       if request.beams is None and request.best_of is None:
         begun = tuple(_begun(state.handle))
         request = dataclasses.replace(request, begun=begun)
+        state.totals = [x.total_logprob for x in state.handle.answers]
       else:
         for answer in state.handle.answers:
           # Searched for anew.
           answer.tokens.clear()
           answer.logprobs.clear()
           answer.text, answer.finish, answer.total_logprob = "", None, 0.0
+        state.totals = [0.0] * len(state.handle.answers)
     fields: dict[str, Any] = {
       "t": "read" if reads else "answer",
       "id": task,
@@ -867,7 +907,8 @@ class ClusterRouter:
           TokenLogprobs(token=int(token), logprob=float(logprob), top=pairs)
         )
     else:
-      answer.total_logprob = float(fields["total"])
+      n = handle.answers.index(answer)
+      answer.total_logprob = state.totals[n] + float(fields["total"])
     # The host's threads read an answer while it grows: `finish` comes last.
     answer.tokens.extend(tokens)
     answer.text = answer.text[: int(fields["text_at"])] + str(fields["text"])

@@ -31,7 +31,12 @@ import time
 from typing import Any
 
 from ringjax.checks import number, one_of
-from ringjax.errors import OptionError, PeerError, RingjaxError
+from ringjax.errors import (
+  OptionError,
+  PeerError,
+  PromptError,
+  RingjaxError,
+)
 from ringjax.infer import inputs
 from ringjax.serve.cluster.control_link import (
   ControlLink,
@@ -47,6 +52,7 @@ from ringjax.serve.prefix_transfer import (
   import_prefix,
   prefix_layout,
 )
+from ringjax.serve.prefix_tree import OutOfPages
 from ringjax.serve.request import Answer, Handle, Request
 from ringjax.transfer import Publisher, Ticket, pull
 from ringjax.transfer.client import Address
@@ -153,6 +159,13 @@ class ClusterWorker:
     one_of("role", role, ROLES)
     self._lease_s = number("lease_s", lease_s, above=0)
     self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
+    if lease_s < 4 * beat_s:
+      raise OptionError(
+        "lease_s",
+        lease_s,
+        f"at least {4 * beat_s:g}, four times beat_s, which renews it",
+        "pass a longer one",
+      )
     self._layout = prefix_layout(engine)
     tree = engine.scheduler.tree
     self._capacity = tree.groups[0].pages * tree.shards * tree.page
@@ -237,6 +250,9 @@ class ClusterWorker:
           beat_s=self._beat_s,
         )
         with self._work:
+          if self._closed:
+            wire.close()
+            break
           self._taken, self._link, self.refused = 0, link, ""
         self.joined.set()
         link.start()
@@ -341,8 +357,9 @@ class ClusterWorker:
       # Others can: the router finds that this one is gone.
       link.close("its engine failed")
       return
-    self._end(number)
-    link.tell(t="failed", id=number, error=str(error))
+    # The router says "cancel", which ends what other answers there are.
+    refused = isinstance(error, OptionError | PromptError)
+    link.tell(t="failed", id=number, error=str(error), refused=refused)
 
   def _view(self) -> dict[str, Any]:
     """How much there is to do, for the router; leases go on with it."""
@@ -407,6 +424,7 @@ class ClusterWorker:
       task.address = str(host), int(port)
     with self._work:
       if self._closed:
+        link.close("it is leaving")
         return
       self._tasks[task.number] = task
       if task.ticket is not None:
@@ -426,6 +444,9 @@ class ClusterWorker:
       task.handle = self._engine.submit(task.request, change)
       for n, answer in enumerate(task.handle.answers):
         task.sent[n] = len(answer.tokens), len(answer.text)
+    if task.dropped:
+      # Meanwhile, by another thread, which saw no handle.
+      task.handle.cancel()
 
   def _changed(self, task: WorkerTask, answer: Answer) -> None:
     """An answer has grown; the engine's thread says so."""
@@ -472,6 +493,7 @@ class ClusterWorker:
     assert task.handle is not None
     request, ticket = task.request, None
     try:
+      self._check_published(task)
       sent = export_prefix(
         self._engine,
         inputs.prompt(request.prompt, self._engine.vocab),
@@ -481,9 +503,10 @@ class ClusterWorker:
       numbers = self.publisher.new_numbers(len(sent.pages))
       pages = dict(zip(numbers, sent.pages, strict=True))
       ticket = self.publisher.publish(pages, sent.layout, labels=sent.labels)
-    except RingjaxError:
-      # They had to make room, or it is closed: who answers reads the prompt.
-      pass
+    except Exception:
+      # They had to make room, it is closed, or there is no memory for a copy:
+      # who answers reads the prompt.
+      ticket = None
     with self._work:
       task.offer, task.published = ticket, True
       self._work.notify_all()
@@ -496,6 +519,17 @@ class ClusterWorker:
       ticket=None if ticket is None else ticket.to_json(),
       cached=task.handle.cached_tokens,
     )
+
+  def _check_published(self, task: WorkerTask) -> None:
+    """Refuses copies beyond what the engine's own pages hold.
+
+    Raises:
+      OutOfPages: as much waits for who answers already.
+    """
+    with self._work:
+      some = [x.tokens for x in self._tasks.values() if x.offer is not None]
+    if sum(some) + task.tokens > self._capacity:
+      raise OutOfPages(f"{sum(some):,} tokens are published")
 
   def _wait_for_room(self) -> None:
     """Lets tasks pull, the first one first, once there is room for it."""
@@ -536,12 +570,12 @@ class ClusterWorker:
         adapter=request.adapter,
       )
       task.link.tell(t="pulled", id=task.number, nbytes=pulled.nbytes)
-    except RingjaxError as error:
+    except Exception as error:
       # The prompt is read anew.
       if self._end(task.number) is not None:
         task.link.tell(t="lost", id=task.number, why=str(error))
       return
     try:
       self._submit(task)
-    except RingjaxError as error:
+    except Exception as error:
       self._fail(task.number, task.link, error)
