@@ -189,7 +189,7 @@ def _check(values: flags.FlagValues, words: Sequence[str]) -> None:
 
 def _key(values: flags.FlagValues) -> bytes:
   try:
-    return pathlib.Path(values.key_file).read_bytes().strip()
+    return pathlib.Path(values.key_file).read_bytes()
   except OSError as error:
     raise OptionError(
       "--key_file", f"{error}", "a file of 16 bytes or more", "make one"

@@ -339,6 +339,10 @@ class _Work:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
     values, policy = self._values, _policy(self._values)
+    if values.flash is not None and mesh is not None and mesh.size > 1:
+      raise OptionError(
+        "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
+      )
     model = rj.models.load(
       folder,
       mesh=mesh,
@@ -377,14 +381,8 @@ class _Work:
 
   def _placement(self) -> str | None:
     """Where layers are when they are loaded."""
-    values = self._values
-    if values.flash is None:
-      return values.placement
-    for name in ("placement", "memory", "policy", "weights", "integer"):
-      if values[name].value is not None:
-        raise prompts.clash(f"--{name} with --flash", "one of them")
     # Of feedforwards, no more than a layer is ever in memory.
-    return "disk"
+    return self._values.placement if self._values.flash is None else "disk"
 
   def _read_contexts(
     self,
@@ -833,6 +831,9 @@ def _check(values: flags.FlagValues) -> None:
     *((values.policy is not None and values[name].value is not None,
        f"--policy and --{name}", "one of them")
       for name in ("placement", "memory", "cache_placement")),
+    *((values.flash is not None and values[name].value is not None,
+       f"--{name} with --flash", "one of them")
+      for name in ("placement", "memory", "policy", "weights", "integer")),
     (values.policy is not None and values.contexts is not None,
      "--policy and --contexts", "one of them"),
     (values.raw and values.chat, "--raw and --chat", "one of them"),

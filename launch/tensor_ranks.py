@@ -68,6 +68,10 @@ _OTHERS = (
   "integer",
   "placement",
   "memory",
+  "cache_placement",
+  "disk",
+  "policy",
+  "flash",
 )
 _OF_RANKS = ("shares", "retain", "key_file", "log", "patience")
 

@@ -225,6 +225,13 @@ class AttentionServer:
         made, address = self._server.accept()
       except OSError:
         return
+      # A client whose machine is gone must not keep others waiting for a day.
+      made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+      for option, n in (
+        ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)
+      ):  # fmt: skip
+        if hasattr(socket, option):
+          made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), n)
       link = PullConnection(
         made, min(_GREETING_S, self._patience_s), f"{address[0]}:{address[1]}"
       )

@@ -142,7 +142,8 @@ class _WorkerLink:
     ).start()
 
   def _receive(self) -> None:
-    wait = selectors.DefaultSelector()
+    # Unlike epoll it notices that the socket is closed by another thread.
+    wait = selectors.PollSelector()
     try:
       wait.register(self.link.link, selectors.EVENT_READ)
       # A worker may say nothing while it is asked nothing: `next` counts. Its
@@ -374,11 +375,12 @@ def _address(n: int, process: subprocess.Popen[str]) -> tuple[str, int]:
 
 def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
   for one in processes:
+    # First: a thread that reads its pipe holds the pipe's lock.
+    one.kill()
     for pipe in (one.stdin, one.stdout):
       if pipe is not None:
         with contextlib.suppress(OSError):
           pipe.close()
-    one.kill()
     one.wait()
 
 
@@ -577,10 +579,13 @@ class _Decoding:
     got = None
     if any(layer.spec.cross is not None for layer in self.layers):
       got = "an encoder's states, which layers attend to"
-    elif (
-      abstract(json.loads(model.source)).config.layers != model.config.layers
-    ):
-      got = "layers that its config.json does not describe"
+    else:
+      form = abstract(json.loads(model.source), dtype=model.dtype)
+      size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+      if form.config.layers != model.config.layers:
+        got = "layers that its config.json does not describe"
+      elif size(form) != size(model):
+        got = "weights as codes, or with adapters"
     if self.kind.evicting or self.kind.unrotated or self.kind.codec:
       raise OptionError(
         "cache_kind",

@@ -343,17 +343,23 @@ class ElasticSession:
     out = np.full((batch, count), pad_id, np.int32)
     sizes = np.zeros(batch, np.int32)
     ended = np.asarray(state.done)
+    made, self.cache = self.cache, None
     for n in range(count):
+      if ended.all():
+        out[:, n:] = pad_id
+        break
+      # Until all is known again the session has no cache: of a call that is
+      # interrupted nobody knows which tokens it holds.
       if n or not first:
-        now, self.cache = decode.step(
-          model, attend, sampler, self.cache, now, stops, jnp.asarray(length)
+        now, made = decode.step(
+          model, attend, sampler, made, now, stops, jnp.asarray(length)
         )
       token, done = (x[:batch] for x in jax.device_get((now.token, now.done)))
       out[:, n] = np.where(ended, pad_id, token)
       sizes += ~ended
       state.seen[np.flatnonzero(~ended), token[~ended]] = True
       ended = done
-    self._logits = None
+    self.cache, self._logits = made, None
     kept = (np.array(x)[:batch] for x in now[:3])
     self._rows = _ElasticRows(*kept, seen=state.seen)
     return Generated(tokens=out, lengths=sizes)

@@ -175,7 +175,7 @@ class Session:
       self._make["placement"] = wanted
       if wanted.disk:
         self.files = _files(disk)
-    elif disk is not None:
+    if disk is not None and self.files is None:
       raise OptionError(
         "disk",
         f"{os.fspath(disk)!r} without a cache on disk",

@@ -123,6 +123,17 @@ class _ModuleProgram:
     return jax.tree.unflatten(tree, made)
 
 
+def _module_program(model: SharedModel, part: ModulePart) -> _ModuleProgram:
+  """How a module is made of what is read of it."""
+  spec, tensors = part.layout
+  return _ModuleProgram(
+    spec=spec,
+    tensors=tensors,
+    embed=model.config.embed,
+    dtype=model.dtype.name,
+  )
+
+
 @functools.lru_cache(maxsize=256)
 def _template(spec: Any, embed: int) -> tuple[Any, Any, Any]:
   """A module's parameters by their paths, and its tree."""
@@ -351,13 +362,7 @@ class _RankBlocks:
     part = self.blocks[block].get(name)
     if part is None or part.spec is None:
       return None
-    spec, tensors = part.layout
-    return _ModuleProgram(
-      spec=spec,
-      tensors=tensors,
-      embed=self.model.config.embed,
-      dtype=self.model.dtype.name,
-    )
+    return _module_program(self.model, part)
 
   def arrays(self, block: int) -> dict[str, Any]:
     """A block's arrays, once they are there; see `release`."""
@@ -626,6 +631,10 @@ class TensorWindow:
       self.config: TransformerConfig = self._model.config
       blocks = _RankBlocks(self._model, 0, window, retain, events)
       self._blocks = blocks
+      self._embed_norm: tuple[_ModuleProgram, PyTree] | None = None
+      if (part := self._model.embed_norm()) is not None:
+        arrays = tuple(map(jnp.asarray, self._model.read(part)))
+        self._embed_norm = _module_program(self._model, part), arrays
       for link in self._star:
         link.tell(
           Kind.SETUP,
@@ -876,7 +885,10 @@ class TensorWindow:
     which, where = np.unique(ids, return_inverse=True)
     rows = self._model.embedding_rows(which.tolist())
     x = rows[where.reshape(ids.shape)]
-    return _embedded(self.config.embed_scale, jnp.asarray(x))
+    made = _embedded(self.config.embed_scale, jnp.asarray(x))
+    return (
+      made if self._embed_norm is None else _normed(*self._embed_norm, made)
+    )
 
   def _block(
     self,

@@ -34,7 +34,7 @@ from ringjax.models import calibration as files
 from ringjax.models.neuron_predictors import NeuronPredictors
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import as_bytes
-from ringjax.nn.feedforward import Gated, GatedLayer, Plain
+from ringjax.nn.feedforward import ACTIVATIONS, Gated, GatedLayer, Plain
 from ringjax.nn.linear import Linear
 from ringjax.nn.neuron_feedforward import NeuronFeedforward
 from ringjax.nn.placed import ReadFault, naming_faults
@@ -273,6 +273,13 @@ def check_neurons(model: Transformer) -> None:
         "model",
         f"a {model.config.family} with {type(layer.feedforward).__name__}",
         "plain or gated feedforwards in all layers",
+        "load it with placement=, which streams whole layers",
+      )
+    if layer.feedforward.act not in ACTIVATIONS:
+      raise OptionError(
+        "model",
+        f"the activation {layer.feedforward.act!r}, which has weights",
+        f"one of {', '.join(ACTIVATIONS)}",
         "load it with placement=, which streams whole layers",
       )
   for g, p in _kinds(model):

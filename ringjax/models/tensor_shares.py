@@ -231,7 +231,7 @@ class SharedModel:
     self._stored = {x.name: x for x in found}
     self._boxes = TensorBoxes(folder)
     self._checked: set[tuple[str, ...]] = set()
-    (self._embedding,) = self._module(None, "embed.").tensors
+    (self._embedding,) = self._module(None, "embed.weight").tensors
 
   def heads(self, layer: int) -> list[tuple[int, int]]:
     """KV heads of each rank in a layer: first and end."""
@@ -299,6 +299,11 @@ class SharedModel:
       spec=HeadSpec(config=dataclasses.replace(self.config, layers=())),
       tensors=tuple(x for part in parts for x in part.tensors),
     )
+
+  def embed_norm(self) -> ModulePart | None:
+    """The norm of the embeddings, or None."""
+    norm = self.config.embed_norm
+    return None if norm is None else self._module(norm, "embed.norm.")
 
   def embedding_rows(self, ids: Sequence[int]) -> np.ndarray:
     """Rows of the embedding, [n, D] in the dtype of the computation.
@@ -478,6 +483,8 @@ def _check_layer(family: str, number: int, layer: Layer) -> None:
     fault = f"is {type(mix).__name__}, not attention with keys of its own heads"
   elif mix.qk_norm is not None and mix.qk_norm_whole:
     fault = "norms queries and keys over all heads together"
+  elif mix.qk_norm is not None and mix.qk_norm_per_head:
+    fault = "norms each head with a weight of its own"
   elif layer.cross is not None:
     fault = "reads an encoder's states"
   elif not isinstance(feed, Plain | Gated | Experts):

@@ -131,7 +131,11 @@ def test_spans_deal_all_and_follow_the_weights():
 # Plain and fused rows, groups, one KV head, experts, columns, biases.
 FORMS = ("llama3", "phi3", "falcon_40b", "falcon_7b", "qwen3_moe", "gpt_oss",
          "gpt_neox", "starcoder2")  # fmt: skip
-UNSHARED = ("deepseek_v3", "deepseek_v3_noq", "olmo2", "olmo3", "qwen3_next")
+UNSHARED = (
+  "cohere", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_noq",
+  "granitemoehybrid", "granitemoehybrid_dense", "mamba2", "minimax_m2", "olmo2",
+  "olmo3", "olmoe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "stablelm",
+)  # fmt: skip
 
 
 def parts_of(model: SharedModel, rank: int) -> dict:
@@ -186,6 +190,7 @@ def test_the_parts_of_all_ranks_are_the_model(name, tmp_path):
   ("name", "why"),
   [
     ("olmo2", "over all heads together"),
+    ("cohere", "each head with a weight of its own"),
     ("qwen3_next", "Delta"),
     ("deepseek_v3", "Latent"),
   ],
@@ -372,7 +377,8 @@ def test_sampling_and_stops_are_those_of_generate(dense):
 
 # Norms behind the sum, parallel ones, a bias, experts, no head on a rank.
 FAMILIES = ("gemma2", "cohere2", "gpt_oss", "falcon_7b", "granite", "gpt_neox",
-            "llama4_text", "starcoder2", "phi3_longrope")  # fmt: skip
+            "llama4_text", "starcoder2", "phi3_longrope", "nanochat",
+            "bloom")  # fmt: skip
 
 
 @pytest.mark.slow
