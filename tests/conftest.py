@@ -371,7 +371,7 @@ _MORE_CASES = {
   "launch/test_train.py::test_wrong_configs": 20,
   "launch/test_train.py::test_wrong_flags": 10,
   "models/test_config.py::test_fuzz": 70,
-  "models/test_families.py::test_equals_transformers": 18,
+  "models/test_families.py::test_equals_transformers": 6,
   "ops/attention/test_exact.py::test_ring_serves_every_feature": 5,
   "serve/test_scheduler.py::test_a_thousand_operations": 20,
   "serve/test_scheduler.py::test_planted_bugs_are_caught": 10,

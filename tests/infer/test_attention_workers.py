@@ -95,7 +95,7 @@ def test_stops_draws_and_prompts_that_wait_for_a_place(loaded, four):
   assert lone.assignment == (0,)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_starts_by_load_control(loaded, four):
   model, _ = loaded("llama3")
   prompts = prompts_of(model, (3,) * 8)

@@ -131,7 +131,7 @@ def test_reading_sends_what_a_ring_sends(loaded):
   assert sum(kept.values()) <= sum(plain.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampling_with_a_penalty_goes_on_in_another_group(loaded):
   one, _ = loaded("llama3")
   model, mesh = loaded("llama3", 4)
@@ -154,7 +154,7 @@ def test_sampling_with_a_penalty_goes_on_in_another_group(loaded):
   np.testing.assert_array_equal(first.lengths + rest.lengths, ended.lengths)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_instances_of_two_devices(tmp_path_factory, loaded):
   """Heads over `model`: an instance is two devices that share them."""
   from tests import checkpoints

@@ -289,7 +289,7 @@ def test_an_error_of_a_read_is_that_of_its_block():
   [
     (2,),
     pytest.param((1, 2, None), marks=pytest.mark.long),
-    pytest.param((3, 4, 5, 6), marks=pytest.mark.long),
+    pytest.param((3, 4, 5, 6), marks=pytest.mark.slow),
   ],
 )
 def test_tokens_are_dense_ones_and_bits_the_same_for_every_window(

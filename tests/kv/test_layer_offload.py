@@ -49,7 +49,7 @@ def fractions(rng):
   "seed",
   [
     pytest.param(n, marks=() if n < 1 else
-                 pytest.mark.long if n < 4 else pytest.mark.slow)
+                 pytest.mark.long if n < 2 else pytest.mark.slow)
     for n in range(30)
   ],
 )  # fmt: skip

@@ -82,7 +82,7 @@ def test_flags_of_other_ranks_have_nothing_of_the_prompt(folder):
   assert not [x for x in found if "quince" in x]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_process_streams_a_window(ask, folder):
   want = json.loads(
     ask(f"--model={folder}", f"--prompt={SECRET}", "--max_new_tokens=5",

@@ -72,7 +72,7 @@ def test_a_gated_model_answers_the_same(gated, window):
   )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox", "starcoder2"])
 def test_a_plain_model_with_biases_answers_the_same(tmp_path, name):
   """Of layers on disk, whose feedforwards are never all in memory."""
@@ -88,7 +88,7 @@ def test_a_plain_model_with_biases_answers_the_same(tmp_path, name):
   np.testing.assert_array_equal(answers(sparse), answers(model))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_few_rows_read_layers_whole_and_many_memory_is_kept(gated):
   """Calls that need more than a window holds are answered all the same."""
   model, path = gated
@@ -211,7 +211,7 @@ def test_sums_of_whole_numbers_are_exact_for_any_window(tmp_path):
         np.testing.assert_array_equal(run(have, each), run(want, each))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_threshold_is_said_and_one_for_all_paths(tmp_path):
   """SiLU is refused by name; with a threshold few tokens and many agree."""
   model = create("llama3", hidden_act="silu", intermediate_size=61)

@@ -119,9 +119,9 @@ def best_batches(
 ) -> tuple[float, list[tuple[range, range]]]:
   """Cuts requests and instances, in their order, into batches and groups.
 
-  f[i][k] = min over j < i, l < k of
-    f[j][l] + batch_cost(lengths[j:i], k - l), where the needs of j..i-1 fit
-  into the free slots of l..k-1; the answer is the least f[n][k].
+  f[i][k] is the least, over j < i and l < k, of
+  f[j][l] + batch_cost(lengths[j:i], k - l), where the needs of j..i-1 fit into
+  the free slots of l..k-1; the answer is the least f[n][k].
 
   Args:
     lengths: of the prompts, descending.

@@ -54,11 +54,6 @@ class InstanceFamily(Protocol):
   """A model that runs in several shapes."""
 
   @property
-  def name(self) -> str:
-    """Of the model."""
-    ...
-
-  @property
   def kv_token_bytes(self) -> int | float:
     """Of a token in all layers."""
     ...
@@ -268,7 +263,7 @@ class PlacementSearch:
       raise OptionError(
         "cluster",
         f"{cluster.nodes} nodes of {cluster.devices} devices",
-        f"room for {model.name} in one of its shapes",
+        "room for the model in one of its shapes",
         "pass more devices, or shapes with more stages",
       )
 
