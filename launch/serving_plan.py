@@ -22,7 +22,6 @@ from ringjax.serve.cluster import (
   ClusterResult,
   DistServeModel,
   GpuCluster,
-  InstanceFamily,
   Limits,
   PlacementSearch,
   ServingPlacement,
@@ -51,7 +50,7 @@ _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 class _Service:
   """What is asked for."""
 
-  model: InstanceFamily
+  model: SizedModel | DistServeModel
   cluster: GpuCluster
   trace: list[TraceRequest]
   limits: Limits
@@ -215,7 +214,7 @@ def _trace(values: flags.FlagValues) -> list[TraceRequest]:
 
 def _model(
   values: flags.FlagValues, name: str, machine: Any
-) -> tuple[InstanceFamily, str]:
+) -> tuple[SizedModel | DistServeModel, str]:
   dtype = values.dtype or "bfloat16"
   shape = offload.shape_of(name)
   kv = shape.layers * shape.kv * number_bytes(dtype)
