@@ -59,6 +59,8 @@ from ringjax.transfer.client import Address
 from ringjax.transfer.wire import PullConnection
 
 _COPIES = 4
+# Copies of pages that wait for who answers, in sizes of the engine's pool.
+_PUBLISHED = 4
 # How long to wait before joining again.
 _AGAIN_S = 0.5
 
@@ -521,14 +523,14 @@ class ClusterWorker:
     )
 
   def _check_published(self, task: WorkerTask) -> None:
-    """Refuses copies beyond what the engine's own pages hold.
+    """Refuses copies beyond some times what the engine's own pages hold.
 
     Raises:
       OutOfPages: as much waits for who answers already.
     """
     with self._work:
       some = [x.tokens for x in self._tasks.values() if x.offer is not None]
-    if sum(some) + task.tokens > self._capacity:
+    if sum(some) + task.tokens > _PUBLISHED * self._capacity:
       raise OutOfPages(f"{sum(some):,} tokens are published")
 
   def _wait_for_room(self) -> None:
