@@ -263,7 +263,7 @@ class PlacementSearch:
       raise OptionError(
         "cluster",
         f"{cluster.nodes} nodes of {cluster.devices} devices",
-        "room for the model in one of its shapes",
+        f"room for {getattr(model, 'name', 'the model')} in one of its shapes",
         "pass more devices, or shapes with more stages",
       )
 
