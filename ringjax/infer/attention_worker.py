@@ -44,6 +44,7 @@ from ringjax.transfer.wire import (
   HostileMessageError,
   PullConnection,
   checked_key,
+  listening,
 )
 
 PATIENCE_S = 120.0
@@ -213,7 +214,7 @@ class AttentionServer:
         which a model is given up.
     """
     self._key, self._patience_s = checked_key(key), patience_s
-    self._server = socket.create_server((host, port))
+    self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
     self._link: PullConnection | None = None
     self._closed = False

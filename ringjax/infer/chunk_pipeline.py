@@ -179,16 +179,8 @@ class ChunkPipeline:
       return card, (ids, lengths)
 
     ids, lengths = agree.agree(self.peers, check)
-    try:
-      with jax.default_device(self.device):
-        return self._read(ids, lengths, new_tokens, keep, method, pause)
-    except PeerError:
-      raise
-    except BaseException as error:
-      self.peers.abandon(error)
-      if self.peers.failure is not None and isinstance(error, OSError):
-        raise self.peers.failure from None
-      raise
+    with self.peers.abandoning(), jax.default_device(self.device):
+      return self._read(ids, lengths, new_tokens, keep, method, pause)
 
   def _read(
     self,

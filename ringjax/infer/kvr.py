@@ -50,7 +50,7 @@ from jaxtyping import Array, Int
 from ringjax import plan
 from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.data.special_tokens import TokenIds
-from ringjax.errors import OptionError, PeerError
+from ringjax.errors import OptionError
 from ringjax.infer import agree, decode, inputs, prefill, spans
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
 from ringjax.infer.links import LayerBlock, Receiver, Sender
@@ -209,16 +209,8 @@ class Runahead:
       return card, (ids, lengths)
 
     ids, lengths = agree.agree(self.peers, check)
-    try:
-      with jax.default_device(self.device):
-        return self._read(ids, lengths, new_tokens, method, pause)
-    except PeerError:
-      raise
-    except BaseException as error:
-      self.peers.abandon(error)
-      if self.peers.failure is not None and isinstance(error, OSError):
-        raise self.peers.failure from None
-      raise
+    with self.peers.abandoning(), jax.default_device(self.device):
+      return self._read(ids, lengths, new_tokens, method, pause)
 
   def _read(
     self,

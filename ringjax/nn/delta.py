@@ -35,8 +35,27 @@ from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel.layout import Contiguous
 
 
+class Recurrent:
+  """What mixers that carry a state along say of themselves alike."""
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """What the tables of a call have to be made for: nothing turns."""
+    return ()
+
+  @property
+  def pair_flops(self) -> int:
+    """No token meets another: the work is the state's."""
+    return 0
+
+  @property
+  def reach(self) -> int | None:
+    """How many tokens it looks back: all, by its state."""
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Delta:
+class Delta(Recurrent):
   """The gated delta rule behind a short convolution.
 
   Attributes:
@@ -54,21 +73,6 @@ class Delta:
   value: int
   taps: int
   eps: float
-
-  @property
-  def ropes(self) -> tuple[Rope, ...]:
-    """What the tables of a call have to be made for: nothing turns."""
-    return ()
-
-  @property
-  def pair_flops(self) -> int:
-    """No token meets another: the work is the state's."""
-    return 0
-
-  @property
-  def reach(self) -> int | None:
-    """How many tokens it looks back: all, by its state."""
-    return None
 
   def cache_shape(self, layers: int) -> StateShape:
     """What `layers` of this kind keep."""

@@ -19,7 +19,13 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import StateCache
 from ringjax.kv.state import State, StateShape
-from ringjax.nn.delta import RecurrentInputs, Taps, over_tokens, refuse_skipping
+from ringjax.nn.delta import (
+  Recurrent,
+  RecurrentInputs,
+  Taps,
+  over_tokens,
+  refuse_skipping,
+)
 from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
@@ -27,12 +33,11 @@ from ringjax.nn.tokens import Tokens
 from ringjax.ops.conv import begins, causal_conv, tails
 from ringjax.ops.delta import delta_rule
 from ringjax.ops.norm import rms_norm
-from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba2:
+class Mamba2(Recurrent):
   """A state space behind a short convolution, and a gate.
 
   Attributes:
@@ -58,21 +63,6 @@ class Mamba2:
   bias: bool = False
   conv_bias: bool = True
   step_limit: tuple[float, float] = (0.0, math.inf)
-
-  @property
-  def ropes(self) -> tuple[Rope, ...]:
-    """What the tables of a call have to be made for: nothing turns."""
-    return ()
-
-  @property
-  def pair_flops(self) -> int:
-    """No token meets another: the work is the state's."""
-    return 0
-
-  @property
-  def reach(self) -> int | None:
-    """How many tokens it looks back: all, by its state."""
-    return None
 
   def cache_shape(self, layers: int) -> StateShape:
     """What `layers` of this kind keep."""

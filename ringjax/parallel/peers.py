@@ -313,6 +313,20 @@ class Peers:
       why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
       self._fail(self.rank, f"failed: {why}")
 
+  @contextlib.contextmanager
+  def abandoning(self) -> Iterator[None]:
+    """Tells the others of an error in its body, and raises what is the cause:
+    a socket that closed because another rank failed is that rank's failure."""
+    try:
+      yield
+    except PeerError:
+      raise
+    except BaseException as error:
+      self.abandon(error)
+      if self.failure is not None and isinstance(error, OSError):
+        raise self.failure from None
+      raise
+
   def report_failure(
     self, rank: int, why: str, grace_s: int | float = 1.0
   ) -> PeerError:

@@ -43,6 +43,7 @@ from ringjax.transfer.wire import (
   HostileMessageError,
   PullConnection,
   checked_key,
+  listening,
 )
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
@@ -151,15 +152,7 @@ class Publisher:
     self._wires: dict[int, PullConnection] = {}
     self._next_number = 0
     self._closed = False
-    try:
-      self._server = socket.create_server((host, port), backlog=128)
-    except OSError as error:
-      raise OptionError(
-        "host, port",
-        f"{host}:{port}: {error.strerror}",
-        "a free address of this machine",
-        "pass another port, or port=0 for any",
-      ) from None
+    self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
     for work in (self._accept, self._watch):
       threading.Thread(

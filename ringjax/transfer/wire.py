@@ -83,6 +83,23 @@ def checked_key(key: bytes) -> bytes:
   return bytes(key)
 
 
+def listening(host: str, port: int) -> socket.socket:
+  """A socket that others connect to; port 0 takes a free one.
+
+  Raises:
+    OptionError: the address is not free, or not of this machine.
+  """
+  try:
+    return socket.create_server((host, port), backlog=128)
+  except OSError as error:
+    raise OptionError(
+      "host, port",
+      f"{host}:{port}: {error.strerror}",
+      "a free address of this machine",
+      "pass another port, or port=0 for any",
+    ) from None
+
+
 def as_json(fields: Mapping[str, Any]) -> bytes:
   """An object as JSON; numbers of NumPy are numbers.
 

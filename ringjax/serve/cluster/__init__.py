@@ -119,6 +119,7 @@ from ringjax.serve.cluster.phase_times import (
 )
 from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
 from ringjax.serve.cluster.routing import (
+  ChosenReader,
   InstanceView,
   Rejected,
   Route,
@@ -138,6 +139,7 @@ __all__ = [
   "BlockEvent",
   "BlockIndex",
   "BlockLog",
+  "ChosenReader",
   "ClusterResult",
   "ClusterRouter",
   "ClusterSimulator",

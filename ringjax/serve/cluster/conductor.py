@@ -30,6 +30,7 @@ from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.serve.cluster.phase_times import PhaseTimes
 from ringjax.serve.cluster.routing import (
+  ChosenReader,
   InstanceView,
   Rejected,
   Route,
@@ -207,7 +208,7 @@ class FastestDecode:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomRoute(FastestDecode):
+class RandomRoute(ChosenReader, FastestDecode):
   """Any instance reads; the same one for the same request and seed.
 
   Attributes:
@@ -220,36 +221,24 @@ class RandomRoute(FastestDecode):
     super().__post_init__()
     integer("seed", self.seed)
 
-  def route(
-    self,
-    request: RoutedRequest,
-    instances: Sequence[InstanceView],
-    now_s: int | float,
-  ) -> Route | Rejected:
-    """As `RoutingPolicy`."""
-    able = [one for one in instances if one.prefills]
-    if not able:
-      return Rejected(reason="no instance reads prompts")
+  def reader(
+    self, request: RoutedRequest, able: Sequence[InstanceView]
+  ) -> InstanceView:
+    """As `ChosenReader`."""
     drawn = zlib.crc32(f"{self.seed} {request.number}".encode())
-    return _to(able[drawn % len(able)])
+    return able[drawn % len(able)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShortestWait(FastestDecode):
+class ShortestWait(ChosenReader, FastestDecode):
   """The instance reads that will have read its queue first."""
 
-  def route(
-    self,
-    request: RoutedRequest,
-    instances: Sequence[InstanceView],
-    now_s: int | float,
-  ) -> Route | Rejected:
-    """As `RoutingPolicy`."""
-    able = [one for one in instances if one.prefills]
-    if not able:
-      return Rejected(reason="no instance reads prompts")
+  def reader(
+    self, request: RoutedRequest, able: Sequence[InstanceView]
+  ) -> InstanceView:
+    """As `ChosenReader`."""
     key = lambda one: (self.costs.queue_s(one), one.running_tokens, one.name)
-    return _to(min(able, key=key))
+    return min(able, key=key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

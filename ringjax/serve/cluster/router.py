@@ -67,7 +67,12 @@ from ringjax.serve.request import (
   TokenLogprobs,
 )
 from ringjax.serve.server_metrics import Figure
-from ringjax.transfer.wire import PullConnection, as_json, checked_key
+from ringjax.transfer.wire import (
+  PullConnection,
+  as_json,
+  checked_key,
+  listening,
+)
 
 # Seconds for a stranger to show the key and say what it wants.
 _GREETING_S = 5.0
@@ -262,15 +267,7 @@ class ClusterRouter:
     self._tasks: dict[int, RoutedState] = {}
     self._numbers, self._task_numbers = itertools.count(), itertools.count()
     self._links, self._closed = 0, False
-    try:
-      self._server = socket.create_server((host, port), backlog=128)
-    except OSError as error:
-      raise OptionError(
-        "host, port",
-        f"{host}:{port}: {error.strerror}",
-        "a free address of this machine",
-        "pass another port, or port=0 for any",
-      ) from None
+    self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
     for work in (self._accept, self._watch):
       threading.Thread(

@@ -135,14 +135,14 @@ class RoutingPolicy(Protocol):
     ...
 
 
-@dataclasses.dataclass(frozen=True)
-class ShortestQueue:
-  """DistServe's rule: the shortest queue reads, the least loaded one answers.
+class ChosenReader:
+  """Part of policies that choose who reads among all that read prompts."""
 
-  The decode instance is chosen when the prompt has been read, among those with
-  room for the prompt and its answer. Of equal queues the instance with fewer
-  running tokens reads, then the first name.
-  """
+  def reader(
+    self, request: RoutedRequest, able: Sequence[InstanceView]
+  ) -> InstanceView:
+    """The instance of `able`, which are not empty, that reads a request."""
+    raise NotImplementedError
 
   def route(
     self,
@@ -150,16 +150,31 @@ class ShortestQueue:
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> Route | Rejected:
-    """As `RoutingPolicy`."""
+    """As `RoutingPolicy`; an instance that does both keeps the request."""
     able = [one for one in instances if one.prefills]
     if not able:
       return Rejected(reason="no instance reads prompts")
-    best = min(
-      able, key=lambda one: (one.queued_tokens, one.running_tokens, one.name)
-    )
-    # One that does both keeps the request.
+    best = self.reader(request, able)
     own = best.name if best.role == "both" else None
     return Route(prefill=best.name, decode=own)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortestQueue(ChosenReader):
+  """DistServe's rule: the shortest queue reads, the least loaded one answers.
+
+  The decode instance is chosen when the prompt has been read, among those with
+  room for the prompt and its answer. Of equal queues the instance with fewer
+  running tokens reads, then the first name.
+  """
+
+  def reader(
+    self, request: RoutedRequest, able: Sequence[InstanceView]
+  ) -> InstanceView:
+    """As `ChosenReader`."""
+    return min(
+      able, key=lambda one: (one.queued_tokens, one.running_tokens, one.name)
+    )
 
   def decode_instance(
     self,
