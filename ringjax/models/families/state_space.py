@@ -93,7 +93,7 @@ def _granite_hybrid(r: ConfigReader) -> TransformerConfig:
   if (
     not isinstance(types, list)
     or len(types) != r.layers()
-    or set(types) - set(kinds)
+    or not all(kind in list(kinds) for kind in types)
   ):
     want = f"{r.layers()} names of {', '.join(kinds)}"
     raise r.error("layer_types", types, want)
