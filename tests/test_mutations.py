@@ -10,24 +10,14 @@ import ringjax
 from tests import mutations
 
 
-def half(values, cheap=()):
-  """Every other one is for every commit, and those that take no time."""
-  return [
-    pytest.param(
-      value, marks=() if n % 2 == 0 or value in cheap else pytest.mark.slow
-    )
-    for n, value in enumerate(values)
-  ]
-
-
-@pytest.mark.parametrize("check", half(mutations.CHECKS, ["shared"]))
+@pytest.mark.parametrize("check", mutations.CHECKS)
 def test_the_healthy_code_passes(check):
   mutations.CHECKS[check](ringjax)
 
 
 # The package is imported anew for each.
 @pytest.mark.parametrize(
-  "bug", half(mutations.BUGS), ids=[bug.name for bug in mutations.BUGS]
+  "bug", mutations.BUGS, ids=[bug.name for bug in mutations.BUGS]
 )
 def test_a_planted_bug_is_found(bug):
   # A wrong number, not a crash: that would prove nothing about the checks.

@@ -19,8 +19,7 @@ import pytest
 
 from tests import checkpoints
 
-# Three processes on two cores take minutes; test_kvr.py has threads for ranks.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
