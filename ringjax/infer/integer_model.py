@@ -3,8 +3,8 @@
 Guarantees: what such a model makes of a token does not depend on the tokens
 beside it, to the bit, as little as that of the model itself.
 Cost: one pass over some texts, and rounding every weight once.
-Memory: a byte for a weight of a map that is rounded. Embedding, head, norms,
-routers, the experts of mixtures and the map that latent attention absorbs into
+Memory: a byte for a weight of a map that is rounded, those of experts too.
+Embedding, head, norms, routers and the map that latent attention absorbs into
 its queries stay as they are.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: activations by 8 bits with one
 scale for all channels, outliers multiplied beside (shadow), the layers where
@@ -14,9 +14,9 @@ they matter least without.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +33,7 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.models import calibration as files
 from ringjax.models.coded_weights import rounded
-from ringjax.models.linear_maps import replaced, rounded_maps
+from ringjax.models.linear_maps import inner_size, replaced, rounded_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.integer import IntegerLinear, NotedLinear
 from ringjax.nn.linear import Linear
@@ -51,7 +51,8 @@ class ActivationRanges:
   Attributes:
     model: digest of the model.
     sizes: of each map, by path, float32 [L, I]: the largest absolute value of
-      each channel of its input, layer by layer.
+      each channel of its input, layer by layer. Experts of a layer have one
+      range: one that the texts seldom choose would have none of its own.
   """
 
   model: str
@@ -123,14 +124,17 @@ def activation_ranges(
     )
   maps = rounded_maps(model, "products of integers")
   sizes = {
-    path: np.zeros((_layers(linear), _inner(linear)), np.float32)
+    path: np.zeros((_layers(linear), inner_size(linear)), np.float32)
     for path, linear in maps.items()
   }
+  # Each shard tells of its own tokens that experts read.
+  lock = threading.Lock()
 
   def noting(path: str) -> Callable[[np.ndarray, np.ndarray], None]:
     def note(layer: np.ndarray, size: np.ndarray) -> None:
       mine = sizes[path][int(layer)]
-      np.maximum(mine, size, out=mine)
+      with lock:
+        np.maximum(mine, size, out=mine)
 
     return note
 
@@ -138,7 +142,9 @@ def activation_ranges(
     model,
     {
       path: NotedLinear(
-        linear, jnp.arange(_layers(linear), dtype=jnp.int32), noting(path)
+        linear,
+        _of_experts(linear, np.arange(_layers(linear), dtype=np.int32)),
+        noting(path),
       )
       for path, linear in maps.items()
     },
@@ -183,7 +189,7 @@ def integer_model(
       largest number is the smallest multiple of their scale. The paper
       prunes 0.85.
     scales: of weights: "channel", one for each output; "tensor", one for each
-      layer, as the paper has it.
+      layer, as the paper has it, or each of its experts.
 
   Raises:
     CheckpointMismatchError: ranges of another model.
@@ -225,15 +231,13 @@ def integer_model(
       [shadow > 0 and (path, n) not in pruned for n in range(_layers(linear))]
     )
     scale = unit(np.where(active, tight[path], largest[path] / LARGEST))
-    codes, of_outputs = rounded(
-      linear.weight.get_value(), linear.contracted, scales == "channel"
-    )
+    codes, of_outputs = rounded(linear, channels=scales == "channel")
     changed[path] = IntegerLinear(
       linear,
       codes,
       of_outputs,
-      jnp.asarray(scale),
-      jnp.asarray(active, jnp.int32),
+      _of_experts(linear, scale),
+      _of_experts(linear, active.astype(np.int32)),
       shadow=shadow if active.any() else 0,
     )
   return replaced(model, changed)
@@ -243,6 +247,8 @@ def _layers(linear: Linear) -> int:
   return linear.weight.get_value().shape[0]
 
 
-def _inner(linear: Linear) -> int:
-  shape = linear.weight.get_value().shape
-  return math.prod(shape[1 : 1 + linear.contracted])
+def _of_experts(linear: Linear, x: np.ndarray) -> jax.Array:
+  """[L], of a map of experts [L, E]: the same for all of a layer."""
+  experts = linear.weight.get_value().shape[1 : 1 + linear.lead]
+  wide = x.reshape(x.shape + (1,) * len(experts))
+  return jnp.asarray(np.broadcast_to(wide, x.shape + experts))
