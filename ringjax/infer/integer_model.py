@@ -14,6 +14,7 @@ they matter least without.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import threading
@@ -33,7 +34,8 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.models import calibration as files
 from ringjax.models.coded_weights import rounded
-from ringjax.models.linear_maps import inner_size, replaced, rounded_maps
+from ringjax.models.linear_maps import inner_size, rounded_maps
+from ringjax.models.placed_maps import with_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.integer import IntegerLinear, NotedLinear
 from ringjax.nn.linear import Linear
@@ -124,7 +126,7 @@ def activation_ranges(
     )
   maps = rounded_maps(model, "products of integers")
   sizes = {
-    path: np.zeros((_layers(linear), inner_size(linear)), np.float32)
+    path: np.zeros((_layers(model, path), inner_size(linear)), np.float32)
     for path, linear in maps.items()
   }
   # Each shard tells of its own tokens that experts read.
@@ -138,23 +140,19 @@ def activation_ranges(
 
     return note
 
-  noted = replaced(
-    model,
-    {
-      path: NotedLinear(
-        linear,
-        _of_experts(linear, np.arange(_layers(linear), dtype=np.int32)),
-        noting(path),
-      )
-      for path, linear in maps.items()
-    },
-  )
+  def noted(path: str) -> Callable[[Linear], NotedLinear]:
+    numbers = np.arange(_layers(model, path), dtype=np.int32)
+    return lambda linear: NotedLinear(
+      linear, _of_experts(linear, numbers), noting(path)
+    )
+
   # One row of logits: who hears them does not matter.
   call = jax.jit(
     lambda model, row: model(row, rows=jnp.zeros((1, 1), jnp.int32))
   )
+  watched = with_maps(model, {path: noted(path) for path in maps})
   for n, row in enumerate(ids):
-    call(noted, jnp.asarray(row[None], jnp.int32))
+    call(watched, jnp.asarray(row[None], jnp.int32))
     jax.effects_barrier()
     if progress is not None:
       progress(n + 1, len(ids))
@@ -226,25 +224,42 @@ def integer_model(
     (path, layer) for _, path, layer in ordered[: int(prune * len(ordered))]
   }
   changed = {}
-  for path, linear in maps.items():
-    active = np.array(
-      [shadow > 0 and (path, n) not in pruned for n in range(_layers(linear))]
-    )
+  for path in maps:
+    layers = range(_layers(model, path))
+    active = np.array([shadow > 0 and (path, n) not in pruned for n in layers])
     scale = unit(np.where(active, tight[path], largest[path] / LARGEST))
-    codes, of_outputs = rounded(linear, channels=scales == "channel")
-    changed[path] = IntegerLinear(
-      linear,
-      codes,
-      of_outputs,
-      _of_experts(linear, scale),
-      _of_experts(linear, active.astype(np.int32)),
+    changed[path] = functools.partial(
+      _integers,
+      scale=scale,
+      active=active.astype(np.int32),
       shadow=shadow if active.any() else 0,
+      channels=scales == "channel",
     )
-  return replaced(model, changed)
+  return with_maps(model, changed)
 
 
-def _layers(linear: Linear) -> int:
-  return linear.weight.get_value().shape[0]
+def _integers(
+  linear: Linear,
+  *,
+  scale: np.ndarray,
+  active: np.ndarray,
+  shadow: int,
+  channels: bool,
+) -> IntegerLinear:
+  """A map of integers, with the scales of all layers."""
+  return IntegerLinear(
+    linear,
+    *rounded(linear, channels=channels),
+    _of_experts(linear, scale),
+    _of_experts(linear, active),
+    shadow=shadow,
+  )
+
+
+def _layers(model: Transformer, path: str) -> int:
+  """Layers of the kind of a map, wherever they are."""
+  run = path.removeprefix("stack.blocks.").split(".")[0]
+  return model.stack.runs[int(run)].repeats
 
 
 def _of_experts(linear: Linear, x: np.ndarray) -> jax.Array:

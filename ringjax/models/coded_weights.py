@@ -4,11 +4,14 @@ Cost: every weight is rounded once; see `nn.coded` for a call.
 Memory: 8 bits: a byte a weight of a map, and 4 for each output. 4 bits: half a
 byte, and 8 for each group. Each expert of a mixture has codes of its own.
 Embedding, head, norms, routers and the map that latent attention absorbs into
-its queries stay as they are.
+its queries stay as they are. Layers in host memory are codes there; those on
+disk stay as they are in the folder, and become codes when they are read.
 Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,8 @@ from jaxtyping import Array, Float
 
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
-from ringjax.models.linear_maps import inner_size, replaced, rounded_maps
+from ringjax.models.linear_maps import inner_size, rounded_maps
+from ringjax.models.placed_maps import with_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.coded import Coded4Linear, Coded8Linear, nibbles
 from ringjax.nn.linear import Linear
@@ -54,13 +58,8 @@ def with_coded_weights(
   if group % 2:
     raise OptionError("group", group, "an even number", "pass group=64")
   maps = rounded_maps(model, "codes of weights")
-  return replaced(
-    model,
-    {
-      path: _coded8(linear) if bits == 8 else _coded4(linear, group)
-      for path, linear in maps.items()
-    },
-  )
+  make = _coded8 if bits == 8 else functools.partial(_coded4, group=group)
+  return with_maps(model, dict.fromkeys(maps, make))
 
 
 def refuse_codes(model: object, doing: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -15,38 +15,46 @@ from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.feedforward import ExpertsLayer
 from ringjax.nn.linear import ExpertLinear, Linear
 
+M = TypeVar("M", bound=nnx.Module)
+
 
 def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
   """All linear maps of the layers, by path, in the order of the tree.
 
-  Those of experts are left out, see `expert_maps`.
+  Those of experts are left out, see `maps_of`.
   """
-  for name, owner, last in _parameters(model):
-    if isinstance(owner, Linear) and last == "weight":
-      yield name, owner
+  for path, linear in maps_of(model.stack, "stack.").items():
+    if not isinstance(linear, ExpertLinear):
+      yield path, linear
 
 
-def expert_maps(model: Transformer) -> Iterator[tuple[str, ExpertLinear]]:
-  """The maps of the mixtures' experts, by path: gates, ups and downs."""
-  for name, owner, last in _parameters(model):
-    if isinstance(owner, ExpertsLayer) and last in ExpertsLayer.MAPS:
-      yield f"{name}.{last}", ExpertLinear(getattr(owner, last))
+def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
+  """The linear maps in a module by their paths, those of experts too.
 
-
-def _parameters(model: Transformer) -> Iterator[tuple[str, Any, str]]:
-  """Of each parameter of the layers: its module, by path, and its name there."""
+  Args:
+    module: a stack, or a block.
+    prefix: of the paths.
+  """
   leaves = jax.tree_util.tree_flatten_with_path(
-    model.stack, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    module, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )[0]
-  for path, _ in leaves:
-    owner: Any = model.stack
+  found: dict[str, Linear] = {}
+  for path, leaf in leaves:
+    if not isinstance(leaf, nnx.Variable):
+      # What is in the host's memory is a part of a layer.
+      continue
+    owner: Any = module
     for key in path[:-1]:
       owner = (
         getattr(owner, key.name) if hasattr(key, "name") else owner[key.idx]
       )
     name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
     last = jax.tree_util.keystr(path[-1:], simple=True)
-    yield f"stack.{name}", owner, last
+    if isinstance(owner, Linear) and last == "weight":
+      found[f"{prefix}{name}"] = owner
+    elif isinstance(owner, ExpertsLayer) and last in ExpertsLayer.MAPS:
+      found[f"{prefix}{name}.{last}"] = ExpertLinear(leaf)  # pyrefly: ignore
+  return found
 
 
 # Maps that choose or gate, and one that latent attention takes apart.
@@ -63,11 +71,12 @@ def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
     name: what is to be made, for errors.
 
   Raises:
-    OptionError: a model without them, or with layers in another memory.
+    OptionError: a model without them, or with neurons on disk.
   """
-  refuse_placed(model, f"make {name}", "load it without placement= and memory=")
-  maps = {k: v for k, v in linear_maps(model) if not k.endswith(_KEPT)}
-  maps |= dict(expert_maps(model))
+  if model.stack.neuron_fault is not None:
+    refuse_placed(model, f"make {name}", "load it without neurons on disk")
+  found = maps_of(model.stack, "stack.")
+  maps = {k: v for k, v in found.items() if not k.endswith(_KEPT)}
   if not maps:
     raise OptionError(
       "model",
@@ -85,8 +94,13 @@ def inner_size(linear: Linear) -> int:
   return math.prod(shape[first : first + linear.contracted])
 
 
-def replaced(model: Transformer, maps: Mapping[str, nnx.Module]) -> Transformer:
-  """The model with other modules in place of some maps; it shares the rest."""
+def replaced(model: M, maps: Mapping[str, nnx.Module]) -> M:
+  """The model with other modules in place of some maps; it shares the rest.
+
+  Args:
+    model: a model, or a module of one.
+    maps: by path in it.
+  """
   made = jax.tree.map(lambda x: x, model)
   for path, module in maps.items():
     *above, name = path.split(".")

@@ -401,25 +401,7 @@ class Streaming:
 
   def _to_host(self, path: str) -> Any:
     """The layers of a parameter, moved into the memory that devices reach."""
-    x = self._hosted.pop(path)
-    sharding = self._shardings[path]
-    layer = () if sharding is None else tuple(_layer_spec(sharding))
-    more = in_rows(self._shard(path, x.shape)[1:])
-    if more:
-      # TPU cuts packed numbers along an axis before the last two alone.
-      width = more[-1]
-      shape = (x.shape[0], x.shape[1] // width, width)
-      abstract = isinstance(x, jax.ShapeDtypeStruct)
-      x = jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
-    if sharding is None:
-      (device,) = jnp.zeros(()).devices()
-      here = SingleDeviceSharding(device, memory_kind=HOST)
-      return jax.device_put(x, here)
-    spec = P(None, *layer)
-    here = NamedSharding(sharding.mesh, spec, memory_kind=HOST)
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    return jax.make_array_from_callback(x.shape, here, lambda at: x[at])
+    return in_host(self._hosted.pop(path), self._shardings[path])
 
   def _groups(
     self,
@@ -545,6 +527,35 @@ def abstract_placed(
     return form
   made = Streaming(form, tiers, mesh, shardings, shapes=True)
   return made.finish(made.empty)
+
+
+def in_host(
+  x: Shaped[np.ndarray, "L ..."] | jax.ShapeDtypeStruct,
+  sharding: NamedSharding | None,
+) -> Any:
+  """Layers of a parameter, in the host's memory that devices reach.
+
+  Args:
+    x: of some layers; of a shape, a shape.
+    sharding: of the parameter, as it is on the devices.
+  """
+  layer = () if sharding is None else tuple(_layer_spec(sharding))
+  local = x.shape if sharding is None else sharding.shard_shape(x.shape)
+  more = in_rows(local[1:])
+  if more:
+    # TPU cuts packed numbers along an axis before the last two alone.
+    width = more[-1]
+    shape = (x.shape[0], x.shape[1] // width, width)
+    abstract = isinstance(x, jax.ShapeDtypeStruct)
+    x = jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
+  if sharding is None:
+    (device,) = jnp.zeros(()).devices()
+    here = SingleDeviceSharding(device, memory_kind=HOST)
+    return jax.device_put(x, here)
+  here = NamedSharding(sharding.mesh, P(None, *layer), memory_kind=HOST)
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+  return jax.make_array_from_callback(x.shape, here, lambda at: x[at])
 
 
 def check_host(nbytes: int) -> None:

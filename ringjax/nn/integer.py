@@ -50,9 +50,11 @@ class IntegerLinear(nnx.Module):
     axes = tuple(base.weight.get_metadata()["axes"])
     lead = axes[: base.lead]
     out = axes[base.lead + self.contracted :]
-    kept = lambda x, axes: nnx.Param(x, axes=axes, wide=True)
+    kept = lambda x, axes, **more: nnx.Param(x, axes=axes, wide=True, **more)
     self.codes, self.scales = kept(codes, axes), kept(scales, lead + out)
-    self.scale, self.active = kept(scale, lead), kept(active, lead)
+    # These are of all layers, also where codes of some are elsewhere.
+    self.scale = kept(scale, lead, every=True)
+    self.active = kept(active, lead, every=True)
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
@@ -90,7 +92,7 @@ class NotedLinear(nnx.Module):
     note: Callable[[np.ndarray, np.ndarray], None],
   ):
     self.base, self.contracted, self.note = base, base.contracted, note
-    self.number = nnx.Param(number, axes=(), wide=True)
+    self.number = nnx.Param(number, axes=(), wide=True, every=True)
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     lead = x.ndim - self.contracted
