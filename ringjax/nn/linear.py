@@ -58,7 +58,8 @@ class ExpertLinear(Linear):
   lead = 1
 
   def __init__(self, weight: nnx.Param):
-    self.contracted, self.weight, self.bias = 1, weight, None
+    self.contracted, self.weight = 1, weight
+    self.bias: nnx.Param | None = None
 
 
 def linear_product(

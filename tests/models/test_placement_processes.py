@@ -49,4 +49,19 @@ def test_two_processes(tmp_path):
     for run in runs:
       run.kill()
   for mine in found:
-    print(mine)
+    for name in ("logits", "tokens", "step", "buffers", "after"):
+      assert mine[name] is True, (name, mine)
+    assert sorted(mine["tiers"]) == ["device", "disk", "host"]
+    # Of what is sharded each process reads a half; norms are whole. Two
+    # devices of a process have a shard each of what is in host memory.
+    assert 0.5 <= mine["share"] < 0.6
+    assert 1 <= mine["host_share"] < 1.1
+  # The process that fails, and the one that would wait for it.
+  for mine, other in zip(
+    [*found[1]["read"], found[1]["load"]],
+    [*found[0]["read"], found[0]["load"]],
+    strict=True,
+  ):
+    assert mine.startswith("CheckpointFormatError"), mine
+    assert other.startswith("CheckpointFormatError process 1: "), other
+    assert mine.removeprefix("CheckpointFormatError ")[:100] in other
