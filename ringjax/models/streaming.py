@@ -288,8 +288,25 @@ class Streaming:
     for (path, index), part in zip(tensor.targets, parts, strict=True):
       # Of several processes each has the shards of its devices, and leaves the
       # pages of the others' untouched.
+      if not self._mine(path, index):
+        continue
       for shard in part.addressable_shards:
         self._hosted[path][index][shard.index] = np.asarray(shard.data)
+
+  def _mine(self, path: str, index: tuple[int, ...]) -> bool:
+    """Whether devices of this process have that expert of a layer."""
+    sharding = self._shardings[path]
+    if sharding is None:
+      return True
+    shape = self._full[path].get_value().shape
+    places = sharding.addressable_devices_indices_map(shape).values()
+    return any(
+      all(
+        n in range(*cut.indices(size))
+        for n, cut, size in zip(index[1:], at[1:], shape[1:], strict=False)
+      )
+      for at in places
+    )
 
   def _cut(self, path: str, count: int) -> NamedSharding | None:
     """The sharding of a parameter behind its first axes."""

@@ -50,7 +50,7 @@ def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
   return () if len(ranks) == 1 else tuple(sorted(ranks))
 
 
-def exchanged(value: Any, ranks: tuple[int, ...]) -> list[Any]:
+def exchanged(value: object, ranks: tuple[int, ...]) -> list[Any]:
   """The JSON values of some processes, all of which call this in one order.
 
   Args:

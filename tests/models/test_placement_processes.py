@@ -42,7 +42,7 @@ def test_two_processes(tmp_path):
   found = []
   try:
     for run in runs:
-      out, err = run.communicate(timeout=400)
+      out, err = run.communicate(timeout=1500)
       assert run.returncode == 0, err
       found.append(json.loads(out.partition("FOUND")[2]))
   finally:
