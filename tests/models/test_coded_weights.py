@@ -158,9 +158,9 @@ def make_nibbles(model):
 
 
 @pytest.mark.parametrize("make", [
-  make_integers,
-  pytest.param(make_coded, marks=pytest.mark.long),
-  pytest.param(make_nibbles, marks=pytest.mark.long),
+  pytest.param(make_integers, marks=pytest.mark.long),
+  pytest.param(make_coded, marks=pytest.mark.slow),
+  pytest.param(make_nibbles, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_streamed_layers(tmp_path, make):
   """Codes in host memory, and of what is read from disk: the same numbers."""
@@ -181,7 +181,7 @@ def test_streamed_layers(tmp_path, make):
   assert made.digest == whole.digest
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_streamed_layers_on_a_mesh(tmp_path):
   """Experts and widths over devices, as resident ones have them."""
   config = MIXTURE | {"num_hidden_layers": 3, "num_local_experts": 4}

@@ -464,8 +464,10 @@ def test_families(family, name, tmp_path):
     np.testing.assert_allclose(x.astype(np.float32), want, 2**-8, err_msg=key)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "pack_8"])
+@pytest.mark.parametrize("name", [
+  pytest.param("gptq", marks=pytest.mark.long),
+  *(pytest.param(x, marks=pytest.mark.slow) for x in ("awq", "fp8", "pack_8")),
+])  # fmt: skip
 def test_experts(name, tmp_path):
   """Each expert's maps are packed by themselves."""
   sizes = dict(num_hidden_layers=1, moe_intermediate_size=32, num_experts=2)
