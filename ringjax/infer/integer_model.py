@@ -3,8 +3,8 @@
 Guarantees: what such a model makes of a token does not depend on the tokens
 beside it, to the bit, as little as that of the model itself.
 Cost: one pass over some texts, and rounding every weight once.
-Memory: a byte for a weight of a map that is rounded. Embedding, head, norms,
-routers, the experts of mixtures and the map that latent attention absorbs into
+Memory: a byte for a weight of a map that is rounded, those of experts too.
+Embedding, head, norms, routers and the map that latent attention absorbs into
 its queries stay as they are.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: activations by 8 bits with one
 scale for all channels, outliers multiplied beside (shadow), the layers where
@@ -14,9 +14,10 @@ they matter least without.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +34,8 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.models import calibration as files
 from ringjax.models.coded_weights import rounded
-from ringjax.models.linear_maps import replaced, rounded_maps
+from ringjax.models.linear_maps import inner_size, rounded_maps
+from ringjax.models.placed_maps import with_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.integer import IntegerLinear, NotedLinear
 from ringjax.nn.linear import Linear
@@ -51,7 +53,8 @@ class ActivationRanges:
   Attributes:
     model: digest of the model.
     sizes: of each map, by path, float32 [L, I]: the largest absolute value of
-      each channel of its input, layer by layer.
+      each channel of its input, layer by layer. Experts of a layer have one
+      range: one that the texts seldom choose would have none of its own.
   """
 
   model: str
@@ -123,32 +126,33 @@ def activation_ranges(
     )
   maps = rounded_maps(model, "products of integers")
   sizes = {
-    path: np.zeros((_layers(linear), _inner(linear)), np.float32)
+    path: np.zeros((_layers(model, path), inner_size(linear)), np.float32)
     for path, linear in maps.items()
   }
+  # Each shard tells of its own tokens that experts read.
+  lock = threading.Lock()
 
   def noting(path: str) -> Callable[[np.ndarray, np.ndarray], None]:
     def note(layer: np.ndarray, size: np.ndarray) -> None:
       mine = sizes[path][int(layer)]
-      np.maximum(mine, size, out=mine)
+      with lock:
+        np.maximum(mine, size, out=mine)
 
     return note
 
-  noted = replaced(
-    model,
-    {
-      path: NotedLinear(
-        linear, jnp.arange(_layers(linear), dtype=jnp.int32), noting(path)
-      )
-      for path, linear in maps.items()
-    },
-  )
+  def noted(path: str) -> Callable[[Linear], NotedLinear]:
+    numbers = np.arange(_layers(model, path), dtype=np.int32)
+    return lambda linear: NotedLinear(
+      linear, _of_experts(linear, numbers), noting(path)
+    )
+
   # One row of logits: who hears them does not matter.
   call = jax.jit(
     lambda model, row: model(row, rows=jnp.zeros((1, 1), jnp.int32))
   )
+  watched = with_maps(model, {path: noted(path) for path in maps})
   for n, row in enumerate(ids):
-    call(noted, jnp.asarray(row[None], jnp.int32))
+    call(watched, jnp.asarray(row[None], jnp.int32))
     jax.effects_barrier()
     if progress is not None:
       progress(n + 1, len(ids))
@@ -183,7 +187,7 @@ def integer_model(
       largest number is the smallest multiple of their scale. The paper
       prunes 0.85.
     scales: of weights: "channel", one for each output; "tensor", one for each
-      layer, as the paper has it.
+      layer, as the paper has it, or each of its experts.
 
   Raises:
     CheckpointMismatchError: ranges of another model.
@@ -220,29 +224,46 @@ def integer_model(
     (path, layer) for _, path, layer in ordered[: int(prune * len(ordered))]
   }
   changed = {}
-  for path, linear in maps.items():
-    active = np.array(
-      [shadow > 0 and (path, n) not in pruned for n in range(_layers(linear))]
-    )
+  for path in maps:
+    layers = range(_layers(model, path))
+    active = np.array([shadow > 0 and (path, n) not in pruned for n in layers])
     scale = unit(np.where(active, tight[path], largest[path] / LARGEST))
-    codes, of_outputs = rounded(
-      linear.weight.get_value(), linear.contracted, scales == "channel"
-    )
-    changed[path] = IntegerLinear(
-      linear,
-      codes,
-      of_outputs,
-      jnp.asarray(scale),
-      jnp.asarray(active, jnp.int32),
+    changed[path] = functools.partial(
+      _integers,
+      scale=scale,
+      active=active.astype(np.int32),
       shadow=shadow if active.any() else 0,
+      channels=scales == "channel",
     )
-  return replaced(model, changed)
+  return with_maps(model, changed)
 
 
-def _layers(linear: Linear) -> int:
-  return linear.weight.get_value().shape[0]
+def _integers(
+  linear: Linear,
+  *,
+  scale: np.ndarray,
+  active: np.ndarray,
+  shadow: int,
+  channels: bool,
+) -> IntegerLinear:
+  """A map of integers, with the scales of all layers."""
+  return IntegerLinear(
+    linear,
+    *rounded(linear, channels=channels),
+    _of_experts(linear, scale),
+    _of_experts(linear, active),
+    shadow=shadow,
+  )
 
 
-def _inner(linear: Linear) -> int:
-  shape = linear.weight.get_value().shape
-  return math.prod(shape[1 : 1 + linear.contracted])
+def _layers(model: Transformer, path: str) -> int:
+  """Layers of the kind of a map, wherever they are."""
+  run = path.removeprefix("stack.blocks.").split(".")[0]
+  return model.stack.runs[int(run)].repeats
+
+
+def _of_experts(linear: Linear, x: np.ndarray) -> jax.Array:
+  """[L], of a map of experts [L, E]: the same for all of a layer."""
+  experts = linear.weight.get_value().shape[1 : 1 + linear.lead]
+  wide = x.reshape(x.shape + (1,) * len(experts))
+  return jnp.asarray(np.broadcast_to(wide, x.shape + experts))

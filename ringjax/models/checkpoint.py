@@ -46,6 +46,7 @@ from ringjax.models.streaming import Streaming, check_host, planned
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, refuse_placed
 from ringjax.nn.param import Rules
+from ringjax.parallel import outcome
 from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
@@ -238,9 +239,12 @@ def load(
     MeshError: rules for an axis that the mesh does not have.
   """
   mesh = _checked_mesh(mesh, rules)
-  folder = Folder.open(path)
-  source, family = text_config(folder.config)
-  config = family.read(source)
+  ranks = outcome.processes_of(mesh)
+  # A file that one process does not have is an error of all.
+  with outcome.failing_together(ranks):
+    folder = Folder.open(path)
+    source, family = text_config(folder.config)
+    config = family.read(source)
   dtype = float_dtype(
     "dtype", stored_dtype(folder, source) if dtype is None else dtype
   )
@@ -265,9 +269,10 @@ def load(
       found = dataclasses.replace(found, tensors=kept)
   params = parameters(empty)
   shardings = _by_path(params, mesh, rules)
-  _check_memory(params, shardings, mesh)
-  if streaming is not None:
-    check_host(streaming.host_bytes)
+  with outcome.failing_together(ranks):
+    _check_memory(params, shardings, mesh)
+    if streaming is not None:
+      check_host(streaming.host_bytes)
   shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
   zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
   arrays = dict(zip(params, zeros, strict=True))

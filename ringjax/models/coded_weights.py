@@ -2,15 +2,16 @@
 
 Cost: every weight is rounded once; see `nn.coded` for a call.
 Memory: 8 bits: a byte a weight of a map, and 4 for each output. 4 bits: half a
-byte, and 8 for each group. Embedding, head, norms, routers, the experts of
-mixtures and the map that latent attention absorbs into its queries stay as they
-are.
+byte, and 8 for each group. Each expert of a mixture has codes of its own.
+Embedding, head, norms, routers and the map that latent attention absorbs into
+its queries stay as they are. Layers in host memory are codes there; those on
+disk stay as they are in the folder, and become codes when they are read.
 Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from jaxtyping import Array, Float
 
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
-from ringjax.models.linear_maps import replaced, rounded_maps
+from ringjax.models.linear_maps import inner_size, rounded_maps
+from ringjax.models.placed_maps import with_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.coded import Coded4Linear, Coded8Linear, nibbles
 from ringjax.nn.linear import Linear
@@ -56,13 +58,8 @@ def with_coded_weights(
   if group % 2:
     raise OptionError("group", group, "an even number", "pass group=64")
   maps = rounded_maps(model, "codes of weights")
-  return replaced(
-    model,
-    {
-      path: _coded8(linear) if bits == 8 else _coded4(linear, group)
-      for path, linear in maps.items()
-    },
-  )
+  make = _coded8 if bits == 8 else functools.partial(_coded4, group=group)
+  return with_maps(model, dict.fromkeys(maps, make))
 
 
 def refuse_codes(model: object, doing: str) -> None:
@@ -82,44 +79,62 @@ def refuse_codes(model: object, doing: str) -> None:
 
 
 def _coded8(linear: Linear) -> nnx.Module:
-  weight = linear.weight.get_value()
-  return Coded8Linear(linear, *rounded(weight, linear.contracted, True))
+  return Coded8Linear(linear, *rounded(linear))
 
 
 def _coded4(linear: Linear, group: int) -> nnx.Module:
-  weight, n = linear.weight.get_value(), linear.contracted
-  inner = math.prod(weight.shape[1 : 1 + n])
-  codes, step, least = _nibbles(weight, n, min(group, inner + inner % 2))
+  weight, first = linear.weight.get_value(), 1 + linear.lead
+  inner, inputs = inner_size(linear), first + linear.contracted
+  codes, step, least = _nibbles(
+    weight, linear.lead, inner, weight.shape[inputs:],
+    min(group, inner + inner % 2),
+  )  # fmt: skip
   return Coded4Linear(
-    linear, codes, step, least, inputs=weight.shape[1 : 1 + n]
+    linear, codes, step, least, inputs=weight.shape[first:inputs]
   )
 
 
-@jax.jit(static_argnums=(1, 2))
 def rounded(
-  weight: Float[Array, " *shape"], contracted: int, channels: bool
+  linear: Linear, *, channels: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-  """int8 of a weight's shape, and steps, float32 [L, *out]; see `codes_of`."""
-  inner = math.prod(weight.shape[1 : 1 + contracted])
-  out = weight.shape[1 + contracted :]
+  """int8 codes of a map's weight, of its shape, and float32 scales of outputs.
 
-  def one(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    codes, scales = codes_of(layer.reshape(inner, -1), channels=channels)
-    return codes.reshape(layer.shape), scales.reshape(out)
+  Args:
+    linear: the map, or that of experts, whose weight is stacked over layers.
+    channels: see `codes_of`.
+  """
+  weight = linear.weight.get_value()
+  out = weight.shape[1 + linear.lead + linear.contracted :]
+  return _codes(weight, linear.lead, inner_size(linear), out, channels)
 
-  return jax.lax.map(one, weight)
+
+@jax.jit(static_argnums=(1, 2, 3, 4))
+def _codes(
+  weight: Float[Array, " *shape"],
+  lead: int,
+  inner: int,
+  out: tuple[int, ...],
+  channels: bool,
+) -> tuple[jax.Array, jax.Array]:
+  def one(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    codes, scales = codes_of(x.reshape(inner, -1), channels=channels)
+    return codes.reshape(x.shape), scales.reshape(out)
+
+  return jax.lax.map(jax.vmap(one) if lead else one, weight)
 
 
-@jax.jit(static_argnums=(1, 2))
+@jax.jit(static_argnums=(1, 2, 3, 4))
 def _nibbles(
-  weight: Float[Array, " *shape"], contracted: int, group: int
+  weight: Float[Array, " *shape"],
+  lead: int,
+  inner: int,
+  out: tuple[int, ...],
+  group: int,
 ) -> tuple[jax.Array, ...]:
   """Codes [L, G, half, *out], steps and least numbers [L, G, *out]."""
-  inner = math.prod(weight.shape[1 : 1 + contracted])
-  out = weight.shape[1 + contracted :]
 
-  def one(layer: jax.Array) -> tuple[jax.Array, ...]:
-    parts = nibbles(layer.reshape(inner, -1), group)
+  def one(x: jax.Array) -> tuple[jax.Array, ...]:
+    parts = nibbles(x.reshape(inner, -1), group)
     return tuple(x.reshape(*x.shape[:-1], *out) for x in parts)
 
-  return jax.lax.map(one, weight)
+  return jax.lax.map(jax.vmap(one) if lead else one, weight)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -11,23 +12,49 @@ from flax import nnx
 from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import refuse_placed
-from ringjax.nn.linear import Linear
+from ringjax.nn.feedforward import ExpertsLayer
+from ringjax.nn.linear import ExpertLinear, Linear
+
+M = TypeVar("M", bound=nnx.Module)
 
 
 def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
-  """All linear maps of the layers, by path, in the order of the tree."""
+  """All linear maps of the layers, by path, in the order of the tree.
+
+  Those of experts are left out, see `maps_of`.
+  """
+  for path, linear in maps_of(model.stack, "stack.").items():
+    if not isinstance(linear, ExpertLinear):
+      yield path, linear
+
+
+def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
+  """The linear maps in a module by their paths, those of experts too.
+
+  Args:
+    module: a stack, or a block.
+    prefix: of the paths.
+  """
   leaves = jax.tree_util.tree_flatten_with_path(
-    model.stack, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    module, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )[0]
-  for path, _ in leaves:
-    owner: Any = model.stack
+  found: dict[str, Linear] = {}
+  for path, leaf in leaves:
+    if not isinstance(leaf, nnx.Variable):
+      # What is in the host's memory is a part of a layer.
+      continue
+    owner: Any = module
     for key in path[:-1]:
       owner = (
         getattr(owner, key.name) if hasattr(key, "name") else owner[key.idx]
       )
-    if isinstance(owner, Linear) and _last(path) == "weight":
-      name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
-      yield f"stack.{name}", owner
+    name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+    last = jax.tree_util.keystr(path[-1:], simple=True)
+    if isinstance(owner, Linear) and last == "weight":
+      found[f"{prefix}{name}"] = owner
+    elif isinstance(owner, ExpertsLayer) and last in ExpertsLayer.MAPS:
+      found[f"{prefix}{name}.{last}"] = ExpertLinear(leaf)  # pyrefly: ignore
+  return found
 
 
 # Maps that choose or gate, and one that latent attention takes apart.
@@ -37,15 +64,19 @@ _KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv")
 def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
   """The maps that can be rounded: called as such, and choosing nothing.
 
+  Those of experts are among them.
+
   Args:
     model: the model.
     name: what is to be made, for errors.
 
   Raises:
-    OptionError: a model without them, or with layers in another memory.
+    OptionError: a model without them, or with neurons on disk.
   """
-  refuse_placed(model, f"make {name}", "load it without placement= and memory=")
-  maps = {k: v for k, v in linear_maps(model) if not k.endswith(_KEPT)}
+  if model.stack.neuron_fault is not None:
+    refuse_placed(model, f"make {name}", "load it without neurons on disk")
+  found = maps_of(model.stack, "stack.")
+  maps = {k: v for k, v in found.items() if not k.endswith(_KEPT)}
   if not maps:
     raise OptionError(
       "model",
@@ -56,12 +87,20 @@ def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
   return maps
 
 
-def _last(path: tuple[Any, ...]) -> str:
-  return jax.tree_util.keystr(path[-1:], simple=True)
+def inner_size(linear: Linear) -> int:
+  """Channels of the input of a map whose weight is stacked over layers."""
+  first = 1 + linear.lead
+  shape = linear.weight.get_value().shape
+  return math.prod(shape[first : first + linear.contracted])
 
 
-def replaced(model: Transformer, maps: Mapping[str, nnx.Module]) -> Transformer:
-  """The model with other modules in place of some maps; it shares the rest."""
+def replaced(model: M, maps: Mapping[str, nnx.Module]) -> M:
+  """The model with other modules in place of some maps; it shares the rest.
+
+  Args:
+    model: a model, or a module of one.
+    maps: by path in it.
+  """
   made = jax.tree.map(lambda x: x, model)
   for path, module in maps.items():
     *above, name = path.split(".")

@@ -7,6 +7,7 @@ it were loaded.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -38,6 +39,7 @@ from ringjax.nn.placed import (
 )
 from ringjax.nn.stack import Run
 from ringjax.parallel import memory as host_memory
+from ringjax.parallel import outcome
 
 _STACK = "stack.blocks."
 # Of the host's free memory, what layers may have: something else runs too.
@@ -70,13 +72,6 @@ def planned(
     OptionError: another placement or memory.
     MemoryEstimateError: not even the outer weights and two layers fit.
   """
-  if jax.process_count() > 1:
-    raise OptionError(
-      "placement",
-      f"a run of {jax.process_count()} processes",
-      "one process, which reads the layers of its devices",
-      "leave placement= and memory= out, or run one process",
-    )
   layers, outer = _layer_bytes(model, shardings)
   total, widest = sum(layers), max(layers)
   meshes = [x.mesh for x in shardings.values() if x is not None]
@@ -103,6 +98,9 @@ def planned(
     rest = total - room[DEVICE]
     # Each device has its shard of a layer there.
     fits = rest if free is None else min(rest, _OF_HOST * free / devices)
+    # All processes place the same layers.
+    ranks = outcome.processes_of(meshes[0] if meshes else None)
+    fits = min(outcome.exchanged(fits, ranks))
     return deal(layers, room | {IN_HOST: fits, DISK: rest - fits})
   wanted = WeightPlacement.of(placement)
   if wanted.disk == 1 or wanted.host == 1:
@@ -218,7 +216,7 @@ class Streaming:
 
   @property
   def host_bytes(self) -> int:
-    """Bytes of the layers in the host's memory."""
+    """Bytes of the layers in this host's memory."""
     return sum(
       math.prod(self._shard(path, x.shape)) * x.dtype.itemsize * self._devices
       for path, x in self._hosted.items()
@@ -283,9 +281,39 @@ class Streaming:
     dtypes = tuple(
       jnp.dtype(self._hosted[path].dtype).name for path, _ in tensor.targets
     )
-    parts = _parts(tensor.form, dtypes, split)
+    shardings = tuple(
+      self._cut(path, len(index)) for path, index in tensor.targets
+    )
+    parts = _parts(tensor.form, dtypes, shardings, split)
     for (path, index), part in zip(tensor.targets, parts, strict=True):
-      self._hosted[path][index] = np.asarray(part)
+      # Of several processes each has the shards of its devices, and leaves the
+      # pages of the others' untouched.
+      if not self._mine(path, index):
+        continue
+      for shard in part.addressable_shards:
+        self._hosted[path][index][shard.index] = np.asarray(shard.data)
+
+  def _mine(self, path: str, index: tuple[int, ...]) -> bool:
+    """Whether devices of this process have that expert of a layer."""
+    sharding = self._shardings[path]
+    if sharding is None:
+      return True
+    shape = self._full[path].get_value().shape
+    places = sharding.addressable_devices_indices_map(shape).values()
+    return any(
+      all(
+        n in range(*cut.indices(size))
+        for n, cut, size in zip(index[1:], at[1:], shape[1:], strict=False)
+      )
+      for at in places
+    )
+
+  def _cut(self, path: str, count: int) -> NamedSharding | None:
+    """The sharding of a parameter behind its first axes."""
+    sharding = self._shardings[path]
+    if sharding is None:
+      return None
+    return NamedSharding(sharding.mesh, P(*tuple(sharding.spec)[count:]))
 
   def finish(
     self,
@@ -303,7 +331,8 @@ class Streaming:
       targets: as what pieces of a tensor come to the devices.
     """
     groups: Any = {}
-    reader, fault = None, ReadFault()
+    reader = None
+    fault = ReadFault(ranks=outcome.processes_of(self._mesh))
     if folder is not None and targets is not None:
       groups = self._groups(folder, tensors, targets)
       reader = self._reader(folder, groups)
@@ -389,25 +418,7 @@ class Streaming:
 
   def _to_host(self, path: str) -> Any:
     """The layers of a parameter, moved into the memory that devices reach."""
-    x = self._hosted.pop(path)
-    sharding = self._shardings[path]
-    layer = () if sharding is None else tuple(_layer_spec(sharding))
-    more = in_rows(self._shard(path, x.shape)[1:])
-    if more:
-      # TPU cuts packed numbers along an axis before the last two alone.
-      width = more[-1]
-      shape = (x.shape[0], x.shape[1] // width, width)
-      abstract = isinstance(x, jax.ShapeDtypeStruct)
-      x = jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
-    if sharding is None:
-      (device,) = jnp.zeros(()).devices()
-      here = SingleDeviceSharding(device, memory_kind=HOST)
-      return jax.device_put(x, here)
-    spec = P(None, *layer)
-    here = NamedSharding(sharding.mesh, spec, memory_kind=HOST)
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    return jax.make_array_from_callback(x.shape, here, lambda at: x[at])
+    return in_host(self._hosted.pop(path), self._shardings[path])
 
   def _groups(
     self,
@@ -486,14 +497,21 @@ class Streaming:
         for part in group.pieces:
           cut.update(dict.fromkeys(a for a in part.cuts if a is not None))
     sizes = {} if self._mesh is None else {a: self._mesh.shape[a] for a in cut}
-    shards = math.prod(sizes.values())
-    devices = 1 if self._mesh is None else len(self._mesh.local_devices)
+    # How many devices of this process read each of the shards that it reads.
+    users = collections.Counter({(): 1})
+    if self._mesh is not None:
+      axes = [self._mesh.axis_names.index(a) for a in sizes]
+      users = collections.Counter(
+        tuple(at[n] for n in axes)
+        for at, device in np.ndenumerate(self._mesh.devices)
+        if device.process_index == jax.process_index()
+      )
     return LayerReader(
       folder,
       {n: [x for g in made for x in g.pieces] for n, made in groups.items()},
       sizes=sizes,
-      shards=shards,
-      users=devices // shards,
+      shards=len(users),
+      users=max(users.values()),
     )
 
 
@@ -528,6 +546,35 @@ def abstract_placed(
   return made.finish(made.empty)
 
 
+def in_host(
+  x: Shaped[np.ndarray, "L ..."] | jax.ShapeDtypeStruct,
+  sharding: NamedSharding | None,
+) -> Any:
+  """Layers of a parameter, in the host's memory that devices reach.
+
+  Args:
+    x: of some layers; of a shape, a shape.
+    sharding: of the parameter, as it is on the devices.
+  """
+  layer = () if sharding is None else tuple(_layer_spec(sharding))
+  local = x.shape if sharding is None else sharding.shard_shape(x.shape)
+  more = in_rows(local[1:])
+  if more:
+    # TPU cuts packed numbers along an axis before the last two alone.
+    width = more[-1]
+    shape = (x.shape[0], x.shape[1] // width, width)
+    abstract = isinstance(x, jax.ShapeDtypeStruct)
+    x = jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
+  if sharding is None:
+    (device,) = jnp.zeros(()).devices()
+    here = SingleDeviceSharding(device, memory_kind=HOST)
+    return jax.device_put(x, here)
+  here = NamedSharding(sharding.mesh, P(None, *layer), memory_kind=HOST)
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+  return jax.make_array_from_callback(x.shape, here, lambda at: x[at])
+
+
 def check_host(nbytes: int) -> None:
   """Refuses layers for the host's memory that it has no room for.
 
@@ -556,13 +603,23 @@ def check_host(nbytes: int) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _parts(
-  form: Any, dtypes: tuple[str, ...], x: Any
+  form: Any,
+  dtypes: tuple[str, ...],
+  shardings: tuple[NamedSharding | None, ...],
+  x: Any,
 ) -> tuple[Shaped[Array, " ..."], ...]:
-  """The pieces of a tensor in the dtypes of their parameters."""
-  parts = zip(form.split(x), dtypes, strict=True)
-  return tuple(part.astype(dtype) for part, dtype in parts)
+  """The pieces of a tensor as their parameters have them."""
+  made = []
+  for part, dtype, sharding in zip(
+    form.split(x), dtypes, shardings, strict=True
+  ):
+    part = part.astype(dtype)
+    if sharding is not None:
+      part = jax.lax.with_sharding_constraint(part, sharding)
+    made.append(part)
+  return tuple(made)
 
 
 def _weights(

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ringjax.nn.linear import Linear, linear_product
+from ringjax.parallel import collectives
 
 # Tokens of a call whose products are made group by group.
 _FEW = 64
@@ -29,7 +30,8 @@ _FEW = 64
 class Coded8Linear(nnx.Module):
   """A `Linear` of int8 codes, with a step for each output.
 
-  Arrays have a leading axis of layers while their layers share one.
+  Arrays have a leading axis of layers while their layers share one, and behind
+  it one of experts if it takes the place of an `ExpertLinear`.
 
   Attributes:
     codes: int8 [*in, *out].
@@ -41,8 +43,9 @@ class Coded8Linear(nnx.Module):
   ):
     self.contracted = base.contracted
     axes = tuple(base.weight.get_metadata()["axes"])
+    lead, out = axes[: base.lead], axes[base.lead + self.contracted :]
     self.codes = nnx.Param(codes, axes=axes, wide=True)
-    self.step = nnx.Param(step, axes=axes[self.contracted :], wide=True)
+    self.step = nnx.Param(step, axes=lead + out, wide=True)
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
@@ -92,7 +95,8 @@ def of_nibbles(
 class Coded4Linear(nnx.Module):
   """A `Linear` of codes of 4 bits in groups.
 
-  Arrays have a leading axis of layers while their layers share one.
+  Arrays have a leading axis of layers while their layers share one, and behind
+  it one of experts if it takes the place of an `ExpertLinear`.
 
   Attributes:
     codes: uint8 [G, half, *out].
@@ -113,10 +117,11 @@ class Coded4Linear(nnx.Module):
     self.contracted, self.inputs = base.contracted, inputs
     axes = tuple(base.weight.get_metadata()["axes"])
     # Groups are dealt like the first input axis.
-    first, out = axes[0], axes[self.contracted :]
-    self.codes = nnx.Param(codes, axes=(first, None, *out), wide=True)
-    self.step = nnx.Param(step, axes=(first, *out), wide=True)
-    self.least = nnx.Param(least, axes=(first, *out), wide=True)
+    lead, first = axes[: base.lead], axes[base.lead]
+    out = axes[base.lead + self.contracted :]
+    self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), wide=True)
+    self.step = nnx.Param(step, axes=(*lead, first, *out), wide=True)
+    self.least = nnx.Param(least, axes=(*lead, first, *out), wide=True)
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
@@ -156,6 +161,6 @@ def _by_groups(
     rows = (None,) * (y.ndim - 1)
     return y + sums * step[rows] + total * least[rows], None
 
-  start = jnp.zeros((*x.shape[:-1], outer), jnp.float32)
+  start = collectives.zeros((*x.shape[:-1], outer), jnp.float32, x)
   each = (jnp.moveaxis(parts, -2, 0), codes, step, least)
   return lax.scan(add, start, each)[0].astype(x.dtype)

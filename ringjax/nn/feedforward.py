@@ -317,7 +317,17 @@ class Experts:
 
 
 class ExpertsLayer(nnx.Module):
-  """The module of `Experts`."""
+  """The module of `Experts`.
+
+  Attributes:
+    gate: [E, D, F]; or what takes the place of an `ExpertLinear` of it, as
+      for `up` and `down`.
+    up: [E, D, F].
+    down: [E, F, D].
+  """
+
+  # What each expert has of its own, biases aside.
+  MAPS = ("gate", "up", "down")
 
   def __init__(self, rngs: nnx.Rngs, spec: Experts, embed: int):
     e, f = spec.experts, spec.hidden
@@ -355,14 +365,14 @@ class ExpertsLayer(nnx.Module):
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
     spec = self.spec
-    get = lambda p: None if p is None else p[...]
+    get = lambda p: p[...] if isinstance(p, nnx.Variable) else p
     weights = dict(
       router=self.router.weight[...],
       router_bias=get(self.router.bias),
       correction=get(self.correction),
-      gate=(self.gate[...], get(self.gate_bias)),
-      up=(self.up[...], get(self.up_bias)),
-      down=(self.down[...], get(self.down_bias)),
+      gate=(get(self.gate), get(self.gate_bias)),
+      up=(get(self.up), get(self.up_bias)),
+      down=(get(self.down), get(self.down_bias)),
     )
 
     def run(w: PyTree, x: jax.Array) -> jax.Array:
@@ -375,10 +385,14 @@ class ExpertsLayer(nnx.Module):
       mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
 
       def linear(
-        pair: tuple[jax.Array, Any], expert: jax.Array, x: jax.Array
+        pair: tuple[Any, Any], expert: jax.Array, x: jax.Array
       ) -> jax.Array:
         weight, bias = pair
-        y = jnp.matmul(x, weight[expert], preferred_element_type=x.dtype)
+        mine = jax.tree.map(lambda a: a[expert], weight)
+        if isinstance(mine, nnx.Module):
+          y = mine(x)
+        else:
+          y = jnp.matmul(x, mine, preferred_element_type=x.dtype)
         return y if bias is None else y + bias[expert][None].astype(y.dtype)
 
       def f(expert: jax.Array, x: jax.Array) -> jax.Array:

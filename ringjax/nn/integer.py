@@ -25,7 +25,8 @@ from ringjax.ops.integer_product import integer_product
 class IntegerLinear(nnx.Module):
   """y = x . (codes x scales) + bias, by products of integers.
 
-  Arrays have a leading axis of layers while their layers share one.
+  Arrays have a leading axis of layers while their layers share one, and behind
+  it one of experts if it takes the place of an `ExpertLinear`.
 
   Attributes:
     codes: int8 [*in, *out].
@@ -40,17 +41,20 @@ class IntegerLinear(nnx.Module):
     base: Linear,
     codes: Int8[Array, " ..."],
     scales: Float[Array, " ..."],
-    scale: Float[Array, " *L"],
-    active: Int[Array, " *L"],
+    scale: Float[Array, " ..."],
+    active: Int[Array, " ..."],
     *,
     shadow: int,
   ):
     self.contracted, self.shadow = base.contracted, shadow
     axes = tuple(base.weight.get_metadata()["axes"])
-    kept = lambda x, axes: nnx.Param(x, axes=axes, wide=True)
-    self.codes = kept(codes, axes)
-    self.scales = kept(scales, axes[self.contracted :])
-    self.scale, self.active = kept(scale, ()), kept(active, ())
+    lead = axes[: base.lead]
+    out = axes[base.lead + self.contracted :]
+    kept = lambda x, axes, **more: nnx.Param(x, axes=axes, wide=True, **more)
+    self.codes, self.scales = kept(codes, axes), kept(scales, lead + out)
+    # These are of all layers, also where codes of some are elsewhere.
+    self.scale = kept(scale, lead, every=True)
+    self.active = kept(active, lead, every=True)
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
@@ -77,17 +81,18 @@ class NotedLinear(nnx.Module):
 
   Attributes:
     base: the map.
-    number: int32 [], of the layer, or [L] while layers share an array.
+    number: int32 [], of the layer, or [L] while layers share an array; of an
+      `ExpertLinear` [L, E].
   """
 
   def __init__(
     self,
     base: Linear,
-    number: Int[Array, " *L"],
+    number: Int[Array, " ..."],
     note: Callable[[np.ndarray, np.ndarray], None],
   ):
     self.base, self.contracted, self.note = base, base.contracted, note
-    self.number = nnx.Param(number, axes=(), wide=True)
+    self.number = nnx.Param(number, axes=(), wide=True, every=True)
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     lead = x.ndim - self.contracted

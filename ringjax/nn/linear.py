@@ -23,6 +23,9 @@ class Linear(nnx.Module):
   `inputs` and `outputs` are groups of axes, such as (D,) and (N, H).
   """
 
+  # Axes of the weight, as it is named, in front of those.
+  lead = 0
+
   def __init__(
     self,
     rngs: nnx.Rngs,
@@ -41,6 +44,22 @@ class Linear(nnx.Module):
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     bias = None if self.bias is None else self.bias[...]
     return linear_product(x, self.weight[...], self.contracted, bias)
+
+
+class ExpertLinear(Linear):
+  """The maps of a mixture's experts, without biases.
+
+  It is the map of one expert once its arrays are cut along their first axis.
+
+  Attributes:
+    weight: [E, in, out].
+  """
+
+  lead = 1
+
+  def __init__(self, weight: nnx.Param):
+    self.contracted, self.weight = 1, weight
+    self.bias: nnx.Param | None = None
 
 
 def linear_product(

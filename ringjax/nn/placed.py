@@ -28,7 +28,7 @@ from jaxtyping import Array, Shaped
 
 from ringjax.errors import CheckpointFormatError, MeshError, RingjaxError
 from ringjax.kv.base import DISK, TIERS
-from ringjax.parallel import collectives
+from ringjax.parallel import collectives, outcome
 from ringjax.typing import Index
 
 # Of a row of a TPU's registers.
@@ -44,11 +44,19 @@ class ReadsLayers(Protocol):
 
 @dataclasses.dataclass
 class ReadFault:
-  """The error of a read that a program could not raise, until it is raised."""
+  """The error of a read that a program could not raise, until it is raised.
+
+  Attributes:
+    error: of a read of this process.
+    silent: see below.
+    ranks: processes that run the program together, by `processes_of`: all
+      raise the error of one.
+  """
 
   error: RingjaxError | None = None
   # Whether its program goes on without numbers, and raises nothing.
   silent: bool = False
+  ranks: tuple[int, ...] = ()
 
   def __deepcopy__(self, memo: dict[int, object]) -> ReadFault:
     return self
@@ -306,14 +314,15 @@ class PlacedLayers:
 def raise_fault(faults: Sequence[ReadFault]) -> None:
   """Raises the error of a read that no program could raise.
 
+  Of a program of several processes all call this, and all raise.
+
   Raises:
     CheckpointFormatError: a file that has changed, or an I/O error.
     CheckpointMismatchError: numbers that are not finite.
   """
   for fault in faults:
-    if fault.error is not None:
-      error, fault.error = fault.error, None
-      raise error
+    error, fault.error = fault.error, None
+    outcome.raise_first(error, fault.ranks)
 
 
 @contextlib.contextmanager

@@ -83,9 +83,10 @@ def mix(
     expert, which = block
 
     def run(_: None) -> jax.Array:
-      real = which < rows
-      safe = jnp.minimum(which, rows - 1)
-      part = jnp.where(real[:, None], x[safe // chosen], 0)
+      # Padding repeats the block's first row, which never is padding: f sees
+      # rows of its expert alone, and may note how large they are.
+      safe = jnp.where(which < rows, which, which[0])
+      part = x[safe // chosen]
       if scale_input:
         part = part * flat_weights[safe][:, None].astype(x.dtype)
       return f(expert, part)

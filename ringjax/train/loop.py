@@ -37,6 +37,7 @@ from ringjax.errors import (
   NotFiniteError,
   ReplayError,
 )
+from ringjax.nn.placed import raise_fault
 from ringjax.parallel import memory
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.step import StepMetrics, TrainState
@@ -168,6 +169,7 @@ def fit(
 
   Raises:
     OptionError: `steps` is not positive.
+    CheckpointFormatError: a layer of `frozen` could not be read from disk.
     NotFiniteError: too many steps in a row were not finite; the last step
       saved is from before them.
     ReplayError: a step that was computed twice gave two results; it is not
@@ -178,7 +180,7 @@ def fit(
   """
   positive_int("steps", steps)
   taken = int(jax.device_get(state.step))
-  metrics = _Metrics(config)
+  metrics = _Metrics(config, frozen)
   saves = _Saves(checkpoints, config)
   with _Signals() as signals, _Watchdog(config.timeout_s) as watchdog:
     waiting: StepMetrics | None = None
@@ -304,8 +306,9 @@ class _Metrics:
     start: when the clock of these steps began.
   """
 
-  def __init__(self, config: LoopConfig) -> None:
+  def __init__(self, config: LoopConfig, frozen: PyTree) -> None:
     self._most_skipped = config.most_skipped
+    self._faults = getattr(getattr(frozen, "stack", None), "faults", ())
     self._first = True
     self._steps: list[StepMetrics] = []
     self.tokens = 0
@@ -317,6 +320,9 @@ class _Metrics:
     with memory.watched("taking a step", _MEMORY):
       found: Any = jax.tree.map(float, jax.device_get(metrics))
     self._steps.append(found)
+    if not found.finite:
+      # A layer that could not be read on a mesh has no numbers.
+      raise_fault(self._faults)
     if not found.finite and found.skipped > self._most_skipped:
       raise NotFiniteError(
         "loss",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.errors import (
@@ -15,6 +18,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.infer.integer_model import FILE
+from ringjax.models.linear_maps import replaced
 from tests.helpers import SMALL, refused
 
 FAMILIES = ("llama3", "qwen3_moe", "deepseek_v3", "qwen3_next")
@@ -72,6 +76,101 @@ def test_outliers_beside_are_worth_it(uneven):
   assert shadowed < far(shadow=8, scales="tensor") < plain
 
 
+MIXTURE = {
+  "model_type": "mixtral",
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "num_key_value_heads": 1,
+  "num_local_experts": 4,
+  "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def mixture():
+  """Experts that read channels some of which are far larger than others."""
+  model = rj.models.create(MIXTURE, seed=2)
+  block = model.stack.blocks[0][0]
+  sparse, norm = block.feedforward, block.pre_feedforward
+  scaled = lambda p, at, by: p.replace(p.get_value().at[at].multiply(by))
+  norm.weight = scaled(norm.weight, (..., slice(5, 8)), 40.0)
+  router = sparse.router
+  router.weight = scaled(router.weight, (0, slice(5, 8)), 1 / 40.0)
+  for name in ("gate", "up"):
+    param = getattr(sparse, name)
+    at = (0, slice(None), slice(5, 8))
+    setattr(sparse, name, scaled(param, at, 1 / 40.0))
+  return model
+
+
+@pytest.mark.long
+def test_experts_are_integers(mixture):
+  """Errors grow without shadow, and with ranges that clip."""
+  tokens = texts(mixture, 2, 40)
+  ranges = rj.infer.activation_ranges(mixture, tokens)
+  make = lambda ranges, **how: rj.infer.integer_model(mixture, ranges, **how)
+  # Where the experts alone are integers.
+  only = lambda made: replaced(
+    mixture,
+    {
+      f"stack.blocks.0.0.feedforward.{name}": getattr(
+        made.stack.blocks[0][0].feedforward, name
+      )
+      for name in ("gate", "up", "down")
+    },
+  )
+  small = dataclasses.replace(
+    ranges, sizes={k: x / 8 for k, x in ranges.sizes.items()}
+  )
+  shadowed, plain, clipped = (
+    distance(mixture, only(made), tokens)
+    for made in (
+      make(ranges, shadow=6), make(ranges, shadow=0), make(small, shadow=0)
+    )
+  )  # fmt: skip
+  assert 0 < 2 * shadowed < plain < clipped
+  made = make(ranges).stack.blocks[0][0].feedforward
+  assert made.up.codes.get_value().dtype == jnp.int8
+  assert made.up.codes.get_value().shape == (1, 4, 32, 48)
+  assert made.down.scales.get_value().shape == (1, 4, 32)
+  size = lambda layer: sum(
+    x.nbytes for x in jax.tree.leaves((layer.gate, layer.up, layer.down))
+  )
+  whole = size(mixture.stack.blocks[0][0].feedforward)
+  # A byte a weight, a float for each output and expert, two for a map.
+  assert size(made) == whole / 4 + 4 * 4 * (48 + 48 + 32 + 3 * 2)
+
+
+@pytest.mark.slow
+def test_ranges_of_experts_are_of_their_tokens(mixture):
+  """Of all experts of a layer, and of no padding."""
+  made = jax.tree.map(lambda x: x, mixture)
+  o = made.stack.blocks[0][0].attention.o
+  o.weight = o.weight.replace(o.weight.get_value() * 0)
+  tokens = texts(made, 1, 13)
+  found = rj.infer.activation_ranges(made, tokens).sizes
+  block = jax.tree.map(lambda x: x[0], made.stack.blocks[0][0])
+  read = np.asarray(block.pre_feedforward(made.embed(jnp.asarray(tokens))))[0]
+  w = {
+    name: np.asarray(getattr(block.feedforward, name).get_value())
+    for name in ("gate", "up")
+  }
+  logits = read @ np.asarray(block.feedforward.router.weight.get_value())
+  inner = []
+  for row, chosen in zip(read, np.argsort(-logits)[:, :2], strict=True):
+    for e in chosen:
+      gate = row @ w["gate"][e]
+      inner.append(gate / (1 + np.exp(-gate)) * (row @ w["up"][e]))
+  base = "stack.blocks.0.0.feedforward."
+  for name, want in (("gate", read), ("up", read), ("down", np.array(inner))):
+    np.testing.assert_allclose(
+      found[base + name], np.abs(want).max(0)[None], rtol=2e-5, err_msg=name
+    )
+
+
 def test_ranges_are_those_of_the_inputs():
   model = rj.models.create({**CONFIG, "num_hidden_layers": 1}, seed=1)
   tokens = texts(model, 3, 17)
@@ -110,6 +209,40 @@ def test_a_token_is_read_alone(loaded, name):
     shards, mesh = loaded(name, devices)
     sharded = rj.infer.integer_model(shards, ranges, shadow=4)
     np.testing.assert_array_equal(answer(sharded, prompts, mesh=mesh), want)
+
+
+@pytest.mark.slow
+def test_experts_may_be_sharded(mixture):
+  """Over experts and over their widths, with tokens beside them."""
+  ranges = rj.infer.activation_ranges(mixture, texts(mixture))
+  made = rj.infer.integer_model(mixture, ranges, shadow=6)
+  mesh = jax.make_mesh(
+    (2, 2), ("seq", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+  prompts = [texts(mixture, 1, n, n)[0] for n in (21, 8)]
+  answer = lambda model: (
+    rj.infer.generate(model, prompts, max_new_tokens=5).tokens
+  )
+  want = answer(made)
+  np.testing.assert_array_equal(
+    rj.infer.generate(made, prompts[1:], max_new_tokens=5).tokens[0], want[1]
+  )
+  for rules, where in (
+    (rj.models.Rules(), P(None, None, None, "model")),
+    (rj.models.Rules(experts="model", ffn=None), P(None, "model")),
+  ):
+    placed = rj.models.place(made, mesh, rules)
+    up = placed.stack.blocks[0][0].feedforward.up
+    assert up.codes.get_value().sharding.spec == where
+    assert up.scales.get_value().sharding.spec[-1] == "model"
+    np.testing.assert_array_equal(answer(placed), want)
+    # Measured and rounded on the mesh, it is the same model.
+    floats = rj.models.place(mixture, mesh, rules)
+    found = rj.infer.activation_ranges(floats, texts(mixture))
+    for path, x in found.sizes.items():
+      np.testing.assert_allclose(x, ranges.sizes[path], rtol=1e-4)
+    again = rj.infer.integer_model(floats, ranges, shadow=6)
+    np.testing.assert_array_equal(answer(again), want)
 
 
 def test_heads_and_widths_may_be_sharded(uneven):

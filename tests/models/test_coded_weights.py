@@ -15,6 +15,18 @@ from ringjax.nn.coded import nibbles, of_nibbles
 from tests import checkpoints
 from tests.helpers import refused
 
+MIXTURE = {
+  "model_type": "mixtral",
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "intermediate_size": 50,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "num_key_value_heads": 1,
+  "num_local_experts": 3,
+  "num_experts_per_tok": 2,
+}
+
 
 @pytest.mark.parametrize(("group", "inner"), [(64, 100), (6, 31)])
 def test_codes_are_the_nearest(group, inner):
@@ -101,8 +113,87 @@ def test_every_way_gives_the_same(tmp_path, name):
   np.testing.assert_array_equal(answers(placed), alone)
   four = rj.models.with_coded_weights(model, bits=4, group=8)
   assert jnp.linalg.norm(four(tokens) - want) < 0.5 * jnp.linalg.norm(want)
-  sharded = rj.models.place(four, mesh)
-  np.testing.assert_array_equal(answers(sharded), answers(four))
+  experts = rj.models.Rules(experts="model", ffn=None)
+  for rules in (None, experts)[: 1 + name.endswith("moe")]:
+    sharded = rj.models.place(four, mesh, rules)
+    np.testing.assert_array_equal(answers(sharded), answers(four))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_have_codes_of_their_own(bits):
+  """An expert's numbers are those of a map that is rounded alone."""
+  model = rj.models.create(MIXTURE, seed=1)
+  sparse = model.stack.blocks[0][0].feedforward
+  # A large expert takes no steps from the others.
+  sparse.down = sparse.down.replace(
+    sparse.down.get_value().at[0, 1].multiply(9.0)
+  )
+  made = rj.models.with_coded_weights(model, bits=bits)
+  coded = made.stack.blocks[0][0].feedforward
+  size = lambda layer: sum(
+    x.nbytes for x in jax.tree.leaves((layer.gate, layer.up, layer.down))
+  )
+  outputs = 3 * (50 + 50 + 32)
+  if bits == 8:
+    assert size(coded) == size(sparse) / 4 + 4 * outputs
+  else:
+    assert size(coded) == size(sparse) / 8 + 8 * outputs
+  random = np.random.default_rng(0)
+  for name in ("gate", "up", "down"):
+    weight = getattr(sparse, name).get_value()[0]
+    x = jnp.asarray(random.normal(size=(5, weight.shape[1])), jnp.float32)
+    for n in range(3):
+      mine = jax.tree.map(lambda a, n=n: a[0, n], getattr(coded, name))
+      if bits == 8:
+        step = jnp.abs(weight[n]).max(0) / 127
+        numbers = jnp.round(weight[n] / step[None]) * step[None]
+      else:
+        parts = nibbles(weight[n], weight.shape[1])
+        numbers = of_nibbles(*parts, jnp.float32)
+      np.testing.assert_allclose(mine(x), x @ numbers, rtol=1e-4, atol=1e-4)
+
+
+def make_nibbles(model):
+  return rj.models.with_coded_weights(model, bits=4, group=16)
+
+
+@pytest.mark.parametrize("make", [
+  pytest.param(make_integers, marks=pytest.mark.long),
+  pytest.param(make_coded, marks=pytest.mark.slow),
+  pytest.param(make_nibbles, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_streamed_layers(tmp_path, make):
+  """Codes in host memory, and of what is read from disk: the same numbers."""
+  config = MIXTURE | {"num_hidden_layers": 4}
+  rj.models.save(rj.models.create(config, seed=1), tmp_path / "model")
+  load = lambda **how: rj.models.load(tmp_path / "model", **how)
+  floats = load(placement="device=.25,host=.5,disk=.25")
+  before = floats.placement_report()
+  assert sorted(before.tiers) == ["device", "disk", "host", "host"]
+  whole, made = make(load()), make(floats)
+  tokens = np.arange(22).reshape(2, 11)
+  np.testing.assert_array_equal(made(tokens), whole(tokens))
+  after = made.placement_report()
+  assert after.tiers == before.tiers
+  # Routers and norms stay floats.
+  assert after.host_bytes < before.host_bytes * 0.4
+  assert after.disk_bytes == before.disk_bytes
+  assert made.digest == whole.digest
+
+
+@pytest.mark.slow
+def test_streamed_layers_on_a_mesh(tmp_path):
+  """Experts and widths over devices, as resident ones have them."""
+  config = MIXTURE | {"num_hidden_layers": 3, "num_local_experts": 4}
+  rj.models.save(rj.models.create(config, seed=1), tmp_path / "model")
+  mesh = rj.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
+  for rules in (None, rj.models.Rules(experts="model", ffn=None)):
+    load = lambda rules=rules, **how: rj.models.load(
+      tmp_path / "model", mesh=mesh, rules=rules, **how
+    )
+    for make in (make_nibbles, make_coded):
+      whole, made = make(load()), make(load(placement="host=.4,disk=.6"))
+      np.testing.assert_array_equal(answers(made), answers(whole))
 
 
 def test_bytes_and_errors_of_a_trained_model():
@@ -149,4 +240,6 @@ def test_what_is_refused(tmp_path):
   refused(OptionError, lambda: make(model, group=64), "8 bits")
   refused(OptionError, lambda: make(make(model)), "rounded")
   placed = rj.models.load(tiny.path(), placement="host")
-  refused(OptionError, lambda: make(placed), "placement")
+  how = rj.train.Lora(rank=2)
+  adapted = how.model(how.start(placed), placed)
+  refused(OptionError, lambda: make(adapted), "adapters")

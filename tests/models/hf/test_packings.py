@@ -464,6 +464,25 @@ def test_families(family, name, tmp_path):
     np.testing.assert_allclose(x.astype(np.float32), want, 2**-8, err_msg=key)
 
 
+@pytest.mark.parametrize("name", [
+  pytest.param("gptq", marks=pytest.mark.long),
+  *(pytest.param(x, marks=pytest.mark.slow) for x in ("awq", "fp8", "pack_8")),
+])  # fmt: skip
+def test_experts(name, tmp_path):
+  """Each expert's maps are packed by themselves."""
+  sizes = dict(num_hidden_layers=1, moe_intermediate_size=32, num_experts=2)
+  sizes |= dict(num_experts_per_tok=1)
+  kind = FORMATS[name]
+  folder, packed, plain = folder_of(tmp_path / "a", kind, "qwen3_moe", **sizes)
+  assert sum(".experts.1." in key for key in packed) > 3
+  model = models.load(folder)
+  close(model, plain)
+  # On disk they stay packed, and are unpacked when the layer runs.
+  streamed = models.load(folder, placement="disk")
+  tokens = np.arange(6)[None] % 60
+  np.testing.assert_array_equal(streamed(tokens), model(tokens))
+
+
 def test_saved_and_loaded_again(tmp_path):
   """What was quantised is written as floats."""
   folder, _, plain = folder_of(tmp_path / "a", FORMATS["awq"])
