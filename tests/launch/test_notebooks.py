@@ -23,6 +23,16 @@ QUICK = {
   r"DOCUMENTS, SIZE = \d+, \d+": "DOCUMENTS, SIZE = 12, 160",
   r"trials = \d+": "trials = 1",
   r"requests = 1000": "requests = 300",
+  r"SHARDS, LENGTH, STEPS = 8, 512, 40": "SHARDS, LENGTH, STEPS = 8, 128, 6",
+  r"HEADS, LAYERS, VOCAB = 128, 8, 2": "HEADS, LAYERS, VOCAB = 64, 8, 1",
+  r"LENGTHS = \[512.*\]": "LENGTHS = [512]",
+  r"LENGTHS = \[2\*\*k for k in range\(1., (2.)\)\]": r"LENGTHS = [2**12, 2**16, 2**20]",
+  r"MESHES = \[.*\]": "MESHES = [4, 16]",
+  r"else \(128, 2048\)": "else (32, 256)",
+  r"else \(300, 40\)": "else (20, 4)",
+  r"READ = 16_384": "READ = 1_024",
+  r"HERE = \[.*\]": "HERE = [512, 1024]",
+  r"SIZES, ROUNDS = .*": "SIZES, ROUNDS = [8], 1",
 }
 
 
@@ -95,6 +105,17 @@ def which_way_wins(printed: str) -> None:
   assert sorted(moved, key=float) == moved and len(set(moved)) == 3
 
 
+def same_losses(printed: str) -> None:
+  """Eight shards train as one does, in less memory at each length."""
+  apart = re.search(r"they differ by ([\d.e+-]+) at most", printed)[1]
+  assert float(apart) < 1e-3
+  first, last = re.findall(r"1 shard.*: loss ([\d.]+) to ([\d.]+)", printed)[0]
+  assert float(last) < float(first)
+  rows = re.findall(r"shards?, .*: ((?:[\d.]+ MB(?:, )?)+)", printed)
+  one, many = ([float(x) for x in re.findall(r"[\d.]+", r)] for r in rows)
+  assert len(one) == 1 and all(a > b for a, b in zip(one, many, strict=True))
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -105,6 +126,7 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "06_speculate": drafts_are_right,
   "07_ring_from_scratch": a_ring_is_exact,
   "08_simulate_a_cluster": which_way_wins,
+  "09_flax_model": same_losses,
 }
 # The first is for every commit.
 MARKS = {
@@ -114,6 +136,7 @@ MARKS = {
   "06_speculate": pytest.mark.long,
   "07_ring_from_scratch": pytest.mark.long,
   "08_simulate_a_cluster": pytest.mark.long,
+  "09_flax_model": pytest.mark.long,
 }
 
 
