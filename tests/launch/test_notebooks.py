@@ -32,6 +32,8 @@ QUICK = {
   r"else \(300, 40\)": "else (20, 4)",
   r"TEXTS, LENGTH = 6, 768": "TEXTS, LENGTH = 2, 256",
   r"ASKED = .*": 'ASKED = ("integers, shadow",)',
+  r"BLOCKS = .*": "BLOCKS = (1, None)",
+  r"WINDOWS = .*": "WINDOWS = (1, 4)",
   r"NEW = 12": "NEW = 6",
   r"READ = 16_384": "READ = 1_024",
   r"HERE = \[.*\]": "HERE = [512]",
@@ -163,13 +165,13 @@ def fewer_bits_lose_little(printed: str) -> None:
 def the_disk_is_read_less(printed: str) -> None:
   """Windows bound what is in memory; longer ones read fewer neurons."""
   held = re.findall(r"^window (\w+): ([\d.]+) of ([\d.]+) MB", printed, re.M)
-  assert [x for x, *_ in held] == ["1", "2", "4", "None"]
+  assert [x for x, *_ in held] == ["1", "None"]
   sizes = [float(x) for _, x, _ in held]
   assert sizes == sorted(sizes) and sizes[0] < sizes[-1] / 2
   waits = re.findall(r"a token, (\d+) of it waiting", printed)
   assert int(waits[0]) > int(waits[1]) >= int(waits[2]) == 0
   there = re.findall(r"calls: (\d+)% of neurons", printed)
-  assert len(there) == 4 and int(there[0]) < int(there[-1])
+  assert len(there) == 2 and int(there[0]) < int(there[-1])
 
 
 # What a notebook must have printed; one that isn't here fails.
