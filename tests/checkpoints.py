@@ -23,6 +23,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 MODELS = pathlib.Path(__file__).resolve().parent / "fixtures" / "models"
+# Models of text and images, of which the logits are those of text alone.
+IMAGES = MODELS.with_name("image_models")
+# The tensors of these that no text reads.
+SIGHT = ("connector", "multi_modal_projector", "vision", "visual")
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose norms multiply by (1 + weight).
@@ -65,10 +69,26 @@ def names() -> list[str]:
   return sorted(path.parent.name for path in MODELS.glob("*/expected.npz"))
 
 
+def image_names() -> list[str]:
+  """The models of text and images."""
+  return sorted(path.parent.name for path in IMAGES.glob("*/expected.npz"))
+
+
+def home(name: str) -> pathlib.Path:
+  """The folder of a fixture."""
+  inner = MODELS / name
+  return inner if inner.exists() else IMAGES / name
+
+
+def sees(tensor: str) -> bool:
+  """Whether a tensor is of the part that no text reads."""
+  return any(f".{part}" in f".{tensor}" for part in SIGHT)
+
+
 def config(name: str, spelling: Literal["v4", "v5"] = "v5") -> dict[str, Any]:
   """config.json; some models also have one as transformers 4 spelled it."""
   file = "config.json" if spelling == "v5" else "config_v4.json"
-  return json.loads((MODELS / name / file).read_text())
+  return json.loads((home(name) / file).read_text())
 
 
 def names_v4() -> list[str]:
@@ -78,19 +98,19 @@ def names_v4() -> list[str]:
 
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
   """Of every tensor on disk, in the order in which they lie there."""
-  file = json.loads((MODELS / name / "shapes.json").read_text())
+  file = json.loads((home(name) / "shapes.json").read_text())
   return {tensor: tuple(shape) for tensor, shape in file.items()}
 
 
 def expected(name: str) -> Expected:
   fields = [field.name for field in dataclasses.fields(Expected)]
-  with np.load(MODELS / name / "expected.npz") as file:
+  with np.load(home(name) / "expected.npz") as file:
     return Expected(**{field: file[field] for field in fields})
 
 
 def tensors(name: str) -> dict[str, np.ndarray]:
   """Every tensor, float32, by its name on disk."""
-  with np.load(MODELS / name / "expected.npz") as file:
+  with np.load(home(name) / "expected.npz") as file:
     seed, crc = int(file["seed"]), int(file["crc"])
   arrays = draw_all(shapes(name), config(name), seed)
   if checksum(arrays) != crc:
@@ -212,6 +232,11 @@ def spread(
 
   Logits come out with a deviation of about 2.
   """
+  if not sees(name) and "text_config" in settings:
+    # As if the text model were alone.
+    inner = settings["text_config"]
+    name = re.sub(r"(language|text)_model\.", "", name)
+    settings = {**settings, **inner}
   family, last = settings["model_type"], name.removesuffix(".weight")
   last = last.rsplit(".", 1)[-1]
   # Where the head is the embedding, a model that remembers its input well

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 
 from ringjax.errors import ConfigError
-from ringjax.models.families import FAMILIES, Family
+from ringjax.models.families import FAMILIES, WRAPPERS, Family, Wrapper
+from ringjax.models.families.family import TextModel
 from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder, batches
+from ringjax.models.hf.names import SwappedAxes
 from ringjax.models.hf.packings import packed_name, packing
 from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
 from ringjax.models.transformer import Transformer, TransformerConfig
@@ -47,18 +49,15 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
       that is not known.
   """
   kind = config.get("model_type")
-  types: list[str] = []
-  for family in FAMILIES.values():
-    wrapper = family.wrapper
-    known = (*family.types, *([wrapper.type] if wrapper else []))
-    types += known
-    if kind not in known:
-      continue
+  by_type = {x: f for f in FAMILIES.values() for x in f.types}
+  if kind in by_type or kind in WRAPPERS:
     packing(config)
-    text = config if kind in family.types else _inner(config, family)
+    text = config if kind in by_type else _inner(config, WRAPPERS[kind])
+    family = by_type[text["model_type"]]
     found = {k: v for k, v in text.items() if k not in _OF_THE_FOLDER}
     # Its writer left out what transformers has by default.
-    for key, value in wrapper.defaults.items() if wrapper else ():
+    defaults = family.wrapper.defaults if family.wrapper else {}
+    for key, value in defaults.items():
       if found.get(key) is None:
         found[key] = value
     return found, family
@@ -73,34 +72,69 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
   raise ConfigError(
     "config.json: model_type",
     repr(kind),
-    f"one of {', '.join(sorted(types))}",
+    f"one of {', '.join(sorted({*by_type, *WRAPPERS}))}",
     "use a checkpoint of one of these",
   )
 
 
-def _inner(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _inner(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
   """The text model's part of the config of a model of text and images."""
-  wrapper = family.wrapper
-  assert wrapper is not None
   outer = ConfigReader(config)
+  if wrapper.flat and not outer.has("text_config"):
+    own = ("text_config", "model_type", "architectures", *wrapper.keys)
+    text = {k: v for k, v in config.items() if k not in own}
+    return _read_as(text, wrapper, outer)
   outer.ignore("text_config", "quantization_config", *wrapper.keys)
   text = outer.value("text_config")
-  part = outer.part("text_config", text)
-  kind = part.text("model_type", default=family.types[0])
-  if kind not in family.types:
-    raise part.error(
-      "model_type", kind, f"{family.types[0]!r}", "use another checkpoint"
-    )
   # The outer one says of the whole what is true of its text model.
   keys = ("tie_word_embeddings", "dtype", "torch_dtype")
   said = {key: outer.value(key, default=None) for key in keys}
   outer.finish()
-  return {
-    **text,
-    **{key: x for key, x in said.items() if x is not None},
-    "model_type": kind,
-    "architectures": [wrapper.architecture],
+  said = {key: x for key, x in said.items() if x is not None}
+  text = outer.part("text_config", text).all()
+  if wrapper.text_ties and text.get("tie_word_embeddings") is not None:
+    said.pop("tie_word_embeddings", None)
+  return _read_as({**text, **said}, wrapper, outer)
+
+
+def _read_as(
+  text: Mapping[str, Any], wrapper: Wrapper, outer: ConfigReader
+) -> dict[str, Any]:
+  """The text model's config as that of a model without images."""
+  if not wrapper.texts:
+    (known,) = [f.types for f in FAMILIES.values() if f.wrapper is wrapper]
+    texts = {
+      x: TextModel(type=x, architecture=wrapper.architecture) for x in known
+    }
+  else:
+    texts = wrapper.texts
+  kind = text.get("model_type") or next(iter(texts))
+  if kind not in texts:
+    raise outer.error(
+      "text_config.model_type",
+      kind,
+      f"one of {', '.join(texts)}",
+      "use another checkpoint",
+    )
+  found = texts[kind]
+  merged = {**found.defaults, **text}
+  for key in ("rope_parameters", "rope_scaling"):
+    if isinstance(merged.get(key), dict) and wrapper.texts:
+      merged[key] = _one_position(merged[key])
+  return merged | {
+    **found.fixed,
+    "model_type": found.type,
+    "architectures": [found.architecture],
   }
+
+
+def _one_position(rope: Mapping[str, Any]) -> dict[str, Any]:
+  """A rotation by time, height and width, of tokens that have one position."""
+  plain = {k: v for k, v in rope.items() if not k.startswith("mrope_")}
+  for key in ("type", "rope_type"):
+    if plain.get(key) == "mrope":
+      plain[key] = "default"
+  return plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,9 +195,12 @@ def contents(
     CheckpointMismatchError: tensors that are missing, too many, or of another
       shape.
   """
-  names = family.names(model.config)
-  wrapped = folder.config.get("model_type") not in family.types
-  spellings = _wrapped_names if wrapped else lambda name: (name,)
+  wrapper = None
+  if folder.config.get("model_type") not in family.types:
+    wrapper = WRAPPERS[folder.config["model_type"]]
+  named = wrapper.names if wrapper and wrapper.names else family.names
+  names = named(model.config)
+  spellings = _wrapped_names if wrapper else lambda name: (name,)
   packed = packing(folder.config)
   have = folder.tensors
   tensors = []
@@ -178,7 +215,10 @@ def contents(
       ),
       options[0],
     )
-    form = tensor.form
+    form: Any = tensor.form
+    if wrapper and name.endswith(wrapper.turned) and name in have:
+      turned = SwappedAxes(form)
+      form = turned if have[name].shape == turned.stored else form
     if packed is not None:
       form = packed.form(form, name, have)
     tensors.append(dataclasses.replace(tensor, form=form, stored_name=name))
@@ -187,8 +227,8 @@ def contents(
   # Where a folder may have a tied embedding once more.
   heads = (head, *spellings(head)) if model.config.tied else ()
   unread = family.unread(source)
-  if wrapped and family.wrapper is not None:
-    others = family.wrapper.others
+  if wrapper is not None:
+    others = wrapper.others
     unread += (*others, *(f"model.{prefix}" for prefix in others))
   folder.check(
     expected,
@@ -216,4 +256,9 @@ def _wrapped_names(name: str) -> tuple[str, ...]:
   inner = name.removeprefix("model.")
   if inner == name:
     return f"language_model.{name}", name
-  return f"language_model.{name}", f"model.language_model.{inner}"
+  return (
+    f"language_model.{name}",
+    f"model.language_model.{inner}",
+    f"model.text_model.{inner}",
+    name,
+  )

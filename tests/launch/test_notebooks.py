@@ -23,6 +23,21 @@ QUICK = {
   r"DOCUMENTS, SIZE = \d+, \d+": "DOCUMENTS, SIZE = 12, 160",
   r"trials = \d+": "trials = 1",
   r"requests = 1000": "requests = 300",
+  r"SHARDS, LENGTH, STEPS = 8, 512, 40": "SHARDS, LENGTH, STEPS = 8, 128, 6",
+  r"HEADS, LAYERS, VOCAB = 128, 8, 2": "HEADS, LAYERS, VOCAB = 64, 8, 1",
+  r"LENGTHS = \[512.*\]": "LENGTHS = [512]",
+  r"LENGTHS = \[2\*\*k for k in range\(1., 2.\)\]": "LENGTHS = [2**12, 2**20]",
+  r"MESHES = \[.*\]": "MESHES = [4, 16]",
+  r"else \(128, 2048\)": "else (32, 256)",
+  r"else \(300, 40\)": "else (20, 4)",
+  r"TEXTS, LENGTH = 6, 768": "TEXTS, LENGTH = 2, 256",
+  r"ASKED = .*": 'ASKED = ("integers, shadow",)',
+  r"BLOCKS = .*": "BLOCKS = (1, None)",
+  r"WINDOWS = .*": "WINDOWS = (1, 4)",
+  r"NEW = 12": "NEW = 6",
+  r"READ = 16_384": "READ = 1_024",
+  r"HERE = \[.*\]": "HERE = [512]",
+  r"SIZES, ROUNDS = .*": "SIZES, ROUNDS = [8], 1",
 }
 
 
@@ -95,6 +110,70 @@ def which_way_wins(printed: str) -> None:
   assert sorted(moved, key=float) == moved and len(set(moved)) == 3
 
 
+def same_losses(printed: str) -> None:
+  """Eight shards train as one does, in less memory at each length."""
+  apart = re.search(r"they differ by ([\d.e+-]+) at most", printed)[1]
+  assert float(apart) < 1e-3
+  first, last = re.findall(r"1 shard.*: loss ([\d.]+) to ([\d.]+)", printed)[0]
+  assert float(last) < float(first)
+  rows = re.findall(r"shards?, .*: ((?:[\d.]+ MB(?:, )?)+)", printed)
+  one, many = ([float(x) for x in re.findall(r"[\d.]+", r)] for r in rows)
+  assert len(one) == 1 and all(a > b for a, b in zip(one, many, strict=True))
+
+
+def longer_rows_are_read(printed: str) -> None:
+  """Losses fall in training, and there are three curves by position."""
+  first, last = re.search(r"^loss ([\d.]+) to ([\d.]+)", printed, re.M).groups()
+  assert float(last) < float(first)
+  curves = re.findall(r": ([\d.]+) nats a byte, ([\d.]+) in", printed)
+  assert len(curves) == 3
+  assert all(0 < float(x) < float(first) for one in curves for x in one)
+
+
+def a_million_is_planned(printed: str) -> None:
+  """A ring needs less than a gather, and the passkey is read."""
+  found = dict(re.findall(r"^(\w+): a call ([\d,]+) MB", printed, re.M))
+  size = {name: int(x.replace(",", "")) for name, x in found.items()}
+  assert size["ring"] < size["hybrid"] < size["gather"]
+  counted = dict(re.findall(r"^([\w ]+): ([\d.]+) MB$", printed, re.M))
+  assert float(counted["ring"]) < float(counted["scores of all pairs"])
+  assert "48213" in printed
+
+
+def choices_are_measured(printed: str) -> None:
+  """Both machines have a choice, and choices are compared with times."""
+  kinds = re.findall(r"^(tpu-v5e|h100) takes \[(.+)\]", printed, re.M)
+  assert len(kinds) == 2 and all("ulysses" in x for _, x in kinds)
+  _, of, times = re.search(
+    r"(\d+) of (\d+) choices .* ([\d.]+) times", printed
+  ).groups()
+  assert int(of) == 1 and float(times) >= 1
+
+
+def fewer_bits_lose_little(printed: str) -> None:
+  """Bytes fall by four and more; losses hardly rise; answers are right."""
+  rows = re.findall(r"^(.+?) +([\d.]+) MB, ([\d.]+) nats a byte", printed, re.M)
+  size = {name: float(x) for name, x, _ in rows}
+  loss = {name: float(x) for name, _, x in rows}
+  assert len(rows) == 6
+  assert size["codes, 8 bits"] < size["float32"] / 3.8
+  assert size["codes, 4 bits"] < size["float32"] / 6
+  assert max(loss.values()) < loss["float32"] + 0.05
+  assert printed.count("'48213") == 2
+
+
+def the_disk_is_read_less(printed: str) -> None:
+  """Windows bound what is in memory; longer ones read fewer neurons."""
+  held = re.findall(r"^window (\w+): ([\d.]+) of ([\d.]+) MB", printed, re.M)
+  assert [x for x, *_ in held] == ["1", "None"]
+  sizes = [float(x) for _, x, _ in held]
+  assert sizes == sorted(sizes) and sizes[0] < sizes[-1] / 2
+  waits = re.findall(r"a token, (\d+) of it waiting", printed)
+  assert int(waits[0]) > int(waits[1]) >= int(waits[2]) == 0
+  there = re.findall(r"calls: (\d+)% of neurons", printed)
+  assert len(there) == 2 and int(there[0]) < int(there[-1])
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -105,6 +184,12 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "06_speculate": drafts_are_right,
   "07_ring_from_scratch": a_ring_is_exact,
   "08_simulate_a_cluster": which_way_wins,
+  "09_flax_model": same_losses,
+  "10_train_32k": longer_rows_are_read,
+  "11_million": a_million_is_planned,
+  "12_choose": choices_are_measured,
+  "15_integers": fewer_bits_lose_little,
+  "16_window_flash": the_disk_is_read_less,
 }
 # The first is for every commit.
 MARKS = {
@@ -114,6 +199,12 @@ MARKS = {
   "06_speculate": pytest.mark.long,
   "07_ring_from_scratch": pytest.mark.long,
   "08_simulate_a_cluster": pytest.mark.long,
+  "09_flax_model": pytest.mark.long,
+  "10_train_32k": pytest.mark.long,
+  "11_million": pytest.mark.long,
+  "12_choose": pytest.mark.long,
+  "15_integers": pytest.mark.long,
+  "16_window_flash": pytest.mark.long,
 }
 
 
@@ -146,11 +237,21 @@ def test_a_badge_opens_it_in_colab(path: pathlib.Path):
   assert f"{where}/{path.name})" in first
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def first_code(path: pathlib.Path) -> str:
+  cells = json.loads(path.read_text())["cells"]
+  return next(source(c) for c in cells if c["cell_type"] == "code")
+
+
+# Most begin alike: each way to begin is run once.
+BEGINNINGS = {first_code(path): path for path in reversed(NOTEBOOKS)}
+
+
+@pytest.mark.parametrize(
+  "path", BEGINNINGS.values(), ids=lambda path: path.stem
+)
 def test_the_first_cell_installs_what_is_missing(path, tmp_path):
   """With a pip that writes down what it is asked for."""
-  cells = json.loads(path.read_text())["cells"]
-  first = next(source(c) for c in cells if c["cell_type"] == "code")
+  first = first_code(path)
   cell = tmp_path / "cell.ipy"
   asked = tmp_path / "asked"
   (tmp_path / "pip.py").write_text(

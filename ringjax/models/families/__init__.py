@@ -18,7 +18,8 @@ from ringjax.models.families import (
   qwen3_next,
   state_space,
 )
-from ringjax.models.families.family import Family
+from ringjax.models.families.family import Family, Wrapper
+from ringjax.models.families.with_images import SHARED
 
 _MODULES = (
   deepseek,
@@ -36,5 +37,11 @@ _MODULES = (
 FAMILIES: dict[str, Family] = {
   family.name: family for module in _MODULES for family in module.FAMILIES
 }
+# Models of text and images, by their `model_type`.
+WRAPPERS: dict[str, Wrapper] = {
+  wrapper.type: wrapper
+  for wrapper in (*(x.wrapper for x in FAMILIES.values()), *SHARED)
+  if wrapper is not None
+}
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "WRAPPERS", "Family", "Wrapper"]

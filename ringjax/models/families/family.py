@@ -29,6 +29,23 @@ IMAGE_KEYS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TextModel:
+  """As what the text model within a model of text and images is read.
+
+  Attributes:
+    type: the `model_type` of a model that computes the same of text.
+    architecture: how transformers names that one.
+    defaults: what a `text_config` means that does not say.
+    fixed: what it means whatever it says.
+  """
+
+  type: str
+  architecture: str
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapper:
   """A model of text and images, of which the text model is read.
 
@@ -40,13 +57,27 @@ class Wrapper:
     architecture: the text model's own, as transformers names it.
     others: prefixes of the tensors of all that is not the text model; newer
       files have "model." before them.
+    texts: values of `model_type` of its `text_config`, the first of which is
+      the one that is meant without any, and as which model each is read;
+      default: those of the family, as themselves.
+    flat: whether older files have the text model's keys beside their own.
+    text_ties: whether `tie_word_embeddings` in `text_config`, where it is
+      there, counts before the outer one.
+    names: the tensors of the text model; default: as its family names them.
+    turned: endings of tensors whose last two axes may be the other way round;
+      the shape in the folder decides.
   """
 
   type: str
   keys: tuple[str, ...]
-  defaults: Mapping[str, Any]
-  architecture: str
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  architecture: str = ""
   others: tuple[str, ...]
+  texts: Mapping[str, TextModel] = dataclasses.field(default_factory=dict)
+  flat: bool = False
+  text_ties: bool = False
+  names: Callable[[TransformerConfig], TensorNames] | None = None
+  turned: tuple[str, ...] = ()
 
 
 def llama_names(

@@ -90,6 +90,10 @@ class ConfigReader:
     """Marks keys as read that have no meaning in this family."""
     self._read.update(keys)
 
+  def all(self) -> dict[str, Any]:
+    """All keys with their values, none of them read."""
+    return dict(self._config)
+
   def has(self, key: str) -> bool:
     """Whether the key is there and not null."""
     return self._config.get(key) is not None

@@ -1,0 +1,149 @@
+"""Of a model of text and images the text model is read, exactly."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ringjax import models
+from ringjax.errors import CheckpointMismatchError, ConfigError
+from ringjax.models.contents import contents, text_config
+from ringjax.models.hf.folder import Folder
+from tests import checkpoints
+from tests.helpers import refused
+
+NAMES = checkpoints.image_names()
+# The rest has a rotation, heads or experts of its own, or nothing new.
+QUICK, LONG = ("qwen3_vl",), ("gemma3", "mistral3", "qwen3_vl_moe")
+# Float32 against float64.
+TOLERANCE = 5e-5
+
+
+def outer(name, spelling="v5"):
+  return checkpoints.config(name, spelling)
+
+
+def found(folder):
+  """What a folder holds, without its numbers."""
+  opened = Folder.open(folder)
+  source, family = text_config(opened.config)
+  return contents(opened, family, models.abstract(source), source)
+
+
+def older(key):
+  """The names of tensors before transformers 5."""
+  if key.startswith("model.language_model."):
+    return key.replace("model.language_model.", "language_model.model.")
+  if key.startswith("lm_head."):
+    return f"language_model.{key}"
+  return key.removeprefix("model.")
+
+
+def marks(name):
+  if name in QUICK:
+    return ()
+  return pytest.mark.long if name in LONG else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=marks(n)) for n in NAMES]
+)
+def test_text_is_as_transformers_reads_it(name, tmp_path):
+  expected = checkpoints.expected(name)
+  model = models.load(checkpoints.write(name, tmp_path))
+  got = model(expected.tokens)
+  np.testing.assert_allclose(got, expected.logits, rtol=0, atol=TOLERANCE)
+  ids = np.concatenate([expected.prompt, expected.greedy], 1)
+  p = expected.prompt.shape[1]
+  chosen = np.argmax(model(ids), -1)[:, p - 1 : -1]
+  np.testing.assert_array_equal(chosen, expected.greedy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_sees_is_left_by_its_name(name, tmp_path):
+  held = found(checkpoints.write(name, tmp_path))
+  shapes = checkpoints.shapes(name)
+  seeing = {key for key in shapes if checkpoints.sees(key)}
+  assert set(held.unused) == seeing and seeing
+  assert {t.stored_name for t in held.tensors} == set(shapes) - seeing
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3", "internvl"])
+def test_older_names_of_tensors(name, tmp_path):
+  arrays = {older(k): x for k, x in checkpoints.tensors(name).items()}
+  folder = checkpoints.write_folder(arrays, outer(name), tmp_path)
+  stored = {t.stored_name for t in found(folder).tensors}
+  assert stored == {k for k in arrays if k.startswith("language_model.")}
+
+
+def test_keys_beside_each_other_mean_the_same(tmp_path):
+  """Qwen's files of 2024 have no text_config, and the tensors of a Qwen 2."""
+  old, new = outer("qwen2_5_vl", "v4"), outer("qwen2_5_vl")
+  assert "text_config" not in old
+  assert models.read_config(old)[0] == models.read_config(new)[0]
+  arrays = {
+    key.replace(".language_model.", ".").replace("model.visual", "visual"): x
+    for key, x in checkpoints.tensors("qwen2_5_vl").items()
+  }
+  model = models.load(checkpoints.write_folder(arrays, old, tmp_path))
+  expected = checkpoints.expected("qwen2_5_vl")
+  got = model(expected.tokens[:, :11])
+  want = expected.logits[:, :11]
+  np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_experts_either_way_round(tmp_path):
+  """As published, [experts, in, out], and as transformers 5 writes them."""
+  name = "qwen3_vl_moe"
+  arrays = checkpoints.tensors(name)
+  turned = {
+    k: x.swapaxes(1, 2) if ".experts." in k else x for k, x in arrays.items()
+  }
+  one = models.load(checkpoints.write(name, tmp_path / "new"))
+  other = models.load(
+    checkpoints.write_folder(turned, outer(name), tmp_path / "old")
+  )
+  tokens = checkpoints.expected(name).tokens[:1, :5]
+  np.testing.assert_array_equal(one(tokens), other(tokens))
+
+
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [
+    pytest.param("qwen3_vl", "qwen3", marks=pytest.mark.long),
+    pytest.param("qwen3_vl_moe", "qwen3_moe", marks=pytest.mark.slow),
+  ],
+)
+def test_saved_as_the_text_model_that_it_is(name, kind, tmp_path):
+  model = models.load(checkpoints.write(name, tmp_path / "whole"))
+  models.save(model, tmp_path / "text")
+  config = json.loads((tmp_path / "text" / "config.json").read_text())
+  assert config["model_type"] == kind and "vision_config" not in config
+  again = models.load(tmp_path / "text")
+  tokens = checkpoints.expected(name).tokens[:1, :7]
+  np.testing.assert_array_equal(again(tokens), model(tokens))
+
+
+def test_a_text_model_that_is_not_known_there():
+  config = outer("mistral3")
+  config["text_config"]["model_type"] = "gemma2"
+  refused(
+    ConfigError, lambda: models.read_config(config), "gemma2", "ministral3"
+  )
+
+
+def test_a_tensor_of_neither_is_refused(tmp_path):
+  arrays = checkpoints.tensors("qwen3_vl")
+  arrays["model.audio.weight"] = np.ones(3, np.float32)
+  folder = checkpoints.write_folder(arrays, outer("qwen3_vl"), tmp_path)
+  refused(CheckpointMismatchError, lambda: found(folder), "model.audio.weight")
+
+
+def test_a_rotation_by_three_positions_of_a_text_model_alone_is_refused():
+  """A Qwen 3 has no images: what its file says of them is not known."""
+  config = checkpoints.config("qwen3")
+  config["rope_parameters"]["mrope_section"] = [4, 2, 2]
+  refused(ConfigError, lambda: models.read_config(config), "mrope_section")
