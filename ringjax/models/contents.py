@@ -163,7 +163,7 @@ def contents(
   """
   names = family.names(model.config)
   wrapped = folder.config.get("model_type") not in family.types
-  spellings = _wrapped_names if wrapped else lambda name: (name,)
+  spellings = _wrapped_names if wrapped else family.spellings
   packed = packing(folder.config)
   have = folder.tensors
   tensors = []
