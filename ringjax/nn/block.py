@@ -21,7 +21,7 @@ from ringjax.nn.feedforward import Experts, Gated, NoFeedforward, Plain
 from ringjax.nn.latent import Latent
 from ringjax.nn.linear import Identity, Norm
 from ringjax.nn.mamba import Mamba2
-from ringjax.nn.selective import Mamba1
+from ringjax.nn.mamba1 import Mamba1
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.short_conv import ShortConv
 from ringjax.nn.tokens import Tokens
@@ -103,7 +103,8 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the layer's cache.
 
-    Of a layer with several mixers it is one for each. `states` are those of an encoder, or None for no context.
+    Of a layer with several mixers it is one for each. `states` are those of an
+    encoder, or None for no context.
     """
     spec = self.spec
     scaled = lambda y: (

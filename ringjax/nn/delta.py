@@ -10,7 +10,7 @@ Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -182,7 +182,7 @@ class DeltaLayer(nnx.Module):
 
 def convolved(
   x: RecurrentInputs,
-  taps: tuple[tuple[jax.Array, jax.Array | None], ...],
+  taps: Sequence[tuple[Float[Array, "_ _ _"], Float[Array, "_ _"] | None]],
   before: Tail,
 ) -> list[jax.Array]:
   """What `x.qkv` are behind their convolutions, with biases if there are.
@@ -258,7 +258,7 @@ def over_tokens(
 
 
 def mix_delta(
-  taps: tuple[jax.Array, ...],
+  taps: Sequence[Float[Array, "_ _ _"]],
   x: RecurrentInputs,
   state: State,
   axis: str | None,

@@ -295,9 +295,10 @@ def _advance(
   A state may have more columns than there are values: values of those are 0.
   """
   more = state.shape[-1] - x.values.shape[-1]
-  rows = x.kept is None
-  kept = None if rows else x.kept[..., -1, :, None]
-  fade = x.fade[..., -1, :] if rows else x.fade[..., -1, None]
+  if x.kept is None:
+    kept, fade = None, x.fade[..., -1, :]
+  else:
+    kept, fade = x.kept[..., -1, :, None], x.fade[..., -1, None]
 
   def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, Any]:
     k, kept, fade, values, keys = chunk
@@ -370,7 +371,7 @@ def _arriving_faded(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
 
 def faded_before(
   state: Float[Array, "*dims"],
-  fade: Float[Array, "..."],
+  fade: Float[Array, ...],
   added: Float[Array, "*dims"],
   axis: str,
 ) -> Float[Array, "*dims"]:

@@ -18,7 +18,7 @@ from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import Fusion
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.feedforward import Softmax
-from ringjax.nn.selective import Mamba1
+from ringjax.nn.mamba1 import Mamba1
 
 
 def _every(r: ConfigReader, part: str, period: int, offset: int) -> list[bool]:

@@ -22,7 +22,6 @@ from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.block import Feedforward, Mixer
 from ringjax.nn.feedforward import Experts, NoFeedforward, Plain
 from ringjax.nn.linear import Norm
-from ringjax.nn.mamba import Mamba2
 
 _LETTERS = {
   "M": "linear_attention",
