@@ -138,8 +138,9 @@ def _config(r: ConfigReader) -> TransformerConfig:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-  """Names of a tensor: transformers saves plain feedforwards as experts are."""
-  return (name, name.replace(".mlp.", ".block_sparse_moe."))
+  """Names of a tensor: what transformers saves of a plain feedforward has the
+  name that experts have, what was published has not."""
+  return (name, name.replace(".block_sparse_moe.", ".mlp."))
 
 
 _LAYER = {
@@ -156,6 +157,10 @@ _LAYER = {
   "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
   "attention.kv_norm": "self_attn.kv_a_layernorm",
   "attention.kv": "self_attn.kv_b_proj",
+  **{
+    f"feedforward.{part}": f"block_sparse_moe.{part}_proj"
+    for part in ("gate", "up", "down")
+  },
   "feedforward.router": "block_sparse_moe.gate",
   **shared_names("block_sparse_moe.shared_experts"),
 }

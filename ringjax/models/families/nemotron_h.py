@@ -100,6 +100,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
       r.whole("mamba_head_dim", default=64),
       groups,
       None,
+      key="mamba_num_heads",
       state=r.whole("ssm_state_size", default=128),
       taps=r.whole("conv_kernel", "mamba_d_conv", default=4, least=2),
       eps=norm.eps,

@@ -49,6 +49,8 @@ def mixer(
   channels: int,
   groups: int,
   inner: int | None,
+  *,
+  key: str = "num_heads",
   **options: object,
 ) -> Mamba2:
   """A state space, if the config's widths agree.
@@ -59,6 +61,7 @@ def mixer(
     channels: of a head.
     groups: of heads.
     inner: how many channels there must be in all; None: any number.
+    key: that says how many heads.
     **options: of `Mamba2`.
   """
   # How it is computed, and how it was initialised.
@@ -68,7 +71,7 @@ def mixer(
   inner = heads * channels if inner is None else inner
   if heads * channels != inner or heads % groups:
     raise r.error(
-      "num_heads",
+      key,
       f"{heads} of {channels} in {groups} groups",
       f"{inner} channels in all, and groups that divide the heads",
     )
@@ -179,7 +182,8 @@ def hybrid_mixer(
     bias=r.flag("mamba_proj_bias", default=False),
     conv_bias=r.flag("mamba_conv_bias", default=True),
   )
-  return mixer(r, heads, channels, groups, inner, **(said | options))
+  said |= options
+  return mixer(r, heads, channels, groups, inner, key="mamba_n_heads", **said)
 
 
 def _bamba(r: ConfigReader) -> TransformerConfig:
