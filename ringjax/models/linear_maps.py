@@ -30,8 +30,10 @@ def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
       yield f"stack.{name}", owner
 
 
-# Maps that choose or gate, and one that latent attention takes apart.
-_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv")
+# Maps that choose or gate, and those that layers use as arrays: one that latent
+# attention takes apart, and what is multiplied within a shard.
+_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv",
+         ".step_down", ".low", ".into", ".out_of")  # fmt: skip
 
 
 def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:

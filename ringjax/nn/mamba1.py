@@ -89,9 +89,10 @@ class Mamba1Layer(nnx.Module):
     self.taps = Taps(
       rngs, (1, c, spec.taps), (None, "heads"), bias=spec.conv_bias
     )
-    # B and C of the paper are k and q.
-    self.low, self.k, self.q = of_x(rank), of_x(h), of_x(h)
-    self.low_norm, self.k_norm, self.q_norm = norm(rank), norm(h), norm(h)
+    # What time steps are made of; B and C of the paper.
+    self.low, self.into, self.out_of = of_x(rank), of_x(h), of_x(h)
+    self.low_norm = norm(rank)
+    self.into_norm, self.out_of_norm = norm(h), norm(h)
     self.step = Linear(rngs, (rank,), (c,), (None, "heads"), bias=True)
     self.log_rate = param(rngs, (c, h), ("heads", None), fan_in=1)
     self.skip = param(rngs, (c,), ("heads",), value=1.0)
@@ -112,8 +113,8 @@ class Mamba1Layer(nnx.Module):
     state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
     if attend.resident:
       state = cache.recall(state)
-    maps = (self.low, self.k, self.q)
-    norms = (self.low_norm, self.k_norm, self.q_norm)
+    maps = (self.low, self.into, self.out_of)
+    norms = (self.low_norm, self.into_norm, self.out_of_norm)
     assert self.step.bias is not None
     weights = (
       (self.taps.arrays,),
@@ -136,7 +137,7 @@ class Mamba1Layer(nnx.Module):
     before, after = tails(state.tail, x.qkv, x.seg, axis)
     (u,) = convolved(x, taps, before)
     u = jax.nn.silu(u[:, :, 0])
-    low, k, q = (
+    low, b, c = (
       rms_norm(linear_product(u, map_, 1), weight, self.spec.eps)
       for map_, weight in zip(maps, norms, strict=True)
     )
@@ -147,8 +148,8 @@ class Mamba1Layer(nnx.Module):
       u,
       jnp.where((x.seg > 0)[..., None], step, 0),
       -jnp.exp(log_rate.astype(wide)),
-      k,
-      q,
+      b,
+      c,
       state.memory[:, :, 0],
       begins(x.seg, before),
       axis=axis,

@@ -104,6 +104,51 @@ def test_older_words_for_the_same():
   assert read(config, **said) == want
 
 
+@pytest.mark.parametrize(
+  ("preset", "beside"),
+  [
+    (
+      "nemotron-3-nano-30b",
+      {"attention_head_dim": 128, "num_query_groups": 2, "rope_theta": 1e4,
+       "expand": 2, "num_hidden_layers": 52, "partial_rotary_factor": 1.0,
+       "num_logits_to_keep": 1, "mamba_proj_bias": False},
+    ),
+    (
+      "lfm2-1.2b",
+      {"intermediate_size": 8192, "block_dim": 2048, "conv_dim": 2048,
+       "conv_dim_out": 2048, "head_dim": 64, "num_heads": 32,
+       "block_norm_eps": 1e-5, "block_mlp_init_scale": 1.0,
+       "block_out_init_scale": 1.0, "block_use_swiglu": True,
+       "block_use_xavier_init": True, "conv_use_xavier_init": True,
+       "use_pos_enc": True, "conv_bias": False},
+    ),
+    (
+      "kimi-linear-48b",
+      {"first_k_dense_replace": 1, "head_dim": 72, "mla_use_nope": True,
+       "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
+       "rope_scaling": None, "rope_theta": 1e4, "use_grouped_topk": True,
+       "num_nextn_predict_layers": 0},
+    ),
+    (
+      "jamba-mini",
+      {"expert_layer_offset": 1, "expert_layer_period": 2, "mamba_d_conv": 4,
+       "attn_layer_offset": 4, "attn_layer_period": 8, "mamba_expand": 2,
+       "num_logits_to_keep": 1, "sliding_window": None,
+       "use_mamba_kernels": True, "tie_word_embeddings": False},
+    ),
+    (
+      "falcon-h1-0.5b",
+      {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "mamba_expand": 2,
+       "mamba_rms_norm": False, "projectors_bias": False,
+       "mamba_chunk_size": 128, "attn_layer_indices": None},
+    ),
+  ],
+)  # fmt: skip
+def test_what_published_files_say_beside(preset, beside):
+  config = models.PRESETS[preset]
+  assert read(config, **beside) == read(config)
+
+
 # ---------------------------------------------------------------------------
 # Rows
 # ---------------------------------------------------------------------------

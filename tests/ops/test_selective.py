@@ -15,7 +15,6 @@ from ringjax.ops.delta import delta_rule
 from ringjax.ops.selective import selective_scan
 from tests.helpers import make_mesh
 
-
 # The length whose derivatives are left to longer runs: they compile for long.
 QUICK = 24
 

@@ -77,8 +77,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
 _NAMES = hybrid_names(
   {
     "attention.low_norm": "mamba.dt_layernorm",
-    "attention.k_norm": "mamba.b_layernorm",
-    "attention.q_norm": "mamba.c_layernorm",
+    "attention.into_norm": "mamba.b_layernorm",
+    "attention.out_of_norm": "mamba.c_layernorm",
     "attention.taps": "mamba.conv1d",
     "attention.step": "mamba.dt_proj",
     "attention.out": "mamba.out_proj",
@@ -88,7 +88,7 @@ _NAMES = hybrid_names(
   {
     "mamba.in_proj": Fusion(parts=("attention.x", "attention.z")),
     "mamba.x_proj": Fusion(
-      parts=("attention.low", "attention.k", "attention.q")
+      parts=("attention.low", "attention.into", "attention.out_of")
     ),
   },
   experts={

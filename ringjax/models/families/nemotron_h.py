@@ -109,8 +109,13 @@ def _config(r: ConfigReader) -> TransformerConfig:
       conv_bias=r.flag("use_conv_bias", "mamba_conv_bias", default=True),
       step_limit=(least, math.inf),
     )
+  # Nothing turns; the norm has a key of its own.
+  r.ignore("rope_theta", "partial_rotary_factor", "rms_norm_eps", "norm_eps")
   if "full_attention" in kinds:
     r.must_be("attention_bias", False, default=False)
+    # Older words for two of the others.
+    r.only("attention_head_dim", r.head_dim())
+    r.only("num_query_groups", r.heads()[1])
     mixers["full_attention"] = attention(r, None)
   others: dict[str, Feedforward] = {}
   if "moe" in kinds:
@@ -138,16 +143,16 @@ def _config(r: ConfigReader) -> TransformerConfig:
 
 
 _OF_LAYERS = (
-  "chunk_size", "conv_kernel", "head_dim", "intermediate_size",
-  "mamba_head_dim", "mamba_num_heads", "mlp_hidden_act",
+  "attention_head_dim", "chunk_size", "conv_kernel", "head_dim",
+  "intermediate_size", "mamba_head_dim", "mamba_num_heads", "mlp_hidden_act",
   "moe_intermediate_size", "moe_latent_size",
   "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap",
   "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
   "num_attention_heads", "num_experts_per_tok", "num_key_value_heads",
-  "num_local_experts", "num_logits_to_keep", "rescale_prenorm_residual",
-  "residual_in_fp32", "routed_scaling_factor", "ssm_state_size",
-  "time_step_floor", "time_step_max", "time_step_min", "topk_group",
-  "use_bias", "use_conv_bias",
+  "num_local_experts", "num_logits_to_keep", "num_query_groups",
+  "rescale_prenorm_residual", "residual_in_fp32", "routed_scaling_factor",
+  "ssm_state_size", "time_step_floor", "time_step_max", "time_step_min",
+  "topk_group", "use_bias", "use_conv_bias",
 )  # fmt: skip
 
 
