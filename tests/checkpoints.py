@@ -246,7 +246,7 @@ def spread(
   if name.endswith("linear_attn.norm.weight"):
     return 1.0, 0.2
   if re.search(r"(norm|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name):
-    if "embed" in name:
+    if "embed" in name and "embedding_norm" not in name:
       return 0.3, 0.1
     gain = quiet if tied and name.count(".") == 2 else 1.0
     return gain - (family in ONE_PLUS), 0.2

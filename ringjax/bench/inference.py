@@ -216,7 +216,8 @@ class InferenceBenchmark(harness.Benchmark):
 
   def token_bytes(self, case: ModelCase) -> float:
     """Of a token's keys and values."""
-    shapes = (x.attention.cache_shape(1) for x in self.config.layers)
+    mixers = (m for layer in self.config.layers for m in layer.mixers)
+    shapes = (m.cache_shape(1) for m in mixers)
     return float(sum(s.numbers() for s in shapes) * _itemsize(case.dtype))
 
   def weight_bytes(self, case: ModelCase) -> float:

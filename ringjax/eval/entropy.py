@@ -162,6 +162,10 @@ def _sinks(model: Transformer) -> list[Any]:
   for g, run in enumerate(stack.runs):
     for p in range(len(run.layers)):
       block = stack.blocks[g][p]
+      if len(run.layers[p].mixers) > 1:
+        # None of these has sinks.
+        found.extend(None for _ in run.layers[p].mixers)
+        continue
       if getattr(block.attention, "sinks", None) is None:
         found.append(None)
         continue

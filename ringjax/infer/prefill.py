@@ -393,8 +393,11 @@ class PrefillOptions:
 
 def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
   """Refuses shards of which no groups can trade heads evenly."""
-  for layer in model.config.layers:
-    spec = layer.attention
+  mixers = (m for layer in model.config.layers for m in layer.mixers)
+  for mixer in mixers:
+    if isinstance(mixer.cache_shape(1), StateShape):
+      continue
+    spec: Any = mixer
     # Latent attention is expanded where keys travel.
     heads = getattr(spec, "kv_heads", spec.heads)
     try:

@@ -27,8 +27,8 @@ class State(NamedTuple):
 
   Fields:
     memory: float32 [B, N, H, J].
-    tail: of queries, keys and values before their convolution; its x are
-      [B, n, K, H] twice and [B, n, N, J].
+    tail: of what a convolution reads, such as queries, keys and values; its x
+      are [B, n, *shape] for each of the `convolved` of a `StateShape`.
   """
 
   memory: jax.Array
@@ -50,19 +50,19 @@ class StateShape:
 
   Attributes:
     layers: how many layers share the array.
-    key_heads: K.
-    heads: value heads, N.
+    heads: value heads, N; 0 where the tail is all that is kept.
     key: H.
     value: J.
     tail: tokens that a convolution looks back.
+    convolved: the shapes of what it reads of a token, each (heads, numbers).
   """
 
   layers: int
-  key_heads: int
   heads: int
   key: int
   value: int
   tail: int
+  convolved: tuple[tuple[int, int], ...]
 
   def numbers(self) -> int:
     """Numbers that one token takes: none, the state does not grow."""
@@ -74,15 +74,15 @@ class StateShape:
     No codec stores them: their size does not grow with the context.
     """
     b, n = (self.layers, room.batch), self.tail
-    key = (*b, n, self.key_heads, self.key)
-    value = (*b, n, self.heads, self.value)
     memory = (*b, self.heads, self.key, self.value)
+    # Without a number in it a compiled program returns it replicated.
+    axes = (None, "batch", "heads") if self.heads else (None,) * 5
     return State(
-      room.like(memory, jnp.float32, (None, "batch", "heads")),
+      room.like(memory, jnp.float32, axes),
       Tail(
         tuple(
-          room.like(shape, room.dtype, (None, "batch", None, "heads"))
-          for shape in (key, key, value)
+          room.like((*b, n, *one), room.dtype, (None, "batch", None, "heads"))
+          for one in self.convolved
         ),
         room.like((*b, n), jnp.int32, (None, "batch")),
       ),

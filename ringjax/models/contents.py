@@ -200,7 +200,7 @@ def contents(
     wrapper = WRAPPERS[folder.config["model_type"]]
   named = wrapper.names if wrapper and wrapper.names else family.names
   names = named(model.config)
-  spellings = _wrapped_names if wrapper else lambda name: (name,)
+  spellings = _wrapped_names if wrapper else family.spellings
   packed = packing(folder.config)
   have = folder.tensors
   tensors = []

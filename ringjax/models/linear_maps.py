@@ -57,8 +57,10 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
   return found
 
 
-# Maps that choose or gate, and one that latent attention takes apart.
-_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv")
+# Maps that choose or gate, and those that layers use as arrays: one that latent
+# attention takes apart, and what is multiplied within a shard.
+_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv",
+         ".step_down", ".low", ".into", ".out_of")  # fmt: skip
 
 
 def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:

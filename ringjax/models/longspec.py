@@ -235,7 +235,7 @@ class DraftTransformer(Transformer):
 
   @property
   def kinds(self) -> tuple[LayerCacheSpec, ...]:
-    shape: Any = self.config.layers[0].attention.cache_shape(1)
+    shape: Any = self.config.layers[0].mixers[0].cache_shape(1)
     return (dataclasses.replace(shape, which=(0,)),)
 
   def __call__(

@@ -275,6 +275,14 @@ def check_neurons(model: Transformer) -> None:
         "plain or gated feedforwards in all layers",
         "load it with placement=, which streams whole layers",
       )
+    feed = layer.feedforward
+    if isinstance(feed, Gated) and (feed.gate_scale, feed.scale) != (1.0, 1.0):
+      raise OptionError(
+        "model",
+        f"a {model.config.family}, whose feedforwards are multiplied",
+        "feedforwards without multipliers",
+        "load it with placement=, which streams whole layers",
+      )
     if layer.feedforward.act not in ACTIVATIONS:
       raise OptionError(
         "model",

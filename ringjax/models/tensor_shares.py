@@ -487,6 +487,8 @@ def _check_layer(family: str, number: int, layer: Layer) -> None:
     fault = "norms each head with a weight of its own"
   elif layer.cross is not None:
     fault = "reads an encoder's states"
+  elif isinstance(feed, Experts) and (feed.latent or not feed.gated):
+    fault = "has experts that read latents, or have no gate"
   elif not isinstance(feed, Plain | Gated | Experts):
     fault = f"has a feedforward of {type(feed).__name__}"
   if fault is not None:

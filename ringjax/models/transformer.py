@@ -369,11 +369,12 @@ class Transformer(nnx.Module):
     found: list[Any] = []
     for run in self.stack.runs:
       for position, layer in enumerate(run.layers):
-        shape = layer.attention.cache_shape(run.repeats)
-        if isinstance(shape, LayerCacheSpec):
-          numbers = (run.number(position, n) for n in range(run.repeats))
-          shape = dataclasses.replace(shape, which=tuple(numbers))
-        found.append(shape)
+        for mixer in layer.mixers:
+          shape = mixer.cache_shape(run.repeats)
+          if isinstance(shape, LayerCacheSpec):
+            numbers = (run.number(position, n) for n in range(run.repeats))
+            shape = dataclasses.replace(shape, which=tuple(numbers))
+          found.append(shape)
     return tuple(found)
 
   @property

@@ -13,17 +13,24 @@ from jaxtyping import Array, Float
 from ringjax.kv.base import LayerCache, StateCache
 from ringjax.kv.encoder_states import EncoderStates
 from ringjax.nn.attention import Attention
+from ringjax.nn.beside import Beside
+from ringjax.nn.channel_delta import ChannelDelta
 from ringjax.nn.cross_attention import CrossAttention, NoCrossAttention
 from ringjax.nn.delta import Delta
 from ringjax.nn.feedforward import Experts, Gated, NoFeedforward, Plain
 from ringjax.nn.latent import Latent
 from ringjax.nn.linear import Identity, Norm
 from ringjax.nn.mamba import Mamba2
+from ringjax.nn.mamba1 import Mamba1
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.short_conv import ShortConv
 from ringjax.nn.tokens import Tokens
 
 # What mixes tokens, and what each token goes through alone.
-Mixer = Attention | Delta | Latent | Mamba2
+OneMixer = (
+  Attention | ChannelDelta | Delta | Latent | Mamba1 | Mamba2 | ShortConv
+)
+Mixer = OneMixer | Beside
 Feedforward = Plain | Gated | Experts | NoFeedforward
 
 
@@ -55,6 +62,14 @@ class Layer:
   residual_scale: float = 1.0
   cross: CrossAttention | None = None
 
+  @property
+  def mixers(self) -> tuple[OneMixer, ...]:
+    """What mixes tokens, of which each keeps something in a cache."""
+    mixer = self.attention
+    if isinstance(mixer, Beside):
+      return (mixer.attention, mixer.state)
+    return (mixer,)
+
   def build(self, rngs: nnx.Rngs, embed: int) -> Block:
     return Block(rngs, self, embed)
 
@@ -82,13 +97,14 @@ class Block(nnx.Module):
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: LayerCache | StateCache,
+    cache: LayerCache | StateCache | tuple[LayerCache | StateCache, ...],
     attend: Attend,
     states: EncoderStates | None = None,
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the layer's cache.
 
-    `states` are those of an encoder, or None for no context.
+    Of a layer with several mixers it is one for each. `states` are those of an
+    encoder, or None for no context.
     """
     spec = self.spec
     scaled = lambda y: (

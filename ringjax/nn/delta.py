@@ -10,7 +10,7 @@ Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +27,11 @@ from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.conv import begins, causal_conv, tails
+from ringjax.ops.conv import Tail, begins, causal_conv, tails
 from ringjax.ops.delta import delta_rule
 from ringjax.ops.mask import SameSegment
 from ringjax.ops.rope import Rope
+from ringjax.ops.sequence import beside
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel.layout import Contiguous
 
@@ -78,11 +79,14 @@ class Delta(Recurrent):
     """What `layers` of this kind keep."""
     return StateShape(
       layers=layers,
-      key_heads=self.key_heads,
       heads=self.heads,
       key=self.key,
       value=self.value,
       tail=self.taps - 1,
+      convolved=(
+        *((self.key_heads, self.key),) * 2,
+        (self.heads, self.value),
+      ),
     )
 
   def build(self, rngs: nnx.Rngs, embed: int) -> DeltaLayer:
@@ -95,27 +99,35 @@ class Taps(nnx.Module):
   def __init__(
     self,
     rngs: nnx.Rngs,
-    shape: tuple[int, ...],
-    axis: str,
+    shape: tuple[int, int, int],
+    axes: tuple[str | None, str | None],
     *,
     bias: bool = False,
   ):
-    self.weight = param(rngs, shape, (axis, None, None), fan_in=shape[-1])
-    self.bias = param(rngs, shape[:-1], (axis, None)) if bias else None
+    self.weight = param(rngs, shape, (*axes, None), fan_in=shape[-1])
+    self.bias = param(rngs, shape[:-1], axes) if bias else None
+
+  @property
+  def arrays(self) -> tuple[jax.Array, jax.Array | None]:
+    """The weight, and the bias or None."""
+    return self.weight[...], None if self.bias is None else self.bias[...]
 
 
 class RecurrentInputs(NamedTuple):
   """What is known of each token, [B, T, ...].
 
   Fields:
-    qkv: queries, keys and values before the convolution.
-    decay, beta: float32 [B, T, N].
+    qkv: what a convolution reads: queries, keys and values, or fewer.
+    decay: float32 [B, T, N], or of each channel of keys [B, T, N, H]; None
+      where a mixer has no state beside the convolution's, or makes the
+      decays of what is convolved.
+    beta: float32 [B, T, N]; None as `decay` is.
     seg: int32 [B, T].
   """
 
-  qkv: tuple[jax.Array, jax.Array, jax.Array]
-  decay: jax.Array
-  beta: jax.Array
+  qkv: tuple[jax.Array, ...]
+  decay: jax.Array | None
+  beta: jax.Array | None
   seg: jax.Array
 
 
@@ -132,9 +144,9 @@ class DeltaLayer(nnx.Module):
     self.z = into(values, "heads", None)
     self.beta = into((spec.heads,), "heads")
     self.step = into((spec.heads,), "heads")
-    self.q_taps = Taps(rngs, (*keys, spec.taps), "kv_heads")
-    self.k_taps = Taps(rngs, (*keys, spec.taps), "kv_heads")
-    self.v_taps = Taps(rngs, (*values, spec.taps), "heads")
+    self.q_taps = Taps(rngs, (*keys, spec.taps), ("kv_heads", None))
+    self.k_taps = Taps(rngs, (*keys, spec.taps), ("kv_heads", None))
+    self.v_taps = Taps(rngs, (*values, spec.taps), ("heads", None))
     self.log_rate = param(rngs, (spec.heads,), ("heads",), fan_in=1)
     self.offset = param(rngs, (spec.heads,), ("heads",), value=1.0)
     self.norm = RMSNorm(rngs, (spec.value,), (None,), eps=spec.eps)
@@ -162,10 +174,29 @@ class DeltaLayer(nnx.Module):
     state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
     if attend.resident:
       state = cache.recall(state)
-    mixed, state = over_tokens(_mix, taps, inputs, state, attend)
+    mixed, state = over_tokens(mix_delta, taps, inputs, state, attend)
     mixed = self.norm(mixed.astype(wide))
     mixed = mixed * jax.nn.silu(self.z(x).astype(wide))
     return self.out(mixed.astype(x.dtype)), cache.keep(state)
+
+
+def convolved(
+  x: RecurrentInputs,
+  taps: Sequence[tuple[Float[Array, "_ _ _"], Float[Array, "_ _"] | None]],
+  before: Tail,
+) -> list[jax.Array]:
+  """What `x.qkv` are behind their convolutions, with biases if there are.
+
+  Args:
+    x: of the tokens.
+    taps: for each of them a weight and a bias or None.
+    before: the tokens that precede.
+  """
+  found = []
+  for a, (weight, bias), tail in zip(x.qkv, taps, before.x, strict=True):
+    y = causal_conv(a, weight, x.seg, before._replace(x=tail))
+    found.append(y if bias is None else y + bias[None, None].astype(y.dtype))
+  return found
 
 
 def refuse_skipping(tokens: Tokens, attend: Attend) -> None:
@@ -226,27 +257,38 @@ def over_tokens(
   return mixed[:, :length], state
 
 
-def _mix(
-  taps: tuple[jax.Array, ...],
+def mix_delta(
+  taps: Sequence[Float[Array, "_ _ _"]],
   x: RecurrentInputs,
   state: State,
   axis: str | None,
 ) -> tuple[jax.Array, State]:
-  """[B, T, N, J] and the state behind. Per shard, if `axis` is given."""
+  """The delta rule behind convolutions, for `over_tokens`.
+
+  Args:
+    taps: the weights of the convolutions of queries, keys and values.
+    x: of the tokens.
+    state: before them.
+    axis: of the shards, or None.
+
+  Returns:
+    [B, T, N, J], and the state behind the last token.
+  """
+  assert x.decay is not None and x.beta is not None
   before, after = tails(state.tail, x.qkv, x.seg, axis)
   q, k, v = (
     jax.nn.silu(causal_conv(a, weight, x.seg, before._replace(x=tail)))
     for a, weight, tail in zip(x.qkv, taps, before.x, strict=True)
   )
-  real = (x.seg > 0)[..., None]
-  decay = jnp.where(real, x.decay, 0)
-  decay = jnp.where(begins(x.seg, before)[..., None], -jnp.inf, decay)
+  real = x.seg > 0
+  decay = jnp.where(beside(real, x.decay), x.decay, 0)
+  first = beside(begins(x.seg, before), decay)
   mixed, memory = delta_rule(
     _unit(q, q.shape[-1] ** -0.5),
     _unit(k, 1.0),
     v,
-    decay,
-    jnp.where(real, x.beta, 0),
+    jnp.where(first, -jnp.inf, decay),
+    jnp.where(beside(real, x.beta), x.beta, 0),
     state.memory,
     axis=axis,
   )

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ringjax.nn.linear import Linear
+from ringjax.nn.linear import Linear, linear_product
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.ops.moe import mix
@@ -124,11 +124,21 @@ class PlainLayer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gated:
-  """down(act(gate(x)) * up(x))."""
+  """down(act(gate(x)) * up(x)).
+
+  Attributes:
+    hidden: F.
+    act: the activation.
+    bias: of the maps.
+    gate_scale: what the gate is multiplied by before its activation.
+    scale: what the output is multiplied by.
+  """
 
   hidden: int
   act: str
   bias: bool = False
+  gate_scale: float = 1.0
+  scale: float = 1.0
 
   @property
   def width(self) -> int:
@@ -164,7 +174,11 @@ class GatedLayer(nnx.Module):
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The layer on some tokens, without cutting them up."""
-    return self.down(ACTIVATIONS[self.spec.act](self.gate(x)) * self.up(x))
+    spec, gate = self.spec, self.gate(x)
+    if spec.gate_scale != 1.0:
+      gate = gate * jnp.asarray(spec.gate_scale, gate.dtype)
+    y = self.down(ACTIVATIONS[spec.act](gate) * self.up(x))
+    return y if spec.scale == 1.0 else y * jnp.asarray(spec.scale, y.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,13 +287,13 @@ class Clamped:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-  """A mixture of gated experts.
+  """A mixture of experts.
 
   Attributes:
     experts: how many, E.
     chosen: how many a token has, k.
     hidden: F of an expert.
-    act: activation of the gate.
+    act: activation of the gate, or of experts without one.
     router: turns logits into weights and choices.
     bias: of the experts' maps.
     router_bias: of the router's.
@@ -288,6 +302,10 @@ class Experts:
     scale_input: weights multiply an expert's input, not its output.
     shared: hidden size of the expert that all tokens have, 0 for none.
     shared_gate: that expert's output has a gate of its own.
+    gated: experts, the shared one among them, are down(act(gate(x)) * up(x));
+      else down(act(up(x))).
+    latent: size of what the experts read and give, behind one map that they
+      share and before another; 0: they read and give what the layer does.
   """
 
   experts: int
@@ -302,15 +320,18 @@ class Experts:
   scale_input: bool = False
   shared: int = 0
   shared_gate: bool = False
+  gated: bool = True
+  latent: int = 0
 
   @property
   def width(self) -> int:
     """Numbers that are there at once for a token."""
-    return 2 * (self.chosen * self.hidden + self.shared)
+    return (1 + self.gated) * (self.chosen * self.hidden + self.shared)
 
   def idle(self, embed: int) -> int:
     """Weights that a token does not meet: those of other experts."""
-    return (self.experts - self.chosen) * 3 * embed * self.hidden
+    each = (2 + self.gated) * (self.latent or embed) * self.hidden
+    return (self.experts - self.chosen) * each
 
   def build(self, rngs: nnx.Rngs, embed: int) -> ExpertsLayer:
     return ExpertsLayer(rngs, self, embed)
@@ -330,7 +351,7 @@ class ExpertsLayer(nnx.Module):
   MAPS = ("gate", "up", "down")
 
   def __init__(self, rngs: nnx.Rngs, spec: Experts, embed: int):
-    e, f = spec.experts, spec.hidden
+    e, f, d = spec.experts, spec.hidden, spec.latent or embed
     self.spec = spec
     self.router = Linear(
       rngs, (embed,), (e,), ("embed", None), bias=spec.router_bias
@@ -338,23 +359,25 @@ class ExpertsLayer(nnx.Module):
     self.correction = (
       param(rngs, (e,), (None,), wide=True) if spec.correction else None
     )
-    into = lambda: param(
-      rngs, (e, embed, f), ("experts", "embed", "ffn"), fan_in=embed
+    # Of latents nothing is cut with what the layer reads.
+    inner = None if spec.latent else "embed"
+    into = lambda: param(rngs, (e, d, f), ("experts", inner, "ffn"), fan_in=d)
+    self.gate = into() if spec.gated else None
+    self.up = into()
+    self.down = param(rngs, (e, f, d), ("experts", "ffn", inner), fan_in=f)
+    latent = lambda a, b, *axes: (
+      Linear(rngs, (a,), (b,), axes) if spec.latent else None
     )
-    self.gate, self.up = into(), into()
-    self.down = param(
-      rngs, (e, f, embed), ("experts", "ffn", "embed"), fan_in=f
-    )
+    self.into = latent(embed, d, "embed", None)
+    self.out_of = latent(d, embed, None, "embed")
     bias = lambda n, axis: (
       param(rngs, (e, n), ("experts", axis)) if spec.bias else None
     )
-    self.gate_bias, self.up_bias = bias(f, "ffn"), bias(f, "ffn")
-    self.down_bias = bias(embed, "embed")
-    self.shared = (
-      GatedLayer(rngs, Gated(hidden=spec.shared, act=spec.act), embed)
-      if spec.shared
-      else None
-    )
+    self.gate_bias = bias(f, "ffn") if spec.gated else None
+    self.up_bias = bias(f, "ffn")
+    self.down_bias = bias(d, inner)
+    one = (Gated if spec.gated else Plain)(hidden=spec.shared, act=spec.act)
+    self.shared = one.build(rngs, embed) if spec.shared else None
     self.shared_gate = (
       Linear(rngs, (embed,), (1,), ("embed", None))
       if spec.shared_gate
@@ -373,6 +396,10 @@ class ExpertsLayer(nnx.Module):
       gate=(get(self.gate), get(self.gate_bias)),
       up=(get(self.up), get(self.up_bias)),
       down=(get(self.down), get(self.down_bias)),
+      latent=tuple(
+        None if map_ is None else map_.weight[...]
+        for map_ in (self.into, self.out_of)
+      ),
     )
 
     def run(w: PyTree, x: jax.Array) -> jax.Array:
@@ -396,16 +423,26 @@ class ExpertsLayer(nnx.Module):
         return y if bias is None else y + bias[expert][None].astype(y.dtype)
 
       def f(expert: jax.Array, x: jax.Array) -> jax.Array:
-        gate, up = linear(w["gate"], expert, x), linear(w["up"], expert, x)
+        up = linear(w["up"], expert, x)
+        if not spec.gated:
+          return linear(w["down"], expert, ACTIVATIONS[spec.act](up))
+        gate = linear(w["gate"], expert, x)
         if spec.clamped is not None:
           h = spec.clamped(gate, up)
         else:
           h = ACTIVATIONS[spec.act](gate) * up
         return linear(w["down"], expert, h)
 
-      return mix(
-        f, x, chosen, mixing, spec.experts, scale_input=spec.scale_input
+      into, out_of = w["latent"]
+      y = mix(
+        f,
+        x if into is None else linear_product(x, into, 1),
+        chosen,
+        mixing,
+        spec.experts,
+        scale_input=spec.scale_input,
       )
+      return y if out_of is None else linear_product(y, out_of, 1)
 
     y = attend.per_shard(run, weights, x)
     if self.shared is None:

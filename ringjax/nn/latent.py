@@ -38,7 +38,8 @@ class Latent:
   Attributes:
     heads: N.
     plain: dims of a head that do not turn.
-    rope: the rotation of the dims that do.
+    rope: the rotation of the dims that do, whose keys the heads share; None:
+      they do not turn either.
     value: head dim of the values.
     latent: size of the latent vector of keys and values.
     query_latent: size of the queries' own, None for none.
@@ -46,11 +47,12 @@ class Latent:
     bias: of the maps into the latents and of the output.
     eps: of the norms of the latents.
     mask: who sees whom.
+    unturned: of layers without a rotation, dims whose keys the heads share.
   """
 
   heads: int
   plain: int
-  rope: Rope
+  rope: Rope | None
   value: int
   latent: int
   query_latent: int | None
@@ -58,16 +60,22 @@ class Latent:
   bias: bool
   eps: float
   mask: Mask = Causal()
+  unturned: int = 0
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
     """What the tables of a call have to be made for."""
-    return (self.rope,)
+    return () if self.rope is None else (self.rope,)
+
+  @property
+  def shared(self) -> int:
+    """Dims of a key that all heads share."""
+    return self.unturned if self.rope is None else self.rope.dims
 
   @property
   def pair_flops(self) -> int:
     """Of a query and a key where the keys travel, which is in full."""
-    return 2 * self.heads * (self.plain + self.rope.dims + self.value)
+    return 2 * self.heads * (self.plain + self.shared + self.value)
 
   @property
   def reach(self) -> int | None:
@@ -79,7 +87,7 @@ class Latent:
     return LayerCacheSpec(
       layers,
       1,
-      self.latent + self.rope.dims,
+      self.latent + self.shared,
       0,
       reading=KeyReading(
         groups=self.heads,
@@ -99,7 +107,7 @@ class LatentLayer(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs, spec: Latent, embed: int):
     self.spec = spec
-    n, c, turned = spec.heads, spec.latent, spec.rope.dims
+    n, c, turned = spec.heads, spec.latent, spec.shared
     norm = lambda size: RMSNorm(rngs, (size,), (None,), eps=spec.eps)
     size = spec.query_latent
     if size is None:

@@ -23,6 +23,7 @@ from ringjax.nn.delta import (
   Recurrent,
   RecurrentInputs,
   Taps,
+  convolved,
   over_tokens,
   refuse_skipping,
 )
@@ -30,7 +31,7 @@ from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.conv import begins, causal_conv, tails
+from ringjax.ops.conv import begins, tails
 from ringjax.ops.delta import delta_rule
 from ringjax.ops.norm import rms_norm
 from ringjax.ops.softmax import wide_dtype
@@ -51,6 +52,9 @@ class Mamba2(Recurrent):
     bias: of the maps into and out of it.
     conv_bias: of the convolution.
     step_limit: the least and the largest time step.
+    gate_last: the gate comes behind the norm, not before it.
+    scales: what the gate, V, K, Q and time steps are multiplied by before
+      anything else, in this order.
   """
 
   groups: int
@@ -63,16 +67,21 @@ class Mamba2(Recurrent):
   bias: bool = False
   conv_bias: bool = True
   step_limit: tuple[float, float] = (0.0, math.inf)
+  gate_last: bool = False
+  scales: tuple[float, float, float, float, float] | None = None
 
   def cache_shape(self, layers: int) -> StateShape:
     """What `layers` of this kind keep."""
     return StateShape(
       layers=layers,
-      key_heads=self.groups,
       heads=self.heads,
       key=self.state,
       value=self.channels,
       tail=self.taps - 1,
+      convolved=(
+        *((self.groups, self.state),) * 2,
+        (self.heads, self.channels),
+      ),
     )
 
   def build(self, rngs: nnx.Rngs, embed: int) -> Mamba2Layer:
@@ -104,7 +113,7 @@ class Mamba2Layer(nnx.Module):
       rngs, (embed,), shape, ("embed", *axes), bias=spec.bias
     )
     taps = lambda shape, axis: Taps(
-      rngs, (*shape, spec.taps), axis, bias=spec.conv_bias
+      rngs, (*shape, spec.taps), (axis, None), bias=spec.conv_bias
     )
     self.z = into(values, "heads", None)
     self.v = into(values, "heads", None)
@@ -133,23 +142,30 @@ class Mamba2Layer(nnx.Module):
     refuse_skipping(tokens, attend)
     spec, wide = self.spec, wide_dtype(x.dtype)
     head = lambda p: p[...].astype(wide)[None, None]
-    step = jax.nn.softplus(self.step(x).astype(wide) + head(self.offset))
+    z, v, k, q, step = (
+      map_(x) for map_ in (self.z, self.v, self.k, self.q, self.step)
+    )
+    if spec.scales is not None:
+      scaled = zip((z, v, k, q, step), spec.scales, strict=True)
+      z, v, k, q, step = (y * jnp.asarray(s, y.dtype) for y, s in scaled)
+    step = jax.nn.softplus(step.astype(wide) + head(self.offset))
     step = jnp.clip(step, *(jnp.asarray(s, wide) for s in spec.step_limit))
     inputs = RecurrentInputs(
-      (self.q(x), self.k(x), self.v(x)),
+      (q, k, v),
       -jnp.exp(head(self.log_rate)) * step,
       step,
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
-    get = lambda t: (t.weight[...], None if t.bias is None else t.bias[...])
-    taps = tuple(map(get, (self.q_taps, self.k_taps, self.v_taps)))
+    taps = tuple(t.arrays for t in (self.q_taps, self.k_taps, self.v_taps))
     state = spec.cache_shape(1).empty(x.shape[0], x.dtype)
     if attend.resident:
       state = cache.recall(state)
     weights = (taps, self.skip[...])
     mixed, state = over_tokens(_mix, weights, inputs, state, attend)
-    mixed = mixed.astype(wide) * jax.nn.silu(self.z(x).astype(wide))
+    mixed, gate = mixed.astype(wide), jax.nn.silu(z.astype(wide))
+    mixed = mixed if spec.gate_last else mixed * gate
     mixed = mixed if self.norm is None else self.norm(mixed)
+    mixed = mixed * gate if spec.gate_last else mixed
     return self.out(mixed.astype(x.dtype)), cache.keep(state)
 
 
@@ -160,13 +176,8 @@ def _mix(
   taps, skip = weights
   before, after = tails(state.tail, x.qkv, x.seg, axis)
 
-  def conv(a: jax.Array, taps: tuple, tail: jax.Array) -> jax.Array:
-    weight, bias = taps
-    y = causal_conv(a, weight, x.seg, before._replace(x=tail))
-    y = y if bias is None else y + bias[None, None].astype(y.dtype)
-    return jax.nn.silu(y)
-
-  q, k, v = map(conv, x.qkv, taps, before.x)
+  assert x.decay is not None and x.beta is not None
+  q, k, v = map(jax.nn.silu, convolved(x, taps, before))
   real = (x.seg > 0)[..., None]
   decay = jnp.where(real, x.decay, 0)
   decay = jnp.where(begins(x.seg, before)[..., None], -jnp.inf, decay)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -220,7 +220,7 @@ class Stack(nnx.Module):
       attend: of all of them.
       hosted: of each whether its x is in the host's memory while others run.
     """
-    slots = [list(cache.slots) for _, _, cache in calls]
+    slots = [iter(cache.slots) for _, _, cache in calls]
     done: list[list[Any]] = [[] for _ in calls]
     hosted = hosted or (False,) * len(calls)
     away = lambda m, x: _moved(x, jax.memory.Space.Host) if hosted[m] else x
@@ -229,28 +229,30 @@ class Stack(nnx.Module):
     number = itertools.count()
     for g, run in enumerate(self.runs):
       many = len(run.layers)
-      mine = tuple(tuple(held[:many]) for held in slots)
-      slots = [held[many:] for held in slots]
+      mine = tuple(_dealt(held, run.layers) for held in slots)
       layers = [self._kind(g, p) for p in range(many)]
-      kinds = [next(number) for _ in layers]
+      kinds = _dealt(number, run.layers)
       looped = run.repeats > 1
       turns = [(n, m) for n in range(many) for m in range(len(calls))]
 
       def fetched(
         turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
-        kinds: list[int] = kinds,
+        kinds: tuple[tuple[int, ...], ...] = kinds,
       ) -> Any:  # fmt: skip
         """The keys of a turn's layer, on their way; None: they are there."""
         n, m = turn
         cache = calls[m][2]
         if not _fetches(cache):
           return None
-        return cache.fetch(kinds[n], slots[m][n], index, after)
+        return tuple(
+          cache.fetch(kind, held, index, after)
+          for kind, held in zip(kinds[n], slots[m][n], strict=True)
+        )
 
       def body(
         carry: tuple,
         layer: tuple,
-        kinds: list[int] = kinds,
+        kinds: tuple[tuple[int, ...], ...] = kinds,
         layers: list[_Layers] = layers,
         looped: bool = looped,
         turns: list[tuple[int, int]] = turns,
@@ -264,19 +266,27 @@ class Stack(nnx.Module):
           if m == 0:
             block = layers[n].block(cuts[n], index, x, attend)
           _, tokens, cache = calls[m]
+          held = zip(kinds[n], slots[m][n], strict=True)
           if _fetches(cache):
-            part = cache.layer(kinds[n], slots[m][n], index, ahead)
+            parts = tuple(
+              cache.layer(kind, slot, index, came)
+              for (kind, slot), came in zip(held, ahead, strict=True)
+            )
           else:
-            part = cache.layer(kinds[n], slots[m][n], index)
+            parts = tuple(cache.layer(*pair, index) for pair in held)
           if t + 1 < len(turns):
             ahead = fetched(turns[t + 1], slots, index, x)
           elif looped:
             ahead = fetched(turns[0], slots, index + 1, x)
-          x, part = block(x, tokens, part, attend, cache.states)
-          if ahead and _fetches(cache):
+          several = len(parts) > 1
+          x, part = block(
+            x, tokens, parts if several else parts[0], attend, cache.states
+          )
+          parts = part if several else (part,)
+          if any(ahead or ()) and _fetches(cache):
             # Read before something is written over it, in place.
-            part = cache.behind(part, ahead)
-          xs[m], slots[m][n] = away(m, x), part.slots
+            parts = tuple(cache.behind(part, ahead) for part in parts)
+          xs[m], slots[m][n] = away(m, x), tuple(part.slots for part in parts)
         return (tuple(xs), tuple(map(tuple, slots)), ahead), None
 
       first = back(0, xs[0])
@@ -296,11 +306,16 @@ class Stack(nnx.Module):
         numbers = jnp.arange(run.repeats, dtype=jnp.int32)
         (xs, after, _), _ = lax.scan(body, start, (numbers, stacked))
       for held, new in zip(done, after, strict=True):
-        held.extend(new)
+        held.extend(itertools.chain.from_iterable(new))
     return [
       (back(m, x), calls[m][2].updated(tuple(held)))
       for m, (x, held) in enumerate(zip(xs, done, strict=True))
     ]
+
+
+def _dealt(items: Iterator[Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
+  """The next of the items, one for each mixer of each layer."""
+  return tuple(tuple(next(items) for _ in one.mixers) for one in layers)
 
 
 def _fetches(cache: CallCache) -> TypeGuard[FetchedCache]:

@@ -6,15 +6,19 @@ Guarantees: of each head, with the state S [H, J],
   S_t = e^{g_t} S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,
 
 for every length, forward and backward; without the correction u_t = beta_t v_t,
-which is Mamba 2's state space. g_t = -inf forgets what came before,
-exactly, and a token with beta_t = 0 and g_t = 0 leaves the state as it is.
+which is Mamba 2's state space. g_t is a number, or a vector of one for each of
+the H rows of the state (Kimi's delta attention). g_t = -inf forgets what came
+before, exactly, and a token with beta_t = 0 and g_t = 0 leaves the state as it
+is.
 Cost: about 3 H J + C (2 H + J) multiplications a token and head for chunks of
 C tokens; a third more over shards, which gather one [H, H + J] each. Without
 the correction 2 H J + C (H + J), twice that over shards, which gather [H, J].
+Decays of their own for rows add 3 H log2 C exponentials and sums.
 Memory: of a call q, k, v, the outputs, and a state for every block of chunks;
 everything else is of one block.
 Ref:  Yang et al. 2024, arXiv 2412.06464; the chunks of arXiv 2406.06484; Dao
-and Gu 2024, Mamba 2, arXiv 2405.21060.
+and Gu 2024, Mamba 2, arXiv 2405.21060; Kimi Team 2025, Kimi Linear, arXiv
+2510.26692.
 
 In a chunk, D_ts = e^{g_{s+1} + ... + g_t} for s <= t. Its u solve the unit
 triangular system (1 + L) U = beta (V - D_t,start K S), where
@@ -23,6 +27,13 @@ T beta V and T beta D K at once, and only two small products a chunk wait for
 the state of the chunk before. Logarithms of decays are summed and never
 subtracted from each other, hence no overflow, no lost digits and no
 inf - inf, however strong a decay is.
+
+With a decay for each row, D_ts k_t.k_s is a sum over rows h of k_th D_tsh k_sh,
+which is no product of matrices. It is found by halves of the chunk: of a token
+s in the first half and a token t in the second, D_ts is what is left from s to
+the end of the first times what is left from there to t. Each is at most 1, one
+goes to k_s and one to k_t, and a half's tokens among themselves are two halves
+again.
 
 The state behind some tokens is an affine map of the state before them. A
 shard finds its own by letting an identity run along as H more columns of a
@@ -53,7 +64,7 @@ def delta_rule(
   q: Float[Array, "B T K H"],
   k: Float[Array, "B T K H"],
   v: Float[Array, "B T N J"],
-  decay: Float[Array, "B T N"],
+  decay: Float[Array, "B T N"] | Float[Array, "B T N H"],
   beta: Float[Array, "B T N"],
   state: Float[Array, "B N H J"] | None = None,
   *,
@@ -67,7 +78,8 @@ def delta_rule(
     q: [B, T, K, H].
     k: [B, T, K, H]; the law is stable where beta |k|^2 <= 2.
     v: [B, T, N, J]; value head n belongs to key head n // (N / K).
-    decay: [B, T, N], g, the logarithm of what is left of the state.
+    decay: [B, T, N] or [B, T, N, H], g, the logarithm of what is left of the
+      state, or of each of its rows.
     beta: [B, T, N].
     state: [B, N, H, J] before the first token, default zeros.
     correct: whether what the state says of k is taken from v first.
@@ -123,7 +135,8 @@ class _Tokens(NamedTuple):
   Fields:
     q, k: [B, T, K, H].
     v: [B, T, K, G, J].
-    decay, beta: [B, T, K, G].
+    decay: [B, T, K, G], or [B, T, K, G, H].
+    beta: [B, T, K, G].
   """
 
   q: jax.Array
@@ -137,15 +150,17 @@ class _Chunks(NamedTuple):
   """What the chunks of a block know before they know their states.
 
   Fields:
-    k: [c, B, C, K, H].
-    kept: [c, B, K, G, C, C], D.
-    fade: [c, B, K, G, C], what is left of the state before the chunk.
+    k: [c, B, C, K, H]; where rows have decays [c, B, K, G, C, H], what is left
+      of each behind the chunk.
+    kept: [c, B, K, G, C, C], D; None where rows have decays.
+    fade: [c, B, K, G, C], what is left of the state before the chunk, or
+      [c, B, K, G, C, H].
     values: [c, B, K, G, C, J], T beta V; beta V without correction.
     keys: [c, B, K, G, C, H], T beta D K; None without.
   """
 
   k: jax.Array
-  kept: jax.Array
+  kept: jax.Array | None
   fade: jax.Array
   values: jax.Array
   keys: jax.Array | None
@@ -182,6 +197,19 @@ def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
   decay, beta = per_head(x.decay), per_head(x.beta)
   t = jnp.arange(size, dtype=jnp.int32)
   below = (t[:, None] > t[None])[(None,) * 4]
+  if decay.ndim > beta.ndim:
+    k = _per_head(x.k, wide)
+    fade = jnp.exp(jnp.cumsum(decay, -2))
+    behind = k * jnp.exp(_behind(decay))
+    if not correct:
+      values = jnp.transpose(x.v.astype(wide), (0, 1, 3, 4, 2, 5))
+      return _Chunks(behind, None, fade, values * beta[..., None], None)
+    alike = _alike(*jnp.broadcast_arrays(k, k, decay))
+    solve = _inverse(jnp.where(below, alike * beta[..., None], 0))
+    solve = solve * beta[..., None, :]
+    values = product("cbkgts,cbskgj->cbkgtj", solve, x.v.astype(wide))
+    keys = product("cbkgts,cbkgsh->cbkgth", solve, k * fade)
+    return _Chunks(behind, None, fade, values, keys)
   onward = jnp.where(below, decay[..., None], jnp.zeros((), wide))
   kept = jnp.exp(jnp.cumsum(onward, -2))
   kept = jnp.where((t[:, None] >= t[None])[(None,) * 4], kept, 0)
@@ -201,6 +229,39 @@ def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
     x.k.astype(wide),
   )
   return _Chunks(x.k, kept, fade, values, keys)
+
+
+def _per_head(x: jax.Array, wide: Any) -> jax.Array:
+  """Keys or queries [c, B, C, K, H] as [c, B, K, 1, C, H]."""
+  return jnp.moveaxis(x, 2, 3)[:, :, :, None].astype(wide)
+
+
+def _behind(decay: jax.Array) -> jax.Array:
+  """Sums over the tokens behind each, of [..., C, H]."""
+  later = jnp.pad(
+    decay[..., 1:, :], ((0, 0),) * (decay.ndim - 2) + ((0, 1), (0, 0))
+  )
+  return lax.cumsum(later, decay.ndim - 2, reverse=True)
+
+
+def _alike(q: jax.Array, k: jax.Array, decay: jax.Array) -> jax.Array:
+  """sum_h q_th D_tsh k_sh for s <= t, else 0, of [c, ..., C, H], by halves."""
+  n = q.shape[-2] // 2
+  if n == 0:
+    return jnp.sum(q * k, -1, keepdims=True)
+  first, last = (lambda x: x[..., :n, :]), (lambda x: x[..., n:, :])
+  halves = (jnp.concatenate([first(x), last(x)]) for x in (q, k, decay))
+  upper, lower = jnp.split(_alike(*halves), 2)
+  since = jnp.exp(jnp.cumsum(last(decay), -2))
+  until = jnp.exp(_behind(first(decay)))
+  corner = product("...th,...sh->...ts", last(q) * since, first(k) * until)
+  return jnp.concatenate(
+    [
+      jnp.concatenate([upper, jnp.zeros_like(upper)], -1),
+      jnp.concatenate([corner, lower], -1),
+    ],
+    -2,
+  )
 
 
 def _inverse(x: jax.Array) -> jax.Array:
@@ -234,7 +295,10 @@ def _advance(
   A state may have more columns than there are values: values of those are 0.
   """
   more = state.shape[-1] - x.values.shape[-1]
-  kept = x.kept[..., -1, :, None]
+  if x.kept is None:
+    kept, fade = None, x.fade[..., -1, :]
+  else:
+    kept, fade = x.kept[..., -1, :, None], x.fade[..., -1, None]
 
   def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, Any]:
     k, kept, fade, values, keys = chunk
@@ -242,10 +306,13 @@ def _advance(
     u = values
     if keys is not None:
       u = values - product("bkgth,bkghj->bkgtj", keys, state)
-    new = product("bskh,bkgsj->bkghj", k.astype(u.dtype), kept * u)
+    if kept is None:
+      new = product("bkgsh,bkgsj->bkghj", k, u)
+    else:
+      new = product("bskh,bkgsj->bkghj", k.astype(u.dtype), kept * u)
     return fade[..., None] * state + new, (state, u)
 
-  chunks = (x.k, kept, x.fade[..., -1, None], x.values, x.keys)
+  chunks = (x.k, kept, fade, x.values, x.keys)
   return lax.scan(step, state, chunks)
 
 
@@ -255,6 +322,13 @@ def _block(
   """The state behind a block, and its outputs [c, B, K, G, C, J]."""
   chunks = _prepare(x, correct)
   state, (before, u) = _advance(state, chunks)
+  if chunks.kept is None:
+    decay = jnp.moveaxis(x.decay, 2, 4)
+    q, k = (_per_head(a, decay.dtype) for a in (x.q, x.k))
+    weights = _alike(*jnp.broadcast_arrays(q, k, decay))
+    own = product("cbkgts,cbkgsj->cbkgtj", weights, u)
+    old = product("cbkgth,cbkghj->cbkgtj", q * chunks.fade, before)
+    return state, (own + old).astype(x.v.dtype)
   alike = product("cbtkh,cbskh->cbkts", x.q, x.k)[:, :, :, None]
   own = product("cbkgts,cbkgsj->cbkgtj", alike * chunks.kept, u)
   old = product("cbtkh,cbkghj->cbkgtj", x.q.astype(before.dtype), before)
@@ -289,8 +363,26 @@ def _arriving_faded(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
     jnp.zeros_like(state),
     blocks,
   )
-  # Of each head, [B, K, G]; -inf stays -inf.
-  fade = jnp.exp(jnp.sum(blocks.decay, (0, 1, 3)))[..., None, None]
+  # Of each head, [B, K, G], or of each row; -inf stays -inf.
+  fade = jnp.exp(jnp.sum(blocks.decay, (0, 1, 3)))
+  fade = fade.reshape(*fade.shape, *(1,) * (state.ndim - fade.ndim))
+  return faded_before(state, fade, added, axis)
+
+
+def faded_before(
+  state: Float[Array, "*dims"],
+  fade: Float[Array, ...],
+  added: Float[Array, "*dims"],
+  axis: str,
+) -> Float[Array, "*dims"]:
+  """The state before a shard's tokens, of which each shard makes f S + a.
+
+  Args:
+    state: before all of them.
+    fade: f of this shard, which broadcasts against the state.
+    added: a of this shard.
+    axis: of the shards.
+  """
   every = collectives.gather((fade[None], added[None]), axis, 0)
 
   def compose(state: jax.Array, shard: tuple) -> tuple[jax.Array, jax.Array]:

@@ -108,7 +108,8 @@ class InductionHeads:
         "query heads to a key head",
         "leave out the initialisation, or pass such a model",
       )
-    heads = model.config.layers[0].attention.heads
+    first: Any = model.config.layers[0].attention
+    heads = first.heads
     if [len(row) for row in self.back] != [heads] * (layers - 1):
       raise OptionError(
         "back",

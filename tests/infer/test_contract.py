@@ -34,10 +34,16 @@ KINDS = (
   "qwen3_next",  # a recurrent state beside keys
   "mamba2",  # states alone
   "granitemoehybrid",  # states beside keys and experts
+  "nemotron_h",  # experts without a gate, in latents
+  "lfm2",  # tails of convolutions beside keys
+  "jamba",  # a state for each channel
+  "kimi_linear",  # decays of channels, latent keys without a rotation
+  "falcon_h1",  # two caches of a layer
 )
 # A layer of these hands its state from shard to shard.
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
-          "granitemoehybrid_dense")  # fmt: skip
+          "granitemoehybrid_dense", "bamba", "nemotron_h", "lfm2", "jamba",
+          "kimi_linear", "falcon_h1")  # fmt: skip
 # These four have no layer in common.
 QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")
 OTHERS = tuple(n for n in checkpoints.names() if n not in KINDS)

@@ -171,9 +171,8 @@ def check_layers(model: Transformer, layers: Sequence[Any]) -> None:
   Raises:
     OptionError: the model has some.
   """
-  if all(
-    isinstance(x.attention.cache_shape(1), LayerCacheSpec) for x in layers
-  ):
+  mixers = [mixer for layer in layers for mixer in layer.mixers]
+  if all(isinstance(m.cache_shape(1), LayerCacheSpec) for m in mixers):
     return
   raise OptionError(
     "speculate",

@@ -72,20 +72,43 @@ def _grouped(
       value: of `n_group`, `topk_group`, `routed_scaling_factor`,
       `first_k_dense_replace` and `norm_topk_prob`.
   """
-  keys = ("n_routed_experts", "num_local_experts")
-  number, groups = r.whole(*keys), r.whole("n_group", default=groups)
+  router, most = grouped_router(
+    r, groups=groups, best=best, scale=scale, renormalise=renormalise
+  )
+  return _feedforwards(r, router, first, 1, most=most, correction=True)
+
+
+def grouped_router(
+  r: ConfigReader,
+  *,
+  count: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+  groups: int = 1,
+  best: int = 1,
+  scale: float = 1.0,
+  renormalise: bool = True,
+) -> tuple[Grouped, int]:
+  """DeepSeek-V3's choice of experts, and the most that a token may have.
+
+  Args:
+    r: the config.
+    count: keys of how many experts there are.
+    groups, best, scale, renormalise: what the file means without a value: of
+      `n_group`, `topk_group`, `routed_scaling_factor` and `norm_topk_prob`.
+  """
+  number = r.whole(*count)
+  groups = r.whole("n_group", "num_expert_group", default=groups)
   if number % groups or number < 2 * groups:
     want = f"a divisor of the {number} experts, with two or more in a group"
     raise r.error("n_group", groups, want)
   best = r.whole("topk_group", default=best, most=groups)
+  norm = ("norm_topk_prob", "moe_renormalize")
   router = Grouped(
     groups=groups,
     best=best,
-    renormalise=r.flag("norm_topk_prob", default=renormalise),
+    renormalise=r.flag(*norm, default=renormalise),
     scale=r.positive("routed_scaling_factor", default=scale),
   )
-  most = number // groups * best
-  return _feedforwards(r, router, first, 1, most=most, correction=True)
+  return router, number // groups * best
 
 
 def _feedforwards(

@@ -100,6 +100,8 @@ class Family:
     unread: prefixes of tensors that are no part of the model, by its
       config.json: layers that only guess further tokens.
     wrapper: a model that holds one of this family, or None.
+    spellings: names that a tensor may have in a folder, by its own, which is
+      the first of them.
   """
 
   name: str
@@ -108,6 +110,7 @@ class Family:
   types: tuple[str, ...] = ()
   unread: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
   wrapper: Wrapper | None = None
+  spellings: Callable[[str], tuple[str, ...]] = lambda name: (name,)
 
   def __post_init__(self):
     object.__setattr__(self, "types", self.types or (self.name,))
@@ -214,8 +217,8 @@ def _context(r: ConfigReader) -> tuple[int, str | None]:
   Dual chunk attention (An et al. 2024, arXiv 2402.17463) folds the distances
   of longer texts; it is plain attention up to a chunk.
   """
-  said = "max_position_embeddings"
-  said = "max_seq_len" if r.has("max_seq_len") else said
+  keys = ("max_seq_len", "model_max_length", "max_position_embeddings")
+  said = next((key for key in keys if r.has(key)), keys[-1])
   most = r.whole(said, default=2048)
   chunks = r.value("dual_chunk_attention_config", default=None)
   if chunks is None:
@@ -252,7 +255,8 @@ def model(
   Args:
     r: the config.
     family: its name.
-    attention: of every layer, or a list with one for each.
+    attention: of every layer, or a list with one for each, whose length is
+      then the number of layers.
     feedforward: of every layer, or a list with one for each.
     norm: of every layer, and the last one.
     layer: further options of `Layer`.
@@ -262,7 +266,7 @@ def model(
   Raises:
     ConfigError: a value out of range, or a key that was not read.
   """
-  count = r.layers()
+  count = len(attention) if isinstance(attention, list) else r.layers()
   each = lambda part: part if isinstance(part, list) else [part] * count
   layers = [
     Layer(attention=a, feedforward=f, norm=norm, **(layer or {}))

@@ -15,6 +15,7 @@ from ringjax.models.families.family import (
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.attention import Attention
 from ringjax.nn.feedforward import Clamped, Plain, Softmax
 from ringjax.nn.linear import Norm
 
@@ -35,6 +36,8 @@ def _neox(r: ConfigReader) -> TransformerConfig:
 
 
 def _neox_names(config: TransformerConfig) -> TensorNames:
+  mixer = config.layers[0].attention
+  assert isinstance(mixer, Attention)
   return TensorNames(
     layer="gpt_neox.layers.{}.",
     parts={
@@ -47,7 +50,7 @@ def _neox_names(config: TransformerConfig) -> TensorNames:
     fused={
       "attention.query_key_value": Fusion(
         parts=("attention.q", "attention.k", "attention.v"),
-        groups=config.layers[0].attention.heads,
+        groups=mixer.heads,
       )
     },
     embed="gpt_neox.embed_in",

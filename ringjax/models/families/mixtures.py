@@ -183,7 +183,7 @@ QWEN_EXPERTS = {
   "feedforward.down": "mlp.experts.{}.down_proj.weight",
 }
 
-_W_EXPERTS = {
+W_EXPERTS = {
   "feedforward.gate": "block_sparse_moe.experts.{}.w1.weight",
   "feedforward.up": "block_sparse_moe.experts.{}.w3.weight",
   "feedforward.down": "block_sparse_moe.experts.{}.w2.weight",
@@ -204,7 +204,7 @@ FAMILIES = (
     config=_mixtral,
     names=llama_names(
       {"feedforward.router": "block_sparse_moe.gate"},
-      experts=_W_EXPERTS,
+      experts=W_EXPERTS,
     ),
   ),
   Family(
@@ -279,7 +279,7 @@ FAMILIES = (
       leaves={
         "feedforward.correction": "block_sparse_moe.e_score_correction_bias"
       },
-      experts=_W_EXPERTS,
+      experts=W_EXPERTS,
     ),
   ),
 )

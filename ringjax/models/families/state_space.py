@@ -1,14 +1,17 @@
-"""Mamba 2, and Granite 4's hybrids of it with attention."""
+"""Mamba 2, and Granite 4's and Bamba's hybrids of it with attention."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from ringjax.models.families.family import (
   Family,
   attention,
   biases,
   experts,
+  gated,
   llama_names,
   model,
   rms,
@@ -34,19 +37,41 @@ def step_limit(r: ConfigReader) -> tuple[float, float]:
   return float(pair[0]), float(pair[1])
 
 
-def _mixer(
-  r: ConfigReader, heads: int, channels: int, groups: int, **options: object
+def expanded(r: ConfigReader) -> int:
+  """The channels of a state space: so many times the width of the model."""
+  expand = r.whole("expand", "mamba_expand", default=2)
+  return expand * r.whole("hidden_size")
+
+
+def mixer(
+  r: ConfigReader,
+  heads: int,
+  channels: int,
+  groups: int,
+  inner: int | None,
+  *,
+  key: str = "num_heads",
+  **options: object,
 ) -> Mamba2:
-  """A state space, if the config's widths agree."""
+  """A state space, if the config's widths agree.
+
+  Args:
+    r: the config.
+    heads: N.
+    channels: of a head.
+    groups: of heads.
+    inner: how many channels there must be in all; None: any number.
+    key: that says how many heads.
+    **options: of `Mamba2`.
+  """
   # How it is computed, and how it was initialised.
   r.ignore("chunk_size", "mamba_chunk_size", "time_step_rank", "time_step_min")
   r.ignore("time_step_max", "time_step_floor", "rescale_prenorm_residual")
-  r.ignore("residual_in_fp32", "initializer_range")
-  expand = r.whole("expand", "mamba_expand", default=2)
-  inner = expand * r.whole("hidden_size")
+  r.ignore("residual_in_fp32", "initializer_range", "num_logits_to_keep")
+  inner = heads * channels if inner is None else inner
   if heads * channels != inner or heads % groups:
     raise r.error(
-      "num_heads",
+      key,
       f"{heads} of {channels} in {groups} groups",
       f"{inner} channels in all, and groups that divide the heads",
     )
@@ -54,8 +79,7 @@ def _mixer(
     groups=groups,
     heads=heads,
     channels=channels,
-    step_limit=step_limit(r),
-    **options,  # pyrefly: ignore[bad-argument-type]
+    **{"step_limit": step_limit(r), **options},  # pyrefly: ignore[bad-argument-type]
   )
 
 
@@ -64,11 +88,12 @@ def _mamba2(r: ConfigReader) -> TransformerConfig:
   r.must_be("hidden_act", "silu", default="silu")
   r.only("rms_norm", True)
   groups = r.whole("n_groups", default=8)
-  mixer = _mixer(
+  mix = mixer(
     r,
     r.whole("num_heads", default=128),
     r.whole("head_dim", default=64),
     groups,
+    expanded(r),
     state=r.whole("state_size", default=128),
     taps=r.whole("conv_kernel", default=4, least=2),
     eps=norm.eps,
@@ -76,7 +101,7 @@ def _mamba2(r: ConfigReader) -> TransformerConfig:
     bias=r.flag("use_bias", default=False),
     conv_bias=r.flag("use_conv_bias", default=True),
   )
-  return model(r, "mamba2", mixer, NoFeedforward(), norm)
+  return model(r, "mamba2", mix, NoFeedforward(), norm)
 
 
 def _granite_hybrid(r: ConfigReader) -> TransformerConfig:
@@ -106,18 +131,7 @@ def _granite_hybrid(r: ConfigReader) -> TransformerConfig:
     "attention": attention(
       r, rope if where == "rope" else None, scale=scale, **biases(r)
     ),
-    "mamba": _mixer(
-      r,
-      r.whole("mamba_n_heads", default=128),
-      _channels(r),
-      r.whole("mamba_n_groups", default=1),
-      state=r.whole("mamba_d_state", default=256),
-      taps=r.whole("mamba_d_conv", default=4, least=2),
-      eps=norm.eps,
-      norm_groups=r.whole("mamba_n_groups", default=1),
-      bias=r.flag("mamba_proj_bias", default=False),
-      conv_bias=r.flag("mamba_conv_bias", default=True),
-    ),
+    "mamba": hybrid_mixer(r, norm),
   }
   shared = r.whole("shared_intermediate_size", default=1024)
   act = r.act("hidden_act", default="silu")
@@ -142,41 +156,74 @@ def _granite_hybrid(r: ConfigReader) -> TransformerConfig:
   )
 
 
-def _channels(r: ConfigReader) -> int:
-  """Of a head: a number, or "auto" for what makes up the width."""
+def hybrid_mixer(
+  r: ConfigReader, norm: Norm, inner: int | None = None, **options: object
+) -> Mamba2:
+  """The state space of a hybrid, whose keys begin with "mamba_".
+
+  Args:
+    r: the config.
+    norm: of the model.
+    inner: channels in all; default: those of `expanded`.
+    **options: of `Mamba2`, instead of what the config says.
+  """
+  inner = inner or expanded(r)
+  heads = r.whole("mamba_n_heads", default=128)
+  groups = r.whole("mamba_n_groups", default=1)
+  # A number, or "auto" for what makes up the width.
+  channels = inner // heads
   if r.value("mamba_d_head", default="auto") != "auto":
-    return r.whole("mamba_d_head")
-  width = r.whole("mamba_expand", default=2) * r.whole("hidden_size")
-  return width // r.whole("mamba_n_heads", default=128)
+    channels = r.whole("mamba_d_head")
+  said = dict(
+    state=r.whole("mamba_d_state", default=256),
+    taps=r.whole("mamba_d_conv", default=4, least=2),
+    eps=norm.eps,
+    norm_groups=groups,
+    bias=r.flag("mamba_proj_bias", default=False),
+    conv_bias=r.flag("mamba_conv_bias", default=True),
+  )
+  said |= options
+  return mixer(r, heads, channels, groups, inner, key="mamba_n_heads", **said)
 
 
-def _mixer_names(where: str) -> tuple[dict, dict, dict]:
-  """Parts, leaves and fused maps of a state space under a prefix."""
+def _bamba(r: ConfigReader) -> TransformerConfig:
+  norm = rms(r, default=1e-5)
+  r.must_be("hidden_act", "silu", default="silu")
+  full = r.numbers_of_layers("attn_layer_indices", [])
+  # Of a training.
+  r.ignore("z_loss_coefficient")
+  attend = attention(r, r.rope(partial=0.5), **biases(r))
+  mix = hybrid_mixer(r, norm)
+  mixers = [attend if i in full else mix for i in range(r.layers())]
+  bias = r.flag("mlp_bias", default=False)
+  return model(r, "bamba", mixers, gated(r, bias=bias), norm)
+
+
+def mixer_names(where: str, path: str = "attention") -> tuple[dict, dict, dict]:
+  """Parts, leaves and fused maps of a state space at a path under a prefix."""
   order = ("v", "k", "q")
   return (
     {
-      "attention.norm": f"{where}.norm",
-      "attention.out": f"{where}.out_proj",
+      f"{path}.norm": f"{where}.norm",
+      f"{path}.out": f"{where}.out_proj",
     },
     {
-      "attention.log_rate": f"{where}.A_log",
-      "attention.offset": f"{where}.dt_bias",
-      "attention.skip": f"{where}.D",
+      f"{path}.log_rate": f"{where}.A_log",
+      f"{path}.offset": f"{where}.dt_bias",
+      f"{path}.skip": f"{where}.D",
     },
     {
       f"{where}.in_proj": Fusion(
-        parts=tuple(f"attention.{x}" for x in ("z", *order, "step"))
+        parts=tuple(f"{path}.{x}" for x in ("z", *order, "step"))
       ),
-      f"{where}.conv1d": Fusion(
-        parts=tuple(f"attention.{x}_taps" for x in order)
-      ),
+      f"{where}.conv1d": Fusion(parts=tuple(f"{path}.{x}_taps" for x in order)),
     },
   )
 
 
 def _mamba2_names(config: TransformerConfig) -> TensorNames:
   del config
-  parts, leaves, fused = _mixer_names("mixer")
+  parts, leaves, fused = mixer_names("mixer")
   return TensorNames(
     layer="backbone.layers.{}.",
     parts={**parts, "pre_attention": "norm"},
@@ -188,7 +235,7 @@ def _mamba2_names(config: TransformerConfig) -> TensorNames:
 
 
 def _granite_names(config: TransformerConfig) -> TensorNames:
-  parts, leaves, fused = _mixer_names("mamba")
+  parts, leaves, fused = mixer_names("mamba")
   sparse = not isinstance(config.layers[0].feedforward, Gated)
   shared = "feedforward.shared" if sparse else "feedforward"
   fused["shared_mlp.input_linear"] = Fusion(
@@ -216,7 +263,33 @@ def _granite_names(config: TransformerConfig) -> TensorNames:
   )(config)
 
 
+def hybrid_names(
+  parts: dict[str, str] | None = None,
+  leaves: dict[str, str] | None = None,
+  fused: dict[str, Fusion] | None = None,
+  **options: Any,
+) -> Callable[[TransformerConfig], TensorNames]:
+  """Names of hybrids with the parts that Jamba began: Bamba's, Falcon H1's."""
+  return llama_names(
+    {
+      "feedforward.gate": "feed_forward.gate_proj",
+      "feedforward.up": "feed_forward.up_proj",
+      "feedforward.down": "feed_forward.down_proj",
+      "pre_feedforward": "pre_ff_layernorm",
+      **(parts or {}),
+    },
+    leaves=leaves or {},
+    fused=fused or {},
+    norm="model.final_layernorm",
+    **options,
+  )
+
+
+_bamba_names = hybrid_names(*mixer_names("mamba"))
+
+
 FAMILIES = (
   Family(name="mamba2", config=_mamba2, names=_mamba2_names),
   Family(name="granitemoehybrid", config=_granite_hybrid, names=_granite_names),
+  Family(name="bamba", config=_bamba, names=_bamba_names),
 )

@@ -188,6 +188,8 @@ class TensorNames:
 
   Attributes:
     layer: prefix of a layer's, with {} for its number.
+    number: (a layer's number here, the path of a parameter in it) -> the
+      number of the checkpoint's layer that has it.
     parts: a part here -> its name behind the prefix. Where a part has a
       weight and a bias, the name is what comes before ".weight".
     leaves: a parameter here -> its whole name behind the prefix, where it is
@@ -205,6 +207,7 @@ class TensorNames:
   """
 
   layer: str = "model.layers.{}."
+  number: Callable[[int, str], int] = lambda layer, path: layer
   parts: Mapping[str, str]
   leaves: Mapping[str, str] = _none()
   fused: Mapping[str, Fusion] = _none()

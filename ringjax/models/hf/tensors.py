@@ -78,8 +78,7 @@ def checkpoint_tensors(
       block = model.stack.blocks[g][p]
       prefix = f"stack.blocks.{g}.{p}."
       for i in range(run.repeats):
-        layer = names.layer.format(run.number(p, i))
-        found.extend(_layer(block, names, prefix, layer, i))
+        found.extend(_layer(block, names, prefix, run.number(p, i), i))
   named = [target for tensor in found for target, _ in tensor.targets]
   left = set(parameters(model)) - set(named)
   assert not left, f"parameters without a tensor: {sorted(left)}"
@@ -129,9 +128,9 @@ def _part(block: Any, path: str) -> Any:
 
 
 def _layer(
-  block: Any, names: TensorNames, prefix: str, layer: str, index: int
+  block: Any, names: TensorNames, prefix: str, layer: int, index: int
 ) -> Iterator[CheckpointTensor]:
-  """The tensors of one layer, number `index` in the stack of `block`."""
+  """The tensors of layer `layer`, number `index` in the stack of `block`."""
   have = {
     path: param.get_value().shape[1:]
     for path, param in parameters(block).items()
@@ -146,7 +145,8 @@ def _layer(
     if names.swapped(name) and len(form.stored) > 1:
       form = SwappedAxes(form)
     targets = tuple((prefix + path, (index, *more)) for path in paths)
-    return CheckpointTensor(layer + name, form, targets)
+    start = names.layer.format(names.number(layer, paths[0]))
+    return CheckpointTensor(start + name, form, targets)
 
   def form(path: str) -> Any:
     part, _, leaf = path.rpartition(".")

@@ -1,0 +1,99 @@
+"""Jamba: a selective state space in most layers, attention without positions
+in some, experts in every other one."""
+
+from __future__ import annotations
+
+import math
+
+from ringjax.models.families.family import (
+  Family,
+  attention,
+  experts,
+  gated,
+  model,
+  rms,
+)
+from ringjax.models.families.state_space import hybrid_names
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import Fusion
+from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.feedforward import Softmax
+from ringjax.nn.mamba1 import Mamba1
+
+
+def _every(r: ConfigReader, part: str, period: int, offset: int) -> list[bool]:
+  """Which layers have a part: of every few, the one with a number."""
+  period = r.whole(f"{part}_layer_period", default=period)
+  key = f"{part}_layer_offset"
+  offset = r.whole(key, default=offset, least=0, most=period - 1)
+  return [i % period == offset for i in range(r.layers())]
+
+
+def _mixer(r: ConfigReader) -> Mamba1:
+  width = r.whole("hidden_size")
+  rank = math.ceil(width / 16)
+  if r.value("mamba_dt_rank", default="auto") != "auto":
+    rank = r.whole("mamba_dt_rank")
+  # How it is computed.
+  r.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
+  return Mamba1(
+    channels=r.whole("mamba_expand", default=2) * width,
+    state=r.whole("mamba_d_state", default=16),
+    rank=rank,
+    taps=r.whole("mamba_d_conv", default=4, least=2),
+    eps=r.positive("rms_norm_eps", default=1e-6),
+    bias=r.flag("mamba_proj_bias", default=False),
+    conv_bias=r.flag("mamba_conv_bias", default=True),
+  )
+
+
+def _config(r: ConfigReader) -> TransformerConfig:
+  r.must_be("hidden_act", "silu", default="silu")
+  # Of inference with other code.
+  r.ignore("num_logits_to_keep")
+  attend, mix = attention(r, None), _mixer(r)
+  full = _every(r, "attn", 8, 4)
+  sparse = _every(r, "expert", 2, 1)
+  many = ("num_experts", "num_local_experts")
+  dense = mixture = gated(r)
+  # A mixture of one is not one.
+  if r.whole(*many, default=16) > 1:
+    mixture = experts(
+      r,
+      Softmax(renormalise=False),
+      count=many,
+      hidden="intermediate_size",
+    )
+  r.ignore("num_experts_per_tok")
+  return model(
+    r,
+    "jamba",
+    [attend if here else mix for here in full],
+    [mixture if here else dense for here in sparse],
+    rms(r),
+  )
+
+
+_NAMES = hybrid_names(
+  {
+    "attention.low_norm": "mamba.dt_layernorm",
+    "attention.into_norm": "mamba.b_layernorm",
+    "attention.out_of_norm": "mamba.c_layernorm",
+    "attention.taps": "mamba.conv1d",
+    "attention.step": "mamba.dt_proj",
+    "attention.out": "mamba.out_proj",
+    "feedforward.router": "feed_forward.router",
+  },
+  {"attention.log_rate": "mamba.A_log", "attention.skip": "mamba.D"},
+  {
+    "mamba.in_proj": Fusion(parts=("attention.x", "attention.z")),
+    "mamba.x_proj": Fusion(
+      parts=("attention.low", "attention.into", "attention.out_of")
+    ),
+  },
+  experts={
+    f"feedforward.{part}": f"feed_forward.experts.{{}}.{part}_proj.weight"
+    for part in ("gate", "up", "down")
+  },
+)
+FAMILIES = (Family(name="jamba", config=_config, names=_NAMES),)

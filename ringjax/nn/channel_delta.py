@@ -1,0 +1,119 @@
+"""Kimi's delta attention: the delta rule with a decay for each key channel.
+
+Guarantees: the same for a whole sequence, for chunks of it that follow each
+other through a cache, and token by token; for one device and for shards.
+Cost: linear in the tokens; see ops/delta.py. Between shards the tail of a
+convolution and one affine map a head are gathered, whatever the length.
+Ref:  Kimi Team 2025, Kimi Linear, arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import StateCache
+from ringjax.kv.state import StateShape
+from ringjax.nn.delta import (
+  Recurrent,
+  RecurrentInputs,
+  Taps,
+  mix_delta,
+  over_tokens,
+  refuse_skipping,
+)
+from ringjax.nn.linear import Linear, RMSNorm
+from ringjax.nn.param import param
+from ringjax.nn.sharding_context import Attend
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.softmax import wide_dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelDelta(Recurrent):
+  """The delta rule with channels that decay apart, behind convolutions.
+
+  Attributes:
+    heads: N.
+    dim: of a head, H: of queries, keys and values.
+    rank: size of what decays and gates are made of.
+    taps: tokens that the convolutions see, the token itself counted.
+    eps: of the norm of the outputs.
+  """
+
+  heads: int
+  dim: int
+  rank: int
+  taps: int
+  eps: float
+
+  def cache_shape(self, layers: int) -> StateShape:
+    """What `layers` of this kind keep."""
+    return StateShape(
+      layers=layers,
+      heads=self.heads,
+      key=self.dim,
+      value=self.dim,
+      tail=self.taps - 1,
+      convolved=((self.heads, self.dim),) * 3,
+    )
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> ChannelDeltaLayer:
+    return ChannelDeltaLayer(rngs, self, embed)
+
+
+class ChannelDeltaLayer(nnx.Module):
+  """The module of `ChannelDelta`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: ChannelDelta, embed: int):
+    self.spec = spec
+    n, h = spec.heads, spec.dim
+    into = lambda size, name: Linear(
+      rngs, (size,), (n, h), (name, "heads", None)
+    )
+    taps = lambda: Taps(rngs, (n, h, spec.taps), ("heads", None))
+    down = lambda: Linear(rngs, (embed,), (spec.rank,), ("embed", None))
+    self.q, self.k, self.v = (into(embed, "embed") for _ in range(3))
+    self.q_taps, self.k_taps, self.v_taps = taps(), taps(), taps()
+    self.beta = Linear(rngs, (embed,), (n,), ("embed", "heads"))
+    self.step_down, self.step = down(), into(spec.rank, None)
+    self.z_down, self.z = down(), into(spec.rank, None)
+    # As it meets [B, T, N, H].
+    self.log_rate = param(
+      rngs, (1, 1, n, 1), (None, None, "heads", None), fan_in=1
+    )
+    self.offset = param(rngs, (n * h,), ("heads",), value=1.0)
+    self.norm = RMSNorm(rngs, (h,), (None,), eps=spec.eps)
+    self.out = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: StateCache,
+    attend: Attend,
+  ) -> tuple[jax.Array, StateCache]:
+    """[B, T, D] and the layer's cache with the state behind these tokens."""
+    refuse_skipping(tokens, attend)
+    spec, wide = self.spec, wide_dtype(x.dtype)
+    offset = self.offset[...].astype(wide).reshape(1, 1, spec.heads, spec.dim)
+    step = self.step(self.step_down(x)).astype(wide) + offset
+    rate = jnp.exp(self.log_rate[...].astype(wide))
+    inputs = RecurrentInputs(
+      (self.q(x), self.k(x), self.v(x)),
+      -rate * jax.nn.softplus(step),
+      jax.nn.sigmoid(self.beta(x).astype(wide)),
+      jnp.broadcast_to(tokens.seg, x.shape[:2]),
+    )
+    taps = tuple(t.weight[...] for t in (self.q_taps, self.k_taps, self.v_taps))
+    state = spec.cache_shape(1).empty(x.shape[0], x.dtype)
+    if attend.resident:
+      state = cache.recall(state)
+    mixed, state = over_tokens(mix_delta, taps, inputs, state, attend)
+    gate = jax.nn.sigmoid(self.z(self.z_down(x)).astype(wide))
+    mixed = self.norm(mixed.astype(wide)) * gate
+    return self.out(mixed.astype(x.dtype)), cache.keep(state)

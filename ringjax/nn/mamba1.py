@@ -1,0 +1,160 @@
+"""Mamba: a state of a few numbers for each channel, chosen by the token.
+
+Guarantees: the same for a whole sequence, for chunks of it that follow each
+other through a cache, and token by token; for one device and for shards.
+Cost: linear in the tokens. Between shards the tail of a convolution and two
+states are gathered, whatever the length.
+Ref:  Gu and Dao 2023, arXiv 2312.00752; the norms as in Lieber et al. 2024,
+Jamba, arXiv 2403.19887.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import StateCache
+from ringjax.kv.state import State, StateShape
+from ringjax.nn.delta import (
+  Recurrent,
+  RecurrentInputs,
+  Taps,
+  convolved,
+  over_tokens,
+  refuse_skipping,
+)
+from ringjax.nn.linear import Linear, RMSNorm, linear_product
+from ringjax.nn.param import param
+from ringjax.nn.sharding_context import Attend
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.conv import begins, tails
+from ringjax.ops.norm import rms_norm
+from ringjax.ops.selective import selective_scan
+from ringjax.ops.softmax import wide_dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba1(Recurrent):
+  """A selective state space behind a short convolution, and a gate.
+
+  Attributes:
+    channels: C.
+    state: numbers of a state for each channel, H.
+    rank: size of what time steps are made of.
+    taps: tokens that the convolution sees, the token itself counted.
+    eps: of the norms of time steps, B and C.
+    bias: of the maps into and out of it.
+    conv_bias: of the convolution.
+  """
+
+  channels: int
+  state: int
+  rank: int
+  taps: int
+  eps: float
+  bias: bool = False
+  conv_bias: bool = True
+
+  def cache_shape(self, layers: int) -> StateShape:
+    """What `layers` of this kind keep."""
+    return StateShape(
+      layers=layers,
+      heads=self.channels,
+      key=1,
+      value=self.state,
+      tail=self.taps - 1,
+      convolved=((1, self.channels),),
+    )
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> Mamba1Layer:
+    return Mamba1Layer(rngs, self, embed)
+
+
+class Mamba1Layer(nnx.Module):
+  """The module of `Mamba1`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Mamba1, embed: int):
+    self.spec = spec
+    c, h, rank = spec.channels, spec.state, spec.rank
+    into = lambda: Linear(
+      rngs, (embed,), (c,), ("embed", "heads"), bias=spec.bias
+    )
+    of_x = lambda size: Linear(rngs, (c,), (size,), ("heads", None))
+    norm = lambda size: RMSNorm(rngs, (size,), (None,), eps=spec.eps)
+    self.x, self.z = into(), into()
+    self.taps = Taps(
+      rngs, (1, c, spec.taps), (None, "heads"), bias=spec.conv_bias
+    )
+    # What time steps are made of; B and C of the paper.
+    self.low, self.into, self.out_of = of_x(rank), of_x(h), of_x(h)
+    self.low_norm = norm(rank)
+    self.into_norm, self.out_of_norm = norm(h), norm(h)
+    self.step = Linear(rngs, (rank,), (c,), (None, "heads"), bias=True)
+    self.log_rate = param(rngs, (c, h), ("heads", None), fan_in=1)
+    self.skip = param(rngs, (c,), ("heads",), value=1.0)
+    self.out = Linear(rngs, (c,), (embed,), ("heads", "embed"), bias=spec.bias)
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: StateCache,
+    attend: Attend,
+  ) -> tuple[jax.Array, StateCache]:
+    """[B, T, D] and the layer's cache with the state behind these tokens."""
+    refuse_skipping(tokens, attend)
+    wide = wide_dtype(x.dtype)
+    seg = jnp.broadcast_to(tokens.seg, x.shape[:2])
+    inputs = RecurrentInputs((self.x(x)[:, :, None],), None, None, seg)
+    state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
+    if attend.resident:
+      state = cache.recall(state)
+    maps = (self.low, self.into, self.out_of)
+    norms = (self.low_norm, self.into_norm, self.out_of_norm)
+    assert self.step.bias is not None
+    weights = (
+      (self.taps.arrays,),
+      tuple(map_.weight[...] for map_ in maps),
+      tuple(None if n.weight is None else n.weight[...] for n in norms),
+      self.step.weight[...],
+      self.step.bias[...],
+      self.log_rate[...],
+      self.skip[...],
+    )
+    mixed, state = over_tokens(self._mix, weights, inputs, state, attend)
+    mixed = mixed[:, :, 0].astype(wide) * jax.nn.silu(self.z(x).astype(wide))
+    return self.out(mixed.astype(x.dtype)), cache.keep(state)
+
+  def _mix(
+    self, weights: tuple, x: RecurrentInputs, state: State, axis: str | None
+  ) -> tuple[jax.Array, State]:
+    """[B, T, 1, C] and the state behind. Per shard, if `axis` is given."""
+    taps, maps, norms, step_map, step_bias, log_rate, skip = weights
+    before, after = tails(state.tail, x.qkv, x.seg, axis)
+    (u,) = convolved(x, taps, before)
+    u = jax.nn.silu(u[:, :, 0])
+    low, b, c = (
+      rms_norm(linear_product(u, map_, 1), weight, self.spec.eps)
+      for map_, weight in zip(maps, norms, strict=True)
+    )
+    wide = state.memory.dtype
+    step = linear_product(low, step_map, 1).astype(wide)
+    step = jax.nn.softplus(step + step_bias.astype(wide)[None, None])
+    mixed, memory = selective_scan(
+      u,
+      jnp.where((x.seg > 0)[..., None], step, 0),
+      -jnp.exp(log_rate.astype(wide)),
+      b,
+      c,
+      state.memory[:, :, 0],
+      begins(x.seg, before),
+      axis=axis,
+    )
+    # What a token adds to its own output beside the state.
+    own = u.astype(wide) * skip.astype(wide)[None, None]
+    mixed = (mixed.astype(wide) + own).astype(u.dtype)
+    return mixed[:, :, None], State(memory[:, :, None], after)

@@ -1,0 +1,103 @@
+"""A short convolution between two gates: layers that see a few tokens back.
+
+Guarantees: the same for a whole sequence, for chunks of it that follow each
+other through a cache, and token by token; for one device and for shards.
+Cost: linear in the tokens. Between shards the tail of the convolution is sent.
+Memory: of a row the last tokens that the convolution sees, no keys.
+Ref:  Liquid AI 2025, LFM2, arXiv 2511.23404.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import StateCache
+from ringjax.kv.state import State, StateShape
+from ringjax.nn.delta import (
+  Recurrent,
+  RecurrentInputs,
+  Taps,
+  convolved,
+  over_tokens,
+  refuse_skipping,
+)
+from ringjax.nn.linear import Linear
+from ringjax.nn.sharding_context import Attend
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.conv import tails
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortConv(Recurrent):
+  """out(b * conv(a * x)), where a, b and x are maps of the input.
+
+  Attributes:
+    channels: of the convolution.
+    taps: tokens that it sees, the token itself counted.
+    bias: of its maps and of the convolution.
+  """
+
+  channels: int
+  taps: int
+  bias: bool = False
+
+  def cache_shape(self, layers: int) -> StateShape:
+    """What `layers` of this kind keep."""
+    return StateShape(
+      layers=layers,
+      heads=0,
+      key=0,
+      value=0,
+      tail=self.taps - 1,
+      convolved=((1, self.channels),),
+    )
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> ShortConvLayer:
+    return ShortConvLayer(rngs, self, embed)
+
+
+class ShortConvLayer(nnx.Module):
+  """The module of `ShortConv`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: ShortConv, embed: int):
+    self.spec = spec
+    c = spec.channels
+    into = lambda: Linear(
+      rngs, (embed,), (c,), ("embed", "heads"), bias=spec.bias
+    )
+    self.before, self.behind, self.x = into(), into(), into()
+    self.taps = Taps(rngs, (1, c, spec.taps), (None, "heads"), bias=spec.bias)
+    self.out = Linear(rngs, (c,), (embed,), ("heads", "embed"), bias=spec.bias)
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: StateCache,
+    attend: Attend,
+  ) -> tuple[jax.Array, StateCache]:
+    """[B, T, D] and the layer's cache with the last of these tokens."""
+    refuse_skipping(tokens, attend)
+    gated = self.before(x) * self.x(x)
+    seg = jnp.broadcast_to(tokens.seg, x.shape[:2])
+    inputs = RecurrentInputs((gated[:, :, None],), None, None, seg)
+    state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
+    if attend.resident:
+      state = cache.recall(state)
+    weights = (self.taps.arrays,)
+    mixed, state = over_tokens(_mix, weights, inputs, state, attend)
+    return self.out(self.behind(x) * mixed[:, :, 0]), cache.keep(state)
+
+
+def _mix(
+  taps: tuple, x: RecurrentInputs, state: State, axis: str | None
+) -> tuple[jax.Array, State]:
+  """[B, T, 1, C] and the tail behind. Per shard, if `axis` is given."""
+  before, after = tails(state.tail, x.qkv, x.seg, axis)
+  (mixed,) = convolved(x, taps, before)
+  return mixed, State(state.memory, after)

@@ -1,0 +1,267 @@
+"""Hybrids of attention with state spaces, convolutions and delta rules: what
+their configs say, and rows of several documents on many devices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ringjax as rj
+from ringjax import models
+from ringjax.errors import ConfigError, OptionError
+from ringjax.nn.sharding_context import CachedAttention, ContextParallel
+from ringjax.parallel.layout import Striped
+from tests import checkpoints
+from tests.helpers import make_mesh
+
+HYBRIDS = ("bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "nemotron_h")
+
+
+def read(config, **changes):
+  return models.read_config({**config, **changes})[0]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  root = tmp_path_factory.mktemp("hybrids")
+  return {n: checkpoints.write(n, root / n) for n in HYBRIDS}
+
+
+# ---------------------------------------------------------------------------
+# Configs
+# ---------------------------------------------------------------------------
+
+
+def test_letters_of_nemotron_h():
+  config = checkpoints.config("nemotron_h")
+  kinds = config.pop("layers_block_type")
+  letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
+             "moe": "E"}  # fmt: skip
+  said = "".join(letters[kind] for kind in kinds)
+  want = read(config, layers_block_type=kinds)
+  assert read(config, hybrid_override_pattern=said) == want
+  older = [k.replace("linear_", "").replace("full_", "") for k in kinds]
+  older[0] = older[2] = "mamba"
+  assert read(config, layers_block_type=older) == want
+  # A mixer and the feedforward behind it are one layer.
+  assert len(want.layers) == 3 < len(kinds)
+
+
+@pytest.mark.parametrize(
+  ("name", "key", "value"),
+  [
+    ("nemotron_h", "layers_block_type", ["mlp", "linear_attention"]),
+    ("nemotron_h", "layers_block_type", ["linear_attention", "mlp", "moe"]),
+    ("nemotron_h", "layers_block_type", ["linear_attention", "conv"]),
+    ("nemotron_h", "num_hidden_layers", 4),
+    ("nemotron_h", "time_step_limit", [0.0, 0.5]),
+    ("nemotron_h", "sliding_window", 9),
+    ("nemotron_h", "mlp_bias", True),
+    ("nemotron_h", "mamba_num_heads", 5),
+    ("bamba", "mamba_n_heads", 7),
+    ("bamba", "hidden_act", "gelu"),
+    ("falcon_h1", "ssm_multipliers", [1.0, 1.0]),
+    ("falcon_h1", "mlp_multipliers", [1.0, -1.0]),
+    ("falcon_h1", "projectors_bias", True),
+    ("falcon_h1", "mamba_use_mlp", False),
+    ("jamba", "attn_layer_offset", 3),
+    ("jamba", "mamba_dt_rank", "large"),
+    ("kimi_linear", "layer_types", ["linear_attention", "conv", "conv"]),
+    ("kimi_linear", "mlp_layer_types", ["dense"]),
+    ("kimi_linear", "q_lora_rank", 8),
+    ("kimi_linear", "num_key_value_heads", 2),
+    ("lfm2", "layer_types", ["conv", "full_attention"]),
+    ("lfm2", "conv_L_cache", 1),
+    ("lfm2", "conv_dim", 7),
+  ],
+)
+def test_what_a_config_may_not_say(name, key, value):
+  with pytest.raises(ConfigError, match=key):
+    read(checkpoints.config(name), **{key: value})
+
+
+def test_older_words_for_the_same():
+  config = checkpoints.config("kimi_linear")
+  want = read(config)
+  del config["layer_types"], config["mlp_layer_types"]
+  sizes = {"num_heads": 3, "head_dim": 8, "short_conv_kernel_size": 4}
+  part = {"full_attn_layers": [2], "kda_layers": [1, 3], **sizes}
+  for key in ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+    del config[key]
+  more = {"first_k_dense_replace": 1, "linear_attn_config": part}
+  assert read(config, **more) == want
+  with pytest.raises(ConfigError, match="full_attn_layers"):
+    read(config, linear_attn_config={**part, "kda_layers": [1, 2]})
+  config = checkpoints.config("lfm2")
+  want = read(config)
+  del config["layer_types"]
+  said = {"full_attn_idxs": [1], "block_ff_dim": 90, "num_heads": 4}
+  config["intermediate_size"] = 1
+  assert read(config, **said) == want
+
+
+@pytest.mark.parametrize(
+  ("preset", "beside"),
+  [
+    (
+      "nemotron-3-nano-30b",
+      {"attention_head_dim": 128, "num_query_groups": 2, "rope_theta": 1e4,
+       "expand": 2, "num_hidden_layers": 52, "partial_rotary_factor": 1.0,
+       "num_logits_to_keep": 1, "mamba_proj_bias": False},
+    ),
+    (
+      "lfm2-1.2b",
+      {"intermediate_size": 8192, "block_dim": 2048, "conv_dim": 2048,
+       "conv_dim_out": 2048, "head_dim": 64, "num_heads": 32,
+       "block_norm_eps": 1e-5, "block_mlp_init_scale": 1.0,
+       "block_out_init_scale": 1.0, "block_use_swiglu": True,
+       "block_use_xavier_init": True, "conv_use_xavier_init": True,
+       "use_pos_enc": True, "conv_bias": False},
+    ),
+    (
+      "kimi-linear-48b",
+      {"first_k_dense_replace": 1, "head_dim": 72, "mla_use_nope": True,
+       "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
+       "rope_scaling": None, "rope_theta": 1e4, "use_grouped_topk": True,
+       "num_nextn_predict_layers": 0},
+    ),
+    (
+      "jamba-mini",
+      {"expert_layer_offset": 1, "expert_layer_period": 2, "mamba_d_conv": 4,
+       "attn_layer_offset": 4, "attn_layer_period": 8, "mamba_expand": 2,
+       "num_logits_to_keep": 1, "sliding_window": None,
+       "use_mamba_kernels": True, "tie_word_embeddings": False},
+    ),
+    (
+      "falcon-h1-0.5b",
+      {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "mamba_expand": 2,
+       "mamba_rms_norm": False, "projectors_bias": False,
+       "mamba_chunk_size": 128, "attn_layer_indices": None},
+    ),
+  ],
+)  # fmt: skip
+def test_what_published_files_say_beside(preset, beside):
+  config = models.PRESETS[preset]
+  assert read(config, **beside) == read(config)
+
+
+# ---------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------
+
+
+def close(got, want, atol=5e-5):
+  np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  "name",
+  [
+    "falcon_h1",
+    "kimi_linear",
+    pytest.param("jamba", marks=pytest.mark.slow),
+    pytest.param("lfm2", marks=pytest.mark.slow),
+  ],
+)
+def test_documents_and_padding(folders, name):
+  """Two documents and padding in a row on shards are what they are alone."""
+  expected, attend = checkpoints.expected(name), ContextParallel(
+    mesh=make_mesh(8, "auto"), axis="seq"
+  )  # fmt: skip
+  model = models.load(folders[name], mesh=attend.mesh)
+  one, two = expected.tokens[:1, :9], expected.tokens[1:2, :12]
+  packed = np.concatenate([one, two, np.full((1, 3), 5, np.int32)], 1)
+  seg = np.repeat(np.int32([[1, 2, 0]]), [9, 12, 3], 1)
+  pos = np.concatenate([np.arange(9), np.arange(12), np.zeros(3)])
+  pos = pos.astype(np.int32)[None]
+  got = model(packed, positions=pos, segment_ids=seg, attend=attend)
+  close(got[:, :9], expected.logits[:1, :9])
+  close(got[:, 9:21], expected.logits[1:2, :12])
+  with pytest.raises(OptionError, match=r"Contiguous\(\)"):
+    model(packed, attend=ContextParallel(
+      mesh=attend.mesh, axis="seq", layout=Striped()
+    ))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_data_and_model_axes(folders, name):
+  kinds = (AxisType.Auto,) * 3
+  mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "model"), axis_types=kinds)
+  model = models.load(folders[name], mesh=mesh)
+  expected = checkpoints.expected(name)
+  attend = ContextParallel(mesh=mesh, axis="seq")
+  close(model(expected.tokens, attend=attend), expected.logits)
+  cache = model.init_cache(2, 40, sharding=attend)
+  _, cache = model(expected.tokens[:, :8], cache=cache, attend=attend)
+  got, _ = model(
+    expected.tokens[:, 8:9],
+    positions=np.full((1, 1), 8, np.int32),
+    cache=cache,
+    attend=CachedAttention(mesh=mesh, axis="seq"),
+  )
+  close(got[:, 0], expected.logits[:, 8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_gradients_over_shards(folders, name):
+  attend = ContextParallel(mesh=make_mesh(4, "auto"), axis="seq")
+  tokens = checkpoints.expected(name).tokens
+
+  def gradients(model, attend):
+    def loss(model):
+      logits = model(tokens, attend=attend)
+      return jnp.mean(jnp.square(logits - jnp.roll(logits, 1, -1)))
+
+    return jax.tree.leaves(jax.jit(jax.grad(loss))(model))
+
+  model = models.load(folders[name])
+  want = gradients(model, ContextParallel())
+  sharded = jax.device_put(model, NamedSharding(attend.mesh, P()))
+  for a, b in zip(gradients(sharded, attend), want, strict=True):
+    scale = max(1e-3, float(jnp.abs(b).max()))
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_caches_of_other_kinds(folders, name):
+  """Windows, bytes, tiers: what they do to keys is nothing to states."""
+  model, expected = models.load(folders[name]), checkpoints.expected(name)
+  for kind in ("windowed", "int8"):
+    made = rj.infer.generate(
+      model, expected.prompt, max_new_tokens=8, cache_kind=kind
+    )
+    exact = np.mean(np.asarray(made) == expected.greedy[:, :8])
+    assert exact == 1 if kind == "windowed" else exact > 0.5
+
+
+@pytest.mark.long
+def test_published_names_of_a_plain_feedforward(tmp_path):
+  """transformers saves Kimi's under a name that its authors do not use."""
+  name = "kimi_linear"
+  arrays = checkpoints.tensors(name)
+  plain = (
+    ".block_sparse_moe.gate_proj",
+    ".block_sparse_moe.up_proj",
+    (".block_sparse_moe.down_proj"),
+  )
+  renamed = {
+    key.replace(".block_sparse_moe.", ".mlp.")
+    if any(part in key for part in plain)
+    else key: x
+    for key, x in arrays.items()
+  }
+  assert set(renamed) != set(arrays)
+  folder = tmp_path / "published"
+  checkpoints.write_folder(renamed, checkpoints.config(name), folder)
+  made = models.load(folder)
+  same = models.load(checkpoints.write(name, tmp_path / "saved"))
+  for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(same), strict=True):
+    np.testing.assert_array_equal(a, b)
