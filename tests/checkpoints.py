@@ -227,7 +227,7 @@ def spread(
     return gain - (family in ONE_PLUS), 0.2
   if last == BUFFER:
     return 0.0, 0.1
-  if last in ("sinks", "dt_bias"):
+  if last in ("attention_sink_bias", "sinks", "dt_bias"):
     return 0.0, 1.0
   if last == "A_log":
     return -2.0, 0.7
@@ -241,17 +241,19 @@ def spread(
     "word_embeddings",
     "wte",
     "embeddings",
+    "embed_positions",
+    "wpe",
   ):
     return 0.0, 2 / quiet / math.sqrt(shape[-1]) if tied else 1.0
   # A linear map keeps [out, in] on disk; experts in one tensor [E, in, out].
-  fan_in = shape[-1]
+  fan_in = shape[0] if family == "gpt2" else shape[-1]
   if last in ("gate_up_proj", "down_proj") and len(shape) == 3:
     fan_in = shape[1]
   gain = 1.0
   if last in ("lm_head", "embed_out"):
     gain = 2.0
   elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
-                "Wqkv"):  # fmt: skip
+                "Wqkv", "c_attn"):  # fmt: skip
     gain = 1.5
   elif last in ("gate", "router", "wg", "layer"):
     gain = 3.0

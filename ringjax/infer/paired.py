@@ -183,7 +183,7 @@ def read_pair(
     )
     kept = cache.allocate(places.at, replicated=False, sees=False)
     kept = kept.mark(call.tokens, places.at)
-    begun.append((attend.constrain(model.embedded(call.tokens)), places, kept))
+    begun.append((attend.constrain(model.embedded(call.tokens, places)), places, kept))
   within: Any = attend
   done = model.stack.together(begun, within)
   logits = []

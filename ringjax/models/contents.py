@@ -163,7 +163,12 @@ def contents(
   """
   names = family.names(model.config)
   wrapped = folder.config.get("model_type") not in family.types
-  spellings = _wrapped_names if wrapped else lambda name: (name,)
+  if wrapped:
+    spellings = _wrapped_names
+  else:
+    spellings = lambda name: tuple(
+      dict.fromkeys((name, name.removeprefix(names.base)))
+    )
   packed = packing(folder.config)
   have = folder.tensors
   tensors = []

@@ -214,6 +214,13 @@ class SharedModel:
     self.config = config = family.read(source)
     stored = checkpoint.stored_dtype(folder, source) if dtype is None else dtype
     self.dtype = float_dtype("dtype", stored)
+    if config.positions is not None:
+      raise ConfigError(
+        "model",
+        f"{config.family}, whose embeddings know their positions",
+        "embeddings of tokens alone",
+        "load it with memory= or placement= (docs/how/offload.md)",
+      )
     for n, layer in enumerate(config.layers):
       _check_layer(config.family, n, layer)
     self._family = family

@@ -60,7 +60,9 @@ class Attention:
   Attributes:
     heads: query heads, N.
     kv_heads: K.
-    head_dim: H.
+    head_dim: H, of queries and keys.
+    value_dim: J, of values; None: H.
+    value_scale: what values are multiplied by.
     mask: who sees whom.
     rope: None for a layer without positions.
     scale: of the logits; default H**-0.5.
@@ -82,6 +84,8 @@ class Attention:
   heads: int
   kv_heads: int
   head_dim: int
+  value_dim: int | None = None
+  value_scale: float = 1.0
   mask: Mask = Causal()
   rope: Rope | None = None
   scale: float | None = None
@@ -106,7 +110,12 @@ class Attention:
   @property
   def pair_flops(self) -> int:
     """Of a query and a key, in the products with keys and with values."""
-    return 4 * self.heads * self.head_dim
+    return 2 * self.heads * (self.head_dim + self.value)
+
+  @property
+  def value(self) -> int:
+    """J, the head dim of the values."""
+    return self.head_dim if self.value_dim is None else self.value_dim
 
   @property
   def logit_scale(self) -> float:
@@ -124,7 +133,7 @@ class Attention:
       layers,
       self.kv_heads,
       self.head_dim,
-      self.head_dim,
+      self.value,
       self.mask.reach[0],
       KeyReading(
         groups=self.heads // self.kv_heads,
@@ -153,18 +162,18 @@ class GroupedQuery(nnx.Module):
   """The module of `Attention`."""
 
   def __init__(self, rngs: nnx.Rngs, spec: Attention, embed: int):
-    n, k, h = spec.heads, spec.kv_heads, spec.head_dim
+    n, k, h, j = spec.heads, spec.kv_heads, spec.head_dim, spec.value
     self.spec = spec
-    into = lambda heads, name, bias: Linear(
-      rngs, (embed,), (heads, h), ("embed", name, None), bias=bias
+    into = lambda heads, dim, name, bias: Linear(
+      rngs, (embed,), (heads, dim), ("embed", name, None), bias=bias
     )
-    self.q = into(n, "heads", spec.bias)
-    self.k = into(k, "kv_heads", spec.bias)
-    self.v = into(k, "kv_heads", spec.bias)
+    self.q = into(n, h, "heads", spec.bias)
+    self.k = into(k, h, "kv_heads", spec.bias)
+    self.v = into(k, j, "kv_heads", spec.bias)
     self.o = Linear(
-      rngs, (n, h), (embed,), ("heads", None, "embed"), bias=spec.out_bias
+      rngs, (n, j), (embed,), ("heads", None, "embed"), bias=spec.out_bias
     )
-    self.gate = into(n, "heads", False) if spec.gated else None
+    self.gate = into(n, j, "heads", False) if spec.gated else None
     self.q_norm = head_norm(rngs, spec, n)
     self.k_norm = head_norm(rngs, spec, k)
     self.sinks = param(rngs, (n,), ("heads",)) if spec.sinks else None
@@ -179,6 +188,8 @@ class GroupedQuery(nnx.Module):
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
     q, k, v = attend.rows(lambda x: (self.q(x), self.k(x), self.v(x)), x)
+    if spec.value_scale != 1.0:
+      v = v * jnp.asarray(spec.value_scale, v.dtype)
     late = spec.qk_norm_late and spec.qk_norm is not None
     if late:
       plain, q = q, self.q_norm(tokens.rotate(spec.rope, q))

@@ -102,6 +102,8 @@ def _outer(
       file = f"{name}.{leaf}"
       if leaf.startswith("norm."):
         file = f"{names.embed_norm}.{leaf.removeprefix('norm.')}"
+      elif leaf.startswith("positions."):
+        file = f"{names.positions}.{leaf.removeprefix('positions.')}"
       yield CheckpointTensor(file, form, target)
 
 
