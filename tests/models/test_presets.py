@@ -29,6 +29,7 @@ PUBLISHED = {
   "llama-3.2-1b": 1_236,
   "lwm-7b-1m": 6_738,
   "mamba-codestral-7b": 7_285,
+  "mimo-v2-flash": 308_800,
   "minimax-m2": 228_700,
   "mistral-7b": 7_248,
   "opt-6.7b": 6_658,
