@@ -34,8 +34,17 @@ ONE_PLUS = (
   "qwen3_next",
   "vaultgemma",
 )
+# Families of which all layers read tokens' ids.
+STREAMED = ("gemma3n_text", "gemma4_text")
 # Families that multiply their embeddings.
-LOUD = (*GEMMA, "granite", "granitemoe", "granitemoehybrid", "vaultgemma")
+LOUD = (
+  *GEMMA,
+  *STREAMED,
+  "granite",
+  "granitemoe",
+  "granitemoehybrid",
+  "vaultgemma",
+)
 
 # A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
 BUFFER = "e_score_correction_bias"
@@ -218,13 +227,24 @@ def spread(
   # answers with its last token, for ever: small embeddings, a large last norm.
   tied = settings.get("tie_word_embeddings", True)
   quiet = 9.0 if family in LOUD else 3.0
+  # Where logits are not divided by the width of a head they would be large;
+  # and so would errors be where each part adds as much as all before it.
+  if family in STREAMED and last in ("q_norm", "k_norm"):
+    return 0.6, 0.1
+  if family in STREAMED and last.startswith("post_"):
+    return 0.5, 0.1
   if name.endswith("linear_attn.norm.weight"):
     return 1.0, 0.2
-  if re.search(r"(norm|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name):
+  if re.search(r"(norm(_[12])?|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name):
     if "embed" in name:
       return 0.3, 0.1
-    gain = quiet if tied and name.count(".") == 2 else 1.0
+    final = name.count(".") == 2 and "per_layer" not in name
+    gain = quiet if tied and final else 1.0
     return gain - (family in ONE_PLUS), 0.2
+  if last in ("layer_scalar", "per_expert_scale", "scale"):
+    return 0.9, 0.2
+  if last == "embed_tokens_per_layer":
+    return 0.0, 1 / math.sqrt(settings["hidden_size_per_layer_input"])
   if last == BUFFER:
     return 0.0, 0.1
   if last in ("attention_sink_bias", "sinks", "dt_bias"):
@@ -255,6 +275,11 @@ def spread(
   elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
                 "Wqkv", "c_attn"):  # fmt: skip
     gain = 1.5
+  elif last == "modality_router":
+    # What it reads is divided by the width.
+    gain = 0.5 * fan_in
+  elif last in ("prediction_coefs", "correction_coefs"):
+    gain = 0.5
   elif last in ("gate", "router", "wg", "layer"):
     gain = 3.0
   return 0.0, gain / math.sqrt(fan_in)

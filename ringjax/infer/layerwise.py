@@ -100,6 +100,14 @@ def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
           "keys and values in every layer",
           "read it with rj.infer.generate",
         )
+      if spec.attention.reads or spec.inputs is not None:
+        raise ConfigError(
+          "model",
+          f"{model.config.family}, whose layers read each other's keys, or "
+          "tokens' ids",
+          "layers that read what the one before them made",
+          "read it with rj.infer.generate",
+        )
       if spec.attention.value != spec.attention.head_dim:
         raise ConfigError(
           "model",

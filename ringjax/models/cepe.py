@@ -274,6 +274,14 @@ def _check_decoder(decoder: Any) -> None:
       "use a decoder without latent attention and recurrent layers",
     )
   attends = [x for x in layers if isinstance(x, Attention)]
+  if decoder.config.inputs is not None or any(x.reads for x in attends):
+    raise OptionError(
+      "decoder",
+      f"a {decoder.config.family}, whose layers read each other's keys, or "
+      "tokens' ids",
+      "layers that read what the one before them made",
+      "use another decoder",
+    )
   if wide := [x for x in attends if x.value != x.head_dim]:
     raise OptionError(
       "decoder",

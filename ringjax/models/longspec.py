@@ -145,6 +145,14 @@ def check_target(target: Transformer) -> Attention:
       "grouped-query attention that sees the whole text, in the last layer",
       "draft with speculate='lookup', or take another target",
     )
+  if last.reads or target.config.streams is not None:
+    raise OptionError(
+      "target",
+      f"a {target.config.family}, whose last layer reads another's keys or "
+      "one of several streams",
+      "a last layer with keys of its own, and one stream",
+      "draft with speculate='lookup', or take another target",
+    )
   if last.value != last.head_dim:
     raise OptionError(
       "target",

@@ -47,6 +47,7 @@ from ringjax.models.weight_placement import (
   transfer_events,
 )
 from ringjax.nn.block import Layer
+from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import Embedding, Head, LearnedPositions, Norm
 from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import (
@@ -54,7 +55,8 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   ShardingContext,
 )
-from ringjax.nn.stack import Stack
+from ringjax.nn.stack import Stack, keeps
+from ringjax.nn.streams import Streams
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords, Mask, SameSegment
@@ -88,6 +90,8 @@ class TransformerConfig:
     embed_scale: what embeddings are multiplied by.
     embed_norm: norm of the embeddings behind that, or None.
     positions: learned vectors that are added to embeddings, or None.
+    inputs: a second embedding that all layers read, or None.
+    streams: residual streams that layers share, or None for one.
     logit_scale: what logits are multiplied by.
     logit_cap: soft cap of the logits.
     max_positions: the context that the model was made for, in tokens.
@@ -105,6 +109,8 @@ class TransformerConfig:
   embed_scale: float = 1.0
   embed_norm: Norm | None = None
   positions: LearnedPositions | None = None
+  inputs: LayerInputs | None = None
+  streams: Streams | None = None
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
@@ -161,6 +167,14 @@ class Transformer(nnx.Module):
       scale=config.embed_scale,
       norm=config.embed_norm,
       positions=config.positions,
+    )
+    self.inputs = (
+      None if config.inputs is None else config.inputs.build(rngs, config.embed)
+    )
+    self.streams = (
+      None
+      if config.streams is None
+      else config.streams.build(rngs, config.embed)
     )
     self.stack = Stack(rngs, config.layers, config.embed, scan=scan)
     self.norm = config.norm.build(rngs, config.embed)
@@ -376,6 +390,8 @@ class Transformer(nnx.Module):
     found: list[Any] = []
     for run in self.stack.runs:
       for position, layer in enumerate(run.layers):
+        if not keeps(layer):
+          continue
         shape = layer.attention.cache_shape(run.repeats)
         if isinstance(shape, LayerCacheSpec):
           numbers = (run.number(position, n) for n in range(run.repeats))
@@ -487,6 +503,13 @@ class Transformer(nnx.Module):
       of_kind = TieredCache
     more: dict[str, Any] = {}
     if placement is not None:
+      if not all(map(keeps, self.config.layers)):
+        raise OptionError(
+          "placement",
+          f"a {self.config.family}, whose layers read each other's keys",
+          "keys that one layer reads alone",
+          "leave it out",
+        )
       of_kind = OffloadedCache
       more["tiers"] = cache_tiers(self, placement)
       if make == "create":
@@ -515,13 +538,20 @@ class Transformer(nnx.Module):
     found: Any = attend
     x = attend.constrain(self.embedded(tokens, places))
     x, cache = self.stack(x, places, cache, found)
-    return self.norm(x), cache
+    return self.behind(x), cache
 
   def embedded(
     self, tokens: Int[Array, "B T"], places: Tokens
-  ) -> Float[Array, "B T D"]:
-    """What the first layer reads."""
-    return self.embed(tokens, places.pos)
+  ) -> Float[Array, "B T *D"]:
+    """What the first layer reads; and what all read goes to `places`."""
+    x = self.embed(tokens, places.pos)
+    if self.inputs is not None:
+      places.inputs = functools.partial(self.inputs, tokens, x)
+    return x if self.streams is None else self.streams.spread(x)
+
+  def behind(self, x: Float[Array, "*batch D"]) -> Float[Array, "*rows D"]:
+    """What the head reads, of what the last layer made."""
+    return self.norm(x if self.streams is None else self.streams.merged(x))
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """float32 [..., V] from [..., D]."""
@@ -626,7 +656,7 @@ def _in_groups(
   within: Any = attend
   done = model.stack.together(calls, within, cache.hosted)
   for (h, _), own in zip(done, cache.split(rows), strict=True):
-    h = model.norm(h)
+    h = model.behind(h)
     if own is not None:
       h = jnp.take_along_axis(h, own[..., None], 1)
     found.append(model.logits(h))
@@ -787,7 +817,11 @@ def _check_positions(cache: Any, pos: Any, seg: Any, parents: Any) -> None:
 
 
 def _check_table(
-  config: TransformerConfig, shape: Sequence[int], pos: Any, seg: Any, cache: Any
+  config: TransformerConfig,
+  shape: Sequence[int],
+  pos: Any,
+  seg: Any,
+  cache: Any,
 ) -> None:
   """Refuses tokens at positions that a learned table does not have.
 

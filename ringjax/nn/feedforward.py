@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ringjax.nn.linear import Linear
+from ringjax.nn.linear import Linear, Norm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.ops.moe import mix
@@ -124,11 +126,20 @@ class PlainLayer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gated:
-  """down(act(gate(x)) * up(x))."""
+  """down(act(gate(x)) * up(x)).
+
+  Attributes:
+    hidden: F.
+    act: of the gate.
+    bias: of all maps.
+    sparsity: the part of a token's gates that are shut, as if they were
+      normal; 0 leaves gates as they are.
+  """
 
   hidden: int
   act: str
   bias: bool = False
+  sparsity: float = 0.0
 
   @property
   def width(self) -> int:
@@ -164,7 +175,19 @@ class GatedLayer(nnx.Module):
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The layer on some tokens, without cutting them up."""
-    return self.down(ACTIVATIONS[self.spec.act](self.gate(x)) * self.up(x))
+    gate = self.gate(x)
+    if self.spec.sparsity:
+      gate = above(gate, self.spec.sparsity)
+    return self.down(ACTIVATIONS[self.spec.act](gate) * self.up(x))
+
+
+def above(x: Float[Array, "*batch F"], part: float) -> Float[Array, "*batch F"]:
+  """By how much numbers are above what `part` of normal ones would be below."""
+  wide = x.astype(jnp.float32)
+  cut = jnp.float32(statistics.NormalDist().inv_cdf(part))
+  mean = jnp.mean(wide, -1, keepdims=True)
+  spread = jnp.std(wide, -1, keepdims=True)
+  return jax.nn.relu(wide - (mean + spread * cut)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +311,8 @@ class Experts:
     scale_input: weights multiply an expert's input, not its output.
     shared: hidden size of the expert that all tokens have, 0 for none.
     shared_gate: that expert's output has a gate of its own.
+    scaled: the router and the experts each scale what they read, number by
+      number, the router also by the root of D, and each expert its output.
   """
 
   experts: int
@@ -302,6 +327,7 @@ class Experts:
   scale_input: bool = False
   shared: int = 0
   shared_gate: bool = False
+  scaled: bool = False
 
   @property
   def width(self) -> int:
@@ -328,6 +354,10 @@ class ExpertsLayer(nnx.Module):
     self.correction = (
       param(rngs, (e,), (None,), wide=True) if spec.correction else None
     )
+    if spec.scaled:
+      scale = lambda n: param(rngs, (n,), (None,), value=1.0)
+      self.router_scale, self.input_scale = scale(embed), scale(embed)
+      self.expert_scale = scale(e)
     into = lambda: param(
       rngs, (e, embed, f), ("experts", "embed", "ffn"), fan_in=embed
     )
@@ -364,15 +394,25 @@ class ExpertsLayer(nnx.Module):
       up=(self.up[...], get(self.up_bias)),
       down=(self.down[...], get(self.down_bias)),
     )
+    if spec.scaled:
+      root = jnp.asarray(1 / math.sqrt(x.shape[-1]), x.dtype)
+      weights["router_scale"] = self.router_scale[...] * root
+      weights["input_scale"] = self.input_scale[...]
+      weights["expert_scale"] = self.expert_scale[...]
 
     def run(w: PyTree, x: jax.Array) -> jax.Array:
+      read = x
+      if spec.scaled:
+        read, x = x * w["router_scale"][None], x * w["input_scale"][None]
       logits = lax.dot_general(
-        x, w["router"], (((1,), (0,)), ((), ())),
+        read, w["router"], (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
       )  # fmt: skip
       if w["router_bias"] is not None:
         logits = logits + w["router_bias"].astype(jnp.float32)[None]
       mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
+      if spec.scaled:
+        mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
 
       def linear(
         pair: tuple[jax.Array, Any], expert: jax.Array, x: jax.Array
@@ -404,3 +444,51 @@ class ExpertsLayer(nnx.Module):
     if self.shared_gate is None:
       return y
     return y * jax.nn.sigmoid(self.shared_gate(x))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside:
+  """A plain feedforward and experts, with norms of their own, added up.
+
+  Attributes:
+    dense: the first one.
+    sparse: the experts, which scale what they read.
+    norm: before and behind both; before the experts it has no weights.
+  """
+
+  dense: Gated
+  sparse: Experts
+  norm: Norm
+
+  @property
+  def width(self) -> int:
+    """Numbers that are there at once for a token."""
+    return self.dense.width + self.sparse.width
+
+  def idle(self, embed: int) -> int:
+    """Weights that a token does not meet."""
+    return self.sparse.idle(embed)
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> BesideLayer:
+    return BesideLayer(rngs, self, embed)
+
+
+class BesideLayer(nnx.Module):
+  """The module of `Beside`; what it reads has not been normed."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Beside, embed: int):
+    self.spec = spec
+    norm = lambda **how: dataclasses.replace(spec.norm, **how).build(
+      rngs, embed
+    )
+    self.dense = spec.dense.build(rngs, embed)
+    self.sparse = spec.sparse.build(rngs, embed)
+    self.pre_dense, self.post_dense = norm(), norm()
+    self.pre_sparse, self.post_sparse = norm(weight=False), norm()
+
+  def __call__(
+    self, x: Float[Array, "B T D"], attend: Attend
+  ) -> Float[Array, "B T D"]:
+    dense = self.post_dense(self.dense(self.pre_dense(x), attend))
+    sparse = self.post_sparse(self.sparse(self.pre_sparse(x), attend))
+    return dense + sparse

@@ -195,18 +195,21 @@ class Stack(nnx.Module):
 
   def __call__(
     self,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T *D"],
     tokens: Tokens,
     cache: CallCache,
     attend: Attend,
   ) -> tuple[jax.Array, Any]:
-    """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
+    """[B, T, D] -> [B, T, D], and the cache with this call's tokens.
+
+    Of several residual streams x is [B, T, A, D].
+    """
     ((x, cache),) = self.together([(x, tokens, cache)], attend)
     return x, cache
 
   def together(
     self,
-    calls: Sequence[tuple[Float[Array, "_ _ D"], Tokens, CallCache]],
+    calls: Sequence[tuple[Float[Array, "_ _ *D"], Tokens, CallCache]],
     attend: Attend,
     hosted: Sequence[bool] = (),
   ) -> list[tuple[jax.Array, Any]]:
@@ -227,14 +230,21 @@ class Stack(nnx.Module):
     back = lambda m, x: _moved(x, jax.memory.Space.Device) if hosted[m] else x
     xs = tuple(away(m, x) for m, (x, _, _) in enumerate(calls))
     number = itertools.count()
+    # By their groups, the caches of layers whose keys later ones read.
+    shared: list[dict[str, Any]] = [{} for _ in calls]
     for g, run in enumerate(self.runs):
-      many = len(run.layers)
+      # Layers that have keys of their own, and where these are among them.
+      own = [n for n, layer in enumerate(run.layers) if keeps(layer)]
+      place = {n: i for i, n in enumerate(own)}
+      many = len(own)
       mine = tuple(tuple(held[:many]) for held in slots)
       slots = [held[many:] for held in slots]
-      layers = [self._kind(g, p) for p in range(many)]
-      kinds = [next(number) for _ in layers]
+      layers = [self._kind(g, p) for p in range(len(run.layers))]
+      kinds = [next(number) for _ in own]
       looped = run.repeats > 1
-      turns = [(n, m) for n in range(many) for m in range(len(calls))]
+      turns = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
+      owner = any(_owns(layer) for layer in run.layers)
+      assert not (owner and looped)
 
       def fetched(
         turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
@@ -255,6 +265,8 @@ class Stack(nnx.Module):
         looped: bool = looped,
         turns: list[tuple[int, int]] = turns,
         fetched: Any = fetched,
+        run: Run = run,
+        place: dict[int, int] = place,
       ) -> tuple[tuple, None]:
         (xs, slots, ahead), (index, cuts) = carry, layer
         xs, slots = list(xs), [list(held) for held in slots]
@@ -264,19 +276,28 @@ class Stack(nnx.Module):
           if m == 0:
             block = layers[n].block(cuts[n], index, x, attend)
           _, tokens, cache = calls[m]
-          if _fetches(cache):
-            part = cache.layer(kinds[n], slots[m][n], index, ahead)
+          mixer: Any = run.layers[n].attention
+          at = place.get(n)
+          if at is None:
+            part = shared[m][mixer.group]
+          elif _fetches(cache):
+            part = cache.layer(kinds[at], slots[m][at], index, ahead)
           else:
-            part = cache.layer(kinds[n], slots[m][n], index)
+            part = cache.layer(kinds[at], slots[m][at], index)
           if t + 1 < len(turns):
             ahead = fetched(turns[t + 1], slots, index, x)
           elif looped:
             ahead = fetched(turns[0], slots, index + 1, x)
-          x, part = block(x, tokens, part, attend, cache.states)
+          which = run.number(n, 0) + len(run.layers) * index
+          x, part = block(x, tokens, part, attend, cache.states, which)
           if ahead and _fetches(cache):
             # Read before something is written over it, in place.
             part = cache.behind(part, ahead)
-          xs[m], slots[m][n] = away(m, x), part.slots
+          xs[m] = away(m, x)
+          if at is not None:
+            slots[m][at] = part.slots
+          if _owns(run.layers[n]):
+            shared[m][mixer.group] = part
         return (tuple(xs), tuple(map(tuple, slots)), ahead), None
 
       first = back(0, xs[0])
@@ -285,9 +306,11 @@ class Stack(nnx.Module):
         isinstance(one, _Placed) for one in layers
       ):
         # The backward pass fetches layers again: else all of them stay.
-        body = jax.checkpoint(body, prevent_cse=not looped)
+        again = jax.checkpoint(body, prevent_cse=not looped)
       else:
-        body = attend.keeping(body, looped=looped)
+        again = attend.keeping(body, looped=looped)
+      # What later layers read of an owner stays, and is not made again.
+      body = body if owner else again
       stacked = tuple(one.stacked for one in layers)
       if not looped:
         first = jax.tree.map(lambda a: a[0], stacked)
@@ -301,6 +324,16 @@ class Stack(nnx.Module):
       (back(m, x), calls[m][2].updated(tuple(held)))
       for m, (x, held) in enumerate(zip(xs, done, strict=True))
     ]
+
+
+def keeps(layer: Layer) -> bool:
+  """Whether a layer keeps something of its tokens, and reads no other's."""
+  return not getattr(layer.attention, "reads", False)
+
+
+def _owns(layer: Layer) -> bool:
+  """Whether later layers read what this one keeps."""
+  return keeps(layer) and getattr(layer.attention, "group", None) is not None
 
 
 def _fetches(cache: CallCache) -> TypeGuard[FetchedCache]:

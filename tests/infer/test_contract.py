@@ -32,6 +32,7 @@ KINDS = (
   "falcon_rw",  # ALiBi
   "mixtral",  # experts
   "gpt2",  # learned positions
+  "gemma3n",  # keys of other layers, streams
   "qwen3_next",  # a recurrent state beside keys
   "mamba2",  # states alone
   "granitemoehybrid",  # states beside keys and experts

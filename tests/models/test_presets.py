@@ -19,6 +19,9 @@ PUBLISHED = {
   "deepseek-v3": 671_000,
   "falcon-7b": 6_920,
   "gemma-3-27b": 27_010,
+  "gemma-3n-e4b": 6_866,
+  # 5.1 billion with the encoders of images and sound.
+  "gemma-4-e2b": 4_650,
   "glm-4.5-air": 106_850,
   "gpt-oss-20b": 20_910,
   "gpt2-xl": 1_558,
