@@ -94,6 +94,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
   act = r.act("hidden_activation", default="gelu_pytorch_tanh")
   norm, attentions = rms(r), _attentions(r)
   count = r.whole("altup_num_inputs", default=4, least=2, most=64)
+  if count * r.whole("hidden_size") ** 2 > 2**40:
+    raise r.error("altup_num_inputs", count, "maps of 2^40 numbers in all")
   # Of training.
   r.ignore("altup_coef_clip")
   inputs = layer_inputs(r, act, default=262144)
