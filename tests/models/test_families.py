@@ -56,7 +56,7 @@ VARIANTS = (
 
 # Families whose parts the others have too.
 RECOMBINED = (
-  "arcee", "deepseek_v2_lite", "dots1", "ernie4_5", "glm4_moe",
+  "arcee", "deepseek_v2_lite", "dots1", "ernie4_5", "gemma4_moe", "glm4_moe",
   "granitemoehybrid_dense", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
   "minimax_m2", "ministral", "mpt", "olmoe", "opt", "qwen2_moe", "qwen3_5_moe",
   "seed_oss", "stablelm_parallel", "vaultgemma",
