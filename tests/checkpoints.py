@@ -38,8 +38,17 @@ ONE_PLUS = (
   "qwen3_next",
   "vaultgemma",
 )
+# Families of which all layers read tokens' ids.
+STREAMED = ("gemma3n_text", "gemma4_text")
 # Families that multiply their embeddings.
-LOUD = (*GEMMA, "granite", "granitemoe", "granitemoehybrid", "vaultgemma")
+LOUD = (
+  *GEMMA,
+  *STREAMED,
+  "granite",
+  "granitemoe",
+  "granitemoehybrid",
+  "vaultgemma",
+)
 
 # A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
 BUFFER = "e_score_correction_bias"
@@ -243,16 +252,27 @@ def spread(
   # answers with its last token, for ever: small embeddings, a large last norm.
   tied = settings.get("tie_word_embeddings", True)
   quiet = 9.0 if family in LOUD else 3.0
+  # Where logits are not divided by the width of a head they would be large;
+  # and so would errors be where each part adds as much as all before it.
+  if family in STREAMED and last in ("q_norm", "k_norm"):
+    return 0.6, 0.1
+  if family in STREAMED and last.startswith("post_"):
+    return 0.5, 0.1
   if name.endswith("linear_attn.norm.weight"):
     return 1.0, 0.2
-  if re.search(r"(norm|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name):
+  if re.search(r"(norm(_[12])?|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name):
     if "embed" in name and "embedding_norm" not in name:
       return 0.3, 0.1
-    gain = quiet if tied and name.count(".") == 2 else 1.0
+    final = name.count(".") == 2 and "per_layer" not in name
+    gain = quiet if tied and final else 1.0
     return gain - (family in ONE_PLUS), 0.2
+  if last in ("layer_scalar", "per_expert_scale", "scale"):
+    return 0.9, 0.2
+  if last == "embed_tokens_per_layer":
+    return 0.0, 1 / math.sqrt(settings["hidden_size_per_layer_input"])
   if last == BUFFER:
     return 0.0, 0.1
-  if last in ("sinks", "dt_bias"):
+  if last in ("attention_sink_bias", "sinks", "dt_bias"):
     return 0.0, 1.0
   if last == "A_log":
     return -2.0, 0.7
@@ -266,18 +286,25 @@ def spread(
     "word_embeddings",
     "wte",
     "embeddings",
+    "embed_positions",
+    "wpe",
   ):
     return 0.0, 2 / quiet / math.sqrt(shape[-1]) if tied else 1.0
   # A linear map keeps [out, in] on disk; experts in one tensor [E, in, out].
-  fan_in = shape[-1]
+  fan_in = shape[0] if family == "gpt2" else shape[-1]
   if last in ("gate_up_proj", "down_proj") and len(shape) == 3:
     fan_in = shape[1]
   gain = 1.0
   if last in ("lm_head", "embed_out"):
     gain = 2.0
   elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
-                "Wqkv"):  # fmt: skip
+                "Wqkv", "c_attn"):  # fmt: skip
     gain = 1.5
+  elif last == "modality_router":
+    # What it reads is divided by the width.
+    gain = 0.5 * fan_in
+  elif last in ("prediction_coefs", "correction_coefs"):
+    gain = 0.5
   elif last in ("gate", "router", "wg", "layer"):
     gain = 3.0
   return 0.0, gain / math.sqrt(fan_in)

@@ -486,7 +486,7 @@ _MORE_CASES = {
   "infer/test_kvr_processes.py::test_baselines_compute_the_same": 4,
   "infer/test_kvr_processes.py::test_bytes_are_counted": 7,
   "infer/test_kvr_processes.py::test_greedy_tokens_are_those_of_one_device": 7,
-  "infer/test_kvr_processes.py::test_logits_and_cache_are_those_of_one_device": 7,
+  "infer/test_kvr_processes.py::test_logits_and_cache_are_right": 7,
   "infer/test_kvr_processes.py::test_wrong_partitions": 4,
   "infer/test_sampling.py::test_filters_are_the_references": 100,
   "infer/test_verifiers.py::test_a_million_draws": 1,

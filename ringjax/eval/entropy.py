@@ -31,6 +31,7 @@ from ringjax.infer.session import on_its_mesh, place_of
 from ringjax.kv.statistics_cache import StatisticsCache
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
+from ringjax.nn.stack import keeps
 from ringjax.ops.attention.statistics import AttentionStatistics
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
 
@@ -42,7 +43,8 @@ class ModelStatistics(NamedTuple):
 
   Fields:
     layers: statistics of each layer of the model, [B, M, N] for M queries;
-      None of recurrent layers, which attend to nothing.
+      None of recurrent layers, which attend to nothing, and of those that
+      read another's keys.
     logits: float32 [B, M, V], of the tokens that follow the queries.
   """
 
@@ -134,7 +136,10 @@ def attention_statistics(
     attend=attend,
     rows=rows,
   )
-  return ModelStatistics(cache.by_layer(), logits)
+  layers = cache.by_layer()
+  # The last ones may read the keys of others.
+  layers += (None,) * (len(model.config.layers) - len(layers))
+  return ModelStatistics(layers, logits)
 
 
 def _rows(queries: Any, length: int) -> np.ndarray:
@@ -160,7 +165,9 @@ def _sinks(model: Transformer) -> list[Any]:
   """The learned sinks of each kind of layer, [L, N], or None."""
   stack, found = model.stack, []
   for g, run in enumerate(stack.runs):
-    for p in range(len(run.layers)):
+    for p, layer in enumerate(run.layers):
+      if not keeps(layer):
+        continue
       block = stack.blocks[g][p]
       if len(run.layers[p].mixers) > 1:
         # None of these has sinks.

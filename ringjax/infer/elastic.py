@@ -43,6 +43,7 @@ from ringjax.kv.master_slots import MasterSlots
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import MultiMaster, ShardingContext
+from ringjax.nn.stack import keeps
 from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.local import on_part
@@ -141,6 +142,13 @@ class ElasticSession:
           "keys and values that travel, in every layer",
           "use rj.infer.generate",
         )
+    if not all(map(keeps, model.config.layers)):
+      raise OptionError(
+        "model",
+        f"a {model.config.family}, whose layers read each other's keys",
+        "keys that one layer reads alone",
+        "use rj.infer.generate",
+      )
     self.model, self.mesh, self.axis = model, mesh, axis
     self.cache: KVCache | None = None
     self.members = self._checked(

@@ -79,8 +79,16 @@ def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
   """The layers of a model, in order.
 
   Raises:
-    ConfigError: a layer keeps something else than keys and values.
+    ConfigError: a layer keeps something else than keys and values of one
+      width, or positions are learned.
   """
+  if model.config.positions is not None:
+    raise ConfigError(
+      "model",
+      f"{model.config.family}, whose embeddings know their positions",
+      "tokens that are embedded without them",
+      "read it with rj.infer.generate",
+    )
   found, kind = [], 0
   for run in model.stack.runs:
     for position, spec in enumerate(run.layers):
@@ -90,6 +98,22 @@ def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
           f"{model.config.family}, whose layer "
           f"{run.number(position, 0)} is {type(spec.attention).__name__}",
           "keys and values in every layer",
+          "read it with rj.infer.generate",
+        )
+      if spec.attention.reads or spec.inputs is not None:
+        raise ConfigError(
+          "model",
+          f"{model.config.family}, whose layers read each other's keys, or "
+          "tokens' ids",
+          "layers that read what the one before them made",
+          "read it with rj.infer.generate",
+        )
+      if spec.attention.value != spec.attention.head_dim:
+        raise ConfigError(
+          "model",
+          f"{model.config.family}, whose values have {spec.attention.value} "
+          f"numbers a head and keys {spec.attention.head_dim}",
+          "keys and values of one width",
           "read it with rj.infer.generate",
         )
       for index in range(run.repeats):

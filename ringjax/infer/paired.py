@@ -183,13 +183,15 @@ def read_pair(
     )
     kept = cache.allocate(places.at, replicated=False, sees=False)
     kept = kept.mark(call.tokens, places.at)
-    begun.append((attend.constrain(model.embedded(call.tokens)), places, kept))
+    begun.append(
+      (attend.constrain(model.embedded(call.tokens, places)), places, kept)
+    )
   within: Any = attend
   done = model.stack.together(begun, within)
   logits = []
   for (h, _), call in zip(done, calls, strict=True):
     last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
-    logits.append(attend.everywhere(model.logits(model.norm(last))))
+    logits.append(attend.everywhere(model.logits(model.behind(last))))
   return tuple(logits), tuple(kept for _, kept in done)
 
 
@@ -224,6 +226,8 @@ def check_pair(
       got = f"a layer with {type(mixer).__name__}"
     elif not isinstance(after, Plain | Gated):
       got = f"a layer with {type(after).__name__}"
+    elif getattr(after, "sparsity", 0):
+      got = "gates that are shut by what all of them are"
     elif mixer.heads % size or after.hidden % size:
       got = f"{mixer.heads} heads and a width of {after.hidden}"
     if got is not None:

@@ -264,17 +264,31 @@ def _check_decoder(decoder: Any) -> None:
       "a decoder alone",
       "pass model.decoder",
     )
-  other = [
-    type(layer.attention).__name__
-    for layer in decoder.config.layers
-    if not isinstance(layer.attention, Attention)
-  ]
+  layers = [layer.attention for layer in decoder.config.layers]
+  other = [type(x).__name__ for x in layers if not isinstance(x, Attention)]
   if other:
     raise OptionError(
       "decoder",
       f"a {decoder.config.family} with {len(other)} layers of {other[0]}",
       "grouped-query attention in every layer",
       "use a decoder without latent attention and recurrent layers",
+    )
+  attends = [x for x in layers if isinstance(x, Attention)]
+  if decoder.config.inputs is not None or any(x.reads for x in attends):
+    raise OptionError(
+      "decoder",
+      f"a {decoder.config.family}, whose layers read each other's keys, or "
+      "tokens' ids",
+      "layers that read what the one before them made",
+      "use another decoder",
+    )
+  if wide := [x for x in attends if x.value != x.head_dim]:
+    raise OptionError(
+      "decoder",
+      f"a {decoder.config.family} whose values have {wide[0].value} numbers a "
+      f"head and keys {wide[0].head_dim}",
+      "keys and values of one width",
+      "use another decoder",
     )
 
 

@@ -200,7 +200,16 @@ def contents(
     wrapper = WRAPPERS[folder.config["model_type"]]
   named = wrapper.names if wrapper and wrapper.names else family.names
   names = named(model.config)
-  spellings = _wrapped_names if wrapper else family.spellings
+  spellings = _wrapped_names
+  if not wrapper:
+    # Some leave out what stands before all names.
+    spellings = lambda name: tuple(
+      dict.fromkeys(
+        spelt
+        for one in family.spellings(name)
+        for spelt in (one, one.removeprefix(names.base))
+      )
+    )
   packed = packing(folder.config)
   have = folder.tensors
   tensors = []

@@ -122,7 +122,8 @@ def check_target(target: Transformer) -> Attention:
   Raises:
     InputTypeError: no `Transformer`.
     OptionError: a last layer whose cache has no keys of all tokens: latent
-      attention, a recurrent layer, or one that looks back a window.
+      attention, a recurrent layer, or one that looks back a window; or one
+      whose values are not as wide as its keys.
   """
   if not isinstance(target, Transformer) or isinstance(
     target, DraftTransformer
@@ -142,6 +143,21 @@ def check_target(target: Transformer) -> Attention:
       "target",
       f"a {target.config.family} whose last layer is {what}",
       "grouped-query attention that sees the whole text, in the last layer",
+      "draft with speculate='lookup', or take another target",
+    )
+  if last.reads or target.config.streams is not None:
+    raise OptionError(
+      "target",
+      f"a {target.config.family}, whose last layer reads another's keys or "
+      "one of several streams",
+      "a last layer with keys of its own, and one stream",
+      "draft with speculate='lookup', or take another target",
+    )
+  if last.value != last.head_dim:
+    raise OptionError(
+      "target",
+      f"values of {last.value} numbers a head, and keys of {last.head_dim}",
+      "keys and values of one width, in the last layer",
       "draft with speculate='lookup', or take another target",
     )
   return last
@@ -288,7 +304,7 @@ class DraftTransformer(Transformer):
   ) -> tuple[jax.Array, Any]:
     """What the head reads, [B, T, D], and the cache."""
     found: Any = attend
-    x = self.target.embedded(tokens)
+    x = self.target.embedded(tokens, places)
     if self.held is None:
       read = self._reads_text(tokens, places, cache, found)
     else:

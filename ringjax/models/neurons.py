@@ -283,6 +283,13 @@ def check_neurons(model: Transformer) -> None:
         "feedforwards without multipliers",
         "load it with placement=, which streams whole layers",
       )
+    if getattr(layer.feedforward, "sparsity", 0):
+      raise OptionError(
+        "model",
+        f"a {model.config.family} whose gates are shut by what all of them are",
+        "gates that are open by themselves",
+        "load it with placement=, which streams whole layers",
+      )
     if layer.feedforward.act not in ACTIVATIONS:
       raise OptionError(
         "model",

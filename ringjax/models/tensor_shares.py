@@ -214,6 +214,13 @@ class SharedModel:
     self.config = config = family.read(source)
     stored = checkpoint.stored_dtype(folder, source) if dtype is None else dtype
     self.dtype = float_dtype("dtype", stored)
+    if config.positions is not None:
+      raise ConfigError(
+        "model",
+        f"{config.family}, whose embeddings know their positions",
+        "embeddings of tokens alone",
+        "load it with memory= or placement= (docs/how/offload.md)",
+      )
     for n, layer in enumerate(config.layers):
       _check_layer(config.family, n, layer)
     self._family = family
@@ -485,6 +492,14 @@ def _check_layer(family: str, number: int, layer: Layer) -> None:
     fault = "norms queries and keys over all heads together"
   elif mix.qk_norm is not None and mix.qk_norm_per_head:
     fault = "norms each head with a weight of its own"
+  elif mix.reads or mix.group is not None:
+    fault = "shares its keys with others"
+  elif mix.one_map or mix.value_norm is not None:
+    fault = "makes its values of its keys, or norms them"
+  elif layer.inputs is not None or layer.learned_scale:
+    fault = "reads tokens' ids, or scales its output"
+  elif getattr(feed, "sparsity", 0):
+    fault = "shuts gates by what all of them are"
   elif layer.cross is not None:
     fault = "reads an encoder's states"
   elif isinstance(feed, Experts) and (feed.latent or not feed.gated):

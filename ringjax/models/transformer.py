@@ -47,14 +47,16 @@ from ringjax.models.weight_placement import (
   transfer_events,
 )
 from ringjax.nn.block import Layer
-from ringjax.nn.linear import Embedding, Head, Norm
+from ringjax.nn.layer_inputs import LayerInputs
+from ringjax.nn.linear import Embedding, Head, LearnedPositions, Norm
 from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
   ShardingContext,
 )
-from ringjax.nn.stack import Stack
+from ringjax.nn.stack import Stack, keeps
+from ringjax.nn.streams import Streams
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords, Mask, SameSegment
@@ -87,6 +89,9 @@ class TransformerConfig:
     head_bias: whether a head of its own has a bias.
     embed_scale: what embeddings are multiplied by.
     embed_norm: norm of the embeddings behind that, or None.
+    positions: learned vectors that are added to embeddings, or None.
+    inputs: a second embedding that all layers read, or None.
+    streams: residual streams that layers share, or None for one.
     logit_scale: what logits are multiplied by.
     logit_cap: soft cap of the logits.
     max_positions: the context that the model was made for, in tokens.
@@ -103,6 +108,9 @@ class TransformerConfig:
   head_bias: bool = False
   embed_scale: float = 1.0
   embed_norm: Norm | None = None
+  positions: LearnedPositions | None = None
+  inputs: LayerInputs | None = None
+  streams: Streams | None = None
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
@@ -124,6 +132,8 @@ class TransformerConfig:
     A config with linear or YaRN scaling may state the context before scaling;
     it is then multiplied by the factor, unless `scaling_counted`.
     """
+    if self.positions is not None:
+      return self.positions.count
     scalings = [rope.scaling for rope in self.ropes]
     if self.bound is None or any(isinstance(s, Dynamic) for s in scalings):
       return None
@@ -156,6 +166,15 @@ class Transformer(nnx.Module):
       config.embed,
       scale=config.embed_scale,
       norm=config.embed_norm,
+      positions=config.positions,
+    )
+    self.inputs = (
+      None if config.inputs is None else config.inputs.build(rngs, config.embed)
+    )
+    self.streams = (
+      None
+      if config.streams is None
+      else config.streams.build(rngs, config.embed)
     )
     self.stack = Stack(rngs, config.layers, config.embed, scan=scan)
     self.norm = config.norm.build(rngs, config.embed)
@@ -247,6 +266,8 @@ class Transformer(nnx.Module):
       )
       if seg is not None and attend.segments != SameSegment():
         _check_keeps_all(attend.segments, cache)
+    if self.config.positions is not None:
+      _check_table(self.config, shape, pos, seg, cache)
     if getattr(cache, "marks", None) is not None:
       _check_positions(cache, pos, seg, parents)
     if parents is not None:
@@ -481,6 +502,13 @@ class Transformer(nnx.Module):
       of_kind = TieredCache
     more: dict[str, Any] = {}
     if placement is not None:
+      if not all(map(keeps, self.config.layers)):
+        raise OptionError(
+          "placement",
+          f"a {self.config.family}, whose layers read each other's keys",
+          "keys that one layer reads alone",
+          "leave it out",
+        )
       of_kind = OffloadedCache
       more["tiers"] = cache_tiers(self, placement)
       if make == "create":
@@ -507,13 +535,22 @@ class Transformer(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """What the head reads, [B, T, D], and the cache."""
     found: Any = attend
-    x = attend.constrain(self.embedded(tokens))
+    x = attend.constrain(self.embedded(tokens, places))
     x, cache = self.stack(x, places, cache, found)
-    return self.norm(x), cache
+    return self.behind(x), cache
 
-  def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """What the first layer reads."""
-    return self.embed(tokens)
+  def embedded(
+    self, tokens: Int[Array, "B T"], places: Tokens
+  ) -> Float[Array, "B T *D"]:
+    """What the first layer reads; and what all read goes to `places`."""
+    x = self.embed(tokens, places.pos)
+    if self.inputs is not None:
+      places.inputs = functools.partial(self.inputs, tokens, x)
+    return x if self.streams is None else self.streams.spread(x)
+
+  def behind(self, x: Float[Array, "*batch D"]) -> Float[Array, "*rows D"]:
+    """What the head reads, of what the last layer made."""
+    return self.norm(x if self.streams is None else self.streams.merged(x))
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """float32 [..., V] from [..., D]."""
@@ -614,11 +651,11 @@ def _in_groups(
       replicated=_replicated(attend),
       sees=isinstance(attend, CachedAttention),
     ).mark(ids, its.at)
-    calls.append((attend.constrain(model.embedded(ids)), its, kept))
+    calls.append((attend.constrain(model.embedded(ids, its)), its, kept))
   within: Any = attend
   done = model.stack.together(calls, within, cache.hosted)
   for (h, _), own in zip(done, cache.split(rows), strict=True):
-    h = model.norm(h)
+    h = model.behind(h)
     if own is not None:
       h = jnp.take_along_axis(h, own[..., None], 1)
     found.append(model.logits(h))
@@ -775,6 +812,39 @@ def _check_positions(cache: Any, pos: Any, seg: Any, parents: Any) -> None:
       "one token at each position of the cache",
       "read one document a row, from position 0 on, or use a policy without "
       "punctuation=",
+    )
+
+
+def _check_table(
+  config: TransformerConfig,
+  shape: Sequence[int],
+  pos: Any,
+  seg: Any,
+  cache: Any,
+) -> None:
+  """Refuses tokens at positions that a learned table does not have.
+
+  So far as what is given is not traced.
+  """
+  assert config.positions is not None
+  if pos is None:
+    start = 0 if cache is None else cache.length
+    if isinstance(start, jax.core.Tracer):
+      start = 0
+    pos = np.reshape(np.asarray(start), (-1, 1)) + np.arange(shape[1])
+  if isinstance(pos, jax.core.Tracer):
+    return
+  host = np.asarray(pos)
+  if seg is not None and not isinstance(seg, jax.core.Tracer):
+    host = np.where(np.asarray(seg) > 0, host, 0)
+  found, most = int(host.max()), config.positions.count
+  if found >= most:
+    raise PromptError(
+      "tokens",
+      f"a token at position {found:,}",
+      f"positions from 0 to {most - 1:,}, as {config.bound} says: the model "
+      "has learned no others",
+      "read fewer tokens, or use a model of a longer context",
     )
 
 

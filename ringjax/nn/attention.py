@@ -60,7 +60,9 @@ class Attention:
   Attributes:
     heads: query heads, N.
     kv_heads: K.
-    head_dim: H.
+    head_dim: H, of queries and keys.
+    value_dim: J, of values; None: H.
+    value_scale: what values are multiplied by.
     mask: who sees whom.
     rope: None for a layer without positions.
     scale: of the logits; default H**-0.5.
@@ -77,11 +79,18 @@ class Attention:
     sinks: a learned score per head that takes part in the softmax.
     alibi: slopes per head, or None.
     gated: the output is multiplied by the sigmoid of a projection.
+    value_norm: norm of each head's values, None for none.
+    one_map: values are the projection of the keys too, before its norm.
+    group: a name for layers that read the keys and values of the first of
+      them; None: the layer reads its own.
+    reads: it has none of its own, but reads those of its group.
   """
 
   heads: int
   kv_heads: int
   head_dim: int
+  value_dim: int | None = None
+  value_scale: float = 1.0
   mask: Mask = Causal()
   rope: Rope | None = None
   scale: float | None = None
@@ -97,6 +106,10 @@ class Attention:
   sinks: bool = False
   alibi: tuple[float, ...] | None = None
   gated: bool = False
+  value_norm: Norm | None = None
+  one_map: bool = False
+  group: str | None = None
+  reads: bool = False
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
@@ -106,7 +119,12 @@ class Attention:
   @property
   def pair_flops(self) -> int:
     """Of a query and a key, in the products with keys and with values."""
-    return 4 * self.heads * self.head_dim
+    return 2 * self.heads * (self.head_dim + self.value)
+
+  @property
+  def value(self) -> int:
+    """J, the head dim of the values."""
+    return self.head_dim if self.value_dim is None else self.value_dim
 
   @property
   def logit_scale(self) -> float:
@@ -124,7 +142,7 @@ class Attention:
       layers,
       self.kv_heads,
       self.head_dim,
-      self.head_dim,
+      self.value,
       self.mask.reach[0],
       KeyReading(
         groups=self.heads // self.kv_heads,
@@ -153,20 +171,23 @@ class GroupedQuery(nnx.Module):
   """The module of `Attention`."""
 
   def __init__(self, rngs: nnx.Rngs, spec: Attention, embed: int):
-    n, k, h = spec.heads, spec.kv_heads, spec.head_dim
+    n, k, h, j = spec.heads, spec.kv_heads, spec.head_dim, spec.value
     self.spec = spec
-    into = lambda heads, name, bias: Linear(
-      rngs, (embed,), (heads, h), ("embed", name, None), bias=bias
+    into = lambda heads, dim, name, bias: Linear(
+      rngs, (embed,), (heads, dim), ("embed", name, None), bias=bias
     )
-    self.q = into(n, "heads", spec.bias)
-    self.k = into(k, "kv_heads", spec.bias)
-    self.v = into(k, "kv_heads", spec.bias)
+    self.q = into(n, h, "heads", spec.bias)
+    if not spec.reads:
+      self.k = into(k, h, "kv_heads", spec.bias)
+      self.v = None if spec.one_map else into(k, j, "kv_heads", spec.bias)
+      self.k_norm = head_norm(rngs, spec, k)
+      own = spec.value_norm
+      self.v_norm = Identity() if own is None else own.build(rngs, j)
     self.o = Linear(
-      rngs, (n, h), (embed,), ("heads", None, "embed"), bias=spec.out_bias
+      rngs, (n, j), (embed,), ("heads", None, "embed"), bias=spec.out_bias
     )
-    self.gate = into(n, "heads", False) if spec.gated else None
+    self.gate = into(n, j, "heads", False) if spec.gated else None
     self.q_norm = head_norm(rngs, spec, n)
-    self.k_norm = head_norm(rngs, spec, k)
     self.sinks = param(rngs, (n,), ("heads",)) if spec.sinks else None
 
   def __call__(
@@ -178,7 +199,13 @@ class GroupedQuery(nnx.Module):
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
-    q, k, v = attend.rows(lambda x: (self.q(x), self.k(x), self.v(x)), x)
+    if spec.reads:
+      q = tokens.rotate(spec.rope, self.q_norm(attend.rows(self.q, x)))
+      return self._seen(x, q, tokens, cache, attend), cache
+    q, k, v = attend.rows(self._maps, x)
+    v = self.v_norm(v)
+    if spec.value_scale != 1.0:
+      v = v * jnp.asarray(spec.value_scale, v.dtype)
     late = spec.qk_norm_late and spec.qk_norm is not None
     if late:
       plain, q = q, self.q_norm(tokens.rotate(spec.rope, q))
@@ -194,6 +221,23 @@ class GroupedQuery(nnx.Module):
       tokens.rotation(spec.rope, after=self.k_norm if late else None),
     )
     cache = cache.observe(lambda: q, lambda: plain)
+    return self._seen(x, q, tokens, cache, attend), cache
+
+  def _maps(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+    """Projections of queries, keys and values."""
+    k = self.k(x)
+    return self.q(x), k, k if self.v is None else self.v(x)
+
+  def _seen(
+    self,
+    x: Float[Array, "B T D"],
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Attend,
+  ) -> jax.Array:
+    """[B, T, D], of queries and the keys that a cache has by now."""
+    spec = self.spec
     extras = Extras(
       scale=spec.logit_scale,
       soft_cap=spec.soft_cap,
@@ -205,7 +249,7 @@ class GroupedQuery(nnx.Module):
     out = attend(q, tokens, cache, spec.mask, extras)
     if self.gate is not None:
       out = out * jax.nn.sigmoid(attend.rows(self.gate, x))
-    return attend.summed(self.o, out), cache
+    return attend.summed(self.o, out)
 
   def _clipped(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     clip = self.spec.clip

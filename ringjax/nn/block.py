@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -17,21 +18,31 @@ from ringjax.nn.beside import Beside
 from ringjax.nn.channel_delta import ChannelDelta
 from ringjax.nn.cross_attention import CrossAttention, NoCrossAttention
 from ringjax.nn.delta import Delta
-from ringjax.nn.feedforward import Experts, Gated, NoFeedforward, Plain
+from ringjax.nn.feedforward import (
+  DenseAndExperts,
+  Experts,
+  Gated,
+  NoFeedforward,
+  Plain,
+)
 from ringjax.nn.latent import Latent
+from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import Identity, Norm
 from ringjax.nn.mamba import Mamba2
 from ringjax.nn.mamba1 import Mamba1
+from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.short_conv import ShortConv
+from ringjax.nn.streams import LowRank, Streams
 from ringjax.nn.tokens import Tokens
+from ringjax.typing import Index
 
 # What mixes tokens, and what each token goes through alone.
 OneMixer = (
   Attention | ChannelDelta | Delta | Latent | Mamba1 | Mamba2 | ShortConv
 )
 Mixer = OneMixer | Beside
-Feedforward = Plain | Gated | Experts | NoFeedforward
+Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +51,8 @@ class Layer:
 
   Attributes:
     attention: an `Attention`, or what else mixes tokens.
-    feedforward: `Plain`, `Gated` or `Experts`; `NoFeedforward` for none.
+    feedforward: `Plain`, `Gated`, `Experts`, or both `Beside` each other, which
+      has norms of its own before them; `NoFeedforward` for none.
     norm: the kind of all its norms.
     pre: norms before attention and feedforward.
     post: norms behind them, before the residual is added.
@@ -50,6 +62,12 @@ class Layer:
     residual_scale: what a part's output is multiplied by before it is added.
     cross: attention to an encoder's states, between attention and feedforward;
       of parallel ones it reads the same input. None for none.
+    inputs: what the layer reads of a token's id, behind all; None for none.
+    learned_scale: the output is multiplied by a number of the layer's.
+    low_rank: a residual beside attention, of its input; what then comes is
+      divided by the root of 2. Not of parallel parts.
+    streams: the residual streams of which the layer computes one; its input
+      then goes to all but the first. None for one stream.
   """
 
   attention: Mixer
@@ -61,14 +79,21 @@ class Layer:
   shared_norm: bool = False
   residual_scale: float = 1.0
   cross: CrossAttention | None = None
+  inputs: LayerInputs | None = None
+  learned_scale: bool = False
+  low_rank: LowRank | None = None
+  streams: Streams | None = None
 
   @property
   def mixers(self) -> tuple[OneMixer, ...]:
-    """What mixes tokens, of which each keeps something in a cache."""
+    """What mixes tokens, of which each keeps something in a cache.
+
+    None in a layer that reads what another one keeps.
+    """
     mixer = self.attention
     if isinstance(mixer, Beside):
       return (mixer.attention, mixer.state)
-    return (mixer,)
+    return () if getattr(mixer, "reads", False) else (mixer,)
 
   def build(self, rngs: nnx.Rngs, embed: int) -> Block:
     return Block(rngs, self, embed)
@@ -85,7 +110,8 @@ class Block(nnx.Module):
     self.feedforward = spec.feedforward.build(rngs, embed)
     self.pre_attention = norm(spec.pre)
     self.post_attention = norm(spec.post)
-    self.pre_feedforward = norm(spec.pre and not spec.shared_norm and not alone)
+    own = alone or isinstance(spec.feedforward, DenseAndExperts)
+    self.pre_feedforward = norm(spec.pre and not spec.shared_norm and not own)
     self.post_feedforward = norm(spec.post and not alone)
     self.cross = (
       NoCrossAttention()
@@ -93,19 +119,61 @@ class Block(nnx.Module):
       else spec.cross.build(rngs, embed, spec)
     )
 
+    read = spec.inputs
+    self.inputs = None if read is None else read.gate(rngs, embed)
+    beside, streams = spec.low_rank, spec.streams
+    self.low_rank = None if beside is None else beside.build(rngs, embed)
+    self.streams = None if streams is None else streams.mixer(rngs, embed)
+    scaled = spec.learned_scale
+    self.scale = param(rngs, (1,), (None,), value=1.0) if scaled else None
+
   def __call__(
+    self,
+    x: Float[Array, "B T *D"],
+    tokens: Tokens,
+    cache: LayerCache | StateCache | tuple[LayerCache | StateCache, ...],
+    attend: Attend,
+    states: EncoderStates | None = None,
+    number: Index = 0,
+  ) -> tuple[jax.Array, Any]:
+    """[B, T, D] -> [B, T, D], or [B, T, A, D] of streams; the layer's cache.
+
+    Of a layer with several mixers the cache is one for each. `states` are those
+    of an encoder, or None for no context; `number` is that of the layer in its
+    model.
+    """
+    if self.streams is None:
+      x, cache = self._parts(x, tokens, cache, attend, states)
+      gate = x
+    else:
+      x = self.streams.predict(x)
+      one = x[:, :, self.streams.spec.active]
+      one, cache = self._parts(one, tokens, cache, attend, states)
+      x = attend.constrain(self.streams.correct(x, one))
+      gate = self.streams.active(x)
+    if self.inputs is not None:
+      assert tokens.inputs is not None
+      read = self.inputs(gate, tokens.inputs(number), attend)
+      if self.streams is not None:
+        behind = [(0, 0), (0, 0), (1, 0), (0, 0)]
+        read = jnp.broadcast_to(
+          read[:, :, None], (*x.shape[:2], x.shape[2] - 1, x.shape[3])
+        )
+        read = jnp.pad(read, behind)
+      x = attend.constrain(x + read)
+    if self.scale is not None:
+      x = x * self.scale[...].astype(x.dtype)[None, None]
+    return x, cache
+
+  def _parts(
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
     cache: LayerCache | StateCache | tuple[LayerCache | StateCache, ...],
     attend: Attend,
-    states: EncoderStates | None = None,
+    states: EncoderStates | None,
   ) -> tuple[jax.Array, Any]:
-    """[B, T, D] -> [B, T, D], and the layer's cache.
-
-    Of a layer with several mixers it is one for each. `states` are those of an
-    encoder, or None for no context.
-    """
+    """Attention and feedforward."""
     spec = self.spec
     scaled = lambda y: (
       y
@@ -121,7 +189,11 @@ class Block(nnx.Module):
       h = normed if spec.shared_norm else self.pre_feedforward(x)
       x = self.cross(x, states, attend)
     else:
-      x = self.cross(attend.constrain(x + mixed), states, attend)
+      x = x + mixed
+      if self.low_rank is not None:
+        half = jnp.asarray(1 / math.sqrt(2), x.dtype)
+        x = (x + attend.rows(self.low_rank, normed)) * half
+      x = self.cross(attend.constrain(x), states, attend)
       if isinstance(spec.feedforward, NoFeedforward):
         return x, cache
       h = self.pre_feedforward(x)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ringjax.nn.linear import Linear, linear_product
+from ringjax.nn.linear import Linear, Norm, linear_product
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.ops.moe import mix
@@ -132,6 +134,8 @@ class Gated:
     bias: of the maps.
     gate_scale: what the gate is multiplied by before its activation.
     scale: what the output is multiplied by.
+    sparsity: the part of a token's gates that are shut, as if they were
+      normal; 0 leaves gates as they are.
   """
 
   hidden: int
@@ -139,6 +143,7 @@ class Gated:
   bias: bool = False
   gate_scale: float = 1.0
   scale: float = 1.0
+  sparsity: float = 0.0
 
   @property
   def width(self) -> int:
@@ -177,8 +182,19 @@ class GatedLayer(nnx.Module):
     spec, gate = self.spec, self.gate(x)
     if spec.gate_scale != 1.0:
       gate = gate * jnp.asarray(spec.gate_scale, gate.dtype)
+    if spec.sparsity:
+      gate = above(gate, spec.sparsity)
     y = self.down(ACTIVATIONS[spec.act](gate) * self.up(x))
     return y if spec.scale == 1.0 else y * jnp.asarray(spec.scale, y.dtype)
+
+
+def above(x: Float[Array, "*batch F"], part: float) -> Float[Array, "*batch F"]:
+  """By how much numbers are above what `part` of normal ones would be below."""
+  wide = x.astype(jnp.float32)
+  cut = jnp.float32(statistics.NormalDist().inv_cdf(part))
+  mean = jnp.mean(wide, -1, keepdims=True)
+  spread = jnp.std(wide, -1, keepdims=True)
+  return jax.nn.relu(wide - (mean + spread * cut)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,6 +322,8 @@ class Experts:
       else down(act(up(x))).
     latent: size of what the experts read and give, behind one map that they
       share and before another; 0: they read and give what the layer does.
+    scaled: the router and the experts each scale what they read, number by
+      number, the router also by the root of D, and each expert its output.
   """
 
   experts: int
@@ -322,6 +340,7 @@ class Experts:
   shared_gate: bool = False
   gated: bool = True
   latent: int = 0
+  scaled: bool = False
 
   @property
   def width(self) -> int:
@@ -359,6 +378,10 @@ class ExpertsLayer(nnx.Module):
     self.correction = (
       param(rngs, (e,), (None,), wide=True) if spec.correction else None
     )
+    if spec.scaled:
+      scale = lambda n: param(rngs, (n,), (None,), value=1.0)
+      self.router_scale, self.input_scale = scale(embed), scale(embed)
+      self.expert_scale = scale(e)
     # Of latents nothing is cut with what the layer reads.
     inner = None if spec.latent else "embed"
     into = lambda: param(rngs, (e, d, f), ("experts", inner, "ffn"), fan_in=d)
@@ -401,15 +424,25 @@ class ExpertsLayer(nnx.Module):
         for map_ in (self.into, self.out_of)
       ),
     )
+    if spec.scaled:
+      root = jnp.asarray(1 / math.sqrt(x.shape[-1]), x.dtype)
+      weights["router_scale"] = self.router_scale[...] * root
+      weights["input_scale"] = self.input_scale[...]
+      weights["expert_scale"] = self.expert_scale[...]
 
     def run(w: PyTree, x: jax.Array) -> jax.Array:
+      read = x
+      if spec.scaled:
+        read, x = x * w["router_scale"][None], x * w["input_scale"][None]
       logits = lax.dot_general(
-        x, w["router"], (((1,), (0,)), ((), ())),
+        read, w["router"], (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
       )  # fmt: skip
       if w["router_bias"] is not None:
         logits = logits + w["router_bias"].astype(jnp.float32)[None]
       mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
+      if spec.scaled:
+        mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
 
       def linear(
         pair: tuple[Any, Any], expert: jax.Array, x: jax.Array
@@ -455,3 +488,51 @@ class ExpertsLayer(nnx.Module):
     if self.shared_gate is None:
       return y
     return y * jax.nn.sigmoid(self.shared_gate(x))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseAndExperts:
+  """A plain feedforward and experts, with norms of their own, added up.
+
+  Attributes:
+    dense: the first one.
+    sparse: the experts, which scale what they read.
+    norm: before and behind both; before the experts it has no weights.
+  """
+
+  dense: Gated
+  sparse: Experts
+  norm: Norm
+
+  @property
+  def width(self) -> int:
+    """Numbers that are there at once for a token."""
+    return self.dense.width + self.sparse.width
+
+  def idle(self, embed: int) -> int:
+    """Weights that a token does not meet."""
+    return self.sparse.idle(embed)
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> DenseAndExpertsLayer:
+    return DenseAndExpertsLayer(rngs, self, embed)
+
+
+class DenseAndExpertsLayer(nnx.Module):
+  """The module of `DenseAndExperts`; what it reads has not been normed."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: DenseAndExperts, embed: int):
+    self.spec = spec
+    norm = lambda **how: dataclasses.replace(spec.norm, **how).build(
+      rngs, embed
+    )
+    self.dense = spec.dense.build(rngs, embed)
+    self.sparse = spec.sparse.build(rngs, embed)
+    self.pre_dense, self.post_dense = norm(), norm()
+    self.pre_sparse, self.post_sparse = norm(weight=False), norm()
+
+  def __call__(
+    self, x: Float[Array, "B T D"], attend: Attend
+  ) -> Float[Array, "B T D"]:
+    dense = self.post_dense(self.dense(self.pre_dense(x), attend))
+    sparse = self.post_sparse(self.sparse(self.pre_sparse(x), attend))
+    return dense + sparse

@@ -99,6 +99,35 @@ def linear_product(
   return y if bias is None else y + bias[(None,) * lead].astype(y.dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedPositions:
+  """A learned vector for each position, which is added to the token's.
+
+  Attributes:
+    count: positions that there are.
+    offset: rows of the table before that of position 0.
+  """
+
+  count: int
+  offset: int = 0
+
+
+class PositionTable(nnx.Module):
+  """The module of `LearnedPositions`: each token takes the row of its own.
+
+  So it is the same however the tokens are sharded. Positions behind the last,
+  which are padding's, take the last row.
+  """
+
+  def __init__(self, rngs: nnx.Rngs, spec: LearnedPositions, embed: int):
+    self.offset = spec.offset
+    rows = spec.count + spec.offset
+    self.weight = param(rngs, (rows, embed), (None, "embed"), fan_in=embed)
+
+  def __call__(self, pos: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    return jnp.take(self.weight[...], pos + self.offset, axis=0, mode="clip")
+
+
 class Embedding(nnx.Module):
   """One vector for each token id; used backwards it is the tied head.
 
@@ -108,6 +137,7 @@ class Embedding(nnx.Module):
     embed: D.
     scale: what the vectors are multiplied by.
     norm: behind that, or None.
+    positions: what is added for a token's position, or None.
   """
 
   def __init__(
@@ -118,16 +148,27 @@ class Embedding(nnx.Module):
     *,
     scale: float = 1.0,
     norm: Norm | None = None,
+    positions: LearnedPositions | None = None,
   ):
     self.scale = scale
     self.weight = param(rngs, (vocab, embed), ("vocab", "embed"), fan_in=embed)
     self.norm = Identity() if norm is None else norm.build(rngs, embed)
+    self.positions = (
+      None if positions is None else PositionTable(rngs, positions, embed)
+    )
 
-  def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
-    """What the first layer reads."""
+  def __call__(
+    self,
+    tokens: Int[Array, "*batch"],
+    pos: Int[Array, "B T"] | None = None,
+  ) -> Float[Array, "*batch D"]:
+    """What the first layer reads; `pos` are needed where they are learned."""
     x = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
     if self.scale != 1.0:
       x = x * jnp.asarray(self.scale, x.dtype)
+    if self.positions is not None:
+      assert pos is not None
+      x = x + self.positions(pos)
     return self.norm(x)
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:

@@ -195,18 +195,21 @@ class Stack(nnx.Module):
 
   def __call__(
     self,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T *D"],
     tokens: Tokens,
     cache: CallCache,
     attend: Attend,
   ) -> tuple[jax.Array, Any]:
-    """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
+    """[B, T, D] -> [B, T, D], and the cache with this call's tokens.
+
+    Of several residual streams x is [B, T, A, D].
+    """
     ((x, cache),) = self.together([(x, tokens, cache)], attend)
     return x, cache
 
   def together(
     self,
-    calls: Sequence[tuple[Float[Array, "_ _ D"], Tokens, CallCache]],
+    calls: Sequence[tuple[Float[Array, "_ _ *D"], Tokens, CallCache]],
     attend: Attend,
     hosted: Sequence[bool] = (),
   ) -> list[tuple[jax.Array, Any]]:
@@ -227,13 +230,16 @@ class Stack(nnx.Module):
     back = lambda m, x: _moved(x, jax.memory.Space.Device) if hosted[m] else x
     xs = tuple(away(m, x) for m, (x, _, _) in enumerate(calls))
     number = itertools.count()
+    # By their groups, the caches of layers whose keys later ones read.
+    shared: list[dict[str, Any]] = [{} for _ in calls]
     for g, run in enumerate(self.runs):
-      many = len(run.layers)
       mine = tuple(_dealt(held, run.layers) for held in slots)
-      layers = [self._kind(g, p) for p in range(many)]
+      layers = [self._kind(g, p) for p in range(len(run.layers))]
       kinds = _dealt(number, run.layers)
       looped = run.repeats > 1
-      turns = [(n, m) for n in range(many) for m in range(len(calls))]
+      turns = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
+      owner = any(_owns(layer) for layer in run.layers)
+      assert not (owner and looped)
 
       def fetched(
         turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
@@ -257,6 +263,7 @@ class Stack(nnx.Module):
         looped: bool = looped,
         turns: list[tuple[int, int]] = turns,
         fetched: Any = fetched,
+        run: Run = run,
       ) -> tuple[tuple, None]:
         (xs, slots, ahead), (index, cuts) = carry, layer
         xs, slots = list(xs), [list(held) for held in slots]
@@ -266,8 +273,11 @@ class Stack(nnx.Module):
           if m == 0:
             block = layers[n].block(cuts[n], index, x, attend)
           _, tokens, cache = calls[m]
+          mixer: Any = run.layers[n].attention
           held = zip(kinds[n], slots[m][n], strict=True)
-          if _fetches(cache):
+          if not keeps(run.layers[n]):
+            parts = (shared[m][mixer.group],)
+          elif _fetches(cache):
             parts = tuple(
               cache.layer(kind, slot, index, came)
               for (kind, slot), came in zip(held, ahead, strict=True)
@@ -279,14 +289,24 @@ class Stack(nnx.Module):
           elif looped:
             ahead = fetched(turns[0], slots, index + 1, x)
           several = len(parts) > 1
+          which = run.number(n, 0) + len(run.layers) * index
           x, part = block(
-            x, tokens, parts if several else parts[0], attend, cache.states
+            x,
+            tokens,
+            parts if several else parts[0],
+            attend,
+            cache.states,
+            which,
           )
           parts = part if several else (part,)
           if any(ahead or ()) and _fetches(cache):
             # Read before something is written over it, in place.
             parts = tuple(cache.behind(part, ahead) for part in parts)
-          xs[m], slots[m][n] = away(m, x), tuple(part.slots for part in parts)
+          xs[m] = away(m, x)
+          if keeps(run.layers[n]):
+            slots[m][n] = tuple(part.slots for part in parts)
+          if _owns(run.layers[n]):
+            (shared[m][mixer.group],) = parts
         return (tuple(xs), tuple(map(tuple, slots)), ahead), None
 
       first = back(0, xs[0])
@@ -295,9 +315,11 @@ class Stack(nnx.Module):
         isinstance(one, _Placed) for one in layers
       ):
         # The backward pass fetches layers again: else all of them stay.
-        body = jax.checkpoint(body, prevent_cse=not looped)
+        again = jax.checkpoint(body, prevent_cse=not looped)
       else:
-        body = attend.keeping(body, looped=looped)
+        again = attend.keeping(body, looped=looped)
+      # What later layers read of an owner stays, and is not made again.
+      body = body if owner else again
       stacked = tuple(one.stacked for one in layers)
       if not looped:
         first = jax.tree.map(lambda a: a[0], stacked)
@@ -316,6 +338,16 @@ class Stack(nnx.Module):
 def _dealt(items: Iterator[Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
   """The next of the items, one for each mixer of each layer."""
   return tuple(tuple(next(items) for _ in one.mixers) for one in layers)
+
+
+def keeps(layer: Layer) -> bool:
+  """Whether a layer keeps something of its tokens, and reads no other's."""
+  return bool(layer.mixers)
+
+
+def _owns(layer: Layer) -> bool:
+  """Whether later layers read what this one keeps."""
+  return keeps(layer) and getattr(layer.attention, "group", None) is not None
 
 
 def _fetches(cache: CallCache) -> TypeGuard[FetchedCache]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
-from ringjax.typing import Lengths
+from ringjax.typing import Index, Lengths
 
 
 class Tokens:
@@ -24,6 +24,8 @@ class Tokens:
       reckon with them before it sees them.
     segmented: whether segments matter.
     length: tokens of the whole context.
+    inputs: what a layer reads of the tokens' ids, [B, T, P] by its number, or
+      None; set with the embeddings.
     tree: coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
   """
@@ -42,6 +44,7 @@ class Tokens:
     self.pos, self.seg, self.tree = pos, seg, tree
     self.derived, self.segmented = derived, segmented
     self.length = length
+    self.inputs: Callable[[Index], Array] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
   @property

@@ -85,6 +85,23 @@ class Linear(Unscaled):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Proportional(Unscaled):
+  """Only the fastest `turning` frequencies turn; `factor` divides positions.
+
+  A pair is as far apart as where all turn, which a part of the dims is not.
+  """
+
+  turning: int
+  factor: float = 1.0
+
+  def scale(
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
+  ) -> Any:
+    turns = np.arange(inverse.size) < self.turning
+    return np.where(turns, inverse, 0.0) / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic(Unscaled):
   """A base that grows with the length beyond `original`."""
 

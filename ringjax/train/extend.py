@@ -74,6 +74,13 @@ def scaled_config(
   """
   config = copy.deepcopy(config)
   before, _ = read_config(config)
+  if before.positions is not None:
+    raise ConfigError(
+      "config.json",
+      f"{before.family}, which has learned {before.positions.count} positions",
+      "a model whose positions are computed",
+      "choose another model: what it has not learned cannot be stretched",
+    )
   if scaling.method is not None:
     rope = _rope(before)
     holder, key = _entry(config)

@@ -31,6 +31,8 @@ KINDS = (
   "llama4_text",  # chunked layers, layers without rotation
   "falcon_rw",  # ALiBi
   "mixtral",  # experts
+  "gpt2",  # learned positions
+  "gemma3n",  # keys of other layers, streams
   "qwen3_next",  # a recurrent state beside keys
   "mamba2",  # states alone
   "granitemoehybrid",  # states beside keys and experts

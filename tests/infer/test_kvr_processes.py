@@ -79,7 +79,7 @@ def test_all_ranks_came_to_the_end(noted):
 
 
 @pytest.mark.parametrize(("model", "part"), CASES)
-def test_logits_and_cache_are_those_of_one_device(noted, model, part):
+def test_logits_and_cache_are_right(noted, model, part):
   found = owner(noted, f"{model} {part}")
   assert found["logits"] < 5e-6
   assert max(found["keys"]) < 5e-6

@@ -57,10 +57,10 @@ VARIANTS = (
 # Families whose parts the others have too, or are tested by themselves.
 RECOMBINED = (
   "arcee", "bamba", "deepseek_v2_lite", "dots1", "ernie4_5", "falcon_h1",
-  "glm4_moe", "granitemoehybrid_dense", "helium", "hunyuan_v1_dense",
-  "hunyuan_v1_moe", "jamba", "lfm2", "minimax_m2", "ministral", "mpt",
-  "nemotron_h", "olmoe", "qwen2_moe", "qwen3_5_moe", "seed_oss",
-  "stablelm_parallel", "vaultgemma",
+  "gemma4_moe", "glm4_moe", "granitemoehybrid_dense", "helium",
+  "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "lfm2", "minimax_m2",
+  "ministral", "mpt", "nemotron_h", "olmoe", "opt", "qwen2_moe",
+  "qwen3_5_moe", "seed_oss", "stablelm_parallel", "vaultgemma",
 )  # fmt: skip
 
 

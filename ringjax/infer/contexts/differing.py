@@ -26,6 +26,7 @@ from ringjax.kv.codecs import Codec
 from ringjax.kv.context_cache import exported
 from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer
+from ringjax.nn.stack import keeps
 from ringjax.ops.attention.code_format import as_bytes
 from ringjax.ops.attention.views import Decoder
 
@@ -75,6 +76,8 @@ def differing_tokens(
 def _keys(model: Transformer, blocks: Any, layer: int) -> np.ndarray:
   """The keys [K, n, H] of a layer, float32, as they are stored."""
   layer = min(layer, len(model.config.layers) - 1)
+  # The first one has keys of its own.
+  layer = layer if keeps(model.config.layers[layer]) else 0
   for kind, shape in enumerate(model.kinds):
     if not isinstance(shape, LayerCacheSpec) or layer not in shape.which:
       continue

@@ -248,6 +248,7 @@ def model(
   *,
   layer: Mapping[str, Any] | None = None,
   tied: bool = False,
+  bound: str | None = None,
   **options: Any,
 ) -> TransformerConfig:
   """The model of a config, of which all keys have to be read by now.
@@ -261,6 +262,7 @@ def model(
     norm: of every layer, and the last one.
     layer: further options of `Layer`.
     tied: whether the head is the embedding, if the file does not say.
+    bound: the key that says how many positions were learned, if any were.
     **options: of `TransformerConfig`.
 
   Raises:
@@ -272,15 +274,19 @@ def model(
     Layer(attention=a, feedforward=f, norm=norm, **(layer or {}))
     for a, f in zip(each(attention), each(feedforward), strict=True)
   ]
-  positions, bound = _context(r)
+  learned = options.get("positions")
+  if learned is not None and bound is not None:
+    most = learned.count
+  else:
+    most, bound = _context(r)
   config = TransformerConfig(
     family=family,
     vocab=r.whole("vocab_size"),
-    embed=r.whole("hidden_size", "n_embed", "d_model"),
+    embed=r.whole("hidden_size", "n_embed", "d_model", "n_embd"),
     layers=tuple(layers),
     norm=norm,
     tied=r.flag("tie_word_embeddings", default=tied),
-    max_positions=positions,
+    max_positions=most,
     bound=bound,
     **options,
   )

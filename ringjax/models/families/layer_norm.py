@@ -213,6 +213,7 @@ _BLOOM_NAMES = lambda config: TensorNames(
   embed="transformer.word_embeddings",
   embed_norm="transformer.word_embeddings_layernorm",
   norm="transformer.ln_f",
+  base="transformer.",
 )
 _MPT_NAMES = TensorNames(
   layer="transformer.blocks.{}.",

@@ -19,6 +19,7 @@ from ringjax.ops.rope import (
   Linear,
   Llama3,
   LongRope,
+  Proportional,
   Rope,
   Unscaled,
   Yarn,
@@ -245,6 +246,7 @@ class ConfigReader:
     plain: bool = False,
     theta_key: str = "rope_theta",
     beside: Sequence[str] = (),
+    unsaid: str = "default",
   ) -> Rope:
     """The rotation of the layers of one kind.
 
@@ -257,6 +259,7 @@ class ConfigReader:
       plain: whether the scaling of an older file is not for this kind.
       theta_key: the key of the base in an older file.
       beside: keys among those of the rotation that the caller reads.
+      unsaid: how it is stretched, if the file says nothing of it.
     """
     head_dim = self.head_dim() if head_dim is None else head_dim
     bases = ("rotary_emb_base", "rope_theta")
@@ -280,7 +283,9 @@ class ConfigReader:
       part = self.part(name, given[kind] or {})
     theta = part.positive("rope_theta", default=theta)
     partial = part.positive("partial_rotary_factor", default=partial)
-    dims = int(head_dim * partial)
+    unsaid = "default" if given else unsaid
+    whole = part.text("rope_type", "type", default=unsaid) == "proportional"
+    dims = head_dim if whole else int(head_dim * partial)
     part.ignore(*beside)
     alpha = part.positive("alpha", default=None)
     if alpha is not None and part.text("rope_type", "type") == "dynamic":
@@ -297,14 +302,21 @@ class ConfigReader:
       theta=theta,
       dims=dims,
       interleaved=interleaved,
-      scaling=self._scaling(part, theta, dims),
+      scaling=self._scaling(part, theta, dims, partial, unsaid),
     )
 
-  def _scaling(self, part: ConfigReader, theta: float, dims: int) -> Unscaled:
+  def _scaling(
+    self,
+    part: ConfigReader,
+    theta: float,
+    dims: int,
+    partial: float,
+    unsaid: str,
+  ) -> Unscaled:
     """How a rotation is stretched to longer contexts."""
-    kind = part.text("rope_type", "type", default="default")
+    kind = part.text("rope_type", "type", default=unsaid)
     # Without a limit in the file there is nothing to stretch a context by.
-    stretched = kind not in ("default", "linear")
+    stretched = kind not in ("default", "linear", "proportional")
     without = {} if stretched else {"default": 2048}
     most = self.whole("max_position_embeddings", **without)
     key = "original_max_position_embeddings"
@@ -320,6 +332,14 @@ class ConfigReader:
           factor=part.positive("factor"),
           original=inner if part.has(key) else None,
         )
+      case "proportional":
+        turning = int(partial * dims // 2)
+        if not 1 <= turning <= dims // 2:
+          want = f"a part of {dims} dims, at least one pair"
+          raise self.error("partial_rotary_factor", partial, want)
+        scaling = Proportional(
+          turning=turning, factor=part.positive("factor", default=1.0)
+        )
       case "dynamic":
         if dims == 2:
           raise part.error("rope_type", kind, "more than 2 dims that rotate")
@@ -334,7 +354,7 @@ class ConfigReader:
         raise part.error(
           "rope_type",
           kind,
-          "default, linear, dynamic, llama3, yarn or longrope",
+          "default, linear, dynamic, llama3, yarn, longrope or proportional",
           OTHER,
         )
     part.finish()

@@ -202,7 +202,12 @@ class TensorNames:
     swapped: a name behind the prefix -> whether the last two axes of its
       tensor, if it has two, are the other way round.
     rows: a parameter here -> whether it is stored as one row, [1, n].
-    embed, embed_norm, norm, head: names of the other parts.
+    embed, embed_norm, positions, norm, head: names of the other parts.
+    inputs: of what all layers read, a parameter here -> its whole name.
+    streams: of where streams begin and end, a parameter here -> its whole
+      name, with {} for the number of a stream.
+    base: what stands before all names but the head's, and is left out where
+      a folder has a model that was saved without its head.
     buffers: endings of tensors that may be there and are not read.
   """
 
@@ -217,8 +222,12 @@ class TensorNames:
   rows: Callable[[str], bool] = lambda path: False
   embed: str = "model.embed_tokens"
   embed_norm: str = "model.embed_norm"
+  positions: str = "model.embed_positions"
   norm: str = "model.norm"
   head: str = "lm_head"
+  inputs: Mapping[str, str] = _none()
+  streams: Mapping[str, str] = _none()
+  base: str = ""
   buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 

@@ -101,7 +101,26 @@ def _outer(
       file = f"{name}.{leaf}"
       if leaf.startswith("norm."):
         file = f"{names.embed_norm}.{leaf.removeprefix('norm.')}"
+      elif leaf.startswith("positions."):
+        file = f"{names.positions}.{leaf.removeprefix('positions.')}"
       yield CheckpointTensor(file, form, target)
+  if model.streams is not None:
+    count, embed, _ = model.streams.begin.get_value().shape
+    square = Transpose((embed,), (embed,))
+    for leaf, name in names.streams.items():
+      for i in range(count):
+        target = ((f"streams.{leaf}", (i,)),)
+        yield CheckpointTensor(name.format(i), square, target)
+  if model.inputs is None:
+    return
+  for leaf, param in parameters(model.inputs).items():
+    shape = param.get_value().shape
+    form = Reshape(shape, (shape[0], math.prod(shape[1:])))
+    if leaf == "projection":
+      form = Transpose(shape[:1], shape[1:])
+    elif len(shape) == 1:
+      form = Reshape(shape, shape)
+    yield CheckpointTensor(names.inputs[leaf], form, ((f"inputs.{leaf}", ()),))
 
 
 def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:

@@ -1,0 +1,124 @@
+"""Models whose embeddings know their positions: GPT-2 and OPT."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import ConfigError, PromptError
+from ringjax.infer.layerwise import LayerPrograms
+from ringjax.models.tensor_shares import SharedModel
+from ringjax.train.extend import RopeScaling, extend_context
+from tests import checkpoints
+from tests.helpers import make_mesh
+
+TABLE = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return rj.models.load(
+    checkpoints.write("gpt2", tmp_path_factory.mktemp("learned"))
+  )
+
+
+def test_positions_behind_the_table_are_refused(model):
+  ids = lambda count: np.ones((1, count), np.int32)
+  with pytest.raises(PromptError, match=r"position 64.*0 to 63.*n_positions"):
+    model(ids(TABLE + 1))
+  with pytest.raises(PromptError, match="position 70"):
+    model(ids(3), positions=np.asarray([4, 70, 5]))
+  cache = model.init_cache(1, 2 * TABLE)
+  _, cache = model(ids(TABLE), cache=cache)
+  with pytest.raises(PromptError, match="position 64"):
+    model(ids(1), cache=cache)
+  with pytest.raises(PromptError, match="n_positions"):
+    rj.infer.generate(model, ids(60), max_new_tokens=8)
+  assert model.config.longest == TABLE
+
+
+def test_padding_may_be_behind_the_table(model):
+  """And says nothing to the tokens before it."""
+  tokens = checkpoints.expected("gpt2").tokens
+  padded = np.pad(tokens, ((0, 0), (0, TABLE)))
+  real = (np.arange(padded.shape[1]) < tokens.shape[1]).astype(np.int32)
+  found = model(padded, segment_ids=real)[:, : tokens.shape[1]]
+  want = checkpoints.expected("gpt2").logits
+  np.testing.assert_allclose(found, want, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "gpt2",
+    pytest.param("opt", marks=pytest.mark.slow),
+    pytest.param("bloom", marks=pytest.mark.slow),
+  ],
+)
+def test_a_folder_that_was_saved_without_its_head(name, tmp_path):
+  """Leaves out what stands before all other names."""
+  base = {"gpt2": "transformer.", "bloom": "transformer.", "opt": "model."}
+  arrays = checkpoints.tensors(name)
+  del arrays["lm_head.weight"]
+  bare = {key.removeprefix(base[name]): x for key, x in arrays.items()}
+  assert set(bare) != set(arrays)
+  config = checkpoints.config(name) | {"tie_word_embeddings": True}
+  write = lambda arrays, folder: checkpoints.write_folder(
+    arrays, config, tmp_path / folder
+  )
+  want = rj.models.load(write(arrays, "whole"))
+  found = rj.models.load(write(bare, "bare"))
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_what_cannot_know_positions_says_so(model, tmp_path):
+  with pytest.raises(ConfigError, match=r"gpt2.*positions"):
+    LayerPrograms(model)
+  with pytest.raises(ConfigError, match=r"gpt2.*positions"):
+    SharedModel(checkpoints.write("gpt2", tmp_path), (1, 1))
+  with pytest.raises(ConfigError, match=r"gpt2.*64 positions"):
+    extend_context(model, RopeScaling(context=128))
+
+
+@pytest.mark.parametrize(
+  ("name", "key", "value"),
+  [
+    ("gpt2", "n_embd", 50),
+    ("gpt2", "n_positions", 0),
+    ("gpt2", "activation_function", "mish"),
+    ("gpt2", "scale_attn_weights", "no"),
+    ("gpt2", "add_cross_attention", True),
+    ("opt", "hidden_size", 50),
+    ("opt", "do_layer_norm_before", False),
+    ("opt", "_remove_final_layer_norm", True),
+    ("opt", "word_embed_proj_dim", 24),
+    ("opt", "max_position_embeddings", 2**40),
+  ],
+)
+def test_a_value_that_cannot_be(name, key, value):
+  with pytest.raises(ConfigError, match=key):
+    rj.models.read_config(checkpoints.config(name) | {key: value})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [("gpt2", "dense"), pytest.param("opt", "int8", marks=pytest.mark.slow)],
+)
+def test_rows_of_unequal_lengths_over_shards(tmp_path, name, kind):
+  """Each row continues as if it were alone, on one device."""
+  folder, mesh = checkpoints.write(name, tmp_path), make_mesh(4, "auto")
+  over, alone = rj.models.load(folder, mesh=mesh), rj.models.load(folder)
+  expected = checkpoints.expected(name)
+  prompts = [expected.prompt[0], expected.prompt[1][:7]]
+  new = lambda model, prompts, **how: rj.infer.generate(
+    model, prompts, max_new_tokens=5, cache_kind=kind, **how
+  )
+  found = new(over, prompts, prefill="striped", mesh=mesh)
+  for row, prompt in zip(found, prompts, strict=True):
+    np.testing.assert_array_equal(row, new(alone, [prompt])[0])
+  if kind == "dense":
+    np.testing.assert_array_equal(found[0], expected.greedy[0, :5])
