@@ -366,6 +366,25 @@ def test_reader_of_shards(folder):
       np.testing.assert_array_equal(down, np.split(arrays[2][1], 4, 0)[b])
 
 
+def test_reader_of_scalars(tmp_path):
+  """A scale for each expert, of which shards have some."""
+  scales = {f"e{n}": np.array(n + 0.5, np.float32) for n in range(4)}
+  folder = checkpoints.write_folder(scales, {}, tmp_path / "scales")
+  part = layer_reader.StoredPart(
+    names=tuple(scales),
+    stacked=True,
+    shape=(),
+    dtype=np.dtype(np.float32),
+    cuts=("model",),
+  )
+  reader = layer_reader.LayerReader(
+    Folder.open(folder), {7: [part]}, sizes={"model": 2}, shards=2
+  )
+  for shard, want in enumerate(([0.5, 1.5], [2.5, 3.5])):
+    (found,) = reader.get(7, (shard,))
+    np.testing.assert_array_equal(found, np.float32(want))
+
+
 def test_faults_of_files(copied, monkeypatch):
   model = rj.models.load(copied, placement="disk")
   want = np.asarray(model(TOKENS))

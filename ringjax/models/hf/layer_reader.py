@@ -342,8 +342,9 @@ class LayerReader:
     if not part.stacked:
       self._boxes.read(part.names[0], out, box)
       return
-    for n, row in zip(range(len(part.names))[box[0]], out, strict=True):
-      self._boxes.read(part.names[n], row, box[1:])
+    # Indices, as of a vector of scalars the rows are no arrays.
+    for row, name in enumerate(part.names[box[0]]):
+      self._boxes.read(name, out[row, ...], box[1:])
 
 
 def _ahead(reader: weakref.ref[LayerReader]) -> None:
