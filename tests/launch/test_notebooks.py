@@ -32,7 +32,7 @@ QUICK = {
   r"else \(300, 40\)": "else (20, 4)",
   r"TEXTS, LENGTH = 6, 768": "TEXTS, LENGTH = 2, 256",
   r"ASKED = .*": 'ASKED = ("integers, shadow",)',
-  r"SHOWN = tuple.*": 'SHOWN = ("float32", "codes, 4 bits", "integers, shadow")',
+  r"SHOWN = tuple.*": 'SHOWN = ("float32", *list(make)[2::3])',
   r"STRATEGIES = .*": 'STRATEGIES = ("gather", "ring")',
   r"BLOCKS = .*": "BLOCKS = (1, None)",
   r"WINDOWS = .*": "WINDOWS = (4,)",
