@@ -50,7 +50,8 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
   """
   kind = config.get("model_type")
   by_type = {x: f for f in FAMILIES.values() for x in f.types}
-  if kind in by_type or kind in WRAPPERS:
+  known = by_type.keys() | WRAPPERS.keys()
+  if isinstance(kind, str) and kind in known:
     packing(config)
     text = config if kind in by_type else _inner(config, WRAPPERS[kind])
     family = by_type[text["model_type"]]
@@ -72,7 +73,7 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
   raise ConfigError(
     "config.json: model_type",
     repr(kind),
-    f"one of {', '.join(sorted({*by_type, *WRAPPERS}))}",
+    f"one of {', '.join(sorted(known))}",
     "use a checkpoint of one of these",
   )
 
@@ -102,14 +103,14 @@ def _read_as(
 ) -> dict[str, Any]:
   """The text model's config as that of a model without images."""
   if not wrapper.texts:
-    (known,) = [f.types for f in FAMILIES.values() if f.wrapper is wrapper]
+    (types,) = [f.types for f in FAMILIES.values() if f.wrapper is wrapper]
     texts = {
-      x: TextModel(type=x, architecture=wrapper.architecture) for x in known
+      x: TextModel(type=x, architecture=wrapper.architecture) for x in types
     }
   else:
     texts = wrapper.texts
   kind = text.get("model_type") or next(iter(texts))
-  if kind not in texts:
+  if not isinstance(kind, str) or kind not in texts:
     raise outer.error(
       "text_config.model_type",
       kind,

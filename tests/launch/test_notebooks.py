@@ -32,9 +32,11 @@ QUICK = {
   r"else \(300, 40\)": "else (20, 4)",
   r"TEXTS, LENGTH = 6, 768": "TEXTS, LENGTH = 2, 256",
   r"ASKED = .*": 'ASKED = ("integers, shadow",)',
+  r"SHOWN = tuple.*": 'SHOWN = ("float32", *list(make)[2::3])',
+  r"STRATEGIES = .*": 'STRATEGIES = ("gather", "ring")',
   r"BLOCKS = .*": "BLOCKS = (1, None)",
-  r"WINDOWS = .*": "WINDOWS = (1, 4)",
-  r"NEW = 12": "NEW = 6",
+  r"WINDOWS = .*": "WINDOWS = (4,)",
+  r"NEW = 12": "NEW = 4",
   r"READ = 16_384": "READ = 1_024",
   r"HERE = \[.*\]": "HERE = [512]",
   r"SIZES, ROUNDS = .*": "SIZES, ROUNDS = [8], 1",
@@ -155,15 +157,15 @@ def fewer_bits_lose_little(printed: str) -> None:
   rows = re.findall(r"^(.+?) +([\d.]+) MB, ([\d.]+) nats a byte", printed, re.M)
   size = {name: float(x) for name, x, _ in rows}
   loss = {name: float(x) for name, _, x in rows}
-  assert len(rows) == 6
-  assert size["codes, 8 bits"] < size["float32"] / 3.8
+  assert len(rows) == 3
+  assert size["integers, shadow"] < size["float32"] / 3.8
   assert size["codes, 4 bits"] < size["float32"] / 6
   assert max(loss.values()) < loss["float32"] + 0.05
   assert printed.count("'48213") == 2
 
 
 def the_disk_is_read_less(printed: str) -> None:
-  """Windows bound what is in memory; longer ones read fewer neurons."""
+  """Windows bound what is in memory, and neurons of before are there."""
   held = re.findall(r"^window (\w+): ([\d.]+) of ([\d.]+) MB", printed, re.M)
   assert [x for x, *_ in held] == ["1", "None"]
   sizes = [float(x) for _, x, _ in held]
@@ -171,7 +173,7 @@ def the_disk_is_read_less(printed: str) -> None:
   waits = re.findall(r"a token, (\d+) of it waiting", printed)
   assert int(waits[0]) > int(waits[1]) >= int(waits[2]) == 0
   there = re.findall(r"calls: (\d+)% of neurons", printed)
-  assert len(there) == 2 and int(there[0]) < int(there[-1])
+  assert len(there) == 1 and int(there[0]) > 50
 
 
 # What a notebook must have printed; one that isn't here fails.

@@ -135,6 +135,44 @@ def test_a_text_model_that_is_not_known_there():
   )
 
 
+@pytest.mark.parametrize("kind", [[], {}, 7])
+def test_a_type_that_is_no_name(kind):
+  config = outer("mistral3")
+  refused(
+    ConfigError,
+    lambda: models.read_config({**config, "model_type": kind}),
+    "model_type",
+  )
+  config["text_config"]["model_type"] = kind or [1]
+  refused(
+    ConfigError, lambda: models.read_config(config), "text_config.model_type"
+  )
+
+
+def test_what_a_text_config_leaves_out_is_transformers_default():
+  """As LLaVA 1.5 was published."""
+  text = {"model_type": "llama", "max_position_embeddings": 4096,
+          "rms_norm_eps": 1e-5, "vocab_size": 32064}  # fmt: skip
+  config = {"model_type": "llava", "ignore_index": -100, "text_config": text,
+            "vocab_size": 32064, "vision_config": {}}  # fmt: skip
+  found, family = models.read_config(config)
+  assert family.name == "llama" and not found.tied
+  assert (found.embed, len(found.layers), found.vocab) == (4096, 32, 32064)
+  assert found.layers[0].feedforward.hidden == 11008
+
+
+def test_a_head_is_tied_where_the_text_model_says_so():
+  """transformers 5 writes true into the outer config of every Mistral 3."""
+  config = outer("mistral3") | {"tie_word_embeddings": True}
+  assert not models.read_config(config)[0].tied
+  config["text_config"]["tie_word_embeddings"] = True
+  assert models.read_config(config)[0].tied
+  # Of Qwen 3 the outer one counts.
+  config = outer("qwen3_vl") | {"tie_word_embeddings": True}
+  config["text_config"]["tie_word_embeddings"] = False
+  assert models.read_config(config)[0].tied
+
+
 def test_a_tensor_of_neither_is_refused(tmp_path):
   arrays = checkpoints.tensors("qwen3_vl")
   arrays["model.audio.weight"] = np.ones(3, np.float32)

@@ -6,6 +6,7 @@ Of a folder the text model alone is read. A rotation by time, height and width
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,20 @@ _LLAMA = TextModel(
   type="llama",
   architecture="LlamaForCausalLM",
   defaults=_sizes(32000, 4096, 11008, 32, 32, 2048),
+)
+# What its files say of parts that transformers' Llama has not.
+_SMOL = dataclasses.replace(
+  _LLAMA,
+  fixed=dict.fromkeys(
+    (
+      "_flash_attn_2_enabled",
+      "neftune_noise_alpha",
+      "perceiver_config",
+      "pixel_shuffle_factor",
+      "qk_layer_norms",
+      "use_resampler",
+    )
+  ),
 )
 _MISTRAL = TextModel(
   type="mistral",
@@ -182,7 +197,12 @@ SHARED = (
     {"mistral": _MISTRAL, "ministral3": _MINISTRAL3},
     "spatial_merge_size",
   ),
-  _llava("llava", {"llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2}),
+  _llava(
+    "llava",
+    {"llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2},
+    "ignore_index",
+    "vocab_size",
+  ),
   _llava(
     "internvl",
     {"qwen2": _QWEN2, "qwen3": _QWEN3, "llama": _LLAMA},
@@ -196,7 +216,7 @@ SHARED = (
   ),
   _llava(
     "smolvlm",
-    {"llama": _LLAMA},
+    {"llama": _SMOL},
     "_pad_token_id",
     "scale_factor",
     others=("vision_model.", "connector."),
