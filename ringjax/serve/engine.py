@@ -710,6 +710,13 @@ class Engine:
     return not self._closed and self._broken is None
 
   @property
+  def missing(self) -> str:
+    """Why it takes none; "" if it does."""
+    if self._closed:
+      return "the engine: it is closed"
+    return "" if self._broken is None else "the engine: a step of it failed"
+
+  @property
   def rows(self) -> int:
     """Answers that are made at the same time."""
     return self.scheduler.limits.rows

@@ -295,6 +295,22 @@ class ClusterRouter:
     """Whether it takes requests."""
     return not self._closed
 
+  @property
+  def missing(self) -> str:
+    """What it lacks to serve a request now; "" if nothing.
+
+    It takes requests without instances too, which then wait `patience_s`.
+    """
+    if self._closed:
+      return "the router: it is closed"
+    with self._work:
+      lacks = [
+        f"an instance that {does}"
+        for what, does in (("prefills", "reads prompts"), ("decodes", "answers"))
+        if not self._able(what)
+      ]
+    return " and ".join(lacks)
+
   def start(self) -> ClusterRouter:
     """Itself: it works since it was made."""
     return self

@@ -445,7 +445,9 @@ class ClusterWorker:
       change = functools.partial(self._changed, task)
       task.handle = self._engine.submit(task.request, change)
       for n, answer in enumerate(task.handle.answers):
-        task.sent[n] = len(answer.tokens), len(answer.text)
+        # The text of tokens that were known goes with the first new one: who
+        # asked may have given tokens alone.
+        task.sent[n] = len(answer.tokens), 0
     if task.dropped:
       # Meanwhile, by another thread, which saw no handle.
       task.handle.cancel()
