@@ -18,6 +18,7 @@ from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept
 from tests.serve.test_http import Wire, choices, complete, joined
+from tests.serve.test_http import ask as get
 
 KEY = bytes(range(32))
 MODEL = SMALL | {"vocab_size": 262, "max_position_embeddings": 256}
@@ -466,6 +467,84 @@ def test_pages_return_by_their_lease_when_the_router_is_gone(model):
       one.link._wire.close()
     until(lambda: not worker.publisher.offered)
     assert worker.publisher.counters.expired == 1
+
+
+class Elsewhere(cluster.ShortestQueue):
+  """Lets who has not read a prefix fetch it from the one that has."""
+
+  def route(self, request, instances, now_s):
+    able = [x.name for x in instances if x.prefills]
+    found = {name: request.cached_tokens(name) for name in able}
+    owner = max(able, key=lambda name: found[name])
+    other = next((name for name in able if name != owner), owner)
+    if not found[owner]:
+      return super().route(request, instances, now_s)
+    both = {x.name: x.role for x in instances}[other] == "both"
+    return cluster.Route(
+      prefill=other,
+      decode=other if both else None,
+      fetch_from=owner,
+      fetch_tokens=found[owner],
+    )
+
+
+@pytest.mark.parametrize(
+  "roles",
+  [
+    ("prefill", "prefill", "decode"),
+    pytest.param(("both", "both"), marks=pytest.mark.long),
+  ],
+)
+def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
+  rng = np.random.default_rng(9)
+  common = rng.integers(0, 256, 67).astype(np.int32)
+  ask = lambda n: Request(
+    prompt=np.append(common, rng.integers(0, 256, n).astype(np.int32)),
+    max_new_tokens=9,
+  )
+  with Live(model, *roles, policy=Elsewhere()) as live:
+    first, second, third = ask(20), ask(31), ask(5)
+    assert found(live.submit(first)) == alone(first)
+    keys = [cluster.short_key(x) for x in cluster.block_keys(common, 16)]
+    knows = lambda name: live.router.blocks.match(keys).get(name, 0) == 4
+    names = [f"{role}{n}" for n, role in enumerate(roles)]
+    until(lambda: any(map(knows, names[:2])))
+    owner = next(n for n, name in enumerate(names) if knows(name))
+    # What it has it offers, and the other one computes the rest only.
+    other = live.engines[1 - owner].counters
+    assert not other.prompt_tokens
+    assert found(live.submit(second)) == alone(second)
+    assert other.prompt_tokens == 67 + 31 - 64
+    counters = live.router.counters
+    if "both" not in roles:
+      assert counters.fetched == 1 and counters.fetched_bytes > 0
+    # Who has it is lost meanwhile: the prompt is read without it.
+    until(lambda: knows(names[1 - owner]))
+    lost = next(n for n in (0, 1) if knows(names[n]))
+    with live.engines[lost].between_steps():
+      handle = live.submit(third)
+      live.kill(names[lost])
+      assert found(handle) == alone(third)
+    assert counters.failed == 0 and counters.lost == 1
+
+
+def test_text_of_tokens_that_are_known(model, alone):
+  request = dataclasses.replace(requests(2)[1], max_new_tokens=20)
+  ((tokens, text, finish),) = alone(request)
+  with Live(model, "both") as live:
+    assert live.router.missing == ""
+    again = dataclasses.replace(request, begun=(tuple(tokens[:7]),))
+    assert found(live.submit(again)) == [(tokens, text, finish)]
+
+
+def test_health_of_a_router_without_instances():
+  app = lambda: rj.serve.app(live.router)
+  with Live(None) as live:
+    answer = get(app(), "/health")
+    assert answer.status == 503
+    assert answer.json["missing"] == (
+      "an instance that reads prompts and an instance that answers"
+    )
 
 
 class Full(cluster.ShortestQueue):

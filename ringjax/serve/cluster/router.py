@@ -48,6 +48,12 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.serve.cluster.block_index import (
+  BlockEvent,
+  BlockIndex,
+  block_keys,
+  short_key,
+)
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.routing import (
@@ -147,6 +153,8 @@ class RouterCounters:
     new_tokens: that came.
     moved: requests whose pages were pulled.
     moved_bytes: bytes of these pages.
+    fetched: prefixes that were pulled before the rest of a prompt was read.
+    fetched_bytes: bytes of these.
     again: requests that began again elsewhere, each time.
     lost: instances that ended without leaving.
   """
@@ -159,6 +167,8 @@ class RouterCounters:
   new_tokens: int = 0
   moved: int = 0
   moved_bytes: int = 0
+  fetched: int = 0
+  fetched_bytes: int = 0
   again: int = 0
   lost: int = 0
 
@@ -171,12 +181,16 @@ class RoutedState:
     routed: as policies see it.
     handle: of whom submitted it.
     prompt: int32 [n].
-    stage: "new", to be routed; "reading"; "read", to be answered; "answering".
+    stage: "new", to be routed; "fetching", a prefix for who reads; "reading";
+      "read", to be answered; "answering".
     reader: who reads the prompt, or has read it; None if nobody does.
     read_task: its number there.
     ticket: of the pages there, or None.
     decoder: who answers, or is to answer by the route.
     task: its number there.
+    source: who has a prefix that who reads fetches first, or None.
+    fetch_task: its number there.
+    keys: of the prompt's blocks, by the tokens of a block.
     attempts: how often it was begun.
     alone_since: since when no instance could take it; None if one can.
     why: it was begun again the last time.
@@ -195,6 +209,9 @@ class RoutedState:
   ticket: str | None = None
   decoder: ClusterInstance | None = None
   task: int = -1
+  source: ClusterInstance | None = None
+  fetch_task: int = -1
+  keys: dict[int, list[str]] = dataclasses.field(default_factory=dict)
   attempts: int = 0
   alone_since: float | None = None
   why: str = ""
@@ -211,6 +228,7 @@ class ClusterRouter:
     longest: tokens of a prompt and its answer together at most.
     address: host and port where instances join.
     counters: what was done.
+    blocks: which instances have which blocks of prompts, by `short_key`.
   """
 
   def __init__(
@@ -265,6 +283,7 @@ class ClusterRouter:
     self._common: tuple[Any, ...] | None = None
     self._requests: dict[Handle, RoutedState] = {}
     self._tasks: dict[int, RoutedState] = {}
+    self.blocks = BlockIndex()
     self._numbers, self._task_numbers = itertools.count(), itertools.count()
     self._links, self._closed = 0, False
     self._server = listening(host, port)
@@ -427,12 +446,14 @@ class ClusterRouter:
           ("requests_again_total", "again", "Requests that began again."),
           ("requests_moved_total", "moved", "Requests whose pages moved."),
           ("moved_bytes_total", "moved_bytes", "Bytes of pages that moved."),
+          ("prefixes_fetched_total", "fetched", "Prefixes that were fetched."),
+          ("fetched_bytes_total", "fetched_bytes", "Bytes of prefixes."),
           ("new_tokens_total", "new_tokens", "Tokens of answers."),
           ("instances_lost_total", "lost", "Instances that were lost."),
         )
       ]
       stages = collections.Counter(x.stage for x in self._requests.values())
-      for stage in ("new", "reading", "read", "answering"):
+      for stage in ("new", "fetching", "reading", "read", "answering"):
         text = f"Requests in the stage {stage!r}."
         found.append(Figure("gauge", f"requests_{stage}", stages[stage], text))
       roles = collections.Counter(x.role for x in self._instances.values())
@@ -623,9 +644,15 @@ class ClusterRouter:
       if self._instances.get(one.name) is not one:
         return
       del self._instances[one.name]
+      self.blocks.forget(one.name)
       self.counters.lost += not one.leaving
       for state in list(self._requests.values()):
         answers = state.stage == "answering"
+        if state.source is one:
+          # Who reads computes what it would have fetched.
+          self._drop_source(state)
+          if state.stage == "fetching" and state.reader is not one:
+            self._begin_reading(state)
         if state.reader is one and answers and state.decoder is not one:
           # Who answers pulls now, or says that it could not.
           self._let_go(state)
@@ -643,6 +670,17 @@ class ClusterRouter:
           one.since.popleft()
         self._dispatch()
         return
+      if kind == "blocks":
+        self.blocks.apply(
+          BlockEvent(
+            instance=one.name,
+            epoch=fields["epoch"],
+            number=fields["number"],
+            kind=fields["kind"],
+            keys=tuple(map(str, fields["keys"])),
+          )
+        )
+        return
       if kind == "leave":
         one.leaving = True
         self._dispatch()
@@ -650,7 +688,16 @@ class ClusterRouter:
       state = self._tasks.get(fields["id"])
       if state is None:
         return  # Of a request that has ended, or has begun again.
-      if kind == "read":
+      if kind == "read" and fields["id"] == state.fetch_task:
+        state.ticket = fields["ticket"]
+        if state.ticket is None:
+          self._drop_source(state)
+        self._begin_reading(state)
+      elif kind == "pulled" and fields["id"] == state.read_task:
+        self.counters.fetched += int(fields["nbytes"]) > 0
+        self.counters.fetched_bytes += int(fields["nbytes"])
+        self._drop_source(state)
+      elif kind == "read":
         state.stage, state.ticket = "read", fields["ticket"]
         state.cached = int(fields["cached"])
         self._dispatch()
@@ -728,7 +775,32 @@ class ClusterRouter:
     routed = state.routed
     most = max(self._instances[view.name].capacity for view in views)
     new = max(1, min(routed.new_tokens, most - routed.prompt_tokens))
-    return dataclasses.replace(routed, new_tokens=new)
+    return dataclasses.replace(
+      routed, new_tokens=new, cached_tokens=self._cached(state)
+    )
+
+  def _cached(self, state: RoutedState) -> Callable[[str], int]:
+    """How much of a prompt each instance has, as of now."""
+    request, found = state.handle.request, dict[int, dict[str, int]]()
+
+    def tokens(name: str) -> int:
+      one = self._instances.get(name)
+      if one is None or not request.share:
+        return 0
+      page = one.page
+      if page not in state.keys:
+        state.keys[page] = [
+          short_key(key)
+          for key in block_keys(
+            state.prompt, page, salt=request.salt, adapter=request.adapter
+          )
+        ]
+      if page not in found:
+        found[page] = self.blocks.match(state.keys[page])
+      # The last token is always computed.
+      return min(page * found[page].get(name, 0), state.prompt.size - 1)
+
+    return tokens
 
   def _route(self, state: RoutedState) -> None:
     """A new request, or one that begins again."""
@@ -739,26 +811,59 @@ class ClusterRouter:
     if isinstance(route, Rejected):
       self._reject(state, route)
       return
-    if not isinstance(route, Route) or route.fetch_from is not None:
+    if not isinstance(route, Route):
       raise OptionError(
-        "policy",
-        f"the route {route}",
-        "a Route without fetch_from, or Rejected",
-        "let prefill instances compute what they lack",
+        "policy", f"the route {route}", "a Route, or Rejected", "return one"
       )
     reader = self._named(route.prefill)
     decoder = None if route.decode is None else self._named(route.decode)
+    source = None
+    if route.fetch_from not in (None, reader.name) and state.attempts == 0:
+      # Once: what begins again does not depend on a third instance.
+      source = self._named(str(route.fetch_from))
     state.attempts += 1
     if decoder is reader:
-      self._answer(state, reader)
+      if source is None:
+        self._answer(state, reader)
+        return
+      # As if the prefix were all that is read apart from the answer.
+      state.reader, state.decoder, state.ticket = source, decoder, None
+      state.stage = "reading"
+      state.read_task = self._offer(source, state)
       return
     state.reader, state.decoder, state.ticket = reader, decoder, None
     if state.prompt.size <= reader.page or not state.handle.request.share:
       # No page of it can move.
       state.stage, state.reader = "read", None
       return
+    if source is not None:
+      state.stage, state.source = "fetching", source
+      state.fetch_task = self._offer(source, state)
+      return
+    self._begin_reading(state)
+
+  def _begin_reading(self, state: RoutedState) -> None:
+    """Has an instance read, behind what it fetches."""
+    assert state.reader is not None
     state.stage = "reading"
-    state.read_task = self._send(reader, state, reads=True)
+    state.read_task = self._send(state.reader, state, reads=True)
+    # The next ticket is that of the whole prompt.
+    state.ticket = None
+
+  def _offer(self, one: ClusterInstance, state: RoutedState) -> int:
+    """Has an instance publish what it has of a prompt; the task's number."""
+    task = next(self._task_numbers)
+    self._tasks[task] = state
+    fields = request_fields(state.handle.request, state.prompt)
+    one.link.tell(t="offer", id=task, request=fields)
+    return task
+
+  def _drop_source(self, state: RoutedState) -> None:
+    """Nothing is wanted any more of who has a prefix."""
+    self._tasks.pop(state.fetch_task, None)
+    if state.source is not None:
+      state.source.link.tell(t="cancel", id=state.fetch_task)
+    state.source, state.fetch_task = None, -1
 
   def _place(self, state: RoutedState) -> None:
     """A request whose prompt has been read."""
@@ -820,9 +925,9 @@ class ClusterRouter:
       "id": task,
       "request": request_fields(request, state.prompt),
     }
-    if not reads:
-      fields["ticket"] = state.ticket
-      fields["address"] = state.reader and state.reader.address
+    owner = state.source if reads else state.reader
+    fields["ticket"] = state.ticket
+    fields["address"] = owner and owner.address
     self._tasks[task] = state
     one.sent += 1
     new = 1 if reads else state.routed.new_tokens
@@ -832,6 +937,7 @@ class ClusterRouter:
 
   def _let_go(self, state: RoutedState) -> None:
     """Nothing is wanted any more of who has read the prompt."""
+    self._drop_source(state)
     self._tasks.pop(state.read_task, None)
     if state.reader is not None and state.read_task >= 0:
       state.reader.link.tell(t="cancel", id=state.read_task)

@@ -38,6 +38,12 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.serve.cluster.block_index import (
+  BlockEvent,
+  BlockLog,
+  short_key,
+  tree_keys,
+)
 from ringjax.serve.cluster.control_link import (
   ControlLink,
   checked_beat,
@@ -74,6 +80,7 @@ class WorkerTask:
     request: of the engine.
     tokens: that it takes in the pool at most.
     reads: whether the prompt is to be read, and no more.
+    offers: whether only pages of it are to be published that are there.
     link: of the router that asked.
     ticket: of pages to pull before it is answered, or None.
     address: of their publisher.
@@ -90,6 +97,7 @@ class WorkerTask:
   tokens: int
   reads: bool
   link: ControlLink
+  offers: bool = False
   ticket: Ticket | None = None
   address: Address = ("", 0)
   handle: Handle | None = None
@@ -102,7 +110,7 @@ class WorkerTask:
   @property
   def holds(self) -> bool:
     """Whether it needs the pool: pages that are published do not."""
-    return not self.published
+    return not self.published and not self.offers
 
 
 class ClusterWorker:
@@ -189,6 +197,9 @@ class ClusterWorker:
     self._taken = 0
     self._renewed = 0.0
     self._link: ControlLink | None = None
+    # What the router knows of the tree, and after how many steps of the engine.
+    self._blocks: BlockLog | None = None
+    self._told, self._telling = -1, False
     self._closed = False
     self._copies = concurrent.futures.ThreadPoolExecutor(
       _COPIES, "ringjax worker copies"
@@ -256,6 +267,7 @@ class ClusterWorker:
             wire.close()
             break
           self._taken, self._link, self.refused = 0, link, ""
+          self._blocks, self._told = self._log(link), -1
         self.joined.set()
         link.start()
         ended.wait()
@@ -264,6 +276,20 @@ class ClusterWorker:
       with self._work:
         self._work.wait_for(lambda: self._closed, _AGAIN_S)
     self.ended.set()
+
+  def _log(self, link: ControlLink) -> BlockLog:
+    """What a router is told of blocks; with each link it begins anew."""
+
+    def send(event: BlockEvent) -> None:
+      link.tell(
+        t="blocks",
+        epoch=event.epoch,
+        number=event.number,
+        kind=event.kind,
+        keys=list(event.keys),
+      )
+
+    return BlockLog(self.name, epoch=time.time_ns(), most=1, send=send)
 
   def _join(self) -> PullConnection | None:
     """A connection to a router that has taken it."""
@@ -327,9 +353,9 @@ class ClusterWorker:
       return
     if kind == "role":
       self.role = one_of("role", fields["role"], ROLES)
-    elif kind in ("read", "answer"):
+    elif kind in ("read", "answer", "offer"):
       with self._work:
-        self._taken += 1
+        self._taken += kind != "offer"
       try:
         self._begin(kind, fields, link)
       except RingjaxError as error:
@@ -373,23 +399,48 @@ class ClusterWorker:
     with self._work:
       tasks, waiting = list(self._tasks.values()), list(self._pulls)
       taken = self._taken
+      tell = not self._telling and self._told != self._engine.counters.steps
+      self._telling |= tell
+    if tell:
+      # Not by this thread: a beat waits for no step.
+      with contextlib.suppress(RuntimeError):
+        self._copies.submit(self._tell_blocks)
     if now - self._renewed > self._lease_s / 3:
       self._renewed = now
       for task in tasks:
         if task.offer is not None:
           self.publisher.renew(task.offer)
     holding = [task for task in tasks if task.holds]
+    fetching = [task for task in waiting if task.reads]
     used = sum(task.request.rows for task in holding)
     free = self._capacity - sum(task.tokens for task in holding)
     return {
       "t": "view",
       "taken": taken,
-      "queued_requests": len(reading),
-      "queued_tokens": sum(r.prompt.size - r.computed for r in reading),
-      "running_requests": len(decoding) + len(waiting),
+      "queued_requests": len(reading) + len(fetching),
+      "queued_tokens": sum(r.prompt.size - r.computed for r in reading)
+      + sum(task.tokens for task in fetching),
+      "running_requests": len(decoding) + len(waiting) - len(fetching),
       "running_tokens": sum(r.computed for r in decoding),
       "free_tokens": max(0, free) if used < self._engine.rows else 0,
     }
+
+  def _tell_blocks(self) -> None:
+    """Says which blocks have come or gone since the last beat."""
+    try:
+      with self._engine.between_steps():
+        steps, log = self._engine.counters.steps, self._blocks
+        keys = tree_keys(self._engine.scheduler.tree)
+      if log is not None:
+        log.update([short_key(key) for key in keys])
+    except OptionError:
+      return  # The engine is closed.
+    finally:
+      self._telling = False
+    with self._work:
+      # Not of a link that has ended meanwhile.
+      if log is self._blocks:
+        self._told = steps
 
   # -------------------------------------------------------------------------
   # Work
@@ -401,7 +452,8 @@ class ClusterWorker:
     """A prompt to read, or a request to answer."""
     request = request_of(fields["request"], self._grammars)
     prompt = inputs.prompt(request.prompt, self._engine.vocab)
-    new, reads = request.max_new_tokens * request.rows, kind == "read"
+    new, offers = request.max_new_tokens * request.rows, kind == "offer"
+    reads = kind == "read" or offers
     if reads:
       # The token that it chooses is thrown away: who answers chooses.
       new = 1
@@ -415,12 +467,13 @@ class ClusterWorker:
     task = WorkerTask(
       int(fields["id"]),
       request,
-      prompt.size + new,
+      0 if offers else prompt.size + new,
       reads,
       link,
+      offers,
       sent=[(0, 0)] * request.answers,
     )
-    if not reads and fields["ticket"] is not None:
+    if fields.get("ticket") is not None:
       host, port = fields["address"]
       task.ticket = Ticket.from_json(fields["ticket"])
       task.address = str(host), int(port)
@@ -434,6 +487,10 @@ class ClusterWorker:
         self._work.notify_all()
         return
       task.admitted = True
+    if offers:
+      with contextlib.suppress(RuntimeError):
+        self._copies.submit(self._publish, task)
+      return
     self._submit(task)
 
   def _submit(self, task: WorkerTask) -> None:
@@ -493,9 +550,9 @@ class ClusterWorker:
       self._end(task.number)
 
   def _publish(self, task: WorkerTask) -> None:
-    """Offers the pages of a prompt that was read."""
-    assert task.handle is not None
+    """Offers the pages of a prompt that was read, now or earlier."""
     request, ticket = task.request, None
+    cached = 0 if task.handle is None else task.handle.cached_tokens
     try:
       self._check_published(task)
       sent = export_prefix(
@@ -507,6 +564,8 @@ class ClusterWorker:
       numbers = self.publisher.new_numbers(len(sent.pages))
       pages = dict(zip(numbers, sent.pages, strict=True))
       ticket = self.publisher.publish(pages, sent.layout, labels=sent.labels)
+      if task.offers:
+        cached = min(sent.tokens, len(request.prompt) - 1)
     except Exception:
       # They had to make room, it is closed, or there is no memory for a copy:
       # who answers reads the prompt.
@@ -521,7 +580,7 @@ class ClusterWorker:
       t="read",
       id=task.number,
       ticket=None if ticket is None else ticket.to_json(),
-      cached=task.handle.cached_tokens,
+      cached=cached,
     )
 
   def _check_published(self, task: WorkerTask) -> None:
@@ -531,8 +590,13 @@ class ClusterWorker:
       OutOfPages: as much waits for who answers already.
     """
     with self._work:
-      some = [x.tokens for x in self._tasks.values() if x.offer is not None]
-    if sum(some) + task.tokens > _PUBLISHED * self._capacity:
+      some = [
+        len(x.request.prompt)
+        for x in self._tasks.values()
+        if x.offer is not None
+      ]
+    more = len(task.request.prompt)
+    if sum(some) + more > _PUBLISHED * self._capacity:
       raise OutOfPages(f"{sum(some):,} tokens are published")
 
   def _wait_for_room(self) -> None:
@@ -575,10 +639,14 @@ class ClusterWorker:
       )
       task.link.tell(t="pulled", id=task.number, nbytes=pulled.nbytes)
     except Exception as error:
-      # The prompt is read anew.
-      if self._end(task.number) is not None:
-        task.link.tell(t="lost", id=task.number, why=str(error))
-      return
+      if task.reads:
+        # What it would have fetched it computes.
+        task.link.tell(t="pulled", id=task.number, nbytes=0)
+      else:
+        # The prompt is read anew.
+        if self._end(task.number) is not None:
+          task.link.tell(t="lost", id=task.number, why=str(error))
+        return
     try:
       self._submit(task)
     except Exception as error:
