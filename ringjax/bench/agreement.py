@@ -1,5 +1,7 @@
 """Whether simulators say what a live engine does: one trace, all of them.
 
+  python -m launch.bench serve --compare=simulated --requests=200 --rate=4
+
 Guarantees: costs are fitted to other requests than those that are compared;
 these are measured by turns, while the replay has nothing to do, so that both
 see the same machine, also one that others use. The trace's clock stands then.
@@ -19,6 +21,7 @@ import functools
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -133,6 +136,7 @@ def compare_simulators(
   calibration: Sequence[TraceRequest],
   *,
   rounds: int = 3,
+  clock: Callable[[], float] = time.monotonic,
   progress: Callable[[int, int], object] = lambda round, done: None,
 ) -> Agreement:
   """Replays a trace live and in simulators that were calibrated beside it.
@@ -144,6 +148,7 @@ def compare_simulators(
     calibration: other requests of the same kind, in the order of arrivals,
       which are measured.
     rounds: how often all of it is done.
+    clock: seconds, see `rj.serve.replay_live`.
     progress: called with the round and how many requests of it have come.
 
   Raises:
@@ -161,7 +166,7 @@ def compare_simulators(
   for n in range(rounds):
     at = functools.partial(progress, n)
     others = _apart(calibration, 2 * n + 1)
-    found.append(_round(engine, _apart(trace, 2 * n), others, at))
+    found.append(_round(engine, _apart(trace, 2 * n), others, clock, at))
   return Agreement(
     rounds=tuple(found),
     load=(load, os.getloadavg()[0]),
@@ -173,6 +178,7 @@ def _round(
   engine: Engine,
   trace: Sequence[TraceRequest],
   calibration: Sequence[TraceRequest],
+  clock: Callable[[], float],
   progress: Callable[[int], object],
 ) -> AgreementRound:
   record = rj.serve.StepRecord()
@@ -181,15 +187,17 @@ def _round(
   left = [calibration[i : i + size] for i in range(0, len(calibration), size)]
 
   def measure() -> None:
-    with rj.serve.record_steps(engine, record):
-      rj.serve.replay_live(engine, _now(left.pop(0)))
+    with rj.serve.record_steps(engine, record, clock=clock):
+      rj.serve.replay_live(engine, _now(left.pop(0)), clock=clock)
 
   def idle(done: int) -> None:
     if len(left) > 1 and parts - len(left) <= done / _BETWEEN:
       measure()
 
   measure()
-  live = rj.serve.replay_live(engine, trace, progress=progress, idle=idle)
+  live = rj.serve.replay_live(
+    engine, trace, progress=progress, idle=idle, clock=clock
+  )
   while left:
     measure()
   if live.refused:

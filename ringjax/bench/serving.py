@@ -78,6 +78,8 @@ class ServeSettings(BenchmarkSettings):
     cost: of a simulated step, see `rj.serve.StepCost`; None to measure it.
     compare: what with; "plain" is an engine without drafts, for prompts whose
       answers repeat what is there, see `speculation_tasks`.
+    clock: of --compare=simulated: "wall", or "cpu", the time in which the
+      process had a core, where others use the machine.
     rounds: of a comparison.
   """
 
@@ -106,6 +108,7 @@ class ServeSettings(BenchmarkSettings):
   compare: str | None = option(
     None, ("sequential", "transformers", "plain", "simulated")
   )
+  clock: str = option("wall", ("wall", "cpu"))
   rounds: int = option(5)
 
   def __post_init__(self) -> None:
@@ -120,6 +123,8 @@ class ServeSettings(BenchmarkSettings):
        self.compare not in (None, "simulated") and self.trace),
       ("cost and engine=live", "engine=simulated",
        self.cost and self.engine == "live"),
+      ("clock", "--compare=simulated with it",
+       self.clock != "wall" and self.compare != "simulated"),
       ("speculate and a simulated engine", "engine=live, or a comparison",
        self.speculate and self.engine != "live"
        and self.compare in (None, "simulated")),
@@ -300,12 +305,13 @@ def _agreed_with(
     trace,
     other,
     rounds=settings.rounds,
+    clock=time.process_time if settings.clock == "cpu" else time.monotonic,
     progress=lambda n, done: progress.at(n * len(trace) + done, "requests"),
   )
   progress.clear()
   say(
     f"{len(trace)} requests, {trace[-1].arrival:.0f} s, {settings.rounds} "
-    f"rounds; costs of {len(other)} other requests, measured by turns"
+    f"rounds, {settings.clock} clock; costs of {len(other)} other requests, measured by turns"
   )
   for line in found.lines():
     say(line)

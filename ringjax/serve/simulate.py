@@ -217,12 +217,18 @@ class StepRecord:
 
 
 @contextlib.contextmanager
-def record_steps(engine: Engine, record: StepRecord) -> Iterator[None]:
+def record_steps(
+  engine: Engine,
+  record: StepRecord,
+  *,
+  clock: Callable[[], float] = time.monotonic,
+) -> Iterator[None]:
   """Adds an engine's steps to a record, in a block.
 
   Args:
     engine: one without a thread, whose programs are compiled.
     record: to which they are added.
+    clock: seconds, see `replay_live`.
   """
   scheduler = engine.scheduler
   plan_of, step_of = scheduler.plan, engine.step
@@ -239,9 +245,9 @@ def record_steps(engine: Engine, record: StepRecord) -> Iterator[None]:
 
   def step() -> bool:
     nonlocal flying, planned
-    planned, start = (0.0,) * 4, time.monotonic()
+    planned, start = (0.0,) * 4, clock()
     more = step_of()
-    end, before = time.monotonic(), flying
+    end, before = clock(), flying
     if before is not None:
       record.steps.append(before[0])
       record.seconds.append(end - before[1])
@@ -603,6 +609,7 @@ def replay_live(
   *,
   progress: Callable[[int], None] | None = None,
   idle: Callable[[int], None] | None = None,
+  clock: Callable[[], float] = time.monotonic,
 ) -> ReplayResult:
   """Lets an engine answer a trace in real time, open loop.
 
@@ -612,10 +619,13 @@ def replay_live(
     progress: as `replay_simulated`.
     idle: called with how many requests have come, whenever all of them are
       answered and the next one is yet to come; the clock stands meanwhile.
+    clock: seconds. With `time.process_time`, those in which this process had a
+      core, requests come at such times, and nothing waits for them: what other
+      processes take away does not count.
   """
   result, handles, n = ReplayResult(), [], 0
-  steps, start = engine.counters.steps, time.monotonic()
-  clock = lambda: time.monotonic() - start
+  steps, start = engine.counters.steps, clock()
+  spent = lambda: clock() - start
   # They are drawn ahead: that is no work of an engine.
   prompts = [one.prompt(engine.vocab) for one in trace]
 
@@ -626,12 +636,12 @@ def replay_live(
       nonlocal seen
       if len(answer.tokens) > seen:
         seen += 1
-        token(clock(), answer.finish is not None)
+        token(spent(), answer.finish is not None)
 
     return changed
 
   while n < len(trace) or engine.busy:
-    while n < len(trace) and trace[n].arrival <= clock():
+    while n < len(trace) and trace[n].arrival <= spent():
       one, n = trace[n], n + 1
       request = Request(prompt=prompts[n - 1], max_new_tokens=one.new_tokens)
       try:
@@ -646,11 +656,15 @@ def replay_live(
       engine.step()
     elif n < len(trace):
       if idle is not None:
-        since, before = time.monotonic(), engine.counters.steps
+        since, before = clock(), engine.counters.steps
         idle(n)
-        start += time.monotonic() - since
+        start += clock() - since
         steps += engine.counters.steps - before
-      time.sleep(max(0.0, min(0.01, trace[n].arrival - clock())))
+      left = max(0.0, trace[n].arrival - spent())
+      if clock is time.monotonic:
+        time.sleep(min(0.01, left))
+      else:
+        start -= left
   result.requests = len(handles)
   result.steps = engine.counters.steps - steps
   result.cached_tokens = sum(h.cached_tokens for h in handles)
