@@ -260,7 +260,7 @@ def record_steps(
   try:
     yield
   finally:
-    del scheduler.plan, engine.step
+    scheduler.plan, engine.step = plan_of, step_of
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -664,7 +664,8 @@ def replay_live(
       if clock is time.monotonic:
         time.sleep(min(0.01, left))
       else:
-        start -= left
+        # By no less than what rounding hides.
+        start -= max(left, 1e-12)
   result.requests = len(handles)
   result.steps = engine.counters.steps - steps
   result.cached_tokens = sum(h.cached_tokens for h in handles)

@@ -94,14 +94,17 @@ def found(handle):
 class Live:
   """A router and instances in one process."""
 
-  def __init__(self, model, *roles, policy=None, silence_s=60, **options):
+  def __init__(
+    self, model, *roles, policy=None, silence_s=60, stream_tokens=0, **options
+  ):
     self.model, self.options, self.now = model, options, 0.0
     self.router = cluster.ClusterRouter(
       key=KEY,
       vocab=262,
-      longest=160,
+      longest=options.get("longest", 160),
       tokenizer=Bytes(),
       policy=policy,
+      stream_tokens=stream_tokens,
       silence_s=silence_s,
       patience_s=WAIT_S,
       beat_s=0.05,
@@ -526,6 +529,55 @@ def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
       live.kill(names[lost])
       assert found(handle) == alone(third)
     assert counters.failed == 0 and counters.lost == 1
+
+
+@pytest.mark.parametrize(
+  "lost", [None, *_marked(pytest.mark.long, "prefill0", "decode1")]
+)
+def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
+  rng = np.random.default_rng(4)
+  prompts = [rng.integers(0, 256, n).astype(np.int32) for n in (230, 40, 256)]
+  wanted = [
+    Request(prompt=x[:-12], max_new_tokens=12, salt=str(n))
+    for n, x in enumerate(prompts)
+  ]
+  options = dict(longest=256, page=32)
+  with engine(model, **options) as one:
+    want = [found(one.submit(x)) for x in wanted]
+  with Live(
+    model, "prefill", "decode", stream_tokens=100, **options
+  ) as live:
+    live.join("decode2", "decode", page=64)
+    source, publisher = live.engines[0], live.workers["prefill0"].publisher
+    step_of, waited = source.step, []
+
+    def step():
+      more = step_of()
+      rows = [x for x in source.scheduler.running if x is not None]
+      # Half of the first prompt is read: the engine waits for its pages.
+      if not waited and any(x.salt == "0" and x.computed >= 128 for x in rows):
+        waited.append(True)
+        until(lambda: publisher.counters.reads)
+      return more
+
+    source.step = step
+    handles = [live.submit(x) for x in wanted]
+    if lost is not None:
+      until(lambda: publisher.counters.reads)
+      live.join("prefill3", "prefill")
+      live.kill(lost)
+    assert [found(x) for x in handles] == want
+    assert waited
+    if lost is None:
+      assert live.router.counters.moved == 3
+      assert live.router.counters.again == 0
+      assert source.counters.new_tokens == 3
+      # Two prompts in two parts, one in one.
+      assert publisher.counters.tickets == 5
+      answered = live.engines[1].counters, live.engines[2].counters
+      assert sum(x.prompt_tokens for x in answered) < 3 * 64
+    assert live.router.counters.failed == 0
+    live.idle()
 
 
 def test_text_of_tokens_that_are_known(model, alone):

@@ -185,7 +185,8 @@ class RoutedState:
       "read", to be answered; "answering".
     reader: who reads the prompt, or has read it; None if nobody does.
     read_task: its number there.
-    ticket: of the pages there, or None.
+    tickets: of the pages there, first ones first.
+    more: whether it is still being read, and others come.
     decoder: who answers, or is to answer by the route.
     task: its number there.
     source: who has a prefix that who reads fetches first, or None.
@@ -206,7 +207,8 @@ class RoutedState:
   stage: str = "new"
   reader: ClusterInstance | None = None
   read_task: int = -1
-  ticket: str | None = None
+  tickets: list[str] = dataclasses.field(default_factory=list)
+  more: bool = False
   decoder: ClusterInstance | None = None
   task: int = -1
   source: ClusterInstance | None = None
@@ -239,6 +241,7 @@ class ClusterRouter:
     longest: int,
     tokenizer: AnyTokenizer | None = None,
     policy: RoutingPolicy | None = None,
+    stream_tokens: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
     patience_s: int | float = 30.0,
@@ -255,6 +258,9 @@ class ClusterRouter:
       longest: tokens of a prompt and its answer, as of their engines.
       tokenizer: of texts, for `rj.serve.app`.
       policy: decides where requests go; default: `ShortestQueue()`.
+      stream_tokens: of prompts, after how many tokens that were read pages are
+        published and pulled, while others are read; 0 for all at the end. Who
+        answers is then chosen, and has room for it, before a prompt is read.
       host: of the interface where instances join.
       port: 0 takes a free one.
       patience_s: seconds for which a request waits while no instance is there
@@ -272,6 +278,7 @@ class ClusterRouter:
     self.vocab = positive_int("vocab", vocab)
     self.longest = positive_int("longest", longest)
     self._policy = policy or ShortestQueue()
+    self._stream = integer("stream_tokens", stream_tokens, least=0)
     self._patience_s = number("patience_s", patience_s, above=0)
     self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
     self._attempts = positive_int("attempts", attempts)
@@ -653,7 +660,8 @@ class ClusterRouter:
           self._drop_source(state)
           if state.stage == "fetching" and state.reader is not one:
             self._begin_reading(state)
-        if state.reader is one and answers and state.decoder is not one:
+        pulls = answers and state.decoder is not one and not state.more
+        if state.reader is one and pulls:
           # Who answers pulls now, or says that it could not.
           self._let_go(state)
         elif one in (state.reader, state.decoder if answers else None):
@@ -689,8 +697,8 @@ class ClusterRouter:
       if state is None:
         return  # Of a request that has ended, or has begun again.
       if kind == "read" and fields["id"] == state.fetch_task:
-        state.ticket = fields["ticket"]
-        if state.ticket is None:
+        state.tickets = _some(fields["ticket"])
+        if not state.tickets:
           self._drop_source(state)
         self._begin_reading(state)
       elif kind == "pulled" and fields["id"] == state.read_task:
@@ -698,9 +706,10 @@ class ClusterRouter:
         self.counters.fetched_bytes += int(fields["nbytes"])
         self._drop_source(state)
       elif kind == "read":
-        state.stage, state.ticket = "read", fields["ticket"]
         state.cached = int(fields["cached"])
-        self._dispatch()
+        self._published(state, fields["ticket"], last=True)
+      elif kind == "part":
+        self._published(state, fields["ticket"], last=False)
       elif kind == "pulled":
         self.counters.moved += 1
         self.counters.moved_bytes += int(fields["nbytes"])
@@ -733,9 +742,10 @@ class ClusterRouter:
     full = False
     for state in list(self._requests.values()):
       # One that waits for room is not overtaken.
-      if state.stage == "read" and not full:
+      before = state.stage
+      if (before == "read" or (state.more and before == "reading")) and not full:
         self._guarded(state, self._place)
-        full = state.stage == "read" and state.alone_since is None
+        full = state.stage == before == "read" and state.alone_since is None
     self._work.notify_all()
 
   def _guarded(
@@ -827,11 +837,11 @@ class ClusterRouter:
         self._answer(state, reader)
         return
       # As if the prefix were all that is read apart from the answer.
-      state.reader, state.decoder, state.ticket = source, decoder, None
+      state.reader, state.decoder, state.tickets = source, decoder, []
       state.stage = "reading"
       state.read_task = self._offer(source, state)
       return
-    state.reader, state.decoder, state.ticket = reader, decoder, None
+    state.reader, state.decoder, state.tickets = reader, decoder, []
     if state.prompt.size <= reader.page or not state.handle.request.share:
       # No page of it can move.
       state.stage, state.reader = "read", None
@@ -847,8 +857,21 @@ class ClusterRouter:
     assert state.reader is not None
     state.stage = "reading"
     state.read_task = self._send(state.reader, state, reads=True)
-    # The next ticket is that of the whole prompt.
-    state.ticket = None
+    # The next tickets are those of the whole prompt.
+    state.tickets = []
+
+  def _published(
+    self, state: RoutedState, ticket: str | None, *, last: bool
+  ) -> None:
+    """Pages of a prompt are there, the last ones or others."""
+    state.tickets += _some(ticket)
+    state.more = not last
+    if state.stage == "answering" and state.decoder is not None:
+      # Who answers pulls already.
+      state.decoder.link.tell(t="part", id=state.task, ticket=ticket, last=last)
+      return
+    state.stage = "read" if last else "reading"
+    self._dispatch()
 
   def _offer(self, one: ClusterInstance, state: RoutedState) -> int:
     """Has an instance publish what it has of a prompt; the task's number."""
@@ -869,6 +892,8 @@ class ClusterRouter:
     """A request whose prompt has been read."""
     one = state.decoder
     here = one is not None and self._instances.get(one.name) is one
+    if state.more and one is state.reader:
+      return  # It has the pages where they are needed, at the end.
     if one is not None and here and not one.leaving:
       self._answer(state, one)
       return
@@ -881,7 +906,9 @@ class ClusterRouter:
     if isinstance(name, Rejected):
       self._reject(state, name)
     elif name is not None:
-      self._answer(state, self._named(name))
+      decoder = self._named(name)
+      if decoder is not state.reader or not state.more:
+        self._answer(state, decoder)
 
   def _named(self, name: str) -> ClusterInstance:
     one = self._instances.get(name)
@@ -897,7 +924,7 @@ class ClusterRouter:
   def _answer(self, state: RoutedState, decoder: ClusterInstance) -> None:
     """Has an instance answer."""
     state.stage, state.decoder = "answering", decoder
-    if state.reader is decoder or state.ticket is None:
+    if state.reader is decoder or not state.tickets:
       # It has the pages where they are needed, or there are none.
       self._let_go(state)
     state.task = self._send(decoder, state, reads=False)
@@ -926,7 +953,12 @@ class ClusterRouter:
       "request": request_fields(request, state.prompt),
     }
     owner = state.source if reads else state.reader
-    fields["ticket"] = state.ticket
+    # A copy: it is sent later, and others may come meanwhile.
+    fields["tickets"] = list(state.tickets)
+    if reads:
+      fields["stream"] = self._stream if request.share else 0
+    else:
+      fields["more"] = state.more
     fields["address"] = owner and owner.address
     self._tasks[task] = state
     one.sent += 1
@@ -941,7 +973,7 @@ class ClusterRouter:
     self._tasks.pop(state.read_task, None)
     if state.reader is not None and state.read_task >= 0:
       state.reader.link.tell(t="cancel", id=state.read_task)
-    state.reader = state.ticket = None
+    state.reader, state.tickets, state.more = None, [], False
     state.read_task = -1
 
   def _again(self, state: RoutedState, why: str) -> None:
@@ -965,9 +997,9 @@ class ClusterRouter:
       return
     reader = state.reader
     alive = reader and self._instances.get(reader.name) is reader
-    if alive and state.ticket is not None and answered:
-      # Its pages are still there.
-      state.stage = "read"
+    if alive and state.tickets and answered:
+      # Its pages are still there, or come.
+      state.stage = "reading" if state.more else "read"
       state.attempts += 1
       return
     self._let_go(state)
@@ -1075,6 +1107,10 @@ class ClusterRouter:
             + (f"; before: {state.why[:200]}" if state.why else "")
           )
           self._finish(state, "error", error)
+
+
+def _some(ticket: str | None) -> list[str]:
+  return [] if ticket is None else [str(ticket)]
 
 
 def _begun(handle: Handle) -> Iterator[tuple[int, ...]]:
