@@ -189,8 +189,8 @@ _OPTIONS = {
   "cost": "Seconds of a simulated step: answers=,prompts=,token=,pair=; "
   "default: measured.",
   "compare": "What with.",
-  "clock": "--compare=simulated: cpu counts the time in which the process has a "
-  "core.",
+  "clock": "--compare=simulated: cpu counts the time in which the process has "
+  "a core.",
   "draft": "Hugging Face folder of a model that drafts; default: one that "
   "ships where its vocabulary is the model's, else the model's first layer.",
   "drafted": "Tokens of a draft.",

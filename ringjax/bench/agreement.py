@@ -8,8 +8,8 @@ see the same machine, also one that others use. The trace's clock stands then.
 Cost: the trace in real time, and as long again, for each round.
 
   live       an engine answers the trace in real time
-  engine     `SimulatedEngine`: the same scheduler, steps of the fitted cost that
-             vary as the measured ones
+  engine     `SimulatedEngine`: the same scheduler, steps of the fitted cost
+             that vary as the measured ones
   cluster    `ClusterSimulator`, which plans services: one instance, the cost's
              mean
 """
@@ -137,7 +137,7 @@ def compare_simulators(
   *,
   rounds: int = 3,
   clock: Callable[[], float] = time.monotonic,
-  progress: Callable[[int, int], object] = lambda round, done: None,
+  progress: Callable[[int, int], None] = lambda round, done: None,
 ) -> Agreement:
   """Replays a trace live and in simulators that were calibrated beside it.
 
@@ -179,7 +179,7 @@ def _round(
   trace: Sequence[TraceRequest],
   calibration: Sequence[TraceRequest],
   clock: Callable[[], float],
-  progress: Callable[[int], object],
+  progress: Callable[[int], None],
 ) -> AgreementRound:
   record = rj.serve.StepRecord()
   parts = max(1, math.ceil(len(trace) / _BETWEEN))

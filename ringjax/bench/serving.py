@@ -311,7 +311,8 @@ def _agreed_with(
   progress.clear()
   say(
     f"{len(trace)} requests, {trace[-1].arrival:.0f} s, {settings.rounds} "
-    f"rounds, {settings.clock} clock; costs of {len(other)} other requests, measured by turns"
+    f"rounds, {settings.clock} clock; costs of {len(other)} "
+    "other requests, measured by turns"
   )
   for line in found.lines():
     say(line)

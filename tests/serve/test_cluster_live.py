@@ -544,9 +544,7 @@ def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
   options = dict(longest=256, page=32)
   with engine(model, **options) as one:
     want = [found(one.submit(x)) for x in wanted]
-  with Live(
-    model, "prefill", "decode", stream_tokens=100, **options
-  ) as live:
+  with Live(model, "prefill", "decode", stream_tokens=100, **options) as live:
     live.join("decode2", "decode", page=64)
     source, publisher = live.engines[0], live.workers["prefill0"].publisher
     step_of, waited = source.step, []

@@ -231,7 +231,6 @@ __all__ = [
   "replan",
   "share_met",
   "short_key",
-  "share_met",
   "simulate_elastic",
   "simulate_stages",
   "staggered_starts",

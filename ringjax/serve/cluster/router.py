@@ -332,7 +332,10 @@ class ClusterRouter:
     with self._work:
       lacks = [
         f"an instance that {does}"
-        for what, does in (("prefills", "reads prompts"), ("decodes", "answers"))
+        for what, does in (
+          ("prefills", "reads prompts"),
+          ("decodes", "answers"),
+        )
         if not self._able(what)
       ]
     return " and ".join(lacks)
@@ -743,7 +746,9 @@ class ClusterRouter:
     for state in list(self._requests.values()):
       # One that waits for room is not overtaken.
       before = state.stage
-      if (before == "read" or (state.more and before == "reading")) and not full:
+      if (
+        before == "read" or (state.more and before == "reading")
+      ) and not full:
         self._guarded(state, self._place)
         full = state.stage == before == "read" and state.alone_since is None
     self._work.notify_all()
