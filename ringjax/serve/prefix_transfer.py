@@ -265,7 +265,7 @@ def _begin_copies(
 ) -> list[tuple[tuple[jax.Array, ...], list[int]]]:
   """Copies of a group's pages of successive blocks, which the device makes
   before it computes what comes next; where in them the blocks are."""
-  found = []
+  found: list[tuple[tuple[jax.Array, ...], list[int]]] = []
   step = _BATCH * shards
   for start in range(0, len(blocks), step):
     pages = np.zeros((shards, _BATCH), np.int32)
@@ -276,7 +276,8 @@ def _begin_copies(
       shard, column = block.depth % shards, n // shards
       pages[shard, column] = page
       places.append(shard * _BATCH + column)
-    found.append((read_pages(pool, group, pages), places))
+    held: Any = read_pages(pool, group, pages)
+    found.append((held, places))
   return found
 
 

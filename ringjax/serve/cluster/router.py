@@ -84,6 +84,8 @@ from ringjax.transfer.wire import (
 _GREETING_S = 5.0
 _LOOK_S = 0.1
 _MOST_LINKS = 512
+# What is said of an instance that may do something.
+_DOES = {"prefills": "reads prompts", "decodes": "answers"}
 _REPORTED = (
   "queued_requests",
   "queued_tokens",
@@ -332,10 +334,7 @@ class ClusterRouter:
     with self._work:
       lacks = [
         f"an instance that {does}"
-        for what, does in (
-          ("prefills", "reads prompts"),
-          ("decodes", "answers"),
-        )
+        for what, does in _DOES.items()
         if not self._able(what)
       ]
     return " and ".join(lacks)
@@ -499,7 +498,7 @@ class ClusterRouter:
           "name", name, f"one of {sorted(self._instances)}", "pass its name"
         )
       before, one.role = one.role, role
-      for what, words in (("prefills", "reads"), ("decodes", "answers")):
+      for what, words in _DOES.items():
         if not any(self._able(what)):
           one.role = before
           raise OptionError(
@@ -746,9 +745,8 @@ class ClusterRouter:
     for state in list(self._requests.values()):
       # One that waits for room is not overtaken.
       before = state.stage
-      if (
-        before == "read" or (state.more and before == "reading")
-      ) and not full:
+      waits = before == "read" or (state.more and before == "reading")
+      if waits and not full:
         self._guarded(state, self._place)
         full = state.stage == before == "read" and state.alone_since is None
     self._work.notify_all()
