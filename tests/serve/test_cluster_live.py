@@ -567,11 +567,12 @@ def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
     assert [found(x) for x in handles] == want
     assert waited
     if lost is None:
-      assert live.router.counters.moved == 3
+      # The second one has no whole page, and is read by who answers.
+      assert live.router.counters.moved == 2
       assert live.router.counters.again == 0
-      assert source.counters.new_tokens == 3
-      # Two prompts in two parts, one in one.
-      assert publisher.counters.tickets == 5
+      assert source.counters.new_tokens == 2
+      # Each of the others in two parts.
+      assert publisher.counters.tickets == 4
       answered = live.engines[1].counters, live.engines[2].counters
       assert sum(x.prompt_tokens for x in answered) < 3 * 64
     assert live.router.counters.failed == 0
