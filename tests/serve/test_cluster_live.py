@@ -531,9 +531,8 @@ def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
     assert counters.failed == 0 and counters.lost == 1
 
 
-@pytest.mark.parametrize(
-  "lost", [None, *_marked(pytest.mark.long, "prefill0", "decode1")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [None, "prefill0", "decode1"])
 def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
   rng = np.random.default_rng(4)
   prompts = [rng.integers(0, 256, n).astype(np.int32) for n in (230, 40, 256)]
