@@ -33,6 +33,9 @@
       --rate) against an engine in real time, or against its simulator.
   python -m launch.bench serve --compare=sequential
       16 requests at once, and one after the other: the ratio of the medians.
+  python -m launch.bench serve --compare=simulated --requests=200 --rounds=3
+      A trace live, beside what the simulators of an engine and of a cluster say
+      of it, calibrated by turns on other requests.
   python -m launch.bench serve --compare=plain --speculate=lookup
       An engine that checks drafts beside one that does not.
   python -m launch.bench serve --compare=transformers --model=llama-100m
@@ -186,6 +189,8 @@ _OPTIONS = {
   "cost": "Seconds of a simulated step: answers=,prompts=,token=,pair=; "
   "default: measured.",
   "compare": "What with.",
+  "clock": "--compare=simulated: cpu counts the time in which the process has "
+  "a core.",
   "draft": "Hugging Face folder of a model that drafts; default: one that "
   "ships where its vocabulary is the model's, else the model's first layer.",
   "drafted": "Tokens of a draft.",

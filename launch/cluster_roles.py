@@ -52,6 +52,13 @@ def define(values: flags.FlagValues) -> None:
     "Of a router: where requests go.",
     flag_values=values,
   )
+  new.whole(
+    "stream",
+    0,
+    "Of a router: tokens of a prompt after which pages of it are published and "
+    "pulled while others are read; 0: all at its end.",
+    0,
+  )
   new.number(
     "patience",
     30.0,
@@ -171,6 +178,7 @@ def router(
     longest=longest,
     tokenizer=tokenizer,
     policy=POLICIES[values.policy](),
+    stream_tokens=values.stream,
     host=values.host,
     port=values.cluster_port,
     patience_s=values.patience,

@@ -57,6 +57,10 @@
       How many instances that read prompts and how many that answer, in which
       shapes, serve the most requests within both limits, beside instances that
       do both (DistServe); --rate=20: on the fewest devices.
+  python -m launch.plan which --prompt=8000 --new=200 --slo=ttft=4,tpot=0.05
+      One load on eight chips as one engine, replicas, instances that read apart
+      from those that answer, elastic groups, with and without routes to who
+      has a prefix: how many requests a second each serves in time.
   python -m launch.plan fastdecode --new=256 --every=16 --answer_seconds=30
       Rows of a mini-batch and CPUs where attention runs beside host caches, and
       how busy both stages are if sequences start together, or a group each
@@ -523,6 +527,12 @@ def _elastic(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
   elastic.compared(values, out, err)
 
 
+def _which(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
+  from launch import which
+
+  which.compared(values, out, err)
+
+
 def _serve(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
   from launch import serving_plan
 
@@ -543,6 +553,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "offload": offload.offloaded,
   "window": windows.windowed,
   "serve": _serve,
+  "which": _which,
   "fastdecode": stages.fastdecode,
   "liger": stages.liger,
 }

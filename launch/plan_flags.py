@@ -37,9 +37,10 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("context", "whole", 10240, "kvr", "Tokens of the prompt."),
   ("ranks", "whole", 4, "kvr window",
    "Devices that read the prompt; window: with equal shares, default 8."),
-  ("bandwidth", "number", 300e9, "kvr window serve",
+  ("bandwidth", "number", 300e9, "kvr window serve which",
    "Link bandwidth (bytes/s); window: default 37.5e6; serve: of a device to "
-   "another node, default as the chip's.", 0.0),
+   "another node, default as the chip's; which: of an instance to others.",
+   0.0),
   ("latency", "number", 0.0, "kvr window",
    "Latency of a message (s); window: of a link, default 0.001.", 0.0),
   ("tile", "whole", 1, "kvr", "Partitions are multiples of so many tokens."),
@@ -53,7 +54,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    cost.KERNELS),
   ("noise", "number", 0.0, "kvr",
    "In each layer one link is slower by this, e.g. 20.", 0.0),
-  ("seed", "whole", 0, "kvr serve elastic",
+  ("seed", "whole", 0, "kvr serve elastic which",
    "Random seed of --noise; serve: of made-up requests; elastic: of lengths "
    "and arrivals.", 0),
   ("least_gain", "number", 0.05, "kvr",
@@ -65,7 +66,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
    "kvr explain fit pictures aot cache capacity cycles offload "
-   "window ring serve elastic fastdecode liger",
+   "window ring serve elastic fastdecode liger which",
    "One JSON object on stdout, and nothing else."),
   ("why", "boolean", False, "kvr", "Print the reasons for the choice."),
   ("paper", "boolean", False, "kvr offload",
@@ -124,10 +125,11 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("machine", "text", None, "offload",
    f"Name of a machine, of {', '.join(offload_tiers.MACHINES)}, path of a "
    "measured one, or here, which measures this one; default: t4."),
-  ("prompt", "whole", 512, "offload window serve",
-   "Tokens of each row's prompt; serve: on average."),
-  ("new", "whole", 32, "offload window serve fastdecode",
-   "Tokens that each row generates; serve: on average; fastdecode: default "
+  ("prompt", "whole", 512, "offload window serve which",
+   "Tokens of each row's prompt; serve, which: on average."),
+  ("new", "whole", 32, "offload window serve fastdecode which",
+   "Tokens that each row generates; serve, which: on average; "
+   "fastdecode: default "
    "256."),
   ("form", "enum", "code", "offload",
    "How times overlap: as in the paper, or as in its released cost model.",
@@ -250,7 +252,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("chips", "texts", None, "cycles",
    f"Some of {','.join(cycles.SLICES)}; default: all."),
   ("cluster", "text", "1x8", "serve", "NODESxDEVICES, e.g. 4x8."),
-  ("slo", "text", "ttft=0.5,tpot=0.1,share=0.9", "serve",
+  ("slo", "text", "ttft=0.5,tpot=0.1,share=0.9", "serve which",
    "Seconds to the first token and for each later one, and the part of the "
    "requests that has to meet both."),
   ("rate", "number", None, "serve",
@@ -259,9 +261,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("trace", "text", None, "serve",
    "Requests of a file: Azure's or BurstGPT's .csv, Mooncake's .jsonl; its "
    "gaps are scaled. Default: Poisson arrivals of --prompt and --new."),
-  ("requests", "whole", 500, "serve elastic",
+  ("requests", "whole", 500, "serve elastic which",
    "Requests of a simulation; of --trace the first ones."),
-  ("spread", "number", 0.5, "serve",
+  ("spread", "number", 0.5, "serve which",
    "Standard deviation of the logarithms of made-up lengths.", 0.0),
   ("times", "text", None, "serve",
    "Times of calls: .csv of measured ones, to which seven constants are "
@@ -271,8 +273,11 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("rules", "enum", "ringjax", "serve",
    "Whose simulator: distserve batches as that one does and moves caches in "
    "no time; it needs a profile.", ("ringjax", "distserve")),
-  ("prefill_tokens", "whole", 2048, "serve",
+  ("prefill_tokens", "whole", 2048, "serve which",
    "Tokens of prompts that are read at once; a longer prompt is read alone."),
+  ("shared", "whole", 0, "which",
+   "Tokens of a document with which each prompt begins, beside --prompt.", 0),
+  ("documents", "whole", 1, "which", "How many documents there are."),
   ("replan", "number", None, "serve",
    "Seconds of a window of --trace: place anew when the load has drifted.",
    0.0),

@@ -161,7 +161,7 @@ def _asked(values: flags.FlagValues) -> _Service:
       nodes=nodes, devices=devices, inside=inside, between=between
     ),
     trace=trace,
-    limits=_limits(values.slo),
+    limits=limits_of(values.slo),
     each=own,
     transfer=not own,
     source=source,
@@ -178,7 +178,8 @@ def _cluster(text: str) -> tuple[int, int]:
   return nodes, devices
 
 
-def _limits(text: str) -> Limits:
+def limits_of(text: str) -> Limits:
+  """The limits of --slo."""
   names = {"ttft": "ttft_s", "tpot": "tpot_s", "share": "share"}
   given: dict[str, float] = {}
   try:

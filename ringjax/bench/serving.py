@@ -10,6 +10,9 @@
            one folder, float32, the same cores. PyTorch has a thread for each
            core, and as "transformers_1" one: where others take a core away its
            threads wait for each other. The better of the two counts.
+  --compare=simulated  a trace, live and in the simulators of an engine and of a
+           cluster, whose costs are measured beside it on other requests;
+           --rounds times, medians of TTFT and TPOT. See `agreement`.
   --compare=plain  an engine with --speculate beside one without, on prompts of
            the six kinds of `launch.bench speculate`.
 
@@ -38,6 +41,7 @@ import numpy as np
 
 import ringjax as rj
 from ringjax.bench import harness, speculation_tasks, timing
+from ringjax.bench.agreement import SIDES, compare_simulators
 from ringjax.bench.continuous_batching import (
   TransformersServer,
   import_transformers,
@@ -74,6 +78,8 @@ class ServeSettings(BenchmarkSettings):
     cost: of a simulated step, see `rj.serve.StepCost`; None to measure it.
     compare: what with; "plain" is an engine without drafts, for prompts whose
       answers repeat what is there, see `speculation_tasks`.
+    clock: of --compare=simulated: "wall", or "cpu", the time in which the
+      process had a core, where others use the machine.
     rounds: of a comparison.
   """
 
@@ -99,7 +105,10 @@ class ServeSettings(BenchmarkSettings):
   share: str = option("prompts", ("prompts", "answers", "nothing"))
   speculate: str | None = option(None, ())
   cost: str | None = option(None, ())
-  compare: str | None = option(None, ("sequential", "transformers", "plain"))
+  compare: str | None = option(
+    None, ("sequential", "transformers", "plain", "simulated")
+  )
+  clock: str = option("wall", ("wall", "cpu"))
   rounds: int = option(5)
 
   def __post_init__(self) -> None:
@@ -110,11 +119,15 @@ class ServeSettings(BenchmarkSettings):
     if self.cost is not None:
       rj.serve.StepCost.parse(self.cost)
     for got, want, wrong in (
-      ("compare and trace", "one of them", self.compare and self.trace),
+      ("compare and trace", "one of them",
+       self.compare not in (None, "simulated") and self.trace),
       ("cost and engine=live", "engine=simulated",
        self.cost and self.engine == "live"),
+      ("clock", "--compare=simulated with it",
+       self.clock != "wall" and self.compare != "simulated"),
       ("speculate and a simulated engine", "engine=live, or a comparison",
-       self.speculate and self.engine != "live" and not self.compare),
+       self.speculate and self.engine != "live"
+       and self.compare in (None, "simulated")),
     ):  # fmt: skip
       if wrong:
         raise OptionError("flags", got, want, "leave one out")
@@ -171,7 +184,8 @@ class ServeBenchmark:
         raise OptionError(
           "plot", "--compare", "a replay", "leave --plot or --compare out"
         )
-      result |= _compared(settings, say)
+      work = _agreed_with if settings.compare == "simulated" else _compared
+      result |= work(settings, say)
     else:
       found, more = _replayed(settings, say)
       result |= more | found.summary()
@@ -184,8 +198,8 @@ class ServeBenchmark:
     return result
 
 
-def requests_of(settings: ServeSettings) -> list[TraceRequest]:
-  """The requests of a file, or by chance."""
+def requests_of(settings: ServeSettings, seed: int = 0) -> list[TraceRequest]:
+  """The requests of a file, or by chance with a seed."""
   count = settings.requests
   if settings.trace is None:
     return rj.serve.poisson_trace(
@@ -195,6 +209,7 @@ def requests_of(settings: ServeSettings) -> list[TraceRequest]:
       new_tokens=settings.new_tokens,
       shared_tokens=settings.shared_tokens or 0,
       spread=_number("spread", settings.spread),
+      seed=seed,
     )
   speed = _number("speed", settings.speed)
   found = rj.serve.read_trace(settings.trace)[:count]
@@ -266,6 +281,46 @@ def _replayed(
     found = rj.serve.replay_simulated(simulated, trace, progress=shown)
   progress.clear()
   return found, more | {"took_s": time.perf_counter() - start}
+
+
+def _agreed_with(
+  settings: ServeSettings, say: Callable[[str], Any]
+) -> dict[str, Any]:
+  """A trace live, beside what the simulators say of it."""
+  if settings.trace is None:
+    trace, other = requests_of(settings), requests_of(settings, seed=1)
+  else:
+    # Every second request is measured, the others are replayed.
+    both = requests_of(settings)
+    trace, other = both[::2], both[1::2]
+    if not other:
+      raise OptionError(
+        "requests", "one", "two at least", "leave --requests out"
+      )
+  engine = _engine(settings, _sizes(settings, [*trace, *other]))
+  total = settings.rounds * len(trace)
+  progress = timing.Progress(total, sys.stderr)
+  found = compare_simulators(
+    engine,
+    trace,
+    other,
+    rounds=settings.rounds,
+    clock=time.process_time if settings.clock == "cpu" else time.monotonic,
+    progress=lambda n, done: progress.at(n * len(trace) + done, "requests"),
+  )
+  progress.clear()
+  say(
+    f"{len(trace)} requests, {trace[-1].arrival:.0f} s, {settings.rounds} "
+    f"rounds, {settings.clock} clock; costs of {len(other)} "
+    "other requests, measured by turns"
+  )
+  for line in found.lines():
+    say(line)
+  return {
+    "agreement": [dataclasses.asdict(one) for one in found.rounds],
+    "worst": {side: found.worst(side) for side in SIDES[1:]},
+    "load": found.load,
+  }
 
 
 def _warm(engine: Engine) -> None:

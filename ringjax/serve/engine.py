@@ -182,6 +182,8 @@ class Engine:
     model: the model.
     counters: what was done.
     scheduler: rows and pages.
+    on_step: called after each step by the thread that steps, or None; it has
+      to be quick and may not raise.
   """
 
   @entering(lambda _, model, **options: options.get("mesh") or model.mesh)
@@ -475,6 +477,7 @@ class Engine:
         dtype=spec["dtype"],
       )
     self._handles: dict[Handle, list[ServedRow]] = {}
+    self.on_step: Callable[[], None] | None = None
     self._flying: tuple[StepPlan, Any, Any] | None = None
     self._arrivals = itertools.count()
     self._clock = clock
@@ -677,6 +680,15 @@ class Engine:
       if rows:
         self.counters.cancelled += why == "cancelled"
 
+  def prompt_progress(self, handle: Handle) -> int:
+    """Tokens of a request's prompt whose keys are computed, or found.
+
+    Args:
+      handle: of a request that has not ended; of others it is 0.
+    """
+    rows = self._handles.get(handle)
+    return min(rows[0].computed, rows[0].prompt.size) if rows else 0
+
   @contextlib.contextmanager
   def between_steps(self) -> Iterator[PagePool]:
     """The pool, for a block in which the engine takes no step."""
@@ -708,6 +720,13 @@ class Engine:
   def open(self) -> bool:
     """Whether it takes requests: not closed, and no step of it has failed."""
     return not self._closed and self._broken is None
+
+  @property
+  def missing(self) -> str:
+    """Why it takes none; "" if it does."""
+    if self._closed:
+      return "the engine: it is closed"
+    return "" if self._broken is None else "the engine: a step of it failed"
 
   @property
   def rows(self) -> int:
@@ -887,6 +906,8 @@ class Engine:
       # All that is left to do waits for blocks.
       self._link.wait(self.scheduler.waiting)
     self._swap.measure(plan)
+    if self.on_step is not None:
+      self.on_step()
     self._work.notify_all()
     return self.busy
 

@@ -88,6 +88,11 @@ class Served(Answers, Protocol):
     """Whether it takes requests."""
     ...
 
+  @property
+  def missing(self) -> str:
+    """What it lacks to serve a request now; "" if nothing."""
+    ...
+
   def start(self) -> Served:
     """Lets it work by itself, until `close`."""
     ...
@@ -294,9 +299,11 @@ class OpenAIApp:
         headers={"allow": method},
       )
     if path == "/health":
-      fine = self.engine.open
-      status = {"status": "ok" if fine else "unavailable"}
-      await client.json(200 if fine else 503, status)
+      missing = self.engine.missing
+      status = {"status": "unavailable", "missing": missing}
+      await client.json(
+        503 if missing else 200, status if missing else {"status": "ok"}
+      )
       return
     headers = {key.lower(): value for key, value in scope["headers"]}
     salt = self._tenant(headers)

@@ -7,19 +7,23 @@ refused, and so are pages of other tokens, in another order or of another
 adapter: each page comes with a hash of all tokens up to its end. Nothing else
 of the other engine changes: a prompt finds the prefix there as if it came out
 of its store, and what is missing is computed.
-Cost: one copy of the prefix to the host, in batches of fixed shapes between
-two steps; one copy there into blocks of the other size.
-Memory: the prefix on the host of each side.
+Cost: one copy of the prefix to the host, in batches of fixed shapes; one copy
+there into blocks of the other size. Between two steps of an engine stand no
+copies: reading pages is begun there, some batches at a time, and a prefix that
+came is looked up.
+Memory: the prefix on the host of each side; on the device these batches.
 
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is
-computed again.
+computed again. A prompt that is still being read can move in parts, with
+`first=`, as far as its pages are computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import weakref
 from typing import Any
 
@@ -36,8 +40,8 @@ from ringjax.serve.prefix_tree import PrefixBlock, next_digest
 from ringjax.serve.store_link import read_pages
 from ringjax.transfer import PageLayout, PageLeaf, PulledPages, Ticket
 
-# Pages of each shard in one copy.
-_BATCH = 16
+# Pages of each shard in one copy, and copies that are begun between two steps.
+_BATCH, _COPIES = 16, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +68,11 @@ def export_prefix(
   *,
   salt: str = "",
   adapter: str = "",
+  first: int = 0,
 ) -> ExportedPrefix:
   """Copies the pages of the longest prefix that an engine has computed.
+
+  The engine goes on meanwhile; where it lets pages go the prefix is shorter.
 
   Args:
     engine: with `share` of "prompts" or "answers".
@@ -73,37 +80,48 @@ def export_prefix(
       depend on its length.
     salt: of the request.
     adapter: of the request.
+    first: leaves out so many pages, which have moved before.
 
   Raises:
-    OptionError: the engine knows no whole page of it, has no such adapter, or
-      has a pool whose pages can't be cut elsewhere.
+    OptionError: the engine knows no whole page of it behind these, has no such
+      adapter, or has a pool whose pages can't be cut elsewhere.
     PromptError: tokens that are none.
   """
   tokens = inputs.prompt(tokens, engine.vocab)
   layout = prefix_layout(engine)
   labels = _labels(engine, tokens, engine.scheduler.tree.page, adapter)
   salt = engine.prefix_salt(salt, len(tokens))
-  with engine.between_steps() as pool:
-    tree = engine.scheduler.tree
-    chain = tree.chain(tree.root(salt, adapter), tree.pieces(tokens))
-    ready = next((n for n, b in enumerate(chain) if not b.ready), len(chain))
-    if not ready:
-      raise OptionError(
-        "tokens",
-        f"{len(tokens)} tokens of which no page of {tree.page} is known",
-        "the tokens of a prompt that this engine has read",
-        "export it before its pages have to make room",
-      )
-    groups = [
-      _read(pool, group, chain[:ready], tree.shards)
-      for group in range(len(pool.groups))
-    ]
-  arrays = [x for group in groups for x in group]
+  tree = engine.scheduler.tree
+  pieces = tree.pieces(tokens)
+  with engine.between_steps():
+    chain = tree.chain(tree.root(salt, adapter), pieces)
+  pages: list[tuple[np.ndarray, ...]] = []
+  step = _COPIES * _BATCH * tree.shards
+  while True:
+    at = first + len(pages)
+    with engine.between_steps() as pool:
+      some = list(itertools.takewhile(_there, chain[at : at + step]))
+      copies = [
+        _begin_copies(pool, group, some, tree.shards)
+        for group in range(len(pool.groups))
+      ]
+    arrays = [x for group in copies for x in _copied(group)]
+    pages += [tuple(x[n] for x in arrays) for n in range(len(some))]
+    if len(some) < step:
+      break
+  if not pages:
+    raise OptionError(
+      "tokens",
+      f"{len(tokens)} tokens of which no page of {tree.page} is known"
+      + (f" behind {first} pages" if first else ""),
+      "the tokens of a prompt that this engine has read",
+      "export it before its pages have to make room",
+    )
   return ExportedPrefix(
-    tokens=ready * tree.page,
-    pages=[tuple(x[n] for x in arrays) for n in range(ready)],
+    tokens=len(pages) * tree.page,
+    pages=pages,
     layout=layout,
-    labels=labels[:ready],
+    labels=labels[first : first + len(pages)],
   )
 
 
@@ -115,6 +133,7 @@ def import_prefix(
   *,
   salt: str = "",
   adapter: str = "",
+  first: int = 0,
 ) -> int:
   """Lets later requests of an engine find a prefix that was pulled.
 
@@ -126,6 +145,8 @@ def import_prefix(
     pulled: all pages of the ticket, in their order.
     salt: of the requests.
     adapter: of the requests.
+    first: pages before those of the ticket, as of `export_prefix`; their
+      tokens have to be whole pages here.
 
   Returns:
     How many tokens of the prompt the engine finds now: fewer than came where
@@ -164,7 +185,15 @@ def import_prefix(
     size = found.shape[axis]
     # [n, ..., P, ...] to [..., n P, ...].
     lines.append((np.concatenate(list(array), axis=axis), axis))
-  labels = _labels(engine, tokens, size, adapter)
+  skipped, rest = divmod(first * size, page)
+  if rest:
+    raise OptionError(
+      "first",
+      f"{first} pages of {size} tokens",
+      f"a whole number of pages of {page}",
+      "export parts of as many tokens as are whole pages on both sides",
+    )
+  labels = _labels(engine, tokens, size, adapter)[first:]
   known = 0
   for known, (mine, label) in enumerate(
     zip(labels, pulled.labels, strict=False), 1
@@ -173,7 +202,8 @@ def import_prefix(
       raise OptionError(
         f"page {known - 1} of the ticket",
         "one of other tokens, another adapter or another place",
-        f"tokens {(known - 1) * size} to {known * size} of this prompt",
+        f"tokens {(first + known - 1) * size} to {(first + known) * size} of "
+        "this prompt",
         "publish with labels=, pull all pages in order, and pass the prompt "
         "and the adapter of the export",
       )
@@ -183,29 +213,32 @@ def import_prefix(
     for line, axis in lines
     if count
   ]
-  pieces = engine.scheduler.tree.pieces(tokens, count)
+  tree = engine.scheduler.tree
+  pieces = tree.pieces(tokens, skipped + count)
+  salt = engine.prefix_salt(salt, len(tokens))
   with engine.between_steps() as pool:
-    tree = engine.scheduler.tree
-    root = tree.root(engine.prefix_salt(salt, len(tokens)), adapter)
+    digest = tree.root(salt, adapter).digest
     sizes = [len(pool.page_shapes(g)) for g in range(len(pool.groups))]
-    digests, digest = [], root.digest
-    for piece in pieces:
-      digest = next_digest(digest, piece)
-      digests.append(digest)
-    # The first ones last: where there is no room for all, they stay.
-    for n in reversed(range(len(digests))):
-      at = 0
-      for group, some in enumerate(sizes):
-        link.put(group, digests[n], [x[n] for x in blocks[at : at + some]])
-        at += some
-    chain = tree.chain(root, pieces)
+  digests = []
+  for piece in pieces:
+    digest = next_digest(digest, piece)
+    digests.append(digest)
+  # The first ones last: where there is no room for all, they stay.
+  for n in reversed(range(count)):
+    at = 0
+    for group, some in enumerate(sizes):
+      leaves = [x[n] for x in blocks[at : at + some]]
+      link.put(group, digests[skipped + n], leaves)
+      at += some
+  with engine.between_steps():
+    chain = tree.chain(tree.root(salt, adapter), pieces)
     for n, digest in enumerate(digests):
       cached = n < len(chain) and chain[n].ready
       if not cached and not all(
         link.holds(g, digest) for g in range(len(sizes))
       ):
         return n * page
-    return count * page
+  return len(digests) * page
 
 
 def _labels(
@@ -222,25 +255,40 @@ def _labels(
   return found
 
 
-def _read(
+def _there(block: PrefixBlock) -> bool:
+  """Whether a block's keys are in the pool."""
+  return block.ready and all(page is not None for page in block.pages)
+
+
+def _begin_copies(
   pool: PagePool, group: int, blocks: list[PrefixBlock], shards: int
-) -> list[np.ndarray]:
-  """A group's arrays of some blocks, [n, L, K, P, H] each."""
-  parts: list[list[np.ndarray]] = []
+) -> list[tuple[tuple[jax.Array, ...], list[int]]]:
+  """Copies of a group's pages of successive blocks, which the device makes
+  before it computes what comes next; where in them the blocks are."""
+  found: list[tuple[tuple[jax.Array, ...], list[int]]] = []
   step = _BATCH * shards
-  for first in range(0, len(blocks), step):
-    some = blocks[first : first + step]
+  for start in range(0, len(blocks), step):
     pages = np.zeros((shards, _BATCH), np.int32)
     places = []
-    for n, block in enumerate(some):
+    for n, block in enumerate(blocks[start : start + step]):
       page = block.pages[group]
       assert page is not None
-      shard, column = (first + n) % shards, n // shards
-      assert shard == block.depth % shards
+      shard, column = block.depth % shards, n // shards
       pages[shard, column] = page
       places.append(shard * _BATCH + column)
-    held = jax.device_get(read_pages(pool, group, pages))
-    parts.append([np.moveaxis(x[:, places], 1, 0) for x in held])
+    held: Any = read_pages(pool, group, pages)
+    found.append((held, places))
+  return found
+
+
+def _copied(
+  copies: list[tuple[tuple[jax.Array, ...], list[int]]],
+) -> list[np.ndarray]:
+  """A group's arrays, [n, L, K, P, H] each, on the host."""
+  parts = [
+    [np.moveaxis(x[:, places], 1, 0) for x in jax.device_get(held)]
+    for held, places in copies
+  ]
   return [
     np.ascontiguousarray(np.concatenate(x)) for x in zip(*parts, strict=True)
   ]

@@ -7,16 +7,20 @@ Cost: some hundred microseconds of Python a step, so an hour of a service takes
 minutes.
 
 A step takes so long as `StepCost` says, which is measured on an engine or
-given. Answers end by their length alone.
+given; or, with `VaryingCost`, as much longer or shorter as measured steps did.
+Answers end by their length alone.
 """
 
 from __future__ import annotations
 
 import array
+import collections
+import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -77,9 +81,12 @@ class StepCost:
 
   def seconds(self, plan: StepPlan) -> float:
     """Of a step."""
+    return self.of(features(plan))
+
+  def of(self, step: tuple[float, float, float, float]) -> float:
+    """Of a step, by its `features`."""
     return sum(
-      x * y
-      for x, y in zip(dataclasses.astuple(self), features(plan), strict=True)
+      x * y for x, y in zip(dataclasses.astuple(self), step, strict=True)
     )
 
   @classmethod
@@ -90,7 +97,9 @@ class StepCost:
   ) -> StepCost:
     """The cost that explains measured steps best, relative to their times.
 
-    The sum of their times is explained exactly.
+    Of steps with calls of the same kinds it is their mean time that counts, not
+    each one's own: on a machine that others use the short ones are not truer.
+    The sum of all times is explained exactly.
 
     Args:
       steps: the `features` of n steps, [n, 4].
@@ -104,17 +113,21 @@ class StepCost:
       raise OptionError(
         "steps", f"{times.size} of them", "at least 8", "measure more"
       )
-    rows, use = rows / times[:, None], [0, 1, 2, 3]
+    rows = rows.astype(np.float64)
+    weights = np.empty_like(times)
+    kinds = rows[:, 0] + 2 * rows[:, 1]
+    for kind in np.unique(kinds):
+      weights[kinds == kind] = 1 / times[kinds == kind].mean()
+    scaled, use = rows * weights[:, None], [0, 1, 2, 3]
     # None may be negative: the most negative one is left out.
     while use:
-      found = np.linalg.lstsq(rows[:, use], np.ones(len(rows)), rcond=None)[0]
+      found = np.linalg.lstsq(scaled[:, use], times * weights, rcond=None)[0]
       if found.min() >= 0:
         break
       use.pop(int(found.argmin()))
     best = np.zeros(4)
     best[use] = found
-    # Slow steps count little in that: all of them together take their time.
-    best *= times.sum() / (rows @ best * times).sum()
+    best *= times.sum() / (rows @ best).sum()
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**dict(zip(names, best.tolist(), strict=True)))
 
@@ -139,6 +152,115 @@ class StepCost:
       f"NAME=SECONDS of {', '.join(names)}, with commas between",
       "write it like answers=0.01,prompts=0.02,token=1e-5",
     )
+
+
+@runtime_checkable
+class StepSeconds(Protocol):
+  """What a simulated engine asks of a step: a `StepCost`, for example."""
+
+  def seconds(self, plan: StepPlan) -> float:
+    """Of a step."""
+    ...
+
+
+class VaryingCost:
+  """A cost whose steps vary as those did that it was fitted to.
+
+  Other processes, the system's clock and its memory make steps of one kind
+  unequal, in stretches; late requests are late for their sake. The ratios of
+  measured times to fitted ones come in the order in which they were measured,
+  for each kind of step (answers, prompts or both), and then from the beginning.
+  Make one for each run.
+
+  Attributes:
+    cost: of a step on average.
+  """
+
+  def __init__(self, cost: StepCost, record: StepRecord):
+    """Without steps.
+
+    Args:
+      cost: that was fitted to the record.
+      record: of measured steps.
+    """
+    self.cost = cost
+    ratios: dict[tuple[float, ...], list[float]] = collections.defaultdict(list)
+    for step, seconds in zip(record.steps, record.seconds, strict=True):
+      ratios[step[:2]].append(seconds / cost.of(step))
+    self._ratios = {kind: itertools.cycle(x) for kind, x in ratios.items()}
+
+  def seconds(self, plan: StepPlan) -> float:
+    """Of a step; kinds that were not measured do not vary."""
+    step = features(plan)
+    ratios = self._ratios.get(step[:2])
+    return self.cost.of(step) * (1.0 if ratios is None else next(ratios))
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepRecord:
+  """Steps of an engine and how long they took.
+
+  Attributes:
+    steps: the `features` of each.
+    seconds: from when the host could plan it until it knew its tokens, less
+      the step before.
+  """
+
+  steps: list[tuple[float, float, float, float]] = dataclasses.field(
+    default_factory=list
+  )
+  seconds: list[float] = dataclasses.field(default_factory=list)
+
+  def fit(self) -> StepCost:
+    """The cost that explains them, see `StepCost.fit`."""
+    return StepCost.fit(self.steps, self.seconds)
+
+
+@contextlib.contextmanager
+def record_steps(
+  engine: Engine,
+  record: StepRecord,
+  *,
+  clock: Callable[[], float] = time.monotonic,
+) -> Iterator[None]:
+  """Adds an engine's steps to a record, in a block.
+
+  Args:
+    engine: one without a thread, whose programs are compiled.
+    record: to which they are added.
+    clock: seconds, see `replay_live`.
+  """
+  scheduler = engine.scheduler
+  plan_of, step_of = scheduler.plan, engine.step
+  # The step on its way and since when: it ends when the next call has read it.
+  flying: tuple[tuple[float, float, float, float], float] | None = None
+  planned = (0.0,) * 4
+
+  def plan() -> StepPlan:
+    nonlocal planned
+    found = plan_of()
+    # What it holds changes later.
+    planned = features(found)
+    return found
+
+  def step() -> bool:
+    nonlocal flying, planned
+    planned, start = (0.0,) * 4, clock()
+    more = step_of()
+    end, before = clock(), flying
+    if before is not None:
+      record.steps.append(before[0])
+      record.seconds.append(end - before[1])
+    flying = None
+    if any(planned):
+      flying = planned, start if before is None else end
+    return more
+
+  scheduler.plan, engine.step = plan, step
+  try:
+    yield
+  finally:
+    scheduler.plan, engine.step = plan_of, step_of
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -172,7 +294,7 @@ class SimulatedEngine:
 
   def __init__(
     self,
-    cost: StepCost,
+    cost: StepSeconds,
     *,
     rows: int = 16,
     capacity: int = 65536,
@@ -213,7 +335,7 @@ class SimulatedEngine:
 
   def _begin(
     self,
-    cost: StepCost,
+    cost: StepSeconds,
     longest: int,
     tree: PrefixTree,
     limits: StepLimits,
@@ -235,7 +357,7 @@ class SimulatedEngine:
     self._flying: tuple[StepPlan, float] | None = None
 
   @classmethod
-  def like(cls, engine: Engine, cost: StepCost) -> SimulatedEngine:
+  def like(cls, engine: Engine, cost: StepSeconds) -> SimulatedEngine:
     """One whose pages and calls are those of an engine, empty.
 
     Rows that are preempted are computed again, as an engine does with
@@ -363,6 +485,8 @@ class ReplayResult:
     first_s: from arrivals to first tokens.
     between_s: between tokens of an answer.
     whole_s: from arrivals to last tokens.
+    token_s: of each answer of several tokens the time between two, on average
+      (TPOT).
   """
 
   requests: int = 0
@@ -382,21 +506,28 @@ class ReplayResult:
   whole_s: array.array[float] = dataclasses.field(
     default_factory=lambda: array.array("d")
   )
+  token_s: array.array[float] = dataclasses.field(
+    default_factory=lambda: array.array("d")
+  )
 
   def watch(self, arrival: float) -> Callable[[float, bool], None]:
     """What to call at each token of a request that came at `arrival`."""
-    last = -1.0
+    first = last = -1.0
+    count = 0
 
     def token(now: float, ended: bool) -> None:
-      nonlocal last
+      nonlocal first, last, count
       if last < 0:
         self.first_s.append(now - arrival)
+        first = now
       else:
         self.between_s.append(now - last)
-      last = now
+      last, count = now, count + 1
       self.new_tokens += 1
       if ended:
         self.whole_s.append(now - arrival)
+        if count > 1:
+          self.token_s.append((now - first) / (count - 1))
         self.seconds = max(self.seconds, now)
 
     return token
@@ -477,6 +608,8 @@ def replay_live(
   trace: Sequence[TraceRequest],
   *,
   progress: Callable[[int], None] | None = None,
+  idle: Callable[[int], None] | None = None,
+  clock: Callable[[], float] = time.monotonic,
 ) -> ReplayResult:
   """Lets an engine answer a trace in real time, open loop.
 
@@ -484,10 +617,17 @@ def replay_live(
     engine: one without a thread of its own, whose programs are compiled.
     trace: in the order of arrivals.
     progress: as `replay_simulated`.
+    idle: called with how many requests have come, whenever all of them are
+      answered and the next one is yet to come; the clock stands meanwhile.
+    clock: seconds. With `time.process_time`, those in which this process had a
+      core, requests come at such times, and nothing waits for them: what other
+      processes take away does not count.
   """
   result, handles, n = ReplayResult(), [], 0
-  steps, start = engine.counters.steps, time.monotonic()
-  clock = lambda: time.monotonic() - start
+  steps, start = engine.counters.steps, clock()
+  spent = lambda: clock() - start
+  # They are drawn ahead: that is no work of an engine.
+  prompts = [one.prompt(engine.vocab) for one in trace]
 
   def watched(arrival: float) -> Callable[[Answer], None]:
     token, seen = result.watch(arrival), 0
@@ -496,16 +636,14 @@ def replay_live(
       nonlocal seen
       if len(answer.tokens) > seen:
         seen += 1
-        token(clock(), answer.finish is not None)
+        token(spent(), answer.finish is not None)
 
     return changed
 
   while n < len(trace) or engine.busy:
-    while n < len(trace) and trace[n].arrival <= clock():
+    while n < len(trace) and trace[n].arrival <= spent():
       one, n = trace[n], n + 1
-      request = Request(
-        prompt=one.prompt(engine.vocab), max_new_tokens=one.new_tokens
-      )
+      request = Request(prompt=prompts[n - 1], max_new_tokens=one.new_tokens)
       try:
         handles.append(engine.submit(request, watched(one.arrival)))
       except PromptError:
@@ -517,7 +655,17 @@ def replay_live(
     if engine.busy:
       engine.step()
     elif n < len(trace):
-      time.sleep(max(0.0, min(0.01, trace[n].arrival - clock())))
+      if idle is not None:
+        since, before = clock(), engine.counters.steps
+        idle(n)
+        start += clock() - since
+        steps += engine.counters.steps - before
+      left = max(0.0, trace[n].arrival - spent())
+      if clock is time.monotonic:
+        time.sleep(min(0.01, left))
+      else:
+        # By no less than what rounding hides.
+        start -= max(left, 1e-12)
   result.requests = len(handles)
   result.steps = engine.counters.steps - steps
   result.cached_tokens = sum(h.cached_tokens for h in handles)
@@ -544,16 +692,9 @@ def measure_cost(
     )
   rng = np.random.default_rng(seed)
   count = requests or 2 * engine.scheduler.limits.rows
-  plans, times, scheduler = [], [], engine.scheduler
-  room = scheduler.tree.groups[0].pages * scheduler.tree.shards
-  most = min(engine.longest, room * scheduler.tree.page)
-  plan_of = scheduler.plan
-
-  def noted() -> StepPlan:
-    plan = plan_of()
-    # What it holds changes later.
-    plans.append(features(plan))
-    return plan
+  tree = engine.scheduler.tree
+  room = tree.groups[0].pages * tree.shards
+  most = min(engine.longest, room * tree.page)
 
   def send() -> None:
     for n in range(count):
@@ -566,14 +707,7 @@ def measure_cost(
   send()
   engine.run()
   send()
-  scheduler.plan = noted
-  try:
-    while engine.step():
-      times.append(time.monotonic())
-    times.append(time.monotonic())
-  finally:
-    del scheduler.plan
-  # What a step began is read by the next one.
-  spent = np.diff(times)
-  some = [n for n in range(spent.size) if any(plans[n])]
-  return StepCost.fit([plans[n] for n in some], spent[some])
+  record = StepRecord()
+  with record_steps(engine, record):
+    engine.run()
+  return record.fit()

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from launch import common, elastic, plan
+from launch import common, elastic, plan, which
 from ringjax.plan import published
 from ringjax.plan.fit import TimedCall
 from ringjax.serve.cluster import Goodput
@@ -327,6 +327,12 @@ def test_who_reads_may_have_enough(start):
     ("offload", ("machine", "policy", "prompt"), ("chip", "ranks", "tokens")),
     ("elastic", ("requests", "workloads"), ("chip", "ranks", "tokens")),
     pytest.param(
+      "which",
+      ("shared", "documents", "slo"),
+      ("chip", "ranks"),
+      marks=pytest.mark.long,
+    ),
+    pytest.param(
       "fastdecode",
       ("every", "cpu_tokens"),
       ("ranks", "chip"),
@@ -472,6 +478,31 @@ def test_elastic_groups_beside_fixed_ones(monkeypatch):
   assert "| zipf:1.2 | TP8 |" in words and "times what they take alone" in words
   ran = ask("elastic", "--workloads=pareto")
   assert ran.status == 2 and ran.out == "" and "zipf:EXPONENT" in ran.err
+
+
+def test_ways_to_serve_the_same_load(monkeypatch):
+  given = lambda *_, **__: Goodput(rate=2.0, tried=())
+  monkeypatch.setattr(which, "goodput", given)
+  load = ("--requests=30", "--prompt=700", "--new=20", "--seed=3")
+  ran = ask("which", *load, "--json")
+  assert ran.status == 0, ran.err
+  rows = {row["kind"]: row for row in ran.json["rows"]}
+  assert set(rows) == {
+    "engine", "replicas", "replicas, conductor", "apart", "apart, conductor",
+    "elastic",
+  }  # fmt: skip
+  assert all(row["ttft_p90_s"] > 0 for row in rows.values())
+  assert not any(row["cached"] for row in rows.values())
+  # What prompts share is found where they are read; groups keep none of it.
+  shared = ("--shared=512", "--documents=3")
+  ran = ask("which", *load, *shared, "--json")
+  rows = {row["kind"]: row for row in ran.json["rows"]}
+  assert "elastic" not in rows
+  assert 0.2 < rows["engine"]["cached"] < 0.5
+  words = ask("which", *load, *shared).out
+  assert "512 of 3 documents and 700" in words and "| one engine, TP8" in words
+  ran = ask("which", "--slo=fast")
+  assert ran.status == 2 and "ttft=SECONDS" in ran.err
 
 
 SERVE = ("--cluster=1x2", "--requests=5", "--prompt=200", "--new=4")

@@ -18,6 +18,7 @@ from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept
 from tests.serve.test_http import Wire, choices, complete, joined
+from tests.serve.test_http import ask as get
 
 KEY = bytes(range(32))
 MODEL = SMALL | {"vocab_size": 262, "max_position_embeddings": 256}
@@ -93,14 +94,17 @@ def found(handle):
 class Live:
   """A router and instances in one process."""
 
-  def __init__(self, model, *roles, policy=None, silence_s=60, **options):
+  def __init__(
+    self, model, *roles, policy=None, silence_s=60, stream_tokens=0, **options
+  ):
     self.model, self.options, self.now = model, options, 0.0
     self.router = cluster.ClusterRouter(
       key=KEY,
       vocab=262,
-      longest=160,
+      longest=options.get("longest", 160),
       tokenizer=Bytes(),
       policy=policy,
+      stream_tokens=stream_tokens,
       silence_s=silence_s,
       patience_s=WAIT_S,
       beat_s=0.05,
@@ -466,6 +470,131 @@ def test_pages_return_by_their_lease_when_the_router_is_gone(model):
       one.link._wire.close()
     until(lambda: not worker.publisher.offered)
     assert worker.publisher.counters.expired == 1
+
+
+class Elsewhere(cluster.ShortestQueue):
+  """Lets who has not read a prefix fetch it from the one that has."""
+
+  def route(self, request, instances, now_s):
+    able = [x.name for x in instances if x.prefills]
+    found = {name: request.cached_tokens(name) for name in able}
+    owner = max(able, key=lambda name: found[name])
+    other = next((name for name in able if name != owner), owner)
+    if not found[owner]:
+      return super().route(request, instances, now_s)
+    both = {x.name: x.role for x in instances}[other] == "both"
+    return cluster.Route(
+      prefill=other,
+      decode=other if both else None,
+      fetch_from=owner,
+      fetch_tokens=found[owner],
+    )
+
+
+@pytest.mark.parametrize(
+  "roles",
+  [
+    ("prefill", "prefill", "decode"),
+    pytest.param(("both", "both"), marks=pytest.mark.long),
+  ],
+)
+def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
+  rng = np.random.default_rng(9)
+  common = rng.integers(0, 256, 67).astype(np.int32)
+  ask = lambda n: Request(
+    prompt=np.append(common, rng.integers(0, 256, n).astype(np.int32)),
+    max_new_tokens=9,
+  )
+  with Live(model, *roles, policy=Elsewhere()) as live:
+    first, second, third = ask(20), ask(31), ask(5)
+    assert found(live.submit(first)) == alone(first)
+    keys = [cluster.short_key(x) for x in cluster.block_keys(common, 16)]
+    knows = lambda name: live.router.blocks.match(keys).get(name, 0) == 4
+    names = [f"{role}{n}" for n, role in enumerate(roles)]
+    until(lambda: any(map(knows, names[:2])))
+    owner = next(n for n, name in enumerate(names) if knows(name))
+    # What it has it offers, and the other one computes the rest only.
+    other = live.engines[1 - owner].counters
+    assert not other.prompt_tokens
+    assert found(live.submit(second)) == alone(second)
+    assert other.prompt_tokens == 67 + 31 - 64
+    counters = live.router.counters
+    if "both" not in roles:
+      assert counters.fetched == 1 and counters.fetched_bytes > 0
+    # Who has it is lost meanwhile: the prompt is read without it.
+    until(lambda: knows(names[1 - owner]))
+    lost = next(n for n in (0, 1) if knows(names[n]))
+    with live.engines[lost].between_steps():
+      handle = live.submit(third)
+      live.kill(names[lost])
+      assert found(handle) == alone(third)
+    assert counters.failed == 0 and counters.lost == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [None, "prefill0", "decode1"])
+def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
+  rng = np.random.default_rng(4)
+  prompts = [rng.integers(0, 256, n).astype(np.int32) for n in (230, 40, 256)]
+  wanted = [
+    Request(prompt=x[:-12], max_new_tokens=12, salt=str(n))
+    for n, x in enumerate(prompts)
+  ]
+  options = dict(longest=256, page=32)
+  with engine(model, **options) as one:
+    want = [found(one.submit(x)) for x in wanted]
+  with Live(model, "prefill", "decode", stream_tokens=100, **options) as live:
+    live.join("decode2", "decode", page=64)
+    source, publisher = live.engines[0], live.workers["prefill0"].publisher
+    step_of, waited = source.step, []
+
+    def step():
+      more = step_of()
+      rows = [x for x in source.scheduler.running if x is not None]
+      # Half of the first prompt is read: the engine waits for its pages.
+      if not waited and any(x.salt == "0" and x.computed >= 128 for x in rows):
+        waited.append(True)
+        until(lambda: publisher.counters.reads)
+      return more
+
+    source.step = step
+    handles = [live.submit(x) for x in wanted]
+    if lost is not None:
+      until(lambda: publisher.counters.reads)
+      live.join("prefill3", "prefill")
+      live.kill(lost)
+    assert [found(x) for x in handles] == want
+    assert waited
+    if lost is None:
+      # The second one has no whole page, and is read by who answers.
+      assert live.router.counters.moved == 2
+      assert live.router.counters.again == 0
+      assert source.counters.new_tokens == 2
+      # Each of the others in two parts.
+      assert publisher.counters.tickets == 4
+      answered = live.engines[1].counters, live.engines[2].counters
+      assert sum(x.prompt_tokens for x in answered) < 3 * 64
+    assert live.router.counters.failed == 0
+    live.idle()
+
+
+def test_text_of_tokens_that_are_known(model, alone):
+  request = dataclasses.replace(requests(2)[1], max_new_tokens=20)
+  ((tokens, text, finish),) = alone(request)
+  with Live(model, "both") as live:
+    assert live.router.missing == ""
+    again = dataclasses.replace(request, begun=(tuple(tokens[:7]),))
+    assert found(live.submit(again)) == [(tokens, text, finish)]
+
+
+def test_health_of_a_router_without_instances():
+  app = lambda: rj.serve.app(live.router)
+  with Live(None) as live:
+    answer = get(app(), "/health")
+    assert answer.status == 503
+    assert answer.json["missing"] == (
+      "an instance that reads prompts and an instance that answers"
+    )
 
 
 class Full(cluster.ShortestQueue):

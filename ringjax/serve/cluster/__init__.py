@@ -5,6 +5,7 @@ from ringjax.serve.cluster.block_index import (
   BlockIndex,
   BlockLog,
   block_keys,
+  short_key,
   tree_keys,
 )
 from ringjax.serve.cluster.cluster_simulator import (
@@ -228,8 +229,8 @@ __all__ = [
   "read_profile",
   "repeated",
   "replan",
-  "routing_policy",
   "share_met",
+  "short_key",
   "simulate_elastic",
   "simulate_stages",
   "staggered_starts",

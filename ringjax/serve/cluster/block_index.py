@@ -307,6 +307,11 @@ def block_keys(
   return found
 
 
+def short_key(key: bytes) -> str:
+  """Half of a key as a text, for messages: 128 bits tell blocks apart."""
+  return key.hex()[:32]
+
+
 def tree_keys(tree: PrefixTree) -> list[bytes]:
   """The keys of the blocks that an engine has, for `BlockLog.update`.
 

@@ -11,8 +11,9 @@ series. 100,000 requests take well below a minute.
             longer prompt runs alone; with s stages a stage takes the s-th part
   decode    continuous batching, one token of every row a step; rows join and
             leave between steps; with s stages s groups of rows take turns
-  both      prompts before answers ("first"), or pieces of prompts beside the
-            answers of a step ("mixed")
+  both      prompts before answers ("first"); pieces of prompts beside the
+            answers of a step ("mixed"); or these in two calls that are planned
+            while the step before is computed, as an `Engine` does ("ahead")
   pull      a finished prompt stays where it was read until an instance that
             answers has room and the link is free, which then pulls it
   push      the room is reserved when reading begins
@@ -49,7 +50,7 @@ from ringjax.serve.cluster.routing import (
 from ringjax.serve.cluster.served import ServedRequest
 from ringjax.serve.traces import TraceRequest
 
-SHARES = ("first", "mixed")
+SHARES = ("first", "mixed", "ahead")
 TRANSFERS = ("pull", "push")
 
 
@@ -63,7 +64,8 @@ class SimulatedInstance:
     times: seconds of its calls, without its pipeline.
     capacity_tokens: that its cache holds.
     max_rows: answers at once.
-    max_prefill_tokens: of the prompts of a batch, L_m; with "mixed", of a step.
+    max_prefill_tokens: of the prompts of a batch, L_m; with "mixed" and
+      "ahead", of a step, answers counted.
     max_prefill_rows: prompts of a batch.
     max_decode_tokens: cached tokens of the rows of a step, counted when a row
       joins; None for no other limit than the capacity.
@@ -186,6 +188,8 @@ class _RoutedWork:
   asked: RoutedRequest
   blocks: tuple[int, ...]
   block: int
+  # When its prompt could be read.
+  ready_s: float = 0.0
   prefill: _Running | None = None
   decode: _Running | None = None
   # Whether its route said who answers.
@@ -260,6 +264,8 @@ class _Running:
     self.decoding = False
     self.round = 0
     self.woken = False
+    # The last step with answers, or with pieces of prompts.
+    self.step_start_s = self.step_end_s = -math.inf
 
   # What routers see.
 
@@ -344,6 +350,7 @@ class _Running:
       return
     now, rows = self.cluster.now, len(self.rows)
     self.decoding = False
+    self.step_start_s, self.step_end_s = self._after(self.steps - 1), now
     self.counters.decode_busy_s += now - self.since
     self._advance(self.steps)
     self.cluster.record(
@@ -400,6 +407,7 @@ class _Running:
 
   def enqueue(self, work: _RoutedWork) -> None:
     """Takes a prompt whose prefix is here."""
+    work.ready_s = self.cluster.now
     self.queue.append(work)
     self.interrupt()
     self.wake()
@@ -414,7 +422,7 @@ class _Running:
     self.woken = False
     now = self.cluster.now
     if not self.decoding and self.stage_free[0] <= now:
-      mixed = self.role == "both" and self.spec.share == "mixed"
+      mixed = self.role == "both" and self.spec.share != "first"
       if self.role != "prefill":
         self._join()
       if self.role != "decode" and self.queue:
@@ -427,6 +435,9 @@ class _Running:
           self.cluster.at(self.stage_free[-1], self.wake)
         else:
           self._decode(now)
+          if self.queue and self.spec.share == "ahead":
+            # It may be planned for the step behind this one.
+            self.interrupt()
     self.cluster.load(self)
 
   def _admit(self, work: _RoutedWork) -> bool:
@@ -479,9 +490,10 @@ class _Running:
     rows = self.spec.max_prefill_rows
     if mixed:
       room -= len(self.rows)
+    last_s = self._planned_s()
     found: list[tuple[_RoutedWork, int]] = []
     for work in tuple(itertools.islice(self.queue, rows + 1)):
-      if len(found) >= rows or room <= 0:
+      if len(found) >= rows or room <= 0 or work.ready_s > last_s:
         break
       answers = len(self.rows) + len(self.joining) + len(found)
       if work.decode is self and answers >= self.spec.max_rows:
@@ -502,6 +514,15 @@ class _Running:
       found.append((work, count))
       room -= count
     return found
+
+  def _planned_s(self) -> float:
+    """Until when prompts had to come for the step that begins now."""
+    if self.spec.share != "ahead" or self.step_end_s < self.cluster.now:
+      return math.inf
+    # Without anything to do, what has come meanwhile is planned now.
+    if not self.rows and self.queue[0].ready_s > self.step_start_s:
+      return math.inf
+    return self.step_start_s
 
   def _pieces(
     self, batch: Sequence[tuple[_RoutedWork, int]]
@@ -571,8 +592,11 @@ class _Running:
     seconds = times.prefill_s(self._pieces(batch)) + self.spec.stage_s * stages
     seconds += self._entry_s(batch)
     if rows:
-      # The weights are read once, for both.
-      seconds += times.decode_s(rows, self.cached) - times.decode_s(0, 0)
+      seconds += times.decode_s(rows, self.cached)
+      if self.spec.share == "mixed":
+        # The weights are read once, for both.
+        seconds -= times.decode_s(0, 0)
+    self.step_start_s, self.step_end_s = now, now + seconds
     self._count_batch(batch, seconds)
     self.stage_free = [now + seconds] * stages
 

@@ -48,6 +48,12 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.serve.cluster.block_index import (
+  BlockEvent,
+  BlockIndex,
+  block_keys,
+  short_key,
+)
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.routing import (
@@ -78,6 +84,8 @@ from ringjax.transfer.wire import (
 _GREETING_S = 5.0
 _LOOK_S = 0.1
 _MOST_LINKS = 512
+# What is said of an instance that may do something.
+_DOES = {"prefills": "reads prompts", "decodes": "answers"}
 _REPORTED = (
   "queued_requests",
   "queued_tokens",
@@ -147,6 +155,8 @@ class RouterCounters:
     new_tokens: that came.
     moved: requests whose pages were pulled.
     moved_bytes: bytes of these pages.
+    fetched: prefixes that were pulled before the rest of a prompt was read.
+    fetched_bytes: bytes of these.
     again: requests that began again elsewhere, each time.
     lost: instances that ended without leaving.
   """
@@ -159,6 +169,8 @@ class RouterCounters:
   new_tokens: int = 0
   moved: int = 0
   moved_bytes: int = 0
+  fetched: int = 0
+  fetched_bytes: int = 0
   again: int = 0
   lost: int = 0
 
@@ -171,12 +183,17 @@ class RoutedState:
     routed: as policies see it.
     handle: of whom submitted it.
     prompt: int32 [n].
-    stage: "new", to be routed; "reading"; "read", to be answered; "answering".
+    stage: "new", to be routed; "fetching", a prefix for who reads; "reading";
+      "read", to be answered; "answering".
     reader: who reads the prompt, or has read it; None if nobody does.
     read_task: its number there.
-    ticket: of the pages there, or None.
+    tickets: of the pages there, first ones first.
+    more: whether it is still being read, and others come.
     decoder: who answers, or is to answer by the route.
     task: its number there.
+    source: who has a prefix that who reads fetches first, or None.
+    fetch_task: its number there.
+    keys: of the prompt's blocks, by the tokens of a block.
     attempts: how often it was begun.
     alone_since: since when no instance could take it; None if one can.
     why: it was begun again the last time.
@@ -192,9 +209,13 @@ class RoutedState:
   stage: str = "new"
   reader: ClusterInstance | None = None
   read_task: int = -1
-  ticket: str | None = None
+  tickets: list[str] = dataclasses.field(default_factory=list)
+  more: bool = False
   decoder: ClusterInstance | None = None
   task: int = -1
+  source: ClusterInstance | None = None
+  fetch_task: int = -1
+  keys: dict[int, list[str]] = dataclasses.field(default_factory=dict)
   attempts: int = 0
   alone_since: float | None = None
   why: str = ""
@@ -211,6 +232,7 @@ class ClusterRouter:
     longest: tokens of a prompt and its answer together at most.
     address: host and port where instances join.
     counters: what was done.
+    blocks: which instances have which blocks of prompts, by `short_key`.
   """
 
   def __init__(
@@ -221,6 +243,7 @@ class ClusterRouter:
     longest: int,
     tokenizer: AnyTokenizer | None = None,
     policy: RoutingPolicy | None = None,
+    stream_tokens: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
     patience_s: int | float = 30.0,
@@ -237,6 +260,9 @@ class ClusterRouter:
       longest: tokens of a prompt and its answer, as of their engines.
       tokenizer: of texts, for `rj.serve.app`.
       policy: decides where requests go; default: `ShortestQueue()`.
+      stream_tokens: of prompts, after how many tokens that were read pages are
+        published and pulled, while others are read; 0 for all at the end. Who
+        answers is then chosen, and has room for it, before a prompt is read.
       host: of the interface where instances join.
       port: 0 takes a free one.
       patience_s: seconds for which a request waits while no instance is there
@@ -254,6 +280,7 @@ class ClusterRouter:
     self.vocab = positive_int("vocab", vocab)
     self.longest = positive_int("longest", longest)
     self._policy = policy or ShortestQueue()
+    self._stream = integer("stream_tokens", stream_tokens, least=0)
     self._patience_s = number("patience_s", patience_s, above=0)
     self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
     self._attempts = positive_int("attempts", attempts)
@@ -265,6 +292,7 @@ class ClusterRouter:
     self._common: tuple[Any, ...] | None = None
     self._requests: dict[Handle, RoutedState] = {}
     self._tasks: dict[int, RoutedState] = {}
+    self.blocks = BlockIndex()
     self._numbers, self._task_numbers = itertools.count(), itertools.count()
     self._links, self._closed = 0, False
     self._server = listening(host, port)
@@ -294,6 +322,22 @@ class ClusterRouter:
   def open(self) -> bool:
     """Whether it takes requests."""
     return not self._closed
+
+  @property
+  def missing(self) -> str:
+    """What it lacks to serve a request now; "" if nothing.
+
+    It takes requests without instances too, which then wait `patience_s`.
+    """
+    if self._closed:
+      return "the router: it is closed"
+    with self._work:
+      lacks = [
+        f"an instance that {does}"
+        for what, does in _DOES.items()
+        if not self._able(what)
+      ]
+    return " and ".join(lacks)
 
   def start(self) -> ClusterRouter:
     """Itself: it works since it was made."""
@@ -411,12 +455,14 @@ class ClusterRouter:
           ("requests_again_total", "again", "Requests that began again."),
           ("requests_moved_total", "moved", "Requests whose pages moved."),
           ("moved_bytes_total", "moved_bytes", "Bytes of pages that moved."),
+          ("prefixes_fetched_total", "fetched", "Prefixes that were fetched."),
+          ("fetched_bytes_total", "fetched_bytes", "Bytes of prefixes."),
           ("new_tokens_total", "new_tokens", "Tokens of answers."),
           ("instances_lost_total", "lost", "Instances that were lost."),
         )
       ]
       stages = collections.Counter(x.stage for x in self._requests.values())
-      for stage in ("new", "reading", "read", "answering"):
+      for stage in ("new", "fetching", "reading", "read", "answering"):
         text = f"Requests in the stage {stage!r}."
         found.append(Figure("gauge", f"requests_{stage}", stages[stage], text))
       roles = collections.Counter(x.role for x in self._instances.values())
@@ -452,7 +498,7 @@ class ClusterRouter:
           "name", name, f"one of {sorted(self._instances)}", "pass its name"
         )
       before, one.role = one.role, role
-      for what, words in (("prefills", "reads"), ("decodes", "answers")):
+      for what, words in _DOES.items():
         if not any(self._able(what)):
           one.role = before
           raise OptionError(
@@ -607,10 +653,17 @@ class ClusterRouter:
       if self._instances.get(one.name) is not one:
         return
       del self._instances[one.name]
+      self.blocks.forget(one.name)
       self.counters.lost += not one.leaving
       for state in list(self._requests.values()):
         answers = state.stage == "answering"
-        if state.reader is one and answers and state.decoder is not one:
+        if state.source is one:
+          # Who reads computes what it would have fetched.
+          self._drop_source(state)
+          if state.stage == "fetching" and state.reader is not one:
+            self._begin_reading(state)
+        pulls = answers and state.decoder is not one and not state.more
+        if state.reader is one and pulls:
           # Who answers pulls now, or says that it could not.
           self._let_go(state)
         elif one in (state.reader, state.decoder if answers else None):
@@ -627,6 +680,17 @@ class ClusterRouter:
           one.since.popleft()
         self._dispatch()
         return
+      if kind == "blocks":
+        self.blocks.apply(
+          BlockEvent(
+            instance=one.name,
+            epoch=fields["epoch"],
+            number=fields["number"],
+            kind=fields["kind"],
+            keys=tuple(map(str, fields["keys"])),
+          )
+        )
+        return
       if kind == "leave":
         one.leaving = True
         self._dispatch()
@@ -634,10 +698,20 @@ class ClusterRouter:
       state = self._tasks.get(fields["id"])
       if state is None:
         return  # Of a request that has ended, or has begun again.
-      if kind == "read":
-        state.stage, state.ticket = "read", fields["ticket"]
+      if kind == "read" and fields["id"] == state.fetch_task:
+        state.tickets = _some(fields["ticket"])
+        if not state.tickets:
+          self._drop_source(state)
+        self._begin_reading(state)
+      elif kind == "pulled" and fields["id"] == state.read_task:
+        self.counters.fetched += int(fields["nbytes"]) > 0
+        self.counters.fetched_bytes += int(fields["nbytes"])
+        self._drop_source(state)
+      elif kind == "read":
         state.cached = int(fields["cached"])
-        self._dispatch()
+        self._published(state, fields["ticket"], last=True)
+      elif kind == "part":
+        self._published(state, fields["ticket"], last=False)
       elif kind == "pulled":
         self.counters.moved += 1
         self.counters.moved_bytes += int(fields["nbytes"])
@@ -670,9 +744,11 @@ class ClusterRouter:
     full = False
     for state in list(self._requests.values()):
       # One that waits for room is not overtaken.
-      if state.stage == "read" and not full:
+      before = state.stage
+      waits = before == "read" or (state.more and before == "reading")
+      if waits and not full:
         self._guarded(state, self._place)
-        full = state.stage == "read" and state.alone_since is None
+        full = state.stage == before == "read" and state.alone_since is None
     self._work.notify_all()
 
   def _guarded(
@@ -712,7 +788,32 @@ class ClusterRouter:
     routed = state.routed
     most = max(self._instances[view.name].capacity for view in views)
     new = max(1, min(routed.new_tokens, most - routed.prompt_tokens))
-    return dataclasses.replace(routed, new_tokens=new)
+    return dataclasses.replace(
+      routed, new_tokens=new, cached_tokens=self._cached(state)
+    )
+
+  def _cached(self, state: RoutedState) -> Callable[[str], int]:
+    """How much of a prompt each instance has, as of now."""
+    request, found = state.handle.request, dict[int, dict[str, int]]()
+
+    def tokens(name: str) -> int:
+      one = self._instances.get(name)
+      if one is None or not request.share:
+        return 0
+      page = one.page
+      if page not in state.keys:
+        state.keys[page] = [
+          short_key(key)
+          for key in block_keys(
+            state.prompt, page, salt=request.salt, adapter=request.adapter
+          )
+        ]
+      if page not in found:
+        found[page] = self.blocks.match(state.keys[page])
+      # The last token is always computed.
+      return min(page * found[page].get(name, 0), state.prompt.size - 1)
+
+    return tokens
 
   def _route(self, state: RoutedState) -> None:
     """A new request, or one that begins again."""
@@ -723,31 +824,79 @@ class ClusterRouter:
     if isinstance(route, Rejected):
       self._reject(state, route)
       return
-    if not isinstance(route, Route) or route.fetch_from is not None:
+    if not isinstance(route, Route):
       raise OptionError(
-        "policy",
-        f"the route {route}",
-        "a Route without fetch_from, or Rejected",
-        "let prefill instances compute what they lack",
+        "policy", f"the route {route}", "a Route, or Rejected", "return one"
       )
     reader = self._named(route.prefill)
     decoder = None if route.decode is None else self._named(route.decode)
+    source = None
+    if route.fetch_from not in (None, reader.name) and state.attempts == 0:
+      # Once: what begins again does not depend on a third instance.
+      source = self._named(str(route.fetch_from))
     state.attempts += 1
     if decoder is reader:
-      self._answer(state, reader)
+      if source is None:
+        self._answer(state, reader)
+        return
+      # As if the prefix were all that is read apart from the answer.
+      state.reader, state.decoder, state.tickets = source, decoder, []
+      state.stage = "reading"
+      state.read_task = self._offer(source, state)
       return
-    state.reader, state.decoder, state.ticket = reader, decoder, None
+    state.reader, state.decoder, state.tickets = reader, decoder, []
     if state.prompt.size <= reader.page or not state.handle.request.share:
       # No page of it can move.
       state.stage, state.reader = "read", None
       return
+    if source is not None:
+      state.stage, state.source = "fetching", source
+      state.fetch_task = self._offer(source, state)
+      return
+    self._begin_reading(state)
+
+  def _begin_reading(self, state: RoutedState) -> None:
+    """Has an instance read, behind what it fetches."""
+    assert state.reader is not None
     state.stage = "reading"
-    state.read_task = self._send(reader, state, reads=True)
+    state.read_task = self._send(state.reader, state, reads=True)
+    # The next tickets are those of the whole prompt.
+    state.tickets = []
+
+  def _published(
+    self, state: RoutedState, ticket: str | None, *, last: bool
+  ) -> None:
+    """Pages of a prompt are there, the last ones or others."""
+    state.tickets += _some(ticket)
+    state.more = not last
+    if state.stage == "answering" and state.decoder is not None:
+      # Who answers pulls already.
+      state.decoder.link.tell(t="part", id=state.task, ticket=ticket, last=last)
+      return
+    state.stage = "read" if last else "reading"
+    self._dispatch()
+
+  def _offer(self, one: ClusterInstance, state: RoutedState) -> int:
+    """Has an instance publish what it has of a prompt; the task's number."""
+    task = next(self._task_numbers)
+    self._tasks[task] = state
+    fields = request_fields(state.handle.request, state.prompt)
+    one.link.tell(t="offer", id=task, request=fields)
+    return task
+
+  def _drop_source(self, state: RoutedState) -> None:
+    """Nothing is wanted any more of who has a prefix."""
+    self._tasks.pop(state.fetch_task, None)
+    if state.source is not None:
+      state.source.link.tell(t="cancel", id=state.fetch_task)
+    state.source, state.fetch_task = None, -1
 
   def _place(self, state: RoutedState) -> None:
     """A request whose prompt has been read."""
     one = state.decoder
     here = one is not None and self._instances.get(one.name) is one
+    if state.more and one is state.reader:
+      return  # It has the pages where they are needed, at the end.
     if one is not None and here and not one.leaving:
       self._answer(state, one)
       return
@@ -760,7 +909,9 @@ class ClusterRouter:
     if isinstance(name, Rejected):
       self._reject(state, name)
     elif name is not None:
-      self._answer(state, self._named(name))
+      decoder = self._named(name)
+      if decoder is not state.reader or not state.more:
+        self._answer(state, decoder)
 
   def _named(self, name: str) -> ClusterInstance:
     one = self._instances.get(name)
@@ -776,7 +927,7 @@ class ClusterRouter:
   def _answer(self, state: RoutedState, decoder: ClusterInstance) -> None:
     """Has an instance answer."""
     state.stage, state.decoder = "answering", decoder
-    if state.reader is decoder or state.ticket is None:
+    if state.reader is decoder or not state.tickets:
       # It has the pages where they are needed, or there are none.
       self._let_go(state)
     state.task = self._send(decoder, state, reads=False)
@@ -804,9 +955,14 @@ class ClusterRouter:
       "id": task,
       "request": request_fields(request, state.prompt),
     }
-    if not reads:
-      fields["ticket"] = state.ticket
-      fields["address"] = state.reader and state.reader.address
+    owner = state.source if reads else state.reader
+    # A copy: it is sent later, and others may come meanwhile.
+    fields["tickets"] = list(state.tickets)
+    if reads:
+      fields["stream"] = self._stream if request.share else 0
+    else:
+      fields["more"] = state.more
+    fields["address"] = owner and owner.address
     self._tasks[task] = state
     one.sent += 1
     new = 1 if reads else state.routed.new_tokens
@@ -816,10 +972,11 @@ class ClusterRouter:
 
   def _let_go(self, state: RoutedState) -> None:
     """Nothing is wanted any more of who has read the prompt."""
+    self._drop_source(state)
     self._tasks.pop(state.read_task, None)
     if state.reader is not None and state.read_task >= 0:
       state.reader.link.tell(t="cancel", id=state.read_task)
-    state.reader = state.ticket = None
+    state.reader, state.tickets, state.more = None, [], False
     state.read_task = -1
 
   def _again(self, state: RoutedState, why: str) -> None:
@@ -843,9 +1000,9 @@ class ClusterRouter:
       return
     reader = state.reader
     alive = reader and self._instances.get(reader.name) is reader
-    if alive and state.ticket is not None and answered:
-      # Its pages are still there.
-      state.stage = "read"
+    if alive and state.tickets and answered:
+      # Its pages are still there, or come.
+      state.stage = "reading" if state.more else "read"
       state.attempts += 1
       return
     self._let_go(state)
@@ -953,6 +1110,10 @@ class ClusterRouter:
             + (f"; before: {state.why[:200]}" if state.why else "")
           )
           self._finish(state, "error", error)
+
+
+def _some(ticket: str | None) -> list[str]:
+  return [] if ticket is None else [str(ticket)]
 
 
 def _begun(handle: Handle) -> Iterator[tuple[int, ...]]:

@@ -38,6 +38,12 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.serve.cluster.block_index import (
+  BlockEvent,
+  BlockLog,
+  short_key,
+  tree_keys,
+)
 from ringjax.serve.cluster.control_link import (
   ControlLink,
   checked_beat,
@@ -61,6 +67,8 @@ from ringjax.transfer.wire import PullConnection
 _COPIES = 4
 # Copies of pages that wait for who answers, in sizes of the engine's pool.
 _PUBLISHED = 4
+# Parts of a prompt have whole pages of any size.
+_PART = 128
 # How long to wait before joining again.
 _AGAIN_S = 0.5
 
@@ -74,13 +82,22 @@ class WorkerTask:
     request: of the engine.
     tokens: that it takes in the pool at most.
     reads: whether the prompt is to be read, and no more.
+    offers: whether only pages of it are to be published that are there.
     link: of the router that asked.
-    ticket: of pages to pull before it is answered, or None.
+    tickets: of pages to pull before it is answered, first ones first.
+    more: whether others come, of a prompt that is still being read.
+    pulled: pages that were pulled, of their publisher's size, and their bytes.
+    pulling: whether a thread pulls.
     address: of their publisher.
     handle: once the engine has it.
     admitted: whether it may take its room.
-    offer: the ticket of its own pages, once they are published.
-    published: whether these were copied, or could not be.
+    stream: of a prompt to read, after how many tokens pages are published; 0
+      for all at its end.
+    offers_made: the tickets of its own pages that are published.
+    pages: how many these are.
+    copying: whether a part is about to be published.
+    publishes: held while pages are published, in their order.
+    published: whether all were copied, or could not be.
     dropped: whether it is not wanted any more.
     sent: of each answer, tokens and characters that the router knows.
   """
@@ -90,11 +107,21 @@ class WorkerTask:
   tokens: int
   reads: bool
   link: ControlLink
-  ticket: Ticket | None = None
+  offers: bool = False
+  tickets: collections.deque[Ticket] = dataclasses.field(
+    default_factory=collections.deque
+  )
+  more: bool = False
+  pulled: tuple[int, int] = (0, 0)
+  pulling: bool = False
   address: Address = ("", 0)
   handle: Handle | None = None
   admitted: bool = False
-  offer: Ticket | None = None
+  stream: int = 0
+  offers_made: list[Ticket] = dataclasses.field(default_factory=list)
+  pages: int = 0
+  copying: bool = False
+  publishes: threading.Lock = dataclasses.field(default_factory=threading.Lock)
   published: bool = False
   dropped: bool = False
   sent: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -102,7 +129,7 @@ class WorkerTask:
   @property
   def holds(self) -> bool:
     """Whether it needs the pool: pages that are published do not."""
-    return not self.published
+    return not self.published and not self.offers
 
 
 class ClusterWorker:
@@ -189,6 +216,11 @@ class ClusterWorker:
     self._taken = 0
     self._renewed = 0.0
     self._link: ControlLink | None = None
+    # What the router knows of the tree, and after how many steps of the engine.
+    self._blocks: BlockLog | None = None
+    self._told, self._telling = -1, False
+    # Prompts that are being read of which parts are published.
+    self._streams: dict[int, WorkerTask] = {}
     self._closed = False
     self._copies = concurrent.futures.ThreadPoolExecutor(
       _COPIES, "ringjax worker copies"
@@ -200,6 +232,7 @@ class ClusterWorker:
 
   def start(self) -> ClusterWorker:
     """Starts the engine and joins; again whenever the router was gone."""
+    self._engine.on_step = self._stepped
     self._engine.start()
     for work in (self._stay, self._wait_for_room):
       threading.Thread(
@@ -256,6 +289,7 @@ class ClusterWorker:
             wire.close()
             break
           self._taken, self._link, self.refused = 0, link, ""
+          self._blocks, self._told = self._log(link), -1
         self.joined.set()
         link.start()
         ended.wait()
@@ -264,6 +298,20 @@ class ClusterWorker:
       with self._work:
         self._work.wait_for(lambda: self._closed, _AGAIN_S)
     self.ended.set()
+
+  def _log(self, link: ControlLink) -> BlockLog:
+    """What a router is told of blocks; with each link it begins anew."""
+
+    def send(event: BlockEvent) -> None:
+      link.tell(
+        t="blocks",
+        epoch=event.epoch,
+        number=event.number,
+        kind=event.kind,
+        keys=list(event.keys),
+      )
+
+    return BlockLog(self.name, epoch=time.time_ns(), most=1, send=send)
 
   def _join(self) -> PullConnection | None:
     """A connection to a router that has taken it."""
@@ -304,6 +352,7 @@ class ClusterWorker:
     with self._work:
       tasks = list(self._tasks.values())
       self._tasks.clear()
+      self._streams.clear()
       self._pulls.clear()
       self._work.notify_all()
     for task in tasks:
@@ -327,9 +376,9 @@ class ClusterWorker:
       return
     if kind == "role":
       self.role = one_of("role", fields["role"], ROLES)
-    elif kind in ("read", "answer"):
+    elif kind in ("read", "answer", "offer"):
       with self._work:
-        self._taken += 1
+        self._taken += kind != "offer"
       try:
         self._begin(kind, fields, link)
       except RingjaxError as error:
@@ -338,9 +387,11 @@ class ClusterWorker:
       task = self._end(int(fields["id"]))
       if task is not None:
         self._drop(task)
-        if task.offer is not None:
+        for offer in task.offers_made:
           # Reads that are under way keep their pages.
-          self.publisher.withdraw(task.offer)
+          self.publisher.withdraw(offer)
+    elif kind == "part":
+      self._part(fields)
     else:
       raise ValueError(f"a message {str(kind)[:40]!r}")
 
@@ -348,6 +399,7 @@ class ClusterWorker:
     """Forgets a task."""
     with self._work:
       task = self._tasks.pop(number, None)
+      self._streams.pop(number, None)
       if task in self._pulls:
         self._pulls.remove(task)
       self._work.notify_all()
@@ -373,23 +425,48 @@ class ClusterWorker:
     with self._work:
       tasks, waiting = list(self._tasks.values()), list(self._pulls)
       taken = self._taken
+      tell = not self._telling and self._told != self._engine.counters.steps
+      self._telling |= tell
+    if tell:
+      # Not by this thread: a beat waits for no step.
+      with contextlib.suppress(RuntimeError):
+        self._copies.submit(self._tell_blocks)
     if now - self._renewed > self._lease_s / 3:
       self._renewed = now
       for task in tasks:
-        if task.offer is not None:
-          self.publisher.renew(task.offer)
+        for offer in tuple(task.offers_made):
+          self.publisher.renew(offer)
     holding = [task for task in tasks if task.holds]
+    fetching = [task for task in waiting if task.reads]
     used = sum(task.request.rows for task in holding)
     free = self._capacity - sum(task.tokens for task in holding)
     return {
       "t": "view",
       "taken": taken,
-      "queued_requests": len(reading),
-      "queued_tokens": sum(r.prompt.size - r.computed for r in reading),
-      "running_requests": len(decoding) + len(waiting),
+      "queued_requests": len(reading) + len(fetching),
+      "queued_tokens": sum(r.prompt.size - r.computed for r in reading)
+      + sum(task.tokens for task in fetching),
+      "running_requests": len(decoding) + len(waiting) - len(fetching),
       "running_tokens": sum(r.computed for r in decoding),
       "free_tokens": max(0, free) if used < self._engine.rows else 0,
     }
+
+  def _tell_blocks(self) -> None:
+    """Says which blocks have come or gone since the last beat."""
+    try:
+      with self._engine.between_steps():
+        steps, log = self._engine.counters.steps, self._blocks
+        keys = tree_keys(self._engine.scheduler.tree)
+      if log is not None:
+        log.update([short_key(key) for key in keys])
+    except OptionError:
+      return  # The engine is closed.
+    finally:
+      self._telling = False
+    with self._work:
+      # Not of a link that has ended meanwhile.
+      if log is self._blocks:
+        self._told = steps
 
   # -------------------------------------------------------------------------
   # Work
@@ -401,7 +478,8 @@ class ClusterWorker:
     """A prompt to read, or a request to answer."""
     request = request_of(fields["request"], self._grammars)
     prompt = inputs.prompt(request.prompt, self._engine.vocab)
-    new, reads = request.max_new_tokens * request.rows, kind == "read"
+    new, offers = request.max_new_tokens * request.rows, kind == "offer"
+    reads = kind == "read" or offers
     if reads:
       # The token that it chooses is thrown away: who answers chooses.
       new = 1
@@ -415,25 +493,35 @@ class ClusterWorker:
     task = WorkerTask(
       int(fields["id"]),
       request,
-      prompt.size + new,
+      0 if offers else prompt.size + new,
       reads,
       link,
+      offers,
       sent=[(0, 0)] * request.answers,
     )
-    if not reads and fields["ticket"] is not None:
+    if reads:
+      task.stream = int(fields.get("stream", 0))
+    if fields.get("tickets"):
       host, port = fields["address"]
-      task.ticket = Ticket.from_json(fields["ticket"])
+      task.tickets.extend(map(Ticket.from_json, fields["tickets"]))
       task.address = str(host), int(port)
+      task.more = bool(fields.get("more", False))
     with self._work:
       if self._closed:
         link.close("it is leaving")
         return
       self._tasks[task.number] = task
-      if task.ticket is not None:
+      if task.stream:
+        self._streams[task.number] = task
+      if task.tickets:
         self._pulls.append(task)
         self._work.notify_all()
         return
       task.admitted = True
+    if offers:
+      with contextlib.suppress(RuntimeError):
+        self._copies.submit(self._publish, task)
+      return
     self._submit(task)
 
   def _submit(self, task: WorkerTask) -> None:
@@ -445,7 +533,9 @@ class ClusterWorker:
       change = functools.partial(self._changed, task)
       task.handle = self._engine.submit(task.request, change)
       for n, answer in enumerate(task.handle.answers):
-        task.sent[n] = len(answer.tokens), len(answer.text)
+        # The text of tokens that were known goes with the first new one: who
+        # asked may have given tokens alone.
+        task.sent[n] = len(answer.tokens), 0
     if task.dropped:
       # Meanwhile, by another thread, which saw no handle.
       task.handle.cancel()
@@ -462,6 +552,18 @@ class ClusterWorker:
       # It may have been closed.
       with contextlib.suppress(RuntimeError):
         self._copies.submit(self._publish, task)
+
+  def _stepped(self) -> None:
+    """The engine has made a step; its thread says so."""
+    for task in tuple(self._streams.values()):
+      if task.handle is None or task.copying or task.published:
+        continue
+      ready = self._engine.prompt_progress(task.handle)
+      page = self._engine.scheduler.tree.page
+      if ready // _PART * _PART - task.pages * page >= task.stream:
+        task.copying = True
+        with contextlib.suppress(RuntimeError):
+          self._copies.submit(self._publish_part, task)
 
   def _send(self, task: WorkerTask, answer: Answer) -> None:
     """Tells the router what of an answer is new."""
@@ -491,9 +593,33 @@ class ClusterWorker:
       self._end(task.number)
 
   def _publish(self, task: WorkerTask) -> None:
-    """Offers the pages of a prompt that was read."""
-    assert task.handle is not None
-    request, ticket = task.request, None
+    """Offers the pages of a prompt that was read, now or earlier, which are
+    not yet published."""
+    cached = 0 if task.handle is None else task.handle.cached_tokens
+    with task.publishes:
+      ticket = self._offered(task, last=True)
+    if task.offers:
+      tokens = task.pages * self._engine.scheduler.tree.page
+      cached = min(tokens, len(task.request.prompt) - 1)
+    task.link.tell(
+      t="read",
+      id=task.number,
+      ticket=None if ticket is None else ticket.to_json(),
+      cached=cached,
+    )
+
+  def _publish_part(self, task: WorkerTask) -> None:
+    """Offers what was read of a prompt since the last part."""
+    with task.publishes:
+      if not task.published and not task.dropped:
+        ticket = self._offered(task, last=False)
+        if ticket is not None:
+          task.link.tell(t="part", id=task.number, ticket=ticket.to_json())
+      task.copying = False
+
+  def _offered(self, task: WorkerTask, *, last: bool) -> Ticket | None:
+    """A ticket of the next pages of a prompt, or None if there are none."""
+    request, ticket, count = task.request, None, 0
     try:
       self._check_published(task)
       sent = export_prefix(
@@ -501,26 +627,31 @@ class ClusterWorker:
         inputs.prompt(request.prompt, self._engine.vocab),
         salt=request.salt,
         adapter=request.adapter,
+        first=task.pages,
       )
-      numbers = self.publisher.new_numbers(len(sent.pages))
-      pages = dict(zip(numbers, sent.pages, strict=True))
-      ticket = self.publisher.publish(pages, sent.layout, labels=sent.labels)
+      count = len(sent.pages)
+      if not last:
+        some = _PART // self._engine.scheduler.tree.page
+        count = (task.pages + count) // some * some - task.pages
+      if count > 0:
+        numbers = self.publisher.new_numbers(count)
+        pages = dict(zip(numbers, sent.pages, strict=False))
+        labels = sent.labels[:count]
+        ticket = self.publisher.publish(pages, sent.layout, labels=labels)
     except Exception:
       # They had to make room, it is closed, or there is no memory for a copy:
-      # who answers reads the prompt.
+      # who answers reads the prompt, or what is left of it.
       ticket = None
     with self._work:
-      task.offer, task.published = ticket, True
+      if ticket is not None:
+        task.offers_made.append(ticket)
+        task.pages += count
+      task.published |= last
       self._work.notify_all()
       dropped = task.dropped
     if dropped and ticket is not None:
       self.publisher.withdraw(ticket)
-    task.link.tell(
-      t="read",
-      id=task.number,
-      ticket=None if ticket is None else ticket.to_json(),
-      cached=task.handle.cached_tokens,
-    )
+    return ticket
 
   def _check_published(self, task: WorkerTask) -> None:
     """Refuses copies beyond some times what the engine's own pages hold.
@@ -529,9 +660,29 @@ class ClusterWorker:
       OutOfPages: as much waits for who answers already.
     """
     with self._work:
-      some = [x.tokens for x in self._tasks.values() if x.offer is not None]
-    if sum(some) + task.tokens > _PUBLISHED * self._capacity:
+      some = [
+        len(x.request.prompt)
+        for x in self._tasks.values()
+        if x.offers_made and x is not task
+      ]
+    more = len(task.request.prompt)
+    if sum(some) + more > _PUBLISHED * self._capacity:
       raise OutOfPages(f"{sum(some):,} tokens are published")
+
+  def _part(self, fields: dict[str, Any]) -> None:
+    """Another part of a prompt can be pulled, or there is no other one."""
+    with self._work:
+      task = self._tasks.get(int(fields["id"]))
+      if task is None:
+        return
+      if fields["ticket"] is not None:
+        task.tickets.append(Ticket.from_json(fields["ticket"]))
+      task.more = not fields["last"]
+      begins = task.admitted and not task.pulling
+      task.pulling |= begins
+    if begins:
+      with contextlib.suppress(RuntimeError):
+        self._copies.submit(self._pull, task)
 
   def _wait_for_room(self) -> None:
     """Lets tasks pull, the first one first, once there is room for it."""
@@ -542,7 +693,7 @@ class ClusterWorker:
           self._work.wait()
           continue
         self._pulls.popleft()
-        task.admitted = True
+        task.admitted = task.pulling = True
         self._copies.submit(self._pull, task)
 
   def _room(self, task: WorkerTask) -> bool:
@@ -554,29 +705,44 @@ class ClusterWorker:
     return fits or not others
 
   def _pull(self, task: WorkerTask) -> None:
-    """Pulls the pages of a request, and lets the engine answer it."""
-    assert task.ticket is not None
+    """Pulls the pages of a request, and lets the engine answer it, unless
+    others are yet to come."""
     request = task.request
     try:
-      pulled = pull(
-        task.ticket, task.address, self._key, patience_s=self._silence_s
-      )
-      if task.dropped:
-        return
-      import_prefix(
-        self._engine,
-        inputs.prompt(request.prompt, self._engine.vocab),
-        task.ticket,
-        pulled,
-        salt=request.salt,
-        adapter=request.adapter,
-      )
-      task.link.tell(t="pulled", id=task.number, nbytes=pulled.nbytes)
+      while True:
+        with self._work:
+          if not task.tickets:
+            task.pulling = False
+            if task.more:
+              return
+            break
+          ticket = task.tickets.popleft()
+        pulled = pull(
+          ticket, task.address, self._key, patience_s=self._silence_s
+        )
+        if task.dropped:
+          return
+        pages, nbytes = task.pulled
+        import_prefix(
+          self._engine,
+          inputs.prompt(request.prompt, self._engine.vocab),
+          ticket,
+          pulled,
+          salt=request.salt,
+          adapter=request.adapter,
+          first=pages,
+        )
+        task.pulled = pages + len(pulled.labels), nbytes + pulled.nbytes
+      task.link.tell(t="pulled", id=task.number, nbytes=task.pulled[1])
     except Exception as error:
-      # The prompt is read anew.
-      if self._end(task.number) is not None:
-        task.link.tell(t="lost", id=task.number, why=str(error))
-      return
+      if task.reads:
+        # What it would have fetched it computes.
+        task.link.tell(t="pulled", id=task.number, nbytes=0)
+      else:
+        # The prompt is read anew.
+        if self._end(task.number) is not None:
+          task.link.tell(t="lost", id=task.number, why=str(error))
+        return
     try:
       self._submit(task)
     except Exception as error:

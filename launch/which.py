@@ -1,0 +1,273 @@
+"""The sub-command which of launch.plan: systems of serving on the same chips.
+
+Simulates one load on eight chips as one engine, replicas, instances that read
+prompts apart from those that answer, elastic groups, and with the conductor's
+routes to who has a prefix, and prints the goodput of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+from absl import flags
+
+from launch import console, strategies
+from launch.serving_plan import limits_of
+from ringjax.checks import integer, positive_int
+from ringjax.parallel.chips import Link
+from ringjax.serve.cluster import (
+  ClusterSimulator,
+  RoutingCosts,
+  ServedRequest,
+  SimulatedInstance,
+  percentiles,
+  routing_policy,
+)
+from ringjax.serve.cluster.elastic_workloads import (
+  SLOTS,
+  GroupMachine,
+  compared_systems,
+)
+from ringjax.serve.cluster.goodput import at_rate, goodput
+from ringjax.serve.traces import TraceRequest, poisson_trace
+
+NAME = "plan"
+CHIPS = 8
+# Tokens of prompts beside answers in a step of an instance that does both.
+_CHUNK = 512
+NOTE = (
+  "simulated with a roofline of Llama-2-7B on eight A800s; instances keep "
+  "prefixes of half of their tokens, elastic groups none"
+)
+Serve = Callable[[Sequence[TraceRequest]], Sequence[ServedRequest]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulatedSystem:
+  """A way to serve with the chips.
+
+  Attributes:
+    name: for people.
+    kind: systems of one kind differ by a split, of which the best one counts.
+    serve: what serves a trace.
+  """
+
+  name: str
+  kind: str
+  serve: Serve
+
+
+def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Prints the goodput of each system."""
+  screen = console.Screen(NAME, stderr)
+  limits = limits_of(values.slo)
+  shared = integer("--shared", values.shared, least=0)
+  trace = documents_trace(
+    requests=positive_int("--requests", values.requests),
+    prompt_tokens=values.prompt,
+    new_tokens=values.new,
+    spread=values.spread,
+    shared_tokens=shared,
+    documents=values.documents,
+    seed=values.seed,
+  )
+  link = Link(bandwidth=values.bandwidth, latency_s=1e-3)
+  rows: list[dict[str, Any]] = []
+  screen.begin("searching goodput", unit="searches")
+  try:
+    for n, system in enumerate(systems(link, values.prefill_tokens)):
+      screen.at(n)
+      if shared and system.kind == "elastic":
+        continue
+      found = goodput(system.serve, trace, limits, near=0.03)
+      row = {
+        "system": system.name, "kind": system.kind, "goodput": found.rate
+      }  # fmt: skip
+      if found.rate:
+        row |= _at(system.serve(at_rate(trace, found.rate)))
+      rows.append(row)
+  finally:
+    screen.end()
+  best: dict[str, dict[str, Any]] = {}
+  for row in rows:
+    if row["goodput"] >= best.get(row["kind"], row)["goodput"]:
+      best[row["kind"]] = row
+  kept = sorted(best.values(), key=lambda row: -row["goodput"])
+  record = {
+    "limits": dataclasses.asdict(limits),
+    "prompt": values.prompt,
+    "new": values.new,
+    "shared": shared,
+    "documents": values.documents,
+    "bandwidth": values.bandwidth,
+    "requests": len(trace),
+    "rows": kept,
+    "note": NOTE,
+  }
+  strategies.put(values, stdout, record, list(_words(record)))
+
+
+def documents_trace(
+  *,
+  requests: int,
+  prompt_tokens: int,
+  new_tokens: int,
+  spread: float,
+  shared_tokens: int,
+  documents: int,
+  seed: int,
+) -> list[TraceRequest]:
+  """Requests of which each begins with one of some documents, by chance.
+
+  Args:
+    requests, prompt_tokens, new_tokens, spread, shared_tokens, seed: as
+      `poisson_trace`; all documents have `shared_tokens` tokens.
+    documents: how many there are.
+  """
+  positive_int("--documents", documents)
+  trace = poisson_trace(
+    rate=1.0,
+    requests=requests,
+    prompt_tokens=prompt_tokens,
+    new_tokens=new_tokens,
+    shared_tokens=shared_tokens,
+    spread=spread,
+    seed=seed,
+  )
+  drawn = np.random.default_rng(seed + 1).integers(0, documents, requests)
+  # The first block is the document; numbers below 0 are those of no other.
+  return [
+    dataclasses.replace(one, blocks=(-1 - int(at), *one.blocks[1:]))
+    if one.blocks
+    else one
+    for one, at in zip(trace, drawn, strict=True)
+  ]
+
+
+def systems(link: Link, prefill_tokens: int) -> list[SimulatedSystem]:
+  """All of them, on eight chips.
+
+  Args:
+    link: from each instance to the others.
+    prefill_tokens: that an instance reads at once which does nothing else.
+  """
+  machine = GroupMachine()
+  two = machine.times(2)
+  costs = RoutingCosts(times=two, kv_token_bytes=machine.token_bytes, link=link)
+
+  def instances(
+    role: str, count: int, tensor: int = 2, first: int = 0
+  ) -> list[SimulatedInstance]:
+    return [
+      SimulatedInstance(
+        name=f"{role}{n}",
+        role=role,
+        times=machine.times(tensor),
+        capacity_tokens=SLOTS[tensor] // 2,
+        prefix_cache_tokens=SLOTS[tensor] // 2,
+        max_prefill_tokens=_CHUNK if role == "both" else prefill_tokens,
+        share="mixed",
+      )
+      for n in range(first, first + count)
+    ]
+
+  def cluster(made: list[SimulatedInstance], policy: str) -> Serve:
+    simulator = ClusterSimulator(
+      instances=made,
+      policy=routing_policy(policy, costs),
+      links=link,
+      kv_token_bytes=machine.token_bytes,
+    )
+    return lambda trace: simulator.run(trace).served
+
+  found = [
+    SimulatedSystem(
+      name="one engine, TP8",
+      kind="engine",
+      serve=cluster(instances("both", 1, 8), "shortest"),
+    )
+  ]
+  for policy, words in (
+    ("shortest", ""),
+    ("conductor:threshold=2", ", conductor"),
+  ):
+    found.append(
+      SimulatedSystem(
+        name=f"4 replicas of TP2{words}",
+        kind=f"replicas{words}",
+        serve=cluster(instances("both", 4), policy),
+      )
+    )
+    for read in (1, 2, 3):
+      made = instances("prefill", read) + instances("decode", 4 - read)
+      found.append(
+        SimulatedSystem(
+          name=f"{read} x TP2 read, {4 - read} x TP2 answer{words}",
+          kind=f"apart{words}",
+          serve=cluster(made, policy),
+        )
+      )
+  for system in compared_systems(machine):
+    if "elastic" in system.name:
+      found.append(
+        SimulatedSystem(
+          name=system.name,
+          kind="elastic",
+          serve=lambda trace, system=system: system.run(trace).served,
+        )
+      )
+  return found
+
+
+def _at(served: Sequence[ServedRequest]) -> dict[str, float]:
+  """Times at the goodput, and the part of prompts that was in caches."""
+  times = percentiles(served, (90,))
+  total = sum(one.prompt_tokens for one in served)
+  return {
+    "ttft_p90_s": times["ttft_s"]["p90"],
+    "tpot_p90_s": times["tpot_s"]["p90"],
+    "cached": sum(one.cached_tokens for one in served) / total,
+    "refused": sum(bool(one.rejected) for one in served) / len(served),
+  }
+
+
+def _words(record: dict[str, Any]) -> Iterator[str]:
+  limits, shared = record["limits"], record["shared"]
+  before = f"{shared} of {record['documents']} documents and " if shared else ""
+  yield (
+    f"{record['requests']} requests, prompts of {before}{record['prompt']} "
+    f"tokens, answers of {record['new']}; links of "
+    f"{record['bandwidth'] / 1e9:g} GB/s; {limits['share']:.0%} within TTFT "
+    f"{limits['ttft_s']:g} s, TPOT {1e3 * limits['tpot_s']:g} ms"
+  )
+  yield ""
+  most = max(row["goodput"] for row in record["rows"])
+  yield from strategies.markdown(
+    ("system",),
+    (
+      "requests/s", "of the best", "TTFT P90 (s)", "TPOT P90 (ms)",
+      "found in caches",
+    ),
+    [
+      (
+        row["system"],
+        f"{row['goodput']:.3g}",
+        f"{row['goodput'] / most:.0%}" if most else "-",
+        *(
+          (
+            f"{row['ttft_p90_s']:.2f}",
+            f"{row['tpot_p90_s'] * 1e3:.1f}",
+            f"{row['cached']:.0%}",
+          )
+          if row["goodput"]
+          else ("-",) * 3
+        ),
+      )
+      for row in record["rows"]
+    ],
+  )  # fmt: skip
+  yield ""
+  yield record["note"]
