@@ -2,7 +2,8 @@
 
 Guarantees: prompts are the same for all, and each contestant is a process of
 its own, of which the system says how many bytes it had at most; they run in
-turn. Ours computes one prompt, and a block of them, for which a layer is read
+turn. Ours runs under a limit of the system (RLIMIT_DATA), which counts all that
+is written to and no page of a file, and computes one prompt, and a block of them, for which a layer is read
 once; accelerate, where it is installed, reads the same folder.
 
 The folder is made if there is none: random weights in bfloat16.
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import pathlib
+import resource
 import statistics
 import subprocess
 import sys
@@ -48,7 +50,8 @@ class OffloadSettings(harness.BenchmarkSettings):
     rows: of a block.
     prompt_tokens: of each prompt.
     new_tokens: of each answer.
-    memory: MiB that ours may have.
+    memory: MiB that ours may have: those that are written to by the system's
+      limit; all of them, with the pages of programs, by what is measured.
     rounds: of each measurement; the median is reported.
     parts: contestants.
   """
@@ -125,7 +128,8 @@ class OffloadBenchmark(harness.Benchmark):
         mine = runs[name, rows]
         seconds = statistics.median(x["seconds"] for x in mine)
         row[label] = rows * s.new_tokens / seconds
-        row["peak"] = max(row.get("peak", 0), *(x["peak"] for x in mine))
+        for kind in ("peak", "written"):
+          row[kind] = max(row.get(kind, 0), *(x[kind] for x in mine))
         row |= {k: x for k, x in mine[-1].items() if k.startswith("log")}
       found[name] = row | {"gain": row["block"] / row["one"]}
     return found
@@ -136,7 +140,8 @@ class OffloadBenchmark(harness.Benchmark):
     text = (
       f"{case:11} {row['one']:7.3f} tokens/s of one prompt, "
       f"{row['block']:7.3f} of {self.settings.rows}: {row['gain']:.1f} times; "
-      f"at most {row['peak'] / _MIB:,.0f} MiB"
+      f"at most {row['peak'] / _MIB:,.0f} MiB, "
+      f"{row['written'] / _MIB:,.0f} of them written"
     )
     if "log_predicted_s" in row:
       text += (
@@ -151,7 +156,9 @@ class OffloadBenchmark(harness.Benchmark):
     ours, peer = by.get("ours"), by.get("accelerate")
     if ours is not None and "one" in ours:
       made["block over one"] = ours["gain"]
-      made["within memory"] = ours["peak"] <= self.settings.memory * _MIB
+      made["within memory"] = bool(
+        ours["peak"] <= self.settings.memory * _MIB
+      )
       if peer is not None and "one" in peer:
         for name in ("one", "block"):
           made[f"{name}, over accelerate"] = ours[name] / peer[name]
@@ -164,7 +171,8 @@ def _command(
   """What runs a contestant; None: it is not installed."""
   folder = settings.folder
   if name == "ours":
-    return [sys.executable, "-m", __name__, folder]
+    limit = str(settings.memory * _MIB)
+    return [sys.executable, "-m", __name__, folder, limit]
   if not settings.peer and importlib.util.find_spec("accelerate") is None:
     return None
   assert offload_peer.__file__ is not None
@@ -292,8 +300,10 @@ def _write(
       file.write(pool[start : start + size].tobytes())
 
 
-def main(folder: str) -> None:
-  """Ours, as `offload_peer` describes it."""
+def main(folder: str, limit: str) -> None:
+  """Ours, as `offload_peer` describes it, with at most `limit` bytes."""
+  resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
+  memory = offload_peer.MemoryWatch()
   import ringjax as rj
 
   model = rj.models.load(folder, placement="disk")
@@ -303,10 +313,8 @@ def main(folder: str) -> None:
     tokens = np.ones((rows, prompt), np.int32)
     before, start = len(model.transfers()), time.monotonic()
     rj.infer.generate(model, tokens, max_new_tokens=new)
-    found: Row = {
-      "seconds": time.monotonic() - start,
-      "peak": offload_peer.high_water(),
-    }
+    seconds = time.monotonic() - start
+    found: Row = {"seconds": seconds, **memory.peaks()}
     events = model.transfers()[before:]
     if new > 3:
       costs = offload_measured.streamed_costs(events)
