@@ -3,8 +3,9 @@
 Guarantees: prompts are the same for all, and each contestant is a process of
 its own, of which the system says how many bytes it had at most; they run in
 turn. Ours runs under a limit of the system (RLIMIT_DATA), which counts all that
-is written to and no page of a file, and computes one prompt, and a block of them, for which a layer is read
-once; accelerate, where it is installed, reads the same folder.
+is written to and no page of a file. It computes one prompt, and a block of
+them, for which a layer is read once; accelerate, where it is installed, reads
+the same folder.
 
 The folder is made if there is none: random weights in bfloat16.
 """
@@ -156,9 +157,7 @@ class OffloadBenchmark(harness.Benchmark):
     ours, peer = by.get("ours"), by.get("accelerate")
     if ours is not None and "one" in ours:
       made["block over one"] = ours["gain"]
-      made["within memory"] = bool(
-        ours["peak"] <= self.settings.memory * _MIB
-      )
+      made["within memory"] = bool(ours["peak"] <= self.settings.memory * _MIB)
       if peer is not None and "one" in peer:
         for name in ("one", "block"):
           made[f"{name}, over accelerate"] = ours[name] / peer[name]
