@@ -33,7 +33,9 @@ import numpy as np
 from ringjax.bench import harness, offload_peer
 from ringjax.bench.harness import Report, Row, option
 from ringjax.errors import OptionError
+from ringjax.infer.prefill import padded
 from ringjax.plan import offload_measured
+from ringjax.plan.offload_measured import StreamedRun
 
 PARTS = ("ours", "accelerate")
 _MIB = 1 << 20
@@ -48,7 +50,8 @@ class OffloadSettings(harness.BenchmarkSettings):
     scratch: a folder for what accelerate writes.
     peer: a Python that has accelerate; default: this one.
     layers: of a model that is made, 69 MB each.
-    rows: of a block.
+    rows: of a block. A call of a quarter of them, with more tokens, is
+      forecast before it runs, by the log of the others.
     prompt_tokens: of each prompt.
     new_tokens: of each answer.
     memory: MiB that ours may have: those that are written to by the system's
@@ -102,6 +105,7 @@ class OffloadBenchmark(harness.Benchmark):
     """All contestants, in turn."""
     s, found = self.settings, {}
     runs: dict[tuple[str, int], list[Row]] = {}
+    forecasts: list[Row] = []
     with tempfile.TemporaryDirectory(dir=s.scratch or None) as scratch:
       workers: dict[str, _Measured] = {}
       try:
@@ -120,6 +124,11 @@ class OffloadBenchmark(harness.Benchmark):
               if n:
                 # The first one compiles.
                 runs.setdefault((name, rows), []).append(one)
+            if name == "ours":
+              report((n + 1) / (s.rounds + 2), "ours, another size")
+              one = worker.ask(*self._another(), 1)
+              if n:
+                forecasts.append(one)
       finally:
         for worker in workers.values():
           worker.close()
@@ -133,7 +142,17 @@ class OffloadBenchmark(harness.Benchmark):
           row[kind] = max(row.get(kind, 0), *(x[kind] for x in mine))
         row |= {k: x for k, x in mine[-1].items() if k.startswith("log")}
       found[name] = row | {"gain": row["block"] / row["one"]}
+    if forecasts:
+      middle = lambda key: statistics.median(x[key] for x in forecasts)
+      found["ours"] |= {
+        "other_s": middle("seconds"), "other_forecast_s": middle("forecast_s")
+      }  # fmt: skip
     return found
+
+  def _another(self) -> tuple[int, int, int]:
+    """Rows, prompt and new tokens of the call that is forecast."""
+    s = self.settings
+    return max(1, s.rows // 4), 2 * s.prompt_tokens + 1, s.new_tokens + 2
 
   def table(self, case: str, row: Row) -> str:
     if "reason" in row:
@@ -149,6 +168,12 @@ class OffloadBenchmark(harness.Benchmark):
         f"; a pass took {row['log_pass_s']:.2f} s, by its log "
         f"{row['log_predicted_s']:.2f} s"
       )
+    if "other_s" in row:
+      rows, prompt, new = self._another()
+      text += (
+        f"; {rows} prompts of {prompt} and {new} tokens took "
+        f"{row['other_s']:.2f} s, forecast {row['other_forecast_s']:.2f} s"
+      )
     return text
 
   def summary(self, rows: Sequence[Row]) -> Row:
@@ -158,6 +183,8 @@ class OffloadBenchmark(harness.Benchmark):
     if ours is not None and "one" in ours:
       made["block over one"] = ours["gain"]
       made["within memory"] = bool(ours["peak"] <= self.settings.memory * _MIB)
+      if "other_s" in ours:
+        made["forecast error"] = ours["other_forecast_s"] / ours["other_s"] - 1
       if peer is not None and "one" in peer:
         for name in ("one", "block"):
           made[f"{name}, over accelerate"] = ours[name] / peer[name]
@@ -307,14 +334,24 @@ def main(folder: str, limit: str) -> None:
 
   model = rj.models.load(folder, placement="disk")
   print(json.dumps({"ready": True}), flush=True)
+  kept: dict[tuple[int, ...], list[StreamedRun]] = {}
   for line in sys.stdin:
-    rows, prompt, new = map(int, line.split())
+    rows, prompt, new, *other = map(int, line.split())
     tokens = np.ones((rows, prompt), np.int32)
+    size = {"rows": rows, "prompt": padded(prompt, 1), "new": new}
+    found: Row = {}
+    # The first run of each size compiles.
+    known = [run for runs in kept.values() for run in runs[1:]]
+    if other and known:
+      found["forecast_s"] = offload_measured.forecast(known, **size)
     before, start = len(model.transfers()), time.monotonic()
     rj.infer.generate(model, tokens, max_new_tokens=new)
-    seconds = time.monotonic() - start
-    found: Row = {"seconds": seconds, **memory.peaks()}
+    end = time.monotonic()
     events = model.transfers()[before:]
+    found |= {"seconds": end - start, **memory.peaks()}
+    if not other:
+      run = StreamedRun(**size, start=start, end=end, events=events)
+      kept.setdefault((rows, prompt, new), []).append(run)
     if new > 3:
       costs = offload_measured.streamed_costs(events)
       found |= {
