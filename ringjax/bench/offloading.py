@@ -33,7 +33,6 @@ import numpy as np
 from ringjax.bench import harness, offload_peer
 from ringjax.bench.harness import Report, Row, option
 from ringjax.errors import OptionError
-from ringjax.infer.prefill import padded
 from ringjax.plan import offload_measured
 from ringjax.plan.offload_measured import StreamedRun
 
@@ -331,6 +330,7 @@ def main(folder: str, limit: str) -> None:
   resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
   memory = offload_peer.MemoryWatch()
   import ringjax as rj
+  from ringjax.infer.prefill import padded
 
   model = rj.models.load(folder, placement="disk")
   print(json.dumps({"ready": True}), flush=True)

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError
 from ringjax.infer.prefill import padded
-from ringjax.infer.session import place_of
+from ringjax.infer.session import Session, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS, bytes_each
 from ringjax.kv.cache_kind import CacheKind
@@ -164,14 +164,15 @@ def call_bytes(
   return found
 
 
-def report_bytes(model: Transformer, cache: Any, read: int) -> TierBytes:
+def report_bytes(model: Transformer, session: Session, read: int) -> TierBytes:
   """Bytes by memory and by what they are, of a model and a cache as they are.
 
   Args:
     model: whose layers may be elsewhere.
-    cache: of a session.
+    session: whose cache it is.
     read: tokens of a row that a device read at once.
   """
+  cache = session.cache
   groups = isinstance(cache, RowGroups)
   caches = [*cache.caches] if groups else [cache]
   found = call_bytes(model, caches, sum(cache.hosted) if groups else 0, read)

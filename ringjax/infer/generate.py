@@ -363,7 +363,7 @@ def generate(
     contexts=session.contexts,
     speculation=speculation,
     memory=report_bytes(
-      model, session.cache, -(-(how.chunk or how.width) // session.shards)
+      model, session, -(-(how.chunk or how.width) // session.shards)
     ),
   )
   if report is not None:
