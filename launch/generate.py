@@ -332,7 +332,7 @@ class _Work:
     return np.array([size], np.int32)
 
   def _encoded(
-    self, folder: pathlib.Path, positions: int | None
+    self, folder: pathlib.Path, positions: int
   ) -> tuple[Tokenizer, Any, np.ndarray]:
     """The tokenizer, the form of a chat, and the ids of the prompt."""
     values = self._values
@@ -639,7 +639,7 @@ class _Work:
       self._out.flush()
 
 
-def _positions(folder: pathlib.Path) -> int | None:
+def _positions(folder: pathlib.Path) -> int:
   """The longest context of a folder's model, by its config."""
   source = Folder.open(folder).config
   return rj.models.read_config(source)[0].max_positions
