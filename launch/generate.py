@@ -61,6 +61,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.coded_weights import BITS
 from ringjax.models.hf import tensors
+from ringjax.models.hf.folder import Folder
 from ringjax.models.neurons import FILE as NEURONS
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.wire_format import DTYPES
@@ -201,8 +202,9 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "memory",
     None,
-    "Bytes of weights on a device, as 6GiB: as many layers as fit, the others "
-    "in host memory, or where --placement says.",
+    "Bytes on a device, as 6GiB, of weights, keys and what the call computes: "
+    "as many layers as fit, the others in host memory, or where --placement "
+    "says. With --contexts of weights alone.",
   )
   new.text(
     "cache_placement",
@@ -302,21 +304,17 @@ class _Work:
     if not prompts.made_up(values):
       # Refused before the model is loaded, if it cannot be read.
       common.share(self._given)
-    model, about = self._load(folder, mesh)
-    self._begin("encoding the prompt", "encoding the prompt")
-    tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+    early = None
+    if values.memory is not None and values.contexts is None:
+      # How many tokens there are says how much is left for the weights.
+      early = self._encoded(folder, _positions(folder))
+    tokens = None if early is None else len(early[2])
+    model, about = self._load(folder, mesh, tokens)
+    tokenizer, chat, ids = early or self._encoded(
+      folder, model.config.max_positions
+    )
     if values.speculate is not None:
       self._drafter = _drafter(values.speculate, tokenizer)
-    chat = prompts.chat(values, tokenizer)
-    positions = model.config.max_positions
-
-    def encode() -> np.ndarray:
-      if prompts.made_up(values):
-        self._prompt = prompts.make(values, tokenizer, positions)
-      return prompts.encode(self._prompt, values, tokenizer, chat)
-
-    ids = common.share(encode)
-    self._screen.say(f"prompt: {len(ids):,} tokens, {self._prompt.source}")
     if values.contexts is not None:
       ids = self._read_contexts(model, mesh, tokenizer, chat, folder)
     strings = tuple(values.stop)
@@ -333,8 +331,26 @@ class _Work:
     size = len(self._prompt.document) + len(self._prompt.question)
     return np.array([size], np.int32)
 
+  def _encoded(
+    self, folder: pathlib.Path, positions: int
+  ) -> tuple[Tokenizer, Any, np.ndarray]:
+    """The tokenizer, the form of a chat, and the ids of the prompt."""
+    values = self._values
+    self._begin("encoding the prompt", "encoding the prompt")
+    tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+    chat = prompts.chat(values, tokenizer)
+
+    def encode() -> np.ndarray:
+      if prompts.made_up(values):
+        self._prompt = prompts.make(values, tokenizer, positions)
+      return prompts.encode(self._prompt, values, tokenizer, chat)
+
+    ids = common.share(encode)
+    self._screen.say(f"prompt: {len(ids):,} tokens, {self._prompt.source}")
+    return tokenizer, chat, ids
+
   def _load(
-    self, folder: pathlib.Path, mesh: Any
+    self, folder: pathlib.Path, mesh: Any, tokens: int | None
   ) -> tuple[Transformer, dict[str, Any]]:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
@@ -349,6 +365,7 @@ class _Work:
       dtype=values.dtype,
       placement=self._placement() if policy is None else policy["placement"],
       memory=values.memory,
+      beside=None if tokens is None else self._beside(tokens),
     )
     if values.flash is not None:
       model = _flash(model, values.flash, self._screen.say)
@@ -378,6 +395,35 @@ class _Work:
       self._screen.say(f"placement: {_placement(placed)}")
       model.on_wait(self._screen.say)
     return model, about
+
+  def _beside(
+    self, tokens: int
+  ) -> Callable[[Transformer, Any], Mapping[str, Mapping[str, int]]]:
+    """What --memory is to have room for, beside the weights.
+
+    Args:
+      tokens: of the prompt.
+    """
+    values, count = self._values, self._count()
+
+    def needs(model: Transformer, mesh: Any) -> Mapping[str, Mapping[str, int]]:
+      call = rj.infer.CallMemory(
+        prompt=tokens,
+        new=count,
+        chunk=values.chunk,
+        cache_kind=kind_text.parse(values.cache, "--cache"),
+        **self._offload(model, mesh, tokens + count),
+      )
+      return call(model, mesh)
+
+    return needs
+
+  def _count(self) -> int:
+    """Tokens that are to be generated."""
+    if self._values.max_new_tokens is not None:
+      return self._values.max_new_tokens
+    made_up = prompts.made_up(self._values)
+    return prompts.ANSWER_TOKENS if made_up else _NEW_TOKENS
 
   def _placement(self) -> str | None:
     """Where layers are when they are loaded."""
@@ -452,9 +498,7 @@ class _Work:
     watch: Watch,
   ) -> dict[str, Any]:
     values, screen = self._values, self._screen
-    count = values.max_new_tokens
-    if count is None:
-      count = prompts.ANSWER_TOKENS if prompts.made_up(values) else _NEW_TOKENS
+    count = self._count()
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
@@ -524,6 +568,7 @@ class _Work:
       "prefill_s": clock.read_s - compiled(clock.read_s),
       "decode_s": clock.last_s - clock.first_s,
       "cache_bytes_per_device": report.cache_bytes,
+      "memory": {k: dict(x) for k, x in report.memory.items()},
       "cache_tokens": report.capacity,
       "contexts": _of_contexts(report.contexts),
       "speculation": _of_drafts(report.speculation),
@@ -594,6 +639,12 @@ class _Work:
       self._out.flush()
 
 
+def _positions(folder: pathlib.Path) -> int:
+  """The longest context of a folder's model, by its config."""
+  source = Folder.open(folder).config
+  return rj.models.read_config(source)[0].max_positions
+
+
 def _policy(values: flags.FlagValues) -> dict[str, Any] | None:
   """What --policy places, as `load` and `generate` take it; None without."""
   if values.policy is None:
@@ -639,6 +690,13 @@ def summary(done: dict[str, Any]) -> list[str]:
     "cache": f"{done['cache']}, {cache} on each device, "
     f"{done['cache_tokens']:,} tokens in all",
   }
+  if done["placement"] is not None:
+    lines["memory"] = "; ".join(
+      f"{tier}: "
+      + ", ".join(f"{console.nbytes(n)} {what}" for what, n in parts.items())
+      for tier, parts in done["memory"].items()
+      if sum(parts.values())
+    )
   if done["contexts"] is not None:
     did = done["contexts"]
     lines["contexts"] = (

@@ -4,24 +4,50 @@ Run by its path, with any Python that has torch, transformers and accelerate:
 
   python offload_peer.py FOLDER SCRATCH
 
-It answers each line `ROWS PROMPT NEW` with one of JSON: seconds, and the most
-bytes that the process had.
+It answers each line `ROWS PROMPT NEW` with one of JSON: seconds, the most
+bytes that the process had, and how many of them are no pages of files, which
+the system can take back at any time.
 """
 
 import json
 import pathlib
 import sys
+import threading
 import time
 
 
-def high_water() -> int:
-  """The most bytes that this process had."""
-  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-  return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM"))
+class MemoryWatch:
+  """The most bytes that this process had, looked at 50 times a second.
+
+  The system knows the most of all, and of what is written to (not a page of a
+  file, which it can take back at any time) how much there is now.
+  """
+
+  def __init__(self) -> None:
+    self._written = 0
+    threading.Thread(target=self._watch, daemon=True).start()
+
+  def _watch(self) -> None:
+    while True:
+      self._look()
+      time.sleep(0.02)
+
+  def _look(self) -> int:
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    found = {x.split(":")[0]: x.split()[1:2] for x in lines}
+    number = lambda name: int(found[name][0]) * 1024
+    now = number("RssAnon") + number("RssShmem")
+    self._written = max(self._written, now)
+    return number("VmHWM")
+
+  def peaks(self) -> dict[str, int]:
+    """By name: all bytes, and those that are written to."""
+    return {"peak": self._look(), "written": self._written}
 
 
 def main(folder: str, scratch: str) -> None:
   """Answers lines until there are no more."""
+  memory = MemoryWatch()
   # None of these is a dependency of ringjax.
   import torch  # pyrefly: ignore
   from transformers import AutoModelForCausalLM  # pyrefly: ignore
@@ -50,7 +76,7 @@ def main(folder: str, scratch: str) -> None:
         pad_token_id=0,
       )
     seconds = time.monotonic() - start
-    found = {"seconds": seconds, "peak": high_water()}
+    found = {"seconds": seconds, **memory.peaks()}
     print(json.dumps(found), flush=True)
 
 

@@ -2,8 +2,10 @@
 
 Guarantees: prompts are the same for all, and each contestant is a process of
 its own, of which the system says how many bytes it had at most; they run in
-turn. Ours computes one prompt, and a block of them, for which a layer is read
-once; accelerate, where it is installed, reads the same folder.
+turn. Ours runs under a limit of the system (RLIMIT_DATA), which counts all that
+is written to and no page of a file. It computes one prompt, and a block of
+them, for which a layer is read once; accelerate, where it is installed, reads
+the same folder.
 
 The folder is made if there is none: random weights in bfloat16.
 """
@@ -16,6 +18,7 @@ import json
 import math
 import os
 import pathlib
+import resource
 import statistics
 import subprocess
 import sys
@@ -31,6 +34,7 @@ from ringjax.bench import harness, offload_peer
 from ringjax.bench.harness import Report, Row, option
 from ringjax.errors import OptionError
 from ringjax.plan import offload_measured
+from ringjax.plan.offload_measured import StreamedRun
 
 PARTS = ("ours", "accelerate")
 _MIB = 1 << 20
@@ -45,10 +49,12 @@ class OffloadSettings(harness.BenchmarkSettings):
     scratch: a folder for what accelerate writes.
     peer: a Python that has accelerate; default: this one.
     layers: of a model that is made, 69 MB each.
-    rows: of a block.
+    rows: of a block. A call of a quarter of them, with more tokens, is
+      forecast before it runs, by the log of the others.
     prompt_tokens: of each prompt.
     new_tokens: of each answer.
-    memory: MiB that ours may have.
+    memory: MiB that ours may have: those that are written to by the system's
+      limit; all of them, with the pages of programs, by what is measured.
     rounds: of each measurement; the median is reported.
     parts: contestants.
   """
@@ -98,6 +104,7 @@ class OffloadBenchmark(harness.Benchmark):
     """All contestants, in turn."""
     s, found = self.settings, {}
     runs: dict[tuple[str, int], list[Row]] = {}
+    forecasts: list[Row] = []
     with tempfile.TemporaryDirectory(dir=s.scratch or None) as scratch:
       workers: dict[str, _Measured] = {}
       try:
@@ -116,6 +123,11 @@ class OffloadBenchmark(harness.Benchmark):
               if n:
                 # The first one compiles.
                 runs.setdefault((name, rows), []).append(one)
+            if name == "ours":
+              report((n + 1) / (s.rounds + 2), "ours, another size")
+              one = worker.ask(*self._another(), 1)
+              if n:
+                forecasts.append(one)
       finally:
         for worker in workers.values():
           worker.close()
@@ -125,10 +137,21 @@ class OffloadBenchmark(harness.Benchmark):
         mine = runs[name, rows]
         seconds = statistics.median(x["seconds"] for x in mine)
         row[label] = rows * s.new_tokens / seconds
-        row["peak"] = max(row.get("peak", 0), *(x["peak"] for x in mine))
+        for kind in ("peak", "written"):
+          row[kind] = max(row.get(kind, 0), *(x[kind] for x in mine))
         row |= {k: x for k, x in mine[-1].items() if k.startswith("log")}
       found[name] = row | {"gain": row["block"] / row["one"]}
+    if forecasts:
+      middle = lambda key: statistics.median(x[key] for x in forecasts)
+      found["ours"] |= {
+        "other_s": middle("seconds"), "other_forecast_s": middle("forecast_s")
+      }  # fmt: skip
     return found
+
+  def _another(self) -> tuple[int, int, int]:
+    """Rows, prompt and new tokens of the call that is forecast."""
+    s = self.settings
+    return max(1, s.rows // 4), 2 * s.prompt_tokens + 1, s.new_tokens + 2
 
   def table(self, case: str, row: Row) -> str:
     if "reason" in row:
@@ -136,12 +159,19 @@ class OffloadBenchmark(harness.Benchmark):
     text = (
       f"{case:11} {row['one']:7.3f} tokens/s of one prompt, "
       f"{row['block']:7.3f} of {self.settings.rows}: {row['gain']:.1f} times; "
-      f"at most {row['peak'] / _MIB:,.0f} MiB"
+      f"at most {row['peak'] / _MIB:,.0f} MiB, "
+      f"{row['written'] / _MIB:,.0f} of them written"
     )
     if "log_predicted_s" in row:
       text += (
         f"; a pass took {row['log_pass_s']:.2f} s, by its log "
         f"{row['log_predicted_s']:.2f} s"
+      )
+    if "other_s" in row:
+      rows, prompt, new = self._another()
+      text += (
+        f"; {rows} prompts of {prompt} and {new} tokens took "
+        f"{row['other_s']:.2f} s, forecast {row['other_forecast_s']:.2f} s"
       )
     return text
 
@@ -151,7 +181,9 @@ class OffloadBenchmark(harness.Benchmark):
     ours, peer = by.get("ours"), by.get("accelerate")
     if ours is not None and "one" in ours:
       made["block over one"] = ours["gain"]
-      made["within memory"] = ours["peak"] <= self.settings.memory * _MIB
+      made["within memory"] = bool(ours["peak"] <= self.settings.memory * _MIB)
+      if "other_s" in ours:
+        made["forecast error"] = ours["other_forecast_s"] / ours["other_s"] - 1
       if peer is not None and "one" in peer:
         for name in ("one", "block"):
           made[f"{name}, over accelerate"] = ours[name] / peer[name]
@@ -164,7 +196,8 @@ def _command(
   """What runs a contestant; None: it is not installed."""
   folder = settings.folder
   if name == "ours":
-    return [sys.executable, "-m", __name__, folder]
+    limit = str(settings.memory * _MIB)
+    return [sys.executable, "-m", __name__, folder, limit]
   if not settings.peer and importlib.util.find_spec("accelerate") is None:
     return None
   assert offload_peer.__file__ is not None
@@ -292,22 +325,33 @@ def _write(
       file.write(pool[start : start + size].tobytes())
 
 
-def main(folder: str) -> None:
-  """Ours, as `offload_peer` describes it."""
+def main(folder: str, limit: str) -> None:
+  """Ours, as `offload_peer` describes it, with at most `limit` bytes."""
+  resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
+  memory = offload_peer.MemoryWatch()
   import ringjax as rj
+  from ringjax.infer.prefill import padded
 
   model = rj.models.load(folder, placement="disk")
   print(json.dumps({"ready": True}), flush=True)
+  kept: dict[tuple[int, ...], list[StreamedRun]] = {}
   for line in sys.stdin:
-    rows, prompt, new = map(int, line.split())
+    rows, prompt, new, *other = map(int, line.split())
     tokens = np.ones((rows, prompt), np.int32)
+    size = {"rows": rows, "prompt": padded(prompt, 1), "new": new}
+    found: Row = {}
+    # The first run of each size compiles.
+    known = [run for runs in kept.values() for run in runs[1:]]
+    if other and known:
+      found["forecast_s"] = offload_measured.forecast(known, **size)
     before, start = len(model.transfers()), time.monotonic()
     rj.infer.generate(model, tokens, max_new_tokens=new)
-    found: Row = {
-      "seconds": time.monotonic() - start,
-      "peak": offload_peer.high_water(),
-    }
+    end = time.monotonic()
     events = model.transfers()[before:]
+    found |= {"seconds": end - start, **memory.peaks()}
+    if not other:
+      run = StreamedRun(**size, start=start, end=end, events=events)
+      kept.setdefault((rows, prompt, new), []).append(run)
     if new > 3:
       costs = offload_measured.streamed_costs(events)
       found |= {

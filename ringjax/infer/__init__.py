@@ -8,6 +8,7 @@ from ringjax.infer.attention_workers import (
   generate_beside,
 )
 from ringjax.infer.calibrate import calibrate
+from ringjax.infer.call_memory import CallMemory
 from ringjax.infer.chunk_pipeline import ChunkPipeline
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.elastic import ElasticSession, owners_of
@@ -36,6 +37,7 @@ __all__ = [
   "METHODS",
   "ActivationRanges",
   "AttentionWorkers",
+  "CallMemory",
   "ChunkPipeline",
   "ContextLibrary",
   "ElasticSession",

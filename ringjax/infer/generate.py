@@ -23,6 +23,7 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.infer import decode, inputs
+from ringjax.infer.call_memory import report_bytes
 from ringjax.infer.contexts.behind_contexts import context_session, joined
 from ringjax.infer.contexts.combine import Cepe, Combine, Full, combine_of
 from ringjax.infer.contexts.context_library import ContextLibrary
@@ -361,6 +362,9 @@ def generate(
     cache_kind=session.cache.kind,
     contexts=session.contexts,
     speculation=speculation,
+    memory=report_bytes(
+      model, session, -(-(how.chunk or how.width) // session.shards)
+    ),
   )
   if report is not None:
     report(session.last)

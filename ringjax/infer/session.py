@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -58,6 +58,9 @@ class GenerateReport:
     cache_kind: how the cache stores keys and values.
     contexts: what was done with contexts, a `ContextReport`, or None.
     speculation: what drafts were worth, a `SpeculationReport`, or None.
+    memory: bytes by memory ("device": of each one; "host", "disk": in all) and
+      by what they are: "weights", "cache", "hidden", and on devices "work"; at
+      most, what passes through counted. See `CallMemory`.
   """
 
   prefill: prefill.Prefill
@@ -69,6 +72,9 @@ class GenerateReport:
   cache_kind: kinds.CacheKind
   contexts: ContextReport | None = None
   speculation: SpeculationReport | None = None
+  memory: Mapping[str, Mapping[str, int]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 class Session:

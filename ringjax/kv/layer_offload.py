@@ -336,15 +336,23 @@ class OffloadedCache:
   def bytes_by_memory(self) -> dict[str, int]:
     """Bytes of all shards together, by `kv.base.TIERS`."""
     found = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.base))}
-    found |= {IN_HOST: 0, DISK: 0}
+    found |= {IN_HOST: 0, DISK: self.disk_bytes}
     for x in self.layers:
       if x is None:
         continue
       found[DEVICE] += sum(a.nbytes for a in x.resident)
       found[IN_HOST] += sum(a.nbytes for a in x.hosted)
-      each = sum(s.size * s.dtype.itemsize for s in x.stored)
-      found[DISK] += x.layout.tiers.count(DISK) * each
     return found
+
+  @property
+  def disk_bytes(self) -> int:
+    """Bytes of its files."""
+    return sum(
+      x.layout.tiers.count(DISK)
+      * sum(s.size * s.dtype.itemsize for s in x.stored)
+      for x in self.layers
+      if x is not None
+    )
 
   def free(self) -> np.ndarray | None:
     """Slots that are free, int [B, R]; None where they are traced."""

@@ -427,6 +427,33 @@ def _put(
   count: jax.Array,
 ) -> jax.Array:
   """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
+  narrow = jnp.issubdtype(old.dtype, jnp.floating) and old.dtype.itemsize < 4
+  if not narrow or old.ndim == new.ndim or new.shape[0] == 1:
+    return _scattered(old, new, layer, start, count)
+
+  def alone(old: jax.Array) -> jax.Array:
+    one = lax.dynamic_index_in_dim(old, layer, 0)
+    made = _scattered(one, new, jnp.int32(0), start, count)
+    made = lax.optimization_barrier(made)
+    return lax.dynamic_update_slice_in_dim(row_major(old), made, layer, 0)
+
+  # To scatter narrow numbers XLA's CPU compiler makes all of an array wide and
+  # narrow again: of one layer's, rather than of all layers' for each.
+  return lax.platform_dependent(
+    old,
+    cpu=alone,
+    default=lambda old: _scattered(old, new, layer, start, count),
+  )
+
+
+def _scattered(
+  old: jax.Array,
+  new: jax.Array,
+  layer: Index,
+  start: jax.Array,
+  count: jax.Array,
+) -> jax.Array:
+  """See `_put`."""
   lead = old.ndim - new.ndim
   axis = token_axis(old)
   size, slots = new.shape[axis - lead], old.shape[axis]

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -198,6 +198,7 @@ def load(
   scan: bool = True,
   placement: WeightPlacement | str | None = None,
   memory: int | str | None = None,
+  beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
 ) -> Transformer:
   """Reads a Hugging Face folder into sharded arrays.
 
@@ -223,6 +224,12 @@ def load(
     memory: bytes that weights may take on a device, as a number or as "6GiB":
       as many layers as fit are there, the others in the host's memory as far
       as they fit and `placement` says nothing else, the rest on disk.
+      Of weights alone, with what passes through: keys and what a call computes
+      come beside it, unless `beside` says how much that is.
+    beside: the largest call that `memory` is to have room for too, an
+      `rj.infer.CallMemory`; or any function of (model, mesh) that returns bytes
+      by memory ("device", "host", "disk") and by what they are. Its part of
+      the host's memory is looked at, too.
 
   Returns:
     The model.
@@ -233,7 +240,8 @@ def load(
     CheckpointMismatchError: tensors that are missing, too many, of a wrong
       shape or not finite, or a head that is not the embedding it is tied to.
     UnsafeFormatError: weights only in files that would run code.
-    MemoryEstimateError: the weights do not fit, or not where `placement` says.
+    MemoryEstimateError: the weights do not fit, or not where `placement` says,
+      or not beside the call; before any of them is read.
     OptionError: rules without a mesh; a placement that is none, or of a folder
       with an encoder.
     MeshError: rules for an axis that the mesh does not have.
@@ -256,8 +264,19 @@ def load(
   found = contents(folder, family, empty, source)
   shardings = _by_path(parameters(empty), mesh, rules)
   streaming, streamed, in_host = None, [], set()
+  call: dict[str, int] = {}
+  if beside is not None:
+    if memory is None:
+      raise OptionError(
+        "beside",
+        "a call without memory",
+        "the bytes that weights and call may have",
+        "pass memory= too, or leave it out",
+      )
+    needs = beside(empty, mesh)
+    call = {tier: sum(x.values()) for tier, x in needs.items()}
   if placement is not None or memory is not None:
-    tiers = planned(empty, shardings, placement, memory)
+    tiers = planned(empty, shardings, placement, memory, call)
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
       streaming = Streaming(empty, tiers, mesh, shardings)
@@ -271,8 +290,9 @@ def load(
   shardings = _by_path(params, mesh, rules)
   with outcome.failing_together(ranks):
     _check_memory(params, shardings, mesh)
-    if streaming is not None:
-      check_host(streaming.host_bytes)
+    if streaming is not None or call:
+      hosted = 0 if streaming is None else streaming.host_bytes
+      check_host(hosted, call.get(IN_HOST, 0))
   shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
   zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
   arrays = dict(zip(params, zeros, strict=True))

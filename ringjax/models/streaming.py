@@ -54,6 +54,7 @@ def planned(
   shardings: Mapping[str, Any],
   placement: object,
   memory: object,
+  beside: Mapping[str, int] | None = None,
 ) -> tuple[str, ...]:
   """The memory of each layer of a model of shapes.
 
@@ -67,6 +68,8 @@ def planned(
       as far as they fit there; or where the placement says, "host" or "disk";
       or as its fractions say, of which the host has what the bytes keep off
       the device.
+    beside: bytes by memory that a call has beside the weights; with `memory`,
+      which is then of both.
 
   Raises:
     OptionError: another placement or memory.
@@ -80,23 +83,28 @@ def planned(
     wanted = WeightPlacement.of(placement)
     room = {tier: getattr(wanted, tier) * total for tier in TIERS}
     return deal(layers, room)
-  most = as_bytes(memory)
-  if outer + total <= most and placement is None:
+  most, call = as_bytes(memory), beside or {}
+  also = call.get(DEVICE, 0)
+  if outer + total + also <= most and placement is None:
     return (DEVICE,) * len(layers)
-  left = most - outer - 2 * widest
+  left = most - outer - 2 * widest - also
   if left < 0:
+    more = f", and {also:,} of the call" if also else ""
     raise MemoryEstimateError(
       "memory",
       f"{most:,} bytes",
-      f"at least {outer + 2 * widest:,}: embedding, norm and head, and two "
-      "layers that pass through",
-      "pass more, or a mesh whose 'model' axis shards the weights",
+      f"at least {outer + 2 * widest + also:,}: embedding, norm and head, and "
+      f"two layers that pass through{more}",
+      "pass more, or a mesh whose 'model' axis shards the weights"
+      + ("; or fewer rows at once, and keys in host memory" if also else ""),
     )
   room = {DEVICE: min(left, total)}
   if placement is None:
     free = host_memory.host_free_bytes()
     rest = total - room[DEVICE]
     # Each device has its shard of a layer there.
+    if free is not None:
+      free = max(0, free - call.get(IN_HOST, 0))
     fits = rest if free is None else min(rest, _OF_HOST * free / devices)
     # All processes place the same layers.
     ranks = outcome.processes_of(meshes[0] if meshes else None)
@@ -575,14 +583,18 @@ def in_host(
   return jax.make_array_from_callback(x.shape, here, lambda at: x[at])
 
 
-def check_host(nbytes: int) -> None:
+def check_host(nbytes: int, beside: int = 0) -> None:
   """Refuses layers for the host's memory that it has no room for.
+
+  Args:
+    nbytes: of the layers.
+    beside: that a call has there too.
 
   Raises:
     MemoryEstimateError: it has less.
     OptionError: devices that reach no memory of the host.
   """
-  if not nbytes:
+  if not nbytes + beside:
     return
   device = jax.local_devices()[0]
   kinds = [found.kind for found in device.addressable_memories()]
@@ -594,10 +606,11 @@ def check_host(nbytes: int) -> None:
       "place these layers on disk",
     )
   free = host_memory.host_free_bytes()
-  if free is not None and nbytes > free:
+  if free is not None and nbytes + beside > free:
+    of = "layers, keys and hidden states" if beside else "layers"
     raise MemoryEstimateError(
       "placement",
-      f"{nbytes:,} bytes of layers for the host's memory",
+      f"{nbytes + beside:,} bytes of {of} for the host's memory",
       f"at most the {free:,} that are free there",
       "place more of them on disk",
     )

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
 
 from ringjax import option_text
 from ringjax.checks import number
 from ringjax.errors import OptionError
-from ringjax.kv.base import DEVICE, TIERS
+from ringjax.kv.base import DEVICE, DISK, IN_HOST, TIERS, bytes_each
 from ringjax.kv.cache_files import TransferEvent
 
 if TYPE_CHECKING:
@@ -233,6 +236,38 @@ def placement_report(model: Transformer) -> PlacementReport:
     waited_s=add("waited_s"),
     streamed_parameters=parameters,
   )
+
+
+def weight_bytes(model: Transformer) -> dict[str, int]:
+  """Bytes of a model's weights, by `kv.base.TIERS`.
+
+  Of a device all that it has: embedding, norm and head, the layers that are
+  there, and two that pass through if some are not. Of the host the layers that
+  are there, in all, and what layers on disk were read through at most.
+  """
+  stack, found = model.stack, placement_report(model)
+  widest = 0
+  for run in stack.placed or ():
+    for kind in run:
+      if kind is not None:
+        widest = max(widest, _layer_bytes(kind))
+  params = nnx.state(model, nnx.Param)
+  return {
+    DEVICE: bytes_each(params) + 2 * widest,
+    IN_HOST: found.host_bytes + found.peak_buffer_bytes,
+    DISK: found.disk_bytes,
+  }
+
+
+def _layer_bytes(kind: Any) -> int:
+  """Bytes on a device of a layer that passes through it."""
+  total = 0
+  for x, spec in zip(kind.shapes, kind.specs, strict=True):
+    shape = x.shape
+    if kind.mesh is not None:
+      shape = NamedSharding(kind.mesh, spec).shard_shape(shape)
+    total += math.prod(shape) * x.dtype.itemsize
+  return total
 
 
 def transfer_events(model: Transformer) -> tuple[TransferEvent, ...]:

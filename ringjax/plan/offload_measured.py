@@ -7,6 +7,11 @@ the transfer that runs beside it, with these costs in place of rates.
 Of one layer after another the log has when a call asked for it and how long it
 waited. Between the end of a wait and the next call lies the computing of the
 layer; beside it the next one was read.
+
+`forecast` reckons with another batch and other lengths: computing of a layer is
+a function of the tokens of a pass, straight between those that were measured.
+Attention is in it as far as it grows with tokens alone, so lengths at which it
+takes more than the products want a measurement of their own.
 """
 
 from __future__ import annotations
@@ -53,6 +58,112 @@ class MeasuredOffload:
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
     return files.record(self, "error")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamedRun:
+  """A call of `generate` whose layers were read from disk.
+
+  Attributes:
+    rows: of the batch.
+    prompt: tokens of a row that were read in one pass, padding included.
+    new: tokens of each answer; each after the first is a pass.
+    start: of the call, on the clock of the events.
+    end: of the call.
+    events: of the call, see `ringjax.models.Transformer.transfers`.
+  """
+
+  rows: int
+  prompt: int
+  new: int
+  start: float
+  end: float
+  events: Sequence[Any]
+
+  def passes(self) -> list[list[tuple[int, float, float]]]:
+    """Of each pass (layer, seconds of its wait, and of its computing).
+
+    Raises:
+      OptionError: the log has another number of passes.
+    """
+    waits = [e for e in self.events if e.what == "wait" and e.part == "weights"]
+    stops = [*(e.start for e in waits[1:]), self.end]
+    found: list[list[tuple[int, float, float]]] = []
+    for e, stop in zip(waits, stops, strict=True):
+      if e.layer == waits[0].layer:
+        found.append([])
+      spent = stop - e.start - e.seconds
+      found[-1].append((e.layer, e.seconds, spent))
+    if len(found) != self.new:
+      raise OptionError(
+        "events",
+        f"{len(found)} passes for {self.new} new tokens",
+        "one for the prompts, and one for each token after the first",
+        "log a whole call that reads its prompt at once, and no row of which "
+        "ends early",
+      )
+    return found
+
+
+def forecast(
+  runs: Sequence[StreamedRun], *, rows: int, prompt: int, new: int
+) -> float:
+  """Seconds of a call of another size, by the logs of some.
+
+  Args:
+    runs: calls of the same model on the same machine, without their compiling.
+    rows: of the batch.
+    prompt: tokens of a row, padding included.
+    new: tokens of each answer.
+
+  Raises:
+    OptionError: no runs, or logs that are not whole.
+  """
+  if not runs:
+    raise OptionError("runs", "none", "one or more", "log a call first")
+  computing: dict[int, dict[int, list[float]]] = {}
+  reading: dict[int, list[float]] = {}
+  begins = []
+  for run in runs:
+    passes = run.passes()
+    first = next(e for e in run.events if e.what == "wait")
+    begins.append(first.start - run.start + first.seconds)
+    for n, one in enumerate(passes):
+      tokens = run.rows * (run.prompt if n == 0 else 1)
+      for layer, _, seconds in one:
+        computing.setdefault(layer, {}).setdefault(tokens, []).append(seconds)
+    for e in run.events:
+      if e.what == "read" and e.part == "weights":
+        reading.setdefault(e.layer, []).append(e.seconds)
+  read = {n: statistics.median(x) for n, x in reading.items()}
+  order = [*computing]
+
+  def of_pass(tokens: int, *, last: bool = False) -> float:
+    total = 0.0
+    for i, layer in enumerate(order):
+      after = read.get(order[(i + 1) % len(order)], 0.0)
+      if last and i == len(order) - 1:
+        # Nothing of the call waits for what is read behind it.
+        after = 0.0
+      total += max(_between(computing[layer], tokens), after)
+    return total
+
+  begin, prompts = statistics.median(begins), rows * prompt
+  if new == 1:
+    return begin + of_pass(prompts, last=True)
+  steps = (new - 2) * of_pass(rows) + of_pass(rows, last=True)
+  return begin + of_pass(prompts) + steps
+
+
+def _between(measured: dict[int, list[float]], tokens: int) -> float:
+  """Seconds for a number of tokens, on the line between its neighbours."""
+  known = sorted((n, statistics.median(x)) for n, x in measured.items())
+  if len(known) == 1:
+    return known[0][1]
+  at = sum(n <= tokens for n, _ in known)
+  (a, low), (b, high) = known[max(0, min(at, len(known) - 1) - 1) :][:2]
+  slope = max(0.0, (high - low) / (b - a))
+  return max(0.0, low + slope * (tokens - a))
 
 
 def streamed_costs(events: Sequence[Any], *, skip: int = 1) -> MeasuredOffload:

@@ -92,7 +92,10 @@ def test_layers_on_disk_change_no_token(ask, folder, tmp_path):
   assert json.loads(ran.out)["tokens"] == want["tokens"]
   assert not list(tmp_path.iterdir())
   ran = ask(*flags, "--memory=1kB")
-  assert ran.status == 2 and "memory" in ran.err
+  assert ran.status == 2 and "memory" in ran.err and "of the call" in ran.err
+  done = json.loads(ask(*flags, "--memory=100MB").out)
+  assert done["tokens"] == want["tokens"]
+  assert 0 < sum(done["memory"]["device"].values()) <= 100e6
 
 
 @pytest.mark.long

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
+import mmap
 import threading
 import time
 import weakref
@@ -38,6 +40,11 @@ from ringjax.models.hf.tensor_boxes import TensorBoxes
 _IDLE_S = 10.0
 # A call waits no longer than this for others to let go of their layers.
 _ROOM_S = 5.0
+
+# Where arrays begin.
+_ALIGN = 64
+# Numbers that are looked at together.
+_CHECKED = 1 << 20
 
 # Of packed weights: bytes that stand for no number.
 _NOT_FINITE = {
@@ -310,8 +317,9 @@ class LayerReader:
     names = [name for part in parts for name in part.names]
     self.folder.unchanged(names)
     made = []
-    for part in parts:
-      x = np.empty(part.local(self.sizes), part.dtype)
+    shapes = [part.local(self.sizes) for part in parts]
+    spaces = _spaces(shapes, [part.dtype for part in parts])
+    for part, x in zip(parts, spaces, strict=True):
       self._part(part, x, at)
       made.append(x.astype(part.result_dtype, copy=False))
     self.folder.unchanged(names)
@@ -353,6 +361,32 @@ def _ahead(reader: weakref.ref[LayerReader]) -> None:
     del found
 
 
+def _spaces(
+  shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]
+) -> list[np.ndarray]:
+  """Arrays in pages of their own, which the system has back at once.
+
+  What is freed to the allocator stays with the process where smaller things
+  came between.
+
+  Args:
+    shapes: of the arrays.
+    dtypes: of these.
+  """
+  sizes = [
+    math.prod(shape) * dtype.itemsize
+    for shape, dtype in zip(shapes, dtypes, strict=True)
+  ]
+  # As JAX wants arrays that it reads in place.
+  starts = [0, *itertools.accumulate(-(-n // _ALIGN) * _ALIGN for n in sizes)]
+  kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+  pages = mmap.mmap(-1, max(starts[-1], 1), flags=kind)
+  return [
+    np.ndarray(shape, dtype, pages, start)
+    for start, shape, dtype in zip(starts, shapes, dtypes, strict=False)
+  ]
+
+
 def check_finite(part: StoredPart, x: Shaped[np.ndarray, " ..."]) -> None:
   """Refuses numbers that are not finite, by the bits of their exponents.
 
@@ -361,12 +395,15 @@ def check_finite(part: StoredPart, x: Shaped[np.ndarray, " ..."]) -> None:
   """
   if part.codes:
     return
-  if part.wanted is not None and np.dtype(part.wanted) != x.dtype:
+  wanted = x.dtype if part.wanted is None else np.dtype(part.wanted)
+  mask, bad = _NOT_FINITE[wanted]
+  count, flat = 0, x.reshape(-1)
+  for start in range(0, flat.size, _CHECKED):
+    some = flat[start : start + _CHECKED]
     with np.errstate(over="ignore", invalid="ignore"):
-      x = x.astype(part.wanted)
-  mask, bad = _NOT_FINITE[x.dtype]
-  bits = x.view(np.dtype(f"u{x.dtype.itemsize}"))
-  count = int(((bits & bits.dtype.type(mask)) == bad).sum())
+      some = some.astype(wanted, copy=False)
+    bits = some.view(np.dtype(f"u{wanted.itemsize}"))
+    count += int(((bits & bits.dtype.type(mask)) == bad).sum())
   if count:
     raise CheckpointMismatchError(
       part.names[0],
