@@ -7,8 +7,9 @@ another instance are pulled once there is room for the whole request, never
 before. If the router is gone, all that it asked for is given up, and the worker
 joins again when it is back.
 Cost: a thread for the link to the router, one that waits for room, and a few
-that copy pages; the engine's steps wait for copies of pages (see
-`serve/prefix_transfer.py`).
+that copy pages, beside the engine's steps (see `serve/prefix_transfer.py`); a
+walk through all blocks for each beat in which there were steps, between two of
+them.
 Memory: pages that are published, and pages that came, in the host's memory.
 
 Each instance can do both. A role only says what the router sends to it, so
