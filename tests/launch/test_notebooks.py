@@ -37,6 +37,7 @@ QUICK = {
   r"BLOCKS = .*": "BLOCKS = (1, None)",
   r"WINDOWS = .*": "WINDOWS = (4,)",
   r"NEW = 12": "NEW = 4",
+  r"SCALE, LAYERS, NEW = .*": "SCALE, LAYERS, NEW = 8, 6, 2",
   r"READ = 16_384": "READ = 1_024",
   r"HERE = \[.*\]": "HERE = [512]",
   r"SIZES, ROUNDS = .*": "SIZES, ROUNDS = [8], 1",
@@ -164,6 +165,18 @@ def fewer_bits_lose_little(printed: str) -> None:
   assert printed.count("'48213") == 2
 
 
+def a_budget_is_kept(printed: str) -> None:
+  """Layers are on disk, the bytes held fit, and a batch reads no more."""
+  budget, disk, of = re.search(
+    r"budget ([\d.]+) GB: (\d+) of (\d+) layers", printed
+  ).groups()
+  assert 0 < int(disk) <= int(of)
+  rows = re.findall(r"([\d.]+) GB read a token, ([\d.]+) GB held", printed)
+  assert len(rows) == 2 and rows[0][0] == rows[1][0]
+  assert all(float(held) <= float(budget) for _, held in rows)
+  assert "a pass took" in printed
+
+
 def the_disk_is_read_less(printed: str) -> None:
   """Windows bound what is in memory, and neurons of before are there."""
   held = re.findall(r"^window (\w+): ([\d.]+) of ([\d.]+) MB", printed, re.M)
@@ -190,6 +203,7 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "10_train_32k": longer_rows_are_read,
   "11_million": a_million_is_planned,
   "12_choose": choices_are_measured,
+  "13_offload": a_budget_is_kept,
   "15_integers": fewer_bits_lose_little,
   "16_window_flash": the_disk_is_read_less,
 }
@@ -205,6 +219,7 @@ MARKS = {
   "10_train_32k": pytest.mark.long,
   "11_million": pytest.mark.long,
   "12_choose": pytest.mark.long,
+  "13_offload": pytest.mark.long,
   "15_integers": pytest.mark.long,
   "16_window_flash": pytest.mark.long,
 }
