@@ -153,7 +153,8 @@ def call_bytes(
       found[tier]["cache"] += n
   # What passes through is of one group at a time.
   found[DEVICE]["cache"] += max(map(_passing, caches))
-  width = model.config.embed * jax.numpy.dtype(model.dtype).itemsize
+  width = _streams(model) * model.config.embed
+  width *= jax.numpy.dtype(model.dtype).itemsize
   states = [cache.batch * read * width for cache in caches]
   away = states[len(states) - hosted :] if hosted else []
   found[IN_HOST]["hidden"] = sum(away)
@@ -215,7 +216,14 @@ def _work(model: Transformer, rows: int, read: int) -> int:
   queries = max(layer.attention.pair_flops for layer in layers) // 4
   width = max(layer.feedforward.width for layer in layers)
   # Hidden states of some steps, queries, keys and values, sums in float32.
-  each = size * (4 * model.config.embed + 3 * queries) + 8 * queries
+  embed = _streams(model) * model.config.embed
+  each = size * (4 * embed + 3 * queries) + 8 * queries
   # A feedforward is computed some tokens after others.
   some = min(read, ShardingContext().block)
   return rows * int(read * each + some * size * 3 * width // 2)
+
+
+def _streams(model: Transformer) -> int:
+  """Hidden states of a token between layers."""
+  streams = model.config.streams
+  return 1 if streams is None else streams.count

@@ -134,5 +134,7 @@ def within_context(config: TransformerConfig, total: int, came: str) -> None:
       "tokens",
       came,
       f"at most {most:,} in all, the model's context by its {config.bound}",
-      "ask for fewer, or extend the model (rj.train.extended)",
+      "ask for fewer"
+      if config.positions is not None
+      else "ask for fewer, or extend the model (rj.train.extended)",
     )

@@ -42,7 +42,7 @@ from ringjax.errors import (
 )
 from ringjax.kv import kind_text
 from ringjax.kv.base import FreshLayer, NoCache
-from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.cache import LayerCacheSpec, model_layers
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.codecs import Calibrated, Calibration, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
@@ -621,7 +621,7 @@ def _tables(
   pairs: Sequence[tuple[_Unit, int]],
 ) -> tuple[Table, Table]:
   """Of keys and of values the candidates of each layer's heads."""
-  layers = sum(shape.layers for shape in model.kinds)
+  layers = model_layers(model.kinds)
   heads = {n: shape.heads for shape in shapes for n in shape.which}
   found = {
     part: [[0] * heads.get(n, 0) for n in range(layers)]
@@ -732,7 +732,7 @@ class _Choices(NoCache):
       else ()
       for n, shape in enumerate(model.kinds)
     )
-    layers = sum(shape.layers for shape in model.kinds)
+    layers = model_layers(model.kinds)
     heads = max(shape.heads for shape in _attention(model))
     none = np.full((layers, heads), -1, np.int32)
     made = jax.tree.map(jnp.asarray, constants)

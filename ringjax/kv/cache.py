@@ -130,6 +130,14 @@ class LayerCacheSpec:
     return LayerKV(one(self.key, of_k), one(self.value, of_v))
 
 
+def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
+  """Layers of a model up to the last that keeps something.
+
+  Fewer than there are shapes of layers where one has several mixers.
+  """
+  return 1 + max(n for shape in shapes for n in shape.which)
+
+
 class LayerKV(NamedTuple):
   """Keys and values of the layers of one kind.
 

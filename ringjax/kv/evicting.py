@@ -36,6 +36,7 @@ from ringjax.kv.cache import (
   LayerCacheSpec,
   constants_spec,
   filled_constants,
+  model_layers,
 )
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.eviction import chosen, grown, page_view, repacked
@@ -224,8 +225,7 @@ class EvictingCache(WithOpenCache):
           np.sort(np.concatenate([one[here > 0], newest]))
           for one, here in zip(p, s, strict=True)
         ]
-    layers = sum(shape.layers for shape in self.shapes)
-    return [found.get(n) for n in range(layers)]
+    return [found.get(n) for n in range(model_layers(self.shapes))]
 
   def tokens(self) -> list[np.ndarray | None]:
     """Tokens that each KV head holds, int [L, B, K] for each kind of layer.
@@ -252,7 +252,7 @@ class EvictingCache(WithOpenCache):
     names = () if self.kind.policy is None else self.kind.policy.choices
     row = int(self.open._rows([row])[0])
     found: list[list[str] | None]
-    found = [None] * sum(shape.layers for shape in self.shapes)
+    found = [None] * model_layers(self.shapes)
     for shape, noted in zip(self.shapes, self.noted, strict=True):
       if noted.choice is None:
         continue
@@ -452,7 +452,7 @@ class EvictingCache(WithOpenCache):
 
   def _competing(self) -> list[int]:
     """By layer of the model the KV heads of which a policy chooses tokens."""
-    found = [0] * sum(shape.layers for shape in self.shapes)
+    found = [0] * model_layers(self.shapes)
     for n, shape in enumerate(self.shapes):
       if self.pages[n] is not None and not self.windowed(n):
         for layer in shape.which:

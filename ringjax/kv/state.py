@@ -55,6 +55,7 @@ class StateShape:
     value: J.
     tail: tokens that a convolution looks back.
     convolved: the shapes of what it reads of a token, each (heads, numbers).
+    which: the layers' numbers in the model.
   """
 
   layers: int
@@ -63,6 +64,7 @@ class StateShape:
   value: int
   tail: int
   convolved: tuple[tuple[int, int], ...]
+  which: tuple[int, ...] = ()
 
   def numbers(self) -> int:
     """Numbers that one token takes: none, the state does not grow."""

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import KV, FreshLayer, NoCache
+from ringjax.kv.cache import model_layers
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.api import attention_statistics
 from ringjax.ops.attention.statistics import AttentionStatistics
@@ -131,12 +132,11 @@ class StatisticsCache(NoCache):
   def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
     """Statistics of each layer of the model; None of recurrent ones."""
     found: dict[int, AttentionStatistics] = {}
-    layers = sum(shape.layers for shape in self.shapes)
     for shape, many in zip(self.shapes, self.found, strict=True):
       if not isinstance(shape, StateShape):
         for n, which in enumerate(shape.which):
           found[which] = jax.tree.map(lambda x, n=n: x[n], many)
-    return tuple(found.get(n) for n in range(layers))
+    return tuple(found.get(n) for n in range(model_layers(self.shapes)))
 
 
 tree.register(

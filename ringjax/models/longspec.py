@@ -52,7 +52,12 @@ from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.draft_block import DraftBlock, ReadTarget
-from ringjax.nn.feedforward import Experts, Gated
+from ringjax.nn.feedforward import (
+  DenseAndExperts,
+  Experts,
+  Gated,
+  NoFeedforward,
+)
 from ringjax.nn.linear import Embedding, Head
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import ShardingContext
@@ -94,6 +99,10 @@ class LongSpecConfig:
     """
     last = check_target(target)
     of_last: Any = target.config.layers[-1].feedforward
+    if isinstance(of_last, DenseAndExperts):
+      dense, sparse = of_last.dense, of_last.sparse
+      wide = dense.hidden + sparse.hidden * sparse.chosen
+      of_last = dataclasses.replace(dense, hidden=wide)
     if isinstance(of_last, Experts):
       of_last = Gated(hidden=of_last.hidden * of_last.chosen, act=of_last.act)
     if self.hidden is not None:
@@ -143,6 +152,13 @@ def check_target(target: Transformer) -> Attention:
       "target",
       f"a {target.config.family} whose last layer is {what}",
       "grouped-query attention that sees the whole text, in the last layer",
+      "draft with speculate='lookup', or take another target",
+    )
+  if isinstance(target.config.layers[-1].feedforward, NoFeedforward):
+    raise OptionError(
+      "target",
+      f"a {target.config.family} whose last layer has no feedforward",
+      "a last layer of attention and a feedforward",
       "draft with speculate='lookup', or take another target",
     )
   if last.reads or target.config.streams is not None:

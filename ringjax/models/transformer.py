@@ -267,7 +267,7 @@ class Transformer(nnx.Module):
       if seg is not None and attend.segments != SameSegment():
         _check_keeps_all(attend.segments, cache)
     if self.config.positions is not None:
-      _check_table(self.config, shape, pos, seg, cache)
+      _check_table(self.config, shape, pos, seg, cache, attend)
     if getattr(cache, "marks", None) is not None:
       _check_positions(cache, pos, seg, parents)
     if parents is not None:
@@ -391,11 +391,9 @@ class Transformer(nnx.Module):
     for run in self.stack.runs:
       for position, layer in enumerate(run.layers):
         for mixer in layer.mixers:
+          numbers = tuple(run.number(position, n) for n in range(run.repeats))
           shape = mixer.cache_shape(run.repeats)
-          if isinstance(shape, LayerCacheSpec):
-            numbers = (run.number(position, n) for n in range(run.repeats))
-            shape = dataclasses.replace(shape, which=tuple(numbers))
-          found.append(shape)
+          found.append(dataclasses.replace(shape, which=numbers))
     return tuple(found)
 
   @property
@@ -821,6 +819,7 @@ def _check_table(
   pos: Any,
   seg: Any,
   cache: Any,
+  attend: ShardingContext,
 ) -> None:
   """Refuses tokens at positions that a learned table does not have.
 
@@ -831,11 +830,15 @@ def _check_table(
     start = 0 if cache is None else cache.length
     if isinstance(start, jax.core.Tracer):
       start = 0
-    pos = np.reshape(np.asarray(start), (-1, 1)) + np.arange(shape[1])
-  if isinstance(pos, jax.core.Tracer):
+    order = np.arange(shape[1])
+    if isinstance(attend, ContextParallel) and attend.around is None:
+      with jax.ensure_compile_time_eval():
+        order = np.asarray(attend.layout.all_positions(shape[1], attend.size))
+    pos = np.reshape(np.asarray(start), (-1, 1)) + order
+  if isinstance(pos, jax.core.Tracer) or isinstance(seg, jax.core.Tracer):
     return
   host = np.asarray(pos)
-  if seg is not None and not isinstance(seg, jax.core.Tracer):
+  if seg is not None:
     host = np.where(np.asarray(seg) > 0, host, 0)
   found, most = int(host.max()), config.positions.count
   if found >= most:

@@ -72,6 +72,9 @@ def offload_shape(model: Transformer, name: str) -> OffloadShape:
   weights = sum(x.size for x in params)
   idle = sum(layer.feedforward.idle(D) for layer in layers)
   table = config.vocab * D
+  # Always on the device: what layers read of ids, and ends of streams.
+  ends = [x for x in (model.inputs, model.streams) if x is not None]
+  beside = sum(x.size for x in jax.tree.leaves(nnx.state(ends, nnx.Param)))
   # Between two lengths, so that what does not grow with tokens is left out.
   least = 1024
   one, two = (
@@ -91,6 +94,6 @@ def offload_shape(model: Transformer, name: str) -> OffloadShape:
     active=(weights - idle) / L,
     kv=kv / L,
     attend=sum(layer.attention.pair_flops for layer in layers) / L,
-    tables=table * (1 if config.tied else 2),
+    tables=table * (1 if config.tied else 2) + beside,
     head=table,
   )

@@ -48,6 +48,11 @@ class Beside:
     return self.attention.ropes
 
   @property
+  def heads(self) -> int:
+    """Of the attention: whose scores there are."""
+    return self.attention.heads
+
+  @property
   def pair_flops(self) -> int:
     """Of a query and a key of the attention."""
     return self.attention.pair_flops

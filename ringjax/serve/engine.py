@@ -321,7 +321,9 @@ class Engine:
         "longest",
         longest,
         f"at most the model's context, {context:,}",
-        "leave it out, or extend the model (rj.train.extended)",
+        "leave it out"
+        if model.config.positions is not None
+        else "leave it out, or extend the model (rj.train.extended)",
       )
     if capacity is None:
       capacity = min(65536, rows * longest)

@@ -188,6 +188,17 @@ def test_documents_and_padding(folders, name):
     ))  # fmt: skip
 
 
+def test_two_mixers_are_one_layer(folders):
+  """A pyramid of budgets is over layers, however many mixers each has."""
+  model = models.load(folders["falcon_h1"])
+  layers = len(model.config.layers)
+  cache = model.init_cache(1, 64, kind="pyramidkv")
+  assert len(cache.positions(0)) == layers
+  assert sorted(n for kept in model.kinds for n in kept.which) == [
+    n for layer in range(layers) for n in (layer, layer)
+  ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_data_and_model_axes(folders, name):

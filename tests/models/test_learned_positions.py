@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import ConfigError, PromptError
+from ringjax.errors import ConfigError, OptionError, PromptError
 from ringjax.infer.layerwise import LayerPrograms
 from ringjax.models.tensor_shares import SharedModel
 from ringjax.train.extend import RopeScaling, extend_context
@@ -47,6 +47,33 @@ def test_padding_may_be_behind_the_table(model):
   found = model(padded, segment_ids=real)[:, : tokens.shape[1]]
   want = checkpoints.expected("gpt2").logits
   np.testing.assert_allclose(found, want, rtol=0, atol=5e-5)
+
+
+def test_padding_in_a_layout_s_order(model):
+  """What is behind the table are the slots without a token, in any order."""
+  mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+  here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  model = jax.tree.map(lambda x: jax.device_put(x, here), model)
+  layout = rj.Zigzag()
+  attend = rj.models.ContextParallel(mesh=mesh, axis="seq", layout=layout)
+  real = np.arange(TABLE + 8) < TABLE
+  order = np.asarray(layout.all_positions(TABLE + 8, 4))
+  ids = np.ones((1, TABLE + 8), np.int32)
+  logits = model(ids, segment_ids=real[order].astype(np.int32), attend=attend)
+  assert logits.shape[1] == TABLE + 8
+  with pytest.raises(PromptError, match="position 71"):
+    model(ids, attend=attend)
+
+
+def test_keys_that_know_their_place_do_not_move(model):
+  with pytest.raises(OptionError, match=r"combine.*gpt2"):
+    rj.infer.generate(
+      model,
+      [[1, 2]],
+      max_new_tokens=1,
+      contexts=[[[3, 4], [5, 6]]],
+      combine="recompute",
+    )
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,13 @@ def _check_ways(
 ) -> None:
   """Refuses a way to combine that a kind of cache or a model can't do."""
   kind = library.kind
+  if how.moves and model.config.positions is not None:
+    raise OptionError(
+      "combine",
+      f"{how.name!r}, which moves keys, for a {model.config.family}",
+      "a model whose positions are rotations, not learned ones within its keys",
+      "pass combine='full' or 'parallel'",
+    )
   if how.moves and not kind.unrotated:
     raise OptionError(
       "cache kind",

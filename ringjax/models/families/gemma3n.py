@@ -168,6 +168,7 @@ _WRAPPER = Wrapper(
     "hidden_size": 2048,
     "intermediate_size": 16384,
     "num_hidden_layers": 35,
+    "num_kv_shared_layers": 15,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 256,
