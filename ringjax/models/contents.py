@@ -7,6 +7,7 @@ that is not, or is an error. No code of a folder is ever run.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -70,11 +71,13 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
       "use a checkpoint in a form that transformers knows; code in "
       "checkpoints is never run",
     )
+  near = difflib.get_close_matches(str(kind).lower(), sorted(known), 6)
   raise ConfigError(
     "config.json: model_type",
-    repr(kind),
-    f"one of {', '.join(sorted(known))}",
-    "use a checkpoint of one of these",
+    repr(kind)[:80],
+    f"one of {len(known)} such as "
+    + ", ".join(near or ("llama", "gemma2", "qwen3", "deepseek_v3")),
+    "use a checkpoint of one of these; docs/models.md lists all",
   )
 
 

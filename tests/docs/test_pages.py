@@ -14,22 +14,31 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
 # What the default run leaves out: code that takes long, or that tests have too.
 _LONG = (
+  "attention_workers",
   "cache",
   "cache_kind",
+  "cluster",
   "contexts",
   "contexts_cepe",
   "contexts_entropy",
   "contexts_kvlink",
+  "drafter",
+  "elastic",
   "family",
   "flash",
+  "integers",
   "load",
   "million",
+  "offload",
+  "paired",
+  "plan_serve",
   "serve",
   "speculate_longspec",
   "store",
   "strategy",
-  "transfer",
   "train",
+  "transfer",
+  "which_cluster",
   "window",
 )
 

@@ -165,7 +165,9 @@ def test_examples_that_are_none(examples):
 
 
 def test_a_state_does_not_go_back():
-  shape = StateShape(layers=1, key_heads=1, heads=1, key=2, value=2, tail=1)
+  shape = StateShape(
+    layers=1, heads=1, key=2, value=2, tail=1, convolved=((1, 2),) * 3
+  )
   cache = KVCache.create((shape,), B, 4, jnp.float32)
   with pytest.raises(OptionError, match="does not go back"):
     cache.truncate(0)

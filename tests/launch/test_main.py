@@ -59,6 +59,7 @@ def test_files_that_are_no_scripts_name_the_right_command(name):
     "offload": "launch.plan offload",
     "ring": "launch.plan ring",
     "serving_plan": "launch.plan serve",
+    "which": "launch.plan which",
     "windows": "launch.plan window",
   }.get(name, "launch")
   assert (done.returncode, done.stdout) == (2, "")
