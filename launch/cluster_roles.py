@@ -152,6 +152,13 @@ def check(values: flags.FlagValues) -> None:
     raise OptionError(
       "--join", "nothing", "HOST:PORT of a router", "pass it, or --role=both"
     )
+  if values.stream and values.role != "router":
+    raise OptionError(
+      "--stream",
+      f"{values.stream} for --role={values.role}",
+      "nothing, unless --role=router",
+      "pass it to the router, which tells its instances",
+    )
   if joins:
     join_address(values)
   if joins or values.role == "router":

@@ -17,6 +17,7 @@ from absl import flags
 from launch import console, strategies
 from launch.serving_plan import limits_of
 from ringjax.checks import integer, positive_int
+from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.serve.cluster import (
   ClusterSimulator,
@@ -126,8 +127,18 @@ def documents_trace(
     requests, prompt_tokens, new_tokens, spread, shared_tokens, seed: as
       `poisson_trace`; all documents have `shared_tokens` tokens.
     documents: how many there are.
+
+  Raises:
+    OptionError: several documents of no tokens, or values out of range.
   """
   positive_int("--documents", documents)
+  if documents > 1 and not shared_tokens:
+    raise OptionError(
+      "--documents",
+      f"{documents} with --shared=0",
+      "how many tokens each of them has",
+      "pass --shared=8192, for instance, or leave --documents out",
+    )
   trace = poisson_trace(
     rate=1.0,
     requests=requests,

@@ -152,12 +152,20 @@ def compare_simulators(
     progress: called with the round and how many requests of it have come.
 
   Raises:
-    OptionError: the engine is busy, or has refused a request of the trace.
+    OptionError: the engine is busy, no answer of the trace has a second token,
+      or the engine has refused a request of it.
   """
   positive_int("rounds", rounds)
   if engine.busy:
     raise OptionError(
       "engine", "one that is busy", "one with nothing to do", "run it first"
+    )
+  if all(one.new_tokens < 2 for one in trace):
+    raise OptionError(
+      "trace",
+      "answers of one token",
+      "some of two or more: the time of a further one is compared",
+      "ask for longer answers",
     )
   # Compiles, and lets the system's caches fill.
   first = _apart(calibration[: 2 * engine.rows], 2 * rounds + 1)

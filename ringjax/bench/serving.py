@@ -123,6 +123,11 @@ class ServeSettings(BenchmarkSettings):
        self.compare not in (None, "simulated") and self.trace),
       ("cost and engine=live", "engine=simulated",
        self.cost and self.engine == "live"),
+      ("cost and compare=simulated", "one of them",
+       self.cost and self.compare == "simulated"),
+      ("new_tokens=1 and compare=simulated", "new_tokens=2 or more",
+       self.new_tokens == 1 and self.compare == "simulated"
+       and not self.trace),
       ("clock", "--compare=simulated with it",
        self.clock != "wall" and self.compare != "simulated"),
       ("speculate and a simulated engine", "engine=live, or a comparison",

@@ -4,6 +4,7 @@ from ringjax.serve.engine import Engine, EngineCounters
 from ringjax.serve.http import OpenAIApp, app, read_keys
 from ringjax.serve.prefix_transfer import (
   ExportedPrefix,
+  PrefixHashes,
   export_prefix,
   import_prefix,
   prefix_layout,
@@ -54,6 +55,7 @@ __all__ = [
   "OpenAIApp",
   "OutOfPages",
   "PrefixBlock",
+  "PrefixHashes",
   "PrefixTree",
   "RejectedError",
   "ReplayResult",

@@ -4,13 +4,14 @@ Guarantees: the keys and values that were computed reach the other engine bit
 for bit, also where its pages have another size or its mesh another number of
 shards; what was made by other weights, another kind of cache, codec or dtype is
 refused, and so are pages of other tokens, in another order or of another
-adapter: each page comes with a hash of all tokens up to its end. Nothing else
+adapter: each page comes with a hash of all tokens up to its end. Of a step that
+failed, also silently by a read of weights, no page leaves. Nothing else
 of the other engine changes: a prompt finds the prefix there as if it came out
 of its store, and what is missing is computed.
 Cost: one copy of the prefix to the host, in batches of fixed shapes; one copy
 there into blocks of the other size. Between two steps of an engine stand no
-copies: reading pages is begun there, some batches at a time, and a prefix that
-came is looked up.
+copies: reading pages is begun there, some batches at a time. Parts of a prompt
+that share their `PrefixHashes` hash each page once.
 Memory: the prefix on the host of each side; on the device these batches.
 
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
@@ -62,6 +63,39 @@ class ExportedPrefix:
   labels: list[str]
 
 
+class PrefixHashes:
+  """Hashes of a prompt's pages, for calls with its successive parts.
+
+  Each is of all tokens up to the end of its page, and is made once. With
+  another prompt they begin anew.
+  """
+
+  def __init__(self) -> None:
+    self._data = b""
+    self._made: dict[tuple[bytes, int], list[bytes]] = {}
+
+  def of(
+    self, tokens: Int[np.ndarray, " n"], page: int, start: bytes, count: int
+  ) -> list[bytes]:
+    """Those of the first pages, in their order.
+
+    Args:
+      tokens: int32, of the prompt.
+      page: tokens of a page.
+      start: a hash of what comes before all tokens.
+      count: how many, at most; there are n // page.
+    """
+    data = np.ascontiguousarray(tokens, "<i4").tobytes()
+    if data != self._data:
+      self._data, self._made = data, {}
+    made, size = self._made.setdefault((start, page), []), 4 * page
+    count = min(count, len(data) // size)
+    for n in range(len(made), count):
+      before = made[-1] if made else start
+      made.append(next_digest(before, data[n * size : (n + 1) * size]))
+    return made[:count]
+
+
 def export_prefix(
   engine: Engine,
   tokens: Int[np.ndarray, " n"],
@@ -69,6 +103,7 @@ def export_prefix(
   salt: str = "",
   adapter: str = "",
   first: int = 0,
+  hashes: PrefixHashes | None = None,
 ) -> ExportedPrefix:
   """Copies the pages of the longest prefix that an engine has computed.
 
@@ -81,15 +116,19 @@ def export_prefix(
     salt: of the request.
     adapter: of the request.
     first: leaves out so many pages, which have moved before.
+    hashes: of the prompt, from calls for parts before these pages.
 
   Raises:
     OptionError: the engine knows no whole page of it behind these, has no such
-      adapter, or has a pool whose pages can't be cut elsewhere.
+      adapter, or has a pool whose pages can't be cut elsewhere; a step failed.
+    CheckpointFormatError: weights of a step that is under way could not be
+      read.
+    CheckpointMismatchError: or are not finite.
     PromptError: tokens that are none.
   """
   tokens = inputs.prompt(tokens, engine.vocab)
   layout = prefix_layout(engine)
-  labels = _labels(engine, tokens, engine.scheduler.tree.page, adapter)
+  start = _label_start(engine, len(tokens), adapter)
   salt = engine.prefix_salt(salt, len(tokens))
   tree = engine.scheduler.tree
   pieces = tree.pieces(tokens)
@@ -109,6 +148,13 @@ def export_prefix(
     pages += [tuple(x[n] for x in arrays) for n in range(len(some))]
     if len(some) < step:
       break
+  # Blocks are known from when their step is planned. All that was copied is
+  # computed by now, and a read that failed in it has said so; the engine raises
+  # that a step later.
+  with engine.between_steps():
+    for fault in engine.model.stack.faults:
+      if fault.silent and fault.error is not None:
+        raise fault.error
   if not pages:
     raise OptionError(
       "tokens",
@@ -117,11 +163,14 @@ def export_prefix(
       "the tokens of a prompt that this engine has read",
       "export it before its pages have to make room",
     )
+  found = (hashes or PrefixHashes()).of(
+    tokens, tree.page, start, first + len(pages)
+  )
   return ExportedPrefix(
     tokens=len(pages) * tree.page,
     pages=pages,
     layout=layout,
-    labels=labels[first : first + len(pages)],
+    labels=[_label(x) for x in found[first:]],
   )
 
 
@@ -134,6 +183,7 @@ def import_prefix(
   salt: str = "",
   adapter: str = "",
   first: int = 0,
+  hashes: PrefixHashes | None = None,
 ) -> int:
   """Lets later requests of an engine find a prefix that was pulled.
 
@@ -147,10 +197,12 @@ def import_prefix(
     adapter: of the requests.
     first: pages before those of the ticket, as of `export_prefix`; their
       tokens have to be whole pages here.
+    hashes: of the prompt, from calls for parts before these pages.
 
   Returns:
-    How many tokens of the prompt the engine finds now: fewer than came where
-    the store did not keep them.
+    How many tokens of the prompt the engine finds now, if it still has those
+    of the pages before `first`: fewer than came where the store did not keep
+    them.
 
   Raises:
     OptionError: the engine has no store or no such adapter, or the pages are
@@ -193,12 +245,14 @@ def import_prefix(
       f"a whole number of pages of {page}",
       "export parts of as many tokens as are whole pages on both sides",
     )
-  labels = _labels(engine, tokens, size, adapter)[first:]
+  hashes = hashes or PrefixHashes()
+  start = _label_start(engine, len(tokens), adapter)
+  mine = hashes.of(tokens, size, start, first + whole)[first:]
   known = 0
-  for known, (mine, label) in enumerate(
-    zip(labels, pulled.labels, strict=False), 1
+  for known, (made, label) in enumerate(
+    zip(mine, pulled.labels, strict=False), 1
   ):
-    if mine != label:
+    if _label(made) != label:
       raise OptionError(
         f"page {known - 1} of the ticket",
         "one of other tokens, another adapter or another place",
@@ -214,15 +268,11 @@ def import_prefix(
     if count
   ]
   tree = engine.scheduler.tree
-  pieces = tree.pieces(tokens, skipped + count)
   salt = engine.prefix_salt(salt, len(tokens))
   with engine.between_steps() as pool:
     digest = tree.root(salt, adapter).digest
     sizes = [len(pool.page_shapes(g)) for g in range(len(pool.groups))]
-  digests = []
-  for piece in pieces:
-    digest = next_digest(digest, piece)
-    digests.append(digest)
+  digests = hashes.of(tokens, page, digest, skipped + count)
   # The first ones last: where there is no room for all, they stay.
   for n in reversed(range(count)):
     at = 0
@@ -230,29 +280,31 @@ def import_prefix(
       leaves = [x[n] for x in blocks[at : at + some]]
       link.put(group, digests[skipped + n], leaves)
       at += some
-  with engine.between_steps():
-    chain = tree.chain(tree.root(salt, adapter), pieces)
-    for n, digest in enumerate(digests):
-      cached = n < len(chain) and chain[n].ready
-      if not cached and not all(
-        link.holds(g, digest) for g in range(len(sizes))
-      ):
-        return n * page
+  gone = [
+    n
+    for n in range(skipped, len(digests))
+    if not all(link.holds(g, digests[n]) for g in range(len(sizes)))
+  ]
+  if gone:
+    pieces = tree.pieces(tokens, len(digests))
+    with engine.between_steps():
+      chain = tree.chain(tree.root(salt, adapter), pieces)
+      for n in gone:
+        if n >= len(chain) or not chain[n].ready:
+          return n * page
   return len(digests) * page
 
 
-def _labels(
-  engine: Engine, tokens: np.ndarray, page: int, adapter: str
-) -> list[str]:
-  """A text for each whole page of tokens, of all on which its keys depend and
-  which the layout does not tell."""
-  facts = engine.adapter_number(adapter), engine.rotations(len(tokens))
-  digest = repr(facts).encode()
-  data, found = np.ascontiguousarray(tokens, "<i4").tobytes(), []
-  for n in range(len(tokens) // page):
-    digest = next_digest(digest, data[4 * page * n : 4 * page * (n + 1)])
-    found.append(digest.hex()[:32])
-  return found
+def _label_start(engine: Engine, length: int, adapter: str) -> bytes:
+  """All on which the keys of a prompt depend beside its tokens, and which the
+  layout does not tell."""
+  facts = engine.adapter_number(adapter), engine.rotations(length)
+  return repr(facts).encode()
+
+
+def _label(digest: bytes) -> str:
+  """The text that goes with a page."""
+  return digest.hex()[:32]
 
 
 def _there(block: PrefixBlock) -> bool:

@@ -68,6 +68,12 @@ def test_simulators_agree_with_an_engine_of_their_cost():
     lambda: compare_simulators(engine, long, ask(1), rounds=1, clock=clock),
     "96 tokens",
   )
+  short = poisson_trace(
+    rate=1.0, requests=9, prompt_tokens=20, new_tokens=1, spread=0.0
+  )
+  refused(
+    OptionError, lambda: compare_simulators(engine, short, ask(1)), "one token"
+  )
   engine.submit(Request(prompt=[1], max_new_tokens=2))
   refused(
     OptionError, lambda: compare_simulators(engine, ask(0), ask(1)), "busy"

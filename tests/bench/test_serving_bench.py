@@ -69,6 +69,8 @@ def test_a_picture(tmp_path):
     (dict(cost=COST, engine="live"), "cost"),
     (dict(engine="paper"), "engine"),
     (dict(trace="no.csv", compare="sequential"), "compare"),
+    (dict(cost=COST, compare="simulated"), "compare=simulated"),
+    (dict(new_tokens=1, compare="simulated"), "new_tokens=2"),
     (dict(rows=0), "rows"),
     (dict(spread="-1"), "spread"),
     (dict(layers="stacked"), "layers"),

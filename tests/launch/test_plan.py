@@ -501,8 +501,12 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   assert 0.2 < rows["engine"]["cached"] < 0.5
   words = ask("which", *load, *shared).out
   assert "512 of 3 documents and 700" in words and "| one engine, TP8" in words
-  ran = ask("which", "--slo=fast")
-  assert ran.status == 2 and "ttft=SECONDS" in ran.err
+  for flag, word in (
+    ("--slo=fast", "ttft=SECONDS"),
+    ("--documents=60", "--shared=0"),
+  ):
+    ran = ask("which", flag)
+    assert ran.status == 2 and word in ran.err
 
 
 SERVE = ("--cluster=1x2", "--requests=5", "--prompt=200", "--new=4")

@@ -133,6 +133,8 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--role=router", f"--cluster_key={short}"], "16 bytes"),
     (["--role=router", f"--cluster_key={tmp_path / 'no'}"], "--cluster_key"),
     (["--role=router", "--join=a:1", f"--cluster_key={key}"], "--join"),
+    (["--stream=4096"], "--stream"),
+    (["--role=prefill", "--join=a:1", "--stream=4096"], "--role=router"),
     (["--join=a", f"--cluster_key={key}"], "HOST:PORT"),
     (["--join=a:70000", f"--cluster_key={key}"], "HOST:PORT"),
     (["--instances"], "--join"),

@@ -519,8 +519,8 @@ def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
     assert found(live.submit(second)) == alone(second)
     assert other.prompt_tokens == 67 + 31 - 64
     counters = live.router.counters
-    if "both" not in roles:
-      assert counters.fetched == 1 and counters.fetched_bytes > 0
+    assert counters.fetched == 1 and counters.fetched_bytes > 0
+    assert counters.moved == (0 if "both" in roles else 2)
     # Who has it is lost meanwhile: the prompt is read without it.
     until(lambda: knows(names[1 - owner]))
     lost = next(n for n in (0, 1) if knows(names[n]))
@@ -529,6 +529,113 @@ def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
       live.kill(names[lost])
       assert found(handle) == alone(third)
     assert counters.failed == 0 and counters.lost == 1
+
+
+class Scripted:
+  """An instance without an engine, which says what a test says."""
+
+  def __init__(self, live, name, role):
+    self.wire = PullConnection(
+      socket.create_connection(live.router.address), WAIT_S, "router"
+    )
+    self.wire.greet_publisher(KEY)
+    self.tell(
+      "join",
+      name=name,
+      role=role,
+      address=["127.0.0.1", 1],
+      codec="none",
+      dtype="float32",
+      vocab=262,
+      longest=160,
+      page=16,
+      capacity=512,
+      rows=4,
+    )
+    self.hear("welcome")
+    live.workers[name] = self
+
+  def close(self):
+    self.wire.close()
+
+  def tell(self, kind, **fields):
+    self.wire.tell_object({"t": kind} | fields)
+
+  def hear(self, kind):
+    while (fields := self.wire.hear_object(1 << 20)) is not None:
+      if fields["t"] == kind:
+        return fields
+    raise AssertionError(f"no {kind}")
+
+  def answer(self, task, cached):
+    text = dict(text_at=0, text="x", logprobs=[], total=0.0)
+    self.tell(
+      "tokens",
+      id=task,
+      n=0,
+      at=0,
+      tokens=[5],
+      cached=cached,
+      finish="length",
+      stopped=None,
+      **text,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class From(cluster.ShortestQueue):
+  """The same instance reads and answers, with a prefix of another one."""
+
+  def route(self, request, instances, now_s):
+    return cluster.Route(
+      prefill="b", decode="b", fetch_from="a", fetch_tokens=48
+    )
+
+
+@pytest.mark.parametrize("how", ["pulled", "evicted", "lost"])
+def test_what_was_found_is_what_who_answers_says(how):
+  with Live(None, policy=From()) as live:
+    a, b = (Scripted(live, name, "both") for name in "ab")
+    handle = live.submit(Request(prompt=[7] * 60, max_new_tokens=1))
+    offer, there = a.hear("offer")["id"], how != "evicted"
+    a.tell(
+      "read",
+      id=offer,
+      ticket="a ticket" if there else None,
+      cached=48 if there else 0,
+    )
+    task = b.hear("answer")
+    assert task["tickets"] == (["a ticket"] if there else [])
+    if how == "pulled":
+      b.tell("pulled", id=task["id"], nbytes=100)
+    elif how == "lost":
+      b.tell("lost", id=task["id"], why="a network")
+      task = b.hear("answer")
+      assert not task["tickets"]
+    b.answer(task["id"], cached=16)
+    assert handle.result().cached_tokens == 16
+    counters, came = live.router.counters, how == "pulled"
+    assert counters.fetched == came and counters.fetched_bytes == 100 * came
+    assert counters.moved == counters.moved_bytes == counters.failed == 0
+
+
+def test_patience_begins_when_a_prompt_has_been_read():
+  with Live(None, stream_tokens=64) as live:
+    reader = Scripted(live, "a", "prefill")
+    handle = live.submit(Request(prompt=[7] * 90, max_new_tokens=1))
+    task = reader.hear("read")
+    assert task["stream"] == 64
+    # Who answers comes late.
+    reader.tell("part", id=task["id"], ticket="a part")
+    (state,) = live.router._requests.values()
+    until(lambda: state.tickets)
+    live.later(WAIT_S + 1)
+    assert not handle.done
+    reader.tell("read", id=task["id"], ticket=None, cached=0)
+    until(lambda: live.figure("requests_read") == 1)
+    live.later(WAIT_S + 1)
+    with pytest.raises(rj.PeerError, match="no instance that answers"):
+      handle.result()
 
 
 @pytest.mark.long

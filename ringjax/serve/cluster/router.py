@@ -189,6 +189,8 @@ class RoutedState:
     stage: "new", to be routed; "fetching", a prefix for who reads; "reading";
       "read", to be answered; "answering".
     reader: who reads the prompt, or has read it; None if nobody does.
+    lends: whether that one only offers a prefix that it has, and who answers
+      reads the rest.
     read_task: its number there.
     tickets: of the pages there, first ones first.
     more: whether it is still being read, and others come.
@@ -201,7 +203,7 @@ class RoutedState:
     alone_since: since when no instance could take it; None if one can.
     why: it was begun again the last time.
     cached: tokens of the prompt that who read it had found; None if nobody has
-      read it apart.
+      read it apart, and who answers knows.
     totals: of each answer, the log-probability of what was known when it was
       begun the last time.
   """
@@ -211,6 +213,7 @@ class RoutedState:
   prompt: np.ndarray
   stage: str = "new"
   reader: ClusterInstance | None = None
+  lends: bool = False
   read_task: int = -1
   tickets: list[str] = dataclasses.field(default_factory=list)
   more: bool = False
@@ -707,17 +710,20 @@ class ClusterRouter:
           self._drop_source(state)
         self._begin_reading(state)
       elif kind == "pulled" and fields["id"] == state.read_task:
-        self.counters.fetched += int(fields["nbytes"]) > 0
-        self.counters.fetched_bytes += int(fields["nbytes"])
+        self._fetched(int(fields["nbytes"]))
         self._drop_source(state)
       elif kind == "read":
-        state.cached = int(fields["cached"])
+        if not state.lends:
+          state.cached = int(fields["cached"])
         self._published(state, fields["ticket"], last=True)
       elif kind == "part":
         self._published(state, fields["ticket"], last=False)
       elif kind == "pulled":
-        self.counters.moved += 1
-        self.counters.moved_bytes += int(fields["nbytes"])
+        if state.lends:
+          self._fetched(int(fields["nbytes"]))
+        else:
+          self.counters.moved += 1
+          self.counters.moved_bytes += int(fields["nbytes"])
         self._let_go(state)
       elif kind == "lost":
         # Its ticket may have ended, or its publisher; or those two do not reach
@@ -734,6 +740,11 @@ class ClusterRouter:
         self._tokens(state, fields)
       else:
         raise ValueError(f"a message {str(kind)[:40]!r}")
+
+  def _fetched(self, nbytes: int) -> None:
+    """A prefix was pulled, or could not be: 0 bytes."""
+    self.counters.fetched += nbytes > 0
+    self.counters.fetched_bytes += nbytes
 
   # -------------------------------------------------------------------------
   # Where requests are
@@ -838,6 +849,7 @@ class ClusterRouter:
       # Once: what begins again does not depend on a third instance.
       source = self._named(str(route.fetch_from))
     state.attempts += 1
+    state.lends = decoder is reader and source is not None
     if decoder is reader:
       if source is None:
         self._answer(state, reader)
@@ -905,6 +917,9 @@ class ClusterRouter:
       return
     state.decoder = None
     views = self._fitting(state, "decodes")
+    if state.more:
+      # It is being read: until that has ended nobody is missed.
+      state.alone_since = None
     if not views:
       return
     seen = self._seen(state, views)
@@ -1009,7 +1024,7 @@ class ClusterRouter:
       state.attempts += 1
       return
     self._let_go(state)
-    state.stage = "new"
+    state.stage, state.cached = "new", None
 
   def _reject(self, state: RoutedState, why: Rejected) -> None:
     self.counters.rejected += 1
@@ -1105,7 +1120,7 @@ class ClusterRouter:
           state.alone_since is not None
           and now - state.alone_since > self._patience_s
         ):
-          does = "answers" if state.stage == "read" else "reads prompts"
+          does = "reads prompts" if state.stage == "new" else "answers"
           need = state.routed.prompt_tokens + state.routed.new_tokens
           error = PeerError(
             f"no instance that {does} and has room for {need:,} tokens for "

@@ -55,6 +55,7 @@ from ringjax.serve.cluster.routing import ROLES
 from ringjax.serve.engine import Engine
 from ringjax.serve.grammar import GrammarCompiler
 from ringjax.serve.prefix_transfer import (
+  PrefixHashes,
   export_prefix,
   import_prefix,
   prefix_layout,
@@ -100,6 +101,7 @@ class WorkerTask:
     publishes: held while pages are published, in their order.
     published: whether all were copied, or could not be.
     dropped: whether it is not wanted any more.
+    hashes: of the prompt's pages, which its parts share.
     sent: of each answer, tokens and characters that the router knows.
   """
 
@@ -125,6 +127,7 @@ class WorkerTask:
   publishes: threading.Lock = dataclasses.field(default_factory=threading.Lock)
   published: bool = False
   dropped: bool = False
+  hashes: PrefixHashes = dataclasses.field(default_factory=PrefixHashes)
   sent: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
   @property
@@ -629,6 +632,7 @@ class ClusterWorker:
         salt=request.salt,
         adapter=request.adapter,
         first=task.pages,
+        hashes=task.hashes,
       )
       count = len(sent.pages)
       if not last:
@@ -732,6 +736,7 @@ class ClusterWorker:
           salt=request.salt,
           adapter=request.adapter,
           first=pages,
+          hashes=task.hashes,
         )
         task.pulled = pages + len(pulled.labels), nbytes + pulled.nbytes
       task.link.tell(t="pulled", id=task.number, nbytes=task.pulled[1])
