@@ -7,6 +7,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import MemoryEstimateError, OptionError
+from ringjax.models import tiny
 from ringjax.models.weight_placement import weight_bytes
 from tests import checkpoints
 from tests.helpers import refused
@@ -93,6 +94,37 @@ def test_a_smaller_call_has_less(folder):
     assert total(found)["device"] < total(want)["device"], less
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"chunk": 64},
+    {"prefill": "kvr", "partition": (40, 16, 9), "mesh": 3},
+    {"prefill": "kvr", "mesh": 2},
+  ],
+)
+def test_the_cache_is_no_larger_than_declared(options):
+  """Chunks, and uneven parts, take other slots than a prompt at once."""
+  options = dict(options)
+  count = options.pop("mesh", 0)
+  mesh = rj.make_mesh((count,), ("seq",)) if count else None
+  model = rj.models.load(tiny.path(), mesh=mesh)
+  for prompt in (65, 64) if "partition" not in options else (65,):
+    declared = rj.infer.CallMemory(
+      prompt=prompt, new=4, cache_kind="dense", **options
+    )(model, mesh)
+    reports = []
+    rj.infer.generate(
+      model, [list(range(1, prompt + 1))], max_new_tokens=4, mesh=mesh,
+      cache_kind="dense", **options, report=reports.append,
+    )  # fmt: skip
+    found = reports[0].memory["device"]
+    for name in ("cache", "hidden", "work"):
+      assert found[name] <= declared["device"][name], (prompt, name)
+    # Rounding up to a multiple of shards aside it is what is there.
+    assert declared["device"]["cache"] < 1.1 * found["cache"]
+
+
 def test_what_does_not_fit_is_refused_unread(folder, tmp_path):
   bad = tmp_path / "model"
   rj.models.save(rj.models.load(folder), bad)
@@ -112,4 +144,12 @@ def test_what_does_not_fit_is_refused_unread(folder, tmp_path):
   )
   model = rj.models.load(folder)
   refused(MemoryEstimateError, lambda: huge(model), "free")
-  refused(OptionError, lambda: rj.infer.CallMemory(prompt=0, new=1), "prompt")
+  for wrong, words in (
+    ({"prompt": 0}, "prompt"),
+    ({"cache_placement": "disk"}, "disk: got None"),
+    ({"cache_placement": "disk", "disk": tmp_path / "no"}, "that exists"),
+    ({"disk": tmp_path}, "without a cache on disk"),
+    ({"prefill": "dense", "chunk": 8}, "chunk"),
+  ):
+    call = dict(prompt=1, new=1) | wrong
+    refused(OptionError, lambda: rj.infer.CallMemory(**call), words)  # noqa: B023
