@@ -204,7 +204,7 @@ def define(values: flags.FlagValues) -> None:
     None,
     "Bytes on a device, as 6GiB, of weights, keys and what the call computes: "
     "as many layers as fit, the others in host memory, or where --placement "
-    "says. With --contexts of weights alone.",
+    "says. With --contexts of weights alone; --speculate is not counted.",
   )
   new.text(
     "cache_placement",
@@ -410,7 +410,9 @@ class _Work:
       call = rj.infer.CallMemory(
         prompt=tokens,
         new=count,
+        prefill=values.prefill,
         chunk=values.chunk,
+        machine=machines.machine(values),
         cache_kind=kind_text.parse(values.cache, "--cache"),
         **self._offload(model, mesh, tokens + count),
       )
@@ -892,6 +894,10 @@ def _check(values: flags.FlagValues) -> None:
     *((values.flash is not None and values[name].value is not None,
        f"--{name} with --flash", "one of them")
       for name in ("placement", "memory", "policy", "weights", "integer")),
+    # A drafter's weights and keys are not in what is counted for a call.
+    (values.memory is not None and values.contexts is None
+     and values.speculate is not None,
+     "--memory with --speculate", "--placement with --speculate"),
     (values.policy is not None and values.contexts is not None,
      "--policy and --contexts", "one of them"),
     (values.raw and values.chat, "--raw and --chat", "one of them"),

@@ -2,7 +2,8 @@
 
 Guarantees: weights, keys and hidden states of both are counted off shapes, by
 the same rules, so what was declared for a call is at least what it then has;
-for a smaller call too. Weights that pass through a device are two layers', keys
+for a smaller call too, unless a chain ("kvr") deals it to its shards otherwise.
+Weights that pass through a device are two layers', keys
 that do three layers', of one group of rows.
 
 What a program needs while it computes ("work") is an estimate: the widest part
@@ -16,7 +17,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ from jax.typing import DTypeLike
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError
-from ringjax.infer.prefill import padded
-from ringjax.infer.session import Session, place_of
+from ringjax.infer.prefill import PrefillOptions, padded
+from ringjax.infer.session import Session, files_of, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS, bytes_each
 from ringjax.kv.cache_kind import CacheKind
@@ -35,6 +36,7 @@ from ringjax.kv.row_groups import RowGroups
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, weight_bytes
 from ringjax.nn.sharding_context import ShardingContext
+from ringjax.plan.choice import Machine
 
 # Bytes by `kv.base.TIERS`, and of each by what they are.
 TierBytes = Mapping[str, Mapping[str, int]]
@@ -46,7 +48,7 @@ class CallMemory:
 
   `rj.models.load(folder, memory="6GiB", beside=CallMemory(...))` places layers
   so that they and this call are within `memory`. Options are those of
-  `generate`.
+  `generate`; a call that speculates is none that is counted.
 
   Attributes:
     prompt: tokens of the longest row.
@@ -60,9 +62,13 @@ class CallMemory:
     hidden_placement: the same of hidden states of groups.
     disk: the folder for keys on disk, whose room is looked at.
     axis: the mesh axis that shards the sequence; default "seq".
+    prefill: how the prompt is read.
+    partition: tokens of each shard for "kvr".
+    machine: by which prefill="auto" chooses.
 
   Raises:
-    OptionError: counts below 1.
+    OptionError: counts below 1, options of reading that do not go together, or
+      a folder that is not there, or not where keys are on disk.
   """
 
   prompt: int
@@ -76,6 +82,9 @@ class CallMemory:
   hidden_placement: WeightPlacement | str | None = None
   disk: str | os.PathLike[str] | None = None
   axis: str | None = None
+  prefill: str = "auto"
+  partition: Sequence[int] | None = None
+  machine: Machine | None = None
 
   def __post_init__(self) -> None:
     for name in ("prompt", "new", "rows"):
@@ -83,6 +92,16 @@ class CallMemory:
     for name in ("rows_at_once", "chunk"):
       if getattr(self, name) is not None:
         positive_int(name, getattr(self, name))
+    self._reading()
+    files_of(self.cache_placement, self.disk)
+
+  def _reading(self) -> PrefillOptions:
+    return PrefillOptions(
+      method=self.prefill,
+      chunk=self.chunk,
+      partition=self.partition,
+      machine=self.machine,
+    )
 
   def __call__(self, model: Transformer, mesh: Mesh | None = None) -> TierBytes:
     """What the call has beside the weights.
@@ -102,10 +121,16 @@ class CallMemory:
     mesh, axis = place_of(mesh, self.axis, model)
     sharding = ShardingContext(mesh=mesh, axis=axis)
     size, group = sharding.size, min(self.rows_at_once or self.rows, self.rows)
-    read = min(padded(self.prompt, size), padded(self.chunk or 1 << 40, size))
+    kind = kinds.WINDOWED
+    if self.cache_kind is not None:
+      kind = kinds.cache_kind(self.cache_kind)
+    how = self._reading().plan(
+      self.prompt, model, mesh, axis, device=kind.device
+    )
+    slots = max(padded(self.prompt, size), how.slots * size)
+    read = min(slots, padded(self.chunk or 1 << 40, size))
     # As `generate` makes it: a shard's last slot may stay empty.
-    capacity = padded(padded(self.prompt, size) + self.new + size, size)
-    kind = kinds.WINDOWED if self.cache_kind is None else self.cache_kind
+    capacity = padded(slots + self.new + size, size)
     caches = []
     for start in range(0, self.rows, group):
       rows = min(group, self.rows - start)

@@ -172,22 +172,13 @@ class Session:
     self._make: dict[str, Any] = dict(
       batch=batch, capacity=capacity, dtype=dtype, kind=kind
     )
-    self.files: CacheFiles | None = None
     self._hidden = 0.0
     if hidden_placement is not None:
       self._hidden = _hosted(hidden_placement, rows_at_once, self.mesh)
     if cache_placement is not None:
       wanted = WeightPlacement.of(cache_placement, "cache_placement")
       self._make["placement"] = wanted
-      if wanted.disk:
-        self.files = _files(disk)
-    if disk is not None and self.files is None:
-      raise OptionError(
-        "disk",
-        f"{os.fspath(disk)!r} without a cache on disk",
-        "cache_placement with a fraction on disk",
-        'pass cache_placement="disk" too, or leave disk out',
-      )
+    self.files = files_of(cache_placement, disk)
     _check_memory(model, sharding, self._make)
     self.seen = np.zeros((batch, model.config.vocab), bool)
     self.cache: Any = self._empty(sharding)
@@ -494,7 +485,27 @@ def _hosted(
   return host
 
 
-def _files(disk: str | os.PathLike[str] | None) -> CacheFiles:
+def files_of(
+  cache_placement: WeightPlacement | str | None,
+  disk: str | os.PathLike[str] | None,
+) -> CacheFiles | None:
+  """The files of a cache that is on disk, of which nothing is made yet.
+
+  Raises:
+    OptionError: no such folder, or one for nothing.
+  """
+  wanted = None
+  if cache_placement is not None:
+    wanted = WeightPlacement.of(cache_placement, "cache_placement")
+  if wanted is None or not wanted.disk:
+    if disk is None:
+      return None
+    raise OptionError(
+      "disk",
+      f"{os.fspath(disk)!r} without a cache on disk",
+      "cache_placement with a fraction on disk",
+      'pass cache_placement="disk" too, or leave disk out',
+    )
   if disk is None:
     raise OptionError(
       "disk",

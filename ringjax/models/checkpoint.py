@@ -248,35 +248,38 @@ def load(
   """
   mesh = _checked_mesh(mesh, rules)
   ranks = outcome.processes_of(mesh)
+  streaming, streamed, in_host = None, [], set()
+  call: dict[str, int] = {}
   # A file that one process does not have is an error of all.
   with outcome.failing_together(ranks):
     folder = Folder.open(path)
     source, family = text_config(folder.config)
     config = family.read(source)
-  dtype = float_dtype(
-    "dtype", stored_dtype(folder, source) if dtype is None else dtype
-  )
-  empty = jax.eval_shape(
-    lambda: _with_source(
-      cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
+    dtype = float_dtype(
+      "dtype", stored_dtype(folder, source) if dtype is None else dtype
     )
-  )
-  found = contents(folder, family, empty, source)
-  shardings = _by_path(parameters(empty), mesh, rules)
-  streaming, streamed, in_host = None, [], set()
-  call: dict[str, int] = {}
-  if beside is not None:
-    if memory is None:
-      raise OptionError(
-        "beside",
-        "a call without memory",
-        "the bytes that weights and call may have",
-        "pass memory= too, or leave it out",
+    empty = jax.eval_shape(
+      lambda: _with_source(
+        cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
       )
-    needs = beside(empty, mesh)
-    call = {tier: sum(x.values()) for tier, x in needs.items()}
+    )
+    found = contents(folder, family, empty, source)
+    shardings = _by_path(parameters(empty), mesh, rules)
+    if beside is not None:
+      if memory is None:
+        raise OptionError(
+          "beside",
+          "a call without memory",
+          "the bytes that weights and call may have",
+          "pass memory= too, or leave it out",
+        )
+      needs = beside(empty, mesh)
+      call = {tier: sum(x.values()) for tier, x in needs.items()}
+  tiers = (DEVICE,)
   if placement is not None or memory is not None:
+    # It exchanges by itself.
     tiers = planned(empty, shardings, placement, memory, call)
+  with outcome.failing_together(ranks):
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
       streaming = Streaming(empty, tiers, mesh, shardings)
@@ -286,9 +289,8 @@ def load(
       in_host |= {t.name for tier, t in pairs if tier == IN_HOST}
       kept = [t for tier, t in pairs if tier != DISK]
       found = dataclasses.replace(found, tensors=kept)
-  params = parameters(empty)
-  shardings = _by_path(params, mesh, rules)
-  with outcome.failing_together(ranks):
+    params = parameters(empty)
+    shardings = _by_path(params, mesh, rules)
     _check_memory(params, shardings, mesh)
     if streaming is not None or call:
       hosted = 0 if streaming is None else streaming.host_bytes
@@ -297,32 +299,35 @@ def load(
   zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
   arrays = dict(zip(params, zeros, strict=True))
   targets = lambda t: _targets(t, params, shardings, mesh)
-  for t, x in found.read(targets):
-    paths, indices = zip(*t.targets, strict=True)
-    packed = isinstance(t.form, Packed)
-    if packed:
-      check_unpacked(t, x, arrays[paths[0]].dtype)
-    if streaming is not None and t.name in in_host:
-      streaming.host(t, x)
-      continue
-    put = _put(
-      t.form,
-      tuple(shardings[path] for path in paths),
-      tuple(arrays[path] for path in paths),
-      x if packed else x[0],
-      indices,
+  with outcome.failing_together(ranks):
+    for t, x in found.read(targets):
+      paths, indices = zip(*t.targets, strict=True)
+      packed = isinstance(t.form, Packed)
+      if packed:
+        check_unpacked(t, x, arrays[paths[0]].dtype)
+      if streaming is not None and t.name in in_host:
+        streaming.host(t, x)
+        continue
+      put = _put(
+        t.form,
+        tuple(shardings[path] for path in paths),
+        tuple(arrays[path] for path in paths),
+        x if packed else x[0],
+        indices,
+      )
+      # Else more and more tensors wait to be put into their parameters.
+      arrays.update(zip(paths, jax.block_until_ready(put), strict=True))
+    check_heads(folder, found.heads, arrays[EMBEDDING])
+    flat, tree = jax.tree.flatten(
+      empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
-    # Else more and more tensors wait to be put into their parameters.
-    arrays.update(zip(paths, jax.block_until_ready(put), strict=True))
-  check_heads(folder, found.heads, arrays[EMBEDDING])
-  flat, tree = jax.tree.flatten(
-    empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
-  )
-  filled = [p.replace(arrays[k]) for k, p in zip(params, flat, strict=True)]
-  model = jax.tree.unflatten(tree, filled)
-  if streaming is not None:
-    return streaming.finish(model, folder, streamed, targets)
-  return cepe.attached(path, model, rules)
+    filled = [p.replace(arrays[k]) for k, p in zip(params, flat, strict=True)]
+    model = jax.tree.unflatten(tree, filled)
+    if streaming is not None:
+      model = streaming.finish(model, folder, streamed, targets)
+    else:
+      model = cepe.attached(path, model, rules)
+  return model
 
 
 def _refuse_encoder(path: str | os.PathLike[str]) -> None:

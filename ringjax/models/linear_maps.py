@@ -57,10 +57,27 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
   return found
 
 
-# Maps that choose or gate, and those that layers use as arrays: one that latent
-# attention takes apart, and what is multiplied within a shard.
-_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv",
-         ".step_down", ".low", ".into", ".out_of")  # fmt: skip
+# Maps that choose or gate.
+_CHOOSING = (".router", ".shared_gate", ".beta", ".step", ".step_down")
+
+
+def used_as_array(model: Transformer, path: str) -> bool:
+  """Whether a layer takes a map's arrays: nothing can be there in its place.
+
+  Such are one that latent attention takes apart, and what is multiplied within
+  a shard: the layers' modules list them as `ARRAYS`.
+  """
+  owner, name = _owner(model, path)
+  return name in getattr(owner, "ARRAYS", ())
+
+
+def _owner(module: nnx.Module, path: str) -> tuple[Any, str]:
+  """What a part of a module belongs to, and its name there."""
+  *above, name = path.split(".")
+  owner: Any = module
+  for step in above:
+    owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
+  return owner, name
 
 
 def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
@@ -78,7 +95,11 @@ def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
   if model.stack.neuron_fault is not None:
     refuse_placed(model, f"make {name}", "load it without neurons on disk")
   found = maps_of(model.stack, "stack.")
-  maps = {k: v for k, v in found.items() if not k.endswith(_KEPT)}
+  maps = {
+    k: v
+    for k, v in found.items()
+    if not k.endswith(_CHOOSING) and not used_as_array(model, k)
+  }
   if not maps:
     raise OptionError(
       "model",
@@ -105,9 +126,6 @@ def replaced(model: M, maps: Mapping[str, nnx.Module]) -> M:
   """
   made = jax.tree.map(lambda x: x, model)
   for path, module in maps.items():
-    *above, name = path.split(".")
-    owner: Any = made
-    for step in above:
-      owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
+    owner, name = _owner(made, path)
     setattr(owner, name, module)
   return made

@@ -368,6 +368,8 @@ class ExpertsLayer(nnx.Module):
 
   # What each expert has of its own, biases aside.
   MAPS = ("gate", "up", "down")
+  # Maps whose arrays it takes in place of calling them.
+  ARRAYS = ("router", "into", "out_of")
 
   def __init__(self, rngs: nnx.Rngs, spec: Experts, embed: int):
     e, f, d = spec.experts, spec.hidden, spec.latent or embed

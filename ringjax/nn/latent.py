@@ -105,6 +105,9 @@ class Latent:
 class LatentLayer(nnx.Module):
   """The module of `Latent`."""
 
+  # Maps whose arrays it takes, beside or in place of calling them.
+  ARRAYS = ("kv",)
+
   def __init__(self, rngs: nnx.Rngs, spec: Latent, embed: int):
     self.spec = spec
     n, c, turned = spec.heads, spec.latent, spec.shared

@@ -77,6 +77,9 @@ class Mamba1(Recurrent):
 class Mamba1Layer(nnx.Module):
   """The module of `Mamba1`."""
 
+  # Maps whose arrays it takes, beside or in place of calling them.
+  ARRAYS = ("low", "into", "out_of", "step")
+
   def __init__(self, rngs: nnx.Rngs, spec: Mamba1, embed: int):
     self.spec = spec
     c, h, rank = spec.channels, spec.state, spec.rank

@@ -330,7 +330,8 @@ def naming_faults(faults: Sequence[ReadFault]) -> Iterator[None]:
   """Around programs that fetch layers: names the error of a read.
 
   A program that a read fails in ends with an error of JAX, or on a mesh with
-  numbers that are none.
+  numbers that are none. Any other error of one of several processes is one of
+  all, too: each makes the same exchanges, whatever happens.
 
   Raises:
     CheckpointFormatError: see `raise_fault`.
@@ -342,12 +343,17 @@ def naming_faults(faults: Sequence[ReadFault]) -> Iterator[None]:
       fault.error = None
   try:
     yield
-  except RingjaxError:
-    raise
   except Exception as error:
-    try:
-      raise_fault(faults)
-    except RingjaxError as found:
-      raise found from error
-    raise
-  raise_fault(faults)
+    if outcome.is_told(error):
+      raise
+    found: Exception = error
+    for fault in faults:
+      if fault.error is not None and not isinstance(error, RingjaxError):
+        found = fault.error
+        found.__cause__ = error
+      fault.error = None
+    # In place of the exchange that the others come to next.
+    ranks = next((fault.ranks for fault in faults if fault.ranks), ())
+    outcome.raise_first(found, ranks)
+  else:
+    raise_fault(faults)

@@ -30,7 +30,7 @@ _CALLS: collections.defaultdict[tuple[int, ...], Iterator[int]] = (
   collections.defaultdict(itertools.count)
 )
 # Errors that all raise as the class that one of them raised.
-_SHARED = {
+_CLASSES = {
   cls.__name__: cls
   for cls in (
     errors.CheckpointFormatError,
@@ -40,6 +40,9 @@ _SHARED = {
     errors.OptionError,
   )
 }
+# The attribute of an error that was raised behind an exchange: the others
+# know of it, or have not answered.
+_TOLD = "_ringjax_told"
 
 
 def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
@@ -96,7 +99,8 @@ def raise_first(error: Exception | None, ranks: tuple[int, ...]) -> None:
 
   Raises:
     RingjaxError: of the class of the other process's error, if that is one of
-      a file, an option or a memory; else a `PeerError`.
+      a file, an option or a memory; else a `PeerError`. One that does not
+      answer is one only where this process has no error of its own.
   """
   if not ranks:
     if error is not None:
@@ -105,16 +109,31 @@ def raise_first(error: Exception | None, ranks: tuple[int, ...]) -> None:
   mine = None
   if error is not None:
     mine = {"kind": type(error).__name__, "text": str(error)[:300]}
-  told = exchanged(mine, ranks)
+  try:
+    told = exchanged(mine, ranks)
+  except PeerError as silence:
+    if error is None:
+      raise _told(silence) from None
+    raise _told(error) from error.__cause__ or silence
   if error is not None:
-    raise error
+    raise _told(error)
   for rank, other in zip(ranks, told, strict=True):
     if other is None:
       continue
     text = f"process {rank}: {other['text']}"
-    if other["kind"] in _SHARED:
-      raise _SHARED[other["kind"]](text)
-    raise PeerError(f"{text} ({other['kind']})", rank=rank)
+    if other["kind"] in _CLASSES:
+      raise _told(_CLASSES[other["kind"]](text))
+    raise _told(PeerError(f"{text} ({other['kind']})", rank=rank))
+
+
+def _told(error: Exception) -> Exception:
+  setattr(error, _TOLD, True)
+  return error
+
+
+def is_told(error: Exception) -> bool:
+  """Whether `raise_first` raised it: it is not to be exchanged once more."""
+  return getattr(error, _TOLD, False)
 
 
 @contextlib.contextmanager
@@ -124,5 +143,7 @@ def failing_together(ranks: tuple[int, ...]) -> Iterator[None]:
   try:
     yield
   except Exception as error:
+    if is_told(error):
+      raise
     failure = error
   raise_first(failure, ranks)

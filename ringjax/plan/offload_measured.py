@@ -84,9 +84,16 @@ class StreamedRun:
     """Of each pass (layer, seconds of its wait, and of its computing).
 
     Raises:
-      OptionError: the log has another number of passes.
+      OptionError: the log has another number of passes, or no layer on disk.
     """
     waits = [e for e in self.events if e.what == "wait" and e.part == "weights"]
+    if not waits:
+      raise OptionError(
+        "events",
+        "no waits for layers",
+        "those of a model with layers on disk",
+        'load it with placement="disk", or a fraction on disk',
+      )
     stops = [*(e.start for e in waits[1:]), self.end]
     found: list[list[tuple[int, float, float]]] = []
     for e, stop in zip(waits, stops, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
-from ringjax.models.linear_maps import linear_maps, replaced
+from ringjax.models.linear_maps import linear_maps, replaced, used_as_array
 from ringjax.models.transformer import Transformer
 from ringjax.nn.adapted import AdaptedLinear, SummedLinear
 from ringjax.nn.linear import Linear
@@ -39,7 +39,10 @@ class Lora:
   Attributes:
     rank: r, of each adapter.
     alpha: adapters are multiplied by alpha / r.
-    targets: names of maps, of `TARGETS`.
+    targets: names of maps, of `TARGETS` or others that the model has. Maps
+      whose arrays a layer takes without calling them, as routers, can be
+      trained on the devices and merged, but neither in layers elsewhere nor
+      row by row.
     new_tokens: ids at the end of the vocabulary whose embeddings are trained,
       and their part of a head that is not the embedding.
   """
@@ -67,8 +70,8 @@ class Lora:
     path.
 
     Raises:
-      OptionError: a target that the model does not have, or more new tokens
-        than its vocabulary.
+      OptionError: a target that the model does not have, or one that layers
+        elsewhere take as an array; or more new tokens than its vocabulary.
     """
     found = dict(linear_maps(model))
     known = sorted({path.rsplit(".", 1)[-1] for path in found})
@@ -85,6 +88,8 @@ class Lora:
     for n, (path, linear) in enumerate(found.items()):
       if path.rsplit(".", 1)[-1] not in self.targets:
         continue
+      if model.stack.placed is not None:
+        _refuse_arrays(model, [path])
       lead, into, out = _shape(model, path, linear)
       scale = jnp.float32(1 / math.sqrt(math.prod(into)))
       one = jax.random.fold_in(key, n)
@@ -145,6 +150,7 @@ class Lora:
     )
     if frozen.stack.placed is not None:
       # The weights to add to are there only when a layer runs.
+      _refuse_arrays(frozen, params)
       maps = dict(linear_maps(made))
       return replaced(
         made,
@@ -178,7 +184,8 @@ def with_adapters(
       ranks are filled up with zeros, and maps that one does not have too.
 
   Raises:
-    OptionError: parameters of another model.
+    OptionError: parameters of another model, or of maps that its layers take
+      as arrays.
   """
   maps = dict(linear_maps(model))
   paths = list(dict.fromkeys(path for _, params in adapters for path in params))
@@ -190,6 +197,7 @@ def with_adapters(
       "maps that this model has",
       "pass adapters that were trained on it",
     )
+  _refuse_arrays(model, paths)
   rank = max((how.rank for how, _ in adapters), default=0)
   changed = {}
   for path in paths:
@@ -216,6 +224,18 @@ def with_adapters(
       maps[path], _numbered(downs, len(lead)), _numbered(ups, len(lead))
     )
   return replaced(model, changed)
+
+
+def _refuse_arrays(model: Transformer, paths: Iterable[str]) -> None:
+  """Refuses maps that layers do not call, where a module is to stand in."""
+  wrong = [path for path in paths if used_as_array(model, path)]
+  if wrong:
+    raise OptionError(
+      "targets",
+      f"{', '.join(wrong[:2])}, whose arrays a layer takes without calling it",
+      "maps that layers call",
+      "leave it out, or merge adapters into a model that is all on the devices",
+    )
 
 
 def _numbered(arrays: list[jax.Array], axis: int) -> jax.Array:

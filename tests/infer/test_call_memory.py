@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 
 import ringjax as rj
 from ringjax.errors import MemoryEstimateError, OptionError
+from ringjax.infer.prefill import PrefillOptions
+from ringjax.infer.prompt_reading import planned
+from ringjax.kv.base import bytes_each
+from ringjax.kv.cache_kind import KINDS
 from ringjax.models.weight_placement import weight_bytes
 from tests import checkpoints
 from tests.helpers import refused
@@ -93,6 +98,33 @@ def test_a_smaller_call_has_less(folder):
     assert total(found)["device"] < total(want)["device"], less
 
 
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"chunk": 64},
+    {"method": "kvr", "partition": (40, 16, 9)},
+    {"method": "kvr"},
+  ],
+)
+def test_the_cache_is_no_larger_than_declared(options, folder):
+  """Chunks, and uneven parts, take other slots than a prompt at once."""
+  mesh = rj.make_mesh((3,), ("seq",)) if "method" in options else None
+  model = rj.models.load(folder, mesh=mesh)
+  how = PrefillOptions(**options)
+  own = dict(mesh=mesh, axis=None, dtype=None, cache_kind=KINDS["dense"])
+  for prompt in (65, 64):
+    declared = rj.infer.CallMemory(
+      prompt=prompt, new=4, cache_kind="dense", prefill=how.method,
+      chunk=how.chunk, partition=how.partition,
+    )(model, mesh)  # fmt: skip
+    session, _, _ = planned(
+      model, None, how, own, np.zeros(1, int), np.array([prompt]), 4
+    )
+    found = bytes_each(session.cache)
+    # What makes it a multiple of the shards is all that is more.
+    assert found <= declared["device"]["cache"] < 1.1 * found
+
+
 def test_what_does_not_fit_is_refused_unread(folder, tmp_path):
   bad = tmp_path / "model"
   rj.models.save(rj.models.load(folder), bad)
@@ -112,4 +144,12 @@ def test_what_does_not_fit_is_refused_unread(folder, tmp_path):
   )
   model = rj.models.load(folder)
   refused(MemoryEstimateError, lambda: huge(model), "free")
-  refused(OptionError, lambda: rj.infer.CallMemory(prompt=0, new=1), "prompt")
+  for wrong, words in (
+    ({"prompt": 0}, "prompt"),
+    ({"cache_placement": "disk"}, "disk: got None"),
+    ({"cache_placement": "disk", "disk": tmp_path / "no"}, "that exists"),
+    ({"disk": tmp_path}, "without a cache on disk"),
+    ({"prefill": "dense", "chunk": 8}, "chunk"),
+  ):
+    call = dict(prompt=1, new=1) | wrong
+    refused(OptionError, lambda: rj.infer.CallMemory(**call), words)  # noqa: B023

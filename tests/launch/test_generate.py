@@ -258,6 +258,7 @@ def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(
     (["--stop="], "texts of 1 to"),
     (["--seed=3", "--prompt=x"], "--seed with a prompt and no sampling"),
     (["--profile=llama7b-a100", "--chunk=8"], "--profile and --chunk"),
+    (["--memory=1GiB", "--speculate=lookup"], "--memory with --speculate"),
     (["--prompt=x", "--max_new_tokens=4095"], "at most 4,096 in all"),
     (["--num_processes=2"], "--process_id together"),
     (

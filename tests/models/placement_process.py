@@ -47,6 +47,8 @@ def error_of(call: Callable[[], object]) -> str:
 def main(rank: int, root: pathlib.Path) -> dict[str, object]:
   """Everything in one go: starting and compiling is what takes time."""
   import ringjax as rj
+  from ringjax.models import cepe
+  from ringjax.nn.placed import naming_faults
 
   # What is sharded over "model" is on both processes.
   mesh = rj.make_mesh((2, 2), ("model", "seq"))
@@ -92,10 +94,31 @@ def main(rank: int, root: pathlib.Path) -> dict[str, object]:
   forget()
   answer = lambda: rj.infer.generate(model, [[5, 6]], max_new_tokens=3)
   found["read"] = [error_of(lambda: model(TOKENS)), error_of(answer)]
-  found["load"] = error_of(lambda: load(placement="disk"))
+  found["load"] = [error_of(lambda: load(placement="disk"))]
   if rank == 1:
     file.write_bytes(data)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+  def beside(*_: object) -> dict[str, dict[str, int]]:
+    if rank == 1:
+      raise rj.errors.CheckpointFormatError("nothing is known of the call")
+    return {}
+
+  # Before the weights are placed, and when all of them are read.
+  found["load"] += [error_of(lambda: load(memory="1GiB", beside=beside))]
+  encoder = folder / cepe.CONFIG
+  if rank == 1:
+    encoder.write_text("{")
+  found["load"] += [error_of(load)]
+  if rank == 1:
+    encoder.unlink()
+
+  def out_of_memory() -> None:
+    with naming_faults(model.stack.faults):
+      if rank == 1:
+        raise rj.errors.OutOfMemoryError("none is left", nbytes=1)
+
+  found["other"] = error_of(out_of_memory)
   forget()
   # Nothing is left over of an error for another call.
   found["after"] = same(model(TOKENS), want[0])

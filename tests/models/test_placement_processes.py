@@ -58,10 +58,12 @@ def test_two_processes(tmp_path):
     assert 1 <= mine["host_share"] < 1.1
   # The process that fails, and the one that would wait for it.
   for mine, other in zip(
-    [*found[1]["read"], found[1]["load"]],
-    [*found[0]["read"], found[0]["load"]],
+    [*found[1]["read"], *found[1]["load"]],
+    [*found[0]["read"], *found[0]["load"]],
     strict=True,
   ):
     assert mine.startswith("CheckpointFormatError"), mine
     assert other.startswith("CheckpointFormatError process 1: "), other
     assert mine.removeprefix("CheckpointFormatError ")[:100] in other
+  assert found[1]["other"] == "OutOfMemoryError none is left"
+  assert found[0]["other"].startswith("PeerError process 1: none is left")

@@ -81,6 +81,13 @@ def test_a_run_of_another_size_is_forecast():
     lambda: offload_measured.forecast([early], rows=1, prompt=1, new=1),
     "4 passes for 5",
   )
+  # All layers are on the devices.
+  still = dataclasses.replace(runs[0], events=[])
+  refused(
+    OptionError,
+    lambda: offload_measured.forecast([still], rows=1, prompt=1, new=1),
+    "no waits",
+  )
 
 
 def test_too_few_passes():

@@ -17,10 +17,11 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train import step
 from ringjax.train.extend import RopeScaling, extend_context, scaled_config
-from ringjax.train.lora import TARGETS, Lora
+from ringjax.train.lora import TARGETS, Lora, with_adapters
 from tests import checkpoints
 from tests.train.test_step import CONFIG, far
 
+LONG = pytest.mark.long
 TOKENS = np.random.default_rng(0).integers(0, 48, (2, 17)).astype(np.int32)
 
 
@@ -166,6 +167,39 @@ def test_wrong_adapters(model):
     Lora(targets=())
   with pytest.raises(OptionError, match="rank"):
     Lora(rank=0)
+
+
+@pytest.mark.parametrize(
+  ("name", "arrays", "called"),
+  [
+    ("jamba", ("step", "low", "router"), ("q", "out")),
+    pytest.param("deepseek_v3", ("kv", "router"), ("o",), marks=LONG),
+    pytest.param("nemotron_h", ("into", "out_of"), ("step",), marks=LONG),
+  ],
+)
+def test_maps_that_layers_take_as_arrays(name, arrays, called):
+  """They are merged, and refused where a module would take their place."""
+  model = checkpoint.abstract(checkpoints.config(name))
+  placed = checkpoint.abstract(checkpoints.config(name))
+  # Enough of a model whose layers are elsewhere to be refused.
+  placed.stack.placed = ()
+  for target in arrays:
+    lora = Lora(rank=2, targets=(target,))
+    params = lora.start(model)
+    merged = jax.eval_shape(lora.model, params, model)
+    assert jax.tree.structure(merged) == jax.tree.structure(model)
+    for call in (
+      lambda: with_adapters(model, [(lora, params)]),  # noqa: B023
+      lambda: lora.start(placed),  # noqa: B023
+      lambda: lora.model(params, placed),  # noqa: B023
+    ):
+      with pytest.raises(OptionError, match=f"targets: .*{target}"):
+        call()
+  lora = Lora(rank=2, targets=called)
+  params = lora.start(model)
+  tokens = np.ones((2, 5), np.int32)
+  made = with_adapters(model, [(lora, params)])
+  assert jax.eval_shape(made, tokens).shape == (2, 5, model.config.vocab)
 
 
 # ---------------------------------------------------------------------------
