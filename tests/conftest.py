@@ -519,7 +519,7 @@ _MORE_CASES = {
   "infer/test_sampling.py::test_filters_are_the_references": 100,
   "infer/test_verifiers.py::test_a_million_draws": 1,
   "kv/test_codecs.py::test_decoded_numbers_are_near": 40,
-  "kv/test_kinds.py::test_law": 12,
+  "kv/test_kinds.py::test_law": 5,
   "launch/test_generate.py::test_a_wrong_flag_is_one_line": 30,
   "launch/test_train.py::test_wrong_configs": 20,
   "launch/test_train.py::test_wrong_flags": 10,
