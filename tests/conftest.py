@@ -314,7 +314,6 @@ _WHOLE = frozenset(
     "infer/test_draft_models.py::test_the_same_model_by_other_numbers_is_always_right",
     "infer/test_elastic.py::test_four_read_two_answer_then_three",
     "infer/test_elastic.py::test_sampling_with_a_penalty_goes_on_in_another_group",
-    "infer/test_integer_model.py::test_a_token_is_read_alone",
     "infer/test_integer_model.py::test_heads_and_widths_may_be_sharded",
     "infer/test_kvr.py::test_one_rank_reads_alone",
     "infer/test_kvr_threads.py::test_other_kinds_of_caches",
@@ -337,7 +336,6 @@ _WHOLE = frozenset(
     "kv/test_allocation.py::test_calibrated_candidates_and_their_file",
     "kv/test_allocation.py::test_the_budget_holds_and_losses_are_measured",
     "kv/test_cache_report.py::test_states_of_recurrent_layers",
-    "kv/test_channel_groups.py::test_a_group_is_encoded_once",
     "kv/test_channel_groups.py::test_generate_encodes_by_itself",
     "kv/test_codec_wire.py::test_gradients_pass_the_codes",
     "kv/test_codec_wire.py::test_what_travels_is_what_the_cache_stores",
@@ -353,10 +351,8 @@ _WHOLE = frozenset(
     "kv/test_evicting.py::test_rows_are_independent",
     "kv/test_evicting.py::test_scores_that_lose_a_head_are_refused",
     "kv/test_evicting.py::test_what_is_refused",
-    "kv/test_kept_tokens.py::test_kept_tokens_of_a_repetition_are_those_of_kvpress",
     "kv/test_kinds.py::test_unrotated_keys_move_to_other_positions",
     "kv/test_pairs.py::test_the_page_of_pairs_is_what_its_script_prints",
-    "kv/test_punctuation.py::test_marks_go_with_their_rows",
     "kv/test_tiered.py::test_blocks_go_to_caches_of_one_memory_and_back",
     "kv/test_tiered.py::test_generate_moves_blocks_by_itself",
     "kv/test_tiered.py::test_rows_go_back_into_their_blocks",
@@ -393,7 +389,6 @@ _WHOLE = frozenset(
     "models/test_checkpoint.py::test_parameters_are_named_by_their_axes",
     "models/test_coded_weights.py::test_bytes_and_errors_of_a_trained_model",
     "models/test_coded_weights.py::test_codes_are_the_nearest",
-    "models/test_coded_weights.py::test_every_way_gives_the_same",
     "models/test_coded_weights.py::test_experts_have_codes_of_their_own",
     "models/test_coded_weights.py::test_few_tokens_and_many_have_one_result",
     "models/test_coded_weights.py::test_what_is_refused",
@@ -500,6 +495,38 @@ _WHOLE = frozenset(
     "train/test_step_program.py::test_no_array_is_as_long_as_the_sequence",
   )
 )
+# Of those that take longest, tests whose parts the long run tries one by one:
+# they are of the slow sweeps.
+_SWEPT = frozenset(
+  (
+    "bench/test_bench.py::test_picture_of_other_sizes",
+    "bench/test_row_memory.py::test_layouts_have_the_same_answers",
+    "bench/test_serving_bench.py::test_live_and_compared",
+    "bench/test_speculation_bench.py::test_all_drafters",
+    "bench/test_speculation_bench.py::test_behind_a_document",
+    "eval/test_context_costs.py::test_parts_cost_more_or_less_by_the_way",
+    "eval/test_entropy.py::test_chunks_make_attention_flat",
+    "infer/test_integer_model.py::test_a_token_is_read_alone",
+    "infer/test_verifiers.py::test_a_million_draws",
+    "kv/test_channel_groups.py::test_a_group_is_encoded_once",
+    "kv/test_evicting.py::test_a_mesh_of_three_axes_and_one_device_of_it",
+    "kv/test_kept_tokens.py::test_kept_tokens_of_a_repetition_are_those_of_kvpress",
+    "kv/test_punctuation.py::test_a_mesh_of_three_axes_marks_the_same_tokens",
+    "kv/test_punctuation.py::test_marks_go_with_their_rows",
+    "kv/test_tiered.py::test_a_mesh_of_three_axes",
+    "kv/test_window.py::test_any_split_of_a_text",
+    "kv/test_window.py::test_families_answer_as_with_all_tokens",
+    "launch/test_calibrate.py::test_integers_multiply_by_ranges_that_were_measured",
+    "launch/test_generate.py::test_the_command_without_a_model",
+    "launch/test_train.py::test_link_tokens_are_new_ids_of_the_model",
+    "launch/test_train_faults.py::test_a_signal_to_one_process_stops_all",
+    "models/test_coded_weights.py::test_every_way_gives_the_same",
+    "ops/attention/test_exact.py::test_other_strategies_of_separate_documents",
+    "serve/test_engine.py::test_any_filters_of_a_request",
+    "serve/test_engine_drafts.py::test_drafts_of_a_block_are_those_of_generate",
+    "train/test_step.py::test_heads_of_all_kinds",
+  )
+)
 # Of a test's long cases the long run has so many, of equal distance; the others
 # are marked `slow`.
 _LONG_CASES = 1
@@ -517,7 +544,6 @@ _MORE_CASES = {
   "infer/test_kvr_processes.py::test_logits_and_cache_are_right": 7,
   "infer/test_kvr_processes.py::test_wrong_partitions": 4,
   "infer/test_sampling.py::test_filters_are_the_references": 100,
-  "infer/test_verifiers.py::test_a_million_draws": 1,
   "kv/test_codecs.py::test_decoded_numbers_are_near": 40,
   "kv/test_kinds.py::test_law": 5,
   "launch/test_generate.py::test_a_wrong_flag_is_one_line": 30,
@@ -544,6 +570,8 @@ def pytest_collection_modifyitems(items) -> None:
   for item in items:
     path = item.path.relative_to(_ROOT / "tests").as_posix()
     name = f"{path}::{item.originalname}"
+    if name in _SWEPT:
+      item.add_marker("slow")
     if item.get_closest_marker("slow"):
       continue
     cases[name] += 1
