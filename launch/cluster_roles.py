@@ -6,23 +6,18 @@ import json
 import pathlib
 import signal
 import threading
-from collections.abc import Callable
 from typing import TextIO
 
 from absl import flags
 
 import ringjax as rj
-from launch import console
+from launch import console, offload
 from launch.flag_helpers import FlagHelper
 from ringjax.errors import OptionError
 from ringjax.models.hf.safe_files import read_config
+from ringjax.parallel.chips import Link, number_bytes
 from ringjax.serve import cluster
 from ringjax.serve.cluster.routing import ROLES
-
-# Policies by the names of --policy.
-POLICIES: dict[str, Callable[[], cluster.RoutingPolicy]] = {
-  "shortest_queue": cluster.ShortestQueue,
-}
 
 
 def define(values: flags.FlagValues) -> None:
@@ -45,12 +40,32 @@ def define(values: flags.FlagValues) -> None:
   new.whole(
     "cluster_port", 8001, "Of a router: port for its instances.", 0, 65535
   )
-  flags.DEFINE_enum(
+  new.text(
     "policy",
-    "shortest_queue",
-    sorted(POLICIES),
-    "Of a router: where requests go.",
-    flag_values=values,
+    "shortest",
+    "Of a router: where requests go: shortest (queue), random, load, local or "
+    "conductor:threshold=2, with rejections in front of it as in "
+    "predictive:tpot_s=0.1,decode_s=20/conductor. All but shortest need "
+    "--times.",
+  )
+  new.text(
+    "times",
+    None,
+    "Of a router: csv of measured calls (phase,devices,tokens,cached,seconds), "
+    "of which a policy predicts.",
+  )
+  new.whole(
+    "instance_devices",
+    1,
+    "Of a router: devices of an instance, for --times.",
+    1,
+  )
+  new.number(
+    "bandwidth",
+    None,
+    "Of a router: bytes a second between instances; default: moving takes no "
+    "time in what a policy predicts.",
+    1.0,
   )
   new.whole(
     "stream",
@@ -159,6 +174,25 @@ def check(values: flags.FlagValues) -> None:
       "nothing, unless --role=router",
       "pass it to the router, which tells its instances",
     )
+  for name in ("policy", "times", "bandwidth", "instance_devices"):
+    if values[name].present and values.role != "router":
+      raise OptionError(
+        f"--{name}",
+        f"{values[name].value} for --role={values.role}",
+        "nothing, unless --role=router",
+        "pass it to the router",
+      )
+  if values.role == "router":
+    # Its names and options; what it predicts with comes with the model.
+    any_times = cluster.RoutingCosts(times=cluster.QuadraticTimes())
+    cluster.routing_policy(values.policy, any_times)
+    if values.policy != "shortest" and values.times is None:
+      raise OptionError(
+        "--times",
+        f"nothing, with --policy={values.policy}",
+        "a csv of measured calls, of which the policy predicts",
+        "pass it, or --policy=shortest",
+      )
   if joins:
     join_address(values)
   if joins or values.role == "router":
@@ -184,13 +218,39 @@ def router(
     vocab=config.vocab,
     longest=longest,
     tokenizer=tokenizer,
-    policy=POLICIES[values.policy](),
+    policy=_policy(values, folder),
     stream_tokens=values.stream,
     host=values.host,
     port=values.cluster_port,
     patience_s=values.patience,
     silence_s=values.silence,
   )
+
+
+def _policy(
+  values: flags.FlagValues, folder: pathlib.Path
+) -> cluster.RoutingPolicy:
+  """The policy of the flags.
+
+  Raises:
+    OptionError: no such policy, or no times that it can predict with.
+  """
+  costs = None
+  if values.times is not None:
+    shape = offload.shape_of(str(folder))
+    config = read_config(folder)
+    dtype = values.dtype or config.get("dtype") or config.get("torch_dtype")
+    link = None
+    if values.bandwidth is not None:
+      link = Link(bandwidth=values.bandwidth)
+    times = cluster.TensorTimes.fit(cluster.read_calls(values.times))
+    # A cache has the dtype of the model.
+    costs = cluster.RoutingCosts(
+      times=times.at(values.instance_devices),
+      kv_token_bytes=shape.layers * shape.kv * number_bytes(dtype or "float32"),
+      link=link,
+    )
+  return cluster.routing_policy(values.policy, costs)
 
 
 def work(

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from launch import cluster_roles, serve
+from launch import serve
 from ringjax.serve.cluster import ask_router
 from tests.launch.conftest import PATIENCE_S, command
 from tests.launch.test_serve import (
@@ -134,6 +134,12 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--role=router", f"--cluster_key={tmp_path / 'no'}"], "--cluster_key"),
     (["--role=router", "--join=a:1", f"--cluster_key={key}"], "--join"),
     (["--stream=4096"], "--stream"),
+    (["--policy=conductor"], "--role=router"),
+    (["--role=router", f"--cluster_key={key}", "--policy=best"], "conductor"),
+    (
+      ["--role=router", f"--cluster_key={key}", "--policy=conductor"],
+      "--times",
+    ),
     (["--role=prefill", "--join=a:1", "--stream=4096"], "--role=router"),
     (["--join=a", f"--cluster_key={key}"], "HOST:PORT"),
     (["--join=a:70000", f"--cluster_key={key}"], "HOST:PORT"),
@@ -143,7 +149,6 @@ def test_flags_of_a_cluster(tmp_path, capsys):
   ):
     assert serve.run(parsed("--port=0", *argv)) == 2
     assert word in capsys.readouterr().err
-  assert "shortest_queue" in cluster_roles.POLICIES
 
 
 def serves(router):
