@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ringjax.nn.linear import Linear, linear_product
+from ringjax.nn.linear import ExpertLinear, Linear, linear_product
 from ringjax.parallel import collectives
 
 # Tokens of a call whose products are made group by group.
@@ -103,6 +103,9 @@ class Coded4Linear(nnx.Module):
     step: float32 [G, *out].
     least: float32 [G, *out].
     inputs: the sizes of the axes that are contracted.
+
+  On a mesh those of experts are cut by expert alone, whatever axis their widths
+  have: `Rules(experts="model", ffn=None)` deals them.
   """
 
   def __init__(
@@ -119,6 +122,10 @@ class Coded4Linear(nnx.Module):
     # Groups are dealt like the first input axis.
     lead, first = axes[: base.lead], axes[base.lead]
     out = axes[base.lead + self.contracted :]
+    if isinstance(base, ExpertLinear):
+      # Which expert runs is up to a shard's tokens: shards that have others
+      # must not wait for them within, as groups that are cut would.
+      first, out = None, (None,) * len(out)
     self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), wide=True)
     self.step = nnx.Param(step, axes=(*lead, first, *out), wide=True)
     self.least = nnx.Param(least, axes=(*lead, first, *out), wide=True)
