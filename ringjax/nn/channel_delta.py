@@ -22,9 +22,8 @@ from ringjax.nn.delta import (
   Recurrent,
   RecurrentInputs,
   Taps,
+  carried,
   mix_delta,
-  over_tokens,
-  refuse_skipping,
 )
 from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
@@ -98,7 +97,6 @@ class ChannelDeltaLayer(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
-    refuse_skipping(tokens, attend)
     spec, wide = self.spec, wide_dtype(x.dtype)
     offset = self.offset[...].astype(wide).reshape(1, 1, spec.heads, spec.dim)
     step = self.step(self.step_down(x)).astype(wide) + offset
@@ -110,10 +108,10 @@ class ChannelDeltaLayer(nnx.Module):
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
     taps = tuple(t.weight[...] for t in (self.q_taps, self.k_taps, self.v_taps))
-    state = spec.cache_shape(1).empty(x.shape[0], x.dtype)
-    if attend.resident:
-      state = cache.recall(state)
-    mixed, state = over_tokens(mix_delta, taps, inputs, state, attend)
+    shape = spec.cache_shape(1)
+    mixed, cache = carried(
+      mix_delta, taps, inputs, shape, tokens, cache, attend
+    )
     gate = jax.nn.sigmoid(self.z(self.z_down(x)).astype(wide))
     mixed = self.norm(mixed.astype(wide)) * gate
-    return self.out(mixed.astype(x.dtype)), cache.keep(state)
+    return self.out(mixed.astype(x.dtype)), cache

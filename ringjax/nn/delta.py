@@ -160,7 +160,6 @@ class DeltaLayer(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
-    refuse_skipping(tokens, attend)
     wide = wide_dtype(x.dtype)
     rate = jnp.exp(self.log_rate[...].astype(wide))
     step = self.step(x).astype(wide) + self.offset[...].astype(wide)[None, None]
@@ -171,13 +170,13 @@ class DeltaLayer(nnx.Module):
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
     taps = tuple(t.weight[...] for t in (self.q_taps, self.k_taps, self.v_taps))
-    state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
-    if attend.resident:
-      state = cache.recall(state)
-    mixed, state = over_tokens(mix_delta, taps, inputs, state, attend)
+    shape = self.spec.cache_shape(1)
+    mixed, cache = carried(
+      mix_delta, taps, inputs, shape, tokens, cache, attend
+    )
     mixed = self.norm(mixed.astype(wide))
     mixed = mixed * jax.nn.silu(self.z(x).astype(wide))
-    return self.out(mixed.astype(x.dtype)), cache.keep(state)
+    return self.out(mixed.astype(x.dtype)), cache
 
 
 def convolved(
@@ -199,8 +198,29 @@ def convolved(
   return found
 
 
-def refuse_skipping(tokens: Tokens, attend: Attend) -> None:
-  """Refuses documents of which one may not see the one before it."""
+def carried(
+  mix: Callable[..., Any],
+  weights: PyTree,
+  x: RecurrentInputs,
+  shape: StateShape,
+  tokens: Tokens,
+  cache: StateCache,
+  attend: Attend,
+) -> tuple[Float[Array, "B T N J"], StateCache]:
+  """`over_tokens` from the state that a layer's cache has, and the cache then.
+
+  Args:
+    mix: see `over_tokens`, as `weights`, `x` and `attend`.
+    weights: arrays that all shards have.
+    x: of the tokens.
+    shape: of the layer's state, without a cache one of zeros.
+    tokens: the call's.
+    cache: of the layer.
+    attend: how tokens are sharded.
+
+  Raises:
+    OptionError: documents of which one may not see the one before it.
+  """
   if tokens.segmented and attend.segments != SameSegment():
     raise OptionError(
       "segments",
@@ -209,6 +229,11 @@ def refuse_skipping(tokens: Tokens, attend: Attend) -> None:
       "no document",
       "leave segments out, or take a model of attention alone",
     )
+  state = shape.empty(x.seg.shape[0], x.qkv[0].dtype)
+  if attend.resident:
+    state = cache.recall(state)
+  mixed, state = over_tokens(mix, weights, x, state, attend)
+  return mixed, cache.keep(state)
 
 
 def over_tokens(

@@ -23,9 +23,8 @@ from ringjax.nn.delta import (
   Recurrent,
   RecurrentInputs,
   Taps,
+  carried,
   convolved,
-  over_tokens,
-  refuse_skipping,
 )
 from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
@@ -139,7 +138,6 @@ class Mamba2Layer(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
-    refuse_skipping(tokens, attend)
     spec, wide = self.spec, wide_dtype(x.dtype)
     head = lambda p: p[...].astype(wide)[None, None]
     z, v, k, q, step = (
@@ -157,16 +155,14 @@ class Mamba2Layer(nnx.Module):
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
     taps = tuple(t.arrays for t in (self.q_taps, self.k_taps, self.v_taps))
-    state = spec.cache_shape(1).empty(x.shape[0], x.dtype)
-    if attend.resident:
-      state = cache.recall(state)
+    shape = spec.cache_shape(1)
     weights = (taps, self.skip[...])
-    mixed, state = over_tokens(_mix, weights, inputs, state, attend)
+    mixed, cache = carried(_mix, weights, inputs, shape, tokens, cache, attend)
     mixed, gate = mixed.astype(wide), jax.nn.silu(z.astype(wide))
     mixed = mixed if spec.gate_last else mixed * gate
     mixed = mixed if self.norm is None else self.norm(mixed)
     mixed = mixed * gate if spec.gate_last else mixed
-    return self.out(mixed.astype(x.dtype)), cache.keep(state)
+    return self.out(mixed.astype(x.dtype)), cache
 
 
 def _mix(

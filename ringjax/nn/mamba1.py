@@ -23,9 +23,8 @@ from ringjax.nn.delta import (
   Recurrent,
   RecurrentInputs,
   Taps,
+  carried,
   convolved,
-  over_tokens,
-  refuse_skipping,
 )
 from ringjax.nn.linear import Linear, RMSNorm, linear_product
 from ringjax.nn.param import param
@@ -109,13 +108,10 @@ class Mamba1Layer(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
-    refuse_skipping(tokens, attend)
     wide = wide_dtype(x.dtype)
     seg = jnp.broadcast_to(tokens.seg, x.shape[:2])
     inputs = RecurrentInputs((self.x(x)[:, :, None],), None, None, seg)
-    state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
-    if attend.resident:
-      state = cache.recall(state)
+    shape = self.spec.cache_shape(1)
     maps = (self.low, self.into, self.out_of)
     norms = (self.low_norm, self.into_norm, self.out_of_norm)
     assert self.step.bias is not None
@@ -128,9 +124,11 @@ class Mamba1Layer(nnx.Module):
       self.log_rate[...],
       self.skip[...],
     )
-    mixed, state = over_tokens(self._mix, weights, inputs, state, attend)
+    mixed, cache = carried(
+      self._mix, weights, inputs, shape, tokens, cache, attend
+    )
     mixed = mixed[:, :, 0].astype(wide) * jax.nn.silu(self.z(x).astype(wide))
-    return self.out(mixed.astype(x.dtype)), cache.keep(state)
+    return self.out(mixed.astype(x.dtype)), cache
 
   def _mix(
     self, weights: tuple, x: RecurrentInputs, state: State, axis: str | None

@@ -22,9 +22,8 @@ from ringjax.nn.delta import (
   Recurrent,
   RecurrentInputs,
   Taps,
+  carried,
   convolved,
-  over_tokens,
-  refuse_skipping,
 )
 from ringjax.nn.linear import Linear
 from ringjax.nn.sharding_context import Attend
@@ -82,16 +81,13 @@ class ShortConvLayer(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the last of these tokens."""
-    refuse_skipping(tokens, attend)
     gated = self.before(x) * self.x(x)
     seg = jnp.broadcast_to(tokens.seg, x.shape[:2])
     inputs = RecurrentInputs((gated[:, :, None],), None, None, seg)
-    state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
-    if attend.resident:
-      state = cache.recall(state)
+    shape = self.spec.cache_shape(1)
     weights = (self.taps.arrays,)
-    mixed, state = over_tokens(_mix, weights, inputs, state, attend)
-    return self.out(self.behind(x) * mixed[:, :, 0]), cache.keep(state)
+    mixed, cache = carried(_mix, weights, inputs, shape, tokens, cache, attend)
+    return self.out(self.behind(x) * mixed[:, :, 0]), cache
 
 
 def _mix(
