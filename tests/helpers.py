@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -48,6 +50,14 @@ def swept(every, often):
   marks = dict.fromkeys(every, pytest.mark.slow)
   marks |= dict.fromkeys(often, pytest.mark.long)
   return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
+
+
+def until(check: Callable[[], object], patience_s: float = 60) -> None:
+  """Waits for what another thread or process does, and fails if it does not."""
+  end = time.monotonic() + patience_s
+  while not check():
+    assert time.monotonic() < end, f"not within {patience_s} s"
+    time.sleep(0.005)
 
 
 def refused(kind, call, *words):

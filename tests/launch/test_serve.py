@@ -8,13 +8,12 @@ import json
 import signal
 import socket
 import sys
-import time
 
 import pytest
 
 from launch import common, serve
 from ringjax.errors import OptionError
-from tests.helpers import refused
+from tests.helpers import refused, until
 from tests.launch.conftest import PATIENCE_S, command
 
 BODY = {"prompt": "def main(", "temperature": 0, "ignore_eos": True}
@@ -53,14 +52,6 @@ def metric(port, name, key=None):
     link.request("GET", "/metrics", headers=headers)
     text = link.getresponse().read().decode()
   return int(dict(x.rsplit(" ", 1) for x in text.splitlines())[name])
-
-
-def until(check):
-  """Waits until something is so."""
-  end = time.monotonic() + PATIENCE_S
-  while not check():
-    assert time.monotonic() < end
-    time.sleep(0.05)
 
 
 def parsed(*argv):

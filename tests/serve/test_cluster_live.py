@@ -16,7 +16,7 @@ import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.transfer.wire import PullConnection
-from tests.helpers import SMALL, refused, swept
+from tests.helpers import SMALL, refused, swept, until
 from tests.serve.test_http import Wire, choices, complete, joined
 from tests.serve.test_http import ask as get
 
@@ -172,13 +172,6 @@ class Live:
       worker.close()
     for made in self.engines:
       made.close()
-
-
-def until(check):
-  end = time.monotonic() + WAIT_S
-  while not check():
-    assert time.monotonic() < end
-    time.sleep(0.005)
 
 
 @pytest.mark.long
