@@ -186,8 +186,8 @@ _OPTIONS = {
   "share": "What later prompts may find.",
   "speculate": "What drafts for the engine, as of launch.serve: NAME or "
   "NAME:key=value,key=value.",
-  "cost": "Seconds of a simulated step: answers=,prompts=,token=,pair=; "
-  "default: measured.",
+  "cost": "Seconds of a simulated step: answers=,prompts=,row=,token=,key=,"
+  "pair=,step=; default: measured.",
   "compare": "What with.",
   "clock": "--compare=simulated: cpu counts the time in which the process has "
   "a core.",

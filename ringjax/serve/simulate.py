@@ -41,35 +41,53 @@ from ringjax.serve.traces import TraceRequest
 # Steps that a trace may take without a token, before it is taken for stuck.
 _IDLE = 1000
 
+# What a step's time is made of, by the attributes of `StepCost`.
+StepFeatures = tuple[float, float, float, float, float, float, float]
+_NOTHING: StepFeatures = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
-def features(plan: StepPlan) -> tuple[float, float, float, float]:
+
+def features(plan: StepPlan) -> StepFeatures:
   """What a step's time is made of, see `StepCost`."""
-  pairs = sum(turn.at + 1 for turn in plan.turns)
-  for piece in plan.pieces:
-    pairs += piece.count * piece.start + piece.count * (piece.count + 1) // 2
+  rows = sum(turn.end - turn.at for turn in plan.turns)
+  pairs = sum(
+    piece.count * piece.start + piece.count * (piece.count + 1) // 2
+    for piece in plan.pieces
+  )
   return (
     float(bool(plan.turns)),
     float(bool(plan.pieces)),
-    float(plan.tokens),
+    float(rows),
+    float(plan.tokens - rows),
+    float(sum(turn.at + 1 for turn in plan.turns)),
     float(pairs),
+    float(bool(plan.turns or plan.pieces)),
   )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCost:
-  """Seconds of a step: fixed ones, for each token, for each key it looks at.
+  """Seconds of a step: of its two calls, their tokens, the keys they look at.
+
+  Answers and prompts have constants of their own: reading keys and weights
+  bounds the one, products the other.
 
   Attributes:
     answers: of a step with a call for answers.
     prompts: of a step with a call for prompts.
-    token: for each token.
-    pair: for each token and key that it looks at.
+    row: for each token of answers, one each but for drafts.
+    token: for each token of prompts.
+    key: for each key that an answer looks at.
+    pair: for each token of prompts and key that it looks at.
+    step: of any step: what both calls share, the host's work for example.
   """
 
   answers: int | float = 0.0
   prompts: int | float = 0.0
+  row: int | float = 0.0
   token: int | float = 0.0
+  key: int | float = 0.0
   pair: int | float = 0.0
+  step: int | float = 0.0
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
@@ -83,7 +101,7 @@ class StepCost:
     """Of a step."""
     return self.of(features(plan))
 
-  def of(self, step: tuple[float, float, float, float]) -> float:
+  def of(self, step: StepFeatures) -> float:
     """Of a step, by its `features`."""
     return sum(
       x * y for x, y in zip(dataclasses.astuple(self), step, strict=True)
@@ -92,7 +110,7 @@ class StepCost:
   @classmethod
   def fit(
     cls,
-    steps: Float[np.ndarray, "n 4"] | Sequence[Any],
+    steps: Float[np.ndarray, "n 7"] | Sequence[Any],
     seconds: Float[np.ndarray, " n"] | Sequence[float],
   ) -> StepCost:
     """The cost that explains measured steps best, relative to their times.
@@ -102,7 +120,7 @@ class StepCost:
     The sum of all times is explained exactly.
 
     Args:
-      steps: the `features` of n steps, [n, 4].
+      steps: the `features` of n steps, [n, 7].
       seconds: of each, [n].
 
     Raises:
@@ -118,14 +136,14 @@ class StepCost:
     kinds = rows[:, 0] + 2 * rows[:, 1]
     for kind in np.unique(kinds):
       weights[kinds == kind] = 1 / times[kinds == kind].mean()
-    scaled, use = rows * weights[:, None], [0, 1, 2, 3]
+    scaled, use = rows * weights[:, None], [*range(rows.shape[1])]
     # None may be negative: the most negative one is left out.
     while use:
       found = np.linalg.lstsq(scaled[:, use], times * weights, rcond=None)[0]
       if found.min() >= 0:
         break
       use.pop(int(found.argmin()))
-    best = np.zeros(4)
+    best = np.zeros(rows.shape[1])
     best[use] = found
     best *= times.sum() / (rows @ best).sum()
     names = [field.name for field in dataclasses.fields(cls)]
@@ -206,9 +224,7 @@ class StepRecord:
       the step before.
   """
 
-  steps: list[tuple[float, float, float, float]] = dataclasses.field(
-    default_factory=list
-  )
+  steps: list[StepFeatures] = dataclasses.field(default_factory=list)
   seconds: list[float] = dataclasses.field(default_factory=list)
 
   def fit(self) -> StepCost:
@@ -233,8 +249,8 @@ def record_steps(
   scheduler = engine.scheduler
   plan_of, step_of = scheduler.plan, engine.step
   # The step on its way and since when: it ends when the next call has read it.
-  flying: tuple[tuple[float, float, float, float], float] | None = None
-  planned = (0.0,) * 4
+  flying: tuple[StepFeatures, float] | None = None
+  planned: StepFeatures = _NOTHING
 
   def plan() -> StepPlan:
     nonlocal planned
@@ -245,7 +261,7 @@ def record_steps(
 
   def step() -> bool:
     nonlocal flying, planned
-    planned, start = (0.0,) * 4, clock()
+    planned, start = _NOTHING, clock()
     more = step_of()
     end, before = clock(), flying
     if before is not None:

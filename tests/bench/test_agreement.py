@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import ringjax as rj
@@ -16,7 +18,9 @@ from ringjax.serve import (
 from ringjax.serve.simulate import features
 from tests.helpers import SMALL, refused
 
-COST = StepCost(answers=0.01, prompts=0.02, token=1e-4, pair=1e-6)
+COST = StepCost(
+  answers=0.01, prompts=0.02, row=2e-4, token=1e-4, key=1e-5, pair=1e-6
+)
 
 
 class Virtual:
@@ -53,8 +57,8 @@ def test_simulators_agree_with_an_engine_of_their_cost():
   clock = Virtual(engine)
   found = compare_simulators(engine, ask(0), ask(1), rounds=2, clock=clock)
   for one in found.rounds:
-    assert one.cost.answers == pytest.approx(COST.answers, rel=1e-6)
-    assert one.cost.pair == pytest.approx(COST.pair, rel=1e-6)
+    for name, seconds in dataclasses.asdict(COST).items():
+      assert getattr(one.cost, name) == pytest.approx(seconds, rel=1e-6)
     assert one.unrest == pytest.approx(0, abs=1e-9)
   assert found.worst("engine") < 1e-9
   # It knows no pages, and not that a row's place is free a step later: of so

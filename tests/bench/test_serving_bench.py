@@ -11,7 +11,7 @@ from ringjax.bench.serving import ServeBenchmark, ServeSettings, requests_of
 from ringjax.errors import OptionError
 from tests.helpers import refused
 
-COST = "answers=0.01,prompts=0.02,token=1e-4,pair=1e-7"
+COST = "answers=0.01,prompts=0.02,row=1e-4,token=1e-4,key=1e-7,pair=1e-7"
 
 
 def run(settings, **files):

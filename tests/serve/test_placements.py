@@ -138,13 +138,21 @@ def test_predicted_times_follow_the_machine():
 
 
 def test_times_of_a_measured_engine():
-  cost = StepCost(answers=0.01, prompts=0.02, token=1e-4, pair=1e-7)
+  cost = StepCost(
+    answers=0.01,
+    prompts=0.02,
+    row=2e-4,
+    token=1e-4,
+    key=3e-7,
+    pair=1e-7,
+    step=5e-3,
+  )
   made = engine_times(cost)
   # A piece of 50 tokens behind 20: each sees itself and all before it.
   pairs = sum(20 + i + 1 for i in range(50))
-  want = 0.02 + 50e-4 + pairs * 1e-7
+  want = 0.025 + 50e-4 + pairs * 1e-7
   assert made.prefill_s([(50, 20)]) == pytest.approx(want)
-  assert made.decode_s(3, 333) == pytest.approx(0.01 + 3e-4 + 333e-7)
+  assert made.decode_s(3, 333) == pytest.approx(0.015 + 6e-4 + 999e-7)
 
 
 ENTRY = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -24,7 +25,9 @@ from ringjax.serve import (
 from ringjax.serve.simulate import features
 from tests.helpers import refused
 
-COST = StepCost(answers=0.01, prompts=0.02, token=1e-4, pair=1e-7)
+COST = StepCost(
+  answers=0.01, prompts=0.02, row=1e-4, token=1e-4, key=1e-7, pair=1e-7
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +131,15 @@ def test_costs():
   for text in ("", "answers", "answers=x", "other=1", "answers=-1", "token=0"):
     refused(OptionError, lambda text=text: StepCost.parse(text))
   rng = np.random.default_rng(1)
-  rows = rng.uniform(1, 100, (50, 4)) * [1, 1, 10, 1000]
+  rows = rng.uniform(1, 100, (50, 7)) * [1, 1, 1, 10, 100, 1000, 1]
   rows[:, :2] = rng.integers(0, 2, (50, 2))
   rows[:, 0] = np.maximum(rows[:, 0], 1 - rows[:, 1])
-  want = np.array([0.01, 0.02, 0.0, 1e-7])
+  rows[:, 6] = 1
+  rows[:, [2, 4]] *= rows[:, :1]
+  rows[:, [3, 5]] *= rows[:, 1:2]
+  want = np.array([0.01, 0.02, 2e-5, 0.0, 3e-6, 1e-7, 5e-3])
   found = StepCost.fit(rows, rows @ want)
-  np.testing.assert_allclose(
-    [found.answers, found.prompts, found.token, found.pair], want, atol=1e-12
-  )
+  np.testing.assert_allclose(dataclasses.astuple(found), want, atol=1e-12)
   refused(OptionError, lambda: StepCost.fit(rows[:7], np.ones(7)), "8")
 
 
@@ -247,5 +251,5 @@ def test_features():
   at = SimulatedEngine(COST, rows=2, capacity=64, longest=64, page=16, piece=8)
   at.submit(np.zeros(10, np.int32), 3)
   plan = at.scheduler.plan()
-  assert features(plan) == (0, 1, 10, 55)
+  assert features(plan) == (0, 1, 0, 10, 0, 55, 1)
   assert COST.seconds(plan) == pytest.approx(0.02 + 10e-4 + 55e-7)

@@ -190,15 +190,18 @@ class TensorTimes:
 
 
 def engine_times(cost: StepCost) -> QuadraticTimes:
-  """The times of an engine whose steps were measured (`measure_cost`)."""
+  """The times of an engine whose steps were measured (`measure_cost`).
+
+  What its two calls share counts for each, as if they came in steps apart.
+  """
   return QuadraticTimes(
-    prefill_fixed_s=cost.prompts,
+    prefill_fixed_s=cost.step + cost.prompts,
     # A query sees itself too: n (n + 1) / 2 + n c keys.
     prefill_token_s=cost.token + cost.pair / 2,
     prefill_pair_s=cost.pair / 2,
-    decode_fixed_s=cost.answers,
-    decode_row_s=cost.token,
-    decode_token_s=cost.pair,
+    decode_fixed_s=cost.step + cost.answers,
+    decode_row_s=cost.row,
+    decode_token_s=cost.key,
   )
 
 
