@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ringjax.kv.base import CallCache, FetchedCache
+from ringjax.kv.base import CallCache, FetchedCache, NoCache
 from ringjax.nn.block import Block, Layer
 from ringjax.nn.placed import PlacedLayers, ReadFault
 from ringjax.nn.sharding_context import Attend
@@ -63,13 +63,19 @@ def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
 class _Resident:
   """Layers whose weights are on the devices: a loop cuts `stacked`."""
 
+  waits = False
+
   def __init__(self, stacked: Block):
     self.stacked = stacked
 
-  def block(
-    self, cut: Any, index: Index, x: jax.Array, attend: Attend | None
-  ) -> Block:
+  def fetch(
+    self, index: Index, x: jax.Array, attend: Attend | None
+  ) -> list[jax.Array] | None:
     del index, x, attend
+    return None
+
+  def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
+    del found
     return cut
 
 
@@ -99,21 +105,27 @@ class _Placed:
     }
     self._resident = [fetched[n] for n in range(len(placed.paths))]
     self._placed, self._hosted = placed, hosted
+    # Whether it can be fetched while the layer before it runs.
+    self.waits = set(placed.tiers) == {"host"}
     self.stacked = tuple(
       p.get_value()
       for n, p in zip(self._which, self._params, strict=True)
       if n is None
     )
 
-  def block(
-    self, cut: Any, index: Index, x: jax.Array, attend: Attend | None
-  ) -> Block:
+  def fetch(
+    self, index: Index, x: jax.Array, attend: Attend | None
+  ) -> list[jax.Array] | None:
+    """A layer's weights; of one on disk when `x` is computed."""
     mesh = self._placed.mesh
     near = None if attend is None else attend.mesh
     same = near is not None and mesh is not None
     same = same and near.axis_names == mesh.axis_names
     spec = attend.spec(x) if same and attend is not None else P()
-    found = self._placed.fetch(index, self._resident, self._hosted, x, spec)
+    return self._placed.fetch(index, self._resident, self._hosted, x, spec)
+
+  def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
+    assert found is not None
     own = iter(cut)
     return jax.tree.unflatten(
       self._tree,
@@ -191,7 +203,8 @@ class Stack(nnx.Module):
       x, jnp.asarray(index, jnp.int32), 0, keepdims=False
     )
     cut = jax.tree.map(pick, kind.stacked)
-    return kind.block(cut, index, jnp.zeros((1,), jnp.float32), None)
+    found = kind.fetch(index, jnp.zeros((1,), jnp.float32), None)
+    return kind.block(cut, found)
 
   def __call__(
     self,
@@ -216,7 +229,8 @@ class Stack(nnx.Module):
     """What the stack returns of each call; a layer's weights are there once.
 
     What runs next, another group or layer, has its keys fetched while one runs,
-    where they are not on the devices.
+    where they are not on the devices; and so a layer its weights, if all of its
+    kind are in the host's memory and the calls have caches.
 
     Args:
       calls: (x, tokens, cache) of groups of rows.
@@ -229,6 +243,7 @@ class Stack(nnx.Module):
     away = lambda m, x: _moved(x, jax.memory.Space.Host) if hosted[m] else x
     back = lambda m, x: _moved(x, jax.memory.Space.Device) if hosted[m] else x
     xs = tuple(away(m, x) for m, (x, _, _) in enumerate(calls))
+    keeping = not any(isinstance(cache, NoCache) for _, _, cache in calls)
     number = itertools.count()
     # By their groups, the caches of layers whose keys later ones read.
     shared: list[dict[str, Any]] = [{} for _ in calls]
@@ -237,6 +252,8 @@ class Stack(nnx.Module):
       layers = [self._kind(g, p) for p in range(len(run.layers))]
       kinds = _dealt(number, run.layers)
       looped = run.repeats > 1
+      # A backward pass would keep what is handed on: it fetches layers again.
+      early = [one.waits and keeping for one in layers]
       turns = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
       owner = any(_owns(layer) for layer in run.layers)
       assert not (owner and looped)
@@ -263,15 +280,22 @@ class Stack(nnx.Module):
         looped: bool = looped,
         turns: list[tuple[int, int]] = turns,
         fetched: Any = fetched,
+        early: list[bool] = early,
         run: Run = run,
       ) -> tuple[tuple, None]:
-        (xs, slots, ahead), (index, cuts) = carry, layer
+        (xs, slots, ahead, coming), (index, cuts) = carry, layer
         xs, slots = list(xs), [list(held) for held in slots]
         block: Any = None
         for t, (n, m) in enumerate(turns):
           x = back(m, xs[m])
           if m == 0:
-            block = layers[n].block(cuts[n], index, x, attend)
+            found = coming if early[n] else layers[n].fetch(index, x, attend)
+            block = layers[n].block(cuts[n], found)
+            last = n + 1 == len(layers)
+            then, later = (0, index + 1) if last else (n + 1, index)
+            if early[then] and (looped or not last):
+              # Behind what this layer needs, and not behind what it computes.
+              coming = layers[then].fetch(later, x, attend)
           _, tokens, cache = calls[m]
           mixer: Any = run.layers[n].attention
           held = zip(kinds[n], slots[m][n], strict=True)
@@ -307,10 +331,17 @@ class Stack(nnx.Module):
             slots[m][n] = tuple(part.slots for part in parts)
           if _owns(run.layers[n]):
             (shared[m][mixer.group],) = parts
-        return (tuple(xs), tuple(map(tuple, slots)), ahead), None
+        coming = coming if early[0] else None
+        return (tuple(xs), tuple(map(tuple, slots)), ahead, coming), None
 
       first = back(0, xs[0])
-      start = (xs, mine, fetched(turns[0], mine, jnp.int32(0), first))
+      zero = jnp.int32(0)
+      start = (
+        xs,
+        mine,
+        fetched(turns[0], mine, zero, first),
+        layers[0].fetch(zero, first, attend) if early[0] else None,
+      )
       if getattr(attend, "remat", None) is None and any(
         isinstance(one, _Placed) for one in layers
       ):
@@ -323,10 +354,10 @@ class Stack(nnx.Module):
       stacked = tuple(one.stacked for one in layers)
       if not looped:
         first = jax.tree.map(lambda a: a[0], stacked)
-        (xs, after, _), _ = body(start, (jnp.int32(0), first))
+        (xs, after, _, _), _ = body(start, (zero, first))
       else:
         numbers = jnp.arange(run.repeats, dtype=jnp.int32)
-        (xs, after, _), _ = lax.scan(body, start, (numbers, stacked))
+        (xs, after, _, _), _ = lax.scan(body, start, (numbers, stacked))
       for held, new in zip(done, after, strict=True):
         held.extend(itertools.chain.from_iterable(new))
     return [

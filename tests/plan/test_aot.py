@@ -293,6 +293,18 @@ class TestCompiled:
       beside = [any("ringjax_decode" in x for x in ops) for _, ops, _ in copies]
       assert sum(beside) == 2
 
+  def test_weights_come_from_the_host_beside_the_layer_before(self, tmp_path):
+    path, topology = tmp_path / "program.hlo", "v5e:1x1"
+    options = {"model": "llama-3.1-8b", "layers": 4, "tokens": 16384,
+               "chunk": 4096, "weights": "host", "mesh": [["seq", 1]]}  # fmt: skip
+    aot.compile(f"{STEPS}:prefill", topology, options, text_path=str(path))
+    program = hlo.HloProgram(path.read_text(), chips.core(topology))
+    loops = [x for x in host_copies(program) if program.times[x[0]] == 4]
+    assert len(loops) == 9  # The parameters of a layer.
+    name = loops[0][0]
+    layer = sum(program.price(name, x) for x in program.computations[name])
+    assert min(cycles for _, _, cycles in loops) > layer / 2
+
   @pytest.mark.parametrize("cache", ["dense", "hadamard2"])
   def test_one_chip_is_a_mesh(self, cache):
     options = {"model": MODEL, "tokens": 65536, "cache": cache}
