@@ -295,8 +295,10 @@ class TestCompiled:
 
   def test_weights_come_from_the_host_beside_the_layer_before(self, tmp_path):
     path, topology = tmp_path / "program.hlo", "v5e:1x1"
-    options = {"model": "llama-3.1-8b", "layers": 4, "tokens": 16384,
-               "chunk": 4096, "weights": "host", "mesh": [["seq", 1]]}  # fmt: skip
+    options = {
+      "model": "llama-3.1-8b", "layers": 4, "tokens": 16384, "chunk": 4096,
+      "weights": "host", "mesh": [["seq", 1]],
+    }  # fmt: skip
     aot.compile(f"{STEPS}:prefill", topology, options, text_path=str(path))
     program = hlo.HloProgram(path.read_text(), chips.core(topology))
     loops = [x for x in host_copies(program) if program.times[x[0]] == 4]
