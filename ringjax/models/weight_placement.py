@@ -124,11 +124,12 @@ def deal(
 ) -> tuple[str, ...]:
   """Which memory each layer is in.
 
-  Layer after layer goes to the memory that has fallen behind its share of all
-  layers so far the most, among those that have room for it; of equal ones to
-  the fastest. What fits nowhere goes to the slowest memory that is to have
-  any. So the layers of a slow memory stand apart, and what is on the devices
-  runs while the next one is on its way.
+  With room on disk, layer after layer goes to the memory that has fallen behind
+  its share of all layers so far the most, among those that have room for it; of
+  equal ones to the fastest. So the layers on disk stand apart, and others run
+  while the next one is read. Without, the first layers are on the devices: of
+  neighbours in the host's memory each comes while the one before it runs. What
+  fits nowhere goes to the slowest memory that is to have any.
 
   Args:
     nbytes: of each layer.
@@ -151,7 +152,8 @@ def deal(
       for tier in TIERS
       if given[tier] + n <= room.get(tier, 0) * (1 + _NEAR)
     }
-    tier = max(behind, key=lambda t: behind[t], default=last)
+    key = (lambda t: -TIERS.index(t)) if last != DISK else behind.__getitem__
+    tier = max(behind, key=key, default=last)
     given[tier] += n
     found.append(tier)
   return tuple(found)

@@ -229,6 +229,7 @@ class PlacedLayers:
     hosted: Sequence[Shaped[Array, " ..."]],
     after: Shaped[Array, " ..."],
     spec: P,
+    within: range | None = None,
   ) -> list[jax.Array]:
     """The parameters of one layer, in the order of `paths`.
 
@@ -239,6 +240,8 @@ class PlacedLayers:
         says; none without any.
       after: what must be computed before a layer on disk is read.
       spec: how `after` is sharded over the mesh.
+      within: what the index may be; others give a layer that is none of these.
+        None: any.
 
     Raises:
       MeshError: on a mesh, in a shard_map.
@@ -251,9 +254,12 @@ class PlacedLayers:
         "load the model without placement=, or call it outside",
       )
     branches = self._branches()
-    used = sorted({branch.tier for branch in branches})
+    some = branches if within is None else branches[within.start : within.stop]
+    used = sorted({branch.tier for branch in some})
     ranks = jnp.asarray([branch.rank for branch in branches], jnp.int32)
-    turns = jnp.asarray([used.index(b.tier) for b in branches], jnp.int32)
+    turns = jnp.asarray(
+      [used.index(b.tier) if b.tier in used else 0 for b in branches], jnp.int32
+    )
     index = jnp.asarray(index, jnp.int32)
     pick = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     rank = pick(ranks)

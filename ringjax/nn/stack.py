@@ -8,6 +8,7 @@ Cost: the program holds one body for each group, not for each layer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
@@ -28,6 +29,8 @@ from ringjax.typing import Index
 
 # Longer periods than any model's pattern of layers.
 _LONGEST = 12
+# Parts of a run, at most, for layers in several memories.
+_PARTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +66,20 @@ def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
 class _Resident:
   """Layers whose weights are on the devices: a loop cuts `stacked`."""
 
-  waits = False
+  # In which memory each layer is, where not all are on the devices.
+  tiers: tuple[str, ...] = ()
 
   def __init__(self, stacked: Block):
     self.stacked = stacked
 
   def fetch(
-    self, index: Index, x: jax.Array, attend: Attend | None
+    self,
+    index: Index,
+    x: jax.Array,
+    attend: Attend | None,
+    within: range | None = None,
   ) -> list[jax.Array] | None:
-    del index, x, attend
+    del index, x, attend, within
     return None
 
   def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
@@ -105,8 +113,7 @@ class _Placed:
     }
     self._resident = [fetched[n] for n in range(len(placed.paths))]
     self._placed, self._hosted = placed, hosted
-    # Whether it can be fetched while the layer before it runs.
-    self.waits = set(placed.tiers) == {"host"}
+    self.tiers = placed.tiers
     self.stacked = tuple(
       p.get_value()
       for n, p in zip(self._which, self._params, strict=True)
@@ -114,15 +121,21 @@ class _Placed:
     )
 
   def fetch(
-    self, index: Index, x: jax.Array, attend: Attend | None
+    self,
+    index: Index,
+    x: jax.Array,
+    attend: Attend | None,
+    within: range | None = None,
   ) -> list[jax.Array] | None:
-    """A layer's weights; of one on disk when `x` is computed."""
+    """A layer's weights, see `PlacedLayers.fetch`; from disk behind `x`."""
     mesh = self._placed.mesh
     near = None if attend is None else attend.mesh
     same = near is not None and mesh is not None
     same = same and near.axis_names == mesh.axis_names
     spec = attend.spec(x) if same and attend is not None else P()
-    return self._placed.fetch(index, self._resident, self._hosted, x, spec)
+    return self._placed.fetch(
+      index, self._resident, self._hosted, x, spec, within
+    )
 
   def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
     assert found is not None
@@ -229,8 +242,8 @@ class Stack(nnx.Module):
     """What the stack returns of each call; a layer's weights are there once.
 
     What runs next, another group or layer, has its keys fetched while one runs,
-    where they are not on the devices; and so a layer its weights, if all of its
-    kind are in the host's memory and the calls have caches.
+    where they are not on the devices; and so a layer its weights in the host's
+    memory, if the calls have caches.
 
     Args:
       calls: (x, tokens, cache) of groups of rows.
@@ -252,8 +265,6 @@ class Stack(nnx.Module):
       layers = [self._kind(g, p) for p in range(len(run.layers))]
       kinds = _dealt(number, run.layers)
       looped = run.repeats > 1
-      # A backward pass would keep what is handed on: it fetches layers again.
-      early = [one.waits and keeping for one in layers]
       turns = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
       owner = any(_owns(layer) for layer in run.layers)
       assert not (owner and looped)
@@ -280,22 +291,25 @@ class Stack(nnx.Module):
         looped: bool = looped,
         turns: list[tuple[int, int]] = turns,
         fetched: Any = fetched,
-        early: list[bool] = early,
         run: Run = run,
+        within: range | None = None,
       ) -> tuple[tuple, None]:
         (xs, slots, ahead, coming), (index, cuts) = carry, layer
+        early = _early(layers, within, keeping)
         xs, slots = list(xs), [list(held) for held in slots]
         block: Any = None
         for t, (n, m) in enumerate(turns):
           x = back(m, xs[m])
           if m == 0:
-            found = coming if early[n] else layers[n].fetch(index, x, attend)
+            found = coming
+            if not early[n]:
+              found = layers[n].fetch(index, x, attend, within)
             block = layers[n].block(cuts[n], found)
             last = n + 1 == len(layers)
             then, later = (0, index + 1) if last else (n + 1, index)
             if early[then] and (looped or not last):
               # Behind what this layer needs, and not behind what it computes.
-              coming = layers[then].fetch(later, x, attend)
+              coming = layers[then].fetch(later, x, attend, within)
           _, tokens, cache = calls[m]
           mixer: Any = run.layers[n].attention
           held = zip(kinds[n], slots[m][n], strict=True)
@@ -334,36 +348,75 @@ class Stack(nnx.Module):
         coming = coming if early[0] else None
         return (tuple(xs), tuple(map(tuple, slots)), ahead, coming), None
 
-      first = back(0, xs[0])
-      zero = jnp.int32(0)
-      start = (
-        xs,
-        mine,
-        fetched(turns[0], mine, zero, first),
-        layers[0].fetch(zero, first, attend) if early[0] else None,
-      )
-      if getattr(attend, "remat", None) is None and any(
-        isinstance(one, _Placed) for one in layers
-      ):
-        # The backward pass fetches layers again: else all of them stay.
-        again = jax.checkpoint(body, prevent_cse=not looped)
-      else:
-        again = attend.keeping(body, looped=looped)
-      # What later layers read of an owner stays, and is not made again.
-      body = body if owner else again
       stacked = tuple(one.stacked for one in layers)
-      if not looped:
-        first = jax.tree.map(lambda a: a[0], stacked)
-        (xs, after, _, _), _ = body(start, (zero, first))
-      else:
-        numbers = jnp.arange(run.repeats, dtype=jnp.int32)
-        (xs, after, _, _), _ = lax.scan(body, start, (numbers, stacked))
+      first = back(0, xs[0])
+      ahead = fetched(turns[0], mine, jnp.int32(0), first)
+      after = mine
+      parts = _parts(layers, run.repeats)
+      for within in parts:
+        start, x = jnp.int32(within.start), back(0, xs[0])
+        early = _early(layers, within, keeping)
+        coming = layers[0].fetch(start, x, attend, within) if early[0] else None
+        carry = (xs, after, ahead, coming)
+        one = functools.partial(body, within=within)
+        # What later layers read of an owner stays, and is not made again.
+        one = one if owner else _again(one, attend, layers, looped)
+        if not looped:
+          cut = jax.tree.map(lambda a: a[0], stacked)
+          (xs, after, ahead, _), _ = one(carry, (start, cut))
+          continue
+        numbers = jnp.arange(within.start, within.stop, dtype=jnp.int32)
+        if len(parts) == 1:
+          (xs, after, ahead, _), _ = lax.scan(one, carry, (numbers, stacked))
+          continue
+
+        def picking(
+          carry: tuple, index: jax.Array, one: Any = one, stacked: Any = stacked
+        ) -> Any:
+          # A part of what is stacked would be a copy.
+          pick = lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
+          return one(carry, (index, jax.tree.map(pick, stacked)))
+
+        (xs, after, ahead, _), _ = lax.scan(picking, carry, numbers)
       for held, new in zip(done, after, strict=True):
         held.extend(itertools.chain.from_iterable(new))
     return [
       (back(m, x), calls[m][2].updated(tuple(held)))
       for m, (x, held) in enumerate(zip(xs, done, strict=True))
     ]
+
+
+def _again(
+  body: Any, attend: Attend, layers: Sequence[_Layers], looped: bool
+) -> Any:
+  """A body of which a backward pass keeps what it should."""
+  placed = any(isinstance(one, _Placed) for one in layers)
+  if placed and getattr(attend, "remat", None) is None:
+    # The backward pass fetches layers again: else all of them stay.
+    return jax.checkpoint(body, prevent_cse=not looped)
+  return attend.keeping(body, looped=looped)
+
+
+def _parts(layers: Sequence[_Layers], repeats: int) -> list[range]:
+  """The repeats of a run, cut where layers are in another memory than before.
+
+  Where these are many, in one piece: each is a program of its own.
+  """
+  tiers = [one.tiers for one in layers if one.tiers]
+  cuts = [n for n in range(1, repeats) if any(x[n] != x[n - 1] for x in tiers)]
+  ends = [0, *cuts, repeats] if len(cuts) < _PARTS else [0, repeats]
+  return [range(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _early(
+  layers: Sequence[_Layers], within: range | None, keeping: bool
+) -> list[bool]:
+  """Of which layers of a part the weights come while the one before runs.
+
+  A backward pass would keep what is handed on: it fetches layers again.
+  """
+  part = slice(None) if within is None else slice(within.start, within.stop)
+  return [keeping and set(one.tiers[part]) == {"host"} for one in layers]
 
 
 def _dealt(items: Iterator[Any], layers: Sequence[Layer]) -> tuple[Any, ...]:

@@ -279,6 +279,9 @@ def test_deal():
         assert found.count(tier) * 100 <= room[tier] + 1
       assert abs(found.count("disk") * 100 - room["disk"]) <= 200
   assert deal([1] * 8, dict(device=4, host=0, disk=4)) == ("device", "disk") * 4
+  # Neighbours come from the host while the one before runs.
+  found = deal([2, 1, 2, 1, 2], dict(device=3, host=5, disk=0))
+  assert found == ("device", "device", "host", "host", "host")
 
 
 # ---------------------------------------------------------------------------

@@ -293,11 +293,20 @@ class TestCompiled:
       beside = [any("ringjax_decode" in x for x in ops) for _, ops, _ in copies]
       assert sum(beside) == 2
 
-  def test_weights_come_from_the_host_beside_the_layer_before(self, tmp_path):
+  @pytest.mark.parametrize(
+    ("weights", "layers"),
+    [
+      pytest.param("host", 4, marks=pytest.mark.slow),
+      ("device=.5,host=.5", 8),
+    ],
+  )
+  def test_weights_come_from_the_host_beside_the_layer_before(
+    self, tmp_path, weights, layers
+  ):
     path, topology = tmp_path / "program.hlo", "v5e:1x1"
     options = {
-      "model": "llama-3.1-8b", "layers": 4, "tokens": 16384, "chunk": 4096,
-      "weights": "host", "mesh": [["seq", 1]],
+      "model": "llama-3.1-8b", "layers": layers, "tokens": 16384, "chunk": 4096,
+      "weights": weights, "mesh": [["seq", 1]],
     }  # fmt: skip
     aot.compile(f"{STEPS}:prefill", topology, options, text_path=str(path))
     program = hlo.HloProgram(path.read_text(), chips.core(topology))
