@@ -163,7 +163,7 @@ def planned(
   _check_scores(model, how, batch)
   if not behind:
     session.bind(model)
-  return session, how, np.array(session.cache.capacity, np.int32)
+  return session, how, np.array(session.capacity, np.int32)
 
 
 def _rotated_by(model: Transformer, lengths: np.ndarray) -> np.ndarray:

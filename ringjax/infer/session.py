@@ -90,11 +90,13 @@ class Session:
   of several processes: later calls say so, until `restart`.
 
   Rotations that depend on the length of the context (dynamic, longrope) are
-  those of a context of `capacity` tokens, in every call: what is asked without
-  a session rotates by its prompt, see `generate`.
+  those of a context of `capacity` tokens, in every call, whatever the mesh and
+  the kind of cache: what is asked without a session rotates by its prompt, see
+  `generate`.
 
   Attributes:
-    cache: the cache.
+    capacity: tokens of the whole conversation, as they were asked for.
+    cache: the cache, with room for some more.
     seen: bool [B, V], ids that each row has read or generated, for a repetition
       penalty.
     ids: int32 [B, n], the token at each position, -1 where none is known.
@@ -156,7 +158,8 @@ class Session:
     if rows_at_once is not None:
       positive_int("rows_at_once", rows_at_once)
     self.rows_at_once = rows_at_once
-    capacity = prefill.padded(positive_int("capacity", capacity), sharding.size)
+    self.capacity = positive_int("capacity", capacity)
+    capacity = prefill.padded(self.capacity, sharding.size)
     kind = kinds.cache_kind(cache_kind)
     if rows_at_once is not None and kind.repeats:
       raise OptionError(

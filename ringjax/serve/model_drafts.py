@@ -156,7 +156,7 @@ class ModelRowDrafts:
     )
     self._model, self._cache = model, session.cache
     self._attend = CachedAttention(mesh=session.mesh, axis=session.axis)
-    self._length = jnp.int32(session.cache.capacity)
+    self._length = jnp.int32(session.capacity)
 
   def nbytes(self) -> int:
     """Bytes of its cache, of all shards together."""

@@ -12,6 +12,7 @@ import ringjax as rj
 from ringjax.ops import rope
 from ringjax.serve import Engine, Request
 from tests import checkpoints
+from tests.helpers import make_mesh, swept
 
 NAMES = ("phi3_longrope", "llama_dynamic")
 
@@ -131,3 +132,30 @@ def test_the_rule_of_dynamic():
     np.testing.assert_allclose(cos[:, p : p + 1], one[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(sin[:, p : p + 1], one[1], rtol=1e-5, atol=1e-6)
   assert dataclasses.replace(found).scaling.alike(9) == 9
+
+
+@pytest.mark.parametrize(
+  ("name", "capacity"), swept([(x, n) for x in NAMES for n in (64, 65)],
+                              [(NAMES[0], 64)])
+)  # fmt: skip
+def test_a_session_goes_by_the_capacity_that_was_asked_for(
+  loaded, name, capacity
+):
+  """On both sides of 64 tokens; three shards have room for 66."""
+  model, _ = loaded(name)
+  prompt = prompt_of(model, 40)
+  mesh = make_mesh(3, "auto")
+
+  def answer(model, **options):
+    session = rj.infer.Session(model, capacity, **options)
+    return rj.infer.generate(
+      model, [prompt], max_new_tokens=6, cache=session
+    ).tokens
+
+  want = answer(model)
+  sharded = rj.models.place(model, mesh)
+  np.testing.assert_array_equal(answer(sharded, mesh=mesh), want)
+  # It grows as tokens come, and evicts none of so few.
+  policy = rj.kv.SnapKV(budget=60, window=4)
+  kind = rj.kv.CacheKind(policy=policy, page=8, room=8)
+  np.testing.assert_array_equal(answer(model, cache_kind=kind), want)

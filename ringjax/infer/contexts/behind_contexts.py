@@ -545,7 +545,7 @@ def _read_at(
   longest = max(row.texts.size for row in rows)
   if not longest:
     return
-  shards, total = session.shards, jnp.int32(session.cache.capacity)
+  shards, total = session.shards, jnp.int32(session.capacity)
   width = padded(longest, shards)
   shape = (len(rows), width)
   tokens, pos, seg = (np.zeros(shape, np.int32) for _ in range(3))

@@ -108,7 +108,7 @@ class _BlockDrafting(ModelDrafting):
     # Where the target decodes, which may be one device of its mesh.
     self._draft: Any = session.weights(draft)
     self._attend = CachedAttention(mesh=session.mesh, axis=None)
-    self._length = jnp.int32(session.cache.capacity)
+    self._length = jnp.int32(session.capacity)
     # Where the target has the last token of each text.
     self._at = np.asarray(session.lengths)
     self._behind: list[list[int]] = [[] for _ in texts]

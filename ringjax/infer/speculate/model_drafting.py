@@ -84,7 +84,7 @@ class ModelDrafting:
       mesh=self._session.mesh, axis=self._session.axis
     )
     # For rotations that depend on the context's length.
-    self._length = jnp.int32(self._session.cache.capacity)
+    self._length = jnp.int32(self._session.capacity)
     # Of each row: what comes behind what the cache has for good, and where.
     self._behind: list[list[int]] = [[] for _ in texts]
     self._at = np.array([len(text) for text in texts])
