@@ -273,6 +273,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("rules", "enum", "ringjax", "serve",
    "Whose simulator: distserve batches as that one does and moves caches in "
    "no time; it needs a profile.", ("ringjax", "distserve")),
+  ("stream", "whole", 0, "serve",
+   "Parts of a prompt's cache that leave while it is read: as many as the "
+   "model has layers, for example; 0: it leaves when all has been read.", 0),
   ("prefill_tokens", "whole", 2048, "serve which",
    "Tokens of prompts that are read at once; a longer prompt is read alone."),
   ("shared", "whole", 0, "which",

@@ -74,6 +74,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       asked.trace,
       asked.limits,
       each=asked.each,
+      stream=values.stream,
       progress=screen.at,
     )
     if values.rate is None:
@@ -144,6 +145,13 @@ def _asked(values: flags.FlagValues) -> _Service:
     )
   nodes, devices = _cluster(values.cluster)
   own = values.rules == "distserve"
+  if own and values.stream:
+    raise OptionError(
+      "--stream",
+      f"{values.stream} with --rules=distserve, where caches move in no time",
+      "rules by which moving takes time",
+      "leave one of them out",
+    )
   machine = machines.load(values.chip or _CHIP)
   inside = machine.links
   if not isinstance(inside, Link):
@@ -413,6 +421,8 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   )
   best = record["placements"][0]
   yield "moving: part of all latency in which caches move"
+  if values.stream:
+    yield f"  beside reading they move in {values.stream} parts, uncounted"
   yield ""
   yield f"best: {_instances(best['groups'])}"
   if record["rate"] is not None:

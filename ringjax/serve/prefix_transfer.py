@@ -37,7 +37,7 @@ from ringjax.infer import inputs
 from ringjax.kv.page_pool import PagePool
 from ringjax.models.fingerprint import fingerprint
 from ringjax.serve.engine import Engine
-from ringjax.serve.prefix_tree import PrefixBlock, next_digest
+from ringjax.serve.prefix_tree import PrefixBlock, PrefixTree, next_digest
 from ringjax.serve.store_link import read_pages
 from ringjax.transfer import PageLayout, PageLeaf, PulledPages, Ticket
 
@@ -66,13 +66,59 @@ class ExportedPrefix:
 class PrefixHashes:
   """Hashes of a prompt's pages, for calls with its successive parts.
 
-  Each is of all tokens up to the end of its page, and is made once. With
-  another prompt they begin anew.
+  Each is of all tokens up to the end of its page, and is made once; and each
+  part is looked up from where the one before ended. With another prompt they
+  begin anew.
   """
 
   def __init__(self) -> None:
     self._data = b""
     self._made: dict[tuple[bytes, int], list[bytes]] = {}
+    # Blocks of the part before, behind this root.
+    self._root: PrefixBlock | None = None
+    self._part: list[PrefixBlock] = []
+
+  def chain(
+    self,
+    tree: PrefixTree,
+    root: PrefixBlock,
+    tokens: Int[np.ndarray, " n"],
+    first: int,
+  ) -> list[PrefixBlock]:
+    """The blocks of a prompt behind the first ones, as far as there are.
+
+    Args:
+      tree: of the engine, between two of its steps.
+      root: of the tree, before the prompt.
+      tokens: int32, of the prompt.
+      first: how many are left out.
+    """
+    self._begin(np.ascontiguousarray(tokens, "<i4").tobytes())
+    at, skipped = root, 0
+    if root is self._root:
+      for block in self._part:
+        # Blocks go from the end of a chain: before one that is there all are.
+        parent = block.parent
+        there = parent is not None and parent.children.get(block.data) is block
+        if there and block.depth == first - 1:
+          at, skipped = block, first
+    size = 4 * tree.page
+    # Cut as they are looked up: most of a prompt may still have to be read.
+    behind = tree.chain(
+      at,
+      (
+        self._data[n * size : (n + 1) * size]
+        for n in range(skipped, len(self._data) // size)
+      ),
+    )
+    found = behind[first - skipped :]
+    self._root, self._part = root, found
+    return found
+
+  def _begin(self, data: bytes) -> None:
+    """Forgets another prompt."""
+    if data != self._data:
+      self._data, self._made, self._root = data, {}, None
 
   def of(
     self, tokens: Int[np.ndarray, " n"], page: int, start: bytes, count: int
@@ -86,8 +132,7 @@ class PrefixHashes:
       count: how many, at most; there are n // page.
     """
     data = np.ascontiguousarray(tokens, "<i4").tobytes()
-    if data != self._data:
-      self._data, self._made = data, {}
+    self._begin(data)
     made, size = self._made.setdefault((start, page), []), 4 * page
     count = min(count, len(data) // size)
     for n in range(len(made), count):
@@ -131,13 +176,13 @@ def export_prefix(
   start = _label_start(engine, len(tokens), adapter)
   salt = engine.prefix_salt(salt, len(tokens))
   tree = engine.scheduler.tree
-  pieces = tree.pieces(tokens)
+  hashes = hashes or PrefixHashes()
   with engine.between_steps():
-    chain = tree.chain(tree.root(salt, adapter), pieces)
+    chain = hashes.chain(tree, tree.root(salt, adapter), tokens, first)
   pages: list[tuple[np.ndarray, ...]] = []
   step = _COPIES * _BATCH * tree.shards
   while True:
-    at = first + len(pages)
+    at = len(pages)
     with engine.between_steps() as pool:
       some = list(itertools.takewhile(_there, chain[at : at + step]))
       copies = [
@@ -163,9 +208,7 @@ def export_prefix(
       "the tokens of a prompt that this engine has read",
       "export it before its pages have to make room",
     )
-  found = (hashes or PrefixHashes()).of(
-    tokens, tree.page, start, first + len(pages)
-  )
+  found = hashes.of(tokens, tree.page, start, first + len(pages))
   return ExportedPrefix(
     tokens=len(pages) * tree.page,
     pages=pages,

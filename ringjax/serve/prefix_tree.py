@@ -21,7 +21,7 @@ import functools
 import hashlib
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -287,7 +287,7 @@ class PrefixTree:
     return [data[n * size : (n + 1) * size] for n in range(count)]
 
   def chain(
-    self, root: PrefixBlock, pieces: Sequence[bytes]
+    self, root: PrefixBlock, pieces: Iterable[bytes]
   ) -> list[PrefixBlock]:
     """The blocks behind `root` that have these bytes, as far as there are;
     pages of groups that look back a window may have gone."""

@@ -444,6 +444,60 @@ def test_pulling_never_reserves_more_than_pushing(rate):
     assert last(pull) < 0.95 * last(push)
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("parts", [1, 2, 12])
+@pytest.mark.parametrize("moving_s", [0.05, 0.3, 2.0])
+def test_a_cache_leaves_while_its_prompt_is_read(stages, parts, moving_s):
+  """What is left to send when it has been read, by hand."""
+  times = {"transfer": "push", "stream": parts}
+  found = run(
+    [TraceRequest(number=0, arrival=1.0, prompt_tokens=600, new_tokens=5)],
+    instance("a", "prefill", stages=stages),
+    instance("b", "decode"),
+    links=Link(bandwidth=600 * 1000 / moving_s),
+    kv_token_bytes=1000,
+    **times,
+  )
+  (one,) = found.served
+  reading = one.first_token_s - one.prefill_start_s
+  # The first part is there after its share of the reading; then the link has
+  # something to send until the end, or it waits for the last part.
+  left = max(moving_s / parts, moving_s - reading * (1 - 1 / parts))
+  assert one.moved_s == pytest.approx(left)
+  assert sum(found.moved_bytes.values()) == pytest.approx(600 * 1000)
+
+
+def test_streams_share_a_link_and_need_room_before():
+  trace = poisson_trace(
+    rate=6.0, requests=60, prompt_tokens=900, new_tokens=40, seed=3
+  )
+  options = {
+    "links": Link(bandwidth=2e10),
+    "kv_token_bytes": 800_000,
+    "transfer": "push",
+  }
+  cluster = (instance("a", "prefill"), instance("b", "decode"))
+  after, while_read = (
+    run(trace, *cluster, **options, stream=parts) for parts in (0, 8)
+  )
+  total = lambda found: sum(found.moved_bytes.values())
+  assert total(while_read) == pytest.approx(total(after))
+  waited = lambda found: sum(one.moved_s for one in found.served)
+  assert 0 < waited(while_read) < 0.6 * waited(after)
+  # The same results whatever is cut, where moving takes no time.
+  free = [
+    run(trace, *cluster, transfer="push", stream=n).served for n in (0, 8)
+  ]
+  assert free[0] == free[1]
+  refused(
+    OptionError,
+    lambda: run(
+      trace, *cluster, **(options | {"transfer": "pull", "stream": 8})
+    ),
+    "'push'",
+  )
+
+
 # ---------------------------------------------------------------------------
 # Policies
 # ---------------------------------------------------------------------------

@@ -95,6 +95,48 @@ def test_one_engine_reads_and_another_answers(
   assert target.counters.prompt_tokens == 101 - came
 
 
+@pytest.mark.long
+def test_parts_are_looked_up_from_where_the_one_before_ended(monkeypatch):
+  model = rj.models.create(SMALL, seed=0)
+  prompt = np.random.default_rng(1).integers(0, 64, 400).astype(np.int32)
+  looked = []
+
+  with engine(model, page=16, capacity=512, longest=450) as source:
+    tree = source.scheduler.tree
+    plain = tree.chain
+
+    def chain(root, pieces):
+      found = plain(root, pieces)
+      looked.append(len(found))
+      return found
+
+    answer(source, prompt)
+    monkeypatch.setattr(tree, "chain", chain)
+    whole = rj.serve.export_prefix(source, prompt)
+    assert looked == [25]
+    hashes, looked[:] = prefix_transfer.PrefixHashes(), []
+
+    def part(first):
+      return rj.serve.export_prefix(source, prompt, first=first, hashes=hashes)
+
+    parts = [part(first) for first in (0, 7, 20)]
+    assert looked == [25, 18, 5]
+    for first, found in zip((0, 7, 20), parts, strict=True):
+      assert found.labels == whole.labels[first:]
+      for mine, theirs in zip(found.pages, whole.pages[first:], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+          np.testing.assert_array_equal(a, b)
+    # Other prompts need the room; then it is read again.
+    for seed in range(2, 5):
+      other = np.random.default_rng(seed).integers(0, 64, 430)
+      answer(source, other.astype(np.int32))
+    with pytest.raises(rj.OptionError, match="no page of 16 is known"):
+      part(20)
+    answer(source, prompt)
+    looked.clear()
+    assert part(20).labels == whole.labels[20:] and looked == [25]
+
+
 def test_what_does_not_fit_is_refused(loaded):
   model, _ = loaded("llama3")
   prompt = np.arange(70, dtype=np.int32)

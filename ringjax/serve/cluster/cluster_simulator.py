@@ -17,6 +17,9 @@ series. 100,000 requests take well below a minute.
   pull      a finished prompt stays where it was read until an instance that
             answers has room and the link is free, which then pulls it
   push      the room is reserved when reading begins
+  stream    with push, a prompt's cache leaves in equal parts while it is read,
+            layer by layer or piece by piece: a part when its share of the
+            reading is done
 
 Events and links are those of `plan.events`. Decode times have to be affine in
 the cached tokens as long as the number of rows is the same.
@@ -34,7 +37,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ringjax.checks import number, one_of, positive_int
+from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.plan.events import Channel, Simulator, Span, Timeline
@@ -204,6 +207,10 @@ class _RoutedWork:
   held: int = 0
   reserved: int = 0
   end_step: int = 0
+  # Parts of its cache that are on their way or to be sent while it is read.
+  streamed: bool = False
+  parts: int = 0
+  come: Callable[[], None] | None = None
 
   @property
   def need(self) -> int:
@@ -538,10 +545,12 @@ class _Running:
     seconds += self.spec.stage_s
     entry = self._entry_s(batch)
     self._count_batch(batch, seconds + entry)
-    time = now + entry
+    time, ends = now + entry, []
     for n in range(stages):
       time = max(time, self.stage_free[n]) + seconds
       self.stage_free[n] = time
+      ends.append(time)
+    self.cluster.stream(batch, seconds, ends)
     self.cluster.at(self.stage_free[0], self.wake)
     self.cluster.at(time, functools.partial(self._was_read, batch))
     self.cluster.record(
@@ -792,6 +801,41 @@ class _Run:
       self._set_decode(work, found)
     return work.decode
 
+  def stream(
+    self,
+    batch: Sequence[tuple[_RoutedWork, int]],
+    seconds: float,
+    ends: Sequence[float],
+  ) -> None:
+    """Lets the caches of prompts leave while they are read.
+
+    Args:
+      batch: of a call that reads them whole.
+      seconds: of each of its stages.
+      ends: of these.
+    """
+    parts = self.spec.stream
+    for work, _ in batch:
+      source, target = work.prefill, work.decode
+      if not parts or source is None or target in (None, source):
+        continue
+      assert target is not None
+      work.streamed, work.parts = True, parts
+
+      def come(work: _RoutedWork = work) -> None:
+        work.parts -= 1
+        if not work.parts and work.come is not None:
+          work.come()
+
+      tokens = work.asked.prompt_tokens / parts
+      send = functools.partial(
+        self.send, "stream", work, source, target, tokens, come
+      )
+      for n in range(1, parts + 1):
+        stage = math.ceil(n * len(ends) / parts) - 1
+        left = stage + 1 - n * len(ends) / parts
+        self.at(ends[stage] - left * seconds, send)
+
   def read(self, work: _RoutedWork) -> None:
     """Takes a prompt that has been read and is answered elsewhere."""
     if work.reserved:
@@ -851,7 +895,12 @@ class _Run:
       self._release(work)
       target.answer(work)
 
-    self.send("move", work, source, target, work.asked.prompt_tokens, come)
+    if work.parts:
+      work.come = come
+    elif work.streamed:
+      come()
+    else:
+      self.send("move", work, source, target, work.asked.prompt_tokens, come)
 
   def _release(self, work: _RoutedWork) -> None:
     """Frees what the reader held."""
@@ -897,7 +946,7 @@ class _Run:
     work: _RoutedWork,
     source: _Running,
     target: _Running,
-    tokens: int,
+    tokens: int | float,
     come: Callable[[], None],
   ) -> None:
     """Moves the cache of some tokens and calls `come` when it is there."""
@@ -987,6 +1036,9 @@ class ClusterSimulator:
       or one for each (source, target); None moves caches in no time.
     kv_token_bytes: of a token's keys and values in all layers.
     transfer: of `TRANSFERS`.
+    stream: into how many parts the cache of a prompt is cut that leave while it
+      is read, with "push": the model's layers, or the pieces of a prompt; 0: it
+      leaves when the prompt has been read. Each costs an event.
     timeline: whether the result has spans and loads.
   """
 
@@ -995,11 +1047,19 @@ class ClusterSimulator:
   links: Link | Mapping[tuple[str, str], Link] | None = None
   kv_token_bytes: int | float = 0
   transfer: str = "pull"
+  stream: int = 0
   timeline: bool = False
 
   def __post_init__(self) -> None:
     one_of("transfer", self.transfer, TRANSFERS)
     number("kv_token_bytes", self.kv_token_bytes, least=0)
+    if integer("stream", self.stream, least=0) and self.transfer != "push":
+      raise OptionError(
+        "transfer",
+        f"{self.transfer!r} with stream={self.stream}",
+        "'push': the room has to be there when reading begins",
+        "pass transfer='push', or stream=0",
+      )
     names = [one.name for one in self.instances]
     if not names or len(set(names)) != len(names):
       raise OptionError(

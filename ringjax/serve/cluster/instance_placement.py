@@ -231,6 +231,7 @@ class PlacementSearch:
     near: int | float = 0.02,
     each: bool = False,
     policy: RoutingPolicy | None = None,
+    stream: int = 0,
     progress: Callable[[int], None] | None = None,
   ) -> None:
     """Checks what can be searched.
@@ -243,6 +244,7 @@ class PlacementSearch:
       near: of `goodput`.
       each: of `goodput.share_met`.
       policy: of routing; None for `ShortestQueue`.
+      stream: of `ClusterSimulator`.
       progress: called with the number of simulations so far.
 
     Raises:
@@ -251,6 +253,9 @@ class PlacementSearch:
     self.model, self.cluster, self.limits = model, cluster, limits
     self.trace, self.near, self.each = list(trace), near, each
     self.policy = ShortestQueue() if policy is None else policy
+    self.moving: Any = dict(
+      stream=stream, transfer="push" if stream else "pull"
+    )
     self.progress = progress
     self.simulations = 0
     self._phases: dict[tuple[str, int, int], float] = {}
@@ -331,6 +336,7 @@ class PlacementSearch:
       policy=self.policy,
       links=links,
       kv_token_bytes=self.model.kv_token_bytes,
+      **self.moving,
     )
 
     return goodput(
@@ -538,6 +544,7 @@ class PlacementSearch:
       links=_wider(link, lanes) if transfer else None,
       kv_token_bytes=self.model.kv_token_bytes,
       timeline=timeline,
+      **self.moving,
     )
 
   def simulate(
