@@ -26,7 +26,9 @@ MODELS = pathlib.Path(__file__).resolve().parent / "fixtures" / "models"
 # Models of text and images, of which the logits are those of text alone.
 IMAGES = MODELS.with_name("image_models")
 # The tensors of these that no text reads.
-SIGHT = ("connector", "multi_modal_projector", "vision", "visual")
+SIGHT = (
+  "connector", "image_newline", "multi_modal_projector", "vision", "visual",
+)  # fmt: skip
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose norms multiply by (1 + weight).

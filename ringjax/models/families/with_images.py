@@ -94,6 +94,24 @@ _COHERE2 = TextModel(
 )
 
 
+_LFM2 = TextModel(type="lfm2", architecture="Lfm2ForCausalLM")
+_GLM4 = TextModel(
+  type="glm4",
+  architecture="Glm4ForCausalLM",
+  defaults=_sizes(
+    151552,
+    4096,
+    13696,
+    40,
+    32,
+    32768,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-5,
+  ),
+  fixed={"attention_bias": True},
+)
+
+
 def _qwen2_vl(kind: str) -> Wrapper:
   """Its text model is a Qwen 2 with defaults of its own."""
   more = dict(
@@ -204,6 +222,33 @@ SHARED = (
     "vocab_size",
   ),
   _llava(
+    "llava_next",
+    {"llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2},
+    "ignore_index",
+    "image_grid_pinpoints",
+    "use_image_newline_parameter",
+    "vocab_size",
+    others=(*_LLAVA_OTHERS, "image_newline"),
+  ),
+  _llava(
+    "llava_onevision",
+    {"qwen2": _QWEN2},
+    "image_grid_pinpoints",
+    "use_image_newline_parameter",
+    "video_token_index",
+    "video_token_id",
+    "vision_aspect_ratio",
+    others=(*_LLAVA_OTHERS, "image_newline"),
+  ),
+  _llava(
+    "vipllava",
+    {"llama": _LLAMA},
+    "ignore_index",
+    "projector_layernorm_eps",
+    "vision_feature_layers",
+    "vocab_size",
+  ),
+  _llava(
     "internvl",
     {"qwen2": _QWEN2, "qwen3": _QWEN3, "llama": _LLAMA},
     "downsample_ratio",
@@ -213,6 +258,53 @@ SHARED = (
     {"cohere2": _COHERE2},
     "alignment_intermediate_size",
     "downsample_factor",
+  ),
+  _llava(
+    "aya_vision",
+    {"cohere2": _COHERE2},
+    "adapter_layer_norm_eps",
+    "alignment_intermediate_size",
+    "downsample_factor",
+  ),
+  _llava(
+    "lfm2_vl",
+    {"lfm2": _LFM2},
+    "do_image_splitting",
+    "downsample_factor",
+    "encoder_patch_size",
+    "max_image_tokens",
+    "max_num_patches",
+    "max_pixels_tolerance",
+    "max_tiles",
+    "min_image_tokens",
+    "min_tiles",
+    "projector_bias",
+    "projector_hidden_size",
+    "projector_use_layernorm",
+    "tile_size",
+    "use_image_special_tokens",
+    "use_thumbnail",
+  ),
+  Wrapper(
+    type="glm4v",
+    keys=(
+      *_QWEN_KEYS,
+      "image_end_token_id",
+      "image_start_token_id",
+      "video_end_token_id",
+      "video_start_token_id",
+    ),
+    texts={"glm4v_text": _GLM4},
+    others=("visual.",),
+    text_ties=True,
+  ),
+  _llava(
+    "idefics3",
+    {"llama": _SMOL},
+    "_pad_token_id",
+    "scale_factor",
+    "use_cache",
+    others=("vision_model.", "connector."),
   ),
   _llava(
     "smolvlm",
