@@ -225,11 +225,14 @@ class ShardingContext:
 
   def constrain(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "B T *d"]:
     """Tells the compiler where activations [B, T, ...] lie."""
-    if self.mesh is None:
-      return x
-    return jax.lax.with_sharding_constraint(
-      x, NamedSharding(self.mesh, self.spec(x))
-    )
+    return x if self.mesh is None else self.constrained(x, self.spec(x))
+
+  def constrained(
+    self, x: Shaped[Array, " ..."], spec: P
+  ) -> Shaped[Array, " ..."]:
+    """Tells the compiler that an array lies on the mesh as `spec` says."""
+    assert self.mesh is not None
+    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
   def everywhere(self, tree: PyTree) -> Any:
     """Tells the compiler that each device has all of it.
@@ -364,18 +367,13 @@ class ContextParallel(ShardingContext):
     if around is not None:
       every = collectives.gather(every, around, 1)
     elif self.mesh is not None:
-      whole = P(self.batch_axes(q.shape[0]) or None)
-      each: Any = (
-        whole,
-        Coords(*(whole if x.shape[0] > 1 else P() for x in at)),
-      )
-      every = jax.tree.map(
-        lambda x, spec: lax.with_sharding_constraint(
-          x, NamedSharding(self.mesh, spec)
-        ),
-        every,
-        each,
-      )
+      batch = self.batch_axes(q.shape[0]) or None
+
+      def all_here(x: jax.Array) -> jax.Array:
+        spec = P(batch if x.shape[0] == q.shape[0] else None)
+        return self.constrained(x, spec)
+
+      every = jax.tree.map(all_here, every)
     keys, k_at = every
     k, v = (jnp.swapaxes(x, 1, 2) for x in fresh[:2])
     wide = lambda x: jnp.broadcast_to(x, q.shape[:2])
