@@ -68,14 +68,16 @@ class KeyIndexLayer(nnx.Module):
     self.q = Linear(rngs, (query,), (spec.heads, spec.dim), (None, None, None))
     self.k = Linear(rngs, (embed,), (spec.dim,), ("embed", None))
     self.k_norm = LayerNorm(rngs, (spec.dim,), (None,), eps=spec.eps, bias=True)
-    self.weights = Linear(rngs, (embed,), (spec.heads,), ("embed", None))
+    self.weights = Linear(
+      rngs, (embed,), (spec.heads,), ("embed", None), wide=True
+    )
 
   def queries(
     self, x: Float[Array, "B T D"], latent: Float[Array, "B T Q"]
   ) -> tuple[Float[Array, "B T I E"], Float[Array, "B T I"]]:
     """Queries before their rotation, and the weights of their scores."""
     spec = self.spec
-    weights = self.weights(x).astype(wide_dtype(x.dtype))
+    weights = self.weights(x.astype(jnp.float32)).astype(wide_dtype(x.dtype))
     scale = (spec.heads * spec.dim) ** -0.5
     q = self._paired(self.q(latent))
     return lax.stop_gradient((q, weights * jnp.asarray(scale, weights.dtype)))

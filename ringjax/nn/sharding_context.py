@@ -504,7 +504,7 @@ class ChainParallel(ContextParallel):
     weights: PyTree,
     x: Shaped[Array, "B T D"],
   ) -> jax.Array:
-    def flat(w: jax.Array, x: jax.Array) -> jax.Array:
+    def flat(w: PyTree, x: jax.Array) -> jax.Array:
       return f(w, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     return self._walk(flat, weights, x)
