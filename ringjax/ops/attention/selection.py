@@ -8,10 +8,11 @@ with the largest
 and of equal ones those at the lowest positions; all of them where there are no
 more. Which these are does not depend on layouts, shards, views or chunks of
 queries. No gradient flows through the choice.
-Cost: the index reads its part of every key and sorts the scores; the keys are
-then all read again, those that were not chosen behind a mask: less is computed
-wrongly weighted, not less computed. Over shards each sends its `count` best
-scores and their positions, 8 bytes each for a query.
+Cost: the index reads its part of every key and sorts the scores. One query a
+row then reads the chosen keys alone, out of a cache of plain numbers with twice
+as many slots on a shard or more. More queries, and those of other caches, read
+all keys again, those that were not chosen behind a mask. Over shards each sends
+its `count` best scores and their positions, 8 bytes each for a query.
 Memory: the scores of some queries and all keys of a shard, float32; what
 chooses the queries at a time is the caller.
 
@@ -35,6 +36,7 @@ from ringjax import tree
 from ringjax.ops.attention.blockwise import product, tile_kinds, tile_lists
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import (
+  ContiguousView,
   KVView,
   decode_attention,
   fold_tiles,
@@ -103,33 +105,65 @@ class _Last(NamedTuple):
   pos: jax.Array
 
   def reads(
-    self, scores: Float[Array, "B T S"], pos: Int[Array, "#B S"]
+    self, scores: Float[Array, "B T S"], pos: Int[Array, "#B #T S"]
   ) -> Bool[Array, "B T S"]:
     """Which keys are read, of scores that are -inf for those not seen."""
-    tied = (scores == self.score) & (pos[:, None] <= self.pos)
+    tied = (scores == self.score) & (pos <= self.pos)
     return (scores > -jnp.inf) & ((scores > self.score) | tied)
 
 
-def _last(
-  scores: Float[Array, "B T S"],
-  pos: Int[Array, "#B S"],
-  count: int,
-  axis: str | None = None,
-) -> _Last:
-  """The last of the `count` best keys of all shards of a manual axis.
+class _Ranked(NamedTuple):
+  """A shard's best keys for each query, from the best on.
 
-  Args:
-    scores: of a shard's keys, -inf for those that are not seen.
-    pos: their positions.
-    count: at most as many as all shards have keys.
-    axis: over which the keys are sharded, or None.
+  Fields:
+    worse: [B, T, n], their scores times -1.
+    pos: int32 [B, T, n], their positions.
+    column: int32 [B, T, n], where they are among the shard's.
   """
-  best = -scores, jnp.broadcast_to(pos[:, None], scores.shape)
-  best = [x[..., :count] for x in lax.sort(best, num_keys=2)]
-  if axis is not None:
-    best = lax.sort(collectives.gather(tuple(best), axis, 2), num_keys=2)
-  score, pos = (x[..., count - 1 : count] for x in best)
-  return _Last(-score, pos)
+
+  worse: jax.Array
+  pos: jax.Array
+  column: jax.Array
+
+  @classmethod
+  def of(
+    cls, scores: Float[Array, "B T S"], pos: Int[Array, "#B S"], count: int
+  ) -> _Ranked:
+    """At most `count`, of scores that are -inf for keys not seen."""
+    place = lambda x: jnp.broadcast_to(x[:, None], scores.shape)
+    column = place(jnp.arange(scores.shape[2], dtype=jnp.int32)[None])
+    found = lax.sort((-scores, place(pos), column), num_keys=2)
+    return cls(*(x[..., :count] for x in found))
+
+  def last(self, count: int, axis: str | None = None) -> _Last:
+    """Of the best `count` of all shards of a manual axis, which have more."""
+    best = self.worse, self.pos
+    if axis is not None:
+      best = lax.sort(collectives.gather(best, axis, 2), num_keys=2)
+    score, pos = (x[..., count - 1 : count] for x in best)
+    return _Last(-score, pos)
+
+  def alone(
+    self, view: ContiguousView, at: Coords, last: _Last, block: int
+  ) -> ContiguousView:
+    """A view of the keys that one query of each row reads, in their order.
+
+    Args:
+      view: of all keys, one head's.
+      at: their coordinates, by column.
+      last: the last that is read.
+      block: slots of a tile of the columns.
+    """
+    column = self.column[:, 0]
+    first = jnp.minimum(column // block * block, view.shape[2] - block)
+    row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
+    layer = jnp.asarray(view.layer, jnp.int32)
+    k = view.k[layer, row, 0, first + column % block][None, :, None]
+    seg = jnp.broadcast_to(at.seg, (column.shape[0], at.seg.shape[1]))
+    seg = jnp.take_along_axis(seg, column, 1)
+    read = last.reads(-self.worse, self.pos)[:, 0]
+    at = Coords(self.pos[:, 0], jnp.where(read, seg, 0))
+    return view._replace(k=k, v=k, at=at, layer=jnp.int32(0))
 
 
 def chosen_pairs(
@@ -163,7 +197,8 @@ def chosen_pairs(
       Coords(*(place(x, 1) for x in k_at)),
     )
     scores = jnp.where(seen, scores, -jnp.inf)
-    return _last(scores, k_at.pos, queries.count).reads(scores, k_at.pos)
+    last = _Ranked.of(scores, k_at.pos, queries.count).last(queries.count)
+    return last.reads(scores, k_at.pos[:, None])
 
   many = b * (t // shards) * heads * keys.shape[1]
   q_at = Coords(*(jnp.broadcast_to(x, (b, t)) for x in q_at))
@@ -199,6 +234,13 @@ def by_chunks(
     return x.reshape(b, n * parts, *rest)
 
   return jax.tree.map(joined, lax.map(f, jax.tree.map(cut, x)))
+
+
+def _plain(views: Sequence[KVView], count: int) -> ContiguousView | None:
+  """The only view, if the keys that are read are taken out of it."""
+  one = views[0]
+  many = len(views) > 1 or not isinstance(one, ContiguousView)
+  return None if many or 2 * count > one.shape[2] else one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,15 +313,23 @@ class SelectiveVisit:
     joined = lambda xs: jnp.concatenate([*xs], -1)
     rows = max(at.pos.shape[0] for _, at in each)
     place = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
-    last = _last(
+    count = selection.count
+    ranked = _Ranked.of(
       joined(found for found, _ in each),
       joined(place(at.pos) for _, at in each),
-      selection.count,
-      self.axis,
+      count,
     )
+    last = ranked.last(count, self.axis)
+    whole = _plain(views, count)
+    if q.shape[3] == 1 and whole is not None:
+      block, (q_at,) = tile_slots(whole, self.platform), own
+      view = ranked.alone(whole, each[0][1], last, block)
+      context = Context(q_at, view.at, view.mask or self.mask)
+      args = ScoreArgs(self.scores, self.terms, context)
+      return decode_attention(q, view, args, self.platform)
     partials = []
     for view, q_at, (found, k_at) in zip(views, own, each, strict=True):
-      allow = last.reads(found, k_at.pos)[:, None, None]
+      allow = last.reads(found, k_at.pos[:, None])[:, None, None]
       context = Context(q_at, view.at, view.mask or self.mask, allow)
       args = ScoreArgs(self.scores, self.terms, context)
       partials.append(decode_attention(q, view, args, self.platform))

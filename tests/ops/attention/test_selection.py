@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringjax.ops.attention import selection
+from ringjax.ops.attention import selection, views
 from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.selection import KeySelection, chosen_pairs
@@ -15,7 +15,7 @@ from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords
 from tests.helpers import make_mesh
 
-B, T, S, HEADS, DIM, FIRST, INDEX = 2, 40, 64, 3, 6, 4, 2
+B, T, S, HEADS, DIM, FIRST, INDEX = 2, 40, 640, 3, 6, 4, 2
 SCALE = 0.4
 
 
@@ -105,16 +105,23 @@ def test_pairs(ties, parts, monkeypatch):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
-  ("shards", "queries"),
-  [(1, 1), (4, 3), pytest.param(1, T, marks=pytest.mark.long),
-   pytest.param(2, T, marks=pytest.mark.long)],
+  ("shards", "queries", "cut"),
+  [(1, 1, S), (4, 3, 40),
+   *(pytest.param(*x, marks=pytest.mark.long)
+     for x in ((2, 1, S), (4, 1, S), (4, 1, 40), (1, T, S), (2, T, 40)))],
 )  # fmt: skip
-def test_reading_a_cache(shards, queries, ties, monkeypatch):
-  """Two views over any number of shards, some queries at a time."""
+def test_reading_a_cache(shards, queries, cut, ties, monkeypatch):
+  """One view or two over any number of shards, some queries at a time.
+
+  One query takes the keys that it reads out of the only view, where they are
+  at most half of a shard's slots.
+  """
   rng = np.random.default_rng(1)
   x = operands(rng, queries, ties)
   q_at, k_at = coordinates(rng, queries)
   monkeypatch.setattr(selection, "_ROWS", 16 * HEADS)
+  # Tiles of 128 slots, of which the last begins early.
+  monkeypatch.setitem(views.TILE_BYTES, "cpu", 1)
   mesh = make_mesh(shards, "auto") if shards > 1 else None
   axis = None if mesh is None else "seq"
 
@@ -127,7 +134,7 @@ def test_reading_a_cache(shards, queries, ties, monkeypatch):
     out = ShardedDecode(mesh=mesh, axis=axis)(
       Scores(scale=SCALE),
       jnp.transpose(x["q"], (0, 2, 1, 3))[:, None],
-      (view(slice(0, 24)), view(slice(24, S))),
+      tuple(map(view, (slice(0, cut), slice(cut, S))[: 1 + (cut < S)])),
       Terms(),
       Coords(jnp.asarray(q_at), jnp.ones_like(q_at)),
       Causal(),
