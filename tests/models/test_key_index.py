@@ -12,6 +12,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError
 from ringjax.eval.entropy import attention_statistics
+from ringjax.infer.contexts.combine import APE
 from ringjax.nn import sharding_context
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.attention import selection
@@ -149,6 +150,15 @@ def test_what_is_refused(load):
   )
   found = attention_statistics(model, tokens[:, :COUNT])
   close(found.logits, EXPECTED.logits[:, :COUNT])
+  contexts = [tokens[0, :12], tokens[1, :12]]
+  session = rj.infer.context_session(
+    model, contexts, APE(temperature=0.9, scale=0.9), capacity=32
+  )
+  refused(
+    OptionError,
+    lambda: model(tokens[:1, 20:26], cache=session.cache),
+    "weighed by all of their keys",
+  )
   config = checkpoints.config(NAME)
   for change, word in (
     ({"q_lora_rank": None}, "q_lora_rank"),
