@@ -175,7 +175,7 @@ def test_what_is_refused(load):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_positions_that_a_cache_rotates_later(load):
   """Keys of the index turn as those of the layer, wherever they are read."""
   model, _ = load()
