@@ -22,6 +22,8 @@ class KeyReading:
     rope: the rotation of keys and queries, or None.
     first: the first dim of a head that it rotates.
     late: whether a norm with weights comes behind the rotation.
+    most: how many keys a query reads, of those that it sees, which an index
+      chooses; None: all.
   """
 
   groups: int
@@ -31,6 +33,7 @@ class KeyReading:
   rope: Rope | None = None
   first: int = 0
   late: bool = False
+  most: int | None = None
 
   def rotation(self, length: Lengths) -> Rotation:
     """Of keys that are stored before it, for a context of `length` tokens."""

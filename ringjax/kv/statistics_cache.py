@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
+from ringjax.errors import OptionError
 from ringjax.kv.base import KV, FreshLayer, NoCache
 from ringjax.kv.cache import model_layers
 from ringjax.kv.state import StateShape
@@ -85,8 +86,20 @@ class StatisticsCache(NoCache):
       rows: the queries.
       tokens: T.
       keep: see the attributes, as the others.
+
+    Raises:
+      OptionError: layers that read only some of so many keys.
     """
     batch, many = rows.shape
+    for shape in shapes:
+      most = getattr(getattr(shape, "reading", None), "most", None)
+      if most is not None and most < tokens:
+        raise OptionError(
+          "tokens",
+          f"{tokens}, of which layers read the {most} that an index chooses",
+          f"at most {most}, which are all read",
+          "pass a shorter text: statistics are of weights of all keys",
+        )
     wide = wide_dtype(dtype)
 
     def empty(shape: Any) -> PyTree:

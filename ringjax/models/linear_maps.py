@@ -58,7 +58,16 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
 
 
 # Maps that choose or gate.
-_CHOOSING = (".router", ".shared_gate", ".beta", ".step", ".step_down")
+_CHOOSING = (
+  ".router",
+  ".shared_gate",
+  ".beta",
+  ".step",
+  ".step_down",
+  ".index.q",
+  ".index.k",
+  ".index.weights",
+)
 
 
 def used_as_array(model: Transformer, path: str) -> bool:

@@ -5,7 +5,10 @@ token, beside one rotated key that the heads share. Where the keys travel they
 are expanded from c; where they stay in a cache the same linear maps are moved
 to the query and to the output, and attention is to c itself: one kv head, whose
 value is part of its key.
-Cost: a cache of (latent + rotated) numbers a token and layer, not 2 N H.
+With an index a query reads only the keys that it finds best; a key of the
+index is kept behind each latent.
+Cost: a cache of (latent + rotated) numbers a token and layer, not 2 N H; with
+an index its key beside, which absorbed attention multiplies by 0.
 Ref:  DeepSeek-AI 2024, arXiv 2405.04434.
 """
 
@@ -22,10 +25,12 @@ from jaxtyping import Array, Float
 from ringjax.kv.base import KV, LayerCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.reading import KeyReading
+from ringjax.nn.key_index import KeyIndex
 from ringjax.nn.linear import Identity, Linear, RMSNorm
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.scores import Scores
+from ringjax.ops.attention.selection import KeySelection
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
@@ -48,6 +53,7 @@ class Latent:
     eps: of the norms of the latents.
     mask: who sees whom.
     unturned: of layers without a rotation, dims whose keys the heads share.
+    index: chooses the keys that are read; None: all.
   """
 
   heads: int
@@ -61,11 +67,26 @@ class Latent:
   eps: float
   mask: Mask = Causal()
   unturned: int = 0
+  index: KeyIndex | None = None
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
     """What the tables of a call have to be made for."""
-    return () if self.rope is None else (self.rope,)
+    found = dict.fromkeys((self.rope, self.row_rope))
+    return tuple(rope for rope in found if rope is not None)
+
+  @property
+  def row_rope(self) -> Rope | None:
+    """Of what is kept of a token, from behind the latent on."""
+    if self.rope is None or self.index is None:
+      return self.rope
+    return dataclasses.replace(self.rope, copies=2)
+
+  @property
+  def row(self) -> int:
+    """How many numbers are kept of a token."""
+    index = 0 if self.index is None else self.index.dim
+    return self.latent + self.shared + index
 
   @property
   def shared(self) -> int:
@@ -87,14 +108,15 @@ class Latent:
     return LayerCacheSpec(
       layers,
       1,
-      self.latent + self.shared,
+      self.row,
       0,
       reading=KeyReading(
         groups=self.heads,
         scores=Scores(scale=self.scale),
         mask=self.mask,
-        rope=self.rope,
+        rope=self.row_rope,
         first=self.latent,
+        most=None if self.index is None else self.index.count,
       ),
     )
 
@@ -140,6 +162,12 @@ class LatentLayer(nnx.Module):
       ("heads", None, "embed"),
       bias=spec.bias,
     )
+    index = spec.index
+    self.index = (
+      None
+      if index is None
+      else index.build(rngs, embed, size or embed, spec.rope)
+    )
 
   def __call__(
     self,
@@ -150,32 +178,52 @@ class LatentLayer(nnx.Module):
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec
-    q, down = attend.rows(
-      lambda x: (self.q(self.q_norm(self.q_down(x))), self.kv_down(x)), x
-    )
+    q, down, index = attend.rows(self._maps, x)
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
     turned, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
     latent = self.kv_norm(down[..., : spec.latent])
-    shared = down[..., None, spec.latent :]
-    row = jnp.concatenate([latent[:, :, None], shared], -1)
-    row = jnp.swapaxes(row, 1, 2)
-    rotation = tokens.rotation(spec.rope, first=spec.latent)
+    parts = [latent, down[..., spec.latent :]]
+    if spec.index is not None:
+      parts.append(index[2])
+    row = jnp.concatenate(parts, -1)[:, None]
+    rotation = tokens.rotation(spec.row_rope, first=spec.latent)
     cache = cache.append(row, row[..., :0], tokens.at, rotation)
     cache = cache.observe(
-      lambda: jnp.concatenate([self._into(q_plain), q_turned], -1),
-      lambda: jnp.concatenate([self._into(q_plain), turned], -1),
+      lambda: self._reading(q_plain, q_turned),
+      lambda: self._reading(q_plain, turned),
     )
-    extras = Extras(scale=spec.scale)
+    selection = None
+    if spec.index is not None:
+      selection = KeySelection(
+        q=tokens.rotate(spec.rope, index[0]),
+        weights=index[1],
+        count=spec.index.count,
+        first=spec.latent + spec.shared,
+      )
+    extras = Extras(scale=spec.scale, selection=selection)
     if attend.resident:
       out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
     else:
       q = jnp.concatenate([q_plain, q_turned], -1)
       # What the cache makes of them: a codec may have changed them.
       assert cache.fresh is not None
-      row = jnp.swapaxes(cache.fresh.k, 1, 2)
-      latent, turned = row[:, :, 0, : spec.latent], row[..., spec.latent :]
+      row = cache.fresh.k[:, 0]
+      end = spec.latent + spec.shared
+      latent, turned = row[..., : spec.latent], row[..., spec.latent : end]
+      if selection is not None:
+        selection = dataclasses.replace(selection, keys=row[..., end:])
+        extras = dataclasses.replace(extras, selection=selection)
+      turned = turned[:, :, None]
       out = self._expanded(q, latent, turned, tokens, attend, extras)
     return attend.rows(self.o, out), cache
+
+  def _maps(self, x: Float[Array, "B T D"]) -> tuple[Any, ...]:
+    """Queries, latents, and the index's queries, weights and keys."""
+    latent = self.q_norm(self.q_down(x))
+    q, down = self.q(latent), self.kv_down(x)
+    if self.index is None:
+      return q, down, ()
+    return q, down, (*self.index.queries(x, latent), self.index.keys(x))
 
   def _expanded(
     self,
@@ -208,6 +256,12 @@ class LatentLayer(nnx.Module):
       "btnh,cnh->btnc", q, weight, preferred_element_type=q.dtype
     )
 
+  def _reading(self, q_plain: jax.Array, q_turned: jax.Array) -> jax.Array:
+    """Queries of what is kept of a token: nothing of the index's keys."""
+    q = jnp.concatenate([self._into(q_plain), q_turned], -1)
+    over = self.spec.row - q.shape[-1]
+    return jnp.pad(q, [(0, 0)] * 3 + [(0, over)]) if over else q
+
   def _absorbed(
     self,
     q_plain: jax.Array,
@@ -219,12 +273,11 @@ class LatentLayer(nnx.Module):
   ) -> jax.Array:
     spec = self.spec
     out_of = self.kv.weight[...][..., spec.plain :]
-    q = self._into(q_plain)
     # A value is the first part of its key: weighing whole keys and cutting
     # the sum spares a copy of all keys.
     views = cache.views(apart=tokens.tree is not None)
     keys = _Keys(found=tuple(view.keys_alone() for view in views))
-    q = jnp.concatenate([q, q_turned], -1)
+    q = self._reading(q_plain, q_turned)
     seen = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
       "btnc,cnj->btnj", seen, out_of, preferred_element_type=seen.dtype

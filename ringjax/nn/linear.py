@@ -20,7 +20,8 @@ from ringjax.ops.norm import layer_norm, rms_norm
 class Linear(nnx.Module):
   """y[..., out] = x[..., in] . weight[in, out] + bias[out].
 
-  `inputs` and `outputs` are groups of axes, such as (D,) and (N, H).
+  `inputs` and `outputs` are groups of axes, such as (D,) and (N, H). The weight
+  of a `wide` one stays float32 when the model is cast.
   """
 
   # Axes of the weight, as it is named, in front of those.
@@ -34,9 +35,12 @@ class Linear(nnx.Module):
     axes: tuple[str | None, ...],
     *,
     bias: bool = False,
+    wide: bool = False,
   ):
     self.contracted = len(inputs)
-    self.weight = param(rngs, inputs + outputs, axes, fan_in=math.prod(inputs))
+    self.weight = param(
+      rngs, inputs + outputs, axes, fan_in=math.prod(inputs), wide=wide
+    )
     self.bias = (
       param(rngs, outputs, axes[len(inputs) :], value=0.0) if bias else None
     )

@@ -31,10 +31,15 @@ from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.select import Auto
+from ringjax.ops.attention.selection import (
+  KeySelection,
+  by_chunks,
+  chosen_pairs,
+)
 from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.feedforward import blockwise_feedforward
-from ringjax.ops.mask import Coords, Everything, Mask, SameSegment
+from ringjax.ops.mask import Causal, Coords, Everything, Mask, SameSegment
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 from ringjax.parallel.mesh import automatic
@@ -42,6 +47,9 @@ from ringjax.parallel.place import AUTO
 
 _BATCH_AXES = ("replica", "data")
 _HEADS = "model"
+# Pairs of queries and keys of a device of which it is noted at once which are
+# read, a byte each.
+_PAIRS = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +61,14 @@ class Extras:
     soft_cap: of the logits.
     sinks: [N].
     slopes: [N], ALiBi.
+    selection: chooses the keys that each query reads; None: it reads all.
   """
 
   scale: float
   soft_cap: float | None = None
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
+  selection: KeySelection | None = None
 
 
 @runtime_checkable
@@ -215,11 +225,14 @@ class ShardingContext:
 
   def constrain(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "B T *d"]:
     """Tells the compiler where activations [B, T, ...] lie."""
-    if self.mesh is None:
-      return x
-    return jax.lax.with_sharding_constraint(
-      x, NamedSharding(self.mesh, self.spec(x))
-    )
+    return x if self.mesh is None else self.constrained(x, self.spec(x))
+
+  def constrained(
+    self, x: Shaped[Array, " ..."], spec: P
+  ) -> Shaped[Array, " ..."]:
+    """Tells the compiler that an array lies on the mesh as `spec` says."""
+    assert self.mesh is not None
+    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
   def everywhere(self, tree: PyTree) -> Any:
     """Tells the compiler that each device has all of it.
@@ -310,6 +323,10 @@ class ContextParallel(ShardingContext):
     """[B, T, N, J] from queries [B, T, N, H]."""
     assert cache.fresh is not None
     k, v, _ = cache.fresh
+    if extras.selection is not None:
+      shards = 1 if self.around is None else collectives.axis_size(self.around)
+      if extras.selection.count < k.shape[2] * shards:
+        return self._selective(q, tokens, cache.fresh, mask, extras)
     return dot_product_attention(
       q,
       jnp.swapaxes(k, 1, 2),
@@ -328,6 +345,71 @@ class ContextParallel(ShardingContext):
       sinks=extras.sinks,
       alibi_slopes=extras.slopes,
     )
+
+  def _selective(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> jax.Array:
+    """[B, T, N, J] from queries that read the keys they choose.
+
+    The index's keys go to all shards; then the strategy moves all others, in
+    long contexts several times, for some queries each.
+    """
+    selection, around = extras.selection, self.around
+    assert selection is not None and selection.keys is not None
+    seen = mask & self.segments if tokens.segmented else mask
+    at, shards = tokens.at, self.size
+    every = selection.keys, at
+    if around is not None:
+      every = collectives.gather(every, around, 1)
+    elif self.mesh is not None:
+      batch = self.batch_axes(q.shape[0]) or None
+
+      def all_here(x: jax.Array) -> jax.Array:
+        spec = P(batch if x.shape[0] == q.shape[0] else None)
+        return self.constrained(x, spec)
+
+      every = jax.tree.map(all_here, every)
+    keys, k_at = every
+    k, v = (jnp.swapaxes(x, 1, 2) for x in fresh[:2])
+    wide = lambda x: jnp.broadcast_to(x, q.shape[:2])
+    given = q, selection.without_keys(), Coords(*map(wide, at))
+    pairs = q.shape[0] * (q.shape[1] // shards) * keys.shape[1]
+    parts = -(-pairs // _PAIRS)
+
+    def some(each: PyTree) -> jax.Array:
+      q, selection, q_at = each
+      allow = self.constrain(
+        chosen_pairs(selection, q_at, keys, k_at, seen, shards)
+      )
+      derived = tokens.derived and q.shape[1] == k.shape[1]
+      return dot_product_attention(
+        q,
+        k,
+        v,
+        mask=allow[:, None],
+        # Of pairs, so that tiles are left out beforehand.
+        is_causal=isinstance(mask, Causal),
+        scale=extras.scale,
+        mesh=self.mesh,
+        axis=self.axis,
+        **self.shares(q.shape[0], q.shape[2], k.shape[2]),
+        layout=self.layout,
+        strategy=self.strategy,
+        q_positions=None if derived else q_at.pos,
+        kv_positions=None if derived else at.pos,
+        logits_soft_cap=extras.soft_cap,
+        sinks=extras.sinks,
+        alibi_slopes=extras.slopes,
+      )
+
+    # Else the backward pass keeps of all parts which pairs are read.
+    run = some if parts == 1 else jax.checkpoint(some)
+    return by_chunks(run, given, parts, shards)
 
   def across(
     self,
@@ -422,7 +504,7 @@ class ChainParallel(ContextParallel):
     weights: PyTree,
     x: Shaped[Array, "B T D"],
   ) -> jax.Array:
-    def flat(w: jax.Array, x: jax.Array) -> jax.Array:
+    def flat(w: PyTree, x: jax.Array) -> jax.Array:
       return f(w, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     return self._walk(flat, weights, x)
@@ -573,6 +655,7 @@ class CachedAttention(ShardingContext):
       Terms(slopes=grouped(extras.slopes), sinks=grouped(extras.sinks)),
       at,
       mask,
+      extras.selection,
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
 

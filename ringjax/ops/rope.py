@@ -240,6 +240,8 @@ class Rope:
     interleaved: whether neighbours make a pair, or the two halves do.
     scaling: how long contexts are fitted in.
     reverse: whether it turns the other way.
+    copies: how many times there are `dims` that turn, one behind another, all
+      by the same angles.
   """
 
   theta: float
@@ -247,6 +249,7 @@ class Rope:
   interleaved: bool = False
   scaling: Unscaled = Unscaled()
   reverse: bool = False
+  copies: int = 1
 
   def tables(
     self, positions: Int[Array, "#B T"], length: Lengths | None
@@ -277,9 +280,15 @@ class Rope:
 
   @property
   def pairs(self) -> np.ndarray:
-    """Which of the frequencies turns each of the first `dims`, int [dims]."""
+    """Which of the frequencies turns each of the first dims, int [turned]."""
     each = np.arange(self.dims // 2)
-    return np.repeat(each, 2) if self.interleaved else np.tile(each, 2)
+    one = np.repeat(each, 2) if self.interleaved else np.tile(each, 2)
+    return np.tile(one, self.copies)
+
+  @property
+  def turned(self) -> int:
+    """Dims that turn, in all copies."""
+    return self.copies * self.dims
 
   def rotate(
     self,
@@ -287,6 +296,11 @@ class Rope:
     tables: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]],
   ) -> Float[Array, "B T N H"]:
     """Rotates queries or keys by the tables of their positions."""
+    if self.copies > 1:
+      parts = jnp.split(x[..., : self.turned], self.copies, -1)
+      one = dataclasses.replace(self, copies=1)
+      parts = [one.rotate(part, tables) for part in parts]
+      return jnp.concatenate([*parts, x[..., self.turned :]], -1)
     cos, sin = (t[:, :, None] for t in tables)
     turned, rest = x[..., : self.dims], x[..., self.dims :]
     wide = turned.astype(jnp.float32)

@@ -47,6 +47,7 @@ FAMILIES = {
   "alibi": "falcon_rw",
   "chunked": "llama4_text",
   "recurrent": "qwen3_next",
+  "selected": "deepseek_v32",
 }
 # Kinds with a codec for each head, and the kinds whose codecs these are.
 PER_HEAD = {

@@ -91,7 +91,8 @@ def parallel(prefix, contexts, question):
   [("llama3", 4),
    *(pytest.param(*each, marks=pytest.mark.long)
      for each in (("llama3", 1), ("gemma2", 2), ("deepseek_v3", 2),
-                  ("gpt_oss", 1), ("falcon_rw", 2), ("llama3", 8)))],
+                  ("gpt_oss", 1), ("falcon_rw", 2), ("llama3", 8),
+                  ("deepseek_v32", 2)))],
 )  # fmt: skip
 def test_parallel_is_one_pass(family, shards):
   contexts, question = texts()

@@ -28,6 +28,7 @@ KINDS = (
   "gemma3_text",  # two rotations
   "gpt_oss",  # sinks, windows, experts
   "deepseek_v3",  # latent keys, absorbed when decoding
+  "deepseek_v32",  # keys that an index chooses
   "llama4_text",  # chunked layers, layers without rotation
   "falcon_rw",  # ALiBi
   "mixtral",  # experts

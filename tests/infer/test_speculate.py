@@ -78,7 +78,7 @@ def test_no_token_changes(loaded, name):
 
 EVERY = list(itertools.product(
   ("gpt_oss", "deepseek_v3", "gemma3_text", "llama4_text", "olmo2",
-   "falcon_rw", "mixtral", "qwen3"),
+   "falcon_rw", "mixtral", "qwen3", "deepseek_v32"),
   ("lookup", "model", "self", "tree"),
   ("greedy", "drawn", "penalised"),
 ))  # fmt: skip

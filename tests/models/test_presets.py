@@ -18,6 +18,8 @@ PUBLISHED = {
   "bamba-9b": 9_780,
   "deepseek-v2-lite": 15_706,
   "deepseek-v3": 671_000,
+  # 14 million more in each layer, of the index.
+  "deepseek-v3.2": 671_880,
   "falcon-7b": 6_920,
   "falcon-h1-0.5b": 521,
   "gemma-3-27b": 27_010,

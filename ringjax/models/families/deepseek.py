@@ -1,8 +1,9 @@
-"""DeepSeek-V2 and V3: latent attention, grouped routing; dots.llm1 and GLM-4.5,
-which have the routing alone."""
+"""DeepSeek-V2 and V3: latent attention, grouped routing; V3.2, with an index of
+keys beside; dots.llm1 and GLM-4.5, which have the routing alone."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.feedforward import Experts, Gated, Grouped
+from ringjax.nn.key_index import KeyIndex
 from ringjax.nn.latent import Latent
 from ringjax.ops.rope import Unscaled, yarn_magnitude
 
@@ -141,6 +143,35 @@ def _v3(r: ConfigReader) -> TransformerConfig:
   return model(r, "deepseek_v3", attend, feedforwards, rms(r))
 
 
+def _v32(r: ConfigReader) -> TransformerConfig:
+  """V3, whose queries read only the keys that an index finds best."""
+  r.must_be("rope_interleave", True, default=True)
+  attend = _latent(r, interleaved=True)
+  if attend.query_latent is None:
+    raise r.error("q_lora_rank", None, "a size: the index reads that latent")
+  assert attend.rope is not None
+  dim = r.whole("index_head_dim", default=128)
+  if dim < attend.rope.dims:
+    want = f"at least the {attend.rope.dims} of qk_rope_head_dim"
+    raise r.error("index_head_dim", dim, want)
+  index = KeyIndex(
+    heads=r.whole("index_n_heads", default=64),
+    dim=dim,
+    count=r.whole("index_topk", default=2048),
+  )
+  r.must_be("scoring_func", "sigmoid", default="sigmoid")
+  r.must_be("topk_method", "noaux_tc", default="noaux_tc")
+  r.must_be("mlp_bias", False, default=False)
+  r.only("layer_types", ["indexed_attention"] * r.layers())
+  feedforwards = _grouped(
+    r, groups=8, best=4, scale=2.5, first=3, renormalise=True
+  )
+  names = ["dense" if isinstance(f, Gated) else "sparse" for f in feedforwards]
+  r.only("mlp_layer_types", names)
+  attend = dataclasses.replace(attend, index=index)
+  return model(r, "deepseek_v32", attend, feedforwards, rms(r))
+
+
 def _v2(r: ConfigReader) -> TransformerConfig:
   """Experts by a softmax; a group is as good as its best expert."""
   attend = _latent(r, interleaved=True)
@@ -226,6 +257,10 @@ def _names(config: TransformerConfig) -> TensorNames:
       "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
       "attention.kv_norm": "self_attn.kv_a_layernorm",
       "attention.kv": "self_attn.kv_b_proj",
+      "attention.index.q": "self_attn.indexer.wq_b",
+      "attention.index.k": "self_attn.indexer.wk",
+      "attention.index.k_norm": "self_attn.indexer.k_norm",
+      "attention.index.weights": "self_attn.indexer.weights_proj",
       **_ROUTED,
     },
     leaves=_CORRECTION,
@@ -245,6 +280,7 @@ def _unread(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 FAMILIES = (
   Family(name="deepseek_v3", config=_v3, names=_names, unread=_unread),
+  Family(name="deepseek_v32", config=_v32, names=_names, unread=_unread),
   Family(name="deepseek_v2", config=_v2, names=_names),
   Family(name="dots1", config=_dots1, names=_GROUPED_NAMES),
   Family(

@@ -25,12 +25,14 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
+from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
 from ringjax.ops.attention.paged import heads_as_examples
 from ringjax.ops.attention.per_head import PerHeadView
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.selection import KeySelection, SelectiveVisit
 from ringjax.ops.attention.views import (
   ApartView,
   KVView,
@@ -88,8 +90,12 @@ class ShardedDecode:
     terms: Terms,
     q_at: Coords,
     mask: Mask,
+    selection: KeySelection | None = None,
   ) -> jax.Array:
-    """[B, K, G, T, J] in q's dtype from queries [B, K, G, T, H]."""
+    """[B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
+
+    With a `selection` they read the keys of one head that it chooses.
+    """
     views = tuple(views)
     manual = {*collectives.names(self.axis)}
     if self.whole and self.mesh is not None:
@@ -101,7 +107,7 @@ class ShardedDecode:
     rebuilt = lambda arrays: jax.tree.unflatten(
       structure, [arrays[which[id(x)]] for x in leaves]
     )
-    local, decoder = self._on_device(manual, q, leaves[0])
+    local, decoder, platform = self._on_device(manual, q, leaves[0])
     batch = self.batch_axes if self.whole else ()
     heads = self.head_axes if self.whole else ()
     visit = functools.partial(
@@ -111,10 +117,13 @@ class ShardedDecode:
       few=self.few,
       scores=scores,
       head_axes=heads,
+      platform=platform,
     )
     if not manual:
       unsunk = terms._replace(sinks=None)
-      found = visit(q=q, at=q_at, terms=unsunk, mask=mask).over(views)
+      found = visit(
+        q=q, at=q_at, terms=unsunk, mask=mask, selection=selection
+      ).over(views)
       return _finish(found, q, terms)
     of_heads = (heads, ()) if q.shape[1] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
@@ -129,20 +138,29 @@ class ShardedDecode:
     )
 
     def run(
-      q: jax.Array, arrays: PyTree, q_at: Coords, terms: Terms, mask: Mask
+      q: jax.Array,
+      arrays: PyTree,
+      q_at: Coords,
+      terms: Terms,
+      mask: Mask,
+      selection: KeySelection | None,
     ) -> jax.Array:
       sinks = Terms(sinks=terms.sinks)
-      q, arrays, q_at, slopes, mask = collectives.vary(
-        (q, arrays, q_at, terms.slopes, mask), over
+      q, arrays, q_at, slopes, mask, selection = collectives.vary(
+        (q, arrays, q_at, terms.slopes, mask, selection), over
       )
       if self.sharded or self.masters:
         assert self.axis is not None
         q = collectives.gather(q, self.axis, cut)
-        q_at = collectives.gather(q_at, self.axis, cut_at)
+        q_at, selection = collectives.gather(
+          (q_at, selection), self.axis, cut_at
+        )
       spare = 0
       if self.masters:
         spare = q.shape[0] - rows
-        q, q_at = jax.tree.map(lambda x: x[:rows], (q, q_at))
+        q, q_at, selection = jax.tree.map(
+          lambda x: x[:rows], (q, q_at, selection)
+        )
       here = visit(
         q=q,
         at=Coords(*q_at),
@@ -151,6 +169,7 @@ class ShardedDecode:
         axis=self.axis,
         scatter=cut if self.sharded or self.masters else None,
         spare=spare,
+        selection=selection,
       )
       return _finish(here.over(rebuilt(arrays)), q, sinks)
 
@@ -168,17 +187,18 @@ class ShardedDecode:
         coords_specs(q_at, q.shape[0], by_row, at_q),
         P(*of_heads),
         jax.tree.map(per_example, mask),
+        selection and selection.specs(by_row, at_q),
       ),
       out_specs=queries,
       axis_names=manual,
       # The interpreters of Pallas do not know what varies.
       check_vma=not getattr(local, "interpret", False),
-    )(q, arrays, q_at, terms, mask)
+    )(q, arrays, q_at, terms, mask, selection)
 
   def _on_device(
     self, manual: set[str], q: jax.Array, k: jax.Array
-  ) -> tuple[Any, Any]:
-    """What computes many queries and few, on the devices of the call."""
+  ) -> tuple[Any, Any, str]:
+    """What computes many queries and few on the call's devices; these."""
     opened = self.mesh if manual else None
     platform, kind, alone = device_of(
       CallSharding(axis=self.axis, mesh=opened), (q, k)
@@ -188,7 +208,8 @@ class ShardedDecode:
     local = self.local
     if hasattr(local, "on_device"):
       local = local.on_device(platform, kind, alone)
-    return local, local if hasattr(local, "decode") else Loops(platform)
+    decoder = local if hasattr(local, "decode") else Loops(platform)
+    return local, decoder, platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +230,8 @@ class CacheVisit:
     scatter: the dimension of the queries of which each shard is left with its
       own part; None for none.
     spare: rows of other calls than the cache's, behind these; empty.
+    selection: chooses the keys that are read; None: all.
+    platform: of the device.
   """
 
   q: Float[Array, "B K G T H"]
@@ -223,11 +246,20 @@ class CacheVisit:
   head_axes: tuple[str, ...] = ()
   scatter: int | None = None
   spare: int = 0
+  selection: KeySelection | None = None
+  platform: str = "cpu"
 
   def over(self, views: Sequence[KVView]) -> Partial:
     """The partial of the keys of all views and shards."""
     apart = [view for view in views if isinstance(view, ApartView)]
     rest = [view for view in views if not isinstance(view, ApartView)]
+    if apart and self.selection is not None:
+      raise OptionError(
+        "cache",
+        "contexts that are weighed by all of their keys",
+        "a model whose layers read all keys, not those of an index",
+        "read the contexts as one prompt",
+      )
     found = self.combined(self.on_shard(rest))
     for view in apart:
       found = view.joined(found, self)
@@ -235,6 +267,20 @@ class CacheVisit:
 
   def on_shard(self, views: Sequence[KVView]) -> Partial:
     """The partial of the keys of this shard."""
+    if self.selection is not None:
+      # Of keys in the basis in which the index's are.
+      plain = [view.aligned(self.q, keys=False).view for view in views]
+      visit = SelectiveVisit(
+        selection=self.selection,
+        scores=self.scores,
+        terms=self.terms,
+        at=self.at,
+        mask=self.mask,
+        axis=self.axis,
+        platform=self.platform,
+      )
+      if visit.chooses(plain):
+        return visit.partial(self.q, plain)
     return functools.reduce(merge, map(self._of_view, views))
 
   def _of_view(self, view: KVView) -> Partial:

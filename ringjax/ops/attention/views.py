@@ -509,13 +509,16 @@ def decode_attention(
   args: ScoreArgs,
   platform: str = "cpu",
 ) -> Partial:
-  """The partial of a few queries over the keys of a view."""
+  """The partial of a few queries over the keys of a view.
+
+  Pairs of `args.context.allow` are of keys in whole tiles, see `tiled`.
+  """
   rows, block = q.shape[3], tile_slots(keys, platform)
   args = args.of_keys(tiled(args.context.k, block), 0)
   context = args.context
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
   # The tiles of a view that streams are read in one loop.
-  ordered = in_order(keys)
+  ordered = in_order(keys) or context.allow is not None
   lists = tile_lists(kinds, masked=ordered)
 
   def step(

@@ -86,7 +86,7 @@ class RotatedRows(NamedTuple):
     pair = np.full(dim, -1)
     if rotation is not None and rotation.rope is not None:
       rope = rotation.rope
-      pair[rotation.first : rotation.first + rope.dims] = rope.pairs
+      pair[rotation.first : rotation.first + rope.turned] = rope.pairs
     found: dict[tuple[int, ...], int] = {}
     slots = [
       None if max(own) < 0 else found.setdefault(tuple(own), len(found))
@@ -110,7 +110,7 @@ class RotatedRows(NamedTuple):
       return found
     rope = rotation.rope
     own = rope.frequencies(rotation.length)[rope.pairs]
-    return found.at[rotation.first : rotation.first + rope.dims].set(own)
+    return found.at[rotation.first : rotation.first + rope.turned].set(own)
 
   def queries(
     self,
@@ -132,7 +132,7 @@ class RotatedRows(NamedTuple):
       assert rotation is not None and rotation.rope is not None
       crossed = rotation.quarter(wide)
       size = np.ones((1, 1, 1, q.shape[3]), np.float32)
-      turned = slice(rotation.first, rotation.first + rotation.rope.dims)
+      turned = slice(rotation.first, rotation.first + rotation.rope.turned)
       size[..., turned] = rotation.rope.scaling.magnitude
       wide, crossed = (x * size for x in (wide, crossed))
     by_head = lambda x: x.astype(jnp.float32)[None, :, None]

@@ -1,0 +1,99 @@
+"""The index of a layer whose queries read only the keys that it finds best.
+
+Guarantees: the scores of the lightning indexer of DeepSeek-V3.2 without what
+is there for speed alone, a Hadamard rotation of both sides and 8-bit numbers,
+which do not change a product but by rounding.
+Cost: a map of the queries' latent to I heads of E numbers, and one key of E
+numbers a token, which is stored behind the layer's own key.
+Training: no gradient flows through a choice, so the index's weights stay as
+they are.
+Ref:  DeepSeek-AI 2025, DeepSeek-V3.2-Exp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from ringjax.nn.linear import LayerNorm, Linear
+from ringjax.ops.rope import Rope
+from ringjax.ops.softmax import wide_dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyIndex:
+  """An index of keys.
+
+  Attributes:
+    heads: I, of its queries; they share the keys.
+    dim: E.
+    count: how many keys a query reads at most.
+    eps: of the norm of the keys.
+  """
+
+  heads: int
+  dim: int
+  count: int
+  eps: float = 1e-6
+
+  def build(
+    self, rngs: nnx.Rngs, embed: int, query: int, rope: Rope | None
+  ) -> KeyIndexLayer:
+    """The module, whose queries are made of vectors of `query` numbers.
+
+    `rope` rotates the layer's keys. The first dims of the index's turn as
+    much, in pairs of the two halves of them.
+    """
+    return KeyIndexLayer(rngs, self, embed, query, rope)
+
+
+class KeyIndexLayer(nnx.Module):
+  """The module of `KeyIndex`."""
+
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    spec: KeyIndex,
+    embed: int,
+    query: int,
+    rope: Rope | None,
+  ):
+    self.spec = spec
+    self._mixed = rope.dims if rope is not None and rope.interleaved else 0
+    self.q = Linear(rngs, (query,), (spec.heads, spec.dim), (None, None, None))
+    self.k = Linear(rngs, (embed,), (spec.dim,), ("embed", None))
+    self.k_norm = LayerNorm(rngs, (spec.dim,), (None,), eps=spec.eps, bias=True)
+    self.weights = Linear(
+      rngs, (embed,), (spec.heads,), ("embed", None), wide=True
+    )
+
+  def queries(
+    self, x: Float[Array, "B T D"], latent: Float[Array, "B T Q"]
+  ) -> tuple[Float[Array, "B T I E"], Float[Array, "B T I"]]:
+    """Queries before their rotation, and the weights of their scores."""
+    spec = self.spec
+    weights = self.weights(x.astype(jnp.float32)).astype(wide_dtype(x.dtype))
+    scale = (spec.heads * spec.dim) ** -0.5
+    q = self._paired(self.q(latent))
+    return lax.stop_gradient((q, weights * jnp.asarray(scale, weights.dtype)))
+
+  def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+    """Keys before their rotation."""
+    return lax.stop_gradient(self._paired(self.k_norm(self.k(x))))
+
+  def _paired(self, x: jax.Array) -> jax.Array:
+    """With pairs of the two halves of the dims that turn as neighbours.
+
+    So one rotation serves these and the layer's own keys; products of queries
+    and keys are the same in any order.
+    """
+    if not self._mixed:
+      return x
+    halves = jnp.split(x[..., : self._mixed], 2, -1)
+    turned = jnp.stack(halves, -1).reshape(*x.shape[:-1], self._mixed)
+    return jnp.concatenate([turned, x[..., self._mixed :]], -1)

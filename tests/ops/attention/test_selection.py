@@ -1,0 +1,147 @@
+"""Queries that read the keys of an index: against loops in numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringjax.ops.attention import selection, views
+from ringjax.ops.attention.cached import ShardedDecode
+from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.attention.selection import KeySelection, chosen_pairs
+from ringjax.ops.attention.views import ContiguousView
+from ringjax.ops.mask import Causal, Coords
+from tests.helpers import make_mesh
+
+B, T, S, HEADS, DIM, FIRST, INDEX = 2, 40, 640, 3, 6, 4, 2
+SCALE = 0.4
+
+
+def operands(rng, queries, ties):
+  """Rows [latent, index's key] and queries; of few numbers if `ties`."""
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  if ties:
+    draw = lambda *shape: rng.integers(-1, 2, shape).astype(np.float32)
+  return dict(
+    index=draw(B, queries, 2, INDEX),
+    weights=draw(B, queries, 2),
+    q=rng.standard_normal((B, queries, HEADS, DIM)).astype(np.float32),
+    keys=np.concatenate(
+      [
+        rng.standard_normal((B, S, FIRST)).astype(np.float32),
+        draw(B, S, INDEX),
+      ],
+      -1,
+    ),
+  )
+
+
+def best(x, q_at, k_at, count):
+  """bool [B, T, S]: which keys are read, one query after another."""
+  out = np.zeros((B, x["index"].shape[1], S), bool)
+  for b, t in np.ndindex(out.shape[:2]):
+    found = []
+    for s in range(S):
+      if not k_at[1][b, s] or k_at[0][b, s] > q_at[b, t]:
+        continue
+      dots = x["index"][b, t] @ x["keys"][b, s, FIRST:]
+      score = np.float32(x["weights"][b, t] @ np.maximum(dots, 0))
+      found.append((-score, k_at[0][b, s], s))
+    for _, _, s in sorted(found)[:count]:
+      out[b, t, s] = True
+  return out
+
+
+def read(x, pairs):
+  """[B, T, N, FIRST]: attention to these pairs; values are parts of keys."""
+  s = np.einsum("btnd,bsd->btns", x["q"], x["keys"]) * SCALE
+  s = np.where(pairs[:, :, None], s, -np.inf)
+  top = s.max(-1, keepdims=True)
+  p = np.exp(s - np.where(np.isfinite(top), top, 0))
+  p /= np.maximum(p.sum(-1, keepdims=True), 1e-30)
+  return np.einsum("btns,bsd->btnd", p, x["keys"])[..., :FIRST]
+
+
+def coordinates(rng, queries):
+  """Slots in any order, some empty; the last tokens ask."""
+  pos = np.stack([rng.permutation(S) for _ in range(B)]).astype(np.int32)
+  seg = (pos < np.array([S - 7, S])[:, None]).astype(np.int32)
+  last = np.array([S - 7, S])[:, None]
+  return (last - queries + np.arange(queries)).astype(np.int32), (pos, seg)
+
+
+def selected(x, count, **more):
+  return KeySelection(
+    q=jnp.asarray(x["index"]),
+    weights=jnp.asarray(x["weights"]),
+    count=count,
+    first=FIRST,
+    **more,
+  )
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("parts", [1, 5])
+def test_pairs(ties, parts, monkeypatch):
+  """Of equal scores the lowest positions, in whatever order keys are."""
+  rng = np.random.default_rng(0)
+  x = operands(rng, T, ties)
+  q_at, k_at = coordinates(rng, T)
+  many = B * T * 2 * S
+  monkeypatch.setattr(selection, "_HEAD_SCORES", -(-many // parts))
+  ones = np.ones_like(q_at)
+  got = chosen_pairs(
+    selected(x, 9),
+    Coords(jnp.asarray(q_at), jnp.asarray(ones)),
+    jnp.asarray(x["keys"][..., FIRST:]),
+    Coords(*map(jnp.asarray, k_at)),
+    Causal(),
+  )
+  np.testing.assert_array_equal(got, best(x, q_at, k_at, 9))
+  assert np.asarray(got).sum(-1).max() == 9
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+  ("shards", "queries", "cut"),
+  [(1, 1, S), (4, 3, 40),
+   *(pytest.param(*x, marks=pytest.mark.long)
+     for x in ((2, 1, S), (4, 1, S), (4, 1, 40), (1, T, S), (2, T, 40)))],
+)  # fmt: skip
+def test_reading_a_cache(shards, queries, cut, ties, monkeypatch):
+  """One view or two over any number of shards, some queries at a time.
+
+  One query takes the keys that it reads out of the only view, where they are
+  at most half of a shard's slots.
+  """
+  rng = np.random.default_rng(1)
+  x = operands(rng, queries, ties)
+  q_at, k_at = coordinates(rng, queries)
+  monkeypatch.setattr(selection, "_ROWS", 16 * HEADS)
+  # Tiles of 128 slots, of which the last begins early.
+  monkeypatch.setitem(views.TILE_BYTES, "cpu", 1)
+  mesh = make_mesh(shards, "auto") if shards > 1 else None
+  axis = None if mesh is None else "seq"
+
+  def view(part):
+    k = jnp.asarray(x["keys"][None, :, None, part])
+    at = Coords(*(jnp.asarray(a[:, part]) for a in k_at))
+    return ContiguousView(k, k, at, jnp.int32(0))
+
+  def run(x):
+    out = ShardedDecode(mesh=mesh, axis=axis)(
+      Scores(scale=SCALE),
+      jnp.transpose(x["q"], (0, 2, 1, 3))[:, None],
+      tuple(map(view, (slice(0, cut), slice(cut, S))[: 1 + (cut < S)])),
+      Terms(),
+      Coords(jnp.asarray(q_at), jnp.ones_like(q_at)),
+      Causal(),
+      selected(x, 9),
+    )
+    return jnp.transpose(out[:, 0], (0, 2, 1, 3))
+
+  got = jax.jit(run)(jax.tree.map(jnp.asarray, x))[..., :FIRST]
+  want = read(x, best(x, q_at, k_at, 9))
+  np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
