@@ -27,8 +27,29 @@ MODELS = pathlib.Path(__file__).resolve().parent / "fixtures" / "models"
 IMAGES = MODELS.with_name("image_models")
 # The tensors of these that no text reads.
 SIGHT = (
-  "connector", "image_newline", "multi_modal_projector", "vision", "visual",
-)  # fmt: skip
+  "aligner",
+  "audio_tower",
+  "connector",
+  "embed_audio",
+  "embed_vision",
+  "generation_",
+  "high_res_vision",
+  "image_newline",
+  "image_tower",
+  "layerwise_projectors",
+  "merger",
+  "mlp1",
+  "mlp_AR",
+  "mm_projector",
+  "multi_modal_projector",
+  "projector",
+  "spatial_projectors",
+  "video_tower",
+  "vision",
+  "visual",
+  "vit",
+  "vqmodel",
+)
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose norms multiply by (1 + weight).
@@ -41,12 +62,14 @@ ONE_PLUS = (
   "vaultgemma",
 )
 # Families of which all layers read tokens' ids.
-STREAMED = ("gemma3n_text", "gemma4_text")
+STREAMED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # Families that multiply their embeddings.
 LOUD = (
   *GEMMA,
   *STREAMED,
   "granite",
+  "granite4_vision_text",
+  "granite_docling_text",
   "granitemoe",
   "granitemoehybrid",
   "vaultgemma",
@@ -91,9 +114,15 @@ def home(name: str) -> pathlib.Path:
   return inner if inner.exists() else IMAGES / name
 
 
-def sees(tensor: str) -> bool:
-  """Whether a tensor is of the part that no text reads."""
-  return any(f".{part}" in f".{tensor}" for part in SIGHT)
+def sees(tensor: str, settings: Mapping[str, Any] | None = None) -> bool:
+  """Whether a tensor is of the part that no text reads.
+
+  Of some configs (`settings`) whole layers are.
+  """
+  skipped = (settings or {}).get("text_config", {})
+  layers = skipped.get("cross_attention_layers", ())
+  parts = (*SIGHT, *(f"layers.{i}." for i in layers))
+  return any(f".{part}" in f".{tensor}" for part in parts)
 
 
 def config(name: str, spelling: Literal["v4", "v5"] = "v5") -> dict[str, Any]:
@@ -243,7 +272,7 @@ def spread(
 
   Logits come out with a deviation of about 2.
   """
-  if not sees(name) and "text_config" in settings:
+  if not sees(name, settings) and "text_config" in settings:
     # As if the text model were alone.
     inner = settings["text_config"]
     name = re.sub(r"(language|text)_model\.", "", name)

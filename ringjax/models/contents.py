@@ -16,9 +16,10 @@ import jax
 from ringjax.errors import ConfigError
 from ringjax.models.families import FAMILIES, WRAPPERS, Family, Wrapper
 from ringjax.models.families.family import TextModel
+from ringjax.models.families.with_images import KEYS, OTHERS, REFUSED
 from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder, batches
-from ringjax.models.hf.names import SwappedAxes
+from ringjax.models.hf.names import FirstRows, SwappedAxes
 from ringjax.models.hf.packings import packed_name, packing
 from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
 from ringjax.models.transformer import Transformer, TransformerConfig
@@ -71,6 +72,13 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
       "use a checkpoint in a form that transformers knows; code in "
       "checkpoints is never run",
     )
+  if isinstance(kind, str) and kind in REFUSED:
+    raise error(
+      "model_type",
+      kind,
+      f"one around a text model of a known family; this is {REFUSED[kind]}",
+      "use another checkpoint; docs/models.md lists all",
+    )
   near = difflib.get_close_matches(str(kind).lower(), sorted(known), 6)
   raise ConfigError(
     "config.json: model_type",
@@ -82,46 +90,16 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
 
 
 def _inner(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
-  """The text model's part of the config of a model of text and images."""
-  outer = ConfigReader(config)
-  if wrapper.flat and not outer.has("text_config"):
-    own = ("text_config", "model_type", "architectures", *wrapper.keys)
-    text = {k: v for k, v in config.items() if k not in own}
-    return _read_as(text, wrapper, outer)
-  outer.ignore("text_config", "quantization_config", *wrapper.keys)
-  text = outer.value("text_config")
-  # The outer one says of the whole what is true of its text model.
-  keys = ("tie_word_embeddings", "dtype", "torch_dtype")
-  said = {key: outer.value(key, default=None) for key in keys}
-  outer.finish()
-  said = {key: x for key, x in said.items() if x is not None}
-  text = outer.part("text_config", text).all()
-  if wrapper.text_ties and text.get("tie_word_embeddings") is not None:
-    said.pop("tie_word_embeddings", None)
-  return _read_as({**text, **said}, wrapper, outer)
-
-
-def _read_as(
-  text: Mapping[str, Any], wrapper: Wrapper, outer: ConfigReader
-) -> dict[str, Any]:
   """The text model's config as that of a model without images."""
-  if not wrapper.texts:
-    (types,) = [f.types for f in FAMILIES.values() if f.wrapper is wrapper]
-    texts = {
-      x: TextModel(type=x, architecture=wrapper.architecture) for x in types
-    }
-  else:
-    texts = wrapper.texts
-  kind = text.get("model_type") or next(iter(texts))
-  if not isinstance(kind, str) or kind not in texts:
-    raise outer.error(
-      "text_config.model_type",
-      kind,
-      f"one of {', '.join(texts)}",
-      "use another checkpoint",
-    )
-  found = texts[kind]
+  text = _said(config, wrapper)
+  found = _text_model(text, wrapper)
   merged = {**found.defaults, **text}
+  for key, others in found.renamed.items():
+    if key in merged:
+      merged |= dict.fromkeys(others, merged.pop(key))
+  if found.skips:
+    merged["num_hidden_layers"] = len(_layers(text, found)[0])
+    del merged[found.skips]
   for key in ("rope_parameters", "rope_scaling"):
     if isinstance(merged.get(key), dict) and wrapper.texts:
       merged[key] = _one_position(merged[key])
@@ -132,12 +110,69 @@ def _read_as(
   }
 
 
+def _said(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
+  """What the config of a model of text and images says of its text model."""
+  outer = ConfigReader(config)
+  if wrapper.within:
+    outer = outer.part(wrapper.within, outer.value(wrapper.within))
+  if wrapper.flat and not outer.has("text_config"):
+    own = ("text_config", "model_type", "architectures", *KEYS)
+    return {k: v for k, v in config.items() if k not in own}
+  # The text model has sizes of its own.
+  outer.ignore("text_config", "hidden_size", "vocab_size")
+  outer.ignore("quantization_config", *KEYS)
+  text = outer.value("text_config")
+  # The outer one says of the whole what is true of its text model.
+  keys = ("tie_word_embeddings", "dtype", "torch_dtype")
+  said = {key: outer.value(key, default=None) for key in keys}
+  outer.finish()
+  said = {key: x for key, x in said.items() if x is not None}
+  text = outer.part("text_config", text).all()
+  if wrapper.text_ties and text.get("tie_word_embeddings") is not None:
+    said.pop("tie_word_embeddings", None)
+  return {**text, **said}
+
+
+def _text_model(text: Mapping[str, Any], wrapper: Wrapper) -> TextModel:
+  """As what a text model is read."""
+  texts = wrapper.texts
+  if not texts:
+    (types,) = [f.types for f in FAMILIES.values() if f.wrapper is wrapper]
+    texts = [
+      TextModel(type=x, architecture=wrapper.architecture) for x in types
+    ]
+  known = {x.said or x.type: x for x in texts}
+  kind = text.get("model_type") or next(iter(known))
+  if not isinstance(kind, str) or kind not in known:
+    raise error(
+      "text_config.model_type",
+      kind,
+      f"one of {', '.join(known)}",
+      "use another checkpoint",
+    )
+  return known[kind]
+
+
+def _layers(
+  text: Mapping[str, Any], found: TextModel
+) -> tuple[list[int], list[int]]:
+  """The layers that text meets, and those that it does not, by number."""
+  r = ConfigReader({**found.defaults, **text}, "text_config.")
+  count, skipped = r.layers(), r.numbers_of_layers(found.skips, [])
+  kept = [i for i in range(count) if i not in skipped]
+  if not kept or not all(0 <= i < count for i in skipped):
+    raise r.error(found.skips, skipped, f"numbers of some of {count} layers")
+  return kept, skipped
+
+
 def _one_position(rope: Mapping[str, Any]) -> dict[str, Any]:
   """A rotation by time, height and width, of tokens that have one position."""
-  plain = {k: v for k, v in rope.items() if not k.startswith("mrope_")}
+  threefold = ("mrope_", "xdrope_")
+  plain = {k: v for k, v in rope.items() if not k.startswith(threefold)}
+  kinds = {"mrope": "default", "xdrope": "dynamic"}
   for key in ("type", "rope_type"):
-    if plain.get(key) == "mrope":
-      plain[key] = "default"
+    if plain.get(key) in kinds:
+      plain[key] = kinds[plain[key]]
   return plain
 
 
@@ -199,11 +234,19 @@ def contents(
     CheckpointMismatchError: tensors that are missing, too many, or of another
       shape.
   """
-  wrapper = None
+  names, text, wrapper = family.names(model.config), None, None
+  skipped: tuple[str, ...] = ()
   if folder.config.get("model_type") not in family.types:
     wrapper = WRAPPERS[folder.config["model_type"]]
-  named = wrapper.names if wrapper and wrapper.names else family.names
-  names = named(model.config)
+    said = _said(folder.config, wrapper)
+    text = _text_model(said, wrapper)
+    names = text.names(model.config) if text.names else names
+    if text.skips:
+      kept, numbers = _layers(said, text)
+      number = lambda layer, path: kept[layer]
+      names = dataclasses.replace(names, number=number)
+      left = [names.layer.format(i) for i in numbers]
+      skipped = tuple(spelt for x in left for spelt in _wrapped_names(x))
   spellings = _wrapped_names
   if not wrapper:
     # Some leave out what stands before all names.
@@ -229,9 +272,11 @@ def contents(
       options[0],
     )
     form: Any = tensor.form
-    if wrapper and name.endswith(wrapper.turned) and name in have:
-      turned = SwappedAxes(form)
-      form = turned if have[name].shape == turned.stored else form
+    if text and name.endswith(text.turned) and name in have:
+      other = SwappedAxes(form)
+      form = other if have[name].shape == other.stored else form
+    if text and text.rows and tensor.name == f"{names.embed}.weight":
+      form = FirstRows(form, text.rows)
     if packed is not None:
       form = packed.form(form, name, have)
     tensors.append(dataclasses.replace(tensor, form=form, stored_name=name))
@@ -241,8 +286,9 @@ def contents(
   heads = (head, *spellings(head)) if model.config.tied else ()
   unread = family.unread(source)
   if wrapper is not None:
-    others = wrapper.others
-    unread += (*others, *(f"model.{prefix}" for prefix in others))
+    starts = ("", "model.", "thinker.")
+    unread += tuple(start + x for start in starts for x in OTHERS)
+    unread += ("code2wav.", "talker.", "token2wav.", *skipped)
   folder.check(
     expected,
     optional=lambda name: (
@@ -267,11 +313,9 @@ def contents(
 def _wrapped_names(name: str) -> tuple[str, ...]:
   """Where a model of text and images keeps a tensor of its text model."""
   inner = name.removeprefix("model.")
-  if inner == name:
-    return f"language_model.{name}", name
-  return (
-    f"language_model.{name}",
-    f"model.language_model.{inner}",
-    f"model.text_model.{inner}",
-    name,
-  )
+  names = [f"language_model.{name}", f"text_model.{name}"]
+  if inner != name:
+    names += [f"model.language_model.{inner}", f"model.text_model.{inner}"]
+  names.append(name)
+  # Of a model that speaks, too, one part reads and writes.
+  return (*names, *(f"thinker.{x}" for x in names))

@@ -35,6 +35,7 @@ from ringjax.models.fingerprint import digest
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.layer_reader import StoredPart, check_finite
 from ringjax.models.hf.names import (
+  FirstRows,
   Form,
   FusedColumns,
   FusedRows,
@@ -585,6 +586,8 @@ def _boxes(
       tensor of the parts.
   """
   every = lambda n: slice(0, n)
+  if isinstance(form, FirstRows):
+    return _boxes(form.form, ranges)
   if isinstance(form, FusedColumns):
     *lead, columns = ranges[0]
     assert not any(lead)

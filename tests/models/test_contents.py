@@ -163,9 +163,9 @@ def test_only_what_sees_is_ignored(tmp_path):
   arrays = checkpoints.tensors("gemma3_text")
   more = {renamed(key, "older"): x for key, x in arrays.items()}
   config = json.loads((folder / "config.json").read_text())
-  more["audio_tower.weight"] = np.ones(3, np.float32)
+  more["sound_tower.weight"] = np.ones(3, np.float32)
   odd = checkpoints.write_folder(more, config, tmp_path / "b")
-  refused(CheckpointMismatchError, lambda: found(odd), "audio_tower.weight")
+  refused(CheckpointMismatchError, lambda: found(odd), "sound_tower.weight")
   # A text model alone has nothing that sees.
   arrays["vision_tower.weight"] = np.ones(3, np.float32)
   odd = checkpoints.write_folder(

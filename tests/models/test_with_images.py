@@ -10,6 +10,7 @@ import pytest
 from ringjax import models
 from ringjax.errors import CheckpointMismatchError, ConfigError
 from ringjax.models.contents import contents, text_config
+from ringjax.models.families.with_images import REFUSED
 from ringjax.models.hf.folder import Folder
 from tests import checkpoints
 from tests.helpers import refused
@@ -17,6 +18,8 @@ from tests.helpers import refused
 NAMES = checkpoints.image_names()
 # The rest has a rotation, heads or experts of its own, or nothing new.
 QUICK, LONG = ("qwen3_vl",), ("gemma3", "mistral3", "qwen3_vl_moe")
+# Names of each kind: of today, of old, and of what hears, too.
+SHORT = ("qwen3_vl", "llava", "gemma3", "smolvlm", "emu3", "qwen2_5_omni")
 # Float32 against float64.
 TOLERANCE = 5e-5
 
@@ -61,11 +64,16 @@ def test_text_is_as_transformers_reads_it(name, tmp_path):
   np.testing.assert_array_equal(chosen, expected.greedy)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in NAMES
+  ],
+)
 def test_what_sees_is_left_by_its_name(name, tmp_path):
   held = found(checkpoints.write(name, tmp_path))
   shapes = checkpoints.shapes(name)
-  seeing = {key for key in shapes if checkpoints.sees(key)}
+  seeing = {key for key in shapes if checkpoints.sees(key, outer(name))}
   assert set(held.unused) == seeing and seeing
   assert {t.stored_name for t in held.tensors} == set(shapes) - seeing
 
@@ -125,6 +133,98 @@ def test_saved_as_the_text_model_that_it_is(name, kind, tmp_path):
   again = models.load(tmp_path / "text")
   tokens = checkpoints.expected(name).tokens[:1, :7]
   np.testing.assert_array_equal(again(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+  ("name", "whole"),
+  [
+    ("qwen2_5_omni", "qwen2_5_omni"),
+    pytest.param("qwen3_omni_moe", "qwen3_omni_moe", marks=pytest.mark.long),
+  ],
+)
+def test_of_a_model_that_speaks_one_part_is_read(name, whole, tmp_path):
+  thinker = outer(name)
+  assert thinker["model_type"] == f"{whole}_thinker"
+  config = {
+    "model_type": whole,
+    "thinker_config": thinker,
+    "talker_config": {"text_config": {"hidden_size": 3}},
+    "enable_audio_output": True,
+  }
+  arrays = checkpoints.tensors(name)
+  spoken = {"talker.model.layers.0.mlp.weight": np.ones(3, np.float32)}
+  inner = {f"thinker.{key}": x for key, x in arrays.items()}
+  folder = checkpoints.write_folder(inner | spoken, config, tmp_path)
+  seeing = {key for key in inner if checkpoints.sees(key)}
+  held = found(folder)
+  assert set(held.unused) == seeing | set(spoken)
+  assert models.read_config(config)[0] == models.read_config(thinker)[0]
+  stray = {"thinker.other.weight": np.ones(3, np.float32)}
+  folder = checkpoints.write_folder(inner | stray, config, tmp_path)
+  refused(CheckpointMismatchError, lambda: found(folder), "thinker.other")
+
+
+def test_a_rotation_of_hunyuan_as_it_was_published():
+  """Four positions, all alike, and a base that is fixed."""
+  config = outer("hunyuan_vl")
+  rotation = dict(config["text_config"].pop("rope_parameters"))
+  old = {
+    "type": "xdrope",
+    "xdrope_section": rotation["mrope_section"],
+    "alpha": rotation["alpha"],
+    "factor": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+  }
+  config["text_config"] |= {
+    "rope_scaling": old, "rope_theta": rotation["rope_theta"]
+  }  # fmt: skip
+  new = models.read_config(outer("hunyuan_vl"))[0]
+  assert models.read_config(config)[0] == new
+
+
+def test_paligemma_as_it_was_published():
+  text = {"hidden_size": 2048, "intermediate_size": 16384,
+          "model_type": "gemma", "num_attention_heads": 8,
+          "num_hidden_layers": 18, "num_image_tokens": 256,
+          "num_key_value_heads": 1, "vocab_size": 257216}  # fmt: skip
+  config = {"model_type": "paligemma", "hidden_size": 2048,
+            "ignore_index": -100, "image_token_index": 257152,
+            "projection_dim": 2048, "vocab_size": 257216,
+            "text_config": text, "vision_config": {}}  # fmt: skip
+  found, family = models.read_config(config)
+  assert family.name == "gemma" and found.tied and found.vocab == 257216
+  assert found.max_positions == 8192
+  assert found.layers[0].attention.head_dim == 256
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [1, 4], [-1], "all"])
+def test_layers_that_look_at_images_leave_some_others(layers):
+  config = outer("mllama")
+  config["text_config"]["cross_attention_layers"] = layers
+  refused(
+    ConfigError, lambda: models.read_config(config), "cross_attention_layers"
+  )
+
+
+def test_saved_without_layers_that_look_at_images(tmp_path):
+  """Nor rows of the embedding that stand for one."""
+  model = models.load(checkpoints.write("mllama", tmp_path / "whole"))
+  models.save(model, tmp_path / "text")
+  again = models.load(tmp_path / "text")
+  assert len(again.config.layers) == 2
+  tokens = checkpoints.expected("mllama").tokens[:1, :7]
+  np.testing.assert_array_equal(again(tokens), model(tokens))
+
+
+def test_a_refusal_says_why():
+  for kind, why in REFUSED.items():
+    refused(
+      ConfigError, lambda kind=kind: models.read_config({"model_type": kind}),
+      kind, why,
+    )  # fmt: skip
 
 
 def test_a_text_model_that_is_not_known_there():

@@ -16,17 +16,6 @@ from ringjax.nn.linear import Norm
 from ringjax.ops.mask import Causal, Mask, Window
 from ringjax.ops.rope import Rope
 
-# What a model of text and images says of the images.
-IMAGE_KEYS = (
-  "boi_token_index",
-  "eoi_token_index",
-  "image_token_index",
-  "boi_token_id",
-  "eoi_token_id",
-  "image_token_id",
-  "vision_config",
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextModel:
@@ -35,14 +24,27 @@ class TextModel:
   Attributes:
     type: the `model_type` of a model that computes the same of text.
     architecture: how transformers names that one.
+    said: the `model_type` that `text_config` has; default: `type`.
     defaults: what a `text_config` means that does not say.
+    renamed: a key of `text_config` -> those that say it of the other model.
     fixed: what it means whatever it says.
+    names: its tensors; default: as its family names them.
+    turned: endings of tensors whose last two axes may be the other way round;
+      the shape in the folder decides.
+    skips: the key of a list of layers that text does not meet, if any.
+    rows: of the embedding, behind those of the vocabulary, that no text reads.
   """
 
   type: str
   architecture: str
+  said: str = ""
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  renamed: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  names: Callable[[TransformerConfig], TensorNames] | None = None
+  turned: tuple[str, ...] = ()
+  skips: str = ""
+  rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,33 +53,25 @@ class Wrapper:
 
   Attributes:
     type: its `model_type`.
-    keys: what else its config.json says beside `text_config`.
     defaults: what a `text_config` means that does not say; writers leave out
       what transformers has by default.
     architecture: the text model's own, as transformers names it.
-    others: prefixes of the tensors of all that is not the text model; newer
-      files have "model." before them.
-    texts: values of `model_type` of its `text_config`, the first of which is
-      the one that is meant without any, and as which model each is read;
-      default: those of the family, as themselves.
+    texts: as which models `text_config` may be read, the first of which is the
+      one that is meant without a `model_type`; default: those of the family, as
+      themselves.
     flat: whether older files have the text model's keys beside their own.
+    within: the key of the part that has `text_config`, if it is not outermost.
     text_ties: whether `tie_word_embeddings` in `text_config`, where it is
       there, counts before the outer one.
-    names: the tensors of the text model; default: as its family names them.
-    turned: endings of tensors whose last two axes may be the other way round;
-      the shape in the folder decides.
   """
 
   type: str
-  keys: tuple[str, ...]
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   architecture: str = ""
-  others: tuple[str, ...]
-  texts: Mapping[str, TextModel] = dataclasses.field(default_factory=dict)
+  texts: tuple[TextModel, ...] = ()
   flat: bool = False
+  within: str = ""
   text_ties: bool = False
-  names: Callable[[TransformerConfig], TensorNames] | None = None
-  turned: tuple[str, ...] = ()
 
 
 def llama_names(

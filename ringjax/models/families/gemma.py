@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from ringjax.models.families.family import (
-  IMAGE_KEYS,
   Family,
   Wrapper,
   attention,
@@ -119,7 +118,6 @@ _NAMES = llama_names(
 )
 _GEMMA3 = Wrapper(
   type="gemma3",
-  keys=(*IMAGE_KEYS, "mm_tokens_per_image"),
   defaults={
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -131,7 +129,6 @@ _GEMMA3 = Wrapper(
     "max_position_embeddings": 131072,
   },
   architecture="Gemma3ForCausalLM",
-  others=("vision_tower.", "multi_modal_projector."),
 )
 
 FAMILIES = (

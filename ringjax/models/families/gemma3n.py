@@ -151,18 +151,6 @@ def _names(config: TransformerConfig) -> object:
 
 _WRAPPER = Wrapper(
   type="gemma3n",
-  keys=(
-    "audio_config",
-    "audio_soft_tokens_per_image",
-    "audio_token_id",
-    "boa_token_id",
-    "boi_token_id",
-    "eoa_token_id",
-    "eoi_token_id",
-    "image_token_id",
-    "vision_config",
-    "vision_soft_tokens_per_image",
-  ),
   defaults={
     "vocab_size": 262400,
     "hidden_size": 2048,
@@ -175,7 +163,6 @@ _WRAPPER = Wrapper(
     "max_position_embeddings": 32768,
   },
   architecture="Gemma3nForCausalLM",
-  others=("audio_tower.", "embed_audio.", "embed_vision.", "vision_tower."),
 )
 FAMILIES = (
   Family(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringjax.models.families.family import (
-  IMAGE_KEYS,
   Family,
   Wrapper,
   biases,
@@ -241,16 +240,6 @@ NAMES = llama_names(
 )
 _WRAPPER = Wrapper(
   type="gemma4",
-  keys=(
-    *IMAGE_KEYS,
-    "audio_config",
-    "audio_token_id",
-    "boa_token_id",
-    "eoa_token_id",
-    "eoa_token_index",
-    "video_token_id",
-    "vision_soft_tokens_per_image",
-  ),
   defaults={
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -262,12 +251,6 @@ _WRAPPER = Wrapper(
     "max_position_embeddings": 131072,
   },
   architecture="Gemma4ForCausalLM",
-  others=(
-    "audio_tower.",
-    "embed_audio.",
-    "embed_vision.",
-    "vision_tower.",
-  ),
 )
 FAMILIES = (
   Family(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from ringjax.models.families.family import (
-  IMAGE_KEYS,
   Family,
   Wrapper,
   attention,
@@ -91,7 +90,6 @@ _NAMES = llama_names(
 )
 _WRAPPER = Wrapper(
   type="llama4",
-  keys=IMAGE_KEYS,
   defaults={
     "vocab_size": 202048,
     "hidden_size": 5120,
@@ -106,7 +104,6 @@ _WRAPPER = Wrapper(
     "num_local_experts": 16,
   },
   architecture="Llama4ForCausalLM",
-  others=("vision_model.", "multi_modal_projector."),
 )
 
 FAMILIES = (

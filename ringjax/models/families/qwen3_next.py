@@ -142,24 +142,6 @@ def _names(config: TransformerConfig, apart: bool = False) -> TensorNames:
   )(config)
 
 
-def _wrapper(kind: str, architecture: str) -> Wrapper:
-  """A model of text, images and video around one of these."""
-  keys = (
-    "image_token_id",
-    "video_token_id",
-    "vision_config",
-    "vision_start_token_id",
-    "vision_end_token_id",
-  )
-  return Wrapper(
-    type=kind,
-    keys=keys,
-    defaults={},
-    architecture=architecture,
-    others=("visual.",),
-  )
-
-
 FAMILIES = (
   Family(
     name="qwen3_next",
@@ -174,7 +156,7 @@ FAMILIES = (
     names=functools.partial(_names, apart=True),
     types=("qwen3_5_text",),
     unread=lambda config: ("mtp.",),
-    wrapper=_wrapper("qwen3_5", "Qwen3_5ForCausalLM"),
+    wrapper=Wrapper(type="qwen3_5", architecture="Qwen3_5ForCausalLM"),
   ),
   Family(
     name="qwen3_5_moe",
@@ -182,6 +164,6 @@ FAMILIES = (
     names=functools.partial(_names, apart=True),
     types=("qwen3_5_moe_text",),
     unread=lambda config: ("mtp.",),
-    wrapper=_wrapper("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+    wrapper=Wrapper(type="qwen3_5_moe", architecture="Qwen3_5MoeForCausalLM"),
   ),
 )

@@ -152,8 +152,33 @@ class SwappedAxes:
     return (*rest, b, a)
 
 
+@dataclasses.dataclass(frozen=True)
+class FirstRows:
+  """A form whose tensor has `more` rows behind its own: zeros when joined."""
+
+  form: Reshape
+  more: int
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    rows, *rest = self.form.stored
+    return (rows + self.more, *rest)
+
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
+    return self.form.split(x[: self.form.stored[0]])
+
+  def join(self, parts: tuple[Any, ...]) -> Any:
+    x = self.form.join(parts)
+    xp = np if isinstance(x, np.ndarray) else jnp
+    rest = xp.zeros((self.more, *self.form.stored[1:]), x.dtype)
+    return _concatenate([x, rest], 0)
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (None, *self.form.cuts(axes)[1:])
+
+
 # How a parameter is stored.
-Form = Reshape | Transpose | FusedRows | FusedColumns | SwappedAxes
+Form = Reshape | Transpose | FusedRows | FusedColumns | SwappedAxes | FirstRows
 
 
 def _concatenate(parts: list[Any], axis: int) -> Any:
