@@ -15,11 +15,15 @@ from tests.models.test_published import CONFIGS
 # Millions of parameters, as their authors count them; the LWM is a Llama 2 7B,
 # and the one of 100 million is ours.
 PUBLISHED = {
+  "apertus-8b": 8_053,
   "bamba-9b": 9_780,
+  "bloom-7b1": 7_069,
   "deepseek-v2-lite": 15_706,
   "deepseek-v3": 671_000,
   # 14 million more in each layer, of the index.
   "deepseek-v3.2": 671_880,
+  "ernie-4.5-0.3b": 361,
+  "exaone-4.0-32b": 32_003,
   "falcon-7b": 6_920,
   "falcon-h1-0.5b": 521,
   "gemma-3-27b": 27_010,
@@ -42,6 +46,7 @@ PUBLISHED = {
   "mimo-v2-flash": 308_800,
   "minimax-m2": 228_700,
   "mistral-7b": 7_248,
+  "mpt-7b": 6_650,
   "nemotron-3-nano-30b": 31_600,
   "opt-6.7b": 6_658,
   "qwen2.5-7b-1m": 7_616,
