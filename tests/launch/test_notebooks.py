@@ -39,6 +39,7 @@ QUICK = {
   r"NEW = 12": "NEW = 4",
   r"SCALE, LAYERS, NEW = .*": "SCALE, LAYERS, NEW = 8, 6, 2",
   r"READ = 16_384": "READ = 1_024",
+  r"REQUESTS = 400": "REQUESTS = 100",
   r"HERE = \[.*\]": "HERE = [512]",
   r"SIZES, ROUNDS = .*": "SIZES, ROUNDS = [8], 1",
 }
@@ -189,6 +190,24 @@ def the_disk_is_read_less(printed: str) -> None:
   assert len(there) == 1 and int(there[0]) > 50
 
 
+def the_same_tokens_anywhere(printed: str) -> None:
+  """Groups, workers and another mesh change no token; one spare serves more."""
+  for same in ("tokens of one device", "same beside", "same tokens"):
+    assert f"{same}: True" in printed
+  held = [
+    list(map(int, row.split(", ")))
+    for row in re.findall(r"tokens held \[(.*)\]", printed)
+  ]
+  assert len(held) == 3 and all(not any(row[3:]) for row in held)
+  assert held[0][2] == held[1][2] == 0 < held[2][2]
+  assert float(re.search(r"logits differ by (\S+)", printed)[1]) < 1e-4
+  wire = re.findall(r"([\d,]+) bytes a token on the wire", printed)
+  assert len(wire) == 3 and len(set(wire)) == 1
+  kept = dict(re.findall(r"^(.*): 90% up to ([\d.]+)", printed, re.M))
+  assert float(kept["elastic, 1 spare"]) > float(kept["TP8"])
+  assert int(re.search(r"(\d+) of \d+ tokens were found", printed)[1]) > 300
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -204,6 +223,7 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "11_million": a_million_is_planned,
   "12_choose": choices_are_measured,
   "13_offload": a_budget_is_kept,
+  "14_groups_apart_in_pairs": the_same_tokens_anywhere,
   "15_integers": fewer_bits_lose_little,
   "16_window_flash": the_disk_is_read_less,
 }
@@ -220,6 +240,7 @@ MARKS = {
   "11_million": pytest.mark.long,
   "12_choose": pytest.mark.long,
   "13_offload": pytest.mark.long,
+  "14_groups_apart_in_pairs": pytest.mark.long,
   "15_integers": pytest.mark.long,
   "16_window_flash": pytest.mark.long,
 }
@@ -294,12 +315,17 @@ def test_the_first_cell_installs_what_is_missing(path, tmp_path):
   run("")
   assert not asked.exists()
   # Python takes a module that is None for one that is not there.
-  run("import sys\nsys.modules['ringjax'] = None\n")
-  assert json.loads(asked.read_text()) == [
-    "install",
-    "-q",
-    "ringjax[plot] @ git+https://github.com/ringjax/ringjax",
-  ]
+  names = ["ringjax", "libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"]
+  for plugin, extra in (("", ""), ("libtpu", ",tpu"), (names[2], ",cuda12")):
+    absent = [name for name in names if name != plugin]
+    if plugin:
+      (tmp_path / f"{plugin}.py").write_text("")
+    run(f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n")
+    assert json.loads(asked.read_text()) == [
+      "install",
+      "-q",
+      f"ringjax[plot{extra}] @ git+https://github.com/ringjax/ringjax",
+    ]
 
 
 @pytest.mark.parametrize(
