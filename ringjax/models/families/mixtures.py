@@ -240,7 +240,9 @@ def _granite_names(
         False,
       )
     },
-    swapped=lambda name: "sparse" in name and name.endswith("put_linear.weight"),
+    swapped=lambda name: (
+      "sparse" in name and name.endswith("put_linear.weight")
+    ),
     **options,
   )
 
