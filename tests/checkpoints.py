@@ -291,7 +291,9 @@ def spread(
     return 0.5, 0.1
   if name.endswith("linear_attn.norm.weight"):
     return 1.0, 0.2
-  if re.search(r"(norm(_[12])?|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name):
+  if re.search(
+    r"(norm(_[12])?|post_norm[12]|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name
+  ):
     if "embed" in name and "embedding_norm" not in name:
       return 0.3, 0.1
     final = name.count(".") == 2 and "per_layer" not in name

@@ -284,6 +284,25 @@ def test_a_rotation_that_cannot_be(name, key, value):
   refused(config, key)
 
 
+@pytest.mark.parametrize("name", ["llama2", "qwen3", "cwm", "glm"])
+def test_a_plain_rotation_of_a_part(name):
+  config = checkpoints.config(name)
+  config["rope_parameters"] = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+  }
+  if name == "glm":
+    dim = config["head_dim"]
+    assert read(config).layers[0].attention.rope.dims == dim // 2
+    return
+  # transformers turns whole heads of these, and a part of stretched ones.
+  refused(config, "partial_rotary_factor", "0.5", "whole heads")
+  config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+  attend = read(config).layers[0].attention
+  assert attend.rope.dims == attend.head_dim // 2
+
+
 def test_rotations_of_layers_of_a_kind_that_is_not_named():
   config = checkpoints.config("gemma3_text")
   del config["rope_parameters"]["sliding_attention"]

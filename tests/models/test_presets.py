@@ -31,6 +31,8 @@ PUBLISHED = {
   # 5.1 billion with the encoders of images and sound.
   "gemma-4-e2b": 4_650,
   "glm-4.5-air": 106_850,
+  # 31 billion with the layer that guesses further tokens.
+  "glm-4.7-flash": 29_943,
   "gpt-oss-20b": 20_910,
   "gpt2-xl": 1_558,
   "jamba-mini": 51_600,
@@ -53,6 +55,7 @@ PUBLISHED = {
   "qwen3-8b": 8_191,
   "qwen3.5-9b": 9_000,
   "seed-oss-36b": 36_150,
+  "solar-open-100b": 102_600,
 }
 
 

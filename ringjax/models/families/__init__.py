@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ringjax.models.families import (
   deepseek,
+  deepseek_kin,
   falcon,
   falcon_h1,
   gemma,
@@ -32,6 +33,7 @@ from ringjax.models.families.with_images import SHARED
 
 _MODULES = (
   deepseek,
+  deepseek_kin,
   falcon,
   falcon_h1,
   gemma,

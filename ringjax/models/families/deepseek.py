@@ -28,7 +28,7 @@ from ringjax.nn.latent import Latent
 from ringjax.ops.rope import Unscaled, yarn_magnitude
 
 
-def _latent(r: ConfigReader, interleaved: bool) -> Latent:
+def latent(r: ConfigReader, interleaved: bool) -> Latent:
   """Latent attention of a config."""
   heads, kv_heads = r.heads()
   if kv_heads != heads:
@@ -134,7 +134,7 @@ def _feedforwards(
 
 
 def _v3(r: ConfigReader) -> TransformerConfig:
-  attend = _latent(r, r.flag("rope_interleave", default=True))
+  attend = latent(r, r.flag("rope_interleave", default=True))
   r.must_be("scoring_func", "sigmoid", default="sigmoid")
   r.must_be("topk_method", "noaux_tc", default="noaux_tc")
   feedforwards = _grouped(
@@ -146,7 +146,7 @@ def _v3(r: ConfigReader) -> TransformerConfig:
 def _v32(r: ConfigReader) -> TransformerConfig:
   """V3, whose queries read only the keys that an index finds best."""
   r.must_be("rope_interleave", True, default=True)
-  attend = _latent(r, interleaved=True)
+  attend = latent(r, interleaved=True)
   if attend.query_latent is None:
     raise r.error("q_lora_rank", None, "a size: the index reads that latent")
   assert attend.rope is not None
@@ -174,7 +174,7 @@ def _v32(r: ConfigReader) -> TransformerConfig:
 
 def _v2(r: ConfigReader) -> TransformerConfig:
   """Experts by a softmax; a group is as good as its best expert."""
-  attend = _latent(r, interleaved=True)
+  attend = latent(r, interleaved=True)
   r.must_be("scoring_func", "softmax", default="softmax")
   r.must_be("norm_topk_prob", False, default=False)
   method = r.text("topk_method", default="greedy")
@@ -238,15 +238,15 @@ def _glm4_moe(r: ConfigReader) -> TransformerConfig:
   return model(r, "glm4_moe", attend, feedforwards, norm)
 
 
-_ROUTED = {
+ROUTED = {
   "feedforward.router": "mlp.gate",
   **shared_names("mlp.shared_experts"),
 }
 _CORRECTION = {"feedforward.correction": "mlp.gate.e_score_correction_bias"}
-_GROUPED_NAMES = llama_names(_ROUTED, leaves=_CORRECTION, experts=QWEN_EXPERTS)
+GROUPED_NAMES = llama_names(ROUTED, leaves=_CORRECTION, experts=QWEN_EXPERTS)
 
 
-def _names(config: TransformerConfig) -> TensorNames:
+def latent_names(config: TransformerConfig) -> TensorNames:
   mixer = config.layers[0].attention
   low = isinstance(mixer, Latent) and mixer.query_latent is not None
   return llama_names(
@@ -261,14 +261,14 @@ def _names(config: TransformerConfig) -> TensorNames:
       "attention.index.k": "self_attn.indexer.wk",
       "attention.index.k_norm": "self_attn.indexer.k_norm",
       "attention.index.weights": "self_attn.indexer.weights_proj",
-      **_ROUTED,
+      **ROUTED,
     },
     leaves=_CORRECTION,
     experts=QWEN_EXPERTS,
   )(config)
 
 
-def _unread(config: Mapping[str, Any]) -> tuple[str, ...]:
+def unread(config: Mapping[str, Any]) -> tuple[str, ...]:
   """The layers behind the last one, which guess the tokens after the next."""
   count, more = (
     config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")
@@ -279,14 +279,14 @@ def _unread(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 FAMILIES = (
-  Family(name="deepseek_v3", config=_v3, names=_names, unread=_unread),
-  Family(name="deepseek_v32", config=_v32, names=_names, unread=_unread),
-  Family(name="deepseek_v2", config=_v2, names=_names),
-  Family(name="dots1", config=_dots1, names=_GROUPED_NAMES),
+  Family(name="deepseek_v3", config=_v3, names=latent_names, unread=unread),
+  Family(name="deepseek_v32", config=_v32, names=latent_names, unread=unread),
+  Family(name="deepseek_v2", config=_v2, names=latent_names),
+  Family(name="dots1", config=_dots1, names=GROUPED_NAMES),
   Family(
     name="glm4_moe",
     config=_glm4_moe,
-    names=_GROUPED_NAMES,
-    unread=_unread,
+    names=GROUPED_NAMES,
+    unread=unread,
   ),
 )

@@ -1,6 +1,6 @@
 """Decoders with LayerNorm.
 
-OLMo, Cohere, Nemotron, Phi, StableLM, BLOOM and MPT.
+OLMo, Cohere, Nemotron, Jais 2, Phi, StableLM, BLOOM and MPT.
 """
 
 from __future__ import annotations
@@ -71,6 +71,16 @@ def _nemotron(r: ConfigReader) -> TransformerConfig:
   )
   attend = attention(r, r.rope(partial=0.5), **biases(r))
   return model(r, "nemotron", attend, feedforward, norm)
+
+
+def _jais2(r: ConfigReader) -> TransformerConfig:
+  feedforward = Plain(
+    hidden=r.whole("intermediate_size"),
+    act=r.act("hidden_act", default="relu2"),
+    bias=r.flag("mlp_bias", default=True),
+  )
+  attend = attention(r, r.rope(), **biases(r, default=True))
+  return model(r, "jais2", attend, feedforward, _norm(r))
 
 
 def _phi(r: ConfigReader) -> TransformerConfig:
@@ -234,6 +244,7 @@ FAMILIES = (
   Family(name="olmo", config=_olmo),
   Family(name="cohere", config=_cohere),
   Family(name="nemotron", config=_nemotron),
+  Family(name="jais2", config=_jais2),
   Family(name="phi", config=_phi, names=_PHI_NAMES),
   Family(
     name="stablelm",

@@ -1,17 +1,22 @@
-"""LFM2: short convolutions between gates in most layers, attention in some."""
+"""LFM2: short convolutions between gates in most layers, attention in some.
+
+Its mixture chooses experts by sigmoids and a learned offset.
+"""
 
 from __future__ import annotations
 
 from ringjax.models.families.family import (
   Family,
   attention,
+  experts,
+  gated,
   llama_names,
   model,
 )
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import Fusion
 from ringjax.models.transformer import TransformerConfig
-from ringjax.nn.feedforward import Gated
+from ringjax.nn.feedforward import Experts, Gated, Grouped
 from ringjax.nn.linear import Norm
 from ringjax.nn.short_conv import ShortConv
 
@@ -52,7 +57,11 @@ def _hidden(r: ConfigReader) -> int:
   return hidden
 
 
-def _config(r: ConfigReader) -> TransformerConfig:
+def _lfm2(
+  r: ConfigReader,
+  name: str,
+  feedforward: Gated | list[Experts | Gated],
+) -> TransformerConfig:
   norm = Norm(eps=r.positive("norm_eps", "block_norm_eps", default=1e-5))
   width = r.whole("hidden_size")
   mixers = {
@@ -75,12 +84,32 @@ def _config(r: ConfigReader) -> TransformerConfig:
   r.ignore("block_mlp_init_scale", "block_out_init_scale", "use_pos_enc")
   return model(
     r,
-    "lfm2",
+    name,
     [mixers[kind] for kind in _kinds(r)],
-    Gated(hidden=_hidden(r), act="silu"),
+    feedforward,
     norm,
     tied=r.flag("tie_embedding", default=True),
   )
+
+
+def _config(r: ConfigReader) -> TransformerConfig:
+  return _lfm2(r, "lfm2", Gated(hidden=_hidden(r), act="silu"))
+
+
+def _mixture(r: ConfigReader) -> TransformerConfig:
+  router = Grouped(
+    renormalise=r.flag("norm_topk_prob", default=True),
+    scale=r.positive("routed_scaling_factor", default=1.0),
+  )
+  sparse = experts(
+    r,
+    router,
+    count=("num_experts",),
+    correction=r.flag("use_expert_bias", default=True),
+  )
+  dense, first = gated(r), r.whole("num_dense_layers", default=2, least=0)
+  layers = [dense if i < first else sparse for i in range(r.layers())]
+  return _lfm2(r, "lfm2_moe", layers)
 
 
 _NAMES = llama_names(
@@ -93,6 +122,7 @@ _NAMES = llama_names(
     "feedforward.gate": "feed_forward.w1",
     "feedforward.up": "feed_forward.w3",
     "feedforward.down": "feed_forward.w2",
+    "feedforward.router": "feed_forward.gate",
     "pre_attention": "operator_norm",
     "pre_feedforward": "ffn_norm",
   },
@@ -102,5 +132,14 @@ _NAMES = llama_names(
     )
   },
   norm="model.embedding_norm",
+  leaves={"feedforward.correction": "feed_forward.expert_bias"},
+  experts={
+    "feedforward.gate": "feed_forward.experts.{}.w1.weight",
+    "feedforward.up": "feed_forward.experts.{}.w3.weight",
+    "feedforward.down": "feed_forward.experts.{}.w2.weight",
+  },
 )
-FAMILIES = (Family(name="lfm2", config=_config, names=_NAMES),)
+FAMILIES = (
+  Family(name="lfm2", config=_config, names=_NAMES),
+  Family(name="lfm2_moe", config=_mixture, names=_NAMES),
+)

@@ -185,10 +185,17 @@ _GLM_NAMES = llama_names(
 )
 
 
-def _olmo(
-  r: ConfigReader, name: str, types: tuple[str, ...], theta: float
+def olmo(
+  r: ConfigReader,
+  name: str,
+  types: tuple[str, ...],
+  theta: float,
+  *,
+  feedforward: Feedforward | None = None,
+  eps: float = 1e-5,
 ) -> TransformerConfig:
-  norm = rms(r, default=1e-5)
+  """OLMo's decoders since the second, whose norms are behind."""
+  norm = rms(r, default=eps)
   options = {**biases(r), "qk_norm": norm, "qk_norm_whole": True}
 
   def one(kind: str) -> Attention:
@@ -199,24 +206,23 @@ def _olmo(
 
   attentions = [one(kind) for kind in types]
   layer = {"pre": False, "post": True}
-  return model(r, name, attentions, gated(r), norm, layer=layer)
+  return model(r, name, attentions, feedforward or gated(r), norm, layer=layer)
 
 
 def _olmo2(r: ConfigReader) -> TransformerConfig:
-  return _olmo(r, "olmo2", ("full_attention",) * r.layers(), 10000.0)
+  return olmo(r, "olmo2", ("full_attention",) * r.layers(), 10000.0)
 
 
 def _olmo3(r: ConfigReader) -> TransformerConfig:
-  return _olmo(r, "olmo3", r.layer_types(pattern(r, 4)), 500000.0)
+  return olmo(r, "olmo3", r.layer_types(pattern(r, 4)), 500000.0)
 
 
-_OLMO_NAMES = TensorNames(
-  parts={
-    **{k: v for k, v in LLAMA.items() if not k.startswith("pre_")},
-    "post_attention": "post_attention_layernorm",
-    "post_feedforward": "post_feedforward_layernorm",
-  }
-)
+OLMO_PARTS: dict[str, str] = {
+  **{k: v for k, v in LLAMA.items() if not k.startswith("pre_")},
+  "post_attention": "post_attention_layernorm",
+  "post_feedforward": "post_feedforward_layernorm",
+}
+_OLMO_NAMES = TensorNames(parts=OLMO_PARTS)
 
 
 def _cohere2(r: ConfigReader) -> TransformerConfig:

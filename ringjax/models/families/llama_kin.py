@@ -1,7 +1,7 @@
 """Decoders with RMSNorm that differ from Llama in a detail or two, since 2024.
 
-Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee, Helium, HunYuan, Apertus, Ministral and
-nanochat.
+Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee, Helium, HunYuan, Apertus, Ministral,
+nanochat, CWM, InternLM 3, IQuest-Coder and HyperCLOVA X.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from ringjax.models.families.family import (
   pattern,
   rms,
 )
+from ringjax.models.families.llama import granite_scales
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention, Temperature
 from ringjax.nn.feedforward import Plain
+from ringjax.nn.linear import Norm
 
 
 def _seed_oss(r: ConfigReader) -> TransformerConfig:
@@ -66,8 +68,8 @@ def exaone_types(r: ConfigReader) -> tuple[str, ...]:
   return r.layer_types(types)
 
 
-def _exaone4(r: ConfigReader) -> TransformerConfig:
-  norm = rms(r, default=1e-5)
+def exaone_attentions(r: ConfigReader, norm: Norm) -> list[Attention]:
+  """EXAONE's attention, layer by layer, with a norm of queries and keys."""
   rope, types = r.rope(), exaone_types(r)
   window = r.whole("sliding_window", absent=4096)
 
@@ -77,9 +79,58 @@ def _exaone4(r: ConfigReader) -> TransformerConfig:
     mask = causal(window, kind)
     return attention(r, rope if turned else None, qk_norm=norm, mask=mask)
 
-  attentions = [one(kind) for kind in types]
+  return [one(kind) for kind in types]
+
+
+def _exaone4(r: ConfigReader) -> TransformerConfig:
+  norm = rms(r, default=1e-5)
+  attentions = exaone_attentions(r, norm)
   layer = {"pre": False, "post": True}
   return model(r, "exaone4", attentions, gated(r), norm, layer=layer)
+
+
+def _cwm(r: ConfigReader) -> TransformerConfig:
+  """Llama, in which of four layers three look back a window."""
+  # Without one transformers stretches the context by 16: the file must say.
+  r.value("rope_parameters", "rope_scaling")
+  rope, window = r.rope(theta=1000000.0), r.whole("sliding_window", absent=8192)
+  types = r.layer_types(
+    [
+      "sliding_attention" if i % 4 else "full_attention"
+      for i in range(r.layers())
+    ]
+  )
+  attentions = [attention(r, rope, mask=causal(window, x)) for x in types]
+  return model(r, "cwm", attentions, gated(r), rms(r, default=1e-5))
+
+
+def _internlm3(r: ConfigReader) -> TransformerConfig:
+  """Llama, whose biases have other keys."""
+  bias = r.flag("qkv_bias", "attention_bias", default=False)
+  attend = attention(r, r.rope(), bias=bias, out_bias=bias)
+  feedforward = gated(r, bias=r.flag("bias", "mlp_bias", default=False))
+  return model(r, "internlm3", attend, feedforward, rms(r, default=1e-5))
+
+
+def _iquestcoder(r: ConfigReader) -> TransformerConfig:
+  r.only("clip_qkv", None)
+  r.only("use_sliding_window", False)
+  r.ignore("sliding_window", "max_window_layers")
+  feedforward = gated(r, bias=r.flag("mlp_bias", default=False))
+  attend = attention(r, r.rope(), **biases(r))
+  return model(r, "iquestcoder", attend, feedforward, rms(r, default=1e-5))
+
+
+def _hyperclovax(r: ConfigReader) -> TransformerConfig:
+  """Granite with norms behind too, whose logits are multiplied."""
+  scale = r.positive("attention_multiplier", default=r.head_dim() ** -0.5)
+  scales = granite_scales(r) | {
+    "logit_scale": r.positive("logits_scaling", default=1.0)
+  }
+  scales["layer"]["post"] = r.flag("use_post_norm", default=True)
+  attend = attention(r, r.rope(), scale=scale, **biases(r))
+  feedforward = gated(r, bias=r.flag("mlp_bias", default=False))
+  return model(r, "hyperclovax", attend, feedforward, rms(r), **scales)
 
 
 def _arcee(r: ConfigReader) -> TransformerConfig:
@@ -193,6 +244,16 @@ FAMILIES = (
     name="exaone4",
     config=_exaone4,
     names=lambda config: TensorNames(parts=_BEHIND),
+  ),
+  Family(name="cwm", config=_cwm),
+  Family(name="internlm3", config=_internlm3),
+  Family(name="iquestcoder", config=_iquestcoder),
+  Family(
+    name="hyperclovax",
+    config=_hyperclovax,
+    names=llama_names(
+      {"post_attention": "post_norm1", "post_feedforward": "post_norm2"}
+    ),
   ),
   Family(name="arcee", config=_arcee),
   Family(name="helium", config=_helium),

@@ -1,9 +1,13 @@
 """Mixtures of experts.
 
-Mixtral, Qwen 2 and 3, OLMoE, Granite, ERNIE 4.5, HunYuan and MiniMax-M2.
+Mixtral, Qwen 2 and 3, OLMoE, FlexOlmo, Granite, ERNIE 4.5, HunYuan and
+MiniMax-M2.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ringjax.models.families.family import (
   Family,
@@ -16,9 +20,15 @@ from ringjax.models.families.family import (
   model,
   rms,
 )
-from ringjax.models.families.llama import granite, qwen
+from ringjax.models.families.llama import (
+  OLMO_PARTS,
+  granite,
+  olmo,
+  qwen,
+)
 from ringjax.models.families.llama_kin import HUNYUAN_NORMS, hunyuan_attention
 from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.feedforward import Experts, Gated, Grouped, Softmax
 
@@ -96,9 +106,29 @@ def _olmoe(r: ConfigReader) -> TransformerConfig:
   return model(r, "olmoe", attend, sparse, norm)
 
 
+def _flex_olmo(r: ConfigReader) -> TransformerConfig:
+  """OLMo 2 whose feedforward is OLMoE's."""
+  router = Softmax(renormalise=r.flag("norm_topk_prob", default=False))
+  return olmo(
+    r,
+    "flex_olmo",
+    ("full_attention",) * r.layers(),
+    500000.0,
+    feedforward=experts(r, router, hidden="intermediate_size"),
+    eps=1e-6,
+  )
+
+
 def _granitemoe(r: ConfigReader) -> TransformerConfig:
   sparse = experts(r, Softmax(renormalise=True), hidden="intermediate_size")
   return granite(r, "granitemoe", sparse)
+
+
+def _granitemoeshared(r: ConfigReader) -> TransformerConfig:
+  router = Softmax(renormalise=True)
+  shared = r.whole("shared_intermediate_size", default=0, least=0)
+  sparse = experts(r, router, hidden="intermediate_size", shared=shared)
+  return granite(r, "granitemoeshared", sparse)
 
 
 def _ernie_moe(r: ConfigReader) -> TransformerConfig:
@@ -198,6 +228,25 @@ def shared_names(where: str) -> dict[str, str]:
   }
 
 
+def _granite_names(
+  parts: Mapping[str, str] | None = None, **options: Any
+) -> Callable[[TransformerConfig], TensorNames]:
+  return llama_names(
+    {"feedforward.router": "block_sparse_moe.router.layer", **(parts or {})},
+    leaves={"feedforward.down": "block_sparse_moe.output_linear.weight"},
+    columns={
+      "block_sparse_moe.input_linear.weight": (
+        ("feedforward.gate", "feedforward.up"),
+        False,
+      )
+    },
+    swapped=lambda name: (
+      "sparse" in name and name.endswith("put_linear.weight")
+    ),
+    **options,
+  )
+
+
 FAMILIES = (
   Family(
     name="mixtral",
@@ -230,18 +279,24 @@ FAMILIES = (
     names=llama_names({"feedforward.router": "mlp.gate"}, experts=QWEN_EXPERTS),
   ),
   Family(
-    name="granitemoe",
-    config=_granitemoe,
-    names=llama_names(
-      {"feedforward.router": "block_sparse_moe.router.layer"},
-      leaves={"feedforward.down": "block_sparse_moe.output_linear.weight"},
-      columns={
-        "block_sparse_moe.input_linear.weight": (
-          ("feedforward.gate", "feedforward.up"),
-          False,
+    name="flex_olmo",
+    config=_flex_olmo,
+    names=lambda config: TensorNames(
+      parts={**OLMO_PARTS, "feedforward.router": "mlp.gate"},
+      experts=QWEN_EXPERTS,
+    ),
+  ),
+  Family(name="granitemoe", config=_granitemoe, names=_granite_names()),
+  Family(
+    name="granitemoeshared",
+    config=_granitemoeshared,
+    names=_granite_names(
+      {"feedforward.shared.down": "shared_mlp.output_linear"},
+      fused={
+        "shared_mlp.input_linear": Fusion(
+          parts=("feedforward.shared.gate", "feedforward.shared.up")
         )
       },
-      swapped=lambda name: name.endswith("put_linear.weight"),
     ),
   ),
   Family(

@@ -33,6 +33,7 @@ _TABLES = tomllib.loads(
   .read_text("utf-8")
 )
 _HARMLESS = frozenset(_TABLES["harmless"])
+_TURNED_WHOLE = frozenset(_TABLES["turned_whole"]["families"])
 _KINDS = (
   "full_attention",
   "sliding_attention",
@@ -284,7 +285,16 @@ class ConfigReader:
     theta = part.positive("rope_theta", default=theta)
     partial = part.positive("partial_rotary_factor", default=partial)
     unsaid = "default" if given else unsaid
-    whole = part.text("rope_type", "type", default=unsaid) == "proportional"
+    stretch = part.text("rope_type", "type", default=unsaid)
+    whole = stretch == "proportional"
+    if (
+      partial != 1
+      and stretch == "default"
+      and self._config.get("model_type") in _TURNED_WHOLE
+    ):
+      # Programs disagree: transformers turns all of it, others a part.
+      want = "1: transformers turns whole heads of this family"
+      raise self.error("partial_rotary_factor", partial, want, OTHER)
     dims = head_dim if whole else int(head_dim * partial)
     part.ignore(*beside)
     alpha = part.positive("alpha", default=None)
