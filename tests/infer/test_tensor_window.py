@@ -133,9 +133,10 @@ FORMS = ("llama3", "phi3", "falcon_40b", "falcon_7b", "qwen3_moe", "gpt_oss",
          "gpt_neox", "starcoder2")  # fmt: skip
 UNSHARED = (
   "cohere", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_noq",
-  "gemma3n", "gemma4", "gemma4_moe", "gpt2", "granitemoehybrid",
-  "granitemoehybrid_dense", "mamba2", "minimax_m2", "olmo2", "olmo3", "olmoe",
-  "opt", "qwen3_5", "qwen3_5_moe", "qwen3_next", "stablelm",
+  "flex_olmo", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "gpt2",
+  "granitemoehybrid", "granitemoehybrid_dense", "mamba2", "minimax_m2", "olmo2",
+  "olmo3", "olmoe", "opt", "qwen3_5", "qwen3_5_moe", "qwen3_next", "stablelm",
+  "youtu",
 )  # fmt: skip
 
 
