@@ -7,6 +7,7 @@ what it sends and what hides that. For the largest contexts see
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,11 +170,12 @@ def config_of(name: str) -> str | dict[str, Any]:
   folder = pathlib.Path(name)
   if folder.is_dir():
     return read_config(folder)
+  near = difflib.get_close_matches(name, PRESETS, 6, 0) or sorted(PRESETS)[:6]
   raise OptionError(
     "--model",
     f"{name}, which is no preset and no folder",
-    "a folder with a config.json, or a preset: " + ", ".join(sorted(PRESETS)),
-    "pass such a folder, or a preset's name",
+    "a folder with a config.json, or a preset as " + ", ".join(near),
+    f"pass such a folder, or one of the {len(PRESETS)} of rj.models.PRESETS",
   )
 
 
