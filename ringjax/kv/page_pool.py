@@ -15,7 +15,9 @@ Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -294,17 +296,48 @@ class PagePool:
     (found,) = (n for n, g in enumerate(self.groups) if kind in g.kinds)
     return found
 
-  def read_pages(self, group: int, pages: Int[Array, "R k"]) -> tuple[Any, ...]:
+  def read_pages(
+    self,
+    group: int,
+    pages: Int[Array, "R k"],
+    layers: tuple[int, int] | None = None,
+  ) -> tuple[Any, ...]:
     """What some pages hold, as it is stored.
 
     Args:
       group: of layers.
       pages: k pages of each shard, counted there from 0.
+      layers: of the model, first and end, that are read; None for all.
 
     Returns:
-      For each array of the group's layers that holds anything: [L, R k, ...].
+      For each array of the group's layers that holds anything of these:
+      [L, R k, ...].
     """
-    return self._each(group, _take_pages, pages)
+    cuts = self.layer_ranges(group, layers)
+    if not any(cuts):
+      return ()
+    return self._each(group, functools.partial(_take_pages, cuts), pages)
+
+  def layer_ranges(
+    self, group: int, layers: tuple[int, int] | None = None
+  ) -> tuple[range, ...]:
+    """Which of its layers each array of a group has, of some of the model.
+
+    Args:
+      group: of layers.
+      layers: of the model, first and end; None for all.
+    """
+    found: list[range] = []
+    for kind in self.groups[group].kinds:
+      for x in self.slots[kind]:
+        if not x.size:
+          continue
+        if layers is None:
+          found.append(range(x.shape[0]))
+          continue
+        which = self.shapes[kind].which
+        found.append(range(*(bisect.bisect_left(which, n) for n in layers)))
+    return tuple(found)
 
   def write_pages(
     self,
@@ -495,8 +528,17 @@ class PagePool:
     return Coords(flat(pos), flat(real).astype(jnp.int32))
 
 
-def _take_pages(arrays: tuple[Any, ...], pages: jax.Array) -> tuple[Any, ...]:
-  return tuple(jnp.take(x, pages[0], 1, mode="clip") for x in arrays)
+def _take_pages(
+  cuts: tuple[range, ...], arrays: tuple[Any, ...], pages: jax.Array
+) -> tuple[Any, ...]:
+  def one(x: jax.Array, cut: range) -> jax.Array:
+    if len(cut) == x.shape[0]:
+      return jnp.take(x, pages[0], 1, mode="clip")
+    # One gather: a part of the pool would be a copy.
+    layer = np.arange(cut.start, cut.stop, dtype=np.int32)[:, None]
+    return x.at[layer, pages[0][None]].get(mode="clip")
+
+  return tuple(one(x, cut) for x, cut in zip(arrays, cuts, strict=True) if cut)
 
 
 def _put_pages(

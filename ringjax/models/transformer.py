@@ -532,10 +532,32 @@ class Transformer(nnx.Module):
     attend: ShardingContext,
   ) -> tuple[jax.Array, Any]:
     """What the head reads, [B, T, D], and the cache."""
-    found: Any = attend
-    x = attend.constrain(self.embedded(tokens, places))
-    x, cache = self.stack(x, places, cache, found)
+    x, cache = self.through_layers(tokens, places, cache, attend)
     return self.behind(x), cache
+
+  def through_layers(
+    self,
+    tokens: Int[Array, "B T"],
+    places: Tokens,
+    cache: CallCache,
+    attend: ShardingContext,
+    x: Float[Array, "B T *D"] | None = None,
+  ) -> tuple[jax.Array, Any]:
+    """What the last layer made, and the cache.
+
+    Args:
+      tokens: of the call.
+      places: of them.
+      cache: of the call.
+      attend: how they find their keys.
+      x: what the layers before made, for a part of a model; None for its first
+        one, or a whole one.
+    """
+    found: Any = attend
+    # What all layers read comes with the embeddings.
+    first = self.embedded(tokens, places)
+    x = attend.constrain(first if x is None else x)
+    return self.stack(x, places, cache, found)
 
   def embedded(
     self, tokens: Int[Array, "B T"], places: Tokens
@@ -595,8 +617,13 @@ def forward(
   rows: Int[Array, "B n"] | None,
   length: Lengths | None,
   parents: Int[Array, "#B T"] | None = None,
+  x: Float[Array, "B T *D"] | None = None,
 ) -> Any:
-  """`Transformer.__call__` without its checks, inside of a jit."""
+  """`Transformer.__call__` without its checks, inside of a jit.
+
+  `x` is what the layers before made, for a model of the last ones, see
+  `models.layer_parts`.
+  """
   keep = cache if cache is not None else NoCache(len(model.kinds))
   if pos is None and cache is not None and isinstance(attend, CachedAttention):
     steps = _derived(attend, tokens.shape[1])
@@ -606,16 +633,60 @@ def forward(
   places = tokens_of(model, attend, tokens.shape, pos, seg, length, parents)
   if isinstance(keep, RowGroups):
     return _in_groups(model, attend, tokens, places, keep, rows)
-  keep = keep.allocate(
-    places.at,
-    replicated=_replicated(attend),
-    sees=isinstance(attend, CachedAttention),
-  ).mark(tokens, places.at)
-  h, keep = model.hidden(tokens, places, keep, attend)
+  keep = _begun(keep, attend, tokens, places)
+  if x is None:
+    h, keep = model.hidden(tokens, places, keep, attend)
+  else:
+    x, keep = model.through_layers(tokens, places, keep, attend, x)
+    h = model.behind(x)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)
   return logits if cache is None else (logits, keep)
+
+
+def forward_layers(
+  model: Transformer,
+  attend: ShardingContext,
+  tokens: Int[Array, "B T"],
+  pos: Int[Array, "B T"],
+  seg: Int[Array, "B T"],
+  cache: CallCache,
+  length: Lengths | None,
+  x: Float[Array, "B T *D"] | None,
+) -> tuple[jax.Array, Any]:
+  """What the layers of a part of a model make, see `models.layer_parts`.
+
+  Args:
+    model: the part.
+    attend: see `Transformer.__call__`, and below.
+    tokens: of the call.
+    pos: of the tokens.
+    seg: of the tokens.
+    cache: of the whole model.
+    length: of the whole context.
+    x: what the part before made; None for the first one.
+
+  Returns:
+    x for the next part, and the cache.
+  """
+  places = tokens_of(model, attend, tokens.shape, pos, seg, length)
+  keep = _begun(cache, attend, tokens, places)
+  return model.through_layers(tokens, places, keep, attend, x)
+
+
+def _begun(
+  cache: CallCache,
+  attend: ShardingContext,
+  tokens: Int[Array, "B T"],
+  places: Tokens,
+) -> CallCache:
+  """A cache with slots for the tokens of a call."""
+  return cache.allocate(
+    places.at,
+    replicated=_replicated(attend),
+    sees=isinstance(attend, CachedAttention),
+  ).mark(tokens, places.at)
 
 
 def _in_groups(
@@ -644,11 +715,7 @@ def _in_groups(
       ropes=model.config.ropes,
       length=its_length,
     )
-    kept = one.allocate(
-      its.at,
-      replicated=_replicated(attend),
-      sees=isinstance(attend, CachedAttention),
-    ).mark(ids, its.at)
+    kept = _begun(one, attend, ids, its)
     calls.append((attend.constrain(model.embedded(ids, its)), its, kept))
   within: Any = attend
   done = model.stack.together(calls, within, cache.hosted)

@@ -45,6 +45,17 @@ class Run:
     """Which layer of the model is at `position` of a repeat."""
     return self.first + repeat * len(self.layers) + position
 
+  def repeats_in(self, within: tuple[int, int] | None) -> range:
+    """Which repeats are among some layers, first and end; None: all.
+
+    A repeat is where its first layer is.
+    """
+    if within is None:
+      return range(self.repeats)
+    period = len(self.layers)
+    up = lambda n: min(max(-((self.first - n) // period), 0), self.repeats)
+    return range(up(within[0]), up(within[1]))
+
 
 def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
   """Cuts layers into runs: at each place the one that covers the most."""
@@ -164,6 +175,8 @@ class Stack(nnx.Module):
     hosted: of placed layers, the parameters in the host's memory, [n, ...].
     neuron_fault: where the error of a read of neurons is kept, if feedforwards
       have theirs on disk; else None.
+    within: which layers a call runs, first and end, where `cuts` are; None for
+      all.
   """
 
   def __init__(
@@ -182,6 +195,18 @@ class Stack(nnx.Module):
     self.placed: tuple[tuple[PlacedLayers | None, ...], ...] | None = None
     self.hosted: Any = None
     self.neuron_fault: ReadFault | None = None
+    self.within: tuple[int, int] | None = None
+
+  @property
+  def cuts(self) -> tuple[int, ...]:
+    """Before which layers a call can end, and another one go on.
+
+    Not in a repeat, nor where layers behind read keys of layers before.
+    """
+    found = [run.number(0, n) for run in self.runs for n in range(run.repeats)]
+    owners = [run.first for run in self.runs if _owning(run)]
+    last = owners[0] if owners else found[-1]
+    return tuple(n for n in found[1:] if n <= last)
 
   @property
   def faults(self) -> tuple[ReadFault, ...]:
@@ -266,8 +291,13 @@ class Stack(nnx.Module):
       kinds = _dealt(number, run.layers)
       looped = run.repeats > 1
       turns = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
-      owner = any(_owns(layer) for layer in run.layers)
+      owner = _owning(run)
       assert not (owner and looped)
+      repeats = run.repeats_in(self.within)
+      if not repeats:
+        for held, same in zip(done, mine, strict=True):
+          held.extend(itertools.chain.from_iterable(same))
+        continue
 
       def fetched(
         turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
@@ -350,9 +380,9 @@ class Stack(nnx.Module):
 
       stacked = tuple(one.stacked for one in layers)
       first = back(0, xs[0])
-      ahead = fetched(turns[0], mine, jnp.int32(0), first)
+      ahead = fetched(turns[0], mine, jnp.int32(repeats.start), first)
       after = mine
-      parts = _parts(layers, run.repeats)
+      parts = _parts(layers, repeats)
       for within in parts:
         start, x = jnp.int32(within.start), back(0, xs[0])
         early = _early(layers, within, keeping)
@@ -366,7 +396,7 @@ class Stack(nnx.Module):
           (xs, after, ahead, _), _ = one(carry, (start, cut))
           continue
         numbers = jnp.arange(within.start, within.stop, dtype=jnp.int32)
-        if len(parts) == 1:
+        if len(within) == run.repeats:
           (xs, after, ahead, _), _ = lax.scan(one, carry, (numbers, stacked))
           continue
 
@@ -397,14 +427,15 @@ def _again(
   return attend.keeping(body, looped=looped)
 
 
-def _parts(layers: Sequence[_Layers], repeats: int) -> list[range]:
-  """The repeats of a run, cut where layers are in another memory than before.
+def _parts(layers: Sequence[_Layers], repeats: range) -> list[range]:
+  """Repeats of a run, cut where layers are in another memory than before.
 
   Where these are many, in one piece: each is a program of its own.
   """
   tiers = [one.tiers for one in layers if one.tiers]
-  cuts = [n for n in range(1, repeats) if any(x[n] != x[n - 1] for x in tiers)]
-  ends = [0, *cuts, repeats] if len(cuts) < _PARTS else [0, repeats]
+  cuts = [n for n in repeats[1:] if any(x[n] != x[n - 1] for x in tiers)]
+  cuts = cuts if len(cuts) < _PARTS else []
+  ends = [repeats.start, *cuts, repeats.stop]
   return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
@@ -432,6 +463,11 @@ def keeps(layer: Layer) -> bool:
 def _owns(layer: Layer) -> bool:
   """Whether later layers read what this one keeps."""
   return keeps(layer) and getattr(layer.attention, "group", None) is not None
+
+
+def _owning(run: Run) -> bool:
+  """Whether a run has such a layer."""
+  return any(_owns(layer) for layer in run.layers)
 
 
 def _fetches(cache: CallCache) -> TypeGuard[FetchedCache]:

@@ -1,8 +1,8 @@
 """The two calls of an engine: their arguments, and what they compute.
 
 Guarantees: a call has one shape whatever is to do, so that each of the two is
-one program for good, and the copies of forked rows a third; what a row gets
-depends on no other row.
+one program for good, that of prompts one for each part of the layers, and the
+copies of forked rows another; what a row gets depends on no other row.
 Cost: the host writes a few numbers for each row; what rows have in common is
 found anew only when it has changed.
 """
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.infer.speculate.verifiers import right_path
 from ringjax.kv.page_pool import PagePool, PooledRows
-from ringjax.models.transformer import Transformer, forward
+from ringjax.models.transformer import Transformer, forward, forward_layers
 from ringjax.nn.adapted import adapter_rows
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
@@ -91,6 +91,31 @@ class CallArrays(NamedTuple):
 
 
 @bounded
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 4))
+def compute_layers(
+  part: Transformer,
+  attend: CachedAttention,
+  pool: PagePool,
+  call: CallArrays,
+  x: Float[Array, "B T *D"] | None,
+) -> tuple[jax.Array, PagePool]:
+  """Computes what a part of the layers makes of a call for prompts.
+
+  Args:
+    part: of `models.layer_parts`, not the last one.
+    attend: how tokens find their keys.
+    pool: the pool.
+    call: the same for all parts.
+    x: what the part before returned; None for the first one.
+  """
+  held = pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared)
+  with adapter_rows(call.adapter):
+    return forward_layers(
+      part, attend, call.tokens, call.pos, call.seg, held, call.prompts, x
+    )
+
+
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
 def compute(
   model: Transformer,
@@ -99,13 +124,18 @@ def compute(
   board: RowBoard,
   call: CallArrays,
   allowed: Bool[Array, "B V"],
+  x: Float[Array, "B T *D"] | None = None,
 ) -> tuple[Any, PagePool, RowBoard]:
-  """Computes a call's tokens and chooses the next ones."""
+  """Computes a call's tokens and chooses the next ones.
+
+  `x` is what the layers before made, if the model is the last part of one.
+  """
   rows = board.last.shape[0]
   inside = jnp.minimum(call.slots, rows - 1)
   before = board.last[inside][:, None]
   tokens = jnp.where(call.tokens < 0, before, call.tokens)
-  logits, pool = _read(model, attend, pool, call, tokens, call.last[:, None])
+  last = call.last[:, None]
+  logits, pool = _read(model, attend, pool, call, tokens, last, x)
   logits = logits[:, 0]
   choice = choose(
     logits,
@@ -131,6 +161,7 @@ def _read(
   call: CallArrays,
   tokens: Int[Array, "B T"],
   rows: Int[Array, "B _"] | None,
+  x: Float[Array, "B T *D"] | None = None,
 ) -> tuple[Float[Array, "B _ V"], PagePool]:
   """Logits behind some tokens of a call, or behind all, and the pool."""
   parents = call.parents
@@ -148,6 +179,7 @@ def _read(
       rows,
       call.prompts,
       parents,
+      x,
     )
   return attend.everywhere(logits), pool
 

@@ -8,8 +8,9 @@ blocks of answers are found by later prompts, and with trees of drafts a key is
 where its tree has it: both give that up, to rounding.) What one request raises
 ends that request alone.
 Cost: a step is at most one call for answers and one for prompts, each of which
-is one compiled program for good. The host plans a step while the device
-computes the one before; a mask, a beam search or drafts make it wait.
+is one compiled program for good (that of prompts `layer_parts` programs). The
+host plans a step while the device computes the one before; a mask, a beam
+search or drafts make it wait.
 Memory: the pool; it does not grow. Of reserved rows what is in use.
 Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023, PagedAttention,
 arXiv 2309.06180.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -51,6 +53,7 @@ from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
+from ringjax.models.layer_parts import layer_parts as layer_parts_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.placed import naming_faults, raise_fault
 from ringjax.nn.sharding_context import CachedAttention
@@ -70,6 +73,7 @@ from ringjax.serve.calls import (
   RowBoard,
   check_drafts,
   compute,
+  compute_layers,
   forked,
   marked,
 )
@@ -86,6 +90,7 @@ from ringjax.serve.row_drafts import RowDrafts
 from ringjax.serve.row_space import RowSpace
 from ringjax.serve.scheduler import (
   DecodeTurn,
+  PromptPiece,
   Scheduler,
   ServedRow,
   StepLimits,
@@ -184,6 +189,11 @@ class Engine:
     scheduler: rows and pages.
     on_step: called after each step by the thread that steps, or None; it has
       to be quick and may not raise.
+    on_layers: called, where `layer_parts` is above 1, behind each part but the
+      last of a call for prompts, while the device computes: with its number,
+      the pieces and the pool, in which keys of these layers are on their way.
+      Like `on_step`.
+    layer_parts: of each part of the layers its first one and the end.
   """
 
   @entering(lambda _, model, **options: options.get("mesh") or model.mesh)
@@ -210,6 +220,7 @@ class Engine:
     preempt: str = "auto",
     store: Store | None = None,
     layout: str = "pages",
+    layer_parts: int = 1,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Makes an empty pool.
@@ -263,13 +274,18 @@ class Engine:
         rounded down to a power of two of pages on each shard. All layers
         then keep whole rows, also those that look back a window, and
         preempted rows are computed again.
+      layer_parts: into how many parts the layers are cut for prompts, each a
+        program of its own, so that pages of layers that are done can leave
+        while others compute, see `ClusterWorker`. Keys are those of one
+        program up to rounding.
       clock: seconds, for deadlines.
 
     Raises:
       OptionError: a value is out of its range, a store for a model that
         shares nothing, contiguous rows that are to share prefixes or to be
         swapped, drafts for recurrent layers, or by a model with another
-        tokenizer or on other devices, or one whose cache evicts.
+        tokenizer or on other devices, or one whose cache evicts; parts of
+        layers that can't be cut so often, or of recurrent ones.
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a pool that does not fit.
     """
@@ -307,6 +323,18 @@ class Engine:
       check_contiguous(share, preempt)
       preempt = "recompute"
     recurrent = any(isinstance(s, StateShape) for s in model.kinds)
+    parts = layer_parts_of(self.model, layer_parts)
+    if recurrent and len(parts) > 1:
+      raise OptionError(
+        "layer_parts",
+        f"{layer_parts} for a {model.config.family}, with recurrent layers",
+        "1: their states do not leave while a prompt is read",
+        "leave it out",
+      )
+    self._parts = parts
+    self.layer_parts = tuple(
+      part.stack.within or (0, len(model.config.layers)) for part in parts
+    )
     self._drafts = None if speculate is None else RowDrafts(speculate)
     drafted = 0
     if self._drafts is not None:
@@ -480,6 +508,9 @@ class Engine:
       )
     self._handles: dict[Handle, list[ServedRow]] = {}
     self.on_step: Callable[[], None] | None = None
+    self.on_layers: (
+      Callable[[int, tuple[PromptPiece, ...], PagePool], None] | None
+    ) = None
     self._flying: tuple[StepPlan, Any, Any] | None = None
     self._arrivals = itertools.count()
     self._clock = clock
@@ -978,18 +1009,32 @@ class Engine:
       turns = self._computed(turns, rows, work)
     if pieces is not None:
       ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
-      pieces = self._computed(pieces, ends)
+      x = self._before_last(pieces, plan.pieces)
+      last = functools.partial(compute, x=x)
+      pieces = self._computed(pieces, ends, last, self._parts[-1])
     return turns, pieces
+
+  def _before_last(
+    self, call: CallArrays, pieces: tuple[PromptPiece, ...]
+  ) -> jax.Array | None:
+    """What all parts of the layers but the last one make of prompts."""
+    x = None
+    for n, part in enumerate(self._parts[:-1]):
+      x, self._pool = compute_layers(part, self._attend, self._pool, call, x)
+      if self.on_layers is not None:
+        self.on_layers(n, pieces, self._pool)
+    return x
 
   def _computed(
     self,
     call: CallArrays,
     rows: list[tuple[int, ServedRow]],
     work: Callable[..., Any] = compute,
+    model: Transformer | None = None,
   ) -> Any:
     """What a call chooses, of which these rows choose a token."""
     choice, self._pool, self._board = work(
-      self.model,
+      self.model if model is None else model,
       self._attend,
       self._pool,
       self._board,

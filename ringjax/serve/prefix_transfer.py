@@ -17,7 +17,9 @@ Memory: the prefix on the host of each side; on the device these batches.
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is
 computed again. A prompt that is still being read can move in parts, with
-`first=`, as far as its pages are computed.
+`first=`, as far as its pages are computed. Of an engine with `layer_parts`
+these leave in the middle of a step, too, some layers at a time:
+`begin_layers` between two of its programs, `LayerParts` on the other side.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import dataclasses
 import hashlib
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,6 +44,8 @@ from ringjax.serve.prefix_tree import PrefixBlock, PrefixTree, next_digest
 from ringjax.serve.store_link import read_pages
 from ringjax.transfer import PageLayout, PageLeaf, PulledPages, Ticket
 
+# Copies of some blocks' pages, and where in each the blocks are.
+_Copies = list[tuple[tuple[jax.Array, ...], list[int]]]
 # Pages of each shard in one copy, and copies that are begun between two steps.
 _BATCH, _COPIES = 16, 8
 
@@ -148,6 +153,7 @@ def export_prefix(
   salt: str = "",
   adapter: str = "",
   first: int = 0,
+  layers: tuple[int, int] | None = None,
   hashes: PrefixHashes | None = None,
 ) -> ExportedPrefix:
   """Copies the pages of the longest prefix that an engine has computed.
@@ -161,6 +167,8 @@ def export_prefix(
     salt: of the request.
     adapter: of the request.
     first: leaves out so many pages, which have moved before.
+    layers: of the model, first and end, of which the pages have their part
+      alone; None for all.
     hashes: of the prompt, from calls for parts before these pages.
 
   Raises:
@@ -172,7 +180,7 @@ def export_prefix(
     PromptError: tokens that are none.
   """
   tokens = inputs.prompt(tokens, engine.vocab)
-  layout = prefix_layout(engine)
+  layout = prefix_layout(engine, layers)
   start = _label_start(engine, len(tokens), adapter)
   salt = engine.prefix_salt(salt, len(tokens))
   tree = engine.scheduler.tree
@@ -186,11 +194,10 @@ def export_prefix(
     with engine.between_steps() as pool:
       some = list(itertools.takewhile(_there, chain[at : at + step]))
       copies = [
-        _begin_copies(pool, group, some, tree.shards)
+        _begin_copies(pool, group, some, tree.shards, layers)
         for group in range(len(pool.groups))
       ]
-    arrays = [x for group in copies for x in _copied(group)]
-    pages += [tuple(x[n] for x in arrays) for n in range(len(some))]
+    pages += _pages_of(copies, len(some))
     if len(some) < step:
       break
   # Blocks are known from when their step is planned. All that was copied is
@@ -214,6 +221,171 @@ def export_prefix(
     pages=pages,
     layout=layout,
     labels=[_label(x) for x in found[first:]],
+  )
+
+
+class LayerCopies:
+  """Pages of a prompt that a step computes, some of their layers, on their way
+  to the host.
+
+  Attributes:
+    layers: of the model, first and end.
+    count: pages.
+  """
+
+  def __init__(
+    self,
+    layers: tuple[int, int],
+    count: int,
+    export: Callable[[], ExportedPrefix],
+  ):
+    self.layers, self.count, self._export = layers, count, export
+
+  def result(self) -> ExportedPrefix:
+    """The pages; waits for the device."""
+    return self._export()
+
+
+def begin_layers(
+  engine: Engine,
+  pool: PagePool,
+  tokens: Int[np.ndarray, " n"],
+  part: int,
+  *,
+  salt: str = "",
+  adapter: str = "",
+  first: int = 0,
+  most: int,
+  hashes: PrefixHashes,
+) -> LayerCopies | None:
+  """Begins copies of the layers that a step has just been told to compute.
+
+  For `Engine.on_layers`, by its thread. Whether the step is good is known only
+  behind it: hold them until `export_prefix` has returned the pages of the last
+  part, without which no reader can use them.
+
+  Args:
+    engine: with `layer_parts`.
+    pool: what `on_layers` got.
+    tokens: int32, of the prompt.
+    part: its number.
+    salt: of the request.
+    adapter: of the request.
+    first: leaves out so many pages, which have moved before.
+    most: pages, at most.
+    hashes: of the prompt.
+
+  Returns:
+    None if there are no such pages.
+  """
+  layers, tree = engine.layer_parts[part], engine.scheduler.tree
+  layout = prefix_layout(engine, layers)
+  salt = engine.prefix_salt(salt, len(tokens))
+  chain = hashes.chain(tree, tree.root(salt, adapter), tokens, first)
+  some = list(itertools.takewhile(_there, chain[:most]))
+  if not some:
+    return None
+  copies = [
+    _begin_copies(pool, group, some, tree.shards, layers)
+    for group in range(len(pool.groups))
+  ]
+  for held, _ in itertools.chain.from_iterable(copies):
+    for x in held:
+      x.copy_to_host_async()
+  start = _label_start(engine, len(tokens), adapter)
+
+  def export() -> ExportedPrefix:
+    found = hashes.of(tokens, tree.page, start, first + len(some))[first:]
+    return ExportedPrefix(
+      tokens=len(some) * tree.page,
+      pages=_pages_of(copies, len(some)),
+      layout=layout,
+      labels=[_label(x) for x in found],
+    )
+
+  return LayerCopies(layers, len(some), export)
+
+
+class LayerParts:
+  """Puts pages together whose layers come apart, as from `begin_layers`.
+
+  Guarantees: pages are whole or not there; what is not followed by the layers
+  behind it is forgotten when other pages come.
+  """
+
+  def __init__(self, engine: Engine):
+    self._whole = prefix_layout(engine)
+    self._held: list[tuple[Ticket, PulledPages]] = []
+
+  def add(
+    self, ticket: Ticket, pulled: PulledPages
+  ) -> tuple[Ticket, PulledPages] | None:
+    """Takes the pages of a ticket.
+
+    Args:
+      ticket: of pages with all layers or some.
+      pulled: all pages of it.
+
+    Returns:
+      What a ticket for all layers would have brought, once they are there.
+    """
+    ends = self._ends()
+    follows = self._held and pulled.labels == self._held[0][1].labels
+    if not follows or any(
+      leaf.first[_layer(leaf)] != ends.get(leaf.name, 0)
+      for leaf in ticket.layout.leaves
+    ):
+      self._held = []
+    self._held.append((ticket, pulled))
+    ends = self._ends()
+    if any(
+      ends.get(leaf.name) != leaf.shape[_layer(leaf)]
+      for leaf in self._whole.leaves
+    ):
+      return None
+    held, self._held = self._held, []
+    return _joined(held)
+
+  def _ends(self) -> dict[str, int]:
+    """Up to which of its layers each leaf is there."""
+    return {
+      leaf.name: leaf.first[_layer(leaf)] + leaf.shape[_layer(leaf)]
+      for ticket, _ in self._held
+      for leaf in ticket.layout.leaves
+    }
+
+
+def _layer(leaf: PageLeaf) -> int:
+  """The axis of layers."""
+  return leaf.axes.index("layer")
+
+
+def _joined(
+  parts: list[tuple[Ticket, PulledPages]],
+) -> tuple[Ticket, PulledPages]:
+  """Pages of which each part has layers, first ones first."""
+  if len(parts) == 1:
+    return parts[0]
+  found: dict[str, list[tuple[PageLeaf, np.ndarray]]] = {}
+  for ticket, pulled in parts:
+    for leaf in ticket.layout.leaves:
+      found.setdefault(leaf.name, []).append((leaf, pulled.arrays[leaf.name]))
+  arrays, leaves = {}, []
+  for name, some in found.items():
+    leaf, at = some[0][0], _layer(some[0][0])
+    arrays[name] = np.concatenate([x for _, x in some], axis=1 + at)
+    shape = *leaf.shape[:at], arrays[name].shape[1 + at], *leaf.shape[at + 1 :]
+    leaves.append(dataclasses.replace(leaf, shape=shape))
+  ticket, one = parts[0]
+  return (
+    dataclasses.replace(ticket, layout=PageLayout(tuple(leaves))),
+    dataclasses.replace(
+      one,
+      arrays=arrays,
+      reads=sum(x.reads for _, x in parts),
+      nbytes=sum(x.nbytes for _, x in parts),
+      completed=all(x.completed for _, x in parts),
+    ),
   )
 
 
@@ -356,11 +528,15 @@ def _there(block: PrefixBlock) -> bool:
 
 
 def _begin_copies(
-  pool: PagePool, group: int, blocks: list[PrefixBlock], shards: int
-) -> list[tuple[tuple[jax.Array, ...], list[int]]]:
+  pool: PagePool,
+  group: int,
+  blocks: list[PrefixBlock],
+  shards: int,
+  layers: tuple[int, int] | None = None,
+) -> _Copies:
   """Copies of a group's pages of successive blocks, which the device makes
   before it computes what comes next; where in them the blocks are."""
-  found: list[tuple[tuple[jax.Array, ...], list[int]]] = []
+  found: _Copies = []
   step = _BATCH * shards
   for start in range(0, len(blocks), step):
     pages = np.zeros((shards, _BATCH), np.int32)
@@ -371,14 +547,20 @@ def _begin_copies(
       shard, column = block.depth % shards, n // shards
       pages[shard, column] = page
       places.append(shard * _BATCH + column)
-    held: Any = read_pages(pool, group, pages)
+    held: Any = read_pages(pool, group, pages, layers)
     found.append((held, places))
   return found
 
 
-def _copied(
-  copies: list[tuple[tuple[jax.Array, ...], list[int]]],
-) -> list[np.ndarray]:
+def _pages_of(
+  copies: list[_Copies], count: int
+) -> list[tuple[np.ndarray, ...]]:
+  """Of each page its leaves, of the copies of all groups."""
+  arrays = [x for group in copies for x in _copied(group)]
+  return [tuple(x[n] for x in arrays) for n in range(count)]
+
+
+def _copied(copies: _Copies) -> list[np.ndarray]:
   """A group's arrays, [n, L, K, P, H] each, on the host."""
   parts = [
     [np.moveaxis(x[:, places], 1, 0) for x in jax.device_get(held)]
@@ -389,19 +571,48 @@ def _copied(
   ]
 
 
-def prefix_layout(engine: Engine) -> PageLayout:
+def prefix_layout(
+  engine: Engine, layers: tuple[int, int] | None = None
+) -> PageLayout:
   """Names, dtypes and shapes of the arrays of a page of an engine.
 
   The codec of each is a text that two engines have in common if one can use
   the pages of the other.
 
+  Args:
+    engine: whose pages.
+    layers: of the model, first and end, that are in a page; None for all.
+
   Raises:
     OptionError: a pool whose pages can't be cut elsewhere.
   """
-  if engine not in _LAYOUTS:
+  made = _LAYOUTS.setdefault(engine, {})
+  if layers not in made:
     with engine.between_steps() as pool:
-      _LAYOUTS[engine] = _layout(engine, pool, engine.scheduler.tree.page)
-  return _LAYOUTS[engine]
+      whole = made.get(None)
+      if whole is None:
+        whole = _layout(engine, pool, engine.scheduler.tree.page)
+      made[layers] = whole if layers is None else _cut(whole, pool, layers)
+  return made[layers]
+
+
+def _cut(
+  whole: PageLayout, pool: PagePool, layers: tuple[int, int]
+) -> PageLayout:
+  """The part of a page that some layers have."""
+  groups = range(len(pool.groups))
+  cuts = [x for group in groups for x in pool.layer_ranges(group, layers)]
+  return PageLayout(
+    tuple(
+      dataclasses.replace(
+        leaf,
+        shape=(len(cut), *leaf.shape[1:]),
+        first=(cut.start, *leaf.first[1:]),
+      )
+      for leaf, cut in zip(whole.leaves, cuts, strict=True)
+      if cut
+    )
+  )
 
 
 # Weights of an engine do not change: they are looked at once.

@@ -48,12 +48,15 @@ _WAIT = 0.05
 
 
 @bounded
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def read_pages(
-  pool: PagePool, group: int, pages: Int[Array, "R k"]
+  pool: PagePool,
+  group: int,
+  pages: Int[Array, "R k"],
+  layers: tuple[int, int] | None = None,
 ) -> tuple[Any, ...]:
   """See `PagePool.read_pages`, compiled."""
-  return pool.read_pages(group, pages)
+  return pool.read_pages(group, pages, layers)
 
 
 @bounded

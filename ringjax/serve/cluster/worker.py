@@ -31,6 +31,8 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+
 from ringjax.checks import number, one_of
 from ringjax.errors import (
   OptionError,
@@ -39,6 +41,7 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.kv.page_pool import PagePool
 from ringjax.serve.cluster.block_index import (
   BlockEvent,
   BlockLog,
@@ -55,13 +58,18 @@ from ringjax.serve.cluster.routing import ROLES
 from ringjax.serve.engine import Engine
 from ringjax.serve.grammar import GrammarCompiler
 from ringjax.serve.prefix_transfer import (
+  ExportedPrefix,
+  LayerCopies,
+  LayerParts,
   PrefixHashes,
+  begin_layers,
   export_prefix,
   import_prefix,
   prefix_layout,
 )
 from ringjax.serve.prefix_tree import OutOfPages
 from ringjax.serve.request import Answer, Handle, Request
+from ringjax.serve.scheduler import PromptPiece
 from ringjax.transfer import Publisher, Ticket, pull
 from ringjax.transfer.client import Address
 from ringjax.transfer.wire import PullConnection
@@ -98,6 +106,13 @@ class WorkerTask:
     offers_made: the tickets of its own pages that are published.
     pages: how many these are.
     copying: whether a part is about to be published.
+    begun: pages behind these of which layers leave in the step that computes
+      them; 0 for none.
+    early: copies of such layers that are not yet published.
+    layered: of how many such pages layers are published, and up to which
+      layer.
+    waits: whether a thread is about to publish `early`.
+    parts: of pages that come.
     publishes: held while pages are published, in their order.
     published: whether all were copied, or could not be.
     dropped: whether it is not wanted any more.
@@ -124,6 +139,13 @@ class WorkerTask:
   offers_made: list[Ticket] = dataclasses.field(default_factory=list)
   pages: int = 0
   copying: bool = False
+  begun: int = 0
+  early: collections.deque[LayerCopies] = dataclasses.field(
+    default_factory=collections.deque
+  )
+  layered: tuple[int, int] = (0, 0)
+  waits: bool = False
+  parts: LayerParts | None = None
   publishes: threading.Lock = dataclasses.field(default_factory=threading.Lock)
   published: bool = False
   dropped: bool = False
@@ -237,6 +259,7 @@ class ClusterWorker:
   def start(self) -> ClusterWorker:
     """Starts the engine and joins; again whenever the router was gone."""
     self._engine.on_step = self._stepped
+    self._engine.on_layers = self._layers_begun
     self._engine.start()
     for work in (self._stay, self._wait_for_room):
       threading.Thread(
@@ -562,12 +585,62 @@ class ClusterWorker:
     for task in tuple(self._streams.values()):
       if task.handle is None or task.copying or task.published:
         continue
-      ready = self._engine.prompt_progress(task.handle)
-      page = self._engine.scheduler.tree.page
-      if ready // _PART * _PART - task.pages * page >= task.stream:
+      if task.begun or self._due(task):
         task.copying = True
         with contextlib.suppress(RuntimeError):
-          self._copies.submit(self._publish_part, task)
+          self._copies.submit(self._publish_part, task, task.begun)
+      task.begun = 0
+
+  def _due(self, task: WorkerTask, *, tail: bool = False) -> int:
+    """Pages that are to leave with a step, or 0: there are too few.
+
+    Args:
+      task: a prompt that is being read.
+      tail: whether to look at what is left at a long prompt's end, too.
+    """
+    page, size = self._engine.scheduler.tree.page, len(task.request.prompt)
+    assert task.handle is not None
+    ready = self._engine.prompt_progress(task.handle)
+    count = ready // _PART * _PART // page - task.pages
+    if count * page >= task.stream:
+      return count
+    ends = tail and ready == size and size >= task.stream
+    return ready // page - task.pages if ends else 0
+
+  def _layers_begun(
+    self, part: int, pieces: tuple[PromptPiece, ...], pool: PagePool
+  ) -> None:
+    """Some layers of a step are on their way; the engine's thread says so."""
+    rows = {id(piece.row.owner.handle) for piece in pieces}
+    for task in tuple(self._streams.values()):
+      if task.copying or task.published or id(task.handle) not in rows:
+        continue
+      if part == 0:
+        task.begun = self._due(task, tail=True)
+      if not task.begun:
+        continue
+      request = task.request
+      copies = begin_layers(
+        self._engine,
+        pool,
+        np.asarray(request.prompt, np.int32),
+        part,
+        salt=request.salt,
+        adapter=request.adapter,
+        first=task.pages,
+        most=task.begun,
+        hashes=task.hashes,
+      )
+      if copies is None or copies.count < task.begun:
+        # They had to make room: what is left leaves behind the step.
+        task.begun = 0
+        continue
+      task.early.append(copies)
+      with self._work:
+        submits, task.waits = not task.waits, True
+      if submits:
+        with contextlib.suppress(RuntimeError):
+          self._copies.submit(self._publish_layers, task)
 
   def _send(self, task: WorkerTask, answer: Answer) -> None:
     """Tells the router what of an answer is new."""
@@ -612,18 +685,65 @@ class ClusterWorker:
       cached=cached,
     )
 
-  def _publish_part(self, task: WorkerTask) -> None:
-    """Offers what was read of a prompt since the last part."""
+  def _publish_part(self, task: WorkerTask, begun: int) -> None:
+    """Offers what was read of a prompt since the last part.
+
+    Args:
+      task: the prompt.
+      begun: pages of which layers have left before; 0 for none.
+    """
     with task.publishes:
+      self._offer_layers(task)
       if not task.published and not task.dropped:
-        ticket = self._offered(task, last=False)
-        if ticket is not None:
-          task.link.tell(t="part", id=task.number, ticket=ticket.to_json())
+        self._tell_part(task, self._offered(task, begun, last=False))
       task.copying = False
 
-  def _offered(self, task: WorkerTask, *, last: bool) -> Ticket | None:
-    """A ticket of the next pages of a prompt, or None if there are none."""
-    request, ticket, count = task.request, None, 0
+  def _tell_part(self, task: WorkerTask, ticket: Ticket | None) -> None:
+    if ticket is not None:
+      task.link.tell(t="part", id=task.number, ticket=ticket.to_json())
+
+  def _publish_layers(self, task: WorkerTask) -> None:
+    """Offers layers that leave before their step has ended."""
+    with self._work:
+      task.waits = False
+    with task.publishes:
+      self._offer_layers(task)
+
+  def _offer_layers(self, task: WorkerTask) -> None:
+    """See `_publish_layers`; `publishes` is held."""
+    while task.early:
+      copies = task.early.popleft()
+      first, end = copies.layers
+      before = (copies.count, first) if first else (0, 0)
+      if first == 0:
+        task.layered = 0, 0
+      if task.published or task.dropped or task.layered != before:
+        continue
+      try:
+        self._check_published(task)
+        ticket = self._ticket(copies.result(), copies.count)
+      except Exception:
+        # What of them is not published leaves behind the step.
+        continue
+      self._kept(task, ticket)
+      task.layered = copies.count, end
+      self._tell_part(task, ticket)
+
+  def _offered(
+    self, task: WorkerTask, begun: int = 0, *, last: bool
+  ) -> Ticket | None:
+    """A ticket of the next pages of a prompt, or None if there are none.
+
+    Args:
+      task: the prompt.
+      begun: how many, some layers of which have left; 0 for what there is.
+      last: whether no others come.
+    """
+    request, ticket, count, layers = task.request, None, 0, None
+    parts = self._engine.layer_parts
+    if begun and task.layered == (begun, parts[-1][0]):
+      layers = parts[-1]
+    task.layered = 0, 0
     try:
       self._check_published(task)
       sent = export_prefix(
@@ -632,31 +752,46 @@ class ClusterWorker:
         salt=request.salt,
         adapter=request.adapter,
         first=task.pages,
+        layers=layers,
         hashes=task.hashes,
       )
       count = len(sent.pages)
-      if not last:
+      if begun:
+        # With fewer the layers that have left are of no use.
+        count = begun if count >= begun else 0
+      elif not last:
         some = _PART // self._engine.scheduler.tree.page
         count = (task.pages + count) // some * some - task.pages
       if count > 0:
-        numbers = self.publisher.new_numbers(count)
-        pages = dict(zip(numbers, sent.pages, strict=False))
-        labels = sent.labels[:count]
-        ticket = self.publisher.publish(pages, sent.layout, labels=labels)
+        ticket = self._ticket(sent, count)
     except Exception:
       # They had to make room, it is closed, or there is no memory for a copy:
       # who answers reads the prompt, or what is left of it.
       ticket = None
     with self._work:
-      if ticket is not None:
-        task.offers_made.append(ticket)
-        task.pages += count
+      task.pages += 0 if ticket is None else count
       task.published |= last
       self._work.notify_all()
-      dropped = task.dropped
-    if dropped and ticket is not None:
-      self.publisher.withdraw(ticket)
+    self._kept(task, ticket)
     return ticket
+
+  def _ticket(self, sent: ExportedPrefix, count: int) -> Ticket:
+    """Publishes the first ones of some pages."""
+    numbers = self.publisher.new_numbers(count)
+    pages = dict(zip(numbers, sent.pages, strict=False))
+    return self.publisher.publish(
+      pages, sent.layout, labels=sent.labels[:count]
+    )
+
+  def _kept(self, task: WorkerTask, ticket: Ticket | None) -> None:
+    """Notes a ticket; of a task that is not wanted any more it ends."""
+    if ticket is None:
+      return
+    with self._work:
+      task.offers_made.append(ticket)
+      dropped = task.dropped
+    if dropped:
+      self.publisher.withdraw(ticket)
 
   def _check_published(self, task: WorkerTask) -> None:
     """Refuses copies beyond some times what the engine's own pages hold.
@@ -728,17 +863,22 @@ class ClusterWorker:
         if task.dropped:
           return
         pages, nbytes = task.pulled
+        task.pulled = pages, nbytes + pulled.nbytes
+        if task.parts is None:
+          task.parts = LayerParts(self._engine)
+        whole = task.parts.add(ticket, pulled)
+        if whole is None:
+          continue
         import_prefix(
           self._engine,
           inputs.prompt(request.prompt, self._engine.vocab),
-          ticket,
-          pulled,
+          *whole,
           salt=request.salt,
           adapter=request.adapter,
           first=pages,
           hashes=task.hashes,
         )
-        task.pulled = pages + len(pulled.labels), nbytes + pulled.nbytes
+        task.pulled = pages + len(pulled.labels), task.pulled[1]
       task.link.tell(t="pulled", id=task.number, nbytes=task.pulled[1])
     except Exception as error:
       if task.reads:

@@ -1,0 +1,55 @@
+"""A model in parts, each with some of its layers: one after another they are
+the model.
+
+Guarantees: no weight is copied, and a cache is that of the whole model.
+Cost: a program for each part.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+from ringjax.checks import integer
+from ringjax.errors import OptionError
+from ringjax.models.transformer import Transformer
+
+
+def layer_parts(model: Transformer, count: int) -> tuple[Transformer, ...]:
+  """Parts of a model of about equally many layers, for `forward_layers`.
+
+  The last one is for `forward`, with what the others made.
+
+  Args:
+    model: whose layers they share.
+    count: of parts, at least 1.
+
+  Raises:
+    OptionError: a model whose layers can't be cut so often.
+  """
+  integer("layer_parts", count, least=1)
+  if count == 1:
+    return (model,)
+  cuts, layers = model.stack.cuts, len(model.config.layers)
+  if count > len(cuts) + 1:
+    raise OptionError(
+      "layer_parts",
+      count,
+      f"at most {len(cuts) + 1} for this {model.config.family} of {layers} "
+      "layers, cut where their pattern repeats and none reads another's keys",
+      "pass fewer",
+    )
+  chosen = [0]
+  for n in range(1, count):
+    # As many are left as parts come behind it.
+    open_ = [c for c in cuts if c > chosen[-1]]
+    open_ = open_[: len(open_) - (count - 1 - n)]
+    want = n * layers / count
+    chosen.append(min(open_, key=lambda c: abs(c - want)))
+  parts = []
+  for within in itertools.pairwise([*chosen, layers]):
+    part = copy.copy(model)
+    part.stack = copy.copy(model.stack)
+    part.stack.within = within
+    parts.append(part)
+  return tuple(parts)
