@@ -53,6 +53,9 @@
   python -m launch.bench rows --json=rows.json
       Memory of an engine's rows in pages and in contiguous rows that grow on
       demand: what is wasted, resident and mapped.
+  python -m launch.bench stream
+      A prompt that one instance reads and another answers: what is left to move
+      at its end where pages leave by pieces, and by layers.
   python -m launch.bench offload --folder=DIR --peer=PYTHON
       A model of 3 GiB whose layers stream from disk, made in that folder: one
       prompt at a time and a block of 32, beside accelerate in another Python.
@@ -80,6 +83,7 @@ from ringjax.bench import (
   kernels,
   layouts,
   offloading,
+  page_streams,
   row_memory,
   serving,
   speculating,
@@ -131,6 +135,7 @@ _BENCHMARKS: dict[str, Any] = {
     store_policies.StoreBenchmark,
     row_memory.RowMemoryBenchmark,
     offloading.OffloadBenchmark,
+    page_streams.StreamBenchmark,
   )
 }
 
@@ -151,6 +156,7 @@ _OPTIONS = {
   "default: measured before.",
   "folder": "Of the model that streams from disk; made if there is none.",
   "scratch": "Folder for what another library writes.",
+  "stream": "Tokens of a prompt after which pages of it leave.",
   "peer": "A Python that has accelerate; default: this one.",
   "model_layers": "Of the model that is made, 69 MB each.",
   "memory": "MiB that the process may have at most.",

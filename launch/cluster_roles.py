@@ -174,6 +174,13 @@ def check(values: flags.FlagValues) -> None:
       "nothing, unless --role=router",
       "pass it to the router, which tells its instances",
     )
+  if values["layer_parts"].present and not joins:
+    raise OptionError(
+      "--layer_parts",
+      f"{values.layer_parts} for a server alone or a router",
+      "nothing, unless --join: pages leave for other instances",
+      "leave it out",
+    )
   for name in ("policy", "times", "bandwidth", "instance_devices"):
     if values[name].present and values.role != "router":
       raise OptionError(

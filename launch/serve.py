@@ -66,6 +66,7 @@ _OPTIONS = (
   "shared_reads",
   "layout",
   "speculate",
+  "layer_parts",
 )
 
 
@@ -126,6 +127,12 @@ def define(values: flags.FlagValues) -> None:
   )
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+  )
+  new.whole(
+    "layer_parts",
+    1,
+    "Of an instance: programs into which the layers are cut for prompts, so "
+    "that with the router's --stream pages leave layer by layer.",
   )
   new.text("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
   new.whole("queue", 256, "Answers that may wait; more are refused with 429.")

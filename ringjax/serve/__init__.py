@@ -4,7 +4,10 @@ from ringjax.serve.engine import Engine, EngineCounters
 from ringjax.serve.http import OpenAIApp, app, read_keys
 from ringjax.serve.prefix_transfer import (
   ExportedPrefix,
+  LayerCopies,
+  LayerParts,
   PrefixHashes,
+  begin_layers,
   export_prefix,
   import_prefix,
   prefix_layout,
@@ -52,6 +55,8 @@ __all__ = [
   "ExportedPrefix",
   "GroupSpec",
   "Handle",
+  "LayerCopies",
+  "LayerParts",
   "OpenAIApp",
   "OutOfPages",
   "PrefixBlock",
@@ -76,6 +81,7 @@ __all__ = [
   "TraceRequest",
   "VaryingCost",
   "app",
+  "begin_layers",
   "export_prefix",
   "import_prefix",
   "measure_cost",

@@ -329,22 +329,32 @@ class LayerParts:
     Returns:
       What a ticket for all layers would have brought, once they are there.
     """
-    ends = self._ends()
-    follows = self._held and pulled.labels == self._held[0][1].labels
-    if not follows or any(
-      leaf.first[_layer(leaf)] != ends.get(leaf.name, 0)
-      for leaf in ticket.layout.leaves
-    ):
+    if any("layer" not in leaf.axes for leaf in ticket.layout.leaves):
+      # Of another kind of pages: `import_prefix` says so.
+      return ticket, pulled
+    if self._held and pulled.labels != self._held[0][1].labels:
       self._held = []
+    if not self._follows(ticket):
+      self._held = []
+      if not self._follows(ticket):
+        return None
     self._held.append((ticket, pulled))
     ends = self._ends()
     if any(
-      ends.get(leaf.name) != leaf.shape[_layer(leaf)]
+      ends.get(leaf.name, 0) < leaf.shape[_layer(leaf)]
       for leaf in self._whole.leaves
     ):
       return None
     held, self._held = self._held, []
     return _joined(held)
+
+  def _follows(self, ticket: Ticket) -> bool:
+    """Whether layers go on where those that are there end."""
+    ends = self._ends()
+    return all(
+      leaf.first[_layer(leaf)] == ends.get(leaf.name, 0)
+      for leaf in ticket.layout.leaves
+    )
 
   def _ends(self) -> dict[str, int]:
     """Up to which of its layers each leaf is there."""

@@ -134,6 +134,7 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--role=router", f"--cluster_key={tmp_path / 'no'}"], "--cluster_key"),
     (["--role=router", "--join=a:1", f"--cluster_key={key}"], "--join"),
     (["--stream=4096"], "--stream"),
+    (["--layer_parts=2"], "--join"),
     (["--policy=conductor"], "--role=router"),
     (["--role=router", f"--cluster_key={key}", "--policy=best"], "conductor"),
     (
@@ -173,7 +174,7 @@ def test_a_cluster_of_processes(tmp_path, folder):
       router,
       {
         "p0": ("prefill", "--mesh=seq:2"),
-        "p1": ("prefill", "--page=16"),
+        "p1": ("prefill", "--page=16", "--layer_parts=2"),
         "d0": ("decode",),
         "d1": ("decode",),
       },

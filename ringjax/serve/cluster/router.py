@@ -20,8 +20,9 @@ Cost: a thread for each instance and one that looks at times; no arrays.
                             <----------------- tokens
   <- tokens     COMPLETE went to who reads
 
-With `stream_tokens` pages are published in parts while the prompt is read, and
-who answers pulls them meanwhile. A route may let who reads fetch a prefix first
+With `stream_tokens` pages are published in parts while the prompt is read, of
+engines with `layer_parts` some layers at a time, and who answers pulls them
+meanwhile. A route may let who reads fetch a prefix first
 from an instance that has it, by what instances tell of their blocks.
 `ClusterRouter` has the surface of an engine that `rj.serve.app` serves.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670.

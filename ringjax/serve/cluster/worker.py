@@ -12,6 +12,10 @@ walk through all blocks for each beat in which there were steps, between two of
 them.
 Memory: pages that are published, and pages that came, in the host's memory.
 
+Of a prompt that is streamed, and an engine with `layer_parts`, pages leave in
+the middle of a step: each part of the layers while the next one computes, the
+last one when the step is known to be good.
+
 Each instance can do both. A role only says what the router sends to it, so
 that another role takes no step and no request away.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670; KVDirect, arXiv
