@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax.kv.codecs import CacheCodec
+from ringjax.ops.attention.code_format import row_major
 from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
@@ -135,6 +137,30 @@ def zeros(like: PyTree) -> PyTree:
   """Zeros of these shapes, dtypes and shardings."""
   one = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
   return jax.tree.map(one, like)
+
+
+def scattered_layer(
+  old: Shaped[Array, "L ..."],
+  layer: Index,
+  put: Callable[[jax.Array, Index], jax.Array],
+) -> jax.Array:
+  """`put(old, layer)`, which scatters into one layer.
+
+  To scatter narrow numbers XLA's CPU compiler makes all of an array wide and
+  narrow again: there of that layer's, rather than of all layers'.
+  """
+  narrow = jnp.issubdtype(old.dtype, jnp.floating) and old.dtype.itemsize < 4
+  if not narrow:
+    return put(old, layer)
+
+  def alone(old: jax.Array) -> jax.Array:
+    made = put(lax.dynamic_index_in_dim(old, layer, 0), jnp.int32(0))
+    made = lax.optimization_barrier(made)
+    return lax.dynamic_update_slice_in_dim(row_major(old), made, layer, 0)
+
+  return lax.platform_dependent(
+    old, cpu=alone, default=lambda old: put(old, layer)
+  )
 
 
 # The memory of a host from which devices read without a copy.

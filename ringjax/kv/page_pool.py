@@ -3,7 +3,10 @@
 Guarantees: a token is at the slot of its position in the pages of its row's
 table, so nothing about tokens is stored beside them; rows may share pages. What
 a row reads does not depend on the others, bit for bit.
-Cost: an append writes the appended; the host says where, by tables.
+Cost: an append writes the pages of what is appended, whole: a token alone would
+be written fastest with its heads next to one another, and read fastest without,
+and a TPU's compiler would copy the pool of all layers in each layer between the
+two. The host says where, by tables.
 Memory: N pages of P slots for each group of layers, whatever rows there are:
 layers that look back equally far are a group, whose pages can be freed once
 they are out of sight. Recurrent layers have a state for each row instead.
@@ -20,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +36,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV, CacheSpec, zeros
+from ringjax.kv.base import KV, CacheSpec, scattered_layer, zeros
 from ringjax.kv.cache import (
   LayerCacheSpec,
   LayerKV,
@@ -44,13 +47,31 @@ from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
 from ringjax.kv.state import State
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
-from ringjax.ops.attention.code_format import as_stored, token_axis
+from ringjax.ops.attention.code_format import (
+  as_stored,
+  row_major,
+  token_axis,
+)
 from ringjax.ops.attention.pooled import PooledView, SharedTiles
 from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf, Index
+
+
+class PageWrites(NamedTuple):
+  """Where the tokens of a call go, in the pages of a group of layers.
+
+  Fields:
+    pages: int32 [R, W], pages of each shard that are written, each once; those
+      out of range are not.
+    source: int32 [R, W, P], which token of the call each slot gets; -1: it
+      stays.
+  """
+
+  pages: Int[ArrayLeaf, "R W"]
+  source: Int[ArrayLeaf, "R W P"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +89,10 @@ class PageGroup:
   kinds: tuple[int, ...]
   pages: int
   token_bytes: int
+
+
+# Behind all pages.
+_FAR = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -464,6 +489,97 @@ class PagePool:
     found = jnp.take_along_axis(table[:, 0], own, 1)
     return jnp.where(real & (found >= 0), found, none)
 
+  def writes(
+    self, group: int, table: Int[Array, "B R m"], new: Coords
+  ) -> PageWrites:
+    """Where tokens of rows go.
+
+    Args:
+      group: of layers.
+      table: see `call`.
+      new: slots [B, T] of tokens, those of a row within T of one another, and
+        segments; of segment 0 they go nowhere.
+    """
+    (batch, tokens), page, shards = new.pos.shape, self.page, self.shards
+    local = self.groups[group].pages // shards
+    many = -(-(tokens - 1) // page) + 1
+    real = new.seg > 0
+    number = new.pos // page
+    first = jnp.min(jnp.where(real, number, _FAR), 1, keepdims=True)
+    which = jnp.arange(many, dtype=jnp.int32)[None]
+    # Of each row the pages from its first one on, shard by shard.
+    touched = first + which
+    own = jnp.clip(touched // shards, 0, table.shape[2] - 1)
+    found = jnp.take_along_axis(table, own[:, None], 2)
+    shard = jnp.arange(shards, dtype=jnp.int32)[None, :, None]
+    here = (touched[:, None] % shards == shard) & (found >= 0)
+    found = jnp.where(here & (first < _FAR)[:, None], found, local)
+    found = jnp.swapaxes(found, 0, 1).reshape(shards, -1)
+    # Two pieces of a row may end and begin in one page.
+    same = found[:, :, None] == found[:, None, :]
+    whose = jnp.argmax(same, 2).astype(jnp.int32)
+    order = jnp.arange(batch * many, dtype=jnp.int32)[None]
+    alone = (whose == order) & (found < local)
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    place = jnp.where(real, row * many + number - first, batch * many)
+    into = jnp.take(whose, place.reshape(-1), 1, mode="clip")
+    into = jnp.where(real.reshape(1, -1), into, batch * many)
+    source = jnp.full((shards, batch * many, page), -1, jnp.int32)
+    at = jnp.broadcast_to((new.pos % page).reshape(1, -1), into.shape)
+    each = jnp.arange(shards, dtype=jnp.int32)[:, None]
+    token = jnp.arange(batch * tokens, dtype=jnp.int32)[None]
+    source = source.at[each, into, at].set(token, mode="drop")
+    return PageWrites(jnp.where(alone, found, local + order), source)
+
+  def written(
+    self,
+    old: Shaped[Array, "L N K _ _"],
+    layer: Index,
+    new: Shaped[Array, "B K _ _"],
+    writes: PageWrites,
+  ) -> jax.Array:
+    """An array of pages with tokens of rows.
+
+    Args:
+      old: the array.
+      layer: int32 [], which of the L.
+      new: the tokens, as they are stored.
+      writes: where they go.
+    """
+    last = token_axis(old) == 4
+    flat = jnp.transpose(new, (0, 3, 1, 2) if last else (0, 2, 1, 3))
+    # [B T, K, X].
+    flat = flat.reshape(-1, *flat.shape[2:])
+
+    def local(
+      old: jax.Array, flat: jax.Array, writes: PageWrites, layer: Index
+    ) -> jax.Array:
+      pages, source = writes.pages[0], writes.source[0]
+      made = jnp.take(flat.astype(old.dtype), source, 0, mode="clip")
+      # [W, P, K, X].
+      made = jnp.transpose(made, (0, 2, 3, 1) if last else (0, 2, 1, 3))
+      keeps = source < 0
+      keeps = keeps[:, None, None] if last else keeps[:, None, :, None]
+
+      def put(old: jax.Array, layer: Index) -> jax.Array:
+        there = old.at[layer, pages].get(mode="clip")
+        spot = row_major(old).at[layer, pages]
+        whole = jnp.where(keeps, there, made)
+        return spot.set(whole, mode="drop", unique_indices=True)
+
+      return scattered_layer(old, layer, put)
+
+    if self.mesh is None:
+      return local(old, flat, writes, layer)
+    held = P(None, self.axis, self.heads)
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(held, P(None, self.heads), P(self.axis), P()),
+      out_specs=held,
+      check_vma=False,
+    )(old, flat, writes, layer)
+
   def copy_states(
     self, source: Int[Array, " n"], target: Int[Array, " n"]
   ) -> PagePool:
@@ -609,6 +725,7 @@ class PooledCache:
     new: slots and segments of the call's tokens, [B, T].
     shared: see `PagePool.call`.
     parents: see `PagePool.call`.
+    writes: for each group where the call's tokens go.
   """
 
   pool: PagePool
@@ -620,6 +737,7 @@ class PooledCache:
   new: Coords | None
   shared: tuple[SharedTiles, ...] | None = None
   parents: Int[Array, "B T"] | None = None
+  writes: tuple[PageWrites, ...] = ()
   # Rows of a pool have no contexts of cross-attention.
   states = None
 
@@ -656,7 +774,7 @@ class PooledCache:
         "leave attend out",
       )
     if self.parents is None:
-      return dataclasses.replace(self, new=at)
+      return self._with_new(at)
     # The text before the tree is of the ancestors of all of its tokens.
     drafted = tree_coords(self.parents, at)
     start = self.ends - jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
@@ -672,9 +790,18 @@ class PooledCache:
       )
 
     slots = start[:, None] + jnp.arange(at.pos.shape[1], dtype=jnp.int32)[None]
-    return dataclasses.replace(
-      self, new=Coords(slots, at.seg), at=tuple(map(with_tree, self.at))
+    made = self._with_new(Coords(slots, at.seg))
+    return dataclasses.replace(made, at=tuple(map(with_tree, self.at)))
+
+  def _with_new(self, new: Coords) -> PooledCache:
+    """With what a call appends: slots and segments."""
+    shape = (self.ends.shape[0], new.pos.shape[1])
+    new = Coords(*(jnp.broadcast_to(x, shape) for x in new))
+    writes = tuple(
+      self.pool.writes(group, table, new)
+      for group, table in enumerate(self.tables)
     )
+    return dataclasses.replace(self, new=new, writes=writes)
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> PooledCache:
     """Itself: it keeps all tokens, whatever their ids are."""
@@ -776,48 +903,8 @@ class PooledLayer:
     return jax.tree.map(one, self.cache.pool.constants[self.kind])
 
   def _written(self, old: jax.Array, new: jax.Array) -> jax.Array:
-    """An array of pages with the call's tokens [B, K, T, X]."""
+    """An array of pages with the call's tokens, [B, K, T, X] or as stored."""
     if not old.size:
       return old
-    pool, at = self.cache.pool, self.cache.new
-    assert at is not None
-    last = token_axis(old) == 4
-    shape = (new.shape[0], new.shape[3 if last else 2])
-    at = Coords(*(jnp.broadcast_to(x, shape) for x in at))
-    table, page = self.cache.tables[self.group], pool.page
-    # [B, T, K, X].
-    stored = jnp.transpose(new, (0, 3, 1, 2) if last else (0, 2, 1, 3))
-
-    def local(
-      old: jax.Array,
-      new: jax.Array,
-      table: jax.Array,
-      pos: jax.Array,
-      seg: jax.Array,
-      index: Index,
-    ) -> jax.Array:
-      # What is out of range is dropped.
-      found = pool.local_pages(table, pos, seg > 0, old.shape[1])
-      layer = jnp.full(pos.shape, index, jnp.int32)
-      if last:
-        spot = old.at[layer, found, :, :, pos % page]
-      else:
-        spot = old.at[layer, found, :, pos % page]
-      return spot.set(new.astype(old.dtype), mode="drop")
-
-    if pool.mesh is None:
-      return local(old, stored, table, *at, self.index)
-    return jax.shard_map(
-      local,
-      mesh=pool.mesh,
-      in_specs=(
-        P(None, pool.axis, pool.heads),
-        P(None, None, pool.heads),
-        P(None, pool.axis),
-        P(),
-        P(),
-        P(),
-      ),
-      out_specs=P(None, pool.axis, pool.heads),
-      check_vma=False,
-    )(old, stored, table, *at, self.index)
+    writes = self.cache.writes[self.group]
+    return self.cache.pool.written(old, self.index, new, writes)

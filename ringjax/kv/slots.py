@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
-from ringjax.kv.base import CacheSpec
+from ringjax.kv.base import CacheSpec, scattered_layer
 from ringjax.ops.attention.code_format import row_major, token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
@@ -427,23 +427,10 @@ def _put(
   count: jax.Array,
 ) -> jax.Array:
   """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
-  narrow = jnp.issubdtype(old.dtype, jnp.floating) and old.dtype.itemsize < 4
-  if not narrow or old.ndim == new.ndim or new.shape[0] == 1:
+  if old.ndim == new.ndim or new.shape[0] == 1:
     return _scattered(old, new, layer, start, count)
-
-  def alone(old: jax.Array) -> jax.Array:
-    one = lax.dynamic_index_in_dim(old, layer, 0)
-    made = _scattered(one, new, jnp.int32(0), start, count)
-    made = lax.optimization_barrier(made)
-    return lax.dynamic_update_slice_in_dim(row_major(old), made, layer, 0)
-
-  # To scatter narrow numbers XLA's CPU compiler makes all of an array wide and
-  # narrow again: of one layer's, rather than of all layers' for each.
-  return lax.platform_dependent(
-    old,
-    cpu=alone,
-    default=lambda old: _scattered(old, new, layer, start, count),
-  )
+  put = lambda old, layer: _scattered(old, new, layer, start, count)
+  return scattered_layer(old, layer, put)
 
 
 def _scattered(
