@@ -87,7 +87,11 @@ def define(values: flags.FlagValues) -> None:
     "Tokens of a prompt and its answer at most; default: the model's context, "
     "at most 16384.",
   )
-  new.whole("page", 32, "Tokens of a page: 16, 32, 64 or 128.")
+  new.whole(
+    "page",
+    None,
+    "Tokens of a page: 16, 32, 64 or 128; default: 32, of codes on a TPU 128.",
+  )
   new.whole("piece", 64, "Tokens of a prompt in a row of a call.")
   new.whole("pieces", 4, "Rows of a call of prompts.")
   new.text(

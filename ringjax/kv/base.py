@@ -142,7 +142,7 @@ def zeros(like: PyTree) -> PyTree:
 def scattered_layer(
   old: Shaped[Array, "L ..."],
   layer: Index,
-  put: Callable[[jax.Array, Index], jax.Array],
+  put: Callable[[Shaped[Array, "_ ..."], Index], Shaped[Array, "_ ..."]],
 ) -> jax.Array:
   """`put(old, layer)`, which scatters into one layer.
 

@@ -204,7 +204,7 @@ class Engine:
     rows: int = 16,
     capacity: int | None = None,
     longest: int | None = None,
-    page: int = 32,
+    page: int | None = None,
     piece: int = 64,
     pieces: int = 4,
     budget: int | None = None,
@@ -235,7 +235,8 @@ class Engine:
         model's context, at most 16,384. Rotations that depend on the length of
         the context (dynamic, longrope) are those of each row's own prompt, as
         in `generate`; prompts that rotate otherwise share no prefixes.
-      page: tokens of a page, 16, 32, 64 or 128.
+      page: tokens of a page, 16, 32, 64 or 128; default: 32, and 128 for codes
+        on a TPU, whose memory fills up what is shorter.
       piece: tokens of a prompt in one row of a call.
       pieces: rows of a call of prompts.
       budget: tokens of a step, of prompts and answers together; default: all
@@ -311,6 +312,9 @@ class Engine:
     shards = self._attend.size
     rows, piece = positive_int("rows", rows), positive_int("piece", piece)
     pieces = positive_int("pieces", pieces)
+    kind, platform = model.cache_kind(cache_kind), _platform(self.mesh)
+    if page is None:
+      page = 128 if platform == "tpu" and kind.codec is not None else 32
     one_of("page", page, (16, 32, 64, 128))
     one_of("layout", layout, LAYOUTS)
     contiguous = layout != "pages"
@@ -359,7 +363,6 @@ class Engine:
     up = lambda n, k: -(-n // k) * k
     self.vocab = model.config.vocab
     pages_at_once = many = up(-(-capacity // page), shards)
-    platform = _platform(self.mesh)
     tile = pool_tile(page, platform)
     blocks = up(-(-longest // page), shards * (tile // page))
     reserves = layout == "contiguous" and platform == "cpu"
@@ -373,7 +376,6 @@ class Engine:
       each = -(-(reach + piece * pieces) // page) + 2
       return min(many, up(2 * rows * each, shards))
 
-    kind = model.cache_kind(cache_kind)
     if contiguous:
       kind = dataclasses.replace(kind, windowed=False)
     mesh_axes = () if self.mesh is None else self.mesh.axis_names

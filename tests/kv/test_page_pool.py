@@ -86,3 +86,63 @@ def test_the_path_of_a_tree_is_in_the_pages_as_a_chain(devices, kind):
         whole = number % devices * (8 // devices) + local
         a, b = (np.asarray(x)[:, whole, :, pos % page] for x in (mine, theirs))
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_tokens_are_in_their_slots_and_no_other_is_touched(devices, dtype):
+  """Of calls whose rows have several pieces, in one page too, and padding."""
+  mesh = None if devices == 1 else make_mesh(devices, "auto")
+  page, many, rng = 16, 12, np.random.default_rng(devices)
+  pool = PagePool.create(
+    (LayerCacheSpec(layers=3, heads=2, key=8, value=4),),
+    rows=4,
+    pages=lambda reach: many,
+    page=page,
+    dtype=dtype,
+    kind=cache_kind("dense"),
+    mesh=mesh,
+    axis=None if mesh is None else "seq",
+  )
+  local = many // devices
+  # Three rows of four pages, in any order; page n on shard n modulo them.
+  free = [list(rng.permutation(local)) for _ in range(devices)]
+  of_row = [[free[n % devices].pop() for n in range(4)] for _ in range(3)]
+
+  @jax.jit
+  def append(pool, table, pos, seg, k, v):
+    at, ends = Coords(pos, seg), jnp.max(pos, 1) + 1
+    rows = jnp.arange(pos.shape[0], dtype=jnp.int32)
+    held = pool.call((table,), ends, rows, rows < 0)
+    held = held.allocate(at, replicated=True, sees=True)
+    one = held.layer(0, held.slots[0], jnp.int32(1))
+    return held.updated((one.append(k, v, at, Rotation()).slots,))
+
+  want = [np.zeros((3, many, 2, page, n), np.float32) for n in (8, 4)]
+  # (row, first slot, tokens) of the pieces of each call.
+  for pieces in (
+    [(0, 0, 21), (1, 0, 5)],
+    # Two pieces of a row that meet in a page, and two more in the same page.
+    [(0, 21, 10), (0, 31, 3), (1, 5, 4), (1, 9, 7), (2, 0, 24)],
+    [(2, 24, 1), (0, 34, 1), (1, 16, 0)],
+  ):
+    count = max(size for _, _, size in pieces) + 1
+    table = np.full((len(pieces), devices, 4 // min(devices, 4)), -1)
+    pos, seg = (np.zeros((len(pieces), count), int) for _ in "ab")
+    k = rng.integers(-9, 9, (len(pieces), 2, count, 8)).astype(np.float32)
+    v = rng.integers(-9, 9, (len(pieces), 2, count, 4)).astype(np.float32)
+    for n, (row, first, size) in enumerate(pieces):
+      for number, one in enumerate(of_row[row]):
+        table[n, number % devices, number // devices] = one
+      pos[n] = first + np.arange(count)
+      seg[n, :size] = 1
+      for t in range(size):
+        number, spot = divmod(first + t, page)
+        where = number % devices * local + of_row[row][number]
+        for array, new in zip(want, (k, v), strict=True):
+          array[1, where, :, spot] = new[n, :, t]
+    int32 = lambda x: jnp.asarray(x, jnp.int32)
+    new = [jnp.asarray(x, dtype) for x in (k, v)]
+    pool = append(pool, *map(int32, (table, pos, seg)), *new)
+    for mine, theirs in zip(pool.slots[0], want, strict=True):
+      np.testing.assert_array_equal(np.asarray(mine, np.float32), theirs)

@@ -338,6 +338,26 @@ class TestCompiled:
         # What is in the host's memory is in none of the device's.
         assert found.fits and found.memory.total < 50e6
 
+  @pytest.mark.parametrize(
+    ("name", "kind", "page", "model"),
+    [
+      ("answers", "dense", 32, MODEL),
+      ("prompts", "dense", 64, MODEL),
+      ("layers", "dense", 64, MODEL),
+      ("answers", "int8", 128, MODEL),
+      ("prompts", "int4", 128, MODEL),
+      ("answers", "windowed", 64, GEMMA),
+    ],
+  )
+  def test_no_call_of_an_engine_copies_its_pool(self, name, kind, page, model):
+    options = {"name": name, "kind": kind, "page": page, "model": model}
+    found = aot.compile(
+      "tests.plan.engine_calls:call", "v5e:2x2", options | {"tokens": 1 << 17}
+    )
+    pool = found.facts["pool"]
+    assert found.memory.aliased >= pool
+    assert found.memory.temporaries < pool / 4
+
   def test_windowed_layers_are_decoded_from_their_window(self):
     options = {"model": GEMMA, "tokens": 65536}
     dense, windowed = (

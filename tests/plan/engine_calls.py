@@ -1,0 +1,77 @@
+"""A builder of an engine's calls."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ringjax as rj
+from ringjax.kv.base import bytes_each
+from ringjax.kv.page_pool import PagePool
+from ringjax.models.checkpoint import abstract
+from ringjax.models.layer_parts import layer_parts
+from ringjax.plan.aot import Built
+from ringjax.serve.calls import CallArrays, RowBoard, compute, compute_layers
+from ringjax.serve.row_sampler import RowNumbers
+
+ROWS = 16
+
+
+def call(devices, *, model, name, kind, page, tokens):
+  """A call for answers or prompts, over a pool of so many tokens a device.
+
+  Its facts have the pool's bytes on a device.
+  """
+  shards = len(devices)
+  mesh = rj.make_mesh((shards,), ("seq",), devices=devices)
+  form = abstract(model, mesh=mesh)
+  attend = rj.models.CachedAttention(mesh=mesh, axis="seq")
+  pool = PagePool.spec(
+    form.kinds,
+    rows=ROWS,
+    pages=lambda reach: shards * (tokens if reach is None else 8192) // page,
+    page=page,
+    dtype=jnp.bfloat16,
+    kind=form.cache_kind(kind),
+    mesh=mesh,
+    axis="seq",
+  )
+  whole = NamedSharding(mesh, P())
+  shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+  batch, count = (2, 128) if name != "answers" else (ROWS, 1)
+  vocab = form.config.vocab
+  zeros = lambda *shape: np.zeros(shape, np.int32)
+  no = np.zeros(batch, bool)
+  blocks = 32768 // page // shards
+  arrays = CallArrays(
+    tokens=zeros(batch, count),
+    pos=zeros(batch, count),
+    seg=zeros(batch, count),
+    tables=tuple(zeros(batch, shards, blocks) for _ in pool.groups),
+    ends=zeros(batch),
+    slots=zeros(batch),
+    fresh=no,
+    last=zeros(batch),
+    chooses=no,
+    how=RowNumbers.empty(ROWS, vocab).of(np.zeros(batch, np.int32)),
+    prompts=zeros(batch),
+  )
+  board = RowBoard(
+    zeros(ROWS), np.zeros((ROWS, vocab), bool), zeros(ROWS, vocab)
+  )
+  arrays, board, allowed = jax.tree.map(
+    shaped, (arrays, board, np.zeros((batch, vocab), bool))
+  )
+  nbytes = bytes_each(pool.slots)
+  facts = {"pool": nbytes}
+  if name == "layers":
+    first = layer_parts(form, 2)[0]
+    given = (first, attend, pool, arrays, None)
+    return Built(
+      function=compute_layers, arguments=given, mesh=mesh, facts=facts
+    )
+  given = (form, attend, pool, board, arrays, allowed)
+  return Built(function=compute, arguments=given, mesh=mesh, facts=facts)
