@@ -413,81 +413,73 @@ class PagePool:
 
     Args:
       tables: see `call`; of pages that are a row's own.
-      source: slots of the tokens, counted in their rows.
-      target: where they go; below 0 they stay.
+      source: slots of the tokens, counted in their rows, those of a row within
+        n of one another.
+      target: where they go, likewise; below 0 they stay.
     """
-    slots, spots = list(self.slots), (source, target)
-    for group, table in zip(self.groups, tables, strict=True):
+    slots = list(self.slots)
+    for n, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+      reads, writes = (
+        self.writes(n, table, Coords(x, (x >= 0).astype(jnp.int32)))
+        for x in (source, target)
+      )
+
+      def one(
+        x: jax.Array, reads: PageWrites = reads, writes: PageWrites = writes
+      ) -> jax.Array:
+        def layer(at: jax.Array, x: jax.Array) -> jax.Array:
+          new = self._tokens(x, at, reads, source)
+          return self.written(x, at, new, writes)
+
+        return lax.fori_loop(0, x.shape[0], layer, x) if x.size else x
+
       for kind in group.kinds:
-        arrays = tuple(x for x in slots[kind] if x.size)
-        if self.mesh is None:
-          made = self._moved(arrays, table, *spots)
-        else:
-          held = P(None, self.axis, self.heads)
-          made = jax.shard_map(
-            self._moved,
-            mesh=self.mesh,
-            in_specs=(held, P(None, self.axis), P(), P()),
-            out_specs=held,
-            check_vma=False,
-          )(arrays, table, *spots)
-        found = iter(made)
-        slots[kind] = LayerKV(
-          *(next(found) if x.size else x for x in slots[kind])
-        )
+        slots[kind] = LayerKV(*map(one, slots[kind]))
     return dataclasses.replace(self, slots=tuple(slots))
 
-  def _moved(
-    self,
-    arrays: tuple[Any, ...],
-    table: jax.Array,
-    source: jax.Array,
-    target: jax.Array,
-  ) -> tuple[Any, ...]:
-    """See `moved`: what a device has of a kind of layer."""
-
-    def one(x: jax.Array) -> jax.Array:
-      last = token_axis(x) == 4
-
-      def at(slots: jax.Array) -> Any:
-        page = self.local_pages(table, slots, slots >= 0, x.shape[1])
-        spot = x.at[:, page, :, :, slots % self.page]
-        return spot if last else x.at[:, page, :, slots % self.page]
-
-      held = at(source).get(mode="fill", fill_value=0)
-      if self.axis is not None:
-        # Each token is on one shard; of its bits the sum is exact.
-        bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        held = lax.bitcast_convert_type(held, bits)
-        held = collectives.total(held, self.axis)
-        held = lax.bitcast_convert_type(held, x.dtype)
-      return at(target).set(held, mode="drop")
-
-    return tuple(map(one, arrays))
-
-  def local_pages(
-    self,
-    table: Int[Array, "B R m"],
-    slots: Int[Array, "B n"],
-    real: Bool[Array, "B n"],
-    none: int,
-  ) -> Int[Array, "B n"]:
-    """Pages of slots on this device, inside of a shard_map.
+  def _tokens(
+    self, x: jax.Array, layer: jax.Array, reads: PageWrites, source: jax.Array
+  ) -> jax.Array:
+    """What one layer has of tokens, as `written` takes it.
 
     Args:
-      table: of the rows, on this device.
-      slots: counted in their rows.
-      real: which are asked for.
-      none: stands for those that are not, or are on other devices.
+      x: an array of pages.
+      layer: which of them.
+      reads: as if they were written there.
+      source: slots of the tokens, [B, n].
     """
-    shards = self.shards
-    number = slots // self.page
-    if self.axis is not None:
-      mine = number % shards == collectives.axis_index(self.axis)
-      real = real & mine
-    own = jnp.clip(number // shards, 0, table.shape[2] - 1)
-    found = jnp.take_along_axis(table[:, 0], own, 1)
-    return jnp.where(real & (found >= 0), found, none)
+    last = token_axis(x) == 4
+
+    def local(x: jax.Array, layer: jax.Array, reads: PageWrites) -> jax.Array:
+      held = x.at[layer, reads.pages[0]].get(mode="clip")
+      # [W P, K, X].
+      held = jnp.transpose(held, (0, 3, 1, 2) if last else (0, 2, 1, 3))
+      held = held.reshape(-1, *held.shape[2:])
+      token = reads.source[0].reshape(-1)
+      token = jnp.where(token < 0, source.size, token)
+      place = jnp.full((source.size,), token.size, jnp.int32)
+      number = jnp.arange(token.size, dtype=jnp.int32)
+      place = place.at[token].set(number, mode="drop")
+      held = held.at[place].get(mode="fill", fill_value=0)
+      if self.axis is None:
+        return held
+      # Each token is on one shard; of its bits the sum is exact.
+      bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+      whole = lax.bitcast_convert_type(held, bits)
+      whole = collectives.total(whole, self.axis)
+      return lax.bitcast_convert_type(whole, x.dtype)
+
+    if self.mesh is not None:
+      local = jax.shard_map(
+        local,
+        mesh=self.mesh,
+        in_specs=(P(None, self.axis, self.heads), P(), P(self.axis)),
+        out_specs=P(None, self.heads),
+        check_vma=False,
+      )
+    held = local(x, layer, reads)
+    held = held.reshape(*source.shape, *held.shape[1:])
+    return jnp.transpose(held, (0, 2, 3, 1) if last else (0, 2, 1, 3))
 
   def writes(
     self, group: int, table: Int[Array, "B R m"], new: Coords
@@ -522,8 +514,9 @@ class PagePool:
     alone = (whose == order) & (found < local)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     place = jnp.where(real, row * many + number - first, batch * many)
-    into = jnp.take(whose, place.reshape(-1), 1, mode="clip")
-    into = jnp.where(real.reshape(1, -1), into, batch * many)
+    take = lambda x: jnp.take(x, place.reshape(-1), 1, mode="clip")
+    goes = real.reshape(1, -1) & (take(found) < local)
+    into = jnp.where(goes, take(whose), batch * many)
     source = jnp.full((shards, batch * many, page), -1, jnp.int32)
     at = jnp.broadcast_to((new.pos % page).reshape(1, -1), into.shape)
     each = jnp.arange(shards, dtype=jnp.int32)[:, None]

@@ -34,9 +34,18 @@ def test_the_path_of_a_tree_is_in_the_pages_as_a_chain(devices, kind):
   # The rows' ends: within a page, and before the end of one.
   start = np.array([21, 29])
   shape = LayerCacheSpec(layers=2, heads=2, key=16, value=16)
+
+  def noise(like):
+    """What earlier rows left in the pages."""
+    one = lambda x: jax.device_put(
+      rng.integers(0, 99, x.shape).astype(x.dtype), x.sharding
+    )
+    return jax.tree.map(one, like)
+
   pool = PagePool.create(
     (shape,),
     rows=2,
+    fill=noise,
     pages=lambda reach: 8,
     page=page,
     dtype=np.float32,

@@ -13,11 +13,27 @@ from ringjax.kv.base import bytes_each
 from ringjax.kv.page_pool import PagePool
 from ringjax.models.checkpoint import abstract
 from ringjax.models.layer_parts import layer_parts
+from ringjax.ops.attention.pooled import pool_tile
 from ringjax.plan.aot import Built
-from ringjax.serve.calls import CallArrays, RowBoard, compute, compute_layers
+from ringjax.serve.calls import (
+  CallArrays,
+  RowBoard,
+  check_drafts,
+  compute,
+  compute_layers,
+)
 from ringjax.serve.row_sampler import RowNumbers
+from ringjax.serve.shared_rows import shared_tiles
 
 ROWS = 16
+# Rows and tokens of each call.
+_SIZES = {
+  "answers": (ROWS, 1),
+  "drafts": (ROWS, 5),
+  "trees": (ROWS, 5),
+  "prompts": (2, 128),
+  "layers": (2, 128),
+}
 
 
 def call(devices, *, model, name, kind, page, tokens):
@@ -41,7 +57,7 @@ def call(devices, *, model, name, kind, page, tokens):
   )
   whole = NamedSharding(mesh, P())
   shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-  batch, count = (2, 128) if name != "answers" else (ROWS, 1)
+  batch, count = _SIZES[name]
   vocab = form.config.vocab
   zeros = lambda *shape: np.zeros(shape, np.int32)
   no = np.zeros(batch, bool)
@@ -59,11 +75,22 @@ def call(devices, *, model, name, kind, page, tokens):
     how=RowNumbers.empty(ROWS, vocab).of(np.zeros(batch, np.int32)),
     prompts=zeros(batch),
   )
+  if batch == ROWS:
+    tile = pool_tile(page, "tpu")
+    most = shards * tokens // tile * ROWS // 2
+    shared = tuple(
+      shared_tiles(x, np.zeros(ROWS, np.int64), page, tile, most)
+      for x in arrays.tables
+    )
+    arrays = arrays._replace(shared=shared)
+  if name == "trees":
+    arrays = arrays._replace(parents=zeros(batch, count))
   board = RowBoard(
     zeros(ROWS), np.zeros((ROWS, vocab), bool), zeros(ROWS, vocab)
   )
+  several = 1 if name not in ("drafts", "trees") else count
   arrays, board, allowed = jax.tree.map(
-    shaped, (arrays, board, np.zeros((batch, vocab), bool))
+    shaped, (arrays, board, np.zeros((batch * several, vocab), bool))
   )
   nbytes = bytes_each(pool.slots)
   facts = {"pool": nbytes}
@@ -74,4 +101,5 @@ def call(devices, *, model, name, kind, page, tokens):
       function=compute_layers, arguments=given, mesh=mesh, facts=facts
     )
   given = (form, attend, pool, board, arrays, allowed)
-  return Built(function=compute, arguments=given, mesh=mesh, facts=facts)
+  work = compute if several == 1 else check_drafts
+  return Built(function=work, arguments=given, mesh=mesh, facts=facts)

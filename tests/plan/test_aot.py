@@ -347,6 +347,8 @@ class TestCompiled:
       ("answers", "int8", 128, MODEL),
       ("prompts", "int4", 128, MODEL),
       ("answers", "windowed", 64, GEMMA),
+      ("drafts", "dense", 32, MODEL),
+      ("trees", "dense", 32, MODEL),
     ],
   )
   def test_no_call_of_an_engine_copies_its_pool(self, name, kind, page, model):
