@@ -47,6 +47,7 @@ from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
 from ringjax.kv.state import State
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
+from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.code_format import (
   as_stored,
   row_major,
@@ -93,6 +94,8 @@ class PageGroup:
 
 # Behind all pages.
 _FAR = 1 << 30
+# Numbers that a row of a TPU's registers holds.
+_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,6 +200,8 @@ class PagePool:
         made[n] = shapes[n].slots(
           dataclasses.replace(room, batch=many, axes=axes)
         )
+        if room.platform == "tpu":
+          made[n] = jax.tree.map(_filled_up, made[n])
         total += sum(
           math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in made[n]
         )
@@ -540,6 +545,8 @@ class PagePool:
       writes: where they go.
     """
     last = token_axis(old) == 4
+    if not last:
+      new = pad_axis(new, 3, old.shape[4])
     flat = jnp.transpose(new, (0, 3, 1, 2) if last else (0, 2, 1, 3))
     # [B T, K, X].
     flat = flat.reshape(-1, *flat.shape[2:])
@@ -657,6 +664,19 @@ def _put_pages(
     x.at[:, pages[0]].set(new, mode="drop")
     for x, new in zip(arrays, held, strict=True)
   )
+
+
+def _filled_up(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  """Numbers of a token as many as a TPU's memory fills up where they are read.
+
+  It would store fewer otherwise between two programs, and copy the pool into
+  each of them.
+  """
+  *lead, width = x.shape
+  if x.dtype == jnp.int8:
+    return x
+  shape = *lead, -(-width // _LANES) * _LANES
+  return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
 
 tree.register(
@@ -873,7 +893,10 @@ class PooledLayer:
         "pass parents= to PagePool.call too",
       )
     pool, codec = self.cache.pool, self.cache.pool.kind.codec
-    decoders = None
+    decoders = widths = None
+    shape, wide = pool.shapes[self.kind], self.slots.k.shape[4]
+    if codec is None and wide != shape.key:
+      widths = shape.key, shape.value
     if codec is not None:
       decoders = pool.shapes[self.kind].decoders(codec, pool.dtype)
     table, shared = self.cache.tables[self.group], self.cache.shared
@@ -885,6 +908,7 @@ class PooledLayer:
       self._constants(),
       decoders,
       shared[self.group] if shared else None,
+      widths=widths,
     )
     if pool.kind.unrotated and not self.rotation.trivial:
       view = UnrotatedView(view, self.rotation)

@@ -37,6 +37,7 @@ MODEL = {
   "vocab_size": 4096,
   "max_position_embeddings": 131072,
 }
+NARROW = MODEL | {"head_dim": 64}
 # Five layers of six look back a window.
 GEMMA = MODEL | {
   "model_type": "gemma3_text",
@@ -349,6 +350,8 @@ class TestCompiled:
       ("answers", "windowed", 64, GEMMA),
       ("drafts", "dense", 32, MODEL),
       ("trees", "dense", 32, MODEL),
+      ("answers", "dense", 32, NARROW),
+      ("prompts", "unrotated", 32, NARROW),
     ],
   )
   def test_no_call_of_an_engine_copies_its_pool(self, name, kind, page, model):

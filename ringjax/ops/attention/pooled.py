@@ -32,6 +32,7 @@ from ringjax.ops.attention.blockwise import (
   finite_flag,
   fold_tile,
   loop,
+  pad_axis,
   product,
   tile_kinds,
   tile_lists,
@@ -78,6 +79,8 @@ class PooledView(StoredView):
     own_mask: a mask in place of the layer's, or None.
     own_queries: coordinates [B, T] of the queries in place of the call's, or
       None.
+    widths: numbers of a key and of a value, where the arrays have zeros behind
+      them; else None.
   """
 
   k: Shaped[Array, "L N K _ _"]
@@ -90,6 +93,7 @@ class PooledView(StoredView):
   shared: SharedTiles | None = None
   own_mask: Mask | None = None
   own_queries: Coords | None = None
+  widths: tuple[int, int] | None = None
 
   # Tiles are folded in the order of slots, all with a mask.
   in_order = True
@@ -106,6 +110,14 @@ class PooledView(StoredView):
     """Of text and a tree of drafted tokens behind it, by whose coordinates the
     slots have theirs; see `ContiguousView.of_tree`."""
     return dataclasses.replace(self, own_mask=mask, own_queries=drafted)
+
+  @property
+  def dims(self) -> tuple[int, int]:
+    return super().dims if self.widths is None else self.widths
+
+  def keys_alone(self) -> PooledView:
+    widths = self.widths and (self.widths[0],) * 2
+    return dataclasses.replace(self, v=self.k, widths=widths)
 
   @property
   def page(self) -> int:
@@ -158,7 +170,7 @@ class PooledView(StoredView):
       data = jnp.swapaxes(data, 1, 2).reshape(b, heads, many * slots, width)
       if self.decoders is not None and width:
         data = self.decoders[n](data, self.constants[n])
-      return data
+      return data if self.widths is None else data[..., : self.widths[n]]
 
     k = one(self.k, 0)
     return k, k if self.v is self.k else one(self.v, 1)
@@ -166,9 +178,15 @@ class PooledView(StoredView):
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
   ) -> Aligned:
-    if self.decoders is None:
+    if self.decoders is not None:
+      return in_basis(self, q, keys)
+    if self.widths is None or not keys:
       return Aligned(self, q)
-    return in_basis(self, q, keys)
+    # Zeros add nothing to a product: the arrays are read as they are.
+    value = self.dims[1]
+    q = pad_axis(q, 4, self.k.shape[4])
+    made = dataclasses.replace(self, widths=None)
+    return Aligned(made, q, lambda x: x[..., :value])
 
 
 tree.register(
@@ -184,7 +202,7 @@ tree.register(
     "own_mask",
     "own_queries",
   ),
-  ("decoders",),
+  ("decoders", "widths"),
 )
 
 
