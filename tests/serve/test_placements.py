@@ -422,7 +422,9 @@ def test_a_steady_load_is_placed_once_and_a_drift_again():
   def plan(requests, now):
     asked.append((len(requests), now.rate[0]))
 
-  assert [x.why for x in replan(steady, plan, window_s=30.0)] == [""]
+  assert [x.why for x in replan(steady, plan, window_s=30.0)] == [
+    "the first window"
+  ]
   # Twice the rate from 300 s on, and longer answers from 400 s on.
   later = [
     dataclasses.replace(
@@ -436,6 +438,8 @@ def test_a_steady_load_is_placed_once_and_a_drift_again():
   found = list(replan(whole, plan, window_s=30.0))
   assert [x.time_s for x in found][:2] == [30.0, 330.0]
   assert found[1].why.startswith("rate: ")
+  # It changed somewhere in that window: the next one is planned for too.
+  assert (found[2].time_s, found[2].why[:10]) == (360.0, "the window")
   assert any("new tokens" in x.why for x in found[2:])
   assert asked[2][1] > 1.5 * asked[1][1]
   few = TrafficSummary.of(steady[:3], 1.0)

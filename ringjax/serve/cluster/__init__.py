@@ -37,8 +37,8 @@ from ringjax.serve.cluster.distserve_times import (
   read_profile,
 )
 from ringjax.serve.cluster.drift import (
+  DriftingRoles,
   Replanned,
-  TrafficSummary,
   replan,
 )
 from ringjax.serve.cluster.elastic_batches import (
@@ -118,6 +118,12 @@ from ringjax.serve.cluster.phase_times import (
   PhaseTimes,
   QuadraticTimes,
 )
+from ringjax.serve.cluster.role_planner import (
+  RoleChange,
+  RoleDecision,
+  RolePlanner,
+  TrafficSummary,
+)
 from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
 from ringjax.serve.cluster.routing import (
   ChosenReader,
@@ -151,6 +157,7 @@ __all__ = [
   "DecodeGroup",
   "DistServeModel",
   "DistServeTimes",
+  "DriftingRoles",
   "EarlyRejection",
   "ElasticOptions",
   "ElasticPlan",
@@ -183,6 +190,9 @@ __all__ = [
   "ReaderChoice",
   "Rejected",
   "Replanned",
+  "RoleChange",
+  "RoleDecision",
+  "RolePlanner",
   "Route",
   "RoutedRequest",
   "RouterCounters",
