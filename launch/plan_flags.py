@@ -282,7 +282,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Tokens of a document with which each prompt begins, beside --prompt.", 0),
   ("documents", "whole", 1, "which", "How many documents there are."),
   ("replan", "number", None, "serve",
-   "Seconds of a window of --trace: place anew when the load has drifted.",
+   "Seconds of a window of the requests as they come, or at --rate: where the "
+   "load has drifted place anew, and let instances change their roles.",
    0.0),
   ("timeline", "text", None, "serve",
    "PNG of the calls and loads of the best placement (needs matplotlib)."),

@@ -21,6 +21,7 @@ from ringjax.plan import draw, machines
 from ringjax.serve.cluster import (
   ClusterResult,
   DistServeModel,
+  DriftingRoles,
   GpuCluster,
   Limits,
   PlacementSearch,
@@ -29,11 +30,13 @@ from ringjax.serve.cluster import (
   TensorTimes,
   TrafficSummary,
   as_distserve_counts,
+  at_rate,
   percentiles,
   read_calls,
   read_capacities,
   read_profile,
   replan,
+  share_met,
   trace_rate,
 )
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
@@ -101,6 +104,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       both.sort(key=lambda x: (-x[1]["simulated_goodput"], x[0].devices))
     found, rows = [one for one, _ in both], [row for _, row in both]
     later = _later(values, asked)
+    roles = _roles(values, search, found, asked)
     best = search.simulate(
       found[0],
       values.rate or rows[0]["simulated_goodput"] or found[0].goodput,
@@ -127,6 +131,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "placements": rows,
     "percentiles": percentiles(best.served),
     "replanned": later,
+    "roles": roles,
     "simulations": search.simulations,
   }
   strategies.put(values, stdout, record, list(_words(record, values)))
@@ -333,8 +338,47 @@ def _later(values: flags.FlagValues, asked: _Service) -> list[dict[str, Any]]:
       else dataclasses.asdict(one.placement)
       | {"devices": one.placement.devices},
     }
-    for one in replan(asked.trace, plan, window_s=values.replan)
+    for one in replan(_came(values, asked), plan, window_s=values.replan)
   ]
+
+
+def _came(values: flags.FlagValues, asked: _Service) -> Sequence[TraceRequest]:
+  """The trace as it came, or at --rate."""
+  if values.rate is None:
+    return asked.trace
+  return at_rate(asked.trace, values.rate)
+
+
+def _roles(
+  values: flags.FlagValues,
+  search: PlacementSearch,
+  found: Sequence[ServingPlacement],
+  asked: _Service,
+) -> dict[str, Any] | None:
+  """The best placement that reads apart, with roles that stay and change."""
+  apart = [one for one in found if len(one.groups) > 1]
+  if values.replan is None or not apart:
+    return None
+  still = search.simulator(apart[0], transfer=asked.transfer)
+  planner = DriftingRoles(
+    instances={one.name: one for one in still.instances},
+    limits=asked.limits,
+    window_s=values.replan,
+    policy=still.policy,
+    links=still.links,
+    kv_token_bytes=still.kv_token_bytes,
+  )
+  moving = dataclasses.replace(still, roles=planner)
+  trace = _came(values, asked)
+  both = [one.run(trace) for one in (still, moving)]
+  met = [share_met(x.served, asked.limits, each=asked.each) for x in both]
+  return {
+    "groups": [dataclasses.asdict(one) for one in apart[0].groups],
+    "rate": trace_rate(trace),
+    "share_as_placed": met[0],
+    "share_with_changes": met[1],
+    "changes": [dataclasses.asdict(one) for one in both[1].role_changes],
+  }
 
 
 def _curves(
@@ -436,5 +480,19 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
     kind = "no placement" if made is None else _instances(made["groups"])
     why = f" ({one['why']})" if one["why"] else ""
     yield f"  from {one['time_s']:.0f} s: {kind}{why}"
+  roles = record["roles"]
+  if roles is not None:
+    yield (
+      f"  {_instances(roles['groups'])}, at {roles['rate']:.3g} requests/s: "
+      f"{100 * roles['share_as_placed']:.3g} % within the limits as placed, "
+      f"{100 * roles['share_with_changes']:.3g} % with roles that change"
+    )
+    for one in roles["changes"]:
+      yield (
+        f"    from {one['time_s']:.0f} s {one['name']} is {one['role']} "
+        f"({one['why']})"
+      )
+  elif values.replan is not None:
+    yield "  no placement reads apart, whose roles could change"
   if values.rules == "distserve":
     yield "rules of DistServe's simulator: caches move in no time"

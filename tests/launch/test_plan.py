@@ -569,7 +569,13 @@ def test_a_service_of_a_trace_at_a_rate(tmp_path):
   assert kinds["colocated"]["goodput"] >= 2 and found["requests"] == 9
   assert kinds["high affinity"]["devices"] >= 2
   assert set(found["percentiles"]) == {"ttft_s", "tpot_s"}
-  assert found["replanned"] == []
+  # Twice as fast as in the file nine requests are a window, and one more.
+  (window,) = found["replanned"]
+  assert (window["time_s"], window["why"]) == (4.0, "the first window")
+  roles = found["roles"]
+  assert {one["role"] for one in roles["groups"]} == {"prefill", "decode"}
+  assert roles["rate"] == pytest.approx(2) and roles["changes"] == []
+  assert roles["share_as_placed"] == roles["share_with_changes"] >= 0.8
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class DriftingRoles:
   kv_token_bytes: int | float = 0
   by: int | float = 0.2
   errors: int | float = 4.0
-  gain: int | float = 0.05
+  gain: int | float = 0.1
   requests: int = 300
 
   def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class DriftingRoles:
       )
       serve = lambda trace: simulator.run(trace).served
       return goodput(
-        serve, requests, self.limits, first=rate, near=self.gain or 0.02
+        serve, requests, self.limits, first=rate, near=self.gain / 2 or 0.02
       ).rate
 
     best: dict[str, str] = {}
