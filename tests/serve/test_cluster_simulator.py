@@ -484,6 +484,18 @@ def test_pieces_of_a_prompt_ride_with_answers():
   assert second.last_token_s == pytest.approx(1.49 + 0.1)
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": 2}, {"share": "mixed"}])
+def test_a_prompt_that_is_being_read_counts_in_its_queue(options):
+  role = "both" if "share" in options else "prefill"
+  readers = [instance(name, role, PLAIN, **options) for name in "ab"]
+  trace = requests((0.0, 400, 2), (0.2, 10, 2), (0.7, 10, 2), (5.0, 10, 2))
+  found = run(trace, *readers, instance("c", "decode", PLAIN))
+  # The others do not wait for the long one; in the end nothing is counted.
+  assert [x.prefill for x in found.served] == ["a", "b", "b", "a"]
+  seen = found.served[1:3]
+  assert all(x.ttft_s == pytest.approx(0.1) for x in seen)
+
+
 def test_caches_wait_for_their_link():
   trace = requests((0.0, 100, 2), (0.0, 100, 2), (0.0, 100, 3))
   found = run(

@@ -19,12 +19,15 @@ from ringjax.serve.cluster import (
   DistServeModel,
   DistServeTimes,
   GpuCluster,
+  InstanceGroup,
   Limits,
   MeasuredCall,
   PlacementSearch,
   QuadraticTimes,
   ServedRequest,
+  ServingPlacement,
   ShortestQueue,
+  SimulatedInstance,
   SizedModel,
   TensorTimes,
   TrafficSummary,
@@ -53,6 +56,9 @@ TIMES = TensorTimes(
   row_s=3e-5,
   cached_s=2e-7,
 )
+
+
+LIMITS = Limits(ttft_s=0.08, tpot_s=0.03)
 
 
 def trace_of(n=25, seed=0, **options):
@@ -247,6 +253,44 @@ def test_goodput_is_the_edge_of_what_meets_the_limits():
   assert other.rate == pytest.approx(found.rate, rel=0.1)
   slow = goodput(serve, trace, dataclasses.replace(limits, ttft_s=1e-3))
   assert slow.rate == 0.0
+  # Some rate has to be too much.
+  at_once = server(
+    [SimulatedInstance(name="one", times=QuadraticTimes(), max_rows=10**6)]
+  )
+  refused(
+    OptionError, lambda: goodput(at_once, trace[:4], limits), "some rate breaks"
+  )
+
+
+def test_instances_of_a_phase_add_up():
+  # Of several that read, one that is busy with a prompt gets no other one.
+  trace = trace_of(40, new_tokens=1)
+  limits = Limits(ttft_s=0.08, tpot_s=1.0)
+  search = PlacementSearch(
+    sized(), GpuCluster(nodes=1, devices=4), trace, limits, near=0.1
+  )
+  one, four = (
+    ServingPlacement(
+      kind="colocated",
+      groups=(
+        InstanceGroup(role="both", tensor=1, stages=1, count=n, goodput=1.0),
+      ),
+      goodput=1.0,
+    )
+    for n in (1, 4)
+  )
+  single = search.whole_goodput(one)
+  assert search.whole_goodput(four) > 3.5 * single > 0
+
+
+def test_answers_of_one_token_are_not_split():
+  trace = [dataclasses.replace(x, new_tokens=1) for x in trace_of(12)]
+  search = PlacementSearch(
+    sized(), GpuCluster(nodes=1, devices=2), trace, LIMITS, near=0.2
+  )
+  assert search.high_affinity() is None and search.low_affinity() is None
+  (only,) = search.fill()
+  assert only.kind == "colocated"
 
 
 @pytest.mark.long

@@ -570,7 +570,7 @@ class _Running:
       self.stage_free[n] = time
       ends.append(time)
     self.cluster.stream(batch, seconds, ends)
-    self.cluster.at(self.stage_free[0], self.wake)
+    self.cluster.at(self.stage_free[0], functools.partial(self._passed, batch))
     self.cluster.at(time, functools.partial(self._was_read, batch))
     self.cluster.record(
       f"prefill {len(batch)}", "prefill", self.name, now, self.stage_free[0]
@@ -587,12 +587,17 @@ class _Running:
     self.counters.prefill_busy_s += seconds
     for work, count in batch:
       work.left -= count
-      self.queued_tokens -= count
       self.counters.prefill_tokens += count
       if not work.left:
         # Prompts are read in the order of the queue.
         self.queue.popleft()
         self.queued_s -= work.alone_s
+
+  def _passed(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
+    """Counts tokens that others do not wait for any more."""
+    for work, count in batch:
+      self.queued_tokens -= count + (0 if work.left else work.cached)
+    self.wake()
 
   def _was_read(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     for work, _ in batch:
@@ -602,7 +607,6 @@ class _Running:
 
   def _read_whole(self, work: _RoutedWork) -> None:
     self.queued -= 1
-    self.queued_tokens -= work.cached
     work.served.first_token_s = self.cluster.now
     if work.blocks:
       self.prefixes.keep(work.blocks, work.block)
@@ -631,6 +635,7 @@ class _Running:
     def done() -> None:
       if rows:
         self._advance(1)
+      self._passed(batch)
       self._was_read(batch)
 
     self.cluster.at(now + seconds, done)

@@ -28,7 +28,8 @@ class InstanceView:
     name: unique in the cluster.
     role: of `ROLES`.
     queued_requests: prompts that wait or are being read.
-    queued_tokens: of these, tokens that are not yet computed.
+    queued_tokens: of these, tokens that are not yet computed; in a pipeline by
+      its first stage.
     queued_s: predicted seconds until these are read; 0 if nothing predicts.
     running_requests: answers under way.
     running_tokens: cached tokens of these.
