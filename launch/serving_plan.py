@@ -7,17 +7,18 @@ instances that do both, and prints what each is good for (DistServe).
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from absl import flags
 
-from launch import common, console, offload, strategies
+from launch import aot, common, console, offload, strategies
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link, number_bytes
-from ringjax.plan import draw, machines
+from ringjax.plan import draw, machines, offload_tiers
 from ringjax.serve.cluster import (
   ClusterResult,
   DistServeModel,
@@ -42,9 +43,12 @@ from ringjax.serve.cluster import (
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
 
 NAME = "plan"
+_OPT_CONTEXT = 2048
 _MODEL, _CHIP = "llama-3.1-8b", "a100"
 # Part of a device's memory that weights and cache fill.
 _USABLE = 0.9
+# How often a placement for a rate is made a tenth larger.
+_GROWTHS = 4
 # Rates of the curves, as parts of the best goodput.
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 
@@ -60,11 +64,15 @@ class _Service:
   each: bool
   transfer: bool
   source: str
+  context: int
 
 
 def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints how many instances of which kind serve a trace."""
   common.check_files(values, "plot", "timeline")
+  for name in ("rate", "replan"):
+    if values[name].value is not None:
+      number(f"--{name}", values[name].value, above=0)
   if values.plot is not None or values.timeline is not None:
     draw.figures()
   screen = console.Screen(NAME, stderr)
@@ -88,10 +96,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         search.low_affinity(values.rate),
         search.colocated(values.rate),
       )
-      found = sorted(
-        (one for one in made if one is not None),
-        key=lambda one: (one.devices, -one.goodput),
-      )
+      found = [one for one in made if one is not None]
     if not found:
       raise OptionError(
         "--slo",
@@ -99,9 +104,15 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         "limits above the times of an idle instance",
         "pass larger ones, or a faster --chip",
       )
+    if values.rate is not None:
+      found = [_grown(search, one, values.rate, asked) for one in found]
     both = [(one, _row(search, one, asked)) for one in found]
     if values.rate is None:
       both.sort(key=lambda x: (-x[1]["simulated_goodput"], x[0].devices))
+    else:
+      size = asked.cluster.size
+      # What the cluster has room for first.
+      both.sort(key=lambda x: (x[0].devices > size, x[0].devices))
     found, rows = [one for one, _ in both], [row for _, row in both]
     later = _later(values, asked)
     roles = _roles(values, search, found, asked)
@@ -126,6 +137,9 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "limits": dataclasses.asdict(asked.limits),
     "requests": len(asked.trace),
     "trace_rate": trace_rate(asked.trace),
+    "context": asked.context,
+    "beyond_context": _beyond(asked),
+    "refused": [one.rejected for one in best.served if one.rejected],
     "rate": values.rate,
     "source": asked.source,
     "placements": rows,
@@ -178,7 +192,17 @@ def _asked(values: flags.FlagValues) -> _Service:
     each=own,
     transfer=not own,
     source=source,
+    context=_context(names[0]),
   )
+
+
+def _context(name: str) -> int:
+  """Tokens of a prompt and its answer that a model was made for."""
+  if name in offload_tiers.OPT:
+    return _OPT_CONTEXT
+  from ringjax.models.checkpoint import abstract
+
+  return abstract(aot.config_of(name)).config.longest or 0
 
 
 def _cluster(text: str) -> tuple[int, int]:
@@ -198,7 +222,8 @@ def limits_of(text: str) -> Limits:
   try:
     for part in text.split(","):
       name, value = part.split("=")
-      given[names[name.strip()]] = float(value)
+      if given.setdefault(names[name.strip()], float(value)) != float(value):
+        raise ValueError("twice")
   except (KeyError, ValueError):
     raise OptionError(
       "--slo",
@@ -282,6 +307,33 @@ def _model(
 # ---------------------------------------------------------------------------
 
 
+def _grown(
+  search: PlacementSearch,
+  found: ServingPlacement,
+  rate: float,
+  asked: _Service,
+) -> ServingPlacement:
+  """A placement with so many more instances that all keep the limits.
+
+  Its groups were rated one by one; together, and with caches that move, they
+  may be good for less.
+  """
+  for _ in range(_GROWTHS):
+    (met,) = search.shares(found, [rate], transfer=asked.transfer)
+    if met >= asked.limits.share:
+      break
+    groups = tuple(
+      dataclasses.replace(one, count=one.count + math.ceil(one.count / 10))
+      for one in found.groups
+    )
+    found = dataclasses.replace(
+      found,
+      groups=groups,
+      goodput=min(one.goodput * one.count for one in groups),
+    )
+  return found
+
+
 def _row(
   search: PlacementSearch, found: ServingPlacement, asked: _Service
 ) -> dict[str, Any]:
@@ -301,6 +353,12 @@ def _row(
     "with_transfer": with_,
     "moved_share": 0.0 if moved is None else _moved(moved),
   }
+
+
+def _beyond(asked: _Service) -> int:
+  """Requests that are longer than the model's context."""
+  total = (one.prompt_tokens + one.new_tokens for one in asked.trace)
+  return sum(n > asked.context > 0 for n in total)
 
 
 def _moved(found: ClusterResult) -> float:
@@ -445,6 +503,11 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
     f"{_of_limits(record['limits'])}; {record['requests']} requests"
   )
   yield f"{record['source']}; {record['simulations']} simulations"
+  if record["beyond_context"]:
+    yield (
+      f"{record['beyond_context']} requests are longer than the model's "
+      f"context of {record['context']:,} tokens, which has to be extended"
+    )
   yield ""
   yield from strategies.markdown(
     ("placement", "instances"),
@@ -471,6 +534,19 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   yield f"best: {_instances(best['groups'])}"
   if record["rate"] is not None:
     yield f"  for {record['rate']:g} requests/s"
+    good = best["simulated_goodput"]
+    if best["devices"] > nodes * devices:
+      yield (
+        f"  on {best['devices']} devices: the cluster has {nodes * devices}, "
+        "on which no placement serves this rate"
+      )
+    if good < record["rate"]:
+      yield f"  of which all together are good for {good:.3g}"
+  if record["refused"]:
+    yield (
+      f"  {len(record['refused'])} of {record['requests']} requests are "
+      f"refused and count as late: {record['refused'][0]}"
+    )
   for name, at in record["percentiles"].items():
     times = ", ".join(f"{p} {1e3 * x:.4g}" for p, x in at.items())
     at_rate = "this rate" if record["rate"] is not None else "its goodput"

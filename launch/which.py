@@ -39,6 +39,8 @@ NAME = "plan"
 CHIPS = 8
 # Tokens of prompts beside answers in a step of an instance that does both.
 _CHUNK = 512
+# Requests a second that do not meet each other.
+_ALONE = 1e-6
 NOTE = (
   "simulated with a roofline of Llama-2-7B on eight A800s; instances keep "
   "prefixes of half of their tokens, elastic groups none"
@@ -87,8 +89,8 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       row = {
         "system": system.name, "kind": system.kind, "goodput": found.rate
       }  # fmt: skip
-      if found.rate:
-        row |= _at(system.serve(at_rate(trace, found.rate)))
+      # Where no rate keeps the limits: requests that do not meet each other.
+      row |= _at(system.serve(at_rate(trace, found.rate or _ALONE)))
       rows.append(row)
   finally:
     screen.end()
@@ -233,8 +235,15 @@ def systems(link: Link, prefill_tokens: int) -> list[SimulatedSystem]:
   return found
 
 
-def _at(served: Sequence[ServedRequest]) -> dict[str, float]:
+def _at(served: Sequence[ServedRequest]) -> dict[str, float | None]:
   """Times at the goodput, and the part of prompts that was in caches."""
+  if all(one.rejected for one in served):
+    return {
+      "ttft_p90_s": None,
+      "tpot_p90_s": None,
+      "cached": 0.0,
+      "refused": 1.0,
+    }
   times = percentiles(served, (90,))
   total = sum(one.prompt_tokens for one in served)
   return {
@@ -243,6 +252,15 @@ def _at(served: Sequence[ServedRequest]) -> dict[str, float]:
     "cached": sum(one.cached_tokens for one in served) / total,
     "refused": sum(bool(one.rejected) for one in served) / len(served),
   }
+
+
+def _seconds(
+  row: dict[str, Any], name: str, times: int | float, digits: int
+) -> str:
+  """A time of a row; of a system without goodput that of requests alone."""
+  if row[name] is None:
+    return "-"
+  return f"{row[name] * times:.{digits}f}" + " alone" * (not row["goodput"])
 
 
 def _words(record: dict[str, Any]) -> Iterator[str]:
@@ -260,25 +278,25 @@ def _words(record: dict[str, Any]) -> Iterator[str]:
     ("system",),
     (
       "requests/s", "of the best", "TTFT P90 (s)", "TPOT P90 (ms)",
-      "found in caches",
+      "found in caches", "refused",
     ),
     [
       (
         row["system"],
         f"{row['goodput']:.3g}",
         f"{row['goodput'] / most:.0%}" if most else "-",
-        *(
-          (
-            f"{row['ttft_p90_s']:.2f}",
-            f"{row['tpot_p90_s'] * 1e3:.1f}",
-            f"{row['cached']:.0%}",
-          )
-          if row["goodput"]
-          else ("-",) * 3
-        ),
+        _seconds(row, "ttft_p90_s", 1, 2),
+        _seconds(row, "tpot_p90_s", 1e3, 1),
+        f"{row['cached']:.0%}",
+        f"{row['refused']:.0%}",
       )
       for row in record["rows"]
     ],
   )  # fmt: skip
   yield ""
+  if not most:
+    yield (
+      "no system keeps the limits, not even with requests that do not meet "
+      "each other (alone); pass a larger --slo, or shorter requests"
+    )
   yield record["note"]

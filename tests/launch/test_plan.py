@@ -499,6 +499,15 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   rows = {row["kind"]: row for row in ran.json["rows"]}
   assert "elastic" not in rows
   assert 0.2 < rows["engine"]["cached"] < 0.5
+  # Where no rate keeps the limits it says so, and what requests alone take.
+  monkeypatch.setattr(
+    which, "goodput", lambda *_, **__: Goodput(rate=0.0, tried=())
+  )
+  ran = ask("which", "--requests=3", "--prompt=9000000", "--spread=0")
+  assert "no system keeps the limits" in ran.out and "| 100% |" in ran.out
+  ran = ask("which", "--requests=3", "--prompt=500", "--slo=ttft=1e-9")
+  assert " alone |" in ran.out and "| 100% |" not in ran.out
+  monkeypatch.setattr(which, "goodput", given)
   words = ask("which", *load, *shared).out
   assert "512 of 3 documents and 700" in words and "| one engine, TP8" in words
   for flag, word in (
@@ -578,6 +587,32 @@ def test_a_service_of_a_trace_at_a_rate(tmp_path):
   assert roles["share_as_placed"] == roles["share_with_changes"] >= 0.8
 
 
+def test_what_a_plan_can_not_serve_is_said(tmp_path):
+  trace, calls = tmp_path / "trace.csv", tmp_path / "calls.csv"
+  tokens = [200, 210, 3000, 9000000, 220, 230, 240, 250]
+  trace.write_text(
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    + "".join(
+      f"2023-11-16 18:17:{n:02}.5,{k},1\n" for n, k in enumerate(tokens)
+    )
+  )
+  rows = [
+    f"{phase},1,{n},{c},{seconds}\n"
+    for n, c in ((100, 0), (400, 0), (1000, 0), (900, 90))
+    for phase, seconds in (("prefill", 1e-3 * n), ("decode", 0.01))
+  ]
+  calls.write_text("phase,devices,tokens,cached,seconds\n" + "".join(rows))
+  ran = ask(
+    "serve", "--model=opt-13b", "--cluster=1x1", f"--trace={trace}",
+    f"--times={calls}", "--slo=ttft=1,tpot=0.1,share=0.7", "--rate=4",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  assert "2 requests are longer than the model's context of 2,048" in ran.out
+  assert "1 of 8 requests are refused and count as late: 9000000" in ran.out
+  assert "the cluster has 1, on which no placement serves" in ran.out
+  assert "all together are good for" not in ran.out
+
+
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
@@ -586,6 +621,10 @@ def test_a_service_of_a_trace_at_a_rate(tmp_path):
     (("--cluster=4",), "NODESxDEVICES"),
     (("--slo=ttft=fast",), "ttft=0.2"),
     (("--slo=ttft=0",), "above 0"),
+    (("--slo=ttft=1,ttft=2",), "ttft=1,ttft=2"),
+    (("--rate=0",), "--rate"),
+    (("--replan=0", *SERVE), "--replan"),
+    (("--requests=1",), "two at least"),
     (("--slo=share=2",), "share"),
     (("--rules=distserve",), "--capacities"),
     (("--times=profile.json",), "--capacities"),

@@ -258,6 +258,8 @@ class PlacementSearch:
     )
     self.progress = progress
     self.simulations = 0
+    # Without any second token there is nothing to split.
+    self._answers = any(one.new_tokens > 1 for one in self.trace)
     self._phases: dict[tuple[str, int, int], float] = {}
     self.shapes = [
       (t, p)
@@ -382,8 +384,11 @@ class PlacementSearch:
         that limits, and as many of the other one as it needs.
 
     Returns:
-      The placement; None if a phase meets its limit in no shape.
+      The placement; None if a phase meets its limit in no shape, or answers
+      have one token, which comes with the prompt.
     """
+    if not self._answers:
+      return None
     best = [
       max(self._rated(role), key=lambda one: one.order)
       for role in ("prefill", "decode")
@@ -406,8 +411,10 @@ class PlacementSearch:
       rate: requests a second to place for; None for one pair.
 
     Returns:
-      The placement; None if no pair meets the limits.
+      The placement; None if no pair meets the limits, or as above.
     """
+    if not self._answers:
+      return None
     best: _Rated | None = None
     for bound, devices, pair in self._pairs():
       top = None if best is None else best.order
@@ -481,8 +488,11 @@ class PlacementSearch:
     """
     found = []
     size = self.cluster.size
-    reading = [one for one in self._rated("prefill") if one.rate]
-    making = [one for one in self._rated("decode") if one.rate]
+    reading: list[_Rated] = []
+    making: list[_Rated] = []
+    if self._answers:
+      reading = [one for one in self._rated("prefill") if one.rate]
+      making = [one for one in self._rated("decode") if one.rate]
     best: tuple[float, int, tuple[InstanceGroup, ...]] | None = None
     for one in reading:
       for n in range(1, size // one.devices + 1):
