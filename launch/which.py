@@ -122,11 +122,12 @@ def documents_trace(
   shared_tokens: int,
   documents: int,
   seed: int,
+  rate: int | float = 1.0,
 ) -> list[TraceRequest]:
   """Requests of which each begins with one of some documents, by chance.
 
   Args:
-    requests, prompt_tokens, new_tokens, spread, shared_tokens, seed: as
+    requests, prompt_tokens, new_tokens, spread, shared_tokens, seed, rate: as
       `poisson_trace`; all documents have `shared_tokens` tokens.
     documents: how many there are.
 
@@ -142,7 +143,7 @@ def documents_trace(
       "pass --shared=8192, for instance, or leave --documents out",
     )
   trace = poisson_trace(
-    rate=1.0,
+    rate=rate,
     requests=requests,
     prompt_tokens=prompt_tokens,
     new_tokens=new_tokens,

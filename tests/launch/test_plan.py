@@ -339,6 +339,12 @@ def test_who_reads_may_have_enough(start):
       marks=pytest.mark.long,
     ),
     ("serve", ("cluster", "slo", "trace", "chip"), ("machine", "tokens")),
+    pytest.param(
+      "routes",
+      ("instances", "policies", "trace"),
+      ("slo", "cluster"),
+      marks=pytest.mark.long,
+    ),
   ],
 )
 def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
@@ -516,6 +522,53 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   ):
     ran = ask("which", flag)
     assert ran.status == 2 and word in ran.err
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_who_reads_a_prompt_by_each_policy(tmp_path):
+  # Four questions about each of ten documents, faster than one can read.
+  trace = tmp_path / "trace.jsonl"
+  trace.write_text(
+    "".join(
+      json.dumps(
+        {
+          "timestamp": 400 * n,
+          "input_length": 512 * 16 + 100,
+          "output_length": 3,
+          "hash_ids": [*range(100 * (n % 10), 100 * (n % 10) + 16), 5000 + n],
+        }
+      )
+      + "\n"
+      for n in range(40)
+    )
+  )
+  fast = ("--instances=4x1", "--model=opt-13b", "--tensor=1")
+  ran = ask("routes", f"--trace={trace}", *fast, "--json")
+  assert ran.status == 0, ran.err
+  rows = {row["policy"]: row for row in ran.json["rows"]}
+  assert [*rows] == ["random", "load", "local", "conductor"]
+  random, load, local, global_ = (x["ttft_mean_s"] for x in rows.values())
+  assert random > load > local >= global_ > 0
+  # 30 of 40 find their document, but for the tokens behind it.
+  found = 30 / 40 * 8192 / (8192 + 100)
+  assert ran.json["could_be_found"] == pytest.approx(found)
+  assert rows["load"]["cached"] < rows["conductor"]["cached"] <= found + 1e-9
+  words = ask(
+    "routes", *fast, "--requests=6", "--policies=early:tpot_s=1e-9/load"
+  ).out
+  assert "| `early:tpot_s=1e-9/load` | - | - | 0.0% | 0 bytes | 6 |" in words
+  for flag, word in (
+    ("--instances=4", "8x8"),
+    ("--instances=0x1", "8x8"),
+    ("--policies=best", "conductor"),
+    ("--model=opt-13b,opt-30b", "one model"),
+    ("--rate=0", "--rate"),
+    (f"--trace={trace} --rate=3", "--rate"),
+    ("--slo=ttft=1", "--slo"),
+    ("--documents=3", "--shared=0"),
+  ):
+    ran = ask("routes", *flag.split())
+    assert ran.status == 2 and word in ran.err, ran.err
 
 
 SERVE = ("--cluster=1x2", "--requests=5", "--prompt=200", "--new=4")

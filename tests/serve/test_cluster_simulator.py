@@ -397,6 +397,7 @@ def planner(machines, **options):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unchecked")
 def test_roles_follow_a_load_that_drifts():
   trace = shifting()
   times = QuadraticTimes(

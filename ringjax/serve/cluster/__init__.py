@@ -239,6 +239,7 @@ __all__ = [
   "read_profile",
   "repeated",
   "replan",
+  "routing_policy",
   "share_met",
   "short_key",
   "simulate_elastic",
