@@ -221,6 +221,32 @@ def test_the_stated_profile():
   assert 0.02 < times.decode_s(1, 512) < 0.025
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("unchecked")
+def test_the_published_example():
+  # OPT-13B, prefill on two devices, decode on one: 1.56 requests/s a device.
+  model = DistServeModel(
+    name="opt-13b",
+    times=stated()["opt-13b"],
+    capacity_tokens={(2, 1): 10**5, (1, 1): 10**5},
+    kv_token_bytes=819_200,
+    own_rules=True,
+  )
+  trace = poisson_trace(
+    rate=1.0, requests=1500, prompt_tokens=755, new_tokens=200
+  )
+  search = PlacementSearch(
+    model,
+    GpuCluster(nodes=1, devices=4),
+    as_distserve_counts(trace),
+    Limits(ttft_s=0.2, tpot_s=0.1),
+    each=True,
+    near=0.03,
+  )
+  rate = search.pair_goodput((2, 1), (1, 1), None) / 3
+  assert rate == pytest.approx(1.56, rel=0.1)
+
+
 # ---------------------------------------------------------------------------
 # Goodput
 # ---------------------------------------------------------------------------
