@@ -228,7 +228,7 @@ def test_the_published_example():
   model = DistServeModel(
     name="opt-13b",
     times=stated()["opt-13b"],
-    capacity_tokens={(2, 1): 10**5, (1, 1): 10**5},
+    capacity_tokens={(2, 1): 163_008, (1, 1): 66_144},
     kv_token_bytes=819_200,
     own_rules=True,
   )
