@@ -47,6 +47,7 @@ from ringjax.serve.cluster.elastic_batches import (
   even_parts,
   fewest_instances,
 )
+from ringjax.serve.cluster.elastic_runner import ElasticRunner
 from ringjax.serve.cluster.elastic_scheduler import (
   ClusterView,
   DecodeGroup,
@@ -60,6 +61,7 @@ from ringjax.serve.cluster.elastic_scheduler import (
 )
 from ringjax.serve.cluster.elastic_simulator import (
   ElasticResult,
+  GroupRunner,
   simulate_elastic,
 )
 from ringjax.serve.cluster.elastic_workloads import (
@@ -164,6 +166,7 @@ __all__ = [
   "ElasticPolicy",
   "ElasticRequest",
   "ElasticResult",
+  "ElasticRunner",
   "ElasticScheduler",
   "Emptied",
   "FastestDecode",
@@ -172,6 +175,7 @@ __all__ = [
   "GoodputSearch",
   "GpuCluster",
   "GroupMachine",
+  "GroupRunner",
   "InstanceCounters",
   "InstanceFamily",
   "InstanceGroup",
