@@ -378,7 +378,7 @@ def _later(values: flags.FlagValues, asked: _Service) -> list[dict[str, Any]]:
   ) -> ServingPlacement | None:
     search = PlacementSearch(
       asked.model, asked.cluster, requests, asked.limits, each=asked.each,
-      near=0.05,
+      near=0.05, stream=values.stream,
     )  # fmt: skip
     found = [
       search.high_affinity(now.rate[0]),
@@ -425,6 +425,8 @@ def _roles(
     policy=still.policy,
     links=still.links,
     kv_token_bytes=still.kv_token_bytes,
+    transfer=still.transfer,
+    stream=still.stream,
   )
   moving = dataclasses.replace(still, roles=planner)
   trace = _came(values, asked)

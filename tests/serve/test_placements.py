@@ -401,23 +401,32 @@ def test_placements_are_the_best_of_all(seed):
   # Coarse tables have ties.
   search = Tables(cluster, model, seed, 0.25 if seed % 2 else 1e-9)
   rate, size = 5.3, cluster.size
-  best = {}
+  best, need = {}, {}
   for role in ("prefill", "decode", "both"):
-    table = [
-      (search.one[role, *s] / math.prod(s), -math.prod(s))
-      for s in search.shapes
-    ]
-    best[role] = max(table)
+    rates = {s: search.one[role, *s] for s in search.shapes}
+    best[role] = max(
+      (x / math.prod(s), -math.prod(s)) for s, x in rates.items()
+    )
+    need[role] = min(
+      (
+        math.prod(s) * math.ceil(rate / x - 1e-9) for s, x in rates.items() if x
+      ),
+      default=0,
+    )
   high, both = search.high_affinity(rate), search.colocated(rate)
   if min(best["prefill"][0], best["decode"][0]) > 0:
     for group in high.groups:
-      devices = group.tensor * group.stages
-      each, fewest = best[group.role]
-      assert (group.goodput / devices, -devices) == (each, fewest)
+      assert group.devices == need[group.role]
       assert (group.count - 1) * group.goodput < rate
       assert group.count * group.goodput >= rate * (1 - 1e-9)
+    # Without a rate each is the best a device.
+    for group in search.high_affinity().groups:
+      devices = group.tensor * group.stages
+      assert (group.goodput / devices, -devices) == best[group.role]
   else:
     assert high is None
+  if both is not None:
+    assert both.devices == need["both"]
   assert (both is None) == (best["both"][0] == 0)
   # Pairs whose stages share nodes.
   pairs = []
@@ -432,6 +441,9 @@ def test_placements_are_the_best_of_all(seed):
   assert (low is None) == (not pairs)
   if low is not None:
     assert (low.per_device, -low.devices) == max(pairs)
+    assert search.low_affinity(rate).devices == min(
+      -n * math.ceil(rate / (each * -n) - 1e-9) for each, n in pairs
+    )
   # The whole cluster: every shape, every count.
   most = (0.0, 0)
   for a, b in itertools.product(search.shapes, repeat=2):

@@ -117,7 +117,7 @@ class DriftingRoles:
     limits: what requests are promised.
     window_s: seconds of a window.
     policy: that routes; None for `ShortestQueue`.
-    links, kv_token_bytes: of `ClusterSimulator`.
+    links, kv_token_bytes, transfer, stream: of `ClusterSimulator`.
     by, errors: as of `TrafficSummary.drifted`.
     gain: of goodput, relative, below which an instance keeps its role.
     requests: of a window, that are simulated: the last ones.
@@ -129,6 +129,8 @@ class DriftingRoles:
   policy: RoutingPolicy | None = None
   links: Link | Mapping[tuple[str, str], Link] | None = None
   kv_token_bytes: int | float = 0
+  transfer: str = "pull"
+  stream: int = 0
   by: int | float = 0.2
   errors: int | float = 4.0
   gain: int | float = 0.1
@@ -189,6 +191,8 @@ class DriftingRoles:
         policy=self.policy or ShortestQueue(),
         links=self.links,
         kv_token_bytes=self.kv_token_bytes,
+        transfer=self.transfer,
+        stream=self.stream,
       )
       serve = lambda trace: simulator.run(trace).served
       return goodput(
