@@ -138,8 +138,26 @@ def _costs(values: flags.FlagValues) -> tuple[RoutingCosts, str]:
     )
   dtype = values.dtype or "bfloat16"
   shape = offload.shape_of(names[0])
+  if shape.heads % values.tensor:
+    raise OptionError(
+      "--tensor",
+      f"{values.tensor} devices for {shape.heads} heads",
+      "a number that divides them",
+      "pass --tensor=8, for instance",
+    )
   if values.times is None:
     machine = machines.load(values.chip or _CHIP)
+    weights = (shape.layers * shape.weights + shape.tables) * number_bytes(
+      dtype
+    )
+    if weights > values.tensor * machine.chip.hbm_bytes:
+      raise OptionError(
+        "--tensor",
+        f"{values.tensor} of {machine.name} for {shape.name}, "
+        f"{weights / 1e9:.0f} GB of weights",
+        "devices that hold them",
+        "pass more, or another --chip",
+      )
     times = TensorTimes.on(machine, shape, dtype=dtype)
     source = f"times predicted from figures of {machine.name}"
   else:

@@ -134,7 +134,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   record = {
     "model": asked.model.name,
     "cluster": [asked.cluster.nodes, asked.cluster.devices],
-    "limits": dataclasses.asdict(asked.limits),
+    "limits": limits_record(asked.limits),
     "requests": len(asked.trace),
     "trace_rate": trace_rate(asked.trace),
     "context": asked.context,
@@ -466,7 +466,7 @@ def _curves(
     across="requests a second of a device",
     up="requests within both limits, %",
     level=100 * asked.limits.share,
-    title=f"{asked.model.name}: {_of_limits(dataclasses.asdict(asked.limits))}",
+    title=f"{asked.model.name}: {words_of_limits(limits_record(asked.limits))}",
   )
 
 
@@ -483,11 +483,23 @@ def _timeline(path: str, found: ClusterResult) -> None:
   draw.cluster(found.timeline, loads, path)
 
 
-def _of_limits(limits: dict[str, Any]) -> str:
-  return (
-    f"TTFT {limits['ttft_s']:g} s, TPOT {limits['tpot_s']:g} s for "
-    f"{100 * limits['share']:g} %"
+def limits_record(limits: Limits) -> dict[str, float | None]:
+  """Limits as JSON has them; None is no limit."""
+  return {
+    name: None if math.isinf(value) else value
+    for name, value in dataclasses.asdict(limits).items()
+  }
+
+
+def words_of_limits(limits: dict[str, float | None]) -> str:
+  """Limits for people, of `limits_record`."""
+  times = " and ".join(
+    f"{name.removesuffix('_s').upper()} of any length"
+    if limits[name] is None
+    else f"{name.removesuffix('_s').upper()} {limits[name]:g} s"
+    for name in ("ttft_s", "tpot_s")
   )
+  return f"{times} for {100 * (limits['share'] or 0):g} %"
 
 
 def _instances(groups: Sequence[dict[str, Any]]) -> str:
@@ -502,7 +514,7 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   nodes, devices = record["cluster"]
   yield (
     f"{record['model']} on {nodes} x {devices} devices: "
-    f"{_of_limits(record['limits'])}; {record['requests']} requests"
+    f"{words_of_limits(record['limits'])}; {record['requests']} requests"
   )
   yield f"{record['source']}; {record['simulations']} simulations"
   if record["beyond_context"]:

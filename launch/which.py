@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 
 from launch import console, strategies
-from launch.serving_plan import limits_of
+from launch.serving_plan import limits_of, limits_record, words_of_limits
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
@@ -100,7 +100,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       best[row["kind"]] = row
   kept = sorted(best.values(), key=lambda row: -row["goodput"])
   record = {
-    "limits": dataclasses.asdict(limits),
+    "limits": limits_record(limits),
     "prompt": values.prompt,
     "new": values.new,
     "shared": shared,
@@ -265,13 +265,12 @@ def _seconds(
 
 
 def _words(record: dict[str, Any]) -> Iterator[str]:
-  limits, shared = record["limits"], record["shared"]
+  shared = record["shared"]
   before = f"{shared} of {record['documents']} documents and " if shared else ""
   yield (
     f"{record['requests']} requests, prompts of {before}{record['prompt']} "
     f"tokens, answers of {record['new']}; links of "
-    f"{record['bandwidth'] / 1e9:g} GB/s; {limits['share']:.0%} within TTFT "
-    f"{limits['ttft_s']:g} s, TPOT {1e3 * limits['tpot_s']:g} ms"
+    f"{record['bandwidth'] / 1e9:g} GB/s; {words_of_limits(record['limits'])}"
   )
   yield ""
   most = max(row["goodput"] for row in record["rows"])

@@ -511,7 +511,10 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   )
   ran = ask("which", "--requests=3", "--prompt=9000000", "--spread=0")
   assert "no system keeps the limits" in ran.out and "| 100% |" in ran.out
+  ran = ask("which", "--requests=3", "--slo=tpot=1e-9", "--json")
+  assert ran.json["limits"]["ttft_s"] is None and "Infinity" not in ran.out
   ran = ask("which", "--requests=3", "--prompt=500", "--slo=ttft=1e-9")
+  assert "TPOT of any length for 90 %" in ran.out
   assert " alone |" in ran.out and "| 100% |" not in ran.out
   monkeypatch.setattr(which, "goodput", given)
   words = ask("which", *load, *shared).out
@@ -561,6 +564,8 @@ def test_who_reads_a_prompt_by_each_policy(tmp_path):
     ("--instances=4", "8x8"),
     ("--instances=0x1", "8x8"),
     ("--policies=best", "conductor"),
+    ("--tensor=3 --model=opt-13b", "40 heads"),
+    ("--tensor=1 --model=opt-66b", "devices that hold"),
     ("--model=opt-13b,opt-30b", "one model"),
     ("--rate=0", "--rate"),
     (f"--trace={trace} --rate=3", "--rate"),
@@ -660,6 +665,7 @@ def test_what_a_plan_can_not_serve_is_said(tmp_path):
     f"--times={calls}", "--slo=ttft=1,tpot=0.1,share=0.7", "--rate=4",
   )  # fmt: skip
   assert ran.status == 0, ran.err
+  assert "TTFT 1 s and TPOT 0.1 s for 70 %" in ran.out
   assert "2 requests are longer than the model's context of 2,048" in ran.out
   assert "1 of 8 requests are refused and count as late: 9000000" in ran.out
   assert "the cluster has 1, on which no placement serves" in ran.out
