@@ -13,6 +13,7 @@ from absl import flags
 import ringjax as rj
 from launch import console, offload
 from launch.flag_helpers import FlagHelper
+from launch.serving_plan import limits_of
 from ringjax.errors import OptionError
 from ringjax.models.hf.safe_files import read_config
 from ringjax.parallel.chips import Link, number_bytes
@@ -73,6 +74,20 @@ def define(values: flags.FlagValues) -> None:
     "Of a router: tokens of a prompt after which pages of it are published and "
     "pulled while others are read; 0: all at its end.",
     0,
+  )
+  new.number(
+    "replan",
+    None,
+    "Of a router: seconds of a window after which roles are planned anew, if "
+    "the load has drifted; with --times and --slo. Default: only --set_role "
+    "changes them.",
+    1.0,
+  )
+  new.text(
+    "slo",
+    None,
+    "Of a router, for --replan: what requests are promised, as "
+    "ttft=0.5,tpot=0.1,share=0.9.",
   )
   new.number(
     "patience",
@@ -181,7 +196,9 @@ def check(values: flags.FlagValues) -> None:
       "nothing, unless --join: pages leave for other instances",
       "leave it out",
     )
-  for name in ("policy", "times", "bandwidth", "instance_devices"):
+  for name in (
+    "policy", "times", "bandwidth", "instance_devices", "replan", "slo",
+  ):  # fmt: skip
     if values[name].present and values.role != "router":
       raise OptionError(
         f"--{name}",
@@ -200,6 +217,23 @@ def check(values: flags.FlagValues) -> None:
         "a csv of measured calls, of which the policy predicts",
         "pass it, or --policy=shortest",
       )
+    for name in ("times", "slo") if values.replan is not None else ():
+      if values[name].value is None:
+        raise OptionError(
+          f"--{name}",
+          f"nothing, with --replan={values.replan:g}",
+          "times of calls and what requests are promised",
+          "pass --times=calls.csv --slo=ttft=0.5,tpot=0.1,share=0.9",
+        )
+    if values.slo is not None:
+      limits_of(values.slo)
+      if values.replan is None:
+        raise OptionError(
+          "--slo",
+          f"{values.slo} without --replan",
+          "seconds after which roles are planned for it",
+          "pass --replan=600, or leave it out",
+        )
   if joins:
     join_address(values)
   if joins or values.role == "router":
@@ -220,12 +254,18 @@ def router(
   """The router of the flags, for a folder's model, which is not loaded."""
   config, _ = rj.models.read_config(read_config(folder))
   longest = values.longest or min(config.longest or 16384, 16384)
+  costs = roles = None
+  if values.times is not None:
+    costs = _costs(values, folder)
+    if values.replan is not None:
+      roles = _roles(values, costs)
   return cluster.ClusterRouter(
     key=read_key(values),
     vocab=config.vocab,
     longest=longest,
     tokenizer=tokenizer,
-    policy=_policy(values, folder),
+    policy=cluster.routing_policy(values.policy, costs),
+    roles=roles,
     stream_tokens=values.stream,
     host=values.host,
     port=values.cluster_port,
@@ -234,30 +274,46 @@ def router(
   )
 
 
-def _policy(
+def _costs(
   values: flags.FlagValues, folder: pathlib.Path
-) -> cluster.RoutingPolicy:
-  """The policy of the flags.
+) -> cluster.RoutingCosts:
+  """What is predicted with."""
+  shape = offload.shape_of(str(folder))
+  config = read_config(folder)
+  dtype = values.dtype or config.get("dtype") or config.get("torch_dtype")
+  link = None
+  if values.bandwidth is not None:
+    link = Link(bandwidth=values.bandwidth)
+  times = cluster.TensorTimes.fit(cluster.read_calls(values.times))
+  # A cache has the dtype of the model.
+  return cluster.RoutingCosts(
+    times=times.at(values.instance_devices),
+    kv_token_bytes=shape.layers * shape.kv * number_bytes(dtype or "float32"),
+    link=link,
+  )
 
-  Raises:
-    OptionError: no such policy, or no times that it can predict with.
-  """
-  costs = None
-  if values.times is not None:
-    shape = offload.shape_of(str(folder))
-    config = read_config(folder)
-    dtype = values.dtype or config.get("dtype") or config.get("torch_dtype")
-    link = None
-    if values.bandwidth is not None:
-      link = Link(bandwidth=values.bandwidth)
-    times = cluster.TensorTimes.fit(cluster.read_calls(values.times))
-    # A cache has the dtype of the model.
-    costs = cluster.RoutingCosts(
-      times=times.at(values.instance_devices),
-      kv_token_bytes=shape.layers * shape.kv * number_bytes(dtype or "float32"),
-      link=link,
-    )
-  return cluster.routing_policy(values.policy, costs)
+
+def _roles(
+  values: flags.FlagValues, costs: cluster.RoutingCosts
+) -> cluster.DriftingRoles:
+  """Roles by simulations of engines with the flags of this process."""
+  times = costs.times
+  assert isinstance(times, cluster.PhaseTimes)
+  return cluster.DriftingRoles(
+    instances=cluster.SimulatedInstance(
+      name="any",
+      times=times,
+      share="ahead",
+      max_prefill_tokens=values.piece * values.pieces,
+      # Pages of the pool that nothing else needs.
+      prefix_cache_tokens=2**20,
+    ),
+    limits=limits_of(values.slo),
+    window_s=values.replan,
+    policy=cluster.routing_policy(values.policy, costs),
+    links=costs.link,
+    kv_token_bytes=costs.kv_token_bytes,
+  )
 
 
 def work(

@@ -61,6 +61,10 @@
       One load on eight chips as one engine, replicas, instances that read apart
       from those that answer, elastic groups, with and without routes to who
       has a prefix: how many requests a second each serves in time.
+  python -m launch.plan routes --trace=conversation_trace.jsonl
+      Who reads a prompt, by queues, by prefixes in caches or by chance: when
+      first tokens come, and what was found (Mooncake); --instances=8x8 read
+      and answer.
   python -m launch.plan fastdecode --new=256 --every=16 --answer_seconds=30
       Rows of a mini-batch and CPUs where attention runs beside host caches, and
       how busy both stages are if sequences start together, or a group each
@@ -539,6 +543,12 @@ def _serve(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
   serving_plan.served(values, out, err)
 
 
+def _routes(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
+  from launch import routes
+
+  routes.compared(values, out, err)
+
+
 _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "kvr": _kvr,
   "explain": strategies.explain,
@@ -554,6 +564,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "window": windows.windowed,
   "serve": _serve,
   "which": _which,
+  "routes": _routes,
   "fastdecode": stages.fastdecode,
   "liger": stages.liger,
 }

@@ -37,9 +37,10 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("context", "whole", 10240, "kvr", "Tokens of the prompt."),
   ("ranks", "whole", 4, "kvr window",
    "Devices that read the prompt; window: with equal shares, default 8."),
-  ("bandwidth", "number", 300e9, "kvr window serve which",
+  ("bandwidth", "number", 300e9, "kvr window serve which routes",
    "Link bandwidth (bytes/s); window: default 37.5e6; serve: of a device to "
-   "another node, default as the chip's; which: of an instance to others.",
+   "another node, default as the chip's; which, routes: of an instance to "
+   "others; routes: default 50e9.",
    0.0),
   ("latency", "number", 0.0, "kvr window",
    "Latency of a message (s); window: of a link, default 0.001.", 0.0),
@@ -54,7 +55,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    cost.KERNELS),
   ("noise", "number", 0.0, "kvr",
    "In each layer one link is slower by this, e.g. 20.", 0.0),
-  ("seed", "whole", 0, "kvr serve elastic which",
+  ("seed", "whole", 0, "kvr serve elastic which routes",
    "Random seed of --noise; serve: of made-up requests; elastic: of lengths "
    "and arrivals.", 0),
   ("least_gain", "number", 0.05, "kvr",
@@ -66,7 +67,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
    "kvr explain fit pictures aot cache capacity cycles offload "
-   "window ring serve elastic fastdecode liger which",
+   "window ring serve elastic fastdecode liger which routes",
    "One JSON object on stdout, and nothing else."),
   ("why", "boolean", False, "kvr", "Print the reasons for the choice."),
   ("paper", "boolean", False, "kvr offload",
@@ -86,14 +87,14 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("rounds", "whole", 5, "kvr fit offload",
    "Timed runs of each call; kvr: of --fit; offload: of --machine=here."),
   ("dtype", "text", None, "kvr explain fit aot cache capacity cycles "
-   "window serve",
+   "window serve routes",
    "Dtype of the computation; kvr --fit: of the weights."),
   ("out", "text", None, "fit pictures capacity offload",
    "fit, offload: file of the measured machine; pictures: folder for the PNGs, "
    "default docs/strategies; capacity: path of the table, without its ending."),
   ("bytes", "texts", None, "fit", "Sizes of sends, e.g. 65536,1048576."),
   ("sides", "texts", None, "fit", "Sides of square matrices, e.g. 256,512."),
-  ("chip", "text", None, "explain cache serve",
+  ("chip", "text", None, "explain cache serve routes",
    "Name of a machine; explain, serve: or path of its file; cache: default "
    "v5e; serve: default a100."),
   ("shards", "texts", None, "explain",
@@ -118,16 +119,16 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "The local algorithm; default: what the machine has.", chips.LOCALS),
   ("packed", "boolean", False, "explain aot", "Whether documents are packed."),
   ("longest_document", "whole", None, "explain", "Its tokens, if known."),
-  ("model", "texts", None, "aot cache capacity offload window serve",
+  ("model", "texts", None, "aot cache capacity offload window serve routes",
    "Presets, see rj.models.PRESETS; aot, offload, window, serve: one, or a "
    "folder with a config.json; offload, serve: or one of "
    f"{', '.join(offload_tiers.OPT)}; cache: some, or folders."),
   ("machine", "text", None, "offload",
    f"Name of a machine, of {', '.join(offload_tiers.MACHINES)}, path of a "
    "measured one, or here, which measures this one; default: t4."),
-  ("prompt", "whole", 512, "offload window serve which",
+  ("prompt", "whole", 512, "offload window serve which routes",
    "Tokens of each row's prompt; serve, which: on average."),
-  ("new", "whole", 32, "offload window serve fastdecode which",
+  ("new", "whole", 32, "offload window serve fastdecode which routes",
    "Tokens that each row generates; serve, which: on average; "
    "fastdecode: default "
    "256."),
@@ -255,17 +256,17 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("slo", "text", "ttft=0.5,tpot=0.1,share=0.9", "serve which",
    "Seconds to the first token and for each later one, and the part of the "
    "requests that has to meet both."),
-  ("rate", "number", None, "serve",
+  ("rate", "number", None, "serve routes",
    "Requests a second to place for; default: what the whole cluster can do.",
    0.0),
-  ("trace", "text", None, "serve",
+  ("trace", "text", None, "serve routes",
    "Requests of a file: Azure's or BurstGPT's .csv, Mooncake's .jsonl; its "
    "gaps are scaled. Default: Poisson arrivals of --prompt and --new."),
-  ("requests", "whole", 500, "serve elastic which",
+  ("requests", "whole", 500, "serve elastic which routes",
    "Requests of a simulation; of --trace the first ones."),
-  ("spread", "number", 0.5, "serve which",
+  ("spread", "number", 0.5, "serve which routes",
    "Standard deviation of the logarithms of made-up lengths.", 0.0),
-  ("times", "text", None, "serve",
+  ("times", "text", None, "serve routes",
    "Times of calls: .csv of measured ones, to which seven constants are "
    "fitted, or .json, a profile of DistServe; default: predicted for --chip."),
   ("capacities", "text", None, "serve",
@@ -278,11 +279,20 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "model has layers, for example; 0: it leaves when all has been read.", 0),
   ("prefill_tokens", "whole", 2048, "serve which",
    "Tokens of prompts that are read at once; a longer prompt is read alone."),
-  ("shared", "whole", 0, "which",
+  ("shared", "whole", 0, "which routes",
    "Tokens of a document with which each prompt begins, beside --prompt.", 0),
-  ("documents", "whole", 1, "which", "How many documents there are."),
+  ("documents", "whole", 1, "which routes", "How many documents there are."),
+  ("instances", "text", "8x8", "routes",
+   "READERSxANSWERERS: how many read prompts, and how many answer."),
+  ("tensor", "whole", 8, "routes", "Devices of an instance."),
+  ("prefix_tokens", "whole", 3_000_000, "routes",
+   "Tokens of prompts that an instance keeps for later ones.", 0),
+  ("policies", "many", None, "routes",
+   "A policy as of launch.serve, such as conductor:threshold=2 (repeat the "
+   "flag for others); default: random, load, local, conductor."),
   ("replan", "number", None, "serve",
-   "Seconds of a window of --trace: place anew when the load has drifted.",
+   "Seconds of a window of the requests as they come, or at --rate: where the "
+   "load has drifted place anew, and let instances change their roles.",
    0.0),
   ("timeline", "text", None, "serve",
    "PNG of the calls and loads of the best placement (needs matplotlib)."),

@@ -7,20 +7,22 @@ instances that do both, and prints what each is good for (DistServe).
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from absl import flags
 
-from launch import common, console, offload, strategies
+from launch import aot, common, console, offload, strategies
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link, number_bytes
-from ringjax.plan import draw, machines
+from ringjax.plan import draw, machines, offload_tiers
 from ringjax.serve.cluster import (
   ClusterResult,
   DistServeModel,
+  DriftingRoles,
   GpuCluster,
   Limits,
   PlacementSearch,
@@ -29,19 +31,24 @@ from ringjax.serve.cluster import (
   TensorTimes,
   TrafficSummary,
   as_distserve_counts,
+  at_rate,
   percentiles,
   read_calls,
   read_capacities,
   read_profile,
   replan,
+  share_met,
   trace_rate,
 )
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
 
 NAME = "plan"
+_OPT_CONTEXT = 2048
 _MODEL, _CHIP = "llama-3.1-8b", "a100"
 # Part of a device's memory that weights and cache fill.
 _USABLE = 0.9
+# How often a placement for a rate is made a tenth larger.
+_GROWTHS = 4
 # Rates of the curves, as parts of the best goodput.
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 
@@ -57,11 +64,15 @@ class _Service:
   each: bool
   transfer: bool
   source: str
+  context: int
 
 
 def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints how many instances of which kind serve a trace."""
   common.check_files(values, "plot", "timeline")
+  for name in ("rate", "replan"):
+    if values[name].value is not None:
+      number(f"--{name}", values[name].value, above=0)
   if values.plot is not None or values.timeline is not None:
     draw.figures()
   screen = console.Screen(NAME, stderr)
@@ -85,10 +96,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         search.low_affinity(values.rate),
         search.colocated(values.rate),
       )
-      found = sorted(
-        (one for one in made if one is not None),
-        key=lambda one: (one.devices, -one.goodput),
-      )
+      found = [one for one in made if one is not None]
     if not found:
       raise OptionError(
         "--slo",
@@ -96,11 +104,18 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         "limits above the times of an idle instance",
         "pass larger ones, or a faster --chip",
       )
+    if values.rate is not None:
+      found = [_grown(search, one, values.rate, asked) for one in found]
     both = [(one, _row(search, one, asked)) for one in found]
     if values.rate is None:
       both.sort(key=lambda x: (-x[1]["simulated_goodput"], x[0].devices))
+    else:
+      size = asked.cluster.size
+      # What the cluster has room for first.
+      both.sort(key=lambda x: (x[0].devices > size, x[0].devices))
     found, rows = [one for one, _ in both], [row for _, row in both]
     later = _later(values, asked)
+    roles = _roles(values, search, found, asked)
     best = search.simulate(
       found[0],
       values.rate or rows[0]["simulated_goodput"] or found[0].goodput,
@@ -119,14 +134,18 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   record = {
     "model": asked.model.name,
     "cluster": [asked.cluster.nodes, asked.cluster.devices],
-    "limits": dataclasses.asdict(asked.limits),
+    "limits": limits_record(asked.limits),
     "requests": len(asked.trace),
     "trace_rate": trace_rate(asked.trace),
+    "context": asked.context,
+    "beyond_context": _beyond(asked),
+    "refused": [one.rejected for one in best.served if one.rejected],
     "rate": values.rate,
     "source": asked.source,
     "placements": rows,
     "percentiles": percentiles(best.served),
     "replanned": later,
+    "roles": roles,
     "simulations": search.simulations,
   }
   strategies.put(values, stdout, record, list(_words(record, values)))
@@ -173,7 +192,17 @@ def _asked(values: flags.FlagValues) -> _Service:
     each=own,
     transfer=not own,
     source=source,
+    context=_context(names[0]),
   )
+
+
+def _context(name: str) -> int:
+  """Tokens of a prompt and its answer that a model was made for."""
+  if name in offload_tiers.OPT:
+    return _OPT_CONTEXT
+  from ringjax.models.checkpoint import abstract
+
+  return abstract(aot.config_of(name)).config.longest or 0
 
 
 def _cluster(text: str) -> tuple[int, int]:
@@ -193,7 +222,8 @@ def limits_of(text: str) -> Limits:
   try:
     for part in text.split(","):
       name, value = part.split("=")
-      given[names[name.strip()]] = float(value)
+      if given.setdefault(names[name.strip()], float(value)) != float(value):
+        raise ValueError("twice")
   except (KeyError, ValueError):
     raise OptionError(
       "--slo",
@@ -277,6 +307,33 @@ def _model(
 # ---------------------------------------------------------------------------
 
 
+def _grown(
+  search: PlacementSearch,
+  found: ServingPlacement,
+  rate: float,
+  asked: _Service,
+) -> ServingPlacement:
+  """A placement with so many more instances that all keep the limits.
+
+  Its groups were rated one by one; together, and with caches that move, they
+  may be good for less.
+  """
+  for _ in range(_GROWTHS):
+    (met,) = search.shares(found, [rate], transfer=asked.transfer)
+    if met >= asked.limits.share:
+      break
+    groups = tuple(
+      dataclasses.replace(one, count=one.count + math.ceil(one.count / 10))
+      for one in found.groups
+    )
+    found = dataclasses.replace(
+      found,
+      groups=groups,
+      goodput=min(one.goodput * one.count for one in groups),
+    )
+  return found
+
+
 def _row(
   search: PlacementSearch, found: ServingPlacement, asked: _Service
 ) -> dict[str, Any]:
@@ -298,6 +355,12 @@ def _row(
   }
 
 
+def _beyond(asked: _Service) -> int:
+  """Requests that are longer than the model's context."""
+  total = (one.prompt_tokens + one.new_tokens for one in asked.trace)
+  return sum(n > asked.context > 0 for n in total)
+
+
 def _moved(found: ClusterResult) -> float:
   """Part of all latency in which caches moved."""
   done = [one for one in found.served if not one.rejected]
@@ -315,7 +378,7 @@ def _later(values: flags.FlagValues, asked: _Service) -> list[dict[str, Any]]:
   ) -> ServingPlacement | None:
     search = PlacementSearch(
       asked.model, asked.cluster, requests, asked.limits, each=asked.each,
-      near=0.05,
+      near=0.05, stream=values.stream,
     )  # fmt: skip
     found = [
       search.high_affinity(now.rate[0]),
@@ -333,8 +396,49 @@ def _later(values: flags.FlagValues, asked: _Service) -> list[dict[str, Any]]:
       else dataclasses.asdict(one.placement)
       | {"devices": one.placement.devices},
     }
-    for one in replan(asked.trace, plan, window_s=values.replan)
+    for one in replan(_came(values, asked), plan, window_s=values.replan)
   ]
+
+
+def _came(values: flags.FlagValues, asked: _Service) -> Sequence[TraceRequest]:
+  """The trace as it came, or at --rate."""
+  if values.rate is None:
+    return asked.trace
+  return at_rate(asked.trace, values.rate)
+
+
+def _roles(
+  values: flags.FlagValues,
+  search: PlacementSearch,
+  found: Sequence[ServingPlacement],
+  asked: _Service,
+) -> dict[str, Any] | None:
+  """The best placement that reads apart, with roles that stay and change."""
+  apart = [one for one in found if len(one.groups) > 1]
+  if values.replan is None or not apart:
+    return None
+  still = search.simulator(apart[0], transfer=asked.transfer)
+  planner = DriftingRoles(
+    instances={one.name: one for one in still.instances},
+    limits=asked.limits,
+    window_s=values.replan,
+    policy=still.policy,
+    links=still.links,
+    kv_token_bytes=still.kv_token_bytes,
+    transfer=still.transfer,
+    stream=still.stream,
+  )
+  moving = dataclasses.replace(still, roles=planner)
+  trace = _came(values, asked)
+  both = [one.run(trace) for one in (still, moving)]
+  met = [share_met(x.served, asked.limits, each=asked.each) for x in both]
+  return {
+    "groups": [dataclasses.asdict(one) for one in apart[0].groups],
+    "rate": trace_rate(trace),
+    "share_as_placed": met[0],
+    "share_with_changes": met[1],
+    "changes": [dataclasses.asdict(one) for one in both[1].role_changes],
+  }
 
 
 def _curves(
@@ -362,7 +466,7 @@ def _curves(
     across="requests a second of a device",
     up="requests within both limits, %",
     level=100 * asked.limits.share,
-    title=f"{asked.model.name}: {_of_limits(dataclasses.asdict(asked.limits))}",
+    title=f"{asked.model.name}: {words_of_limits(limits_record(asked.limits))}",
   )
 
 
@@ -379,11 +483,23 @@ def _timeline(path: str, found: ClusterResult) -> None:
   draw.cluster(found.timeline, loads, path)
 
 
-def _of_limits(limits: dict[str, Any]) -> str:
-  return (
-    f"TTFT {limits['ttft_s']:g} s, TPOT {limits['tpot_s']:g} s for "
-    f"{100 * limits['share']:g} %"
+def limits_record(limits: Limits) -> dict[str, float | None]:
+  """Limits as JSON has them; None is no limit."""
+  return {
+    name: None if math.isinf(value) else value
+    for name, value in dataclasses.asdict(limits).items()
+  }
+
+
+def words_of_limits(limits: dict[str, float | None]) -> str:
+  """Limits for people, of `limits_record`."""
+  times = " and ".join(
+    f"{name.removesuffix('_s').upper()} of any length"
+    if limits[name] is None
+    else f"{name.removesuffix('_s').upper()} {limits[name]:g} s"
+    for name in ("ttft_s", "tpot_s")
   )
+  return f"{times} for {100 * (limits['share'] or 0):g} %"
 
 
 def _instances(groups: Sequence[dict[str, Any]]) -> str:
@@ -398,9 +514,14 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   nodes, devices = record["cluster"]
   yield (
     f"{record['model']} on {nodes} x {devices} devices: "
-    f"{_of_limits(record['limits'])}; {record['requests']} requests"
+    f"{words_of_limits(record['limits'])}; {record['requests']} requests"
   )
   yield f"{record['source']}; {record['simulations']} simulations"
+  if record["beyond_context"]:
+    yield (
+      f"{record['beyond_context']} requests are longer than the model's "
+      f"context of {record['context']:,} tokens, which has to be extended"
+    )
   yield ""
   yield from strategies.markdown(
     ("placement", "instances"),
@@ -427,6 +548,19 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   yield f"best: {_instances(best['groups'])}"
   if record["rate"] is not None:
     yield f"  for {record['rate']:g} requests/s"
+    good = best["simulated_goodput"]
+    if best["devices"] > nodes * devices:
+      yield (
+        f"  on {best['devices']} devices: the cluster has {nodes * devices}, "
+        "on which no placement serves this rate"
+      )
+    if good < record["rate"]:
+      yield f"  of which all together are good for {good:.3g}"
+  if record["refused"]:
+    yield (
+      f"  {len(record['refused'])} of {record['requests']} requests are "
+      f"refused and count as late: {record['refused'][0]}"
+    )
   for name, at in record["percentiles"].items():
     times = ", ".join(f"{p} {1e3 * x:.4g}" for p, x in at.items())
     at_rate = "this rate" if record["rate"] is not None else "its goodput"
@@ -436,5 +570,19 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
     kind = "no placement" if made is None else _instances(made["groups"])
     why = f" ({one['why']})" if one["why"] else ""
     yield f"  from {one['time_s']:.0f} s: {kind}{why}"
+  roles = record["roles"]
+  if roles is not None:
+    yield (
+      f"  {_instances(roles['groups'])}, at {roles['rate']:.3g} requests/s: "
+      f"{100 * roles['share_as_placed']:.3g} % within the limits as placed, "
+      f"{100 * roles['share_with_changes']:.3g} % with roles that change"
+    )
+    for one in roles["changes"]:
+      yield (
+        f"    from {one['time_s']:.0f} s {one['name']} is {one['role']} "
+        f"({one['why']})"
+      )
+  elif values.replan is not None:
+    yield "  no placement reads apart, whose roles could change"
   if values.rules == "distserve":
     yield "rules of DistServe's simulator: caches move in no time"

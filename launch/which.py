@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 
 from launch import console, strategies
-from launch.serving_plan import limits_of
+from launch.serving_plan import limits_of, limits_record, words_of_limits
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
@@ -39,6 +39,8 @@ NAME = "plan"
 CHIPS = 8
 # Tokens of prompts beside answers in a step of an instance that does both.
 _CHUNK = 512
+# Requests a second that do not meet each other.
+_ALONE = 1e-6
 NOTE = (
   "simulated with a roofline of Llama-2-7B on eight A800s; instances keep "
   "prefixes of half of their tokens, elastic groups none"
@@ -87,8 +89,8 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       row = {
         "system": system.name, "kind": system.kind, "goodput": found.rate
       }  # fmt: skip
-      if found.rate:
-        row |= _at(system.serve(at_rate(trace, found.rate)))
+      # Where no rate keeps the limits: requests that do not meet each other.
+      row |= _at(system.serve(at_rate(trace, found.rate or _ALONE)))
       rows.append(row)
   finally:
     screen.end()
@@ -98,7 +100,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       best[row["kind"]] = row
   kept = sorted(best.values(), key=lambda row: -row["goodput"])
   record = {
-    "limits": dataclasses.asdict(limits),
+    "limits": limits_record(limits),
     "prompt": values.prompt,
     "new": values.new,
     "shared": shared,
@@ -120,11 +122,12 @@ def documents_trace(
   shared_tokens: int,
   documents: int,
   seed: int,
+  rate: int | float = 1.0,
 ) -> list[TraceRequest]:
   """Requests of which each begins with one of some documents, by chance.
 
   Args:
-    requests, prompt_tokens, new_tokens, spread, shared_tokens, seed: as
+    requests, prompt_tokens, new_tokens, spread, shared_tokens, seed, rate: as
       `poisson_trace`; all documents have `shared_tokens` tokens.
     documents: how many there are.
 
@@ -140,7 +143,7 @@ def documents_trace(
       "pass --shared=8192, for instance, or leave --documents out",
     )
   trace = poisson_trace(
-    rate=1.0,
+    rate=rate,
     requests=requests,
     prompt_tokens=prompt_tokens,
     new_tokens=new_tokens,
@@ -233,8 +236,15 @@ def systems(link: Link, prefill_tokens: int) -> list[SimulatedSystem]:
   return found
 
 
-def _at(served: Sequence[ServedRequest]) -> dict[str, float]:
+def _at(served: Sequence[ServedRequest]) -> dict[str, float | None]:
   """Times at the goodput, and the part of prompts that was in caches."""
+  if all(one.rejected for one in served):
+    return {
+      "ttft_p90_s": None,
+      "tpot_p90_s": None,
+      "cached": 0.0,
+      "refused": 1.0,
+    }
   times = percentiles(served, (90,))
   total = sum(one.prompt_tokens for one in served)
   return {
@@ -245,14 +255,22 @@ def _at(served: Sequence[ServedRequest]) -> dict[str, float]:
   }
 
 
+def _seconds(
+  row: dict[str, Any], name: str, times: int | float, digits: int
+) -> str:
+  """A time of a row; of a system without goodput that of requests alone."""
+  if row[name] is None:
+    return "-"
+  return f"{row[name] * times:.{digits}f}" + " alone" * (not row["goodput"])
+
+
 def _words(record: dict[str, Any]) -> Iterator[str]:
-  limits, shared = record["limits"], record["shared"]
+  shared = record["shared"]
   before = f"{shared} of {record['documents']} documents and " if shared else ""
   yield (
     f"{record['requests']} requests, prompts of {before}{record['prompt']} "
     f"tokens, answers of {record['new']}; links of "
-    f"{record['bandwidth'] / 1e9:g} GB/s; {limits['share']:.0%} within TTFT "
-    f"{limits['ttft_s']:g} s, TPOT {1e3 * limits['tpot_s']:g} ms"
+    f"{record['bandwidth'] / 1e9:g} GB/s; {words_of_limits(record['limits'])}"
   )
   yield ""
   most = max(row["goodput"] for row in record["rows"])
@@ -260,25 +278,25 @@ def _words(record: dict[str, Any]) -> Iterator[str]:
     ("system",),
     (
       "requests/s", "of the best", "TTFT P90 (s)", "TPOT P90 (ms)",
-      "found in caches",
+      "found in caches", "refused",
     ),
     [
       (
         row["system"],
         f"{row['goodput']:.3g}",
         f"{row['goodput'] / most:.0%}" if most else "-",
-        *(
-          (
-            f"{row['ttft_p90_s']:.2f}",
-            f"{row['tpot_p90_s'] * 1e3:.1f}",
-            f"{row['cached']:.0%}",
-          )
-          if row["goodput"]
-          else ("-",) * 3
-        ),
+        _seconds(row, "ttft_p90_s", 1, 2),
+        _seconds(row, "tpot_p90_s", 1e3, 1),
+        f"{row['cached']:.0%}",
+        f"{row['refused']:.0%}",
       )
       for row in record["rows"]
     ],
   )  # fmt: skip
   yield ""
+  if not most:
+    yield (
+      "no system keeps the limits, not even with requests that do not meet "
+      "each other (alone); pass a larger --slo, or shorter requests"
+    )
   yield record["note"]

@@ -88,7 +88,8 @@ class ElasticSession:
     model: with all weights on each instance.
     mesh: of all instances.
     axis: the sequence's axis.
-    members: the instances of the group at hand, ascending.
+    members: the instances of the group at hand, ascending but for the first
+      one if `regroup` was told which that is.
     cache: of the group, once prompts are read.
   """
 
@@ -242,15 +243,29 @@ class ElasticSession:
     self.regroup(then)
     return found
 
-  def regroup(self, members: Sequence[int]) -> None:
+  def regroup(
+    self, members: Sequence[int], *, first: int | None = None
+  ) -> None:
     """Lets these instances answer from now on; no key moves.
 
     Those that join have empty slots and are masters of some rows.
+
+    Args:
+      members: the instances.
+      first: of these the master of the first rows; default: the least.
 
     Raises:
       OptionError: an instance would leave whose keys are needed.
     """
     cache, then = self._filled(), self._checked(members)
+    if first is not None:
+      if first not in then:
+        raise OptionError(
+          "first", first, f"one of {list(then)}", "pass one of the members"
+        )
+      then = (first, *(n for n in then if n != first))
+    if then == self.members and isinstance(cache.held, MasterSlots):
+      return
     used = self.used
     for n, instance in enumerate(self.members):
       if instance not in then and used[:, n].any():

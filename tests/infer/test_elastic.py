@@ -65,6 +65,10 @@ def test_four_read_two_answer_then_three(loaded, name):
   np.testing.assert_array_equal(got, want.tokens)
   # The third row's master is the one that joined: what came is there.
   after = session.used
+  # In another order another one is; what is held is the same.
+  session.regroup([0, 2, 3], first=3)
+  assert session.members == (3, 0, 2)
+  np.testing.assert_array_equal(session.used, after[:, [2, 0, 1]])
   assert after[2].tolist() == [*held[2], 5]
   assert after[:, :2].sum() == held.sum() + 2 * 5
 
@@ -191,5 +195,6 @@ def test_refusals(loaded):
   session = make()
   session.read(prompts, [owners_of([3, 3]), owners_of([0, 3])])
   refused(OptionError, lambda: session.regroup([0]), "instance 1", "6 tokens")
+  refused(OptionError, lambda: session.regroup([0, 1], first=2), "first")
   refused(OptionError, lambda: session.read(prompts, []), "second call")
   refused(PromptError, lambda: session.decode(7), "regroup")

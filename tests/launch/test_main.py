@@ -58,6 +58,7 @@ def test_files_that_are_no_scripts_name_the_right_command(name):
     "elastic": "launch.plan elastic",
     "offload": "launch.plan offload",
     "ring": "launch.plan ring",
+    "routes": "launch.plan routes",
     "serving_plan": "launch.plan serve",
     "which": "launch.plan which",
     "windows": "launch.plan window",

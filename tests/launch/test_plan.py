@@ -339,6 +339,12 @@ def test_who_reads_may_have_enough(start):
       marks=pytest.mark.long,
     ),
     ("serve", ("cluster", "slo", "trace", "chip"), ("machine", "tokens")),
+    pytest.param(
+      "routes",
+      ("instances", "policies", "trace"),
+      ("slo", "cluster"),
+      marks=pytest.mark.long,
+    ),
   ],
 )
 def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
@@ -499,6 +505,18 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   rows = {row["kind"]: row for row in ran.json["rows"]}
   assert "elastic" not in rows
   assert 0.2 < rows["engine"]["cached"] < 0.5
+  # Where no rate keeps the limits it says so, and what requests alone take.
+  monkeypatch.setattr(
+    which, "goodput", lambda *_, **__: Goodput(rate=0.0, tried=())
+  )
+  ran = ask("which", "--requests=3", "--prompt=9000000", "--spread=0")
+  assert "no system keeps the limits" in ran.out and "| 100% |" in ran.out
+  ran = ask("which", "--requests=3", "--slo=tpot=1e-9", "--json")
+  assert ran.json["limits"]["ttft_s"] is None and "Infinity" not in ran.out
+  ran = ask("which", "--requests=3", "--prompt=500", "--slo=ttft=1e-9")
+  assert "TPOT of any length for 90 %" in ran.out
+  assert " alone |" in ran.out and "| 100% |" not in ran.out
+  monkeypatch.setattr(which, "goodput", given)
   words = ask("which", *load, *shared).out
   assert "512 of 3 documents and 700" in words and "| one engine, TP8" in words
   for flag, word in (
@@ -507,6 +525,55 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   ):
     ran = ask("which", flag)
     assert ran.status == 2 and word in ran.err
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_who_reads_a_prompt_by_each_policy(tmp_path):
+  # Four questions about each of ten documents, faster than one can read.
+  trace = tmp_path / "trace.jsonl"
+  trace.write_text(
+    "".join(
+      json.dumps(
+        {
+          "timestamp": 400 * n,
+          "input_length": 512 * 16 + 100,
+          "output_length": 3,
+          "hash_ids": [*range(100 * (n % 10), 100 * (n % 10) + 16), 5000 + n],
+        }
+      )
+      + "\n"
+      for n in range(40)
+    )
+  )
+  fast = ("--instances=4x1", "--model=opt-13b", "--tensor=1")
+  ran = ask("routes", f"--trace={trace}", *fast, "--json")
+  assert ran.status == 0, ran.err
+  rows = {row["policy"]: row for row in ran.json["rows"]}
+  assert [*rows] == ["random", "load", "local", "conductor"]
+  random, load, local, global_ = (x["ttft_mean_s"] for x in rows.values())
+  assert random > load > local >= global_ > 0
+  # 30 of 40 find their document, but for the tokens behind it.
+  found = 30 / 40 * 8192 / (8192 + 100)
+  assert ran.json["could_be_found"] == pytest.approx(found)
+  assert rows["load"]["cached"] < rows["conductor"]["cached"] <= found + 1e-9
+  words = ask(
+    "routes", *fast, "--requests=6", "--policies=early:tpot_s=1e-9/load"
+  ).out
+  assert "| `early:tpot_s=1e-9/load` | - | - | 0.0% | 0 bytes | 6 |" in words
+  for flag, word in (
+    ("--instances=4", "8x8"),
+    ("--instances=0x1", "8x8"),
+    ("--policies=best", "conductor"),
+    ("--tensor=3 --model=opt-13b", "40 heads"),
+    ("--tensor=1 --model=opt-66b", "devices that hold"),
+    ("--model=opt-13b,opt-30b", "one model"),
+    ("--rate=0", "--rate"),
+    (f"--trace={trace} --rate=3", "--rate"),
+    ("--slo=ttft=1", "--slo"),
+    ("--documents=3", "--shared=0"),
+  ):
+    ran = ask("routes", *flag.split())
+    assert ran.status == 2 and word in ran.err, ran.err
 
 
 SERVE = ("--cluster=1x2", "--requests=5", "--prompt=200", "--new=4")
@@ -569,7 +636,40 @@ def test_a_service_of_a_trace_at_a_rate(tmp_path):
   assert kinds["colocated"]["goodput"] >= 2 and found["requests"] == 9
   assert kinds["high affinity"]["devices"] >= 2
   assert set(found["percentiles"]) == {"ttft_s", "tpot_s"}
-  assert found["replanned"] == []
+  # Twice as fast as in the file nine requests are a window, and one more.
+  (window,) = found["replanned"]
+  assert (window["time_s"], window["why"]) == (4.0, "the first window")
+  roles = found["roles"]
+  assert {one["role"] for one in roles["groups"]} == {"prefill", "decode"}
+  assert roles["rate"] == pytest.approx(2) and roles["changes"] == []
+  assert roles["share_as_placed"] == roles["share_with_changes"] >= 0.8
+
+
+def test_what_a_plan_can_not_serve_is_said(tmp_path):
+  trace, calls = tmp_path / "trace.csv", tmp_path / "calls.csv"
+  tokens = [200, 210, 3000, 9000000, 220, 230, 240, 250]
+  trace.write_text(
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    + "".join(
+      f"2023-11-16 18:17:{n:02}.5,{k},1\n" for n, k in enumerate(tokens)
+    )
+  )
+  rows = [
+    f"{phase},1,{n},{c},{seconds}\n"
+    for n, c in ((100, 0), (400, 0), (1000, 0), (900, 90))
+    for phase, seconds in (("prefill", 1e-3 * n), ("decode", 0.01))
+  ]
+  calls.write_text("phase,devices,tokens,cached,seconds\n" + "".join(rows))
+  ran = ask(
+    "serve", "--model=opt-13b", "--cluster=1x1", f"--trace={trace}",
+    f"--times={calls}", "--slo=ttft=1,tpot=0.1,share=0.7", "--rate=4",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  assert "TTFT 1 s and TPOT 0.1 s for 70 %" in ran.out
+  assert "2 requests are longer than the model's context of 2,048" in ran.out
+  assert "1 of 8 requests are refused and count as late: 9000000" in ran.out
+  assert "the cluster has 1, on which no placement serves" in ran.out
+  assert "all together are good for" not in ran.out
 
 
 @pytest.mark.parametrize(
@@ -580,6 +680,10 @@ def test_a_service_of_a_trace_at_a_rate(tmp_path):
     (("--cluster=4",), "NODESxDEVICES"),
     (("--slo=ttft=fast",), "ttft=0.2"),
     (("--slo=ttft=0",), "above 0"),
+    (("--slo=ttft=1,ttft=2",), "ttft=1,ttft=2"),
+    (("--rate=0",), "--rate"),
+    (("--replan=0", *SERVE), "--replan"),
+    (("--requests=1",), "two at least"),
     (("--slo=share=2",), "share"),
     (("--rules=distserve",), "--capacities"),
     (("--times=profile.json",), "--capacities"),

@@ -142,6 +142,21 @@ def test_flags_of_a_cluster(tmp_path, capsys):
       "--times",
     ),
     (["--role=prefill", "--join=a:1", "--stream=4096"], "--role=router"),
+    (["--replan=60"], "--role=router"),
+    (["--role=router", f"--cluster_key={key}", "--replan=60"], "--times"),
+    (
+      [
+        "--role=router",
+        f"--cluster_key={key}",
+        "--replan=60",
+        "--times=x.csv",
+      ],
+      "--slo",
+    ),
+    (
+      ["--role=router", f"--cluster_key={key}", "--slo=ttft=1"],
+      "--replan=600",
+    ),
     (["--join=a", f"--cluster_key={key}"], "HOST:PORT"),
     (["--join=a:70000", f"--cluster_key={key}"], "HOST:PORT"),
     (["--instances"], "--join"),

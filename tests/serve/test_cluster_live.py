@@ -95,8 +95,9 @@ class Live:
   """A router and instances in one process."""
 
   def __init__(
-    self, model, *roles, policy=None, silence_s=60, stream_tokens=0, **options
-  ):
+    self, model, *roles, policy=None, planner=None, silence_s=60,
+    stream_tokens=0, **options,
+  ):  # fmt: skip
     self.model, self.options, self.now = model, options, 0.0
     self.router = cluster.ClusterRouter(
       key=KEY,
@@ -104,6 +105,7 @@ class Live:
       longest=options.get("longest", 160),
       tokenizer=Bytes(),
       policy=policy,
+      roles=planner,
       stream_tokens=stream_tokens,
       silence_s=silence_s,
       patience_s=WAIT_S,
@@ -344,6 +346,83 @@ def test_instances_join_leave_and_change_their_roles(model, alone):
     for made in live.engines[:2]:
       assert made.counters.requests > 4
     live.idle()
+
+
+class Watched:
+  """A planner whose decisions are written down."""
+
+  def __init__(self, planner):
+    self.planner, self.asked = planner, []
+
+  @property
+  def window_s(self):
+    return self.planner.window_s
+
+  def decide(self, *given):
+    found = self.planner.decide(*given)
+    if self.asked or len(given[0]) >= 8:
+      self.asked.append((given, found))
+    return found
+
+
+@pytest.mark.long
+def test_a_planner_changes_roles_while_requests_are_served(model, alone):
+  # By these times one that reads is too few for two that answer.
+  slow = cluster.QuadraticTimes(prefill_token_s=1e-2, decode_fixed_s=1e-4)
+  planner = Watched(
+    cluster.DriftingRoles(
+      instances=cluster.SimulatedInstance(name="any", times=slow),
+      limits=cluster.Limits(ttft_s=5.0, tpot_s=1.0),
+      window_s=0.3,
+      gain=0.2,
+      requests=12,
+    )
+  )
+  with Live(model, "prefill", "decode", "decode", planner=planner) as live:
+    wanted = requests(20, seed=8)
+    # All in one window, and some of them behind the change.
+    with live.router._work:
+      handles = [live.submit(request) for request in wanted[:14]]
+    until(lambda: live.router.counters.roles)
+    handles += [live.submit(request) for request in wanted[14:]]
+    for request, handle in zip(wanted, handles, strict=True):
+      assert found(handle) == alone(request)
+    router = live.router
+    (change,) = router.role_changes
+    assert change.why == "the first window" and change.role == "prefill"
+    roles = {x.name: x.role for x in router.instances()}
+    assert roles[change.name] == "prefill"
+    assert sorted(roles.values()) == ["decode", "prefill", "prefill"]
+    assert live.figure("roles_changed_total") == router.counters.roles == 1
+    assert (router.counters.failed, router.counters.again) == (0, 0)
+    assert router.role_error == ""
+    live.idle()
+  given, decided = planner.asked[0]
+  assert planner.planner.decide(*given) == decided
+  came, views, _ = given
+  assert [x.prompt_tokens for x in came] == [x.prompt.size for x in wanted[:14]]
+  assert all(x.capacity_tokens >= 512 and x.max_rows == 4 for x in views)
+  # What prompts share is known: some begin with 17 or 40 equal tokens.
+  first = [x.blocks[0] for x in came if x.blocks and x.block == 16]
+  assert 0 < len({*first}) < len(first)
+
+
+def test_a_planner_that_fails_stops_nothing(model):
+  class Broken:
+    window_s = 0.1
+
+    def decide(self, requests, instances, planned):
+      raise ValueError("no idea")
+
+  with Live(model, "prefill", "decode", planner=Broken()) as live:
+    until(lambda: live.router.role_error)
+    assert live.router.role_error == "no idea"
+    assert live.figure("roles_unplanned_total") > 0
+    assert len(found(live.submit(requests(1)[0]))) == 1
+    roles = [x.role for x in live.router.instances()]
+    assert roles == ["decode", "prefill"]
+  with Live(model) as live:
+    refused(rj.OptionError, live.router.plan_roles, "DriftingRoles")
 
 
 @pytest.mark.long

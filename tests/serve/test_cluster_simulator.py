@@ -15,12 +15,15 @@ from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.serve.cluster import (
   ClusterSimulator,
+  DriftingRoles,
   Limits,
   QuadraticTimes,
   Rejected,
+  RoleDecision,
   Route,
   ShortestQueue,
   SimulatedInstance,
+  TrafficSummary,
   attainment,
   percentiles,
 )
@@ -271,6 +274,186 @@ def test_every_token_is_made_once_in_any_kind_of_cluster(roles, options):
 
 
 # ---------------------------------------------------------------------------
+# Roles that change
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+  """All instances take turns, a step further each window."""
+
+  order: tuple[str, ...]
+  window_s: float = 0.3
+
+  def decide(self, requests, instances, planned):
+    n = 0 if planned is None else planned.requests
+    roles = [self.order[(n + i) % len(self.order)] for i in range(9)]
+    return RoleDecision(
+      planned=TrafficSummary(
+        requests=n + 1,
+        rate=(1.0, 1.0),
+        prompt_tokens=(1.0, 1.0),
+        new_tokens=(1.0, 1.0),
+      ),
+      roles={x.name: r for x, r in zip(instances, roles, strict=False)},
+      why=f"turn {n}",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+  """Always decides the same."""
+
+  decision: RoleDecision
+  window_s: float = 0.3
+
+  def decide(self, requests, instances, planned):
+    return self.decision
+
+
+@pytest.mark.parametrize(
+  ("order", "options", "how"),
+  [
+    (("prefill", "decode"), {}, {}),
+    (("prefill", "decode", "decode"), {"stages": 3}, {}),
+    (("prefill", "prefill", "decode"), {"share": "mixed"}, {}),
+    (("both", "prefill", "decode"), {"share": "ahead", "stages": 2}, {}),
+    (("prefill", "decode"), {}, {"transfer": "push"}),
+    (("decode", "prefill"), {"stages": 2}, {"transfer": "push", "stream": 5}),
+  ],
+)
+def test_roles_change_and_no_request_is_lost(order, options, how):
+  trace = poisson_trace(
+    rate=25.0, requests=90, prompt_tokens=260, new_tokens=30, spread=0.9,
+    seed=7,
+  )  # fmt: skip
+  found, again = (
+    run(
+      trace,
+      *(
+        instance(
+          f"n{n}", order[n % len(order)], stage_s=1e-3, capacity_tokens=5003,
+          max_rows=9, max_prefill_tokens=128, **options,
+        )
+        for n in range(4)
+      ),
+      links=Link(bandwidth=1e8, latency_s=1e-3),
+      kv_token_bytes=1000,
+      timeline=True,
+      roles=Turns(order),
+      **how,
+    )
+    for _ in range(2)
+  )  # fmt: skip
+  assert again == found
+  assert len({x.name for x in found.role_changes}) == 4
+  assert not any(x.rejected for x in found.served)
+  counters = found.counters.values()
+  made = sum(x.decode_tokens for x in counters)
+  assert made == sum(x.new_tokens - 1 for x in trace)
+  assert sum(x.prefill_tokens for x in counters) == sum(
+    x.prompt_tokens for x in trace
+  )
+  assert all(x.prefill_tokens and x.decode_tokens for x in counters)
+  for name, loads in found.loads.items():
+    last = loads[-1]
+    assert last.queued_requests == last.running_requests == 0
+    assert last.used_tokens == 0
+    calls = found.timeline.of(name)
+    for one, then in itertools.pairwise(calls):
+      assert one.end_s <= then.start_s + 1e-9
+    # Nothing but prompts is begun only where no answer is under way.
+    alone = [x.start_s for x in calls if x.kind == "prefill"]
+    for start in alone if "both" not in order else ():
+      at = next(x for x in loads if x.time_s >= start)
+      assert at.running_requests == 0
+
+
+def shifting():
+  """Long prompts, then many long answers."""
+  first = poisson_trace(
+    rate=4.0, requests=48, prompt_tokens=4000, new_tokens=10, seed=1
+  )
+  then = poisson_trace(
+    rate=15.0, requests=260, prompt_tokens=300, new_tokens=60, seed=2
+  )
+  begin = first[-1].arrival
+  return [
+    *first,
+    *(
+      dataclasses.replace(x, arrival=begin + x.arrival, number=48 + x.number)
+      for x in then
+    ),
+  ]
+
+
+def planner(machines, **options):
+  return DriftingRoles(
+    instances=machines,
+    limits=Limits(ttft_s=1.5, tpot_s=0.03),
+    window_s=5.0,
+    **options,
+  )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("unchecked")
+def test_roles_follow_a_load_that_drifts():
+  trace = shifting()
+  times = QuadraticTimes(
+    prefill_token_s=1e-4, decode_fixed_s=5e-3, decode_row_s=2e-3
+  )
+  machines = [
+    instance(f"n{n}", "decode" if n else "prefill", times) for n in range(4)
+  ]
+  plan = planner({x.name: x for x in machines}, gain=0.15, requests=20)
+  before = run(trace, *machines)
+  after = run(trace, *machines, roles=plan)
+  assert not any(x.rejected for x in after.served)
+  met = [attainment(x.served, plan.limits) for x in (before, after)]
+  assert met[1] > met[0] + 0.2, met
+  # First towards three that read, then towards three that answer.
+  roles = {x.name: x.role for x in machines}
+  reads = [1]
+  for one in after.role_changes:
+    assert roles[one.name] != one.role
+    roles[one.name] = one.role
+    reads.append(sum(x == "prefill" for x in roles.values()))
+    windows = (one.time_s - trace[0].arrival) / 5
+    assert windows == pytest.approx(round(windows))
+  assert max(reads) == 3 and reads[-1] == 1
+  assert after.role_changes[-1].why
+
+
+def test_a_steady_load_keeps_the_roles_that_suit_it():
+  trace = poisson_trace(
+    rate=3.0, requests=150, prompt_tokens=900, new_tokens=60, seed=5
+  )
+  machines = [instance("a", "prefill"), instance("b", "decode")]
+  found = run(trace, *machines, roles=planner(machines[0]))
+  assert found.role_changes == []
+  assert found.served == run(trace, *machines).served
+
+
+def test_roles_that_nobody_can_serve_with():
+  trace = requests(*((0.1 * n, 40, 5) for n in range(30)))
+  for roles, word in (
+    ({"a": "decode"}, "reads prompts"),
+    ({"b": "prefill"}, "answers"),
+    ({"c": "both"}, "one of ['a', 'b']"),
+    ({"a": "reader"}, "prefill, decode, both"),
+  ):
+    plan = Fixed(RoleDecision(roles=roles, why="odd"))
+    refused(OptionError, lambda plan=plan: run(trace, *PAIR, roles=plan), word)
+  refused(
+    OptionError,
+    lambda: run(trace, *PAIR, roles=planner({"a": PAIR[0]})),
+    "none of 'b'",
+  )
+  refused(OptionError, lambda: planner(PAIR[0], gain=-1.0), "gain")
+
+
+# ---------------------------------------------------------------------------
 # Small cases by hand
 # ---------------------------------------------------------------------------
 
@@ -300,6 +483,18 @@ def test_pieces_of_a_prompt_ride_with_answers():
   assert second.first_token_s == pytest.approx(0.5 + 0.5 + 0.49)
   assert first.last_token_s == pytest.approx(1.49 + 0.1)
   assert second.last_token_s == pytest.approx(1.49 + 0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 2}, {"share": "mixed"}])
+def test_a_prompt_that_is_being_read_counts_in_its_queue(options):
+  role = "both" if "share" in options else "prefill"
+  readers = [instance(name, role, PLAIN, **options) for name in "ab"]
+  trace = requests((0.0, 400, 2), (0.2, 10, 2), (0.7, 10, 2), (5.0, 10, 2))
+  found = run(trace, *readers, instance("c", "decode", PLAIN))
+  # The others do not wait for the long one; in the end nothing is counted.
+  assert [x.prefill for x in found.served] == ["a", "b", "b", "a"]
+  seen = found.served[1:3]
+  assert all(x.ttft_s == pytest.approx(0.1) for x in seen)
 
 
 def test_caches_wait_for_their_link():

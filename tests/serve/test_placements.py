@@ -19,12 +19,15 @@ from ringjax.serve.cluster import (
   DistServeModel,
   DistServeTimes,
   GpuCluster,
+  InstanceGroup,
   Limits,
   MeasuredCall,
   PlacementSearch,
   QuadraticTimes,
   ServedRequest,
+  ServingPlacement,
   ShortestQueue,
+  SimulatedInstance,
   SizedModel,
   TensorTimes,
   TrafficSummary,
@@ -53,6 +56,9 @@ TIMES = TensorTimes(
   row_s=3e-5,
   cached_s=2e-7,
 )
+
+
+LIMITS = Limits(ttft_s=0.08, tpot_s=0.03)
 
 
 def trace_of(n=25, seed=0, **options):
@@ -215,6 +221,32 @@ def test_the_stated_profile():
   assert 0.02 < times.decode_s(1, 512) < 0.025
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("unchecked")
+def test_the_published_example():
+  # OPT-13B, prefill on two devices, decode on one: 1.56 requests/s a device.
+  model = DistServeModel(
+    name="opt-13b",
+    times=stated()["opt-13b"],
+    capacity_tokens={(2, 1): 163_008, (1, 1): 66_144},
+    kv_token_bytes=819_200,
+    own_rules=True,
+  )
+  trace = poisson_trace(
+    rate=1.0, requests=1500, prompt_tokens=755, new_tokens=200
+  )
+  search = PlacementSearch(
+    model,
+    GpuCluster(nodes=1, devices=4),
+    as_distserve_counts(trace),
+    Limits(ttft_s=0.2, tpot_s=0.1),
+    each=True,
+    near=0.03,
+  )
+  rate = search.pair_goodput((2, 1), (1, 1), None) / 3
+  assert rate == pytest.approx(1.56, rel=0.1)
+
+
 # ---------------------------------------------------------------------------
 # Goodput
 # ---------------------------------------------------------------------------
@@ -247,6 +279,44 @@ def test_goodput_is_the_edge_of_what_meets_the_limits():
   assert other.rate == pytest.approx(found.rate, rel=0.1)
   slow = goodput(serve, trace, dataclasses.replace(limits, ttft_s=1e-3))
   assert slow.rate == 0.0
+  # Some rate has to be too much.
+  at_once = server(
+    [SimulatedInstance(name="one", times=QuadraticTimes(), max_rows=10**6)]
+  )
+  refused(
+    OptionError, lambda: goodput(at_once, trace[:4], limits), "some rate breaks"
+  )
+
+
+def test_instances_of_a_phase_add_up():
+  # Of several that read, one that is busy with a prompt gets no other one.
+  trace = trace_of(40, new_tokens=1)
+  limits = Limits(ttft_s=0.08, tpot_s=1.0)
+  search = PlacementSearch(
+    sized(), GpuCluster(nodes=1, devices=4), trace, limits, near=0.1
+  )
+  one, four = (
+    ServingPlacement(
+      kind="colocated",
+      groups=(
+        InstanceGroup(role="both", tensor=1, stages=1, count=n, goodput=1.0),
+      ),
+      goodput=1.0,
+    )
+    for n in (1, 4)
+  )
+  single = search.whole_goodput(one)
+  assert search.whole_goodput(four) > 3.5 * single > 0
+
+
+def test_answers_of_one_token_are_not_split():
+  trace = [dataclasses.replace(x, new_tokens=1) for x in trace_of(12)]
+  search = PlacementSearch(
+    sized(), GpuCluster(nodes=1, devices=2), trace, LIMITS, near=0.2
+  )
+  assert search.high_affinity() is None and search.low_affinity() is None
+  (only,) = search.fill()
+  assert only.kind == "colocated"
 
 
 @pytest.mark.long
@@ -331,23 +401,32 @@ def test_placements_are_the_best_of_all(seed):
   # Coarse tables have ties.
   search = Tables(cluster, model, seed, 0.25 if seed % 2 else 1e-9)
   rate, size = 5.3, cluster.size
-  best = {}
+  best, need = {}, {}
   for role in ("prefill", "decode", "both"):
-    table = [
-      (search.one[role, *s] / math.prod(s), -math.prod(s))
-      for s in search.shapes
-    ]
-    best[role] = max(table)
+    rates = {s: search.one[role, *s] for s in search.shapes}
+    best[role] = max(
+      (x / math.prod(s), -math.prod(s)) for s, x in rates.items()
+    )
+    need[role] = min(
+      (
+        math.prod(s) * math.ceil(rate / x - 1e-9) for s, x in rates.items() if x
+      ),
+      default=0,
+    )
   high, both = search.high_affinity(rate), search.colocated(rate)
   if min(best["prefill"][0], best["decode"][0]) > 0:
     for group in high.groups:
-      devices = group.tensor * group.stages
-      each, fewest = best[group.role]
-      assert (group.goodput / devices, -devices) == (each, fewest)
+      assert group.devices == need[group.role]
       assert (group.count - 1) * group.goodput < rate
       assert group.count * group.goodput >= rate * (1 - 1e-9)
+    # Without a rate each is the best a device.
+    for group in search.high_affinity().groups:
+      devices = group.tensor * group.stages
+      assert (group.goodput / devices, -devices) == best[group.role]
   else:
     assert high is None
+  if both is not None:
+    assert both.devices == need["both"]
   assert (both is None) == (best["both"][0] == 0)
   # Pairs whose stages share nodes.
   pairs = []
@@ -362,6 +441,9 @@ def test_placements_are_the_best_of_all(seed):
   assert (low is None) == (not pairs)
   if low is not None:
     assert (low.per_device, -low.devices) == max(pairs)
+    assert search.low_affinity(rate).devices == min(
+      -n * math.ceil(rate / (each * -n) - 1e-9) for each, n in pairs
+    )
   # The whole cluster: every shape, every count.
   most = (0.0, 0)
   for a, b in itertools.product(search.shapes, repeat=2):
@@ -422,7 +504,9 @@ def test_a_steady_load_is_placed_once_and_a_drift_again():
   def plan(requests, now):
     asked.append((len(requests), now.rate[0]))
 
-  assert [x.why for x in replan(steady, plan, window_s=30.0)] == [""]
+  assert [x.why for x in replan(steady, plan, window_s=30.0)] == [
+    "the first window"
+  ]
   # Twice the rate from 300 s on, and longer answers from 400 s on.
   later = [
     dataclasses.replace(
@@ -436,6 +520,8 @@ def test_a_steady_load_is_placed_once_and_a_drift_again():
   found = list(replan(whole, plan, window_s=30.0))
   assert [x.time_s for x in found][:2] == [30.0, 330.0]
   assert found[1].why.startswith("rate: ")
+  # It changed somewhere in that window: the next one is planned for too.
+  assert (found[2].time_s, found[2].why[:10]) == (360.0, "the window")
   assert any("new tokens" in x.why for x in found[2:])
   assert asked[2][1] > 1.5 * asked[1][1]
   few = TrafficSummary.of(steady[:3], 1.0)

@@ -37,8 +37,8 @@ from ringjax.serve.cluster.distserve_times import (
   read_profile,
 )
 from ringjax.serve.cluster.drift import (
+  DriftingRoles,
   Replanned,
-  TrafficSummary,
   replan,
 )
 from ringjax.serve.cluster.elastic_batches import (
@@ -47,6 +47,7 @@ from ringjax.serve.cluster.elastic_batches import (
   even_parts,
   fewest_instances,
 )
+from ringjax.serve.cluster.elastic_runner import ElasticRunner
 from ringjax.serve.cluster.elastic_scheduler import (
   ClusterView,
   DecodeGroup,
@@ -60,6 +61,7 @@ from ringjax.serve.cluster.elastic_scheduler import (
 )
 from ringjax.serve.cluster.elastic_simulator import (
   ElasticResult,
+  GroupRunner,
   simulate_elastic,
 )
 from ringjax.serve.cluster.elastic_workloads import (
@@ -118,6 +120,12 @@ from ringjax.serve.cluster.phase_times import (
   PhaseTimes,
   QuadraticTimes,
 )
+from ringjax.serve.cluster.role_planner import (
+  RoleChange,
+  RoleDecision,
+  RolePlanner,
+  TrafficSummary,
+)
 from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
 from ringjax.serve.cluster.routing import (
   ChosenReader,
@@ -151,12 +159,14 @@ __all__ = [
   "DecodeGroup",
   "DistServeModel",
   "DistServeTimes",
+  "DriftingRoles",
   "EarlyRejection",
   "ElasticOptions",
   "ElasticPlan",
   "ElasticPolicy",
   "ElasticRequest",
   "ElasticResult",
+  "ElasticRunner",
   "ElasticScheduler",
   "Emptied",
   "FastestDecode",
@@ -165,6 +175,7 @@ __all__ = [
   "GoodputSearch",
   "GpuCluster",
   "GroupMachine",
+  "GroupRunner",
   "InstanceCounters",
   "InstanceFamily",
   "InstanceGroup",
@@ -183,6 +194,9 @@ __all__ = [
   "ReaderChoice",
   "Rejected",
   "Replanned",
+  "RoleChange",
+  "RoleDecision",
+  "RolePlanner",
   "Route",
   "RoutedRequest",
   "RouterCounters",
@@ -229,6 +243,7 @@ __all__ = [
   "read_profile",
   "repeated",
   "replan",
+  "routing_policy",
   "share_met",
   "short_key",
   "simulate_elastic",

@@ -21,6 +21,11 @@ series. 100,000 requests take well below a minute.
             layer by layer or piece by piece: a part when its share of the
             reading is done
 
+A `RolePlanner` may change what instances do, at the end of each window: a role
+says what is sent to an instance, and what it has begun it finishes. As long as
+one with a single role has both prompts and answers it does as with "mixed", so
+that answers wait for no more than the call that runs.
+
 Events and links are those of `plan.events`. Decode times have to be affine in
 the cached tokens as long as the number of rows is the same.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670; Chen et al. 2025,
@@ -42,6 +47,11 @@ from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.plan.events import Channel, Simulator, Span, Timeline
 from ringjax.serve.cluster.phase_times import PhaseTimes
+from ringjax.serve.cluster.role_planner import (
+  RoleChange,
+  RolePlanner,
+  TrafficSummary,
+)
 from ringjax.serve.cluster.routing import (
   ROLES,
   InstanceView,
@@ -49,6 +59,7 @@ from ringjax.serve.cluster.routing import (
   Route,
   RoutedRequest,
   RoutingPolicy,
+  check_roles,
 )
 from ringjax.serve.cluster.served import ServedRequest
 from ringjax.serve.traces import TraceRequest
@@ -169,6 +180,7 @@ class ClusterResult:
     reserved_peak_tokens: most tokens that instances had reserved for answers
       whose first step was yet to come.
     reserved_token_s: the same, summed over time.
+    role_changes: in their order.
   """
 
   served: list[ServedRequest]
@@ -181,6 +193,7 @@ class ClusterResult:
   moved_bytes: dict[str, int | float] = dataclasses.field(default_factory=dict)
   reserved_peak_tokens: int = 0
   reserved_token_s: float = 0.0
+  role_changes: list[RoleChange] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -291,6 +304,8 @@ class _Running:
       running_requests=rows + len(self.joining),
       running_tokens=cached + self.joining_tokens,
       free_tokens=self.spec.capacity_tokens - self.used,
+      capacity_tokens=self.spec.capacity_tokens,
+      max_rows=self.spec.max_rows,
     )
 
   def take(self, tokens: int) -> None:
@@ -429,10 +444,14 @@ class _Running:
     self.woken = False
     now = self.cluster.now
     if not self.decoding and self.stage_free[0] <= now:
-      mixed = self.role == "both" and self.spec.share != "first"
-      if self.role != "prefill":
-        self._join()
-      if self.role != "decode" and self.queue:
+      self._join()
+      if self.role == "both":
+        mixed = self.spec.share != "first"
+      else:
+        # Both at once only after a change of its role.
+        mixed = bool(self.rows)
+      drained = self.stage_free[-1] <= now
+      if self.queue and (drained or not mixed):
         batch = self._batch(mixed)
         if batch:
           (self._mix if mixed else self._read)(batch)
@@ -551,7 +570,7 @@ class _Running:
       self.stage_free[n] = time
       ends.append(time)
     self.cluster.stream(batch, seconds, ends)
-    self.cluster.at(self.stage_free[0], self.wake)
+    self.cluster.at(self.stage_free[0], functools.partial(self._passed, batch))
     self.cluster.at(time, functools.partial(self._was_read, batch))
     self.cluster.record(
       f"prefill {len(batch)}", "prefill", self.name, now, self.stage_free[0]
@@ -568,12 +587,17 @@ class _Running:
     self.counters.prefill_busy_s += seconds
     for work, count in batch:
       work.left -= count
-      self.queued_tokens -= count
       self.counters.prefill_tokens += count
       if not work.left:
         # Prompts are read in the order of the queue.
         self.queue.popleft()
         self.queued_s -= work.alone_s
+
+  def _passed(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
+    """Counts tokens that others do not wait for any more."""
+    for work, count in batch:
+      self.queued_tokens -= count + (0 if work.left else work.cached)
+    self.wake()
 
   def _was_read(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     for work, _ in batch:
@@ -583,7 +607,6 @@ class _Running:
 
   def _read_whole(self, work: _RoutedWork) -> None:
     self.queued -= 1
-    self.queued_tokens -= work.cached
     work.served.first_token_s = self.cluster.now
     if work.blocks:
       self.prefixes.keep(work.blocks, work.block)
@@ -612,6 +635,7 @@ class _Running:
     def done() -> None:
       if rows:
         self._advance(1)
+      self._passed(batch)
       self._was_read(batch)
 
     self.cluster.at(now + seconds, done)
@@ -642,6 +666,9 @@ class _Run:
     self.reserved, self.reserved_at = 0, 0.0
     self.result = ClusterResult(served=[])
     self.trace = trace
+    # Requests of the window under way, and those that roles are planned for.
+    self.came: list[TraceRequest] = []
+    self.planned: TrafficSummary | None = None
 
   @property
   def now(self) -> float:
@@ -660,6 +687,9 @@ class _Run:
     self._next = 0
     if self.trace:
       self.at(self.trace[0].arrival, self._arrive)
+      if self.spec.roles is not None:
+        end = self.trace[0].arrival + float(self.spec.roles.window_s)
+        self.at(end, self._plan_roles)
     timeline = self.events.run()
     lost = [s for s in result.served if s.last_token_s != s.last_token_s]
     lost = [one for one in lost if not one.rejected]
@@ -699,7 +729,28 @@ class _Run:
     """What the policy sees, in the order of names."""
     return [one.view() for one in self.in_order]
 
+  def _plan_roles(self) -> None:
+    """Asks the planner at the end of a window."""
+    planner = self.spec.roles
+    assert planner is not None
+    found = planner.decide(self.came, self.views(), self.planned)
+    self.came, self.planned = [], found.planned
+    check_roles({one.name: one.role for one in self.in_order}, found.roles)
+    for name, role in sorted(found.roles.items()):
+      one = self.all[name]
+      if one.role != role:
+        one.role = role
+        self.result.role_changes.append(
+          RoleChange(time_s=self.now, name=name, role=role, why=found.why)
+        )
+    # Answers may have room elsewhere now.
+    self.freed()
+    if self._next < len(self.trace):
+      self.at(self.now + float(planner.window_s), self._plan_roles)
+
   def _route(self, one: TraceRequest, served: ServedRequest) -> None:
+    if self.spec.roles is not None:
+      self.came.append(one)
     # An id names a whole prefix; the last block may be a part of one.
     whole = one.blocks[: one.prompt_tokens // one.block]
 
@@ -1040,6 +1091,8 @@ class ClusterSimulator:
       is read, with "push": the model's layers, or the pieces of a prompt; 0: it
       leaves when the prompt has been read. Each costs an event.
     timeline: whether the result has spans and loads.
+    roles: changes what instances do, at the end of each of its windows; None
+      leaves them as they are.
   """
 
   instances: Sequence[SimulatedInstance]
@@ -1049,6 +1102,7 @@ class ClusterSimulator:
   transfer: str = "pull"
   stream: int = 0
   timeline: bool = False
+  roles: RolePlanner | None = None
 
   def __post_init__(self) -> None:
     one_of("transfer", self.transfer, TRANSFERS)
@@ -1077,6 +1131,7 @@ class ClusterSimulator:
 
     Raises:
       OptionError: the policy names an instance that is none, or leaves
-        requests without an instance for ever.
+        requests without an instance for ever; or the planner gives roles with
+        which nobody reads, or answers.
     """
     return _Run(self, trace).run()

@@ -38,7 +38,7 @@ class ElasticOptions:
   Attributes:
     slots: tokens that an instance has room for.
     longest_prefill_s: a batch of several prompts takes no longer.
-    most_moved_tokens: from one instance, to empty it.
+    most_moved_tokens: from one instance, to empty it; 0 moves nothing.
     step_s: of decoding, on average, before any was measured.
     answer_tokens: of an answer, on average, before any was measured.
     window: of the requests that wait, how many are looked at in their order;
@@ -67,7 +67,7 @@ class ElasticOptions:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.name == "spare":
+      if field.name in ("spare", "most_moved_tokens"):
         integer(field.name, value, least=0)
       elif isinstance(field.default, int):
         positive_int(field.name, value)

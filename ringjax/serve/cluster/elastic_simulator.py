@@ -2,7 +2,9 @@
 
 `simulate_elastic` runs an `ElasticScheduler` or `FixedGroups` on requests and
 returns the times of each. Both meet the same instances, clock and model of
-times, so that what differs is the policy.
+times, so that what differs is the policy. With a `GroupRunner` a model does
+what was decided, by predicted times or by the clock of the wall: the scheduler
+and what becomes of its plans are the same lines.
 
 Guarantees: deterministic; no instance ever holds more tokens than its slots;
 each request is served whole or refused when it comes.
@@ -16,7 +18,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
@@ -57,10 +61,41 @@ class ElasticResult(ClusterResult):
   most_used: int = 0
 
 
+@runtime_checkable
+class GroupRunner(Protocol):
+  """Does with a model what a plan says."""
+
+  def read(self, batch: PrefillBatch) -> None:
+    """Reads prompts, whose first tokens are known then."""
+    ...
+
+  def step(
+    self,
+    request: ElasticRequest,
+    instances: Sequence[int],
+    parts: Sequence[tuple[int, int]],
+  ) -> None:
+    """Makes the next tokens of a request.
+
+    Args:
+      request: the request.
+      instances: of its group.
+      parts: (instance, tokens) in their order: who keeps how many of them.
+    """
+    ...
+
+  def ended(self, request: ElasticRequest) -> None:
+    """Lets go of a request that has all its tokens."""
+    ...
+
+
 def simulate_elastic(
   trace: Sequence[TraceRequest],
   policy: ElasticPolicy,
   instances: int,
+  *,
+  runner: GroupRunner | None = None,
+  clock: Callable[[], float] | None = None,
 ) -> ElasticResult:
   """Lets a cluster serve a trace.
 
@@ -68,11 +103,28 @@ def simulate_elastic(
     trace: requests; their prompts share nothing.
     policy: who reads and answers what.
     instances: of the cluster.
+    runner: does it; None only tells when it would be done. It moves no keys:
+      the policy's `most_moved_tokens` has to be 0.
+    clock: seconds, such as `time.monotonic`: requests come when they did in the
+      trace, and calls of the runner take what they take, one after another;
+      None lets them take what the policy's times say.
 
   Raises:
-    OptionError: a prompt or an answer without tokens, or no instance.
+    OptionError: a prompt or an answer without tokens, or no instance; a clock
+      without a runner, or one whose keys would move.
   """
   positive_int("instances", instances)
+  if runner is None and clock is not None:
+    raise OptionError(
+      "clock", "one without a runner", "a runner", "pass runner=, or no clock"
+    )
+  if runner is not None and policy.options.most_moved_tokens:
+    raise OptionError(
+      "most_moved_tokens",
+      f"{policy.options.most_moved_tokens:,} with a runner",
+      "0: keys stay where they were read",
+      "pass ElasticOptions(most_moved_tokens=0)",
+    )
   for one in trace:
     if one.prompt_tokens < 1 or one.new_tokens < 1:
       raise OptionError(
@@ -82,7 +134,7 @@ def simulate_elastic(
         "at least one token of each",
         "leave such requests out",
       )
-  return _Simulation(trace, policy, instances).run()
+  return _Simulation(trace, policy, instances, runner, clock).run()
 
 
 class _Simulation:
@@ -93,8 +145,11 @@ class _Simulation:
     trace: Sequence[TraceRequest],
     policy: ElasticPolicy,
     instances: int,
+    runner: GroupRunner | None,
+    clock: Callable[[], float] | None,
   ):
-    self.policy = policy
+    self.policy, self.runner, self.clock = policy, runner, clock
+    self.start = 0.0 if clock is None else clock()
     self.now = 0.0
     self.used = [0] * instances
     self.waiting: list[ElasticRequest] = []
@@ -124,7 +179,7 @@ class _Simulation:
     for one in self.served:
       self.at(one.arrival_s, lambda one=one: self.arrive(one))
     while self._events:
-      self.now = self._events[0][0]
+      self.now = self.until(self._events[0][0])
       while self._events and self._events[0][0] <= self.now:
         heapq.heappop(self._events)[2]()
       self.decide()
@@ -140,6 +195,24 @@ class _Simulation:
       grows=self.grows,
       most_used=self.most,
     )
+
+  def until(self, when: float) -> float:
+    """The time when something is due, or later."""
+    if self.clock is None:
+      return when
+    passed = self.clock() - self.start
+    if passed < when:
+      time.sleep(when - passed)
+    return max(when, passed)
+
+  def ran(self) -> None:
+    """Calls of the runner have ended: by a clock they took their time."""
+    if self.clock is not None:
+      self.now = max(self.now, self.clock() - self.start)
+
+  def taking(self, seconds: float) -> float:
+    """What a call takes beforehand: by a clock it is known when it ends."""
+    return seconds if self.clock is None else 0.0
 
   def arrive(self, one: ServedRequest) -> None:
     request = ElasticRequest(
@@ -190,7 +263,7 @@ class _Simulation:
         self.blocked[id(group)] = self.blocked.get(id(group), 0) + 1
       start = max(ready[n] for n in batch.instances)
       lengths = [(r.prompt_tokens, 0) for r in batch.requests]
-      end = start + self.policy.times(len(mine)).prefill_s(lengths)
+      end = start + self.taking(self.policy.times(len(mine)).prefill_s(lengths))
       for request, kept in zip(batch.requests, batch.kept, strict=True):
         own = zip(batch.instances, kept, strict=True)
         request.kept = {n: tokens for n, tokens in own if tokens}
@@ -249,6 +322,9 @@ class _Simulation:
 
   def read(self, batch: PrefillBatch, held: list[DecodeGroup]) -> None:
     """A batch has been read: its first tokens are there."""
+    if self.runner is not None:
+      self.runner.read(batch)
+      self.ran()
     self.reading = [pair for pair in self.reading if pair[0] is not batch]
     fresh = DecodeGroup(requests=[], instances=[*batch.stays], free_s=self.now)
     for request in batch.requests:
@@ -293,8 +369,9 @@ class _Simulation:
     tokens += len(requests) * (count - 1) / 2
     times = self.policy.times(len(group.instances))
     seconds = times.decode_s(len(requests), tokens)
-    self.policy.stepped(seconds)
-    group.free_s = self.now + count * seconds
+    if self.clock is None:
+      self.policy.stepped(seconds)
+    group.free_s = self.now + count * self.taking(seconds)
     self.stepping.add(id(group))
     self.at(group.free_s, lambda: self.step(group, requests, count))
 
@@ -303,21 +380,27 @@ class _Simulation:
   ) -> None:
     """A group has made `count` tokens of each of its requests."""
     self.stepping.discard(id(group))
-    slots = self.policy.options.slots
+    slots, began = self.policy.options.slots, self.now
     for place, request in enumerate(requests):
       request.done += count
       # It may be another group's by now.
       masters = self.group_of[request.number].instances
-      left, n = count, masters[place % len(masters)]
+      left, n, parts = count, masters[place % len(masters)], []
       while left:
         part = min(left, slots - self.used[n])
         if part > 0:
           request.kept[n] = request.kept.get(n, 0) + part
           self.use({n: part})
           left -= part
+          parts.append((n, part))
         if left:
           n = min(masters, key=lambda m: self.used[m])
           assert self.used[n] < slots, "no slot for a token that has one"
+      if self.runner is not None:
+        self.runner.step(request, masters, parts)
+        self.ran()
+    if self.clock is not None:
+      self.policy.stepped((self.now - began) / count)
     for one in {id(g): g for g in map(self._group, requests)}.values():
       self.end(one)
 
@@ -329,6 +412,8 @@ class _Simulation:
     for request in [r for r in group.requests if r.done >= r.new_tokens]:
       group.requests.remove(request)
       self.policy.ended(request)
+      if self.runner is not None:
+        self.runner.ended(request)
       self.served[request.number].last_token_s = self.now
       for n, tokens in request.kept.items():
         self.used[n] -= tokens

@@ -22,6 +22,8 @@ from ringjax.serve.traces import TraceRequest
 
 # Part of a rate at which requests do not meet each other.
 _ALONE = 1e-6
+# Times the first rate that is tried: what keeps up then always does.
+_ENDLESS = 2**40
 # Part of the time of arrivals in which what is left has to end.
 _LATE = 0.25
 # Repeats of a trace at most; what is too short even then is not kept up with.
@@ -45,9 +47,16 @@ def trace_rate(trace: Sequence[TraceRequest]) -> float:
   """Requests a second of a trace, from its first arrival to its last.
 
   Raises:
-    OptionError: all requests come at once.
+    OptionError: fewer than two requests, or all come at once.
   """
-  spent = trace[-1].arrival - trace[0].arrival if trace else 0.0
+  if len(trace) < 2:
+    raise OptionError(
+      "trace",
+      f"{len(trace)} of the requests that a rate needs",
+      "two at least",
+      "pass more requests",
+    )
+  spent = trace[-1].arrival - trace[0].arrival
   if spent <= 0:
     raise OptionError(
       "trace",
@@ -166,14 +175,22 @@ def goodput(
     each: as of `share_met`.
 
   Raises:
-    OptionError: requests come at once.
+    OptionError: requests come at once; or no rate breaks the limits.
   """
   number("near", near, above=0)
   search = GoodputSearch(serve, trace, limits, each=each)
   met = lambda rate: search.share(rate) >= limits.share
   low, high = 0.0, float(trace_rate(trace) if first is None else first)
+  endless = high * _ENDLESS
   while met(high):
     low, high = high, 2 * high
+    if high > endless:
+      raise OptionError(
+        "limits",
+        f"all met at {high:.3g} requests a second",
+        "limits that some rate breaks",
+        "pass times of calls above 0, or answers of several tokens",
+      )
   # Requests that come one by one: if these are too slow, all rates are.
   if not low and not met(high * _ALONE):
     return Goodput(rate=0.0, tried=tuple(sorted(search.tried.items())))

@@ -7,7 +7,8 @@ the most promising one on, until no other can be better.
 
   high affinity  links between nodes are fast: prefill and decode are placed one
                  by one, each in the shape of the best goodput a device, and
-                 replicated for the rate (Algorithm 1)
+                 replicated (Algorithm 1); for a rate in the shape of which the
+                 fewest devices serve it
   low affinity   a stage of prefill and the same stage of decode share a node:
                  pairs are simulated together and replicated (Algorithm 2)
   colocated      instances that do both, to compare with
@@ -213,6 +214,17 @@ class _Rated:
     """The best is the largest: goodput of a device, then fewer devices."""
     return self.rate / self.devices, -self.devices
 
+  def count(self, rate: int | float) -> int:
+    """How many serve a rate."""
+    return math.ceil(rate / self.rate - 1e-9)
+
+  def order_at(self, rate: int | float | None) -> tuple[int | float, ...]:
+    """As `order`; for a rate the fewest devices that serve it."""
+    if rate is None:
+      return self.order
+    count = self.count(rate)
+    return -count * self.devices, count * self.rate, *self.order
+
 
 class PlacementSearch:
   """Searches placements of a model for a workload.
@@ -258,6 +270,8 @@ class PlacementSearch:
     )
     self.progress = progress
     self.simulations = 0
+    # Without any second token there is nothing to split.
+    self._answers = any(one.new_tokens > 1 for one in self.trace)
     self._phases: dict[tuple[str, int, int], float] = {}
     self.shapes = [
       (t, p)
@@ -370,6 +384,11 @@ class PlacementSearch:
       for t, p in self.shapes
     ]
 
+  def _best(self, role: str, rate: int | float | None) -> _Rated | None:
+    """The best shape for a phase, if any meets its limit."""
+    able = [one for one in self._rated(role) if one.rate]
+    return max(able, key=lambda one: one.order_at(rate), default=None)
+
   # Searches.
 
   def high_affinity(
@@ -382,18 +401,19 @@ class PlacementSearch:
         that limits, and as many of the other one as it needs.
 
     Returns:
-      The placement; None if a phase meets its limit in no shape.
+      The placement; None if a phase meets its limit in no shape, or answers
+      have one token, which comes with the prompt.
     """
-    best = [
-      max(self._rated(role), key=lambda one: one.order)
-      for role in ("prefill", "decode")
-    ]
-    if not all(one.rate for one in best):
+    if not self._answers:
       return None
-    wanted = max(one.rate for one in best) if rate is None else rate
+    best = [self._best(role, rate) for role in ("prefill", "decode")]
+    found = [one for one in best if one is not None]
+    if len(found) < 2:
+      return None
+    wanted = max(one.rate for one in found) if rate is None else rate
     groups = tuple(
-      _group(role, one, math.ceil(wanted / one.rate - 1e-9))
-      for role, one in zip(("prefill", "decode"), best, strict=True)
+      _group(role, one, one.count(wanted))
+      for role, one in zip(("prefill", "decode"), found, strict=True)
     )
     return _placed("high affinity", groups)
 
@@ -406,23 +426,28 @@ class PlacementSearch:
       rate: requests a second to place for; None for one pair.
 
     Returns:
-      The placement; None if no pair meets the limits.
+      The placement; None if no pair meets the limits, or as above.
     """
+    if not self._answers:
+      return None
     best: _Rated | None = None
-    for bound, devices, pair in self._pairs():
-      top = None if best is None else best.order
-      if top is not None and bound * _BOUND / devices <= top[0]:
+    bounds = [
+      (_Rated(shapes=pair, devices=devices, rate=bound * _BOUND), pair)
+      for bound, devices, pair in self._pairs()
+    ]
+    # What a pair can't be better than; the most promising one first.
+    for bound, pair in sorted(bounds, key=lambda x: x[0].order_at(rate))[::-1]:
+      top = None if best is None else best.order_at(rate)
+      if top is not None and bound.order_at(rate)[0] < top[0]:
         break
-      found = _Rated(
-        shapes=pair,
-        devices=devices,
-        rate=self.pair_goodput(*pair, self.cluster.inside),
+      found = dataclasses.replace(
+        bound, rate=self.pair_goodput(*pair, self.cluster.inside)
       )
-      if found.rate and (top is None or found.order > top):
+      if found.rate and (top is None or found.order_at(rate) > top):
         best = found
     if best is None:
       return None
-    count = 1 if rate is None else math.ceil(rate / best.rate - 1e-9)
+    count = 1 if rate is None else best.count(rate)
     groups = tuple(
       InstanceGroup(
         role=role, tensor=t, stages=p, count=count, goodput=best.rate
@@ -466,10 +491,10 @@ class PlacementSearch:
     Args:
       rate: requests a second to place for; None for one instance.
     """
-    best = max(self._rated("both"), key=lambda one: one.order)
-    if not best.rate:
+    best = self._best("both", rate)
+    if best is None:
       return None
-    count = 1 if rate is None else math.ceil(rate / best.rate - 1e-9)
+    count = 1 if rate is None else best.count(rate)
     return _placed("colocated", (_group("both", best, count),))
 
   def fill(self) -> list[ServingPlacement]:
@@ -481,8 +506,11 @@ class PlacementSearch:
     """
     found = []
     size = self.cluster.size
-    reading = [one for one in self._rated("prefill") if one.rate]
-    making = [one for one in self._rated("decode") if one.rate]
+    reading: list[_Rated] = []
+    making: list[_Rated] = []
+    if self._answers:
+      reading = [one for one in self._rated("prefill") if one.rate]
+      making = [one for one in self._rated("decode") if one.rate]
     best: tuple[float, int, tuple[InstanceGroup, ...]] | None = None
     for one in reading:
       for n in range(1, size // one.devices + 1):

@@ -8,8 +8,9 @@ A request ends: with its answer, or with an error that says why, at the latest
 `attempts` instances were lost with it. Instances join and leave at any time;
 requests of others do not notice. Where requests go is decided by a
 `RoutingPolicy`, which sees what instances report and what was sent to them
-since.
-Cost: a thread for each instance and one that looks at times; no arrays.
+since; what instances do may be changed by a `RolePlanner`.
+Cost: a thread for each instance, one that looks at times and one that plans
+roles; no arrays.
 
   client        router                 who reads          who answers
   submit ->     route           read ->
@@ -34,10 +35,11 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,11 @@ from ringjax.serve.cluster.block_index import (
 )
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat
 from ringjax.serve.cluster.request_fields import request_fields
+from ringjax.serve.cluster.role_planner import (
+  RoleChange,
+  RolePlanner,
+  TrafficSummary,
+)
 from ringjax.serve.cluster.routing import (
   ROLES,
   InstanceView,
@@ -68,6 +75,7 @@ from ringjax.serve.cluster.routing import (
   RoutedRequest,
   RoutingPolicy,
   ShortestQueue,
+  check_roles,
 )
 from ringjax.serve.request import (
   Answer,
@@ -77,6 +85,7 @@ from ringjax.serve.request import (
   TokenLogprobs,
 )
 from ringjax.serve.server_metrics import Figure
+from ringjax.serve.traces import TraceRequest
 from ringjax.transfer.wire import (
   PullConnection,
   as_json,
@@ -88,6 +97,8 @@ from ringjax.transfer.wire import (
 _GREETING_S = 5.0
 _LOOK_S = 0.1
 _MOST_LINKS = 512
+# Requests of a window whose prompts are kept until it ends.
+_MOST_CAME = 1024
 # What is said of an instance that may do something.
 _DOES = {"prefills": "reads prompts", "decodes": "answers"}
 _REPORTED = (
@@ -143,7 +154,13 @@ class ClusterInstance:
         found["running_requests"] += 1
         found["running_tokens"] += prompt
       found["free_tokens"] = max(0, found["free_tokens"] - prompt - new)
-    return InstanceView(name=self.name, role=self.role, **found)
+    return InstanceView(
+      name=self.name,
+      role=self.role,
+      capacity_tokens=self.capacity,
+      max_rows=self.rows,
+      **found,
+    )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -163,6 +180,8 @@ class RouterCounters:
     fetched_bytes: bytes of these.
     again: requests that began again elsewhere, each time.
     lost: instances that ended without leaving.
+    roles: that were changed by the planner.
+    unplanned: windows whose roles could not be planned, see `role_error`.
   """
 
   requests: int = 0
@@ -177,6 +196,8 @@ class RouterCounters:
   fetched_bytes: int = 0
   again: int = 0
   lost: int = 0
+  roles: int = 0
+  unplanned: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -240,6 +261,8 @@ class ClusterRouter:
     address: host and port where instances join.
     counters: what was done.
     blocks: which instances have which blocks of prompts, by `short_key`.
+    role_changes: the last ones that were planned, at most 1,024.
+    role_error: why roles could not be planned the last time; "" if they were.
   """
 
   def __init__(
@@ -250,6 +273,7 @@ class ClusterRouter:
     longest: int,
     tokenizer: AnyTokenizer | None = None,
     policy: RoutingPolicy | None = None,
+    roles: RolePlanner | None = None,
     stream_tokens: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -267,6 +291,8 @@ class ClusterRouter:
       longest: tokens of a prompt and its answer, as of their engines.
       tokenizer: of texts, for `rj.serve.app`.
       policy: decides where requests go; default: `ShortestQueue()`.
+      roles: changes what instances do, at the end of each of its windows;
+        default: only `set_role` does.
       stream_tokens: of prompts, after how many tokens that were read pages are
         published and pulled, while others are read; 0 for all at the end. Who
         answers is then chosen, and has room for it, before a prompt is read.
@@ -287,6 +313,7 @@ class ClusterRouter:
     self.vocab = positive_int("vocab", vocab)
     self.longest = positive_int("longest", longest)
     self._policy = policy or ShortestQueue()
+    self._planner = roles
     self._stream = integer("stream_tokens", stream_tokens, least=0)
     self._patience_s = number("patience_s", patience_s, above=0)
     self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
@@ -300,11 +327,21 @@ class ClusterRouter:
     self._requests: dict[Handle, RoutedState] = {}
     self._tasks: dict[int, RoutedState] = {}
     self.blocks = BlockIndex()
+    # Requests of the window under way, and those that roles are planned for.
+    self._came: collections.deque[RoutedState] = collections.deque()
+    self._came_before: list[tuple[TraceRequest, int]] = []
+    self._planned: TrafficSummary | None = None
+    self._planning = threading.Lock()
+    self.role_changes: collections.deque[RoleChange] = collections.deque(
+      maxlen=1024
+    )
+    self.role_error = ""
     self._numbers, self._task_numbers = itertools.count(), itertools.count()
     self._links, self._closed = 0, False
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-    for work in (self._accept, self._watch):
+    planning = [] if roles is None else [self._plan_roles]
+    for work in (self._accept, self._watch, *planning):
       threading.Thread(
         target=work, name=f"ringjax router {work.__name__}", daemon=True
       ).start()
@@ -412,6 +449,10 @@ class ClusterRouter:
       )
       self.counters.requests += 1
       self._requests[handle] = state
+      if self._planner is not None:
+        self._came.append(state)
+        if len(self._came) > _MOST_CAME:
+          self._came_before.append(_as_traced(self._came.popleft()))
       self._dispatch()
       if handle.done and isinstance(handle.answers[0].error, RejectedError):
         raise handle.answers[0].error
@@ -466,6 +507,8 @@ class ClusterRouter:
           ("fetched_bytes_total", "fetched_bytes", "Bytes of prefixes."),
           ("new_tokens_total", "new_tokens", "Tokens of answers."),
           ("instances_lost_total", "lost", "Instances that were lost."),
+          ("roles_changed_total", "roles", "Roles that the planner changed."),
+          ("roles_unplanned_total", "unplanned", "Windows without a plan."),
         )
       ]
       stages = collections.Counter(x.stage for x in self._requests.values())
@@ -499,23 +542,104 @@ class ClusterRouter:
     """
     one_of("role", role, ROLES)
     with self._work:
-      one = self._instances.get(name)
-      if one is None:
+      if name not in self._instances:
         raise OptionError(
           "name", name, f"one of {sorted(self._instances)}", "pass its name"
         )
-      before, one.role = one.role, role
-      for what, words in _DOES.items():
-        if not any(self._able(what)):
-          one.role = before
-          raise OptionError(
-            "role",
-            f"{role} for {name}",
-            f"an instance that {words}",
-            "let another one join, or change its role, before",
-          )
+      self._change_roles({name: role})
+
+  def _change_roles(self, changed: Mapping[str, str]) -> None:
+    """Gives instances other roles; the lock is held."""
+    check_roles({one.name: one.role for one in self._views()}, changed)
+    for name, role in changed.items():
+      one = self._instances[name]
+      one.role = role
       one.link.tell(t="role", role=role)
-      self._dispatch()
+    self._dispatch()
+
+  def plan_roles(self) -> dict[str, str]:
+    """Asks the planner about the requests since the last time.
+
+    A thread does so at the end of each window too.
+
+    Returns:
+      The roles that have changed.
+
+    Raises:
+      OptionError: a router without a planner, or what the planner raises.
+    """
+    if self._planner is None:
+      raise OptionError(
+        "roles", "no planner", "a RolePlanner", "pass roles=DriftingRoles(...)"
+      )
+    with self._planning:
+      # It may simulate for a while: requests are served meanwhile.
+      found = self._planner.decide(
+        self._taken(), self.instances(), self._planned
+      )
+      self._planned = found.planned
+      with self._work:
+        there = {one.name: one.role for one in self._views()}
+        changed = {
+          name: role
+          for name, role in sorted(found.roles.items())
+          if there.get(name, role) != role
+        }
+        self._change_roles(changed)
+        self.counters.roles += len(changed)
+        self.role_changes += [
+          RoleChange(time_s=self._clock(), name=name, role=role, why=found.why)
+          for name, role in changed.items()
+        ]
+    return changed
+
+  def _plan_roles(self) -> None:
+    """Plans roles at the end of each window."""
+    assert self._planner is not None
+    while True:
+      with self._work:
+        self._work.wait_for(
+          lambda: self._closed, timeout=float(self._planner.window_s)
+        )
+        if self._closed:
+          return
+      try:
+        self.plan_roles()
+        self.role_error = ""
+      except Exception as error:
+        # Requests are served with the roles that there are.
+        self.counters.unplanned += 1
+        self.role_error = str(error) or type(error).__name__
+
+  def _taken(self) -> list[TraceRequest]:
+    """The requests since the last time, as of a trace.
+
+    An answer that goes on counts as long as those that have ended were on
+    average: what it may have at most says little.
+    """
+    with self._work:
+      states, self._came = self._came, collections.deque()
+      found, self._came_before = self._came_before, []
+      page = min((one.page for one in self._instances.values()), default=0)
+    found += [_as_traced(one) for one in states]
+    for n, state in enumerate(states, len(found) - len(states)):
+      if page and state.handle.request.share:
+        keys = [int(key[:12], 16) for key in self._keys(state, page)]
+        one = dataclasses.replace(found[n][0], blocks=tuple(keys), block=page)
+        found[n] = one, found[n][1]
+    ended = [one.new_tokens for one, left in found if not left]
+    usual = sum(ended) // len(ended) if ended else math.inf
+    return [
+      dataclasses.replace(
+        one,
+        new_tokens=int(
+          min(max(1, usual, one.new_tokens), one.new_tokens + left)
+        ),
+      )
+      if left
+      else one
+      for one, left in found
+    ]
 
   def _able(self, what: str) -> list[ClusterInstance]:
     """Instances that take new work of a kind."""
@@ -816,19 +940,24 @@ class ClusterRouter:
       if one is None or not request.share:
         return 0
       page = one.page
-      if page not in state.keys:
-        state.keys[page] = [
-          short_key(key)
-          for key in block_keys(
-            state.prompt, page, salt=request.salt, adapter=request.adapter
-          )
-        ]
       if page not in found:
-        found[page] = self.blocks.match(state.keys[page])
+        found[page] = self.blocks.match(self._keys(state, page))
       # The last token is always computed.
       return min(page * found[page].get(name, 0), state.prompt.size - 1)
 
     return tokens
+
+  def _keys(self, state: RoutedState, page: int) -> list[str]:
+    """Of the blocks of a prompt."""
+    request = state.handle.request
+    if page not in state.keys:
+      state.keys[page] = [
+        short_key(key)
+        for key in block_keys(
+          state.prompt, page, salt=request.salt, adapter=request.adapter
+        )
+      ]
+    return state.keys[page]
 
   def _route(self, state: RoutedState) -> None:
     """A new request, or one that begins again."""
@@ -1129,6 +1258,18 @@ class ClusterRouter:
             + (f"; before: {state.why[:200]}" if state.why else "")
           )
           self._finish(state, "error", error)
+
+
+def _as_traced(state: RoutedState) -> tuple[TraceRequest, int]:
+  """A request with the tokens that it has, and how many may still come."""
+  handle, routed = state.handle, state.routed
+  made = sum(len(one.tokens) for one in handle.answers)
+  return TraceRequest(
+    arrival=float(routed.arrival_s),
+    prompt_tokens=routed.prompt_tokens,
+    new_tokens=max(1, made),
+    number=routed.number,
+  ), 0 if handle.done else max(0, routed.new_tokens - made)
 
 
 def _some(ticket: str | None) -> list[str]:

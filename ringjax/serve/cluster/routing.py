@@ -10,8 +10,11 @@ for prefill, the least loaded instance for decode.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
+
+from ringjax.checks import one_of
+from ringjax.errors import OptionError
 
 # What an instance does: read prompts, answer them, or both.
 ROLES = ("prefill", "decode", "both")
@@ -25,11 +28,14 @@ class InstanceView:
     name: unique in the cluster.
     role: of `ROLES`.
     queued_requests: prompts that wait or are being read.
-    queued_tokens: of these, tokens that are not yet computed.
+    queued_tokens: of these, tokens that are not yet computed; in a pipeline by
+      its first stage.
     queued_s: predicted seconds until these are read; 0 if nothing predicts.
     running_requests: answers under way.
     running_tokens: cached tokens of these.
     free_tokens: tokens that its cache has room for.
+    capacity_tokens: tokens that its cache holds, of all; 0 if nobody said.
+    max_rows: answers that it makes at the same time; 0 if nobody said.
   """
 
   name: str
@@ -40,6 +46,8 @@ class InstanceView:
   running_requests: int = 0
   running_tokens: int = 0
   free_tokens: int = 0
+  capacity_tokens: int = 0
+  max_rows: int = 0
 
   @property
   def prefills(self) -> bool:
@@ -133,6 +141,41 @@ class RoutingPolicy(Protocol):
       Its name; None to wait until one has room; or a late rejection.
     """
     ...
+
+
+def lacking(roles: Iterable[str]) -> str:
+  """What no instance with one of these roles does; "" if all is done."""
+  there = {*roles}
+  for role, words in (("prefill", "reads prompts"), ("decode", "answers")):
+    if not there & {role, "both"}:
+      return words
+  return ""
+
+
+def check_roles(roles: Mapping[str, str], changed: Mapping[str, str]) -> None:
+  """Refuses roles with which nobody would read prompts, or answer.
+
+  Args:
+    roles: of all instances that take something new, by their names.
+    changed: those of them that are to be others now.
+
+  Raises:
+    OptionError: no such role or instance, or nobody would do one of both.
+  """
+  for name, role in changed.items():
+    one_of("role", role, ROLES)
+    if name not in roles:
+      raise OptionError(
+        "name", name, f"one of {sorted(roles)}", "pass its name"
+      )
+  words = lacking({**roles, **changed}.values()) if changed else ""
+  if words:
+    raise OptionError(
+      "role",
+      ", ".join(f"{x} for {name}" for name, x in [*changed.items()][:3]),
+      f"an instance that {words}",
+      "let another one join, or change its role, before",
+    )
 
 
 class ChosenReader:
