@@ -623,7 +623,23 @@ class ClusterWorker:
         task.begun = self._due(task, tail=True)
       if not task.begun:
         continue
-      request = task.request
+      copies = self._layer_copies(task, part, pool)
+      if copies is None:
+        task.begun = 0
+        continue
+      task.early.append(copies)
+      with self._work:
+        submits, task.waits = not task.waits, True
+      if submits:
+        with contextlib.suppress(RuntimeError):
+          self._copies.submit(self._publish_layers, task)
+
+  def _layer_copies(
+    self, task: WorkerTask, part: int, pool: PagePool
+  ) -> LayerCopies | None:
+    """Copies of the pages that have begun; None: they leave behind the step."""
+    request = task.request
+    try:
       copies = begin_layers(
         self._engine,
         pool,
@@ -635,16 +651,11 @@ class ClusterWorker:
         most=task.begun,
         hashes=task.hashes,
       )
-      if copies is None or copies.count < task.begun:
-        # They had to make room: what is left leaves behind the step.
-        task.begun = 0
-        continue
-      task.early.append(copies)
-      with self._work:
-        submits, task.waits = not task.waits, True
-      if submits:
-        with contextlib.suppress(RuntimeError):
-          self._copies.submit(self._publish_layers, task)
+    except Exception:
+      # There is no memory for a copy; the step goes on.
+      return None
+    # With fewer they had to make room.
+    return copies if copies and copies.count == task.begun else None
 
   def _send(self, task: WorkerTask, answer: Answer) -> None:
     """Tells the router what of an answer is new."""
