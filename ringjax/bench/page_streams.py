@@ -56,7 +56,7 @@ class StreamBenchmark(harness.Benchmark):
     contestants=("end", "layers:2"), tokens=(256,), stream=128, model_layers=2,
     rounds=1,
   )  # fmt: skip
-  summary_name = "left of the end's"
+  summary_name = "left at the end"
 
   def __init__(self, settings: Any):
     super().__init__(settings)

@@ -50,6 +50,7 @@ from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.code_format import (
   as_stored,
+  filled_up,
   row_major,
   token_axis,
 )
@@ -94,8 +95,6 @@ class PageGroup:
 
 # Behind all pages.
 _FAR = 1 << 30
-# Numbers that a row of a TPU's registers holds.
-_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +200,7 @@ class PagePool:
           dataclasses.replace(room, batch=many, axes=axes)
         )
         if room.platform == "tpu":
-          made[n] = jax.tree.map(_filled_up, made[n])
+          made[n] = jax.tree.map(filled_up, made[n])
         total += sum(
           math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in made[n]
         )
@@ -664,19 +663,6 @@ def _put_pages(
     x.at[:, pages[0]].set(new, mode="drop")
     for x, new in zip(arrays, held, strict=True)
   )
-
-
-def _filled_up(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Numbers of a token as many as a TPU's memory fills up where they are read.
-
-  It would store fewer otherwise between two programs, and copy the pool into
-  each of them.
-  """
-  *lead, width = x.shape
-  if x.dtype == jnp.int8:
-    return x
-  shape = *lead, -(-width // _LANES) * _LANES
-  return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
 
 tree.register(

@@ -12,7 +12,8 @@ Cost: one copy of the prefix to the host, in batches of fixed shapes; one copy
 there into blocks of the other size. Between two steps of an engine stand no
 copies: reading pages is begun there, some batches at a time. Parts of a prompt
 that share their `PrefixHashes` hash each page once.
-Memory: the prefix on the host of each side; on the device these batches.
+Memory: the prefix on the host of each side; on the device these batches, and of
+what leaves in the middle of a step all of its pages, a part of their layers.
 
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is

@@ -23,9 +23,9 @@ from jaxtyping import Array, Shaped, UInt8
 
 from ringjax.typing import ArrayLeaf
 
-# On a TPU a cache stores so many bytes of a token or a multiple: what its
-# memory would fill up anyway.
-_ROWS = 8
+# On a TPU a cache stores so many bytes of a token or a multiple, and so many
+# numbers: what its memory would fill up anyway.
+_ROWS, _LANES = 8, 128
 
 
 def stored_codes(
@@ -39,6 +39,19 @@ def stored_codes(
   if platform != "tpu":
     return (*lead, slots, width), jnp.uint8
   return (*lead, -(-width // _ROWS) * _ROWS, slots), jnp.int8
+
+
+def filled_up(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  """An array of slots of numbers, filled up to what a TPU's memory has.
+
+  It would store fewer otherwise between two programs, and copy the array into
+  each of them. Codes are as `stored_codes` says.
+  """
+  *lead, width = x.shape
+  if x.dtype == jnp.int8:
+    return x
+  shape = *lead, -(-width // _LANES) * _LANES
+  return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
 
 def token_axis(x: Shaped[ArrayLeaf, " ..."]) -> int:
