@@ -140,10 +140,11 @@ def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
   low, high = (f([f(grid) for grid in grids]) for f in (np.nanmin, np.nanmax))
   for one in axes.flat:
     one.set_axis_off()
+  images = []
   for one, grid in zip(found, grids, strict=True):
     here = axes[int(one.shared), splits.index(one.splits)]
     here.set_axis_on()
-    image = here.imshow(grid, vmin=low, vmax=high, aspect="auto")
+    images.append(here.imshow(grid, vmin=low, vmax=high, aspect="auto"))
     prefix = "shared prefix" if one.shared else "own prefixes"
     here.set_title(
       "whole" if one.splits == 1 else f"P = {one.splits}, {prefix}", fontsize=8
@@ -153,7 +154,7 @@ def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
     here.set_xticks(range(0, grid.shape[1], -(-grid.shape[1] // 8)))
     here.set_yticks(range(0, grid.shape[0], -(-grid.shape[0] // 8)))
     here.tick_params(labelsize=7)
-  maps.colorbar(image, ax=axes, label="entropy, nats")
+  maps.colorbar(images[0], ax=axes, label="entropy, nats")
   axes = beside.add_subplot()
   for shared in (False, True):
     line = [one for one in found if one.shared == shared or one.splits == 1]

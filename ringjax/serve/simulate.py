@@ -137,14 +137,14 @@ class StepCost:
     for kind in np.unique(kinds):
       weights[kinds == kind] = 1 / times[kinds == kind].mean()
     scaled, use = rows * weights[:, None], [*range(rows.shape[1])]
+    best = np.zeros(rows.shape[1])
     # None may be negative: the most negative one is left out.
     while use:
       found = np.linalg.lstsq(scaled[:, use], times * weights, rcond=None)[0]
       if found.min() >= 0:
+        best[use] = found
         break
       use.pop(int(found.argmin()))
-    best = np.zeros(rows.shape[1])
-    best[use] = found
     best *= times.sum() / (rows @ best).sum()
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**dict(zip(names, best.tolist(), strict=True)))

@@ -332,8 +332,9 @@ class ElasticScheduler:
         room[n], left = room[n] - take, left - take
     slots = [room[n] for n in instances]
     chosen.sort(key=lambda r: (-r.prompt_tokens, r.number))
+    cut = []
     while chosen:
-      cost, cut = best_batches(
+      cost, batches = best_batches(
         [r.prompt_tokens for r in chosen],
         slots,
         self.times,
@@ -341,11 +342,12 @@ class ElasticScheduler:
         [self._most(r, len(instances), view) for r in chosen],
       )
       if cost < math.inf:
+        cut = batches
         break
       # The last that came waits.
       chosen.remove(max(chosen, key=lambda r: r.number))
     batches = []
-    for rows, group in cut if chosen else ():
+    for rows, group in cut:
       requests = [chosen[n] for n in rows]
       mine = [instances[n] for n in group]
       batches.append(
