@@ -8,12 +8,14 @@ adapter: each page comes with a hash of all tokens up to its end. Of a step that
 failed, also silently by a read of weights, no page leaves. Nothing else
 of the other engine changes: a prompt finds the prefix there as if it came out
 of its store, and what is missing is computed.
-Cost: one copy of the prefix to the host, in batches of fixed shapes; one copy
+Cost: one copy of the prefix to the host, in batches of fixed shapes, or on the
+devices alone (`on_devices`, for a publisher with a `DeviceServer`); one copy
 there into blocks of the other size. Between two steps of an engine stand no
 copies: reading pages is begun there, some batches at a time. Parts of a prompt
 that share their `PrefixHashes` hash each page once.
-Memory: the prefix on the host of each side; on the device these batches, and of
-what leaves in the middle of a step all of its pages, a part of their layers.
+Memory: the prefix on the host of each side, or with `on_devices` on the devices
+until its pages return; on the device these batches, and of what leaves in the
+middle of a step all of its pages, a part of their layers.
 
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is
@@ -29,7 +31,7 @@ import dataclasses
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +45,14 @@ from ringjax.models.fingerprint import fingerprint
 from ringjax.serve.engine import Engine
 from ringjax.serve.prefix_tree import PrefixBlock, PrefixTree, next_digest
 from ringjax.serve.store_link import read_pages
-from ringjax.transfer import PageLayout, PageLeaf, PulledPages, Ticket
+from ringjax.transfer import (
+  DevicePage,
+  PageBatch,
+  PageLayout,
+  PageLeaf,
+  PulledPages,
+  Ticket,
+)
 
 # Copies of some blocks' pages, and where in each the blocks are.
 _Copies = list[tuple[tuple[jax.Array, ...], list[int]]]
@@ -53,18 +62,19 @@ _BATCH, _COPIES = 16, 8
 
 @dataclasses.dataclass(frozen=True)
 class ExportedPrefix:
-  """The pages of a prefix, in host memory.
+  """The pages of a prefix.
 
   Attributes:
     tokens: how many the pages hold.
-    pages: of each page its leaves, as `Publisher.publish` takes them.
+    pages: of each page its leaves, as `Publisher.publish` takes them: in the
+      memory of the host, or with `on_devices` pages of batches.
     layout: of each page.
     labels: of each page a hash of all tokens up to its end, of the adapter and
       of how the prompt rotates.
   """
 
   tokens: int
-  pages: list[tuple[np.ndarray, ...]]
+  pages: Sequence[tuple[np.ndarray, ...] | DevicePage]
   layout: PageLayout
   labels: list[str]
 
@@ -156,6 +166,7 @@ def export_prefix(
   first: int = 0,
   layers: tuple[int, int] | None = None,
   hashes: PrefixHashes | None = None,
+  on_devices: bool = False,
 ) -> ExportedPrefix:
   """Copies the pages of the longest prefix that an engine has computed.
 
@@ -171,6 +182,7 @@ def export_prefix(
     layers: of the model, first and end, of which the pages have their part
       alone; None for all.
     hashes: of the prompt, from calls for parts before these pages.
+    on_devices: whether the copies stay on the engine's devices.
 
   Raises:
     OptionError: the engine knows no whole page of it behind these, has no such
@@ -188,7 +200,7 @@ def export_prefix(
   hashes = hashes or PrefixHashes()
   with engine.between_steps():
     chain = hashes.chain(tree, tree.root(salt, adapter), tokens, first)
-  pages: list[tuple[np.ndarray, ...]] = []
+  pages: list[tuple[np.ndarray, ...] | DevicePage] = []
   step = _COPIES * _BATCH * tree.shards
   while True:
     at = len(pages)
@@ -198,7 +210,7 @@ def export_prefix(
         _begin_copies(pool, group, some, tree.shards, layers)
         for group in range(len(pool.groups))
       ]
-    pages += _pages_of(copies, len(some))
+    pages += _pages_of(copies, len(some), on_devices)
     if len(some) < step:
       break
   # Blocks are known from when their step is planned. All that was copied is
@@ -227,7 +239,7 @@ def export_prefix(
 
 class LayerCopies:
   """Pages of a prompt that a step computes, some of their layers, on their way
-  to the host.
+  to the host, or for readers on the devices.
 
   Attributes:
     layers: of the model, first and end.
@@ -258,6 +270,7 @@ def begin_layers(
   first: int = 0,
   most: int,
   hashes: PrefixHashes,
+  on_devices: bool = False,
 ) -> LayerCopies | None:
   """Begins copies of the layers that a step has just been told to compute.
 
@@ -275,6 +288,7 @@ def begin_layers(
     first: leaves out so many pages, which have moved before.
     most: pages, at most.
     hashes: of the prompt.
+    on_devices: whether the copies stay on the engine's devices.
 
   Returns:
     None if there are no such pages.
@@ -291,7 +305,7 @@ def begin_layers(
     for group in range(len(pool.groups))
   ]
   for held, _ in itertools.chain.from_iterable(copies):
-    for x in held:
+    for x in () if on_devices else held:
       x.copy_to_host_async()
   start = _label_start(engine, len(tokens), adapter)
 
@@ -299,7 +313,7 @@ def begin_layers(
     found = hashes.of(tokens, tree.page, start, first + len(some))[first:]
     return ExportedPrefix(
       tokens=len(some) * tree.page,
-      pages=_pages_of(copies, len(some)),
+      pages=_pages_of(copies, len(some), on_devices),
       layout=layout,
       labels=[_label(x) for x in found],
     )
@@ -564,9 +578,19 @@ def _begin_copies(
 
 
 def _pages_of(
-  copies: list[_Copies], count: int
-) -> list[tuple[np.ndarray, ...]]:
+  copies: list[_Copies], count: int, on_devices: bool
+) -> Sequence[tuple[np.ndarray, ...] | DevicePage]:
   """Of each page its leaves, of the copies of all groups."""
+  if on_devices:
+    # As copies to the host do: whether a step is good is known behind it.
+    jax.block_until_ready([held for group in copies for held, _ in group])
+    # In each group the pages lie in the same rows.
+    return [
+      DevicePage(batch, row)
+      for parts in zip(*copies, strict=True)
+      for batch in [PageBatch(tuple(x for held, _ in parts for x in held), 1)]
+      for row in parts[0][1]
+    ]
   arrays = [x for group in copies for x in _copied(group)]
   return [tuple(x[n] for x in arrays) for n in range(count)]
 

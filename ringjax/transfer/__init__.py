@@ -8,6 +8,8 @@ from ringjax.transfer.client import (
   pull_shards,
 )
 from ringjax.transfer.description import PageLayout, PageLeaf, Ticket
+from ringjax.transfer.device_pages import DevicePage, PageBatch
+from ringjax.transfer.device_server import ArrayOffer, DeviceServer
 from ringjax.transfer.interleavings import (
   ProtocolReport,
   PullScenario,
@@ -18,8 +20,12 @@ from ringjax.transfer.server import Publisher, PublisherCounters
 from ringjax.transfer.wire import AuthenticationError, HostileMessageError
 
 __all__ = [
+  "ArrayOffer",
   "AuthenticationError",
+  "DevicePage",
+  "DeviceServer",
   "HostileMessageError",
+  "PageBatch",
   "PageLayout",
   "PageLeaf",
   "ProtocolReport",

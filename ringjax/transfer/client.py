@@ -6,7 +6,9 @@ or an error by name: `StaleTicketError` (the pages are gone),
 or has left). Arrays passed as `into` have any contents after an error.
 Cost: one read for each run of pages that are neighbours on both sides (of at
 most 4096 pages), `window` of them asked for at once; COMPLETE behind the last
-byte. Bytes are received where they belong if the place is contiguous.
+byte. Bytes are received where they belong if the place is contiguous. Pages
+that the publisher has on devices come as arrays, one read at a time, if both
+sides have a `DeviceServer`, and are copied to where they belong.
 """
 
 from __future__ import annotations
@@ -15,15 +17,23 @@ import dataclasses
 import itertools
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.transfer import protocol
 from ringjax.transfer.description import PageLeaf, Ranges, Ticket, dtype_of
+from ringjax.transfer.device_pages import (
+  PagePiece,
+  pieces_from_json,
+  put_piece,
+)
+from ringjax.transfer.device_server import DeviceServer
 from ringjax.transfer.wire import (
   MOST_RUN,
   HostileMessageError,
@@ -32,11 +42,17 @@ from ringjax.transfer.wire import (
 )
 
 PATIENCE_S = 10.0
+# How often arrays that come are looked at, at least and at most.
+_LOOKS_S = 0.0001, 0.002
 Address = tuple[str, int]
 
 
 class StaleTicketError(PeerError):
   """The pages of a ticket returned, or have other contents by now."""
+
+
+class _ArraysError(PeerError):
+  """JAX's transfer server says that arrays do not come."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +65,7 @@ class PulledPages:
     nbytes: that came.
     completed: whether the publisher said that it knows; if not, the pages
       return by the lease.
+    array_reads: of the reads, by JAX's transfer server.
     labels: of the page in each row of the arrays, see `Publisher.publish`; ""
       for rows without a page.
   """
@@ -58,6 +75,7 @@ class PulledPages:
   nbytes: int
   completed: bool
   labels: tuple[str, ...]
+  array_reads: int = 0
 
 
 def pull(
@@ -72,6 +90,7 @@ def pull(
   reader: str | None = None,
   window: int = 2,
   patience_s: int | float = PATIENCE_S,
+  devices: DeviceServer | None = None,
 ) -> PulledPages:
   """Pulls pages of a ticket from the process that published it.
 
@@ -88,7 +107,9 @@ def pull(
     places: which row of the arrays each page gets; default: 0, 1, 2, ...
     reader: a name, the same in a second attempt; default: a random one.
     window: reads that are asked for at once.
-    patience_s: seconds without a byte after which the publisher is given up.
+    patience_s: seconds without a byte, or an array, after which the publisher
+      is given up.
+    devices: gets pages from the publisher's devices, where it has one, too.
 
   Raises:
     StaleTicketError: the pages are not published any more.
@@ -108,6 +129,7 @@ def pull(
     reader=_reader(reader),
     window=window,
     patience_s=patience_s,
+    devices=devices,
   )
 
 
@@ -123,6 +145,7 @@ def _pull(
   reader: str,
   window: int = 2,
   patience_s: int | float,
+  devices: DeviceServer | None = None,
 ) -> PulledPages:
   """See `pull`; ranges are of the whole that other tickets have parts of."""
   key = checked_key(key)
@@ -146,17 +169,32 @@ def _pull(
     for run in protocol.coalesce([page for page, _ in keys], where)
     for n in range(0, len(run), MOST_RUN)
   ]
-  with _Connection(address, key, patience_s) as wire:
-    puller = _Puller(wire, ticket, cuts, arrays, runs, where)
-    reads = [[keys[n] for n in run] for run in runs]
-    state, messages = protocol.start_pull(
-      ticket.incarnation, ticket.number, reader, reads, window=window
-    )
-    nbytes, completed = puller.run(state, messages)
+  reads = [[keys[n] for n in run] for run in runs]
+  while True:
+    if devices is not None and not devices.reaches(ticket.incarnation):
+      devices = None
+    with _Connection(address, key, patience_s) as wire:
+      puller = _Puller(wire, ticket, cuts, arrays, runs, where, devices)
+      state, messages = protocol.start_pull(
+        ticket.incarnation,
+        ticket.number,
+        reader,
+        reads,
+        # What a reader says while arrays come is not said between requests.
+        window=window if devices is None else 1,
+      )
+      try:
+        nbytes, completed = puller.run(state, messages)
+        break
+      except _ArraysError:
+        # The publisher may be well, but not reached this way.
+        continue
   labels = [""] * (max(where) + 1)
   for row, n in zip(where, which, strict=True):
     labels[row] = ticket.labels[n]
-  return PulledPages(arrays, len(runs), nbytes, completed, tuple(labels))
+  return PulledPages(
+    arrays, len(runs), nbytes, completed, tuple(labels), puller.array_reads
+  )
 
 
 def decline(
@@ -192,6 +230,7 @@ def pull_shards(
   want: Ranges | None = None,
   reader: str | None = None,
   patience_s: int | float = PATIENCE_S,
+  devices: DeviceServer | None = None,
 ) -> PulledPages:
   """Pulls one shard out of pages that lie on other shards.
 
@@ -202,6 +241,7 @@ def pull_shards(
     want: ranges of named axes of the whole array; default: all of it.
     reader: a name; each source sees it once, also one that has nothing to give.
     patience_s: see `pull`.
+    devices: see `pull`.
 
   Returns:
     The part, with the whole extent of axes that `want` does not name.
@@ -238,7 +278,7 @@ def pull_shards(
     leaf: np.empty((count, *(b - a for a, b in ranges)), dtype_of(dtype))
     for leaf, (ranges, dtype) in whole.items()
   }
-  reads = nbytes = 0
+  reads = nbytes = array_reads = 0
   completed = True
   for ticket, address in sources:
     leaves = ticket.layout.leaves
@@ -259,10 +299,12 @@ def pull_shards(
       into=into,
       reader=name,
       patience_s=patience_s,
+      devices=devices,
     )
     reads, nbytes = reads + got.reads, nbytes + got.nbytes
+    array_reads += got.array_reads
     completed &= got.completed
-  return PulledPages(arrays, reads, nbytes, completed, labels)
+  return PulledPages(arrays, reads, nbytes, completed, labels, array_reads)
 
 
 def _reader(name: str | None) -> str:
@@ -317,8 +359,11 @@ class _Puller:
     arrays: dict[str, np.ndarray],
     runs: list[range],
     where: list[int],
+    devices: DeviceServer | None,
   ):
     self.wire, self.arrays, self.runs, self.where = wire, arrays, runs, where
+    self.ticket, self.cuts, self.devices = ticket, cuts, devices
+    self.array_reads = 0
     self.names = [
       leaf.name
       for leaf, cut in zip(ticket.layout.leaves, cuts, strict=True)
@@ -343,7 +388,7 @@ class _Puller:
           raise PeerError(f"{self.wire.name} closed the connection")
         message, beside = heard
         if isinstance(message, protocol.ReadReply):
-          nbytes += self._receive(state, message, beside.get("bytes"))
+          nbytes += self._receive(state, message, beside)
         elif not isinstance(
           message, protocol.ReadRefused | protocol.CompleteReply
         ):
@@ -366,10 +411,15 @@ class _Puller:
       beside: dict[str, Any] = {}
       if isinstance(action.message, protocol.ReadRequest):
         beside["parts"] = self.parts
+        if self.devices is not None:
+          beside["devices"] = True
       self.wire.tell(action.message, **beside)
 
   def _receive(
-    self, state: protocol.PullState, reply: protocol.ReadReply, size: Any
+    self,
+    state: protocol.PullState,
+    reply: protocol.ReadReply,
+    beside: dict[str, Any],
   ) -> int:
     """The bytes of a read, into their rows."""
     expected = reply.number < state.asked and reply.number not in state.came
@@ -378,18 +428,92 @@ class _Puller:
     run = self.runs[reply.number]
     first = self.where[run.start]
     rows = [self.arrays[x][first : first + len(run)] for x in self.names]
-    wanted = sum(x.nbytes for x in rows)
+    wanted, size = sum(x.nbytes for x in rows), beside.get("bytes")
     if size != wanted:
       raise HostileMessageError(
         f"{self.wire.name} announced {str(size)[:40]} bytes of pages in place "
         f"of {wanted}"
       )
+    if "arrays" in beside:
+      self._receive_arrays(beside["arrays"], rows)
+      return wanted
     for row in rows:
       direct = row if row.flags.c_contiguous else np.empty_like(row, order="C")
       self.wire.receive(direct.reshape(-1).view(np.uint8).data)
       if direct is not row:
         row[...] = direct
     return wanted
+
+  def _receive_arrays(self, fields: Any, rows: list[np.ndarray]) -> None:
+    """The pages of a read that lie on the publisher's devices.
+
+    Args:
+      fields: of the publisher, what it offers.
+      rows: of each leaf of which something is wanted.
+    """
+    devices, wire = self.devices, self.wire
+    try:
+      if devices is None:
+        raise ValueError("arrays that nobody asked for")
+      host, port, number = (fields[x] for x in ("host", "port", "number"))
+      pieces = pieces_from_json(fields["pieces"], len(rows[0]), self.cuts)
+      if not isinstance(host, str) or len(host) > 64:
+        raise ValueError("no address")
+      for x, most in ((port, 1 << 16), (number, 1 << 62)):
+        if type(x) is not int or not 0 <= x < most:
+          raise ValueError("no offer of arrays")
+    except (KeyError, TypeError, ValueError) as error:
+      raise wire.hostile(error) from None
+    leaves = self.ticket.layout.leaves
+    names = iter(rows)
+    places = [None if cut is None else next(names) for cut in self.cuts]
+    shapes = [
+      jax.ShapeDtypeStruct(x.shape, dtype_of(leaves[x.leaf].dtype))
+      for x in pieces
+    ]
+    try:
+      arrays = devices.pull((host, port), number, shapes)
+      for piece, array in self._arrived(pieces, arrays):
+        target, cut = places[piece.leaf], self.cuts[piece.leaf]
+        assert target is not None and cut is not None
+        put_piece(target, piece, cut, np.asarray(array))
+    except PeerError:
+      devices.avoid(self.ticket.incarnation, (host, port))
+      raise
+    except RuntimeError as error:
+      devices.avoid(self.ticket.incarnation, (host, port))
+      raise _ArraysError(f"{wire.name}: {str(error)[:200]}") from None
+    self.array_reads += 1
+    wire.tell_object({"came": len(pieces), "done": True})
+
+  def _arrived(
+    self, pieces: list[PagePiece], arrays: list[Any]
+  ) -> Iterator[tuple[PagePiece, Any]]:
+    """Pieces as they come; the publisher is told how many did.
+
+    Raises:
+      PeerError: none came for the patience, or the publisher is gone.
+    """
+    left = list(zip(pieces, arrays, strict=True))
+    shortest, longest = _LOOKS_S
+    pause, told, last = shortest, 0.0, time.monotonic()
+    while True:
+      ready = [x for x in left if x[1].is_ready()]
+      yield from ready
+      left = [x for x in left if not any(x is y for y in ready)]
+      if not left:
+        return
+      now = time.monotonic()
+      if ready:
+        pause, last = shortest, now
+        if now - told > self.wire.patience_s / 10:
+          came = len(pieces) - len(left)
+          self.wire.tell_object({"came": came, "done": False})
+          told = now
+      elif now - last > self.wire.patience_s:
+        raise self.wire.fail(TimeoutError())
+      self.wire.wait(pause)
+      pause = min(2 * pause, longest)
 
 
 class _Connection:

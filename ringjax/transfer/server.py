@@ -8,6 +8,8 @@ time; what one of them does, or does not do, ends its own connection only. One
 that does not show the key within five seconds is disconnected.
 Cost: a thread for each connection and one for the leases. Whole pages are sent
 from where they are; a part of a page whose bytes are apart is copied first.
+Pages on devices go to readers with a `DeviceServer` from there, and are copied
+to the host for others.
 Memory: the copied parts of one read on each connection.
 """
 
@@ -38,6 +40,12 @@ from ringjax.transfer.description import (
   Ticket,
   checked_labels,
 )
+from ringjax.transfer.device_pages import (
+  DevicePage,
+  cut_pages,
+  pieces_to_json,
+)
+from ringjax.transfer.device_server import ArrayOffer, DeviceServer
 from ringjax.transfer.wire import (
   AuthenticationError,
   HostileMessageError,
@@ -62,6 +70,7 @@ class PublisherCounters:
   Attributes:
     tickets: published.
     reads: that were sent to their last byte.
+    array_reads: of these, by JAX's transfer server.
     read_bytes: of pages, sent.
     copied_bytes: of these, copied before because they were apart.
     refused: reads of pages that are not offered any more.
@@ -74,6 +83,7 @@ class PublisherCounters:
 
   tickets: int = 0
   reads: int = 0
+  array_reads: int = 0
   read_bytes: int = 0
   copied_bytes: int = 0
   refused: int = 0
@@ -91,14 +101,24 @@ class _HeldPage:
   `owners`: by the number of each ticket that named it, what to call.
   """
 
-  leaves: tuple[memoryview, ...]
+  data: tuple[memoryview, ...] | DevicePage
   layout: PageLayout
   label: str
   owners: dict[int, Released | None] = dataclasses.field(default_factory=dict)
 
   @property
+  def leaves(self) -> tuple[memoryview, ...]:
+    """Its bytes, in the memory of the host."""
+    if isinstance(self.data, DevicePage):
+      batch, row = self.data
+      return tuple(_view(row, x[row]) for x in batch.on_host)
+    return self.data
+
+  @property
   def places(self) -> list[tuple[int, int]]:
     """Address and size of each leaf."""
+    if isinstance(self.data, DevicePage):
+      return [(id(self.data.batch), self.data.row)]
     arrays = [np.frombuffer(view, np.uint8) for view in self.leaves]
     return [(x.ctypes.data, x.size) for x in arrays]
 
@@ -120,6 +140,7 @@ class Publisher:
     lease_s: int | float = LEASE_S,
     patience_s: int | float = PATIENCE_S,
     connections: int = 64,
+    devices: DeviceServer | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Listens for readers at once.
@@ -132,6 +153,7 @@ class Publisher:
       patience_s: seconds without a byte after which a reader is given up, and
         beyond a lease after which a read is cut off.
       connections: the most at once.
+      devices: sends pages on devices from there, to readers that have one, too.
       clock: seconds that never go back.
 
     Raises:
@@ -142,6 +164,7 @@ class Publisher:
     self._lease_s = number("lease_s", lease_s, above=0)
     self._patience_s = number("patience_s", patience_s, above=0)
     self._most = positive_int("connections", connections)
+    self._devices = devices
     integer("port", port, least=0, most=65535)
     self.counters = PublisherCounters()
     self._clock = clock
@@ -171,7 +194,7 @@ class Publisher:
 
   def publish(
     self,
-    pages: Mapping[int, Buffer | Sequence[Buffer]],
+    pages: Mapping[int, Buffer | Sequence[Buffer] | DevicePage],
     layout: PageLayout,
     *,
     labels: Sequence[str] = (),
@@ -183,8 +206,9 @@ class Publisher:
 
     Args:
       pages: by number, in the order of the sequence: the bytes of a page, or
-        of each of its leaves. A page may be in several tickets, with the same
-        memory; it returns when all of them have ended.
+        of each of its leaves, or a page of a `PageBatch`. A page may be in
+        several tickets, with the same memory; it returns when all of them have
+        ended.
       layout: what the bytes mean.
       labels: of each page a text that readers get with it, such as a hash of
         what it is of; default: empty ones.
@@ -213,7 +237,7 @@ class Publisher:
       integer("page", page, least=0, most=(1 << 48) - 1)
     names = checked_labels(labels or [""] * len(pages), len(pages))
     held = {
-      page: _HeldPage(_leaves(page, data, layout), layout, label)
+      page: _HeldPage(_data(page, data, layout), layout, label)
       for (page, data), label in zip(pages.items(), names, strict=True)
     }
     with self._lock:
@@ -294,6 +318,16 @@ class Publisher:
     with self._lock:
       return len(self._pages)
 
+  @property
+  def device_bytes(self) -> int:
+    """Bytes of pages on devices that have not returned."""
+    with self._lock:
+      return sum(
+        x.layout.nbytes
+        for x in self._pages.values()
+        if isinstance(x.data, DevicePage)
+      )
+
   def close(self) -> None:
     """Withdraws all tickets and ends all connections; all pages return."""
     with self._lock:
@@ -354,7 +388,7 @@ class Publisher:
     return actions
 
   def _watch(self) -> None:
-    """Ends leases in time."""
+    """Ends leases in time, and offers of arrays that nobody took."""
     while True:
       with self._lock:
         ends = list(self._deadlines.values())
@@ -363,6 +397,8 @@ class Publisher:
         if self._closed:
           return
       self.expire()
+      if self._devices is not None:
+        self._devices.sweep()
 
   # -------------------------------------------------------------------------
   # Connections
@@ -424,8 +460,7 @@ class Publisher:
     beside: dict[str, Any],
   ) -> None:
     if isinstance(message, protocol.ReadRequest):
-      parts = beside.get("parts")
-      self._read(connection, wire, message, parts)
+      self._read(connection, wire, message, beside)
     elif isinstance(message, protocol.CompleteRequest | protocol.AbortRequest):
       for action in self._step(message):
         if isinstance(action, protocol.SendMessage):
@@ -438,7 +473,7 @@ class Publisher:
     connection: int,
     wire: PullConnection,
     message: protocol.ReadRequest,
-    parts: Any,
+    beside: dict[str, Any],
   ) -> None:
     """Sends the pages of a read, or why they do not come."""
     # Two readers of one name are two readers of bytes.
@@ -449,7 +484,7 @@ class Publisher:
       if isinstance(action, protocol.StartRead):
         sent = False
         try:
-          self._send_pages(wire, message, parts)
+          self._send_pages(wire, message, beside)
           sent = True
         finally:
           with self._lock:
@@ -463,16 +498,23 @@ class Publisher:
         wire.tell(dataclasses.replace(action.message, reader=message.reader))
 
   def _send_pages(
-    self, wire: PullConnection, message: protocol.ReadRequest, parts: Any
+    self,
+    wire: PullConnection,
+    message: protocol.ReadRequest,
+    beside: dict[str, Any],
   ) -> None:
     numbers = [page for page, _ in message.pages]
     with self._lock:
       pages = [self._pages[page] for page in numbers]
       deadline = self._deadline(numbers)
+    if any(isinstance(x.data, DevicePage) and x.data.gone for x in pages):
+      why = "its arrays were deleted or donated"
+      wire.tell(protocol.ReadRefused(message.reader, message.number, why))
+      raise PeerError(f"a page's {why[4:]}")
     layout = pages[0].layout
     if any(page.layout != layout for page in pages):
       raise HostileMessageError(f"{wire.name} reads two layouts at once")
-    slices = _slices(wire.name, layout, parts)
+    slices = _slices(wire.name, layout, beside.get("parts"))
     many = [
       (leaf, n, cut)
       for n, (leaf, cut) in enumerate(zip(layout.leaves, slices, strict=True))
@@ -482,11 +524,21 @@ class Publisher:
     reply = protocol.ReadReply(
       message.incarnation, message.reader, message.number, message.pages
     )
-    wire.tell(reply, bytes=size)
     until = lambda: (
       max(deadline, self._deadline(numbers))
       + (self._patience_s - self._clock())
     )
+    if beside.get("devices") is True:
+      made = self._offered_arrays(pages, slices, until())
+      if made is not None:
+        offer, fields = made
+        wire.tell(reply, bytes=size, arrays=fields)
+        self._wait_taken(wire, offer, until)
+        with self._lock:
+          self.counters.array_reads += 1
+          self.counters.read_bytes += size
+        return
+    wire.tell(reply, bytes=size)
     for leaf, n, cut in many:
       views, copied = _cut([page.leaves[n] for page in pages], leaf, cut)
       wire.send(views, until)
@@ -494,6 +546,57 @@ class Publisher:
       with self._lock:
         self.counters.read_bytes += nbytes
         self.counters.copied_bytes += nbytes * copied
+
+  def _offered_arrays(
+    self,
+    pages: list[_HeldPage],
+    slices: list[tuple[slice, ...] | None],
+    seconds: float,
+  ) -> tuple[ArrayOffer, dict[str, Any]] | None:
+    """What a reader has to know to pull pages from devices; None: they are
+    elsewhere, or there is no room."""
+    found = [x.data for x in pages if isinstance(x.data, DevicePage)]
+    if self._devices is None or len(found) < len(pages) or seconds <= 0:
+      return None
+    try:
+      pieces, arrays = cut_pages(found, slices)
+      offer = self._devices.offer(arrays, seconds)
+    except RuntimeError:
+      # There is no memory for the parts, or no port for the server.
+      return None
+    if offer is None:
+      return None
+    return offer, {
+      "host": self._devices.host,
+      "port": offer.port,
+      "number": offer.number,
+      "pieces": pieces_to_json(pieces),
+    }
+
+  def _wait_taken(
+    self,
+    wire: PullConnection,
+    offer: ArrayOffer,
+    until: Callable[[], float],
+  ) -> None:
+    """Waits until a reader has all of an offer; it says how far it is.
+
+    Raises:
+      PeerError: it is gone, or silent for the patience.
+    """
+    assert self._devices is not None
+    came = -1
+    while True:
+      fields = wire.hear_object(256, until)
+      if fields is None:
+        raise PeerError(f"{wire.name} left before it had all arrays")
+      now, done = fields.get("came"), fields.get("done")
+      if type(now) is not int or now <= came or type(done) is not bool:
+        raise HostileMessageError(f"{wire.name} does not say what came")
+      came = now
+      if done:
+        self._devices.taken(offer)
+        return
 
   def _deadline(self, pages: list[int]) -> float:
     """When the lease of a read's pages ends, as far as they have one."""
@@ -510,10 +613,15 @@ def _shut(server: socket.socket) -> None:
   server.close()
 
 
-def _leaves(
-  page: int, data: Buffer | Sequence[Buffer], layout: PageLayout
-) -> tuple[memoryview, ...]:
+def _data(
+  page: int,
+  data: Buffer | Sequence[Buffer] | DevicePage,
+  layout: PageLayout,
+) -> tuple[memoryview, ...] | DevicePage:
   """The bytes of each leaf of a page, where they are."""
+  if isinstance(data, DevicePage):
+    data.batch.check(page, layout)
+    return data
   whole = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
   parts: list[Any] = [data] if whole else list(data)
   views = [_view(page, x) for x in parts]

@@ -23,6 +23,7 @@ import contextlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import time
@@ -210,14 +211,16 @@ class PullConnection:
     body = as_json(fields)
     self.send([_SIZE.pack(len(body)), body])
 
-  def hear_object(self, most: int) -> dict[str, Any] | None:
+  def hear_object(
+    self, most: int, until: Callable[[], float] | None = None
+  ) -> dict[str, Any] | None:
     """The next object of `tell_object`, of `most` bytes at most; None if the
-    other side left.
+    other side left. `until` gives the seconds that are left.
 
     Raises:
       HostileMessageError: it is too long, or none.
     """
-    body = self._frame(most)
+    body = self._frame(most, until)
     if body is None:
       return None
     try:
@@ -235,10 +238,12 @@ class PullConnection:
       f"{self.name} sent a message that is not of the protocol: {why}"
     )
 
-  def _frame(self, most: int) -> bytes | None:
+  def _frame(
+    self, most: int, until: Callable[[], float] | None = None
+  ) -> bytes | None:
     """The bytes of the next message."""
     head = bytearray(_SIZE.size)
-    if not self.receive(memoryview(head), may_end=True):
+    if not self.receive(memoryview(head), may_end=True, until=until):
       return None
     (size,) = _SIZE.unpack(head)
     if not 2 <= size <= most:
@@ -247,8 +252,25 @@ class PullConnection:
         "allowed"
       )
     body = bytearray(size)
-    self.receive(memoryview(body))
+    self.receive(memoryview(body), until=until)
     return bytes(body)
+
+  def wait(self, seconds: float) -> None:
+    """Waits while the other side has nothing to say.
+
+    Raises:
+      PeerError: it left, or said something.
+    """
+    try:
+      if not select.select([self.link], [], [], seconds)[0]:
+        return
+      if self.link.recv(1, socket.MSG_PEEK):
+        raise HostileMessageError(f"{self.name} sent a message unasked")
+      raise ConnectionError("in the middle of a read")
+    except (OSError, ValueError) as error:
+      # A socket that was closed meanwhile has no number.
+      found = error if isinstance(error, OSError) else OSError(str(error))
+      raise self.fail(found) from None
 
   # -------------------------------------------------------------------------
   # Bytes

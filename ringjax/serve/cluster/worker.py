@@ -10,7 +10,9 @@ Cost: a thread for the link to the router, one that waits for room, and a few
 that copy pages, beside the engine's steps (see `serve/prefix_transfer.py`); a
 walk through all blocks for each beat in which there were steps, between two of
 them.
-Memory: pages that are published, and pages that came, in the host's memory.
+Memory: pages that are published, and pages that came, in the host's memory;
+with a `DeviceServer` those that are published stay on the devices, up to
+`device_bytes`.
 
 Of a prompt that is streamed, and an engine with `layer_parts`, pages leave in
 the middle of a step: each part of the layers while the next one computes, the
@@ -37,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.checks import number, one_of
+from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import (
   OptionError,
   PeerError,
@@ -74,7 +76,7 @@ from ringjax.serve.prefix_transfer import (
 from ringjax.serve.prefix_tree import OutOfPages
 from ringjax.serve.request import Answer, Handle, Request
 from ringjax.serve.scheduler import PromptPiece
-from ringjax.transfer import Publisher, Ticket, pull
+from ringjax.transfer import DeviceServer, Publisher, Ticket, pull
 from ringjax.transfer.client import Address
 from ringjax.transfer.wire import PullConnection
 
@@ -187,6 +189,8 @@ class ClusterWorker:
     lease_s: int | float = 30.0,
     silence_s: int | float = 10.0,
     beat_s: int | float = 0.25,
+    devices: DeviceServer | None = None,
+    device_bytes: int = 1 << 30,
   ):
     """Joins with `start`.
 
@@ -204,6 +208,10 @@ class ClusterWorker:
       silence_s: seconds without a byte after which a router, or a publisher
         of pages, is given up.
       beat_s: how often the router is told how much there is to do.
+      devices: for pages between devices, to and from instances that have one,
+        too.
+      device_bytes: of pages that are published and stay on the devices; beyond
+        these they are copied to the host.
 
     Raises:
       OptionError: an engine that can't move pages, or values out of range.
@@ -232,8 +240,15 @@ class ClusterWorker:
     self._grammars = None
     if engine.tokenizer is not None:
       self._grammars = GrammarCompiler(engine.tokenizer, engine.vocab)
+    self._devices = devices
+    self._device_bytes = positive_int("device_bytes", device_bytes)
     self.publisher = Publisher(
-      key, host=host, port=port, lease_s=lease_s, patience_s=silence_s
+      key,
+      host=host,
+      port=port,
+      lease_s=lease_s,
+      patience_s=silence_s,
+      devices=devices,
     )
     where = f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
     self.name, self.role = name or f"{role}-{where}", role
@@ -650,6 +665,7 @@ class ClusterWorker:
         first=task.pages,
         most=task.begun,
         hashes=task.hashes,
+        on_devices=self._on_devices(task),
       )
     except Exception:
       # There is no memory for a copy; the step goes on.
@@ -769,6 +785,7 @@ class ClusterWorker:
         first=task.pages,
         layers=layers,
         hashes=task.hashes,
+        on_devices=self._on_devices(task),
       )
       count = len(sent.pages)
       if begun:
@@ -789,6 +806,15 @@ class ClusterWorker:
       self._work.notify_all()
     self._kept(task, ticket)
     return ticket
+
+  def _on_devices(self, task: WorkerTask) -> bool:
+    """Whether the pages of a prompt that are not yet published stay there."""
+    if self._devices is None:
+      return False
+    page = self._engine.scheduler.tree.page
+    count = len(task.request.prompt) // page - task.pages
+    more = count * self._layout.nbytes
+    return self.publisher.device_bytes + more <= self._device_bytes
 
   def _ticket(self, sent: ExportedPrefix, count: int) -> Ticket:
     """Publishes the first ones of some pages."""
@@ -873,7 +899,11 @@ class ClusterWorker:
             break
           ticket = task.tickets.popleft()
         pulled = pull(
-          ticket, task.address, self._key, patience_s=self._silence_s
+          ticket,
+          task.address,
+          self._key,
+          patience_s=self._silence_s,
+          devices=self._devices,
         )
         if task.dropped:
           return

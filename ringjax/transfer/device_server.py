@@ -1,0 +1,245 @@
+"""JAX's transfer server: arrays between the devices of two processes.
+
+Guarantees: an array that is offered can be pulled once, by who was told its
+number, until its seconds are over; then it is forgotten. A pull can be given up
+at any time. Offers that are neither taken nor over hold `most` bytes at most.
+Cost: nothing until the first offer or pull; then the threads and two free ports
+of JAX's server, for each kind of device that arrays leave or reach.
+
+JAX's server asks nobody for a key, and a few bytes that it does not expect end
+its process. Numbers of offers are random, and told to those who have the key of
+a `Publisher` alone; who may reach the ports at all is a matter of the network.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Shaped
+
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError, PeerError
+
+# Those who pull have other clocks; it only bounds what is forgotten at last.
+_PULL_S = 24 * 3600.0
+
+
+class ArrayOffer(NamedTuple):
+  """Arrays that a reader can pull.
+
+  Fields:
+    port: of the server that has them.
+    number: under which it has them.
+    nbytes: of all.
+    until: seconds of `time.monotonic` when they are forgotten.
+  """
+
+  port: int
+  number: int
+  nbytes: int
+  until: float
+
+
+class DeviceServer:
+  """JAX's transfer server of this process, for publishers and readers.
+
+  Attributes:
+    host: the address of this machine that others reach.
+    most: bytes of offers that are neither taken nor over.
+    streams: connections that bytes are spread over.
+  """
+
+  def __init__(
+    self, host: str = "127.0.0.1", *, most: int = 1 << 30, streams: int = 1
+  ):
+    """Listens from the first offer or pull on.
+
+    Args:
+      host: an address of this machine in numbers, such as 10.0.0.5.
+      most: bytes of arrays on offer at once; beyond these pages go the other
+        way.
+      streams: connections that the bytes of an array are spread over.
+
+    Raises:
+      OptionError: this JAX has no transfer server, or the address is none.
+    """
+    try:
+      address = ipaddress.ip_address(host)
+    except ValueError:
+      address = None
+    if address is None or address.is_unspecified:
+      raise OptionError(
+        "host",
+        repr(host),
+        "an address of this machine that others reach, such as 10.0.0.5",
+        "pass the one of the network between the processes",
+      )
+    self.host, self.most = host, positive_int("most", most)
+    self.streams = positive_int("streams", streams)
+    self._start = _starter()
+    self._lock = threading.Lock()
+    self._servers: dict[Any, Any] = {}
+    self._links: dict[tuple[str, int], Any] = {}
+    self._offers: dict[int, tuple[ArrayOffer, jax.Device]] = {}
+    self._avoided: set[int] = set()
+
+  @property
+  def held(self) -> int:
+    """Bytes of offers that are neither taken nor over."""
+    with self._lock:
+      return self._held()
+
+  def _held(self) -> int:
+    return sum(x.nbytes for x, _ in self._offers.values())
+
+  # -------------------------------------------------------------------------
+  # Offers
+  # -------------------------------------------------------------------------
+
+  def offer(
+    self, arrays: Sequence[Shaped[jax.Array, "*_"]], seconds: int | float
+  ) -> ArrayOffer | None:
+    """Lets one reader pull arrays, each on one device of one kind.
+
+    Args:
+      arrays: as they are now, however long it takes.
+      seconds: until they are forgotten.
+
+    Returns:
+      None if there is no room for them.
+    """
+    number("seconds", seconds, above=0)
+    nbytes = sum(x.nbytes for x in arrays)
+    self.sweep()
+    device = next(iter(arrays[0].devices()))
+    server, port = self._server(device.client)
+    until = time.monotonic() + seconds
+    made = ArrayOffer(port, secrets.randbits(62), nbytes, until)
+    with self._lock:
+      if self._held() + nbytes > self.most:
+        return None
+      self._offers[made.number] = made, device
+    try:
+      server.await_pull(made.number, list(arrays), timeout=_in(seconds))
+    except BaseException:
+      self.taken(made)
+      raise
+    return made
+
+  def taken(self, offer: ArrayOffer) -> None:
+    """Says that a reader has all of an offer."""
+    with self._lock:
+      self._offers.pop(offer.number, None)
+
+  def sweep(self) -> None:
+    """Forgets offers that are over."""
+    now = time.monotonic()
+    with self._lock:
+      over = [n for n, (x, _) in self._offers.items() if x.until < now]
+      devices = {self._offers.pop(n)[1] for n in over}
+    for device in devices:
+      # JAX's server looks at the ends of its offers when another one comes.
+      past = jnp.zeros((), jnp.int8, device=device)
+      server, _ = self._server(device.client)
+      server.await_pull(secrets.randbits(62), [past], timeout=_in(-1.0))
+
+  # -------------------------------------------------------------------------
+  # Pulls
+  # -------------------------------------------------------------------------
+
+  def pull(
+    self,
+    address: tuple[str, int],
+    number: int,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+  ) -> list[Shaped[jax.Array, "*_"]]:
+    """Begins to pull the arrays of an offer into the memory of the host.
+
+    Args:
+      address: of the server that has them.
+      number: of the offer.
+      shapes: of its arrays.
+
+    Returns:
+      Arrays that are ready (`is_ready`) once they are here, or once an error is
+      known, which their use raises. What is not ready may be dropped.
+    """
+    device = host_device()
+    place = jax.sharding.SingleDeviceSharding(device)
+    wanted = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in shapes
+    ]
+    server, _ = self._server(device.client)
+    with self._lock:
+      link = self._links.get(address)
+      if link is None:
+        link = server.connect(_text(*address))
+        self._links[address] = link
+    return link.pull(number, wanted, timeout=_in(_PULL_S))
+
+  def avoid(self, incarnation: int, address: tuple[str, int]) -> None:
+    """Notes that nothing comes from a publisher this way."""
+    with self._lock:
+      self._avoided.add(incarnation)
+      self._links.pop(address, None)
+
+  def reaches(self, incarnation: int) -> bool:
+    """Whether a publisher may be asked to send this way."""
+    return incarnation not in self._avoided
+
+  def _server(self, client: Any) -> tuple[Any, int]:
+    """The server of a kind of devices, and its port."""
+    with self._lock:
+      found = self._servers.get(client)
+      if found is None:
+        place = _text(self.host, 0)
+        try:
+          server = self._start(client, place, [place] * self.streams)
+        except RuntimeError as error:
+          raise PeerError(
+            f"JAX's transfer server does not start at {self.host}: {error}"
+          ) from None
+        found = server, int(server.address().rpartition(":")[2])
+        self._servers[client] = found
+    return found
+
+
+def host_device() -> jax.Device:
+  """The device whose memory is the host's; else the first one."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:
+    return jax.local_devices()[0]
+
+
+def _starter() -> Callable[..., Any]:
+  """What starts a server of JAX."""
+  try:
+    from jax.experimental import transfer
+
+    return transfer.start_transfer_server
+  except (ImportError, AttributeError):
+    raise OptionError(
+      "devices",
+      f"JAX {jax.__version__}, without jax.experimental.transfer",
+      "a JAX with a transfer server",
+      "install another one, or move pages over sockets alone",
+    ) from None
+
+
+def _text(host: str, port: int) -> str:
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _in(seconds: int | float) -> datetime.datetime:
+  """A time so far from now."""
+  now = datetime.datetime.now(datetime.UTC)
+  return now + datetime.timedelta(seconds=seconds)
