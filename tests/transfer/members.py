@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 
 from ringjax import transfer
@@ -38,24 +39,27 @@ def contents(seed):
 
 def reader():
   """Pulls each ticket that comes; stops in the middle where it is told to."""
+  devices = transfer.DeviceServer()
   say("ready")
   for line in sys.stdin:
     order = json.loads(line)
     ticket = transfer.Ticket.from_json(json.dumps(order["ticket"]))
     address = tuple(order["address"])
     if order.get("middle"):
-      stop_in_the_middle(ticket, address)
-    got = transfer.pull(ticket, address, KEY, patience_s=60)
-    say(json.dumps([got.reads, digest(got.arrays["k"])]))
+      stop_in_the_middle(ticket, address, **order["middle"])
+    mine = devices if order.get("devices") else None
+    got = transfer.pull(ticket, address, KEY, patience_s=60, devices=mine)
+    say(json.dumps([got.reads, digest(got.arrays["k"]), got.array_reads]))
 
 
-def stop_in_the_middle(ticket, address):
+def stop_in_the_middle(ticket, address, devices):
   link = wire.PullConnection(socket.create_connection(address), 60, "publisher")
   link.greet_publisher(KEY)
   asks = protocol.ReadRequest(ticket.incarnation, "x", 0, ticket.pages)
-  link.tell(asks)
+  link.tell(asks, devices=devices)
   link.hear()
-  link.receive(memoryview(bytearray(1000)))
+  if not devices:
+    link.receive(memoryview(bytearray(1000)))
   say("middle")
   time.sleep(600)
 
@@ -81,5 +85,18 @@ def publisher():
   time.sleep(600)
 
 
+def device_publisher():
+  """Publishes pages that lie on a device."""
+  devices = transfer.DeviceServer()
+  with transfer.Publisher(KEY, devices=devices) as made:
+    layout = transfer.PageLayout.of("k", "uint8", (PAGE_BYTES,), "byte")
+    batch = transfer.PageBatch((jnp.asarray(contents(3)),))
+    pages = {n: batch[n] for n in range(PAGES)}
+    ticket = made.publish(pages, layout, readers=9)
+    say(json.dumps([made.address, json.loads(ticket.to_json())]))
+    time.sleep(600)
+
+
 if __name__ == "__main__":
-  {"reader": reader, "publisher": publisher}[sys.argv[1]]()
+  roles = (reader, publisher, device_publisher)
+  {role.__name__: role for role in roles}[sys.argv[1]]()
