@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
+from ringjax import transfer
 from ringjax.data import Bytes
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.transfer.wire import PullConnection
@@ -96,9 +97,10 @@ class Live:
 
   def __init__(
     self, model, *roles, policy=None, planner=None, silence_s=60,
-    stream_tokens=0, **options,
+    stream_tokens=0, devices=False, **options,
   ):  # fmt: skip
     self.model, self.options, self.now = model, options, 0.0
+    self.devices = devices
     self.router = cluster.ClusterRouter(
       key=KEY,
       vocab=262,
@@ -116,8 +118,9 @@ class Live:
     for n, role in enumerate(roles):
       self.join(f"{role}{n}", role)
 
-  def join(self, name, role="both", *, lease_s=60, **options):
+  def join(self, name, role="both", *, lease_s=60, more=None, **options):
     made = engine(self.model, **self.options | options)
+    server = transfer.DeviceServer() if self.devices else None
     worker = cluster.ClusterWorker(
       made,
       key=KEY,
@@ -126,6 +129,7 @@ class Live:
       name=name,
       lease_s=lease_s,
       beat_s=0.05,
+      **dict(devices=server) | (more or {}),
     )
     self.engines.append(made)
     self.workers[name] = worker.start()
@@ -191,8 +195,9 @@ def test_an_answer_goes_on_behind_tokens_that_are_known(model, alone):
     Request(prompt=[1], max_new_tokens=2, begun=((1,), (1,)))
 
 
-def test_prefill_apart_from_decode_is_one_engine(model, alone):
-  with Live(model, "prefill", "decode") as live:
+@pytest.mark.parametrize("devices", [False, True])
+def test_prefill_apart_from_decode_is_one_engine(model, alone, devices):
+  with Live(model, "prefill", "decode", devices=devices) as live:
     wanted = requests(12)
     handles = [live.submit(request) for request in wanted]
     for request, handle in zip(wanted, handles, strict=True):
@@ -201,6 +206,8 @@ def test_prefill_apart_from_decode_is_one_engine(model, alone):
     # Each prompt of more than a page moved, and none was read by both.
     long = sum(len(x.prompt) > 16 for x in wanted)
     assert live.router.counters.moved == long > 6
+    sent = live.workers["prefill0"].publisher.counters
+    assert sent.array_reads == (sent.reads if devices else 0)
     read, answered = (made.counters for made in live.engines)
     assert read.new_tokens == long
     assert answered.prompt_tokens < 17 * sum(x.rows for x in wanted)
@@ -216,10 +223,15 @@ def test_prefill_apart_from_decode_is_one_engine(model, alone):
 
 
 @pytest.mark.parametrize(
-  ("read", "answer"),
-  swept([((32, 1), (16, 1)), ((16, 4), (64, 2))], [((16, 4), (64, 2))]),
+  ("read", "answer", "devices"),
+  swept(
+    [((32, 1), (16, 1), False), ((16, 4), (64, 2), False)],
+    [((16, 4), (64, 2), True)],
+  ),
 )
-def test_between_other_pages_and_numbers_of_devices(loaded, read, answer):
+def test_between_other_pages_and_numbers_of_devices(
+  loaded, read, answer, devices
+):
   prompts = [np.arange(n, dtype=np.int32) % 100 for n in (5, 97, 70, 33)]
   wanted = [Request(prompt=x, max_new_tokens=9) for x in prompts]
   models = [loaded("llama3", devices) for _, devices in (read, answer)]
@@ -237,9 +249,12 @@ def test_between_other_pages_and_numbers_of_devices(loaded, read, answer):
       cluster.ClusterRouter(key=KEY, vocab=vocab, longest=160)
     )
     for role, x in zip(("prefill", "decode"), made, strict=True):
+      server = transfer.DeviceServer() if devices else None
       worker = cluster.ClusterWorker(
-        x, key=KEY, router=router.address, role=role
+        x, key=KEY, router=router.address, role=role, devices=server
       )
+      if role == "prefill":
+        sent = worker.publisher.counters
       assert stack.enter_context(worker).joined.wait(WAIT_S), worker.refused
     handles = [router.submit(x) for x in wanted]
     found_ = [x.result().tokens.tolist() for x in handles]
@@ -247,6 +262,28 @@ def test_between_other_pages_and_numbers_of_devices(loaded, read, answer):
     # What no whole page of both is of is read again.
     assert made[1].counters.prompt_tokens < sum(map(len, prompts)) / 2
   assert found_ == want and moved == 3
+  assert sent.array_reads == (sent.reads if devices else 0)
+
+
+@pytest.mark.long
+def test_pages_beyond_the_bytes_for_them_leave_the_devices(model, alone):
+  with Live(model, "prefill", "decode", devices=True) as live:
+    worker = live.workers["prefill0"]
+    prompts = [np.arange(n, dtype=np.int32) for n in (40, 90)]
+    worker._device_bytes = 3 * worker._layout.nbytes
+    for prompt, arrays in zip(prompts, (1, 1), strict=True):
+      request = Request(prompt=prompt, max_new_tokens=5)
+      assert found(live.submit(request)) == alone(request)
+      assert worker.publisher.counters.array_reads == arrays
+    # Others have no server, or no publisher that has one.
+    live.devices = False
+    live.kill("decode1")
+    live.join("plain", "decode")
+    request = Request(prompt=prompts[0][::-1].copy(), max_new_tokens=5)
+    assert found(live.submit(request)) == alone(request)
+    assert worker.publisher.counters.reads == 3
+    assert worker.publisher.counters.array_reads == 1
+    live.idle()
 
 
 class Killer(cluster.ShortestQueue):
@@ -711,8 +748,9 @@ def test_patience_begins_when_a_prompt_has_been_read():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("devices", [False, True])
 @pytest.mark.parametrize("lost", [None, "prefill0", "decode1"])
-def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
+def test_pages_are_pulled_while_a_prompt_is_read(model, lost, devices):
   rng = np.random.default_rng(4)
   prompts = [rng.integers(0, 256, n).astype(np.int32) for n in (230, 40, 256)]
   wanted = [
@@ -722,7 +760,8 @@ def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
   options = dict(longest=256, page=32)
   with engine(model, **options) as one:
     want = [found(one.submit(x)) for x in wanted]
-  with Live(model, "prefill", "decode", stream_tokens=100, **options) as live:
+  options |= dict(stream_tokens=100, devices=devices)
+  with Live(model, "prefill", "decode", **options) as live:
     live.join("decode2", "decode", page=64)
     source, publisher = live.engines[0], live.workers["prefill0"].publisher
     step_of, waited = source.step, []
@@ -758,8 +797,9 @@ def test_pages_are_pulled_while_a_prompt_is_read(model, lost):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("devices", [False, True])
 @pytest.mark.parametrize("lost", [None, "prefill0", "decode1"])
-def test_layers_are_pulled_in_the_middle_of_a_step(lost):
+def test_layers_are_pulled_in_the_middle_of_a_step(lost, devices):
   model = rj.models.create(MODEL | {"num_hidden_layers": 3}, seed=0)
   rng = np.random.default_rng(4)
   wanted = [
@@ -773,7 +813,8 @@ def test_layers_are_pulled_in_the_middle_of_a_step(lost):
   options = dict(longest=256, page=32, layer_parts=2)
   with engine(model, **options) as one:
     want = [found(one.submit(x)) for x in wanted]
-  with Live(model, "prefill", "decode", stream_tokens=100, **options) as live:
+  options |= dict(stream_tokens=100, devices=devices)
+  with Live(model, "prefill", "decode", **options) as live:
     live.join("decode2", "decode", page=64, layer_parts=1)
     source, publisher = live.engines[0], live.workers["prefill0"].publisher
     begun, waited = source.on_layers, []

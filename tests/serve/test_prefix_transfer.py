@@ -29,15 +29,20 @@ def answer(at, prompt):
   ).result()
 
 
-def move(source, publisher, target, prompt, *, tokens=None, pages=None):
+def move(
+  source, publisher, target, prompt, *, tokens=None, pages=None, devices=None
+):
   """The prefix of one engine to another; how many tokens came."""
   which, tokens = pages, prompt if tokens is None else tokens
-  sent = rj.serve.export_prefix(source, prompt)
+  on_devices = devices is not None
+  sent = rj.serve.export_prefix(source, prompt, on_devices=on_devices)
   numbers = publisher.new_numbers(len(sent.pages))
   pages = dict(zip(numbers, sent.pages, strict=True))
   ticket = publisher.publish(pages, sent.layout, labels=sent.labels)
-  pulled = transfer.pull(ticket, publisher.address, KEY, pages=which)
-  assert which or pulled.reads == 1
+  pulled = transfer.pull(
+    ticket, publisher.address, KEY, pages=which, devices=devices
+  )
+  assert which or (pulled.reads, pulled.array_reads) == (1, on_devices)
   return rj.serve.import_prefix(target, tokens, ticket, pulled)
 
 
@@ -62,21 +67,23 @@ def line(at, prompt):
     [("llama3", 1, (16, 32), "dense")],
   ),
 )
+@pytest.mark.parametrize("on_devices", [False, True])
 def test_one_engine_reads_and_another_answers(
-  loaded, family, devices, pages, kind
+  loaded, family, devices, pages, kind, on_devices
 ):
   model, mesh = loaded(family, devices)
   rng = np.random.default_rng(0)
   prompt = rng.integers(0, model.config.vocab, 101).astype(np.int32)
   options = dict(cache_kind=kind, mesh=mesh)
   store = rj.store.Store(host=1 << 24)
+  devices = transfer.DeviceServer() if on_devices else None
   with (
     engine(model, page=pages[0], **options) as source,
     engine(model, page=pages[1], store=store, **options) as target,
-    transfer.Publisher(KEY) as publisher,
+    transfer.Publisher(KEY, devices=devices) as publisher,
   ):
     want = answer(source, prompt)
-    came = move(source, publisher, target, prompt)
+    came = move(source, publisher, target, prompt, devices=devices)
     got = answer(target, prompt)
     # Attention does not see the order of the keys before a query; this does.
     for mine, theirs in zip(
