@@ -56,6 +56,9 @@
   python -m launch.bench stream
       A prompt that one instance reads and another answers: what is left to move
       at its end where pages leave by pieces, and by layers.
+  python -m launch.bench pull
+      Pages on a device that another process's reader pulls: as bytes over a
+      socket, and by JAX's transfer server.
   python -m launch.bench offload --folder=DIR --peer=PYTHON
       A model of 3 GiB whose layers stream from disk, made in that folder: one
       prompt at a time and a block of 32, beside accelerate in another Python.
@@ -84,6 +87,7 @@ from ringjax.bench import (
   layouts,
   offloading,
   page_streams,
+  page_transfers,
   row_memory,
   serving,
   speculating,
@@ -136,6 +140,7 @@ _BENCHMARKS: dict[str, Any] = {
     row_memory.RowMemoryBenchmark,
     offloading.OffloadBenchmark,
     page_streams.StreamBenchmark,
+    page_transfers.PullBenchmark,
   )
 }
 
@@ -156,6 +161,7 @@ _OPTIONS = {
   "default: measured before.",
   "folder": "Of the model that streams from disk; made if there is none.",
   "scratch": "Folder for what another library writes.",
+  "pages": "Pages of 512 KiB that are pulled.",
   "stream": "Tokens of a prompt after which pages of it leave.",
   "peer": "A Python that has accelerate; default: this one.",
   "model_layers": "Of the model that is made, 69 MB each.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import signal
+import socket
 import threading
 from typing import TextIO
 
@@ -113,6 +114,14 @@ def define(values: flags.FlagValues) -> None:
     1 << 30,
     "Of an instance: bytes of the host's memory for pages that come.",
   )
+  new.whole(
+    "device_pages",
+    0,
+    "Of an instance: bytes of pages that stay on the devices until others pull "
+    "them, by JAX's transfer server, in a network that nobody else reaches; 0: "
+    "all pages go over sockets.",
+    0,
+  )
   new.text("name", None, "Name of an instance; default: role, host, process.")
   new.boolean("instances", False, "Show the instances of the router of --join.")
   new.text(
@@ -193,6 +202,13 @@ def check(values: flags.FlagValues) -> None:
     raise OptionError(
       "--layer_parts",
       f"{values.layer_parts} for a server alone or a router",
+      "nothing, unless --join: pages leave for other instances",
+      "leave it out",
+    )
+  if values.device_pages and not joins:
+    raise OptionError(
+      "--device_pages",
+      f"{values.device_pages} for a server alone or a router",
       "nothing, unless --join: pages leave for other instances",
       "leave it out",
     )
@@ -320,6 +336,9 @@ def work(
   values: flags.FlagValues, engine: rj.serve.Engine, screen: console.Screen
 ) -> int:
   """Serves a router until a signal; the exit status."""
+  devices = None
+  if values.device_pages:
+    devices = rj.transfer.DeviceServer(_own_address(values))
   worker = cluster.ClusterWorker(
     engine,
     key=read_key(values),
@@ -330,6 +349,8 @@ def work(
     port=values.port if values["port"].present else 0,
     lease_s=values.lease,
     silence_s=values.silence,
+    devices=devices,
+    device_bytes=max(1, values.device_pages),
   )
   told = threading.Event()
   for number in (signal.SIGTERM, signal.SIGINT):
@@ -352,6 +373,31 @@ def work(
   engine.close()
   screen.say("the engine failed" if failed else "ended")
   return 1 if failed else 0
+
+
+def _own_address(values: flags.FlagValues) -> str:
+  """Where others reach this machine, in numbers.
+
+  Raises:
+    OptionError: nothing leads to the router.
+  """
+  try:
+    if values.host not in ("0.0.0.0", "::"):
+      return str(socket.getaddrinfo(values.host, None)[0][4][0])
+    family, *_, router = socket.getaddrinfo(
+      *join_address(values), type=socket.SOCK_DGRAM
+    )[0]
+    # Nothing is sent; the system chooses a way.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+      probe.connect(router)
+      return str(probe.getsockname()[0])
+  except OSError as error:
+    raise OptionError(
+      "--host",
+      f"{values.host}: {error}",
+      "an address of this machine that other instances reach",
+      "pass it in numbers",
+    ) from None
 
 
 def command(values: flags.FlagValues, stdout: TextIO | None) -> int:

@@ -135,6 +135,8 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--role=router", "--join=a:1", f"--cluster_key={key}"], "--join"),
     (["--stream=4096"], "--stream"),
     (["--layer_parts=2"], "--join"),
+    (["--device_pages=9"], "--join"),
+    (["--role=router", f"--cluster_key={key}", "--device_pages=9"], "--join"),
     (["--policy=conductor"], "--role=router"),
     (["--role=router", f"--cluster_key={key}", "--policy=best"], "conductor"),
     (
@@ -182,15 +184,15 @@ def all_of(port, numbers, meanwhile=lambda: None):
 @pytest.mark.long
 def test_a_cluster_of_processes(tmp_path, folder):
   pytest.importorskip("uvicorn")
-  numbers = range(12)
+  numbers, many = range(12), "--device_pages=100000000"
   with processes(tmp_path, folder) as cluster:
     router = cluster.start("router")
     made = cluster.instances(
       router,
       {
         "p0": ("prefill", "--mesh=seq:2"),
-        "p1": ("prefill", "--page=16", "--layer_parts=2"),
-        "d0": ("decode",),
+        "p1": ("prefill", "--page=16", "--layer_parts=2", many),
+        "d0": ("decode", many, "--host=0.0.0.0"),
         "d1": ("decode",),
       },
     )
@@ -225,7 +227,7 @@ def test_a_cluster_of_processes(tmp_path, folder):
 @pytest.mark.slow
 def test_two_hundred_requests_are_those_of_one_engine(tmp_path, folder):
   pytest.importorskip("uvicorn")
-  numbers = range(200)
+  numbers, many = range(200), "--device_pages=100000000"
   argv = ["--port=0", f"--model={folder}", f"--longest={LONGEST}", "--rows=4"]
   with command("-m", "launch.serve", *argv) as process:
     want = all_of(serves(Process(process)), numbers)
@@ -234,10 +236,10 @@ def test_two_hundred_requests_are_those_of_one_engine(tmp_path, folder):
     made = cluster.instances(
       router,
       {
-        "p0": ("prefill", "--mesh=seq:4"),
+        "p0": ("prefill", "--mesh=seq:4", many),
         "p1": ("prefill", "--page=16"),
-        "d0": ("decode", "--mesh=seq:2"),
-        "d1": ("decode", "--page=64"),
+        "d0": ("decode", "--mesh=seq:2", many),
+        "d1": ("decode", "--page=64", many),
       },
     )
     port = serves(router)
