@@ -1,10 +1,12 @@
 """JAX's transfer server: arrays between the devices of two processes.
 
 Guarantees: an array that is offered can be pulled once, by who was told its
-number, until its seconds are over; then it is forgotten. A pull can be given up
-at any time. Offers that are neither taken nor over hold `most` bytes at most.
+number, if it begins before the seconds of the offer are over; then it is
+forgotten. A pull can be given up at any time. Offers that are neither taken nor
+over hold `most` bytes at most.
 Cost: nothing until the first offer or pull; then the threads and two free ports
-of JAX's server, for each kind of device that arrays leave or reach.
+of JAX's server, for each kind of device that arrays leave or reach, and a thread
+that forgets offers.
 
 JAX's server asks nobody for a key, and a few bytes that it does not expect end
 its process. Numbers of offers are random, and told to those who have the key of
@@ -85,7 +87,8 @@ class DeviceServer:
     self.host, self.most = host, positive_int("most", most)
     self.streams = positive_int("streams", streams)
     self._start = _starter()
-    self._lock = threading.Lock()
+    self._lock = threading.Condition()
+    self._forgets: threading.Thread | None = None
     self._servers: dict[Any, Any] = {}
     self._links: dict[tuple[str, int], Any] = {}
     self._offers: dict[int, tuple[ArrayOffer, jax.Device]] = {}
@@ -111,14 +114,13 @@ class DeviceServer:
 
     Args:
       arrays: as they are now, however long it takes.
-      seconds: until they are forgotten.
+      seconds: until they are forgotten, unless the reader has begun.
 
     Returns:
       None if there is no room for them.
     """
     number("seconds", seconds, above=0)
     nbytes = sum(x.nbytes for x in arrays)
-    self.sweep()
     device = next(iter(arrays[0].devices()))
     server, port = self._server(device.client)
     until = time.monotonic() + seconds
@@ -127,6 +129,12 @@ class DeviceServer:
       if self._held() + nbytes > self.most:
         return None
       self._offers[made.number] = made, device
+      if self._forgets is None:
+        self._forgets = threading.Thread(
+          target=self._forget, name="ringjax offers", daemon=True
+        )
+        self._forgets.start()
+      self._lock.notify_all()
     try:
       server.await_pull(made.number, list(arrays), timeout=_in(seconds))
     except BaseException:
@@ -139,17 +147,29 @@ class DeviceServer:
     with self._lock:
       self._offers.pop(offer.number, None)
 
-  def sweep(self) -> None:
+  def _forget(self) -> None:
     """Forgets offers that are over."""
-    now = time.monotonic()
-    with self._lock:
-      over = [n for n, (x, _) in self._offers.items() if x.until < now]
-      devices = {self._offers.pop(n)[1] for n in over}
-    for device in devices:
-      # JAX's server looks at the ends of its offers when another one comes.
-      past = jnp.zeros((), jnp.int8, device=device)
-      server, _ = self._server(device.client)
-      server.await_pull(secrets.randbits(62), [past], timeout=_in(-1.0))
+    while True:
+      with self._lock:
+        ends = [x.until for x, _ in self._offers.values()]
+        if not ends:
+          self._lock.wait()
+          continue
+        left = min(ends) - time.monotonic()
+        if left > 0:
+          self._lock.wait(left)
+          continue
+        now = time.monotonic()
+        over = [n for n, (x, _) in self._offers.items() if x.until <= now]
+        devices = {self._offers[n][1] for n in over}
+      for device in devices:
+        # JAX's server looks at the ends of its offers when another one comes.
+        past = jnp.zeros((), jnp.int8, device=device)
+        server, _ = self._server(device.client)
+        server.await_pull(secrets.randbits(62), [past], timeout=_in(-1.0))
+      with self._lock:
+        for n in over:
+          self._offers.pop(n, None)
 
   # -------------------------------------------------------------------------
   # Pulls

@@ -388,7 +388,7 @@ class Publisher:
     return actions
 
   def _watch(self) -> None:
-    """Ends leases in time, and offers of arrays that nobody took."""
+    """Ends leases in time."""
     while True:
       with self._lock:
         ends = list(self._deadlines.values())
@@ -397,8 +397,6 @@ class Publisher:
         if self._closed:
           return
       self.expire()
-      if self._devices is not None:
-        self._devices.sweep()
 
   # -------------------------------------------------------------------------
   # Connections
@@ -560,7 +558,8 @@ class Publisher:
       return None
     try:
       pieces, arrays = cut_pages(found, slices)
-      offer = self._devices.offer(arrays, seconds)
+      # What has begun by then goes on.
+      offer = self._devices.offer(arrays, min(seconds, self._patience_s))
     except RuntimeError:
       # There is no memory for the parts, or no port for the server.
       return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import time
 
@@ -374,19 +373,11 @@ def test_addresses_that_others_cannot_reach(host):
     transfer.DeviceServer(host)
 
 
-def test_what_is_forgotten_leaves_the_memory():
-  """JAX's server lets arrays go that were offered and never taken."""
+def test_room_comes_back_from_offers_that_are_over():
   server = transfer.DeviceServer(most=1 << 20)
-  held = []
   for _ in range(3):
-    x = jnp.ones((1 << 18,), jnp.int8)
-    held.append(x.unsafe_buffer_pointer())
-    assert server.offer([x], 0.2) is not None
-    del x
+    assert server.offer([jnp.ones((1 << 18,), jnp.int8)], 0.2) is not None
   assert server.held == 3 << 18
-  time.sleep(0.4)
-  server.sweep()
-  gc.collect()
-  assert server.held == 0
+  until(lambda: server.held == 0)
   assert server.offer([jnp.ones((1 << 20,), jnp.int8)], 60) is not None
   assert server.offer([jnp.ones((1,), jnp.int8)], 60) is None
