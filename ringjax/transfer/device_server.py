@@ -4,9 +4,8 @@ Guarantees: an array that is offered can be pulled once, by who was told its
 number, if it begins before the seconds of the offer are over; then it is
 forgotten. A pull can be given up at any time. Offers that are neither taken nor
 over hold `most` bytes at most.
-Cost: nothing until the first offer or pull; then the threads and two free ports
-of JAX's server, for each kind of device that arrays leave or reach, and a thread
-that forgets offers.
+Cost: the threads and two free ports of JAX's server, for each kind of device
+that arrays leave or reach, and a thread that forgets offers.
 
 JAX's server asks nobody for a key, and a few bytes that it does not expect end
 its process. Numbers of offers are random, and told to those who have the key of
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Shaped
 
 from ringjax.checks import number, positive_int
-from ringjax.errors import OptionError, PeerError
+from ringjax.errors import OptionError
 
 # Those who pull have other clocks; it only bounds what is forgotten at last.
 _PULL_S = 24 * 3600.0
@@ -62,7 +61,7 @@ class DeviceServer:
   def __init__(
     self, host: str = "127.0.0.1", *, most: int = 1 << 30, streams: int = 1
   ):
-    """Listens from the first offer or pull on.
+    """Listens at once.
 
     Args:
       host: an address of this machine in numbers, such as 10.0.0.5.
@@ -71,19 +70,15 @@ class DeviceServer:
       streams: connections that the bytes of an array are spread over.
 
     Raises:
-      OptionError: this JAX has no transfer server, or the address is none.
+      OptionError: this JAX has no transfer server, or the address is none of
+        this machine.
     """
     try:
       address = ipaddress.ip_address(host)
     except ValueError:
       address = None
     if address is None or address.is_unspecified:
-      raise OptionError(
-        "host",
-        repr(host),
-        "an address of this machine that others reach, such as 10.0.0.5",
-        "pass the one of the network between the processes",
-      )
+      raise _no_address(repr(host))
     self.host, self.most = host, positive_int("most", most)
     self.streams = positive_int("streams", streams)
     self._start = _starter()
@@ -93,6 +88,10 @@ class DeviceServer:
     self._links: dict[tuple[str, int], Any] = {}
     self._offers: dict[int, tuple[ArrayOffer, jax.Device]] = {}
     self._avoided: set[int] = set()
+    try:
+      self._server(host_device().client)
+    except RuntimeError as error:
+      raise _no_address(f"{host}: {str(error)[:200]}") from None
 
   @property
   def held(self) -> int:
@@ -221,12 +220,7 @@ class DeviceServer:
       found = self._servers.get(client)
       if found is None:
         place = _text(self.host, 0)
-        try:
-          server = self._start(client, place, [place] * self.streams)
-        except RuntimeError as error:
-          raise PeerError(
-            f"JAX's transfer server does not start at {self.host}: {error}"
-          ) from None
+        server = self._start(client, place, [place] * self.streams)
         found = server, int(server.address().rpartition(":")[2])
         self._servers[client] = found
     return found
@@ -238,6 +232,15 @@ def host_device() -> jax.Device:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
     return jax.local_devices()[0]
+
+
+def _no_address(got: str) -> OptionError:
+  return OptionError(
+    "host",
+    got,
+    "an address of this machine that others reach, such as 10.0.0.5",
+    "pass the one of the network between the processes",
+  )
 
 
 def _starter() -> Callable[..., Any]:

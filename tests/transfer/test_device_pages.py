@@ -367,7 +367,9 @@ def test_batches_that_do_not_fit(publisher):
     publisher.publish({0: transfer.PageBatch((x,))[0]}, layout)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost", ""])
+@pytest.mark.parametrize(
+  "host", ["0.0.0.0", "::", "localhost", "", "198.51.100.7"]
+)
 def test_addresses_that_others_cannot_reach(host):
   with pytest.raises(rj.OptionError, match="an address of this machine"):
     transfer.DeviceServer(host)
