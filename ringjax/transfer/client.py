@@ -33,7 +33,7 @@ from ringjax.transfer.device_pages import (
   pieces_from_json,
   put_piece,
 )
-from ringjax.transfer.device_server import DeviceServer
+from ringjax.transfer.device_server import MOST_STREAMS, DeviceServer
 from ringjax.transfer.wire import (
   MOST_RUN,
   HostileMessageError,
@@ -455,13 +455,16 @@ class _Puller:
     try:
       if devices is None:
         raise ValueError("arrays that nobody asked for")
-      host, port, number = (fields[x] for x in ("host", "port", "number"))
+      host, ports, number = (fields[x] for x in ("host", "ports", "number"))
       pieces = pieces_from_json(fields["pieces"], len(rows[0]), self.cuts)
       if not isinstance(host, str) or len(host) > 64:
         raise ValueError("no address")
-      for x, most in ((port, 1 << 16), (number, 1 << 62)):
-        if type(x) is not int or not 0 <= x < most:
+      if not isinstance(ports, list) or not 2 <= len(ports) <= 1 + MOST_STREAMS:
+        raise ValueError("no ports")
+      for x, most in (*((x, 1 << 16) for x in ports), (number, 1 << 62)):
+        if type(x) is not int or not 0 < x < most:
           raise ValueError("no offer of arrays")
+      at = host, tuple(ports)
     except (KeyError, TypeError, ValueError) as error:
       raise wire.hostile(error) from None
     leaves = self.ticket.layout.leaves
@@ -472,16 +475,18 @@ class _Puller:
       for x in pieces
     ]
     try:
-      arrays = devices.pull((host, port), number, shapes)
+      arrays = devices.pull(
+        *at, number, shapes, seconds=wire.patience_s / len(ports)
+      )
       for piece, array in self._arrived(pieces, arrays):
         target, cut = places[piece.leaf], self.cuts[piece.leaf]
         assert target is not None and cut is not None
         put_piece(target, piece, cut, np.asarray(array))
     except PeerError:
-      devices.avoid(self.ticket.incarnation, (host, port))
+      devices.avoid(self.ticket.incarnation, *at)
       raise
-    except RuntimeError as error:
-      devices.avoid(self.ticket.incarnation, (host, port))
+    except (OSError, RuntimeError) as error:
+      devices.avoid(self.ticket.incarnation, *at)
       raise _ArraysError(f"{wire.name}: {str(error)[:200]}") from None
     self.array_reads += 1
     wire.tell_object({"came": len(pieces), "done": True})

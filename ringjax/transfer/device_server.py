@@ -4,19 +4,23 @@ Guarantees: an array that is offered can be pulled once, by who was told its
 number, if it begins before the seconds of the offer are over; then it is
 forgotten. A pull can be given up at any time. Offers that are neither taken nor
 over hold `most` bytes at most.
-Cost: the threads and two free ports of JAX's server, for each kind of device
-that arrays leave or reach, and a thread that forgets offers.
+Cost: the threads and free ports of a server of JAX for pulls, and of one for
+each kind of device that arrays leave; a thread that forgets offers.
 
 JAX's server asks nobody for a key, and a few bytes that it does not expect end
 its process. Numbers of offers are random, and told to those who have the key of
 a `Publisher` alone; who may reach the ports at all is a matter of the network.
+A process whose connection to another one's ports is refused is ended, too: a
+reader tries them before JAX does, from its own address.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,24 +30,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Shaped
 
-from ringjax.checks import number, positive_int
+from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError
 
 # Those who pull have other clocks; it only bounds what is forgotten at last.
 _PULL_S = 24 * 3600.0
+_Ports = tuple[int, ...]
+MOST_STREAMS = 8
+# To find ports that stay free.
+_TRIES = 5
 
 
 class ArrayOffer(NamedTuple):
   """Arrays that a reader can pull.
 
   Fields:
-    port: of the server that has them.
+    ports: of the server that has them, first the one for commands.
     number: under which it has them.
     nbytes: of all.
     until: seconds of `time.monotonic` when they are forgotten.
   """
 
-  port: int
+  ports: tuple[int, ...]
   number: int
   nbytes: int
   until: float
@@ -55,7 +63,7 @@ class DeviceServer:
   Attributes:
     host: the address of this machine that others reach.
     most: bytes of offers that are neither taken nor over.
-    streams: connections that bytes are spread over.
+    streams: connections over which bytes leave.
   """
 
   def __init__(
@@ -67,7 +75,7 @@ class DeviceServer:
       host: an address of this machine in numbers, such as 10.0.0.5.
       most: bytes of arrays on offer at once; beyond these pages go the other
         way.
-      streams: connections that the bytes of an array are spread over.
+      streams: connections over which the bytes of arrays leave, 8 at most.
 
     Raises:
       OptionError: this JAX has no transfer server, or the address is none of
@@ -80,17 +88,17 @@ class DeviceServer:
     if address is None or address.is_unspecified:
       raise _no_address(repr(host))
     self.host, self.most = host, positive_int("most", most)
-    self.streams = positive_int("streams", streams)
+    self.streams = integer("streams", streams, least=1, most=MOST_STREAMS)
     self._start = _starter()
     self._lock = threading.Condition()
     self._forgets: threading.Thread | None = None
-    self._servers: dict[Any, Any] = {}
-    self._links: dict[tuple[str, int], Any] = {}
+    self._servers: dict[tuple[Any, bool], tuple[Any, _Ports]] = {}
+    self._links: dict[tuple[str, _Ports], Any] = {}
     self._offers: dict[int, tuple[ArrayOffer, jax.Device]] = {}
     self._avoided: set[int] = set()
     try:
-      self._server(host_device().client)
-    except RuntimeError as error:
+      self._server(host_device().client, offers=False)
+    except (OSError, RuntimeError) as error:
       raise _no_address(f"{host}: {str(error)[:200]}") from None
 
   @property
@@ -121,9 +129,9 @@ class DeviceServer:
     number("seconds", seconds, above=0)
     nbytes = sum(x.nbytes for x in arrays)
     device = next(iter(arrays[0].devices()))
-    server, port = self._server(device.client)
+    server, ports = self._server(device.client, offers=True)
     until = time.monotonic() + seconds
-    made = ArrayOffer(port, secrets.randbits(62), nbytes, until)
+    made = ArrayOffer(ports, secrets.randbits(62), nbytes, until)
     with self._lock:
       if self._held() + nbytes > self.most:
         return None
@@ -164,7 +172,7 @@ class DeviceServer:
       for device in devices:
         # JAX's server looks at the ends of its offers when another one comes.
         past = jnp.zeros((), jnp.int8, device=device)
-        server, _ = self._server(device.client)
+        server, _ = self._server(device.client, offers=True)
         server.await_pull(secrets.randbits(62), [past], timeout=_in(-1.0))
       with self._lock:
         for n in over:
@@ -176,54 +184,79 @@ class DeviceServer:
 
   def pull(
     self,
-    address: tuple[str, int],
+    host: str,
+    ports: tuple[int, ...],
     number: int,
     shapes: Sequence[jax.ShapeDtypeStruct],
+    *,
+    seconds: int | float,
   ) -> list[Shaped[jax.Array, "*_"]]:
     """Begins to pull the arrays of an offer into the memory of the host.
 
     Args:
-      address: of the server that has them.
+      host: of the server that has them.
+      ports: of it.
       number: of the offer.
       shapes: of its arrays.
+      seconds: until each port is given up that does not answer.
 
     Returns:
       Arrays that are ready (`is_ready`) once they are here, or once an error is
       known, which their use raises. What is not ready may be dropped.
+
+    Raises:
+      OSError: a port is not reached from `host` of this server.
     """
     device = host_device()
     place = jax.sharding.SingleDeviceSharding(device)
     wanted = [
       jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in shapes
     ]
-    server, _ = self._server(device.client)
-    with self._lock:
-      link = self._links.get(address)
-      if link is None:
-        link = server.connect(_text(*address))
-        self._links[address] = link
+    server, _ = self._server(device.client, offers=False)
+    link = self._links.get((host, ports))
+    if link is None:
+      for port in ports:
+        socket.create_connection(
+          (host, port), seconds, source_address=(self.host, 0)
+        ).close()
+      with self._lock:
+        link = server.connect(_text(host, ports[0]))
+        self._links[host, ports] = link
     return link.pull(number, wanted, timeout=_in(_PULL_S))
 
-  def avoid(self, incarnation: int, address: tuple[str, int]) -> None:
+  def avoid(self, incarnation: int, host: str, ports: tuple[int, ...]) -> None:
     """Notes that nothing comes from a publisher this way."""
     with self._lock:
       self._avoided.add(incarnation)
-      self._links.pop(address, None)
+      self._links.pop((host, ports), None)
 
   def reaches(self, incarnation: int) -> bool:
     """Whether a publisher may be asked to send this way."""
     return incarnation not in self._avoided
 
-  def _server(self, client: Any) -> tuple[Any, int]:
-    """The server of a kind of devices, and its port."""
+  def _server(self, client: Any, *, offers: bool) -> tuple[Any, _Ports]:
+    """The server of a kind of devices, and its ports.
+
+    One that pulls binds its side of each connection to what it listens at, so
+    that it can't do so at ports that it has to tell; with fewer than the other
+    side has it would end.
+    """
+    key = client, offers
+    count = 1 + (self.streams if offers else MOST_STREAMS)
     with self._lock:
-      found = self._servers.get(client)
-      if found is None:
-        place = _text(self.host, 0)
-        server = self._start(client, place, [place] * self.streams)
-        found = server, int(server.address().rpartition(":")[2])
-        self._servers[client] = found
-    return found
+      for left in range(_TRIES, 0, -1):
+        if key in self._servers:
+          break
+        try:
+          ports = _free_ports(self.host, count) if offers else (0,) * count
+          places = [_text(self.host, port) for port in ports]
+          server = self._start(client, places[0], places[1:])
+          self._servers[key] = server, ports
+        except RuntimeError:
+          # Another process may have taken one of them.
+          if left == 1:
+            raise
+      return self._servers[key]
 
 
 def host_device() -> jax.Device:
@@ -232,6 +265,20 @@ def host_device() -> jax.Device:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
     return jax.local_devices()[0]
+
+
+def _free_ports(host: str, count: int) -> tuple[int, ...]:
+  """Ports that nobody has; those that JAX chooses it does not tell."""
+  with contextlib.ExitStack() as stack:
+    made = [
+      stack.enter_context(socket.create_server((host, 0), family=_family(host)))
+      for _ in range(count)
+    ]
+    return tuple(x.getsockname()[1] for x in made)
+
+
+def _family(host: str) -> socket.AddressFamily:
+  return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _no_address(got: str) -> OptionError:

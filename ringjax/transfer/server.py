@@ -567,7 +567,7 @@ class Publisher:
       return None
     return offer, {
       "host": self._devices.host,
-      "port": offer.port,
+      "ports": offer.ports,
       "number": offer.number,
       "pieces": pieces_to_json(pieces),
     }

@@ -182,6 +182,17 @@ def test_shards_of_a_mesh_reach_other_shards(devices, explicit):
   assert (got.reads, got.array_reads) == (1, 1)
 
 
+@pytest.mark.parametrize("streams", [(8, 1), (1, 8), (3, 3)])
+def test_other_numbers_of_streams(streams):
+  here, there = (transfer.DeviceServer(streams=n) for n in streams)
+  found, pages = batches((4,))
+  with transfer.Publisher(KEY, devices=here) as publisher:
+    ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
+    got = transfer.pull(ticket, publisher.address, KEY, devices=there)
+  equal(got, pages, range(4))
+  assert got.array_reads == 1
+
+
 def test_without_room_for_an_offer_bytes_are_sent(devices):
   found, pages = batches((4,))
   small = transfer.DeviceServer(most=3 * LAYOUT.nbytes)
@@ -227,9 +238,8 @@ def test_arrays_that_nobody_takes_are_forgotten(devices):
     # It comes too late.
     place = reader.offer
     shapes = [jax.ShapeDtypeStruct((2, 3, 4, 6, 3), jnp.bfloat16)]
-    late = devices[1].pull(
-      (place["host"], place["port"]), place["number"], shapes
-    )
+    at = place["host"], tuple(place["ports"]), place["number"]
+    late = devices[1].pull(*at, shapes, seconds=60)
     time.sleep(0.3)
     assert not late[0].is_ready()
   reader.wire.close()
@@ -264,7 +274,10 @@ def test_a_reader_that_says_what_it_should_not(publisher, said):
     lambda x: x["pieces"][0][1][0].__setitem__(0, 7),
     lambda x: x["pieces"][0][1][0].__setitem__(1, 9),
     lambda x: x.update(pieces="all"),
-    lambda x: x.update(port=-1),
+    lambda x: x.update(ports=[-1, 5]),
+    lambda x: x.update(ports=[5]),
+    lambda x: x.update(ports=[5] * 10),
+    lambda x: x.update(ports=5),
     lambda x: x.update(number="one"),
     lambda x: x.pop("host"),
   ],
@@ -290,24 +303,27 @@ def test_a_publisher_that_offers_what_was_not_asked_for(
     transfer.pull(ticket, publisher.address, KEY, devices=devices[1])
 
 
-def test_a_server_that_sends_nothing_is_not_asked_again(devices):
-  """Its port leads nowhere, or another server answers there."""
+@pytest.mark.parametrize("where", ["nobody", "another"])
+def test_a_server_that_sends_nothing_is_not_asked_again(where):
   found, pages = batches((2,))
   theirs = transfer.DeviceServer()
 
   class Elsewhere(transfer.DeviceServer):
     def offer(self, arrays, seconds):
       made = super().offer(arrays, seconds)
-      with socket.create_server(("127.0.0.1", 0)) as free:
-        return made._replace(port=free.getsockname()[1])
+      if where == "nobody":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+          return made._replace(ports=(free.getsockname()[1],) * 2)
+      return made._replace(number=made.number ^ 1)
 
   with transfer.Publisher(KEY, devices=Elsewhere()) as publisher:
     ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
     pull = lambda: transfer.pull(
       ticket, publisher.address, KEY, devices=theirs, patience_s=0.5
     )
-    with pytest.raises(rj.PeerError, match="did nothing for 0.5 s"):
-      pull()
+    if where == "another":
+      with pytest.raises(rj.PeerError, match="did nothing for 0.5 s"):
+        pull()
     got = pull()
     equal(got, pages, range(2))
     assert (got.array_reads, got.completed) == (0, True)
@@ -317,7 +333,7 @@ def test_a_pull_that_fails_goes_on_with_bytes(publisher, monkeypatch):
   found, pages = batches((2,))
   theirs = transfer.DeviceServer()
 
-  def pull(address, number, shapes):
+  def pull(*args, **options):
     raise jax.errors.JaxRuntimeError("no way")
 
   monkeypatch.setattr(theirs, "pull", pull)

@@ -186,12 +186,12 @@ def test_a_publisher_of_arrays_ends_in_the_middle(how, monkeypatch):
     assert pull().array_reads == 1
     begin = devices.pull
 
-    def begun(*args):
+    def begun(*args, **options):
       if how == "stopped":
         # Before it can send anything.
         member.process.send_signal(number)
         time.sleep(0.1)
-      made = begin(*args)
+      made = begin(*args, **options)
       member.process.send_signal(number)
       return made
 
