@@ -119,6 +119,8 @@ from ringjax.serve.cluster.load_control import (
 from ringjax.serve.cluster.phase_times import (
   PhaseTimes,
   QuadraticTimes,
+  QueuedPrompts,
+  reading_s,
 )
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
@@ -190,6 +192,7 @@ __all__ = [
   "PredictiveRejection",
   "PrefillBatch",
   "QuadraticTimes",
+  "QueuedPrompts",
   "RandomRoute",
   "ReaderChoice",
   "Rejected",
@@ -241,6 +244,7 @@ __all__ = [
   "read_calls",
   "read_capacities",
   "read_profile",
+  "reading_s",
   "repeated",
   "replan",
   "routing_policy",

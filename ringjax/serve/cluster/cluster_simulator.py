@@ -46,7 +46,11 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.plan.events import Channel, Simulator, Span, Timeline
-from ringjax.serve.cluster.phase_times import PhaseTimes
+from ringjax.serve.cluster.phase_times import (
+  PhaseTimes,
+  QueuedPrompts,
+  reading_s,
+)
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
   RolePlanner,
@@ -214,7 +218,7 @@ class _RoutedWork:
   fetched: int = 0
   # Tokens of the prompt that are left to read.
   left: int = 0
-  # Seconds of reading it alone, as it counts in a queue.
+  # Seconds of reading what is left, alone, as it counts in a queue.
   alone_s: float = 0.0
   # Tokens that each side holds for it.
   held: int = 0
@@ -491,6 +495,12 @@ class _Running:
     work.held = need
     return True
 
+  def wait_for(self, work: _RoutedWork, have: int) -> None:
+    """Counts the seconds of a prompt of which some tokens are there."""
+    alone = QueuedPrompts.of(work.asked.prompt_tokens, have)
+    work.alone_s = reading_s(self.spec.times, [alone])
+    self.queued_s += work.alone_s
+
   def _drop(self, work: _RoutedWork) -> None:
     """Forgets a prompt that was rejected while it waited."""
     self.queue.remove(work)
@@ -588,10 +598,12 @@ class _Running:
     for work, count in batch:
       work.left -= count
       self.counters.prefill_tokens += count
-      if not work.left:
+      self.queued_s -= work.alone_s
+      if work.left:
+        self.wait_for(work, work.asked.prompt_tokens - work.left)
+      else:
         # Prompts are read in the order of the queue.
         self.queue.popleft()
-        self.queued_s -= work.alone_s
 
   def _passed(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     """Counts tokens that others do not wait for any more."""
@@ -784,13 +796,9 @@ class _Run:
     here = cached(target.name)
     work.left = one.prompt_tokens
     have = max(here, route.fetch_tokens if route.fetch_from else 0)
-    have = min(have, one.prompt_tokens - 1)
-    work.alone_s = target.spec.times.prefill_s(
-      [(one.prompt_tokens - have, have)]
-    )
     target.queued += 1
     target.queued_tokens += one.prompt_tokens
-    target.queued_s += work.alone_s
+    target.wait_for(work, have)
     if route.fetch_from is not None and route.fetch_tokens > here:
       self._fetch(work, route, here)
     else:

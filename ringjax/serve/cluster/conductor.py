@@ -28,7 +28,11 @@ from ringjax import option_text
 from ringjax.checks import boolean, integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
-from ringjax.serve.cluster.phase_times import PhaseTimes
+from ringjax.serve.cluster.phase_times import (
+  PhaseTimes,
+  QueuedPrompts,
+  reading_s,
+)
 from ringjax.serve.cluster.routing import (
   ChosenReader,
   InstanceView,
@@ -76,15 +80,17 @@ class RoutingCosts:
 
   def prefill_s(self, name: str, tokens: int, cached: int) -> float:
     """Seconds of reading a prompt of which `cached` tokens are there."""
-    cached = min(cached, tokens - 1)
-    return self.of(name).prefill_s([(tokens - cached, cached)])
+    return reading_s(self.of(name), [QueuedPrompts.of(tokens, cached)])
 
   def queue_s(self, view: InstanceView) -> float:
-    """Seconds until an instance has read what it was given before."""
-    if view.queued_tokens and not view.queued_s:
-      # Nothing predicts for the router; as one prompt is the most it can be.
-      return self.of(view.name).prefill_s([(view.queued_tokens, 0)])
-    return float(view.queued_s)
+    """Seconds until an instance has read what it was given before.
+
+    A live instance counts the tokens of the call under way as computed, so
+    that what is left of this one call is missing.
+    """
+    if view.queued_s is not None:
+      return float(view.queued_s)
+    return reading_s(self.of(view.name), view.prompts)
 
   def transfer_s(self, tokens: int) -> float:
     """Seconds of moving the cache of some tokens over an idle link."""
@@ -331,7 +337,9 @@ class Conductor(FastestDecode):
       return Rejected(reason="no instance reads prompts")
     # Who answers may have the prefix too.
     found = [(request.cached_tokens(one.name), one) for one in instances]
-    longest, owner = max(found, key=lambda x: (x[0], x[1].prefills, -_wait(x)))
+    longest, owner = max(
+      found, key=lambda x: (x[0], x[1].prefills, -self.costs.queue_s(x[1]))
+    )
     made = [(self.choice(request, one, longest), one) for one in able]
     best, reader = min(made, key=lambda x: (x[0].ttft_s, x[1].name))
     if best.ttft_s > self.ttft_s:
@@ -355,10 +363,6 @@ class LocalConductor(Conductor):
   """The conductor without fetches: an instance has what it read itself."""
 
   threshold: int | float = math.inf
-
-
-def _wait(found: tuple[int, InstanceView]) -> float:
-  return float(found[1].queued_s)
 
 
 def _to(view: InstanceView) -> Route:
