@@ -17,7 +17,7 @@ import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.serve.cluster import block_keys, short_key
-from ringjax.serve.traces import TraceRequest
+from ringjax.serve.traces import TraceRequest, first_prefixes
 from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept, until
 from tests.serve.test_http import Wire, choices, complete, joined
@@ -837,6 +837,31 @@ class To(cluster.ShortestQueue):
 
   def route(self, request, instances, now_s):
     return cluster.Route(prefill=self.reader, decode=self.decoder)
+
+
+def test_a_planner_is_told_what_instances_had():
+  windows = []
+
+  class Noted:
+    window_s = 1e6
+
+    def decide(self, requests, instances, planned):
+      windows.append(requests)
+      return cluster.RoleDecision()
+
+  with Live(None, planner=Noted()) as live:
+    a, _ = Scripted(live, "a", "prefill"), Scripted(live, "b", "decode")
+    prompt = np.arange(60, dtype=np.int32)
+    keys = [short_key(x) for x in block_keys(prompt[:32], 16)]
+    event = dict(epoch=1, number=0, kind="all", keys=keys)
+    a.wire.tell_object({"t": "blocks"} | event)
+    until(lambda: live.router.blocks.match(keys))
+    for share in (True, False):
+      live.submit(Request(prompt=prompt, max_new_tokens=1, share=share))
+    live.router.plan_roles()
+    ((first, second),) = windows
+    assert (first.cached, second.cached) == ((("a", 32),), ())
+    assert first_prefixes([first]) == {"a": dict.fromkeys(first.blocks[:2], 16)}
 
 
 def test_an_instance_says_what_it_has_to_read(model):

@@ -95,6 +95,8 @@ class SimulatedInstance:
     share: of `SHARES`, for an instance that does both.
     prefix_cache_tokens: room for blocks of prompts that have been read, beside
       the capacity; the least recently used ones go.
+    prefix_blocks: those of them that are there at the beginning, the least
+      recently used ones first: tokens of each by its id.
   """
 
   name: str
@@ -111,6 +113,9 @@ class SimulatedInstance:
   entry_token_s: int | float = 0.0
   share: str = "first"
   prefix_cache_tokens: int = 0
+  prefix_blocks: Mapping[int, int] = dataclasses.field(
+    default_factory=dict, hash=False
+  )
 
   def __post_init__(self) -> None:
     one_of("role", self.role, ROLES)
@@ -237,9 +242,10 @@ class _RoutedWork:
 class _PrefixBlocks:
   """The blocks of prompts that an instance remembers, least recent first."""
 
-  def __init__(self, tokens: int):
-    self._left = tokens
-    self._blocks: collections.OrderedDict[int, int] = collections.OrderedDict()
+  def __init__(self, tokens: int, blocks: Mapping[int, int]):
+    self._left = tokens - sum(blocks.values())
+    self._blocks = collections.OrderedDict(blocks)
+    self._shrink()
 
   def match(self, blocks: Sequence[int], block: int) -> int:
     """Tokens of the longest prefix that is here."""
@@ -258,6 +264,9 @@ class _PrefixBlocks:
       else:
         self._blocks[one] = block
         self._left -= block
+    self._shrink()
+
+  def _shrink(self) -> None:
     while self._left < 0:
       self._left += self._blocks.popitem(last=False)[1]
 
@@ -269,7 +278,9 @@ class _Running:
     self.spec, self.cluster = spec, cluster
     self.name, self.role = spec.name, spec.role
     self.counters = InstanceCounters()
-    self.prefixes = _PrefixBlocks(int(spec.prefix_cache_tokens))
+    self.prefixes = _PrefixBlocks(
+      int(spec.prefix_cache_tokens), spec.prefix_blocks
+    )
     # Prompts: those that wait, those that are fetched or read.
     self.queue: collections.deque[_RoutedWork] = collections.deque()
     self.queued = self.queued_tokens = 0
@@ -761,10 +772,15 @@ class _Run:
       self.at(self.now + float(planner.window_s), self._plan_roles)
 
   def _route(self, one: TraceRequest, served: ServedRequest) -> None:
-    if self.spec.roles is not None:
-      self.came.append(one)
     # An id names a whole prefix; the last block may be a part of one.
     whole = one.blocks[: one.prompt_tokens // one.block]
+    if self.spec.roles is not None:
+      had = (
+        (x.name, x.prefixes.match(whole, one.block)) for x in self.in_order
+      )
+      self.came.append(
+        dataclasses.replace(one, cached=tuple(x for x in had if x[1]))
+      )
 
     def cached(name: str) -> int:
       found = self._instance(name).prefixes.match(whole, one.block)

@@ -291,6 +291,8 @@ class RoutedState:
       read it apart, and who answers knows.
     totals: of each answer, the log-probability of what was known when it was
       begun the last time.
+    had: (name, tokens) of the prompt that instances had when it came, if roles
+      are planned.
   """
 
   routed: RoutedRequest
@@ -315,6 +317,7 @@ class RoutedState:
   expected: int = 0
   cached: int | None = None
   totals: list[float] = dataclasses.field(default_factory=list)
+  had: tuple[tuple[str, int], ...] = ()
 
 
 class ClusterRouter:
@@ -516,6 +519,9 @@ class ClusterRouter:
       self.counters.requests += 1
       self._requests[handle] = state
       if self._planner is not None:
+        cached = self._cached(state)
+        had = ((name, cached(name)) for name in sorted(self._instances))
+        state.had = tuple(x for x in had if x[1])
         self._came.append(state)
         if len(self._came) > _MOST_CAME:
           self._came_before.append(_as_traced(self._came.popleft()))
@@ -1348,6 +1354,7 @@ def _as_traced(state: RoutedState) -> tuple[TraceRequest, int]:
     prompt_tokens=routed.prompt_tokens,
     new_tokens=max(1, made),
     number=routed.number,
+    cached=state.had,
   ), 0 if handle.done else max(0, routed.new_tokens - made)
 
 
