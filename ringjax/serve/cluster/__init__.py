@@ -47,6 +47,11 @@ from ringjax.serve.cluster.elastic_batches import (
   even_parts,
   fewest_instances,
 )
+from ringjax.serve.cluster.elastic_loop import (
+  ElasticLoop,
+  ElasticResult,
+  GroupRunner,
+)
 from ringjax.serve.cluster.elastic_runner import ElasticRunner
 from ringjax.serve.cluster.elastic_scheduler import (
   ClusterView,
@@ -59,11 +64,7 @@ from ringjax.serve.cluster.elastic_scheduler import (
   Emptied,
   PrefillBatch,
 )
-from ringjax.serve.cluster.elastic_simulator import (
-  ElasticResult,
-  GroupRunner,
-  simulate_elastic,
-)
+from ringjax.serve.cluster.elastic_simulator import simulate_elastic
 from ringjax.serve.cluster.elastic_workloads import (
   ComparedSystem,
   GroupMachine,
@@ -163,6 +164,7 @@ __all__ = [
   "DistServeTimes",
   "DriftingRoles",
   "EarlyRejection",
+  "ElasticLoop",
   "ElasticOptions",
   "ElasticPlan",
   "ElasticPolicy",
