@@ -3,7 +3,8 @@
 Guarantees: as `routing.py`: each policy here is a pure function of a request
 and of the views. No number is divided by: an instance without any of the
 prefix counts as infinitely worse than one with some.
-Cost: a prediction or two for each instance that reads prompts.
+Cost: a prediction or two for each instance that reads prompts; of a live one
+also one for each prompt of its queue, at most 257 and those sent last.
 
   random   any instance; a hash of the request's number
   load     the instance whose queue is read first
@@ -337,9 +338,7 @@ class Conductor(FastestDecode):
       return Rejected(reason="no instance reads prompts")
     # Who answers may have the prefix too.
     found = [(request.cached_tokens(one.name), one) for one in instances]
-    longest, owner = max(
-      found, key=lambda x: (x[0], x[1].prefills, -self.costs.queue_s(x[1]))
-    )
+    longest = max(n for n, _ in found)
     made = [(self.choice(request, one, longest), one) for one in able]
     best, reader = min(made, key=lambda x: (x[0].ttft_s, x[1].name))
     if best.ttft_s > self.ttft_s:
@@ -353,6 +352,10 @@ class Conductor(FastestDecode):
         return late
     if not best.fetch_tokens:
       return _to(reader)
+    owner = max(
+      (one for n, one in found if n == longest),
+      key=lambda one: (one.prefills, -self.costs.queue_s(one)),
+    )
     return dataclasses.replace(
       _to(reader), fetch_from=owner.name, fetch_tokens=longest
     )
