@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class TraceRequest:
     number: its number; prompts without blocks share nothing.
     blocks: ids of the prompt's blocks.
     block: tokens of a block.
+    cached: (name, tokens) of the instances of a cluster that had some of the
+      prompt when it came, where a router has looked.
   """
 
   arrival: float
@@ -48,6 +51,7 @@ class TraceRequest:
   number: int = 0
   blocks: tuple[int, ...] = ()
   block: int = _BLOCK
+  cached: tuple[tuple[str, int], ...] = ()
 
   def prompt(self, vocab: int | None = None) -> np.ndarray:
     """Tokens that are alike where the requests' were, int32 [n].
@@ -73,8 +77,38 @@ class TraceRequest:
     if self.blocks:
       prompt = min(prompt, block * len(self.blocks))
     return dataclasses.replace(
-      self, prompt_tokens=prompt, new_tokens=less(self.new_tokens), block=block
+      self,
+      prompt_tokens=prompt,
+      new_tokens=less(self.new_tokens),
+      block=block,
+      cached=tuple((x, n // self.block * block) for x, n in self.cached),
     )
+
+
+def first_prefixes(
+  requests: Iterable[TraceRequest],
+) -> dict[str, dict[int, int]]:
+  """What instances had of prompts before the first of these requests.
+
+  Of each block the first request counts that asks for it: later ones may find
+  what that one has left.
+
+  Args:
+    requests: in the order of their arrival, with `cached`.
+
+  Returns:
+    By instance, the tokens of each block.
+  """
+  found: dict[str, dict[int, int]] = {}
+  asked: set[int] = set()
+  for one in requests:
+    for name, tokens in one.cached:
+      had = found.setdefault(name, {})
+      for block in one.blocks[: tokens // one.block]:
+        if block not in asked:
+          had[block] = one.block
+    asked.update(one.blocks)
+  return found
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import socket
 import threading
 import time
@@ -16,6 +17,8 @@ import ringjax as rj
 from ringjax import transfer
 from ringjax.data import Bytes
 from ringjax.serve import Engine, Request, RowSampling, cluster
+from ringjax.serve.cluster import block_keys, short_key
+from ringjax.serve.traces import TraceRequest, first_prefixes
 from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept, until
 from tests.serve.test_http import Wire, choices, complete, joined
@@ -745,6 +748,180 @@ def test_patience_begins_when_a_prompt_has_been_read():
     live.later(WAIT_S + 1)
     with pytest.raises(rj.PeerError, match="no instance that answers"):
       handle.result()
+
+
+class Looking(cluster.ShortestQueue):
+  """Notes what a policy sees of the first instance."""
+
+  def __init__(self):
+    super().__init__()
+    object.__setattr__(self, "views", [])
+
+  def route(self, request, instances, now_s):
+    self.views.append(instances[0])
+    return super().route(request, instances, now_s)
+
+
+def test_a_live_queue_is_predicted_as_a_simulated_one():
+  times = cluster.QuadraticTimes(
+    prefill_fixed_s=1e-3, prefill_token_s=1e-5, prefill_pair_s=1e-4
+  )
+  costs = cluster.RoutingCosts(times=times)
+  rng = np.random.default_rng(0)
+  sizes = [int(n) for n in rng.integers(40, 100, 10)]
+  # All begin alike; who reads has these 32 tokens since the first one.
+  trace = [
+    TraceRequest(
+      arrival=1e3 * (n > 0),
+      prompt_tokens=size,
+      new_tokens=1,
+      number=n,
+      blocks=(1, 2, *range(10 * n + 10, 10 * n + 10 + -(-size // 16) - 2)),
+      block=16,
+    )
+    for n, size in enumerate([40, *sizes, 40])
+  ]
+  look = Looking()
+  cluster.ClusterSimulator(
+    instances=[
+      cluster.SimulatedInstance(
+        name="a", role="prefill", times=times, prefix_cache_tokens=10**4
+      ),
+      cluster.SimulatedInstance(name="b", role="decode", times=times),
+    ],
+    policy=look,
+  ).run(trace)
+  simulated = costs.queue_s(look.views[-1])
+  assert look.views[-1].queued_requests == 10
+  alone = [times.prefill_s([(n - 32, 32)]) for n in sizes]
+  assert simulated == pytest.approx(sum(alone))
+  assert times.prefill_s([(sum(sizes), 0)]) > 8 * simulated
+  with Live(None) as live:
+    a, b = Scripted(live, "a", "prefill"), Scripted(live, "b", "both")
+    prompts = [one.prompt(256) for one in trace]
+    keys = [short_key(x) for x in block_keys(prompts[0][:32], 16)]
+    event = dict(epoch=1, number=0, kind="all", keys=keys)
+    a.wire.tell_object({"t": "blocks"} | event)
+    until(lambda: live.router.blocks.match(keys) == {"a": 2})
+    for prompt in prompts[1:-1]:
+      live.router._policy = To("a")
+      live.submit(Request(prompt=prompt, max_new_tokens=1))
+    tasks = [a.hear("read")["id"] for _ in sizes]
+    seen = lambda: live.router.instances()[0]
+    # What was sent, before the instance says anything.
+    assert costs.queue_s(seen()) == pytest.approx(simulated)
+    assert seen().queued_tokens == look.views[-1].queued_tokens == sum(sizes)
+
+    def says(queue, more=(0, 0), taken=10, **others):
+      a.tell(
+        "view",
+        taken=taken,
+        queue=queue,
+        queued_requests=len(queue) + more[0],
+        queued_tokens=sum(left for _, left, _ in queue) + more[1],
+        **dict(running_requests=0, running_tokens=0, free_tokens=512) | others,
+      )
+
+    waits = [[n, size, 0] for n, size in zip(tasks, sizes, strict=True)]
+    says(waits, free_tokens=511)
+    until(lambda: seen().free_tokens == 511)
+    assert costs.queue_s(seen()) == pytest.approx(simulated)
+    assert seen().queued_requests == 10
+    # Nothing has come since of the first one; of the second one a part.
+    says([[tasks[1], sizes[1] - 35, 35], *waits[2:]], free_tokens=510)
+    until(lambda: seen().free_tokens == 510)
+    left = times.prefill_s([(sizes[1] - 35, 35)]) + sum(alone[2:])
+    assert costs.queue_s(seen()) == pytest.approx(left)
+    # Those behind the ones that are named count as equally long.
+    says(waits[:1], more=(3, 150), free_tokens=509)
+    until(lambda: seen().free_tokens == 509)
+    left = alone[0] + 3 * times.prefill_s([(50, 0)])
+    assert costs.queue_s(seen()) == pytest.approx(left)
+    assert json.loads(json.dumps(dataclasses.asdict(seen())))["queue"] == [
+      [sizes[0] - 32, 32, 1], [50, 0, 3]
+    ]  # fmt: skip
+    # One that reads and answers has the prompt in its queue too.
+    live.router._policy = To("b", "b")
+    live.submit(Request(prompt=prompts[1], max_new_tokens=1))
+    b.hear("answer")
+    both = live.router.instances()[1]
+    assert (both.queued_requests, both.running_requests) == (1, 0)
+    assert costs.queue_s(both) == times.prefill_s([(sizes[0], 0)])
+    # What can't be is no report, and ends the link.
+    for n, (queue, options) in enumerate([
+      ([[0, 1, 0]] * 257, {}),
+      ([[0, 0, 0]], {}),
+      ([[0, 1, -1]], {}),
+      ([[0, 1 << 60, 0]], {}),
+      ([[0, 1, 0]], dict(more=(-1, 0))),
+      ([[0, 1, 0]], dict(more=(0, 7))),
+      ([[0, 1, 0]], dict(more=(2, 1))),
+      ([], dict(free_tokens=-1)),
+      ([], dict(taken="9")),
+    ]):  # fmt: skip
+      a = Scripted(live, f"a{n}", "prefill")
+      says(queue, **options)
+      until(lambda n=n: live.router.counters.lost == n + 1)
+    assert [one.name for one in live.router.instances()] == ["a", "b"]
+
+
+@dataclasses.dataclass(frozen=True)
+class To(cluster.ShortestQueue):
+  """One instance reads; the same or another one answers."""
+
+  reader: str = ""
+  decoder: str | None = None
+
+  def route(self, request, instances, now_s):
+    return cluster.Route(prefill=self.reader, decode=self.decoder)
+
+
+def test_a_planner_is_told_what_instances_had():
+  windows = []
+
+  class Noted:
+    window_s = 1e6
+
+    def decide(self, requests, instances, planned):
+      windows.append(requests)
+      return cluster.RoleDecision()
+
+  with Live(None, planner=Noted()) as live:
+    a, _ = Scripted(live, "a", "prefill"), Scripted(live, "b", "decode")
+    prompt = np.arange(60, dtype=np.int32)
+    keys = [short_key(x) for x in block_keys(prompt[:32], 16)]
+    event = dict(epoch=1, number=0, kind="all", keys=keys)
+    a.wire.tell_object({"t": "blocks"} | event)
+    until(lambda: live.router.blocks.match(keys))
+    for share in (True, False):
+      live.submit(Request(prompt=prompt, max_new_tokens=1, share=share))
+    live.router.plan_roles()
+    ((first, second),) = windows
+    assert (first.cached, second.cached) == ((("a", 32),), ())
+    assert first_prefixes([first]) == {"a": dict.fromkeys(first.blocks[:2], 16)}
+
+
+def test_an_instance_says_what_it_has_to_read(model):
+  with engine(model) as made:
+    worker = cluster.ClusterWorker(made, key=KEY, router=("127.0.0.1", 1))
+    with contextlib.closing(worker):
+      prompts = [np.arange(n, dtype=np.int32) for n in (90, 50, 70)]
+      for prompt, answers in zip(prompts, (1, 3, 1), strict=True):
+        made.submit(Request(prompt=prompt, max_new_tokens=2, n=answers))
+      made.submit(
+        Request(prompt=prompts[0][1:], max_new_tokens=2, n=2, share=False)
+      )
+      found = worker._view()
+      # Answers share what one of them reads, if they may.
+      assert found["queue"] == [(-1, n, 0) for n in (90, 50, 70, 89, 89)]
+      assert (found["queued_requests"], found["queued_tokens"]) == (5, 388)
+      made.step()
+      found = worker._view()
+      assert found["queue"][0] == (-1, 58, 32)
+      assert found["queued_tokens"] == 356
+      while made.busy:
+        made.step()
+      assert worker._view()["queue"] == []
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from ringjax.parallel.chips import Link
 from ringjax.serve.cluster import (
   ClusterSimulator,
   DriftingRoles,
+  InstanceView,
   Limits,
   QuadraticTimes,
   Rejected,
@@ -26,8 +27,9 @@ from ringjax.serve.cluster import (
   TrafficSummary,
   attainment,
   percentiles,
+  repeated,
 )
-from ringjax.serve.traces import TraceRequest, poisson_trace
+from ringjax.serve.traces import TraceRequest, first_prefixes, poisson_trace
 from tests.helpers import refused
 
 TIMES = QuadraticTimes(
@@ -433,6 +435,93 @@ def test_a_steady_load_keeps_the_roles_that_suit_it():
   found = run(trace, *machines, roles=planner(machines[0]))
   assert found.role_changes == []
   assert found.served == run(trace, *machines).served
+
+
+def documents(*, old):
+  """Each asks about a document of its own, which instances have if `old`."""
+  return [
+    dataclasses.replace(
+      one,
+      prompt_tokens=4000,
+      blocks=(*range(100 * i, 100 * i + 30), 10**6 + i, 10**7 + i),
+      block=128,
+      cached=(("a", 3840), ("b", 3840)) if old else (),
+    )
+    for i, one in enumerate(
+      poisson_trace(rate=6.0, requests=24, prompt_tokens=4000, new_tokens=30)
+    )
+  ]
+
+
+def test_prefixes_that_instances_had():
+  ask = lambda *blocks, **had: TraceRequest(
+    arrival=0.0, prompt_tokens=len(blocks) * 16, new_tokens=1, blocks=blocks,
+    block=16, cached=tuple(had.items()),
+  )  # fmt: skip
+  asked = [ask(1, 2, a=16), ask(1, 2, 3, a=48, b=47), ask(4, b=16)]
+  # What the first one has left is not what was there.
+  assert first_prefixes(asked) == {"a": {1: 16, 3: 16}, "b": {4: 16}}
+  trace = [dataclasses.replace(x, arrival=1.0 * n) for n, x in enumerate(asked)]
+  again = [one.blocks for one in repeated(trace, 2)[3:]]
+  far = 1 << 48
+  assert again == [(1, 2 + far), (1, 2 + far, 3), (4,)]
+  # They are there at the beginning, and the oldest ones have to go.
+  for room, cached in ((48, 32), (32, 32), (16, 16), (0, 0)):
+    had = instance(
+      prefix_cache_tokens=room, prefix_blocks={3: 16, 2: 16, 1: 16}
+    )
+    served = run([ask(1, 2, 9)], had).served
+    assert served[0].cached_tokens == cached
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("unchecked")
+def test_roles_are_planned_with_the_prefixes_that_instances_have():
+  times = QuadraticTimes(
+    prefill_token_s=1e-4, decode_fixed_s=5e-3, decode_row_s=2e-3
+  )
+  machines = [
+    instance(
+      name, "decode" if name in "cd" else "prefill", times,
+      prefix_cache_tokens=10**6,
+    )
+    for name in "abcd"
+  ]  # fmt: skip
+  views = [InstanceView(name=x.name, role=x.role) for x in machines]
+  plan = planner({x.name: x for x in machines}, gain=0.2)
+  cold = plan.best_roles(documents(old=False), views, 6.0)
+  warm = plan.best_roles(documents(old=True), views, 6.0)
+  # 4,000 tokens take two instances and more, 160 of them less than one.
+  assert "decode" not in cold.values(), cold
+  assert [*warm.values()] == ["decode"], warm
+  # What is computed of prompts of the same length has changed.
+  was = TrafficSummary.of(documents(old=True), 7)
+  now = TrafficSummary.of(documents(old=False), 7)
+  assert now.drifted(now) == ""
+  assert was.drifted(now) == "computed tokens: 160 to 4e+03"
+
+
+def test_a_window_says_what_instances_had():
+  machines = [
+    instance("a", "prefill", prefix_cache_tokens=10**5), instance("b", "decode")
+  ]  # fmt: skip
+
+  class Noted(Fixed):
+    def decide(self, requests, instances, planned):
+      windows.append([one.cached for one in requests])
+      return super().decide(requests, instances, planned)
+
+  windows = []
+  trace = [
+    TraceRequest(
+      arrival=at, prompt_tokens=40, new_tokens=2, number=n, blocks=(1, 2, 3),
+      block=16,
+    )
+    for n, at in enumerate((0.0, 0.2, 0.4))
+  ]  # fmt: skip
+  found = run(trace, *machines, roles=Noted(RoleDecision()))
+  assert [x.cached_tokens for x in found.served] == [0, 32, 32]
+  assert windows == [[(), (("a", 32),)], [(("a", 32),)]]
 
 
 def test_roles_that_nobody_can_serve_with():

@@ -11,6 +11,7 @@ import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.infer import generate
 from ringjax.serve.cluster import (
+  ElasticLoop,
   ElasticOptions,
   ElasticRunner,
   ElasticScheduler,
@@ -73,7 +74,7 @@ def parts():
 def test_a_model_does_what_the_scheduler_decides(parts):
   model, mesh, prompts, want = parts
   runner = ElasticRunner(model, prompts, mesh=mesh)
-  ran = simulate_elastic(trace(), scheduler(), 4, runner=runner)
+  ran = runner.serve(trace(), scheduler(), 4, clock=None)
   assert runner.answers == want
   # The same decisions at the same times as without a model.
   alone = simulate_elastic(trace(), scheduler(), 4)
@@ -92,9 +93,7 @@ def test_a_model_serves_by_the_clock(parts):
   model, mesh, prompts, want = parts
   runner, began = ElasticRunner(model, prompts, mesh=mesh), time.monotonic()
   policy = scheduler()
-  ran = simulate_elastic(
-    trace(), policy, 4, runner=runner, clock=time.monotonic
-  )
+  ran = runner.serve(trace(), policy, 4)
   assert runner.answers == want
   assert 2.0 < ran.seconds <= time.monotonic() - began
   for one, (_, _, at) in zip(ran.served, ASKED, strict=True):
@@ -107,15 +106,14 @@ def test_a_model_serves_by_the_clock(parts):
 def test_what_does_not_go_with_a_model(parts):
   model, mesh, prompts, _ = parts
   runner = ElasticRunner(model, prompts[:1], mesh=mesh)
-  run = lambda policy, **how: simulate_elastic(trace(), policy, 4, **how)
+  run = lambda policy: runner.serve(trace(), policy, 4, clock=None)
   refused(
     OptionError,
-    lambda: run(scheduler(most_moved_tokens=9), runner=runner),
+    lambda: run(scheduler(most_moved_tokens=9)),
     "most_moved_tokens",
   )
-  refused(OptionError, lambda: run(scheduler(), clock=time.monotonic), "runner")
+  bare = lambda: ElasticLoop(trace(), scheduler(), 4, clock=time.monotonic)
+  refused(OptionError, bare, "runner")
   # One that is refused is not read; the next one has no prompt here.
   whole = FixedGroups(times(1), [[0, 1, 2, 3]], scheduler(slots=10).options)
-  refused(
-    OptionError, lambda: run(whole, runner=runner), "nothing for request 2"
-  )
+  refused(OptionError, lambda: run(whole), "nothing for request 2")

@@ -47,6 +47,11 @@ from ringjax.serve.cluster.elastic_batches import (
   even_parts,
   fewest_instances,
 )
+from ringjax.serve.cluster.elastic_loop import (
+  ElasticLoop,
+  ElasticResult,
+  GroupRunner,
+)
 from ringjax.serve.cluster.elastic_runner import ElasticRunner
 from ringjax.serve.cluster.elastic_scheduler import (
   ClusterView,
@@ -59,11 +64,7 @@ from ringjax.serve.cluster.elastic_scheduler import (
   Emptied,
   PrefillBatch,
 )
-from ringjax.serve.cluster.elastic_simulator import (
-  ElasticResult,
-  GroupRunner,
-  simulate_elastic,
-)
+from ringjax.serve.cluster.elastic_simulator import simulate_elastic
 from ringjax.serve.cluster.elastic_workloads import (
   ComparedSystem,
   GroupMachine,
@@ -119,6 +120,8 @@ from ringjax.serve.cluster.load_control import (
 from ringjax.serve.cluster.phase_times import (
   PhaseTimes,
   QuadraticTimes,
+  QueuedPrompts,
+  reading_s,
 )
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
@@ -161,6 +164,7 @@ __all__ = [
   "DistServeTimes",
   "DriftingRoles",
   "EarlyRejection",
+  "ElasticLoop",
   "ElasticOptions",
   "ElasticPlan",
   "ElasticPolicy",
@@ -190,6 +194,7 @@ __all__ = [
   "PredictiveRejection",
   "PrefillBatch",
   "QuadraticTimes",
+  "QueuedPrompts",
   "RandomRoute",
   "ReaderChoice",
   "Rejected",
@@ -241,6 +246,7 @@ __all__ = [
   "read_calls",
   "read_capacities",
   "read_profile",
+  "reading_s",
   "repeated",
   "replan",
   "routing_policy",

@@ -46,7 +46,11 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.plan.events import Channel, Simulator, Span, Timeline
-from ringjax.serve.cluster.phase_times import PhaseTimes
+from ringjax.serve.cluster.phase_times import (
+  PhaseTimes,
+  QueuedPrompts,
+  reading_s,
+)
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
   RolePlanner,
@@ -91,6 +95,8 @@ class SimulatedInstance:
     share: of `SHARES`, for an instance that does both.
     prefix_cache_tokens: room for blocks of prompts that have been read, beside
       the capacity; the least recently used ones go.
+    prefix_blocks: those of them that are there at the beginning, the least
+      recently used ones first: tokens of each by its id.
   """
 
   name: str
@@ -107,6 +113,9 @@ class SimulatedInstance:
   entry_token_s: int | float = 0.0
   share: str = "first"
   prefix_cache_tokens: int = 0
+  prefix_blocks: Mapping[int, int] = dataclasses.field(
+    default_factory=dict, hash=False
+  )
 
   def __post_init__(self) -> None:
     one_of("role", self.role, ROLES)
@@ -214,7 +223,7 @@ class _RoutedWork:
   fetched: int = 0
   # Tokens of the prompt that are left to read.
   left: int = 0
-  # Seconds of reading it alone, as it counts in a queue.
+  # Seconds of reading what is left, alone, as it counts in a queue.
   alone_s: float = 0.0
   # Tokens that each side holds for it.
   held: int = 0
@@ -233,9 +242,10 @@ class _RoutedWork:
 class _PrefixBlocks:
   """The blocks of prompts that an instance remembers, least recent first."""
 
-  def __init__(self, tokens: int):
-    self._left = tokens
-    self._blocks: collections.OrderedDict[int, int] = collections.OrderedDict()
+  def __init__(self, tokens: int, blocks: Mapping[int, int]):
+    self._left = tokens - sum(blocks.values())
+    self._blocks = collections.OrderedDict(blocks)
+    self._shrink()
 
   def match(self, blocks: Sequence[int], block: int) -> int:
     """Tokens of the longest prefix that is here."""
@@ -254,6 +264,9 @@ class _PrefixBlocks:
       else:
         self._blocks[one] = block
         self._left -= block
+    self._shrink()
+
+  def _shrink(self) -> None:
     while self._left < 0:
       self._left += self._blocks.popitem(last=False)[1]
 
@@ -265,7 +278,9 @@ class _Running:
     self.spec, self.cluster = spec, cluster
     self.name, self.role = spec.name, spec.role
     self.counters = InstanceCounters()
-    self.prefixes = _PrefixBlocks(int(spec.prefix_cache_tokens))
+    self.prefixes = _PrefixBlocks(
+      int(spec.prefix_cache_tokens), spec.prefix_blocks
+    )
     # Prompts: those that wait, those that are fetched or read.
     self.queue: collections.deque[_RoutedWork] = collections.deque()
     self.queued = self.queued_tokens = 0
@@ -491,6 +506,12 @@ class _Running:
     work.held = need
     return True
 
+  def wait_for(self, work: _RoutedWork, have: int) -> None:
+    """Counts the seconds of a prompt of which some tokens are there."""
+    alone = QueuedPrompts.of(work.asked.prompt_tokens, have)
+    work.alone_s = reading_s(self.spec.times, [alone])
+    self.queued_s += work.alone_s
+
   def _drop(self, work: _RoutedWork) -> None:
     """Forgets a prompt that was rejected while it waited."""
     self.queue.remove(work)
@@ -588,10 +609,12 @@ class _Running:
     for work, count in batch:
       work.left -= count
       self.counters.prefill_tokens += count
-      if not work.left:
+      self.queued_s -= work.alone_s
+      if work.left:
+        self.wait_for(work, work.asked.prompt_tokens - work.left)
+      else:
         # Prompts are read in the order of the queue.
         self.queue.popleft()
-        self.queued_s -= work.alone_s
 
   def _passed(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     """Counts tokens that others do not wait for any more."""
@@ -749,10 +772,15 @@ class _Run:
       self.at(self.now + float(planner.window_s), self._plan_roles)
 
   def _route(self, one: TraceRequest, served: ServedRequest) -> None:
-    if self.spec.roles is not None:
-      self.came.append(one)
     # An id names a whole prefix; the last block may be a part of one.
     whole = one.blocks[: one.prompt_tokens // one.block]
+    if self.spec.roles is not None:
+      had = (
+        (x.name, x.prefixes.match(whole, one.block)) for x in self.in_order
+      )
+      self.came.append(
+        dataclasses.replace(one, cached=tuple(x for x in had if x[1]))
+      )
 
     def cached(name: str) -> int:
       found = self._instance(name).prefixes.match(whole, one.block)
@@ -784,13 +812,9 @@ class _Run:
     here = cached(target.name)
     work.left = one.prompt_tokens
     have = max(here, route.fetch_tokens if route.fetch_from else 0)
-    have = min(have, one.prompt_tokens - 1)
-    work.alone_s = target.spec.times.prefill_s(
-      [(one.prompt_tokens - have, have)]
-    )
     target.queued += 1
     target.queued_tokens += one.prompt_tokens
-    target.queued_s += work.alone_s
+    target.wait_for(work, have)
     if route.fetch_from is not None and route.fetch_tokens > here:
       self._fetch(work, route, here)
     else:

@@ -3,7 +3,8 @@
 Guarantees: as `routing.py`: each policy here is a pure function of a request
 and of the views. No number is divided by: an instance without any of the
 prefix counts as infinitely worse than one with some.
-Cost: a prediction or two for each instance that reads prompts.
+Cost: a prediction or two for each instance that reads prompts; of a live one
+also one for each prompt of its queue, at most 257 and those sent last.
 
   random   any instance; a hash of the request's number
   load     the instance whose queue is read first
@@ -28,7 +29,11 @@ from ringjax import option_text
 from ringjax.checks import boolean, integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
-from ringjax.serve.cluster.phase_times import PhaseTimes
+from ringjax.serve.cluster.phase_times import (
+  PhaseTimes,
+  QueuedPrompts,
+  reading_s,
+)
 from ringjax.serve.cluster.routing import (
   ChosenReader,
   InstanceView,
@@ -76,15 +81,17 @@ class RoutingCosts:
 
   def prefill_s(self, name: str, tokens: int, cached: int) -> float:
     """Seconds of reading a prompt of which `cached` tokens are there."""
-    cached = min(cached, tokens - 1)
-    return self.of(name).prefill_s([(tokens - cached, cached)])
+    return reading_s(self.of(name), [QueuedPrompts.of(tokens, cached)])
 
   def queue_s(self, view: InstanceView) -> float:
-    """Seconds until an instance has read what it was given before."""
-    if view.queued_tokens and not view.queued_s:
-      # Nothing predicts for the router; as one prompt is the most it can be.
-      return self.of(view.name).prefill_s([(view.queued_tokens, 0)])
-    return float(view.queued_s)
+    """Seconds until an instance has read what it was given before.
+
+    A live instance counts the tokens of the call under way as computed, so
+    that what is left of this one call is missing.
+    """
+    if view.queued_s is not None:
+      return float(view.queued_s)
+    return reading_s(self.of(view.name), view.prompts)
 
   def transfer_s(self, tokens: int) -> float:
     """Seconds of moving the cache of some tokens over an idle link."""
@@ -331,7 +338,7 @@ class Conductor(FastestDecode):
       return Rejected(reason="no instance reads prompts")
     # Who answers may have the prefix too.
     found = [(request.cached_tokens(one.name), one) for one in instances]
-    longest, owner = max(found, key=lambda x: (x[0], x[1].prefills, -_wait(x)))
+    longest = max(n for n, _ in found)
     made = [(self.choice(request, one, longest), one) for one in able]
     best, reader = min(made, key=lambda x: (x[0].ttft_s, x[1].name))
     if best.ttft_s > self.ttft_s:
@@ -345,6 +352,10 @@ class Conductor(FastestDecode):
         return late
     if not best.fetch_tokens:
       return _to(reader)
+    owner = max(
+      (one for n, one in found if n == longest),
+      key=lambda one: (one.prefills, -self.costs.queue_s(one)),
+    )
     return dataclasses.replace(
       _to(reader), fetch_from=owner.name, fetch_tokens=longest
     )
@@ -355,10 +366,6 @@ class LocalConductor(Conductor):
   """The conductor without fetches: an instance has what it read itself."""
 
   threshold: int | float = math.inf
-
-
-def _wait(found: tuple[int, InstanceView]) -> float:
-  return float(found[1].queued_s)
 
 
 def _to(view: InstanceView) -> Route:

@@ -1,7 +1,8 @@
 """When the load of a service has drifted so far that it is placed anew.
 
 `replan` finds placements over time; `DriftingRoles` changes what instances do
-while they serve, in a simulator or behind a live router.
+while they serve, in a simulator or behind a live router. What instances had of
+the prompts when these came is in their caches when roles are simulated.
 
 Guarantees: a change counts if it is both large, beyond a part of what was
 planned for, and certain, beyond some standard errors of the mean of a window,
@@ -38,7 +39,7 @@ from ringjax.serve.cluster.routing import (
   lacking,
 )
 from ringjax.serve.cluster.served import Limits
-from ringjax.serve.traces import TraceRequest
+from ringjax.serve.traces import TraceRequest, first_prefixes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,8 @@ class DriftingRoles:
 
   Attributes:
     instances: what is simulated: of each by its name; or one for all, with the
-      capacity and the rows that each has said.
+      capacity and the rows that each has said. Prefixes that an instance had
+      are added (`first_prefixes`).
     limits: what requests are promised.
     window_s: seconds of a window.
     policy: that routes; None for `ShortestQueue`.
@@ -175,7 +177,13 @@ class DriftingRoles:
       rate: at which the search of goodput begins.
     """
     now = {one.name: one.role for one in instances}
-    made = {one.name: self._simulated(one) for one in instances}
+    had = first_prefixes(requests)
+    made = {
+      one.name: dataclasses.replace(
+        self._simulated(one), prefix_blocks=had.get(one.name, {})
+      )
+      for one in instances
+    }
     # What has least to finish changes first.
     order = sorted(
       (one for one in instances if one.role != "both"),
@@ -222,10 +230,13 @@ class DriftingRoles:
     order: Sequence[InstanceView],
     made: Mapping[str, SimulatedInstance],
   ) -> Iterator[dict[str, str]]:
-    """Changes of one instance to a role; of equal ones that of the first."""
+    """Changes of one instance to a role; of equal ones, whatever they have
+    cached, that of the first."""
     seen: list[SimulatedInstance] = []
     for one in order:
-      kind = dataclasses.replace(made[one.name], name="one", role="both")
+      kind = dataclasses.replace(
+        made[one.name], name="one", role="both", prefix_blocks={}
+      )
       if roles[one.name] == role or kind in seen:
         continue
       seen.append(kind)

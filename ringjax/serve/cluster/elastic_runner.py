@@ -3,8 +3,8 @@
 `ElasticRunner` gives each request an `ElasticSession` on the instances of its
 group. A batch's prompts are read by the ring of all its instances, which keep
 what the plan gives them; fewer answer; others join and take new tokens; no key
-ever moves. `simulate_elastic(..., runner=)` asks the scheduler, live or by
-predicted times.
+ever moves. `ElasticRunner.serve` asks the scheduler, by the clock of the wall
+or by predicted times.
 
 Guarantees: tokens are those of one device, whatever was decided. Keys are where
 the scheduler counts them.
@@ -17,6 +17,7 @@ Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,13 @@ from ringjax.errors import OptionError
 from ringjax.infer import inputs
 from ringjax.infer.elastic import ElasticSession
 from ringjax.models.transformer import Transformer
-from ringjax.serve.cluster.elastic_scheduler import ElasticRequest, PrefillBatch
+from ringjax.serve.cluster.elastic_loop import ElasticLoop, ElasticResult
+from ringjax.serve.cluster.elastic_scheduler import (
+  ElasticPolicy,
+  ElasticRequest,
+  PrefillBatch,
+)
+from ringjax.serve.traces import TraceRequest
 
 
 class ElasticRunner:
@@ -63,6 +70,31 @@ class ElasticRunner:
     self.answers: list[list[int]] = [[] for _ in self.prompts]
     self.groups: list[list[tuple[int, ...]]] = [[] for _ in self.prompts]
     self._sessions: dict[int, ElasticSession] = {}
+
+  def serve(
+    self,
+    trace: Sequence[TraceRequest],
+    policy: ElasticPolicy,
+    instances: int,
+    *,
+    clock: Callable[[], float] | None = time.monotonic,
+  ) -> ElasticResult:
+    """Serves a trace as a policy decides; `answers` then has its tokens.
+
+    Args:
+      trace: requests, in the order of the prompts.
+      policy: who reads and answers what; it moves no keys
+        (`ElasticOptions(most_moved_tokens=0)`).
+      instances: of the mesh.
+      clock: seconds: requests come when they did in the trace, and calls take
+        what they take, one after another; None lets them take what the policy's
+        times say, so that all times are those of `simulate_elastic`.
+
+    Raises:
+      OptionError: as `ElasticLoop`; or a request has no prompt of its length.
+    """
+    loop = ElasticLoop(trace, policy, instances, runner=self, clock=clock)
+    return loop.run()
 
   def read(self, batch: PrefillBatch) -> None:
     """As `GroupRunner`.

@@ -16,14 +16,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ringjax.checks import number, positive_int
+from ringjax.serve.cluster.elastic_loop import ElasticResult
 from ringjax.serve.cluster.elastic_scheduler import (
   ElasticOptions,
   ElasticScheduler,
 )
-from ringjax.serve.cluster.elastic_simulator import (
-  ElasticResult,
-  simulate_elastic,
-)
+from ringjax.serve.cluster.elastic_simulator import simulate_elastic
 from ringjax.serve.cluster.fixed_groups import FixedGroups
 from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.serve.cluster.served import Limits

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.serve.cluster.served import Limits, ServedRequest, attainment
-from ringjax.serve.traces import TraceRequest
+from ringjax.serve.traces import TraceRequest, first_prefixes
 
 # Part of a rate at which requests do not meet each other.
 _ALONE = 1e-6
@@ -97,14 +97,18 @@ def share_met(
 
 
 def repeated(trace: Sequence[TraceRequest], times: int) -> list[TraceRequest]:
-  """A trace several times, one after another; repeats share no prefix."""
+  """A trace several times, one after another.
+
+  Repeats share no prefix, but those that instances had before the first one.
+  """
+  had = {x for blocks in first_prefixes(trace).values() for x in blocks}
   period = trace[-1].arrival - trace[0].arrival + 1 / trace_rate(trace)
   return [
     dataclasses.replace(
       one,
       arrival=one.arrival + n * period,
       number=one.number + n * len(trace),
-      blocks=tuple(block + (n << 48) for block in one.blocks),
+      blocks=tuple(x if x in had else x + (n << 48) for x in one.blocks),
     )
     for n in range(times)
     for one in trace

@@ -5,6 +5,9 @@
 
 six constants that are not negative. Prefill's are those of `plan.Profile`
 (which counts n (c + n / 2) or n (c + n) pairs), DistServe's and LoongServe's.
+A queue takes the sum of its prompts, each alone in a call (`reading_s`, of live
+routers and of the simulator): as the time grows with the square of a prompt's
+length, ten prompts of 1,000 tokens take much less than one of 10,000.
 Ref: Zhong et al. 2024, DistServe, appendix A and its simulator; Wu et al. 2024,
 LoongServe (SOSP), arXiv 2404.09526, section 5.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ringjax.checks import number
 
@@ -38,6 +41,45 @@ class PhaseTimes(Protocol):
       cached_tokens: of all rows together.
     """
     ...
+
+
+class QueuedPrompts(NamedTuple):
+  """Prompts of a queue that are alike.
+
+  Fields:
+    tokens: of each, that are left to compute.
+    cached: of each, tokens before them whose keys are there, or will be.
+    count: how many prompts.
+  """
+
+  tokens: int
+  cached: int = 0
+  count: int = 1
+
+  @classmethod
+  def of(cls, prompt_tokens: int, cached: int) -> QueuedPrompts:
+    """One prompt, whose last token is computed whatever is cached.
+
+    Args:
+      prompt_tokens: of the prompt; at least 1.
+      cached: tokens of its prefix that are there.
+    """
+    cached = min(cached, prompt_tokens - 1)
+    return cls(prompt_tokens - cached, cached)
+
+
+def reading_s(times: PhaseTimes, queue: Iterable[QueuedPrompts]) -> float:
+  """Seconds of reading prompts one behind another, each alone in a call.
+
+  Args:
+    times: of the instance.
+    queue: its prompts, in any order.
+  """
+  return float(
+    sum(
+      one.count * times.prefill_s([(one.tokens, one.cached)]) for one in queue
+    )
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

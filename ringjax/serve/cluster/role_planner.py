@@ -33,6 +33,8 @@ class TrafficSummary:
     requests: how many.
     rate: requests a second, and its error.
     prompt_tokens: of a prompt, and its error.
+    computed_tokens: of a prompt, without what an instance had of it when it
+      came, and its error.
     new_tokens: of an answer, and its error.
     mixed: whether the load changed in this window, so that it is of requests
       before and after.
@@ -42,6 +44,7 @@ class TrafficSummary:
   rate: tuple[float, float]
   prompt_tokens: tuple[float, float]
   new_tokens: tuple[float, float]
+  computed_tokens: tuple[float, float] = (0.0, math.inf)
   mixed: bool = False
 
   @classmethod
@@ -67,6 +70,12 @@ class TrafficSummary:
       rate=(n / seconds, max(spread, n**0.5) / seconds),
       prompt_tokens=mean([one.prompt_tokens for one in requests]),
       new_tokens=mean([one.new_tokens for one in requests]),
+      computed_tokens=mean(
+        [
+          one.prompt_tokens - max((n for _, n in one.cached), default=0)
+          for one in requests
+        ]
+      ),
     )
 
   def drifted(
@@ -85,7 +94,7 @@ class TrafficSummary:
     """
     if now.requests < FEWEST_REQUESTS or self.requests < FEWEST_REQUESTS:
       return ""
-    for name in ("rate", "prompt_tokens", "new_tokens"):
+    for name in ("rate", "prompt_tokens", "new_tokens", "computed_tokens"):
       (was, error), (new, error_now) = getattr(self, name), getattr(now, name)
       change = abs(new - was)
       if change > by * was and change > errors * math.hypot(error, error_now):
@@ -168,7 +177,8 @@ class RolePlanner(Protocol):
     """The roles from now on.
 
     Args:
-      requests: that came in the window that ends now, in their order.
+      requests: that came in the window that ends now, in their order, with
+        what instances had of them (`TraceRequest.cached`).
       instances: all that are alive, in the order of their names.
       planned: of the last decision; None before the first one.
     """

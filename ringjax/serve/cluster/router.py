@@ -40,7 +40,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +61,7 @@ from ringjax.serve.cluster.block_index import (
   short_key,
 )
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat
+from ringjax.serve.cluster.phase_times import QueuedPrompts
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
@@ -68,6 +69,7 @@ from ringjax.serve.cluster.role_planner import (
   TrafficSummary,
 )
 from ringjax.serve.cluster.routing import (
+  MOST_QUEUED,
   ROLES,
   InstanceView,
   Rejected,
@@ -101,6 +103,7 @@ _MOST_LINKS = 512
 _MOST_CAME = 1024
 # What is said of an instance that may do something.
 _DOES = {"prefills": "reads prompts", "decodes": "answers"}
+_MOST_NUMBER = 1 << 53
 _REPORTED = (
   "queued_requests",
   "queued_tokens",
@@ -108,6 +111,22 @@ _REPORTED = (
   "running_tokens",
   "free_tokens",
 )
+
+
+class SentTask(NamedTuple):
+  """A task that an instance was sent and that its report does not count yet.
+
+  Fields:
+    number: of the tasks that were sent to this instance.
+    queued: its prompt, if it is to be read there; None if it is answered.
+    prompt: tokens of it.
+    new: of the answer, at most.
+  """
+
+  number: int
+  queued: QueuedPrompts | None
+  prompt: int
+  new: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,9 +143,9 @@ class ClusterInstance:
     rows: answers that it makes at the same time.
     leaving: whether it takes nothing new.
     report: what it said last of its load.
+    queue: the same, of the prompts that it has to read.
     sent: tasks that were sent to it.
-    since: of those that its report does not count yet: number, whether the
-      prompt is to be read, tokens of the prompt, and of the answer.
+    since: those that its report does not count yet.
   """
 
   name: str
@@ -138,29 +157,70 @@ class ClusterInstance:
   rows: int
   leaving: bool = False
   report: dict[str, int] = dataclasses.field(default_factory=dict)
+  queue: tuple[QueuedPrompts, ...] = ()
   sent: int = 0
-  since: collections.deque[tuple[int, bool, int, int]] = dataclasses.field(
+  since: collections.deque[SentTask] = dataclasses.field(
     default_factory=collections.deque
   )
 
   def view(self) -> InstanceView:
     """What a policy sees: the report, and what was sent since."""
     found = {name: self.report.get(name, 0) for name in _REPORTED}
-    for _, reads, prompt, new in self.since:
-      if reads:
-        found["queued_requests"] += 1
-        found["queued_tokens"] += prompt
-      else:
-        found["running_requests"] += 1
-        found["running_tokens"] += prompt
-      found["free_tokens"] = max(0, found["free_tokens"] - prompt - new)
+    queue = [*self.queue]
+    for task in self.since:
+      what = "running" if task.queued is None else "queued"
+      found[f"{what}_requests"] += 1
+      found[f"{what}_tokens"] += task.prompt
+      if task.queued is not None:
+        queue.append(task.queued)
+      need = task.prompt + task.new
+      found["free_tokens"] = max(0, found["free_tokens"] - need)
     return InstanceView(
       name=self.name,
       role=self.role,
       capacity_tokens=self.capacity,
       max_rows=self.rows,
+      queue=(*queue,),
       **found,
     )
+
+  def hear_load(
+    self, fields: Mapping[str, Any], expected: Callable[[int], int]
+  ) -> None:
+    """Takes a report of its load.
+
+    Args:
+      fields: the message; `queue` has (task, tokens left, tokens whose keys are
+        there) of the prompts that are read first.
+      expected: of a task, how much of its prompt was to be found there.
+
+    Raises:
+      OptionError: numbers out of range.
+      KeyError, TypeError, ValueError: it is none.
+    """
+    count = lambda name, x: integer(name, x, least=0, most=_MOST_NUMBER)
+    report = {name: count(name, fields[name]) for name in _REPORTED}
+    taken = count("taken", fields["taken"])
+    told = fields["queue"]
+    if not isinstance(told, list) or len(told) > MOST_QUEUED:
+      raise ValueError(f"a queue of no list, or more than {MOST_QUEUED}")
+    queue: list[QueuedPrompts] = []
+    requests, tokens = report["queued_requests"], report["queued_tokens"]
+    for task, left, computed in told:
+      integer("task", task, least=-1, most=_MOST_NUMBER)
+      integer("left", left, least=1, most=_MOST_NUMBER)
+      # An engine looks what it has when it begins with a prompt.
+      have = count("computed", computed) or expected(task)
+      queue.append(QueuedPrompts.of(left + computed, have))
+      requests, tokens = requests - 1, tokens - left
+    if requests < 0 or tokens < requests or (tokens and not requests):
+      raise ValueError("a queue with other sums than are said")
+    if requests:
+      # Those behind, as if they were equally long.
+      queue.append(QueuedPrompts(-(-tokens // requests), count=requests))
+    self.report, self.queue = report, (*queue,)
+    while self.since and self.since[0].number <= taken:
+      self.since.popleft()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -224,10 +284,15 @@ class RoutedState:
     attempts: how often it was begun.
     alone_since: since when no instance could take it; None if one can.
     why: it was begun again the last time.
+    whole: whether who answers also reads, as its route says.
+    fetch_tokens: of the prompt, that who reads it has once it has fetched.
+    expected: of the prompt, that who was sent it last was to find there.
     cached: tokens of the prompt that who read it had found; None if nobody has
       read it apart, and who answers knows.
     totals: of each answer, the log-probability of what was known when it was
       begun the last time.
+    had: (name, tokens) of the prompt that instances had when it came, if roles
+      are planned.
   """
 
   routed: RoutedRequest
@@ -247,8 +312,12 @@ class RoutedState:
   attempts: int = 0
   alone_since: float | None = None
   why: str = ""
+  whole: bool = False
+  fetch_tokens: int = 0
+  expected: int = 0
   cached: int | None = None
   totals: list[float] = dataclasses.field(default_factory=list)
+  had: tuple[tuple[str, int], ...] = ()
 
 
 class ClusterRouter:
@@ -450,6 +519,9 @@ class ClusterRouter:
       self.counters.requests += 1
       self._requests[handle] = state
       if self._planner is not None:
+        cached = self._cached(state)
+        had = ((name, cached(name)) for name in sorted(self._instances))
+        state.had = tuple(x for x in had if x[1])
         self._came.append(state)
         if len(self._came) > _MOST_CAME:
           self._came_before.append(_as_traced(self._came.popleft()))
@@ -806,9 +878,7 @@ class ClusterRouter:
     kind = fields["t"]
     with self._work:
       if kind == "view":
-        one.report = {x: int(fields[x]) for x in _REPORTED}
-        while one.since and one.since[0][0] <= fields["taken"]:
-          one.since.popleft()
+        one.hear_load(fields, self._expected)
         self._dispatch()
         return
       if kind == "blocks":
@@ -865,6 +935,11 @@ class ClusterRouter:
         self._tokens(state, fields)
       else:
         raise ValueError(f"a message {str(kind)[:40]!r}")
+
+  def _expected(self, task: int) -> int:
+    """Tokens of a task's prompt that who reads it was to find."""
+    state = self._tasks.get(task)
+    return 0 if state is None else state.expected
 
   def _fetched(self, nbytes: int) -> None:
     """A prefix was pulled, or could not be: 0 bytes."""
@@ -979,7 +1054,9 @@ class ClusterRouter:
       # Once: what begins again does not depend on a third instance.
       source = self._named(str(route.fetch_from))
     state.attempts += 1
-    state.lends = decoder is reader and source is not None
+    state.whole = decoder is reader
+    state.lends = state.whole and source is not None
+    state.fetch_tokens = int(route.fetch_tokens)
     if decoder is reader:
       if source is None:
         self._answer(state, reader)
@@ -1114,7 +1191,15 @@ class ClusterRouter:
     self._tasks[task] = state
     one.sent += 1
     new = 1 if reads else state.routed.new_tokens
-    one.since.append((one.sent, reads, state.routed.prompt_tokens, new))
+    size, queued = state.routed.prompt_tokens, None
+    reads = reads or state.whole
+    state.expected = self._cached(state)(one.name)
+    if state.tickets:
+      moved = state.fetch_tokens if reads else size
+      state.expected = max(state.expected, moved)
+    if reads:
+      queued = QueuedPrompts.of(size, state.expected)
+    one.since.append(SentTask(one.sent, queued, size, new))
     one.link.tell(**fields)
     return task
 
@@ -1154,7 +1239,7 @@ class ClusterRouter:
       state.attempts += 1
       return
     self._let_go(state)
-    state.stage, state.cached = "new", None
+    state.stage, state.cached, state.whole = "new", None, False
 
   def _reject(self, state: RoutedState, why: Rejected) -> None:
     self.counters.rejected += 1
@@ -1269,6 +1354,7 @@ def _as_traced(state: RoutedState) -> tuple[TraceRequest, int]:
     prompt_tokens=routed.prompt_tokens,
     new_tokens=max(1, made),
     number=routed.number,
+    cached=state.had,
   ), 0 if handle.done else max(0, routed.new_tokens - made)
 
 

@@ -15,9 +15,12 @@ from typing import Protocol, runtime_checkable
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
+from ringjax.serve.cluster.phase_times import QueuedPrompts
 
 # What an instance does: read prompts, answer them, or both.
 ROLES = ("prefill", "decode", "both")
+# Prompts of which an instance reports the lengths; of others it has the sums.
+MOST_QUEUED = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,10 @@ class InstanceView:
     queued_requests: prompts that wait or are being read.
     queued_tokens: of these, tokens that are not yet computed; in a pipeline by
       its first stage.
-    queued_s: predicted seconds until these are read; 0 if nothing predicts.
+    queued_s: predicted seconds until these are read; None: a policy predicts
+      them from `queue` (`RoutingCosts.queue_s`).
+    queue: the prompts that wait or are being read; empty if only their sums
+      are known.
     running_requests: answers under way.
     running_tokens: cached tokens of these.
     free_tokens: tokens that its cache has room for.
@@ -42,12 +48,21 @@ class InstanceView:
   role: str
   queued_requests: int = 0
   queued_tokens: int = 0
-  queued_s: int | float = 0.0
+  queued_s: int | float | None = None
+  queue: tuple[QueuedPrompts, ...] = ()
   running_requests: int = 0
   running_tokens: int = 0
   free_tokens: int = 0
   capacity_tokens: int = 0
   max_rows: int = 0
+
+  @property
+  def prompts(self) -> tuple[QueuedPrompts, ...]:
+    """`queue`; if only the sums are known, prompts of equal lengths."""
+    if self.queue or not self.queued_tokens:
+      return self.queue
+    count = max(1, self.queued_requests)
+    return (QueuedPrompts(-(-self.queued_tokens // count), count=count),)
 
   @property
   def prefills(self) -> bool:

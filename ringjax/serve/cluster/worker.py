@@ -60,7 +60,7 @@ from ringjax.serve.cluster.control_link import (
   dial,
 )
 from ringjax.serve.cluster.request_fields import request_of
-from ringjax.serve.cluster.routing import ROLES
+from ringjax.serve.cluster.routing import MOST_QUEUED, ROLES
 from ringjax.serve.engine import Engine
 from ringjax.serve.grammar import GrammarCompiler
 from ringjax.serve.prefix_transfer import (
@@ -466,7 +466,6 @@ class ClusterWorker:
     now = time.monotonic()
     scheduler = self._engine.scheduler
     rows = [r for r in list(scheduler.running) if r is not None]
-    reading = [r for r in (*rows, *list(scheduler.waiting)) if r.reading]
     decoding = [r for r in rows if not r.reading]
     with self._work:
       tasks, waiting = list(self._tasks.values()), list(self._pulls)
@@ -486,12 +485,28 @@ class ClusterWorker:
     fetching = [task for task in waiting if task.reads]
     used = sum(task.request.rows for task in holding)
     free = self._capacity - sum(task.tokens for task in holding)
+    numbers = {id(task.handle): task.number for task in tasks if task.handle}
+    # (task, tokens left, tokens computed) of each prompt.
+    queue: list[tuple[int, int, int]] = []
+    seen: set[int] = set()
+    for row in (*rows, *list(scheduler.waiting)):
+      # It may go on meanwhile.
+      handle, computed = id(row.owner.handle), row.computed
+      left = row.prompt.size - computed
+      # Of several answers one reads what the others then find.
+      if row.parked or handle in seen:
+        continue
+      if row.share:
+        seen.add(handle)
+      if left > 0:
+        queue.append((numbers.get(handle, -1), left, computed))
+    queue += [(task.number, len(task.request.prompt), 0) for task in fetching]
     return {
       "t": "view",
       "taken": taken,
-      "queued_requests": len(reading) + len(fetching),
-      "queued_tokens": sum(r.prompt.size - r.computed for r in reading)
-      + sum(task.tokens for task in fetching),
+      "queued_requests": len(queue),
+      "queued_tokens": sum(left for _, left, _ in queue),
+      "queue": queue[:MOST_QUEUED],
       "running_requests": len(decoding) + len(waiting) - len(fetching),
       "running_tokens": sum(r.computed for r in decoding),
       "free_tokens": max(0, free) if used < self._engine.rows else 0,
