@@ -364,6 +364,8 @@ def work(
       was = not was
       word = "joined" if was else "lost"
       screen.say(f"{word} the router {values.join}, as {worker.role}")
+      if was and worker.notice:
+        screen.say(worker.notice)
     elif not was and worker.refused not in ("", said):
       said = worker.refused
       screen.say(f"not joined: {said}")

@@ -225,6 +225,18 @@ def test_prefill_apart_from_decode_is_one_engine(model, alone, devices):
     assert all(len(x.top) == 2 for x in answer.logprobs)
 
 
+@pytest.mark.long
+def test_an_instance_says_what_does_nothing_with_its_router():
+  model = rj.models.create(MODEL | {"num_hidden_layers": 2}, seed=0)
+  options = dict(layer_parts=2)
+  for stream, word in ((0, "layer_parts=2 only cuts programs"), (64, "")):
+    with Live(model, "both", stream_tokens=stream, **options) as live:
+      assert live.workers["both0"].notice.startswith(word)
+      assert bool(live.workers["both0"].notice) == bool(word)
+  with Live(model, "both") as live:
+    assert not live.workers["both0"].notice
+
+
 @pytest.mark.parametrize(
   ("read", "answer", "devices"),
   swept(

@@ -845,7 +845,7 @@ class ClusterRouter:
         )
       self._common = common
       self._instances[name] = one
-      one.link.tell(t="welcome")
+      one.link.tell(t="welcome", stream=self._stream)
       one.link.start()
       self._dispatch()
 

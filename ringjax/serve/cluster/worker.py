@@ -174,6 +174,7 @@ class ClusterWorker:
     joined: set while the router has it.
     ended: set when it joins no more: it was closed, or its engine failed.
     refused: why the router did not take it, or "".
+    notice: an option of the engine that does nothing with this router, or "".
   """
 
   def __init__(
@@ -253,7 +254,7 @@ class ClusterWorker:
     where = f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
     self.name, self.role = name or f"{role}-{where}", role
     self.joined, self.ended = threading.Event(), threading.Event()
-    self.refused = ""
+    self.refused = self.notice = ""
     self._work = threading.Condition()
     self._tasks: dict[int, WorkerTask] = {}
     # Tasks that wait for room.
@@ -372,6 +373,13 @@ class ClusterWorker:
     except PeerError as error:
       answer = {"error": str(error)}
     if answer.get("t") == "welcome":
+      parts = len(self._engine.layer_parts)
+      self.notice = ""
+      if parts > 1 and not answer.get("stream"):
+        self.notice = (
+          f"layer_parts={parts} only cuts programs: this router lets pages "
+          "leave at a prompt's end (stream_tokens=0)"
+        )
       return wire
     self.refused = str(answer.get("error", "the router closed the connection"))
     wire.close()
