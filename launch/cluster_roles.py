@@ -357,6 +357,11 @@ def work(
     signal.signal(number, lambda *_: told.set())
   host, port = worker.publisher.address
   screen.say(f"instance {worker.name}, pages at {host}:{port}")
+  if devices is not None:
+    screen.say(
+      f"up to {values.device_pages:,} bytes of pages stay on the devices, for "
+      f"JAX's transfer server at {devices.host}"
+    )
   said, was = "", False
   worker.start()
   while not told.wait(0.1) and not worker.ended.is_set():

@@ -503,9 +503,11 @@ class _Puller:
     shortest, longest = _LOOKS_S
     pause, told, last = shortest, 0.0, time.monotonic()
     while True:
-      ready = [x for x in left if x[1].is_ready()]
+      ready, others = [], []
+      for one in left:
+        (ready if one[1].is_ready() else others).append(one)
       yield from ready
-      left = [x for x in left if not any(x is y for y in ready)]
+      left = others
       if not left:
         return
       now = time.monotonic()

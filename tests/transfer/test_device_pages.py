@@ -151,7 +151,8 @@ def test_every_dtype(publisher, devices, dtype):
     batch = transfer.PageBatch((jnp.asarray(data),))
     layout = transfer.PageLayout.of("k", dtype, data.shape[1:], "n")
     ticket = publisher.publish({n: batch[n] for n in range(5)}, layout)
-    got = transfer.pull(ticket, publisher.address, KEY, devices=devices[1])
+  # The reader's process may know of 32 bits only.
+  got = transfer.pull(ticket, publisher.address, KEY, devices=devices[1])
   np.testing.assert_array_equal(got.arrays["k"].view(np.uint8), bits)
   assert got.array_reads == 1
 
