@@ -14,6 +14,7 @@ sides have a `DeviceServer`, and are copied to where they belong.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import itertools
 import secrets
 import socket
@@ -44,6 +45,8 @@ from ringjax.transfer.wire import (
 PATIENCE_S = 10.0
 # How often arrays that come are looked at, at least and at most.
 _LOOKS_S = 0.0001, 0.002
+# How often at most the publisher is told that some came.
+_TELLS_S = 0.01
 Address = tuple[str, int]
 
 
@@ -459,6 +462,8 @@ class _Puller:
       pieces = pieces_from_json(fields["pieces"], len(rows[0]), self.cuts)
       if not isinstance(host, str) or len(host) > 64:
         raise ValueError("no address")
+      # Names would be asked for, for any time.
+      ipaddress.ip_address(host)
       if not isinstance(ports, list) or not 2 <= len(ports) <= 1 + MOST_STREAMS:
         raise ValueError("no ports")
       for x, most in (*((x, 1 << 16) for x in ports), (number, 1 << 62)):
@@ -502,6 +507,7 @@ class _Puller:
     left = list(zip(pieces, arrays, strict=True))
     shortest, longest = _LOOKS_S
     pause, told, last = shortest, 0.0, time.monotonic()
+    said = 0
     while True:
       ready, others = [], []
       for one in left:
@@ -511,12 +517,13 @@ class _Puller:
       if not left:
         return
       now = time.monotonic()
+      came = len(pieces) - len(left)
+      # The publisher's patience may be another one.
+      if came > said and now - told > _TELLS_S:
+        self.wire.tell_object({"came": came, "done": False})
+        told, said = now, came
       if ready:
         pause, last = shortest, now
-        if now - told > self.wire.patience_s / 10:
-          came = len(pieces) - len(left)
-          self.wire.tell_object({"came": came, "done": False})
-          told = now
       elif now - last > self.wire.patience_s:
         raise self.wire.fail(TimeoutError())
       self.wire.wait(pause)

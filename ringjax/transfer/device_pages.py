@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +25,20 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ringjax.checks import integer
-from ringjax.errors import InputTypeError, OptionError
+from ringjax.errors import InputTypeError, OptionError, RingjaxError
 from ringjax.transfer.description import PageLayout
+from ringjax.transfer.wire import MOST_MESSAGE, as_json
 
 # Of each axis first and end.
 Box = tuple[tuple[int, int], ...]
 # Devices that a page's array may be spread over.
 _MOST_BOXES = 1 << 10
+# Beyond these an array each costs more than their bytes do.
+_MOST_PIECES = 1 << 13
+
+
+class PiecesError(RingjaxError, RuntimeError):
+  """A read in more pieces than are sent as arrays."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,13 +88,24 @@ class PageBatch:
     return DevicePage(self, row)
 
   @functools.cached_property
+  def nbytes(self) -> int:
+    """Bytes on all devices together, of all pages and copies."""
+    shards = [
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+      for x in self.leaves
+    ]
+    devices = [len(x.sharding.device_set) for x in self.leaves]
+    return sum(n * k for n, k in zip(shards, devices, strict=True))
+
+  @functools.cached_property
   def on_host(self) -> tuple[np.ndarray, ...]:
     """Of each leaf [pages, ...], in the host's memory."""
     moved = [np.moveaxis(x, self.axis, 0) for x in jax.device_get(self.leaves)]
     return tuple(np.ascontiguousarray(x) for x in moved)
 
-  def check(self, page: int, layout: PageLayout) -> None:
-    """Raises unless its pages are of a layout."""
+  def check(self, page: int, row: int, layout: PageLayout) -> None:
+    """Raises unless it has a row, and its pages are of a layout."""
+    integer(f"row of page {page}", row, least=0, most=len(self) - 1)
     at = self.axis
     mine = [
       (x.dtype.name, (*x.shape[:at], *x.shape[at + 1 :])) for x in self.leaves
@@ -138,17 +156,26 @@ class PagePiece(NamedTuple):
 
 def cut_pages(
   pages: Sequence[DevicePage], cuts: Sequence[tuple[slice, ...] | None]
-) -> tuple[list[PagePiece], list[Shaped[jax.Array, "*_"]]]:
+) -> tuple[list[PagePiece], list[Callable[[], Shaped[jax.Array, "*_"]]]]:
   """The parts of some pages as arrays, each on one device.
 
   Args:
     pages: in the order of a read.
     cuts: of each leaf the part, None for nothing of it.
+
+  Returns:
+    What the pieces are, and of each what cuts it.
+
+  Raises:
+    PiecesError: too many.
   """
   batches: dict[int, tuple[PageBatch, dict[int, int]]] = {}
   for place, page in enumerate(pages):
     _, rows = batches.setdefault(id(page.batch), (page.batch, {}))
     rows[page.row] = place
+  least = len(batches) * sum(cut is not None for cut in cuts)
+  if least > _MOST_PIECES:
+    raise PiecesError(f"{least} arrays of a read")
   pieces, arrays = [], []
   for batch, rows in batches.values():
     at = batch.axis
@@ -172,7 +199,9 @@ def cut_pages(
           places = tuple(rows[n] for n in part)
           pieces.append(PagePiece(places, leaf, at, box))
           local_rows = [n - first for n in part]
-          arrays.append(_cut(x, local_rows, tuple(local), pieces[-1]))
+          arrays.append(
+            functools.partial(_cut, x, local_rows, tuple(local), pieces[-1])
+          )
   return pieces, arrays
 
 
@@ -223,11 +252,22 @@ def _taken(
 
 
 def pieces_to_json(pieces: Sequence[PagePiece]) -> list[Any]:
-  """Pieces, for a message; the same places are there once."""
-  return [
+  """Pieces, for a message; the same places are there once.
+
+  Raises:
+    PiecesError: too many.
+  """
+  if len(pieces) > _MOST_PIECES:
+    raise PiecesError(f"{len(pieces)} pieces of a read")
+  found = [
     [places, [[x.leaf, x.axis, x.box] for x in some]]
     for places, some in itertools.groupby(pieces, lambda x: x.places)
   ]
+  # As much is left for the pages, and the rest of the message.
+  size = len(as_json({"": found}))
+  if size > MOST_MESSAGE // 2:
+    raise PiecesError(f"{size} bytes to name {len(pieces)} pieces")
+  return found
 
 
 def pieces_from_json(

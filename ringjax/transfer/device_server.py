@@ -5,7 +5,8 @@ number, if it begins before the seconds of the offer are over; then it is
 forgotten. A pull can be given up at any time. Offers that are neither taken nor
 over hold `most` bytes at most.
 Cost: the threads and free ports of a server of JAX for pulls, and of one for
-each kind of device that arrays leave; a thread that forgets offers.
+each kind of device that arrays leave; a thread that forgets offers; all of them
+until the process ends.
 
 JAX's server asks nobody for a key, and a few bytes that it does not expect end
 its process. Numbers of offers are random, and told to those who have the key of
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import math
 import secrets
 import socket
 import threading
@@ -35,6 +37,8 @@ from ringjax.errors import OptionError
 
 # Those who pull have other clocks; it only bounds what is forgotten at last.
 _PULL_S = 24 * 3600.0
+# What could not be forgotten is tried again after so long.
+_AGAIN_S = 0.25
 _Ports = tuple[int, ...]
 MOST_STREAMS = 8
 # To find ports that stay free.
@@ -121,7 +125,8 @@ class DeviceServer:
 
     Args:
       arrays: as they are now, however long it takes.
-      seconds: until they are forgotten, unless the reader has begun.
+      seconds: until they are forgotten, and up to one more, unless the reader
+        has begun.
 
     Returns:
       None if there is no room for them.
@@ -130,7 +135,8 @@ class DeviceServer:
     nbytes = sum(x.nbytes for x in arrays)
     device = next(iter(arrays[0].devices()))
     server, ports = self._server(device.client, offers=True)
-    until = time.monotonic() + seconds
+    end = _in(seconds)
+    until = time.monotonic() + end.timestamp() - time.time()
     made = ArrayOffer(ports, secrets.randbits(62), nbytes, until)
     with self._lock:
       if self._held() + nbytes > self.most:
@@ -143,7 +149,7 @@ class DeviceServer:
         self._forgets.start()
       self._lock.notify_all()
     try:
-      server.await_pull(made.number, list(arrays), timeout=_in(seconds))
+      server.await_pull(made.number, list(arrays), timeout=end)
     except BaseException:
       self.taken(made)
       raise
@@ -162,18 +168,24 @@ class DeviceServer:
         if not ends:
           self._lock.wait()
           continue
-        left = min(ends) - time.monotonic()
+        # A bit later, as the two clocks do not agree to the last digit.
+        now = time.monotonic() - 0.02
+        left = min(ends) - now
         if left > 0:
           self._lock.wait(left)
           continue
-        now = time.monotonic()
         over = [n for n, (x, _) in self._offers.items() if x.until <= now]
         devices = {self._offers[n][1] for n in over}
-      for device in devices:
-        # JAX's server looks at the ends of its offers when another one comes.
-        past = jnp.zeros((), jnp.int8, device=device)
-        server, _ = self._server(device.client, offers=True)
-        server.await_pull(secrets.randbits(62), [past], timeout=_in(-1.0))
+      try:
+        for device in devices:
+          # JAX's server looks at the ends of its offers when another one comes.
+          past = jnp.zeros((), jnp.int8, device=device)
+          server, _ = self._server(device.client, offers=True)
+          server.await_pull(secrets.randbits(62), [past], timeout=_in(-2.0))
+      except RuntimeError:
+        # A device without memory for a number: once more, before long.
+        time.sleep(_AGAIN_S)
+        continue
       with self._lock:
         for n in over:
           self._offers.pop(n, None)
@@ -310,6 +322,8 @@ def _text(host: str, port: int) -> str:
 
 
 def _in(seconds: int | float) -> datetime.datetime:
-  """A time so far from now."""
-  now = datetime.datetime.now(datetime.UTC)
-  return now + datetime.timedelta(seconds=seconds)
+  """A time so far from now; the next whole second, as JAX drops what is behind
+  the point."""
+  return datetime.datetime.fromtimestamp(
+    math.ceil(time.time() + seconds), datetime.UTC
+  )

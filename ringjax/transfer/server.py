@@ -320,13 +320,11 @@ class Publisher:
 
   @property
   def device_bytes(self) -> int:
-    """Bytes of pages on devices that have not returned."""
+    """Bytes on devices of batches that have pages which have not returned."""
     with self._lock:
-      return sum(
-        x.layout.nbytes
-        for x in self._pages.values()
-        if isinstance(x.data, DevicePage)
-      )
+      found = [x.data for x in self._pages.values()]
+    batches = {x.batch for x in found if isinstance(x, DevicePage)}
+    return sum(x.nbytes for x in batches)
 
   def close(self) -> None:
     """Withdraws all tickets and ends all connections; all pages return."""
@@ -527,7 +525,7 @@ class Publisher:
       + (self._patience_s - self._clock())
     )
     if beside.get("devices") is True:
-      made = self._offered_arrays(pages, slices, until())
+      made = self._offered_arrays(pages, slices, size, until())
       if made is not None:
         offer, fields = made
         wire.tell(reply, bytes=size, arrays=fields)
@@ -537,8 +535,9 @@ class Publisher:
           self.counters.read_bytes += size
         return
     wire.tell(reply, bytes=size)
+    found = [page.leaves for page in pages]
     for leaf, n, cut in many:
-      views, copied = _cut([page.leaves[n] for page in pages], leaf, cut)
+      views, copied = _cut([leaves[n] for leaves in found], leaf, cut)
       wire.send(views, until)
       nbytes = sum(map(len, views))
       with self._lock:
@@ -549,19 +548,25 @@ class Publisher:
     self,
     pages: list[_HeldPage],
     slices: list[tuple[slice, ...] | None],
+    nbytes: int,
     seconds: float,
   ) -> tuple[ArrayOffer, dict[str, Any]] | None:
     """What a reader has to know to pull pages from devices; None: they are
-    elsewhere, or there is no room."""
+    elsewhere, too many, or there is no room."""
     found = [x.data for x in pages if isinstance(x.data, DevicePage)]
     if self._devices is None or len(found) < len(pages) or seconds <= 0:
       return None
+    if nbytes > self._devices.most - self._devices.held:
+      return None
     try:
-      pieces, arrays = cut_pages(found, slices)
+      pieces, cuts = cut_pages(found, slices)
+      texts = pieces_to_json(pieces)
+      arrays = [cut() for cut in cuts]
       # What has begun by then goes on.
       offer = self._devices.offer(arrays, min(seconds, self._patience_s))
-    except RuntimeError:
-      # There is no memory for the parts, or no port for the server.
+    except (OSError, RuntimeError):
+      # They are too many, or there is no memory for the parts, or no port for
+      # the server.
       return None
     if offer is None:
       return None
@@ -569,7 +574,7 @@ class Publisher:
       "host": self._devices.host,
       "ports": offer.ports,
       "number": offer.number,
-      "pieces": pieces_to_json(pieces),
+      "pieces": texts,
     }
 
   def _wait_taken(
@@ -619,7 +624,7 @@ def _data(
 ) -> tuple[memoryview, ...] | DevicePage:
   """The bytes of each leaf of a page, where they are."""
   if isinstance(data, DevicePage):
-    data.batch.check(page, layout)
+    data.batch.check(page, data.row, layout)
     return data
   whole = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
   parts: list[Any] = [data] if whole else list(data)

@@ -262,7 +262,12 @@ class PullConnection:
       PeerError: it left, or said something.
     """
     try:
-      if not select.select([self.link], [], [], seconds)[0]:
+      # `select.select` takes no sockets of large numbers, and `poll` waits for
+      # milliseconds.
+      time.sleep(seconds)
+      poll = select.poll()
+      poll.register(self.link, select.POLLIN)
+      if not poll.poll(0):
         return
       if self.link.recv(1, socket.MSG_PEEK):
         raise HostileMessageError(f"{self.name} sent a message unasked")

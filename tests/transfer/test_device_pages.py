@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import time
 
@@ -12,7 +14,7 @@ import pytest
 
 import ringjax as rj
 from ringjax import transfer
-from ringjax.transfer import protocol, wire
+from ringjax.transfer import device_pages, protocol, wire
 from tests.helpers import until
 from tests.transfer.test_transfer import KEY, LAYOUT, Returned, make_pages
 
@@ -82,6 +84,27 @@ def test_who_has_no_transfer_server_gets_bytes(devices, sides):
     got = transfer.pull(ticket, publisher.address, KEY, devices=theirs)
     equal(got, pages, range(4))
     assert (got.reads, got.array_reads) == (1, 0)
+
+
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
+def test_between_addresses_of_two_kinds_bytes_are_sent(hosts):
+  found, pages = batches((3,))
+  mine, theirs = map(transfer.DeviceServer, hosts)
+  with transfer.Publisher(KEY, devices=mine) as publisher:
+    ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
+    got = transfer.pull(ticket, publisher.address, KEY, devices=theirs)
+    equal(got, pages, range(3))
+    assert (got.array_reads, got.completed) == (0, True)
+
+
+def test_one_server_on_both_sides():
+  found, pages = batches((3,))
+  both = transfer.DeviceServer("::1", streams=3)
+  with transfer.Publisher(KEY, devices=both) as publisher:
+    ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
+    got = transfer.pull(ticket, publisher.address, KEY, devices=both)
+    equal(got, pages, range(3))
+    assert got.array_reads == 1
 
 
 def test_pages_of_the_host_beside_pages_of_devices(publisher, devices):
@@ -183,6 +206,24 @@ def test_shards_of_a_mesh_reach_other_shards(devices, explicit):
   assert (got.reads, got.array_reads) == (1, 1)
 
 
+def test_bytes_on_devices_are_those_of_whole_batches(publisher):
+  found, _ = batches((3, 2))
+  rows = rows_of(found)
+  one = publisher.publish({0: rows[0], 1: rows[2]}, LAYOUT)
+  assert publisher.device_bytes == 3 * LAYOUT.nbytes
+  two = publisher.publish({7: rows[4], 1: rows[2]}, LAYOUT)
+  assert publisher.device_bytes == 5 * LAYOUT.nbytes
+  publisher.withdraw(one)
+  assert publisher.device_bytes == 5 * LAYOUT.nbytes
+  publisher.withdraw(two)
+  mesh = jax.make_mesh((2, 4), ("x", "y"))
+  place = jax.NamedSharding(mesh, jax.P(None, "x"))
+  batch = transfer.PageBatch((jax.device_put(np.zeros((3, 4), "f4"), place),))
+  layout = transfer.PageLayout.of("k", "float32", (4,), "n")
+  publisher.publish({9: batch[1]}, layout)
+  assert publisher.device_bytes == 4 * 3 * layout.nbytes
+
+
 @pytest.mark.parametrize("streams", [(8, 1), (1, 8), (3, 3)])
 def test_other_numbers_of_streams(streams):
   here, there = (transfer.DeviceServer(streams=n) for n in streams)
@@ -207,6 +248,61 @@ def test_without_room_for_an_offer_bytes_are_sent(devices):
     got = transfer.pull(ticket, publisher.address, KEY, devices=devices[1])
     equal(got, pages, range(4))
     assert (got.reads, got.array_reads) == (1, 0)
+
+
+def test_nothing_is_cut_without_room_for_it(devices, monkeypatch):
+  cut = []
+  taken = device_pages._taken
+  monkeypatch.setattr(
+    device_pages, "_taken", lambda *args: cut.append(0) or taken(*args)
+  )
+  found, pages = batches((5,))
+  for most, cuts in ((LAYOUT.nbytes // 3, 0), (LAYOUT.nbytes, 2)):
+    small = transfer.DeviceServer(most=most)
+    with transfer.Publisher(KEY, devices=small) as publisher:
+      ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
+      half = dict(pages=[1], want={"layer": (0, 1)}, devices=devices[1])
+      got = transfer.pull(ticket, publisher.address, KEY, **half)
+      equal(got, pages, [1], (np.s_[:1], np.s_[:1]))
+    assert len(cut) == cuts
+
+
+@pytest.mark.parametrize(
+  ("name", "most", "arrays"),
+  [
+    ("_MOST_PIECES", 8, 1),
+    ("_MOST_PIECES", 7, 0),
+    ("_MOST_PIECES", 5, 0),
+    ("MOST_MESSAGE", 1000, 1),
+    ("MOST_MESSAGE", 500, 0),
+  ],
+)
+def test_too_many_pieces_are_sent_as_bytes(
+  publisher, devices, monkeypatch, name, most, arrays
+):
+  found, pages = batches((1, 1, 4))
+  ticket = publisher.publish(dict(enumerate(rows_of(found)[:5])), LAYOUT)
+  monkeypatch.setattr(device_pages, name, most)
+  # Of three rows of a batch two and one are a piece.
+  got = transfer.pull(ticket, publisher.address, KEY, devices=devices[1])
+  equal(got, pages, range(5))
+  assert (got.reads, got.array_reads) == (1, arrays)
+
+
+@pytest.mark.long
+def test_a_read_of_more_pieces_than_a_message_can_name(publisher, devices):
+  shape, axes = (1,) * 16, tuple("abcdefghijklmnop")
+  leaves = [transfer.PageLeaf(f"{n}", "int8", shape, axes) for n in range(9)]
+  layout = transfer.PageLayout(tuple(leaves))
+  data = np.arange(900 * 9).astype(np.int8).reshape(900, 9, *shape)
+  found = [
+    transfer.PageBatch(tuple(map(jnp.asarray, x[:, None])))[0] for x in data
+  ]
+  ticket = publisher.publish(dict(enumerate(found)), layout)
+  got = transfer.pull(ticket, publisher.address, KEY, devices=devices[1])
+  for n in range(9):
+    np.testing.assert_array_equal(got.arrays[f"{n}"], data[:, n])
+  assert (got.reads, got.array_reads) == (1, 0)
 
 
 class Asks:
@@ -281,6 +377,7 @@ def test_a_reader_that_says_what_it_should_not(publisher, said):
     lambda x: x.update(ports=5),
     lambda x: x.update(number="one"),
     lambda x: x.pop("host"),
+    lambda x: x.update(host="localhost"),
   ],
 )
 def test_a_publisher_that_offers_what_was_not_asked_for(
@@ -345,6 +442,77 @@ def test_a_pull_that_fails_goes_on_with_bytes(publisher, monkeypatch):
   assert not theirs.reaches(ticket.incarnation)
 
 
+@pytest.mark.parametrize("error", [OSError, jax.errors.JaxRuntimeError])
+def test_a_server_that_does_not_start_is_done_without(
+  devices, monkeypatch, error
+):
+  found, pages = batches((2,))
+  mine = transfer.DeviceServer()
+
+  def start(*_):
+    raise error("no port is free")
+
+  monkeypatch.setattr(mine, "_start", start)
+  with transfer.Publisher(KEY, devices=mine) as publisher:
+    ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
+    got = transfer.pull(ticket, publisher.address, KEY, devices=devices[1])
+    equal(got, pages, range(2))
+    assert (got.reads, got.array_reads) == (1, 0)
+
+
+class Slow:
+  """An array that is there later."""
+
+  def __init__(self, array, seconds):
+    self.array, self.end = array, time.monotonic() + seconds
+
+  def is_ready(self):
+    return time.monotonic() > self.end and self.array.is_ready()
+
+  def __array__(self, *_, **__):
+    return np.asarray(self.array)
+
+
+class Slowly(transfer.DeviceServer):
+  """Arrays are there one by one."""
+
+  def pull(self, *args, **options):
+    made = super().pull(*args, **options)
+    return [Slow(x, 0.06 * n) for n, x in enumerate(made, 1)]
+
+
+@pytest.mark.parametrize("theirs_s", [0.5, 60])
+def test_arrays_that_come_one_by_one_keep_both_patient(devices, theirs_s):
+  found, pages = batches((1,) * 8)
+
+  with transfer.Publisher(KEY, devices=devices[0], patience_s=0.5) as publisher:
+    ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
+    # 16 arrays take a second.
+    got = transfer.pull(
+      ticket, publisher.address, KEY, devices=Slowly(), patience_s=theirs_s
+    )
+    equal(got, pages, range(8))
+    assert got.completed and got.array_reads == 1
+
+
+def test_sockets_of_large_numbers(publisher):
+  found, pages = batches((2,))
+  ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
+  most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  held = []
+  try:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, most[1]))
+    with open(os.devnull) as some:
+      held += [os.dup(some.fileno()) for _ in range(1100)]
+    got = transfer.pull(ticket, publisher.address, KEY, devices=Slowly())
+  finally:
+    for x in held:
+      os.close(x)
+    resource.setrlimit(resource.RLIMIT_NOFILE, most)
+  equal(got, pages, range(2))
+  assert got.array_reads == 1
+
+
 def test_arrays_that_are_deleted_are_refused_by_name(publisher, devices):
   found, _ = batches((2,))
   ticket = publisher.publish(dict(enumerate(rows_of(found))), LAYOUT)
@@ -382,14 +550,49 @@ def test_batches_that_do_not_fit(publisher):
   layout = transfer.PageLayout.of("k", "float32", (3, 5), "a b")
   with pytest.raises(rj.OptionError, match="leaves"):
     publisher.publish({0: transfer.PageBatch((x,))[0]}, layout)
+  layout = transfer.PageLayout.of("k", "float32", (3, 4), "a b")
+  for row in (-1, 2):
+    page = transfer.DevicePage(transfer.PageBatch((x,)), row)
+    with pytest.raises(rj.OptionError, match="row of page 7"):
+      publisher.publish({7: page}, layout)
 
 
 @pytest.mark.parametrize(
-  "host", ["0.0.0.0", "::", "localhost", "", "198.51.100.7"]
+  "host", ["0.0.0.0", "::", "localhost", "", "198.51.100.7", "2001:db8::1"]
 )
 def test_addresses_that_others_cannot_reach(host):
   with pytest.raises(rj.OptionError, match="an address of this machine"):
     transfer.DeviceServer(host)
+
+
+@pytest.mark.parametrize("at", [0.1, 0.6])
+def test_an_offer_lasts_its_seconds(devices, at):
+  x = jnp.arange(3)
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+  time.sleep((at - time.time()) % 1)
+  offer = devices[0].offer([x], 0.3)
+  (got,) = devices[1].pull(
+    "127.0.0.1", offer.ports, offer.number, shapes, seconds=9
+  )
+  until(got.is_ready)
+  np.testing.assert_array_equal(got, x)
+  devices[0].taken(offer)
+
+
+def test_what_can_not_be_forgotten_at_once_is_later(monkeypatch):
+  server, failed = transfer.DeviceServer(), []
+  zeros = jnp.zeros
+
+  def full(*args, **kwargs):
+    if len(failed) < 2:
+      failed.append(0)
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+    return zeros(*args, **kwargs)
+
+  monkeypatch.setattr(jnp, "zeros", full)
+  server.offer([jnp.ones(3)], 0.1)
+  until(lambda: server.held == 0)
+  assert len(failed) == 2
 
 
 def test_room_comes_back_from_offers_that_are_over():
