@@ -118,8 +118,8 @@ def define(values: flags.FlagValues) -> None:
     "device_pages",
     0,
     "Of an instance: bytes of pages that stay on the devices until others pull "
-    "them, by JAX's transfer server, in a network that nobody else reaches; 0: "
-    "all pages go over sockets.",
+    "them, in arrays of 16, by JAX's transfer server, in a network that nobody "
+    "else reaches and whose ports are all open; 0: all go over sockets.",
     0,
   )
   new.text("name", None, "Name of an instance; default: role, host, process.")
@@ -338,7 +338,9 @@ def work(
   """Serves a router until a signal; the exit status."""
   devices = None
   if values.device_pages:
-    devices = rj.transfer.DeviceServer(_own_address(values))
+    devices = rj.transfer.DeviceServer(
+      _own_address(values), most=values.device_pages
+    )
   worker = cluster.ClusterWorker(
     engine,
     key=read_key(values),

@@ -182,7 +182,8 @@ def export_prefix(
     layers: of the model, first and end, of which the pages have their part
       alone; None for all.
     hashes: of the prompt, from calls for parts before these pages.
-    on_devices: whether the copies stay on the engine's devices.
+    on_devices: whether the copies stay on the engine's devices, in batches of
+      a fixed size (`copied_pages`).
 
   Raises:
     OptionError: the engine knows no whole page of it behind these, has no such
@@ -235,6 +236,12 @@ def export_prefix(
     layout=layout,
     labels=[_label(x) for x in found[first:]],
   )
+
+
+def copied_pages(engine: Engine, count: int) -> int:
+  """Pages that copies of so many have room for: whole batches of them."""
+  step = _BATCH * engine.scheduler.tree.shards
+  return -(-count // step) * step
 
 
 class LayerCopies:
@@ -410,6 +417,7 @@ def _joined(
       reads=sum(x.reads for _, x in parts),
       nbytes=sum(x.nbytes for _, x in parts),
       completed=all(x.completed for _, x in parts),
+      array_reads=sum(x.array_reads for _, x in parts),
     ),
   )
 

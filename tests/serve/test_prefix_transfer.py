@@ -35,10 +35,15 @@ def move(
   """The prefix of one engine to another; how many tokens came."""
   which, tokens = pages, prompt if tokens is None else tokens
   on_devices = devices is not None
+  before = publisher.device_bytes
   sent = rj.serve.export_prefix(source, prompt, on_devices=on_devices)
   numbers = publisher.new_numbers(len(sent.pages))
   pages = dict(zip(numbers, sent.pages, strict=True))
   ticket = publisher.publish(pages, sent.layout, labels=sent.labels)
+  copied = prefix_transfer.copied_pages(source, len(pages)) * on_devices
+  least = copied * sent.layout.nbytes
+  # Where pages are over several devices some have copies.
+  assert least <= publisher.device_bytes - before <= 8 * least
   pulled = transfer.pull(
     ticket, publisher.address, KEY, pages=which, devices=devices
   )

@@ -69,6 +69,7 @@ from ringjax.serve.prefix_transfer import (
   LayerParts,
   PrefixHashes,
   begin_layers,
+  copied_pages,
   export_prefix,
   import_prefix,
   prefix_layout,
@@ -211,8 +212,9 @@ class ClusterWorker:
       beat_s: how often the router is told how much there is to do.
       devices: for pages between devices, to and from instances that have one,
         too.
-      device_bytes: of pages that are published and stay on the devices; beyond
-        these they are copied to the host.
+      device_bytes: of copies of pages that are published and stay on the
+        devices, 16 pages at least (`copied_pages`); prompts beyond these are
+        copied to the host.
 
     Raises:
       OptionError: an engine that can't move pages, or values out of range.
@@ -836,7 +838,7 @@ class ClusterWorker:
       return False
     page = self._engine.scheduler.tree.page
     count = len(task.request.prompt) // page - task.pages
-    more = count * self._layout.nbytes
+    more = copied_pages(self._engine, count) * self._layout.nbytes
     return self.publisher.device_bytes + more <= self._device_bytes
 
   def _ticket(self, sent: ExportedPrefix, count: int) -> Ticket:
