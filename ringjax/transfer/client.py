@@ -459,7 +459,10 @@ class _Puller:
       if devices is None:
         raise ValueError("arrays that nobody asked for")
       host, ports, number = (fields[x] for x in ("host", "ports", "number"))
-      pieces = pieces_from_json(fields["pieces"], len(rows[0]), self.cuts)
+      told = fields["pieces"]
+      if not isinstance(told, list):
+        raise ValueError("no pieces")
+      pieces = pieces_from_json(told, len(rows[0]), self.cuts)
       if not isinstance(host, str) or len(host) > 64:
         raise ValueError("no address")
       # Names would be asked for, for any time.

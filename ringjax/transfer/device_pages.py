@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Array, Shaped
 
 from ringjax.checks import integer
 from ringjax.errors import InputTypeError, OptionError, RingjaxError
@@ -51,7 +51,7 @@ class PageBatch:
     axis: where this one is.
   """
 
-  leaves: tuple[Shaped[jax.Array, "*_"], ...]
+  leaves: tuple[Shaped[Array, " ..."], ...]
   axis: int = 0
 
   def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class PagePiece(NamedTuple):
 
 def cut_pages(
   pages: Sequence[DevicePage], cuts: Sequence[tuple[slice, ...] | None]
-) -> tuple[list[PagePiece], list[Callable[[], Shaped[jax.Array, "*_"]]]]:
+) -> tuple[list[PagePiece], list[Callable[[], Shaped[Array, " ..."]]]]:
   """The parts of some pages as arrays, each on one device.
 
   Args:
@@ -271,7 +271,7 @@ def pieces_to_json(pieces: Sequence[PagePiece]) -> list[Any]:
 
 
 def pieces_from_json(
-  found: Any, count: int, cuts: Sequence[tuple[slice, ...] | None]
+  found: list[Any], count: int, cuts: Sequence[tuple[slice, ...] | None]
 ) -> list[PagePiece]:
   """The pieces of a message.
 
@@ -346,7 +346,7 @@ def put_piece(
   rows: np.ndarray,
   piece: PagePiece,
   cut: tuple[slice, ...],
-  array: Shaped[np.ndarray, "*_"],
+  array: Shaped[np.ndarray, " ..."],
 ) -> None:
   """Puts a piece where it belongs.
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Shaped
+from jaxtyping import Array, Shaped
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError
@@ -119,7 +119,7 @@ class DeviceServer:
   # -------------------------------------------------------------------------
 
   def offer(
-    self, arrays: Sequence[Shaped[jax.Array, "*_"]], seconds: int | float
+    self, arrays: Sequence[Shaped[Array, " ..."]], seconds: int | float
   ) -> ArrayOffer | None:
     """Lets one reader pull arrays, each on one device of one kind.
 
@@ -202,7 +202,7 @@ class DeviceServer:
     shapes: Sequence[jax.ShapeDtypeStruct],
     *,
     seconds: int | float,
-  ) -> list[Shaped[jax.Array, "*_"]]:
+  ) -> list[Shaped[Array, " ..."]]:
     """Begins to pull the arrays of an offer into the memory of the host.
 
     Args:
