@@ -39,6 +39,8 @@ from ringjax.errors import OptionError
 _PULL_S = 24 * 3600.0
 # What could not be forgotten is tried again after so long.
 _AGAIN_S = 0.25
+# For so long a publisher is avoided from which nothing came: at first, at most.
+_PAUSES_S = 15.0, 3600.0
 _Ports = tuple[int, ...]
 MOST_STREAMS = 8
 # To find ports that stay free.
@@ -99,7 +101,8 @@ class DeviceServer:
     self._servers: dict[tuple[Any, bool], tuple[Any, _Ports]] = {}
     self._links: dict[tuple[str, _Ports], Any] = {}
     self._offers: dict[int, tuple[ArrayOffer, jax.Device]] = {}
-    self._avoided: set[int] = set()
+    # By incarnation the seconds of a pause, and its end.
+    self._avoided: dict[int, tuple[float, float]] = {}
     try:
       self._server(host_device().client, offers=False)
     except (OSError, RuntimeError) as error:
@@ -237,14 +240,18 @@ class DeviceServer:
     return link.pull(number, wanted, timeout=_in(_PULL_S))
 
   def avoid(self, incarnation: int, host: str, ports: tuple[int, ...]) -> None:
-    """Notes that nothing comes from a publisher this way."""
+    """Notes that nothing came from a publisher this way."""
     with self._lock:
-      self._avoided.add(incarnation)
+      before, _ = self._avoided.get(incarnation, (0.0, 0.0))
+      pause = min(max(2 * before, _PAUSES_S[0]), _PAUSES_S[1])
+      self._avoided[incarnation] = pause, time.monotonic() + pause
       self._links.pop((host, ports), None)
 
   def reaches(self, incarnation: int) -> bool:
-    """Whether a publisher may be asked to send this way."""
-    return incarnation not in self._avoided
+    """Whether a publisher may be asked to send this way: the first time, and
+    behind pauses of 15 s to an hour."""
+    _, end = self._avoided.get(incarnation, (0.0, 0.0))
+    return time.monotonic() >= end
 
   def _server(self, client: Any, *, offers: bool) -> tuple[Any, _Ports]:
     """The server of a kind of devices, and its ports.

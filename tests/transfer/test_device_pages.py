@@ -402,7 +402,8 @@ def test_a_publisher_that_offers_what_was_not_asked_for(
 
 
 @pytest.mark.parametrize("where", ["nobody", "another"])
-def test_a_server_that_sends_nothing_is_not_asked_again(where):
+def test_a_server_that_sends_nothing_is_avoided(where, monkeypatch):
+  clock = time.monotonic
   found, pages = batches((2,))
   theirs = transfer.DeviceServer()
 
@@ -425,6 +426,17 @@ def test_a_server_that_sends_nothing_is_not_asked_again(where):
     got = pull()
     equal(got, pages, range(2))
     assert (got.array_reads, got.completed) == (0, True)
+  # Behind a pause it is asked again, and then avoided for longer.
+  number, later = ticket.incarnation, 0
+  monkeypatch.setattr(time, "monotonic", lambda: clock() + later)
+  assert not theirs.reaches(number)
+  later = 16
+  assert theirs.reaches(number)
+  theirs.avoid(number, "127.0.0.1", (1, 1))
+  later = 16 + 29
+  assert not theirs.reaches(number)
+  later = 16 + 31
+  assert theirs.reaches(number)
 
 
 def test_a_pull_that_fails_goes_on_with_bytes(publisher, monkeypatch):

@@ -261,6 +261,8 @@ class ClusterWorker:
     self._tasks: dict[int, WorkerTask] = {}
     # Tasks that wait for room.
     self._pulls: collections.deque[WorkerTask] = collections.deque()
+    # Bytes that prompts are about to have on the devices.
+    self._planned: dict[int, int] = {}
     self._taken = 0
     self._renewed = 0.0
     self._link: ControlLink | None = None
@@ -409,6 +411,7 @@ class ClusterWorker:
       tasks = list(self._tasks.values())
       self._tasks.clear()
       self._streams.clear()
+      self._planned.clear()
       self._pulls.clear()
       self._work.notify_all()
     for task in tasks:
@@ -456,6 +459,7 @@ class ClusterWorker:
     with self._work:
       task = self._tasks.pop(number, None)
       self._streams.pop(number, None)
+      self._planned.pop(number, None)
       if task in self._pulls:
         self._pulls.remove(task)
       self._work.notify_all()
@@ -839,7 +843,14 @@ class ClusterWorker:
     page = self._engine.scheduler.tree.page
     count = len(task.request.prompt) // page - task.pages
     more = copied_pages(self._engine, count) * self._layout.nbytes
-    return self.publisher.device_bytes + more <= self._device_bytes
+    with self._work:
+      # Others may be about to publish theirs.
+      self._planned.pop(task.number, None)
+      held = self.publisher.device_bytes + sum(self._planned.values())
+      fits = held + more <= self._device_bytes
+      if fits:
+        self._planned[task.number] = more
+    return fits
 
   def _ticket(self, sent: ExportedPrefix, count: int) -> Ticket:
     """Publishes the first ones of some pages."""
@@ -851,6 +862,8 @@ class ClusterWorker:
 
   def _kept(self, task: WorkerTask, ticket: Ticket | None) -> None:
     """Notes a ticket; of a task that is not wanted any more it ends."""
+    with self._work:
+      self._planned.pop(task.number, None)
     if ticket is None:
       return
     with self._work:
