@@ -38,6 +38,19 @@ MODEL = {
   "max_position_embeddings": 131072,
 }
 NARROW = MODEL | {"head_dim": 64}
+# Latents of 576 numbers for all heads.
+LATENT = MODEL | {
+  "model_type": "deepseek_v2",
+  "num_key_value_heads": 4,
+  "kv_lora_rank": 512,
+  "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64,
+  "v_head_dim": 128,
+  "first_k_dense_replace": 2,
+  "n_routed_experts": 8,
+  "moe_intermediate_size": 256,
+  "num_experts_per_tok": 2,
+}
 # Five layers of six look back a window.
 GEMMA = MODEL | {
   "model_type": "gemma3_text",
@@ -362,6 +375,36 @@ class TestCompiled:
     pool = found.facts["pool"]
     assert found.memory.aliased >= pool
     assert found.memory.temporaries < pool / 4
+
+  @pytest.mark.parametrize(
+    ("what", "model", "kind"),
+    [
+      ("decode", NARROW, "dense"),
+      ("decode", LATENT, "dense"),
+      ("prefill", NARROW, "dense"),
+      pytest.param("prefill", LATENT, "dense", marks=pytest.mark.slow),
+      pytest.param("prefill", NARROW, "unrotated", marks=pytest.mark.slow),
+    ],
+  )
+  def test_no_call_of_a_session_copies_its_cache(
+    self, tmp_path, what, model, kind
+  ):
+    """A step, and a chunk of a prompt behind others, of 64 or 576 numbers."""
+    path = tmp_path / "program.hlo"
+    options = {"model": model, "tokens": 1 << 19, "cache": kind}
+    if what == "prefill":
+      options["chunk"] = 2048
+    found = aot.compile(
+      f"{STEPS}:{what}", "v5e:2x4", options, text_path=str(path)
+    )
+    cache = found.facts["cache_bytes"]["device"]
+    assert found.memory.aliased >= cache
+    assert found.memory.temporaries < cache / 16
+    # Of keys or values of all layers, [L, B, K, S, H].
+    arrays = rf"= \(?bf16\[2,1,[12],{options['tokens'] // 8},\d+\]\S* "
+    text = path.read_text()
+    assert re.search(arrays + "dynamic-update-slice", text)
+    assert not re.search(arrays + "copy", text)
 
   def test_windowed_layers_are_decoded_from_their_window(self):
     options = {"model": GEMMA, "tokens": 65536}
