@@ -9,16 +9,7 @@ import pytest
 import ringjax as rj
 from ringjax.kv.cache import LayerKV
 from ringjax.ops.attention.code_format import token_axis
-from tests.helpers import swept
-
-
-@pytest.fixture
-def on_tpu(monkeypatch):
-  """Says from then on that devices are TPUs."""
-  platform = property(lambda _: "tpu")
-  return lambda: monkeypatch.setattr(
-    "ringjax.kv.base.CacheSpec.platform", platform
-  )
+from tests.helpers import as_tpu, swept
 
 
 def widths(session):
@@ -69,7 +60,9 @@ def conversation(model, mesh, turns, count, **options):
     ],
   ),
 )
-def test_answers_are_the_same(loaded, on_tpu, family, devices, option, value):
+def test_answers_are_the_same(
+  loaded, monkeypatch, family, devices, option, value
+):
   model, mesh = loaded(family, devices)
   rng = np.random.default_rng(0)
   text = lambda n: rng.integers(0, model.config.vocab, n).astype(np.int32)
@@ -77,7 +70,7 @@ def test_answers_are_the_same(loaded, on_tpu, family, devices, option, value):
   given = (model, mesh, turns, 5)
   want, plain, held = conversation(*given, **{option: value})
   assert max(widths(plain)) < 128
-  on_tpu()
+  as_tpu(monkeypatch)
   got, filled, found = conversation(*given, **{option: value})
   assert widths(filled) <= {0, 128, 256}
   np.testing.assert_array_equal(got, want)
@@ -85,13 +78,13 @@ def test_answers_are_the_same(loaded, on_tpu, family, devices, option, value):
   jax.tree.map(np.testing.assert_array_equal, found, held)
 
 
-def test_tokens_move_between_caches(loaded, on_tpu):
+def test_tokens_move_between_caches(loaded, monkeypatch):
   """Those of a CPU are loaded into a cache of a TPU, and back."""
   model, _ = loaded("llama3")
   ids = np.arange(24, dtype=np.int32)
   turns = [[ids, ids[:7]]]
   answer, plain, held = conversation(model, None, turns, 3)
-  on_tpu()
+  as_tpu(monkeypatch)
   filled = model.init_cache(2, 64).load(1, held)
   back = filled.export(1, 0, held.at.pos.size)
   jax.tree.map(np.testing.assert_array_equal, back, held)
@@ -102,7 +95,7 @@ def test_tokens_move_between_caches(loaded, on_tpu):
 
 
 @pytest.mark.slow
-def test_contexts_that_are_read_apart(loaded, on_tpu):
+def test_contexts_that_are_read_apart(loaded, monkeypatch):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(0)
   text = lambda n: rng.integers(0, model.config.vocab, n).astype(np.int32)
@@ -114,12 +107,12 @@ def test_contexts_that_are_read_apart(loaded, on_tpu):
   )
   ways = ("parallel", "ape:temperature=0.8", "select", "recompute")
   want = [answer(how) for how in ways]
-  on_tpu()
+  as_tpu(monkeypatch)
   np.testing.assert_array_equal([answer(how) for how in ways], want)
 
 
 @pytest.mark.slow
-def test_an_elastic_session(loaded, on_tpu):
+def test_an_elastic_session(loaded, monkeypatch):
   model, mesh = loaded("llama3", 4)
   rng = np.random.default_rng(0)
   prompt = rng.integers(0, model.config.vocab, 24).astype(np.int32)
@@ -132,5 +125,5 @@ def test_an_elastic_session(loaded, on_tpu):
     return np.concatenate([first, session.decode(3).tokens], 1)
 
   want = answer()
-  on_tpu()
+  as_tpu(monkeypatch)
   np.testing.assert_array_equal(answer(), want)

@@ -377,21 +377,29 @@ class TestCompiled:
     assert found.memory.temporaries < pool / 4
 
   @pytest.mark.parametrize(
-    ("what", "model", "kind"),
+    ("what", "model", "kind", "rows"),
     [
-      ("decode", NARROW, "dense"),
-      ("decode", LATENT, "dense"),
-      ("prefill", NARROW, "dense"),
-      pytest.param("prefill", LATENT, "dense", marks=pytest.mark.slow),
-      pytest.param("prefill", NARROW, "unrotated", marks=pytest.mark.slow),
+      ("decode", NARROW, "dense", 8),
+      ("decode", LATENT, "dense", 1),
+      ("prefill", NARROW, "dense", 1),
+      *(
+        pytest.param(*x, marks=pytest.mark.slow)
+        for x in [
+          ("decode", MODEL, "int8", 8),
+          ("decode", GEMMA | {"head_dim": 64}, "windowed", 4),
+          ("prefill", LATENT, "dense", 1),
+          ("prefill", NARROW, "unrotated", 1),
+          ("prefill", NARROW, "dense", 4),
+        ]
+      ),
     ],
   )
   def test_no_call_of_a_session_copies_its_cache(
-    self, tmp_path, what, model, kind
+    self, tmp_path, what, model, kind, rows
   ):
     """A step, and a chunk of a prompt behind others, of 64 or 576 numbers."""
     path = tmp_path / "program.hlo"
-    options = {"model": model, "tokens": 1 << 19, "cache": kind}
+    options = {"model": model, "tokens": 1 << 19, "cache": kind, "batch": rows}
     if what == "prefill":
       options["chunk"] = 2048
     found = aot.compile(
@@ -400,10 +408,12 @@ class TestCompiled:
     cache = found.facts["cache_bytes"]["device"]
     assert found.memory.aliased >= cache
     assert found.memory.temporaries < cache / 16
-    # Of keys or values of all layers, [L, B, K, S, H].
-    arrays = rf"= \(?bf16\[2,1,[12],{options['tokens'] // 8},\d+\]\S* "
+    # Of keys or values of all layers, [L, B, K, S, H]; codes are [.., X, S].
+    slots = options["tokens"] // 8
+    shape = rf"\[\d,{rows},\d,({slots},\d+|\d+,{slots})\]"
+    arrays = rf"= \(?(bf16|s8){shape}\S* "
     text = path.read_text()
-    assert re.search(arrays + "dynamic-update-slice", text)
+    assert re.search(arrays + "(get-tuple-element|parameter)", text)
     assert not re.search(arrays + "copy", text)
 
   def test_windowed_layers_are_decoded_from_their_window(self):
