@@ -52,6 +52,20 @@ def swept(every, often):
   return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
 
 
+def as_tpu(monkeypatch):
+  """Stores caches, and writes them, on CPUs from now on as on a TPU."""
+  platform = property(lambda _: "tpu")
+  monkeypatch.setattr("ringjax.kv.base.CacheSpec.platform", platform)
+  real = jax.lax.platform_dependent
+
+  def dependent(*x, **branches):
+    if "tpu" not in branches:
+      return real(*x, **branches)
+    return branches["tpu"](*x)
+
+  monkeypatch.setattr(jax.lax, "platform_dependent", dependent)
+
+
 def until(check: Callable[[], object], patience_s: float = 60) -> None:
   """Waits for what another thread or process does, and fails if it does not."""
   end = time.monotonic() + patience_s

@@ -23,6 +23,7 @@ from ringjax.bench.harness import Contestant, Runnable, Trial, import_torch
 from ringjax.bench.timing import Skipped
 from ringjax.kv.cache import KVCache, LayerKV
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
+from ringjax.ops.attention.code_format import as_stored
 from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.mesh import make_mesh
@@ -162,7 +163,7 @@ def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
     assert isinstance(part, LayerKV)
     layers = part.k.shape[0]
     put = lambda old, new, n=layers, i=first: old.at[:, 0, :, :count].set(
-      new[i : i + n].astype(old.dtype)
+      as_stored(new[i : i + n], old).astype(old.dtype)
     )
     slots.append(LayerKV(*map(put, part, given.keys)))
     first += layers

@@ -699,8 +699,8 @@ class _Decoding:
       slots, rings = session.cache.located(session.cache.at, row, 0, end)
       which = [slots if r is None else rings[r] for r in session.cache.ring_of]
       taken = [
-        [x[:, row][:, :, index] for x in (kv.k, kv.v)]
-        for kv, index in zip(held, which, strict=True)
+        [x[:, row][:, :, index] for x in session.cache.unfilled(kind, kv)]
+        for kind, (kv, index) in enumerate(zip(held, which, strict=True))
       ]
       self._ship(taken, end, half, n)
       half.prompt[n], half.length[n] = numbers[row], lengths[row]

@@ -50,6 +50,7 @@ from ringjax.kv.state import State, StateShape
 from ringjax.kv.window import WindowSlots, window_slots
 from ringjax.ops.attention.code_format import (
   as_stored,
+  filled_up,
   stored_codes,
   token_axis,
 )
@@ -128,6 +129,18 @@ class LayerCacheSpec:
     assert isinstance(room.codec, Codec)
     of_k, of_v = room.codec.keys, room.codec.values
     return LayerKV(one(self.key, of_k), one(self.value, of_v))
+
+  def filled_slots(self, room: CacheSpec) -> LayerKV:
+    """The same, on a TPU with zeros behind numbers: `filled_up`."""
+    made = self.slots(room)
+    if room.codec is not None or room.platform != "tpu":
+      return made
+    return jax.tree.map(filled_up, made)
+
+  def widths(self, slots: LayerKV) -> tuple[int, int] | None:
+    """Numbers of a key and of a value, if slots have zeros behind them."""
+    widths = self.key, self.value
+    return None if widths == tuple(x.shape[-1] for x in slots) else widths
 
 
 def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
@@ -242,6 +255,7 @@ class KVCache:
     head_axis: str | None = None,
     batch_axes: tuple[str, ...] = (),
     platform: str | None = None,
+    filled: bool = False,
   ) -> KVCache:
     """Such a cache of shapes, dtypes and shardings: nothing is allocated.
 
@@ -256,6 +270,8 @@ class KVCache:
       head_axis: the mesh axis that shards the kv heads where they divide.
       batch_axes: mesh axes that shard the batch.
       platform: for which it is; default: the mesh's, or else the default one.
+      filled: whether on a TPU numbers have zeros behind them, so that programs
+        copy no slots into and out of them: see `filled_up`.
 
     Raises:
       OptionError: a capacity that does not divide over the shards.
@@ -284,9 +300,17 @@ class KVCache:
     rings = sorted({x for x in sizes if x is not None})
     rooms = [dataclasses.replace(room, capacity=n) for n, _ in rings]
     which = tuple(None if x is None else rings.index(x) for x in sizes)
+
+    def slots(
+      shape: LayerCacheSpec | StateShape, room: CacheSpec
+    ) -> LayerKV | State:
+      if filled and isinstance(shape, LayerCacheSpec):
+        return shape.filled_slots(room)
+      return shape.slots(room)
+
     return cls(
       tuple(
-        s.slots(room if n is None else rooms[n])
+        slots(s, room if n is None else rooms[n])
         for s, n in zip(shapes, which, strict=True)
       ),
       ContiguousSlots.spec(room),
@@ -724,11 +748,23 @@ class KVCache:
       number = self._ring(kind)
       index = jnp.asarray(found if number is None else rings[number], jnp.int32)
       take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
-      return jax.tree.map(take, slots)
+      return self.unfilled(kind, jax.tree.map(take, slots))
 
     parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
     at = Coords(*(x[row][jnp.asarray(found, jnp.int32)] for x in self.at))
     return Blocks(at, parts, self.kind)
+
+  def unfilled(self, kind: int, part: PyTree) -> PyTree:
+    """Slots of a kind of layer, or tokens out of them, without zeros behind.
+
+    Args:
+      kind: of the layer.
+      part: arrays [..., H] and [..., J] or more numbers; codes as they are.
+    """
+    shape = self.shapes[kind]
+    if self.kind.codec is not None or not isinstance(shape, LayerCacheSpec):
+      return part
+    return LayerKV(part.k[..., : shape.key], part.v[..., : shape.value])
 
   def located(
     self, at: Coords, row: int, start: int, stop: int
@@ -787,7 +823,10 @@ class KVCache:
     # Of one token: layers, heads, and its numbers or bytes.
     token = lambda x: [n for i, n in enumerate(x.shape) if i != token_axis(x)]
     theirs = [token(x) for x in jax.tree.leaves(blocks.parts)]
-    mine = [token(x[:, 0]) for x in jax.tree.leaves(self.slots)]
+    one = lambda n, x: self.unfilled(n, jax.tree.map(lambda x: x[:, 0], x))
+    row_of = lambda slots: [one(n, x) for n, x in enumerate(slots)]
+    mine = jax.tree.leaves(jax.eval_shape(row_of, self.slots))
+    mine = [token(x) for x in mine]
     if blocks.kind != self.kind or theirs != mine:
       raise OptionError(
         "blocks",
@@ -905,6 +944,8 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
       if not old.size:
         return old
+      if new.dtype != jnp.int8:
+        new = as_stored(new, old)
       layer = lambda n, x: into.write(x, lax.dynamic_index_in_dim(new, n, 0), n)
       return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), layer, old)
 
@@ -1176,7 +1217,8 @@ class KVLayer:
         self.rotation if turned else None,
       )
     if codec is None:
-      view = ContiguousView(*slots, at, index)
+      widths = shape.widths(slots)
+      view = ContiguousView(*slots, at, index, widths=widths)
     else:
       decoders = shape.decoders(codec, self.cache.dtype)
       view = EncodedView(*slots, at, index, self._constants(), decoders)
@@ -1186,9 +1228,9 @@ class KVLayer:
 
   def _encoded(self, k: jax.Array, v: jax.Array) -> LayerKV:
     """Keys and values as they are stored."""
-    codec = self.cache.kind.codec
+    codec, into = self.cache.kind.codec, self.slots
     if codec is None:
-      return LayerKV(k, v)
+      return LayerKV(as_stored(k, into.k), as_stored(v, into.v))
     assert isinstance(codec, Codec)
 
     def one(
@@ -1201,7 +1243,6 @@ class KVLayer:
       return as_stored(data, stored)
 
     of_k, of_v = self._constants()
-    into = self.slots
     return LayerKV(
       one(codec.keys, k, of_k, into.k),
       one(codec.values, v, of_v, into.v) if v.shape[-1] else v,

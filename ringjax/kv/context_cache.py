@@ -294,6 +294,7 @@ def placed(
   """
   shards, local = spec.shards, spec.held.local
   host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.slots)
+  parts = tuple(spec.unfilled(kind, x) for kind, x in enumerate(host))
   pos: Any = np.zeros(spec.at.pos.shape, np.int32)
   seg: Any = np.zeros_like(pos)
   used = np.zeros(spec.held.used.shape, np.int32)
@@ -310,7 +311,7 @@ def placed(
       owner[row, into // tile] = number
       jax.tree.map(
         lambda x, new, into=into, row=row: _put(x, np.asarray(new), row, into),
-        host,
+        parts,
         context.blocks.parts,
       )
       first += -(-each // tile) * tile
@@ -355,6 +356,7 @@ def exported(
       "encode contexts in each process, or pass combine='full'",
     )
   at, slots = jax.device_get((cache.at, cache.slots))
+  slots = tuple(cache.unfilled(kind, x) for kind, x in enumerate(slots))
   found = []
   for row, start, stop in spans:
     index, _ = cache.located(at, row, start, stop)

@@ -50,7 +50,6 @@ from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.code_format import (
   as_stored,
-  filled_up,
   row_major,
   token_axis,
 )
@@ -196,11 +195,9 @@ class PagePool:
       )
       total = 0
       for n in mine:
-        made[n] = shapes[n].slots(
+        made[n] = shapes[n].filled_slots(
           dataclasses.replace(room, batch=many, axes=axes)
         )
-        if room.platform == "tpu":
-          made[n] = jax.tree.map(filled_up, made[n])
         total += sum(
           math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in made[n]
         )
@@ -879,12 +876,11 @@ class PooledLayer:
         "pass parents= to PagePool.call too",
       )
     pool, codec = self.cache.pool, self.cache.pool.kind.codec
-    decoders = widths = None
-    shape, wide = pool.shapes[self.kind], self.slots.k.shape[4]
-    if codec is None and wide != shape.key:
-      widths = shape.key, shape.value
-    if codec is not None:
-      decoders = pool.shapes[self.kind].decoders(codec, pool.dtype)
+    shape, decoders, widths = pool.shapes[self.kind], None, None
+    if codec is None:
+      widths = shape.widths(self.slots)
+    else:
+      decoders = shape.decoders(codec, pool.dtype)
     table, shared = self.cache.tables[self.group], self.cache.shared
     view: Any = PooledView(
       *self.slots,

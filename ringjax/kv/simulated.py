@@ -212,8 +212,8 @@ class _PartlyExact(NamedTuple):
       self.mask & Encoded(kind.recent, kind.first, group, coded)
     )
     return (
-      self.decoded.view()._replace(mask=seen(True)),
-      self.own.view()._replace(mask=seen(False)),
+      dataclasses.replace(self.decoded.view(), mask=seen(True)),
+      dataclasses.replace(self.own.view(), mask=seen(False)),
     )
 
 

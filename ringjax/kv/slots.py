@@ -15,6 +15,7 @@ memory of the shards stays level.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -53,6 +54,13 @@ class SlotGroup:
   mode: str = FILL
   mesh: Mesh | None = None
   axis: str | None = None
+
+  @property
+  def rows_whole(self) -> bool:
+    """Whether no axis of the mesh beside the sequence's may shard rows."""
+    shape = {} if self.mesh is None else dict(self.mesh.shape)
+    shape.pop(self.axis, None)
+    return math.prod(shape.values()) == 1
 
   @property
   def shards(self) -> int:
@@ -193,7 +201,7 @@ class ContiguousSlots(SlotGroup):
         levels = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         rank = _rank(before, levels, me)
         new = _along(new, jnp.minimum(rank, new.shape[axis - lead] - 1))
-      return _put(old, new, layer, first, end - first)
+      return self._put(old, new, layer, first, end - first)
 
     arguments = (old, new, layer, self.before, self.used)
     if self.axis is None:
@@ -212,6 +220,27 @@ class ContiguousSlots(SlotGroup):
       out_specs=over(axis),
       axis_names={self.axis},
     )(*arguments)
+
+  def _put(
+    self,
+    old: jax.Array,
+    new: jax.Array,
+    layer: Index,
+    start: jax.Array,
+    count: jax.Array,
+  ) -> jax.Array:
+    """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
+    rows = lambda old: _by_rows(old, new, layer, start, count)
+    if new.shape[0] == 1:
+      return rows(old)
+    if old.ndim == new.ndim:
+      return _scattered(old, new, layer, start, count)
+    put = lambda old, layer: _scattered(old, new, layer, start, count)
+    scattered = lambda old: scattered_layer(old, layer, put)
+    if not self.rows_whole:
+      return scattered(old)
+    # A scatter's loop over rows would be over a copy in another layout.
+    return lax.platform_dependent(old, tpu=rows, default=scattered)
 
   def only(self, real: Bool[Array, ""]) -> ContiguousSlots:
     """The same slots, to which `write` writes if `real`, bool []."""
@@ -294,9 +323,9 @@ class ContiguousSlots(SlotGroup):
         first = lax.dynamic_index_in_dim(before, me, 1, keepdims=False)
         if lead == 0:
           new = jnp.take_along_axis(old, source, 1)
-          return _put(old, new, jnp.int32(0), first, stays)
+          return self._put(old, new, jnp.int32(0), first, stays)
         new = jnp.take_along_axis(old, by_token(source, old), axis)
-        step = lambda n, x: _put(x, new[n], n, first, stays)
+        step = lambda n, x: self._put(x, new[n], n, first, stays)
         return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), step, old)
 
       if self.axis is None:
@@ -419,18 +448,52 @@ def _along(new: jax.Array, index: jax.Array) -> jax.Array:
   return jnp.take_along_axis(new, by_token(index, new), axis)
 
 
-def _put(
+def _window(
+  old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The first slot [B] of n that lie in the array, their tokens, and which are.
+
+  Args:
+    old: the array of slots.
+    new: the n tokens of each row.
+    start: slot of the first one, [B].
+    count: how many of them are written, [B].
+  """
+  axis, lead = token_axis(old), old.ndim - new.ndim
+  size, slots = new.shape[axis - lead], old.shape[axis]
+  first = jnp.minimum(start, slots - size)
+  step = jnp.arange(size, dtype=jnp.int32)
+  if size > 1:
+    # Where the last slots are near, tokens stand further back in the window.
+    new = _along(new, jnp.maximum(step[None] - (start - first)[:, None], 0))
+  held = step[None] - (start - first)[:, None]
+  real = (held >= 0) & (held < count[:, None])
+  return first, new, jnp.broadcast_to(by_token(real, new), new.shape)
+
+
+def _by_rows(
   old: jax.Array,
   new: jax.Array,
   layer: Index,
   start: jax.Array,
   count: jax.Array,
 ) -> jax.Array:
-  """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
-  if old.ndim == new.ndim or new.shape[0] == 1:
-    return _scattered(old, new, layer, start, count)
-  put = lambda old, layer: _scattered(old, new, layer, start, count)
-  return scattered_layer(old, layer, put)
+  """See `ContiguousSlots._put`: one row after the other."""
+  first, new, real = _window(old, new, start, count)
+  lead = old.ndim - new.ndim
+
+  def put(n: Index, old: jax.Array) -> jax.Array:
+    corner = [jnp.int32(0)] * old.ndim
+    corner[:lead], corner[lead] = [layer] * lead, n
+    corner[token_axis(old)] = first[n]
+    row = lambda x: lax.dynamic_slice_in_dim(x, n, 1, 0)[(None,) * lead]
+    there = lax.dynamic_slice(old, tuple(corner), row(new).shape)
+    made = jnp.where(row(real), row(new), there)
+    return lax.dynamic_update_slice(row_major(old), made, tuple(corner))
+
+  if new.shape[0] == 1:
+    return put(jnp.int32(0), old)
+  return lax.fori_loop(jnp.int32(0), jnp.int32(new.shape[0]), put, old)
 
 
 def _scattered(
@@ -440,29 +503,10 @@ def _scattered(
   start: jax.Array,
   count: jax.Array,
 ) -> jax.Array:
-  """See `_put`."""
-  lead = old.ndim - new.ndim
-  axis = token_axis(old)
-  size, slots = new.shape[axis - lead], old.shape[axis]
-  batch = new.shape[0]
-  first = jnp.minimum(start, slots - size)
-  step = jnp.arange(size, dtype=jnp.int32)
-  if size > 1:
-    # Where the last slots are near, tokens stand further back in the window.
-    new = _along(new, jnp.maximum(step[None] - (start - first)[:, None], 0))
-  held = step[None] - (start - first)[:, None]
-  real = (held >= 0) & (held < count[:, None])
-  real = jnp.broadcast_to(by_token(real, new), new.shape)
-  if batch == 1:
-    corner = [jnp.int32(0)] * old.ndim
-    corner[:lead] = [layer] * lead
-    corner[axis] = first[0]
-    whole = new[(None,) * lead]
-    there = lax.dynamic_slice(old, tuple(corner), whole.shape)
-    real = real[(None,) * lead]
-    return lax.dynamic_update_slice(
-      row_major(old), jnp.where(real, whole, there), tuple(corner)
-    )
+  """See `ContiguousSlots._put`: all rows at once."""
+  first, new, real = _window(old, new, start, count)
+  lead, axis, batch = old.ndim - new.ndim, token_axis(old), new.shape[0]
+  size = new.shape[axis - lead]
   window = (*old.shape[lead + 1 : axis], size, *old.shape[axis + 1 :])
   dims = tuple(range(1, 1 + len(window)))
   offsets = first[:, None]

@@ -189,7 +189,15 @@ class WindowSlots(SlotGroup):
       if self.few and not whole:
         came = count - before
         token, slot = self._own(before, came, new.shape[of_new], size, me)
-        return _put(old, _tokens(new, token), layer, slot)
+        tokens = _tokens(new, token)
+        single = lambda old: _put_one_by_one(old, tokens, layer, slot)
+        if slot.size == 1:
+          return single(old)
+        put = lambda old: _put(old, tokens, layer, slot)
+        if not self.rows_whole:
+          return put(old)
+        # See `ContiguousSlots._put`.
+        return lax.platform_dependent(old, tpu=single, default=put)
       if sent:
         assert self.axis is not None
         length = new.shape[of_new]
@@ -368,6 +376,30 @@ def _wide(mask: jax.Array, like: jax.Array) -> jax.Array:
   return jnp.broadcast_to(by_token(mask, like), like.shape)
 
 
+def _put_one_by_one(
+  old: jax.Array, new: jax.Array, layer: Index, slot: jax.Array
+) -> jax.Array:
+  """As `_put` with a layer, one token after the other."""
+  axis, count = token_axis(old), slot.shape[1]
+
+  def put(n: Index, old: jax.Array) -> jax.Array:
+    row, token = jnp.divmod(jnp.int32(n), jnp.int32(count))
+    place, size = slot[row, token], old.shape[axis]
+    start, corner = [row, *(jnp.int32(0),) * 3], [layer, row]
+    corner += [jnp.int32(0)] * 3
+    start[axis - 1], corner[axis] = token, jnp.minimum(place, size - 1)
+    shape = [1, *new.shape[1:]]
+    shape[axis - 1] = 1
+    one = lax.dynamic_slice(new, start, shape)[None]
+    there = lax.dynamic_slice(old, corner, one.shape)
+    one = jnp.where(place < size, one, there)
+    return lax.dynamic_update_slice(row_major(old), one, corner)
+
+  if slot.size == 1:
+    return put(0, old)
+  return lax.fori_loop(jnp.int32(0), jnp.int32(slot.size), put, old)
+
+
 def _put(
   old: jax.Array, new: jax.Array, layer: Index | None, slot: jax.Array
 ) -> jax.Array:
@@ -391,14 +423,6 @@ def _put(
     tokens = jnp.transpose(jnp.moveaxis(new, axis, 3), (1, 3, 0, 2, 4))
     place = (slice(None), row, slice(None), *numbers, slot)
     return old.at[place].set(tokens, mode="drop")
-  if slot.shape == (1, 1):
-    here = slot[0, 0] < old.shape[axis]
-    place = jnp.minimum(slot[0, 0], old.shape[axis] - 1)
-    corner = [layer, *(jnp.int32(0),) * 4]
-    corner[axis] = place
-    there = lax.dynamic_slice(old, tuple(corner), (1, *new.shape))
-    new = jnp.where(here, new[None], there)
-    return lax.dynamic_update_slice(row_major(old), new, tuple(corner))
   layers = jnp.broadcast_to(layer, slot.shape)
   tokens = jnp.transpose(jnp.moveaxis(new, axis - 1, 2), (0, 2, 1, 3))
   at = (layers, row, slice(None), *numbers, slot)

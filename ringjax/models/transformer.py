@@ -498,7 +498,7 @@ class Transformer(nnx.Module):
     of_kind: Any = EvictingCache if found.evicting else KVCache
     if found.device is not None:
       of_kind = TieredCache
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"filled": True} if of_kind is KVCache else {}
     if placement is not None:
       if not all(map(keeps, self.config.layers)):
         raise OptionError(
@@ -508,7 +508,7 @@ class Transformer(nnx.Module):
           "leave it out",
         )
       of_kind = OffloadedCache
-      more["tiers"] = cache_tiers(self, placement)
+      more = {"tiers": cache_tiers(self, placement)}
       if make == "create":
         more["files"] = disk
     return getattr(of_kind, make)(

@@ -664,7 +664,7 @@ class CachedAttention(ShardingContext):
     if view.mask is None:
       return view
     found: Any = view
-    return found._replace(mask=view.mask & self.segments)
+    return dataclasses.replace(found, mask=view.mask & self.segments)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,22 @@
-"""Writing tokens into slots: the memory that it takes."""
+"""Writing tokens into slots: the memory that it takes, and row after row."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
+from ringjax.kv import CacheKind
+from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.codecs import Codec, Integers
 from ringjax.kv.slots import SHARDED, ContiguousSlots
 from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+from tests.helpers import as_tpu
 
+EIGHT = Codec(keys=Integers(bits=8), values=Integers(bits=8))
 L, B, K, S, H = 16, 5, 2, 40, 16
 
 
@@ -37,3 +44,43 @@ def test_narrow_keys_are_written_without_a_wide_copy_of_all_layers():
   # Of one layer, in float32, and of nothing that grows with the layers.
   assert made.memory_analysis().temp_size_in_bytes < old.nbytes
   np.testing.assert_array_equal(np.asarray(made(old, new)), want)
+
+
+@pytest.mark.parametrize("codec", [None, EIGHT])
+@pytest.mark.parametrize("reach", [None, 6])
+def test_row_after_row_is_all_rows_at_once(monkeypatch, reach, codec):
+  """A TPU writes them so: numbers and codes, into slots and ring buffers."""
+  shape = LayerCacheSpec(layers=2, heads=2, key=8, value=8, reach=reach)
+  empty = KVCache.create(
+    (shape,),
+    3,
+    64,
+    jnp.float32,
+    kind=CacheKind(windowed=True, slack=8, codec=codec),
+    platform="tpu",
+  )
+  assert bool(empty.rings) == (reach is not None)
+  rng = np.random.default_rng(0)
+  calls = []
+  for first, count in ((0, 9), (9, 1), (10, 3), (13, 1)):
+    pos = np.tile(np.arange(first, first + count, dtype=np.int32), (3, 1))
+    # The second row has one token, the third none in some calls.
+    seg = np.arange(count) < np.array([[count], [1], [count // 9]])
+    keys = rng.standard_normal((2, 3, 2, count, 8)).astype(np.float32)
+    calls.append((Coords(pos, seg.astype(np.int32)), *keys))
+
+  def filled(calls):
+    cache = empty
+    for at, k, v in calls:
+      cache = cache.allocate(at, replicated=True, sees=True)
+      (slots,) = cache.slots
+      for n in range(2):
+        part = cache.layer(0, slots, jnp.int32(n))
+        slots = part.append(k + n, v, at, Rotation()).slots
+      cache = cache.updated((slots,))
+    return cache
+
+  want = jax.jit(lambda x: filled(x))(calls)
+  as_tpu(monkeypatch)
+  got = jax.jit(lambda x: filled(x))(calls)
+  jax.tree.map(np.testing.assert_array_equal, got, want)

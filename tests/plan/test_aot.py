@@ -38,6 +38,19 @@ MODEL = {
   "max_position_embeddings": 131072,
 }
 NARROW = MODEL | {"head_dim": 64}
+# Latents of 576 numbers for all heads.
+LATENT = MODEL | {
+  "model_type": "deepseek_v2",
+  "num_key_value_heads": 4,
+  "kv_lora_rank": 512,
+  "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64,
+  "v_head_dim": 128,
+  "first_k_dense_replace": 2,
+  "n_routed_experts": 8,
+  "moe_intermediate_size": 256,
+  "num_experts_per_tok": 2,
+}
 # Five layers of six look back a window.
 GEMMA = MODEL | {
   "model_type": "gemma3_text",
@@ -362,6 +375,46 @@ class TestCompiled:
     pool = found.facts["pool"]
     assert found.memory.aliased >= pool
     assert found.memory.temporaries < pool / 4
+
+  @pytest.mark.parametrize(
+    ("what", "model", "kind", "rows"),
+    [
+      ("decode", NARROW, "dense", 8),
+      ("decode", LATENT, "dense", 1),
+      ("prefill", NARROW, "dense", 1),
+      *(
+        pytest.param(*x, marks=pytest.mark.slow)
+        for x in [
+          ("decode", MODEL, "int8", 8),
+          ("decode", GEMMA | {"head_dim": 64}, "windowed", 4),
+          ("prefill", LATENT, "dense", 1),
+          ("prefill", NARROW, "unrotated", 1),
+          ("prefill", NARROW, "dense", 4),
+        ]
+      ),
+    ],
+  )
+  def test_no_call_of_a_session_copies_its_cache(
+    self, tmp_path, what, model, kind, rows
+  ):
+    """A step, and a chunk of a prompt behind others, of 64 or 576 numbers."""
+    path = tmp_path / "program.hlo"
+    options = {"model": model, "tokens": 1 << 19, "cache": kind, "batch": rows}
+    if what == "prefill":
+      options["chunk"] = 2048
+    found = aot.compile(
+      f"{STEPS}:{what}", "v5e:2x4", options, text_path=str(path)
+    )
+    cache = found.facts["cache_bytes"]["device"]
+    assert found.memory.aliased >= cache
+    assert found.memory.temporaries < cache / 16
+    # Of keys or values of all layers, [L, B, K, S, H]; codes are [.., X, S].
+    slots = options["tokens"] // 8
+    shape = rf"\[\d,{rows},\d,({slots},\d+|\d+,{slots})\]"
+    arrays = rf"= \(?(bf16|s8){shape}\S* "
+    text = path.read_text()
+    assert re.search(arrays + "(get-tuple-element|parameter)", text)
+    assert not re.search(arrays + "copy", text)
 
   def test_windowed_layers_are_decoded_from_their_window(self):
     options = {"model": GEMMA, "tokens": 65536}

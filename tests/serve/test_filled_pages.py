@@ -7,7 +7,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.serve import Engine, Request
-from tests.helpers import swept
+from tests.helpers import as_tpu, swept
 
 
 def answers(model, asked, **options):
@@ -59,8 +59,7 @@ def test_answers_are_the_same(
   options = {"mesh": mesh, option: value}
   want, widths = answers(model, asked, **options)
   assert max(widths) < 128
-  platform = property(lambda _: "tpu")
-  monkeypatch.setattr("ringjax.kv.base.CacheSpec.platform", platform)
+  as_tpu(monkeypatch)
   got, widths = answers(model, asked, **options)
   assert widths <= {0, 128, 256}
   for one, other in zip(want, got, strict=True):
@@ -71,8 +70,7 @@ def test_answers_are_the_same(
 
 @pytest.mark.long
 def test_filled_up_pages_move(loaded, monkeypatch):
-  platform = property(lambda _: "tpu")
-  monkeypatch.setattr("ringjax.kv.base.CacheSpec.platform", platform)
+  as_tpu(monkeypatch)
   model, _ = loaded("llama3")
   prompt = np.arange(70, dtype=np.int32)
   options = dict(rows=2, capacity=256, longest=128)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Shaped, UInt8
+from jaxtyping import Array, Shaped
 
 from ringjax.typing import ArrayLeaf
 
@@ -74,11 +74,12 @@ def row_major(x: Shaped[Array, " ..."]) -> jax.Array:
 
 
 def as_stored(
-  data: UInt8[Array, "*b T X"], like: Shaped[Array, " ..."]
+  data: Shaped[Array, "*b T X"], like: Shaped[Array, " ..."]
 ) -> Shaped[Array, " ..."]:
-  """Bytes of tokens in the form of an array of slots."""
+  """Numbers or bytes of tokens in the form of an array of slots."""
   if like.dtype != jnp.int8:
-    return data
+    wide = [(0, 0)] * (data.ndim - 1) + [(0, like.shape[-1] - data.shape[-1])]
+    return jnp.pad(data, wide) if wide[-1][1] else data
   over = like.shape[-2] - data.shape[-1]
   data = jnp.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, over)])
   return lax.bitcast_convert_type(jnp.swapaxes(data, -1, -2), jnp.int8)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Int, Shaped
 
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.code_format import as_stored
 from ringjax.ops.attention.kv_block import KVBlock
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import ScoreArgs
@@ -32,12 +33,12 @@ class LayerSlots(NamedTuple):
   """Where a shard keeps keys and values of layers of one kind.
 
   Fields:
-    k: [L, B, K, S, H], S slots of this shard.
-    v: [L, B, K, S, J].
+    k: [L, B, K, S, H], S slots of this shard; or with zeros behind a key.
+    v: [L, B, K, S, J], the same of values.
   """
 
-  k: Shaped[Array, "L B K S H"]
-  v: Shaped[Array, "L B K S J"]
+  k: Shaped[Array, "L B K S _"]
+  v: Shaped[Array, "L B K S _"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RetainingRing(Ring):
 
     def keep(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
       row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
-      new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
+      new = jnp.swapaxes(as_stored(new, old), 1, 2).astype(old.dtype)
       return old.at[layer, row, :, at].set(new, mode="drop")
 
     def visit(

@@ -163,7 +163,8 @@ class _Ranked(NamedTuple):
     seg = jnp.take_along_axis(seg, column, 1)
     read = last.reads(-self.worse, self.pos)[:, 0]
     at = Coords(self.pos[:, 0], jnp.where(read, seg, 0))
-    return view._replace(k=k, v=k, at=at, layer=jnp.int32(0))
+    made = dataclasses.replace(view, k=k, v=k, at=at, layer=jnp.int32(0))
+    return made.keys_alone()
 
 
 def chosen_pairs(

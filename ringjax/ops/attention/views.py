@@ -51,7 +51,7 @@ from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, wide_dtype
 from ringjax.parallel.place import MeshAxes
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index
 
 if TYPE_CHECKING:
   from ringjax.ops.attention.cached import CacheVisit
@@ -197,7 +197,8 @@ class Decoder(NamedTuple):
     return self._replace(transformed=hasattr(self.codec, "decode_transformed"))
 
 
-class ContiguousView(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ContiguousView:
   """One layer of a stack of arrays of slots; keys are rotated already.
 
   Fields:
@@ -207,19 +208,27 @@ class ContiguousView(NamedTuple):
     layer: int32 [], which of the L.
     mask: a mask in place of the layer's, or None.
     queries: coordinates [B, T] of the queries in place of the call's, or None.
+    widths: numbers of a key and of a value, where the arrays have zeros behind
+      them; else None.
   """
 
-  k: jax.Array
-  v: jax.Array
+  k: Shaped[ArrayLeaf, "L B K S _"]
+  v: Shaped[ArrayLeaf, "L B K S _"]
   at: Coords
   layer: Index
   mask: Mask | None = None
   queries: Coords | None = None
+  widths: tuple[int, int] | None = None
+
+  @property
+  def dims(self) -> tuple[int, int]:
+    """Of a key and of a value."""
+    return self.widths or (self.k.shape[-1], self.v.shape[-1])
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
-    b, heads, slots, dim = self.k.shape[1:]
-    return b, heads, slots, dim, self.v.shape[-1]
+    b, heads, slots, _ = self.k.shape[1:]
+    return b, heads, slots, *self.dims
 
   @property
   def slot_bytes(self) -> int:
@@ -229,21 +238,22 @@ class ContiguousView(NamedTuple):
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
   ) -> ContiguousView:
-    arrays: Any = P(None, batch, heads, tokens)
-    layer: Any = P()
-    return ContiguousView(
-      arrays,
-      arrays,
-      coords_specs(self.at, self.k.shape[1], batch, tokens),
-      layer,
-      jax.tree.map(lambda _: P(), self.mask),
-      None
-      if self.queries is None
-      else coords_specs(self.queries, self.k.shape[1], batch, None),
+    arrays, queries = P(None, batch, heads, tokens), self.queries
+    return tree.with_leaves(
+      self,
+      k=arrays,
+      v=arrays,
+      at=coords_specs(self.at, self.k.shape[1], batch, tokens),
+      layer=P(),
+      mask=jax.tree.map(lambda _: P(), self.mask),
+      queries=None
+      if queries is None
+      else coords_specs(queries, self.k.shape[1], batch, None),
     )
 
   def keys_alone(self) -> ContiguousView:
-    return self._replace(v=self.k)
+    widths = self.widths and (self.widths[0],) * 2
+    return dataclasses.replace(self, v=self.k, widths=widths)
 
   def of_tree(self, drafted: Coords, mask: Mask) -> ContiguousView:
     """Of a call's own tokens, which form a tree.
@@ -254,7 +264,8 @@ class ContiguousView(NamedTuple):
       mask: over these.
     """
     wide = [(0, 0), (0, self.shape[2] - drafted.pos.shape[1])]
-    return self._replace(
+    return dataclasses.replace(
+      self,
       at=Coords(*(jnp.pad(x, wide) for x in drafted)),
       mask=mask,
       # One array would be one argument, with one sharding.
@@ -265,18 +276,26 @@ class ContiguousView(NamedTuple):
     zero = jnp.int32(0)
     corner = (jnp.asarray(self.layer, jnp.int32), zero, zero, start, zero)
 
-    def one(x: jax.Array) -> jax.Array:
+    def one(x: jax.Array, n: int) -> jax.Array:
       _, b, heads, _, dim = x.shape
-      return lax.dynamic_slice(x, corner, (1, b, heads, size, dim))[0]
+      found = lax.dynamic_slice(x, corner, (1, b, heads, size, dim))
+      if self.widths is None:
+        return found[0]
+      return row_major(found)[0, ..., : self.widths[n]]
 
-    k = one(self.k)
-    return k, k if self.v is self.k else one(self.v)
+    k = one(self.k, 0)
+    return k, k if self.v is self.k else one(self.v, 1)
 
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
   ) -> Aligned:
     del keys
     return Aligned(self, q)
+
+
+tree.register(
+  ContiguousView, ("k", "v", "at", "layer", "mask", "queries"), ("widths",)
+)
 
 
 def in_basis(

@@ -90,6 +90,8 @@ class DecodeTPU(DecoderTPU):
     """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
     declined.check(self, q, keys, args)
     context, slopes = args.context, args.terms.slopes
+    # Zeros behind the numbers of keys and values are read along.
+    q = pad_axis(q, 4, keys.k.shape[4])
     b, kv, g, t, h = q.shape
     length, j = keys.v.shape[3:]
     heads, kb = self.tile(q, keys)
@@ -181,7 +183,7 @@ class DecodeTPU(DecoderTPU):
       name="ringjax_decode",
     )(layer, *leaves, *operands)
     back = lambda x, *last: x[:, :, : g * t].reshape(b, kv, g, t, *last)
-    return Partial(back(acc, j), back(m), back(l))
+    return Partial(back(acc, j)[..., : keys.shape[4]], back(m), back(l))
 
   def _cost(
     self, q: jax.Array, keys: ContiguousView, shared: bool

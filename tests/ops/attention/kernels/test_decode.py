@@ -146,6 +146,27 @@ def test_the_partial_is_that_of_the_loops(kernel):
   same(decoded(kernel.decode, args), decoded(decode_attention, args), 2e-6)
 
 
+def test_zeros_behind_keys_and_values_count_nothing():
+  """As caches on a TPU have them; the kernel reads them along."""
+  kernel = DecodeTPU(16, interpret=True)
+  q, keys, args = call(3)
+  _, _, _, key, value = keys.shape
+  wide = lambda x: jnp.pad(x, [(0, 0)] * 4 + [(0, 32 - x.shape[4])])
+  filled = dataclasses.replace(
+    keys, k=wide(keys.k), v=wide(keys.v), widths=(key, value)
+  )
+  assert filled.shape == keys.shape
+  want = decoded(decode_attention, (q, keys, args))
+  for decode in (kernel.decode, decode_attention):
+    same(decoded(decode, (q, filled, args)), want, 2e-6)
+  alone = [x.keys_alone() for x in (keys, filled)]
+  want, got = (
+    decoded(f, (q, x, args))
+    for f, x in zip((decode_attention, kernel.decode), alone, strict=True)
+  )
+  same(got, want, 2e-6)
+
+
 def test_a_prefix_of_each_example(kernel):
   """An array of the mask, of which each example has its own number."""
   q, keys, args = call(mask=Prefix(jnp.array([3, 60])))
@@ -157,7 +178,9 @@ def test_a_prefix_of_each_example(kernel):
 
 def test_keys_of_another_dtype(kernel):
   q, keys, args = call()
-  keys = keys._replace(k=keys.k.astype("bfloat16"), v=keys.v.astype("bfloat16"))
+  keys = dataclasses.replace(
+    keys, k=keys.k.astype("bfloat16"), v=keys.v.astype("bfloat16")
+  )
   args = (q, keys, args)
   # The loops round weights to the values' dtype.
   same(decoded(kernel.decode, args), decoded(decode_attention, args), 1e-2)
@@ -165,7 +188,7 @@ def test_keys_of_another_dtype(kernel):
 
 def test_values_that_are_keys_are_one_operand(kernel):
   q, keys, args = call(dtype=jnp.bfloat16)
-  keys = keys._replace(v=keys.k)
+  keys = dataclasses.replace(keys, v=keys.k)
   both = (
     decoded(f, (q, keys, args)) for f in (kernel.decode, decode_attention)
   )
@@ -173,7 +196,9 @@ def test_values_that_are_keys_are_one_operand(kernel):
 
   def operands(v):
     """Blocks of stored keys that the kernel is given."""
-    run = lambda k: kernel.decode(q, keys._replace(k=k, v=v(k)), args)
+    run = lambda k: kernel.decode(
+      q, dataclasses.replace(keys, k=k, v=v(k)), args
+    )
     return str(jax.make_jaxpr(run)(keys.k)).count("bf16[3,2,2,80,16]")
 
   assert operands(lambda k: k) < operands(lambda k: k + 1)
@@ -183,7 +208,7 @@ def test_values_that_are_keys_are_one_operand(kernel):
 def test_they_stay_one_in_a_shard_map(kind):
   """Keys that are values too, as a latent cache has them."""
   q, keys, (scores, terms, context, _) = call()
-  keys = keys._replace(v=keys.k)
+  keys = dataclasses.replace(keys, v=keys.k)
   seen = []
 
   @dataclasses.dataclass(frozen=True)

@@ -334,7 +334,7 @@ def test_what_it_does_not_serve(words):
   q, view, args = call(Integers(bits=4))
   kernel = changes.get("kernel", KERNEL)
   if "contiguous" in changes:
-    view = ContiguousView(view.k, view.v, view.at, view.layer)
+    view = ContiguousView(view.k, view.k, view.at, view.layer)
   if "keys" in changes:
     decoder = view.decoders[0]._replace(codec=changes["keys"])
     view = dataclasses.replace(view, decoders=(decoder, view.decoders[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import jax
@@ -70,7 +71,7 @@ def test_it_becomes_a_program_of_triton(name):
 
   def run(q, k, v, at):
     here = args._replace(context=args.context._replace(q=at))
-    return DecodeGPU().decode(q, keys._replace(k=k, v=v), here)
+    return DecodeGPU().decode(q, dataclasses.replace(keys, k=k, v=v), here)
 
   gpu = AbstractDevice("NVIDIA H200", None, "cuda")
   mesh = AbstractMesh((1,), ("x",), abstract_device=gpu)
