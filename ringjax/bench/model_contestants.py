@@ -163,7 +163,7 @@ def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
     assert isinstance(part, LayerKV)
     layers = part.k.shape[0]
     put = lambda old, new, n=layers, i=first: old.at[:, 0, :, :count].set(
-      as_stored(new[i : i + n], old).astype(old.dtype)
+      as_stored(jnp.asarray(new[i : i + n]), old).astype(old.dtype)
     )
     slots.append(LayerKV(*map(put, part, given.keys)))
     first += layers
