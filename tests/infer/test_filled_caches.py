@@ -91,7 +91,8 @@ def test_tokens_move_between_caches(loaded, monkeypatch):
   last = np.repeat(answer[:1, -1:], 2, 0)
   got, _ = model(last, cache=filled)
   want, _ = model(last, cache=plain.cache)
-  np.testing.assert_array_equal(got[1], want[0])
+  # Tiles of another row and capacity are added up in another order.
+  np.testing.assert_allclose(got[1], want[0], atol=1e-4)
 
 
 @pytest.mark.slow
