@@ -944,8 +944,7 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
       if not old.size:
         return old
-      if new.dtype != jnp.int8:
-        new = as_stored(new, old)
+      new = as_stored(new, old)
       layer = lambda n, x: into.write(x, lax.dynamic_index_in_dim(new, n, 0), n)
       return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), layer, old)
 

@@ -76,7 +76,10 @@ def row_major(x: Shaped[Array, " ..."]) -> jax.Array:
 def as_stored(
   data: Shaped[Array, "*b T X"], like: Shaped[Array, " ..."]
 ) -> Shaped[Array, " ..."]:
-  """Numbers or bytes of tokens in the form of an array of slots."""
+  """Numbers or bytes of tokens in the form of an array of slots, which those
+  that come out of such an array have."""
+  if data.dtype == jnp.int8:
+    return data
   if like.dtype != jnp.int8:
     wide = [(0, 0)] * (data.ndim - 1) + [(0, like.shape[-1] - data.shape[-1])]
     return jnp.pad(data, wide) if wide[-1][1] else data
