@@ -68,9 +68,9 @@ class PulledPages:
     nbytes: that came.
     completed: whether the publisher said that it knows; if not, the pages
       return by the lease.
-    array_reads: of the reads, by JAX's transfer server.
     labels: of the page in each row of the arrays, see `Publisher.publish`; ""
       for rows without a page.
+    array_reads: of the reads, by JAX's transfer server.
   """
 
   arrays: dict[str, np.ndarray]
@@ -109,7 +109,7 @@ def pull(
       default: new ones with as many rows as pages.
     places: which row of the arrays each page gets; default: 0, 1, 2, ...
     reader: a name, the same in a second attempt; default: a random one.
-    window: reads that are asked for at once.
+    window: reads that are asked for at once; one with `devices`.
     patience_s: seconds without a byte, or an array, after which the publisher
       is given up.
     devices: gets pages from the publisher's devices, where it has one, too.

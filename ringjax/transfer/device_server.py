@@ -1,4 +1,4 @@
-"""JAX's transfer server: arrays between the devices of two processes.
+"""JAX's transfer server: arrays from devices to the host of another process.
 
 Guarantees: an array that is offered can be pulled once, by who was told its
 number, if it begins before the seconds of the offer are over; then it is

@@ -210,8 +210,8 @@ class ClusterWorker:
       silence_s: seconds without a byte after which a router, or a publisher
         of pages, is given up.
       beat_s: how often the router is told how much there is to do.
-      devices: for pages between devices, to and from instances that have one,
-        too.
+      devices: sends pages from the engine's devices, and takes those of other
+        instances into the host's memory, where both have one.
       device_bytes: of copies of pages that are published and stay on the
         devices, 16 pages at least (`copied_pages`); prompts beyond these are
         copied to the host.
