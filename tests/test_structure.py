@@ -34,7 +34,15 @@ pytestmark = pytest.mark.smoke
 # A file imports from its own folder and from rows above it in this list, i.e.
 # from lower layers. "ringjax" is the package's own __init__.
 ROWS = (
-  ("typing", "errors", "checks", "option_text", "tree", "parallel"),
+  (
+    "typing",
+    "errors",
+    "checks",
+    "option_text",
+    "regular_files",
+    "tree",
+    "parallel",
+  ),
   ("ops",),
   ("kv",),
   ("nn", "data", "plan", "store", "transfer"),

@@ -8,15 +8,14 @@ file may be missing.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import stat
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from ringjax.errors import TokenizerError
+from ringjax.regular_files import inside, open_regular
 
 SIDE_FILE_BYTES = 16 << 20
 
@@ -155,10 +154,10 @@ def _check_ids(file: str, ids: Any) -> None:
 
 def read_file(path: pathlib.Path, limit: int) -> bytes | None:
   """A file's bytes; None if there is no file."""
+  if inside(path.parent, path.name) is None:
+    raise fault(path.name, "a link out of the folder", "a file in the folder")
   try:
-    with open(path, "rb", opener=_opener) as file:
-      if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        raise fault(path.name, "no regular file", "a file")
+    with open(open_regular(path), "rb") as file:
       data = file.read(limit + 1)
   except FileNotFoundError:
     return None
@@ -169,11 +168,6 @@ def read_file(path: pathlib.Path, limit: int) -> bytes | None:
       path.name, f"over {limit >> 20} MB", f"at most {limit >> 20} MB"
     )
   return data
-
-
-def _opener(path: str, flags: int) -> int:
-  # Opening a pipe would wait for its other end.
-  return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

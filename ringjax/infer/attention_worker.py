@@ -39,6 +39,7 @@ from ringjax.kv import kind_text
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.checkpoint import abstract
+from ringjax.parallel.door import Door
 from ringjax.transfer.wire import (
   AuthenticationError,
   HostileMessageError,
@@ -218,27 +219,17 @@ class AttentionServer:
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
     self._link: PullConnection | None = None
     self._closed = False
+    self._door = Door(
+      self._server, self._greet, name="ringjax attention worker"
+    )
 
   def serve(self) -> None:
     """Answers until `close`."""
     while not self._closed:
-      try:
-        made, address = self._server.accept()
-      except OSError:
+      self._link = link = self._door.accept()
+      if link is None:
         return
-      # A client whose machine is gone must not keep others waiting for a day.
-      made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-      for option, n in (
-        ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)
-      ):  # fmt: skip
-        if hasattr(socket, option):
-          made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), n)
-      link = PullConnection(
-        made, min(_GREETING_S, self._patience_s), f"{address[0]}:{address[1]}"
-      )
-      self._link = link
       try:
-        link.greet_reader(self._key)
         link.patience_s = self._patience_s
         _Conversation(link, self._patience_s).run()
       except (AuthenticationError, HostileMessageError, PeerError, OSError):
@@ -249,14 +240,25 @@ class AttentionServer:
   def close(self) -> None:
     """Ends the connection and listens no more."""
     self._closed = True
-    for one in (self._server, self._link):
-      if one is not None:
-        try:
-          if isinstance(one, socket.socket):
-            one.shutdown(socket.SHUT_RDWR)
-        except OSError:
-          pass
-        one.close()
+    self._door.close()
+    self._server.close()
+    if self._link is not None:
+      self._link.close()
+
+  def _greet(self, link: socket.socket, address: Any) -> PullConnection:
+    """Let a model show its key."""
+    # A client whose machine is gone must not keep others waiting for a day.
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, n in (
+      ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)
+    ):  # fmt: skip
+      if hasattr(socket, option):
+        link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), n)
+    wire = PullConnection(
+      link, min(_GREETING_S, self._patience_s), f"{address[0]}:{address[1]}"
+    )
+    wire.greet_reader(self._key)
+    return wire
 
 
 class _Conversation:

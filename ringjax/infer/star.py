@@ -29,6 +29,7 @@ from jaxtyping import Shaped
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError
+from ringjax.parallel.door import Door
 from ringjax.transfer.wire import (
   AuthenticationError,
   HostileMessageError,
@@ -58,6 +59,10 @@ class Kind(enum.IntEnum):
 
 
 _TEXTS = (Kind.HELLO, Kind.SETUP, Kind.OPEN, Kind.PASS, Kind.REPORT, Kind.FAIL)
+
+
+# A stranger's time to show the key.
+_GREETING_S = 5.0
 
 
 class StarLink:
@@ -253,6 +258,20 @@ class Star:
     key, end = checked_key(key), time.monotonic() + join_s
     links: dict[int, StarLink] = {}
     fault: Exception | None = None
+
+    def greet(
+      link: socket.socket, address: Any
+    ) -> tuple[StarLink, dict[str, Any]]:
+      wire = PullConnection(link, patience_s, f"{address[0]}:{address[1]}")
+      wire.greet_reader(key, min(_GREETING_S, patience_s))
+      star = StarLink(wire, -1)
+      try:
+        return star, star.hear(Kind.HELLO)[1]
+      except PeerError:
+        star.close()
+        raise
+
+    door = Door(server, greet, name="ringjax ranks")
     try:
       while len(links) < size - 1:
         if check is not None:
@@ -265,16 +284,17 @@ class Star:
             f"within {join_s:g} s",
             rank=missing[0],
           )
-        server.settimeout(min(left, 0.5))
         try:
-          made, address = server.accept()
+          greeted = door.accept(min(left, 0.5))
         except TimeoutError:
           continue
-        cls._join(made, address, links, size, key, digest, patience_s)
+        if greeted is not None:
+          cls._join(*greeted, links, size, digest)
     except Exception as error:
       fault = error
       raise
     finally:
+      door.close()
       if fault is not None:
         cls(links).fail(fault)
     return cls(links)
@@ -282,28 +302,17 @@ class Star:
   @classmethod
   def _join(
     cls,
-    made: socket.socket,
-    address: Any,
+    star: StarLink,
+    said: dict[str, Any],
     links: dict[int, StarLink],
     size: int,
-    key: bytes,
     digest: str,
-    patience_s: int | float,
   ) -> None:
-    """Takes a connection, if it is one of a rank."""
-    link = PullConnection(made, patience_s, f"{address[0]}:{address[1]}")
-    try:
-      # A stranger does not keep the others waiting for long.
-      link.greet_reader(key, min(5.0, patience_s))
-    except PeerError:
-      link.close()
-      return
-    star = StarLink(link, -1)
-    try:
-      _, said = star.hear(Kind.HELLO)
-    except PeerError:
-      star.close()
-      return
+    """Takes a rank's connection.
+
+    Raises:
+      OptionError: another model, size or rank than is expected.
+    """
     rank, count = said.get("rank"), said.get("size")
     whole = isinstance(rank, int) and not isinstance(rank, bool)
     fault = None
@@ -320,7 +329,7 @@ class Star:
       star.close()
       raise error
     assert isinstance(rank, int)
-    star.rank, link.name = rank, f"rank {rank}"
+    star.rank, star._link.name = rank, f"rank {rank}"
     links[rank] = star
 
   def fail(self, error: BaseException) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hmac
 import itertools
 import json
@@ -42,6 +43,7 @@ from jax._src import distributed  # The key-value store has no public name.
 
 from ringjax.checks import number
 from ringjax.errors import PeerError
+from ringjax.parallel.door import Door
 
 TIMEOUT_S = 10.0
 _MAGIC = b"ringjax1"
@@ -144,7 +146,6 @@ class Peers:
     with socket.create_server(
       ("127.0.0.1" if local else "", 0), backlog=2 * size
     ) as server:
-      server.settimeout(patience_s)
       card = {
         "host": host,
         "port": server.getsockname()[1],
@@ -152,6 +153,7 @@ class Peers:
       }
       cards = [json.loads(c) for c in exchange(json.dumps(card))]
       secret = bytes.fromhex(cards[0]["secret"])
+      greet = functools.partial(_greet, secret)
       control: dict[int, socket.socket] = {}
       links: dict[int, socket.socket] = {}
       by_kind = {_CONTROL: control, _ARRAYS: links}
@@ -164,9 +166,10 @@ class Peers:
             made.sendall(_HELLO.pack(_MAGIC, secret, rank, kind))
             by_kind[kind][other] = made
         expected = size - 1 - rank + (rank < size - 1)
-        while expected:
-          accepted = _accept(server, secret)
-          if accepted is not None:
+        with Door(server, greet, name="ringjax peers") as door:
+          while expected:
+            accepted = door.accept(patience_s)
+            assert accepted is not None
             made, other, kind = accepted
             by_kind[kind][other] = made
             expected -= 1
@@ -529,20 +532,21 @@ def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
       view = view[done:]
 
 
-def _accept(
-  server: socket.socket, secret: bytes
-) -> tuple[socket.socket, int, int] | None:
-  """(connection, rank, kind) of the next rank; None for a stranger."""
-  made, _ = server.accept()
-  made.settimeout(10.0)
+def _greet(
+  secret: bytes, link: socket.socket, address: object
+) -> tuple[socket.socket, int, int]:
+  """(connection, rank, kind) of a rank that has the group's secret.
+
+  Raises:
+    PeerError: it is a stranger.
+  """
+  link.settimeout(10.0)
   hello = np.zeros(_HELLO.size, np.uint8)
-  with contextlib.suppress(OSError):
-    receive(made, [hello])
-    magic, token, rank, kind = _HELLO.unpack(hello.tobytes())
-    if magic == _MAGIC and hmac.compare_digest(token, secret):
-      return made, rank, kind
-  made.close()
-  return None
+  receive(link, [hello])
+  magic, token, rank, kind = _HELLO.unpack(hello.tobytes())
+  if magic != _MAGIC or not hmac.compare_digest(token, secret):
+    raise PeerError(f"{address} does not have the group's secret")
+  return link, rank, kind
 
 
 def _own_address(coordinator: str | None) -> str:

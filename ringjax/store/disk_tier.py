@@ -23,6 +23,7 @@ their times, whatever these are.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import socket
@@ -33,6 +34,7 @@ from typing import Any, NoReturn
 
 from ringjax.checks import integer
 from ringjax.errors import InputTypeError, OptionError
+from ringjax.regular_files import open_regular
 from ringjax.store.block_file import HEADER_BYTES, KEY_BYTES, pack, unpack
 from ringjax.store.tier_policies import TierPolicy
 
@@ -196,9 +198,9 @@ class DiskTier:
   def get(self, key: bytes) -> memoryview | None:
     """The payload of a block, or None where there is no whole one."""
     path = self._path(key)
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
     try:
-      with open(os.open(path, flags), "rb", buffering=0) as file:
+      descriptor = open_regular(path, follow=False)
+      with open(descriptor, "rb", buffering=0) as file:
         data = file.readall()
       return unpack(key, data)
     except FileNotFoundError:
@@ -208,7 +210,13 @@ class DiskTier:
       self.last_error = f"{path.name}: {error}"
       self._remove(key)
     except OSError as error:
-      self._failed(error, reading=True)
+      if error.errno in (errno.EINVAL, errno.ELOOP):
+        # A pipe, a device or a link has taken the block's name.
+        self.corrupt += 1
+        self.last_error = f"{path.name}: {error.strerror}"
+        self._remove(key)
+      else:
+        self._failed(error, reading=True)
     return None
 
   def put(self, key: bytes, payload: bytes) -> bool:

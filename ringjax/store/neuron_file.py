@@ -47,6 +47,7 @@ from ringjax.errors import (
   CheckpointMismatchError,
   CheckpointWriteError,
 )
+from ringjax.regular_files import open_regular
 
 MAGIC = b"RJNEUR\x00\x01"
 _HEAD, _ALIGN = 16, 4096
@@ -211,7 +212,7 @@ class NeuronFile:
     self._threads = positive_int("threads", threads)
     self.reads = self.bytes_read = 0
     try:
-      self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+      self._file = open_regular(self.path)
     except OSError as error:
       self._fault(f"{error.strerror}", "a readable file")
     self._closing = weakref.finalize(self, os.close, self._file)

@@ -290,7 +290,14 @@ class Checkpoints:
   def _prepare(self, step: int) -> None:
     """Process 0: makes room for a new step."""
     self._directory.acquire()
-    self._directory.prepare(step)
+    aside = self._directory.prepare(step)
+    if aside is not None:
+      warnings.warn(
+        f"a folder of step {step} without a manifest was in the way; it is "
+        f"kept as {aside}: delete it, or look at what removed its manifest",
+        RuntimeWarning,
+        stacklevel=2,
+      )
 
   def _saver(
     self,

@@ -7,9 +7,11 @@
   root/.ringjax/lock          held by the process that writes
 
 Guarantees: only files in .ringjax, and folders that a manifest names, are ever
-changed or deleted. A step gets its name in one rename and loses it in one, so
-that a process that dies leaves it whole or not at all; what it left in `new`
-and `old` is removed when the next one begins to write.
+changed or deleted; a step's folder that has lost its manifest is renamed
+(30.without-manifest-0) when that step is saved again. A step gets its name in
+one rename and loses it in one, so that a process that dies leaves it whole or
+not at all; what it left in `new` and `old` is removed when the next one begins
+to write.
 
 Written by hand: `orbax.checkpoint.CheckpointManager` takes every folder with a
 number for a name for a step, even an empty one, and deletes a saved step to
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import time
@@ -142,31 +145,47 @@ class CheckpointDirectory:
     without = {
       int(name)
       for name in _names(self.root)
-      if _is_number(name)
-      and any(os.path.isfile(os.path.join(self.root, name, x)) for x in _ORBAX)
+      if _is_number(name) and self._is_orbax(name)
     }
     return sorted(without.union(self.steps()))
+
+  def _is_orbax(self, name: str) -> bool:
+    """Whether Orbax has written a folder of the root."""
+    folder = os.path.join(self.root, name)
+    return any(os.path.isfile(os.path.join(folder, x)) for x in _ORBAX)
 
   # -------------------------------------------------------------------------
   # Changes, for which the lock is held
   # -------------------------------------------------------------------------
 
-  def prepare(self, step: int) -> None:
-    """Checks that a step's name can be given, and cleans up.
+  def prepare(self, step: int) -> str | None:
+    """Make a step's name free, and clean up.
+
+    Returns:
+      The new path of a step's folder that was in the way and has lost its
+      manifest; None if there was none.
 
     Raises:
-      OSError: its folder exists and is not ours, or the disk refuses.
+      OSError: the name is taken by something that Orbax has not written, or
+        the disk refuses.
     """
+    aside = None
     final = self.folder(step)
     # A rename replaces an empty folder and nothing else.
     empty = os.path.isdir(final) and not os.path.islink(final)
     empty = empty and not os.listdir(final)
     known = os.path.exists(self.manifest(step))
     if os.path.lexists(final) and not known and not empty:
-      raise FileExistsError(
-        errno.EEXIST, "exists, and no manifest says that it is ours", final
-      )
+      if os.path.islink(final) or not self._is_orbax(str(step)):
+        raise FileExistsError(
+          errno.EEXIST, "exists, and no manifest says that it is ours", final
+        )
+      names = (f"{final}.without-manifest-{n}" for n in itertools.count())
+      aside = next(name for name in names if not os.path.lexists(name))
+      os.rename(final, aside)
+      manifests.sync_folder(self.root)
     self.clean_up()
+    return aside
 
   def commit(self, draft: str, made: manifests.Manifest) -> None:
     """Makes a step of synced files exist; replaces an older one."""

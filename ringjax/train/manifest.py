@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ringjax.errors import CheckpointCorruptError, CheckpointFormatError
+from ringjax.regular_files import open_regular
 
 FORMAT = "ringjax training step"
 VERSION = 1
@@ -166,7 +167,7 @@ class Manifest:
       CheckpointFormatError: as `from_bytes`.
     """
     try:
-      with open(path, "rb") as file:
+      with open(open_regular(path), "rb") as file:
         data = file.read(_LARGEST_BYTES + 1)
     except OSError as error:
       raise corrupt(step, path, f"{error.strerror}") from None
@@ -257,7 +258,7 @@ def digest(
   crc32, size, sha256 = 0, 0, hashlib.sha256()
   piece = memoryview(bytearray(_PIECE_BYTES))
   # A link could lead out of the step.
-  handle = os.open(os.path.join(folder, path), os.O_RDONLY | os.O_NOFOLLOW)
+  handle = open_regular(os.path.join(folder, path), follow=False)
   with open(handle, "rb", buffering=0) as file:
     if sync:
       _sync(handle, path)

@@ -4,8 +4,9 @@ Guarantees: what `protocol.py` does, for the memory of a process: pages go to
 readers that have the key, with the contents that they had at publication; the
 callbacks of a page are called once, when no reader can get it any more, at the
 latest a lease and a patience after publication. Readers may come and go at any
-time; what one of them does, or does not do, ends its own connection only. One
-that does not show the key within five seconds is disconnected.
+time; what one of them does, or does not do, ends its own connection only. A
+connection that does not show the key within five seconds is closed, and before
+that for a newer one when many wait: silent connections keep no reader out.
 Cost: a thread for each connection and one for the leases. Whole pages are sent
 from where they are; a part of a page whose bytes are apart is copied first.
 Pages on devices go to readers with a `DeviceServer` from there, and are copied
@@ -16,7 +17,6 @@ Memory: the copied parts of one read on each connection.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -32,6 +32,7 @@ import numpy as np
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import InputTypeError, OptionError, PeerError
+from ringjax.parallel.door import Door
 from ringjax.transfer import protocol
 from ringjax.transfer.description import (
   MOST_PAGES,
@@ -78,7 +79,8 @@ class PublisherCounters:
     expired: tickets whose lease ended.
     released: pages that returned.
     strangers: connections without the key, or with messages that are none.
-    turned_away: connections beyond the most.
+    turned_away: Readers beyond the most, and connections without a key that
+      were closed for newer ones.
   """
 
   tickets: int = 0
@@ -152,7 +154,8 @@ class Publisher:
       lease_s: seconds from publication after which no read begins.
       patience_s: seconds without a byte after which a reader is given up, and
         beyond a lease after which a read is cut off.
-      connections: the most at once.
+      connections: Largest number of readers at once; connections that have not
+        shown the key yet are not counted, and give way to newer ones.
       devices: sends pages on devices from there, to readers that have one, too.
       clock: seconds that never go back.
 
@@ -173,14 +176,21 @@ class Publisher:
     self._pages: dict[int, _HeldPage] = {}
     self._deadlines: dict[int, float] = {}
     self._wires: dict[int, PullConnection] = {}
+    self._connections = itertools.count()
     self._next_number = 0
     self._closed = False
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-    for work in (self._accept, self._watch):
-      threading.Thread(
-        target=work, name=f"ringjax publisher {work.__name__}", daemon=True
-      ).start()
+    self._door = Door(
+      self._server,
+      self._greet,
+      self._serve,
+      name="ringjax publisher",
+      dropped=self._drop_waiting,
+    )
+    threading.Thread(
+      target=self._watch, name="ringjax publisher leases", daemon=True
+    ).start()
 
   def __enter__(self) -> Publisher:
     return self
@@ -333,7 +343,8 @@ class Publisher:
         return
       self._closed = True
       self._lock.notify_all()
-    _shut(self._server)
+    self._door.close()
+    self._server.close()
     for ticket in list(self._state.tickets):
       self._step(protocol.WithdrawTicket(ticket))
     self._wait(lambda: not self._state.reads)
@@ -400,41 +411,36 @@ class Publisher:
   # Connections
   # -------------------------------------------------------------------------
 
-  def _accept(self) -> None:
-    count = 0
-    while True:
-      try:
-        link, address = self._server.accept()
-      except OSError:
-        if self._closed:
-          return
-        time.sleep(0.05)  # Out of file descriptors, for example.
-        continue
-      count += 1
-      wire = PullConnection(
-        link, self._patience_s, f"reader {address[0]}:{address[1]}"
-      )
-      with self._lock:
-        full = self._closed or len(self._wires) >= self._most
-        if full:
-          self.counters.turned_away += 1
-        else:
-          self._wires[count] = wire
-      if full:
-        wire.close()
-        continue
-      threading.Thread(
-        target=self._serve,
-        args=(count, wire),
-        name=f"ringjax publisher of {wire.name}",
-        daemon=True,
-      ).start()
-
-  def _serve(self, connection: int, wire: PullConnection) -> None:
-    """Answers one reader until it leaves."""
+  def _greet(self, link: socket.socket, address: Any) -> PullConnection:
+    """Let a reader show its key; strangers have a short time for it."""
+    wire = PullConnection(
+      link, self._patience_s, f"reader {address[0]}:{address[1]}"
+    )
     try:
-      # Strangers hold a connection for a short time only.
       wire.greet_reader(self._key, min(_GREETING_S, self._patience_s))
+    except AuthenticationError:
+      with self._lock:
+        self.counters.strangers += 1
+      raise
+    return wire
+
+  def _drop_waiting(self) -> None:
+    with self._lock:
+      self.counters.turned_away += 1
+
+  def _serve(self, wire: PullConnection) -> None:
+    """Answer one reader until it leaves."""
+    with self._lock:
+      full = self._closed or len(self._wires) >= self._most
+      connection = next(self._connections)
+      if full:
+        self.counters.turned_away += 1
+      else:
+        self._wires[connection] = wire
+    if full:
+      wire.close()
+      return
+    try:
       while (heard := wire.hear()) is not None:
         self._answer(connection, wire, *heard)
     except (AuthenticationError, HostileMessageError):
@@ -608,13 +614,6 @@ class Publisher:
       tickets = self._pages[pages[0]].owners
       ends = [self._deadlines[t] for t in tickets if t in self._deadlines]
     return max(ends, default=-float("inf"))
-
-
-def _shut(server: socket.socket) -> None:
-  """Closes a socket that a thread accepts from, and wakes the thread."""
-  with contextlib.suppress(OSError):
-    server.shutdown(socket.SHUT_RDWR)
-  server.close()
 
 
 def _data(

@@ -455,6 +455,25 @@ def test_folders_without_a_tokenizer(tmp_path):
     Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_files_that_link_out_of_the_folder(name, tmp_path):
+  path = made.folder("qwen", tmp_path / "model")
+  (path / name).rename(tmp_path / name)
+  (path / name).symlink_to(tmp_path / name)
+  with pytest.raises(TokenizerError, match=f"{name}: got a link out of the"):
+    Tokenizer.load(path)
+
+
+def test_the_links_of_the_hubs_cache_are_followed(tmp_path):
+  path = made.folder("qwen", tmp_path / "snapshots" / "0123abc")
+  ids = Tokenizer.load(path).encode("two words").tolist()
+  (tmp_path / "blobs").mkdir()
+  for number, file in enumerate(sorted(path.iterdir())):
+    file.rename(tmp_path / "blobs" / str(number))
+    file.symlink_to(tmp_path / "blobs" / str(number))
+  assert Tokenizer.load(path).encode("two words").tolist() == ids
+
+
 def test_a_file_that_is_too_large(tmp_path, monkeypatch):
   path = made.folder("qwen", tmp_path)
   monkeypatch.setattr(tokenizer_module, "TOKENIZER_BYTES", 1000)

@@ -135,8 +135,10 @@ def test_changed_files_are_absent_and_removed(tmp_path):
   path[5].symlink_to(path[4])
   found = [tier.get(key(n)) for n in range(6)]
   assert [x and bytes(x) for x in found] == [None] * 4 + [payload(4), None]
-  assert tier.corrupt == 4 and tier.read_errors == 1
-  assert not any(path[n].exists() for n in range(4))
+  assert tier.corrupt == 5 and tier.read_errors == 0
+  assert not any(
+    path[n].is_symlink() or path[n].exists() for n in (0, 1, 2, 3, 5)
+  )
   assert tier.nbytes == sum(tier._sizes.values())
   # They can be written anew.
   assert tier.put(key(2), payload(2)) and bytes(tier.get(key(2))) == payload(2)
@@ -149,6 +151,22 @@ def test_changed_files_are_absent_and_removed(tmp_path):
       path[2].write_bytes(b"again")
       assert store.get(key(2)) is None
     assert store.disk.corrupt == 2 and store.counters.misses == 2
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_pipe_or_a_link_in_place_of_a_block_is_a_miss(kind, tmp_path):
+  tier = on_disk(tmp_path / "store")
+  assert tier.put(key(1), payload(1))
+  (path,) = files(tmp_path / "store")
+  path.rename(tmp_path / "aside")
+  if kind == "pipe":
+    os.mkfifo(path)
+  else:
+    path.symlink_to(tmp_path / "aside")
+  assert tier.get(key(1)) is None
+  assert tier.corrupt == 1
+  assert tier.put(key(1), payload(1))
+  assert tier.get(key(1)) == payload(1)
 
 
 def test_foreign_files_are_left_alone(tmp_path):

@@ -891,6 +891,20 @@ def test_steps_that_lost_something_are_no_new_beginning(lost, root):
   refused(CheckpointCorruptError, lambda: c.restore(like=LIKE))
 
 
+def test_a_step_without_its_manifest_is_put_aside_and_saved_again(root):
+  for lost in range(2):
+    (root / ".ringjax" / "30.json").unlink()
+    with Checkpoints(root) as c:
+      with pytest.warns(RuntimeWarning, match="step 30"):
+        assert c.restore(like=LIKE)[1] == {"at": 20}
+      with pytest.warns(RuntimeWarning, match=f"without-manifest-{lost}"):
+        c.save(30, tree_of(30), {"at": 30})
+      c.wait()
+    whole(root, 30)
+    assert (root / f"30.without-manifest-{lost}").is_dir()
+  assert Checkpoints(root).steps() == [10, 20, 30]
+
+
 def test_half_of_a_step_is_passed_over(root):
   shutil.rmtree(root / "30" / "d")
   c = Checkpoints(root)

@@ -392,16 +392,30 @@ def test_a_silent_publisher_is_given_up(publisher):
     assert time.monotonic() - start >= 0.3
 
 
-def test_connections_are_bounded():
+def test_connections_of_readers_are_bounded():
   with transfer.Publisher(KEY, connections=2) as publisher:
     ticket = publisher.publish(make_pages([0]), LAYOUT)
-    idle = [socket.create_connection(publisher.address) for _ in range(2)]
-    for link in idle:
-      assert link.recv(8) == transfer.wire.MAGIC
+    readers = []
+    for _ in range(2):
+      link = socket.create_connection(publisher.address)
+      readers.append(transfer.wire.PullConnection(link, 5.0, "publisher"))
+      readers[-1].greet_publisher(KEY)
     with pytest.raises(rj.PeerError, match="closed the connection"):
       transfer.pull(ticket, publisher.address, KEY)
     assert publisher.counters.turned_away == 1
-    for link in idle:
+    for reader in readers:
+      reader.close()
+
+
+def test_silent_connections_keep_no_reader_out():
+  # More than are greeted at a time, and more than may read.
+  with transfer.Publisher(KEY, connections=2) as publisher:
+    ticket = publisher.publish(make_pages([0]), LAYOUT)
+    silent = [socket.create_connection(publisher.address) for _ in range(200)]
+    pulled = transfer.pull(ticket, publisher.address, KEY)
+    assert pulled.completed and pulled.labels == ("",)
+    assert publisher.counters.turned_away >= 200 - 64
+    for link in silent:
       link.close()
 
 

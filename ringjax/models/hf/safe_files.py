@@ -15,7 +15,6 @@ import math
 import os
 import pathlib
 import re
-import stat
 from typing import Any, NamedTuple, NoReturn
 
 from ringjax.errors import (
@@ -24,6 +23,7 @@ from ringjax.errors import (
   InputTypeError,
   UnsafeFormatError,
 )
+from ringjax.regular_files import inside, open_regular
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -282,35 +282,21 @@ def _small_file(root: pathlib.Path, file: str, limit: int) -> bytes:
 def open_inside(root: pathlib.Path, file: str) -> int:
   """A descriptor of a regular file that truly is in the folder.
 
-  The cache of the Hugging Face hub keeps a folder of links, snapshots/<hash>,
-  to files in blobs/ beside snapshots/: those count as inside.
-
   Raises:
     CheckpointFormatError: a link out of the folder, no regular file, or one
       that cannot be read.
   """
-  home, path = root.resolve(), (root / file).resolve()
-  inside = path.parent == home
-  if home.parent.name == "snapshots":
-    inside = inside or path.parent == home.parent.parent / "blobs"
-  if not inside:
+  path = inside(root, file)
+  if path is None:
     fault(
       shown(file),
       "a link out of the folder",
       "a file in the folder",
       "copy the file into it",
     )
-  flags = os.O_RDONLY
-  # A pipe must not make the opening wait.
-  for flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
-    flags |= getattr(os, flag, 0)
   try:
-    descriptor = os.open(path, flags)
+    return open_regular(path, follow=False)
   except OSError as error:
     raise CheckpointFormatError(
       shown(file), str(error.strerror), "a readable file", DOWNLOAD
     ) from error
-  if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-    os.close(descriptor)
-    fault(shown(file), "something that is no file", "a regular file")
-  return descriptor

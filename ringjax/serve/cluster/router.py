@@ -32,7 +32,6 @@ Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -54,6 +53,7 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.parallel.door import Door
 from ringjax.serve.cluster.block_index import (
   BlockEvent,
   BlockIndex,
@@ -410,7 +410,10 @@ class ClusterRouter:
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
     planning = [] if roles is None else [self._plan_roles]
-    for work in (self._accept, self._watch, *planning):
+    self._door = Door(
+      self._server, self._greet, self._welcome, name="ringjax router"
+    )
+    for work in (self._watch, *planning):
       threading.Thread(
         target=work, name=f"ringjax router {work.__name__}", daemon=True
       ).start()
@@ -555,8 +558,7 @@ class ClusterRouter:
         self.cancel(handle)
       instances = list(self._instances.values())
       self._work.notify_all()
-    with contextlib.suppress(OSError):
-      self._server.shutdown(socket.SHUT_RDWR)
+    self._door.close()
     self._server.close()
     for one in instances:
       one.link.close("the router was closed")
@@ -728,35 +730,26 @@ class ClusterRouter:
       if not self._instances[name].leaving
     ]
 
-  def _accept(self) -> None:
-    while True:
-      try:
-        link, address = self._server.accept()
-      except OSError:
-        if self._closed:
-          return
-        time.sleep(0.05)  # Out of file descriptors, for example.
-        continue
-      wire = PullConnection(
-        link, self._silence_s, f"instance {address[0]}:{address[1]}"
-      )
-      with self._work:
-        full = self._closed or self._links >= _MOST_LINKS
-        self._links += not full
-      if full:
-        wire.close()
-        continue
-      threading.Thread(
-        target=self._welcome,
-        args=(wire, address[0]),
-        name=f"ringjax router of {wire.name}",
-        daemon=True,
-      ).start()
+  def _greet(
+    self, link: socket.socket, address: Any
+  ) -> tuple[PullConnection, str]:
+    """Let an instance or a command show its key."""
+    wire = PullConnection(
+      link, self._silence_s, f"instance {address[0]}:{address[1]}"
+    )
+    wire.greet_reader(self._key, min(_GREETING_S, self._silence_s))
+    return wire, address[0]
 
-  def _welcome(self, wire: PullConnection, host: str) -> None:
+  def _welcome(self, greeted: tuple[PullConnection, str]) -> None:
     """Lets an instance join, or answers a command."""
+    wire, host = greeted
+    with self._work:
+      full = self._closed or self._links >= _MOST_LINKS
+      self._links += not full
+    if full:
+      wire.close()
+      return
     try:
-      wire.greet_reader(self._key, min(_GREETING_S, self._silence_s))
       fields = wire.hear_object(1 << 20) or {}
       try:
         if fields.get("t") == "command":

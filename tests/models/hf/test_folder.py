@@ -176,8 +176,8 @@ BAD_FOLDERS = {
     FORMAT,
     "git lfs pull",
   ),
-  "a folder": (ONE, replaced(pathlib.Path.mkdir), FORMAT, "no file"),
-  "a pipe": (ONE, replaced(os.mkfifo), FORMAT, "no file"),
+  "a folder": (ONE, replaced(pathlib.Path.mkdir), FORMAT, "not a regular file"),
+  "a pipe": (ONE, replaced(os.mkfifo), FORMAT, "not a regular file"),
   "dangling link": (
     ONE,
     replaced(lambda x: x.symlink_to("nowhere")),

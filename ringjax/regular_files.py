@@ -1,0 +1,48 @@
+"""Open files that others have named: no pipe waits, no link leads out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import stat
+
+
+def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+  """Open a regular file for reading, and nothing else.
+
+  Opening a pipe would wait for its other end; this does not.
+
+  Args:
+    path: Path of the file.
+    follow: Whether the last part of the path may be a symbolic link.
+
+  Returns:
+    The file descriptor.
+
+  Raises:
+    OSError: if it can't be opened, or is a pipe, a device or a folder.
+  """
+  flags = os.O_RDONLY
+  for flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):
+    flags |= getattr(os, flag, 0)
+  if not follow:
+    flags |= getattr(os, "O_NOFOLLOW", 0)
+  descriptor = os.open(path, flags)
+  if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+  return descriptor
+
+
+def inside(folder: pathlib.Path, name: str) -> pathlib.Path | None:
+  """Resolve a file of a model's folder, or return None if it lies elsewhere.
+
+  The cache of the Hugging Face hub keeps a folder of links, snapshots/<hash>,
+  to files in blobs/ next to snapshots/: those count as inside.
+  """
+  home, path = folder.resolve(), (folder / name).resolve()
+  homes = {home}
+  if home.parent.name == "snapshots":
+    homes.add(home.parent.parent / "blobs")
+  return path if path.parent in homes else None
