@@ -44,11 +44,11 @@ _MEMORY = "answer fewer prompts at a time, with --rows"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.whole("workers", 2, "Processes of this machine that attend.")
   new.texts("addresses", None, "HOST:PORT of workers, in place of --workers.")
   new.text("listen", None, "HOST:PORT: be a worker, and answer nothing.")
-  new.text("key_file", None, "File of the key, for --listen and --addresses.")
+  new.path("key_file", None, "File of the key, for --listen and --addresses.")
   new.number(
     "patience", PATIENCE_S, "Seconds for which a worker may be silent.", 0.1
   )

@@ -59,12 +59,12 @@ _MEMORY = "shorten the texts (--length), or use more devices"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
-  new.text("text", None, "File or folder of text; default: Python's sources.")
-  new.text("out", None, "Folder for the calibration; default: the model's.")
+  new.path("text", None, "File or folder of text; default: Python's sources.")
+  new.path("out", None, "Folder for the calibration; default: the model's.")
   new.whole("rows", 16, "Texts that are measured.")
   new.whole("length", 2048, "Tokens of each.", 16)
   new.number("outliers", 0.01, "Part of a channel beyond its scale.", 0)

@@ -34,7 +34,7 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )
   new.text("join", None, "HOST:PORT where a router takes instances.")
-  new.text(
+  new.path(
     "cluster_key",
     None,
     "File with the secret of the cluster, 16 bytes at least, the same for all.",
@@ -50,7 +50,7 @@ def define(values: flags.FlagValues) -> None:
     "predictive:tpot_s=0.1,decode_s=20/conductor. All but shortest need "
     "--times.",
   )
-  new.text(
+  new.path(
     "times",
     None,
     "Of a router: csv of measured calls (phase,devices,tokens,cached,seconds), "

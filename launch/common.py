@@ -363,6 +363,9 @@ def launch(
           raise SystemExit(0)
     try:
       return flags.FLAGS(argv)
+    except SystemExit:
+      # The parser exits with 1 after the help that was asked for.
+      raise SystemExit(0) from None
     except flags.Error as error:
       console.complain(name, error)
       raise SystemExit(2) from None

@@ -51,8 +51,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.text("model", None, "Folder to read.")
-  new.text("out", None, "Folder to make.")
+  new.path("model", None, "Folder to read.")
+  new.path("out", None, "Folder to make.")
   new.boolean("check", False, "Only look, and write nothing.")
   flags.DEFINE_enum(
     "dtype",

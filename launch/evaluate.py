@@ -122,7 +122,7 @@ _Shown = tuple[list[str], Callable[[str], None]]
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
@@ -165,7 +165,7 @@ def define(values: flags.FlagValues) -> None:
     "be given several times.",
     flag_values=values,
   )
-  new.text(
+  new.path(
     "folder",
     None,
     "Folder of .txt files in which facts are hidden, or that are predicted; "
@@ -200,9 +200,9 @@ def define(values: flags.FlagValues) -> None:
     ["0", "4096", "16384", "65536"],
     "drafts: by how much tokens are moved on.",
   )
-  new.text("log", None, "curves: the log.jsonl of a training.")
-  new.text("plot", None, "PNG to draw (needs matplotlib).")
-  new.text("out", None, "File for all figures, JSON.")
+  new.path("log", None, "curves: the log.jsonl of a training.")
+  new.path("plot", None, "PNG to draw (needs matplotlib).")
+  new.path("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 

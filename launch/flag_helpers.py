@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 from absl import flags
 
 # A flag belongs to the script that asked for it, and stands in its --help.
 flags.disclaim_key_flags()
+
+
+class _Path(flags.ArgumentParser):
+  """Expands "~", which no shell does in `--model=~/folder`."""
+
+  def parse(self, argument: str) -> str:
+    return os.path.expanduser(str(argument))
+
+  def flag_type(self) -> str:
+    return "string"
 
 
 class FlagHelper:
@@ -16,6 +28,10 @@ class FlagHelper:
 
   def text(self, name: str, default: str | None, text: str) -> None:
     flags.DEFINE_string(name, default, text, **self._values)
+
+  def path(self, name: str, default: str | None, text: str) -> None:
+    """A path, or one with options after it; "~" is the user's home."""
+    flags.DEFINE(_Path(), name, default, text, **self._values)
 
   def texts(self, name: str, default: list[str] | None, text: str) -> None:
     """Texts with commas between."""

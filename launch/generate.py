@@ -91,19 +91,19 @@ _MEMORY = (
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text(
     "prompt", None, "What to continue or, with a file, the question on it."
   )
-  new.text("prompt_file", None, "A document, UTF-8; - is stdin.")
-  new.text("contexts", None, "A folder of .txt files that the prompt is about.")
+  new.path("prompt_file", None, "A document, UTF-8; - is stdin.")
+  new.path("contexts", None, "A folder of .txt files that the prompt is about.")
   new.text(
     "combine",
     None,
     f"How contexts are combined: {', '.join(contexts.WAYS)}; with options as "
     "ape:temperature=0.9,scale=0.9; default: parallel.",
   )
-  new.text("store", None, "A folder that keeps what was read of contexts.")
+  new.path("store", None, "A folder that keeps what was read of contexts.")
   new.text("system", None, "A system message; needs a chat template.")
   new.boolean("chat", None, "Use the chat template; default: if there is one.")
   new.boolean("raw", False, "Use no chat template, as --nochat.")
@@ -178,14 +178,14 @@ def define(values: flags.FlagValues) -> None:
     "Keeps the weights of linear maps as codes of 8 or 4 bits.",
     flag_values=values,
   )
-  new.text(
+  new.path(
     "integer",
     None,
     "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
     "this folder (launch.calibrate --ranges): DIR or "
     "DIR:shadow=16,prune=0.85,scales=tensor.",
   )
-  new.text(
+  new.path(
     "flash",
     None,
     "Reads single feedforward neurons from this folder as tokens need them, "
@@ -212,7 +212,7 @@ def define(values: flags.FlagValues) -> None:
     "Where the keys of layers are that do not run: device, host, disk, or "
     "fractions as of --placement; they are fetched when the layer runs.",
   )
-  new.text(
+  new.path(
     "disk",
     None,
     "A folder for keys that are on disk; alone: keys are in host memory as far "

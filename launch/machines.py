@@ -13,7 +13,7 @@ flags.disclaim_key_flags()
 
 def define(new: FlagHelper, use: str) -> None:
   """The flags; `use` says what the profile is for."""
-  new.text("profile", None, f"{use}: its name, or a file; see launch.plan.")
+  new.path("profile", None, f"{use}: its name, or a file; see launch.plan.")
   new.number("bandwidth", 10e9, "--profile: of a link, bytes a second.", 0.0)
   new.number("latency", 0.0, "--profile: of a message, seconds.", 0.0)
   new.number(

@@ -76,9 +76,9 @@ def define(values: flags.FlagValues) -> None:
   new.whole("chunks", None, "Chunks of cpp; default: four for each process.")
   new.boolean("search", False, "Search kvr's partition by measuring, first.")
   machines.define(new, "Profile to plan kvr's partition or --method=auto with")
-  new.text("model", None, "Model directory; default: the model in ringjax.")
+  new.path("model", None, "Model directory; default: the model in ringjax.")
   new.text("preset", None, "Shapes of a model, with random weights.")
-  new.text(
+  new.path(
     "prompt_file", None, "UTF-8 text to read; default: Python's own sources."
   )
   new.text("dtype", None, "bfloat16, float16 or float32; default: the model's.")
@@ -93,7 +93,7 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "delay", None, "RANK:SECONDS, a rank that pauses before every layer."
   )
-  new.text("plot", None, "PNG of each rank's timeline (needs matplotlib).")
+  new.path("plot", None, "PNG of each rank's timeline (needs matplotlib).")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 

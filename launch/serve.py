@@ -73,7 +73,7 @@ _OPTIONS = (
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text("model_name", None, "Its name in the API; default: the folder's.")
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
@@ -138,7 +138,7 @@ def define(values: flags.FlagValues) -> None:
     "Of an instance: programs into which the layers are cut for prompts, so "
     "that with the router's --stream pages leave layer by layer.",
   )
-  new.text("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
+  new.path("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
   new.whole("queue", 256, "Answers that may wait; more are refused with 429.")
   new.whole("body_bytes", 8 << 20, "Bytes of a body at most.")
   new.number(

@@ -102,7 +102,7 @@ def define(new: FlagHelper) -> None:
     "With --window: of so many feedforwards one stays in memory.",
     None,
   )
-  new.text(
+  new.path(
     "key_file",
     None,
     "With --coordinator and --window: a file of 16 bytes or more that only "
@@ -113,7 +113,7 @@ def define(new: FlagHelper) -> None:
     star.PATIENCE_S,
     "With --window: seconds that a process may be silent.",
   )
-  new.text("log", None, "With --window: a JSON file of what happened when.")
+  new.path("log", None, "With --window: a JSON file of what happened when.")
 
 
 def asked(values: flags.FlagValues) -> bool:

@@ -35,8 +35,8 @@ _MEMORY = "split the longest file into several"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.text("tokenizer", None, "Folder with a tokenizer.json, or bytes.")
-  new.text("out", None, "File to write.")
+  new.path("tokenizer", None, "Folder with a tokenizer.json, or bytes.")
+  new.path("out", None, "File to write.")
   new.text("field", "text", "Of a line's object, in .jsonl files.")
   new.boolean("skip_bad", False, "Leaves out what is wrong, and says so.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")

@@ -27,6 +27,7 @@ import importlib
 import io
 import json
 import math
+import os
 import pathlib
 import sys
 import traceback
@@ -120,8 +121,8 @@ def define(values: flags.FlagValues) -> None:
   )
   _check_overrides(values["config"])
   new = FlagHelper(values)
-  new.text("out", None, "Folder for all output.")
-  new.text("init_from", None, "Hugging Face folder of the initial weights.")
+  new.path("out", None, "Folder for all output.")
+  new.path("init_from", None, "Hugging Face folder of the initial weights.")
   new.number(
     "peak",
     None,
@@ -129,7 +130,7 @@ def define(values: flags.FlagValues) -> None:
     "sheet of a known accelerator, else measured.",
     1.0,
   )
-  new.text("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
+  new.path("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
   new.boolean(
     "tensorboard",
     False,
@@ -588,10 +589,20 @@ def _tokens(made: recipe.Recipe, steps: int) -> int:
 
 
 def _check_overrides(flag: Any) -> None:
-  """Makes an override that fits nowhere an error of flags, and no crash."""
+  """Makes an override that fits nowhere an error of flags, and no crash.
+
+  A file that isn't there is looked for among the ones that are installed with
+  the scripts: configs/train/quick.py is known in every folder.
+  """
   parse = flag.parse
 
   def checked(argument: Any) -> None:
+    if isinstance(argument, str):
+      file, colon, rest = os.path.expanduser(argument).partition(":")
+      installed = pathlib.Path(__file__).parent / file
+      if file.startswith("configs/") and not os.path.exists(file):
+        file = str(installed if installed.is_file() else file)
+      argument = file + colon + rest
     try:
       parse(argument)
     except (LookupError, TypeError, AttributeError, ValueError) as error:

@@ -45,6 +45,7 @@ from ringjax.ops.attention.api import (
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense
+from ringjax.ops.attention.flax_attention import flax_attention
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
@@ -151,6 +152,7 @@ __all__ = [
   "dot_product_attention",
   "explain",
   "finalize",
+  "flax_attention",
   "gated_delta_rule",
   "linear_recurrence",
   "make_mesh",
@@ -191,8 +193,10 @@ if _TYPE_CHECKING:
 def __getattr__(name: str) -> _Any:
   if name in _PARTS:
     return _importlib.import_module(f"ringjax.{name}")
+  if name == "__version__":
+    return _importlib.import_module("importlib.metadata").version("ringjax")
   raise AttributeError(f"module 'ringjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-  return sorted([*__all__, *_PARTS])
+  return sorted([*__all__, *_PARTS, "__version__"])

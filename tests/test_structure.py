@@ -52,7 +52,6 @@ ROWS = (
   ("ringjax",),
   ("bench", "eval"),
   ("launch",),
-  ("configs",),
 )
 RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}
 
@@ -128,7 +127,7 @@ def layer_faults(path: str, source: str) -> list[str]:
   for line, name in imports(path, ast.parse(source)):
     top, folder = name.split(".")[0], folder_of(name)
     where = f"{path}:{line}: {own} imports {name}"
-    if top in ("ringjax", "launch", "configs", "tests"):
+    if top in ("ringjax", "launch", "tests"):
       if folder not in RANK:
         faults.append(f"{where}, which has no row")
       # The files of the ground row are small and may know each other.
@@ -172,7 +171,7 @@ def registrations(path: str, source: str) -> list[str]:
 def sources() -> list[str]:
   files = [
     path.relative_to(ROOT).as_posix()
-    for folder in ("ringjax", "launch", "configs")
+    for folder in ("ringjax", "launch")
     for path in (ROOT / folder).rglob("*.py")
   ]
   return sorted(files)

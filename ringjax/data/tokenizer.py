@@ -165,7 +165,7 @@ class Tokenizer:
     Raises:
       TokenizerError: a file is missing, too large, or not what it should be.
     """
-    path = pathlib.Path(folder)
+    path = pathlib.Path(folder).expanduser()
     data = read_file(path / "tokenizer.json", TOKENIZER_BYTES)
     if data is None:
       old = any((path / f).exists() for f in ("tokenizer.model", "vocab.json"))

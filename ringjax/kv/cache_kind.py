@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
+from ringjax import option_text
 from ringjax.checks import boolean, integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import (
@@ -444,21 +445,66 @@ FROM_FILES: dict[str, CacheKind] = {
 }
 
 
-def cache_kind(kind: CacheKind | str) -> CacheKind:
-  """A kind by its name, or as it is.
+def cache_kind(kind: CacheKind | str, name: str = "cache_kind") -> CacheKind:
+  """Return the kind of cache that a text names, or a kind as it is.
+
+  Args:
+    kind: A kind, or a text: a name of `KINDS`, or a codec's and a policy's with
+      a plus between; after a colon values of options of that kind, such as
+      "int4:group=32,keys.bits=8", where "group" is that of the keys and of the
+      values: literals of Python, in any case of letters; several values in
+      parentheses, "fastgen:punctuation=(33,46)".
+    name: Name of the flag or argument, for errors.
 
   Raises:
-    OptionError: neither.
+    OptionError: an unknown name or option, or a value of another type.
   """
   if isinstance(kind, CacheKind):
     return kind
-  known = KINDS | FROM_FILES
-  if isinstance(kind, str) and all(n in known for n in kind.split("+")):
-    return functools.reduce(operator.add, (known[n] for n in kind.split("+")))
-  raise OptionError(
-    "cache kind",
-    repr(kind),
-    f"one of {', '.join(KINDS)}, a codec + a policy of these, or an "
-    "rj.kv.CacheKind",
-    "pass one of these names, or leave it out",
+  kind_name, colon, rest = (
+    kind.partition(":") if isinstance(kind, str) else ("", "", "")
   )
+  known_names = KINDS | FROM_FILES
+  if any(part not in known_names for part in kind_name.split("+")):
+    raise OptionError(
+      name,
+      repr(kind),
+      f"one of {', '.join(KINDS)}, or a codec + a policy of these",
+      f"pass {name}=dense, {name}=allocated:table=DIR, or an rj.kv.CacheKind",
+    )
+  parts = [known_names[part] for part in kind_name.split("+")]
+  named = functools.reduce(operator.add, parts)
+  known = named.options()
+  options: dict[str, Any] = {}
+  for part in option_text.split(rest) if colon else ():
+    key, equals, value = part.partition("=")
+    names = [n for n in known if key in (n, n.partition(".")[2])]
+    if not names or key in options or not equals:
+      shown = ", ".join(f"{k}={v}" for k, v in known.items())
+      raise OptionError(
+        name,
+        f"{part!r} in {kind!r}",
+        f"options of {kind_name!r}, each once: {shown or 'there are none'}",
+        f"write {name}={kind_name}:key=value,key=value",
+      )
+    for n in names:
+      options[n] = _value(name, part, value, known[n])
+  return named.with_options(options)
+
+
+def _value(name: str, part: str, text: str, like: Any) -> Any:
+  """What a text says, of the type of `like` or None; any where that is None."""
+  value = option_text.value(text)
+  if isinstance(like, float) and type(value) is int:
+    # A share; from 2 on a number of tokens.
+    return value if value > 1 else float(value)
+  if isinstance(like, tuple) and type(value) is int:
+    return (value,)
+  if None not in (like, value) and type(value) is not type(like):
+    raise OptionError(
+      name,
+      repr(part),
+      f"a value of type {type(like).__name__}",
+      f"write it as {part.partition('=')[0]}={like}",
+    )
+  return value

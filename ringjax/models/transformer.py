@@ -38,6 +38,7 @@ from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
+from ringjax.models.summary import describe
 from ringjax.models.weight_placement import (
   PlacementReport,
   WeightPlacement,
@@ -183,6 +184,12 @@ class Transformer(nnx.Module):
       if config.tied
       else Head(rngs, config.embed, config.vocab, bias=config.head_bias)
     )
+
+  def __repr__(self) -> str:
+    """The model in a few lines; `flax.nnx.display(model)` shows every array."""
+    return describe(self)
+
+  __str__ = __repr__
 
   def __call__(
     self,

@@ -17,6 +17,7 @@ from ringjax.errors import (
   PromptError,
 )
 from ringjax.infer import decode, kvr, prefill, prompt_reading
+from ringjax.kv import kind_text
 from ringjax.nn.sharding_context import ShardingContext
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
@@ -365,3 +366,11 @@ def test_a_refusal_says_what_is_true():
     assert f"got {tokens} tokens, read by prefill='chunked'" in words
     assert tokens + count - 1 > 5120 == session.room()
     assert "at most 5120 together" in words
+
+
+def test_kinds_are_texts_with_options_as_in_flags(prompt):
+  text = "snapkv:budget=.5,room=12"
+  by_text = session_on(1, cache_kind=text)
+  assert by_text.cache.kind == kind_text.parse(text)
+  with pytest.raises(rj.OptionError, match="cache_kind: got 'budgets=1'"):
+    session_on(1, cache_kind="snapkv:budgets=1")

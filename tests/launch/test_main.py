@@ -9,6 +9,10 @@ import sys
 import tomllib
 
 import pytest
+from absl import flags
+
+import ringjax
+from launch.flag_helpers import FlagHelper
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -85,3 +89,41 @@ def test_installed_commands_start_the_script_of_their_name(tmp_path):
     text=True,
   )
   assert "python -m launch.tokenize --tokenizer" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["generate", "tokenize"])
+def test_help_that_was_asked_for_is_no_failure(name):
+  done = subprocess.run(
+    [sys.executable, "-m", f"launch.{name}", "--help"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0
+  assert f"launch.{name}" in done.stdout and done.stderr == ""
+
+
+def test_paths_of_flags_may_begin_at_home():
+  values = flags.FlagValues()
+  FlagHelper(values).path("model", None, "A folder.")
+  values(["generate", "--model=~/models/x"])
+  assert values.model == os.path.expanduser("~/models/x")
+
+
+def test_configs_are_found_from_any_folder(tmp_path):
+  done = subprocess.run(
+    [
+      sys.executable, "-m", "launch.train",
+      "--config=configs/train/tiny_long.py", "--help_config",
+    ],
+    cwd=tmp_path,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+  )  # fmt: skip
+  assert done.returncode == 0 and "32768" in done.stdout, done.stderr
+
+
+def test_the_version_is_that_of_the_package():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+  assert ringjax.__version__ == project["project"]["version"]

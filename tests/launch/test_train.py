@@ -34,7 +34,7 @@ from tests.launch.conftest import PATIENCE_S, ROOT
 # How ml_collections reads a file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
 
-CONFIGS = sorted((ROOT / "configs" / "train").glob("*.py"))
+CONFIGS = sorted((ROOT / "launch" / "configs" / "train").glob("*.py"))
 SMALL = """
 from launch.train import default_config
 

@@ -84,7 +84,7 @@ def as_path(path: str | os.PathLike[str] | None) -> pathlib.Path:
     raise InputTypeError(
       "path", type(path).__name__, "a str or a Path", "pass a folder"
     )
-  return pathlib.Path(path)
+  return pathlib.Path(path).expanduser()
 
 
 # ---------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def stage(
     "steps": steps,
     "batch": batch,
     "length": length,
-    "sources": tuple(s for s in sources if s["weight"] > 0),
+    "sources": tuple(s for s in sources if float(s["weight"]) > 0),
   }
 
 
