@@ -73,8 +73,8 @@ class Frequencies(NamedTuple):
     return Frequencies(-self.units, -self.rest)
 
   def phase(
-    self, positions: Int[Array, "..."]
-  ) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
+    self, positions: Int[Array, "*M"]
+  ) -> tuple[Int[Array, "*L"], Float[Array, "*L"]]:
     """Units from minus half a turn to half a turn, and parts of one behind.
 
     Positions and frequencies broadcast.
@@ -84,17 +84,17 @@ class Frequencies(NamedTuple):
     units = positions.astype(jnp.int32) * self.units + whole.astype(jnp.int32)
     return units, beside - whole
 
-  def angles(self, positions: Int[Array, "..."]) -> Float[Array, "..."]:
+  def angles(self, positions: Int[Array, "*M"]) -> Float[Array, "*L"]:
     """Radians from -pi to pi; positions and frequencies broadcast."""
     units, part = self.phase(positions)
     return (units.astype(jnp.float32) + part) * _RADIANS
 
 
 class _Words(NamedTuple):
-  """An integer of 64 bits, uint32 [...] each."""
+  """An integer of 64 bits, uint32 [*N] each."""
 
-  high: UInt32[Array, "..."]
-  low: UInt32[Array, "..."]
+  high: UInt32[Array, "*N"]
+  low: UInt32[Array, "*N"]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -151,14 +151,14 @@ def _minus(a: _Words, b: _Words) -> _Words:
   return _Words(a.high - b.high - less, a.low - b.low)
 
 
-def _left(x: _Words, n: UInt32[Array, "..."]) -> _Words:
+def _left(x: _Words, n: Array) -> _Words:
   """x 2**n for 0 <= n < 64: a shift by 32 or more is 0."""
   n = jnp.asarray(n, jnp.uint32)
   high = _shl(x.high, n) | _shr(x.low, 32 - n) | _shl(x.low, n - 32)
   return _Words(high, _shl(x.low, n))
 
 
-def _right(x: _Words, n: UInt32[Array, "..."]) -> _Words:
+def _right(x: _Words, n: Array) -> _Words:
   """x 2**-n, cut off, for 0 <= n < 2**31."""
   n = jnp.asarray(n, jnp.uint32)
   low = _shr(x.low, n) | _shl(x.high, 32 - n) | _shr(x.high, n - 32)

@@ -44,10 +44,10 @@ from ringjax.ops.attention.kernels.rotated_codes import RotatedRows, Turns
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import EncodedView, KVView, UnrotatedView
-from ringjax.ops.mask import Coords, visible
+from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.rope import Rotation
-from ringjax.ops.turns import Frequencies
 from ringjax.ops.softmax import Partial, finite_max
+from ringjax.ops.turns import Frequencies
 from ringjax.parallel import collectives
 
 # Of a tile's codes: see `decode_tpu`; numbers of a head are in VMEM too.
@@ -1090,7 +1090,7 @@ def _kernel(
       allowed = visible(jax.tree.unflatten(mask, leaves), row_at, columns)
     far: Any = None
     if slope_ref is not None:
-      far = jnp.abs(row_at.pos - columns.pos).astype(jnp.float32)
+      far = distance(row_at.pos, columns.pos)
     k_words, v_words = (ref.bitcast(jnp.int32) for ref in (k_ref, v_ref))
     k_scales = Scales.of(
       k_words,

@@ -208,21 +208,21 @@ def rotated(
   return jnp.concatenate(found, 0).astype(dtype)
 
 
-def as_words(x: Float[Array, "..."]) -> Int[Array, "..."]:
+def as_words(x: Float[Array, "*N"]) -> Int[Array, "*N"]:
   """The bits of float32, which no arithmetic may take for a number."""
   return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def as_numbers(words: Int[Array, "..."]) -> Float[Array, "..."]:
+def as_numbers(words: Int[Array, "*N"]) -> Float[Array, "*N"]:
   """What `as_words` was given."""
   return lax.bitcast_convert_type(words, jnp.float32)
 
 
 def cos_sin(
   frequencies: Frequencies,
-  pos: Int[Array, "..."],
+  pos: Int[Array, "*M"],
   dtype: DTypeLike = jnp.float32,
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+) -> tuple[Float[Array, "*L"], Float[Array, "*L"]]:
   """Cosines and sines of positions' angles, exact enough for `dtype`.
 
   The arrays broadcast.
