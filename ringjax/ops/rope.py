@@ -215,7 +215,8 @@ class LongRope(Unscaled):
   ) -> Frequencies:
     beyond = jnp.asarray(length, jnp.int32)[..., None] > self.original
     long, short = (
-      Frequencies.of(inverse / np.asarray(x)) for x in (self.long, self.short)
+      Frequencies.of(inverse / np.asarray(x)).behind(beyond.ndim - 1)
+      for x in (self.long, self.short)
     )
     return Frequencies(
       jnp.where(beyond, long.units, short.units),
@@ -265,7 +266,7 @@ class Rope:
       frequencies = self.frequencies(self.scaling.reaches(length, positions))
     else:
       frequencies = self.frequencies(None if by_row else length)
-      frequencies = frequencies.each(lambda x: x[None, None])
+      frequencies = frequencies.behind(2)
     angles = frequencies.angles(positions[..., None])
     size = jnp.float32(self.scaling.magnitude)
     return jnp.cos(angles) * size, jnp.sin(angles) * size

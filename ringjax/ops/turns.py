@@ -68,6 +68,10 @@ class Frequencies(NamedTuple):
     """The same with both fields rearranged."""
     return Frequencies(change(self.units), change(self.rest))
 
+  def behind(self, axes: int) -> Frequencies:
+    """The same behind so many axes of length 1."""
+    return self.each(lambda x: _behind(x, axes))
+
   def reversed(self) -> Frequencies:
     """Of the turn the other way."""
     return Frequencies(-self.units, -self.rest)
@@ -115,8 +119,9 @@ def stretched(
   places = np.arange(pairs, dtype=WIDE)
   share = _constants(places / max(pairs - 1, 1), 64)
   base = places / pairs * np.log2(WIDE(theta)) + np.log2(TAU)
-  exponent = _times(_Words(*(x[..., None] for x in grown)), share)
-  exponent = _plus(exponent, _constants(base, _LOG_BITS))
+  alike = lambda words: _Words(*(_behind(x, beyond.ndim) for x in words))
+  exponent = _times(_Words(*(x[..., None] for x in grown)), alike(share))
+  exponent = _plus(exponent, alike(_constants(base, _LOG_BITS)))
   fraction = _power_of_half(exponent)
   up = fraction.low >> 31
   rest = lax.bitcast_convert_type(fraction.low, jnp.int32)
@@ -124,6 +129,10 @@ def stretched(
     lax.bitcast_convert_type(fraction.high + up, jnp.int32),
     rest.astype(jnp.float32) * np.float32(1 / _TURN),
   )
+
+
+def _behind(x: Array, axes: int) -> Array:
+  return x.reshape((1,) * axes + x.shape)
 
 
 def _fixed(x: np.ndarray, bits: int) -> list[int]:
@@ -139,6 +148,12 @@ def _constants(x: np.ndarray, bits: int) -> _Words:
     np.array([n >> shift & (_TURN - 1) for n in fixed], np.uint32)
   )
   return _Words(word(32), word(0))
+
+
+def _whole(n: int, like: Array) -> _Words:
+  """A number modulo 2**64, in each place of an array."""
+  word = lambda n: jnp.full(like.shape, n & (_TURN - 1), jnp.uint32)
+  return _Words(word(n >> 32), word(n))
 
 
 def _plus(a: _Words, b: _Words) -> _Words:
@@ -196,10 +211,9 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _Words:
     raise ValueError(f"a context of {start} tokens before it is stretched")
   (part,) = _fixed(np.array([start - whole]), 64)
   whole, part = whole + (part >> 64), part & (2**64 - 1)
-  word = lambda n: jnp.full(beyond.shape, n & (_TURN - 1), jnp.uint32)
   # beyond + start in 32 bits, and 64 behind the point.
   top = beyond.astype(jnp.uint32) + np.uint32(whole)
-  rest = _Words(word(part >> 32), word(part))
+  rest = _whole(part, top)
   # From the first bit that is set: a number from 1 to 2 in 64 bits.
   none = top == 0
   up = jnp.where(none, lax.clz(rest.high), lax.clz(top))
@@ -226,7 +240,7 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _Words:
   above = lax.bitcast_convert_type(power, jnp.uint32) << (_LOG_BITS - 32)
   digits = _plus(digits, _Words(above, zero))
   (less,) = _fixed(np.array([np.log2(start)]), _LOG_BITS)
-  digits = _minus(digits, _Words(word(less >> 32), word(less)))
+  digits = _minus(digits, _whole(less, top))
   grows = beyond > 0
   return _Words(*(jnp.where(grows, x, 0) for x in digits))
 
@@ -249,7 +263,8 @@ def _power_of_half(exponent: _Words) -> _Words:
   y = lax.fori_loop(0, _TABLE_BITS, bit, _Words(ones, ones))
   # 2**-r = 1 - z + z z / 2 with z = r ln 2 below 2**-28.
   low = _Words(part.high & (2 ** (32 - _TABLE_BITS) - 1), part.low)
-  z = _times(low, _Words(*_constants(np.log([WIDE(2)]), 64)))
+  (ln2,) = _fixed(np.log([WIDE(2)]), 64)
+  z = _times(low, _whole(ln2, low.low))
   z = _minus(z, _right(_times(z, z), jnp.uint32(1)))
   y = _minus(y, _times(y, z))
   return _right(y, exponent.high >> (_LOG_BITS - 32))
