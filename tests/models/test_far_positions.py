@@ -85,7 +85,7 @@ def test_a_shift_of_all_positions_changes_nothing(name):
     "unrotated",
     *(
       pytest.param(kind, marks=pytest.mark.long)
-      for kind in ("dense", "windowed", rj.kv.CacheKind(unrotated=True, page=4))
+      for kind in ("dense", "windowed")
     ),
   ],
   ids=str,
@@ -97,7 +97,7 @@ def test_nor_does_one_of_a_cache(kind):
   most = T - 8
 
   def logits_at(place):
-    cache = call.init_cache(1, T, kind)
+    cache = call.init_cache(1, T, kind=kind)
     pos = positions(T, place)
     read, cache = call(tokens[:, :most], positions=pos[:, :most], cache=cache)
     new, _ = call(
@@ -116,14 +116,14 @@ def test_nor_does_a_context_that_moves():
   call = model("small")
   tokens = prompt(call.config.vocab)
   most = T - 8
-  cache = call.init_cache(1, T, "unrotated")
+  cache = call.init_cache(1, T, kind="unrotated")
   _, cache = call(tokens[:, :most], cache=cache)
   blocks = cache.export(0, 0, most)
 
   def logits_at(place):
     pos = positions(T, place)
     at = rj.Coords(pos[0, :most], np.ones(most, np.int32))
-    moved = call.init_cache(1, T, "unrotated").load(0, blocks, at)
+    moved = call.init_cache(1, T, kind="unrotated").load(0, blocks, at)
     return call(
       tokens[:, most:],
       positions=pos[:, most:],
