@@ -34,7 +34,7 @@ from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.head_storage import HeadStorage
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.views import KVView
-from ringjax.ops.mask import Causal, Coords, Extent, Mask
+from ringjax.ops.mask import Causal, Coords, Extent, Mask, moved
 from ringjax.ops.rope import Rotation
 from ringjax.typing import Index
 
@@ -235,8 +235,9 @@ class Encoded(Mask):
 
   def _before(self, last: jax.Array, key: jax.Array) -> jax.Array:
     """Whether a key was encoded before a query at position `last`."""
-    end = (key - self.first) // self.group * self.group + self.group
-    gone = end + self.first <= last - self.recent
+    # Groups are compared: where one ends may be beyond int32.
+    newest = moved(last, -self.recent - self.first) // self.group
+    gone = moved(key, -self.first) // self.group < newest
     return gone & (key >= self.first)
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:

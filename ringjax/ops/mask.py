@@ -5,7 +5,8 @@ query may see a key; `bound(q, k)` says of two ranges of tokens whether *some*
 pair may be allowed and whether *all* pairs are: it never denies a pair that
 `allows` grants, nor promises one that it refuses. Nothing here is ever T x S at
 the edge. A token whose `seg` is 0 is nothing (padding): it sees no token and no
-token sees it, whatever the mask.
+token sees it, whatever the mask. Positions are any int32: none of a mask's
+numbers wraps around.
 
   causal 4x4    Window(2) & Causal()   Causal() | Prefix(2)   Chunked(2)
   1 0 0 0       1 0 0 0                1 1 0 0                1 1 0 0
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from ringjax import tree
 from ringjax.checks import positive_int
@@ -32,8 +34,10 @@ from ringjax.errors import OptionError
 
 M = TypeVar("M")
 
-_FAR = 2**30  # Beyond every position; sums of two stay inside int32.
-_MOST = 2**31 - 1  # What int32 holds: wider than that is no limit.
+# In place of padding in an extent, which is only wider than it need be where
+# positions are beyond.
+_FAR = 2**30
+_MOST = 2**31 - 1  # What int32 holds.
 
 
 class Coords(NamedTuple):
@@ -73,6 +77,34 @@ def extent(at: Coords, axis: int = -1) -> Extent:
     jnp.any(real, axis),
     jnp.all(real, axis),
   )
+
+
+def _library(x: Any) -> Any:
+  """NumPy for its arrays, else jax.numpy."""
+  return jnp if isinstance(x, jax.Array) else np
+
+
+def moved(pos: Int[Array, "*N"], by: int) -> Int[Array, "*N"]:
+  """Positions `by` further on; the last or the first of int32 if beyond."""
+  lib = _library(pos)
+  by = max(-(2**32), min(by, 2**32))
+  while by:
+    step = max(-_MOST, min(by, _MOST))
+    if step > 0:
+      pos = lib.minimum(pos, _MOST - step) + step
+    else:
+      pos = lib.maximum(pos, -_MOST - 1 - step) + step
+    by -= step
+  return pos
+
+
+def distance(
+  q: Int[Array, "*N"], k: Int[Array, "*M"], dtype: DTypeLike = jnp.float32
+) -> Float[Array, "*L"]:
+  """|q - k| of positions in floating point, which a difference may exceed."""
+  apart = jnp.where(q > k, q - k, k - q)  # Modulo 2**32.
+  wide = apart.astype(dtype)
+  return jnp.where(apart < 0, wide + 2.0**32, wide)
 
 
 class Mask(abc.ABC):
@@ -186,20 +218,26 @@ class Window(Mask):
       )
 
   @property
+  def _limits(self) -> tuple[int, int]:
+    return self.size - 1, self.size - 1 if self.ahead is None else self.ahead
+
+  @property
   def reach(self) -> tuple[int, int]:
-    ahead = self.size - 1 if self.ahead is None else self.ahead
-    return min(self.size - 1, _MOST), min(ahead, _MOST)
+    behind, ahead = self._limits
+    return min(behind, _MOST), min(ahead, _MOST)
+
+  # Positions are moved and compared: differences of two may not fit int32.
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
-    behind, ahead = self.reach
-    distance = q.pos - k.pos
-    return (distance <= behind) & (distance >= -ahead)
+    behind, ahead = self._limits
+    return (k.pos >= moved(q.pos, -behind)) & (k.pos <= moved(q.pos, ahead))
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    behind, ahead = self.reach
-    least, most = q.first - k.last, q.last - k.first
-    some = (most >= -ahead) & (least <= behind)
-    return some, (least >= -ahead) & (most <= behind)
+    behind, ahead = self._limits
+    some = k.last >= moved(q.first, -behind)
+    some &= k.first <= moved(q.last, ahead)
+    every = k.first >= moved(q.last, -behind)
+    return some, every & (k.last <= moved(q.first, ahead))
 
 
 @_mask
@@ -283,6 +321,13 @@ class Prefix(Mask):
     return (k.first < length) & yes, (k.last < length) & yes
 
 
+def _chunk(pos: Int[Array, "*N"], size: int) -> Int[Array, "*N"]:
+  """Which chunk of `size` positions each is in."""
+  if size <= _MOST:
+    return pos // size
+  return _library(pos).where(pos < 0, -1, 0)
+
+
 @_mask
 class Chunked(Mask):
   """A query sees the keys of its own chunk of `size` positions (Llama 4)."""
@@ -293,19 +338,15 @@ class Chunked(Mask):
     positive_int("Chunked size", self.size)
 
   @property
-  def _block(self) -> int:
-    return min(self.size, _MOST)
-
-  @property
   def reach(self) -> tuple[int | None, int | None]:
-    return self._block - 1, self._block - 1
+    return min(self.size - 1, _MOST), min(self.size - 1, _MOST)
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
-    return q.pos // self._block == k.pos // self._block
+    return _chunk(q.pos, self.size) == _chunk(k.pos, self.size)
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    q0, q1 = q.first // self._block, q.last // self._block
-    k0, k1 = k.first // self._block, k.last // self._block
+    q0, q1 = (_chunk(x, self.size) for x in (q.first, q.last))
+    k0, k1 = (_chunk(x, self.size) for x in (k.first, k.last))
     return (k0 <= q1) & (q0 <= k1), (q0 == k1) & (q1 == k0)
 
 
@@ -319,21 +360,16 @@ class BlockCausal(Mask):
     positive_int("BlockCausal size", self.size)
 
   @property
-  def _block(self) -> int:
-    return min(self.size, _MOST)
-
-  @property
   def reach(self) -> tuple[int | None, int | None]:
-    return None, self._block - 1
+    return None, min(self.size - 1, _MOST)
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
-    return k.pos // self._block <= q.pos // self._block
+    return _chunk(k.pos, self.size) <= _chunk(q.pos, self.size)
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    return (
-      k.first // self._block <= q.last // self._block,
-      k.last // self._block <= q.first // self._block,
-    )
+    q0, q1 = (_chunk(x, self.size) for x in (q.first, q.last))
+    k0, k1 = (_chunk(x, self.size) for x in (k.first, k.last))
+    return k0 <= q1, k1 <= q0
 
 
 @_mask

@@ -2,7 +2,8 @@
 
 Guarantees: dims 2i and 2i+1 (interleaved), or i and i + dims/2 (halves), of a
 head turn by position * frequency_i; the dot product of a query and a key then
-depends on the distance of their positions only.
+depends on the distance of their positions only. Angles are exact to 8e-7
+radians at every position of int32, see `ops.turns`.
 Ref: Su et al. 2021, arXiv 2104.09864; the scalings as Hugging Face
 checkpoints mean them: linear (Chen et al. 2023, arXiv 2306.15595), dynamic
 NTK, Llama 3, YaRN (Peng et al. 2023, arXiv 2309.00071), LongRoPE (Ding et al.
@@ -24,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ringjax import tree
+from ringjax.ops import turns
+from ringjax.ops.turns import Frequencies
 from ringjax.typing import Index, Lengths
 
 
@@ -54,12 +56,17 @@ class Unscaled:
     del length
     return 0
 
-  def scale(
-    self, inverse: np.ndarray, theta: float, length: Lengths | None
-  ) -> Any:
-    """Frequencies float32 [dims/2] from the unscaled ones."""
-    del theta, length
+  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+    """Radians [dims/2] of one position from the unscaled ones."""
+    del theta
     return inverse
+
+  def frequencies(
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
+  ) -> Frequencies:
+    """Of a context's length, or of several [*N], from the unscaled ones."""
+    del length
+    return Frequencies.of(self.scale(inverse, theta))
 
   @property
   def magnitude(self) -> float:
@@ -78,9 +85,7 @@ class Linear(Unscaled):
   factor: float
   original: int | None = None
 
-  def scale(
-    self, inverse: np.ndarray, theta: float, length: Lengths | None
-  ) -> Any:
+  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
     return inverse / self.factor
 
 
@@ -94,11 +99,9 @@ class Proportional(Unscaled):
   turning: int
   factor: float = 1.0
 
-  def scale(
-    self, inverse: np.ndarray, theta: float, length: Lengths | None
-  ) -> Any:
-    turns = np.arange(inverse.size) < self.turning
-    return np.where(turns, inverse, 0.0) / self.factor
+  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+    turning = np.arange(inverse.size) < self.turning
+    return np.where(turning, inverse, 0.0) / self.factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,20 +116,20 @@ class Dynamic(Unscaled):
   def reaches(
     self, length: Lengths, positions: Int[Array, "#B T"]
   ) -> Int[Array, "#B T"]:
-    return jnp.maximum(jnp.asarray(length)[:, None], positions + 1)
+    upto = jnp.minimum(positions, 2**31 - 2) + 1
+    return jnp.maximum(jnp.asarray(length)[:, None], upto)
 
   def alike(self, length: int) -> int:
     return max(length, self.original)
 
-  def scale(
+  def frequencies(
     self, inverse: np.ndarray, theta: float, length: Lengths | None
-  ) -> Any:
-    dims = 2 * inverse.size
-    longer = jnp.maximum(jnp.asarray(length, jnp.float32), self.original)
-    grown = self.factor * longer / self.original - (self.factor - 1)
-    base = (theta * grown ** (dims / (dims - 2)))[..., None]
-    exponents = jnp.asarray(-np.arange(0, dims, 2) / dims, jnp.float32)
-    return base ** exponents.reshape([1] * (base.ndim - 1) + [-1])
+  ) -> Frequencies:
+    assert length is not None
+    length = jnp.asarray(length, jnp.int32)
+    return turns.stretched(
+      length, theta, inverse.size, self.factor, self.original
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,14 +144,12 @@ class Llama3(Unscaled):
   high: float
   original: int
 
-  def scale(
-    self, inverse: np.ndarray, theta: float, length: Lengths | None
-  ) -> Any:
-    turns = self.original * inverse / (2 * math.pi)
+  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+    times = self.original * inverse / (2 * math.pi)
     if self.low == self.high:
-      keep = np.where(turns >= self.low, 1.0, 0.0)
+      keep = np.where(times >= self.low, 1.0, 0.0)
     else:
-      keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+      keep = np.clip((times - self.low) / (self.high - self.low), 0, 1)
     return keep * inverse + (1 - keep) * inverse / self.factor
 
 
@@ -166,13 +167,11 @@ class Yarn(Unscaled):
   truncate: bool = True
   attention: float | None = None
 
-  def scale(
-    self, inverse: np.ndarray, theta: float, length: Lengths | None
-  ) -> Any:
+  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
     dims = 2 * inverse.size
 
-    def dim_of(turns: float) -> float:
-      wavelength = self.original / (turns * 2 * math.pi)
+    def dim_of(times: float) -> float:
+      wavelength = self.original / (times * 2 * math.pi)
       return dims * math.log(wavelength) / (2 * math.log(theta))
 
     low, high = dim_of(self.fast), dim_of(self.slow)
@@ -211,15 +210,18 @@ class LongRope(Unscaled):
   def alike(self, length: int) -> int:
     return int(length > self.original)
 
-  def scale(
+  def frequencies(
     self, inverse: np.ndarray, theta: float, length: Lengths | None
-  ) -> Any:
+  ) -> Frequencies:
     beyond = jnp.asarray(length, jnp.int32)[..., None] > self.original
-    short, long = (
-      jnp.asarray(inverse / np.asarray(x), jnp.float32)
-      for x in (self.short, self.long)
+    long, short = (
+      Frequencies.of(inverse / np.asarray(x)).behind(beyond.ndim - 1)
+      for x in (self.long, self.short)
     )
-    return jnp.where(beyond, long, short)
+    return Frequencies(
+      jnp.where(beyond, long.units, short.units),
+      jnp.where(beyond, long.rest, short.rest),
+    )
 
   @property
   def magnitude(self) -> float:
@@ -263,20 +265,21 @@ class Rope:
     if by_row and self.scaling.by_length:
       frequencies = self.frequencies(self.scaling.reaches(length, positions))
     else:
-      frequencies = self.frequencies(None if by_row else length)[None, None]
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+      frequencies = self.frequencies(None if by_row else length)
+      frequencies = frequencies.behind(2)
+    angles = frequencies.angles(positions[..., None])
     size = jnp.float32(self.scaling.magnitude)
     return jnp.cos(angles) * size, jnp.sin(angles) * size
 
-  def frequencies(self, length: Lengths | None) -> Float[Array, "*N half"]:
-    """Angles of one position in radians, float32 [*N, dims/2].
+  def frequencies(self, length: Lengths | None) -> Frequencies:
+    """What one position turns each pair by, [*N, dims/2].
 
     `length` [*N] as of `tables`, one or several.
     """
-    exponents = np.arange(0, self.dims, 2) / self.dims
-    inverse = self.theta**-exponents
-    found = self.scaling.scale(inverse, self.theta, length)
-    return jnp.asarray(-found if self.reverse else found, jnp.float32)
+    exponents = np.arange(0, self.dims, 2, dtype=turns.WIDE) / self.dims
+    inverse = turns.WIDE(self.theta) ** -exponents
+    each = self.scaling.frequencies(inverse, self.theta, length)
+    return each.reversed() if self.reverse else each
 
   @property
   def pairs(self) -> np.ndarray:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal, localcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringjax.ops import rope
+from ringjax.ops import rope, turns
 from ringjax.ops.rope import Rope
 
 DIMS = 16
+TURN = 2 * Decimal("3.14159265358979323846264338327950288419716939937511")
 
 
 def draw(*shape):
@@ -61,13 +63,8 @@ def test_rotation(dims, interleaved):
   tables = r.tables(jnp.asarray(pos, jnp.int32), 40_001)
   got = r.rotate(jnp.asarray(x, jnp.float32), tables)
   angles = pos[..., None] * plain(500.0, dims)
-  # The angle itself is a float32 of up to 40,000.
   np.testing.assert_allclose(
-    got, turned(x, angles, interleaved), rtol=0, atol=0.02
-  )
-  near = slice(0, 3)
-  np.testing.assert_allclose(
-    got[0, near], turned(x, angles, interleaved)[0, near], rtol=0, atol=3e-6
+    got, turned(x, angles, interleaved), rtol=0, atol=3e-6
   )
   np.testing.assert_array_equal(got[..., dims:], x[..., dims:].astype("f4"))
 
@@ -159,6 +156,101 @@ def test_longrope():
     np.testing.assert_allclose(got, plain() / np.array(divisors), rtol=1e-5)
   size = math.sqrt(1 + math.log(4.0) / math.log(64))
   assert scaling.magnitude == pytest.approx(size)
+
+
+def ramp(turns, low, high):
+  return min(max((turns - low) / (high - low), Decimal(0)), Decimal(1))
+
+
+def llama3(f, i):
+  keep = ramp(1024 * f / TURN, 1, 4)
+  return keep * f + (1 - keep) * f / 8
+
+
+def yarn(f, i):
+  # Fast and slow dims by a float64 that is floored and ceiled.
+  down = ramp(Decimal(i), Decimal(20), Decimal(46))
+  return f * (1 - down) + f / 16 * down
+
+
+LENGTH = 10**6
+EXACT = {
+  "plain": (rope.Unscaled(), lambda f, i: f),
+  "linear": (rope.Linear(factor=2.75), lambda f, i: f / Decimal('2.75')),
+  "some": (
+    rope.Proportional(turning=9, factor=3.0), lambda f, i: (i < 9) * f / 3
+  ),
+  "llama3": (
+    rope.Llama3(factor=8.0, low=1.0, high=4.0, original=1024), llama3
+  ),
+  "yarn": (rope.Yarn(factor=16.0, original=4096), yarn),
+  "dynamic": (
+    rope.Dynamic(factor=2.75, original=4096),
+    lambda f, i: f * (
+      1 + Decimal('2.75') * (LENGTH - 4096) / 4096
+    ) ** (-Decimal(i) / 63),
+  ),
+  "longrope": (
+    rope.LongRope(
+      short=(1.0,) * 64,
+      long=tuple(1 + i / 7 for i in range(64)),
+      original=4096,
+      factor=4.0,
+    ),
+    lambda f, i: f / Decimal(1 + i / 7),
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+def test_angles_against_decimals(name, reverse):
+  """Of positions anywhere in int32: the bound at the head of `ops.turns`."""
+  scaling, frequency = EXACT[name]
+  r = Rope(theta=1e4, dims=128, scaling=scaling, reverse=reverse)
+  draw = np.random.default_rng(0).integers(-(2**31), 2**31, 40).tolist()
+  pos = [0, 1, 131_072, 2**20, 10**7, 2**30, 2**31 - 1, -(2**31), *draw]
+  with localcontext() as context:
+    context.prec = 50
+    each = [
+      frequency(Decimal(10_000) ** (-Decimal(i) / 64), i) for i in range(64)
+    ]
+    exact = [[float(p * (f / TURN) % 1) for f in each] for p in pos]
+  want = 2 * np.pi * np.array(exact) * (-1 if reverse else 1)
+  each = r.frequencies(jnp.int32(LENGTH))
+  each = each.each(lambda x: x[None])
+  angles = each.angles(jnp.asarray(pos, jnp.int32)[:, None])
+  apart = np.asarray(angles, np.float64) - want
+  apart = np.abs((apart + np.pi) % (2 * np.pi) - np.pi)
+  assert apart.max() < 8e-7
+  cos, sin = r.tables(jnp.asarray([pos], jnp.int32), LENGTH)
+  size = scaling.magnitude
+  np.testing.assert_allclose(cos[0] / size, np.cos(want), atol=1e-6, rtol=0)
+  np.testing.assert_allclose(sin[0] / size, np.sin(want), atol=1e-6, rtol=0)
+
+
+def test_a_base_of_the_length_is_exact_for_any_length():
+  """Of lengths up to the last of int32, and contexts of few tokens and many."""
+  lengths = np.array([8, 9, 4096, 4097, 10**6, 2**31 - 1], np.int32)
+  for factor, original in ((1.0, 1), (16.0, 8), (1.1, 4096), (40.0, 10**6)):
+    each = turns.stretched(jnp.asarray(lengths), 5e5, 16, factor, original)
+    for row, length in enumerate(lengths.tolist()):
+      with localcontext() as context:
+        context.prec = 50
+        longer = Decimal(max(length, original) - original)
+        grown = 1 + Decimal(factor) * longer / original
+        want = [
+          Decimal(500_000) ** (-Decimal(i) / 16)
+          * grown ** (-Decimal(i) / 15)
+          / TURN
+          * 2**32
+          for i in range(16)
+        ]
+        units, rest = (np.asarray(x[row]).tolist() for x in each)
+        got = [a + Decimal(b) for a, b in zip(units, rest, strict=True)]
+        far = max(abs(a - b) for a, b in zip(got, want, strict=True))
+      # 2**31 positions on: 3e-7 of 2**32 units a turn, 2 pi radians.
+      assert far * 2**31 < 3e-7 / 6.28 * 2**32
 
 
 def test_the_length_may_be_traced():

@@ -27,7 +27,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt
 
-from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.mask import Coords, Mask, distance, visible
 from ringjax.typing import Index
 
 
@@ -218,9 +218,7 @@ class ScoreTile:
   def distance(self, dtype: DTypeLike) -> jax.Array:
     """|position of q - position of k|, broadcastable to the tile."""
     way = self.way
-    return jnp.abs(way.query(self.q_at.pos) - way.key(self.k_at.pos)).astype(
-      dtype
-    )
+    return distance(way.query(self.q_at.pos), way.key(self.k_at.pos), dtype)
 
   def allowed(self) -> jax.Array:
     """Which pairs of the tile count; broadcastable to the tile."""

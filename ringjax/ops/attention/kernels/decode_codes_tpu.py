@@ -44,9 +44,10 @@ from ringjax.ops.attention.kernels.rotated_codes import RotatedRows, Turns
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import EncodedView, KVView, UnrotatedView
-from ringjax.ops.mask import Coords, visible
+from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, finite_max
+from ringjax.ops.turns import Frequencies
 from ringjax.parallel import collectives
 
 # Of a tile's codes: see `decode_tpu`; numbers of a head are in VMEM too.
@@ -399,12 +400,14 @@ class _OfChannels(NamedTuple):
   """What a kernel reads beside, of keys with scales of channels.
 
   Fields:
-    frequencies: of cosines and sines [count, 128]; None where no key turns.
+    frequencies: of cosines and sines, int32 [2, count, 128], see
+      `RotatedRows.frequencies`; None where no key turns.
     zeros: [B, K N, 2 count], queries times zeros, which they multiply; or None.
     queries: [B, K, 2, N, lanes], what an outlier's cosine and sine multiply;
       None where there are none.
-    channels: [K / heads, 2, heads, lanes], of each number of a head what a code
-      0 stands for, and its frequency; or None.
+    channels: int32 [K / heads, 3, heads, lanes], of each number of a head the
+      bits of what a code 0 stands for, and of the fields of its frequency; or
+      None.
   """
 
   frequencies: Any = None
@@ -417,7 +420,7 @@ class _OfChannels(NamedTuple):
     found = []
     if self.frequencies is not None:
       found += [
-        pl.BlockSpec(self.frequencies.shape, lambda *_: (0, 0)),
+        pl.BlockSpec(self.frequencies.shape, lambda *_: (0, 0, 0)),
         pl.BlockSpec(
           (1, heads * rows, self.zeros.shape[2]),
           lambda bi, ki, *_: (bi, ki, 0),
@@ -460,9 +463,12 @@ def _by_channel(
     lanes = tile_ops.lanes(form.dim)
     both = jnp.stack([found.straight, found.crossed], 2)
     queries = pad_axis(both, 4, lanes)
-    turn = jnp.broadcast_to(held.each(rotation, form.dim)[None], zero.shape)
-    each = jnp.stack([levels[:, :1] * scale + zero, turn], 1)
-    each = each.reshape(-1, heads, 2, form.dim)
+    units, rest = held.each(rotation, form.dim)
+    level = rotated_codes.as_words(levels[:, :1] * scale + zero)
+    turn = (units, rotated_codes.as_words(rest))
+    turn = (jnp.broadcast_to(x[None], zero.shape) for x in turn)
+    each = jnp.stack([level, *turn], 1)
+    each = each.reshape(-1, heads, 3, form.dim)
     channels = pad_axis(jnp.swapaxes(each, 1, 2), 3, lanes)
   return (
     found.rows,
@@ -729,8 +735,8 @@ def _rows_of(x: Shaped[Array, "h S"], head: int, rows: int) -> jax.Array:
 
 
 def _by_place(
-  x: Float[Array, "h lanes"], place: Int[Array, "h S"]
-) -> Float[Array, "h S"]:
+  x: Shaped[Array, "h lanes"], place: Int[Array, "h S"]
+) -> Shaped[Array, "h S"]:
   """Of each row of `x` the numbers at `place`, a register's lanes at a time."""
   lanes, found = tile_ops.LANES, []
   for first in range(0, place.shape[1], lanes):
@@ -1084,10 +1090,13 @@ def _kernel(
       allowed = visible(jax.tree.unflatten(mask, leaves), row_at, columns)
     far: Any = None
     if slope_ref is not None:
-      far = jnp.abs(row_at.pos - columns.pos).astype(jnp.float32)
+      far = distance(row_at.pos, columns.pos)
     k_words, v_words = (ref.bitcast(jnp.int32) for ref in (k_ref, v_ref))
     k_scales = Scales.of(
-      k_words, of_k, heads, None if channels is None else channels[0, 0]
+      k_words,
+      of_k,
+      heads,
+      None if channels is None else rotated_codes.as_numbers(channels[0, 0]),
     )
     v_scales = k_scales if shared else Scales.of(v_words, of_v, heads)
     odd: Any = None
@@ -1110,10 +1119,10 @@ def _kernel(
     # Of outliers their places and what multiplies queries there.
     beyond = []
     if channels is not None:
-      at = columns.pos.astype(jnp.float32)
+      units, rest = channels[0, 1], rotated_codes.as_numbers(channels[0, 2])
       for place, excess in k_scales.outliers:
-        angle = _by_place(channels[0, 1], place) * at
-        turn = rotated_codes.cos_sin(angle, dtype)
+        each = Frequencies(_by_place(units, place), _by_place(rest, place))
+        turn = rotated_codes.cos_sin(each, columns.pos, dtype)
         beyond += [(place, n, excess * x) for n, x in enumerate(turn)]
 
     def of_keys(head: int, lanes: slice) -> jax.Array:

@@ -39,7 +39,7 @@ from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.attention.views import ContiguousView, KVView, tiled
-from ringjax.ops.mask import Coords, visible
+from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
 from ringjax.typing import Index
@@ -240,7 +240,7 @@ def _kernel(
     if not shared:
       v = _read(v_ref, layer, example, head, these).astype(q.dtype)
     at_k = Coords(k_pos[example, places][None], k_seg[example, places][None])
-    far = lambda: jnp.abs(at_q.pos - at_k.pos).astype(jnp.float32)
+    far = lambda: distance(at_q.pos, at_k.pos)
     s, c = tile_ops.power(scores, tile_ops.dot(q, k, tile_ops.NT), slopes, far)
     if masked:
       bad = ~tile_ops.finite(v)

@@ -32,7 +32,7 @@ from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView, KVView
-from ringjax.ops.mask import Coords, visible
+from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
 
@@ -241,7 +241,7 @@ def _kernel(
       allowed = visible(jax.tree.unflatten(mask, leaves), rows, columns)
     far: Any = None
     if slope_ref is not None:
-      far = jnp.abs(rows.pos - columns.pos).astype(jnp.float32)
+      far = distance(rows.pos, columns.pos)
     for head in range(heads):
       q = q_ref[0, head]
       k, v = (ref[0, 0, head].astype(q.dtype) for ref in (k_ref, v_ref))

@@ -51,7 +51,7 @@ from ringjax.ops.attention.blockwise import (
 from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.mask import Coords, Mask, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
 from ringjax.typing import Index
@@ -232,7 +232,7 @@ class _TileScores(NamedTuple):
     return tile_ops.score(self.scores, dot, self.slope, self.distance)
 
   def distance(self) -> jax.Array:
-    return jnp.abs(self.q.pos - self.k.pos).astype(jnp.float32)
+    return distance(self.q.pos, self.k.pos)
 
   def allowed(self) -> jax.Array:
     return visible(self.mask, self.q, self.k)

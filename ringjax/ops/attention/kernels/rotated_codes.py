@@ -22,7 +22,6 @@ the queries are added:
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -34,12 +33,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from ringjax.ops.attention.kernels import tile_ops
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.rope import Rotation
+from ringjax.ops.turns import Frequencies
 
 # Rows of a register of float32.
 _ROWS = 8
-# A turn is 2**32; a radian is so much of it: an integer and the rest.
-_RADIAN = 2**32 / (2 * math.pi)
-_WHOLE = round(_RADIAN)
 # Terms of the polynomials of cosines and sines: errors of 4e-5 and 5e-4, a
 # quarter of bfloat16's rounding, and of float32's rounding.
 _TERMS = {"bfloat16": (5, 4), "float32": (7, 7)}
@@ -96,21 +93,27 @@ class RotatedRows(NamedTuple):
     turns = Turns(dims.shape[1], tuple(slots), pairs.size)
     return cls(turns, dims, pairs)
 
-  def frequencies(self, rotation: Rotation) -> Float[Array, "count 128"]:
-    """Of each row of the tables, in all lanes; 0 where nothing turns."""
+  def frequencies(self, rotation: Rotation) -> Int[Array, "2 count 128"]:
+    """Of each row of the tables, in all lanes; 0 where nothing turns.
+
+    The fields of `Frequencies`, one behind the other, as int32.
+    """
     assert rotation.rope is not None
     each = rotation.rope.frequencies(rotation.length)
-    each = jnp.concatenate([each, jnp.zeros(1, jnp.float32)])[self.pairs]
-    return jnp.broadcast_to(each[:, None], (each.size, tile_ops.LANES))
+    each = each.each(lambda x: jnp.pad(x, (0, 1))[self.pairs])
+    words = jnp.stack([each.units, as_words(each.rest)])
+    return jnp.broadcast_to(words[..., None], (*words.shape, tile_ops.LANES))
 
-  def each(self, rotation: Rotation | None, dim: int) -> Float[Array, " H"]:
-    """The frequency of each number of a vector; 0 for those that turn not."""
-    found = jnp.zeros(dim, jnp.float32)
+  def each(self, rotation: Rotation | None, dim: int) -> Frequencies:
+    """Of each number of a vector, [H]; 0 for those that turn not."""
+    zeros = Frequencies(jnp.zeros(dim, jnp.int32), jnp.zeros(dim, jnp.float32))
     if rotation is None or rotation.rope is None:
-      return found
+      return zeros
     rope = rotation.rope
-    own = rope.frequencies(rotation.length)[rope.pairs]
-    return found.at[rotation.first : rotation.first + rope.turned].set(own)
+    turned = slice(rotation.first, rotation.first + rope.turned)
+    pairs = rope.frequencies(rotation.length)
+    put = lambda into, x: into.at[turned].set(x[rope.pairs])
+    return Frequencies(*map(put, zeros, pairs))
 
   def queries(
     self,
@@ -205,19 +208,27 @@ def rotated(
   return jnp.concatenate(found, 0).astype(dtype)
 
 
-def cos_sin(
-  angle: Float[Array, "n S"], dtype: DTypeLike = jnp.float32
-) -> tuple[Float[Array, "n S"], Float[Array, "n S"]]:
-  """Cosines and sines of radians, |angle| < 2**31, exact enough for `dtype`.
+def as_words(x: Float[Array, "*N"]) -> Int[Array, "*N"]:
+  """The bits of float32, which no arithmetic may take for a number."""
+  return lax.bitcast_convert_type(x, jnp.int32)
 
-  The angle is a part of a turn by integers, which drop whole turns exactly.
+
+def as_numbers(words: Int[Array, "*N"]) -> Float[Array, "*N"]:
+  """What `as_words` was given."""
+  return lax.bitcast_convert_type(words, jnp.float32)
+
+
+def cos_sin(
+  frequencies: Frequencies,
+  pos: Int[Array, "*M"],
+  dtype: DTypeLike = jnp.float32,
+) -> tuple[Float[Array, "*L"], Float[Array, "*L"]]:
+  """Cosines and sines of positions' angles, exact enough for `dtype`.
+
+  The arrays broadcast.
   """
-  whole = jnp.floor(angle)
-  rest = (angle - whole) * np.float32(_RADIAN) + whole * np.float32(
-    _RADIAN - _WHOLE
-  )
-  phase = whole.astype(jnp.int32) * _WHOLE + rest.astype(jnp.int32)
-  x = phase.astype(jnp.float32) * np.float32(2.0**-32)
+  units, _ = frequencies.phase(pos)
+  x = units.astype(jnp.float32) * np.float32(2.0**-32)
   cos, sin = _polynomials(_TERMS[jnp.dtype(dtype).name])
   z = x * x
   value = lambda terms: functools.reduce(lambda y, c: y * z + c, terms)
@@ -243,7 +254,7 @@ def _polynomials(
 
 def fill(
   tables: Ref,
-  frequencies: Float[Array, "count 128"],
+  frequencies: Int[Array, "2 count 128"],
   pos: Int[Array, "1 keys"],
   lanes: slice,
   dtype: DTypeLike,
@@ -252,15 +263,18 @@ def fill(
 
   Args:
     tables: a reference, float32 [2 count, keys].
-    frequencies: of the rows.
+    frequencies: of the rows, see `RotatedRows.frequencies`.
     pos: positions.
     lanes: which keys.
     dtype: for which they are exact enough.
   """
-  count = frequencies.shape[0]
-  at = pos[:, lanes].astype(jnp.float32)
+  count = frequencies.shape[1]
+  at = pos[:, lanes]
   for first in range(0, count, _ROWS):
-    rows = frequencies[first : first + _ROWS]
-    both = cos_sin(tile_ops.widened(rows, at.shape[1]) * at, dtype)
+    units, rest = (
+      tile_ops.widened(x[first : first + _ROWS], at.shape[1])
+      for x in (frequencies[0], as_numbers(frequencies[1]))
+    )
+    both = cos_sin(Frequencies(units, rest), at, dtype)
     for start, x in zip((first, count + first), both, strict=True):
-      tables[start : start + rows.shape[0], lanes] = x
+      tables[start : start + units.shape[0], lanes] = x

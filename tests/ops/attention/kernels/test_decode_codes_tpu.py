@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from ringjax.ops.attention.views import (
 )
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
 from ringjax.ops.rope import LongRope, Rope, Rotation, Yarn
+from ringjax.ops.turns import Frequencies
 from tests.helpers import make_mesh
 from tests.kv.test_codecs import encode
 from tests.ops.attention.kernels.test_decode import decoded, same
@@ -167,26 +169,28 @@ def by_channel(bits, outliers=0.02, **options):
 @pytest.mark.parametrize(
   ("bits", "outliers", "name", "start"),
   [
-    (3, 0.02, "halves", 10**6),
+    (3, 0.02, "halves", 2**31 - 301),
     *(
       pytest.param(*x, marks=pytest.mark.long)
       for x in [
-        (4, 0.03, "some dims", 0),
-        (2, 0, "pairs", 0),
+        (4, 0.03, "some dims", 131_072),
+        (2, 0, "pairs", 10**7),
         (4, 0, "halves", 0),
-        (3, 0.02, "length", 0),
+        (3, 0.02, "length", 2**30),
         (3, 0.02, "none", 0),
       ]
     ),
   ],
 )
 def test_keys_are_rotated_where_they_are_read(bits, outliers, name, start):
-  """As the loops rotate them, also far from the first token."""
+  """As the loops rotate them, and as they do near to the first token."""
   args = by_channel(bits, outliers, rotation=ROTATIONS[name], start=start)
-  same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
+  near = by_channel(bits, outliers, rotation=ROTATIONS[name])
+  got = decoded(KERNEL.decode, args)
+  same(got, decoded(decode_attention, args), 3e-6)
+  same(got, decoded(decode_attention, near), 1e-5)
 
 
-@pytest.mark.long
 def test_rotated_keys_beside_other_values():
   """Groups of values are copies of the queries; heads are in one tile."""
   kernel = dataclasses.replace(KERNEL, chip="tpu-v5e")
@@ -204,14 +208,19 @@ def test_rotated_keys_in_half_precision():
 
 
 def test_cosines_at_any_position():
+  """Against angles of float64 from fractions of a turn that are exact."""
   r = np.random.default_rng(0)
-  sizes = np.array([[3.0], [1e3], [1e6], [2e9]])
-  angle = jnp.asarray(sizes * r.uniform(-1, 1, (4, 1000)), jnp.float32)
-  exact = np.asarray(angle, np.float64)
+  pos = r.integers(-(2**31), 2**31, (1, 1000), dtype=np.int64)
+  radians = np.array([1.0, 0.7, 1e-3, 2e-9])
+  turn = Fraction("3.14159265358979323846264338327950288") * 2
+  exact = np.array(
+    [[float(Fraction(f) * int(p) % turn) for p in pos[0]] for f in radians]
+  )
+  frequencies = Frequencies.of(radians).each(lambda x: x[:, None])
   for dtype, far in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-3)):
-    both = zip(cos_sin(angle, dtype), (np.cos, np.sin), strict=True)
-    for found, want in both:
-      np.testing.assert_allclose(found, want(exact), atol=far)
+    both = cos_sin(frequencies, jnp.asarray(pos, jnp.int32), dtype)
+    for got, want in zip(both, (np.cos, np.sin), strict=True):
+      np.testing.assert_allclose(got, want(exact), atol=far)
 
 
 SLOPES = jnp.array([[0.3, 0.1], [0.02, 0.5]])
