@@ -45,6 +45,7 @@ from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import decode, inputs
 from ringjax.infer.block_window import BlockTimes, BlockWindow
+from ringjax.infer.finite import NotFiniteRows
 from ringjax.infer.generate import Generated, RowEndings
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import padded
@@ -706,6 +707,7 @@ class TensorWindow:
     Raises:
       PeerError: a rank died, froze or failed; the text says which. No later
         call succeeds.
+      NotFiniteLogitsError: see `rj.infer.generate`.
       RingjaxError: arguments, before anything is computed.
     """
     if self._broken is not None:
@@ -744,12 +746,14 @@ class TensorWindow:
     if progress is not None:
       progress(longest)
     out = np.full((len(prompts), count), ending.pad_id, np.int32)
+    marked = NotFiniteRows()
     sizes, clock = np.zeros(len(prompts), np.int32), [time.monotonic()]
     for n, token in enumerate(
       self._tokens(logits, lengths, prompts, sampler, ending, total, count)
     ):
       clock.append(time.monotonic())
       ended = token[1]
+      ended = ended | marked.note(token[0], lengths + n, ~ended)
       out[:, n] = np.where(ended, ending.pad_id, token[0])
       sizes += ~ended
       token[2][:] = ending.told(out[:, n], ended)
@@ -765,7 +769,9 @@ class TensorWindow:
           token_s=float(np.mean(later)) if len(later) else 0.0,
         )
       )
-    return Generated(tokens=out, lengths=sizes)
+    new = Generated(tokens=out, lengths=sizes)
+    marked.check(np.dtype(dtype), new)
+    return new
 
   def _tokens(
     self,
@@ -804,7 +810,7 @@ class TensorWindow:
       pos, seg = np.asarray(state.pos)[:, None], (~ended)[:, None]
       rows = np.zeros(len(prompts), np.int32)
       logits = self._pass(
-        token[:, None], pos, seg.astype(np.int32), total, rows, n + 1
+        np.maximum(token, 0)[:, None], pos, seg.astype(np.int32), total, rows, n + 1
       )
       state = decode.following(sampler, logits, state, ending.ids)
 
