@@ -124,7 +124,10 @@ def test_weights_with_infinity_stop_all_rows(sound, prompts):
   assert error.rows == (0, 1, 2) and not error.tokens.lengths.any()
 
 
-@pytest.mark.parametrize("cache_kind", ["windowed", "int8"])
+@pytest.mark.parametrize(
+  "cache_kind",
+  ["windowed", pytest.param("int8", marks=pytest.mark.long)],
+)
 def test_a_session_refuses_to_go_on_until_a_restart(
   sound, prompts, cache_kind
 ):
@@ -147,9 +150,16 @@ def test_a_session_refuses_to_go_on_until_a_restart(
   "drafter",
   [
     "lookup:count=3",
-    speculate.SelfDraft(count=3, adapt=False),
-    speculate.SelfDraft(widths=(2, 2), adapt=False),
-    speculate.SelfDraft(count=3, adapt=False, verify="rejection"),
+    pytest.param(
+      speculate.SelfDraft(count=3, adapt=False), marks=pytest.mark.long
+    ),
+    pytest.param(
+      speculate.SelfDraft(widths=(2, 2), adapt=False), marks=pytest.mark.long
+    ),
+    pytest.param(
+      speculate.SelfDraft(count=3, adapt=False, verify="rejection"),
+      marks=pytest.mark.long,
+    ),
   ],
   ids=["lookup", "chain", "tree", "rejection"],
 )
@@ -173,9 +183,10 @@ def test_speculation_names_the_row_of_the_target(sound, prompts, drafter):
   [dict(count=3), dict(widths=(2, 2)), dict(count=3, verify="rejection")],
   ids=["chain", "tree", "rejection"],
 )
+@pytest.mark.long
 def test_a_draft_that_is_not_finite_changes_no_token(sound, prompts, options):
   bad, _, want = late(sound, prompts)
-  drafter = speculate.ModelDraft(
+  drafter = speculate.DraftModel(
     model=poisoned(sound, bad), adapt=False, **options
   )
   error = caught(
@@ -188,6 +199,7 @@ def test_a_draft_that_is_not_finite_changes_no_token(sound, prompts, options):
   np.testing.assert_array_equal(error.tokens.tokens, want.tokens)
 
 
+@pytest.mark.long
 def test_contexts_that_are_bad_are_named(sound, prompts):
   model = poisoned(sound, BAD)
   good, bad = prompts[0], with_bad(prompts, 2)[2]
@@ -200,6 +212,7 @@ def test_contexts_that_are_bad_are_named(sound, prompts):
   np.testing.assert_array_equal(error.tokens[0], want[0])
 
 
+@pytest.mark.long
 def test_workers_of_attention_name_the_row(sound, prompts):
   bad, at, want = late(sound, prompts)
   model = poisoned(sound, bad)
