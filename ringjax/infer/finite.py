@@ -103,7 +103,9 @@ class NotFiniteRows:
         self.at[int(row)] = int(pos[row])
     return marked
 
-  def check(self, dtype: DTypeLike, tokens: Any, *, name: str = "logits") -> None:
+  def check(
+    self, dtype: DTypeLike, tokens: Any, *, name: str = "logits"
+  ) -> None:
     """Raises if a row was noted.
 
     Args:

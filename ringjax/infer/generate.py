@@ -27,8 +27,8 @@ from ringjax.infer.call_memory import report_bytes
 from ringjax.infer.contexts.behind_contexts import context_session, joined
 from ringjax.infer.contexts.combine import Cepe, Combine, Full, combine_of
 from ringjax.infer.contexts.context_library import ContextLibrary
-from ringjax.infer.inputs import Prompts
 from ringjax.infer.finite import NotFiniteRows
+from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import PrefillOptions, padded
 from ringjax.infer.prompt_reading import (
   asked_repetition,

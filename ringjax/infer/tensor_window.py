@@ -810,7 +810,12 @@ class TensorWindow:
       pos, seg = np.asarray(state.pos)[:, None], (~ended)[:, None]
       rows = np.zeros(len(prompts), np.int32)
       logits = self._pass(
-        np.maximum(token, 0)[:, None], pos, seg.astype(np.int32), total, rows, n + 1
+        np.maximum(token, 0)[:, None],
+        pos,
+        seg.astype(np.int32),
+        total,
+        rows,
+        n + 1,
       )
       state = decode.following(sampler, logits, state, ending.ids)
 

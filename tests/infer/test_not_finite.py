@@ -103,7 +103,8 @@ def test_a_row_that_gets_bad_keeps_what_came_before(sound, prompts):
 
 
 @pytest.mark.parametrize(
-  "names", [dict(temperature=0.8, top_k=9, seed=1), dict(repetition_penalty=2.)]
+  "names",
+  [dict(temperature=0.8, top_k=9, seed=1), dict(repetition_penalty=2.0)],
 )
 def test_samplers_are_watched_too(sound, prompts, names):
   want = rj.infer.generate(sound, prompts, max_new_tokens=3, **names)
@@ -128,9 +129,7 @@ def test_weights_with_infinity_stop_all_rows(sound, prompts):
   "cache_kind",
   ["windowed", pytest.param("int8", marks=pytest.mark.long)],
 )
-def test_a_session_refuses_to_go_on_until_a_restart(
-  sound, prompts, cache_kind
-):
+def test_a_session_refuses_to_go_on_until_a_restart(sound, prompts, cache_kind):
   model, asked = poisoned(sound, BAD), with_bad(prompts, 2)
   session = rj.infer.Session(model, 64, batch=3, cache_kind=cache_kind)
   ask = lambda p: rj.infer.generate(

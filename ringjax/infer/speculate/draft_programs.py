@@ -186,8 +186,9 @@ def drafted(
     length: of the whole context.
 
   Returns:
-    tokens [B, n], `NOT_FINITE` where the logits are not finite; the laws that they were drawn from, [B, n, V], or None; of a
-    tree the token that each follows, [B, n]; and the cache.
+    tokens [B, n], `NOT_FINITE` where the logits are not finite; the laws that
+    they were drawn from, [B, n, V], or None; of a tree the token that each
+    follows, [B, n]; and the cache.
   """
   nodes = shape if isinstance(shape, int) else sum(shape.widths)
   logits, held = _begun(model, attend, cache, read, nodes, length)

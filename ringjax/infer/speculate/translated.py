@@ -21,8 +21,8 @@ import numpy as np
 from ringjax.checks import positive_int
 from ringjax.data.stream import UNKNOWN, Decodes
 from ringjax.errors import OptionError
-from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.decode import DecodeState
+from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.sampling import Greedy
 from ringjax.infer.speculate.draft_model import DraftModel, check_layers
 from ringjax.infer.speculate.drafter import Draft, Drafting, Target

@@ -2,9 +2,10 @@
 
 Guarantees: new tokens have the law that the sampler has without drafts, in
 joint, whatever is drafted. Behind a node whose logits are not finite
-`NOT_FINITE` is chosen, which is no drafted token. `match` gives the very tokens: a draft is right or
-wrong by what the sampler would have chosen there. `rejection` accepts by a
-drawing of its own, and needs a sampler that states its law.
+`NOT_FINITE` is chosen, which is no drafted token. `match` gives the very
+tokens: a draft is right or wrong by what the sampler would have chosen there.
+`rejection` accepts by a drawing of its own, and needs a sampler that states its
+law.
 Cost: a sampler's work for each token that was read.
 
 Drafted tokens form a tree whose root is the last token that was chosen; a chain
