@@ -66,6 +66,7 @@ from ringjax.models.tensor_shares import (
   SharedModel,
 )
 from ringjax.models.transformer import TransformerConfig, logits_of
+from ringjax.nn.linear import part_dtype, stream_dtype
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -224,12 +225,15 @@ def _output(
   made = program.module(arrays)
   last = jnp.take_along_axis(x, rows[:, None, None], 1)[:, 0]
   head = made.embed if made.head is None else made.head
-  return logits_of(program.spec.config, head, made.norm(last))
+  h = made.norm(last)
+  h = h.astype(part_dtype(head, h.dtype))
+  return logits_of(program.spec.config, head, h)
 
 
 @bounded
 @functools.partial(jax.jit, static_argnums=(0,))
 def _embedded(scale: float, x: Float[Array, "B T D"]) -> jax.Array:
+  x = x.astype(stream_dtype(x.dtype))
   return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
@@ -920,6 +924,7 @@ class TensorWindow:
     with blocks.times.of("compute", block):
       if h is None:
         h = x if pre is None else _normed(pre, arrays["pre"], x)
+        h = h.astype(self._model.dtype)
       sent = np.asarray(h)
     for link in self._star:
       link.send(block, sent)
