@@ -8,6 +8,9 @@ in 400 characters and names the argument and one remedy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 _LIMIT = 400
 
 
@@ -146,6 +149,30 @@ class CollectiveTimeoutError(PeerError, TimeoutError):
 
 class NotFiniteError(RingjaxError, ArithmeticError):
   """A loss or its gradients stay infinite or NaN."""
+
+
+class NotFiniteLogitsError(NotFiniteError):
+  """Logits of some rows are NaN or infinite, so no token can be chosen there.
+
+  It is raised when the other rows have ended.
+
+  Attributes:
+    rows: numbers of these rows, or of the texts where there is no batch.
+    positions: position of the token that could not be chosen, for each of them.
+    tokens: the result of the call, in which these rows have the tokens before
+      those positions; or None.
+  """
+
+  def __init__(
+    self,
+    *parts: object,
+    rows: Sequence[int] = (),
+    positions: Sequence[int] = (),
+    tokens: Any = None,
+  ):
+    super().__init__(*parts)
+    self.rows, self.positions = tuple(rows), tuple(positions)
+    self.tokens = tokens
 
 
 class ReplayError(RingjaxError, ArithmeticError):

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 # A model that compiles fast, for tests of what is around it.
@@ -83,3 +85,16 @@ def refused(kind, call, *words):
   for word in words:
     assert word in text, text
   return caught.value
+
+
+def poisoned(model, *ids):
+  """A copy of a model of which the embeddings of some ids are NaN."""
+  graph, state = nnx.split(model)
+
+  def planted(path, x):
+    if "embed" not in jax.tree_util.keystr(path) or x.ndim != 2:
+      return x
+    return x.at[np.asarray(ids)].set(np.nan)
+
+  state = jax.tree_util.tree_map_with_path(planted, state)
+  return nnx.merge(graph, state)

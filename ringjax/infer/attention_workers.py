@@ -52,6 +52,7 @@ from ringjax.infer.attention_worker import (
   PATIENCE_S,
   AttentionServer,
 )
+from ringjax.infer.finite import NOT_FINITE, NotFiniteRows, or_not_finite
 from ringjax.infer.generate import Generated
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.layerwise import LayerPrograms, TokenRows
@@ -437,6 +438,7 @@ def generate_beside(
       and the workers are of no use then.
     ConfigError: layers that keep more than keys and values (recurrent ones,
       latents), an encoder's states, or weights on a mesh.
+    NotFiniteLogitsError: see `generate`.
     RingjaxError: as `generate`.
   """
   check_call(model, tokens)
@@ -488,7 +490,9 @@ def generate_beside(
     found = made.run(min(group, made.places), starts, stream)
   if report is not None:
     report(found)
-  return Generated(tokens=made.out, lengths=made.sizes)
+  new = Generated(tokens=made.out, lengths=made.sizes)
+  made.marked.check(model.dtype, new)
+  return new
 
 
 class _Half:
@@ -553,7 +557,7 @@ class _Decoding:
     owner = np.arange(self.places) % len(workers)
     if assignment is not None:
       owner = _checked(assignment, self.places, len(workers))
-    self.owner = owner
+    self.owner, self.marked = owner, NotFiniteRows()
     split = -(-self.places // 2)
     self.halves = [
       _Half(n, part, owner[part])
@@ -817,6 +821,10 @@ class _Decoding:
   ) -> None:
     """Notes a row's token; the row's place is free behind its last one."""
     prompt = half.prompt[n]
+    if token == NOT_FINITE:
+      self.marked.at[int(prompt)] = int(half.pos[n])
+      half.prompt[n], half.pos[n], half.token[n] = -1, -1, 0
+      return
     self.out[prompt, self.sizes[prompt]] = fresh[prompt] = token
     self.sizes[prompt] += 1
     self.seen[prompt, token] = True
@@ -836,7 +844,7 @@ def _next_tokens(
 ) -> tuple[jax.Array, jax.Array]:
   """Tokens [B], and whether they end their rows."""
   more = {} if rows is None else {"rows": rows}
-  token = sampler(logits, pos, seen, **more)
+  token = or_not_finite(sampler(logits, pos, seen, **more), logits)
   return token, jnp.any(token[:, None] == stops[None], 1)
 
 

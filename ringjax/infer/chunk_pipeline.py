@@ -48,6 +48,7 @@ from ringjax.infer.links import LinkEnd
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
 from ringjax.models.transformer import Transformer
+from ringjax.nn.linear import stream_dtype
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers
@@ -227,7 +228,7 @@ class ChunkPipeline:
           lengths=lengths,
           tickets=len(before) * len(lengths) * gathers,
           width=self.model.config.embed,
-          dtype=np.dtype(self.model.dtype),
+          dtype=stream_dtype(self.model.dtype),
           told=told,
         )
       start_s = recorder.now()
@@ -246,7 +247,7 @@ class ChunkPipeline:
       for worker in (run.publish, puller, publisher):
         if worker is not None:
           worker.close()
-    width = self.model.config.embed * np.dtype(self.model.dtype).itemsize
+    width = self.model.config.embed * stream_dtype(self.model.dtype).itemsize
     sent = float(ids.size * width)
     return Reading(
       outcome=spans.measured(
@@ -335,7 +336,7 @@ class ChunkPipeline:
     self._compiled.add(key)
     spare = _Stage(self, run.ids, room)
     width = self.model.config.embed
-    rows = np.zeros((1, width), self.model.dtype)
+    rows = np.zeros((1, width), stream_dtype(self.model.dtype))
     came = None if self.peers.rank == 0 else rows
     (x,) = spare.chunk([PromptTile(0, size, 1)], came)
     jax.block_until_ready(self.programs.head(self.programs.outer, x, 0))

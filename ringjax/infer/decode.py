@@ -3,7 +3,8 @@
 Guarantees: a step is a pure function of a `DecodeState` and a cache. Its
 program is the same for every step of a capacity; it depends on neither the
 length of the context nor on what is in it, nor on a sampler's numbers, but on
-which of them it has.
+which of them it has. A row whose logits are not finite is over, with
+`finite.NOT_FINITE` in place of its token; rows beside it are not affected.
 Cost: a step reads the weights and the filled slots of the cache once, and
 sends one small reduction a layer.
 """
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.infer.finite import NOT_FINITE, or_not_finite
 from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
@@ -36,7 +38,8 @@ class DecodeState(NamedTuple):
   still reads the tokens of the state before.
 
   Fields:
-    token: int32 [B], the tokens that were chosen last.
+    token: int32 [B], the tokens that were chosen last; `finite.NOT_FINITE` of
+      rows whose logits were not finite.
     pos: int32 [B], their positions.
     done: bool [B], whether a row has stopped.
     seen: bool [B, V], ids that occurred, or None if the sampler ignores them.
@@ -69,7 +72,8 @@ def first(
 
   `sampler` is a pytree: `sampling.traced`.
   """
-  return _chosen(sampler(logits, pos, seen), pos, False, seen, stops)
+  token = or_not_finite(sampler(logits, pos, seen), logits)
+  return _chosen(token, pos, False, seen, stops)
 
 
 @bounded
@@ -91,7 +95,8 @@ def step(
   logits, cache = forward(
     model,
     attend,
-    state.token[:, None],
+    # Of rows that have none, the id does not matter.
+    jnp.maximum(state.token, 0)[:, None],
     state.pos[:, None],
     # No later turn may see what follows a stop.
     (~state.done).astype(jnp.int32)[:, None],
@@ -119,7 +124,7 @@ def _following(
   sampler: Any, logits: jax.Array, state: DecodeState, stops: jax.Array
 ) -> DecodeState:
   pos = state.pos + 1
-  token = sampler(logits, pos, state.seen)
+  token = or_not_finite(sampler(logits, pos, state.seen), logits)
   token = jnp.where(state.done, state.token, token)
   return _chosen(token, pos, state.done, state.seen, stops)
 
@@ -144,4 +149,4 @@ def _chosen(
   if seen is not None:
     seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
   stopped = jnp.any(token[:, None] == stops[None], 1)
-  return DecodeState(token, pos, done | stopped, seen)
+  return DecodeState(token, pos, done | stopped | (token == NOT_FINITE), seen)

@@ -32,6 +32,7 @@ from jaxtyping import Float, Int
 from ringjax.checks import integer, positive_int
 from ringjax.errors import MeshError, OptionError, PromptError
 from ringjax.infer import decode, inputs
+from ringjax.infer.finite import NotFiniteRows
 from ringjax.infer.generate import Generated
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import Prefill, padded, read
@@ -158,6 +159,7 @@ class ElasticSession:
     # Behind the prompts, until a token was chosen by them.
     self._logits: np.ndarray | None = None
     self._rows: _ElasticRows | None = None
+    self._marked = NotFiniteRows()
     self._length = np.array(0, np.int32)
 
   @property
@@ -230,6 +232,7 @@ class ElasticSession:
       jnp.asarray(self._length),
     )
     self.cache, self._logits = kept.cache, np.asarray(logits)
+    self._marked = NotFiniteRows()
     found = self._logits
     seen = np.zeros((len(ids), self.model.config.vocab), bool)
     for row, prompt in zip(seen, ids, strict=True):
@@ -309,6 +312,9 @@ class ElasticSession:
 
     Raises:
       PromptError: a master has too few free slots.
+      NotFiniteLogitsError: the logits of some rows are NaN or infinite; raised
+        when the other rows have their tokens, which it carries, and by later
+        calls too.
     """
     count = positive_int("max_new_tokens", max_new_tokens)
     integer("pad_id", pad_id, least=-(2**31), most=2**31 - 1)
@@ -378,6 +384,8 @@ class ElasticSession:
           model, attend, sampler, made, now, stops, jnp.asarray(length)
         )
       token, done = (x[:batch] for x in jax.device_get((now.token, now.done)))
+      marked = self._marked.note(token, state.pos + sizes + (not first), ~ended)
+      ended = ended | marked
       out[:, n] = np.where(ended, pad_id, token)
       sizes += ~ended
       state.seen[np.flatnonzero(~ended), token[~ended]] = True
@@ -385,7 +393,9 @@ class ElasticSession:
     self.cache, self._logits = made, None
     kept = (np.array(x)[:batch] for x in now[:3])
     self._rows = _ElasticRows(*kept, seen=state.seen)
-    return Generated(tokens=out, lengths=sizes)
+    new = Generated(tokens=out, lengths=sizes)
+    self._marked.check(self.model.dtype, new)
+    return new
 
   # -- what the calls above are made of
 

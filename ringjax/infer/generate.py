@@ -27,6 +27,7 @@ from ringjax.infer.call_memory import report_bytes
 from ringjax.infer.contexts.behind_contexts import context_session, joined
 from ringjax.infer.contexts.combine import Cepe, Combine, Full, combine_of
 from ringjax.infer.contexts.context_library import ContextLibrary
+from ringjax.infer.finite import NotFiniteRows
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import PrefillOptions, padded
 from ringjax.infer.prompt_reading import (
@@ -235,6 +236,11 @@ def generate(
   Raises:
     PromptError: also for prompts that with `max_new_tokens` are longer than
       the context that the model's config states.
+    NotFiniteLogitsError: the logits of some rows are NaN or infinite, or those
+      of a draft's model; raised when all rows have ended, with what would have
+      been returned as its `tokens`: whole answers of the other rows, and of all
+      rows where it is the draft's. A session refuses further calls where the
+      logits were the model's own, until `restart`.
     RingjaxError: in Python, before anything is compiled; but for a wrong
       answer of `stream`, which ends the generation.
   """
@@ -340,9 +346,9 @@ def generate(
   decoding = (
     model, session, sampler, logits, start + lengths, ending, total, count,
   )  # fmt: skip
-  speculation = None
+  speculation, marked, undrafted = None, NotFiniteRows(), NotFiniteRows()
   if drafter is None:
-    new = _decode(*decoding)
+    new = _decode(*decoding, marked)
   else:
     texts = session.texts()
     if session.contexts is not None:
@@ -350,7 +356,9 @@ def generate(
       texts, vocab = prompts, model.config.vocab
       if contexts is not None and not isinstance(combine_of(combine), Cepe):
         texts = joined(contexts, texts, Full(), vocab)
-    out, sizes, speculation = speculated(*decoding, drafter, texts)
+    out, sizes, speculation = speculated(
+      *decoding, drafter, texts, marked, undrafted
+    )
     new = Generated(tokens=out, lengths=sizes)
   session.last = GenerateReport(
     prefill=how,
@@ -368,6 +376,11 @@ def generate(
   )
   if report is not None:
     report(session.last)
+  session.not_finite(marked.at)
+  if undrafted.at:
+    session.drafting = None
+  marked.check(model.dtype, new)
+  undrafted.check(model.dtype, new, name="logits of the draft")
   return new
 
 
@@ -432,8 +445,12 @@ def _decode(
   ending: RowEndings,
   total: np.ndarray,
   count: int,
+  marked: NotFiniteRows,
 ) -> Generated:
-  """Takes steps until all rows have ended; the first token is at `pos` [B]."""
+  """Takes steps until all rows have ended; the first token is at `pos` [B].
+
+  `marked` takes the rows whose logits are not finite.
+  """
   attend = CachedAttention(mesh=session.mesh, axis=session.axis)
   batch, length = session.batch, jnp.asarray(total)
   out = np.full((batch, count), ending.pad_id, np.int32)
@@ -459,6 +476,7 @@ def _decode(
         )
       token, done = jax.device_get((state.token, state.done))
       raise_fault(model.stack.faults)
+      ended = ended | marked.note(token, pos + n, ~ended)
       out[:, n] = np.where(ended, ending.pad_id, token)
       sizes += ~ended
       session.say(token, pos + n, ~ended)

@@ -52,6 +52,7 @@ from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError
 from ringjax.infer import agree, decode, inputs, prefill, spans
+from ringjax.infer.finite import NOT_FINITE, not_finite_error
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
 from ringjax.infer.links import LayerBlock, Receiver, Sender
 from ringjax.infer.sampling import Greedy, traced
@@ -488,6 +489,8 @@ def follow(
 
   Raises:
     OptionError: another rank's reading, or more tokens than there is room for.
+    NotFiniteLogitsError: the logits are NaN or infinite; with the tokens before
+      that.
   """
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler = Greedy() if sampler is None else sampler
@@ -520,7 +523,13 @@ def follow(
     state = decode.first(sampler, logits, pos, seen, stops)
     try:
       while True:
-        found.append(int(state.token[0]))
+        token = int(state.token[0])
+        if token == NOT_FINITE:
+          session.not_finite([0])
+          at = int(state.pos[0])
+          tokens = np.asarray(found, np.int32)
+          raise not_finite_error({0: at}, session.model.dtype, tokens)
+        found.append(token)
         session.seen[0, found[-1]] = True
         if len(found) == count or bool(state.done[0]):
           break

@@ -30,6 +30,7 @@ from ringjax.kv.codecs import Codec
 from ringjax.models.transformer import Transformer, logits_of
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
+from ringjax.nn.linear import part_dtype
 from ringjax.nn.sharding_context import CachedAttention, Extras, ShardingContext
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
@@ -334,6 +335,7 @@ class LayerPrograms:
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
     head = embed if head is None else head
+    last = last.astype(part_dtype(head, last.dtype))
     return self._attend.everywhere(logits_of(self._config, head, last))
 
   @_program(static_argnums=(0, 4))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -87,7 +87,8 @@ class Session:
   leaves here what it has read: `lengths` says how much of the prompt that is,
   and the next call goes on behind it. One that is interrupted while a program
   writes the cache loses the cache, and so does any interrupted call in a run
-  of several processes: later calls say so, until `restart`.
+  of several processes: later calls say so, until `restart`. So do calls behind
+  one in which the logits of a row were not finite: its keys may be NaN.
 
   Rotations that depend on the length of the context (dynamic, longrope) are
   those of a context of `capacity` tokens, in every call, whatever the mesh and
@@ -197,6 +198,8 @@ class Session:
     self.contexts: Any = None
     # Whether no one knows what the cache holds, until a restart.
     self._invalid = False
+    # Rows whose logits were not finite, until a restart.
+    self._not_finite: tuple[int, ...] = ()
     self.bind(model)
 
   def transfers(self) -> tuple[TransferEvent, ...]:
@@ -327,7 +330,7 @@ class Session:
     with jax.default_device(self._device):
       self.cache = self._empty(sharding)
     self._said_at[:], self.seen[:], self._invalid = -1, False, False
-    self.ids[:] = -1
+    self.ids[:], self._not_finite = -1, ()
 
   def _empty(self, sharding: ShardingContext) -> Any:
     made: Any
@@ -372,12 +375,25 @@ class Session:
     leaves = jax.tree.leaves(self.cache)
     self._invalid = not all(x.is_fully_addressable for x in leaves)
 
+  def not_finite(self, rows: Iterable[int]) -> None:
+    """Notes rows whose logits were not finite: `check` then refuses."""
+    self._not_finite = tuple(sorted({*self._not_finite, *rows}))
+
   def check(self) -> None:
-    """Refuses a session whose cache an interrupted call has lost.
+    """Refuses a session whose cache an interrupted call has lost, or of which
+    a row has had logits that are not finite.
 
     Raises:
-      OptionError: it is lost.
+      OptionError: it can't go on.
     """
+    if self._not_finite:
+      raise OptionError(
+        "cache",
+        f"a session in which logits of row(s) {[*self._not_finite]} were not "
+        "finite",
+        "one whose keys are finite",
+        "call session.restart() and read the conversation again",
+      )
     try:
       sound = not self._invalid and not self.cache.lost
       if sound:

@@ -45,6 +45,7 @@ from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import decode, inputs
 from ringjax.infer.block_window import BlockTimes, BlockWindow
+from ringjax.infer.finite import NotFiniteRows
 from ringjax.infer.generate import Generated, RowEndings
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import padded
@@ -65,6 +66,7 @@ from ringjax.models.tensor_shares import (
   SharedModel,
 )
 from ringjax.models.transformer import TransformerConfig, logits_of
+from ringjax.nn.linear import part_dtype, stream_dtype
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -223,12 +225,15 @@ def _output(
   made = program.module(arrays)
   last = jnp.take_along_axis(x, rows[:, None, None], 1)[:, 0]
   head = made.embed if made.head is None else made.head
-  return logits_of(program.spec.config, head, made.norm(last))
+  h = made.norm(last)
+  h = h.astype(part_dtype(head, h.dtype))
+  return logits_of(program.spec.config, head, h)
 
 
 @bounded
 @functools.partial(jax.jit, static_argnums=(0,))
 def _embedded(scale: float, x: Float[Array, "B T D"]) -> jax.Array:
+  x = x.astype(stream_dtype(x.dtype))
   return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
@@ -706,6 +711,7 @@ class TensorWindow:
     Raises:
       PeerError: a rank died, froze or failed; the text says which. No later
         call succeeds.
+      NotFiniteLogitsError: see `rj.infer.generate`.
       RingjaxError: arguments, before anything is computed.
     """
     if self._broken is not None:
@@ -744,12 +750,14 @@ class TensorWindow:
     if progress is not None:
       progress(longest)
     out = np.full((len(prompts), count), ending.pad_id, np.int32)
+    marked = NotFiniteRows()
     sizes, clock = np.zeros(len(prompts), np.int32), [time.monotonic()]
     for n, token in enumerate(
       self._tokens(logits, lengths, prompts, sampler, ending, total, count)
     ):
       clock.append(time.monotonic())
       ended = token[1]
+      ended = ended | marked.note(token[0], lengths + n, ~ended)
       out[:, n] = np.where(ended, ending.pad_id, token[0])
       sizes += ~ended
       token[2][:] = ending.told(out[:, n], ended)
@@ -765,7 +773,9 @@ class TensorWindow:
           token_s=float(np.mean(later)) if len(later) else 0.0,
         )
       )
-    return Generated(tokens=out, lengths=sizes)
+    new = Generated(tokens=out, lengths=sizes)
+    marked.check(np.dtype(dtype), new)
+    return new
 
   def _tokens(
     self,
@@ -804,7 +814,12 @@ class TensorWindow:
       pos, seg = np.asarray(state.pos)[:, None], (~ended)[:, None]
       rows = np.zeros(len(prompts), np.int32)
       logits = self._pass(
-        token[:, None], pos, seg.astype(np.int32), total, rows, n + 1
+        np.maximum(token, 0)[:, None],
+        pos,
+        seg.astype(np.int32),
+        total,
+        rows,
+        n + 1,
       )
       state = decode.following(sampler, logits, state, ending.ids)
 
@@ -909,6 +924,7 @@ class TensorWindow:
     with blocks.times.of("compute", block):
       if h is None:
         h = x if pre is None else _normed(pre, arrays["pre"], x)
+        h = h.astype(self._model.dtype)
       sent = np.asarray(h)
     for link in self._star:
       link.send(block, sent)

@@ -58,7 +58,7 @@ from ringjax.nn.feedforward import (
   Gated,
   NoFeedforward,
 )
-from ringjax.nn.linear import Embedding, Head
+from ringjax.nn.linear import Embedding, Head, part_dtype
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.nn.stack import Stack
@@ -328,7 +328,9 @@ class DraftTransformer(Transformer):
     layer: Any = cache.layer(0, cache.slots[0], jnp.int32(0))
     x, layer = self.block(x, places, layer, found, read)
     # The head is for what comes out of this norm.
-    return self.target.norm(x), cache.updated((layer.slots,))
+    h = self.target.norm(x)
+    h = h.astype(part_dtype(self.target.embed, h.dtype))
+    return h, cache.updated((layer.slots,))
 
   def _reads_cache(self, places: Tokens, attend: Any) -> ReadTarget:
     """Reads what the target's cache has."""

@@ -49,7 +49,13 @@ from ringjax.models.weight_placement import (
 )
 from ringjax.nn.block import Layer
 from ringjax.nn.layer_inputs import LayerInputs
-from ringjax.nn.linear import Embedding, Head, LearnedPositions, Norm
+from ringjax.nn.linear import (
+  Embedding,
+  Head,
+  LearnedPositions,
+  Norm,
+  part_dtype,
+)
 from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import (
   CachedAttention,
@@ -577,7 +583,8 @@ class Transformer(nnx.Module):
 
   def behind(self, x: Float[Array, "*batch D"]) -> Float[Array, "*rows D"]:
     """What the head reads, of what the last layer made."""
-    return self.norm(x if self.streams is None else self.streams.merged(x))
+    h = self.norm(x if self.streams is None else self.streams.merged(x))
+    return h.astype(part_dtype(self.embed, h.dtype))
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """float32 [..., V] from [..., D]."""

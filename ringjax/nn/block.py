@@ -27,7 +27,7 @@ from ringjax.nn.feedforward import (
 )
 from ringjax.nn.latent import Latent
 from ringjax.nn.layer_inputs import LayerInputs
-from ringjax.nn.linear import Identity, Norm
+from ringjax.nn.linear import Identity, Norm, part_dtype
 from ringjax.nn.mamba import Mamba2
 from ringjax.nn.mamba1 import Mamba1
 from ringjax.nn.param import param
@@ -180,11 +180,14 @@ class Block(nnx.Module):
       if spec.residual_scale == 1.0
       else y * jnp.asarray(spec.residual_scale, y.dtype)
     )
-    normed = self.pre_attention(x)
+    # Sums and norms are of the stream's dtype, products of the weights'.
+    wide = x.dtype
+    narrow = part_dtype(self, wide)
+    normed = self.pre_attention(x).astype(narrow)
     # Each kind of mixer has its own kind of cache.
     mix: Any = self.attention
     mixed, cache = mix(normed, tokens, cache, attend)
-    mixed = scaled(self.post_attention(mixed))
+    mixed = scaled(self.post_attention(mixed.astype(wide)))
     if spec.parallel:
       h = normed if spec.shared_norm else self.pre_feedforward(x)
       x = self.cross(x, states, attend)
@@ -197,5 +200,9 @@ class Block(nnx.Module):
       if isinstance(spec.feedforward, NoFeedforward):
         return x, cache
       h = self.pre_feedforward(x)
-    h = scaled(self.post_feedforward(self.feedforward(h, attend)))
+    if not isinstance(spec.feedforward, DenseAndExperts):
+      # That one has norms of its own before its products.
+      h = h.astype(narrow)
+    h = self.feedforward(h, attend).astype(wide)
+    h = scaled(self.post_feedforward(h))
     return attend.constrain(x + mixed + h if spec.parallel else x + h), cache

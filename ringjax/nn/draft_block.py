@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import LayerCache
 from ringjax.nn.attention import Attention, head_norm
-from ringjax.nn.linear import Linear
+from ringjax.nn.linear import Linear, part_dtype
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
 
@@ -106,8 +106,11 @@ class DraftBlock(nnx.Module):
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] -> [B, T, D], and its own cache."""
     mix: Any = self.attention
-    mixed, cache = mix(self.pre_attention(x), tokens, cache, attend)
+    narrow = part_dtype(self, x.dtype)
+    normed = self.pre_attention(x).astype(narrow)
+    mixed, cache = mix(normed, tokens, cache, attend)
     x = attend.constrain(x + mixed)
-    x = x + self.cross(self.pre_cross(x), tokens, read, attend)
-    x = x + self.feedforward(self.pre_feedforward(x), attend)
+    normed = self.pre_cross(x).astype(narrow)
+    x = x + self.cross(normed, tokens, read, attend)
+    x = x + self.feedforward(self.pre_feedforward(x).astype(narrow), attend)
     return attend.constrain(x), cache

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ringjax.nn.linear import Linear, Norm, linear_product
+from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.ops.moe import mix
@@ -535,6 +535,8 @@ class DenseAndExpertsLayer(nnx.Module):
   def __call__(
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
-    dense = self.post_dense(self.dense(self.pre_dense(x), attend))
-    sparse = self.post_sparse(self.sparse(self.pre_sparse(x), attend))
-    return dense + sparse
+    narrow = part_dtype(self, x.dtype)
+    dense = self.dense(self.pre_dense(x).astype(narrow), attend)
+    sparse = self.sparse(self.pre_sparse(x).astype(narrow), attend)
+    dense = self.post_dense(dense.astype(x.dtype))
+    return dense + self.post_sparse(sparse.astype(x.dtype))

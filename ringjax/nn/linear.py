@@ -9,12 +9,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.nn.param import param
 from ringjax.ops.norm import layer_norm, rms_norm
+
+
+def stream_dtype(dtype: DTypeLike) -> np.dtype:
+  """The dtype of the residual stream of a model of `dtype`.
+
+  That of float16 weights is float32: in Gemma's models, and wherever embeddings
+  are multiplied, sums of layers leave float16's range, which ends at 65,504.
+  """
+  wide = np.dtype(dtype) == np.float16
+  return np.dtype(np.float32 if wide else dtype)
+
+
+def part_dtype(module: nnx.Module, stream: DTypeLike) -> np.dtype:
+  """The dtype in which a part of a layer computes beside a residual stream.
+
+  It is the stream's, but float16 for a part with float16 weights.
+  """
+  dtypes = {x.dtype for x in jax.tree.leaves(module)}
+  narrow = stream == jnp.float32 and np.dtype(np.float16) in dtypes
+  return np.dtype(np.float16 if narrow else stream)
 
 
 class Linear(nnx.Module):
@@ -166,8 +188,10 @@ class Embedding(nnx.Module):
     tokens: Int[Array, "*batch"],
     pos: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "*batch D"]:
-    """What the first layer reads; `pos` are needed where they are learned."""
+    """What the first layer reads, see `stream_dtype`; `pos` are needed where
+    they are learned."""
     x = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+    x = x.astype(stream_dtype(x.dtype))
     if self.scale != 1.0:
       x = x * jnp.asarray(self.scale, x.dtype)
     if self.positions is not None:

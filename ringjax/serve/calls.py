@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.speculate.verifiers import right_path
 from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.models.transformer import Transformer, forward, forward_layers
@@ -145,7 +146,9 @@ def compute(
     board.counts[inside],
     allowed,
   )
-  into = jnp.where(call.chooses, call.slots, rows)
+  # A row without a token is over: the board keeps what it has of it.
+  chooses = call.chooses & (choice.token != NOT_FINITE)
+  into = jnp.where(chooses, call.slots, rows)
   board = RowBoard(
     board.last.at[into].set(choice.token, mode="drop"),
     board.seen.at[into, choice.token].set(True, mode="drop"),
@@ -190,7 +193,8 @@ class Checked(NamedTuple):
   Fields:
     choice: of B T rows, the T tokens of a row next to one another; of a tree
       those behind the right tokens first.
-    count: int32 [B], how many of the T are the row's next tokens.
+    count: int32 [B], how many of the T are the row's next tokens, of which
+      the last one may be `finite.NOT_FINITE`.
   """
 
   choice: Choice
@@ -260,7 +264,8 @@ def check_drafts(
   token = jnp.take_along_axis(tokens, last, 1)[:, 0]
   take = lambda x: jnp.take_along_axis(x, last[..., None], 1)[:, 0]
   new = jax.nn.one_hot(token, vocab, dtype=jnp.int32)
-  into = jnp.where(call.chooses, call.slots, rows)
+  chooses = call.chooses & (token != NOT_FINITE)
+  into = jnp.where(chooses, call.slots, rows)
   board = RowBoard(
     board.last.at[into].set(token, mode="drop"),
     board.seen.at[into].set(take(seen) | (new > 0), mode="drop"),

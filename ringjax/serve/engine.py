@@ -6,7 +6,8 @@ positions, and a token is always computed by the same program, that of prompts
 or that of answers, also when its row was preempted. (With share="answers"
 blocks of answers are found by later prompts, and with trees of drafts a key is
 where its tree has it: both give that up, to rounding.) What one request raises
-ends that request alone.
+ends that request alone, as do logits that are not finite, whose keys no later
+prompt finds.
 Cost: a step is at most one call for answers and one for prompts, each of which
 is one compiled program for good (that of prompts `layer_parts` programs). The
 host plans a step while the device computes the one before; a mask, a beam
@@ -39,11 +40,13 @@ from ringjax.checks import float_dtype, integer, one_of, positive_int
 from ringjax.errors import (
   InputTypeError,
   MemoryEstimateError,
+  NotFiniteLogitsError,
   OptionError,
   OutOfMemoryError,
   PromptError,
 )
 from ringjax.infer import inputs
+from ringjax.infer.finite import NOT_FINITE, not_finite_error
 from ringjax.infer.session import check_devices, free_on, place_of
 from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.stopping import Watch, check_tokenizer
@@ -123,6 +126,9 @@ class EngineCounters:
     expired: requests whose deadline passed.
     cancelled: requests that were given up.
     failed: requests that raised.
+    not_finite: of these, requests whose logits were NaN or infinite.
+    undrafted: rows that went on without drafts, for the logits of the draft
+      were NaN or infinite.
     plans: how often it was found out what rows have in common.
     keys_read: keys that answers read, those that rows read together once.
     keys_seen: keys that their rows looked at.
@@ -147,6 +153,8 @@ class EngineCounters:
   expired: int = 0
   cancelled: int = 0
   failed: int = 0
+  not_finite: int = 0
+  undrafted: int = 0
   plans: int = 0
   keys_read: int = 0
   keys_seen: int = 0
@@ -899,6 +907,7 @@ class Engine:
         self._board,
         self._held,
       )
+      self.counters.undrafted = self._drafts.undrafted
     plan = self.scheduler.plan()
     counters = self.counters
     if self._rows is not None:
@@ -1111,6 +1120,9 @@ class Engine:
       return
     owner: _Owner = row.owner
     answer, handle = owner.answer, owner.handle
+    if choice.token[n] == NOT_FINITE:
+      self._fail(row)
+      return
     self.counters.new_tokens += 1
     if handle.first_token is None:
       handle.first_token = self._clock() - handle.arrival
@@ -1151,25 +1163,41 @@ class Engine:
     if handle.on_change is not None:
       handle.on_change(answer)
 
-  def _end(self, row: ServedRow, why: str) -> None:
-    """A row is over; its request too, if it was the last one."""
+  def _fail(self, row: ServedRow) -> None:
+    """A row is over whose logits are not finite; nobody finds its keys."""
+    owner: _Owner = row.owner
+    at = row.prompt.size + len(row.answer)
+    owner.answer.error = not_finite_error(
+      {owner.draw: at}, self.model.dtype, unit="answer"
+    )
+    self._end(row, "error", lose=True)
+
+  def _end(self, row: ServedRow, why: str, *, lose: bool = False) -> None:
+    """A row is over; its request too, if it was the last one.
+
+    `lose`: whether its keys are of no use to other rows.
+    """
     owner: _Owner = row.owner
     handle = owner.handle
     if owner.search is not None:
       for one in row.team:
-        self.scheduler.drop(one)
+        self.scheduler.drop(one, lose=lose)
       ended = handle.answers
       owner.search.answer(ended, why)
     else:
       if owner.watch is not None and why != "stop":
         owner.answer.text += owner.watch.flush()
-      self.scheduler.drop(row)
+      self.scheduler.drop(row, lose=lose)
       owner.answer.finish = why
       ended = [owner.answer]
     if handle.done:
       handle.seconds = self._clock() - handle.arrival
       self.counters.finished += 1
-      self.counters.failed += any(a.error is not None for a in handle.answers)
+      errors = [a.error for a in handle.answers]
+      self.counters.failed += any(error is not None for error in errors)
+      self.counters.not_finite += any(
+        isinstance(error, NotFiniteLogitsError) for error in errors
+      )
       self._handles.pop(handle, None)
     if handle.on_change is not None:
       for answer in ended:

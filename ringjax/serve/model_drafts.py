@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.session import Session, check_devices
 from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.draft_programs import (
@@ -79,7 +80,12 @@ class _RowChooser(NamedTuple):
 
 
 class ModelRowDrafts:
-  """A draft model and its cache, where each row has the place of its slot."""
+  """A draft model and its cache, where each row has the place of its slot.
+
+  Attributes:
+    undrafted: rows for which the draft's logits were not finite: they go on
+      without drafts.
+  """
 
   _model: Transformer
   _cache: KVCache
@@ -128,8 +134,10 @@ class ModelRowDrafts:
     self._drafted = np.zeros((rows, drafter.nodes), np.int32)
     self._parents: np.ndarray | None = None
     self._tried = np.zeros(rows, np.int64)
-    # The rows that have a draft now.
+    # The rows that have a draft now, and those that get none any more.
     self._ready: weakref.WeakSet[ServedRow] = weakref.WeakSet()
+    self._undrafted: weakref.WeakSet[ServedRow] = weakref.WeakSet()
+    self.undrafted = 0
 
   def _begin(
     self,
@@ -177,6 +185,7 @@ class ModelRowDrafts:
       board: what rows have read and said, by slot.
       held: what the target has of them, by slot: all tokens but the last one.
     """
+    rows = [row for row in rows if row not in self._undrafted]
     self._ready = weakref.WeakSet(rows)
     behind: dict[int, np.ndarray] = {}
     for row in rows:
@@ -224,6 +233,11 @@ class ModelRowDrafts:
       self._parents = np.zeros_like(self._drafted)
     # The call has dropped what was drafted before, of all rows.
     self._tried[:] = 0
+    for row in rows:
+      if row.slot in behind and (tokens[row.slot] == NOT_FINITE).any():
+        self._ready.discard(row)
+        self._undrafted.add(row)
+        self.undrafted += 1
     for slot, new in behind.items():
       self._at[slot] += new.size
       self._drafted[slot] = tokens[slot]

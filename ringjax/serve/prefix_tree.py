@@ -55,6 +55,7 @@ class PrefixBlock:
     refs: rows that are at this block or behind it.
     ready: whether its keys are computed.
     depth: blocks before it.
+    lost: whether no row finds it any more; it goes with its last user.
     used: when it was last in use, a count.
   """
 
@@ -63,6 +64,7 @@ class PrefixBlock:
     "children",
     "data",
     "depth",
+    "lost",
     "pages",
     "parent",
     "ready",
@@ -77,7 +79,7 @@ class PrefixBlock:
     self.pages: list[int | None] = [None] * groups
     self.users = [0] * groups
     self.refs = self.used = 0
-    self.ready = False
+    self.ready = self.lost = False
     self.depth = -1 if parent is None else parent.depth + 1
     self._digest: bytes | None = None
 
@@ -177,6 +179,8 @@ class PrefixTree:
     self._more: dict[tuple[int, int, int], int] = {}
     self._roots: dict[bytes, PrefixBlock] = {}
     self._by_digest: dict[bytes, PrefixBlock] = {}
+    # Blocks that are lost and still in use.
+    self._lost: set[PrefixBlock] = set()
     # Whole blocks that may go, and pages of groups that look back less.
     self._leaves: list[list[Any]] = [[] for _ in range(shards)]
     self._unseen: list[list[list[Any]]] = [
@@ -333,6 +337,9 @@ class PrefixTree:
     made = PrefixBlock(data, parent, len(self.groups))
     parent.children[data] = made
     made.refs = 1
+    if parent.lost:
+      made.lost = True
+      self._lost.add(made)
     self.counters.changes += 1
     return made
 
@@ -347,7 +354,7 @@ class PrefixTree:
         self._held[group][shard] -= 1
         block.pages[group] = page
         block.users[group] += 1
-    if indexed:
+    if indexed and not block.lost:
       self._by_digest[block.digest] = block
 
   def attach(self, block: PrefixBlock, group: int, page: int) -> None:
@@ -389,7 +396,32 @@ class PrefixTree:
       self._remove(block)
       return
     self._idle[block.depth % self.shards] += block.idle
-    self._offer(block)
+    if block.lost:
+      self._remove(block)
+    else:
+      self._offer(block)
+
+  def lose(self, block: PrefixBlock) -> None:
+    """Takes a block, and all behind it, to where no row finds them: what their
+    pages hold is of no use. Pages that rows use are free when these leave."""
+    waiting = [block]
+    for lost in waiting:
+      waiting.extend(lost.children.values())
+    for lost in reversed(waiting):
+      if lost.lost:
+        continue
+      lost.lost = True
+      if lost.ready:
+        self._by_digest.pop(lost.digest, None)
+      if lost.refs:
+        self._lost.add(lost)
+      else:
+        self._remove(lost)
+    parent = block.parent
+    if parent is not None and parent.children.get(block.data) is block:
+      del parent.children[block.data]
+      self.counters.changes += 1
+      self._offer(parent)
 
   # -------------------------------------------------------------------------
   # Making room
@@ -471,7 +503,7 @@ class PrefixTree:
   def _drop(self, block: PrefixBlock, group: int) -> None:
     page = block.pages[group]
     assert page is not None
-    if self.on_evict is not None and block.ready:
+    if self.on_evict is not None and block.ready and not block.lost:
       self.on_evict(block, group, page)
     shard = block.depth % self.shards
     if not group:
@@ -485,8 +517,11 @@ class PrefixTree:
     for group, page in enumerate(block.pages):
       if page is not None:
         self._drop(block, group)
-    del block.parent.children[block.data]
-    if block.ready and self._by_digest:
+    self._lost.discard(block)
+    # Of one that is lost another may have taken the place.
+    if block.parent.children.get(block.data) is block:
+      del block.parent.children[block.data]
+    if block.ready and not block.lost and self._by_digest:
       self._by_digest.pop(block.digest, None)
     self.counters.changes += 1
     self._offer(block.parent)
@@ -510,12 +545,13 @@ class PrefixTree:
     Raises:
       AssertionError: they are not.
     """
+    blocks = [*self.blocks(), *(b for b in self._lost if not b.root)]
     for group, spec in enumerate(self.groups):
       for shard in range(self.shards):
         free = self._free[group][shard]
         cached = [
           b.pages[group]
-          for b in self.blocks()
+          for b in blocks
           if b.pages[group] is not None and b.depth % self.shards == shard
         ]
         both = [*free, *cached]

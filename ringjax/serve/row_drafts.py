@@ -117,6 +117,11 @@ class RowDrafts:
     elif isinstance(self._drafter, LongSpec):
       self._model = BlockRowDrafts(self._drafter, model, **place)
 
+  @property
+  def undrafted(self) -> int:
+    """Rows without drafts; see `ModelRowDrafts`."""
+    return 0 if self._model is None else self._model.undrafted
+
   def prepare(
     self,
     rows: Sequence[ServedRow],

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax.checks import integer, number
 from ringjax.errors import OptionError, SamplingError
+from ringjax.infer.finite import or_not_finite
 from ringjax.infer.sampling import PARAMETERS, Sample, first_largest, noise
 from ringjax.typing import ArrayLeaf
 
@@ -190,7 +191,8 @@ class Choice(NamedTuple):
   """Tokens that were chosen.
 
   Fields:
-    token: int32 [B].
+    token: int32 [B]; `finite.NOT_FINITE` of rows whose logits are not finite,
+      or which may choose no token whose logit is.
     logprob: float32 [B], of the token; 0 where it is not wanted.
     top: int32 [B, n], the likeliest tokens.
     top_logprobs: float32 [B, n], theirs.
@@ -231,6 +233,8 @@ def choose(
 
   scores = lax.cond(jnp.any(drawn), sampled, lambda: logits_)
   token = first_largest(scores)
+  # A mask may hide what is not finite, and may leave nothing that is.
+  sound = or_not_finite(or_not_finite(token, logits), logits_)
   top = min(TOP, vocab)
 
   def reported() -> tuple[jax.Array, ...]:
@@ -246,7 +250,7 @@ def choose(
     jnp.zeros((batch, top), jnp.float32),
   )
   mine, ids, best = lax.cond(jnp.any(how.logprobs), reported, lambda: none)
-  return Choice(token, mine, ids, best)
+  return Choice(sound, mine, ids, best)
 
 
 def ranked(

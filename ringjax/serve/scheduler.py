@@ -73,6 +73,8 @@ class ServedRow:
     first: for each group the first block in sight.
     preemptions: how often it was preempted.
     hit: tokens whose keys it found.
+    trusted: of these, tokens whose keys other rows had computed when it began
+      for the first time.
     ended: whether it is over.
     held: whether it waits for another row that computes its prefix, or for
       blocks that come from a store.
@@ -103,6 +105,7 @@ class ServedRow:
   first: list[int] = dataclasses.field(default_factory=list)
   preemptions: int = 0
   hit: int = 0
+  trusted: int = 0
   ended: bool = False
   held: bool = False
   kept: KeptPages | None = None
@@ -392,8 +395,16 @@ class Scheduler:
     """A row that waits."""
     bisect.insort(self.waiting, row, key=lambda r: r.order)
 
-  def drop(self, row: ServedRow) -> None:
-    """A row that is over, or not wanted any more; its pages are free."""
+  def drop(self, row: ServedRow, *, lose: bool = False) -> None:
+    """A row that is over, or not wanted any more; its pages are free.
+
+    Args:
+      row: the row.
+      lose: whether the keys that it has computed are of no use to others.
+    """
+    if lose:
+      for block in row.blocks[row.trusted // self.tree.page :][:1]:
+        self.tree.lose(block)
     row.ended, row.kept, row.store_state = True, None, None
     if row.slot is None:
       if row in self.waiting:
@@ -652,6 +663,8 @@ class Scheduler:
       row.computed = row.hit = 0
       return False
     row.store_state = None
+    if not row.preemptions:
+      row.trusted = row.hit - row.loaded
     # No page in sight may be missing.
     assert all(
       at is not None or n < row.first[g]

@@ -135,12 +135,22 @@ def engine_figures(engine: Engine) -> list[Figure]:
     ("requests_finished_total", "finished", "Requests that ended."),
     ("requests_cancelled_total", "cancelled", "Requests given up."),
     ("requests_failed_total", "failed", "Requests that raised an error."),
+    (
+      "requests_not_finite_total",
+      "not_finite",
+      "Requests whose logits were NaN or infinite.",
+    ),
     ("steps_total", "steps", "Steps of the engine."),
     ("prompt_tokens_total", "prompt_tokens", "Tokens of prompts computed."),
     ("cached_tokens_total", "cached_tokens", "Tokens of prompts found."),
     ("new_tokens_total", "new_tokens", "Tokens of answers."),
     ("drafted_tokens_total", "drafted", "Drafted tokens that were checked."),
     ("accepted_tokens_total", "accepted", "Drafted tokens that were right."),
+    (
+      "undrafted_rows_total",
+      "undrafted",
+      "Rows without drafts, whose logits were NaN or infinite.",
+    ),
     ("preemptions_total", "preemptions", "Rows that had to make room."),
   ):
     found.append(Figure("counter", name, getattr(counters, field), text))

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.infer.finite import NOT_FINITE, finite_rows, or_not_finite
 from ringjax.infer.sampling import law, log_weights, noise
 from ringjax.infer.speculate.verifiers import DRAFT
 from ringjax.kv.base import CallCache
@@ -148,6 +149,7 @@ class _Drafting(NamedTuple):
   def read(self, tokens: Any, pos: Any, cache: Any, parents: Any = None) -> Any:
     """Logits [B, T, V] behind tokens, everywhere, and the cache."""
     live = jnp.broadcast_to(self.live, tokens.shape)
+    tokens = jnp.maximum(tokens, 0)
     logits, cache = forward(
       self.model, self.attend, tokens, pos, live, cache, None, self.length,
       parents,
@@ -184,8 +186,9 @@ def drafted(
     length: of the whole context.
 
   Returns:
-    tokens [B, n]; the laws that they were drawn from, [B, n, V], or None; of a
-    tree the token that each follows, [B, n]; and the cache.
+    tokens [B, n], `NOT_FINITE` where the logits are not finite; the laws that
+    they were drawn from, [B, n, V], or None; of a tree the token that each
+    follows, [B, n]; and the cache.
   """
   nodes = shape if isinstance(shape, int) else sum(shape.widths)
   logits, held = _begun(model, attend, cache, read, nodes, length)
@@ -255,6 +258,8 @@ def _tree(
       laws += some
     else:
       came, which, total = _likeliest(call, ends, call.at + depth, total, width)
+    sound = jnp.take_along_axis(finite_rows(ends), which, 1)
+    came = jnp.where(sound, came, NOT_FINITE)
     tokens = jnp.concatenate([tokens, came], 1)
     above = jnp.take_along_axis(numbers, which, 1)
     parents = jnp.concatenate([parents, above], 1)
@@ -305,9 +310,9 @@ def _next(
 ) -> tuple[jax.Array, Any]:
   """A drafted token [B] at `at`, and the law that it was drawn from."""
   if not call.drawn:
-    return call.sampler(logits, at, seen), None
+    return or_not_finite(call.sampler(logits, at, seen), logits), None
   q = law(call.sampler, logits, seen)
-  return _by_law(call, q, at, DRAFT), q
+  return or_not_finite(_by_law(call, q, at, DRAFT), logits), q
 
 
 def _by_law(

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from ringjax.errors import OptionError
 from ringjax.infer import decode
 from ringjax.infer.decode import DecodeState
+from ringjax.infer.finite import NOT_FINITE, NotFiniteRows
 from ringjax.infer.sampling import Greedy, Sample, traced
 from ringjax.infer.session import Session
 from ringjax.infer.speculate.drafter import Draft, Drafter, Drafting, Target
@@ -84,6 +85,9 @@ def verify(
   tokens = jnp.concatenate([state.token[:, None], draft.tokens], 1)
   live = ~state.done & (left > 0)
   real = live[:, None] & (index <= draft.count[:, None])
+  # A draft ends where its model's logits are not finite.
+  sound = jnp.cumprod(tokens >= 0, 1, dtype=jnp.int32) > 0
+  real, tokens = real & sound, jnp.maximum(tokens, 0)
   pos = state.pos[:, None] + depth
   before = held.snapshot() if held.irreversible else None
   tree = None if draft.parents is None else parents
@@ -263,6 +267,8 @@ def speculated(
   count: int,
   drafter: Drafter,
   texts: Sequence[np.ndarray],
+  marked: NotFiniteRows,
+  undrafted: NotFiniteRows,
 ) -> tuple[np.ndarray, np.ndarray, SpeculationReport]:
   """Rounds until all rows have ended; see `generate`.
 
@@ -277,6 +283,9 @@ def speculated(
     count: new tokens of a row at most.
     drafter: a `Drafter`.
     texts: int32 [T], the prompt of each row.
+    marked: takes rows whose logits are not finite, which are then over.
+    undrafted: takes rows for which the draft's logits are not finite, which go
+      on without drafts.
 
   Returns:
     tokens int32 [B, count], how many of each row there are, and the report.
@@ -285,7 +294,7 @@ def speculated(
   batch, length = session.batch, jnp.asarray(total)
   needs = getattr(sampler, "needs_seen", False)
   seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
-  rows = _Rows(session, ending, pos, count)
+  rows = _Rows(session, ending, pos, count, marked)
   target = Target(
     model, session, sampler, texts, drafter.verify != "match", count
   )
@@ -338,6 +347,7 @@ def speculated(
         budget, taken = session.cache.steps(), np.zeros(batch, int)
         continue
       most = np.minimum(paces.most(), np.maximum(left - 1, 0))
+      most[[*undrafted.at]] = 0
       began, steps = time.perf_counter(), max(1, paces.pause)
       draft = _nothing(batch)
       if most.any():
@@ -354,9 +364,13 @@ def speculated(
         model, attend, drafter.verify, sampler, session.cache, state, draft,
         jnp.asarray(left, jnp.int32), ending.ids, length,
       )  # fmt: skip
-      new, came, done = jax.device_get((found.new, found.count, state.done))
+      new, came, done, offered = jax.device_get(
+        (found.new, found.count, state.done, draft.tokens)
+      )
       raise_fault(model.stack.faults)
       drafted = np.minimum(np.asarray(draft.count), most)
+      least = offered.min(1, initial=0, where=offered == NOT_FINITE)
+      undrafted.note(least, pos + rows.sizes, drafted > 0)
       paces.add(most, drafted, came, time.perf_counter() - began)
       tally.add(drafted, came)
       taken += came
@@ -383,8 +397,16 @@ class _Rows:
   # How far a row may be ahead of what the caller has seen.
   _AHEAD = 32
 
-  def __init__(self, session: Any, ending: Any, pos: np.ndarray, count: int):
+  def __init__(
+    self,
+    session: Any,
+    ending: Any,
+    pos: np.ndarray,
+    count: int,
+    marked: NotFiniteRows,
+  ):
     self._session, self._ending, self._pos = session, ending, pos
+    self._marked = marked
     self._count = count
     batch = len(pos)
     self.out = np.full((batch, count), ending.pad_id, np.int32)
@@ -417,6 +439,10 @@ class _Rows:
     self, new: np.ndarray, count: np.ndarray, done: np.ndarray
   ) -> np.ndarray:
     """Takes new tokens; bool [B], which rows the caller ends by them."""
+    last = new[np.arange(len(count)), np.maximum(count - 1, 0)]
+    at = self._pos + self.sizes + count - 1
+    none = self._marked.note(last, at, count > 0)
+    count, done = count - none, done | none
     for n in range(int(count.max())):
       rows = n < count
       at = self.sizes[rows] + n

@@ -22,6 +22,7 @@ from ringjax.checks import positive_int
 from ringjax.data.stream import UNKNOWN, Decodes
 from ringjax.errors import OptionError
 from ringjax.infer.decode import DecodeState
+from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.sampling import Greedy
 from ringjax.infer.speculate.draft_model import DraftModel, check_layers
 from ringjax.infer.speculate.drafter import Draft, Drafting, Target
@@ -171,9 +172,12 @@ class _Translated(ModelDrafting):
     ):
       guesses.append([])
       if top:
-        line.cached = line.ids + drafted[:-1]
+        sound = NOT_FINITE not in drafted
+        line.cached = line.ids + drafted[:-1] if sound else line.ids
         most_now = min(int(top), self._offered)
-        guesses[-1] = self._guess(line, drafted)[:most_now]
+        guesses[-1] = [NOT_FINITE]
+        if sound:
+          guesses[-1] = self._guess(line, drafted)[:most_now]
     count = np.asarray(list(map(len, guesses)), np.int32)
     tokens = np.zeros((len(count), self._offered), np.int32)
     for row, guess in zip(tokens, guesses, strict=True):

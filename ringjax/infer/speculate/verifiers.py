@@ -1,9 +1,11 @@
 """Which drafted tokens stay: rules that leave the target's law as it is.
 
 Guarantees: new tokens have the law that the sampler has without drafts, in
-joint, whatever is drafted. `match` gives the very tokens: a draft is right or
-wrong by what the sampler would have chosen there. `rejection` accepts by a
-drawing of its own, and needs a sampler that states its law.
+joint, whatever is drafted. Behind a node whose logits are not finite
+`NOT_FINITE` is chosen, which is no drafted token. `match` gives the very
+tokens: a draft is right or wrong by what the sampler would have chosen there.
+`rejection` accepts by a drawing of its own, and needs a sampler that states its
+law.
 Cost: a sampler's work for each token that was read.
 
 Drafted tokens form a tree whose root is the last token that was chosen; a chain
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.infer.finite import NOT_FINITE, or_not_finite
 from ringjax.infer.sampling import law, noise, uniform
 from ringjax.ops.ancestors import ancestor_matrix
 
@@ -66,7 +69,8 @@ class Verdict(NamedTuple):
 
   Fields:
     kept: bool [B, N], the path of nodes that stay, from the root on.
-    chosen: int32 [B], the target's own token behind the last of these.
+    chosen: int32 [B], the target's own token behind the last of these, or
+      `NOT_FINITE`.
   """
 
   kept: Bool[Array, "B N"]
@@ -77,7 +81,9 @@ def match(sampler: Callable[..., Any], nodes: Nodes) -> Verdict:
   """The longest path of tokens that the sampler would have chosen itself."""
   seen = nodes.seen_at()
   axes = (1, 1, None if seen is None else 1)
-  choose = lambda logits, pos, seen: sampler(logits, pos, seen)
+  choose = lambda logits, pos, seen: or_not_finite(
+    sampler(logits, pos, seen), logits
+  )
   chosen = jax.vmap(choose, axes, 1)(nodes.logits, nodes.pos + 1, seen)
   kept, last = right_path(nodes.tokens, nodes.parents, nodes.real, chosen)
   return Verdict(kept, jnp.take_along_axis(chosen, last, 1)[:, 0])
@@ -148,7 +154,9 @@ def rejection(sampler: Callable[..., Any], nodes: Nodes) -> Verdict:
   scores = jnp.log(left) + noise(
     sampler, rows, pos + 1, left.shape[1], stream=RESIDUAL
   )
-  return Verdict(kept, jnp.argmax(scores, 1).astype(jnp.int32))
+  chosen = jnp.argmax(scores, 1).astype(jnp.int32)
+  last = jnp.take_along_axis(nodes.logits, at[:, None, None], 1)[:, 0]
+  return Verdict(kept, or_not_finite(chosen, last))
 
 
 VERIFIERS: dict[str, Callable[[Any, Nodes], Verdict]] = {
@@ -161,10 +169,10 @@ class Round(NamedTuple):
   """Of a round: what comes behind the root of each row.
 
   Fields:
-    new: int32 [B, N], new tokens in order.
+    new: int32 [B, N], new tokens in order; the last one may be `NOT_FINITE`.
     count: int32 [B], how many of them there are.
     kept: bool [B, N], nodes that stay in the cache.
-    stopped: bool [B], whether the last new token is a stop id.
+    stopped: bool [B], whether the last new token is a stop id, or none.
   """
 
   new: Int[Array, "B N"]
@@ -192,7 +200,8 @@ def concluded(
   last = jnp.where(total > 0, total - 1, width)
   new = new.at[rows, last].set(verdict.chosen[:, None], mode="drop")
   index = jnp.arange(width, dtype=jnp.int32)[None]
-  ends = jnp.any(new[..., None] == stops[None, None], 2) & (index < total)
+  ends = jnp.any(new[..., None] == stops[None, None], 2)
+  ends = (ends | (new == NOT_FINITE)) & (index < total)
   first = jnp.min(jnp.where(ends, index + 1, width), 1)
   count = jnp.minimum(jnp.minimum(total[:, 0], first), left)
   kept = kept & (rank < count[:, None])

@@ -1,0 +1,120 @@
+"""Rows whose logits are not finite: marked in a program, raised on the host.
+
+Guarantees: a row is marked if its largest logit is not a number: if one is NaN
+or +inf, or all are -inf. Masks leave -inf beside finite logits, which is legal.
+A marked row has `NOT_FINITE` in place of a token and is over; other rows go on.
+Cost: one reduction over the logits, which greedy choice needs anyway. The mark
+comes to the host as the token does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.errors import NotFiniteLogitsError
+
+# In place of the token of a row whose logits are not finite.
+NOT_FINITE = -1
+
+# Rows that an error names.
+_NAMED = 4
+
+
+def finite_rows(logits: Float[Array, "*B V"]) -> Bool[Array, " *B"]:
+  """Whether the largest logit of each row is a number."""
+  return jnp.isfinite(jnp.max(logits, -1))
+
+
+def or_not_finite(
+  token: Int[Array, " *B"], logits: Float[Array, "*B V"]
+) -> Int[Array, " *B"]:
+  """Chosen tokens, with `NOT_FINITE` where the logits are not finite."""
+  return jnp.where(finite_rows(logits), token, NOT_FINITE)
+
+
+def not_finite_error(
+  at: Mapping[int, int],
+  dtype: DTypeLike,
+  tokens: Any = None,
+  *,
+  unit: str = "row",
+  name: str = "logits",
+) -> NotFiniteLogitsError:
+  """The error that names rows and positions.
+
+  Args:
+    at: position of the token that could not be chosen, by row.
+    dtype: of the model.
+    tokens: result of the call, if there is one.
+    unit: what a row is called.
+    name: whose logits they are.
+  """
+  rows = sorted(at)
+  named = [f"{unit} {row} at position {at[row]}" for row in rows[:_NAMED]]
+  if len(rows) > _NAMED:
+    named.append(f"{len(rows) - _NAMED} more")
+  return NotFiniteLogitsError(
+    name,
+    "NaN, infinity or nothing but -inf for " + ", ".join(named),
+    "finite logits",
+    remedy(dtype),
+    rows=rows,
+    positions=[at[row] for row in rows],
+    tokens=tokens,
+  )
+
+
+def remedy(dtype: DTypeLike) -> str:
+  """What to do about logits that are not finite."""
+  if np.dtype(dtype) == np.float16:
+    return "load the model as float32 or bfloat16: float16 ends at 65,504"
+  return "look for NaN and infinity in the weights and adapters"
+
+
+class NotFiniteRows:
+  """Rows whose logits were not finite, noted while other rows go on.
+
+  Attributes:
+    at: position of the token that could not be chosen, by row.
+  """
+
+  def __init__(self) -> None:
+    self.at: dict[int, int] = {}
+
+  def note(
+    self, tokens: np.ndarray, pos: np.ndarray, live: np.ndarray
+  ) -> np.ndarray:
+    """Notes the marked ones of `live` rows; bool [B], which these are.
+
+    Args:
+      tokens: int [B], tokens as they were chosen.
+      pos: int [B], their positions.
+      live: bool [B], rows that are not over.
+    """
+    marked = live & (tokens == NOT_FINITE)
+    if marked.any():
+      for row in np.flatnonzero(marked):
+        self.at[int(row)] = int(pos[row])
+    return marked
+
+  def check(
+    self, dtype: DTypeLike, tokens: Any, *, name: str = "logits"
+  ) -> None:
+    """Raises if a row was noted.
+
+    Args:
+      dtype: of the model.
+      tokens: result of the call.
+      name: whose logits they are.
+
+    Raises:
+      NotFiniteLogitsError: with the result.
+    """
+    if self.at:
+      raise not_finite_error(self.at, dtype, tokens, name=name)
