@@ -33,7 +33,7 @@ KINDS = {
   "expected": "expected:budget=.3,room=8,slack=6",
   "tiered": "int4:device=16,room=8,slack=6",
 }
-# What ends the second row at its sixth token: an id, or who reads the stream.
+# What ends the second row after a few tokens: an id, or who reads the stream.
 WAYS = ("id", "stream")
 SHORT = [("snapkv", "id", None)]
 ALL = [
@@ -85,7 +85,7 @@ def conversation(rows, kind, way, drafts, stop):
     return np.array([count[0] == 6 and row == 1 for row in rows])
 
   ends = {"stop": stop} if way == "id" else {"stream": stream}
-  prompts, turns = prompts_of(LENGTHS, 1), prompts_of(TURNS, 2)
+  prompts, turns = prompts_of(LENGTHS, 2), prompts_of(TURNS, 3)
   first = ask([prompts[n] for n in rows], max_new_tokens=COUNT, **ends)
   found = kept(session.cache)
   pending = session.pending
@@ -113,11 +113,20 @@ def alone(name, way):
   kind, stop = kind_of(name), ()
   if way == "id":
     model = contract.model(1, "windows")
-    new = rj.infer.generate(
-      model, prompts_of(LENGTHS, 1)[1:2], max_new_tokens=COUNT,
-      cache_kind=kind, prefill="chunked", chunk=CHUNK,
+    prompts = prompts_of(LENGTHS, 2)
+    long, new, short = (
+      rj.infer.generate(
+        model, [prompts[n]], max_new_tokens=COUNT, cache_kind=kind,
+        prefill="chunked", chunk=CHUNK,
+      )[0].tolist()
+      for n in range(3)
     )  # fmt: skip
-    stop = int(new[0][5])
+    others = {*long, *short}
+    stop = next(
+      x
+      for n, x in enumerate(new)
+      if n > 3 and x not in others and x not in new[:n]
+    )
   rows = [conversation([n], kind, way, None, stop)[0] for n in range(3)]
   return rows, stop
 
