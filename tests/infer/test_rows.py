@@ -26,7 +26,7 @@ KINDS = {
   "int4": "int4:slack=6",
   "kivi2": "kivi2:recent=8,room=8,slack=6",
   "snapkv": "snapkv:budget=.3,room=8,window=8,slack=6",
-  "snapkv, coded": "int4+snapkv:budget=.3,room=8,window=8,slack=6,recent=4",
+  "snapkv of codes": "int4+snapkv:budget=.3,room=8,window=8,slack=6,recent=4",
   "h2o": "h2o:budget=.3,room=8,slack=6",
   "tova": "tova:budget=.3,room=8,slack=6",
   "fastgen": "fastgen:room=8,window=8,recovered=.8,slack=6",
