@@ -124,9 +124,7 @@ class CallMemory:
     kind = kinds.WINDOWED
     if self.cache_kind is not None:
       kind = kinds.cache_kind(self.cache_kind)
-    how = self._reading().plan(
-      self.prompt, model, mesh, axis, device=kind.device
-    )
+    how = self._reading().plan(self.prompt, model, mesh, axis, kind=kind)
     slots = max(padded(self.prompt, size), how.slots * size)
     read = min(slots, padded(self.chunk or 1 << 40, size))
     # As `generate` makes it: a shard's last slot may stay empty.

@@ -46,6 +46,7 @@ from ringjax.infer.session import (
   GenerateReport,
   Session,
   on_its_mesh,
+  with_slack,
 )
 from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.speculate.rounds import check_speculation, speculated
@@ -329,7 +330,7 @@ def generate(
     # No number of tokens that may come changes an answer.
     total = np.array((start + lengths).max(), np.int32)
   if drafter is not None:
-    check_speculation(drafter, session, sampler)
+    check_speculation(drafter, session, sampler, ending.watches)
   asked = asked_repetition(model, session, start, lengths, tokenizer)
   model, last = session.weights(model), None
   if keep == "last" and session.mesh is not None:
@@ -458,22 +459,26 @@ def _decode(
   # A copy: the session's goes on.
   needs = getattr(sampler, "needs_seen", False)
   seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
+  def step(state: decode.DecodeState) -> decode.DecodeState:
+    after, session.cache = decode.step(
+      model, attend, sampler, session.cache, state, ending.ids, length
+    )
+    return after
+
   with session.running("decoding"):
     state = decode.first(
       sampler, logits, jnp.asarray(pos.astype(np.int32)), seen, ending.ids
     )
+    recurrent, ahead = session.cache.recurrent, int(ending.watches)
+    # Sums over queries do not go back behind what the caller ends.
+    waits = ahead and session.cache.irreversible and not recurrent
+    session.cache = with_slack(session.cache, ahead)
     left = session.cache.steps()
     for n in range(count):
       # The next step is on its way while this one's tokens are read.
       after = None
-      if n + 1 < count:
-        if not left:
-          session.cache = session.cache.flush()
-          left = session.cache.steps()
-        left -= 1
-        after, session.cache = decode.step(
-          model, attend, sampler, session.cache, state, ending.ids, length
-        )
+      if n + 1 < count and left and not waits:
+        after, left = step(state), left - 1
       token, done = jax.device_get((state.token, state.done))
       raise_fault(model.stack.faults)
       ended = ended | marked.note(token, pos + n, ~ended)
@@ -482,12 +487,25 @@ def _decode(
       session.say(token, pos + n, ~ended)
       told = ending.told(out[:, n], ended)
       ended = ended | done | told
-      if after is None or ended.all():
+      if after is not None and told.any() and not recurrent:
+        session.take_back(told, pos + n)
+      if n + 1 == count or ended.all():
         break
+      # The device knows of stop ids only, those of the next tokens too.
+      ends = lambda state: state._replace(
+        done=decode.ends(attend, state.done, ended)
+      )
+      if after is None:
+        if not left:
+          # Rows that are over stay as they are.
+          session.cache = with_slack(session.cache.flush(~ended), ahead)
+          left = session.cache.steps()
+        left -= 1
+        after = step(ends(state) if told.any() else state)
+      elif told.any():
+        after = ends(after)
       state = after
-      if told.any():
-        # The device knows of stop ids only, those of the next tokens too.
-        state = after._replace(done=decode.ends(attend, after.done, ended))
+    session.cache = with_slack(session.cache, 0)
   return Generated(tokens=out, lengths=sizes)
 
 

@@ -20,6 +20,7 @@ from ringjax import plan as plans
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.kv.base import CallCache
+from ringjax.kv.cache_kind import WINDOWED, CacheKind
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer, forward
@@ -229,7 +230,7 @@ class PrefillOptions:
     *,
     room: int | None = None,
     behind: bool = False,
-    device: int | None = None,
+    kind: CacheKind = WINDOWED,
   ) -> Prefill:
     """Resolves the method for a prompt.
 
@@ -244,8 +245,9 @@ class PrefillOptions:
       axis: the axis that shards the sequence, or None.
       room: tokens that the cache has room for, if there is one already.
       behind: whether the cache holds tokens, which the prompt has to see.
-      device: tokens of a row that stay on the devices, where older ones go to
-        the hosts' memory; then "auto" reads a longer prompt in chunks.
+      kind: of the cache. Where older tokens go to the hosts' memory, "auto"
+        reads a prompt in chunks that is longer than what stays, and any prompt
+        where a codec stores them: a row is read as if it were alone.
 
     Raises:
       OptionError: a method that does not fit the mesh, the model or the
@@ -258,7 +260,7 @@ class PrefillOptions:
     recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
     width = padded(tokens, size, room)
     name, partition, why = self._resolved(
-      width, model, size, recurrent, behind, device
+      width, model, size, recurrent, behind, kind
     )
     if self.wire is not None and size > 1 and name in _UNWIRED:
       raise OptionError(
@@ -271,8 +273,8 @@ class PrefillOptions:
     sends = "; one shard sends nothing" if alone else ""
     if name == "chunked":
       most = self.chunk
-      if most is None and device is not None:
-        most = min(_CHUNK, device)
+      if most is None and kind.device is not None:
+        most = min(_CHUNK, kind.device)
       chunk, width = chunks(tokens, size, most, room)
       return Prefill(
         name=name,
@@ -341,7 +343,7 @@ class PrefillOptions:
     size: int,
     recurrent: bool,
     behind: bool,
-    device: int | None,
+    kind: CacheKind,
   ) -> tuple[str, Sequence[int] | None, str]:
     """A method that is not "auto", its partition, and why it is this one."""
     name, machine = self.method, self.machine
@@ -367,8 +369,10 @@ class PrefillOptions:
       return "chunked", None, "it continues a conversation"
     if self.chunk is not None:
       return "chunked", None, "a chunk size was given"
-    if device is not None and width > device and machine is None:
-      return "chunked", None, f"{device} tokens of a row stay on the devices"
+    stay = kind.device
+    longer = stay is not None and (width > stay or kind.codec is not None)
+    if longer and machine is None:
+      return "chunked", None, f"{stay} tokens of a row stay on the devices"
     if size > 1 and recurrent:
       return "ring", None, "a recurrent layer's state goes from shard to shard"
     if size == 1:
@@ -448,23 +452,20 @@ def chunks(
 ) -> tuple[int, int]:
   """Tokens of a chunk, a multiple of the shards, and of all chunks together.
 
-  Chunks are as few as `most` allows and equal, so that little of them is
-  padding, and of few sizes, so that turns share programs. Where the room does
-  not hold them all, the last one is shorter.
+  A chunk has as many as `most` allows, however long the prompt is: each row of
+  a batch is cut as if it were alone. The last chunk has few sizes, so that
+  turns share programs; where the room does not hold it, it is shorter.
   """
 
   def up(n: int) -> int:
     return -(-n // shards) * shards
 
-  limit = up(_CHUNK if most is None else most)
-  count = -(-tokens // limit)
-  chunk = min(limit, padded(-(-tokens // count), shards))
-  width = count * chunk
-  if room is not None and width > room:
-    before = width - chunk
-    left = max(up(tokens - before), (room - before) // shards * shards)
-    width = before + min(padded(tokens - before, shards), left)
-  return min(chunk, width), width
+  chunk = up(_CHUNK if most is None else most)
+  before = max(0, tokens - 1) // chunk * chunk
+  last = min(chunk, padded(tokens - before, shards))
+  if room is not None and before + last > room:
+    last = max(up(tokens - before), (room - before) // shards * shards)
+  return min(chunk, before + last), before + last
 
 
 def padded(tokens: int, shards: int, room: int | None = None) -> int:

@@ -17,12 +17,14 @@ from ringjax.errors import (
 )
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
-from ringjax.infer.prefill import Prefill, PrefillOptions, read
+from ringjax.infer.prefill import Prefill, PrefillOptions, padded, read
 from ringjax.infer.repetition import Instructions, check_repetition, repeat
 from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
+from ringjax.parallel.layout import Striped
 from ringjax.plan.choice import Machine
 
 
@@ -131,8 +133,9 @@ def planned(
     where = place_of(own["mesh"], own["axis"], model)
     if own["cache_kind"] is None:
       own = own | {"cache_kind": kinds.WINDOWED}
-    stays = own["cache_kind"].device
-    how = options.plan(longest, model, *where, device=stays)
+    kind = own["cache_kind"]
+    how = options.plan(longest, model, *where, kind=kind)
+    _check_alone(options, how, lengths, kind, start)
     _check_scores(model, how, batch)
     # A shard's last slot may stay empty behind an uneven prompt.
     shards = how.attend.size
@@ -148,8 +151,9 @@ def planned(
     # The last token is not read.
     room=room - (count - 1) - spare,
     behind=behind,
-    device=session.cache.kind.device,
+    kind=session.cache.kind,
   )
+  _check_alone(options, how, lengths, session.cache.kind, start)
   after = session.cache.free() - how.taken(lengths)
   if after.min() < 0 or after.sum(1).min() < count - 1 + spare:
     raise PromptError(
@@ -164,6 +168,44 @@ def planned(
   if not behind:
     session.bind(model)
   return session, how, np.array(session.capacity, np.int32)
+
+
+def _check_alone(
+  options: PrefillOptions,
+  how: Prefill,
+  lengths: np.ndarray,
+  kind: CacheKind,
+  start: np.ndarray,
+) -> None:
+  """Refuses what would read a row otherwise than if it were alone."""
+  kept = kind.policy is not None and not kind.repeats
+  mixed = bool(start.any()) and not start.all()
+  free = options.method == "auto" and options.chunk is None
+  if free and mixed and (kept or kind.codec is not None):
+    raise OptionError(
+      "prefill",
+      f"'auto' for empty rows beside rows that hold tokens, in a cache of {kind}",
+      "one way for all rows, whatever the others hold",
+      "pass prefill='chunked'",
+    )
+  shards, layout = how.attend.size, how.layout
+  widths = {padded(int(n), shards) for n in lengths}
+  given = options.partition is not None
+  if (
+    options.wire is not None
+    and shards > 1
+    and len(widths) > 1
+    and not isinstance(layout, Striped)
+    and not given
+  ):
+    raise OptionError(
+      "wire",
+      f"{options.wire} with prefill={how.name!r}, for prompts of "
+      f"{lengths.tolist()} tokens",
+      "prompts of one length, or a way whose shards of a row do not depend on "
+      "the longest",
+      "pass prefill='striped', or leave wire out",
+    )
 
 
 def _rotated_by(model: Transformer, lengths: np.ndarray) -> np.ndarray:
@@ -202,7 +244,8 @@ def read_prompts(
       )
       for row, prompt in enumerate(prompts):
         session.heard(row, prompt[: call.done], int(start[row]))
-      session.cache = session.cache.flush()
+      # Rows that are read already stay as they are.
+      session.cache = session.cache.flush(call.seg.any(1))
       ends = jnp.asarray(call.ends)[:, None]
       found = logits if found is None else jnp.where(ends, logits, found)
       if progress is not None:

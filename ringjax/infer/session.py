@@ -172,7 +172,8 @@ class Session:
     # A cache that evicts grows as tokens come.
     self._limit = capacity if kind.evicting else None
     if kind.evicting:
-      capacity = min(capacity, prefill.padded(kind.least, sharding.size))
+      # Whatever the session's: which layers have ring buffers depends on it.
+      capacity = prefill.padded(kind.least, sharding.size)
     self._make: dict[str, Any] = dict(
       batch=batch, capacity=capacity, dtype=dtype, kind=kind
     )
@@ -258,6 +259,19 @@ class Session:
     """The ids of each row as far as they are known, int32 [n]."""
     rows = zip(self.ids, self.lengths, strict=True)
     return [row[:size][row[:size] >= 0] for row, size in rows]
+
+  def take_back(self, rows: np.ndarray, end: np.ndarray) -> None:
+    """Makes rows forget what was read at positions from `end` on.
+
+    Args:
+      rows: bool [B]; of the others all stays.
+      end: int [B].
+
+    Raises:
+      OptionError: recurrent layers, whose state does not go back.
+    """
+    ends = np.where(rows, end, np.iinfo(np.int32).max)
+    self.cache = self.cache.truncate(ends)
 
   def gather(self, device: jax.Device) -> None:
     """Brings the cache to one device of its mesh, where it then stays.
@@ -408,6 +422,11 @@ class Session:
         "one that holds its tokens",
         "call session.restart() and read the conversation again",
       )
+
+
+def with_slack(cache: Any, tokens: int) -> Any:
+  """With notes of queries so that as many tokens may be taken back."""
+  return cache if cache.kind.policy is None else cache.with_slack(tokens)
 
 
 @bounded

@@ -538,8 +538,9 @@ class KVCache:
     """Itself: it keeps all tokens; see `EvictingCache.evict`."""
     return self
 
-  def flush(self) -> KVCache:
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> KVCache:
     """Itself; see `EvictingCache.flush`."""
+    del rows
     return self
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> KVCache:
@@ -1123,14 +1124,14 @@ class KVLayer:
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     if self.fresh is None:
       return (self._view(self.slots, self.held.at, self.index),)
-    own = self.fresh.view(self.cache.shards)
-    if self.old is not None:
-      assert self.held.previous is not None
-      return self._old_view(self.old, self.held.previous), own
-    if apart:
-      own = self._given_back(self.fresh).view(self.cache.shards)
+    if self.old is None and not apart:
+      return (self._view(self.slots, self.held.at, self.index),)
+    # However many tokens a call has, it reads them as later ones will.
+    own = self._given_back(self.fresh).view(self.cache.shards)
+    if self.old is None:
       return self._view(self.slots, self.held.earlier(), self.index), own
-    return (self._view(self.slots, self.held.at, self.index),)
+    assert self.held.previous is not None
+    return self._old_view(self.old, self.held.previous), own
 
   def view(self, rotation: Rotation) -> KVView:
     """What the cache holds, with keys rotated so where they are stored not."""

@@ -139,8 +139,9 @@ class ContextCache(WithOpenCache):
     """Itself: it keeps all tokens."""
     return self
 
-  def flush(self) -> ContextCache:
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> ContextCache:
     """Itself."""
+    del rows
     return self
 
   def steps(self) -> int:

@@ -73,7 +73,8 @@ class EvictingCache(WithOpenCache):
     noted: for each kind of layer what was noted of its queries.
     watch: of which tokens these are.
     ends: int32 [B], the position behind the last token of each row that was
-      there at the last eviction.
+      there at its last eviction.
+    stayed: int32 [B], how many tokens of each row its last eviction left open.
     constants: for each kind of layer the numbers of its codecs, [L, K, n].
     marks: bool [B, `limit`], the positions of tokens whose ids the policy asks
       for (`Policy.marks`); None: it asks for none.
@@ -86,6 +87,7 @@ class EvictingCache(WithOpenCache):
   noted: tuple[Noted, ...]
   watch: QueryWatch
   ends: Int[ArrayLeaf, " B"]
+  stayed: Int[ArrayLeaf, " B"]
   constants: tuple[Any, ...]
   marks: Bool[ArrayLeaf, "B P"] | None
   places: Places
@@ -117,6 +119,7 @@ class EvictingCache(WithOpenCache):
       noted=zeros(empty.noted),
       watch=zeros(empty.watch),
       ends=zeros(empty.ends),
+      stayed=zeros(empty.stayed),
       constants=filled_constants(shapes, kind, empty.constants),
       marks=zeros(empty.marks),
     )
@@ -182,6 +185,7 @@ class EvictingCache(WithOpenCache):
       noted=tuple(noted),
       watch=watch,
       ends=room.like((batch,), jnp.int32, (None,)),
+      stayed=room.like((batch,), jnp.int32, (None,)),
       constants=tuple(constants_spec(s, kind, room) for s in shapes),
       marks=room.like((batch, capacity), jnp.bool_, (None, None))
       if kind.policy is not None and kind.policy.marks
@@ -293,12 +297,12 @@ class EvictingCache(WithOpenCache):
   ) -> EvictingCache:
     made = self.open.allocate(at, replicated=replicated, sees=sees)
     watch = self.watch.started(at, sharded=not replicated, anew=not sees)
-    pages, ends = self.pages, self.ends
+    pages, ends, stayed = self.pages, self.ends, self.stayed
     if not sees:
       empty = lambda x: x and dataclasses.replace(x, table=x.table * 0 - 1)
-      pages, ends = tuple(map(empty, pages)), ends * 0
+      pages, ends, stayed = tuple(map(empty, pages)), ends * 0, stayed * 0
     return dataclasses.replace(
-      self, open=made, watch=watch, pages=pages, ends=ends
+      self, open=made, watch=watch, pages=pages, ends=ends, stayed=stayed
     )
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> EvictingCache:
@@ -357,14 +361,21 @@ class EvictingCache(WithOpenCache):
     marks = jnp.pad(self.marks[:, :limit], ((0, 0), (0, more)))
     return self._placed(dataclasses.replace(made, marks=marks))
 
-  def evict(self, repeated: Repeated | None = None) -> EvictingCache:
+  def evict(
+    self,
+    repeated: Repeated | None = None,
+    rows: Bool[np.ndarray, " B"] | None = None,
+  ) -> EvictingCache:
     """With the tokens that the policy keeps, the middle ones in pages.
 
-    Call it between calls of the model, outside of jit.
+    Call it between calls of the model, outside of jit. A row to which no token
+    came since its last eviction stays as it is.
 
     Args:
       repeated: of a policy that repeats the context what the repetition has
         found; `rj.infer.evict_by_repetition` does both.
+      rows: which rows are evicted, bool [B]; the others stay as they are.
+        Default: all.
 
     Raises:
       OptionError: inside of jit, where the memory can't shrink; or without a
@@ -380,17 +391,21 @@ class EvictingCache(WithOpenCache):
         "call rj.infer.evict_by_repetition(model, cache, tokens); "
         "rj.infer.generate does so by itself",
       )
-    return self._evicted(self.kind.policy, repeated)
+    return self._evicted(self.kind.policy, repeated, rows)
 
-  def flush(self) -> EvictingCache:
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> EvictingCache:
     """With room in the open cache again: as `evict`.
 
     With a policy that repeats the context all tokens stay.
     """
-    return self._evicted(None) if self.kind.repeats else self.evict()
+    policy = None if self.kind.repeats else self.kind.policy
+    return self._evicted(policy, None, rows)
 
   def _evicted(
-    self, policy: Policy | None, repeated: Repeated | None = None
+    self,
+    policy: Policy | None,
+    repeated: Repeated | None,
+    rows: Bool[np.ndarray, " B"] | None,
   ) -> EvictingCache:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
       raise OptionError(
@@ -400,24 +415,28 @@ class EvictingCache(WithOpenCache):
         "evict outside of jit; rj.infer.generate does so by itself",
       )
     cache = self._settled()
-    lengths = host(_lengths(self))
+    lengths, fresh = map(host, _state_of_rows(self))
+    which = fresh if repeated is None else np.asarray(repeated.rows)
+    if rows is not None:
+      which = which & rows
+    if not which.any():
+      return cache.with_room(self.kind.room)
+    evicts = jnp.asarray(which)
     heads, counts = self._competing(), []
     for shape, pages in zip(self.shapes, self.pages, strict=True):
       if pages is None or policy is None:
         counts.append(jnp.zeros((shape.layers, self.batch), jnp.int32))
         continue
       each = np.asarray([policy.counts(int(n), heads) for n in lengths])
-      if repeated is not None:
-        each[~repeated.rows] = np.iinfo(np.int32).max
-      rows = each.astype(np.int32)[:, list(shape.which)].T
-      counts.append(jnp.asarray(rows))
+      by_layer = each.astype(np.int32)[:, list(shape.which)].T
+      counts.append(jnp.asarray(by_layer))
     # Another budget compiles nothing.
     policy = None if policy is None else policy.traced()
     cache = dataclasses.replace(
       cache, kind=dataclasses.replace(self.kind, policy=policy)
     )
     scores = {} if repeated is None else repeated.scores
-    found = chosen(cache, tuple(counts), scores)
+    found = chosen(cache, tuple(counts), scores, evicts)
     keep, masses, sizes, stays, wrong, choice = found
     self._check_scores(host(wrong))
     room = math.ceil(self.kind.room / self.shards)
@@ -427,7 +446,7 @@ class EvictingCache(WithOpenCache):
       pages, most = map(int, host(found).max(0))
       # The table of a head is small.
       shape[n] = few_sizes(pages), few_sizes(most, 2)
-    made = repacked(cache, keep, masses, tuple(shape), local)
+    made = repacked(cache, keep, masses, evicts, tuple(shape), local)
     noted = list(made.noted)
     for n, numbers in choice.items():
       noted[n] = noted[n]._replace(choice=numbers)
@@ -482,6 +501,7 @@ class EvictingCache(WithOpenCache):
       pages=tuple(x and x.without(gone) for x in self.pages),
       watch=self.watch.truncated(end),
       ends=jnp.minimum(self.ends, end),
+      stayed=jnp.minimum(self.stayed, made.held.tokens()),
     )
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> EvictingCache:
@@ -555,6 +575,7 @@ class EvictingCache(WithOpenCache):
         noted=jax.tree.map(clear, self.noted),
         watch=watch,
         ends=jnp.where(gone, 0, self.ends),
+        stayed=jnp.where(gone, 0, self.stayed),
         marks=self.marks if self.marks is None else self.marks & ~gone[:, None],
       )
     )
@@ -589,6 +610,7 @@ class EvictingCache(WithOpenCache):
         noted=jax.tree.map(put(1), mine.noted, theirs.noted),
         watch=watch,
         ends=put(0)(mine.ends, theirs.ends),
+        stayed=put(0)(mine.stayed, theirs.stayed),
         marks=jax.tree.map(put(0), mine.marks, theirs.marks),
       )
     )
@@ -617,6 +639,7 @@ class EvictingCache(WithOpenCache):
       noted=jax.tree.map(pick(1), self.noted),
       watch=jax.tree.map(pick(0), self.watch),
       ends=pick(0)(self.ends),
+      stayed=pick(0)(self.stayed),
       marks=jax.tree.map(pick(0), self.marks),
     )
 
@@ -666,6 +689,7 @@ class EvictingCache(WithOpenCache):
       noted=along(noted),
       watch=dataclasses.replace(along(self.watch), mesh=None, axis=None),
       ends=along(self.ends),
+      stayed=along(self.stayed),
       constants=along(self.constants),
       marks=along(self.marks),
       places=Places(),
@@ -687,6 +711,7 @@ class EvictingCache(WithOpenCache):
       noted=one(made.noted, self.noted),
       watch=one(made.watch, self.watch),
       ends=same(made.ends, self.ends),
+      stayed=same(made.stayed, self.stayed),
       marks=one(made.marks, self.marks),
       pages=tuple(
         None
@@ -708,14 +733,13 @@ class EvictingCache(WithOpenCache):
     return grown(self, local)
 
   def windowed(self, kind: int) -> bool:
-    """Whether layers of a kind look back less than the cache is made for."""
-    reach = self.shapes[kind].reach
-    return reach is not None and reach < self.limit
+    """Whether layers of a kind look back a window, which they keep."""
+    return self.shapes[kind].reach is not None
 
 
 tree.register(
   EvictingCache,
-  ("open", "pages", "noted", "watch", "ends", "constants", "marks"),
+  ("open", "pages", "noted", "watch", "ends", "stayed", "constants", "marks"),
   ("kind", "limit", "places"),
 )
 
@@ -784,6 +808,15 @@ def _noting(cache: EvictingCache, window: int) -> EvictingCache:
 @jax.jit
 def _lengths(cache: EvictingCache) -> jax.Array:
   return cache.open.held._everywhere(cache.length)
+
+
+@bounded
+@jax.jit
+def _state_of_rows(cache: EvictingCache) -> tuple[jax.Array, jax.Array]:
+  """Of each row its length, and whether tokens came since its eviction."""
+  held = cache.open.held
+  came = held.tokens() > cache.stayed
+  return held._everywhere(cache.length), held._everywhere(came)
 
 
 # ---------------------------------------------------------------------------

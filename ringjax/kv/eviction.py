@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ringjax import tree
 from ringjax.kv.cache import KVLayer, LayerKV
@@ -200,7 +200,10 @@ def visit_of(
 @bounded
 @jax.jit
 def chosen(
-  cache: EvictingCache, counts: tuple[Any, ...], repeated: dict[int, Any]
+  cache: EvictingCache,
+  counts: tuple[Any, ...],
+  repeated: dict[int, Any],
+  rows: Bool[Array, " B"],
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
   """What stays of each kind of layers.
 
@@ -208,6 +211,7 @@ def chosen(
     cache: the cache.
     counts: for each kind of layers what the policy's `counts` says, [L, B].
     repeated: of some kinds what a repetition has found, see `Repeated`.
+    rows: bool [B], which rows are evicted; the others stay as they are.
 
   Returns:
     by kind of layers, bool [L, B, K, s] over the slots of pages and of the
@@ -233,9 +237,10 @@ def chosen(
     seen: PyTree,
     counts: PyTree,
     repeated: PyTree,
+    rows: jax.Array,
     marks: jax.Array | None,
   ) -> PyTree:
-    stays = _staying(Coords(*at), cache.kind, places)
+    stays = _staying(Coords(*at), cache.kind, places, rows)
     every = []
     for n in kinds:
       scored = _scored(
@@ -248,6 +253,7 @@ def chosen(
         watch_at,
         seen,
         repeated.get(n),
+        rows,
         marks,
       )
       every.append(scored)
@@ -256,6 +262,11 @@ def chosen(
       keep = [x > -jnp.inf for x in found]
     else:
       keep = _by_policy(cache, kinds, found, [counts[n] for n in kinds])
+    others = ~rows[None, :, None, None]
+    keep = [
+      kept | (others & (x > -jnp.inf))
+      for kept, x in zip(keep, found, strict=True)
+    ]
     wrong = _wrong([scored.flags for scored in every], keep)
     keeps, masses, sizes, choice = {}, {}, {}, {}
     for n, mine, scored in zip(kinds, keep, every, strict=True):
@@ -300,6 +311,7 @@ def chosen(
       tuple(P(None, places.batch or None) for _ in counts),
       dict.fromkeys(repeated, places.by_head),
       P(places.batch or None),
+      P(places.batch or None),
     ),
     (
       by_head,
@@ -317,6 +329,7 @@ def chosen(
     watch.count,
     counts,
     repeated,
+    rows,
     cache.marks,
   )
   small = jax.tree.map(everywhere, (sizes, stays, wrong))
@@ -354,12 +367,17 @@ def _by_policy(
   return found
 
 
-def _staying(at: Coords, kind: CacheKind, places: Places) -> jax.Array:
-  """Which of a device's open tokens stay open and exact: bool [B, s]."""
-  if not kind.recent and not kind.first:
-    return jnp.zeros(at.seg.shape, bool)
-  size = at.pos.shape[1]
+def _staying(
+  at: Coords, kind: CacheKind, places: Places, rows: jax.Array
+) -> jax.Array:
+  """Which of a device's open tokens stay open: bool [B, s].
+
+  All of those rows that are not evicted; `rows`, bool [B], are.
+  """
   real = at.seg > 0
+  if not kind.recent and not kind.first:
+    return real & ~rows[:, None]
+  size = at.pos.shape[1]
   first = real & (at.pos < kind.first)
   whole = at
   if places.axis is not None:
@@ -380,7 +398,7 @@ def _staying(at: Coords, kind: CacheKind, places: Places) -> jax.Array:
     leaves = real & ~stays
     number = jnp.cumsum(leaves, 1, dtype=jnp.int32)
     stays |= leaves & (number > number[:, -1:] // kind.page * kind.page)
-  return stays
+  return jnp.where(rows[:, None], stays, real)
 
 
 class _Scored(NamedTuple):
@@ -412,9 +430,10 @@ def _scored(
   watch_at: Coords | None,
   seen: PyTree,
   repeated: jax.Array | None,
+  rows: jax.Array,
   marks: jax.Array | None,
 ) -> _Scored:
-  """Scores of all tokens in order, on each device."""
+  """Scores of all tokens in order, on each device; inf of other rows."""
   shape, policy, places = cache.shapes[kind], cache.kind.policy, cache.places
   reading = shape.reading
   assert reading is not None
@@ -452,6 +471,7 @@ def _scored(
       covariance=covariance,
       marks=marks,
     )
+    evicts = rows[:, None, None]
     mass, flags = None, jnp.zeros((*lead, 3), bool)
     choice = jnp.zeros(lead, jnp.int32)
     if cache.windowed(kind):
@@ -464,17 +484,18 @@ def _scored(
       some = jnp.any(look.real, 2)
       nan = jnp.any(jnp.isnan(scores) & look.real, 2)
       lost = some & ~nan & ~jnp.any((scores > -jnp.inf) & look.real, 2)
-      flags = jnp.stack([nan, lost, some], 2)
+      flags = jnp.stack([nan, lost, some], 2) & evicts
       if policy.choices:
         choice = jnp.max(jnp.where(look.real, scores, 0.0), 2).astype(jnp.int32)
+        choice = jnp.where(evicts[..., 0], choice, take(noted.choice))
       # Only what stays open has more.
       scores = jnp.minimum(scores, jnp.finfo(jnp.float32).max)
     if policy is not None and policy.sums:
-      mass = look.sums()
+      mass = jnp.where(evicts, look.sums(), look.repeated())
     paged = slots.pos.shape[2] - stays.shape[1]
     wide = jnp.broadcast_to(stays[:, None], (*lead, stays.shape[1]))
     exact = jnp.pad(wide, ((0, 0), (0, 0), (paged, 0)))
-    scores = jnp.where(look.ordered(exact), jnp.inf, scores)
+    scores = jnp.where(look.ordered(exact) | ~evicts, jnp.inf, scores)
     scores = jnp.where(look.real, scores, -jnp.inf)
     whole = places.all_heads
     return _Scored(whole(scores), order, mass, whole(flags), choice)
@@ -488,11 +509,12 @@ def _scored(
 
 
 @bounded
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(4, 5))
 def repacked(
   cache: EvictingCache,
   keep: Mapping[int, Array],
   masses: Mapping[int, Array | None],
+  rows: Bool[Array, " B"],
   sizes: tuple[tuple[int, int], ...],
   room: int,
 ) -> EvictingCache:
@@ -502,15 +524,18 @@ def repacked(
     cache: the cache.
     keep: see `chosen`.
     masses: the same.
+    rows: the same.
     sizes: pages on a device, and of the largest head, for each kind.
     room: slots of a shard of the open cache.
   """
   parts, places, kind = paged_parts(cache), cache.places, cache.kind
   kinds = tuple(parts)
 
-  def local(parts: PyTree, at: Coords, keep: PyTree, masses: PyTree) -> PyTree:
+  def local(
+    parts: PyTree, at: Coords, keep: PyTree, masses: PyTree, rows: jax.Array
+  ) -> PyTree:
     at = Coords(*at)
-    stays = _staying(at, kind, places)
+    stays = _staying(at, kind, places, rows)
     order = jnp.argsort(1 - stays.astype(jnp.int32), axis=1, stable=True)
     order = _filled(order.astype(jnp.int32), room)
     count = jnp.sum(stays, 1, dtype=jnp.int32)
@@ -577,6 +602,7 @@ def repacked(
       places.by_example,
       by_head,
       some,
+      P(places.batch or None),
     ),
     (
       specs,
@@ -585,8 +611,8 @@ def repacked(
       places.by_example,
       places.by_example,
     ),
-  )(parts, cache.open.at, keep, masses)
-  return _with(cache, made, slots, scores, at, used)
+  )(parts, cache.open.at, keep, masses, rows)
+  return _with(cache, made, slots, scores, at, used, rows)
 
 
 def _in_groups(
@@ -703,8 +729,9 @@ def _with(
   scores: PyTree,
   at: Coords,
   used: jax.Array,
+  rows: jax.Array,
 ) -> EvictingCache:
-  """After an eviction."""
+  """After an eviction of `rows`, bool [B]."""
   everywhere = cache.open.held._everywhere
   count = everywhere(used)
   held = dataclasses.replace(
@@ -723,13 +750,17 @@ def _with(
   if watch.at is not None and policy is not None and policy.queries is None:
     # Queries that were counted are not counted again.
     size = at.pos.shape[1]
-    watch = watch.emptied(size)
-    noted = [x.emptied(size) for x in noted]
+    watch = watch.widened(max(size, watch.at.pos.shape[1]))
+    noted = [x.widened(watch.at.pos.shape[1]) for x in noted]
+    order = watch.order(size)
+    watch = watch.ordered(order).without(rows)
+    noted = [x.ordered(order).without(rows) for x in noted]
   return dataclasses.replace(
     cache,
     open=made,
     pages=tuple(pages.get(n, x) for n, x in enumerate(cache.pages)),
     noted=tuple(noted),
     watch=watch,
-    ends=everywhere(cache.length),
+    ends=everywhere(jnp.where(rows, cache.length, cache.ends)),
+    stayed=everywhere(jnp.where(rows, held.tokens(), cache.stayed)),
   )

@@ -441,8 +441,9 @@ class OffloadedCache:
     """Itself: it keeps all tokens; see `EvictingCache.evict`."""
     return self
 
-  def flush(self) -> OffloadedCache:
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> OffloadedCache:
     """Itself; see `EvictingCache.flush`."""
+    del rows
     return self
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> OffloadedCache:

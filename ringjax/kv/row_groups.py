@@ -64,6 +64,18 @@ class RowGroups:
       hosted=hosted if any(hosted) else (),
     )
 
+  @property
+  def recurrent(self) -> bool:
+    return self.caches[0].recurrent
+
+  @property
+  def irreversible(self) -> bool:
+    return self.caches[0].irreversible
+
+  def with_slack(self, tokens: int) -> RowGroups:
+    """With notes of more queries; see `EvictingCache.with_slack`."""
+    return self._each(lambda cache: cache.with_slack(tokens))
+
   def split(self, x: Shaped[Array | np.ndarray, " ..."] | None) -> list[Any]:
     """What each group has of an array of all rows, or of one for all."""
     if x is None or x.shape[0] != self.batch:
@@ -153,8 +165,9 @@ class RowGroups:
     """How many single tokens may come before `flush` is called."""
     return min(cache.steps() for cache in self.caches)
 
-  def flush(self) -> RowGroups:
-    return self._each(lambda cache: cache.flush())
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> RowGroups:
+    """With room for more tokens; see `EvictingCache.flush`."""
+    return self._each(lambda cache, x: cache.flush(x), rows)
 
   def limited(self, limit: int) -> RowGroups:
     return self._each(lambda cache: cache.limited(limit))

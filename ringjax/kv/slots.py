@@ -262,6 +262,10 @@ class ContiguousSlots(SlotGroup):
     before = slot[None] < jnp.take(self.before, shard, axis=1)
     return Coords(self.at.pos, jnp.where(before, self.at.seg, 0))
 
+  def tokens(self) -> Int[Array, " B"]:
+    """How many tokens each row holds, int32 [B]."""
+    return jnp.sum(self.at.seg > 0, 1, dtype=jnp.int32)
+
   def truncate(self, end: Int[Array, " B"]) -> ContiguousSlots:
     """Without the tokens at positions from `end` [B] on.
 

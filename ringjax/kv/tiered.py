@@ -345,8 +345,12 @@ class TieredCache(WithOpenCache):
     assert free is not None
     return int(free.sum(1).min())
 
-  def flush(self) -> TieredCache:
-    """With room in the open cache again: as `evict`."""
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> TieredCache:
+    """With room in the open cache again: as `evict`.
+
+    Of all rows: what moves stays as it is.
+    """
+    del rows
     return self.evict()
 
   def evict(self) -> TieredCache:

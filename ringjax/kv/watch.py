@@ -49,13 +49,12 @@ class Noted(NamedTuple):
   score: Float[ArrayLeaf, "L B K S"] | None = None
   choice: Int[ArrayLeaf, "L B K"] | None = None
 
-  def emptied(self, window: int) -> Noted:
-    """With room for so many queries, of which there are none."""
+  def without(self, rows: Bool[Array, " B"]) -> Noted:
+    """With the queries of other rows than these."""
     if self.newest is None:
       return self
-    lead, rest = self.newest.shape[:2], self.newest.shape[3:]
-    newest = jnp.zeros((*lead, window, *rest), self.newest.dtype)
-    return self._replace(newest=newest)
+    gone = rows[None, :, None, None, None]
+    return self._replace(newest=jnp.where(gone, 0, self.newest))
 
   def widened(self, window: int) -> Noted:
     """With room for so many queries, and those that are there."""
@@ -244,11 +243,11 @@ class QueryWatch:
       axis_names={self.axis},
     )(q, index)
 
-  def emptied(self, window: int) -> QueryWatch:
-    """With room for so many queries, of which there are none."""
+  def without(self, rows: Bool[Array, " B"]) -> QueryWatch:
+    """With the queries of other rows than these."""
     assert self.at is not None
-    at = jnp.zeros((self.at.pos.shape[0], window), jnp.int32)
-    return dataclasses.replace(self, at=Coords(at, at + 0), source=at + 0)
+    at = Coords(*(jnp.where(rows[:, None], 0, x) for x in self.at))
+    return dataclasses.replace(self, at=at)
 
   def widened(self, window: int) -> QueryWatch:
     """With room for so many queries, and those that are there."""

@@ -75,7 +75,9 @@ def model(shards, family="windows", dtype="float32"):
 
 @functools.cache
 def kind_of(name, family="windows", dtype="float32"):
-  """A kind by its name, calibrated where it has to be."""
+  """A kind by its name, calibrated where it has to be; or as it is."""
+  if isinstance(name, rj.kv.CacheKind):
+    return name
   if name in PER_HEAD:
     return per_head(name, family, dtype)
   kind = kind_text.parse(name)
@@ -111,9 +113,9 @@ def text(family="windows", dtype="float32", kind="dense"):
   tokens = np.random.default_rng(0).integers(1, 64, (B, 2 * T))
   tokens = tokens.astype(np.int32)
   call = model(1, family, dtype)
-  if kind not in PER_HEAD and kind_text.parse(kind).codec is None:
-    return tokens, np.asarray(call(tokens))
   kind = kind_of(kind, family, dtype)
+  if kind.codec is None:
+    return tokens, np.asarray(call(tokens))
   logits, _ = call(tokens, cache=rj.kv.SimulatedCache.create(call, kind))
   return tokens, np.asarray(logits)
 
@@ -122,7 +124,7 @@ def text(family="windows", dtype="float32", kind="dense"):
 class Setup:
   """What a law is shown for."""
 
-  kind: str
+  kind: str | rj.kv.CacheKind
   shards: int
   family: str = "windows"
   dtype: str = "float32"
@@ -141,16 +143,14 @@ class Setup:
     attend = None
     if self.shards > 1:
       attend = rj.models.CachedAttention(mesh=self.model.mesh, axis="seq")
-    # A call of more tokens than the slack reads its own keys as they came.
     kind = kind_of(self.kind, self.family, self.dtype)
-    slack = SLACK if kind.codec is None else T
-    kind = dataclasses.replace(kind, slack=slack)
+    kind = dataclasses.replace(kind, slack=SLACK)
     return self.model.init_cache(batch, capacity, sharding=attend, kind=kind)
 
   def ready(self, cache, tokens):
     """Between two calls, as `rj.infer.generate` does it."""
     each = -(-tokens // self.shards)
-    return cache.evict().with_room(np.full((cache.batch, self.shards), each))
+    return cache.flush().with_room(np.full((cache.batch, self.shards), each))
 
   def read(self, tokens, cache, **options):
     cache = self.ready(cache, tokens.shape[1])
@@ -163,7 +163,7 @@ class Setup:
     if self.dtype != "float32":
       # A mixture that is near a tie takes another expert: some logits are far.
       assert np.median(far) < 0.08 * rms(all_)
-    elif self.kind in PER_HEAD or kind_text.parse(self.kind).codec is not None:
+    elif kind_of(self.kind, self.family, self.dtype).codec is not None:
       # So does a number between two codes.
       assert rms(far) < 0.02 * rms(all_)
     else:
@@ -219,6 +219,23 @@ def state(cache):
       assert pos[row, seen].tolist() == list(range(first, end))
       found.extend(by_slot(x)[:, row, :, seen] for x in arrays)
   return found
+
+
+def holds(cache):
+  """Of each row the positions that it holds, of each head where it evicts."""
+  if not isinstance(cache, rj.kv.EvictingCache):
+    return [
+      sorted(pos[seg > 0].tolist())
+      for pos, seg in zip(*map(np.asarray, cache.at), strict=True)
+    ]
+  return [
+    [
+      [head.tolist() for head in layer]
+      for layer in cache.positions(row)
+      if layer is not None
+    ]
+    for row in range(cache.batch)
+  ]
 
 
 def by_slot(x):
@@ -597,6 +614,38 @@ def any_views_merge_to_the_same(setup):
     setup.close(np.asarray(got), np.asarray(want))
 
 
+def evicting_twice_is_evicting_once(setup):
+  """What has nothing new stays as it is."""
+  tokens, _ = text(setup.family, setup.dtype)
+  _, cache = setup.read(tokens[:, :T], setup.empty())
+  ask = lambda cache: np.asarray(
+    setup.model(tokens[:, T : T + 2], cache=cache.with_room(2))[0]
+  )
+  once = cache.flush()
+  before, want = holds(once), ask(once)
+  # What repeats a context evicts when it has been repeated.
+  twice = once.flush() if cache.kind.repeats else once.evict().flush()
+  assert holds(twice) == before
+  close(ask(twice), want, TOLERANCE * max(1.0, np.abs(want).max()))
+
+
+def rows_without_new_tokens_stay(setup):
+  """A call that has none of a row, or a flush of others, changes nothing."""
+  tokens, _ = text(setup.family, setup.dtype)
+  _, cache = setup.read(tokens[:, :T], setup.empty())
+  cache = cache.flush()
+  before = holds(cache)
+  seg = np.array([[1, 1, 1], [0, 0, 0], [1, 1, 0]], np.int32)
+  _, cache = setup.read(tokens[:, T : T + 3] * seg, cache, segment_ids=seg)
+  between, other = holds(cache), cache.take([0, 1, 2])
+  assert between[1] == before[1]
+  one = cache.flush(np.array([True, False, False]))
+  assert holds(one)[1:] == between[1:]
+  # The last row is evicted once, whenever that is.
+  both = holds(other.flush())
+  assert both[1] == before[1] and holds(one.flush()) == both
+
+
 LAWS = (
   as_without_a_cache,
   rejected_tokens_leave_no_trace,
@@ -611,4 +660,6 @@ LAWS = (
   programs_do_not_grow_with_use,
   renaming_slots_changes_nothing,
   any_views_merge_to_the_same,
+  evicting_twice_is_evicting_once,
+  rows_without_new_tokens_stay,
 )

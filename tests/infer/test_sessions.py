@@ -309,23 +309,24 @@ def test_what_fits_is_what_the_cache_takes(config, sizes, monkeypatch):
 
 @pytest.mark.parametrize("shards", [1, 3, 8])
 def test_chunks(shards):
-  """Few sizes, little padding, and what fits at all fits in chunks."""
+  """Cuts of any length are the same, padding is little, and what fits fits."""
   most, found = 256, set()
   up = lambda n: -(-n // shards) * shards
   for tokens in range(1, 1500, 13):
     chunk, width = prefill.chunks(tokens, shards, most)
     count = -(-tokens // up(most))
-    assert width == count * chunk >= tokens
-    assert chunk % shards == 0 and chunk <= up(most)
+    assert tokens <= width <= count * chunk
+    assert chunk == min(width, up(most)) and width % shards == 0
     if tokens > most:
-      assert width <= 1.13 * tokens + 8 * shards * count
-    found.add(chunk)
+      assert width <= 1.13 * tokens + 8 * shards
+    found.add(width - (count - 1) * up(most))
     for room in (up(tokens), up(tokens) + 5, width):
       chunk, tight = prefill.chunks(tokens, shards, most, room)
       assert tokens <= tight <= room
       assert tight % shards == 0 and chunk % shards == 0
       # The same calls, of which the last has something to read.
       assert (count - 1) * chunk < tokens and tight <= count * chunk
+  # The last chunk has few sizes.
   assert len(found) <= 9 * 5
 
 
@@ -333,12 +334,12 @@ def test_a_long_prompt_takes_little_more_than_its_tokens():
   plan = lambda n, **more: prefill.PrefillOptions(method="chunked").plan(
     n, loaded()[0], None, None, **more
   )
-  assert plan(4097).width <= 1.13 * 4097 and plan(4097).chunk < 4096
+  assert plan(4097).width <= 1.13 * 4097 and plan(4097).chunk == 4096
   assert plan(4500, room=5120).width <= 5120
 
 
 def test_a_turn_that_fits_is_read(monkeypatch):
-  """Two chunks of 24 tokens would take 48 slots of 40."""
+  """Two chunks of 32 tokens would take 64 slots of 40."""
   model, _ = loaded()
   tokens = np.random.default_rng(0).integers(0, 64, (2, 36))
   session = rj.infer.Session(model, 40, batch=2)
@@ -348,7 +349,7 @@ def test_a_turn_that_fits_is_read(monkeypatch):
   )
   np.testing.assert_array_equal(got, behind(tokens.tolist()))
   how = session.last.prefill
-  assert (how.chunk, how.width) == (24, 40)
+  assert (how.chunk, how.width) == (32, 40)
   # Padding takes no slot.
   assert agrees(session) == 4
 

@@ -88,11 +88,46 @@ EXACT = [
   *(("h2o", 1, family) for family in contract.FAMILIES),
   *(("adakv", 4, family) for family in contract.FAMILIES),
 ]
+# What each kind of cache keeps, with a policy or exact tokens too.
+LAWS = (
+  contract.evicting_twice_is_evicting_once,
+  contract.rows_without_new_tokens_stay,
+)
+KEPT = {
+  **POLICIES,
+  "exact": None,
+  "snapkv, exact": rj.kv.SnapKV(window=4),
+  "kvzip": rj.kv.KVzip(),
+}
 # Each policy, in families that take turns.
 OFTEN = [
   (name, (4, 1)[n % 2], list(contract.FAMILIES)[n % len(contract.FAMILIES)])
   for n, name in enumerate(POLICIES)
 ]
+
+
+def laws():
+  for law in LAWS:
+    for n, name in enumerate(KEPT):
+      for shards in (1, 4):
+        quick = shards == 1 and name == ("fastgen", "h2o")[law is LAWS[1]]
+        marks = () if quick else pytest.mark.slow
+        if not quick and n % 2 == (shards == 1):
+          marks = pytest.mark.long
+        yield pytest.param(
+          law, name, shards, marks=marks, id=f"{law.__name__}-{name}-{shards}"
+        )
+
+
+@pytest.mark.parametrize(("law", "name", "shards"), [*laws()])
+def test_law(law, name, shards):
+  policy, exact = KEPT[name], "exact" in name
+  if isinstance(policy, rj.kv.FastGen):
+    # Heads take different choices.
+    policy = dataclasses.replace(policy, recovered=0.8)
+  codec, recent = ("int4", 4) if exact else ("dense", 0)
+  kind = kind_of(policy, codec, "grouped", recent=recent)
+  law(contract.Setup(kind, shards, "grouped"))
 
 
 @pytest.mark.parametrize(

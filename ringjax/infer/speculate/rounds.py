@@ -26,7 +26,7 @@ from ringjax.infer import decode
 from ringjax.infer.decode import DecodeState
 from ringjax.infer.finite import NOT_FINITE, NotFiniteRows
 from ringjax.infer.sampling import Greedy, Sample, traced
-from ringjax.infer.session import Session
+from ringjax.infer.session import Session, with_slack
 from ringjax.infer.speculate.drafter import Draft, Drafter, Drafting, Target
 from ringjax.infer.speculate.paces import Paces, expected_tokens
 from ringjax.infer.speculate.verifiers import (
@@ -42,6 +42,10 @@ from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
+
+
+# How many tokens a row may be ahead of what the caller has seen.
+AHEAD = 32
 
 
 @bounded
@@ -218,14 +222,18 @@ class Ending(Protocol):
 
 
 def check_speculation(
-  drafter: Drafter, session: Session, sampler: Callable[..., Any]
+  drafter: Drafter,
+  session: Session,
+  sampler: Callable[..., Any],
+  watches: bool = False,
 ) -> None:
   """Refuses a drafter that does not go with a cache or a sampler.
 
   Raises:
     OptionError: what the drafter itself refuses; a tree, and a cache that can
-      only go back to before a call or that marks tokens; more tokens than ring
-      buffers can take back; a sampler that does not state its law.
+      only go back to before a call or that marks tokens; sums over queries,
+      where something else than ids ends rows (`watches`); more tokens than
+      ring buffers can take back; a sampler that does not state its law.
   """
   cache = session.cache
   drafter.check(session.model)
@@ -237,6 +245,13 @@ def check_speculation(
       f"a tree of drafted tokens, for a model with {what}",
       "a chain: states, sums of queries and marks of tokens are of one text",
       "leave widths= out",
+    )
+  if watches and cache.irreversible and not cache.recurrent:
+    raise OptionError(
+      "speculate",
+      f"drafts beside stop strings or stream, with a cache of {cache.kind}",
+      "stop ids alone: sums over queries do not go back behind the end of a row",
+      "leave speculate= out, or stop=, or take another cache_kind",
     )
   slack = cache.kind.slack
   if drafter.nodes >= slack:
@@ -337,13 +352,15 @@ def speculated(
     token, done = jax.device_get((state.token, state.done))
     raise_fault(model.stack.faults)
     rows.add(token[:, None], np.ones(batch, int), done)
-    slack = drafter.nodes
-    session.cache = _with_slack(session.cache, slack)
+    # Also what a row may be ahead of what the caller has seen.
+    slack = drafter.nodes + ending.watches * (AHEAD + drafter.nodes + 1)
+    session.cache = with_slack(session.cache, slack)
     budget, taken = session.cache.steps(), np.zeros(batch, int)
     while rows.live.any():
       left = np.minimum(rows.left(), budget - taken)
       if not left.any():
-        session.cache = _with_slack(session.cache.flush(), slack)
+        # No row that goes on has room left; those that are over stay.
+        session.cache = with_slack(session.cache.flush(rows.live), slack)
         budget, taken = session.cache.steps(), np.zeros(batch, int)
         continue
       most = np.minimum(paces.most(), np.maximum(left - 1, 0))
@@ -377,14 +394,8 @@ def speculated(
       if rows.add(new, came, done).any():
         ended = decode.ends(attend, state.done, ~rows.live)
         state = state._replace(done=ended)
-    rows.end()
-    session.cache = _with_slack(session.cache, 0)
+    session.cache = with_slack(session.cache, 0)
   return rows.out, rows.sizes, tally.report()
-
-
-def _with_slack(cache: Any, tokens: int) -> Any:
-  """With notes of queries so that as many tokens may be taken back."""
-  return cache if cache.kind.policy is None else cache.with_slack(tokens)
 
 
 def _nothing(batch: int) -> Draft:
@@ -392,10 +403,7 @@ def _nothing(batch: int) -> Draft:
 
 
 class _Rows:
-  """New tokens of all rows, on the host."""
-
-  # How far a row may be ahead of what the caller has seen.
-  _AHEAD = 32
+  """New tokens of all rows, on the host; also takes back what is too many."""
 
   def __init__(
     self,
@@ -415,13 +423,12 @@ class _Rows:
     self.live = np.ones(batch, bool)
     # Columns that were shown, and tokens that the drafter knows.
     self._shown, self._known = 0, np.zeros(batch, int)
-    self._cut = np.zeros(batch, bool)
 
   def left(self) -> np.ndarray:
     """How many tokens of each row may come, int [B]; 0 for one that waits."""
     left = np.where(self.live, self._count - self.sizes, 0)
     if self._ending.watches:
-      left = np.where(self.sizes - self._shown > self._AHEAD, 0, left)
+      left = np.where(self.sizes - self._shown > AHEAD, 0, left)
     return left
 
   def fresh(self) -> list[np.ndarray]:
@@ -453,7 +460,15 @@ class _Rows:
     self.live &= ~done & (self.sizes < self._count)
     told = np.zeros(len(count), bool)
     if self._ending.watches:
+      before = self.sizes.copy()
       told = self._show()
+      ahead = (before > self.sizes).any()
+      if told.any() and (ahead or not self._session.cache.recurrent):
+        # As if the last token had been the last that was chosen.
+        end = self._pos + self.sizes - 1
+        last = self.out[np.arange(len(end)), self.sizes - 1]
+        self._session.take_back(told, end)
+        self._session.say(last, end, told)
     return told
 
   def _show(self) -> np.ndarray:
@@ -469,16 +484,5 @@ class _Rows:
       self._shown += 1
       for row in np.flatnonzero(ends):
         self.out[row, self._shown :] = self._ending.pad_id
-        self._cut[row] |= self.sizes[row] > self._shown
         self.sizes[row], self.live[row] = self._shown, False
         told[row] = True
-
-  def end(self) -> None:
-    """Takes back what was read behind the end of rows that the caller ended."""
-    if not self._cut.any():
-      return
-    session = self._session
-    end = np.where(self._cut, self._pos + self.sizes, np.iinfo(np.int32).max)
-    session.cache = session.cache.truncate(end)
-    last = self.out[np.arange(len(end)), self.sizes - 1]
-    session.say(last, self._pos + self.sizes - 1, self._cut)

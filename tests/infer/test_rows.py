@@ -1,0 +1,153 @@
+"""A row's answer and what is kept of it are those that it has alone.
+
+Whatever the other rows of the batch are, when they end, and what is drafted.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError
+from ringjax.infer import prefill
+from ringjax.kv import kind_text
+from tests.contracts import cache as contract
+
+ROOM, CHUNK, COUNT, CAPACITY = 8, 16, 21, 192
+# Cut in equal pieces they would be cut otherwise alone than together.
+LENGTHS = (58, 37, 13)
+TURNS = (5, 19, 9)
+DRAFTS = "lookup:count=4,ngram=2"
+KINDS = {
+  "int4": "int4:slack=6",
+  "kivi2": "kivi2:recent=8,room=8,slack=6",
+  "snapkv": "snapkv:budget=.3,room=8,window=8,slack=6",
+  "snapkv of codes": "int4+snapkv:budget=.3,room=8,window=8,slack=6,recent=4",
+  "h2o": "h2o:budget=.3,room=8,slack=6",
+  "tova": "tova:budget=.3,room=8,slack=6",
+  "fastgen": "fastgen:room=8,window=8,recovered=.8,slack=6",
+  "expected": "expected:budget=.3,room=8,slack=6",
+  "tiered": "int4:device=16,room=8,slack=6",
+}
+# What ends the second row after a few tokens: an id, or who reads the stream.
+WAYS = ("id", "stream")
+SHORT = [("snapkv", "id", None)]
+ALL = [
+  (kind, way, drafts)
+  for kind in KINDS
+  for way in WAYS
+  for drafts in (None, DRAFTS)
+]
+
+
+def kind_of(name):
+  return kind_text.parse(KINDS[name])
+
+
+def prompts_of(lengths, seed):
+  draw = np.random.default_rng(seed)
+  return [draw.integers(1, 64, n).astype(np.int32) for n in lengths]
+
+
+def kept(cache):
+  """Of each row what a turn may find: positions that heads hold."""
+  if isinstance(cache, rj.kv.EvictingCache):
+    rows = [cache.positions(n) for n in range(cache.batch)]
+    return [
+      [[head.tolist() for head in layer] for layer in row if layer is not None]
+      for row in rows
+    ]
+  at = cache.at
+  return [
+    sorted(pos[seg > 0].tolist())
+    for pos, seg in zip(np.asarray(at.pos), np.asarray(at.seg), strict=True)
+  ]
+
+
+def conversation(rows, kind, way, drafts, stop):
+  """Two turns of some rows: answers, what was kept, and logits behind it."""
+  model = contract.model(1, "windows")
+  session = rj.infer.Session(
+    model, CAPACITY, batch=len(rows), cache_kind=kind
+  )
+  ask = functools.partial(
+    rj.infer.generate, model, cache=session, prefill="chunked", chunk=CHUNK,
+    speculate=drafts,
+  )  # fmt: skip
+  count = [0]
+
+  def stream(tokens):
+    count[0] += 1
+    return np.array([count[0] == 6 and row == 1 for row in rows])
+
+  ends = {"stop": stop} if way == "id" else {"stream": stream}
+  prompts, turns = prompts_of(LENGTHS, 2), prompts_of(TURNS, 3)
+  first = ask([prompts[n] for n in rows], max_new_tokens=COUNT, **ends)
+  found = kept(session.cache)
+  pending = session.pending
+  # What is read next is seen in the logits.
+  text = np.stack([turns[n][:5] for n in rows])
+  cache = session.cache.with_room(5)
+  logits, _ = model(jnp.asarray(text), cache=cache)
+  second = ask([turns[n] for n in rows], max_new_tokens=COUNT)
+  return [
+    dict(
+      first=first[n].tolist(),
+      pending=int(pending[n]),
+      kept=found[n],
+      logits=np.asarray(logits)[n],
+      second=second[n].tolist(),
+      after=kept(session.cache)[n],
+    )
+    for n in range(len(rows))
+  ]
+
+
+@functools.cache
+def alone(name, way):
+  """Each row by itself, without drafts, and the stop id."""
+  kind, stop = kind_of(name), ()
+  if way == "id":
+    model = contract.model(1, "windows")
+    prompts = prompts_of(LENGTHS, 2)
+    long, new, short = (
+      rj.infer.generate(
+        model, [prompts[n]], max_new_tokens=COUNT, cache_kind=kind,
+        prefill="chunked", chunk=CHUNK,
+      )[0].tolist()
+      for n in range(3)
+    )  # fmt: skip
+    others = {*long, *short}
+    stop = next(
+      x
+      for n, x in enumerate(new)
+      if n > 3 and x not in others and x not in new[:n]
+    )
+  rows = [conversation([n], kind, way, None, stop)[0] for n in range(3)]
+  return rows, stop
+
+
+@pytest.mark.parametrize(
+  ("name", "way", "drafts"),
+  [
+    *SHORT,
+    *(pytest.param(*x, marks=pytest.mark.long) for x in ALL if x not in SHORT),
+  ],
+)
+def test_a_row_is_what_it_is_alone(name, way, drafts):
+  if name == "expected" and way == "stream" and drafts:
+    pytest.skip("refused, see below")
+  want, stop = alone(name, way)
+  assert len(want[1]["first"]) < COUNT
+  got = conversation([0, 1, 2], kind_of(name), way, drafts, stop)
+  for row, (a, b) in enumerate(zip(want, got, strict=True)):
+    for what in ("first", "pending", "kept", "second", "after"):
+      assert b[what] == a[what], (row, what)
+    size = np.abs(a["logits"]).max()
+    np.testing.assert_allclose(
+      b["logits"], a["logits"], rtol=0, atol=1e-4 * size
+    )
