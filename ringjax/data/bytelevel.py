@@ -8,7 +8,6 @@ the tokenizers library: a BPE without merges over the bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from ringjax.data.special_tokens import (
   joined,
 )
 from ringjax.errors import TokenizerError
+from ringjax.json_text import json_text
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -194,7 +194,7 @@ class Bytes:
       ("tokenizer.json", tokenizer),
       ("tokenizer_config.json", config),
     ):
-      written = json.dumps(content, ensure_ascii=False, indent=1)
+      written = json_text(content, ensure_ascii=False, indent=1)
       (path / file).write_text(written + "\n", encoding="utf-8")
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import pathlib
@@ -28,6 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.json_text import json_text
 from ringjax.serve.openai_api import (
   AnswerStream,
   ApiCall,
@@ -561,7 +561,7 @@ class _Client:
     self, status: int, body: Any, headers: Mapping[str, str] | None = None
   ) -> None:
     """Sends a whole answer."""
-    data = json.dumps(body).encode()
+    data = json_text(body).encode()
     await self.body(status, data, "application/json", headers)
 
   async def body(
@@ -593,7 +593,7 @@ class _Client:
 
   async def event(self, body: Any) -> None:
     """Sends an event of a stream."""
-    data = b"data: " + json.dumps(body).encode() + b"\n\n"
+    data = b"data: " + json_text(body).encode() + b"\n\n"
     await self._send(
       {"type": "http.response.body", "body": data, "more_body": True}
     )

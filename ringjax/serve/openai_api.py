@@ -28,6 +28,7 @@ from ringjax.data import ChatTemplate, Stream
 from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, PeerError, RingjaxError, message
 from ringjax.infer.stopping import Stop
+from ringjax.json_text import json_text
 from ringjax.serve.grammar import GrammarCompiler
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
 from ringjax.serve.row_sampler import TOP, RowSampling
@@ -195,7 +196,7 @@ def _response_format(name: str, value: Any) -> Any:
       return inner["schema"]
   raise OptionError(
     name,
-    json.dumps(value)[:100],
+    json_text(value)[:100],
     'type "text", "json_object", or "json_schema" with '
     "json_schema.schema, an object",
     "pass one of them",
