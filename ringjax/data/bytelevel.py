@@ -91,6 +91,7 @@ class Bytes:
     special: bool = False,
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    enough: int | None = None,
   ) -> np.ndarray:
     """The ids of a text, int32 [T]; arguments are those of `Tokenizer.encode`.
 
@@ -99,13 +100,17 @@ class Bytes:
     """
     text = as_text("text", text)
     parts = self.specials.split(text) if special else [text]
-    ids = self.encode_parts([256, *parts] if bos else parts)
+    ids = self.encode_parts([256, *parts] if bos else parts, enough=enough)
     if progress is not None:
       progress(len(text), len(text))
     return ids
 
-  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
-    """The ids of texts, and ids as they are, as one row, int32 [T]."""
+  def encode_parts(
+    self, parts: Sequence[str | int], *, enough: int | None = None
+  ) -> np.ndarray:
+    """The ids of texts, and ids as they are, as one row, int32 [T]; all of
+    them, whatever is `enough`."""
+    del enough
     rows = []
     for part in parts:
       if isinstance(part, str):

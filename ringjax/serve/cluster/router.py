@@ -432,6 +432,11 @@ class ClusterRouter:
       return max(1, sum(one.rows for one in self._able("decodes")))
 
   @property
+  def adapters(self) -> tuple[str, ...]:
+    """None: it does not know those of its instances."""
+    return ()
+
+  @property
   def open(self) -> bool:
     """Whether it takes requests."""
     return not self._closed
