@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringjax.checks import integer, number
+from ringjax.data.chat import ROLES
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.infer.sampling import PARAMETERS
 from ringjax.json_text import json_text
@@ -190,32 +191,65 @@ def is_ids(value: Any) -> bool:
   )
 
 
+def utf8(name: str, value: str) -> None:
+  """Raises OptionError for a text that has no UTF-8 form."""
+  try:
+    value.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise OptionError(
+      name,
+      f"half a pair of surrogates at character {error.start}",
+      "text that has a UTF-8 form",
+      "send whole characters",
+    ) from None
+
+
+def _plain(name: str, value: Any, want: str) -> Any:
+  """A value that may be a number: no bool, list or object."""
+  if isinstance(value, bool | list | dict):
+    raise OptionError(name, kind_of(value), want, "pass one")
+  return value
+
+
 def _whole(least: int, most: int | None = None) -> Parser:
-  return lambda name, value: integer(name, value, least=least, most=most)
+  def parse(name: str, value: Any) -> int:
+    value = _plain(name, value, "an integer")
+    return integer(name, value, least=least, most=most)
+
+  return parse
 
 
-def _real(least: int | float, most: int | float) -> Parser:
-  return lambda name, value: number(name, value, least=least, most=most)
+def _real(
+  least: int | float | None,
+  most: int | float | None,
+  above: int | float | None = None,
+) -> Parser:
+  def parse(name: str, value: Any) -> float:
+    value = _plain(name, value, "a number")
+    return number(name, value, least=least, most=most, above=above)
+
+  return parse
 
 
 def _range_of(name: str) -> Parser:
   """The range of a parameter of samplers."""
   rule = PARAMETERS[name]
-  return lambda name, value: number(
-    name, value, least=rule.least, most=rule.most, above=rule.above
-  )
+  return _real(rule.least, rule.most, rule.above)
+
+
+_TOP_K, _COUNT, _BIAS = _whole(1, 2**31 - 1), _whole(0, TOP), _real(-100, 100)
 
 
 def _top_k(name: str, value: Any) -> Any:
   # 0 and -1 are vLLM's words for all tokens.
   if type(value) is int and value in (0, -1):
     return ABSENT
-  return integer(name, value, least=1, most=PARAMETERS[name].most)
+  return _TOP_K(name, value)
 
 
 def _count(name: str, value: Any) -> Any:
   """How many log-probabilities; false is none, as in chats."""
-  return ABSENT if value is False else integer(name, value, least=0, most=TOP)
+  return ABSENT if value is False else _COUNT(name, value)
 
 
 def _stop(name: str, value: Any) -> Any:
@@ -261,7 +295,7 @@ def _bias(name: str, value: Any) -> Any:
       raise OptionError(
         name, f"the key {key[:40]!r}", "token ids", "pass ids as keys"
       )
-    found[int(key)] = number(name, bias, least=-100, most=100)
+    found[int(key)] = _BIAS(name, bias)
   return found or ABSENT
 
 
@@ -466,6 +500,39 @@ DETOKENIZE: dict[str, Parser] = {"model": text, "tokens": _anything}
 _SILENT = frozenset({*_UNUSED, *_UNUSED_COMPLETION, *_UNUSED_CHAT})
 
 
+def check_search(given: Mapping[str, Any]) -> None:
+  """Refuses what does not go with a beam search, or without one.
+
+  Args:
+    given: the parameters.
+
+  Raises:
+    ApiError: one that does not.
+  """
+  beams = given.get("beams")
+  if beams is None:
+    if given.get("length_penalty", 1.0) != 1.0:
+      raise refused(
+        "length_penalty",
+        f"{given['length_penalty']:g}, without beams",
+        "a beam search",
+        "pass beams, or leave it out",
+      )
+    return
+  for name in ("temperature", "best_of"):
+    if given.get(name):
+      raise refused(
+        name,
+        f"{given[name]:g}, with beams",
+        "none: a beam search draws nothing, and gives n of its hypotheses",
+        "leave it out, or beams",
+      )
+  if beams < given.get("n", 1):
+    raise refused(
+      "beams", beams, f"at least n, {given['n']}", "ask for fewer answers"
+    )
+
+
 def check_tools(given: Mapping[str, Any]) -> None:
   """Refuses functions that a model is to call: answers are not parsed for it.
 
@@ -573,6 +640,11 @@ def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
       "a role, and a text or parts of type text",
       "pass these",
     )
+  if role not in ROLES:
+    raise OptionError(
+      f"{name}.role", role, f"one of {', '.join(ROLES)}", "pass one of them"
+    )
+  utf8(f"{name}.content", content)
   return found | {"role": role, "content": content}
 
 

@@ -38,6 +38,7 @@ from ringjax.serve.api_parameters import (
   TOKENIZE,
   ApiError,
   Parser,
+  check_search,
   check_tools,
   checked,
   from_error,
@@ -45,6 +46,7 @@ from ringjax.serve.api_parameters import (
   kind_of,
   messages_of,
   refused,
+  utf8,
 )
 from ringjax.serve.grammar import GrammarCompiler
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
@@ -261,6 +263,7 @@ class ApiModel:
     else:
       bos = given.get("add_special_tokens", True) and self.tokenizer.adds_bos
       try:
+        utf8("prompt", given["prompt"])
         ids = self.tokenizer.encode(given["prompt"], bos=bos)
       except RingjaxError as error:
         raise ApiError(400, str(error), param="prompt") from None
@@ -284,7 +287,7 @@ class ApiModel:
     """
     given = checked(body, DETOKENIZE)
     self._adapter(given)
-    tokens = given.get("tokens")
+    tokens: Any = given.get("tokens")
     if tokens != [] and not is_ids(tokens):
       raise refused("tokens", kind_of(tokens), "a list of token ids", "pass it")
     if tokens:
@@ -378,6 +381,7 @@ class ApiModel:
     echoes: Sequence[str] = (),
     chat: bool = False,
   ) -> ApiCall:
+    check_search(given)
     n, beams = given.get("n", 1), given.get("beams")
     each = beams or best_of or n
     self._check_answers("n", each, len(prompts))
@@ -536,6 +540,7 @@ class ApiModel:
     if isinstance(prompt, str):
       self._check_length(name, len(prompt), self._most_chars)
       try:
+        utf8(name, prompt)
         ids = self.tokenizer.encode(
           prompt, bos=self.tokenizer.adds_bos, enough=self._longest
         )
