@@ -683,7 +683,8 @@ class _Client:
       left = begun + self._stall + size / _BODY_RATE - clock()
       try:
         wait = max(0.0, min(self._stall, left))
-        event = await asyncio.wait_for(self._receive(), wait)
+        async with asyncio.timeout(wait):
+          event = await self._receive()
       except TimeoutError:
         raise ApiError(
           408,
@@ -788,6 +789,8 @@ class _Client:
 
   async def _send(self, event: Any) -> None:
     try:
-      await asyncio.wait_for(self._send_(event), self._stall)
+      # `wait_for` of Python 3.11 may lose that the task is cancelled.
+      async with asyncio.timeout(self._stall):
+        await self._send_(event)
     except (TimeoutError, OSError):
       raise ClientGone from None
