@@ -18,7 +18,6 @@ Each answer is a line of JSON on stdout, in the order of the prompts.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.infer import AttentionWorkers, WorkersReport
 from ringjax.infer.attention_worker import PATIENCE_S, AttentionServer
+from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.models import tiny
 from ringjax.serve.cluster import LoadControl, TokenLimit, group_rows
@@ -138,7 +138,7 @@ def _answer(
       "tokens": new.tolist(),
       "start": start,
     }
-    print(json.dumps(answer), file=stdout, flush=True)
+    print(json_text(answer), file=stdout, flush=True)
   traffic, size = report.traffic, console.nbytes
   each = max(1, traffic.row_steps)
   screen.say(

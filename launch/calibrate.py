@@ -26,7 +26,6 @@ sources are read. Without --model it is the model that ships with ringjax, and
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -44,6 +43,7 @@ from ringjax.data import Tokenizer, documents, texts
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.integer_model import activation_ranges
+from ringjax.json_text import json_text
 from ringjax.kv import CacheKind, allocate_bits, kind_text
 from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
 from ringjax.kv.codecs.calibration import WEIGHTS
@@ -151,7 +151,7 @@ def run(
     return 0
   said = record.pop("table", "")
   said += f"{record['out']}: measured on {record['tokens']:,} tokens"
-  print(json.dumps(record) if values.json else said, file=stdout, flush=True)
+  print(json_text(record) if values.json else said, file=stdout, flush=True)
   return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import signal
 import socket
@@ -16,6 +15,7 @@ from launch import console, offload
 from launch.flag_helpers import FlagHelper
 from launch.serving_plan import limits_of
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.models.hf.safe_files import read_config
 from ringjax.parallel.chips import Link, number_bytes
 from ringjax.serve import cluster
@@ -422,5 +422,5 @@ def command(values: flags.FlagValues, stdout: TextIO | None) -> int:
     **fields,
   )
   for one in found["instances"]:
-    print(json.dumps(one), file=stdout, flush=True)
+    print(json_text(one), file=stdout, flush=True)
   return 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from launch import sources
+from ringjax.json_text import json_text
 from ringjax.models import Rules
 from ringjax.models.cepe import Encoder
 from ringjax.models.longspec import LongSpecConfig
@@ -59,12 +60,12 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
     kind = config.get_type(name).__name__.replace("ConfigDict", "dict")
     kind += " | None" * (value is None)
     part = _PARTS.get(name)
-    shown = "see below" if part else json.dumps(value)
+    shown = "see below" if part else json_text(value)
     yield Field(name, kind, shown, texts.get(name, ""))
     if name == "start":
       names = ", ".join(INITIALISATIONS)
       yield Field(
-        "start.kind", "str", json.dumps(value.get("kind")), f"{names} or null"
+        "start.kind", "str", json_text(value.get("kind")), f"{names} or null"
       )
       part = INITIALISATIONS.get(value.get("kind"), part)
     if part:
@@ -80,7 +81,7 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
     yield Field(
       f"{at}.sources",
       "tuple",
-      json.dumps(stage.get("sources")),
+      json_text(stage.get("sources")),
       "sources of this stage alone, in place of those of all stages",
     )
   for i, source in enumerate(mixture):
@@ -88,15 +89,15 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
     yield Field(
       f"{at}.kind",
       "str",
-      json.dumps(source.get("kind", _REQUIRED)),
+      json_text(source.get("kind", _REQUIRED)),
       f"one of {', '.join(sources.KINDS)}; what each takes: launch/sources.py",
     )
-    weight = json.dumps(source.get("weight", 1.0))
+    weight = json_text(source.get("weight", 1.0))
     yield Field(f"{at}.weight", "float", weight, "share of the rows")
     for name in sorted(set(source) - {"kind", "weight"}):
       value = source[name]
       yield Field(
-        f"{at}.{name}", type(value).__name__, json.dumps(value), "of this kind"
+        f"{at}.{name}", type(value).__name__, json_text(value), "of this kind"
       )
 
 
@@ -148,9 +149,9 @@ def _of_class(
   for field in dataclasses.fields(cls):
     value = _REQUIRED
     if field.name in given:
-      value = json.dumps(given[field.name])
+      value = json_text(given[field.name])
     elif field.default is not dataclasses.MISSING:
-      value = json.dumps(field.default)
+      value = json_text(field.default)
     yield Field(
       f"{path}.{field.name}",
       str(field.type),

@@ -94,6 +94,7 @@ from ringjax.eval.entropy import settings
 from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
 from ringjax.infer.contexts import APE
+from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import small, tiny
 from ringjax.models.cepe import CepeTransformer
@@ -250,7 +251,7 @@ def run(
   except Exception as error:
     return screen.failed(error, "writing", _MEMORY)
   stdout = sys.stdout if stdout is None else stdout
-  text = json.dumps(work.record) if values.json else "\n".join(lines)
+  text = json_text(work.record) if values.json else "\n".join(lines)
   print(text, file=stdout, flush=True)
   return 0
 

@@ -34,7 +34,6 @@ flags and the first one prints; only it needs the document.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -57,6 +56,7 @@ from ringjax.errors import OptionError
 from ringjax.infer import METHODS, Sample, Stop, contexts, speculate
 from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.infer.stopping import Watch
+from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.coded_weights import BITS
@@ -618,7 +618,7 @@ class _Work:
     if jax.process_index():
       return
     if self._values.json:
-      print(json.dumps(done), file=self._out, flush=True)
+      print(json_text(done), file=self._out, flush=True)
     for line in summary(done):
       self._screen.say(line)
 

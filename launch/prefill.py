@@ -21,7 +21,6 @@ dies, freezes or gets stuck, the others say which and end with status 3.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -43,6 +42,7 @@ from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError
 from ringjax.infer import ChunkPipeline, kvr, lockstep
 from ringjax.infer.prefill import tile
+from ringjax.json_text import json_text
 from ringjax.models import tiny, work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.local import last_device
@@ -128,7 +128,7 @@ def run(
         line, file=(stderr or sys.stderr) if values.json else stdout, flush=True
       )
     if values.json:
-      print(json.dumps(done), file=stdout, flush=True)
+      print(json_text(done), file=stdout, flush=True)
   return 0
 
 

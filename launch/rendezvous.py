@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 
 _PAUSE_S, _LONGEST = 0.1, 1 << 12
 # To send an answer, which fits any buffer.
@@ -277,7 +278,7 @@ def _report(
     try:
       with socket.create_connection(address, timeout=left) as line:
         said = {"number": number, "processes": processes}
-        line.sendall(f"{json.dumps(said)}\n".encode())
+        line.sendall(f"{json_text(said)}\n".encode())
         # Process 0 gives up by itself, and says why.
         heard = _answer(line, end + 2.0)
     except OSError as error:

@@ -20,27 +20,25 @@
       Shows the instances of a router; gives one another role.
 
 Needs uvicorn, of the extra `serve`. SIGTERM and Ctrl-C end it gracefully: it
-takes no more requests, finishes those under way within --grace seconds, and
-exits with 0.
+takes no more requests, finishes those under way within --grace seconds, tells
+the rest that they are given up, and exits with 0.
 """
 
 from __future__ import annotations
 
 import importlib
 import pathlib
-import signal
 import socket
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
 from absl import flags
 
 import ringjax as rj
-from launch import cluster_roles, common, console
+from launch import cluster_roles, common, console, http_server
 from launch.flag_helpers import FlagHelper
-from ringjax.data import Tokenizer
+from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import small
@@ -139,10 +137,21 @@ def define(values: flags.FlagValues) -> None:
     "that with the router's --stream pages leave layer by layer.",
   )
   new.path("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
+  new.text(
+    "admin",
+    None,
+    "Tenant whose key is shown the metrics of all; others see their own.",
+  )
+  new.path(
+    "chat_template", None, "File of a Jinja template, in place of the model's."
+  )
   new.whole("queue", 256, "Answers that may wait; more are refused with 429.")
   new.whole("body_bytes", 8 << 20, "Bytes of a body at most.")
   new.number(
-    "stall", 60.0, "Seconds after which a silent client is given up.", 0.01
+    "stall",
+    60.0,
+    "Seconds after which a client that does not send or read is given up.",
+    0.01,
   )
   new.whole("grace", 30, "Seconds to finish in, once it is told to end.")
   cluster_roles.define(values)
@@ -170,6 +179,9 @@ def run(
     keys = None
     if values.api_keys is not None:
       keys = rj.serve.read_keys(values.api_keys)
+    template = None
+    if values.chat_template is not None:
+      template = _template(values.chat_template)
     kind = kind_text.parse(values.cache, "--cache")
     if values.speculate is not None:
       RowDrafts(values.speculate, "--speculate")
@@ -223,7 +235,9 @@ def run(
       queue=values.queue,
       body_bytes=values.body_bytes,
       stall=values.stall,
-      trusted_template=values.model is None,
+      admin=values.admin,
+      chat_template=template,
+      trusted_template=values.model is None and template is None,
     )
     screen.end()
   except Exception as error:
@@ -239,40 +253,24 @@ def run(
   if joined_at:
     screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{where}:{port}/v1")
-  serve(uvicorn, app, listener, values.grace)
+  http_server.serve(
+    uvicorn, app, listener, grace=values.grace, stall=values.stall
+  )
   screen.say("ended")
   return 0
 
 
-def serve(
-  uvicorn: types.ModuleType,
-  app: Callable[..., Any],
-  listener: socket.socket,
-  grace: int,
-) -> None:
-  """Serves until SIGTERM or SIGINT, and ends gracefully.
-
-  Args:
-    uvicorn: the module.
-    app: an ASGI application.
-    listener: a socket that listens.
-    grace: seconds to finish in.
-  """
-  config = uvicorn.Config(
-    app,
-    loop="asyncio",
-    http="h11",
-    ws="none",
-    lifespan="on",
-    log_level="warning",
-    access_log=False,
-    server_header=False,
-    timeout_graceful_shutdown=grace,
-  )
-  # It raises a signal anew when it has ended, for the handler from before.
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: None)
-  uvicorn.Server(config).run(sockets=[listener])
+def _template(path: str) -> str:
+  """The source of a chat template, which has to render a message."""
+  try:
+    source = pathlib.Path(path).read_text("utf-8")
+  except (OSError, ValueError) as error:
+    raise OptionError(
+      "--chat_template", error, "a file of a Jinja template", "pass its path"
+    ) from None
+  names = {"bos_token": "", "eos_token": ""}
+  ChatTemplate(source, names).text([{"role": "user", "content": "Hi"}])
+  return source
 
 
 def _listener(host: str, port: int) -> socket.socket:

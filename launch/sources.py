@@ -40,6 +40,7 @@ from ringjax.data.recall import Copies, Pairs, Questions, RandomTokens
 from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
 from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.json_text import json_text
 from ringjax.train.recipe import Mixture
 
 RECALL: dict[str, Any] = {
@@ -94,7 +95,7 @@ def mixture(
     )
   found, weights = [], []
   for given in entries:
-    entry = json.loads(json.dumps(dict(given)))
+    entry = json.loads(json_text(dict(given)))
     kind, weight = entry.pop("kind", None), entry.pop("weight", 1.0)
     if kind not in KINDS:
       raise OptionError(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
@@ -16,6 +15,7 @@ from absl import app, flags
 from launch import common, console
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.ops.attention import select
 from ringjax.ops.mask import SameSegment, Window
 from ringjax.parallel import chips
@@ -185,7 +185,7 @@ def put(
   values: flags.FlagValues, stdout: TextIO, record: object, lines: list[str]
 ) -> None:
   """Prints a result: with --json the record, else the lines."""
-  text = json.dumps(record) if values.json else "\n".join(lines)
+  text = json_text(record) if values.json else "\n".join(lines)
   print(text, file=stdout, flush=True)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import secrets
@@ -39,6 +38,7 @@ from ringjax.infer.tensor_window import (
   WindowReport,
   serve_rank,
 )
+from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.models import tiny
 from ringjax.models.hf.folder import Folder
@@ -172,7 +172,7 @@ def run(
   work.close()
   if done is not None:
     if values.json:
-      print(json.dumps(done), file=stdout, flush=True)
+      print(json_text(done), file=stdout, flush=True)
     for line in summary(done):
       screen.say(line)
   return console.INTERRUPTED if job.stop else 0

@@ -14,7 +14,6 @@ token.
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import sys
@@ -27,6 +26,7 @@ from launch import common, console, sources
 from launch.flag_helpers import FlagHelper
 from ringjax.data import Corpus, texts
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 
 NAME = "tokenize"
 _MEMORY = "split the longest file into several"
@@ -83,7 +83,7 @@ def run(
     f"{values.out}: {record['documents']:,} documents, {tokens:,} tokens, the "
     f"longest {record['longest']:,}, {console.nbytes(record['bytes'])}"
   )
-  print(json.dumps(record) if values.json else said, file=stdout, flush=True)
+  print(json_text(record) if values.json else said, file=stdout, flush=True)
   return 0
 
 

@@ -57,6 +57,7 @@ from ringjax.errors import (
   RingjaxError,
   message,
 )
+from ringjax.json_text import json_text
 from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
 from ringjax.models.contents import text_config
@@ -401,14 +402,14 @@ class _TrainingRun:
     }
     assert self._log is not None
     # Flushed at once: a kill loses no line.
-    self._log.write(json.dumps(row) + "\n")
+    self._log.write(json_text(row) + "\n")
     self._log.flush()
     if self._board is not None:
       for name, value in row.items():
         if isinstance(value, float) or (name == "peak_bytes" and value):
           self._board.add_scalar(name, value, one.step)
     if self._values.json:
-      print(json.dumps(row), file=self._out, flush=True)
+      print(json_text(row), file=self._out, flush=True)
     self.screen.say(
       f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
       f"  {one.tokens_per_s:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"

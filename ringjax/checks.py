@@ -123,7 +123,11 @@ def number(
     remedy: what to do; default: pass such a number.
   """
   real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  found = float(value) if real else math.nan
+  try:
+    found = float(value) if real else math.nan
+  except OverflowError:
+    # An int beyond all floats.
+    found = math.inf
   fits = math.isfinite(found)
   fits = fits and (least is None or found >= least)
   fits = fits and (above is None or found > above)

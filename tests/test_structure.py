@@ -40,6 +40,7 @@ ROWS = (
     "checks",
     "option_text",
     "regular_files",
+    "json_text",
     "tree",
     "parallel",
   ),
@@ -168,6 +169,43 @@ def registrations(path: str, source: str) -> list[str]:
   ]
 
 
+# What `allow_nan` is where JSON with infinities stays in its process.
+_ALLOW_NAN = {
+  "ringjax/models/checkpoint.py": "True",
+  "ringjax/models/more_tokens.py": "True",
+}
+# A script without the package, which makes texts.
+_JSON_SCRIPT = "ringjax/data/render.py"
+
+
+def json_faults(path: str, source: str) -> list[str]:
+  """Uses of json by which NaN or infinities may leave the process."""
+  if path == _JSON_SCRIPT:
+    return []
+  faults, want = [], _ALLOW_NAN.get(path, "False")
+  tree = ast.parse(source)
+  sound = {
+    id(call.func)
+    for call in ast.walk(tree)
+    if isinstance(call, ast.Call)
+    and want
+    in [ast.unparse(x.value) for x in call.keywords if x.arg == "allow_nan"]
+  }
+  for node in ast.walk(tree):
+    names = isinstance(node, ast.ImportFrom) and node.module == "json"
+    writes = isinstance(node, ast.Attribute) and ast.unparse(node) in (
+      "json.dump",
+      "json.dumps",
+      "json.JSONEncoder",
+    )
+    if names or (writes and id(node) not in sound):
+      faults.append(
+        f"{path}:{node.lineno}: {ast.unparse(node)}; take ringjax.json_text, "
+        f"or say allow_nan={want}"
+      )
+  return faults
+
+
 def sources() -> list[str]:
   files = [
     path.relative_to(ROOT).as_posix()
@@ -181,7 +219,7 @@ def sources() -> list[str]:
 def test_layers(path):
   source = (ROOT / path).read_text()
   faults = layer_faults(path, source) + collective_faults(path, source)
-  faults += registrations(path, source)
+  faults += registrations(path, source) + json_faults(path, source)
   assert not faults, "\n".join(faults)
 
 
@@ -256,6 +294,22 @@ def test_lawful_imports_pass(path, source):
 def test_collectives_are_seen(source):
   assert len(collective_faults("ringjax/ops/attention/ring.py", source)) == 1
   assert collective_faults(COLLECTIVES_FILE, source) == []
+
+
+@pytest.mark.parametrize(
+  ("source", "faults"),
+  [
+    ("json.dumps(x)", 1),
+    ("json.dump(x, file, allow_nan=True)", 1),
+    ("write = json.dumps", 1),
+    ("from json import dumps", 1),
+    ("json.JSONEncoder().encode(x)", 1),
+    ("json.dumps(x, allow_nan=False)", 0),
+    ("json.loads(x)", 0),
+  ],
+)
+def test_json_with_infinities_is_seen(source, faults):
+  assert len(json_faults("launch/generate.py", source)) == faults
 
 
 # ---------------------------------------------------------------------------

@@ -9,11 +9,12 @@ bytes that the process had, and how many of them are no pages of files, which
 the system can take back at any time.
 """
 
-import json
 import pathlib
 import sys
 import threading
 import time
+
+from ringjax.json_text import json_text
 
 
 class MemoryWatch:
@@ -61,7 +62,7 @@ def main(folder: str, scratch: str) -> None:
     },
     offload_folder=scratch,
   )  # fmt: skip
-  print(json.dumps({"ready": True}), flush=True)
+  print(json_text({"ready": True}), flush=True)
   for line in sys.stdin:
     rows, prompt, new = map(int, line.split())
     tokens = torch.ones((rows, prompt), dtype=torch.long)
@@ -77,7 +78,7 @@ def main(folder: str, scratch: str) -> None:
       )
     seconds = time.monotonic() - start
     found = {"seconds": seconds, **memory.peaks()}
-    print(json.dumps(found), flush=True)
+    print(json_text(found), flush=True)
 
 
 if __name__ == "__main__":

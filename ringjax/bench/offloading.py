@@ -33,6 +33,7 @@ import numpy as np
 from ringjax.bench import harness, offload_peer
 from ringjax.bench.harness import Report, Row, option
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.plan import offload_measured
 from ringjax.plan.offload_measured import StreamedRun
 
@@ -295,10 +296,10 @@ def made_model(folder: str, layers: int) -> None:
     file = f"model-{n + 2:05}-of-{layers + 1:05}.safetensors"
     _write(root / file, tensors, pool, rng)
     index |= dict.fromkeys(tensors, file)
-  text = json.dumps({"metadata": {}, "weight_map": index})
+  text = json_text({"metadata": {}, "weight_map": index})
   (root / "model.safetensors.index.json").write_text(text)
   # Last: without it there is no model.
-  (root / "config.json").write_text(json.dumps(config))
+  (root / "config.json").write_text(json_text(config))
 
 
 def _write(
@@ -315,7 +316,7 @@ def _write(
       "dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]
     }  # fmt: skip
     at += size
-  text = json.dumps(header).encode()
+  text = json_text(header).encode()
   text += b" " * (-len(text) % 8)
   with path.open("wb") as file:
     file.write(len(text).to_bytes(8, "little") + text)
@@ -333,7 +334,7 @@ def main(folder: str, limit: str) -> None:
   from ringjax.infer.prefill import padded
 
   model = rj.models.load(folder, placement="disk")
-  print(json.dumps({"ready": True}), flush=True)
+  print(json_text({"ready": True}), flush=True)
   kept: dict[tuple[int, ...], list[StreamedRun]] = {}
   for line in sys.stdin:
     rows, prompt, new, *other = map(int, line.split())
@@ -359,7 +360,7 @@ def main(folder: str, limit: str) -> None:
         "log_predicted_s": costs.predicted_s,
         "log_read_bytes_s": costs.read_bytes_s,
       }
-    print(json.dumps(found), flush=True)
+    print(json_text(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.parallel import chips, processor
 
 GEMM_SIZE = 2048
@@ -343,6 +344,5 @@ def write_json(path: str, value: object) -> None:
   """Writes all of `value` or nothing: a reader never sees half a file."""
   temporary = f"{path}.tmp"
   with open(temporary, "w") as file:
-    json.dump(value, file, indent=1)
-    file.write("\n")
+    file.write(json_text(value, indent=1) + "\n")
   os.replace(temporary, path)

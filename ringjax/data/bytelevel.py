@@ -8,7 +8,6 @@ the tokenizers library: a BPE without merges over the bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from ringjax.data.special_tokens import (
   joined,
 )
 from ringjax.errors import TokenizerError
+from ringjax.json_text import json_text
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -91,6 +91,7 @@ class Bytes:
     special: bool = False,
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    enough: int | None = None,
   ) -> np.ndarray:
     """The ids of a text, int32 [T]; arguments are those of `Tokenizer.encode`.
 
@@ -99,13 +100,17 @@ class Bytes:
     """
     text = as_text("text", text)
     parts = self.specials.split(text) if special else [text]
-    ids = self.encode_parts([256, *parts] if bos else parts)
+    ids = self.encode_parts([256, *parts] if bos else parts, enough=enough)
     if progress is not None:
       progress(len(text), len(text))
     return ids
 
-  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
-    """The ids of texts, and ids as they are, as one row, int32 [T]."""
+  def encode_parts(
+    self, parts: Sequence[str | int], *, enough: int | None = None
+  ) -> np.ndarray:
+    """The ids of texts, and ids as they are, as one row, int32 [T]; all of
+    them, whatever is `enough`."""
+    del enough
     rows = []
     for part in parts:
       if isinstance(part, str):
@@ -194,7 +199,7 @@ class Bytes:
       ("tokenizer.json", tokenizer),
       ("tokenizer_config.json", config),
     ):
-      written = json.dumps(content, ensure_ascii=False, indent=1)
+      written = json_text(content, ensure_ascii=False, indent=1)
       (path / file).write_text(written + "\n", encoding="utf-8")
 
 

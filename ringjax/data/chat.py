@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -32,6 +31,7 @@ import numpy as np
 from ringjax.data import isolated, render
 from ringjax.data.special_tokens import Specials, any_of, as_text
 from ringjax.errors import InputTypeError, PromptError, TemplateError
+from ringjax.json_text import json_text
 
 SOURCE_CHARS = 1_000_000
 ROLES = (
@@ -284,7 +284,7 @@ class ChatTemplate:
       try:
         found = isolated.run(
           script,
-          json.dumps(request).encode("ascii"),
+          json_text(request).encode("ascii"),
           memory_bytes=_MEMORY_BYTES + 100 * own,
           cpu_s=_CPU_S + own // 2_000_000,
           wall_s=60.0 + own / 100_000,

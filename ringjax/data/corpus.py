@@ -33,6 +33,7 @@ from ringjax.checks import integer
 from ringjax.data.packing import as_document
 from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import DataError, OptionError
+from ringjax.json_text import json_text
 
 _FORMAT, _VERSION = "ringjax-tokens", 1
 _HEADER_BYTES = 4096
@@ -81,7 +82,7 @@ def write(
       header = _write_body(file, documents, vocab, progress)
       header["tokenizer"] = tokenizer_fingerprint
       file.seek(0)
-      file.write(json.dumps(header).encode().ljust(_HEADER_BYTES - 1) + b"\n")
+      file.write(json_text(header).encode().ljust(_HEADER_BYTES - 1) + b"\n")
       file.flush()
       os.fsync(file.fileno())
     os.replace(new, target)
@@ -157,7 +158,7 @@ class Corpus:
     self.tokens: int = header["tokens"]
     self.tokenizer: str = header["tokenizer"]
     self._checksum: int = header["checksum"]
-    text = json.dumps(header, sort_keys=True).encode()
+    text = json_text(header, sort_keys=True).encode()
     self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
     dtype = _dtype(self.vocab)
     self._data = np.memmap(

@@ -25,6 +25,7 @@ from ringjax.checks import boolean, integer, positive_int
 from ringjax.data.packing import as_document
 from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import CheckpointFormatError, DataError, OptionError
+from ringjax.json_text import json_text
 from ringjax.ops.mask import READER, SHARED_PREFIX
 
 # Beside the files of a model.
@@ -88,7 +89,7 @@ class LinkTokens:
 
   def save(self, folder: str | os.PathLike[str]) -> None:
     """Writes `links.json` into a folder, mostly that of a model."""
-    text = json.dumps(dataclasses.asdict(self), indent=2)
+    text = json_text(dataclasses.asdict(self), indent=2)
     pathlib.Path(folder, LINKS).write_text(text + "\n", "utf-8")
 
   @classmethod

@@ -196,6 +196,7 @@ class Tokenizer:
     special: bool = False,
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    enough: int | None = None,
   ) -> np.ndarray:
     """The ids of a text.
 
@@ -207,6 +208,9 @@ class Tokenizer:
         trained so.
       progress: called with characters done and characters in all; what it
         raises ends the encoding.
+      enough: ids behind which the rest of the text need not be encoded: of a
+        text with more, some of the last ones may be missing, but more than
+        `enough` come. None for all.
 
     Returns:
       int32 [T].
@@ -225,19 +229,22 @@ class Tokenizer:
         "pass bos=tokenizer.adds_bos",
       )
     if special:
-      rest = self.encode_parts(self.specials.split(text))
+      rest = self.encode_parts(self.specials.split(text), enough=enough)
       if progress is not None:
         progress(len(text), len(text))
     else:
-      rest = self._encode(text, self._ids, progress)
+      rest = self._encode(text, self._ids, progress, enough)
     return joined([np.array([self.bos_id]), rest]) if bos else rest
 
-  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
+  def encode_parts(
+    self, parts: Sequence[str | int], *, enough: int | None = None
+  ) -> np.ndarray:
     """The ids of texts, and ids as they are, as one row.
 
     Args:
       parts: texts, in which nothing is special, and ids, which are taken as
         they are.
+      enough: see `encode`.
 
     Returns:
       int32 [T].
@@ -245,13 +252,18 @@ class Tokenizer:
     Raises:
       PromptError, TokenizerError: as `encode`.
     """
-    rows = []
+    rows, left = [], enough
     for i, part in enumerate(parts):
       if isinstance(part, str):
         part = as_text(f"parts[{i}]", part)
-        rows.append(self._encode(part, self._ids if i == 0 else self._more))
+        start = self._ids if i == 0 else self._more
+        rows.append(self._encode(part, start, enough=left))
       else:
         rows.append(np.array([part], np.int32))
+      if left is not None:
+        left -= rows[-1].size
+        if left < 0:
+          break
     return joined(rows)
 
   def decode(self, ids: TokenIds, *, special: bool = False) -> str:
@@ -296,19 +308,26 @@ class Tokenizer:
     text: str,
     start: Callable[[str], list[int]],
     progress: Callable[[int, int], None] | None = None,
+    enough: int | None = None,
   ) -> np.ndarray:
     """Ids of a text; `start` encodes its beginning."""
     rows, batch, total = [], [], len(text)
+    # Not many more than it takes.
+    most = _BATCH if enough is None else min(_BATCH, 1 + 8 * enough // _PIECE)
     for begin, end in self._cuts(text):
       if begin == 0:
         rows.append(start(text[:end]))
       else:
         batch.append((begin, end))
-      if batch and (len(batch) == _BATCH or end == total):
+      if batch and (len(batch) >= most or end == total):
         rows += self._ids_of_pieces(text, batch)
         batch = []
+      # Respelled, they are not fewer.
+      done = enough is not None and sum(map(len, rows)) > enough
       if progress is not None and not batch:
         progress(end, total)
+      if done:
+        break
     ids = joined([np.asarray(row, np.int32) for row in rows])
     return self._without_special(ids)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.errors import OptionError, PeerError, RingjaxError
+from ringjax.json_text import json_text
 from ringjax.models.fingerprint import digest, fingerprint
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.peers import Peers
@@ -63,7 +63,7 @@ def agree(peers: Peers, make: Callable[[], tuple[dict[str, Any], _T]]) -> _T:
     if "refused" in other:
       raise PeerError(f"rank {rank} refused: {other['refused']}", rank=rank)
   for name in card:
-    texts = [json.dumps(c.get(name)) for c in cards]
+    texts = [json_text(c.get(name)) for c in cards]
     ((most, count),) = collections.Counter(texts).most_common(1)
     if count < len(texts):
       odd = next(r for r, text in enumerate(texts) if text != most)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax.json_text import json_text
 from ringjax.transfer.wire import HostileMessageError, PullConnection
 
 MOST_BYTES = 1 << 34
@@ -75,7 +76,7 @@ def send_arrays(
   """
   parts = [np.ascontiguousarray(x) for x in arrays]
   stated = [[x.dtype.name, list(x.shape)] for x in parts]
-  head = json.dumps({"t": kind, "x": stated, **fields}).encode()
+  head = json_text({"t": kind, "x": stated, **fields}).encode()
   raw = [x.reshape(-1).view(np.uint8).data for x in parts if x.size]
   link.send([_SIZE.pack(len(head)) + head, *raw])
   return _SIZE.size + len(head) + sum(map(len, raw))

@@ -35,6 +35,7 @@ from ringjax.infer.attention_wire import (
   send_arrays,
 )
 from ringjax.infer.layerwise import LayerPrograms, TokenRows
+from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheKind
@@ -352,7 +353,7 @@ def main() -> None:
     patience_s=said.get("patience_s", PATIENCE_S),
   )
   threading.Thread(target=server.serve, daemon=True).start()
-  print(json.dumps(server.address), flush=True)
+  print(json_text(server.address), flush=True)
   sys.stdin.read()
 
 

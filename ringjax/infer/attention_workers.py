@@ -65,6 +65,7 @@ from ringjax.infer.prompt_reading import (
 )
 from ringjax.infer.sampling import Sample, from_names, traced
 from ringjax.infer.stopping import Stop, as_stop
+from ringjax.json_text import json_text
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.checkpoint import abstract
@@ -282,7 +283,7 @@ class AttentionWorkers:
         )
         told = {"key": key.hex(), "patience_s": patience_s}
         assert made[-1].stdin is not None
-        made[-1].stdin.write(json.dumps(told) + "\n")
+        made[-1].stdin.write(json_text(told) + "\n")
         made[-1].stdin.flush()
       addresses = [_address(n, one) for n, one in enumerate(made)]
       self = cls(addresses, key, patience_s=patience_s)

@@ -46,6 +46,7 @@ from ringjax.infer.kvr import CREDITS, PromptTile, Reading, nothing
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
 from ringjax.infer.links import LinkEnd
 from ringjax.infer.session import Session
+from ringjax.json_text import json_text
 from ringjax.kv.cache import KVCache
 from ringjax.models.transformer import Transformer
 from ringjax.nn.linear import stream_dtype
@@ -657,7 +658,7 @@ class _BlockPublisher(_Worker):
       "address": list(self._publisher.address),
       "ticket": ticket.to_json(),
     }
-    self._tell(json.dumps(card))
+    self._tell(json_text(card))
 
 
 class _BlockPuller(_Worker):

@@ -459,6 +459,7 @@ def _decode(
   # A copy: the session's goes on.
   needs = getattr(sampler, "needs_seen", False)
   seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
+
   def step(state: decode.DecodeState) -> decode.DecodeState:
     after, session.cache = decode.step(
       model, attend, sampler, session.cache, state, ending.ids, length

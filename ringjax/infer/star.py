@@ -29,6 +29,7 @@ from jaxtyping import Shaped
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError
+from ringjax.json_text import json_text
 from ringjax.parallel.door import Door
 from ringjax.transfer.wire import (
   AuthenticationError,
@@ -88,7 +89,7 @@ class StarLink:
     Raises:
       PeerError: the other side is gone, or takes nothing.
     """
-    data = json.dumps(body).encode() if kind in _TEXTS else b""
+    data = json_text(body).encode() if kind in _TEXTS else b""
     self._send([_HEAD.pack(kind, number, len(data)), data])
 
   def send(

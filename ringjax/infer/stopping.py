@@ -3,8 +3,10 @@
 Guarantees: the text that `Watch.feed` and `Watch.flush` return, joined, is the
 text of the tokens up to the first stop: before the stop id, or before the stop
 string that is complete first (of those, the longest). It does not depend on how
-the text is divided into tokens, nor the tokens into feeds. What may be the
-beginning of a stop string is held back until it is known not to be one.
+the text is divided into tokens, nor the tokens into feeds. Stop strings are
+looked for in all that was generated, the texts of special tokens among it,
+whether these are shown or not. What may be the beginning of a stop string is
+held back until it is known not to be one.
 Cost: on the host, a search in the new text and the longest stop string.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ringjax.checks import boolean
 from ringjax.data.special_tokens import TokenIds, as_ids
 from ringjax.data.stream import Decodes, Stream
 from ringjax.errors import InputTypeError, PromptError
@@ -33,15 +37,21 @@ class Stop:
 
   Attributes:
     ids: tokens that end it, such as `tokenizer.eos_ids`.
-    strings: texts that end it, wherever tokens begin and end.
+    strings: texts that end it, wherever tokens begin and end; those of special
+      tokens too.
+    included: whether the text of the answer has the string, or the text of the
+      id, that ended it.
+    special: whether it has the texts of special tokens.
 
   Raises:
     PromptError: an id out of range, an empty text, or too many of them.
-    InputTypeError: neither ids nor texts.
+    InputTypeError: neither ids nor texts, or flags that are no bools.
   """
 
   ids: tuple[int, ...] = ()
   strings: tuple[str, ...] = ()
+  included: bool = False
+  special: bool = False
 
   def __post_init__(self) -> None:
     ids = tuple(dict.fromkeys(as_ids("ids", _several("ids", self.ids))))
@@ -56,6 +66,8 @@ class Stop:
         "leave out empty texts and all beyond that number",
       )
     object.__setattr__(self, "strings", tuple(dict.fromkeys(strings)))
+    for name in ("included", "special"):
+      object.__setattr__(self, name, boolean(name, getattr(self, name)))
 
   def check(self, vocab_size: int) -> None:
     """Raises PromptError for an id that no model of this size gives."""
@@ -68,14 +80,13 @@ class Stop:
         "take them from this model's tokenizer",
       )
 
-  def watch(self, tokenizer: Decodes, *, special: bool = False) -> Watch:
+  def watch(self, tokenizer: Decodes) -> Watch:
     """Begins to watch one row.
 
     Args:
       tokenizer: whose tokens come.
-      special: whether texts of special tokens are text of the answer.
     """
-    return Watch(self, Stream(tokenizer, special=special))
+    return Watch(self, tokenizer)
 
 
 # What an answer ends behind: ids, texts, both, or a `Stop`.
@@ -145,13 +156,15 @@ class Watch:
     tokens: how many tokens came, the last one included.
   """
 
-  def __init__(self, stop: Stop, stream: Stream):
+  def __init__(self, stop: Stop, tokenizer: Decodes):
     self.stopped: int | str | None = None
     self.tokens = 0
     self._stop = stop
     self._ids = frozenset(stop.ids)
-    self._stream = stream
-    self._held = ""
+    self._tokenizer = tokenizer
+    self._stream = Stream(tokenizer, special=stop.special)
+    # Text that is held back, and of each of its characters whether it is shown.
+    self._held, self._shown = "", b""
 
   def copy(self) -> Watch:
     """One that goes on from here by itself, for another continuation."""
@@ -176,10 +189,13 @@ class Watch:
         break
       self.tokens += 1
       if token in self._ids:
+        if self._stop.included and not self._hidden(token):
+          shown.append(self._see(self._stream.feed(token)))
         # What the tokens before it left unfinished may hold a stop string.
-        shown += [self._see(self._stream.flush()), self._held]
-        self._held = ""
+        shown.append(self.flush())
         self.stopped = token if self.stopped is None else self.stopped
+      elif self._hidden(token):
+        shown.append(self._see(self._tokenizer.window([token]), False))
       else:
         shown.append(self._see(self._stream.feed(token)))
     return "".join(shown)
@@ -188,23 +204,33 @@ class Watch:
     """The text that was held back, when no more tokens come."""
     if self.stopped is not None:
       return ""
-    text = self._see(self._stream.flush()) + self._held
-    self._held = ""
-    return text
+    text = self._see(self._stream.flush())
+    return text + self._taken(len(self._held))
 
-  def _see(self, text: str) -> str:
+  def _hidden(self, token: int) -> bool:
+    return not self._stop.special and self._tokenizer.is_special(token)
+
+  def _see(self, text: str, shown: bool = True) -> str:
     """What may be shown of the text held back and the new one."""
-    if not text:
-      return ""
-    text = self._held + text
-    found = _first(text, self._stop.strings)
-    if found is not None:
-      begin, self.stopped = found
-      self._held = ""
-      return text[:begin]
-    keep = _unsure(text, self._stop.strings)
-    self._held = text[len(text) - keep :]
-    return text[: len(text) - keep]
+    strings = self._stop.strings
+    if not strings:
+      return text if shown else ""
+    self._held += text
+    self._shown += bytes([shown]) * len(text)
+    found = _first(self._held, strings) if text else None
+    if found is None:
+      return self._taken(len(self._held) - _unsure(self._held, strings))
+    begin, self.stopped = found
+    end = begin + len(self.stopped) if self._stop.included else begin
+    seen = self._taken(end)
+    self._held, self._shown = "", b""
+    return seen
+
+  def _taken(self, count: int) -> str:
+    """What is shown of the first characters held back, which are no longer."""
+    seen = "".join(itertools.compress(self._held[:count], self._shown))
+    self._held, self._shown = self._held[count:], self._shown[count:]
+    return seen
 
 
 def _first(text: str, strings: Sequence[str]) -> tuple[int, str] | None:

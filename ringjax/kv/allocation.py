@@ -40,6 +40,7 @@ from ringjax.errors import (
   OptionError,
   ShapeError,
 )
+from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.cache import LayerCacheSpec, model_layers
@@ -831,7 +832,7 @@ def _write(path: pathlib.Path, body: dict[str, Any]) -> None:
   """In place of what was there, at one stroke."""
   partial = path.with_name(f".{path.name}.{os.getpid()}")
   try:
-    partial.write_text(json.dumps(body) + "\n", "utf-8")
+    partial.write_text(json_text(body) + "\n", "utf-8")
     os.replace(partial, path)
   except BaseException:
     partial.unlink(missing_ok=True)

@@ -34,6 +34,7 @@ from ringjax.errors import (
   OptionError,
   PromptError,
 )
+from ringjax.json_text import json_text
 from ringjax.kv.base import NoCache
 from ringjax.kv.encoder_states import EncoderStates, StatesAlone
 from ringjax.models.calibration import model_digest, read_tensors, write_tensors
@@ -518,7 +519,7 @@ def split(
 
   def write(folder: pathlib.Path) -> None:
     write_tensors(folder / TENSORS, gathered, {"format": "pt"})
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    text = json_text(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
   return decoder, write

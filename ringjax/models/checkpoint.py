@@ -184,7 +184,7 @@ def cast(model: M, dtype: DTypeLike) -> M:
 
 
 def _with_source(model: Transformer, source: Mapping[str, Any]) -> Transformer:
-  model.source = json.dumps(source, sort_keys=True)
+  model.source = json.dumps(source, sort_keys=True, allow_nan=True)
   return model
 
 

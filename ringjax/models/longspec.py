@@ -37,6 +37,7 @@ from ringjax.errors import (
   InputTypeError,
   OptionError,
 )
+from ringjax.json_text import json_text
 from ringjax.kv.base import KV, CallCache, FreshLayer, HeldKeys, NoCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
@@ -488,7 +489,7 @@ def save(draft: DraftTransformer, folder: str | os.PathLike[str]) -> None:
     return
   place.mkdir(parents=True, exist_ok=True)
   write_tensors(place / TENSORS, arrays, {"format": "pt"})
-  text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+  text = json_text(config, indent=2, sort_keys=True) + "\n"
   (place / CONFIG).write_text(text, encoding="utf-8")
 
 

@@ -43,7 +43,7 @@ def with_more_tokens(
   made = jax.tree.map(lambda x: x, model)
   made.config = dataclasses.replace(model.config, vocab=model.config.vocab + n)
   source = json.loads(model.source) | {"vocab_size": made.config.vocab}
-  made.source = json.dumps(source, sort_keys=True)
+  made.source = json.dumps(source, sort_keys=True, allow_nan=True)
   made.embed.weight = _grown(model.embed.weight, n, keys[0], spread)
   if model.head is not None:
     made.head.weight = _grown(model.head.weight, n, keys[1], spread)

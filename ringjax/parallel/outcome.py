@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from ringjax import errors
 from ringjax.errors import PeerError
+from ringjax.json_text import json_text
 
 # How long one waits for another: for its program, and what it compiles.
 TIMEOUT_S = 600
@@ -70,7 +71,7 @@ def exchanged(value: object, ranks: tuple[int, ...]) -> list[Any]:
   among = "_".join(map(str, ranks))
   key = lambda n, rank: f"ringjax/outcome/{among}/{n}/{rank}"
   me = jax.process_index()
-  client.key_value_set(key(call, me), json.dumps(value))
+  client.key_value_set(key(call, me), json_text(value))
   found = []
   for rank in ranks:
     try:

@@ -43,6 +43,7 @@ from jax._src import distributed  # The key-value store has no public name.
 
 from ringjax.checks import number
 from ringjax.errors import PeerError
+from ringjax.json_text import json_text
 from ringjax.parallel.door import Door
 
 TIMEOUT_S = 10.0
@@ -151,7 +152,7 @@ class Peers:
         "port": server.getsockname()[1],
         "secret": secrets.token_hex(32) if rank == 0 else "",
       }
-      cards = [json.loads(c) for c in exchange(json.dumps(card))]
+      cards = [json.loads(c) for c in exchange(json_text(card))]
       secret = bytes.fromhex(cards[0]["secret"])
       greet = functools.partial(_greet, secret)
       control: dict[int, socket.socket] = {}
@@ -484,7 +485,7 @@ class Peers:
         self._tell(rank, message)
 
   def _tell(self, rank: int, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
+    data = json_text(message).encode()
     peer = self._peers[rank]
     # A connection that is closed is noticed by `_watch`.
     with contextlib.suppress(OSError), peer.lock:

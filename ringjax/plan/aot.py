@@ -32,6 +32,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.json_text import json_text
 from ringjax.parallel import chips
 from ringjax.plan import files, overlap
 from ringjax.plan.hlo import Trips
@@ -264,7 +265,7 @@ def compile(
     "limit_bytes": core.hbm_bytes,
   }
   try:
-    text = json.dumps(job)
+    text = json_text(job)
   except (TypeError, ValueError) as error:
     raise OptionError(
       "options", f"{error}", "values that JSON has", "pass plain values"

@@ -26,6 +26,7 @@ import jax
 from jax.experimental import topologies
 
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.json_text import json_text
 from ringjax.plan.aot import versions
 
 _NEED = re.compile(
@@ -68,7 +69,7 @@ def child() -> None:
   except Exception as error:
     found = {"error": f"{error}", "traceback": traceback.format_exc()}
   # Whole or not at all.
-  (place / "answer.part").write_text(json.dumps(found))
+  (place / "answer.part").write_text(json_text(found))
   os.replace(place / "answer.part", place / "answer.json")
   # libtpu's own threads, and one that still makes machine code, would take
   # long to end.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from ringjax.errors import CheckpointFormatError, OptionError, RingjaxError
+from ringjax.json_text import json_text
 
 T = TypeVar("T")
 _LARGEST_BYTES = 16 << 20
@@ -27,7 +28,7 @@ def write(path: str, format: str, body: dict[str, Any]) -> None:
     OptionError: the folder cannot be written to.
   """
   whole = {"format": format, "version": 1, **body}
-  write_text(path, json.dumps(whole, indent=1) + "\n")
+  write_text(path, json_text(whole, indent=1) + "\n")
 
 
 def write_text(path: str, text: str) -> None:

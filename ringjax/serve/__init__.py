@@ -1,7 +1,7 @@
 """Serving: many requests at once over one pool of pages."""
 
 from ringjax.serve.engine import Engine, EngineCounters
-from ringjax.serve.http import OpenAIApp, app, read_keys
+from ringjax.serve.http import OpenAIApp, app
 from ringjax.serve.prefix_transfer import (
   ExportedPrefix,
   LayerCopies,
@@ -45,6 +45,7 @@ from ringjax.serve.simulate import (
   replay_live,
   replay_simulated,
 )
+from ringjax.serve.tenants import read_keys
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
 
 __all__ = [

@@ -776,6 +776,11 @@ class Engine:
     """Answers that are made at the same time."""
     return self.scheduler.limits.rows
 
+  @property
+  def adapters(self) -> tuple[str, ...]:
+    """Names of its adapters, which requests may ask for."""
+    return tuple(name for name in self._adapters if name)
+
   def figures(self) -> list[Figure]:
     """What a server shows of it."""
     return engine_figures(self)

@@ -9,7 +9,6 @@ Ref: https://github.com/guidance-ai/llguidance
 from __future__ import annotations
 
 import importlib
-import json
 import threading
 import types
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import numpy as np
 
 from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 
 
 class GrammarCompiler:
@@ -57,7 +57,7 @@ class GrammarCompiler:
       grammar = (
         matcher.grammar_from_regex(regex)
         if schema is None
-        else matcher.grammar_from_json_schema(json.dumps(schema))
+        else matcher.grammar_from_json_schema(json_text(schema))
       )
     except ValueError as error:
       raise _bad(name, error) from None

@@ -1,13 +1,17 @@
 """An ASGI application that speaks OpenAI's API for an engine or a cluster.
 
-Guarantees: the event loop never waits for the engine: what takes its lock or
-encodes text is done by threads, and tokens wake the loop up. A client that
-disconnects, or does not read for `stall` seconds, loses its request, whose
-pages are free at once; other requests do not notice. With keys, tenants share
-no prefix. A failure of one request is an error object, without a traceback.
-Cost: one small pool of threads.
+Guarantees: the event loop never waits for the engine: what takes its lock,
+parses a body or encodes text is done by threads, and tokens wake the loop up.
+Who would have to wait longer than the queue is is refused before its body is
+read; short bodies do not wait for long ones, nor a client for all bodies of
+another. A client that disconnects, or does not send or read for `stall`
+seconds, loses its request, whose pages are free at once; other requests do not
+notice. With keys, tenants share no prefix, have parts of the queue of their
+own, and see no numbers of others. A failure of one request is an error object,
+without a traceback; also a stream that fails ends with [DONE].
+Cost: a few threads.
 
-It is plain ASGI 3: it has five paths and needs no framework, and any server of
+It is plain ASGI 3: it has few paths and needs no framework, and any server of
 ASGI runs it. `launch.serve` takes uvicorn (BSD, 70 kB; with h11 and click), the
 extra `serve`, which parses HTTP and ends gracefully.
 Ref: https://asgi.readthedocs.io, https://platform.openai.com/docs/api-reference
@@ -17,24 +21,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import hashlib
-import json
+import importlib.metadata
 import logging
-import os
-import pathlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import (
+  Awaitable,
+  Callable,
+  Hashable,
+  Iterator,
+  Mapping,
+  MutableMapping,
+  Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, PromptError, RingjaxError, message
+from ringjax.json_text import json_text
+from ringjax.serve.api_parameters import (
+  ApiError,
+  from_error,
+  parse_json,
+  refused,
+)
+from ringjax.serve.fair_threads import FairThreads
 from ringjax.serve.openai_api import (
   AnswerStream,
   ApiCall,
-  ApiError,
   ApiModel,
-  from_error,
-  parse_json,
   rejected,
   usage,
 )
@@ -46,16 +63,27 @@ from ringjax.serve.request import (
   Request,
 )
 from ringjax.serve.server_metrics import CONTENT_TYPE, Figure, ServerMetrics
+from ringjax.serve.tenants import TenantShares
 
 _LOG = logging.getLogger("ringjax.serve")
+_MODEL = "/v1/models/"
 _PATHS = {
   "/v1/completions": "POST",
   "/v1/chat/completions": "POST",
   "/v1/models": "GET",
+  "/tokenize": "POST",
+  "/detokenize": "POST",
   "/metrics": "GET",
+  "/version": "GET",
   "/health": "GET",
 }
-_THREADS = 8
+# Threads that read bodies and encode texts, of short bodies and of long ones;
+# and those that take the engine's lock.
+_SHORT_THREADS, _LONG_THREADS, _ENGINE_THREADS = 3, 2, 4
+_SHORT_BYTES = 1 << 16
+# Bytes a second that come of a body at least, behind the first `stall` seconds.
+_BODY_RATE = 1 << 14
+_DONE = b"data: [DONE]\n\n"
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
@@ -81,6 +109,11 @@ class Served(Answers, Protocol):
   @property
   def rows(self) -> int:
     """Answers that are made at the same time."""
+    ...
+
+  @property
+  def adapters(self) -> Sequence[str]:
+    """Names of the adapters that requests may ask for."""
     ...
 
   @property
@@ -119,40 +152,6 @@ def app(engine: Served, **options: Any) -> OpenAIApp:
   return OpenAIApp(engine, **options)
 
 
-def read_keys(path: str | os.PathLike[str]) -> dict[str, str]:
-  """The tenants of a file, by their keys.
-
-  Args:
-    path: of a text file: a key and a tenant a line, and comments behind #.
-
-  Raises:
-    OptionError: a line is none, a key is there twice, or there is none.
-  """
-  found: dict[str, str] = {}
-  try:
-    lines = pathlib.Path(path).read_text("utf-8").splitlines()
-  except (OSError, ValueError) as error:
-    raise OptionError(
-      "api_keys", error, "a text file", "pass its path"
-    ) from None
-  for n, line in enumerate(lines, 1):
-    words = line.partition("#")[0].split()
-    if not words:
-      continue
-    # The line is not shown: there is a key in it.
-    if len(words) != 2 or words[0] in found or not words[0].isascii():
-      raise OptionError(
-        "api_keys",
-        f"line {n} of {path}",
-        "a key of ASCII, not used before, and a tenant",
-        "write KEY TENANT",
-      )
-    found[words[0]] = words[1]
-  if not found:
-    raise OptionError("api_keys", f"no keys in {path}", "some", "add a line")
-  return found
-
-
 class OpenAIApp:
   """An ASGI application: completions, chats, models, health and metrics.
 
@@ -167,10 +166,12 @@ class OpenAIApp:
     *,
     model_name: str = "ringjax",
     keys: Mapping[str, str] | None = None,
+    admin: str | None = None,
     queue: int = 256,
     body_bytes: int = 8 << 20,
     most_answers: int = 128,
     stall: int | float = 60.0,
+    chat_template: str | None = None,
     trusted_template: bool = False,
   ):
     """For an engine.
@@ -179,15 +180,18 @@ class OpenAIApp:
       engine: with a tokenizer.
       model_name: by which clients call the model.
       keys: tenants by their keys; None lets everyone in, as one tenant.
+      admin: the tenant that is shown the metrics of all; others see their own.
       queue: answers that may wait beside those that are being made.
       body_bytes: of a body at most.
       most_answers: of one body.
       stall: seconds after which a client that does not send or read is given
         up.
+      chat_template: Jinja source in place of the tokenizer's, or None.
       trusted_template: see `ringjax.data.ChatTemplate`.
 
     Raises:
       OptionError: a value is out of its range.
+      TemplateError: a template that is none.
     """
     if engine.tokenizer is None:
       raise OptionError(
@@ -203,17 +207,32 @@ class OpenAIApp:
       vocab=engine.vocab,
       longest=engine.longest,
       most_answers=positive_int("most_answers", most_answers),
+      adapters=engine.adapters,
+      chat_template=chat_template,
       trusted_template=trusted_template,
     )
     # Looking up a digest takes as long for any key.
     self._keys = None
     if keys is not None:
       self._keys = {_digest(key): tenant for key, tenant in keys.items()}
-    self._queue = positive_int("queue", queue)
+    tenants = set(() if keys is None else keys.values())
+    if admin is not None and admin not in tenants:
+      raise OptionError(
+        "admin", repr(admin), "a tenant of the keys", "give it a key"
+      )
+    self._admin = admin
+    queue = positive_int("queue", queue)
+    # Of a cluster the number of rows changes.
+    self._shares = TenantShares(len(tenants), lambda: engine.rows + queue)
     self._body_bytes = positive_int("body_bytes", body_bytes)
     self._stall = number("stall", stall, above=0.0)
-    self._answers = 0
-    self._pool = ThreadPoolExecutor(_THREADS, "ringjax http")
+    self._short = FairThreads(_SHORT_THREADS, "ringjax short bodies")
+    self._long = FairThreads(_LONG_THREADS, "ringjax long bodies")
+    self._pool = ThreadPoolExecutor(_ENGINE_THREADS, "ringjax http")
+    self._ended = False
+    # Requests of HTTP that have not been submitted yet.
+    self._preparing: set[asyncio.Task[Any]] = set()
+    self._answering: set[Handle] = set()
 
   async def __call__(
     self, scope: MutableMapping[str, Any], receive: Receive, send: Send
@@ -240,12 +259,40 @@ class OpenAIApp:
 
   def close(self) -> None:
     """Closes the engine; what is under way is given up."""
+    self._ended = True
     self.engine.close()
+    self._short.close()
+    self._long.close()
     self._pool.shutdown(wait=False)
 
+  async def end(self, grace: int | float) -> None:
+    """Gives up what is under way when so many seconds are over.
+
+    Clients are told: a stream ends with an error and [DONE], other answers are
+    status 503. From then on nothing new is taken.
+
+    Args:
+      grace: seconds in which answers may still come to their end.
+    """
+    await asyncio.sleep(grace)
+    self._ended = True
+    for task in list(self._preparing):
+      task.cancel()
+    handles = list(self._answering)
+    if handles:
+      await self._thread(self._cancel, handles)
+
   def _thread(self, call: Callable[..., Any], *args: Any) -> Any:
+    """A call that takes the engine's lock.
+
+    Raises:
+      ApiError: the application is closed.
+    """
     loop = asyncio.get_running_loop()
-    return loop.run_in_executor(self._pool, call, *args)
+    try:
+      return loop.run_in_executor(self._pool, call, *args)
+    except RuntimeError:
+      raise _unavailable() from None
 
   # -------------------------------------------------------------------------
   # HTTP
@@ -257,31 +304,30 @@ class OpenAIApp:
       try:
         await self._route(scope, path, client)
       except ApiError as error:
-        if client.status:
-          # The head is gone: the error is the last event of the stream.
-          await client.event(error.body)
-          await client.finish()
-        else:
-          await client.json(error.status, error.body, error.headers)
-      except (ClientGone, asyncio.CancelledError):
+        await client.failed(error)
+      except ClientGone:
         raise
+      except asyncio.CancelledError:
+        # By the server, which ends: who is told so is not cut off.
+        await client.failed(_unavailable())
       except Exception:
         _LOG.exception("%s %s", scope["method"], path)
-        if client.status:
-          raise
         error = ApiError(
           500, "an internal error; see the server's log", kind="server_error"
         )
-        await client.json(500, error.body)
+        await client.failed(error)
     except ClientGone:
       client.status = 499
     finally:
       await client.close()
       known = path if path in _PATHS else "other"
-      self.metrics.answered(known, client.status)
+      known = f"{_MODEL}{{id}}" if path.startswith(_MODEL) else known
+      self.metrics.answered(known, client.status, client.tenant)
 
   async def _route(self, scope: Any, path: str, client: _Client) -> None:
     method = _PATHS.get(path)
+    if path.startswith(_MODEL):
+      method = "GET"
     if method is None:
       raise ApiError(
         404,
@@ -306,20 +352,66 @@ class OpenAIApp:
       )
       return
     headers = {key.lower(): value for key, value in scope["headers"]}
-    salt = self._tenant(headers)
+    client.tenant = self._tenant(headers)
     if path == "/v1/models":
       await client.json(200, self._model.models())
+    elif path.startswith(_MODEL):
+      await client.json(200, self._model.model(path.removeprefix(_MODEL)))
+    elif path == "/version":
+      await client.json(200, {"version": _version()})
     elif path == "/metrics":
-      text = self.metrics.text(self.engine.figures())
+      seen = None if self._sees_all(client.tenant) else client.tenant
+      text = self.metrics.text(self.engine.figures(), seen)
       await client.body(200, text.encode(), CONTENT_TYPE)
     else:
+      # Who has no keys is told apart by connections.
+      whose = client.tenant or tuple(scope.get("client") or ())
+      with self._place(client) as place:
+        await self._post(path, headers, client, whose, place)
+
+  async def _post(
+    self,
+    path: str,
+    headers: Mapping[bytes, bytes],
+    client: _Client,
+    whose: Hashable,
+    place: _Place,
+  ) -> None:
+    """Answers a body."""
+    task = asyncio.current_task()
+    assert task is not None
+    self._preparing.add(task)
+    try:
+      if self._ended:
+        raise _unavailable()
       body = await self._body(headers, client)
-      given = parse_json(body)
-      make = self._model.chat if "chat" in path else self._model.completion
-      await self._answer(await self._thread(make, given, salt), client)
+      client.watch()
+      threads = self._long if len(body) > _SHORT_BYTES else self._short
+      work = functools.partial(self._made, path, body, client)
+      found = await threads.run(whose, work)
+    finally:
+      self._preparing.discard(task)
+    if isinstance(found, ApiCall):
+      await self._answer(found, client, place)
+    else:
+      await client.json(200, found)
+
+  def _made(
+    self, path: str, data: bytes, client: _Client
+  ) -> ApiCall | dict[str, Any]:
+    """What a body asks for, or the answer that needs no engine."""
+    if client.gone:
+      raise ClientGone
+    body, model = parse_json(data), self._model
+    if path == "/tokenize":
+      return model.tokenize(body)
+    if path == "/detokenize":
+      return model.detokenize(body)
+    make = model.chat if "chat" in path else model.completion
+    return make(body, f"tenant:{client.tenant}" if client.tenant else "")
 
   def _tenant(self, headers: Mapping[bytes, bytes]) -> str:
-    """The salt of a request's tenant.
+    """A request's tenant; "" where there are no keys.
 
     Raises:
       ApiError: no key, or one that is not known.
@@ -340,7 +432,10 @@ class OpenAIApp:
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
       )
-    return f"tenant:{tenant}"
+    return tenant
+
+  def _sees_all(self, tenant: str) -> bool:
+    return self._keys is None or tenant == self._admin
 
   async def _body(
     self, headers: Mapping[bytes, bytes], client: _Client
@@ -386,60 +481,40 @@ class OpenAIApp:
   # Answers
   # -------------------------------------------------------------------------
 
-  async def _answer(self, call: ApiCall, client: _Client) -> None:
+  @contextlib.contextmanager
+  def _place(self, client: _Client) -> Iterator[_Place]:
+    """A place in the queue, from before the body is read until the end."""
+    place = _Place(self._shares, client.tenant)
+    place.take(1)
+    try:
+      yield place
+    finally:
+      self._shares.give(client.tenant, place.count)
+
+  async def _answer(
+    self, call: ApiCall, client: _Client, place: _Place
+  ) -> None:
     """Submits what a body asks for, and sends the answers."""
-    most = self.engine.rows + self._queue
+    most = self._shares.limit()
     if call.answers > most:
-      raise ApiError(
-        400,
-        message(
-          "n",
-          f"{call.answers} answers",
-          f"at most {most} at the same time",
-          "ask for fewer",
-        ),
-        param="n",
+      raise refused(
+        "n",
+        f"{call.answers} answers",
+        f"at most {most} at the same time",
+        "ask for fewer",
       )
-    if self._answers + call.answers > most:
-      raise ApiError(
-        429,
-        f"the queue is full: {self._answers} answers of {most}; "
-        "try again later",
-        kind="rate_limit_error",
-        code="queue_full",
-        headers={"retry-after": "1"},
+    wide = call.requests[0].beams or 0
+    if wide > self.engine.rows:
+      raise refused(
+        "beams",
+        f"{wide}",
+        f"at most {self.engine.rows}, as many answers as are made at once",
+        "ask for fewer",
       )
-    self._answers += call.answers
+    place.take(call.answers - place.count)
     handles: list[Handle] = []
     try:
-      loop, changed = asyncio.get_running_loop(), client.changed
-
-      def then(answer: Answer) -> None:
-        # One that is not streamed is looked at when it has ended.
-        if call.stream or answer.finish is not None:
-          # The loop may have ended before the engine.
-          with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(changed.set)
-
-      def submit() -> None:
-        for request in call.requests:
-          on_change = self.metrics.watch(then)
-          handles.append(self.engine.submit(request, on_change))
-
-      try:
-        await self._thread(submit)
-      except RejectedError as error:
-        raise rejected(error) from None
-      except RingjaxError as error:
-        if not self.engine.open:
-          raise ApiError(
-            503,
-            "the server takes no requests any more",
-            kind="server_error",
-            code="unavailable",
-          ) from None
-        raise from_error(error) from None
-      client.watch()
+      await self._submit(call, handles, client)
       if call.stream:
         await self._stream(call, handles, client)
         return
@@ -447,9 +522,56 @@ class OpenAIApp:
         await client.wait()
       await client.json(200, self._model.whole(call, handles))
     finally:
-      self._answers -= call.answers
+      self._answering.difference_update(handles)
+      self.metrics.ended(handles, client.tenant)
       if not all(handle.done for handle in handles):
-        self._pool.submit(self._cancel, handles)
+        # A pool that is closed: the engine has given them up.
+        with contextlib.suppress(RuntimeError):
+          self._pool.submit(self._cancel, handles)
+
+  async def _submit(
+    self, call: ApiCall, handles: list[Handle], client: _Client
+  ) -> None:
+    """Submits requests; `handles` has those that the engine has taken."""
+    loop, changed = asyncio.get_running_loop(), client.changed
+
+    def then(answer: Answer) -> None:
+      # One that is not streamed is looked at when it has ended.
+      if call.stream or answer.finish is not None:
+        # The loop may have ended before the engine.
+        with contextlib.suppress(RuntimeError):
+          loop.call_soon_threadsafe(changed.set)
+
+    # Of several tenants those come first who have less under way.
+    behind = self._shares.taken(client.tenant) // max(1, self.engine.rows)
+
+    def submit() -> None:
+      for request in call.requests:
+        if client.tenant:
+          request = dataclasses.replace(request, priority=behind)
+        on_change = self.metrics.watch(then, client.tenant)
+        handles.append(self.engine.submit(request, on_change))
+
+    try:
+      await self._thread(submit)
+    except RejectedError as error:
+      raise rejected(error) from None
+    except PromptError:
+      raise refused(
+        "messages" if call.chat else "prompt",
+        f"{max(len(request.prompt) for request in call.requests):,} tokens and "
+        f"{call.requests[0].max_new_tokens:,} new ones",
+        "what this server has room for",
+        "shorten it or ask for fewer",
+        code="context_length_exceeded",
+      ) from None
+    except RingjaxError as error:
+      if not self.engine.open:
+        raise _unavailable() from None
+      raise from_error(error) from None
+    self._answering.update(handles)
+    if self._ended:
+      raise _unavailable()
 
   def _cancel(self, handles: list[Handle]) -> None:
     for handle in handles:
@@ -480,7 +602,51 @@ class OpenAIApp:
     if call.usage:
       last = self._model.chunk(call, []) | {"usage": usage(handles)}
       await client.event(last)
-    await client.finish(b"data: [DONE]\n\n")
+    await client.finish(_DONE)
+
+
+def _version() -> str:
+  try:
+    return importlib.metadata.version("ringjax")
+  except importlib.metadata.PackageNotFoundError:
+    return "unknown"
+
+
+def _unavailable() -> ApiError:
+  return ApiError(
+    503,
+    "the server takes no requests any more",
+    kind="server_error",
+    code="unavailable",
+  )
+
+
+class _Place:
+  """Answers of a tenant that count as under way.
+
+  Attributes:
+    count: how many.
+  """
+
+  def __init__(self, shares: TenantShares, tenant: str):
+    self.count, self._shares, self._tenant = 0, shares, tenant
+
+  def take(self, more: int) -> None:
+    """Lets more of them count.
+
+    Raises:
+      ApiError: there is no room.
+    """
+    if not self._shares.take(self._tenant, more):
+      has = self._shares.taken(self._tenant)
+      raise ApiError(
+        429,
+        f"the queue is full: {has} answers under way; try again later",
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"retry-after": "1"},
+      )
+    self.count += more
 
 
 def _digest(key: str) -> bytes:
@@ -492,42 +658,50 @@ class _Client:
 
   Attributes:
     status: of the answer, 0 before it begins.
+    tenant: who it is, as far as it is known.
+    gone: whether it has disconnected.
     changed: set when there may be something to send, or when it is gone.
   """
 
   def __init__(self, receive: Receive, send: Send, stall: float):
-    self.status = 0
+    self.status, self.tenant, self.gone = 0, "", False
     self.changed = asyncio.Event()
     self._receive, self._send_, self._stall = receive, send, stall
-    self._gone = False
+    self._streams = self._complete = False
     self._watching: asyncio.Task[None] | None = None
 
   async def parts(self) -> Any:
     """The body, part by part.
 
     Raises:
-      ApiError: nothing comes any more.
+      ApiError: nothing comes any more, or next to nothing.
       ClientGone: it has disconnected.
     """
-    more = True
+    clock = asyncio.get_running_loop().time
+    more, begun, size = True, clock(), 0
     while more:
+      left = begun + self._stall + size / _BODY_RATE - clock()
       try:
-        event = await asyncio.wait_for(self._receive(), self._stall)
+        wait = max(0.0, min(self._stall, left))
+        async with asyncio.timeout(wait):
+          event = await self._receive()
       except TimeoutError:
         raise ApiError(
           408,
           message(
             "body",
-            f"nothing for {self._stall:g} s",
+            f"{size:,} bytes in {clock() - begun:.3g} s",
             "a whole body",
-            "send it again",
+            "send it again, faster",
           ),
           headers={"connection": "close"},
         ) from None
       if event["type"] == "http.disconnect":
         raise ClientGone
       more = event.get("more_body", False)
-      yield event.get("body", b"")
+      part = event.get("body", b"")
+      size += len(part)
+      yield part
 
   def watch(self) -> None:
     """Lets `wait` notice that it disconnects; behind the body."""
@@ -535,7 +709,7 @@ class _Client:
     async def watched() -> None:
       while (await self._receive())["type"] != "http.disconnect":
         pass
-      self._gone = True
+      self.gone = True
       self.changed.set()
 
     self._watching = asyncio.ensure_future(watched())
@@ -548,7 +722,7 @@ class _Client:
     """
     await self.changed.wait()
     self.changed.clear()
-    if self._gone:
+    if self.gone:
       raise ClientGone
 
   async def close(self) -> None:
@@ -561,8 +735,17 @@ class _Client:
     self, status: int, body: Any, headers: Mapping[str, str] | None = None
   ) -> None:
     """Sends a whole answer."""
-    data = json.dumps(body).encode()
+    data = json_text(body).encode()
     await self.body(status, data, "application/json", headers)
+
+  async def failed(self, error: ApiError) -> None:
+    """Sends an error: as the answer, or, where one has begun, as its last
+    event."""
+    if not self.status:
+      await self.json(error.status, error.body, error.headers)
+    elif self._streams and not self._complete:
+      await self.event(error.body)
+      await self.finish(_DONE)
 
   async def body(
     self,
@@ -593,17 +776,21 @@ class _Client:
 
   async def event(self, body: Any) -> None:
     """Sends an event of a stream."""
-    data = b"data: " + json.dumps(body).encode() + b"\n\n"
+    self._streams = True
+    data = b"data: " + json_text(body).encode() + b"\n\n"
     await self._send(
       {"type": "http.response.body", "body": data, "more_body": True}
     )
 
   async def finish(self, data: bytes = b"") -> None:
     """Sends the end of an answer."""
+    self._complete = True
     await self._send({"type": "http.response.body", "body": data})
 
   async def _send(self, event: Any) -> None:
     try:
-      await asyncio.wait_for(self._send_(event), self._stall)
+      # `wait_for` of Python 3.11 may lose that the task is cancelled.
+      async with asyncio.timeout(self._stall):
+        await self._send_(event)
     except (TimeoutError, OSError):
       raise ClientGone from None

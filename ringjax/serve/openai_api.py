@@ -2,89 +2,65 @@
 
 Guarantees: a parameter is used, or refused with an error object that says what
 came, what was expected and what to do; none is ignored in silence. Texts of
-messages and prompts never become special tokens. Nothing here knows of HTTP or
+messages and prompts never become special tokens. A text that no context can
+hold is refused before it is rendered or encoded. Nothing here knows of HTTP or
 of sockets.
 
-What stands for nothing in OpenAI's API and is taken too: `top_k`, `min_p`,
-`repetition_penalty`, `ignore_eos`, `guided_regex`, `beams`, `length_penalty`.
+What is no part of OpenAI's API and is taken too: `top_k`, `min_p`,
+`repetition_penalty`, `ignore_eos`, `guided_regex`, `beams`, `length_penalty`,
+and vLLM's `stop_token_ids`, `include_stop_str_in_output`,
+`skip_special_tokens`, `chat_template_kwargs`; /tokenize and /detokenize are
+vLLM's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
+import math
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import PyTree
 
-from ringjax.checks import boolean, integer, number
 from ringjax.data import ChatTemplate, Stream
+from ringjax.data.special_tokens import Specials
 from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, PeerError, RingjaxError, message
 from ringjax.infer.stopping import Stop
+from ringjax.serve.api_parameters import (
+  CHAT,
+  COMPLETION,
+  DETOKENIZE,
+  TOKENIZE,
+  ApiError,
+  Parser,
+  check_search,
+  check_tools,
+  checked,
+  from_error,
+  is_ids,
+  kind_of,
+  messages_of,
+  refused,
+  utf8,
+)
 from ringjax.serve.grammar import GrammarCompiler
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
-from ringjax.serve.row_sampler import TOP, RowSampling
+from ringjax.serve.row_sampler import RowSampling
 
 _DEFAULT_NEW = 16
 # Nothing was said about sampling: OpenAI's default.
 _TEMPERATURE = 1.0
 _FINISH = {"stop": "stop", "length": "length"}
-
-
-class ApiError(Exception):
-  """An answer that is an error object of OpenAI's API.
-
-  Attributes:
-    status: of HTTP.
-    body: the object.
-    headers: that go with it.
-  """
-
-  def __init__(
-    self,
-    status: int,
-    text: str,
-    *,
-    kind: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-  ):
-    super().__init__(text)
-    self.status, self.headers = status, dict(headers or {})
-    self.body = {
-      "error": {"message": text, "type": kind, "param": param, "code": code}
-    }
-
-
-def refused(
-  param: str,
-  got: object,
-  want: object,
-  remedy: object,
-  *,
-  code: str | None = None,
-) -> ApiError:
-  """The error of a parameter: what came, what was expected, what to do."""
-  return ApiError(
-    400, message(param, got, want, remedy), param=param, code=code
-  )
-
-
-def from_error(error: RingjaxError) -> ApiError:
-  """The same of an error of the package, whose text begins with a name."""
-  found = re.match(r"\w+(?=: got )", str(error))
-  name = found[0] if found else None
-  # `Stop` calls texts so.
-  name = "stop" if name == "strings" else name
-  return ApiError(400, str(error), param=name)
+# What OpenAI's API says of a token that may not come: JSON has no infinity.
+_NEVER = -9999.0
+# Characters of the longest token at least, where tokens have no bytes of their
+# own: a word may be a token that stands for all unknown ones.
+_LONG_TOKEN = 256
 
 
 def rejected(error: Exception) -> ApiError:
@@ -99,209 +75,6 @@ def rejected(error: Exception) -> ApiError:
 
 
 # ---------------------------------------------------------------------------
-# Parameters
-# ---------------------------------------------------------------------------
-
-
-def _kind(value: Any) -> str:
-  """The value's JSON type, in words."""
-  names = {str: "a string", list: "a list", dict: "an object", bool: "a bool"}
-  return names.get(type(value), repr(value)[:80])
-
-
-def _text(name: str, value: Any) -> str:
-  if not isinstance(value, str):
-    raise OptionError(name, _kind(value), "a string", "pass a string")
-  return value
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[str, Any], int]:
-  return lambda name, value: integer(name, value, least=least, most=most)
-
-
-def _real(
-  least: int | float | None = None, most: int | float | None = None
-) -> Any:
-  return lambda name, value: number(name, value, least=least, most=most)
-
-
-def _stop(name: str, value: Any) -> tuple[str, ...]:
-  found = [value] if isinstance(value, str) else value
-  if not isinstance(found, list) or not all(
-    isinstance(x, str) and x for x in found
-  ):
-    raise OptionError(
-      name,
-      _kind(value),
-      "a string or a list of strings, none of them empty",
-      "pass texts",
-    )
-  return tuple(found)
-
-
-def _bias(name: str, value: Any) -> dict[int, float]:
-  if not isinstance(value, dict):
-    raise OptionError(
-      name, _kind(value), "an object", 'pass {"token id": bias}'
-    )
-  found = {}
-  for key, bias in value.items():
-    if not re.fullmatch(r"\d{1,9}", key):
-      raise OptionError(
-        name, f"the key {key[:40]!r}", "token ids", "pass ids as keys"
-      )
-    found[int(key)] = number(name, bias, least=-100, most=100)
-  return found
-
-
-def _members(name: str, value: Any, *known: str) -> dict[str, Any]:
-  """An object without members that are not known; null ones are left out."""
-  if not isinstance(value, dict):
-    raise OptionError(name, _kind(value), "an object", "pass an object")
-  unknown = sorted(set(value) - set(known))
-  if unknown:
-    raise OptionError(
-      f"{name}.{unknown[0][:60]}",
-      "a member that is not known",
-      f"some of {', '.join(known)}",
-      "leave it out",
-    )
-  return {key: x for key, x in value.items() if x is not None}
-
-
-def _stream_options(name: str, value: Any) -> bool:
-  found = _members(name, value, "include_usage")
-  return boolean(f"{name}.include_usage", found.get("include_usage", False))
-
-
-def _response_format(name: str, value: Any) -> Any:
-  """None for text, or the schema as an object."""
-  found = _members(name, value, "type", "json_schema")
-  kind = found.get("type")
-  if kind == "text" and len(found) == 1:
-    return None
-  if kind == "json_object" and len(found) == 1:
-    return {"type": "object"}
-  if kind == "json_schema" and "json_schema" in found:
-    inner = _members(
-      f"{name}.json_schema",
-      found["json_schema"],
-      "name",
-      "description",
-      "schema",
-      "strict",
-    )
-    if isinstance(inner.get("schema"), dict):
-      return inner["schema"]
-  raise OptionError(
-    name,
-    json.dumps(value)[:100],
-    'type "text", "json_object", or "json_schema" with '
-    "json_schema.schema, an object",
-    "pass one of them",
-  )
-
-
-def _anything(name: str, value: Any) -> Any:
-  return value
-
-
-_BOTH: dict[str, Callable[[str, Any], Any]] = {
-  "model": _text,
-  "max_tokens": _whole(1),
-  "temperature": _real(0),
-  "top_p": _real(0, 1),
-  "n": _whole(1),
-  "stream": boolean,
-  "stream_options": _stream_options,
-  "stop": _stop,
-  "presence_penalty": _real(-2, 2),
-  "frequency_penalty": _real(-2, 2),
-  "logit_bias": _bias,
-  "seed": _whole(0, 2**63 - 1),
-  "user": _text,
-  "response_format": _response_format,
-  "top_k": _whole(1),
-  "min_p": _real(0, 1),
-  "repetition_penalty": _real(),
-  "ignore_eos": boolean,
-  "guided_regex": _text,
-  "beams": _whole(1),
-  "length_penalty": _real(-10, 10),
-}
-COMPLETION: dict[str, Callable[[str, Any], Any]] = {
-  **_BOTH,
-  "prompt": _anything,
-  "best_of": _whole(1),
-  "logprobs": _whole(0, TOP),
-  "echo": boolean,
-}
-CHAT: dict[str, Callable[[str, Any], Any]] = {
-  **_BOTH,
-  "messages": _anything,
-  "max_completion_tokens": _whole(1),
-  "logprobs": boolean,
-  "top_logprobs": _whole(0, TOP),
-}
-
-
-def parse_json(data: bytes) -> dict[str, Any]:
-  """The object in a body.
-
-  Raises:
-    ApiError: it is none: not UTF-8, not JSON, a name twice, no object.
-  """
-
-  def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-      raise ValueError("a name occurs twice in an object")
-    return found
-
-  def constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-  try:
-    found = json.loads(
-      data.decode("utf-8"), object_pairs_hook=once, parse_constant=constant
-    )
-  except (ValueError, RecursionError) as error:
-    why = " ".join(str(error).split())[:100]
-    raise refused(
-      "body",
-      why,
-      "a JSON object in UTF-8",
-      "send what a JSON encoder makes of an object, each name once",
-    ) from None
-  if not isinstance(found, dict):
-    raise refused("body", _kind(found), "a JSON object", "pass an object")
-  return found
-
-
-def _checked(
-  body: dict[str, Any], known: Mapping[str, Callable[[str, Any], Any]]
-) -> dict[str, Any]:
-  """The parameters of a body; those that are null are as if left out."""
-  found = {}
-  for name, value in body.items():
-    if value is None:
-      continue
-    if name not in known:
-      raise refused(
-        name[:60],
-        _kind(value),
-        f"parameters that are supported: {', '.join(sorted(known))}",
-        "leave it out",
-        code="unsupported_parameter",
-      )
-    try:
-      found[name] = known[name](name, value)
-    except RingjaxError as error:
-      raise ApiError(400, str(error), param=name) from None
-  return found
-
-
-# ---------------------------------------------------------------------------
 # From bodies to requests
 # ---------------------------------------------------------------------------
 
@@ -312,22 +85,26 @@ class ApiCall:
 
   Attributes:
     requests: one for each prompt.
+    model: the name by which it was called.
     n: answers of each that are given back.
     chat: whether the answers are messages.
     stream: whether they are sent as they come.
     usage: whether a stream ends with its usage.
     logprobs: how many others each token comes with, or None.
+    stop_ids: ids that the body asks to stop at.
     echoes: for each prompt the text before its answers.
     id: of the answer.
     created: seconds since 1970.
   """
 
   requests: tuple[Request, ...]
+  model: str
   n: int
   chat: bool
   stream: bool
   usage: bool
   logprobs: int | None
+  stop_ids: tuple[int, ...]
   echoes: tuple[str, ...]
   id: str
   created: int
@@ -337,12 +114,18 @@ class ApiCall:
     """How many are made, the hypotheses of beam searches among them."""
     return sum(request.rows for request in self.requests)
 
+  @property
+  def stops(self) -> Stop:
+    """What ends the answers, and what their texts have."""
+    return self.requests[0].stops
+
 
 class ApiModel:
   """What is needed of the served model to read bodies and write answers.
 
   Attributes:
     name: by which clients call it.
+    adapters: names by which clients call it with an adapter.
     tokenizer: of its texts.
     created: when it was first served, seconds since 1970.
   """
@@ -355,6 +138,8 @@ class ApiModel:
     vocab: int,
     longest: int,
     most_answers: int,
+    adapters: Sequence[str] = (),
+    chat_template: str | None = None,
     trusted_template: bool = False,
   ):
     """Of a model.
@@ -365,19 +150,43 @@ class ApiModel:
       vocab: ids that the model has.
       longest: tokens of a prompt and its answer together at most.
       most_answers: of one body.
+      adapters: names of the engine's adapters.
+      chat_template: Jinja source in place of the tokenizer's, or None.
       trusted_template: see `ringjax.data.ChatTemplate`.
+
+    Raises:
+      OptionError: an adapter that is called as the model.
+      TemplateError: a template that is none.
     """
+    if name in adapters:
+      raise OptionError(
+        "model_name",
+        f"{name!r}, which an adapter has too",
+        "another name",
+        "pass another model_name",
+      )
     self.name, self.tokenizer = name, tokenizer
+    self.adapters = tuple(adapters)
     self.created = int(time.time())
     self._vocab, self._longest, self._most = vocab, longest, most_answers
     self._template = None
-    if tokenizer.chat_template is not None:
+    if chat_template is not None:
+      self._template = ChatTemplate(
+        chat_template, tokenizer.special_names, trusted=trusted_template
+      )
+    elif tokenizer.chat_template is not None:
       self._template = ChatTemplate.of(tokenizer, trusted=trusted_template)
     self._eos = tuple(i for i in tokenizer.eos_ids if i < vocab)
     self._grammars = GrammarCompiler(tokenizer, vocab)
+    # No text of more characters has as few tokens.
+    self._most_chars = longest * _longest_token(tokenizer)
 
   def completion(self, body: dict[str, Any], salt: str) -> ApiCall:
     """The call of a body of /v1/completions.
+
+    Args:
+      body: the object.
+      salt: see `Request`.
 
     Raises:
       ApiError: a parameter is unknown, of a wrong type or out of range.
@@ -409,17 +218,9 @@ class ApiModel:
   def chat(self, body: dict[str, Any], salt: str) -> ApiCall:
     """The call of a body of /v1/chat/completions.
 
-    Raises:
-      ApiError: as `completion`.
+    Args and errors are those of `completion`.
     """
     given = self._given(body, CHAT)
-    if self._template is None:
-      raise refused(
-        "messages",
-        "messages for a model without a chat template",
-        "a prompt",
-        "use /v1/completions",
-      )
     if "max_tokens" in given and "max_completion_tokens" in given:
       raise refused(
         "max_tokens",
@@ -427,18 +228,15 @@ class ApiModel:
         "one of them",
         "leave max_tokens out",
       )
-    if "top_logprobs" in given and not given.get("logprobs"):
+    if given.get("top_logprobs") and not given.get("logprobs"):
       raise refused(
         "top_logprobs",
         "top_logprobs without logprobs",
         "both",
         "pass logprobs: true",
       )
-    messages = _messages(given.get("messages"))
-    try:
-      prompt = self._template.tokens(messages, self.tokenizer)
-    except RingjaxError as error:
-      raise ApiError(400, str(error), param="messages") from None
+    check_tools(given)
+    prompt = self._rendered(given)
     new = given.get("max_completion_tokens", given.get("max_tokens"))
     if new is None:
       new = max(1, self._longest - prompt.size)
@@ -447,18 +245,62 @@ class ApiModel:
       given, [prompt], salt, new=new, logprobs=wanted, chat=True
     )
 
-  def _given(
-    self, body: dict[str, Any], known: Mapping[str, Callable[[str, Any], Any]]
-  ) -> dict[str, Any]:
-    given = _checked(body, known)
-    name = given.get("model", self.name)
-    if name != self.name:
-      raise ApiError(
-        404,
-        message("model", repr(name), repr(self.name), "pass that name"),
-        param="model",
-        code="model_not_found",
+  def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a body of /tokenize: ids of a prompt, or of messages.
+
+    Raises:
+      ApiError: as `completion`.
+    """
+    given = checked(body, TOKENIZE)
+    self._adapter(given)
+    if ("prompt" in given) == ("messages" in given):
+      raise refused(
+        "prompt", "both or none of prompt and messages", "one", "pass one"
       )
+    if "messages" in given:
+      opens = given.get("add_generation_prompt", True)
+      ids = self._rendered(given, opens=opens, whole=True)
+    else:
+      bos = given.get("add_special_tokens", True) and self.tokenizer.adds_bos
+      try:
+        utf8("prompt", given["prompt"])
+        ids = self.tokenizer.encode(given["prompt"], bos=bos)
+      except RingjaxError as error:
+        raise ApiError(400, str(error), param="prompt") from None
+    tokens = ids.tolist()
+    names = None
+    if given.get("return_token_strs"):
+      names = [self.tokenizer.window([i]) for i in tokens]
+    return {
+      "count": len(tokens),
+      "max_model_len": self._longest,
+      "tokens": tokens,
+      "token_strs": names,
+    }
+
+  def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a body of /detokenize: the text of ids, that of special
+    tokens too.
+
+    Raises:
+      ApiError: as `completion`.
+    """
+    given = checked(body, DETOKENIZE)
+    self._adapter(given)
+    tokens: Any = given.get("tokens")
+    if tokens != [] and not is_ids(tokens):
+      raise refused("tokens", kind_of(tokens), "a list of token ids", "pass it")
+    if tokens:
+      self._check_ids("tokens", tokens)
+    return {"prompt": self.tokenizer.decode(tokens, special=True)}
+
+  def _given(
+    self, body: dict[str, Any], known: Mapping[str, Parser]
+  ) -> dict[str, Any]:
+    given = checked(body, known)
+    self._adapter(given)
+    if given.get("best_of") == 1 == given.get("n", 1):
+      del given["best_of"]
     for name in ("best_of", "beams"):
       if name in given and given.get("stream"):
         raise refused(
@@ -473,6 +315,60 @@ class ApiModel:
       )
     return given
 
+  def _adapter(self, given: Mapping[str, Any]) -> str:
+    """The adapter that a body asks for by the model's name; "" for none."""
+    name = given.get("model", self.name)
+    self.check_name(name)
+    return "" if name == self.name else name
+
+  def check_name(self, name: str) -> None:
+    """Raises ApiError if no model is called so."""
+    if name not in (self.name, *self.adapters):
+      names = ", ".join(map(repr, (self.name, *self.adapters)))
+      raise ApiError(
+        404,
+        message("model", repr(name), names, "pass such a name"),
+        param="model",
+        code="model_not_found",
+      )
+
+  def _rendered(
+    self, given: dict[str, Any], *, opens: bool = True, whole: bool = False
+  ) -> np.ndarray:
+    """The ids of a chat, int32 [T].
+
+    Args:
+      given: what a body has.
+      opens: whether the opening of an answer comes last.
+      whole: whether all ids are wanted of one that no context can hold.
+    """
+    template = self._template
+    if template is None:
+      raise refused(
+        "messages",
+        "messages for a model without a chat template",
+        "a prompt",
+        "use /v1/completions",
+      )
+    calls = "tool_calls" in template.source
+    messages = messages_of(given.get("messages"), calls=calls)
+    if not whole:
+      # Of an assistant's words a template may leave out some.
+      chars = sum(
+        len(said["content"]) for said in messages if said["role"] != "assistant"
+      )
+      self._check_length("messages", chars, self._most_chars)
+    variables = dict(given.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in given:
+      variables.setdefault("reasoning_effort", given["reasoning_effort"])
+    tokenizer = _Encoder(self.tokenizer, None if whole else self._longest)
+    try:
+      return template.tokens(
+        messages, tokenizer, add_generation_prompt=opens, **variables
+      )
+    except RingjaxError as error:
+      raise ApiError(400, str(error), param="messages") from None
+
   def _call(
     self,
     given: dict[str, Any],
@@ -485,20 +381,18 @@ class ApiModel:
     echoes: Sequence[str] = (),
     chat: bool = False,
   ) -> ApiCall:
+    check_search(given)
     n, beams = given.get("n", 1), given.get("beams")
     each = beams or best_of or n
-    if each * len(prompts) > self._most:
-      raise refused(
-        "n",
-        f"{each * len(prompts)} answers",
-        f"at most {self._most} of one body",
-        "ask for fewer",
-      )
+    self._check_answers("n", each, len(prompts))
     longest = max(prompt.size for prompt in prompts)
     if longest + new > self._longest:
+      # Of a longer prompt not all was encoded.
+      over = longest > self._longest
+      read = f"over {self._longest:,}" if over else f"{longest:,}"
       raise refused(
         "messages" if chat else "prompt",
-        f"{longest:,} tokens and {new:,} new ones",
+        f"{read} tokens and {min(new, 10**30):,} new ones",
         f"{self._longest:,} together at most",
         "shorten it or ask for fewer",
         code="context_length_exceeded",
@@ -527,6 +421,10 @@ class ApiModel:
       "frequency_penalty",
       "logit_bias",
     )
+    for name in ("logit_bias", "stop_token_ids"):
+      if name in given:
+        self._check_ids(name, list(given[name]))
+    stop_ids = given.get("stop_token_ids", ())
     eos = () if given.get("ignore_eos") else self._eos
     try:
       # Without a seed two calls draw different tokens.
@@ -535,7 +433,12 @@ class ApiModel:
         seed=given.get("seed", secrets.randbits(63)),
         **{name: given[name] for name in numbers if name in given},
       )
-      stop = Stop(ids=eos, strings=given.get("stop", ()))
+      stop = Stop(
+        ids=(*eos, *stop_ids),
+        strings=given.get("stop", ()),
+        included=given.get("include_stop_str_in_output", False),
+        special=not given.get("skip_special_tokens", True),
+      )
       requests = tuple(
         Request(
           prompt=prompt,
@@ -548,6 +451,7 @@ class ApiModel:
           length_penalty=given.get("length_penalty", 1.0),
           logprobs=logprobs,
           salt=salt,
+          adapter=self._adapter(given),
           mask=self._grammars.mask(schema, regex, each),
         )
         for prompt in prompts
@@ -556,58 +460,96 @@ class ApiModel:
       raise from_error(error) from None
     return ApiCall(
       requests=requests,
+      model=given.get("model", self.name),
       n=n,
       chat=chat,
       stream=given.get("stream", False),
       usage=given.get("stream_options", False),
       logprobs=logprobs,
+      stop_ids=stop_ids,
       echoes=tuple(echoes) or ("",) * len(prompts),
       id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
       created=int(time.time()),
     )
 
-  def _prompts(self, given: PyTree, each: int) -> list[str | list[int]]:
-    """The prompts of a body, texts or ids."""
-    ids = lambda x: (
-      isinstance(x, list) and bool(x) and all(type(i) is int for i in x)
-    )
-    if isinstance(given, str) or ids(given):
-      return [given]
-    several = isinstance(given, list) and given
-    if several and len(given) * each > self._most:
+  def _check_answers(self, param: str, each: int, prompts: int) -> None:
+    if each * prompts > self._most:
       raise refused(
-        "prompt",
-        f"{len(given)} prompts, {each} answers of each",
+        param,
+        f"{prompts} prompts, {each} answers of each",
         f"at most {self._most} answers of one body",
         "ask for fewer",
       )
-    if several and (
-      all(isinstance(x, str) for x in given) or all(map(ids, given))
-    ):
-      return given
+
+  def _prompts(self, given: PyTree, each: int) -> list[str | list[int]]:
+    """The prompts of a body, texts or ids."""
+    if isinstance(given, str):
+      return [given]
+    if isinstance(given, list) and given:
+      if type(given[0]) is int:
+        # Before they are looked at one by one.
+        self._check_length("prompt", len(given), self._longest)
+        if is_ids(given):
+          return [given]
+      else:
+        self._check_answers("prompt", each, len(given))
+        if all(isinstance(x, str) for x in given):
+          return given
+        for one in given:
+          if isinstance(one, list):
+            self._check_length("prompt", len(one), self._longest)
+        if all(map(is_ids, given)):
+          return given
     raise refused(
       "prompt",
-      _kind(given),
+      kind_of(given),
       "a string, a list of token ids, or a list of either, none empty",
       "pass one of them",
     )
 
+  def _check_length(self, param: str, size: int, most: int) -> None:
+    """Refuses what is too long whatever it says.
+
+    Args:
+      param: what it is.
+      size: its characters, or ids.
+      most: of them.
+    """
+    if size > most:
+      what = "ids" if most == self._longest else "characters"
+      raise refused(
+        param,
+        f"{size:,} {what}",
+        f"{self._longest:,} tokens at most",
+        "shorten it",
+        code="context_length_exceeded",
+      )
+
+  def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+    if min(ids) < 0 or max(ids) >= self._vocab:
+      # A float has no room for ints of hundreds of digits.
+      shown = " to ".join(str(i)[:12] for i in (min(ids), max(ids)))
+      raise refused(
+        param,
+        f"ids from {shown}",
+        f"ids from 0 to {self._vocab - 1}",
+        "encode the text with this model's tokenizer",
+      )
+
   def _encoded(self, name: str, prompt: str | list[int]) -> np.ndarray:
     if isinstance(prompt, str):
+      self._check_length(name, len(prompt), self._most_chars)
       try:
-        ids = self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
+        utf8(name, prompt)
+        ids = self.tokenizer.encode(
+          prompt, bos=self.tokenizer.adds_bos, enough=self._longest
+        )
       except RingjaxError as error:
         raise ApiError(400, str(error), param=name) from None
       if not ids.size:
         raise refused(name, "an empty text", "some text", "pass a text")
       return ids
-    if min(prompt) < 0 or max(prompt) >= self._vocab:
-      raise refused(
-        name,
-        f"ids from {min(prompt):.4g} to {max(prompt):.4g}",
-        f"ids from 0 to {self._vocab - 1}",
-        "encode the text with this model's tokenizer",
-      )
+    self._check_ids(name, prompt)
     return np.asarray(prompt, np.int32)
 
   def _shown(self, prompt: str | list[int]) -> str:
@@ -621,14 +563,25 @@ class ApiModel:
 
   def models(self) -> dict[str, Any]:
     """The body of /v1/models."""
-    one = {
-      "id": self.name,
+    names = (self.name, *self.adapters)
+    return {"object": "list", "data": [self.model(name) for name in names]}
+
+  def model(self, name: str) -> dict[str, Any]:
+    """The body of /v1/models/{id}.
+
+    Raises:
+      ApiError: no model is called so.
+    """
+    self.check_name(name)
+    return {
+      "id": name,
       "object": "model",
       "created": self.created,
       "owned_by": "ringjax",
+      "root": self.name,
+      "parent": None if name == self.name else self.name,
       "max_model_len": self._longest,
     }
-    return {"object": "list", "data": [one]}
 
   def whole(self, call: ApiCall, handles: Sequence[Handle]) -> dict[str, Any]:
     """The body of an answer that is complete.
@@ -646,6 +599,7 @@ class ApiModel:
         choice: dict[str, Any] = {
           "index": shown.index,
           "finish_reason": part.finish,
+          "stop_reason": shown.stop_reason,
         }
         if call.chat:
           choice["message"] = {
@@ -676,48 +630,34 @@ class ApiModel:
       "id": call.id,
       "object": kind,
       "created": call.created,
-      "model": self.name,
+      "model": call.model,
     }
 
 
-def _messages(given: PyTree) -> list[dict[str, Any]]:
-  """Messages of roles and texts; parts of a text are joined."""
-  if not isinstance(given, list) or not given:
-    raise refused(
-      "messages",
-      _kind(given) if given is not None else "no messages",
-      "a list of messages",
-      'pass [{"role": "user", "content": "..."}]',
-    )
-  found = []
-  for n, one in enumerate(given):
-    name = f"messages[{n}]"
-    try:
-      members = _members(name, one, "role", "content")
-    except RingjaxError as error:
-      raise ApiError(400, str(error), param="messages") from None
-    content = members.get("content")
-    if isinstance(content, list) and all(
-      isinstance(part, dict)
-      and set(part) == {"type", "text"}
-      and part["type"] == "text"
-      and isinstance(part["text"], str)
-      for part in content
-    ):
-      content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or not isinstance(members.get("role"), str):
-      raise ApiError(
-        400,
-        message(
-          name,
-          f"role {_kind(members.get('role'))}, content {_kind(content)}",
-          "a role, and a text or parts of type text",
-          "pass these",
-        ),
-        param="messages",
-      )
-    found.append({"role": members["role"], "content": content})
-  return found
+class _Encoder:
+  """A tokenizer of chats, of which not all that is too long is encoded."""
+
+  def __init__(self, tokenizer: AnyTokenizer, enough: int | None):
+    self.specials: Specials = tokenizer.specials
+    self.added = tokenizer.added
+    self.special_names = tokenizer.special_names
+    self.chat_template = tokenizer.chat_template
+    self._tokenizer, self._enough = tokenizer, enough
+
+  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
+    """See `ringjax.data.chat.Encodes`."""
+    return self._tokenizer.encode_parts(parts, enough=self._enough)
+
+
+def _longest_token(tokenizer: AnyTokenizer) -> int:
+  """Characters of the longest token of texts at most."""
+  ids = range(tokenizer.vocab_size)
+  if not tokenizer.by_bytes:
+    return _LONG_TOKEN
+  return max(
+    (len(tokenizer.piece(i)) for i in ids if not tokenizer.is_special(i)),
+    default=1,
+  )
 
 
 def check_answer(answer: Answer) -> None:
@@ -789,7 +729,16 @@ class AnswerStream:
     self.begun = self.ended = False
     self._tokenizer, self._call, self._echo = tokenizer, call, echo
     self._sent = self._entries = self._new = 0
-    self._decoder, self._offsets, self._chars = Stream(tokenizer), [], 0
+    self._decoder = Stream(tokenizer, special=call.stops.special)
+    self._offsets: list[int] = []
+    self._chars = 0
+
+  @property
+  def stop_reason(self) -> int | str | None:
+    """The text or the id of the body that ended it, or None."""
+    by = self.answer.stopped
+    asked = isinstance(by, str) or by in self._call.stop_ids
+    return by if asked else None
 
   def take(self) -> AnswerPart:
     """What came since the last time.
@@ -823,7 +772,8 @@ class AnswerStream:
       found["delta"] = {"role": "assistant", **delta} if first else delta
     else:
       found["text"] = part.text
-    return found | {"logprobs": part.logprobs, "finish_reason": part.finish}
+    found |= {"logprobs": part.logprobs, "finish_reason": part.finish}
+    return found | {"stop_reason": self.stop_reason} if part.finish else found
 
   def _logprobs(self, shown: int, ended: bool) -> dict[str, Any]:
     """Of tokens whose text is shown."""
@@ -833,8 +783,8 @@ class AnswerStream:
       self._chars += len(self._decoder.feed(one.token))
     upto = len(found)
     if ended and isinstance(answer.stopped, int):
-      # The id that ends a text is no part of it.
-      upto -= 1
+      # The id that ends a text is no part of it, unless it is asked for.
+      upto -= not self._call.stops.included
     cut = not ended or isinstance(answer.stopped, str)
     while cut and upto and self._offsets[upto - 1] >= shown:
       upto -= 1
@@ -845,15 +795,15 @@ class AnswerStream:
     if self._call.chat:
       content = [
         self._token(one.token, one.logprob)
-        | {"top_logprobs": [self._token(*pair) for pair in one.top]}
+        | {"top_logprobs": [self._token(*pair) for pair in _likely(one.top)]}
         for one, _ in entries
       ]
       return {"content": content, "refusal": None}
     return {
       "tokens": [self._name(one.token) for one, _ in entries],
-      "token_logprobs": [one.logprob for one, _ in entries],
+      "token_logprobs": [max(one.logprob, _NEVER) for one, _ in entries],
       "top_logprobs": [
-        {self._name(i): x for i, x in one.top} for one, _ in entries
+        {self._name(i): x for i, x in _likely(one.top)} for one, _ in entries
       ]
       if many
       else None,
@@ -877,6 +827,13 @@ class AnswerStream:
     data = self._bytes(token)
     return {
       "token": self._name(token),
-      "logprob": logprob,
+      "logprob": max(logprob, _NEVER),
       "bytes": list(data),
     }
+
+
+def _likely(
+  top: Sequence[tuple[int, float]],
+) -> list[tuple[int, float]]:
+  """Without tokens that may not come, which no list of likely ones has."""
+  return [(i, x) for i, x in top if math.isfinite(x)]

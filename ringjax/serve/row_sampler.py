@@ -1,7 +1,8 @@
 """Choosing tokens for rows that each have settings of their own.
 
 Guarantees: a row's token is what `Greedy` or `Sample` with its settings choose
-for it alone; settings of other rows, and whether there are any, do not matter.
+for it alone, or, at temperatures too low for `Sample`, a draw at that
+temperature; settings of other rows, and whether there are any, do not matter.
 One program serves all settings.
 Cost: filters are computed only in steps in which some row has them.
 
@@ -28,6 +29,9 @@ from ringjax.infer.finite import or_not_finite
 from ringjax.infer.sampling import PARAMETERS, Sample, first_largest, noise
 from ringjax.typing import ArrayLeaf
 
+# Below the first, logits are counted from the largest one; below the other,
+# which float32 has, it makes no difference.
+_LOW, _LEAST = 0.01, 1e-30
 # Entries of a logit bias of one row, and logprobs of one token, at most.
 BIASES, TOP = 64, 20
 
@@ -37,7 +41,8 @@ class RowSampling:
   """How the tokens of one request are chosen.
 
   Attributes:
-    temperature: what logits are divided by; 0 takes the likeliest token.
+    temperature: what logits are divided by, at most 100; 0 takes the likeliest
+      token.
     top_k: keep the k likeliest tokens; None keeps all.
     top_p: keep the likeliest tokens up to this probability; None keeps all.
     min_p: drop tokens below min_p times the top probability.
@@ -62,8 +67,14 @@ class RowSampling:
   logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
   def __post_init__(self) -> None:
-    if self.temperature:
-      PARAMETERS["temperature"].checked("temperature", self.temperature)
+    number(
+      "temperature",
+      self.temperature,
+      least=0,
+      most=PARAMETERS["temperature"].most,
+      error=SamplingError,
+      remedy="pass 0 for the most probable token",
+    )
     for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
       if getattr(self, name) is not None:
         PARAMETERS[name].checked(name, getattr(self, name))
@@ -313,7 +324,17 @@ def _filtered(
 ) -> Float[Array, "B V"]:
   """Logits over the temperature, -inf where a row's filters drop a token."""
   column, vocab = lambda x: x[:, None], logits.shape[1]
-  found = logits / column(jnp.where(how.temperature > 0, how.temperature, 1))
+  low = (how.temperature > 0) & (how.temperature < _LOW)
+
+  def from_top() -> jax.Array:
+    top = jnp.max(logits, -1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    return jnp.where(column(low), logits - top, logits)
+
+  # Large quotients would lose the noise, or be infinite, all of them.
+  found = lax.cond(jnp.any(low), from_top, lambda: logits)
+  divisor = jnp.maximum(how.temperature, _LEAST)
+  found = found / column(jnp.where(how.temperature > 0, divisor, 1))
   filters = (
     (how.top_k < vocab, dict(top_k=column(how.top_k))),
     (how.top_p < 1, dict(top_p=column(how.top_p))),

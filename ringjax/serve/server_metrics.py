@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ringjax.serve.request import Answer
+from ringjax.serve.request import Answer, Handle
 
 if TYPE_CHECKING:
   from ringjax.serve.engine import Engine
@@ -22,6 +22,15 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# What is counted by tenants, of requests that are over.
+_OF_TENANTS = {
+  "requests_total": "Requests that are over.",
+  "requests_cancelled_total": "Requests given up.",
+  "requests_failed_total": "Requests that raised an error.",
+  "prompt_tokens_total": "Tokens of prompts that were not found.",
+  "cached_tokens_total": "Tokens of prompts found.",
+  "new_tokens_total": "Tokens of answers.",
+}
 
 
 class Figure(NamedTuple):
@@ -65,8 +74,8 @@ class LatencyHistogram:
     yield f"{self.name}_count {sums[-1]}"
 
 
-class ServerMetrics:
-  """Counts of HTTP answers, and times of tokens."""
+class _Counts:
+  """What was counted of one tenant, or of all."""
 
   def __init__(self) -> None:
     self.first = LatencyHistogram(
@@ -82,14 +91,62 @@ class ServerMetrics:
       "From a request's arrival to the end of an answer.",
       _WHOLE,
     )
-    self._answers: collections.Counter[tuple[str, int]] = collections.Counter()
+    self.answers: collections.Counter[tuple[str, int]] = collections.Counter()
+    self.numbers: collections.Counter[str] = collections.Counter()
+
+  def figures(self) -> list[Figure]:
+    """What a tenant is shown of its requests, as of an engine's."""
+    return [
+      Figure("counter", name, self.numbers[name], text)
+      for name, text in _OF_TENANTS.items()
+    ]
+
+
+class ServerMetrics:
+  """Counts of HTTP answers and of tenants' requests, and times of tokens."""
+
+  def __init__(self) -> None:
+    self._all = _Counts()
+    self._tenants: dict[str, _Counts] = {}
     self._lock = threading.Lock()
 
-  def answered(self, path: str, status: int) -> None:
-    """Counts an answer of HTTP."""
-    self._answers[path, status] += 1
+  def _of(self, tenant: str) -> tuple[_Counts, ...]:
+    """Where is counted what a tenant does; "" is who has not said who it is."""
+    if not tenant:
+      return (self._all,)
+    return self._all, self._tenants.setdefault(tenant, _Counts())
 
-  def watch(self, then: Callable[[Answer], None]) -> Callable[[Answer], None]:
+  def answered(self, path: str, status: int, tenant: str = "") -> None:
+    """Counts an answer of HTTP."""
+    with self._lock:
+      for counts in self._of(tenant):
+        counts.answers[path, status] += 1
+
+  def ended(self, handles: Sequence[Handle], tenant: str = "") -> None:
+    """Counts requests that have ended, or are given up."""
+    numbers = {
+      "requests_total": len(handles),
+      "requests_cancelled_total": sum(
+        any(a.finish in (None, "cancelled") for a in h.answers) for h in handles
+      ),
+      "requests_failed_total": sum(
+        any(a.error is not None for a in h.answers) for h in handles
+      ),
+      "prompt_tokens_total": sum(
+        max(0, len(h.request.prompt) - h.cached_tokens) for h in handles
+      ),
+      "cached_tokens_total": sum(h.cached_tokens for h in handles),
+      "new_tokens_total": sum(
+        len(a.tokens) for h in handles for a in h.answers
+      ),
+    }
+    with self._lock:
+      for counts in self._of(tenant):
+        counts.numbers.update(numbers)
+
+  def watch(
+    self, then: Callable[[Answer], None], tenant: str = ""
+  ) -> Callable[[Answer], None]:
     """What to call as answers of one request grow; it calls `then`."""
     start = time.monotonic()
     last: dict[int, tuple[int, float]] = {}
@@ -98,31 +155,64 @@ class ServerMetrics:
       now, count = time.monotonic(), len(answer.tokens)
       before, at = last.get(id(answer), (0, start))
       with self._lock:
+        for counts in self._of(tenant):
+          if count > before:
+            (counts.between if before else counts.first).observe(now - at)
+          if answer.finish is not None:
+            counts.whole.observe(now - start)
         if count > before:
-          (self.between if before else self.first).observe(now - at)
           last[id(answer)] = count, now
-        if answer.finish is not None:
-          self.whole.observe(now - start)
       then(answer)
 
     return changed
 
-  def text(self, figures: Sequence[Figure]) -> str:
-    """All of it, with what the engine counts."""
-    lines: list[str] = []
-    for kind, name, value, text in figures:
-      lines.append(f"# HELP ringjax_{name} {text}")
-      lines.append(f"# TYPE ringjax_{name} {kind}")
-      lines.append(f"ringjax_{name} {int(value)}")
-    lines.append("# HELP ringjax_http_answers_total Answers by path, status.")
-    lines.append("# TYPE ringjax_http_answers_total counter")
-    for (path, status), count in sorted(self._answers.items()):
-      lines.append(
-        f'ringjax_http_answers_total{{path="{path}",status="{status}"}} {count}'
-      )
-    for one in (self.first, self.between, self.whole):
-      lines.extend(one.lines())
+  def text(self, figures: Sequence[Figure], tenant: str | None = None) -> str:
+    """What was counted, as Prometheus reads it.
+
+    Args:
+      figures: what the engine counts.
+      tenant: who is shown its own numbers alone, without the engine's; None
+        for all of it, with what each tenant has.
+    """
+    with self._lock:
+      counts = self._all
+      if tenant is not None:
+        counts = self._tenants.get(tenant) or _Counts()
+        figures = counts.figures()
+      lines: list[str] = []
+      for kind, name, value, text in figures:
+        lines.append(f"# HELP ringjax_{name} {text}")
+        lines.append(f"# TYPE ringjax_{name} {kind}")
+        lines.append(f"ringjax_{name} {int(value)}")
+      lines.append("# HELP ringjax_http_answers_total Answers by path, status.")
+      lines.append("# TYPE ringjax_http_answers_total counter")
+      for (path, status), count in sorted(counts.answers.items()):
+        lines.append(
+          f'ringjax_http_answers_total{{path="{path}",status="{status}"}} '
+          f"{count}"
+        )
+      for one in (counts.first, counts.between, counts.whole):
+        lines.extend(one.lines())
+      if tenant is None:
+        lines.extend(self._of_tenants())
     return "\n".join(lines) + "\n"
+
+  def _of_tenants(self) -> Iterator[str]:
+    if not self._tenants:
+      return
+    for name, text in _OF_TENANTS.items():
+      yield f"# HELP ringjax_tenant_{name} By tenant: {text}"
+      yield f"# TYPE ringjax_tenant_{name} counter"
+      for tenant, counts in sorted(self._tenants.items()):
+        label = _quoted(tenant)
+        yield f"ringjax_tenant_{name}{{tenant={label}}} {counts.numbers[name]}"
+
+
+def _quoted(text: str) -> str:
+  """The value of a label."""
+  for old, new in (("\\", r"\\"), ('"', r"\""), ("\n", r"\n")):
+    text = text.replace(old, new)
+  return f'"{text}"'
 
 
 def engine_figures(engine: Engine) -> list[Figure]:

@@ -47,6 +47,7 @@ from ringjax.errors import (
   CheckpointMismatchError,
   CheckpointWriteError,
 )
+from ringjax.json_text import json_text
 from ringjax.regular_files import open_regular
 
 MAGIC = b"RJNEUR\x00\x01"
@@ -115,7 +116,7 @@ def write_neuron_file(
         for x, at in zip(layers, offsets, strict=True)
       ],
     }
-    return json.dumps(said).encode()
+    return json_text(said).encode()
 
   # Offsets have digits, which are part of the text that is before them.
   start = 0

@@ -18,6 +18,7 @@ import numpy as np
 
 from ringjax.checks import integer, number
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.transfer.protocol import PageKey
 
 # Ranges of named axes, first and end: {"head": (2, 4)}.
@@ -178,7 +179,7 @@ class Ticket:
 
   def to_json(self) -> str:
     """The ticket as text."""
-    return json.dumps(
+    return json_text(
       {
         "incarnation": self.incarnation,
         "number": self.number,

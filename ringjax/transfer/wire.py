@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.errors import OptionError, PeerError
+from ringjax.json_text import json_text
 from ringjax.transfer.description import keys_to_runs, runs_to_keys
 from ringjax.transfer.protocol import (
   AbortRequest,
@@ -107,7 +108,7 @@ def as_json(fields: Mapping[str, Any]) -> bytes:
   Raises:
     AttributeError, TypeError, ValueError: something else is in it.
   """
-  return json.dumps(fields, default=lambda x: x.item()).encode()
+  return json_text(fields, default=lambda x: x.item()).encode()
 
 
 class PullConnection:
@@ -372,7 +373,7 @@ def encode(message: Message, **beside: Any) -> bytes:
   )
   if "pages" in fields:
     fields["pages"] = keys_to_runs(fields["pages"])
-  body = json.dumps(fields).encode()
+  body = json_text(fields).encode()
   return _SIZE.pack(len(body)) + body
 
 

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import OptionError
-from ringjax.infer import prefill
 from ringjax.kv import kind_text
 from tests.contracts import cache as contract
 
@@ -71,9 +69,7 @@ def kept(cache):
 def conversation(rows, kind, way, drafts, stop):
   """Two turns of some rows: answers, what was kept, and logits behind it."""
   model = contract.model(1, "windows")
-  session = rj.infer.Session(
-    model, CAPACITY, batch=len(rows), cache_kind=kind
-  )
+  session = rj.infer.Session(model, CAPACITY, batch=len(rows), cache_kind=kind)
   ask = functools.partial(
     rj.infer.generate, model, cache=session, prefill="chunked", chunk=CHUNK,
     speculate=drafts,

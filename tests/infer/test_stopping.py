@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -119,11 +120,51 @@ def test_an_unfinished_character_before_a_stop():
   assert watch.stopped == "\ufffd"
 
 
-def test_special_tokens_are_text_if_asked_for():
-  stop = Stop(strings=("<|user|>",))
-  ids = [*BYTES.encode("a"), 260, *BYTES.encode("b")]
-  assert stop.watch(BYTES).feed(ids) == "ab"
-  assert stop.watch(BYTES, special=True).feed(ids) == "a"
+@pytest.mark.parametrize("special", [False, True])
+def test_texts_of_special_tokens_stop_whether_they_are_shown_or_not(special):
+  ids = [*BYTES.encode("a"), 259, *BYTES.encode("b"), 260, *BYTES.encode("c")]
+  whole = Stop(special=special).watch(BYTES).feed(ids)
+  assert whole == ("a<|system|>b<|user|>c" if special else "abc")
+  for string, text in (
+    ("<|user|>", "a<|system|>b"),
+    ("b<|user|>c", "a<|system|>"),
+    ("m|>b", "a<|syste"),
+    ("ab", "a<|system|>b<|user|>c"),
+  ):
+    watch = Stop(strings=(string,), special=special).watch(BYTES)
+    shown = watch.feed(ids) + watch.flush()
+    assert watch.stopped == (None if string == "ab" else string)
+    cleared = text if special else re.sub(r"<\|\w+(\|>)?", "", text)
+    assert shown == cleared
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_what_ended_the_text_may_be_part_of_it(special):
+  make = lambda **how: Stop(included=True, special=special, **how).watch(BYTES)
+  ids = [*BYTES.encode("az"), 260, *BYTES.encode("more")]
+  assert make(ids=(ord("z"),)).feed(ids) == "az"
+  assert make(ids=(260,)).feed(ids) == ("az<|user|>" if special else "az")
+  assert make(strings=("z<|user|>m",)).feed(ids) == (
+    "az<|user|>m" if special else "azm"
+  )
+  # Of two texts, one of which begins as the other, that which is complete.
+  for strings in (("az", "azz"), ("azz", "az")):
+    watch = make(strings=strings)
+    assert watch.feed(ids) == "az" and watch.stopped == "az"
+  watch = make(strings=("zmo", "z<|user|>mo"))
+  assert watch.feed(ids[:4]) == "a"
+  assert watch.feed(ids[4:]) == ("z<|user|>mo" if special else "zmo")
+
+
+def test_a_special_token_inside_of_a_character():
+  euro = list("\u20ac".encode())
+  ids = [97, *euro[:2], 260, euro[2], 98]
+  watch = Stop(strings=("<|user|>",)).watch(BYTES)
+  assert watch.feed(ids) == "a" and watch.stopped == "<|user|>"
+  assert watch.tokens == 4
+  # Shown is what `decode` shows.
+  watch = Stop(strings=("zz",)).watch(BYTES)
+  assert watch.feed(ids) + watch.flush() == BYTES.decode(ids) == "a\u20acb"
 
 
 def test_a_stop_is_a_value(unchecked):

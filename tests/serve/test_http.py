@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -12,50 +13,32 @@ import pytest
 import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
-from ringjax.serve import Engine, Request, RowSampling
-from ringjax.serve.calls import compute
+from ringjax.serve import Engine, Request, RowSampling, http
+from ringjax.serve.api_parameters import COMPLETION, parse_json
+from ringjax.serve.fair_threads import FairThreads
 from ringjax.serve.grammar import GrammarMask
+from ringjax.serve.tenants import TenantShares
 from tests.helpers import refused
 
 TEXT = "def f(x):\n  return x + "
 
 
 @pytest.fixture(scope="module")
-def engine():
-  """A model of random weights: its bytes are any, often no whole character."""
-  model = rj.models.create(
-    dict(
-      model_type="llama",
-      vocab_size=262,
-      hidden_size=32,
-      intermediate_size=64,
-      num_hidden_layers=2,
-      num_attention_heads=4,
-      num_key_value_heads=2,
-      max_position_embeddings=256,
-    ),
-    seed=0,
-  )
-  with Engine(
-    model,
-    rows=4,
-    capacity=512,
-    longest=160,
-    page=16,
-    piece=16,
-    pieces=2,
-    tokenizer=Bytes(),
-  ) as made:
-    before = compute._cache_size()
-    for _ in range(2):
-      made.submit(Request(prompt=[1], max_new_tokens=2, share=False)).result()
-    # One for prompts and one for answers, compiled once.
-    assert compute._cache_size() == before + 2
-    yield made.start()
+def engine(talking):
+  return talking
 
 
 def app(engine, **options):
   return rj.serve.app(engine, trusted_template=True, **options)
+
+
+def strict(text):
+  """As a parser reads it that knows JSON alone."""
+
+  def constant(name):
+    raise AssertionError(f"{name} in {text}")
+
+  return json.loads(text, parse_constant=constant)
 
 
 class Wire:
@@ -99,14 +82,14 @@ class Wire:
 
   @property
   def json(self):
-    return json.loads(self.data)
+    return strict(self.data)
 
   @property
   def events(self):
     """Of a stream that was completed."""
     *events, last, rest = self.data.decode().split("\n\n")
     assert last == "data: [DONE]" and rest == "" and self.ended
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    return [strict(event.removeprefix("data: ")) for event in events]
 
 
 def ask(app, path, body=None, **options):
@@ -139,6 +122,9 @@ def error(answer, status, *words):
   assert answer.status == status, answer.data
   found = answer.json["error"]
   assert set(found) == {"message", "type", "param", "code"}
+  # What a client reads speaks of what it has sent.
+  for word in ("rj.", "Greedy", "Python", "--", "=", "True", "False", "None"):
+    assert word not in found["message"].replace("rows=", ""), found["message"]
   for word in words:
     assert word in found["message"], found["message"]
   return found
@@ -312,6 +298,274 @@ def test_stops(engine):
   )
 
 
+def test_texts_and_ids_of_special_tokens_stop(engine):
+  at = app(engine)
+  # 260 is <|user|>, 259 <|system|>; neither is shown unless asked for.
+  body = dict(max_tokens=6, temperature=0, logit_bias={"260": 100}, logprobs=0)
+  hidden = {"skip_special_tokens": False}
+  for more, text, count, reason in (
+    ({"stop": ["<|user|>"]}, "", 1, "<|user|>"),
+    ({"stop_token_ids": [260]}, "", 1, 260),
+    ({"stop": ["|><|user|><|us"]}, "", 3, "|><|user|><|us"),
+    ({"stop": ["<|system|>"]}, "", 6, None),
+    ({"stop": ["<|user|>"], **hidden}, "", 1, "<|user|>"),
+    ({"stop": ["r|><|"], **hidden}, "<|use", 2, "r|><|"),
+    (hidden, "<|user|>" * 6, 6, None),
+    (
+      {"stop_token_ids": [260], "include_stop_str_in_output": True, **hidden},
+      "<|user|>",
+      1,
+      260,
+    ),
+    (
+      {"stop": ["r|><"], "include_stop_str_in_output": True, **hidden},
+      "<|user|><",
+      2,
+      "r|><",
+    ),
+  ):
+    answer = complete(at, **body, **more)
+    (one,) = choices(answer)
+    assert one["text"] == text and one["stop_reason"] == reason
+    assert one["finish_reason"] == ("length" if reason is None else "stop")
+    assert answer.json["usage"]["completion_tokens"] == count
+    if text:
+      assert set(one["logprobs"]["tokens"]) == {"<|user|>"}
+    events = complete(at, **body, **more, stream=True).events
+    assert joined(events)[0][0] == text
+    assert events[-1]["choices"][0]["stop_reason"] == reason
+    # A search forks what it has seen of a text.
+    beams = body | {"beams": 2, "max_tokens": 4}
+    (one,) = choices(complete(at, **beams, **more))
+    assert one["stop_reason"] == reason
+  # The model's own end is nobody's wish, and is left out unless it is one.
+  body["logit_bias"] = {"257": 100}
+  (one,) = choices(complete(at, **body))
+  assert (one["finish_reason"], one["stop_reason"]) == ("stop", None)
+  (one,) = choices(complete(at, **body, stop_token_ids=[257], ignore_eos=True))
+  assert (one["finish_reason"], one["stop_reason"]) == ("stop", 257)
+
+
+def test_temperatures_that_are_next_to_nothing(engine):
+  at = app(engine)
+  greedy = choices(complete(at, max_tokens=20, temperature=0))
+  for temperature in (1e-4, 1e-12, 1e-30, 1e-44, 1e-300):
+    body = dict(max_tokens=20, temperature=temperature)
+    assert choices(complete(at, **body)) == greedy
+    assert choices(complete(at, **body, top_p=0.5, min_p=0.1)) == greedy
+  # Between two that are as likely, chance decides.
+  both = {"97": 100, "98": 100}
+  body = dict(max_tokens=40, logit_bias=both, temperature=1e-4)
+  prompt = engine.tokenizer.encode(TEXT, bos=True)
+  near = RowSampling(
+    temperature=1e-4, logit_bias={97: 100.0, 98: 100.0}, seed=1
+  )
+  request = Request(prompt=prompt, max_new_tokens=40, sampling=near)
+  tokens = engine.submit(request).result().tokens
+  assert set(tokens.tolist()) <= {97, 98}
+  (one,) = choices(complete(at, **body))
+  assert one["text"] == engine.tokenizer.decode(tokens)
+
+
+def test_json_says_nothing_of_tokens_that_may_not_come(engine):
+  pytest.importorskip("llguidance")
+  at = app(engine)
+  body = dict(guided_regex="[ab]{3}", max_tokens=4, logprobs=20)
+  for more in ({"temperature": 1.0}, {"beams": 2}):
+    # `json` knows no infinities.
+    (one,) = choices(complete(at, **body, **more))
+    assert len(one["text"]) == 3
+  tops = one["logprobs"]["top_logprobs"]
+  assert [set(top) <= {"a", "b"} for top in tops[:3]] == [True] * 3
+  talk = body | {"logprobs": True, "top_logprobs": 20, "beams": 2}
+  (one,) = choices(chat(at, **talk))
+  assert len(one["logprobs"]["content"][0]["top_logprobs"]) == 2
+
+
+NEUTRAL = {
+  "tools": [],
+  "tool_choice": "none",
+  "functions": [],
+  "function_call": "none",
+  "parallel_tool_calls": True,
+  "user": "me",
+  "safety_identifier": "me",
+  "prompt_cache_key": "k",
+  "store": False,
+  "metadata": {"a": "b"},
+  "service_tier": "auto",
+  "reasoning_effort": "low",
+  "logit_bias": {},
+  "frequency_penalty": 0,
+  "presence_penalty": 0.0,
+  "n": 1,
+  "stop": [],
+  "stop_token_ids": [],
+  "top_logprobs": 0,
+  "logprobs": False,
+  "response_format": {"type": "text"},
+  "stream_options": {"include_usage": False},
+  "modalities": ["text"],
+  "verbosity": "medium",
+  "top_k": -1,
+  "min_p": 0.0,
+  "top_p": 1,
+  "repetition_penalty": 1.0,
+  "ignore_eos": False,
+  "skip_special_tokens": True,
+  "include_stop_str_in_output": False,
+  "min_tokens": 0,
+  "use_beam_search": False,
+  "chat_template_kwargs": {},
+}
+
+
+def test_what_asks_for_nothing_changes_nothing(engine):
+  at, plain = app(engine), dict(max_tokens=4, temperature=1.0)
+  (want,) = choices(chat(at, **plain))
+  (found,) = choices(chat(at, **plain, **NEUTRAL))
+  assert found == want
+  # null is as if it was left out, whatever it is.
+  nulls = dict.fromkeys([*NEUTRAL, "audio", "suffix", "best_of"])
+  assert choices(chat(at, **plain, **nulls)) == [want]
+  only = {"best_of": 1, "echo": False, "suffix": "", "logprobs": False}
+  apart = set(NEUTRAL) & set(COMPLETION)
+  both = {k: v for k, v in NEUTRAL.items() if k in apart} | only
+  assert choices(complete(at, **plain, **both)) == choices(
+    complete(at, **plain)
+  )
+  assert complete(at, **plain, best_of=1, stream=True).events
+
+
+@pytest.mark.parametrize(
+  "body",
+  [
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"tool_choice": "required"},
+    {"functions": [{"name": "f"}]},
+    {"store": True},
+    {"service_tier": "priority"},
+    {"modalities": ["text", "audio"]},
+    {"verbosity": "high"},
+    {"min_tokens": 3},
+    {"use_beam_search": True},
+    {"continue_final_message": True},
+  ],
+)
+def test_what_is_not_supported_is_refused_by_name(engine, body):
+  found = error(chat(app(engine), **body, max_tokens=2), 400, "supported")
+  assert found["param"] == next(iter(body))
+  assert found["code"] == "unsupported_parameter"
+
+
+TOOLS = (
+  "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+  "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+  "{% for c in m.tool_calls or [] %}[{{ c.function.name }}"
+  "{{ c.function.arguments | tojson }}]{% endfor %}{{ eos_token }}{% endfor %}"
+  "{% if enable_thinking is defined and not enable_thinking %}NO{% endif %}"
+  "{{ reasoning_effort }}"
+  "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_calls_of_tools_in_a_history(engine):
+  at = app(engine, chat_template=TOOLS)
+  call = {"id": "c1", "type": "function"}
+  call["function"] = {"name": "f", "arguments": '{"x": [1, null]}'}
+  messages = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": [call],
+     "refusal": None, "reasoning_content": "hm"},
+    {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"},
+  ]  # fmt: skip
+  more = {"chat_template_kwargs": {"enable_thinking": False}}
+  body = {"messages": messages, **more}
+  ids = ask(at, "/tokenize", body).json["tokens"]
+  text = ask(at, "/detokenize", {"tokens": ids}).json["prompt"]
+  assert text == (
+    "<|begin|><|user|>Hi<|end|>"
+    '<|assistant|>(hm)[f{"x": [1, null]}]<|end|>'
+    "<|tool|>7<|end|>NO<|assistant|>"
+  )
+  (one,) = choices(chat(at, **body, temperature=0, max_tokens=5))
+  again = complete(at, prompt=ids, temperature=0, max_tokens=5)
+  assert one["message"]["content"] == choices(again)[0]["text"]
+  said = chat(at, reasoning_effort="low", temperature=0, max_tokens=5)
+  assert said.json["usage"]["prompt_tokens"] == 1 + len("_Hi__") + len("low")
+  # Tools that may not be called are not told of.
+  tools = [{"type": "function", "function": {"name": "f"}}]
+  assert choices(chat(at, tools=tools, tool_choice="none", max_tokens=2))
+  for wrong, word in (
+    ({"function": {"name": "f", "arguments": "{"}}, "JSON object"),
+    ({"function": {"name": 3, "arguments": "{}"}}, "string"),
+    ({"type": "other", "function": {"name": "f"}}, "function"),
+  ):
+    messages[1]["tool_calls"] = [wrong]
+    found = error(chat(at, messages=messages), 400, "tool_calls[0]", word)
+    assert found["param"] == "messages"
+  # A template that would leave them out.
+  messages[1]["tool_calls"] = [call]
+  error(chat(app(engine), messages=messages), 400, "chat template", "no place")
+  taken = {"chat_template_kwargs": {"messages": []}}
+  error(chat(at, **taken), 400, "the server sets")
+
+
+def test_adapters_by_name(engine):
+  at = app(engine, model_name="base")
+  ids = [one["id"] for one in ask(at, "/v1/models").json["data"]]
+  assert ids == ["base", "tuned"]
+  found = ask(at, "/v1/models/tuned").json
+  assert (found["id"], found["parent"]) == ("tuned", "base")
+  assert ask(at, "/v1/models/base").json["max_model_len"] == engine.longest
+  error(ask(at, "/v1/models/other"), 404, "tuned")
+  body = dict(max_tokens=12, temperature=0)
+  base = complete(at, **body, model="base")
+  tuned = complete(at, **body, model="tuned")
+  assert (base.json["model"], tuned.json["model"]) == ("base", "tuned")
+  assert choices(base) != choices(tuned)
+  prompt = engine.tokenizer.encode(TEXT, bos=True)
+  request = Request(
+    prompt=prompt, max_new_tokens=12, adapter="tuned", stop=[257]
+  )
+  want = engine.submit(request).result().answers[0].text
+  assert choices(tuned)[0]["text"] == want
+  assert chat(at, **body, model="tuned", stream=True).events[0]["model"] == (
+    "tuned"
+  )
+  refused(OptionError, lambda: app(engine, model_name="tuned"), "model_name")
+
+
+def test_tokenize_and_version(engine):
+  at = app(engine)
+  found = ask(at, "/tokenize", {"prompt": "a\u00e9", "return_token_strs": True})
+  assert found.json == {
+    "count": 4,
+    "max_model_len": engine.longest,
+    "tokens": [256, 97, 0xC3, 0xA9],
+    "token_strs": ["<|begin|>", "a", "\ufffd", "\ufffd"],
+  }
+  bare = {"prompt": "<|user|>", "add_special_tokens": False}
+  assert ask(at, "/tokenize", bare).json["tokens"] == list(b"<|user|>")
+  talk = {"messages": [{"role": "user", "content": "Hi"}]}
+  assert ask(at, "/tokenize", talk).json["count"] == 6
+  shut = talk | {"add_generation_prompt": False}
+  assert ask(at, "/tokenize", shut).json["count"] == 5
+  # Also what is longer than a context: it is only counted.
+  assert ask(at, "/tokenize", {"prompt": "a" * 500}).json["count"] == 501
+  assert ask(at, "/detokenize", {"tokens": []}).json == {"prompt": ""}
+  for path, body in (
+    ("/tokenize", {}),
+    ("/tokenize", {"prompt": "a", **talk}),
+    ("/detokenize", {"tokens": [999]}),
+    ("/detokenize", {"tokens": "a"}),
+    ("/detokenize", {}),
+  ):
+    error(ask(at, path, body), 400)
+  error(ask(at, "/tokenize", {"prompt": "a", "model": "x"}), 404)
+  assert ask(at, "/version").json["version"]
+
+
 def test_chats(engine):
   at = app(engine)
   answer = chat(at, max_completion_tokens=9, temperature=0)
@@ -338,7 +592,7 @@ def test_chats(engine):
 def test_models_health_and_metrics(engine):
   at = app(engine, model_name="mine")
   assert ask(at, "/health").json == {"status": "ok"}
-  (one,) = ask(at, "/v1/models").json["data"]
+  one, _ = ask(at, "/v1/models").json["data"]
   assert (one["id"], one["object"]) == ("mine", "model")
   assert choices(complete(at, model="mine", max_tokens=3))
   answer = ask(at, "/metrics")
@@ -386,7 +640,7 @@ def test_models_health_and_metrics(engine):
     ({"best_of": 2, "stream": True}, "best_of", ["stream"]),
     ({"beams": 2, "stream": True}, "beams", ["stream"]),
     ({"beams": 2, "n": 3}, "beams", ["3"]),
-    ({"beams": 5}, "beams", ["rows=4"]),
+    ({"beams": 5}, "beams", ["at most 4"]),
     ({"beams": 2, "temperature": 1.0}, "temperature", ["beams"]),
     ({"length_penalty": 2.0}, "length_penalty", ["beams"]),
     ({"stream": 1}, "stream", []),
@@ -443,12 +697,73 @@ def test_parameters_are_refused(engine, body, param, words):
     ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
-    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"prompt": "a"}, "prompt"),
   ],
 )
 def test_chats_are_refused(engine, body, param):
   assert error(chat(app(engine), **body), 400)["param"] == param
+
+
+@pytest.mark.parametrize("digits", [309, 4300])
+def test_integers_that_no_float_holds(engine, digits):
+  at, huge = app(engine), "9" * digits
+  for name in (
+    "temperature", "top_p", "n", "max_tokens", "seed", "presence_penalty",
+    "top_k", "min_p", "repetition_penalty", "beams", "length_penalty",
+    "best_of", "logprobs", "stop_token_ids", "prompt", "logit_bias", "user",
+    "stream", "stop",
+  ):  # fmt: skip
+    shown = {
+      "stop_token_ids": f"[{huge}]",
+      "prompt": f"[1, {huge}]",
+      "logit_bias": f'{{"1": {huge}}}',
+    }.get(name, huge)
+    first = "" if name == "prompt" else '"prompt": "a", '
+    data = f'{{{first}"{name}": {shown}}}'.encode()
+    error(ask(at, "/v1/completions", data), 400)
+  for name, shown in (
+    ("max_completion_tokens", huge),
+    ("top_logprobs", huge),
+    ("chat_template_kwargs", f'{{"x": {huge}}}'),
+  ):
+    body = '"logprobs": true, "messages": [{"role": "user", "content": "a"}]'
+    data = f'{{{body}, "{name}": {shown}}}'.encode()
+    error(ask(at, "/v1/chat/completions", data), 400)
+  error(ask(at, "/detokenize", f'{{"tokens": [{huge}]}}'.encode()), 400)
+
+
+def test_what_no_context_holds_is_not_encoded(engine, monkeypatch):
+  def never(*_, **__):
+    raise AssertionError("it is encoded")
+
+  monkeypatch.setattr(engine.tokenizer, "encode", never)
+  monkeypatch.setattr(engine.tokenizer, "encode_parts", never)
+  at = app(engine)
+  for prompt in ("a" * 200, ["a", "a" * 200], [1] * 200, [[1], [1] * 200]):
+    if isinstance(prompt, list) and prompt[0] == "a":
+      prompt = prompt[1:]
+    found = error(complete(at, prompt=prompt), 400, "160 tokens")
+    assert found["code"] == "context_length_exceeded"
+  long = [{"role": "user", "content": "a" * 200}]
+  found = error(chat(at, messages=long), 400, "160 tokens")
+  assert found["code"] == "context_length_exceeded"
+
+
+def test_bodies_are_read_beside_the_loop(engine, monkeypatch):
+  seen = []
+
+  def watched(data):
+    seen.append((threading.current_thread().name, len(data)))
+    return parse_json(data)
+
+  monkeypatch.setattr(http, "parse_json", watched)
+  at = app(engine)
+  assert complete(at, max_tokens=1).status == 200
+  error(complete(at, prompt="a" * 100_000), 400)
+  names = [name.rpartition("_")[0] for name, _ in seen]
+  assert names == ["ringjax short bodies", "ringjax long bodies"]
 
 
 def test_requests_are_refused(engine):
@@ -562,6 +877,162 @@ def test_tenants(engine):
   assert ask(at, "/health").status == 200
 
 
+def test_tenants_see_numbers_of_their_own(engine):
+  keys = {"key-a": "red", "key-b": 'bl"ue', "key-c": "boss"}
+  at = app(engine, keys=keys, admin="boss")
+  by = lambda key: {"headers": {"authorization": f"Bearer {key}"}}
+  body = {"prompt": TEXT, "max_tokens": 3, "temperature": 0}
+  for key, times in (("key-a", 2), ("key-b", 1)):
+    for _ in range(times):
+      assert ask(at, "/v1/completions", body, **by(key)).status == 200
+
+  def numbers(key):
+    lines = ask(at, "/metrics", **by(key)).data.decode().splitlines()
+    return dict(x.rsplit(" ", 1) for x in lines if not x.startswith("#"))
+
+  red, blue, boss = map(numbers, ("key-a", "key-b", "key-c"))
+  names = ("requests_total", "new_tokens_total", "first_token_seconds_count")
+  assert [int(red[f"ringjax_{n}"]) for n in names] == [2, 6, 2]
+  assert [int(blue[f"ringjax_{n}"]) for n in names] == [1, 3, 1]
+  path = 'ringjax_http_answers_total{path="/v1/completions",status="200"}'
+  assert (red[path], blue[path], boss[path]) == ("2", "1", "3")
+  # Nothing of the engine, which others load too.
+  assert not {"ringjax_pages", "ringjax_rows_running"} & set(red)
+  assert int(boss["ringjax_pages"]) > 0
+  assert boss['ringjax_tenant_new_tokens_total{tenant="red"}'] == "6"
+  assert boss['ringjax_tenant_new_tokens_total{tenant="bl\\"ue"}'] == "3"
+  assert not [name for name in red if "tenant" in name]
+  refused(OptionError, lambda: app(engine, keys=keys, admin="x"), "admin")
+  refused(OptionError, lambda: app(engine, admin="red"), "admin")
+
+
+def test_a_tenant_leaves_others_their_part(engine):
+  at = app(engine, keys={"key-a": "red", "key-b": "blue"}, queue=8)
+  by = lambda key: {"headers": {"authorization": f"Bearer {key}"}}
+
+  async def main():
+    # Of 12 answers 3 are each one's own, and 6 are for both.
+    body = {"prompt": TEXT, "max_tokens": 130, "ignore_eos": True, "n": 9}
+    wires = [
+      Wire(at, "/v1/completions", body | {"stream": True}, **by("key-a"))
+      for _ in range(2)
+    ]
+    runs = [asyncio.ensure_future(wires[0].run())]
+    await wires[0].got.wait()
+    await wires[1].run()
+    assert error(wires[1], 429, "9 answers")["code"] == "queue_full"
+    small = {"prompt": TEXT, "max_tokens": 2}
+    other = await Wire(at, "/v1/completions", small, **by("key-b")).run()
+    assert other.status == 200
+    # It has not waited for those that came before.
+    assert not wires[0].ended
+    wires[0].leave()
+    await asyncio.gather(*runs)
+    error(
+      await Wire(at, "/v1/completions", body | {"n": 10}, **by("key-b")).run(),
+      400,
+      "at most 9",
+    )
+
+  asyncio.run(main())
+  assert free(engine)
+
+
+def test_shares_of_tenants():
+  shares = TenantShares(4, lambda: 16)
+  assert shares.limit() == 2 + 8
+  assert shares.take("a", 10) and not shares.take("a", 1)
+  assert shares.take("b", 2) and not shares.take("b", 1)
+  shares.give("a", 4)
+  assert shares.take("b", 4) and not shares.take("a", 1)
+  assert (shares.taken("a"), shares.taken("b")) == (6, 6)
+  # More tenants than places: each may still ask for one answer.
+  many = TenantShares(100, lambda: 4)
+  assert all(many.take(str(n), 1) for n in range(100))
+  alone = TenantShares(0, lambda: 3)
+  assert alone.take("", 3) and not alone.take("", 1)
+
+
+def test_a_full_queue_is_seen_before_a_body(engine):
+  at = app(engine, queue=2)
+
+  async def main():
+    body = {"prompt": TEXT, "max_tokens": 130, "ignore_eos": True, "n": 6}
+    first = Wire(at, "/v1/completions", body | {"stream": True})
+    run = asyncio.ensure_future(first.run())
+    await first.got.wait()
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+      late = Wire(at, path, {})
+      # Its body never comes.
+      await late._inbox.get()
+      await late.run()
+      assert error(late, 429, "queue")["code"] == "queue_full"
+    first.leave()
+    await run
+
+  asyncio.run(main())
+
+
+def test_threads_take_turns_between_clients():
+  order = []
+
+  async def main():
+    threads = FairThreads(1, "test")
+    begin = threading.Event()
+    first = asyncio.ensure_future(threads.run("a", begin.wait))
+    rest = [
+      asyncio.ensure_future(threads.run(client, order.append, (client, n)))
+      for client, count in (("a", 4), ("b", 2), ("c", 1))
+      for n in range(count)
+    ]
+    await asyncio.sleep(0)
+    # Nobody waits for it any more.
+    rest[3].cancel()
+    begin.set()
+    await asyncio.gather(first, *rest, return_exceptions=True)
+    with pytest.raises(ZeroDivisionError):
+      await threads.run("a", lambda: 1 // 0)
+    threads.close()
+
+  asyncio.run(main())
+  assert order == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2)]
+
+
+def test_what_is_given_up_is_told_so(engine):
+  at = app(engine)
+
+  async def main():
+    body = {"prompt": TEXT, "max_tokens": 130, "ignore_eos": True}
+    stream = Wire(at, "/v1/completions", body | {"stream": True, "n": 30})
+    whole = Wire(at, "/v1/completions", body | {"n": 30})
+    mute = Wire(at, "/v1/completions", {})
+    await mute._inbox.get()
+    wires = [stream, whole, mute]
+    asked = engine.counters.requests
+    runs = [asyncio.ensure_future(wire.run()) for wire in wires]
+    while engine.counters.requests < asked + 2:
+      await asyncio.sleep(0.001)
+    await stream.got.wait()
+    await at.end(0)
+    await asyncio.gather(*runs)
+    assert stream.events[-1]["error"]["code"] == "cancelled"
+    error(whole, 503)
+    error(mute, 503)
+    late = await Wire(at, "/v1/completions", body).run()
+    assert error(late, 503)["code"] == "unavailable"
+    # A server that cuts tasks off instead.
+    other = app(engine)
+    cut = Wire(other, "/v1/completions", body | {"stream": True, "n": 30})
+    run = asyncio.ensure_future(cut.run())
+    await cut.got.wait()
+    run.cancel()
+    await run
+    assert cut.events[-1]["error"]["code"] == "unavailable"
+
+  asyncio.run(main())
+  assert free(engine)
+
+
 def test_a_client_that_leaves_frees_its_pages(engine):
   at = app(engine)
   before = engine.counters.cancelled
@@ -572,10 +1043,13 @@ def test_a_client_that_leaves_frees_its_pages(engine):
         "prompt": TEXT, "max_tokens": 130, "stream": stream, "n": 20,
         "ignore_eos": True,
       }  # fmt: skip
+      asked = engine.counters.requests
       wire = Wire(at, "/v1/completions", body)
       run = asyncio.ensure_future(wire.run())
       if stream:
         await wire.got.wait()
+      while engine.counters.requests == asked:
+        await asyncio.sleep(0.001)
       wire.leave()
       await run
       assert not wire.ended
@@ -681,8 +1155,7 @@ def test_the_life_of_an_application(engine):
     await asyncio.gather(*runs)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     # Both say that they were given up.
-    last = wires[0].data.decode().rstrip().split("\n\n")[-1]
-    assert "cancelled" in last and "[DONE]" not in last
+    assert wires[0].events[-1]["error"]["code"] == "cancelled"
     error(wires[1], 503, "given up")
 
   asyncio.run(main())

@@ -33,6 +33,7 @@ from ringjax.infer import inputs
 from ringjax.infer.prefill import padded
 from ringjax.infer.prompt_reading import check_callable, read_context
 from ringjax.infer.session import Session
+from ringjax.json_text import json_text
 from ringjax.kv.cache import Blocks, LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.context_cache import PlacedContext, exported, placed
@@ -395,7 +396,7 @@ def context_origin(
   rope = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
   # Codes are stored with tokens last on a TPU.
   platform = model.embed.weight.get_value().devices()
-  return json.dumps(
+  return json_text(
     {
       "model": model.digest,
       "config": rope,
@@ -433,7 +434,7 @@ def _to_bytes(context: EncodedContext) -> bytes:
       x = np.ascontiguousarray(x)
       arrays[f"{name}.{n}"] = x.reshape(-1).view(np.uint8)
       shapes[f"{name}.{n}"] = [str(x.dtype), list(x.shape)]
-  header = {"origin": context.origin, "shapes": json.dumps(shapes)}
+  header = {"origin": context.origin, "shapes": json_text(shapes)}
   return safetensors.numpy.save(arrays, header)
 
 

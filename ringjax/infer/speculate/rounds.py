@@ -43,7 +43,6 @@ from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
-
 # How many tokens a row may be ahead of what the caller has seen.
 AHEAD = 32
 

@@ -23,6 +23,7 @@ from ringjax.errors import (
   InputTypeError,
   UnsafeFormatError,
 )
+from ringjax.json_text import json_text
 from ringjax.regular_files import inside, open_regular
 
 CONFIG = "config.json"
@@ -121,7 +122,7 @@ def strict_json(data: bytes, *, max_depth: int) -> Any:
     )
     if _SURROGATE.search(text):
       # Half a surrogate pair is no text: this raises.
-      json.dumps(value, ensure_ascii=False).encode("utf-8")
+      json_text(value, ensure_ascii=False).encode("utf-8")
   except UnicodeError:
     raise ValueError("bytes that are no UTF-8") from None
   except json.JSONDecodeError as error:

@@ -38,6 +38,7 @@ from ringjax.errors import (
   OptionError,
   RingjaxError,
 )
+from ringjax.json_text import json_text
 from ringjax.models.hf.header import DTYPES, check_name
 from ringjax.models.hf.safe_files import (
   CONFIG,
@@ -205,7 +206,7 @@ def write_file(
       "shape": list(tensor.shape),
       "data_offsets": [begin, end],
     }
-  text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+  text = json_text(table, separators=(",", ":"), ensure_ascii=False).encode()
   text += b" " * (-len(text) % 8)
   with open(path, "xb") as file:
     file.write(len(text).to_bytes(8, "little") + text)

@@ -60,7 +60,7 @@ def request_fields(
     **{name: getattr(request, name) for name in _PLAIN},
     "prompt": base64.b64encode(data).decode(),
     "sampling": dataclasses.asdict(request.sampling),
-    "stop": {"ids": list(stop.ids), "strings": list(stop.strings)},
+    "stop": dataclasses.asdict(stop),
     "grammar": None if request.mask is None else request.mask.grammar,
     "begun": [list(tokens) for tokens in request.begun],
   }
@@ -86,9 +86,7 @@ def request_of(
   request = Request(
     prompt=np.frombuffer(data, "<i4").astype(np.int32),
     sampling=RowSampling(**sampling),
-    stop=Stop(
-      ids=tuple(fields["stop"]["ids"]), strings=tuple(fields["stop"]["strings"])
-    ),
+    stop=Stop(**fields["stop"]),
     begun=tuple(tuple(tokens) for tokens in fields["begun"]),
     **plain,
   )

@@ -435,6 +435,11 @@ class ClusterRouter:
       return max(1, sum(one.rows for one in self._able("decodes")))
 
   @property
+  def adapters(self) -> tuple[str, ...]:
+    """None: it does not know those of its instances."""
+    return ()
+
+  @property
   def open(self) -> bool:
     """Whether it takes requests."""
     return not self._closed
@@ -1281,14 +1286,15 @@ class ClusterRouter:
     handle.cached_tokens = int(found)
     if handle.request.logprobs is not None:
       for token, logprob, top in fields["logprobs"]:
-        answer.total_logprob += float(logprob)
-        pairs = tuple((int(i), float(x)) for i, x in top)
+        logprob = _logprob(logprob)
+        answer.total_logprob += logprob
+        pairs = tuple((int(i), _logprob(x)) for i, x in top)
         answer.logprobs.append(
-          TokenLogprobs(token=int(token), logprob=float(logprob), top=pairs)
+          TokenLogprobs(token=int(token), logprob=logprob, top=pairs)
         )
     else:
       n = handle.answers.index(answer)
-      answer.total_logprob = state.totals[n] + float(fields["total"])
+      answer.total_logprob = state.totals[n] + _logprob(fields["total"])
     # The host's threads read an answer while it grows: `finish` comes last.
     answer.tokens.extend(tokens)
     answer.text = answer.text[: int(fields["text_at"])] + str(fields["text"])
@@ -1361,3 +1367,8 @@ def _begun(handle: Handle) -> Iterator[tuple[int, ...]]:
   for answer in handle.answers:
     tokens = answer.tokens[:-1] if answer.finish else answer.tokens
     yield tuple(tokens)
+
+
+def _logprob(stated: int | float | None) -> float:
+  """A log-probability of a message: JSON has no infinity."""
+  return -math.inf if stated is None else float(stated)

@@ -1,0 +1,49 @@
+"""JSON that leaves this process: in files, on sockets, on the screen.
+
+Guarantees: any JSON parser reads it. JSON has no NaN and no infinities: where
+they stand, null is written. All other calls of `json.dump` and `json.dumps` in
+the package say `allow_nan` (`tests/test_structure.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def json_text(
+  value: object,
+  *,
+  default: Callable[[Any], Any] | None = None,
+  **options: Any,
+) -> str:
+  """A value as JSON, null in place of numbers that are not finite.
+
+  Args:
+    value: what `json.dumps` takes.
+    default: makes such values of others, or None to refuse others.
+    **options: of `json.dumps`: indent, sort_keys, separators, ensure_ascii.
+
+  Raises:
+    TypeError: another value, or what `default` raises.
+    ValueError: a value that contains itself.
+  """
+  try:
+    return json.dumps(value, default=default, allow_nan=False, **options)
+  except ValueError:
+    # Seldom: the values are not gone through before it is known to be needed.
+    clean = None if default is None else lambda x: _finite(default(x))
+    return json.dumps(_finite(value), default=clean, allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+  """The value with None for each number in it that is not finite."""
+  if isinstance(value, float):
+    return value if math.isfinite(value) else None
+  if isinstance(value, Mapping):
+    return {key: _finite(x) for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(x) for x in value]
+  return value

@@ -1,0 +1,99 @@
+"""Who asks a server: keys, and how much of it each tenant may have.
+
+Guarantees: each tenant has a share of the queue that no other one takes, and
+may have more while there is some that is nobody's.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+from collections.abc import Callable
+
+from ringjax.errors import OptionError
+
+
+def read_keys(path: str | os.PathLike[str]) -> dict[str, str]:
+  """The tenants of a file, by their keys.
+
+  Args:
+    path: of a text file: a key and a tenant a line, and comments behind #.
+
+  Raises:
+    OptionError: a line is none, a key is there twice, or there is none.
+  """
+  found: dict[str, str] = {}
+  try:
+    lines = pathlib.Path(path).read_text("utf-8").splitlines()
+  except (OSError, ValueError) as error:
+    raise OptionError(
+      "api_keys", error, "a text file", "pass its path"
+    ) from None
+  for n, line in enumerate(lines, 1):
+    words = line.partition("#")[0].split()
+    if not words:
+      continue
+    # The line is not shown: there is a key in it.
+    if len(words) != 2 or words[0] in found or not words[0].isascii():
+      raise OptionError(
+        "api_keys",
+        f"line {n} of {path}",
+        "a key of ASCII, not used before, and a tenant",
+        "write KEY TENANT",
+      )
+    found[words[0]] = words[1]
+  if not found:
+    raise OptionError("api_keys", f"no keys in {path}", "some", "add a line")
+  return found
+
+
+class TenantShares:
+  """How many answers tenants have under way, and how many they may have.
+
+  Half of all belongs to the tenants in equal parts, at least one to each; the
+  rest goes to those who ask first. A tenant that is alone may have all.
+  """
+
+  def __init__(self, tenants: int, most: Callable[[], int]):
+    """Nobody has any.
+
+    Args:
+      tenants: how many there are.
+      most: answers of all together; may change.
+    """
+    self._tenants, self._most = tenants, most
+    self._taken: collections.Counter[str] = collections.Counter()
+
+  def taken(self, tenant: str) -> int:
+    """Answers that a tenant has under way."""
+    return self._taken[tenant]
+
+  def limit(self) -> int:
+    """Answers that a tenant may have when no other one has any."""
+    return sum(self._parts())
+
+  def take(self, tenant: str, count: int) -> bool:
+    """Whether a tenant may have so many more; it then has them."""
+    part, free = self._parts()
+    beyond = lambda name, more=0: max(0, self._taken[name] + more - part)
+    others = sum(beyond(name) for name in self._taken if name != tenant)
+    if beyond(tenant, count) > max(0, free - others):
+      # Fewer than it has by right are never refused.
+      return False
+    self._taken[tenant] += count
+    return True
+
+  def give(self, tenant: str, count: int) -> None:
+    """Takes some back that have ended."""
+    self._taken[tenant] -= count
+    if not self._taken[tenant]:
+      del self._taken[tenant]
+
+  def _parts(self) -> tuple[int, int]:
+    """What belongs to each tenant, and what is nobody's."""
+    most = self._most()
+    if self._tenants < 2:
+      return most, 0
+    each = most // (2 * self._tenants)
+    return max(1, each), most - each * self._tenants
