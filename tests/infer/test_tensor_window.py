@@ -29,6 +29,7 @@ from ringjax.infer.block_window import BlockTimes, BlockWindow
 from ringjax.models import small
 from ringjax.models.hf.tensor_boxes import TensorBoxes
 from ringjax.models.tensor_shares import SharedModel, spans
+from ringjax.models.window_layout import WindowLayout
 from ringjax.plan import layer_window
 from tests import checkpoints
 
@@ -241,7 +242,8 @@ def test_at_most_a_window_of_blocks_is_held(window, kept):
       most = max(most, len(passing))
     return block
 
-  blocks = BlockWindow(read, nbytes, window, BlockTimes(), kept=kept)
+  layout = WindowLayout(nbytes=nbytes, window=window, beside=frozenset(kept))
+  blocks = BlockWindow(read, layout, BlockTimes())
   order = [k for k, n in enumerate(nbytes) if n]
   passing = [k for k in order if k not in kept]
   fits = len(passing) <= window
@@ -272,13 +274,14 @@ def test_an_error_of_a_read_is_that_of_its_block():
       raise CheckpointFormatError("layer", "a fault", "none", "read again")
     return block
 
-  blocks = BlockWindow(read, (1, 1, 1, 1), 3, BlockTimes())
+  layout = WindowLayout(nbytes=(1, 1, 1, 1), window=3)
+  blocks = BlockWindow(read, layout, BlockTimes())
   assert [blocks.take(0), blocks.take(1)] == [0, 1]
   with pytest.raises(CheckpointFormatError, match="a fault"):
     blocks.take(2)
   blocks.close()
   with pytest.raises(OptionError, match="window"):
-    BlockWindow(read, (1,), 0, BlockTimes())
+    WindowLayout(nbytes=(1,), window=0)
 
 
 # ---------------------------------------------------------------------------
