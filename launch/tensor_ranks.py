@@ -46,7 +46,7 @@ from ringjax.models.tensor_shares import digest_of
 from ringjax.plan import files
 
 NAME = "generate"
-_FORMAT = "ringjax.window_log"
+LOG_FORMAT = "ringjax.window_log"
 # Where a process that is started here finds the key of its group.
 _KEY = "RINGJAX_WINDOW_KEY"
 # A process that was told to end gets so long.
@@ -379,12 +379,12 @@ class _Ranks:
     ranks = [_of_rank(one) for one in report.ranks]
     if values.log is not None:
       events = [one.events for one in report.ranks]
-      blocks = [_blocks(one) for one in report.ranks]
+      blocks = [blocks_of(one) for one in report.ranks]
       body = {
         "shares": list(report.shares), "ranks": ranks, "blocks": blocks,
         "events": events,
       }  # fmt: skip
-      files.write(values.log, _FORMAT, body | {"simulated": simulated})
+      files.write(values.log, LOG_FORMAT, body | {"simulated": simulated})
     passkey = prompt.passkey
     return {
       "answer": self._written,
@@ -448,7 +448,7 @@ def _of_rank(one: RankReport) -> dict[str, Any]:
   }
 
 
-def _blocks(one: RankReport) -> list[dict[str, Any]]:
+def blocks_of(one: RankReport) -> list[dict[str, Any]]:
   """A rank's blocks as JSON: bytes and seconds of each."""
   rows = zip(
     one.block_names, one.block_bytes, one.reads_s, one.compute_s, one.peers_s,

@@ -2,9 +2,10 @@
 
   attention 0, feedforward 0, attention 1, ..., and on rank 0 the head
 
-A block is read as a whole, before it is computed. `window` of them are in memory
-at once, beside those that stay: of each `retain` feedforwards the first. If all
-others fit the window, all stay. What stays is read once, all else in each pass.
+A block is read as a whole, before it is computed. `window` of them are in
+memory at once, beside those that stay: of each `retain` feedforwards the first.
+If all others fit the window, all stay. What stays is read once, all else in
+each pass.
 Of the embedding rank 0 reads the rows of the tokens at hand: it is no block.
 
 `launch.generate --window` runs a layout and `launch.plan window` simulates it.

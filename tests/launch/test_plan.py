@@ -701,8 +701,8 @@ def test_refusals_of_services(argv, words):
 
 
 def test_weights_through_a_window(tmp_path):
-  fast = ("--disk_rate=1e12", "--blocks=2", "--new=3", "--json")
-  ran = ask("window", "--model=llama-100m", "--ranks=4", *fast)
+  fast = ("--disk_rate=1e12", "--window=2", "--new=3", "--json")
+  ran = ask("window", "--model=llama-100m", "--processes=4", *fast)
   assert ran.status == 0, ran.err
   found = ran.json
   assert found["steady"] and not found["waits"] and found["first_s"] > 0
@@ -729,16 +729,19 @@ def test_weights_through_a_window(tmp_path):
       "links": [["a", "s", 0.25], ["s", "b", 0.5]],
     })
   )  # fmt: skip
-  ran = ask("window", "--model=llama-100m", "--ranks=2", f"--graph={path}")
+  ran = ask("window", "--model=llama-100m", "--processes=2", f"--graph={path}")
   assert ran.status == 0 and "1500 ms" in ran.out and "| b |" in ran.out
 
 
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
-    (("--shares=0.5,0.3",), "add up to 1"),
+    (("--shares=0,0",), "the sum"),
     (("--shares=a,b",), "--shares"),
-    (("--shares=0.5,0.5", "--ranks=2"), "one of them"),
+    (("--shares=0.5,0.5", "--processes=3"), "3 numbers"),
+    (("--ranks=2",), "--ranks"),
+    (("--cache=snapkv",), "without a policy"),
+    (("--measured=none.json",), "none.json"),
     (("--disk_rate=1,2,3",), "disk_rate"),
     (("--disk_rate=0",), "disk_rate"),
     (("--model=deepseek-v3",), "deepseek_v3"),
