@@ -715,7 +715,7 @@ class _TurningRow:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Stage:
+class _TurningStage:
   """A stage of a pipeline and what waits in front of it."""
 
   # Batches of prompts with their seconds in a stage, and rows.
@@ -738,7 +738,7 @@ class _TakingTurns(_Running):
 
   def __init__(self, spec: SimulatedInstance, cluster: _Run):
     super().__init__(spec, cluster)
-    self.pipeline = [_Stage() for _ in range(spec.stages)]
+    self.pipeline = [_TurningStage() for _ in range(spec.stages)]
 
   @property
   def longest(self) -> int:
@@ -778,7 +778,7 @@ class _TakingTurns(_Running):
         self._decode_in(index, rows)
     self.cluster.load(self)
 
-  def _turn(self, stage: _Stage) -> list[_TurningRow]:
+  def _turn(self, stage: _TurningStage) -> list[_TurningRow]:
     """Rows from the front of a queue, as many as a step takes."""
     most, rows, tokens = self.spec.max_decode_tokens, [], 0
     while stage.rows and len(rows) < self.spec.max_rows:
