@@ -21,7 +21,8 @@ _PRESETS = {"7B": "llama-2-7b"}
 NOTE = (
   "Table 3 ours: states cut over all devices, a gathered layer, the kept "
   "inputs of layers, a layer's working set, plain attention's scores, logits "
-  "of the whole vocabulary, all of 4 bytes; without what a compiler keeps besides. "
+  "of the whole vocabulary, all of 4 bytes; without what a compiler keeps "
+  "besides. "
   "Not reproduced: the paper's figures are of programs that ran, and no count "
   "of bytes a token and bytes a weight gives them all (7B in blocks on 32 "
   "devices has 4 times the context of 8; see ringjax.plan.ring_tables)"
