@@ -47,11 +47,12 @@
       second that makes (FlexGen). --machine=here measures this machine, with a
       file in --folder; --policy=48x3:20/80,0/100,0/100 reckons with a given
       placement; --paper prints published policies beside ours.
-  python -m launch.plan window --model=llama-2-7b --shares=0.4,0.3,0.3
-      --blocks=4
+  python -m launch.plan window --model=llama-2-7b --processes=3 --shares=4,3,3
+      --window=4
       Devices that stream their part of each layer from disk while they compute
       and add up by --reduce=star, tree or ring (TPI-LLM): whether they wait,
-      the time to the first token and for each, and what each device holds.
+      the time to the first token and for each, what each device reads and
+      holds. The blocks, and the flags, are those of launch.generate --window.
   python -m launch.plan serve --model=llama-3.1-8b --cluster=1x8 --chip=a100
       --trace=requests.csv --slo=ttft=0.5,tpot=0.05
       How many instances that read prompts and how many that answer, in which
@@ -606,6 +607,10 @@ def run(
     return 2
   try:
     strategies.refuse(values, words[0], plan_flags.refused(words[0]))
+    if values.window == 0 and words[0] != "window":
+      raise OptionError(
+        "--window", 0, "1 or more keys", "leave it out for all keys"
+      )
     _COMMANDS[words[0]](values, stdout or sys.stdout, stderr)
   except (RingjaxError, app.UsageError) as error:
     console.complain(NAME, error, stderr)

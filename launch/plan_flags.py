@@ -35,8 +35,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("profile", "text", "llama7b-a100", "kvr",
    "Name of a profile, or path of its file."),
   ("context", "whole", 10240, "kvr", "Tokens of the prompt."),
-  ("ranks", "whole", 4, "kvr window",
-   "Devices that read the prompt; window: with equal shares, default 8."),
+  ("ranks", "whole", 4, "kvr", "Devices that read the prompt."),
   ("bandwidth", "number", 300e9, "kvr window serve which routes",
    "Link bandwidth (bytes/s); window: default 37.5e6; serve: of a device to "
    "another node, default as the chip's; which, routes: of an instance to "
@@ -46,8 +45,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Latency of a message (s); window: of a link, default 0.001.", 0.0),
   ("tile", "whole", 1, "kvr", "Partitions are multiples of so many tokens."),
   ("prefix", "whole", 0, "kvr", "Tokens before, whose keys every rank has.", 0),
-  ("window", "whole", None, "kvr explain aot",
-   "Keys that a query sees; default: all."),
+  ("window", "whole", None, "kvr explain aot window",
+   "Keys that a query sees; default: all; window: as of launch.generate, "
+   "blocks of weights in memory on each device, default 4; 0: all.", 0),
   ("credits", "whole", None, "kvr",
    "Layers buffered per link; default: no limit."),
   ("kernel", "enum", None, "kvr",
@@ -88,7 +88,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Timed runs of each call; kvr: of --fit; offload: of --machine=here."),
   ("dtype", "text", None, "kvr explain fit aot cache capacity cycles "
    "window serve routes",
-   "Dtype of the computation; kvr --fit: of the weights."),
+   "Dtype of the computation; kvr --fit: of the weights; window: of a preset "
+   "also of its files."),
   ("out", "text", None, "fit pictures capacity offload",
    "fit, offload: file of the measured machine; pictures: folder for the PNGs, "
    "default docs/strategies; capacity: path of the table, without its ending."),
@@ -157,17 +158,23 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "How lengths are drawn: zipf:EXPONENT, mixed, or mixed:TOKENS for prompts "
    "that are cut; default: several."),
   ("share", "number", 0.9, "elastic", "Of the requests, served in time.", 0.0),
+  ("processes", "whole", None, "window",
+   "As of launch.generate: devices that have some heads and columns of each "
+   "layer; default: 8, or as many as --shares."),
   ("shares", "texts", None, "window",
-   "Parts of the model on each device, e.g. 0.4,0.3,0.3; default: equal."),
+   "As of launch.generate: how much of the model each device gets, as 3,2,2,1; "
+   "default: the same."),
+  ("measured", "text", None, "window",
+   "The --log of launch.generate --window, of the same model and shares: its "
+   "seconds of each block's read, product and sum in place of rates."),
   ("flops", "texts", ["50e9"], "window",
    "FLOP/s of a device; one for all, or one of each."),
   ("memory_rate", "texts", ["10e9"], "window",
    "Bytes/s of a device's memory; one for all, or one of each."),
   ("disk_rate", "texts", ["2e9"], "window",
    "Bytes/s of a device's disk; one for all, or one of each."),
-  ("blocks", "whole", 4, "window", "Blocks of weights on a device at once."),
   ("retain", "whole", None, "window",
-   "Of so many layers one feedforward stays on the device."),
+   "As of launch.generate: of so many feedforwards one stays on the device."),
   ("reduce", "enum", "star", "window", "How partial results are added up.",
    allreduce_hops.REDUCES),
   ("graph", "text", None, "window",
@@ -216,12 +223,12 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Micro-batches of a step of training."),
   ("block", "whole", None, "aot capacity",
    "Tokens of a step of the feedforward."),
-  ("cache", "text", None, "aot capacity cycles cache",
+  ("cache", "text", None, "aot capacity cycles cache window",
    "cache: the kind to explain; "
    "aot --what=prefill or decode, capacity --what=prefill, cycles "
    "--what=decode: how keys and values are stored, "
    f"{', '.join(KINDS)}; with options as NAME:key=value,key=value; "
-   "default: dense."),
+   "default: dense; window: as of launch.generate, default windowed."),
   ("weights", "text", None, "aot",
    "--what=prefill or decode: where layers' weights are, host, or fractions as "
    "device=.5,host=.5; default: on the devices."),

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -46,7 +46,7 @@ from ringjax.models.tensor_shares import digest_of
 from ringjax.plan import files
 
 NAME = "generate"
-_FORMAT = "ringjax.window_log"
+LOG_FORMAT = "ringjax.window_log"
 # Where a process that is started here finds the key of its group.
 _KEY = "RINGJAX_WINDOW_KEY"
 # A process that was told to end gets so long.
@@ -379,8 +379,12 @@ class _Ranks:
     ranks = [_of_rank(one) for one in report.ranks]
     if values.log is not None:
       events = [one.events for one in report.ranks]
-      body = {"shares": list(report.shares), "ranks": ranks, "events": events}
-      files.write(values.log, _FORMAT, body | {"simulated": simulated})
+      blocks = [blocks_of(one) for one in report.ranks]
+      body = {
+        "shares": list(report.shares), "ranks": ranks, "blocks": blocks,
+        "events": events,
+      }  # fmt: skip
+      files.write(values.log, LOG_FORMAT, body | {"simulated": simulated})
     passkey = prompt.passkey
     return {
       "answer": self._written,
@@ -436,12 +440,27 @@ def worker_flags(
 
 def _of_rank(one: RankReport) -> dict[str, Any]:
   """A rank's figures as JSON, with sums in place of the lists of blocks."""
-  left_out = ("events", "block_bytes", "kept")
+  left_out = ("events", "block_bytes", "block_names", "kept")
   return {
     k: sum(x) if isinstance(x, tuple) else x
     for k, x in dataclasses.asdict(one).items()
     if k not in left_out
   }
+
+
+def blocks_of(one: RankReport) -> list[dict[str, Any]]:
+  """A rank's blocks as JSON: bytes and seconds of each."""
+  rows = zip(
+    one.block_names, one.block_bytes, one.reads_s, one.compute_s, one.peers_s,
+    strict=True,
+  )  # fmt: skip
+  return [
+    {
+      "name": name, "bytes": nbytes, "kept": k in one.kept, "read_s": read,
+      "compute_s": compute, "peers_s": peers,
+    }
+    for k, (name, nbytes, read, compute, peers) in enumerate(rows)
+  ]  # fmt: skip
 
 
 def summary(done: dict[str, Any]) -> Iterator[str]:
@@ -521,8 +540,21 @@ def _check(values: flags.FlagValues) -> None:
 
 def _shares(values: flags.FlagValues) -> tuple[float, ...]:
   """How much of the model each process gets."""
-  given = values.shares
-  size = values.processes or values.num_processes
+  given, size = values.shares, values.processes or values.num_processes
+  found = shares_of(given, size)
+  if size is None and len(found) > 1:
+    raise prompts.clash("--shares without --processes", "both")
+  return found
+
+
+def shares_of(
+  given: Sequence[str] | None, size: int | None
+) -> tuple[float, ...]:
+  """The shares of --shares, of as many processes as there are.
+
+  Raises:
+    OptionError: other numbers, or none above 0.
+  """
   try:
     found = None if given is None else tuple(float(x) for x in given)
   except ValueError:
@@ -536,8 +568,6 @@ def _shares(values: flags.FlagValues) -> tuple[float, ...]:
       f"{size or 'some'} numbers, one for each process",
       "pass --processes=4 --shares=3,2,2,1",
     )
-  if size is None and len(found) > 1:
-    raise prompts.clash("--shares without --processes", "both")
   for share in found:
     number("--shares", share, least=0)
   number("--shares, the sum", sum(found), above=0)

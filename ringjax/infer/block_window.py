@@ -6,6 +6,7 @@ those that are kept. An error of a read is raised by the `take` of its block.
 Cost: a read of each block in each round, unless all fit the window: then each
 is read once.
 
+`WindowLayout` says which blocks there are and which stay;
 `ringjax.plan.layer_window.simulate` is the same on simulated clocks.
 
 Ref: Li et al. 2024, TPI-LLM (arXiv 2410.00531), section 3.3.
@@ -17,10 +18,10 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ringjax.checks import positive_int
+from ringjax.models.window_layout import WindowLayout
 
 
 class BlockTimes:
@@ -101,32 +102,19 @@ class BlockWindow:
   def __init__(
     self,
     read: Callable[[int], Any],
-    nbytes: Sequence[int],
-    window: int | None,
+    layout: WindowLayout,
     times: BlockTimes,
-    *,
-    kept: Collection[int] = (),
   ):
     """Begins to read.
 
     Args:
       read: returns a block by its number.
-      nbytes: of each block; those of 0 bytes are never read, nor taken.
-      window: blocks that may be in memory; None for all of them.
+      layout: the blocks; those of 0 bytes are never read, nor taken.
       times: takes the seconds of reads and of waits for them.
-      kept: blocks that stay once they are read, outside of the window.
-
-    Raises:
-      OptionError: a window below 1.
     """
-    if window is not None:
-      positive_int("window", window)
-    self.window = window
-    self._read, self._nbytes, self._times = read, tuple(nbytes), times
-    self._order = [k for k, n in enumerate(nbytes) if n]
-    passing = [k for k in self._order if k not in kept]
-    fits = window is None or len(passing) <= window
-    self._kept = frozenset(self._order if fits else kept)
+    self.window = layout.window
+    self._read, self._nbytes, self._times = read, layout.nbytes, times
+    self._order, self._kept = layout.order, layout.kept
     self._changed = threading.Condition()
     self._ready: dict[int, Any] = {}
     self._held: collections.Counter[int] = collections.Counter()
@@ -162,11 +150,6 @@ class BlockWindow:
         return
       self._held[block] -= 1
       self._changed.notify_all()
-
-  @property
-  def kept(self) -> frozenset[int]:
-    """Blocks that stay once they are read."""
-    return self._kept
 
   def close(self) -> None:
     """Ends the thread and lets go of all blocks."""

@@ -59,14 +59,10 @@ from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Calibrated, Codec
 from ringjax.models.hf.tensors import parameters
-from ringjax.models.tensor_shares import (
-  ATTENTION,
-  FEEDFORWARD,
-  ModulePart,
-  SharedModel,
-)
+from ringjax.models.tensor_shares import ModulePart, SharedModel
 from ringjax.models.transformer import TransformerConfig, logits_of
 from ringjax.nn.linear import part_dtype, stream_dtype
+from ringjax.models.window_layout import WindowLayout, rank_blocks
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -251,6 +247,7 @@ class RankReport:
     window: blocks that it may hold; None for all.
     weight_bytes: of all its blocks.
     block_bytes: of each block.
+    block_names: of each block.
     peak_blocks: that it held at once, since it began.
     peak_bytes: their bytes.
     bytes_read: from disk, since it began.
@@ -258,6 +255,7 @@ class RankReport:
     sent_bytes: of arrays, since it began.
     rss_bytes: the most that its process had in memory, code and compiler too.
     kept: blocks that stay once they are read.
+    pass_bytes: that each pass reads, the first one aside.
     reads_s: of each block the mean seconds of a read.
     disk_s: of each block the mean seconds, for a token, of waiting for its
       read.
@@ -270,6 +268,7 @@ class RankReport:
   window: int | None
   weight_bytes: int
   block_bytes: tuple[int, ...]
+  block_names: tuple[str, ...]
   peak_blocks: int
   peak_bytes: int
   bytes_read: int
@@ -277,6 +276,7 @@ class RankReport:
   sent_bytes: int
   rss_bytes: int
   kept: tuple[int, ...]
+  pass_bytes: int
   reads_s: tuple[float, ...]
   disk_s: tuple[float, ...]
   compute_s: tuple[float, ...]
@@ -307,28 +307,13 @@ class _RankBlocks:
     retain: int | None,
     events: bool,
   ):
-    if retain is not None:
-      positive_int("retain", retain)
     self.model, self.rank = model, rank
-    blocks: list[dict[str, ModulePart]] = []
-    for n, parts in enumerate(model.layers(rank)):
-      norms = model.norms(n) if rank == 0 else {}
-      for name in (ATTENTION, FEEDFORWARD):
-        found = {"term": parts[name]}
-        for side in ("pre", "post"):
-          if f"{side}_{name}" in norms:
-            found[side] = norms[f"{side}_{name}"]
-        blocks.append(found)
-    if rank == 0:
-      blocks.append({"head": model.head()})
-    self.blocks = blocks
+    self.blocks = rank_blocks(model, rank)
+    self.layout = WindowLayout.of(self.blocks, window, retain)
     self.times = BlockTimes(events=events)
     self.start_s = time.monotonic()
-    kept = () if retain is None else range(1, 2 * self.layers, 2 * retain)
-    self.nbytes = tuple(sum(p.nbytes for p in b.values()) for b in blocks)
-    self.window = BlockWindow(
-      self._read, self.nbytes, window, self.times, kept=tuple(kept)
-    )
+    self.nbytes = self.layout.nbytes
+    self.window = BlockWindow(self._read, self.layout, self.times)
     self.caches: list[KVCache | None] = []
     self._taken: dict[int, Any] = {}
 
@@ -343,7 +328,7 @@ class _RankBlocks:
       name: tuple(
         jax.device_put(x, device, may_alias=True) for x in self.model.read(part)
       )
-      for name, part in self.blocks[block].items()
+      for name, part in self.blocks[block].parts.items()
     }
     return jax.block_until_ready(made)
 
@@ -353,7 +338,7 @@ class _RankBlocks:
     self.start_s = time.monotonic()
     self.caches = []
     for n in range(self.layers):
-      spec: Any = self.blocks[2 * n]["term"].spec
+      spec: Any = self.blocks[2 * n].parts["term"].spec
       self.caches.append(
         None
         if spec is None
@@ -364,7 +349,7 @@ class _RankBlocks:
 
   def program(self, block: int, name: str) -> _ModuleProgram | None:
     """How a module of a block is made; None if it has none."""
-    part = self.blocks[block].get(name)
+    part = self.blocks[block].parts.get(name)
     if part is None or part.spec is None:
       return None
     return _module_program(self.model, part)
@@ -426,7 +411,9 @@ class _RankBlocks:
       cache_bytes=sum(x.nbytes() for x in self.caches if x is not None),
       sent_bytes=sent_bytes,
       rss_bytes=_peak_rss_bytes(),
-      kept=tuple(sorted(self.window.kept)),
+      block_names=tuple(one.name for one in self.blocks),
+      kept=tuple(sorted(self.layout.kept)),
+      pass_bytes=self.layout.pass_bytes,
       reads_s=times.means("read", blocks),
       disk_s=times.means("disk", blocks),
       compute_s=times.means("compute", blocks),
@@ -721,7 +708,7 @@ class TensorWindow:
     sampler, stop = from_names(sampler, stop, names)
     check_callable(sampler=sampler, stream=stream, progress=progress,
                     report=report)  # fmt: skip
-    kind = _kind(cache_kind)
+    kind = cache_of_ranks(cache_kind)
     dtype = self._model.dtype
     if cache_dtype is not None:
       dtype = float_dtype("cache_dtype", cache_dtype)
@@ -964,7 +951,7 @@ class _Failing:
       self._window._star.fail(error)
 
 
-def _kind(given: CacheKind | str) -> CacheKind:
+def cache_of_ranks(given: CacheKind | str) -> CacheKind:
   """A kind of cache that ranks can make of its name.
 
   Raises:

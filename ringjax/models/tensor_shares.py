@@ -19,7 +19,7 @@ import itertools
 import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -180,11 +180,10 @@ class OutputHead(nnx.Module):
     )
 
 
-class SharedModel:
-  """A folder's model as the ranks of a group share it.
+class ModelShares:
+  """What of a model the ranks of a group have, without its numbers.
 
   Attributes:
-    folder: where the tensors are.
     config: of the whole model.
     dtype: of the computation.
     weights: of the ranks.
@@ -192,17 +191,22 @@ class SharedModel:
 
   def __init__(
     self,
-    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
     weights: Sequence[int | float],
     *,
     dtype: DTypeLike | None = None,
+    folder: Folder | None = None,
   ):
-    """Reads config.json and headers, and no weights.
+    """Cuts what a config.json describes.
 
     Args:
-      path: a folder, as `rj.models.load` reads it.
+      config: as in config.json.
       weights: how much of the model each rank gets, in any unit.
-      dtype: of the computation; default: the folder's.
+      dtype: of the computation; default: the folder's, or what the config
+        says, or float32.
+      folder: whose headers say how tensors are stored; None: they are stored in
+        `dtype`, and equal layers are taken to have the tensors of the first of
+        them.
 
     Raises:
       ConfigError: a family whose layers cannot be cut so.
@@ -210,10 +214,14 @@ class SharedModel:
     """
     self.weights = tuple(weights)
     spans(1, self.weights)
-    self.folder = folder = Folder.open(path)
-    source, family = text_config(folder.config)
+    source, family = text_config(config)
     self.config = config = family.read(source)
-    stored = checkpoint.stored_dtype(folder, source) if dtype is None else dtype
+    stored: Any = dtype
+    if stored is None and folder is not None:
+      stored = checkpoint.stored_dtype(folder, source)
+    if stored is None:
+      said = source.get("dtype") or source.get("torch_dtype")
+      stored = "float32" if said is None else said
     self.dtype = float_dtype("dtype", stored)
     if config.positions is not None:
       raise ConfigError(
@@ -224,10 +232,24 @@ class SharedModel:
       )
     for n, layer in enumerate(config.layers):
       _check_layer(config.family, n, layer)
-    self._family = family
-    whole = _shapes(config, self.dtype)
+    self._family, self._headers = family, folder
+    layers = config.layers
+    first = [
+      n if folder is not None else layers.index(layer)
+      for n, layer in enumerate(layers)
+    ]
+    # Layers that have tensors of their own, and of each layer which of them.
+    self._shown = sorted(set(first))
+    self._place = [self._shown.index(n) for n in first]
+    shown = dataclasses.replace(
+      config, layers=tuple(layers[n] for n in self._shown)
+    )
+    whole = _shapes(shown, self.dtype)
     self._params = parameters(whole)
-    found = contents(folder, family, whole, source).tensors
+    if folder is not None:
+      found = contents(folder, family, whole, source).tensors
+    else:
+      found = tuple(checkpoint_tensors(whole, family.names(shown)))
     packed = [x.name for x in found if isinstance(x.form, Packed)]
     if packed:
       raise ConfigError(
@@ -237,9 +259,6 @@ class SharedModel:
         "convert the folder first: python -m launch.convert",
       )
     self._stored = {x.name: x for x in found}
-    self._boxes = TensorBoxes(folder)
-    self._checked: set[tuple[str, ...]] = set()
-    (self._embedding,) = self._module(None, "embed.weight").tensors
 
   def heads(self, layer: int) -> list[tuple[int, int]]:
     """KV heads of each rank in a layer: first and end."""
@@ -254,18 +273,17 @@ class SharedModel:
   def layers(self, rank: int) -> list[dict[str, ModulePart]]:
     """Of each layer the rank's `ATTENTION` and `FEEDFORWARD`."""
     integer("rank", rank, least=0, most=len(self.weights) - 1)
-    kinds = {
-      layer: self._cut_layer(n, rank)
-      for n, layer in reversed(list(enumerate(self.config.layers)))
-    }
-    cut = tuple(kinds[layer] for layer in self.config.layers)
+    whole = self.config.layers
+    kinds = {whole[n]: self._cut_layer(n, rank) for n in reversed(self._shown)}
+    cut = tuple(kinds[whole[n]] for n in self._shown)
     config = dataclasses.replace(self.config, layers=cut)
     model = _shapes(config, self.dtype)
     tensors = checkpoint_tensors(model, self._family.names(config))
     found: list[dict[str, ModulePart]] = []
     by_layer = _by_layer(tensors)
-    for n, layer in enumerate(cut):
+    for at, layer in enumerate(cut):
       parts: dict[str, ModulePart] = {}
+      n = self._shown[at]
       mine = self._mine(n, rank)
       for name, owners in (
         (ATTENTION, self.heads(n)),
@@ -278,16 +296,16 @@ class SharedModel:
         parts[name] = ModulePart(
           spec=getattr(layer, name),
           tensors=self._parts(
-            by_layer[n][name], f".{name}.", mine, rank == owned[0]
+            by_layer[at][name], f".{name}.", mine, rank == owned[0]
           ),
         )
       found.append(parts)
-    return found
+    return [found[at] for at in self._place]
 
   def norms(self, layer: int) -> dict[str, ModulePart]:
     """The norms of a layer by their names, `pre_attention` and others."""
     spec = self.config.layers[layer]
-    prefix = f"stack.blocks.{layer}.0."
+    prefix = f"stack.blocks.{self._place[layer]}.0."
     found: dict[str, ModulePart] = {}
     for name, here in (
       ("pre_attention", spec.pre),
@@ -312,62 +330,6 @@ class SharedModel:
     """The norm of the embeddings, or None."""
     norm = self.config.embed_norm
     return None if norm is None else self._module(norm, "embed.norm.")
-
-  def embedding_rows(self, ids: Sequence[int]) -> np.ndarray:
-    """Rows of the embedding, [n, D] in the dtype of the computation.
-
-    They are read from disk: the embedding is never in memory as a whole.
-    """
-    part = self._embedding
-    out = np.empty((len(ids), self.config.embed), part.dtype)
-    for row, one in zip(out, ids, strict=True):
-      at = (slice(one, one + 1), slice(0, self.config.embed))
-      self._boxes.read(part.names[0], row[None], at)
-    _check(part, out)
-    return out.astype(self.dtype)
-
-  def read(self, part: ModulePart) -> list[np.ndarray]:
-    """The arrays of a module's tensors, as they are stored.
-
-    Raises:
-      CheckpointFormatError: a file that has changed, or an I/O error.
-      CheckpointMismatchError: numbers that are not finite.
-    """
-    made = []
-    self.folder.unchanged([n for t in part.tensors for n in t.names])
-    for tensor in part.tensors:
-      lead = (len(tensor.names),) if tensor.stacked else ()
-      out = _aligned((*lead, *tensor.shape), tensor.dtype)
-      if tensor.zero:
-        out[...] = 0
-      else:
-        for name, one in zip(
-          tensor.names, out if tensor.stacked else [out], strict=True
-        ):
-          self._read(name, tensor, one)
-        if tensor.names not in self._checked:
-          _check(tensor, out)
-          self._checked.add(tensor.names)
-      made.append(out)
-    self.folder.unchanged([n for t in part.tensors for n in t.names])
-    return made
-
-  def _read(self, name: str, tensor: TensorPart, out: np.ndarray) -> None:
-    if len(tensor.boxes) == 1:
-      self._boxes.read(name, out, tensor.boxes[0])
-      return
-    at = 0
-    for box in tensor.boxes:
-      size = box[tensor.axis].stop - box[tensor.axis].start
-      where = (*(slice(None),) * tensor.axis, slice(at, at + size))
-      target = out[where]
-      if target.flags.c_contiguous:
-        self._boxes.read(name, target, box)
-      else:
-        part = np.empty(target.shape, target.dtype)
-        self._boxes.read(name, part, box)
-        target[...] = part
-      at += size
 
   def _cut_layer(self, number: int, rank: int) -> Layer:
     """The layer as a rank has it; what it has no part in stays whole."""
@@ -422,7 +384,9 @@ class SharedModel:
     return ModulePart(spec=spec, tensors=tuple(made))
 
   def _dtype(self, tensor: CheckpointTensor) -> np.dtype:
-    found = self.folder.tensors[tensor.pieces[0].name].dtype
+    if self._headers is None:
+      return self.dtype
+    found = self._headers.tensors[tensor.pieces[0].name].dtype
     assert isinstance(found, np.dtype)
     return found
 
@@ -481,6 +445,94 @@ class SharedModel:
       return spans(size, self.weights)[rank] if name == "ffn" else None
 
     return mine
+
+
+class SharedModel(ModelShares):
+  """A folder's model as the ranks of a group share it.
+
+  Attributes:
+    folder: where the tensors are.
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    weights: Sequence[int | float],
+    *,
+    dtype: DTypeLike | None = None,
+  ):
+    """Reads config.json and headers, and no weights.
+
+    Args:
+      path: a folder, as `rj.models.load` reads it.
+      weights: how much of the model each rank gets, in any unit.
+      dtype: of the computation; default: the folder's.
+
+    Raises:
+      ConfigError: a family whose layers cannot be cut so.
+      RingjaxError: as `rj.models.load`.
+    """
+    self.folder = folder = Folder.open(path)
+    super().__init__(folder.config, weights, dtype=dtype, folder=folder)
+    self._boxes = TensorBoxes(folder)
+    self._checked: set[tuple[str, ...]] = set()
+    (self._embedding,) = self._module(None, "embed.weight").tensors
+
+  def embedding_rows(self, ids: Sequence[int]) -> np.ndarray:
+    """Rows of the embedding, [n, D] in the dtype of the computation.
+
+    They are read from disk: the embedding is never in memory as a whole.
+    """
+    part = self._embedding
+    out = np.empty((len(ids), self.config.embed), part.dtype)
+    for row, one in zip(out, ids, strict=True):
+      at = (slice(one, one + 1), slice(0, self.config.embed))
+      self._boxes.read(part.names[0], row[None], at)
+    _check(part, out)
+    return out.astype(self.dtype)
+
+  def read(self, part: ModulePart) -> list[np.ndarray]:
+    """The arrays of a module's tensors, as they are stored.
+
+    Raises:
+      CheckpointFormatError: a file that has changed, or an I/O error.
+      CheckpointMismatchError: numbers that are not finite.
+    """
+    made = []
+    self.folder.unchanged([n for t in part.tensors for n in t.names])
+    for tensor in part.tensors:
+      lead = (len(tensor.names),) if tensor.stacked else ()
+      out = _aligned((*lead, *tensor.shape), tensor.dtype)
+      if tensor.zero:
+        out[...] = 0
+      else:
+        for name, one in zip(
+          tensor.names, out if tensor.stacked else [out], strict=True
+        ):
+          self._read(name, tensor, one)
+        if tensor.names not in self._checked:
+          _check(tensor, out)
+          self._checked.add(tensor.names)
+      made.append(out)
+    self.folder.unchanged([n for t in part.tensors for n in t.names])
+    return made
+
+  def _read(self, name: str, tensor: TensorPart, out: np.ndarray) -> None:
+    if len(tensor.boxes) == 1:
+      self._boxes.read(name, out, tensor.boxes[0])
+      return
+    at = 0
+    for box in tensor.boxes:
+      size = box[tensor.axis].stop - box[tensor.axis].start
+      where = (*(slice(None),) * tensor.axis, slice(at, at + size))
+      target = out[where]
+      if target.flags.c_contiguous:
+        self._boxes.read(name, target, box)
+      else:
+        part = np.empty(target.shape, target.dtype)
+        self._boxes.read(name, part, box)
+        target[...] = part
+      at += size
 
 
 def _check_layer(family: str, number: int, layer: Layer) -> None:

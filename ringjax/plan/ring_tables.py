@@ -17,12 +17,31 @@ What a layer holds at most, in 2-byte numbers, of b rows of s tokens and width h
   blockwise         2 b s h      both in blocks
   ring              6 b c h      c tokens on a device
 
-`longest` fills a device's memory (Table 3): weights, gradients and two moments
-of 4 bytes each, sharded over all devices; the input of each layer, kept for the
-backward pass; and what one layer holds, all in 4-byte numbers. A device has one
-row, or its part of a row that a ring shares. Left out: logits, gathered weights
-and what a compiler keeps besides. The published figures are of programs that
-ran, tried in powers of two.
+`longest` counts what a training step of such a program holds on a device
+(Table 3), all in 4-byte numbers, of a row of s tokens, or of the part of a row
+that a device of a ring has:
+
+  states     weights, gradients and two moments, cut over all devices
+  gathered   a layer's weights and their gradient
+  kept       the input of each layer, L h a token: all else is computed again
+  layer      what the backward pass of a layer holds, a token: 8 h of inputs of
+             maps (of both norms, of queries, keys, values and of the output),
+             h of the gradient, and the larger of 4 h of gradients and 3 f of
+             those in the feedforward, which keeps 3 f besides; in blocks that
+             is no part of s; a ring adds 4 h for keys and values that come,
+             and their gradients
+  scores     plain alone: their softmax and its gradient, 2 n s^2
+  logits     of the whole vocabulary and their gradient, 2 V a token
+
+Left out is what a compiler keeps besides. `tried` is the largest power of two
+of 1,024 tokens that fits, as the published figures are. A ring has all devices.
+
+Those are of programs that ran, and no count of this form, whatever it counts,
+gives them all: of 7B in blocks 64 Ki tokens do not fit on 8 A100s and 128 Ki
+fit on 32. If a token takes m bytes and a weight w bytes over all devices, then
+64 Ki m + 6.74e9 w / 8 > 80e9 >= 128 Ki m + 6.74e9 w / 32, so that w > 54 bytes;
+but 13B, which trains on 8, would then have 88e9 bytes on each for its states
+alone. What a row of the paper was run with besides is not said there.
 
 Ref: Liu, Zaharia, Abbeel 2023 (arXiv 2310.01889), Tables 1 to 3.
 """
@@ -30,7 +49,6 @@ Ref: Liu, Zaharia, Abbeel 2023 (arXiv 2310.01889), Tables 1 to 3.
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import tomllib
 from collections.abc import Iterator
@@ -43,11 +61,39 @@ _GIVEN = tomllib.loads(
   pathlib.Path(__file__).with_name("ring_tables.toml").read_text("utf-8")
 )
 WAYS = ("plain", "memory-efficient", "blockwise", "ring")
-MODELS: dict[str, tuple[int, int, float]] = {
-  name: tuple(row) for name, row in _GIVEN["models"].items()
-}
 # Bytes of a number, and of a weight with its gradient and moments.
 _NUMBER, _STATES = 4, 16
+# Tokens that are tried are powers of two of it.
+_KIBI = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+  """The sizes of a decoder with gated feedforwards.
+
+  Attributes:
+    layers: L.
+    width: h.
+    hidden: f, of the feedforward.
+    heads: n.
+    weights: in all.
+    vocab: V.
+  """
+
+  layers: int
+  width: int
+  hidden: int
+  heads: int
+  weights: int | float
+  vocab: int = 32_000
+
+  def __post_init__(self) -> None:
+    for name in ("layers", "width", "hidden", "heads", "vocab"):
+      positive_int(name, getattr(self, name))
+    number("weights", self.weights, above=0)
+
+
+MODELS = {name: TrainedModel(**row) for name, row in _GIVEN["models"].items()}
 
 
 def least_block(flops: int | float, bandwidth: int | float) -> float:
@@ -85,12 +131,43 @@ def layer_bytes(way: str, rows: int, tokens: int | float, width: int) -> float:
   )
 
 
+def step_bytes(
+  way: str,
+  model: TrainedModel,
+  tokens: int | float,
+  devices: int,
+  ring: int | None = None,
+) -> float:
+  """Bytes that a step of training holds on a device, counted as above.
+
+  Args:
+    way: of `WAYS`.
+    model: the model.
+    tokens: of a row.
+    devices: over which weights are cut.
+    ring: devices that share a row, of the way "ring"; default: all.
+  """
+  one_of("way", way, WAYS)
+  positive_int("devices", devices)
+  shared = devices if ring is None else positive_int("ring", ring)
+  h, f = model.width, model.hidden
+  s = tokens / shared if way == "ring" else tokens
+  whole = way in ("plain", "memory-efficient")
+  layer = 8 * h + h + (3 * f + max(3 * f, 4 * h) if whole else 4 * h)
+  if way == "ring":
+    layer += 4 * h
+  each = model.layers * h + layer + 2 * model.vocab
+  scores = 2 * model.heads * s**2 if way == "plain" else 0
+  gathered = 2 * model.weights / model.layers
+  return _STATES * model.weights / devices + _NUMBER * (
+    gathered + each * s + scores
+  )
+
+
 def longest(
   way: str,
+  model: TrainedModel,
   *,
-  layers: int,
-  width: int,
-  weights: int | float,
   devices: int,
   memory_bytes: int | float,
   ring: int | None = None,
@@ -99,28 +176,32 @@ def longest(
 
   Args:
     way: of `WAYS`.
-    layers: L.
-    width: h.
-    weights: of the model.
-    devices: over which weights are sharded.
+    model: the model.
+    devices: over which weights are cut.
     memory_bytes: of a device.
     ring: devices that share a row, of the way "ring"; default: all.
   """
-  one_of("way", way, WAYS)
-  positive_int("devices", devices)
-  if ring is not None:
-    positive_int("ring", ring)
-  room = memory_bytes - _STATES * weights / devices
-  if room <= 0:
+  fits = lambda n: step_bytes(way, model, n, devices, ring) <= memory_bytes
+  if not fits(1):
     return 0
-  scale = _NUMBER / 2
-  kept = _NUMBER * layers * width  # bytes a token
-  if way != "plain":
-    tokens = room / (kept + scale * layer_bytes(way, 1, 1, width))
-    return int(tokens) * (ring or devices if way == "ring" else 1)
-  # a s^2 + kept s = room
-  a = scale * layer_bytes(way, 1, 1, width)
-  return int((math.sqrt(kept**2 + 4 * a * room) - kept) / (2 * a))
+  low = 1
+  while fits(2 * low):
+    low *= 2
+  high = 2 * low
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(middle) else (low, middle)
+  return low
+
+
+def tried(tokens: int) -> int:
+  """The largest power of two of 1,024 tokens that is not more; 0: none is.
+
+  Args:
+    tokens: of `longest`.
+  """
+  count = tokens // _KIBI
+  return _KIBI << count.bit_length() - 1 if count else 0
 
 
 # ---------------------------------------------------------------------------
@@ -162,18 +243,18 @@ class ContextRow:
   Attributes:
     machine: its name.
     model: its name.
-    devices: how many.
-    ring: of them that share a row, by the published ring and blockwise.
+    devices: how many; a ring has all of them.
     published: as in the paper.
-    ours: by the formulas.
+    longest: by the count.
+    ours: of these the powers of two, which the paper tried.
     slice: what the TPU compiler calls it; "" where it knows none.
   """
 
   machine: str
   model: str
   devices: int
-  ring: int
   published: tuple[int, ...]
+  longest: tuple[int, ...]
   ours: tuple[int, ...]
   slice: str = ""
 
@@ -198,28 +279,24 @@ def hiding_rows() -> Iterator[HidingRow]:
 
 
 def context_rows() -> Iterator[ContextRow]:
-  """Table 3, published beside ours."""
+  """Table 3, published beside ours, which knows no published figure."""
   for row in _GIVEN["contexts"]:
     for model, published in row["tokens"].items():
-      layers, width, weights = MODELS[model]
-      ring = published[3] // published[2]
+      found = tuple(
+        longest(
+          way,
+          MODELS[model],
+          devices=row["devices"],
+          memory_bytes=1e9 * row["memory_gb"],
+        )
+        for way in WAYS
+      )
       yield ContextRow(
         machine=row["machine"],
         model=model,
         devices=row["devices"],
-        ring=ring,
-        published=tuple(1000 * n for n in published),
-        ours=tuple(
-          longest(
-            way,
-            layers=layers,
-            width=width,
-            weights=weights,
-            devices=row["devices"],
-            memory_bytes=1e9 * row["memory_gb"],
-            ring=ring,
-          )
-          for way in WAYS
-        ),
+        published=tuple(_KIBI * n for n in published),
+        longest=found,
+        ours=tuple(tried(n) for n in found),
         slice=row.get("slice", ""),
       )

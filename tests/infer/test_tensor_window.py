@@ -6,8 +6,6 @@ are processes, and are killed, is in tests/launch/test_tensor_ranks.py.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import json
 import socket
@@ -29,69 +27,18 @@ from ringjax.infer.block_window import BlockTimes, BlockWindow
 from ringjax.models import small
 from ringjax.models.hf.tensor_boxes import TensorBoxes
 from ringjax.models.tensor_shares import SharedModel, spans
+from ringjax.models.window_layout import WindowLayout
 from ringjax.plan import layer_window
 from tests import checkpoints
+from tests.infer.window_ranks import KEY, PATIENCE_S, ranks
 
-KEY = bytes(range(32))
 NEW = 6
-# Nothing here takes long; what hangs ends.
-PATIENCE_S = 300
 SHARES = (3, 2, 2, 1)
 # Rows of unequal, odd lengths, and ids that no run of positions has.
 PROMPTS = [
   np.array([201, 17, 99, 250, 3, 77, 131, 18, 244, 60, 9], np.int32),
   np.array([5, 222, 41], np.int32),
 ]
-
-
-@dataclasses.dataclass
-class Ranks:
-  """A group of threads: rank 0's window, and what became of the others."""
-
-  window: tensor_window.TensorWindow
-  errors: dict
-  links: dict
-  threads: list
-
-
-@contextlib.contextmanager
-def ranks(path, shares, windows=None, *, patience_s=60.0, wrap=None, **options):
-  """A `TensorWindow` of as many ranks as there are shares."""
-  size = len(shares)
-  windows = windows or [2] * size
-  errors, links = {}, {}
-  server = socket.create_server(("127.0.0.1", 0))
-
-  def run(rank: int) -> None:
-    try:
-      link = star.join(
-        server.getsockname(), rank, size, KEY, patience_s=patience_s, join_s=60
-      )
-      links[rank] = link
-      if wrap is not None:
-        wrap(rank, link)
-      tensor_window.serve_rank(path, link, rank, window=windows[rank])
-    except BaseException as error:
-      errors[rank] = error
-
-  threads = [
-    threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-    for rank in range(1, size)
-  ]
-  for thread in threads:
-    thread.start()
-  with server:
-    group = star.Star.gather(
-      server, size, KEY, patience_s=patience_s, join_s=60
-    )
-  window = tensor_window.TensorWindow(
-    path, group, shares=shares, window=windows[0], **options
-  )
-  with window:
-    yield Ranks(window, errors, links, threads)
-  for thread in threads:
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +188,8 @@ def test_at_most_a_window_of_blocks_is_held(window, kept):
       most = max(most, len(passing))
     return block
 
-  blocks = BlockWindow(read, nbytes, window, BlockTimes(), kept=kept)
+  layout = WindowLayout(nbytes=nbytes, window=window, beside=frozenset(kept))
+  blocks = BlockWindow(read, layout, BlockTimes())
   order = [k for k, n in enumerate(nbytes) if n]
   passing = [k for k in order if k not in kept]
   fits = len(passing) <= window
@@ -272,13 +220,14 @@ def test_an_error_of_a_read_is_that_of_its_block():
       raise CheckpointFormatError("layer", "a fault", "none", "read again")
     return block
 
-  blocks = BlockWindow(read, (1, 1, 1, 1), 3, BlockTimes())
+  layout = WindowLayout(nbytes=(1, 1, 1, 1), window=3)
+  blocks = BlockWindow(read, layout, BlockTimes())
   assert [blocks.take(0), blocks.take(1)] == [0, 1]
   with pytest.raises(CheckpointFormatError, match="a fault"):
     blocks.take(2)
   blocks.close()
   with pytest.raises(OptionError, match="window"):
-    BlockWindow(read, (1,), 0, BlockTimes())
+    WindowLayout(nbytes=(1,), window=0)
 
 
 # ---------------------------------------------------------------------------

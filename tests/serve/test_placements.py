@@ -204,8 +204,9 @@ def test_rules_of_the_published_simulator(tmp_path):
   (one,) = cluster.run(trace).served
   # (10 + 20 + 1.6) / 2 + 2 ms of each stage, 2 + 0.004 of the first.
   assert one.ttft_s == pytest.approx((31.6 + 4 + 2.004) * 1e-3)
-  # Three steps behind 41, 42, 43 tokens: 22 + 1 of the stage + 2 of the entry.
-  assert one.tpot_s == pytest.approx((25 + 42 * 1.1e-3) * 1e-3)
+  # Three steps that look at 41, 42, 43 tokens, the last of which they make: 22
+  # and 2 of the entry.
+  assert one.tpot_s == pytest.approx((24 + 42e-3 + 41e-4) * 1e-3)
   refused(OptionError, lambda: read_profile(profile, "none"), "some-model")
   refused(OptionError, lambda: read_capacities(capacity, "none"), "no line")
   refused(OptionError, lambda: read_capacities(profile, "x"), "no line")

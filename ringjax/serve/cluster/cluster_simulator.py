@@ -11,6 +11,9 @@ series. 100,000 requests take well below a minute.
             longer prompt runs alone; with s stages a stage takes the s-th part
   decode    continuous batching, one token of every row a step; rows join and
             leave between steps; with s stages s groups of rows take turns
+  turns     another way to decode, of DistServe's simulator: rows that ran go to
+            the end of a queue, of which a call takes what fits; each stage has
+            a queue and begins when it is free
   both      prompts before answers ("first"); pieces of prompts beside the
             answers of a step ("mixed"); or these in two calls that are planned
             while the step before is computed, as an `Engine` does ("ahead")
@@ -69,6 +72,7 @@ from ringjax.serve.cluster.served import ServedRequest
 from ringjax.serve.traces import TraceRequest
 
 SHARES = ("first", "mixed", "ahead")
+DECODES = ("kept", "turns")
 TRANSFERS = ("pull", "push")
 
 
@@ -85,10 +89,14 @@ class SimulatedInstance:
     max_prefill_tokens: of the prompts of a batch, L_m; with "mixed" and
       "ahead", of a step, answers counted.
     max_prefill_rows: prompts of a batch.
-    max_decode_tokens: cached tokens of the rows of a step, counted when a row
-      joins; None for no other limit than the capacity.
+    max_decode_tokens: cached tokens of the rows of a step; with "kept" counted
+      when a row joins; None for no other limit than the capacity.
+    decode: of `DECODES`: a row joins the steps and is kept in them until it
+      ends, or goes to the end of a queue behind each step.
     stages: of its pipeline.
     stage_s: seconds that each stage adds to a call.
+    decode_stage_s: seconds that each stage adds to a step of answers; None: as
+      to any call.
     entry_s: seconds that the first stage adds to a call.
     entry_token_s: the same, for each new token of prompts or cached one of
       answers.
@@ -107,8 +115,10 @@ class SimulatedInstance:
   max_prefill_tokens: int = 2048
   max_prefill_rows: int = 256
   max_decode_tokens: int | None = None
+  decode: str = "kept"
   stages: int = 1
   stage_s: int | float = 0.0
+  decode_stage_s: int | float | None = None
   entry_s: int | float = 0.0
   entry_token_s: int | float = 0.0
   share: str = "first"
@@ -120,6 +130,14 @@ class SimulatedInstance:
   def __post_init__(self) -> None:
     one_of("role", self.role, ROLES)
     one_of("share", self.share, SHARES)
+    one_of("decode", self.decode, DECODES)
+    if self.decode == "turns" and self.share != "first":
+      raise OptionError(
+        "share",
+        f"{self.share!r} with decode='turns'",
+        "'first': a stage reads prompts before its rows' turn",
+        "pass share='first', or decode='kept'",
+      )
     for name in (
       "capacity_tokens", "max_rows", "max_prefill_tokens", "max_prefill_rows",
       "stages",
@@ -129,6 +147,14 @@ class SimulatedInstance:
       positive_int("max_decode_tokens", self.max_decode_tokens)
     for name in ("stage_s", "entry_s", "entry_token_s", "prefix_cache_tokens"):
       number(name, getattr(self, name), least=0)
+    if self.decode_stage_s is not None:
+      number("decode_stage_s", self.decode_stage_s, least=0)
+
+  @property
+  def step_stage_s(self) -> float:
+    """Seconds that each stage adds to a step of answers."""
+    each = self.decode_stage_s
+    return float(self.stage_s if each is None else each)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -142,7 +168,7 @@ class InstanceCounters:
     decode_steps: that made tokens.
     decode_tokens: that were made in these.
     prefill_busy_s: seconds of its first stage.
-    decode_busy_s: seconds of steps.
+    decode_busy_s: seconds of steps; with "turns" of its first stage.
     peak_tokens: most tokens that its cache held or had reserved.
     peak_rows: most answers at once.
   """
@@ -302,6 +328,11 @@ class _Running:
     # The last step with answers, or with pieces of prompts.
     self.step_start_s = self.step_end_s = -math.inf
 
+  @property
+  def longest(self) -> int:
+    """Tokens of a prompt and its answer that it can make."""
+    return self.spec.capacity_tokens
+
   # What routers see.
 
   def view(self) -> InstanceView:
@@ -367,8 +398,11 @@ class _Running:
   def _step_s(self, rows: int, cached: float) -> float:
     """Seconds of a token for a group of rows, through all stages."""
     spec = self.spec
-    seconds = spec.times.decode_s(rows, cached) + spec.stage_s * spec.stages
-    return seconds + spec.entry_s + spec.entry_token_s * cached
+    seconds = (
+      spec.times.decode_s(rows, cached) + spec.step_stage_s * spec.stages
+    )
+    # The tokens that the rows make now enter no cache before they are made.
+    return seconds + spec.entry_s + spec.entry_token_s * (cached - rows)
 
   def _post_round(self, time: float) -> None:
     self.round += 1
@@ -667,6 +701,173 @@ class _Running:
     )
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _TurningRow:
+  """An answer that waits for its turn, and how many steps it had."""
+
+  work: _RoutedWork
+  steps: int = 0
+
+  @property
+  def tokens(self) -> int:
+    """Tokens that its next step looks at."""
+    return self.work.asked.prompt_tokens + self.steps + 1
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _TurningStage:
+  """A stage of a pipeline and what waits in front of it."""
+
+  # Batches of prompts with their seconds in a stage, and rows.
+  prompts: collections.deque[tuple[list[tuple[_RoutedWork, int]], float]] = (
+    dataclasses.field(default_factory=collections.deque)
+  )
+  rows: collections.deque[_TurningRow] = dataclasses.field(
+    default_factory=collections.deque
+  )
+  busy: bool = False
+
+
+class _TakingTurns(_Running):
+  """An instance whose rows go to the end of a queue behind each step.
+
+  Ref: the simulator of DistServe (github.com/LLMServe/DistServe): a stage reads
+  what waits, else it takes rows from the front of its queue as long as their
+  tokens fit; they go on to the next stage's queue, from the last to the first.
+  """
+
+  def __init__(self, spec: SimulatedInstance, cluster: _Run):
+    super().__init__(spec, cluster)
+    self.pipeline = [_TurningStage() for _ in range(spec.stages)]
+
+  @property
+  def longest(self) -> int:
+    """As `_Running`; a row that no step takes would wait for ever."""
+    most = self.spec.max_decode_tokens
+    # The last token is in no step.
+    return min(super().longest, super().longest if most is None else most + 1)
+
+  def answer(self, work: _RoutedWork) -> None:
+    """Takes an answer whose cache is here."""
+    if work.asked.new_tokens == 1:
+      super().answer(work)
+      return
+    self.cluster.reserve(-work.reserved)
+    self.pipeline[0].rows.append(_TurningRow(work))
+    self.rows.append((0, work.asked.number, work))
+    self.cached += work.asked.prompt_tokens + 1
+    self.counters.peak_rows = max(self.counters.peak_rows, len(self.rows))
+    self.wake()
+
+  def _begin(self) -> None:
+    self.woken = False
+    for index, stage in enumerate(self.pipeline):
+      if stage.busy:
+        continue
+      prompts: list[tuple[_RoutedWork, int]] = []
+      seconds = 0.0
+      if stage.prompts:
+        prompts, seconds = stage.prompts.popleft()
+      elif index == 0 and self.queue:
+        prompts = self._batch(False)
+        seconds = self.spec.times.prefill_s(self._pieces(prompts))
+        seconds = seconds / self.spec.stages + self.spec.stage_s
+      if prompts:
+        self._read_in(index, prompts, seconds)
+      elif stage.rows and (rows := self._turn(stage)):
+        self._decode_in(index, rows)
+    self.cluster.load(self)
+
+  def _turn(self, stage: _TurningStage) -> list[_TurningRow]:
+    """Rows from the front of a queue, as many as a step takes."""
+    most, rows, tokens = self.spec.max_decode_tokens, [], 0
+    while stage.rows and len(rows) < self.spec.max_rows:
+      tokens += stage.rows[0].tokens
+      if most is not None and tokens > most:
+        break
+      rows.append(stage.rows.popleft())
+    return rows
+
+  def _read_in(
+    self,
+    index: int,
+    batch: list[tuple[_RoutedWork, int]],
+    seconds: float,
+  ) -> None:
+    """Reads prompts in a stage."""
+    spent = seconds
+    if not index:
+      spent += self._entry_s(batch)
+      self._count_batch(batch, spent)
+
+    def done() -> None:
+      if not index:
+        self._passed(batch)
+      if index + 1 < len(self.pipeline):
+        self.pipeline[index + 1].prompts.append((batch, seconds))
+      else:
+        self._was_read(batch)
+
+    self._occupy(index, spent, f"prefill {len(batch)}", "prefill", done)
+
+  def _decode_in(self, index: int, rows: list[_TurningRow]) -> None:
+    """A stage's part of a step."""
+    spec, count = self.spec, len(rows)
+    tokens = sum(row.tokens for row in rows)
+    spent = spec.times.decode_s(count, tokens) / spec.stages
+    spent += spec.step_stage_s
+    if not index:
+      spent += spec.entry_s + spec.entry_token_s * (tokens - count)
+      self.counters.decode_busy_s += spent
+
+    def done() -> None:
+      last = index + 1 == len(self.pipeline)
+      following = self.pipeline[0 if last else index + 1].rows
+      if last:
+        self._count_step(rows)
+      following.extend(
+        row for row in rows if row.steps + 1 < row.work.asked.new_tokens
+      )
+
+    self._occupy(index, spent, f"decode {count} x 1", "decode", done)
+
+  def _count_step(self, rows: Sequence[_TurningRow]) -> None:
+    """Counts a token of each row and lets go of those that have all."""
+    self.counters.decode_steps += 1
+    self.counters.decode_tokens += len(rows)
+    self.cached += len(rows)
+    for row in rows:
+      work = row.work
+      row.steps += 1
+      if row.steps + 1 == work.asked.new_tokens:
+        self.rows.remove((0, work.asked.number, work))
+        self.cached -= work.need
+        self.free(work.reserved)
+        work.served.last_token_s = self.cluster.now
+        self.cluster.freed()
+
+  def _occupy(
+    self,
+    index: int,
+    seconds: float,
+    name: str,
+    kind: str,
+    done: Callable[[], None],
+  ) -> None:
+    """Lets a stage do something for a while."""
+    stage, now = self.pipeline[index], self.cluster.now
+    stage.busy, self.stage_free[index] = True, now + seconds
+
+    def ended() -> None:
+      stage.busy = False
+      done()
+      self.wake()
+
+    self.cluster.at(now + seconds, ended)
+    if not index:
+      self.cluster.record(name, kind, self.name, now, now + seconds)
+
+
 class _Run:
   """One run of a cluster: its clock, what waits between instances."""
 
@@ -675,7 +876,10 @@ class _Run:
     self.push = spec.transfer == "push"
     self.events = Simulator()
     self.at = self.events.at
-    self.all = {one.name: _Running(one, self) for one in spec.instances}
+    self.all = {
+      one.name: (_TakingTurns if one.decode == "turns" else _Running)(one, self)
+      for one in spec.instances
+    }
     self.in_order = [self.all[name] for name in sorted(self.all)]
     self.spans: list[Span] = []
     self.loads: dict[str, list[LoadPoint]] = {name: [] for name in self.all}
@@ -848,7 +1052,7 @@ class _Run:
     able = [work.decode] if work.decode is not None else [
       other for other in self.in_order if other.role != "prefill"
     ]  # fmt: skip
-    most = max((x.spec.capacity_tokens for x in able), default=0)
+    most = max((x.longest for x in able), default=0)
     if work.need > most:
       return f"{work.need} tokens, more than the {most} of an instance"
     return ""
@@ -1137,6 +1341,14 @@ class ClusterSimulator:
         f"{self.transfer!r} with stream={self.stream}",
         "'push': the room has to be there when reading begins",
         "pass transfer='push', or stream=0",
+      )
+    turning = [one.name for one in self.instances if one.decode == "turns"]
+    if self.stream and turning:
+      raise OptionError(
+        "stream",
+        f"{self.stream} with decode='turns' of {turning[0]}",
+        "0: when a stage reads is not known before it does",
+        "pass stream=0, or decode='kept'",
       )
     names = [one.name for one in self.instances]
     if not names or len(set(names)) != len(names):

@@ -1,15 +1,18 @@
 """DistServe's cost model and the rules of its own simulator, to compare with.
 
   prefill   (a + b sum(n) + c sum(n^2)) / stages + `stages` ms a stage
-  decode    (a + b cached + c rows) / stages + `stages` ms, with other constants
-            from 95 rows on
+  decode    (a + b cached + c rows) / stages a stage, with other constants from
+            95 rows on
 
 and 2 ms + 1e-4 ms a token in the first stage of a call. Its simulator moves
-caches in no time, reads as many prompts at once as the cache has tokens, bounds
-a step's cached tokens by 50,000 and its rows by the tokens of the cache, and
+caches in no time, reads as many prompts at once as the cache has tokens, and
 makes all tokens of an answer after the prompt's (here: an answer is a token
-longer). Profiles and capacities are files of its format; one profile is stated
-in `distserve.toml`.
+longer). A step takes rows from the front of a queue up to 50,000 cached tokens
+and as many rows as the cache has tokens; behind the step they go to the queue's
+end, so that all rows take turns, at each stage of a pipeline. A row that no
+step can take waits for ever there; here it is rejected. Live engines, the one
+of DistServe too, keep a row in the steps until it ends. Profiles and capacities
+are files of its format; one profile is stated in `distserve.toml`.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670, and its simulator
 (github.com/LLMServe/DistServe, simdistserve, Apache-2.0).
 """
@@ -148,7 +151,9 @@ class DistServeModel:
       max_prefill_tokens=room,
       max_prefill_rows=room,
       max_decode_tokens=STEP_TOKENS,
+      decode="turns",
       stage_s=stages / 1e3,
+      decode_stage_s=0.0,
       entry_s=fixed / 1e3,
       entry_token_s=each / 1e3,
     )
