@@ -28,8 +28,16 @@ from ringjax.nn.latent import Latent
 from ringjax.ops.rope import Unscaled, yarn_magnitude
 
 
-def latent(r: ConfigReader, interleaved: bool) -> Latent:
-  """Latent attention of a config."""
+def latent(
+  r: ConfigReader, interleaved: bool, query_latent: int = 1536
+) -> Latent:
+  """Latent attention of a config.
+
+  Args:
+    r: the config.
+    interleaved: whether neighbouring dims rotate as a pair.
+    query_latent: what a missing `q_lora_rank` means; null means none.
+  """
   heads, kv_heads = r.heads()
   if kv_heads != heads:
     raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
@@ -50,7 +58,7 @@ def latent(r: ConfigReader, interleaved: bool) -> Latent:
     rope=rope,
     value=r.whole("v_head_dim"),
     latent=r.whole("kv_lora_rank"),
-    query_latent=r.whole("q_lora_rank", default=None),
+    query_latent=r.whole("q_lora_rank", absent=query_latent),
     scale=scale,
     bias=r.flag("attention_bias", default=False),
     eps=1e-6,

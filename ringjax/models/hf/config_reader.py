@@ -111,7 +111,7 @@ class ConfigReader:
     if absent is not _MISSING:
       return None if keys[0] in self._config else absent
     if default is _MISSING:
-      raise self.error(keys[0], "nothing", "a value")
+      raise self.error(" or ".join(keys), "nothing", "a value")
     return default
 
   def _typed(
@@ -147,7 +147,11 @@ class ConfigReader:
     return None if x is None else float(x)
 
   def flag(self, *keys: str, **without: Any) -> bool:
-    """True or false."""
+    """True or false; null is false, whatever a missing key means."""
+    named = [key for key in keys if key in self._config]
+    if named and not any(map(self.has, named)):
+      self.ignore(*keys)
+      return False
     fits = lambda x: isinstance(x, bool)
     return self._typed(keys, without, fits, "true or false")
 
@@ -336,6 +340,10 @@ class ConfigReader:
     part.ignore("type", "finetuned")
     match kind:
       case "default":
+        if more := part.unread():
+          want = f"the kind of stretching that {more[0]} belongs to"
+          if not part.has("rope_type") and not part.has("type"):
+            raise part.error("rope_type", "nothing, which means default", want)
         scaling = Unscaled()
       case "linear":
         scaling = Linear(
@@ -416,11 +424,18 @@ class ConfigReader:
       attention=attention,
     )
 
+  def unread(self) -> list[str]:
+    """Keys that were not read and are not known to be harmless."""
+    return [
+      key
+      for key, x in sorted(self._config.items())
+      if x is not None and key not in self._read and key not in _HARMLESS
+    ]
+
   def finish(self) -> None:
     """Refuses a key that was not read and may change the computation."""
-    for key, x in sorted(self._config.items()):
-      if x is None or key in self._read or key in _HARMLESS:
-        continue
+    for key in self.unread():
+      x = self._config[key]
       if key not in _TABLES["harmless_as"]:
         remedy = "remove it if it does not change the computation"
         raise self.error(key, x, "keys of this family", remedy)
