@@ -27,7 +27,7 @@ import numpy as np
 from absl import app, flags
 from jax.typing import DTypeLike
 
-from launch import auxiliary_files, common, console
+from launch import common, console
 from launch.flag_helpers import FlagHelper
 from ringjax import models
 from ringjax.data import Tokenizer
@@ -39,7 +39,7 @@ from ringjax.models.checkpoint import (
   stored_dtype,
 )
 from ringjax.models.contents import Contents, contents, text_config
-from ringjax.models.hf import save
+from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
 from ringjax.models.hf.tensors import CheckpointTensor, parameters

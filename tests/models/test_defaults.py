@@ -16,9 +16,21 @@ from ringjax import models
 from ringjax.errors import ConfigError
 from tests import checkpoints
 
-FACTS = json.loads(
-  (checkpoints.MODELS.parent / "defaults.json").read_text("utf-8")
-)
+FILE = checkpoints.MODELS.parent / "defaults.json"
+
+
+def read_facts():
+  """The facts by fixture, way and key."""
+  table = {}
+  for line, facts in json.loads(FILE.read_text("utf-8")).items():
+    name, _, way = line.rpartition(" ")
+    errors = dict.fromkeys(facts.pop("error"), "error")
+    same = {path: {"fills": {}} for path in facts.pop("same")}
+    table.setdefault(name, {})[way] = errors | same | facts
+  return table
+
+
+FACTS = read_facts()
 
 
 def spelt(name):

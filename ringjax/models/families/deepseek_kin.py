@@ -88,7 +88,8 @@ def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
 
 
 def _youtu(r: ConfigReader) -> TransformerConfig:
-  attend = latent(r, r.flag("rope_interleave", default=True))
+  turned = r.flag("rope_interleave", default=True)
+  attend = latent(r, turned, turned_by_head_dim=True)
   # How the weights were initialised.
   r.ignore("embedding_initializer_range")
   return model(r, "youtu", attend, gated(r), rms(r), tied=True)

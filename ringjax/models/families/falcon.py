@@ -20,12 +20,15 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
   new = r.flag("new_decoder_architecture", default=False)
   one = r.flag("multi_query", default=True)
   many = r.whole("num_kv_heads", "n_head_kv", default=heads)
+  if not new and not one and many != heads:
+    raise r.error("num_kv_heads", many, f"the {heads} heads", OTHER)
   kv_heads = many if new else 1 if one else heads
   if heads % kv_heads:
     raise r.error("num_kv_heads", kv_heads, f"a divisor of {heads} heads")
   alibi = r.flag("alibi", default=False)
   rope = r.rope(h)
-  norms = r.whole("num_ln_in_parallel_attn", default=2 if new else 1)
+  norms = 2 if new else 1
+  norms = r.whole("num_ln_in_parallel_attn", most=2, default=norms)
   parallel = r.flag("parallel_attn", default=True)
   if new and not parallel:
     want = "true, as new_decoder_architecture is"

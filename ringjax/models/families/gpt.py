@@ -21,6 +21,7 @@ from ringjax.nn.linear import Norm
 
 
 def _neox(r: ConfigReader) -> TransformerConfig:
+  r.only("num_key_value_heads", r.whole("num_attention_heads"))
   return model(
     r,
     "gpt_neox",
