@@ -275,7 +275,7 @@ def contents(
   have = folder.tensors
   plain = checkpoint_tensors(model, names)
   if not wrapper:
-    shift = _shift(plain, names, spellings, have)
+    shift = _beginning(plain, names, spellings, have)
     if shift is not None:
       _log.info(
         "%s: names of tensors begin with %r in place of %r",
@@ -329,7 +329,7 @@ def contents(
     ),
   )
   if packed is not None:
-    packed.check(folder, [n for n in have if n not in expected])
+    packed.check(folder, tensors, [n for n in have if n not in expected])
   order = {name: i for i, name in enumerate(have)}
   tensors.sort(key=lambda t: min(order[piece.name] for piece in t.pieces))
   unused = tuple(n for n in have if n not in expected)
@@ -347,7 +347,7 @@ def contents(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shift:
+class _Beginning:
   """One beginning of a folder's names in place of another.
 
   Attributes:
@@ -372,12 +372,12 @@ class _Shift:
     return self.ours + name.removeprefix(self.there)
 
 
-def _shift(
+def _beginning(
   tensors: list[CheckpointTensor],
   names: TensorNames,
   spellings: Callable[[str], tuple[str, ...]],
   have: Mapping[str, Any],
-) -> _Shift | None:
+) -> _Beginning | None:
   """How the names of a folder begin, where none is as the family has them."""
   start = names.layer.split("{}")[0].rstrip(".").rpartition(".")[0]
   beginnings = ["", f"{start}."] if start else [""]
@@ -394,7 +394,7 @@ def _shift(
       if name == end or name.endswith(f".{end}")
     }
     if len(theirs) == 1:
-      return _Shift(ours, theirs.pop())
+      return _Beginning(ours, theirs.pop())
   return None
 
 

@@ -18,7 +18,7 @@ import logging
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,8 +28,10 @@ from jaxtyping import Array, Shaped
 from ringjax.errors import RingjaxError
 from ringjax.models.hf import auxiliary_files
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.safe_files import open_inside
 from ringjax.models.hf.save import host_copy
+
+if TYPE_CHECKING:
+  from ringjax.models.contents import Contents
 
 AnyArray = Shaped[np.ndarray | Array, "..."]
 _log = logging.getLogger(__name__)
@@ -66,6 +68,11 @@ class Origin:
 
   def __hash__(self) -> int:
     return hash(Origin)
+
+  @property
+  def copied(self) -> Mapping[str, str]:
+    """The tensors to copy, where all others are as they are in the folder."""
+    return {} if self.lost else self.unread
 
   def kept(
     self, tensors: Callable[[], Iterable[tuple[str, AnyArray]]]
@@ -124,8 +131,7 @@ class Origin:
     if info is None or info.shape != value.shape:
       return f"{name} is not one of that folder's"
     try:
-      self.folder.unchanged([stored])
-      old = read_stored(self.folder, stored)
+      old = self.folder.raw(stored)
     except (OSError, RingjaxError) as error:
       return f"that folder can't be read any more: {error}"
     with np.errstate(over="ignore", invalid="ignore"):
@@ -138,7 +144,7 @@ class Origin:
     """Names and values of tensors to copy."""
     for name, stored in kept.items():
       assert self.folder is not None
-      yield name, read_stored(self.folder, stored)
+      yield name, self.folder.raw(stored)
 
   def config(
     self, config: Mapping[str, Any], kept: Mapping[str, str]
@@ -168,17 +174,7 @@ class Origin:
       _log.info("copied %s from %s", ", ".join(names), home)
 
 
-def read_stored(folder: Folder, name: str) -> Shaped[np.ndarray, "..."]:
-  """A tensor of a folder as it is on disk."""
-  info = folder.tensors[name]
-  assert isinstance(info.dtype, np.dtype)
-  with open(open_inside(folder.path, info.file), "rb") as file:
-    file.seek(info.offset)
-    data = file.read(info.nbytes)
-  return np.frombuffer(data, info.dtype).reshape(info.shape)
-
-
-def origin_of(contents: Any, *, whole: bool, packed: bool) -> Origin:
+def origin_of(contents: Contents, *, whole: bool, packed: bool) -> Origin:
   """The origin of a model that is read from a folder.
 
   Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,6 +13,9 @@ from jaxtyping import Array, Shaped
 
 from ringjax.models.hf.tensors import parameters
 
+if TYPE_CHECKING:
+  from ringjax.models.transformer import Transformer
+
 
 def arrays_of(module: nnx.Module) -> dict[str, Any]:
   """The array of each parameter, by its path."""
@@ -20,7 +23,9 @@ def arrays_of(module: nnx.Module) -> dict[str, Any]:
 
 
 def filled(
-  empty: nnx.Module, arrays: Mapping[str, Any], like: Any = None
+  empty: nnx.Module,
+  arrays: Mapping[str, Any],
+  like: Transformer | None = None,
 ) -> Any:
   """A module of shapes with arrays in their place, by their paths.
 

@@ -250,7 +250,7 @@ def _over_processes(tensor: np.ndarray | jax.Array) -> bool:
   )
 
 
-def host_copy(tensor: np.ndarray | jax.Array) -> np.ndarray:
+def host_copy(tensor: AnyArray) -> Shaped[np.ndarray, "..."]:
   """All of a tensor in host memory."""
   if isinstance(tensor, np.ndarray):
     return tensor
