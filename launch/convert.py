@@ -7,7 +7,9 @@
       of 4 or 8 bits become floats (bfloat16 without --dtype); of a model of
       text and images the text model is written.
 
-Weights go tensor by tensor: host memory holds one file to write, and what is
+Layers that only guess further tokens are copied from plain weights, and left
+out, with the config's word on them, of quantised ones. Weights go tensor by
+tensor: host memory holds one file to write, and what is
 read for it. The new folder appears when it is complete. The tokenizer's and
 other settings go along, by name; nothing in a folder is ever run.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +30,7 @@ import numpy as np
 from absl import app, flags
 from jax.typing import DTypeLike
 
-from launch import auxiliary_files, common, console
+from launch import common, console
 from launch.flag_helpers import FlagHelper
 from ringjax import models
 from ringjax.data import Tokenizer
@@ -39,10 +42,12 @@ from ringjax.models.checkpoint import (
   stored_dtype,
 )
 from ringjax.models.contents import Contents, contents, text_config
-from ringjax.models.hf import save
+from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
+from ringjax.models.hf.packings import packing
 from ringjax.models.hf.tensors import CheckpointTensor, parameters
+from ringjax.models.origin import Origin, origin_of
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -73,7 +78,8 @@ class Conversion(NamedTuple):
   Fields:
     source: the config.json of what is written.
     family: its family's name.
-    contents: the tensors of the model, and those that are dropped.
+    contents: the tensors of the model, and the others.
+    origin: the folder, and which others are copied.
     targets: shape and dtype of what they are read from, by its name there.
     dtypes: of what packed tensors become, by their names.
     parameters: numbers that are learned.
@@ -82,6 +88,7 @@ class Conversion(NamedTuple):
   source: dict[str, Any]
   family: str
   contents: Contents
+  origin: Origin
   targets: dict[str, jax.ShapeDtypeStruct]
   dtypes: dict[str, Any]
   parameters: int
@@ -159,6 +166,11 @@ def _conversion(path: str, dtype: str | None) -> Conversion:
     source,
     empty.config.family,
     found,
+    origin_of(
+      found,
+      whole=folder.config.get("model_type") in family.types,
+      packed=packing(folder.config) is not None,
+    ),
     targets,
     dtypes,
     sum(p.get_value().size for p in params.values()),
@@ -210,11 +222,11 @@ def _convert(
     config["dtype"] = values.dtype
   elif found.dtypes and not (config.get("dtype") or config.get("torch_dtype")):
     config["dtype"] = next(iter(found.dtypes.values())).name
-  source = found.contents.folder.path
+  source, origin = found.contents.folder.path, found.origin
   save.write(
     values.out,
-    config,
-    _tensors(found, screen),
+    origin.config(config, origin.copied),
+    itertools.chain(_tensors(found, screen), origin.stored(origin.copied)),
     max_shard_bytes=values.max_shard_bytes,
     beside=lambda folder: auxiliary_files.copy(source, folder),
   )
@@ -240,11 +252,17 @@ def _summary(found: Conversion, values: flags.FlagValues) -> list[str]:
     + ("file" if len(folder.files) == 1 else "files"),
     "others": ", ".join(auxiliary_files.names(folder.path)) or "none",
   }
-  if have.unused:
-    not_used = "not used" if values.check else "left out"
-    names = ", ".join(have.unused[:3])
-    more = " ..." if len(have.unused) > 3 else ""
-    lines[not_used] = f"{len(have.unused)}, {names}{more}"
+  kept = set() if values.check else set(found.origin.copied.values())
+  for title, tensors in (
+    ("kept unread", [n for n in have.unused if n in kept]),
+    (
+      "not used" if values.check else "left out",
+      [n for n in have.unused if n not in kept],
+    ),
+  ):
+    if tensors:
+      more = " ..." if len(tensors) > 3 else ""
+      lines[title] = f"{len(tensors)}, {', '.join(tensors[:3])}{more}"
   if (folder.path / "tokenizer.json").is_file():
     tokenizer = Tokenizer.load(folder.path, untrusted=True)
     chat = "a" if tokenizer.chat_template is not None else "no"

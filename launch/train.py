@@ -43,7 +43,7 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch import auxiliary_files, common, config_fields, console, sources
+from launch import common, config_fields, console, sources
 from launch.flag_helpers import FlagHelper
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
@@ -61,6 +61,7 @@ from ringjax.json_text import json_text
 from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
 from ringjax.models.contents import text_config
+from ringjax.models.hf import auxiliary_files
 from ringjax.models.hf.folder import Folder
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer

@@ -183,7 +183,7 @@ class CepeTransformer(Transformer):
     )
     config = dataclasses.replace(self.config, layers=layers)
     build = lambda: Transformer(config, nnx.Rngs(0), scan=_scanned(self))
-    return filled(jax.eval_shape(build), arrays_of(self), self.source)
+    return filled(jax.eval_shape(build), arrays_of(self), self)
 
   def read(
     self,
@@ -247,7 +247,7 @@ def with_encoder(
   _check_decoder(decoder)
   empty = _shapes(decoder, encoder, seed)
   made = _created(decoder, empty, encoder, init, seed, rules)
-  return filled(empty, arrays_of(decoder) | made, decoder.source)
+  return filled(empty, arrays_of(decoder) | made, decoder)
 
 
 def _check_decoder(decoder: Any) -> None:
@@ -577,4 +577,4 @@ def attached(
     x = arrays[path].astype(p.get_value().dtype)
     return jax.device_put(x, None if mesh is None else rules.sharding(p, mesh))
 
-  return filled(empty, have | {k: put(k) for k in form}, decoder.source)
+  return filled(empty, have | {k: put(k) for k in form}, decoder)

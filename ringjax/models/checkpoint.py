@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -36,12 +37,14 @@ from ringjax.models.contents import contents, read_config, text_config
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
+from ringjax.models.hf.packings import packing
 from ringjax.models.hf.save import write
 from ringjax.models.hf.tensors import (
   CheckpointTensor,
   checkpoint_tensors,
   parameters,
 )
+from ringjax.models.origin import origin_of
 from ringjax.models.streaming import Streaming, check_host, planned
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, refuse_placed
@@ -264,6 +267,11 @@ def load(
       )
     )
     found = contents(folder, family, empty, source)
+    empty.origin = origin_of(
+      found,
+      whole=folder.config.get("model_type") in family.types,
+      packed=packing(folder.config) is not None,
+    )
     shardings = _by_path(parameters(empty), mesh, rules)
     if beside is not None:
       if memory is None:
@@ -507,6 +515,11 @@ def save(
 ) -> None:
   """Writes a model as the folder that `load` and transformers read.
 
+  Of the folder that it was loaded from, files beside the weights (tokenizer,
+  chat template, ...) are copied, and tensors that it does not read, as long as
+  its own are as they were there; otherwise these are left out, with a warning,
+  and the config speaks of no layers that guess further tokens.
+
   Args:
     model: made by `load` or `create`.
     path: a folder that does not exist yet.
@@ -526,18 +539,25 @@ def save(
   params = parameters(model)
   source.pop("torch_dtype", None)
   source["dtype"] = jnp.dtype(model.dtype).name
+  origin = model.origin
   value = lambda path, index: params[path].get_value()[index]
   # What was packed is written in the forms of plain floats.
   tensors: list[Any] = checkpoint_tensors(model, family.names(model.config))
-  arrays = (
+  arrays = lambda: (
     (t.name, t.form.join(tuple(value(*target) for target in t.targets)))
     for t in tensors
   )
+  kept = origin.kept(arrays)
+
+  def further(folder: pathlib.Path) -> None:
+    origin.copy_files(folder, pathlib.Path(path))
+    beside(folder)
+
   write(
     path,
-    source,
-    arrays,
+    origin.config(source, kept),
+    itertools.chain(arrays(), origin.stored(kept)),
     max_shard_bytes=max_shard_bytes,
     overwrite=overwrite,
-    beside=beside,
+    beside=further,
   )

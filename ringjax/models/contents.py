@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,13 +20,14 @@ from ringjax.models.families.family import TextModel
 from ringjax.models.families.with_images import KEYS, OTHERS, REFUSED
 from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder, batches
-from ringjax.models.hf.names import FirstRows, SwappedAxes
+from ringjax.models.hf.names import FirstRows, SwappedAxes, TensorNames
 from ringjax.models.hf.packings import packed_name, packing
 from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
 from ringjax.models.transformer import Transformer, TransformerConfig
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
+_log = logging.getLogger(__name__)
 # Keys about the folder at hand only, and not about the model.
 _OF_THE_FOLDER = ("auto_map", "quantization_config")
 
@@ -93,7 +95,12 @@ def _inner(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
   """The text model's config as that of a model without images."""
   text = _said(config, wrapper)
   found = _text_model(text, wrapper)
+  if found.skips and text.get(found.skips, 0) is None:
+    text = {k: x for k, x in text.items() if k != found.skips}
   merged = {**found.defaults, **text}
+  if text.get("num_local_experts") is not None:
+    # The default is of the other spelling.
+    merged["num_experts"] = text.get("num_experts")
   for key, others in found.renamed.items():
     if key in merged:
       merged |= dict.fromkeys(others, merged.pop(key))
@@ -127,6 +134,9 @@ def _said(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
   said = {key: outer.value(key, default=None) for key in keys}
   outer.finish()
   said = {key: x for key, x in said.items() if x is not None}
+  if config.get(keys[0], 0) is None:
+    # transformers takes null for false.
+    said[keys[0]] = False
   text = outer.part("text_config", text).all()
   if wrapper.text_ties and text.get("tie_word_embeddings") is not None:
     said.pop("tie_word_embeddings", None)
@@ -187,12 +197,16 @@ class Contents:
     unused: names of others on disk, that are no part of it.
     heads: of those the heads of a model whose head is its embedding: they must
       have its numbers.
+    unread: of the unused ones those that are of other layers, the name in the
+      folder by the one that they have in a copy of it. What is computed from
+      the config, or a head that is the embedding, is not among them.
   """
 
   folder: Folder
   tensors: list[CheckpointTensor]
   unused: tuple[str, ...]
   heads: tuple[str, ...]
+  unread: Mapping[str, str]
 
   def nbytes(self, tensor: CheckpointTensor) -> int:
     """What a tensor has on disk."""
@@ -259,8 +273,20 @@ def contents(
     )
   packed = packing(folder.config)
   have = folder.tensors
+  plain = checkpoint_tensors(model, names)
+  if not wrapper:
+    shift = _beginning(plain, names, spellings, have)
+    if shift is not None:
+      _log.info(
+        "%s: names of tensors begin with %r in place of %r",
+        folder.path, shift.there, shift.ours,
+      )  # fmt: skip
+      usual = spellings
+      spellings = lambda name: (*shift.spellings(name), *usual(name))
+  else:
+    shift = None
   tensors = []
-  for tensor in checkpoint_tensors(model, names):
+  for tensor in plain:
     options = spellings(tensor.name)
     codes = () if packed is None else packed.codes
     name = next(
@@ -289,25 +315,87 @@ def contents(
     starts = ("", "model.", "thinker.")
     unread += tuple(start + x for start in starts for x in OTHERS)
     unread += ("code2wav.", "talker.", "token2wav.", *skipped)
+  known = lambda name: name in heads or name.startswith(unread)
+  ours = lambda name: (
+    name if shift is None or known(name) else shift.ours_of(name)
+  )
+  beside = () if packed is None else packed.beside
   folder.check(
     expected,
     optional=lambda name: (
-      name in heads
-      or name.endswith(names.buffers)
-      or name.startswith(unread)
-      or (packed is not None and name.endswith(packed.beside))
+      known(name)
+      or known(ours(name))
+      or name.endswith((*names.buffers, *beside))
     ),
   )
   if packed is not None:
-    packed.check(folder, [n for n in have if n not in expected])
+    packed.check(folder, tensors, [n for n in have if n not in expected])
   order = {name: i for i, name in enumerate(have)}
   tensors.sort(key=lambda t: min(order[piece.name] for piece in t.pieces))
+  unused = tuple(n for n in have if n not in expected)
   return Contents(
     folder=folder,
     tensors=tensors,
-    unused=tuple(n for n in have if n not in expected),
+    unused=unused,
     heads=tuple(n for n in have if n in heads),
+    unread={
+      ours(n): n
+      for n in unused
+      if ours(n).startswith(unread) and not n.endswith(names.buffers)
+    },
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Beginning:
+  """One beginning of a folder's names in place of another.
+
+  Attributes:
+    ours: the family's, which may be empty.
+    there: the folder's, which may be empty.
+  """
+
+  ours: str
+  there: str
+
+  def spellings(self, name: str) -> tuple[str, ...]:
+    """Names that a tensor of the family may have in the folder."""
+    if not name.startswith(self.ours):
+      # A head stands beside the others, or is within what is one more.
+      return (name, self.there + name)
+    return (self.there + name.removeprefix(self.ours),)
+
+  def ours_of(self, name: str) -> str:
+    """The family's name of a tensor in the folder."""
+    if not name.startswith(self.there):
+      return name
+    return self.ours + name.removeprefix(self.there)
+
+
+def _beginning(
+  tensors: list[CheckpointTensor],
+  names: TensorNames,
+  spellings: Callable[[str], tuple[str, ...]],
+  have: Mapping[str, Any],
+) -> _Beginning | None:
+  """How the names of a folder begin, where none is as the family has them."""
+  start = names.layer.split("{}")[0].rstrip(".").rpartition(".")[0]
+  beginnings = ["", f"{start}."] if start else [""]
+  # Norms are never packed: their names are those of floats.
+  layer = [t.name for t in tensors if "norm" in t.name.rsplit(".", 2)[-2]]
+  layer = [name for name in layer if name.startswith(f"{start}.")]
+  if not layer or any(x in have for name in layer for x in spellings(name)):
+    return None
+  for ours in beginnings:
+    end = layer[0].removeprefix(ours)
+    theirs = {
+      name.removesuffix(end)
+      for name in have
+      if name == end or name.endswith(f".{end}")
+    }
+    if len(theirs) == 1:
+      return _Beginning(ours, theirs.pop())
+  return None
 
 
 def _wrapped_names(name: str) -> tuple[str, ...]:

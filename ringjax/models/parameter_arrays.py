@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,6 +13,9 @@ from jaxtyping import Array, Shaped
 
 from ringjax.models.hf.tensors import parameters
 
+if TYPE_CHECKING:
+  from ringjax.models.transformer import Transformer
+
 
 def arrays_of(module: nnx.Module) -> dict[str, Any]:
   """The array of each parameter, by its path."""
@@ -20,11 +23,13 @@ def arrays_of(module: nnx.Module) -> dict[str, Any]:
 
 
 def filled(
-  empty: nnx.Module, arrays: Mapping[str, Any], source: str | None = None
+  empty: nnx.Module,
+  arrays: Mapping[str, Any],
+  like: Transformer | None = None,
 ) -> Any:
   """A module of shapes with arrays in their place, by their paths.
 
-  `source`: the config.json of a model; None for parts of one.
+  `like`: a model of whose folder it is; None for parts of one.
   """
   flat, form = jax.tree.flatten(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -33,8 +38,8 @@ def filled(
     p.replace(arrays[k]) for k, p in zip(parameters(empty), flat, strict=True)
   ]
   made = jax.tree.unflatten(form, values)
-  if source is not None:
-    made.source = source
+  if like is not None:
+    made.source, made.origin = like.source, like.origin
   return made
 
 

@@ -38,6 +38,7 @@ from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
+from ringjax.models.origin import Origin
 from ringjax.models.summary import describe
 from ringjax.models.weight_placement import (
   PlacementReport,
@@ -160,6 +161,7 @@ class Transformer(nnx.Module):
   Attributes:
     config: what it computes.
     source: the config.json that said so, as text.
+    origin: the folder that it was loaded from, and what `save` keeps of that.
   """
 
   def __init__(
@@ -167,6 +169,7 @@ class Transformer(nnx.Module):
   ):
     self.config = config
     self.source = "{}"
+    self.origin = Origin()
     self.embed = Embedding(
       rngs,
       config.vocab,

@@ -47,7 +47,10 @@ class EncoderTraining:
 
   def merged(self, params: PyTree, frozen: PyTree) -> CepeTransformer:
     """The model with these parameters, to be saved."""
-    return jax.jit(self.model)(params, frozen)
+    merged = jax.jit(self.model)(params, frozen)
+    # A program that ran before returns the folder of its first model.
+    merged.origin = frozen.origin
+    return merged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

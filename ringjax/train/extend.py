@@ -152,7 +152,9 @@ def extend_context(model: Transformer, scaling: RopeScaling) -> Transformer:
       "layers that all change alike",
       "save it, edit its config.json and load it again",
     )
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+  extended = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  extended.origin = model.origin
+  return extended
 
 
 def _rope(config: TransformerConfig) -> Rope:

@@ -168,7 +168,10 @@ class Lora:
     One whose layers are not all on the devices adds them when a layer runs; it
     cannot be saved.
     """
-    return jax.jit(self.model)(params, frozen)
+    merged = jax.jit(self.model)(params, frozen)
+    # A program that ran before returns the folder of its first model.
+    merged.origin = frozen.origin
+    return merged
 
 
 def with_adapters(

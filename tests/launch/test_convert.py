@@ -157,6 +157,21 @@ def test_codes_of_8_bits_become_floats(turn, tmp_path):
   assert "quantization_config" not in made and "auto_map" not in made
 
 
+def test_layers_that_guess_are_copied(turn, tmp_path):
+  config = {**checkpoints.config("youtu"), "num_nextn_predict_layers": 1}
+  guess = {"model.layers.2.enorm.weight": np.full(4, 0.1, np.float32)}
+  tensors = {**checkpoints.tensors("youtu"), **guess}
+  folder = checkpoints.write_folder(tensors, config, tmp_path / "a")
+  ran = turn(f"--model={folder}", f"--out={tmp_path / 'b'}", "--dtype=bfloat16")
+  assert ran.status == 0, ran.err
+  assert "kept unread" in ran.out
+  got = load_file(tmp_path / "b" / "model.safetensors")
+  assert got.keys() == tensors.keys()
+  np.testing.assert_array_equal(got[next(iter(guess))], guess.popitem()[1])
+  said = json.loads((tmp_path / "b" / "config.json").read_text())
+  assert said == {**config, "dtype": "bfloat16"}
+
+
 def test_the_text_model_of_one_of_text_and_images(turn, tmp_path):
   arrays = checkpoints.tensors("gemma3_text")
   config = {

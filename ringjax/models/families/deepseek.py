@@ -28,14 +28,30 @@ from ringjax.nn.latent import Latent
 from ringjax.ops.rope import Unscaled, yarn_magnitude
 
 
-def latent(r: ConfigReader, interleaved: bool) -> Latent:
-  """Latent attention of a config."""
+def latent(
+  r: ConfigReader,
+  interleaved: bool,
+  *,
+  query_latent: int = 1536,
+  turned_by_head_dim: bool = False,
+) -> Latent:
+  """Latent attention of a config.
+
+  Args:
+    r: the config.
+    interleaved: whether neighbouring dims rotate as a pair.
+    query_latent: what a missing `q_lora_rank` means; null means none.
+    turned_by_head_dim: whether transformers rotates as many dims as `head_dim`
+      says, if it is there.
+  """
   heads, kv_heads = r.heads()
   if kv_heads != heads:
     raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
   rotated = r.whole("qk_rope_head_dim")
   plain = r.whole("qk_nope_head_dim")
   rope = r.rope(rotated, interleaved=interleaved)
+  if r.has("head_dim") and turned_by_head_dim:
+    r.only("head_dim", rotated)
   r.ignore("head_dim", "qk_head_dim")
   scale = (plain + rotated) ** -0.5
   scaling = r.value("rope_parameters", "rope_scaling", default={})
@@ -50,7 +66,7 @@ def latent(r: ConfigReader, interleaved: bool) -> Latent:
     rope=rope,
     value=r.whole("v_head_dim"),
     latent=r.whole("kv_lora_rank"),
-    query_latent=r.whole("q_lora_rank", default=None),
+    query_latent=r.whole("q_lora_rank", absent=query_latent),
     scale=scale,
     bias=r.flag("attention_bias", default=False),
     eps=1e-6,
@@ -84,6 +100,8 @@ def grouped_router(
   r: ConfigReader,
   *,
   count: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+  group: str = "n_group",
+  norm: str = "norm_topk_prob",
   groups: int = 1,
   best: int = 1,
   scale: float = 1.0,
@@ -94,20 +112,21 @@ def grouped_router(
   Args:
     r: the config.
     count: keys of how many experts there are.
+    group, norm: keys of how many groups there are, and of whether the weights
+      of those chosen add up to 1.
     groups, best, scale, renormalise: what the file means without a value: of
       `n_group`, `topk_group`, `routed_scaling_factor` and `norm_topk_prob`.
   """
   number = r.whole(*count)
-  groups = r.whole("n_group", "num_expert_group", default=groups)
+  groups = r.whole(group, default=groups)
   if number % groups or number < 2 * groups:
     want = f"a divisor of the {number} experts, with two or more in a group"
-    raise r.error("n_group", groups, want)
+    raise r.error(group, groups, want)
   best = r.whole("topk_group", default=best, most=groups)
-  norm = ("norm_topk_prob", "moe_renormalize")
   router = Grouped(
     groups=groups,
     best=best,
-    renormalise=r.flag(*norm, default=renormalise),
+    renormalise=r.flag(norm, default=renormalise),
     scale=r.positive("routed_scaling_factor", default=scale),
   )
   return router, number // groups * best
@@ -134,7 +153,8 @@ def _feedforwards(
 
 
 def _v3(r: ConfigReader) -> TransformerConfig:
-  attend = latent(r, r.flag("rope_interleave", default=True))
+  turned = r.flag("rope_interleave", default=True)
+  attend = latent(r, turned, turned_by_head_dim=True)
   r.must_be("scoring_func", "sigmoid", default="sigmoid")
   r.must_be("topk_method", "noaux_tc", default="noaux_tc")
   feedforwards = _grouped(

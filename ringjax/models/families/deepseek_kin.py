@@ -81,13 +81,15 @@ def _chosen(
 
 
 def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
-  attend = latent(r, r.flag("rope_interleave", default=True))
+  turned = r.flag("rope_interleave", default=True)
+  attend = latent(r, turned, query_latent=768)
   layers = feedforwards(r, _chosen(r, scale=1.8), first=1)
   return model(r, "glm4_moe_lite", attend, layers, rms(r, default=1e-5))
 
 
 def _youtu(r: ConfigReader) -> TransformerConfig:
-  attend = latent(r, r.flag("rope_interleave", default=True))
+  turned = r.flag("rope_interleave", default=True)
+  attend = latent(r, turned, turned_by_head_dim=True)
   # How the weights were initialised.
   r.ignore("embedding_initializer_range")
   return model(r, "youtu", attend, gated(r), rms(r), tied=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringjax.models.families.family import Family, model
-from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.config_reader import OTHER, ConfigReader
 from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention, alibi_slopes
@@ -20,13 +20,19 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
   new = r.flag("new_decoder_architecture", default=False)
   one = r.flag("multi_query", default=True)
   many = r.whole("num_kv_heads", "n_head_kv", default=heads)
+  if not new and not one and many != heads:
+    raise r.error("num_kv_heads", many, f"the {heads} heads", OTHER)
   kv_heads = many if new else 1 if one else heads
   if heads % kv_heads:
     raise r.error("num_kv_heads", kv_heads, f"a divisor of {heads} heads")
   alibi = r.flag("alibi", default=False)
   rope = r.rope(h)
-  norms = r.whole("num_ln_in_parallel_attn", default=2 if new else 1)
-  parallel = r.flag("parallel_attn", default=True) or new
+  norms = 2 if new else 1
+  norms = r.whole("num_ln_in_parallel_attn", most=2, default=norms)
+  parallel = r.flag("parallel_attn", default=True)
+  if new and not parallel:
+    want = "true, as new_decoder_architecture is"
+    raise r.error("parallel_attn", parallel, want, OTHER)
   bias = r.flag("bias", default=False)
   r.must_be("apply_residual_connection_post_layernorm", False, default=False)
   slopes = tuple(s * h**-0.5 for s in alibi_slopes(heads))

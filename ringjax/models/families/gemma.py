@@ -92,7 +92,7 @@ def _sandwich(
   r.ignore("hidden_act", "rope_local_base_freq")
   scale = r.positive("query_pre_attn_scalar", default=256.0) ** -0.5
   attends = {"scale": scale, **attends, **biases(r)}
-  window = r.whole("sliding_window", default=4096)
+  window = r.whole("sliding_window", absent=4096)
   # An older name beside it.
   r.only("sliding_window_size", window)
 

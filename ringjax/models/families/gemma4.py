@@ -59,9 +59,13 @@ def _sizes(r: ConfigReader, types: tuple[str, ...]) -> list[tuple[int, int]]:
   wide = r.whole("global_head_dim", default=512)
   few = r.whole("num_global_key_value_heads", default=kv_heads)
   full = wide, few if one_map else kv_heads
-  given = r.value("per_layer_config", default=None)
+  sizes = [full if kind == _FULL else base for kind in types]
+  given = r.value("per_layer_config", absent=sizes)
+  if given is sizes:
+    return sizes
   if given is None:
-    return [full if kind == _FULL else base for kind in types]
+    # Null says that no layer differs.
+    return [base] * len(types)
   part = r.part("per_layer_config", given)
   found = []
   for i in range(len(types)):

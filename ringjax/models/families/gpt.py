@@ -21,6 +21,7 @@ from ringjax.nn.linear import Norm
 
 
 def _neox(r: ConfigReader) -> TransformerConfig:
+  r.only("num_key_value_heads", r.whole("num_attention_heads"))
   return model(
     r,
     "gpt_neox",
@@ -66,10 +67,13 @@ def _oss(r: ConfigReader) -> TransformerConfig:
   rope = r.rope(theta=150000.0)
   options = {**biases(r, default=True), "sinks": True}
   window = r.whole("sliding_window", default=128)
+  # An older name, which transformers does not read.
+  chosen = "num_experts_per_tok"
+  r.only("experts_per_token", r.whole(chosen))
   feedforward = experts(
     r,
     Softmax(renormalise=True),
-    chosen=("num_experts_per_tok", "experts_per_token"),
+    chosen=(chosen,),
     hidden="intermediate_size",
     bias=True,
     router_bias=True,

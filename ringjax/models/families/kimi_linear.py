@@ -105,7 +105,13 @@ def _feedforwards(r: ConfigReader) -> list[Feedforward]:
   r.must_be("moe_router_activation_func", "sigmoid", default="sigmoid")
   r.only("moe_layer_freq", 1)
   r.only("use_grouped_topk", True)
-  router, most = grouped_router(r, count=count, scale=2.446)
+  router, most = grouped_router(
+    r,
+    count=count,
+    group="num_expert_group",
+    norm="moe_renormalize",
+    scale=2.446,
+  )
   hidden = "moe_intermediate_size"
   many = r.whole("num_shared_experts", "n_shared_experts", default=1)
   sparse = experts(

@@ -107,6 +107,7 @@ def _mixture(r: ConfigReader) -> TransformerConfig:
     count=("num_experts",),
     correction=r.flag("use_expert_bias", default=True),
   )
+  r.only("hidden_act", "silu")
   dense, first = gated(r), r.whole("num_dense_layers", default=2, least=0)
   layers = [dense if i < first else sparse for i in range(r.layers())]
   return _lfm2(r, "lfm2_moe", layers)

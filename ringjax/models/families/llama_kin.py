@@ -198,7 +198,7 @@ def _ministral3(r: ConfigReader) -> TransformerConfig:
   )
   beside = ("llama_4_scaling_beta", "max_position_embeddings")
   mask = causal(r.whole("sliding_window", default=None))
-  rope = r.rope(theta=1000000.0, beside=beside)
+  rope = r.rope(beside=beside)
   attend = attention(r, rope, mask=mask, temperature=tuned)
   return model(r, "ministral3", attend, gated(r), rms(r, default=1e-5))
 

@@ -93,6 +93,7 @@ def _qwen3_5_moe(r: ConfigReader) -> TransformerConfig:
   # In its files, of layers that are not there.
   r.ignore("intermediate_size", "mlp_only_layers")
   r.only("decoder_sparse_step", 1)
+  r.only("norm_topk_prob", True)
   return _hybrid(r, "qwen3_5_moe", _experts(r))
 
 

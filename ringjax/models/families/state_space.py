@@ -122,7 +122,8 @@ def _granite_hybrid(r: ConfigReader) -> TransformerConfig:
   ):
     want = f"{r.layers()} names of {', '.join(kinds)}"
     raise r.error("layer_types", types, want)
-  where = r.text("position_embedding_type", default="rope")
+  # Without a word on it nothing rotates.
+  where = r.text("position_embedding_type", default="nope")
   if where not in ("rope", "nope"):
     raise r.error("position_embedding_type", where, "rope or nope")
   rope = r.rope()

@@ -34,6 +34,7 @@ _TABLES = tomllib.loads(
 )
 _HARMLESS = frozenset(_TABLES["harmless"])
 _TURNED_WHOLE = frozenset(_TABLES["turned_whole"]["families"])
+_PARTS_WITHIN = frozenset(_TABLES["parts_within"]["families"])
 _KINDS = (
   "full_attention",
   "sliding_attention",
@@ -103,15 +104,24 @@ class ConfigReader:
   def value(
     self, *keys: str, default: object = _MISSING, absent: object = _MISSING
   ) -> Any:
-    """A value of any type."""
+    """A value of any type.
+
+    Raises:
+      ConfigError: there is none, or two spellings differ: other programs do
+        not read all of them.
+    """
     self._read.update(keys)
-    for key in keys:
-      if self._config.get(key) is not None:
-        return self._config[key]
+    said = [key for key in keys if self._config.get(key) is not None]
+    if said:
+      x, *others = (self._config[key] for key in said)
+      for key, other in zip(said[1:], others, strict=True):
+        if other != x and not isinstance(x, dict):
+          raise self.error(key, other, f"{x!r}, as {said[0]} says")
+      return x
     if absent is not _MISSING:
       return None if keys[0] in self._config else absent
     if default is _MISSING:
-      raise self.error(keys[0], "nothing", "a value")
+      raise self.error(" or ".join(keys), "nothing", "a value")
     return default
 
   def _typed(
@@ -147,7 +157,11 @@ class ConfigReader:
     return None if x is None else float(x)
 
   def flag(self, *keys: str, **without: Any) -> bool:
-    """True or false."""
+    """True or false; null is false, whatever a missing key means."""
+    named = [key for key in keys if key in self._config]
+    if named and not any(map(self.has, named)):
+      self.ignore(*keys)
+      return False
     fits = lambda x: isinstance(x, bool)
     return self._typed(keys, without, fits, "true or false")
 
@@ -161,7 +175,10 @@ class ConfigReader:
     known = _TABLES["activations"]
     fits = lambda x: isinstance(x, str) and x in known
     want = f"one of {', '.join(known)}"
-    return known[self._typed(keys, without, fits, want, OTHER)]
+    # A newer key counts before the older one, which may say something else.
+    self.ignore(*keys)
+    key = next(filter(self.has, keys), keys[0])
+    return known[self._typed((key,), without, fits, want, OTHER)]
 
   def must_be(self, key: str, wanted: object, default: object) -> None:
     """Refuses another value than the one that is supported."""
@@ -269,9 +286,13 @@ class ConfigReader:
       self.ignore(*bases)
       bases = (theta_key,)
     theta = self.positive(*bases, default=theta)
-    partial = self.positive(
-      "partial_rotary_factor", "rotary_pct", default=partial
-    )
+    key, kind_of_model = "partial_rotary_factor", self._config.get("model_type")
+    keys = (key, "rotary_pct") if kind_of_model == "gpt_neox" else (key,)
+    for other in {key, "rotary_pct"}:
+      # transformers does not read these of such families.
+      if other not in keys or kind_of_model in _PARTS_WITHIN:
+        self.only(other, 1)
+    partial = self.positive(*keys, default=partial)
     new = self.has("rope_parameters")
     name = "rope_parameters" if new else "rope_scaling"
     self.ignore("rope_parameters", "rope_scaling")
@@ -282,6 +303,10 @@ class ConfigReader:
       if kind not in given:
         raise self.error(name, sorted(given), f"one entry for {kind!r}")
       part = self.part(name, given[kind] or {})
+      key = "original_max_position_embeddings"
+      if self.has(key):
+        # transformers reads it of each kind.
+        self.only(key, part.whole(key))
     theta = part.positive("rope_theta", default=theta)
     partial = part.positive("partial_rotary_factor", default=partial)
     unsaid = "default" if given else unsaid
@@ -290,7 +315,7 @@ class ConfigReader:
     if (
       partial != 1
       and stretch == "default"
-      and self._config.get("model_type") in _TURNED_WHOLE
+      and kind_of_model in _TURNED_WHOLE
     ):
       # Programs disagree: transformers turns all of it, others a part.
       want = "1: transformers turns whole heads of this family"
@@ -336,6 +361,10 @@ class ConfigReader:
     part.ignore("type", "finetuned")
     match kind:
       case "default":
+        if more := part.unread():
+          want = f"the kind of stretching that {more[0]} belongs to"
+          if not part.has("rope_type") and not part.has("type"):
+            raise part.error("rope_type", "nothing, which means default", want)
         scaling = Unscaled()
       case "linear":
         scaling = Linear(
@@ -416,11 +445,18 @@ class ConfigReader:
       attention=attention,
     )
 
+  def unread(self) -> list[str]:
+    """Keys that were not read and are not known to be harmless."""
+    return [
+      key
+      for key, x in sorted(self._config.items())
+      if x is not None and key not in self._read and key not in _HARMLESS
+    ]
+
   def finish(self) -> None:
     """Refuses a key that was not read and may change the computation."""
-    for key, x in sorted(self._config.items()):
-      if x is None or key in self._read or key in _HARMLESS:
-        continue
+    for key in self.unread():
+      x = self._config[key]
       if key not in _TABLES["harmless_as"]:
         remedy = "remove it if it does not change the computation"
         raise self.error(key, x, "keys of this family", remedy)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Shaped
 
 from ringjax.errors import CheckpointMismatchError, message
 from ringjax.models.hf.header import MAX_TENSORS, TensorInfo, read_header
@@ -190,6 +191,22 @@ class Folder:
     self._finite(before)
     self.unchanged(wanted)
     return {name: arrays[name] for name in targets}
+
+  def raw(self, name: str) -> Shaped[np.ndarray, ...]:
+    """A tensor as it is on disk, in the memory of the host.
+
+    Raises:
+      CheckpointMismatchError: NumPy lacks its dtype.
+      CheckpointFormatError: its file has changed since it was opened.
+    """
+    self.unchanged([name])
+    info = self.tensors[name]
+    if isinstance(info.dtype, str):
+      _mismatch(shown(name), info.dtype, "a dtype that NumPy has")
+    with open(open_inside(self.path, info.file), "rb") as file:
+      file.seek(info.offset)
+      data = file.read(info.nbytes)
+    return np.frombuffer(data, info.dtype).reshape(info.shape)
 
   def _target(
     self, name: str, target: jax.ShapeDtypeStruct

@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+import numpy as np
+from jaxtyping import Int, PyTree
 
 from ringjax.models.hf.codes import Awq, Gptq, PackedRows, Scaled
 from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import BLOCK4, Float4, Float8
+from ringjax.models.hf.tensors import CheckpointTensor
 
 _PLAIN = (
   "take the unquantised checkpoint, or write one with transformers: "
@@ -54,9 +56,20 @@ class Packing:
     """The form of a tensor, by the tensors on disk."""
     raise NotImplementedError
 
-  def check(self, folder: Folder, unread: Iterable[str]) -> None:
-    """Refuses a folder whose other tensors say what is not supported."""
-    del folder, unread
+  def check(
+    self,
+    folder: Folder,
+    tensors: Iterable[CheckpointTensor],
+    unread: Iterable[str],
+  ) -> None:
+    """Refuses a folder whose tensors contradict its config.
+
+    Args:
+      folder: whose tensors have the names and shapes that they should.
+      tensors: those of the model, with their forms.
+      unread: names of others.
+    """
+    del folder, tensors, unread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,12 +107,16 @@ class ScaledPacking(Packing):
     zero: the same of zeros.
     factor: what scales are multiplied by.
     blocks: rows and columns of a block, which there may be, None for all.
+    dtypes: of codes, which there may be.
+    zeros: whether the config says that there are zeros; None: it may be.
   """
 
   scales: tuple[str, ...] = ("weight_scale", "weight_scale_inv")
   zero: str = "weight_zero_point"
   factor: float = 1.0
   blocks: tuple[tuple[int | None, int | None], ...] = ((None, None), (1, None))
+  dtypes: tuple[str, ...] = ("float8_e4m3fn",)
+  zeros: bool | None = False
 
   def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
     codes = have.get(name)
@@ -107,6 +124,9 @@ class ScaledPacking(Packing):
       return form
     if len(form.stored) != 2:
       return form
+    if str(codes.dtype) not in self.dtypes:
+      want = f"{' or '.join(self.dtypes)}, as it says"
+      raise error("quantization_config", f"{name} of {codes.dtype}", want)
     names = (packed_name(name, x) for x in self.scales)
     scale = next((x for x in names if x in have), None)
     # Without scales the first name is missed.
@@ -124,9 +144,24 @@ class ScaledPacking(Packing):
       scale=scale.removeprefix(ending),
       scale_shape=shape,
       block=block,
-      zero=f".{self.zero}" if packed_name(name, self.zero) in have else None,
+      zero=f".{self.zero}"
+      if packed_name(name, self.zero) in have or self.zeros
+      else None,
       factor=self.factor,
     )
+
+  def check(
+    self,
+    folder: Folder,
+    tensors: Iterable[CheckpointTensor],
+    unread: Iterable[str],
+  ) -> None:
+    del unread
+    for tensor in tensors:
+      form: Any = tensor.form
+      if isinstance(form, Scaled) and form.zero and self.zeros is False:
+        name = tensor.pieces[2].name
+        symmetric("symmetric", name, folder.raw(name), 0)
 
   def _block(
     self, shape: tuple[int, ...], stored: tuple[int, ...]
@@ -155,7 +190,13 @@ def _counts(block: tuple[int, int], stored: tuple[int, ...]) -> tuple[int, int]:
 class BitsAndBytes(ScaledPacking):
   """LLM.int8()."""
 
-  def check(self, folder: Folder, unread: Iterable[str]) -> None:
+  def check(
+    self,
+    folder: Folder,
+    tensors: Iterable[CheckpointTensor],
+    unread: Iterable[str],
+  ) -> None:
+    del tensors
     names = [n for n in unread if n.endswith(".weight_format")]
     wanted = {
       name: jax.ShapeDtypeStruct(folder.tensors[name].shape, jnp.uint8)
@@ -171,16 +212,33 @@ class BitsAndBytes(ScaledPacking):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PackedScheme:
+  """What a config says of some layers' codes.
+
+  Attributes:
+    bits: of a code, or 0 for floats.
+    size: columns of a group; None for all.
+    symmetric: whether zeros are all in the middle.
+    ordered: whether a group's columns may be anywhere.
+  """
+
+  bits: int
+  size: int | None
+  symmetric: bool = True
+  ordered: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRowsPacking(Packing):
   """compressed-tensors' pack-quantized, or its plain codes.
 
   Attributes:
-    sizes: (bits of a code, columns of a group or None for all), as may be.
+    schemes: how codes may be packed.
     plain: how codes that are not packed are read.
   """
 
-  sizes: tuple[tuple[int, int | None], ...]
+  schemes: tuple[PackedScheme, ...]
   plain: ScaledPacking
 
   def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
@@ -189,25 +247,67 @@ class PackedRowsPacking(Packing):
     words = have.get(f"{name}_packed")
     if words is None:
       return form
-    (_, n), scales = form.stored, have.get(f"{name}_scale")
-    fit = []
-    for bits, size in self.sizes:
-      groups = -(-n // (size or n))
-      if words.shape[1:] == (-(-n // (32 // bits)),):
-        same = scales is not None and scales.shape[1:] == (groups,)
-        fit.append((same, bits, size or n, groups))
-    # Of none the shapes are those of the first, which the file then lacks.
-    bits, size = self.sizes[0]
-    first = (False, bits, size or n, -(-n // (size or n)))
-    _, bits, size, groups = max(fit, default=first, key=lambda x: x[0])
+    zeros, order = f"{name}_zero_point" in have, f"{name}_g_idx" in have
+    scheme = max(
+      self.schemes, key=lambda x: self._likeness(x, form, name, have)
+    )
+    n = form.stored[1]
+    size = scheme.size or n
     return PackedRows(
       form=form,
-      bits=bits,
-      groups=groups,
+      bits=scheme.bits,
+      groups=-(-n // size),
       size=size,
-      zeros=f"{name}_zero_point" in have,
-      order=f"{name}_g_idx" in have,
+      zeros=zeros or not scheme.symmetric,
+      order=order or scheme.ordered,
     )
+
+  def _likeness(
+    self,
+    scheme: PackedScheme,
+    form: PyTree,
+    name: str,
+    have: Mapping[str, Any],
+  ) -> tuple[bool, ...]:
+    """In what the tensors of a weight are those of a scheme; the most wins.
+
+    Of several that are not, the first counts, whose shapes the file then lacks.
+    """
+    n, scales = form.stored[1], have.get(f"{name}_scale")
+    groups = -(-n // (scheme.size or n))
+    return (
+      have[f"{name}_packed"].shape[1:] == (-(-n // (32 // scheme.bits)),),
+      scales is not None and scales.shape[1:] == (groups,),
+      (f"{name}_zero_point" in have) == (not scheme.symmetric),
+      (f"{name}_g_idx" in have) == scheme.ordered,
+    )
+
+  def check(
+    self,
+    folder: Folder,
+    tensors: Iterable[CheckpointTensor],
+    unread: Iterable[str],
+  ) -> None:
+    tensors = list(tensors)
+    self.plain.check(folder, tensors, unread)
+    shapes = {n for n in unread if n.endswith(".weight_shape")}
+    for tensor in tensors:
+      form: Any = tensor.form
+      if not isinstance(form, PackedRows):
+        continue
+      names = [piece.name for piece in tensor.pieces]
+      shape = names[0].removesuffix("packed") + "shape"
+      if shape in shapes and folder.raw(shape).tolist() != list(form.stored):
+        raise error(shape, folder.raw(shape).tolist(), f"{list(form.stored)}")
+      like = [s for s in self.schemes if (s.bits, s.size or form.stored[1])
+              == (form.bits, form.size)]  # fmt: skip
+      if form.zeros and all(s.symmetric for s in like):
+        rows = form.stored[0]
+        codes = stored_codes(folder.raw(names[2]).T, form.bits, rows)
+        symmetric("symmetric", names[2], codes, 2 ** (form.bits - 1))
+      if form.order:
+        said = any(s.ordered for s in like)
+        group_order("actorder", names[-1], folder, form, said)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,13 +318,33 @@ class GptqPacking(Packing):
     bits: of a code.
     size: inputs of a group; None for all.
     less: by how much zeros are too small on disk.
+    symmetric: what the config says of zeros: they are all in the middle.
+    ordered: what it says of the inputs of groups: they may be any; or None.
   """
 
   bits: int
   size: int | None
   less: int
+  symmetric: bool
+  ordered: bool | None
 
-  def check(self, folder: Folder, unread: Iterable[str]) -> None:
+  def check(
+    self,
+    folder: Folder,
+    tensors: Iterable[CheckpointTensor],
+    unread: Iterable[str],
+  ) -> None:
+    for tensor in tensors:
+      form: Any = tensor.form
+      if not isinstance(form, Gptq):
+        continue
+      names = [piece.name for piece in tensor.pieces]
+      if self.symmetric:
+        zeros = stored_codes(folder.raw(names[1]), form.bits, form.stored[0])
+        zeros = (zeros + form.less) % 2**form.bits
+        symmetric("sym", names[1], zeros, 2 ** (form.bits - 1))
+      if form.order:
+        group_order("desc_act", names[3], folder, form, self.ordered)
     # Some writers give every layer a bias, of zeros where it had none.
     for name in (n for n in unread if n.endswith(".bias")):
       like = jax.ShapeDtypeStruct(folder.tensors[name].shape, jnp.float32)
@@ -247,7 +367,7 @@ class GptqPacking(Packing):
       bits=self.bits,
       groups=-(-n // size),
       size=size,
-      order=packed_name(name, "g_idx") in have,
+      order=packed_name(name, "g_idx") in have or bool(self.ordered),
       less=self.less,
     )
 
@@ -259,10 +379,28 @@ class AwqPacking(Packing):
   Attributes:
     size: inputs of a group; None for all.
     zeros: whether there are zeros.
+    symmetric: what the config says of zeros: they are all in the middle.
   """
 
   size: int | None
   zeros: bool
+  symmetric: bool
+
+  def check(
+    self,
+    folder: Folder,
+    tensors: Iterable[CheckpointTensor],
+    unread: Iterable[str],
+  ) -> None:
+    del unread
+    for tensor in tensors:
+      form: Any = tensor.form
+      if isinstance(form, Awq) and form.zeros and self.symmetric:
+        name = tensor.pieces[2].name
+        # In another order than their outputs, which is the same of equal ones.
+        symmetric(
+          "sym", name, stored_codes(folder.raw(name), 4, form.stored[0]), 8
+        )
 
   def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
     if not _coded(form, name, have):
@@ -270,6 +408,83 @@ class AwqPacking(Packing):
     n = form.stored[1]
     size = self.size or n
     return Awq(form=form, groups=-(-n // size), size=size, zeros=self.zeros)
+
+
+def stored_codes(
+  words: Int[np.ndarray, "A W"], bits: int, count: int
+) -> Int[np.ndarray, "A n"]:
+  """Codes of some bits of the rows of words of 32, lowest first.
+
+  Args:
+    words: int32.
+    bits: of a code, a divisor of 32.
+    count: of codes in a row.
+  """
+  words = np.ascontiguousarray(words).view(np.uint32)[..., None]
+  codes = (words >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
+  return codes.reshape(len(words), -1)[:, :count].astype(np.int32)
+
+
+def symmetric(
+  key: str, name: str, zeros: Int[np.ndarray, ...], middle: int
+) -> None:
+  """Refuses zeros that are not all in the middle.
+
+  Args:
+    key: of the config that says that they are.
+    name: of their tensor.
+    zeros: what they stand for.
+    middle: what they should be.
+
+  Raises:
+    ConfigError: there are others.
+  """
+  others = zeros[zeros != middle]
+  if not others.size:
+    return
+  remedy = f"set {key} to false if the zeros are right"
+  if key == "sym" and np.all(np.abs(zeros - middle) == 1):
+    remedy = "set checkpoint_format to the other one of gptq and gptq_v2"
+  raise error(
+    f"quantization_config.{key}",
+    f"true beside a zero of {others.flat[0]} in {name}"[-78:],
+    f"zeros of {middle} alone",
+    remedy,
+  )
+
+
+def group_order(
+  key: str,
+  name: str,
+  folder: Folder,
+  form: Gptq | PackedRows,
+  said: bool | None,
+) -> None:
+  """Refuses groups of inputs that contradict their number or the config.
+
+  Args:
+    key: of the config that says whether inputs may be in any order.
+    name: of the tensor with the group of each input.
+    folder: that holds it.
+    form: of the weight.
+    said: what the config says; None: nothing.
+
+  Raises:
+    ConfigError: they do.
+  """
+  groups, n = folder.raw(name), form.stored[1]
+  usual = np.arange(n) // form.size
+  if not np.array_equal(np.sort(groups), usual):
+    got = f"{name}, with groups from {groups.min()} to {groups.max()}"
+    want = f"{form.groups} groups of {form.size} inputs, as group_size says"
+    raise error("quantization_config.group_size", got, want, _PLAIN)
+  if said is False and not np.array_equal(groups, usual):
+    raise error(
+      f"quantization_config.{key}",
+      f"inputs in another order in {name}",
+      "inputs of a group next to each other, as it says",
+      f"say in {key} that inputs are in any order",
+    )
 
 
 def _coded(form: PyTree, name: str, have: Mapping[str, Any]) -> bool:
@@ -373,10 +588,11 @@ def _bitsandbytes(r: ConfigReader) -> Packing:
     if x is not wanted:
       what = "int8 weights (load_in_8bit)"
       raise r.error(key, x, f"{wanted}, {what}", _PLAIN)
+    # The same once more.
+    r.only(f"_{key}", wanted)
   # How activations are treated, and what is of four bits.
   r.ignore(
-    "_load_in_8bit", "_load_in_4bit", "llm_int8_threshold",
-    "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype",
     "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
     "bnb_4bit_use_double_quant",
@@ -385,6 +601,7 @@ def _bitsandbytes(r: ConfigReader) -> Packing:
     scales=("SCB",),
     factor=1 / 127,
     blocks=((1, None),),
+    dtypes=("int8",),
     beside=(".weight_format",),
   )
 
@@ -407,9 +624,10 @@ def _gptq(r: ConfigReader) -> Packing:
   for key in ("is_marlin_format", "use_marlin"):
     r.only(key, False)
   one_of(r, "pack_dtype", ("int32",), "int32")
-  # Zeros and groups are in the tensors, whatever they were made by.
+  sym, order = (r.flag(key, default=None) for key in ("sym", "desc_act"))
+  # How they were made.
   r.ignore(
-    "desc_act", "sym", "static_groups", "true_sequential", "damp_percent",
+    "static_groups", "true_sequential", "damp_percent",
     "damp_auto_increment", "model_name_or_path", "model_file_base_name",
     "lm_head", "meta", "dataset", "tokenizer", "model_seqlen",
     "block_name_to_quantize", "module_name_preceding_first_block",
@@ -426,7 +644,13 @@ def _gptq(r: ConfigReader) -> Packing:
     )  # fmt: skip
   less = 1 if layout == "gptq" else 0
   return GptqPacking(
-    bits=bits, size=_group(r), less=less, codes=("qweight",), beside=(".bias",)
+    bits=bits,
+    size=_group(r),
+    less=less,
+    symmetric=bool(sym),
+    ordered=order,
+    codes=("qweight",),
+    beside=(".bias",),
   )
 
 
@@ -436,11 +660,15 @@ def _awq(r: ConfigReader) -> Packing:
   one_of(r, "version", ("gemm", "GEMM"), "gemm")
   r.ignore(
     "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
-    "exllama_config", "desc_act", "sym", "damp_percent",
+    "exllama_config", "damp_percent",
   )  # fmt: skip
+  r.only("desc_act", False)
+  sym = r.flag("sym", default=False)
   zeros = one_of(r, "zero_point", (True, False), True)
   size = _group(r, r.value("q_group_size", default=-1))
-  return AwqPacking(size=size, zeros=zeros, codes=("qweight",))
+  return AwqPacking(
+    size=size, zeros=zeros, symmetric=sym, codes=("qweight",)
+  )
 
 
 _FORMATS = (
@@ -461,36 +689,50 @@ def _compressed(r: ConfigReader) -> Packing:
   groups = r.value("config_groups", default=None)
   if not isinstance(groups, dict) or not groups:
     raise r.error("config_groups", groups, "at least one group of layers")
-  sizes: list[tuple[int, int | None]] = []
+  schemes: list[PackedScheme] = []
+  plain: list[PackedScheme] = []
   blocks: list[tuple[int | None, int | None]] = []
   for name, group in groups.items():
     part = r.part("config_groups", groups).part(name, group)
     part.ignore("targets", "input_activations", "output_activations")
     one_of(part, "format", (*_FORMATS, None), None)
     weights = part.part("weights", part.value("weights"))
-    bits, block = _scheme(weights)
+    scheme, block = _scheme(weights)
     blocks.append(block)
-    if bits is not None and block[0] == 1:
-      sizes.append((bits, block[1]))
+    plain.append(scheme)
+    if scheme.bits and block[0] == 1:
+      schemes.append(scheme)
     weights.finish()
     part.finish()
   return PackedRowsPacking(
     # Codes of one scale for all are never packed; none is then found.
-    sizes=tuple(dict.fromkeys(sizes)) or ((8, None),),
-    plain=ScaledPacking(blocks=tuple(dict.fromkeys(blocks))),
+    schemes=tuple(dict.fromkeys(schemes)) or (PackedScheme(8, None),),
+    plain=ScaledPacking(
+      blocks=tuple(dict.fromkeys(blocks)),
+      dtypes=tuple(
+        dict.fromkeys("int8" if s.bits else "float8_e4m3fn" for s in plain)
+      ),
+      zeros=not plain[0].symmetric
+      if len({s.symmetric for s in plain}) == 1
+      else None,
+    ),
     codes=("weight_packed",),
     beside=(".weight_shape", *_OTHERS),
   )
 
 
-def _scheme(r: ConfigReader) -> Any:
-  """(bits of an integer or None, rows and columns of a block)."""
+def _scheme(
+  r: ConfigReader,
+) -> tuple[PackedScheme, tuple[int | None, int | None]]:
+  """A scheme, of no bits for floats; rows and columns of a block."""
   kind = one_of(r, "type", ("int", "float"), "int")
   wanted = (4, 8) if kind == "int" else (8,)
   bits = one_of(r, "num_bits", wanted, 8)
   r.only("dynamic", False)
-  one_of(r, "actorder", (None, "weight", "group", "static", True), None)
-  r.ignore("observer", "observer_kwargs", "symmetric", "scale_dtype",
+  orders = (None, "weight", "group", "static", True, False)
+  order = one_of(r, "actorder", orders, None)
+  even = r.flag("symmetric", default=True)
+  r.ignore("observer", "observer_kwargs", "scale_dtype",
            "zp_dtype")  # fmt: skip
   stated = r.value("group_size", default=None) is not None
   size = _group(r)
@@ -505,4 +747,9 @@ def _scheme(r: ConfigReader) -> Any:
     found = (1, size)
   elif how == "block":
     found = _pair(r, "block_structure", block)
-  return bits if kind == "int" else None, found
+  return (
+    PackedScheme(
+      bits if kind == "int" else 0, found[1], even, order in ("group", True)
+    ),
+    found,
+  )

@@ -133,9 +133,9 @@ def _collect(
         # The others wait for this process where a tensor is gathered.
         failure = error
     if writer is not None and failure is None:
-      writer.add(name, _host(tensor))
+      writer.add(name, host_copy(tensor))
     elif _over_processes(tensor):
-      _host(tensor)
+      host_copy(tensor)
   if failure is not None:
     raise failure
 
@@ -251,7 +251,7 @@ def _over_processes(tensor: np.ndarray | jax.Array) -> bool:
   )
 
 
-def _host(tensor: np.ndarray | jax.Array) -> np.ndarray:
+def host_copy(tensor: AnyArray) -> Shaped[np.ndarray, ...]:
   """All of a tensor in host memory."""
   if isinstance(tensor, np.ndarray):
     return tensor

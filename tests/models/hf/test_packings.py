@@ -6,6 +6,7 @@ model reads is compared with the numbers that the codes stand for.
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import AxisType
 
 from ringjax import models
 from ringjax.errors import CheckpointMismatchError, ConfigError
+from ringjax.models.contents import contents, text_config
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packings import packing
 from ringjax.models.hf.tensors import checkpoint_tensors, parameters
@@ -550,3 +552,95 @@ def test_what_is_not_known(given, words):
   refused(
     ConfigError, lambda: models.read_config(config), "quantization", *words
   )
+
+
+# ---------------------------------------------------------------------------
+# What a config says, and the tensors contradict
+# ---------------------------------------------------------------------------
+
+UP = "model.layers.0.mlp.up_proj."
+
+
+def seen(folder):
+  """What is found in a folder without reading its weights."""
+  opened = Folder.open(folder)
+  source, family = text_config(opened.config)
+  return contents(opened, family, models.abstract(source), source)
+
+
+@functools.cache
+def encoded(name, directory):
+  folder, packed, _ = folder_of(directory / name, FORMATS[name])
+  return Folder.open(folder).config, packed
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+  return tmp_path_factory.mktemp("formats")
+
+
+def scheme(**values):
+  return {
+    "config_groups": {
+      "group_0": {
+        **FORMATS["pack"].config["config_groups"]["group_0"],
+        "weights": weights_of(**values)["config_groups"]["group_0"]["weights"],
+      }
+    }
+  }
+
+
+SHUFFLED = np.random.default_rng(0).permutation(np.arange(64) // GROUP)
+CONTRADICTIONS = [
+  ("gptq_zeros", {"sym": True}, {}, ("sym", "qzeros", "false")),
+  ("gptq", {"checkpoint_format": "gptq_v2"}, {}, ("sym", "checkpoint_format")),
+  ("gptq", {"bits": 8}, {}, ("k_proj.qweight",)),
+  ("gptq", {"group_size": 32}, {}, ("k_proj.scales",)),
+  ("gptq", {}, {UP + "g_idx": SHUFFLED}, ("desc_act", UP + "g_idx")),
+  ("gptq", {}, {UP + "g_idx": SHUFFLED + 1}, ("group_size", UP + "g_idx")),
+  ("gptq", {"desc_act": True}, {UP + "g_idx": None}, (UP + "g_idx",)),
+  ("awq", {"sym": True}, {}, ("sym", "qzeros")),
+  ("awq", {"zero_point": False}, {}, ("qzeros",)),
+  ("awq", {"desc_act": True}, {}, ("desc_act",)),
+  ("awq", {"group_size": 32}, {}, ("scales",)),
+  ("pack_zeros", scheme(), {}, ("symmetric", "zero_point")),
+  ("pack", scheme(symmetric=False), {}, ("zero_point",)),
+  ("pack_order", scheme(), {}, ("actorder", "g_idx")),
+  ("pack", scheme(actorder="group"), {}, ("g_idx",)),
+  ("pack", scheme(num_bits=8), {}, ("weight_packed",)),
+  ("pack", scheme(group_size=32), {}, ("weight_scale",)),
+  ("pack", {}, {UP + "weight_shape": np.array([48, 96])}, ("weight_shape",)),
+  ("w8a8", scheme(type="float", num_bits=8), {}, ("int8", "float8_e4m3fn")),
+  ("int_group", scheme(num_bits=8), {}, ("symmetric", "zero_point")),
+  ("int_tensor", scheme(num_bits=8, strategy="channel"), {}, ("weight_scale",)),
+  ("w8a8", {"quant_method": "fp8"}, {}, ("int8", "float8_e4m3fn")),
+  ("float8_block", {"quant_method": "fp8", "weight_block_size": [32, 32]}, {},
+   ("scale",)),
+  ("bitsandbytes", {"_load_in_8bit": False}, {}, ("_load_in_8bit",)),
+  ("fbgemm", {"quant_method": "bitsandbytes", "load_in_8bit": True}, {},
+   ("float8_e4m3fn", "int8")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "said", "tensors", "words"), CONTRADICTIONS)
+def test_tensors_that_contradict_the_config(
+  name, said, tensors, words, directory, tmp_path
+):
+  config, packed = encoded(name, directory)
+  packed = {k: x for k, x in (packed | tensors).items() if x is not None}
+  how = {**config["quantization_config"], **said}
+  if "quant_method" in said:
+    how = said
+  config = {**config, "quantization_config": how}
+  odd = checkpoints.write_folder(packed, config, tmp_path)
+  errors = (ConfigError, CheckpointMismatchError)
+  refused(errors, lambda: seen(odd), *words)
+
+
+def test_zeros_in_the_middle_may_be_there(directory, tmp_path):
+  """Some writers store them for codes that are symmetric."""
+  config, packed = encoded("pack", directory)
+  shape = (96 // 8, 64 // GROUP)
+  middle = np.full(shape, 0x88888888, np.uint32).view(np.int32)
+  more = {**packed, UP + "weight_zero_point": middle}
+  seen(checkpoints.write_folder(more, config, tmp_path))

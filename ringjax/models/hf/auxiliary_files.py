@@ -18,6 +18,11 @@ NAMES = (
   "tokenizer.json",
   "tokenizer_config.json",
   "tokenizer.model",
+  "tokenizer.model.v3",
+  "tekken.json",
+  "tiktoken.model",
+  "sentencepiece.bpe.model",
+  "spiece.model",
   "special_tokens_map.json",
   "added_tokens.json",
   "vocab.json",
@@ -26,6 +31,9 @@ NAMES = (
   "chat_template.jinja",
   "chat_template.json",
   "generation_config.json",
+  "preprocessor_config.json",
+  "processor_config.json",
+  "video_preprocessor_config.json",
   "LICENSE",
   "LICENSE.md",
   "LICENSE.txt",
@@ -41,7 +49,7 @@ def copy(folder: pathlib.Path, to: pathlib.Path) -> None:
     OptionError: a file is too large.
   """
   for name in names(folder):
-    _copy(folder, name, to)
+    copy_file(folder, name, to)
 
 
 def names(folder: pathlib.Path) -> list[str]:
@@ -49,7 +57,12 @@ def names(folder: pathlib.Path) -> list[str]:
   return [name for name in NAMES if (folder / name).is_file()]
 
 
-def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
+def copy_file(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
+  """Copies one of these files, in place of one that is there.
+
+  Raises:
+    OptionError: it is too large.
+  """
   descriptor = safe_files.open_inside(folder, name)
   with open(descriptor, "rb") as source:
     status = os.fstat(source.fileno())

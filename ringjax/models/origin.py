@@ -1,0 +1,198 @@
+"""What a saved model keeps of the folder that it was loaded from.
+
+Guarantees: tensors that the model does not read (layers that guess further
+tokens) are saved bit for bit, as long as all that it reads has the numbers of
+that folder; only a head that is the embedding, and what is computed from the
+config, is not stored again. Otherwise they would belong to
+other weights: the saved folder has none of them, its config says so, and a
+warning names them. Files beside the weights (tokenizer, chat template,
+generation settings, ...) are copied; no code ever is.
+Cost: a model with such tensors is compared with its folder when it is saved:
+one more pass over the files, up to the first number that differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Shaped
+
+from ringjax.errors import RingjaxError
+from ringjax.models.hf import auxiliary_files
+from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.save import host_copy
+
+if TYPE_CHECKING:
+  from ringjax.models.contents import Contents
+
+AnyArray = Shaped[np.ndarray | Array, "..."]
+_log = logging.getLogger(__name__)
+# Keys of a config that say how many layers guess further tokens.
+_GUESSES: dict[str, Any] = {
+  "mtp_num_hidden_layers": 0,
+  "num_mtp_modules": 0,
+  "num_nextn_predict_layers": 0,
+  "use_mtp": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+  """The folder of a model, or none.
+
+  All are equal to each other, so that models of two folders run one program.
+
+  Attributes:
+    folder: its files, as they were when they were opened.
+    names: of each of the model's tensors, by the name that `save` gives it, the
+      name in the folder.
+    unread: the same of those that the model does not read.
+    lost: why no tensor can be kept, if none can.
+  """
+
+  folder: Folder | None = None
+  names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  unread: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  lost: str = ""
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Origin)
+
+  def __hash__(self) -> int:
+    return hash(Origin)
+
+  @property
+  def copied(self) -> Mapping[str, str]:
+    """The tensors to copy, where all others are as they are in the folder."""
+    return {} if self.lost else self.unread
+
+  def kept(
+    self, tensors: Callable[[], Iterable[tuple[str, AnyArray]]]
+  ) -> dict[str, str]:
+    """The tensors to copy, the name in the folder by the name to save.
+
+    Args:
+      tensors: makes names and values that are to be saved.
+    """
+    if self.folder is None or not self.unread:
+      return {}
+    why = self.lost or self._changed(tensors)
+    if not why:
+      _log.info(
+        "kept %d tensors of %s that the model does not read: %s",
+        len(self.unread),
+        self.folder.path,
+        ", ".join(self.unread),
+      )
+      return dict(self.unread)
+    names = list(self.unread)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    warnings.warn(
+      f"left out of the saved folder: {len(names)} tensors of "
+      f"{self.folder.path} that the model does not read ("
+      f"{', '.join(names[:3])}{more}), as {why}",
+      RuntimeWarning,
+      stacklevel=4,
+    )
+    return {}
+
+  def _changed(
+    self, tensors: Callable[[], Iterable[tuple[str, AnyArray]]]
+  ) -> str:
+    """Why the model's numbers are not those of the folder, or nothing."""
+    left, why = set(self.names), ""
+    for name, x in tensors():
+      left.discard(name)
+      # Other processes wait for this one where a tensor is gathered.
+      if why and jax.process_count() == 1:
+        return why
+      value = host_copy(x)
+      why = why or self._differs(name, value)
+    if not why and left:
+      why = f"{min(left)} is not in the model any more"
+    if jax.process_count() > 1:
+      same = multihost_utils.process_allgather(np.array(not why))
+      why = why or ("" if np.all(same) else "another process says so")
+    return why
+
+  def _differs(self, name: str, value: Shaped[np.ndarray, ...]) -> str:
+    """Why a tensor is not that of the folder, or nothing."""
+    assert self.folder is not None
+    stored = self.names.get(name, "")
+    info = self.folder.tensors.get(stored)
+    if info is None or info.shape != value.shape:
+      return f"{name} is not one of that folder's"
+    try:
+      old = self.folder.raw(stored)
+    except (OSError, RingjaxError) as error:
+      return f"that folder can't be read any more: {error}"
+    with np.errstate(over="ignore", invalid="ignore"):
+      same = np.array_equal(old.astype(value.dtype), value)
+    return "" if same else f"{name} has other numbers than there"
+
+  def stored(
+    self, kept: Mapping[str, str]
+  ) -> Iterator[tuple[str, Shaped[np.ndarray, ...]]]:
+    """Names and values of tensors to copy."""
+    for name, stored in kept.items():
+      assert self.folder is not None
+      yield name, self.folder.raw(stored)
+
+  def config(
+    self, config: Mapping[str, Any], kept: Mapping[str, str]
+  ) -> dict[str, Any]:
+    """A config that speaks of no layers that are left out."""
+    guesses = self.unread and not kept
+    return dict(config) | {
+      key: value
+      for key, value in _GUESSES.items()
+      if guesses and config.get(key)
+    }
+
+  def copy_files(self, to: pathlib.Path, place: pathlib.Path) -> None:
+    """Copies files beside the weights into a folder that is being written.
+
+    Args:
+      to: the folder.
+      place: where it will be; files that are there already stay.
+    """
+    if self.folder is None:
+      return
+    home, names = self.folder.path, auxiliary_files.names(self.folder.path)
+    names = [name for name in names if not (place / name).exists()]
+    for name in names:
+      auxiliary_files.copy_file(home, name, to)
+    if names:
+      _log.info("copied %s from %s", ", ".join(names), home)
+
+
+def origin_of(contents: Contents, *, whole: bool, packed: bool) -> Origin:
+  """The origin of a model that is read from a folder.
+
+  Args:
+    contents: what the folder holds.
+    whole: whether the model is all that the folder is of, and not the text
+      model of one that sees, too.
+    packed: whether its weights are quantised.
+  """
+  folder, unread = contents.folder, contents.unread if whole else {}
+  names = {t.name: t.stored_name or t.name for t in contents.tensors}
+  odd = [
+    stored
+    for stored in unread.values()
+    if not isinstance(folder.tensors[stored].dtype, np.dtype)
+  ]
+  lost = ""
+  if packed:
+    lost = "that folder is quantised and this one is not"
+  elif odd:
+    lost = f"{odd[0]} is of {folder.tensors[odd[0]].dtype}, which NumPy lacks"
+  return Origin(folder, names, unread, lost)
