@@ -117,6 +117,13 @@ class RowDrafts:
     elif isinstance(self._drafter, LongSpec):
       self._model = BlockRowDrafts(self._drafter, model, **place)
 
+  def warm_up(
+    self, how: RowNumbers, board: RowBoard, held: Callable[[], PooledRows]
+  ) -> None:
+    """Compiles the programs of a draft model; see `ModelRowDrafts.warm_up`."""
+    if self._model is not None:
+      self._model.warm_up(how, board, held)
+
   def prepare(
     self,
     rows: Sequence[ServedRow],
