@@ -222,8 +222,7 @@ def run(
       )
       doing = "compiling"
       screen.begin("compiling")
-      warm = rj.serve.Request(prompt=[0], max_new_tokens=2, share=False)
-      engine.submit(warm).result()
+      engine.warm_up()
       if joins:
         screen.end()
         return cluster_roles.work(values, engine, screen)

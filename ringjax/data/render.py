@@ -10,11 +10,14 @@ process of its own, with limits, can run it (chat.py).
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from typing import Any
 
 OUTPUT_CHARS = 4_000_000
 _RANGE = 10_000
+# Templates that are kept compiled.
+_TEMPLATES = 16
 
 
 def render(
@@ -35,15 +38,27 @@ def render(
   import jinja2
 
   try:
-    environment = _environment(now)
-    literals = _literals(environment, source)
-    template = environment.from_string(source)
+    template, literals = _compiled(source)
   except jinja2.TemplateSyntaxError as error:
     return {"error": f"line {error.lineno}: {error.message}"}
   except Exception as error:
     return {"error": _said(error)}
-  texts = [_one(template, variables, room) for variables in variants]
+
+  def strftime_now(form: str) -> str:
+    return datetime.datetime.fromisoformat(now).strftime(form)
+
+  texts = [
+    _one(template, {"strftime_now": strftime_now, **variables}, room)
+    for variables in variants
+  ]
   return {"texts": texts, "literals": literals}
+
+
+@functools.lru_cache(_TEMPLATES)
+def _compiled(source: str) -> tuple[Any, list[str]]:
+  """A template, and the texts in it."""
+  environment = _environment()
+  return environment.from_string(source), _literals(environment, source)
 
 
 def _one(template: Any, variables: dict[str, Any], room: int) -> Any:
@@ -73,7 +88,8 @@ def _literals(environment: Any, source: str) -> list[str]:
   return sorted(found)
 
 
-def _environment(now: str) -> Any:
+@functools.cache
+def _environment() -> Any:
   import jinja2
   import jinja2.ext
   from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -105,9 +121,6 @@ def _environment(now: str) -> Any:
       separators=separators,
       sort_keys=sort_keys,
     )
-
-  def strftime_now(form: str) -> str:
-    return datetime.datetime.fromisoformat(now).strftime(form)
 
   def short_range(*args: int) -> range:
     found = range(*args)
@@ -149,5 +162,4 @@ def _environment(now: str) -> Any:
   known["dict"] = table
   known["namespace"] = SafeNamespace
   known["raise_exception"] = raise_exception
-  known["strftime_now"] = strftime_now
   return environment

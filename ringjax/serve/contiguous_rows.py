@@ -14,9 +14,8 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from ringjax.errors import OptionError
 from ringjax.kv.page_pool import PagePool
@@ -25,7 +24,10 @@ from ringjax.kv.state import State
 from ringjax.parallel.programs import bounded
 from ringjax.serve.row_space import DoublingSpace, RowSpace
 from ringjax.serve.scheduler import ServedRow
+from ringjax.typing import ArrayLeaf
 
+# Pages of each shard in one copy: one program, however many are copied.
+_BATCH = 16
 LAYOUTS = ("pages", "contiguous", "doubling")
 
 
@@ -72,13 +74,23 @@ def row_pages(
 @bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def _moved(
-  pool: PagePool, source: Int[Array, "R k"], target: Int[Array, "R k"]
+  pool: PagePool, source: Int[ArrayLeaf, "R k"], target: Int[ArrayLeaf, "R k"]
 ) -> PagePool:
   """The pool with pages copied; none is in both."""
   for group in range(len(pool.groups)):
     held = pool.read_pages(group, source)
     pool = pool.write_pages(group, target, held)
   return pool
+
+
+def _copied(pool: PagePool, source: int, target: int, count: int) -> PagePool:
+  """The pool with some pages one after another copied, `_BATCH` at most."""
+  number = np.arange(_BATCH, dtype=np.int32)
+  real = number < count
+  # Far out of range where there is none.
+  into = np.where(real, target + number, np.iinfo(np.int32).max)
+  each = lambda x: np.tile(x.astype(np.int32), (pool.shards, 1))
+  return _moved(pool, each(np.where(real, source + number, 0)), each(into))
 
 
 class ContiguousRows:
@@ -136,10 +148,17 @@ class ContiguousRows:
     if not isinstance(self.space, DoublingSpace):
       return pool
     for move in self.space.take_moves():
-      pages = np.tile(np.arange(move.count, dtype=np.int32), (pool.shards, 1))
-      source = jnp.asarray(pages + np.int32(move.source))
-      pool = _moved(pool, source, jnp.asarray(pages + np.int32(move.target)))
+      for start in range(0, move.count, _BATCH):
+        count = min(_BATCH, move.count - start)
+        source, target = move.source + start, move.target + start
+        pool = _copied(pool, source, target, count)
     return pool
+
+  def warm_up(self, pool: PagePool) -> PagePool:
+    """The same pool, after the program that copies ran once."""
+    if not isinstance(self.space, DoublingSpace):
+      return pool
+    return _copied(pool, 0, 0, 0)
 
   def look_ahead(self, running: Sequence[ServedRow | None]) -> None:
     """Maps what rows that decode need next, on the space's thread."""

@@ -816,6 +816,54 @@ class Engine:
               self._end(row, "error")
         raise
 
+  @entering(lambda engine: engine.mesh)
+  def warm_up(self) -> None:
+    """Compiles the programs of all kinds of requests, so that none waits.
+
+    It runs each program once with nothing to compute. A program is compiled
+    for the first request that needs it otherwise, while all others wait.
+
+    Raises:
+      OptionError: the engine has requests, or is closed.
+    """
+    with self._asked():
+      self._check_open()
+      if self.busy:
+        raise OptionError(
+          "warm_up",
+          f"an engine with {len(self._handles)} requests",
+          "an engine without requests",
+          "call it before the first submit, or after run()",
+        )
+      make_room()
+      with naming_faults(self.model.stack.faults):
+        self._warm_up()
+      # Nothing is in flight when it returns, and no fault is left.
+      jax.block_until_ready((self._pool, self._board))
+      raise_fault(self.model.stack.faults)
+
+  def _warm_up(self) -> None:
+    """Runs each program once with nothing to compute; see `warm_up`."""
+    limits = self.scheduler.limits
+    if self._rows is not None:
+      self._rows.space.join()
+      self._pool = self._rows.warm_up(self._pool)
+    else:
+      self._pool = forked(self._pool, (), limits.rows)
+    if self._link is not None:
+      self._pool = self._link.warm_up(self._pool)
+    self._pool = self._swap.warm_up(self._pool)
+    nothing = np.zeros(self.vocab, np.int32)
+    # As what it has for the row that it is for: nothing.
+    self._board = marked(self._board, jnp.int32(0), nothing > 0, nothing)
+    if self._drafts is not None:
+      self._drafts.warm_up(self._calls.settings, self._board, self._held)
+    work = compute if self._drafts is None else check_drafts
+    jax.device_get(self._computed(self._calls.turns(()), [], work))
+    pieces = self._calls.pieces(())
+    last = functools.partial(compute, x=self._before_last(pieces, None))
+    jax.device_get(self._computed(pieces, [], last, self._parts[-1]))
+
   def run(self) -> None:
     """Steps until all requests have ended."""
     while self.step():
@@ -1031,13 +1079,14 @@ class Engine:
     return turns, pieces
 
   def _before_last(
-    self, call: CallArrays, pieces: tuple[PromptPiece, ...]
+    self, call: CallArrays, pieces: tuple[PromptPiece, ...] | None
   ) -> jax.Array | None:
-    """What all parts of the layers but the last one make of prompts."""
+    """What all parts of the layers but the last one make of prompts; None in
+    place of pieces calls no `on_layers`."""
     x = None
     for n, part in enumerate(self._parts[:-1]):
       x, self._pool = compute_layers(part, self._attend, self._pool, call, x)
-      if self.on_layers is not None:
+      if self.on_layers is not None and pieces is not None:
         self.on_layers(n, pieces, self._pool)
     return x
 
@@ -1087,7 +1136,12 @@ class Engine:
         if found is None:
           found = np.ones((batch, self.vocab), bool)
         found[n] = one
-    return self._all[batch] if found is None else found
+    everything = self._all[batch]
+    if found is None:
+      return everything
+    # Placed as the mask that allows all tokens: else each mask of another
+    # placement, such as a NumPy array, would be another program.
+    return jax.device_put(found, everything.sharding)
 
   # -------------------------------------------------------------------------
   # Answers

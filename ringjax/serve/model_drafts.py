@@ -207,28 +207,9 @@ class ModelRowDrafts:
       behind[slot] = new[right:]
     if not behind:
       return
-    model, drafter = self._drafts(held), self._drafter
-    shape: int | TreeShape = drafter.count
-    if drafter.widths is not None:
-      shape = TreeShape(drafter.widths, drafter.nodes)
+    model = self._drafts(held)
     read = self._read(model, behind)
-    found, self._cache = drafted(
-      model,
-      self._attend,
-      shape,
-      False,
-      _RowChooser(
-        how._replace(logprobs=how.logprobs & False),
-        board.counts,
-        self._allowed,
-      ),
-      self._cache,
-      read,
-      read.pos + read.count,
-      board.seen,
-      self._length,
-    )
-    tokens, _, parents = jax.device_get(found)
+    tokens, parents = self._drafted_by(model, read, how, board)
     if parents is not None and self._parents is None:
       self._parents = np.zeros_like(self._drafted)
     # The call has dropped what was drafted before, of all rows.
@@ -246,7 +227,58 @@ class ModelRowDrafts:
         self._parents[slot] = parents[slot]
       else:
         # The last token was not read.
-        self._tried[slot] = drafter.count - 1
+        self._tried[slot] = self._drafter.count - 1
+
+  def warm_up(
+    self, how: RowNumbers, board: RowBoard, held: Callable[[], PooledRows]
+  ) -> None:
+    """Compiles each program, by a call of it without rows.
+
+    Args:
+      how: Settings, by slot.
+      board: What rows have read and said, by slot.
+      held: Returns what the target has of them, by slot.
+    """
+    # The cache of no slot is of use after it.
+    self._whose = [None] * len(self._whose)
+    self._at[:] = self._tried[:] = 0
+    model = self._drafts(held)
+    self._warm_up_reading(model)
+    for width in (WINDOW,) if self._drafter.tree else (2, WINDOW):
+      self._drafted_by(model, self._part({}, width), how, board)
+
+  def _warm_up_reading(self, model: Transformer) -> None:
+    for width in (WINDOW, WIDE):
+      self._cache = read_more(
+        model, self._attend, self._cache, self._part({}, width), self._length
+      )
+
+  def _drafted_by(
+    self, model: Transformer, read: Missing, how: RowNumbers, board: RowBoard
+  ) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens [B, n] that may follow what each row reads, and their parents."""
+    drafter = self._drafter
+    shape: int | TreeShape = drafter.count
+    if drafter.widths is not None:
+      shape = TreeShape(drafter.widths, drafter.nodes)
+    drafts, self._cache = drafted(
+      model,
+      self._attend,
+      shape,
+      False,
+      _RowChooser(
+        how._replace(logprobs=how.logprobs & False),
+        board.counts,
+        self._allowed,
+      ),
+      self._cache,
+      read,
+      read.pos + read.count,
+      board.seen,
+      self._length,
+    )
+    tokens, _, parents = jax.device_get(drafts)
+    return tokens, parents
 
   def draft(self, row: ServedRow, most: int) -> RowDraft:
     """What may follow the last token of a row, if it was prepared.
@@ -343,8 +375,24 @@ class BlockRowDrafts(ModelRowDrafts):
         first[slot] = self._at[slot] - some.size
         behind[slot] = new[-1:]
       pos = (first + np.arange(self._width)).astype(np.int32)
-      cache = without(self._cache, end, 0)
-      self._cache = filled(
-        model, self._attend, cache, tokens, pos, seg, self._length
-      )
+      self._fill(model, end, tokens, pos, seg)
     return self._last(behind)
+
+  def _warm_up_reading(self, model: Transformer) -> None:
+    rows = self._at.size
+    nothing = np.zeros((rows, self._width), np.int32)
+    self._fill(model, np.zeros(rows, np.int32), nothing, nothing, nothing)
+
+  def _fill(
+    self,
+    model: Transformer,
+    end: np.ndarray,
+    tokens: np.ndarray,
+    pos: np.ndarray,
+    seg: np.ndarray,
+  ) -> None:
+    """Reads tokens [B, n] in place of what rows have from `end` [B] on."""
+    cache = without(self._cache, end, 0)
+    self._cache = filled(
+      model, self._attend, cache, tokens, pos, seg, self._length
+    )

@@ -82,6 +82,23 @@ class PageSwap:
     self._stepped: float | None = None
     self.count = 0
 
+  def warm_up(self, pool: PagePool) -> PagePool:
+    """The same pool, after each program of a copy ran once."""
+    if self._how == "recompute":
+      return pool
+    shape = pool.shards, _BATCH
+    pages = tuple(np.zeros(shape, np.int32) for _ in pool.groups)
+    payload = jax.device_get(_read(pool, pages))
+    none = tuple(
+      np.full(shape, group.pages // pool.shards, np.int32)
+      for group in pool.groups
+    )
+    pool = _write(pool, none, payload)
+    if pool.recurrent:
+      states = jax.device_get(_read_states(pool, jnp.int32(0)))
+      pool = _write_states(pool, jnp.int32(0), states)
+    return pool
+
   def keeps(self, row: ServedRow) -> bool:
     """Whether what a row has computed is copied and not computed again."""
     if self._how != "auto":

@@ -122,6 +122,13 @@ class RowDrafts:
     """Rows without drafts; see `ModelRowDrafts`."""
     return 0 if self._model is None else self._model.undrafted
 
+  def warm_up(
+    self, how: RowNumbers, board: RowBoard, held: Callable[[], PooledRows]
+  ) -> None:
+    """Compiles the programs of a draft model; see `ModelRowDrafts.warm_up`."""
+    if self._model is not None:
+      self._model.warm_up(how, board, held)
+
   def prepare(
     self,
     rows: Sequence[ServedRow],

@@ -168,6 +168,25 @@ class StoreLink:
   def _key(self, group: int, digest: bytes) -> bytes:
     return hashlib.sha256(self._names[group] + digest).digest()
 
+  def warm_up(self, pool: PagePool) -> PagePool:
+    """The same pool, after each program of a copy ran once."""
+    for group in range(len(pool.groups)):
+      read_pages(pool, group, np.zeros((self._tree.shards, _BATCH), np.int32))
+      pages, held = self._blank(group)
+      pool = _write_pages(pool, group, pages, tuple(held))
+    return pool
+
+  def _blank(self, group: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Numbers of no pages, int32 [R, k], and room for what is in them."""
+    shards = self._tree.shards
+    # Far out of range where there is none.
+    pages = np.full((shards, _BATCH), np.iinfo(np.int32).max, np.int32)
+    held = [
+      np.zeros((shape[0], shards * _BATCH, *shape[1:]), dtype)
+      for shape, dtype in self._shapes[group]
+    ]
+    return pages, held
+
   # -------------------------------------------------------------------------
   # Out
   # -------------------------------------------------------------------------
@@ -363,12 +382,7 @@ class StoreLink:
     loads.clear()
     for group, lists in enumerate(waiting):
       while any(lists):
-        # Far out of range where there is none.
-        pages = np.full((shards, _BATCH), np.iinfo(np.int32).max, np.int32)
-        held = [
-          np.zeros((shape[0], shards * _BATCH, *shape[1:]), dtype)
-          for shape, dtype in self._shapes[group]
-        ]
+        pages, held = self._blank(group)
         for shard, some in enumerate(lists):
           for i, (page, payload) in enumerate(some[:_BATCH]):
             pages[shard, i] = page

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 import json
 import os
 import pathlib
 import random
+import select
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -383,7 +387,7 @@ ATTACKS = {
 # tried from a process that holds little else.
 TRY = """
 import json, resource, sys
-from ringjax.data import ChatTemplate, Tokenizer
+from ringjax.data import ChatTemplate, Tokenizer, chat as chats
 from ringjax.errors import TemplateError
 
 tokenizer = Tokenizer.load(sys.argv[1])
@@ -395,6 +399,8 @@ for line in sys.stdin:
     ChatTemplate(json.loads(line)).tokens(chat, tokenizer)
   except TemplateError as error:
     said = str(error)
+  # Only what has ended is counted.
+  chats._workers.close()
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
   took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
   # Of itself rusage would say what its parent took before it was this program.
@@ -493,6 +499,170 @@ def test_no_process(monkeypatch):
 def test_what_is_asked_is_answered():
   script = "print(json.dumps(sys.stdin.read()[::-1]))"
   assert isolated.run(script, b"abc", **LIMITS) == "cba"
+
+
+SERVED = """
+seen = []
+def answer(request):
+  seen.append(request)
+  if request == "pid":
+    import os
+    return os.getpid()
+  exec(request, globals())
+  return [len(seen), globals().get("value")]
+"""
+
+
+@pytest.fixture
+def pool():
+  workers = isolated.Workers(lambda: SERVED, most=2)
+  yield workers
+  workers.close()
+
+
+def ask(pool, request, **more):
+  return pool.ask(json.dumps(request).encode(), **LIMITS | more)
+
+
+@pytest.mark.parametrize(
+  ("script", "words"),
+  [
+    ("while True: pass", "more than 1 s of processor time"),
+    ("'a' * (1 << 30)", "more than 256 MB of memory"),
+    ("import os; os.abort()", "killed by signal 6"),
+    ("import os; os._exit(3)", "exit status 3"),
+    ("raise ValueError('words')", "ValueError: words"),
+    ("sys.exit(3)", "SystemExit: 3"),
+    ("value = 'x' * 1000", "more than 100 bytes of output"),
+    ("value = b''", "not JSON serializable"),
+  ],
+)
+def test_a_worker_that_fails_is_followed_by_another(pool, script, words):
+  assert ask(pool, "value = 1") == [1, 1]
+  assert ask(pool, "value = 2") == [2, 2]
+  assert pool.started == 1
+  with pytest.raises(isolated.ChildError, match=words):
+    ask(pool, script)
+  # Nothing of the failed one is left.
+  assert ask(pool, "value = 3") == [1, 3]
+
+
+def test_a_worker_that_waits(pool):
+  with pytest.raises(isolated.ChildError, match=r"no answer within 0\.5 s"):
+    ask(pool, "import time; time.sleep(99)", wall_s=0.5)
+  assert ask(pool, "value = 3") == [1, 3]
+
+
+def test_a_worker_that_keeps_memory_takes_no_other_request(pool):
+  assert ask(pool, "kept = 'a' * (100 << 20)") == [1, None]
+  assert ask(pool, "value = 1") == [1, 1]
+  assert pool.started == 2
+
+
+def test_an_idle_worker_that_is_killed(pool):
+  pid = ask(pool, "pid")
+  os.kill(pid, signal.SIGKILL)
+  assert ask(pool, "value = 1") == [1, 1]
+  assert pool.started == 2
+
+
+def test_workers_of_threads(pool):
+  with concurrent.futures.ThreadPoolExecutor(8) as threads:
+    asked = [f"value = {n}" for n in range(64)]
+    answers = list(threads.map(lambda text: ask(pool, text), asked))
+  assert [value for _, value in answers] == list(range(64))
+  assert pool.started <= 2
+
+
+def test_where_pipes_cannot_be_waited_for(pool, monkeypatch):
+  monkeypatch.delattr(select, "poll")
+  assert ask(pool, "value = 1") == ask(pool, "value = 1") == [1, 1]
+  with pytest.raises(isolated.ChildError, match="more than 1 s of processor"):
+    ask(pool, "while True: pass")
+  assert pool.started == 3
+
+
+# Without the package, so that a fork has no threads of its libraries.
+FORKS = """
+import importlib.util, json, os, signal, sys
+spec = importlib.util.spec_from_file_location("isolated", sys.argv[1])
+isolated = importlib.util.module_from_spec(spec)
+sys.modules["isolated"] = isolated
+spec.loader.exec_module(isolated)
+pool = isolated.Workers(lambda: "def answer(x): import os; return os.getpid()")
+ask = lambda: pool.ask(
+  b"0", memory_bytes=1 << 28, cpu_s=1, wall_s=60, answer_bytes=99
+)
+first = ask()
+print(first, flush=True)
+child = os.fork()
+if child == 0:
+  print(ask(), flush=True)
+  if sys.argv[2] == "exit":
+    sys.exit()
+  os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+print(ask(), flush=True)
+if sys.argv[2] == "exit":
+  sys.exit()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _runs(pid):
+  try:
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except FileNotFoundError:
+    return False
+  return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("end", ["exit", "killed"])
+def test_workers_end_with_their_process(end):
+  if not os.path.exists("/proc"):
+    pytest.skip("there is no /proc here")
+  argv = [sys.executable, "-c", FORKS, isolated.__file__, end]
+  done = subprocess.run(argv, capture_output=True, text=True, check=False)
+  first, child, again = map(int, done.stdout.split())
+  assert first == again != child, done.stderr
+  while any(map(_runs, (first, child))):
+    time.sleep(0.01)
+
+
+def test_many_chats_start_one_process(loaded, monkeypatch):
+  workers = isolated.Workers(chat._script)
+  monkeypatch.setattr(chat, "_workers", workers)
+  template, kind = template_of("llama3", loaded, trusted=False)
+  other = ChatTemplate("{{ strftime_now('%Y') }}{{ messages | length }}")
+  trusted, _ = template_of("llama3", loaded)
+  for n in range(50):
+    messages, now = (
+      [user(f"Hello {n}")] * (n % 3 + 1),
+      NOW.replace(year=2000 + n),
+    )
+    ids = template.tokens(messages, loaded[kind], now=now).tolist()
+    if n % 10 == 0:
+      assert ids == trusted.tokens(messages, loaded[kind], now=now).tolist()
+    assert other.text(messages, now=now) == f"{2000 + n}{n % 3 + 1}"
+  assert workers.started == 1
+  workers.close()
+
+
+@pytest.mark.parametrize(
+  "what",
+  [
+    "repeat",
+    "deep",
+    "output",
+    pytest.param("nested loops", marks=pytest.mark.long),
+  ],
+)
+def test_chats_go_on_after_an_attack(loaded, what):
+  template, _ = template_of("llama3", loaded, trusted=False)
+  wanted = template.text([user("Hello")], now=NOW)
+  with pytest.raises(TemplateError):
+    ChatTemplate(ATTACKS[what]).text([user("x")])
+  assert template.text([user("Hello")], now=NOW) == wanted
 
 
 def test_output_has_room_for_the_messages(monkeypatch):
