@@ -27,7 +27,7 @@ from ringjax.kv import CacheKind, kind_text
 from ringjax.serve import Engine, Request
 from tests import checkpoints
 
-LENGTHS, NEW, CHUNK = (41, 9, 23), 24, 8
+LENGTHS, NEW, CHUNK = (41, 9), 20, 16
 CONTEXTS = (13, 7, 22, 30)
 
 
@@ -82,10 +82,12 @@ def _kind(kind, **fields):
   return Path(options=options, **fields)
 
 
-def _policy(policy, **fields):
-  kind = CacheKind(policy=policy, room=8, page=8)
-  refusals = {"crowd": "evict|policy"}
-  return _kind(kind, evicts=True, refusals=refusals, **fields)
+def _policy(policy, codec=None, **fields):
+  codec = codec and kind_text.parse(codec).codec
+  kind = CacheKind(policy=policy, codec=codec, room=12, page=8)
+  refusals = {"crowd": "policy"}
+  fields = dict(evicts=not policy.selects, coded=codec is not None) | fields
+  return _kind(kind, refusals=refusals, **fields)
 
 
 @functools.cache
@@ -160,19 +162,13 @@ PATHS: dict[str, Path] = {
   # Policies.
   "quest": _policy(rj.kv.Select(budget=0.4)),
   "quest of tokens": _policy(rj.kv.Select(budget=16)),
-  "quest, int8": _kind(
-    CacheKind(
-      policy=rj.kv.Select(budget=0.4),
-      codec=kind_text.parse("int8").codec,
-      room=8,
-      page=8,
-    ),
-    evicts=True,
-    coded=True,
-    refusals={"crowd": "evict|policy"},
+  "quest, int8": _policy(rj.kv.Select(budget=0.4), codec="int8"),
+  "quest, unrotated": _kind(
+    CacheKind(policy=rj.kv.Select(budget=0.4), unrotated=True, room=12, page=8),
+    refusals={"crowd": "policy"},
   ),
-  "quest, index of keys": dataclasses.replace(
-    _policy(rj.kv.Select(budget=0.4)), model=lambda: model("deepseek_v32")
+  "quest, index of keys": _policy(
+    rj.kv.Select(budget=0.4), model=lambda: model("deepseek_v32")
   ),
   "sinks": _policy(rj.kv.Sinks(budget=12)),
   "keydiff": _policy(rj.kv.KeyDiff(budget=12)),
@@ -193,13 +189,13 @@ PATHS: dict[str, Path] = {
   "hadamard3": _kind("hadamard3", coded=True),
   "nuq3": _kind("nuq3", coded=True),
   "kivi2": _kind(
-    "kivi2:recent=4,group=8,page=8,room=8",
+    "kivi2:recent=4,group=8,page=8,room=12",
     coded=True,
     evicts=True,
     refusals={"crowd": "kivi|groups|evict"},
   ),
   "int2, newest exact": _kind(
-    "int2:first=2,recent=6,room=8,page=8",
+    "int2:first=2,recent=6,room=12,page=8",
     coded=True,
     evicts=True,
     refusals={"crowd": "recent|first|evict"},
@@ -234,7 +230,9 @@ class _Foretold:
       right = (self.rounds + row) % self.count
       tokens[row, right:] ^= 3
     self.rounds += 1
-    return speculate.Draft(tokens, np.minimum(most, self.count).astype(np.int32))
+    return speculate.Draft(
+      tokens, np.minimum(most, self.count).astype(np.int32)
+    )
 
 
 # ---------------------------------------------------------------------------
@@ -297,24 +295,24 @@ def chunks(name):
 def turn(name):
   """A second turn, behind one in which some rows ended early."""
   path = PATHS[name]
-  first, second = texts(LENGTHS), texts((5, 12, 7), seed=2)
-  said = alone(name)
-  # Tokens that one row says early; others may, too.
-  stop = [said[0][3], said[2][9]]
+  first, second = texts(LENGTHS), texts((5, 12), seed=2)
+  # What the second row says early; the first may, too.
+  stop = [alone(name)[1][4]]
 
   def talk(which):
     options = dict(path.options())
-    contexts, how = options.pop("contexts", None), options.pop("combine", None)
-    make = dict(batch=len(which), capacity=128)
-    if contexts is not None:
+    if "contexts" in options:
       session = rj.infer.context_session(
-        path.model(), contexts, how, library=options.pop("library"), **make
+        path.model(),
+        options.pop("contexts"),
+        options.pop("combine"),
+        library=options.pop("library"),
+        batch=len(which),
+        capacity=128,
       )
     else:
-      make["capacity"] = 192
-      session = rj.infer.Session(
-        path.model(), cache_kind=options.pop("cache_kind", None), **make
-      )
+      session = rj.infer.Session(path.model(), 192, batch=len(which), **options)
+      options = {}
     answers = [
       rj.infer.generate(
         path.model(), [turn[n] for n in which], max_new_tokens=NEW,
@@ -359,18 +357,8 @@ SITUATIONS = {
 
 def applies(name: str, situation: str) -> bool:
   """Whether the pair can be asked for: an engine reads no contexts apart."""
-  return not (situation == "crowd" and "contexts" in _option_names(name))
-
-
-def _option_names(name):
-  return {"contexts"} if name in _APART else set()
-
-
-_APART = {
-  name
-  for name in PATHS
-  if name in ("parallel", "ape") or name.startswith("select by")
-}
+  apart = name in ("parallel", "ape") or name.startswith("select by")
+  return not (apart and situation == "crowd")
 
 
 def check(name: str, situation: str) -> None:
