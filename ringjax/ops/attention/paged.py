@@ -143,7 +143,7 @@ class PagedView(StoredView):
     which = lax.top_k(best, max(self.most))[1]
     # A head's number is that of its row alone, however wide the table is.
     number = jnp.asarray(self.most, jnp.int32)[jnp.sum(here, 2)]
-    rank = jnp.arange(which.shape[3], dtype=jnp.int32)[None, None, None]
+    rank = lax.broadcasted_iota(jnp.int32, which.shape, 3)
     return which, rank < number[:, :, None, None]
 
   def chosen(self, q: Float[Array, "B K G T H"]) -> Bool[Array, "B K T S"]:
