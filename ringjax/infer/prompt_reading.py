@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.context_cache import ContextCache
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.layout import Striped
 from ringjax.plan.choice import Machine
@@ -143,6 +145,18 @@ def planned(
     session = Session(model, capacity, batch=batch, **own)
     return session, how, _rotated_by(model, lengths)
   room, behind = session.room(), bool(start.any())
+  whole = isinstance(session.cache, ContextCache) and session.cache.asks_whole
+  if whole and options.chunk is None:
+    width = padded(longest, session.shards)
+    options = dataclasses.replace(options, chunk=width)
+  if whole and options.chunk is not None and options.chunk < longest:
+    raise OptionError(
+      "chunk",
+      f"{options.chunk} tokens of a question of {longest}, whose tokens select "
+      "contexts together",
+      "the whole question in one call",
+      "leave it out, or pass combine='select:by=token' or 'select:by=query'",
+    )
   how = options.plan(
     longest,
     model,

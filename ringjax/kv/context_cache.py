@@ -30,6 +30,7 @@ from ringjax.kv.base import Ends, RowIndices, donated
 from ringjax.kv.cache import Blocks, KVCache, filled_constants
 from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.pages import few_sizes
+from ringjax.kv.slots import REPLICATED
 from ringjax.ops.attention.apart import SelectedView, WeighedView
 from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.attention.views import KVView
@@ -85,6 +86,11 @@ class ContextCache(WithOpenCache):
   def length(self) -> jax.Array:
     """int32 [B], the position behind each row's last token."""
     return jnp.maximum(self.contexts.length, self.open.length)
+
+  @property
+  def asks_whole(self) -> bool:
+    """Whether the tokens of a question select contexts together: one call."""
+    return isinstance(self.weigh, SelectedView) and self.weigh.together
 
   def free(self) -> np.ndarray | None:
     """Tokens that may still come, int [B, R]; None where they are traced."""
@@ -256,6 +262,10 @@ class ContextLayer(WithOpenLayer):
     held, weigh = cache.contexts, cache.weigh
     part = held.layer(self.kind, held.slots[self.kind], self.index)
     view = part.view(self.inner.rotation)
+    if isinstance(weigh, SelectedView) and cache.open.held.mode == REPLICATED:
+      # Only the tokens of a question select together: a draft's are accepted
+      # or not, and alone they would select as each does here.
+      weigh = weigh.each_alone()
     if weigh is not None:
       view = dataclasses.replace(weigh, stored=view)
     return view, *self.inner.views(apart=apart)

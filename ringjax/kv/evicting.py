@@ -50,7 +50,7 @@ from ringjax.kv.pages import (
 )
 from ringjax.kv.peaks import Repeated
 from ringjax.kv.policies import Policy
-from ringjax.kv.slots import FILL
+from ringjax.kv.slots import FILL, REPLICATED
 from ringjax.kv.state import StateShape
 from ringjax.kv.watch import Noted, QueryWatch
 from ringjax.ops.attention.views import (
@@ -777,6 +777,8 @@ class EvictingLayer(WithOpenLayer):
       self.inner.rotation,
       pages,
       constants,
+      # The tokens of a prompt read all pages, in chunks as at once.
+      selects=self.cache.open.held.mode == REPLICATED,
     )
     return (view, *views)
 

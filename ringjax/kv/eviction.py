@@ -103,15 +103,19 @@ def page_view(
   rotation: Rotation,
   pages: Pages,
   constants: PyTree,
+  *,
+  selects: bool = False,
 ) -> KVView:
-  """A layer's pages, as its queries read them."""
-  codec, policy, most = cache.kind.codec, cache.kind.policy, 0
+  """A layer's pages, as its queries read them; if one `selects`, its own."""
+  codec, policy = cache.kind.codec, cache.kind.policy
+  most: tuple[int, ...] = ()
   decoders = None
   if codec is not None:
     decoders = cache.shapes[kind].decoders(codec, cache.open.dtype)
   one = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
-  if policy is not None and pages.bounds is not None:
-    most = policy.pages(pages.table.shape[3] // cache.shards, pages.slots)
+  if selects and policy is not None and pages.bounds is not None:
+    widest = pages.table.shape[3] // cache.shards
+    most = tuple(policy.pages(n, pages.slots) for n in range(widest + 1))
   view = pages.view(layer, jax.tree.map(one, constants), decoders, most)
   if cache.kind.unrotated and not rotation.trivial:
     return UnrotatedView(view, rotation)

@@ -286,9 +286,9 @@ class Pages:
     layer: Index,
     constants: PyTree,
     decoders: tuple[Decoder, Decoder] | None,
-    most: int = 0,
+    most: tuple[int, ...] = (),
   ) -> PagedView:
-    """What one layer reads; a few queries `most` pages, where it is not 0."""
+    """What one layer reads; `most`: of how many pages, see `PagedView`."""
     table = lax.dynamic_index_in_dim(self.table, layer, 0, keepdims=False)
     return PagedView(
       self.k,

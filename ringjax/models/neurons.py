@@ -2,7 +2,8 @@
 
 Guarantees: without predictors the answers are those of the resident model, up
 to the order of sums. With predictors, or with a threshold, they are not:
-predictors may miss neurons, and a threshold leaves small ones out.
+predictors may miss neurons, and a threshold leaves small ones out. Which, the
+token alone decides: no answer depends on drafts, other rows, chunks or windows.
 Cost: see `nn.neuron_feedforward`; a prompt reads each layer once a chunk.
 Memory: of the feedforward, on the devices the deciding projection or the
 predictors; in the host's memory the windows, allocated at once.

@@ -2,9 +2,10 @@
 
 Guarantees: with a resident deciding projection (the gate, or the up-projection
 of a plain layer) the result is that of the layer with all weights, up to the
-order of sums. With a predictor a neuron that it misses counts as zero, unless
-it is in the window. Calls of many tokens, and those that need more neurons than
-a window holds, read all neurons, block by block, and miss none.
+order of sums. With a predictor each token sums the neurons that are named for
+it, and no other: neither the call's other tokens nor what is in the window
+matter. Calls of many tokens, and those that need more neurons than a window
+holds, read all neurons, block by block, and sum the same.
 Cost: a call of few tokens stops once for the host, which reads what is new.
 Memory: on the devices the rows of one layer's window, or one block.
 Ref: Alizadeh et al. 2023, LLM in a Flash, arXiv 2312.11514.
@@ -166,13 +167,8 @@ class NeuronFeedforward(nnx.Module):
   def _few(self, x: jax.Array) -> jax.Array:
     """Of the neurons in the window, [n, D]."""
     number = self.number[...]
-    act = activation(self.spec.act, self.threshold)
-    decided = None if self.deciding is None else act(self.deciding(x))
-    if decided is None:
-      assert self.predictor is not None
-      needed = jnp.any(self.predictor(x), 0)
-    else:
-      needed = jnp.any(decided != 0, 0)
+    chosen = self._chosen(x)
+    needed = jnp.any(chosen.astype(bool), 0)
     branch, ticket = io_callback(
       self._guarded(self._prepare),
       (jax.ShapeDtypeStruct((), jnp.int32),) * 2,
@@ -192,7 +188,7 @@ class NeuronFeedforward(nnx.Module):
           ticket,
           needed,
         )
-        return self._sum(x, rows, ids, decided).astype(x.dtype)
+        return self._sum(x, rows, ids, chosen).astype(x.dtype)
 
       return run
 
@@ -202,8 +198,7 @@ class NeuronFeedforward(nnx.Module):
   def _all(self, x: jax.Array) -> jax.Array:
     """Of all neurons, [n, D]."""
     number, f = self.number[...], self.spec.hidden
-    act = activation(self.spec.act, self.threshold)
-    decided = None if self.deciding is None else act(self.deciding(x))
+    chosen = self._chosen(x)
 
     def add(index: jax.Array, y: jax.Array) -> jax.Array:
       # Not before the block before has been used.
@@ -215,34 +210,42 @@ class NeuronFeedforward(nnx.Module):
         index,
       )
       ids = index * self.block + jnp.arange(self.block, dtype=jnp.int32)
-      return y + self._sum(x, rows, jnp.minimum(ids, f), decided)
+      return y + self._sum(x, rows, jnp.minimum(ids, f), chosen)
 
     start = jnp.zeros(x.shape, jnp.float32)
     return lax.fori_loop(0, -(-f // self.block), add, start).astype(x.dtype)
+
+  def _chosen(self, x: Float[Array, "n D"]) -> Shaped[Array, "n F"]:
+    """Activations of the deciding map; or which neurons are named, bool."""
+    if self.predictor is not None:
+      return self.predictor(x)
+    assert self.deciding is not None
+    return activation(self.spec.act, self.threshold)(self.deciding(x))
 
   def _sum(
     self,
     x: Float[Array, "n D"],
     rows: Float[Array, "R P D"],
     ids: Int[Array, " R"],
-    decided: Float[Array, "n F"] | None,
+    chosen: Shaped[Array, "n F"],
   ) -> Float[Array, "n D"]:
-    """What some neurons add up to, float32; those of number F are none."""
+    """What each token's neurons add up to, float32; number F is none."""
     into = lambda w: lax.dot_general(
       x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype
     )
     of = lambda b: jnp.take(b[...], ids, mode="fill", fill_value=0)[None]
     add = lambda y, b: y if b is None else y + of(b).astype(y.dtype)
     part = 0
-    if decided is None:
+    # A row without a neuron has what was there before.
+    none = chosen.dtype.type(0)
+    h = jnp.take(chosen, ids, axis=1, mode="fill", fill_value=none)
+    counts = h.astype(bool)
+    if self.predictor is not None:
       act = activation(self.spec.act, self.threshold)
       h, part = act(add(into(rows[:, 0]), self.gate_bias)), 1
-    else:
-      h = jnp.take(decided, ids, axis=1, mode="fill", fill_value=0)
     if isinstance(self.spec, Gated):
       h = h * add(into(rows[:, part]), self.up_bias)
-    # A row without a neuron has what was there before.
-    h = jnp.where((ids < self.spec.hidden)[None], h, jnp.zeros((), h.dtype))
+    h = jnp.where(counts, h, jnp.zeros((), h.dtype))
     return jnp.matmul(h, rows[:, -1], preferred_element_type=jnp.float32)
 
   def _shape(self, rows: int, dtype: Any) -> jax.ShapeDtypeStruct:

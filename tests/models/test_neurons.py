@@ -315,13 +315,66 @@ def test_predictors_miss_few_neurons_and_leave_many_out(tmp_path):
   record = 3 * model.config.embed * 4
   assert found.bytes_read == found.fresh * record
   assert 0 < found.needed < found.neurons
-  # Read whole, a prompt misses nothing.
+  # Read whole, a prompt sums for each token what it sums alone.
   tokens = texts[:2, :39]
-  np.testing.assert_allclose(sparse(tokens), model(tokens), atol=2e-5)
+  many, few = np.asarray(sparse(tokens)), np.asarray(sparse(tokens[1:, :20]))
+  np.testing.assert_allclose(few[0], many[1, :20], atol=2e-5)
+  assert np.abs(many - np.asarray(model(tokens))).max() > 1e-3
   again = rj.train.train_predictors(model, texts, rank=99, epochs=40)
   for n, parts in again.layers.items():
     for name, x in parts.items():
       np.testing.assert_array_equal(x, made.layers[n][name])
+
+
+def roughly_predicted(folder):
+  """A model on disk whose predictors name some of the neurons."""
+  model = create("llama3", num_hidden_layers=2, intermediate_size=61,
+                 initializer_range=0.3)  # fmt: skip
+  rj.models.write_neurons(model, folder)
+  draw = np.random.default_rng(5)
+  normal = lambda *shape: draw.normal(size=shape).astype(np.float32)
+  layers = {
+    n: {"down": normal(model.config.embed, 6), "up": normal(6, 61),
+        "bias": normal(61) - 14}
+    for n in range(2)
+  }  # fmt: skip
+  digest = NeuronFile(folder / FILE).model
+  predictors = rj.models.NeuronPredictors(digest, 0.0, layers, {})
+  return lambda **how: rj.models.sparse_model(
+    model, folder, predictors=predictors, memory="1MB", **how
+  )
+
+
+def test_a_token_sums_what_its_own_predictor_names(tmp_path):
+  """Not what other tokens, earlier calls or a whole layer brought."""
+  made = roughly_predicted(tmp_path)
+  tokens = np.random.default_rng(2).integers(1, 60, (2, 40)).astype(np.int32)
+
+  def read(sparse, cuts):
+    cache, parts = sparse.init_cache(2, 48), []
+    for part in np.split(tokens, cuts, axis=1):
+      logits, cache = sparse(part, cache=cache)
+      parts.append(np.asarray(logits))
+    return np.concatenate(parts, 1)
+
+  # 80 tokens are read from whole layers, then 20 in each call.
+  used = made(window=7)
+  want = read(used, [])
+  size = np.abs(want).max()
+  assert size > 0.5
+  for sparse in (used, made(window=1)):
+    got = read(sparse, [10, 20, 30])
+    np.testing.assert_allclose(got, want, atol=1e-5 * size)
+  alone = np.asarray(used(tokens[1:, :10]))
+  np.testing.assert_allclose(alone, want[1:, :10], atol=1e-5 * size)
+
+
+@pytest.mark.long
+def test_predictors_take_speculation(tmp_path):
+  made = roughly_predicted(tmp_path)
+  want = answers(made(window=5))
+  got = answers(made(window=5), speculate="lookup:count=4")
+  np.testing.assert_array_equal(got, want)
 
 
 def test_predictors_of_another_model_are_refused(gated, tmp_path):

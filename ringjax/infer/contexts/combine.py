@@ -106,8 +106,10 @@ class Selection(Parallel):
 
   Attributes:
     keep: how many contexts are read.
-    by: "query": each query and head selects for itself; "head": the queries of
-      a call together; "call": its heads too.
+    by: "query": each token and head selects for itself; "token": each token,
+      its heads together; "head": the tokens of a question together, and each
+      one of the answer for itself; "call": so, and heads together. A question
+      whose tokens select together is read in one call.
   """
 
   name: ClassVar[str] = "select"
@@ -121,7 +123,7 @@ class Selection(Parallel):
     one_of(
       "by",
       self.by,
-      ("query", "head", "call"),
+      ("query", "token", "head", "call"),
       remedy="leave it out for 'call'",
     )
 

@@ -16,12 +16,13 @@ from ringjax.kv.policies.policy import Look, Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Select(Policy):
-  """Nothing goes; while decoding, each KV head reads its best pages.
+  """Nothing goes; while decoding, each query reads its best pages.
 
-  `budget` is what is read: a share of the pages of the longest row, or tokens.
-  The bounds of a page's keys say how large a product with a query can be. On a
-  mesh each shard of the sequence reads the best of its own pages. Calls of
-  more than 16 tokens read everything.
+  `budget` is what it reads of a KV head: a share of the pages of its row, or
+  tokens. The bounds of a page's keys say how large a product with a query can
+  be; the queries of a group choose together. On a mesh each shard of the
+  sequence reads the best of its own pages. The tokens of a prompt read
+  everything. Drafts, other tokens of a call and other rows change no choice.
   """
 
   selects: ClassVar[bool] = True

@@ -171,7 +171,7 @@ class Policy:
     return self.budget
 
   def pages(self, count: int, slots: int) -> int:
-    """Of `count` pages of so many slots those that a few queries read."""
+    """Of a head's `count` pages of so many slots those that a query reads."""
     del slots
     return count
 

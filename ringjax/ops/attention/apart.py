@@ -164,8 +164,9 @@ class SelectedView(_Wrapped):
     owner: int32 [B, n], which context each of n tiles is of, -1 for none.
     count: how many contexts there are at most, P.
     keep: how many each query reads.
-    by: "query": each query and head selects; "head": the queries of a call
-      together; "call": heads and queries together.
+    by: "query": each query and head selects; "token": each query, its heads
+      together; "head": the queries of a call together; "call": heads and
+      queries together.
   """
 
   stored: KVView | None
@@ -180,6 +181,16 @@ class SelectedView(_Wrapped):
     each = batch if self.owner.shape[0] == self.shape[0] > 1 else None
     inner = self._keys.specs(batch, heads, tokens)
     return tree.with_leaves(self, stored=inner, owner=P(each, tokens))
+
+  @property
+  def together(self) -> bool:
+    """Whether the queries of a call select together."""
+    return self.by in ("head", "call")
+
+  def each_alone(self) -> SelectedView:
+    """As it is, but that each query of a call selects for itself."""
+    by = {"head": "query", "call": "token"}.get(self.by, self.by)
+    return dataclasses.replace(self, by=by)
 
   def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
     tops, mine = self._looked_at(visit)
@@ -235,9 +246,9 @@ class SelectedView(_Wrapped):
     """Which contexts are read, bool [B, P, K, G, T]; 1 where all have one."""
     real = visit.at.seg[:, None, None, None] > 0
     weight = jnp.where(real, weight, 0)
-    if self.by != "query":
+    if self.together:
       weight = jnp.sum(weight, 4, keepdims=True)
-    if self.by == "call":
+    if self.by in ("token", "call"):
       weight = jnp.sum(weight, (2, 3), keepdims=True)
       if visit.head_axes:
         weight = collectives.total(weight, visit.head_axes)

@@ -29,10 +29,18 @@ from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
-from ringjax.ops.attention.paged import heads_as_examples
+from ringjax.ops.attention.paged import (
+  heads_as_examples,
+  read_by_query,
+  selecting,
+)
 from ringjax.ops.attention.per_head import PerHeadView
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.selection import KeySelection, SelectiveVisit
+from ringjax.ops.attention.selection import (
+  KeySelection,
+  SelectiveVisit,
+  by_chunks,
+)
 from ringjax.ops.attention.views import (
   ApartView,
   KVView,
@@ -286,7 +294,28 @@ class CacheVisit:
   def _of_view(self, view: KVView) -> Partial:
     if isinstance(view, PerHeadView):
       return view.partial(self.q, self.terms, self._read)
+    if selecting(view) is not None:
+      return self._by_query(view)
     return self._read(view, self.q, self.terms)
+
+  def _by_query(self, view: KVView) -> Partial:
+    """The partial of queries that each read pages of their own, few at once."""
+
+    def read(view: Any, q: jax.Array, terms: Terms, at: Coords) -> Partial:
+      return dataclasses.replace(self, at=at)._read(view, q, terms)
+
+    def some(each: PyTree) -> Partial:
+      q, at = each
+      q = jnp.moveaxis(q, 1, 3)
+      found = read_by_query(view, q, Coords(*at), self.terms, read)
+      return jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), found)
+
+    rows = self.q.shape[0]
+    wide = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
+    given = jnp.moveaxis(self.q, 3, 1), Coords(*map(wide, self.at))
+    parts = -(-self.q.shape[3] // self.few)
+    found = by_chunks(some, given, parts)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), found)
 
   def _read(self, view: KVView, q: jax.Array, terms: Terms) -> Partial:
     queries = self.at if view.queries is None else view.queries

@@ -1,7 +1,8 @@
 """A view of pages: each KV head of each example has tokens of its own.
 
 Guarantees: which page holds a token changes nothing. Heads of one layer may
-have different tokens, and numbers of tokens.
+have different tokens, and numbers of tokens. Where queries read some pages,
+each reads those that it chooses itself, whatever other queries and rows do.
 Cost: as `views`; the pages of a tile are gathered.
 Memory: one tile.
 
@@ -12,13 +13,14 @@ for [B K, 1, ...], since coordinates differ from head to head.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import product
@@ -26,10 +28,13 @@ from ringjax.ops.attention.scores import Context, Terms
 from ringjax.ops.attention.views import (
   Aligned,
   Decoder,
+  KVView,
   StoredView,
+  UnrotatedView,
   in_basis,
 )
 from ringjax.ops.mask import Coords
+from ringjax.ops.softmax import Partial
 from ringjax.parallel.place import MeshAxes
 from ringjax.typing import Index
 
@@ -50,8 +55,9 @@ class PagedView(StoredView):
     axes: mesh axes that shard the pool: those of the batch, heads and tokens.
     bounds: [N, 2, H], the least and the largest number of the keys of a page,
       in each dim; or None.
-    most: with bounds, how many pages of each head a few queries read on a
-      device: those whose bounds allow the largest products.
+    most: with bounds, how many pages a query reads of a head that has 0, 1, ...
+      M of them on a device: those whose bounds allow the largest products with
+      the queries of its group. Empty: all of them.
   """
 
   k: Shaped[Array, "N P _"]
@@ -62,7 +68,7 @@ class PagedView(StoredView):
   decoders: tuple[Decoder, Decoder] | None = None
   axes: tuple[str, ...] = ()
   bounds: Float[Array, "N 2 H"] | None = None
-  most: int = 0
+  most: tuple[int, ...] = ()
 
   @property
   def at(self) -> Coords:
@@ -112,27 +118,55 @@ class PagedView(StoredView):
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
   ) -> Aligned:
-    few = self.bounds is not None and q.shape[3] <= _FEW
-    if few and self.most < self.table.shape[2]:
-      return self._selected(q).aligned(q, keys=keys)
     found = Aligned(self, q)
     if self.decoders is not None:
       found = in_basis(self, q, keys)
     return found._replace(by_head=True)
 
-  def _selected(self, q: Float[Array, "B K G T H"]) -> PagedView:
-    """The pages that promise the queries of a group the largest products."""
+  @property
+  def selects(self) -> bool:
+    """Whether a query reads some pages and not all."""
+    return bool(self.most) and self.bounds is not None
+
+  def _ranked(
+    self, q: Float[Array, "B K G T H"]
+  ) -> tuple[Int[Array, "B K T n"], Bool[Array, "B K T n"]]:
+    """Places in the table that a query may read, and which of them it does."""
     assert self.bounds is not None
     page = jnp.maximum(self.table, 0)
-    found = self.bounds[page].astype(q.dtype)
-    low, high = found[..., 0, :], found[..., 1, :]
+    bounds = self.bounds[page].astype(q.dtype)
+    low, high = bounds[..., 0, :], bounds[..., 1, :]
     most = product("bkgth,bkmh->bkgtm", jnp.maximum(q, 0), high)
     most = most + product("bkgth,bkmh->bkgtm", jnp.minimum(q, 0), low)
-    best = jnp.max(most, (2, 3))
-    best = jnp.where(self.table >= 0, best, -jnp.inf)
-    which = lax.top_k(best, self.most)[1]
-    table = jnp.take_along_axis(self.table, which, 2)
-    return dataclasses.replace(self, table=table, bounds=None)
+    best, here = jnp.max(most, 2), self.table >= 0
+    best = jnp.where(here[:, :, None], best, -jnp.inf)
+    which = lax.top_k(best, max(self.most))[1]
+    # A head's number is that of its row alone, however wide the table is.
+    number = jnp.asarray(self.most, jnp.int32)[jnp.sum(here, 2)]
+    rank = lax.broadcasted_iota(jnp.int32, which.shape, 3)
+    return which, rank < number[:, :, None, None]
+
+  def chosen(self, q: Float[Array, "B K G T H"]) -> Bool[Array, "B K T S"]:
+    """Which slots each query reads."""
+    which, reads = self._ranked(q)
+    each = jax.nn.one_hot(which, self.table.shape[2], dtype=bool)
+    pages = jnp.any(each & reads[..., None], 3)
+    return jnp.repeat(pages, self.k.shape[1], 3)
+
+  def by_query(self, q: Float[Array, "B K G T H"]) -> PagedView:
+    """The pages that each query reads, as those of K T heads."""
+    which, reads = self._ranked(q)
+    b, heads, count, n = which.shape
+    table = jnp.take_along_axis(self.table[:, :, None], which, 3)
+    table = jnp.where(reads, table, -1).reshape(b, heads * count, n)
+    each = lambda x: jnp.repeat(x, count, 0)
+    return dataclasses.replace(
+      self,
+      table=table,
+      constants=jax.tree.map(each, self.constants),
+      bounds=None,
+      most=(),
+    )
 
 
 tree.register(
@@ -141,8 +175,49 @@ tree.register(
   ("decoders", "axes", "most"),
 )
 
-# Up to so many queries read pages that are selected for them.
-_FEW = 16
+
+def selecting(view: KVView) -> PagedView | None:
+  """The pages of a view of which each query reads some, if it is such a one."""
+  pages = view.stored if isinstance(view, UnrotatedView) else view
+  return pages if isinstance(pages, PagedView) and pages.selects else None
+
+
+def read_by_query(
+  view: KVView,
+  q: Float[Array, "B K G T H"],
+  at: Coords,
+  terms: Terms,
+  read: Callable[..., Partial],
+) -> Partial:
+  """The partial of queries that each read pages of their own.
+
+  Args:
+    view: one that is `selecting`.
+    q: the queries.
+    at: their coordinates, [B or 1, T].
+    terms: of the scores.
+    read: the same of a view, queries and terms whose heads these are, and of
+      coordinates [B K, T].
+  """
+  pages = selecting(view)
+  assert pages is not None
+  b, heads, groups, count, dim = q.shape
+  made: Any = pages.by_query(q)
+  if isinstance(view, UnrotatedView):
+    made = view._replace(stored=made)
+  apart = jnp.swapaxes(q, 2, 3).reshape(b, heads * count, groups, 1, dim)
+  wide = lambda x: jnp.broadcast_to(x[:, None], (b, heads, count))
+  own = Coords(*(wide(x).reshape(-1, 1) for x in at))
+  slopes = terms.slopes
+  if slopes is not None:
+    slopes = jnp.repeat(slopes, count, 0)
+  partial = read(made, apart, terms._replace(slopes=slopes), own)
+
+  def back(x: Float[Array, "B KT G 1 *J"]) -> jax.Array:
+    x = x.reshape(b, heads, count, groups, *x.shape[4:])
+    return jnp.swapaxes(x, 2, 3)
+
+  return jax.tree.map(back, partial)
 
 
 def heads_as_examples(

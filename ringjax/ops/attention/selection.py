@@ -34,12 +34,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import product, tile_kinds, tile_lists
+from ringjax.ops.attention.paged import selecting
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import (
   ContiguousView,
   KVView,
   decode_attention,
   fold_tiles,
+  in_tiles,
   tile_slots,
   tiled,
 )
@@ -308,7 +310,7 @@ class SelectiveVisit:
     q, selection, own = given
     q = jnp.moveaxis(q, 1, 3)
     each = [
-      self._scored(view, selection, at)
+      self._scored(view, q, selection, at)
       for view, at in zip(views, own, strict=True)
     ]
     joined = lambda xs: jnp.concatenate([*xs], -1)
@@ -337,7 +339,11 @@ class SelectiveVisit:
     return functools.reduce(merge, partials)
 
   def _scored(
-    self, view: KVView, selection: KeySelection, q_at: Coords
+    self,
+    view: KVView,
+    q: Float[Array, "B 1 G t H"],
+    selection: KeySelection,
+    q_at: Coords,
   ) -> tuple[Float[Array, "B t S"], Coords]:
     """Scores of a view's keys, in whole tiles, and their coordinates."""
     block = tile_slots(view, self.platform)
@@ -363,4 +369,7 @@ class SelectiveVisit:
     )
     over = lambda at, axis: Coords(*(jnp.expand_dims(x, axis) for x in at))
     seen = visible(mask, over(q_at, 2), over(k_at, 1))
+    if (pages := selecting(view)) is not None:
+      # The index chooses among the keys of the pages that a query reads.
+      seen &= in_tiles(pages.chosen(q)[:, 0], block)
     return jnp.where(seen, found, -jnp.inf), k_at

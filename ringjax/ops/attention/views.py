@@ -631,3 +631,12 @@ def tiled(at: Coords, block: int) -> Coords:
   both = lambda x, last: jnp.concatenate([x[:, :cut], last], 1)
   seg = at.seg[:, length - block :].at[:, :over].set(0)
   return Coords(both(at.pos, at.pos[:, length - block :]), both(at.seg, seg))
+
+
+def in_tiles(x: Shaped[Array, "*rows S"], block: int) -> jax.Array:
+  """What goes with slots [..., S], of full tiles as in `tiled`."""
+  length = x.shape[-1]
+  if not length % block:
+    return x
+  cut = length // block * block
+  return jnp.concatenate([x[..., :cut], x[..., length - block :]], -1)

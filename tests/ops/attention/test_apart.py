@@ -133,15 +133,15 @@ def chosen(p, owner, keep, by):
     for n in range(count):
       mine = np.sort(p[b][..., of_slot[b] == n], -1)[..., ::-1]
       tops[b, n] = mine[..., :5].sum(-1)
-  if by != "query":
+  if by in ("head", "call"):
     tops = tops.sum(4, keepdims=True)
-  if by == "call":
+  if by in ("token", "call"):
     tops = tops.sum((2, 3), keepdims=True)
   rank = np.argsort(np.argsort(-tops, 1, kind="stable"), 1, kind="stable")
   return np.broadcast_to(rank < keep, (B, count, *p.shape[1:4]))
 
 
-@pytest.mark.parametrize("by", ["query", "head", "call"])
+@pytest.mark.parametrize("by", ["query", "token", "head", "call"])
 @pytest.mark.parametrize(
   ("shards", "sharded"), [(1, False), (4, False), (4, True)]
 )

@@ -1,0 +1,31 @@
+"""Tokens are a function of their row alone, whatever path they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contracts import exactness as contract
+
+# One of each fault that this was written for, and what is refused at once.
+OFTEN = {
+  ("select by call", "drafts"),
+  ("select by call", "chunks"),
+  ("quest", "drafts"),
+  ("quest", "crowd"),
+  ("neuron predictors", "rows"),
+}
+EVERY = [
+  pytest.param(
+    name,
+    situation,
+    marks=() if (name, situation) in OFTEN else pytest.mark.long,
+  )
+  for name in contract.PATHS
+  for situation in contract.SITUATIONS
+  if contract.applies(name, situation)
+]
+
+
+@pytest.mark.parametrize(("name", "situation"), EVERY)
+def test_tokens_are_a_function_of_the_row(name, situation):
+  contract.check(name, situation)
