@@ -51,7 +51,7 @@ def late(sound, prompts):
 
 
 @pytest.mark.parametrize(
-  "row, is_finite",
+  ("row", "is_finite"),
   [
     ([0.0, 1.0], True),
     ([-np.inf, 1.0], True),
