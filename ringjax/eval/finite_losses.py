@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import numpy as np
 
 from ringjax.infer.finite import not_finite_error
@@ -11,7 +10,7 @@ from ringjax.models.transformer import Transformer
 
 
 def check_losses(
-  losses: Any,
+  losses: np.ndarray | jax.Array | float,
   model: Transformer,
   *,
   document: int,

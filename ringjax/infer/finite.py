@@ -10,7 +10,6 @@ comes to the host as the token does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +40,7 @@ def or_not_finite(
 def not_finite_error(
   at: Mapping[int, int],
   dtype: DTypeLike,
-  tokens: Any = None,
+  tokens: object = None,
   *,
   unit: str = "row",
   name: str = "logits",
@@ -104,7 +103,7 @@ class NotFiniteRows:
     return marked
 
   def check(
-    self, dtype: DTypeLike, tokens: Any, *, name: str = "logits"
+    self, dtype: DTypeLike, tokens: object, *, name: str = "logits"
   ) -> None:
     """Raises if a row was noted.
 
