@@ -22,7 +22,7 @@ def check_losses(
   Args:
     losses: losses or logarithms of probabilities of one document [T], or a sum
       of them [].
-    model: whose they are.
+    model: The model that was evaluated.
     document: the document's number, from 0.
     first: position of the first loss; of a sum, where its first token is.
     last: number of the last document, where the losses are of several.

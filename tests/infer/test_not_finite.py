@@ -107,6 +107,7 @@ def test_a_row_that_gets_bad_keeps_what_came_before(sound, prompts):
   "names",
   [dict(temperature=0.8, top_k=9, seed=1), dict(repetition_penalty=2.0)],
 )
+@pytest.mark.long
 def test_samplers_are_watched_too(sound, prompts, names):
   want = rj.infer.generate(sound, prompts, max_new_tokens=3, **names)
   model, asked = poisoned(sound, BAD), with_bad(prompts, 0)

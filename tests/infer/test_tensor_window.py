@@ -378,6 +378,7 @@ def test_sampling_and_stops_are_those_of_generate(dense):
   assert not group.errors
 
 
+@pytest.mark.long
 def test_a_row_whose_logits_are_not_finite_is_named(dense, monkeypatch):
   real = SharedModel.embedding_rows
 

@@ -36,10 +36,10 @@ def loud(folder, dtype):
 @pytest.mark.parametrize(
   "name",
   [
-    "gemma3_text",
+    "gemma2",
     *(
       pytest.param(name, marks=pytest.mark.long)
-      for name in ("gemma2", "gemma3n", "gemma4_moe", "granite")
+      for name in ("gemma3_text", "gemma3n", "gemma4_moe", "granite")
     ),
   ],
 )
