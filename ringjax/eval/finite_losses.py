@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from ringjax.infer.finite import not_finite_error
 from ringjax.models.transformer import Transformer
 
 
 def check_losses(
-  losses: np.ndarray | jax.Array | float,
+  losses: Float[jax.Array | np.ndarray, "*T"] | float,
   model: Transformer,
   *,
   document: int,

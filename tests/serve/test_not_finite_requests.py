@@ -44,9 +44,7 @@ def model(sound):
 
 
 def engine(model, **options):
-  settings = dict(
-    rows=4, capacity=256, longest=96, page=16, piece=16, pieces=2
-  )
+  settings = dict(rows=4, capacity=256, longest=96, page=16, piece=16, pieces=2)
   return Engine(model, **settings | options)
 
 
@@ -121,9 +119,7 @@ def test_an_answer_that_gets_bad_keeps_its_tokens(sound):
   rest = {*np.concatenate([*prompts, want[0], want[2]]).tolist()}
   step = next(n for n in range(7) if int(want[1][n]) not in rest)
   with engine(poisoned(sound, int(want[1][step]))) as at:
-    handles = [
-      at.submit(Request(prompt=p, max_new_tokens=8)) for p in prompts
-    ]
+    handles = [at.submit(Request(prompt=p, max_new_tokens=8)) for p in prompts]
     at.run()
     for n in (0, 2):
       assert handles[n].result().tokens.tolist() == want[n].tolist()
@@ -164,9 +160,7 @@ def test_beams_fail_with_their_request(sound, model):
     handles = [at.submit(Request(prompt=p, **beams)) for p in (good, bad)]
     at.run()
     at.scheduler.tree.check()
-  assert (
-    handles[0].result().tokens.tolist() == want.result().tokens.tolist()
-  )
+  assert handles[0].result().tokens.tolist() == want.result().tokens.tolist()
   refused(NotFiniteLogitsError, handles[1].result, "position 21")
 
 
@@ -174,8 +168,13 @@ def test_beams_fail_with_their_request(sound, model):
   "drafter",
   [
     pytest.param("lookup:count=3", marks=pytest.mark.long),
-    pytest.param(speculate.SelfDraft(count=3), marks=pytest.mark.long),
-    pytest.param(speculate.SelfDraft(widths=(2, 2)), marks=pytest.mark.long),
+    pytest.param(
+      speculate.SelfDraft(count=3, cache_kind="int8"), marks=pytest.mark.long
+    ),
+    pytest.param(
+      speculate.SelfDraft(widths=(2, 2), cache_kind="int8"),
+      marks=pytest.mark.long,
+    ),
   ],
   ids=["lookup", "chain", "tree"],
 )
@@ -193,9 +192,7 @@ def test_rows_go_on_without_a_draft_that_is_not_finite(sound, model, options):
   want = wanted(sound, prompts)
   drafter = speculate.DraftModel(model=model, **options)
   with engine(sound, speculate=drafter) as at:
-    handles = [
-      at.submit(Request(prompt=p, max_new_tokens=8)) for p in prompts
-    ]
+    handles = [at.submit(Request(prompt=p, max_new_tokens=8)) for p in prompts]
     at.run()
     for handle, tokens in zip(handles, want, strict=True):
       assert handle.result().tokens.tolist() == tokens.tolist()
