@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from ringjax.infer.finite import not_finite_error
 from ringjax.models.transformer import Transformer
 
 
 def check_losses(
-  losses: Float[jax.Array | np.ndarray, "*T"] | float,
+  losses: Float[Array | np.ndarray, "*T"] | float,
   model: Transformer,
   *,
   document: int,
