@@ -483,6 +483,9 @@ def _decode(
       token, done = jax.device_get((state.token, state.done))
       raise_fault(model.stack.faults)
       ended = ended | marked.note(token, pos + n, ~ended)
+      if ended.all():
+        # Nothing has come that could be shown.
+        break
       out[:, n] = np.where(ended, ending.pad_id, token)
       sizes += ~ended
       session.say(token, pos + n, ~ended)

@@ -1223,7 +1223,7 @@ class Engine:
       handle.on_change(answer)
 
   def _fail(self, row: ServedRow) -> None:
-    """A row is over whose logits are not finite; nobody finds its keys."""
+    """Ends a row whose logits are not finite; no prompt finds its keys."""
     owner: _Owner = row.owner
     at = row.prompt.size + len(row.answer)
     owner.answer.error = not_finite_error(
