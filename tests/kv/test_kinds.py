@@ -71,7 +71,9 @@ def pairs():
       marks = pytest.mark.slow
       if n == 0 or (setup in QUICK and law is contract.as_without_a_cache):
         marks = ()
-      elif setup in QUICK or (setup in LONG and (m - 3 * n) % len(contract.LAWS) < 3):
+      elif setup in QUICK or (
+        setup in LONG and (m - 3 * n) % len(contract.LAWS) < 3
+      ):
         marks = pytest.mark.long
       yield pytest.param(law, setup, marks=marks, id=f"{law.__name__}-{setup}")
 

@@ -42,7 +42,6 @@ from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
-
 # How many tokens a row may be ahead of what the caller has seen.
 AHEAD = 32
 
@@ -246,7 +245,7 @@ def check_speculation(
     raise OptionError(
       "speculate",
       f"drafts beside stop strings or stream, with a cache of {cache.kind}",
-      "stop ids alone: sums over queries do not go back behind the end of a row",
+      "stop ids alone: sums over queries do not go back behind a row's end",
       "leave speculate= out, or stop=, or take another cache_kind",
     )
   slack = cache.kind.slack
