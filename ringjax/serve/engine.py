@@ -102,7 +102,7 @@ from ringjax.serve.scheduler import (
 from ringjax.serve.server_metrics import Figure, engine_figures
 from ringjax.serve.store_link import StoreLink
 from ringjax.store.prefix_store import Store
-from ringjax.train.lora import Lora, with_adapters
+from ringjax.train.lora import Lora, adapter_digest, with_adapters
 
 SHARES = ("prompts", "answers", "nothing")
 SHARED_READS = ("exact", "always", "never")
@@ -308,8 +308,11 @@ class Engine:
     self.model, self.tokenizer = model, tokenizer
     if tokenizer is not None:
       check_tokenizer(tokenizer)
-    # Number 0 is none.
+    # Before any adapter; number 0 is none.
+    self.base = model
     self._adapters = {"": 0}
+    self._adapter_parts = dict(adapters or {})
+    self._adapter_digests = {"": ""}
     if adapters:
       names = list(adapters)
       self._adapters |= {name: n + 1 for n, name in enumerate(names)}
@@ -492,7 +495,14 @@ class Engine:
           "leave store out",
         )
       self._link = StoreLink(
-        store, self.model, self._pool, self.scheduler, self.counters, longest
+        store,
+        self.model,
+        self._pool,
+        self.scheduler,
+        self.counters,
+        longest,
+        base=self.base,
+        adapters={name: self.adapter_digest(name) for name in adapters or ()},
       )
     self._board = RowBoard(
       place(jnp.zeros((rows,), jnp.int32)),
@@ -584,6 +594,20 @@ class Engine:
         "pass adapters= to the engine",
       )
     return self._adapters[name]
+
+  def adapter_digest(self, name: str) -> str:
+    """A digest of all numbers of an adapter; "" for none.
+
+    Its place among those of an engine says nothing to another engine.
+
+    Raises:
+      OptionError: there is none of that name.
+    """
+    self.adapter_number(name)
+    if name not in self._adapter_digests:
+      digest = adapter_digest(*self._adapter_parts[name])
+      self._adapter_digests[name] = digest
+    return self._adapter_digests[name]
 
   @contextlib.contextmanager
   def _asked(self) -> Iterator[None]:
