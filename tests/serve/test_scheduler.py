@@ -266,6 +266,7 @@ def test_a_kept_table_is_the_row_s_own():
   scheduler._preempt(row, [])
   # What the tables say later is of no concern.
   scheduler.tables[0][:] = 7
+  assert row.kept is not None
   assert row.kept.tables[0].tolist() == pages.tolist()
   assert (row.kept.computed, row.kept.slot) == (8, 0)
 
