@@ -75,7 +75,7 @@
       younger ones in the windows of the oldest one (Liger).
   python -m launch.plan ring
       The smallest block whose work hides a hop on five machines, and the
-      longest contexts of the Ring Attention paper, beside ours by formula; with
+      longest contexts of the Ring Attention paper, beside ours by count; with
       --compile also by the TPU compiler.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: what each device holds and sends.
@@ -409,14 +409,19 @@ def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "llama7b-a100, 4 ranks, 8k to 16k, 300 GB/s: TSP within "
     f"{100 * worst['TSP']:.1f} %, KVR-S within {100 * worst['KVR-S']:.1f} %, "
     f"speed-up within {worst['speed-up apart']:.3f}",
-    "llama7b-a100 is a fit to one GPU's times; the others are scaled from it",
+    "llama7b-a100 is a fit to one GPU's times and to those of short prompts: "
+    "rows with * in place of % are what it was fitted to, and no comparison",
+    "the others are scaled from it",
   ]
   strategies.put(values, stdout, record, lines)
 
 
 def _beside(row: published.Row) -> str:
   """Published and simulated seconds, in 22 columns."""
-  return f"{row.paper:>7.3f}{row.ours:>7.3f}{100 * row.difference:>+6.1f} %"
+  mark = "*" if row.fitted else "%"
+  return (
+    f"{row.paper:>7.3f}{row.ours:>7.3f}{100 * row.difference:>+6.1f} {mark}"
+  )
 
 
 # ---------------------------------------------------------------------------

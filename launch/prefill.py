@@ -41,6 +41,7 @@ from ringjax import plan
 from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError
 from ringjax.infer import ChunkPipeline, kvr, lockstep
+from ringjax.infer.finite import not_finite_error
 from ringjax.infer.prefill import tile
 from ringjax.json_text import json_text
 from ringjax.models import tiny, work_profile
@@ -395,7 +396,7 @@ class _Work:
         row["simulated_s"] = float(again.seconds)
       if middle.timeline.spans:
         pairs += [middle, *filter(None, [again])]
-      rows.append(row | self._continue(readings[-1]))
+      rows.append(row | self._continue(readings[-1], model, ids.size))
     if values.plot is not None and peers.rank == 0:
       draw.outcomes(pairs, values.plot)
       self._screen.say(f"wrote {values.plot}")
@@ -411,7 +412,9 @@ class _Work:
       "methods": rows,
     }
 
-  def _continue(self, reading: kvr.Reading) -> dict[str, Any]:
+  def _continue(
+    self, reading: kvr.Reading, model: rj.models.Transformer, tokens_read: int
+  ) -> dict[str, Any]:
     """The tokens that follow, from the rank that generates them."""
     peers, count = self._peers, self._values.max_new_tokens
     tokens: list[int] = []
@@ -419,7 +422,10 @@ class _Work:
     if reading.session is not None:
       tokens = kvr.follow(reading, count).tolist()
     elif reading.logits is not None:
-      tokens = [int(np.argmax(np.asarray(reading.logits)[0]))]
+      logits = np.asarray(reading.logits)[0]
+      if not np.isfinite(logits.max()):
+        raise not_finite_error({0: tokens_read}, model.dtype)
+      tokens = [int(np.argmax(logits))]
     took = time.monotonic() - start
     said = [x for x in peers.gather([tokens, took]) if x[0]]
     new, took = said[-1] if said else ([], 0.0)

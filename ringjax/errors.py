@@ -168,11 +168,11 @@ class NotFiniteLogitsError(NotFiniteError):
     *parts: object,
     rows: Sequence[int] = (),
     positions: Sequence[int] = (),
-    tokens: Any = None,
+    tokens: object = None,
   ):
     super().__init__(*parts)
     self.rows, self.positions = tuple(rows), tuple(positions)
-    self.tokens = tokens
+    self.tokens: Any = tokens
 
 
 class ReplayError(RingjaxError, ArithmeticError):

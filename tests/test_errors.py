@@ -33,6 +33,7 @@ BUILTINS = {
   "OutOfMemoryError": MemoryError,
   "CollectiveTimeoutError": TimeoutError,
   "NotFiniteError": ArithmeticError,
+  "NotFiniteLogitsError": ArithmeticError,
   "ReplayError": ArithmeticError,
   "Declined": NotImplementedError,
 }

@@ -16,6 +16,7 @@ import numpy as np
 from ringjax.checks import positive_int
 from ringjax.data.loader import ExampleSource
 from ringjax.errors import DataError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.mask import Mask, SameSegment
@@ -99,8 +100,9 @@ def answer_score(
     scores = np.asarray(jax.nn.log_softmax(logits))
     for n, ((ids, *_), at) in enumerate(part):
       here = scores[n, : len(at)]
-      right.append(bool(np.all(np.argmax(here, -1) == ids[at])))
       losses.append(-here[np.arange(len(at)), ids[at]])
+      check_losses(losses[-1], model, document=first + n, first=int(at[0]))
+      right.append(bool(np.all(np.argmax(here, -1) == ids[at])))
   return AnswerScore(
     accuracy=float(np.mean(right)),
     loss=float(np.mean(np.concatenate(losses))),

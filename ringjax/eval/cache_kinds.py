@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ringjax.errors import OptionError, ShapeError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.kv.base import CacheSpec, bytes_each
 from ringjax.kv.cache_kind import CacheKind
@@ -104,7 +105,7 @@ def compare_caches(
   for name, kind in found.items():
     sums, nbytes = np.zeros(6), 0
     taken: list[list[list[str] | None]] = []
-    for row in ids:
+    for number, row in enumerate(ids):
       text = jnp.asarray(row[None], jnp.int32)
       if kind.evicting and name not in caches:
         part, nbytes, choices = _costs_behind(model, text, kind)
@@ -115,6 +116,8 @@ def compare_caches(
         cache = model.init_cache(1, ids.shape[1], kind=kind)
         _, cache = model(text, cache=cache.with_room(ids.shape[1]))
         nbytes = bytes_each(cache.evict())
+      check_losses(part[0], model, document=number, first=1)
+      check_losses(part[1], model, document=number, first=1)
       sums += np.asarray(part, np.float64)
       done += 1
       on_read(done)

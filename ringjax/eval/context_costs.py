@@ -22,6 +22,7 @@ from ringjax.checks import positive_int
 from ringjax.data.link_tokens import LinkTokens
 from ringjax.data.needle import Task
 from ringjax.errors import OptionError, ShapeError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.contexts import (
   APE,
   Combine,
@@ -433,7 +434,7 @@ def _behind(model: Transformer, cache: Any, questions: np.ndarray) -> Any:
   cache = jax.tree.map(jnp.copy, cache)
   ids = jnp.asarray(questions)
   logits, _ = model(ids[:, :-1], cache=cache)
-  return np.asarray(_losses(logits, ids[:, 1:]))
+  return _checked(model, _losses(logits, ids[:, 1:]))
 
 
 def _whole(model: Transformer, ids: np.ndarray, question: int) -> np.ndarray:
@@ -445,7 +446,15 @@ def _whole(model: Transformer, ids: np.ndarray, question: int) -> np.ndarray:
   )
   tokens = jnp.asarray(ids)
   logits = model(tokens, rows=rows)
-  return np.asarray(_losses(logits, tokens[:, -question + 1 :]))
+  return _checked(model, _losses(logits, tokens[:, -question + 1 :]))
+
+
+def _checked(model: Transformer, losses: jax.Array) -> np.ndarray:
+  """Sums of losses [B], all of which are finite."""
+  found = np.asarray(losses)
+  for document, loss in enumerate(found):
+    check_losses(loss, model, document=document)
+  return found
 
 
 @jax.jit

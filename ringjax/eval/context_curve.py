@@ -18,6 +18,7 @@ import numpy as np
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import DataError, OptionError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.models.cepe import CepeTransformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.parallel.place import sequence_axis
@@ -115,7 +116,12 @@ def context_curve(
 
   def mean(make: Callable[[slice], Batch]) -> float:
     parts = [slice(n, n + batch) for n in range(0, len(rows), batch)]
-    total = sum(float(_loss(model, attend, make(part))) for part in parts)
+    total = 0.0
+    for part in parts:
+      loss = float(_loss(model, attend, make(part)))
+      last = min(part.stop, len(rows)) - 1
+      check_losses(loss, model, document=part.start, last=last)
+      total += loss
     return total / (len(rows) * tokens)
 
   def behind(k: int, back: int, texts: np.ndarray = rows) -> float:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import DataError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import forward
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
@@ -107,7 +108,10 @@ def draft_acceptance(
     for first in range(0, len(rows), batch):
       part = rows[first : first + batch]
       text, logits = _written(draft, decode, part, pos, tokens)
-      loss += float(_loss(logits, part))
+      part_loss = float(_loss(logits, part))
+      last = first + len(part) - 1
+      check_losses(part_loss, draft.target, document=first, last=last)
+      loss += part_loss
       hits.append(_hits(draft, attend, text, pos, size, count))
     found.append(
       _of_chains(np.concatenate(hits), offset, loss / rows[:, 1:].size)

@@ -27,6 +27,7 @@ from ringjax.checks import integer, positive_int
 from ringjax.data.link_tokens import ArrangedPrompt, arranged
 from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError, PromptError, ShapeError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.session import on_its_mesh, place_of
 from ringjax.kv.statistics_cache import StatisticsCache
 from ringjax.models.transformer import Transformer
@@ -340,7 +341,7 @@ def split_entropy(
   found, done = [], 0
   for p, shared in settings(splits):
     losses, entropies, masses = [], [], []
-    for ids in long:
+    for number, ids in enumerate(long):
       prompt = split_prompt(
         ids[:context], ids[context:-1], p, first, shared=shared
       )
@@ -364,6 +365,7 @@ def split_entropy(
       )
       of_text = everywhere(made)
       losses.append(_loss(of_text.logits, ids[context + 1 :]))
+      check_losses(losses[-1], model, document=number, first=context + 1)
       entropies.append(_by_head(of_text.layers, "entropy"))
       masses.append(_by_head(of_text.layers, "kept_mass"))
       done += 1

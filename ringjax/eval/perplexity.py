@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PromptError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.prefill import Prefill, PrefillOptions
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
@@ -154,6 +155,8 @@ def reader(
       model does not have.
     OptionError: a prefill method that does not fit.
     MemoryEstimateError: the cache has no room.
+    NotFiniteLogitsError: of `on_row`'s function, for a document whose losses
+      are NaN or infinite.
   """
   positive_int("length", length)
   positive_int("rows", rows)
@@ -205,7 +208,10 @@ def reader(
   def read(on_row: Callable[[int], Any]) -> Curve:
     total = np.zeros(length)
     for n, ids in enumerate(chosen):
-      total += losses(ids)
+      each = losses(ids)
+      # The loss of a token is by the logits at the one before.
+      check_losses(each, model, document=n, first=1)
+      total += each
       on_row(n + 1)
     return _curve(total / rows, length, rows, last)
 

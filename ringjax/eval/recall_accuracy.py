@@ -15,6 +15,7 @@ import numpy as np
 from ringjax.checks import positive_int
 from ringjax.data.recall import Recall
 from ringjax.errors import DataError
+from ringjax.eval.finite_losses import check_losses
 from ringjax.models.transformer import Transformer
 
 # Positions whose logits are computed together, so that few programs are made.
@@ -62,6 +63,7 @@ def recall_accuracy(
     rows = np.full((1, -(-len(at) // _ROWS) * _ROWS), at[0] - 1)
     rows[0, : len(at)] = at - 1
     logits = jax.device_get(model(ids[None], rows=rows))[0, : len(at)]
+    check_losses(logits.max(-1), model, document=i, first=int(at[0]))
     hits = np.argmax(logits, -1) == ids[at]
     right += np.split(hits, np.flatnonzero(np.diff(at) > 1) + 1)
   if not right:

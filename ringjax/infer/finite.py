@@ -10,7 +10,6 @@ comes to the host as the token does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +40,7 @@ def or_not_finite(
 def not_finite_error(
   at: Mapping[int, int],
   dtype: DTypeLike,
-  tokens: Any = None,
+  tokens: object = None,
   *,
   unit: str = "row",
   name: str = "logits",
@@ -50,10 +49,10 @@ def not_finite_error(
 
   Args:
     at: position of the token that could not be chosen, by row.
-    dtype: of the model.
+    dtype: The model's dtype.
     tokens: result of the call, if there is one.
-    unit: what a row is called.
-    name: whose logits they are.
+    unit: Noun for a row in the text, as "row" or "document".
+    name: Name of the logits in the text.
   """
   rows = sorted(at)
   named = [f"{unit} {row} at position {at[row]}" for row in rows[:_NAMED]]
@@ -71,7 +70,7 @@ def not_finite_error(
 
 
 def remedy(dtype: DTypeLike) -> str:
-  """What to do about logits that are not finite."""
+  """Returns the advice for logits that are not finite, by the model's dtype."""
   if np.dtype(dtype) == np.float16:
     return "load the model as float32 or bfloat16: float16 ends at 65,504"
   return "look for NaN and infinity in the weights and adapters"
@@ -104,14 +103,14 @@ class NotFiniteRows:
     return marked
 
   def check(
-    self, dtype: DTypeLike, tokens: Any, *, name: str = "logits"
+    self, dtype: DTypeLike, tokens: object, *, name: str = "logits"
   ) -> None:
     """Raises if a row was noted.
 
     Args:
-      dtype: of the model.
+      dtype: The model's dtype.
       tokens: result of the call.
-      name: whose logits they are.
+      name: Name of the logits in the text.
 
     Raises:
       NotFiniteLogitsError: with the result.

@@ -483,6 +483,9 @@ def _decode(
       token, done = jax.device_get((state.token, state.done))
       raise_fault(model.stack.faults)
       ended = ended | marked.note(token, pos + n, ~ended)
+      if ended.all():
+        # Nothing has come that could be shown.
+        break
       out[:, n] = np.where(ended, ending.pad_id, token)
       sizes += ~ended
       session.say(token, pos + n, ~ended)
@@ -492,20 +495,17 @@ def _decode(
         session.take_back(told, pos + n)
       if n + 1 == count or ended.all():
         break
-      # The device knows of stop ids only, those of the next tokens too.
-      ends = lambda state: state._replace(
-        done=decode.ends(attend, state.done, ended)
-      )
-      if after is None:
+      late = after is None
+      state = state if late else after
+      if told.any():
+        # The device knows of stop ids only, those of the next tokens too.
+        state = state._replace(done=decode.ends(attend, state.done, ended))
+      if late:
         if not left:
           # Rows that are over stay as they are.
           session.cache = with_slack(session.cache.flush(~ended), ahead)
           left = session.cache.steps()
-        left -= 1
-        after = step(ends(state) if told.any() else state)
-      elif told.any():
-        after = ends(after)
-      state = after
+        state, left = step(state), left - 1
     session.cache = with_slack(session.cache, 0)
   return Generated(tokens=out, lengths=sizes)
 

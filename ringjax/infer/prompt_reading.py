@@ -198,7 +198,8 @@ def _check_alone(
   if free and mixed and (kept or kind.codec is not None):
     raise OptionError(
       "prefill",
-      f"'auto' for empty rows beside rows that hold tokens, in a cache of {kind}",
+      f"'auto' for empty rows beside rows that hold tokens, with a cache of "
+      f"{kind}",
       "one way for all rows, whatever the others hold",
       "pass prefill='chunked'",
     )

@@ -747,7 +747,8 @@ class TensorWindow:
       ended = ended | marked.note(token[0], lengths + n, ~ended)
       out[:, n] = np.where(ended, ending.pad_id, token[0])
       sizes += ~ended
-      token[2][:] = ending.told(out[:, n], ended)
+      if not ended.all():
+        token[2][:] = ending.told(out[:, n], ended)
     if report is not None:
       later = np.diff(clock[2:]) if len(clock) > 3 else np.diff(clock[1:])
       report(

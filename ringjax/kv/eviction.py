@@ -754,8 +754,9 @@ def _with(
   if watch.at is not None and policy is not None and policy.queries is None:
     # Queries that were counted are not counted again.
     size = at.pos.shape[1]
-    watch = watch.widened(max(size, watch.at.pos.shape[1]))
-    noted = [x.widened(watch.at.pos.shape[1]) for x in noted]
+    wide = max(size, watch.at.pos.shape[1])
+    watch = watch.widened(wide)
+    noted = [x.widened(wide) for x in noted]
     order = watch.order(size)
     watch = watch.ordered(order).without(rows)
     noted = [x.ordered(order).without(rows) for x in noted]

@@ -195,7 +195,8 @@ class Block(nnx.Module):
       x = x + mixed
       if self.low_rank is not None:
         half = jnp.asarray(1 / math.sqrt(2), x.dtype)
-        x = (x + attend.rows(self.low_rank, normed)) * half
+        beside = attend.rows(self.low_rank, normed).astype(wide)
+        x = (x + beside) * half
       x = self.cross(attend.constrain(x), states, attend)
       if isinstance(spec.feedforward, NoFeedforward):
         return x, cache

@@ -109,8 +109,9 @@ class DraftBlock(nnx.Module):
     narrow = part_dtype(self, x.dtype)
     normed = self.pre_attention(x).astype(narrow)
     mixed, cache = mix(normed, tokens, cache, attend)
-    x = attend.constrain(x + mixed)
+    x = attend.constrain(x + mixed.astype(x.dtype))
     normed = self.pre_cross(x).astype(narrow)
-    x = x + self.cross(normed, tokens, read, attend)
-    x = x + self.feedforward(self.pre_feedforward(x).astype(narrow), attend)
+    x = x + self.cross(normed, tokens, read, attend).astype(x.dtype)
+    normed = self.pre_feedforward(x).astype(narrow)
+    x = x + self.feedforward(normed, attend).astype(x.dtype)
     return attend.constrain(x), cache

@@ -79,12 +79,16 @@ class LayerInputTable(nnx.Module):
     number = jnp.asarray(number, jnp.int32)
     wide = lambda s: jnp.asarray(s, x.dtype)
     known = jnp.where(tokens < spec.vocab, tokens, 0)
-    own = self.table[...][known, number] * wide(math.sqrt(spec.width))
+    own = self.table[...][known, number].astype(x.dtype)
+    own = own * wide(math.sqrt(spec.width))
     weight = lax.dynamic_index_in_dim(
       self.projection[...], number, 1, keepdims=False
     )
     mapped = jnp.einsum(
-      "btd,dp->btp", x, weight, preferred_element_type=x.dtype
+      "btd,dp->btp",
+      x,
+      weight.astype(x.dtype),
+      preferred_element_type=x.dtype,
     )
     mapped = self.norm(mapped * wide(1 / math.sqrt(x.shape[-1])))
     return (mapped + own) * wide(1 / math.sqrt(2))

@@ -196,7 +196,7 @@ class Embedding(nnx.Module):
       x = x * jnp.asarray(self.scale, x.dtype)
     if self.positions is not None:
       assert pos is not None
-      x = x + self.positions(pos)
+      x = x + self.positions(pos).astype(x.dtype)
     return self.norm(x)
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:

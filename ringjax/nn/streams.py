@@ -59,7 +59,10 @@ class StreamEnds(nnx.Module):
   def spread(self, x: Float[Array, "B T D"]) -> Float[Array, "B T A D"]:
     """The embeddings and maps of them, all of one size."""
     mapped = jnp.einsum(
-      "btd,ade->btae", x, self.begin[...], preferred_element_type=x.dtype
+      "btd,ade->btae",
+      x,
+      self.begin[...].astype(x.dtype),
+      preferred_element_type=x.dtype,
     )
     return jnp.concatenate([x[:, :, None], _sized(mapped, x)], 2)
 
@@ -69,7 +72,7 @@ class StreamEnds(nnx.Module):
     mapped = jnp.einsum(
       "...ad,ade->...ae",
       x[..., 1:, :],
-      self.end[...],
+      self.end[...].astype(x.dtype),
       preferred_element_type=x.dtype,
     )
     every = jnp.concatenate([first[..., None, :], _sized(mapped, first)], -2)

@@ -50,6 +50,9 @@ from ringjax.ops.feedforward import (
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 
+# The label of tokens without one, as everywhere.
+IGNORE_INDEX = -100
+
 # What takes the place of a label that is none. Labels are 0 or more.
 _IGNORED = -1
 _WRONG = -2
@@ -69,7 +72,7 @@ def blockwise_cross_entropy(
   *,
   logits_soft_cap: float | None = None,
   z_loss: float = 0.0,
-  ignore_index: int | None = None,
+  ignore_index: int | None = IGNORE_INDEX,
 ) -> Float[Array, "*B T"]:
   """Negative log-likelihood of each token's label, times its weight.
 
@@ -81,13 +84,14 @@ def blockwise_cross_entropy(
       loss NaN. It is never clamped.
     weights: [B, T] or [T], what each token's loss is multiplied by; float,
       bool or int. Differentiable. Not a way to skip a token with a wrong
-      label (0 * NaN is NaN): for that there is `ignore_index`.
+      label (0 * NaN is NaN): give it the label `ignore_index`.
     block: the most tokens of a sequence in one step, counted over all its
       shards as in `blockwise_feedforward`.
     logits_soft_cap: c, for logits c tanh(l / c).
     z_loss: factor of the square of the logsumexp; 0 for none.
     ignore_index: tokens with this label have loss 0 and gradients 0, whatever
-      their hidden state is.
+      their hidden state is; None: no label is ignored. A mean
+      leaves out their weights.
 
   Returns:
     [B, T] or [T], float32 (float64 for float64 inputs). It is not averaged:
@@ -404,6 +408,9 @@ def _encode(labels: jax.Array, vocab: int, ignore: int | None) -> Array:
   """int32 labels; _IGNORED and _WRONG mark ignored and impossible ones."""
   dtype = jnp.asarray(labels).dtype
   info = np.iinfo(dtype)
+  if ignore == IGNORE_INDEX and info.min > IGNORE_INDEX:
+    # No label of an unsigned dtype is the default.
+    ignore = None
   if ignore is not None:
     whole = isinstance(ignore, numbers.Integral) and ignore is not True
     if not whole or not info.min <= int(ignore) <= info.max:
@@ -441,5 +448,5 @@ def _check_labels(labels: jax.Array, vocab: int, ignore: int | None) -> None:
       "labels",
       f"{int(seen[at])} at {list(at)}, and {int(wrong.sum()) - 1} more",
       f"ids from 0 to {vocab - 1}",
-      "pass ignore_index= that id if it marks tokens without a label",
+      f"mark tokens without a label by {IGNORE_INDEX}, or pass ignore_index=",
     )

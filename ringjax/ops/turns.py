@@ -94,7 +94,7 @@ class Frequencies(NamedTuple):
     return (units.astype(jnp.float32) + part) * _RADIANS
 
 
-class _Words(NamedTuple):
+class _TwoWords(NamedTuple):
   """An integer of 64 bits, uint32 [*N] each."""
 
   high: UInt32[Array, "*N"]
@@ -119,8 +119,8 @@ def stretched(
   places = np.arange(pairs, dtype=WIDE)
   share = _constants(places / max(pairs - 1, 1), 64)
   base = places / pairs * np.log2(WIDE(theta)) + np.log2(TAU)
-  alike = lambda words: _Words(*(_behind(x, beyond.ndim) for x in words))
-  exponent = _times(_Words(*(x[..., None] for x in grown)), alike(share))
+  alike = lambda words: _TwoWords(*(_behind(x, beyond.ndim) for x in words))
+  exponent = _times(_TwoWords(*(x[..., None] for x in grown)), alike(share))
   exponent = _plus(exponent, alike(_constants(base, _LOG_BITS)))
   fraction = _power_of_half(exponent)
   up = fraction.low >> 31
@@ -141,43 +141,43 @@ def _fixed(x: np.ndarray, bits: int) -> list[int]:
   return [((a << (bits + 1)) // b + 1) >> 1 for a, b in each]
 
 
-def _constants(x: np.ndarray, bits: int) -> _Words:
+def _constants(x: np.ndarray, bits: int) -> _TwoWords:
   """Numbers [n] from 0 on with so many bits behind the point."""
   fixed = [min(n, 2**64 - 1) for n in _fixed(x, bits)]
   word = lambda shift: jnp.asarray(
     np.array([n >> shift & (_TURN - 1) for n in fixed], np.uint32)
   )
-  return _Words(word(32), word(0))
+  return _TwoWords(word(32), word(0))
 
 
-def _whole(n: int, like: Array) -> _Words:
+def _whole(n: int, like: Array) -> _TwoWords:
   """A number modulo 2**64, in each place of an array."""
   word = lambda n: jnp.full(like.shape, n & (_TURN - 1), jnp.uint32)
-  return _Words(word(n >> 32), word(n))
+  return _TwoWords(word(n >> 32), word(n))
 
 
-def _plus(a: _Words, b: _Words) -> _Words:
+def _plus(a: _TwoWords, b: _TwoWords) -> _TwoWords:
   low = a.low + b.low
-  return _Words(a.high + b.high + (low < b.low).astype(jnp.uint32), low)
+  return _TwoWords(a.high + b.high + (low < b.low).astype(jnp.uint32), low)
 
 
-def _minus(a: _Words, b: _Words) -> _Words:
+def _minus(a: _TwoWords, b: _TwoWords) -> _TwoWords:
   less = (a.low < b.low).astype(jnp.uint32)
-  return _Words(a.high - b.high - less, a.low - b.low)
+  return _TwoWords(a.high - b.high - less, a.low - b.low)
 
 
-def _left(x: _Words, n: Array) -> _Words:
+def _left(x: _TwoWords, n: Array) -> _TwoWords:
   """x 2**n for 0 <= n < 64: a shift by 32 or more is 0."""
   n = jnp.asarray(n, jnp.uint32)
   high = _shl(x.high, n) | _shr(x.low, 32 - n) | _shl(x.low, n - 32)
-  return _Words(high, _shl(x.low, n))
+  return _TwoWords(high, _shl(x.low, n))
 
 
-def _right(x: _Words, n: Array) -> _Words:
+def _right(x: _TwoWords, n: Array) -> _TwoWords:
   """x 2**-n, cut off, for 0 <= n < 2**31."""
   n = jnp.asarray(n, jnp.uint32)
   low = _shr(x.low, n) | _shl(x.high, 32 - n) | _shr(x.high, n - 32)
-  return _Words(_shr(x.high, n), low)
+  return _TwoWords(_shr(x.high, n), low)
 
 
 def _shl(x: Array, n: Array) -> Array:
@@ -196,15 +196,15 @@ def _upper(a: Array, b: Array) -> Array:
   return a1 * b1 + (middle >> 16) + (other >> 16)
 
 
-def _times(a: _Words, b: _Words) -> _Words:
+def _times(a: _TwoWords, b: _TwoWords) -> _TwoWords:
   """The upper 64 bits of a product, at most 3 too small."""
-  found = _Words(_upper(a.high, b.high), a.high * b.high)
+  found = _TwoWords(_upper(a.high, b.high), a.high * b.high)
   for x in (_upper(a.high, b.low), _upper(a.low, b.high)):
-    found = _plus(found, _Words(jnp.zeros_like(x), x))
+    found = _plus(found, _TwoWords(jnp.zeros_like(x), x))
   return found
 
 
-def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _Words:
+def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:
   """log2(1 + beyond / start) with `_LOG_BITS` bits behind the point."""
   whole = int(start)
   if not whole < _TURN // 2:
@@ -217,35 +217,37 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _Words:
   # From the first bit that is set: a number from 1 to 2 in 64 bits.
   none = top == 0
   up = jnp.where(none, lax.clz(rest.high), lax.clz(top))
-  number = _Words(
+  number = _TwoWords(
     jnp.where(none, rest.high, top), jnp.where(none, rest.low, rest.high)
   )
   behind = jnp.where(none, jnp.uint32(0), rest.low)
   number = _left(number, up)
-  number = _Words(number.high, number.low | _shr(behind, 32 - up))
+  number = _TwoWords(number.high, number.low | _shr(behind, 32 - up))
   power = 31 - up.astype(jnp.int32) - jnp.where(none, 32, 0)
 
-  def bit(_: Array, state: tuple[_Words, _Words]) -> tuple[_Words, _Words]:
+  def bit(
+    _: Array, state: tuple[_TwoWords, _TwoWords]
+  ) -> tuple[_TwoWords, _TwoWords]:
     """A digit of the logarithm: whether the square reaches 2."""
     number, digits = state
     square = _times(number, number)  # From 1 to 4, two bits before the point.
     over = square.high >> 31
     number = _left(square, 1 - over)
     digits = _left(digits, jnp.uint32(1))
-    return number, _Words(digits.high, digits.low | over)
+    return number, _TwoWords(digits.high, digits.low | over)
 
   zero = top & 0  # Not a constant: a loop's state is as varied as its input.
-  state = number, _Words(zero, zero)
+  state = number, _TwoWords(zero, zero)
   digits = lax.fori_loop(0, _LOG_BITS, bit, state)[1]
   above = lax.bitcast_convert_type(power, jnp.uint32) << (_LOG_BITS - 32)
-  digits = _plus(digits, _Words(above, zero))
+  digits = _plus(digits, _TwoWords(above, zero))
   (less,) = _fixed(np.array([np.log2(start)]), _LOG_BITS)
   digits = _minus(digits, _whole(less, top))
   grows = beyond > 0
-  return _Words(*(jnp.where(grows, x, 0) for x in digits))
+  return _TwoWords(*(jnp.where(grows, x, 0) for x in digits))
 
 
-def _power_of_half(exponent: _Words) -> _Words:
+def _power_of_half(exponent: _TwoWords) -> _TwoWords:
   """2**-x in 64 bits behind the point, of x with `_LOG_BITS`, at least 1."""
   # Parts of 1 in 64 bits.
   part = _left(exponent, jnp.uint32(64 - _LOG_BITS))
@@ -253,16 +255,16 @@ def _power_of_half(exponent: _Words) -> _Words:
   table = jnp.stack(_constants(2**-steps, 64), -1)
   ones = part.high | np.uint32(_TURN - 1)
 
-  def bit(n: Array, y: _Words) -> _Words:
+  def bit(n: Array, y: _TwoWords) -> _TwoWords:
     factor = table[n]
-    smaller = _times(y, _Words(factor[0], factor[1]))
+    smaller = _times(y, _TwoWords(factor[0], factor[1]))
     at = jnp.uint32(31) - n.astype(jnp.uint32)
     yes = _shr(part.high, at) & 1 > 0
-    return _Words(*map(lambda a, b: jnp.where(yes, a, b), smaller, y))
+    return _TwoWords(*map(lambda a, b: jnp.where(yes, a, b), smaller, y))
 
-  y = lax.fori_loop(0, _TABLE_BITS, bit, _Words(ones, ones))
+  y = lax.fori_loop(0, _TABLE_BITS, bit, _TwoWords(ones, ones))
   # 2**-r = 1 - z + z z / 2 with z = r ln 2 below 2**-28.
-  low = _Words(part.high & (2 ** (32 - _TABLE_BITS) - 1), part.low)
+  low = _TwoWords(part.high & (2 ** (32 - _TABLE_BITS) - 1), part.low)
   (ln2,) = _fixed(np.log([WIDE(2)]), 64)
   z = _times(low, _whole(ln2, low.low))
   z = _minus(z, _right(_times(z, z), jnp.uint32(1)))

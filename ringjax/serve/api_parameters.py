@@ -145,7 +145,7 @@ def checked(
 # ---------------------------------------------------------------------------
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
   """The value's JSON type, in words."""
   if value is None or isinstance(value, bool):
     return json_text(value)
@@ -153,21 +153,21 @@ def kind_of(value: Any) -> str:
   return names.get(type(value), repr(value)[:80])
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
   """A value that is true or false."""
   if not isinstance(value, bool):
     raise OptionError(name, kind_of(value), "true or false", "pass one of them")
   return value
 
 
-def text(name: str, value: Any) -> str:
+def text(name: str, value: object) -> str:
   """A value that is a string."""
   if not isinstance(value, str):
     raise OptionError(name, kind_of(value), "a string", "pass a string")
   return value
 
 
-def members(name: str, value: Any, *known: str) -> dict[str, Any]:
+def members(name: str, value: object, *known: str) -> dict[str, Any]:
   """An object without members that are not known; null ones are left out."""
   if not isinstance(value, dict):
     raise OptionError(name, kind_of(value), "an object", "pass an object")
@@ -182,7 +182,7 @@ def members(name: str, value: Any, *known: str) -> dict[str, Any]:
   return {key: x for key, x in value.items() if x is not None}
 
 
-def is_ids(value: Any) -> bool:
+def is_ids(value: object) -> bool:
   """Whether a value is a list of integers that is not empty."""
   return (
     isinstance(value, list)
@@ -564,7 +564,7 @@ def check_tools(given: Mapping[str, Any]) -> None:
     )
 
 
-def messages_of(given: Any, *, calls: bool) -> list[dict[str, Any]]:
+def messages_of(given: object, *, calls: bool) -> list[dict[str, Any]]:
   """Messages as chat templates read them; parts of a text are joined.
 
   Args:

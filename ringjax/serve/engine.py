@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +103,9 @@ from ringjax.serve.scheduler import (
 from ringjax.serve.server_metrics import Figure, engine_figures
 from ringjax.serve.store_link import StoreLink
 from ringjax.store.prefix_store import Store
-from ringjax.train.lora import Lora, with_adapters
+from ringjax.train.lora import Lora, adapter_digest, with_adapters
+
+_LOG = logging.getLogger("ringjax.serve")
 
 SHARES = ("prompts", "answers", "nothing")
 SHARED_READS = ("exact", "always", "never")
@@ -130,8 +133,9 @@ class EngineCounters:
     undrafted: rows that went on without drafts, for the logits of the draft
       were NaN or infinite.
     plans: how often it was found out what rows have in common.
-    keys_read: keys that answers read, those that rows read together once.
-    keys_seen: keys that their rows looked at.
+    keys_read: Number of keys that answers read, those that rows read together
+      counted once. `keys_read / keys_seen` is what reading together leaves.
+    keys_seen: Number of keys that rows of answers refer to, of each row.
     stored_tokens: of prompts, that came out of the store; those of rows that
       began anew are counted again.
     pages_out: pages that went to the store.
@@ -202,6 +206,8 @@ class Engine:
       the pieces and the pool, in which keys of these layers are on their way.
       Like `on_step`.
     layer_parts: of each part of the layers its first one and the end.
+    reads_apart: Reason for which each row reads the pages that it shares with
+      others for itself; "" where they are read once for all rows.
   """
 
   @entering(lambda _, model, **options: options.get("mesh") or model.mesh)
@@ -261,8 +267,9 @@ class Engine:
         contiguous rows, which share no memory.
       shared_reads: whether answers read what rows share once for all of them
         (ChunkAttention): "always", "never", or where that is "exact", so that
-        a row has the same bits alone; it is tried on the device. Never where
-        a mesh axis shards the rows.
+        a row has the same bits alone; it is tried on the device, and a warning
+        is logged if it has not. Never where a mesh axis shards the rows. See
+        `reads_apart`, and `counters.keys_read` of `keys_seen`.
       speculate: what drafts tokens behind the last one of a row: from its text
         "lookup" or "suffix", by a model "model:model=FOLDER", "early" or
         "self:cache_kind=int4", by a block that was made for the model
@@ -308,8 +315,11 @@ class Engine:
     self.model, self.tokenizer = model, tokenizer
     if tokenizer is not None:
       check_tokenizer(tokenizer)
-    # Number 0 is none.
+    # Before any adapter; number 0 is none.
+    self.base = model
     self._adapters = {"": 0}
+    self._adapter_parts = dict(adapters or {})
+    self._adapter_digests = {"": ""}
     if adapters:
       names = list(adapters)
       self._adapters |= {name: n + 1 for n, name in enumerate(names)}
@@ -431,12 +441,22 @@ class Engine:
         shards=shards,
       )
     # Rows on other devices read for themselves.
-    apart = bool(self._attend.batch_axes(rows))
-    width = 1 + drafted
-    together = not (apart or contiguous) and (
-      shared_reads == "always"
-      or (shared_reads == "exact" and self._exact(rows, page, platform, width))
-    )
+    self.reads_apart = ""
+    if contiguous:
+      self.reads_apart = f"layout={layout!r}, whose rows share no pages"
+    elif self._attend.batch_axes(rows):
+      self.reads_apart = "a mesh axis shards the rows"
+    elif shared_reads == "never":
+      self.reads_apart = "shared_reads='never'"
+    elif shared_reads == "exact" and not self._exact(
+      rows, page, platform, 1 + drafted
+    ):
+      self.reads_apart = (
+        "on this device numbers of a row that reads with others differ in "
+        "their last bits from those that it has alone; pass "
+        "shared_reads='always' to read together nevertheless"
+      )
+      _LOG.warning("rows read their common pages apart: %s", self.reads_apart)
     limits = StepLimits(
       rows=rows,
       pieces=pieces,
@@ -464,7 +484,7 @@ class Engine:
       self.scheduler,
       self.vocab,
       tile=tile,
-      together=together,
+      together=not self.reads_apart,
       adapters=self._adapters,
       groups=len(self._pool.groups),
       drafted=drafted,
@@ -492,7 +512,14 @@ class Engine:
           "leave store out",
         )
       self._link = StoreLink(
-        store, self.model, self._pool, self.scheduler, self.counters, longest
+        store,
+        self.model,
+        self._pool,
+        self.scheduler,
+        self.counters,
+        longest,
+        base=self.base,
+        adapters={name: self.adapter_digest(name) for name in adapters or ()},
       )
     self._board = RowBoard(
       place(jnp.zeros((rows,), jnp.int32)),
@@ -584,6 +611,20 @@ class Engine:
         "pass adapters= to the engine",
       )
     return self._adapters[name]
+
+  def adapter_digest(self, name: str) -> str:
+    """A digest of all numbers of an adapter; "" for none.
+
+    Its place among those of an engine says nothing to another engine.
+
+    Raises:
+      OptionError: there is none of that name.
+    """
+    self.adapter_number(name)
+    if name not in self._adapter_digests:
+      digest = adapter_digest(*self._adapter_parts[name])
+      self._adapter_digests[name] = digest
+    return self._adapter_digests[name]
 
   @contextlib.contextmanager
   def _asked(self) -> Iterator[None]:
@@ -1223,7 +1264,7 @@ class Engine:
       handle.on_change(answer)
 
   def _fail(self, row: ServedRow) -> None:
-    """A row is over whose logits are not finite; nobody finds its keys."""
+    """Ends a row whose logits are not finite; no prompt finds its keys."""
     owner: _Owner = row.owner
     at = row.prompt.size + len(row.answer)
     owner.answer.error = not_finite_error(

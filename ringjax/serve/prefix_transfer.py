@@ -41,10 +41,9 @@ from jaxtyping import Int
 from ringjax.errors import OptionError
 from ringjax.infer import inputs
 from ringjax.kv.page_pool import PagePool
-from ringjax.models.fingerprint import fingerprint
 from ringjax.serve.engine import Engine
 from ringjax.serve.prefix_tree import PrefixBlock, PrefixTree, next_digest
-from ringjax.serve.store_link import read_pages
+from ringjax.serve.store_link import read_pages, weights_digest
 from ringjax.transfer import (
   DevicePage,
   PageBatch,
@@ -546,7 +545,7 @@ def import_prefix(
 def _label_start(engine: Engine, length: int, adapter: str) -> bytes:
   """All on which the keys of a prompt depend beside its tokens, and which the
   layout does not tell."""
-  facts = engine.adapter_number(adapter), engine.rotations(length)
+  facts = engine.adapter_digest(adapter), engine.rotations(length)
   return repr(facts).encode()
 
 
@@ -690,7 +689,7 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
       "pass cache_kind='dense', or let the other side compute the prompt",
     )
   facts = hashlib.sha256()
-  facts.update(repr((fingerprint(engine.model), engine.longest)).encode())
+  facts.update(repr((weights_digest(engine.base), engine.longest)).encode())
   for x in jax.tree.leaves(pool.constants):
     facts.update(np.asarray(x).tobytes())
   text = f"{str(pool.kind)[:100]}{_OF}{facts.hexdigest()[:32]}"
@@ -729,7 +728,7 @@ def _check_leaf(
     want = f"{ours.dtype}, cache_kind {kind}"
   elif theirs.codec != ours.codec:
     fault = f"the mark {theirs.codec.partition(_OF)[2]!r}"
-    want = f"{weights!r}: the same weights, adapters, constants and longest="
+    want = f"{weights!r}: the same weights, constants and longest="
   else:
     at = ours.axes.index("token")
     cut = lambda shape: (*shape[:at], *shape[at + 1 :])

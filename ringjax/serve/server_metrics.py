@@ -242,6 +242,16 @@ def engine_figures(engine: Engine) -> list[Figure]:
       "Rows without drafts, whose logits were NaN or infinite.",
     ),
     ("preemptions_total", "preemptions", "Rows that had to make room."),
+    (
+      "keys_read_total",
+      "keys_read",
+      "Keys that answers read, shared ones once.",
+    ),
+    (
+      "keys_referenced_total",
+      "keys_seen",
+      "Keys that rows of answers refer to.",
+    ),
   ):
     found.append(Figure("counter", name, getattr(counters, field), text))
   tree, rows = scheduler.tree, list(scheduler.running)
@@ -249,6 +259,8 @@ def engine_figures(engine: Engine) -> list[Figure]:
   running = sum(row is not None for row in rows)
   put("gauge", "rows_running", running, "Answers that are being made.")
   put("gauge", "engine_up", engine.open, "Whether requests are taken.")
+  together = not engine.reads_apart
+  put("gauge", "shared_reads", together, "Whether common pages are read once.")
   pages = tree.groups[0].pages * tree.shards
   room = sum(tree.available(shard) for shard in range(tree.shards))
   put("gauge", "pages", pages, "Pages of the pool.")

@@ -21,7 +21,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -116,6 +116,9 @@ class StoreLink:
     scheduler: Scheduler,
     counters: EngineCounters,
     longest: int,
+    *,
+    base: Transformer | None = None,
+    adapters: Mapping[str, str] | None = None,
   ):
     """Sets itself as the source of a scheduler and listens to its tree.
 
@@ -126,6 +129,8 @@ class StoreLink:
       scheduler: whose rows are served.
       counters: of the engine.
       longest: of which context rotations are.
+      base: the model without its adapters; default: it has none.
+      adapters: the digest of each of its adapters, by name.
 
     Raises:
       InputTypeError: it is no store.
@@ -148,7 +153,9 @@ class StoreLink:
       )
     self.store, self._scheduler, self._counters = store, scheduler, counters
     self._tree = scheduler.tree
-    self._names = _namespaces(model, pool, scheduler, longest)
+    self._names = _namespaces(
+      model, base or model, adapters or {}, pool, scheduler, longest
+    )
     self._shapes = [pool.page_shapes(g) for g in range(len(pool.groups))]
     self._bytes = [
       sum(int(np.prod(s)) * d.itemsize for s, d in shapes)
@@ -404,19 +411,41 @@ def _unpack(payload: Any, held: list[np.ndarray], n: int) -> None:
     at += found.nbytes
 
 
+def weights_digest(model: Transformer) -> str:
+  """A digest of all numbers of a model that are on the devices.
+
+  Of those elsewhere it knows a corner.
+  """
+  leaves = jax.tree.leaves(model)
+  here = [
+    x
+    for x in leaves
+    if jnp.dtype(x.dtype).itemsize in (1, 2, 4, 8)
+    and x.sharding.memory_kind
+    in (None, next(iter(x.devices())).default_memory().kind)
+  ]
+  facts = fingerprint(model), [int(x) for x in jax.device_get(_sums(here))]
+  return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
 def _namespaces(
-  model: Transformer, pool: PagePool, scheduler: Scheduler, longest: int
+  model: Transformer,
+  base: Transformer,
+  adapters: Mapping[str, str],
+  pool: PagePool,
+  scheduler: Scheduler,
+  longest: int,
 ) -> list[bytes]:
   """For each group a digest of all that its keys depend on, beside tokens."""
   found = hashlib.sha256()
   tree, limits = scheduler.tree, scheduler.limits
   leaves = jax.tree.leaves(model)
-  words = [x for x in leaves if jnp.dtype(x.dtype).itemsize in (1, 2, 4, 8)]
   device = next(iter(leaves[0].devices()))
   facts = (
-    "ringjax block 2",
-    fingerprint(model),
-    [int(x) for x in jax.device_get(_sums(words))],
+    "ringjax block 3",
+    weights_digest(base),
+    # Prefixes are told apart by their adapters' names.
+    sorted(adapters.items()),
     [(x.shape, str(x.dtype)) for x in leaves],
     repr(model.config),
     str(pool.kind),

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from ringjax.data.packing import PackedBatch
-from ringjax.errors import ShapeError
+from ringjax.errors import DataError, ShapeError
 from ringjax.nn.sharding_context import ShardingContext
+from ringjax.ops.loss import IGNORE_INDEX
 from ringjax.typing import ArrayLeaf
 
 # Fields of packed rows, in the order of `Batch`.
@@ -108,6 +109,35 @@ def check(
     )
 
 
+def check_ids(rows: PackedBatch | Batch, vocab: int | None = None) -> None:
+  """Checks that tokens and labels [B, T] are ids of a model.
+
+  Args:
+    rows: of NumPy.
+    vocab: V; None: ids are 0 or more.
+
+  Raises:
+    DataError: see `place`.
+  """
+  for name in ("tokens", "labels"):
+    ids = np.asarray(getattr(rows, name))
+    wrong = ids < 0
+    if vocab is not None:
+      wrong |= ids >= vocab
+    if name == "labels":
+      wrong &= ids != IGNORE_INDEX
+    if wrong.any():
+      at = tuple(int(i) for i in np.argwhere(wrong)[0])
+      most = "from 0 on" if vocab is None else f"from 0 to {vocab - 1}"
+      none = f", or {IGNORE_INDEX} for no label" if name == "labels" else ""
+      raise DataError(
+        name,
+        f"{int(ids[at])} at {[*at]}, and {int(wrong.sum()) - 1} more",
+        f"ids {most}{none}",
+        "make them with the tokenizer of this model",
+      )
+
+
 class ProcessShare(NamedTuple):
   """A process's share of each batch: part `host` of `hosts` equal ones."""
 
@@ -156,6 +186,7 @@ def place(
   attend: ShardingContext,
   accumulate: int = 1,
   part: ProcessShare = _WHOLE,
+  vocab: int | None = None,
 ) -> Batch:
   """Moves rows [B / hosts, T] of NumPy, in true order, to the devices.
 
@@ -165,12 +196,16 @@ def place(
     accumulate: A; of A rows that follow each other each goes to another
       micro-batch.
     part: which rows these are, by `share_of`; by default all.
+    vocab: V, of the model: ids are below it. None: it is not looked at.
 
   Raises:
+    DataError: a token that is no id, or a label that is neither an id nor -100
+      (`ops.loss.IGNORE_INDEX`, for tokens without a label).
     ShapeError: A, the batch's axes or the shards do not divide the rows.
   """
   count, length = np.shape(rows.tokens)
   check(count * part.hosts, length, attend, accumulate)
+  check_ids(rows, vocab)
   here = count // accumulate
   each, first = here * part.hosts, here * part.host
   axes = attend.batch_axes(each)

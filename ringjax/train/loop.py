@@ -34,10 +34,12 @@ from ringjax.checks import integer, number, positive_int
 from ringjax.errors import (
   CheckpointWriteError,
   CollectiveTimeoutError,
+  DataError,
   NotFiniteError,
   ReplayError,
 )
 from ringjax.nn.placed import raise_fault
+from ringjax.ops.loss import IGNORE_INDEX
 from ringjax.parallel import memory
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.step import StepMetrics, TrainState
@@ -170,6 +172,7 @@ def fit(
   Raises:
     OptionError: `steps` is not positive.
     CheckpointFormatError: a layer of `frozen` could not be read from disk.
+    DataError: labels outside of the vocabulary.
     NotFiniteError: too many steps in a row were not finite; the last step
       saved is from before them.
     ReplayError: a step that was computed twice gave two results; it is not
@@ -323,6 +326,13 @@ class _Metrics:
     if not found.finite:
       # A layer that could not be read on a mesh has no numbers.
       raise_fault(self._faults)
+    if found.wrong:
+      raise DataError(
+        "labels",
+        f"{int(found.wrong)} outside of the vocabulary in one step",
+        f"ids of the model, or {IGNORE_INDEX} for no label",
+        "pass vocab= to ringjax.train.batch.place, which says where they are",
+      )
     if not found.finite and found.skipped > self._most_skipped:
       raise NotFiniteError(
         "loss",

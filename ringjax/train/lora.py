@@ -12,12 +12,14 @@ Ref: Hu et al. 2021, arXiv 2106.09685.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -25,6 +27,7 @@ from jaxtyping import PyTree
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.models.linear_maps import linear_maps, replaced, used_as_array
+from ringjax.models.parameter_arrays import tensors_digest
 from ringjax.models.transformer import Transformer
 from ringjax.nn.adapted import AdaptedLinear, SummedLinear
 from ringjax.nn.linear import Linear
@@ -227,6 +230,22 @@ def with_adapters(
       maps[path], _numbered(downs, len(lead)), _numbered(ups, len(lead))
     )
   return replaced(model, changed)
+
+
+def adapter_digest(how: Lora, params: Mapping[str, Any]) -> str:
+  """A digest of all that an adapter adds to a model: every number and scale.
+
+  Args:
+    how: its rank and alpha.
+    params: as `Lora.start` makes them.
+  """
+  arrays = {
+    f"{path}.{name}": np.asarray(x)
+    for path, part in params.items()
+    for name, x in part.items()
+  }
+  text = f"{how.rank} {how.alpha} {tensors_digest(arrays)}"
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _refuse_arrays(model: Transformer, paths: Iterable[str]) -> None:

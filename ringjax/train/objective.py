@@ -1,6 +1,7 @@
 """The loss of a batch, without an array over all tokens and the vocabulary.
 
-Guarantees: sum over tokens of weight * (-log p(label) + z logsumexp^2); its
+Guarantees: sum over tokens of weight * (-log p(label) + z logsumexp^2), without
+those whose label is -100 (`ops.loss.IGNORE_INDEX`); its
 gradients are those of the plain model, whatever the layout and the mesh.
 Memory: the head works on a block of tokens at a time, forward and backward;
 no shard holds more of the sequence than its own part.
@@ -25,7 +26,7 @@ from ringjax.models.longspec import LaggedCache
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
-from ringjax.ops.loss import blockwise_cross_entropy
+from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
 from ringjax.train.batch import Batch
 from ringjax.typing import Index
 
@@ -40,11 +41,13 @@ class LossSums(NamedTuple):
     loss: the objective, with the z-loss.
     nll: of weighted negative log-likelihoods.
     weight: of the labels' weights.
+    wrong: of labels that are outside of the vocabulary, whose losses are NaN.
   """
 
   loss: jax.Array
   nll: jax.Array
   weight: jax.Array
+  wrong: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,15 @@ class Objective:
     if self.distil:
       far = jnp.sum(_divergences(model, batch, h, attend, self.top))
       loss = loss + jnp.float32(self.distil) * far
-    return LossSums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
+    labels, vocab = batch.labels, model.config.vocab
+    known = (labels >= 0) & (labels < vocab)
+    wrong = ~known & (labels != IGNORE_INDEX)
+    return LossSums(
+      loss,
+      jax.lax.stop_gradient(nll),
+      jnp.sum(_weights(batch)),
+      jnp.sum(wrong.astype(jnp.float32)),
+    )
 
 
 def sums(
@@ -166,6 +177,13 @@ def _hidden(
   return h
 
 
+def _weights(batch: Batch) -> jax.Array:
+  """Weights of the labels [B, T], 0 of tokens without one."""
+  weights = jnp.asarray(batch.weights)
+  zero = jnp.zeros((), weights.dtype)
+  return jnp.where(batch.labels == IGNORE_INDEX, zero, weights)
+
+
 def _divergences(
   model: Transformer,
   batch: Batch,
@@ -194,7 +212,7 @@ def _divergences(
     return jnp.sum(jnp.exp(p) * far, -1, keepdims=True)
 
   far = attend.rowwise(one, jnp.concatenate([h, taught], -1))
-  return far[..., 0] * batch.weights
+  return far[..., 0] * _weights(batch)
 
 
 def _head_losses(
@@ -215,7 +233,7 @@ def _head_losses(
     h,
     w,
     batch.labels,
-    batch.weights,
+    _weights(batch),
     block,
     logits_soft_cap=model.config.logit_cap,
     z_loss=z_loss,

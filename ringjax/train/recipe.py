@@ -533,6 +533,7 @@ def train(
           attend,
           stage.accumulate,
           part,
+          model.config.vocab,
         ),
         config=recipe.loop_config,
         checkpoints=checkpoints,

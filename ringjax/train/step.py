@@ -56,6 +56,7 @@ class StepMetrics(NamedTuple):
     gradient_norm: before clipping.
     finite: 1, or 0 for a step that changed nothing.
     skipped: such steps in a row.
+    wrong: labels outside of the vocabulary, for which the loss is NaN.
   """
 
   loss: jax.Array
@@ -64,6 +65,7 @@ class StepMetrics(NamedTuple):
   gradient_norm: jax.Array
   finite: jax.Array
   skipped: jax.Array
+  wrong: jax.Array | float = 0.0
 
 
 @runtime_checkable
@@ -243,6 +245,7 @@ def make_step(
       gradient_norm=norm,
       finite=fine.astype(jnp.float32),
       skipped=skipped.astype(jnp.float32),
+      wrong=found.wrong,
     )
     return after, metrics
 

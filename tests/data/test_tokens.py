@@ -301,6 +301,26 @@ def test_a_word_without_end(loaded, monkeypatch):
     loaded["gemma"].encode("ab" * 2000)
 
 
+def test_what_is_too_long_is_not_all_encoded(loaded, monkeypatch):
+  monkeypatch.setattr(tokenizer_module, "_PIECE", 64)
+  monkeypatch.setattr(tokenizer_module, "_LOOK", 16)
+  text = "some words and more of them\n" * 1000
+  for kind in made.KINDS:
+    tokenizer, chars = loaded[kind], []
+    whole = tokenizer.encode(text)
+    seen = lambda done, total, chars=chars: chars.append(done)
+    some = tokenizer.encode(text, enough=100, progress=seen)
+    assert 100 < some.size < whole.size and max(chars) < len(text)
+    np.testing.assert_array_equal(some, whole[: some.size])
+    parts = [text[:60], 0, text]
+    assert 100 < tokenizer.encode_parts(parts, enough=100).size < whole.size
+    for enough in (whole.size, None):
+      np.testing.assert_array_equal(
+        tokenizer.encode(text, enough=enough), whole
+      )
+  assert Bytes().encode("abc", bos=True, enough=1).size > 1
+
+
 def test_progress_can_end_it(loaded, monkeypatch):
   monkeypatch.setattr(tokenizer_module, "_PIECE", 100)
 

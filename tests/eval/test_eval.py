@@ -22,6 +22,7 @@ from ringjax.data import Bytes, Tokenizer, documents
 from ringjax.data.needle import CommonWords, MultiKey, Passkey
 from ringjax.errors import (
   MemoryEstimateError,
+  NotFiniteLogitsError,
   OptionError,
   PromptError,
   RingjaxError,
@@ -37,6 +38,7 @@ from ringjax.eval import (
 )
 from ringjax.eval.needle import mean, table
 from ringjax.models import checkpoint, tiny
+from tests.helpers import poisoned
 
 CONFIG = {
   "architectures": ["LlamaForCausalLM"],
@@ -212,6 +214,17 @@ def test_nothing_is_asked_when_a_question_is_wrong(wrong, monkeypatch):
 def texts(count: int, length: int) -> list[np.ndarray]:
   draw_ids = np.random.default_rng(0)
   return [draw_ids.integers(0, 262, length) for _ in range(count)]
+
+
+def test_a_document_whose_losses_are_not_finite_is_named():
+  model = poisoned(made(1), 201)
+  rows = [row % 200 for row in texts(3, 49)]
+  rows[1][7] = 201
+  for options in ({}, dict(prefill="chunked", chunk=16)):
+    with pytest.raises(NotFiniteLogitsError) as caught:
+      perplexity(model, rows, length=48, rows=3, **options)
+    assert "document 1 at position 8" in str(caught.value)
+    assert caught.value.rows == (1,) and caught.value.positions == (8,)
 
 
 def test_losses_by_position_are_the_model_s_own():

@@ -9,8 +9,9 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import NotFiniteLogitsError, OptionError, PromptError
-from ringjax.infer import speculate
+from ringjax.infer import kvr, speculate
 from ringjax.infer.finite import NOT_FINITE, finite_rows, or_not_finite
+from ringjax.parallel.peers import Peers
 from tests.helpers import poisoned, refused
 
 NAME = "llama2"
@@ -51,7 +52,7 @@ def late(sound, prompts):
 
 
 @pytest.mark.parametrize(
-  "row, is_finite",
+  ("row", "is_finite"),
   [
     ([0.0, 1.0], True),
     ([-np.inf, 1.0], True),
@@ -106,6 +107,7 @@ def test_a_row_that_gets_bad_keeps_what_came_before(sound, prompts):
   "names",
   [dict(temperature=0.8, top_k=9, seed=1), dict(repetition_penalty=2.0)],
 )
+@pytest.mark.long
 def test_samplers_are_watched_too(sound, prompts, names):
   want = rj.infer.generate(sound, prompts, max_new_tokens=3, **names)
   model, asked = poisoned(sound, BAD), with_bad(prompts, 0)
@@ -237,3 +239,63 @@ def test_ids_outside_of_the_vocabulary_are_refused(sound):
       ),
       f"id {wrong} at position 1 of prompt 0",
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_next"])
+def test_no_mixer_and_no_mixture_carries_it_to_other_rows(loaded, name):
+  sound, _ = loaded(name)
+  rng = np.random.default_rng(1)
+  ids = np.delete(np.arange(sound.config.vocab), BAD)
+  prompts = [rng.choice(ids, n).astype(np.int32) for n in (6, 6, 6)]
+  asked = with_bad(prompts, 1)
+  want = rj.infer.generate(sound, prompts, max_new_tokens=3)
+  model = poisoned(sound, BAD)
+  error = caught(lambda: rj.infer.generate(model, asked, max_new_tokens=3))
+  assert error.rows == (1,)
+  for row in (0, 2):
+    np.testing.assert_array_equal(error.tokens[row], want[row])
+
+
+@pytest.mark.long
+def test_a_sharded_sequence_names_the_row(loaded, prompts):
+  sound, mesh = loaded(NAME, 4)
+  model, asked = poisoned(sound, BAD), with_bad(prompts, 1)
+  want = rj.infer.generate(sound, prompts, max_new_tokens=3, mesh=mesh)
+  for options in (dict(), dict(keep="last")):
+    error = caught(
+      lambda options=options: rj.infer.generate(
+        model, asked, max_new_tokens=3, mesh=mesh, **options
+      )
+    )
+    assert error.rows == (1,)
+    for row in (0, 2):
+      np.testing.assert_array_equal(error.tokens[row], want[row])
+
+
+@pytest.mark.long
+def test_an_elastic_session_names_the_row_in_each_call(loaded, prompts):
+  sound, mesh = loaded(NAME, 4)
+  model, asked = poisoned(sound, BAD), with_bad(prompts, 1)
+  want = rj.infer.generate(sound, prompts, max_new_tokens=5, mesh=mesh)
+  session = rj.infer.ElasticSession(model, 40, mesh=mesh)
+  owners = [rj.infer.elastic.owners_of([p.size, 0, 0, 0]) for p in prompts]
+  session.read(asked, owners)
+  for first, count in ((0, 3), (3, 2)):
+    error = caught(lambda count=count: session.decode(count))
+    assert error.rows == (1,) and error.positions == (5,)
+    for row in (0, 2):
+      np.testing.assert_array_equal(
+        error.tokens[row], want[row][first : first + count]
+      )
+
+
+def test_what_a_chain_has_read_is_continued_up_to_it(sound, prompts):
+  ids = with_bad(prompts, 0)[0]
+  (group,) = Peers.in_threads(1, timeout_s=120.0)
+  chain = kvr.Runahead(poisoned(sound, BAD), group, tile=16)
+  reading = chain.read(ids, (ids.size,), new_tokens=3)
+  error = caught(lambda: kvr.follow(reading, 3), "row 0 at position 9")
+  assert error.tokens.size == 0
+  refused(OptionError, lambda: kvr.follow(reading, 3), "restart")
+  group.close()

@@ -147,3 +147,78 @@ def test_a_row_is_what_it_is_alone(name, way, drafts):
     np.testing.assert_allclose(
       b["logits"], a["logits"], rtol=0, atol=1e-4 * size
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["kivi2", "snapkv of codes"])
+def test_of_a_call_without_a_session(name):
+  """Its cache is as large as the longest row and the drafts need."""
+  ask = functools.partial(
+    rj.infer.generate, contract.model(1, "windows"), max_new_tokens=COUNT,
+    cache_kind=kind_of(name), prefill="chunked", chunk=CHUNK,
+  )  # fmt: skip
+  prompts = prompts_of(LENGTHS, 2)
+  want = [ask([prompt])[0].tolist() for prompt in prompts]
+  for drafts in (None, DRAFTS):
+    got = ask(prompts, speculate=drafts)
+    assert [row.tolist() for row in got] == want
+
+
+@pytest.mark.parametrize("room", [None, 700])
+def test_a_row_is_cut_as_if_it_were_alone(room):
+  model, lengths = contract.model(1), (620, 300, 130)
+  how = prefill.PrefillOptions(method="chunked", chunk=128)
+
+  def cuts(lengths):
+    plan = how.plan(max(lengths), model, None, None, room=room)
+    calls = plan.calls([np.ones(n, np.int32) for n in lengths], np.zeros(3))
+    counts = np.stack([call.seg.sum(1) for call in calls], 1).tolist()
+    return [[n for n in row if n] for row in counts]
+
+  want = [cuts([n] * 3)[0] for n in lengths]
+  assert cuts(lengths) == want
+  assert want[1] == [128, 128, 44]
+
+
+def test_coded_tokens_in_the_hosts_memory_are_read_in_parts():
+  """In one call a row would see its own keys before they are encoded."""
+  model, how = contract.model(1), prefill.PrefillOptions()
+  plan = lambda kind, n: how.plan(
+    n, model, None, None, kind=kind_text.parse(kind)
+  )
+  found = [plan("int4:device=64", n) for n in (40, 90)]
+  assert [x.name for x in found] == ["chunked"] * 2
+  assert plan("dense:device=64", 40).name == "blockwise"
+
+
+def test_empty_rows_beside_others_are_refused():
+  model = contract.model(1)
+  session = rj.infer.Session(model, 64, batch=2, cache_kind="int4")
+  ask = functools.partial(
+    rj.infer.generate, model, [[1, 2, 3]] * 2, max_new_tokens=1, cache=session
+  )
+  ask()
+  session.cache = session.cache.reset([1])
+  with pytest.raises(OptionError, match="empty rows beside rows that hold"):
+    ask()
+  ask(prefill="chunked")
+  assert session.lengths.tolist() == [7, 3]
+
+
+def test_a_wire_that_cuts_by_the_longest_row_is_refused():
+  model = contract.model(4)
+  ask = functools.partial(
+    rj.infer.generate, model, [[1] * 60, [2] * 9], max_new_tokens=1,
+    wire="int8",
+  )  # fmt: skip
+  for method in ("ring", "zigzag", "gather", "kvr"):
+    with pytest.raises(OptionError, match="pass prefill='striped'"):
+      ask(prefill=method)
+
+
+def test_drafts_beside_a_stream_and_sums_are_refused():
+  with pytest.raises(OptionError, match="sums over queries do not go back"):
+    rj.infer.generate(
+      contract.model(1), [[1, 2, 3]], max_new_tokens=2, cache_kind="expected",
+      speculate=DRAFTS, stream=print,
+    )  # fmt: skip

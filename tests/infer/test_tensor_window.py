@@ -19,6 +19,7 @@ import ringjax as rj
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
+  NotFiniteLogitsError,
   OptionError,
   PeerError,
 )
@@ -323,6 +324,29 @@ def test_sampling_and_stops_are_those_of_generate(dense):
     # Refusals end nothing.
     again = group.window.generate([PROMPTS[0]], max_new_tokens=2)
     assert again[0].tolist() == dense()[0][:2].tolist()
+  assert not group.errors
+
+
+@pytest.mark.long
+def test_a_row_whose_logits_are_not_finite_is_named(dense, monkeypatch):
+  real = SharedModel.embedding_rows
+
+  def planted(self, ids):
+    rows = np.array(real(self, ids))
+    rows[np.asarray(ids) == PROMPTS[1][1]] = np.nan
+    return rows
+
+  monkeypatch.setattr(SharedModel, "embedding_rows", planted)
+  want = dense()
+  with ranks(small.path(), (1, 1)) as group:
+    with pytest.raises(NotFiniteLogitsError) as caught:
+      group.window.generate(PROMPTS, max_new_tokens=NEW)
+    assert caught.value.rows == (1,) and caught.value.positions == (3,)
+    np.testing.assert_array_equal(caught.value.tokens[0], want[0])
+    assert caught.value.tokens.lengths[1] == 0
+    # The group goes on.
+    again = group.window.generate([PROMPTS[0]], max_new_tokens=2)
+    assert again[0].tolist() == want[0][:2].tolist()
   assert not group.errors
 
 

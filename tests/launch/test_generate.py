@@ -19,6 +19,7 @@ import pytest
 import ringjax as rj
 from launch import common, console, generate, prompts
 from ringjax.data import Tokenizer, documents
+from tests.helpers import poisoned
 
 SHORT = ("--max_new_tokens=8", "--context=400")
 # What a process may say of its own accord on an interrupt.
@@ -360,6 +361,21 @@ def test_out_of_memory_says_what_and_how_much(
   last = ran.err.splitlines()[-1]
   assert "while reading the prompt" in last and much in last
   assert "--mesh=" in last and "--chunk=" in last
+
+
+def test_logits_that_are_not_finite_are_one_line(ask, folder, monkeypatch):
+  load = rj.models.load
+
+  def planted(*args, **options):
+    model = load(*args, **options)
+    return poisoned(model, *range(model.config.vocab))
+
+  monkeypatch.setattr(rj.models, "load", planted)
+  ran = ask(f"--model={folder}", *SHORT)
+  assert ran.status == 2 and not ran.out.strip()
+  (said,) = [line for line in ran.err.splitlines() if "logits" in line]
+  assert "row 0 at position" in said and "weights" in said
+  assert "Traceback" not in ran.err
 
 
 def test_a_fault_of_the_code_is_not_hidden(ask, folder, monkeypatch):

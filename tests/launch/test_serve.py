@@ -60,10 +60,14 @@ def parsed(*argv):
 
 def test_flags_are_checked_before_a_model_is_loaded(tmp_path, capsys):
   pytest.importorskip("uvicorn")
+  broken = tmp_path / "broken"
+  broken.write_text("{% for %}")
   for argv, word in (
     (["--cache=nothing"], "--cache"),
     ([f"--api_keys={tmp_path / 'no'}"], "api_keys"),
     (["--host=256.1.1.1"], "--host"),
+    ([f"--chat_template={tmp_path / 'no'}"], "--chat_template"),
+    ([f"--chat_template={broken}"], "template"),
     (["--speculate=self"], "--speculate"),
     (["--speculate=lookup:count=0"], "count"),
   ):
@@ -142,6 +146,7 @@ def test_the_end_of_grace_and_several_devices(tmp_path, chat_folder):
     "--grace=1",
     "--speculate=lookup:count=3",
     f"--api_keys={keys}",
+    "--admin=red",
   ) as (process, port):
     with post(port, BODY) as link:
       response = link.getresponse()
@@ -158,8 +163,12 @@ def test_the_end_of_grace_and_several_devices(tmp_path, chat_folder):
       response = link.getresponse()
       assert response.status == 200
       process.send_signal(signal.SIGINT)
+      *_, last, end, rest = response.read().decode().split("\n\n")
+      assert (end, rest) == ("data: [DONE]", "")
+      assert json.loads(last.removeprefix("data: "))["error"]["code"]
       assert process.wait(PATIENCE_S) == 0
-      response.close()
+      said = process.stderr.read()
+      assert "Traceback" not in said and said.endswith("ended\n")
 
 
 @pytest.mark.long

@@ -129,3 +129,29 @@ def test_rows_are_all_there():
       for tsp, kvr, faster in both:
         # What was printed is rounded.
         assert abs(tsp / kvr - faster) < 0.17
+
+
+def test_rows_that_were_fitted_say_so(monkeypatch):
+  def some():
+    return [
+      *published._slow(8192, 0),
+      *published._slow(8192, 2),
+      *published._speeds(published._MAIN, 1024, 4, (0.107, 0.097, 1.11)),
+      *published._speeds(published._MAIN, 8192, 4, (0.54, 0.41, 1.3)),
+      *published._speeds("llama13b-a100", 1024, 4, (0.14, 0.126, 1.12)),
+    ]
+
+  found = some()
+  kinds = [(x.profile, x.tokens, x.what) for x in found if x.fitted]
+  main = published._MAIN
+  assert (main, 8192, "alone") in kinds and (main, 1024, "KVR-S") in kinds
+  assert {x.fitted for x in found if x.what != "alone" and x.tokens > 1024} == {
+    False
+  }
+  assert not any(x.fitted for x in found if x.profile != main)
+  # No published number is an input of ours.
+  more = {n: tuple(3 * x for x in row) for n, row in published.SLOW.items()}
+  monkeypatch.setattr(published, "SLOW", more)
+  again = some()
+  assert again[0].paper == 3 * found[0].paper
+  assert [x.ours for x in again] == [x.ours for x in found]

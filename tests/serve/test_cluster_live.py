@@ -18,8 +18,9 @@ from ringjax import transfer
 from ringjax.data import Bytes
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.serve.cluster import block_keys, short_key
+from ringjax.serve.cluster.request_fields import request_fields, request_of
 from ringjax.serve.traces import TraceRequest, first_prefixes
-from ringjax.transfer.wire import PullConnection
+from ringjax.transfer.wire import PullConnection, as_json
 from tests.helpers import SMALL, refused, swept, until
 from tests.serve.test_http import Wire, choices, complete, joined
 from tests.serve.test_http import ask as get
@@ -89,6 +90,16 @@ def alone(model):
       ]
 
     yield answers
+
+
+def test_stops_come_through_whole():
+  for stop in (
+    rj.infer.Stop(ids=(3,), strings=("a", "<|x|>"), included=True),
+    rj.infer.Stop(special=True),
+  ):
+    asked = Request(prompt=[1, 2], max_new_tokens=3, stop=stop)
+    data = as_json(request_fields(asked, np.array([1, 2], np.int32)))
+    assert request_of(json.loads(data), None).stop == stop
 
 
 def found(handle):

@@ -14,6 +14,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import MeshError, OptionError, PromptError, SamplingError
 from ringjax.kv import kind_text
+from ringjax.ops.attention import pooled
 from ringjax.serve import Engine, Request, RowSampling
 from tests.helpers import make_mesh, refused, swept
 
@@ -524,6 +525,8 @@ def test_rows_read_what_they_share_once(loaded, devices, speculate):
     for i, n in enumerate((520, 520, 300, 520, 0))
   ]
 
+  made = []
+
   def answers(how, together):
     at = Engine(
       model,
@@ -535,6 +538,7 @@ def test_rows_read_what_they_share_once(loaded, devices, speculate):
       shared_reads=how,
       speculate=speculate,
     )
+    made.append(at)
     if together:
       handles = [at.submit(request) for request in wanted]
       at.run()
@@ -547,6 +551,9 @@ def test_rows_read_what_they_share_once(loaded, devices, speculate):
 
   counters, crowd = answers("always", True)
   assert counters.keys_read < 0.6 * counters.keys_seen
+  figures = {x.name: x.value for x in made[0].figures()}
+  assert figures["keys_read_total"] == counters.keys_read
+  assert figures["keys_referenced_total"] == counters.keys_seen
   same, own = answers("never", True)
   assert same.keys_read == same.keys_seen
   exact, alone = answers("exact", False)
@@ -555,6 +562,33 @@ def test_rows_read_what_they_share_once(loaded, devices, speculate):
     # CPUs sum both in one order.
     assert x.logprobs == y.logprobs == z.logprobs
   assert exact.plans
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_read_together_are_exact_on_a_cpu(dtype):
+  shape = 8, 2, 2, 64, 64
+  assert pooled.sharing_is_exact(shape, 32, np.dtype(dtype), "cpu")
+
+
+def test_rows_that_read_apart_say_why(loaded, monkeypatch, caplog):
+  model, _ = loaded("llama3")
+  figures = lambda at: {x.name: x.value for x in at.figures()}
+  at = engine(model)
+  assert at.reads_apart == "" and figures(at)["shared_reads"] == 1
+  assert not caplog.records
+  for options, why in (
+    (dict(shared_reads="never"), "shared_reads='never'"),
+    (dict(layout="contiguous"), "layout='contiguous'"),
+  ):
+    assert why in engine(model, **options).reads_apart
+  assert not caplog.records
+  exact = "ringjax.serve.engine.sharing_is_exact"
+  monkeypatch.setattr(exact, lambda *_: False)
+  at = engine(model)
+  assert "pass shared_reads='always'" in at.reads_apart
+  assert at.reads_apart in caplog.text
+  assert figures(at)["shared_reads"] == 0
+  assert engine(model, shared_reads="always").reads_apart == ""
 
 
 def test_what_rows_share_is_found_anew_only_when_it_changes(

@@ -357,3 +357,43 @@ def test_trees_of_the_target_itself(loaded, family, devices, how, options):
   # Of each round's tokens the path's.
   share = drafter.depth / drafter.nodes
   assert at.counters.accepted > 0.7 * share * at.counters.drafted
+
+
+@pytest.mark.parametrize("drafts", [None, "lookup:count=3"])
+def test_stop_texts_inside_of_a_drafted_run(talking, drafts):
+  """Texts of special tokens, which are not shown, and of several tokens."""
+  with Engine(
+    talking.model,
+    rows=2,
+    capacity=128,
+    longest=64,
+    page=16,
+    piece=16,
+    pieces=1,
+    tokenizer=talking.tokenizer,
+    speculate=drafts,
+  ) as at:
+    # All tokens are <|user|>, which lookup drafts.
+    how = RowSampling(logit_bias={260: 100.0})
+    for stop, tokens in (
+      ("<|user|>", 1),
+      ("<|user|>" * 5, 5),
+      ("r|>" + "<|user|>" * 7 + "<|us", 9),
+      (("<|user|>" * 6, "<|user|>" * 9), 6),
+      (("<|user|>" * 9, 257), 9),
+    ):
+      request = Request(
+        prompt=[260] * 9, max_new_tokens=20, sampling=how, stop=stop
+      )
+      (answer,) = at.submit(request).result().answers
+      assert len(answer.tokens) == tokens and answer.text == ""
+      assert answer.finish == "stop" and isinstance(answer.stopped, str)
+      shown = dataclasses.replace(
+        request,
+        stop=rj.infer.Stop(
+          strings=(answer.stopped,), special=True, included=True
+        ),
+      )
+      text = at.submit(shown).result().answers[0].text
+      assert text.endswith(answer.stopped)
+    assert (at.counters.accepted > 0) == (drafts is not None)

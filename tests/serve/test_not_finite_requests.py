@@ -128,6 +128,7 @@ def test_an_answer_that_gets_bad_keeps_its_tokens(sound):
     assert handles[1].answers[0].tokens == want[1][: step + 1].tolist()
 
 
+@pytest.mark.long
 def test_sampled_rows_with_masks_fail_alone(sound, model):
   rng = np.random.default_rng(3)
   good, bad = ids(rng, 9), np.append(ids(rng, 9), BAD)
@@ -147,6 +148,7 @@ def test_sampled_rows_with_masks_fail_alone(sound, model):
   assert results[0] == results[1]
 
 
+@pytest.mark.long
 def test_beams_fail_with_their_request(sound, model):
   rng = np.random.default_rng(5)
   good, bad = ids(rng, 21), np.append(ids(rng, 20), BAD)
@@ -165,9 +167,14 @@ def test_beams_fail_with_their_request(sound, model):
 @pytest.mark.parametrize(
   "drafter",
   [
-    "lookup:count=3",
-    pytest.param(speculate.SelfDraft(count=3), marks=pytest.mark.long),
-    pytest.param(speculate.SelfDraft(widths=(2, 2)), marks=pytest.mark.long),
+    pytest.param("lookup:count=3", marks=pytest.mark.long),
+    pytest.param(
+      speculate.SelfDraft(count=3, cache_kind="int8"), marks=pytest.mark.long
+    ),
+    pytest.param(
+      speculate.SelfDraft(widths=(2, 2), cache_kind="int8"),
+      marks=pytest.mark.long,
+    ),
   ],
   ids=["lookup", "chain", "tree"],
 )

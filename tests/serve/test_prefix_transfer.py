@@ -149,6 +149,60 @@ def test_parts_are_looked_up_from_where_the_one_before_ended(monkeypatch):
     assert part(20).labels == whole.labels[20:] and looked == [25]
 
 
+@pytest.mark.long
+def test_pages_of_an_adapter_are_its_own():
+  """By all of its numbers, whatever its place among those of an engine."""
+  model = rj.models.create(SMALL, seed=1)
+  how = rj.train.Lora(rank=2, alpha=8.0)
+  random = np.random.default_rng(3)
+  params = {
+    path: {
+      "a": np.asarray(part["a"]),
+      "b": random.standard_normal(part["b"].shape).astype(np.float32),
+    }
+    for path, part in how.start(model).items()
+  }
+  path = next(x for x in params if x.endswith("attention.k"))
+  a = params[path]["a"].copy()
+  a.reshape(-1)[-1] += 0.5
+  other = {**params, path: {**params[path], "a": a}}
+  first, second = (how, params), (how, other)
+  prompt = np.arange(40, dtype=np.int32)
+  ask = lambda name: Request(prompt=prompt, max_new_tokens=3, adapter=name)
+  sizes = dict(page=16)
+  with (
+    rj.store.Store(host=1 << 24) as store,
+    engine(model, adapters={"a": first, "b": second}, **sizes) as source,
+    engine(
+      model, adapters={"b": second, "a": first}, store=store, **sizes
+    ) as swapped,
+    engine(model, adapters={"a": second}, store=store, **sizes) as changed,
+    transfer.Publisher(KEY) as publisher,
+  ):
+    source.submit(ask("a")).result()
+    sent = rj.serve.export_prefix(source, prompt, adapter="a")
+    pages = dict(zip(publisher.new_numbers(2), sent.pages, strict=True))
+    ticket = publisher.publish(
+      pages, sent.layout, labels=sent.labels, readers=9
+    )
+    pulled = transfer.pull(ticket, publisher.address, KEY)
+    take = lambda at, name: rj.serve.import_prefix(
+      at, prompt, ticket, pulled, adapter=name
+    )
+    for at, name in ((changed, "a"), (swapped, "b"), (swapped, "")):
+      with pytest.raises(rj.OptionError, match="another adapter"):
+        take(at, name)
+    assert take(swapped, "a") == 32
+    assert swapped.submit(ask("a")).result().cached_tokens == 32
+    # The store has these pages now, and another engine's "a" finds none.
+    store.flush()
+    assert changed.submit(ask("a")).result().cached_tokens == 0
+    with engine(
+      model, adapters={"a": first, "b": second}, store=store, **sizes
+    ) as again:
+      assert again.submit(ask("a")).result().cached_tokens == 32
+
+
 def test_what_does_not_fit_is_refused(loaded):
   model, _ = loaded("llama3")
   prompt = np.arange(70, dtype=np.int32)

@@ -10,12 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax.errors import OptionError, ShapeError
+from ringjax.errors import DataError, OptionError, ShapeError
 from ringjax.models import checkpoint
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.ring import Ring
 from ringjax.train import batch as batches
 from ringjax.train import remat, step
+from tests.helpers import refused
 
 CONFIG = {
   "architectures": ["LlamaForCausalLM"],
@@ -353,3 +354,40 @@ def test_a_step_learns():
     state, figures = run(state, None, batch)
     losses.append(float(figures.loss))
   assert losses[0] > 2 and losses[-1] < 0.3
+
+
+def test_labels_of_minus_100_weigh_nothing(wanted):
+  model, rows, *_ = wanted
+  last = np.arange(LENGTH) >= LENGTH - 3
+  attend = ContextParallel()
+  weightless = rows._replace(weights=np.where(last, 0, rows.weights))
+  want, grads, _ = taken(model, weightless, attend)
+  # With the weight that others have, too.
+  for weights in (weightless.weights, rows.weights):
+    ignored = np.where(last, -100, rows.labels).astype(np.int32)
+    marked = rows._replace(labels=ignored, weights=weights)
+    figures, mine, _ = taken(model, marked, attend)
+    assert figures.finite == 1 and figures.wrong == 0
+    assert figures.weight == want.weight
+    assert figures.loss == want.loss
+    assert far(mine, grads) == 0
+
+
+def test_labels_outside_of_the_vocabulary_are_placed(wanted):
+  model, rows, *_ = wanted
+  vocab = model.config.vocab
+  for wrong, known in ((-7, None), (vocab, vocab)):
+    labels = rows.labels.copy()
+    labels[1, 2] = wrong
+    bad = rows._replace(labels=labels)
+    refused(
+      DataError,
+      lambda bad=bad, known=known: batches.place(
+        bad, ContextParallel(), vocab=known
+      ),
+      f"labels: got {wrong} at [1, 2]",
+      "-100",
+    )
+  # Where nobody has told how many ids there are, the step counts them.
+  figures, *_ = taken(model, bad, ContextParallel())
+  assert figures.finite == 0 and figures.wrong == 1

@@ -249,7 +249,7 @@ def check_speculation(
     raise OptionError(
       "speculate",
       f"drafts beside stop strings or stream, with a cache of {cache.kind}",
-      "stop ids alone: sums over queries do not go back behind the end of a row",
+      "stop ids alone: sums over queries do not go back behind a row's end",
       "leave speculate= out, or stop=, or take another cache_kind",
     )
   slack = cache.kind.slack

@@ -263,10 +263,16 @@ def decode_pool(
   start = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
   flat = q.reshape(batch, heads, each, -1)
 
+  # XLA's CPU compiler sums products of 16-bit numbers in another order for
+  # other numbers of rows, and those of float32 in one; what is added is the
+  # same, a product of two 16-bit numbers being exact in float32.
+  form = wide if platform == "cpu" else None
+  flat = flat if form is None else flat.astype(form)
+
   def tile_of(view: Any, n: Index) -> tuple[jax.Array, jax.Array, Any]:
     k, v = view.tile(n * block, block)
     at = cut_coords(view.at, n * block, block)
-    return k.astype(q.dtype), v, args.of_keys(at, 0)
+    return k.astype(q.dtype).astype(flat.dtype), v, args.of_keys(at, 0)
 
   def fold(
     here: ScoreArgs,
@@ -291,7 +297,7 @@ def decode_pool(
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
       p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * each, block)
-      acc = _weighted("ktn,ktj->knj", p, v[0])
+      acc = _weighted("ktn,ktj->knj", p, v[0], form)
       acc = acc.reshape(heads, batch, groups, queries, -1)
       return jnp.swapaxes(acc, 0, 1)
 
@@ -312,7 +318,7 @@ def decode_pool(
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
       p = p.reshape(batch, heads, each, block)
-      acc = _weighted("bktn,bktj->bknj", p, v)
+      acc = _weighted("bktn,bktj->bknj", p, v, form)
       return acc.reshape(batch, heads, groups, queries, -1)
 
     mine = (which >= plan.done[0])[:, None, None, None, None]
@@ -337,10 +343,18 @@ def _rows_of_two(
 
 
 def _weighted(
-  equation: str, p: Float[Array, "*b n t"], v: Float[Array, "*b t J"]
+  equation: str,
+  p: Float[Array, "*b n t"],
+  v: Float[Array, "*b t J"],
+  form: DTypeLike | None,
 ) -> Float[Array, "*b n J"]:
-  """Sums of values by weights, transposed first; see `decode_pool`."""
+  """Sums of values by weights, transposed first; see `decode_pool`.
+
+  `form` is the dtype in which they are multiplied, or None for their own.
+  """
   many = p.shape[-2]
+  if form is not None:
+    p, v = p.astype(form), v.astype(form)
   if many == 1:
     p = jnp.concatenate([p, p], -2)
   p = lax.optimization_barrier(jnp.swapaxes(p, -1, -2))

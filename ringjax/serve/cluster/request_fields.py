@@ -79,6 +79,8 @@ def request_of(
     OptionError: a grammar without a tokenizer, or values out of range.
     KeyError, TypeError, ValueError: it is none.
   """
+  stop = fields["stop"]
+  texts = {name: tuple(stop[name]) for name in ("ids", "strings")}
   sampling = dict(fields["sampling"])
   sampling["logit_bias"] = {int(i): x for i, x in sampling["logit_bias"]}
   grammar, plain = fields["grammar"], {name: fields[name] for name in _PLAIN}
@@ -86,7 +88,7 @@ def request_of(
   request = Request(
     prompt=np.frombuffer(data, "<i4").astype(np.int32),
     sampling=RowSampling(**sampling),
-    stop=Stop(**fields["stop"]),
+    stop=Stop(**stop | texts),
     begun=tuple(tuple(tokens) for tokens in fields["begun"]),
     **plain,
   )
