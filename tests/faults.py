@@ -91,7 +91,7 @@ FAULTS = (
     "ops/rope.py",
     "upto = jnp.minimum(positions, 2**31 - 2) + 1",
     "upto = jnp.minimum(positions, 2**31 - 2)",
-    "ops/test_rope.py",
+    "infer/test_lengths.py::test_the_rule_of_dynamic",
   ),
   _fault(
     "YaRN's attention factor is left out",
@@ -105,14 +105,14 @@ FAULTS = (
     "ops/attention/selection.py",
     "tied = (scores == self.score) & (pos <= self.pos)",
     "tied = (scores == self.score) & (pos < self.pos)",
-    "models/test_key_index.py",
+    "ops/attention/test_selection.py",
   ),
   _fault(
     "contexts are not rescaled to a new maximum",
     "ops/attention/apart.py",
     "weight = jnp.exp(top - finite_max(new))",
     "weight = jnp.ones_like(top)",
-    "infer/test_contexts.py",
+    "ops/attention/test_apart.py",
   ),
   # Processes.
   _fault(
