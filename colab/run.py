@@ -10,6 +10,7 @@ of at most 60 kB. It needs `pip install "ringjax[notebooks]"`.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -29,60 +30,68 @@ MACHINE = re.compile(r"(?<![\w.:/])/(?:\w[\w.+-]*/)+(?=[\w.+-])")
 
 
 def without_paths(text: str) -> str:
-  """A text whose absolute paths are their last parts."""
+  """Cuts absolute paths down to their last parts."""
   return MACHINE.sub("", text)
 
 
 def small_picture(png: str) -> str:
-  """A PNG in base64 with a palette of few colours in place of all.
+  """Encodes a PNG anew, in base64, with a palette of few colours.
 
   Raises:
     ValueError: it has more than PICTURE_BYTES nevertheless.
   """
   picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-  made = io.BytesIO()
-  picture.quantize(COLOURS).save(made, "PNG", optimize=True)
-  if made.tell() > PICTURE_BYTES:
+  encoded = io.BytesIO()
+  picture.quantize(COLOURS).save(encoded, "PNG", optimize=True)
+  if encoded.tell() > PICTURE_BYTES:
     raise ValueError(
-      f"a picture has {made.tell():,} bytes, expected at most "
+      f"a picture has {encoded.tell():,} bytes, expected at most "
       f"{PICTURE_BYTES:,}: draw a smaller figure"
     )
-  return base64.b64encode(made.getvalue()).decode()
+  return base64.b64encode(encoded.getvalue()).decode()
 
 
-def outputs(given: list[dict], number: int) -> list[dict]:
-  """What is stored of a cell's outputs; texts of a stream are one of them.
+def outputs(messages: list[dict], number: int) -> list[dict]:
+  """Picks what is stored of a cell's outputs, with its texts in one piece.
 
   Args:
-    given: as the kernel sent them.
-    number: of the cell among those with code, from 1.
+    messages: Outputs as the kernel sent them.
+    number: Place of the cell among those with code, from 1.
   """
-  kept: list[dict] = []
-  for one in given:
-    if one["output_type"] == "stream":
-      if one["name"] == "stderr":
+  shown: list[dict] = []
+  for message in messages:
+    kind = message["output_type"]
+    if kind == "stream":
+      if message["name"] == "stderr":
         continue
-      text = without_paths(one["text"])
-      if kept and kept[-1]["output_type"] == "stream":
-        text = "".join(kept.pop()["text"]) + text
+      text = without_paths(message["text"])
+      if shown and shown[-1]["output_type"] == "stream":
+        text = "".join(shown.pop()["text"]) + text
       text = text.splitlines(keepends=True)
-      kept.append({"name": "stdout", "output_type": "stream", "text": text})
+      shown.append({"name": "stdout", "output_type": "stream", "text": text})
       continue
-    data = one["data"]
+    data = message["data"]
     # A picture's text is the address of an object.
     if "image/png" in data:
       data = {"image/png": small_picture(data["image/png"])}
     else:
-      data = {kind: without_paths(text) for kind, text in data.items()}
-    made = {"data": data, "metadata": {}, "output_type": one["output_type"]}
-    if one["output_type"] == "execute_result":
-      made["execution_count"] = number
-    kept.append(made)
-  return kept
+      data = {name: without_paths(text) for name, text in data.items()}
+    output = {"data": data, "metadata": {}, "output_type": kind}
+    if kind == "execute_result":
+      output["execution_count"] = number
+    shown.append(output)
+  return shown
+
+
+def code_sha256(notebook: dict) -> str:
+  """Computes a digest of the code, which tells whether outputs are of it."""
+  code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+  texts = ["".join(cell["source"]) for cell in code]
+  return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def execute(path: pathlib.Path) -> dict:
-  """A notebook with the outputs of all of its cells."""
+  """Runs all cells of a notebook; they have their outputs then."""
   notebook = nbformat.read(path, as_version=4)
   style = "%matplotlib inline\nimport matplotlib\n"
   style += f"matplotlib.rcParams['figure.dpi'] = {DPI}"
@@ -99,17 +108,19 @@ def execute(path: pathlib.Path) -> dict:
 
 
 def main(paths: list[str]) -> None:
-  """Runs the notebooks one after another."""
-  before = os.environ.get("PYTHONPATH", "")
-  os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
+  """Runs notebooks one after another."""
+  paths_there = os.environ.get("PYTHONPATH", "")
+  both = filter(None, [str(ROOT), paths_there])
+  os.environ["PYTHONPATH"] = os.pathsep.join(both)
   for path in map(pathlib.Path, paths):
     source = json.loads(path.read_text())
     ran = execute(path)
     code = lambda book: (c for c in book["cells"] if c["cell_type"] == "code")
     pairs = zip(code(source), code(ran), strict=True)
-    for number, (cell, other) in enumerate(pairs, 1):
+    for number, (cell, done) in enumerate(pairs, 1):
       cell["execution_count"] = number
-      cell["outputs"] = outputs(other["outputs"], number)
+      cell["outputs"] = outputs(done["outputs"], number)
+    source["metadata"]["ringjax"] = {"code_sha256": code_sha256(source)}
     path.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n")
     print(f"{path.name}: {number} cells")
 
