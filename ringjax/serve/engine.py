@@ -36,6 +36,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import Int32
 
 from ringjax.checks import float_dtype, integer, one_of, positive_int
 from ringjax.errors import (
@@ -789,6 +790,22 @@ class Engine:
   def space(self) -> RowSpace | None:
     """Slots of contiguous rows and what is mapped in them; None in pages."""
     return None if self._rows is None else self._rows.space
+
+  def pages_of_rows(self) -> Int32[np.ndarray, "rows pages"]:
+    """Numbers of the pages of each row, in the order of its tokens; -1: none.
+
+    Rows that share a page have the same number in the same place. Of models
+    whose layers look back differently far it is those that look furthest.
+    """
+    groups = self.scheduler.tree.groups
+    reach = [np.inf if g.reach is None else g.reach for g in groups]
+    with self._lock:
+      table = self.scheduler.tables[int(np.argmax(reach))].copy()
+    # Token blocks are dealt to the shards, each of which numbers its own pages.
+    rows, shards, _ = table.shape
+    numbers = table * shards + np.arange(shards, dtype=np.int32)[:, None]
+    numbers = np.where(table < 0, np.int32(-1), numbers)
+    return numbers.swapaxes(1, 2).reshape(rows, -1)
 
   def reserved(self) -> int:
     """Bytes of the arrays of keys and values, resident or not."""

@@ -1,11 +1,15 @@
-"""The notebooks in colab/ run from top to bottom, and hold no outputs."""
+"""The notebooks in colab/ run from top to bottom; their outputs are of them."""
 
 from __future__ import annotations
 
+import ast
+import base64
+import hashlib
 import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,12 +18,15 @@ import nbclient
 import nbformat
 import pytest
 
+from ringjax.models import small
 from tests.launch.conftest import ROOT, environment
 
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 # What makes a notebook quick enough for a test.
 QUICK = {
   r"CONTEXT = [\d_]+": "CONTEXT = 1_024",
+  r"CONTEXT, PAGE = [\d_]+": "CONTEXT, PAGE = 1_024",
+  r"LENGTH, ROWS = 1_024, 6": "LENGTH, ROWS = 256, 2",
   r"DOCUMENTS, SIZE = \d+, \d+": "DOCUMENTS, SIZE = 12, 160",
   r"trials = \d+": "trials = 1",
   r"requests = 1000": "requests = 300",
@@ -65,22 +72,22 @@ def five_kinds(printed: str) -> None:
 
 
 def twenty_questions(printed: str) -> None:
-  """Most are answered, and their document is computed once."""
-  right, of = re.search(r"(\d+) of (\d+) found in", printed).groups()
+  """Most are answered, and the common part of prompts is there once."""
+  right, of = re.search(r"(\d+) of (\d+) found$", printed, re.M).groups()
   assert int(of) == 20 and int(right) >= 15
-  number = lambda text: int(
-    re.search(rf"([\d,]+) {text}", printed)[1].replace(",", "")
-  )
-  computed, cached = number("tokens of prompts"), number("found\n")
+  number = lambda text: int(text.replace(",", ""))
+  computed = number(re.search(r"([\d,]+) tokens of prompts", printed)[1])
+  cached = number(re.search(r"computed, ([\d,]+) found", printed)[1])
   assert computed < cached / 4
+  counted = re.findall(r'"(\w+)": ([\d,]+) keys read for ([\d,]+)', printed)
+  reads = {name: (number(x), number(y)) for name, x, y in counted}
+  assert reads["always"][0] < reads["always"][1] / 4
   # Each for itself where sharing would change bits, which is said.
-  referred = int(
-    re.search(r"for ([\d,]+) that the questions", printed)[1].replace(",", "")
-  )
-  if "each question reads for itself" in printed:
-    assert number("keys read") == referred
-  else:
-    assert number("keys read") < referred / 4
+  apart = "each question reads for itself" in printed
+  assert (reads["exact"][0] == reads["exact"][1]) == apart
+  # Everybody's pages, those of a document, and a question's own.
+  levels = re.search(r"used by \[(.*)\] questions", printed)[1]
+  assert {"20", "10", "1"} <= set(levels.split(", "))
 
 
 def contexts_read_once(printed: str) -> None:
@@ -214,6 +221,15 @@ def the_same_tokens_anywhere(printed: str) -> None:
   assert int(re.search(r"(\d+) of \d+ tokens were found", printed)[1]) > 300
 
 
+def small_weights_are_named(printed: str) -> None:
+  """Without a net it says so, and the small model answers."""
+  assert "HuggingFaceTB/SmolLM2-135M-Instruct can't be fetched" in printed
+  assert "weights: the small model of ringjax" in printed
+  assert "the number is in it: True" in printed
+  mean, last = re.search(r"([\d.]+) nats a token, ([\d.]+)", printed).groups()
+  assert float(last) < float(mean)
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -232,6 +248,7 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "14_groups_apart_in_pairs": the_same_tokens_anywhere,
   "15_integers": fewer_bits_lose_little,
   "16_window_flash": the_disk_is_read_less,
+  "17_real_weights": small_weights_are_named,
 }
 # The first is for every commit.
 MARKS = {
@@ -249,7 +266,17 @@ MARKS = {
   "14_groups_apart_in_pairs": pytest.mark.long,
   "15_integers": pytest.mark.long,
   "16_window_flash": pytest.mark.long,
+  "17_real_weights": pytest.mark.long,
 }
+# What of Colab's runtimes shows most; the others are for a CPU.
+RUNTIMES = {
+  "TPU": ("01", "07", "09", "10", "11"),
+  "GPU": ("03", "04", "05", "06", "15", "17"),
+}
+# An absolute path of a machine, none of an address or a fraction.
+MACHINE = re.compile(
+  r"(?<![\w.:/])/(?:work|root|tmp|home|usr|opt|var|content)/"
+)
 
 
 def source(cell: dict) -> str:
@@ -260,18 +287,110 @@ def test_there_are_notebooks():
   assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_outputs_are_stripped(path: pathlib.Path):
+def code_of(path: pathlib.Path) -> list[dict]:
   cells = json.loads(path.read_text())["cells"]
-  code = [cell for cell in cells if cell["cell_type"] == "code"]
-  assert all(cell["outputs"] == [] for cell in code)
-  assert all(cell["execution_count"] is None for cell in code)
-  assert len({cell["id"] for cell in cells}) == len(cells)
-  # Only the first cell installs anything.
-  assert ["%pip" in source(cell) for cell in code] == [
-    True,
-    *[False] * (len(code) - 1),
+  return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def output_faults(notebook: dict) -> list[str]:
+  """Faults of the outputs that a notebook holds."""
+  code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+  sources = json.dumps([source(cell) for cell in code]).encode()
+  of = notebook["metadata"].get("ringjax", {}).get("code_sha256")
+  faults = []
+  if of != hashlib.sha256(sources).hexdigest():
+    faults.append("of other code")
+  counts = [cell["execution_count"] for cell in code]
+  if counts != list(range(1, len(code) + 1)):
+    faults.append(f"cells ran in the order {counts}")
+  for cell in code:
+    for output in cell["outputs"]:
+      if output["output_type"] == "error":
+        faults.append(f"cell {cell['id']} has failed")
+        continue
+      data = dict(output.get("data", {"text": output.get("text", "")}))
+      picture = data.pop("image/png", None)
+      if picture and len(base64.b64decode(picture)) > 60_000:
+        faults.append(f"cell {cell['id']} has a picture above 60 kB")
+      if MACHINE.search(json.dumps(data)):
+        faults.append(f"cell {cell['id']} shows a path of a machine")
+  if "outputs stored here" not in source(notebook["cells"][0]):
+    faults.append("it does not say where they were made")
+  return faults
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_of_the_cells(path: pathlib.Path):
+  """Of the code as it is, and as `python colab/run.py` stores them."""
+  assert output_faults(json.loads(path.read_text())) == []
+  assert any(cell["outputs"] for cell in code_of(path))
+
+
+def test_outputs_of_other_cells_are_seen():
+  notebook = json.loads(NOTEBOOKS[0].read_text())
+  code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+  shows = next(cell for cell in code if cell["outputs"])
+  shows["source"] = [*shows["source"], "\nx = 1"]
+  shows["execution_count"] = 9
+  text = {"output_type": "stream", "name": "stdout"}
+  shows["outputs"] = [
+    {"output_type": "error", "ename": "E", "evalue": "", "traceback": []},
+    text | {"text": ["read /" + "root/a, 3 /4\n"]},
+    {"output_type": "display_data", "data": {"image/png": "A" * 100_000}},
   ]
+  assert len(output_faults(notebook)) == 5
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_only_the_first_cell_installs(path: pathlib.Path):
+  cells = json.loads(path.read_text())["cells"]
+  assert len({cell["id"] for cell in cells}) == len(cells)
+  installs = ["%pip" in source(cell) for cell in code_of(path)]
+  assert installs == [True, *[False] * (len(installs) - 1)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_asks_for_the_runtime_that_fits(path: pathlib.Path):
+  metadata = json.loads(path.read_text())["metadata"]
+  kinds = [k for k, some in RUNTIMES.items() if path.name[:2] in some]
+  chip = {"TPU": "V5E1", "GPU": "T4"}
+  assert [metadata.get("accelerator")] == (kinds or [None])
+  assert metadata["colab"].get("gpuType") == (chip[kinds[0]] if kinds else None)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_says_what_one_device_does_not_show(path: pathlib.Path):
+  """A mesh of all devices has one device in a Colab runtime."""
+  code = "\n".join(map(source, code_of(path)))
+  forced = 'jax.config.update("jax_platforms", "cpu")' in code
+  meshes = re.search(r"make_mesh\(\((?:-1|devices|SHARDS),\)", code)
+  if meshes and not forced:
+    assert re.search(r"\"?one device", code)
+
+
+def hidden_names(code: str) -> list[str]:
+  """Names of the library's inside that a cell uses."""
+  tree = ast.parse(re.sub(r"^(\s*)%.*", r"\1pass", code, flags=re.M))
+  attributes = [x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)]
+  imported = [
+    part
+    for x in ast.walk(tree)
+    if isinstance(x, ast.ImportFrom)
+    for part in (*(x.module or "").split("."), *(y.name for y in x.names))
+  ]
+  # The scheduler's state is the engine's own.
+  inside = re.compile(r"_(?!_)|scheduler$")
+  return [name for name in (*attributes, *imported) if inside.match(name)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_cell_uses_hidden_names(path: pathlib.Path):
+  assert [x for cell in code_of(path) for x in hidden_names(source(cell))] == []
+
+
+def test_hidden_names_are_seen():
+  code = "%pip install x\nfrom a._b import c\nengine.scheduler.tables\nx._y"
+  assert sorted(hidden_names(code)) == ["_b", "_y", "scheduler"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -332,6 +451,39 @@ def test_the_first_cell_installs_what_is_missing(path, tmp_path):
       "-q",
       f"ringjax[plot{extra}] @ git+https://github.com/ringjax/ringjax",
     ]
+  # A wheel of its own, by a path.
+  wheel = tmp_path / "ringjax-0.1.0-py3-none-any.whl"
+  address = re.compile(r'^RINGJAX = ".*"$', re.M)
+  first = address.sub(f"RINGJAX = {str(wheel)!r}", first)
+  run(f"import sys\nsys.modules.update(dict.fromkeys({names}))\n")
+  asked_for = json.loads(asked.read_text())[-1]
+  assert asked_for == f"ringjax[plot] @ {wheel.as_uri()}"
+
+
+def printed_by(path: pathlib.Path, changes: dict[str, str]) -> str:
+  """Text that a notebook prints when patterns of its code are replaced."""
+  notebook = nbformat.read(path, as_version=4)
+  for cell in notebook.cells:
+    for pattern, quick in changes.items():
+      cell.source = re.sub(pattern, quick, cell.source)
+  client = nbclient.NotebookClient(
+    notebook,
+    timeout=None,
+    kernel_name="python3",
+    resources={"metadata": {"path": str(path.parent)}},
+  )
+  # Nothing is fetched.
+  more = {"MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1"}
+  with pytest.MonkeyPatch.context() as patched:
+    for name, value in (environment() | more).items():
+      patched.setenv(name, value)
+    client.execute()
+  return "".join(
+    output.get("text", "")
+    for cell in notebook.cells
+    if cell.cell_type == "code"
+    for output in cell.outputs
+  )
 
 
 @pytest.mark.parametrize(
@@ -342,26 +494,36 @@ def test_the_first_cell_installs_what_is_missing(path, tmp_path):
   ],
   ids=lambda path: path.stem,
 )
-def test_runs(path: pathlib.Path, monkeypatch):
-  notebook = nbformat.read(path, as_version=4)
-  for cell in notebook.cells:
-    for pattern, quick in QUICK.items():
-      cell.source = re.sub(pattern, quick, cell.source)
-  monkeypatch.setenv("MPLBACKEND", "agg")
-  client = nbclient.NotebookClient(
-    notebook,
-    timeout=None,
-    kernel_name="python3",
-    resources={"metadata": {"path": str(path.parent)}},
-  )
-  with monkeypatch.context() as patched:
-    for name, value in environment().items():
-      patched.setenv(name, value)
-    client.execute()
-  printed = "".join(
-    output.get("text", "")
-    for cell in notebook.cells
-    if cell.cell_type == "code"
-    for output in cell.outputs
-  )
-  PRINTS[path.stem](printed)
+def test_runs(path: pathlib.Path, tmp_path, monkeypatch):
+  monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+  PRINTS[path.stem](printed_by(path, QUICK))
+
+
+ONE_DEVICE = {'"jax_num_cpu_devices", 8': '"jax_num_cpu_devices", 1'}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["01", "02", "06", "07"])
+def test_runs_on_one_device(name: str):
+  """The limits are printed, and vmap runs the ring."""
+  (path,) = (x for x in NOTEBOOKS if x.name.startswith(name))
+  printed = printed_by(path, QUICK | ONE_DEVICE)
+  assert "one device: " in printed
+  if name == "07":
+    a_ring_is_exact(printed)
+    assert "a Flax layer of 8 shards on one" in printed
+
+
+@pytest.mark.long
+def test_weights_of_the_hub_are_taken(tmp_path, monkeypatch):
+  """From the hub's cache, as a download leaves it."""
+  (path,) = (x for x in NOTEBOOKS if x.name.startswith("17"))
+  repository = tmp_path / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
+  commit = "0" * 40
+  shutil.copytree(small.path(), repository / "snapshots" / commit)
+  (repository / "refs").mkdir()
+  (repository / "refs" / "main").write_text(commit)
+  monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+  printed = printed_by(path, QUICK)
+  assert "weights: HuggingFaceTB/SmolLM2-135M-Instruct\n" in printed
+  assert "the number is in it: True" in printed

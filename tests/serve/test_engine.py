@@ -847,3 +847,32 @@ def test_windows_alone_serve_texts_longer_than_their_pages():
   at.scheduler.tree.check()
   for request, handle in zip(wanted, handles, strict=True):
     assert handle.result().tokens.tolist() == alone(model, request)
+
+
+@pytest.mark.long
+def test_pages_of_rows_show_what_rows_share(loaded):
+  """A common prefix has one number in all rows, what follows has others."""
+  model, _ = loaded("llama3")
+  rng = np.random.default_rng(0)
+  mesh = rj.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+  at = engine(rj.models.place(model, mesh), mesh)
+  assert (at.pages_of_rows() == -1).all()
+  common = rng.integers(0, 64, 3 * PAGE).astype(np.int32)
+  # Its pages are there for those that come later.
+  for n in (1, 2):
+    handles = [
+      at.submit(
+        Request(prompt=np.append(common, np.int32(i)), max_new_tokens=4)
+      )
+      for i in range(n)
+    ]
+    most = at.pages_of_rows()
+    while at.step():
+      now = at.pages_of_rows()
+      most = now if (now >= 0).sum() > (most >= 0).sum() else most
+    assert all(handle.result() for handle in handles)
+  used = most[(most >= 0).any(1)]
+  assert used.shape[0] == 2 and (used[:, 4:] == -1).all()
+  assert (used[0, :3] == used[1, :3]).all() and used[0, 3] != used[1, 3]
+  assert len(set(used[:, :4].ravel().tolist())) == 5
+  assert (at.pages_of_rows() == -1).all()
