@@ -667,9 +667,7 @@ def _awq(r: ConfigReader) -> Packing:
   sym = r.flag("sym", default=False)
   zeros = one_of(r, "zero_point", (True, False), True)
   size = _group(r, r.value("q_group_size", default=-1))
-  return AwqPacking(
-    size=size, zeros=zeros, symmetric=sym, codes=("qweight",)
-  )
+  return AwqPacking(size=size, zeros=zeros, symmetric=sym, codes=("qweight",))
 
 
 _FORMATS = (
