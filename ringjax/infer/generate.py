@@ -46,7 +46,6 @@ from ringjax.infer.session import (
   GenerateReport,
   Session,
   on_its_mesh,
-  with_slack,
 )
 from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.speculate.rounds import check_speculation, speculated
@@ -473,7 +472,7 @@ def _decode(
     recurrent, ahead = session.cache.recurrent, int(ending.watches)
     # Sums over queries do not go back behind what the caller ends.
     waits = ahead and session.cache.irreversible and not recurrent
-    session.cache = with_slack(session.cache, ahead)
+    session.keep_slack(ahead)
     left = session.cache.steps()
     for n in range(count):
       # The next step is on its way while this one's tokens are read.
@@ -503,10 +502,11 @@ def _decode(
       if late:
         if not left:
           # Rows that are over stay as they are.
-          session.cache = with_slack(session.cache.flush(~ended), ahead)
+          session.cache = session.cache.flush(~ended)
+          session.keep_slack(ahead)
           left = session.cache.steps()
         state, left = step(state), left - 1
-    session.cache = with_slack(session.cache, 0)
+    session.keep_slack(0)
   return Generated(tokens=out, lengths=sizes)
 
 

@@ -273,6 +273,14 @@ class Session:
     ends = np.where(rows, end, np.iinfo(np.int32).max)
     self.cache = self.cache.truncate(ends)
 
+  def keep_slack(self, tokens: int) -> None:
+    """Note queries so that so many tokens may be taken back.
+
+    Only caches with a policy note queries.
+    """
+    if self.cache.kind.policy is not None:
+      self.cache = self.cache.with_slack(tokens)
+
   def gather(self, device: jax.Device) -> None:
     """Brings the cache to one device of its mesh, where it then stays.
 
@@ -422,11 +430,6 @@ class Session:
         "one that holds its tokens",
         "call session.restart() and read the conversation again",
       )
-
-
-def with_slack(cache: Any, tokens: int) -> Any:
-  """With notes of queries so that as many tokens may be taken back."""
-  return cache if cache.kind.policy is None else cache.with_slack(tokens)
 
 
 @bounded

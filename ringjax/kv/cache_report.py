@@ -318,7 +318,7 @@ class _Tally:
       self._add("constants of codecs", _bytes(cache.constants))
       self._add("queries noted", _bytes((cache.noted, cache.watch)))
       self._add("marked tokens", _bytes(cache.marks))
-      self._add("cursors", _bytes(cache.ends))
+      self._add("cursors", _bytes(cache.ends) + _bytes(cache.stayed))
 
   def _contexts(self, contexts: KVCache, weigh: Any) -> None:
     """Adds what contexts have beside keys and values."""

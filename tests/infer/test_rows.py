@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import ringjax as rj
+from ringjax.errors import OptionError
+from ringjax.infer import prefill
 from ringjax.kv import kind_text
 from tests.contracts import cache as contract
 

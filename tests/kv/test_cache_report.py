@@ -161,7 +161,9 @@ def test_sharded_caches_send_sums():
   said = setup.empty().explain("tpu-v5e")
   one = contract.Setup("int4", 1).empty().explain("tpu-v5e")
   assert said.seconds["links"] > 0 and "links" not in one.seconds
-  assert 4 * said.seconds["memory"] == pytest.approx(one.seconds["memory"])
+  # Ring buffers are rounded up to as many slots on each shard.
+  whole = 4 * said.seconds["memory"]
+  assert whole == pytest.approx(one.seconds["memory"], rel=0.1)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -142,7 +142,7 @@ def test_a_pod_without_a_name_is_refused():
 def test_a_jobset_names_files_and_hosts_that_agree():
   text = (SCRIPTS / "jobset.yaml").read_text()
   config = re.search(r"--config=(\S+)", text)
-  assert config and (ROOT / config[1]).is_file()
+  assert config and (ROOT / "launch" / config[1]).is_file()
   # Chips of the topology, of the hosts, and of the mesh.
   x, y = map(int, re.search(r"tpu-topology: (\d+)x(\d+)", text).groups())
   hosts = int(re.search(r"parallelism: (\d+)", text)[1])

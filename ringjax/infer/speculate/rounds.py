@@ -26,7 +26,7 @@ from ringjax.infer import decode
 from ringjax.infer.decode import DecodeState
 from ringjax.infer.finite import NOT_FINITE, NotFiniteRows
 from ringjax.infer.sampling import Greedy, Sample, traced
-from ringjax.infer.session import Session, with_slack
+from ringjax.infer.session import Session
 from ringjax.infer.speculate.drafter import Draft, Drafter, Drafting, Target
 from ringjax.infer.speculate.paces import Paces, expected_tokens
 from ringjax.infer.speculate.verifiers import (
@@ -353,13 +353,14 @@ def speculated(
     rows.add(token[:, None], np.ones(batch, int), done)
     # Also what a row may be ahead of what the caller has seen.
     slack = drafter.nodes + ending.watches * (AHEAD + drafter.nodes + 1)
-    session.cache = with_slack(session.cache, slack)
+    session.keep_slack(slack)
     budget, taken = session.cache.steps(), np.zeros(batch, int)
     while rows.live.any():
       left = np.minimum(rows.left(), budget - taken)
       if not left.any():
         # No row that goes on has room left; those that are over stay.
-        session.cache = with_slack(session.cache.flush(rows.live), slack)
+        session.cache = session.cache.flush(rows.live)
+        session.keep_slack(slack)
         budget, taken = session.cache.steps(), np.zeros(batch, int)
         continue
       most = np.minimum(paces.most(), np.maximum(left - 1, 0))
@@ -393,7 +394,7 @@ def speculated(
       if rows.add(new, came, done).any():
         ended = decode.ends(attend, state.done, ~rows.live)
         state = state._replace(done=ended)
-    session.cache = with_slack(session.cache, 0)
+    session.keep_slack(0)
   return rows.out, rows.sizes, tally.report()
 
 

@@ -41,8 +41,10 @@ def _kinds(r: ConfigReader) -> list[str]:
 
 def _hidden(r: ConfigReader) -> int:
   """The width of the feedforward, which a file may say before two factors."""
-  hidden = r.whole("block_ff_dim", "intermediate_size", default=12288)
-  r.ignore("intermediate_size")
+  # Published files say both, and mean the first.
+  key = "block_ff_dim" if r.has("block_ff_dim") else "intermediate_size"
+  hidden = r.whole(key, default=12288)
+  r.ignore("block_ff_dim", "intermediate_size")
   factor = r.positive("block_ffn_dim_multiplier", absent=1.0)
   unit = r.whole("block_multiple_of", default=256)
   if r.flag("block_auto_adjust_ff_dim", default=True):

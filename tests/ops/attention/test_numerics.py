@@ -127,7 +127,9 @@ def test_errors_of_other_strategies_are_small(dtype, strategy):
 
 def test_products_of_float32_are_no_less_exact():
   narrow, wide = (errors("bfloat16", 16.0, 8, x) for x in (NARROW, WIDE))
-  assert all(wide[name] <= 1.05 * narrow[name] for name in narrow)
+  # Below the rounding of float32 the statistics are equally exact.
+  limits = {name: max(1.05 * x, 6e-8) for name, x in narrow.items()}
+  assert all(wide[name] <= limits[name] for name in narrow)
 
 
 @pytest.mark.parametrize("wide", [False, True])
