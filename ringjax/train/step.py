@@ -25,8 +25,8 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import with_shardings
-from ringjax.train.balance import warn_unbalanced
 from ringjax.train.batch import Batch
+from ringjax.train.expert_balance import warn_unbalanced
 from ringjax.train.objective import LossSums, Objective
 from ringjax.typing import ArrayLeaf
 

@@ -18,7 +18,7 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.ring import Ring
 from ringjax.train import batch as batches
 from ringjax.train import remat, step
-from ringjax.train.balance import warn_unbalanced
+from ringjax.train.expert_balance import warn_unbalanced
 from tests.helpers import refused
 
 CONFIG = {

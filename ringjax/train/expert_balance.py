@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any
 
 from ringjax.models.transformer import Transformer
 from ringjax.nn.feedforward import Experts
@@ -12,7 +11,7 @@ from ringjax.nn.feedforward import Experts
 _KEYS = ("router_aux_loss_coef", "aux_loss_alpha")
 
 
-def warn_unbalanced(model: Any) -> None:
+def warn_unbalanced(model: object) -> None:
   """Warns of a mixture whose config names a loss that is not computed.
 
   Args:
