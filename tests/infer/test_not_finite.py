@@ -230,6 +230,13 @@ def test_workers_of_attention_name_the_row(sound, prompts):
     np.testing.assert_array_equal(error.tokens[row], want[row])
 
 
+def test_a_session_names_the_rows_of_all_its_steps(sound):
+  session = rj.infer.Session(sound, 8, batch=3)
+  session.not_finite([2])
+  session.not_finite([0])
+  refused(OptionError, session.check, "[0, 2]", "restart")
+
+
 def test_ids_outside_of_the_vocabulary_are_refused(sound):
   for wrong in (-1, sound.config.vocab):
     refused(

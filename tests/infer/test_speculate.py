@@ -394,6 +394,13 @@ def test_drafts_stop_where_they_are_never_right(loaded):
   assert 0 < Nothing.calls <= 79 - 6
 
 
+def test_lookup_goes_on_from_where_most_last_tokens_were():
+  text = [1, 2, 3, 9, 2, 4, 1, 2]
+  reader = lambda n: speculate.PromptLookup(ngram=n).reader(text)
+  assert reader(2).guess(2) == reader(3).guess(2) == [3, 9]
+  assert reader(1).guess(2) == [4, 1]
+
+
 def test_a_suffix_automaton_finds_the_longest_end():
   draw = random.Random(0)
   for _ in range(200):

@@ -136,6 +136,15 @@ def test_zeros_and_large_numbers(codec):
     assert far < 0.4 * abs(value) + 1e-6
 
 
+@pytest.mark.parametrize("bits", [2, 8])
+def test_the_least_and_the_largest_number_are_codes(bits):
+  """Numbers a step apart, as many as there are codes, come back exactly."""
+  codec, count = Integers(bits=bits, group=256), 2**bits
+  x = np.arange(count, dtype=np.float32)[None, None, None] - 1
+  back = decode(codec, encode(codec, x), count, jnp.float32)
+  np.testing.assert_array_equal(back, x)
+
+
 def test_bytes_are_those_of_the_formula():
   # Codes, and per group or vector their scales; an index and a number each.
   assert Integers(bits=4, group=64).width(128) == 64 + 2 * 4

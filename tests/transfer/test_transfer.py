@@ -14,6 +14,7 @@ import pytest
 
 import ringjax as rj
 from ringjax import transfer
+from ringjax.transfer.description import keys_to_runs, runs_to_keys
 from tests.helpers import until
 
 KEY = secrets.token_bytes(32)
@@ -247,6 +248,22 @@ def test_a_reader_that_stops_for_good_is_cut_off():
     )
     assert back.wait(1) == [0] and publisher.counters.broken == 1
     wire.close()
+
+
+def test_a_publisher_wants_a_proof_of_the_key():
+  """Of a reader that goes on whatever it is shown."""
+  here, there = socket.socketpair()
+  with here, there:
+    there.sendall(bytes(64))
+    with pytest.raises(transfer.AuthenticationError, match="have the key"):
+      transfer.wire.PullConnection(here, 20.0, "a reader").greet_reader(KEY)
+
+
+def test_runs_are_of_one_generation():
+  keys = ((4, 1), (5, 1), (6, 2), (8, 2))
+  runs = keys_to_runs(keys)
+  assert runs == [[4, 2, 1], [6, 1, 2], [8, 1, 2]]
+  assert runs_to_keys(runs, 4) == keys
 
 
 def test_another_key_on_either_side(publisher):
