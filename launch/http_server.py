@@ -1,10 +1,10 @@
 """uvicorn for applications of ASGI, with limits of time and a gentle end.
 
 Guarantees: a connection that sends no whole head of a request, or the rest of
-a body that nobody reads any more, is closed after `stall` seconds. One that is
-kept alive is closed later than clients give theirs up, so that a request does
-not meet its end. When it is told to end, what is under way may come to its end;
-what does not in time is told so before the connection closes.
+a body that was refused, is closed after `stall` seconds. One that is kept alive
+is closed later than clients give theirs up, so that a request does not meet its
+end. At SIGTERM or SIGINT answers under way have `grace` seconds to end; clients
+of the others get an error before the connection closes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SOCKETS = 1 << 16
 
 
 class Application(Protocol):
-  """What is served: an application of ASGI that can be told to end."""
+  """An application of ASGI with a graceful end."""
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     """Serves one request."""
@@ -57,11 +57,11 @@ def serve(
     stall: seconds in which a head has to come.
   """
   _allow_sockets()
-  made = server(uvicorn, app, grace=grace, stall=stall)
+  running = server(uvicorn, app, grace=grace, stall=stall)
   # It raises a signal anew when it has ended, for the handler from before.
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda *_: None)
-  made.run(sockets=[listener])
+  running.run(sockets=[listener])
 
 
 def server(

@@ -441,9 +441,10 @@ def worker_flags(
 def _of_rank(one: RankReport) -> dict[str, Any]:
   """A rank's figures as JSON, with sums in place of the lists of blocks."""
   left_out = ("events", "block_bytes", "block_names", "kept")
+  fields: dict[str, Any] = dataclasses.asdict(one)
   return {
     k: sum(x) if isinstance(x, tuple) else x
-    for k, x in dataclasses.asdict(one).items()
+    for k, x in fields.items()
     if k not in left_out
   }
 
@@ -564,7 +565,7 @@ def shares_of(
   if not found or (size is not None and len(found) != size):
     raise OptionError(
       "--shares",
-      ",".join(given),
+      ",".join(given or ()),
       f"{size or 'some'} numbers, one for each process",
       "pass --processes=4 --shares=3,2,2,1",
     )

@@ -22,9 +22,10 @@ def json_text(
   """A value as JSON, null in place of numbers that are not finite.
 
   Args:
-    value: what `json.dumps` takes.
-    default: makes such values of others, or None to refuse others.
-    **options: of `json.dumps`: indent, sort_keys, separators, ensure_ascii.
+    value: A value that `json.dumps` takes.
+    default: Function that makes such a value of another one, or None.
+    **options: Options of `json.dumps`: indent, sort_keys, separators,
+      ensure_ascii.
 
   Raises:
     TypeError: another value, or what `default` raises.

@@ -541,6 +541,7 @@ _MORE_CASES = {
   "data/test_tokens.py::test_no_text_makes_a_special_token": 10,
   "data/test_tokens.py::test_pieces_are_the_whole": 60,
   "docs/test_pages.py::test_the_python_of_a_page_runs": 40,
+  "infer/test_exactness.py::test_tokens_are_a_function_of_the_row": 12,
   "infer/test_kvr_processes.py::test_baselines_compute_the_same": 4,
   "infer/test_kvr_processes.py::test_bytes_are_counted": 7,
   "infer/test_kvr_processes.py::test_greedy_tokens_are_those_of_one_device": 7,

@@ -247,7 +247,9 @@ class Workers:
     for worker in workers:
       self._end(worker)
 
-  def _ask(self, worker: _Worker, request: bytes, limits: _Limits) -> bytes:
+  def _ask(
+    self, worker: _WorkerProcess, request: bytes, limits: _Limits
+  ) -> bytes:
     """One worker's answer; the worker is idle again, or ended."""
     text = None
     try:
@@ -276,7 +278,7 @@ class Workers:
       answer_bytes=longest,
     )
 
-  def _idle_worker(self) -> _Worker | None:
+  def _idle_worker(self) -> _WorkerProcess | None:
     while True:
       with self._lock:
         if not self._idle:
@@ -286,19 +288,19 @@ class Workers:
         return worker
       self._end(worker)
 
-  def _new_worker(self) -> _Worker:
+  def _new_worker(self) -> _WorkerProcess:
     header = (
       "import struct\n"
       f"HEADER, ANSWER = struct.Struct({_HEADER!r}), struct.Struct({_ANSWER!r})"
       f"\nKEEP = {_KEEP_BYTES}\n"
     )
-    worker = _Worker(f"{_LIMITS}{header}{self._script()}\n{_SERVE}")
+    worker = _WorkerProcess(f"{_LIMITS}{header}{self._script()}\n{_SERVE}")
     with self._lock:
       self.started += 1
       self._all.add(worker)
     return worker
 
-  def _end(self, worker: _Worker) -> None:
+  def _end(self, worker: _WorkerProcess) -> None:
     with self._lock:
       self._all.discard(worker)
     worker.kill()
@@ -306,8 +308,8 @@ class Workers:
   def _reset(self) -> None:
     self._lock = threading.Lock()
     self._room = threading.BoundedSemaphore(self._most)
-    self._idle: list[_Worker] = []
-    self._all: set[_Worker] = set()
+    self._idle: list[_WorkerProcess] = []
+    self._all: set[_WorkerProcess] = set()
 
   def _forked(self) -> None:
     """In the child process of a fork: the workers are the parent's."""
@@ -320,7 +322,7 @@ class _DiedError(ChildError):
   """A worker ended without an answer, by no limit of this package."""
 
 
-class _Worker:
+class _WorkerProcess:
   """One process of `Workers`.
 
   Attributes:

@@ -61,8 +61,8 @@ from ringjax.kv.codecs import Calibrated, Codec
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.tensor_shares import ModulePart, SharedModel
 from ringjax.models.transformer import TransformerConfig, logits_of
-from ringjax.nn.linear import part_dtype, stream_dtype
 from ringjax.models.window_layout import WindowLayout, rank_blocks
+from ringjax.nn.linear import part_dtype, stream_dtype
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,

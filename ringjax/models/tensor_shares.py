@@ -215,7 +215,7 @@ class ModelShares:
     self.weights = tuple(weights)
     spans(1, self.weights)
     source, family = text_config(config)
-    self.config = config = family.read(source)
+    self.config = whole_config = family.read(source)
     stored: Any = dtype
     if stored is None and folder is not None:
       stored = checkpoint.stored_dtype(folder, source)
@@ -223,17 +223,17 @@ class ModelShares:
       said = source.get("dtype") or source.get("torch_dtype")
       stored = "float32" if said is None else said
     self.dtype = float_dtype("dtype", stored)
-    if config.positions is not None:
+    if whole_config.positions is not None:
       raise ConfigError(
         "model",
-        f"{config.family}, whose embeddings know their positions",
+        f"{whole_config.family}, whose embeddings know their positions",
         "embeddings of tokens alone",
         "load it with memory= or placement= (docs/how/offload.md)",
       )
-    for n, layer in enumerate(config.layers):
-      _check_layer(config.family, n, layer)
+    for n, layer in enumerate(whole_config.layers):
+      _check_layer(whole_config.family, n, layer)
     self._family, self._headers = family, folder
-    layers = config.layers
+    layers = whole_config.layers
     first = [
       n if folder is not None else layers.index(layer)
       for n, layer in enumerate(layers)
@@ -242,7 +242,7 @@ class ModelShares:
     self._shown = sorted(set(first))
     self._place = [self._shown.index(n) for n in first]
     shown = dataclasses.replace(
-      config, layers=tuple(layers[n] for n in self._shown)
+      whole_config, layers=tuple(layers[n] for n in self._shown)
     )
     whole = _shapes(shown, self.dtype)
     self._params = parameters(whole)

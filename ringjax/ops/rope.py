@@ -215,7 +215,7 @@ class LongRope(Unscaled):
   ) -> Frequencies:
     beyond = jnp.asarray(length, jnp.int32)[..., None] > self.original
     long, short = (
-      Frequencies.of(inverse / np.asarray(x)).behind(beyond.ndim - 1)
+      Frequencies.of(inverse / np.asarray(x)).with_axes(beyond.ndim - 1)
       for x in (self.long, self.short)
     )
     return Frequencies(
@@ -266,7 +266,7 @@ class Rope:
       frequencies = self.frequencies(self.scaling.reaches(length, positions))
     else:
       frequencies = self.frequencies(None if by_row else length)
-      frequencies = frequencies.behind(2)
+      frequencies = frequencies.with_axes(2)
     angles = frequencies.angles(positions[..., None])
     size = jnp.float32(self.scaling.magnitude)
     return jnp.cos(angles) * size, jnp.sin(angles) * size

@@ -2,10 +2,8 @@
 
 Guarantees: what a position, any int32, turns a pair of dims by is off by less
 than 8e-7 radians, where a product of float32 is off by up to half of its last
-digit: 4e-3 radians at position 131,072 and 60 at 2**30. It is the same number
-in every program, compiled together with whatever, and for a shift of all
-positions the same up to that bound.
-Cost: a product of int32 and one of float32 an angle, and four conversions.
+digit: 4e-3 radians at position 131,072 and 32 at 2**30.
+Cost: a product of int32 and two of float32 an angle, and three conversions.
 
 A turn is 2**32 units. A frequency is the units of one position: an integer, and
 a rest of at most half a unit in float32. The product of a position and the
@@ -43,7 +41,7 @@ _TABLE_BITS = 28
 
 
 class Frequencies(NamedTuple):
-  """What a position turns pairs of dims by, in units of 2**-32 turns.
+  """Angles of one position for pairs of dims, in units of 2**-32 turns.
 
   Fields:
     units: int32 [*N, pairs], whole ones, modulo a turn.
@@ -55,7 +53,7 @@ class Frequencies(NamedTuple):
 
   @classmethod
   def of(cls, radians: Shaped[np.ndarray, " pairs"]) -> Frequencies:
-    """Of numbers known in advance, in as many digits as the host has."""
+    """Rounds radians that are known in advance, in the host's digits."""
     fixed = _fixed(np.asarray(radians, WIDE) / TAU, 64)
     whole = [(x + _TURN // 2) // _TURN for x in fixed]
     rest = [x - n * _TURN for x, n in zip(fixed, whole, strict=True)]
@@ -64,16 +62,16 @@ class Frequencies(NamedTuple):
       jnp.asarray(np.array(rest, np.float64) / _TURN, jnp.float32),
     )
 
-  def each(self, change: Callable[[Array], Array]) -> Frequencies:
-    """The same with both fields rearranged."""
+  def rearranged(self, change: Callable[[Array], Array]) -> Frequencies:
+    """Rearranges both fields alike."""
     return Frequencies(change(self.units), change(self.rest))
 
-  def behind(self, axes: int) -> Frequencies:
-    """The same behind so many axes of length 1."""
-    return self.each(lambda x: _behind(x, axes))
+  def with_axes(self, axes: int) -> Frequencies:
+    """Puts so many axes of length 1 first."""
+    return self.rearranged(lambda x: _with_axes(x, axes))
 
   def reversed(self) -> Frequencies:
-    """Of the turn the other way."""
+    """Frequencies that turn the other way."""
     return Frequencies(-self.units, -self.rest)
 
   def phase(
@@ -119,7 +117,7 @@ def stretched(
   places = np.arange(pairs, dtype=WIDE)
   share = _constants(places / max(pairs - 1, 1), 64)
   base = places / pairs * np.log2(WIDE(theta)) + np.log2(TAU)
-  alike = lambda words: _TwoWords(*(_behind(x, beyond.ndim) for x in words))
+  alike = lambda words: _TwoWords(*(_with_axes(x, beyond.ndim) for x in words))
   exponent = _times(_TwoWords(*(x[..., None] for x in grown)), alike(share))
   exponent = _plus(exponent, alike(_constants(base, _LOG_BITS)))
   fraction = _power_of_half(exponent)
@@ -131,7 +129,7 @@ def stretched(
   )
 
 
-def _behind(x: Array, axes: int) -> Array:
+def _with_axes(x: Array, axes: int) -> Array:
   return x.reshape((1,) * axes + x.shape)
 
 
@@ -198,10 +196,10 @@ def _upper(a: Array, b: Array) -> Array:
 
 def _times(a: _TwoWords, b: _TwoWords) -> _TwoWords:
   """The upper 64 bits of a product, at most 3 too small."""
-  found = _TwoWords(_upper(a.high, b.high), a.high * b.high)
+  upper = _TwoWords(_upper(a.high, b.high), a.high * b.high)
   for x in (_upper(a.high, b.low), _upper(a.low, b.high)):
-    found = _plus(found, _TwoWords(jnp.zeros_like(x), x))
-  return found
+    upper = _plus(upper, _TwoWords(jnp.zeros_like(x), x))
+  return upper
 
 
 def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:

@@ -68,9 +68,9 @@ def refused(
 
 
 def from_error(error: RingjaxError) -> ApiError:
-  """The same of an error of the package, whose text begins with a name."""
-  found = re.match(r"\w+(?=: got )", str(error))
-  name = found[0] if found else None
+  """The error object of an error of the package, which names an argument."""
+  parsed = re.match(r"\w+(?=: got )", str(error))
+  name = parsed[0] if parsed else None
   # `Stop` calls texts and ids so.
   known = {"strings": "stop", "ids": "stop_token_ids"}
   name = None if name is None else known.get(name, name)
@@ -85,16 +85,16 @@ def parse_json(data: bytes) -> dict[str, Any]:
   """
 
   def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
       raise ValueError("a name occurs twice in an object")
-    return found
+    return parsed
 
   def constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
   try:
-    found = json.loads(
+    parsed = json.loads(
       data.decode("utf-8"), object_pairs_hook=once, parse_constant=constant
     )
   except (ValueError, RecursionError) as error:
@@ -105,9 +105,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
       "a JSON object in UTF-8",
       "send what a JSON encoder makes of an object, each name once",
     ) from None
-  if not isinstance(found, dict):
-    raise refused("body", kind_of(found), "a JSON object", "pass an object")
-  return found
+  if not isinstance(parsed, dict):
+    raise refused("body", kind_of(parsed), "a JSON object", "pass an object")
+  return parsed
 
 
 def checked(
@@ -118,7 +118,7 @@ def checked(
   Raises:
     ApiError: a name that is not known, or a value that is refused.
   """
-  found = {}
+  parsed = {}
   for name, value in body.items():
     if value is None:
       continue
@@ -132,12 +132,12 @@ def checked(
         code=_UNSUPPORTED,
       )
     try:
-      made = known[name](name, value)
+      result = known[name](name, value)
     except RingjaxError as error:
       raise ApiError(400, str(error), param=name) from None
-    if made is not ABSENT:
-      found[name] = made
-  return found
+    if result is not ABSENT:
+      parsed[name] = result
+  return parsed
 
 
 # ---------------------------------------------------------------------------
@@ -149,7 +149,11 @@ def kind_of(value: object) -> str:
   """The value's JSON type, in words."""
   if value is None or isinstance(value, bool):
     return json_text(value)
-  names = {str: "a string", list: "a list", dict: "an object"}
+  names: dict[type, str] = {
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+  }
   return names.get(type(value), repr(value)[:80])
 
 
@@ -253,21 +257,21 @@ def _count(name: str, value: Any) -> Any:
 
 
 def _stop(name: str, value: Any) -> Any:
-  found = [value] if isinstance(value, str) else value
+  parsed = [value] if isinstance(value, str) else value
   # As many and as long as `Stop` takes.
   if (
-    not isinstance(found, list)
-    or len(found) > 128
-    or not all(isinstance(x, str) and 0 < len(x) <= 4096 for x in found)
+    not isinstance(parsed, list)
+    or len(parsed) > 128
+    or not all(isinstance(x, str) and 0 < len(x) <= 4096 for x in parsed)
   ):
-    many = isinstance(found, list) and len(found) > 128
+    many = isinstance(parsed, list) and len(parsed) > 128
     raise OptionError(
       name,
-      f"{len(found)} texts" if many else kind_of(value),
+      f"{len(parsed)} texts" if many else kind_of(value),
       "a string or a list of at most 128 strings, of 1 to 4096 characters",
       "pass texts",
     )
-  return tuple(found) or ABSENT
+  return tuple(parsed) or ABSENT
 
 
 def _stop_ids(name: str, value: Any) -> Any:
@@ -289,41 +293,41 @@ def _bias(name: str, value: Any) -> Any:
     raise OptionError(
       name, f"{len(value)} tokens", f"at most {BIASES}", "leave some out"
     )
-  found = {}
+  parsed = {}
   for key, bias in value.items():
     if not re.fullmatch(r"[0-9]{1,9}", key):
       raise OptionError(
         name, f"the key {key[:40]!r}", "token ids", "pass ids as keys"
       )
-    found[int(key)] = _BIAS(name, bias)
-  return found or ABSENT
+    parsed[int(key)] = _BIAS(name, bias)
+  return parsed or ABSENT
 
 
 def _stream_options(name: str, value: Any) -> Any:
-  found = members(name, value, "include_usage", "include_obfuscation")
-  if found.pop("include_obfuscation", False) is not False:
+  parsed = members(name, value, "include_usage", "include_obfuscation")
+  if parsed.pop("include_obfuscation", False) is not False:
     raise OptionError(
       f"{name}.include_obfuscation",
       "true",
       "false: parts of a stream are not padded",
       "leave it out",
     )
-  usage = found.get("include_usage", False)
+  usage = parsed.get("include_usage", False)
   return flag(f"{name}.include_usage", usage) or ABSENT
 
 
 def _response_format(name: str, value: Any) -> Any:
   """Nothing for text, or the schema as an object."""
-  found = members(name, value, "type", "json_schema")
-  kind = found.get("type")
-  if kind == "text" and len(found) == 1:
+  parsed = members(name, value, "type", "json_schema")
+  kind = parsed.get("type")
+  if kind == "text" and len(parsed) == 1:
     return ABSENT
-  if kind == "json_object" and len(found) == 1:
+  if kind == "json_object" and len(parsed) == 1:
     return {"type": "object"}
-  if kind == "json_schema" and "json_schema" in found:
+  if kind == "json_schema" and "json_schema" in parsed:
     inner = members(
       f"{name}.json_schema",
-      found["json_schema"],
+      parsed["json_schema"],
       "name",
       "description",
       "schema",
@@ -581,13 +585,13 @@ def messages_of(given: object, *, calls: bool) -> list[dict[str, Any]]:
       "a list of messages",
       'pass [{"role": "user", "content": "..."}]',
     )
-  found = []
+  parsed = []
   for n, said in enumerate(given):
     try:
-      found.append(_message(f"messages[{n}]", said, calls))
+      parsed.append(_message(f"messages[{n}]", said, calls))
     except RingjaxError as error:
       raise ApiError(400, str(error), param="messages") from None
-  return found
+  return parsed
 
 
 # Members of a message beside its role and content, by roles.
@@ -611,16 +615,16 @@ def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
     raise OptionError(name, kind_of(given), "an object", "pass an object")
   role = given.get("role")
   more = _OF_ROLE.get(role, ()) if isinstance(role, str) else ()
-  found = members(name, given, "role", "content", *more)
+  parsed = members(name, given, "role", "content", *more)
   for key in ("refusal", "audio", "annotations", "function_call"):
-    if found.pop(key, None) not in (None, []):
+    if parsed.pop(key, None) not in (None, []):
       raise OptionError(
         f"{name}.{key}", "a value", "null: it is not supported", "leave it out"
       )
   for key in ("tool_call_id", "name", "reasoning_content"):
-    if key in found:
-      text(f"{name}.{key}", found[key])
-  content = found.get("content")
+    if key in parsed:
+      text(f"{name}.{key}", parsed[key])
+  content = parsed.get("content")
   if isinstance(content, list) and all(
     isinstance(part, dict)
     and set(part) == {"type", "text"}
@@ -629,9 +633,9 @@ def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
     for part in content
   ):
     content = "".join(part["text"] for part in content)
-  made = found.pop("tool_calls", [])
-  if made:
-    found["tool_calls"] = _tool_calls(f"{name}.tool_calls", made, calls)
+  result = parsed.pop("tool_calls", [])
+  if result:
+    parsed["tool_calls"] = _tool_calls(f"{name}.tool_calls", result, calls)
     content = "" if content is None else content
   if not isinstance(content, str) or not isinstance(role, str):
     raise OptionError(
@@ -645,7 +649,7 @@ def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
       f"{name}.role", role, f"one of {', '.join(ROLES)}", "pass one of them"
     )
   utf8(f"{name}.content", content)
-  return found | {"role": role, "content": content}
+  return parsed | {"role": role, "content": content}
 
 
 def _tool_calls(name: str, given: Any, calls: bool) -> list[dict[str, Any]]:
@@ -659,7 +663,7 @@ def _tool_calls(name: str, given: Any, calls: bool) -> list[dict[str, Any]]:
     )
   if not isinstance(given, list):
     raise OptionError(name, kind_of(given), "a list", "pass a list")
-  found = []
+  parsed = []
   for n, call in enumerate(given):
     at = f"{name}[{n}]"
     call = members(at, call, "id", "type", "function", "index")
@@ -680,12 +684,12 @@ def _tool_calls(name: str, given: Any, calls: bool) -> list[dict[str, Any]]:
       "name": text(f"{at}.function.name", said.get("name")),
       "arguments": given_as,
     }
-    made: dict[str, Any] = {"type": "function", "function": function}
+    result: dict[str, Any] = {"type": "function", "function": function}
     if "id" in call:
-      made["id"] = text(f"{at}.id", call["id"])
+      result["id"] = text(f"{at}.id", call["id"])
     if call.get("type", "function") != "function":
       raise OptionError(
         f"{at}.type", kind_of(call["type"]), '"function"', "pass it"
       )
-    found.append(made)
-  return found
+    parsed.append(result)
+  return parsed

@@ -17,9 +17,9 @@ class _Job(NamedTuple):
   """A call that waits for a thread.
 
   Fields:
-    done: its result; cancelled if nobody waits for it any more.
-    call: what is to be called.
-    args: its arguments.
+    done: The future of its result, cancelled if the client is gone.
+    call: The function.
+    args: The arguments of the function.
   """
 
   done: asyncio.Future[Any]
@@ -37,8 +37,8 @@ class FairThreads:
     """Starts none yet.
 
     Args:
-      count: of threads.
-      name: of them.
+      count: Number of threads.
+      name: Prefix of the threads' names.
     """
     self._idle = count
     self._pool = ThreadPoolExecutor(count, name)
@@ -52,9 +52,9 @@ class FairThreads:
     """What a call returns or raises, which a thread makes.
 
     Args:
-      client: whose call it is.
-      call: what to call.
-      *args: its arguments.
+      client: The client, by anything that tells it apart.
+      call: The function.
+      *args: The arguments of the function.
     """
     done = asyncio.get_running_loop().create_future()
     jobs = self._waiting.setdefault(client, collections.deque())

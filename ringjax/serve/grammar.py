@@ -84,7 +84,8 @@ class GrammarCompiler:
     first = matcher(words, grammar, log_level=0)
     if first.is_error():
       raise _bad(name, first.get_error())
-    return GrammarMask(first, self._vocab, answers, grammar)
+    ends = self._tokenizer.eos_ids[:1]
+    return GrammarMask(first, self._vocab, answers, grammar, ends)
 
   def _words(self, name: str) -> Any:
     """llguidance's view of the tokenizer."""
@@ -121,10 +122,19 @@ class GrammarMask:
 
   Attributes:
     grammar: of which it is, see `GrammarCompiler.compile`.
+    ends: Ids of the token that ends the grammar, which also ends the answer:
+      a complete grammar allows no other one, and nothing after it.
   """
 
-  def __init__(self, first: Any, vocab: int, answers: int, grammar: str = ""):
-    self.grammar = grammar
+  def __init__(
+    self,
+    first: Any,
+    vocab: int,
+    answers: int,
+    grammar: str = "",
+    ends: tuple[int, ...] = (),
+  ):
+    self.grammar, self.ends = grammar, ends
     self._first, self._vocab = first, vocab
     # The tokens that each matcher has seen; the least recently used first.
     self._known: list[tuple[tuple[int, ...], Any]] = []

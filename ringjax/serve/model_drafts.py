@@ -222,7 +222,7 @@ class ModelRowDrafts:
     for slot, new in behind.items():
       self._at[slot] += new.size
       self._drafted[slot] = tokens[slot]
-      if self._parents is not None:
+      if self._parents is not None and parents is not None:
         # No token of a tree stays.
         self._parents[slot] = parents[slot]
       else:

@@ -488,7 +488,7 @@ class ApiModel:
     if isinstance(given, list) and given:
       if type(given[0]) is int:
         # Before they are looked at one by one.
-        self._check_length("prompt", len(given), self._longest)
+        self._check_length("prompt", len(given), self._longest, "ids")
         if is_ids(given):
           return [given]
       else:
@@ -497,7 +497,7 @@ class ApiModel:
           return given
         for one in given:
           if isinstance(one, list):
-            self._check_length("prompt", len(one), self._longest)
+            self._check_length("prompt", len(one), self._longest, "ids")
         if all(map(is_ids, given)):
           return given
     raise refused(
@@ -507,19 +507,21 @@ class ApiModel:
       "pass one of them",
     )
 
-  def _check_length(self, param: str, size: int, most: int) -> None:
+  def _check_length(
+    self, param: str, size: int, most: int, unit: str = "characters"
+  ) -> None:
     """Refuses what is too long whatever it says.
 
     Args:
       param: what it is.
       size: its characters, or ids.
       most: of them.
+      unit: what they are.
     """
     if size > most:
-      what = "ids" if most == self._longest else "characters"
       raise refused(
         param,
-        f"{size:,} {what}",
+        f"{size:,} {unit}",
         f"{self._longest:,} tokens at most",
         "shorten it",
         code="context_length_exceeded",

@@ -57,7 +57,8 @@ class Request:
     adapter: the name of one of the engine's adapters, or "".
     share: whether blocks of its prompt may be shared at all.
     mask: called before each token with the tokens of the answer so far, int32
-      [m]; returns bool [V], which may come, or None for all.
+      [m]; returns bool [V], which may come, or None for all. Ids in its
+      attribute `ends`, if it has one, end the answer as those of `stop` do.
     begun: of each answer the tokens that are known already, as of a request
       that another engine has begun; the answer goes on behind them, with the
       tokens that it would have had there. They are read again one by one, and
@@ -110,7 +111,11 @@ class Request:
       raise InputTypeError(
         "mask", type(self.mask).__name__, "a callable", "pass a function"
       )
-    object.__setattr__(self, "stop", as_stop(self.stop))
+    stop = as_stop(self.stop)
+    # What ends a grammar ends the answer: nothing may follow it.
+    if ends := getattr(self.mask, "ends", ()):
+      stop = Stop(ids=(*stop.ids, *ends), strings=stop.strings)
+    object.__setattr__(self, "stop", stop)
     if self.begun:
       self._check_begun()
     number("length_penalty", self.length_penalty, least=-10, most=10)

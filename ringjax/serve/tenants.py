@@ -1,7 +1,7 @@
-"""Who asks a server: keys, and how much of it each tenant may have.
+"""Tenants of a server: their keys, and their shares of its queue.
 
 Guarantees: each tenant has a share of the queue that no other one takes, and
-may have more while there is some that is nobody's.
+may have more while the part that all have in common has room.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str]:
   Raises:
     OptionError: a line is none, a key is there twice, or there is none.
   """
-  found: dict[str, str] = {}
+  tenants: dict[str, str] = {}
   try:
     lines = pathlib.Path(path).read_text("utf-8").splitlines()
   except (OSError, ValueError) as error:
@@ -35,32 +35,32 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str]:
     if not words:
       continue
     # The line is not shown: there is a key in it.
-    if len(words) != 2 or words[0] in found or not words[0].isascii():
+    if len(words) != 2 or words[0] in tenants or not words[0].isascii():
       raise OptionError(
         "api_keys",
         f"line {n} of {path}",
         "a key of ASCII, not used before, and a tenant",
         "write KEY TENANT",
       )
-    found[words[0]] = words[1]
-  if not found:
+    tenants[words[0]] = words[1]
+  if not tenants:
     raise OptionError("api_keys", f"no keys in {path}", "some", "add a line")
-  return found
+  return tenants
 
 
 class TenantShares:
-  """How many answers tenants have under way, and how many they may have.
+  """Counts of answers under way by tenant, and limits of them.
 
   Half of all belongs to the tenants in equal parts, at least one to each; the
   rest goes to those who ask first. A tenant that is alone may have all.
   """
 
   def __init__(self, tenants: int, most: Callable[[], int]):
-    """Nobody has any.
+    """Begins with no answers under way.
 
     Args:
-      tenants: how many there are.
-      most: answers of all together; may change.
+      tenants: Number of tenants.
+      most: Function that gives the limit of all tenants together.
     """
     self._tenants, self._most = tenants, most
     self._taken: collections.Counter[str] = collections.Counter()
@@ -91,7 +91,7 @@ class TenantShares:
       del self._taken[tenant]
 
   def _parts(self) -> tuple[int, int]:
-    """What belongs to each tenant, and what is nobody's."""
+    """The share of each tenant, and the part that they have in common."""
     most = self._most()
     if self._tenants < 2:
       return most, 0

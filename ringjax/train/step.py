@@ -25,6 +25,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import with_shardings
+from ringjax.train.balance import warn_unbalanced
 from ringjax.train.batch import Batch
 from ringjax.train.objective import LossSums, Objective
 from ringjax.typing import ArrayLeaf
@@ -218,6 +219,8 @@ def make_step(
   def step(
     state: TrainState, frozen: Transformer | None, batch: Batch
   ) -> tuple[TrainState, StepMetrics]:
+    # When the step is compiled.
+    warn_unbalanced(state.params if frozen is None else frozen)
     grads, found = gradients(state.params, frozen, batch)
     # A batch of nothing but padding has weight 0, and gradients of 0.
     share = 1 / jnp.maximum(found.weight, jnp.float32(1e-9))

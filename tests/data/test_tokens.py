@@ -727,3 +727,16 @@ def test_which_tokens_are_punctuation(loaded):
         assert n not in ids, (kind, n)
     dot = [int(n) for n in one.encode("a.") if one.window([int(n)]) == "."]
     assert dot and set(dot) <= ids
+
+
+def test_a_copied_stream_shares_nothing_that_is_pending():
+  first = Stream(Bytes())
+  head, tail, other = *"é".encode(), "è".encode()[1]
+  assert first.feed(head) == ""
+  second = first.copy()
+  assert (first.feed(tail), second.feed(other)) == ("é", "è")
+  # Ids that are no whole text yet, of tokenizers without bytes.
+  first._pending.append(1)
+  third = first.copy()
+  third._pending.append(2)
+  assert (first._pending, third._pending) == ([1], [1, 2])

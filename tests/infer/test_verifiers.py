@@ -215,6 +215,25 @@ def test_acceptance_is_the_overlap_of_both_laws():
   assert taken.mean() == pytest.approx(overlap, abs=0.01)
 
 
+def test_a_sibling_has_all_that_a_rejected_one_left():
+  """p is (1/2, 1/2, 0), q (2/5, 2/5, 1/5): behind token 2, which p never has,
+  the rest of p is p again, and more than q has of token 0.
+  """
+  rows = 64
+  wide = lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (rows, *np.shape(x)))
+  nodes = Nodes(
+    tokens=wide([0, 2, 0]),
+    parents=wide([-1, 0, 0]),
+    real=jnp.ones((rows, 3), bool),
+    pos=wide([4, 5, 5]),
+    logits=wide(np.log([[0.5, 0.5, 1e-30]] * 3).astype(np.float32)),
+    probs=wide(np.array([[0.4, 0.4, 0.2]] * 2, np.float32)),
+    seen=None,
+  )
+  kept = verifiers.rejection(traced(Sample(seed=5)), nodes).kept
+  np.testing.assert_array_equal(kept, wide([True, False, True]))
+
+
 # ---------------------------------------------------------------------------
 # Planted bugs
 # ---------------------------------------------------------------------------

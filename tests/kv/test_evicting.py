@@ -14,7 +14,9 @@ import ringjax as rj
 from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.cache_kind import KINDS
-from ringjax.kv.pages import few_sizes
+from ringjax.kv.eviction import _staying as staying
+from ringjax.kv.pages import Places, few_sizes
+from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 from tests.helpers import SMALL, swept
 
@@ -289,6 +291,16 @@ def test_evicting_one_of_three_rows_that_share_pages_harms_no_other():
   for row in (0, 2):
     got, _ = read(1, more[:1], three.take([row]).with_room(4), "grouped")
     contract.close(got, want)
+
+
+def test_the_first_and_the_newest_tokens_stay_open():
+  """Of rows that are evicted; of the others all that are there."""
+  pos = jnp.array([[2, 4, 0, 1, 3, 0]] * 2, jnp.int32)
+  seg = jnp.array([[1, 1, 1, 1, 1, 0]] * 2, jnp.int32)
+  kind = rj.kv.CacheKind(policy=rj.kv.SnapKV(), first=1, recent=2, page=8)
+  stays = staying(Coords(pos, seg), kind, Places(), jnp.array([True, False]))
+  want = [[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 0]]
+  np.testing.assert_array_equal(stays, np.array(want, bool))
 
 
 def test_exact_tokens_stay_as_they_are():

@@ -13,6 +13,9 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError, PromptError
 from ringjax.kv import CacheKind
+from ringjax.kv.slots import REPLICATED
+from ringjax.kv.window import WindowSlots
+from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 from tests.helpers import make_mesh
 
@@ -152,6 +155,20 @@ def test_blocks_go_from_ring_to_ring():
   again = gathered.export(0, 0, 18)
   for x, y in zip(jax.tree.leaves(blocks), jax.tree.leaves(again), strict=True):
     np.testing.assert_array_equal(x, y)
+
+
+def test_a_token_takes_a_slot_and_padding_none():
+  """Of rows of 3, 1 and no tokens that all shards have."""
+  zeros = jnp.zeros((3, 8), jnp.int32)
+  none = jnp.zeros(3, jnp.int32)
+  slots = WindowSlots(
+    at=Coords(zeros, zeros), count=none, before=none, reach=4, slack=4
+  )
+  pos = jnp.tile(jnp.arange(3, dtype=jnp.int32), (3, 1))
+  seg = (pos < jnp.array([[3], [1], [0]])).astype(jnp.int32)
+  after = slots.allocate(Coords(pos, seg), REPLICATED)
+  assert after.count.tolist() == [3, 1, 0]
+  assert jnp.sum(after.at.seg, 1).tolist() == [3, 1, 0]
 
 
 def test_bfloat16_and_bytes():

@@ -27,7 +27,7 @@ def reference(q, k, v, decay, beta, state):
 
   def step(s, x):
     q, k, v, g, beta = x
-    s = s * jnp.exp(g)[..., None, None]
+    s = s * jnp.exp(g).reshape(*g.shape[:2], -1, 1)
     delta = beta[..., None] * (v - jnp.einsum("bnhj,bnh->bnj", s, k))
     s = s + jnp.einsum("bnh,bnj->bnhj", k, delta)
     return s, jnp.einsum("bnhj,bnh->bnj", s, q)
@@ -120,6 +120,14 @@ def test_gradients_over_several_blocks():
   got = jax.jit(jax.grad(functools.partial(loss, rule), every))(*x)
   want = jax.jit(jax.grad(functools.partial(loss, reference), every))(*x)
   close(got, want, 2e-5)
+
+
+def test_rows_of_a_state_fade_each_by_itself():
+  """Over chunks: what is left of the state that a chunk begins with."""
+  q, k, v, _, beta, state = operands(7, 6, b=1, heads=1)
+  decay = -np.random.default_rng(7).random((1, 6, 2, 8), np.float32)
+  x = (q, k, v, decay, beta, state)
+  close(rule(*x, chunk=2), reference(*x), 3e-6)
 
 
 def test_starts_from_zeros():

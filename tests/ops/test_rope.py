@@ -218,7 +218,7 @@ def test_angles_against_decimals(name, reverse):
     exact = [[float(p * (f / TURN) % 1) for f in each] for p in pos]
   want = 2 * np.pi * np.array(exact) * (-1 if reverse else 1)
   each = r.frequencies(jnp.int32(LENGTH))
-  each = each.each(lambda x: x[None])
+  each = each.rearranged(lambda x: x[None])
   angles = each.angles(jnp.asarray(pos, jnp.int32)[:, None])
   apart = np.asarray(angles, np.float64) - want
   apart = np.abs((apart + np.pi) % (2 * np.pi) - np.pi)

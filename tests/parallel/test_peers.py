@@ -187,6 +187,19 @@ def test_strangers_are_not_let_in():
     one.close()
 
 
+def test_a_rank_shows_the_secret_of_its_group():
+  for token, known in ((b"s" * 32, True), (b"t" * 32, False)):
+    here, there = socket.socketpair()
+    with here, there:
+      hello = (peers_._MAGIC, token, 1, peers_._CONTROL)
+      there.sendall(peers_._HELLO.pack(*hello))
+      if known:
+        assert peers_._greet(b"s" * 32, here, "a rank")[1] == 1
+      else:
+        with pytest.raises(PeerError, match="secret"):
+          peers_._greet(b"s" * 32, here, "a stranger")
+
+
 def test_a_timeout_that_is_none():
   with pytest.raises(OptionError, match="timeout_s"):
     Peers.meet(0, 1, lambda mine: [mine], timeout_s=-1)

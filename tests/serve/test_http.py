@@ -13,7 +13,15 @@ import pytest
 import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
-from ringjax.serve import Engine, Request, RowSampling, http
+from ringjax.json_text import json_text
+from ringjax.serve import (
+  Engine,
+  Handle,
+  Request,
+  RowSampling,
+  TokenLogprobs,
+  http,
+)
 from ringjax.serve.api_parameters import COMPLETION, parse_json
 from ringjax.serve.fair_threads import FairThreads
 from ringjax.serve.grammar import GrammarMask
@@ -367,6 +375,36 @@ def test_temperatures_that_are_next_to_nothing(engine):
   assert one["text"] == engine.tokenizer.decode(tokens)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_bodies_with_tokens_that_may_not_come(engine, chat):
+  model = app(engine)._model
+  body = {"max_tokens": 4, "logprobs": 2} | {"prompt": TEXT}
+  make = model.completion
+  if chat:
+    said = [{"role": "user", "content": "Hi"}]
+    body = {"messages": said, "logprobs": True, "top_logprobs": 2}
+    make = model.chat
+  call = make(body, "")
+  handle = Handle(engine, call.requests[0], 0.0)
+  never = float("-inf")
+  handle.answers[0].tokens, handle.answers[0].text = [97, 98], "ab"
+  handle.answers[0].logprobs = [
+    TokenLogprobs(token=97, logprob=-1.0, top=((97, -1.0), (98, never))),
+    TokenLogprobs(token=98, logprob=never, top=((97, never), (98, never))),
+  ]
+  handle.answers[0].finish = "length"
+  found = strict(json_text(model.whole(call, [handle])))
+  logprobs = found["choices"][0]["logprobs"]
+  if chat:
+    own = [x["logprob"] for x in logprobs["content"]]
+    tops = [len(x["top_logprobs"]) for x in logprobs["content"]]
+  else:
+    own = logprobs["token_logprobs"]
+    tops = [len(x) for x in logprobs["top_logprobs"]]
+  assert own == [-1.0, -9999.0] and tops == [1, 0]
+
+
+@pytest.mark.long
 def test_json_says_nothing_of_tokens_that_may_not_come(engine):
   pytest.importorskip("llguidance")
   at = app(engine)

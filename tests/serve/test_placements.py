@@ -264,6 +264,14 @@ def server(instances, calls=None):
   return serve
 
 
+def test_a_rate_counts_the_gaps_between_requests():
+  trace = [
+    TraceRequest(arrival=n / 2, prompt_tokens=1, new_tokens=1) for n in range(5)
+  ]
+  assert trace_rate(trace) == 2
+  assert [one.arrival for one in at_rate(trace, 1.0)] == [0, 1, 2, 3, 4]
+
+
 def test_goodput_is_the_edge_of_what_meets_the_limits():
   model = sized()
   serve = server([model.instance("one", "both", 1, 1)])

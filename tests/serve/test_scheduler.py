@@ -245,3 +245,41 @@ def test_memory_stays_level():
       heaps = [*tree._leaves, *(h for g in tree._unseen for h in g)]
       sizes.append(sum(map(len, heaps)) + len(tree._roots))
   assert max(sizes) < 3 * (1024 + 5 * 16)
+
+
+def _one_row(scheduler, prompt, **options):
+  row = ServedRow(prompt=np.asarray(prompt, np.int32), most=4, **options)
+  scheduler.add(row)
+  return row
+
+
+def test_a_kept_table_is_the_row_s_own():
+  """A preempted row's slot is another's by the time that it is copied."""
+  tree = PrefixTree([GroupSpec(pages=8)], PAGE)
+  limits = StepLimits(rows=1, pieces=1, piece=8, budget=9, blocks=8)
+  scheduler = Scheduler(tree, limits, keeps=lambda row: True)
+  row = _one_row(scheduler, range(9))
+  scheduler.plan()
+  pages = scheduler.tables[0][0].copy()
+  assert row.computed == 8 and (pages >= 0).any()
+  scheduler._begun = set()
+  scheduler._preempt(row, [])
+  # What the tables say later is of no concern.
+  scheduler.tables[0][:] = 7
+  assert row.kept is not None
+  assert row.kept.tables[0].tolist() == pages.tolist()
+  assert (row.kept.computed, row.kept.slot) == (8, 0)
+
+
+def test_a_page_that_is_attached_has_a_user():
+  """It may not go while the row that gave it sees it, and may afterwards."""
+  tree = PrefixTree([GroupSpec(pages=4), GroupSpec(pages=2, reach=4)], PAGE)
+  data = np.arange(PAGE, dtype=np.int32).tobytes()
+  block = tree.extend(tree.root(), data)
+  wide = tree.allocate(0, 0)
+  tree.finish(block, [wide, None])
+  tree.attach(block, 1, tree.allocate(1, 0))
+  assert block.users[1] == 1
+  before = tree.free(1)
+  tree.unsee(block, 1)
+  assert block.users[1] == 0 and tree.free(1) == before

@@ -66,7 +66,7 @@ def kinds(at, rng):
       Request(prompt=common, max_new_tokens=n) for n in (4, 5, 9)
     ],
     # More than there is room for: rows are preempted and come back.
-    "many": [one(40, int(n)) for n in rng.integers(1, 50, 8)],
+    "many": [one(28, int(n)) for n in rng.integers(20, 50, 5)],
     "found again": [Request(prompt=common, max_new_tokens=4)],
   }
   if at.space is None:

@@ -95,7 +95,7 @@ def test_what_goes_in_comes_out(tmp_path):
     assert store.counters.errors == 0
 
 
-@pytest.mark.parametrize("size", [0, 1, 255, 4096])
+@pytest.mark.parametrize("size", [0, 1, 255, 4096, (1 << 20) + 1])
 def test_every_flipped_bit_and_every_cut(size):
   parts = pack(key(1), payload(1, size))
   data = b"".join(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.ring import Ring
 from ringjax.train import batch as batches
 from ringjax.train import remat, step
+from ringjax.train.balance import warn_unbalanced
 from tests.helpers import refused
 
 CONFIG = {
@@ -391,3 +394,26 @@ def test_labels_outside_of_the_vocabulary_are_placed(wanted):
   # Where nobody has told how many ids there are, the step counts them.
   figures, *_ = taken(model, bad, ContextParallel())
   assert figures.finite == 0 and figures.wrong == 1
+
+
+def test_a_mixture_whose_config_asks_for_balance():
+  """No loss balances experts: the config's wish is named, once."""
+  config = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+  }
+  model = checkpoint.create({**config, "router_aux_loss_coef": 0.02})
+  with pytest.warns(UserWarning, match="router_aux_loss_coef is 0.02"):
+    taken(model, documents(), ContextParallel())
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for coefficient in (0.0, None):
+      other = {**config, "router_aux_loss_coef": coefficient}
+      warn_unbalanced(jax.eval_shape(lambda c=other: checkpoint.create(c)))

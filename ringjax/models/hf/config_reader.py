@@ -312,11 +312,7 @@ class ConfigReader:
     unsaid = "default" if given else unsaid
     stretch = part.text("rope_type", "type", default=unsaid)
     whole = stretch == "proportional"
-    if (
-      partial != 1
-      and stretch == "default"
-      and kind_of_model in _TURNED_WHOLE
-    ):
+    if partial != 1 and stretch == "default" and kind_of_model in _TURNED_WHOLE:
       # Programs disagree: transformers turns all of it, others a part.
       want = "1: transformers turns whole heads of this family"
       raise self.error("partial_rotary_factor", partial, want, OTHER)

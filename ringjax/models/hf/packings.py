@@ -592,7 +592,8 @@ def _bitsandbytes(r: ConfigReader) -> Packing:
     r.only(f"_{key}", wanted)
   # How activations are treated, and what is of four bits.
   r.ignore(
-    "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_threshold", "llm_int8_skip_modules",
+    "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype",
     "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
     "bnb_4bit_use_double_quant",
@@ -666,9 +667,7 @@ def _awq(r: ConfigReader) -> Packing:
   sym = r.flag("sym", default=False)
   zeros = one_of(r, "zero_point", (True, False), True)
   size = _group(r, r.value("q_group_size", default=-1))
-  return AwqPacking(
-    size=size, zeros=zeros, symmetric=sym, codes=("qweight",)
-  )
+  return AwqPacking(size=size, zeros=zeros, symmetric=sym, codes=("qweight",))
 
 
 _FORMATS = (

@@ -59,9 +59,9 @@ def run(
         out, lse = _on_mesh(x, place, strategy)
       else:
         # Without a jit of our own a call outside of one would compile its loops
-        # again each time.
-        here = _per_shard if place.manual else _jitted_local
-        out, lse = here(x, place, strategy, None)
+        # again each time, and in a shard_map outside of one each operation of
+        # each device would be a program.
+        out, lse = _jitted_local(x, place, strategy, None)
   if not x.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out

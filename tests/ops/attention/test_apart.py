@@ -146,6 +146,15 @@ def chosen(p, owner, keep, by):
   ("shards", "sharded"), [(1, False), (4, False), (4, True)]
 )
 def test_selection(by, shards, sharded):
+  compare_selection(by, shards, sharded)
+
+
+def test_heads_of_all_shards_select_together():
+  """Probabilities of heads add up only over one maximum of all shards."""
+  compare_selection("token", 4, False)
+
+
+def compare_selection(by, shards, sharded):
   given = q, q_at, arrays, ats, owner = problem(16, 20, seed=2)
   wrap = lambda view, owner: SelectedView(view, owner, 8, 2, by)
   got = run(given, wrap, shards, sharded=sharded)

@@ -100,7 +100,7 @@ class RotatedRows(NamedTuple):
     """
     assert rotation.rope is not None
     each = rotation.rope.frequencies(rotation.length)
-    each = each.each(lambda x: jnp.pad(x, (0, 1))[self.pairs])
+    each = each.rearranged(lambda x: jnp.pad(x, (0, 1))[self.pairs])
     words = jnp.stack([each.units, as_words(each.rest)])
     return jnp.broadcast_to(words[..., None], (*words.shape, tile_ops.LANES))
 

@@ -216,7 +216,7 @@ def test_cosines_at_any_position():
   exact = np.array(
     [[float(Fraction(f) * int(p) % turn) for p in pos[0]] for f in radians]
   )
-  frequencies = Frequencies.of(radians).each(lambda x: x[:, None])
+  frequencies = Frequencies.of(radians).rearranged(lambda x: x[:, None])
   for dtype, far in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-3)):
     both = cos_sin(frequencies, jnp.asarray(pos, jnp.int32), dtype)
     for got, want in zip(both, (np.cos, np.sin), strict=True):

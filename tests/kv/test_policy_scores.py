@@ -1,0 +1,39 @@
+"""Scores of policies, by hand, of the masses that they are given."""
+
+from __future__ import annotations
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringjax.kv.policies.heavy_hitters import HeavyHitters
+from ringjax.kv.policies.snapkv import SnapKV
+
+
+def look(mass, length):
+  """What a policy looks at: masses of tokens at positions 0, 1, ..."""
+  mass = jnp.asarray(mass, jnp.float32)[None, None]
+  pos = jnp.arange(mass.shape[2], dtype=jnp.int32)[None, None]
+  return types.SimpleNamespace(
+    real=pos < length,
+    pos=pos,
+    length=jnp.array([length], jnp.int32),
+    column_mass=lambda: mass[:, :, None],
+    sums=lambda: mass,
+  )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_heavy_hitters_have_a_mean_over_the_queries_that_saw_them():
+  """As many as tokens from themselves on."""
+  scores = HeavyHitters().scores(look([4, 3, 3, 1], 4))
+  np.testing.assert_array_equal(scores[0, 0], [1, 1, 1.5, 1])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_snapkv_averages_over_neighbours_on_both_sides():
+  """What is beyond either end has no mass, and the newest token stays."""
+  scores = SnapKV(window=1, kernel=5).scores(look([5, 10, 0, 0, 0, 20, 7], 7))
+  np.testing.assert_array_equal(scores[0, 0], [3, 3, 3, 6, 4, 4, np.inf])
