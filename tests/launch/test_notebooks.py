@@ -273,6 +273,8 @@ RUNTIMES = {
   "TPU": ("01", "07", "09", "10", "11"),
   "GPU": ("03", "04", "05", "06", "15", "17"),
 }
+# They run for too long to store what they show with each change.
+WITHOUT_OUTPUTS = ("10", "12", "13", "14")
 # An absolute path of a machine, none of an address or a fraction.
 MACHINE = re.compile(
   r"(?<![\w.:/])/(?:work|root|tmp|home|usr|opt|var|content)/"
@@ -322,7 +324,13 @@ def output_faults(notebook: dict) -> list[str]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_of_the_cells(path: pathlib.Path):
   """Of the code as it is, and as `python colab/run.py` stores them."""
-  assert output_faults(json.loads(path.read_text())) == []
+  notebook = json.loads(path.read_text())
+  if path.name[:2] in WITHOUT_OUTPUTS:
+    assert not any(cell["outputs"] for cell in code_of(path))
+    assert {cell["execution_count"] for cell in code_of(path)} == {None}
+    assert "outputs stored here" not in source(notebook["cells"][0])
+    return
+  assert output_faults(notebook) == []
   assert any(cell["outputs"] for cell in code_of(path))
 
 
