@@ -19,6 +19,7 @@ from ringjax.json_text import json_text
 from ringjax.models.hf.safe_files import read_config
 from ringjax.parallel.chips import Link, number_bytes
 from ringjax.serve import cluster
+from ringjax.serve.cluster.router import PATIENCE_S
 from ringjax.serve.cluster.routing import ROLES
 
 
@@ -92,7 +93,7 @@ def define(values: flags.FlagValues) -> None:
   )
   new.number(
     "patience",
-    30.0,
+    PATIENCE_S,
     "Of a router: seconds that a request waits while no instance could serve "
     "it.",
     0.01,

@@ -379,6 +379,37 @@ def test_an_instance_that_is_lost(model, alone, stage):
     live.idle()
 
 
+@pytest.mark.parametrize(
+  "role", ["prefill", *_marked(pytest.mark.long, "decode")]
+)
+def test_requests_wait_for_the_only_instance_of_a_role(model, alone, role):
+  with Live(model, "prefill", "decode") as live:
+    wanted = requests(24, seed=7)
+    begun = threading.Event()
+    handles = [live.submit(x, lambda _: begun.set()) for x in wanted]
+    assert begun.wait(WAIT_S)
+    name = {"prefill": "prefill0", "decode": "decode1"}[role]
+    killed = live.workers[name]
+    live.kill(name)
+    until(lambda: live.router.counters.lost == 1)
+    # It takes nearly the patience to start it again, under its name.
+    live.later(WAIT_S - 5)
+    live.join(name, role)
+    for request, handle in zip(wanted, handles, strict=True):
+      assert found(handle) == alone(request)
+    assert live.router.counters.failed == 0
+    # Without a restart each ends with an error that says what is missing.
+    live.kill(name)
+    until(lambda: live.router.counters.lost == 2)
+    handle = live.submit(wanted[0])
+    does = {"prefill": "reads prompts", "decode": "answers"}[role]
+    until(lambda: any(x.alone_since for x in live.router._requests.values()))
+    live.later(WAIT_S + 1)
+    with pytest.raises(rj.PeerError, match=f"no instance that {does}"):
+      handle.result()
+    killed.close()
+
+
 def test_instances_join_leave_and_change_their_roles(model, alone):
   with Live(model, "prefill", "decode") as live:
     wanted = requests(24, seed=5)

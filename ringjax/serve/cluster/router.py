@@ -95,6 +95,9 @@ from ringjax.transfer.wire import (
   listening,
 )
 
+# Seconds for which requests wait for an instance that is missing: one that is
+# started again loads weights and compiles.
+PATIENCE_S = 300.0
 # Seconds for a stranger to show the key and say what it wants.
 _GREETING_S = 5.0
 _LOOK_S = 0.1
@@ -346,7 +349,7 @@ class ClusterRouter:
     stream_tokens: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
-    patience_s: int | float = 30.0,
+    patience_s: int | float = PATIENCE_S,
     silence_s: int | float = 10.0,
     beat_s: int | float = 0.25,
     attempts: int = 4,
