@@ -19,7 +19,7 @@ What a layer holds at most, in 2-byte numbers, of b rows of s tokens and width h
 
 `longest` counts what a training step of such a program holds on a device
 (Table 3), all in 4-byte numbers, of a row of s tokens, or of the part of a row
-that a device of a ring has:
+that a device of a ring has::
 
   states     weights, gradients and two moments, cut over all devices
   gathered   a layer's weights and their gradient
