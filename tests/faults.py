@@ -178,14 +178,14 @@ FAULTS = (
     "kv/policies/snapkv.py",
     "jax.lax.slice_in_dim(wide, n, n + size, axis=2)",
     "jax.lax.slice_in_dim(wide, min(n, 3), min(n, 3) + size, axis=2)",
-    "kv/test_kept_tokens.py",
+    "kv/test_policy_scores.py",
   ),
   _fault(
     "heavy hitters are not divided by the queries that saw them",
     "kv/policies/heavy_hitters.py",
     "return look.sums() / queries.astype(jnp.float32)",
     "return look.sums() + 0 * queries.astype(jnp.float32)",
-    "kv/test_kept_tokens.py",
+    "kv/test_policy_scores.py",
   ),
   _fault(
     "a call writes into a page less than it touches",

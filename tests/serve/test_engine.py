@@ -642,6 +642,17 @@ def test_counted_reads(loaded):
   assert not plan.cover[0, 1:8, 3].any()
 
 
+def test_a_page_that_is_not_ready_is_not_read_together():
+  """Two rows of two pages in common, of which one row has computed one."""
+  from ringjax.serve.shared_rows import shared_tiles
+
+  table = np.array([[[4, 7]], [[4, 7]]], np.int32)
+  plan = shared_tiles(table, np.array([4, 3]), 2, 2, 9)
+  assert plan.count.tolist() == [1] and plan.done.tolist() == [[1, 1]]
+  plan = shared_tiles(table, np.array([4, 4]), 2, 2, 9)
+  assert plan.count.tolist() == [2] and plan.done.tolist() == [[2, 2]]
+
+
 @pytest.mark.parametrize(
   ("family", "devices"),
   [("llama3", 1), ("gpt_oss", 1), ("qwen3_next", 1), ("gpt_oss", 4)],

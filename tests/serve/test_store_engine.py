@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.serve import Engine, Request, RowSampling
+from ringjax.serve.store_link import StoreLink
 from tests.helpers import refused, swept
 
 PAGE = 16
@@ -117,6 +119,15 @@ def ask(at, prompt, **options):
   request = Request(prompt=prompt, max_new_tokens=2, **options)
   result = at.submit(request).result()
   return result.tokens.tolist(), result.cached_tokens
+
+
+@pytest.mark.parametrize(
+  ("reach", "first"), [(None, 0), (4, 9), (5, 8), (8, 8), (60, 0)]
+)
+def test_a_window_begins_in_the_page_of_its_first_token(reach, first):
+  """Behind ten pages of four tokens."""
+  link = types.SimpleNamespace(_tree=types.SimpleNamespace(page=4))
+  assert StoreLink._first(link, reach, 10) == first
 
 
 def test_who_finds_what(loaded, tmp_path):
