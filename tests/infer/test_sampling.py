@@ -111,6 +111,14 @@ def test_equal_logits_are_kept_or_dropped_together(logits, top_k, top_p, min_p):
   assert kept[np.argmax(logits)]
 
 
+def test_a_row_keeps_its_own_share():
+  """Top-p of a row of small logits beside one of large ones."""
+  logits = np.log(np.array([[1, 0.1, 0.1, 0.1], [1, 0.9, 0.8, 0.7]], np.float32))
+  both = Sample(top_p=0.7).filtered(jnp.asarray(logits))
+  kept = np.asarray(both) > -np.inf
+  np.testing.assert_array_equal(kept, [[1, 0, 0, 0], [1, 1, 1, 0]])
+
+
 def test_greedy_is_the_first_of_the_largest():
   logits = jnp.asarray([[0, 3, 3, 1], [-5, -1, -2, -1]], jnp.float32)
   assert Greedy()(logits, ZERO).tolist() == [1, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.errors import OptionError, PromptError
+from ringjax.infer.stopping import Stop
 from ringjax.serve import (
   Engine,
   GroupSpec,
@@ -436,6 +438,29 @@ def test_stop_texts(tiny):
       assert stop not in Bytes().decode(answer.tokens[:-1])
     else:
       assert answer.text == whole and stop not in whole
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_hypotheses_watch_each_a_text_of_its_own():
+  """What one says behind their beginning does not end the other."""
+  request = types.SimpleNamespace(logprobs=None, beams=2)
+  search = beams.BeamSearch(request, [], None, None)
+  watch = Stop(strings=("ab",)).watch(Bytes())
+  begun = beams._Beam(answer=Answer(), watch=watch, row=None)
+  tokens = np.array([*Bytes().encode("ab")], np.int32)[-2:]
+  grow = lambda n: search._grown(begun, tokens, np.zeros(2), int(tokens[n]))
+  grow(0)
+  answer, after = grow(1)
+  assert (answer.text, answer.finish, after.tokens) == ("b", None, 1)
+  assert watch.tokens == 0
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_score_is_a_mean_by_the_length_to_a_power():
+  request = types.SimpleNamespace(beams=2, length_penalty=0.5)
+  search = beams.BeamSearch(request, [], None, None)
+  answer = Answer(tokens=[5, 6, 7, 8], total_logprob=-8.0)
+  assert search._score(answer) == -4
 
 
 def test_few_hypotheses(tiny):

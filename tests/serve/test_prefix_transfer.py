@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import ringjax as rj
 from ringjax import transfer
 from ringjax.errors import CheckpointFormatError
 from ringjax.serve import Engine, Request, prefix_transfer
+from ringjax.serve.prefix_tree import PrefixTree
 from tests.helpers import SMALL, swept
 
 KEY = bytes(range(32))
@@ -254,6 +256,31 @@ def test_no_page_of_a_failed_step_leaves(tmp_path, monkeypatch):
       source.run()
     with pytest.raises(rj.OptionError, match="step failed"):
       rj.serve.export_prefix(source, prompt)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_part_begins_behind_the_one_before():
+  """Of a prompt of six pages, of which each is a block of a tree."""
+  chain = [Block(None, b"", -1)]
+  for n in range(6):
+    chain.append(Block(chain[-1], np.int32([n, n]).tobytes(), n))
+    chain[-2].children[chain[-1].data] = chain[-1]
+  tree = types.SimpleNamespace(page=2)
+  tree.chain = lambda root, pieces: PrefixTree.chain(tree, root, pieces)
+  tokens = np.repeat(np.arange(6, dtype=np.int32), 2)
+  hashes = rj.serve.PrefixHashes()
+  for first in (0, 2, 5):
+    assert hashes.chain(tree, chain[0], tokens, first) == chain[1 + first :]
+    # The part that ends here.
+    hashes._part = hashes._part[: first + 2]
+
+
+class Block:
+  """A block of a tree, as far as a chain looks at it."""
+
+  def __init__(self, parent, data, depth):
+    self.parent, self.data, self.depth = parent, data, depth
+    self.children = {}
 
 
 def test_pages_are_hashed_once(monkeypatch):

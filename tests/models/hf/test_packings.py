@@ -10,6 +10,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from jax.sharding import AxisType
 from ringjax import models
 from ringjax.errors import CheckpointMismatchError, ConfigError
 from ringjax.models.contents import contents, text_config
+from ringjax.models.hf.codes import PackedRows
 from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.names import Reshape
 from ringjax.models.hf.packings import packing
 from ringjax.models.hf.tensors import checkpoint_tensors, parameters
 from tests import checkpoints
@@ -383,6 +386,14 @@ def test_codes_become_the_numbers_they_stand_for(name, tmp_path):
   assert str(model.dtype) == "float32"
   close(model, plain)
   assert "quantization_config" not in json.loads(model.source)
+
+
+def test_codes_without_zeros_are_around_half_of_them():
+  """Eight codes of a word, of which the row has four."""
+  form = PackedRows(form=Reshape((1, 4), (1, 4)), bits=4, groups=1, size=4)
+  words = np.array([[7 | 8 << 4 | 9 << 8 | 0 << 12]], np.int32)
+  found = form.unpack(jnp.asarray(words), jnp.array([[0.5]], jnp.float32))
+  np.testing.assert_array_equal(found, [[-0.5, 0, 0.5, -4]])
 
 
 @pytest.mark.parametrize("name", some("gptq_zeros"))
