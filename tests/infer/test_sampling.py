@@ -113,10 +113,8 @@ def test_equal_logits_are_kept_or_dropped_together(logits, top_k, top_p, min_p):
 
 def test_a_row_keeps_its_own_share():
   """Top-p of a row of small logits beside one of large ones."""
-  logits = np.array([[1, 0.1, 0.1, 0.1], [1, 0.9, 0.8, 0.7]], np.float32)
-  both = Sample(top_p=0.7).filtered(jnp.log(jnp.asarray(logits)))
-  )
-  both = Sample(top_p=0.7).filtered(jnp.asarray(logits))
+  ratios = np.array([[1, 0.1, 0.1, 0.1], [1, 0.9, 0.8, 0.7]], np.float32)
+  both = Sample(top_p=0.7).filtered(jnp.log(jnp.asarray(ratios)))
   kept = np.asarray(both) > -np.inf
   np.testing.assert_array_equal(kept, [[1, 0, 0, 0], [1, 1, 1, 0]])
 

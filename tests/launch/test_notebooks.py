@@ -274,7 +274,7 @@ RUNTIMES = {
   "GPU": ("03", "04", "05", "06", "15", "17"),
 }
 # They run for too long to store what they show with each change.
-WITHOUT_OUTPUTS = ("10", "12", "13", "14")
+WITHOUT_OUTPUTS = ("10", "13")
 # An absolute path of a machine, none of an address or a fraction.
 MACHINE = re.compile(
   r"(?<![\w.:/])/(?:work|root|tmp|home|usr|opt|var|content)/"
