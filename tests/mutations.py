@@ -419,8 +419,8 @@ BUGS = [
   Bug(
     "the window is a token too wide",
     _MASK,
-    "return min(self.size - 1, _MOST), min(ahead, _MOST)",
-    "return min(self.size, _MOST), min(ahead, _MOST)",
+    "return self.size - 1, self.size - 1 if self.ahead is None else self.ahead",
+    "return self.size, self.size - 1 if self.ahead is None else self.ahead",
     "window",
   ),
   Bug(
@@ -502,9 +502,9 @@ BUGS = [
   ),
   Bug(
     "distances have a sign",
-    _SCORES,
-    "jnp.abs(way.query(self.q_at.pos) - way.key(self.k_at.pos))",
-    "(way.query(self.q_at.pos) - way.key(self.k_at.pos))",
+    _MASK,
+    "apart = jnp.where(q > k, q - k, k - q)  # Modulo 2**32.",
+    "apart = q - k\n  return apart.astype(dtype)",
     "both_sides",
   ),
   Bug(

@@ -10,7 +10,7 @@ from ringjax.models.transformer import Transformer
 
 
 def check_losses(
-  losses: Float[Array | np.ndarray, "*T"] | float,
+  losses: Float[Array | np.ndarray, "*T"] | np.floating | float,
   model: Transformer,
   *,
   document: int,
