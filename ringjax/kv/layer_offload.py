@@ -324,6 +324,10 @@ class OffloadedCache:
     return self.base.recurrent
 
   @property
+  def irreversible(self) -> bool:
+    return self.base.irreversible
+
+  @property
   def length(self) -> jax.Array:
     """int32 [B], the position behind each row's last token; 0 if empty."""
     return self.base.length
