@@ -805,6 +805,31 @@ def test_patience_begins_when_a_prompt_has_been_read():
       handle.result()
 
 
+def test_requests_that_wait_for_room_do_not_wait_for_an_instance():
+  with Live(None) as live:
+    reader = Scripted(live, "a", "prefill")
+    asked = Request(prompt=[7] * 90, max_new_tokens=60)
+    handles = [live.submit(asked) for _ in range(8)]
+    for _ in handles:
+      task = reader.hear("read")
+      reader.tell("read", id=task["id"], ticket="a ticket", cached=0)
+    until(lambda: live.figure("requests_read") == 8)
+    live.later(WAIT_S - 5)
+    # It has room for some of them.
+    decoder = Scripted(live, "b", "decode")
+    decoder.hear("answer")
+    live.later(WAIT_S - 5)
+    states = list(live.router._requests.values())
+    assert [state.alone_since for state in states] == [None] * 8
+    assert any(state.stage == "read" for state in states)
+    assert not any(handle.done for handle in handles)
+    # Once it has gone, their patience begins again.
+    decoder.close()
+    until(lambda: live.router.counters.lost == 1)
+    live.later(WAIT_S - 5)
+    assert not any(handle.done for handle in handles)
+
+
 class Looking(cluster.ShortestQueue):
   """Notes what a policy sees of the first instance."""
 

@@ -286,6 +286,7 @@ class RoutedState:
     keys: of the prompt's blocks, by the tokens of a block.
     attempts: how often it was begun.
     alone_since: since when no instance could take it; None if one can.
+    alone_for: Work that no instance could do then, "prefills" or "decodes".
     why: it was begun again the last time.
     whole: whether who answers also reads, as its route says.
     fetch_tokens: of the prompt, that who reads it has once it has fetched.
@@ -314,6 +315,7 @@ class RoutedState:
   keys: dict[int, list[str]] = dataclasses.field(default_factory=dict)
   attempts: int = 0
   alone_since: float | None = None
+  alone_for: str = ""
   why: str = ""
   whole: bool = False
   fetch_tokens: int = 0
@@ -961,7 +963,10 @@ class ClusterRouter:
       # One that waits for room is not overtaken.
       before = state.stage
       waits = before == "read" or (state.more and before == "reading")
-      if waits and not full:
+      if waits and full:
+        # It waits for room: its patience with a missing instance is over.
+        self._fitting(state, "decodes")
+      elif waits:
         self._guarded(state, self._place)
         full = state.stage == before == "read" and state.alone_since is None
     self._work.notify_all()
@@ -991,8 +996,8 @@ class ClusterRouter:
     if any(getattr(view, what) for view in found):
       state.alone_since = None
       return found
-    if state.alone_since is None:
-      state.alone_since = self._clock()
+    if state.alone_since is None or state.alone_for != what:
+      state.alone_since, state.alone_for = self._clock(), what
     return []
 
   def _seen(
