@@ -60,6 +60,7 @@ def test_closing_ends_waiting_connections_and_accept(server):
   door.close()
   waiter.join(30)
   assert got == [None]
+  server.close()
   # It is reset if it was not accepted yet.
   with silent, contextlib.suppress(ConnectionResetError):
     assert silent.recv(1) == b""
