@@ -104,7 +104,7 @@ def step(
     None,
     length,
   )
-  after = _following(sampler, attend.everywhere(logits[:, 0]), state, stops)
+  after = following_of(sampler, attend.everywhere(logits[:, 0]), state, stops)
   return attend.everywhere(after), cache
 
 
@@ -117,12 +117,13 @@ def following(
   stops: Int[Array, " n"],
 ) -> DecodeState:
   """Chooses the tokens behind those of a state, by the logits behind them."""
-  return _following(sampler, logits, state, stops)
+  return following_of(sampler, logits, state, stops)
 
 
-def _following(
+def following_of(
   sampler: Any, logits: jax.Array, state: DecodeState, stops: jax.Array
 ) -> DecodeState:
+  """`following`, inside of a jit."""
   pos = state.pos + 1
   token = or_not_finite(sampler(logits, pos, state.seen), logits)
   token = jnp.where(state.done, state.token, token)
