@@ -104,7 +104,7 @@ def step(
     None,
     length,
   )
-  after = following_of(sampler, attend.everywhere(logits[:, 0]), state, stops)
+  after = _following(sampler, attend.everywhere(logits[:, 0]), state, stops)
   return attend.everywhere(after), cache
 
 
@@ -117,13 +117,12 @@ def following(
   stops: Int[Array, " n"],
 ) -> DecodeState:
   """Chooses the tokens behind those of a state, by the logits behind them."""
-  return following_of(sampler, logits, state, stops)
+  return _following(sampler, logits, state, stops)
 
 
-def following_of(
+def _following(
   sampler: Any, logits: jax.Array, state: DecodeState, stops: jax.Array
 ) -> DecodeState:
-  """`following`, inside of a jit."""
   pos = state.pos + 1
   token = or_not_finite(sampler(logits, pos, state.seen), logits)
   token = jnp.where(state.done, state.token, token)

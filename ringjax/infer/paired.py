@@ -43,6 +43,7 @@ from ringjax.infer.prompt_reading import (
 )
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session, on_its_mesh, place_of
+from ringjax.infer.stopping import StopLike
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import CallCache
 from ringjax.kv.cache_kind import CacheKind
@@ -238,7 +239,7 @@ def prefill_beside(
   cache_dtype: DTypeLike | None = None,
   cache_kind: CacheKind | str = "windowed",
   sampler: Callable[..., Any] | None = None,
-  stop: Any = (),
+  stop: StopLike = (),
   pad_id: int = 0,
 ) -> BesideReading:
   """Reads prompts in chunks, beside each of which another request decodes.
@@ -446,7 +447,7 @@ def step_beside(
   logits, following = (
     attend.everywhere(model.logits(model.behind(x))) for x in (last, g[:, 0])
   )
-  after = decode.following_of(sampler, following, state, stops)
+  after = decode.following(sampler, following, state, stops)
   return logits, attend.everywhere(after), (read, answered)
 
 
