@@ -410,6 +410,28 @@ def test_requests_wait_for_the_only_instance_of_a_role(model, alone, role):
     killed.close()
 
 
+def test_a_restart_under_a_name_whose_end_is_not_noticed_yet(model, alone):
+  with Live(model, "both", silence_s=1) as live:
+    hung = live.workers["both0"]
+    with engine(model) as made:
+      other = cluster.ClusterWorker(
+        made, key=KEY, router=live.router.address, role="both", name="both0"
+      )
+      with other:
+        # It says that it is alive: the name is its own.
+        until(lambda: other.refused)
+      assert "no other instance" in other.refused
+    # It hangs: nothing comes, and nothing is closed.
+    over = threading.Event()
+    hung._link._wire.tell_object = lambda _: over.wait(WAIT_S)
+    live.join("both0")
+    assert live.router.counters.lost == 1
+    (request,) = requests(1, seed=4)
+    assert found(live.submit(request)) == alone(request)
+    over.set()
+    hung.close()
+
+
 def test_instances_join_leave_and_change_their_roles(model, alone):
   with Live(model, "prefill", "decode") as live:
     wanted = requests(24, seed=5)

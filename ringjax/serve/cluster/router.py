@@ -147,6 +147,7 @@ class ClusterInstance:
     leaving: whether it takes nothing new.
     report: what it said last of its load.
     queue: the same, of the prompts that it has to read.
+    heard: Messages that have come from it.
     sent: tasks that were sent to it.
     since: those that its report does not count yet.
   """
@@ -161,6 +162,7 @@ class ClusterInstance:
   leaving: bool = False
   report: dict[str, int] = dataclasses.field(default_factory=dict)
   queue: tuple[QueuedPrompts, ...] = ()
+  heard: int = 0
   sent: int = 0
   since: collections.deque[SentTask] = dataclasses.field(
     default_factory=collections.deque
@@ -826,6 +828,10 @@ class ClusterRouter:
     one.report = {"free_tokens": one.capacity}
     common = fields["codec"], fields["dtype"], fields["vocab"]
     with self._work:
+      if self._lives(name):
+        raise OptionError(
+          "name", name, "one that no other instance has", "pass another name"
+        )
       if self._closed:
         raise OptionError("the router was closed")
       if fields["vocab"] != self.vocab or fields["longest"] != self.longest:
@@ -842,15 +848,32 @@ class ClusterRouter:
           f"{self._common and self._common[1::-1]}, as of those that joined",
           "serve one model with one --cache and --dtype",
         )
-      if name in self._instances:
-        raise OptionError(
-          "name", name, "one that no other instance has", "pass another name"
-        )
       self._common = common
       self._instances[name] = one
       one.link.tell(t="welcome", stream=self._stream)
       one.link.start()
       self._dispatch()
+
+  def _lives(self, name: str) -> bool:
+    """Whether an instance of this name is there, and says so twice more.
+
+    One whose machine has died is there until it has been silent for too long:
+    who starts again under its name waits for that.
+    """
+    old = self._instances.get(name)
+    if old is None:
+      return False
+    # The next message may have been on its way when the instance ended.
+    enough = old.heard + 2
+    self._work.wait_for(
+      lambda: (
+        self._closed
+        or self._instances.get(name) is not old
+        or old.heard >= enough
+      ),
+      self._silence_s,
+    )
+    return name in self._instances
 
   def _gone(self, one: ClusterInstance, why: str) -> None:
     """An instance is not there any more: others do what it had to do."""
@@ -859,6 +882,7 @@ class ClusterRouter:
       if self._instances.get(one.name) is not one:
         return
       del self._instances[one.name]
+      self._work.notify_all()
       self.blocks.forget(one.name)
       self.counters.lost += not one.leaving
       for state in list(self._requests.values()):
@@ -880,6 +904,8 @@ class ClusterRouter:
     """One message of an instance."""
     kind = fields["t"]
     with self._work:
+      one.heard += 1
+      self._work.notify_all()
       if kind == "view":
         one.hear_load(fields, self._expected)
         self._dispatch()
