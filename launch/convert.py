@@ -41,7 +41,7 @@ from ringjax.models.checkpoint import (
   check_unpacked,
   stored_dtype,
 )
-from ringjax.models.contents import Contents, contents, text_config
+from ringjax.models.contents import Contents, contents, read_source
 from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -140,7 +140,7 @@ def _check(values: flags.FlagValues) -> None:
 def _conversion(path: str, dtype: str | None) -> Conversion:
   """Opens a folder and compares it with the model that its config means."""
   folder = Folder.open(path)
-  source, family = text_config(folder.config)
+  _, source, family = read_source(folder.config)
   empty = models.abstract(source, dtype=dtype or jnp.float32)
   found = contents(folder, family, empty, source)
   params = parameters(empty)
