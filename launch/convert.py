@@ -56,7 +56,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Folder to read.")
+  new.model("model", None, "Folder to read.")
   new.path("out", None, "Folder to make.")
   new.boolean("check", False, "Only look, and write nothing.")
   flags.DEFINE_enum(

@@ -123,7 +123,12 @@ _Shown = tuple[list[str], Callable[[str], None]]
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.model(
+    "model",
+    None,
+    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
+    "model in ringjax.",
+  )
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from ringjax import fetched_models
 from ringjax.checks import FLOATS, float_dtype
 from ringjax.errors import (
   CheckpointMismatchError,
@@ -211,7 +212,8 @@ def load(
   with an encoder beside its decoder (`ringjax.models.cepe`) is both.
 
   Args:
-    path: a folder with `config.json` and `*.safetensors`.
+    path: a folder with `config.json` and `*.safetensors`, or the name of a
+      model that `python -m launch.fetch` has brought.
     mesh: which devices have the weights; default: one.
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
@@ -253,6 +255,7 @@ def load(
       with an encoder.
     MeshError: rules for an axis that the mesh does not have.
   """
+  path = fetched_models.resolve(path)
   mesh = _checked_mesh(mesh, rules)
   ranks = outcome.processes_of(mesh)
   streaming, streamed, in_host = None, [], set()
