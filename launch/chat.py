@@ -48,7 +48,7 @@ _MEMORY = (
 _HELP = """\
 /read FILE    puts a file into the conversation, before your next message
 /reset        forgets the conversation
-/save FILE    writes the messages as JSON; --load=FILE goes on with them
+/save FILE    writes the messages as JSON, for --load=FILE
 /help         this list
 /quit         ends, as Ctrl-D does
 Ctrl-C ends an answer. A message that begins with a slash: begin it with two."""
@@ -189,7 +189,7 @@ class _Chat:
     return self._values.context or min(model.config.max_positions, _CONTEXT)
 
   def _beside(self, model: Any, mesh: Any) -> Any:
-    """What --memory is to have room for, beside the weights."""
+    """Bytes that --memory has to leave to the longest call."""
     values, context = self._values, self._context(model)
     new = min(values.max_new_tokens or _NEW_TOKENS, context - 1)
     call = rj.infer.CallMemory(
@@ -226,7 +226,7 @@ class _Chat:
           self._screen.error(f"{error.filename}: {error.strerror}")
 
   def _lines(self) -> Iterator[str]:
-    """What the user says, line by line."""
+    """The lines of the user."""
     self.doing = "waiting for a message"
     while True:
       try:
@@ -247,9 +247,9 @@ class _Chat:
 
   def _command(self, text: str) -> bool:
     """Does what a command says; whether the conversation goes on."""
-    word, _, rest = text.partition(" ")
-    rest = os.path.expanduser(rest.strip())
-    if word in ("/read", "/save") and not rest:
+    word, _, name = text.partition(" ")
+    path = os.path.expanduser(name.strip())
+    if word in ("/read", "/save") and not path:
       raise PromptError(word, "no file", f"{word} FILE", "name a file")
     if word == "/quit":
       return False
@@ -260,15 +260,15 @@ class _Chat:
       self._files = []
       self._screen.say("forgotten")
     elif word == "/save":
-      self._conversation.save(rest)
-      many = len(self._conversation.messages)
-      self._screen.say(f"{many} messages in {rest}")
+      self._conversation.save(path)
+      count = len(self._conversation.messages)
+      self._screen.say(f"{count} messages in {path}")
     elif word == "/read":
-      read = prompts.read_file(rest, "/read")
+      read = prompts.read_file(path, "/read")
       self._files.append(read)
       tokens = len(self._tokenizer.encode(read))
       self._screen.say(
-        f"{rest}: {tokens:,} tokens, which come before your next message"
+        f"{path}: {tokens:,} tokens, which come before your next message"
       )
     else:
       raise PromptError(
@@ -280,7 +280,7 @@ class _Chat:
     """Answers a message, and says what that took."""
     job, screen = console.Job(), self._screen
     job.gentle = True
-    whole = "\n\n".join([*self._files, text])
+    message = "\n\n".join([*self._files, text])
     began = False
 
     def show(piece: str) -> None:
@@ -294,10 +294,10 @@ class _Chat:
     def progress(done: int, total: int) -> None:
       screen.at(done)
 
-    if self._terminal and len(whole) > 2000:
+    if self._terminal and len(message) > 2000:
       screen.begin("reading", unit="tokens")
     ask = lambda: self._conversation.ask(
-      whole, show, stopped=lambda: job.stop, progress=progress
+      message, show, stopped=lambda: job.stop, progress=progress
     )
     try:
       turn = job.run(ask)
@@ -319,9 +319,9 @@ class _Chat:
 
 
 def _figures(turn: Turn) -> str:
-  """What a turn took, in words."""
-  rest = len(turn.tokens) - 1
-  rate = f"{rest / turn.answer_s:,.1f}" if rest and turn.answer_s else "-"
+  """The figures of a turn, in words."""
+  steps = len(turn.tokens) - 1
+  rate = f"{steps / turn.answer_s:,.1f}" if steps and turn.answer_s else "-"
   ended = ""
   if turn.ended in ("Ctrl-C", "max_new_tokens", "context"):
     ended = f", until {turn.ended}"

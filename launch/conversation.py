@@ -5,7 +5,7 @@ template renders it now, token by token. Of it the cache keeps the longest
 common beginning with what it holds; only the rest is read. Where a template
 renders an older turn otherwise than it was (reasoning left out), or a text is
 encoded otherwise than it was generated, what differs is taken back and read
-anew; a cache that cannot go back is emptied.
+again; a cache that cannot go back is emptied.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Interrupted(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-  """What a turn took.
+  """One answer, and the tokens and seconds that it took.
 
   Attributes:
     text: The answer as it was shown.
-    tokens: Its ids.
+    tokens: Ids of the answer.
     cached: Tokens of the conversation that the cache held before.
     read: Tokens that were read for it.
     read_s: Seconds until the first token of the answer.
     answer_s: Seconds from the first token to the last.
-    ended: What ended it: a stop id or string, "Ctrl-C", "max_new_tokens" or
+    ended: Why it ended: a stop id or string, "Ctrl-C", "max_new_tokens" or
       "context".
   """
 
@@ -63,7 +63,7 @@ class Conversation:
   """Messages, and the session that has read them.
 
   Attributes:
-    messages: As the template takes them: roles and contents.
+    messages: Roles and contents, as the template takes them.
     session: The cache.
   """
 
@@ -82,7 +82,7 @@ class Conversation:
     """Begins without messages, but for the system's.
 
     Args:
-      model: What answers.
+      model: The model.
       tokenizer: The model's.
       template: Renders the messages.
       session: An empty one of the model, of one row.
@@ -212,8 +212,8 @@ class Conversation:
     ended = watch.stopped
     if ended is None and len(new) == count and not stopped():
       ended = "max_new_tokens" if count == self._most else "context"
-    said = {"role": "assistant", "content": answer}
-    self.messages = [*messages, said]
+    reply = {"role": "assistant", "content": answer}
+    self.messages = [*messages, reply]
     return Turn(
       text=answer,
       tokens=tuple(new),
@@ -230,11 +230,11 @@ class Conversation:
     try:
       session.check()
       length = int(session.lengths[0])
-      held = session.ids[0, :length]
+      cached = session.ids[0, :length]
       # At least one token is read: it says what comes next.
-      most = min(length, len(ids) - 1)
-      differ = np.flatnonzero(held[:most] != ids[:most])
-      common = int(differ[0]) if differ.size else most
+      limit = min(length, len(ids) - 1)
+      differ = np.flatnonzero(cached[:limit] != ids[:limit])
+      common = int(differ[0]) if differ.size else limit
       if common < length:
         session.take_back(np.array([True]), np.array([common]))
         # What drafts has read what is gone.

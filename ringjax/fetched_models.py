@@ -23,10 +23,10 @@ class NamedModel:
   """A model that can be fetched.
 
   Attributes:
-    name: By which it is asked for.
-    title: What it is, for people.
-    family: Its family, as in `rj.models.list()`.
-    context: Its longest context, in tokens.
+    name: Name by which it is asked for.
+    title: Size and form, for people.
+    family: One of `rj.models.list()`.
+    context: Tokens of the longest context.
     chat: Whether it was tuned for chats.
     packages: Packages with their versions, NAME==VERSION, whose wheels hold it.
     parts: Files in these wheels that are the model's file, in their order.
@@ -50,7 +50,7 @@ class NamedModel:
 
   @property
   def folder(self) -> pathlib.Path:
-    """Where it is kept."""
+    """The folder that keeps it."""
     return cache_folder() / "models" / self.name
 
   @property
@@ -60,7 +60,7 @@ class NamedModel:
 
   @property
   def command(self) -> str:
-    """What fetches it."""
+    """The command that fetches it."""
     return f"python -m launch.fetch {self.name}"
 
 
@@ -96,7 +96,7 @@ def resolve(
 
   Args:
     path: A name, a folder or a file. What exists under a name counts first.
-    argument: What to call it in an error.
+    argument: Name of the argument, for an error.
 
   Raises:
     OptionError: The name of a model that has not been fetched.
@@ -115,6 +115,6 @@ def resolve(
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
-  """What to call the model of a folder or a file."""
-  whole = pathlib.Path(path).resolve()
-  return whole.parent.name if whole.name == FILE else whole.name
+  """The name of the model in a folder or a file."""
+  file = pathlib.Path(path).resolve()
+  return file.parent.name if file.name == FILE else file.name
