@@ -57,6 +57,7 @@ def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
   new.model("model", None, "Folder to read.")
+  new.strict()
   new.path("out", None, "Folder to make.")
   new.boolean("check", False, "Only look, and write nothing.")
   flags.DEFINE_enum(
@@ -105,7 +106,7 @@ def run(
   screen = console.Screen(NAME, stderr)
   try:
     _check(values)
-    found = _conversion(values.model, values.dtype)
+    found = _conversion(values.model, values.dtype, values.strict)
     if values.check:
       for _ in _tensors(found, screen):
         pass
@@ -137,10 +138,10 @@ def _check(values: flags.FlagValues) -> None:
     )
 
 
-def _conversion(path: str, dtype: str | None) -> Conversion:
+def _conversion(path: str, dtype: str | None, strict: bool) -> Conversion:
   """Opens a folder and compares it with the model that its config means."""
   folder = Folder.open(path)
-  _, source, family = read_source(folder.config)
+  _, source, family = read_source(folder.config, strict=strict)
   empty = models.abstract(source, dtype=dtype or jnp.float32)
   found = contents(folder, family, empty, source)
   params = parameters(empty)

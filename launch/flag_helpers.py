@@ -47,6 +47,15 @@ class FlagHelper:
     """A model's folder or file, or the name of one that has been fetched."""
     flags.DEFINE(_Model(), name, default, text, **self._values)
 
+  def strict(self) -> None:
+    """Whether a config's keys that may change the computation are refused."""
+    self.boolean(
+      "strict",
+      True,
+      "Refuse keys of config.json that nothing reads and that may change the "
+      "computation; else a warning names them.",
+    )
+
   def texts(self, name: str, default: list[str] | None, text: str) -> None:
     """Texts with commas between."""
     flags.DEFINE_list(name, default, text, **self._values)

@@ -213,7 +213,7 @@ class _Work:
     early = None
     if values.memory is not None and values.contexts is None:
       # How many tokens there are says how much is left for the weights.
-      early = self._encoded(folder, _positions(folder))
+      early = self._encoded(folder, _positions(folder, strict=values.strict))
     tokens = None if early is None else len(early[2])
     model, about = self._load(folder, mesh, tokens)
     tokenizer, chat, ids = early or self._encoded(
@@ -515,10 +515,10 @@ class _Work:
       self._out.flush()
 
 
-def _positions(folder: pathlib.Path) -> int:
+def _positions(folder: pathlib.Path, *, strict: bool) -> int:
   """The longest context of a folder's model, by its config."""
   source = Folder.open(folder).config
-  return rj.models.read_config(source)[0].max_positions
+  return rj.models.read_config(source, strict=strict)[0].max_positions
 
 
 def _policy(values: flags.FlagValues) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""What launch.generate and launch.chat do alike: a model, and how it answers.
+"""Flags of launch.generate and launch.chat alike: a model, and how it answers.
 
-Flags of the model, of its cache and of sampling, and what they make.
+Of the model, of its cache and of sampling, with the objects that they ask for.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def define(
   """The flags of a model, of its cache and of sampling.
 
   Args:
-    values: Where they are defined.
-    default: Which model is taken without --model, in words.
+    values: Flags to add to.
+    default: Words for the model that is taken without --model.
   """
   new = FlagHelper(values)
   new.model(
@@ -140,12 +140,7 @@ def define(
     "A folder for keys that are on disk; alone: keys are in host memory as far "
     "as they fit there, then in this folder, of which no file is left.",
   )
-  new.boolean(
-    "strict",
-    True,
-    "Refuse keys of config.json that nothing reads and that may change the "
-    "computation; else a warning names them.",
-  )
+  new.strict()
 
 
 def check(values: flags.FlagValues) -> None:
@@ -196,11 +191,11 @@ def load(
 
   Args:
     values: The flags.
-    folder: Where it is.
-    mesh: Which devices have it.
-    say: Takes lines for people.
-    placement: Where its layers are, in place of what --placement says.
-    beside: What --memory is to have room for, too.
+    folder: Folder or file of the model.
+    mesh: Devices that get it.
+    say: Function that takes lines for people.
+    placement: Placement of its layers, in place of --placement.
+    beside: Bytes of the largest call, for --memory, as `rj.models.load` has it.
   """
   if values.flash is not None and mesh is not None and mesh.size > 1:
     raise OptionError(
@@ -239,12 +234,12 @@ def tell_placement(model: Transformer, say: Callable[[str], Any]) -> None:
 def offload(
   values: flags.FlagValues, model: Transformer, tokens: int
 ) -> dict[str, Any]:
-  """Where keys are that do not run, as `generate` and `Session` take it.
+  """Placement of keys that do not run, as `generate` and `Session` take it.
 
   Args:
     values: The flags.
-    model: Whose keys they are.
-    tokens: Of the row.
+    model: Model of the keys.
+    tokens: Tokens of the row.
   """
   placement = values.cache_placement
   if placement is None and values.disk is None:

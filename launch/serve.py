@@ -78,6 +78,7 @@ def define(values: flags.FlagValues) -> None:
     "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
     "model in ringjax.",
   )
+  new.strict()
   new.text("model_name", None, "Its name in the API; default: the folder's.")
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
@@ -215,7 +216,9 @@ def run(
       engine = cluster_roles.router(values, folder, tokenizer)
       joined_at = "{}:{}".format(*engine.address)
     else:
-      model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+      model = rj.models.load(
+        folder, mesh=mesh, dtype=values.dtype, strict=values.strict
+      )
       options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
       if joins:
         options["store"] = rj.store.Store(host=values.host_store)

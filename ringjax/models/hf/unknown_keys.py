@@ -36,7 +36,7 @@ class UnknownKeys:
 
   Attributes:
     ignored: Paths of keys that are left out without a change, as they come.
-    overruled: Those that `strict=False` leaves out.
+    overruled: Paths of keys that `strict=False` leaves out.
   """
 
   def __init__(self, config: Mapping[str, Any], *, strict: bool = True):
@@ -60,14 +60,14 @@ class UnknownKeys:
     """Whether transformers computes the same without a key."""
     if self._own_code:
       return False
-    known = [_known(x) for x in self._types if isinstance(x, str)]
-    return all(keys is not None and key not in keys for keys in known)
+    tables = [_known(x) for x in self._types if isinstance(x, str)]
+    return all(keys is not None and key not in keys for keys in tables)
 
   def leave_out(self, path: str) -> bool:
     """Whether a key may be left out, which is noted.
 
     Args:
-      path: Its name, behind those of the objects around it and dots.
+      path: Name of the key, behind the names of the objects around it and dots.
     """
     *parts, key = path.split(".")
     # What is in an object that only other programs read, transformers says
@@ -82,7 +82,7 @@ class UnknownKeys:
     return True
 
   def remedy(self) -> str:
-    """What to do about a key that is refused."""
+    """The advice about a key that is refused."""
     why = " (code of the folder may read it)" if self._own_code else ""
     return (
       f"if it does not change the computation{why}, remove it or pass "
