@@ -18,7 +18,12 @@ from ringjax.infer.integer_model import (
   activation_ranges,
   integer_model,
 )
-from ringjax.infer.paired import PairedReading, paired_prefill
+from ringjax.infer.paired import (
+  BesideReading,
+  PairedReading,
+  paired_prefill,
+  prefill_beside,
+)
 from ringjax.infer.prefill import METHODS, Prefill
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
@@ -37,6 +42,7 @@ __all__ = [
   "METHODS",
   "ActivationRanges",
   "AttentionWorkers",
+  "BesideReading",
   "CallMemory",
   "ChunkPipeline",
   "ContextLibrary",
@@ -65,6 +71,7 @@ __all__ = [
   "integer_model",
   "owners_of",
   "paired_prefill",
+  "prefill_beside",
   "read_context",
   "read_on_two",
   "serve_rank",

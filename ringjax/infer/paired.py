@@ -1,4 +1,7 @@
-"""Two prompts read in one program: products of one hide what the other sends.
+"""Two requests in one program: products of one hide what the other sends.
+
+Both may be prompts (`paired_prefill`), or one is a prompt, read in chunks
+beside the decoding of the other (`prefill_beside`).
 
 Guarantees: logits and caches are those of two calls, but for the order of sums.
 Cost: the products and sends of both. Under tensor parallelism a layer sums over
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +30,20 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.checks import positive_int
 from ringjax.errors import ConfigError, MeshError, OptionError, PromptError
-from ringjax.infer import inputs
+from ringjax.infer import decode, inputs
+from ringjax.infer.decode import DecodeState
+from ringjax.infer.finite import NotFiniteRows
+from ringjax.infer.generate import Generated, RowEndings
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import Prefill, PrefillOptions
-from ringjax.infer.prompt_reading import check_call, check_context
+from ringjax.infer.prompt_reading import (
+  check_call,
+  check_context,
+  check_session,
+)
+from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session, on_its_mesh, place_of
+from ringjax.infer.stopping import StopLike
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import CallCache
 from ringjax.kv.cache_kind import CacheKind
@@ -39,8 +52,12 @@ from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.attention import Attention
 from ringjax.nn.feedforward import Gated, Plain
 from ringjax.nn.linear import Linear
-from ringjax.nn.sharding_context import ContextParallel, ShardingContext
-from ringjax.nn.split_sums import SplitSums
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ContextParallel,
+  ShardingContext,
+)
+from ringjax.nn.split_sums import CachedSplitSums, SplitSums
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
@@ -193,6 +210,245 @@ def read_pair(
     last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
     logits.append(attend.everywhere(model.logits(model.behind(last))))
   return tuple(logits), tuple(kept for _, kept in done)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BesideReading:
+  """A request that was read while another one was answered.
+
+  Attributes:
+    logits: After each prompt's last token, float32 [B, V].
+    session: The request's session, for `generate(..., cache=session)`.
+    answers: New tokens of the other request, one at most for each chunk.
+  """
+
+  logits: jax.Array
+  session: Session
+  answers: Generated
+
+
+@on_its_mesh
+def prefill_beside(
+  model: Transformer,
+  tokens: Prompts,
+  answering: Session,
+  *,
+  chunk: int = 512,
+  mesh: Mesh | None = None,
+  capacity: int | None = None,
+  cache_dtype: DTypeLike | None = None,
+  cache_kind: CacheKind | str = "windowed",
+  sampler: Callable[..., Any] | None = None,
+  stop: StopLike = (),
+  pad_id: int = 0,
+) -> BesideReading:
+  """Reads prompts in chunks, beside each of which another request decodes.
+
+  One program computes a chunk of the prompts and a step of the answers, layer
+  by layer in turn: tokens come while a long prompt is read, and the sends of
+  each hide under the products of the other (Liger, PPoPP 2024).
+
+  Args:
+    model: Model with weights on a mesh whose axis "model" shards heads and
+      feedforward.
+    tokens: Prompts, int32 [B, T], or B sequences of ids.
+    answering: Session of the other request, in which `generate` has chosen
+      a token of each row that is not read yet.
+    chunk: Tokens of a chunk.
+    mesh: Mesh; default: the model's.
+    capacity: Tokens of the new session's rows; default: its prompts' and 256.
+    cache_dtype: Dtype of the new session's cache; default: the model's.
+    cache_kind: How it stores keys and values.
+    sampler: Sampler of the answers; default: greedy.
+    stop: Ids after which an answer ends.
+    pad_id: Id that fills up answers that ended early.
+
+  Returns:
+    The reading; the answers go on with `generate(..., cache=answering)`.
+
+  Raises:
+    MeshError, ConfigError, PromptError: as `paired_prefill` raises them.
+    OptionError: `answering` has a row without a pending token, or is another
+      model's; a stop that is a text.
+    NotFiniteLogitsError: a row's logits are NaN or infinite.
+  """
+  check_call(model, tokens)
+  refuse_placed(model, "read beside answers", "load it without placement=")
+  mesh, axis = place_of(mesh, None, model)
+  check_pair(model, mesh, axis)
+  batch, vocab = answering.batch, model.config.vocab
+  check_session(
+    answering,
+    model,
+    batch,
+    dict.fromkeys(("mesh", "axis", "dtype", "cache_kind")),
+  )
+  if (answering.pending < 0).any():
+    raise OptionError(
+      "answering",
+      f"a session whose pending tokens are {answering.pending.tolist()}",
+      "a token of each row that was generated and not read yet",
+      "call rj.infer.generate(model, prompts, cache=answering) first",
+    )
+  ending = RowEndings(stop, None, None, pad_id, batch, vocab)
+  prompts = inputs.prompts(tokens, vocab)
+  lengths = np.array([p.size for p in prompts])
+  start = np.zeros_like(lengths)
+  check_context(model, start, lengths, 0)
+  chunk = positive_int("chunk", chunk)
+  options = PrefillOptions(method="chunked", chunk=chunk)
+  kind = kinds.cache_kind(cache_kind).resident("reading beside answers")
+  how = options.plan(int(lengths.max()), model, mesh, axis, kind=kind)
+  room = how.width + 256 if capacity is None else capacity
+  if positive_int("capacity", room) < how.width:
+    raise PromptError(
+      "capacity",
+      room,
+      f"{how.width} or more, which a prompt of {lengths.max()} tokens takes",
+      "leave it out, or make it larger",
+    )
+  steps = -(-how.width // chunk)
+  check_context(model, answering.lengths, np.zeros(batch, np.int64), steps)
+  if answering.room() < steps:
+    raise PromptError(
+      "answering",
+      f"a session with room for {answering.room()} tokens",
+      f"{steps}, one for each chunk",
+      "make it of larger capacity, or pass a larger chunk=",
+    )
+  session = Session(
+    model, room, batch=len(prompts), mesh=mesh, dtype=cache_dtype,
+    cache_kind=kind,
+  )  # fmt: skip
+  session.bind(model)
+  for row, prompt in enumerate(prompts):
+    session.heard(row, prompt, 0)
+  return _beside(
+    model, how, prompts, session, answering, sampler, ending, steps
+  )
+
+
+def _beside(
+  model: Transformer,
+  how: Prefill,
+  prompts: list[np.ndarray],
+  session: Session,
+  answering: Session,
+  sampler: Callable[..., Any] | None,
+  ending: RowEndings,
+  steps: int,
+) -> BesideReading:
+  """The chunks of `prefill_beside` and the steps beside them."""
+  batch = answering.batch
+  needs = getattr(sampler, "needs_seen", False)
+  choose = traced(Greedy() if sampler is None else sampler)
+  pos = answering.lengths
+  state = DecodeState(
+    token=jnp.asarray(answering.pending.astype(np.int32)),
+    pos=jnp.asarray(pos.astype(np.int32)),
+    done=jnp.zeros(batch, bool),
+    seen=jnp.array(answering.seen) if needs else None,
+  )
+  by_length = any(rope.scaling.by_length for rope in model.config.ropes)
+  sizes = np.array([p.size for p in prompts], np.int32)
+  lengths = jnp.asarray(sizes if by_length else sizes.max())
+  total = jnp.asarray(answering.capacity, jnp.int32)
+  out = np.full((batch, steps), ending.pad_id, np.int32)
+  ended, count = np.zeros(batch, bool), np.zeros(batch, np.int32)
+  marked, logits = NotFiniteRows(), None
+  attend = CachedSplitSums(mesh=answering.mesh, axis=answering.axis)
+  left = answering.cache.steps()
+  with session.running("reading beside answers"), answering.running("decoding"):
+    for n, call in enumerate(how.calls(prompts, np.zeros(len(prompts), int))):
+      taken = np.full((session.batch, session.shards), call.tokens.shape[1])
+      session.cache = session.cache.with_room(taken)
+      if not left:
+        answering.cache = answering.cache.flush(~ended)
+        left = answering.cache.steps()
+      given = PairedCall(
+        jnp.asarray(call.tokens),
+        jnp.asarray(call.seg),
+        jnp.asarray(call.rows),
+        lengths,
+      )
+      last, state, (session.cache, answering.cache) = step_beside(
+        model,
+        attend,
+        choose,
+        given,
+        jnp.asarray(call.pos),
+        state,
+        ending.ids,
+        total,
+        (session.cache, answering.cache),
+      )
+      left -= 1
+      session.cache = session.cache.flush(call.seg.any(1))
+      ends = jnp.asarray(call.ends)[:, None]
+      logits = last if logits is None else jnp.where(ends, last, logits)
+      token, done = jax.device_get((state.token, state.done))
+      ended = ended | marked.note(token, pos + n + 1, ~ended)
+      out[:, n] = np.where(ended, ending.pad_id, token)
+      count += ~ended
+      answering.say(token, pos + n + 1, ~ended)
+      ended = ended | done
+  assert logits is not None
+  answers = Generated(tokens=out, lengths=count)
+  answering.not_finite(marked.at)
+  marked.check(model.dtype, answers)
+  return BesideReading(logits=logits, session=session, answers=answers)
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(8,))
+def step_beside(
+  model: Transformer,
+  attend: CachedAttention,
+  sampler: Callable[..., Any],
+  call: PairedCall,
+  pos: Int[Array, "B T"],
+  state: DecodeState,
+  stops: Int[Array, " n"],
+  total: Lengths,
+  caches: tuple[CallCache, CallCache],
+) -> tuple[Float[Array, "B V"], DecodeState, tuple[Any, Any]]:
+  """The compiled call: a chunk of prompts, and a step of answers.
+
+  Args:
+    model: Model.
+    attend: `CachedSplitSums`, to hide sums; another one, to compare.
+    sampler: Sampler of the answers, traced.
+    call: Chunk.
+    pos: Positions of the chunk's tokens.
+    state: Answers' state before the step.
+    stops: Ids that end an answer.
+    total: Length of the answers' context, for rotations that depend on it.
+    caches: The chunk's cache and the answers'; donated.
+  """
+  calls = (
+    (call.tokens, pos, call.seg, call.length),
+    (
+      # Of rows that have none, the id does not matter.
+      jnp.maximum(state.token, 0)[:, None],
+      state.pos[:, None],
+      (~state.done).astype(jnp.int32)[:, None],
+      total,
+    ),
+  )
+  begun = []
+  for (ids, at, seg, length), cache in zip(calls, caches, strict=True):
+    places = tokens_of(model, attend, ids.shape, at, seg, length)
+    kept = cache.allocate(places.at, replicated=True, sees=True)
+    kept = kept.mark(ids, places.at)
+    begun.append((attend.constrain(model.embedded(ids, places)), places, kept))
+  within: Any = attend
+  (h, read), (g, answered) = model.stack.together(begun, within)
+  last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
+  logits, following = (
+    attend.everywhere(model.logits(model.behind(x))) for x in (last, g[:, 0])
+  )
+  after = decode.following(sampler, following, state, stops)
+  return logits, attend.everywhere(after), (read, answered)
 
 
 def split_sums(attend: ShardingContext) -> SplitSums:

@@ -19,7 +19,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from ringjax.nn.param import Rules
-from ringjax.nn.sharding_context import ContextParallel, RowwiseLayer
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ContextParallel,
+  RowwiseLayer,
+  ShardingContext,
+)
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.parallel import collectives
 
@@ -27,7 +32,7 @@ _MODEL = "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SplitSums(ContextParallel):
+class _SplitSums(ShardingContext):
   """Sums over the mesh's axis "model" by sends: see the head of this file."""
 
   def summed(
@@ -70,3 +75,13 @@ class SplitSums(ContextParallel):
       # The sends leave the same on all shards, which JAX can't know.
       check_vma=False,
     )([v.get_value() for v in variables], x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitSums(_SplitSums, ContextParallel):
+  """Sums by sends where a call's own keys travel: whole prompts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedSplitSums(_SplitSums, CachedAttention):
+  """Sums by sends where keys stay in a cache: chunks and decoding."""

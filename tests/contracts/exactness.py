@@ -355,11 +355,6 @@ SITUATIONS = {
 }
 
 
-# Cells that do not hold yet: where a row ends early in a session, others evict
-# at another time than alone.
-PENDING = {("knorm", "turn")}
-
-
 def applies(name: str, situation: str) -> bool:
   """Whether the pair can be asked for: an engine reads no contexts apart."""
   apart = name in ("parallel", "ape") or name.startswith("select by")

@@ -191,6 +191,16 @@ def test_the_order_of_contexts_does_not_matter(how):
   assert library.counters.encoded == len(contexts)
 
 
+def test_to_select_every_context_is_to_read_them_all():
+  contexts, _ = texts()
+  library = rj.infer.ContextLibrary(model(), prefix=PREFIX)
+  found, want = (
+    logits_of(model(), contexts, how, library=library)[0]
+    for how in (f"select:keep={len(contexts)}", "parallel")
+  )
+  np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_recomputing_all_is_one_text(shards):
   contexts, question = texts()

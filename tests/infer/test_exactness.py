@@ -23,7 +23,6 @@ EVERY = [
   for name in contract.PATHS
   for situation in contract.SITUATIONS
   if contract.applies(name, situation)
-  and (name, situation) not in contract.PENDING
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -63,6 +65,70 @@ def test_two_requests_of_other_lengths(over_heads, name):
   ).tokens
   whole = rj.infer.generate(model, two[0], max_new_tokens=5).tokens
   np.testing.assert_array_equal(np.concatenate([first, behind], 1), whole)
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+  pytest.param("starcoder2", "windowed", marks=pytest.mark.long),
+  pytest.param("llama3", "int8", marks=pytest.mark.long),
+  pytest.param("gemma2", "windowed", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_prompt_is_read_beside_answers(over_heads, name, kind):
+  model = over_heads(name)
+  asked, prompts = prompts_of(model, (5, 9), 1), prompts_of(model, (33, 20), 2)
+  count = 1 + 5 + 4
+  want = rj.infer.generate(model, asked, max_new_tokens=count, cache_kind=kind)
+  # A row that ends while the prompts are read.
+  stop = [int(want[1][3])]
+  want = rj.infer.generate(
+    model, asked, max_new_tokens=count, stop=stop, cache_kind=kind
+  )
+  session = rj.infer.Session(model, 64, batch=2, cache_kind=kind)
+  first = rj.infer.generate(
+    model, asked, max_new_tokens=1, stop=stop, cache=session
+  )
+  found = rj.infer.prefill_beside(
+    model, prompts, session, chunk=7, stop=stop, cache_kind=kind
+  )
+  assert found.answers.tokens.shape == (2, 5)
+  for row in range(2):
+    told = [*first[row], *found.answers[row]]
+    assert told == want[row][: len(told)].tolist()
+  assert len(found.answers[0]) > len(found.answers[1])
+  # Both go on, each as alone.
+  ahead = rj.infer.Session(model, 64, batch=2, cache_kind=kind)
+  rj.infer.generate(model, asked, max_new_tokens=6, stop=stop, cache=ahead)
+  more = prompts_of(model, (3, 3), 3)
+  for beside, alone in ((session, ahead),):
+    a, b = (
+      rj.infer.generate(model, more, max_new_tokens=4, cache=x).tokens
+      for x in (beside, alone)
+    )
+    np.testing.assert_array_equal(a, b)
+  alone = rj.infer.Session(model, 320, batch=2, cache_kind=kind)
+  rj.infer.read_context(model, prompts, cache=alone, prefill="chunked", chunk=7)
+  a, b = (
+    rj.infer.generate(model, more, max_new_tokens=4, cache=x).tokens
+    for x in (found.session, alone)
+  )
+  np.testing.assert_array_equal(a, b)
+
+
+def test_answers_beside_need_a_token_to_go_on_from(over_heads):
+  model = over_heads("llama3")
+  (prompt,) = prompts_of(model, (20,), 2)
+  read = functools.partial(rj.infer.prefill_beside, model, [prompt])
+  session = rj.infer.Session(model, 8)
+  refused(OptionError, lambda: read(session), "pending")
+  rj.infer.generate(model, [prompt[:4]], max_new_tokens=1, cache=session)
+  refused(PromptError, lambda: read(session, chunk=2), "room for 4")
+  refused(OptionError, lambda: read(session, chunk=0), "chunk")
+  refused(OptionError, lambda: read(session, stop="text"), "tokenizer")
+  other = over_heads("llama3")
+  refused(
+    OptionError,
+    lambda: rj.infer.prefill_beside(other, [prompt], session),
+    "weights",
+  )
 
 
 @pytest.mark.parametrize("rows", [8, 6])

@@ -134,8 +134,11 @@ def test_tokens_are_in_their_slots_and_no_other_is_touched(devices, dtype):
     # Two pieces of a row that meet in a page, and two more in the same page.
     [(0, 21, 10), (0, 31, 3), (1, 5, 4), (1, 9, 7), (2, 0, 24)],
     [(2, 24, 1), (0, 34, 1), (1, 16, 0)],
+    # From the last slot of a page to the first one of the page but one after.
+    [(1, 31, page + 2)],
   ):
-    count = max(size for _, _, size in pieces) + 1
+    padding = len(pieces) > 1
+    count = max(size for _, _, size in pieces) + padding
     table = np.full((len(pieces), devices, 4 // min(devices, 4)), -1)
     pos, seg = (np.zeros((len(pieces), count), int) for _ in "ab")
     k = rng.integers(-9, 9, (len(pieces), 2, count, 8)).astype(np.float32)

@@ -96,6 +96,10 @@ def run(
     count += 1
     assert count < 50 * operations, "rows do not get on"
     plan = scheduler.plan()
+    running = [row.order for row in scheduler.running if row is not None]
+    for row in plan.preempted:
+      # Those that came first, or matter more, go on.
+      assert all(row.order > other for other in running)
     memory.call(plan)
     for part in (*plan.turns, *plan.pieces):
       if part.chooses:

@@ -483,7 +483,8 @@ def test_families(family, name, tmp_path):
 ])  # fmt: skip
 def test_experts(name, tmp_path):
   """Each expert's maps are packed by themselves."""
-  sizes = dict(num_hidden_layers=1, moe_intermediate_size=32, num_experts=2)
+  sizes = dict(num_hidden_layers=1, moe_intermediate_size=32)
+  sizes |= dict(num_local_experts=2)
   sizes |= dict(num_experts_per_tok=1)
   kind = FORMATS[name]
   folder, packed, plain = folder_of(tmp_path / "a", kind, "qwen3_moe", **sizes)

@@ -1,0 +1,1 @@
+"""Measurements that are too long for tests; not part of the wheel."""

@@ -1,0 +1,150 @@
+"""Shows each system on a real model, and writes the page that says so.
+
+  python -m launch.fetch smollm2-135m && python -m launch.fetch gemma3-270m
+  python -m benchmarks.real                    every row, hours on two cores
+  python -m benchmarks.real --rows=kivi,h2o    some of them
+  python -m benchmarks.real --list             their names
+  python -m benchmarks.real --pages            the page anew, nothing is run
+
+A row (benchmarks/systems.py) is a paper's claim and commands of this package
+that show it. What a command printed is in docs/systems.json as soon as it has
+ended, so that a call that was killed goes on where it was; --again runs
+commands anew. docs/systems.md and the pictures beside it are made of that file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from absl import app, flags
+
+from benchmarks import pages
+from benchmarks.systems import ROWS, Run
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "systems.json"
+
+_ROWS = flags.DEFINE_list("rows", [], "Names of rows; default: all.")
+_AGAIN = flags.DEFINE_bool("again", False, "Run commands that have a result.")
+_LIST = flags.DEFINE_bool("list", False, "Print the names of all rows.")
+_PAGES = flags.DEFINE_bool("pages", False, "Write the page, and run nothing.")
+_PLOT = flags.DEFINE_bool("plot", True, "Draw pictures (needs matplotlib).")
+
+
+class CommandError(Exception):
+  """A command of a row ended with another status than 0, or without JSON."""
+
+
+@dataclasses.dataclass
+class Results:
+  """What commands printed, in a file that is whole at every moment."""
+
+  path: pathlib.Path
+
+  def read(self) -> dict[str, Any]:
+    """Results by command."""
+    if not self.path.exists():
+      return {}
+    return json.loads(self.path.read_text("utf-8"))
+
+  def add(self, command: str, result: dict[str, Any]) -> None:
+    """Replaces the result of a command."""
+    text = json.dumps(
+      self.read() | {command: result}, indent=1, allow_nan=False
+    )
+    with tempfile.NamedTemporaryFile(
+      "w", dir=self.path.parent, delete=False, encoding="utf-8"
+    ) as file:
+      file.write(text + "\n")
+      file.flush()
+      os.fsync(file.fileno())
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, self.path)
+
+
+def measured(run: Run) -> dict[str, Any]:
+  """Runs a command; its figures, seconds and peak of memory.
+
+  Raises:
+    CommandError: see there.
+  """
+  argv = [sys.executable, *shlex.split(run.command)[1:]]
+  start = time.monotonic()
+  with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE) as process:
+    assert process.stdout is not None
+    output = process.stdout.read().decode("utf-8", "replace")
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+  if process.returncode:
+    raise CommandError(f"{run.command}: exit status {process.returncode}")
+  try:
+    figures = run.pick(_last_object(output))
+  except (ValueError, KeyError, IndexError, TypeError) as error:
+    raise CommandError(
+      f"{run.command}: {error!r} in what it printed: {output[-500:]!r}"
+    ) from error
+  return {
+    "figures": figures,
+    "seconds": round(time.monotonic() - start, 1),
+    "peak_bytes": usage.ru_maxrss * 1024,
+    "date": datetime.date.today().isoformat(),
+    "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+    "jax": importlib.metadata.version("jax"),
+  }
+
+
+def _last_object(output: str) -> Any:
+  """The JSON object that a command printed, alone or in its last line."""
+  text = output.strip()
+  try:
+    return json.loads(text)
+  except json.JSONDecodeError:
+    return json.loads(text.splitlines()[-1])
+
+
+def main(argv: list[str]) -> int:
+  """Runs rows; see the module."""
+  if argv[1:]:
+    raise app.UsageError(f"got {argv[1:]}, want flags only")
+  if _LIST.value:
+    for row in ROWS:
+      print(f"{row.name:14} {row.system}")
+    return 0
+  names = [row.name for row in ROWS]
+  if unknown := sorted(set(_ROWS.value) - set(names)):
+    raise app.UsageError(f"--rows: got {unknown}, want some of {names}")
+  results, failed = Results(RESULTS), []
+  rows = [row for row in ROWS if not _ROWS.value or row.name in _ROWS.value]
+  for row in () if _PAGES.value else rows:
+    for run in row.runs:
+      if run.command in results.read() and not _AGAIN.value:
+        continue
+      print(f"{row.name}: {run.command}", file=sys.stderr, flush=True)
+      try:
+        results.add(run.command, measured(run))
+      except CommandError as error:
+        print(f"{row.name}: {error}", file=sys.stderr)
+        failed.append(row.name)
+        break
+  pages.write(ROOT / "docs", results.read(), plot=_PLOT.value)
+  for row in rows:
+    print(f"{row.name}: {pages.printed(row, results.read())}")
+  if failed:
+    print(f"failed: {', '.join(failed)}", file=sys.stderr)
+  return 1 if failed else 0
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,252 @@
+"""The systems: a paper's claim, and commands that show it on a real model.
+
+Models are those of `python -m launch.fetch`: SmolLM2-135M-Instruct and Gemma 3
+270M. Texts are held-out files of Python's own library, unless a row says more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Figures = Mapping[str, Any]
+_EVALUATE = "python -m launch.evaluate"
+_SMOL = "--model=smollm2-135m"
+_GEMMA = "--model=gemma3-270m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A command that prints a JSON object.
+
+  Attributes:
+    command: The command, as a shell takes it.
+    pick: Takes the figures of interest, as JSON values, out of the object.
+  """
+
+  command: str
+  pick: Callable[[Any], Figures]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """A system.
+
+  Attributes:
+    name: Short name, of the command line.
+    system: The system's own name.
+    paper: arXiv number, or conference and year.
+    claim: What the paper says of it, in a sentence.
+    published: The paper's figures.
+    runs: Commands that show it here.
+    says: Makes a sentence of the runs' figures, in their order.
+    unless: Why no real model can show it; "" where runs do.
+  """
+
+  name: str
+  system: str
+  paper: str
+  claim: str
+  published: str
+  runs: tuple[Run, ...] = ()
+  says: Callable[..., str] = lambda *_: ""
+  unless: str = ""
+
+
+# -----------------------------------------------------------------------------
+# What is taken out of the objects
+# -----------------------------------------------------------------------------
+
+
+def _perplexity(found: Any) -> Figures:
+  curve = found["curves"][0]
+  return {"tokens": curve["length"], "nll": curve["mean"]}
+
+
+def _kinds(found: Any) -> Figures:
+  """Of each kind of cache: loss above dense, share of dense bytes."""
+  dense = found["kinds"][0]
+  return {
+    kind["name"]: {
+      "loss": kind["nll"] - dense["nll"],
+      "bits": kind["bits"],
+      "bytes": kind["nbytes"] / dense["nbytes"],
+    }
+    for kind in found["kinds"]
+  }
+
+
+def _ways(found: Any) -> Figures:
+  return {cost["way"]: cost["nll"] for cost in found["costs"]}
+
+
+def _entropies(found: Any) -> Figures:
+  return {
+    f"{x['splits']}{' shared' if x['shared'] else ''}": {
+      "entropy": x["entropy"],
+      "loss": x["loss"],
+    }
+    for x in found["settings"]
+  }
+
+
+# -----------------------------------------------------------------------------
+# Commands that several rows share
+# -----------------------------------------------------------------------------
+
+KINDS = Run(
+  f"{_EVALUATE} caches {_SMOL} --lengths=1024 --rows=4 --devices=1 "
+  "--cache=dense --cache=int4 --cache=int2 --cache=hadamard3 --cache=hadamard2 "
+  "--cache=kivi4 --cache=kivi2 --cache=h2o:budget=.2 --cache=snapkv:budget=.2 "
+  "--cache=tova:budget=.2 --cache=fastgen --cache=sinks:budget=.2 "
+  "--json",
+  _kinds,
+)
+CONTEXTS = Run(
+  f"{_EVALUATE} contexts {_SMOL} --lengths=4096 --contexts=16 --rows=2 "
+  "--devices=1 --json",
+  _ways,
+)
+
+
+def _of(kind: str) -> Callable[[Figures], str]:
+  def says(kinds: Figures) -> str:
+    x = kinds[kind]
+    return (
+      f"loss {x['loss']:+.3f} nat above dense with {x['bytes']:.2f} of its "
+      f"bytes ({kind}, {x['bits']:.2f} bits a number)"
+    )
+
+  return says
+
+
+def _long(prefill: str, devices: int) -> Run:
+  return Run(
+    f"{_EVALUATE} perplexity {_GEMMA} --lengths=32768 --rows=1 "
+    f"--prefill={prefill} --devices={devices} --json",
+    _perplexity,
+  )
+
+
+def _same_loss(one: Figures, many: Figures) -> str:
+  return (
+    f"{many['tokens']:,} tokens: {many['nll']:.4f} nat on eight devices, "
+    f"{one['nll']:.4f} on one"
+  )
+
+
+ROWS: tuple[Row, ...] = (
+  Row(
+    name="ring",
+    system="Ring Attention",
+    paper="2310.01889",
+    claim="Contexts as long as devices are many, exactly, while blocks of keys "
+    "travel around a ring.",
+    published="a context of 512 times the length with 512 devices",
+    runs=(_long("blockwise", 1), _long("ring", 8)),
+    says=_same_loss,
+  ),
+  Row(
+    name="striped",
+    system="Striped Attention",
+    paper="2311.09431",
+    claim="Tokens dealt like cards give all devices the same causal work.",
+    published="up to 1.45 times as fast as the ring at 256k tokens",
+    runs=(_long("blockwise", 1), _long("striped", 8)),
+    says=_same_loss,
+  ),
+  Row(
+    name="kivi",
+    system="KIVI",
+    paper="2402.02750",
+    claim="2 bits by channel for keys and by token for values, with the newest "
+    "tokens exact, lose almost nothing.",
+    published="2.6 times less peak memory",
+    runs=(KINDS,),
+    says=lambda kinds: (
+      f"{_of('kivi2')(kinds)}; plain int2 {kinds['int2']['loss']:+.3f}"
+    ),
+  ),
+  Row(
+    name="h2o",
+    system="H2O",
+    paper="2306.14048",
+    claim="A fifth of the tokens, those of the largest summed attention beside "
+    "the newest, is enough.",
+    published="20 % of the cache",
+    runs=(KINDS,),
+    says=_of("h2o:budget=.2"),
+  ),
+  Row(
+    name="snapkv",
+    system="SnapKV",
+    paper="2404.14469",
+    claim="The last queries of a prompt show which keys an answer reads.",
+    published="8.2 times less memory at 16k tokens",
+    runs=(KINDS,),
+    says=_of("snapkv:budget=.2"),
+  ),
+  Row(
+    name="fastgen",
+    system="FastGen",
+    paper="2310.01801",
+    claim="Each head's own policy, chosen by what its attention looks like.",
+    published="half of the cache at 65B",
+    runs=(KINDS,),
+    says=_of("fastgen"),
+  ),
+  Row(
+    name="sinks",
+    system="StreamingLLM",
+    paper="2309.17453",
+    claim="The first tokens beside a window keep a stream going.",
+    published="a stream of 4M tokens at a steady perplexity",
+    runs=(KINDS,),
+    says=_of("sinks:budget=.2"),
+  ),
+  Row(
+    name="ape",
+    system="APE",
+    paper="2502.05431",
+    claim="A shared prefix, a temperature and a scale bring contexts that were "
+    "read apart near to contexts read in sequence.",
+    published="98 % of sequential accuracy with retrieved texts",
+    runs=(CONTEXTS,),
+    says=lambda x: (
+      f"16 contexts: {x['ape']:.2f} nat, parallel {x['parallel']:.2f}, "
+      f"as one text {x['full']:.2f}, without {x['none']:.2f}"
+    ),
+  ),
+  Row(
+    name="recompute",
+    system="CacheBlend and moved keys",
+    paper="2405.16444",
+    claim="A part of the tokens computed again repairs contexts read apart.",
+    published="15 % of the tokens",
+    runs=(CONTEXTS,),
+    says=lambda x: (
+      f"16 contexts: moved {x['moved']:.2f} nat, recompute "
+      f"{x['recompute']:.2f}, as one text {x['full']:.2f}"
+    ),
+  ),
+  Row(
+    name="entropy",
+    system="Attention entropy",
+    paper="2412.16545",
+    claim="Attention over chunks encoded apart has more entropy, and loses by "
+    "it; a shared prefix lowers both.",
+    published="entropy and loss rise together with the number of chunks",
+    runs=(
+      Run(
+        f"{_EVALUATE} entropy {_SMOL} --splits=1,4,16 --context=2048 --rows=2 "
+        "--devices=1 --json",
+        _entropies,
+      ),
+    ),
+    says=lambda x: "; ".join(
+      f"{name}: {y['entropy']:.2f} nat of entropy, loss {y['loss']:.2f}"
+      for name, y in x.items()
+    ),
+  ),
+)
