@@ -6,6 +6,8 @@ import ast
 from pathlib import Path
 
 SCRIPTS = (
+  "chat",
+  "fetch",
   "generate",
   "serve",
   "train",

@@ -44,7 +44,13 @@ _MEMORY = "answer fewer prompts at a time, with --rows"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.model(
+    "model",
+    None,
+    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
+    "model in ringjax.",
+  )
+  new.strict()
   new.whole("workers", 2, "Processes of this machine that attend.")
   new.texts("addresses", None, "HOST:PORT of workers, in place of --workers.")
   new.text("listen", None, "HOST:PORT: be a worker, and answer nothing.")
@@ -89,7 +95,7 @@ def run(
                         "name a file that has some")  # fmt: skip
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     doing = "loading the model"
-    model = rj.models.load(folder, dtype=values.dtype)
+    model = rj.models.load(folder, dtype=values.dtype, strict=values.strict)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     doing = "answering"
     with _workers(values) as workers:

@@ -59,7 +59,13 @@ _MEMORY = "shorten the texts (--length), or use more devices"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.model(
+    "model",
+    None,
+    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
+    "model in ringjax.",
+  )
+  new.strict()
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
@@ -176,7 +182,9 @@ def _calibrate(
   screen.begin("loading the model")
   folder = values.model or tiny.path()
   mesh = common.mesh(values.mesh)
-  model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+  model = rj.models.load(
+    folder, mesh=mesh, dtype=values.dtype, strict=values.strict
+  )
   tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
   rows = _rows(tokenizer, found, values.rows, values.length)
   if values.bits is not None:

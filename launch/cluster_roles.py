@@ -269,7 +269,7 @@ def router(
   values: flags.FlagValues, folder: pathlib.Path, tokenizer: rj.data.Tokenizer
 ) -> cluster.ClusterRouter:
   """The router of the flags, for a folder's model, which is not loaded."""
-  config, _ = rj.models.read_config(read_config(folder))
+  config, _ = rj.models.read_config(read_config(folder), strict=values.strict)
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
   if values.times is not None:

@@ -41,7 +41,7 @@ from ringjax.models.checkpoint import (
   check_unpacked,
   stored_dtype,
 )
-from ringjax.models.contents import Contents, contents, text_config
+from ringjax.models.contents import Contents, contents, read_source
 from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -56,7 +56,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Folder to read.")
+  new.model("model", None, "Folder to read.")
+  new.strict()
   new.path("out", None, "Folder to make.")
   new.boolean("check", False, "Only look, and write nothing.")
   flags.DEFINE_enum(
@@ -105,7 +106,7 @@ def run(
   screen = console.Screen(NAME, stderr)
   try:
     _check(values)
-    found = _conversion(values.model, values.dtype)
+    found = _conversion(values.model, values.dtype, values.strict)
     if values.check:
       for _ in _tensors(found, screen):
         pass
@@ -137,10 +138,10 @@ def _check(values: flags.FlagValues) -> None:
     )
 
 
-def _conversion(path: str, dtype: str | None) -> Conversion:
+def _conversion(path: str, dtype: str | None, strict: bool) -> Conversion:
   """Opens a folder and compares it with the model that its config means."""
   folder = Folder.open(path)
-  source, family = text_config(folder.config)
+  _, source, family = read_source(folder.config, strict=strict)
   empty = models.abstract(source, dtype=dtype or jnp.float32)
   found = contents(folder, family, empty, source)
   params = parameters(empty)

@@ -123,7 +123,13 @@ _Shown = tuple[list[str], Callable[[str], None]]
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.model(
+    "model",
+    None,
+    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
+    "model in ringjax.",
+  )
+  new.strict()
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
@@ -416,7 +422,9 @@ class _Evaluation:
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
     folder = values.model or own.path()
-    model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+    model = rj.models.load(
+      folder, mesh=mesh, dtype=values.dtype, strict=values.strict
+    )
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     reading = dict(
       mesh=mesh,

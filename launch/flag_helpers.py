@@ -6,6 +6,8 @@ import os
 
 from absl import flags
 
+from ringjax import fetched_models
+
 # A flag belongs to the script that asked for it, and stands in its --help.
 flags.disclaim_key_flags()
 
@@ -20,6 +22,14 @@ class _Path(flags.ArgumentParser):
     return "string"
 
 
+class _Model(_Path):
+  """Takes the name of a fetched model, too."""
+
+  def parse(self, argument: str) -> str:
+    path = super().parse(argument)
+    return os.fspath(fetched_models.resolve(path, "--model"))
+
+
 class FlagHelper:
   """Defines flags among `values`, each with a default and a help text."""
 
@@ -32,6 +42,19 @@ class FlagHelper:
   def path(self, name: str, default: str | None, text: str) -> None:
     """A path, or one with options after it; "~" is the user's home."""
     flags.DEFINE(_Path(), name, default, text, **self._values)
+
+  def model(self, name: str, default: str | None, text: str) -> None:
+    """A model's folder or file, or the name of one that has been fetched."""
+    flags.DEFINE(_Model(), name, default, text, **self._values)
+
+  def strict(self) -> None:
+    """Whether a config's keys that may change the computation are refused."""
+    self.boolean(
+      "strict",
+      True,
+      "Refuse keys of config.json that nothing reads and that may change the "
+      "computation; else a warning names them.",
+    )
 
   def texts(self, name: str, default: list[str] | None, text: str) -> None:
     """Texts with commas between."""

@@ -38,50 +38,41 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO, TypeGuard
+from typing import Any, TextIO
 
 import jax
 import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, console, machines, prompts, tensor_ranks
+from launch import (
+  common,
+  console,
+  machines,
+  model_flags,
+  prompts,
+  tensor_ranks,
+)
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
-from ringjax import option_text
-from ringjax.checks import positive_int
-from ringjax.data import LinkTokens, Tokenizer, fingerprint
+from ringjax.data import LinkTokens, Tokenizer
 from ringjax.data.link_tokens import LINKS
-from ringjax.errors import OptionError
-from ringjax.infer import METHODS, Sample, Stop, contexts, speculate
-from ringjax.infer.sampling import PARAMETERS, from_names
+from ringjax.infer import Sample, Stop, contexts, speculate
 from ringjax.infer.stopping import Watch
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
-from ringjax.models.coded_weights import BITS
 from ringjax.models.hf import tensors
 from ringjax.models.hf.folder import Folder
-from ringjax.models.neurons import FILE as NEURONS
 from ringjax.models.transformer import Transformer
-from ringjax.ops.attention.wire_format import DTYPES
-from ringjax.parallel import memory
 from ringjax.plan.choice import KEEPS
 from ringjax.plan.offload_costs import OffloadPolicy
 from ringjax.plan.offload_tiers import TIERS
 
 NAME = "generate"
 _NEW_TOKENS = 256
-# Which tokenizers a draft model has, its folder says.
-_DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 # Of a folder that keeps contexts.
 _STORE_BYTES = 1 << 40
-# Options of `rj.infer.integer_model`.
-# Of the host's free memory, what keys may have.
-_OF_HOST = 0.9
-_INTEGER = ("shadow", "prune", "scales")
-# Options of `rj.models.sparse_model`.
-_FLASH = ("window", "memory", "threshold", "predictors", "threads")
 _MEMORY = (
   "shard the sequence over more devices (--mesh=seq:N), or read less at a "
   "time (--prefill=chunked --chunk=1024)"
@@ -91,7 +82,9 @@ _MEMORY = (
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
+  model_flags.define(values)
+  new.boolean("chat", None, "Use the chat template; default: if there is one.")
+  new.boolean("raw", False, "Use no chat template, as --nochat.")
   new.text(
     "prompt", None, "What to continue or, with a file, the question on it."
   )
@@ -104,9 +97,6 @@ def define(values: flags.FlagValues) -> None:
     "ape:temperature=0.9,scale=0.9; default: parallel.",
   )
   new.path("store", None, "A folder that keeps what was read of contexts.")
-  new.text("system", None, "A system message; needs a chat template.")
-  new.boolean("chat", None, "Use the chat template; default: if there is one.")
-  new.boolean("raw", False, "Use no chat template, as --nochat.")
   new.whole(
     "context",
     None,
@@ -116,38 +106,11 @@ def define(values: flags.FlagValues) -> None:
   )
   new.number("depth", 0.4, "Where the passkey hides in it: 0 begin, 1 end.")
   flags.DEFINE_enum(
-    "prefill", "auto", METHODS, "How the prompt is read.", flag_values=values
-  )
-  new.whole("chunk", None, "Tokens of a chunk, for --prefill=chunked.", None)
-  machines.define(new, "Profile for --prefill=auto to choose by")
-  flags.DEFINE_enum(
     "keep",
     KEEPS[0],
     KEEPS,
     "Where the KV cache is kept: all devices, or the last, which decodes.",
     flag_values=values,
-  )
-  flags.DEFINE_enum(
-    "wire",
-    None,
-    ["cache", *DTYPES],
-    "How keys travel while shards read the prompt: cache: as what --cache "
-    "stores; or as numbers of a dtype.",
-    flag_values=values,
-  )
-  new.text(
-    "cache",
-    "windowed",
-    f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
-    "NAME:key=value,key=value; device=N keeps the newest N tokens on the "
-    "devices, the others in host memory.",
-  )
-  new.text(
-    "speculate",
-    None,
-    f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
-    "lookup:count=8 or model:model=FOLDER, which may have another tokenizer. "
-    "No token changes by it.",
   )
   new.whole(
     "max_new_tokens",
@@ -155,68 +118,11 @@ def define(values: flags.FlagValues) -> None:
     f"Longest answer; {_NEW_TOKENS}, for the passkey {prompts.ANSWER_TOKENS}.",
     None,
   )
-  for name, parameter in PARAMETERS.items():
-    if name != "seed":
-      make = new.whole if parameter.whole else new.number
-      make(name, None, parameter.meaning, None)
   new.whole(
     "seed",
     0,
     "Random seed of sampling and of the passkey; refused without either.",
     None,
-  )
-  flags.DEFINE_multi_string(
-    "stop", [], "Text that ends the answer; repeatable.", flag_values=values
-  )
-  new.text(
-    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
-  )
-  flags.DEFINE_enum(
-    "weights",
-    None,
-    [f"int{bits}" for bits in BITS],
-    "Keeps the weights of linear maps as codes of 8 or 4 bits.",
-    flag_values=values,
-  )
-  new.path(
-    "integer",
-    None,
-    "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
-    "this folder (launch.calibrate --ranges): DIR or "
-    "DIR:shadow=16,prune=0.85,scales=tensor.",
-  )
-  new.path(
-    "flash",
-    None,
-    "Reads single feedforward neurons from this folder as tokens need them, "
-    "of a ReLU model, or lossily with a threshold: DIR or DIR:window=5,"
-    "memory=1GiB,threshold=.1,predictors=true; predictors of launch.calibrate "
-    "--neurons are in DIR. Neurons are written there if there are none.",
-  )
-  new.text(
-    "placement",
-    None,
-    "Where the weights of layers are: device, host, disk, or fractions as "
-    "device=.2,host=.5,disk=.3; default: on the devices.",
-  )
-  new.text(
-    "memory",
-    None,
-    "Bytes on a device, as 6GiB, of weights, keys and what the call computes: "
-    "as many layers as fit, the others in host memory, or where --placement "
-    "says. With --contexts of weights alone; --speculate is not counted.",
-  )
-  new.text(
-    "cache_placement",
-    None,
-    "Where the keys of layers are that do not run: device, host, disk, or "
-    "fractions as of --placement; they are fetched when the layer runs.",
-  )
-  new.path(
-    "disk",
-    None,
-    "A folder for keys that are on disk; alone: keys are in host memory as far "
-    "as they fit there, then in this folder, of which no file is left.",
   )
   new.text(
     "policy",
@@ -239,7 +145,7 @@ def run(
   stdout = sys.stdout if stdout is None else stdout
   if tensor_ranks.asked(values):
     return tensor_ranks.run(
-      values, _check, _sampler, stdout=stdout, stderr=stderr
+      values, _check, model_flags.sampler, stdout=stdout, stderr=stderr
     )
   screen = console.Screen(NAME, stderr)
   job = console.Job()
@@ -307,14 +213,14 @@ class _Work:
     early = None
     if values.memory is not None and values.contexts is None:
       # How many tokens there are says how much is left for the weights.
-      early = self._encoded(folder, _positions(folder))
+      early = self._encoded(folder, _positions(folder, strict=values.strict))
     tokens = None if early is None else len(early[2])
     model, about = self._load(folder, mesh, tokens)
     tokenizer, chat, ids = early or self._encoded(
       folder, model.config.max_positions
     )
     if values.speculate is not None:
-      self._drafter = _drafter(values.speculate, tokenizer)
+      self._drafter = model_flags.drafter(values.speculate, tokenizer)
     if values.contexts is not None:
       ids = self._read_contexts(model, mesh, tokenizer, chat, folder)
     strings = tuple(values.stop)
@@ -355,27 +261,14 @@ class _Work:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
     values, policy = self._values, _policy(self._values)
-    if values.flash is not None and mesh is not None and mesh.size > 1:
-      raise OptionError(
-        "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
-      )
-    model = rj.models.load(
+    model = model_flags.load(
+      values,
       folder,
-      mesh=mesh,
-      dtype=values.dtype,
-      placement=self._placement() if policy is None else policy["placement"],
-      memory=values.memory,
+      mesh,
+      self._screen.say,
+      placement=None if policy is None else policy["placement"],
       beside=None if tokens is None else self._beside(tokens),
     )
-    if values.flash is not None:
-      model = _flash(model, values.flash, self._screen.say)
-    if values.integer is not None and values.weights is not None:
-      raise prompts.clash("--integer with --weights", "one of them")
-    if values.integer is not None:
-      model = _integer(model, values.integer)
-    if values.weights is not None:
-      bits = int(values.weights.removeprefix("int"))
-      model = rj.models.with_coded_weights(model, bits=bits)
     jax.block_until_ready(model)
     params = tensors.parameters(model).values()
     placed = model.placement_report()
@@ -391,9 +284,7 @@ class _Work:
       f"model: {about['family']}, {about['parameters']:,} parameters, "
       f"{about['dtype']}, in {about['load_s']:.1f} s"
     )
-    if placed.streamed_parameters:
-      self._screen.say(f"placement: {_placement(placed)}")
-      model.on_wait(self._screen.say)
+    model_flags.tell_placement(model, self._screen.say)
     return model, about
 
   def _beside(
@@ -426,11 +317,6 @@ class _Work:
       return self._values.max_new_tokens
     made_up = prompts.made_up(self._values)
     return prompts.ANSWER_TOKENS if made_up else _NEW_TOKENS
-
-  def _placement(self) -> str | None:
-    """Where layers are when they are loaded."""
-    # Of feedforwards, no more than a layer is ever in memory.
-    return self._values.placement if self._values.flash is None else "disk"
 
   def _read_contexts(
     self,
@@ -526,7 +412,7 @@ class _Work:
         model,
         [ids],
         max_new_tokens=count,
-        sampler=_sampler(values),
+        sampler=model_flags.sampler(values),
         prefill=values.prefill,
         chunk=values.chunk,
         machine=machines.machine(values),
@@ -599,19 +485,7 @@ class _Work:
     if policy is not None:
       found = {k: x for k, x in policy.items() if k != "placement"}
       return found | {"disk": values.disk}
-    placement = values.cache_placement
-    if placement is None and values.disk is None:
-      return {}
-    if placement is None:
-      kind = kind_text.parse(values.cache, "--cache")
-      like = model.init_cache_spec(1, tokens, kind=kind)
-      need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
-      free = memory.host_free_bytes()
-      host = 1.0 if free is None else min(1.0, _OF_HOST * free / need)
-      placement = rj.models.Placement(host=host, disk=1 - host)
-      if placement.disk == 0:
-        return {"cache_placement": placement}
-    return {"cache_placement": placement, "disk": values.disk}
+    return model_flags.offload(values, model, tokens)
 
   def tell(self, done: dict[str, Any]) -> None:
     """The figures, in words or as JSON."""
@@ -641,10 +515,10 @@ class _Work:
       self._out.flush()
 
 
-def _positions(folder: pathlib.Path) -> int:
+def _positions(folder: pathlib.Path, *, strict: bool) -> int:
   """The longest context of a folder's model, by its config."""
   source = Folder.open(folder).config
-  return rj.models.read_config(source)[0].max_positions
+  return rj.models.read_config(source, strict=strict)[0].max_positions
 
 
 def _policy(values: flags.FlagValues) -> dict[str, Any] | None:
@@ -741,26 +615,6 @@ def _of_contexts(report: Any) -> dict[str, Any] | None:
   return found | {"combine": repr(report.combine)}
 
 
-def _placement(found: Any) -> str:
-  """Layers and their bytes by memory, in words."""
-  parts = []
-  for tier in ("device", "host", "disk"):
-    if many := found.tiers.count(tier):
-      size = console.nbytes(getattr(found, f"{tier}_bytes"))
-      parts.append(f"{many} layers ({size}) {_PLACES[tier]}")
-  text = ", ".join(parts)
-  if found.buffer_bytes:
-    text += f"; {console.nbytes(found.buffer_bytes)} to read them through"
-  return text
-
-
-_PLACES = {
-  "device": "on the devices",
-  "host": "in host memory",
-  "disk": "on disk",
-}
-
-
 def _of_placement(model: Transformer) -> dict[str, Any] | None:
   """Where layers are and what fetching them came to, as JSON."""
   found = model.placement_report()
@@ -804,63 +658,6 @@ def _where(
   return f"{devices} x {kind}{several}, mesh {axes}"
 
 
-def _integer(model: Transformer, text: str) -> Transformer:
-  """The model with products of integers that --integer asks for."""
-  folder, colon, rest = text.partition(":")
-  said = option_text.pairs(
-    rest if colon else None, _INTEGER, "--integer", folder
-  )
-  options = {key: option_text.value(one) for key, one in said.items()}
-  return rj.infer.integer_model(model, folder, **options)
-
-
-def _flash(
-  model: Transformer, text: str, say: Callable[[str], Any]
-) -> Transformer:
-  """The model with its neurons on disk that --flash asks for."""
-  folder, colon, rest = text.partition(":")
-  said = option_text.pairs(rest if colon else None, _FLASH, "--flash", folder)
-  options = {key: option_text.value(one) for key, one in said.items()}
-  if options.pop("predictors", False):
-    options["predictors"] = folder
-  if not (pathlib.Path(folder) / NEURONS).exists():
-    say(f"neurons: {rj.models.write_neurons(model, folder)}")
-  made = rj.models.sparse_model(model, folder, **options)
-  found = rj.models.neuron_report(made)
-  lossy = "predictors may miss some" if "predictors" in options else "exact"
-  if options.get("threshold"):
-    lossy = "a threshold leaves small ones out"
-  say(
-    f"neurons: {console.nbytes(found.disk_bytes)} on disk, at most "
-    f"{console.nbytes(found.buffer_bytes)} in memory; {lossy}"
-  )
-  return made
-
-
-def _has_folder(drafter: speculate.Drafter) -> TypeGuard[speculate.DraftModel]:
-  """Whether it is a draft model that a flag names by its folder."""
-  return type(drafter) is speculate.DraftModel
-
-
-def _drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
-  """What drafts: through text, where a draft model has another tokenizer."""
-  drafter = speculate.drafter_of(text, "--speculate")
-  if not _has_folder(drafter):
-    return drafter
-  assert isinstance(drafter.model, str)
-  mine = Tokenizer.load(drafter.model, untrusted=True)
-  if fingerprint(mine) == fingerprint(tokenizer):
-    return drafter
-  options = {
-    f.name: getattr(drafter, f.name)
-    for f in dataclasses.fields(drafter)
-    if f.init
-  }
-  return speculate.TranslatedDraft(
-    **options, tokenizer=mine, target_tokenizer=tokenizer
-  )
-
-
 # ---------------------------------------------------------------------------
 # Flags
 # ---------------------------------------------------------------------------
@@ -868,32 +665,17 @@ def _drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
-  drawn = isinstance(_sampler(values), Sample)
-  kind_text.parse(values.cache, "--cache")
+  model_flags.check(values)
+  drawn = isinstance(model_flags.sampler(values), Sample)
   how = contexts.combine_of(values.combine or "parallel", "--combine")
-  if values.speculate is not None:
-    drafter = speculate.drafter_of(values.speculate, "--speculate")
-    if _has_folder(drafter) and not drafter.model:
-      raise OptionError(
-        "--speculate", repr(values.speculate), "the folder of a draft model",
-        "pass --speculate=model:model=FOLDER",
-      )  # fmt: skip
-  if values.max_new_tokens is not None:
-    positive_int("--max_new_tokens", values.max_new_tokens)
-  if values.model == "":
-    # As of a variable that is not set: another model would answer.
-    raise OptionError(
-      "--model", "an empty value", "a model directory", "pass its path"
-    )
-  made_up, costs = prompts.made_up(values), values.profile is not None
+  made_up = prompts.made_up(values)
   unchatty = values.raw or values.chat is False
   for refused, got, want in (
     *((values.policy is not None and values[name].value is not None,
        f"--policy and --{name}", "one of them")
       for name in ("placement", "memory", "cache_placement")),
-    *((values.flash is not None and values[name].value is not None,
-       f"--{name} with --flash", "one of them")
-      for name in ("placement", "memory", "policy", "weights", "integer")),
+    (values.flash is not None and values.policy is not None,
+     "--policy with --flash", "one of them"),
     # A drafter's weights and keys are not in what is counted for a call.
     (values.memory is not None and values.contexts is None
      and values.speculate is not None,
@@ -913,12 +695,6 @@ def _check(values: flags.FlagValues) -> None:
      "--contexts without --prompt", "both"),
     (values.contexts is not None and values.prompt_file is not None,
      "--contexts and --prompt_file", "one of them"),
-    *((True, f"--{name} without --profile", "both")
-      for name in machines.unused(values)),
-    (costs and values.prefill != "auto",
-     f"--profile and --prefill={values.prefill}", "--prefill=auto"),
-    (costs and values.chunk is not None,
-     "--profile and --chunk", "one of them"),
     (values["seed"].present and not made_up and not drawn,
      "--seed with a prompt and no sampling", "--seed with --temperature"),
     *((values[name].present and not made_up,
@@ -927,20 +703,6 @@ def _check(values: flags.FlagValues) -> None:
   ):  # fmt: skip
     if refused:
       raise prompts.clash(got, want)
-
-
-def _sampler(values: flags.FlagValues) -> Any:
-  """The sampler of the flags."""
-  given = {name: values[name].value for name in PARAMETERS if name != "seed"}
-  filters = any(given[name] is not None for name in ("top_k", "top_p", "min_p"))
-  if given["temperature"] == 0 and filters:
-    raise prompts.clash(
-      "--temperature=0 and filters", "sampling or --temperature=0"
-    )
-  sampler, _ = from_names(None, None, given)
-  if isinstance(sampler, Sample):
-    return dataclasses.replace(sampler, seed=values.seed)
-  return sampler
 
 
 # ---------------------------------------------------------------------------

@@ -77,7 +77,13 @@ def define(values: flags.FlagValues) -> None:
   new.whole("chunks", None, "Chunks of cpp; default: four for each process.")
   new.boolean("search", False, "Search kvr's partition by measuring, first.")
   machines.define(new, "Profile to plan kvr's partition or --method=auto with")
-  new.path("model", None, "Model directory; default: the model in ringjax.")
+  new.model(
+    "model",
+    None,
+    "Model directory, or a name as of launch.fetch; default: the model in "
+    "ringjax.",
+  )
+  new.strict()
   new.text("preset", None, "Shapes of a model, with random weights.")
   new.path(
     "prompt_file", None, "UTF-8 text to read; default: Python's own sources."
@@ -206,7 +212,9 @@ class _Work:
       )
     else:
       folder = values.model or tiny.path()
-      model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+      model = rj.models.load(
+        folder, mesh=mesh, dtype=values.dtype, strict=values.strict
+      )
     return jax.block_until_ready(model)
 
   def _prompt(self, model: Transformer) -> np.ndarray:

@@ -86,7 +86,7 @@ def given(values: flags.FlagValues) -> Prompt:
     _refuse_blank("--prompt", question, "nothing")
     if path is None:
       return Prompt(document="", question=question, source="as given")
-  text = _read(path)
+  text = read_file(path, "--prompt_file")
   _refuse_blank("--prompt_file", text, f"{path!r}, without text")
   if question is None:
     return Prompt(document="", question=text, source=path)
@@ -145,7 +145,17 @@ def make(
   )
 
 
-def _read(path: str) -> str:
+def read_file(path: str, argument: str) -> str:
+  """The text of a file, or of stdin as "-".
+
+  Args:
+    path: Its path.
+    argument: What to call it in an error.
+
+  Raises:
+    PromptError: it is too long, or not UTF-8.
+    OSError: it cannot be read.
+  """
   if path == "-":
     data = sys.stdin.buffer.read(_FILE_BYTES + 1)
   else:
@@ -153,7 +163,7 @@ def _read(path: str) -> str:
       data = file.read(_FILE_BYTES + 1)
   if len(data) > _FILE_BYTES:
     raise PromptError(
-      "--prompt_file",
+      argument,
       f"{path}, over {_FILE_BYTES:,} bytes",
       "a smaller file",
       "pass a part of it",
@@ -163,7 +173,7 @@ def _read(path: str) -> str:
     return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise PromptError(
-      "--prompt_file",
+      argument,
       f"{path}, no UTF-8 at byte {error.start}",
       "text in UTF-8",
       "convert it: iconv -t UTF-8",

@@ -38,6 +38,7 @@ from absl import flags
 import ringjax as rj
 from launch import cluster_roles, common, console, http_server
 from launch.flag_helpers import FlagHelper
+from ringjax import fetched_models
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS, kind_text
@@ -71,7 +72,13 @@ _OPTIONS = (
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.model(
+    "model",
+    None,
+    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
+    "model in ringjax.",
+  )
+  new.strict()
   new.text("model_name", None, "Its name in the API; default: the folder's.")
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
@@ -209,7 +216,9 @@ def run(
       engine = cluster_roles.router(values, folder, tokenizer)
       joined_at = "{}:{}".format(*engine.address)
     else:
-      model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+      model = rj.models.load(
+        folder, mesh=mesh, dtype=values.dtype, strict=values.strict
+      )
       options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
       if joins:
         options["store"] = rj.store.Store(host=values.host_store)
@@ -226,7 +235,7 @@ def run(
       if joins:
         screen.end()
         return cluster_roles.work(values, engine, screen)
-    name = values.model_name or folder.resolve().name
+    name = values.model_name or fetched_models.name_of(folder)
     app = rj.serve.app(
       engine,
       model_name=name,

@@ -72,6 +72,7 @@ _OTHERS = (
   "disk",
   "policy",
   "flash",
+  "strict",
 )
 _OF_RANKS = ("shares", "retain", "key_file", "log", "patience")
 

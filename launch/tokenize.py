@@ -35,7 +35,11 @@ _MEMORY = "split the longest file into several"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.path("tokenizer", None, "Folder with a tokenizer.json, or bytes.")
+  new.model(
+    "tokenizer",
+    None,
+    "Folder with a tokenizer.json, a name as of launch.fetch, or bytes.",
+  )
   new.path("out", None, "File to write.")
   new.text("field", "text", "Of a line's object, in .jsonl files.")
   new.boolean("skip_bad", False, "Leaves out what is wrong, and says so.")

@@ -7,6 +7,7 @@ import collections
 import gc
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import time
@@ -567,8 +568,37 @@ _MORE_CASES = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items) -> None:
+@pytest.fixture
+def real_model():
+  """The file of a fetched model by its name; else the test is skipped.
+
+  For tests that are marked `real`.
+  """
+  from ringjax import fetched_models
+
+  def path(name: str) -> pathlib.Path:
+    model = fetched_models.MODELS[name]
+    if not model.path.is_file():
+      pytest.skip(f"needs {name}; fetch it: {model.command}")
+    return model.path
+
+  return path
+
+
+def _leave_out_real(config, items) -> None:
+  """Takes tests of real models away, unless -m asks for them by name."""
+  asked = re.sub(r"not\s+real\b", "", config.getoption("markexpr"))
+  if re.search(r"\breal\b", asked):
+    return
+  left = [item for item in items if item.get_closest_marker("real")]
+  if left:
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("real")]
+
+
+def pytest_collection_modifyitems(config, items) -> None:
   """Marks the repeated cases, and begins with the files that take longest."""
+  _leave_out_real(config, items)
   cases = collections.Counter()
   long = collections.defaultdict(list)
   for item in items:

@@ -38,6 +38,7 @@ ROWS = (
     "typing",
     "errors",
     "checks",
+    "fetched_models",
     "option_text",
     "regular_files",
     "json_text",

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from ringjax import fetched_models
 from ringjax.data import isolated, stream
 from ringjax.data.bytelevel import BYTE_CHARS, Bytes
 from ringjax.data.special_tokens import (
@@ -158,13 +159,15 @@ class Tokenizer:
     Args:
       folder: holds tokenizer.json and, as far as there are any,
         tokenizer_config.json, special_tokens_map.json, generation_config.json,
-        config.json and chat_template.jinja.
+        config.json and chat_template.jinja; or the name of a model that
+        `python -m launch.fetch` has brought.
       untrusted: whether a process of its own, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
 
     Raises:
       TokenizerError: a file is missing, too large, or not what it should be.
     """
+    folder = fetched_models.resolve(folder, "folder")
     path = pathlib.Path(folder).expanduser()
     data = read_file(path / "tokenizer.json", TOKENIZER_BYTES)
     if data is None:

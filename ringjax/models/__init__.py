@@ -6,10 +6,10 @@ from ringjax.models.checkpoint import (
   create,
   load,
   place,
-  read_config,
   save,
 )
 from ringjax.models.coded_weights import with_coded_weights
+from ringjax.models.contents import read_config
 from ringjax.models.families import FAMILIES
 from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.neuron_predictors import NeuronPredictors

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from ringjax import fetched_models
 from ringjax.checks import FLOATS, float_dtype
 from ringjax.errors import (
   CheckpointMismatchError,
@@ -33,7 +34,7 @@ from ringjax.errors import (
 from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
-from ringjax.models.contents import contents, read_config, text_config
+from ringjax.models.contents import contents, read_source, text_config
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -92,8 +93,7 @@ def create(
 
   mesh = _checked_mesh(mesh, rules)
   given = preset(config) if isinstance(config, str) else config
-  source, family = text_config(given)
-  parsed = family.read(source)
+  parsed, source, _ = read_source(given)
   dtype = float_dtype("dtype", dtype)
 
   def build() -> Transformer:
@@ -199,6 +199,7 @@ def load(
   rules: Rules | None = None,
   dtype: DTypeLike | None = None,
   scan: bool = True,
+  strict: bool = True,
   placement: WeightPlacement | str | None = None,
   memory: int | str | None = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
@@ -211,7 +212,8 @@ def load(
   with an encoder beside its decoder (`ringjax.models.cepe`) is both.
 
   Args:
-    path: a folder with `config.json` and `*.safetensors`.
+    path: a folder with `config.json` and `*.safetensors`, or the name of a
+      model that `python -m launch.fetch` has brought.
     mesh: which devices have the weights; default: one.
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
@@ -220,6 +222,10 @@ def load(
     scan: whether equal layers are one loop over stacked weights; without it
       the program grows with the layers, and no step copies weights out of a
       stack (faster decoding on CPUs).
+    strict: whether a key of config.json that nothing reads is an error where
+      it may change the computation: the family's class in transformers knows
+      it, or the folder has code of its own, which may. Without it such keys
+      are named by a warning; keys that transformers ignores always are.
     placement: in which memory the layers are, a `Placement` or a text as
       "device=.2,host=.5,disk=.3", "host" or "disk"; default: all on the
       devices. What is not there is fetched when a layer runs: from the host's
@@ -249,6 +255,7 @@ def load(
       with an encoder.
     MeshError: rules for an axis that the mesh does not have.
   """
+  path = fetched_models.resolve(path)
   mesh = _checked_mesh(mesh, rules)
   ranks = outcome.processes_of(mesh)
   streaming, streamed, in_host = None, [], set()
@@ -256,8 +263,7 @@ def load(
   # A file that one process does not have is an error of all.
   with outcome.failing_together(ranks):
     folder = Folder.open(path)
-    source, family = text_config(folder.config)
-    config = family.read(source)
+    config, source, family = read_source(folder.config, strict=strict)
     dtype = float_dtype(
       "dtype", stored_dtype(folder, source) if dtype is None else dtype
     )
@@ -535,7 +541,7 @@ def save(
   refuse_codes(model, "save it")
   model, beside = cepe.split(model)
   source = json.loads(model.source)
-  _, family = read_config(source)
+  _, family = text_config(source)
   params = parameters(model)
   source.pop("torch_dtype", None)
   source["dtype"] = jnp.dtype(model.dtype).name

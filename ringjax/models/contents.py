@@ -23,6 +23,7 @@ from ringjax.models.hf.folder import Folder, batches
 from ringjax.models.hf.names import FirstRows, SwappedAxes, TensorNames
 from ringjax.models.hf.packings import packed_name, packing
 from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
+from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import Transformer, TransformerConfig
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
@@ -32,32 +33,62 @@ _log = logging.getLogger(__name__)
 _OF_THE_FOLDER = ("auto_map", "quantization_config")
 
 
-def read_config(config: Mapping[str, Any]) -> tuple[TransformerConfig, Family]:
+def read_config(
+  config: Mapping[str, Any], *, strict: bool = True
+) -> tuple[TransformerConfig, Family]:
   """What a config.json means, and which family's it is.
 
-  Of a model of text and images it is the text model.
+  Of a model of text and images it is the text model. Keys that transformers
+  ignores are ignored with a warning.
+
+  Args:
+    config: The file.
+    strict: Whether a key is an error that may change the computation and is
+      not known.
 
   Raises:
     ConfigError: an unknown architecture, a value out of range, or a key that
-      would change the computation and is not known.
+      may change the computation and is not known.
   """
-  text, family = text_config(config)
-  return family.read(text), family
+  parsed, _, family = read_source(config, strict=strict)
+  return parsed, family
 
 
-def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
+def read_source(
+  config: Mapping[str, Any], *, strict: bool = True
+) -> tuple[TransformerConfig, dict[str, Any], Family]:
+  """As `read_config`, with the config.json of the text model alone between."""
+  unknown = UnknownKeys(config, strict=strict)
+  source, family = text_config(config, unknown)
+  parsed = family.read(source, unknown)
+  unknown.warn()
+  return parsed, unknown.without_overruled(source), family
+
+
+def text_config(
+  config: Mapping[str, Any], unknown: UnknownKeys | None = None
+) -> tuple[dict[str, Any], Family]:
   """The config.json of the text model alone, with plain weights.
+
+  Args:
+    config: The file.
+    unknown: What happens to keys beside the text model's that nothing reads;
+      default: as of a file that is read.
 
   Raises:
     ConfigError: an unknown architecture, or weights that are packed in a way
       that is not known.
   """
+  unknown = unknown or UnknownKeys(config)
   kind = config.get("model_type")
   by_type = {x: f for f in FAMILIES.values() for x in f.types}
   known = by_type.keys() | WRAPPERS.keys()
   if isinstance(kind, str) and kind in known:
     packing(config)
-    text = config if kind in by_type else _inner(config, WRAPPERS[kind])
+    text = config
+    if kind not in by_type:
+      text = _inner(config, WRAPPERS[kind], unknown)
+      unknown.text_of(text["model_type"])
     family = by_type[text["model_type"]]
     found = {k: v for k, v in text.items() if k not in _OF_THE_FOLDER}
     # Its writer left out what transformers has by default.
@@ -91,9 +122,11 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
   )
 
 
-def _inner(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
+def _inner(
+  config: Mapping[str, Any], wrapper: Wrapper, unknown: UnknownKeys
+) -> dict[str, Any]:
   """The text model's config as that of a model without images."""
-  text = _said(config, wrapper)
+  text = _said(config, wrapper, unknown)
   found = _text_model(text, wrapper)
   if found.skips and text.get(found.skips, 0) is None:
     text = {k: x for k, x in text.items() if k != found.skips}
@@ -117,9 +150,11 @@ def _inner(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
   }
 
 
-def _said(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
+def _said(
+  config: Mapping[str, Any], wrapper: Wrapper, unknown: UnknownKeys
+) -> dict[str, Any]:
   """What the config of a model of text and images says of its text model."""
-  outer = ConfigReader(config)
+  outer = ConfigReader(config, unknown=unknown)
   if wrapper.within:
     outer = outer.part(wrapper.within, outer.value(wrapper.within))
   if wrapper.flat and not outer.has("text_config"):
@@ -252,7 +287,10 @@ def contents(
   skipped: tuple[str, ...] = ()
   if folder.config.get("model_type") not in family.types:
     wrapper = WRAPPERS[folder.config["model_type"]]
-    said = _said(folder.config, wrapper)
+    # Its keys have been looked at.
+    said = _said(
+      folder.config, wrapper, UnknownKeys(folder.config, strict=False)
+    )
     text = _text_model(said, wrapper)
     names = text.names(model.config) if text.names else names
     if text.skips:

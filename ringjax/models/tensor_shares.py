@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from ringjax.checks import float_dtype, integer, number
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models import checkpoint
-from ringjax.models.contents import contents, text_config
+from ringjax.models.contents import contents, read_source
 from ringjax.models.fingerprint import digest
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.layer_reader import StoredPart, check_finite
@@ -214,8 +214,8 @@ class ModelShares:
     """
     self.weights = tuple(weights)
     spans(1, self.weights)
-    source, family = text_config(config)
-    self.config = whole_config = family.read(source)
+    whole_config, source, family = read_source(config)
+    self.config = whole_config
     stored: Any = dtype
     if stored is None and folder is not None:
       stored = checkpoint.stored_dtype(folder, source)

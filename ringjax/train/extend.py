@@ -26,7 +26,8 @@ import jax
 
 from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import ConfigError, OptionError
-from ringjax.models.checkpoint import create, read_config
+from ringjax.models.checkpoint import create
+from ringjax.models.contents import read_config
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.ops.rope import Linear, Rope, Unscaled, Yarn
 

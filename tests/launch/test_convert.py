@@ -290,7 +290,7 @@ def test_memory_is_that_of_a_file_and_a_tensor(llama, monkeypatch):
 
   monkeypatch.setattr(convert.Folder, "read", spy)
   monkeypatch.setattr(contents, "_BATCH_BYTES", 20_000)
-  found = convert._conversion(str(llama), None)
+  found = convert._conversion(str(llama), None, True)
   screen = console.Screen("convert")
   screen.quiet = True
   names = [name for name, _ in convert._tensors(found, screen)]

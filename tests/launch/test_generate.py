@@ -332,7 +332,7 @@ def test_what_is_wrong_is_refused_before_a_model_is_loaded(
 def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
   file = tmp_path / "marked"
   file.write_bytes(b"\xef\xbb\xbfHi")
-  assert prompts._read(str(file)) == "Hi"
+  assert prompts.read_file(str(file), "--prompt_file") == "Hi"
 
 
 @pytest.mark.parametrize(

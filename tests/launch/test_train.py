@@ -658,7 +658,7 @@ def test_every_config_can_be_built(path):
     model = rj.models.longspec.with_draft(made_whole, wanted[0])
   for stage in made.stages:
     if stage.rope_scaling is not None:
-      parsed, _ = checkpoint.read_config(
+      parsed, _ = rj.models.read_config(
         scaled_config(json.loads(model.source), stage.rope_scaling)
       )
       assert parsed.max_positions == stage.rope_scaling.context

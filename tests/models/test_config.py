@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -185,12 +186,6 @@ def test_the_config_is_not_changed():
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_key(name):
-  config = checkpoints.config(name)
-  refused({**config, "new_trick": 3}, "new_trick", "3")
-
-
 @pytest.mark.parametrize(
   ("kind", "near"),
   [("mamba", "mamba2"), ("", "llama"), (None, "llama"), (3, "gemma2"),
@@ -271,7 +266,6 @@ def test_a_value_that_cannot_be(name, key, value):
     ("llama3", "factor", 0),
     ("llama3", "high_freq_factor", 0.5),
     ("llama3", "original_max_position_embeddings", -1),
-    ("llama3", "new_trick", 1),
     ("llama_yarn", "rope_theta", 1.0),
     ("llama_yarn", "truncate", "no"),
     ("phi3_longrope", "short_factor", [1.0]),
@@ -371,7 +365,10 @@ def test_heads_that_a_file_leaves_out(kind, heads, dim, kv):
 def survives(config):
   """The meaning of a config, or None where it was refused as it should be."""
   try:
-    return read(config)
+    with warnings.catch_warnings():
+      # Of keys that transformers ignores, too.
+      warnings.simplefilter("ignore", UserWarning)
+      return read(config)
   except RingjaxError as error:
     assert len(str(error)) < LIMIT and not JAX_WORDS.search(str(error))
     return None

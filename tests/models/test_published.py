@@ -206,8 +206,6 @@ def test_details_of_wrapped_ones():
     ("DeepSeek-V3", "moe_layer_freq", 2),
     ("Llama-2-7b-hf", "is_encoder_decoder", True),
     ("Llama-2-7b-hf", "pruned_heads", {"1": [0]}),
-    ("Llama-4-Scout-17B-16E-Instruct", "projector", "mlp"),
-    ("gemma-3-27b-it", "sound_config", {}),
     ("gemma-3-27b-it", "text_config", []),
   ],
 )

@@ -279,7 +279,7 @@ def test_a_number_that_is_more_than_a_number(name):
   made = scaled_config(
     config, RopeScaling(context=512, method="theta", theta=1e4)
   )
-  assert checkpoint.read_config(made)[0].max_positions == 512
+  assert rj.models.read_config(made)[0].max_positions == 512
 
 
 @pytest.mark.parametrize("method", ["ntk", "linear", "yarn"])
@@ -290,11 +290,11 @@ def test_layers_without_rotations_have_nothing_to_stretch(name, method):
   config = json.loads(path.read_text())
   if name != "tiny":
     config = checkpoints.config(name)
-  before, _ = checkpoint.read_config(config)
+  before, _ = rj.models.read_config(config)
   context = 2 * before.max_positions
   with pytest.raises(ConfigError, match="nothing has to be stretched"):
     scaled_config(config, RopeScaling(context=context, method=method))
-  after, _ = checkpoint.read_config(
+  after, _ = rj.models.read_config(
     scaled_config(config, RopeScaling(context=context))
   )
   assert (after.max_positions, after.layers) == (context, before.layers)
@@ -302,9 +302,9 @@ def test_layers_without_rotations_have_nothing_to_stretch(name, method):
 
 def test_chunks_of_the_old_context_do_not_bound_the_new_one():
   config = rj.models.PRESETS["qwen2.5-7b-1m"]
-  before, _ = checkpoint.read_config(config)
+  before, _ = rj.models.read_config(config)
   made = scaled_config(config, RopeScaling(context=4 * before.max_positions))
-  after, _ = checkpoint.read_config(made)
+  after, _ = rj.models.read_config(made)
   assert after.max_positions == 4 * before.max_positions
   assert "dual_chunk_attention_config" in config
 
@@ -312,14 +312,14 @@ def test_chunks_of_the_old_context_do_not_bound_the_new_one():
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "llama3"])
 def test_layers_with_a_window_keep_their_rotation(name):
   config = checkpoints.config(name)
-  before, _ = checkpoint.read_config(config)
+  before, _ = rj.models.read_config(config)
   for method in ("theta", "ntk"):
     theta = 5e6 if method == "theta" else None
     made = scaled_config(
       config,
       RopeScaling(context=8 * before.max_positions, method=method, theta=theta),
     )
-    after, _ = checkpoint.read_config(json.loads(json.dumps(made)))
+    after, _ = rj.models.read_config(json.loads(json.dumps(made)))
     for old, new in zip(before.layers, after.layers, strict=True):
       local = old.attention.reach is not None
       turns = bool(old.attention.ropes)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, TensorNames
+from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Feedforward, Layer, Mixer
@@ -109,13 +110,19 @@ class Family:
   def __post_init__(self):
     object.__setattr__(self, "types", self.types or (self.name,))
 
-  def read(self, config: Mapping[str, Any]) -> TransformerConfig:
+  def read(
+    self, config: Mapping[str, Any], unknown: UnknownKeys
+  ) -> TransformerConfig:
     """What the config.json of a text model means.
+
+    Args:
+      config: The file.
+      unknown: What happens to keys that nothing reads.
 
     Raises:
       ConfigError: a value out of range, or a key that is not known.
     """
-    return self.config(ConfigReader(config))
+    return self.config(ConfigReader(config, unknown=unknown))
 
 
 def pattern(

@@ -1,7 +1,8 @@
 """Reads a Hugging Face config.json, key by key, and forgets none.
 
 Guarantees: a key that is not read and not known to be harmless is an error,
-since it may change the computation. Some keys are harmless with one value only:
+since it may change the computation, unless `unknown_keys.py` says that it
+can't. Some keys are harmless with one value only:
 with another one they are an error too. The spellings of transformers 4 and 5
 mean the same. The tables of keys are in `../config_keys.toml`.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.errors import ConfigError
+from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.ops.rope import (
   Dynamic,
   Linear,
@@ -70,11 +72,18 @@ class ConfigReader:
   Args:
     config: what is read.
     prefix: what stands before a key in errors.
+    unknown: what happens to keys that are not read; default: errors.
   """
 
-  def __init__(self, config: Mapping[str, Any], prefix: str = ""):
+  def __init__(
+    self,
+    config: Mapping[str, Any],
+    prefix: str = "",
+    unknown: UnknownKeys | None = None,
+  ):
     self._config = config
     self._prefix = prefix
+    self._unknown = unknown
     self._read: set[str] = set()
 
   def error(
@@ -87,7 +96,7 @@ class ConfigReader:
     """A reader of an object in this config."""
     if not isinstance(value, dict):
       raise self.error(key, value, "an object")
-    return ConfigReader(value, f"{self._prefix}{key}.")
+    return ConfigReader(value, f"{self._prefix}{key}.", self._unknown)
 
   def ignore(self, *keys: str) -> None:
     """Marks keys as read that have no meaning in this family."""
@@ -357,7 +366,7 @@ class ConfigReader:
     part.ignore("type", "finetuned")
     match kind:
       case "default":
-        if more := part.unread():
+        if more := part.refused():
           want = f"the kind of stretching that {more[0]} belongs to"
           if not part.has("rope_type") and not part.has("type"):
             raise part.error("rope_type", "nothing, which means default", want)
@@ -449,14 +458,26 @@ class ConfigReader:
       if x is not None and key not in self._read and key not in _HARMLESS
     ]
 
+  def refused(self) -> list[str]:
+    """Keys that were not read and may change the computation."""
+    unknown = self._unknown
+    return [
+      key
+      for key in self.unread()
+      if unknown is None or not unknown.harmless(key)
+    ]
+
   def finish(self) -> None:
     """Refuses a key that was not read and may change the computation."""
+    unknown = self._unknown
     for key in self.unread():
-      x = self._config[key]
-      if key not in _TABLES["harmless_as"]:
+      if key in _TABLES["harmless_as"]:
+        self.only(key, _TABLES["harmless_as"][key])
+      elif unknown is None or not unknown.leave_out(self._prefix + key):
         remedy = "remove it if it does not change the computation"
-        raise self.error(key, x, "keys of this family", remedy)
-      self.only(key, _TABLES["harmless_as"][key])
+        if unknown is not None:
+          remedy = unknown.remedy()
+        raise self.error(key, self._config[key], "keys of this family", remedy)
 
 
 def _is_whole(x: Any) -> bool:

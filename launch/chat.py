@@ -1,0 +1,385 @@
+"""Talks with a model in the terminal.
+
+  python -m launch.chat
+      With the model smollm2-135m, which python -m launch.fetch brings.
+  python -m launch.chat --model=DIR --system="Answer in one sentence."
+      With any model that was tuned for chats.
+  python -m launch.chat --model=DIR --context=131072 --mesh=seq:4 --cache=int8
+      A long conversation, whose cache lies on four devices.
+  echo "What is a ring?" | python -m launch.chat
+      Each line of a pipe is a message.
+
+The answer goes to stdout as it comes, all else to stderr. The cache stays from
+turn to turn: of each message only what is new is read. Ctrl-C ends an answer
+and not the conversation, Ctrl-D ends that. /help lists the commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+import jax
+from absl import flags
+
+import ringjax as rj
+from launch import common, console, machines, model_flags, prompts
+from launch.conversation import Conversation, Interrupted, Turn
+from launch.flag_helpers import FlagHelper
+from ringjax import fetched_models
+from ringjax.data import ChatTemplate, Tokenizer
+from ringjax.errors import OptionError, PromptError, TemplateError
+from ringjax.kv import kind_text
+
+NAME = "chat"
+_MODEL = "smollm2-135m"
+_NEW_TOKENS = 1024
+_CONTEXT = 16384
+_LINES = 1000
+_MEMORY = (
+  "pass a smaller --context, a codec (--cache=int8), or shard the sequence "
+  "over more devices (--mesh=seq:N)"
+)
+_HELP = """\
+/read FILE    puts a file into the conversation, before your next message
+/reset        forgets the conversation
+/save FILE    writes the messages as JSON, for --load=FILE
+/help         this list
+/quit         ends, as Ctrl-D does
+Ctrl-C ends an answer. A message that begins with a slash: begin it with two."""
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  new = FlagHelper(values)
+  model_flags.define(values, _MODEL)
+  new.whole("max_new_tokens", None, f"Longest answer; {_NEW_TOKENS:,}.")
+  new.whole("seed", 0, "Random seed of sampling.", None)
+  new.whole(
+    "context",
+    None,
+    "Tokens of the whole conversation; default: the model's context, at most "
+    f"{_CONTEXT:,}.",
+  )
+  new.path("load", None, "Messages to go on with, as /save writes them.")
+  new.path(
+    "chat_template", None, "File of a Jinja template, in place of the model's."
+  )
+  common.define(values)
+
+
+def run(
+  values: flags.FlagValues,
+  *,
+  stdin: TextIO | None = None,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Talks until the input ends; the exit status."""
+  stdin = sys.stdin if stdin is None else stdin
+  stdout = sys.stdout if stdout is None else stdout
+  screen = console.Screen(NAME, stderr)
+  chat = _Chat(values, stdin, stdout, screen)
+  try:
+    model_flags.check(values)
+    if values.mesh is None and values.devices is None:
+      # Virtual devices of a CPU make nothing faster.
+      values["devices"].value = 1
+    common.start(values)
+    if jax.process_count() > 1:
+      raise OptionError(
+        "processes", jax.process_count(), "one, which has all devices",
+        "pass --nodistributed",
+      )  # fmt: skip
+    console.Job().run(chat.begin)
+    chat.talk()
+  except KeyboardInterrupt:
+    # While a model is loaded, or a second one within an answer.
+    screen.end()
+    screen.error(f"interrupted while {chat.doing}")
+    console.leave(console.INTERRUPTED)
+    raise AssertionError from None
+  except BrokenPipeError:
+    screen.end()
+    console.leave(0)
+    raise AssertionError from None
+  except Exception as error:
+    return screen.failed(error, chat.doing, _MEMORY)
+  return 0
+
+
+class _Chat:
+  """A conversation in a terminal; `doing` is its current stage, for errors."""
+
+  def __init__(
+    self,
+    values: flags.FlagValues,
+    stdin: TextIO,
+    stdout: TextIO,
+    screen: console.Screen,
+  ):
+    self.doing = "starting"
+    self._values = values
+    self._in, self._out, self._screen = stdin, stdout, screen
+    self._terminal = stdin.isatty()
+    # Texts of files that come before the next message.
+    self._files: list[str] = []
+    self._conversation: Any = None
+    self._tokenizer: Any = None
+
+  def begin(self) -> None:
+    """Loads the model and makes the cache."""
+    values, screen = self._values, self._screen
+    path = fetched_models.resolve(values.model or _MODEL, "--model")
+    folder = pathlib.Path(path)
+    mesh = common.mesh(values.mesh)
+    self.doing = "reading the tokenizer"
+    self._tokenizer = Tokenizer.load(folder, untrusted=True)
+    template = _template(values.chat_template, self._tokenizer)
+    self.doing = "loading the model"
+    screen.begin(f"loading {folder}")
+    beside = None if values.memory is None else self._beside
+    model = model_flags.load(values, folder, mesh, screen.say, beside=beside)
+    jax.block_until_ready(model)
+    context = self._context(model)
+    self.doing = "making the cache"
+    session = rj.infer.Session(
+      model,
+      context,
+      mesh=mesh,
+      cache_kind=kind_text.parse(values.cache, "--cache"),
+      **model_flags.offload(values, model, context),
+    )
+    drafter = None
+    if values.speculate is not None:
+      drafter = model_flags.drafter(values.speculate, self._tokenizer)
+    self._conversation = Conversation(
+      model,
+      self._tokenizer,
+      template,
+      session,
+      system=values.system,
+      stop=values.stop,
+      max_new_tokens=values.max_new_tokens or _NEW_TOKENS,
+      options={
+        "sampler": model_flags.sampler(values),
+        "prefill": values.prefill,
+        "chunk": values.chunk,
+        "machine": machines.machine(values),
+        "wire": values.wire,
+        "speculate": drafter,
+      },
+    )
+    if values.load is not None:
+      self._conversation.load(values.load)
+    screen.end()
+    model_flags.tell_placement(model, screen.say)
+    screen.say(
+      f"model: {fetched_models.name_of(folder)}, {model.config.family}, "
+      f"{context:,} tokens of context; /help lists the commands"
+    )
+
+  def _context(self, model: Any) -> int:
+    """Tokens of the whole conversation."""
+    return self._values.context or min(model.config.max_positions, _CONTEXT)
+
+  def _beside(self, model: Any, mesh: Any) -> Any:
+    """Bytes that --memory has to leave to the longest call."""
+    values, context = self._values, self._context(model)
+    new = min(values.max_new_tokens or _NEW_TOKENS, context - 1)
+    call = rj.infer.CallMemory(
+      prompt=context - new,
+      new=new,
+      prefill=values.prefill,
+      chunk=values.chunk,
+      machine=machines.machine(values),
+      cache_kind=kind_text.parse(values.cache, "--cache"),
+      **model_flags.offload(values, model, context),
+    )
+    return call(model, mesh)
+
+  def talk(self) -> None:
+    """Answers messages until there are no more."""
+    with _history(self._terminal):
+      for line in self._lines():
+        text = line.strip()
+        if not text:
+          continue
+        self.doing = "answering"
+        try:
+          if text.startswith("/") and not text.startswith("//"):
+            if not self._command(text):
+              return
+          else:
+            self._answer(text[1:] if text.startswith("//") else text)
+        except (PromptError, TemplateError) as error:
+          # The conversation is as it was.
+          self._screen.error(f"{error}")
+        except OSError as error:
+          if isinstance(error, BrokenPipeError):
+            raise
+          self._screen.error(f"{error.filename}: {error.strerror}")
+
+  def _lines(self) -> Iterator[str]:
+    """The lines of the user."""
+    self.doing = "waiting for a message"
+    while True:
+      try:
+        if self._terminal:
+          yield input("> ")
+        elif line := self._in.readline():
+          yield line
+        else:
+          return
+      except EOFError:
+        self._screen.say("")
+        return
+      except KeyboardInterrupt:
+        if not self._terminal:
+          raise
+        # An unfinished line is dropped, as in a shell.
+        self._screen.say("")
+
+  def _command(self, text: str) -> bool:
+    """Does what a command says; whether the conversation goes on."""
+    word, _, name = text.partition(" ")
+    path = os.path.expanduser(name.strip())
+    if word in ("/read", "/save") and not path:
+      raise PromptError(word, "no file", f"{word} FILE", "name a file")
+    if word == "/quit":
+      return False
+    if word == "/help":
+      self._screen.say(_HELP)
+    elif word == "/reset":
+      self._conversation.reset()
+      self._files = []
+      self._screen.say("forgotten")
+    elif word == "/save":
+      self._conversation.save(path)
+      count = len(self._conversation.messages)
+      self._screen.say(f"{count} messages in {path}")
+    elif word == "/read":
+      read = prompts.read_file(path, "/read")
+      self._files.append(read)
+      tokens = len(self._tokenizer.encode(read))
+      self._screen.say(
+        f"{path}: {tokens:,} tokens, which come before your next message"
+      )
+    else:
+      raise PromptError(
+        "command", word, "one of /help's", "begin a message with // for a /"
+      )
+    return True
+
+  def _answer(self, text: str) -> None:
+    """Answers a message, and says what that took."""
+    job, screen = console.Job(), self._screen
+    job.gentle = True
+    message = "\n\n".join([*self._files, text])
+    began = False
+
+    def show(piece: str) -> None:
+      nonlocal began
+      if piece and not began:
+        began = True
+        screen.end()
+      self._out.write(piece)
+      self._out.flush()
+
+    def progress(done: int, total: int) -> None:
+      screen.at(done)
+
+    if self._terminal and len(message) > 2000:
+      screen.begin("reading", unit="tokens")
+    ask = lambda: self._conversation.ask(
+      message, show, stopped=lambda: job.stop, progress=progress
+    )
+    try:
+      turn = job.run(ask)
+    except Interrupted:
+      screen.end()
+      screen.say("interrupted; the message is not part of the conversation")
+      return
+    screen.end()
+    self._files = []
+    if not turn.text.endswith("\n"):
+      self._out.write("\n")
+      self._out.flush()
+    screen.say(_figures(turn))
+    if turn.ended == "context":
+      screen.say(
+        "the context is full: begin anew with /reset, or start with a larger "
+        "--context"
+      )
+
+
+def _figures(turn: Turn) -> str:
+  """The figures of a turn, in words."""
+  steps = len(turn.tokens) - 1
+  rate = f"{steps / turn.answer_s:,.1f}" if steps and turn.answer_s else "-"
+  ended = ""
+  if turn.ended in ("Ctrl-C", "max_new_tokens", "context"):
+    ended = f", until {turn.ended}"
+  return (
+    f"[{turn.cached:,} tokens cached, {turn.read:,} read in "
+    f"{turn.read_s:.2f} s; {len(turn.tokens):,} new, {rate} tokens/s{ended}]"
+  )
+
+
+def _template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+  """The model's chat template, or that of a file."""
+  if path is not None:
+    try:
+      source = pathlib.Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+      raise OptionError(
+        "--chat_template", error, "a file of a Jinja template", "pass its path"
+      ) from None
+    return ChatTemplate(source, tokenizer.special_names)
+  if tokenizer.chat_template is None:
+    raise OptionError(
+      "--model",
+      f"{tokenizer.name}, which has no chat template",
+      "a model that was tuned for chats",
+      "pass --chat_template=FILE, or continue texts with launch.generate",
+    )
+  return ChatTemplate.of(tokenizer)
+
+
+@contextlib.contextmanager
+def _history(terminal: bool) -> Iterator[None]:
+  """Earlier lines by arrow keys, from one run to the next."""
+  if not terminal:
+    yield
+    return
+  try:
+    readline = importlib.import_module("readline")
+  except ImportError:
+    yield
+    return
+  file = fetched_models.cache_folder() / "chat_history"
+  with contextlib.suppress(OSError):
+    readline.read_history_file(file)
+  try:
+    yield
+  finally:
+    readline.set_history_length(_LINES)
+    with contextlib.suppress(OSError):
+      file.parent.mkdir(parents=True, exist_ok=True)
+      readline.write_history_file(file)
+
+
+def main(argv: Sequence[str]) -> int:
+  common.refuse_rest(argv)
+  return run(flags.FLAGS)
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  flags.adopt_module_key_flags(common)
+  common.launch(NAME, main)

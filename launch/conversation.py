@@ -1,0 +1,250 @@
+"""A conversation with a model, whose cache stays from turn to turn.
+
+Guarantees: what the model answers to is the whole conversation as the chat
+template renders it now, token by token. Of it the cache keeps the longest
+common beginning with what it holds; only the rest is read. Where a template
+renders an older turn otherwise than it was (reasoning left out), or a text is
+encoded otherwise than it was generated, what differs is taken back and read
+again; a cache that cannot go back is emptied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import ringjax as rj
+from ringjax.data import ChatTemplate, Tokenizer
+from ringjax.errors import OptionError, PromptError
+from ringjax.infer import Session, Stop
+from ringjax.json_text import json_text
+from ringjax.models.transformer import Transformer
+
+_ROLES = ("system", "user", "assistant")
+
+
+class Interrupted(Exception):
+  """The user has ended an answer before it began."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+  """One answer, and the tokens and seconds that it took.
+
+  Attributes:
+    text: The answer as it was shown.
+    tokens: Ids of the answer.
+    cached: Tokens of the conversation that the cache held before.
+    read: Tokens that were read for it.
+    read_s: Seconds until the first token of the answer.
+    answer_s: Seconds from the first token to the last.
+    ended: Why it ended: a stop id or string, "Ctrl-C", "max_new_tokens" or
+      "context".
+  """
+
+  text: str
+  tokens: tuple[int, ...]
+  cached: int
+  read: int
+  read_s: float
+  answer_s: float
+  ended: int | str
+
+
+class Conversation:
+  """Messages, and the session that has read them.
+
+  Attributes:
+    messages: Roles and contents, as the template takes them.
+    session: The cache.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    session: Session,
+    *,
+    system: str | None = None,
+    stop: Sequence[str] = (),
+    max_new_tokens: int = 1024,
+    options: Mapping[str, Any] | None = None,
+  ):
+    """Begins without messages, but for the system's.
+
+    Args:
+      model: The model.
+      tokenizer: The model's.
+      template: Renders the messages.
+      session: An empty one of the model, of one row.
+      system: The system message, or None.
+      stop: Texts that end an answer, beside the tokenizer's ids.
+      max_new_tokens: Longest answer.
+      options: Further arguments of `rj.infer.generate`.
+    """
+    self.session = session
+    self._model, self._tokenizer, self._template = model, tokenizer, template
+    self._system, self._most = system, max_new_tokens
+    eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
+    self._stop = Stop(ids=eos, strings=tuple(stop))
+    self._options = dict(options or {})
+    # Templates write the date: at midnight the beginning would change.
+    self._now = datetime.datetime.now()
+    self.messages: list[dict[str, str]] = self._first()
+
+  def _first(self) -> list[dict[str, str]]:
+    if self._system is None:
+      return []
+    return [{"role": "system", "content": self._system}]
+
+  def reset(self) -> None:
+    """Forgets all messages but the system's; the cache is empty again."""
+    self.messages = self._first()
+    self.session.restart()
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the messages as JSON.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    pathlib.Path(path).write_text(f"{json_text(self.messages)}\n", "utf-8")
+
+  def load(self, path: str | os.PathLike[str]) -> None:
+    """Takes the messages of a file that `save` wrote.
+
+    Raises:
+      PromptError: A file that is not one of messages.
+      OSError: It cannot be read.
+    """
+    want = "a JSON list of objects with role and content, as /save writes it"
+    fault = lambda got: PromptError(f"{path}", got, want, "pass another file")
+    try:
+      messages = json.loads(pathlib.Path(path).read_text("utf-8"))
+    except ValueError as error:
+      raise fault(str(error)) from None
+    if not isinstance(messages, list):
+      raise fault(type(messages).__name__)
+    for n, message in enumerate(messages):
+      sound = (
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and message["role"] in _ROLES
+        and isinstance(message["content"], str)
+      )
+      if not sound:
+        raise fault(f"{str(message)[:60]} as message {n}")
+    self.messages = messages
+
+  def ask(
+    self,
+    text: str,
+    show: Callable[[str], Any],
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+  ) -> Turn:
+    """Answers a message; both are then part of the conversation.
+
+    Args:
+      text: The message.
+      show: Gets the answer's text as it comes.
+      stopped: Whether the user has ended the answer.
+      progress: Gets how many tokens of how many are read.
+
+    Raises:
+      PromptError: The conversation does not fit the context any more; it is
+        then as it was before.
+      Interrupted: The user ended it before the answer began; as before, too.
+    """
+    messages = [*self.messages, {"role": "user", "content": text}]
+    ids = self._template.tokens(messages, self._tokenizer, now=self._now)
+    room = self.session.capacity - len(ids)
+    if room < 1:
+      raise PromptError(
+        "the conversation",
+        f"{len(ids):,} tokens with this message",
+        f"fewer than the {self.session.capacity:,} of the context",
+        "begin anew with /reset, shorten the message, or start with a larger "
+        "--context",
+      )
+    cached = self._keep_common(ids)
+    watch = self._stop.watch(self._tokenizer)
+    start, times, new, shown = time.monotonic(), [], [], []
+
+    def put(piece: str) -> None:
+      shown.append(piece)
+      show(piece)
+
+    def stream(row: np.ndarray) -> bool:
+      times.append(time.monotonic())
+      new.append(int(row[0]))
+      put(watch.feed(new[-1]))
+      return watch.stopped is not None or stopped()
+
+    def read(done: int) -> None:
+      progress(done, len(ids) - cached)
+      if stopped():
+        raise Interrupted
+
+    count = min(self._most, room)
+    rj.infer.generate(
+      self._model,
+      [ids[cached:]],
+      max_new_tokens=count,
+      cache=self.session,
+      stop=self._stop.ids,
+      stream=stream,
+      progress=read,
+      **self._options,
+    )
+    put(watch.flush())
+    answer = "".join(shown)
+    ended = watch.stopped
+    if ended is None and len(new) == count and not stopped():
+      ended = "max_new_tokens" if count == self._most else "context"
+    reply = {"role": "assistant", "content": answer}
+    self.messages = [*messages, reply]
+    return Turn(
+      text=answer,
+      tokens=tuple(new),
+      cached=cached,
+      read=len(ids) - cached,
+      read_s=times[0] - start,
+      answer_s=times[-1] - times[0],
+      ended="Ctrl-C" if ended is None else ended,
+    )
+
+  def _keep_common(self, ids: np.ndarray) -> int:
+    """Makes the cache hold a beginning of `ids`; how many tokens that is."""
+    session = self.session
+    try:
+      session.check()
+      length = int(session.lengths[0])
+      cached = session.ids[0, :length]
+      # At least one token is read: it says what comes next.
+      limit = min(length, len(ids) - 1)
+      differ = np.flatnonzero(cached[:limit] != ids[:limit])
+      common = int(differ[0]) if differ.size else limit
+      if common < length:
+        session.take_back(np.array([True]), np.array([common]))
+        # What drafts has read what is gone.
+        session.drafting = None
+    except OptionError:
+      # It was lost in an interrupted call, or does not go back.
+      session.restart()
+      common = 0
+    # A last token that was generated and not read is among `ids`, if it stays.
+    session.pending = np.array([-1])
+    session.seen[:] = False
+    session.seen[0, ids[:common]] = True
+    return common

@@ -1,0 +1,347 @@
+"""Flags of launch.generate and launch.chat alike: a model, and how it answers.
+
+Of the model, of its cache and of sampling, with the objects that they ask for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import jax
+from absl import flags
+
+import ringjax as rj
+from launch import console, machines, prompts
+from launch.flag_helpers import FlagHelper
+from ringjax import option_text
+from ringjax.checks import positive_int
+from ringjax.data import Tokenizer, fingerprint
+from ringjax.errors import OptionError
+from ringjax.infer import METHODS, Sample, speculate
+from ringjax.infer.sampling import PARAMETERS, from_names
+from ringjax.kv import KINDS, kind_text
+from ringjax.models.coded_weights import BITS
+from ringjax.models.neurons import FILE as NEURONS
+from ringjax.models.transformer import Transformer
+from ringjax.ops.attention.wire_format import DTYPES
+from ringjax.parallel import memory
+
+# Which tokenizers a draft model has, its folder says.
+_DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
+# Of the host's free memory, what keys may have.
+_OF_HOST = 0.9
+# Options of `rj.infer.integer_model`.
+_INTEGER = ("shadow", "prune", "scales")
+# Options of `rj.models.sparse_model`.
+_FLASH = ("window", "memory", "threshold", "predictors", "threads")
+
+
+def define(
+  values: flags.FlagValues, default: str = "the model in ringjax"
+) -> None:
+  """The flags of a model, of its cache and of sampling.
+
+  Args:
+    values: Flags to add to.
+    default: Words for the model that is taken without --model.
+  """
+  new = FlagHelper(values)
+  new.model(
+    "model",
+    None,
+    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: "
+    f"{default}.",
+  )
+  new.text("system", None, "A system message; needs a chat template.")
+  flags.DEFINE_enum(
+    "prefill", "auto", METHODS, "How the prompt is read.", flag_values=values
+  )
+  new.whole("chunk", None, "Tokens of a chunk, for --prefill=chunked.", None)
+  machines.define(new, "Profile for --prefill=auto to choose by")
+  flags.DEFINE_enum(
+    "wire",
+    None,
+    ["cache", *DTYPES],
+    "How keys travel while shards read the prompt: cache: as what --cache "
+    "stores; or as numbers of a dtype.",
+    flag_values=values,
+  )
+  new.text(
+    "cache",
+    "windowed",
+    f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
+    "NAME:key=value,key=value; device=N keeps the newest N tokens on the "
+    "devices, the others in host memory.",
+  )
+  new.text(
+    "speculate",
+    None,
+    f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
+    "lookup:count=8 or model:model=FOLDER, which may have another tokenizer. "
+    "No token changes by it.",
+  )
+  for name, parameter in PARAMETERS.items():
+    if name != "seed":
+      make = new.whole if parameter.whole else new.number
+      make(name, None, parameter.meaning, None)
+  flags.DEFINE_multi_string(
+    "stop", [], "Text that ends the answer; repeatable.", flag_values=values
+  )
+  new.text(
+    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+  )
+  flags.DEFINE_enum(
+    "weights",
+    None,
+    [f"int{bits}" for bits in BITS],
+    "Keeps the weights of linear maps as codes of 8 or 4 bits.",
+    flag_values=values,
+  )
+  new.path(
+    "integer",
+    None,
+    "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
+    "this folder (launch.calibrate --ranges): DIR or "
+    "DIR:shadow=16,prune=0.85,scales=tensor.",
+  )
+  new.path(
+    "flash",
+    None,
+    "Reads single feedforward neurons from this folder as tokens need them, "
+    "of a ReLU model, or lossily with a threshold: DIR or DIR:window=5,"
+    "memory=1GiB,threshold=.1,predictors=true; predictors of launch.calibrate "
+    "--neurons are in DIR. Neurons are written there if there are none.",
+  )
+  new.text(
+    "placement",
+    None,
+    "Where the weights of layers are: device, host, disk, or fractions as "
+    "device=.2,host=.5,disk=.3; default: on the devices.",
+  )
+  new.text(
+    "memory",
+    None,
+    "Bytes on a device, as 6GiB, of weights, keys and what the call computes: "
+    "as many layers as fit, the others in host memory, or where --placement "
+    "says. With --contexts of weights alone; --speculate is not counted.",
+  )
+  new.text(
+    "cache_placement",
+    None,
+    "Where the keys of layers are that do not run: device, host, disk, or "
+    "fractions as of --placement; they are fetched when the layer runs.",
+  )
+  new.path(
+    "disk",
+    None,
+    "A folder for keys that are on disk; alone: keys are in host memory as far "
+    "as they fit there, then in this folder, of which no file is left.",
+  )
+  new.strict()
+
+
+def check(values: flags.FlagValues) -> None:
+  """Refuses flags that do not go together, before anything is loaded."""
+  kind_text.parse(values.cache, "--cache")
+  if values.speculate is not None:
+    drafter = speculate.drafter_of(values.speculate, "--speculate")
+    if _has_folder(drafter) and not drafter.model:
+      raise OptionError(
+        "--speculate", repr(values.speculate), "the folder of a draft model",
+        "pass --speculate=model:model=FOLDER",
+      )  # fmt: skip
+  if values.max_new_tokens is not None:
+    positive_int("--max_new_tokens", values.max_new_tokens)
+  if values.model == "":
+    # As of a variable that is not set: another model would answer.
+    raise OptionError(
+      "--model", "an empty value", "a model directory", "pass its path"
+    )
+  costs = values.profile is not None
+  for refused, got, want in (
+    *((values.flash is not None and values[name].value is not None,
+       f"--{name} with --flash", "one of them")
+      for name in ("placement", "memory", "weights", "integer")),
+    (values.integer is not None and values.weights is not None,
+     "--integer with --weights", "one of them"),
+    *((True, f"--{name} without --profile", "both")
+      for name in machines.unused(values)),
+    (costs and values.prefill != "auto",
+     f"--profile and --prefill={values.prefill}", "--prefill=auto"),
+    (costs and values.chunk is not None,
+     "--profile and --chunk", "one of them"),
+  ):  # fmt: skip
+    if refused:
+      raise prompts.clash(got, want)
+
+
+def load(
+  values: flags.FlagValues,
+  folder: pathlib.Path,
+  mesh: Any,
+  say: Callable[[str], Any],
+  *,
+  placement: Any = None,
+  beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
+) -> Transformer:
+  """The model of the flags.
+
+  Args:
+    values: The flags.
+    folder: Folder or file of the model.
+    mesh: Devices that get it.
+    say: Function that takes lines for people.
+    placement: Placement of its layers, in place of --placement.
+    beside: Bytes of the largest call, for --memory, as `rj.models.load` has it.
+  """
+  if values.flash is not None and mesh is not None and mesh.size > 1:
+    raise OptionError(
+      "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
+    )
+  if placement is None:
+    # Of feedforwards, no more than a layer is ever in memory.
+    placement = values.placement if values.flash is None else "disk"
+  model = rj.models.load(
+    folder,
+    mesh=mesh,
+    dtype=values.dtype,
+    strict=values.strict,
+    placement=placement,
+    memory=values.memory,
+    beside=beside,
+  )
+  if values.flash is not None:
+    model = _flash(model, values.flash, say)
+  if values.integer is not None:
+    model = _integer(model, values.integer)
+  if values.weights is not None:
+    bits = int(values.weights.removeprefix("int"))
+    model = rj.models.with_coded_weights(model, bits=bits)
+  return model
+
+
+def tell_placement(model: Transformer, say: Callable[[str], Any]) -> None:
+  """Says where layers are that are not all on the devices."""
+  placed = model.placement_report()
+  if placed.streamed_parameters:
+    say(f"placement: {_placement(placed)}")
+    model.on_wait(say)
+
+
+def offload(
+  values: flags.FlagValues, model: Transformer, tokens: int
+) -> dict[str, Any]:
+  """Placement of keys that do not run, as `generate` and `Session` take it.
+
+  Args:
+    values: The flags.
+    model: Model of the keys.
+    tokens: Tokens of the row.
+  """
+  placement = values.cache_placement
+  if placement is None and values.disk is None:
+    return {}
+  if placement is None:
+    kind = kind_text.parse(values.cache, "--cache")
+    like = model.init_cache_spec(1, tokens, kind=kind)
+    need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+    free = memory.host_free_bytes()
+    host = 1.0 if free is None else min(1.0, _OF_HOST * free / need)
+    placement = rj.models.Placement(host=host, disk=1 - host)
+    if placement.disk == 0:
+      return {"cache_placement": placement}
+  return {"cache_placement": placement, "disk": values.disk}
+
+
+def _integer(model: Transformer, text: str) -> Transformer:
+  """The model with products of integers that --integer asks for."""
+  folder, colon, rest = text.partition(":")
+  said = option_text.pairs(
+    rest if colon else None, _INTEGER, "--integer", folder
+  )
+  options = {key: option_text.value(one) for key, one in said.items()}
+  return rj.infer.integer_model(model, folder, **options)
+
+
+def _flash(
+  model: Transformer, text: str, say: Callable[[str], Any]
+) -> Transformer:
+  """The model with its neurons on disk that --flash asks for."""
+  folder, colon, rest = text.partition(":")
+  said = option_text.pairs(rest if colon else None, _FLASH, "--flash", folder)
+  options = {key: option_text.value(one) for key, one in said.items()}
+  if options.pop("predictors", False):
+    options["predictors"] = folder
+  if not (pathlib.Path(folder) / NEURONS).exists():
+    say(f"neurons: {rj.models.write_neurons(model, folder)}")
+  made = rj.models.sparse_model(model, folder, **options)
+  found = rj.models.neuron_report(made)
+  lossy = "predictors may miss some" if "predictors" in options else "exact"
+  if options.get("threshold"):
+    lossy = "a threshold leaves small ones out"
+  say(
+    f"neurons: {console.nbytes(found.disk_bytes)} on disk, at most "
+    f"{console.nbytes(found.buffer_bytes)} in memory; {lossy}"
+  )
+  return made
+
+
+def _has_folder(drafter: speculate.Drafter) -> TypeGuard[speculate.DraftModel]:
+  """Whether it is a draft model that a flag names by its folder."""
+  return type(drafter) is speculate.DraftModel
+
+
+def drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
+  """What drafts: through text, where a draft model has another tokenizer."""
+  drafter = speculate.drafter_of(text, "--speculate")
+  if not _has_folder(drafter):
+    return drafter
+  assert isinstance(drafter.model, str)
+  mine = Tokenizer.load(drafter.model, untrusted=True)
+  if fingerprint(mine) == fingerprint(tokenizer):
+    return drafter
+  options = {
+    f.name: getattr(drafter, f.name)
+    for f in dataclasses.fields(drafter)
+    if f.init
+  }
+  return speculate.TranslatedDraft(
+    **options, tokenizer=mine, target_tokenizer=tokenizer
+  )
+
+
+def sampler(values: flags.FlagValues) -> Any:
+  """The sampler of the flags."""
+  given = {name: values[name].value for name in PARAMETERS if name != "seed"}
+  filters = any(given[name] is not None for name in ("top_k", "top_p", "min_p"))
+  if given["temperature"] == 0 and filters:
+    raise prompts.clash(
+      "--temperature=0 and filters", "sampling or --temperature=0"
+    )
+  sampler, _ = from_names(None, None, given)
+  if isinstance(sampler, Sample):
+    return dataclasses.replace(sampler, seed=values.seed)
+  return sampler
+
+
+def _placement(found: Any) -> str:
+  """Layers and their bytes by memory, in words."""
+  parts = []
+  for tier in ("device", "host", "disk"):
+    if many := found.tiers.count(tier):
+      size = console.nbytes(getattr(found, f"{tier}_bytes"))
+      parts.append(f"{many} layers ({size}) {_PLACES[tier]}")
+  text = ", ".join(parts)
+  if found.buffer_bytes:
+    text += f"; {console.nbytes(found.buffer_bytes)} to read them through"
+  return text
+
+
+_PLACES = {
+  "device": "on the devices",
+  "host": "in host memory",
+  "disk": "on disk",
+}

@@ -1,0 +1,120 @@
+"""Models that are known by a name, and where the user's cache keeps them.
+
+`launch.fetch` brings their files; everything that takes a model's folder takes
+such a name, too. The table of them is `fetched_models.toml`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import tomllib
+from typing import Any
+
+from ringjax.errors import OptionError
+
+FILE = "model.gguf"
+_TABLE = pathlib.Path(__file__).with_suffix(".toml")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedModel:
+  """A model that can be fetched.
+
+  Attributes:
+    name: Name by which it is asked for.
+    title: Size and form, for people.
+    family: One of `rj.models.list()`.
+    context: Tokens of the longest context.
+    chat: Whether it was tuned for chats.
+    packages: Packages with their versions, NAME==VERSION, whose wheels hold it.
+    parts: Files in these wheels that are the model's file, in their order.
+    notices: Files in these wheels that go with it.
+    nbytes: Bytes of the model's file.
+    sha256: Digest of that file, as hexadecimal digits.
+    licence: Under which it may be used, and where that is written.
+  """
+
+  name: str
+  title: str
+  family: str
+  context: int
+  chat: bool
+  packages: tuple[str, ...]
+  parts: tuple[str, ...]
+  notices: tuple[str, ...]
+  nbytes: int
+  sha256: str
+  licence: str
+
+  @property
+  def folder(self) -> pathlib.Path:
+    """The folder that keeps it."""
+    return cache_folder() / "models" / self.name
+
+  @property
+  def path(self) -> pathlib.Path:
+    """Its file, whether it is there or not."""
+    return self.folder / FILE
+
+  @property
+  def command(self) -> str:
+    """The command that fetches it."""
+    return f"python -m launch.fetch {self.name}"
+
+
+def _read() -> dict[str, NamedModel]:
+  tables: dict[str, dict[str, Any]] = tomllib.loads(_TABLE.read_text("utf-8"))
+  models = {}
+  for name, table in tables.items():
+    fields: dict[str, Any] = {
+      key: tuple(x) if isinstance(x, list) else x for key, x in table.items()
+    }
+    models[name] = NamedModel(name=name, **fields)
+  return models
+
+
+MODELS: dict[str, NamedModel] = _read()
+
+
+def cache_folder() -> pathlib.Path:
+  """The user's cache: $RINGJAX_CACHE, else among those of other programs."""
+  if said := os.environ.get("RINGJAX_CACHE"):
+    return pathlib.Path(said).expanduser()
+  # By the standard, a relative path there does not count.
+  others = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
+  if not others.is_absolute():
+    others = pathlib.Path.home() / ".cache"
+  return others / "ringjax"
+
+
+def resolve(
+  path: str | os.PathLike[str], argument: str = "path"
+) -> str | os.PathLike[str]:
+  """The file of a model that is meant by its name; any other path as it is.
+
+  Args:
+    path: A name, a folder or a file. What exists under a name counts first.
+    argument: Name of the argument, for an error.
+
+  Raises:
+    OptionError: The name of a model that has not been fetched.
+  """
+  if not isinstance(path, str) or path not in MODELS or os.path.exists(path):
+    return path
+  model = MODELS[path]
+  if not model.path.is_file():
+    raise OptionError(
+      argument,
+      f"{path}, which is not in {model.folder.parent}",
+      "a model that has been fetched",
+      f"run {model.command}",
+    )
+  return model.path
+
+
+def name_of(path: str | os.PathLike[str]) -> str:
+  """The name of the model in a folder or a file."""
+  file = pathlib.Path(path).resolve()
+  return file.parent.name if file.name == FILE else file.name
