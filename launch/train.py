@@ -65,6 +65,7 @@ from ringjax.models.hf import auxiliary_files
 from ringjax.models.hf.folder import Folder
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
+from ringjax.parallel import chips
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.draft_training import DraftTraining
@@ -129,7 +130,7 @@ def define(values: flags.FlagValues) -> None:
     "peak",
     None,
     "Peak FLOP/s of a device, for the utilisation; default: from the data "
-    "sheet of a known accelerator, else measured.",
+    "sheet of a known accelerator. Of other devices no utilisation is shown.",
     1.0,
   )
   new.path("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
@@ -195,7 +196,7 @@ class _TrainingRun:
     self._values, self._out = values, stdout
     self._log: TextIO | None = None
     self._board: Any = None
-    self._peak = 0.0
+    self._peak: float | None = None
 
   def close(self) -> None:
     """Closes the log and leaves the other processes."""
@@ -383,7 +384,7 @@ class _TrainingRun:
     work = recipe.flops(
       model, made.stages[stage].length, adapters=made.adapter is not None
     )
-    used = work * one.tokens_per_s / (self._peak * mesh.devices.size)
+    used = _share(work * one.tokens_per_s, self._peak, mesh.devices.size)
     held = _peak_bytes()
     rate = made.optimizer.learning_rate_at(one.step - 1, made.total)
     row = {
@@ -413,7 +414,8 @@ class _TrainingRun:
       print(json_text(row), file=self._out, flush=True)
     self.screen.say(
       f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
-      f"  {one.tokens_per_s:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
+      f"  {one.tokens_per_s:9,.0f} tokens/s"
+      + ("" if used is None else f"  {100 * used:5.1f} % of the peak")
       + (f"  {console.nbytes(held)}" if held else "")
       + (f"  {one.skipped} not finite" if one.skipped else "")
     )
@@ -931,17 +933,23 @@ def _writer() -> Any:
     ) from None
 
 
-def _peak(dtype: str, mesh: Any) -> float:
-  """Peak FLOP/s of a device of a mesh."""
+def _peak(dtype: str, mesh: Any) -> float | None:
+  """Peak FLOP/s of a device of a mesh by its data sheet; None if unknown."""
   device = mesh.devices.flat[0]
-  rate = timing.peak(dtype, device)
-  if device.platform != "cpu":
-    return rate
-  # The devices of a CPU share its cores.
-  here = [
-    x for x in mesh.devices.flat if x.process_index == jax.process_index()
-  ]
-  return rate / max(1, len(here))
+  name = chips.known(device.device_kind)
+  if device.platform == "cpu" or name is None:
+    return None
+  return chips.CHIPS[name].rate(dtype)
+
+
+def _share(rate: float, peak: float | None, devices: int) -> float | None:
+  """The part of the devices' peak that a rate reaches; None if unknown.
+
+  A part above 1 says that the peak is not that of these devices.
+  """
+  if peak is None or rate > peak * devices:
+    return None
+  return rate / (peak * devices)
 
 
 def _peak_bytes() -> int | None:

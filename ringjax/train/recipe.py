@@ -56,12 +56,14 @@ SEGMENTS: dict[str, Mask] = {
   "same": SameSegment(),
   "separate": SeparateDocuments(),
 }
-# Each from (b1, b2) to the transformation that optax calls scale_by_...
-_SCALES: dict[str, Callable[[float, float], optax.GradientTransformation]] = {
+# Each from (b1, b2, eps) to the transformation that optax calls scale_by_...
+_SCALES: dict[
+  str, Callable[[float, float, float], optax.GradientTransformation]
+] = {
   "adamw": optax.scale_by_adam,
-  "lion": optax.scale_by_lion,
-  "adafactor": lambda b1, b2: optax.scale_by_factored_rms(),
-  "sgd": lambda b1, b2: optax.trace(b1),
+  "lion": lambda b1, b2, eps: optax.scale_by_lion(b1, b2),
+  "adafactor": lambda b1, b2, eps: optax.scale_by_factored_rms(),
+  "sgd": lambda b1, b2, eps: optax.trace(b1),
 }
 OPTIMIZERS = tuple(_SCALES)
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -69,6 +71,7 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 _USERS = {
   "b1": ("name", ("adamw", "lion", "sgd")),
   "b2": ("name", ("adamw", "lion")),
+  "eps": ("name", ("adamw",)),
   "decay": ("schedule", ("wsd",)),
 }
 
@@ -80,13 +83,14 @@ class Optimizer:
   Attributes:
     name: adamw, lion, adafactor or sgd.
     learning_rate: the highest learning rate.
-    end_learning_rate: that of the last step.
+    end_learning_rate: that of the last step, unless it is the only one.
     schedule: cosine, linear, constant or wsd, after the warm-up. "wsd" stays
       at `learning_rate` and falls linearly in the end: warmup, stable, decay.
     warmup: steps from 0 to `learning_rate`.
     decay: the part of all steps in which "wsd" falls; default 0.2.
     b1: decay of the first moment, of all but adafactor; default 0.9.
     b2: decay of the second, of adamw and lion; default 0.95.
+    eps: number added to the root of the second moment, of adamw; default 1e-8.
     weight_decay: of matrices; norms, biases and other vectors have none.
     clip: maximum of the gradients' global norm; None for none.
   """
@@ -99,6 +103,7 @@ class Optimizer:
   decay: float | None = None
   b1: float | None = None
   b2: float | None = None
+  eps: float | None = None
   weight_decay: float = 0.1
   clip: float | None = 1.0
 
@@ -126,18 +131,22 @@ class Optimizer:
   def learning_rates(self, total: int) -> optax.Schedule:
     """The learning rate of each of `total` steps."""
     high, low = self.learning_rate, self.end_learning_rate
-    rest = max(1, total - self.warmup)
-    if self.schedule == "constant":
-      after = optax.constant_schedule(high)
-    elif self.schedule == "cosine":
-      share = low / high if high else 0.0
-      after = optax.cosine_decay_schedule(high, rest, share)
-    else:
+    # Steps count from 0. The first one after the warm-up has the highest rate.
+    last = total - self.warmup - 1
+    fall = max(1, last)
+    if self.schedule == "wsd":
       part = 0.2 if self.decay is None else self.decay
-      fall = max(1, min(rest, round(part * total)))
-      if self.schedule == "linear":
-        fall = rest
-      after = optax.linear_schedule(high, low, fall, rest - fall)
+      fall = max(1, min(fall, round(part * total)))
+    falls = self.schedule != "constant" and (last > 0 or self.warmup > 0)
+
+    def after(count: Any) -> Any:
+      if not falls or last < 0:
+        return jnp.asarray(high, jnp.float32)
+      done = jnp.clip((count - (last - fall)) / fall, 0.0, 1.0)
+      if self.schedule == "cosine":
+        done = 0.5 * (1.0 - jnp.cos(jnp.pi * done))
+      return high + (low - high) * done
+
     if not self.warmup:
       return after
     # The first step has a learning rate above 0 too.
@@ -152,11 +161,12 @@ class Optimizer:
     """The optimizer of `total` steps."""
     b1 = 0.9 if self.b1 is None else self.b1
     b2 = 0.95 if self.b2 is None else self.b2
+    eps = 1e-8 if self.eps is None else self.eps
     # What is left out keeps its place in the tree of a saved state.
     none = optax.identity()
     return optax.chain(
       none if self.clip is None else optax.clip_by_global_norm(self.clip),
-      _SCALES[self.name](b1, b2),
+      _SCALES[self.name](b1, b2, eps),
       optax.add_decayed_weights(self.weight_decay, decayed)
       if self.weight_decay
       else none,

@@ -4,6 +4,7 @@ a run goes on, and who brings which rows."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 import types
@@ -101,11 +102,61 @@ def test_adapters_decay():
     {"name": "sgd", "b2": 0.9},
     {"name": "adafactor", "b1": 0.9},
     {"name": "adafactor", "b2": 0.9},
+    {"name": "lion", "eps": 1e-6},
   ],
 )
 def test_numbers_that_nothing_uses(unused):
   with pytest.raises(OptionError, match="leave it out"):
     recipe.Optimizer(**unused)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 9])
+def test_the_last_step_has_the_last_learning_rate(schedule, warmup):
+  optimizer = recipe.Optimizer(
+    learning_rate=1e-3,
+    end_learning_rate=1e-4,
+    schedule=schedule,
+    warmup=warmup,
+  )
+  rates = [optimizer.learning_rate_at(step, 10) for step in range(10)]
+  assert rates[-1] == pytest.approx(1e-4)
+  assert max(rates) == pytest.approx(1e-3)
+  top = max(warmup - 1, 0)
+  assert rates[top] == pytest.approx(1e-3)
+  # It falls once it has begun to, and in the last steps alone with "wsd".
+  assert all(a >= b for a, b in itertools.pairwise(rates[top:]))
+  if schedule == "wsd" and warmup < 8:
+    assert rates[-3:-1] == pytest.approx([1e-3, 5.5e-4])
+
+
+def test_a_constant_rate_and_a_single_step():
+  fixed = recipe.Optimizer(
+    learning_rate=1e-3, end_learning_rate=1e-4, schedule="constant", warmup=2
+  )
+  rates = [fixed.learning_rate_at(step, 4) for step in range(4)]
+  assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+  alone = recipe.Optimizer(learning_rate=1e-3)
+  assert alone.learning_rate_at(0, 1) == pytest.approx(1e-3)
+  # Stopped in the warm-up: no step has the highest rate.
+  assert recipe.Optimizer(learning_rate=1e-3, warmup=4).learning_rate_at(
+    1, 2
+  ) == pytest.approx(5e-4)
+
+
+def test_eps_is_that_of_adamw():
+  """A gradient far below eps moves a weight by its share of eps."""
+  params = {"w": np.ones((2, 2), np.float32)}
+  grads = {"w": np.full((2, 2), 1e-6, np.float32)}
+  moved = []
+  for eps in (None, 1e-2):
+    built = recipe.Optimizer(
+      learning_rate=1.0, weight_decay=0.0, clip=None, eps=eps
+    ).build(1)
+    with jax.numpy_dtype_promotion("standard"):
+      updates, _ = built.update(grads, built.init(params), params)
+    moved.append(-float(np.asarray(updates["w"])[0, 0]))
+  assert moved == pytest.approx([1 / 1.01, 1e-6 / (1e-2 + 1e-6)], rel=1e-3)
 
 
 def test_frozen_weights_need_less():
