@@ -95,6 +95,7 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "prompt", None, "What to continue or, with a file, the question on it."
   )
+  new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
   new.path("prompt_file", None, "A document, UTF-8; - is stdin.")
   new.path("contexts", None, "A folder of .txt files that the prompt is about.")
   new.text(
@@ -367,6 +368,8 @@ class _Work:
       memory=values.memory,
       beside=None if tokens is None else self._beside(tokens),
     )
+    if values.adapter is not None:
+      model = _adapted(model, values)
     if values.flash is not None:
       model = _flash(model, values.flash, self._screen.say)
     if values.integer is not None and values.weights is not None:
@@ -812,6 +815,21 @@ def _integer(model: Transformer, text: str) -> Transformer:
   )
   options = {key: option_text.value(one) for key, one in said.items()}
   return rj.infer.integer_model(model, folder, **options)
+
+
+def _adapted(model: Transformer, values: Any) -> Transformer:
+  """The model with the adapter of --adapter added to its weights."""
+  rounded = values.integer is not None or values.weights is not None
+  placed = model.stack.placed is not None
+  if values.flash is not None or (placed and rounded):
+    raise OptionError(
+      "--adapter",
+      "it with weights that are read from disk or rounded as they stream",
+      "weights that the adapter is added to",
+      "leave --flash, --integer and --weights out",
+    )
+  how, params = rj.train.load_adapter(values.adapter, model)
+  return how.merged(params, model)
 
 
 def _flash(

@@ -12,8 +12,8 @@
 
 --out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` and in
 the end `model`, a Hugging Face folder with its tokenizer, or `draft`, that of a
-draft. On SIGTERM or Ctrl-C the current step is saved, and the exit status is
-143 or 130.
+draft; of adapters also `adapter`, a folder of PEFT. On SIGTERM or Ctrl-C the
+current step is saved, and the exit status is 143 or 130.
 
 A config is a Python file with get_config(); see configs/train. Several
 processes: see launch/common.py.
@@ -332,7 +332,25 @@ class _TrainingRun:
     if first and links is not None:
       links.save(out / "model")
     screen.say(f"wrote {out / 'model'}")
+    if done.adapter is not None:
+      self._begin("writing the adapter")
+      self._write_adapter(out / "adapter", model, *done.adapter)
     return 0
+
+  def _write_adapter(
+    self,
+    path: pathlib.Path,
+    model: Transformer,
+    how: Lora,
+    params: Mapping[str, Any],
+  ) -> None:
+    """Writes trained adapters for PEFT, if it has a form for them."""
+    try:
+      rj.train.save_adapter(path, model, how, params, overwrite=True)
+    except OptionError as error:
+      self.screen.say(f"note: no adapter is written: {error}")
+    else:
+      self.screen.say(f"wrote {path}")
 
   def _model(
     self,

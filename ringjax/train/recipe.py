@@ -420,11 +420,14 @@ class TrainResult:
     model: with its adapters added.
     step: steps taken.
     stopped: the signal that ended it early, or None.
+    adapter: how adapters are added, and their arrays, for `save_adapter` and
+      `Engine(adapters=)`; None where no adapters were trained.
   """
 
   model: Transformer
   step: int
   stopped: int | None
+  adapter: tuple[Lora, dict[str, Any]] | None = None
 
 
 class _StageLoader:
@@ -557,8 +560,12 @@ def train(
   made = state.params
   if adapter is not None:
     made = adapter.merged(state.params, base)
+  lora = recipe.lora
   return TrainResult(
-    model=made, step=int(jax.device_get(state.step)), stopped=ended.stopped
+    model=made,
+    step=int(jax.device_get(state.step)),
+    stopped=ended.stopped,
+    adapter=None if lora is None else (lora, state.params),
   )
 
 

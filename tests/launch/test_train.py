@@ -169,6 +169,11 @@ def test_adapters_from_a_folder(small, tmp_path):
     assert np.any(value(old, name) != value(new, name))
   for name in ("k", "o"):
     np.testing.assert_array_equal(value(old, name), value(new, name))
+  before = rj.models.load(base / "model")
+  how, params = rj.train.load_adapter(tmp_path / "lora" / "adapter", before)
+  again = how.merged(params, before).stack.blocks[0][0]
+  for name in ("q", "v"):
+    np.testing.assert_allclose(value(again, name), value(new, name), atol=1e-6)
 
 
 @pytest.mark.slow
