@@ -60,6 +60,7 @@ from ringjax.errors import (
 from ringjax.json_text import json_text
 from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
+from ringjax.models.checkpoint import cast, stored_dtype
 from ringjax.models.contents import text_config
 from ringjax.models.hf import auxiliary_files
 from ringjax.models.hf.folder import Folder
@@ -233,9 +234,8 @@ class _TrainingRun:
     base = None if folder is None else Folder.open(folder).config
     links = _links(config, folder, base)
     made = recipe_of(config, links)
-    where: dict[str, Any] = {"mesh": mesh, "rules": None}
-    if config.rules:
-      where["rules"] = _made(rj.models.Rules, config.rules, "rules")
+    save_dtype = _save_dtype(config, folder)
+    where: dict[str, Any] = {"mesh": mesh, "rules": _rules(config, mesh)}
     tokenizer, home = _tokenizer(config, folder)
     with contextlib.ExitStack() as stack:
       # Adapters are of one model: a checkpoint belongs to its weights.
@@ -324,7 +324,10 @@ class _TrainingRun:
       longspec.save(done.model, out / "draft")
       screen.say(f"wrote {out / 'draft'}")
       return 0
-    rj.models.save(done.model, out / "model", overwrite=True)
+    written = done.model
+    if save_dtype is not None:
+      written = cast(written, save_dtype)
+    rj.models.save(written, out / "model", overwrite=True)
     if first and home is not None:
       auxiliary_files.copy(home, out / "model")
     elif first:
@@ -482,6 +485,7 @@ def recipe_of(
     )
   _made(rj.models.Rules, config.rules, "rules")
   one_of("packer", config.packer, _PACKERS)
+  recipe.dtype_of(config.save_dtype)
   dtype = {"dtype": recipe.dtype_of(config.dtype)}
   parts: dict[str, Any] = {
     "stages": tuple(_stage(one) for one in config.stages),
@@ -650,7 +654,9 @@ def default_config() -> ConfigDict:
   Entries:
     model: name of a preset, or a dict as in config.json; not with init_from.
     init_from: a Hugging Face folder of the initial weights.
-    rules: which mesh axis shards which axis of the parameters.
+    rules: which mesh axis shards which axis of the parameters; default: their
+      width over the larger of seq and data. {"embed": None} leaves them whole
+      on each device.
     start: initialisation of a fresh model, or of an encoder beside given
       weights; see ringjax.train.induction.
     tokenizer: a folder, or "bytes"; default: that of init_from, else bytes.
@@ -665,6 +671,8 @@ def default_config() -> ConfigDict:
       trained themselves.
     packer: best_fit or cut: how documents are packed into rows.
     keep: how many of the newest checkpoints stay.
+    save_dtype: of the weights in `model`: float32, bfloat16 or float16;
+      default: that of the weights in init_from, else float32.
   """
   return ConfigDict(
     {
@@ -679,6 +687,7 @@ def default_config() -> ConfigDict:
       "strategy": "ring",
       "remat": "attention",
       "dtype": "float32",
+      "save_dtype": placeholder(str),
       "z_loss": 0.0,
       "block": 1024,
       "distil": 0.0,
@@ -702,6 +711,31 @@ def default_config() -> ConfigDict:
     convert_dict=True,
     type_safe=False,
   )
+
+
+def _rules(config: ConfigDict, mesh: Mesh) -> rj.models.Rules | None:
+  """How the parameters are sharded.
+
+  By default over the larger of the axes that shard rows and tokens too, as FSDP
+  does. An encoder or a draft, of few layers, is whole on each device.
+  """
+  if config.rules:
+    return _made(rj.models.Rules, config.rules, "rules")
+  sizes = {name: mesh.shape.get(name, 1) for name in ("seq", "data")}
+  axis = max(sizes, key=lambda name: sizes[name])
+  if sizes[axis] == 1 or len(config.cepe) or len(config.draft):
+    return None
+  return rj.models.Rules(embed=axis)
+
+
+def _save_dtype(config: ConfigDict, folder: str | None) -> Any:
+  """The dtype of the weights to write; None for the parameters' float32."""
+  name = config.save_dtype
+  if name is None and folder is not None:
+    source = Folder.open(folder)
+    text, _ = text_config(source.config)
+    name = stored_dtype(source, text)
+  return None if name == "float64" else recipe.dtype_of(name)
 
 
 def _start(config: ConfigDict) -> Any:

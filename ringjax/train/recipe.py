@@ -36,7 +36,7 @@ from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
-from ringjax.train import loop, remat
+from ringjax.train import loop, memory_needs, remat
 from ringjax.train import step as steps
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.draft_training import DraftTraining
@@ -516,9 +516,7 @@ def train(
   adapter = recipe.adapter
   method: Any = steps.AllParameters() if adapter is None else adapter
   base = model
-  state, position = _first_state(
-    recipe, optimizer, model, attend.mesh, checkpoints
-  )
+  state, position = _first_state(recipe, optimizer, model, attend, checkpoints)
   taken = int(jax.device_get(state.step))
   end, ended = 0, None
   for index, stage in enumerate(recipe.stages):
@@ -660,9 +658,14 @@ def _check_chunks(
 
 
 def _first_state(
-  recipe: Recipe, optimizer: Any, model: Any, mesh: Any, saved: Any
+  recipe: Recipe,
+  optimizer: Any,
+  model: Any,
+  attend: ContextParallel,
+  saved: Any,
 ) -> tuple[steps.TrainState, Any]:
   """The state to begin with, and the position of its data if it was saved."""
+  mesh = attend.mesh
   params: Any = model
   if recipe.adapter is not None:
     params = recipe.adapter.start(model, seed=recipe.seed)
@@ -671,9 +674,11 @@ def _first_state(
       params = jax.device_put(
         params, jax.sharding.NamedSharding(mesh, everywhere)
       )
-  form = steps.form(optimizer, params, mesh)._asdict()
+  state = steps.form(optimizer, params, mesh)
+  form = state._asdict()
   leaves = jax.tree.leaves(params)
   shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+  _check_memory(recipe, state, model, attend, saved, resident=not shapes)
   found = None
   if saved is not None:
     if not shapes and saved.holds(form):
@@ -692,6 +697,31 @@ def _first_state(
       "pass a model with weights",
     )
   return steps.start(optimizer, params, mesh), None
+
+
+def _check_memory(
+  recipe: Recipe,
+  state: steps.TrainState,
+  model: Any,
+  attend: ContextParallel,
+  saved: Any,
+  *,
+  resident: bool,
+) -> None:
+  """Compares what all stages keep with the memory, before the first step."""
+  platform = jax.local_devices()[0].platform
+  dtype = recipe.objective.dtype or jnp.float32
+  needs = memory_needs.training_memory(
+    state,
+    model.config,
+    [(x.batch // x.accumulate, x.decoded) for x in recipe.stages],
+    mesh=attend.mesh,
+    axis=attend.axis if attend.sharded else None,
+    remat=recipe.remat,
+    itemsize=jnp.dtype(dtype).itemsize,
+    saves=saved is not None and platform == "cpu",
+  )
+  memory_needs.check_memory(needs, attend.mesh, resident=resident)
 
 
 def _extended(

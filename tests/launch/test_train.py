@@ -304,6 +304,55 @@ def test_entries_that_a_config_leaves_out_can_be_set(small):
   assert made.learning_rate == 1e-2 and config.rules.embed == "data"
 
 
+def test_the_result_has_the_dtype_of_its_source(small, tmp_path):
+  """Without a source it is float32, and an entry of the config says another."""
+  config = overridden(small)
+  model = rj.models.create(json.loads(config.model.to_json()), dtype="bfloat16")
+  rj.models.save(model, tmp_path / "base")
+  as_given = lambda *more: train._save_dtype(
+    overridden(small, *more), str(tmp_path / "base")
+  )
+  assert train._save_dtype(config, None) is None
+  assert as_given() == np.dtype("bfloat16")
+  assert as_given("--config.save_dtype=float16") == np.dtype("float16")
+  assert as_given("--config.save_dtype=float32") is None
+  wrong = overridden(small, "--config.save_dtype=int8")
+  with pytest.raises(OptionError, match="dtype: got 'int8'"):
+    train.recipe_of(wrong)
+
+
+def test_parameters_are_sharded_unless_a_config_says_otherwise(small):
+  config = overridden(small)
+  rules = lambda shape, names, config=config: train._rules(
+    config, rj.make_mesh(shape, names)
+  )
+  assert rules((8,), ("seq",)).embed == "seq"
+  assert rules((4, 2), ("data", "seq")).embed == "data"
+  assert rules((1, 8), ("seq", "model")) is None
+  whole = overridden(small)
+  whole.rules = {"embed": None}
+  assert rules((8,), ("seq",), whole).embed is None
+
+
+@pytest.mark.long
+def test_a_bfloat16_model_stays_one(small, tmp_path):
+  config = overridden(small)
+  model = rj.models.create(json.loads(config.model.to_json()), dtype="bfloat16")
+  rj.models.save(model, tmp_path / "base")
+  status, _, err = run(
+    f"--config={small}",
+    "--mesh=seq:2",
+    f"--out={tmp_path / 'out'}",
+    f"--init_from={tmp_path / 'base'}",
+    "--config.tokenizer=bytes",
+    "--config.stages=({'steps': 1, 'length': 160, 'batch': 2},)",
+  )
+  assert status == 0, err
+  size = lambda name: (tmp_path / name / "model.safetensors").stat().st_size
+  assert rj.models.load(tmp_path / "out" / "model").dtype == "bfloat16"
+  assert size("out/model") == pytest.approx(size("base"), rel=0.01)
+
+
 @pytest.mark.parametrize("entry", ["alpha=8.0", "targets=('q',)", "ranks=4"])
 def test_adapters_that_nobody_asked_for(small, entry):
   config = overridden(small, f"--config.lora.{entry}")

@@ -21,12 +21,13 @@ from ringjax.data.placement import place_rows
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
+  MemoryEstimateError,
   OptionError,
   ShapeError,
 )
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
-from ringjax.train import recipe
+from ringjax.train import loop, memory_needs, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling
 from ringjax.train.lora import Lora
@@ -157,6 +158,41 @@ def test_eps_is_that_of_adamw():
       updates, _ = built.update(grads, built.init(params), params)
     moved.append(-float(np.asarray(updates["w"])[0, 0]))
   assert moved == pytest.approx([1 / 1.01, 1e-6 / (1e-2 + 1e-6)], rel=1e-3)
+
+
+def test_sharded_parameters_give_the_same_losses():
+  """The width over the axis of the sequence, and back from its checkpoint."""
+  mesh = rj.make_mesh((4,), ("seq",))
+  losses, ends = [], []
+  for rules in (rj.models.Rules(), rj.models.Rules(embed="seq")):
+    reports = []
+    done = recipe.train(
+      recipe.Recipe(stages=(STAGE,), loop_config=loop.LoopConfig(log_every=1)),
+      rj.models.create(CONFIG, seed=0, mesh=mesh, rules=rules),
+      text(),
+      mesh=mesh,
+      axis="seq",
+      report=lambda stage, x, reports=reports: reports.append(x.loss),
+    )
+    losses.append(reports)
+    ends.append(done.model)
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+  weight = ends[1].embed.weight[...]
+  assert weight.addressable_shards[0].data.size == weight.size // 4
+  assert len(losses[0]) == 2
+
+
+def test_what_does_not_fit_is_said_before_the_first_step(monkeypatch):
+  model = rj.models.create(CONFIG, seed=0)
+  size = 4 * sum(x.size for x in jax.tree.leaves(model))
+  run = lambda: recipe.train(recipe.Recipe(stages=(STAGE,)), model, text())
+  # Two moments and the gradients; the parameters are there.
+  monkeypatch.setattr(memory_needs, "free_bytes", lambda *_: 3 * size - 1000)
+  with pytest.raises(MemoryEstimateError, match=r"moments .*gradients .*embed"):
+    run()
+  monkeypatch.setattr(memory_needs, "free_bytes", lambda *_: 3 * size + 1000)
+  with pytest.warns(RuntimeWarning, match=r"may not fit.*activations"):
+    run()
 
 
 def test_frozen_weights_need_less():
