@@ -100,6 +100,7 @@ def define(
     "Keeps the weights of linear maps as codes of 8 or 4 bits.",
     flag_values=values,
   )
+  new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
   new.path(
     "integer",
     None,
@@ -213,6 +214,8 @@ def load(
     memory=values.memory,
     beside=beside,
   )
+  if values.adapter is not None:
+    model = _adapted(model, values)
   if values.flash is not None:
     model = _flash(model, values.flash, say)
   if values.integer is not None:
@@ -264,6 +267,21 @@ def _integer(model: Transformer, text: str) -> Transformer:
   )
   options = {key: option_text.value(one) for key, one in said.items()}
   return rj.infer.integer_model(model, folder, **options)
+
+
+def _adapted(model: Transformer, values: flags.FlagValues) -> Transformer:
+  """The model with the adapter of --adapter added to its weights."""
+  rounded = values.integer is not None or values.weights is not None
+  placed = model.stack.placed is not None
+  if values.flash is not None or (placed and rounded):
+    raise OptionError(
+      "--adapter",
+      "it with weights that are read from disk or rounded as they stream",
+      "weights that the adapter is added to",
+      "leave --flash, --integer and --weights out",
+    )
+  how, params = rj.train.load_adapter(values.adapter, model)
+  return how.merged(params, model)
 
 
 def _flash(

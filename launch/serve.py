@@ -27,6 +27,7 @@ the rest that they are given up, and exits with 0.
 from __future__ import annotations
 
 import importlib
+import os
 import pathlib
 import socket
 from collections.abc import Sequence
@@ -134,6 +135,12 @@ def define(values: flags.FlagValues) -> None:
     "longspec:model=FOLDER, with options as NAME:key=value,key=value; tokens "
     "are the same.",
   )
+  new.texts(
+    "adapters",
+    [],
+    "Low-rank adapters as NAME=DIR,NAME=DIR, folders of PEFT; a request asks "
+    "for one by its name as the model.",
+  )
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
@@ -189,6 +196,14 @@ def run(
     template = None
     if values.chat_template is not None:
       template = _template(values.chat_template)
+    adapters = _adapters(values.adapters)
+    if adapters and routes:
+      raise OptionError(
+        "--adapters",
+        f"{', '.join(adapters)} of a router, which has no model",
+        "adapters of instances",
+        "pass them where --join is passed",
+      )
     kind = kind_text.parse(values.cache, "--cache")
     if values.speculate is not None:
       RowDrafts(values.speculate, "--speculate")
@@ -220,6 +235,10 @@ def run(
         folder, mesh=mesh, dtype=values.dtype, strict=values.strict
       )
       options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
+      options["adapters"] = {
+        name: rj.train.load_adapter(path, model)
+        for name, path in adapters.items()
+      }
       if joins:
         options["store"] = rj.store.Store(host=values.host_store)
       engine = rj.serve.Engine(
@@ -266,6 +285,26 @@ def run(
   )
   screen.say("ended")
   return 0
+
+
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+  """The folder of each adapter by its name.
+
+  Raises:
+    OptionError: an entry that is not NAME=DIR, or two of one name.
+  """
+  adapters: dict[str, str] = {}
+  for entry in given:
+    name, equals, path = entry.partition("=")
+    if not name or not equals or not path or name in adapters:
+      raise OptionError(
+        "--adapters",
+        f"{entry!r}",
+        "NAME=DIR, each name once",
+        "pass --adapters=NAME=DIR,NAME=DIR",
+      )
+    adapters[name] = os.path.expanduser(path)
+  return adapters
 
 
 def _template(path: str) -> str:

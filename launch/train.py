@@ -12,8 +12,8 @@
 
 --out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` and in
 the end `model`, a Hugging Face folder with its tokenizer, or `draft`, that of a
-draft. On SIGTERM or Ctrl-C the current step is saved, and the exit status is
-143 or 130.
+draft; of adapters also `adapter`, a folder of PEFT. On SIGTERM or Ctrl-C the
+current step is saved, and the exit status is 143 or 130.
 
 A config is a Python file with get_config(); see configs/train. Several
 processes: see launch/common.py.
@@ -60,11 +60,13 @@ from ringjax.errors import (
 from ringjax.json_text import json_text
 from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
+from ringjax.models.checkpoint import cast, stored_dtype
 from ringjax.models.contents import text_config
 from ringjax.models.hf import auxiliary_files
 from ringjax.models.hf.folder import Folder
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
+from ringjax.parallel import chips
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.draft_training import DraftTraining
@@ -129,7 +131,7 @@ def define(values: flags.FlagValues) -> None:
     "peak",
     None,
     "Peak FLOP/s of a device, for the utilisation; default: from the data "
-    "sheet of a known accelerator, else measured.",
+    "sheet of a known accelerator. Of other devices no utilisation is shown.",
     1.0,
   )
   new.path("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
@@ -195,7 +197,7 @@ class _TrainingRun:
     self._values, self._out = values, stdout
     self._log: TextIO | None = None
     self._board: Any = None
-    self._peak = 0.0
+    self._peak: float | None = None
 
   def close(self) -> None:
     """Closes the log and leaves the other processes."""
@@ -232,9 +234,8 @@ class _TrainingRun:
     base = None if folder is None else Folder.open(folder).config
     links = _links(config, folder, base)
     made = recipe_of(config, links)
-    where: dict[str, Any] = {"mesh": mesh, "rules": None}
-    if config.rules:
-      where["rules"] = _made(rj.models.Rules, config.rules, "rules")
+    save_dtype = _save_dtype(config, folder)
+    where: dict[str, Any] = {"mesh": mesh, "rules": _rules(config, mesh)}
     tokenizer, home = _tokenizer(config, folder)
     with contextlib.ExitStack() as stack:
       # Adapters are of one model: a checkpoint belongs to its weights.
@@ -323,7 +324,10 @@ class _TrainingRun:
       longspec.save(done.model, out / "draft")
       screen.say(f"wrote {out / 'draft'}")
       return 0
-    rj.models.save(done.model, out / "model", overwrite=True)
+    written = done.model
+    if save_dtype is not None:
+      written = cast(written, save_dtype)
+    rj.models.save(written, out / "model", overwrite=True)
     if first and home is not None:
       auxiliary_files.copy(home, out / "model")
     elif first:
@@ -331,7 +335,25 @@ class _TrainingRun:
     if first and links is not None:
       links.save(out / "model")
     screen.say(f"wrote {out / 'model'}")
+    if done.adapter is not None:
+      self._begin("writing the adapter")
+      self._write_adapter(out / "adapter", model, *done.adapter)
     return 0
+
+  def _write_adapter(
+    self,
+    path: pathlib.Path,
+    model: Transformer,
+    how: Lora,
+    params: Mapping[str, Any],
+  ) -> None:
+    """Writes trained adapters for PEFT, if it has a form for them."""
+    try:
+      rj.train.save_adapter(path, model, how, params, overwrite=True)
+    except OptionError as error:
+      self.screen.say(f"note: no adapter is written: {error}")
+    else:
+      self.screen.say(f"wrote {path}")
 
   def _model(
     self,
@@ -383,7 +405,7 @@ class _TrainingRun:
     work = recipe.flops(
       model, made.stages[stage].length, adapters=made.adapter is not None
     )
-    used = work * one.tokens_per_s / (self._peak * mesh.devices.size)
+    used = _share(work * one.tokens_per_s, self._peak, mesh.devices.size)
     held = _peak_bytes()
     rate = made.optimizer.learning_rate_at(one.step - 1, made.total)
     row = {
@@ -413,7 +435,8 @@ class _TrainingRun:
       print(json_text(row), file=self._out, flush=True)
     self.screen.say(
       f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
-      f"  {one.tokens_per_s:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
+      f"  {one.tokens_per_s:9,.0f} tokens/s"
+      + ("" if used is None else f"  {100 * used:5.1f} % of the peak")
       + (f"  {console.nbytes(held)}" if held else "")
       + (f"  {one.skipped} not finite" if one.skipped else "")
     )
@@ -462,6 +485,7 @@ def recipe_of(
     )
   _made(rj.models.Rules, config.rules, "rules")
   one_of("packer", config.packer, _PACKERS)
+  recipe.dtype_of(config.save_dtype)
   dtype = {"dtype": recipe.dtype_of(config.dtype)}
   parts: dict[str, Any] = {
     "stages": tuple(_stage(one) for one in config.stages),
@@ -630,7 +654,9 @@ def default_config() -> ConfigDict:
   Entries:
     model: name of a preset, or a dict as in config.json; not with init_from.
     init_from: a Hugging Face folder of the initial weights.
-    rules: which mesh axis shards which axis of the parameters.
+    rules: which mesh axis shards which axis of the parameters; default: their
+      width over the larger of seq and data. {"embed": None} leaves them whole
+      on each device.
     start: initialisation of a fresh model, or of an encoder beside given
       weights; see ringjax.train.induction.
     tokenizer: a folder, or "bytes"; default: that of init_from, else bytes.
@@ -645,6 +671,8 @@ def default_config() -> ConfigDict:
       trained themselves.
     packer: best_fit or cut: how documents are packed into rows.
     keep: how many of the newest checkpoints stay.
+    save_dtype: of the weights in `model`: float32, bfloat16 or float16;
+      default: that of the weights in init_from, else float32.
   """
   return ConfigDict(
     {
@@ -659,6 +687,7 @@ def default_config() -> ConfigDict:
       "strategy": "ring",
       "remat": "attention",
       "dtype": "float32",
+      "save_dtype": placeholder(str),
       "z_loss": 0.0,
       "block": 1024,
       "distil": 0.0,
@@ -682,6 +711,31 @@ def default_config() -> ConfigDict:
     convert_dict=True,
     type_safe=False,
   )
+
+
+def _rules(config: ConfigDict, mesh: Mesh) -> rj.models.Rules | None:
+  """How the parameters are sharded.
+
+  By default over the larger of the axes that shard rows and tokens too, as FSDP
+  does. An encoder or a draft, of few layers, is whole on each device.
+  """
+  if config.rules:
+    return _made(rj.models.Rules, config.rules, "rules")
+  sizes = {name: mesh.shape.get(name, 1) for name in ("seq", "data")}
+  axis = max(sizes, key=lambda name: sizes[name])
+  if sizes[axis] == 1 or len(config.cepe) or len(config.draft):
+    return None
+  return rj.models.Rules(embed=axis)
+
+
+def _save_dtype(config: ConfigDict, folder: str | None) -> Any:
+  """The dtype of the weights to write; None for the parameters' float32."""
+  name = config.save_dtype
+  if name is None and folder is not None:
+    source = Folder.open(folder)
+    text, _ = text_config(source.config)
+    name = stored_dtype(source, text)
+  return None if name == "float64" else recipe.dtype_of(name)
 
 
 def _start(config: ConfigDict) -> Any:
@@ -931,17 +985,23 @@ def _writer() -> Any:
     ) from None
 
 
-def _peak(dtype: str, mesh: Any) -> float:
-  """Peak FLOP/s of a device of a mesh."""
+def _peak(dtype: str, mesh: Any) -> float | None:
+  """Peak FLOP/s of a device of a mesh by its data sheet; None if unknown."""
   device = mesh.devices.flat[0]
-  rate = timing.peak(dtype, device)
-  if device.platform != "cpu":
-    return rate
-  # The devices of a CPU share its cores.
-  here = [
-    x for x in mesh.devices.flat if x.process_index == jax.process_index()
-  ]
-  return rate / max(1, len(here))
+  name = chips.known(device.device_kind)
+  if device.platform == "cpu" or name is None:
+    return None
+  return chips.CHIPS[name].rate(dtype)
+
+
+def _share(rate: float, peak: float | None, devices: int) -> float | None:
+  """The part of the devices' peak that a rate reaches; None if unknown.
+
+  A part above 1 says that the peak is not that of these devices.
+  """
+  if peak is None or rate > peak * devices:
+    return None
+  return rate / (peak * devices)
 
 
 def _peak_bytes() -> int | None:

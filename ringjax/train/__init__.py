@@ -5,6 +5,7 @@ from ringjax.train.draft_training import DraftTraining
 from ringjax.train.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
+from ringjax.train.peft_folder import load_adapter, save_adapter
 from ringjax.train.predictor_training import train_predictors
 from ringjax.train.recipe import Mixture, Optimizer, Recipe, Stage, train
 from ringjax.train.step import Objective
@@ -22,6 +23,8 @@ __all__ = [
   "RopeScaling",
   "Stage",
   "extend_context",
+  "load_adapter",
+  "save_adapter",
   "train",
   "train_predictors",
 ]

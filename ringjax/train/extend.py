@@ -111,9 +111,11 @@ def scaled_config(
       holder[key] = {k: v for k, v in entry.items() if k in kept} | {
         "rope_type": scaling.method,
         "factor": float(factor),
-        # Without it a reader would take the new context for the original one.
-        "original_max_position_embeddings": original,
       }
+      if scaling.method == "yarn":
+        # Without it a reader would take the new context for the original one.
+        # Of "linear" that is the new one by the factor.
+        holder[key]["original_max_position_embeddings"] = original
   config["max_position_embeddings"] = scaling.context
   # Dual chunk attention was for the old context.
   config.pop("dual_chunk_attention_config", None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from ringjax.errors import InputTypeError, MeshError, OptionError
@@ -87,8 +87,59 @@ def copied(value: object) -> PyTree:
   on_host = at.memory_kind not in (None, "device")
   if on_host or any(d.platform == "cpu" for d in at.device_set):
     # Else Orbax's copy on the host would be the array itself.
-    return jax.device_put(value, at, may_alias=False)
+    return _copied_once(value)
   return value
+
+
+def _copied_once(value: jax.Array) -> jax.Array:
+  """A copy in host memory that has each part of an array once.
+
+  A plain copy takes the memory of every replica, and CPU devices share theirs.
+  One process drops the replicas, of which Orbax would copy a part each. With
+  several processes each may have to write some, and they share one buffer.
+  """
+  at = value.sharding
+  if jax.process_count() == 1 and isinstance(at, NamedSharding):
+    at = _one_replica(at)
+  copies: dict[str, np.ndarray] = {}
+  shards = []
+  for shard in value.addressable_shards:
+    if shard.device not in at.device_set:
+      continue
+    index = str(shard.index)
+    if index not in copies:
+      copies[index] = _aligned_copy(shard.data)
+    place = SingleDeviceSharding(shard.device, memory_kind=at.memory_kind)
+    shards.append(jax.device_put(copies[index], place, may_alias=True))
+  return jax.make_array_from_single_device_arrays(value.shape, at, shards)
+
+
+def _one_replica(at: NamedSharding) -> NamedSharding:
+  """The same sharding over those devices only that hold the first replica."""
+  names = {
+    name
+    for entry in at.spec
+    if entry is not None
+    for name in (entry if isinstance(entry, tuple) else (entry,))
+  }
+  first = tuple(
+    slice(None) if name in names else slice(1) for name in at.mesh.axis_names
+  )
+  mesh = Mesh(
+    at.mesh.devices[first], at.mesh.axis_names, axis_types=at.mesh.axis_types
+  )
+  return NamedSharding(mesh, at.spec, memory_kind=at.memory_kind)
+
+
+def _aligned_copy(data: jax.Array) -> np.ndarray:
+  """A copy that a CPU device takes as its buffer: it begins at 64 bytes."""
+  source = np.asarray(data)
+  room = np.empty(source.nbytes + 64, np.uint8)
+  start = -room.ctypes.data % 64
+  copy = room[start : start + source.nbytes].view(source.dtype)
+  copy = copy.reshape(source.shape)
+  np.copyto(copy, source)
+  return copy
 
 
 def target(name: str, like: PyTree) -> PyTree:

@@ -93,7 +93,7 @@ class Lora:
         continue
       if model.stack.placed is not None:
         _refuse_arrays(model, [path])
-      lead, into, out = _shape(model, path, linear)
+      lead, into, out = map_shape(model, path, linear)
       scale = jnp.float32(1 / math.sqrt(math.prod(into)))
       one = jax.random.fold_in(key, n)
       a = jax.random.normal(one, (*lead, *into, self.rank), jnp.float32)
@@ -126,7 +126,7 @@ class Lora:
         continue
       if frozen.stack.placed is not None:
         continue
-      lead, into, out = _shape(frozen, path, maps[path])
+      lead, into, out = map_shape(frozen, path, maps[path])
       inner, outer = math.prod(into), math.prod(out)
       a = part["a"].reshape(*lead, inner, self.rank)
       b = part["b"].reshape(*lead, self.rank, outer)
@@ -207,7 +207,7 @@ def with_adapters(
   rank = max((how.rank for how, _ in adapters), default=0)
   changed = {}
   for path in paths:
-    lead, into, out = _shape(model, path, maps[path])
+    lead, into, out = map_shape(model, path, maps[path])
     downs, ups = [], []
     for how, params in adapters:
       part = params.get(path)
@@ -293,7 +293,7 @@ def _of_vocabulary(model: Transformer) -> dict[str, nnx.Variable]:
   return {path: p for path, p in found.items() if p is not None}
 
 
-def _shape(
+def map_shape(
   model: Transformer, path: str, linear: Linear
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
   """(layers, in, out) of a map whose layers share an array."""

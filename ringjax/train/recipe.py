@@ -36,7 +36,7 @@ from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
-from ringjax.train import loop, remat
+from ringjax.train import loop, memory_needs, remat
 from ringjax.train import step as steps
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.draft_training import DraftTraining
@@ -56,12 +56,14 @@ SEGMENTS: dict[str, Mask] = {
   "same": SameSegment(),
   "separate": SeparateDocuments(),
 }
-# Each from (b1, b2) to the transformation that optax calls scale_by_...
-_SCALES: dict[str, Callable[[float, float], optax.GradientTransformation]] = {
+# Each from (b1, b2, eps) to the transformation that optax calls scale_by_...
+_SCALES: dict[
+  str, Callable[[float, float, float], optax.GradientTransformation]
+] = {
   "adamw": optax.scale_by_adam,
-  "lion": optax.scale_by_lion,
-  "adafactor": lambda b1, b2: optax.scale_by_factored_rms(),
-  "sgd": lambda b1, b2: optax.trace(b1),
+  "lion": lambda b1, b2, eps: optax.scale_by_lion(b1, b2),
+  "adafactor": lambda b1, b2, eps: optax.scale_by_factored_rms(),
+  "sgd": lambda b1, b2, eps: optax.trace(b1),
 }
 OPTIMIZERS = tuple(_SCALES)
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -69,6 +71,7 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 _USERS = {
   "b1": ("name", ("adamw", "lion", "sgd")),
   "b2": ("name", ("adamw", "lion")),
+  "eps": ("name", ("adamw",)),
   "decay": ("schedule", ("wsd",)),
 }
 
@@ -80,13 +83,14 @@ class Optimizer:
   Attributes:
     name: adamw, lion, adafactor or sgd.
     learning_rate: the highest learning rate.
-    end_learning_rate: that of the last step.
+    end_learning_rate: that of the last step, unless it is the only one.
     schedule: cosine, linear, constant or wsd, after the warm-up. "wsd" stays
       at `learning_rate` and falls linearly in the end: warmup, stable, decay.
     warmup: steps from 0 to `learning_rate`.
     decay: the part of all steps in which "wsd" falls; default 0.2.
     b1: decay of the first moment, of all but adafactor; default 0.9.
     b2: decay of the second, of adamw and lion; default 0.95.
+    eps: number added to the root of the second moment, of adamw; default 1e-8.
     weight_decay: of matrices; norms, biases and other vectors have none.
     clip: maximum of the gradients' global norm; None for none.
   """
@@ -99,6 +103,7 @@ class Optimizer:
   decay: float | None = None
   b1: float | None = None
   b2: float | None = None
+  eps: float | None = None
   weight_decay: float = 0.1
   clip: float | None = 1.0
 
@@ -126,18 +131,22 @@ class Optimizer:
   def learning_rates(self, total: int) -> optax.Schedule:
     """The learning rate of each of `total` steps."""
     high, low = self.learning_rate, self.end_learning_rate
-    rest = max(1, total - self.warmup)
-    if self.schedule == "constant":
-      after = optax.constant_schedule(high)
-    elif self.schedule == "cosine":
-      share = low / high if high else 0.0
-      after = optax.cosine_decay_schedule(high, rest, share)
-    else:
+    # Steps count from 0. The first one after the warm-up has the highest rate.
+    last = total - self.warmup - 1
+    fall = max(1, last)
+    if self.schedule == "wsd":
       part = 0.2 if self.decay is None else self.decay
-      fall = max(1, min(rest, round(part * total)))
-      if self.schedule == "linear":
-        fall = rest
-      after = optax.linear_schedule(high, low, fall, rest - fall)
+      fall = max(1, min(fall, round(part * total)))
+    falls = self.schedule != "constant" and (last > 0 or self.warmup > 0)
+
+    def after(count: Any) -> Any:
+      if not falls or last < 0:
+        return jnp.asarray(high, jnp.float32)
+      done = jnp.clip((count - (last - fall)) / fall, 0.0, 1.0)
+      if self.schedule == "cosine":
+        done = 0.5 * (1.0 - jnp.cos(jnp.pi * done))
+      return high + (low - high) * done
+
     if not self.warmup:
       return after
     # The first step has a learning rate above 0 too.
@@ -152,11 +161,12 @@ class Optimizer:
     """The optimizer of `total` steps."""
     b1 = 0.9 if self.b1 is None else self.b1
     b2 = 0.95 if self.b2 is None else self.b2
+    eps = 1e-8 if self.eps is None else self.eps
     # What is left out keeps its place in the tree of a saved state.
     none = optax.identity()
     return optax.chain(
       none if self.clip is None else optax.clip_by_global_norm(self.clip),
-      _SCALES[self.name](b1, b2),
+      _SCALES[self.name](b1, b2, eps),
       optax.add_decayed_weights(self.weight_decay, decayed)
       if self.weight_decay
       else none,
@@ -410,11 +420,14 @@ class TrainResult:
     model: with its adapters added.
     step: steps taken.
     stopped: the signal that ended it early, or None.
+    adapter: how adapters are added, and their arrays, for `save_adapter` and
+      `Engine(adapters=)`; None where no adapters were trained.
   """
 
   model: Transformer
   step: int
   stopped: int | None
+  adapter: tuple[Lora, dict[str, Any]] | None = None
 
 
 class _StageLoader:
@@ -503,9 +516,7 @@ def train(
   adapter = recipe.adapter
   method: Any = steps.AllParameters() if adapter is None else adapter
   base = model
-  state, position = _first_state(
-    recipe, optimizer, model, attend.mesh, checkpoints
-  )
+  state, position = _first_state(recipe, optimizer, model, attend, checkpoints)
   taken = int(jax.device_get(state.step))
   end, ended = 0, None
   for index, stage in enumerate(recipe.stages):
@@ -547,8 +558,12 @@ def train(
   made = state.params
   if adapter is not None:
     made = adapter.merged(state.params, base)
+  lora = recipe.lora
   return TrainResult(
-    model=made, step=int(jax.device_get(state.step)), stopped=ended.stopped
+    model=made,
+    step=int(jax.device_get(state.step)),
+    stopped=ended.stopped,
+    adapter=None if lora is None else (lora, state.params),
   )
 
 
@@ -643,9 +658,14 @@ def _check_chunks(
 
 
 def _first_state(
-  recipe: Recipe, optimizer: Any, model: Any, mesh: Any, saved: Any
+  recipe: Recipe,
+  optimizer: Any,
+  model: Any,
+  attend: ContextParallel,
+  saved: Any,
 ) -> tuple[steps.TrainState, Any]:
   """The state to begin with, and the position of its data if it was saved."""
+  mesh = attend.mesh
   params: Any = model
   if recipe.adapter is not None:
     params = recipe.adapter.start(model, seed=recipe.seed)
@@ -654,9 +674,11 @@ def _first_state(
       params = jax.device_put(
         params, jax.sharding.NamedSharding(mesh, everywhere)
       )
-  form = steps.form(optimizer, params, mesh)._asdict()
+  state = steps.form(optimizer, params, mesh)
+  form = state._asdict()
   leaves = jax.tree.leaves(params)
   shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+  _check_memory(recipe, state, model, attend, saved, resident=not shapes)
   found = None
   if saved is not None:
     if not shapes and saved.holds(form):
@@ -675,6 +697,31 @@ def _first_state(
       "pass a model with weights",
     )
   return steps.start(optimizer, params, mesh), None
+
+
+def _check_memory(
+  recipe: Recipe,
+  state: steps.TrainState,
+  model: Any,
+  attend: ContextParallel,
+  saved: Any,
+  *,
+  resident: bool,
+) -> None:
+  """Compares what all stages keep with the memory, before the first step."""
+  platform = jax.local_devices()[0].platform
+  dtype = recipe.objective.dtype or jnp.float32
+  needs = memory_needs.training_memory(
+    state,
+    model.config,
+    [(x.batch // x.accumulate, x.decoded) for x in recipe.stages],
+    mesh=attend.mesh,
+    axis=attend.axis if attend.sharded else None,
+    remat=recipe.remat,
+    itemsize=jnp.dtype(dtype).itemsize,
+    saves=saved is not None and platform == "cpu",
+  )
+  memory_needs.check_memory(needs, attend.mesh, resident=resident)
 
 
 def _extended(

@@ -71,6 +71,26 @@ def test_json_is_all_there_is_on_stdout(ask, folder):
   assert done["cache_bytes_per_device"] == slots + cursors
 
 
+def test_an_adapter_changes_the_answer_as_its_merged_model_does(
+  ask, folder, tmp_path
+):
+  model = rj.models.load(folder)
+  how = rj.train.Lora(rank=2, targets=("q", "v"))
+  draw = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: draw.normal(size=x.shape).astype(np.float32), how.start(model)
+  )
+  rj.train.save_adapter(tmp_path / "adapter", model, how, params)
+  rj.models.save(how.merged(params, model), tmp_path / "merged")
+  flags = (*SHORT, "--json", "--seed=5")
+  tokens = lambda *more: json.loads(ask(*flags, *more).out)["tokens"]
+  added = tokens(f"--model={folder}", f"--adapter={tmp_path / 'adapter'}")
+  assert added == tokens(f"--model={tmp_path / 'merged'}")
+  assert added != tokens(f"--model={folder}")
+  ran = ask(f"--model={folder}", *SHORT, f"--adapter={tmp_path / 'merged'}")
+  assert ran.status == 2 and "adapter_config.json" in ran.err
+
+
 @pytest.mark.long
 def test_layers_on_disk_change_no_token(ask, folder, tmp_path):
   flags = (f"--model={folder}", *SHORT, "--json", "--seed=5")

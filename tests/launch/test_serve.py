@@ -70,6 +70,8 @@ def test_flags_are_checked_before_a_model_is_loaded(tmp_path, capsys):
     ([f"--chat_template={broken}"], "template"),
     (["--speculate=self"], "--speculate"),
     (["--speculate=lookup:count=0"], "count"),
+    (["--adapters=folder"], "NAME=DIR"),
+    (["--adapters=a=x,a=y"], "each name once"),
   ):
     assert serve.run(parsed("--port=0", *argv)) == 2
     assert word in capsys.readouterr().err

@@ -282,6 +282,21 @@ def test_a_number_that_is_more_than_a_number(name):
   assert rj.models.read_config(made)[0].max_positions == 512
 
 
+def test_a_linear_scaling_has_the_keys_that_transformers_reads():
+  """It warns of others, and the original context follows from the factor."""
+  config = checkpoints.config("llama2")
+  before, _ = checkpoint.read_config(config)
+  made, factor = config, 1
+  for factor in (2, 8):
+    scaling = RopeScaling(
+      context=factor * before.max_positions, method="linear"
+    )
+    made = scaled_config(made, scaling)
+  entry = made.get("rope_parameters") or made["rope_scaling"]
+  assert set(entry) <= {"rope_type", "factor", "rope_theta"}
+  assert entry["factor"] == factor
+
+
 @pytest.mark.parametrize("method", ["ntk", "linear", "yarn"])
 @pytest.mark.parametrize("name", ["tiny", "cohere2", "llama4_text"])
 def test_layers_without_rotations_have_nothing_to_stretch(name, method):

@@ -40,7 +40,7 @@ from ringjax.errors import (
   MeshError,
   OptionError,
 )
-from ringjax.train import Checkpoints, checkpoint_directory, manifest
+from ringjax.train import Checkpoints, checkpoint_directory, leaves, manifest
 from tests import checkpoints
 from tests.helpers import MESSAGE_LIMIT, refused
 from tests.train import saver
@@ -276,6 +276,38 @@ def test_the_caller_may_donate_at_once(tmp_path):
       assert all(x.is_deleted() for x in tree)
       got, _ = c.restore(like=copy)
       same(got, copy)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y"), P(("y", "x"))])
+def test_a_save_copies_each_part_once(spec, several, tmp_path, monkeypatch):
+  """By the buffers that Orbax gets, whose bytes are those of one replica."""
+  mesh = make_mesh((2, 4), ("x", "y"))
+  value = jax.device_put(
+    jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32),
+    NamedSharding(mesh, spec),
+  )
+  if several:
+    # Each process keeps the global sharding, and one buffer for each part.
+    monkeypatch.setattr(leaves.jax, "process_count", lambda: 2)
+  copy = leaves.copied(value)
+  monkeypatch.undo()
+  buffers = {
+    x.data.unsafe_buffer_pointer(): x.data.nbytes
+    for x in copy.addressable_shards
+  }
+  assert sum(buffers.values()) == value.nbytes
+  before = {x.data.unsafe_buffer_pointer() for x in value.addressable_shards}
+  assert not before & set(buffers)
+  assert not several or copy.sharding == value.sharding
+  with Checkpoints(tmp_path) as c:
+    c.save(1, {"x": copy if several else value})
+    c.wait()
+    # To another layout than that of the save.
+    other = NamedSharding(mesh, P("y", "x"))
+    form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=other)
+    got, _ = c.restore(like={"x": form})
+  np.testing.assert_array_equal(got["x"], value)
 
 
 def test_a_save_is_replaced(root):

@@ -4,6 +4,7 @@ a run goes on, and who brings which rows."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 import types
@@ -20,12 +21,13 @@ from ringjax.data.placement import place_rows
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
+  MemoryEstimateError,
   OptionError,
   ShapeError,
 )
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
-from ringjax.train import recipe
+from ringjax.train import loop, memory_needs, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling
 from ringjax.train.lora import Lora
@@ -101,11 +103,96 @@ def test_adapters_decay():
     {"name": "sgd", "b2": 0.9},
     {"name": "adafactor", "b1": 0.9},
     {"name": "adafactor", "b2": 0.9},
+    {"name": "lion", "eps": 1e-6},
   ],
 )
 def test_numbers_that_nothing_uses(unused):
   with pytest.raises(OptionError, match="leave it out"):
     recipe.Optimizer(**unused)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 9])
+def test_the_last_step_has_the_last_learning_rate(schedule, warmup):
+  optimizer = recipe.Optimizer(
+    learning_rate=1e-3,
+    end_learning_rate=1e-4,
+    schedule=schedule,
+    warmup=warmup,
+  )
+  rates = [optimizer.learning_rate_at(step, 10) for step in range(10)]
+  assert rates[-1] == pytest.approx(1e-4)
+  assert max(rates) == pytest.approx(1e-3)
+  top = max(warmup - 1, 0)
+  assert rates[top] == pytest.approx(1e-3)
+  # It falls once it has begun to, and in the last steps alone with "wsd".
+  assert all(a >= b for a, b in itertools.pairwise(rates[top:]))
+  if schedule == "wsd" and warmup < 8:
+    assert rates[-3:-1] == pytest.approx([1e-3, 5.5e-4])
+
+
+def test_a_constant_rate_and_a_single_step():
+  fixed = recipe.Optimizer(
+    learning_rate=1e-3, end_learning_rate=1e-4, schedule="constant", warmup=2
+  )
+  rates = [fixed.learning_rate_at(step, 4) for step in range(4)]
+  assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+  alone = recipe.Optimizer(learning_rate=1e-3)
+  assert alone.learning_rate_at(0, 1) == pytest.approx(1e-3)
+  # Stopped in the warm-up: no step has the highest rate.
+  assert recipe.Optimizer(learning_rate=1e-3, warmup=4).learning_rate_at(
+    1, 2
+  ) == pytest.approx(5e-4)
+
+
+def test_eps_is_that_of_adamw():
+  """A gradient far below eps moves a weight by its share of eps."""
+  params = {"w": np.ones((2, 2), np.float32)}
+  grads = {"w": np.full((2, 2), 1e-6, np.float32)}
+  moved = []
+  for eps in (None, 1e-2):
+    built = recipe.Optimizer(
+      learning_rate=1.0, weight_decay=0.0, clip=None, eps=eps
+    ).build(1)
+    with jax.numpy_dtype_promotion("standard"):
+      updates, _ = built.update(grads, built.init(params), params)
+    moved.append(-float(np.asarray(updates["w"])[0, 0]))
+  assert moved == pytest.approx([1 / 1.01, 1e-6 / (1e-2 + 1e-6)], rel=1e-3)
+
+
+def test_sharded_parameters_give_the_same_losses():
+  """The width over the axis of the sequence, and back from its checkpoint."""
+  mesh = rj.make_mesh((4,), ("seq",))
+  losses, ends = [], []
+  for rules in (rj.models.Rules(), rj.models.Rules(embed="seq")):
+    reports = []
+    done = recipe.train(
+      recipe.Recipe(stages=(STAGE,), loop_config=loop.LoopConfig(log_every=1)),
+      rj.models.create(CONFIG, seed=0, mesh=mesh, rules=rules),
+      text(),
+      mesh=mesh,
+      axis="seq",
+      report=lambda stage, x, reports=reports: reports.append(x.loss),
+    )
+    losses.append(reports)
+    ends.append(done.model)
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+  weight = ends[1].embed.weight[...]
+  assert weight.addressable_shards[0].data.size == weight.size // 4
+  assert len(losses[0]) == 2
+
+
+def test_what_does_not_fit_is_said_before_the_first_step(monkeypatch):
+  model = rj.models.create(CONFIG, seed=0)
+  size = 4 * sum(x.size for x in jax.tree.leaves(model))
+  run = lambda: recipe.train(recipe.Recipe(stages=(STAGE,)), model, text())
+  # Two moments and the gradients; the parameters are there.
+  monkeypatch.setattr(memory_needs, "free_bytes", lambda *_: 3 * size - 1000)
+  with pytest.raises(MemoryEstimateError, match=r"moments .*gradients .*embed"):
+    run()
+  monkeypatch.setattr(memory_needs, "free_bytes", lambda *_: 3 * size + 1000)
+  with pytest.warns(RuntimeWarning, match=r"may not fit.*activations"):
+    run()
 
 
 def test_frozen_weights_need_less():

@@ -1,0 +1,166 @@
+"""Bytes that a training keeps on each device, compared with the free ones.
+
+Guarantees: parameters, moments and gradients are counted by their shapes and
+shardings, before any of them is allocated. Activations are an estimate: what
+layers keep for the backward pass, without the buffers of a single layer.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ringjax.errors import MemoryEstimateError
+from ringjax.models.checkpoint import free_bytes
+from ringjax.models.transformer import TransformerConfig
+from ringjax.train.step import TrainState
+
+_REMEDY = (
+  "shard the parameters (rules with embed= an axis of the mesh), use fewer "
+  "devices of a CPU, or train adapters"
+)
+_SMALLER = (
+  "shorten the rows, raise accumulate, pass remat='nothing', or shard over "
+  "more devices"
+)
+
+
+class TrainingMemory(NamedTuple):
+  """Bytes on each device.
+
+  Fields:
+    parameters: those that are trained.
+    moments: the optimizer's state.
+    gradients: as the parameters.
+    activations: estimate of what layers keep for the backward pass.
+    save: copy of the state while it is saved, on CPUs.
+  """
+
+  parameters: int
+  moments: int
+  gradients: int
+  activations: int
+  save: int
+
+
+def training_memory(
+  state: TrainState,
+  config: TransformerConfig,
+  rows: Sequence[tuple[int, int]],
+  *,
+  mesh: Mesh | None,
+  axis: str | None,
+  remat: str,
+  itemsize: int,
+  saves: bool,
+) -> TrainingMemory:
+  """What a training keeps on each device.
+
+  Args:
+    state: Shapes of the state, with their shardings.
+    config: Sizes of the model.
+    rows: Rows and tokens of a row of a micro-batch, for each stage.
+    mesh: Devices; None is one.
+    axis: Mesh axis that shards the sequence, or None.
+    remat: Activations that are kept, of `remat.POLICIES`.
+    itemsize: Bytes of a number of the computation.
+    saves: Whether the state is copied on the host that has the devices.
+  """
+  parameters = _bytes(state.params)
+  moments = _bytes(state.optimizer)
+  size = 1 if mesh is None else mesh.size
+  # The other axes but "model" divide the batch as far as they can.
+  across = 1 if mesh is None or axis is None else mesh.shape[axis]
+  split = 1 if mesh is None else size // across // mesh.shape.get("model", 1)
+  tokens = max(
+    math.ceil(count / min(count, split)) * math.ceil(length / across)
+    for count, length in rows
+  )
+  width = 0 if remat == "offload" else config.embed * len(config.layers)
+  if remat == "attention":
+    width += sum(
+      getattr(x.attention, "heads", 0) * getattr(x.attention, "head_dim", 0)
+      for x in config.layers
+    )
+  # Every part of the state once, whose bytes the devices of the host share.
+  whole = sum(
+    math.prod(x.shape) * x.dtype.itemsize
+    for x in jax.tree.leaves((state.params, state.optimizer))
+  )
+  return TrainingMemory(
+    parameters,
+    moments,
+    parameters,
+    tokens * width * itemsize,
+    math.ceil(whole / size) if saves else 0,
+  )
+
+
+def check_memory(
+  needs: TrainingMemory, mesh: Mesh | None, *, resident: bool
+) -> None:
+  """Refuses a training whose state does not fit, and warns of a tight one.
+
+  Args:
+    needs: Bytes on each device.
+    mesh: Devices; None is one.
+    resident: Whether the parameters are on the devices already.
+
+  Raises:
+    MemoryEstimateError: moments and gradients have no room.
+  """
+  devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+  device = devices[0]
+  free = free_bytes(device, len(devices))
+  if free is None:
+    return
+  state = needs.moments + needs.gradients
+  if not resident:
+    state += needs.parameters
+  total = state + needs.activations + needs.save
+  if total <= free:
+    return
+  where = f"each of {len(devices)} device(s)"
+  if device.platform == "cpu" and len(devices) > 1:
+    where += ", which share the host's memory"
+  listed = ", ".join(f"{k} {_short(x)}" for k, x in needs._asdict().items())
+  if state > free:
+    raise MemoryEstimateError(
+      "training",
+      f"{_short(state)} more on {where} ({listed})",
+      f"at most the {_short(free)} that are free on each",
+      _REMEDY,
+    )
+  warnings.warn(
+    f"training may not fit: about {_short(total)} more on {where} ({listed}), "
+    f"and {_short(free)} are free on each; {_SMALLER}",
+    RuntimeWarning,
+    stacklevel=2,
+  )
+
+
+def _bytes(tree: PyTree) -> int:
+  """Bytes of a tree's arrays on one device, by their shardings."""
+
+  def each(x: Any) -> int:
+    shape = tuple(x.shape)
+    sharding = getattr(x, "sharding", None)
+    if sharding is not None:
+      shape = sharding.shard_shape(shape)
+    return math.prod(shape) * x.dtype.itemsize
+
+  return sum(map(each, jax.tree.leaves(tree)))
+
+
+def _short(nbytes: int) -> str:
+  """Bytes in few digits, "1.6 GB"."""
+  for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+    if nbytes >= size:
+      return f"{nbytes / size:.1f} {unit}"
+  return f"{nbytes} bytes"
