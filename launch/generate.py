@@ -60,8 +60,8 @@ from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.coded_weights import BITS
+from ringjax.models.gguf.folder import open_model
 from ringjax.models.hf import tensors
-from ringjax.models.hf.folder import Folder
 from ringjax.models.neurons import FILE as NEURONS
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.wire_format import DTYPES
@@ -643,7 +643,7 @@ class _Work:
 
 def _positions(folder: pathlib.Path) -> int:
   """The longest context of a folder's model, by its config."""
-  source = Folder.open(folder).config
+  source = open_model(folder).config
   return rj.models.read_config(source)[0].max_positions
 
 

@@ -34,6 +34,7 @@ from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.contents import contents, read_config, text_config
+from ringjax.models.gguf.folder import GgufFolder, open_model
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -203,7 +204,7 @@ def load(
   memory: int | str | None = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
 ) -> Transformer:
-  """Reads a Hugging Face folder into sharded arrays.
+  """Reads a Hugging Face folder, or a GGUF file, into sharded arrays.
 
   Every process reads the bytes that its devices need, some tensors at a time.
   Weights of eight bits or fewer (`hf.packings` lists the formats) become floats
@@ -211,7 +212,8 @@ def load(
   with an encoder beside its decoder (`ringjax.models.cepe`) is both.
 
   Args:
-    path: a folder with `config.json` and `*.safetensors`.
+    path: a folder with `config.json` and `*.safetensors`; or a GGUF file, a
+      part of a split one, or a folder with one.
     mesh: which devices have the weights; default: one.
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
@@ -255,7 +257,7 @@ def load(
   call: dict[str, int] = {}
   # A file that one process does not have is an error of all.
   with outcome.failing_together(ranks):
-    folder = Folder.open(path)
+    folder = open_model(path)
     source, family = text_config(folder.config)
     config = family.read(source)
     dtype = float_dtype(
@@ -290,6 +292,13 @@ def load(
   with outcome.failing_together(ranks):
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
+      if isinstance(folder, GgufFolder) and DISK in tiers:
+        raise OptionError(
+          "placement",
+          "layers on disk, of a GGUF file",
+          "layers on the devices or in the host's memory",
+          "make a folder of it first: python -m launch.convert",
+        )
       streaming = Streaming(empty, tiers, mesh, shardings)
       empty = streaming.empty
       pairs = [streaming.placed(t) for t in found.tensors]
