@@ -42,6 +42,7 @@ from ringjax.models.checkpoint import (
   stored_dtype,
 )
 from ringjax.models.contents import Contents, contents, read_source
+from ringjax.models.gguf.folder import open_model
 from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -140,7 +141,7 @@ def _check(values: flags.FlagValues) -> None:
 
 def _conversion(path: str, dtype: str | None, strict: bool) -> Conversion:
   """Opens a folder and compares it with the model that its config means."""
-  folder = Folder.open(path)
+  folder = open_model(path)
   _, source, family = read_source(folder.config, strict=strict)
   empty = models.abstract(source, dtype=dtype or jnp.float32)
   found = contents(folder, family, empty, source)

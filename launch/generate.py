@@ -62,8 +62,8 @@ from ringjax.infer.stopping import Watch
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
+from ringjax.models.gguf.folder import open_model
 from ringjax.models.hf import tensors
-from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.plan.choice import KEEPS
 from ringjax.plan.offload_costs import OffloadPolicy
@@ -517,7 +517,7 @@ class _Work:
 
 def _positions(folder: pathlib.Path, *, strict: bool) -> int:
   """The longest context of a folder's model, by its config."""
-  source = Folder.open(folder).config
+  source = open_model(folder).config
   return rj.models.read_config(source, strict=strict)[0].max_positions
 
 

@@ -62,8 +62,8 @@ from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
 from ringjax.models.checkpoint import cast, stored_dtype
 from ringjax.models.contents import text_config
+from ringjax.models.gguf.folder import open_model
 from ringjax.models.hf import auxiliary_files
-from ringjax.models.hf.folder import Folder
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
 from ringjax.parallel import chips
@@ -231,7 +231,7 @@ class _TrainingRun:
     folder = values.init_from or config.get("init_from") or None
     out = pathlib.Path(values.out)
     self._begin("looking for saved steps")
-    base = None if folder is None else Folder.open(folder).config
+    base = None if folder is None else open_model(folder).config
     links = _links(config, folder, base)
     made = recipe_of(config, links)
     save_dtype = _save_dtype(config, folder)

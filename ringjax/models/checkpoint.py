@@ -35,6 +35,7 @@ from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.contents import contents, read_source, text_config
+from ringjax.models.gguf.folder import GgufFolder, open_model
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -204,7 +205,7 @@ def load(
   memory: int | str | None = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
 ) -> Transformer:
-  """Reads a Hugging Face folder into sharded arrays.
+  """Reads a Hugging Face folder, or a GGUF file, into sharded arrays.
 
   Every process reads the bytes that its devices need, some tensors at a time.
   Weights of eight bits or fewer (`hf.packings` lists the formats) become floats
@@ -212,8 +213,9 @@ def load(
   with an encoder beside its decoder (`ringjax.models.cepe`) is both.
 
   Args:
-    path: a folder with `config.json` and `*.safetensors`, or the name of a
-      model that `python -m launch.fetch` has brought.
+    path: a folder with `config.json` and `*.safetensors`; a GGUF file, a part
+      of a split one, or a folder with one; or the name of a model that
+      `python -m launch.fetch` has brought.
     mesh: which devices have the weights; default: one.
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
@@ -262,7 +264,7 @@ def load(
   call: dict[str, int] = {}
   # A file that one process does not have is an error of all.
   with outcome.failing_together(ranks):
-    folder = Folder.open(path)
+    folder = open_model(path)
     config, source, family = read_source(folder.config, strict=strict)
     dtype = float_dtype(
       "dtype", stored_dtype(folder, source) if dtype is None else dtype
@@ -296,6 +298,13 @@ def load(
   with outcome.failing_together(ranks):
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
+      if isinstance(folder, GgufFolder) and DISK in tiers:
+        raise OptionError(
+          "placement",
+          "layers on disk, of a GGUF file",
+          "layers on the devices or in the host's memory",
+          "make a folder of it first: python -m launch.convert",
+        )
       streaming = Streaming(empty, tiers, mesh, shardings)
       empty = streaming.empty
       pairs = [streaming.placed(t) for t in found.tensors]

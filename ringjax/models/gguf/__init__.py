@@ -1,0 +1,1 @@
+"""Models in GGUF files, as folders of Hugging Face's names."""

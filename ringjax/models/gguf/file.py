@@ -1,0 +1,333 @@
+"""The header of a GGUF file: metadata, and where each tensor's bytes are.
+
+Guarantees: every count and length is compared with the bytes that are left
+before anything of its size is made; each tensor lies in the file, and no two
+overlap. Tensors are read through a memory map, nothing is copied before.
+Ref: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import os
+import pathlib
+import re
+import struct
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from ringjax.errors import OptionError
+from ringjax.models.hf.header import (
+  MAX_ELEMENTS,
+  MAX_NAME,
+  MAX_TENSORS,
+)
+from ringjax.models.hf.safe_files import (
+  FileIdentity,
+  fault,
+  identity,
+  open_inside,
+  shown,
+)
+
+SUFFIX = ".gguf"
+_KEY_BYTES = 65_535
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<of>\d{5})\.gguf")
+_MAX_SPLITS = 10_000
+_DTYPES = {
+  0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1",
+  10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
+
+
+def package() -> Any:
+  """The gguf package, of the extra `gguf`."""
+  try:
+    import gguf
+  except ImportError as error:
+    raise OptionError(
+      "gguf", "no such package", "the package gguf, to read GGUF files",
+      "pip install 'ringjax[gguf]'",
+    ) from error  # fmt: skip
+  return gguf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufTensor:
+  """One tensor of a GGUF file.
+
+  Attributes:
+    file: the name of its file.
+    type: ggml's number of its type.
+    shape: as arrays have it, the axis of blocks last.
+    offset: of its first byte in the file.
+    nbytes: as on disk.
+  """
+
+  file: str
+  type: int
+  shape: tuple[int, ...]
+  offset: int
+  nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufFiles:
+  """A GGUF file, or all parts of a split one.
+
+  Attributes:
+    path: the folder that it is in.
+    name: the name of the file, or of the first part.
+    metadata: of the first part.
+    tensors: by their names in the file.
+    identities: of each file as it was when it was checked.
+  """
+
+  path: pathlib.Path
+  name: str
+  metadata: dict[str, Any]
+  tensors: dict[str, GgufTensor]
+  identities: dict[str, FileIdentity]
+
+  def floats(
+    self, name: str, index: int | None = None
+  ) -> Float[np.ndarray, ...]:
+    """The dequantised float32 of a tensor, or of one of its first axis."""
+    gguf, t = package(), self.tensors[name]
+    with open(open_inside(self.path, t.file), "rb") as file:
+      data = np.memmap(file, np.uint8, "r", t.offset, (t.nbytes,))
+      kind = gguf.GGMLQuantizationType(t.type)
+      rows = data.reshape(*t.shape[:-1], -1)
+      rows = rows if index is None else rows[index]
+      # Blocks of bad scales become NaN, which the caller refuses by name.
+      with np.errstate(all="ignore"):
+        x = gguf.dequantize(rows, kind)
+    return np.asarray(x, np.float32)
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+  """Whether a path is a GGUF file, or a folder with one and no config.json."""
+  place = pathlib.Path(path).expanduser()
+  if place.is_dir():
+    if (place / "config.json").exists():
+      return False
+    return any(name.endswith(SUFFIX) for name in os.listdir(place))
+  return place.name.endswith(SUFFIX)
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
+  """Reads and checks the headers of a model.
+
+  Args:
+    path: a GGUF file, a part of a split one, or a folder with one of these.
+
+  Raises:
+    CheckpointFormatError: a file that is missing, cut or contradictory.
+    OptionError: the package gguf is not there.
+  """
+  place = pathlib.Path(path).expanduser()
+  root, names = place.parent, [place.name]
+  if place.is_dir():
+    root = place
+    names = sorted(x for x in os.listdir(root) if x.endswith(SUFFIX))
+    stems = {m["stem"] if (m := _SPLIT.fullmatch(n)) else n for n in names}
+    if len(stems) != 1:
+      fault("folder", f"{len(stems)} GGUF models", "one", "pass its file")
+  files = _parts(names[0])
+  absent = [name for name in files if not (root / name).is_file()]
+  if absent:
+    fault(shown(absent[0]), "no such file", f"all {len(files)} part(s)")
+  metadata: dict[str, Any] = {}
+  tensors: dict[str, GgufTensor] = {}
+  identities: dict[str, FileIdentity] = {}
+  for number, file in enumerate(files):
+    identities[file], said, of_file = _read(root, file)
+    _check_split(file, said, number, len(files))
+    metadata = metadata or said
+    for name, tensor in of_file.items():
+      if name in tensors:
+        fault(shown(file), f"tensor {shown(name)} once more", "it once")
+      tensors[name] = tensor
+  said = metadata.get("split.tensors.count", len(tensors))
+  if said != len(tensors):
+    fault(shown(files[0]), f"{len(tensors)} tensors in all", f"{said}")
+  return GgufFiles(
+    path=root, name=files[0], metadata=metadata, tensors=tensors,
+    identities=identities,
+  )  # fmt: skip
+
+
+def _parts(file: str) -> list[str]:
+  """The names of all parts of the model that a file is a part of."""
+  part = _SPLIT.fullmatch(file)
+  if part is None:
+    return [file]
+  count, number = int(part["of"]), int(part["i"])
+  if not 1 <= number <= count <= _MAX_SPLITS:
+    fault(shown(file), f"part {number} of {count}", "a part that there is")
+  return [f"{part['stem']}-{i:05}-of-{count:05}{SUFFIX}"
+          for i in range(1, count + 1)]  # fmt: skip
+
+
+def _check_split(file: str, said: dict[str, Any], number: int, of: int) -> None:
+  count, at = said.get("split.count", 0) or 1, said.get("split.no", 0)
+  if (count, at) != (of, number):
+    fault(
+      shown(file),
+      f"a header of part {at} of {count}, counted from 0",
+      f"part {number} of {of}, as its name says",
+      "put all parts into one folder, with the names that they came with",
+    )
+
+
+class _Cursor:
+  """Reads a header, never beyond the end of its file."""
+
+  def __init__(self, label: str, data: mmap.mmap | bytes):
+    self.label, self.data, self.at = label, data, 0
+
+  def take(self, count: int, what: str) -> bytes:
+    left = len(self.data) - self.at
+    if count > left:
+      fault(self.label, f"{what} of {count} bytes, {left} left", "a whole file")
+    self.at += count
+    return self.data[self.at - count : self.at]
+
+  def number(self, form: str, what: str) -> int:
+    return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
+
+  def count(self, each: int, what: str) -> int:
+    """A count of things that have at least `each` bytes, all in the file."""
+    count, left = self.number("<Q", what), len(self.data) - self.at
+    if count * each > left:
+      fault(self.label, f"{count} {what} in {left} bytes", "a whole file")
+    return count
+
+  def text(self, most: int, what: str) -> str:
+    data = self.take(self.count(1, f"bytes of {what}"), what)
+    if len(data) > most:
+      fault(self.label, f"{what} of {len(data)} bytes", f"at most {most}")
+    try:
+      return data.decode()
+    except UnicodeDecodeError:
+      fault(self.label, f"{what} that is no UTF-8", "UTF-8")
+
+  def value(self, kind: int, key: str) -> Any:
+    what = f"value of {shown(key, 40)}"
+    if kind == _STRING:
+      return self.text(len(self.data), what)
+    if kind == _ARRAY:
+      kind = self.number("<I", what)
+      if kind == _STRING:
+        return [self.text(len(self.data), what)
+                for _ in range(self.count(8, f"strings, {what}"))]  # fmt: skip
+      dtype = self.dtype(kind, what)
+      data = self.take(
+        dtype.itemsize * self.count(dtype.itemsize, f"numbers, {what}"), what
+      )
+      values = np.frombuffer(data, dtype)
+      return (values.astype(bool) if kind == _BOOL else values).tolist()
+    dtype = self.dtype(kind, what)
+    x = np.frombuffer(self.take(dtype.itemsize, what), dtype)[0].item()
+    if kind == _FLOAT32 and math.isfinite(x):
+      # The number that was meant, 1e-5, not what float32 makes of it.
+      x = float(str(np.float32(x)))
+    return bool(x) if kind == _BOOL else x
+
+  def dtype(self, kind: int, what: str) -> np.dtype:
+    if kind not in _DTYPES:
+      fault(self.label, f"type {kind}, {what}", "a type of GGUF 3, not nested")
+    return np.dtype(_DTYPES[kind])
+
+
+def _read(
+  root: pathlib.Path, file: str
+) -> tuple[FileIdentity, dict[str, Any], dict[str, GgufTensor]]:
+  with open(open_inside(root, file), "rb") as opened:
+    was = identity(os.fstat(opened.fileno()))
+    if was.nbytes < 24:
+      fault(shown(file), f"{was.nbytes} bytes", "at least 24")
+    with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+      return was, *_header(file, data)
+
+
+def _header(
+  file: str, data: mmap.mmap | bytes
+) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+  label = shown(file)
+  c = _Cursor(label, data)
+  magic = c.take(4, "magic")
+  if magic != b"GGUF":
+    fault(label, f"a file that begins with {magic!r}", "b'GGUF'")
+  version = c.number("<I", "version")
+  if version not in (2, 3):
+    big = version in (2 << 24, 3 << 24)
+    got = "a big-endian file" if big else f"version {version}"
+    fault(label, got, "version 2 or 3, little-endian", "convert it anew")
+  tensor_count = c.count(24, "tensors")
+  if tensor_count > MAX_TENSORS:
+    fault(label, f"{tensor_count} tensors", f"at most {MAX_TENSORS}")
+  metadata: dict[str, Any] = {}
+  for _ in range(c.count(13, "keys")):
+    key = c.text(_KEY_BYTES, "a key")
+    if key in metadata:
+      fault(label, f"the key {shown(key)} twice", "it once")
+    metadata[key] = c.value(c.number("<I", "a type"), key)
+  infos = [_info(c) for _ in range(tensor_count)]
+  align = metadata.get("general.alignment", 32)
+  if type(align) is not int or not 0 < align <= 1 << 20 or align % 8:
+    fault(label, f"general.alignment {shown(align)}", "a multiple of 8")
+  start = -(-c.at // align) * align
+  tensors: dict[str, GgufTensor] = {}
+  for name, shape, kind, offset in infos:
+    if name in tensors:
+      fault(label, f"tensor {shown(name)} twice", "it once")
+    nbytes = _nbytes(label, name, shape, kind)
+    if offset % align or start + offset + nbytes > len(data):
+      where = f"{shown(name)} of {nbytes} bytes at {offset}"
+      fault(label, where, f"it aligned to {align}, in a file of {len(data)}")
+    tensors[name] = GgufTensor(
+      file=file, type=kind, shape=shape, offset=start + offset, nbytes=nbytes
+    )
+  end, before = start, ""
+  for name, t in sorted(tensors.items(), key=lambda x: x[1].offset):
+    if t.offset < end:
+      fault(label, f"{shown(name)} over {shown(before)}", "bytes of one each")
+    end, before = t.offset + t.nbytes, name
+  return metadata, tensors
+
+
+def _info(c: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+  name = c.text(MAX_NAME, "a tensor's name")
+  rank = c.number("<I", "a rank")
+  if not 1 <= rank <= 4:
+    fault(c.label, f"{shown(name)} with {rank} axes", "1 to 4")
+  sizes = [c.number("<Q", "a size") for _ in range(rank)]
+  if not all(sizes) or math.prod(sizes) > MAX_ELEMENTS:
+    fault(c.label, f"{shown(name)} of {sizes}", "a size that can be")
+  kind, offset = c.number("<I", "a type"), c.number("<Q", "an offset")
+  return name, tuple(reversed(sizes)), kind, offset
+
+
+def _nbytes(label: str, name: str, shape: tuple[int, ...], kind: int) -> int:
+  """Bytes of a tensor, of a type that can be dequantised."""
+  gguf = package()
+  try:
+    known = gguf.GGMLQuantizationType(kind)
+    block, size = gguf.GGML_QUANT_SIZES[known]
+    gguf.dequantize(np.zeros((1, size), np.uint8), known)
+  except (ValueError, KeyError, NotImplementedError):
+    fault(
+      label, f"{shown(name)} of type {kind}",
+      "a type that the package gguf dequantises", "convert it to Q8_0 or BF16",
+    )  # fmt: skip
+  if shape[-1] % block:
+    fault(
+      label, f"{shown(name)} with rows of {shape[-1]}", f"blocks of {block}"
+    )
+  return math.prod(shape) // block * size

@@ -1,0 +1,102 @@
+"""A GGUF file in the place of a model's folder.
+
+Guarantees: numbers are those that the package gguf dequantises, rounded once to
+the dtype that is asked for.
+Memory: of the host, some tensors as float32 on their way to the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Shaped
+
+from ringjax.errors import CheckpointMismatchError
+from ringjax.models.gguf.architectures import (
+  Source,
+  check_factors,
+  config_of,
+  sources_of,
+)
+from ringjax.models.gguf.file import GgufFiles, is_gguf, open_gguf
+from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.header import TensorInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufFolder(Folder):
+  """A model in GGUF files, with the names of a Hugging Face folder.
+
+  Attributes:
+    gguf: the files.
+    sources: where each tensor comes from.
+  """
+
+  gguf: GgufFiles
+  sources: Mapping[str, Source]
+
+  def read(
+    self,
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    host_bytes: int = 256 << 20,
+  ) -> dict[str, jax.Array]:
+    """Dequantises tensors; see `Folder.read`."""
+    del host_bytes
+    wanted = {name: self._target(name, t) for name, t in targets.items()}
+    self.unchanged(wanted)
+    arrays: dict[str, jax.Array] = {}
+    for name, target in wanted.items():
+      with np.errstate(over="ignore", invalid="ignore"):
+        x = self.raw(name).astype(target.dtype)
+      if not np.isfinite(x.astype(np.float32)).all():
+        raise CheckpointMismatchError(
+          self.sources[name].name,
+          f"values that are not finite as {x.dtype}",
+          "finite values",
+          "download the file again, or take a wider dtype",
+        )
+      arrays[name] = jax.make_array_from_callback(
+        x.shape, target.sharding, lambda index, x=x: x[index]
+      )
+    self.unchanged(wanted)
+    return arrays
+
+  def raw(self, name: str) -> Shaped[np.ndarray, ...]:
+    """The dequantised numbers of a tensor, float32."""
+    return self.sources[name].floats(self.gguf)
+
+
+def open_model(path: str | os.PathLike[str]) -> Folder:
+  """A model on disk: a Hugging Face folder, or GGUF files.
+
+  Raises:
+    CheckpointFormatError, ConfigError, UnsafeFormatError: as `Folder.open`.
+    OptionError: a GGUF file without the package that reads it.
+  """
+  if not isinstance(path, str | os.PathLike) or not is_gguf(path):
+    return Folder.open(path)
+  files = open_gguf(path)
+  config = config_of(files)
+  check_factors(files, config)
+  sources = sources_of(files, config)
+  float32 = jnp.dtype(jnp.float32)
+  tensors = {
+    name: TensorInfo(
+      files.tensors[s.name].file,
+      float32,
+      s.shape,
+      4 * int(np.prod(s.shape)),
+      files.tensors[s.name].offset,
+    )
+    for name, s in sources.items()
+  }
+  return GgufFolder(
+    path=files.path, config=config, tensors=tensors, files=files.identities,
+    gguf=files, sources=sources,
+  )  # fmt: skip

@@ -1,0 +1,289 @@
+"""GGUF files: their models are those of Hugging Face folders, or errors."""
+
+import struct
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import ringjax as rj
+from ringjax.models.gguf.file import open_gguf
+
+_SIZES = dict(
+  vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+)  # fmt: skip
+_RMS = dict(rms_norm_eps=1e-5)
+_GEMMA = _RMS | dict(
+  head_dim=16, query_pre_attn_scalar=16, sliding_window=8,
+  hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
+)  # fmt: skip
+# By GGUF's name: the config of a small model.
+CASES = {
+  "llama": dict(model_type="llama", head_dim=8, **_RMS),
+  "qwen2": dict(model_type="qwen2", **_RMS),
+  "qwen3": dict(model_type="qwen3", head_dim=16, **_RMS),
+  "qwen3moe": dict(
+    model_type="qwen3_moe", head_dim=8, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=32, norm_topk_prob=True, **_RMS,
+  ),
+  "gemma2": dict(
+    model_type="gemma2", attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0, **_GEMMA,
+  ),
+  "gemma3": dict(
+    model_type="gemma3_text", sliding_window_pattern=6,
+    rope_local_base_freq=10_000.0, **_GEMMA,
+  ),
+  "phi3": dict(model_type="phi3", pad_token_id=0, **_RMS),
+  "starcoder2": dict(
+    model_type="starcoder2", norm_epsilon=1e-5, use_bias=True,
+    hidden_act="gelu_pytorch_tanh",
+  ),
+}  # fmt: skip
+_ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def _writer(path, name, config):
+  """A writer with the metadata of a config, as llama.cpp's converter has it."""
+  w = gguf.GGUFWriter(path, name)
+  w.add_context_length(config["max_position_embeddings"])
+  w.add_block_count(config["num_hidden_layers"])
+  w.add_embedding_length(config["hidden_size"])
+  w.add_feed_forward_length(config["intermediate_size"])
+  w.add_head_count(config["num_attention_heads"])
+  w.add_head_count_kv(config["num_key_value_heads"])
+  w.add_rope_freq_base(config.get("rope_theta", 10_000.0))
+  if "norm_epsilon" in config:
+    w.add_layer_norm_eps(config["norm_epsilon"])
+  else:
+    w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  for key, add in (
+    ("head_dim", w.add_key_length),
+    ("sliding_window", w.add_sliding_window),
+    ("num_experts", w.add_expert_count),
+    ("num_experts_per_tok", w.add_expert_used_count),
+    ("moe_intermediate_size", w.add_expert_feed_forward_length),
+    ("attn_logit_softcapping", w.add_attn_logit_softcapping),
+    ("final_logit_softcapping", w.add_final_logit_softcapping),
+  ):
+    if key in config:
+      add(config[key])
+  return w
+
+
+def _tensors(name, config, tensors):
+  """Tensors under gguf's own names, changed as llama.cpp's converter does."""
+  names = gguf.get_tensor_name_map(_ARCHS[name], config["num_hidden_layers"])
+  experts = {}
+  for key, x in sorted(tensors.items()):
+    if ".experts." in key:
+      start, rest = key.split(".experts.")
+      expert, part = rest.split(".", 1)
+      experts.setdefault(f"{start}.experts.{part}", {})[int(expert)] = x
+      continue
+    if name == "llama" and key.endswith(("q_proj.weight", "k_proj.weight")):
+      heads = config["num_attention_heads"]
+      heads = heads if "q_proj" in key else config["num_key_value_heads"]
+      x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+    if name.startswith("gemma") and key.endswith("norm.weight"):
+      x = x + 1
+    yield names.get_name(key, (".weight", ".bias")), x
+  for key, parts in experts.items():
+    x = np.stack([parts[i] for i in range(len(parts))])
+    yield names.get_name(key, (".weight",)), x
+
+
+def _write(path, name, config, tensors, kind=None):
+  w = _writer(path, name, config)
+  for key, x in tensors:
+    if kind is not None and x.ndim > 1:
+      w.add_tensor(key, gguf.quantize(x, kind), raw_dtype=kind)
+    else:
+      w.add_tensor(key, np.ascontiguousarray(x, np.float32))
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
+
+
+def _small(tmp_path, name, **more):
+  config = _SIZES | CASES[name] | more
+  model = rj.models.create(config, seed=3)
+  # Norms of ones and biases of zeros would hide a change of theirs.
+  keys = iter(jax.random.split(jax.random.key(1), 1000))
+  noisy = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)
+  model = jax.tree.map(noisy, model)
+  rj.models.save(model, tmp_path / "hf")
+  tensors = load_file(tmp_path / "hf" / "model.safetensors")
+  named = []
+  for key, x in _tensors(name, config, tensors):
+    assert key is not None
+    named.append((key, x))
+  return config, named
+
+
+def _same(path, folder, atol=0.0):
+  """A file's model has the config and the numbers of a folder's."""
+  one = rj.models.load(path, dtype=jnp.float32)
+  two = rj.models.load(folder, dtype=jnp.float32)
+  assert one.config == two.config
+  for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_its_folder(tmp_path, name):
+  config, tensors = _small(tmp_path, name)
+  _write(tmp_path / "m.gguf", name, config, tensors)
+  # Norms of Gemma go to one more and back.
+  _same(tmp_path / "m.gguf", tmp_path / "hf", 3e-7)
+
+
+_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "MXFP4")
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_numbers_are_those_of_the_package(tmp_path, kind):
+  kind = gguf.GGMLQuantizationType[kind]
+  x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+  packed = gguf.quantize(x, kind)
+  w = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+  w.add_tensor("x", packed, raw_dtype=kind)
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
+  got = open_gguf(tmp_path / "m.gguf").floats("x")
+  np.testing.assert_array_equal(got, gguf.dequantize(packed, kind))
+  np.testing.assert_allclose(got, x, atol=0.6)
+
+
+def test_a_rope_of_llama_3_comes_from_its_factors(tmp_path):
+  scaling = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+  )  # fmt: skip
+  config, tensors = _small(
+    tmp_path, "llama", rope_theta=500_000.0, rope_scaling=scaling
+  )
+  waves = 2 * np.pi * 500_000.0 ** (np.arange(4) / 4)
+  part = np.clip((8192 / waves - 1) / 3, 0, 1)
+  factors = 1 / ((1 - part) / 8 + part)
+  tensors.append(("rope_freqs.weight", factors.astype(np.float32)))
+  _write(tmp_path / "m.gguf", "llama", config, tensors)
+  _same(tmp_path / "m.gguf", tmp_path / "hf")
+  tensors[-1] = ("rope_freqs.weight", np.array([1, 2, 3, 8], np.float32))
+  _write(tmp_path / "n.gguf", "llama", config, tensors)
+  with pytest.raises(rj.errors.ConfigError, match="rope_freqs"):
+    rj.models.load(tmp_path / "n.gguf")
+
+
+def _pairs(*pairs):
+  """The bytes of metadata of strings."""
+  text = lambda x: struct.pack("<Q", len(x)) + x
+  return b"".join(text(k) + struct.pack("<I", 8) + text(v) for k, v in pairs)
+
+
+def _info(name, sizes, kind, offset):
+  head = struct.pack("<Q", len(name)) + name + struct.pack("<I", len(sizes))
+  return head + struct.pack(f"<{len(sizes)}QIQ", *sizes, kind, offset)
+
+
+def _file(infos=(), meta=b"", keys=0, data=b"", version=3, tensors=None):
+  count = len(infos) if tensors is None else tensors
+  head = b"GGUF" + struct.pack("<IQQ", version, count, keys) + meta
+  head += b"".join(infos)
+  return head + bytes(-len(head) % 32) + data
+
+
+_HUGE = struct.pack("<Q", 1 << 60)
+BAD = {
+  "cut": (_file()[:10], "bytes"),
+  "magic": (b"GGML" + _file()[4:], "begins with"),
+  "version": (_file(version=1), "version 1"),
+  "big endian": (_file(version=3 << 24), "big-endian"),
+  "tensors": (_file(tensors=1 << 60), "tensors in"),
+  "keys": (_file(keys=1 << 60), "keys in"),
+  "string": (_file(meta=_HUGE + bytes(64), keys=1), "bytes of a key"),
+  "array": (
+    _file(
+      meta=struct.pack("<Q", 1) + b"k" + struct.pack("<II", 9, 8) + _HUGE
+      + bytes(32),
+      keys=1,
+    ),
+    "strings",
+  ),
+  "key twice": (_file(meta=_pairs((b"a", b"b")) * 2, keys=2), "twice"),
+  "tensor twice": (
+    _file([_info(b"x", [8], 0, 0)] * 2, data=bytes(64)), "twice",
+  ),
+  "beyond": (_file([_info(b"x", [8], 0, 32)], data=bytes(32)), "aligned"),
+  "huge": (_file([_info(b"x", [1 << 60], 0, 0)], data=bytes(32)), "can be"),
+  "overlap": (
+    _file([_info(b"x", [16], 0, 0), _info(b"y", [8], 0, 32)], data=bytes(96)),
+    "over",
+  ),
+  "type": (_file([_info(b"x", [8], 99, 0)], data=bytes(32)), "type 99"),
+  "block": (_file([_info(b"x", [8], 8, 0)], data=bytes(64)), "blocks of 32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_file_is_refused(tmp_path, fault):
+  data, words = BAD[fault]
+  (tmp_path / "m.gguf").write_bytes(data)
+  with pytest.raises(rj.errors.CheckpointFormatError, match=words):
+    rj.models.load(tmp_path / "m.gguf")
+
+
+def test_scales_that_are_nan_are_refused(tmp_path):
+  config, tensors = _small(tmp_path, "llama")
+  tensors = dict(tensors)
+  tensors["blk.1.ffn_up.weight"] = np.full((64, 32), np.nan)
+  _write(tmp_path / "m.gguf", "llama", config, tensors.items())
+  with pytest.raises(rj.errors.CheckpointMismatchError, match="finite"):
+    rj.models.load(tmp_path / "m.gguf")
+
+
+def test_parts_are_one_model(tmp_path):
+  config, tensors = _small(tmp_path, "llama")
+  (tmp_path / "parts").mkdir()
+  half = len(tensors) // 2
+  first = tmp_path / "parts" / "m-00001-of-00002.gguf"
+  second = tmp_path / "parts" / "m-00002-of-00002.gguf"
+  for i, (path, part) in enumerate(
+    ((first, tensors[:half]), (second, tensors[half:]))
+  ):
+    w = _writer(path, "llama", config)
+    w.add_uint16("split.no", i)
+    w.add_uint16("split.count", 2)
+    w.add_int32("split.tensors.count", len(tensors))
+    for key, x in part:
+      w.add_tensor(key, np.ascontiguousarray(x, np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+  for path in (first.parent, second):
+    _same(path, tmp_path / "hf")
+  # The second one under the name of the first.
+  kept = first.read_bytes()
+  first.write_bytes(second.read_bytes())
+  with pytest.raises(rj.errors.CheckpointFormatError, match="part"):
+    rj.models.load(second)
+  first.write_bytes(kept)
+  second.unlink()
+  with pytest.raises(rj.errors.CheckpointFormatError, match="no such file"):
+    rj.models.load(first)
+
+
+def test_an_architecture_that_is_not_known_is_named(tmp_path):
+  (tmp_path / "m.gguf").write_bytes(
+    _file(meta=_pairs((b"general.architecture", b"rwkv6")), keys=1)
+  )
+  with pytest.raises(rj.errors.ConfigError, match="rwkv6"):
+    rj.models.load(tmp_path / "m.gguf")
