@@ -45,7 +45,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, console, machines, prompts, tensor_ranks
+from launch import answering, common, console, machines, prompts, tensor_ranks
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax import option_text
@@ -169,7 +169,10 @@ def define(values: flags.FlagValues) -> None:
     "stop", [], "Text that ends the answer; repeatable.", flag_values=values
   )
   new.text(
-    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+    "dtype",
+    None,
+    "bfloat16, float16 or float32; default: the folder's, on one CPU device "
+    "float32 where that fits.",
   )
   flags.DEFINE_enum(
     "weights",
@@ -247,7 +250,7 @@ def run(
   try:
     tensor_ranks.refuse(values)
     _check(values)
-    common.start(values)
+    common.start(values, single=values.model is not None)
     done = job.run(work.run)
   except KeyboardInterrupt:
     # The thread can't be ended but with the process.
@@ -359,10 +362,12 @@ class _Work:
       raise OptionError(
         "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
       )
-    model = rj.models.load(
+    names = ("placement", "memory", "flash", "policy", "weights", "integer")
+    model, note = answering.load(
+      values,
       folder,
-      mesh=mesh,
-      dtype=values.dtype,
+      mesh,
+      codes=all(values[name].value is None for name in names),
       placement=self._placement() if policy is None else policy["placement"],
       memory=values.memory,
       beside=None if tokens is None else self._beside(tokens),
@@ -391,6 +396,8 @@ class _Work:
       f"model: {about['family']}, {about['parameters']:,} parameters, "
       f"{about['dtype']}, in {about['load_s']:.1f} s"
     )
+    if note is not None:
+      self._screen.say(note)
     if placed.streamed_parameters:
       self._screen.say(f"placement: {_placement(placed)}")
       model.on_wait(self._screen.say)
@@ -675,7 +682,7 @@ class _Clock:
 
 def summary(done: dict[str, Any]) -> list[str]:
   """Lines for people, from the figures of a run."""
-  rate = lambda n, s: f"{n / s:,.1f}" if s > 0 else "-"
+  rate = lambda n, s: console.per_second(n / s) if s > 0 else "-"
   where = (done[name] for name in ("devices", "platform", "mesh", "processes"))
   chunk = f" of {done['chunk']:,} tokens" if done["chunk"] else ""
   cache = console.nbytes(done["cache_bytes_per_device"])
