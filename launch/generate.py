@@ -554,6 +554,7 @@ class _Work:
       stopped = "Ctrl-C" if self._job.stop else "max_new_tokens"
     (report,) = reports
     compiled = lambda until: compiling.seconds(clock.start + until)
+    between = compiled(clock.last_s) - compiled(clock.first_s)
     passkey = self._prompt.passkey
     return {
       "answer": self._written,
@@ -575,7 +576,8 @@ class _Work:
       "first_token_s": clock.first_s,
       "compile_s": compiled(clock.first_s),
       "prefill_s": clock.read_s - compiled(clock.read_s),
-      "decode_s": clock.last_s - clock.first_s,
+      "decode_s": clock.last_s - clock.first_s - between,
+      "decode_compile_s": between,
       "cache_bytes_per_device": report.cache_bytes,
       "memory": {k: dict(x) for k, x in report.memory.items()},
       "cache_tokens": report.capacity,
@@ -686,6 +688,9 @@ def summary(done: dict[str, Any]) -> list[str]:
   where = (done[name] for name in ("devices", "platform", "mesh", "processes"))
   chunk = f" of {done['chunk']:,} tokens" if done["chunk"] else ""
   cache = console.nbytes(done["cache_bytes_per_device"])
+  compiling = ""
+  if done["decode_compile_s"] >= 0.01:
+    compiling = f"; {done['decode_compile_s']:.2f} s of compiling beside"
   lines = {
     "prompt": f"{done['prompt_tokens']:,} tokens, {done['source']}",
     "devices": _where(*where),
@@ -695,7 +700,7 @@ def summary(done: dict[str, Any]) -> list[str]:
     f"{done['compile_s']:.2f} s of it compiling",
     "decoding": f"{len(done['tokens'])} tokens, "
     f"{rate(len(done['tokens']) - 1, done['decode_s'])} tokens/s, "
-    f"until {done['stopped']!r}",
+    f"until {done['stopped']!r}{compiling}",
     "cache": f"{done['cache']}, {cache} on each device, "
     f"{done['cache_tokens']:,} tokens in all",
   }
@@ -717,7 +722,8 @@ def summary(done: dict[str, Any]) -> list[str]:
     did = done["speculation"]
     lines["drafts"] = (
       f"{did['tokens_per_call']:.2f} tokens a call, {did['accepted']:,} of "
-      f"{did['drafted']:,} accepted"
+      f"{did['drafted']:,} accepted; {did['rounds']:,} rounds with drafts, "
+      f"{did['steps']:,} steps without: {did['why']}"
     )
   if done["placement"] is not None:
     did = done["placement"]

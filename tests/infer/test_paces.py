@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ringjax.infer.speculate import PromptLookup
+from ringjax.infer.speculate import EarlyExit, PromptLookup
 from ringjax.infer.speculate.paces import SHARE, Paces
 
 PLAIN_S = 1.0
@@ -92,3 +92,24 @@ def test_reading_that_costs_more_than_a_step_may_is_not_tried_again():
   _, few, _ = _spent(lambda at: 0, draft_s=0.1, tokens=4000, reading_s=0.2)
   _, many, _ = _spent(lambda at: 0, draft_s=0.1, tokens=4000)
   assert few < many
+
+
+def test_the_first_draft_of_a_model_is_short():
+  """Of text it costs next to nothing, and may be long."""
+  assert Paces(EarlyExit(count=4), 1).most().tolist() == [1]
+  assert Paces(PromptLookup(count=4), 1).most().tolist() == [4]
+  assert Paces(EarlyExit(count=4, adapt=False), 1).most().tolist() == [4]
+  assert Paces(EarlyExit(widths=(2, 2)), 1).most().tolist() == [4]
+
+
+def test_rounds_that_compile_are_not_measured():
+  paces, full = Paces(PromptLookup(count=4), 1), np.full(1, 4)
+  assert paces.most().tolist() == [4]
+  paces.add(full, full, np.array([1]), None)
+  assert paces.cost_s == 0 and paces.rounds == 1
+  assert paces.most().tolist() == [4]
+  paces.add(full, full, np.array([1]), 3.0)
+  none = np.zeros(1, int)
+  while not paces.most().any() and paces.steps < 3:
+    paces.add(none, none, np.array([1]), None if paces.steps == 0 else 1.0)
+  assert paces.cost_s == pytest.approx(2.0)

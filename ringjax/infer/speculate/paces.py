@@ -1,13 +1,14 @@
 """How long drafts are, down to none: by what was accepted and what rounds took.
 
 Guarantees: no round is drafted that could bring what drafting has cost above
-`SHARE` of what plain decoding takes, by what was measured; the first draft is
-measured by making it, and what a draft model reads behind a pause is guessed
-until it has done so once. Rounds that save time pay for such that do not.
+`SHARE` of what plain decoding takes, by what was measured. The first draft is
+measured by making it, once more where it was compiled; what a draft model reads
+behind a pause is guessed until it has done so once. Rounds that save time pay
+for such that do not.
 Ref: Leviathan et al. 2023 (arXiv 2211.17192), sections 3.4 and 3.5: a draft of
 n tokens of which each is accepted with probability a gives
-(1 - a^(n + 1)) / (1 - a) tokens. What a round takes is measured, without what
-JAX compiles in it; that of steps without drafts while drafts pause, when the
+(1 - a^(n + 1)) / (1 - a) tokens. What a round takes is measured, where nothing was
+compiled; that of steps without drafts while drafts pause, when the
 next step is on its way before the last one's token is known. A draft model
 reads behind a pause what came in it, which is measured too: the longer the
 pause, the more a trial costs.
@@ -20,7 +21,7 @@ import math
 
 import numpy as np
 
-from ringjax.infer.speculate.drafter import Drafter
+from ringjax.infer.speculate.drafter import Drafter, TextDrafter
 
 # What drafting may cost, of the time of plain decoding.
 SHARE = 0.05
@@ -59,6 +60,9 @@ class Paces:
     self._lengths = [drafter.nodes]
     while self._lengths[-1] > 1 and not drafter.tree:
       self._lengths.append(1 << (self._lengths[-1] - 1).bit_length() - 1)
+    # A model's first draft is the shortest: it may cost several steps.
+    text = isinstance(drafter, TextDrafter)
+    self._first = self._lengths[0 if text else -1]
     # Accepted and looked at, of each row; a guess to begin with.
     self._right = np.full(batch, 0.7)
     self._looked = np.full(batch, 1.0)
@@ -96,16 +100,16 @@ class Paces:
       return full
     if self.pause:
       return none
-    plain, known = self._time(0), self._time(self._count) or self._time(_EMPTY)
-    if known is None:
-      return full
+    plain = self._time(0)
+    if not (self._measured or _EMPTY in self._times):
+      return np.full(batch, self._first)
     if plain is None:
       self.pause, self._why = _STEPS, "steps without drafts are timed"
       return none
     if self._due and self._lag >= _PAUSE:
       self._right, self._looked = self._right * _FADED, self._looked * _FADED
     length, tokens, time = max(
-      (self._offer(n, plain, known) for n in self._lengths),
+      (self._offer(n, plain) for n in self._lengths),
       key=lambda offer: offer[1] / offer[2],
     )
     pays = tokens / time > 1 / plain
@@ -132,7 +136,7 @@ class Paces:
     most: np.ndarray,
     drafted: np.ndarray,
     came: np.ndarray,
-    seconds: float,
+    seconds: float | None,
   ) -> None:
     """Notes a round, or a step of a pause.
 
@@ -140,7 +144,8 @@ class Paces:
       most: int [B], tokens that were to be drafted.
       drafted: int [B], tokens that were; none counts as one that was wrong.
       came: int [B], new tokens.
-      seconds: that it took, without what was compiled.
+      seconds: that it took; None: something was compiled in it, which says
+        nothing about the next one.
     """
     looked = (came > 0) & (most > 0)
     right = np.minimum(np.maximum(came - 1, 0), drafted)
@@ -159,9 +164,11 @@ class Paces:
       self.steps += 1
       width = _EMPTY if most.any() else 0
     if width:
+      lag, self._lag = self._lag, 0
+      if seconds is None:
+        return
       self._drafting_s += seconds
       self._stands_for += stands_for
-      lag, self._lag = self._lag, 0
       usual = self._time(width)
       if lag >= _BEHIND and usual is not None:
         self._reading_s = max(0.0, seconds - usual) / lag
@@ -171,6 +178,8 @@ class Paces:
       if not self.pause:
         return
       self.pause -= 1
+    if seconds is None:
+      return
     times = self._times.setdefault(width, collections.deque(maxlen=16))
     times.append(seconds)
 
@@ -181,7 +190,7 @@ class Paces:
     """Steps until a round that gives one token costs no more than `SHARE`."""
     reading = self._reading_s
     if reading is None:
-      whole = self._time(self._count) or time
+      whole = self._guess(self._count, plain)
       reading = _READ * max(0.0, whole - plain) / self._count
     over = self.cost_s + time - plain + reading * self._lag
     over -= SHARE * self.plain_s
@@ -190,24 +199,30 @@ class Paces:
     each = SHARE * plain - reading
     return math.ceil(over / each) if each > 0 else _LONGEST
 
-  def _offer(
-    self, length: int, plain: float, known: float
-  ) -> tuple[int, float, float]:
+  def _offer(self, length: int, plain: float) -> tuple[int, float, float]:
     """A length, the tokens that it is expected to give, and its seconds."""
     deep = min(length, self._depth)
     each = [expected_tokens(a, deep) for a in self._right / self._looked]
-    return length, float(np.mean(each)), self._guess(length, plain, known)
+    return length, float(np.mean(each)), self._guess(length, plain)
 
   def _time(self, width: int) -> float | None:
     times = self._times.get(width)
     return float(np.median(times)) if times else None
 
-  def _guess(self, length: int, plain: float, whole: float) -> float:
-    """What a round takes: as measured, else between two that were."""
+  @property
+  def _measured(self) -> int:
+    """The largest length whose time is known, or 0."""
+    return max((n for n in self._lengths if n in self._times), default=0)
+
+  def _guess(self, length: int, plain: float) -> float:
+    """What a round takes: as measured, else by the largest that was."""
     known = self._time(length)
     if known is not None:
       return known
-    return plain + (whole - plain) * length / self._count
+    widest = self._measured
+    whole = self._time(widest) if widest else self._time(_EMPTY)
+    assert whole is not None
+    return plain + (whole - plain) * length / (widest or self._count)
 
 
 def expected_tokens(acceptance: float, drafted: int) -> float:

@@ -347,12 +347,17 @@ def speculated(
   before = paces.rounds, paces.steps
   compiling = Compiling()
 
-  def clock() -> float:
-    """Seconds, without what was compiled."""
-    return time.monotonic() - compiling.seconds()
+  def clock() -> tuple[float, float]:
+    """The time, and seconds of compiling before it."""
+    return time.monotonic(), compiling.seconds()
+
+  def since(began: tuple[float, float]) -> float | None:
+    """Seconds since then; None where something was compiled."""
+    now, compiled = clock()
+    return now - began[0] if compiled == began[1] else None
 
   def plain(
-    state: DecodeState, most: np.ndarray, steps: int, begun: float
+    state: DecodeState, most: np.ndarray, steps: int, begun: tuple[float, float]
   ) -> tuple[DecodeState, np.ndarray]:
     """Steps without drafts; each is on its way before the last one's token.
 
@@ -372,10 +377,9 @@ def speculated(
         raise_fault(model.stack.faults)
         came = rows.live.astype(int)
         told = rows.add(token[:, None], came, done)
-        now = clock()
-        paces.add(most, none, came, now - began)
+        paces.add(most, none, came, since(began))
         tally.add(none, came)
-        began, taken = now, taken + came
+        began, taken = clock(), taken + came
         if after is not None and told.any():
           ended = decode.ends(attend, after.done, ~rows.live)
           after = after._replace(done=ended)
@@ -428,7 +432,7 @@ def speculated(
       drafted = np.minimum(np.asarray(draft.count), most)
       least = offered.min(1, initial=0, where=offered == NOT_FINITE)
       undrafted.note(least, pos + rows.sizes, drafted > 0)
-      paces.add(most, drafted, came, clock() - began)
+      paces.add(most, drafted, came, since(began))
       tally.add(drafted, came)
       taken += came
       if rows.add(new, came, done).any():
