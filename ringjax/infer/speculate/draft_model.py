@@ -16,7 +16,12 @@ from jax.sharding import Mesh
 
 from ringjax.checks import integer
 from ringjax.errors import OptionError
-from ringjax.infer.speculate.drafter import Drafting, Target, TreeDrafter
+from ringjax.infer.speculate.drafter import (
+  Drafting,
+  Target,
+  TreeDrafter,
+  alike,
+)
 from ringjax.infer.speculate.model_drafting import ModelDrafting
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind

@@ -7,9 +7,9 @@ behind a pause is guessed until it has done so once. Rounds that save time pay
 for such that do not.
 Ref: Leviathan et al. 2023 (arXiv 2211.17192), sections 3.4 and 3.5: a draft of
 n tokens of which each is accepted with probability a gives
-(1 - a^(n + 1)) / (1 - a) tokens. What a round takes is measured, where nothing was
-compiled; that of steps without drafts while drafts pause, when the
-next step is on its way before the last one's token is known. A draft model
+(1 - a^(n + 1)) / (1 - a) tokens. What a round takes is measured, where nothing
+was compiled; that of steps without drafts while drafts pause, when the next
+step is on its way before the last one's token is known. A draft model
 reads behind a pause what came in it, which is measured too: the longer the
 pause, the more a trial costs.
 """
