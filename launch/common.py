@@ -31,7 +31,7 @@ from ringjax.plan import draw
 
 T = TypeVar("T")
 AXES = ("replica", "data", "seq", "model")
-_DEVICES = 8
+DEVICES = 8
 # Number of processes, as their launchers say.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 # What JAX reads in a step of Slurm.
@@ -62,8 +62,8 @@ def define(values: flags.FlagValues) -> None:
   new.whole(
     "devices",
     None,
-    "CPU devices of each process; default: as many as --mesh needs, or "
-    f"{_DEVICES} in all.",
+    "CPU devices of each process; default: as many as --mesh needs; without "
+    f"it {DEVICES} in all, or one to answer by a model of --model.",
     most=1024,
   )
   new.text("coordinator", None, "host:port of process 0.")
@@ -80,8 +80,13 @@ def define(values: flags.FlagValues) -> None:
   )
 
 
-def start(values: flags.FlagValues) -> None:
+def start(values: flags.FlagValues, *, single: bool = False) -> None:
   """Makes CPU devices and connects the processes, before JAX is first used.
+
+  Args:
+    values: the flags.
+    single: whether one process has one CPU device, unless flags or the
+      environment say how many: for a model that a user brings.
 
   Raises:
     OptionError: flags that do not go together, or a missing process.
@@ -112,7 +117,7 @@ def start(values: flags.FlagValues) -> None:
   several = given or look or (look is None and count > 1)
   if several and not given:
     _check_slurm()
-  _make_cpu_devices(values, count)
+  _make_cpu_devices(values, count, single)
   if several:
     asked = tuple(by_hand.values())
     if given:
@@ -168,15 +173,21 @@ def _found_processes() -> int:
   return max(found)
 
 
-def _make_cpu_devices(values: flags.FlagValues, processes: int) -> None:
+def _make_cpu_devices(
+  values: flags.FlagValues, processes: int, single: bool
+) -> None:
   wanted = values.devices
   if wanted is None:
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
       return
+    # Virtual devices of a CPU make nothing faster.
+    alone = single and processes == 1 and values.mesh is None
+    if alone and "JAX_NUM_CPU_DEVICES" in os.environ:
+      return
     size = 1
-    for _, n in axes(values.mesh or f"seq:{_DEVICES}"):
+    for _, n in axes(values.mesh or f"seq:{1 if alone else DEVICES}"):
       size *= n
-    wanted = max(1, (size if size > 0 else _DEVICES) // processes)
+    wanted = max(1, (size if size > 0 else DEVICES) // processes)
   give_threads(wanted)
   config: Any = jax.config
   if config.jax_num_cpu_devices != wanted:

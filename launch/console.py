@@ -7,7 +7,6 @@ control characters unless that is a terminal.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -16,66 +15,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TextIO
 
-import jax
 from absl import app, flags
 
 from ringjax.errors import OutOfMemoryError, RingjaxError
 from ringjax.parallel import memory
+from ringjax.parallel.compiling import Compiling as Compiling
 
 # What a shell reports of a command that Ctrl-C ended.
 INTERRUPTED = 130
 # As by SIGPIPE.
 UNREAD = 141
-
-
-# ---------------------------------------------------------------------------
-# Time
-# ---------------------------------------------------------------------------
-
-
-class Compiling:
-  """Seconds that JAX traces and compiles, while it is entered."""
-
-  def __init__(self) -> None:
-    self._spans: list[tuple[float, float]] = []
-
-  def __enter__(self) -> Compiling:
-    _listen()
-    _LISTENING.append(self)
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    _LISTENING.remove(self)
-
-  def took(self, duration_s: float) -> None:
-    """Something was compiled, and took so long."""
-    now = time.monotonic()
-    self._spans.append((now - duration_s, now))
-
-  def seconds(self, until: float = float("inf")) -> float:
-    """Of the time before `until`; what overlaps counts once."""
-    total, end = 0.0, -float("inf")
-    for first, last in sorted(self._spans):
-      last = min(last, until)
-      total += max(0.0, last - max(first, end))
-      end = max(end, last)
-    return total
-
-
-_LISTENING: list[Compiling] = []
-
-
-@functools.cache
-def _listen() -> None:
-  """Once: what listens cannot be taken away again."""
-
-  def hear(event: str, duration_s: float, **_: Any) -> None:
-    if event.startswith("/jax/core/compile/"):
-      for one in list(_LISTENING):
-        one.took(duration_s)
-
-  listener: Any = hear
-  jax.monitoring.register_event_duration_secs_listener(listener)
 
 
 # ---------------------------------------------------------------------------
@@ -197,14 +146,14 @@ class Screen:
     rate = (done - self._first) / max(now - self._start, 1e-9)
     if self._bar is not None:
       self._bar.update(
-        self._task, completed=done, rate=f"{rate:,.0f} {self._unit}/s"
+        self._task, completed=done, rate=f"{per_second(rate)} {self._unit}/s"
       )
     elif now - self._last >= self._every_s and rate and done < self._total:
       self._last = now
       left = (self._total - done) / rate
       self.say(
-        f"  {done:,} of {self._total:,} {self._unit}, {rate:,.0f} a second, "
-        f"{clock(left)} left"
+        f"  {done:,} of {self._total:,} {self._unit}, {per_second(rate)} a "
+        f"second, {clock(left)} left"
       )
 
   def end(self) -> None:
@@ -234,6 +183,11 @@ def clock(seconds: float) -> str:
   if hours:
     return f"{hours}:{minutes:02}:{seconds:02}"
   return f"{minutes}:{seconds:02}"
+
+
+def per_second(rate: float) -> str:
+  """1,234, 56.7 or 0.0123: three digits, or all in front of the point."""
+  return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def nbytes(n: float) -> str:

@@ -59,7 +59,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, console
+from launch import answering, common, console
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.bench import timing
@@ -131,7 +131,10 @@ def define(values: flags.FlagValues) -> None:
   )
   new.strict()
   new.text(
-    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+    "dtype",
+    None,
+    "bfloat16, float16 or float32; default: the folder's, on one CPU device "
+    "float32 where that fits.",
   )
   new.texts("lengths", ["4096", "16384"], "Tokens of the texts.")
   new.texts(
@@ -190,7 +193,9 @@ def define(values: flags.FlagValues) -> None:
     "contexts, chunks: parts of a text; default of chunks: 0,4,8,16,32.",
   )
   new.texts(
-    "ways", [], f"contexts: some of {', '.join(context_ways([0]))}; all."
+    "ways",
+    [],
+    f"contexts: some of {', '.join(context_ways([0]))}; default: all.",
   )
   new.whole(
     "question",
@@ -408,7 +413,7 @@ class _Evaluation:
 
   def _start(self) -> None:
     """Meets the other processes, of which the first one speaks."""
-    common.start(self._values)
+    common.start(self._values, single=self._values.model is not None)
     self._group.meet()
     self._screen.quiet = jax.process_index() > 0
 
@@ -422,9 +427,9 @@ class _Evaluation:
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
     folder = values.model or own.path()
-    model = rj.models.load(
-      folder, mesh=mesh, dtype=values.dtype, strict=values.strict
-    )
+    model, note = answering.load(values, folder, mesh)
+    if note is not None:
+      screen.say(note)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     reading = dict(
       mesh=mesh,
@@ -691,7 +696,8 @@ class _Evaluation:
     if len(given) > 1:
       raise OptionError("--cache", ", ".join(given), "one", "pass one kind")
     kind = kind_text.parse(given[0], "--cache") if given else None
-    context_ways([0], kinds=values.ways)
+    chosen = [] if "all" in values.ways else values.ways
+    context_ways([0], kinds=chosen)
     found = self._texts()
     model, tokenizer, reading = self._load(small)
     links, folder = None, values.model or small.path()
@@ -701,7 +707,7 @@ class _Evaluation:
     ways = context_ways(
       [int(n) for n in (*begin, *tokenizer.encode(values.prefix))],
       links,
-      values.ways,
+      chosen,
     )
     ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
     span, rows = length + values.question, values.rows

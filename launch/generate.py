@@ -153,7 +153,7 @@ def run(
   try:
     tensor_ranks.refuse(values)
     _check(values)
-    common.start(values)
+    common.start(values, single=values.model is not None)
     done = job.run(work.run)
   except KeyboardInterrupt:
     # The thread can't be ended but with the process.
@@ -266,7 +266,7 @@ class _Work:
       folder,
       mesh,
       self._screen.say,
-      placement=None if policy is None else policy["placement"],
+      policy=None if policy is None else policy["placement"],
       beside=None if tokens is None else self._beside(tokens),
     )
     jax.block_until_ready(model)
@@ -433,6 +433,7 @@ class _Work:
       stopped = "Ctrl-C" if self._job.stop else "max_new_tokens"
     (report,) = reports
     compiled = lambda until: compiling.seconds(clock.start + until)
+    between = compiled(clock.last_s) - compiled(clock.first_s)
     passkey = self._prompt.passkey
     return {
       "answer": self._written,
@@ -454,7 +455,8 @@ class _Work:
       "first_token_s": clock.first_s,
       "compile_s": compiled(clock.first_s),
       "prefill_s": clock.read_s - compiled(clock.read_s),
-      "decode_s": clock.last_s - clock.first_s,
+      "decode_s": clock.last_s - clock.first_s - between,
+      "decode_compile_s": between,
       "cache_bytes_per_device": report.cache_bytes,
       "memory": {k: dict(x) for k, x in report.memory.items()},
       "cache_tokens": report.capacity,
@@ -549,10 +551,13 @@ class _Clock:
 
 def summary(done: dict[str, Any]) -> list[str]:
   """Lines for people, from the figures of a run."""
-  rate = lambda n, s: f"{n / s:,.1f}" if s > 0 else "-"
+  rate = lambda n, s: console.per_second(n / s) if s > 0 else "-"
   where = (done[name] for name in ("devices", "platform", "mesh", "processes"))
   chunk = f" of {done['chunk']:,} tokens" if done["chunk"] else ""
   cache = console.nbytes(done["cache_bytes_per_device"])
+  compiling = ""
+  if done["decode_compile_s"] >= 0.01:
+    compiling = f"; {done['decode_compile_s']:.2f} s of compiling beside"
   lines = {
     "prompt": f"{done['prompt_tokens']:,} tokens, {done['source']}",
     "devices": _where(*where),
@@ -562,7 +567,7 @@ def summary(done: dict[str, Any]) -> list[str]:
     f"{done['compile_s']:.2f} s of it compiling",
     "decoding": f"{len(done['tokens'])} tokens, "
     f"{rate(len(done['tokens']) - 1, done['decode_s'])} tokens/s, "
-    f"until {done['stopped']!r}",
+    f"until {done['stopped']!r}{compiling}",
     "cache": f"{done['cache']}, {cache} on each device, "
     f"{done['cache_tokens']:,} tokens in all",
   }
@@ -584,7 +589,8 @@ def summary(done: dict[str, Any]) -> list[str]:
     did = done["speculation"]
     lines["drafts"] = (
       f"{did['tokens_per_call']:.2f} tokens a call, {did['accepted']:,} of "
-      f"{did['drafted']:,} accepted"
+      f"{did['drafted']:,} accepted; {did['rounds']:,} rounds with drafts, "
+      f"{did['steps']:,} steps without: {did['why']}"
     )
   if done["placement"] is not None:
     did = done["placement"]

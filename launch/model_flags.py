@@ -14,7 +14,7 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import console, machines, prompts
+from launch import answering, console, machines, prompts
 from launch.flag_helpers import FlagHelper
 from ringjax import option_text
 from ringjax.checks import positive_int
@@ -91,7 +91,10 @@ def define(
     "stop", [], "Text that ends the answer; repeatable.", flag_values=values
   )
   new.text(
-    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+    "dtype",
+    None,
+    "bfloat16, float16 or float32; default: the folder's, on one CPU device "
+    "float32 where that fits.",
   )
   flags.DEFINE_enum(
     "weights",
@@ -185,7 +188,7 @@ def load(
   mesh: Any,
   say: Callable[[str], Any],
   *,
-  placement: Any = None,
+  policy: Any = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
 ) -> Transformer:
   """The model of the flags.
@@ -195,25 +198,27 @@ def load(
     folder: Folder or file of the model.
     mesh: Devices that get it.
     say: Function that takes lines for people.
-    placement: Placement of its layers, in place of --placement.
+    policy: Placement of its layers, in place of --placement.
     beside: Bytes of the largest call, for --memory, as `rj.models.load` has it.
   """
   if values.flash is not None and mesh is not None and mesh.size > 1:
     raise OptionError(
       "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
     )
-  if placement is None:
-    # Of feedforwards, no more than a layer is ever in memory.
-    placement = values.placement if values.flash is None else "disk"
-  model = rj.models.load(
+  # Of feedforwards, no more than a layer is ever in memory.
+  placement = values.placement if values.flash is None else "disk"
+  exact = ("placement", "memory", "flash", "weights", "integer", "adapter")
+  model, note = answering.load(
+    values,
     folder,
-    mesh=mesh,
-    dtype=values.dtype,
-    strict=values.strict,
-    placement=placement,
+    mesh,
+    codes=policy is None and all(values[name].value is None for name in exact),
+    placement=policy or placement,
     memory=values.memory,
     beside=beside,
   )
+  if note is not None:
+    say(note)
   if values.adapter is not None:
     model = _adapted(model, values)
   if values.flash is not None:

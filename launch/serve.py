@@ -37,7 +37,7 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import cluster_roles, common, console, http_server
+from launch import answering, cluster_roles, common, console, http_server
 from launch.flag_helpers import FlagHelper
 from ringjax import fetched_models
 from ringjax.data import ChatTemplate, Tokenizer
@@ -142,7 +142,10 @@ def define(values: flags.FlagValues) -> None:
     "for one by its name as the model.",
   )
   new.text(
-    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+    "dtype",
+    None,
+    "bfloat16, float16 or float32; default: the folder's, on one CPU device "
+    "float32 where that fits.",
   )
   new.whole(
     "layer_parts",
@@ -183,6 +186,7 @@ def run(
   doing = "starting"
   uvicorn: Any = None
   joined_at = ""
+  note: str | None = None
   try:
     cluster_roles.check(values)
     if values.instances or values.set_role is not None:
@@ -209,10 +213,7 @@ def run(
       RowDrafts(values.speculate, "--speculate")
     if not joins:
       listener = _listener(values.host, values.port)
-    if values.mesh is None and values.devices is None:
-      # Virtual devices of a CPU make nothing faster.
-      values["devices"].value = 1
-    common.start(values)
+    common.start(values, single=True)
     if jax.process_count() > 1:
       raise OptionError(
         "processes",
@@ -231,9 +232,7 @@ def run(
       engine = cluster_roles.router(values, folder, tokenizer)
       joined_at = "{}:{}".format(*engine.address)
     else:
-      model = rj.models.load(
-        folder, mesh=mesh, dtype=values.dtype, strict=values.strict
-      )
+      model, note = answering.load(values, folder, mesh, codes=not joins)
       options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
       options["adapters"] = {
         name: rj.train.load_adapter(path, model)
@@ -275,6 +274,8 @@ def run(
   host, port = listener.getsockname()[:2]
   where = f"[{host}]" if ":" in host else host
   screen.say(f"model: {name}, {engine.longest:,} tokens of a request at most")
+  if note is not None:
+    screen.say(note)
   if keys is None and not host.startswith("127.") and host != "::1":
     screen.say("no --api_keys: whoever reaches this address is served")
   if joined_at:

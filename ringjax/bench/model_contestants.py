@@ -89,7 +89,7 @@ def _float32(logits: Any) -> np.ndarray:
 
 def _forward(case: ModelCase, given: ModelInputs) -> Runnable:
   """The call of a model on one device."""
-  model = rj.models.load(given.folder)
+  model = rj.models.load(given.folder, dtype=case.dtype)
   tokens = jnp.asarray(given.ids[None])
   last = jnp.full((1, 1), given.ids.size - 1, jnp.int32)
   run = lambda: model(tokens, rows=last)
@@ -119,7 +119,7 @@ def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
   """Steps as `generate` takes them in a session of `case.room` tokens."""
   from ringjax.infer import decode
 
-  model = rj.models.load(given.folder, scan=scan)
+  model = rj.models.load(given.folder, dtype=case.dtype, scan=scan)
   session = rj.infer.Session(model, case.room)
   session.cache = _filled(session.cache, given)
   token, pos = (
@@ -171,7 +171,7 @@ def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
 
 
 def _load(case: ModelCase, given: ModelInputs) -> Runnable:
-  run = lambda: rj.models.load(given.folder)
+  run = lambda: rj.models.load(given.folder, dtype=case.dtype)
   check = lambda: _digest(np.asarray(x) for x in jax.tree.leaves(run()))
   return Runnable(run, check)
 

@@ -36,6 +36,8 @@ from ringjax.parallel.programs import bounded
 
 if TYPE_CHECKING:
   from ringjax.infer.contexts.behind_contexts import ContextReport
+  from ringjax.infer.speculate.drafter import Drafter
+  from ringjax.infer.speculate.paces import Paces
   from ringjax.infer.speculate.rounds import SpeculationReport
 
 _KNOBS = (
@@ -104,6 +106,7 @@ class Session:
     last: the report of the last call.
     drafting: what drafted for the last call by a model, with a cache of its
       own, which goes on in the next one; or None.
+    paces: the last call's drafter and its `Paces`, or None.
   """
 
   @entering(lambda _, *given, **options: _mesh_of(*given, **options))
@@ -190,6 +193,7 @@ class Session:
     self.ids = np.full((batch, self._limit or capacity), -1, np.int32)
     self.last: GenerateReport | None = None
     self.drafting: object = None
+    self.paces: tuple[Drafter, Paces] | None = None
     # Each row's last generated token and its position: kept on the host, which
     # sees every token anyway, so that no step waits for the cache.
     self._said = np.full(batch, -1, np.int64)

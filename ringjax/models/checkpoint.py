@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -60,6 +61,9 @@ M = TypeVar("M", bound=nnx.Module)
 
 # The path of the parameter that a tied head is.
 EMBEDDING = "embed.weight"
+# Bytes of a float32, and which part of the free memory weights of them may have
+# that are not asked for: keys and what is computed come beside them.
+_WIDE, _OF_FREE = 4, 0.5
 
 
 def create(
@@ -184,7 +188,10 @@ def cast(model: M, dtype: DTypeLike) -> M:
     wide = p.get_metadata()["wide"]
     return p if wide else p.replace(p.get_value().astype(dtype))
 
-  return jax.tree.map(one, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+  done = jax.tree.map(one, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+  if isinstance(done, Transformer):
+    done.saved_dtype = None
+  return done
 
 
 def _with_source(model: Transformer, source: Mapping[str, Any]) -> Transformer:
@@ -220,7 +227,10 @@ def load(
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
       a mesh.
-    dtype: of the weights and of the computation; default: the checkpoint's.
+    dtype: of the weights and of the computation; default: the checkpoint's. On
+      one CPU device a checkpoint of 16 bits is held in float32 if that takes
+      at most half of the free memory, and saved as it was: XLA's products on
+      CPUs convert 16-bit weights anew for every token.
     scan: whether equal layers are one loop over stacked weights; without it
       the program grows with the layers, and no step copies weights out of a
       stack (faster decoding on CPUs).
@@ -266,14 +276,18 @@ def load(
   with outcome.failing_together(ranks):
     folder = open_model(path)
     config, source, family = read_source(folder.config, strict=strict)
-    dtype = float_dtype(
-      "dtype", stored_dtype(folder, source) if dtype is None else dtype
-    )
-    empty = jax.eval_shape(
+    stored = stored_dtype(folder, source) if dtype is None else dtype
+    shapes_in = lambda dtype: jax.eval_shape(
       lambda: _with_source(
         cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
       )
     )
+    empty = shapes_in(float_dtype("dtype", stored))
+    if dtype is None and placement is None and memory is None:
+      widened = _wide_on_cpu(empty, mesh)
+      if widened:
+        empty = shapes_in(jnp.float32)
+        empty.saved_dtype = jnp.dtype(stored).name
     found = contents(folder, family, empty, source)
     empty.origin = origin_of(
       found,
@@ -471,6 +485,30 @@ def check_heads(
 _equal = jax.jit(jnp.array_equal)
 
 
+def _wide_on_cpu(empty: Transformer, mesh: Mesh | None) -> bool:
+  """Whether weights of 16 bits are to be held in float32.
+
+  Where they don't fit, a warning says that they will be slow.
+  """
+  devices = jax.local_devices()[:1] if mesh is None else [*mesh.devices.flat]
+  narrow = jnp.dtype(empty.dtype).itemsize == 2
+  if not narrow or len(devices) > 1 or devices[0].platform != "cpu":
+    return False
+  count = sum(p.get_value().size for p in parameters(empty).values())
+  free = host_free_bytes()
+  if free is None or _WIDE * count <= _OF_FREE * free:
+    return True
+  warnings.warn(
+    f"weights stay in {empty.dtype}, which is slow on a CPU: in float32 they "
+    f"take {_WIDE * count:,} bytes, more than half of the {free:,} that are "
+    'free; pass dtype="float32" all the same, or take '
+    "rj.models.with_coded_weights",
+    RuntimeWarning,
+    stacklevel=4,
+  )
+  return False
+
+
 def stored_dtype(folder: Folder, source: Mapping[str, Any]) -> str:
   """What config.json says, or else what the largest plain tensor has."""
   said = source.get("dtype") or source.get("torch_dtype")
@@ -553,9 +591,15 @@ def save(
   _, family = text_config(source)
   params = parameters(model)
   source.pop("torch_dtype", None)
-  source["dtype"] = jnp.dtype(model.dtype).name
+  dtype = jnp.dtype(model.saved_dtype or model.dtype)
+  source["dtype"] = dtype.name
   origin = model.origin
-  value = lambda path, index: params[path].get_value()[index]
+
+  def value(path: str, index: tuple[int, ...]) -> jax.Array:
+    p = params[path]
+    found = p.get_value()[index]
+    return found if p.get_metadata()["wide"] else found.astype(dtype)
+
   # What was packed is written in the forms of plain floats.
   tensors: list[Any] = checkpoint_tensors(model, family.names(model.config))
   arrays = lambda: (

@@ -259,7 +259,10 @@ class Contents:
     Yields:
       Each tensor with the arrays of its pieces.
     """
-    for batch in batches(self.tensors, _BATCH_BYTES, self.nbytes):
+    nbytes = lambda t: sum(
+      self.folder.nbytes(target, name) for name, target in targets(t).items()
+    )
+    for batch in batches(self.tensors, _BATCH_BYTES, nbytes):
       wanted: dict[str, jax.ShapeDtypeStruct] = {}
       for t in batch:
         wanted |= targets(t)

@@ -162,6 +162,7 @@ class Transformer(nnx.Module):
     config: what it computes.
     source: the config.json that said so, as text.
     origin: the folder that it was loaded from, and what `save` keeps of that.
+    saved_dtype: the dtype that `save` writes; None: the one it has.
   """
 
   def __init__(
@@ -170,6 +171,7 @@ class Transformer(nnx.Module):
     self.config = config
     self.source = "{}"
     self.origin = Origin()
+    self.saved_dtype: str | None = None
     self.embed = Embedding(
       rngs,
       config.vocab,

@@ -297,7 +297,7 @@ def test_both_dtypes_hold_the_same_numbers(tmp_path, folders):
   held = InferenceBenchmark(TINY)
   vars(held)["path"] = tmp_path
   wide, narrow = (
-    rj.models.load(folders(held, d)) for d in ("float32", "bfloat16")
+    rj.models.load(folders(held, d), dtype=d) for d in ("float32", "bfloat16")
   )
   assert wide.dtype == "float32" and narrow.dtype == "bfloat16"
   for a, b in zip(*map(jax.tree.leaves, (wide, narrow)), strict=True):

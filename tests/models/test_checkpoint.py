@@ -135,12 +135,41 @@ def test_saved_is_what_was_loaded(name, tmp_path):
 def test_half_the_bits(tmp_path):
   """bfloat16 stays what it is, and what is wide stays wide."""
   first = checkpoints.write("deepseek_v3", tmp_path / "a", dtype="bfloat16")
-  model = models.load(first)
+  model = models.load(first, dtype=jnp.bfloat16)
   assert model.dtype == jnp.bfloat16
   models.save(model, tmp_path / "b")
   same_bits(stored(tmp_path / "b"), stored(first))
   config = json.loads((tmp_path / "b" / "config.json").read_text())
   assert config["dtype"] == "bfloat16"
+
+
+def test_half_the_bits_are_float32_on_a_cpu(tmp_path):
+  """Held wide, saved as they were; a dtype that is asked for is obeyed."""
+  first = checkpoints.write("deepseek_v3", tmp_path / "a", dtype="bfloat16")
+  model = models.load(first)
+  assert model.dtype == jnp.float32 and model.saved_dtype == "bfloat16"
+  models.save(model, tmp_path / "b")
+  same_bits(stored(tmp_path / "b"), stored(first))
+  config = json.loads((tmp_path / "b" / "config.json").read_text())
+  assert config["dtype"] == "bfloat16"
+  asked = models.load(first, dtype="float32")
+  assert asked.saved_dtype is None
+  for have, want in zip(
+    jax.tree.leaves(model), jax.tree.leaves(asked), strict=True
+  ):
+    np.testing.assert_array_equal(have, want)
+  assert checkpoint.cast(model, "float32").saved_dtype is None
+
+
+def test_half_the_bits_stay_on_a_mesh_and_without_memory(tmp_path, monkeypatch):
+  first = checkpoints.write("deepseek_v3", tmp_path / "a", dtype="bfloat16")
+  mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
+  assert models.load(first, mesh=mesh).dtype == jnp.bfloat16
+  size = sum(x.nbytes for x in stored(first).values())
+  monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: 3 * size)
+  with pytest.warns(RuntimeWarning, match="slow on a CPU: in float32 they"):
+    model = models.load(first)
+  assert model.dtype == jnp.bfloat16 and model.saved_dtype is None
 
 
 def test_older_spelling_is_written_as_it_came(tmp_path):

@@ -26,7 +26,7 @@ def load(name, folder, *, spelling="v5", dtype="float32", **options):
   path = checkpoints.write(
     name, folder / "model", spelling=spelling, dtype=dtype
   )
-  return models.load(path, **options)
+  return models.load(path, dtype=dtype, **options)
 
 
 def close(got, want, atol=TOLERANCE):

@@ -16,7 +16,12 @@ from jax.sharding import Mesh
 
 from ringjax.checks import integer
 from ringjax.errors import OptionError
-from ringjax.infer.speculate.drafter import Drafting, Target, TreeDrafter
+from ringjax.infer.speculate.drafter import (
+  Drafting,
+  Target,
+  TreeDrafter,
+  alike,
+)
 from ringjax.infer.speculate.model_drafting import ModelDrafting
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
@@ -49,7 +54,7 @@ class ModelDrafter(TreeDrafter):
     before = session.drafting
     if (
       type(before) is ModelDrafting
-      and _alike(before.drafter, self)
+      and alike(before.drafter, self)
       and before.resumed(target)
     ):
       return before
@@ -179,15 +184,4 @@ def check_layers(model: Transformer, layers: Sequence[Any]) -> None:
     f"a draft model of family {model.config.family}, with recurrent layers",
     "one whose cache can go back, or a chain in the target's tokens",
     "leave widths out, or take another draft model",
-  )
-
-
-def _alike(one: TreeDrafter, other: TreeDrafter) -> bool:
-  """Whether two drafters draft alike: for names make one anew in each call."""
-  same = lambda a, b: (
-    a is b or (isinstance(a, int | str | tuple | CacheKind) and a == b)
-  )
-  names = [f.name for f in dataclasses.fields(one) if f.init]
-  return type(one) is type(other) and all(
-    same(getattr(one, name), getattr(other, name)) for name in names
   )

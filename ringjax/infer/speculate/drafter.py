@@ -20,6 +20,7 @@ from ringjax.errors import OptionError
 from ringjax.infer.decode import DecodeState
 from ringjax.infer.session import Session
 from ringjax.infer.speculate.verifiers import VERIFIERS
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
 
 
@@ -247,3 +248,14 @@ def width_of(counts: np.ndarray, most: int) -> int:
   """A width for drafts of these lengths: few, so that few are compiled."""
   longest = int(counts.max(initial=0))
   return min(most, 1 << (longest - 1).bit_length()) if longest else 0
+
+
+def alike(one: Drafter, other: Drafter) -> bool:
+  """Whether two drafters draft alike: for names make one anew in each call."""
+  same = lambda a, b: (
+    a is b or (isinstance(a, int | str | tuple | CacheKind) and a == b)
+  )
+  names = [f.name for f in dataclasses.fields(one) if f.init]
+  return type(one) is type(other) and all(
+    same(getattr(one, name), getattr(other, name)) for name in names
+  )

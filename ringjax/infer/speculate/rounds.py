@@ -27,7 +27,13 @@ from ringjax.infer.decode import DecodeState
 from ringjax.infer.finite import NOT_FINITE, NotFiniteRows
 from ringjax.infer.sampling import Greedy, Sample, traced
 from ringjax.infer.session import Session
-from ringjax.infer.speculate.drafter import Draft, Drafter, Drafting, Target
+from ringjax.infer.speculate.drafter import (
+  Draft,
+  Drafter,
+  Drafting,
+  Target,
+  alike,
+)
 from ringjax.infer.speculate.paces import Paces, expected_tokens
 from ringjax.infer.speculate.verifiers import (
   VERIFIERS,
@@ -40,6 +46,7 @@ from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.placed import raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
+from ringjax.parallel.compiling import Compiling
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
@@ -142,6 +149,14 @@ class SpeculationReport(NamedTuple):
       (1 - a^(n + 1)) / (1 - a).
     by_position: for each place in a draft how many were offered behind right
       ones and how many of these stayed, int [n, 2]; of chains.
+    rounds: rounds with drafts, of this call.
+    steps: steps without.
+    cost: what drafting cost more than plain steps for the same tokens, as a
+      share of what these would have taken in all; below 0 where it saved time.
+      Of all calls of a session with this drafter. Without what is compiled, and
+      without a draft model's reading of the prompt. 0 with adapt=False, which
+      times no plain step.
+    why: why the last step had a draft, or none.
   """
 
   drafter: Drafter
@@ -152,6 +167,10 @@ class SpeculationReport(NamedTuple):
   acceptance: float
   predicted: float
   by_position: np.ndarray
+  rounds: int = 0
+  steps: int = 0
+  cost: float = 0.0
+  why: str = ""
 
   @property
   def tokens_per_call(self) -> float:
@@ -191,7 +210,14 @@ class _DraftTally:
   def acceptance(self) -> float:
     return float(self._stayed.sum() / max(self._offered.sum(), 1))
 
-  def report(self) -> SpeculationReport:
+  def report(self, paces: Paces, rounds: int, steps: int) -> SpeculationReport:
+    """What came of it.
+
+    Args:
+      paces: which chose the lengths.
+      rounds: its rounds before this call.
+      steps: its steps without drafts before this call.
+    """
     a = self.acceptance
     each = [expected_tokens(a, n) for n in range(len(self._predicted))]
     predicted = float(np.dot(each, self._predicted)) / max(self.calls, 1)
@@ -204,6 +230,10 @@ class _DraftTally:
       a,
       predicted,
       np.stack([self._offered, self._stayed], 1)[:-1],
+      paces.rounds - rounds,
+      paces.steps - steps,
+      paces.cost_s / paces.plain_s if paces.plain_s else 0.0,
+      paces.why,
     )
 
 
@@ -313,15 +343,29 @@ def speculated(
     model, session, sampler, texts, drafter.verify != "match", count
   )
   drafting: Drafting = drafter.begin(target)
-  tally, paces = _DraftTally(drafter, drafter.nodes), Paces(drafter, batch)
+  tally, paces = _DraftTally(drafter, drafter.nodes), _paces(session, drafter)
+  before = paces.rounds, paces.steps
+  compiling = Compiling()
+
+  def clock() -> tuple[float, float]:
+    """The time, and seconds of compiling before it."""
+    return time.monotonic(), compiling.seconds()
+
+  def since(began: tuple[float, float]) -> float | None:
+    """Seconds since then; None where something was compiled."""
+    now, compiled = clock()
+    return now - began[0] if compiled == began[1] else None
 
   def plain(
-    state: DecodeState, most: np.ndarray, steps: int
+    state: DecodeState, most: np.ndarray, steps: int, begun: tuple[float, float]
   ) -> tuple[DecodeState, np.ndarray]:
-    """Steps without drafts; each is on its way before the last one's token."""
+    """Steps without drafts; each is on its way before the last one's token.
+
+    `begun` is when the first one began, with the draft that was empty.
+    """
     ended = decode.ends(attend, state.done, ~rows.live)
     state, taken = state._replace(done=ended), np.zeros(batch, int)
-    none, began = np.zeros(batch, int), time.perf_counter()
+    none, began = np.zeros(batch, int), begun
     for n in range(steps + 1):
       after = None
       if n < steps:
@@ -333,9 +377,9 @@ def speculated(
         raise_fault(model.stack.faults)
         came = rows.live.astype(int)
         told = rows.add(token[:, None], came, done)
-        paces.add(most, none, came, time.perf_counter() - began)
+        paces.add(most, none, came, since(began))
         tally.add(none, came)
-        began, taken = time.perf_counter(), taken + came
+        began, taken = clock(), taken + came
         if after is not None and told.any():
           ended = decode.ends(attend, after.done, ~rows.live)
           after = after._replace(done=ended)
@@ -344,7 +388,7 @@ def speculated(
       state = after
     return state, taken
 
-  with session.running("decoding"):
+  with compiling, session.running("decoding"):
     state = decode.first(
       sampler, logits, jnp.asarray(pos.astype(np.int32)), seen, ending.ids
     )
@@ -365,13 +409,13 @@ def speculated(
         continue
       most = np.minimum(paces.most(), np.maximum(left - 1, 0))
       most[[*undrafted.at]] = 0
-      began, steps = time.perf_counter(), max(1, paces.pause)
+      began, steps = clock(), max(1, paces.pause)
       draft = _nothing(batch)
       if most.any():
         draft, steps = drafting.draft(rows.fresh(), state, most), 1
       if not draft.tokens.shape[1] and left[rows.live].all():
         steps = min(steps, int(left[rows.live].min()))
-        state, came = plain(state, most, steps)
+        state, came = plain(state, most, steps, began)
         taken += came
         continue
       if drafter.tree:
@@ -388,14 +432,22 @@ def speculated(
       drafted = np.minimum(np.asarray(draft.count), most)
       least = offered.min(1, initial=0, where=offered == NOT_FINITE)
       undrafted.note(least, pos + rows.sizes, drafted > 0)
-      paces.add(most, drafted, came, time.perf_counter() - began)
+      paces.add(most, drafted, came, since(began))
       tally.add(drafted, came)
       taken += came
       if rows.add(new, came, done).any():
         ended = decode.ends(attend, state.done, ~rows.live)
         state = state._replace(done=ended)
     session.keep_slack(0)
-  return rows.out, rows.sizes, tally.report()
+  return rows.out, rows.sizes, tally.report(paces, *before)
+
+
+def _paces(session: Session, drafter: Drafter) -> Paces:
+  """What chooses lengths: what a session's last call with it has measured."""
+  before = session.paces
+  if before is None or not alike(before[0], drafter):
+    before = session.paces = drafter, Paces(drafter, session.batch)
+  return before[1]
 
 
 def _nothing(batch: int) -> Draft:

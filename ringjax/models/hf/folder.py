@@ -156,7 +156,8 @@ class Folder:
         of each tensor that is wanted. Floats are cast; all else must have the
         dtype that it has on disk.
       host_bytes: bytes to have in host memory at a time on their way to the
-        devices; a tensor that has more is read alone.
+        devices, the copies of CPU devices counted; a tensor that has more is
+        read alone.
 
     Returns:
       The arrays, in the order of `targets`.
@@ -171,7 +172,7 @@ class Folder:
     arrays: dict[str, jax.Array] = {}
     before: dict[str, jax.Array] = {}
     place = lambda name: (self.tensors[name].file, self.tensors[name].offset)
-    nbytes = lambda name: self.tensors[name].nbytes
+    nbytes = lambda name: self.nbytes(wanted[name], name)
     # Two batches are on their way: one is read, one goes to the devices.
     for names in batches(
       sorted(wanted, key=place),
@@ -191,6 +192,25 @@ class Folder:
     self._finite(before)
     self.unchanged(wanted)
     return {name: arrays[name] for name in targets}
+
+  def nbytes(self, target: jax.ShapeDtypeStruct, name: str) -> int:
+    """Bytes of the host's memory that a tensor takes on its way.
+
+    CPU devices are in that memory, each with its own part or copy.
+
+    Args:
+      target: as what it is read.
+      name: the tensor's.
+    """
+    size = self.tensors[name].nbytes
+    if target.sharding is None:
+      return size
+    devices = target.sharding.addressable_devices
+    if next(iter(devices)).platform != "cpu":
+      return size
+    part = math.prod(target.sharding.shard_shape(tuple(target.shape)))
+    whole = max(1, math.prod(target.shape))
+    return max(size, size * part * len(devices) // whole)
 
   def raw(self, name: str) -> Shaped[np.ndarray, ...]:
     """A tensor as it is on disk, in the memory of the host.

@@ -689,6 +689,29 @@ def test_batches(tmp_path, monkeypatch, host_bytes):
   assert len(calls) == want
 
 
+@pytest.mark.parametrize(("spec", "copies"), [(P(), 8), (P("seq"), 1)])
+def test_copies_of_cpu_devices_count_as_on_their_way(
+  tmp_path, monkeypatch, spec, copies
+):
+  """They are in the host's memory, eight of each tensor that is replicated."""
+  part = {f"t.{j}": values((8, 16), seed=j) for j in range(32)}
+  opened = Folder.open(lay(tmp_path, part))
+  mesh = jax.make_mesh((8,), ("seq",), axis_types=(AxisType.Auto,))
+  targets = asked(opened, sharding=NamedSharding(mesh, spec))
+  calls, load = [], Folder._load
+
+  def spy(self, file, wanted):
+    calls.append(sum(self.tensors[name].nbytes for name in wanted))
+    return load(self, file, wanted)
+
+  monkeypatch.setattr(Folder, "_load", spy)
+  size = sum(info.nbytes for info in opened.tensors.values())
+  got = opened.read(targets, host_bytes=2 * size)
+  assert max(calls) * copies <= size and len(calls) == copies
+  for name, x in part.items():
+    same_bits(got[name], x)
+
+
 # ---------------------------------------------------------------------------
 # Files that change
 # ---------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Loads models to answer by: on one CPU device so that they answer fast."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import jax
+from absl import flags
+from jax.sharding import Mesh
+
+import ringjax as rj
+from launch.common import DEVICES
+from ringjax.models.transformer import Transformer
+
+
+def load(
+  values: flags.FlagValues,
+  folder: str | os.PathLike[str],
+  mesh: Mesh,
+  *,
+  codes: bool = False,
+  **options: Any,
+) -> tuple[Transformer, str | None]:
+  """Loads a model to answer by, on one CPU device so that it answers fast.
+
+  Args:
+    values: the flags, --model and --dtype among them.
+    folder: the model's.
+    mesh: which devices have the weights.
+    codes: whether weights may become codes of 8 bits where no --dtype says
+      otherwise and they don't fit in float32.
+    **options: of `rj.models.load`.
+
+  Returns:
+    The model, and a line that says what was chosen and how to get something
+    else; None where nothing was.
+  """
+  first = mesh.devices.flat[0]
+  chosen = values.model is not None and first.platform == "cpu"
+  chosen = chosen and mesh.size == 1
+  with warnings.catch_warnings():
+    if chosen:
+      # The line says it.
+      warnings.filterwarnings("ignore", "weights stay in", RuntimeWarning)
+    model = rj.models.load(
+      folder, mesh=mesh, dtype=values.dtype, strict=values.strict, **options
+    )
+  if not chosen:
+    return model, None
+  parts, dtype = [], jax.numpy.dtype(model.dtype)
+  if values.mesh is None and values.devices is None:
+    parts.append(f"one device (a mesh: --devices={DEVICES})")
+  if model.saved_dtype not in (None, dtype.name):
+    said = model.saved_dtype
+    parts.append(
+      f"weights of {said} held in {dtype} (as in the folder, but slower: "
+      f"--dtype={said})"
+    )
+  elif dtype.itemsize == 2 and codes and values.dtype is None:
+    model = rj.models.with_coded_weights(model, bits=8)
+    parts.append(
+      f"weights of {dtype} as codes of 8 bits, as there is no room for float32 "
+      f"(as in the folder, but slower: --dtype={dtype})"
+    )
+  elif dtype.itemsize == 2:
+    parts.append(
+      f"weights in {dtype}, which XLA converts anew for every token: "
+      "--dtype=float32 is faster"
+    )
+  return model, f"CPU: {'; '.join(parts)}" if parts else None

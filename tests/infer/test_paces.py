@@ -1,0 +1,115 @@
+"""How long drafts are: what drafting costs is bounded, whatever is accepted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ringjax.infer.speculate import EarlyExit, PromptLookup
+from ringjax.infer.speculate.paces import SHARE, Paces
+
+PLAIN_S = 1.0
+
+
+def _spent(
+  accepts,
+  *,
+  draft_s: float,
+  tokens: int = 2000,
+  reading_s: float = 0.0,
+  adapt: bool = True,
+  paces: Paces | None = None,
+) -> tuple[float, int, Paces]:
+  """Seconds for so many tokens, the rounds with drafts, and the paces.
+
+  Args:
+    accepts: of a token's place, how many drafted ones behind it are right.
+    draft_s: of each drafted token, to draft and to check it.
+    tokens: new ones.
+    reading_s: of each step of a pause, at its end.
+    adapt: of the drafter.
+    paces: those of a call before.
+  """
+  paces = paces or Paces(PromptLookup(count=4, adapt=adapt), 1)
+  at, lag, total, rounds = 0, 0, 0.0, 0
+  while at < tokens:
+    most = paces.most()
+    length = int(most[0])
+    seconds, came = PLAIN_S, 1
+    if length:
+      rounds += 1
+      seconds += draft_s * length + reading_s * lag
+      came, lag = 1 + min(length, accepts(at)), 0
+    else:
+      lag += 1
+    paces.add(most, most, np.array([came]), seconds)
+    total, at = total + seconds, at + came
+  return total / (at * PLAIN_S), rounds, paces
+
+
+@pytest.mark.parametrize("draft_s", [0.05, 0.3, 1.0, 5.0])
+@pytest.mark.parametrize("tokens", [64, 400, 4000])
+@pytest.mark.parametrize("reading", [0.0, 0.125, 0.5])
+def test_useless_drafts_cost_no_more_than_a_twentieth(draft_s, tokens, reading):
+  reading_s = reading * draft_s
+  ratio, rounds, paces = _spent(
+    lambda at: 0, draft_s=draft_s, tokens=tokens, reading_s=reading_s
+  )
+  # Of the first draft nothing is known; a trial finds what reading costs.
+  first = 4 * draft_s + 40 * reading_s
+  assert ratio <= 1 + SHARE + first / tokens
+  assert rounds >= 1
+  assert paces.cost_s / paces.plain_s == pytest.approx(ratio - 1, abs=0.01)
+  # Without the rule it would cost what each draft does.
+  always, _, _ = _spent(lambda at: 0, draft_s=draft_s, tokens=64, adapt=False)
+  assert always == pytest.approx(1 + 4 * draft_s)
+
+
+def test_drafts_that_pay_are_made():
+  ratio, rounds, paces = _spent(lambda at: 4, draft_s=0.1, tokens=400)
+  assert ratio < 0.35 and rounds > 70
+  assert paces.cost_s < 0
+  assert "gives" in paces.why
+
+
+def test_drafts_that_pay_later_are_found():
+  ratio, rounds, _ = _spent(lambda at: 4 * (at > 500), draft_s=0.1, tokens=4000)
+  assert ratio < 0.5 and rounds > 400
+
+
+def test_text_that_becomes_hopeless_costs_no_more_than_it_saved():
+  ratio, _, _ = _spent(lambda at: 4 * (at % 200 < 20), draft_s=1.0, tokens=4000)
+  assert ratio <= 1 + SHARE
+
+
+def test_a_next_call_knows_what_the_last_one_measured():
+  _, _, paces = _spent(lambda at: 0, draft_s=5.0, tokens=300)
+  assert _spent(lambda at: 0, draft_s=5.0, tokens=30, paces=paces)[1] == 0
+  assert "takes" in paces.why
+
+
+def test_reading_that_costs_more_than_a_step_may_is_not_tried_again():
+  _, few, _ = _spent(lambda at: 0, draft_s=0.1, tokens=4000, reading_s=0.2)
+  _, many, _ = _spent(lambda at: 0, draft_s=0.1, tokens=4000)
+  assert few < many
+
+
+def test_the_first_draft_of_a_model_is_short():
+  """Of text it costs next to nothing, and may be long."""
+  assert Paces(EarlyExit(count=4), 1).most().tolist() == [1]
+  assert Paces(PromptLookup(count=4), 1).most().tolist() == [4]
+  assert Paces(EarlyExit(count=4, adapt=False), 1).most().tolist() == [4]
+  assert Paces(EarlyExit(widths=(2, 2)), 1).most().tolist() == [4]
+
+
+def test_rounds_that_compile_are_not_measured():
+  paces, full = Paces(PromptLookup(count=4), 1), np.full(1, 4)
+  assert paces.most().tolist() == [4]
+  paces.add(full, full, np.array([1]), None)
+  assert paces.cost_s == 0 and paces.rounds == 1
+  assert paces.most().tolist() == [4]
+  paces.add(full, full, np.array([1]), 3.0)
+  none = np.zeros(1, int)
+  while not paces.most().any() and paces.steps < 3:
+    paces.add(none, none, np.array([1]), None if paces.steps == 0 else 1.0)
+  assert paces.cost_s == pytest.approx(2.0)
