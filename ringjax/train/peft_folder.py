@@ -34,7 +34,8 @@ from ringjax.errors import (
 )
 from ringjax.json_text import json_text
 from ringjax.models.calibration import read_tensors, write_tensors
-from ringjax.models.checkpoint import abstract, read_config
+from ringjax.models.checkpoint import abstract
+from ringjax.models.contents import read_config
 from ringjax.models.hf.names import FusedRows, SwappedAxes, Transpose
 from ringjax.models.hf.safe_files import MAX_CONFIG_BYTES, strict_json
 from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
