@@ -466,6 +466,7 @@ def train(
     None
   ),
   on_step: Callable[[int], Any] = lambda step: None,
+  evaluate: Callable[[Transformer], float] | None = None,
 ) -> TrainResult:
   """Trains by a recipe to its end, resuming from `checkpoints`.
 
@@ -480,6 +481,9 @@ def train(
     checkpoints: a `Checkpoints`, or None.
     report: called with the number of the stage and the metrics of its steps.
     on_step: called before each step with how many are taken.
+    evaluate: Held-out loss of a model with its adapters added, which it leaves
+      as it is, for `TrainingReport.held_out`; called every
+      `LoopConfig.evaluate_every` steps and after the last one of a stage.
 
   Raises:
     RingjaxError: see `check` and `loop.fit`.
@@ -550,6 +554,13 @@ def train(
         checkpoints=checkpoints,
         report=lambda one, index=index: report(index, one),
         on_step=on_step,
+        evaluate=None
+        if evaluate is None
+        else lambda state, base=base: evaluate(
+          state.params
+          if adapter is None
+          else adapter.merged(state.params, base)
+        ),
       )
     state, position = ended.state, None
     if ended.stopped is not None:
