@@ -224,14 +224,14 @@ def fit(
       save = config.save_every is not None and not taken % config.save_every
       saves.poll()
       every = config.evaluate_every
-      asked = evaluate is not None and every is not None
-      asked = asked and (last or not taken % every)
+      asked = every is not None and (last or not taken % every)
+      asked = asked and evaluate is not None
       if last or stop or save or asked or taken % config.log_every == 0:
         # Not one step late: only finite states are saved.
         metrics.add(waiting)
         waiting = None
         latest = metrics.take(taken)
-        if asked:
+        if asked and evaluate is not None:
           with watchdog.pause():
             latest = dataclasses.replace(latest, held_out=evaluate(state))
           metrics.start = time.monotonic()

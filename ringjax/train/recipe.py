@@ -676,7 +676,7 @@ def _first_state(
   saved: Any,
 ) -> tuple[steps.TrainState, Any]:
   """The state to begin with, and the position of its data if it was saved."""
-  mesh = attend.mesh
+  mesh: Any = attend.mesh
   params: Any = model
   if recipe.adapter is not None:
     params = recipe.adapter.start(model, seed=recipe.seed)
@@ -720,19 +720,20 @@ def _check_memory(
   resident: bool,
 ) -> None:
   """Compares what all stages keep with the memory, before the first step."""
+  mesh: Any = attend.mesh
   platform = jax.local_devices()[0].platform
   dtype = recipe.objective.dtype or jnp.float32
   needs = memory_needs.training_memory(
     state,
     model.config,
     [(x.batch // x.accumulate, x.decoded) for x in recipe.stages],
-    mesh=attend.mesh,
+    mesh=mesh,
     axis=attend.axis if attend.sharded else None,
     remat=recipe.remat,
     itemsize=jnp.dtype(dtype).itemsize,
     saves=saved is not None and platform == "cpu",
   )
-  memory_needs.check_memory(needs, attend.mesh, resident=resident)
+  memory_needs.check_memory(needs, mesh, resident=resident)
 
 
 def _extended(
