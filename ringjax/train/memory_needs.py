@@ -138,8 +138,8 @@ def check_memory(
       _REMEDY,
     )
   warnings.warn(
-    f"training may not fit: about {_short(total)} more on {devices_text} ({listed}), "
-    f"and {_short(free)} are free on each; {_SMALLER}",
+    f"training may not fit: about {_short(total)} more on {devices_text} "
+    f"({listed}), and {_short(free)} are free on each; {_SMALLER}",
     RuntimeWarning,
     stacklevel=2,
   )
