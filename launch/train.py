@@ -31,11 +31,12 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -47,7 +48,8 @@ from launch import common, config_fields, console, sources
 from launch.flag_helpers import FlagHelper
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
-from ringjax.checks import one_of
+from ringjax.checks import one_of, positive_int
+from ringjax.data import documents, texts
 from ringjax.data.corpus import fingerprint
 from ringjax.data.link_tokens import LINKS, LinkTokens
 from ringjax.data.packing import BestFit, Cut
@@ -57,6 +59,7 @@ from ringjax.errors import (
   RingjaxError,
   message,
 )
+from ringjax.eval.perplexity import perplexity
 from ringjax.json_text import json_text
 from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
@@ -306,6 +309,7 @@ class _TrainingRun:
           checkpoints=saved,
           report=lambda stage, one: self._report(made, form, mesh, stage, one),
           on_step=on_step,
+          evaluate=_evaluation(config, tokenizer, mesh),
         )
       except CheckpointMismatchError as error:
         raise _explained(error, out / "config.json", config, folder) from None
@@ -437,6 +441,7 @@ class _TrainingRun:
       f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
       f"  {one.tokens_per_s:9,.0f} tokens/s"
       + ("" if used is None else f"  {100 * used:5.1f} % of the peak")
+      + ("" if one.held_out is None else f"  held out {one.held_out:.4f}")
       + (f"  {console.nbytes(held)}" if held else "")
       + (f"  {one.skipped} not finite" if one.skipped else "")
     )
@@ -495,7 +500,10 @@ def recipe_of(
     "cepe": _encoder(config) is not None,
     "draft": _draft_training(config),
     "packer": _PACKERS[config.packer](),
-    "loop_config": loop.LoopConfig(**_entries(loop.LoopConfig, config)),
+    "loop_config": loop.LoopConfig(
+      **_entries(loop.LoopConfig, config),
+      evaluate_every=_held_out(config)["every"],
+    ),
   }
   return recipe.Recipe(**_entries(recipe.Recipe, config) | parts)
 
@@ -654,6 +662,10 @@ def default_config() -> ConfigDict:
   Entries:
     model: name of a preset, or a dict as in config.json; not with init_from.
     init_from: a Hugging Face folder of the initial weights.
+    held_out: text whose loss is computed during the training, as by
+      launch.evaluate perplexity: every (steps), and path (a folder of .txt
+      files; default: the held-out files of Python's library), rows (8) and
+      length (1024); {} for none.
     rules: which mesh axis shards which axis of the parameters; default: their
       width over the larger of seq and data. {"embed": None} leaves them whole
       on each device.
@@ -699,6 +711,7 @@ def default_config() -> ConfigDict:
       "links": {"each": 0, "documents": 8},
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
+      "held_out": {},
       "seed": 0,
       "log_every": 10,
       "save_every": 100,
@@ -711,6 +724,70 @@ def default_config() -> ConfigDict:
     convert_dict=True,
     type_safe=False,
   )
+
+
+def _held_out(config: ConfigDict) -> dict[str, Any]:
+  """The entries of `held_out` with their defaults; every None for no text.
+
+  Raises:
+    OptionError: an unknown entry, one out of range, or a draft, which has no
+      loss of its own.
+  """
+  usual = {"every": None, "path": None, "rows": 8, "length": 1024}
+  given = json.loads(config.held_out.to_json())
+  unknown = [name for name in given if name not in usual]
+  if unknown or (given and given.get("every") is None):
+    raise OptionError(
+      "held_out",
+      ", ".join(unknown) or "no entry every",
+      f"{', '.join(usual)}",
+      "set --config.held_out.every=100, for instance",
+    )
+  if given and len(config.draft):
+    raise OptionError(
+      "held_out",
+      "it with a draft, whose loss is no perplexity",
+      "a model that is trained",
+      "leave it out",
+    )
+  entries = {**usual, **given}
+  for name in ("every", "rows", "length"):
+    if entries[name] is not None:
+      positive_int(f"held_out.{name}", entries[name])
+  return entries
+
+
+def _evaluation(
+  config: ConfigDict, tokenizer: Any, mesh: Mesh
+) -> Callable[[Transformer], float] | None:
+  """What computes the held-out loss of a model, or None."""
+  entries = _held_out(config)
+  if entries["every"] is None:
+    return None
+  path, length, rows = (entries[x] for x in ("path", "length", "rows"))
+  found = documents.library(held_out=True)
+  if path is not None:
+    found = list(texts.from_files(texts.find(os.path.expanduser(path))))
+  bos = tokenizer.bos_id if tokenizer.adds_bos else None
+  # As launch.evaluate perplexity: texts are joined, and cut into rows.
+  ids = np.concatenate([np.asarray(tokenizer.encode(x)) for x in found])
+  span = length + (bos is None)
+  if len(ids) < rows * span:
+    raise OptionError(
+      "held_out",
+      f"{len(ids):,} tokens of text for {rows} rows of {length}",
+      f"at least {rows * span:,}",
+      "pass more text, or fewer or shorter rows",
+    )
+  whole = [ids[n * span : (n + 1) * span] for n in range(rows)]
+
+  def loss(model: Transformer) -> float:
+    curve = perplexity(
+      model, whole, length=length, rows=rows, bos=bos, mesh=mesh
+    )
+    return curve.mean
+
+  return loss
 
 
 def _rules(config: ConfigDict, mesh: Mesh) -> rj.models.Rules | None:

@@ -214,6 +214,8 @@ def context_costs(found: Sequence[ContextCost], path: str) -> None:
 def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
   """Draws a training from its log: loss, gradient norm, rate, speed.
 
+  Held-out losses are points beside the loss.
+
   Args:
     rows: step, stage and `FIGURES` of each; None, of a step that was not
       finite, is a gap.
@@ -225,6 +227,16 @@ def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
     axes = figure.add_subplot(2, 2, n + 1)
     values = [np.nan if row[name] is None else row[name] for row in rows]
     axes.plot(steps, values, color="#2b5c8a")
+    apart = [row for row in rows if row.get("held_out") is not None]
+    if name == "loss" and apart:
+      axes.plot(
+        [row["step"] for row in apart],
+        [row["held_out"] for row in apart],
+        "o",
+        color="#a23b72",
+        label="held out",
+      )
+      axes.legend()
     starts = [
       row["step"]
       for before, row in itertools.pairwise(rows)

@@ -115,7 +115,7 @@ def _copied_once(value: jax.Array) -> jax.Array:
 
 
 def _one_replica(at: NamedSharding) -> NamedSharding:
-  """The same sharding over those devices only that hold the first replica."""
+  """Restrict a sharding to the devices that hold its first replica."""
   names = {
     name
     for entry in at.spec

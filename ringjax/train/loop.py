@@ -73,6 +73,8 @@ class LoopConfig:
       the end may not, since none comes after it.
     timeout_s: seconds after which a step counts as hung and the process ends;
       None waits.
+    evaluate_every: steps between two held-out losses; None computes none. The
+      last step has one too.
     replay_every: steps between two that are computed twice, to detect devices
       that compute wrong results; None for none. Such a step takes twice the
       time and the state's memory.
@@ -83,12 +85,13 @@ class LoopConfig:
   most_skipped: int = 3
   most_unsaved: int = 0
   timeout_s: float | None = None
+  evaluate_every: int | None = None
   replay_every: int | None = None
 
   def __post_init__(self) -> None:
     for name in ("log_every", "most_skipped"):
       positive_int(name, getattr(self, name))
-    for name in ("save_every", "replay_every"):
+    for name in ("save_every", "evaluate_every", "replay_every"):
       if getattr(self, name) is not None:
         positive_int(name, getattr(self, name))
     integer("most_unsaved", self.most_unsaved, least=0)
@@ -117,6 +120,8 @@ class TrainingReport:
     skipped: how many steps were not finite.
     seconds: that they took, saves not counted.
     first: whether the time of compiling is included.
+    held_out: loss of held-out data after the last of the steps, nats a token;
+      None where it was not computed.
   """
 
   step: int
@@ -128,6 +133,7 @@ class TrainingReport:
   skipped: int
   seconds: float
   first: bool
+  held_out: float | None = None
 
   @property
   def tokens_per_s(self) -> float:
@@ -154,6 +160,7 @@ def fit(
   checkpoints: Checkpoints | None = None,
   report: Callable[[TrainingReport], Any] = lambda report: None,
   on_step: Callable[[int], Any] = lambda step: None,
+  evaluate: Callable[[TrainState], float] | None = None,
 ) -> FitResult:
   """Trains up to a number of steps.
 
@@ -168,6 +175,8 @@ def fit(
     checkpoints: a `Checkpoints`, or None to save nothing.
     report: called with the metrics of the steps, in all processes.
     on_step: called before each step with how many are taken.
+    evaluate: Held-out loss of a state, which it leaves as it is; called every
+      `config.evaluate_every` steps and after the last one.
 
   Raises:
     OptionError: `steps` is not positive.
@@ -214,11 +223,19 @@ def fit(
       stop = signals.stop(taken)
       save = config.save_every is not None and not taken % config.save_every
       saves.poll()
-      if last or stop or save or taken % config.log_every == 0:
+      every = config.evaluate_every
+      asked = every is not None and (last or not taken % every)
+      asked = asked and evaluate is not None
+      if last or stop or save or asked or taken % config.log_every == 0:
         # Not one step late: only finite states are saved.
         metrics.add(waiting)
         waiting = None
-        report(metrics.take(taken))
+        latest = metrics.take(taken)
+        if asked and evaluate is not None:
+          with watchdog.pause():
+            latest = dataclasses.replace(latest, held_out=evaluate(state))
+          metrics.start = time.monotonic()
+        report(latest)
       watchdog.tick()
       if checkpoints is not None and (last or stop or save):
         with watchdog.pause():

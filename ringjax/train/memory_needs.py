@@ -35,9 +35,9 @@ class TrainingMemory(NamedTuple):
   """Bytes on each device.
 
   Fields:
-    parameters: those that are trained.
+    parameters: Arrays of the trained parameters.
     moments: the optimizer's state.
-    gradients: as the parameters.
+    gradients: Arrays of the gradients.
     activations: estimate of what layers keep for the backward pass.
     save: copy of the state while it is saved, on CPUs.
   """
@@ -60,7 +60,7 @@ def training_memory(
   itemsize: int,
   saves: bool,
 ) -> TrainingMemory:
-  """What a training keeps on each device.
+  """Count the bytes that a training keeps on each device.
 
   Args:
     state: Shapes of the state, with their shardings.
@@ -89,7 +89,7 @@ def training_memory(
       for x in config.layers
     )
   # Every part of the state once, whose bytes the devices of the host share.
-  whole = sum(
+  state_bytes = sum(
     math.prod(x.shape) * x.dtype.itemsize
     for x in jax.tree.leaves((state.params, state.optimizer))
   )
@@ -98,7 +98,7 @@ def training_memory(
     moments,
     parameters,
     tokens * width * itemsize,
-    math.ceil(whole / size) if saves else 0,
+    math.ceil(state_bytes / size) if saves else 0,
   )
 
 
@@ -126,20 +126,20 @@ def check_memory(
   total = state + needs.activations + needs.save
   if total <= free:
     return
-  where = f"each of {len(devices)} device(s)"
+  devices_text = f"each of {len(devices)} device(s)"
   if device.platform == "cpu" and len(devices) > 1:
-    where += ", which share the host's memory"
+    devices_text += ", which share the host's memory"
   listed = ", ".join(f"{k} {_short(x)}" for k, x in needs._asdict().items())
   if state > free:
     raise MemoryEstimateError(
       "training",
-      f"{_short(state)} more on {where} ({listed})",
+      f"{_short(state)} more on {devices_text} ({listed})",
       f"at most the {_short(free)} that are free on each",
       _REMEDY,
     )
   warnings.warn(
-    f"training may not fit: about {_short(total)} more on {where} ({listed}), "
-    f"and {_short(free)} are free on each; {_SMALLER}",
+    f"training may not fit: about {_short(total)} more on {devices_text} "
+    f"({listed}), and {_short(free)} are free on each; {_SMALLER}",
     RuntimeWarning,
     stacklevel=2,
   )
@@ -148,14 +148,14 @@ def check_memory(
 def _bytes(tree: PyTree) -> int:
   """Bytes of a tree's arrays on one device, by their shardings."""
 
-  def each(x: Any) -> int:
+  def shard_bytes(x: Any) -> int:
     shape = tuple(x.shape)
     sharding = getattr(x, "sharding", None)
     if sharding is not None:
       shape = sharding.shard_shape(shape)
     return math.prod(shape) * x.dtype.itemsize
 
-  return sum(map(each, jax.tree.leaves(tree)))
+  return sum(map(shard_bytes, jax.tree.leaves(tree)))
 
 
 def _short(nbytes: int) -> str:

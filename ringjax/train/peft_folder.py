@@ -123,19 +123,19 @@ def save_adapter(
   }
   swapped = False
   for name, form, targets in _modules(model):
-    here = [(path, index) for path, index in targets if path in host]
-    if not here:
+    adapted = [(path, index) for path, index in targets if path in host]
+    if not adapted:
       others.add(_in_layer(name))
       continue
     if isinstance(form, FusedRows):
       raise OptionError(
         "params",
-        f"an adapter of {here[0][0]}, which is a part of {name}",
+        f"an adapter of {adapted[0][0]}, which is a part of {name}",
         "adapters of maps with a tensor of their own",
         "save the merged model: rj.models.save(how.merged(params, model), "
         "path)",
       )
-    path_here, index = here[0]
+    path_here, index = adapted[0]
     swapped |= isinstance(form, SwappedAxes)
     a, b = host[path_here]["a"][index], host[path_here]["b"][index]
     key = f"{_PREFIX}{name}"
@@ -258,8 +258,8 @@ def _in_layer(module: str) -> str:
 def _endings(modules: set[str], others: set[str]) -> set[str]:
   """The shortest endings by which PEFT finds these modules and no others."""
   last = lambda name: name.rpartition(".")[2]
-  taken = {last(name) for name in others}
-  return {name if last(name) in taken else last(name) for name in modules}
+  endings = {last(name) for name in others}
+  return {name if last(name) in endings else last(name) for name in modules}
 
 
 def _modules(
@@ -315,10 +315,10 @@ def _config(place: pathlib.Path) -> dict[str, Any]:
       init,
       "an initialisation that leaves the weights of the model as they are",
     )
-  known = (*_IGNORED, "bias", "init_lora_weights")
+  allowed = (*_IGNORED, "bias", "init_lora_weights")
   for name, value in config.items():
     # PEFT writes what is not asked for as null, false or an empty object.
-    if name not in known and value:
+    if name not in allowed and value:
       _refuse(name, value, "an adapter without it: W + s A B of linear maps")
   rank, alpha = config.get("r"), config.get("lora_alpha")
   if type(rank) is not int or rank < 1:

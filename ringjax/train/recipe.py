@@ -466,6 +466,7 @@ def train(
     None
   ),
   on_step: Callable[[int], Any] = lambda step: None,
+  evaluate: Callable[[Transformer], float] | None = None,
 ) -> TrainResult:
   """Trains by a recipe to its end, resuming from `checkpoints`.
 
@@ -480,6 +481,9 @@ def train(
     checkpoints: a `Checkpoints`, or None.
     report: called with the number of the stage and the metrics of its steps.
     on_step: called before each step with how many are taken.
+    evaluate: Held-out loss of a model with its adapters added, which it leaves
+      as it is, for `TrainingReport.held_out`; called every
+      `LoopConfig.evaluate_every` steps and after the last one of a stage.
 
   Raises:
     RingjaxError: see `check` and `loop.fit`.
@@ -550,6 +554,13 @@ def train(
         checkpoints=checkpoints,
         report=lambda one, index=index: report(index, one),
         on_step=on_step,
+        evaluate=None
+        if evaluate is None
+        else lambda state, base=base: evaluate(
+          state.params
+          if adapter is None
+          else adapter.merged(state.params, base)
+        ),
       )
     state, position = ended.state, None
     if ended.stopped is not None:
@@ -665,7 +676,7 @@ def _first_state(
   saved: Any,
 ) -> tuple[steps.TrainState, Any]:
   """The state to begin with, and the position of its data if it was saved."""
-  mesh = attend.mesh
+  mesh: Any = attend.mesh
   params: Any = model
   if recipe.adapter is not None:
     params = recipe.adapter.start(model, seed=recipe.seed)
@@ -709,19 +720,20 @@ def _check_memory(
   resident: bool,
 ) -> None:
   """Compares what all stages keep with the memory, before the first step."""
+  mesh: Any = attend.mesh
   platform = jax.local_devices()[0].platform
   dtype = recipe.objective.dtype or jnp.float32
   needs = memory_needs.training_memory(
     state,
     model.config,
     [(x.batch // x.accumulate, x.decoded) for x in recipe.stages],
-    mesh=attend.mesh,
+    mesh=mesh,
     axis=attend.axis if attend.sharded else None,
     remat=recipe.remat,
     itemsize=jnp.dtype(dtype).itemsize,
     saves=saved is not None and platform == "cpu",
   )
-  memory_needs.check_memory(needs, attend.mesh, resident=resident)
+  memory_needs.check_memory(needs, mesh, resident=resident)
 
 
 def _extended(

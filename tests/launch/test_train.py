@@ -20,6 +20,7 @@ from launch import common, sources, train
 from ringjax.data import corpus
 from ringjax.data.bytelevel import Bytes
 from ringjax.errors import DataError, OptionError
+from ringjax.eval.perplexity import perplexity
 from ringjax.models import checkpoint
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import recipe, step
@@ -332,6 +333,49 @@ def test_parameters_are_sharded_unless_a_config_says_otherwise(small):
   whole = overridden(small)
   whole.rules = {"embed": None}
   assert rules((8,), ("seq",), whole).embed is None
+
+
+def test_what_a_held_out_text_must_have(small):
+  for flag, words in (
+    ("rows=2", "no entry every"),
+    ("evry=2", "evry"),
+    ("every=0", "every"),
+  ):
+    config = overridden(small)
+    name, _, value = flag.partition("=")
+    config.held_out = {name: int(value)}
+    with pytest.raises(OptionError, match=words):
+      train.recipe_of(config)
+
+
+@pytest.mark.long
+def test_the_held_out_loss_is_that_of_launch_evaluate(small, tmp_path):
+  """Also of a run that was stopped and resumed; the last one by its folder."""
+  (tmp_path / "text").mkdir()
+  (tmp_path / "text" / "a.txt").write_text("A line of text.\n" * 40)
+  flags = (
+    f"--config={small}",
+    "--mesh=seq:2",
+    "--config.held_out.every=1",
+    f"--config.held_out.path={tmp_path / 'text'}",
+    "--config.held_out.rows=2",
+    "--config.held_out.length=64",
+  )
+  stages = lambda n: (
+    f"--config.stages=({{'steps': {n}, 'length': 160, 'batch': 2}},)"
+  )
+  status, _, err = run(*flags, f"--out={tmp_path / 'a'}", stages(3))
+  assert status == 0 and "held out" in err, err
+  losses = [row["held_out"] for row in lines(tmp_path / "a")]
+  assert len(losses) == 3 and all(np.isfinite(losses))
+  model = rj.models.load(tmp_path / "a" / "model")
+  ids = np.frombuffer((tmp_path / "text" / "a.txt").read_bytes(), np.uint8)
+  tokenizer = rj.data.Tokenizer.load(tmp_path / "a" / "model")
+  bos = tokenizer.bos_id if tokenizer.adds_bos else None
+  span = 64 + (bos is None)
+  rows = [ids[n * span : (n + 1) * span].astype(np.int32) for n in range(2)]
+  curve = perplexity(model, rows, length=64, rows=2, bos=bos)
+  assert losses[-1] == pytest.approx(curve.mean, rel=1e-5)
 
 
 @pytest.mark.long

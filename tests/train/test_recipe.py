@@ -182,6 +182,43 @@ def test_sharded_parameters_give_the_same_losses():
   assert len(losses[0]) == 2
 
 
+def test_a_held_out_loss_changes_no_step(tmp_path):
+  """Its losses are those of the states, also of a run that is resumed."""
+
+  def run(steps, folder=None, evaluate=None):
+    reports = []
+    with contextlib.ExitStack() as stack:
+      saved = folder and stack.enter_context(Checkpoints(folder))
+      done = recipe.train(
+        recipe.Recipe(
+          stages=(recipe.Stage(steps=steps, length=16, batch=2),),
+          optimizer=recipe.Optimizer(schedule="constant"),
+          loop_config=loop.LoopConfig(evaluate_every=2),
+        ),
+        rj.models.create(CONFIG, seed=0),
+        text(),
+        checkpoints=saved,
+        report=lambda stage, x: reports.append((x.step, x.held_out)),
+        evaluate=evaluate,
+      )
+    return jax.device_get(jax.tree.leaves(done.model)), reports
+
+  total = lambda model: float(
+    sum(np.abs(np.asarray(x)).sum() for x in jax.tree.leaves(model))
+  )
+  plain, none = run(3)
+  assert none == [(3, None)]
+  whole, losses = run(3, evaluate=total)
+  assert [step for step, _ in losses] == [2, 3]
+  assert losses[-1][1] == total(whole) != losses[0][1]
+  run(2, tmp_path, total)
+  parts, rest = run(3, tmp_path, total)
+  assert rest == losses[1:]
+  for a, b, c in zip(plain, whole, parts, strict=True):
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(a, c)
+
+
 def test_what_does_not_fit_is_said_before_the_first_step(monkeypatch):
   model = rj.models.create(CONFIG, seed=0)
   size = 4 * sum(x.size for x in jax.tree.leaves(model))
