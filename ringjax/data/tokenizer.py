@@ -27,6 +27,7 @@ import os
 import pathlib
 import re
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ import numpy as np
 
 from ringjax.data import isolated, stream
 from ringjax.data.bytelevel import BYTE_CHARS, Bytes
+from ringjax.data.gguf_file import is_gguf, open_gguf
+from ringjax.data.gguf_tokenizer import tokenizer_files
 from ringjax.data.special_tokens import (
   Specials,
   SpecialToken,
@@ -158,7 +161,7 @@ class Tokenizer:
     Args:
       folder: holds tokenizer.json and, as far as there are any,
         tokenizer_config.json, special_tokens_map.json, generation_config.json,
-        config.json and chat_template.jinja.
+        config.json and chat_template.jinja; or a GGUF file.
       untrusted: whether a process of its own, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
 
@@ -166,6 +169,15 @@ class Tokenizer:
       TokenizerError: a file is missing, too large, or not what it should be.
     """
     path = pathlib.Path(folder).expanduser()
+    if is_gguf(path):
+      files = tokenizer_files(open_gguf(path).metadata)
+      with tempfile.TemporaryDirectory() as place:
+        # The tokenizer is named after its folder.
+        copy = pathlib.Path(place) / (path.stem or "tokenizer")
+        copy.mkdir()
+        for file, content in files.items():
+          (copy / file).write_bytes(content)
+        return cls.load(copy, untrusted=untrusted)
     data = read_file(path / "tokenizer.json", TOKENIZER_BYTES)
     if data is None:
       old = any((path / f).exists() for f in ("tokenizer.model", "vocab.json"))

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Float
 
+from ringjax.data.gguf_file import GgufFiles
 from ringjax.errors import ConfigError
-from ringjax.models.gguf.file import GgufFiles
 from ringjax.models.hf.safe_files import shown
 
 # The name behind a layer's prefix, by GGUF's behind "blk.N.".
