@@ -44,7 +44,7 @@ from ringjax.models.checkpoint import (
   stored_dtype,
 )
 from ringjax.models.contents import Contents, contents, text_config
-from ringjax.models.gguf.folder import GgufFolder, open_model
+from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed

@@ -60,7 +60,7 @@ from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.coded_weights import BITS
-from ringjax.models.gguf.folder import open_model
+from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import tensors
 from ringjax.models.neurons import FILE as NEURONS
 from ringjax.models.transformer import Transformer

@@ -8,12 +8,12 @@ Ref: llama.cpp, src/llama-vocab.cpp, for how each name splits text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ringjax.data.bytelevel import BYTE_CHARS
 from ringjax.errors import TokenizerError
+from ringjax.json_text import json_text
 
 _LONGEST = 1024
 _CONTROL, _UNKNOWN, _USER = 3, 2, 4
@@ -102,8 +102,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     "generation_config.json": generation,
   }
   return {
-    file: json.dumps(x, ensure_ascii=False).encode()
-    for file, x in files.items()
+    file: json_text(x, ensure_ascii=False).encode() for file, x in files.items()
   }
 
 
@@ -169,7 +168,7 @@ def _sentencepiece(
   vocab = {x: i for i, x in enumerate(tokens)}
   scores = said.get("scores")
   if gemma:
-    scores = [-i for i in range(len(tokens))]
+    scores = [-float(i) for i in range(len(tokens))]
   if "merges" in said:
     merges = _pairs(said["merges"])
   elif isinstance(scores, list) and len(scores) == len(tokens):
@@ -181,7 +180,11 @@ def _sentencepiece(
     start.append({"type": "Prepend", "prepend": _SPACE})
   space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
   back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-  decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+  decoders: list[dict[str, Any]] = [
+    back,
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+  ]
   if start:
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     decoders.append(strip)

@@ -34,7 +34,7 @@ from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.contents import contents, read_config, text_config
-from ringjax.models.gguf.folder import GgufFolder, open_model
+from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed

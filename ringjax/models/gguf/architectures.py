@@ -183,7 +183,7 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   }
   said.setdefault("attention.head_count_kv", said.get("attention.head_count"))
   config: dict[str, Any] = {"model_type": arch.type, **arch.fixed}
-  for key, name in (_KEYS | arch.keys).items():
+  for key, name in {**_KEYS, **arch.keys}.items():
     if said.get(key) is not None:
       config[name] = said[key]
     elif key in _KEYS:
@@ -265,7 +265,7 @@ def _rope(
     _refuse("rope.scaling.type", kind, "none, linear, yarn, or factors")
 
 
-def _llama3(factors: Float[np.ndarray, H]) -> dict[str, Any]:
+def _llama3(factors: Float[np.ndarray, " H"]) -> dict[str, Any]:
   """The scaling of Llama 3 that these factors come from.
 
   A file has the factors alone; the limits are those of all models so far.
