@@ -135,7 +135,13 @@ def _same(path, folder, atol=0.0):
     np.testing.assert_allclose(x, y, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", CASES)
+_LONG = ("gemma2", "qwen3moe", "qwen3", "qwen2")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=[pytest.mark.long] * (x in _LONG)) for x in CASES],
+)
 def test_a_file_is_its_folder(tmp_path, name):
   config, tensors = _small(tmp_path, name)
   _write(tmp_path / "m.gguf", name, config, tensors)
