@@ -1,4 +1,4 @@
-"""Checks a Hugging Face folder, and writes it anew.
+"""Checks a Hugging Face folder or a GGUF file, and writes a folder anew.
 
   python -m launch.convert --model=DIR --check
       Whether ringjax can load it: config.json, names, shapes and numbers.
@@ -20,6 +20,7 @@ import collections
 import functools
 import itertools
 import os
+import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
@@ -34,6 +35,7 @@ from launch import common, console
 from launch.flag_helpers import FlagHelper
 from ringjax import models
 from ringjax.data import Tokenizer
+from ringjax.data.gguf_tokenizer import tokenizer_files
 from ringjax.errors import OptionError
 from ringjax.models.checkpoint import (
   EMBEDDING,
@@ -41,8 +43,13 @@ from ringjax.models.checkpoint import (
   check_unpacked,
   stored_dtype,
 )
+<<<<<<< HEAD
 from ringjax.models.contents import Contents, contents, read_source
 from ringjax.models.gguf.folder import open_model
+=======
+from ringjax.models.contents import Contents, contents, text_config
+from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
+>>>>>>> gguf
 from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -224,13 +231,21 @@ def _convert(
     config["dtype"] = values.dtype
   elif found.dtypes and not (config.get("dtype") or config.get("torch_dtype")):
     config["dtype"] = next(iter(found.dtypes.values())).name
-  source, origin = found.contents.folder.path, found.origin
+  origin, read = found.origin, found.contents.folder
+
+  def beside(folder: pathlib.Path) -> None:
+    if not isinstance(read, GgufFolder):
+      auxiliary_files.copy(read.path, folder)
+      return
+    for name, content in tokenizer_files(read.gguf.metadata).items():
+      (folder / name).write_bytes(content)
+
   save.write(
     values.out,
     origin.config(config, origin.copied),
     itertools.chain(_tensors(found, screen), origin.stored(origin.copied)),
     max_shard_bytes=values.max_shard_bytes,
-    beside=lambda folder: auxiliary_files.copy(source, folder),
+    beside=beside,
   )
 
 

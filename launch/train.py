@@ -65,7 +65,7 @@ from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
 from ringjax.models.checkpoint import cast, stored_dtype
 from ringjax.models.contents import text_config
-from ringjax.models.gguf.folder import open_model
+from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import auxiliary_files
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer

@@ -27,6 +27,7 @@ import os
 import pathlib
 import re
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ import numpy as np
 from ringjax import fetched_models
 from ringjax.data import isolated, stream
 from ringjax.data.bytelevel import BYTE_CHARS, Bytes
+from ringjax.data.gguf_file import is_gguf, open_gguf
+from ringjax.data.gguf_tokenizer import tokenizer_files
 from ringjax.data.special_tokens import (
   Specials,
   SpecialToken,
@@ -159,8 +162,12 @@ class Tokenizer:
     Args:
       folder: holds tokenizer.json and, as far as there are any,
         tokenizer_config.json, special_tokens_map.json, generation_config.json,
+<<<<<<< HEAD
         config.json and chat_template.jinja; or the name of a model that
         `python -m launch.fetch` has brought.
+=======
+        config.json and chat_template.jinja; or a GGUF file.
+>>>>>>> gguf
       untrusted: whether a process of its own, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
 
@@ -169,6 +176,15 @@ class Tokenizer:
     """
     folder = fetched_models.resolve(folder, "folder")
     path = pathlib.Path(folder).expanduser()
+    if is_gguf(path):
+      files = tokenizer_files(open_gguf(path).metadata)
+      with tempfile.TemporaryDirectory() as place:
+        # The tokenizer is named after its folder.
+        copy = pathlib.Path(place) / (path.stem or "tokenizer")
+        copy.mkdir()
+        for file, content in files.items():
+          (copy / file).write_bytes(content)
+        return cls.load(copy, untrusted=untrusted)
     data = read_file(path / "tokenizer.json", TOKENIZER_BYTES)
     if data is None:
       old = any((path / f).exists() for f in ("tokenizer.model", "vocab.json"))

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import ringjax as rj
-from ringjax.models.gguf.file import open_gguf
+from ringjax.data.gguf_file import open_gguf
 
 _SIZES = dict(
   vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -135,7 +135,13 @@ def _same(path, folder, atol=0.0):
     np.testing.assert_allclose(x, y, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", CASES)
+_LONG = ("gemma2", "qwen3moe", "qwen3", "qwen2")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=[pytest.mark.long] * (x in _LONG)) for x in CASES],
+)
 def test_a_file_is_its_folder(tmp_path, name):
   config, tensors = _small(tmp_path, name)
   _write(tmp_path / "m.gguf", name, config, tensors)
@@ -287,3 +293,61 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path):
   )
   with pytest.raises(rj.errors.ConfigError, match="rwkv6"):
     rj.models.load(tmp_path / "m.gguf")
+
+
+def _tokenizer_file(path, model, tokens, kinds, **more):
+  w = gguf.GGUFWriter(path, "llama")
+  w.add_tokenizer_model(model)
+  w.add_token_list(tokens)
+  w.add_token_types(kinds)
+  if "scores" in more:
+    w.add_token_scores(more["scores"])
+  if "merges" in more:
+    w.add_token_merges(more["merges"])
+    w.add_tokenizer_pre(more["pre"])
+  w.add_eos_token_id(0)
+  w.add_chat_template("{{ messages[0].content }}")
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
+
+
+def test_a_byte_level_tokenizer_comes_from_the_file(tmp_path):
+  path, chars = tmp_path / "t.gguf", "abcdefghij12"
+  tokens = ["<end>", *chars, "Ġ", "ab", "Ġab", "12"]
+  merges = ["a b", "Ġ ab", "1 2"]
+  kinds = [3] + [1] * (len(tokens) - 1)
+  _tokenizer_file(path, "gpt2", tokens, kinds, merges=merges, pre="llama-bpe")
+  t = rj.data.Tokenizer.load(path)
+  words = lambda text: [tokens[i] for i in t.encode(text)]
+  assert words("ab ab12") == ["ab", "Ġab", "12"]
+  assert t.decode(t.encode("ab ab12")) == "ab ab12"
+  assert t.eos_ids == (0,) and not t.adds_bos
+  assert t.chat_template == "{{ messages[0].content }}"
+  # Digits stand alone.
+  _tokenizer_file(path, "gpt2", tokens, kinds, merges=merges, pre="qwen2")
+  t = rj.data.Tokenizer.load(path)
+  assert words("ab ab12") == ["ab", "Ġab", "1", "2"]
+  _tokenizer_file(path, "gpt2", tokens, kinds, merges=merges, pre="new")
+  with pytest.raises(rj.errors.TokenizerError, match="new"):
+    rj.data.Tokenizer.load(path)
+
+
+def test_a_sentencepiece_tokenizer_merges_by_scores(tmp_path):
+  path = tmp_path / "t.gguf"
+  space = "\u2581"
+  tokens = ["</s>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+  kinds = [3, 2] + [6] * 256
+  # "bc" is better than "ab": of "abc" it is the one that is made.
+  pieces = {space: -9, "a": -10, "b": -11, "c": -12, "ab": -2, "bc": -1,
+            space + "a": -3}  # fmt: skip
+  scores = [0.0] * len(tokens) + [float(x) for x in pieces.values()]
+  tokens += list(pieces)
+  kinds += [1] * len(pieces)
+  _tokenizer_file(path, "llama", tokens, kinds, scores=scores)
+  t = rj.data.Tokenizer.load(path)
+  ids = t.encode("abc é")
+  words = [tokens[i] for i in ids]
+  assert words == [space + "a", "bc", space, "<0xC3>", "<0xA9>"]
+  assert t.decode(ids) == "abc é"

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Float
 
+from ringjax.data.gguf_file import GgufFiles
 from ringjax.errors import ConfigError
-from ringjax.models.gguf.file import GgufFiles
 from ringjax.models.hf.safe_files import shown
 
 # The name behind a layer's prefix, by GGUF's behind "blk.N.".
@@ -183,7 +183,7 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   }
   said.setdefault("attention.head_count_kv", said.get("attention.head_count"))
   config: dict[str, Any] = {"model_type": arch.type, **arch.fixed}
-  for key, name in (_KEYS | arch.keys).items():
+  for key, name in {**_KEYS, **arch.keys}.items():
     if said.get(key) is not None:
       config[name] = said[key]
     elif key in _KEYS:
@@ -265,7 +265,7 @@ def _rope(
     _refuse("rope.scaling.type", kind, "none, linear, yarn, or factors")
 
 
-def _llama3(factors: Float[np.ndarray, H]) -> dict[str, Any]:
+def _llama3(factors: Float[np.ndarray, " H"]) -> dict[str, Any]:
   """The scaling of Llama 3 that these factors come from.
 
   A file has the factors alone; the limits are those of all models so far.

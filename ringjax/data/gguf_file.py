@@ -15,27 +15,19 @@ import os
 import pathlib
 import re
 import struct
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Float
 
-from ringjax.errors import OptionError
-from ringjax.models.hf.header import (
-  MAX_ELEMENTS,
-  MAX_NAME,
-  MAX_TENSORS,
-)
-from ringjax.models.hf.safe_files import (
-  FileIdentity,
-  fault,
-  identity,
-  open_inside,
-  shown,
-)
+from ringjax.errors import CheckpointFormatError, OptionError
+from ringjax.regular_files import inside, open_regular
 
 SUFFIX = ".gguf"
 _KEY_BYTES = 65_535
+_MAX_NAME = 512
+_MAX_TENSORS = 200_000
+_MAX_ELEMENTS = 1 << 48
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<of>\d{5})\.gguf")
 _MAX_SPLITS = 10_000
 _DTYPES = {
@@ -43,6 +35,30 @@ _DTYPES = {
   10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
+
+
+def fault(
+  argument: str, got: str, want: str, remedy: str = "download the file again"
+) -> NoReturn:
+  """Raises what a file is refused with."""
+  raise CheckpointFormatError(argument, got, want, remedy)
+
+
+def shown(text: object, limit: int = 72) -> str:
+  """A text that comes from a file, printable and short."""
+  words = ascii(str(text))[1:-1]
+  return words if len(words) <= limit else f"{words[: limit - 3]}..."
+
+
+def open_inside(root: pathlib.Path, file: str) -> int:
+  """A descriptor of a regular file that truly is in the folder."""
+  path = inside(root, file)
+  if path is None:
+    fault(shown(file), "a link out of the folder", "a file in it", "copy it")
+  try:
+    return open_regular(path, follow=False)
+  except OSError as error:
+    fault(shown(file), str(error.strerror), "a readable file")
 
 
 def package() -> Any:
@@ -85,14 +101,14 @@ class GgufFiles:
     name: the name of the file, or of the first part.
     metadata: of the first part.
     tensors: by their names in the file.
-    identities: of each file as it was when it was checked.
+    status: of each file as it was when it was checked.
   """
 
   path: pathlib.Path
   name: str
   metadata: dict[str, Any]
   tensors: dict[str, GgufTensor]
-  identities: dict[str, FileIdentity]
+  status: dict[str, os.stat_result]
 
   def floats(
     self, name: str, index: int | None = None
@@ -144,9 +160,9 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
     fault(shown(absent[0]), "no such file", f"all {len(files)} part(s)")
   metadata: dict[str, Any] = {}
   tensors: dict[str, GgufTensor] = {}
-  identities: dict[str, FileIdentity] = {}
+  status: dict[str, os.stat_result] = {}
   for number, file in enumerate(files):
-    identities[file], said, of_file = _read(root, file)
+    status[file], said, of_file = _read(root, file)
     _check_split(file, said, number, len(files))
     metadata = metadata or said
     for name, tensor in of_file.items():
@@ -158,7 +174,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
     fault(shown(files[0]), f"{len(tensors)} tensors in all", f"{said}")
   return GgufFiles(
     path=root, name=files[0], metadata=metadata, tensors=tensors,
-    identities=identities,
+    status=status,
   )  # fmt: skip
 
 
@@ -247,11 +263,11 @@ class _Cursor:
 
 def _read(
   root: pathlib.Path, file: str
-) -> tuple[FileIdentity, dict[str, Any], dict[str, GgufTensor]]:
+) -> tuple[os.stat_result, dict[str, Any], dict[str, GgufTensor]]:
   with open(open_inside(root, file), "rb") as opened:
-    was = identity(os.fstat(opened.fileno()))
-    if was.nbytes < 24:
-      fault(shown(file), f"{was.nbytes} bytes", "at least 24")
+    was = os.fstat(opened.fileno())
+    if was.st_size < 24:
+      fault(shown(file), f"{was.st_size} bytes", "at least 24")
     with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
       return was, *_header(file, data)
 
@@ -270,8 +286,8 @@ def _header(
     got = "a big-endian file" if big else f"version {version}"
     fault(label, got, "version 2 or 3, little-endian", "convert it anew")
   tensor_count = c.count(24, "tensors")
-  if tensor_count > MAX_TENSORS:
-    fault(label, f"{tensor_count} tensors", f"at most {MAX_TENSORS}")
+  if tensor_count > _MAX_TENSORS:
+    fault(label, f"{tensor_count} tensors", f"at most {_MAX_TENSORS}")
   metadata: dict[str, Any] = {}
   for _ in range(c.count(13, "keys")):
     key = c.text(_KEY_BYTES, "a key")
@@ -303,12 +319,12 @@ def _header(
 
 
 def _info(c: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-  name = c.text(MAX_NAME, "a tensor's name")
+  name = c.text(_MAX_NAME, "a tensor's name")
   rank = c.number("<I", "a rank")
   if not 1 <= rank <= 4:
     fault(c.label, f"{shown(name)} with {rank} axes", "1 to 4")
   sizes = [c.number("<Q", "a size") for _ in range(rank)]
-  if not all(sizes) or math.prod(sizes) > MAX_ELEMENTS:
+  if not all(sizes) or math.prod(sizes) > _MAX_ELEMENTS:
     fault(c.label, f"{shown(name)} of {sizes}", "a size that can be")
   kind, offset = c.number("<I", "a type"), c.number("<Q", "an offset")
   return name, tuple(reversed(sizes)), kind, offset

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
+from ringjax.data.gguf_file import GgufFiles, is_gguf, open_gguf
 from ringjax.errors import CheckpointMismatchError
 from ringjax.models.gguf.architectures import (
   Source,
@@ -23,9 +24,9 @@ from ringjax.models.gguf.architectures import (
   config_of,
   sources_of,
 )
-from ringjax.models.gguf.file import GgufFiles, is_gguf, open_gguf
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.header import TensorInfo
+from ringjax.models.hf.safe_files import identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,10 @@ def open_model(path: str | os.PathLike[str]) -> Folder:
     for name, s in sources.items()
   }
   return GgufFolder(
-    path=files.path, config=config, tensors=tensors, files=files.identities,
-    gguf=files, sources=sources,
-  )  # fmt: skip
+    path=files.path,
+    config=config,
+    tensors=tensors,
+    files={name: identity(x) for name, x in files.status.items()},
+    gguf=files,
+    sources=sources,
+  )

@@ -1,0 +1,222 @@
+"""A tokenizer's files from the metadata of a GGUF file.
+
+Guarantees: a vocabulary of byte-level BPE (`gpt2`) with a known way to split
+text, or of SentencePiece's BPE (`llama`); another one is an error. Merges that
+a SentencePiece file lacks come from scores, of Gemma from the order of tokens.
+Ref: llama.cpp, src/llama-vocab.cpp, for how each name splits text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ringjax.data.bytelevel import BYTE_CHARS
+from ringjax.errors import TokenizerError
+from ringjax.json_text import json_text
+
+_LONGEST = 1024
+_CONTROL, _UNKNOWN, _USER = 3, 2, 4
+_SPACE = "\u2581"
+
+_LLAMA3 = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_GPT2 = (
+  r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+  r"|\s+(?!\S)|\s+"
+)
+# How text is split, one behind the other, by the name in a file.
+_SPLITS = {
+  **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (_LLAMA3,)),
+  **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+  **dict.fromkeys(("gpt-2", "phi-2"), (_GPT2,)),
+  **dict.fromkeys(("smollm", "starcoder", "refact"), (r"\p{N}", _GPT2)),
+}
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+  """The files of a Hugging Face folder that say the same, by their names.
+
+  Raises:
+    TokenizerError: a tokenizer that is not known, or contradicts itself.
+  """
+  said = {
+    key.removeprefix("tokenizer.ggml."): x
+    for key, x in metadata.items()
+    if key.startswith("tokenizer.ggml.")
+  }
+  tokens = said.get("tokens")
+  if not isinstance(tokens, list) or not all(type(x) is str for x in tokens):
+    raise _error("tokens", "no tokens", "a vocabulary")
+  if max(map(len, tokens), default=0) > _LONGEST:
+    raise _error("tokens", "a longer one", f"{_LONGEST} characters at most")
+  kinds = said.get("token_type") or [1] * len(tokens)
+  if len(kinds) != len(tokens):
+    raise _error("token_type", f"{len(kinds)}", f"{len(tokens)}, one each")
+  name = said.get("model")
+  gemma = str(metadata.get("general.architecture")).startswith("gemma")
+  if name == "gpt2":
+    parts = _byte_level(said, tokens, kinds)
+  elif name == "llama":
+    parts = _sentencepiece(said, tokens, kinds, gemma)
+  else:
+    raise _error("model", name, "gpt2 or llama")
+  added = [
+    {"id": i, "content": tokens[i], "single_word": False, "lstrip": False,
+     "rstrip": False, "normalized": False, "special": kind == _CONTROL}
+    for i, kind in enumerate(kinds)
+    # Runs of spaces, which Gemma spells anew, are words of the text.
+    if kind in (_CONTROL, _USER) and tokens[i] in parts["model"]["vocab"]
+  ]  # fmt: skip
+  config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+  for key, title in (
+    ("bos_token_id", "bos_token"), ("eos_token_id", "eos_token"),
+    ("unknown_token_id", "unk_token"), ("padding_token_id", "pad_token"),
+  ):  # fmt: skip
+    if (number := said.get(key)) is None:
+      continue
+    if type(number) is not int or not 0 <= number < len(tokens):
+      raise _error(key, number, f"an id below {len(tokens)}")
+    config[title] = tokens[number]
+  config["add_bos_token"] = bool(said.get("add_bos_token", name == "llama"))
+  if (template := metadata.get("tokenizer.chat_template")) is not None:
+    config["chat_template"] = template
+  stops = [
+    said[key]
+    for key in ("eos_token_id", "eot_token_id", "eom_token_id")
+    if type(said.get(key)) is int
+  ]
+  generation: dict[str, Any] = {}
+  if stops:
+    generation["eos_token_id"] = list(dict.fromkeys(stops))
+  if "bos_token_id" in said:
+    generation["bos_token_id"] = said["bos_token_id"]
+  whole = {"version": "1.0", "truncation": None, "padding": None,
+           "added_tokens": added, "post_processor": None, **parts}  # fmt: skip
+  files = {
+    "tokenizer.json": whole,
+    "tokenizer_config.json": config,
+    "generation_config.json": generation,
+  }
+  return {
+    file: json_text(x, ensure_ascii=False).encode() for file, x in files.items()
+  }
+
+
+def _error(key: str, got: object, want: str) -> TokenizerError:
+  remedy = "pass the tokenizer.json of the model's original folder"
+  return TokenizerError(f"tokenizer.ggml.{key}", str(got)[:80], want, remedy)
+
+
+def _pairs(merges: object) -> list[list[str]]:
+  pairs = [x.split(" ") for x in merges] if isinstance(merges, list) else []
+  if not pairs or any(len(x) != 2 for x in pairs):
+    raise _error("merges", "no pairs of tokens", "merges")
+  return pairs
+
+
+def _bpe(
+  vocab: Mapping[str, int], merges: list[list[str]], **more: Any
+) -> dict[str, Any]:
+  plain = {
+    "type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False,
+    "continuing_subword_prefix": None, "end_of_word_suffix": None,
+    "byte_fallback": False, "ignore_merges": False,
+  }  # fmt: skip
+  return {**plain, **more, "vocab": vocab, "merges": merges}
+
+
+def _byte_level(
+  said: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> dict[str, Any]:
+  pre = said.get("pre", "gpt-2")
+  if pre not in _SPLITS:
+    raise _error("pre", pre, f"one of {', '.join(sorted(_SPLITS))}")
+  alphabet = set(BYTE_CHARS)
+  vocab = {
+    x if set(x) <= alphabet or kind in (_CONTROL, _USER)
+    else "".join(BYTE_CHARS[b] for b in x.encode()): i
+    for i, (x, kind) in enumerate(zip(tokens, kinds, strict=True))
+  }  # fmt: skip
+  level = {"type": "ByteLevel", "add_prefix_space": False,
+           "trim_offsets": True, "use_regex": False}  # fmt: skip
+  splits = [
+    {"type": "Split", "pattern": {"Regex": x}, "behavior": "Isolated",
+     "invert": False}
+    for x in _SPLITS[pre]
+  ]  # fmt: skip
+  whole_words = pre in ("llama-bpe", "llama3", "llama-v3")
+  return {
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
+    "decoder": {**level, "use_regex": True},
+    "model": _bpe(vocab, _pairs(said.get("merges")), ignore_merges=whole_words),
+  }
+
+
+def _sentencepiece(
+  said: Mapping[str, Any], tokens: list[str], kinds: list[int], gemma: bool
+) -> dict[str, Any]:
+  if gemma:
+    # Runs of spaces are there as such.
+    tokens = [
+      _SPACE * len(x) if len(x) > 1 and not x.strip(" ") else x for x in tokens
+    ]
+  vocab = {x: i for i, x in enumerate(tokens)}
+  scores = said.get("scores")
+  if gemma:
+    scores = [-float(i) for i in range(len(tokens))]
+  if "merges" in said:
+    merges = _pairs(said["merges"])
+  elif isinstance(scores, list) and len(scores) == len(tokens):
+    merges = _merges(tokens, kinds, vocab, scores)
+  else:
+    raise _error("scores", "no scores", "one for each token, or merges")
+  start: list[dict[str, Any]] = []
+  if said.get("add_space_prefix", not gemma):
+    start.append({"type": "Prepend", "prepend": _SPACE})
+  space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+  back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+  decoders: list[dict[str, Any]] = [
+    back,
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+  ]
+  if start:
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    decoders.append(strip)
+  number = said.get("unknown_token_id", next(
+    (i for i, kind in enumerate(kinds) if kind == _UNKNOWN), None
+  ))  # fmt: skip
+  known = type(number) is int and 0 <= number < len(tokens)
+  return {
+    "normalizer": {"type": "Sequence", "normalizers": [*start, space]},
+    "pre_tokenizer": None,
+    "decoder": {"type": "Sequence", "decoders": decoders},
+    "model": _bpe(
+      vocab, merges, byte_fallback=True, fuse_unk=True,
+      unk_token=tokens[number] if known else None,
+    ),
+  }  # fmt: skip
+
+
+def _merges(
+  tokens: list[str],
+  kinds: list[int],
+  vocab: Mapping[str, int],
+  scores: list[float],
+) -> list[list[str]]:
+  """All pairs that make a token, those of the best token first."""
+  ranked: list[tuple[float, int, int, str, str]] = []
+  for x, kind, score in zip(tokens, kinds, scores, strict=True):
+    if kind != 1 and not (kind == _USER and not x.strip(_SPACE)):
+      continue
+    for at in range(1, len(x)):
+      left, right = vocab.get(x[:at]), vocab.get(x[at:])
+      if left is not None and right is not None:
+        ranked.append((-score, left, right, x[:at], x[at:]))
+  ranked.sort()
+  return [[left, right] for *_, left, right in ranked]
