@@ -26,6 +26,7 @@ the rest that they are given up, and exits with 0.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pathlib
 import socket
@@ -169,6 +170,7 @@ def run(
   doing = "starting"
   uvicorn: Any = None
   joined_at = ""
+  logs = contextlib.ExitStack()
   try:
     cluster_roles.check(values)
     if values.instances or values.set_role is not None:
@@ -225,7 +227,9 @@ def run(
       engine.warm_up()
       if joins:
         screen.end()
-        return cluster_roles.work(values, engine, screen)
+        with cluster_roles.logging_calls(values, engine):
+          return cluster_roles.work(values, engine, screen)
+      logs.enter_context(cluster_roles.logging_calls(values, engine))
     name = values.model_name or folder.resolve().name
     app = rj.serve.app(
       engine,
@@ -252,9 +256,10 @@ def run(
   if joined_at:
     screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{where}:{port}/v1")
-  http_server.serve(
-    uvicorn, app, listener, grace=values.grace, stall=values.stall
-  )
+  with logs:
+    http_server.serve(
+      uvicorn, app, listener, grace=values.grace, stall=values.stall
+    )
   screen.say("ended")
   return 0
 

@@ -30,6 +30,7 @@ from ringjax.checks import boolean, integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.serve.cluster.phase_times import (
+  InstanceTimes,
   PhaseTimes,
   QueuedPrompts,
   reading_s,
@@ -54,7 +55,8 @@ class RoutingCosts:
   """What a router predicts times with.
 
   Attributes:
-    times: of an instance's calls; of each by its name, if they differ.
+    times: of an instance's calls; of each by its name, if they differ, or as
+      live ones measure them (`InstanceTimes`).
     kv_token_bytes: of a token's keys and values in all layers.
     link: between two instances; None moves caches in no time.
   """
@@ -68,6 +70,8 @@ class RoutingCosts:
 
   def of(self, name: str) -> PhaseTimes:
     """Times of one instance."""
+    if isinstance(self.times, InstanceTimes):
+      return self.times.of(name)
     if not isinstance(self.times, Mapping):
       return self.times
     if name not in self.times:
