@@ -1004,6 +1004,18 @@ class ClusterRouter:
     except Exception as error:
       self._finish(state, "error", error)
 
+  def _sending(self) -> collections.Counter[str]:
+    """Tokens whose pages others are to pull, by the name of who has them."""
+    found = collections.Counter[str]()
+    for state in self._requests.values():
+      if state.stage == "fetching" and state.source is not None:
+        found[state.source.name] += state.fetch_tokens
+      elif state.reader is not None and state.lends:
+        found[state.reader.name] += state.fetch_tokens
+      elif state.reader is not None and state.stage == "answering":
+        found[state.reader.name] += state.prompt.size
+    return found
+
   def _fitting(self, state: RoutedState, what: str) -> list[InstanceView]:
     """Instances that can ever take a request, in the order of their names;
     where none does what is to be done its patience begins."""
@@ -1069,6 +1081,11 @@ class ClusterRouter:
     views = self._fitting(state, "prefills")
     if not views:
       return
+    sending = self._sending()
+    views = [
+      dataclasses.replace(view, sending_tokens=sending[view.name])
+      for view in views
+    ]
     route = self._policy.route(self._seen(state, views), views, self._clock())
     if isinstance(route, Rejected):
       self._reject(state, route)
