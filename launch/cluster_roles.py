@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import signal
 import socket
@@ -18,6 +19,7 @@ from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 from ringjax.models.hf.safe_files import read_config
 from ringjax.parallel.chips import Link, number_bytes
+from ringjax.plan import machines
 from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
 from ringjax.serve.cluster.routing import ROLES
@@ -48,19 +50,31 @@ def define(values: flags.FlagValues) -> None:
     "shortest",
     "Of a router: where requests go: shortest (queue), random, load, local or "
     "conductor:threshold=2, with rejections in front of it as in "
-    "predictive:tpot_s=0.1,decode_s=20/conductor. All but shortest need "
-    "--times.",
+    "predictive:tpot_s=0.1,decode_s=20/conductor. All but shortest predict "
+    "by --times, by --chip, or by what instances measure when they join.",
   )
   new.path(
     "times",
     None,
     "Of a router: csv of measured calls (phase,devices,tokens,cached,seconds), "
-    "of which a policy predicts.",
+    "of which a policy predicts; --log_calls writes one.",
+  )
+  new.text(
+    "chip",
+    None,
+    "Of a router: machine whose stated figures a policy predicts by, such as "
+    "h100; default: --times, or what instances measure.",
+  )
+  new.path(
+    "log_calls",
+    None,
+    "csv to which this process adds how long its calls take, a line each, for "
+    "the --times of a router or of launch.plan.",
   )
   new.whole(
     "instance_devices",
     1,
-    "Of a router: devices of an instance, for --times.",
+    "Of a router: devices of an instance, for --times or --chip.",
     1,
   )
   new.number(
@@ -81,8 +95,7 @@ def define(values: flags.FlagValues) -> None:
     "replan",
     None,
     "Of a router: seconds of a window after which roles are planned anew, if "
-    "the load has drifted; with --times and --slo. Default: only --set_role "
-    "changes them.",
+    "the load has drifted; with --slo. Default: only --set_role changes them.",
     1.0,
   )
   new.text(
@@ -214,7 +227,8 @@ def check(values: flags.FlagValues) -> None:
       "leave it out",
     )
   for name in (
-    "policy", "times", "bandwidth", "instance_devices", "replan", "slo",
+    "policy", "times", "chip", "bandwidth", "instance_devices", "replan",
+    "slo",
   ):  # fmt: skip
     if values[name].present and values.role != "router":
       raise OptionError(
@@ -227,21 +241,36 @@ def check(values: flags.FlagValues) -> None:
     # Its names and options; what it predicts with comes with the model.
     any_times = cluster.RoutingCosts(times=cluster.QuadraticTimes())
     cluster.routing_policy(values.policy, any_times)
-    if values.policy != "shortest" and values.times is None:
+    if values.log_calls is not None:
       raise OptionError(
-        "--times",
-        f"nothing, with --policy={values.policy}",
-        "a csv of measured calls, of which the policy predicts",
-        "pass it, or --policy=shortest",
+        "--log_calls",
+        f"{values.log_calls} for a router, which computes nothing",
+        "nothing, unless a process with an engine",
+        "pass it to an instance",
       )
-    for name in ("times", "slo") if values.replan is not None else ():
-      if values[name].value is None:
+    if values.chip is not None:
+      if values.times is not None:
         raise OptionError(
-          f"--{name}",
-          f"nothing, with --replan={values.replan:g}",
-          "times of calls and what requests are promised",
-          "pass --times=calls.csv --slo=ttft=0.5,tpot=0.1,share=0.9",
+          "--chip, --times",
+          f"{values.chip}, {values.times}",
+          "one of the two",
+          "leave one out",
         )
+      machines.load(values.chip)
+    if values["instance_devices"].present and values.times == values.chip:
+      raise OptionError(
+        "--instance_devices",
+        f"{values.instance_devices} without --times or --chip",
+        "nothing: instances measure their calls on the devices that they have",
+        "leave it out, or pass --times or --chip",
+      )
+    if values.replan is not None and values.slo is None:
+      raise OptionError(
+        "--slo",
+        f"nothing, with --replan={values.replan:g}",
+        "what requests are promised",
+        "pass --slo=ttft=0.5,tpot=0.1,share=0.9",
+      )
     if values.slo is not None:
       limits_of(values.slo)
       if values.replan is None:
@@ -272,10 +301,13 @@ def router(
   config, _ = rj.models.read_config(read_config(folder), strict=values.strict)
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
-  if values.times is not None:
+  if values.policy != "shortest" or values.replan is not None:
     costs = _costs(values, folder)
     if values.replan is not None:
       roles = _roles(values, costs)
+  measured = None
+  if costs is not None and isinstance(costs.times, cluster.InstanceTimes):
+    measured = costs.times
   return cluster.ClusterRouter(
     key=read_key(values),
     vocab=config.vocab,
@@ -283,6 +315,7 @@ def router(
     tokenizer=tokenizer,
     policy=cluster.routing_policy(values.policy, costs),
     roles=roles,
+    times=measured,
     stream_tokens=values.stream,
     host=values.host,
     port=values.cluster_port,
@@ -301,10 +334,17 @@ def _costs(
   link = None
   if values.bandwidth is not None:
     link = Link(bandwidth=values.bandwidth)
-  times = cluster.TensorTimes.fit(cluster.read_calls(values.times))
+  times: cluster.PhaseTimes = cluster.InstanceTimes()
+  if values.times is not None:
+    fitted = cluster.TensorTimes.fit(cluster.read_calls(values.times))
+    times = fitted.at(values.instance_devices)
+  elif values.chip is not None:
+    machine = machines.load(values.chip)
+    stated = cluster.TensorTimes.on(machine, shape, dtype=dtype or "float32")
+    times = stated.at(values.instance_devices)
   # A cache has the dtype of the model.
   return cluster.RoutingCosts(
-    times=times.at(values.instance_devices),
+    times=times,
     kv_token_bytes=shape.layers * shape.kv * number_bytes(dtype or "float32"),
     link=link,
   )
@@ -365,9 +405,12 @@ def work(
       f"up to {values.device_pages:,} bytes of pages stay on the devices, for "
       f"JAX's transfer server at {devices.host}"
     )
-  said, was = "", False
+  said, was, measured = "", False, False
   worker.start()
   while not told.wait(0.1) and not worker.ended.is_set():
+    if worker.times is not None and not measured:
+      measured = True
+      screen.say(_measured(worker.times))
     if worker.joined.is_set() != was:
       was = not was
       word = "joined" if was else "lost"
@@ -383,6 +426,26 @@ def work(
   engine.close()
   screen.say("the engine failed" if failed else "ended")
   return 1 if failed else 0
+
+
+def _measured(times: cluster.QuadraticTimes) -> str:
+  """What an instance says of its own calls."""
+  prompts = ", ".join(
+    f"{n:,} tokens {times.prefill_s([(n, 0)]):.3g} s" for n in (1000, 8000)
+  )
+  return (
+    f"measured for the router: prompts of {prompts}; a token of one row "
+    f"{times.decode_s(1, 1000):.3g} s, of eight {times.decode_s(8, 8000):.3g} s"
+  )
+
+
+def logging_calls(
+  values: flags.FlagValues, engine: rj.serve.Engine
+) -> contextlib.AbstractContextManager[None]:
+  """Logs an engine's calls in a block, if the flags say so."""
+  if values.log_calls is None:
+    return contextlib.nullcontext()
+  return cluster.log_calls(engine, values.log_calls)
 
 
 def _own_address(values: flags.FlagValues) -> str:

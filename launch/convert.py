@@ -43,13 +43,8 @@ from ringjax.models.checkpoint import (
   check_unpacked,
   stored_dtype,
 )
-<<<<<<< HEAD
 from ringjax.models.contents import Contents, contents, read_source
-from ringjax.models.gguf.folder import open_model
-=======
-from ringjax.models.contents import Contents, contents, text_config
 from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
->>>>>>> gguf
 from ringjax.models.hf import auxiliary_files, save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed

@@ -62,12 +62,7 @@ from ringjax.infer.stopping import Watch
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
-<<<<<<< HEAD
-from ringjax.models.gguf.folder import open_model
-=======
-from ringjax.models.coded_weights import BITS
 from ringjax.models.gguf.gguf_folder import open_model
->>>>>>> gguf
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
 from ringjax.plan.choice import KEEPS

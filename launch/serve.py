@@ -26,6 +26,7 @@ the rest that they are given up, and exits with 0.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -187,6 +188,7 @@ def run(
   uvicorn: Any = None
   joined_at = ""
   note: str | None = None
+  logs = contextlib.ExitStack()
   try:
     cluster_roles.check(values)
     if values.instances or values.set_role is not None:
@@ -252,7 +254,9 @@ def run(
       engine.warm_up()
       if joins:
         screen.end()
-        return cluster_roles.work(values, engine, screen)
+        with cluster_roles.logging_calls(values, engine):
+          return cluster_roles.work(values, engine, screen)
+      logs.enter_context(cluster_roles.logging_calls(values, engine))
     name = values.model_name or fetched_models.name_of(folder)
     app = rj.serve.app(
       engine,
@@ -281,9 +285,10 @@ def run(
   if joined_at:
     screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{where}:{port}/v1")
-  http_server.serve(
-    uvicorn, app, listener, grace=values.grace, stall=values.stall
-  )
+  with logs:
+    http_server.serve(
+      uvicorn, app, listener, grace=values.grace, stall=values.stall
+    )
   screen.say("ended")
   return 0
 

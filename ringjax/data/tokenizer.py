@@ -162,12 +162,8 @@ class Tokenizer:
     Args:
       folder: holds tokenizer.json and, as far as there are any,
         tokenizer_config.json, special_tokens_map.json, generation_config.json,
-<<<<<<< HEAD
-        config.json and chat_template.jinja; or the name of a model that
-        `python -m launch.fetch` has brought.
-=======
-        config.json and chat_template.jinja; or a GGUF file.
->>>>>>> gguf
+        config.json and chat_template.jinja; a GGUF file; or the name of a model
+        that `python -m launch.fetch` has brought.
       untrusted: whether a process of its own, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
 

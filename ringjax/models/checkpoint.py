@@ -35,13 +35,8 @@ from ringjax.errors import (
 from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
-<<<<<<< HEAD
 from ringjax.models.contents import contents, read_source, text_config
-from ringjax.models.gguf.folder import GgufFolder, open_model
-=======
-from ringjax.models.contents import contents, read_config, text_config
 from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
->>>>>>> gguf
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed

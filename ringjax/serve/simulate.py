@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -38,12 +38,12 @@ from ringjax.serve.scheduler import (
 )
 from ringjax.serve.traces import TraceRequest
 
+_T = TypeVar("_T")
 # Steps that a trace may take without a token, before it is taken for stuck.
 _IDLE = 1000
 
 # What a step's time is made of, by the attributes of `StepCost`.
 StepFeatures = tuple[float, float, float, float, float, float, float]
-_NOTHING: StepFeatures = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def features(plan: StepPlan) -> StepFeatures:
@@ -233,6 +233,57 @@ class StepRecord:
 
 
 @contextlib.contextmanager
+def watch_steps(
+  engine: Engine,
+  summary: Callable[[StepPlan], _T],
+  told: Callable[[_T, float], None],
+  *,
+  clock: Callable[[], float] = time.monotonic,
+) -> Iterator[None]:
+  """Tells of an engine's steps and how long they took, in a block.
+
+  A step's seconds are from when the host could plan it until it knew its
+  tokens, less the step before; one on its way when the block ends is left out.
+
+  Args:
+    engine: one whose programs are compiled.
+    summary: of a plan that is not empty, which changes later.
+    told: is called with it and the seconds, by the thread that steps.
+    clock: seconds, see `replay_live`.
+  """
+  scheduler = engine.scheduler
+  plan_of, step_of = scheduler.plan, engine.step
+  # The step on its way and since when: it ends when the next call has read it.
+  flying: tuple[_T, float] | None = None
+  planned: list[_T] = []
+
+  def plan() -> StepPlan:
+    found = plan_of()
+    if not found.empty:
+      planned.append(summary(found))
+    return found
+
+  def step() -> bool:
+    nonlocal flying
+    planned.clear()
+    start = clock()
+    more = step_of()
+    end, before = clock(), flying
+    flying = None
+    if planned:
+      flying = planned[-1], start if before is None else end
+    if before is not None:
+      told(before[0], end - before[1])
+    return more
+
+  scheduler.plan, engine.step = plan, step
+  try:
+    yield
+  finally:
+    scheduler.plan, engine.step = plan_of, step_of
+
+
+@contextlib.contextmanager
 def record_steps(
   engine: Engine,
   record: StepRecord,
@@ -242,41 +293,17 @@ def record_steps(
   """Adds an engine's steps to a record, in a block.
 
   Args:
-    engine: one without a thread, whose programs are compiled.
+    engine: one whose programs are compiled.
     record: to which they are added.
     clock: seconds, see `replay_live`.
   """
-  scheduler = engine.scheduler
-  plan_of, step_of = scheduler.plan, engine.step
-  # The step on its way and since when: it ends when the next call has read it.
-  flying: tuple[StepFeatures, float] | None = None
-  planned: StepFeatures = _NOTHING
 
-  def plan() -> StepPlan:
-    nonlocal planned
-    found = plan_of()
-    # What it holds changes later.
-    planned = features(found)
-    return found
+  def told(step: StepFeatures, seconds: float) -> None:
+    record.steps.append(step)
+    record.seconds.append(seconds)
 
-  def step() -> bool:
-    nonlocal flying, planned
-    planned, start = _NOTHING, clock()
-    more = step_of()
-    end, before = clock(), flying
-    if before is not None:
-      record.steps.append(before[0])
-      record.seconds.append(end - before[1])
-    flying = None
-    if any(planned):
-      flying = planned, start if before is None else end
-    return more
-
-  scheduler.plan, engine.step = plan, step
-  try:
+  with watch_steps(engine, features, told, clock=clock):
     yield
-  finally:
-    scheduler.plan, engine.step = plan_of, step_of
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -208,13 +208,13 @@ class DiskTier:
     except ValueError as error:
       self.corrupt += 1
       self.last_error = f"{path.name}: {error}"
-      self._remove(key)
+      self.remove(key)
     except OSError as error:
       if error.errno in (errno.EINVAL, errno.ELOOP):
         # A pipe, a device or a link has taken the block's name.
         self.corrupt += 1
         self.last_error = f"{path.name}: {error.strerror}"
-        self._remove(key)
+        self.remove(key)
       else:
         self._failed(error, reading=True)
     return None
@@ -287,9 +287,10 @@ class DiskTier:
         return
       for victim in victims:
         self.evicted += 1
-        self._remove(victim)
+        self.remove(victim)
 
-  def _remove(self, key: bytes) -> None:
+  def remove(self, key: bytes) -> None:
+    """Removes a block's file, if it is there."""
     with contextlib.suppress(OSError):
       self._path(key).unlink()
     self._gone(key)

@@ -44,6 +44,14 @@ class HostTier:
     """The payload of a block, or None."""
     return self._blocks.get(key)
 
+  def remove(self, key: bytes) -> None:
+    """Lets a block go, if it is there."""
+    with self._lock:
+      payload = self._blocks.pop(key, None)
+      if payload is not None:
+        self.nbytes -= len(payload)
+        self.policy.removed(key)
+
   def put(self, key: bytes, payload: bytes) -> bool:
     """Takes a block in; whether it is in the tier afterwards."""
     with self._lock:

@@ -9,7 +9,8 @@ Lossy: what is not kept is left out of the softmax.
 
 A prefix is a node: its tokens' keys and values, layer by layer, in chunks of
 tokens, each of which is a block of a `Store`. The keys of the probe heads are
-stored once more, on their own.
+stored once more, on their own, and so is the order of each layer's tokens: a
+node of the same name finds it again, whenever the process before it ended.
 
   importance of a token for a head: the attention that the new tokens pay to
     it, summed over them (and over the queries that share the head's keys)
@@ -30,6 +31,7 @@ import functools
 import hashlib
 import itertools
 import math
+import threading
 from typing import Any
 
 import jax
@@ -84,7 +86,7 @@ class ImpressCounters:
     fallbacks: of these, layers whose probes did not agree.
     vectors: keys and values that the algorithm needs, of one head each.
     vector_bytes: theirs.
-    chunks: that were read for them.
+    chunks: blocks that were read for them, those of probe heads too.
     chunk_bytes: theirs.
   """
 
@@ -125,6 +127,7 @@ class StoredNode:
     chunk: tokens of a chunk.
     probes: heads whose keys are stored on their own too, the first ones.
     order: int64 [L, m], which token is in which place.
+    nbytes: bytes of its blocks, which `reorder` does not exceed either.
   """
 
   def __init__(
@@ -137,10 +140,10 @@ class StoredNode:
     chunk: int = 32,
     probes: int = 3,
   ):
-    """Writes a prefix to a store.
+    """Writes a prefix to a store, or what is missing of one that is there.
 
     Args:
-      store: large enough for it.
+      store: large enough for it, see `nbytes`.
       name: what tells it from other prefixes, e.g. a block's digest.
       keys: of all layers.
       values: of all layers.
@@ -154,25 +157,65 @@ class StoredNode:
     self.chunk = positive_int("chunk", chunk)
     self.probes = min(positive_int("probes", probes), self.heads)
     self.order = np.tile(np.arange(self.tokens), (self.layers, 1))
-    self._version = 0
-    self._write(keys, values)
+    self._lock = threading.Lock()
+    probe_keys = keys[:, : self.probes]
+    orders = 4 * self.order.size
+    self.nbytes = keys.nbytes + values.nbytes + probe_keys.nbytes + orders
     for layer in range(self.layers):
-      self._put(layer, "probe", 0, keys[layer, : self.probes])
-
-  def _write(self, keys: np.ndarray, values: np.ndarray) -> None:
+      self._recall(layer)
+    # What is there already counts as used now, or it would go before the rest.
     for layer in range(self.layers):
-      for n in range(-(-self.tokens // self.chunk)):
-        at = self.order[layer, n * self.chunk : (n + 1) * self.chunk]
-        self._put(layer, "k", n, keys[layer][:, at])
-        self._put(layer, "v", n, values[layer][:, at])
+      store.request([*self._fixed(layer), *self._chunks(layer)])
+    for layer in range(self.layers):
+      self._put(self._id(layer, "probe"), probe_keys[layer])
+      self._put(self._id(layer, "order"), self.order[layer].astype(np.int32))
+      self._write(layer, keys[layer], values[layer])
 
-  def _id(self, layer: int, part: str, n: int) -> bytes:
-    version = 0 if part == "probe" else self._version
-    text = f"impress {version} {layer} {part} {n} ".encode()
-    return hashlib.sha256(text + self._name).digest()
+  def _recall(self, layer: int) -> None:
+    """Takes the order in which a layer's tokens are in the store already."""
+    payload = self.store.get(self._id(layer, "order"))
+    if payload is not None and len(payload) == 4 * self.tokens:
+      order = np.frombuffer(payload, np.int32).astype(np.int64)
+      if (np.sort(order) == np.arange(self.tokens)).all():
+        self.order[layer] = order
 
-  def _put(self, layer: int, part: str, n: int, x: np.ndarray) -> None:
-    self.store.put(self._id(layer, part, n), np.ascontiguousarray(x).tobytes())
+  def _write(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
+    """Puts a layer's chunks, in its order."""
+    for n in range(-(-self.tokens // self.chunk)):
+      at = self.order[layer, n * self.chunk : (n + 1) * self.chunk]
+      self._put(self._id(layer, "k", n), keys[:, at])
+      self._put(self._id(layer, "v", n), values[:, at])
+
+  def _fixed(self, layer: int) -> list[bytes]:
+    """Keys of the blocks that every call needs, or every process."""
+    return [self._id(layer, part) for part in ("probe", "order")]
+
+  def _chunks(self, layer: int) -> list[bytes]:
+    """Keys of a layer's chunks in the order of now."""
+    every = range(-(-self.tokens // self.chunk))
+    return [self._id(layer, part, n) for n in every for part in ("k", "v")]
+
+  def _id(self, layer: int, part: str, n: int = 0) -> bytes:
+    """The key of a block. That of a chunk tells its tokens, and their order,
+    so that no other content is ever found under it."""
+    text = f"impress {self.layers} {self.heads} {self.tokens} "
+    text += f"{self._dtypes} {self._key} {self._value} {layer} {part} {n} "
+    if part == "probe":
+      text += f"{self.probes} "
+    at = b""
+    if part in ("k", "v"):
+      order = self.order[layer, n * self.chunk : (n + 1) * self.chunk]
+      at = order.astype("<i4").tobytes()
+    digest = hashlib.sha256(at).digest()
+    return hashlib.sha256(text.encode() + digest + self._name).digest()
+
+  def _put(self, key: bytes, x: np.ndarray) -> None:
+    payload = np.ascontiguousarray(x).tobytes()
+    self.store.put(key, payload)
+    if key not in self.store:
+      # Too much was waiting to be written.
+      self.store.flush()
+      self.store.put(key, payload)
 
   def _get(self, layer: int, part: str, n: int, heads: int) -> np.ndarray:
     found = self.store.get(self._id(layer, part, n))
@@ -184,8 +227,11 @@ class StoredNode:
 
   def probe_keys(self, layer: int, count: ImpressCounters) -> np.ndarray:
     """Keys of the probe heads, [P, m, H]."""
+    self.store.request(self._fixed(layer))
     found = self._get(layer, "probe", 0, self.probes)
     self._count(count, self.probes * self.tokens, found)
+    count.chunks += 1
+    count.chunk_bytes += found.nbytes
     return found
 
   def read(
@@ -206,13 +252,26 @@ class StoredNode:
       count: gets what was loaded.
       counted: heads that are counted; default: all.
     """
+    with self._lock:
+      return self._read(layer, part, tokens, count, counted)
+
+  def _read(
+    self,
+    layer: int,
+    part: str,
+    tokens: Shaped[np.ndarray, "K k"],
+    count: ImpressCounters,
+    counted: int | None,
+  ) -> np.ndarray:
     place = np.empty(self.tokens, np.int64)
     place[self.order[layer]] = np.arange(self.tokens)
     at = place[tokens]
     size = self._value if part == "v" else self._key
     found = np.empty((*tokens.shape, size), self._dtypes[part])
     head = np.arange(self.heads)[:, None]
-    for n in np.unique(at // self.chunk).tolist():
+    chunks = np.unique(at // self.chunk).tolist()
+    self.store.request([self._id(layer, part, n) for n in chunks])
+    for n in chunks:
       block = self._get(layer, part, n, self.heads)
       mine = at // self.chunk == n
       taken = block[
@@ -232,18 +291,49 @@ class StoredNode:
   def reorder(self, importance: Shaped[np.ndarray, "L m"]) -> None:
     """Packs tokens that matter into the same chunks, inside of this node.
 
+    A layer at a time: its chunks are read, then removed, then written in the
+    new order, so that the store never holds more than the node. Calls of
+    other threads wait for a layer. A process that ends meanwhile leaves the
+    node without some chunks of a layer, which the next one writes.
+
     Args:
       importance: of each layer's tokens, a mean over requests.
+
+    Raises:
+      ShapeError: it is not of these layers and tokens.
+      MissingChunk: the store has let a part of the prefix go. Layers before
+        it are in their new order, the others in the one that they had.
     """
-    unused = ImpressCounters()
+    importance = np.asarray(importance)
+    if importance.shape != self.order.shape:
+      raise ShapeError(
+        "importance",
+        importance.shape,
+        f"{self.order.shape}: layers, tokens",
+        "pass the importance of an Impress of this node",
+      )
+    orders = np.argsort(-importance, axis=1, kind="stable")
+    for layer, order in enumerate(orders):
+      with self._lock:
+        if (order != self.order[layer]).any():
+          self._move(layer, order)
+
+  def _move(self, layer: int, order: np.ndarray) -> None:
+    """Stores a layer in another order."""
     every = np.tile(np.arange(self.tokens), (self.heads, 1))
-    both = [
-      np.stack([self.read(n, part, every, unused) for n in range(self.layers)])
-      for part in ("k", "v")
-    ]
-    self.order = np.argsort(-importance, axis=1, kind="stable")
-    self._version += 1
-    self._write(*both)
+    unused = ImpressCounters()
+    keys, values = (
+      self._read(layer, part, every, unused, None) for part in ("k", "v")
+    )
+    before = self._chunks(layer)
+    self.order[layer] = order
+    # A chunk that has the same tokens as before stays.
+    gone = set(before) - set(self._chunks(layer))
+    note = self._id(layer, "order")
+    self.store.remove([note, *gone])
+    self._put(note, order.astype(np.int32))
+    self.store.request([*self._fixed(layer), *self._chunks(layer)])
+    self._write(layer, keys, values)
 
 
 class Impress:

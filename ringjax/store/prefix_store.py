@@ -225,6 +225,27 @@ class Store:
         self._waiting_bytes -= len(self._waiting.pop(key, b""))
     self._tell()
 
+  def remove(self, keys: Sequence[bytes]) -> None:
+    """Lets blocks go; returns when no tier has them.
+
+    Args:
+      keys: of blocks that nobody will ask for; those that are not there are
+        left out.
+    """
+    for key in keys:
+      if self.host is not None:
+        self._guarded(lambda key=key: self.host.remove(key))
+    disk = self.disk
+    if disk is None:
+      return
+
+    def remove() -> None:
+      for key in keys:
+        disk.remove(key)
+
+    # Behind writes that were put before.
+    self._guarded(lambda: self._writer.submit(remove).result())
+
   def get(self, key: bytes) -> Any:
     """The payload of a block, or None; reads the disk if it must."""
     found = self._from_host(key)

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from launch import serve
-from ringjax.serve.cluster import ask_router
+from ringjax.serve.cluster import ask_router, read_calls
 from tests.launch.conftest import PATIENCE_S, command
 from tests.launch.test_serve import (
   metric,
@@ -139,22 +139,20 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--role=router", f"--cluster_key={key}", "--device_pages=9"], "--join"),
     (["--policy=conductor"], "--role=router"),
     (["--role=router", f"--cluster_key={key}", "--policy=best"], "conductor"),
+    (["--chip=h100"], "--role=router"),
+    (["--role=router", f"--cluster_key={key}", "--chip=h0"], "h0"),
     (
-      ["--role=router", f"--cluster_key={key}", "--policy=conductor"],
-      "--times",
+      ["--role=router", f"--cluster_key={key}", "--chip=h100", "--times=x"],
+      "one of the two",
     ),
+    (
+      ["--role=router", f"--cluster_key={key}", "--instance_devices=2"],
+      "--times or --chip",
+    ),
+    (["--role=router", f"--cluster_key={key}", "--log_calls=x"], "instance"),
     (["--role=prefill", "--join=a:1", "--stream=4096"], "--role=router"),
     (["--replan=60"], "--role=router"),
-    (["--role=router", f"--cluster_key={key}", "--replan=60"], "--times"),
-    (
-      [
-        "--role=router",
-        f"--cluster_key={key}",
-        "--replan=60",
-        "--times=x.csv",
-      ],
-      "--slo",
-    ),
+    (["--role=router", f"--cluster_key={key}", "--replan=60"], "--slo"),
     (
       ["--role=router", f"--cluster_key={key}", "--slo=ttft=1"],
       "--replan=600",
@@ -222,6 +220,45 @@ def test_a_cluster_of_processes(tmp_path, folder):
     for one in (made["d1"], made["p1"], router):
       one.process.send_signal(signal.SIGTERM)
       assert one.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.long
+def test_the_conductor_starts_without_a_file(tmp_path, folder):
+  pytest.importorskip("uvicorn")
+  log = tmp_path / "calls.csv"
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start(
+      "router", "--policy=conductor:threshold=2", "--bandwidth=1e9"
+    )
+    made = cluster.instances(
+      router,
+      {
+        "p0": ("prefill", f"--log_calls={log}"),
+        "p1": ("prefill",),
+        "d0": ("decode",),
+      },
+    )
+    for one in made.values():
+      one.said(r"measured for the router: prompts of 1,000 tokens (\S+) s")
+    port = serves(router)
+    want = all_of(port, range(12))
+    assert metric(port, "ringjax_requests_failed_total") == 0
+    assert metric(port, "ringjax_requests_moved_total") > 6
+    # What a killed instance has logged is what a router then predicts by.
+    made["p0"].kill()
+    calls = read_calls(log)
+    prompts = [x for x in calls if x.phase == "prefill"]
+    assert len(prompts) >= 8 and {x.phase for x in calls} == {
+      "prefill", "decode",
+    }  # fmt: skip
+    router.kill()
+    at = cluster.join.rpartition(":")[2]
+    router = cluster.start(
+      "router", f"--cluster_port={at}", "--policy=local", f"--times={log}"
+    )
+    port = serves(router)
+    until(lambda: len(cluster.ask(what="instances")) == 2)
+    assert all_of(port, range(12)) == want
 
 
 @pytest.mark.slow

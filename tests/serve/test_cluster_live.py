@@ -720,6 +720,33 @@ def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
     assert counters.failed == 0 and counters.lost == 1
 
 
+def test_a_router_says_what_a_card_has_to_send(model, alone):
+  common = np.random.default_rng(10).integers(0, 256, 67).astype(np.int32)
+  ask = lambda n: Request(prompt=np.append(common, [n]), max_new_tokens=4)
+  seen = []
+
+  class Seeing(Elsewhere):
+    def route(self, request, instances, now_s):
+      seen.append({one.name: one.sending_tokens for one in instances})
+      return super().route(request, instances, now_s)
+
+  names = ["prefill0", "prefill1", "decode2"]
+  with Live(model, "prefill", "prefill", "decode", policy=Seeing()) as live:
+    assert found(live.submit(ask(1))) == alone(ask(1))
+    keys = [cluster.short_key(x) for x in cluster.block_keys(common, 16)]
+    knows = lambda name: live.router.blocks.match(keys).get(name, 0) == 4
+    until(lambda: any(map(knows, names[:2])))
+    owner = next(n for n, name in enumerate(names) if knows(name))
+    # It can't copy what it is to send while another looks at its pages.
+    with live.engines[owner].between_steps():
+      handles = [live.submit(ask(n)) for n in (2, 3)]
+    for n, handle in zip((2, 3), handles, strict=True):
+      assert found(handle) == alone(ask(n))
+    assert seen[0] == seen[1] == dict.fromkeys(names, 0)
+    assert seen[2] == dict.fromkeys(names, 0) | {names[owner]: 64}
+    assert live.router._sending() == {}
+
+
 class Scripted:
   """An instance without an engine, which says what a test says."""
 

@@ -351,3 +351,43 @@ def test_prediction_calms_the_load_of_decoding(seed, decoders):
   assert wasted["late"] > 100 and wasted["early"] == wasted["ahead"] == 0
   reasons = {one.rejected.split(":")[0] for one in found["ahead"][2].served}
   assert reasons == {"", "PredictiveRejection"}
+
+
+def test_a_fetch_waits_for_what_is_in_flight_on_the_same_card():
+  policy = routing_policy("conductor", COSTS)
+  view = lambda name, sending=0, queued=0: InstanceView(
+    name=name, role="prefill", queued_s=queued, sending_tokens=sending
+  )
+  both = asked(cached={"a": 6000, "b": 6000})
+  few = asked(cached={"a": 6000})
+  # 6,000 tokens take 0.07 s to move and 0.636 s to compute; a is busy.
+  got = policy.route(few, [view("a", queued=9), view("c")], 0)
+  assert (got.prefill, got.fetch_from) == ("c", "a")
+  # Behind 60,000 tokens, which take 0.6 s, it is computed.
+  got = policy.route(few, [view("a", 60_000, 9), view("c")], 0)
+  assert (got.prefill, got.fetch_from) == ("c", None)
+  # Of two that have it, the one whose card is free sends it.
+  for busy, free in (("a", "b"), ("b", "a")):
+    views = [view(busy, 60_000, 8), view(free, 0, 9), view("c")]
+    assert policy.route(both, views, 0).fetch_from == free
+
+
+def test_a_simulated_card_says_what_it_has_to_send():
+  seen = []
+
+  class Looking(type(routing_policy("conductor", COSTS))):
+    def route(self, request, instances, now_s):
+      seen.append(sum(one.sending_tokens for one in instances))
+      return super().route(request, instances, now_s)
+
+  ClusterSimulator(
+    instances=[
+      SimulatedInstance(name="a", role="prefill", times=TIMES),
+      SimulatedInstance(name="b", role="decode", times=TIMES),
+    ],
+    policy=Looking(costs=COSTS),
+    # Slow: what was read is still on its way when others come.
+    links=Link(bandwidth=1e6),
+    kv_token_bytes=1000,
+  ).run(poisson_trace(rate=2, requests=12, prompt_tokens=2000, new_tokens=5))
+  assert seen[0] == 0 and 0 < max(seen) <= 4000 * 12

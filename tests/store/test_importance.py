@@ -167,6 +167,121 @@ def test_reordering_changes_chunks_and_nothing_else():
   assert after.counters.chunks < 0.5 * before.counters.chunks
 
 
+def whole(bound, prefix, call):
+  """Whether a node answers with all of its tokens as attention does."""
+  work = store.Impress(bound, keep=1)
+  for layer in range(L):
+    got, _ = work.attend(layer, *call)
+    want = dense(call[0], prefix[0][layer], prefix[1][layer], *call[1:], EVERY)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def shelf_of(folder, nbytes):
+  """A store of so many bytes: a folder, or host memory if that is None."""
+  if folder is None:
+    return store.Store(host=nbytes)
+  return store.Store(disk=(folder, nbytes), queue=1 << 15)
+
+
+@pytest.mark.parametrize("room", [1.05, 1.4, 2.2])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_reordering_in_a_small_store(tmp_path, tier, room):
+  prefix, call = arrays(7)
+  rng = np.random.default_rng(8)
+  with store.Store(host=1 << 26) as large:
+    nbytes = store.StoredNode(large, b"x", *prefix, chunk=8).nbytes
+    blocks = len(large.host)
+    assert large.host.nbytes == nbytes
+  # Files have headers, and folders of other stores are not in them.
+  size = int(room * nbytes) + (80 * blocks if tier == "disk" else 0)
+  with shelf_of(tmp_path / "s" if tier == "disk" else None, size) as shelf:
+    bound = store.StoredNode(shelf, b"x", *prefix, chunk=8)
+    for _ in range(6):
+      bound.reorder(rng.random((L, M)))
+      # Some chunks are asked for, the others are not.
+      store.Impress(bound, keep=0.1, alpha=9).attend(0, *call)
+      shelf.flush()
+      assert len(getattr(shelf, tier)) == blocks
+    assert getattr(shelf, tier).evicted == 0
+    whole(bound, prefix, call)
+
+
+class Ended(BaseException):
+  """The process has ended."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 9, 17, 18, 19, 20, 35])
+def test_a_process_that_ends_while_it_reorders(tmp_path, after):
+  prefix, call = arrays(9)
+  rng = np.random.default_rng(after)
+  with store.Store(host=1 << 26) as large:
+    nbytes = store.StoredNode(large, b"x", *prefix, chunk=8).nbytes
+    nbytes += 80 * len(large.host)
+  size = int(1.05 * nbytes)
+  # Of a reordering the calls that change the store.
+  left = after
+  with shelf_of(tmp_path, size) as shelf:
+    bound = store.StoredNode(shelf, b"x", *prefix, chunk=8)
+    bound.reorder(rng.random((L, M)))
+    known = [bound.order.copy()]
+    importance = rng.random((L, M))
+    known.append(np.argsort(-importance, 1))
+    if after % 18 == 1:
+      # Just when the note of the layer's order is written anew.
+      known.append(EVERY[:L])
+
+    def until(call):
+      def counted(*arguments):
+        nonlocal left
+        left -= 1
+        if left < 0:
+          raise Ended
+        return call(*arguments)
+
+      return counted
+
+    shelf.put, shelf.remove = until(shelf.put), until(shelf.remove)
+    with pytest.raises(Ended):
+      bound.reorder(importance)
+  with shelf_of(tmp_path, size) as shelf:
+    again = store.StoredNode(shelf, b"x", *prefix, chunk=8)
+    for layer in range(L):
+      assert any((again.order[layer] == x[layer]).all() for x in known)
+    whole(again, prefix, call)
+    again.reorder(rng.random((L, M)))
+    whole(again, prefix, call)
+    shelf.flush()
+    assert shelf.disk.nbytes <= size
+  # All of it is there for one who looks into the folder alone.
+  with shelf_of(tmp_path, size) as shelf:
+    last = store.StoredNode(shelf, b"x", *prefix, chunk=8)
+    assert (last.order == again.order).all()
+    assert shelf.counters.written == 0
+
+
+def test_another_order_of_an_earlier_process_is_not_taken_for_this_one(
+  tmp_path,
+):
+  prefix, call = arrays(10)
+  rng = np.random.default_rng(11)
+  for _ in range(3):
+    with shelf_of(tmp_path, 1 << 24) as shelf:
+      bound = store.StoredNode(shelf, b"x", *prefix, chunk=8)
+      bound.reorder(rng.random((L, M)))
+      whole(bound, prefix, call)
+  refused(ShapeError, lambda: bound.reorder(np.zeros((L, 3))), "importance")
+
+
+def test_chunks_of_probes_are_counted():
+  prefix, call = arrays(12)
+  bound = node(prefix, chunk=16, probes=2)
+  work = store.Impress(bound, keep=0.25, alpha=9)
+  work.attend(0, *call)
+  found = bound.store.counters
+  assert work.counters.chunks == found.host_hits
+  assert work.counters.chunk_bytes == found.host_bytes
+
+
 def shared_of(trace, size, access):
   """The part of the important tokens that `access` finds in fast memory."""
   found = total = 0.0

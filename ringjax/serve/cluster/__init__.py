@@ -8,6 +8,11 @@ from ringjax.serve.cluster.block_index import (
   short_key,
   tree_keys,
 )
+from ringjax.serve.cluster.call_log import (
+  log_calls,
+  measure_calls,
+  watch_calls,
+)
 from ringjax.serve.cluster.cluster_simulator import (
   ClusterResult,
   ClusterSimulator,
@@ -79,6 +84,7 @@ from ringjax.serve.cluster.fitted_times import (
   MeasuredCall,
   TensorTimes,
   engine_times,
+  instance_times,
   read_calls,
 )
 from ringjax.serve.cluster.fixed_groups import (
@@ -118,6 +124,7 @@ from ringjax.serve.cluster.load_control import (
   swept_cpus,
 )
 from ringjax.serve.cluster.phase_times import (
+  InstanceTimes,
   PhaseTimes,
   QuadraticTimes,
   QueuedPrompts,
@@ -183,6 +190,7 @@ __all__ = [
   "InstanceCounters",
   "InstanceFamily",
   "InstanceGroup",
+  "InstanceTimes",
   "InstanceView",
   "Limits",
   "LoadControl",
@@ -237,9 +245,12 @@ __all__ = [
   "fewest_instances",
   "goodput",
   "group_rows",
+  "instance_times",
   "joint_starts",
   "level_peak",
   "loads",
+  "log_calls",
+  "measure_calls",
   "mixed_lengths",
   "percentiles",
   "random_trace",
@@ -258,5 +269,6 @@ __all__ = [
   "swept_cpus",
   "trace_rate",
   "tree_keys",
+  "watch_calls",
   "zipf_lengths",
 ]

@@ -352,6 +352,7 @@ class _Running:
       free_tokens=self.spec.capacity_tokens - self.used,
       capacity_tokens=self.spec.capacity_tokens,
       max_rows=self.spec.max_rows,
+      sending_tokens=self.cluster.sending_tokens(self.name),
     )
 
   def take(self, tokens: int) -> None:
@@ -1246,6 +1247,14 @@ class _Run:
       release_s=self.now,
       then=lambda span: come(),
     )
+
+  def sending_tokens(self, name: str) -> int:
+    """Tokens that an instance's way out has yet to carry."""
+    links, width = self.spec.links, self.spec.kv_token_bytes
+    if not isinstance(links, Link) or not width:
+      return 0
+    left = self.link_free.get(f"{name} out", 0.0) - self.now
+    return max(0, round(left * links.bandwidth / width))
 
   def _busy(self, source: str, target: str) -> bool:
     """Whether a link carries something."""

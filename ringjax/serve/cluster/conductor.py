@@ -30,6 +30,7 @@ from ringjax.checks import boolean, integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.serve.cluster.phase_times import (
+  InstanceTimes,
   PhaseTimes,
   QueuedPrompts,
   reading_s,
@@ -54,7 +55,8 @@ class RoutingCosts:
   """What a router predicts times with.
 
   Attributes:
-    times: of an instance's calls; of each by its name, if they differ.
+    times: of an instance's calls; of each by its name, if they differ, or as
+      live ones measure them (`InstanceTimes`).
     kv_token_bytes: of a token's keys and values in all layers.
     link: between two instances; None moves caches in no time.
   """
@@ -68,6 +70,8 @@ class RoutingCosts:
 
   def of(self, name: str) -> PhaseTimes:
     """Times of one instance."""
+    if isinstance(self.times, InstanceTimes):
+      return self.times.of(name)
     if not isinstance(self.times, Mapping):
       return self.times
     if name not in self.times:
@@ -99,6 +103,12 @@ class RoutingCosts:
       return 0.0
     nbytes = tokens * self.kv_token_bytes
     return nbytes / self.link.bandwidth + self.link.latency_s
+
+  def sending_s(self, view: InstanceView) -> float:
+    """Seconds until an instance has sent what is in flight from its card."""
+    if self.link is None:
+      return 0.0
+    return view.sending_tokens * self.kv_token_bytes / self.link.bandwidth
 
   def token_s(self, name: str, rows: int, cached_tokens: int | float) -> float:
     """Seconds of a decode step."""
@@ -296,7 +306,11 @@ class Conductor(FastestDecode):
       boolean(name, getattr(self, name))
 
   def choice(
-    self, request: RoutedRequest, view: InstanceView, longest: int
+    self,
+    request: RoutedRequest,
+    view: InstanceView,
+    longest: int,
+    sending_s: int | float = 0.0,
   ) -> ReaderChoice:
     """What an instance would need.
 
@@ -304,6 +318,7 @@ class Conductor(FastestDecode):
       request: the request.
       view: the instance.
       longest: tokens of the longest prefix that any instance has.
+      sending_s: seconds until the card of who has it is free.
     """
     costs, tokens = self.costs, request.prompt_tokens
     here = request.cached_tokens(view.name)
@@ -317,7 +332,8 @@ class Conductor(FastestDecode):
       return alone
     if self.threshold == math.inf:
       return alone
-    moved = costs.transfer_s(longest - here)
+    # What is in flight on the same card goes first.
+    moved = sending_s + costs.transfer_s(longest - here)
     wait = queue + moved if self.serial else max(queue, moved)
     fetched = ReaderChoice(
       ttft_s=wait + costs.prefill_s(view.name, tokens, longest),
@@ -339,7 +355,19 @@ class Conductor(FastestDecode):
     # Who answers may have the prefix too.
     found = [(request.cached_tokens(one.name), one) for one in instances]
     longest = max(n for n, _ in found)
-    made = [(self.choice(request, one, longest), one) for one in able]
+    # Of those that have it: who reads, whose card, whose queue is free first.
+    owner = max(
+      (one for n, one in found if n == longest),
+      key=lambda one: (
+        one.prefills,
+        -self.costs.sending_s(one),
+        -self.costs.queue_s(one),
+      ),
+    )
+    sending_s = self.costs.sending_s(owner)
+    made = [
+      (self.choice(request, one, longest, sending_s), one) for one in able
+    ]
     best, reader = min(made, key=lambda x: (x[0].ttft_s, x[1].name))
     if best.ttft_s > self.ttft_s:
       return Rejected(
@@ -352,10 +380,6 @@ class Conductor(FastestDecode):
         return late
     if not best.fetch_tokens:
       return _to(reader)
-    owner = max(
-      (one for n, one in found if n == longest),
-      key=lambda one: (one.prefills, -self.costs.queue_s(one)),
-    )
     return dataclasses.replace(
       _to(reader), fetch_from=owner.name, fetch_tokens=longest
     )
@@ -505,7 +529,9 @@ class PredictiveRejection(EarlyRejection):
     here = request.cached_tokens(view.name)
     moved = 0.0
     if route.fetch_from is not None:
-      moved = self.costs.transfer_s(route.fetch_tokens - here)
+      (owner,) = [one for one in instances if one.name == route.fetch_from]
+      moved = self.costs.sending_s(owner)
+      moved += self.costs.transfer_s(route.fetch_tokens - here)
       here = max(here, route.fetch_tokens)
     read = self.costs.prefill_s(view.name, request.prompt_tokens, here)
     return max(self.costs.queue_s(view), moved) + read

@@ -36,6 +36,8 @@ from ringjax.serve.simulate import StepCost
 
 PHASES = ("prefill", "decode")
 _COLUMNS = ("phase", "devices", "tokens", "cached", "seconds")
+# Of a file that a live engine writes.
+CALL_COLUMNS = (*_COLUMNS, "prompts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,23 +139,11 @@ class TensorTimes:
       raise OptionError(
         "calls", f"{len(calls)} of them", "at least 8", "measure more"
       )
-    try:
-      optimize: Any = importlib.import_module("scipy.optimize")
-    except ModuleNotFoundError:
-      raise OptionError(
-        "fit",
-        "a fit, but scipy is not installed",
-        "scipy, or constants",
-        "pip install 'ringjax[plan]'",
-      ) from None
-    rows = np.array([one.features() for one in calls])
-    rows /= np.array([[one.seconds] for one in calls])
-    # Constants are of very different sizes: columns of norm one are solved.
-    norms = np.linalg.norm(rows, axis=0)
-    norms[norms == 0] = 1
-    found = optimize.nnls(rows / norms, np.ones(len(calls)))[0] / norms
+    found = _least_squares(
+      [one.features() for one in calls], [one.seconds for one in calls]
+    )
     names = [field.name for field in dataclasses.fields(cls)]
-    return cls(**dict(zip(names, found.tolist(), strict=True)))
+    return cls(**dict(zip(names, found, strict=True)))
 
   @classmethod
   def on(
@@ -189,6 +179,66 @@ class TensorTimes:
     )
 
 
+def _least_squares(
+  features: Sequence[Sequence[int | float]], seconds: Sequence[int | float]
+) -> list[float]:
+  """Constants that are not negative, by relative errors."""
+  try:
+    optimize: Any = importlib.import_module("scipy.optimize")
+  except ModuleNotFoundError:
+    raise OptionError(
+      "fit",
+      "a fit, but scipy is not installed",
+      "scipy, or constants",
+      "pip install 'ringjax[plan]'",
+    ) from None
+  rows = np.array(features, np.float64) / np.array(seconds)[:, None]
+  # Constants are of very different sizes: columns of norm one are solved.
+  norms = np.linalg.norm(rows, axis=0)
+  norms[norms == 0] = 1
+  found = optimize.nnls(rows / norms, np.ones(len(rows)))[0] / norms
+  return found.tolist()
+
+
+def instance_times(calls: Sequence[MeasuredCall]) -> QuadraticTimes:
+  """The times of the one instance whose calls were measured.
+
+  Each phase has constants of its own, fitted to its own calls.
+
+  Args:
+    calls: of both phases and one number of devices.
+
+  Raises:
+    OptionError: calls of one phase only, or of several numbers of devices.
+  """
+  found: list[float] = []
+  devices = {one.devices for one in calls}
+  for phase in PHASES:
+    some = [one for one in calls if one.phase == phase]
+    if not some or len(devices) > 1:
+      raise OptionError(
+        "calls",
+        f"{len(some)} of {phase}, on {sorted(devices)} devices",
+        "calls of prefill and decode of one instance",
+        "measure both, or fit TensorTimes to several numbers of devices",
+      )
+    found += _least_squares(
+      [
+        (
+          1.0,
+          one.prompts * one.tokens,
+          one.prompts * one.tokens * (one.tokens + 2 * one.cached),
+        )
+        if phase == "prefill"
+        else (1.0, one.tokens, one.cached)
+        for one in some
+      ],
+      [one.seconds for one in some],
+    )
+  names = [field.name for field in dataclasses.fields(QuadraticTimes)]
+  return QuadraticTimes(**dict(zip(names, found, strict=True)))
+
+
 def engine_times(cost: StepCost) -> QuadraticTimes:
   """The times of an engine whose steps were measured (`measure_cost`).
 
@@ -208,16 +258,20 @@ def engine_times(cost: StepCost) -> QuadraticTimes:
 def read_calls(path: str | os.PathLike[str]) -> list[MeasuredCall]:
   """Measured calls of a csv: phase, devices, tokens, cached, seconds.
 
-  A column prompts is optional; see `MeasuredCall`.
+  A column prompts is optional; see `MeasuredCall`. A last line that a process
+  or a disk has cut, without its end and its last column, is left out.
 
   Raises:
     OptionError: it cannot be read, or a line is not of the format.
   """
   try:
-    lines = pathlib.Path(path).read_text("utf-8").splitlines()
+    text = pathlib.Path(path).read_text("utf-8")
   except (OSError, ValueError) as error:
     raise OptionError("calls", error, "a csv file", "pass its path") from None
-  found = []
+  lines, found = text.splitlines(), []
+  cut = len(lines) > 1 and not text.endswith("\n")
+  if cut and lines[-1].count(",") < lines[0].count(","):
+    del lines[-1]
   for n, row in enumerate(csv.DictReader(lines), 2):
     try:
       found.append(

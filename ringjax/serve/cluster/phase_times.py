@@ -15,10 +15,11 @@ LoongServe (SOSP), arXiv 2404.09526, section 5.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ringjax.checks import number
+from ringjax.errors import OptionError
 
 
 @runtime_checkable
@@ -125,3 +126,42 @@ class QuadraticTimes:
       + self.decode_row_s * rows
       + self.decode_token_s * cached_tokens
     )
+
+
+class InstanceTimes:
+  """Times of live instances, each as it has measured them when it joined.
+
+  As `PhaseTimes`, of no one of them, the mean of all that have joined so far.
+  """
+
+  def __init__(self) -> None:
+    self._times: dict[str, QuadraticTimes] = {}
+
+  def tell(self, name: str, times: QuadraticTimes) -> None:
+    """Takes what an instance has measured."""
+    # As a whole: others may be walking through it.
+    self._times = {**self._times, name: times}
+
+  def of(self, name: str) -> PhaseTimes:
+    """Times of one instance; the mean of all, of one that told none."""
+    return self._times.get(name, self)
+
+  def _mean(self, of: Callable[[QuadraticTimes], float]) -> float:
+    times = [of(one) for one in self._times.values()]
+    if not times:
+      raise OptionError(
+        "times",
+        "no instance that has joined",
+        "instances, which measure their calls when they join",
+        "start one, or pass times of a file or a chip",
+      )
+    return sum(times) / len(times)
+
+  def prefill_s(self, pieces: Iterable[tuple[int, int]]) -> float:
+    """As `PhaseTimes`."""
+    each = [*pieces]
+    return self._mean(lambda one: one.prefill_s(each))
+
+  def decode_s(self, rows: int, cached_tokens: int | float) -> float:
+    """As `PhaseTimes`."""
+    return self._mean(lambda one: one.decode_s(rows, cached_tokens))

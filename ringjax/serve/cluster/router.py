@@ -61,7 +61,11 @@ from ringjax.serve.cluster.block_index import (
   short_key,
 )
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat
-from ringjax.serve.cluster.phase_times import QueuedPrompts
+from ringjax.serve.cluster.phase_times import (
+  InstanceTimes,
+  QuadraticTimes,
+  QueuedPrompts,
+)
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
@@ -114,6 +118,10 @@ _REPORTED = (
   "running_tokens",
   "free_tokens",
 )
+
+
+class UnmeasuredInstance(OptionError):
+  """An instance that has not measured its calls, where the router asks."""
 
 
 class SentTask(NamedTuple):
@@ -350,6 +358,7 @@ class ClusterRouter:
     tokenizer: AnyTokenizer | None = None,
     policy: RoutingPolicy | None = None,
     roles: RolePlanner | None = None,
+    times: InstanceTimes | None = None,
     stream_tokens: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -369,6 +378,8 @@ class ClusterRouter:
       policy: decides where requests go; default: `ShortestQueue()`.
       roles: changes what instances do, at the end of each of its windows;
         default: only `set_role` does.
+      times: gets the times of each instance, which measures its calls before
+        it joins; the policy's, for example. Default: they measure nothing.
       stream_tokens: of prompts, after how many tokens that were read pages are
         published and pulled, while others are read; 0 for all at the end. Who
         answers is then chosen, and has room for it, before a prompt is read.
@@ -389,7 +400,7 @@ class ClusterRouter:
     self.vocab = positive_int("vocab", vocab)
     self.longest = positive_int("longest", longest)
     self._policy = policy or ShortestQueue()
-    self._planner = roles
+    self._planner, self._times = roles, times
     self._stream = integer("stream_tokens", stream_tokens, least=0)
     self._patience_s = number("patience_s", patience_s, above=0)
     self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
@@ -770,6 +781,8 @@ class ClusterRouter:
         else:
           self._join(fields, wire, host)
           return
+      except UnmeasuredInstance as error:
+        wire.tell_object({"t": "measure", "error": str(error)})
       except OptionError as error:
         wire.tell_object({"t": "refused", "error": str(error)})
       except (KeyError, TypeError, ValueError) as error:
@@ -809,7 +822,16 @@ class ClusterRouter:
         "an address that the other instances reach",
         "start it with --host=0.0.0.0, or with its address",
       )
-    name = str(fields["name"])[:256]
+    name, times = str(fields["name"])[:256], None
+    if self._times is not None:
+      if fields.get("times") is None:
+        raise UnmeasuredInstance(
+          "times",
+          f"none of {name}",
+          "an instance that has measured its calls",
+          "join with a worker of this version, or give the router times",
+        )
+      times = QuadraticTimes(**fields["times"])
     one = ClusterInstance(
       name=name,
       role=one_of("role", fields["role"], ROLES),
@@ -849,6 +871,8 @@ class ClusterRouter:
           "serve one model with one --cache and --dtype",
         )
       self._common = common
+      if self._times is not None and times is not None:
+        self._times.tell(name, times)
       self._instances[name] = one
       one.link.tell(t="welcome", stream=self._stream)
       one.link.start()
@@ -1006,6 +1030,18 @@ class ClusterRouter:
     except Exception as error:
       self._finish(state, "error", error)
 
+  def _sending(self) -> collections.Counter[str]:
+    """Tokens whose pages others are to pull, by the name of who has them."""
+    found = collections.Counter[str]()
+    for state in self._requests.values():
+      if state.stage == "fetching" and state.source is not None:
+        found[state.source.name] += state.fetch_tokens
+      elif state.reader is not None and state.lends:
+        found[state.reader.name] += state.fetch_tokens
+      elif state.reader is not None and state.stage == "answering":
+        found[state.reader.name] += state.prompt.size
+    return found
+
   def _fitting(self, state: RoutedState, what: str) -> list[InstanceView]:
     """Instances that can ever take a request, in the order of their names;
     where none does what is to be done its patience begins."""
@@ -1071,6 +1107,11 @@ class ClusterRouter:
     views = self._fitting(state, "prefills")
     if not views:
       return
+    sending = self._sending()
+    views = [
+      dataclasses.replace(view, sending_tokens=sending[view.name])
+      for view in views
+    ]
     route = self._policy.route(self._seen(state, views), views, self._clock())
     if isinstance(route, Rejected):
       self._reject(state, route)

@@ -42,6 +42,8 @@ class InstanceView:
     free_tokens: tokens that its cache has room for.
     capacity_tokens: tokens that its cache holds, of all; 0 if nobody said.
     max_rows: answers that it makes at the same time; 0 if nobody said.
+    sending_tokens: tokens whose caches it has begun to send, or is to send
+      next, to others.
   """
 
   name: str
@@ -55,6 +57,7 @@ class InstanceView:
   free_tokens: int = 0
   capacity_tokens: int = 0
   max_rows: int = 0
+  sending_tokens: int = 0
 
   @property
   def prompts(self) -> tuple[QueuedPrompts, ...]:

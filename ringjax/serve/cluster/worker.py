@@ -54,11 +54,14 @@ from ringjax.serve.cluster.block_index import (
   short_key,
   tree_keys,
 )
+from ringjax.serve.cluster.call_log import measure_calls
 from ringjax.serve.cluster.control_link import (
   ControlLink,
   checked_beat,
   dial,
 )
+from ringjax.serve.cluster.fitted_times import instance_times
+from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import MOST_QUEUED, ROLES
 from ringjax.serve.engine import Engine
@@ -176,6 +179,8 @@ class ClusterWorker:
     ended: set when it joins no more: it was closed, or its engine failed.
     refused: why the router did not take it, or "".
     notice: an option of the engine that does nothing with this router, or "".
+    times: of the engine's calls, measured for a router that predicts with
+      them; None until one has asked.
   """
 
   def __init__(
@@ -257,6 +262,7 @@ class ClusterWorker:
     self.name, self.role = name or f"{role}-{where}", role
     self.joined, self.ended = threading.Event(), threading.Event()
     self.refused = self.notice = ""
+    self.times: QuadraticTimes | None = None
     self._work = threading.Condition()
     self._tasks: dict[int, WorkerTask] = {}
     # Tasks that wait for room.
@@ -385,9 +391,20 @@ class ClusterWorker:
           "leave at a prompt's end (stream_tokens=0)"
         )
       return wire
-    self.refused = str(answer.get("error", "the router closed the connection"))
     wire.close()
+    if answer.get("t") == "measure" and self.times is None:
+      return self._measure()
+    self.refused = str(answer.get("error", "the router closed the connection"))
     return None
+
+  def _measure(self) -> None:
+    """Measures the engine's calls, before it joins."""
+    try:
+      self.times = instance_times(measure_calls(self._engine))
+      self.refused = ""
+    except Exception as error:
+      # A step failed, or what it did for a router that is gone has not ended.
+      self.refused = f"its calls can't be measured: {error}"
 
   def _join_fields(self) -> dict[str, Any]:
     engine = self._engine
@@ -403,6 +420,7 @@ class ClusterWorker:
       "page": engine.scheduler.tree.page,
       "capacity": self._capacity,
       "rows": engine.rows,
+      "times": self.times and dataclasses.asdict(self.times),
     }
 
   def _give_up(self) -> None:
