@@ -19,7 +19,7 @@ from absl import app, flags
 
 from ringjax.errors import OutOfMemoryError, RingjaxError
 from ringjax.parallel import memory
-from ringjax.parallel.compiling import Compiling as Compiling
+from ringjax.parallel.compile_times import Compiling as Compiling
 
 # What a shell reports of a command that Ctrl-C ended.
 INTERRUPTED = 130

@@ -153,3 +153,11 @@ def test_wrong_flags_are_one_line(args, says):
   code, said, err = command("contexts", *args)
   assert code and not said
   assert says in err and "Traceback" not in err
+
+
+def test_all_ways_are_a_way_to_say_so(tmp_path):
+  """What is refused is the folder, which is looked at behind the ways."""
+  code, _, err = command(
+    "contexts", "--ways=all", f"--folder={tmp_path / 'none'}", "--lengths=40"
+  )
+  assert code and "without a file" in err

@@ -46,7 +46,7 @@ from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.placed import raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
-from ringjax.parallel.compiling import Compiling
+from ringjax.parallel.compile_times import Compiling
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
