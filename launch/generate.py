@@ -869,7 +869,7 @@ def _drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   drawn = isinstance(_sampler(values), Sample)
-  kind_text.parse(values.cache, "--cache")
+  common.cache_kind(values.cache)
   how = contexts.combine_of(values.combine or "parallel", "--combine")
   if values.speculate is not None:
     drafter = speculate.drafter_of(values.speculate, "--speculate")

@@ -40,7 +40,7 @@ from launch import cluster_roles, common, console, http_server
 from launch.flag_helpers import FlagHelper
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
-from ringjax.kv import KINDS, kind_text
+from ringjax.kv import KINDS
 from ringjax.models import small
 from ringjax.serve.contiguous_rows import LAYOUTS
 from ringjax.serve.engine import SHARED_READS, SHARES
@@ -182,7 +182,7 @@ def run(
     template = None
     if values.chat_template is not None:
       template = _template(values.chat_template)
-    kind = kind_text.parse(values.cache, "--cache")
+    kind = common.cache_kind(values.cache)
     if values.speculate is not None:
       RowDrafts(values.speculate, "--speculate")
     if not joins:
