@@ -339,7 +339,7 @@ def _ends(
   """The channels' farthest numbers with those of one more text."""
   seen = _Recording.create(model, tokens.shape[1])
   _, seen = model(tokens, cache=seen)
-  found = {}
+  found: dict[str, Any] = {}
   for n, (k, _) in enumerate(seen.slots):
     if f"{n}.low" not in held:
       continue

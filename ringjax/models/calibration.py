@@ -161,8 +161,8 @@ def load_calibration(
     file = file / FILE
   arrays, metadata = read_tensors(file)
   weights = metadata.get("weights", WEIGHTS[0])
+  outliers, first = metadata.get("outliers"), metadata.get("first")
   try:
-    outliers, first = metadata.get("outliers"), metadata.get("first")
     share = None if outliers is None else float(outliers)
     skipped = None if first is None else int(first)
   except ValueError:

@@ -1128,9 +1128,9 @@ def _kernel(
       None if channels is None else number(0),
       number(3) if of_k.sinks else None,
     )
-    near: Any = None
+    near: Any = k_scales.near
+    factors: Any = None
     if of_k.sinks:
-      near = k_scales.near
       factors = jnp.where(near, number(4)[:, :1], np.float32(1))
     v_scales = k_scales if shared else Scales.of(v_words, of_v, heads)
     odd: Any = None
