@@ -129,6 +129,7 @@ def test_the_first_token_has_fine_codes_at_no_more_bytes(sinks):
   assert rj.kv.CodeBook(bits=3).width(dims) == 3 * dims // 8 + 3
 
 
+@pytest.mark.long
 def test_an_engine_reads_the_sink_out_of_its_pages(sinks):
   model, made, texts = sinks
   kind = rj.kv.KINDS["nuq4"].with_options({"calibration": made})
