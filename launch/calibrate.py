@@ -75,6 +75,12 @@ def define(values: flags.FlagValues) -> None:
   new.whole("length", 2048, "Tokens of each.", 16)
   new.number("outliers", 0.01, "Part of a channel beyond its scale.", 0)
   new.whole("first", 1, "Tokens at the beginning of a text to leave out.", 0)
+  new.texts(
+    "normalized",
+    ["2"],
+    "Bits of codes whose levels have the numbers' mean and deviation (Q-Norm): "
+    "some of 2, 3, 4, or none.",
+  )
   flags.DEFINE_enum(
     "weights",
     WEIGHTS[0],
@@ -173,6 +179,7 @@ def _calibrate(
       "a folder for the calibration",
       "pass --out=DIR",
     )
+  _normalized(values.normalized)
   out = pathlib.Path(values.out or values.model)
   out.mkdir(parents=True, exist_ok=True)
   found = _texts(values.text)
@@ -205,6 +212,7 @@ def _calibrate(
     outliers=values.outliers,
     first=values.first,
     weights=values.weights,
+    normalized=_normalized(values.normalized),
     folder=out,
     progress=lambda done, total: screen.at(done),
   )
@@ -213,6 +221,8 @@ def _calibrate(
     "model": made.model,
     "digest": made.digest,
     "weights": made.weights,
+    "outliers": made.outliers,
+    "first": made.first,
     "tokens": int(rows.size),
   }
 
@@ -296,7 +306,7 @@ def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
 
 def _refuse_unused(values: flags.FlagValues) -> None:
   """No flag that was set is without effect."""
-  others = ("outliers", "first", "weights")
+  others = ("outliers", "first", "weights", "normalized")
   mine = ("rank", "missed", "threshold")
   if values.neurons:
     others += ("cache", "by", "measure", "bits", "ranges")
@@ -319,6 +329,20 @@ def _refuse_unused(values: flags.FlagValues) -> None:
       "flags that have an effect",
       "leave them out; see --help",
     )
+
+
+def _normalized(given: Sequence[str]) -> list[int]:
+  """The bits that --normalized names."""
+  if list(given) == ["none"]:
+    return []
+  if not given or not all(text.isdecimal() for text in given):
+    raise OptionError(
+      "--normalized",
+      ",".join(given) or "nothing",
+      "bits of codes, or none",
+      "pass --normalized=2, for instance",
+    )
+  return [int(text) for text in given]
 
 
 def _texts(path: str | None) -> list[str]:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from launch import console, rendezvous
 from launch.flag_helpers import FlagHelper
 from ringjax.errors import MeshError, OptionError
+from ringjax.kv import CacheKind, Calibrated, kind_text
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
 
@@ -286,6 +287,25 @@ def check_files(values: flags.FlagValues, *names: str) -> None:
         fault = got, "a writable path", "pass a path in another directory"
     if fault is not None:
       raise OptionError(f"--{name}", *fault)
+
+
+def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
+  """Return the kind of cache that a flag names.
+
+  Args:
+    text: Value of --cache.
+    calibrated: Whether a calibration has to be there if the kind needs one.
+
+  Raises:
+    OptionError: No such kind, or one without the calibration that it needs.
+  """
+  kind = kind_text.parse(text, "--cache")
+  codec = kind.codec
+  if not isinstance(codec, Calibrated) or not calibrated:
+    return kind
+  if codec.calibration is None or not os.path.exists(str(codec.calibration)):
+    raise codec.uncalibrated()
+  return kind
 
 
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:

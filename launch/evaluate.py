@@ -95,7 +95,7 @@ from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
 from ringjax.infer.contexts import APE
 from ringjax.json_text import json_text
-from ringjax.kv import KINDS, kind_text
+from ringjax.kv import KINDS
 from ringjax.models import small, tiny
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.fingerprint import fingerprint
@@ -480,7 +480,7 @@ class _Evaluation:
     values, screen, lengths = self._values, self._screen, self._lengths()
     depths, names = self._depths(), self._tasks()
     given = list(dict.fromkeys(values.cache or ()))
-    kinds = {kind: kind_text.parse(kind, "--cache") for kind in given}
+    kinds = {kind: common.cache_kind(kind) for kind in given}
     text = "\n".join(self._texts())
     model, tokenizer, reading = self._load()
     tasks = self._asked(names, text, tokenizer, max(lengths))
@@ -610,8 +610,7 @@ class _Evaluation:
         "--lengths", ",".join(values.lengths), "one length", "pass one number"
       )
     kinds = {
-      text: kind_text.parse(text, "--cache")
-      for text in values.cache or _UNCALIBRATED
+      text: common.cache_kind(text) for text in values.cache or _UNCALIBRATED
     }
     asks = values.task is not None
     names, depths = self._tasks() if asks else [], self._depths()
@@ -695,7 +694,7 @@ class _Evaluation:
     names = self._tasks() if asks else []
     if len(given) > 1:
       raise OptionError("--cache", ", ".join(given), "one", "pass one kind")
-    kind = kind_text.parse(given[0], "--cache") if given else None
+    kind = common.cache_kind(given[0]) if given else None
     chosen = [] if "all" in values.ways else values.ways
     context_ways([0], kinds=chosen)
     found = self._texts()
@@ -940,7 +939,8 @@ class _Evaluation:
         )
       (length,) = self._lengths()
     kinds = {
-      text: kind_text.parse(text, "--cache") for text in values.cache or _CODECS
+      text: common.cache_kind(text, calibrated=False)
+      for text in values.cache or _CODECS
     }
     names = list(dict.fromkeys(values.families or RANDOM_FAMILIES))
     for name in names:

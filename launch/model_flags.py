@@ -14,7 +14,7 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import answering, console, machines, prompts
+from launch import answering, common, console, machines, prompts
 from launch.flag_helpers import FlagHelper
 from ringjax import option_text
 from ringjax.checks import positive_int
@@ -149,7 +149,7 @@ def define(
 
 def check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
-  kind_text.parse(values.cache, "--cache")
+  common.cache_kind(values.cache)
   if values.speculate is not None:
     drafter = speculate.drafter_of(values.speculate, "--speculate")
     if _has_folder(drafter) and not drafter.model:

@@ -43,7 +43,7 @@ from launch.flag_helpers import FlagHelper
 from ringjax import fetched_models
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
-from ringjax.kv import KINDS, kind_text
+from ringjax.kv import KINDS
 from ringjax.models import small
 from ringjax.serve.contiguous_rows import LAYOUTS
 from ringjax.serve.engine import SHARED_READS, SHARES
@@ -210,7 +210,7 @@ def run(
         "adapters of instances",
         "pass them where --join is passed",
       )
-    kind = kind_text.parse(values.cache, "--cache")
+    kind = common.cache_kind(values.cache)
     if values.speculate is not None:
       RowDrafts(values.speculate, "--speculate")
     if not joins:

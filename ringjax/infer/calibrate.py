@@ -5,10 +5,13 @@ that follow one another.
 Cost: two passes over the texts, the second with gradients of the loss.
 Memory: what training one text takes, and of each channel the numbers that are
 farthest out.
+The keys of the texts' first tokens, attention sinks, are far from all others
+and alike: their mean is the sink, from which such keys are coded.
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys before their rotation,
 scaled by channel so that all but the outliers are in [-1, 1]; levels by a
 weighted k-means, where an error counts as much as the squared gradient of the
-loss by that number (the diagonal of the Fisher information).
+loss by that number (the diagonal of the Fisher information); Q-Norm (section
+3.5), levels of few bits whose mean and deviation are those of the numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
 from ringjax.checks import integer, number, one_of
@@ -49,6 +52,8 @@ from ringjax.typing import Index
 # Cells of [-1, 1] into which scaled numbers are counted.
 _CELLS = 1024
 _ROUNDS = 100
+# Codes are that much finer at the sink at most.
+_LEAST_FACTOR = 1 / 64
 PARTIAL = ".kv_calibration.partial.safetensors"
 
 
@@ -59,6 +64,7 @@ def calibrate(
   outliers: int | float = 0.01,
   first: int = 1,
   weights: str = "fisher",
+  normalized: Sequence[int] = (2,),
   folder: str | os.PathLike[str] | None = None,
   progress: Callable[[int, int], Any] | None = None,
 ) -> Calibration:
@@ -68,9 +74,12 @@ def calibrate(
     model: the model, on one device or a mesh.
     tokens: int32 [N, T], texts; KVQuant takes 16 of 2,048 tokens.
     outliers: the part of a channel's numbers that its scale leaves out.
-    first: tokens at the beginning of each text that are left out.
+    first: tokens at the beginning of each text that are left out; with 1 or
+      more the key of the first one is the sink, see `rj.kv.CodeBook`.
     weights: what an error of a number counts: "fisher", the squared gradient of
       the loss by it; "none", the same for all, which needs no gradients.
+    normalized: bits of the codes whose levels have the mean and the deviation
+      of the numbers (Q-Norm), some of 2, 3 and 4.
     folder: keeps what is measured after each text, so that a run that was
       killed resumes, and gets the calibration at the end. Of several processes
       the first one reads and writes it.
@@ -87,6 +96,8 @@ def calibrate(
   number("outliers", outliers, least=0, most=0.5)
   integer("first", first, least=0, most=ids.shape[1] - 2)
   one_of("weights", weights, WEIGHTS)
+  for bits in normalized:
+    one_of("normalized", bits, BITS)
   kinds = [
     n for n, x in enumerate(model.kinds) if not isinstance(x, StateShape)
   ]
@@ -119,7 +130,8 @@ def calibrate(
       files.write_tensors(partial, work.arrays, work.metadata())
     if progress is not None:
       progress(work.done, total)
-  made = files.make(mine, work.finish(), weights)
+  arrays = work.finish(normalized)
+  made = files.make(mine, arrays, weights, float(outliers), first)
   if out is not None and partial is not None:
     files.save_calibration(made, out)
     partial.unlink()
@@ -132,8 +144,9 @@ class _Work:
   Attributes:
     done: passes over a text that are done, of two for each.
     arrays: by name, for each kind of layer: "low" and "high" [L, K, D, m], the
-      channels' farthest numbers; "keys" and "values" [2, L, K, cells], weights
-      and weighted sums of scaled numbers in each cell.
+      channels' farthest numbers; "sinks" [N, L, K, D], the keys of the texts'
+      first tokens; "keys" and "values" [3, L, K, cells], weights and weighted
+      sums of scaled numbers in each cell, and how many they are.
   """
 
   def __init__(
@@ -160,11 +173,13 @@ class _Work:
       ends = (*lead, shape.key, self.far)
       self.arrays[f"{n}.low"] = np.full(ends, np.inf, np.float32)
       self.arrays[f"{n}.high"] = np.full(ends, -np.inf, np.float32)
+      sinks = (len(ids), *lead, shape.key)
+      self.arrays[f"{n}.sinks"] = np.zeros(sinks, np.float32)
       for part in ("keys", "values"):
-        self.arrays[f"{n}.{part}"] = np.zeros((2, *lead, _CELLS), np.float32)
+        self.arrays[f"{n}.{part}"] = np.zeros((3, *lead, _CELLS), np.float32)
     everywhere = ShardingContext(mesh=model.mesh).everywhere
     known = lambda f: lambda *args: everywhere(f(*args))
-    self._ends = jax.jit(known(_ends), static_argnums=(3,))
+    self._ends = jax.jit(known(_ends), static_argnums=(4,))
     self._counts = jax.jit(known(_counts), static_argnums=(4, 5, 6))
 
   def metadata(self) -> dict[str, str]:
@@ -196,7 +211,8 @@ class _Work:
     row = np.asarray(self.ids[[self.done % texts]], np.int32)
     held = dict(self.arrays)
     if self.done < texts:
-      new = self._ends(self.model, row, held, self.first)
+      text = np.int32(self.done)
+      new = self._ends(self.model, row, text, held, self.first)
     else:
       scales = {n: self.scales(n) for n in self.kinds}
       new = self._counts(
@@ -218,17 +234,31 @@ class _Work:
     scale = np.maximum((high - low) / 2, np.float32(1e-8))
     return scale.astype(np.float32), ((high + low) / 2).astype(np.float32)
 
-  def finish(self) -> dict[str, np.ndarray]:
+  def sink(self, n: int) -> dict[str, np.ndarray]:
+    """The mean key of first tokens, and how far they are from it in scales."""
+    if not self.first:
+      return {}
+    keys, (scale, _) = self.arrays[f"{n}.sinks"], self.scales(n)
+    mean = keys.mean(0)
+    far = (np.abs(keys - mean) / scale).max((0, -1))[..., None]
+    factor = np.clip(far, _LEAST_FACTOR, 1).astype(np.float32)
+    return {f"{n}.keys.sink": mean, f"{n}.keys.factor": factor}
+
+  def finish(self, normalized: Sequence[int]) -> dict[str, np.ndarray]:
     """The arrays of the calibration."""
     found: dict[str, np.ndarray] = {}
     for n in self.kinds:
       scale, zero = self.scales(n)
       found |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
+      found |= self.sink(n)
       shape: Any = self.model.kinds[n]
       for part in ("keys", "values") if shape.value else ("keys",):
-        weight, total = self.arrays[f"{n}.{part}"]
+        weight, total, count = self.arrays[f"{n}.{part}"]
         for bits in BITS:
-          found[f"{n}.{part}.levels{bits}"] = levels(weight, total, 2**bits)
+          fitted = levels(weight, total, 2**bits)
+          if bits in normalized:
+            fitted = normalize(fitted, count)
+          found[f"{n}.{part}.levels{bits}"] = fitted
     return found
 
 
@@ -268,6 +298,32 @@ def levels(
   return found.astype(np.float32)
 
 
+def normalize(
+  levels: Float[np.ndarray, "L K n"], count: Float[np.ndarray, "L K cells"]
+) -> Float[np.ndarray, "L K n"]:
+  """Levels that give codes the mean and the deviation of the numbers (Q-Norm).
+
+  Args:
+    levels: Levels, ascending.
+    count: How many of the numbers are in each cell of [-1, 1].
+  """
+  middle = (np.arange(_CELLS) + 0.5) * (2 / _CELLS) - 1
+  share = count / np.maximum(count.sum(-1, keepdims=True), 1)
+
+  def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    mean = (share * x).sum(-1, keepdims=True)
+    square = (share * np.square(x - mean)).sum(-1, keepdims=True)
+    return mean, np.sqrt(square)
+
+  edges = (levels[..., 1:] + levels[..., :-1]) / 2
+  code = (middle[..., None] > edges[..., None, :]).sum(-1)
+  mean, deviation = moments(np.broadcast_to(middle, share.shape))
+  now, spread = moments(np.take_along_axis(levels, code, -1))
+  wider = deviation / np.where(spread > 0, spread, 1)
+  wider = np.where(spread > 0, wider, 1)
+  return ((levels - now) * wider + mean).astype(np.float32)
+
+
 # ---------------------------------------------------------------------------
 # Programs
 # ---------------------------------------------------------------------------
@@ -276,16 +332,21 @@ def levels(
 def _ends(
   model: Transformer,
   tokens: Int[Array, "1 T"],
+  text: Index,
   held: dict[str, Any],
   first: int,
 ) -> dict[str, Any]:
   """The channels' farthest numbers with those of one more text."""
   seen = _Recording.create(model, tokens.shape[1])
   _, seen = model(tokens, cache=seen)
-  found = {}
+  found: dict[str, Any] = {}
   for n, (k, _) in enumerate(seen.slots):
     if f"{n}.low" not in held:
       continue
+    sinks = held[f"{n}.sinks"]
+    found[f"{n}.sinks"] = lax.dynamic_update_index_in_dim(
+      sinks, k[:, 0, :, 0], text, 0
+    )
     k = jnp.swapaxes(k[:, 0, :, first:], -1, -2)
     low, high = held[f"{n}.low"], held[f"{n}.high"]
     size = low.shape[-1]
@@ -329,39 +390,48 @@ def _counts(
     fisher = [jnp.square(g[:, 0, :, first:]) for g in gradients[n]]
     k = (k[:, 0, :, first:] - zero) / scale
     found[f"{n}.keys"] = _cells(
-      held[f"{n}.keys"], k, fisher[0] * jnp.square(scale)
+      held[f"{n}.keys"],
+      k,
+      fisher[0] * jnp.square(scale),
+      jnp.abs(k) <= 1,
     )
     if v.shape[-1]:
       v = v[:, 0, :, first:]
       index, own, zero = CodeBook(outliers=outliers).by_token(v)
       own = jnp.maximum(own, jnp.float32(1e-8))
       inside = ~marked(index, v.shape[-1])
-      weight = jnp.where(inside, fisher[1] * jnp.square(own), 0)
+      weight = fisher[1] * jnp.square(own)
       # The largest is a little beyond 1 where its scale was rounded down.
       v = jnp.clip((v - zero) / own, -1, 1)
-      found[f"{n}.values"] = _cells(held[f"{n}.values"], v, weight)
+      found[f"{n}.values"] = _cells(held[f"{n}.values"], v, weight, inside)
   return found
 
 
 def _cells(
-  held: Float[Array, "2 L K cells"],
+  held: Float[Array, "3 L K cells"],
   x: Float[Array, "L K T D"],
   weight: Float[Array, "L K T D"],
+  inside: Bool[Array, "L K T D"],
 ) -> jax.Array:
-  """Weights and sums of scaled numbers, those in [-1, 1]."""
+  """Weights, sums and count of the scaled numbers that are `inside`."""
   cell = jnp.floor((x + 1) * (_CELLS / 2)).astype(jnp.int32)
-  weight = jnp.where(jnp.abs(x) <= 1, weight, 0)
+  weight = jnp.where(inside, weight, 0)
   cell = jnp.clip(cell, 0, _CELLS - 1)
 
   def add(
-    held: jax.Array, cell: jax.Array, x: jax.Array, weight: jax.Array
+    held: jax.Array,
+    cell: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    inside: jax.Array,
   ) -> jax.Array:
     flat = cell.reshape(-1)
     put = lambda y: jnp.zeros(_CELLS, jnp.float32).at[flat].add(y.reshape(-1))
-    return held + jnp.stack([put(weight), put(weight * x)])
+    count = put(inside.astype(jnp.float32))
+    return held + jnp.stack([put(weight), put(weight * x), count])
 
-  each = jax.vmap(jax.vmap(add, (1, 0, 0, 0), 1), (1, 0, 0, 0), 1)
-  return each(held, cell, x, weight)
+  each = jax.vmap(jax.vmap(add, (1, 0, 0, 0, 0), 1), (1, 0, 0, 0, 0), 1)
+  return each(held, cell, x, weight, inside)
 
 
 @dataclasses.dataclass(frozen=True)

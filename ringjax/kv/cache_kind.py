@@ -17,6 +17,7 @@ from ringjax.kv.codecs import (
   Allocated,
   CacheCodec,
   Calibrated,
+  Calibration,
   ChannelGroups,
   CodeBook,
   Codec,
@@ -313,6 +314,10 @@ class CacheKind:
     if self.codec is None:
       return self
     codec = self.codec.for_model(load)
+    if isinstance(codec, Calibrated) and isinstance(
+      codec.calibration, Calibration
+    ):
+      codec.calibration.check_first(self.first)
     # What a file says may be of keys before their rotation.
     unrotated = self.unrotated or codec.unrotated
     return dataclasses.replace(self, codec=codec, unrotated=unrotated)

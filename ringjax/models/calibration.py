@@ -47,14 +47,19 @@ def model_digest(model: Transformer) -> str:
 
 
 def make(
-  model: str, arrays: Mapping[str, np.ndarray], weights: str = WEIGHTS[0]
+  model: str,
+  arrays: Mapping[str, np.ndarray],
+  weights: str = WEIGHTS[0],
+  outliers: float | None = None,
+  first: int | None = None,
 ) -> Calibration:
   """A calibration of these arrays, for the model of a digest."""
   found = hashlib.sha256(model.encode())
   for name in sorted(arrays):
     array = np.ascontiguousarray(arrays[name], np.float32)
     found.update(f"{name} {array.shape}".encode() + array.tobytes())
-  return Calibration(model, found.hexdigest()[:16], dict(arrays), weights)
+  digest = found.hexdigest()[:16]
+  return Calibration(model, digest, dict(arrays), weights, outliers, first)
 
 
 def write_tensors(
@@ -106,6 +111,10 @@ def save_calibration(
     "digest": calibration.digest,
     "weights": calibration.weights,
   }
+  for name in ("outliers", "first"):
+    value = getattr(calibration, name)
+    if value is not None:
+      metadata[name] = f"{value}"
   write_tensors(path, calibration.arrays, metadata)
   return path
 
@@ -152,7 +161,18 @@ def load_calibration(
     file = file / FILE
   arrays, metadata = read_tensors(file)
   weights = metadata.get("weights", WEIGHTS[0])
-  found = make(metadata.get("model", ""), arrays, weights)
+  outliers, first = metadata.get("outliers"), metadata.get("first")
+  try:
+    share = None if outliers is None else float(outliers)
+    skipped = None if first is None else int(first)
+  except ValueError:
+    raise CheckpointFormatError(
+      f"{file}",
+      f"outliers={outliers}, first={first}",
+      "two numbers",
+      _REMEDY,
+    ) from None
+  found = make(metadata.get("model", ""), arrays, weights, share, skipped)
   bad = [name for name, x in arrays.items() if not np.isfinite(x).all()]
   if bad:
     raise CheckpointFormatError(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
 from ringjax.errors import CheckpointFormatError, OptionError, ShapeError
-from ringjax.infer.calibrate import PARTIAL, levels
-from ringjax.models.calibration import FILE, load_calibration
+from ringjax.infer.calibrate import PARTIAL, levels, normalize
+from ringjax.models import calibration as files
+from ringjax.models.calibration import FILE, load_calibration, save_calibration
+from ringjax.serve import Engine, Request
 from tests import checkpoints
 from tests.helpers import SMALL
 
@@ -63,6 +68,133 @@ def test_code_books_beat_integers_and_more_bits_are_better(model, found):
     assert rj.kv.CodeBook(bits=bits).width(16) < whole.width(16)
     codec = rj.kv.Codec(keys=whole, values=whole)
     assert error < moved(model, rj.kv.CacheKind(codec=codec))
+
+
+@pytest.fixture(scope="module")
+def sinks():
+  """A model in which token 1, and no other, has keys far from all others.
+
+  Its embedding is a number of its own, which only keys read; and what was
+  measured on texts that begin with it.
+  """
+  model = rj.models.create(CONFIG, seed=0)
+  _, state = nnx.split(model)
+
+  def plant(path, x):
+    name = jax.tree_util.keystr(path)
+    if "embed" in name:
+      x = x.at[:, 0].set(0)
+      return x.at[1].set(0).at[1, 0].set(10.0)
+    if "['k']" in name:
+      return x.at[:, 0].multiply(5)
+    if "['o']" in name or "['down']" in name:
+      return x.at[..., 0].set(0)
+    return x
+
+  nnx.update(model, jax.tree_util.tree_map_with_path(plant, state))
+  texts = ROWS.copy()
+  texts[:, 0] = 1
+  return model, rj.infer.calibrate(model, texts), texts
+
+
+def test_the_first_token_has_fine_codes_at_no_more_bytes(sinks):
+  """So that levels are better than integers and rotated codes at equal bits."""
+  model, made, _ = sinks
+  text = np.random.default_rng(7).integers(2, 64, (2, 64)).astype(np.int32)
+  text[:, 0] = 1
+
+  def far(kind):
+    cache = rj.kv.SimulatedCache.create(model, kind)
+    got, _ = model(text, cache=cache, attend=rj.models.CachedAttention())
+    return float(jnp.sqrt(jnp.mean(jnp.square(got - model(text)))))
+
+  unmeasured = dataclasses.replace(
+    made,
+    digest="without",
+    arrays={
+      name: x
+      for name, x in made.arrays.items()
+      if not name.endswith(("sink", "factor"))
+    },
+  )
+  kind = rj.kv.KINDS["nuq3"]
+  coded = far(kind.with_options({"calibration": made}))
+  exact = far(kind.with_options({"calibration": made, "first": 1}))
+  without = far(kind.with_options({"calibration": unmeasured}))
+  # The exact token has exact values, too.
+  assert coded < 1.6 * exact
+  assert without > 1.5 * coded
+  assert coded < min(far("hadamard3"), far("int4:bits=3"))
+  dims = model.kinds[0].key
+  assert rj.kv.CodeBook(bits=3).width(dims) == 3 * dims // 8 + 3
+
+
+@pytest.mark.long
+def test_an_engine_reads_the_sink_out_of_its_pages(sinks):
+  model, made, texts = sinks
+  kind = rj.kv.KINDS["nuq4"].with_options({"calibration": made})
+  prompts = [texts[0, :20], np.concatenate([texts[0, :18], texts[1, 3:9]])]
+  alone = [
+    rj.infer.generate(
+      model, [p], max_new_tokens=8, cache_kind=kind, prefill="chunked", chunk=64
+    )
+    for p in prompts
+  ]
+  engine = Engine(
+    model, rows=2, capacity=64, longest=40, page=16, piece=16, pieces=2,
+    cache_kind=kind,
+  )  # fmt: skip
+  handles = [
+    engine.submit(Request(prompt=p, max_new_tokens=8)) for p in prompts
+  ]
+  engine.run()
+  for handle, new in zip(handles, alone, strict=True):
+    np.testing.assert_array_equal(handle.result().tokens, new.tokens[0])
+
+
+def test_options_other_than_those_of_the_calibration_are_refused(model, found):
+  folder, made = found
+  for source in (made, str(folder)):
+    kind = lambda source=source, **options: model.cache_kind(
+      rj.kv.KINDS["nuq3"].with_options({"calibration": source} | options)
+    )
+    assert kind(first=1).first == 1
+    with pytest.raises(OptionError, match=r"outliers=0\.01"):
+      kind(**{"keys.outliers": 0.02})
+    with pytest.raises(OptionError, match=r"outliers=0\.01"):
+      kind(**{"values.outliers": 0})
+    with pytest.raises(OptionError, match="left out 1 token"):
+      kind(first=2)
+  with pytest.raises(OptionError, match="fitted to scales by channel"):
+    rj.kv.KINDS["nuq3"].with_options({"keys.by": "token"})
+
+
+def test_a_file_from_before_the_sink_is_read(model, found, tmp_path):
+  """It says neither outliers nor first, and no key is near its sink."""
+  arrays = {
+    name: x
+    for name, x in found[1].arrays.items()
+    if not name.endswith(("sink", "factor"))
+  }
+  old = files.make(found[1].model, arrays)
+  path = save_calibration(old, tmp_path)
+  again = load_calibration(path, model)
+  assert (again, again.first, again.outliers) == (old, None, None)
+  kind = rj.kv.KINDS["nuq3"].with_options({"calibration": str(tmp_path)})
+  assert moved(model, kind) > 0
+
+
+def test_normalized_levels_keep_mean_and_deviation():
+  draw = np.random.default_rng(0).normal(0.1, 0.25, 20_000).clip(-1, 1)
+  count, edges = np.histogram(draw, 1024, (-1, 1))
+  middle = (edges[1:] + edges[:-1]) / 2
+  cells = lambda x: np.float32(x)[None, None]
+  plain = levels(cells(count), cells(count * middle), 4)
+  wide = normalize(plain, cells(count))[0, 0]
+  code = np.abs(draw[:, None] - plain[0, 0]).argmin(1)
+  assert plain[0, 0][code].std() < 0.97 * draw.std()
+  assert wide[code].std() == pytest.approx(draw.std(), rel=3e-3)
+  assert wide[code].mean() == pytest.approx(draw.mean(), abs=1e-3)
 
 
 def test_scales_leave_the_outliers_out(model, found):

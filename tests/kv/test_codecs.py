@@ -60,7 +60,11 @@ def constants(codec, dim, heads=2):
   scaled = np.tile(levels / 3, (heads, 1))
   if codec.by == "token":
     return (scaled,)
-  return np.full((heads, dim), 3, np.float32), np.zeros((heads, dim)), scaled
+  scale, zero = np.full((heads, dim), 3, np.float32), np.zeros((heads, dim))
+  if not codec.sinks:
+    return scale, zero, scaled
+  sink, factor = np.full((heads, dim), 20.0), np.full((heads, 1), 0.1)
+  return scale, zero, sink, factor, scaled
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 20, 128])
@@ -100,6 +104,24 @@ def test_code_books(bits, most, by):
   # The number that is farthest out is exact, and costs others nothing.
   assert back[0, 0, 0, 5] == 1000.0
   assert np.sqrt(np.mean((back - x) ** 2)) < most
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_keys_near_the_sink_have_finer_codes(bits):
+  """Without outliers there is no place to say which keys are near it."""
+  codec, x = CodeBook(bits=bits), draw(2, 2, 40, 128)
+  given = constants(codec, 128)
+  x[:, :, ::3] = 20 + x[:, :, ::3] / 10
+  data = encode(codec, x, given)
+  off = np.asarray(decode(codec, data, 128, jnp.float32, given)) - x
+  rms = lambda x: np.sqrt(np.mean(np.square(x)))
+  near, others = rms(off[:, :, ::3]), rms(off[:, :, 1::3])
+  assert near < others / 6
+  bare = CodeBook(bits=bits, outliers=0)
+  given = constants(bare, 128)
+  data = encode(bare, x, given)
+  off = np.asarray(decode(bare, data, 128, jnp.float32, given)) - x
+  assert rms(off[:, :, ::3]) > 10
 
 
 @pytest.mark.parametrize("by", ["channel", "token"])

@@ -6,7 +6,7 @@ Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079, sections 3.1 to 3.4.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,16 +30,22 @@ class Calibration:
   Attributes:
     model: digest of the model that was measured.
     digest: of all that is in here; two of the same digest are equal.
-    arrays: by name, "N.keys.scale" and "N.keys.zero" [L, K, D], where N is the
-      number of the kind of layer, and "N.keys.levelsB", "N.values.levelsB"
-      [L, K, 2**B].
+    arrays: by name, "N.keys.scale", "N.keys.zero" and "N.keys.sink" [L, K, D],
+      where N is the number of the kind of layer, "N.keys.factor" [L, K, 1], and
+      "N.keys.levelsB", "N.values.levelsB" [L, K, 2**B]. Files that were written
+      before the sink was measured have none, and no key is near it.
     weights: by what errors were weighed, one of `WEIGHTS`.
+    outliers: part of a channel's numbers that its scale left out; None: of a
+      file that does not say it.
+    first: tokens at the beginning of each text that were left out, or None.
   """
 
   model: str
   digest: str
   arrays: dict[str, np.ndarray]
   weights: str = WEIGHTS[0]
+  outliers: float | None = None
+  first: int | None = None
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Calibration) and self.digest == other.digest
@@ -57,6 +63,7 @@ class Calibration:
     names = [f"{number}.{part}.levels{vectors.bits}"]
     if vectors.by == "channel":
       names = [f"{number}.{part}.scale", f"{number}.{part}.zero", *names]
+    sink = [f"{number}.{part}.sink", f"{number}.{part}.factor"]
     missing = [name for name in names if name not in self.arrays]
     if missing:
       raise OptionError(
@@ -65,7 +72,47 @@ class Calibration:
         "one of this model's layers",
         "calibrate this model with python -m launch.calibrate",
       )
-    return tuple(self.arrays[name] for name in names)
+    arrays = [self.arrays[name] for name in names]
+    if vectors.sinks:
+      zero = arrays[1]
+      absent = zero, np.ones_like(zero[..., :1])
+      arrays[2:2] = map(self.arrays.get, sink, absent)
+    return tuple(arrays)
+
+  def check(self, vectors: Sequence[CodeBook]) -> None:
+    """Refuses code books of other outliers than those of the scales.
+
+    Raises:
+      OptionError: such a code book.
+    """
+    for book in vectors:
+      if self.outliers is not None and book.outliers != self.outliers:
+        raise OptionError(
+          "outliers",
+          f"{book.outliers:g}, with a calibration of {self.outliers:g}",
+          "the same part, by which scales and levels were measured",
+          f"write outliers={self.outliers:g}, or calibrate with python -m "
+          f"launch.calibrate --outliers={book.outliers:g}",
+        )
+
+  def check_first(self, first: int) -> None:
+    """Refuses another number of first tokens than the one left out.
+
+    Raises:
+      OptionError: such a number.
+    """
+    if self.first is None or first == self.first:
+      return
+    if first == 0 and self.first <= 1:
+      # The codes have the sink.
+      return
+    raise OptionError(
+      "first",
+      f"{first}, with a calibration that left out {self.first} tokens",
+      f"first={self.first}" + ", or 0" * (self.first <= 1),
+      f"write first={self.first}, or calibrate with python -m "
+      f"launch.calibrate --first={first}",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,23 +128,40 @@ class Calibrated(Codec):
   unrotated: bool = True
   calibration: Calibration | str | None = None
 
+  def __post_init__(self) -> None:
+    for part, by in (("keys", "channel"), ("values", "token")):
+      book = getattr(self, part)
+      if book.by != by:
+        raise OptionError(
+          f"{part}.by",
+          repr(book.by),
+          f"{by!r}: the levels of {part} are fitted to scales by {by}",
+          f"leave {part}.by out",
+        )
+
+  def uncalibrated(self) -> OptionError:
+    """What says that the codec has no calibration that was read."""
+    return OptionError(
+      "calibration",
+      "none" if self.calibration is None else repr(self.calibration),
+      "the calibration of this model",
+      "name the folder, e.g. nuq3:calibration=DIR; to make one: python -m "
+      "launch.calibrate --model=DIR --text=FILE --out=DIR",
+    )
+
   def for_model(self, load: Callable[[Any], Any]) -> Calibrated:
     if self.calibration is None:
       return self
-    return dataclasses.replace(self, calibration=load(self.calibration))
+    found = load(self.calibration)
+    found.check((self.keys, self.values))
+    return dataclasses.replace(self, calibration=found)
 
   def constants(
     self, number: int, shape: LayerCacheSpec
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     found = self.calibration
     if not isinstance(found, Calibration):
-      raise OptionError(
-        "calibration",
-        "none" if found is None else repr(found),
-        "the calibration of this model",
-        "name the folder, e.g. nuq3:calibration=DIR; to make one: python -m "
-        "launch.calibrate --model=DIR --text=FILE --out=DIR",
-      )
+      raise self.uncalibrated()
     keys = found.part(number, "keys", self.keys)
     if not shape.value:
       return keys, ()
@@ -112,8 +176,9 @@ class Calibrated(Codec):
       lead = (shape.layers, shape.heads)
       levels = (*lead, 2**vectors.bits)
       channels = (*lead, dim)
-      return (
-        (channels, channels, levels) if vectors.by == "channel" else (levels,)
-      )
+      if vectors.by != "channel":
+        return (levels,)
+      sink = (channels, (*lead, 1)) if vectors.sinks else ()
+      return (channels, channels, *sink, levels)
 
     return one(self.keys, shape.key), one(self.values, shape.value)

@@ -3,7 +3,9 @@
 Guarantees: the numbers that are farthest out, a fixed number a vector, are
 kept as float16, and their codes are 0; others are the nearest level. Decoding
 needs the levels (and for keys the scale of each channel), which come from a
-calibration.
+calibration. A key that is closer to the sink than to the channels' zeros, as
+that of a text's first token is, has codes of what it has more than the sink,
+finer by the sink's factor: at no more bytes, wherever the key is stored.
 Memory: `bits` bits a number; an outlier takes three bytes (four in heads of
 more than 256 numbers), and a vector with a scale of its own four.
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys by channel, before
@@ -37,9 +39,10 @@ class CodeBook:
     bits: 2, 3 or 4.
     outliers: the part of a vector that is kept exactly, at least one number if
       it is above 0.
-    by: "channel": constants are (scale, zero, levels), [K, D] twice and
-      [K, 2**bits]; "token": a vector has a scale and a zero of its own, and
-      the constants are the levels alone.
+    by: "channel": constants are (scale, zero, sink, factor, levels), [K, D]
+      three times, [K, 1] and [K, 2**bits], or without outliers (scale, zero,
+      levels); "token": a vector has a scale and a zero of its own, and the
+      constants are the levels alone.
   """
 
   needs_constants: ClassVar[bool] = True
@@ -57,6 +60,14 @@ class CodeBook:
     """Numbers of a vector that are kept exactly."""
     return max(1, round(self.outliers * dim)) if self.outliers > 0 else 0
 
+  @property
+  def sinks(self) -> bool:
+    """Whether a vector says if it is coded by its distance from the sink.
+
+    The lowest bit of its first outlier says so.
+    """
+    return self.by == "channel" and self.outliers > 0
+
   def width(self, dim: int) -> int:
     own = 4 if self.by == "token" else 0
     index = np.dtype(_index_dtype(dim)).itemsize
@@ -68,8 +79,11 @@ class CodeBook:
   ) -> UInt8[Array, "B K T X"]:
     dim, x = x.shape[-1], x.astype(jnp.float32)
     count = self.sparse(dim)
+    near_sink = None
     if self.by == "channel":
       scale, zero = (_per_channel(c) for c in constants[:2])
+      if self.sinks:
+        near_sink, scale, zero = self._bases(x, constants)
       index = _farthest((x - zero) / scale, count)
       own = []
     else:
@@ -84,8 +98,38 @@ class CodeBook:
     if count:
       kept = jnp.take_along_axis(x, index, -1)
       index = index.astype(_index_dtype(dim))
-      parts += [code_bytes.to_bytes(index), code_bytes.half_bytes(kept)]
+      numbers = code_bytes.half_bytes(kept)
+      if near_sink is not None:
+        mark = jnp.zeros_like(numbers[..., :1]) + near_sink.astype(jnp.uint8)
+        low = (numbers[..., :1] & np.uint8(0xFE)) | mark
+        numbers = jnp.concatenate([low, numbers[..., 1:]], -1)
+      parts += [code_bytes.to_bytes(index), numbers]
     return jnp.concatenate(parts, -1)
+
+  def _bases(
+    self, x: Float[Array, "B K T D"], constants: Sequence[Any]
+  ) -> tuple[Bool[Array, "B K T 1"], jax.Array, jax.Array]:
+    """Whether vectors are coded from the sink; the scale and zero of each.
+
+    The choice is that of less squared error, in scales of the channels.
+    """
+    scale, zero, sink, factor = (_per_channel(c) for c in constants[:4])
+    count = self.sparse(x.shape[-1])
+
+    def error(zero: jax.Array, factor: jax.Array | float) -> jax.Array:
+      y = (x - zero) / (scale * factor)
+      off = y - lookup(nearest(y, constants[-1]), constants[-1])
+      off = jnp.where(marked(_farthest(y, count), x.shape[-1]), 0, off)
+      return jnp.sum(jnp.square(off * factor), -1, keepdims=True)
+
+    # In 8 bits: last bits depend on the program.
+    less = lambda x: lax.reduce_precision(x, 8, 7)
+    near = less(error(sink, factor)) < less(error(zero, 1.0))
+    return (
+      near,
+      scale * jnp.where(near, factor, 1),
+      jnp.where(near, sink, zero),
+    )
 
   def by_token(
     self, x: Float[Array, "*batch D"]
@@ -110,6 +154,12 @@ class CodeBook:
     start = code_bytes.packed_bytes(dim, self.bits)
     if self.by == "channel":
       scale, zero = (_per_channel(c) for c in constants[:2])
+      if self.sinks:
+        place = start + self.sparse(dim) * np.dtype(_index_dtype(dim)).itemsize
+        near = (data[..., place : place + 1] & np.uint8(1)) != 0
+        sink, factor = (_per_channel(c) for c in constants[2:4])
+        scale = scale * jnp.where(near, factor, 1)
+        zero = jnp.where(near, sink, zero)
     else:
       scale, zero = jnp.split(code_bytes.halves(data, start, 2), 2, -1)
       start += 4
@@ -135,6 +185,7 @@ class CodeBook:
       by_constants=True,
       by_channel=channels,
       outliers=self.sparse(dim),
+      sinks=self.sinks,
     )
 
 
@@ -143,7 +194,7 @@ def _index_dtype(dim: int) -> type:
 
 
 def _per_channel(x: jax.Array | np.ndarray) -> jax.Array:
-  """[K, D] in a shape that goes with [B, K, T, D]."""
+  """[K, D] or [K, 1] in a shape that goes with [B, K, T, D]."""
   return jnp.asarray(x, jnp.float32)[None, :, None]
 
 

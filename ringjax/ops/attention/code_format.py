@@ -147,6 +147,9 @@ class CodeFormat:
       [dim] each.
     outliers: numbers kept exactly, whose codes are 0: behind the scales their
       places (a byte, or two above 256 numbers), then the numbers as float16.
+    sinks: whether the lowest bit of the first of these says that the scale of
+      channels is times a factor and that the zero is the sink, which are
+      constants behind the zero: [1] and [dim].
   """
 
   dim: int
@@ -157,6 +160,7 @@ class CodeFormat:
   by_constants: bool = False
   by_channel: bool = False
   outliers: int = 0
+  sinks: bool = False
 
   @property
   def parts(self) -> tuple[CodePart, ...]:

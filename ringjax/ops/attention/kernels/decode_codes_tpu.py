@@ -402,12 +402,15 @@ class _OfChannels(NamedTuple):
   Fields:
     frequencies: of cosines and sines, int32 [2, count, 128], see
       `RotatedRows.frequencies`; None where no key turns.
-    zeros: [B, K N, 2 count], queries times zeros, which they multiply; or None.
+    zeros: [B, K, N, 2 count], queries times zeros, which they multiply; of
+      codes with a sink [B, K, 2 N, 2 count], behind these times the sink; or
+      None.
     queries: [B, K, 2, N, lanes], what an outlier's cosine and sine multiply;
       None where there are none.
     channels: int32 [K / heads, 3, heads, lanes], of each number of a head the
-      bits of what a code 0 stands for, and of the fields of its frequency; or
-      None.
+      bits of what a code 0 stands for, and of the fields of its frequency; of
+      codes with a sink [K / heads, 5, heads, lanes], behind these what a code 0
+      stands for near it, and the factor; or None.
   """
 
   frequencies: Any = None
@@ -422,8 +425,8 @@ class _OfChannels(NamedTuple):
       found += [
         pl.BlockSpec(self.frequencies.shape, lambda *_: (0, 0, 0)),
         pl.BlockSpec(
-          (1, heads * rows, self.zeros.shape[2]),
-          lambda bi, ki, *_: (bi, ki, 0),
+          (1, heads, *self.zeros.shape[2:]),
+          lambda bi, ki, *_: (bi, ki, 0, 0),
         ),
       ]
     if self.queries is not None:
@@ -446,19 +449,29 @@ def _by_channel(
   constants: PyTree,
   rows: QueryRows,
   heads: int,
-) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N 1"], _OfChannels]:
-  """Queries as `_queries` has them, and what else is of channels."""
-  scale, zero, levels = (jnp.asarray(x, jnp.float32) for x in constants)
+) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N _"], _OfChannels]:
+  """Queries as `_queries` has them, and what else is of channels.
+
+  Of codes with a sink the sums are [B, K, N, 2]: of zeros and of the sink.
+  """
+  scale, zero, *of_sink, levels = (
+    jnp.asarray(x, jnp.float32) for x in constants
+  )
   held = _rotated_rows(form, rotation)
-  found = held.queries(q, rotation, scale, zero)
   # Copies are of groups, of which there is one: the others are zeros.
-  found = type(found)(*(pad_axis(x, 2, rows.total) for x in found))
+  fill = lambda found: type(found)(*(pad_axis(x, 2, rows.total) for x in found))
+  found = fill(held.queries(q, rotation, scale, zero))
+  if form.sinks:
+    near = fill(held.queries(q, rotation, scale, of_sink[0]))
+    found = found._replace(
+      zeros=jnp.concatenate([found.zeros, near.zeros], 2),
+      rest=jnp.concatenate([found.rest, near.rest], 3),
+    )
   frequencies = zeros = queries = channels = None
   if held.turns.count:
     assert rotation is not None
     frequencies = held.frequencies(rotation)
-    _, kv, many, wide = found.zeros.shape
-    zeros = found.zeros.reshape(-1, kv * many, wide)
+    zeros = found.zeros
   if form.outliers:
     lanes = tile_ops.lanes(form.dim)
     both = jnp.stack([found.straight, found.crossed], 2)
@@ -467,8 +480,14 @@ def _by_channel(
     level = rotated_codes.as_words(levels[:, :1] * scale + zero)
     turn = (units, rotated_codes.as_words(rest))
     turn = (jnp.broadcast_to(x[None], zero.shape) for x in turn)
-    each = jnp.stack([level, *turn], 1)
-    each = each.reshape(-1, heads, 3, form.dim)
+    parts = [level, *turn]
+    if form.sinks:
+      sink, factor = of_sink
+      factor = jnp.broadcast_to(factor, sink.shape)
+      near_level = levels[:, :1] * scale * factor + sink
+      parts += [rotated_codes.as_words(x) for x in (near_level, factor)]
+    each = jnp.stack(parts, 1)
+    each = each.reshape(-1, heads, len(parts), form.dim)
     channels = pad_axis(jnp.swapaxes(each, 1, 2), 3, lanes)
   return (
     found.rows,
@@ -608,11 +627,13 @@ class Scales(NamedTuple):
     zero: the same, or None.
     outliers: for each of them its place, int32 [heads, keys], and the number,
       float32, with zero and scale taken away; of channels see `of`.
+    near: whether a vector is coded from the sink, bool [heads, keys]; or None.
   """
 
   scale: Float[Array, "_ keys"] | None
   zero: jax.Array | None
   outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
+  near: jax.Array | None = None
 
   @classmethod
   def of(
@@ -621,12 +642,14 @@ class Scales(NamedTuple):
     form: CodeFormat,
     heads: int,
     channels: Float[Array, "R C"] | None = None,
+    near_channels: Float[Array, "R C"] | None = None,
   ) -> Scales:
     """From the float16 numbers behind the codes.
 
     Those of all heads are made at once: a row alone would fill a register.
     `channels`: what codes 0 stand for [heads, lanes], of a form whose scales
     are those of channels: its outliers are what they have more.
+    `near_channels`: the same of codes near the sink.
     """
     first = form.codes // _WORD
 
@@ -663,7 +686,7 @@ class Scales(NamedTuple):
     if scale is not None:
       # A vector of equal numbers but for the outliers has a scale of 0.
       scale = jnp.maximum(scale, np.float32(_TINY))
-    outliers = []
+    outliers, near = [], None
     for n in range(count):
       start = 2 * form.groups * form.halves
       first_byte = start + count + 2 * n
@@ -671,12 +694,17 @@ class Scales(NamedTuple):
       number, place = _float(bits, True), byte(start + n)
       if form.by_channel:
         assert channels is not None
-        outliers.append((place, number - _by_place(channels, place)))
+        level = _by_place(channels, place)
+        if form.sinks:
+          assert near_channels is not None
+          near = bits & 1 != 0 if near is None else near
+          level = jnp.where(near, _by_place(near_channels, place), level)
+        outliers.append((place, number - level))
         continue
       assert scale is not None
       number = number if zero is None else number - zero
       outliers.append((place, number / scale))
-    return cls(scale, zero, tuple(outliers))
+    return cls(scale, zero, tuple(outliers), near)
 
   def cleaned(self) -> tuple[Scales, jax.Array]:
     """With 0 for what is no number; NaN for such, else 0, as `scale`."""
@@ -1092,12 +1120,18 @@ def _kernel(
     if slope_ref is not None:
       far = distance(row_at.pos, columns.pos)
     k_words, v_words = (ref.bitcast(jnp.int32) for ref in (k_ref, v_ref))
+    number = lambda n: rotated_codes.as_numbers(channels[0, n])
     k_scales = Scales.of(
       k_words,
       of_k,
       heads,
-      None if channels is None else rotated_codes.as_numbers(channels[0, 0]),
+      None if channels is None else number(0),
+      number(3) if of_k.sinks else None,
     )
+    near: Any = k_scales.near
+    factors: Any = None
+    if of_k.sinks:
+      factors = jnp.where(near, number(4)[:, :1], np.float32(1))
     v_scales = k_scales if shared else Scales.of(v_words, of_v, heads)
     odd: Any = None
     if masked:
@@ -1115,7 +1149,8 @@ def _kernel(
     if frequencies is not None:
       for lanes in pieces:
         rotated_codes.fill(tables, frequencies[...], columns.pos, lanes, dtype)
-      turned = tile_ops.dot(zeros[0], tables[...].astype(dtype), tile_ops.NN)
+      of_zeros = zeros[0].reshape(-1, zeros.shape[3])
+      turned = tile_ops.dot(of_zeros, tables[...].astype(dtype), tile_ops.NN)
     # Of outliers their places and what multiplies queries there.
     beyond = []
     if channels is not None:
@@ -1135,9 +1170,18 @@ def _kernel(
       """What scales of channels add to the products of a head's queries."""
       assert turns is not None
       if turned is not None:
-        yield turned[head * rows.total : (head + 1) * rows.total]
+        many = turned.shape[0] // heads
+        own = turned[head * many : (head + 1) * many]
+        if of_k.sinks:
+          here = _rows_of(near.astype(jnp.int32), head, rows.total) != 0
+          own = jnp.where(here, own[rows.total :], own[: rows.total])
+        yield own
       if None in turns.slots:
-        yield sums_ref[0, head]
+        own = sums_ref[0, head]
+        if of_k.sinks:
+          here = _rows_of(near.astype(jnp.int32), head, rows.total) != 0
+          own = jnp.where(here, own[:, 1:], own[:, :1])
+        yield own
       for place, n, x in beyond:
         where = _rows_of(place, head, rows.total)
         yield _by_place(outlying[0, head, n], where) * x[head : head + 1]
@@ -1159,6 +1203,8 @@ def _kernel(
         assert k_scales.scale is not None
         dot = dot * own(k_scales.scale)
       else:
+        if of_k.sinks:
+          dot = dot * factors[head : head + 1]
         dot = functools.reduce(jnp.add, added(head), dot)
       if k_zero is not None:
         dot = dot + sums_ref[0, head] * own(k_zero)

@@ -17,6 +17,9 @@ what it has more than a code 0 would have, e at the place d, whose products with
 the queries are added:
 
   e cos(p f) q[d] + e sin(p f) r[d]
+
+Of a vector that is coded from the sink the first line is times the factor, and
+the second is of the sink in place of zero.
 """
 
 from __future__ import annotations

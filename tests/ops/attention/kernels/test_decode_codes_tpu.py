@@ -60,14 +60,18 @@ QUICK = (0, 1, 5, 9)
 
 
 def constants(codec, seed, dim=H):
-  """Each head's levels, all others; scales and zeros of channels first."""
+  """Each head's levels, all others; those of channels and the sink first."""
   if not isinstance(codec, CodeBook):
     return ()
   r = np.random.default_rng(seed)
   levels = np.sort(r.normal(size=(K, 2**codec.bits)), 1) / 2
   found = [levels]
   if codec.by == "channel":
-    found = [r.uniform(0.2, 2, (K, dim)), r.normal(size=(K, dim)), levels]
+    scale, zero = r.uniform(0.2, 2, (K, dim)), r.normal(size=(K, dim))
+    found = [scale, zero, levels]
+    if codec.sinks:
+      sink = zero + scale * 4 * r.choice((-1, 1), (K, dim))
+      found[2:2] = [sink, r.uniform(0.1, 0.5, (K, 1))]
   return tuple(jnp.asarray(x, jnp.float32) for x in found)
 
 
@@ -87,7 +91,11 @@ def call(of_k, of_v=None, *, dtype=jnp.float32, slots=300, queries=2, mask=None,
     given = constants(codec, seed, dim)
     if len(given) > 1:
       scale, zero = (np.asarray(c)[:, None] for c in given[:2])
-      x = x * scale + zero
+      far = x * scale + zero
+      if of_k.sinks:
+        sink, factor = (np.asarray(c)[:, None] for c in given[2:4])
+        far[:, :, :, ::7] = (x * scale * factor + sink)[:, :, :, ::7]
+      x = far
     if spoil is not None:
       x = np.where(spoil(pos, seg)[None, :, None, :, None], np.nan, x)
     codes = jnp.stack([encode(codec, one.astype(dtype), given) for one in x])
