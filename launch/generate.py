@@ -49,13 +49,14 @@ from launch import common, console, machines, prompts, tensor_ranks
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax import option_text
-from ringjax.checks import positive_int
+from ringjax.checks import one_of, positive_int
 from ringjax.data import LinkTokens, Tokenizer, fingerprint
 from ringjax.data.link_tokens import LINKS
 from ringjax.errors import OptionError
 from ringjax.infer import METHODS, Sample, Stop, contexts, speculate
 from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.infer.stopping import Watch
+from ringjax.infer.two_processors import TwoProcessorReading
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
@@ -69,6 +70,7 @@ from ringjax.parallel import memory
 from ringjax.plan.choice import KEEPS
 from ringjax.plan.offload_costs import OffloadPolicy
 from ringjax.plan.offload_tiers import TIERS
+from ringjax.plan.subgraphs import RULES
 
 NAME = "generate"
 _NEW_TOKENS = 256
@@ -76,10 +78,29 @@ _NEW_TOKENS = 256
 _DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 # Of a folder that keeps contexts.
 _STORE_BYTES = 1 << 40
-# Options of `rj.infer.integer_model`.
 # Of the host's free memory, what keys may have.
 _OF_HOST = 0.9
+# Tokens of a chunk where two devices read.
+_CHUNK = 256
+# Options of `rj.infer.integer_model`, and of how two devices read with it.
 _INTEGER = ("shadow", "prune", "scales")
+_READING = ("devices", "rule")
+# What has no effect, or none that is right, where two devices read.
+_NOT_ON_TWO = (
+  "mesh",
+  "prefill",
+  "profile",
+  "keep",
+  "wire",
+  "cache",
+  "contexts",
+  "speculate",
+  "placement",
+  "memory",
+  "cache_placement",
+  "disk",
+  "policy",
+)
 # Options of `rj.models.sparse_model`.
 _FLASH = ("window", "memory", "threshold", "predictors", "threads")
 _MEMORY = (
@@ -183,7 +204,9 @@ def define(values: flags.FlagValues) -> None:
     None,
     "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
     "this folder (launch.calibrate --ranges): DIR or "
-    "DIR:shadow=16,prune=0.85,scales=tensor.",
+    "DIR:shadow=16,prune=0.85,scales=tensor. With devices=2 the first device "
+    "multiplies integers of a chunk (--chunk) while the second one attends "
+    f"with another; rule={'|'.join(RULES)} chooses what runs next.",
   )
   new.path(
     "flash",
@@ -288,6 +311,7 @@ class _Work:
     # Arguments of `generate` about contexts.
     self._contexts: dict[str, Any] = {}
     self._drafter: speculate.Drafter | None = None
+    self._chunk = _CHUNK
     # Stays empty in all processes but the first.
     self._prompt = prompts.Prompt(document="", question="", source="")
 
@@ -296,9 +320,12 @@ class _Work:
     values = self._values
     self._screen.quiet = jax.process_index() > 0
     self.group.meet()
-    mesh = common.mesh(values.mesh)
+    on_two = _reading(values)
+    mesh = common.mesh("seq:1" if on_two else values.mesh)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     count, kind = mesh.devices.size, mesh.devices.flat[0].device_kind
+    if on_two:
+      count = len(on_two["devices"])
     where = _where(count, kind, mesh.shape, jax.process_count())
     self._screen.say(f"devices: {where}")
     if not prompts.made_up(values):
@@ -323,7 +350,32 @@ class _Work:
       strings = ("\n",)
     eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
     watch = Stop(ids=eos, strings=strings).watch(tokenizer)
-    return about | self._answer(model, mesh, ids, eos, watch)
+    two = None
+    if on_two:
+      two = self._read_on_two(model, ids[:-1], on_two)
+    done = about | self._answer(model, mesh, ids, eos, watch, two)
+    return done if two is None else done | self._of_two(two, done)
+
+  def _read_on_two(
+    self, model: Transformer, ids: np.ndarray, options: Mapping[str, Any]
+  ) -> TwoProcessorReading:
+    """Reads all of a prompt but its last token, a device for each half."""
+    if not ids.size:
+      raise OptionError(
+        "--integer",
+        "devices=2 for a prompt of one token",
+        "two tokens or more",
+        "leave devices= out",
+      )
+    chunk = self._values.chunk
+    chunk = min(_CHUNK, ids.size) if chunk is None else chunk
+    positive_int("--chunk", chunk)
+    self._chunk = chunk
+    capacity = -(-ids.size // chunk) * chunk + 1 + self._count()
+    self._begin(f"reading {ids.size:,} tokens on two devices", "reading")
+    return rj.infer.read_on_two(
+      model, ids[None], chunk=chunk, capacity=capacity, **options
+    )
 
   def _given(self) -> np.ndarray:
     """Reads the prompt of the flags: its number of characters, int32 [1]."""
@@ -361,7 +413,7 @@ class _Work:
       )
     model = rj.models.load(
       folder,
-      mesh=mesh,
+      mesh=None if _reading(values) else mesh,
       dtype=values.dtype,
       placement=self._placement() if policy is None else policy["placement"],
       memory=values.memory,
@@ -498,9 +550,23 @@ class _Work:
     ids: np.ndarray,
     eos: tuple[int, ...],
     watch: Watch,
+    two: TwoProcessorReading | None,
   ) -> dict[str, Any]:
     values, screen = self._values, self._screen
-    count = self._count()
+    count, whole = self._count(), len(ids)
+    if two is None:
+      how = {
+        **self._where(mesh),
+        **self._offload(model, mesh, whole + count),
+        "prefill": values.prefill,
+        "chunk": values.chunk,
+        "machine": machines.machine(values),
+        "keep": values.keep,
+        "wire": values.wire,
+      }
+    else:
+      # All but the last token is in the cache.
+      how, ids = {"cache": two.session}, ids[-1:]
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
@@ -527,14 +593,8 @@ class _Work:
         [ids],
         max_new_tokens=count,
         sampler=_sampler(values),
-        prefill=values.prefill,
-        chunk=values.chunk,
-        machine=machines.machine(values),
-        keep=values.keep,
-        wire=values.wire,
         speculate=self._drafter,
-        **self._where(mesh),
-        **self._offload(model, mesh, len(ids) + count),
+        **how,
         stop=eos,
         stream=stream,
         progress=progress,
@@ -552,7 +612,7 @@ class _Work:
       "answer": self._written,
       "tokens": new,
       "stopped": stopped,
-      "prompt_tokens": len(ids),
+      "prompt_tokens": whole,
       "source": self._prompt.source,
       "depth": self._prompt.depth,
       "passkey": passkey,
@@ -576,6 +636,25 @@ class _Work:
       "speculation": _of_drafts(report.speculation),
       "placement": _of_placement(model),
       "neurons": _of_neurons(model),
+      "two_devices": None,
+    }
+
+  def _of_two(
+    self, two: TwoProcessorReading, done: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """What differs in the figures where two devices read the prompt."""
+    return {
+      "devices": 2,
+      "prefill": "two devices",
+      "prefill_why": "--integer with devices=2",
+      "chunk": self._chunk,
+      "prefill_s": two.seconds,
+      "first_token_s": done["first_token_s"] + two.seconds,
+      "two_devices": {
+        "waiting": two.waiting,
+        "step_s": two.step_seconds,
+        "simulated_s": {k: x.seconds for k, x in two.simulated().items()},
+      },
     }
 
   def _where(self, mesh: Any) -> dict[str, Any]:
@@ -706,6 +785,16 @@ def summary(done: dict[str, Any]) -> list[str]:
       f"{did['computed']:,} computed beside the question, "
       f"{console.nbytes(did['nbytes'])} to the devices"
     )
+  if done["two_devices"] is not None:
+    did = done["two_devices"]
+    ms = lambda x: f"{1e3 * x:,.1f} ms"
+    lines["two devices"] = (
+      f"read in {done['prefill_s']:.2f} s with compiling, in which the first "
+      f"one waited {did['waiting']:.0%}; a part takes "
+      + ", ".join(f"{k} {ms(x)}" for k, x in did["step_s"].items())
+      + "; by these times "
+      + ", ".join(f"{k} {x:.2f} s" for k, x in did["simulated_s"].items())
+    )
   if done["speculation"] is not None:
     did = done["speculation"]
     lines["drafts"] = (
@@ -806,12 +895,63 @@ def _where(
 
 def _integer(model: Transformer, text: str) -> Transformer:
   """The model with products of integers that --integer asks for."""
+  folder, options = _integer_options(text)
+  made = {key: x for key, x in options.items() if key in _INTEGER}
+  return rj.infer.integer_model(model, folder, **made)
+
+
+def _integer_options(text: str) -> tuple[str, dict[str, Any]]:
+  """The folder of --integer, and its options."""
   folder, colon, rest = text.partition(":")
   said = option_text.pairs(
-    rest if colon else None, _INTEGER, "--integer", folder
+    rest if colon else None, (*_INTEGER, *_READING), "--integer", folder
   )
-  options = {key: option_text.value(one) for key, one in said.items()}
-  return rj.infer.integer_model(model, folder, **options)
+  return folder, {key: option_text.value(one) for key, one in said.items()}
+
+
+def _reading(values: flags.FlagValues) -> dict[str, Any]:
+  """`devices` and `rule` of `read_on_two`, or nothing where one device reads.
+
+  Raises:
+    OptionError: fewer devices, or flags that do not go together with it.
+  """
+  asked = _two_asked(values)
+  if not asked:
+    return {}
+  devices = jax.devices()
+  if len(devices) < 2:
+    raise OptionError(
+      "--integer",
+      f"devices=2 with {len(devices)} device",
+      "two devices",
+      "pass --devices=2 on CPUs, or leave devices= out",
+    )
+  return asked | {"devices": tuple(devices[:2])}
+
+
+def _two_asked(values: flags.FlagValues) -> dict[str, Any]:
+  """What --integer says of two devices; nothing where one device reads."""
+  if values.integer is None:
+    return {}
+  _, options = _integer_options(values.integer)
+  asked = {key: x for key, x in options.items() if key in _READING}
+  count = asked.pop("devices", 1)
+  if count not in (1, 2) or isinstance(count, bool):
+    raise OptionError(
+      "--integer", f"devices={count}", "1 or 2", "leave it out, or pass 2"
+    )
+  if asked and count == 1:
+    raise prompts.clash("--integer with rule= and without devices=2", "both")
+  if "rule" in asked:
+    one_of("--integer: rule", asked["rule"], RULES)
+  if count == 1:
+    return {}
+  for name in _NOT_ON_TWO:
+    if values[name].present:
+      raise prompts.clash(f"--{name} and --integer with devices=2", "one")
+  if (values.num_processes or 1) > 1:
+    raise prompts.clash("--num_processes and devices=2", "one process")
+  return {"rule": asked.get("rule", RULES[0])}
 
 
 def _flash(
@@ -885,6 +1025,8 @@ def _check(values: flags.FlagValues) -> None:
     raise OptionError(
       "--model", "an empty value", "a model directory", "pass its path"
     )
+  if _two_asked(values) and values.weights is not None:
+    raise prompts.clash("--integer with --weights", "one of them")
   made_up, costs = prompts.made_up(values), values.profile is not None
   unchatty = values.raw or values.chat is False
   for refused, got, want in (
