@@ -123,7 +123,9 @@ def _answer(
   count, rows, group, starts = values.max_new_tokens, values.rows, None, None
   if values.every is not None:
     group = group_rows(rows, count, values.every)
-    starts = LoadControl(TokenLimit.level(rows, count, values.every))
+    starts = LoadControl(
+      TokenLimit.level(rows, count, values.every, prompt=max(map(len, ids)))
+    )
   found = rj.infer.generate_beside(
     model,
     ids,

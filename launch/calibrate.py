@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -71,7 +71,7 @@ def define(values: flags.FlagValues) -> None:
   )
   new.path("text", None, "File or folder of text; default: Python's sources.")
   new.path("out", None, "Folder for the calibration; default: the model's.")
-  new.whole("rows", 16, "Texts that are measured.")
+  new.whole("rows", 16, "Texts that are measured, or as many as there are.")
   new.whole("length", 2048, "Tokens of each.", 16)
   new.number("outliers", 0.01, "Part of a channel beyond its scale.", 0)
   new.whole("first", 1, "Tokens at the beginning of a text to leave out.", 0)
@@ -193,7 +193,7 @@ def _calibrate(
     folder, mesh=mesh, dtype=values.dtype, strict=values.strict
   )
   tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
-  rows = _rows(tokenizer, found, values.rows, values.length)
+  rows = _rows(tokenizer, found, values.rows, values.length, screen.say)
   if values.bits is not None:
     return _allocate(values, screen, model, rows, out)
   if values.ranges:
@@ -354,20 +354,41 @@ def _texts(path: str | None) -> list[str]:
 
 
 def _rows(
-  tokenizer: Tokenizer, found: Sequence[str], rows: int, length: int
+  tokenizer: Tokenizer,
+  found: Sequence[str],
+  rows: int,
+  length: int,
+  say: Callable[[str], Any],
 ) -> np.ndarray:
-  """int32 [rows, length]: texts one behind another, cut into rows."""
+  """int32 [N, length]: texts one behind another, cut into rows.
+
+  Args:
+    tokenizer: of the model.
+    found: the texts.
+    rows: how many at most; fewer where the texts end before.
+    length: tokens of each.
+    say: told where there are fewer than `rows`.
+  """
   ids: list[int] = []
   for text in found:
     ids.extend(tokenizer.encode(text))
     if len(ids) >= rows * length:
-      return np.asarray(ids[: rows * length], np.int32).reshape(rows, length)
-  raise PromptError(
-    "--text",
-    f"{len(ids):,} tokens",
-    f"{rows * length:,}, for {rows} texts of {length}",
-    "pass more text, or fewer --rows or a smaller --length",
-  )
+      break
+  whole = min(rows, len(ids) // length)
+  if not whole:
+    raise PromptError(
+      "--text",
+      f"{len(ids):,} tokens",
+      f"{length:,} or more, for a text of --length",
+      "pass more text, or a smaller --length",
+    )
+  if whole < rows:
+    say(
+      f"note: the text has {len(ids):,} tokens: {whole} of {rows} rows of "
+      f"{length:,}, {len(ids) - whole * length:,} tokens left out; what few "
+      "tokens do not show is not in the calibration"
+    )
+  return np.asarray(ids[: whole * length], np.int32).reshape(whole, length)
 
 
 # ---------------------------------------------------------------------------

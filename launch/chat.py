@@ -28,7 +28,14 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import common, console, machines, model_flags, prompts
+from launch import (
+  common,
+  console,
+  integer_flags,
+  machines,
+  model_flags,
+  prompts,
+)
 from launch.conversation import Conversation, Interrupted, Turn
 from launch.flag_helpers import FlagHelper
 from ringjax import fetched_models
@@ -87,10 +94,9 @@ def run(
   chat = _Chat(values, stdin, stdout, screen)
   try:
     model_flags.check(values)
-    if values.mesh is None and values.devices is None:
-      # Virtual devices of a CPU make nothing faster.
-      values["devices"].value = 1
-    common.start(values)
+    if integer_flags.two_asked(values):
+      raise prompts.clash("--integer with devices=2 in a chat", "one device")
+    common.start(values, single=True)
     if jax.process_count() > 1:
       raise OptionError(
         "processes", jax.process_count(), "one, which has all devices",

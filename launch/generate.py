@@ -48,6 +48,7 @@ import ringjax as rj
 from launch import (
   common,
   console,
+  integer_flags,
   machines,
   model_flags,
   prompts,
@@ -55,10 +56,12 @@ from launch import (
 )
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
+from ringjax.checks import positive_int
 from ringjax.data import LinkTokens, Tokenizer
 from ringjax.data.link_tokens import LINKS
 from ringjax.infer import Sample, Stop, contexts, speculate
 from ringjax.infer.stopping import Watch
+from ringjax.infer.two_processors import TwoProcessorReading
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
@@ -73,6 +76,8 @@ NAME = "generate"
 _NEW_TOKENS = 256
 # Of a folder that keeps contexts.
 _STORE_BYTES = 1 << 40
+# Tokens of a chunk where two devices read.
+_CHUNK = 256
 _MEMORY = (
   "shard the sequence over more devices (--mesh=seq:N), or read less at a "
   "time (--prefill=chunked --chunk=1024)"
@@ -194,6 +199,7 @@ class _Work:
     # Arguments of `generate` about contexts.
     self._contexts: dict[str, Any] = {}
     self._drafter: speculate.Drafter | None = None
+    self._chunk = _CHUNK
     # Stays empty in all processes but the first.
     self._prompt = prompts.Prompt(document="", question="", source="")
 
@@ -202,9 +208,12 @@ class _Work:
     values = self._values
     self._screen.quiet = jax.process_index() > 0
     self.group.meet()
-    mesh = common.mesh(values.mesh)
+    on_two = integer_flags.reading(values)
+    mesh = common.mesh("seq:1" if on_two else values.mesh)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     count, kind = mesh.devices.size, mesh.devices.flat[0].device_kind
+    if on_two:
+      count = len(on_two["devices"])
     where = _where(count, kind, mesh.shape, jax.process_count())
     self._screen.say(f"devices: {where}")
     if not prompts.made_up(values):
@@ -229,7 +238,32 @@ class _Work:
       strings = ("\n",)
     eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
     watch = Stop(ids=eos, strings=strings).watch(tokenizer)
-    return about | self._answer(model, mesh, ids, eos, watch)
+    two = None
+    if on_two:
+      two = self._read_on_two(model, ids[:-1], on_two)
+    done = about | self._answer(model, mesh, ids, eos, watch, two)
+    return done if two is None else done | self._of_two(two, done)
+
+  def _read_on_two(
+    self, model: Transformer, ids: np.ndarray, options: Mapping[str, Any]
+  ) -> TwoProcessorReading:
+    """Reads all of a prompt but its last token, a device for each half."""
+    if not ids.size:
+      raise OptionError(
+        "--integer",
+        "devices=2 for a prompt of one token",
+        "two tokens or more",
+        "leave devices= out",
+      )
+    chunk = self._values.chunk
+    chunk = min(_CHUNK, ids.size) if chunk is None else chunk
+    positive_int("--chunk", chunk)
+    self._chunk = chunk
+    capacity = -(-ids.size // chunk) * chunk + 1 + self._count()
+    self._begin(f"reading {ids.size:,} tokens on two devices", "reading")
+    return rj.infer.read_on_two(
+      model, ids[None], chunk=chunk, capacity=capacity, **options
+    )
 
   def _given(self) -> np.ndarray:
     """Reads the prompt of the flags: its number of characters, int32 [1]."""
@@ -264,7 +298,7 @@ class _Work:
     model = model_flags.load(
       values,
       folder,
-      mesh,
+      None if integer_flags.reading(values) else mesh,
       self._screen.say,
       policy=None if policy is None else policy["placement"],
       beside=None if tokens is None else self._beside(tokens),
@@ -384,9 +418,23 @@ class _Work:
     ids: np.ndarray,
     eos: tuple[int, ...],
     watch: Watch,
+    two: TwoProcessorReading | None,
   ) -> dict[str, Any]:
     values, screen = self._values, self._screen
-    count = self._count()
+    count, whole = self._count(), len(ids)
+    if two is None:
+      how = {
+        **self._where(mesh),
+        **self._offload(model, mesh, whole + count),
+        "prefill": values.prefill,
+        "chunk": values.chunk,
+        "machine": machines.machine(values),
+        "keep": values.keep,
+        "wire": values.wire,
+      }
+    else:
+      # All but the last token is in the cache.
+      how, ids = {"cache": two.session}, ids[-1:]
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
@@ -413,14 +461,8 @@ class _Work:
         [ids],
         max_new_tokens=count,
         sampler=model_flags.sampler(values),
-        prefill=values.prefill,
-        chunk=values.chunk,
-        machine=machines.machine(values),
-        keep=values.keep,
-        wire=values.wire,
         speculate=self._drafter,
-        **self._where(mesh),
-        **self._offload(model, mesh, len(ids) + count),
+        **how,
         stop=eos,
         stream=stream,
         progress=progress,
@@ -439,7 +481,7 @@ class _Work:
       "answer": self._written,
       "tokens": new,
       "stopped": stopped,
-      "prompt_tokens": len(ids),
+      "prompt_tokens": whole,
       "source": self._prompt.source,
       "depth": self._prompt.depth,
       "passkey": passkey,
@@ -464,6 +506,25 @@ class _Work:
       "speculation": _of_drafts(report.speculation),
       "placement": _of_placement(model),
       "neurons": _of_neurons(model),
+      "two_devices": None,
+    }
+
+  def _of_two(
+    self, two: TwoProcessorReading, done: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """What differs in the figures where two devices read the prompt."""
+    return {
+      "devices": 2,
+      "prefill": "two devices",
+      "prefill_why": "--integer with devices=2",
+      "chunk": self._chunk,
+      "prefill_s": two.seconds,
+      "first_token_s": done["first_token_s"] + two.seconds,
+      "two_devices": {
+        "waiting": two.waiting,
+        "step_s": two.step_seconds,
+        "simulated_s": {k: x.seconds for k, x in two.simulated().items()},
+      },
     }
 
   def _where(self, mesh: Any) -> dict[str, Any]:
@@ -585,6 +646,16 @@ def summary(done: dict[str, Any]) -> list[str]:
       f"{did['computed']:,} computed beside the question, "
       f"{console.nbytes(did['nbytes'])} to the devices"
     )
+  if done["two_devices"] is not None:
+    did = done["two_devices"]
+    ms = lambda x: f"{1e3 * x:,.1f} ms"
+    lines["two devices"] = (
+      f"read in {done['prefill_s']:.2f} s with compiling, in which the first "
+      f"one waited {did['waiting']:.0%}; a part takes "
+      + ", ".join(f"{k} {ms(x)}" for k, x in did["step_s"].items())
+      + "; by these times "
+      + ", ".join(f"{k} {x:.2f} s" for k, x in did["simulated_s"].items())
+    )
   if done["speculation"] is not None:
     did = done["speculation"]
     lines["drafts"] = (
@@ -674,6 +745,7 @@ def _check(values: flags.FlagValues) -> None:
   model_flags.check(values)
   drawn = isinstance(model_flags.sampler(values), Sample)
   how = contexts.combine_of(values.combine or "parallel", "--combine")
+  integer_flags.two_asked(values)
   made_up = prompts.made_up(values)
   unchatty = values.raw or values.chat is False
   for refused, got, want in (

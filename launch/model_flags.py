@@ -14,7 +14,7 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import answering, common, console, machines, prompts
+from launch import answering, common, console, integer_flags, machines, prompts
 from launch.flag_helpers import FlagHelper
 from ringjax import option_text
 from ringjax.checks import positive_int
@@ -33,8 +33,6 @@ from ringjax.parallel import memory
 _DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 # Of the host's free memory, what keys may have.
 _OF_HOST = 0.9
-# Options of `rj.infer.integer_model`.
-_INTEGER = ("shadow", "prune", "scales")
 # Options of `rj.models.sparse_model`.
 _FLASH = ("window", "memory", "threshold", "predictors", "threads")
 
@@ -104,13 +102,7 @@ def define(
     flag_values=values,
   )
   new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
-  new.path(
-    "integer",
-    None,
-    "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
-    "this folder (launch.calibrate --ranges): DIR or "
-    "DIR:shadow=16,prune=0.85,scales=tensor.",
-  )
+  new.path("integer", None, integer_flags.HELP)
   new.path(
     "flash",
     None,
@@ -224,7 +216,7 @@ def load(
   if values.flash is not None:
     model = _flash(model, values.flash, say)
   if values.integer is not None:
-    model = _integer(model, values.integer)
+    model = integer_flags.model(model, values.integer)
   if values.weights is not None:
     bits = int(values.weights.removeprefix("int"))
     model = rj.models.with_coded_weights(model, bits=bits)
@@ -262,16 +254,6 @@ def offload(
     if placement.disk == 0:
       return {"cache_placement": placement}
   return {"cache_placement": placement, "disk": values.disk}
-
-
-def _integer(model: Transformer, text: str) -> Transformer:
-  """The model with products of integers that --integer asks for."""
-  folder, colon, rest = text.partition(":")
-  said = option_text.pairs(
-    rest if colon else None, _INTEGER, "--integer", folder
-  )
-  options = {key: option_text.value(one) for key, one in said.items()}
-  return rj.infer.integer_model(model, folder, **options)
 
 
 def _adapted(model: Transformer, values: flags.FlagValues) -> Transformer:

@@ -210,6 +210,9 @@ def _check(values: flags.FlagValues) -> None:
       raise OptionError(f"--{name}", "no --fit", f"--fit --{name}", "add --fit")
 
 
+_QUIET = "KVR-S: searched for links that do not slow down, timed with --noise"
+
+
 def _plan(
   values: flags.FlagValues, made: Profile, screen: console.Screen
 ) -> _Answer:
@@ -254,7 +257,11 @@ def _plan(
     outcomes=tuple(outcomes),
     table=words,
     bound_s=cost.lower_bound_s(made, prompt, use),
-    why=(*chosen.why, f"KVR-P: {words}"),
+    why=(
+      *chosen.why,
+      *([_QUIET] if noise is not None else []),
+      f"KVR-P: {words}",
+    ),
   )
 
 

@@ -5,6 +5,8 @@ weights in memory (`ringjax.infer.tensor_window`). With --processes the others
 are started here, on this machine; over machines each is started by hand, with
 --coordinator, --num_processes and --process_id, and a --key_file that all have.
 The others get neither the prompt nor the answer, and no flag that has them.
+On a machine with GPUs each process that is started here sees one of them, and
+so does the first; of those started by hand CUDA_VISIBLE_DEVICES says it.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
+import jax
 import numpy as np
 from absl import flags
 
@@ -275,6 +278,11 @@ class _Ranks:
       ) from None
     with server:
       if local:
+        if gpus := visible_gpus(os.environ):
+          # Before JAX takes memory of all.
+          jax.config.update("jax_cuda_visible_devices", "0")
+          if size > len(gpus):
+            os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         self._start(size, folder, server.getsockname()[1], key)
       return Star.gather(
         server,
@@ -291,8 +299,10 @@ class _Ranks:
   ) -> None:
     """Starts the other ranks on this machine."""
     threads = max(1, (os.cpu_count() or 1) // size)
-    own = {_KEY: key.hex(), "NPROC": str(threads)}
+    gpus = visible_gpus(os.environ)
     for rank in range(1, size):
+      own = {_KEY: key.hex(), "NPROC": str(threads)}
+      own |= gpu_variables(rank, size, gpus)
       one = subprocess.Popen(
         [
           *(sys.executable, "-m", "launch.generate"),
@@ -406,7 +416,7 @@ class _Ranks:
   def close(self) -> None:
     """Ends the answer's last line, and the processes that were started."""
     if self._written and not self._written.endswith("\n"):
-      self._write("\n")
+      self._put("\n")
     self._stack.close()
 
   def _begin(self, doing: str) -> None:
@@ -415,9 +425,51 @@ class _Ranks:
 
   def _write(self, text: str) -> None:
     self._written += text
+    self._put(text)
+
+  def _put(self, text: str) -> None:
     if text and not self._values.json:
       self._out.write(text)
       self._out.flush()
+
+
+def visible_gpus(
+  variables: Mapping[str, str], folder: str = "/dev"
+) -> tuple[str, ...]:
+  """The NVIDIA GPUs that processes of this machine may use, none on CPUs.
+
+  Args:
+    variables: of the environment.
+    folder: with the files of devices.
+  """
+  platforms = variables.get("JAX_PLATFORMS", "")
+  if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    return ()
+  given = variables.get("CUDA_VISIBLE_DEVICES")
+  if given is not None:
+    words = (word.strip() for word in given.split(","))
+    return tuple(word for word in words if word and word != "-1")
+  files_of = pathlib.Path(folder).glob("nvidia[0-9]*")
+  numbers = (path.name.removeprefix("nvidia") for path in files_of)
+  return tuple(sorted((n for n in numbers if n.isdigit()), key=int))
+
+
+def gpu_variables(rank: int, size: int, gpus: Sequence[str]) -> dict[str, str]:
+  """What the environment of a rank says of its GPU.
+
+  Args:
+    rank: of the process.
+    size: how many processes there are.
+    gpus: of the machine, see `visible_gpus`.
+  """
+  if not gpus:
+    return {}
+  # In turn.
+  variables = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]}
+  if size > len(gpus):
+    # Of a GPU that several share, none takes three quarters of the memory.
+    variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+  return variables
 
 
 def worker_flags(
@@ -465,6 +517,15 @@ def blocks_of(one: RankReport) -> list[dict[str, Any]]:
   ]  # fmt: skip
 
 
+def reading_text(
+  window: int | None, seconds: float, words: Callable[[float], str]
+) -> str:
+  """What reading weights took: in each pass, or once where all stay."""
+  if window:
+    return f"a pass reads for {words(seconds)}"
+  return f"all weights were read once, for {words(seconds)}"
+
+
 def summary(done: dict[str, Any]) -> Iterator[str]:
   """Lines for people, from the figures of a run."""
   rate = 1 / done["token_s"] if done["token_s"] else 0.0
@@ -485,7 +546,7 @@ def summary(done: dict[str, Any]) -> Iterator[str]:
       f"{size(one['peak_bytes'])} of {size(one['weight_bytes'])}; process "
       f"{size(one['rss_bytes'])}; a token: {ms(one['compute_s'])} computing, "
       f"{ms(one['disk_s'])} waiting for the disk, {ms(one['peers_s'])} for "
-      f"others; a pass reads for {ms(one['reads_s'])}"
+      f"others; {reading_text(done['window'], one['reads_s'], ms)}"
     )
   if done["passkey"] is not None:
     found = "in" if done["passkey_found"] else "NOT in"

@@ -82,13 +82,18 @@ _START_S = 120.0
 class StartRule(Protocol):
   """Says when sequences start, as `rj.serve.cluster.LoadControl` does."""
 
-  def start(self, rows: int, steps: int, now: int) -> int:
+  def check(self, rows: int, steps: int, *, prompts: int) -> None:
+    """Raises a `RingjaxError` if these could never start; see `start`."""
+    ...
+
+  def start(self, rows: int, steps: int, now: int, *, prompts: int) -> int:
     """The step from `now` on at which so many rows start.
 
     Args:
-      rows: how many start together.
-      steps: tokens of each, at most.
+      rows: how many start together; they have places that are free.
+      steps: tokens that are generated for each, at most.
       now: the step that comes next.
+      prompts: tokens of all their prompts together.
     """
     ...
 
@@ -487,8 +492,14 @@ def generate_beside(
     pad_id=integer("pad_id", pad_id, least=-(2**31), most=2**31 - 1),
   )
   group = made.places if group is None else positive_int("group", group)
+  group = min(group, made.places)
+  if starts is not None:
+    # Before any is answered.
+    for first in range(0, len(prompts), group):
+      sizes = lengths[first : first + group]
+      starts.check(sizes.size, max_new_tokens, prompts=int(sizes.sum()))
   with workers._alone():
-    found = made.run(min(group, made.places), starts, stream)
+    found = made.run(group, starts, stream)
   if report is not None:
     report(found)
   new = Generated(tokens=made.out, lengths=made.sizes)
@@ -611,9 +622,10 @@ class _Decoding:
   ) -> WorkersReport:
     """Takes steps until all prompts are answered."""
     begin_s = time.perf_counter()
+    sizes = [p.size for p in self.prompts]
     self._open()
     waiting = list(range(len(self.prompts)))
-    reserved: tuple[int, int] | None = None
+    reserved: int | None = None
     step = 0
     while waiting or any(half.active.any() for half in self.halves):
       fresh = np.full(len(self.prompts), -1, np.int32)
@@ -625,12 +637,18 @@ class _Decoding:
       # Both mini-batches grow alike.
       free.sort(key=lambda one: (one[1], one[0].number))
       while waiting:
-        if reserved is None:
-          many = min(group, len(waiting))
-          at = step if starts is None else starts.start(many, self.count, step)
-          reserved = many, max(at, step)
-        many, at = reserved
-        if at > step or many > len(free):
+        many = min(group, len(waiting))
+        if many > len(free):
+          # Asked for once it can start: an answer ends S steps later.
+          break
+        if reserved is None and starts is not None:
+          reserved = starts.start(
+            many,
+            self.count,
+            step,
+            prompts=sum(sizes[n] for n in waiting[:many]),
+          )
+        if reserved is not None and reserved > step:
           break
         self._admit(waiting[:many], free[:many], step, fresh)
         del waiting[:many], free[:many]

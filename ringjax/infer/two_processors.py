@@ -32,7 +32,16 @@ from ringjax.kv.cache_kind import DENSE
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import refuse_placed
 from ringjax.plan.events import Span, Timeline
-from ringjax.plan.subgraphs import FLOAT, INTEGER, Dispatcher, Subgraph
+from ringjax.plan.subgraphs import (
+  FLOAT,
+  INTEGER,
+  RULES,
+  STEPS,
+  Dispatcher,
+  Subgraph,
+  SubgraphSchedule,
+  compared,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +65,29 @@ class TwoProcessorReading:
     """Part of the time in which the first device waited."""
     return self.timeline.idle(INTEGER)
 
+  @property
+  def seconds(self) -> float:
+    """Of the whole prompt, compiling included."""
+    return float(self.timeline.finish_s)
+
+  @property
+  def step_seconds(self) -> dict[str, float]:
+    """Median seconds of each of `rj.plan.subgraphs.STEPS`.
+
+    With more than two chunks or layers compiling is not in it.
+    """
+    of = lambda name: [
+      x.end_s - x.start_s for x in self.timeline.spans if x.kind == name
+    ]
+    return {name: float(np.median(of(name))) for name in STEPS}
+
+  def simulated(self) -> dict[str, SubgraphSchedule]:
+    """What each rule comes to by `step_seconds`, in the graph that ran."""
+    chunks = 1 + max(part.chunk for part in self.order)
+    layers = 1 + max(part.layer for part in self.order)
+    found = compared((chunks,), layers, self.step_seconds, in_order=True)
+    return found[chunks]
+
 
 def read_on_two(
   model: Transformer,
@@ -63,7 +95,7 @@ def read_on_two(
   *,
   devices: Sequence[jax.Device],
   chunk: int = 256,
-  rule: str = "waits",
+  rule: str = RULES[0],
   capacity: int | None = None,
 ) -> TwoProcessorReading:
   """Reads a prompt chunk by chunk, a device each for maps and for attention.

@@ -95,13 +95,34 @@ def test_stops_draws_and_prompts_that_wait_for_a_place(loaded, four):
   assert lone.assignment == (0,)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [2, 5])
+def test_the_limit_of_cached_tokens_counts_prompts(loaded, four, rows):
+  """Also where places are the bottleneck, and of prompts that are long."""
+  model, _ = loaded("llama3")
+  prompts = prompts_of(model, (40, 3, 17, 33, 5))
+  control = LoadControl(60)
+  found = same(model, four, prompts, 6, rows=rows, group=1, starts=control)
+  assert 40 < found.peak_tokens <= 60
+  for few in (45, 30):
+    refused(
+      OptionError,
+      lambda few=few: same(
+        model, four, prompts, 6, rows=rows, group=1, starts=LoadControl(few)
+      ),
+      "40 of prompts", str(few),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_starts_by_load_control(loaded, four):
   model, _ = loaded("llama3")
   prompts = prompts_of(model, (3,) * 8)
-  control = LoadControl(TokenLimit.level(4, 8, 2))
+  limit = TokenLimit.level(4, 8, 2, prompt=3)
+  control = LoadControl(limit)
   found = same(model, four, prompts, 8, rows=4, group=1, starts=control)
   assert found.starts == tuple(range(0, 16, 2))
+  assert found.peak_tokens <= limit.tokens
   # A group's prompt, and what it generated: none is at its end with others.
   joint = same(model, four, prompts, 8, rows=4)
   assert found.peak_tokens < joint.peak_tokens

@@ -59,6 +59,8 @@ def test_integers_on_one_and_floats_on_the_other(loaded):
   ranges = rj.infer.activation_ranges(model, prompt)
   made = rj.infer.integer_model(model, ranges, shadow=4)
   got = rj.infer.read_on_two(made, prompt, devices=jax.devices()[:2], chunk=8)
+  assert min(got.step_seconds.values()) > 0 and got.seconds > 0
+  assert set(got.simulated()) == set(RULES)
   want = made(prompt)[:, -1]
   np.testing.assert_allclose(got.logits, want, atol=2e-4, rtol=1e-4)
 

@@ -77,7 +77,7 @@ def test_bits_are_allocated_to_heads(tmp_path, ask):
   [
     ((), "--out: got no value, without --model"),
     (("--out=OUT", "--text=OUT/none.txt"), "none.txt"),
-    (("--out=OUT", "--text=SHORT"), "pass more text, or fewer --rows"),
+    (("--out=OUT", "--text=SHORT"), "pass more text, or a smaller"),
     (("--out=OUT", "more"), "flags only"),
     (("--out=OUT", "--by=head"), "--by without --bits"),
     (("--out=OUT", "--bits=3", "--first=2"), "--first with --bits"),
@@ -95,6 +95,18 @@ def test_what_is_refused(argv, says, tmp_path):
     given.append(word)
   status, out, err = run(*given, *QUICK)
   assert (status, out) == (2, "") and says in err
+
+
+@pytest.mark.long
+def test_a_short_text_is_measured_as_far_as_it_goes(tmp_path):
+  text = tmp_path / "text.txt"
+  text.write_text("a few words, again and again. " * 8)
+  want = ("--ranges", "--length=32", "--mesh=seq:1", "--json")
+  status, said, err = run(f"--text={text}", f"--out={tmp_path}", *want)
+  assert status == 0, err
+  tokens = json.loads(said)["tokens"]
+  assert 0 < tokens < 16 * 32 and tokens % 32 == 0
+  assert f"{tokens // 32} of 16 rows of 32" in err
 
 
 @pytest.mark.long
@@ -134,6 +146,17 @@ def test_integers_multiply_by_ranges_that_were_measured(tmp_path, ask):
   assert ran.status == 0, ran.err
   plain = ask(*asked)
   assert json.loads(ran.out)["parameters"] > json.loads(plain.out)["parameters"]
+  # The same, read by two devices.
+  two = ask(
+    *asked, f"--integer={out}:shadow=4,prune=0.5,devices=2", "--chunk=4"
+  )
+  assert two.status == 0, two.err
+  done = json.loads(two.out)
+  assert done["tokens"] == json.loads(ran.out)["tokens"]
+  assert (done["devices"], done["prefill"]) == (2, "two devices")
+  assert done["chunk"] == 4 and 0 <= done["two_devices"]["waiting"] < 1
+  assert set(done["two_devices"]["simulated_s"]) == {"fifo", "waits", "serial"}
+  assert min(done["two_devices"]["step_s"].values()) > 0
   wrong = ask(*asked, f"--integer={out}:shade=4")
   assert wrong.status == 2 and "shadow" in wrong.err
   both = ask(*asked, f"--integer={out}", "--weights=int4")

@@ -60,6 +60,31 @@ def test_flags_that_do_not_go_together(ask, flags, wanted):
   assert wanted in ran.err
 
 
+def test_each_rank_sees_a_gpu_of_its_own(tmp_path):
+  for name in ("nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl"):
+    (tmp_path / name).touch()
+  gpus = lambda **said: tensor_ranks.visible_gpus(said, str(tmp_path))
+  assert gpus() == ("0", "1", "2", "10")
+  assert gpus(CUDA_VISIBLE_DEVICES="3, GPU-ab") == ("3", "GPU-ab")
+  assert gpus(CUDA_VISIBLE_DEVICES="") == gpus(JAX_PLATFORMS="cpu") == ()
+  assert gpus(JAX_PLATFORMS="cuda,cpu") == gpus()
+  of = lambda size, gpus: [
+    tensor_ranks.gpu_variables(rank, size, gpus) for rank in range(size)
+  ]
+  key = "CUDA_VISIBLE_DEVICES"
+  assert of(3, ("4", "5", "7")) == [{key: "4"}, {key: "5"}, {key: "7"}]
+  shared = of(3, ("4", "5"))
+  assert [x[key] for x in shared] == ["4", "5", "4"]
+  assert {x["XLA_PYTHON_CLIENT_PREALLOCATE"] for x in shared} == {"false"}
+  assert of(2, ()) == [{}, {}]
+
+
+def test_weights_that_stay_are_not_read_in_each_pass():
+  of = lambda window: tensor_ranks.reading_text(window, 1.5, str)
+  assert of(4) == "a pass reads for 1.5"
+  assert of(0) == of(None) == "all weights were read once, for 1.5"
+
+
 def test_flags_of_other_ranks_have_nothing_of_the_prompt(folder):
   values = common.parse(
     "generate",

@@ -67,6 +67,19 @@ def test_out_of_order_waits_less():
   assert found[8]["waits"].seconds >= least
 
 
+def test_the_default_is_the_better_rule():
+  assert RULES[0] == "fifo"
+  for attend, finish in ((0.5, 2.2), (1.0, 1.0), (2.2, 2.2)):
+    seconds = {"project": 1.0, "attend": attend, "finish": finish}
+    found = subgraphs.compared((2, 3), 6, seconds, in_order=True)
+    for chunks, rules in found.items():
+      least = min(x.seconds for x in rules.values())
+      assert rules["fifo"].seconds <= 1.001 * least, (chunks, seconds)
+      # The first chunk is not left behind the others.
+      assert rules["fifo"].order[0] == Subgraph(0, 0, 0)
+  assert Dispatcher(2, 2).rule == "fifo"
+
+
 def test_bad_input():
   refused(OptionError, lambda: Dispatcher(2, 2, rule="lifo"), "fifo")
   refused(OptionError, lambda: Dispatcher(0, 2), "chunks")

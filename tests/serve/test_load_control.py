@@ -63,26 +63,68 @@ def test_a_limit_that_does_not_rise_lets_groups_start_at_once():
   assert peak(groups) <= 139_264
 
 
+@pytest.mark.parametrize("longest", [0, 60])
 @pytest.mark.parametrize("seed", range(6))
-def test_starts_are_the_earliest_under_the_limit(seed):
+def test_starts_are_the_earliest_under_the_limit(seed, longest):
   """Against trying each step with the load of all steps."""
   draw = np.random.default_rng(seed)
   limit, now, all_groups = 400, 0, []
   control = LoadControl(limit)
   for _ in range(14):
     rows, steps = int(draw.integers(1, 9)), int(draw.integers(1, 30))
+    prompts = int(draw.integers(0, longest, endpoint=True))
     now += int(draw.integers(0, 5))
     want = next(
       t
       for t in itertools.count(now)
-      if peak([*all_groups, SequenceGroup(rows, t, steps)]) <= limit
+      if peak([*all_groups, SequenceGroup(rows, t, steps, prompts)]) <= limit
     )
-    assert control.earliest(rows, steps, now) == want
+    assert control.earliest(rows, steps, now, prompts=prompts) == want
     # They start when they may, not before: later ones come behind.
-    now = control.start(rows, steps, now)
-    all_groups.append(SequenceGroup(rows, now, steps))
+    now = control.start(rows, steps, now, prompts=prompts)
+    all_groups.append(SequenceGroup(rows, now, steps, prompts))
     assert control.tokens(now) == sum(g.tokens(now) for g in all_groups)
   assert limit / 2 < peak(all_groups) <= limit
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_arrivals_never_exceed_the_limit(seed):
+  """By counting each token that is cached, step by step."""
+  draw = np.random.default_rng(seed)
+  limit = int(draw.integers(200, 500))
+  control, now, cached = LoadControl(limit), 0, {}
+  for _ in range(40):
+    rows, steps = int(draw.integers(1, 6)), int(draw.integers(1, 30))
+    sizes = draw.integers(1, 25, rows)
+    now += int(draw.integers(0, 8))
+    if sizes.sum() + rows * steps > limit:
+      with pytest.raises(OptionError):
+        control.check(rows, steps, prompts=int(sizes.sum()))
+      continue
+    now = control.start(rows, steps, now, prompts=int(sizes.sum()))
+    for step in range(steps):
+      # A prompt, and what was generated up to this step.
+      here = sum(int(size) + step + 1 for size in sizes)
+      cached[now + step] = cached.get(now + step, 0) + here
+  assert limit / 2 < max(cached.values()) <= limit
+
+
+@pytest.mark.parametrize("prompt", [0, 100])
+def test_a_level_limit_has_room_for_prompts(prompt):
+  limit = TokenLimit.level(8, 16, 2, prompt=prompt)
+  control = LoadControl(limit)
+  starts = [control.start(1, 16, prompts=prompt)]
+  for _ in range(19):
+    starts.append(control.start(1, 16, starts[-1], prompts=prompt))
+  assert starts == [2 * n for n in range(20)]
+  groups = [SequenceGroup(1, n, 16, prompt) for n in starts]
+  assert peak(groups) == limit.tokens == level_peak(8, 16, 2) + 8 * prompt
+  refused(
+    OptionError,
+    lambda: LoadControl(30).start(1, 16, prompts=100),
+    "100 of prompts",
+    "30",
+  )
 
 
 def test_level_starts_keep_both_stages_busy():

@@ -5,15 +5,17 @@ that all sequences have cached never exceed the limit that was set when the
 last of them started.
 Cost: O(n log S) for a start among n groups under way.
 
-A group of m sequences that starts at step t and takes S steps has m (u - t + 1)
-tokens cached at step u. The sum over all groups grows between their ends, so
-its peaks are at the ends E[j]; W[j] is the sum there. A start of m sequences
-at step t adds m (E[j] - t + 1) to W[j], so that the earliest one is
+A group of m sequences with P tokens of prompts in all that starts at step t and
+takes S steps has P + m (u - t + 1) tokens cached at step u. The sum over all
+groups falls only behind their ends, so its peaks are at the ends E[j]; W[j] is
+the sum there. A start at step t adds P + m (E[j] - t + 1) to W[j], so that the
+earliest one is
 
-  max_j ( E[j] + 1 - floor((W_lim - W[j]) / m) ).
+  max_j ( E[j] + 1 - floor((W_lim - W[j] - P) / m) ),
 
-B sequences that start together reach B S. In groups of B F / S, one each F
-steps, they never exceed B (S + F) / 2.
+or behind E[j] where that is later. B sequences without prompts that start
+together reach B S. In groups of B F / S, one each F steps, they never exceed
+B (S + F) / 2; prompts of p tokens each add B p. The paper counts none.
 
 The products of a step (the weights' part, T(B) seconds a layer for B rows) and
 attention (R seconds a cached token and layer, on P CPUs) take turns at two
@@ -54,29 +56,41 @@ class TokenLimit:
     tokens: the limit in the end, W_lim.
     first: the limit at step 0; None: `tokens`.
     rising: (S, F) of the groups by which it rises, or None.
+    prompts: how much of the rise is prompts', which come evenly.
   """
 
   tokens: int
   first: int | None = None
   rising: tuple[int, int] | None = None
+  prompts: int = 0
 
   def __post_init__(self) -> None:
     positive_int("tokens", self.tokens)
     if self.first is not None:
       integer("first", self.first, least=1, most=self.tokens)
+    rise = self.tokens - (self.tokens if self.first is None else self.first)
+    integer("prompts", self.prompts, least=0, most=rise)
 
   @classmethod
-  def level(cls, rows: int, steps: int, every: int) -> TokenLimit:
-    """B (S + F) / 2, risen to in S - F steps from the first group's need.
+  def level(
+    cls, rows: int, steps: int, every: int, *, prompt: int = 0
+  ) -> TokenLimit:
+    """B (S + F) / 2 + B p, risen to in S - F steps from the first group's need.
 
     Args:
       rows: B, sequences under way.
       steps: S, tokens of an answer.
       every: F, steps from a start to the next.
+      prompt: p, tokens of the longest prompt.
     """
+    integer("prompt", prompt, least=0)
     group = group_rows(rows, steps, every)
-    most = level_peak(rows, steps, every)
-    return cls(tokens=most, first=group * steps, rising=(steps, every))
+    return cls(
+      tokens=level_peak(rows, steps, every) + rows * prompt,
+      first=group * (steps + prompt),
+      rising=(steps, every),
+      prompts=(rows - group) * prompt,
+    )
 
   @property
   def rise_steps(self) -> int:
@@ -90,8 +104,11 @@ class TokenLimit:
     # What the first group will see at its end, of groups that started by now.
     steps, every = self.rising
     part = step * (2 * steps - every - step)
-    return self.first + (self.tokens - self.first) * part // (
-      steps * (steps - every)
+    made = self.tokens - self.first - self.prompts
+    return (
+      self.first
+      + made * part // (steps * (steps - every))
+      + self.prompts * step // (steps - every)
     )
 
 
@@ -134,12 +151,14 @@ class SequenceGroup:
   Attributes:
     rows: how many.
     start: the step of their first token.
-    steps: tokens of each.
+    steps: tokens that are generated for each.
+    prompts: tokens of the prompts of all of them together.
   """
 
   rows: int
   start: int
   steps: int
+  prompts: int = 0
 
   @property
   def end(self) -> int:
@@ -150,7 +169,7 @@ class SequenceGroup:
     """That they have cached at a step."""
     if not self.start <= step <= self.end:
       return 0
-    return self.rows * (step - self.start + 1)
+    return self.prompts + self.rows * (step - self.start + 1)
 
 
 class LoadControl:
@@ -165,7 +184,8 @@ class LoadControl:
     """Begins with no sequence.
 
     Args:
-      limit: of all tokens that are cached; an int is the same at all steps.
+      limit: of all tokens that are cached, those of prompts too; an int is the
+        same at all steps.
     """
     if not isinstance(limit, TokenLimit):
       limit = TokenLimit(tokens=limit)
@@ -178,47 +198,65 @@ class LoadControl:
     """That all groups have cached at a step."""
     return sum(group.tokens(step) for group in self.groups)
 
-  def earliest(self, rows: int, steps: int, now: int = 0) -> int:
-    """The first step from `now` on at which sequences may start.
+  def check(self, rows: int, steps: int, *, prompts: int = 0) -> None:
+    """Refuses sequences that could never start.
 
-    Args:
-      rows: how many, m.
-      steps: tokens of each, S.
-      now: the step that comes next.
+    The arguments are those of `earliest`.
 
     Raises:
       OptionError: they exceed the limit by themselves.
     """
     positive_int("rows", rows)
     positive_int("steps", steps)
-    integer("now", now, least=0)
-    if rows * steps > self.limit.tokens:
+    integer("prompts", prompts, least=0)
+    if prompts + rows * steps > self.limit.tokens:
+      beside = f" and {prompts} of prompts" if prompts else ""
       raise OptionError(
         "rows",
-        f"{rows} x {steps} tokens",
+        f"{rows} x {steps} tokens{beside}",
         f"at most the limit of {self.limit.tokens}",
         "start fewer sequences at once, or raise the limit",
       )
+
+  def earliest(
+    self, rows: int, steps: int, now: int = 0, *, prompts: int = 0
+  ) -> int:
+    """The first step from `now` on at which sequences may start.
+
+    Args:
+      rows: how many, m.
+      steps: tokens that are generated for each, S.
+      now: the step that comes next.
+      prompts: tokens of all their prompts together, P.
+
+    Raises:
+      OptionError: they exceed the limit by themselves.
+    """
+    self.check(rows, steps, prompts=prompts)
+    integer("now", now, least=0)
+    need = lambda start: SequenceGroup(rows, start, steps, prompts)
     first = now
     while True:
       later = first
       for one, held in zip(self.groups, self._at_end, strict=True):
         # Others have not begun at this end, or are over.
         if first <= one.end < first + steps:
-          later = max(later, self._from(one.end, held, rows, first))
+          later = max(later, self._from(one.end, held, need(first)))
       if later == first:
-        later = self._own(rows, steps, first)
+        later = self._own(need(first))
       if later == first:
         return first
       first = later
 
-  def start(self, rows: int, steps: int, now: int = 0) -> int:
+  def start(
+    self, rows: int, steps: int, now: int = 0, *, prompts: int = 0
+  ) -> int:
     """Starts sequences as early as they may; returns the step.
 
     The arguments are those of `earliest`.
     """
-    at = self.earliest(rows, steps, now)
-    self.add(SequenceGroup(rows, at, steps))
+    at = self.earliest(rows, steps, now, prompts=prompts)
+    self.add(SequenceGroup(rows, at, steps, prompts))
     return at
 
   def add(self, group: SequenceGroup) -> None:
@@ -237,21 +275,23 @@ class LoadControl:
     self.groups = [one for one, _ in kept] + [group]
     self._at_end = [held for _, held in kept] + [own]
 
-  def _from(self, end: int, held: int, rows: int, first: int) -> int:
+  def _from(self, end: int, held: int, group: SequenceGroup) -> int:
     """The first step from which a start fits at the end of another group."""
     # Later starts add less, and the limit does not fall.
-    enough = lambda t: t >= end + 1 - (self.limit.at(t) - held) // rows
-    return first + bisect.bisect_left(range(first, end + 1), True, key=enough)
+    room = lambda t: self.limit.at(t) - held - group.prompts
+    enough = lambda t: t >= end + 1 - room(t) // group.rows
+    steps = range(group.start, end + 1)
+    return group.start + bisect.bisect_left(steps, True, key=enough)
 
-  def _own(self, rows: int, steps: int, first: int) -> int:
-    """`first` if a start there fits at its own end, else a later step."""
-    end = first + steps - 1
-    if rows * steps + self.tokens(end) <= self.limit.at(first):
+  def _own(self, group: SequenceGroup) -> int:
+    """The group's start if it fits at its own end, else a later step."""
+    first, end = group.start, group.end
+    if group.tokens(end) + self.tokens(end) <= self.limit.at(first):
       return first
     if first < self.limit.rise_steps:
       return first + 1
     # Behind the end of a group that is in the way.
-    return min(g.end + 2 - steps for g in self.groups if g.end >= end)
+    return min(g.end + 2 - group.steps for g in self.groups if g.end >= end)
 
 
 def staggered_starts(
