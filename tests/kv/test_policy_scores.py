@@ -61,3 +61,8 @@ def test_snapkv_can_take_the_largest_of_neighbours():
 def test_an_unknown_form_of_a_score_is_refused(text):
   with pytest.raises(rj.OptionError, match="mean"):
     cache_kind(text)
+
+
+def test_a_pool_is_refused_where_another_policy_gives_the_scores():
+  with pytest.raises(rj.OptionError, match="pool='max' with by="):
+    rj.kv.AdaKV(pool="max", by=rj.kv.HeavyHitters())
