@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ringjax as rj
+from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.policies.heavy_hitters import HeavyHitters
 from ringjax.kv.policies.snapkv import SnapKV
 
@@ -37,3 +39,30 @@ def test_snapkv_averages_over_neighbours_on_both_sides():
   """What is beyond either end has no mass, and the newest token stays."""
   scores = SnapKV(window=1, kernel=5).scores(look([5, 10, 0, 0, 0, 20, 7], 7))
   np.testing.assert_array_equal(scores[0, 0], [3, 3, 3, 6, 4, 4, np.inf])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_heavy_hitters_can_have_the_sum_of_the_paper():
+  """The oldest token, which all queries saw, has the largest one."""
+  policy = cache_kind("h2o:score=sum").policy
+  scores = policy.scores(look([4, 3, 3, 1], 4))
+  np.testing.assert_array_equal(scores[0, 0], [4, 3, 3, 1])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_snapkv_can_take_the_largest_of_neighbours():
+  """As the paper's text says; the newest token stays."""
+  policy = cache_kind("snapkv:window=1,kernel=3,pool=max").policy
+  scores = policy.scores(look([5, 10, 0, 0, 0, 20, 7], 7))
+  np.testing.assert_array_equal(scores[0, 0], [10, 10, 10, 0, 20, 20, np.inf])
+
+
+@pytest.mark.parametrize("text", ["h2o:score=median", "snapkv:pool=sum"])
+def test_an_unknown_form_of_a_score_is_refused(text):
+  with pytest.raises(rj.OptionError, match="mean"):
+    cache_kind(text)
+
+
+def test_a_pool_is_refused_where_another_policy_gives_the_scores():
+  with pytest.raises(rj.OptionError, match="pool='max' with by="):
+    rj.kv.AdaKV(pool="max", by=rj.kv.HeavyHitters())

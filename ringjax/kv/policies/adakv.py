@@ -25,7 +25,7 @@ class AdaKV(SnapKV):
   Attributes:
     safe: the share of its budget that each head has for itself.
     by: the policy whose scores the heads compare, in place of SnapKV's with
-      `window` and `kernel`; its own budget does not count.
+      `window`, `kernel` and `pool`; its own budget does not count.
   """
 
   safe: int | float = 0.2
@@ -44,10 +44,12 @@ class AdaKV(SnapKV):
         "pass by=rj.kv.KeyNorm(), for instance",
       )
     plain = SnapKV()
-    if (self.window, self.kernel) != (plain.window, plain.kernel):
+    given = self.window, self.kernel, self.pool
+    if given != (plain.window, plain.kernel, plain.pool):
       raise OptionError(
         "window",
-        f"window={self.window}, kernel={self.kernel} with by={self.by}",
+        f"window={self.window}, kernel={self.kernel}, pool={self.pool!r} "
+        f"with by={self.by}",
         "none: they are SnapKV's, whose scores are not used",
         "leave them out, or leave by= out",
       )

@@ -11,17 +11,31 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ringjax.errors import OptionError
 from ringjax.kv.policies.policy import Look, Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeavyHitters(Policy):
-  """Tokens with the largest mass of attention, a mean over later queries.
+  """Tokens with the largest mass of attention of all queries.
 
   It is summed up from one eviction to the next. Queries are kept until then,
   which for a prompt that is read at once takes as many numbers as its keys of
   as many heads. `CacheKind.recent` keeps the newest tokens as well.
+
+  Attributes:
+    score: "mean", a token's mass over the number of queries that could see it,
+      or "sum", the mass itself as in the paper, which favours old tokens.
   """
+
+  score: str = "mean"
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.score not in ("mean", "sum"):
+      raise OptionError(
+        "score", repr(self.score), "'mean' or 'sum'", "pass score='sum'"
+      )
 
   @property
   def queries(self) -> int | None:
@@ -30,5 +44,7 @@ class HeavyHitters(Policy):
   sums: ClassVar[bool] = True
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
+    if self.score == "sum":
+      return look.sums()
     queries = jnp.maximum(look.length[:, None, None] - look.pos, 1)
     return look.sums() / queries.astype(jnp.float32)

@@ -6,6 +6,7 @@ Ref: Li et al. 2024, SnapKV, arXiv 2404.14469.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,13 @@ class SnapKV(Policy):
 
   Attributes:
     window: how many queries.
-    kernel: masses are averaged over so many neighbours, an odd number.
+    kernel: masses are pooled over so many neighbours, an odd number.
+    pool: "mean" or "max", how they are pooled.
   """
 
   window: int = 64
   kernel: int = 5
+  pool: str = "mean"
 
   @property
   def queries(self) -> int | None:
@@ -39,6 +42,10 @@ class SnapKV(Policy):
     integer("window", self.window, least=1)
     if integer("kernel", self.kernel, least=1) % 2 == 0:
       raise OptionError("kernel", self.kernel, "an odd number", "pass kernel=5")
+    if self.pool not in ("mean", "max"):
+      raise OptionError(
+        "pool", repr(self.pool), "'mean' or 'max'", "pass pool='max'"
+      )
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     mass = jnp.mean(look.column_mass(), 2)
@@ -51,4 +58,8 @@ class SnapKV(Policy):
       jax.lax.slice_in_dim(wide, n, n + size, axis=2)
       for n in range(self.kernel)
     ]
-    return jnp.where(newest, jnp.inf, sum(parts) / self.kernel)
+    if self.pool == "max":
+      pooled = functools.reduce(jnp.maximum, parts)
+    else:
+      pooled = sum(parts) / self.kernel
+    return jnp.where(newest, jnp.inf, pooled)
