@@ -59,6 +59,7 @@ from launch.group import Group
 from ringjax.checks import positive_int
 from ringjax.data import LinkTokens, Tokenizer
 from ringjax.data.link_tokens import LINKS
+from ringjax.errors import OptionError
 from ringjax.infer import Sample, Stop, contexts, speculate
 from ringjax.infer.stopping import Watch
 from ringjax.infer.two_processors import TwoProcessorReading
@@ -423,7 +424,7 @@ class _Work:
     values, screen = self._values, self._screen
     count, whole = self._count(), len(ids)
     if two is None:
-      how = {
+      how: dict[str, Any] = {
         **self._where(mesh),
         **self._offload(model, mesh, whole + count),
         "prefill": values.prefill,
