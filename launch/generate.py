@@ -423,8 +423,9 @@ class _Work:
   ) -> dict[str, Any]:
     values, screen = self._values, self._screen
     count, whole = self._count(), len(ids)
+    how: dict[str, Any]
     if two is None:
-      how: dict[str, Any] = {
+      how = {
         **self._where(mesh),
         **self._offload(model, mesh, whole + count),
         "prefill": values.prefill,
@@ -435,7 +436,8 @@ class _Work:
       }
     else:
       # All but the last token is in the cache.
-      how, ids = {"cache": two.session}, ids[-1:]
+      how = {"cache": two.session}
+      ids = ids[-1:]
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
