@@ -809,7 +809,7 @@ def _save_dtype(config: ConfigDict, folder: str | None) -> Any:
   """The dtype of the weights to write; None for the parameters' float32."""
   name = config.save_dtype
   if name is None and folder is not None:
-    source = Folder.open(folder)
+    source = open_model(folder)
     text, _ = text_config(source.config)
     name = stored_dtype(source, text)
   return None if name == "float64" else recipe.dtype_of(name)

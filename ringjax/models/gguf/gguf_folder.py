@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
+from ringjax import fetched_models
 from ringjax.data.gguf_file import GgufFiles, is_gguf, open_gguf
 from ringjax.errors import CheckpointMismatchError
 from ringjax.models.gguf.architectures import (
@@ -74,12 +75,13 @@ class GgufFolder(Folder):
 
 
 def open_model(path: str | os.PathLike[str]) -> Folder:
-  """A model on disk: a Hugging Face folder, or GGUF files.
+  """A model on disk: a Hugging Face folder, GGUF files, or a fetched name.
 
   Raises:
     CheckpointFormatError, ConfigError, UnsafeFormatError: as `Folder.open`.
     OptionError: a GGUF file without the package that reads it.
   """
+  path = fetched_models.resolve(path)
   if not isinstance(path, str | os.PathLike) or not is_gguf(path):
     return Folder.open(path)
   files = open_gguf(path)
