@@ -37,6 +37,7 @@ _LONG = (
   "store",
   "strategy",
   "train",
+  "speculate",
   "transfer",
   "which_cluster",
   "window",

@@ -507,6 +507,7 @@ def test_facts_are_hidden_in_a_folder_s_text(asked, tmp_path):
   assert "about 14 tokens; what is longer has it more than once" in err
 
 
+@pytest.mark.long
 def test_perplexity_by_script(tmp_path):
   pytest.importorskip("matplotlib")
   plot = tmp_path / "nll.png"

@@ -10,7 +10,6 @@ from tests.contracts import exactness as contract
 OFTEN = {
   ("select by call", "drafts"),
   ("select by call", "chunks"),
-  ("quest", "drafts"),
   ("quest", "crowd"),
   ("neuron predictors", "rows"),
 }

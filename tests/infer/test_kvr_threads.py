@@ -165,9 +165,8 @@ def test_the_last_rank_encodes_what_came(loaded, alone):
 CODES = ("hadamard4", "nuq3")
 
 
-@pytest.mark.parametrize(
-  "name", [CODES[0], pytest.param(CODES[1], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CODES)
 def test_codes_travel_that_the_cache_stores(loaded, alone, name):
   """Each is made once: the last rank stores what the first one sent."""
   family, _ = CASES[0]
