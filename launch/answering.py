@@ -18,7 +18,7 @@ from ringjax.models.transformer import Transformer
 def load(
   values: flags.FlagValues,
   folder: str | os.PathLike[str],
-  mesh: Mesh,
+  mesh: Mesh | None,
   *,
   codes: bool = False,
   **options: Any,
@@ -28,7 +28,7 @@ def load(
   Args:
     values: the flags, --model and --dtype among them.
     folder: the model's.
-    mesh: which devices have the weights.
+    mesh: which devices have the weights; None: the first one.
     codes: whether weights may become codes of 8 bits where no --dtype says
       otherwise and they don't fit in float32.
     **options: of `rj.models.load`.
@@ -37,9 +37,9 @@ def load(
     The model, and a line that says what was chosen and how to get something
     else; None where nothing was.
   """
-  first = mesh.devices.flat[0]
+  first = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   chosen = values.model is not None and first.platform == "cpu"
-  chosen = chosen and mesh.size == 1
+  chosen = chosen and (mesh is None or mesh.size == 1)
   with warnings.catch_warnings():
     if chosen:
       # The line says it.

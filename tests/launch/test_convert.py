@@ -97,9 +97,11 @@ def test_another_dtype_and_small_files(turn, llama, tmp_path):
   shards = sorted(out.glob("model-*.safetensors"))
   assert len(shards) > 2
   assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-  model = rj.models.load(out)
-  assert model.dtype == "bfloat16"
-  same(model, rj.models.load(llama, dtype="bfloat16"))
+  assert rj.models.load(out).saved_dtype == "bfloat16"
+  same(
+    rj.models.load(out, dtype="bfloat16"),
+    rj.models.load(llama, dtype="bfloat16"),
+  )
   back = tmp_path / "back"
   ran = turn(f"--model={out}", f"--out={back}", "--dtype=float32")
   assert ran.status == 0, ran.err

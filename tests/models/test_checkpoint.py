@@ -493,7 +493,6 @@ def test_a_config_that_asks_for_the_impossible(llama, tmp_path):
 @pytest.mark.parametrize(
   ("more", "words"),
   [
-    (dict(new_trick=1), ("new_trick",)),
     (dict(model_type="mamba"), ("model_type", "mamba")),
     (
       dict(auto_map={"AutoModel": "evil.Evil"}, model_type="evil"),

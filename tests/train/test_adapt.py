@@ -285,7 +285,7 @@ def test_a_number_that_is_more_than_a_number(name):
 def test_a_linear_scaling_has_the_keys_that_transformers_reads():
   """It warns of others, and the original context follows from the factor."""
   config = checkpoints.config("llama2")
-  before, _ = checkpoint.read_config(config)
+  before, _ = rj.models.read_config(config)
   made, factor = config, 1
   for factor in (2, 8):
     scaling = RopeScaling(

@@ -66,7 +66,7 @@ def _sizes(r: ConfigReader, types: tuple[str, ...]) -> list[tuple[int, int]]:
   if given is None:
     # Null says that no layer differs.
     return [base] * len(types)
-  part = r.part("per_layer_config", given)
+  part = r.part("per_layer_config", given, closed=True)
   found = []
   for i in range(len(types)):
     one = part.part(str(i), part.value(str(i), default={}))

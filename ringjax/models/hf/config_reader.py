@@ -92,11 +92,20 @@ class ConfigReader:
     """What to raise for the value of a key of this config."""
     return error(self._prefix + key, got, want, remedy)
 
-  def part(self, key: str, value: object) -> ConfigReader:
-    """A reader of an object in this config."""
+  def part(
+    self, key: str, value: object, *, closed: bool = False
+  ) -> ConfigReader:
+    """A reader of an object in this config.
+
+    Args:
+      key: Name of the object.
+      value: The object.
+      closed: Whether a key in it that is not read is an error in any case.
+    """
     if not isinstance(value, dict):
       raise self.error(key, value, "an object")
-    return ConfigReader(value, f"{self._prefix}{key}.", self._unknown)
+    unknown = None if closed else self._unknown
+    return ConfigReader(value, f"{self._prefix}{key}.", unknown)
 
   def ignore(self, *keys: str) -> None:
     """Marks keys as read that have no meaning in this family."""
