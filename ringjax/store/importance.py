@@ -164,7 +164,7 @@ class StoredNode:
     self._value = values.shape[-1]
     self._dtypes = {"k": keys.dtype, "v": values.dtype, "probe": keys.dtype}
     self.chunk = positive_int("chunk", chunk)
-    self.probe_heads = _probe_heads(probes, self.layers, self.heads)
+    self.probe_heads = heads_of_layers(probes, self.layers, self.heads)
     self.probes = self.probe_heads.shape[1]
     self.order = np.tile(np.arange(self.tokens), (self.layers, 1))
     self._lock = threading.Lock()
@@ -480,10 +480,20 @@ class Impress:
     return _attention(q, old, values, k, v, scale), kept
 
 
-def _probe_heads(
+def heads_of_layers(
   probes: int | Int[np.ndarray, "L P"], layers: int, heads: int
 ) -> np.ndarray:
-  """The probe heads of each layer, int64 [L, P], rising."""
+  """The probe heads of each layer, int64 [L, P], rising.
+
+  Args:
+    probes: Number of heads, the first ones; of fewer, all. Or those of each
+      layer.
+    layers: Number of layers, L.
+    heads: Number of heads that keys have, K.
+
+  Raises:
+    OptionError: probes that are no heads of the layers.
+  """
   if np.ndim(probes) == 0:
     count = min(positive_int("probes", probes), heads)
     return np.tile(np.arange(count), (layers, 1))
