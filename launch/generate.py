@@ -102,7 +102,18 @@ def define(values: flags.FlagValues) -> None:
     f"How contexts are combined: {', '.join(contexts.WAYS)}; with options as "
     "ape:temperature=0.9,scale=0.9; default: parallel.",
   )
-  new.path("store", None, "A folder that keeps what was read of contexts.")
+  new.path(
+    "store",
+    None,
+    "A folder that keeps what was read of contexts or, with --important, of "
+    "the document.",
+  )
+  new.number(
+    "important",
+    None,
+    "Part of a document's tokens in --store that the question and its answer "
+    "see, those that the question looks at (IMPRESS): approximate.",
+  )
   new.whole(
     "context",
     None,
@@ -199,6 +210,8 @@ class _Work:
     self._written = ""
     # Arguments of `generate` about contexts.
     self._contexts: dict[str, Any] = {}
+    # A session behind the important part of a document, and what is behind it.
+    self._behind: tuple[rj.infer.Session, np.ndarray] | None = None
     self._drafter: speculate.Drafter | None = None
     self._chunk = _CHUNK
     # Stays empty in all processes but the first.
@@ -233,6 +246,8 @@ class _Work:
       self._drafter = model_flags.drafter(values.speculate, tokenizer)
     if values.contexts is not None:
       ids = self._read_contexts(model, mesh, tokenizer, chat, folder)
+    if values.important is not None:
+      self._read_important(model, tokenizer, chat)
     strings = tuple(values.stop)
     if not strings and chat is None and prompts.made_up(values):
       # The answer is a line.
@@ -353,6 +368,34 @@ class _Work:
     made_up = prompts.made_up(self._values)
     return prompts.ANSWER_TOKENS if made_up else _NEW_TOKENS
 
+  def _read_important(
+    self, model: Transformer, tokenizer: Tokenizer, chat: Any
+  ) -> None:
+    """Makes a session behind what the question looks at of the document."""
+    values, screen = self._values, self._screen
+    if jax.process_count() > 1:
+      raise prompts.clash("--important in several processes", "one process")
+    document, question = prompts.around_question(
+      self._prompt, values, tokenizer, chat
+    )
+    self._begin(
+      f"choosing of {len(document):,} tokens", "choosing important tokens"
+    )
+    with rj.store.Store(disk=(values.store, _STORE_BYTES)) as store:
+      work = contexts.ImportantPrefixes(
+        model, store, important=values.important
+      )
+      session = work.session(
+        [document], [question], capacity=len(question) + self._count()
+      )
+    self._behind = session, question
+    did, found = work.counters, "read before" if work.reused else "read now"
+    screen.say(
+      f"document: {len(document):,} tokens, {found}; "
+      f"{did.chunk_bytes / 1e6:,.1f} MB of chunks loaded, "
+      f"{did.fallbacks} of {did.layers} layers by all heads"
+    )
+
   def _read_contexts(
     self,
     model: Transformer,
@@ -424,7 +467,10 @@ class _Work:
     values, screen = self._values, self._screen
     count, whole = self._count(), len(ids)
     how: dict[str, Any]
-    if two is None:
+    if self._behind is not None:
+      session, ids = self._behind
+      how = dict[str, Any](cache=session, chunk=values.chunk)
+    elif two is None:
       how = {
         **self._where(mesh),
         **self._offload(model, mesh, whole + count),
@@ -436,8 +482,7 @@ class _Work:
       }
     else:
       # All but the last token is in the cache.
-      how = {"cache": two.session}
-      ids = ids[-1:]
+      how, ids = dict[str, Any](cache=two.session), ids[-1:]
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
@@ -766,9 +811,22 @@ def _check(values: flags.FlagValues) -> None:
     (values.raw and values.chat, "--raw and --chat", "one of them"),
     (values.system is not None and unchatty,
      "--system without a chat template", "--system with --chat"),
-    *((values[name].value is not None and values.contexts is None,
-       f"--{name} without --contexts", "both")
-      for name in ("combine", "store")),
+    (values.combine is not None and values.contexts is None,
+     "--combine without --contexts", "both"),
+    (values.store is not None and values.contexts is None
+     and values.important is None,
+     "--store without --contexts or --important", "one of them"),
+    (values.important is not None and (
+      values.store is None or values.prompt_file is None
+      or values.prompt is None),
+     "--important without --store, --prompt_file and --prompt", "all of them"),
+    *((values.important is not None and values[name].value is not None,
+       f"--important and --{name}", "one of them")
+      for name in ("contexts", "policy", "memory", "placement",
+                   "cache_placement", "wire", "integer")),
+    *((values.important is not None and values[name].present,
+       f"--important and --{name}", "one of them")
+      for name in ("cache", "keep", "prefill")),
     (values.store is not None and isinstance(
       how, contexts.Full | contexts.Cepe),
      f"--store and --combine={how.name}", "a way that reads contexts apart"),

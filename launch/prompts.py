@@ -222,6 +222,16 @@ def around_contexts(
     first = tokenizer.encode("\n\n", bos=tokenizer.adds_bos)
     question = np.asarray(tokenizer.encode(prompt.question), np.int32)
     return tuple(int(n) for n in first), question
+  return around_question(prompt, values, tokenizer, template)
+
+
+def around_question(
+  prompt: Prompt,
+  values: flags.FlagValues,
+  tokenizer: AnyTokenizer,
+  template: ChatTemplate | None,
+) -> tuple[tuple[int, ...], np.ndarray]:
+  """The ids before a question, whatever it says, and those from it on."""
   ids = encode(prompt, values, tokenizer, template)
   # What stands before a message, whatever it says.
   begin = "a" if prompt.question[:1] != "a" else "b"

@@ -37,7 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, ShapeError
@@ -109,6 +109,8 @@ class KeptTokens:
     shared: whether all heads keep the same.
     importance: float32 [m], of each token, the mean of the heads that were
       looked at.
+    keys: [K, k, H], those of the tokens, as they are stored.
+    values: [K, k, J], theirs.
   """
 
   tokens: np.ndarray
@@ -116,6 +118,8 @@ class KeptTokens:
   threshold: float
   shared: bool
   importance: np.ndarray
+  keys: np.ndarray
+  values: np.ndarray
 
 
 class StoredNode:
@@ -125,7 +129,8 @@ class StoredNode:
     store: where the chunks are.
     layers, heads, tokens: L, K, m.
     chunk: tokens of a chunk.
-    probes: heads whose keys are stored on their own too, the first ones.
+    probes: heads whose keys are stored on their own too.
+    probe_heads: int64 [L, P], which ones, rising in each layer.
     order: int64 [L, m], which token is in which place.
     nbytes: bytes of its blocks, which `reorder` does not exceed either.
   """
@@ -134,42 +139,61 @@ class StoredNode:
     self,
     store: Store,
     name: bytes,
-    keys: Shaped[np.ndarray, "L K m H"],
-    values: Shaped[np.ndarray, "L K m J"],
+    keys: Shaped[np.ndarray, "L K m H"] | jax.ShapeDtypeStruct,
+    values: Shaped[np.ndarray, "L K m J"] | jax.ShapeDtypeStruct,
     *,
     chunk: int = 32,
-    probes: int = 3,
+    probes: int | Int[np.ndarray, "L P"] = 3,
   ):
     """Writes a prefix to a store, or what is missing of one that is there.
 
     Args:
       store: large enough for it, see `nbytes`.
       name: what tells it from other prefixes, e.g. a block's digest.
-      keys: of all layers.
-      values: of all layers.
+      keys: of all layers; their shape alone writes nothing, see `whole`.
+      values: of all layers, or their shape.
       chunk: tokens of a chunk.
-      probes: heads; of models with fewer, all.
+      probes: Number of heads, the first ones; of models with fewer, all. Or
+        the heads of each layer.
+
+    Raises:
+      OptionError: probes that are no heads of the layers.
     """
     self.store, self._name = store, bytes(name)
     self.layers, self.heads, self.tokens, self._key = keys.shape
     self._value = values.shape[-1]
     self._dtypes = {"k": keys.dtype, "v": values.dtype, "probe": keys.dtype}
     self.chunk = positive_int("chunk", chunk)
-    self.probes = min(positive_int("probes", probes), self.heads)
+    self.probe_heads = heads_of_layers(probes, self.layers, self.heads)
+    self.probes = self.probe_heads.shape[1]
     self.order = np.tile(np.arange(self.tokens), (self.layers, 1))
     self._lock = threading.Lock()
-    probe_keys = keys[:, : self.probes]
-    orders = 4 * self.order.size
-    self.nbytes = keys.nbytes + values.nbytes + probe_keys.nbytes + orders
+    of_keys, of_values = (
+      math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in (keys, values)
+    )
+    of_probes = of_keys // self.heads * self.probes
+    self.nbytes = of_keys + of_values + of_probes + 4 * self.order.size
     for layer in range(self.layers):
       self._recall(layer)
+    if not isinstance(keys, np.ndarray) or not isinstance(values, np.ndarray):
+      return
     # What is there already counts as used now, or it would go before the rest.
     for layer in range(self.layers):
       store.request([*self._fixed(layer), *self._chunks(layer)])
     for layer in range(self.layers):
-      self._put(self._id(layer, "probe"), probe_keys[layer])
+      heads = self.probe_heads[layer]
+      self._put(self._id(layer, "probe"), keys[layer, heads])
       self._put(self._id(layer, "order"), self.order[layer].astype(np.int32))
       self._write(layer, keys[layer], values[layer])
+
+  @property
+  def whole(self) -> bool:
+    """Whether the store has all of its blocks."""
+    return all(
+      key in self.store
+      for layer in range(self.layers)
+      for key in [*self._fixed(layer), *self._chunks(layer)]
+    )
 
   def _recall(self, layer: int) -> None:
     """Takes the order in which a layer's tokens are in the store already."""
@@ -201,7 +225,9 @@ class StoredNode:
     text = f"impress {self.layers} {self.heads} {self.tokens} "
     text += f"{self._dtypes} {self._key} {self._value} {layer} {part} {n} "
     if part == "probe":
-      text += f"{self.probes} "
+      heads = self.probe_heads[layer].tolist()
+      first = heads == list(range(self.probes))
+      text += f"{self.probes} " if first else f"{heads} "
     at = b""
     if part in ("k", "v"):
       order = self.order[layer, n * self.chunk : (n + 1) * self.chunk]
@@ -409,10 +435,11 @@ class Impress:
       )
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     groups = q.shape[1] // node.heads
-    probes = node.probes
+    heads = node.probe_heads[layer]
+    of_probes = (heads[:, None] * groups + np.arange(groups)).ravel()
     probe_keys = node.probe_keys(layer, count)
     sums = np.asarray(
-      _column_sums(q[:, : probes * groups], probe_keys, k[:, :probes], scale)
+      _column_sums(q[:, of_probes], probe_keys, k[:, heads], scale)
     )
     chosen = _top(sums, self.kept)
     similarity = mean_jaccard(chosen)
@@ -447,8 +474,44 @@ class Impress:
       threshold=threshold,
       shared=shared,
       importance=mean,
+      keys=old,
+      values=values,
     )
     return _attention(q, old, values, k, v, scale), kept
+
+
+def heads_of_layers(
+  probes: int | Int[np.ndarray, "L P"], layers: int, heads: int
+) -> np.ndarray:
+  """The probe heads of each layer, int64 [L, P], rising.
+
+  Args:
+    probes: Number of heads, the first ones; of fewer, all. Or those of each
+      layer.
+    layers: Number of layers, L.
+    heads: Number of heads that keys have, K.
+
+  Raises:
+    OptionError: probes that are no heads of the layers.
+  """
+  if np.ndim(probes) == 0:
+    count = min(positive_int("probes", probes), heads)
+    return np.tile(np.arange(count), (layers, 1))
+  given = np.sort(np.asarray(probes), axis=-1)
+  right = given.ndim == 2 and len(given) == layers and given.shape[1] > 0
+  right = right and given.dtype.kind in "iu"
+  if (
+    not right
+    or ((given < 0) | (given >= heads)).any()
+    or (np.diff(given, axis=1) == 0).any()
+  ):
+    raise OptionError(
+      "probes",
+      f"{given.tolist()}",
+      f"for each of {layers} layers different heads below {heads}",
+      "pass an array of layers and heads, or their number",
+    )
+  return given.astype(np.int64)
 
 
 def _top(sums: np.ndarray, kept: int) -> np.ndarray:

@@ -89,3 +89,40 @@ def test_a_model_without_link_tokens(ask, folder, texts):
 def test_wrong_flags(ask, folder, flags, says):
   ran = ask(f"--model={folder}", *flags)
   assert ran.status != 0 and says in ran.err
+
+
+@pytest.mark.long
+def test_the_important_part_of_a_document(ask, folder, tmp_path):
+  file = tmp_path / "document.txt"
+  file.write_text("\n\n".join(TEXTS.values()) + "\n\n")
+  asked = (
+    f"--model={folder}", f"--prompt_file={file}", f"--prompt={QUESTION}",
+    "--json", "--max_new_tokens=4", "--mesh=seq:1",
+  )  # fmt: skip
+  want = json.loads(ask(*asked).out)
+  store = f"--store={tmp_path / 'kept'}"
+  first, again = (ask(*asked, store, "--important=1") for _ in range(2))
+  assert first.status == again.status == 0, first.err + again.err
+  assert "read now" in first.err and "read before" in again.err
+  for ran in (first, again):
+    done = json.loads(ran.out)
+    assert done["tokens"] == want["tokens"]
+    assert done["prompt_tokens"] == want["prompt_tokens"]
+  some = ask(*asked, store, "--important=0.2")
+  assert some.status == 0 and "read before" in some.err, some.err
+
+
+@pytest.mark.parametrize(
+  ("more", "said"),
+  [
+    ((), "--important without --store"),
+    (("--store=x", "--prompt_file=f"), "--important without --store"),
+    (("--store=x", "--prompt=q", "--prompt_file=f", "--cache=int4"),
+     "--important and --cache"),
+    (("--store=x", "--prompt=q", "--prompt_file=f", "--placement=host"),
+     "--important and --placement"),
+  ],
+)  # fmt: skip
+def test_important_with_what_it_cannot_do(ask, folder, more, said):
+  ran = ask(f"--model={folder}", "--important=0.5", *more)
+  assert ran.status != 0 and said in ran.err, ran.err

@@ -21,6 +21,10 @@ from ringjax.infer.contexts.context_library import (
   ContextLibrary,
   EncodedContext,
 )
+from ringjax.infer.contexts.important_prefix import (
+  ImportantPrefixes,
+  probe_heads,
+)
 
 __all__ = [
   "APE",
@@ -32,10 +36,12 @@ __all__ = [
   "ContextReport",
   "EncodedContext",
   "Full",
+  "ImportantPrefixes",
   "KVLink",
   "Parallel",
   "Recompute",
   "Selection",
   "combine_of",
   "context_session",
+  "probe_heads",
 ]

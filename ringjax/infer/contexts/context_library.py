@@ -66,7 +66,7 @@ class EncodedContext:
   @property
   def digest(self) -> bytes:
     """A digest of tokens and origin; contexts of one digest are equal."""
-    return _key(self.origin, self.prefix, self.tokens)
+    return prefix_key(self.origin, self.prefix, self.tokens)
 
   @property
   def nbytes(self) -> int:
@@ -194,7 +194,7 @@ class ContextLibrary:
       inputs.within_context(
         self.model.config, total, f"{total:,} tokens in context {number}"
       )
-    keys = [_key(self.origin, self.prefix, text) for text in texts]
+    keys = [prefix_key(self.origin, self.prefix, text) for text in texts]
     by_key = dict(zip(keys, texts, strict=True))
     found: dict[bytes, EncodedContext] = {}
     for key, text in by_key.items():
@@ -408,7 +408,10 @@ def context_origin(
   )
 
 
-def _key(origin: str, prefix: tuple[int, ...], tokens: np.ndarray) -> bytes:
+def prefix_key(
+  origin: str, prefix: tuple[int, ...], tokens: np.ndarray
+) -> bytes:
+  """A digest of tokens, of what they are read behind, and of `origin`."""
   found = hashlib.sha256(origin.encode())
   found.update(np.asarray(prefix, np.int32).tobytes() + b"|")
   found.update(np.asarray(tokens, np.int32).tobytes())
