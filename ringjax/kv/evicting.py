@@ -154,6 +154,7 @@ class EvictingCache(WithOpenCache):
         tokens=where.get("axis"),
       ),
       codec=kind.codec,
+      target=where.get("platform"),
     )
     _check(shapes, kind, room)
     window, moments = kind.noted(capacity)
