@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from ringjax.kv.cache import model_layers
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.evicting import EvictingCache, open_slots
 from ringjax.kv.eviction import grown, repacked
 from ringjax.kv.pages import few_sizes
 
@@ -89,7 +89,7 @@ def prompt_spec(
     )
   rows = jax.ShapeDtypeStruct((batch,), jnp.bool_)
   # Programs do not depend on the budget; the kind is put back.
-  local = few_sizes(stays + kind.room)
+  local = open_slots(kind, stays, 1)
   cache = jax.eval_shape(
     lambda *given: repacked(*given, tuple(sizes), local),
     *(reading, like, masses, rows),
