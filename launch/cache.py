@@ -10,10 +10,12 @@ from absl import flags
 from launch import aot, console, strategies
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
-from ringjax.kv import KINDS, EvictingCache, KVCache, TieredCache, kind_text
+from ringjax.kv import KINDS, KVCache, TieredCache, kind_text
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_report import report
 from ringjax.kv.codecs import Allocated, Calibrated
+from ringjax.kv.prompt_spec import prompt_spec
 from ringjax.parallel import chips
 
 
@@ -72,21 +74,32 @@ def _explained(
   for name in values.model or ("gemma-3-27b",):
     model = abstract(aot.config_of(name), dtype=values.dtype or "bfloat16")
     weights = bytes_each(model)
-    of_kind: Any = EvictingCache if kind.evicting else KVCache
-    if kind.device is not None:
-      of_kind = TieredCache
+    where = {"platform": machine.chip.platform}
     for count in tokens:
-      made = of_kind.spec(
-        model.kinds,
-        values.batch,
-        count,
-        model.dtype,
-        kind=kind,
-        platform=machine.chip.platform,
-      )
-      found = made.explain(machine, weights=weights)
-      rows.append({"model": name, **found.record()})
-      lines += [f"{name}, of {console.nbytes(weights)} of weights", f"{found}"]
+      what = (model.kinds, values.batch, count, model.dtype)
+      dense = bytes_each(KVCache.spec(*what, kind=KINDS["dense"], **where))
+      more: dict[str, Any] = {}
+      if kind.evicting:
+        behind = prompt_spec(*what, kind=kind, **where)
+        found = report(behind.cache, machine, None, weights, held=behind.held)
+        more["reading"] = bytes_each(behind.reading) + found.nbytes
+      else:
+        of_kind: Any = KVCache if kind.device is None else TieredCache
+        made = of_kind.spec(*what, kind=kind, **where)
+        found = made.explain(machine, weights=weights)
+      share = found.nbytes / dense
+      rows.append({"model": name, **found.record(), "share": share, **more})
+      lines += [
+        f"{name}, of {console.nbytes(weights)} of weights",
+        f"{found}",
+        f"{share:.3f} of a dense cache's bytes",
+      ]
+      if more:
+        lines.append(
+          f"behind a prompt of {count:,} tokens; where it is read at once, "
+          f"{console.nbytes(more['reading'])} while it is evicted, "
+          f"{more['reading'] / dense:.3f} of a dense cache's"
+        )
   strategies.put(values, stdout, {"rows": rows}, lines)
 
 

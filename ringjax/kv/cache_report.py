@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -65,7 +66,9 @@ class CacheReport:
     batch: rows.
     tokens: of a row that a step reads at most.
     parts: bytes by name, of all shards together.
-    bits: of a number of the keys and values, scales included.
+    bits: all bytes but those of recurrent states, over the numbers that keys
+      and values are made of: of the tokens that are there in a cache that
+      evicts, of all that fit in others and where no token is known.
     bytes_per_token: all bytes, by rows and tokens that fit.
     loss: nats a token that the kind costs, where that is known, or None.
     loss_from: where that is from, or how to find out.
@@ -136,8 +139,13 @@ def report(
   tokens: int | None = None,
   weights: int | float = 0,
   host_bandwidth: int | float = HOST_BANDWIDTH,
+  held: Mapping[int, int | float] | None = None,
 ) -> CacheReport:
-  """See `KVCache.explain` and `TieredCache.explain`."""
+  """See `KVCache.explain` and `TieredCache.explain`.
+
+  `held`: of kinds of layers with pages the tokens of all rows, heads and layers
+  together. Default: those that are there.
+  """
   length = cache.capacity if tokens is None else tokens
   integer("tokens", length, least=1, most=cache.capacity)
   number("weights", weights, least=0)
@@ -147,6 +155,7 @@ def report(
   if hasattr(inner, "open"):
     inner = inner.open
   tally = _Tally(cache, inner, where.chip, length)
+  tally.held = _held(cache) if held is None else held
   for n, shape in enumerate(cache.shapes):
     tally.layers(n, shape)
   tally.rest()
@@ -191,7 +200,7 @@ def report(
     batch=cache.batch,
     tokens=length,
     parts=tally.parts,
-    bits=8 * tally.stored / max(1, tally.numbers),
+    bits=8 * (sum(tally.parts.values()) - tally.states) / max(1, tally.numbers),
     bytes_per_token=sum(tally.parts.values()) / cache.batch / cache.capacity,
     loss=loss,
     loss_from=loss_from,
@@ -206,8 +215,9 @@ class _Tally:
 
   Attributes:
     parts: bytes by name.
-    stored: bytes of keys and values.
-    numbers: that these stand for.
+    states: bytes of recurrent states.
+    numbers: that keys and values stand for.
+    held: tokens of kinds of layers with pages, where they are known.
     read: bytes that a decode step reads, of all shards together.
     copied: those of them that come from the hosts' memory.
     in_host: bytes in the hosts' memory.
@@ -220,7 +230,8 @@ class _Tally:
   def __init__(self, cache: Any, inner: Any, chip: chips.Chip, tokens: int):
     self.cache, self.inner, self.chip = cache, inner, chip
     self.tokens, self.parts = tokens, {}
-    self.stored = self.numbers = 0
+    self.states, self.numbers = 0, 0.0
+    self.held: Mapping[int, int | float] = {}
     self.read = self.unpack = self.flops = self.copied = 0.0
     self.in_host = 0
     self.sums: list[int] = []
@@ -231,9 +242,11 @@ class _Tally:
     slots = self.inner.slots[n]
     if isinstance(shape, StateShape):
       self._add("states", _bytes(slots))
+      self.states += _bytes(slots)
       self.read += _bytes(slots)
       return
     apart = self.inner is not self.cache
+    numbers = self.numbers
     codec = self.inner.kind.codec
     name = "open: " if apart else ""
     if self.cache.kind.exact:
@@ -251,6 +264,8 @@ class _Tally:
     )
     if pages is not None:
       self._pages(shape, pages, groups)
+      if self.held.get(n):
+        self.numbers = numbers + self.held[n] * (shape.key + shape.value)
     if blocks is not None:
       self._blocks(shape, blocks)
     contexts = getattr(self.cache, "contexts", None)
@@ -369,7 +384,6 @@ class _Tally:
     kernel: bool,
   ) -> None:
     nbytes = _bytes(x)
-    self.stored += nbytes
     self.read += nbytes * filled
     if vectors is None:
       self.numbers += math.prod(x.shape)
@@ -451,6 +465,14 @@ def _bytes(tree: PyTree) -> int:
   """Of arrays or of what stands for them, on all devices together."""
   one = lambda x: math.prod(x.shape) * x.dtype.itemsize
   return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _held(cache: Any) -> dict[int, float]:
+  """Tokens of all rows and heads by the kind of layers; {} of a spec."""
+  if not hasattr(cache, "pages") or not isinstance(cache.ends, jax.Array):
+    return {}
+  found = enumerate(cache.tokens())
+  return {n: float(count.sum()) for n, count in found if count is not None}
 
 
 def _loss(kind: CacheKind) -> tuple[float | None, str]:

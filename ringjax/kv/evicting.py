@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -154,6 +154,7 @@ class EvictingCache(WithOpenCache):
         tokens=where.get("axis"),
       ),
       codec=kind.codec,
+      target=where.get("platform"),
     )
     _check(shapes, kind, room)
     window, moments = kind.noted(capacity)
@@ -439,14 +440,11 @@ class EvictingCache(WithOpenCache):
     found = chosen(cache, tuple(counts), scores, evicts)
     keep, masses, sizes, stays, wrong, choice = found
     self._check_scores(host(wrong))
-    room = math.ceil(self.kind.room / self.shards)
-    local = few_sizes(int(host(stays).max(initial=0)) + room)
-    shape = [(0, 0)] * len(self.pages)
-    for n, found in sizes.items():
-      pages, most = map(int, host(found).max(0))
-      # The table of a head is small.
-      shape[n] = few_sizes(pages), few_sizes(most, 2)
-    made = repacked(cache, keep, masses, evicts, tuple(shape), local)
+    local = open_slots(self.kind, int(host(stays).max(initial=0)), self.shards)
+    needs = {n: tuple(map(int, host(x).max(0))) for n, x in sizes.items()}
+    grows = int(lengths.max()) if host(self.ends).any() else None
+    shape = page_sizes(self.pages, needs, grows)
+    made = repacked(cache, keep, masses, evicts, shape, local)
     noted = list(made.noted)
     for n, numbers in choice.items():
       noted[n] = noted[n]._replace(choice=numbers)
@@ -819,6 +817,72 @@ def _state_of_rows(cache: EvictingCache) -> tuple[jax.Array, jax.Array]:
   held = cache.open.held
   came = held.tokens() > cache.stayed
   return held._everywhere(cache.length), held._everywhere(came)
+
+
+# Tokens for which pages are allocated ahead, once a cache grows by evictions.
+_AHEAD = 64
+
+
+def open_slots(kind: CacheKind, stays: int, shards: int) -> int:
+  """Return the slots of a shard of the open cache after an eviction.
+
+  They do not depend on how much of a group is left open, so that programs are
+  not compiled anew at each eviction.
+
+  Args:
+    kind: Kind of cache.
+    stays: Tokens that stay open, the most of a shard.
+    shards: Shards of the sequence.
+  """
+  most = kind.first + kind.recent
+  if kind.grouped:
+    most += kind.page - 1
+  stays = max(stays, math.ceil(most / shards))
+  return few_sizes(stays + math.ceil(kind.room / shards))
+
+
+def page_sizes(
+  pages: Sequence[Pages | None],
+  needs: Mapping[int, tuple[int, ...]],
+  length: int | None,
+) -> tuple[tuple[int, int], ...]:
+  """Return for how many pages a device has memory, and a head a table.
+
+  A cache that grows keeps what it has while that suffices; then it gets pages
+  for `_AHEAD` tokens more, so that few programs are compiled while it grows.
+
+  Args:
+    pages: Pages of each kind of layers before the eviction.
+    needs: Pages that all heads of a device need and that one needs, by kind.
+    length: Tokens of the longest row; None at the first eviction, which leaves
+      no memory for more than is there.
+  """
+  exact, ahead = [(0, 0)] * len(pages), [(0, 0)] * len(pages)
+  now, fits = [(0, 0)] * len(pages), length is not None
+  for n, (count, most) in needs.items():
+    before = pages[n]
+    assert before is not None
+    places, (*lead, table) = before.places, before.table.shape
+    devices = 1 if places.mesh is None else places.size(places.axes)
+    now[n] = before.k.shape[0] // devices, table // places.shards
+    # The table of a head is small.
+    exact[n] = few_sizes(count), few_sizes(most, 2)
+    if length is None:
+      continue
+    more = 1 + _AHEAD / max(1, length)
+    ahead[n] = (
+      few_sizes(math.ceil(count * more)),
+      few_sizes(math.ceil(most * more), 2),
+    )
+    each = math.ceil(_AHEAD / before.slots)
+    heads = math.ceil(math.prod(lead) * places.shards / devices)
+    # Where much has gone, memory is given back.
+    limits = 2 * ahead[n][0] - count, 2 * ahead[n][1] - most
+    limits = max(limits[0], count + 2 * heads * each), limits[1] + each
+    fits &= count <= now[n][0] <= limits[0] and most <= now[n][1] <= limits[1]
+  if length is None:
+    return tuple(exact)
+  return tuple(now if fits else ahead)
 
 
 # ---------------------------------------------------------------------------

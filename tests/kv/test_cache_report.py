@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 
+from ringjax import infer, kv
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
+from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import KINDS
+from ringjax.kv.cache_report import report
 from ringjax.kv.context_cache import ContextCache
+from ringjax.kv.prompt_spec import prompt_spec
 from ringjax.kv.tiered import TieredCache
 from ringjax.parallel import chips
 from tests.contracts import cache as contract
@@ -54,6 +59,46 @@ def test_parts_add_up_to_all_bytes(text):
   assert said.parts.keys() <= KINDS_OF_PARTS[text] | {
     "coordinates", "cursors", "open: filling up", "pages: filling up",
   }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("family", "text"),
+  [
+    ("windows", "kivi2:recent=16"),
+    ("grouped", "h2o:budget=.2"),
+    ("grouped", "int8+snapkv:window=8"),
+    ("windows", "sinks:first=4"),
+  ],
+)
+def test_a_plan_has_the_bytes_of_a_session_behind_its_prompt(family, text):
+  """Shapes alone, before and behind the eviction, and bits of all bytes."""
+  model, tokens = contract.model(1, family), 160
+  kind = kind_text.parse(text)
+  prompt = np.random.default_rng(0).integers(0, 64, (2, tokens))
+  session = infer.Session(model, 256, batch=2, cache_kind=kind)
+  infer.read_context(model, prompt.astype(np.int32), cache=session)
+  plan = prompt_spec(model.kinds, 2, tokens, model.dtype, kind=kind)
+  assert bytes_each(plan.cache) == session.cache.nbytes()
+  assert plan.reading.open.held.local >= tokens
+  said = session.cache.explain("tpu-v5e")
+  planned = report(plan.cache, "tpu-v5e", held=plan.held)
+  assert planned.parts == said.parts
+  assert planned.bits == pytest.approx(said.bits, rel=0.01)
+  if family == "grouped":
+    (held,), (shape,) = session.cache.tokens(), model.kinds
+    numbers = held.sum() * (shape.key + shape.value)
+    assert said.bits == pytest.approx(8 * said.nbytes / numbers)
+
+
+def test_what_a_plan_takes_policies_to_keep():
+  """Of `Duo` and `KVzip` by heads; where a text decides, everything."""
+  kept = lambda policy: policy.expected(100, [2, 0, 2])
+  assert kept(kv.SnapKV(budget=0.25)) == [25] * 3
+  assert kept(kv.KVzip(budget=0.25)) == [25] * 3
+  assert kept(kv.KVzip(budget=0.25, by_layer=True)) == [25, 0, 25]
+  assert kept(kv.FastGen()) == kept(kv.Select()) == [100] * 3
+  duo = kv.Duo(streaming=((0, 1), (2, 0), (2, 1)), sinks=4, newest=16)
+  assert kept(duo)[0] == 60 and kept(duo)[2] == 20
 
 
 def test_a_codec_for_each_head_and_a_spec():

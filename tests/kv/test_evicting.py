@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 import ringjax as rj
+from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.cache_kind import KINDS
+from ringjax.kv.evicting import open_slots, page_sizes
 from ringjax.kv.eviction import _staying as staying
 from ringjax.kv.pages import Places, few_sizes
 from ringjax.ops.mask import Coords
@@ -540,3 +543,60 @@ def test_a_mesh_of_three_axes_and_one_device_of_it():
   sharded = rj.models.create(config, seed=1, mesh=line)
   assert ask(sharded) == want
   assert ask(sharded, keep="last") == want
+
+
+_compiled = [0]
+
+
+def _heard(event, duration, **_):
+  del duration
+  _compiled[0] += event.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+@pytest.mark.long
+def test_a_small_room_compiles_no_program_at_each_eviction():
+  """Eight evictions more have arrays of one other size at most."""
+  config = {**SMALL, "model_type": "llama", "num_hidden_layers": 2}
+  model = rj.models.create(config, seed=0)
+  tokens = np.random.default_rng(0).integers(1, 64, (1, 100)).astype(np.int32)
+
+  kind = "kivi2:room=4,recent=16"
+
+  def compiled(count):
+    before = _compiled[0]
+    rj.infer.generate(model, tokens, max_new_tokens=count, cache_kind=kind)
+    return _compiled[0] - before
+
+  assert compiled(9) > 0
+  # Four programs of each eviction would be 32.
+  assert compiled(41) <= 20
+
+
+@pytest.mark.parametrize(
+  "text", ["kivi2:room=4,recent=16", "h2o:room=4,page=8"]
+)
+def test_a_cache_that_grows_has_few_sizes(text):
+  """Two in 64 tokens, the first as small as the pages that are there."""
+  kind = kind_text.parse(text)
+  cache = contract.model(1, "grouped").init_cache_spec(1, 256, kind=kind)
+  (pages,) = cache.pages
+  lead, like = pages.table.shape[:3], jax.ShapeDtypeStruct
+  sizes = []
+  for count in range(100, 164, 4):
+    need = count if kind.grouped else count // 2
+    each = -(-need // kind.page)
+    needs = {0: (math.prod(lead) * each, each)}
+    ((total, table),) = page_sizes((pages,), needs, count if sizes else None)
+    assert total >= needs[0][0] and table >= each
+    sizes.append((total, table))
+    pages = tree.with_leaves(
+      pages,
+      k=like((total, *pages.k.shape[1:]), pages.k.dtype),
+      table=like((*lead, table), pages.table.dtype),
+    )
+  assert len(set(sizes)) == 2
+  left = range(16, 48) if kind.grouped else (0,)
+  assert len({open_slots(kind, n, 1) for n in left}) == 1

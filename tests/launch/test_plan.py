@@ -393,6 +393,12 @@ def test_bytes_of_caches():
   assert row["parts"]["filling up"] > 0
   ran = ask("cache", f"--model={folder}", "--cache=int4+snapkv", "--chip=h100")
   assert "pages: codes" in ran.out and "binds" in ran.out
+  # What is there behind a prompt, on a TPU too, where codes fill up.
+  options = (f"--model={folder}", "--tokens=4096", "--json", "--chip=v5e")
+  ran = ask("cache", "--cache=int4+snapkv:budget=.2", *options)
+  (row,) = ran.json["rows"]
+  assert row["share"] < 0.3 and row["bits"] > 4.5
+  assert row["reading"] > 2 * row["nbytes"]
   ran = ask("cache", "--cache=allocated:table=DIR")
   assert ran.status == 2 and "no weights are read" in ran.err
   assert ask("cache", "--chip=v5e").status == 2

@@ -6,6 +6,7 @@ Ref: Xiao et al. 2024, DuoAttention, arXiv 2410.10819.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -59,6 +60,16 @@ class Duo(Policy):
     for layer, head in self.streaming:
       mine = mine | ((number == layer) & (heads == head))
     return jnp.where(streams | ~mine[None, :, None], 1.0, 0.0)
+
+  def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
+    streams = min(length, self.sinks + self.newest)
+    pairs = set(self.streaming)
+
+    def mean(layer: int, count: int) -> int | float:
+      few = sum((layer, head) in pairs for head in range(count))
+      return (few * streams + (count - few) * length) / max(1, count)
+
+    return [mean(layer, count) for layer, count in enumerate(heads)]
 
   def kept(
     self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]

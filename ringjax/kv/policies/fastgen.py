@@ -8,6 +8,7 @@ queries of the mass that the kept tokens have in the whole attention.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -91,6 +92,9 @@ class FastGen(Policy):
     picked = jnp.take_along_axis(keep, which[None, :, :, None], 0)[0]
     number = (which + 1).astype(jnp.float32)[..., None]
     return jnp.where(picked, number, 0.0)
+
+  def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
+    return [length] * len(heads)
 
   def kept(
     self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]

@@ -62,6 +62,11 @@ class KVzip(Policy):
       return [self._of(length, n) for n in heads]
     return [self._of(length, sum(heads))] * len(heads)
 
+  def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
+    shares = heads if self.by_layer else [sum(heads)] * len(heads)
+    both = zip(self.counts(length, heads), shares, strict=True)
+    return [count / max(1, share) for count, share in both]
+
   def _of(self, length: int, heads: int) -> int:
     if isinstance(self.budget, int):
       return min(length, self.budget) * heads

@@ -6,6 +6,7 @@ Ref: Tang et al. 2024, Quest, arXiv 2406.10774.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -29,6 +30,9 @@ class Select(Policy):
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     return jnp.zeros(look.pos.shape, jnp.float32)
+
+  def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
+    return [length] * len(heads)
 
   def kept(
     self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]

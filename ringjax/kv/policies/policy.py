@@ -189,6 +189,14 @@ class Policy:
     """
     return [self.many(length)] * len(heads)
 
+  def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
+    """Return the tokens that a head keeps in each layer, a mean over its heads.
+
+    For plans, which have no text: where the text decides, the most it may be.
+    The arguments are those of `counts`.
+    """
+    return [min(length, n) for n in self.counts(length, heads)]
+
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     """The higher, the sooner a token stays; of one layer.
 
