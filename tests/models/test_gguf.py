@@ -43,29 +43,104 @@ CASES = {
     model_type="starcoder2", norm_epsilon=1e-5, use_bias=True,
     hidden_act="gelu_pytorch_tanh",
   ),
+  "bloom": dict(
+    model_type="bloom", n_layer=2, n_head=4, seq_length=128,
+    layer_norm_epsilon=1e-5, intermediate_size=128, tie_word_embeddings=True,
+  ),
+  "falcon": dict(
+    model_type="falcon", layer_norm_epsilon=1e-5, num_kv_heads=2,
+    ffn_hidden_size=64, new_decoder_architecture=True,
+    tie_word_embeddings=True,
+  ),
+  "gpt2": dict(
+    model_type="gpt2", n_layer=2, n_head=4, n_embd=32, n_positions=128,
+    n_inner=64, layer_norm_epsilon=1e-5, tie_word_embeddings=True,
+  ),
+  "gpt-oss": dict(
+    model_type="gpt_oss", rope_theta=10_000.0,
+    head_dim=16, num_local_experts=4,
+    num_experts_per_tok=2, sliding_window=8, **_RMS,
+    rope_scaling=dict(
+      rope_type="yarn", factor=4.0, original_max_position_embeddings=32,
+      truncate=False,
+    ),
+  ),
+  "lfm2": dict(
+    model_type="lfm2", rope_theta=10_000.0,
+    norm_eps=1e-5, conv_L_cache=3,
+    layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False,
+    tie_word_embeddings=True,
+  ),
+  "minimax-m2": dict(
+    model_type="minimax_m2", rope_theta=10_000.0,
+    head_dim=16, rotary_dim=8, num_local_experts=4,
+    num_experts_per_tok=2, **_RMS,
+  ),
+  "nemotron": dict(
+    model_type="nemotron", norm_eps=1e-5, partial_rotary_factor=0.5,
+  ),
+  "qwen2moe": dict(
+    model_type="qwen2_moe", num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=32, shared_expert_intermediate_size=64, **_RMS,
+  ),
+  "stablelm": dict(
+    model_type="stablelm", layer_norm_eps=1e-5, qk_layernorm=True,
+    use_qkv_bias=True, partial_rotary_factor=0.5,
+  ),
+  "mixtral": dict(
+    model_type="mixtral", rope_theta=10_000.0,
+    num_local_experts=4, num_experts_per_tok=2, **_RMS,
+  ),
+}  # fmt: skip
+# What the config of a family does not have.
+_WITHOUT = {
+  "bloom": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "max_position_embeddings", "intermediate_size"),
+  "falcon": ("num_key_value_heads", "intermediate_size"),
+  "gpt2": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+           "max_position_embeddings", "intermediate_size", "hidden_size"),
 }  # fmt: skip
 _ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def _writer(path, name, config):
   """A writer with the metadata of a config, as llama.cpp's converter has it."""
-  w = gguf.GGUFWriter(path, name)
+  w = gguf.GGUFWriter(path, "llama" if name == "mixtral" else name)
   w.add_context_length(config["max_position_embeddings"])
   w.add_block_count(config["num_hidden_layers"])
   w.add_embedding_length(config["hidden_size"])
   w.add_feed_forward_length(config["intermediate_size"])
   w.add_head_count(config["num_attention_heads"])
-  w.add_head_count_kv(config["num_key_value_heads"])
+  kv_heads = config["num_key_value_heads"]
+  if name == "lfm2":
+    kv_heads = [kv_heads * (x != "conv") for x in config["layer_types"]]
+  w.add_head_count_kv(
+    config["num_attention_heads"] if name == "bloom" else kv_heads
+  )
   w.add_rope_freq_base(config.get("rope_theta", 10_000.0))
-  if "norm_epsilon" in config:
-    w.add_layer_norm_eps(config["norm_epsilon"])
+  eps = next(x for key, x in config.items() if "eps" in key)
+  if name in ("starcoder2", "bloom", "falcon", "gpt2", "nemotron", "stablelm"):
+    w.add_layer_norm_eps(eps)
   else:
-    w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    w.add_layer_norm_rms_eps(eps)
+  if (part := config.get("partial_rotary_factor")) is not None:
+    w.add_rope_dimension_count(int(part * 8))
+  if "rope_scaling" in config and name == "gpt-oss":
+    w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    w.add_rope_scaling_factor(config["rope_scaling"]["factor"])
+    w.add_rope_scaling_orig_ctx_len(32)
   for key, add in (
     ("head_dim", w.add_key_length),
     ("sliding_window", w.add_sliding_window),
     ("num_experts", w.add_expert_count),
+    ("num_local_experts", w.add_expert_count),
     ("num_experts_per_tok", w.add_expert_used_count),
+    (
+      "shared_expert_intermediate_size",
+      w.add_expert_shared_feed_forward_length,
+    ),
+    ("conv_L_cache", w.add_shortconv_l_cache),
+    ("rotary_dim", w.add_rope_dimension_count),
     ("moe_intermediate_size", w.add_expert_feed_forward_length),
     ("attn_logit_softcapping", w.add_attn_logit_softcapping),
     ("final_logit_softcapping", w.add_final_logit_softcapping),
@@ -75,24 +150,63 @@ def _writer(path, name, config):
   return w
 
 
+def _rows(x, groups, queries):
+  """All queries before keys and values, of which each group has its own."""
+  x = x.reshape(groups, queries + 2, 8, *x.shape[1:])
+  parts = x[:, :queries], x[:, queries], x[:, queries + 1]
+  return np.concatenate([p.reshape(-1, *x.shape[3:]) for p in parts])
+
+
 def _tensors(name, config, tensors):
   """Tensors under gguf's own names, changed as llama.cpp's converter does."""
-  names = gguf.get_tensor_name_map(_ARCHS[name], config["num_hidden_layers"])
-  experts = {}
+  names = gguf.get_tensor_name_map(
+    _ARCHS["llama" if name == "mixtral" else name], 2
+  )
+  stacks = {}
   for key, x in sorted(tensors.items()):
-    if ".experts." in key:
-      start, rest = key.split(".experts.")
-      expert, part = rest.split(".", 1)
-      experts.setdefault(f"{start}.experts.{part}", {})[int(expert)] = x
-      continue
-    if name == "llama" and key.endswith(("q_proj.weight", "k_proj.weight")):
-      heads = config["num_attention_heads"]
-      heads = heads if "q_proj" in key else config["num_key_value_heads"]
-      x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-    if name.startswith("gemma") and key.endswith("norm.weight"):
-      x = x + 1
-    yield names.get_name(key, (".weight", ".bias")), x
-  for key, parts in experts.items():
+    if name == "bloom":
+      key = key.removeprefix("transformer.")
+    for where in (".experts.", ".norms."):
+      start, _, rest = key.partition(where)
+      number, _, part = rest.partition(".")
+      if number.isdigit():
+        whole = f"{start}{where}{part}" if "exp" in where else f"{start}.{part}"
+        stacks.setdefault(whole, {})[int(number)] = x
+        break
+    else:
+      if name in ("llama", "mixtral") and key.endswith(
+        ("q_proj.weight", "k_proj.weight")
+      ):
+        heads = config["num_attention_heads"]
+        heads = heads if "q_proj" in key else config["num_key_value_heads"]
+        x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+      if name.startswith("gemma") and key.endswith("norm.weight"):
+        x = x + 1
+      if name == "nemotron" and "norm" in key and key.endswith("weight"):
+        x = x + 1
+      if "query_key_value" in key:
+        x = _rows(x, *((4, 1) if name == "bloom" else (2, 2)))
+      if name == "gpt2" and ".c_" in key and x.ndim == 2:
+        x = x.T
+      if key.endswith("conv.conv.weight"):
+        x = x[:, 0]
+      if key.endswith("e_score_correction_bias"):
+        key = key.replace("_bias", ".bias")
+      if key.endswith("sinks"):
+        key += ".weight"
+      if name == "gpt-oss" and "experts." in key:
+        bias = key.endswith("_bias")
+        key = key.removesuffix("_bias") + (".bias" if bias else ".weight")
+        x = x if bias else x.swapaxes(1, 2)
+        if "gate_up" in key:
+          axis = 1
+          for i, part in enumerate(("gate", "up")):
+            half = np.take(x, range(i, x.shape[axis], 2), axis)
+            part = key.replace("gate_up", part)
+            yield names.get_name(part, (".weight", ".bias")), half
+          continue
+      yield names.get_name(key, (".weight", ".bias")), x
+  for key, parts in stacks.items():
     x = np.stack([parts[i] for i in range(len(parts))])
     yield names.get_name(key, (".weight",)), x
 
@@ -112,7 +226,10 @@ def _write(path, name, config, tensors, kind=None):
 
 def _small(tmp_path, name, **more):
   config = _SIZES | CASES[name] | more
-  model = rj.models.create(config, seed=3)
+  without = _WITHOUT.get(name, ())
+  model = rj.models.create(
+    {key: x for key, x in config.items() if key not in without}, seed=3
+  )
   # Norms of ones and biases of zeros would hide a change of theirs.
   keys = iter(jax.random.split(jax.random.key(1), 1000))
   noisy = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)
@@ -135,7 +252,10 @@ def _same(path, folder, atol=0.0):
     np.testing.assert_allclose(x, y, rtol=0, atol=atol)
 
 
-_LONG = ("gemma2", "qwen3moe", "qwen3", "qwen2")
+_LONG = (
+  "gemma2", "qwen3moe", "qwen3", "qwen2", "bloom", "mixtral", "gpt-oss", "lfm2",
+  "minimax-m2", "nemotron", "qwen2moe", "stablelm", "gpt2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

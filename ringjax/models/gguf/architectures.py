@@ -1,13 +1,12 @@
 """What GGUF's metadata and names are in a Hugging Face folder.
 
-Guarantees: the config and the tensors of each architecture in `ARCHITECTURES`;
+Guarantees: the config and the names of each architecture in `ARCHITECTURES`;
 another one, and a rope scaling that is not known, is an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -47,15 +46,78 @@ _PHI3 = _LLAMA | {
   "attn_qkv": "self_attn.qkv_proj",
   "ffn_up": "mlp.gate_up_proj",
 }
+_SHARED = _MIXTURE | {
+  "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+  "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+  "ffn_up_shexp": "mlp.shared_expert.up_proj",
+  "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_SPARSE = _LLAMA | {
+  "ffn_gate_inp": "block_sparse_moe.gate",
+  "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+  "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+  "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+  "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+}
+_GPT_OSS = _LLAMA | {
+  "attn_sinks.weight": "self_attn.sinks",
+  "post_attention_norm": "post_attention_layernorm",
+  "ffn_gate_inp": "mlp.router",
+  "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+  "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+  "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+  "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+  "ffn_down_exps.weight": "mlp.experts.down_proj",
+  "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+_LFM2 = {
+  "attn_norm": "operator_norm",
+  "attn_q": "self_attn.q_proj",
+  "attn_k": "self_attn.k_proj",
+  "attn_v": "self_attn.v_proj",
+  "attn_output": "self_attn.out_proj",
+  "attn_q_norm": "self_attn.q_layernorm",
+  "attn_k_norm": "self_attn.k_layernorm",
+  "shortconv.conv": "conv.conv",
+  "shortconv.in_proj": "conv.in_proj",
+  "shortconv.out_proj": "conv.out_proj",
+  "ffn_norm": "ffn_norm",
+  "ffn_gate": "feed_forward.w1",
+  "ffn_up": "feed_forward.w3",
+  "ffn_down": "feed_forward.w2",
+}
+_STABLELM = _LLAMA | {
+  "attn_q_norm": "self_attn.q_layernorm.norms.{}",
+  "attn_k_norm": "self_attn.k_layernorm.norms.{}",
+}
+_GPT2 = {
+  "attn_norm": "ln_1",
+  "attn_qkv": "attn.c_attn",
+  "attn_output": "attn.c_proj",
+  "ffn_norm": "ln_2",
+  "ffn_up": "mlp.c_fc",
+  "ffn_down": "mlp.c_proj",
+}
+_BLOOM = {
+  "attn_norm": "input_layernorm",
+  "attn_qkv": "self_attention.query_key_value",
+  "attn_output": "self_attention.dense",
+  "ffn_norm": "post_attention_layernorm",
+  "ffn_up": "mlp.dense_h_to_4h",
+  "ffn_down": "mlp.dense_4h_to_h",
+}
 _STARCODER2 = _LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _OUTER = {
   "token_embd": "model.embed_tokens",
   "output_norm": "model.norm",
   "output": "lm_head",
 }
-# Not tensors of the model: they are in its config.
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight",
-            "rope_factors_short.weight")  # fmt: skip
+_OLD_OUTER = {
+  "token_embd": "transformer.word_embeddings",
+  "token_embd_norm": "transformer.word_embeddings_layernorm",
+  "output_norm": "transformer.ln_f",
+  "output": "lm_head",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,21 +126,33 @@ class Architecture:
 
   Attributes:
     type: the model_type.
-    names: of a layer's tensors, without ".weight".
+    names: of a layer's tensors, without ".weight"; one with it names the whole.
+    layer: what stands before them.
+    outer: names of the tensors of no layer.
     fixed: what the config says of all models of it.
-    keys: further keys of the config, by those of the metadata.
+    keys: the config's keys, by those of the metadata, where they are others
+      than `_KEYS` says or further ones; "" for one that it has not.
     norm_eps: the config's name of the norms' epsilon.
+    rotates: whether the config has a rotation.
     permuted: whether rows of queries and keys are in the order of pairs.
     norm_one: whether norms are stored with one added.
+    split_qkv: whether all queries, keys and values stand behind one another,
+      which the model has by groups of heads.
+    turned: parts whose maps are [in, out] in a folder.
   """
 
   type: str
   names: Mapping[str, str]
+  layer: str = "model.layers.{}."
+  outer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _OUTER)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
   norm_eps: str = "rms_norm_eps"
+  rotates: bool = True
   permuted: bool = False
   norm_one: bool = False
+  split_qkv: bool = False
+  turned: tuple[str, ...] = ()
 
 
 _GEMMA_KEYS = {
@@ -124,16 +198,112 @@ ARCHITECTURES = {
     keys=_GEMMA_KEYS,
     norm_one=True,
   ),
-  "phi3": Architecture(type="phi3", names=_PHI3),
+  "phi3": Architecture(
+    type="phi3", names=_PHI3,
+    keys={"attention.sliding_window": "sliding_window"},
+  ),
   "starcoder2": Architecture(
     type="starcoder2",
     names=_STARCODER2,
     fixed={"use_bias": True, "hidden_act": "gelu_pytorch_tanh"},
     norm_eps="norm_epsilon",
   ),
+  "bloom": Architecture(
+    type="bloom", names=_BLOOM, layer="transformer.h.{}.", outer=_OLD_OUTER,
+    keys={
+      "context_length": "seq_length",
+      "block_count": "n_layer",
+      "feed_forward_length": "",
+      "attention.head_count": "n_head",
+      "attention.head_count_kv": "",
+    },
+    norm_eps="layer_norm_epsilon", rotates=False, split_qkv=True,
+  ),
+  "falcon": Architecture(
+    type="falcon", names=_BLOOM, layer="transformer.h.{}.", outer=_OLD_OUTER,
+    keys={
+      "feed_forward_length": "ffn_hidden_size",
+      "attention.head_count_kv": "num_kv_heads",
+    },
+    norm_eps="layer_norm_epsilon", split_qkv=True,
+  ),
+  "gpt2": Architecture(
+    type="gpt2", names=_GPT2, layer="transformer.h.{}.",
+    outer={
+      "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
+      "output_norm": "transformer.ln_f", "output": "lm_head",
+    },
+    keys={
+      "context_length": "n_positions",
+      "block_count": "n_layer",
+      "feed_forward_length": "n_inner",
+      "embedding_length": "n_embd",
+      "attention.head_count": "n_head",
+      "attention.head_count_kv": "",
+    },
+    norm_eps="layer_norm_epsilon", rotates=False,
+    turned=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+  ),
+  "gpt-oss": Architecture(
+    type="gpt_oss", names=_GPT_OSS,
+    keys={
+      "attention.key_length": "head_dim",
+      "attention.sliding_window": "sliding_window",
+      "expert_count": "num_local_experts",
+      "expert_used_count": "num_experts_per_tok",
+    },
+    turned=("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+  ),
+  "lfm2": Architecture(
+    type="lfm2", names=_LFM2,
+    outer=_OUTER | {
+      "token_embd_norm": "model.embedding_norm",
+      "output_norm": "model.embedding_norm",
+    },
+    fixed={"block_auto_adjust_ff_dim": False},
+    keys={"shortconv.l_cache": "conv_L_cache"},
+    norm_eps="norm_eps",
+  ),
+  "minimax-m2": Architecture(
+    type="minimax_m2", names=_SPARSE,
+    keys={
+      "attention.key_length": "head_dim",
+      "rope.dimension_count": "rotary_dim",
+      "expert_count": "num_local_experts",
+      "expert_used_count": "num_experts_per_tok",
+    },
+  ),
+  "nemotron": Architecture(
+    type="nemotron", names=_LLAMA, norm_eps="norm_eps", norm_one=True,
+  ),
+  "qwen2moe": Architecture(
+    type="qwen2_moe", names=_SHARED,
+    fixed={"norm_topk_prob": False, "decoder_sparse_step": 1,
+           "mlp_only_layers": []},
+    keys={
+      "expert_count": "num_experts",
+      "expert_used_count": "num_experts_per_tok",
+      "expert_feed_forward_length": "moe_intermediate_size",
+      "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+  ),
+  "stablelm": Architecture(
+    type="stablelm", names=_STABLELM, norm_eps="layer_norm_eps",
+    keys={"use_parallel_residual": "use_parallel_residual"},
+  ),
 }  # fmt: skip
+# A file of Mixtral says that it is a Llama, with experts.
+_MIXTRAL = Architecture(
+  type="mixtral",
+  names=_SPARSE,
+  keys={
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+  },
+  permuted=True,
+)
 # Layers of the two Gemmas of 27B, whose scores have a scale of their own.
-_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 _KEYS = {
   "context_length": "max_position_embeddings",
   "block_count": "num_hidden_layers",
@@ -149,7 +319,8 @@ _IDS = {
 }
 
 
-def _refuse(key: str, got: object, want: str) -> NoReturn:
+def refuse(key: str, got: object, want: str) -> NoReturn:
+  """Raises what a model is refused with."""
   raise ConfigError(
     f"GGUF: {key}", shown(got), want, "convert the model's original weights"
   )
@@ -163,8 +334,28 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
   """
   name = metadata.get("general.architecture")
   if not isinstance(name, str) or name not in ARCHITECTURES:
-    _refuse("general.architecture", name, f"one of {', '.join(ARCHITECTURES)}")
+    refuse("general.architecture", name, f"one of {', '.join(ARCHITECTURES)}")
+  if name == "llama" and metadata.get("llama.expert_count"):
+    return _MIXTRAL
   return ARCHITECTURES[name]
+
+
+def said_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+  """What the metadata say of the architecture, without its prefix."""
+  prefix = f"{metadata['general.architecture']}."
+  said = {
+    key.removeprefix(prefix): x
+    for key, x in metadata.items()
+    if key.startswith(prefix)
+  }
+  many = said.setdefault(
+    "attention.head_count_kv", said.get("attention.head_count")
+  )
+  if metadata["general.architecture"] == "lfm2" and isinstance(many, list):
+    # One number for each layer, 0 for a convolution.
+    said["layer_types"] = ["full_attention" if n else "conv" for n in many]
+    said["attention.head_count_kv"] = max(many, default=0)
+  return said
 
 
 def config_of(files: GgufFiles) -> dict[str, Any]:
@@ -176,42 +367,31 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   metadata = files.metadata
   arch = architecture(metadata)
   prefix = metadata["general.architecture"]
-  said = {
-    key.removeprefix(f"{prefix}."): x
-    for key, x in metadata.items()
-    if key.startswith(f"{prefix}.")
-  }
-  said.setdefault("attention.head_count_kv", said.get("attention.head_count"))
+  said = said_of(metadata)
   config: dict[str, Any] = {"model_type": arch.type, **arch.fixed}
   for key, name in {**_KEYS, **arch.keys}.items():
-    if said.get(key) is not None:
-      config[name] = said[key]
-    elif key in _KEYS:
-      _refuse(f"{prefix}.{key}", "no such key", "it")
-  for name in _KEYS.values():
-    if type(config[name]) is not int or config[name] < 1:
-      _refuse(name, config[name], "one positive number for all layers")
-  ending = "rms_epsilon" if arch.norm_eps == "rms_norm_eps" else "epsilon"
-  epsilon = f"attention.layer_norm_{ending}"
-  if epsilon not in said:
-    _refuse(f"{prefix}.{epsilon}", "no such key", "it")
-  config[arch.norm_eps] = said[epsilon]
+    x = said.get(key)
+    if key in _KEYS and (type(x) is not int or x < 1):
+      want = "one positive number for all layers"
+      refuse(f"{prefix}.{key}", "no such key" if x is None else x, want)
+    if name and x is not None:
+      config[name] = x
+  for ending in ("rms_epsilon", "epsilon"):
+    epsilon = f"attention.layer_norm_{ending}"
+    if epsilon in said:
+      config[arch.norm_eps] = said[epsilon]
+  if arch.norm_eps not in config:
+    refuse(f"{prefix}.attention.layer_norm_rms_epsilon", "no such key", "it")
   embedding = files.tensors.get("token_embd.weight")
   if embedding is None:
-    _refuse("token_embd.weight", "no such tensor", "an embedding")
+    refuse("token_embd.weight", "no such tensor", "an embedding")
   config["vocab_size"] = embedding.shape[0]
   config["tie_word_embeddings"] = "output.weight" not in files.tensors
-  config["rope_theta"] = said.get("rope.freq_base", 10_000.0)
-  if arch.type == "llama":
-    _llama_config(files, config, said)
-  if arch.norm_one:
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    config.setdefault("head_dim", 256)
-    wide = _SCALED_BY_WIDTH[prefix] == config["num_hidden_layers"]
-    config["query_pre_attn_scalar"] = (
-      width // heads if wide else config["head_dim"]
-    )
-  _rope(files, config, said)
+  if arch.rotates:
+    config["rope_theta"] = said.get("rope.freq_base", 10_000.0)
+    _rope(files, config, said)
+  if more := _FURTHER.get(arch.type):
+    more(files, config, said)
   for key, name in _IDS.items():
     if (token := metadata.get(f"tokenizer.ggml.{key}")) is not None:
       config[name] = token
@@ -224,14 +404,122 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
 def _llama_config(
   files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
 ) -> None:
-  if said.get("expert_count", 0):
-    _refuse("llama.expert_count", said["expert_count"], "no experts")
   width, heads = config["hidden_size"], config["num_attention_heads"]
   config["head_dim"] = said.get("attention.key_length", width // heads)
   if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-    _refuse("llama.rope.dimension_count", said["rope.dimension_count"],
-            f"all {config['head_dim']} of a head")  # fmt: skip
+    refuse("llama.rope.dimension_count", said["rope.dimension_count"],
+           f"all {config['head_dim']} of a head")  # fmt: skip
+  bias = "blk.0.attn_q.bias" in files.tensors
+  if config["model_type"] == "llama":
+    config["attention_bias"] = bias
+
+
+def _gemma_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  del files
+  width, heads = config["hidden_size"], config["num_attention_heads"]
+  config.setdefault("head_dim", 256)
+  wide = _SCALED_BY_WIDTH[config["model_type"]] == config["num_hidden_layers"]
+  config["query_pre_attn_scalar"] = (
+    width // heads if wide else config["head_dim"]
+  )
+  if config["model_type"] == "gemma2":
+    return
+  pattern = said.get("attention.sliding_window_pattern")
+  if isinstance(pattern, list):
+    if len(pattern) != config["num_hidden_layers"]:
+      refuse("attention.sliding_window_pattern", pattern, "one of each layer")
+    config["layer_types"] = [
+      "sliding_attention" if slides else "full_attention" for slides in pattern
+    ]
+    del config["sliding_window_pattern"]
+  elif pattern is not None:
+    config["sliding_window_pattern"] = pattern
+  if (base := said.get("rope.freq_base_swa")) is not None:
+    config["rope_local_base_freq"] = base
+
+
+def _phi3_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  del files
+  if not config.get("sliding_window"):
+    config["sliding_window"] = None
+  if (part := _part_rotated(config, said)) != 1:
+    config["partial_rotary_factor"] = part
+
+
+def _part_rotated(config: Mapping[str, Any], said: Mapping[str, Any]) -> float:
+  head = config["hidden_size"] // config["num_attention_heads"]
+  head = said.get("attention.key_length", head)
+  count = said.get("rope.dimension_count", head)
+  if type(count) is not int or type(head) is not int or not 0 < count <= head:
+    refuse("rope.dimension_count", count, f"at most {head}")
+  return count / head
+
+
+def _nemotron_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  config["partial_rotary_factor"] = _part_rotated(config, said)
   config["attention_bias"] = "blk.0.attn_q.bias" in files.tensors
+  config["mlp_bias"] = "blk.0.ffn_up.bias" in files.tensors
+  if "attention.key_length" in said:
+    config["head_dim"] = said["attention.key_length"]
+
+
+def _stablelm_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  config["partial_rotary_factor"] = _part_rotated(config, said)
+  config["use_qkv_bias"] = "blk.0.attn_q.bias" in files.tensors
+  config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in files.tensors
+
+
+def _falcon_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  del said
+  two = "blk.0.attn_norm_2.weight" in files.tensors
+  config["new_decoder_architecture"] = new = two or config["num_kv_heads"] > 1
+  config["multi_query"] = not new
+  if new:
+    config["num_ln_in_parallel_attn"] = 1 + two
+  config["bias"] = "blk.0.attn_qkv.bias" in files.tensors
+
+
+def _gpt_oss_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  del files
+  if said.get("rope.scaling.type") != "yarn":
+    refuse("rope.scaling.type", said.get("rope.scaling.type"), "yarn")
+  config["rope_scaling"]["truncate"] = False
+
+
+def _lfm2_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  del files
+  if "layer_types" not in said:
+    refuse("lfm2.attention.head_count_kv", "no list", "a number for each layer")
+  config["layer_types"] = said["layer_types"]
+
+
+# What is further said of a model, by its model_type.
+_FURTHER = {
+  "llama": _llama_config,
+  "mixtral": _llama_config,
+  "gemma2": _gemma_config,
+  "gemma3_text": _gemma_config,
+  "phi3": _phi3_config,
+  "nemotron": _nemotron_config,
+  "stablelm": _stablelm_config,
+  "falcon": _falcon_config,
+  "gpt_oss": _gpt_oss_config,
+  "lfm2": _lfm2_config,
+}
 
 
 def _rope(
@@ -262,7 +550,7 @@ def _rope(
         scaling[key] = x
     config["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}
   elif kind != "none":
-    _refuse("rope.scaling.type", kind, "none, linear, yarn, or factors")
+    refuse("rope.scaling.type", kind, "none, linear, yarn, or factors")
 
 
 def _llama3(factors: Float[np.ndarray, " H"]) -> dict[str, Any]:
@@ -289,71 +577,5 @@ def check_factors(files: GgufFiles, config: Mapping[str, Any]) -> None:
   part = np.clip((length / waves - low) / (high - low), 0, 1)
   want = 1 / ((1 - part) / scaling["factor"] + part)
   if half * 2 != config["head_dim"] or not np.allclose(want, factors, 1e-3):
-    _refuse("rope_freqs.weight", "factors of another scaling",
+    refuse("rope_freqs.weight", "factors of another scaling",
             "those of Llama 3: 1 and 4 at 8,192 tokens")  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """Where the numbers of a tensor with a Hugging Face name come from.
-
-  Attributes:
-    name: of the tensor in the file.
-    shape: of what is made of it.
-    expert: its number in the first axis, or None.
-    pairs: heads whose rows are in the order of pairs, or 0.
-    less: what is taken away from each number.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  expert: int | None = None
-  pairs: int = 0
-  less: float = 0.0
-
-  def floats(self, files: GgufFiles) -> Float[np.ndarray, ...]:
-    """The numbers, float32."""
-    x = files.floats(self.name, self.expert)
-    if self.pairs:
-      rows = x.reshape(self.pairs, -1, 2, *x.shape[1:])
-      x = rows.swapaxes(1, 2).reshape(x.shape)
-    return x - np.float32(self.less) if self.less else x
-
-
-_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
-
-
-def sources_of(
-  files: GgufFiles, config: Mapping[str, Any]
-) -> dict[str, Source]:
-  """All tensors of a model by their Hugging Face names.
-
-  A name that is not known stays, so that it is refused as any other one.
-  """
-  arch = architecture(files.metadata)
-  sources: dict[str, Source] = {}
-  heads = {
-    "attn_q": config["num_attention_heads"],
-    "attn_k": config["num_key_value_heads"],
-  }
-  for name, tensor in files.tensors.items():
-    if name in _FACTORS:
-      continue
-    part, _, leaf = name.rpartition(".")
-    new, pairs = name, 0
-    if match := _LAYER.fullmatch(name):
-      part = match[2]
-      if part in arch.names:
-        new = f"model.layers.{match[1]}.{arch.names[part]}.{leaf}"
-      pairs = heads.get(part, 0) if arch.permuted else 0
-    elif part in _OUTER:
-      new = f"{_OUTER[part]}.{leaf}"
-    less = 1.0 if arch.norm_one and part.endswith("norm") else 0.0
-    if pairs and tensor.shape[0] % (2 * pairs):
-      _refuse(name, list(tensor.shape), f"rows of {pairs} heads")
-    if "{}" in new:
-      for expert in range(tensor.shape[0]):
-        sources[new.format(expert)] = Source(name, tensor.shape[1:], expert)
-    else:
-      sources[new] = Source(name, tensor.shape, None, pairs, less)
-  return sources

@@ -19,12 +19,8 @@ from jaxtyping import Shaped
 from ringjax import fetched_models
 from ringjax.data.gguf_file import GgufFiles, is_gguf, open_gguf
 from ringjax.errors import CheckpointMismatchError
-from ringjax.models.gguf.architectures import (
-  Source,
-  check_factors,
-  config_of,
-  sources_of,
-)
+from ringjax.models.gguf.architectures import check_factors, config_of
+from ringjax.models.gguf.sources import Source, sources_of
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.header import TensorInfo
 from ringjax.models.hf.safe_files import identity
@@ -87,7 +83,7 @@ def open_model(path: str | os.PathLike[str]) -> Folder:
   files = open_gguf(path)
   config = config_of(files)
   check_factors(files, config)
-  sources = sources_of(files, config)
+  sources = sources_of(files)
   float32 = jnp.dtype(jnp.float32)
   tensors = {
     name: TensorInfo(

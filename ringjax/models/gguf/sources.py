@@ -1,0 +1,163 @@
+"""Where the tensors of a model lie in a GGUF file, and how they differ there.
+
+Guarantees: each tensor of the file is that of one Hugging Face name, or a part
+of it; one that is not known keeps its name, so that it is refused as any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from jaxtyping import Float
+
+from ringjax.data.gguf_file import GgufFiles
+from ringjax.models.gguf.architectures import (
+  Architecture,
+  architecture,
+  refuse,
+  said_of,
+)
+
+# Not tensors of the model: they are in its config.
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight",
+            "rope_factors_short.weight")  # fmt: skip
+_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)\.(weight|bias)")
+
+_Change: TypeAlias = Callable[
+  [Float[np.ndarray, "..."]], Float[np.ndarray, "..."]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Where the numbers of a tensor with a Hugging Face name come from.
+
+  Attributes:
+    name: of the tensor in the file.
+    shape: of what is made of it.
+    index: its number in the first axis, or None.
+    change: what is done to the numbers, before they have that shape; or None.
+    other: a tensor whose last axis alternates with that of the first one, or
+      None.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  index: int | None = None
+  change: _Change | None = None
+  other: str | None = None
+
+  def floats(self, files: GgufFiles) -> Float[np.ndarray, ...]:
+    """The numbers, float32."""
+    names = [self.name] if self.other is None else [self.name, self.other]
+    parts = [files.floats(name, self.index) for name in names]
+    if self.change is not None:
+      parts = [self.change(x) for x in parts]
+    x = parts[0] if self.other is None else np.stack(parts, -1)
+    return x.reshape(self.shape)
+
+
+def _unpaired(
+  heads: int, x: Float[np.ndarray, "R ..."]
+) -> Float[np.ndarray, "R ..."]:
+  """Rows of heads in halves, of such in pairs."""
+  rows = x.reshape(heads, -1, 2, *x.shape[1:])
+  return rows.swapaxes(1, 2).reshape(x.shape)
+
+
+def _less_one(x: Float[np.ndarray, ...]) -> Float[np.ndarray, ...]:
+  return x - np.float32(1)
+
+
+def _turned(x: Float[np.ndarray, "... A B"]) -> Float[np.ndarray, "... B A"]:
+  return x.swapaxes(-1, -2)
+
+
+def _grouped(
+  heads: int, groups: int, x: Float[np.ndarray, "R ..."]
+) -> Float[np.ndarray, "R ..."]:
+  """Rows of each group's queries, key and value, of all queries first."""
+  head = x.shape[0] // (heads + 2 * groups)
+  q, k, v = np.split(x, [heads * head, (heads + groups) * head])
+  parts = [part.reshape(groups, -1, *x.shape[1:]) for part in (q, k, v)]
+  return np.concatenate(parts, 1).reshape(x.shape)
+
+
+def _change(
+  arch: Architecture, part: str, leaf: str, heads: int, groups: int
+) -> tuple[_Change | None, int]:
+  """What is done to a tensor, and what must divide its rows."""
+  if arch.permuted and part in ("attn_q", "attn_k"):
+    count = heads if part == "attn_q" else groups
+    return functools.partial(_unpaired, count), 2 * count
+  if arch.split_qkv and part == "attn_qkv":
+    return functools.partial(_grouped, heads, groups), heads + 2 * groups
+  if leaf == "weight" and part in arch.turned:
+    return _turned, 1
+  if leaf == "weight" and arch.norm_one and part.endswith("norm"):
+    return _less_one, 1
+  return None, 1
+
+
+def sources_of(files: GgufFiles) -> dict[str, Source]:
+  """All tensors of a model by their Hugging Face names.
+
+  Raises:
+    ConfigError: a tensor whose shape does not fit the numbers of heads.
+  """
+  arch, said = architecture(files.metadata), said_of(files.metadata)
+  heads, groups = (said[f"attention.head_count{x}"] for x in ("", "_kv"))
+  names: dict[str, str] = dict(arch.names)
+  if "blk.0.attn_norm_2.weight" in files.tensors:
+    # Of the Falcons of two norms, the first is that of the feedforward.
+    names |= {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
+  sources: dict[str, Source] = {}
+  for name, tensor in files.tensors.items():
+    if name in _FACTORS:
+      continue
+    part, _, leaf = name.rpartition(".")
+    new = name
+    if match := _LAYER.fullmatch(name):
+      part = match[2]
+      if (whole := names.get(f"{part}.{leaf}")) is not None:
+        new = arch.layer.format(match[1]) + whole
+      elif part in names:
+        new = f"{arch.layer.format(match[1])}{names[part]}.{leaf}"
+    elif part in arch.outer:
+      new = f"{arch.outer[part]}.{leaf}"
+    change, unit = _change(arch, part, leaf, heads, groups)
+    shape = tensor.shape
+    if shape[0] % unit:
+      refuse(name, list(shape), f"rows of {heads} and {groups} heads")
+    if change is _turned:
+      shape = (*shape[:-2], *reversed(shape[-2:]))
+    if part == "shortconv.conv":
+      shape = (shape[0], 1, *shape[1:])
+    if part == "ffn_gate_inp_shexp" and len(shape) == 1:
+      shape = (1, *shape)
+    if "{}" in new:
+      for i in range(shape[0]):
+        sources[new.format(i)] = Source(name, shape[1:], i, change)
+    elif new.endswith(("gate_up_proj", "gate_up_proj_bias")):
+      _join(files, sources, new, Source(name, shape, None, change))
+    else:
+      sources[new] = Source(name, shape, None, change)
+  return sources
+
+
+def _join(
+  files: GgufFiles, sources: dict[str, Source], new: str, part: Source
+) -> None:
+  """Adds a tensor of which the gates and the rest alternate."""
+  gate = part.name.replace("ffn_up", "ffn_gate")
+  up = part.name.replace("ffn_gate", "ffn_up")
+  absent = [x for x in (gate, up) if x not in files.tensors]
+  if absent or files.tensors[gate].shape != files.tensors[up].shape:
+    refuse(part.name, list(part.shape), f"{gate} and {up} of one shape")
+  shape = (*part.shape[:-1], 2 * part.shape[-1])
+  sources[new] = Source(gate, shape, None, part.change, up)
