@@ -441,7 +441,9 @@ class EvictingCache(WithOpenCache):
     keep, masses, sizes, stays, wrong, choice = found
     self._check_scores(host(wrong))
     local = open_slots(self.kind, int(host(stays).max(initial=0)), self.shards)
-    needs = {n: tuple(map(int, host(x).max(0))) for n, x in sizes.items()}
+    needs: dict[int, tuple[int, ...]] = {
+      n: tuple(map(int, host(x).max(0))) for n, x in sizes.items()
+    }
     grows = int(lengths.max()) if host(self.ends).any() else None
     shape = page_sizes(self.pages, needs, grows)
     made = repacked(cache, keep, masses, evicts, shape, local)
