@@ -69,7 +69,7 @@ def _kinds(found: Any) -> Figures:
   dense = found["kinds"][0]
   return {
     kind["name"]: {
-      "loss": kind["nll"] - dense["nll"],
+      "loss": kind["loss"],
       "bits": kind["bits"],
       "bytes": kind["nbytes"] / dense["nbytes"],
     }
@@ -96,7 +96,7 @@ def _entropies(found: Any) -> Figures:
 # -----------------------------------------------------------------------------
 
 KINDS = Run(
-  f"{_EVALUATE} caches {_SMOL} --lengths=1024 --rows=4 --devices=1 "
+  f"{_EVALUATE} caches {_SMOL} --lengths=1024 --rows=2 --devices=1 "
   "--cache=dense --cache=int4 --cache=int2 --cache=hadamard3 --cache=hadamard2 "
   "--cache=kivi4 --cache=kivi2 --cache=h2o:budget=.2 --cache=snapkv:budget=.2 "
   "--cache=tova:budget=.2 --cache=fastgen --cache=sinks:budget=.2 "
@@ -104,7 +104,7 @@ KINDS = Run(
   _kinds,
 )
 CONTEXTS = Run(
-  f"{_EVALUATE} contexts {_SMOL} --lengths=4096 --contexts=16 --rows=2 "
+  f"{_EVALUATE} contexts {_SMOL} --lengths=4096 --contexts=16 --rows=1 "
   "--devices=1 --json",
   _ways,
 )
