@@ -28,7 +28,7 @@ import tempfile
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from benchmarks import pages
 from benchmarks.systems import ROWS, Run
@@ -36,11 +36,15 @@ from benchmarks.systems import ROWS, Run
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "systems.json"
 
-_ROWS = flags.DEFINE_list("rows", [], "Names of rows; default: all.")
-_AGAIN = flags.DEFINE_bool("again", False, "Run commands that have a result.")
-_LIST = flags.DEFINE_bool("list", False, "Print the names of all rows.")
-_PAGES = flags.DEFINE_bool("pages", False, "Write the page, and run nothing.")
-_PLOT = flags.DEFINE_bool("plot", True, "Draw pictures (needs matplotlib).")
+
+def define(values: flags.FlagValues) -> None:
+  """The flags."""
+  to: dict[str, Any] = dict(flag_values=values)
+  flags.DEFINE_list("rows", [], "Names of rows; default: all.", **to)
+  flags.DEFINE_bool("again", False, "Run commands that have a result.", **to)
+  flags.DEFINE_bool("list", False, "Print the names of all rows.", **to)
+  flags.DEFINE_bool("pages", False, "Write the page, and run nothing.", **to)
+  flags.DEFINE_bool("plot", True, "Draw pictures (needs matplotlib).", **to)
 
 
 class CommandError(Exception):
@@ -116,20 +120,28 @@ def _last_object(output: str) -> Any:
 
 def main(argv: list[str]) -> int:
   """Runs rows; see the module."""
-  if argv[1:]:
-    raise app.UsageError(f"got {argv[1:]}, want flags only")
-  if _LIST.value:
+  values = flags.FlagValues()
+  define(values)
+  try:
+    rest = values(argv)[1:]
+  except flags.Error as error:
+    rest = [str(error)]
+  if rest:
+    print(f"{rest[0]}; flags:\n{values}", file=sys.stderr)
+    return 2
+  if values.list:
     for row in ROWS:
       print(f"{row.name:14} {row.system}")
     return 0
   names = [row.name for row in ROWS]
-  if unknown := sorted(set(_ROWS.value) - set(names)):
-    raise app.UsageError(f"--rows: got {unknown}, want some of {names}")
+  if unknown := sorted(set(values.rows) - set(names)):
+    print(f"--rows: got {unknown}, want some of {names}", file=sys.stderr)
+    return 2
   results, failed = Results(RESULTS), []
-  rows = [row for row in ROWS if not _ROWS.value or row.name in _ROWS.value]
-  for row in () if _PAGES.value else rows:
+  rows = [row for row in ROWS if not values.rows or row.name in values.rows]
+  for row in () if values.pages else rows:
     for run in row.runs:
-      if run.command in results.read() and not _AGAIN.value:
+      if run.command in results.read() and not values.again:
         continue
       print(f"{row.name}: {run.command}", file=sys.stderr, flush=True)
       try:
@@ -138,7 +150,7 @@ def main(argv: list[str]) -> int:
         print(f"{row.name}: {error}", file=sys.stderr)
         failed.append(row.name)
         break
-  pages.write(ROOT / "docs", results.read(), plot=_PLOT.value)
+  pages.write(ROOT / "docs", results.read(), plot=values.plot)
   for row in rows:
     print(f"{row.name}: {pages.printed(row, results.read())}")
   if failed:
@@ -147,4 +159,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  sys.exit(main(sys.argv))
