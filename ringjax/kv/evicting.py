@@ -444,7 +444,9 @@ class EvictingCache(WithOpenCache):
     needs: dict[int, tuple[int, ...]] = {
       n: tuple(map(int, host(x).max(0))) for n, x in sizes.items()
     }
-    grows = int(lengths.max()) if host(self.ends).any() else None
+    # A repetition is the one eviction of its prompt: none is kept for more.
+    later = repeated is None and host(self.ends).any()
+    grows = int(lengths.max()) if later else None
     shape = page_sizes(self.pages, needs, grows)
     made = repacked(cache, keep, masses, evicts, shape, local)
     noted = list(made.noted)

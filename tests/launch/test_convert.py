@@ -117,7 +117,10 @@ def test_what_needs_float32_keeps_it(turn, tmp_path):
   ran = turn(f"--model={folder}", f"--out={out}", "--dtype=bfloat16")
   assert ran.status == 0, ran.err
   assert "bfloat16" in ran.out and "float32" in ran.out
-  same(rj.models.load(out), rj.models.load(folder, dtype="bfloat16"))
+  same(
+    rj.models.load(out, dtype="bfloat16"),
+    rj.models.load(folder, dtype="bfloat16"),
+  )
 
 
 def test_codes_of_8_bits_become_floats(turn, tmp_path):
