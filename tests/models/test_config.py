@@ -387,6 +387,7 @@ def test_fuzz(name, spelling):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:config.json. keys that are not:UserWarning")
 @pytest.mark.parametrize(
   "part",
   [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))],

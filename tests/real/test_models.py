@@ -106,7 +106,7 @@ def test_caches_are_in_the_order_of_their_papers(real_model):
   real_model(SMOL)
   kinds = ("dense", "int8", "int2", "kivi2", "sinks:budget=.2", "h2o:budget=.2")
   found = launched(
-    "evaluate", "caches", f"--model={SMOL}", "--lengths=1024", "--rows=1",
+    "evaluate", "caches", f"--model={SMOL}", "--lengths=1024", "--rows=2",
     *(f"--cache={kind}" for kind in kinds),
   )  # fmt: skip
   _, int8, int2, kivi, sinks, heavy = (kind["loss"] for kind in found["kinds"])
@@ -118,8 +118,8 @@ def test_caches_are_in_the_order_of_their_papers(real_model):
 def test_contexts_are_in_the_order_of_their_papers(real_model):
   real_model(SMOL)
   found = launched(
-    "evaluate", "contexts", f"--model={SMOL}", "--lengths=2048",
-    "--contexts=8", "--rows=2",
+    "evaluate", "contexts", f"--model={SMOL}", "--lengths=4096",
+    "--contexts=16", "--rows=1", "--devices=1",
   )  # fmt: skip
   nll = {cost["way"]: cost["nll"] for cost in found["costs"]}
   assert nll["full"] < nll["recompute"] < nll["ape"] < nll["parallel"]
