@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from benchmarks.systems import CONTEXTS, KINDS, ROWS, Row
+from benchmarks.systems import CONTEXTS, KINDS, ROWS, Row, Run
 
 _HEAD = """# The systems, shown on real models
 
@@ -46,10 +47,9 @@ def page(results: dict[str, Any]) -> str:
       row.published,
     )
     lines.append(f"| {' | '.join(cells)} |\n")
-  pictures = [p for p in (_caches, _contexts) if p.__doc__ and p(results, None)]
-  for picture in pictures:
-    title = (picture.__doc__ or "").strip().rstrip(".")
-    lines.append(f"\n![{title}](systems{picture.__name__}.png)\n")
+  for name, picture in _PICTURES.items():
+    if picture.run.command in results:
+      lines.append(f"\n![{picture.title}](systems_{name}.png)\n")
   lines.append("\n## Commands\n")
   seen: set[str] = set()
   for row in ROWS:
@@ -72,42 +72,51 @@ def write(folder: pathlib.Path, results: dict[str, Any], *, plot: bool) -> None:
   (folder / "systems.md").write_text(page(results), "utf-8")
   if not plot:
     return
-  for picture in (_caches, _contexts):
-    picture(results, folder / f"systems{picture.__name__}.png")
+  from matplotlib.figure import Figure
+
+  for name, picture in _PICTURES.items():
+    if (result := results.get(picture.run.command)) is not None:
+      figure = Figure(figsize=(6, 4), layout="constrained")
+      picture.draw(figure.subplots(), result["figures"])
+      figure.savefig(folder / f"systems_{name}.png", dpi=150)
 
 
-def _caches(results: dict[str, Any], path: pathlib.Path | None) -> bool:
-  """Loss above a dense cache by its share of a dense cache's bytes."""
-  result = results.get(KINDS.command)
-  if result is None:
-    return False
-  if path is not None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, x in result["figures"].items():
-      axes.plot(x["bytes"], x["loss"], "o")
-      axes.annotate(name, (x["bytes"], x["loss"]), fontsize=7)
-    axes.set_yscale("symlog", linthresh=0.05)
-    axes.set_xlabel("bytes, of a dense cache's")
-    axes.set_ylabel("loss above dense, nat")
-    figure.savefig(path, dpi=150)
-  return True
+def _caches(axes: Any, figures: dict[str, Any]) -> None:
+  for name, x in figures.items():
+    axes.plot(x["bytes"], x["loss"], "o")
+    axes.annotate(name, (x["bytes"], x["loss"]), fontsize=7)
+  axes.set_yscale("symlog", linthresh=0.05)
+  axes.set_xlabel("bytes, of a dense cache's")
+  axes.set_ylabel("loss above dense, nat")
 
 
-def _contexts(results: dict[str, Any], path: pathlib.Path | None) -> bool:
-  """Loss behind 16 contexts by how they are combined."""
-  result = results.get(CONTEXTS.command)
-  if result is None:
-    return False
-  if path is not None:
-    from matplotlib.figure import Figure
+def _contexts(axes: Any, figures: dict[str, Any]) -> None:
+  ways = sorted(figures.items(), key=lambda x: x[1])
+  axes.barh([name for name, _ in ways], [nll for _, nll in ways])
+  axes.set_xlabel("loss, nat")
 
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes = figure.subplots()
-    ways = sorted(result["figures"].items(), key=lambda x: x[1])
-    axes.barh([name for name, _ in ways], [nll for _, nll in ways])
-    axes.set_xlabel("loss, nat")
-    figure.savefig(path, dpi=150)
-  return True
+
+class _Picture(NamedTuple):
+  """A picture of one command's figures.
+
+  Fields:
+    title: What it shows.
+    run: The command.
+    draw: Draws the figures on axes.
+  """
+
+  title: str
+  run: Run
+  draw: Callable[[Any, dict[str, Any]], None]
+
+
+_PICTURES = {
+  "caches": _Picture(
+    "Loss above a dense cache by its share of a dense cache's bytes",
+    KINDS,
+    _caches,
+  ),
+  "contexts": _Picture(
+    "Loss behind 16 contexts by how they are combined", CONTEXTS, _contexts
+  ),
+}

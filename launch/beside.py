@@ -44,13 +44,7 @@ _MEMORY = "answer fewer prompts at a time, with --rows"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.model(
-    "model",
-    None,
-    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
-    "model in ringjax.",
-  )
-  new.strict()
+  new.checkpoint()
   new.whole("workers", 2, "Processes of this machine that attend.")
   new.texts("addresses", None, "HOST:PORT of workers, in place of --workers.")
   new.text("listen", None, "HOST:PORT: be a worker, and answer nothing.")

@@ -59,13 +59,7 @@ _MEMORY = "shorten the texts (--length), or use more devices"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.model(
-    "model",
-    None,
-    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
-    "model in ringjax.",
-  )
-  new.strict()
+  new.checkpoint()
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )

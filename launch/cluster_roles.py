@@ -24,6 +24,9 @@ from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
 from ringjax.serve.cluster.routing import ROLES
 
+# A flag belongs to the script that asked for it, and stands in its --help.
+flags.disclaim_key_flags()
+
 
 def define(values: flags.FlagValues) -> None:
   """The flags of clusters."""

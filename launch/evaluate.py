@@ -123,13 +123,7 @@ _Shown = tuple[list[str], Callable[[str], None]]
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.model(
-    "model",
-    None,
-    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
-    "model in ringjax.",
-  )
-  new.strict()
+  new.checkpoint()
   new.text(
     "dtype",
     None,

@@ -47,6 +47,20 @@ class FlagHelper:
     """A model's folder or file, or the name of one that has been fetched."""
     flags.DEFINE(_Model(), name, default, text, **self._values)
 
+  def checkpoint(self, default: str = "the model in ringjax") -> None:
+    """--model and --strict of a script that loads a model.
+
+    Args:
+      default: Words for the model that is taken without --model.
+    """
+    self.model(
+      "model",
+      None,
+      "Hugging Face folder, GGUF file or a name as of launch.fetch; default: "
+      f"{default}.",
+    )
+    self.strict()
+
   def strict(self) -> None:
     """Whether a config's keys that may change the computation are refused."""
     self.boolean(

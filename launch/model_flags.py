@@ -29,6 +29,8 @@ from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.wire_format import DTYPES
 from ringjax.parallel import memory
 
+# A flag belongs to the script that asked for it, and stands in its --help.
+flags.disclaim_key_flags()
 # Which tokenizers a draft model has, its folder says.
 _DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 # Of the host's free memory, what keys may have.
@@ -47,12 +49,7 @@ def define(
     default: Words for the model that is taken without --model.
   """
   new = FlagHelper(values)
-  new.model(
-    "model",
-    None,
-    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: "
-    f"{default}.",
-  )
+  new.checkpoint(default)
   new.text("system", None, "A system message; needs a chat template.")
   flags.DEFINE_enum(
     "prefill", "auto", METHODS, "How the prompt is read.", flag_values=values
@@ -136,7 +133,6 @@ def define(
     "A folder for keys that are on disk; alone: keys are in host memory as far "
     "as they fit there, then in this folder, of which no file is left.",
   )
-  new.strict()
 
 
 def check(values: flags.FlagValues) -> None:

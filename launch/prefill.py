@@ -77,13 +77,7 @@ def define(values: flags.FlagValues) -> None:
   new.whole("chunks", None, "Chunks of cpp; default: four for each process.")
   new.boolean("search", False, "Search kvr's partition by measuring, first.")
   machines.define(new, "Profile to plan kvr's partition or --method=auto with")
-  new.model(
-    "model",
-    None,
-    "Model directory, or a name as of launch.fetch; default: the model in "
-    "ringjax.",
-  )
-  new.strict()
+  new.checkpoint()
   new.text("preset", None, "Shapes of a model, with random weights.")
   new.path(
     "prompt_file", None, "UTF-8 text to read; default: Python's own sources."

@@ -74,13 +74,7 @@ _OPTIONS = (
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = FlagHelper(values)
-  new.model(
-    "model",
-    None,
-    "Hugging Face folder, GGUF file or a name as of launch.fetch; default: the "
-    "model in ringjax.",
-  )
-  new.strict()
+  new.checkpoint()
   new.text("model_name", None, "Its name in the API; default: the folder's.")
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)

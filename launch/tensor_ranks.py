@@ -48,6 +48,9 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.tensor_shares import digest_of
 from ringjax.plan import files
 
+# A flag belongs to the script that asked for it, and stands in its --help.
+flags.disclaim_key_flags()
+
 NAME = "generate"
 LOG_FORMAT = "ringjax.window_log"
 # Where a process that is started here finds the key of its group.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import subprocess
@@ -43,6 +44,13 @@ LIBRARY = [
   path.stem
   for path in sorted((ROOT / "launch").glob("[!_]*.py"))
   if '\nif __name__ == "__main__":' not in path.read_text("utf-8")
+]
+
+# Those whose flags are defined by a function of that name.
+SCRIPTS = [
+  path.stem
+  for path in sorted((ROOT / "launch").glob("[!_]*.py"))
+  if path.stem not in LIBRARY and "\ndef define(" in path.read_text("utf-8")
 ]
 
 
@@ -127,3 +135,16 @@ def test_configs_are_found_from_any_folder(tmp_path):
 def test_the_version_is_that_of_the_package():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
   assert ringjax.__version__ == project["project"]["version"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_help_of_a_script_has_all_of_its_flags(name):
+  module = importlib.import_module(f"launch.{name}")
+  values = flags.FlagValues()
+  module.define(values)
+  shown = {
+    flag.name
+    for where in (module.__name__, "launch.common")
+    for flag in values.get_key_flags_for_module(where)
+  }
+  assert shown == set(values)
