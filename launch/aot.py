@@ -155,19 +155,24 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
 
 
 def config_of(name: str) -> str | dict[str, Any]:
-  """The name of a preset, or the config.json of a folder.
+  """The name of a preset, or the config of a folder, GGUF file or fetched name.
 
   Raises:
-    OptionError: it is neither.
+    OptionError: it is none of these.
     ConfigError: the folder's config.json is missing or not strict JSON.
   """
   # These bring the models and flax; most sub-commands do without.
+  from ringjax import fetched_models
+  from ringjax.data.gguf_file import is_gguf
+  from ringjax.models.gguf.gguf_folder import open_model
   from ringjax.models.hf.safe_files import read_config
   from ringjax.models.presets import PRESETS
 
   if name in PRESETS:
     return name
-  folder = pathlib.Path(name)
+  folder = pathlib.Path(fetched_models.resolve(name, "--model"))
+  if is_gguf(folder):
+    return open_model(folder).config
   if folder.is_dir():
     return read_config(folder)
   near = difflib.get_close_matches(name, PRESETS, 6, 0) or sorted(PRESETS)[:6]

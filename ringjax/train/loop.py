@@ -36,6 +36,7 @@ from ringjax.errors import (
   CollectiveTimeoutError,
   DataError,
   NotFiniteError,
+  OptionError,
   ReplayError,
 )
 from ringjax.nn.placed import raise_fault
@@ -179,7 +180,8 @@ def fit(
       `config.evaluate_every` steps and after the last one.
 
   Raises:
-    OptionError: `steps` is not positive.
+    OptionError: `steps` is not positive, or only one of `evaluate` and
+      `config.evaluate_every` is given.
     CheckpointFormatError: a layer of `frozen` could not be read from disk.
     DataError: labels outside of the vocabulary.
     NotFiniteError: too many steps in a row were not finite; the last step
@@ -191,6 +193,13 @@ def fit(
     OutOfMemoryError: a step did not fit the memory.
   """
   positive_int("steps", steps)
+  if (config.evaluate_every is None) != (evaluate is None):
+    raise OptionError(
+      "evaluate",
+      f"{evaluate} with evaluate_every={config.evaluate_every}",
+      "a function and its steps, or neither",
+      "pass both, or leave both out",
+    )
   taken = int(jax.device_get(state.step))
   metrics = _Metrics(config, frozen)
   saves = _Saves(checkpoints, config)
@@ -225,7 +234,6 @@ def fit(
       saves.poll()
       every = config.evaluate_every
       asked = every is not None and (last or not taken % every)
-      asked = asked and evaluate is not None
       if last or stop or save or asked or taken % config.log_every == 0:
         # Not one step late: only finite states are saved.
         metrics.add(waiting)

@@ -185,7 +185,7 @@ def test_sharded_parameters_give_the_same_losses():
 def test_a_held_out_loss_changes_no_step(tmp_path):
   """Its losses are those of the states, also of a run that is resumed."""
 
-  def run(steps, folder=None, evaluate=None):
+  def run(steps, folder=None, evaluate=None, every=2):
     reports = []
     with contextlib.ExitStack() as stack:
       saved = folder and stack.enter_context(Checkpoints(folder))
@@ -193,7 +193,7 @@ def test_a_held_out_loss_changes_no_step(tmp_path):
         recipe.Recipe(
           stages=(recipe.Stage(steps=steps, length=16, batch=2),),
           optimizer=recipe.Optimizer(schedule="constant"),
-          loop_config=loop.LoopConfig(evaluate_every=2),
+          loop_config=loop.LoopConfig(evaluate_every=every),
         ),
         rj.models.create(CONFIG, seed=0),
         text(),
@@ -206,8 +206,12 @@ def test_a_held_out_loss_changes_no_step(tmp_path):
   total = lambda model: float(
     sum(np.abs(np.asarray(x)).sum() for x in jax.tree.leaves(model))
   )
-  plain, none = run(3)
+  plain, none = run(3, every=None)
   assert none == [(3, None)]
+  # One without the other would do nothing.
+  for half in (dict(evaluate=total, every=None), dict(evaluate=None)):
+    with pytest.raises(OptionError, match="evaluate_every"):
+      run(3, **half)
   whole, losses = run(3, evaluate=total)
   assert [step for step, _ in losses] == [2, 3]
   assert losses[-1][1] == total(whole) != losses[0][1]
