@@ -16,9 +16,9 @@ that is chosen:
 With --again the question is a piece of the prefix's first half and the
 continuation what stands behind it there: what only the prefix tells.
 
-  python benchmarks/important_prefix.py --model=DIR --tokens=1024 --texts=8
+  python -m benchmarks.important_prefix --tokens=1024 --texts=8
 
-Without --model a small random model is measured, whose figures say nothing.
+Without --model it is the fetched SmolLM2 (`python -m launch.fetch smollm2-135m`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def by_rule(
 def main() -> None:
   """Measures and prints."""
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--model", default=None)
+  parser.add_argument("--model", default="smollm2-135m")
   parser.add_argument("--tokens", type=int, default=1024)
   parser.add_argument("--question", type=int, default=32)
   parser.add_argument("--continuation", type=int, default=96)
@@ -100,17 +100,9 @@ def main() -> None:
   parser.add_argument("--again", action="store_true")
   parser.add_argument("--parts", default="1,0.5,0.25,0.1")
   asked = parser.parse_args()
-  if asked.model is None:
-    from tests import checkpoints  # pyrefly: ignore
-
-    model = rj.models.create(checkpoints.config("llama3"), seed=0)
-    rng = np.random.default_rng(0)
-    size = asked.tokens + asked.question + asked.continuation
-    rows = list(rng.integers(1, 64, (asked.texts + 2, size)).astype(np.int32))
-  else:
-    model = rj.models.load(asked.model, dtype="float32")
-    size = asked.tokens + asked.question + asked.continuation
-    rows = texts(Tokenizer.load(asked.model), size, asked.texts + 2)
+  model = rj.models.load(asked.model, dtype="float32")
+  size = asked.tokens + asked.question + asked.continuation
+  rows = texts(Tokenizer.load(asked.model), size, asked.texts + 2)
   cuts = [asked.tokens, asked.tokens + asked.question]
   rows = [np.split(row, cuts) for row in rows]
   rng = np.random.default_rng(1)
