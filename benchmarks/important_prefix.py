@@ -18,7 +18,7 @@ continuation what stands behind it there: what only the prefix tells.
 
   python -m benchmarks.important_prefix --tokens=1024 --texts=8
 
-Without --model it is the fetched SmolLM2 (`python -m launch.fetch smollm2-135m`).
+Without --model of SmolLM2, which `python -m launch.fetch smollm2-135m` brings.
 """
 
 from __future__ import annotations
