@@ -35,7 +35,6 @@ from launch import common, console
 from launch.flag_helpers import FlagHelper
 from ringjax import models
 from ringjax.data import Tokenizer
-from ringjax.data.gguf_tokenizer import tokenizer_files
 from ringjax.errors import OptionError
 from ringjax.models.checkpoint import (
   EMBEDDING,
@@ -44,8 +43,8 @@ from ringjax.models.checkpoint import (
   stored_dtype,
 )
 from ringjax.models.contents import Contents, contents, read_source
-from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
-from ringjax.models.hf import auxiliary_files, save
+from ringjax.models.gguf.gguf_folder import open_model
+from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
 from ringjax.models.hf.packings import packing
@@ -229,11 +228,8 @@ def _convert(
   origin, read = found.origin, found.contents.folder
 
   def beside(folder: pathlib.Path) -> None:
-    if not isinstance(read, GgufFolder):
-      auxiliary_files.copy(read.path, folder)
-      return
-    for name, content in tokenizer_files(read.gguf.metadata).items():
-      (folder / name).write_bytes(content)
+    for write in read.companions().values():
+      write(folder)
 
   save.write(
     values.out,
@@ -262,7 +258,7 @@ def _summary(found: Conversion, values: flags.FlagValues) -> list[str]:
     + ", all finite",
     "weights": f"{console.nbytes(weights)} in {len(folder.files)} "
     + ("file" if len(folder.files) == 1 else "files"),
-    "others": ", ".join(auxiliary_files.names(folder.path)) or "none",
+    "others": ", ".join(folder.companions()) or "none",
   }
   kept = set() if values.check else set(found.origin.copied.values())
   for title, tensors in (

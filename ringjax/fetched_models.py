@@ -7,6 +7,7 @@ such a name, too. The table of them is `fetched_models.toml`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
 import tomllib
@@ -99,9 +100,18 @@ def resolve(
     argument: Name of the argument, for an error.
 
   Raises:
-    OptionError: The name of a model that has not been fetched.
+    OptionError: The name of a model that has not been fetched, or nearly one.
   """
-  if not isinstance(path, str) or path not in MODELS or os.path.exists(path):
+  if not isinstance(path, str) or os.path.exists(path):
+    return path
+  if path not in MODELS:
+    if near := difflib.get_close_matches(path, MODELS, 1, 0.6):
+      raise OptionError(
+        argument,
+        f"{path}, which is no folder, file or name",
+        f"a path that is there, or {' or '.join(MODELS)}",
+        f"did you mean {near[0]}?",
+      )
     return path
   model = MODELS[path]
   if not model.path.is_file():

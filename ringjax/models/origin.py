@@ -26,7 +26,6 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import RingjaxError
-from ringjax.models.hf import auxiliary_files
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.save import host_copy
 
@@ -166,12 +165,15 @@ class Origin:
     """
     if self.folder is None:
       return
-    home, names = self.folder.path, auxiliary_files.names(self.folder.path)
-    names = [name for name in names if not (place / name).exists()]
-    for name in names:
-      auxiliary_files.copy_file(home, name, to)
-    if names:
-      _log.info("copied %s from %s", ", ".join(names), home)
+    files = {
+      name: write
+      for name, write in self.folder.companions().items()
+      if not (place / name).exists()
+    }
+    for write in files.values():
+      write(to)
+    if files:
+      _log.info("wrote %s of %s", ", ".join(files), self.folder.path)
 
 
 def origin_of(contents: Contents, *, whole: bool, packed: bool) -> Origin:

@@ -211,8 +211,15 @@ def _tensors(name, config, tensors):
     yield names.get_name(key, (".weight",)), x
 
 
-def _write(path, name, config, tensors, kind=None):
+def _write(path, name, config, tensors, kind=None, tokens=()):
   w = _writer(path, name, config)
+  if tokens:
+    w.add_tokenizer_model("llama")
+    w.add_token_list(tokens)
+    w.add_token_scores([0.0] * len(tokens))
+    w.add_token_types([2, *[1] * (len(tokens) - 1)])
+    w.add_eos_token_id(0)
+    w.add_chat_template("{{ messages[0].content }}")
   for key, x in tensors:
     if kind is not None and x.ndim > 1:
       w.add_tensor(key, gguf.quantize(x, kind), raw_dtype=kind)
@@ -267,6 +274,24 @@ def test_a_file_is_its_folder(tmp_path, name):
   _write(tmp_path / "m.gguf", name, config, tensors)
   # Norms of Gemma go to one more and back.
   _same(tmp_path / "m.gguf", tmp_path / "hf", 3e-7)
+
+
+def test_a_saved_model_has_the_tokenizer_of_its_file(tmp_path):
+  config, tensors = _small(tmp_path, "llama")
+  file, folder = tmp_path / "m.gguf", tmp_path / "again"
+  letters = ["<unk>", "\u2581", *"abcdefgh"]
+  more = [f"<{n}>" for n in range(config["vocab_size"] - len(letters))]
+  _write(file, "llama", config, tensors, tokens=[*letters, *more])
+  rj.models.save(rj.models.load(file), folder)
+  one, two = (rj.data.Tokenizer.load(x) for x in (file, folder))
+  assert one.encode("a bag").tolist() == two.encode("a bag").tolist()
+  assert two.chat_template == "{{ messages[0].content }}"
+  _same(file, folder)
+  # Without one the weights are saved all the same.
+  _write(file, "llama", config, tensors)
+  with pytest.warns(RuntimeWarning, match="no tokenizer is written"):
+    rj.models.save(rj.models.load(file), tmp_path / "bare")
+  _same(file, tmp_path / "bare")
 
 
 _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "MXFP4")

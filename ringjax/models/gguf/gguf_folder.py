@@ -8,8 +8,11 @@ Memory: of the host, some tensors as float32 on their way to the devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+import pathlib
+import warnings
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,8 @@ from jaxtyping import Shaped
 
 from ringjax import fetched_models
 from ringjax.data.gguf_file import GgufFiles, is_gguf, open_gguf
-from ringjax.errors import CheckpointMismatchError
+from ringjax.data.gguf_tokenizer import tokenizer_files
+from ringjax.errors import CheckpointMismatchError, TokenizerError
 from ringjax.models.gguf.architectures import check_factors, config_of
 from ringjax.models.gguf.sources import Source, sources_of
 from ringjax.models.hf.folder import Folder
@@ -37,6 +41,20 @@ class GgufFolder(Folder):
 
   gguf: GgufFiles
   sources: Mapping[str, Source]
+
+  def companions(self) -> dict[str, Callable[[pathlib.Path], None]]:
+    """As of a folder; the tokenizer's files are made of the metadata."""
+    found = super().companions()
+    try:
+      files = tokenizer_files(self.gguf.metadata)
+    except TokenizerError as error:
+      warnings.warn(
+        f"no tokenizer is written: {error}", RuntimeWarning, stacklevel=2
+      )
+      return found
+    for name, content in files.items():
+      found[name] = functools.partial(_write, name, content)
+    return found
 
   def read(
     self,
@@ -68,6 +86,10 @@ class GgufFolder(Folder):
   def raw(self, name: str) -> Shaped[np.ndarray, ...]:
     """The dequantised numbers of a tensor, float32."""
     return self.sources[name].floats(self.gguf)
+
+
+def _write(name: str, content: bytes, to: pathlib.Path) -> None:
+  (to / name).write_bytes(content)
 
 
 def open_model(path: str | os.PathLike[str]) -> Folder:

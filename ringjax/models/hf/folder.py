@@ -16,6 +16,7 @@ a time where Orbax coalesces the ranges of all devices and reads in parallel.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -29,6 +30,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ringjax.errors import CheckpointMismatchError, message
+from ringjax.models.hf import auxiliary_files
 from ringjax.models.hf.header import MAX_TENSORS, TensorInfo, read_header
 from ringjax.models.hf.safe_files import (
   INDEX,
@@ -105,6 +107,16 @@ class Folder:
     if weight_map is not None:
       _check_index(weight_map, tensors)
     return cls(path=root, config=config, tensors=tensors, files=identities)
+
+  def companions(self) -> dict[str, Callable[[pathlib.Path], None]]:
+    """Files that go with the weights: by their names, what writes each.
+
+    Each function takes the folder to write into.
+    """
+    return {
+      name: functools.partial(auxiliary_files.copy_file, self.path, name)
+      for name in auxiliary_files.names(self.path)
+    }
 
   def check(
     self,
