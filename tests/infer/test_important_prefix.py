@@ -140,6 +140,7 @@ def test_the_answer_is_of_the_kept_tokens_of_each_layer_and_head():
     np.testing.assert_allclose(found[-1], np.asarray(want[0]), atol=2e-4)
 
 
+@pytest.mark.long
 def test_probe_heads_are_those_most_like_the_others():
   documents, questions = texts()
   heads = contexts.probe_heads(model(), documents[:2], questions[:2], count=1)
@@ -191,6 +192,7 @@ def test_what_is_refused():
   )
 
 
+@pytest.mark.long
 def test_reordering_reads_fewer_chunks_and_answers_the_same():
   document, question = texts()[0][2], texts()[1][2]
   with rj.store.Store(host=1 << 26) as shelf:

@@ -39,9 +39,8 @@ def first_alone(model, prompt: np.ndarray, count: int) -> list[int]:
   return found
 
 
-@pytest.mark.parametrize(
-  "name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_depends_on_itself_alone(loaded, name):
   """Prompts on both sides of 64 tokens, where both rotations change."""
   model, _ = loaded(name)

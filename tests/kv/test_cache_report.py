@@ -65,9 +65,9 @@ def test_parts_add_up_to_all_bytes(text):
   ("family", "text"),
   [
     ("windows", "kivi2:recent=16"),
-    ("grouped", "h2o:budget=.2"),
-    ("grouped", "int8+snapkv:window=8"),
-    ("windows", "sinks:first=4"),
+    pytest.param("grouped", "h2o:budget=.2", marks=pytest.mark.long),
+    pytest.param("grouped", "int8+snapkv:window=8", marks=pytest.mark.long),
+    pytest.param("windows", "sinks:first=4", marks=pytest.mark.long),
   ],
 )
 def test_a_plan_has_the_bytes_of_a_session_behind_its_prompt(family, text):

@@ -95,7 +95,7 @@ def script(tmp_path, lines, *argv, source=PLAIN):
 @pytest.mark.parametrize(
   "source",
   [pytest.param(PLAIN, marks=pytest.mark.long, id="plain"),
-   pytest.param(SHORTENED, id="less")],
+   pytest.param(SHORTENED, marks=pytest.mark.long, id="less")],
 )  # fmt: skip
 def test_turns_are_one_call_on_the_whole_conversation(
   source, model, tokenizer, tmp_path

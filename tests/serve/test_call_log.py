@@ -169,6 +169,7 @@ def test_times_of_instances_are_each_its_own():
   assert costs.prefill_s("b", 11, 1) == 50.0
 
 
+@pytest.mark.long
 def test_instances_measure_for_a_router_that_predicts(model):
   key = bytes(range(32))
   times = cluster.InstanceTimes()
