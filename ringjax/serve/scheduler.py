@@ -612,6 +612,9 @@ class Scheduler:
       self.waiting.remove(row)
       found += row.team or [row]
       self._read(row, left, pieces, preempted)
+      if preempted:
+        # Whoever made room comes before those that still wait.
+        break
     return found
 
   def _begin(self, row: ServedRow) -> bool:
