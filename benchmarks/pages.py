@@ -6,7 +6,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.systems import CONTEXTS, KINDS, ROWS, Row, Run
+from benchmarks.systems import CONTEXTS, KINDS, ROWS
+from benchmarks.table import Row, Run
 
 _HEAD = """# The systems, shown on real models
 
@@ -59,10 +60,11 @@ def page(results: dict[str, Any]) -> str:
         continue
       seen.add(run.command)
       names = [r.system for r in ROWS if run in r.runs]
+      commands = "\n".join((*(x.command for x in run.before), run.command))
       lines.append(
         f"\n{', '.join(names)} ({result['seconds']:,.0f} s, at most "
         f"{result['peak_bytes'] / 1e9:.1f} GB, {result['date']}):\n\n"
-        f"```sh\n{run.command}\n```\n"
+        f"```sh\n{commands}\n```\n"
       )
   return "".join(lines)
 

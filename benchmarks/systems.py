@@ -6,52 +6,14 @@ Models are those of `python -m launch.fetch`: SmolLM2-135M-Instruct and Gemma 3
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-Figures = Mapping[str, Any]
+from benchmarks.table import Figures, Row, Run
+
 _EVALUATE = "python -m launch.evaluate"
 _SMOL = "--model=smollm2-135m"
 _GEMMA = "--model=gemma3-270m"
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """A command that prints a JSON object.
-
-  Attributes:
-    command: The command, as a shell takes it.
-    pick: Takes the figures of interest, as JSON values, out of the object.
-  """
-
-  command: str
-  pick: Callable[[Any], Figures]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-  """A system.
-
-  Attributes:
-    name: Short name, of the command line.
-    system: The system's own name.
-    paper: arXiv number, or conference and year.
-    claim: What the paper says of it, in a sentence.
-    published: The paper's figures.
-    runs: Commands that show it here.
-    says: Makes a sentence of the runs' figures, in their order.
-    unless: Why no real model can show it; "" where runs do.
-  """
-
-  name: str
-  system: str
-  paper: str
-  claim: str
-  published: str
-  runs: tuple[Run, ...] = ()
-  says: Callable[..., str] = lambda *_: ""
-  unless: str = ""
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from benchmarks import pages, real, systems
+from benchmarks import pages, real, systems, table
 
 
 def test_the_page_is_that_of_the_stored_results():
@@ -24,14 +24,15 @@ def test_rows_have_names_and_show_something_or_say_why_not():
     assert re.fullmatch(r"\d{4}\.\d{5}|[A-Z]\S* \d{4}", row.paper), row.name
     assert bool(row.runs) != bool(row.unless), row.name
     for run in row.runs:
-      script = run.command.split()[2].replace(".", "/")
-      assert (real.ROOT / f"{script}.py").is_file(), run.command
+      for command in (*(step.command for step in run.before), run.command):
+        script = command.split()[2].replace(".", "/")
+        assert (real.ROOT / f"{script}.py").is_file(), command
 
 
 def test_results_of_commands_are_kept_one_by_one(tmp_path):
   results = real.Results(tmp_path / "results.json")
   assert results.read() == {}
-  run = systems.Run(
+  run = table.Run(
     """python -c 'print("said before"); print("{\\"x\\": [3, 4]}")'""",
     lambda found: {"last": found["x"][-1]},
   )
@@ -53,6 +54,20 @@ def test_results_of_commands_are_kept_one_by_one(tmp_path):
   ],
 )
 def test_a_command_that_fails_says_so(command, words):
-  run = systems.Run(command, lambda found: {"x": found["x"]})
+  run = table.Run(command, lambda found: {"x": found["x"]})
   with pytest.raises(real.CommandError, match=words):
     real.measured(run)
+
+
+def test_what_a_command_reads_is_made_once(tmp_path):
+  made, maker = tmp_path / "made", tmp_path / "maker.py"
+  maker.write_text(f"open({str(made)!r}, 'a').write('x')")
+  teller = tmp_path / "teller.py"
+  teller.write_text(f"print(len(open({str(made)!r}).read()))")
+  step = table.Step(f"python {maker}", str(made))
+  run = table.Run(f"python {teller}", lambda length: {"x": length}, (step,))
+  for _ in range(2):
+    assert real.measured(run)["figures"] == {"x": 1}
+  nothing = table.Step(f"python {teller}", str(tmp_path / "other"))
+  with pytest.raises(real.CommandError, match="made no"):
+    real.prepare(nothing)
