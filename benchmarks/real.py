@@ -116,6 +116,8 @@ def measured(run: Run) -> dict[str, Any]:
     process.returncode = os.waitstatus_to_exitcode(status)
   if process.returncode:
     raise CommandError(f"{run.command}: exit status {process.returncode}")
+  if run.file:
+    output = (ROOT / run.file).read_text("utf-8")
   try:
     figures = run.pick(_last_object(output))
   except (ValueError, KeyError, IndexError, TypeError) as error:

@@ -30,11 +30,14 @@ class Run:
     command: The command, as a shell takes it.
     pick: Takes the figures of interest, as JSON values, out of the object.
     before: What has to be made first, in order.
+    file: Where the command writes the object, relative to the repository; "":
+      to stdout.
   """
 
   command: str
   pick: Callable[[Any], Figures]
   before: tuple[Step, ...] = ()
+  file: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
