@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.systems import CONTEXTS, KINDS, ROWS
+from benchmarks.systems_alone import BITS
 from benchmarks.table import Row, Run
 
 _HEAD = """# The systems, shown on real models
@@ -98,6 +99,21 @@ def _contexts(axes: Any, figures: dict[str, Any]) -> None:
   axes.set_xlabel("loss, nat")
 
 
+def _bits(axes: Any, figures: dict[str, Any]) -> None:
+  """A line for each codec, named by its letters, a point for each width."""
+  codecs: dict[str, list[tuple[float, float]]] = {}
+  for name, x in figures.items():
+    if name != "dense":
+      codec = name.rstrip("0123456789")
+      codecs.setdefault(codec, []).append((x["bits"], x["loss"]))
+  for codec, points in codecs.items():
+    axes.plot(*zip(*sorted(points), strict=True), "o-", label=codec)
+  axes.set_yscale("symlog", linthresh=0.01)
+  axes.set_xlabel("bits a number, scales and outliers included")
+  axes.set_ylabel("loss above dense, nat")
+  axes.legend(frameon=False)
+
+
 class _Picture(NamedTuple):
   """A picture of one command's figures.
 
@@ -118,6 +134,7 @@ _PICTURES = {
     KINDS,
     _caches,
   ),
+  "bits": _Picture("Loss above a dense cache by bits a number", BITS, _bits),
   "contexts": _Picture(
     "Loss behind 16 contexts by how they are combined", CONTEXTS, _contexts
   ),

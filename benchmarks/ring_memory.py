@@ -1,11 +1,11 @@
 """What each device's program needs to read a prompt around a ring of devices.
 
-Compiles a model's forward pass of one prompt for 1, 2, 4 ... CPU devices, of
-shapes alone: no weight is read and nothing is run. Prints a JSON object with
+Compiles a model's forward pass of one prompt for some numbers of CPU devices,
+of shapes alone: no weight is read and nothing is run. Prints a JSON object with
 the bytes that each device's program needs beside its weights, by tokens and by
 devices:
 
-  python -m benchmarks.ring_memory --tokens=8192,32768 --devices=1,2,4,8
+  python -m benchmarks.ring_memory --tokens=4096,32768 --devices=1,8
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main() -> None:
   """Compiles and prints."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--model", default="gemma3-270m")
-  parser.add_argument("--tokens", default="8192,32768")
-  parser.add_argument("--devices", default="1,2,4,8")
+  parser.add_argument("--tokens", default="4096,32768")
+  parser.add_argument("--devices", default="1,8")
   asked = parser.parse_args()
   tokens, devices = (
     [int(x) for x in text.split(",")] for text in (asked.tokens, asked.devices)

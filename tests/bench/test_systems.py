@@ -71,3 +71,115 @@ def test_what_a_command_reads_is_made_once(tmp_path):
   nothing = table.Step(f"python {teller}", str(tmp_path / "other"))
   with pytest.raises(real.CommandError, match="made no"):
     real.prepare(nothing)
+
+
+def test_a_command_may_write_its_object_into_a_file(tmp_path):
+  script, written = tmp_path / "script.py", tmp_path / "written.json"
+  script.write_text(
+    f"open({str(written)!r}, 'w').write('{{\"x\": 5}}'); print('a table')"
+  )
+  run = table.Run(
+    f"python {script}", lambda printed: printed["x"], file=str(written)
+  )
+  assert real.measured(run)["figures"] == 5
+
+
+def _said(name, *printed):
+  """What a row says of what its commands printed."""
+  (row,) = (row for row in systems.ROWS if row.name == name)
+  return row.says(
+    *(run.pick(x) for run, x in zip(row.runs, printed, strict=True))
+  )
+
+
+def test_bits_of_kvquant():
+  kind = lambda name, bits, loss: {"name": name, "bits": bits, "loss": loss}
+  kinds = [
+    kind("dense", 32, 0.0), kind("int4", 4.5, 0.14), kind("int2", 3, 2.6),
+    kind("nuq4:calibration=runs/x", 4.6, 0.001),
+    kind("nuq3:calibration=runs/x", 3.6, 0.01),
+    kind("nuq2:calibration=runs/x", 2.6, 0.2),
+  ]  # fmt: skip
+  said = _said("kvquant", {"kinds": kinds})
+  assert "nuq3 +0.010" in said and "int2 +2.600" in said and "3.60" in said
+
+
+def test_drafters_and_their_tokens():
+  figures = lambda x: {"median": x, "best": x}
+  names = {
+    "plain": {"x_plain": figures(1), "equal": True},
+    "lookup": {
+      "x_plain": figures(1.4), "tokens_per_call": figures(2.5), "equal": True,
+    },
+  }  # fmt: skip
+  said = _said("speculation", {"summary": names})
+  assert "lookup 2.50 tokens a call, 1.40 times" in said
+  assert said.endswith("all tokens as without drafts")
+  names["lookup"]["equal"] = False
+  assert _said("speculation", {"summary": names}).startswith("lookup")
+  assert _said("speculation", {"summary": names}).endswith(
+    "NOT the same tokens"
+  )
+
+
+def test_acceptance_of_a_draft_by_length():
+  printed = lambda rate: {
+    "drafts": {
+      "runs/x": [
+        {"tokens_per_call": 1 + rate, "rates": [rate, 0.1], "tokens": 64}
+      ]
+    }
+  }
+  said = _said("longspec", printed(0.4), printed(0.5))
+  assert "behind 512 tokens 1.40" in said and "behind 7,936 tokens 1.50" in said
+  assert "right 50%" in said
+
+
+def test_losses_of_integer_products():
+  ways = {
+    "floats": {"loss": 2.0, "distance": 0.0},
+    "no shadow": {"loss": 3.5, "distance": 0.4},
+    "shadow": {"loss": 2.01, "distance": 0.02},
+  }
+  said = _said("npu", {"ways": ways})
+  assert said.startswith("no shadow: loss +1.5000 nat, logits 40.0% away")
+  assert "shadow: loss +0.0100" in said
+
+
+def test_memory_of_a_window_of_layers():
+  printed = lambda held, tokens: {
+    "tokens": tokens, "token_s": 0.5,
+    "ranks": [{"peak_bytes": held, "weight_bytes": 9e6} for _ in range(3)],
+  }  # fmt: skip
+  said = _said("window", printed(2e6, [1, 2]), printed(9e6, [1, 2]))
+  assert "2, 2, 2 MB of weights of 9, 9, 9" in said and "; the same 2" in said
+  said = _said("window", printed(2e6, [1, 3]), printed(9e6, [1, 2]))
+  assert "NOT the same" in said
+
+
+def test_tokens_a_second_by_placement():
+  placement = lambda device, read, equal: {
+    "weights": {"device": device, "host": 0, "disk": 0},
+    "rows": {
+      "1": {"tokens_per_s": 2.0, "read_per_step": read, "equal": equal},
+      "16": {"tokens_per_s": 20.0, "read_per_step": read, "equal": equal},
+    },
+  }
+  of = lambda equal: {
+    "placements": {
+      "device": placement(5e8, 0, True), "disk": placement(0, 2e8, equal),
+    }
+  }  # fmt: skip
+  said = _said("offload", of(True))
+  assert "device: 500 MB" in said and "disk: 0 MB" in said
+  assert "2.0 tokens/s of 1 row, 20.0 of 16, 200 MB read a step" in said
+  assert said.endswith("all tokens equal")
+  assert _said("offload", of(False)).endswith("NOT the same tokens")
+
+
+def test_loss_and_memory_of_a_ring():
+  curve = lambda nll: {"curves": [{"length": 4096, "mean": nll}]}
+  memory = {"bytes": {"4096": {"1": 3e8}, "32768": {"1": 2e9, "8": 2.5e8}}}
+  said = _said("ring", curve(1.5), curve(1.5), memory)
+  assert "1.50000 nat on four devices, 1.50000 on one" in said
+  assert "250 MB on each of eight" in said and "2,000 MB on one" in said
