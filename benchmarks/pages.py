@@ -17,8 +17,8 @@ model that anyone can install, and what the paper printed, of its own models and
 machines. The models are SmolLM2-135M-Instruct and Gemma 3 270M
 (`python -m launch.fetch smollm2-135m`, `gemma3-270m`), the texts held-out files
 of Python's library. `python -m benchmarks.real` makes the page again, row by
-row. Times are of two shared CPU cores: they say what works, not how fast a chip
-is.
+row; what a row trains or calibrates first, it keeps in `runs/`. Times are of
+two shared CPU cores: they say what works, not how fast a chip is.
 
 | system | the paper's claim | here | published |
 |---|---|---|---|

@@ -135,6 +135,15 @@ def test_acceptance_of_a_draft_by_length():
   assert "right 50%" in said
 
 
+def test_answers_with_links_and_without():
+  scores = {
+    "base": {"right": 0.0, "loss": 7.25},
+    "links": {"right": 0.5, "loss": 0.4},
+  }
+  said = _said("kvlink", {"scores": scores})
+  assert said.startswith("base 7.250 nat a token, 0.0% right; links 0.400")
+
+
 def test_losses_of_integer_products():
   ways = {
     "floats": {"loss": 2.0, "distance": 0.0},
