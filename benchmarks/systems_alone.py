@@ -225,10 +225,9 @@ _WINDOWS = tuple(
   for window in (4, 0)
 )
 _SPECULATION = Run(
-  f"python -m launch.bench speculate {_SMOL} --parts=summary,questions "
-  "--contestants=lookup,suffix,self --drafted=5 --requests=1 "
-  "--prompt_tokens=512 --new_tokens=32 --rounds=3 "
-  "--json=runs/speculation.json",
+  f"python -m launch.bench speculate {_SMOL} --parts=summary "
+  "--contestants=lookup,self --drafted=5 --requests=1 --prompt_tokens=256 "
+  "--new_tokens=24 --rounds=3 --json=runs/speculation.json",
   drafters,
   file="runs/speculation.json",
 )
