@@ -207,12 +207,12 @@ BITS = Run(
 _DRAFTS = tuple(
   Run(
     f"python -m launch.evaluate drafts {_SMOL} --draft=runs/longspec/draft "
-    f"--offsets=0 --context={context} --question=64 --rows={rows} "
+    f"--offsets=0 --context={context} --question=48 --rows={rows} "
     "--mesh=seq:1 --json",
     acceptance,
     (FOLDER, _DRAFT),
   )
-  for context, rows in ((512, 8), (7936, 2))
+  for context, rows in ((512, 4), (7936, 1))
 )
 _WINDOWS = tuple(
   Run(
@@ -236,8 +236,8 @@ _LINKS = Step(
   "--init_from=runs/smollm2 --out=runs/kvlink --config.lora.rank=16 "
   "--config.optimizer.learning_rate=2e-3 "
   "--config.optimizer.end_learning_rate=2e-4 --config.optimizer.warmup=5 "
-  "--config.stages[0].steps=60 --config.stages[0].batch=8 "
-  "--config.stages[0].length=72 --config.log_every=5 --config.save_every=20",
+  "--config.stages[0].steps=25 --config.stages[0].batch=8 "
+  "--config.stages[0].length=72 --config.log_every=5 --config.save_every=10",
   "runs/kvlink/model",
 )
 _LINKED = Run(
