@@ -40,14 +40,18 @@ def drafters(printed: Any) -> Figures:
   }
 
 
-def acceptance(printed: Any) -> Figures:
-  """Takes tokens a call and rates by place, at the first offset."""
-  (draft,) = printed["drafts"].values()
-  x = draft[0]
+def answer(printed: Any) -> Figures:
+  """Takes an answer's tokens, and what was drafted for it."""
+  drafts = printed["speculation"] or {}
   return {
-    "tokens_per_call": x["tokens_per_call"],
-    "rates": x["rates"],
-    "tokens": x["tokens"],
+    "prompt_tokens": printed["prompt_tokens"],
+    "tokens": printed["tokens"],
+    "decode_s": printed["decode_s"],
+    **{
+      name: drafts[name]
+      for name in ("tokens_per_call", "accepted", "drafted")
+      if name in drafts
+    },
   }
 
 
@@ -108,12 +112,19 @@ def says_drafters(names: Figures) -> str:
   )
 
 
-def says_acceptance(*of_prompts: Figures) -> str:
-  """Tokens a call behind prompts of several lengths."""
+def says_drafted(plain: Figures, *drafted: Figures) -> str:
+  """Tokens a call by the prompt's length, and whether they are the same."""
+  equal = plain["tokens"] == drafted[0]["tokens"]
   return "; ".join(
-    f"behind {size} tokens {x['tokens_per_call']:.2f} tokens a call, the first "
-    f"drafted token right {x['rates'][0]:.0%}"
-    for size, x in zip(("512", "7,936"), of_prompts, strict=True)
+    [
+      *(
+        f"behind {x['prompt_tokens']:,} tokens {x['tokens_per_call']:.2f} "
+        f"tokens a call, {x['accepted']} of {x['drafted']} drafted ones stay"
+        for x in drafted
+      ),
+      f"{'the same' if equal else 'NOT the same'} {len(plain['tokens'])} "
+      f"tokens as without drafts behind {plain['prompt_tokens']:,}",
+    ]
   )
 
 
@@ -194,6 +205,7 @@ _DRAFT = Step(
   "--config.save_every=50",
   "runs/longspec/draft",
 )
+_BY_DRAFT = "--speculate=longspec:model=runs/longspec/draft,count=4 "
 BITS = Run(
   f"python -m launch.evaluate caches {_SMOL} --lengths=1024 --rows=1 "
   "--devices=1 --cache=dense --cache=int8 --cache=int4 --cache=int2 "
@@ -204,15 +216,18 @@ BITS = Run(
   bits,
   (_CALIBRATION,),
 )
-_DRAFTS = tuple(
+_DRAFTED = tuple(
   Run(
-    f"python -m launch.evaluate drafts {_SMOL} --draft=runs/longspec/draft "
-    f"--offsets=0 --context={context} --question=48 --rows={rows} "
-    "--mesh=seq:1 --json",
-    acceptance,
-    (FOLDER, _DRAFT),
+    f"python -m launch.generate {_SMOL} --devices=1 --context={context} "
+    f"--raw --max_new_tokens=48 {flags}--json",
+    answer,
+    before,
   )
-  for context, rows in ((512, 4), (7936, 1))
+  for context, flags, before in (
+    (512, "", ()),
+    (512, _BY_DRAFT, (FOLDER, _DRAFT)),
+    (7680, _BY_DRAFT, (FOLDER, _DRAFT)),
+  )
 )
 _WINDOWS = tuple(
   Run(
@@ -288,8 +303,8 @@ ROWS: tuple[Row, ...] = (
     claim="A block that reads the target's last keys drafts for long contexts "
     "from a window of its own.",
     published="3.5 to 4.5 tokens a call of 13B, up to 3.26 times as fast",
-    runs=_DRAFTS,
-    says=says_acceptance,
+    runs=_DRAFTED,
+    says=says_drafted,
   ),
   Row(
     name="kvlink",

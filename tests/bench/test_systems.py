@@ -122,17 +122,27 @@ def test_drafters_and_their_tokens():
   )
 
 
-def test_acceptance_of_a_draft_by_length():
-  printed = lambda rate: {
-    "drafts": {
-      "runs/x": [
-        {"tokens_per_call": 1 + rate, "rates": [rate, 0.1], "tokens": 64}
-      ]
-    }
+def test_tokens_a_call_of_a_draft_by_length():
+  printed = lambda size, tokens, drafts: {
+    "prompt_tokens": size,
+    "tokens": tokens,
+    "decode_s": 1.0,
+    "speculation": drafts,
   }
-  said = _said("longspec", printed(0.4), printed(0.5))
-  assert "behind 512 tokens 1.40" in said and "behind 7,936 tokens 1.50" in said
-  assert "right 50%" in said
+  drafts = {"tokens_per_call": 1.5, "accepted": 8, "drafted": 40}
+  many = printed(7680, [5, 6], drafts | {"tokens_per_call": 1.75})
+  said = _said(
+    "longspec",
+    printed(512, [3, 4], None), printed(512, [3, 4], drafts), many,
+  )  # fmt: skip
+  assert said.startswith("behind 512 tokens 1.50 tokens a call, 8 of 40")
+  assert "behind 7,680 tokens 1.75" in said
+  assert said.endswith("the same 2 tokens as without drafts behind 512")
+  said = _said(
+    "longspec",
+    printed(512, [3, 4], None), printed(512, [3, 5], drafts), many,
+  )  # fmt: skip
+  assert "NOT the same 2" in said
 
 
 def test_answers_with_links_and_without():
