@@ -216,17 +216,18 @@ BITS = Run(
   bits,
   (_CALIBRATION,),
 )
+# Python sources of some 600 and 7,400 tokens, and the beginning of a function.
 _DRAFTED = tuple(
   Run(
-    f"python -m launch.generate {_SMOL} --devices=1 --context={context} "
-    f"--raw --max_new_tokens=48 {flags}--json",
+    f"python -m launch.generate {_SMOL} --devices=1 --prompt_file={file} "
+    f"--raw --prompt='def read(' --max_new_tokens=48 {flags}--json",
     answer,
     before,
   )
-  for context, flags, before in (
-    (512, "", ()),
-    (512, _BY_DRAFT, (FOLDER, _DRAFT)),
-    (7680, _BY_DRAFT, (FOLDER, _DRAFT)),
+  for file, flags, before in (
+    ("docs/how/offload.py", "", ()),
+    ("docs/how/offload.py", _BY_DRAFT, (FOLDER, _DRAFT)),
+    ("launch/prefill.py", _BY_DRAFT, (FOLDER, _DRAFT)),
   )
 )
 _WINDOWS = tuple(
