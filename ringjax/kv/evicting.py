@@ -438,7 +438,7 @@ class EvictingCache(WithOpenCache):
     )
     scores = {} if repeated is None else repeated.scores
     found = chosen(cache, tuple(counts), scores, evicts)
-    keep, masses, sizes, stays, wrong, choice = found
+    keep, masses, sizes, stays, wrong, segments, choice = found
     self._check_scores(host(wrong))
     local = open_slots(self.kind, int(host(stays).max(initial=0)), self.shards)
     needs: dict[int, tuple[int, ...]] = {
@@ -448,7 +448,8 @@ class EvictingCache(WithOpenCache):
     later = repeated is None and host(self.ends).any()
     grows = int(lengths.max()) if later else None
     shape = page_sizes(self.pages, needs, grows)
-    made = repacked(cache, keep, masses, evicts, shape, local)
+    some = bool(host(segments))
+    made = repacked(cache, keep, masses, evicts, shape, local, some)
     noted = list(made.noted)
     for n, numbers in choice.items():
       noted[n] = noted[n]._replace(choice=numbers)
@@ -637,7 +638,7 @@ class EvictingCache(WithOpenCache):
     return dataclasses.replace(
       self,
       open=made,
-      pages=tuple(x and x.with_table(pick(1)(x.table)) for x in self.pages),
+      pages=tuple(x and x.take(index) for x in self.pages),
       noted=jax.tree.map(pick(1), self.noted),
       watch=jax.tree.map(pick(0), self.watch),
       ends=pick(0)(self.ends),
@@ -845,6 +846,17 @@ def open_slots(kind: CacheKind, stays: int, shards: int) -> int:
   return few_sizes(stays + math.ceil(kind.room / shards))
 
 
+def first_sizes(count: int, most: int) -> tuple[int, int]:
+  """Return pages of memory, and of a table, after a first eviction.
+
+  Args:
+    count: Pages that all heads need.
+    most: Pages that one head needs, the most of them.
+  """
+  # At most 1.6 % too many. The table of a head is small.
+  return few_sizes(count, 64), few_sizes(most, 2)
+
+
 def page_sizes(
   pages: Sequence[Pages | None],
   needs: Mapping[int, tuple[int, ...]],
@@ -869,8 +881,7 @@ def page_sizes(
     places, (*lead, table) = before.places, before.table.shape
     devices = 1 if places.mesh is None else places.size(places.axes)
     now[n] = before.k.shape[0] // devices, table // places.shards
-    # The table of a head is small.
-    exact[n] = few_sizes(count), few_sizes(most, 2)
+    exact[n] = first_sizes(count, most)
     if length is None:
       continue
     more = 1 + _AHEAD / max(1, length)
@@ -906,7 +917,7 @@ def _pages_spec(
   if not isinstance(shape, LayerCacheSpec):
     return None
   places = Places.of(room, shape.heads)
-  return Pages.spec(shape, room, kind.page, places)
+  return Pages.spec(shape, room, kind.page, places, kind.alike)
 
 
 def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:

@@ -208,7 +208,7 @@ def chosen(
   counts: tuple[Any, ...],
   repeated: dict[int, Any],
   rows: Bool[Array, " B"],
-) -> tuple[Any, Any, Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
   """What stays of each kind of layers.
 
   Args:
@@ -222,8 +222,9 @@ def chosen(
     open cache on each device; sums of column masses of the same shape, or None;
     pages of all heads and of the largest on each device; how many tokens
     stay open, [B, R]; of each row bool [B, 2], whether some score is NaN,
-    and whether a head's scores are all -inf or the row would keep nothing; and
-    by kind, of a policy with choices, which of them heads took, [L, B, K].
+    and whether a head's scores are all -inf or the row would keep nothing;
+    bool [], whether some token is of another segment than 1; and by kind, of a
+    policy with choices, which of them heads took, [L, B, K].
   """
   parts = paged_parts(cache)
   kinds = tuple(parts)
@@ -336,7 +337,10 @@ def chosen(
     rows,
     cache.marks,
   )
-  small = jax.tree.map(everywhere, (sizes, stays, wrong))
+  segments = [part.pages.seg for part in parts.values()]
+  segments = [x for x in (cache.open.at.seg, *segments) if x is not None]
+  others = jnp.stack([jnp.any(x > 1) for x in segments]).any()
+  small = jax.tree.map(everywhere, (sizes, stays, wrong, others))
   return keeps, masses, *small, choice
 
 
@@ -513,7 +517,7 @@ def _scored(
 
 
 @bounded
-@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def repacked(
   cache: EvictingCache,
   keep: Mapping[int, Array],
@@ -521,6 +525,7 @@ def repacked(
   rows: Bool[Array, " B"],
   sizes: tuple[tuple[int, int], ...],
   room: int,
+  segments: bool,
 ) -> EvictingCache:
   """The tokens that stay: in pages, and in an open cache of `room` slots each.
 
@@ -531,6 +536,7 @@ def repacked(
     rows: the same.
     sizes: pages on a device, and of the largest head, for each kind.
     room: slots of a shard of the open cache.
+    segments: whether tokens may be of other segments than 1.
   """
   parts, places, kind = paged_parts(cache), cache.places, cache.kind
   kinds = tuple(parts)
@@ -558,7 +564,7 @@ def repacked(
         x[None, :, None], (*lead, x.shape[1])
       )
       k, v = _encoded(cache, leaving)
-      found = Stored(
+      tokens = Stored(
         jnp.concatenate([old.k, k], 3),
         jnp.concatenate([old.v, v], 3),
         Coords(
@@ -569,11 +575,7 @@ def repacked(
         ),
         masses[n],
       )
-      fields = packed(found, kept, part.pages.slots, pages, most)
-      made[n] = Pages(
-        **dict(zip(("k", "v", "at", "score", "table"), fields, strict=True)),
-        places=part.pages.places,
-      )
+      made[n] = packed(tokens, kept, part.pages, pages, most, segments)
       if kind.policy is not None and kind.policy.selects:
         made[n] = _bounded(cache, n, made[n], part.constants)
 
@@ -593,11 +595,14 @@ def repacked(
   selects = kind.policy is not None and kind.policy.selects
   by_head = dict.fromkeys(kinds, places.by_head)
   some = {n: None if masses[n] is None else places.by_head for n in kinds}
+  specs = {n: part.pages.specs() for n, part in parts.items()}
   specs = {
     n: tree.with_leaves(
-      part.pages.specs(), bounds=places.pool if selects else None
+      x,
+      bounds=places.pool if selects else None,
+      seg=x.pos if segments else None,
     )
-    for n, part in parts.items()
+    for n, x in specs.items()
   }
   made, slots, scores, at, used = places.local(
     local,
