@@ -23,7 +23,7 @@ needed; a thread for each connection.
 
 reads a line of JSON from the standard input (`key` in hexadecimal; `model`, a
 folder or GGUF file; `number`, `slots`; `dtype`, `host`, `port`, `patience_s`),
-and writes its port as a line when the model is loaded.
+and writes host, port and size of the vocabulary as a line, once it has the model.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from ringjax.infer.elastic_instance import (
   StepRows,
 )
 from ringjax.infer.layerwise import LayerPrograms
+from ringjax.json_text import json_text
 from ringjax.models import checkpoint
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.door import Door
@@ -213,6 +214,7 @@ class ElasticWorker:
 
   Attributes:
     address: host and port.
+    vocab: of the model.
   """
 
   def __init__(
@@ -245,6 +247,7 @@ class ElasticWorker:
     """
     self._instance = ElasticInstance(model, number, slots, programs=programs)
     self._key, self._patience_s = checked_key(key), patience_s
+    self.vocab = model.config.vocab
     self._links = _PeerLinks(number, self._key, patience_s)
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
@@ -371,7 +374,7 @@ def main() -> None:
     port=told.get("port", 0),
     patience_s=told.get("patience_s", PATIENCE_S),
   )
-  print(worker.address[1], flush=True)
+  print(json_text([*worker.address, worker.vocab]), flush=True)
 
   def until_left() -> None:
     # The starter's end is this one's, whatever runs.
