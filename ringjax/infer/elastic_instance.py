@@ -23,7 +23,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ from ringjax.transfer.wire import HostileMessageError
 _FEW_TOKENS, _FEW_ROWS = 16, 4
 
 
+@runtime_checkable
 class Post(Protocol):
   """Messages of a call between the instances of a group."""
 
