@@ -22,7 +22,8 @@ needed; a thread for each connection.
   python -m ringjax.infer.elastic_worker
 
 reads a line of JSON from the standard input (`key` in hexadecimal; `model`, a
-folder or GGUF file; `number`, `slots`; `dtype`, `host`, `port`, `patience_s`),
+folder or GGUF file; `number`, `slots`; `dtype`, `strict`, `host`, `port`,
+`patience_s`),
 and writes host, port and size of the vocabulary as a line, once it has the model.
 """
 
@@ -364,7 +365,9 @@ class ElasticWorker:
 def main() -> None:
   """An instance that is told what it is, by the standard input."""
   told = json.loads(sys.stdin.readline())
-  model = checkpoint.load(told["model"], dtype=told.get("dtype"))
+  model = checkpoint.load(
+    told["model"], dtype=told.get("dtype"), strict=told.get("strict", True)
+  )
   worker = ElasticWorker(
     model,
     told["number"],

@@ -134,6 +134,7 @@ class ElasticWorkers:
     *,
     slots: int,
     dtype: str | None = None,
+    strict: bool = True,
     patience_s: int | float = PATIENCE_S,
   ) -> ElasticWorkers:
     """Processes of this machine, which end with this one.
@@ -143,6 +144,7 @@ class ElasticWorkers:
       count: how many.
       slots: tokens that each has room for.
       dtype: of the model; default: the folder's.
+      strict: as of `rj.models.load`.
       patience_s: seconds for which one may be silent while it is asked.
 
     Raises:
@@ -154,6 +156,7 @@ class ElasticWorkers:
       "key": self._key.hex(),
       "model": os.fspath(model),
       "dtype": dtype,
+      "strict": strict,
       "slots": slots,
       "patience_s": patience_s,
     }
@@ -212,6 +215,17 @@ class ElasticWorkers:
   def live(self) -> tuple[int, ...]:
     """Numbers of the instances that are there."""
     return tuple(self._members)
+
+  @property
+  def vocab(self) -> int:
+    """Of the instances' model.
+
+    Raises:
+      PeerError: no instance is left.
+    """
+    if not self._members:
+      raise PeerError("no instance is left")
+    return next(iter(self._members.values())).vocab
 
   @property
   def processes(self) -> dict[int, subprocess.Popen[str]]:
@@ -276,9 +290,7 @@ class ElasticWorkers:
       OptionError: another call is being served; a policy of other slots; or
         numbers that do not fit the prompts.
     """
-    if not self._members:
-      raise PeerError("no instance is left")
-    vocab = next(iter(self._members.values())).vocab
+    vocab = self.vocab
     ids = [inputs.prompt(x, vocab) for x in prompts]
     counts = _each("max_new_tokens", max_new_tokens, len(ids))
     times = [0.0] * len(ids) if arrivals is None else [*arrivals]
@@ -294,11 +306,6 @@ class ElasticWorkers:
         f"the {self.slots:,} that instances have",
         f"pass ElasticOptions(slots={self.slots})",
       )
-    if not self._busy.acquire(blocking=False):
-      raise OptionError(
-        "workers", "some that serve another call, or failed in one",
-        "workers that are free", "wait for it, or start others",
-      )  # fmt: skip
     events: list[dict[str, Any]] = []
     begin_s = time.monotonic()
     for member in self._members.values():
@@ -318,6 +325,11 @@ class ElasticWorkers:
       first_call=self._calls,
       note=note,
     )
+    if not self._busy.acquire(blocking=False):
+      raise OptionError(
+        "workers", "some that serve another call, or failed in one",
+        "workers that are free", "wait for it, or start others",
+      )  # fmt: skip
     sent: collections.Counter[str] = collections.Counter()
     due = sorted(range(len(ids)), key=lambda n: (times[n], n))
     while due or not manager.idle:
