@@ -6,7 +6,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.systems import CONTEXTS, KINDS, ROWS, Row, Run
+from benchmarks.systems import CONTEXTS, KINDS, ROWS
+from benchmarks.systems_alone import BITS
+from benchmarks.table import Row, Run
 
 _HEAD = """# The systems, shown on real models
 
@@ -15,8 +17,8 @@ model that anyone can install, and what the paper printed, of its own models and
 machines. The models are SmolLM2-135M-Instruct and Gemma 3 270M
 (`python -m launch.fetch smollm2-135m`, `gemma3-270m`), the texts held-out files
 of Python's library. `python -m benchmarks.real` makes the page again, row by
-row. Times are of two shared CPU cores: they say what works, not how fast a chip
-is.
+row; what a row trains or calibrates first, it keeps in `runs/`. Times are of
+two shared CPU cores: they say what works, not how fast a chip is.
 
 | system | the paper's claim | here | published |
 |---|---|---|---|
@@ -59,10 +61,11 @@ def page(results: dict[str, Any]) -> str:
         continue
       seen.add(run.command)
       names = [r.system for r in ROWS if run in r.runs]
+      commands = "\n".join((*(x.command for x in run.before), run.command))
       lines.append(
         f"\n{', '.join(names)} ({result['seconds']:,.0f} s, at most "
         f"{result['peak_bytes'] / 1e9:.1f} GB, {result['date']}):\n\n"
-        f"```sh\n{run.command}\n```\n"
+        f"```sh\n{commands}\n```\n"
       )
   return "".join(lines)
 
@@ -96,6 +99,21 @@ def _contexts(axes: Any, figures: dict[str, Any]) -> None:
   axes.set_xlabel("loss, nat")
 
 
+def _bits(axes: Any, figures: dict[str, Any]) -> None:
+  """A line for each codec, named by its letters, a point for each width."""
+  codecs: dict[str, list[tuple[float, float]]] = {}
+  for name, x in figures.items():
+    if name != "dense":
+      codec = name.rstrip("0123456789")
+      codecs.setdefault(codec, []).append((x["bits"], x["loss"]))
+  for codec, points in codecs.items():
+    axes.plot(*zip(*sorted(points), strict=True), "o-", label=codec)
+  axes.set_yscale("symlog", linthresh=0.01)
+  axes.set_xlabel("bits a number, scales and outliers included")
+  axes.set_ylabel("loss above dense, nat")
+  axes.legend(frameon=False)
+
+
 class _Picture(NamedTuple):
   """A picture of one command's figures.
 
@@ -116,6 +134,7 @@ _PICTURES = {
     KINDS,
     _caches,
   ),
+  "bits": _Picture("Loss above a dense cache by bits a number", BITS, _bits),
   "contexts": _Picture(
     "Loss behind 16 contexts by how they are combined", CONTEXTS, _contexts
   ),

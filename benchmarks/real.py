@@ -9,7 +9,9 @@
 A row (benchmarks/systems.py) is a paper's claim and commands of this package
 that show it. What a command printed is in docs/systems.json as soon as it has
 ended, so that a call that was killed goes on where it was; --again runs
-commands anew. docs/systems.md and the pictures beside it are made of that file.
+commands anew. What has to be trained or calibrated first goes to runs/, and is
+made once. docs/systems.md and the pictures beside it are made of
+the JSON file.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from typing import Any
 from absl import flags
 
 from benchmarks import pages
-from benchmarks.systems import ROWS, Run
+from benchmarks.systems import ROWS
+from benchmarks.table import Run, Step
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "systems.json"
@@ -78,12 +81,32 @@ class Results:
     os.replace(file.name, self.path)
 
 
+def prepare(step: Step) -> None:
+  """Makes what a command reads, where it isn't there yet.
+
+  Raises:
+    CommandError: see there.
+  """
+  if (ROOT / step.makes).exists():
+    return
+  print(f"first: {step.command}", file=sys.stderr, flush=True)
+  argv = [sys.executable, *shlex.split(step.command)[1:]]
+  # What it says is not this script's JSON.
+  status = subprocess.call(argv, cwd=ROOT, stdout=sys.stderr)
+  if status:
+    raise CommandError(f"{step.command}: exit status {status}")
+  if not (ROOT / step.makes).exists():
+    raise CommandError(f"{step.command}: it made no {step.makes}")
+
+
 def measured(run: Run) -> dict[str, Any]:
   """Runs a command; its figures, seconds and peak of memory.
 
   Raises:
     CommandError: see there.
   """
+  for step in run.before:
+    prepare(step)
   argv = [sys.executable, *shlex.split(run.command)[1:]]
   start = time.monotonic()
   with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE) as process:
@@ -93,6 +116,8 @@ def measured(run: Run) -> dict[str, Any]:
     process.returncode = os.waitstatus_to_exitcode(status)
   if process.returncode:
     raise CommandError(f"{run.command}: exit status {process.returncode}")
+  if run.file:
+    output = (ROOT / run.file).read_text("utf-8")
   try:
     figures = run.pick(_last_object(output))
   except (ValueError, KeyError, IndexError, TypeError) as error:

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from benchmarks import pages, real, systems
+from benchmarks import pages, real, systems, table
 
 
 def test_the_page_is_that_of_the_stored_results():
@@ -24,14 +24,15 @@ def test_rows_have_names_and_show_something_or_say_why_not():
     assert re.fullmatch(r"\d{4}\.\d{5}|[A-Z]\S* \d{4}", row.paper), row.name
     assert bool(row.runs) != bool(row.unless), row.name
     for run in row.runs:
-      script = run.command.split()[2].replace(".", "/")
-      assert (real.ROOT / f"{script}.py").is_file(), run.command
+      for command in (*(step.command for step in run.before), run.command):
+        script = command.split()[2].replace(".", "/")
+        assert (real.ROOT / f"{script}.py").is_file(), command
 
 
 def test_results_of_commands_are_kept_one_by_one(tmp_path):
   results = real.Results(tmp_path / "results.json")
   assert results.read() == {}
-  run = systems.Run(
+  run = table.Run(
     """python -c 'print("said before"); print("{\\"x\\": [3, 4]}")'""",
     lambda found: {"last": found["x"][-1]},
   )
@@ -53,6 +54,151 @@ def test_results_of_commands_are_kept_one_by_one(tmp_path):
   ],
 )
 def test_a_command_that_fails_says_so(command, words):
-  run = systems.Run(command, lambda found: {"x": found["x"]})
+  run = table.Run(command, lambda found: {"x": found["x"]})
   with pytest.raises(real.CommandError, match=words):
     real.measured(run)
+
+
+def test_what_a_command_reads_is_made_once(tmp_path):
+  made, maker = tmp_path / "made", tmp_path / "maker.py"
+  maker.write_text(f"open({str(made)!r}, 'a').write('x')")
+  teller = tmp_path / "teller.py"
+  teller.write_text(f"print(len(open({str(made)!r}).read()))")
+  step = table.Step(f"python {maker}", str(made))
+  run = table.Run(f"python {teller}", lambda length: {"x": length}, (step,))
+  for _ in range(2):
+    assert real.measured(run)["figures"] == {"x": 1}
+  nothing = table.Step(f"python {teller}", str(tmp_path / "other"))
+  with pytest.raises(real.CommandError, match="made no"):
+    real.prepare(nothing)
+
+
+def test_a_command_may_write_its_object_into_a_file(tmp_path):
+  script, written = tmp_path / "script.py", tmp_path / "written.json"
+  script.write_text(
+    f"open({str(written)!r}, 'w').write('{{\"x\": 5}}'); print('a table')"
+  )
+  run = table.Run(
+    f"python {script}", lambda printed: printed["x"], file=str(written)
+  )
+  assert real.measured(run)["figures"] == 5
+
+
+def _said(name, *printed):
+  """What a row says of what its commands printed."""
+  (row,) = (row for row in systems.ROWS if row.name == name)
+  return row.says(
+    *(run.pick(x) for run, x in zip(row.runs, printed, strict=True))
+  )
+
+
+def test_bits_of_kvquant():
+  kind = lambda name, bits, loss: {"name": name, "bits": bits, "loss": loss}
+  kinds = [
+    kind("dense", 32, 0.0), kind("int4", 4.5, 0.14), kind("int2", 3, 2.6),
+    kind("nuq4:calibration=runs/x", 4.6, 0.001),
+    kind("nuq3:calibration=runs/x", 3.6, 0.01),
+    kind("nuq2:calibration=runs/x", 2.6, 0.2),
+  ]  # fmt: skip
+  said = _said("kvquant", {"kinds": kinds})
+  assert "nuq3 +0.010" in said and "int2 +2.600" in said and "3.60" in said
+
+
+def test_drafters_and_their_tokens():
+  figures = lambda x: {"median": x, "best": x}
+  names = {
+    "plain": {"x_plain": figures(1), "equal": True},
+    "lookup": {
+      "x_plain": figures(1.4), "tokens_per_call": figures(2.5), "equal": True,
+    },
+  }  # fmt: skip
+  said = _said("speculation", {"summary": names})
+  assert "lookup 2.50 tokens a call, 1.40 times" in said
+  assert said.endswith("all tokens as without drafts")
+  names["lookup"]["equal"] = False
+  assert _said("speculation", {"summary": names}).startswith("lookup")
+  assert _said("speculation", {"summary": names}).endswith(
+    "NOT the same tokens"
+  )
+
+
+def test_tokens_a_call_of_a_draft_by_length():
+  printed = lambda size, tokens, drafts: {
+    "prompt_tokens": size,
+    "tokens": tokens,
+    "decode_s": 1.0,
+    "speculation": drafts,
+  }
+  drafts = {"tokens_per_call": 1.5, "accepted": 8, "drafted": 40}
+  many = printed(7680, [5, 6], drafts | {"tokens_per_call": 1.75})
+  said = _said(
+    "longspec",
+    printed(512, [3, 4], None), printed(512, [3, 4], drafts), many,
+  )  # fmt: skip
+  assert said.startswith("behind 512 tokens 1.50 tokens a call, 8 of 40")
+  assert "behind 7,680 tokens 1.75" in said
+  assert said.endswith("the same 2 tokens as without drafts behind 512")
+  said = _said(
+    "longspec",
+    printed(512, [3, 4], None), printed(512, [3, 5], drafts), many,
+  )  # fmt: skip
+  assert "NOT the same 2" in said
+
+
+def test_answers_with_links_and_without():
+  scores = {
+    "base": {"right": 0.0, "loss": 7.25},
+    "links": {"right": 0.5, "loss": 0.4},
+  }
+  said = _said("kvlink", {"scores": scores})
+  assert said.startswith("base 7.250 nat a token, 0.0% right; links 0.400")
+
+
+def test_losses_of_integer_products():
+  ways = {
+    "floats": {"loss": 2.0, "distance": 0.0},
+    "no shadow": {"loss": 3.5, "distance": 0.4},
+    "shadow": {"loss": 2.01, "distance": 0.02},
+  }
+  said = _said("npu", {"ways": ways})
+  assert said.startswith("no shadow: loss +1.5000 nat, logits 40.0% away")
+  assert "shadow: loss +0.0100" in said
+
+
+def test_memory_of_a_window_of_layers():
+  printed = lambda held, tokens: {
+    "tokens": tokens, "token_s": 0.5,
+    "ranks": [{"peak_bytes": held, "weight_bytes": 9e6} for _ in range(3)],
+  }  # fmt: skip
+  said = _said("window", printed(2e6, [1, 2]), printed(9e6, [1, 2]))
+  assert "2, 2, 2 MB of weights of 9, 9, 9" in said and "; the same 2" in said
+  said = _said("window", printed(2e6, [1, 3]), printed(9e6, [1, 2]))
+  assert "NOT the same" in said
+
+
+def test_tokens_a_second_by_placement():
+  placement = lambda device, read, equal: {
+    "weights": {"device": device, "host": 0, "disk": 0},
+    "rows": {
+      "1": {"tokens_per_s": 2.0, "read_per_step": read, "equal": equal},
+      "16": {"tokens_per_s": 20.0, "read_per_step": read, "equal": equal},
+    },
+  }
+  of = lambda equal: {
+    "placements": {
+      "device": placement(5e8, 0, True), "disk": placement(0, 2e8, equal),
+    }
+  }  # fmt: skip
+  said = _said("offload", of(True))
+  assert "device: 500 MB" in said and "disk: 0 MB" in said
+  assert "2.0 tokens/s of 1 row, 20.0 of 16, 200 MB read a step" in said
+  assert said.endswith("all tokens equal")
+  assert _said("offload", of(False)).endswith("NOT the same tokens")
+
+
+def test_loss_and_memory_of_a_ring():
+  curve = lambda nll: {"curves": [{"length": 4096, "mean": nll}]}
+  memory = {"bytes": {"4096": {"1": 3e8}, "32768": {"1": 2e9, "8": 2.5e8}}}
+  said = _said("ring", curve(1.5), curve(1.5), memory)
+  assert "1.50000 nat on four devices, 1.50000 on one" in said
+  assert "250 MB on each of eight" in said and "2,000 MB on one" in said

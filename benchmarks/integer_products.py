@@ -1,0 +1,94 @@
+"""What products of 8-bit integers cost a model (llm.npu).
+
+Reads held-out texts of Python's library with a model in floats and with its
+linear maps by integers, and prints a JSON object: of each way the loss, nats a
+token, and how far the logits are from those in floats, relative to their size.
+"chunked" is `shadow` again, but the text is read in chunks into a cache:
+integers of a token do not depend on the tokens beside it.
+
+  python -m launch.calibrate --model=smollm2-135m --ranges --out=DIR
+  python -m benchmarks.integer_products --ranges=DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ringjax as rj
+from ringjax.data import Tokenizer, documents
+from ringjax.json_text import json_text
+
+# Names of ways, and the options of `rj.infer.integer_model`.
+WAYS: dict[str, dict[str, Any]] = {
+  "no shadow": dict(shadow=0),
+  "shadow": dict(shadow=16),
+  "shadow, 85 % pruned": dict(shadow=16, prune=0.85),
+  "shadow, a scale a layer": dict(shadow=16, scales="tensor"),
+}
+
+
+def held_out(tokenizer: Any, tokens: int, rows: int) -> np.ndarray:
+  """Texts from all over the held-out files, int32 [rows, tokens]."""
+  texts = documents.library(held_out=True)
+  ids = np.concatenate([np.asarray(tokenizer.encode(text)) for text in texts])
+  starts = np.linspace(0, ids.size - tokens, rows).astype(int)
+  return np.stack([ids[start : start + tokens] for start in starts])
+
+
+def logits_of(model: Any, ids: np.ndarray, chunk: int | None) -> np.ndarray:
+  """float32 [rows, T, V]; in chunks of tokens into a cache, or all at once."""
+  call = jax.jit(lambda model, ids: model(ids))
+  if chunk is None:
+    return np.concatenate([np.asarray(call(model, row[None])) for row in ids])
+  append = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
+  rows = []
+  for row in ids:
+    cache, parts = model.init_cache(1, ids.shape[1], dtype=jnp.float32), []
+    for start in range(0, ids.shape[1], chunk):
+      part, cache = append(model, row[None, start : start + chunk], cache)
+      parts.append(np.asarray(part))
+    rows.append(np.concatenate(parts, 1))
+  return np.concatenate(rows)
+
+
+def loss(logits: np.ndarray, ids: np.ndarray) -> float:
+  """Nats a token, of all tokens but the first."""
+  scores = jax.nn.log_softmax(jnp.asarray(logits[:, :-1]))
+  return -float(jnp.take_along_axis(scores, ids[:, 1:, None], -1).mean())
+
+
+def main() -> None:
+  """Measures and prints."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--model", default="smollm2-135m")
+  parser.add_argument("--ranges", required=True)
+  parser.add_argument("--tokens", type=int, default=512)
+  parser.add_argument("--rows", type=int, default=4)
+  parser.add_argument("--chunk", type=int, default=128)
+  asked = parser.parse_args()
+  model = rj.models.load(asked.model, dtype="float32")
+  ids = held_out(Tokenizer.load(asked.model), asked.tokens, asked.rows)
+  floats = logits_of(model, ids, None)
+  ways = {"floats": {"loss": loss(floats, ids), "distance": 0.0}}
+  chunks = {"shadow": {"chunked": asked.chunk}}
+  for name, options in WAYS.items():
+    integers = rj.infer.integer_model(model, asked.ranges, **options)
+    sizes = {name: None} | chunks.get(name, {})
+    for said, chunk in sizes.items():
+      logits = logits_of(integers, ids, chunk)
+      ways[said] = {
+        "loss": loss(logits, ids),
+        "distance": float(
+          np.linalg.norm(logits - floats) / np.linalg.norm(floats)
+        ),
+      }
+  print(json_text({"model": asked.model, "tokens": ids.size, "ways": ways}))
+
+
+if __name__ == "__main__":
+  main()
