@@ -36,7 +36,7 @@ from ringjax.kv.slots import FILL
 from ringjax.kv.watch import Noted, moments_of
 from ringjax.ops.attention.blockwise import loop, pad_axis
 from ringjax.ops.attention.code_format import as_bytes, token_axis
-from ringjax.ops.attention.mass import Visit
+from ringjax.ops.attention.mass import Visit, column_mass
 from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords, SameSegment
 from ringjax.ops.rope import Rotation
@@ -92,6 +92,7 @@ def part_specs(part: _Part) -> _Part:
       each(noted.squares, P(None, batch, heads)),
       each(noted.score, places.by_head),
       each(noted.choice, P(None, batch, heads)),
+      each(noted.paged, places.by_head),
     ),
   )
 
@@ -194,6 +195,52 @@ def visit_of(
     slopes,
     places.axis,
   )
+
+
+def summed(
+  cache: EvictingCache,
+  kind: int,
+  layer: Index,
+  slots: LayerKV,
+  noted: Noted,
+  q: Float[Array, "B T N H"],
+) -> Noted:
+  """With the column masses of a call's queries, of one layer.
+
+  Args:
+    cache: during the call.
+    kind: the number of the kind of layers.
+    layer: int32 [], which of these.
+    slots: their open slots, with the tokens of the call.
+    noted: what is noted of them.
+    q: the queries, rotated.
+  """
+  pages, places = cache.pages[kind], cache.places
+  assert pages is not None and cache.watch.call is not None
+  part = _Part(*slots, pages, cache.constants[kind], noted)
+  batch, heads = places.batch or None, places.heads or None
+
+  def local(
+    part: _Part, at: Coords, call: Coords, q: jax.Array, layer: Index
+  ) -> tuple[jax.Array, jax.Array]:
+    views, _ = layer_views(cache, kind, layer, part, Coords(*at))
+    visit = visit_of(cache, kind, part.k.shape[2], q, call)
+    paged, opened = (jnp.mean(x, 2) for x in column_mass(visit, views))
+    both = (part.noted.score, opened), (part.noted.paged, paged)
+    return tuple(x.at[layer].add(y.astype(x.dtype)) for x, y in both)
+
+  score, paged = places.local(
+    local,
+    (
+      part_specs(part),
+      places.by_example,
+      P(batch),
+      P(batch, None, heads),
+      P(),
+    ),
+    (places.by_head, places.by_head),
+  )(part, cache.open.at, cache.watch.call, q, layer)
+  return noted._replace(score=score, paged=paged)
 
 
 # ---------------------------------------------------------------------------
@@ -462,6 +509,8 @@ def _scored(
     earlier = None if repeated is None else take(repeated)
     if noted.score is not None:
       paged_score = part.pages.read_score(layer)
+      if noted.paged is not None:
+        paged_score = paged_score + take(noted.paged)
       earlier = jnp.concatenate([paged_score, take(noted.score)], 2)
     look: Any = LocalLook(
       views=views,
@@ -688,11 +737,7 @@ def grown(cache: EvictingCache, room: int) -> EvictingCache:
     held=dataclasses.replace(held, at=at),
   )
   noted = cache.with_scores(lambda x: wide(x, 3, places.by_head))
-  watch, policy = cache.watch, cache.kind.policy
-  if watch.at is not None and policy is not None and policy.queries is None:
-    watch = watch.widened(room * cache.shards)
-    noted = tuple(x.widened(room * cache.shards) for x in noted)
-  return dataclasses.replace(cache, open=made, noted=noted, watch=watch)
+  return dataclasses.replace(cache, open=made, noted=noted)
 
 
 def _encoded(cache: EvictingCache, part: _Part) -> tuple[jax.Array, jax.Array]:
@@ -752,7 +797,7 @@ def _with(
     held=held,
   )
   noted = [
-    x._replace(score=scores[n]) if n in scores else x
+    x._replace(score=scores[n], paged=None) if n in scores else x
     for n, x in enumerate(cache.noted)
   ]
   watch, policy = cache.watch, cache.kind.policy

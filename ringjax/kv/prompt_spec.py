@@ -16,7 +16,12 @@ from jax.typing import DTypeLike
 
 from ringjax.kv.cache import model_layers
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.evicting import EvictingCache, first_sizes, open_slots
+from ringjax.kv.evicting import (
+  EvictingCache,
+  first_sizes,
+  open_slots,
+  with_paged_sums,
+)
 from ringjax.kv.eviction import grown, repacked
 from ringjax.kv.pages import few_sizes
 
@@ -65,6 +70,12 @@ def prompt_spec(
     slots = room
   stays = _open_tokens(kind, tokens)
   policy = kind.policy
+  if policy is not None and policy.sums_prompts:
+    noted = jax.eval_shape(
+      lambda cache: tuple(map(with_paged_sums, cache.noted, cache.pages)),
+      reading,
+    )
+    reading = dataclasses.replace(reading, noted=noted)
   everything = [tokens] * model_layers(shapes)
   heads = reading._competing()
   counts = everything if policy is None else policy.expected(tokens, heads)

@@ -305,6 +305,58 @@ def test_documents_stay_apart_behind_an_eviction(policy):
   contract.close(answers(kind, evicts=True), want)
 
 
+@pytest.mark.parametrize(
+  ("shards", "codec"),
+  [
+    (1, "dense"),
+    pytest.param(1, "int8", marks=pytest.mark.long),
+    pytest.param(4, "dense", marks=pytest.mark.long),
+  ],
+)
+def test_sums_of_a_prompt_need_none_of_its_queries(shards, codec):
+  """Those of calls that may not be taken back are those of noted queries."""
+  policy = rj.kv.HeavyHitters(budget=6)
+  kind = kind_of(policy, codec, "grouped", room=4)
+  model = contract.model(shards, "grouped")
+  where = dict(mesh=model.mesh, axis="seq") if shards > 1 else {}
+  tokens = contract.text("grouped")[0][:B]
+  noting = rj.models.CachedAttention(**where)
+  prompts = (
+    rj.models.ContextParallel(**where),
+    rj.models.CachedAttention(**where, replicated=False),
+  )
+
+  def read_all(attends):
+    """Two prompts, an eviction behind the first alone; a token; another."""
+    cache = empty(shards, kind, "grouped", capacity=4)
+    cache, noted = cache.limited(2 * T), 0
+    calls = (0, 8), (8, T), (T, T + 4)
+    for (start, end), attend in zip(calls, attends, strict=True):
+      width = end - start
+      taken = np.full((B, shards), width // shards)
+      cache = cache.with_room(width if attend is noting else taken)
+      _, cache = read(
+        shards, tokens[:, start:end], cache, "grouped", attend=attend
+      )
+      noted = max(noted, cache.noted[0].newest.shape[2])
+      if end == T:
+        cache = cache.evict()
+    _, cache = read(shards, tokens[:, -1:], cache.with_room(1), "grouped")
+    return cache.evict(), noted
+
+  want, many = read_all((noting, noting, noting))
+  got, few = read_all((*prompts, prompts[1]))
+  assert few == 4 and many == T
+  for a, b in zip(got.positions(1), want.positions(1), strict=True):
+    for x, y in zip(a, b, strict=True):
+      np.testing.assert_array_equal(x, y)
+  sums = [
+    np.sort(np.asarray(x.pages[0].score).reshape(-1)) for x in (got, want)
+  ]
+  assert sums[0].any()
+  np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_are_independent():
   kind = kind_of(POLICIES["snapkv"], family="grouped")
   tokens = contract.text("grouped")[0]

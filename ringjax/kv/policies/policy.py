@@ -152,6 +152,11 @@ class Policy:
   reads: ClassVar[bool] = True
 
   @property
+  def sums_prompts(self) -> bool:
+    """Whether a prompt's queries are summed up as they come, and not noted."""
+    return self.sums and self.queries is None
+
+  @property
   def ranks(self) -> bool:
     """Whether each head keeps the highest of its scores, by the budget."""
     mine = type(self)
