@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+import numpy as np
 from absl import flags
 
 import ringjax as rj
@@ -133,7 +134,7 @@ def run(
 def _served(
   values: flags.FlagValues,
   workers: ElasticWorkers,
-  ids: list[list[int]],
+  ids: list[np.ndarray],
   stops: list[int],
 ) -> ElasticAnswers:
   due = {"leave": values.leave, "kill": values.kill}

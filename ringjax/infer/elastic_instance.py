@@ -245,9 +245,7 @@ class ElasticInstance:
     self.sent: collections.Counter[str] = collections.Counter()
     self._dtype, self._embed = model.dtype, model.config.embed
 
-  def drop(
-    self, requests: Sequence[int], first: Sequence[int]
-  ) -> None:
+  def drop(self, requests: Sequence[int], first: Sequence[int]) -> None:
     """Forgets the tokens of requests from the given positions on."""
     for request, least in zip(requests, first, strict=True):
       self.pool.free(self.pool.slots_of(request, least))
@@ -301,9 +299,7 @@ class ElasticInstance:
           came = post.take(before, "block")
           shape = (*k.shape[:2], counts[(source - 1) % size], k.shape[3])
           k, v = (_padded(y, width) for y in _checked(came, number, shape, 2))
-      x = programs.finish_partial(
-        layer.spec, weights, x, (partial,), spans[me]
-      )
+      x = programs.finish_partial(layer.spec, weights, x, (partial,), spans[me])
     last = ends - 1
     mine = np.flatnonzero(last % size == me)
     tokens = self._chosen(x, last[mine] // size)
@@ -363,9 +359,7 @@ class ElasticInstance:
           shape = (1, rows[m].size, spec.heads, spec.head_dim)
           (other,) = _checked(came, number, shape, 1)
           other = _padded(other, spans[m].pos.size, 1)
-          part = jax.device_get(
-            run(other, *pool[number], spans[m], keys, None)
-          )
+          part = jax.device_get(run(other, *pool[number], spans[m], keys, None))
           self.sent["partial"] += post.send(
             m, "partial", [y[:, :, :, : rows[m].size] for y in part],
             layer=number,
@@ -403,7 +397,8 @@ class ElasticInstance:
     if self.number != call.source:
       came = post.take(call.source, "keys")
       seg, pos, *keys = came.arrays
-      if seg.ndim != 1 or seg.shape != pos.shape or len(keys) != 2 * len(layers):
+      flat = seg.ndim == 1 and seg.shape == pos.shape
+      if not flat or len(keys) != 2 * len(layers):
         raise HostileMessageError("keys of another model")
       slots = self.pool.place(seg, pos)
       width = _power(seg.size, _FEW_ROWS)
@@ -514,7 +509,7 @@ def _partial(
     shape, shape[:-1], shape[:-1]
   ]:  # fmt: skip
     raise HostileMessageError(f"partials of layer {layer}: {shapes}")
-  acc, m, total = (_padded(x, width, 3) for x in came.arrays)
+  acc, m, total = (jnp.asarray(_padded(x, width, 3)) for x in came.arrays)
   return Partial(acc, m, total)
 
 
@@ -550,5 +545,3 @@ def _last(x: Float[Array, "1 T D"], rows: Int[Array, " n"]) -> jax.Array:
 @jax.jit
 def _greedy(logits: Float[Array, "n V"]) -> jax.Array:
   return or_not_finite(jnp.argmax(logits, -1).astype(jnp.int32), logits)
-
-

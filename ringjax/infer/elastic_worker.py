@@ -23,8 +23,8 @@ needed; a thread for each connection.
 
 reads a line of JSON from the standard input (`key` in hexadecimal; `model`, a
 folder or GGUF file; `number`, `slots`; `dtype`, `strict`, `host`, `port`,
-`patience_s`),
-and writes host, port and size of the vocabulary as a line, once it has the model.
+`patience_s`), and when it has the model writes a line: host, port and the size
+of the vocabulary.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ from ringjax.models import checkpoint
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.door import Door
 from ringjax.transfer.wire import (
-  HostileMessageError,
   PullConnection,
   checked_key,
   listening,
@@ -100,9 +99,9 @@ class _PeerLinks:
   def __init__(self, number: int, key: bytes, patience_s: int | float):
     self._number, self._key, self._patience_s = number, key, patience_s
     self._news = threading.Condition()
-    self._came: dict[
-      tuple[int, int, str], collections.deque[ArrayMessage]
-    ] = collections.defaultdict(collections.deque)
+    self._came: dict[tuple[int, int, str], collections.deque[ArrayMessage]] = (
+      collections.defaultdict(collections.deque)
+    )
     self._gone: set[int] = set()
     self._out: dict[int, PullConnection] = {}
     self._begun, self._abandoned = -1, -1
@@ -285,9 +284,7 @@ class ElasticWorker:
       link.close()
 
   def _greet(self, link: socket.socket, address: Any) -> PullConnection:
-    wire = PullConnection(
-      link, self._patience_s, f"{address[0]}:{address[1]}"
-    )
+    wire = PullConnection(link, self._patience_s, f"{address[0]}:{address[1]}")
     wire.greet_reader(self._key, 5.0)
     return wire
 

@@ -370,7 +370,7 @@ class LayerPrograms:
     spec: Layer,
     weights: PyTree,
     x: Float[Array, "B T D"],
-    span: TokenSpan | TokenRows,
+    span: TokenSpan | TokenRows | TokensAt,
     dtype: DTypeLike,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries of some tokens, and what a cache stores of them.

@@ -139,10 +139,10 @@ class Cluster:
     if call.kind != "step":
       return
     for row in call.rows:
-      there = [p for n in call.members for p in self.holds[n].get(row.request, ())]
-      assert sorted(there) == [*range(row.tokens - 1)]
-      held = {n: len(self.holds[n].get(row.request, ())) for n in call.members}
-      assert dict(row.kept) == {n: count for n, count in held.items() if count}
+      each = {n: self.holds[n].get(row.request, set()) for n in call.members}
+      there = sorted(p for held in each.values() for p in held)
+      assert there == [*range(row.tokens - 1)]
+      assert dict(row.kept) == {n: len(x) for n, x in each.items() if x}
 
   def kill(self, instance):
     if instance in self.holds:
@@ -297,7 +297,9 @@ def test_stops_and_logits_that_are_no_numbers():
   cluster = Cluster(2, stop_ids=[token(0, 12)])
   cluster.submit(0, 9, 30)
   cluster.run()
-  assert cluster.manager.answers[0].tokens == [token(0, n) for n in range(9, 13)]
+  assert cluster.manager.answers[0].tokens == [
+    token(0, n) for n in range(9, 13)
+  ]
   cluster = Cluster(1)
   cluster.submit(0, 9, 30)
   cluster.act()
@@ -305,9 +307,13 @@ def test_stops_and_logits_that_are_no_numbers():
   assert "not finite" in cluster.manager.answers[0].error
 
 
-@pytest.mark.parametrize("seeds", [
-  (0, 3), pytest.param((3, 30), marks=pytest.mark.long),
-])
+@pytest.mark.parametrize(
+  "seeds",
+  [
+    (0, 3),
+    pytest.param((3, 30), marks=pytest.mark.long),
+  ],
+)
 @pytest.mark.parametrize("how", [
   {},
   {"reserve": 3},

@@ -482,18 +482,13 @@ class ElasticManager:
         left = answer.new_tokens - len(answer.tokens)
         request.new_tokens += min(left, self._reserve or left)
     self._grow(group)
-    while group.requests:
-      masters = [
-        n
-        for n in group.instances
-        if n not in self._leaving | self._emptying and self.used[n] < self.slots
-      ]
-      free = {n: self.slots - self.used[n] for n in masters}
-      if sum(free.values()) >= len(group.requests):
-        break
+    stays = {*group.instances} - self._leaving - self._emptying
+    free = {n: self.slots - self.used[n] for n in group.instances if n in stays}
+    while group.requests and sum(free.values()) < len(group.requests):
       # The last one that came is read again when there is room.
       last = max(group.requests, key=lambda r: (r.arrival_s, r.number))
       self._again(last, group, "its group has no slots left", counts=False)
+      free = {n: self.slots - self.used[n] for n in free}
     if not group.requests:
       self._tidy(group)
       return
@@ -501,10 +496,10 @@ class ElasticManager:
       self.policy.options.steps,
       *(r.new_tokens - r.done for r in group.requests),
     )
-    chosen = _masters(len(group.requests), masters, free, count)
+    chosen = _masters(len(group.requests), free, count)
     while chosen is None:
       count //= 2
-      chosen = _masters(len(group.requests), masters, free, count)
+      chosen = _masters(len(group.requests), free, count)
     rows = tuple(
       LiveRow(
         request=r.number,
@@ -721,9 +716,7 @@ class ElasticManager:
   def _undo(self, entry: _Open) -> None:
     """As if a call had not begun, but for what its instances lost."""
     call, counts = entry.call, not entry.lost
-    self._note(
-      {"event": "broken", "call": call.kind, "why": entry.broken}
-    )
+    self._note({"event": "broken", "call": call.kind, "why": entry.broken})
     if entry.batch is not None:
       for request in entry.batch.requests:
         for n in call.members:
@@ -761,8 +754,9 @@ class ElasticManager:
       for request in [*group.requests]:
         gone = {n: request.kept[n] for n in lost if request.kept.get(n)}
         if gone:
-          which = ", ".join(f"{t} tokens of instance {n}" for n, t in gone.items())
-          self._again(request, group, f"lost with {which}", counts=False)
+          each = (f"{held} tokens of instance {n}" for n, held in gone.items())
+          why = f"lost {', '.join(each)}"
+          self._again(request, group, why, counts=False)
       group.instances = [n for n in group.instances if n in self.live]
       self._tidy(group)
     if self.counts.lost:
@@ -789,9 +783,7 @@ class ElasticManager:
     self._note({"event": "again", "request": answer.number, "why": why})
     self._wait(answer, why, request.arrival_s)
 
-  def _wait(
-    self, answer: LiveAnswer, why: str, arrival_s: float
-  ) -> None:
+  def _wait(self, answer: LiveAnswer, why: str, arrival_s: float) -> None:
     left = answer.new_tokens - len(answer.tokens)
     request = ElasticRequest(
       number=answer.number,
@@ -865,16 +857,14 @@ def _parts(
   return tuple(cut())
 
 
-def _masters(
-  rows: int, masters: Sequence[int], free: dict[int, int], count: int
-) -> list[int] | None:
+def _masters(rows: int, free: dict[int, int], count: int) -> list[int] | None:
   """A master with slots for `count` tokens of each row; None if too few.
 
   Rows are dealt in equal parts as far as slots allow.
   """
-  left, dealt, chosen = {**free}, dict.fromkeys(masters, 0), []
+  left, dealt, chosen = {**free}, dict.fromkeys(free, 0), []
   for _ in range(rows):
-    able = [n for n in masters if left[n] >= count]
+    able = [n for n in free if left[n] >= count]
     if not able:
       return None
     n = min(able, key=lambda m: (dealt[m], -left[m]))

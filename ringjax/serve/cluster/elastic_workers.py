@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ import numpy as np
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import inputs
-from ringjax.infer.attention_wire import ArrayMessage, send_arrays
+from ringjax.infer.attention_wire import send_arrays
 from ringjax.infer.elastic_instance import instance_programs
 from ringjax.infer.elastic_worker import (
   PATIENCE_S,
@@ -479,10 +479,11 @@ class ElasticWorkers:
       address, vocab = server.address, server.vocab
     else:
       assert process is not None
-      *address, vocab = _first_line(instance, process)
+      host, port, vocab = _first_line(instance, process)
+      address = host, port
     name = f"instance {instance}"
     try:
-      made = socket.create_connection(tuple(address), self.patience_s)
+      made = socket.create_connection(address, self.patience_s)
       link = PullConnection(made, self.patience_s, name)
       link.greet_publisher(self._key)
       send_arrays(link, "manage")
@@ -490,7 +491,7 @@ class ElasticWorkers:
       raise PeerError(f"{name} does not listen: {error}", instance) from None
     member = _Member(
       number=instance,
-      address=tuple(address),
+      address=address,
       link=link,
       process=process,
       server=server,
