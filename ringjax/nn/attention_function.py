@@ -3,7 +3,7 @@
 Guarantees: the function gets a layer's keys and values as plain arrays, a row's
 tokens one after another in the order of its slots, and zeros where there is
 none; it knows of no pages, tables or shards. Each query has a key that it may
-see: those of padding see all, and nobody reads what they get.
+see: those of padding see all, and their results are not used.
 Cost: keys and values are cut out of the cache in each call, a copy of what the
 function reads unless XLA fuses it.
 Memory: that copy, a mask of B T S bools, and what the function makes.
@@ -55,21 +55,21 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
     if isinstance(mixer, Beside):
       mixer = mixer.attention
     if isinstance(mixer, Attention):
-      more = [
+      refused = [
         name
         for name in ("soft_cap", "sinks", "alibi")
         if getattr(mixer, name) not in (None, False)
       ]
     elif isinstance(mixer.cache_shape(1), StateShape):
-      more = []
+      refused = []
     else:
-      more = [type(mixer).__name__]
+      refused = [type(mixer).__name__]
     if layer.cross is not None:
-      more.append("cross-attention")
-    if more:
+      refused.append("cross-attention")
+    if refused:
       raise OptionError(
         "attention_fn",
-        f"a function for layers with {', '.join(more)}",
+        f"a function for layers with {', '.join(refused)}",
         "layers whose scores are scaled products of queries and keys",
         "leave attention_fn out",
       )
@@ -81,10 +81,10 @@ class FunctionAttention(CachedAttention):
 
   Attributes:
     function: a `DenseFunction`.
-    reach: of a pool's contiguous rows the tokens that the function gets of
-      each, a whole number of pages.
-    stride: of these, where row n of the call is the pool's row n, its pages;
-      None where tables say in which page each row begins.
+    reach: Number of tokens that the function gets of each contiguous row of a
+      pool, a multiple of its page; 0 for other caches.
+    stride: Number of pages of a row of the pool, where row n of the call is
+      row n there; None where tables say in which page each row begins.
   """
 
   function: DenseFunction
@@ -100,8 +100,8 @@ class FunctionAttention(CachedAttention):
     extras: Extras,
   ) -> jax.Array:
     alone = len(views) == 1 and views[0].mask is None
-    given = extras.soft_cap, extras.sinks, extras.slopes, extras.selection
-    if not alone or any(x is not None for x in given):
+    terms = extras.soft_cap, extras.sinks, extras.slopes, extras.selection
+    if not alone or any(x is not None for x in terms):
       raise OptionError(
         "attention_fn",
         "a function for keys in several arrays, or for scores with more terms",
@@ -144,9 +144,9 @@ class FunctionAttention(CachedAttention):
       first = jnp.maximum(view.table[:, 0], 0)
     else:
       first = jnp.arange(view.table.shape[0], dtype=jnp.int32) * self.stride
-    each = first[:, None] + jnp.arange(pages, dtype=jnp.int32)[None]
+    table = first[:, None] + jnp.arange(pages, dtype=jnp.int32)[None]
     at = Coords(*(x[:, : self.reach] for x in view.at))
-    return dataclasses.replace(view, table=each, at=at, shared=None)
+    return dataclasses.replace(view, table=table, at=at, shared=None)
 
 
 def _plain(
