@@ -15,6 +15,7 @@ SCRIPTS = (
   "plan",
   "prefill",
   "beside",
+  "instances",
   "convert",
   "tokenize",
   "calibrate",

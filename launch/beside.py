@@ -83,7 +83,7 @@ def run(
       screen.say(f"listening on {server.address[0]}:{server.address[1]}")
       server.serve()
       return 0
-    texts = [line for name in words for line in _lines(name)]
+    texts = [line for name in words for line in prompt_lines(name)]
     if not texts:
       raise OptionError("files", "no prompt", "a prompt in each line",
                         "name a file that has some")  # fmt: skip
@@ -205,7 +205,12 @@ def _address(name: str, text: str) -> tuple[str, int]:
   return host, int(port)
 
 
-def _lines(name: str) -> list[str]:
+def prompt_lines(name: str) -> list[str]:
+  """The lines of a file that are not empty.
+
+  Raises:
+    OptionError: it can't be read.
+  """
   try:
     text = pathlib.Path(name).read_text("utf-8")
   except (OSError, UnicodeDecodeError) as error:

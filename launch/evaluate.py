@@ -93,7 +93,7 @@ from ringjax.eval import (
 from ringjax.eval.entropy import settings
 from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
-from ringjax.infer.contexts import APE
+from ringjax.infer.contexts import APE, combine_of
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS
 from ringjax.models import small, tiny
@@ -162,6 +162,12 @@ def define(values: flags.FlagValues) -> None:
     "entropy: tokens that are cut into chunks; drafts: of a prompt.",
   )
   new.whole("query", 128, "entropy: tokens behind them that are looked at.")
+  new.text(
+    "combine",
+    "parallel",
+    "entropy: how they read the chunks: parallel, ape or select, with options "
+    "as in select:keep=2.",
+  )
   flags.DEFINE_multi_string(
     "cache",
     None,
@@ -304,6 +310,7 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
           "context": ("entropy",), "query": ("entropy",), "draft": (),
+          "combine": ("entropy",),
           "offsets": (), "lengths":
           ("needle", "perplexity", "caches", "contexts")}  # fmt: skip
   return word in only.get(name, (word,))
@@ -887,10 +894,11 @@ class _Evaluation:
       )
     prefix = tokenizer.bos_id
     prefix = tokenizer.encode("\n", bos=False) if prefix is None else [prefix]
-    keys = settings(splits)
+    keys, how = settings(splits), combine_of(values.combine, "--combine")
     self._begin(
       "settings",
       len(keys),
+      combine=str(values.combine),
       context=context,
       query=query,
       rows=rows,
@@ -906,6 +914,7 @@ class _Evaluation:
       query=query,
       prefix=prefix,
       rows=rows,
+      combine=how,
       mesh=reading["mesh"],
       on_read=screen.at,
       on_setting=lambda one: self._add(one.record()),

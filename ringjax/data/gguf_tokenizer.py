@@ -1,9 +1,9 @@
 """A tokenizer's files from the metadata of a GGUF file.
 
 Guarantees: a vocabulary of byte-level BPE (`gpt2`) with a known way to split
-text, or of SentencePiece's BPE (`llama`); another one is an error. Merges that
-a SentencePiece file lacks come from scores, of Gemma from the order of tokens.
-Ref: llama.cpp, src/llama-vocab.cpp, for how each name splits text.
+text, or of SentencePiece's BPE (`llama`, `gemma4`); another one is an error.
+Merges that a SentencePiece file lacks come from scores, of Gemma from the order
+of tokens.
 """
 
 from __future__ import annotations
@@ -12,29 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringjax.data.bytelevel import BYTE_CHARS
+from ringjax.data.gguf_splits import ADDS_BOS, SPLITS, WHOLE_WORDS
 from ringjax.errors import TokenizerError
 from ringjax.json_text import json_text
 
 _LONGEST = 1024
 _CONTROL, _UNKNOWN, _USER = 3, 2, 4
 _SPACE = "\u2581"
-
-_LLAMA3 = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_GPT2 = (
-  r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
-  r"|\s+(?!\S)|\s+"
-)
-# How text is split, one behind the other, by the name in a file.
-_SPLITS = {
-  **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (_LLAMA3,)),
-  **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
-  **dict.fromkeys(("gpt-2", "phi-2"), (_GPT2,)),
-  **dict.fromkeys(("smollm", "starcoder", "refact"), (r"\p{N}", _GPT2)),
-}
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
@@ -60,10 +44,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
   gemma = str(metadata.get("general.architecture")).startswith("gemma")
   if name == "gpt2":
     parts = _byte_level(said, tokens, kinds)
-  elif name == "llama":
+  elif name in ("llama", "gemma4"):
     parts = _sentencepiece(said, tokens, kinds, gemma)
   else:
-    raise _error("model", name, "gpt2 or llama")
+    raise _error("model", name, "gpt2, llama or gemma4")
   added = [
     {"id": i, "content": tokens[i], "single_word": False, "lstrip": False,
      "rstrip": False, "normalized": False, "special": kind == _CONTROL}
@@ -81,7 +65,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     if type(number) is not int or not 0 <= number < len(tokens):
       raise _error(key, number, f"an id below {len(tokens)}")
     config[title] = tokens[number]
-  config["add_bos_token"] = bool(said.get("add_bos_token", name == "llama"))
+  adds = name == "llama" or (
+    said.get("pre") in ADDS_BOS and "bos_token" in config
+  )
+  config["add_bos_token"] = bool(said.get("add_bos_token", adds))
   if (template := metadata.get("tokenizer.chat_template")) is not None:
     config["chat_template"] = template
   stops = [
@@ -133,8 +120,8 @@ def _byte_level(
   said: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> dict[str, Any]:
   pre = said.get("pre", "gpt-2")
-  if pre not in _SPLITS:
-    raise _error("pre", pre, f"one of {', '.join(sorted(_SPLITS))}")
+  if pre not in SPLITS:
+    raise _error("pre", pre, f"one of {', '.join(sorted(SPLITS))}")
   alphabet = set(BYTE_CHARS)
   vocab = {
     x if set(x) <= alphabet or kind in (_CONTROL, _USER)
@@ -146,14 +133,15 @@ def _byte_level(
   splits = [
     {"type": "Split", "pattern": {"Regex": x}, "behavior": "Isolated",
      "invert": False}
-    for x in _SPLITS[pre]
+    for x in SPLITS[pre]
   ]  # fmt: skip
-  whole_words = pre in ("llama-bpe", "llama3", "llama-v3")
   return {
     "normalizer": None,
     "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
     "decoder": {**level, "use_regex": True},
-    "model": _bpe(vocab, _pairs(said.get("merges")), ignore_merges=whole_words),
+    "model": _bpe(
+      vocab, _pairs(said.get("merges")), ignore_merges=pre in WHOLE_WORDS
+    ),
   }
 
 

@@ -17,6 +17,7 @@ from ringjax.eval.entropy import (
   ModelStatistics,
   SplitEntropy,
   attention_statistics,
+  context_statistics,
   correlation,
   split_entropy,
 )
@@ -47,6 +48,7 @@ __all__ = [
   "compare_caches",
   "context_answers",
   "context_curve",
+  "context_statistics",
   "context_ways",
   "correlation",
   "draft_acceptance",

@@ -28,10 +28,14 @@ from ringjax.data.link_tokens import ArrangedPrompt, arranged
 from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.eval.finite_losses import check_losses
-from ringjax.infer.session import on_its_mesh, place_of
+from ringjax.infer.contexts.behind_contexts import context_session
+from ringjax.infer.contexts.combine import Parallel, combine_of
+from ringjax.infer.session import Session, on_its_mesh, place_of
+from ringjax.kv.context_cache import ContextCache
+from ringjax.kv.measured_contexts import MeasuredContexts
 from ringjax.kv.statistics_cache import StatisticsCache
 from ringjax.models.transformer import Transformer
-from ringjax.nn.sharding_context import ContextParallel
+from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.nn.stack import keeps
 from ringjax.ops.attention.statistics import AttentionStatistics
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
@@ -143,6 +147,69 @@ def attention_statistics(
   return ModelStatistics(layers, logits)
 
 
+def context_statistics(
+  session: Session,
+  tokens: Sequence[int] | Int[np.ndarray, "*B T"],
+  *,
+  before: int = 0,
+) -> ModelStatistics:
+  """Statistics of the attention of a question behind contexts.
+
+  Over the keys that its tokens read, with the weights that they have: those of
+  contexts that a selection leaves, with APE's temperature and scale. The
+  session stays as it is.
+
+  Args:
+    session: of `context_session`, on one device.
+    tokens: int32 [B, T] of the question, or [T] for one row. Read in one call.
+    before: keys at positions below it are those of `kept_mass`.
+
+  Raises:
+    OptionError: a session without contexts that are read as keys, or whose
+      sequence is over several shards.
+    RingjaxError: as the model's call.
+  """
+  cache, model = session.cache, session.model
+  if not isinstance(cache, ContextCache) or cache.recurrent:
+    raise OptionError(
+      "session",
+      "one whose layers do not read keys of contexts",
+      "one of rj.infer.context_session, for a model of attention alone",
+      "pass combine='parallel', 'ape', 'select', 'recompute' or 'kvlink'",
+    )
+  if cache.shards > 1:
+    raise OptionError(
+      "session",
+      f"a sequence over {cache.shards} shards",
+      "one shard, on which all scores of a query are",
+      "make the session without a sequence axis",
+    )
+  most = [x.reading.most for x in model.kinds if x.reading is not None]
+  if any(n is not None for n in most):
+    raise OptionError(
+      "session",
+      "one of layers that read only the keys that an index chooses",
+      "layers that read all keys",
+      "measure another model",
+    )
+  ids = np.atleast_2d(np.asarray(tokens, np.int32))
+  measured = MeasuredContexts.of(
+    cache, ids.shape[1], _sinks(model), integer("before", before, least=0)
+  )
+  attend = CachedAttention(
+    mesh=session.mesh, axis=session.axis, replicated=False
+  )
+  logits, measured = model(
+    ids,
+    cache=measured,
+    attend=attend,
+    length=jnp.int32(session.capacity),
+  )
+  layers = measured.by_layer()
+  layers += (None,) * (len(model.config.layers) - len(layers))
+  return ModelStatistics(layers, logits)
+
+
 def _rows(queries: Any, length: int) -> np.ndarray:
   """The numbers of the queries among `length` tokens."""
   if queries is None:
@@ -203,6 +270,7 @@ class SplitEntropy:
     heads: the mean over texts and queries of each layer and head; None of
       recurrent layers.
     prefix_mass: the mean part of the queries' weights that is on prefixes.
+    combine: how the chunks are combined.
   """
 
   splits: int
@@ -211,6 +279,7 @@ class SplitEntropy:
   losses: tuple[float, ...]
   heads: tuple[tuple[float, ...] | None, ...]
   prefix_mass: float
+  combine: str = "parallel"
 
   @property
   def entropy(self) -> float:
@@ -285,6 +354,7 @@ def split_entropy(
   query: int,
   prefix: TokenIds,
   rows: int,
+  combine: Parallel | str = "parallel",
   mesh: Mesh | None = None,
   axis: str | None = None,
   on_read: Callable[[int], Any] = lambda done: None,
@@ -301,6 +371,10 @@ def split_entropy(
     query: M, tokens behind it, whose attention and predictions are looked at.
     prefix: ids [n] before each chunk, or before all of them.
     rows: how many texts are read.
+    combine: how queries read the chunks: all of them ("parallel"), with APE's
+      temperature and scale ("ape"), or some ("select:keep=2"): the entropy is
+      then over the keys that are read, with their weights. These two on one
+      shard of the sequence.
     mesh: the mesh; default: the model's, else the current one.
     axis: the axis that shards the sequence; default "seq" if there is one.
     on_read: called with the number of forward passes that are done.
@@ -308,8 +382,17 @@ def split_entropy(
 
   Raises:
     PromptError: not so many texts are long enough.
-    OptionError: numbers of chunks that the context does not have.
+    OptionError: numbers of chunks that the context does not have, or a way to
+      combine them at other positions.
   """
+  how = combine_of(combine)
+  if not isinstance(how, Parallel) or how.prefix:
+    raise OptionError(
+      "combine",
+      f"{how.name!r}" + " with a prefix" * bool(how.prefix),
+      "'parallel', 'ape' or 'select', with the prefix of prefix=",
+      "pass combine='select:keep=2', for instance",
+    )
   positive_int("context", context)
   positive_int("query", query)
   positive_int("rows", rows)
@@ -336,12 +419,31 @@ def split_entropy(
   shards = 1 if mesh is None or axis is None else mesh.shape[axis]
   length = context + max(splits) * first.size + query
   length += -length % shards
+  apart = how != Parallel()
+  if apart and shards > 1:
+    raise OptionError(
+      "combine",
+      f"{how.name!r} on a sequence over {shards} shards",
+      "one shard, on which all scores of a query are",
+      "pass mesh=None or a mesh with one shard, or combine='parallel'",
+    )
   # Every process of a run of several reads all of them.
   everywhere = jax.jit(ContextParallel(mesh=mesh, axis=axis).everywhere)
   found, done = [], 0
   for p, shared in settings(splits):
     losses, entropies, masses = [], [], []
     for number, ids in enumerate(long):
+      if apart:
+        of_text = _behind_chunks(
+          model, ids[:-1], p, context, first, how, shared, mesh, axis
+        )
+        losses.append(_loss(of_text.logits, ids[context + 1 :]))
+        check_losses(losses[-1], model, document=number, first=context + 1)
+        entropies.append(_by_head(of_text.layers, "entropy"))
+        masses.append(_by_head(of_text.layers, "kept_mass"))
+        done += 1
+        on_read(done)
+        continue
       prompt = split_prompt(
         ids[:context], ids[context:-1], p, first, shared=shared
       )
@@ -370,9 +472,50 @@ def split_entropy(
       masses.append(_by_head(of_text.layers, "kept_mass"))
       done += 1
       on_read(done)
-    found.append(_setting(p, shared, losses, entropies, masses))
+    found.append(_setting(p, shared, losses, entropies, masses, how.name))
     on_setting(found[-1])
   return found
+
+
+def _behind_chunks(
+  model: Transformer,
+  ids: np.ndarray,
+  splits: int,
+  context: int,
+  prefix: np.ndarray,
+  how: Parallel,
+  shared: bool,
+  mesh: Mesh | None,
+  axis: str | None,
+) -> ModelStatistics:
+  """Statistics of a query behind chunks that are combined in some way.
+
+  Args:
+    model: the model.
+    ids: of the context and the query behind it.
+    splits: P, chunks of the context.
+    context: tokens of the context.
+    prefix: ids before each chunk, or before all of them.
+    how: how chunks are combined.
+    shared: whether there is one prefix.
+    mesh: of the session.
+    axis: of the session.
+  """
+  chunks = np.array_split(ids[:context], splits)
+  if shared:
+    how = dataclasses.replace(how, prefix=tuple(prefix.tolist()))
+  else:
+    chunks = [np.concatenate([prefix, chunk]) for chunk in chunks]
+  query = ids[context:]
+  session = context_session(
+    model,
+    [chunk.astype(np.int32) for chunk in chunks],
+    how,
+    capacity=query.size,
+    mesh=mesh,
+    axis=axis,
+  )
+  return context_statistics(session, query, before=prefix.size)
 
 
 def _loss(logits: Any, labels: np.ndarray) -> float:
@@ -397,6 +540,7 @@ def _setting(
   losses: list[float],
   entropies: list[list[Any]],
   masses: list[list[Any]],
+  combine: str,
 ) -> SplitEntropy:
   mean = lambda layers: float(
     np.mean(np.concatenate([x for x in layers if x is not None]))
@@ -411,4 +555,5 @@ def _setting(
       for each in zip(*entropies, strict=True)
     ),
     prefix_mass=float(np.mean([mean(layers) for layers in masses])),
+    combine=combine,
   )

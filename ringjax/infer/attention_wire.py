@@ -40,7 +40,7 @@ class ArrayMessage(NamedTuple):
   """A message that came.
 
   Fields:
-    kind: of `KINDS`.
+    kind: of `KINDS`, or of those that the receiver takes.
     fields: plain values.
     arrays: NumPy arrays.
     nbytes: of the whole message on the wire.
@@ -82,8 +82,14 @@ def send_arrays(
   return _SIZE.size + len(head) + sum(map(len, raw))
 
 
-def receive_arrays(link: PullConnection) -> ArrayMessage | None:
+def receive_arrays(
+  link: PullConnection, kinds: Sequence[str] = KINDS
+) -> ArrayMessage | None:
   """The next message; None if the other side left between two messages.
+
+  Args:
+    link: the connection.
+    kinds: that a message may have.
 
   Raises:
     HostileMessageError: it is not of the protocol.
@@ -101,7 +107,7 @@ def receive_arrays(link: PullConnection) -> ArrayMessage | None:
     fields = json.loads(head)
     kind, stated = fields.pop("t"), fields.pop("x")
     shapes = [(_dtype(name), _shape(shape)) for name, shape in stated]
-    if kind not in KINDS:
+    if kind not in kinds:
       raise ValueError("no such message")
     nbytes = sum(dtype.itemsize * math.prod(s) for dtype, s in shapes)
     if nbytes > MOST_BYTES:

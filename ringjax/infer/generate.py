@@ -61,8 +61,8 @@ from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, refuse_placed
+from ringjax.nn.attention_function import DenseFunction
 from ringjax.nn.placed import raise_fault
-from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.local import here, last_device
 from ringjax.parallel.programs import make_room
@@ -140,6 +140,8 @@ def generate(
   cache_placement: WeightPlacement | str | None = None,
   hidden_placement: WeightPlacement | str | None = None,
   disk: str | os.PathLike[str] | None = None,
+  attention_fn: DenseFunction | None = None,
+  grow: int | None = None,
   stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -214,6 +216,9 @@ def generate(
       memory or on disk, see `Session`; no token changes by it.
     hidden_placement: the same of hidden states, with rows_at_once.
     disk: a folder for the part of the cache that is on disk.
+    attention_fn: a dense attention function that reads the cache's keys as
+      plain arrays, see `Session`; the prompt is then read in chunks.
+    grow: tokens by which the cache's memory grows, see `Session`.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.
     tokenizer: of the texts, which may span tokens; and encodes the request
       for a repetition, where a policy repeats the prompt (`rj.kv.KVzip`).
@@ -314,7 +319,14 @@ def generate(
     cache_placement=cache_placement,
     hidden_placement=hidden_placement,
     disk=disk,
+    attention_fn=attention_fn,
+    grow=grow,
   )
+  own_attention = attention_fn or getattr(cache, "attention_fn", None)
+  if own_attention is not None:
+    _refuse_beside("attention_fn", contexts=contexts, speculate=speculate)
+  if grow is not None:
+    _refuse_beside("grow", contexts=contexts)
   if cache is not None:
     check_session(cache, model, len(prompts), own)
     start = cache.lengths
@@ -403,6 +415,18 @@ def _check_groups(
       )
 
 
+def _refuse_beside(option: str, **others: Any) -> None:
+  """Refuses other arguments that do not go with one that is given."""
+  for name, value in others.items():
+    if value is not None:
+      raise OptionError(
+        name,
+        f"a value beside {option}",
+        f"{name}, or {option}",
+        "leave one of them out",
+      )
+
+
 def _check_offloaded(contexts: Any, speculate: Any, keep: str) -> None:
   """Refuses what does not go with a cache whose layers are elsewhere."""
   for name, got in (
@@ -451,7 +475,7 @@ def _decode(
 
   `marked` takes the rows whose logits are not finite.
   """
-  attend = CachedAttention(mesh=session.mesh, axis=session.axis)
+  attend = session.attend()
   batch, length = session.batch, jnp.asarray(total)
   out = np.full((batch, count), ending.pad_id, np.int32)
   ended, sizes = np.zeros(batch, bool), np.zeros(batch, np.int32)

@@ -3,18 +3,20 @@
 Guarantees: what such a model makes of a token does not depend on the tokens
 beside it, to the bit, as little as that of the model itself.
 Cost: one pass over some texts, and rounding every weight once.
-Memory: a byte for a weight of a map that is rounded, those of experts too.
-Embedding, head, norms, routers and the map that latent attention absorbs into
-its queries stay as they are.
+Memory: a byte for a weight of a map that is rounded, those of experts too, and
+the float weights of channels that are often outliers. Embedding, head, norms,
+routers and the map that latent attention absorbs into its queries stay as they
+are.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: activations by 8 bits with one
-scale for all channels, outliers multiplied beside (shadow), the layers where
-they matter least without.
+scale for all channels, outliers multiplied beside in floats (shadow), the
+layers where they matter least without.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import threading
@@ -24,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
@@ -39,7 +41,7 @@ from ringjax.models.placed_maps import with_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.integer import IntegerLinear, NotedLinear
 from ringjax.nn.linear import Linear
-from ringjax.ops.integer_product import LARGEST, REACH
+from ringjax.ops.integer_product import LARGEST
 
 FILE = "activation_ranges.safetensors"
 SCALES = ("channel", "tensor")
@@ -166,6 +168,7 @@ def integer_model(
   shadow: int = 16,
   prune: int | float = 0.0,
   scales: str = "channel",
+  hot: int | float = 1.0,
 ) -> Transformer:
   """A model whose linear maps multiply 8-bit integers (W8A8).
 
@@ -173,21 +176,25 @@ def integer_model(
   itself answer about a prompt that this one read.
 
   A map's input has one scale. With `shadow` it leaves out the half of `shadow`
-  channels that are largest in `ranges`; what leaves 8 bits is multiplied
-  beside. Without, and in the layers that are pruned, the largest number of
-  `ranges` is 127, and a larger one is clipped.
+  channels that are largest in `ranges`. What leaves 8 bits, in any channel, is
+  multiplied beside, in floats. Without, and in the layers that are pruned, the
+  largest number of `ranges` is 127, and a larger one is clipped.
 
   Args:
     model: the model, of floats.
     ranges: of its activations, see `activation_ranges`; or the folder that they
       were saved to.
-    shadow: channels of a map that may leave 8 bits at a time before all are
-      multiplied again; 0: none is.
+    shadow: twice the channels of a map that its scale leaves out; 0: none is
+      multiplied beside.
     prune: part of the maps, layer by layer, that go without: those whose
       largest number is the smallest multiple of their scale. The paper
       prunes 0.85.
     scales: of weights: "channel", one for each output; "tensor", one for each
       layer, as the paper has it, or each of its experts.
+    hot: largest part of a map's channels of which float weights are kept, from
+      0 to 1. Those that leave 8 bits in `ranges`, in any layer, have them; what
+      others have beyond 8 bits is multiplied by the weights' codes. The paper
+      keeps 0.03, and reads those of others from disk.
 
   Raises:
     CheckpointMismatchError: ranges of another model.
@@ -197,6 +204,7 @@ def integer_model(
   integer("shadow", shadow, least=0)
   number("prune", prune, least=0, most=1)
   one_of("scales", scales, SCALES)
+  number("hot", hot, least=0, most=1)
   if isinstance(ranges, ActivationRanges):
     ranges.check(model)
   else:
@@ -207,9 +215,9 @@ def integer_model(
   for path in maps:
     sizes = np.sort(ranges.sizes[path], axis=1)
     out = min(-(-shadow // 2), sizes.shape[1] - 1)
-    tight[path] = np.maximum(
-      sizes[:, sizes.shape[1] - 1 - out] / LARGEST, largest[path] / REACH
-    )
+    rest = sizes[:, sizes.shape[1] - 1 - out]
+    # Where only those have numbers, the scale is theirs.
+    tight[path] = np.where(rest > 0, rest, largest[path]) / LARGEST
   # A map that nothing went into keeps a scale of one.
   unit = lambda scale: np.where(scale > 0, scale, 1).astype(np.float32)
   importance = {
@@ -232,27 +240,60 @@ def integer_model(
       _integers,
       scale=scale,
       active=active.astype(np.int32),
-      shadow=shadow if active.any() else 0,
+      hot=_hot(ranges.sizes[path][active], scale[active], hot),
       channels=scales == "channel",
     )
   return with_maps(model, changed)
 
 
+def _hot(
+  sizes: Float[np.ndarray, "L I"],
+  scale: Float[np.ndarray, " L"],
+  part: int | float,
+) -> Int[np.ndarray, " H"] | None:
+  """Channels that leave 8 bits most, in any layer; None without layers.
+
+  Args:
+    sizes: of the layers that multiply outliers beside, by channel.
+    scale: of the same layers.
+    part: of the channels, that may be chosen.
+  """
+  if not len(sizes):
+    return None
+  beyond = (sizes / (LARGEST * scale[:, None])).max(0)
+  count = min(int((beyond > 1).sum()), math.ceil(part * sizes.shape[1]))
+  return np.sort(np.argsort(-beyond, kind="stable")[:count])
+
+
 def _integers(
   linear: Linear,
   *,
-  scale: np.ndarray,
-  active: np.ndarray,
-  shadow: int,
+  scale: Float[np.ndarray, " L"],
+  active: Int[np.ndarray, " L"],
+  hot: Int[np.ndarray, " H"] | None,
   channels: bool,
 ) -> IntegerLinear:
   """A map of integers, with the scales of all layers."""
+  codes, scales = rounded(linear, channels=channels)
+  shadow = {}
+  if hot is not None:
+    first, inner = 1 + linear.lead, inner_size(linear)
+    weight = linear.weight.get_value()
+    out = weight.shape[first + linear.contracted :]
+    flat = weight.reshape(*weight.shape[:first], inner, *out)
+    slots = np.full((len(scale), inner), len(hot), np.int32)
+    slots[:, hot] = np.arange(len(hot))
+    shadow = {
+      "rows": jnp.take(flat, jnp.asarray(hot), axis=first),
+      "slots": _of_experts(linear, slots),
+    }
   return IntegerLinear(
     linear,
-    *rounded(linear, channels=channels),
+    codes,
+    scales,
     _of_experts(linear, scale),
     _of_experts(linear, active),
-    shadow=shadow,
+    **shadow,
   )
 
 
@@ -263,7 +304,8 @@ def _layers(model: Transformer, path: str) -> int:
 
 
 def _of_experts(linear: Linear, x: np.ndarray) -> jax.Array:
-  """[L], of a map of experts [L, E]: the same for all of a layer."""
+  """[L, ...], of a map of experts [L, E, ...]: the same for all of a layer."""
   experts = linear.weight.get_value().shape[1 : 1 + linear.lead]
-  wide = x.reshape(x.shape + (1,) * len(experts))
-  return jnp.asarray(np.broadcast_to(wide, x.shape + experts))
+  wide = x.reshape(x.shape[0], *(1 for _ in experts), *x.shape[1:])
+  shape = (x.shape[0], *experts, *x.shape[1:])
+  return jnp.asarray(np.broadcast_to(wide, shape))

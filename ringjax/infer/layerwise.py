@@ -34,9 +34,15 @@ from ringjax.nn.linear import part_dtype
 from ringjax.nn.sharding_context import CachedAttention, Extras, ShardingContext
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.attend import empty_partial
+from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import KVView
-from ringjax.ops.mask import Coords, Mask
+from ringjax.ops.mask import Coords, Mask, SameSegment
 from ringjax.ops.rope import Rotation
+from ringjax.ops.softmax import Partial, add_sink, finalize, merge
+from ringjax.parallel.place import CallSharding, device_of
 from ringjax.typing import Index, Lengths
 
 
@@ -163,6 +169,26 @@ class TokenRows(NamedTuple):
     assert size == 1
     pos = jnp.asarray(self.pos, jnp.int32)[:, None]
     return Coords(jnp.maximum(pos, 0), (pos >= 0).astype(jnp.int32))
+
+
+class TokensAt(NamedTuple):
+  """Tokens of any requests, in any order, in one row.
+
+  Fields:
+    pos: int32 [T], their positions.
+    seg: int32 [T], a number above 0 of each one's request; 0 for padding.
+    length: tokens of the whole context, for rotations that depend on it.
+  """
+
+  pos: Int[Array | np.ndarray, " T"]
+  seg: Int[Array | np.ndarray, " T"]
+  length: Index
+
+  def at(self, size: int) -> Coords:
+    """Coordinates [1, T]."""
+    assert size == self.pos.shape[0]
+    pos, seg = (jnp.asarray(x, jnp.int32)[None] for x in self[:2])
+    return Coords(pos, seg)
 
 
 class StackedWeights(NamedTuple):
@@ -344,7 +370,7 @@ class LayerPrograms:
     spec: Layer,
     weights: PyTree,
     x: Float[Array, "B T D"],
-    span: TokenSpan | TokenRows,
+    span: TokenSpan | TokenRows | TokensAt,
     dtype: DTypeLike,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries of some tokens, and what a cache stores of them.
@@ -519,6 +545,52 @@ class LayerPrograms:
     tokens = _tokens(spec, at, span.length)
     return block(x, tokens, _StoredKeys(self.kind), attend)[0]
 
+  @_program(static_argnums=(0,), donate_argnums=(7,))
+  def partial(
+    self,
+    spec: Layer,
+    weights: PyTree,
+    q: Float[Array, "1 T N H"],
+    k: Shaped[Array, "1 K S H"],
+    v: Shaped[Array, "1 K S J"],
+    span: TokensAt,
+    keys: TokensAt,
+    carry: Partial | None,
+  ) -> Partial:
+    """Attention of queries to some keys alone, added to what others made.
+
+    Args:
+      spec: the layer's.
+      weights: the layer's.
+      q: queries, as `project` returns them.
+      k: keys, as `project` returns them.
+      v: their values.
+      span: the T queries; they see keys of their own request.
+      keys: the S keys.
+      carry: of other keys, [1, K, G, T, J]; None: of none.
+    """
+    attend = _PartialQueries(self._attend, (q, k, v, keys, carry))
+    x = jnp.zeros((*q.shape[:2], self._config.embed), q.dtype)
+    tokens = _tokens(spec, span.at(q.shape[1]), span.length)
+    self._block(spec, weights)(x, tokens, _StoredKeys(self.kind), attend)
+    assert attend.partial is not None
+    return attend.partial
+
+  @_program(static_argnums=(0,))
+  def finish_partial(
+    self,
+    spec: Layer,
+    weights: PyTree,
+    x: Float[Array, "1 T D"],
+    partials: tuple[Partial, ...],
+    span: TokensAt,
+  ) -> jax.Array:
+    """The layer's output [1, T, D], of its input and partials of all keys."""
+    attend = _PartialQueries(self._attend, merged=partials)
+    tokens = _tokens(spec, span.at(x.shape[1]), span.length)
+    block = self._block(spec, weights)
+    return block(x, tokens, _StoredKeys(self.kind), attend)[0]
+
   @_program(static_argnums=(0,))
   def whole(
     self,
@@ -587,6 +659,50 @@ class _Queries:
       return self.mixed
     self.q, self.fresh = q, cache.fresh
     return jnp.zeros_like(q)
+
+
+class _PartialQueries(_Queries):
+  """A sharding context that makes partials of keys, or takes those of all.
+
+  Attributes:
+    partial: of the queries and keys that were given.
+  """
+
+  def __init__(
+    self,
+    attend: ShardingContext,
+    given: tuple[Any, ...] = (),
+    merged: tuple[Partial, ...] = (),
+  ):
+    super().__init__(attend)
+    self.partial: Partial | None = None
+    self._given, self._merged = given, merged
+
+  def __call__(
+    self, q: jax.Array, tokens: Tokens, cache: Any, mask: Mask, extras: Extras
+  ) -> jax.Array:
+    b, t, n, h = q.shape
+    if self._merged:
+      partial = functools.reduce(merge, self._merged)
+      if extras.sinks is not None:
+        sinks = extras.sinks.reshape(partial.m.shape[1], -1)
+        partial = add_sink(partial, sinks[None, :, :, None])
+      out = finalize(partial)[0].astype(q.dtype)
+      return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+    q, k, v, keys, carry = self._given
+    heads = k.shape[1]
+    q = jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4))
+    x = Local(q, k, v)
+    slopes = extras.slopes
+    args = ScoreArgs(
+      Scores(scale=extras.scale, soft_cap=extras.soft_cap),
+      Terms(slopes=None if slopes is None else slopes.reshape(heads, -1)),
+      Context(tokens.at, keys.at(k.shape[2]), mask & SameSegment()),
+    )
+    local = AutoKernel().on_device(*device_of(CallSharding(), x))
+    carry = empty_partial(x) if carry is None else carry
+    self.partial = local.forward(x, args, carry)
+    return jnp.zeros((b, t, n, v.shape[-1]), q.dtype)
 
 
 class _StoredKeys(NamedTuple):

@@ -283,6 +283,13 @@ def prefill_beside(
     batch,
     dict.fromkeys(("mesh", "axis", "dtype", "cache_kind")),
   )
+  if answering.attention_fn is not None:
+    raise OptionError(
+      "answering",
+      "a session with attention_fn",
+      "one that the library's own attention reads",
+      "make it without attention_fn",
+    )
   if (answering.pending < 0).any():
     raise OptionError(
       "answering",

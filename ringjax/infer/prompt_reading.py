@@ -131,6 +131,9 @@ def planned(
       that depend on it, int32 []; without a session of each row's prompt, [B].
   """
   longest, batch = int(lengths.max()), lengths.size
+  given = own.get("attention_fn") if session is None else session.attention_fn
+  if given is not None:
+    options = _by_chunks(options)
   if session is None:
     where = place_of(own["mesh"], own["axis"], model)
     if own["cache_kind"] is None:
@@ -143,6 +146,8 @@ def planned(
     shards = how.attend.size
     capacity = how.slots * shards + count + spare + shards
     session = Session(model, capacity, batch=batch, **own)
+    if given is not None:
+      how = dataclasses.replace(how, attend=session.attend(replicated=False))
     return session, how, _rotated_by(model, lengths)
   room, behind = session.room(), bool(start.any())
   whole = isinstance(session.cache, ContextCache) and session.cache.asks_whole
@@ -179,9 +184,23 @@ def planned(
       "make a session of larger capacity, or ask for fewer tokens",
     )
   _check_scores(model, how, batch)
+  if given is not None:
+    how = dataclasses.replace(how, attend=session.attend(replicated=False))
   if not behind:
     session.bind(model)
   return session, how, np.array(session.capacity, np.int32)
+
+
+def _by_chunks(options: PrefillOptions) -> PrefillOptions:
+  """The same for an attention function of the caller, which reads a cache."""
+  if options.method not in ("auto", "chunked") or options.machine is not None:
+    raise OptionError(
+      "prefill",
+      f"{options.method!r} beside attention_fn",
+      "'chunked', whose queries find their keys in the cache",
+      "leave prefill= and machine= out",
+    )
+  return dataclasses.replace(options, method="chunked")
 
 
 def _check_alone(
@@ -304,13 +323,15 @@ def check_session(
       "make one with rj.infer.Session(model, capacity)",
     )
   session.check()
+  if own.get("attention_fn") is session.attention_fn:
+    own = own | {"attention_fn": None}
   if own["cache_kind"] == session.cache.kind:
     own = own | {"cache_kind": None}
   for name, value in own.items():
     if value is not None:
       raise OptionError(
         "cache_dtype" if name == "dtype" else name,
-        "a mesh" if name == "mesh" else value,
+        f"a {name}" if name in ("mesh", "attention_fn") else value,
         "the session's own",
         "leave it out: the session has its own",
       )

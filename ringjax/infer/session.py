@@ -22,12 +22,18 @@ from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.codecs import Codec
 from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import WeightPlacement, refuse_placed
+from ringjax.nn.attention_function import (
+  DenseFunction,
+  FunctionAttention,
+  check_function,
+)
 from ringjax.nn.placed import naming_faults
-from ringjax.nn.sharding_context import ShardingContext
+from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.parallel import memory
 from ringjax.parallel.local import here
 from ringjax.parallel.mesh import automatic, entering
@@ -107,6 +113,8 @@ class Session:
     drafting: what drafted for the last call by a model, with a cache of its
       own, which goes on in the next one; or None.
     paces: the last call's drafter and its `Paces`, or None.
+    attention_fn: what reads the keys in place of the library's attention, or
+      None.
   """
 
   @entering(lambda _, *given, **options: _mesh_of(*given, **options))
@@ -124,6 +132,8 @@ class Session:
     cache_placement: WeightPlacement | str | None = None,
     hidden_placement: WeightPlacement | str | None = None,
     disk: str | os.PathLike[str] | None = None,
+    attention_fn: DenseFunction | None = None,
+    grow: int | None = None,
   ):
     """Makes an empty cache.
 
@@ -147,10 +157,21 @@ class Session:
         whose hidden states are in "host" memory; needs `rows_at_once`.
       disk: a folder for the layers of the cache that are on disk, in files
         without names, of which none is left behind.
+      attention_fn: a dense attention function, which `generate` and `read`
+        call in each layer, under jit, in place of the library's: with queries
+        [B, T, N, H], the cache's keys [B, S, K, H] and values [B, S, K, J] as
+        plain arrays, mask=bool [B, 1, T, S] and scale=, as
+        `jax.nn.dot_product_attention` takes them. Layers then keep whole rows.
+      grow: tokens by which the cache's memory grows as they come (vAttention):
+        its arrays are copied into larger ones, of which there are few sizes,
+        each with programs of its own. S is then what a row has reached and at
+        most this more. Layers then keep whole rows. Default: memory for the
+        whole capacity, from the start.
 
     Raises:
-      OptionError: a capacity or a batch below 1, an unknown dtype or kind, or
-        placements that something else does not go with.
+      OptionError: a capacity or a batch below 1, an unknown dtype or kind,
+        placements that something else does not go with, or a model or a cache
+        whose keys `attention_fn` can't read or which can't grow.
       MeshError: a mesh that is not the model's.
       MemoryEstimateError: a cache that does not fit.
     """
@@ -165,6 +186,17 @@ class Session:
     self.capacity = positive_int("capacity", capacity)
     capacity = prefill.padded(self.capacity, sharding.size)
     kind = kinds.cache_kind(cache_kind)
+    self.attention_fn = attention_fn
+    if attention_fn is not None or grow is not None:
+      beside = (rows_at_once, cache_placement, hidden_placement)
+      kind = _whole_rows(
+        model,
+        kind,
+        attention_fn,
+        sharding.size,
+        any(x is not None for x in beside),
+      )
+    self._grow = None if grow is None else positive_int("grow", grow)
     if rows_at_once is not None and kind.repeats:
       raise OptionError(
         "cache_kind",
@@ -177,6 +209,8 @@ class Session:
     if kind.evicting:
       # Whatever the session's: which layers have ring buffers depends on it.
       capacity = prefill.padded(kind.least, sharding.size)
+    if self._grow is not None:
+      self._limit, capacity = capacity, min(self._grow, capacity)
     self._make: dict[str, Any] = dict(
       batch=batch, capacity=capacity, dtype=dtype, kind=kind
     )
@@ -373,7 +407,22 @@ class Session:
         lambda n: self.model.init_cache(n, sharding=sharding, **options),
         self._hidden,
       )
-    return made if self._limit is None else made.limited(self._limit)
+    if self._limit is None:
+      return made
+    if self._grow is not None:
+      return made.growing(self._grow, self._limit)
+    return made.limited(self._limit)
+
+  def attend(self, *, replicated: bool = True) -> CachedAttention:
+    """How the tokens of a call find the keys of the cache.
+
+    Args:
+      replicated: whether the tokens are the same on all shards.
+    """
+    where: Any = dict(mesh=self.mesh, axis=self.axis, replicated=replicated)
+    if self.attention_fn is None:
+      return CachedAttention(**where)
+    return FunctionAttention(function=self.attention_fn, **where)
 
   @contextlib.contextmanager
   def running(self, doing: str) -> Iterator[None]:
@@ -559,6 +608,44 @@ def files_of(
       "pass disk=DIR, or place them in host memory",
     )
   return CacheFiles(disk)
+
+
+def _whole_rows(
+  model: Transformer,
+  kind: CacheKind,
+  function: DenseFunction | None,
+  shards: int,
+  elsewhere: bool,
+) -> CacheKind:
+  """The kind of a cache that grows or that a function reads: of whole rows.
+
+  Args:
+    model: the model.
+    kind: what was asked for.
+    function: the function, or None.
+    shards: of the sequence.
+    elsewhere: whether rows or layers of the cache are in groups or elsewhere.
+
+  Raises:
+    InputTypeError: no function.
+    OptionError: a model, a cache or a mesh for which this is not done.
+  """
+  name = "grow" if function is None else "attention_fn"
+  if function is not None:
+    check_function(function, model.config.layers)
+  plain = isinstance(kind.codec, Codec | None)
+  for refused, got, want in (
+    (shards > 1, f"a sequence over {shards} shards", "one shard"),
+    (elsewhere, "rows in groups, or layers of the cache elsewhere",
+     "a cache that is all on the devices"),
+    (kind.evicting or kind.device is not None or not plain,
+     f"a cache of {kind}", "a cache that keeps each token in one array"),
+  ):  # fmt: skip
+    if refused:
+      raise OptionError(
+        name, f"a value with {got}", want, f"leave {name} out, or the other"
+      )
+  return dataclasses.replace(kind, windowed=False)
 
 
 def _check_memory(

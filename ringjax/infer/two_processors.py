@@ -1,12 +1,15 @@
-"""A prompt read on two devices at once: linear maps here, attention there.
+"""A prompt read on two devices at once: linear maps here, all else there.
 
 Guarantees: whatever the order in which parts run, and whichever rule chooses
 it, logits and cache are the same, to the bit.
-Cost: of each chunk and layer queries, keys and values go over, and what
-attention makes of them comes back.
-Memory: the weights on the first device, the cache on the second.
+Cost: of each chunk and layer the input of every map goes over, and its result
+comes back.
+Memory: the maps' weights on the first device; the cache, norms and residual
+streams on the second. Of maps of integers that multiply outliers in floats it
+also has the codes, and alone the float rows.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858, whose first device multiplies
-integers (`rj.infer.integer_model`) and whose second one is a CPU.
+integers (`rj.infer.integer_model`) and whose second one is a CPU, which also
+multiplies outliers in floats (shadow) while the first one multiplies.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -25,6 +29,7 @@ from ringjax.checks import positive_int
 from ringjax.errors import ConfigError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
+from ringjax.infer.layer_parts import LayerParts, Result
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
@@ -52,7 +57,8 @@ class TwoProcessorReading:
     logits: float32 [1, V] behind the last token.
     session: the cache, on the model's own device.
     order: the parts as they began.
-    timeline: when each ran, by the host's clock.
+    timeline: when each ran, by the host's clock; and on a third line, "shadow",
+      when the second device multiplied outliers beside a part of the first.
   """
 
   logits: jax.Array
@@ -98,26 +104,30 @@ def read_on_two(
   rule: str = RULES[0],
   capacity: int | None = None,
 ) -> TwoProcessorReading:
-  """Reads a prompt chunk by chunk, a device each for maps and for attention.
+  """Reads a prompt chunk by chunk, a device for maps and one for all else.
+
+  What leaves 8 bits in a model of integers is multiplied on the second device
+  while the first multiplies integers; only experts' is on the first.
 
   Args:
     model: the model, or one of integers; on one device.
     tokens: int32 [1, C], or a list of one prompt.
-    devices: two different ones: of the maps, and of attention.
+    devices: two different ones: of the maps, and of all else.
     chunk: tokens of a chunk.
     rule: which part a free device takes, see `rj.plan.subgraphs.RULES`.
     capacity: tokens of the session's cache; default: the prompt's, and 256.
 
   Raises:
     OptionError: other than two devices, no such rule, or too small a capacity.
-    ConfigError: layers that keep more than keys and values.
+    ConfigError: layers that keep more than keys and values, or that have no
+      feedforward.
     PromptError: an empty prompt or unknown ids.
   """
   if len(devices) != 2 or devices[0] == devices[1]:
     raise OptionError(
       "devices",
       f"{[str(d) for d in devices]}",
-      "two different ones, of maps and of attention",
+      "two different ones, of maps and of all else",
       "pass jax.devices()[:2], for instance",
     )
   positive_int("chunk", chunk)
@@ -180,9 +190,18 @@ class _Reader:
     self.plan = Dispatcher(
       len(self.spans), len(self.layers), rule=rule, in_order=True
     )
-    self.weights = [self.programs.weights(layer) for layer in self.layers]
-    small = [self.programs.mixing_weights(w) for w in self.weights]
-    self.mixing = [(s, jax.device_put(w, self.mixer)) for s, w in small]
+    kinds = [
+      LayerParts(spec, block, model.config.embed)
+      for run, blocks in zip(model.stack.runs, model.stack.blocks, strict=True)
+      for spec, block in zip(run.layers, blocks, strict=True)
+    ]
+    self.parts = [kinds[layer.kind] for layer in self.layers]
+    self.weights, self.active = [], []
+    for layer, parts in zip(self.layers, self.parts, strict=True):
+      weights = self.programs.weights(layer)
+      maps, rest = parts.split(weights)
+      self.weights.append((maps, jax.device_put(rest, self.mixer)))
+      self.active.append(parts.active(weights))
     spec = self.programs.cache_spec
     self.caches = [
       jax.device_put(
@@ -191,9 +210,13 @@ class _Reader:
       )
       for layer in self.layers
     ]
-    # Of each chunk: its input to a layer, and what a step left for the next.
-    self.inputs: list[Any] = [self._embedded(span) for span in self.spans]
-    self.made: list[Any] = [None] * len(self.spans)
+    # Of each chunk: its input to a layer, and what steps left for later ones.
+    self.inputs: list[jax.Array] = [
+      jax.device_put(self._embedded(span), self.mixer) for span in self.spans
+    ]
+    self.made: list[dict[str, Any]] = [{} for _ in self.spans]
+    # Outliers are multiplied while the first device's thread waits for it.
+    self.beside = futures.ThreadPoolExecutor(1)
     self.order: list[Subgraph] = []
     self._begun: dict[str, Subgraph] = {}
     self.records: list[Span] = []
@@ -203,16 +226,18 @@ class _Reader:
 
   def read(self) -> TwoProcessorReading:
     """Runs all parts, a thread for each device."""
-    jax.block_until_ready((self.inputs, self.weights, self.mixing, self.caches))
+    jax.block_until_ready((self.inputs, self.weights, self.caches))
     self.start_s = time.perf_counter()
     other = threading.Thread(target=self._work, args=(FLOAT,), daemon=True)
     other.start()
     self._work(INTEGER)
     other.join()
+    self.beside.shutdown()
     if self.failure is not None:
       raise self.failure
     last = (self.ids.size - 1) % self.chunk
-    logits = self.programs.head(self.programs.outer, self.inputs[-1], last)
+    x = jax.device_put(self._finished(len(self.spans) - 1, -1), self.maps)
+    logits = self.programs.head(self.programs.outer, x, last)
     return TwoProcessorReading(
       logits=logits,
       session=self._session(),
@@ -259,26 +284,95 @@ class _Reader:
 
   def _run(self, part: Subgraph) -> Any:
     """What a part computes, put where the next one finds it."""
-    n, layer = part.chunk, self.layers[part.layer]
-    programs, span = self.programs, self.spans[part.chunk]
-    weights, x = self.weights[part.layer], self.inputs[part.chunk]
-    if part.name == "project":
-      made = programs.project(layer.spec, weights, x, span, self.model.dtype)
-      self.made[n] = jax.device_put(made, self.mixer)
-    elif part.name == "attend":
-      shapes, small = self.mixing[part.layer]
-      mixed, self.caches[part.layer] = programs.mix(
-        layer.spec, 0, shapes, small, self.made[n], span,
-        self.caches[part.layer], 0,
-      )  # fmt: skip
-      self.made[n] = jax.device_put(mixed, self.maps)
-    else:
-      self.inputs[n] = programs.finish(
-        layer.spec, weights, x, self.made[n], span
+    n, number, span = part.chunk, part.layer, self.spans[part.chunk]
+    parts, made = self.parts[number], self.made[n]
+    maps, rest = self.weights[number]
+    if part.name == "norm":
+      if number:
+        self.inputs[n] = self._finished(n, number - 1)
+      made["read"] = parts.norm(rest, self.inputs[n], span)
+      made["sent"] = jax.device_put(made["read"], self.maps)
+    elif part.name == "project":
+      made["project"] = self._results(
+        number, parts.inputs, made["sent"], made["read"]
       )
-      self.made[n] = None
-      return self.inputs[n]
-    return self.made[n]
+    elif part.name == "attend":
+      made["read"], self.caches[number] = parts.attend(
+        rest, made["project"], span, self.caches[number]
+      )
+      made["sent"] = jax.device_put(made["read"], self.maps)
+    elif part.name == "output":
+      (made["output"],) = self._results(
+        number, parts.output, made["sent"], made["read"]
+      )
+    elif part.name == "second_norm":
+      made["read"] = parts.second_norm(
+        rest, self.inputs[n], made["output"], span
+      )
+      made["sent"] = jax.device_put(made["read"], self.maps)
+    elif self._apart(number):
+      sent = made["sent"]
+      wide = self._results(number, parts.wide, sent, made["read"])
+      between = parts.between(maps, sent, jax.device_put(wide, self.maps))
+      (made["fed"],) = self._results(number, parts.narrow, between)
+    else:
+      fed = parts.feedforward(maps, made["sent"])
+      made["fed"] = jax.device_put(fed, self.mixer), None
+    return made, self.inputs[n]
+
+  def _apart(self, number: int) -> bool:
+    """Whether outliers of a layer's feedforward are multiplied beside."""
+    parts = self.parts[number]
+    return not self.active[number].isdisjoint((*parts.wide, *parts.narrow))
+
+  def _finished(self, n: int, number: int) -> jax.Array:
+    """A chunk's output of a layer all of whose parts are done."""
+    parts, made = self.parts[number], self.made[n]
+    return parts.finish(
+      self.weights[number][1], self.inputs[n], made["output"], made["fed"],
+      not self._apart(number), self.spans[n],
+    )  # fmt: skip
+
+  def _results(
+    self,
+    number: int,
+    names: tuple[str, ...],
+    x: jax.Array,
+    there: jax.Array | None = None,
+  ) -> tuple[Result, ...]:
+    """What maps make, on the second device: integers here, outliers there.
+
+    Args:
+      number: of the layer.
+      names: of its maps.
+      x: what they read.
+      there: the same on the second device; None: it is sent.
+    """
+    parts, (maps, rest) = self.parts[number], self.weights[number]
+    shadowed = tuple(n for n in names if n in self.active[number])
+
+    def beside() -> dict[str, jax.Array]:
+      begin_s = time.perf_counter() - self.start_s
+      read = jax.device_put(x, self.mixer) if there is None else there
+      products = jax.block_until_ready(parts.beside(shadowed, rest, read))
+      end_s = time.perf_counter() - self.start_s
+      with self.changed:
+        self.records.append(
+          Span(
+            f"shadow {number}", "shadow", "shadow",
+            begin_s, begin_s, end_s, end_s,
+          )
+        )  # fmt: skip
+      return dict(zip(shadowed, products, strict=True))
+
+    later = self.beside.submit(beside) if shadowed else None
+    products = jax.device_put(parts.products(names, maps, x), self.mixer)
+    jax.block_until_ready(products)
+    outliers = {} if later is None else later.result()
+    return tuple(
+      (product, outliers.get(name))
+      for name, product in zip(names, products, strict=True)
+    )
 
   def _embedded(self, span: TokenSpan) -> jax.Array:
     part = np.zeros((1, self.chunk), np.int32)

@@ -13,6 +13,7 @@ of keys and values are one for each kind of layer of the model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -182,6 +183,24 @@ class Blocks(NamedTuple):
   kind: CacheKind
 
 
+class Growth(NamedTuple):
+  """How the memory of a cache grows.
+
+  Fields:
+    step: tokens, the least by which it does.
+    limit: tokens of a row at most.
+  """
+
+  step: int
+  limit: int
+
+  def size(self, tokens: int) -> int:
+    """Slots for so many tokens, of which there are few sizes: a ninth or
+    less than one step is not used."""
+    step = self.step << max(0, tokens // (8 * self.step)).bit_length()
+    return min(self.limit, -(-tokens // step) * step)
+
+
 class Snapshot(NamedTuple):
   """What `restore` needs; keys and values are not copied.
 
@@ -213,6 +232,8 @@ class KVCache:
     constants: for each kind of layer the numbers of its codecs, of keys and of
       values, each [L, K, n]; of heads with codecs of their own for each codec.
     states: of the rows' contexts, which cross-attention reads; None: none.
+    growth: by how many tokens it grows and up to how many; None: its size is
+      fixed.
   """
 
   slots: tuple[LayerKV | State, ...]
@@ -226,6 +247,7 @@ class KVCache:
   dtype: DTypeLike | None = None
   constants: tuple[Any, ...] = ()
   states: EncoderStates | None = None
+  growth: Growth | None = None
 
   @classmethod
   def create(
@@ -397,8 +419,14 @@ class KVCache:
     return report(self, machine, tokens, weights)
 
   def free(self) -> np.ndarray | None:
-    """Slots that are free, int [B, R]; None where they are traced."""
-    return self.held.free()
+    """Slots that are free, int [B, R]; None where they are traced.
+
+    Those that are still to be made count too, see `growing`.
+    """
+    free = self.held.free()
+    if free is None or self.growth is None:
+      return free
+    return free + self.growth.limit - self.capacity
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
@@ -442,7 +470,7 @@ class KVCache:
         "the cache that the last call returned",
         "pass that one, or make a new one with model.init_cache",
       )
-    free = self.free()
+    free = self.held.free()
     if free is None:
       free = np.full((batch, size), self.capacity // size)
     taken = self.capacity - free.sum(1).min()
@@ -460,7 +488,9 @@ class KVCache:
         f"{tokens} more tokens for a cache of {self.capacity} slots, of "
         f"which {self.capacity - left} are taken",
         f"at most {left}",
-        "make a larger one, with model.init_cache(batch, capacity)",
+        "make a larger one, with model.init_cache(batch, capacity)"
+        if self.growth is None
+        else f"call cache.with_room({tokens}) before, outside of jit",
       )
 
   # -------------------------------------------------------------------------
@@ -539,18 +569,69 @@ class KVCache:
     return self
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> KVCache:
-    """Itself; see `EvictingCache.flush`."""
+    """Itself, with room for a token if it grows; see `EvictingCache.flush`."""
     del rows
-    return self
+    return self.with_room(1)
+
+  def growing(self, step: int, limit: int) -> KVCache:
+    """The same, whose memory grows as tokens come.
+
+    Args:
+      step: tokens by which it grows, or more where it is much longer.
+      limit: tokens of a row at most.
+
+    Raises:
+      OptionError: slots over several shards, or layers with ring buffers.
+    """
+    if self.shards > 1 or self.rings:
+      raise OptionError(
+        "grow",
+        f"{step}, of slots over {self.shards} shard(s) with {len(self.rings)} "
+        "sizes of ring buffers",
+        "one shard of the sequence, and layers that keep all tokens",
+        "leave it out, or pass cache_kind='dense' and no sequence axis",
+      )
+    return dataclasses.replace(self, growth=Growth(step, limit))
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> KVCache:
-    """Itself: its size is fixed; see `EvictingCache.with_room`."""
-    del taken
-    return self
+    """With room for a call's tokens, if it grows; see `growing`.
+
+    Its arrays are then copied into larger ones, one after another, and are
+    gone. It waits for the program that computes what the cache holds.
+
+    Args:
+      taken: slots that the call takes.
+    """
+    if self.growth is None:
+      return self
+    need = self.capacity - self._spare() + int(np.max(taken))
+    if need <= self.capacity or self.capacity >= self.growth.limit:
+      return self
+    more = self.growth.size(need) - self.capacity
+
+    def wide(x: jax.Array, axis: int) -> jax.Array:
+      made = _widened(x, axis, more) if x.size else x
+      if made is not x:
+        x.delete()
+      return made
+
+    slots = tuple(
+      s
+      if isinstance(s, State)
+      else jax.tree.map(lambda x: wide(x, token_axis(x)), s)
+      for s in self.slots
+    )
+    at = Coords(*(wide(x, 1) for x in self.held.at))
+    held = dataclasses.replace(self.held, at=at)
+    return dataclasses.replace(self, slots=slots, held=held)
+
+  def _spare(self) -> int:
+    """Slots behind the last token of the longest row."""
+    return int(np.asarray(self.held.free()).min())
 
   def steps(self) -> int:
-    """How many single tokens may come before `evict` is called."""
-    return self.capacity + 1
+    """How many single tokens may come before `flush` is called."""
+    return self.capacity + 1 if self.growth is None else self._spare()
 
   def truncate(self, length: Ends, most: int | None = None) -> KVCache:
     """Without the tokens at positions from `length` on, an int or int [B].
@@ -845,11 +926,12 @@ class KVCache:
         "make both caches with kind='unrotated'",
       )
     count = at.pos.shape[0]
-    one = self.take(np.array([row]))
+    wide = self.with_room(count)
+    one = wide.take(np.array([row]))
     one.check(1, count, replicated=True, sees=True)
     at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
     filled = _appended(one, blocks.parts, at)
-    return self.insert(np.array([row]), filled)
+    return wide.insert(np.array([row]), filled)
 
   def gathered(self, device: jax.Device) -> KVCache:
     """The same tokens on one device."""
@@ -923,8 +1005,15 @@ class KVCache:
 tree.register(
   KVCache,
   ("slots", "held", "rings", "constants", "states"),
-  ("ring_of", "kind", "mesh", "axis", "shapes", "dtype"),
+  ("ring_of", "kind", "mesh", "axis", "shapes", "dtype", "growth"),
 )
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _widened(x: Shaped[Array, " ..."], axis: int, more: int) -> jax.Array:
+  """An array with zeros behind an axis."""
+  return jnp.pad(x, [(0, more * (n == axis)) for n in range(x.ndim)])
 
 
 @bounded

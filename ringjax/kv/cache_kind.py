@@ -46,6 +46,8 @@ from ringjax.kv.policies import (
 )
 
 _PAGES = (8, 16, 32, 64, 128)
+# Tokens between two evictions of the kinds that have a policy.
+_ROOM = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,6 +184,11 @@ class CacheKind:
     return bool(self.first or self.recent)
 
   @property
+  def alike(self) -> str | None:
+    """Which heads keep the same tokens, see `Policy.alike`."""
+    return "layers" if self.policy is None else self.policy.alike
+
+  @property
   def repeats(self) -> bool:
     """Whether the policy scores tokens by a repetition of the context."""
     return self.policy is not None and self.policy.repeats
@@ -260,6 +267,7 @@ class CacheKind:
           f"one {name}",
           "leave one of them out",
         )
+    evicting = [x for x in (self, other) if x.evicting]
     return CacheKind(
       unrotated=self.unrotated or other.unrotated,
       windowed=self.windowed or other.windowed,
@@ -268,7 +276,7 @@ class CacheKind:
       policy=self.policy or other.policy,
       first=max(self.first, other.first),
       recent=max(self.recent, other.recent),
-      room=max(self.room, other.room),
+      room=max(x.room for x in evicting or (self, other)),
       page=max(self.page, other.page),
       device=max((self.device, other.device), key=lambda n: n or 0),
     )
@@ -404,11 +412,12 @@ def _grouped(bits: int) -> CacheKind:
     keys=ChannelGroups(bits=bits, group=32),
     values=Integers(bits=bits, group=32),
   )
-  return CacheKind(windowed=True, codec=codec, recent=128)
+  # A group leaves the newest tokens each time that it is full.
+  return CacheKind(windowed=True, codec=codec, recent=128, room=32)
 
 
 def _evicting(policy: Policy) -> CacheKind:
-  return CacheKind(windowed=True, policy=policy)
+  return CacheKind(windowed=True, policy=policy, room=_ROOM)
 
 
 DENSE = CacheKind()

@@ -307,11 +307,12 @@ class _Tally:
     """Adds the pages that heads have."""
     pair = 2.0 * (shape.key + (shape.value or shape.key))
     self._arrays("pages: ", shape, self.cache.kind.codec, pages, 1.0)
-    self._add("pages: coordinates", _bytes(pages.at))
+    coordinates = _bytes((pages.pos, pages.seg))
+    self._add("pages: coordinates", coordinates)
     self._add("pages: tables", _bytes(pages.table))
     self._add("pages: sums, bounds", _bytes((pages.score, pages.bounds)))
-    self.read += _bytes((pages.at, pages.table, pages.bounds))
-    self.flops += pair * groups * math.prod(pages.at.pos.shape)
+    self.read += coordinates + _bytes((pages.table, pages.bounds))
+    self.flops += pair * groups * pages.k.shape[0] * pages.slots
     if pages.bounds is not None:
       self.notes.append("all pages are counted; a query reads some of them")
 

@@ -39,7 +39,7 @@ from ringjax.kv.cache import (
   model_layers,
 )
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.eviction import chosen, grown, page_view, repacked
+from ringjax.kv.eviction import chosen, grown, page_view, repacked, summed
 from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.pages import (
   Pages,
@@ -160,8 +160,9 @@ class EvictingCache(WithOpenCache):
     window, moments = kind.noted(capacity)
     watch = QueryWatch.spec(room, window, moments)
     noted = []
-    for shape in shapes:
-      if not isinstance(shape, LayerCacheSpec) or shape.reading is None:
+    for n, shape in enumerate(shapes):
+      ring = made._ring(n) is not None
+      if ring or not isinstance(shape, LayerCacheSpec) or not shape.reading:
         noted.append(Noted())
         continue
       heads = shape.heads * shape.reading.groups
@@ -297,13 +298,29 @@ class EvictingCache(WithOpenCache):
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> EvictingCache:
     made = self.open.allocate(at, replicated=replicated, sees=sees)
-    watch = self.watch.started(at, sharded=not replicated, anew=not sees)
+    sums = self._sums_prompts and not replicated
+    cache = self
+    if self._notes_all and not sums:
+      cache = self._noting_at_least(made.capacity)
+    watch = cache.watch.started(
+      at, sharded=not replicated, anew=not sees, notes=not sums
+    )
     pages, ends, stayed = self.pages, self.ends, self.stayed
+    noted = cache.noted
     if not sees:
+      noted = tuple(x.started() for x in noted)
       empty = lambda x: x and dataclasses.replace(x, table=x.table * 0 - 1)
       pages, ends, stayed = tuple(map(empty, pages)), ends * 0, stayed * 0
+    if sums:
+      noted = tuple(map(with_paged_sums, noted, pages))
     return dataclasses.replace(
-      self, open=made, watch=watch, pages=pages, ends=ends, stayed=stayed
+      self,
+      open=made,
+      noted=noted,
+      watch=watch,
+      pages=pages,
+      ends=ends,
+      stayed=stayed,
     )
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> EvictingCache:
@@ -438,7 +455,7 @@ class EvictingCache(WithOpenCache):
     )
     scores = {} if repeated is None else repeated.scores
     found = chosen(cache, tuple(counts), scores, evicts)
-    keep, masses, sizes, stays, wrong, choice = found
+    keep, masses, sizes, stays, wrong, segments, choice = found
     self._check_scores(host(wrong))
     local = open_slots(self.kind, int(host(stays).max(initial=0)), self.shards)
     needs: dict[int, tuple[int, ...]] = {
@@ -448,7 +465,8 @@ class EvictingCache(WithOpenCache):
     later = repeated is None and host(self.ends).any()
     grows = int(lengths.max()) if later else None
     shape = page_sizes(self.pages, needs, grows)
-    made = repacked(cache, keep, masses, evicts, shape, local)
+    some = bool(host(segments))
+    made = repacked(cache, keep, masses, evicts, shape, local, some)
     noted = list(made.noted)
     for n, numbers in choice.items():
       noted[n] = noted[n]._replace(choice=numbers)
@@ -538,6 +556,17 @@ class EvictingCache(WithOpenCache):
     return _noting(self, self._window or self._noted_now)
 
   @property
+  def _notes_all(self) -> bool:
+    """Whether all queries since the last eviction are noted, not the newest."""
+    policy = self.kind.policy
+    return policy is not None and policy.queries is None
+
+  @property
+  def _sums_prompts(self) -> bool:
+    policy = self.kind.policy
+    return policy is not None and policy.sums_prompts
+
+  @property
   def _noted_now(self) -> int:
     return 0 if self.watch.at is None else self.watch.at.pos.shape[1]
 
@@ -592,6 +621,10 @@ class EvictingCache(WithOpenCache):
       ShapeError: not as many rows as the other cache has.
     """
     mine, theirs = self.with_slack(0)._same_size(other.with_slack(0))
+    most = max(mine._noted_now, theirs._noted_now)
+    mine, theirs = (
+      x._without_paged_sums()._noting_at_least(most) for x in (mine, theirs)
+    )
     made = mine.open.insert(rows, theirs.open)
     index = jnp.asarray(np.asarray(rows))
     put = lambda axis: (
@@ -617,6 +650,21 @@ class EvictingCache(WithOpenCache):
       )
     )
 
+  def _without_paged_sums(self) -> EvictingCache:
+    """Itself, if no prompt's queries looked at pages since an eviction."""
+    if all(x.paged is None for x in self.noted):
+      return self
+    if host(self.ends).any():
+      raise OptionError(
+        "cache",
+        f"insert with the policy {self.kind.policy}, between a prompt that saw "
+        "pages and its eviction",
+        "a cache that was evicted behind its prompt",
+        "call evict() or flush() before insert",
+      )
+    noted = tuple(x._replace(paged=None) for x in self.noted)
+    return dataclasses.replace(self, noted=noted)
+
   def take(self, examples: RowIndices) -> EvictingCache:
     """Of these rows, int [B'], each as often as it is named; they share pages.
 
@@ -637,7 +685,7 @@ class EvictingCache(WithOpenCache):
     return dataclasses.replace(
       self,
       open=made,
-      pages=tuple(x and x.with_table(pick(1)(x.table)) for x in self.pages),
+      pages=tuple(x and x.take(index) for x in self.pages),
       noted=jax.tree.map(pick(1), self.noted),
       watch=jax.tree.map(pick(0), self.watch),
       ends=pick(0)(self.ends),
@@ -729,6 +777,10 @@ class EvictingCache(WithOpenCache):
       x if x.score is None else x._replace(score=f(x.score)) for x in self.noted
     )
 
+  def _noting_at_least(self, window: int) -> EvictingCache:
+    """With room for so many queries, or more."""
+    return _noting(self, window) if window > self._noted_now else self
+
   def _sized(self, local: int) -> EvictingCache:
     if local == self.open.held.local:
       return self
@@ -762,8 +814,15 @@ class EvictingLayer(WithOpenLayer):
   def observe(
     self, rotated: Callable[[], Array], plain: Callable[[], Array]
   ) -> EvictingLayer:
-    anew = self.cache.open.held.mode == FILL
-    noted = self.cache.watch.note(self.noted, self.index, rotated, plain, anew)
+    cache, mode = self.cache, self.cache.open.held.mode
+    if self.noted.paged is not None and mode != REPLICATED:
+      noted = summed(
+        cache, self.kind, self.index, self.inner.slots, self.noted, rotated()
+      )
+    else:
+      noted = cache.watch.note(
+        self.noted, self.index, rotated, plain, mode == FILL
+      )
     return dataclasses.replace(self, noted=noted)
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
@@ -789,6 +848,15 @@ class EvictingLayer(WithOpenLayer):
 
   def keep(self, state: PyTree) -> EvictingLayer:
     return dataclasses.replace(self, inner=self.inner.keep(state))
+
+
+def with_paged_sums(noted: Noted, pages: Pages | None) -> Noted:
+  """With sums for the slots of pages, 0 where there were none."""
+  if noted.score is None or noted.paged is not None or pages is None:
+    return noted
+  *lead, table = pages.table.shape
+  shape = (*lead, table * pages.slots)
+  return noted._replace(paged=jnp.zeros(shape, jnp.float32))
 
 
 @bounded
@@ -845,6 +913,17 @@ def open_slots(kind: CacheKind, stays: int, shards: int) -> int:
   return few_sizes(stays + math.ceil(kind.room / shards))
 
 
+def first_sizes(count: int, most: int) -> tuple[int, int]:
+  """Return pages of memory, and of a table, after a first eviction.
+
+  Args:
+    count: Pages that all heads need.
+    most: Pages that one head needs, the most of them.
+  """
+  # At most 1.6 % too many. The table of a head is small.
+  return few_sizes(count, 64), few_sizes(most, 2)
+
+
 def page_sizes(
   pages: Sequence[Pages | None],
   needs: Mapping[int, tuple[int, ...]],
@@ -869,8 +948,7 @@ def page_sizes(
     places, (*lead, table) = before.places, before.table.shape
     devices = 1 if places.mesh is None else places.size(places.axes)
     now[n] = before.k.shape[0] // devices, table // places.shards
-    # The table of a head is small.
-    exact[n] = few_sizes(count), few_sizes(most, 2)
+    exact[n] = first_sizes(count, most)
     if length is None:
       continue
     more = 1 + _AHEAD / max(1, length)
@@ -906,7 +984,7 @@ def _pages_spec(
   if not isinstance(shape, LayerCacheSpec):
     return None
   places = Places.of(room, shape.heads)
-  return Pages.spec(shape, room, kind.page, places)
+  return Pages.spec(shape, room, kind.page, places, kind.alike)
 
 
 def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:

@@ -36,7 +36,7 @@ from ringjax.kv.slots import FILL
 from ringjax.kv.watch import Noted, moments_of
 from ringjax.ops.attention.blockwise import loop, pad_axis
 from ringjax.ops.attention.code_format import as_bytes, token_axis
-from ringjax.ops.attention.mass import Visit
+from ringjax.ops.attention.mass import Visit, column_mass
 from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords, SameSegment
 from ringjax.ops.rope import Rotation
@@ -92,6 +92,7 @@ def part_specs(part: _Part) -> _Part:
       each(noted.squares, P(None, batch, heads)),
       each(noted.score, places.by_head),
       each(noted.choice, P(None, batch, heads)),
+      each(noted.paged, places.by_head),
     ),
   )
 
@@ -196,6 +197,52 @@ def visit_of(
   )
 
 
+def summed(
+  cache: EvictingCache,
+  kind: int,
+  layer: Index,
+  slots: LayerKV,
+  noted: Noted,
+  q: Float[Array, "B T N H"],
+) -> Noted:
+  """With the column masses of a call's queries, of one layer.
+
+  Args:
+    cache: during the call.
+    kind: the number of the kind of layers.
+    layer: int32 [], which of these.
+    slots: their open slots, with the tokens of the call.
+    noted: what is noted of them.
+    q: the queries, rotated.
+  """
+  pages, places = cache.pages[kind], cache.places
+  assert pages is not None and cache.watch.call is not None
+  part = _Part(*slots, pages, cache.constants[kind], noted)
+  batch, heads = places.batch or None, places.heads or None
+
+  def local(
+    part: _Part, at: Coords, call: Coords, q: jax.Array, layer: Index
+  ) -> tuple[jax.Array, jax.Array]:
+    views, _ = layer_views(cache, kind, layer, part, Coords(*at))
+    visit = visit_of(cache, kind, part.k.shape[2], q, call)
+    paged, opened = (jnp.mean(x, 2) for x in column_mass(visit, views))
+    both = (part.noted.score, opened), (part.noted.paged, paged)
+    return tuple(x.at[layer].add(y.astype(x.dtype)) for x, y in both)
+
+  score, paged = places.local(
+    local,
+    (
+      part_specs(part),
+      places.by_example,
+      P(batch),
+      P(batch, None, heads),
+      P(),
+    ),
+    (places.by_head, places.by_head),
+  )(part, cache.open.at, cache.watch.call, q, layer)
+  return noted._replace(score=score, paged=paged)
+
+
 # ---------------------------------------------------------------------------
 # What stays
 # ---------------------------------------------------------------------------
@@ -208,7 +255,7 @@ def chosen(
   counts: tuple[Any, ...],
   repeated: dict[int, Any],
   rows: Bool[Array, " B"],
-) -> tuple[Any, Any, Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
   """What stays of each kind of layers.
 
   Args:
@@ -222,8 +269,9 @@ def chosen(
     open cache on each device; sums of column masses of the same shape, or None;
     pages of all heads and of the largest on each device; how many tokens
     stay open, [B, R]; of each row bool [B, 2], whether some score is NaN,
-    and whether a head's scores are all -inf or the row would keep nothing; and
-    by kind, of a policy with choices, which of them heads took, [L, B, K].
+    and whether a head's scores are all -inf or the row would keep nothing;
+    bool [], whether some token is of another segment than 1; and by kind, of a
+    policy with choices, which of them heads took, [L, B, K].
   """
   parts = paged_parts(cache)
   kinds = tuple(parts)
@@ -336,7 +384,10 @@ def chosen(
     rows,
     cache.marks,
   )
-  small = jax.tree.map(everywhere, (sizes, stays, wrong))
+  segments = [part.pages.seg for part in parts.values()]
+  segments = [x for x in (cache.open.at.seg, *segments) if x is not None]
+  others = jnp.stack([jnp.any(x > 1) for x in segments]).any()
+  small = jax.tree.map(everywhere, (sizes, stays, wrong, others))
   return keeps, masses, *small, choice
 
 
@@ -458,6 +509,8 @@ def _scored(
     earlier = None if repeated is None else take(repeated)
     if noted.score is not None:
       paged_score = part.pages.read_score(layer)
+      if noted.paged is not None:
+        paged_score = paged_score + take(noted.paged)
       earlier = jnp.concatenate([paged_score, take(noted.score)], 2)
     look: Any = LocalLook(
       views=views,
@@ -513,7 +566,7 @@ def _scored(
 
 
 @bounded
-@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def repacked(
   cache: EvictingCache,
   keep: Mapping[int, Array],
@@ -521,6 +574,7 @@ def repacked(
   rows: Bool[Array, " B"],
   sizes: tuple[tuple[int, int], ...],
   room: int,
+  segments: bool,
 ) -> EvictingCache:
   """The tokens that stay: in pages, and in an open cache of `room` slots each.
 
@@ -531,6 +585,7 @@ def repacked(
     rows: the same.
     sizes: pages on a device, and of the largest head, for each kind.
     room: slots of a shard of the open cache.
+    segments: whether tokens may be of other segments than 1.
   """
   parts, places, kind = paged_parts(cache), cache.places, cache.kind
   kinds = tuple(parts)
@@ -558,7 +613,7 @@ def repacked(
         x[None, :, None], (*lead, x.shape[1])
       )
       k, v = _encoded(cache, leaving)
-      found = Stored(
+      tokens = Stored(
         jnp.concatenate([old.k, k], 3),
         jnp.concatenate([old.v, v], 3),
         Coords(
@@ -569,11 +624,7 @@ def repacked(
         ),
         masses[n],
       )
-      fields = packed(found, kept, part.pages.slots, pages, most)
-      made[n] = Pages(
-        **dict(zip(("k", "v", "at", "score", "table"), fields, strict=True)),
-        places=part.pages.places,
-      )
+      made[n] = packed(tokens, kept, part.pages, pages, most, segments)
       if kind.policy is not None and kind.policy.selects:
         made[n] = _bounded(cache, n, made[n], part.constants)
 
@@ -593,11 +644,14 @@ def repacked(
   selects = kind.policy is not None and kind.policy.selects
   by_head = dict.fromkeys(kinds, places.by_head)
   some = {n: None if masses[n] is None else places.by_head for n in kinds}
+  specs = {n: part.pages.specs() for n, part in parts.items()}
   specs = {
     n: tree.with_leaves(
-      part.pages.specs(), bounds=places.pool if selects else None
+      x,
+      bounds=places.pool if selects else None,
+      seg=x.pos if segments else None,
     )
-    for n, part in parts.items()
+    for n, x in specs.items()
   }
   made, slots, scores, at, used = places.local(
     local,
@@ -683,11 +737,7 @@ def grown(cache: EvictingCache, room: int) -> EvictingCache:
     held=dataclasses.replace(held, at=at),
   )
   noted = cache.with_scores(lambda x: wide(x, 3, places.by_head))
-  watch, policy = cache.watch, cache.kind.policy
-  if watch.at is not None and policy is not None and policy.queries is None:
-    watch = watch.widened(room * cache.shards)
-    noted = tuple(x.widened(room * cache.shards) for x in noted)
-  return dataclasses.replace(cache, open=made, noted=noted, watch=watch)
+  return dataclasses.replace(cache, open=made, noted=noted)
 
 
 def _encoded(cache: EvictingCache, part: _Part) -> tuple[jax.Array, jax.Array]:
@@ -747,7 +797,7 @@ def _with(
     held=held,
   )
   noted = [
-    x._replace(score=scores[n]) if n in scores else x
+    x._replace(score=scores[n], paged=None) if n in scores else x
     for n, x in enumerate(cache.noted)
   ]
   watch, policy = cache.watch, cache.kind.policy

@@ -3,8 +3,10 @@
 Guarantees: what is stored goes into pages bit for bit, and from old pages into
 new ones. On a mesh each device keeps tokens that it had.
 Memory: pages of P slots, as many as the heads of all layers of a kind need
-together; a head's last page is filled in part. A slot's coordinates are two
-int32. Nothing is written to pages: they are made anew by `packed`.
+together; a head's last page is filled in part. A slot's position is an int32:
+of each head where heads keep tokens of their own, else once for all heads of a
+layer or of all layers. Where rows have documents, so is its segment. Nothing
+is written to pages: they are made anew by `packed`.
 """
 
 from __future__ import annotations
@@ -123,6 +125,11 @@ class Places:
     return P(*lead, *none, self.tokens or None)
 
   @property
+  def by_row(self) -> P:
+    """Of arrays [L, B, S]."""
+    return P(None, self.batch or None, self.tokens or None)
+
+  @property
   def by_example(self) -> P:
     """Of arrays [B, S]."""
     return P(self.batch or None, self.tokens or None)
@@ -161,7 +168,10 @@ class Pages:
   Attributes:
     k: keys [N, P, H], or their bytes uint8 [N, P, X]; N pages in all.
     v: values, the same.
-    at: coordinates [N, P]; segment 0 is an empty slot.
+    pos: positions of the tokens, -1 of an empty slot: int32 [N, P]; where the
+      heads of a layer keep the same tokens [L, B, S], the slots of a head's
+      table one after the other; where all layers do [1, B, S].
+    seg: their segments, of the same shape; None: all are of segment 1.
     score: float32 [N, P], what a policy has summed up, or [N, 0].
     table: int32 [L, B, K, M], the pages of a head, -1 behind the last: numbers
       from 0 among those of the device.
@@ -171,7 +181,8 @@ class Pages:
 
   k: Shaped[ArrayLeaf, "N P _"]
   v: Shaped[ArrayLeaf, "N P _"]
-  at: Coords
+  pos: Int[ArrayLeaf, "*slots"]
+  seg: Int[ArrayLeaf, "*slots"] | None
   score: Float[ArrayLeaf, "N _"] | None
   table: Int[ArrayLeaf, "L B K M"]
   bounds: Float[ArrayLeaf, "N 2 H"] | None = None
@@ -184,6 +195,7 @@ class Pages:
     room: CacheSpec,
     slots: int,
     places: Places,
+    alike: str | None = None,
   ) -> Pages:
     """A page for each device, of which none is in use: shapes and dtypes.
 
@@ -192,6 +204,7 @@ class Pages:
       room: the dtype, the codec and the mesh.
       slots: of a page, P.
       places: over which axes they are sharded.
+      alike: which heads keep the same tokens, see `CacheKind.alike`.
     """
     stored: Any = shape.slots(room)
     many = 1 if places.mesh is None else places.size(places.axes)
@@ -207,12 +220,17 @@ class Pages:
       dtype = jnp.uint8 if x.dtype == jnp.int8 else x.dtype
       return like((many, slots, width), dtype, places.pool)
 
-    each = like((many, slots), jnp.int32, places.pool)
+    pos = like((many, slots), jnp.int32, places.pool)
+    if alike is not None:
+      layers = 1 if alike == "layers" else shape.layers
+      by_row = (layers, room.batch, room.shards * slots)
+      pos = like(by_row, jnp.int32, places.by_row)
     lead = (shape.layers, room.batch, shape.heads, room.shards)
     return cls(
       k=pool(stored.k),
       v=pool(stored.v),
-      at=Coords(each, each),
+      pos=pos,
+      seg=None,
       score=like((many, 0), jnp.float32, places.pool),
       table=like(lead, jnp.int32, places.by_head),
       places=places,
@@ -221,19 +239,47 @@ class Pages:
   def emptied(self) -> Pages:
     """Arrays of these shapes, with no page in use."""
     made = zeros(self)
-    return dataclasses.replace(made, table=made.table - 1)
+    return dataclasses.replace(made, pos=made.pos - 1, table=made.table - 1)
+
+  @property
+  def alike(self) -> int:
+    """Layers that have positions of their own, which their heads share.
+
+    0: each head of each layer has its own.
+    """
+    return self.pos.shape[0] if self.pos.ndim == 3 else 0
 
   def with_table(self, table: Int[Array | np.ndarray, "L B K M"]) -> Pages:
     """With other pages for the heads."""
     return dataclasses.replace(self, table=table)
 
+  def take(self, rows: Int[Array, " n"]) -> Pages:
+    """Of these rows, each as often as it is named; they share pages."""
+    pick = lambda x: jnp.take(x, rows, 1, mode="clip")
+    made = self.with_table(pick(self.table))
+    if not self.alike:
+      return made
+    seg = None if self.seg is None else pick(self.seg)
+    return dataclasses.replace(made, pos=pick(self.pos), seg=seg)
+
+  def in_table(self, x: Int[Array, "*slots"]) -> Int[Array, "L B K M P"]:
+    """Positions or segments by the table; inside of `Places.local`."""
+    if not self.alike:
+      return x[jnp.maximum(self.table, 0)]
+    by_page = x.reshape(*x.shape[:2], 1, -1, self.slots)
+    return jnp.broadcast_to(by_page, (*self.table.shape, self.slots))
+
   def counts(self) -> jax.Array:
     """Tokens of each page in the table, int32 [L, B, K, M]."""
 
     def local(pages: Pages) -> jax.Array:
-      count = jnp.sum(pages.at.seg > 0, 1, dtype=jnp.int32)
-      page = jnp.maximum(pages.table, 0)
-      return jnp.where(pages.table >= 0, count[page], 0)
+      real = (pages.pos >= 0).astype(jnp.int32)
+      if pages.alike:
+        count = jnp.sum(pages.in_table(real), -1, dtype=jnp.int32)
+      else:
+        count = jnp.sum(real, 1, dtype=jnp.int32)
+        count = count[jnp.maximum(pages.table, 0)]
+      return jnp.where(pages.table >= 0, count, 0)
 
     places = self.places
     return places.local(local, (self.specs(),), places.by_head)(self)
@@ -270,7 +316,8 @@ class Pages:
     return Pages(
       k=along(self.k),
       v=along(self.v),
-      at=Coords(*map(along, self.at)),
+      pos=along(self.pos),
+      seg=None if self.seg is None else along(self.seg),
       score=along(self.score),
       table=table,
       bounds=None if self.bounds is None else along(self.bounds),
@@ -279,7 +326,7 @@ class Pages:
   @property
   def slots(self) -> int:
     """Slots of a page, P."""
-    return self.at.pos.shape[1]
+    return self.k.shape[1]
 
   def view(
     self,
@@ -289,12 +336,20 @@ class Pages:
     most: tuple[int, ...] = (),
   ) -> PagedView:
     """What one layer reads; `most`: of how many pages, see `PagedView`."""
-    table = lax.dynamic_index_in_dim(self.table, layer, 0, keepdims=False)
+    take = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+
+    def each(x: jax.Array | None) -> Any:
+      if x is None or not self.alike:
+        return x
+      # All layers have the first one's.
+      return (take(x) if self.alike > 1 else x[0])[:, None]
+
     return PagedView(
       self.k,
       self.v,
-      self.at,
-      table,
+      each(self.pos),
+      each(self.seg),
+      take(self.table),
       constants,
       decoders,
       self.places.axes,
@@ -305,11 +360,13 @@ class Pages:
   def specs(self) -> Pages:
     """PartitionSpecs, the same tree."""
     pool: Any = self.places.pool
+    slots: Any = self.places.by_row if self.alike else pool
     return tree.with_leaves(
       self,
       k=pool,
       v=pool,
-      at=Coords(pool, pool),
+      pos=slots,
+      seg=None if self.seg is None else slots,
       score=pool,
       table=self.places.by_head,
       bounds=None if self.bounds is None else pool,
@@ -321,17 +378,19 @@ class Pages:
     lead = self.table.shape[:3]
     size = self.table.shape[3] * self.slots
     one = lambda x: x[page].reshape(*lead, size, *x.shape[2:])
-    seg = jnp.where(self.table[..., None] >= 0, self.at.seg[page], 0)
-    return Stored(
-      one(self.k),
-      one(self.v),
-      Coords(one(self.at.pos), seg.reshape(*lead, size)),
-      None,
-    )
+    return Stored(one(self.k), one(self.v), self._coords(), None)
+
+  def _coords(self) -> Coords:
+    """Coordinates [L, B, K, S] of `read`."""
+    pos = self.in_table(self.pos)
+    real = (self.table >= 0)[..., None] & (pos >= 0)
+    seg = jnp.int32(1) if self.seg is None else self.in_table(self.seg)
+    flat = lambda x: x.reshape(*x.shape[:3], -1)
+    return Coords(flat(jnp.maximum(pos, 0)), flat(jnp.where(real, seg, 0)))
 
   def read_coords(self) -> Coords:
     """Coordinates [L, B, K, S] of all tokens, head by head."""
-    local = lambda pages: pages.read().at
+    local = lambda pages: pages._coords()
     by_head: Any = self.places.by_head
     specs = (self.specs(),)
     return self.places.local(local, specs, Coords(by_head, by_head))(self)
@@ -340,20 +399,28 @@ class Pages:
     """Without tokens: `gone` says which, of positions [L, B, K, M, P]."""
 
     def local(pages: Pages) -> jax.Array:
+      pos = pages.pos
+      if pages.alike:
+        by_page = pos.reshape(*pos.shape[:2], 1, -1, pages.slots)
+        return jnp.where(gone(by_page).reshape(pos.shape), -1, pos)
       page = jnp.maximum(pages.table, 0)
-      drop = gone(pages.at.pos[page]) & (pages.table >= 0)[..., None]
-      count = pages.at.seg.shape[0]
-      page = jnp.where(pages.table >= 0, page, count)
+      drop = gone(pos[page]) & (pages.table >= 0)[..., None]
+      page = jnp.where(pages.table >= 0, page, pos.shape[0])
       # Rows may share a page: a slot is empty if it is for one of them.
-      flags = jnp.zeros(pages.at.seg.shape, bool)
+      flags = jnp.zeros(pos.shape, bool)
       flags = flags.at[page].max(drop, mode="drop")
-      return jnp.where(flags, 0, pages.at.seg)
+      return jnp.where(flags, -1, pos)
 
-    seg = self.places.local(local, (self.specs(),), self.places.pool)(self)
-    return dataclasses.replace(self, at=Coords(self.at.pos, seg))
+    specs: Any = self.specs()
+    pos = self.places.local(local, (specs,), specs.pos)(self)
+    return dataclasses.replace(self, pos=pos)
 
 
-tree.register(Pages, ("k", "v", "at", "score", "table", "bounds"), ("places",))
+tree.register(
+  Pages,
+  ("k", "v", "pos", "seg", "score", "table", "bounds"),
+  ("places",),
+)
 
 
 def page_bounds(
@@ -383,20 +450,24 @@ def few_sizes(count: int, octave: int = 16) -> int:
 
 
 def packed(
-  found: Stored, keep: Bool[Array, "L B K S"], slots: int, pages: int, most: int
-) -> tuple[Any, ...]:
+  tokens: Stored,
+  keep: Bool[Array, "L B K S"],
+  old: Pages,
+  pages: int,
+  most: int,
+  segments: bool,
+) -> Pages:
   """The kept tokens in pages; inside of `Places.local`.
 
   Args:
-    found: of this device.
+    tokens: of this device.
     keep: which stay.
-    slots: of a page.
+    old: the pages before, whose form the new ones have.
     pages: N, at least as many as are needed.
     most: M, at least as many as a head needs.
-
-  Returns:
-    (k, v, at, score, table) of `Pages`.
+    segments: whether tokens may be of other segments than 1.
   """
+  slots = old.slots
   lead, size = keep.shape[:3], keep.shape[3]
   rows = math.prod(lead)
   keep = keep.reshape(rows, size)
@@ -416,19 +487,33 @@ def packed(
   def one(x: jax.Array) -> jax.Array:
     return x.reshape(rows, *x.shape[3:])[row[:, None], slot]
 
+  def of_slots(x: jax.Array, empty: int) -> jax.Array:
+    """Positions or segments, as the pages before have them."""
+    if not old.alike:
+      return jnp.where(real, one(x), empty)
+    # The first head's are those of all.
+    wide = jnp.arange(most * slots, dtype=jnp.int32)
+    index = order.reshape(*lead, size)[: old.alike, :, 0]
+    index = index[..., jnp.minimum(wide, size - 1)]
+    there = wide[None, None] < count.reshape(lead)[: old.alike, :, 0, None]
+    x = jnp.take_along_axis(x[: old.alike, :, 0], index, 2)
+    return jnp.where(there, x, empty)
+
   number = jnp.arange(most, dtype=jnp.int32)[None]
   table = jnp.where(
     number < each[:, None], first[:, None] + number, jnp.int32(-1)
   )
-  score = None if found.score is None else jnp.where(real, one(found.score), 0)
-  if score is None:
-    score = jnp.zeros((pages, 0), jnp.float32)
-  return (
-    one(found.k),
-    one(found.v),
-    Coords(one(found.at.pos), jnp.where(real, one(found.at.seg), 0)),
-    score,
-    table.reshape(*lead, most),
+  score = jnp.zeros((pages, 0), jnp.float32)
+  if tokens.score is not None:
+    score = jnp.where(real, one(tokens.score), 0)
+  return Pages(
+    k=one(tokens.k),
+    v=one(tokens.v),
+    pos=of_slots(tokens.at.pos, -1),
+    seg=of_slots(tokens.at.seg, 0) if segments else None,
+    score=score,
+    table=table.reshape(*lead, most),
+    places=old.places,
   )
 
 
@@ -448,22 +533,40 @@ def joined(old: Pages, new: Pages, rows: np.ndarray) -> Pages:
       "make both caches with a batch that does not divide over the data axis",
     )
 
+  if old.seg is not None or new.seg is not None:
+    old, new = (
+      dataclasses.replace(x, seg=(x.pos >= 0).astype(jnp.int32))
+      if x.seg is None
+      else x
+      for x in (old, new)
+    )
+  index = jnp.asarray(rows)
+
   def local(old: Pages, new: Pages) -> Pages:
     both = lambda x, y: jnp.concatenate([x, y], 0)
     most = max(old.table.shape[3], new.table.shape[3])
-    wide = lambda x: jnp.pad(
-      x,
-      ((0, 0),) * 3 + ((0, most - x.shape[3]),),
-      constant_values=-1,
-    )
-    more = wide(new.table)
+
+    def wide(x: jax.Array, size: int, fill: int = -1) -> jax.Array:
+      pad = ((0, 0),) * (x.ndim - 1) + ((0, size - x.shape[-1]),)
+      return jnp.pad(x, pad, constant_values=fill)
+
+    def of_slots(x: Any, y: Any, empty: int) -> Any:
+      if x is None:
+        return None
+      if not old.alike:
+        return both(x, y)
+      x, y = (wide(z, most * old.slots, empty) for z in (x, y))
+      return x.at[:, index].set(y)
+
+    more = wide(new.table, most)
     more = jnp.where(more >= 0, more + old.k.shape[0], -1)
     return Pages(
       k=both(old.k, new.k),
       v=both(old.v, new.v),
-      at=Coords(both(old.at.pos, new.at.pos), both(old.at.seg, new.at.seg)),
+      pos=of_slots(old.pos, new.pos, -1),
+      seg=of_slots(old.seg, new.seg, 0),
       score=both(old.score, new.score),
-      table=wide(old.table).at[:, jnp.asarray(rows)].set(more),
+      table=wide(old.table, most).at[:, index].set(more),
       bounds=None if old.bounds is None else both(old.bounds, new.bounds),
       places=places,
     )

@@ -16,7 +16,12 @@ from jax.typing import DTypeLike
 
 from ringjax.kv.cache import model_layers
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.evicting import EvictingCache, open_slots
+from ringjax.kv.evicting import (
+  EvictingCache,
+  first_sizes,
+  open_slots,
+  with_paged_sums,
+)
 from ringjax.kv.eviction import grown, repacked
 from ringjax.kv.pages import few_sizes
 
@@ -65,6 +70,12 @@ def prompt_spec(
     slots = room
   stays = _open_tokens(kind, tokens)
   policy = kind.policy
+  if policy is not None and policy.sums_prompts:
+    noted = jax.eval_shape(
+      lambda cache: tuple(map(with_paged_sums, cache.noted, cache.pages)),
+      reading,
+    )
+    reading = dataclasses.replace(reading, noted=noted)
   everything = [tokens] * model_layers(shapes)
   heads = reading._competing()
   counts = everything if policy is None else policy.expected(tokens, heads)
@@ -78,7 +89,7 @@ def prompt_spec(
       each = [max(stays, min(tokens, shape.reach))] * shape.layers
     in_pages = [math.ceil((count - stays) / pages.slots) for count in each]
     whole = batch * shape.heads * sum(in_pages)
-    sizes[n] = few_sizes(whole), few_sizes(max(in_pages), 2)
+    sizes[n] = first_sizes(whole, max(in_pages))
     held[n] = batch * shape.heads * sum(each)
     lead = (shape.layers, batch, shape.heads)
     size = slots + pages.table.shape[3] * pages.slots
@@ -91,7 +102,7 @@ def prompt_spec(
   # Programs do not depend on the budget; the kind is put back.
   local = open_slots(kind, stays, 1)
   cache = jax.eval_shape(
-    lambda *given: repacked(*given, tuple(sizes), local),
+    lambda *given: repacked(*given, tuple(sizes), local, False),
     *(reading, like, masses, rows),
   )
   return PromptSpec(reading, dataclasses.replace(cache, kind=kind), held)

@@ -39,6 +39,8 @@ class Noted(NamedTuple):
     total: float32 [L, B, N, H], the sum of those before their rotation.
     squares: float32 [L, B, N, H, H], the sum of their outer products.
     score: float32 [L, B, K, S], sums of column masses of the open slots.
+    paged: the same of the slots of pages, what came since they were made, in
+      the order of a head's table; None: nothing.
     choice: int32 [L, B, K], which of a policy's choices a head took at the
       last eviction, from 1; 0: none.
   """
@@ -48,6 +50,14 @@ class Noted(NamedTuple):
   squares: Float[ArrayLeaf, "L B N H H"] | None = None
   score: Float[ArrayLeaf, "L B K S"] | None = None
   choice: Int[ArrayLeaf, "L B K"] | None = None
+  paged: Float[ArrayLeaf, "L B K _"] | None = None
+
+  def started(self) -> Noted:
+    """Without sums and choices: a prompt begins."""
+    zero = lambda x: None if x is None else jnp.zeros_like(x)
+    return self._replace(
+      score=zero(self.score), choice=zero(self.choice), paged=zero(self.paged)
+    )
 
   def without(self, rows: Bool[Array, " B"]) -> Noted:
     """With the queries of other rows than these."""
@@ -137,8 +147,17 @@ class QueryWatch:
       choice = like((choosing,), jnp.int32, ("heads",))
     return Noted(newest, total, squares, score, choice)
 
-  def started(self, at: Coords, *, sharded: bool, anew: bool) -> QueryWatch:
-    """For a call whose tokens have these coordinates, [B, T]."""
+  def started(
+    self, at: Coords, *, sharded: bool, anew: bool, notes: bool = True
+  ) -> QueryWatch:
+    """For a call whose tokens have these coordinates, [B, T].
+
+    Args:
+      at: the coordinates.
+      sharded: whether its tokens are sharded.
+      anew: whether it begins the rows.
+      notes: whether its queries are noted.
+    """
     if self.at is None and self.count is None:
       return self
     first = self.count if self.at is None else self.at.pos
@@ -155,6 +174,8 @@ class QueryWatch:
       return made
     held = self.at.pos.shape[1]
     old = Coords(self.at.pos, self.at.seg * (0 if anew else 1))
+    if not notes:
+      return dataclasses.replace(made, at=old)
     both = Coords(
       *(jnp.concatenate([x, y], 1) for x, y in zip(old, at, strict=True))
     )
@@ -185,10 +206,6 @@ class QueryWatch:
     anew: bool,
   ) -> Noted:
     """With the queries of the call of one layer."""
-    if anew and noted.score is not None:
-      noted = noted._replace(score=noted.score * 0)
-    if anew and noted.choice is not None:
-      noted = noted._replace(choice=noted.choice * 0)
     put = lambda old, new: lax.dynamic_update_index_in_dim(
       old, new.astype(old.dtype), layer, 0
     )

@@ -2,7 +2,8 @@
 
 Guarantees: an `IntegerLinear` takes the place of a `Linear`; what it makes of a
 token depends on that token alone, to the bit.
-Memory: a byte a weight, and a float32 for each output.
+Memory: a byte a weight, a float32 for each output, and the float weights of
+channels that are often outliers.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858.
 """
 
@@ -19,11 +20,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int8
 
 from ringjax.nn.linear import Linear
-from ringjax.ops.integer_product import integer_product
+from ringjax.ops.integer_product import integer_product, outlier_product
 
 
 class IntegerLinear(nnx.Module):
   """y = x . (codes x scales) + bias, by products of integers.
+
+  What an activation has beyond 8 bits is multiplied by floats (shadow).
 
   Arrays have a leading axis of layers while their layers share one, and behind
   it one of experts if it takes the place of an `ExpertLinear`.
@@ -33,7 +36,9 @@ class IntegerLinear(nnx.Module):
     scales: float32 [*out].
     scale: float32 [], of the activations.
     active: int32 [], not 0 where what leaves 8 bits is multiplied too.
-    shadow: channels that may leave them before all are looked at; 0: none is.
+    rows: float [H, *out], the weight of some channels; None: what leaves 8 bits
+      is clipped in all layers.
+    slots: int32 [I], the row of each channel; H for one that has none.
   """
 
   def __init__(
@@ -44,9 +49,10 @@ class IntegerLinear(nnx.Module):
     scale: Float[Array, " ..."],
     active: Int[Array, " ..."],
     *,
-    shadow: int,
+    rows: Float[Array, " ..."] | None = None,
+    slots: Int[Array, " ..."] | None = None,
   ):
-    self.contracted, self.shadow = base.contracted, shadow
+    self.contracted = base.contracted
     axes = tuple(base.weight.get_metadata()["axes"])
     lead = axes[: base.lead]
     out = axes[base.lead + self.contracted :]
@@ -55,25 +61,57 @@ class IntegerLinear(nnx.Module):
     # These are of all layers, also where codes of some are elsewhere.
     self.scale = kept(scale, lead, every=True)
     self.active = kept(active, lead, every=True)
+    shadow = rows is not None
+    self.rows = kept(rows, (*lead, None, *out)) if shadow else None
+    self.slots = kept(slots, (*lead, None), every=True) if shadow else None
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    n = self.contracted
+    y = self.main(x)
+    if self.rows is not None:
+      y = y + self.beside(x)
+    return y.astype(x.dtype)
+
+  def main(self, x: Float[Array, ...]) -> Float[Array, ...]:
+    """The product of clipped activations and the bias, float32."""
     codes = self.codes[...]
-    out = codes.shape[n:]
-    inner = math.prod(codes.shape[:n])
-    lead = x.shape[: x.ndim - n]
-    y = integer_product(
-      x.reshape(*lead, inner),
-      codes.reshape(inner, -1),
-      self.scales[...].reshape(-1),
-      self.scale[...],
-      shadow=self.shadow,
-      active=self.active[...] != 0,
-    ).reshape(*lead, *out)
+    y = self._outputs(
+      x, integer_product(self._flat(x), *self._coded(), self.scale[...])
+    )
     if self.bias is None:
       return y
-    return y + self.bias[...][(None,) * (x.ndim - n)].astype(y.dtype)
+    bias = self.bias[...][(None,) * (y.ndim - codes.ndim + self.contracted)]
+    return y + bias.astype(jnp.float32)
+
+  def beside(self, x: Float[Array, ...]) -> Float[Array, ...]:
+    """The product of what is beyond 8 bits, float32; of a map with rows."""
+    assert self.rows is not None and self.slots is not None
+    rows = self.rows[...]
+    y = outlier_product(
+      self._flat(x),
+      *self._coded(),
+      self.scale[...],
+      rows.reshape(rows.shape[0], math.prod(rows.shape[1:])),
+      self.slots[...],
+      active=self.active[...] != 0,
+    )
+    return self._outputs(x, y)
+
+  def _flat(self, x: jax.Array) -> jax.Array:
+    """x [..., I], of one axis of channels."""
+    lead = x.shape[: x.ndim - self.contracted]
+    return x.reshape(*lead, math.prod(x.shape[len(lead) :]))
+
+  def _coded(self) -> tuple[jax.Array, jax.Array]:
+    """Codes [I, O] and their scales [O]."""
+    codes = self.codes[...]
+    inner = math.prod(codes.shape[: self.contracted])
+    return codes.reshape(inner, -1), self.scales[...].reshape(-1)
+
+  def _outputs(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    """y [..., *out] of an x."""
+    out = self.codes[...].shape[self.contracted :]
+    return y.reshape(*x.shape[: x.ndim - self.contracted], *out)
 
 
 class NotedLinear(nnx.Module):

@@ -1,29 +1,25 @@
-"""Products of 8-bit integers, and what an activation has beyond 8 bits.
+"""Products of 8-bit integers, and of what activations have beyond 8 bits.
 
-Guarantees: all sums are of integers, so that a row's result depends on the row
-alone, to the bit: not on other rows, on how they are cut into calls or on how
-many channels are looked at again. With `shadow` a product is that of
-round(x / scale), up to `REACH`.
-Cost: one int8 product [T, I] x [I, O], and two of the channels that leave 8
-bits; where those are more than `shadow`, two of all channels.
+Guarantees: a row's result depends on the row alone, to the bit: not on other
+rows or on how they are cut into calls. The sums of `integer_product` are of
+integers; `outlier_product` adds the channels of a row in their order, where
+those that add nothing change nothing.
+Cost: one int8 product [T, I] x [I, O], and T x O multiplications for each
+channel in which some row leaves 8 bits.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858 (shadow outliers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Int8, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 # The largest code. -128 is left out, as -(-128) is no int8.
 LARGEST = 127
-# An activation beyond 8 bits is a code and 256 of these more.
-_STEP = 256
-# The largest activation, in units of its scale.
-REACH = LARGEST * _STEP + LARGEST
+# Channels that are added at a time.
+_BLOCK = 8
 
 
 def codes_of(
@@ -48,63 +44,79 @@ def integer_product(
   codes: Int8[Array, "I O"],
   scales: Float[Array, " O"],
   scale: Float[Array, ""],
-  *,
-  shadow: int = 0,
-  active: Bool[Array, ""] | None = None,
 ) -> Float[Array, "*batch O"]:
-  """x . (codes x scales) by products of integers, of x's dtype.
+  """clip(x) . (codes x scales) by a product of integers, float32.
 
   Args:
-    x: activations.
+    x: activations; they are clipped to `LARGEST` scales.
     codes: of the weight, see `codes_of`.
     scales: the same.
     scale: of the activations, positive: what one unit of a code is.
-    shadow: channels of which what is beyond 8 bits is multiplied by itself; 0:
-      activations are clipped to 127 scales.
-    active: whether this call multiplies it, where that differs from layer to
-      layer; default: it does.
   """
   units = jnp.round(x.astype(jnp.float32) / scale)
-  units = jnp.clip(units, -REACH, REACH).astype(jnp.int32)
-  main = jnp.clip(units, -LARGEST, LARGEST)
-  y = _dot(main, codes).astype(jnp.float32)
-  if shadow:
-    on = jnp.asarray(True) if active is None else active
-    count = min(shadow, codes.shape[0])
-    y = y + _beyond(jnp.where(on, units - main, 0), codes, count)
-  return (y * (scales * scale)[(None,) * (x.ndim - 1)]).astype(x.dtype)
-
-
-def _beyond(
-  beyond: Int32[Array, "*batch I"], codes: Int8[Array, "I O"], count: int
-) -> Float[Array, "*batch O"]:
-  """beyond . codes, by the channels that are not zero if they are few."""
-  leaves = jnp.any(beyond != 0, axis=tuple(range(beyond.ndim - 1)))
-  every = jnp.sum(leaves, dtype=jnp.int32)
-  # Which of the few a channel is. Products choose them, and not indices: a
-  # mesh may shard any of these axes.
-  place = jnp.where(leaves, jnp.cumsum(leaves, dtype=jnp.int32) - 1, count)
-  chosen = place[:, None] == jnp.arange(count, dtype=jnp.int32)[None]
-
-  def few() -> jax.Array:
-    picked = _dot(codes.T, chosen).astype(jnp.int8).T
-    return sum_of(lambda part: _dot(_dot(part, chosen), picked))
-
-  def sum_of(product: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    high = (beyond + _STEP // 2) // _STEP
-    upper = product(high).astype(jnp.float32) * jnp.float32(_STEP)
-    return upper + product(beyond - high * _STEP).astype(jnp.float32)
-
-  return lax.cond(
-    every <= count, few, lambda: sum_of(lambda part: _dot(part, codes))
-  )
-
-
-def _dot(x: Int[Array, "*batch I"], y: Shaped[Array, "I O"]) -> jax.Array:
-  """int32 [*batch, O] of numbers that have 8 bits."""
-  return lax.dot_general(
-    x.astype(jnp.int8),
-    y.astype(jnp.int8),
+  y = lax.dot_general(
+    jnp.clip(units, -LARGEST, LARGEST).astype(jnp.int8),
+    codes,
     (((x.ndim - 1,), (0,)), ((), ())),
     preferred_element_type=jnp.int32,
   )
+  return y.astype(jnp.float32) * (scales * scale)[(None,) * (x.ndim - 1)]
+
+
+def outlier_product(
+  x: Float[Array, "*batch I"],
+  codes: Int8[Array, "I O"],
+  scales: Float[Array, " O"],
+  scale: Float[Array, ""],
+  rows: Float[Array, "H O"],
+  slots: Int[Array, " I"],
+  *,
+  active: Bool[Array, ""] | None = None,
+) -> Float[Array, "*batch O"]:
+  """(x - clip(x)) . weight by products of floats, float32.
+
+  Args:
+    x: activations.
+    codes: of the weight, see `codes_of`; what channels without a row have.
+    scales: the same.
+    scale: of the activations; what is beyond `LARGEST` of them is multiplied.
+    rows: the weight of some channels, in floats.
+    slots: int32, the row of each channel; H for one that has none.
+    active: whether there is anything to multiply, where that differs from
+      layer to layer; default: there is.
+  """
+  wide = x.astype(jnp.float32)
+  most = jnp.float32(LARGEST) * scale
+  beyond = wide - jnp.clip(wide, -most, most)
+  if active is not None:
+    beyond = jnp.where(active, beyond, 0)
+  inner, ahead = x.shape[-1], (None,) * (x.ndim - 1)
+  leaves = jnp.any(beyond != 0, axis=tuple(range(x.ndim - 1)))
+  count = jnp.sum(leaves, dtype=jnp.int32)
+  size = -(-inner // _BLOCK) * _BLOCK
+  order = jnp.flatnonzero(leaves, size=size, fill_value=0).astype(jnp.int32)
+
+  def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    first, y = state
+    channel = lax.dynamic_slice_in_dim(order, first, _BLOCK)
+    real = first + jnp.arange(_BLOCK, dtype=jnp.int32) < count
+    take = lambda x, at, axis: jnp.take(x, at, axis=axis, mode="clip")
+    weight = take(codes, channel, 0).astype(jnp.float32) * scales[None]
+    if rows.shape[0]:
+      slot = take(slots, channel, 0)
+      kept = take(rows, slot, 0).astype(jnp.float32)
+      weight = jnp.where((slot < rows.shape[0])[:, None], kept, weight)
+    part = jnp.where(real[ahead], take(beyond, channel, -1), 0)
+    # Products of one channel after the other: a product of matrices would sum
+    # them in an order that depends on how many rows and channels there are.
+    part, weight = lax.optimization_barrier((part, weight))
+    for n in range(_BLOCK):
+      y = y + part[..., n : n + 1] * weight[n][ahead]
+    return first + _BLOCK, y
+
+  start = jnp.zeros((*x.shape[:-1], codes.shape[1]), jnp.float32)
+  # Sharded as the codes and the activations are.
+  start = start + beyond[..., :1] * 0 + (scales * 0)[ahead]
+  return lax.while_loop(
+    lambda state: state[0] < count, add, (count * 0, start)
+  )[1]

@@ -4,8 +4,8 @@ Guarantees: a `Dispatcher` gives out a part when all that it needs is done, and
 each part once, by whatever rule; the same one serves the simulator below and
 live devices.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: products of integers on one
-processor, attention in floats on another; of the parts that may begin, that one
-which keeps the integer processor from waiting.
+processor, norms and attention in floats on another; of the parts that may
+begin, that one which keeps the integer processor from waiting.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from ringjax.errors import OptionError
 from ringjax.plan.events import Device, Simulator, Span, Timeline
 
 INTEGER, FLOAT = "integer", "float"
-# What a layer does of a chunk, and where.
-STEPS = {"project": INTEGER, "attend": FLOAT, "finish": INTEGER}
+# What a layer does of a chunk, and where: the six of the paper. What a part on
+# the integer processor multiplies beside, in floats, is within its time.
+STEPS = {
+  "norm": FLOAT,
+  "project": INTEGER,
+  "attend": FLOAT,
+  "output": INTEGER,
+  "second_norm": FLOAT,
+  "feedforward": INTEGER,
+}
+_PROJECT, _ATTEND = 1, 2
 # serial: chunk by chunk. fifo: what could begin first. waits: the paper's: a
 # part on the float processor counts the integer seconds that it lets begin, one
 # on the integer processor loses the float seconds that it lets begin. That
@@ -144,7 +153,7 @@ class Dispatcher:
       if self.in_order:
         found.append(dataclasses.replace(part, chunk=part.chunk - 1))
       else:
-        found += [Subgraph(n, part.layer, 0) for n in before]
+        found += [Subgraph(n, part.layer, _PROJECT) for n in before]
     return tuple(found)
 
   def _behind(self, part: Subgraph) -> list[Subgraph]:
@@ -158,7 +167,7 @@ class Dispatcher:
     if self.in_order and part.name == "attend":
       found += [Subgraph(n, part.layer, part.step) for n in later[:1]]
     elif not self.in_order and part.name == "project":
-      found += [Subgraph(n, part.layer, 1) for n in later]
+      found += [Subgraph(n, part.layer, _ATTEND) for n in later]
     return found
 
   def _offer(self, part: Subgraph) -> None:
@@ -291,7 +300,7 @@ def _checked(seconds: Mapping[str, int | float]) -> dict[str, float]:
       "seconds",
       ", ".join(map(str, wrong)),
       f"some of {', '.join(STEPS)}",
-      "write seconds={'project': 1, 'attend': 2, 'finish': 3}, for instance",
+      "write seconds={'project': 1, 'attend': 2, 'output': 3}, for instance",
     )
   for name, value in seconds.items():
     number(f"seconds[{name!r}]", value, above=0)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ringjax.errors import OptionError
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.page_pool import PagePool
 from ringjax.kv.reserved import ReservedRows
 from ringjax.kv.state import State
@@ -51,6 +52,51 @@ def check_contiguous(share: str, preempt: str) -> None:
       "'auto' or 'recompute'",
       "leave preempt out, or pass layout='pages'",
     )
+
+
+def check_dense_rows(
+  layout: str, shards: int, kind: CacheKind, trees: bool
+) -> None:
+  """Refuses rows whose keys no dense function can read.
+
+  Args:
+    layout: one of `LAYOUTS`.
+    shards: of the pages.
+    kind: how keys are stored.
+    trees: whether drafts form trees.
+
+  Raises:
+    OptionError: pages, shards, keys that are stored otherwise, or trees.
+  """
+  for refused, got, want in (
+    (layout == "pages", "layout='pages'", "contiguous rows"),
+    (shards > 1, f"pages over {shards} shards", "one shard of the sequence"),
+    (kind.unrotated, f"a cache of {kind}", "keys that are stored rotated"),
+    (trees, "trees of drafted tokens", "drafts that are chains"),
+  ):
+    if refused:
+      raise OptionError(
+        "attention_fn",
+        f"a function with {got}",
+        want,
+        "pass layout='contiguous', or leave attention_fn out"
+        if layout == "pages"
+        else "leave attention_fn out, or the other",
+      )
+
+
+def row_reaches(page: int, tile: int, blocks: int) -> tuple[int, ...]:
+  """Tokens of a row that a dense function may get: few, for each is a program.
+
+  Args:
+    page: tokens of a page.
+    tile: tokens that are read at once, the fewest.
+    blocks: pages of a row at most.
+  """
+  most, sizes = page * blocks, [tile]
+  while sizes[-1] < most:
+    sizes.append(min(most, 2 * sizes[-1]))
+  return tuple(sizes)
 
 
 def row_pages(

@@ -60,6 +60,11 @@ from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
 from ringjax.models.layer_parts import layer_parts as layer_parts_of
 from ringjax.models.transformer import Transformer
+from ringjax.nn.attention_function import (
+  DenseFunction,
+  FunctionAttention,
+  check_function,
+)
 from ringjax.nn.placed import naming_faults, raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
@@ -86,7 +91,9 @@ from ringjax.serve.contiguous_rows import (
   LAYOUTS,
   ContiguousRows,
   check_contiguous,
+  check_dense_rows,
   row_pages,
+  row_reaches,
 )
 from ringjax.serve.page_swap import PREEMPTIONS, PageSwap
 from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
@@ -236,6 +243,7 @@ class Engine:
     store: Store | None = None,
     layout: str = "pages",
     layer_parts: int = 1,
+    attention_fn: DenseFunction | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Makes an empty pool.
@@ -295,14 +303,20 @@ class Engine:
         program of its own, so that pages of layers that are done can leave
         while others compute, see `ClusterWorker`. Keys are those of one
         program up to rounding.
+      attention_fn: a dense attention function of the caller, which reads the
+        keys of contiguous rows as plain arrays [B, S, K, H], see `Session`. S
+        is a power of two of pages, at least what the longest row of the call
+        has reached, with a program for each: tokens are those of pages up to
+        rounding.
       clock: seconds, for deadlines.
 
     Raises:
-      OptionError: a value is out of its range, a store for a model that
-        shares nothing, contiguous rows that are to share prefixes or to be
-        swapped, drafts for recurrent layers, or by a model with another
-        tokenizer or on other devices, or one whose cache evicts; parts of
-        layers that can't be cut so often, or of recurrent ones.
+      OptionError: a value is out of its range, an `attention_fn` for pages,
+        shards, unrotated keys, trees or a model whose keys it can't read, a
+        store for a model that shares nothing, contiguous rows that are to share
+        prefixes or to be swapped, drafts for recurrent layers, or by a model
+        with another tokenizer or on other devices, or one whose cache evicts;
+        parts of layers that can't be cut so often, or of recurrent ones.
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a pool that does not fit.
     """
@@ -328,6 +342,7 @@ class Engine:
     self.mesh, self.axis = place_of(mesh, axis, model)
     check_devices(model, self.mesh)
     self._attend = CachedAttention(mesh=self.mesh, axis=self.axis)
+    self._function = attention_fn
     shards = self._attend.size
     rows, piece = positive_int("rows", rows), positive_int("piece", piece)
     pieces = positive_int("pieces", pieces)
@@ -363,6 +378,10 @@ class Engine:
     if self._drafts is not None:
       self._drafts.check(model)
       drafted = self._drafts.count
+    if attention_fn is not None:
+      check_function(attention_fn, model.config.layers)
+      trees = self._drafts is not None and self._drafts.trees
+      check_dense_rows(layout, shards, kind, trees)
     context = model.config.longest
     if longest is None:
       longest = min(context or 16384, 16384)
@@ -492,6 +511,9 @@ class Engine:
       trees=self._drafts is not None and self._drafts.trees,
       place=self._rows.place if self._rows is not None else None,
     )
+    self._reaches: tuple[int, ...] = ()
+    if attention_fn is not None:
+      self._reaches = row_reaches(page, tile, blocks)
     if self._drafts is not None:
       self.scheduler.drafts = self._drafts.draft
     self.counters = EngineCounters()
@@ -917,10 +939,13 @@ class Engine:
     if self._drafts is not None:
       self._drafts.warm_up(self._calls.settings, self._board, self._held)
     work = compute if self._drafts is None else check_drafts
-    jax.device_get(self._computed(self._calls.turns(()), [], work))
-    pieces = self._calls.pieces(())
-    last = functools.partial(compute, x=self._before_last(pieces, None))
-    jax.device_get(self._computed(pieces, [], last, self._parts[-1]))
+    for end in self._reaches or (0,):
+      # Of padding alone, which is as long as a row of this reach.
+      turns, pieces = self._calls.turns(()), self._calls.pieces(())
+      turns.ends[:], pieces.ends[:] = end, end
+      jax.device_get(self._computed(turns, [], work))
+      last = functools.partial(compute, x=self._before_last(pieces, None))
+      jax.device_get(self._computed(pieces, [], last, self._parts[-1]))
 
   def run(self) -> None:
     """Steps until all requests have ended."""
@@ -1143,7 +1168,8 @@ class Engine:
     place of pieces calls no `on_layers`."""
     x = None
     for n, part in enumerate(self._parts[:-1]):
-      x, self._pool = compute_layers(part, self._attend, self._pool, call, x)
+      attend = self._attending(call)
+      x, self._pool = compute_layers(part, attend, self._pool, call, x)
       if self.on_layers is not None and pieces is not None:
         self.on_layers(n, pieces, self._pool)
     return x
@@ -1158,13 +1184,30 @@ class Engine:
     """What a call chooses, of which these rows choose a token."""
     choice, self._pool, self._board = work(
       self.model if model is None else model,
-      self._attend,
+      self._attending(call),
       self._pool,
       self._board,
       call,
       self._allowed(call.slots.size, rows),
     )
     return choice
+
+  def _attending(self, call: CallArrays) -> CachedAttention:
+    """How a call's tokens find their keys."""
+    if self._function is None:
+      return self._attend
+    assert self._rows is not None
+    end = int(np.max(call.ends, initial=0))
+    reach = next(n for n in self._reaches if n >= end)
+    # Answers stand at their slots, and so do reserved rows.
+    fixed = self._rows.memory is not None and call.shared is not None
+    return FunctionAttention(
+      mesh=self.mesh,
+      axis=self.axis,
+      function=self._function,
+      reach=reach,
+      stride=self._rows.space.each if fixed else None,
+    )
 
   def _allowed(self, batch: int, rows: list[tuple[int, ServedRow]]) -> Any:
     """Which tokens may come, bool [B, V]."""

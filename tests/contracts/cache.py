@@ -338,9 +338,12 @@ def redrawn(pages, rng):
   move = lambda x: put(x, np.asarray(x)[whole])
   table = np.asarray(pages.table)
   names = np.where(table < 0, -1, np.argsort(order)[table]).astype(np.int32)
+  # Slots that heads share are in the order of the table.
+  whole_rows = dict(pos=pages.pos, seg=pages.seg) if pages.alike else {}
   return dataclasses.replace(
     jax.tree.map(move, tree.with_leaves(pages, table=None)),
     table=put(pages.table, names),
+    **whole_rows,
   )
 
 
@@ -348,12 +351,17 @@ def halves(view):
   """A view as two, by coordinates: each has some of the tokens of all tiles."""
   if isinstance(view, UnrotatedView):
     return [view._replace(stored=one) for one in halves(view.stored)]
-  name = "pages" if isinstance(view, PagedView) else "at"
-  at = getattr(view, name)
+  if isinstance(view, PagedView):
+    first = view.pos % 3 == 0
+    return [
+      dataclasses.replace(view, pos=jnp.where(here, view.pos, -1))
+      for here in (first, ~first)
+    ]
+  at = view.at
   put = getattr(type(view), "_replace", dataclasses.replace)
   first = at.pos % 3 == 0
   return [
-    put(view, **{name: at._replace(seg=jnp.where(here, at.seg, 0))})
+    put(view, at=at._replace(seg=jnp.where(here, at.seg, 0)))
     for here in (first, ~first)
   ]
 

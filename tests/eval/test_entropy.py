@@ -293,6 +293,54 @@ def test_what_cannot_be_split(model):
   refused(OptionError, lambda: ask(query=0), "query")
 
 
+@pytest.mark.long
+def test_the_entropy_of_what_a_selection_reads(model):
+  """All selected is the context in chunks; fewer have other entropies."""
+  ask = functools.partial(
+    evaluation.split_entropy, model, tokens(64, 1, 40), [3], context=20,
+    query=9, prefix=[7, 8], rows=1,
+  )  # fmt: skip
+  plain, every, one = (
+    ask(combine=x) for x in ("parallel", "select:keep=3", "select:keep=1")
+  )
+  for a, b, c in zip(plain, every, one, strict=True):
+    assert (a.shared, a.combine, b.combine) == (b.shared, "parallel", "select")
+    np.testing.assert_allclose(a.heads, b.heads, rtol=1e-4)
+    np.testing.assert_allclose(a.losses, b.losses, rtol=1e-4)
+    assert a.prefix_mass == pytest.approx(b.prefix_mass, rel=1e-4)
+    # A third of the keys of contexts, of nearly equal weights.
+    assert c.entropy < b.entropy - 0.1
+  with pytest.raises(OptionError, match="'recompute'"):
+    ask(combine="recompute")
+
+
+@pytest.mark.long
+def test_statistics_behind_contexts_leave_the_session(model):
+  """Logits are those of the call itself, and so are later answers."""
+  contexts = [np.arange(1, 12), np.arange(20, 29), np.arange(40, 52)]
+  session = functools.partial(
+    rj.infer.context_session, model, contexts, "select:keep=1", capacity=12
+  )
+  asked, plain = np.arange(5, 9), session()
+  measured = session()
+  found = evaluation.context_statistics(measured, asked)
+  assert [x.entropy.shape[:2] for x in found.layers] == [(1, 4)] * len(
+    found.layers
+  )
+  answers = [
+    rj.infer.generate(model, asked[None], max_new_tokens=3, cache=x)[0]
+    for x in (measured, plain)
+  ]
+  assert answers[0].tolist() == answers[1].tolist()
+  assert int(found.logits[0, -1].argmax()) == answers[0][0]
+  whole = rj.infer.Session(model, 16)
+  refused(
+    OptionError,
+    lambda: evaluation.context_statistics(whole, asked),
+    "context_session",
+  )
+
+
 def of_held_out_text(shipped, rows, splits):
   text = "\n".join(documents.library(held_out=True))
   ids = np.asarray(Tokenizer.load(shipped.path()).encode(text))
@@ -380,6 +428,8 @@ def test_entropy_by_script(tmp_path):
     (("--splits=65", "--context=64"), "--splits: got 65"),
     (("--lengths=64",), "--lengths with entropy"),
     (("--rows=100000",), "--rows"),
+    (("--combine=kvlink",), "combine: got 'kvlink'"),
+    (("--combine=picked",), "--combine"),
   ],
 )
 def test_entropy_that_cannot_be_found(argv, says):

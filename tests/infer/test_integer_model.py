@@ -70,6 +70,10 @@ def test_outliers_beside_are_worth_it(uneven):
   )
   shadowed, plain = far(shadow=8), far(shadow=0)
   assert 0 < 3 * shadowed < plain < 1
+  # Outliers meet the weights as they are, and not their codes.
+  assert shadowed < 0.06 < 0.1 < far(shadow=8, hot=0.0) < 0.2
+  # Few channels have almost all of them.
+  assert far(shadow=8, hot=0.05) < 0.08
   # Where it matters least it can be left out: of outputs and downs.
   assert far(shadow=8, prune=0.25) < 1.5 * shadowed
   assert far(shadow=8, prune=1.0) == pytest.approx(plain, rel=1e-6)
@@ -141,7 +145,12 @@ def test_experts_are_integers(mixture):
   )
   whole = size(mixture.stack.blocks[0][0].feedforward)
   # A byte a weight, a float for each output and expert, two for a map.
-  assert size(made) == whole / 4 + 4 * 4 * (48 + 48 + 32 + 3 * 2)
+  coded = whole / 4 + 4 * 4 * (48 + 48 + 32 + 3 * 2)
+  assert size(make(ranges, shadow=0).stack.blocks[0][0].feedforward) == coded
+  # With outliers beside, a number for each channel and the floats of some.
+  rows = sum(x.rows.get_value().nbytes for x in (made.gate, made.up, made.down))
+  assert size(made) == coded + 4 * 4 * (32 + 32 + 48) + rows
+  assert 0 < rows < whole / 2
 
 
 @pytest.mark.slow
@@ -322,6 +331,7 @@ def test_bad_input(uneven):
   refused(OptionError, lambda: make(shadow=-1), "shadow")
   refused(OptionError, lambda: make(prune=1.5), "prune")
   refused(OptionError, lambda: make(scales="row"), "channel")
+  refused(OptionError, lambda: make(hot=1.5), "hot")
   empty = np.zeros((0, 5), np.int32)
   refused(
     ShapeError, lambda: rj.infer.activation_ranges(uneven, empty), "[N, T]"

@@ -9,7 +9,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError
 from ringjax.plan.subgraphs import RULES
-from tests.helpers import refused
+from tests.helpers import SMALL, refused
 from tests.plan.test_subgraphs import check_order
 
 
@@ -53,16 +53,40 @@ def test_every_order_gives_the_same(loaded, name):
   )
 
 
-def test_integers_on_one_and_floats_on_the_other(loaded):
-  model, _ = loaded("llama3")
-  prompt = prompt_of(model, 33)
-  ranges = rj.infer.activation_ranges(model, prompt)
-  made = rj.infer.integer_model(model, ranges, shadow=4)
-  got = rj.infer.read_on_two(made, prompt, devices=jax.devices()[:2], chunk=8)
+@pytest.fixture(scope="module")
+def uneven():
+  """A model of which some channels are far larger than others."""
+  model = rj.models.create({**SMALL, "num_hidden_layers": 3}, seed=0)
+  for block in model.stack.blocks[0]:
+    for norm in (block.pre_attention, block.pre_feedforward):
+      weight = norm.weight.get_value()
+      norm.weight = norm.weight.replace(weight.at[..., 5:8].multiply(40.0))
+  return model
+
+
+@pytest.mark.parametrize("prune", [
+  0.0, pytest.param(0.5, marks=pytest.mark.long)
+])  # fmt: skip
+def test_integers_on_one_and_outliers_on_the_other(uneven, prune):
+  prompt, two = prompt_of(uneven, 33), jax.devices()[:2]
+  ranges = rj.infer.activation_ranges(uneven, prompt)
+  made = rj.infer.integer_model(uneven, ranges, shadow=4, prune=prune)
+  got = rj.infer.read_on_two(made, prompt, devices=two, chunk=16)
+  check_order(got.order, 3, 3)
   assert min(got.step_seconds.values()) > 0 and got.seconds > 0
   assert set(got.simulated()) == set(RULES)
+  # The graph that ran is the one that is simulated.
+  assert set(got.order) == set(got.simulated()["fifo"].order)
   want = made(prompt)[:, -1]
   np.testing.assert_allclose(got.logits, want, atol=2e-4, rtol=1e-4)
+  # Beside three parts of a layer, that of the feedforward twice.
+  shadows = sum(x.where == "shadow" for x in got.timeline.spans)
+  assert shadows == 3 * 3 * 4 if not prune else 0 < shadows < 3 * 3 * 4
+  # Without them it would be another result.
+  clipped = rj.infer.integer_model(uneven, ranges, shadow=4, prune=1.0)
+  plain = rj.infer.read_on_two(clipped, prompt, devices=two, chunk=16)
+  assert all(x.where != "shadow" for x in plain.timeline.spans)
+  assert np.abs(plain.logits - want).max() > 1e-2
 
 
 def test_bad_input(loaded):

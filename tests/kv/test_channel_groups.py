@@ -62,11 +62,15 @@ def paged(cache, row=0, layer=0):
   """Coordinates and bytes of the pages of the first head."""
   pages = cache.pages[0]
   table = np.asarray(pages.table)[layer, row, 0]
+  at = pages.read_coords()
+  by_page = [np.asarray(x)[layer, row, 0].reshape(-1, pages.slots) for x in at]
   return [
-    tuple(
-      np.asarray(x)[n] for x in (pages.at.pos, pages.at.seg, pages.k, pages.v)
+    (
+      *(x[n] for x in by_page),
+      *(np.asarray(x)[page] for x in (pages.k, pages.v)),
     )
-    for n in table[table >= 0]
+    for n, page in enumerate(table)
+    if page >= 0
   ]
 
 

@@ -237,6 +237,126 @@ def test_memory_is_returned_for_each_head():
   assert all_ < every / 6
 
 
+@pytest.mark.parametrize(
+  ("policy", "each"),
+  [
+    (None, "layers"),
+    pytest.param(rj.kv.Sinks(), "layers", marks=pytest.mark.long),
+    pytest.param(rj.kv.Select(), "layers", marks=pytest.mark.long),
+    pytest.param(rj.kv.Tova(), "heads", marks=pytest.mark.long),
+    pytest.param(rj.kv.SnapKV(window=4), None, marks=pytest.mark.long),
+  ],
+)
+def test_positions_are_stored_once_where_heads_keep_the_same(policy, each):
+  """Four bytes a slot: of all layers, of a layer, or of each head."""
+  exact = {"first": 1, "recent": 2} if policy is None else {}
+  kind = kind_of(policy, family="grouped", **exact)
+  _, cache = run(1, kind, "grouped", splits=(T,))
+  (pages,), shape = cache.pages, cache.shapes[0]
+  slots = B * pages.table.shape[3] * pages.slots
+  slots *= {"layers": 1, "heads": shape.layers}.get(each, 0)
+  count = slots or pages.k.shape[0] * pages.slots
+  parts = cache.explain("tpu-v5e").parts
+  assert parts["pages: coordinates"] == 4 * count
+  positions = cache.positions(0)
+  for heads in positions:
+    for head in heads if each else ():
+      np.testing.assert_array_equal(head, heads[0])
+  if each == "layers":
+    np.testing.assert_array_equal(positions[0][0], positions[1][0])
+
+
+@pytest.mark.parametrize(
+  "policy",
+  [
+    None,
+    pytest.param(rj.kv.Sinks(budget=99), marks=pytest.mark.long),
+    pytest.param(rj.kv.SnapKV(budget=99, window=4), marks=pytest.mark.long),
+  ],
+)
+def test_documents_stay_apart_behind_an_eviction(policy):
+  """A row of two documents, beside one that comes from another cache."""
+  exact = {"first": 1, "recent": 2} if policy is None else {}
+  kind = kind_of(policy, family="grouped", **exact)
+  tokens = contract.text("grouped")[0][:B]
+  # The first row goes on with its second document.
+  seg = np.ones((B, T), np.int32)
+  seg[0, 5:] = 2
+  pos = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+  pos[0, 5:] -= 5
+  more = dict(
+    segment_ids=np.array([[2, 2], [1, 1]], np.int32),
+    positions=pos[:, -1:] + np.array([[1, 2]], np.int32),
+  )
+
+  def answers(kind, evicts):
+    both = empty(1, kind, "grouped")
+    _, both = read(
+      1, tokens[:, :T], both, "grouped", segment_ids=seg, positions=pos
+    )
+    alone = empty(1, kind, "grouped", 1)
+    _, alone = read(1, tokens[1:, :T], alone, "grouped")
+    if evicts:
+      both, alone = both.evict(), alone.evict()
+      both = both.reset([1]).insert([1], alone).with_room(2)
+    return read(1, tokens[:, T : T + 2], both, "grouped", **more)[0]
+
+  want = answers(contract.kind_of("dense", "grouped"), evicts=False)
+  contract.close(answers(kind, evicts=True), want)
+
+
+@pytest.mark.parametrize(
+  ("shards", "codec"),
+  [
+    (1, "dense"),
+    pytest.param(1, "int8", marks=pytest.mark.long),
+    pytest.param(4, "dense", marks=pytest.mark.long),
+  ],
+)
+def test_sums_of_a_prompt_need_none_of_its_queries(shards, codec):
+  """Those of calls that may not be taken back are those of noted queries."""
+  policy = rj.kv.HeavyHitters(budget=6)
+  kind = kind_of(policy, codec, "grouped", room=4)
+  model = contract.model(shards, "grouped")
+  where = dict(mesh=model.mesh, axis="seq") if shards > 1 else {}
+  tokens = contract.text("grouped")[0][:B]
+  noting = rj.models.CachedAttention(**where)
+  prompts = (
+    rj.models.ContextParallel(**where),
+    rj.models.CachedAttention(**where, replicated=False),
+  )
+
+  def read_all(attends):
+    """Two prompts, an eviction behind the first alone; a token; another."""
+    cache = empty(shards, kind, "grouped", capacity=4)
+    cache, noted = cache.limited(2 * T), 0
+    calls = (0, 8), (8, T), (T, T + 4)
+    for (start, end), attend in zip(calls, attends, strict=True):
+      width = end - start
+      taken = np.full((B, shards), width // shards)
+      cache = cache.with_room(width if attend is noting else taken)
+      _, cache = read(
+        shards, tokens[:, start:end], cache, "grouped", attend=attend
+      )
+      noted = max(noted, cache.noted[0].newest.shape[2])
+      if end == T:
+        cache = cache.evict()
+    _, cache = read(shards, tokens[:, -1:], cache.with_room(1), "grouped")
+    return cache.evict(), noted
+
+  want, many = read_all((noting, noting, noting))
+  got, few = read_all((*prompts, prompts[1]))
+  assert few == 4 and many == T
+  for a, b in zip(got.positions(1), want.positions(1), strict=True):
+    for x, y in zip(a, b, strict=True):
+      np.testing.assert_array_equal(x, y)
+  sums = [
+    np.sort(np.asarray(x.pages[0].score).reshape(-1)) for x in (got, want)
+  ]
+  assert sums[0].any()
+  np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_are_independent():
   kind = kind_of(POLICIES["snapkv"], family="grouped")
   tokens = contract.text("grouped")[0]
@@ -513,10 +633,14 @@ def test_selected_pages_hold_what_matters(codec):
   if codec == "dense":
     # The bounds hold for each key of a page.
     pages = cache.pages[0]
-    k, real = np.asarray(pages.k), np.asarray(pages.at.seg)[..., None] > 0
-    low, high = np.asarray(pages.bounds).swapaxes(0, 1)
-    assert (np.where(real, k, np.inf) >= low[:, None]).all()
-    assert (np.where(real, k, -np.inf) <= high[:, None]).all()
+    table = np.asarray(pages.table)
+    k, bounds = np.asarray(pages.k)[table], np.asarray(pages.bounds)[table]
+    real = np.asarray(pages.read_coords().seg).reshape(k.shape[:-1])
+    real = real[..., None] > 0
+    low, high = np.moveaxis(bounds, -2, 0)[..., None, :]
+    assert real.any()
+    assert (np.where(real, k, np.inf) >= low).all()
+    assert (np.where(real, k, -np.inf) <= high).all()
 
 
 @pytest.mark.long

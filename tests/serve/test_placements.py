@@ -222,7 +222,7 @@ def test_the_stated_profile():
   assert 0.02 < times.decode_s(1, 512) < 0.025
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_the_published_example():
   # OPT-13B, prefill on two devices, decode on one: 1.56 requests/s a device.

@@ -19,9 +19,10 @@ from ringjax.kv.policies.policy import Look, Policy
 class HeavyHitters(Policy):
   """Tokens with the largest mass of attention of all queries.
 
-  It is summed up from one eviction to the next. Queries are kept until then,
-  which for a prompt that is read at once takes as many numbers as its keys of
-  as many heads. `CacheKind.recent` keeps the newest tokens as well.
+  It is summed up from one eviction to the next: by layers while a prompt is
+  read; queries of single tokens are kept until the next eviction, and so are
+  those of a call of `rj.models.CachedAttention()`, which may be drafts.
+  `CacheKind.recent` keeps the newest tokens as well.
 
   Attributes:
     score: "mean", a token's mass over the number of queries that could see it,

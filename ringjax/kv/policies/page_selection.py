@@ -28,6 +28,11 @@ class Select(Policy):
 
   selects: ClassVar[bool] = True
 
+  @property
+  def alike(self) -> str | None:
+    # A class that inherits may score otherwise.
+    return "layers" if type(self) is Select else None
+
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     return jnp.zeros(look.pos.shape, jnp.float32)
 

@@ -131,6 +131,15 @@ class Policy:
     """Ids of the tokens that it is to see as `Look.marked`."""
     return ()
 
+  @property
+  def alike(self) -> str | None:
+    """Which heads keep the same tokens of a row, whatever the text is.
+
+    "heads", all of a layer, or "layers", those of all layers: positions are
+    then stored once for them. None: each may keep others.
+    """
+    return None
+
   # Whether it looks at the mean and the covariance of all queries.
   moments: ClassVar[bool] = False
   # Whether all tokens stay, and queries read some pages of them.
@@ -141,6 +150,11 @@ class Policy:
   repeats: ClassVar[bool] = False
   # Whether it reads keys, values or queries, and not positions alone.
   reads: ClassVar[bool] = True
+
+  @property
+  def sums_prompts(self) -> bool:
+    """Whether a prompt's queries are summed up as they come, and not noted."""
+    return self.sums and self.queries is None
 
   @property
   def ranks(self) -> bool:

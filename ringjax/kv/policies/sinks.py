@@ -31,6 +31,11 @@ class Sinks(Policy):
     super().__post_init__()
     integer("sinks", self.sinks, least=0)
 
+  @property
+  def alike(self) -> str | None:
+    # A class that inherits may score otherwise.
+    return "layers" if type(self) is Sinks else None
+
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     pos = look.pos.astype(jnp.float32)
     return jnp.where(look.pos < self.sinks, jnp.float32(2**31), pos)

@@ -21,6 +21,11 @@ class Tova(Policy):
   """
 
   @property
+  def alike(self) -> str | None:
+    # A class that inherits may score otherwise.
+    return "heads" if type(self) is Tova else None
+
+  @property
   def queries(self) -> int | None:
     return 1
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import (
@@ -128,7 +128,8 @@ class WeighedView(_Wrapped):
     inner = self._keys.specs(batch, heads, tokens)
     return tree.with_leaves(self, stored=inner, scale=P())
 
-  def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
+  def cooled(self, visit: CacheVisit) -> CacheVisit:
+    """The visit whose scores are divided by the temperature."""
     one, cap = 1 / self.temperature, visit.scores.soft_cap
     scores = Scores(
       scale=visit.scores.scale * one,
@@ -137,9 +138,12 @@ class WeighedView(_Wrapped):
     slopes = visit.terms.slopes
     if slopes is not None:
       slopes = slopes * jnp.asarray(one, slopes.dtype)
-    cooler = dataclasses.replace(
+    return dataclasses.replace(
       visit, scores=scores, terms=visit.terms._replace(slopes=slopes)
     )
+
+  def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
+    cooler = self.cooled(visit)
     out, lse = finalize(cooler.combined(cooler.on_shard([self._keys])))
     scale = self.scale
     if visit.axis is not None:
@@ -193,14 +197,34 @@ class SelectedView(_Wrapped):
     return dataclasses.replace(self, by=by)
 
   def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
-    tops, mine = self._looked_at(visit)
     _, other = finalize(rest)
     if visit.scatter:
       assert visit.axis is not None
       other = collectives.gather(other, visit.axis, 3)
-    weight = jnp.exp(tops - jnp.logaddexp(mine, other)[:, None, ..., None])
-    chosen = self._chosen(jnp.sum(weight, -1), visit)
+    chosen = self.chosen(other, visit)
     return merge(rest, visit.combined(self._read(visit, chosen)))
+
+  def chosen(
+    self, other: Float[Array, "B K G T"], visit: CacheVisit
+  ) -> jax.Array:
+    """Which contexts are read, bool [B, P, K, G, T]; 1 where all have one.
+
+    Args:
+      other: log-sum-exp of the scores of the keys of other views.
+      visit: of the queries.
+    """
+    tops, mine = self._looked_at(visit)
+    weight = jnp.exp(tops - jnp.logaddexp(mine, other)[:, None, ..., None])
+    return self._chosen(jnp.sum(weight, -1), visit)
+
+  def slots_chosen(
+    self, chosen: Bool[Array, "B P _ _ _"]
+  ) -> Bool[Array, "B _ _ _ S"]:
+    """Which slots are of contexts that are read."""
+    each = self.shape[2] // self.owner.shape[1]
+    owner = jnp.repeat(self._owner(slice(None)), each, 1)
+    rows = jnp.arange(chosen.shape[0], dtype=jnp.int32)
+    return jnp.moveaxis(chosen[rows[:, None], owner], 1, -1)
 
   def _looked_at(self, visit: CacheVisit) -> tuple[jax.Array, jax.Array]:
     """The largest scores [B, P, K, G, T, 5] and the lse [B, K, G, T] of all."""

@@ -47,7 +47,9 @@ class PagedView(StoredView):
     k: [N, P, H], or uint8 [N, P, X] where a codec stores keys.
     v: the same of values; the same array as `k` where values are parts of
       keys.
-    pages: coordinates [N, P] of the slots; segment 0 is an empty one.
+    pos: positions of the slots, -1 of an empty one: int32 [N, P]; where heads
+      have the same tokens [B, 1, S], or [B, K, S], in the order of the table.
+    seg: segments of the slots, of the same shape; None: all have segment 1.
     table: int32 [B, K, M], the pages of each head, -1 behind the last. On a
       mesh they are counted on each device from 0, among those that it has.
     constants: of the layer's codecs, arrays [K, n] for keys and for values.
@@ -62,7 +64,8 @@ class PagedView(StoredView):
 
   k: Shaped[Array, "N P _"]
   v: Shaped[Array, "N P _"]
-  pages: Coords
+  pos: Int[Array, "*slots"]
+  seg: Int[Array, "*slots"] | None
   table: Int[Array, "B K M"]
   constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
   decoders: tuple[Decoder, Decoder] | None = None
@@ -73,12 +76,19 @@ class PagedView(StoredView):
   @property
   def at(self) -> Coords:
     """Coordinates [B K, S]."""
-    here = self.table >= 0
-    page = jnp.maximum(self.table, 0)
-    b, heads, many = self.table.shape
-    flat = lambda x: x.reshape(b * heads, many * x.shape[-1])
-    seg = jnp.where(here[..., None], self.pages.seg[page], 0)
-    return Coords(flat(self.pages.pos[page]), flat(seg))
+    pos = self._in_table(self.pos)
+    real = (self.table >= 0)[..., None] & (pos >= 0)
+    seg = jnp.int32(1) if self.seg is None else self._in_table(self.seg)
+    b, heads, _ = self.table.shape
+    flat = lambda x: x.reshape(b * heads, -1)
+    return Coords(flat(jnp.maximum(pos, 0)), flat(jnp.where(real, seg, 0)))
+
+  def _in_table(self, x: Int[Array, "*slots"]) -> Int[Array, "B K M P"]:
+    """Positions or segments, head by head."""
+    if x.ndim == 2:
+      return x[jnp.maximum(self.table, 0)]
+    by_page = x.reshape(*x.shape[:2], -1, self.k.shape[1])
+    return jnp.broadcast_to(by_page, (*self.table.shape, self.k.shape[1]))
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
@@ -89,11 +99,13 @@ class PagedView(StoredView):
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
   ) -> PagedView:
     pool: Any = P(self.axes or None)
+    slots: Any = pool if self.pos.ndim == 2 else P(batch, None, tokens)
     return tree.with_leaves(
       self,
       k=pool,
       v=pool,
-      pages=Coords(pool, pool),
+      pos=slots,
+      seg=None if self.seg is None else slots,
       table=P(batch, heads, tokens),
       constants=jax.tree.map(lambda _: P(heads), self.constants),
       bounds=None if self.bounds is None else pool,
@@ -160,8 +172,20 @@ class PagedView(StoredView):
     table = jnp.take_along_axis(self.table[:, :, None], which, 3)
     table = jnp.where(reads, table, -1).reshape(b, heads * count, n)
     each = lambda x: jnp.repeat(x, count, 0)
+
+    def of_slots(x: jax.Array | None) -> Any:
+      if x is None or x.ndim == 2:
+        return x
+      by_page = jnp.repeat(self._in_table(x), count, 1)
+      index = which.reshape(b, heads * count, n, 1)
+      return jnp.take_along_axis(by_page, index, 2).reshape(
+        b, heads * count, -1
+      )
+
     return dataclasses.replace(
       self,
+      pos=of_slots(self.pos),
+      seg=of_slots(self.seg),
       table=table,
       constants=jax.tree.map(each, self.constants),
       bounds=None,
@@ -171,7 +195,7 @@ class PagedView(StoredView):
 
 tree.register(
   PagedView,
-  ("k", "v", "pages", "table", "constants", "bounds"),
+  ("k", "v", "pos", "seg", "table", "constants", "bounds"),
   ("decoders", "axes", "most"),
 )
 

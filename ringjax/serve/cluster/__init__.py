@@ -57,6 +57,11 @@ from ringjax.serve.cluster.elastic_loop import (
   ElasticResult,
   GroupRunner,
 )
+from ringjax.serve.cluster.elastic_manager import (
+  ElasticManager,
+  LiveAnswer,
+  LiveCounts,
+)
 from ringjax.serve.cluster.elastic_runner import ElasticRunner
 from ringjax.serve.cluster.elastic_scheduler import (
   ClusterView,
@@ -70,6 +75,10 @@ from ringjax.serve.cluster.elastic_scheduler import (
   PrefillBatch,
 )
 from ringjax.serve.cluster.elastic_simulator import simulate_elastic
+from ringjax.serve.cluster.elastic_workers import (
+  ElasticAnswers,
+  ElasticWorkers,
+)
 from ringjax.serve.cluster.elastic_workloads import (
   ComparedSystem,
   GroupMachine,
@@ -171,7 +180,9 @@ __all__ = [
   "DistServeTimes",
   "DriftingRoles",
   "EarlyRejection",
+  "ElasticAnswers",
   "ElasticLoop",
+  "ElasticManager",
   "ElasticOptions",
   "ElasticPlan",
   "ElasticPolicy",
@@ -179,6 +190,7 @@ __all__ = [
   "ElasticResult",
   "ElasticRunner",
   "ElasticScheduler",
+  "ElasticWorkers",
   "Emptied",
   "FastestDecode",
   "FixedGroups",
@@ -193,6 +205,8 @@ __all__ = [
   "InstanceTimes",
   "InstanceView",
   "Limits",
+  "LiveAnswer",
+  "LiveCounts",
   "LoadControl",
   "LoadPoint",
   "LocalConductor",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.ops.attention.apart import SelectedView, WeighedView
-from ringjax.ops.attention.cached import ShardedDecode
+from ringjax.ops.attention.cached import CacheVisit, ShardedDecode
 from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.attention.view_statistics import view_statistics
 from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords
 from tests.helpers import make_mesh
@@ -170,6 +173,75 @@ def compare_selection(by, shards, sharded):
   s[0] = np.where(np.moveaxis(stays, 1, -1), s[0], -np.inf)
   want = weighed(s, [v[0] for _, v in arrays])
   np.testing.assert_allclose(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+  "way",
+  [
+    "call",
+    "cooled",
+    *(
+      pytest.param(x, marks=pytest.mark.long)
+      for x in ("query", "token", "head", "plain")
+    ),
+  ],
+)
+def test_statistics_of_what_is_read(way):
+  """Entropy of the very weights by which values are summed."""
+  q, q_at, arrays, ats, owner = problem(16, 6, seed=2)
+  s = [
+    scores(q, q_at, k[0], at) for (k, _), at in zip(arrays, ats, strict=True)
+  ]
+  wrap = lambda view: view
+  if way == "cooled":
+    wrap = lambda view: WeighedView(view, jnp.float32(0.6), 0.7)
+    cool = s[0] / 0.7
+    s[0] = cool + (0.6 - 1) * np.log(np.exp(cool).sum(-1, keepdims=True))
+  elif way != "plain":
+    wrap = lambda view: SelectedView(view, jnp.asarray(owner), 8, 2, way)
+    both = np.concatenate(s, -1)
+    p = np.exp(both - both.max(-1, keepdims=True))
+    p = p / p.sum(-1, keepdims=True)
+    kept = chosen(p[..., : s[0].shape[-1]], owner, 2, way)
+    of_slot = np.repeat(owner, TILE, 1)
+    stays = np.stack([kept[b][of_slot[b]] for b in range(B)])
+    s[0] = np.where(np.moveaxis(stays, 1, -1), s[0], -np.inf)
+  sinks = np.random.default_rng(1).normal(size=(K, G)).astype(np.float32)
+  logits = np.concatenate(
+    [*s, np.broadcast_to(sinks[None, :, :, None, None], (*q.shape[:4], 1))], -1
+  )
+  p = np.exp(logits - logits.max(-1, keepdims=True))
+  p = p / p.sum(-1, keepdims=True)
+  want = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1)
+  low = np.concatenate([at[0] < 20 for at in ats], -1)
+  mass = np.where(low[:, None, None, None], p[..., :-1], 0).sum(-1)
+  coords = lambda pos, seg: Coords(*(jnp.asarray(x, jnp.int32)
+                                     for x in (pos, seg)))  # fmt: skip
+  views = [
+    ContiguousView(jnp.asarray(k), jnp.asarray(v), coords(*at), jnp.int32(0))
+    for (k, v), at in zip(arrays, ats, strict=True)
+  ]
+  visit = CacheVisit(
+    q=jnp.asarray(q),
+    at=coords(q_at, np.ones_like(q_at)),
+    terms=Terms(),
+    mask=Causal(),
+    scores=Scores(scale=H**-0.5),
+    local=None,
+    decoder=None,
+    few=0,
+  )
+  found = jax.jit(
+    lambda visit_q, views: view_statistics(
+      dataclasses.replace(visit, q=visit_q),
+      [wrap(views[0]), views[1]],
+      jnp.asarray(sinks),
+      20,
+    )
+  )(visit.q, views)
+  flat = lambda x: np.moveaxis(x, 3, 1).reshape(B, q.shape[3], -1)
+  np.testing.assert_allclose(found.entropy, flat(want), atol=2e-5)
+  np.testing.assert_allclose(found.kept_mass, flat(mass), atol=2e-5)
 
 
 @pytest.mark.parametrize("few", [16, 1])

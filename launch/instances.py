@@ -1,0 +1,192 @@
+"""Answers prompts with processes whose groups change (LoongServe).
+
+  python -m launch.instances --model=DIR --workers=4 --slots=2048 FILE
+      Each line of the files is a prompt. Four processes of this machine have
+      the model and room for 2048 tokens each: long prompts are read by many of
+      them and answered by fewer, which have kept the keys meanwhile.
+  python -m launch.instances --workers=4 --slots=512 --reserve=16 FILE
+      Answers get slots as they grow: processes join.
+  python -m launch.instances --workers=3 --check --leave=0 --kill=1 FILE
+      Once all prompts are read process 0 leaves, its keys are moved first, and
+      process 1 is killed. The answers are compared with those of one device.
+
+A record of JSON on stdout: answers, which group read and answered what and
+when, tokens kept and moved, bytes between processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import numpy as np
+from absl import flags
+
+import ringjax as rj
+from launch import common, console
+from launch.beside import prompt_lines
+from launch.flag_helpers import FlagHelper
+from ringjax.data import Tokenizer
+from ringjax.errors import OptionError
+from ringjax.infer.elastic_worker import PATIENCE_S
+from ringjax.json_text import json_text
+from ringjax.models import tiny
+from ringjax.serve.cluster import ElasticAnswers, ElasticWorkers
+
+NAME = "instances"
+_MEMORY = "start fewer processes, with --workers, or give them fewer --slots"
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  new = FlagHelper(values)
+  new.checkpoint()
+  new.whole("workers", 4, "Processes, each with the model.")
+  new.whole("slots", 1024, "Tokens that each process has room for.")
+  new.whole("max_new_tokens", 32, "Longest answer.")
+  new.whole("steps", 4, "Tokens between two decisions.")
+  new.whole(
+    "wide_rows", 4, "Rows of a process, above which another joins its group."
+  )
+  new.whole(
+    "reserve", None, "Tokens of an answer that have slots when it begins, and "
+    "again when these are full; default: all.",
+  )  # fmt: skip
+  new.boolean(
+    "proactive", True, "Whether keys are kept while a prompt is read where "
+    "they are needed; else they are moved then.",
+  )  # fmt: skip
+  new.number(
+    "patience", PATIENCE_S, "Seconds for which a process may be silent.", 0.1
+  )
+  new.whole("leave", None, "Process that leaves once all is read.", least=0)
+  new.whole("kill", None, "Process that is killed once all is read.", least=0)
+  new.boolean(
+    "check", False, "Whether to compare with one device, in this process."
+  )
+  new.text(
+    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+  )
+
+
+def run(
+  values: flags.FlagValues,
+  words: Sequence[str],
+  *,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Does what the flags and `words`, files of prompts, say; the status."""
+  stdout = sys.stdout if stdout is None else stdout
+  screen = console.Screen(NAME, stderr)
+  doing = "starting"
+  try:
+    for name in ("leave", "kill"):
+      if values[name].value is not None and values[name].value >= (
+        values.workers
+      ):
+        raise OptionError(
+          f"--{name}", values[name].value, f"below {values.workers}",
+          "name one of the processes",
+        )  # fmt: skip
+    texts = [line for name in words for line in prompt_lines(name)]
+    if not texts:
+      raise OptionError("files", "no prompt", "a prompt in each line",
+                        "name a file that has some")  # fmt: skip
+    folder = tiny.path() if values.model is None else values.model
+    tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+    ids = [tokenizer.encode(text) for text in texts]
+    doing = "starting processes"
+    with ElasticWorkers.start(
+      folder,
+      values.workers,
+      slots=values.slots,
+      dtype=values.dtype,
+      strict=values.strict,
+      patience_s=values.patience,
+    ) as workers:
+      screen.say(f"{len(texts):,} prompts, {values.workers} processes")
+      doing = "answering"
+      stops = [i for i in tokenizer.eos_ids if i < workers.vocab]
+      found = _served(values, workers, ids, stops)
+    record = _record(texts, tokenizer, found)
+    if values.check:
+      doing = "answering on one device"
+      model = rj.models.load(folder, dtype=values.dtype, strict=values.strict)
+      whole = rj.infer.generate(
+        model, ids, max_new_tokens=values.max_new_tokens, stop=tuple(stops)
+      )
+      record["equal"] = [
+        one.tokens == want.tolist()
+        for one, want in zip(found.answers, whole, strict=True)
+      ]
+  except KeyboardInterrupt:
+    screen.error(f"interrupted while {doing}")
+    return console.INTERRUPTED
+  except Exception as error:
+    return screen.failed(error, doing, _MEMORY)
+  print(json_text(record, indent=2), file=stdout, flush=True)
+  return 0 if all(record.get("equal", [True])) else 1
+
+
+def _served(
+  values: flags.FlagValues,
+  workers: ElasticWorkers,
+  ids: list[np.ndarray],
+  stops: list[int],
+) -> ElasticAnswers:
+  due = {"leave": values.leave, "kill": values.kill}
+
+  def watch(event: dict[str, Any]) -> None:
+    # All that waited has been taken by then, as far as there is room.
+    if event["event"] != "step":
+      return
+    leaves, killed = due.pop("leave", None), due.pop("kill", None)
+    if leaves is not None:
+      workers.leave(leaves)
+    if killed is not None:
+      workers.processes[killed].kill()
+
+  return workers.serve(
+    ids,
+    values.max_new_tokens,
+    policy=workers.policy(steps=values.steps, wide_rows=values.wide_rows),
+    stop_ids=stops,
+    reserve=values.reserve,
+    proactive=values.proactive,
+    watch=watch,
+  )
+
+
+def _record(
+  texts: list[str], tokenizer: Tokenizer, found: ElasticAnswers
+) -> dict[str, Any]:
+  answers = [
+    {
+      "prompt": text if len(text) < 80 else f"{text[:76]} ...",
+      "prompt_tokens": one.prompt_tokens,
+      "answer": tokenizer.decode(one.tokens),
+      "tokens": one.tokens,
+      "reads": one.reads,
+      "error": one.error,
+    }
+    for text, one in zip(texts, found.answers, strict=True)
+  ]
+  return {
+    "answers": answers,
+    "groups": list(found.events),
+    **dataclasses.asdict(found.counts),
+    "bytes_sent": found.bytes_sent,
+    "seconds": found.seconds,
+  }
+
+
+def main(argv: Sequence[str]) -> int:
+  return run(flags.FLAGS, argv[1:], stdout=console.own_stdout())
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  common.launch(NAME, main)

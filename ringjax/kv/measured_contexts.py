@@ -1,0 +1,155 @@
+"""A cache behind contexts that leaves statistics of the attention to it.
+
+Guarantees: of each layer the statistics of a call's queries over contexts,
+prefix and question, as the call itself weighs and selects them; the call is
+that of the cache.
+Cost: the attention of the call once more, see `view_statistics`.
+Memory: three float32 numbers for each layer, head and query.
+
+On one device, of models without recurrent layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from ringjax import tree
+from ringjax.kv.cache import LayerCacheSpec, model_layers
+from ringjax.kv.context_cache import ContextCache, ContextLayer
+from ringjax.ops.attention.cached import CacheVisit
+from ringjax.ops.attention.scores import Terms
+from ringjax.ops.attention.statistics import AttentionStatistics
+from ringjax.ops.attention.view_statistics import view_statistics
+from ringjax.ops.softmax import wide_dtype
+from ringjax.typing import Index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredContexts(ContextCache):
+  """A `ContextCache` for one call.
+
+  Attributes:
+    found: for each kind of layer its statistics, [L, B, T, N].
+    sinks: for each kind of layer [L, N], or None.
+    before: keys at positions below it are those of the kept mass.
+  """
+
+  found: tuple[Any, ...]
+  sinks: tuple[Any, ...]
+  before: int
+
+  @classmethod
+  def of(
+    cls, cache: ContextCache, tokens: int, sinks: Sequence[Any], before: int
+  ) -> MeasuredContexts:
+    """For a call of `tokens` tokens; its arrays are copies.
+
+    Args:
+      cache: on one device, of layers that attend.
+      tokens: T.
+      sinks: see the attributes, as `before`.
+    """
+
+    def empty(shape: Any) -> AttentionStatistics:
+      assert isinstance(shape, LayerCacheSpec)
+      assert shape.reading is not None
+      heads = shape.heads * shape.reading.groups
+      zeros = jnp.zeros(
+        (shape.layers, cache.batch, tokens, heads), wide_dtype(cache.dtype)
+      )
+      return AttentionStatistics(zeros, zeros, zeros)
+
+    copied = jax.tree.map(jnp.copy, cache)
+    return cls(
+      open=copied.open,
+      kind=cache.kind,
+      limit=cache.limit,
+      contexts=copied.contexts,
+      weigh=copied.weigh,
+      found=tuple(map(empty, cache.shapes)),
+      sinks=tuple(sinks),
+      before=before,
+    )
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return tuple(zip(self.open.slots, self.found, strict=True))
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> MeasuredLayer:
+    stored, found = slots
+    inner = self.open.layer(kind, stored, index)
+    return MeasuredLayer(self, inner, kind, index, found)
+
+  def updated(self, slots: tuple[Any, ...]) -> MeasuredContexts:
+    stored, found = (tuple(x) for x in zip(*slots, strict=True))
+    return dataclasses.replace(
+      self, open=self.open.updated(stored), found=found
+    )
+
+  def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
+    """Statistics of each layer of the model; None of those without keys."""
+    found: dict[int, AttentionStatistics] = {}
+    for shape, many in zip(self.shapes, self.found, strict=True):
+      for n, which in enumerate(shape.which):
+        found[which] = jax.tree.map(lambda x, n=n: x[n], many)
+    return tuple(found.get(n) for n in range(model_layers(self.shapes)))
+
+
+tree.register(
+  MeasuredContexts,
+  ("open", "contexts", "weigh", "found", "sinks"),
+  ("kind", "limit", "before"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredLayer(ContextLayer):
+  """One layer's part of a `MeasuredContexts` during one call.
+
+  Attributes:
+    found: statistics of the layers of this kind.
+  """
+
+  found: Any
+
+  @property
+  def slots(self) -> Any:
+    return self.inner.slots, self.found
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> MeasuredLayer:
+    del plain
+    cache: Any = self.cache
+    views, at = self.views(), self.inner.fresh.at
+    reading, sinks = cache.shapes[self.kind].reading, cache.sinks[self.kind]
+    q = rotated()
+    b, t, n, h = q.shape
+    heads = views[0].shape[1]
+    by_head = lambda x: jnp.asarray(x, jnp.float32).reshape(heads, -1)
+    visit = CacheVisit(
+      q=jnp.transpose(q.reshape(b, t, heads, n // heads, h), (0, 2, 3, 1, 4)),
+      at=at,
+      terms=Terms(
+        slopes=None if reading.slopes is None else by_head(reading.slopes)
+      ),
+      mask=reading.mask,
+      scores=reading.scores,
+      local=None,
+      decoder=None,
+      few=0,
+    )
+    if sinks is not None:
+      sinks = by_head(lax.dynamic_index_in_dim(sinks, self.index, 0, False))
+    found = view_statistics(visit, views, sinks, cache.before)
+    put = lambda old, new: lax.dynamic_update_index_in_dim(
+      old, new.astype(old.dtype), self.index, 0
+    )
+    return dataclasses.replace(self, found=jax.tree.map(put, self.found, found))

@@ -1,0 +1,622 @@
+"""Elastic instances as processes: groups that change while they are served.
+
+`ElasticWorkers` starts processes that have the model and slots each, or finds
+them in threads, and carries the calls of an `ElasticManager` to them: prompts
+are read by rings of processes, fewer answer, others join, and some may leave or
+die meanwhile.
+
+Guarantees: tokens are those of `rj.infer.generate`, chosen greedily. When a
+process dies at any moment, or stands still for longer than `patience_s`, the
+requests whose keys it had are read again by others or end with an error that
+says so; text that is wrong is never returned. Links are authenticated, not
+encrypted, see `transfer.wire`.
+Cost: bytes between instances by kind, `ElasticAnswers.bytes_sent`; here nothing
+is computed, and a call takes a message to each member and one back.
+Memory: of each process the model and `slots` tokens of all layers.
+Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError, PeerError
+from ringjax.infer import inputs
+from ringjax.infer.attention_wire import send_arrays
+from ringjax.infer.elastic_instance import instance_programs
+from ringjax.infer.elastic_worker import (
+  PATIENCE_S,
+  TO_MANAGER,
+  ElasticWorker,
+  receive_idle,
+)
+from ringjax.json_text import json_text
+from ringjax.models.transformer import Transformer
+from ringjax.serve.cluster.elastic_manager import (
+  Abandon,
+  DropKeys,
+  ElasticManager,
+  LiveAction,
+  LiveAnswer,
+  LiveCall,
+  LiveCounts,
+  Release,
+)
+from ringjax.serve.cluster.elastic_scheduler import (
+  ElasticOptions,
+  ElasticPolicy,
+  ElasticScheduler,
+)
+from ringjax.serve.cluster.phase_times import QuadraticTimes
+from ringjax.transfer.wire import PullConnection
+
+# How long a process may take until it has loaded the model.
+_START_S = 300.0
+# Times by which groups are chosen where nothing was measured: a prompt is read
+# in proportion to its length, twice as fast by twice as many.
+_TOKEN_S, _STEP_S = 4e-3, 0.03
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticAnswers:
+  """What a cluster answered.
+
+  Attributes:
+    answers: of each prompt, in their order.
+    counts: what was decided.
+    events: decisions in their order, values for JSON with their time `at_s`.
+    bytes_sent: between instances, headers included: "ring", "query", "partial",
+      "moved".
+    seconds: of all.
+  """
+
+  answers: tuple[LiveAnswer, ...]
+  counts: LiveCounts
+  events: tuple[dict[str, Any], ...]
+  bytes_sent: dict[str, int]
+  seconds: float
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Member:
+  """A process, as the manager's side sees it."""
+
+  number: int
+  address: tuple[str, int]
+  link: PullConnection
+  process: subprocess.Popen[str] | None = None
+  server: ElasticWorker | None = None
+  vocab: int = 0
+  # When it was asked something that it has not answered.
+  asked_s: float | None = None
+
+
+class ElasticWorkers:
+  """Processes, each an elastic instance, and who tells them what to do.
+
+  Attributes:
+    slots: tokens that each has room for.
+    patience_s: how long one may be silent.
+  """
+
+  def __init__(self, *, slots: int, patience_s: int | float):
+    """None; see `start` and `in_threads`."""
+    self.slots = positive_int("slots", slots)
+    self.patience_s = number("patience_s", patience_s, above=0)
+    self._key = secrets.token_bytes(32)
+    self._members: dict[int, _Member] = {}
+    self._came: queue.Queue[tuple[str, int, Any]] = queue.Queue()
+    self._next, self._calls = 0, 0
+    self._more: Callable[[int], _Member] | None = None
+    self._busy = threading.Lock()
+
+  @classmethod
+  def start(
+    cls,
+    model: str | os.PathLike[str],
+    count: int,
+    *,
+    slots: int,
+    dtype: str | None = None,
+    strict: bool = True,
+    patience_s: int | float = PATIENCE_S,
+  ) -> ElasticWorkers:
+    """Processes of this machine, which end with this one.
+
+    Args:
+      model: a folder or a GGUF file.
+      count: how many.
+      slots: tokens that each has room for.
+      dtype: of the model; default: the folder's.
+      strict: as of `rj.models.load`.
+      patience_s: seconds for which one may be silent while it is asked.
+
+    Raises:
+      PeerError: one does not start.
+    """
+    positive_int("count", count)
+    self = cls(slots=slots, patience_s=patience_s)
+    told = {
+      "key": self._key.hex(),
+      "model": os.fspath(model),
+      "dtype": dtype,
+      "strict": strict,
+      "slots": slots,
+      "patience_s": patience_s,
+    }
+    self._more = lambda n: self._connected(n, process=_started(n, told))
+    with self._closing():
+      # All load at the same time.
+      made = [(n, _started(n, told)) for n in range(count)]
+      for n, process in made:
+        self._members[n] = self._connected(n, process=process)
+    self._next = count
+    return self
+
+  @classmethod
+  def in_threads(
+    cls,
+    model: Transformer,
+    count: int,
+    *,
+    slots: int,
+    patience_s: int | float = PATIENCE_S,
+  ) -> ElasticWorkers:
+    """Instances in threads of this process, to try things out."""
+    positive_int("count", count)
+    self = cls(slots=slots, patience_s=patience_s)
+    programs = instance_programs(model)
+
+    def more(n: int) -> _Member:
+      server = ElasticWorker(
+        model, n, slots, self._key, programs=programs, patience_s=patience_s
+      )
+      threading.Thread(target=server.serve, daemon=True).start()
+      return self._connected(n, server=server)
+
+    self._more = more
+    with self._closing():
+      for n in range(count):
+        self._members[n] = more(n)
+    self._next = count
+    return self
+
+  @contextlib.contextmanager
+  def _closing(self) -> Iterator[None]:
+    try:
+      yield
+    except BaseException:
+      self.close()
+      raise
+
+  def __enter__(self) -> ElasticWorkers:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  @property
+  def live(self) -> tuple[int, ...]:
+    """Numbers of the instances that are there."""
+    return tuple(self._members)
+
+  @property
+  def vocab(self) -> int:
+    """Of the instances' model.
+
+    Raises:
+      PeerError: no instance is left.
+    """
+    if not self._members:
+      raise PeerError("no instance is left")
+    return next(iter(self._members.values())).vocab
+
+  @property
+  def processes(self) -> dict[int, subprocess.Popen[str]]:
+    """Of the instances that are there and are processes."""
+    return {n: m.process for n, m in self._members.items() if m.process}
+
+  def join(self) -> int:
+    """Starts another instance, which takes part from now on: its number.
+
+    Raises:
+      PeerError: it does not start.
+    """
+    assert self._more is not None
+    instance, self._next = self._next, self._next + 1
+    self._came.put(("join", instance, self._more(instance)))
+    return instance
+
+  def leave(self, instance: int) -> None:
+    """Has an instance move its keys to others and end; while serving."""
+    self._came.put(("leave", instance, None))
+
+  def close(self) -> None:
+    """Ends all instances."""
+    for member in [*self._members.values()]:
+      self._end(member)
+    self._members.clear()
+
+  # -------------------------------------------------------------------------
+  # Serving
+  # -------------------------------------------------------------------------
+
+  def serve(
+    self,
+    prompts: Sequence[Any],
+    max_new_tokens: int | Sequence[int],
+    *,
+    policy: ElasticPolicy | None = None,
+    arrivals: Sequence[float] | None = None,
+    stop_ids: Sequence[int] = (),
+    reserve: int | None = None,
+    proactive: bool = True,
+    watch: Callable[[dict[str, Any]], object] | None = None,
+  ) -> ElasticAnswers:
+    """Answers prompts, greedily.
+
+    Args:
+      prompts: ids of each.
+      max_new_tokens: of each answer at most, one number or one for each.
+      policy: who reads and answers what; default: an `ElasticScheduler` for
+        which twice as many instances read twice as fast.
+      arrivals: seconds from now on at which each comes; default: all at once.
+      stop_ids: tokens that end an answer.
+      reserve: tokens of an answer that have slots when it begins, and again
+        when these are full: instances join as keys grow. Default: all.
+      proactive: whether keys stay during reading where they are needed later;
+        else they are moved when the prompt is read.
+      watch: gets each event as it happens; it may call `leave` and `join`.
+
+    Raises:
+      PromptError: an empty prompt, or ids that the model does not have.
+      PeerError: no instance is left.
+      OptionError: another call is being served; a policy of other slots; or
+        numbers that do not fit the prompts.
+    """
+    vocab = self.vocab
+    ids = [inputs.prompt(x, vocab) for x in prompts]
+    counts = _each("max_new_tokens", max_new_tokens, len(ids))
+    times = [0.0] * len(ids) if arrivals is None else [*arrivals]
+    if len(times) != len(ids):
+      raise OptionError(
+        "arrivals", len(times), f"{len(ids)}", "pass one for each prompt"
+      )
+    policy = self.policy() if policy is None else policy
+    if policy.options.slots != self.slots:
+      raise OptionError(
+        "policy",
+        f"{policy.options.slots:,} slots",
+        f"the {self.slots:,} that instances have",
+        f"pass ElasticOptions(slots={self.slots})",
+      )
+    events: list[dict[str, Any]] = []
+    begin_s = time.monotonic()
+    for member in self._members.values():
+      member.asked_s = None
+
+    def note(event: dict[str, Any]) -> None:
+      events.append({"at_s": round(time.monotonic() - begin_s, 3), **event})
+      if watch is not None:
+        watch(events[-1])
+
+    manager = ElasticManager(
+      policy,
+      self._members,
+      stop_ids=stop_ids,
+      reserve=reserve,
+      proactive=proactive,
+      first_call=self._calls,
+      note=note,
+    )
+    if not self._busy.acquire(blocking=False):
+      raise OptionError(
+        "workers", "some that serve another call, or failed in one",
+        "workers that are free", "wait for it, or start others",
+      )  # fmt: skip
+    sent: collections.Counter[str] = collections.Counter()
+    due = sorted(range(len(ids)), key=lambda n: (times[n], n))
+    while due or not manager.idle:
+      now = time.monotonic() - begin_s
+      while due and times[due[0]] <= now:
+        n = due.pop(0)
+        manager.submit(n, ids[n].size, counts[n], times[n])
+      for action in manager.decide(now):
+        self._do(action, manager, ids)
+      if manager.idle and not due:
+        break
+      self._hear(manager, sent, times[due[0]] - now if due else None)
+    self._busy.release()
+    return ElasticAnswers(
+      answers=tuple(manager.answers[n] for n in range(len(ids))),
+      counts=manager.counts,
+      events=tuple(events),
+      bytes_sent=dict(sent),
+      seconds=time.monotonic() - begin_s,
+    )
+
+  def policy(self, **options: Any) -> ElasticScheduler:
+    """A scheduler for these instances; `options` are of `ElasticOptions`."""
+    times = [
+      QuadraticTimes(prefill_token_s=_TOKEN_S / n, decode_fixed_s=_STEP_S)
+      for n in range(1, max(2, self._next + 1))
+    ]
+    return ElasticScheduler(times, ElasticOptions(slots=self.slots, **options))
+
+  def _do(
+    self, action: LiveAction, manager: ElasticManager, ids: list[np.ndarray]
+  ) -> None:
+    """Sends what is to be done to those who are to do it."""
+    if isinstance(action, LiveCall):
+      self._calls = max(self._calls, action.number + 1)
+      texts = {
+        row.request: np.concatenate(
+          [ids[row.request], manager.answers[row.request].tokens]
+        ).astype(np.int32)
+        for row in action.rows
+      }
+      fields, arrays = _message(action, texts)
+      fields["addresses"] = {
+        str(n): [*self._members[n].address]
+        for n in action.members
+        if n in self._members
+      }
+      for n in action.members:
+        self._tell(n, manager, action.kind, arrays, **fields)
+    elif isinstance(action, Abandon):
+      for n in action.members:
+        self._tell(n, manager, "abandon", call=action.call)
+    elif isinstance(action, DropKeys):
+      arrays = [np.array([x], np.int32) for x in (action.request, action.first)]
+      self._tell(action.instance, manager, "drop", arrays)
+    elif isinstance(action, Release) and action.instance in self._members:
+      self._end(self._members.pop(action.instance))
+
+  def _tell(
+    self,
+    instance: int,
+    manager: ElasticManager,
+    kind: str,
+    arrays: Sequence[np.ndarray] = (),
+    **fields: Any,
+  ) -> None:
+    member = self._members.get(instance)
+    if member is None:
+      return  # Lost by now: the manager knows, or is told next.
+    try:
+      send_arrays(member.link, kind, arrays, **fields)
+    except PeerError as error:
+      self._lose(instance, manager, str(error))
+
+  def _hear(
+    self,
+    manager: ElasticManager,
+    sent: collections.Counter[str],
+    wait_s: float | None,
+  ) -> None:
+    """Waits for news, and looks for instances that stand still."""
+    every_s = min(1.0, self.patience_s / 4)
+    wait_s = every_s if wait_s is None else min(every_s, max(0.0, wait_s))
+    with contextlib.suppress(queue.Empty):
+      news = [self._came.get(timeout=wait_s)]
+      while not self._came.empty():
+        news.append(self._came.get())
+      for kind, instance, what in news:
+        self._handle(kind, instance, what, manager, sent)
+    now = time.monotonic()
+    for n, member in [*self._members.items()]:
+      if member.asked_s is None:
+        member.asked_s = now
+        self._tell(n, manager, "ping")
+      elif now - member.asked_s > self.patience_s:
+        self._lose(n, manager, f"silent for {self.patience_s:g} s")
+
+  def _handle(
+    self,
+    kind: str,
+    instance: int,
+    what: Any,
+    manager: ElasticManager,
+    sent: collections.Counter[str],
+  ) -> None:
+    if kind == "join":
+      self._members[instance] = what
+      manager.join(instance)
+    elif kind == "leave":
+      manager.leave(instance)
+    elif kind == "gone":
+      self._lose(instance, manager, what)
+    elif kind in ("done", "failed") and instance in self._members:
+      fields = what.fields
+      sent.update(fields.get("bytes_sent", {}))
+      manager.answered(
+        fields["call"],
+        instance,
+        fields.get("tokens", ()),
+        fields.get("why", ""),
+      )
+
+  def _lose(self, instance: int, manager: ElasticManager, why: str) -> None:
+    member = self._members.pop(instance, None)
+    if member is not None:
+      # One that stands still must not go on later.
+      self._end(member)
+      manager.lost(instance, why)
+
+  # -------------------------------------------------------------------------
+  # Processes
+  # -------------------------------------------------------------------------
+
+  def _connected(
+    self,
+    instance: int,
+    *,
+    process: subprocess.Popen[str] | None = None,
+    server: ElasticWorker | None = None,
+  ) -> _Member:
+    """The connection to an instance that listens.
+
+    Raises:
+      PeerError: it does not.
+    """
+    if server is not None:
+      address, vocab = server.address, server.vocab
+    else:
+      assert process is not None
+      host, port, vocab = _first_line(instance, process)
+      address = host, port
+    name = f"instance {instance}"
+    try:
+      made = socket.create_connection(address, self.patience_s)
+      link = PullConnection(made, self.patience_s, name)
+      link.greet_publisher(self._key)
+      send_arrays(link, "manage")
+    except OSError as error:
+      raise PeerError(f"{name} does not listen: {error}", instance) from None
+    member = _Member(
+      number=instance,
+      address=address,
+      link=link,
+      process=process,
+      server=server,
+      vocab=vocab,
+    )
+    threading.Thread(
+      target=self._receive, args=(member,), name=f"ringjax {name}", daemon=True
+    ).start()
+    return member
+
+  def _receive(self, member: _Member) -> None:
+    why = "it closed its connection"
+    try:
+      while (heard := receive_idle(member.link, TO_MANAGER)) is not None:
+        member.asked_s = None
+        self._came.put((heard.kind, member.number, heard))
+    except PeerError as error:
+      why = str(error)
+    self._came.put(("gone", member.number, why))
+
+  def _end(self, member: _Member) -> None:
+    member.link.close()
+    if member.server is not None:
+      member.server.close()
+    if member.process is not None:
+      _kill(member.process)
+
+
+def _message(
+  call: LiveCall, texts: dict[int, np.ndarray]
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+  """The fields and arrays of a call's message, as `elastic_worker` has them."""
+  int32 = lambda x: np.asarray(x, np.int32)
+  fields: dict[str, Any] = {"call": call.number, "group": [*call.members]}
+  if call.kind == "move":
+    fields["source"] = call.members[0]
+    return fields, [int32(column) for column in zip(*call.parts, strict=True)]
+  requests = int32([row.request for row in call.rows])
+  lengths = int32([row.tokens for row in call.rows])
+  if call.kind == "read":
+    tokens = np.concatenate([texts[row.request] for row in call.rows])
+    if call.striped:
+      owners = int32(call.members)[np.arange(tokens.size) % len(call.members)]
+    else:
+      pairs = [pair for row in call.rows for pair in row.kept]
+      owners = np.repeat(*map(int32, zip(*pairs, strict=True)))
+    return fields, [requests, lengths, tokens, int32(owners)]
+  fields["steps"] = call.steps
+  holds = [
+    [int(dict(row.kept).get(n, 0) > 0) for n in call.members]
+    for row in call.rows
+  ]
+  return fields, [
+    requests,
+    int32([row.master for row in call.rows]),
+    int32([texts[row.request][-1] for row in call.rows]),
+    lengths - 1,
+    int32(holds),
+  ]
+
+
+def _each(name: str, value: int | Sequence[int], count: int) -> list[int]:
+  if isinstance(value, Sequence):
+    if len(value) != count:
+      raise OptionError(
+        name, f"{len(value)} numbers", f"{count}", "pass one for each prompt"
+      )
+    return [positive_int(name, x) for x in value]
+  return [positive_int(name, value)] * count
+
+
+def _started(instance: int, told: dict[str, Any]) -> subprocess.Popen[str]:
+  """A process that loads the model."""
+  environ = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+  }
+  process = subprocess.Popen(
+    [sys.executable, "-m", "ringjax.infer.elastic_worker"],
+    env=environ,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdin is not None
+  process.stdin.write(json_text({**told, "number": instance}) + "\n")
+  process.stdin.flush()
+  return process
+
+
+def _first_line(
+  instance: int, process: subprocess.Popen[str]
+) -> tuple[str, int, int]:
+  """Where a process listens, and the vocabulary of its model.
+
+  Raises:
+    PeerError: it ended, or says nothing.
+  """
+  lines: list[str] = []
+
+  def read() -> None:
+    assert process.stdout is not None
+    lines.append(process.stdout.readline())
+
+  reader = threading.Thread(target=read, daemon=True)
+  reader.start()
+  reader.join(_START_S)
+  try:
+    host, port, vocab = json.loads(lines[0])
+  except (IndexError, ValueError):
+    code = process.poll()
+    _kill(process)
+    raise PeerError(
+      f"instance {instance} did not start: "
+      + ("it says nothing" if code is None else f"it ended with {code}"),
+      instance,
+    ) from None
+  return host, port, vocab
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+  # First: a thread that reads its pipe holds the pipe's lock.
+  process.kill()
+  for pipe in (process.stdin, process.stdout):
+    if pipe is not None:
+      with contextlib.suppress(OSError):
+        pipe.close()
+  process.wait()
