@@ -46,13 +46,14 @@ def measured(asked: argparse.Namespace, placement: str) -> dict[str, Any]:
     rj.infer.generate(model, ids[:count], max_new_tokens=2)
     read = model.placement_report().bytes_read
     new = rj.infer.generate(model, ids[:count], stream=note, **options)
-    report = model.placement_report()
+    read = model.placement_report().bytes_read - read
     step = (times[-1] - times[0]) / (len(times) - 1)
     rows[count] = {
       "tokens_per_s": count / step,
-      "read_per_step": (report.bytes_read - read) / asked.new,
+      "read_per_step": read / asked.new,
       "tokens": np.asarray(new.tokens).tolist(),
     }
+  report = model.placement_report()
   return {
     "weights": {
       "device": report.device_bytes,

@@ -38,8 +38,8 @@ def program_bytes(config: Mapping[str, Any], tokens: int, devices: int) -> int:
   ids = jax.ShapeDtypeStruct(
     (1, tokens), jnp.int32, sharding=NamedSharding(mesh, P(None, "seq"))
   )
-  program = jax.jit(read).lower(model, ids).compile()
-  return int(program.memory_analysis().temp_size_in_bytes)
+  needs: Any = jax.jit(read).lower(model, ids).compile().memory_analysis()
+  return int(needs.temp_size_in_bytes)
 
 
 def main() -> None:

@@ -205,7 +205,9 @@ _DRAFT = Step(
   "--config.save_every=50",
   "runs/longspec/draft",
 )
-_BY_DRAFT = "--speculate=longspec:model=runs/longspec/draft,count=4 "
+_BY_DRAFT = (
+  "--speculate=longspec:model=runs/longspec/draft,count=4,adapt=false "
+)
 BITS = Run(
   f"python -m launch.evaluate caches {_SMOL} --lengths=1024 --rows=1 "
   "--devices=1 --cache=dense --cache=int8 --cache=int4 --cache=int2 "
@@ -264,7 +266,7 @@ _LINKED = Run(
 )
 _INTEGERS = Run(
   "python -m benchmarks.integer_products --ranges=runs/smollm2-ranges "
-  "--tokens=512 --rows=2",
+  "--tokens=512 --rows=1",
   ways,
   (_RANGES,),
 )
