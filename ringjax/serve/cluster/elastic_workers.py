@@ -448,7 +448,7 @@ class ElasticWorkers:
       manager.answered(
         fields["call"],
         instance,
-        fields.get("tokens", ()),
+        [(n, tokens) for n, tokens in fields.get("tokens", ())],
         fields.get("why", ""),
       )
 
