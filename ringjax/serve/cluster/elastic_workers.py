@@ -67,7 +67,7 @@ from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.transfer.wire import PullConnection
 
 # How long a process may take until it has loaded the model.
-_START_S = 300.0
+_START_S = 600.0
 # Times by which groups are chosen where nothing was measured: a prompt is read
 # in proportion to its length, twice as fast by twice as many.
 _TOKEN_S, _STEP_S = 4e-3, 0.03
@@ -448,7 +448,7 @@ class ElasticWorkers:
       manager.answered(
         fields["call"],
         instance,
-        fields.get("tokens", ()),
+        [(n, tokens) for n, tokens in fields.get("tokens", ())],
         fields.get("why", ""),
       )
 
