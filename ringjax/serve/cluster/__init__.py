@@ -140,6 +140,7 @@ from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
 from ringjax.serve.cluster.routing import (
   ChosenReader,
   InstanceView,
+  PrefixCopy,
   Rejected,
   Route,
   RoutedRequest,
@@ -201,6 +202,7 @@ __all__ = [
   "PlacementSearch",
   "PredictiveRejection",
   "PrefillBatch",
+  "PrefixCopy",
   "QuadraticTimes",
   "QueuedPrompts",
   "RandomRoute",
