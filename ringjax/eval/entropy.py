@@ -29,7 +29,7 @@ from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.contexts.behind_contexts import context_session
-from ringjax.infer.contexts.combine import Parallel, combine_of
+from ringjax.infer.contexts.combine import Combine, Parallel, combine_of
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.kv.context_cache import ContextCache
 from ringjax.kv.measured_contexts import MeasuredContexts
@@ -184,8 +184,8 @@ def context_statistics(
       "one shard, on which all scores of a query are",
       "make the session without a sequence axis",
     )
-  most = [x.reading.most for x in model.kinds if x.reading is not None]
-  if any(n is not None for n in most):
+  readings = [getattr(kind, "reading", None) for kind in model.kinds]
+  if any(x is not None and x.most is not None for x in readings):
     raise OptionError(
       "session",
       "one of layers that read only the keys that an index chooses",
@@ -354,7 +354,7 @@ def split_entropy(
   query: int,
   prefix: TokenIds,
   rows: int,
-  combine: Parallel | str = "parallel",
+  combine: Combine | str = "parallel",
   mesh: Mesh | None = None,
   axis: str | None = None,
   on_read: Callable[[int], Any] = lambda done: None,

@@ -117,7 +117,7 @@ class MeasuredLayer(ContextLayer):
     found: statistics of the layers of this kind.
   """
 
-  found: Any
+  found: AttentionStatistics
 
   @property
   def slots(self) -> Any:

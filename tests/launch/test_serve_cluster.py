@@ -138,6 +138,7 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--device_pages=9"], "--join"),
     (["--role=router", f"--cluster_key={key}", "--device_pages=9"], "--join"),
     (["--policy=conductor"], "--role=router"),
+    (["--num_processes=2"], "launch.prefill --method=cpp"),
     (["--role=router", f"--cluster_key={key}", "--policy=best"], "conductor"),
     (["--chip=h100"], "--role=router"),
     (["--role=router", f"--cluster_key={key}", "--chip=h0"], "h0"),
@@ -259,6 +260,41 @@ def test_the_conductor_starts_without_a_file(tmp_path, folder):
     port = serves(router)
     until(lambda: len(cluster.ask(what="instances")) == 2)
     assert all_of(port, range(12)) == want
+
+
+@pytest.mark.long
+def test_a_hot_prefix_is_copied_between_processes(tmp_path, folder):
+  """While its reader is busy, over a link too slow for a request to wait."""
+  pytest.importorskip("uvicorn")
+  text = "def f(x):\n" + "".join(f"  x = x + {n}\n" for n in range(24))
+
+  def ask(n):
+    asked = {"prompt": f"{text}  y = {n}", "max_tokens": 4, "temperature": 0}
+    with post(port, asked | {"ignore_eos": True}) as link:
+      return read(link)["choices"][0]["text"]
+
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start(
+      "router",
+      "--policy=conductor:threshold=2,hot_s=0.000001",
+      "--bandwidth=1e4",
+    )
+    made = cluster.instances(router, {"a": ("both",), "b": ("both",)})
+    port = serves(router)
+    want = ask(0)
+    copied = lambda: metric(port, "ringjax_prefixes_copied_total")
+
+    def busy():
+      with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        [*pool.map(ask, range(1, 9))]
+      return copied()
+
+    until(busy, PATIENCE_S)
+    assert metric(port, "ringjax_copied_bytes_total") > 0
+    assert metric(port, "ringjax_requests_failed_total") == 0
+    # Either of them answers alone.
+    made["a"].kill()
+    assert ask(0) == want
 
 
 @pytest.mark.slow

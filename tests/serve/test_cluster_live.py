@@ -16,9 +16,11 @@ import pytest
 import ringjax as rj
 from ringjax import transfer
 from ringjax.data import Bytes
+from ringjax.errors import InputTypeError
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.serve.cluster import block_keys, short_key
 from ringjax.serve.cluster.request_fields import request_fields, request_of
+from ringjax.serve.cluster.worker import check_engine
 from ringjax.serve.traces import TraceRequest, first_prefixes
 from ringjax.transfer.wire import PullConnection, as_json
 from tests.helpers import SMALL, refused, swept, until
@@ -718,6 +720,101 @@ def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
       live.kill(names[lost])
       assert found(handle) == alone(third)
     assert counters.failed == 0 and counters.lost == 1
+
+
+def test_what_is_no_engine_is_no_instance():
+  """A pipeline of stages, which has no pages that others could pull."""
+  pipeline = object.__new__(rj.infer.ChunkPipeline)
+  refused(
+    InputTypeError, lambda: check_engine(pipeline), "ChunkPipeline", "stages"
+  )
+
+
+class Copying(cluster.ShortestQueue):
+  """Reads where the prefix is, and lets the other one get it as well."""
+
+  def route(self, request, instances, now_s):
+    able = sorted(x.name for x in instances if x.prefills)
+    have = {name: request.cached_tokens(name) for name in able}
+    owner, other = sorted(able, key=lambda name: -have[name])[:2]
+    route = cluster.Route(prefill=owner, decode=None)
+    if have[other] or not have[owner]:
+      return route
+    copy = cluster.PrefixCopy(source=owner, target=other, tokens=have[owner])
+    return dataclasses.replace(route, copy=copy)
+
+
+@pytest.mark.long
+def test_a_hot_prefix_is_copied_to_another_instance(model, alone):
+  rng = np.random.default_rng(9)
+  common = rng.integers(0, 256, 67).astype(np.int32)
+  ask = lambda n: Request(
+    prompt=np.append(common, rng.integers(0, 256, n).astype(np.int32)),
+    max_new_tokens=9,
+  )
+  with Live(model, "prefill", "prefill", "decode", policy=Copying()) as live:
+    first, second, third = ask(20), ask(31), ask(5)
+    assert found(live.submit(first)) == alone(first)
+    keys = [cluster.short_key(x) for x in cluster.block_keys(common, 16)]
+    has = lambda name: live.router.blocks.match(keys).get(name, 0) == 4
+    names = ["prefill0", "prefill1"]
+    until(lambda: any(map(has, names)))
+    owner = next(n for n, name in enumerate(names) if has(name))
+    other = live.engines[1 - owner].counters
+    assert not other.prompt_tokens
+    assert found(live.submit(second)) == alone(second)
+    # Of the copy it computes the token behind it alone.
+    until(lambda: has(names[1 - owner]))
+    counters = live.router.counters
+    assert counters.copied == 1 and counters.copied_bytes > 0
+    assert live.figure("prefixes_copied_total") == 1
+    assert other.prompt_tokens == 1
+    # Its first owner is lost: nothing of the prefix is computed again.
+    live.kill(names[owner])
+    until(lambda: counters.lost == 1)
+    live.router._policy = cluster.ShortestQueue()
+    assert found(live.submit(third)) == alone(third)
+    assert other.prompt_tokens == 1 + 67 + 5 - 64
+    assert counters.copied == 1 and counters.failed == 0
+    assert not live.router._copies
+
+
+@pytest.mark.parametrize("how", ["gone", "evicted", "lost", "target"])
+def test_a_copy_that_does_not_come_costs_no_request(how):
+  with Live(None, policy=Copying()) as live:
+    a, b = (Scripted(live, name, "prefill") for name in "ab")
+    c = Scripted(live, "c", "decode")
+    keys = [short_key(x) for x in block_keys(np.full(60, 7, np.int32), 16)]
+    told = dict(t="blocks", epoch=1, number=0, kind="all", keys=keys)
+    a.wire.tell_object(told)
+    until(lambda: live.router.blocks.match(keys).get("a") == 3)
+    handle = live.submit(Request(prompt=[7] * 60, max_new_tokens=1))
+    offer, reading = a.hear("offer")["id"], a.hear("read")["id"]
+    if how == "gone":
+      b.close()
+    else:
+      a.tell(
+        "read",
+        id=offer,
+        ticket=None if how == "evicted" else "a ticket",
+        cached=48,
+      )
+    if how in ("lost", "target"):
+      task = b.hear("read")
+      assert task["tickets"] == ["a ticket"]
+      assert request_of(task["request"], None).prompt.size == 49
+      if how == "lost":
+        b.tell("pulled", id=task["id"], nbytes=0)
+        assert b.hear("cancel")["id"] == task["id"]
+      else:
+        b.close()
+    assert a.hear("cancel")["id"] == offer
+    a.tell("read", id=reading, ticket=None, cached=48)
+    c.answer(c.hear("answer")["id"], cached=48)
+    assert handle.result().finish
+    until(lambda: not live.router._copies)
+    counters = live.router.counters
+    assert counters.copied == counters.copied_bytes == counters.failed == 0
 
 
 def test_a_router_says_what_a_card_has_to_send(model, alone):

@@ -15,6 +15,7 @@ from ringjax.serve.cluster import (
   EarlyRejection,
   InstanceView,
   PredictiveRejection,
+  PrefixCopy,
   QuadraticTimes,
   Rejected,
   Route,
@@ -351,6 +352,65 @@ def test_prediction_calms_the_load_of_decoding(seed, decoders):
   assert wasted["late"] > 100 and wasted["early"] == wasted["ahead"] == 0
   reasons = {one.rejected.split(":")[0] for one in found["ahead"][2].served}
   assert reasons == {"", "PredictiveRejection"}
+
+
+def test_a_hot_prefix_is_copied():
+  """To the shortest queue that lacks it, while its reader's is long."""
+  slow = RoutingCosts(
+    times=TIMES, kv_token_bytes=1000, link=Link(bandwidth=1e6)
+  )
+  policy = routing_policy("conductor:threshold=2,hot_s=0.2", slow)
+  queues = {"a": 0.3, "b": 0.1, "c": 0.05}
+  views = lambda **more: [
+    InstanceView(name=name, role="prefill", queued_s=queued)
+    for name, queued in (queues | more).items()
+  ]
+  some = dict(a=6000)
+  # A fetch takes 6 s: it is read where the prefix is.
+  got = policy.route(asked(7000, some), views(), 0)
+  assert (got.prefill, got.fetch_from) == ("a", None)
+  assert got.copy == PrefixCopy(source="a", target="c", tokens=6000)
+  # Who has more than half of it needs none; nor does a short queue.
+  got = policy.route(asked(7000, some | dict(c=3001)), views(), 0)
+  assert got.copy.target == "b"
+  assert policy.route(asked(7000, some), views(a=0.19), 0).copy is None
+  every = dict(a=6000, b=3500, c=3500)
+  assert policy.route(asked(7000, every), views(), 0).copy is None
+  # Where queues are longer still nothing is gained.
+  assert policy.route(asked(7000, some), views(b=0.4, c=0.5), 0).copy is None
+  # Who fetches has a copy anyway.
+  fast = routing_policy("conductor:threshold=2,hot_s=0.2", COSTS)
+  got = fast.route(asked(7000, some), views(a=0.4), 0)
+  assert got.fetch_from == "a" and got.copy is None
+  refused(
+    OptionError, lambda: routing_policy("conductor:hot_s=-1", COSTS), "hot_s"
+  )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("unchecked")
+def test_copies_shorten_the_queue_of_a_hot_prefix():
+  """Where fetches would be too slow for the request that waits for them."""
+  link = Link(bandwidth=5e6)
+  costs = RoutingCosts(times=TIMES, kv_token_bytes=1000, link=link)
+  hot = tuple(range(16))
+  trace = [
+    TraceRequest(
+      arrival=0.0 if n == 0 else 5.0 + 0.05 * n,
+      prompt_tokens=512 * 17,
+      new_tokens=2,
+      number=n,
+      blocks=(*hot, 100 + n),
+    )
+    for n in range(60)
+  ]
+  run = lambda text: cluster(
+    routing_policy(f"conductor:{text}", costs), readers=2, link=link
+  ).run(trace)
+  plain, copied = run("hot_s=inf"), run("hot_s=0.2")
+  busy = lambda result: [x.prefill for x in result.served if x.cached_tokens]
+  assert len(set(busy(copied))) == 2
+  assert mean_ttft(copied) < mean_ttft(plain)
 
 
 def test_a_fetch_waits_for_what_is_in_flight_on_the_same_card():

@@ -149,6 +149,7 @@ from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
 from ringjax.serve.cluster.routing import (
   ChosenReader,
   InstanceView,
+  PrefixCopy,
   Rejected,
   Route,
   RoutedRequest,
@@ -215,6 +216,7 @@ __all__ = [
   "PlacementSearch",
   "PredictiveRejection",
   "PrefillBatch",
+  "PrefixCopy",
   "QuadraticTimes",
   "QueuedPrompts",
   "RandomRoute",

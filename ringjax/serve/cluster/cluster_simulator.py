@@ -44,6 +44,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
@@ -62,6 +63,7 @@ from ringjax.serve.cluster.role_planner import (
 from ringjax.serve.cluster.routing import (
   ROLES,
   InstanceView,
+  PrefixCopy,
   Rejected,
   Route,
   RoutedRequest,
@@ -896,6 +898,8 @@ class _Run:
     self.trace = trace
     # Requests of the window under way, and those that roles are planned for.
     self.came: list[TraceRequest] = []
+    # Prefixes on their way for later requests: (target, last block).
+    self.copying: set[tuple[Any, ...]] = set()
     self.planned: TrafficSummary | None = None
 
   @property
@@ -1024,6 +1028,8 @@ class _Run:
       self._fetch(work, route, here)
     else:
       target.enqueue(work)
+    if route.copy is not None:
+      self._copy(work, route.copy, cached(route.copy.target))
 
   def _fetch(self, work: _RoutedWork, route: Route, here: int) -> None:
     target = work.prefill
@@ -1037,6 +1043,23 @@ class _Run:
       target.enqueue(work)
 
     self.send("fetch", work, source, target, route.fetch_tokens - here, come)
+
+  def _copy(self, work: _RoutedWork, copy: PrefixCopy, here: int) -> None:
+    """Moves a prefix for later requests, if it is not on its way already."""
+    count = copy.tokens // max(1, work.block)
+    blocks = work.blocks[:count]
+    key = (copy.target, *blocks[-1:])
+    if not blocks or key in self.copying:
+      return
+    source, target = (self._instance(n) for n in (copy.source, copy.target))
+    self.copying.add(key)
+
+    def come() -> None:
+      self.copying.discard(key)
+      target.prefixes.keep(blocks, work.block)
+
+    moved = max(0, copy.tokens - here)
+    self.send("copy", work, source, target, moved, come)
 
   def _set_decode(self, work: _RoutedWork, name: str) -> None:
     found = self._instance(name)

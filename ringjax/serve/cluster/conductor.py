@@ -14,7 +14,8 @@ also one for each prompt of its queue, at most 257 and those sent last.
            from the instance that has it (Mooncake's algorithm 1)
 
 An instance that fetches a prefix has it from then on, so that the blocks that
-are asked for most are soon on several instances: nothing else replicates.
+are asked for most are soon on several instances. With `hot_s` of the conductor
+another one pulls a prefix too while the instance that reads with it is busy.
 Ref: Qin et al. 2025, Mooncake (FAST), arXiv 2407.00079, sections 2 and 6.
 """
 
@@ -38,6 +39,7 @@ from ringjax.serve.cluster.phase_times import (
 from ringjax.serve.cluster.routing import (
   ChosenReader,
   InstanceView,
+  PrefixCopy,
   Rejected,
   Route,
   RoutedRequest,
@@ -289,6 +291,9 @@ class Conductor(FastestDecode):
     forced: fetch whenever the ratio is above the threshold.
     serial: predict that a fetch begins when the queue is read.
     early: reject at arrival what `decode_instance` would reject now.
+    hot_s: seconds of the queue of who reads, from which on another instance
+      gets a copy of the prefix, if that is `threshold` times longer than its
+      own: one for each request, to the shortest queue; inf for none.
   """
 
   threshold: int | float = 1.0
@@ -296,10 +301,13 @@ class Conductor(FastestDecode):
   forced: bool = False
   serial: bool = False
   early: bool = True
+  hot_s: int | float = math.inf
 
   def __post_init__(self) -> None:
     super().__post_init__()
     _limit("ttft_s", self.ttft_s)
+    if self.hot_s != math.inf:
+      number("hot_s", self.hot_s, least=0)
     if self.threshold != math.inf:
       number("threshold", self.threshold, least=1)
     for name in ("forced", "serial", "early"):
@@ -327,10 +335,7 @@ class Conductor(FastestDecode):
       ttft_s=queue + costs.prefill_s(view.name, tokens, here),
       prefix_tokens=here,
     )
-    # As a product, which holds without any prefix too; inf is never.
-    if longest <= here or (here and longest <= self.threshold * here):
-      return alone
-    if self.threshold == math.inf:
+    if not self._much_longer(longest, here):
       return alone
     # What is in flight on the same card goes first.
     moved = sending_s + costs.transfer_s(longest - here)
@@ -341,6 +346,38 @@ class Conductor(FastestDecode):
       fetch_tokens=longest - here,
     )
     return fetched if self.forced or fetched.ttft_s < alone.ttft_s else alone
+
+  def _much_longer(self, longest: int, here: int) -> bool:
+    """Whether a prefix is the threshold's times longer than what is there."""
+    # As a product, which holds without any prefix too; inf is never.
+    if longest <= here or self.threshold == math.inf:
+      return False
+    return not here or longest > self.threshold * here
+
+  def _copy(
+    self,
+    request: RoutedRequest,
+    reader: InstanceView,
+    able: Sequence[InstanceView],
+    longest: int,
+  ) -> PrefixCopy | None:
+    """Who is to get the prefix of a request that its reader has, or None."""
+    here = request.cached_tokens(reader.name)
+    if self.hot_s == math.inf or not here or here < longest:
+      return None
+    queue = {one.name: self.costs.queue_s(one) for one in able}
+    if queue[reader.name] < self.hot_s:
+      return None
+    lacking = [
+      one
+      for one in able
+      if queue[one.name] < queue[reader.name]
+      and self._much_longer(here, request.cached_tokens(one.name))
+    ]
+    if not lacking:
+      return None
+    target = min(lacking, key=lambda one: (queue[one.name], one.name))
+    return PrefixCopy(source=reader.name, target=target.name, tokens=here)
 
   def route(
     self,
@@ -379,7 +416,8 @@ class Conductor(FastestDecode):
       if isinstance(late, Rejected):
         return late
     if not best.fetch_tokens:
-      return _to(reader)
+      copy = self._copy(request, reader, able, longest)
+      return dataclasses.replace(_to(reader), copy=copy)
     return dataclasses.replace(
       _to(reader), fetch_from=owner.name, fetch_tokens=longest
     )

@@ -76,6 +76,7 @@ from ringjax.serve.cluster.routing import (
   MOST_QUEUED,
   ROLES,
   InstanceView,
+  PrefixCopy,
   Rejected,
   Route,
   RoutedRequest,
@@ -105,6 +106,9 @@ PATIENCE_S = 300.0
 # Seconds for a stranger to show the key and say what it wants.
 _GREETING_S = 5.0
 _LOOK_S = 0.1
+# Until an instance has told of the blocks that it was to get, and until it is
+# asked again for those that it did not.
+_COPIED_S = 5.0
 _MOST_LINKS = 512
 # Requests of a window whose prompts are kept until it ends.
 _MOST_CAME = 1024
@@ -251,6 +255,9 @@ class RouterCounters:
     moved_bytes: bytes of these pages.
     fetched: prefixes that were pulled before the rest of a prompt was read.
     fetched_bytes: bytes of these.
+    copied: prefixes that an instance pulled for later requests, while the one
+      that has them was busy.
+    copied_bytes: bytes of these.
     again: requests that began again elsewhere, each time.
     lost: instances that ended without leaving.
     roles: that were changed by the planner.
@@ -267,6 +274,8 @@ class RouterCounters:
   moved_bytes: int = 0
   fetched: int = 0
   fetched_bytes: int = 0
+  copied: int = 0
+  copied_bytes: int = 0
   again: int = 0
   lost: int = 0
   roles: int = 0
@@ -333,6 +342,32 @@ class RoutedState:
   cached: int | None = None
   totals: list[float] = dataclasses.field(default_factory=list)
   had: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class CopyTask:
+  """A prefix that an instance pulls for later requests.
+
+  Attributes:
+    source: who has it.
+    target: who gets it.
+    request: of the prefix and a token behind it, which the target reads: its
+      blocks are then those of any prompt that it has read.
+    prompt: int32 [n].
+    key: of the prefix's last block.
+    offer: the task's number at the source.
+    task: the same at the target; -1 until the source has published.
+    pulled: whether the target has the pages.
+  """
+
+  source: ClusterInstance
+  target: ClusterInstance
+  request: Request
+  prompt: np.ndarray
+  key: str
+  offer: int = -1
+  task: int = -1
+  pulled: bool = False
 
 
 class ClusterRouter:
@@ -413,6 +448,10 @@ class ClusterRouter:
     self._common: tuple[Any, ...] | None = None
     self._requests: dict[Handle, RoutedState] = {}
     self._tasks: dict[int, RoutedState] = {}
+    # By their numbers at the sources and at the targets.
+    self._copies: dict[int, CopyTask] = {}
+    # When copies ended, by (target, key of the last block).
+    self._copied: dict[tuple[str, str], float] = {}
     self.blocks = BlockIndex()
     # Requests of the window under way, and those that roles are planned for.
     self._came: collections.deque[RoutedState] = collections.deque()
@@ -602,6 +641,8 @@ class ClusterRouter:
           ("moved_bytes_total", "moved_bytes", "Bytes of pages that moved."),
           ("prefixes_fetched_total", "fetched", "Prefixes that were fetched."),
           ("fetched_bytes_total", "fetched_bytes", "Bytes of prefixes."),
+          ("prefixes_copied_total", "copied", "Hot prefixes that were copied."),
+          ("copied_bytes_total", "copied_bytes", "Bytes of copied prefixes."),
           ("new_tokens_total", "new_tokens", "Tokens of answers."),
           ("instances_lost_total", "lost", "Instances that were lost."),
           ("roles_changed_total", "roles", "Roles that the planner changed."),
@@ -909,6 +950,9 @@ class ClusterRouter:
       self._work.notify_all()
       self.blocks.forget(one.name)
       self.counters.lost += not one.leaving
+      for copy in {id(x): x for x in self._copies.values()}.values():
+        if one in (copy.source, copy.target):
+          self._end_copy(copy)
       for state in list(self._requests.values()):
         answers = state.stage == "answering"
         if state.source is one:
@@ -948,6 +992,10 @@ class ClusterRouter:
       if kind == "leave":
         one.leaving = True
         self._dispatch()
+        return
+      copy = self._copies.get(fields["id"])
+      if copy is not None:
+        self._hear_copy(copy, kind, fields)
         return
       state = self._tasks.get(fields["id"])
       if state is None:
@@ -991,6 +1039,9 @@ class ClusterRouter:
 
   def _expected(self, task: int) -> int:
     """Tokens of a task's prompt that who reads it was to find."""
+    copy = self._copies.get(task)
+    if copy is not None:
+      return copy.prompt.size - 1
     state = self._tasks.get(task)
     return 0 if state is None else state.expected
 
@@ -998,6 +1049,100 @@ class ClusterRouter:
     """A prefix was pulled, or could not be: 0 bytes."""
     self.counters.fetched += nbytes > 0
     self.counters.fetched_bytes += nbytes
+
+  # -------------------------------------------------------------------------
+  # Copies of prefixes
+  # -------------------------------------------------------------------------
+
+  def _begin_copy(self, state: RoutedState, wanted: PrefixCopy) -> None:
+    """Lets an instance pull a prefix of a request, if none is on its way."""
+    source, target = (
+      self._named(name) for name in (wanted.source, wanted.target)
+    )
+    keys, request = self._keys(state, source.page), state.handle.request
+    count = min(int(wanted.tokens) // source.page, len(keys))
+    if source is target or not count or not request.share:
+      return
+    size = count * source.page
+    wanted_by, now = (target.name, keys[count - 1]), self._clock()
+    ended = self._copied.get(wanted_by, -math.inf)
+    under_way = any(
+      (copy.target.name, copy.key) == wanted_by
+      for copy in self._copies.values()
+    )
+    room = target.view().free_tokens >= size + 2
+    if under_way or now - ended < _COPIED_S or not room:
+      return
+    # Any token stands behind the prefix, for the last one is computed.
+    prompt = np.append(state.prompt[:size], np.int32(0)).astype(np.int32)
+    copy = CopyTask(
+      source=source,
+      target=target,
+      request=Request(
+        prompt=prompt,
+        max_new_tokens=1,
+        salt=request.salt,
+        adapter=request.adapter,
+        priority=request.priority,
+      ),
+      prompt=prompt,
+      key=keys[count - 1],
+      offer=next(self._task_numbers),
+    )
+    self._copies[copy.offer] = copy
+    source.link.tell(
+      t="offer", id=copy.offer, request=request_fields(copy.request, prompt)
+    )
+
+  def _hear_copy(
+    self, copy: CopyTask, kind: str, fields: dict[str, Any]
+  ) -> None:
+    """One message of the source or the target of a copy."""
+    if kind == "read" and fields["id"] == copy.offer:
+      tickets = _some(fields["ticket"])
+      if not tickets or copy.target.leaving:
+        self._end_copy(copy)
+        return
+      target, size = copy.target, copy.prompt.size
+      copy.task = next(self._task_numbers)
+      self._copies[copy.task] = copy
+      target.sent += 1
+      queued = QueuedPrompts.of(size, size - 1)
+      target.since.append(SentTask(target.sent, queued, size, 1))
+      target.link.tell(
+        t="read",
+        id=copy.task,
+        request=request_fields(copy.request, copy.prompt),
+        tickets=tickets,
+        stream=0,
+        address=copy.source.address,
+      )
+    elif kind == "pulled":
+      nbytes = int(fields["nbytes"])
+      self.counters.copied += nbytes > 0
+      self.counters.copied_bytes += nbytes
+      copy.pulled = True
+      copy.source.link.tell(t="cancel", id=copy.offer)
+      if not nbytes:
+        # It would compute what nobody has asked for.
+        self._end_copy(copy)
+    elif kind in ("read", "lost", "failed"):
+      self._end_copy(copy)
+    else:
+      raise ValueError(f"a message {str(kind)[:40]!r}")
+
+  def _end_copy(self, copy: CopyTask) -> None:
+    """Nothing is wanted any more for a copy."""
+    now = self._clock()
+    self._copied = {
+      wanted: ended
+      for wanted, ended in self._copied.items()
+      if now - ended < _COPIED_S
+    }
+    self._copied[copy.target.name, copy.key] = now
+    for task, one in ((copy.offer, copy.source), (copy.task, copy.target)):
+      if self._copies.pop(task, None) is not None:
+        one.link.tell(t="cancel", id=task)
 
   # -------------------------------------------------------------------------
   # Where requests are
@@ -1033,6 +1178,9 @@ class ClusterRouter:
   def _sending(self) -> collections.Counter[str]:
     """Tokens whose pages others are to pull, by the name of who has them."""
     found = collections.Counter[str]()
+    for copy in {id(x): x for x in self._copies.values()}.values():
+      if not copy.pulled:
+        found[copy.source.name] += copy.prompt.size - 1
     for state in self._requests.values():
       if state.stage == "fetching" and state.source is not None:
         found[state.source.name] += state.fetch_tokens
@@ -1120,6 +1268,8 @@ class ClusterRouter:
       raise OptionError(
         "policy", f"the route {route}", "a Route, or Rejected", "return one"
       )
+    if route.copy is not None and state.attempts == 0:
+      self._begin_copy(state, route.copy)
     reader = self._named(route.prefill)
     decoder = None if route.decode is None else self._named(route.decode)
     source = None

@@ -99,6 +99,21 @@ class RoutedRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixCopy:
+  """A prefix of a prompt that an instance is to pull beside the request.
+
+  Attributes:
+    source: name of an instance that has it.
+    target: name of the one that gets it.
+    tokens: of the prompt, that the target then has.
+  """
+
+  source: str
+  target: str
+  tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
   """Where a request goes.
 
@@ -109,12 +124,14 @@ class Route:
     fetch_from: name of an instance from which the prefill instance first
       pulls the prefix that it lacks, or None.
     fetch_tokens: of the prompt, that it then has.
+    copy: a prefix that another instance is to get for later requests, or None.
   """
 
   prefill: str
   decode: str | None
   fetch_from: str | None = None
   fetch_tokens: int = 0
+  copy: PrefixCopy | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ import numpy as np
 
 from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import (
+  InputTypeError,
   OptionError,
   PeerError,
   PromptError,
@@ -91,6 +92,22 @@ _PUBLISHED = 4
 _PART = 128
 # How long to wait before joining again.
 _AGAIN_S = 0.5
+
+
+def check_engine(engine: object) -> None:
+  """Refuses what else reads prompts, such as a `ChunkPipeline`.
+
+  Raises:
+    InputTypeError: it is no engine.
+  """
+  if not isinstance(engine, Engine):
+    raise InputTypeError(
+      "engine",
+      type(engine).__name__,
+      "an rj.serve.Engine, which has all layers and their pages in one process",
+      "make one of the model; rj.infer.ChunkPipeline reads a prompt through "
+      "stages without a router",
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -224,6 +241,7 @@ class ClusterWorker:
     Raises:
       OptionError: an engine that can't move pages, or values out of range.
     """
+    check_engine(engine)
     if engine.store_link is None:
       raise OptionError(
         "engine",
