@@ -29,7 +29,7 @@ from ringjax.checks import positive_int
 from ringjax.errors import ConfigError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
-from ringjax.infer.layer_parts import LayerParts, Result
+from ringjax.infer.layer_subgraphs import LayerSubgraphs, Result
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
@@ -191,7 +191,7 @@ class _Reader:
       len(self.spans), len(self.layers), rule=rule, in_order=True
     )
     kinds = [
-      LayerParts(spec, block, model.config.embed)
+      LayerSubgraphs(spec, block, model.config.embed)
       for run, blocks in zip(model.stack.runs, model.stack.blocks, strict=True)
       for spec, block in zip(run.layers, blocks, strict=True)
     ]

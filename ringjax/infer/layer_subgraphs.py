@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Shaped
 
 from ringjax.errors import ConfigError
@@ -37,7 +38,7 @@ _WIDE = ("feedforward.gate", "feedforward.up")
 _NARROW = ("feedforward.down",)
 
 
-class LayerParts:
+class LayerSubgraphs:
   """The programs of the layers of a kind.
 
   Attributes:
@@ -48,7 +49,7 @@ class LayerParts:
     narrow: the one behind them.
   """
 
-  def __init__(self, spec: Layer, block: Any, embed: int):
+  def __init__(self, spec: Layer, block: nnx.Module, embed: int):
     """Prepares; nothing is compiled yet.
 
     Args:
@@ -78,7 +79,8 @@ class LayerParts:
     self._beside = {
       n for n in (*self.inputs, *_OUTPUT) if _has_rows(_at(block, n))
     }
-    self.wide, self.narrow = (), ()
+    self.wide: tuple[str, ...] = ()
+    self.narrow: tuple[str, ...] = ()
     if isinstance(spec.feedforward, Plain | Gated):
       maps = there((*_WIDE, *_NARROW))
       if any(_has_rows(_at(block, n)) for n in maps):
