@@ -23,6 +23,7 @@ from ringjax.errors import OptionError
 from ringjax.infer import METHODS, Sample, speculate
 from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.kv import KINDS, kind_text
+from ringjax.models.checkpoint import WEIGHTS
 from ringjax.models.coded_weights import BITS
 from ringjax.models.neurons import FILE as NEURONS
 from ringjax.models.transformer import Transformer
@@ -94,8 +95,9 @@ def define(
   flags.DEFINE_enum(
     "weights",
     None,
-    [f"int{bits}" for bits in BITS],
-    "Keeps the weights of linear maps as codes of 8 or 4 bits.",
+    [*(f"int{bits}" for bits in BITS), *WEIGHTS],
+    "Keeps the weights of linear maps as codes: rounded to 8 or 4 bits, or "
+    "stored: those of a GGUF file, with its numbers.",
     flag_values=values,
   )
   new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
@@ -159,6 +161,8 @@ def check(values: flags.FlagValues) -> None:
       for name in ("placement", "memory", "weights", "integer")),
     (values.integer is not None and values.weights is not None,
      "--integer with --weights", "one of them"),
+    (values.adapter is not None and values.weights in WEIGHTS,
+     "--adapter with --weights=stored", "one of them"),
     *((True, f"--{name} without --profile", "both")
       for name in machines.unused(values)),
     (costs and values.prefill != "auto",
@@ -204,7 +208,10 @@ def load(
     placement=policy or placement,
     memory=values.memory,
     beside=beside,
+    weights=values.weights if values.weights in WEIGHTS else None,
   )
+  if model.stored_types is not None:
+    say(f"weights: {model.stored_types}")
   if note is not None:
     say(note)
   if values.adapter is not None:
@@ -213,7 +220,7 @@ def load(
     model = _flash(model, values.flash, say)
   if values.integer is not None:
     model = integer_flags.model(model, values.integer)
-  if values.weights is not None:
+  if values.weights is not None and values.weights not in WEIGHTS:
     bits = int(values.weights.removeprefix("int"))
     model = rj.models.with_coded_weights(model, bits=bits)
   return model

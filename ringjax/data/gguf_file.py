@@ -165,6 +165,11 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
     status[file], said, of_file = _read(root, file)
     _check_split(file, said, number, len(files))
     metadata = metadata or said
+    for key in ("general.architecture", "split.tensors.count"):
+      if key in said and said[key] != metadata.get(key):
+        got = f"{key} {shown(said[key])}"
+        want = f"{shown(metadata.get(key))}, as in the first part"
+        fault(shown(file), got, want, "put parts of one model into a folder")
     for name, tensor in of_file.items():
       if name in tensors:
         fault(shown(file), f"tensor {shown(name)} once more", "it once")

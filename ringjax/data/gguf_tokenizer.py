@@ -38,6 +38,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
   if max(map(len, tokens), default=0) > _LONGEST:
     raise _error("tokens", "a longer one", f"{_LONGEST} characters at most")
   kinds = said.get("token_type") or [1] * len(tokens)
+  if not isinstance(kinds, list) or not all(type(x) is int for x in kinds):
+    raise _error("token_type", "no numbers", "a list of numbers")
   if len(kinds) != len(tokens):
     raise _error("token_type", f"{len(kinds)}", f"{len(tokens)}, one each")
   name = said.get("model")
@@ -66,10 +68,17 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
       raise _error(key, number, f"an id below {len(tokens)}")
     config[title] = tokens[number]
   adds = name == "llama" or (
-    said.get("pre") in ADDS_BOS and "bos_token" in config
+    said.get("pre") in (*ADDS_BOS,) and "bos_token" in config
   )
   config["add_bos_token"] = bool(said.get("add_bos_token", adds))
+  if type(said.get("add_bos_token", adds)) is not bool:
+    raise _error("add_bos_token", said["add_bos_token"], "true or false")
   if (template := metadata.get("tokenizer.chat_template")) is not None:
+    if type(template) is not str:
+      raise TokenizerError(
+        "tokenizer.chat_template", "no text", "a text",
+        "pass the tokenizer.json of the model's original folder",
+      )  # fmt: skip
     config["chat_template"] = template
   stops = [
     said[key]
@@ -99,7 +108,8 @@ def _error(key: str, got: object, want: str) -> TokenizerError:
 
 
 def _pairs(merges: object) -> list[list[str]]:
-  pairs = [x.split(" ") for x in merges] if isinstance(merges, list) else []
+  texts = isinstance(merges, list) and all(type(x) is str for x in merges)
+  pairs = [x.split(" ") for x in merges] if texts else []
   if not pairs or any(len(x) != 2 for x in pairs):
     raise _error("merges", "no pairs of tokens", "merges")
   return pairs
@@ -120,7 +130,7 @@ def _byte_level(
   said: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> dict[str, Any]:
   pre = said.get("pre", "gpt-2")
-  if pre not in SPLITS:
+  if not isinstance(pre, str) or pre not in SPLITS:
     raise _error("pre", pre, f"one of {', '.join(sorted(SPLITS))}")
   alphabet = set(BYTE_CHARS)
   vocab = {
@@ -159,7 +169,11 @@ def _sentencepiece(
     scores = [-float(i) for i in range(len(tokens))]
   if "merges" in said:
     merges = _pairs(said["merges"])
-  elif isinstance(scores, list) and len(scores) == len(tokens):
+  elif (
+    isinstance(scores, list)
+    and len(scores) == len(tokens)
+    and all(type(x) in (int, float) for x in scores)
+  ):
     merges = _merges(tokens, kinds, vocab, scores)
   else:
     raise _error("scores", "no scores", "one for each token, or merges")

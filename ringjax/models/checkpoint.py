@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from ringjax import fetched_models
-from ringjax.checks import FLOATS, float_dtype
+from ringjax.checks import FLOATS, float_dtype, one_of
 from ringjax.errors import (
   CheckpointMismatchError,
   MemoryEstimateError,
@@ -37,6 +37,7 @@ from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.contents import contents, read_source, text_config
 from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
+from ringjax.models.gguf.stored import stored_tensor, with_stored_codes
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -59,6 +60,8 @@ from ringjax.parallel.mesh import automatic, entering, with_shardings
 # A module, or of its shapes.
 M = TypeVar("M", bound=nnx.Module)
 
+# What weights may be kept as, beside floats.
+WEIGHTS = ("stored",)
 # The path of the parameter that a tied head is.
 EMBEDDING = "embed.weight"
 # Bytes of a float32, and which part of the free memory weights of them may have
@@ -211,6 +214,7 @@ def load(
   placement: WeightPlacement | str | None = None,
   memory: int | str | None = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
+  weights: str | None = None,
 ) -> Transformer:
   """Reads a Hugging Face folder, or a GGUF file, into sharded arrays.
 
@@ -251,6 +255,8 @@ def load(
       `rj.infer.CallMemory`; or any function of (model, mesh) that returns bytes
       by memory ("device", "host", "disk") and by what they are. Its part of
       the host's memory is looked at, too.
+    weights: "stored": linear maps of a GGUF file stay the codes that the file
+      has, whose numbers are the same as without; None: they become floats.
 
   Returns:
     The model.
@@ -264,10 +270,12 @@ def load(
     MemoryEstimateError: the weights do not fit, or not where `placement` says,
       or not beside the call; before any of them is read.
     OptionError: rules without a mesh; a placement that is none, or of a folder
-      with an encoder.
+      with an encoder; stored weights of what is no quantised GGUF file.
     MeshError: rules for an axis that the mesh does not have.
   """
   path = fetched_models.resolve(path)
+  if weights is not None:
+    one_of("weights", weights, WEIGHTS)
   mesh = _checked_mesh(mesh, rules)
   ranks = outcome.processes_of(mesh)
   streaming, streamed, in_host = None, [], set()
@@ -294,6 +302,16 @@ def load(
       whole=folder.config.get("model_type") in family.types,
       packed=packing(folder.config) is not None,
     )
+    if isinstance(folder, GgufFolder):
+      folder = folder.with_stored()
+      found = dataclasses.replace(found, folder=folder)
+    if weights is not None:
+      if not isinstance(folder, GgufFolder):
+        raise OptionError(
+          "weights", f"{weights!r}, of a folder of safetensors", "a GGUF file",
+          "leave it out, or take rj.models.with_coded_weights",
+        )  # fmt: skip
+      found, empty = with_stored_codes(found, empty)
     shardings = _by_path(parameters(empty), mesh, rules)
     if beside is not None:
       if memory is None:
@@ -312,17 +330,12 @@ def load(
   with outcome.failing_together(ranks):
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
-      if isinstance(folder, GgufFolder) and DISK in tiers:
-        raise OptionError(
-          "placement",
-          "layers on disk, of a GGUF file",
-          "layers on the devices or in the host's memory",
-          "make a folder of it first: python -m launch.convert",
-        )
       streaming = Streaming(empty, tiers, mesh, shardings)
       empty = streaming.empty
       pairs = [streaming.placed(t) for t in found.tensors]
       streamed = [t for tier, t in pairs if tier == DISK]
+      if isinstance(folder, GgufFolder):
+        streamed = [stored_tensor(folder, t) for t in streamed]
       in_host |= {t.name for tier, t in pairs if tier == IN_HOST}
       kept = [t for tier, t in pairs if tier != DISK]
       found = dataclasses.replace(found, tensors=kept)
@@ -450,7 +463,9 @@ def check_unpacked(
   dtype: DTypeLike,
 ) -> None:
   """Refuses codes and scales whose product is no finite number of a dtype."""
-  dtype = jnp.dtype(dtype)
+  # What stays codes is computed with in float32.
+  floats = jnp.issubdtype(dtype, jnp.floating)
+  dtype = jnp.dtype(dtype if floats else jnp.float32)
   if not _sound(tensor.form, dtype, x):
     raise CheckpointMismatchError(
       tensor.name,

@@ -163,6 +163,8 @@ class Transformer(nnx.Module):
     source: the config.json that said so, as text.
     origin: the folder that it was loaded from, and what `save` keeps of that.
     saved_dtype: the dtype that `save` writes; None: the one it has.
+    stored_types: Types of its file that stay codes, and those that became
+      floats; None: all are floats.
   """
 
   def __init__(
@@ -172,6 +174,7 @@ class Transformer(nnx.Module):
     self.source = "{}"
     self.origin = Origin()
     self.saved_dtype: str | None = None
+    self.stored_types: str | None = None
     self.embed = Embedding(
       rngs,
       config.vocab,

@@ -32,9 +32,18 @@ def stream_dtype(dtype: DTypeLike) -> np.dtype:
 def part_dtype(module: nnx.Module, stream: DTypeLike) -> np.dtype:
   """The dtype in which a part of a layer computes beside a residual stream.
 
-  It is the stream's, but float16 for a part with float16 weights.
+  It is the stream's, but float16 for a part with float16 weights; steps of
+  codes, which keep their dtype when a model is cast, are none of these.
   """
-  dtypes = {x.dtype for x in jax.tree.leaves(module)}
+  leaves = jax.tree.leaves(
+    module, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  weights = [
+    x.get_value() if isinstance(x, nnx.Variable) else x
+    for x in leaves
+    if not (isinstance(x, nnx.Variable) and x.get_metadata().get("wide"))
+  ]
+  dtypes = {x.dtype for x in weights}
   narrow = stream == jnp.float32 and np.dtype(np.float16) in dtypes
   return np.dtype(np.float16 if narrow else stream)
 

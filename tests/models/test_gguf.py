@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 import ringjax as rj
 from ringjax.data.gguf_file import open_gguf
+from ringjax.data.gguf_tokenizer import tokenizer_files
 
 _SIZES = dict(
   vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -20,6 +21,15 @@ _RMS = dict(rms_norm_eps=1e-5)
 _GEMMA = _RMS | dict(
   head_dim=16, query_pre_attn_scalar=16, sliding_window=8,
   hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
+)  # fmt: skip
+_GEMMA4 = _RMS | dict(
+  hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
+  rope_parameters=dict(
+    full_attention=dict(
+      rope_type="proportional", rope_theta=300.0, partial_rotary_factor=0.25,
+    ),
+    sliding_attention=dict(rope_type="default", rope_theta=50.0),
+  ),
 )  # fmt: skip
 # By GGUF's name: the config of a small model.
 CASES = {
@@ -37,6 +47,21 @@ CASES = {
   "gemma3": dict(
     model_type="gemma3_text", sliding_window_pattern=6,
     rope_local_base_freq=10_000.0, **_GEMMA,
+  ),
+  "gemma4": dict(
+    model_type="gemma4_text", num_hidden_layers=4, head_dim=8,
+    global_head_dim=16, sliding_window=8, num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_global_key_value_heads=1, attention_k_eq_v=True,
+    use_double_wide_mlp=True, hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=64, final_logit_softcapping=30.0, **_GEMMA4,
+  ),
+  "gemma4-mixture": dict(
+    model_type="gemma4_text", head_dim=8, global_head_dim=16,
+    sliding_window=8, num_kv_shared_layers=0,
+    layer_types=["sliding_attention", "full_attention"],
+    hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4,
+    top_k_experts=2, moe_intermediate_size=32, **_GEMMA4,
   ),
   "phi3": dict(model_type="phi3", pad_token_id=0, **_RMS),
   "starcoder2": dict(
@@ -101,19 +126,34 @@ _WITHOUT = {
            "max_position_embeddings", "intermediate_size", "hidden_size"),
 }  # fmt: skip
 _ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+# Cases of another name than the file's.
+_NAMED = {"mixtral": "llama", "gemma4-mixture": "gemma4"}
 
 
 def _writer(path, name, config):
   """A writer with the metadata of a config, as llama.cpp's converter has it."""
-  w = gguf.GGUFWriter(path, "llama" if name == "mixtral" else name)
+  w = gguf.GGUFWriter(path, _NAMED.get(name, name))
   w.add_context_length(config["max_position_embeddings"])
   w.add_block_count(config["num_hidden_layers"])
   w.add_embedding_length(config["hidden_size"])
-  w.add_feed_forward_length(config["intermediate_size"])
+  width, layers = config["intermediate_size"], config["num_hidden_layers"]
+  if config.get("use_double_wide_mlp"):
+    width = [width * (1 + (i >= layers - 2)) for i in range(layers)]
+  w.add_feed_forward_length(width)
   w.add_head_count(config["num_attention_heads"])
   kv_heads = config["num_key_value_heads"]
   if name == "lfm2":
     kv_heads = [kv_heads * (x != "conv") for x in config["layer_types"]]
+  if name.startswith("gemma4"):
+    slides = [x == "sliding_attention" for x in config["layer_types"]]
+    w.add_sliding_window_pattern(slides)
+    w.add_shared_kv_layers(config["num_kv_shared_layers"])
+    w.add_key_length_swa(config["head_dim"])
+    w.add_rope_freq_base_swa(50.0)
+    config = config | {"head_dim": config["global_head_dim"]}
+    config |= {"rope_theta": 300.0}
+    if (full := config.get("num_global_key_value_heads")) is not None:
+      kv_heads = [kv_heads if x else full for x in slides]
   w.add_head_count_kv(
     config["num_attention_heads"] if name == "bloom" else kv_heads
   )
@@ -141,6 +181,8 @@ def _writer(path, name, config):
     ),
     ("conv_L_cache", w.add_shortconv_l_cache),
     ("rotary_dim", w.add_rope_dimension_count),
+    ("top_k_experts", w.add_expert_used_count),
+    ("hidden_size_per_layer_input", w.add_embedding_length_per_layer_input),
     ("moe_intermediate_size", w.add_expert_feed_forward_length),
     ("attn_logit_softcapping", w.add_attn_logit_softcapping),
     ("final_logit_softcapping", w.add_final_logit_softcapping),
@@ -160,9 +202,11 @@ def _rows(x, groups, queries):
 def _tensors(name, config, tensors):
   """Tensors under gguf's own names, changed as llama.cpp's converter does."""
   names = gguf.get_tensor_name_map(
-    _ARCHS["llama" if name == "mixtral" else name], 2
+    _ARCHS[_NAMED.get(name, name)], config["num_hidden_layers"]
   )
   stacks = {}
+  if name.startswith("gemma4"):
+    yield "rope_freqs.weight", np.array([1, 1, *[1e30] * 6], np.float32)
   for key, x in sorted(tensors.items()):
     if name == "bloom":
       key = key.removeprefix("transformer.")
@@ -180,7 +224,7 @@ def _tensors(name, config, tensors):
         heads = config["num_attention_heads"]
         heads = heads if "q_proj" in key else config["num_key_value_heads"]
         x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-      if name.startswith("gemma") and key.endswith("norm.weight"):
+      if name in ("gemma2", "gemma3") and key.endswith("norm.weight"):
         x = x + 1
       if name == "nemotron" and "norm" in key and key.endswith("weight"):
         x = x + 1
@@ -192,6 +236,13 @@ def _tensors(name, config, tensors):
         x = x[:, 0]
       if key.endswith("e_score_correction_bias"):
         key = key.replace("_bias", ".bias")
+      if key.endswith((".router.scale", ".per_expert_scale")):
+        layer, router = key.split(".")[2], key.endswith(".router.scale")
+        part = "ffn_gate_inp" if router else "ffn_down_exps"
+        yield f"blk.{layer}.{part}.scale", x
+        continue
+      if name.startswith("gemma4") and not key.endswith(".weight"):
+        key += ".weight"
       if key.endswith("sinks"):
         key += ".weight"
       if name == "gpt-oss" and "experts." in key:
@@ -260,8 +311,9 @@ def _same(path, folder, atol=0.0):
 
 
 _LONG = (
-  "gemma2", "qwen3moe", "qwen3", "qwen2", "bloom", "mixtral", "gpt-oss", "lfm2",
-  "minimax-m2", "nemotron", "qwen2moe", "stablelm", "gpt2",
+  "gemma2", "gemma4", "gemma4-mixture", "qwen3moe", "qwen3", "qwen2", "bloom",
+  "mixtral", "gpt-oss", "lfm2", "minimax-m2", "nemotron", "qwen2moe",
+  "stablelm", "gpt2",
 )  # fmt: skip
 
 
@@ -339,6 +391,11 @@ def _pairs(*pairs):
   return b"".join(text(k) + struct.pack("<I", 8) + text(v) for k, v in pairs)
 
 
+def _number(key, x):
+  """The bytes of metadata of an uint32."""
+  return struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, x)
+
+
 def _info(name, sizes, kind, offset):
   head = struct.pack("<Q", len(name)) + name + struct.pack("<I", len(sizes))
   return head + struct.pack(f"<{len(sizes)}QIQ", *sizes, kind, offset)
@@ -353,7 +410,7 @@ def _file(infos=(), meta=b"", keys=0, data=b"", version=3, tensors=None):
 
 _HUGE = struct.pack("<Q", 1 << 60)
 BAD = {
-  "cut": (_file()[:10], "bytes"),
+  "short": (_file()[:10], "bytes"),
   "magic": (b"GGML" + _file()[4:], "begins with"),
   "version": (_file(version=1), "version 1"),
   "big endian": (_file(version=3 << 24), "big-endian"),
@@ -379,6 +436,18 @@ BAD = {
     "over",
   ),
   "type": (_file([_info(b"x", [8], 99, 0)], data=bytes(32)), "type 99"),
+  "no type": (_file([_info(b"x", [8], 5, 0)], data=bytes(32)), "type 5"),
+  "cut": (_file([_info(b"x", [8], 0, 0)], data=bytes(31)), "in a file of"),
+  "alignment of 0": (
+    _file(meta=_number(b"general.alignment", 0), keys=1), "multiple of 8",
+  ),
+  "alignment of text": (
+    _file(meta=_pairs((b"general.alignment", b"32")), keys=1), "multiple of 8",
+  ),
+  "type of a key": (
+    _file(meta=struct.pack("<Q", 1) + b"k" + struct.pack("<IQ", 13, 0), keys=1),
+    "type 13",
+  ),
   "block": (_file([_info(b"x", [8], 8, 0)], data=bytes(64)), "blocks of 32"),
 }  # fmt: skip
 
@@ -389,6 +458,53 @@ def test_a_bad_file_is_refused(tmp_path, fault):
   (tmp_path / "m.gguf").write_bytes(data)
   with pytest.raises(rj.errors.CheckpointFormatError, match=words):
     rj.models.load(tmp_path / "m.gguf")
+
+
+def _header_only(path, name, values):
+  w = _writer(path, name, _SIZES | CASES[name])
+  for key, value in values.items():
+    kind = gguf.GGUFValueType.get_type(value)
+    w.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [("rope.freq_base", "ten"), ("block_count", "2"), ("block_count", -1),
+   ("attention.layer_norm_rms_epsilon", [1e-5]), ("context_length", 0),
+   ("attention.head_count_kv", ["2"]), ("attention.key_length", True),
+   ("expert_count", "4")],
+)  # fmt: skip
+def test_a_key_of_another_type_is_refused_by_its_name(tmp_path, key, value):
+  _header_only(tmp_path / "m.gguf", "llama", {f"llama.{key}": value})
+  with pytest.raises(rj.errors.ConfigError, match=f"llama.{key}"):
+    rj.models.load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [("token_type", 1), ("token_type", ["1", "1"]), ("scores", ["a", "b"]),
+   ("add_bos_token", "no"), ("bos_token_id", 7)],
+)  # fmt: skip
+def test_a_tokenizer_of_another_type_is_refused_by_name(tmp_path, key, value):
+  path = tmp_path / "t.gguf"
+  _tokenizer_file(path, "llama", ["<s>", "a"], [3, 1], scores=[0.0, 0.0])
+  metadata = open_gguf(path).metadata | {f"tokenizer.ggml.{key}": value}
+  with pytest.raises(rj.errors.TokenizerError, match=key):
+    tokenizer_files(metadata)
+
+
+def test_parts_that_disagree_are_refused(tmp_path):
+  for i, name in enumerate(("llama", "qwen2")):
+    path = tmp_path / f"m-0000{i + 1}-of-00002.gguf"
+    _header_only(path, name, {"split.no": i, "split.count": 2})
+  with pytest.raises(
+    rj.errors.CheckpointFormatError, match=r"general\.architecture qwen2"
+  ):
+    rj.models.load(path)
 
 
 def test_scales_that_are_nan_are_refused(tmp_path):

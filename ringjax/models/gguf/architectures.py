@@ -36,6 +36,20 @@ _GEMMA = _LLAMA | {
   "ffn_norm": "pre_feedforward_layernorm",
   "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA4 = _GEMMA | {
+  "ffn_gate_inp": "router.proj",
+  "ffn_gate_inp.scale": "router.scale",
+  "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+  "ffn_down_exps.weight": "experts.down_proj",
+  "ffn_down_exps.scale": "router.per_expert_scale",
+  "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+  "post_ffw_norm_1": "post_feedforward_layernorm_1",
+  "post_ffw_norm_2": "post_feedforward_layernorm_2",
+  "inp_gate": "per_layer_input_gate",
+  "proj": "per_layer_projection",
+  "post_norm": "post_per_layer_input_norm",
+  "layer_output_scale.weight": "layer_scalar",
+}
 _MIXTURE = _LLAMA | {
   "ffn_gate_inp": "mlp.gate",
   "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -198,6 +212,27 @@ ARCHITECTURES = {
     keys=_GEMMA_KEYS,
     norm_one=True,
   ),
+  "gemma4": Architecture(
+    type="gemma4_text", names=_GEMMA4,
+    outer=_OUTER | {
+      "per_layer_token_embd": "model.embed_tokens_per_layer",
+      "per_layer_model_proj": "model.per_layer_model_projection",
+      "per_layer_proj_norm": "model.per_layer_projection_norm",
+    },
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    keys={
+      "attention.key_length": "global_head_dim",
+      "attention.key_length_swa": "head_dim",
+      "attention.sliding_window": "sliding_window",
+      "attention.shared_kv_layers": "num_kv_shared_layers",
+      "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+      "final_logit_softcapping": "final_logit_softcapping",
+      "expert_count": "num_experts",
+      "expert_used_count": "top_k_experts",
+      "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    rotates=False,
+  ),
   "phi3": Architecture(
     type="phi3", names=_PHI3,
     keys={"attention.sliding_window": "sliding_window"},
@@ -312,6 +347,16 @@ _KEYS = {
   "attention.head_count": "num_attention_heads",
   "attention.head_count_kv": "num_key_value_heads",
 }
+# Keys of one number each.
+_NUMBERS = (
+  "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count",
+  "rope.scale_linear", "rope.scaling.factor",
+  "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast",
+  "rope.scaling.yarn_beta_slow", "attention.key_length",
+  "attention.key_length_swa", "attention.sliding_window",
+  "attention.shared_kv_layers", "attention.layer_norm_epsilon",
+  "attention.layer_norm_rms_epsilon", "expert_count", "expert_used_count",
+)  # fmt: skip
 _IDS = {
   "bos_token_id": "bos_token_id",
   "eos_token_id": "eos_token_id",
@@ -341,13 +386,20 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def said_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-  """What the metadata say of the architecture, without its prefix."""
+  """What the metadata say of the architecture, without its prefix.
+
+  Raises:
+    ConfigError: a value of another type.
+  """
   prefix = f"{metadata['general.architecture']}."
   said = {
     key.removeprefix(prefix): x
     for key, x in metadata.items()
     if key.startswith(prefix)
   }
+  for key in _NUMBERS:
+    if type(x := said.get(key, 0)) not in (int, float):
+      refuse(prefix + key, x, "a number")
   many = said.setdefault(
     "attention.head_count_kv", said.get("attention.head_count")
   )
@@ -355,7 +407,42 @@ def said_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     # One number for each layer, 0 for a convolution.
     said["layer_types"] = ["full_attention" if n else "conv" for n in many]
     said["attention.head_count_kv"] = max(many, default=0)
+  if metadata["general.architecture"] == "gemma4":
+    _by_layer(said)
   return said
+
+
+def _by_layer(said: dict[str, Any]) -> None:
+  """Of Gemma 4's numbers for each layer, those of a config, or a refusal."""
+  slides, widths = (
+    said.get(key)
+    for key in ("attention.sliding_window_pattern", "feed_forward_length")
+  )
+  count, kv_heads = said.get("block_count"), said["attention.head_count_kv"]
+  if not isinstance(slides, list) or len(slides) != count:
+    refuse(
+      "gemma4.attention.sliding_window_pattern", slides, "one of each layer"
+    )
+  shared = said.get("attention.shared_kv_layers", 0)
+  if type(shared) is not int or not 0 <= shared < len(slides):
+    refuse("gemma4.attention.shared_kv_layers", shared, f"below {count}")
+  if isinstance(kv_heads, list):
+    by_kind = {
+      kind: {n for n, x in zip(kv_heads, slides, strict=False) if x == kind}
+      for kind in (True, False)
+    }
+    if len(kv_heads) != count or any(len(x) > 1 for x in by_kind.values()):
+      refuse("gemma4.attention.head_count_kv", kv_heads, "one for each kind")
+    full = next(iter(by_kind[False]), None)
+    said["attention.head_count_kv"] = next(iter(by_kind[True]), full)
+    said["full_kv_heads"] = full
+  if isinstance(widths, list):
+    first = widths[0] if widths else 0
+    wide = [first * (1 + (i >= count - shared)) for i in range(count)]
+    if widths not in (wide, [first] * count):
+      refuse("gemma4.feed_forward_length", widths, "twice in layers that share")
+    said["feed_forward_length"] = first
+    said["double_wide"] = widths == wide and shared > 0
 
 
 def config_of(files: GgufFiles) -> dict[str, Any]:
@@ -440,6 +527,47 @@ def _gemma_config(
     config["rope_local_base_freq"] = base
 
 
+def _gemma4_config(
+  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+) -> None:
+  slides = said["attention.sliding_window_pattern"]
+  kinds = ("full_attention", "sliding_attention")
+  config["layer_types"] = [kinds[bool(x)] for x in slides]
+  config["use_double_wide_mlp"] = bool(said.get("double_wide"))
+  shared = config.setdefault("num_kv_shared_layers", 0)
+  full = [i for i, x in enumerate(slides[: len(slides) - shared]) if not x]
+  config["attention_k_eq_v"] = any(
+    f"blk.{i}.attn_v.weight" not in files.tensors for i in full
+  )
+  if (kv_heads := said.get("full_kv_heads")) is not None:
+    config["num_global_key_value_heads"] = kv_heads
+  table = files.tensors.get("per_layer_token_embd.weight")
+  if table is None:
+    config["hidden_size_per_layer_input"] = 0
+  else:
+    config["vocab_size_per_layer_input"] = table.shape[0]
+  config["enable_moe_block"] = bool(config.get("num_experts"))
+  part = 1.0
+  if "rope_freqs.weight" in files.tensors:
+    factors = files.floats("rope_freqs.weight")
+    count = int((factors == 1).sum())
+    if not (factors[:count] == 1).all() or not (factors[count:] > 1e29).all():
+      refuse("rope_freqs.weight", "factors of another scaling",
+             "ones, then those of what does not rotate")  # fmt: skip
+    part = count / factors.size
+  base = said.get("rope.freq_base", 1_000_000.0)
+  config["rope_parameters"] = {
+    "full_attention": {
+      "rope_type": "proportional", "rope_theta": base,
+      "partial_rotary_factor": part,
+    },
+    "sliding_attention": {
+      "rope_type": "default",
+      "rope_theta": said.get("rope.freq_base_swa", 10_000.0),
+    },
+  }  # fmt: skip
+
+
 def _phi3_config(
   files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
 ) -> None:
@@ -513,6 +641,7 @@ _FURTHER = {
   "mixtral": _llama_config,
   "gemma2": _gemma_config,
   "gemma3_text": _gemma_config,
+  "gemma4_text": _gemma4_config,
   "phi3": _phi3_config,
   "nemotron": _nemotron_config,
   "stablelm": _stablelm_config,
@@ -567,6 +696,9 @@ def _llama3(factors: Float[np.ndarray, " H"]) -> dict[str, Any]:
 
 def check_factors(files: GgufFiles, config: Mapping[str, Any]) -> None:
   """Refuses factors that the config's scaling would not make again."""
+  # Those of Gemma 4 say which part rotates.
+  if config["model_type"] == "gemma4_text":
+    return
   if "rope_freqs.weight" not in files.tensors:
     return
   factors = files.floats("rope_freqs.weight").astype(np.float64)

@@ -20,10 +20,11 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ringjax import fetched_models
-from ringjax.data.gguf_file import GgufFiles, is_gguf, open_gguf
+from ringjax.data.gguf_file import GgufFiles, is_gguf, open_gguf, package
 from ringjax.data.gguf_tokenizer import tokenizer_files
 from ringjax.errors import CheckpointMismatchError, TokenizerError
 from ringjax.models.gguf.architectures import check_factors, config_of
+from ringjax.models.gguf.blocks import PLAIN
 from ringjax.models.gguf.sources import Source, sources_of
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.header import TensorInfo
@@ -56,6 +57,21 @@ class GgufFolder(Folder):
       found[name] = functools.partial(_write, name, content)
     return found
 
+  def with_stored(self) -> GgufFolder:
+    """The folder with all tensors also as they are stored, see `stored_name`.
+
+    Types of blocks are bytes uint8 [..., R, bytes], others plain numbers.
+    """
+    infos: dict[str, TensorInfo] = {}
+    for name, source in self.sources.items():
+      for n, part in enumerate(source.names):
+        infos[stored_name(name, n)] = _stored(self.gguf, part, source.index)
+    return dataclasses.replace(self, tensors=self.tensors | infos)
+
+  def type_name(self, number: int) -> str:
+    """The name of a type by ggml's number."""
+    return package().GGMLQuantizationType(number).name
+
   def read(
     self,
     targets: Mapping[str, jax.ShapeDtypeStruct],
@@ -68,11 +84,13 @@ class GgufFolder(Folder):
     self.unchanged(wanted)
     arrays: dict[str, jax.Array] = {}
     for name, target in wanted.items():
+      plain = name in self.sources
       with np.errstate(over="ignore", invalid="ignore"):
-        x = self.raw(name).astype(target.dtype)
-      if not np.isfinite(x.astype(np.float32)).all():
+        x = self.raw(name) if plain else super().raw(name)
+        x = x.astype(target.dtype, copy=False)
+      if not np.isfinite(x.astype(np.float32, copy=False)).all():
         raise CheckpointMismatchError(
-          self.sources[name].name,
+          self.sources[name].name if plain else name,
           f"values that are not finite as {x.dtype}",
           "finite values",
           "download the file again, or take a wider dtype",
@@ -86,6 +104,27 @@ class GgufFolder(Folder):
   def raw(self, name: str) -> Shaped[np.ndarray, ...]:
     """The dequantised numbers of a tensor, float32."""
     return self.sources[name].floats(self.gguf)
+
+
+def stored_name(name: str, part: int) -> str:
+  """The name of a tensor's part as it is stored, of a Hugging Face name."""
+  return f"{name} as stored, {part}"
+
+
+def _stored(files: GgufFiles, name: str, index: int | None) -> TensorInfo:
+  """Where the bytes of a tensor are, or of one of its first axis."""
+  tensor = files.tensors[name]
+  shape, dtype = tensor.shape, jnp.dtype(jnp.uint8)
+  if tensor.type in PLAIN:
+    dtype = jnp.dtype(PLAIN[tensor.type])
+  else:
+    rows = int(np.prod(shape[:-1]))
+    shape = (*shape[:-1], tensor.nbytes // rows)
+  nbytes, offset = tensor.nbytes, tensor.offset
+  if index is not None:
+    nbytes //= shape[0]
+    shape, offset = shape[1:], offset + index * nbytes
+  return TensorInfo(tensor.file, dtype, shape, nbytes, offset)
 
 
 def _write(name: str, content: bytes, to: pathlib.Path) -> None:

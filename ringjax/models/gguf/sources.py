@@ -7,13 +7,12 @@ of it; one that is not known keeps its name, so that it is refused as any other.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from ringjax.data.gguf_file import GgufFiles
 from ringjax.models.gguf.architectures import (
@@ -26,11 +25,64 @@ from ringjax.models.gguf.architectures import (
 # Not tensors of the model: they are in its config.
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight",
             "rope_factors_short.weight")  # fmt: skip
-_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)\.(weight|bias|scale)")
 
-_Change: TypeAlias = Callable[
-  [Float[np.ndarray, "..."]], Float[np.ndarray, "..."]
-]
+
+@dataclasses.dataclass(frozen=True)
+class Unpaired:
+  """Rows of heads in halves, of such in pairs.
+
+  Attributes:
+    heads: Number of heads.
+  """
+
+  heads: int
+
+  def __call__(self, x: Shaped[Any, "R ..."]) -> Shaped[Any, "R ..."]:
+    rows = x.reshape(self.heads, -1, 2, *x.shape[1:])
+    return rows.swapaxes(1, 2).reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+  """Rows of each group's queries, key and value, of all queries first.
+
+  Attributes:
+    heads: Number of query heads.
+    groups: Number of heads of keys.
+  """
+
+  heads: int
+  groups: int
+
+  def __call__(self, x: Shaped[Any, "R ..."]) -> Shaped[Any, "R ..."]:
+    xp = np if isinstance(x, np.ndarray) else jnp
+    head = x.shape[0] // (self.heads + 2 * self.groups)
+    q, kv = self.heads * head, self.groups * head
+    parts = [
+      part.reshape(self.groups, -1, *x.shape[1:])
+      for part in (x[:q], x[q : q + kv], x[q + kv :])
+    ]
+    return xp.concatenate(parts, 1).reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class LessOne:
+  """Numbers that are stored with one added."""
+
+  def __call__(self, x: Float[Any, ...]) -> Float[Any, ...]:
+    return x - np.float32(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+  """Maps [..., in, out], of such [..., out, in]."""
+
+  def __call__(self, x: Shaped[Any, "... A B"]) -> Shaped[Any, "... B A"]:
+    return x.swapaxes(-1, -2)
+
+
+Change: TypeAlias = Unpaired | Grouped | LessOne | Turned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,58 +101,40 @@ class Source:
   name: str
   shape: tuple[int, ...]
   index: int | None = None
-  change: _Change | None = None
+  change: Change | None = None
   other: str | None = None
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The tensors of the file that it is made of."""
+    return (self.name,) if self.other is None else (self.name, self.other)
 
   def floats(self, files: GgufFiles) -> Float[np.ndarray, ...]:
     """The numbers, float32."""
-    names = [self.name] if self.other is None else [self.name, self.other]
-    parts = [files.floats(name, self.index) for name in names]
+    return self.made([files.floats(x, self.index) for x in self.names])
+
+  def made(self, parts: list[Any]) -> Any:
+    """The tensor, of the numbers of its parts, on the host or on devices."""
+    xp = np if isinstance(parts[0], np.ndarray) else jnp
     if self.change is not None:
       parts = [self.change(x) for x in parts]
-    x = parts[0] if self.other is None else np.stack(parts, -1)
+    x = parts[0] if self.other is None else xp.stack(parts, -1)
     return x.reshape(self.shape)
-
-
-def _unpaired(
-  heads: int, x: Float[np.ndarray, "R ..."]
-) -> Float[np.ndarray, "R ..."]:
-  """Rows of heads in halves, of such in pairs."""
-  rows = x.reshape(heads, -1, 2, *x.shape[1:])
-  return rows.swapaxes(1, 2).reshape(x.shape)
-
-
-def _less_one(x: Float[np.ndarray, ...]) -> Float[np.ndarray, ...]:
-  return x - np.float32(1)
-
-
-def _turned(x: Float[np.ndarray, "... A B"]) -> Float[np.ndarray, "... B A"]:
-  return x.swapaxes(-1, -2)
-
-
-def _grouped(
-  heads: int, groups: int, x: Float[np.ndarray, "R ..."]
-) -> Float[np.ndarray, "R ..."]:
-  """Rows of each group's queries, key and value, of all queries first."""
-  head = x.shape[0] // (heads + 2 * groups)
-  q, k, v = np.split(x, [heads * head, (heads + groups) * head])
-  parts = [part.reshape(groups, -1, *x.shape[1:]) for part in (q, k, v)]
-  return np.concatenate(parts, 1).reshape(x.shape)
 
 
 def _change(
   arch: Architecture, part: str, leaf: str, heads: int, groups: int
-) -> tuple[_Change | None, int]:
+) -> tuple[Change | None, int]:
   """What is done to a tensor, and what must divide its rows."""
   if arch.permuted and part in ("attn_q", "attn_k"):
     count = heads if part == "attn_q" else groups
-    return functools.partial(_unpaired, count), 2 * count
+    return Unpaired(count), 2 * count
   if arch.split_qkv and part == "attn_qkv":
-    return functools.partial(_grouped, heads, groups), heads + 2 * groups
+    return Grouped(heads, groups), heads + 2 * groups
   if leaf == "weight" and part in arch.turned:
-    return _turned, 1
+    return Turned(), 1
   if leaf == "weight" and arch.norm_one and part.endswith("norm"):
-    return _less_one, 1
+    return LessOne(), 1
   return None, 1
 
 
@@ -134,7 +168,7 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
     shape = tensor.shape
     if shape[0] % unit:
       refuse(name, list(shape), f"rows of {heads} and {groups} heads")
-    if change is _turned:
+    if isinstance(change, Turned):
       shape = (*shape[:-2], *reversed(shape[-2:]))
     if part == "shortconv.conv":
       shape = (shape[0], 1, *shape[1:])
@@ -143,7 +177,7 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
     if "{}" in new:
       for i in range(shape[0]):
         sources[new.format(i)] = Source(name, shape[1:], i, change)
-    elif new.endswith(("gate_up_proj", "gate_up_proj_bias")):
+    elif part in ("ffn_gate_exps", "ffn_up_exps"):
       _join(files, sources, new, Source(name, shape, None, change))
     else:
       sources[new] = Source(name, shape, None, change)

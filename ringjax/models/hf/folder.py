@@ -89,7 +89,9 @@ class Folder:
         "path",
         shown(root),
         "a folder",
-        "download the model first: hf download NAME --local-dir FOLDER",
+        "make one of the file: python -m launch.convert --model=FILE --out=DIR"
+        if root.suffix == ".gguf"
+        else "download the model first: hf download NAME --local-dir FOLDER",
       )
     config = read_config(root)
     files, weight_map = weight_files(root)

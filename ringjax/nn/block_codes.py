@@ -1,0 +1,191 @@
+"""Linear maps of weights in blocks, as a file stores them: codes and steps.
+
+Guarantees: a weight is level(code) * step + least, float32, where the product
+is exact: a level has at most 8 bits and a step at most 16. So the decoded
+weight is the file's number to the bit, before it is rounded to x's dtype.
+Cost: for up to 64 tokens groups are read one after another and no floats of a
+whole map are made; for more tokens, those of one map at a time.
+Memory: 4 or 8 bits for each weight, and a step (and a least number) of 16 or 32
+bits for each group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8, Shaped
+
+from ringjax.nn.linear import ExpertLinear, Linear, linear_product
+from ringjax.parallel import collectives
+
+# Most tokens of a call whose products are made group by group.
+_FEW = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockLayout:
+  """Layout of the codes of a map.
+
+  Attributes:
+    group: Number of weights of an output that share a step, even.
+    levels: Number that each code of 4 bits stands for, 16 of them in -127 to
+      127; None: codes are these numbers, of 8 bits.
+    step: Dtype of steps.
+    least: Dtype of the number that is added to a group, None for none.
+  """
+
+  group: int
+  levels: tuple[int, ...] | None
+  step: str
+  least: str | None = None
+
+  @property
+  def rows(self) -> int:
+    """Number of rows of codes of a group: two codes of 4 bits share a byte."""
+    return self.group if self.levels is None else self.group // 2
+
+  @property
+  def dtype(self) -> str:
+    """Dtype of the codes."""
+    return "int8" if self.levels is None else "uint8"
+
+  def numbers(
+    self, codes: Shaped[Array, "*lead rows O"]
+  ) -> tuple[Int8[Array, "*lead rows O"], ...]:
+    """The levels of codes: those of a group's first half, and of its second.
+
+    Of 8 bits there is one part.
+    """
+    if self.levels is None:
+      return (codes.astype(jnp.int8),)
+    halves = (codes >> 4).astype(jnp.int8), (codes & 15).astype(jnp.int8)
+    first = self.levels[0]
+    if self.levels == tuple(range(first, first + 16)):
+      return tuple(x + jnp.int8(first) for x in halves)
+    table = jnp.asarray(np.array(self.levels, np.int8))
+    return tuple(table[x] for x in halves)
+
+
+class BlockCodesLinear(nnx.Module):
+  """A `Linear` whose weight stays codes in groups along its inputs.
+
+  It is made of arrays, or of their shapes.
+
+  Arrays have a leading axis of layers while their layers share one, and after
+  it one of experts if it takes the place of an `ExpertLinear`. On a mesh those
+  of experts are cut by expert alone.
+
+  Attributes:
+    layout: Layout of the codes.
+    codes: int8 or uint8 [G, rows, *out].
+    step: [G, *out].
+    least: [G, *out], or None.
+    inputs: Sizes of the axes that are contracted.
+    outputs: Number of axes of an output.
+  """
+
+  def __init__(
+    self,
+    base: Linear,
+    layout: BlockLayout,
+    codes: Any,
+    step: Any,
+    least: Any,
+    *,
+    inputs: tuple[int, ...],
+  ):
+    self.contracted, self.inputs, self.layout = base.contracted, inputs, layout
+    axes = tuple(base.weight.get_metadata()["axes"])
+    # Groups are cut like the first axis of the inputs.
+    lead, first = axes[: base.lead], axes[base.lead]
+    out = axes[base.lead + self.contracted :]
+    self.outputs = len(out)
+    if isinstance(base, ExpertLinear):
+      # Shards run different experts, so that none may wait for another within.
+      first, out = None, (None,) * len(out)
+    self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), wide=True)
+    self.step = nnx.Param(step, axes=(*lead, first, *out), wide=True)
+    self.least = (
+      None
+      if least is None
+      else nnx.Param(least, axes=(*lead, first, *out), wide=True)
+    )
+    self.bias = base.bias
+
+  def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
+    lead = x.shape[: x.ndim - self.contracted]
+    out = self.step[...].shape[1:]
+    arrays = tuple(
+      None if p is None else p[...].reshape(*p[...].shape[:n], -1)
+      for p, n in ((self.codes, 2), (self.step, 1), (self.least, 1))
+    )
+    x = x.reshape(*lead, math.prod(self.inputs))
+    if math.prod(lead) <= _FEW:
+      y = self._by_groups(x, arrays)
+    else:
+      y = linear_product(x, self._weight(arrays, x.dtype), 1)
+    y = y.reshape(*lead, *out)
+    if self.bias is None:
+      return y
+    return y + self.bias[...][(None,) * len(lead)].astype(y.dtype)
+
+  def weight(self) -> Float[Array, " ..."]:
+    """The decoded weight, float32 [*lead, *in, *out]."""
+    arrays = tuple(
+      None if p is None else p.get_value()
+      for p in (self.codes, self.step, self.least)
+    )
+    shape = self.step.get_value().shape
+    groups = len(shape) - 1 - self.outputs
+    lead, out = shape[:groups], shape[groups + 1 :]
+    decode = functools.partial(self._weight, dtype=jnp.float32)
+    for _ in lead:
+      decode = jax.vmap(decode)
+    return decode(arrays).reshape(*lead, *self.inputs, *out)
+
+  def _weight(
+    self, arrays: tuple[jax.Array | None, ...], dtype: DTypeLike
+  ) -> Float[Array, "I ..."]:
+    codes, step, least = arrays
+    assert codes is not None and step is not None
+    parts = self.layout.numbers(codes)
+    x = jnp.concatenate(parts, 1).astype(jnp.float32)
+    x = x * step.astype(jnp.float32)[:, None]
+    if least is not None:
+      x = x + least.astype(jnp.float32)[:, None]
+    return x.astype(dtype).reshape(-1, *x.shape[2:])
+
+  def _by_groups(
+    self, x: Float[Array, "*batch I"], arrays: tuple[jax.Array | None, ...]
+  ) -> Float[Array, "*batch O"]:
+    """x . weight, of x's dtype; no group's floats leave the product."""
+    codes, step, least = arrays
+    assert codes is not None
+    groups, outer = codes.shape[0], codes.shape[-1]
+    parts = x.reshape(*x.shape[:-1], groups, self.layout.group)
+
+    def add(y: jax.Array, group: tuple) -> tuple[jax.Array, None]:
+      x, codes, step, least = group
+      dot = lambda x, c: linear_product(x, c.astype(x.dtype), 1, wide=True)
+      numbers = self.layout.numbers(codes)
+      pieces = jnp.split(x, len(numbers), -1)
+      rows = (None,) * (y.ndim - 1)
+      sums = sum(map(dot, pieces, numbers))
+      y = y + sums * step.astype(jnp.float32)[rows]
+      if least is not None:
+        total = jnp.sum(x, -1, keepdims=True, dtype=jnp.float32)
+        y = y + total * least.astype(jnp.float32)[rows]
+      return y, None
+
+    start = collectives.zeros((*x.shape[:-1], outer), jnp.float32, x)
+    each = (jnp.moveaxis(parts, -2, 0), codes, step, least)
+    return lax.scan(add, start, each)[0].astype(x.dtype)
