@@ -28,6 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.checks import positive_int
@@ -130,7 +131,7 @@ class SlotPool:
     seg: int32 [S], its request's number and 1; 0 where none is.
   """
 
-  def __init__(self, programs: LayerPrograms, slots: int, dtype: Any):
+  def __init__(self, programs: LayerPrograms, slots: int, dtype: DTypeLike):
     """Makes empty slots.
 
     Args:
@@ -458,7 +459,7 @@ def instance_programs(model: Transformer) -> LayerPrograms:
 
 
 def block_bytes(
-  programs: LayerPrograms, dtype: Any, tokens: int, instances: int
+  programs: LayerPrograms, dtype: DTypeLike, tokens: int, instances: int
 ) -> int:
   """Bytes of keys and values that a ring sends, without headers."""
   each = sum(layer.token_bytes(dtype) for layer in programs.layers)

@@ -158,7 +158,7 @@ class LiveCounts:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _Open:
+class _OpenCall:
   """A call under way."""
 
   call: LiveCall
@@ -220,7 +220,7 @@ class ElasticManager:
     self._proactive, self._note = proactive, note
     self._waiting: list[ElasticRequest] = []
     self._groups: list[DecodeGroup] = []
-    self._open: dict[int, _Open] = {}
+    self._open: dict[int, _OpenCall] = {}
     self._busy: dict[int, int] = {}
     # To be released once they are empty, or only emptied.
     self._leaving: set[int] = set()
@@ -360,7 +360,7 @@ class ElasticManager:
       used=self.used,
     )
 
-  def _begin(self, kind: Any, members: Sequence[int], **what: Any) -> _Open:
+  def _begin(self, kind: Any, members: Sequence[int], **what: Any) -> _OpenCall:
     """Starts a call; `what` are fields of it and of its entry."""
     fields = {f.name for f in dataclasses.fields(LiveCall)}
     own = {name: x for name, x in what.items() if name in fields}
@@ -368,7 +368,7 @@ class ElasticManager:
       number=next(self._numbers), kind=kind, members=tuple(members), **own
     )
     rest = {name: x for name, x in what.items() if name not in fields}
-    entry = _Open(call=call, waiting={*members}, **rest)
+    entry = _OpenCall(call=call, waiting={*members}, **rest)
     self._open[call.number] = entry
     self._busy |= dict.fromkeys(members, call.number)
     self._out.append(call)
@@ -442,7 +442,7 @@ class ElasticManager:
       request.kept = {n: tokens for n, tokens in kept.items() if tokens}
     return True
 
-  def _was_read(self, entry: _Open) -> None:
+  def _was_read(self, entry: _OpenCall) -> None:
     batch = entry.batch
     assert batch is not None
     holders = {n for r in batch.requests for n in r.kept}
@@ -544,7 +544,7 @@ class ElasticManager:
     taken |= {*self._busy} | self._leaving | self._emptying
     return sorted(self.live - taken, key=lambda n: (self.used[n], n))
 
-  def _stepped(self, entry: _Open) -> None:
+  def _stepped(self, entry: _OpenCall) -> None:
     group, steps = entry.group, entry.call.steps
     assert group is not None
     rows = {row.request: row for row in entry.call.rows}
@@ -662,7 +662,7 @@ class ElasticManager:
       }
     )
 
-  def _moved(self, entry: _Open) -> None:
+  def _moved(self, entry: _OpenCall) -> None:
     group, source = entry.group, entry.call.members[0]
     assert group is not None
     requests = {r.number: r for r in group.requests}
@@ -686,7 +686,7 @@ class ElasticManager:
   # Calls that end
   # -------------------------------------------------------------------------
 
-  def _break(self, entry: _Open, why: str) -> None:
+  def _break(self, entry: _OpenCall, why: str) -> None:
     """Notes that a call can't be done; the others give it up."""
     if not entry.broken:
       entry.broken = why
@@ -695,7 +695,7 @@ class ElasticManager:
         Abandon(call=entry.call.number, members=tuple(sorted(rest)))
       )
 
-  def _answered(self, entry: _Open, instance: int) -> None:
+  def _answered(self, entry: _OpenCall, instance: int) -> None:
     entry.waiting.discard(instance)
     if entry.waiting:
       return
@@ -713,7 +713,7 @@ class ElasticManager:
       self._moved(entry)
     self._forget_lost()
 
-  def _undo(self, entry: _Open) -> None:
+  def _undo(self, entry: _OpenCall) -> None:
     """As if a call had not begun, but for what its instances lost."""
     call, counts = entry.call, not entry.lost
     self._note({"event": "broken", "call": call.kind, "why": entry.broken})
