@@ -23,7 +23,7 @@ from ringjax.transfer.wire import AuthenticationError, PullConnection
 from tests.helpers import refused
 
 SLOTS, NEW = 80, 12
-LENGTHS = (100, 20, 9)
+LENGTHS = (100, 20, 70)
 
 
 @pytest.fixture(scope="module")
