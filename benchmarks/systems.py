@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import systems_live
 from benchmarks.table import Figures, Row, Run
 
 _EVALUATE = "python -m launch.evaluate"
@@ -211,4 +212,5 @@ ROWS: tuple[Row, ...] = (
       for name, y in x.items()
     ),
   ),
+  *systems_live.ROWS,
 )

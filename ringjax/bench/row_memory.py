@@ -31,7 +31,7 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowMemorySettings(harness.BenchmarkSettings):
-  """Requests by chance, and the engine's rows."""
+  """Requests by chance, and the engine's rows; `model` None is one that ships."""
 
   rows: int = option(8)
   requests: int = option(24)
@@ -40,6 +40,7 @@ class RowMemorySettings(harness.BenchmarkSettings):
   capacity: int = option(16384)
   longest: int = option(4096)
   page: int = option(32)
+  model: str | None = option(None, ())
   parts: tuple[str, ...] = option(PARTS, PARTS)
 
 
@@ -105,7 +106,7 @@ def served(layout: str, settings: RowMemorySettings) -> tuple[Row, list[Any]]:
   from ringjax.models import small
 
   s, rng = settings, np.random.default_rng(0)
-  model = rj.models.load(small.path())
+  model = rj.models.load(small.path() if s.model is None else s.model)
   engine = rj.serve.Engine(
     model,
     rows=s.rows,
