@@ -1,6 +1,7 @@
 """GGUF files: their models are those of Hugging Face folders, or errors."""
 
 import struct
+from typing import Any
 
 import gguf
 import jax
@@ -307,7 +308,8 @@ def test_a_router_serves_a_file(tmp_path):
       ["--role=router", f"--model={file}", f"--cluster_key={key}",
        "--cluster_port=0", f"--policy={policy}"],
     )  # fmt: skip
-    router = cluster_roles.router(values, file, rj.data.Bytes())
+    tokenizer: Any = rj.data.Bytes()
+    router = cluster_roles.router(values, file, tokenizer)
     router.close()
     assert router.vocab == config["vocab_size"]
 
