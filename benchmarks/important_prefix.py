@@ -18,7 +18,8 @@ continuation what stands behind it there: what only the prefix tells.
 
   python -m benchmarks.important_prefix --tokens=1024 --texts=8
 
-Without --model of SmolLM2, which `python -m launch.fetch smollm2-135m` brings.
+With --json the last line is an object of all losses. Without --model of
+SmolLM2, which `python -m launch.fetch smollm2-135m` brings.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import numpy as np
 import ringjax as rj
 from ringjax.data import Tokenizer
 from ringjax.infer.contexts import ImportantPrefixes, probe_heads
+from ringjax.json_text import json_text
 from ringjax.store import KeptTokens
 
 # Tokens that all heads look at whatever they say.
@@ -98,6 +100,7 @@ def main() -> None:
   parser.add_argument("--probes", type=int, default=1)
   parser.add_argument("--chunk", type=int, default=32)
   parser.add_argument("--again", action="store_true")
+  parser.add_argument("--json", action="store_true")
   parser.add_argument("--parts", default="1,0.5,0.25,0.1")
   asked = parser.parse_args()
   model = rj.models.load(asked.model, dtype="float32")
@@ -130,6 +133,8 @@ def main() -> None:
       jax.nn.log_softmax(logits), continuation[:, None], 1
     )
 
+  losses_by_part: dict[str, dict[str, float]] = {}
+  vectors: dict[str, dict[str, int]] = {}
   for part in map(float, asked.parts.split(",")):
     sums: dict[str, list[float]] = {}
     with rj.store.Store(host=1 << 33) as store:
@@ -153,6 +158,10 @@ def main() -> None:
           )
           found = loss(model, session.cache, question, continuation)
           sums.setdefault(how, []).append(float(found.mean()))
+    vectors[str(part)] = {how: x.counters.vectors for how, x in ways.items()}
+    losses_by_part[str(part)] = {
+      how: float(np.mean(losses)) for how, losses in sums.items()
+    }
     for how, x in ways.items():
       did = x.counters
       print(
@@ -162,6 +171,8 @@ def main() -> None:
       )
     for how, losses in sums.items():
       print(f"part {part} {how}: {np.mean(losses):.4f}", flush=True)
+  if asked.json:
+    print(json_text({"losses": losses_by_part, "vectors": vectors}))
 
 
 if __name__ == "__main__":

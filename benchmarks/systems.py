@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import systems_alone
+from benchmarks import systems_alone, systems_live
 from benchmarks.table import Figures, Row, Run
 
 _EVALUATE = "python -m launch.evaluate"
@@ -231,4 +231,5 @@ ROWS: tuple[Row, ...] = (
     ),
   ),
   *systems_alone.ROWS,
+  *systems_live.ROWS,
 )

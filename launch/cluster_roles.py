@@ -7,17 +7,16 @@ import pathlib
 import signal
 import socket
 import threading
-from typing import TextIO
+from typing import Any, TextIO
 
 from absl import flags
 
 import ringjax as rj
-from launch import console, offload
+from launch import aot, console, offload
 from launch.flag_helpers import FlagHelper
 from launch.serving_plan import limits_of
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
-from ringjax.models.hf.safe_files import read_config
 from ringjax.parallel.chips import Link, number_bytes
 from ringjax.plan import machines
 from ringjax.serve import cluster
@@ -310,7 +309,7 @@ def router(
   values: flags.FlagValues, folder: pathlib.Path, tokenizer: rj.data.Tokenizer
 ) -> cluster.ClusterRouter:
   """The router of the flags, for a folder's model, which is not loaded."""
-  config, _ = rj.models.read_config(read_config(folder), strict=values.strict)
+  config, _ = rj.models.read_config(_config(folder), strict=values.strict)
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
   if values.policy != "shortest" or values.replan is not None:
@@ -336,12 +335,24 @@ def router(
   )
 
 
+def _config(folder: pathlib.Path) -> dict[str, Any]:
+  """The config of a folder or of a GGUF file.
+
+  Raises:
+    ConfigError: there is none, or it is not strict JSON.
+  """
+  # A path from the root is no preset's name.
+  config = aot.config_of(str(folder.absolute()))
+  assert not isinstance(config, str)
+  return config
+
+
 def _costs(
   values: flags.FlagValues, folder: pathlib.Path
 ) -> cluster.RoutingCosts:
   """What is predicted with."""
-  shape = offload.shape_of(str(folder))
-  config = read_config(folder)
+  shape = offload.shape_of(str(folder.absolute()))
+  config = _config(folder)
   dtype = values.dtype or config.get("dtype") or config.get("torch_dtype")
   link = None
   if values.bandwidth is not None:

@@ -53,6 +53,7 @@ class Settings:
     methods: of `METHODS`.
     processes: ranks.
     preset: the model's shapes; empty is the model that ships.
+    model: a folder or a fetched name, in place of the preset; empty is none.
     rounds: timed runs of each method.
     delay_s: of the last rank, before each layer.
   """
@@ -62,6 +63,7 @@ class Settings:
   methods: tuple[str, ...] = METHODS
   processes: int = 2
   preset: str = "llama-100m"
+  model: str = ""
   rounds: int = 5
   delay_s: float = 0.2
 
@@ -175,7 +177,8 @@ def _wall(
   found = _processes(settings, tokens, settings.rounds, flags)
   rows = {row["method"]: row for row in found["methods"]}
   say(
-    f"{tokens} tokens, {settings.preset or 'own model'}, {found['dtype']}, "
+    f"{tokens} tokens, {settings.model or settings.preset or 'own model'}, "
+    f"{found['dtype']}, "
     f"{settings.processes} processes on cores {found['cores']}: median of "
     f"{settings.rounds}"
   )
@@ -236,7 +239,7 @@ def _processes(
   flags = [
     *flags,
     "--json",
-    *([f"--preset={settings.preset}"] if settings.preset else []),
+    *_model(settings),
     f"--context={tokens}",
     f"--rounds={rounds}",
     f"--coordinator=localhost:{port}",
@@ -273,6 +276,12 @@ def _processes(
       )
     found = json.loads((folder / "0.json").read_text())
   return found | {"cores": "; ".join(",".join(map(str, m)) for m in mine)}
+
+
+def _model(settings: Settings) -> list[str]:
+  if settings.model:
+    return [f"--model={settings.model}"]
+  return [f"--preset={settings.preset}"] if settings.preset else []
 
 
 def _cores() -> set[int]:

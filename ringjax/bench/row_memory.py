@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowMemorySettings(harness.BenchmarkSettings):
-  """Requests by chance, and the engine's rows."""
+  """Requests by chance, and rows of the engine; without `model`, one of ours."""
 
   rows: int = option(8)
   requests: int = option(24)
@@ -43,6 +43,7 @@ class RowMemorySettings(harness.BenchmarkSettings):
   capacity: int = option(16384)
   longest: int = option(4096)
   page: int = option(32)
+  model: str | None = option(None, ())
   parts: tuple[str, ...] = option(PARTS[:-1], PARTS)
 
 
@@ -109,7 +110,7 @@ def served(layout: str, settings: RowMemorySettings) -> tuple[Row, list[Any]]:
   from ringjax.models import small
 
   s, rng = settings, np.random.default_rng(0)
-  model = rj.models.load(small.path())
+  model = rj.models.load(small.path() if s.model is None else s.model)
   dense = layout == "dense"
   engine = rj.serve.Engine(
     model,

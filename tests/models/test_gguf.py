@@ -1,6 +1,7 @@
 """GGUF files: their models are those of Hugging Face folders, or errors."""
 
 import struct
+from typing import Any
 
 import gguf
 import jax
@@ -10,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import ringjax as rj
+from launch import cluster_roles, common, serve
 from ringjax.data.gguf_file import open_gguf
 from ringjax.data.gguf_tokenizer import tokenizer_files
 
@@ -344,6 +346,24 @@ def test_a_saved_model_has_the_tokenizer_of_its_file(tmp_path):
   with pytest.warns(RuntimeWarning, match="no tokenizer is written"):
     rj.models.save(rj.models.load(file), tmp_path / "bare")
   _same(file, tmp_path / "bare")
+
+
+def test_a_router_serves_a_file(tmp_path):
+  config, tensors = _small(tmp_path, "llama")
+  file, key = tmp_path / "m.gguf", tmp_path / "key"
+  key.write_bytes(bytes(32))
+  _write(file, "llama", config, tensors)
+  for policy in ("shortest", "conductor"):
+    values = common.parse(
+      "serve",
+      serve.define,
+      ["--role=router", f"--model={file}", f"--cluster_key={key}",
+       "--cluster_port=0", f"--policy={policy}"],
+    )  # fmt: skip
+    tokenizer: Any = rj.data.Bytes()
+    router = cluster_roles.router(values, file, tokenizer)
+    router.close()
+    assert router.vocab == config["vocab_size"]
 
 
 _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "MXFP4")

@@ -1,0 +1,334 @@
+"""Times ways to read and to answer that share the work, beside the plain one.
+
+  python -m benchmarks.ways runahead   a prompt read by several processes, by a
+      chain (KV-Runahead) and by what gathers all keys in each layer
+  python -m benchmarks.ways beside     attention in processes that have the
+      caches, weights in this one (FastDecode)
+  python -m benchmarks.ways pull       a prompt's pages that another process
+      pulls, at once and page by page (KVDirect)
+  python -m benchmarks.ways groups     requests answered by fewer devices than
+      read them (LoongServe), on devices of this process
+  python -m benchmarks.ways paired     a prompt read in one program with the
+      steps of an answer (Liger), on devices of this process
+  python -m benchmarks.ways rows       what rows take of memory in pages and in
+      contiguous rows that grow (vAttention)
+
+Prompts are pieces of the manual that Python brings along. Printed is one JSON
+object; `same` says whether tokens are those of the plain way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import pydoc_data.topics
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import ringjax as rj
+from launch import runahead
+from ringjax import fetched_models
+from ringjax.bench import row_memory
+from ringjax.data import Tokenizer
+from ringjax.json_text import json_text
+from ringjax.serve import cluster
+from ringjax.serve.traces import TraceRequest
+
+
+def prompts(model: str, lengths: Sequence[int]) -> list[np.ndarray]:
+  """Texts of so many tokens, int32 each, one after another in the manual."""
+  topics = pydoc_data.topics.topics
+  text = "\n".join(topics[name] for name in sorted(topics))
+  folder = fetched_models.resolve(model, "--model")
+  ids = np.asarray(
+    Tokenizer.load(folder).encode(text[: 8 * sum(lengths) + 4096]), np.int32
+  )
+  cuts = np.cumsum(lengths)
+  if ids.size < cuts[-1]:
+    raise SystemExit(f"ways: {cuts[-1]:,} tokens; the text has {ids.size:,}")
+  return np.split(ids[: cuts[-1]], cuts[:-1])
+
+
+def _runahead(asked: argparse.Namespace) -> dict[str, Any]:
+  settings = runahead.Settings(
+    parts=("wall",),
+    tokens=(asked.tokens,),
+    methods=("kvr", "tsp", "flash_tsp"),
+    processes=asked.devices,
+    model=asked.model,
+    rounds=asked.rounds,
+  )
+  say = lambda line: print(line, file=sys.stderr, flush=True)
+  (wall,) = runahead.run(settings, say=say)["wall"]
+  tokens = [row["new_tokens"] for row in wall["methods"]]
+  return {
+    "tokens": wall["tokens"],
+    "processes": wall["processes"],
+    "same": tokens[1:] == tokens[:-1],
+    "new_tokens": tokens[0],
+    "methods": {
+      row["method"]: {
+        "seconds": row["seconds"],
+        "sent_bytes": sum(row["bytes_by_link"].values()),
+        "partition": row["partition"],
+      }
+      for row in wall["methods"]
+    },
+  }
+
+
+def _beside(asked: argparse.Namespace) -> dict[str, Any]:
+  """Two lengths of prompts: what travels must not depend on them."""
+  model = rj.models.load(asked.model, dtype="float32")
+  contexts = []
+  with rj.infer.AttentionWorkers.start(asked.devices) as workers:
+    for size in (asked.tokens // 4, asked.tokens):
+      texts = prompts(asked.model, [size] * asked.rows)
+      reports: list[rj.infer.WorkersReport] = []
+      beside = rj.infer.generate_beside(
+        model, texts, workers=workers, max_new_tokens=asked.new,
+        report=reports.append,
+      )  # fmt: skip
+      alone = rj.infer.generate(model, texts, max_new_tokens=asked.new)
+      (report,) = reports
+      traffic = report.traffic
+      sent = traffic.sent_bytes + traffic.received_bytes
+      contexts.append(
+        {
+          "tokens": size,
+          "same": bool((beside.tokens == alone.tokens).all()),
+          "step_bytes": sent / max(1, traffic.row_steps),
+          "cached_bytes": size * token_bytes(model),
+          "seconds": report.seconds,
+          "waited_s": report.waited_s,
+        }
+      )
+  return {"workers": asked.devices, "rows": asked.rows, "contexts": contexts}
+
+
+def token_bytes(model: Any) -> int:
+  """Bytes of a token's keys and values in all layers, in float32."""
+  maps = (layer.attention for layer in model.config.layers)
+  return sum(8 * x.kv_heads * x.head_dim for x in maps)
+
+
+def _pages_in(
+  ticket: str, address: tuple[str, int], key: bytes, each: bool, reader: str
+) -> tuple[float, int, str]:
+  """Seconds, reads and a digest of the bytes of a reader, in its process."""
+  start = time.perf_counter()
+  offer = rj.transfer.Ticket.from_json(ticket)
+  ways = [[n] for n in range(len(offer.pages))] if each else [None]
+  pulls = [
+    rj.transfer.pull(
+      offer, address, key, pages=pages, reader=f"{reader}-{n}", patience_s=600
+    )
+    for n, pages in enumerate(ways)
+  ]
+  seconds = time.perf_counter() - start
+  digest = hashlib.sha256()
+  for name in pulls[0].arrays:
+    digest.update(np.concatenate([x.arrays[name] for x in pulls]).tobytes())
+  return seconds, sum(x.reads for x in pulls), digest.hexdigest()
+
+
+def _pull(asked: argparse.Namespace) -> dict[str, Any]:
+  model = rj.models.load(asked.model, dtype="float32")
+  text, warm = prompts(asked.model, [asked.tokens] * 2)
+  room = asked.tokens + 64
+  engine = rj.serve.Engine(model, rows=1, capacity=2 * room, longest=room)
+  ask = lambda ids: rj.serve.Request(prompt=ids, max_new_tokens=1)
+  engine.submit(ask(warm)).result()
+  start = time.perf_counter()
+  engine.submit(ask(text)).result()
+  read_s = time.perf_counter() - start
+  key, times = secrets.token_bytes(32), {"at once": [], "page by page": []}
+  copied_s, reads, digests = [], {}, set()
+  sent = rj.serve.export_prefix(engine, text)
+  with (
+    multiprocessing.get_context("spawn").Pool(1) as pool,
+    rj.transfer.Publisher(key, lease_s=600) as publisher,
+  ):
+    for n in range(-1, asked.rounds):
+      for way, seconds in times.items():
+        start = time.perf_counter()
+        sent = rj.serve.export_prefix(engine, text)
+        copied = time.perf_counter() - start
+        digest = hashlib.sha256()
+        for n_leaf in range(len(sent.layout.leaves)):
+          leaf = [np.asarray(page[n_leaf]) for page in sent.pages]
+          digest.update(np.stack(leaf).tobytes())
+        digests.add(digest.hexdigest())
+        numbers = publisher.new_numbers(len(sent.pages))
+        each = way != "at once"
+        ticket = publisher.publish(
+          dict(zip(numbers, sent.pages, strict=True)), sent.layout,
+          labels=sent.labels, readers=len(numbers) if each else 1,
+        )  # fmt: skip
+        took, count, pulled = pool.apply(
+          _pages_in, (ticket.to_json(), publisher.address, key, each, str(n))
+        )
+        digests.add(pulled)
+        reads[way] = count
+        if n >= 0:
+          seconds.append(took)
+          copied_s.append(copied)
+  engine.close()
+  return {
+    "tokens": sent.tokens,
+    "pages": len(sent.pages),
+    "bytes": sent.tokens * token_bytes(model),
+    "same": len(digests) == 1,
+    "read_s": read_s,
+    "copied_s": statistics.median(copied_s),
+    "ways": {
+      way: {"seconds": statistics.median(x), "reads": reads[way]}
+      for way, x in times.items()
+    },
+  }
+
+
+def _groups(asked: argparse.Namespace) -> dict[str, Any]:
+  count, size = asked.devices, asked.tokens
+  model = rj.models.load(asked.model, dtype="float32")
+  texts = prompts(asked.model, [size, size // 8])
+  alone = [
+    rj.infer.generate(model, [x], max_new_tokens=asked.new).tokens[0]
+    for x in texts
+  ]
+  mesh = rj.make_mesh((count,), ("seq",))
+  policy = cluster.ElasticScheduler(
+    [
+      cluster.QuadraticTimes(prefill_token_s=4e-3 / n, decode_fixed_s=0.03)
+      for n in range(1, count + 1)
+    ],
+    cluster.ElasticOptions(
+      slots=size + asked.new, most_moved_tokens=0, steps=asked.new // 2
+    ),
+  )
+  trace = [
+    TraceRequest(
+      arrival=0.1 * n, prompt_tokens=len(x), new_tokens=asked.new, number=n
+    )
+    for n, x in enumerate(texts)
+  ]
+  runner = cluster.ElasticRunner(rj.models.place(model, mesh), texts, mesh=mesh)
+  result = runner.serve(trace, policy, count, clock=None)
+  return {
+    "instances": count,
+    "prompts": [len(x) for x in texts],
+    "groups": [[list(x) for x in groups] for groups in runner.groups],
+    "same": all(
+      np.array_equal(got, want)
+      for got, want in zip(runner.answers, alone, strict=True)
+    ),
+    "moved_tokens": result.moved_tokens,
+    "kept_bytes": result.kept_tokens * token_bytes(model),
+    "shrinks": result.shrinks,
+    "grows": result.grows,
+  }
+
+
+def _paired(asked: argparse.Namespace) -> dict[str, Any]:
+  mesh = rj.make_mesh((asked.devices,), ("model",), ring="model")
+  model = rj.models.load(asked.model, mesh=mesh, dtype="float32")
+  first, second = prompts(asked.model, [64, asked.tokens])
+  chunk, steps = asked.tokens // asked.new, asked.new
+  room = 64 + asked.new + 8
+  together, apart, equal, beside = [], [], True, None
+  for n in range(-1, asked.rounds):
+    session = rj.infer.Session(model, capacity=room)
+    rj.infer.generate(model, [first], max_new_tokens=1, cache=session)
+    start = time.perf_counter()
+    beside = rj.infer.prefill_beside(model, [second], session, chunk=chunk)
+    jax.block_until_ready(beside.logits)
+    took = time.perf_counter() - start
+    reader = rj.infer.Session(model, capacity=asked.tokens + 256)
+    start = time.perf_counter()
+    read = rj.infer.generate(
+      model, [second], max_new_tokens=1, cache=reader, prefill="chunked",
+      chunk=chunk,
+    )  # fmt: skip
+    apart_s, at = time.perf_counter() - start, []
+    new = rj.infer.generate(
+      model, [first], max_new_tokens=1 + steps,
+      stream=lambda _, at=at: at.append(time.perf_counter()),
+    )  # fmt: skip
+    # The first token is there before a prompt comes.
+    apart_s += at[-1] - at[0]
+    equal &= bool((new.tokens[:, 1:] == beside.answers.tokens).all())
+    equal &= int(np.argmax(beside.logits[0])) == int(read.tokens[0, 0])
+    if n >= 0:
+      together.append(took)
+      apart.append(apart_s)
+  assert beside is not None
+  return {
+    "devices": asked.devices,
+    "tokens": asked.tokens,
+    "same": equal,
+    "beside": int(beside.answers.tokens.shape[1]),
+    "together_s": statistics.median(together),
+    "apart_s": statistics.median(apart),
+  }
+
+
+def _rows(asked: argparse.Namespace) -> dict[str, Any]:
+  settings = row_memory.RowMemorySettings(
+    model=asked.model, rows=asked.rows, requests=2 * asked.rows,
+    prompt_tokens=asked.tokens // 4, new_tokens=asked.new, longest=2048,
+    capacity=8192,
+  )  # fmt: skip
+  layouts, answers = {}, []
+  for layout in ("pages", "contiguous"):
+    layouts[layout], tokens = row_memory.served(layout, settings)
+    answers.append(tokens)
+  return {
+    "rows": asked.rows,
+    "longest": settings.longest,
+    "same": answers[0] == answers[1],
+    "layouts": layouts,
+  }
+
+
+_WAYS = {
+  "runahead": _runahead,
+  "beside": _beside,
+  "pull": _pull,
+  "groups": _groups,
+  "paired": _paired,
+  "rows": _rows,
+}
+# Devices of this process: others have one.
+_SEVERAL = ("groups", "paired")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Measures and prints; see the module."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  to = parser.add_argument
+  to("way", choices=_WAYS)
+  to("--model", default="smollm2-135m")
+  to("--devices", type=int, default=2, help="or processes that share the work")
+  to("--tokens", type=int, default=1024, help="of a prompt")
+  to("--rows", type=int, default=4, help="prompts at a time")
+  to("--new", type=int, default=16, help="tokens of an answer")
+  to("--rounds", type=int, default=3, help="timed ones")
+  asked = parser.parse_args(argv)
+  if asked.way in _SEVERAL:
+    jax.config.update("jax_num_cpu_devices", asked.devices)
+  print(json_text(_WAYS[asked.way](asked), indent=1))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
