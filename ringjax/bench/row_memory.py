@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowMemorySettings(harness.BenchmarkSettings):
-  """Requests by chance, and rows of the engine; without `model`, one of ours."""
+  """Requests by chance, rows of the engine; without `model` one of ours."""
 
   rows: int = option(8)
   requests: int = option(24)
