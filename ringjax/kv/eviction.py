@@ -335,7 +335,7 @@ def chosen(
       if cache.kind.grouped:
         # What was encoded together stays together.
         leaves = (Coords(*at).seg > 0) & ~stays
-        open_ = jnp.broadcast_to(leaves[None, :, None], open_.shape)
+        open_ = _whole_groups(open_, leaves, parts[n].pages.slots)
         each = paged.reshape(*paged.shape[:3], -1, parts[n].pages.slots)
         whole = jnp.any(each, -1, keepdims=True)
         paged = jnp.broadcast_to(whole, each.shape).reshape(paged.shape)
@@ -454,6 +454,20 @@ def _staying(
     number = jnp.cumsum(leaves, 1, dtype=jnp.int32)
     stays |= leaves & (number > number[:, -1:] // kind.page * kind.page)
   return jnp.where(rows[:, None], stays, real)
+
+
+def _whole_groups(
+  keep: Bool[Array, "L B K s"], leaves: Bool[Array, "B s"], group: int
+) -> jax.Array:
+  """Of the tokens that leave, those of each group of which some are kept."""
+  number = jnp.maximum(jnp.cumsum(leaves, 1, dtype=jnp.int32) - 1, 0) // group
+  index = jnp.broadcast_to(number[None, :, None], keep.shape)
+  none = jnp.zeros((*keep.shape[:3], -(-keep.shape[3] // group)), bool)
+  put = lambda x, index, kept: x.at[index].max(kept)
+  for _ in range(3):
+    put = jax.vmap(put)
+  some = put(none, index, keep & leaves[None, :, None])
+  return jnp.take_along_axis(some, index, 3) & leaves[None, :, None]
 
 
 class _Scored(NamedTuple):
@@ -698,8 +712,9 @@ def _in_groups(
   pick = lambda x: jnp.take_along_axis(x, order, 1)
   here = Coords(pick(at.pos), jnp.where(real, pick(at.seg), 0))
   lead = keep.shape[:3]
-  paged = keep[..., : keep.shape[3] - slots]
-  front = jnp.broadcast_to(real[None, :, None], (*lead, order.shape[1]))
+  paged, opened = keep[..., : keep.shape[3] - slots], keep[..., -slots:]
+  index = jnp.broadcast_to(order[None, :, None], (*lead, order.shape[1]))
+  front = jnp.take_along_axis(opened, index, 3) & real[None, :, None]
   keep = jnp.concatenate([paged, front], 3)
   return part._replace(k=along(part.k), v=along(part.v)), here, keep
 

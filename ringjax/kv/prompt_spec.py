@@ -86,7 +86,11 @@ def prompt_spec(
       continue
     each = [max(stays, counts[layer]) for layer in shape.which]
     if reading.windowed(n):
-      each = [max(stays, min(tokens, shape.reach))] * shape.layers
+      near = max(0, tokens - shape.reach)
+      if kind.grouped:
+        # Groups that the window reaches stay whole.
+        near = near // kind.page * kind.page
+      each = [max(stays, tokens - near)] * shape.layers
     in_pages = [math.ceil((count - stays) / pages.slots) for count in each]
     whole = batch * shape.heads * sum(in_pages)
     sizes[n] = first_sizes(whole, max(in_pages))
