@@ -188,6 +188,7 @@ def test_peers_agree():
   assert all(x["speed"] > 0 for x in result["summary"]["speeds"])
 
 
+@pytest.mark.long
 def test_tiles_are_counted():
   row = InferenceBenchmark.run(only("tiles", tokens=(1024,)))["rows"][0]
   for name in inference._TILED:
@@ -260,6 +261,7 @@ def test_a_contestant_that_fails_has_a_reason(monkeypatch, capsys):
   assert "all gone" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "scan", [True, pytest.param(False, marks=pytest.mark.slow)]
 )
@@ -293,6 +295,7 @@ def test_weights_are_told_apart():
     assert inference._compare(model_contestants._digest(other), same, 1e-3)[1]
 
 
+@pytest.mark.long
 def test_both_dtypes_hold_the_same_numbers(tmp_path, folders):
   held = InferenceBenchmark(TINY)
   vars(held)["path"] = tmp_path

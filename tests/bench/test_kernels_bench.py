@@ -72,6 +72,7 @@ def test_all_contestants(tmp_path, monkeypatch, capsys):
   assert found["complete"] and "kernel over" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_hop_that_a_contestant_lacks_has_a_reason():
   settings = dataclasses.replace(
     TINY, kinds=("strict",), passes=("fwd",), contestants=("kernel", "jax.nn")
@@ -107,6 +108,7 @@ def test_wrong_settings(options, words):
     KernelSettings(**options)
 
 
+@pytest.mark.long
 def test_the_command_line(tmp_path, capsys, command):
   path = tmp_path / "x.json"
   args = (

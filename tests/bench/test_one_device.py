@@ -82,6 +82,7 @@ def test_it_has_one_device_and_runs_what_it_is_told(
     first()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("error", "reason"),
   [
@@ -101,6 +102,7 @@ def test_what_fails_there_has_the_reason_that_it_has_here(
   assert found["late"].reason == "MemoryError: out of memory: all gone"
 
 
+@pytest.mark.long
 def test_another_takes_the_place_of_a_process_that_died(process):
   lost, _ = process.build(raises_later)
   with pytest.raises(Skipped, match="its process ended with -9"):

@@ -8,6 +8,7 @@ from ringjax.bench.page_transfers import PullBenchmark, PullSettings
 from ringjax.errors import OptionError
 
 
+@pytest.mark.long
 def test_both_ways_bring_the_pages():
   said = []
   found = PullBenchmark.run(PullBenchmark.quick, say=said.append)

@@ -133,6 +133,7 @@ def test_whose_loss_is_off_is_not_timed(monkeypatch, here):
   assert row["results"]["ringjax"]["median_s"] > 0
 
 
+@pytest.mark.long
 def test_a_step_learns_and_lets_go_of_what_it_had():
   model = checkpoint.create(SMALL, seed=0)
   before = np.asarray(model.embed.weight[...])

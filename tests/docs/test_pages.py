@@ -39,6 +39,7 @@ _LONG = (
   "train",
   "speculate",
   "transfer",
+  "tutorial",
   "which_cluster",
   "window",
 )

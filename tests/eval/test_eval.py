@@ -585,6 +585,7 @@ def test_each_row_begins_as_a_text_does(adds_bos, monkeypatch):
   assert [len(row) for row in rows] == [64 if adds_bos else 65] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("argv", "unit", "error", "status"),
   [
@@ -778,6 +779,7 @@ def test_a_log_of_something_else(line, tmp_path):
   assert f"{log}:1: " in err and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_a_training_is_drawn_without_its_devices(tmp_path):
   log = tmp_path / "log.jsonl"
   log.write_text(

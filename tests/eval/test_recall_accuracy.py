@@ -38,6 +38,7 @@ def test_what_a_model_has_learned(model):
   assert recall_accuracy(model, heavy, examples=3, seed=1) == found
 
 
+@pytest.mark.long
 def test_an_answer_is_right_as_a_whole(model):
   """Long copies of random bytes: many tokens are right, no copy is."""
   source = Copies(tokenizer=Bytes(), filler=FILLER, length=700)

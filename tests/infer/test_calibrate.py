@@ -55,6 +55,7 @@ def moved(model, kind):
   return float(jnp.sqrt(jnp.mean(jnp.square(got - model(text)))))
 
 
+@pytest.mark.long
 def test_code_books_beat_integers_and_more_bits_are_better(model, found):
   _, made = found
   books = [
@@ -278,6 +279,7 @@ def test_a_broken_part_of_a_run_is_read_anew(model, found, tmp_path):
   assert rj.infer.calibrate(model, ROWS, folder=tmp_path) == found[1]
 
 
+@pytest.mark.long
 def test_generate_and_sessions_take_the_folder(model, found):
   folder, made = found
   ask = lambda **options: (

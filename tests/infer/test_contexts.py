@@ -103,6 +103,7 @@ def test_parallel_is_one_pass(family, shards):
   np.testing.assert_allclose(found, want, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("links", [None, 2])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 @pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])

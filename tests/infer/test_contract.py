@@ -153,6 +153,7 @@ def slow(names, quick):
   ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow((*KINDS, *OTHERS), QUICK[::2]))
 def test_one_pass_chunks_and_single_tokens(loaded, name):
   """On eight devices against the reference, and the caches alike."""

@@ -177,6 +177,7 @@ def test_a_draft_model_goes_on_with_what_it_has_read(loaded, monkeypatch, how):
   assert session.drafting is None
 
 
+@pytest.mark.long
 def test_bad_draft_models_are_refused(loaded, target):
   model, _ = loaded("llama3")
   ask = lambda drafter: rj.infer.generate(

@@ -73,6 +73,7 @@ def test_four_read_two_answer_then_three(loaded, name):
   assert after[:, :2].sum() == held.sum() + 2 * 5
 
 
+@pytest.mark.long
 def test_plan_is_data_and_regrouping_moves_nothing(loaded):
   one, _ = loaded("llama3")
   model, mesh = loaded("llama3", 4)
@@ -178,6 +179,7 @@ def test_instances_of_two_devices(tmp_path_factory, loaded):
   np.testing.assert_array_equal(got, want.tokens)
 
 
+@pytest.mark.long
 def test_refusals(loaded):
   model, mesh = loaded("llama3", 4)
   latent, _ = loaded("deepseek_v3", 4)

@@ -78,6 +78,7 @@ def test_answers_are_the_same(
   jax.tree.map(np.testing.assert_array_equal, found, held)
 
 
+@pytest.mark.long
 def test_tokens_move_between_caches(loaded, monkeypatch):
   """Those of a CPU are loaded into a cache of a TPU, and back."""
   model, _ = loaded("llama3")

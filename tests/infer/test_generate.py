@@ -172,6 +172,7 @@ def test_who_streams_may_end_it(loaded, said):
     np.testing.assert_array_equal(new, greedy[:, :6])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "devices", [pytest.param(1, marks=pytest.mark.slow), 8]
 )
@@ -276,6 +277,7 @@ def test_auto_says_why(loaded, said):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "devices"),
   [
@@ -305,6 +307,7 @@ def test_turns_equal_one_long_prompt(loaded, name, devices):
     assert session.lengths.tolist() == [len(t) - 1 for t in text], turn
 
 
+@pytest.mark.long
 def test_a_turn_after_a_stop(loaded, said):
   """What an example says behind its stop is not in the conversation."""
   prompt, greedy = said
@@ -341,6 +344,7 @@ def test_room_of_a_session(loaded):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", [None, (9, 7, 5, 3), (6, 6, 6, 14)])
 def test_parts_of_a_chain(loaded, said, partition):
   """Whatever the parts, the answer is the same."""
@@ -387,6 +391,7 @@ def test_parts_that_are_none(loaded, said, partition):
     ask(loaded, said[0], 4, prefill="kvr", partition=partition)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["kvr", "zigzag", "hybrid", "bidirectional"])
 def test_a_recurrent_layer_reads_in_order(loaded, way):
   model, mesh = loaded("qwen3_next", 4)
@@ -411,6 +416,7 @@ class Compiled:
     return self._f._cache_size() - self._had
 
 
+@pytest.mark.long
 def test_lengths_share_programs(loaded):
   model, mesh = loaded(NAME, 2)
   reading, steps = Compiled(prefill.read), Compiled(decode.step)
@@ -421,6 +427,7 @@ def test_lengths_share_programs(loaded):
   assert int(steps) <= 2
 
 
+@pytest.mark.long
 def test_a_growing_context_compiles_nothing(loaded):
   model, mesh = loaded(NAME, 2)
   session = rj.infer.Session(model, 512, mesh=mesh)

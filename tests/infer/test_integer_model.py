@@ -59,6 +59,7 @@ def uneven():
   return model
 
 
+@pytest.mark.long
 def test_outliers_beside_are_worth_it(uneven):
   tokens = texts(uneven, 4, 48)
   ranges = rj.infer.activation_ranges(uneven, tokens)
@@ -289,6 +290,7 @@ def test_integers_read_and_floats_answer(uneven):
   refused(OptionError, lambda: session.hand_over(other), "another config")
 
 
+@pytest.mark.long
 def test_few_programs_for_many_lengths(uneven):
   """Chunks share their programs: few are compiled for 50 lengths."""
   ranges = rj.infer.activation_ranges(uneven, texts(uneven))

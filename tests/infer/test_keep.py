@@ -63,6 +63,7 @@ def test_the_last_device_decodes_the_same(loaded, said, method, devices):
   assert session.shards == 1 and session.cache.capacity == capacity
 
 
+@pytest.mark.long
 def test_prompts_of_unequal_lengths(loaded, said):
   """Their slots have holes, which stay holes."""
   model, mesh = loaded(NAME, 4)
@@ -341,6 +342,7 @@ def test_a_cache_of_fewer_bits(loaded, said):
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 def test_a_machine_is_looked_at_in_later_turns_too(loaded, said):
   model, _ = loaded(NAME)

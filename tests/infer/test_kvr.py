@@ -33,6 +33,7 @@ def test_tiles_cover_a_part_once(count, sizes):
   assert tiles[-1].first + tiles[-1].size <= kvr._capacity(100 + count, sizes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
 def test_models_with_other_layers_are_refused(loaded, alone, name):
   model, _ = loaded(name)

@@ -215,6 +215,7 @@ def test_codes_of_a_cache_without_a_codec(loaded):
   group.close()
 
 
+@pytest.mark.long
 def test_a_chains_session_knows_what_was_seen(loaded, alone):
   name, ranks = CASES[0]
   model, _ = loaded(name)

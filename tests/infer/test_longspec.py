@@ -54,6 +54,7 @@ def same(model, drafter, *, count=14, lengths=(9, 23, 4), **how):
   return reports[0].speculation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("options", "how"),
   [

@@ -236,6 +236,7 @@ def test_an_error_of_a_read_is_that_of_its_block():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "windows",
   [

@@ -305,6 +305,7 @@ def test_documents_stay_apart_behind_an_eviction(policy):
   contract.close(answers(kind, evicts=True), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("shards", "codec"),
   [

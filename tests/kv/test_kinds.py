@@ -103,6 +103,7 @@ def test_unrotated_keys_move_to_other_positions():
   contract.close(got, np.asarray(want)[:, 8:])
 
 
+@pytest.mark.long
 def test_generate_and_sessions_take_a_kind():
   model, (tokens, _) = contract.model(1), contract.text()
   ask = lambda **options: (

@@ -45,6 +45,7 @@ def fractions(rng):
   return rj.models.Placement(device=x[0], host=x[1], disk=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "seed",
   [

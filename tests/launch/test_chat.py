@@ -141,6 +141,7 @@ def test_a_cache_that_cannot_go_back_is_emptied(model, tokenizer, monkeypatch):
   check_answers(model, tokenizer, SHORTENED, talk.messages)
 
 
+@pytest.mark.long
 def test_an_answer_that_is_ended(model, tokenizer):
   """What was shown is what the conversation goes on with."""
   talk, shown = conversation(model, tokenizer), []
@@ -153,6 +154,7 @@ def test_an_answer_that_is_ended(model, tokenizer):
   assert turn.text == whole
 
 
+@pytest.mark.long
 def test_a_message_that_is_ended_while_it_is_read(model, tokenizer):
   talk = conversation(model, tokenizer)
   talk.ask("import os", lambda piece: None)

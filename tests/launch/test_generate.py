@@ -71,6 +71,7 @@ def test_json_is_all_there_is_on_stdout(ask, folder):
   assert done["cache_bytes_per_device"] == slots + cursors
 
 
+@pytest.mark.long
 def test_an_adapter_changes_the_answer_as_its_merged_model_does(
   ask, folder, tmp_path
 ):
@@ -191,6 +192,7 @@ def test_a_chat_template_is_used_unless_raw(ask, chat_folder):
   assert system["prompt_tokens"] == 5 + 4 + 2 + 2
 
 
+@pytest.mark.long
 def test_stop_strings_end_the_answer(ask, folder):
   base = (f"--model={folder}", "--prompt=def f(", "--max_new_tokens=24")
   sample = (*base, "--temperature=1.0", "--top_k=90", "--seed=3", "--json")

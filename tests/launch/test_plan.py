@@ -651,6 +651,7 @@ def test_a_service_of_a_trace_at_a_rate(tmp_path):
   assert roles["share_as_placed"] == roles["share_with_changes"] >= 0.8
 
 
+@pytest.mark.long
 def test_what_a_plan_can_not_serve_is_said(tmp_path):
   trace, calls = tmp_path / "trace.csv", tmp_path / "calls.csv"
   tokens = [200, 210, 3000, 9000000, 220, 230, 240, 250]

@@ -42,6 +42,7 @@ def live(shares, window, retain, monkeypatch):
   return report, reads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("shares", "window", "retain"),
   [

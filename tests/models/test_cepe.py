@@ -235,6 +235,7 @@ def test_a_folder_is_loaded_onto_a_mesh(tmp_path):
   close(back(TOKENS, states=states), want, 2e-5)
 
 
+@pytest.mark.long
 def test_broken_folders_are_refused(tmp_path):
   mine = model()
   rj.models.save(mine, tmp_path / "a")

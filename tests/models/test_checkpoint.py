@@ -161,6 +161,7 @@ def test_half_the_bits_are_float32_on_a_cpu(tmp_path):
   assert checkpoint.cast(model, "float32").saved_dtype is None
 
 
+@pytest.mark.long
 def test_half_the_bits_stay_on_a_mesh_and_without_memory(tmp_path, monkeypatch):
   first = checkpoints.write("deepseek_v3", tmp_path / "a", dtype="bfloat16")
   mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))

@@ -115,6 +115,12 @@ def deviations(name):
         yield way, path, fact, fault
 
 
-@pytest.mark.parametrize("name", sorted(FACTS))
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.long] * (n % 4 > 0))
+    for n, name in enumerate(sorted(FACTS))
+  ],
+)
 def test_a_key_that_is_not_there(name):
   assert not list(deviations(name))

@@ -114,6 +114,7 @@ def _nbytes(model):
   return sum(x.nbytes for x in jax.tree.leaves(model.stack))
 
 
+@pytest.mark.long
 def test_codes_stay_codes(tmp_path, caplog):
   path = _file(tmp_path, "llama", {"attn": "Q4_1", "ffn": "Q8_0"})
   with caplog.at_level("INFO", "ringjax.models.gguf.stored"):
@@ -206,6 +207,7 @@ def test_codes_whose_scales_are_nan_are_refused(tmp_path):
     rj.models.load(path, weights="stored")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", [None, "stored"])
 def test_layers_on_disk_have_the_numbers_of_the_file(tmp_path, weights):
   path = _file(tmp_path, "llama", {"attn": "Q4_1", "blk.1.ffn": "Q8_0"})

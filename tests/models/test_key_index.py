@@ -140,6 +140,7 @@ def test_gradients_on_shards(load):
     assert bool(np.abs(want).max() > 1e-6) == learns, name
 
 
+@pytest.mark.long
 def test_what_is_refused(load):
   model, _ = load()
   tokens = np.asarray(EXPECTED.tokens)

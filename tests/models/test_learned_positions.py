@@ -24,6 +24,7 @@ def model(tmp_path_factory):
   )
 
 
+@pytest.mark.long
 def test_positions_behind_the_table_are_refused(model):
   ids = lambda count: np.ones((1, count), np.int32)
   with pytest.raises(PromptError, match=r"position 64.*0 to 63.*n_positions"):

@@ -63,6 +63,7 @@ def test_the_seed_decides():
   assert (rows(1) != rows(2)).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_sharded_weights_stay_sharded(name):
   mesh = rj.make_mesh((4,), ("model",))

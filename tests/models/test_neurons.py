@@ -235,6 +235,7 @@ def test_a_threshold_is_said_and_one_for_all_paths(tmp_path):
   assert 0 < found.needed <= found.used
 
 
+@pytest.mark.long
 def test_what_is_not_supported_is_refused_by_name(gated, tmp_path):
   model, path = gated
   sparse = lambda m=model, **how: rj.models.sparse_model(m, path, **how)

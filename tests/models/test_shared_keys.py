@@ -44,6 +44,7 @@ def test_a_cache_keeps_nothing_for_layers_that_read(name):
   assert len(spec.slots) == len(model.kinds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_published_folders(name, tmp_path):
   """Have maps that nothing reads, and a text model inside of another one."""

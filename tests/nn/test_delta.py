@@ -61,6 +61,7 @@ def test_equals_transformers(model, expected):
   close(model(expected.tokens), expected.logits)
 
 
+@pytest.mark.long
 def test_older_spelling(model, expected, tmp_path):
   old = models.load(
     checkpoints.write(NAME, tmp_path / "old", spelling="v4"), scan=False
@@ -120,6 +121,7 @@ def test_chunks(model, expected, size):
   close(got, expected.logits)
 
 
+@pytest.mark.long
 def test_greedy(model, expected):
   b, length = expected.prompt.shape
   steps = expected.greedy.shape[1]
@@ -296,6 +298,7 @@ def test_bfloat16(folder, expected):
   assert np.median(off) < 0.05
 
 
+@pytest.mark.long
 def test_no_sequence_is_gathered():
   """What crosses shards does not depend on the number of tokens."""
   spec = Delta(key_heads=2, heads=4, key=8, value=8, taps=4, eps=1e-6)

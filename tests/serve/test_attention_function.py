@@ -109,6 +109,7 @@ def in_engine(loaded, layout, **options):
     assert result.tokens.tolist() == alone(model, request, **how)
 
 
+@pytest.mark.long
 def test_an_engine_calls_the_function(loaded):
   in_engine(loaded, "contiguous")
 
@@ -147,6 +148,7 @@ def test_an_engine_gives_it_what_rows_have_reached(loaded):
     assert {key[1] for _, key, *_ in noted.shapes} == {256, 512, 1024}
 
 
+@pytest.mark.long
 def test_what_is_refused(loaded):
   model, _ = loaded("llama3")
   run = functools.partial(generate, model, PROMPTS, max_new_tokens=2)

@@ -486,6 +486,7 @@ def test_few_hypotheses(tiny):
   assert abs(chosen.sum() - 1) < 1e-5
 
 
+@pytest.mark.long
 def test_a_search_that_is_given_up(tiny):
   """What is known of it stays; a mask that raises ends it alone."""
   at = engine(tiny)

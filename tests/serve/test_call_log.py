@@ -39,6 +39,7 @@ def ask(n, new=3, **more):
   return rj.serve.Request(prompt=prompt, max_new_tokens=new, **more)
 
 
+@pytest.mark.long
 def test_a_prompt_is_one_call_and_a_token_of_rows_another(engine):
   # Each look at the clock is a second later.
   ticks = itertools.count()

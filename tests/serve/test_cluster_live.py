@@ -381,6 +381,7 @@ def test_an_instance_that_is_lost(model, alone, stage):
     live.idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "role", ["prefill", *_marked(pytest.mark.long, "decode")]
 )

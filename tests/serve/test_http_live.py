@@ -81,6 +81,7 @@ HEAD = (
 )
 
 
+@pytest.mark.long
 def test_half_of_a_request_is_not_waited_for_without_end(talking):
   with serving(talking, stall=0.5) as (port, server):
     heads = [half(port, data) for data in (b"", b"POST /v1", HEAD[:60])]

@@ -99,6 +99,7 @@ def test_parts_with_adapters():
   assert found[0] == found[1] and found[0][0] != found[0][1]
 
 
+@pytest.mark.long
 def test_where_layers_are_cut(loaded):
   model = rj.models.create(DEEP, seed=0)
   parts = lambda model, count: engine(model, layer_parts=count).layer_parts

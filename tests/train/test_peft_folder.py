@@ -187,6 +187,7 @@ def test_an_adapter_is_not_replaced_unasked(folder):
     save_adapter(place / "b", model, more, more.start(model))
 
 
+@pytest.mark.long
 def test_a_trained_adapter_is_in_the_result_and_an_engine_takes_it(tmp_path):
   model = rj.models.create(checkpoints.config("llama2"), seed=1)
   documents = rj.data.Documents([np.arange(1, 40, dtype=np.int32)] * 4)

@@ -182,6 +182,7 @@ def test_sharded_parameters_give_the_same_losses():
   assert len(losses[0]) == 2
 
 
+@pytest.mark.long
 def test_a_held_out_loss_changes_no_step(tmp_path):
   """Its losses are those of the states, also of a run that is resumed."""
 

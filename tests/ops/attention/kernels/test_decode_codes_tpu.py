@@ -199,6 +199,7 @@ def test_keys_are_rotated_where_they_are_read(bits, outliers, name, start):
   same(got, decoded(decode_attention, near), 1e-5)
 
 
+@pytest.mark.long
 def test_rotated_keys_beside_other_values():
   """Groups of values are copies of the queries; heads are in one tile."""
   kernel = dataclasses.replace(KERNEL, chip="tpu-v5e")
@@ -292,6 +293,7 @@ def test_what_is_not_seen_does_not_matter(n):
   assert np.isnan(got.acc).all() or n == 0
 
 
+@pytest.mark.long
 def test_small_and_large_scales():
   """float16 below its smallest normal number, and its largest."""
   for size in (1e-4, 3e4):
