@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,9 +96,9 @@ class BlockCodesLinear(nnx.Module):
     self,
     base: Linear,
     layout: BlockLayout,
-    codes: Any,
-    step: Any,
-    least: Any,
+    codes: jax.Array | jax.ShapeDtypeStruct | None,
+    step: jax.Array | jax.ShapeDtypeStruct | None,
+    least: jax.Array | jax.ShapeDtypeStruct | None,
     *,
     inputs: tuple[int, ...],
   ):

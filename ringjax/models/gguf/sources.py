@@ -29,7 +29,7 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)\.(weight|bias|scale)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Unpaired:
+class UnpairedRows:
   """Rows of heads in halves, of such in pairs.
 
   Attributes:
@@ -44,7 +44,7 @@ class Unpaired:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped:
+class GroupedRows:
   """Rows of each group's queries, key and value, of all queries first.
 
   Attributes:
@@ -82,7 +82,7 @@ class Turned:
     return x.swapaxes(-1, -2)
 
 
-Change: TypeAlias = Unpaired | Grouped | LessOne | Turned
+Change: TypeAlias = UnpairedRows | GroupedRows | LessOne | Turned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +128,9 @@ def _change(
   """What is done to a tensor, and what must divide its rows."""
   if arch.permuted and part in ("attn_q", "attn_k"):
     count = heads if part == "attn_q" else groups
-    return Unpaired(count), 2 * count
+    return UnpairedRows(count), 2 * count
   if arch.split_qkv and part == "attn_qkv":
-    return Grouped(heads, groups), heads + 2 * groups
+    return GroupedRows(heads, groups), heads + 2 * groups
   if leaf == "weight" and part in arch.turned:
     return Turned(), 1
   if leaf == "weight" and arch.norm_one and part.endswith("norm"):

@@ -23,7 +23,12 @@ from ringjax.errors import OptionError
 from ringjax.models.contents import Contents
 from ringjax.models.gguf.blocks import BLOCKS, PLAIN, BlockType
 from ringjax.models.gguf.gguf_folder import GgufFolder, stored_name
-from ringjax.models.gguf.sources import Change, Grouped, Turned, Unpaired
+from ringjax.models.gguf.sources import (
+  Change,
+  GroupedRows,
+  Turned,
+  UnpairedRows,
+)
 from ringjax.models.hf.codes import PackedForm, StoredTensor
 from ringjax.models.hf.names import (
   FusedColumns,
@@ -311,7 +316,7 @@ def _block_types(
   kinds = [BLOCKS.get(folder.gguf.tensors[x].type) for x in source.names]
   known = [kind for kind in kinds if kind is not None]
   turned = isinstance(tensor.form, SwappedAxes) or not _has_rows(tensor.form)
-  changes = Turned if turned else Unpaired | Grouped | None
+  changes = Turned if turned else UnpairedRows | GroupedRows | None
   if len(known) < len(kinds) or not isinstance(source.change, changes):
     return None
   known = known if len(known) == len(outputs) else known * len(outputs)
