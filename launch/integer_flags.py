@@ -20,10 +20,11 @@ HELP = (
   "this folder (launch.calibrate --ranges): DIR or "
   "DIR:shadow=16,prune=0.85,scales=tensor. With devices=2, of launch.generate, "
   "the first device multiplies integers of a chunk (--chunk) while the second "
-  f"one attends with another; rule={'|'.join(RULES)} chooses what runs next."
+  "one multiplies outliers in floats, and attends with another; "
+  f"rule={'|'.join(RULES)} chooses what runs next."
 )
 # Options of `rj.infer.integer_model`, and of how two devices read with it.
-_INTEGER = ("shadow", "prune", "scales")
+_INTEGER = ("shadow", "prune", "scales", "hot")
 _READING = ("devices", "rule")
 # What has no effect, or none that is right, where two devices read.
 _NOT_ON_TWO = (
