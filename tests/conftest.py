@@ -566,6 +566,28 @@ _MORE_CASES = {
   "serve/test_scheduler.py::test_planted_bugs_are_caught": 10,
   "test_mutations.py::test_a_planted_bug_is_found": 60,
 }
+# Those of which each long case takes half a minute: all of them are `slow`.
+_NO_CASES = (
+  "infer/test_rows.py::test_a_row_is_what_it_is_alone",
+  "infer/test_rows.py::test_of_a_call_without_a_session",
+  "infer/test_speculate.py::test_kinds_of_caches",
+  "infer/test_speculate.py::test_more_families",
+  "infer/test_speculate.py::test_recurrent_layers_draft",
+  "kv/test_evicting.py::test_shards_keep_the_same_tokens",
+  "kv/test_pairs.py::test_a_pair_works_or_is_refused",
+  "kv/test_punctuation.py::test_heads_keep_what_brute_force_keeps",
+  "kv/test_repetition.py::test_several_questions_about_one_context",
+  "kv/test_tiered.py::test_the_memory_changes_no_bit",
+  "models/test_shared_keys.py::test_rows_of_unequal_lengths_over_shards",
+  "serve/test_engine.py::test_calibrated_levels",
+  "serve/test_engine.py::test_more_codecs",
+  "serve/test_engine.py::test_rows_come_back_from_the_host",
+  "serve/test_engine_drafts.py::test_a_block_reads_the_pages_of_rows",
+  "serve/test_engine_drafts.py::test_answers_are_those_of_generate",
+  "serve/test_engine_drafts.py::test_models_draft_for_rows",
+  "serve/test_store_engine.py::test_more_kinds",
+)
+_MORE_CASES |= dict.fromkeys(_NO_CASES, 0)
 
 
 @pytest.hookimpl(tryfirst=True)

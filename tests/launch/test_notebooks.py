@@ -253,15 +253,15 @@ PRINTS: dict[str, Callable[[str], None]] = {
 # The first is for every commit.
 MARKS = {
   "01_generate": pytest.mark.long,
-  "04_serve": pytest.mark.long,
+  "04_serve": pytest.mark.slow,
   "05_contexts": pytest.mark.slow,
   "06_speculate": pytest.mark.slow,
   "07_ring_from_scratch": pytest.mark.long,
-  "09_flax_model": pytest.mark.long,
+  "09_flax_model": pytest.mark.slow,
   "10_train_32k": pytest.mark.slow,
-  "15_integers": pytest.mark.long,
+  "15_integers": pytest.mark.slow,
   "16_window_flash": pytest.mark.long,
-  "17_real_weights": pytest.mark.long,
+  "17_real_weights": pytest.mark.slow,
 }
 # What of Colab's runtimes shows most; the others are for a CPU.
 RUNTIMES = {
