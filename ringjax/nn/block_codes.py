@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from ringjax.nn.linear import ExpertLinear, Linear, linear_product
 from ringjax.parallel import collectives
+from ringjax.typing import ArrayLeaf
 
 # Most tokens of a call whose products are made group by group.
 _FEW = 64
@@ -96,9 +97,9 @@ class BlockCodesLinear(nnx.Module):
     self,
     base: Linear,
     layout: BlockLayout,
-    codes: jax.Array | jax.ShapeDtypeStruct | None,
-    step: jax.Array | jax.ShapeDtypeStruct | None,
-    least: jax.Array | jax.ShapeDtypeStruct | None,
+    codes: Shaped[ArrayLeaf, " ..."] | None,
+    step: Shaped[ArrayLeaf, " ..."] | None,
+    least: Shaped[ArrayLeaf, " ..."] | None,
     *,
     inputs: tuple[int, ...],
   ):
@@ -143,7 +144,7 @@ class BlockCodesLinear(nnx.Module):
       None if p is None else p.get_value()
       for p in (self.codes, self.step, self.least)
     )
-    shape = self.step.get_value().shape
+    shape = self.step[...].shape
     groups = len(shape) - 1 - self.outputs
     lead, out = shape[:groups], shape[groups + 1 :]
     decode = functools.partial(self._weight, dtype=jnp.float32)

@@ -423,6 +423,7 @@ def _by_layer(said: dict[str, Any]) -> None:
     refuse(
       "gemma4.attention.sliding_window_pattern", slides, "one of each layer"
     )
+  count = len(slides)
   shared = said.get("attention.shared_kv_layers", 0)
   if type(shared) is not int or not 0 <= shared < len(slides):
     refuse("gemma4.attention.shared_kv_layers", shared, f"below {count}")

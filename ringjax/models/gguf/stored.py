@@ -215,7 +215,8 @@ def stored_tensor(
   """
   if isinstance(tensor.form, StoredForm):
     return tensor
-  form = StoredForm(form=tensor.form, **_fields(folder, tensor))
+  plain: Any = tensor.form
+  form = StoredForm(form=plain, **_fields(folder, tensor))
   for number in form.types:
     if number not in BLOCKS and number not in PLAIN:
       raise OptionError(
@@ -270,7 +271,8 @@ def with_stored_codes(
       floats.update(path for path in targets if path is not None)
       continue
     for path, kind in zip(targets, types, strict=True):
-      kinds[path].add(kind)
+      if path is not None:
+        kinds[path].add(kind)
   # Maps that share a tensor with one that becomes floats do so too.
   while True:
     more = {
@@ -343,8 +345,9 @@ def _coded(
   )
   outputs = _outputs(tensor.form)
   assert outputs is not None
+  plain: Any = tensor.form
   form = StoredCodes(
-    form=tensor.form, layouts=layouts, outputs=outputs,
+    form=plain, layouts=layouts, outputs=outputs,
     **_fields(folder, tensor),
   )  # fmt: skip
   return dataclasses.replace(tensor, form=form, targets=targets)
@@ -363,7 +366,7 @@ def _module(linear: Linear, layout: BlockLayout) -> BlockCodesLinear:
   inputs = shape[first : first + linear.contracted]
   outputs = shape[first + linear.contracted :]
   groups = math.prod(inputs) // layout.group
-  make = jax.ShapeDtypeStruct
+  make: Any = jax.ShapeDtypeStruct
   lead = (*shape[:first], groups)
   least = layout.least
   return BlockCodesLinear(
