@@ -90,7 +90,9 @@ def prompt_spec(
       if kind.grouped:
         # Groups that the window reaches stay whole.
         near = near // kind.page * kind.page
-      each = [max(stays, tokens - near)] * shape.layers
+      newest = tokens - (stays - kind.first)
+      some = max(0, newest - max(near, kind.first))
+      each = [stays + some] * shape.layers
     in_pages = [math.ceil((count - stays) / pages.slots) for count in each]
     whole = batch * shape.heads * sum(in_pages)
     sizes[n] = first_sizes(whole, max(in_pages))
