@@ -509,7 +509,8 @@ def packed(
   return Pages(
     k=one(tokens.k),
     v=one(tokens.v),
-    pos=of_slots(tokens.at.pos, -1),
+    # A group stays whole: what was taken out of it is still no token.
+    pos=of_slots(jnp.where(tokens.at.seg > 0, tokens.at.pos, -1), -1),
     seg=of_slots(tokens.at.seg, 0) if segments else None,
     score=score,
     table=table.reshape(*lead, most),

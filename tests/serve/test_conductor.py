@@ -402,7 +402,7 @@ def test_copies_shorten_the_queue_of_a_hot_prefix():
       number=n,
       blocks=(*hot, 100 + n),
     )
-    for n in range(60)
+    for n in range(120)
   ]
   run = lambda text: cluster(
     routing_policy(f"conductor:{text}", costs), readers=2, link=link
