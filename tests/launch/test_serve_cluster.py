@@ -262,7 +262,7 @@ def test_the_conductor_starts_without_a_file(tmp_path, folder):
     assert all_of(port, range(12)) == want
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_hot_prefix_is_copied_between_processes(tmp_path, folder):
   """While its reader is busy, over a link too slow for a request to wait."""
   pytest.importorskip("uvicorn")
