@@ -551,9 +551,9 @@ _MORE_CASES = {
   "infer/test_sampling.py::test_filters_are_the_references": 100,
   "kv/test_codecs.py::test_decoded_numbers_are_near": 40,
   "kv/test_kinds.py::test_law": 5,
-  "launch/test_generate.py::test_a_wrong_flag_is_one_line": 30,
-  "launch/test_train.py::test_wrong_configs": 20,
-  "launch/test_train.py::test_wrong_flags": 10,
+  "launch/test_generate.py::test_a_wrong_flag_is_one_line": 8,
+  "launch/test_train.py::test_wrong_configs": 8,
+  "launch/test_train.py::test_wrong_flags": 4,
   "launch/test_notebooks.py::test_runs": 20,
   "models/test_checkpoint.py::test_forms_turn_back_into_the_same_bits": 100,
   "models/test_config.py::test_fuzz": 70,
@@ -564,7 +564,7 @@ _MORE_CASES = {
   "ops/attention/test_exact.py::test_ring_serves_every_feature": 5,
   "serve/test_scheduler.py::test_a_thousand_operations": 20,
   "serve/test_scheduler.py::test_planted_bugs_are_caught": 10,
-  "test_mutations.py::test_a_planted_bug_is_found": 60,
+  "test_mutations.py::test_a_planted_bug_is_found": 24,
 }
 # Those of which each long case takes half a minute: all of them are `slow`.
 _NO_CASES = (
