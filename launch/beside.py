@@ -83,10 +83,7 @@ def run(
       screen.say(f"listening on {server.address[0]}:{server.address[1]}")
       server.serve()
       return 0
-    texts = [line for name in words for line in prompt_lines(name)]
-    if not texts:
-      raise OptionError("files", "no prompt", "a prompt in each line",
-                        "name a file that has some")  # fmt: skip
+    texts = prompt_lines(words)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     doing = "loading the model"
     model = rj.models.load(folder, dtype=values.dtype, strict=values.strict)
@@ -205,19 +202,29 @@ def _address(name: str, text: str) -> tuple[str, int]:
   return host, int(port)
 
 
-def prompt_lines(name: str) -> list[str]:
-  """The lines of a file that are not empty.
+def prompt_lines(names: Sequence[str]) -> list[str]:
+  """The lines of files that are not empty.
 
   Raises:
-    OptionError: it can't be read.
+    OptionError: one can't be read, or there is no such line.
   """
-  try:
-    text = pathlib.Path(name).read_text("utf-8")
-  except (OSError, UnicodeDecodeError) as error:
+  lines: list[str] = []
+  for name in names:
+    try:
+      lines += pathlib.Path(name).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+      raise OptionError(
+        "files", f"{name}: {error}", "a text in UTF-8", "name such a file"
+      ) from None
+  prompts = [line for line in lines if line.strip()]
+  if not prompts:
     raise OptionError(
-      "files", f"{name}: {error}", "a text in UTF-8", "name such a file"
-    ) from None
-  return [line for line in text.splitlines() if line.strip()]
+      "files",
+      "no prompt",
+      "a prompt in each line",
+      "name a file that has some",
+    )
+  return prompts
 
 
 def main(argv: Sequence[str]) -> int:

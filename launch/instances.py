@@ -91,10 +91,7 @@ def run(
           f"--{name}", values[name].value, f"below {values.workers}",
           "name one of the processes",
         )  # fmt: skip
-    texts = [line for name in words for line in prompt_lines(name)]
-    if not texts:
-      raise OptionError("files", "no prompt", "a prompt in each line",
-                        "name a file that has some")  # fmt: skip
+    texts = prompt_lines(words)
     folder = tiny.path() if values.model is None else values.model
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     ids = [tokenizer.encode(text) for text in texts]

@@ -53,6 +53,7 @@ from ringjax.infer.attention_worker import (
   AttentionServer,
 )
 from ringjax.infer.finite import NOT_FINITE, NotFiniteRows, or_not_finite
+from ringjax.infer.first_line import first_line
 from ringjax.infer.generate import Generated
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.layerwise import LayerPrograms, TokenRows
@@ -290,7 +291,10 @@ class AttentionWorkers:
         assert made[-1].stdin is not None
         made[-1].stdin.write(json_text(told) + "\n")
         made[-1].stdin.flush()
-      addresses = [_address(n, one) for n, one in enumerate(made)]
+      addresses = []
+      for n, process in enumerate(made):
+        host, port = first_line("attention worker", n, process, _START_S)
+        addresses.append((host, port))
       self = cls(addresses, key, patience_s=patience_s)
     except BaseException:
       _end(made)
@@ -355,29 +359,6 @@ class AttentionWorkers:
     yield
     # Of a call that failed answers may still come.
     self._busy.release()
-
-
-def _address(n: int, process: subprocess.Popen[str]) -> tuple[str, int]:
-  """Where a process listens, by its first line."""
-  found: list[str] = []
-
-  def read() -> None:
-    assert process.stdout is not None
-    found.append(process.stdout.readline())
-
-  reader = threading.Thread(target=read, daemon=True)
-  reader.start()
-  reader.join(_START_S)
-  try:
-    host, port = json.loads(found[0])
-  except (IndexError, ValueError):
-    code = process.poll()
-    raise PeerError(
-      f"attention worker {n} did not start: "
-      + ("it says nothing" if code is None else f"it ended with {code}"),
-      n,
-    ) from None
-  return host, port
 
 
 def _end(processes: Iterable[subprocess.Popen[str]]) -> None:

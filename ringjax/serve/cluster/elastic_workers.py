@@ -21,7 +21,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import queue
 import secrets
@@ -46,6 +45,7 @@ from ringjax.infer.elastic_worker import (
   ElasticWorker,
   receive_idle,
 )
+from ringjax.infer.first_line import first_line
 from ringjax.json_text import json_text
 from ringjax.models.transformer import Transformer
 from ringjax.serve.cluster.elastic_manager import (
@@ -479,7 +479,12 @@ class ElasticWorkers:
       address, vocab = server.address, server.vocab
     else:
       assert process is not None
-      host, port, vocab = _first_line(instance, process)
+      try:
+        said = first_line("instance", instance, process, _START_S)
+      except PeerError:
+        _kill(process)
+        raise
+      host, port, vocab = said
       address = host, port
     name = f"instance {instance}"
     try:
@@ -580,36 +585,6 @@ def _started(instance: int, told: dict[str, Any]) -> subprocess.Popen[str]:
   process.stdin.write(json_text({**told, "number": instance}) + "\n")
   process.stdin.flush()
   return process
-
-
-def _first_line(
-  instance: int, process: subprocess.Popen[str]
-) -> tuple[str, int, int]:
-  """Where a process listens, and the vocabulary of its model.
-
-  Raises:
-    PeerError: it ended, or says nothing.
-  """
-  lines: list[str] = []
-
-  def read() -> None:
-    assert process.stdout is not None
-    lines.append(process.stdout.readline())
-
-  reader = threading.Thread(target=read, daemon=True)
-  reader.start()
-  reader.join(_START_S)
-  try:
-    host, port, vocab = json.loads(lines[0])
-  except (IndexError, ValueError):
-    code = process.poll()
-    _kill(process)
-    raise PeerError(
-      f"instance {instance} did not start: "
-      + ("it says nothing" if code is None else f"it ended with {code}"),
-      instance,
-    ) from None
-  return host, port, vocab
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
