@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Shaped
 
 from ringjax.errors import ConfigError
-from ringjax.infer.layerwise import TokenSpan
+from ringjax.infer.layerwise import TokenSpan, tokens_of_call
 from ringjax.kv.base import NoCache
 from ringjax.kv.cache import KVCache
 from ringjax.nn.block import Layer
@@ -241,10 +241,7 @@ class LayerSubgraphs:
     cache: Any = None,
     context: _Context | None = None,
   ) -> tuple[jax.Array, Any]:
-    at, ropes = span.at(x.shape[1]), self.spec.attention.ropes  # pyrefly: ignore
-    tokens = Tokens(
-      *at, derived=False, segmented=False, ropes=ropes, length=span.length
-    )
+    tokens = tokens_of_call(self.spec, span.at(x.shape[1]), span.length)
     cache = NoCache(1).layer(0, (), 0) if cache is None else cache
     return block(x, tokens, cache, context or _Context())
 

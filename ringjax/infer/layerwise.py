@@ -388,7 +388,7 @@ class LayerPrograms:
     """
     block = self._block(spec, weights)
     taken = _Queries(self._attend)
-    tokens = _tokens(spec, span.at(x.shape[1]), span.length)
+    tokens = tokens_of_call(spec, span.at(x.shape[1]), span.length)
     block(x, tokens, _StoredKeys(self.kind), taken)
     k, v, _ = taken.fresh
     return taken.q, k.astype(dtype), v.astype(dtype)
@@ -494,7 +494,7 @@ class LayerPrograms:
     part = cache.layer(kind, cache.slots[kind], index)
     given = _StoredKeys(self.kind, (part, k, v))
     attend = _Queries(self._attend, q)
-    out, part = block(x, _tokens(spec, at, span.length), given, attend)
+    out, part = block(x, tokens_of_call(spec, at, span.length), given, attend)
     return out, _updated(cache, kind, part), attend.mixed
 
   @_program(static_argnums=(0, 1, 2), donate_argnums=(6,))
@@ -542,7 +542,7 @@ class LayerPrograms:
     block = self._block(spec, weights)
     at = span.at(x.shape[1])
     attend = _Queries(self._attend, mixed=mixed)
-    tokens = _tokens(spec, at, span.length)
+    tokens = tokens_of_call(spec, at, span.length)
     return block(x, tokens, _StoredKeys(self.kind), attend)[0]
 
   @_program(static_argnums=(0,), donate_argnums=(7,))
@@ -571,7 +571,7 @@ class LayerPrograms:
     """
     attend = _PartialQueries(self._attend, (q, k, v, keys, carry))
     x = jnp.zeros((*q.shape[:2], self._config.embed), q.dtype)
-    tokens = _tokens(spec, span.at(q.shape[1]), span.length)
+    tokens = tokens_of_call(spec, span.at(q.shape[1]), span.length)
     self._block(spec, weights)(x, tokens, _StoredKeys(self.kind), attend)
     assert attend.partial is not None
     return attend.partial
@@ -587,7 +587,7 @@ class LayerPrograms:
   ) -> jax.Array:
     """The layer's output [1, T, D], of its input and partials of all keys."""
     attend = _PartialQueries(self._attend, merged=partials)
-    tokens = _tokens(spec, span.at(x.shape[1]), span.length)
+    tokens = tokens_of_call(spec, span.at(x.shape[1]), span.length)
     block = self._block(spec, weights)
     return block(x, tokens, _StoredKeys(self.kind), attend)[0]
 
@@ -607,13 +607,24 @@ class LayerPrograms:
     """
     block = self._block(spec, weights)
     at = Coords(pos, jnp.ones_like(pos) if seg is None else seg)
-    tokens = _tokens(spec, at, length, derived=True, segmented=seg is not None)
+    tokens = tokens_of_call(
+      spec, at, length, derived=True, segmented=seg is not None
+    )
     out, part = block(x, tokens, NoCache(1).layer(0, (), 0), self._attend)
     return out, part.fresh
 
 
-def _tokens(spec: Layer, at: Coords, length: Lengths, **how: bool) -> Tokens:
-  """The tokens of a call; as far as is not said, of any positions."""
+def tokens_of_call(
+  spec: Layer, at: Coords, length: Lengths, **how: bool
+) -> Tokens:
+  """Return the tokens of a call of one layer.
+
+  Args:
+    spec: The layer.
+    at: Coordinates [B, T].
+    length: Tokens of the whole context, for rotations that depend on it.
+    how: `derived` and `segmented` of `Tokens`; False where left out.
+  """
   how = {"derived": False, "segmented": False} | how
   return Tokens(*at, ropes=spec.attention.ropes, length=length, **how)  # pyrefly: ignore
 
