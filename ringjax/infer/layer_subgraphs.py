@@ -1,8 +1,8 @@
 """A layer of a chunk as six programs: three of linear maps, three of the rest.
 
 Guarantees: the programs, one after another, are the layer. They are the same
-for every layer of a kind. What an `IntegerLinear` multiplies beside is a
-program of its own, for another device: its result is added in the next one.
+for every layer of a kind. Outliers of an `IntegerLinear` are multiplied by a
+separate program, on another device: its result is added in the next one.
 Memory: the maps' weights where maps run; norms, sinks, and of maps that
 multiply outliers beside the codes and the float rows where the rest runs.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858.
@@ -42,20 +42,20 @@ class LayerSubgraphs:
   """The programs of the layers of a kind.
 
   Attributes:
-    inputs: paths of the maps that read the layer's input behind its norm.
-    output: those that read what attention makes.
-    wide: those that read the feedforward's input, where their outliers are
-      multiplied by another device; else none: it runs in one piece.
-    narrow: the one behind them.
+    inputs: Paths of the maps that read the layer's normalised input.
+    output: Paths of the maps that read the result of attention.
+    wide: Paths of the maps that read the feedforward's input, where another
+      device multiplies their outliers; else empty: it runs in one piece.
+    narrow: Path of the map after them, or empty.
   """
 
   def __init__(self, spec: Layer, block: nnx.Module, embed: int):
-    """Prepares; nothing is compiled yet.
+    """Prepare; nothing is compiled yet.
 
     Args:
-      spec: of the layers.
-      block: their module, of any number of layers.
-      embed: numbers of a token in the residual stream.
+      spec: Specification of the layers.
+      block: Module of any number of such layers.
+      embed: Width of the residual stream, D.
 
     Raises:
       ConfigError: layers without a feedforward.
@@ -127,7 +127,7 @@ class LayerSubgraphs:
   def between(
     self, weights: Weights, x: Float[Array, "B T D"], wide: tuple[Result, ...]
   ) -> jax.Array:
-    """What the narrow map of the feedforward reads [B, T, F]."""
+    """Compute the input of the feedforward's last map, [B, T, F]."""
     block = self._block(weights)
     given = dict(zip(self.wide, wide, strict=True))
     slots = _placed(block, (*self.wide, *self.narrow), given)
@@ -149,7 +149,7 @@ class LayerSubgraphs:
   def beside(
     self, names: tuple[str, ...], weights: Weights, x: Float[Array, "B T ..."]
   ) -> tuple[jax.Array, ...]:
-    """What maps of integers multiply beside, in floats."""
+    """Multiply the outliers of integer maps in floats."""
     block = self._block(weights)
     return tuple(_at(block, n).beside(x) for n in names)
 
@@ -157,7 +157,7 @@ class LayerSubgraphs:
   def norm(
     self, weights: Weights, x: Float[Array, "B T D"], span: TokenSpan
   ) -> Float[Array, "B T D"]:
-    """What the first maps read."""
+    """Compute the input of the first maps."""
     block = self._block(weights)
     slots = self._slots(block, {})
     self._run(block, x, span)
@@ -198,7 +198,7 @@ class LayerSubgraphs:
     output: Result,
     span: TokenSpan,
   ) -> Float[Array, "B T D"]:
-    """What the feedforward reads, of the layer's input and of attention."""
+    """Compute the feedforward's input of the layer's and attention's."""
     block = self._block(weights)
     slots = self._slots(block, {_OUTPUT[0]: output})
     self._run(block, x, span)
@@ -317,7 +317,7 @@ def _placed(
 
 
 def _at(block: Any, path: str) -> Any:
-  """The module at a path of a block; None where there is none."""
+  """Return the module at a path of a block, or None."""
   for name in path.split("."):
     block = getattr(block, name, None)
   return block

@@ -75,15 +75,15 @@ _TOKEN_S, _STEP_S = 4e-3, 0.03
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticAnswers:
-  """What a cluster answered.
+  """Answers of elastic instances, and how they came about.
 
   Attributes:
-    answers: of each prompt, in their order.
-    counts: what was decided.
-    events: decisions in their order, values for JSON with their time `at_s`.
-    bytes_sent: between instances, headers included: "ring", "query", "partial",
-      "moved".
-    seconds: of all.
+    answers: Answers, in the order of the prompts.
+    counts: Counts of decisions and of tokens kept, moved and lost.
+    events: Decisions in their order, values for JSON with their time `at_s`.
+    bytes_sent: Bytes between instances, headers included, by "ring", "query",
+      "partial" and "moved".
+    seconds: Seconds from the first prompt to the last answer.
   """
 
   answers: tuple[LiveAnswer, ...]
@@ -111,12 +111,12 @@ class ElasticWorkers:
   """Processes, each an elastic instance, and who tells them what to do.
 
   Attributes:
-    slots: tokens that each has room for.
-    patience_s: how long one may be silent.
+    slots: Tokens that each instance has room for.
+    patience_s: Seconds for which an instance may be silent.
   """
 
   def __init__(self, *, slots: int, patience_s: int | float):
-    """None; see `start` and `in_threads`."""
+    """Prepare without an instance; see `start` and `in_threads`."""
     self.slots = positive_int("slots", slots)
     self.patience_s = number("patience_s", patience_s, above=0)
     self._key = secrets.token_bytes(32)
@@ -137,15 +137,15 @@ class ElasticWorkers:
     strict: bool = True,
     patience_s: int | float = PATIENCE_S,
   ) -> ElasticWorkers:
-    """Processes of this machine, which end with this one.
+    """Start processes of this machine, which end with this one.
 
     Args:
-      model: a folder or a GGUF file.
-      count: how many.
-      slots: tokens that each has room for.
-      dtype: of the model; default: the folder's.
-      strict: as of `rj.models.load`.
-      patience_s: seconds for which one may be silent while it is asked.
+      model: A folder or a GGUF file.
+      count: Number of processes.
+      slots: Tokens that each process has room for.
+      dtype: Dtype of the weights; default: the folder's.
+      strict: Whether unknown config keys are refused, see `rj.models.load`.
+      patience_s: Seconds for which a process may be silent while it is asked.
 
     Raises:
       PeerError: one does not start.
@@ -218,10 +218,10 @@ class ElasticWorkers:
 
   @property
   def vocab(self) -> int:
-    """Of the instances' model.
+    """Size of the vocabulary of the instances' model.
 
     Raises:
-      PeerError: no instance is left.
+      PeerError: No instance is left.
     """
     if not self._members:
       raise PeerError("no instance is left")
