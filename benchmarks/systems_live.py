@@ -182,15 +182,16 @@ def _rows_say(x: Figures) -> str:
 
 def _groups_say(x: Figures) -> str:
   steps = [
-    " then ".join(str(len(members)) for members in groups)
-    for groups in x["groups"]
+    f"{len(read['group'])} then {len(read['answers'])}" for read in x["reads"]
   ]
   lengths = " and ".join(f"{n:,}" for n in x["prompts"])
   return (
-    f"prompts of {lengths} tokens, devices of one process that read, then "
-    f"answer: {'; '.join(steps)}; {x['moved_tokens']} tokens moved, "
-    f"{x['kept_bytes'] / 1e6:.1f} MB stayed where the ring left them; "
-    f"{_tokens(x)}"
+    f"prompts of {lengths} tokens over {x['instances']} processes with room "
+    f"for {x['slots']} tokens each, processes that read, then answer: "
+    f"{'; '.join(steps)}; {x['moved_tokens']} tokens moved, "
+    f"{x['kept_bytes'] / 1e6:.1f} MB stayed where the ring left them, "
+    f"{x['bytes_sent'] / 1e6:.1f} MB between processes, {x['grows']} processes "
+    f"joined; {_tokens(x)}"
   )
 
 

@@ -7,7 +7,7 @@
   python -m benchmarks.ways pull       a prompt's pages that another process
       pulls, at once and page by page (KVDirect)
   python -m benchmarks.ways groups     requests answered by fewer devices than
-      read them (LoongServe), on devices of this process
+      read them (LoongServe), each a process with the model
   python -m benchmarks.ways paired     a prompt read in one program with the
       steps of an answer (Liger), on devices of this process
   python -m benchmarks.ways rows       what rows take of memory in pages and in
@@ -20,6 +20,7 @@ object; `same` says whether tokens are those of the plain way.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import multiprocessing
 import pydoc_data.topics
@@ -40,7 +41,6 @@ from ringjax.bench import row_memory
 from ringjax.data import Tokenizer
 from ringjax.json_text import json_text
 from ringjax.serve import cluster
-from ringjax.serve.traces import TraceRequest
 
 
 def prompts(model: str, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -198,42 +198,37 @@ def _pull(asked: argparse.Namespace) -> dict[str, Any]:
 
 def _groups(asked: argparse.Namespace) -> dict[str, Any]:
   count, size = asked.devices, asked.tokens
-  model = rj.models.load(asked.model, dtype="float32")
   texts = prompts(asked.model, [size, size // 8])
-  alone = [
-    rj.infer.generate(model, [x], max_new_tokens=asked.new).tokens[0]
-    for x in texts
-  ]
-  mesh = rj.make_mesh((count,), ("seq",))
-  policy = cluster.ElasticScheduler(
-    [
-      cluster.QuadraticTimes(prefill_token_s=4e-3 / n, decode_fixed_s=0.03)
-      for n in range(1, count + 1)
-    ],
-    cluster.ElasticOptions(
-      slots=size + asked.new, most_moved_tokens=0, steps=asked.new // 2
-    ),
-  )
-  trace = [
-    TraceRequest(
-      arrival=0.1 * n, prompt_tokens=len(x), new_tokens=asked.new, number=n
+  # One process has room for the long prompt and its answer.
+  slots = size + 2 * asked.new
+  with cluster.ElasticWorkers.start(
+    asked.model, count, slots=slots, dtype="float32"
+  ) as workers:
+    served = workers.serve(
+      texts, asked.new, policy=workers.policy(steps=max(asked.new // 4, 1))
     )
-    for n, x in enumerate(texts)
+  model = rj.models.load(asked.model, dtype="float32")
+  alone = [
+    rj.infer.generate(model, [text], max_new_tokens=asked.new).tokens[0]
+    for text in texts
   ]
-  runner = cluster.ElasticRunner(rj.models.place(model, mesh), texts, mesh=mesh)
-  result = runner.serve(trace, policy, count, clock=None)
   return {
     "instances": count,
-    "prompts": [len(x) for x in texts],
-    "groups": [[list(x) for x in groups] for groups in runner.groups],
+    "slots": slots,
+    "prompts": [len(text) for text in texts],
+    "reads": [
+      {"group": event["group"], "answers": event["answers"]}
+      for event in served.events
+      if event["event"] == "read"
+    ],
     "same": all(
-      np.array_equal(got, want)
-      for got, want in zip(runner.answers, alone, strict=True)
+      answer.tokens == tokens.tolist()
+      for answer, tokens in zip(served.answers, alone, strict=True)
     ),
-    "moved_tokens": result.moved_tokens,
-    "kept_bytes": result.kept_tokens * token_bytes(model),
-    "shrinks": result.shrinks,
-    "grows": result.grows,
+    **dataclasses.asdict(served.counts),
+    "kept_bytes": served.counts.kept_tokens * token_bytes(model),
+    "bytes_sent": sum(served.bytes_sent.values()),
+    "seconds": served.seconds,
   }
 
 
@@ -307,7 +302,7 @@ _WAYS = {
   "rows": _rows,
 }
 # Devices of this process: others have one.
-_SEVERAL = ("groups", "paired")
+_SEVERAL = ("paired",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

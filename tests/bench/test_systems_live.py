@@ -127,13 +127,19 @@ PRINTED = {
     [
       way(
         instances=3,
+        slots=208,
         prompts=[192, 24],
-        groups=[[[0, 1, 2], [0], [0, 1]], [[2], [2]]],
+        reads=[
+          {"group": [0, 1, 2], "answers": [0, 1]},
+          {"group": [2], "answers": [2]},
+        ],
         moved_tokens=0,
         kept_bytes=9e6,
+        bytes_sent=4e6,
+        grows=1,
       )
     ],
-    ["192 and 24 tokens", "3 then 1 then 2; 1 then 1", "0 tokens moved"],
+    ["192 and 24 tokens", "3 then 2; 1 then 1", "0 tokens moved", "4.0 MB"],
   ),
   "liger": (
     [way(devices=3, beside=8, together_s=4.0, apart_s=4.5)],
