@@ -1,7 +1,7 @@
 """The contestants of `inference`: they read prompts, decode and load models.
 
-Guarantees: a contestant gets a folder, tokens and cached keys, puts them in
-place before the clock starts, and runs as its users run it.
+Guarantees: a contestant gets a folder, tokens and cached keys, loads them
+before the clock starts, and runs as its users run it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.mesh import make_mesh
 
-# `rj.models` and `rj.infer` load flax when they are first used, which the
-# other benchmarks do without.
+# `rj.models` and `rj.infer` import flax when they are first used, which the
+# other benchmarks don't need.
 
 PARTS = ("forward", "decode", "load", "tiles")
 DTYPES = ("float32", "bfloat16")
@@ -40,12 +40,13 @@ class ModelCase:
   """One row of the benchmark: work of a whole model.
 
   Attributes:
-    part: one of `PARTS`.
-    dtype: of weights, activations and the cache.
-    tokens: of the prompt, or in the cache before the first step; 0 to load.
-    room: tokens that the cache has slots for.
-    steps: of decoding, timed together.
-    devices: of a sharded contestant.
+    part: Part of the benchmark, of `PARTS`.
+    dtype: Dtype of weights, activations and the cache.
+    tokens: Tokens of the prompt, or in the cache before the first step; 0 for
+      part "load".
+    room: Capacity of the cache in tokens.
+    steps: Decode steps that are timed together.
+    devices: Number of devices of a sharded contestant.
   """
 
   part: str
@@ -66,10 +67,10 @@ class ModelInputs:
   """The inputs of a row, the same for all contestants.
 
   Attributes:
-    folder: of the model, in the dtype of the case.
-    config: what it computes.
-    ids: int32 [T], the prompt; one token to decode.
-    keys: keys and values [L, K, T, H] in float32, to decode.
+    folder: Folder of the model, in the dtype of the case.
+    config: Config of the model.
+    ids: Ids of the prompt, or of one token to decode, int32 [T].
+    keys: Cached keys and values, float32 [L, K, T, H], to decode.
   """
 
   folder: pathlib.Path
@@ -88,7 +89,7 @@ def _float32(logits: Any) -> np.ndarray:
 
 
 def _forward(case: ModelCase, given: ModelInputs) -> Runnable:
-  """The call of a model on one device."""
+  """Builds a forward pass on one device."""
   model = rj.models.load(given.folder, dtype=case.dtype)
   tokens = jnp.asarray(given.ids[None])
   last = jnp.full((1, 1), given.ids.size - 1, jnp.int32)
@@ -97,7 +98,7 @@ def _forward(case: ModelCase, given: ModelInputs) -> Runnable:
 
 
 def _striped_forward(case: ModelCase, given: ModelInputs) -> Runnable:
-  """The same over the devices of a mesh, each with its own tokens."""
+  """Builds a forward pass whose tokens are striped over a mesh."""
   if given.ids.size % (2 * case.devices):
     raise Skipped(f"skipped: {given.ids.size} tokens over {case.devices}")
   mesh = make_mesh(
@@ -116,7 +117,7 @@ def _striped_forward(case: ModelCase, given: ModelInputs) -> Runnable:
 
 
 def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
-  """Steps as `generate` takes them in a session of `case.room` tokens."""
+  """Builds decode steps as in `generate`, with `case.room` slots."""
   from ringjax.infer import decode
 
   model = rj.models.load(given.folder, dtype=case.dtype, scan=scan)
@@ -140,19 +141,19 @@ def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
   def run() -> None:
     nonlocal state
     for _ in range(case.steps):
-      after, session.cache = decode.step(
+      next_state, session.cache = decode.step(
         model, attend, sampler, session.cache, state, stops, total
       )
-      # The next step is on its way while this one's token is read.
+      # The next step runs on the device while this one's token is read.
       jax.device_get((state.token, state.done))
-      state = after
+      state = next_state
     jax.block_until_ready(state)
 
   return Runnable(run, check)
 
 
 def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
-  """The cache as if it had read the tokens whose keys are given."""
+  """Fills a cache with the given keys and values."""
   assert given.keys is not None
   count = given.keys[0].shape[2]
   pos = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
@@ -177,13 +178,13 @@ def _load(case: ModelCase, given: ModelInputs) -> Runnable:
 
 
 def _digest(arrays: Any) -> np.ndarray:
-  """Sums that tell sets of weights apart, whatever their order and shapes."""
-  found = np.zeros(3)
+  """Sums that identify a set of weights in any order and shapes."""
+  digest = np.zeros(3)
   for x in arrays:
-    wide = x.astype(np.float32).reshape(-1)
-    sums = (np.sum(f(wide), dtype=np.float64) for f in (np.abs, np.square))
-    found += (wide.size, *sums)
-  return found
+    flat = x.astype(np.float32).reshape(-1)
+    sums = (np.sum(f(flat), dtype=np.float64) for f in (np.abs, np.square))
+    digest += (flat.size, *sums)
+  return digest
 
 
 # ---------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def _digest(arrays: Any) -> np.ndarray:
 
 
 def _pretrained(case: ModelCase, given: ModelInputs) -> Any:
-  """LlamaForCausalLM of the folder, on PyTorch's own fused attention."""
+  """Loads LlamaForCausalLM with PyTorch's fused attention."""
   transformers = importlib.import_module("transformers")
   transformers.utils.logging.set_verbosity_error()
   transformers.utils.logging.disable_progress_bar()
@@ -220,7 +221,7 @@ def _peer_forward(
 def _peer_decode(
   case: ModelCase, given: ModelInputs, *, threads: int | None = None
 ) -> Runnable:
-  """Calls of the model with a `DynamicCache`, greedy."""
+  """Builds greedy calls of the model with a `DynamicCache`."""
   torch, model = import_torch(), _pretrained(case, given)
   cache = importlib.import_module("transformers").DynamicCache(
     config=model.config
@@ -260,14 +261,14 @@ def _peer_load(case: ModelCase, given: ModelInputs) -> Runnable:
 
   def check() -> np.ndarray:
     # Tied weights are one parameter.
-    found = run().parameters()
-    return _digest(x.detach().float().numpy() for x in found)
+    parameters = run().parameters()
+    return _digest(x.detach().float().numpy() for x in parameters)
 
   return Runnable(run, check)
 
 
 def _safetensors(case: ModelCase, given: ModelInputs) -> Runnable:
-  """`safetensors.numpy.load_file` of each file: NumPy arrays by name."""
+  """Builds a load of each file by `safetensors.numpy.load_file`."""
   reader = importlib.import_module("safetensors.numpy")
   files = sorted(given.folder.glob("*.safetensors"))
   run = lambda: [reader.load_file(file) for file in files]
@@ -276,7 +277,7 @@ def _safetensors(case: ModelCase, given: ModelInputs) -> Runnable:
 
 
 def torch_threads() -> int | None:
-  """Threads of PyTorch, or None where it is not installed."""
+  """Number of threads of PyTorch; None if it is not installed."""
   try:
     return import_torch().get_num_threads()
   except ImportError:
@@ -299,7 +300,7 @@ def _contestant(
   sharded: bool = False,
   **builders: Callable[[ModelCase, ModelInputs], Runnable],
 ) -> Contestant:
-  """A contestant with a builder for each part that it takes part in."""
+  """Creates a contestant with a builder for each part that it runs."""
   return Contestant(
     lambda case, given: builders[case.part](case, given),
     ours=ours,
