@@ -81,11 +81,11 @@ def main() -> None:
   if flags.alone:
     print(json_text(measured(flags, flags.alone)))
     return
-  again = [sys.executable, "-m", "benchmarks.offloaded", *sys.argv[1:]]
+  command = [sys.executable, "-m", "benchmarks.offloaded", *sys.argv[1:]]
   placements: dict[str, Any] = {}
   for text in flags.placements.split(","):
     alone = subprocess.run(
-      [*again, f"--alone={text}"], stdout=subprocess.PIPE, check=True
+      [*command, f"--alone={text}"], stdout=subprocess.PIPE, check=True
     )
     placements[text] = json.loads(alone.stdout.decode().splitlines()[-1])
   first = next(iter(placements.values()))["rows"]

@@ -100,19 +100,19 @@ MEMORY = Run(
 )
 
 
-def _same_loss(one: Figures, many: Figures) -> str:
+def _same_loss(one_device: Figures, four_devices: Figures) -> str:
   return (
-    f"SmolLM2, {many['tokens']:,} tokens: {many['nll']:.5f} nat on four "
-    f"devices, {one['nll']:.5f} on one"
+    f"SmolLM2, {four_devices['tokens']:,} tokens: {four_devices['nll']:.5f} "
+    f"nat on four devices, {one_device['nll']:.5f} on one"
   )
 
 
-def _ring(one: Figures, many: Figures, memory: Figures) -> str:
+def _ring(one_device: Figures, four_devices: Figures, memory: Figures) -> str:
   megabytes = lambda tokens, count: f"{memory[tokens][count] / 1e6:,.0f} MB"
   return (
-    f"{_same_loss(one, many)}; Gemma 3 beside its weights, compiled: "
-    f"32,768 tokens take {megabytes('32768', '8')} on each of eight devices "
-    f"and {megabytes('32768', '1')} on one, where 4,096 take "
+    f"{_same_loss(one_device, four_devices)}; Gemma 3 beside its weights, "
+    f"compiled: 32,768 tokens take {megabytes('32768', '8')} on each of eight "
+    f"devices and {megabytes('32768', '1')} on one, where 4,096 take "
     f"{megabytes('4096', '1')}"
   )
 

@@ -50,13 +50,13 @@ def same(*runs: Figures) -> str:
   return "the same answers" if equal else "OTHER answers"
 
 
-def _split_says(split: Figures, whole: Figures) -> str:
+def _split_says(split: Figures, combined: Figures) -> str:
   bytes_per_request = split["moved_bytes"] / max(1, split["requests"])
   return (
     f"one reads, one answers: {_times(split)}, {split['in_time']['5']:.0%} "
     f"within 5 times what a request takes alone, {bytes_per_request / 1e6:.1f} "
-    f"MB moved for each; two that do both: {_times(whole)}, "
-    f"{whole['in_time']['5']:.0%}; {same(split, whole)}"
+    f"MB moved for each; two that do both: {_times(combined)}, "
+    f"{combined['in_time']['5']:.0%}; {same(split, combined)}"
   )
 
 
@@ -84,10 +84,11 @@ def _routes_say(*runs: Figures) -> str:
   )
 
 
-def _shared(how: str) -> Run:
+def _shared(shared_reads: str) -> Run:
   return Run(
     f"{_LIVE} --requests=8 --rate=inf --shared=512 --prompt=16 --new=24 "
-    f'--longest=1024 --server="--rows=8 --capacity=8192 --shared_reads={how}"',
+    f'--longest=1024 --server="--rows=8 --capacity=8192 '
+    f'--shared_reads={shared_reads}"',
     _live,
   )
 

@@ -232,8 +232,8 @@ def _groups(flags: argparse.Namespace) -> dict[str, Any]:
     "prompts": [len(x) for x in texts],
     "groups": [[list(x) for x in groups] for groups in runner.groups],
     "same": all(
-      np.array_equal(got, want)
-      for got, want in zip(runner.answers, alone, strict=True)
+      np.array_equal(tokens, want)
+      for tokens, want in zip(runner.answers, alone, strict=True)
     ),
     "moved_tokens": result.moved_tokens,
     "kept_bytes": result.kept_tokens * token_bytes(model),
@@ -248,13 +248,13 @@ def _paired(flags: argparse.Namespace) -> dict[str, Any]:
   first, second = prompts(flags.model, [64, flags.tokens])
   chunk, steps = flags.tokens // flags.new, flags.new
   room = 64 + flags.new + 8
-  together, apart, equal, beside = [], [], True, None
+  together_times, apart_times, equal, paired = [], [], True, None
   for n in range(-1, flags.rounds):
     session = rj.infer.Session(model, capacity=room)
     rj.infer.generate(model, [first], max_new_tokens=1, cache=session)
     start = time.perf_counter()
-    beside = rj.infer.prefill_beside(model, [second], session, chunk=chunk)
-    jax.block_until_ready(beside.logits)
+    paired = rj.infer.prefill_beside(model, [second], session, chunk=chunk)
+    jax.block_until_ready(paired.logits)
     took = time.perf_counter() - start
     reader = rj.infer.Session(model, capacity=flags.tokens + 256)
     start = time.perf_counter()
@@ -269,19 +269,19 @@ def _paired(flags: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     # From the first token on: it exists before the other prompt arrives.
     apart_s += at[-1] - at[0]
-    equal &= bool((new.tokens[:, 1:] == beside.answers.tokens).all())
-    equal &= int(np.argmax(beside.logits[0])) == int(read.tokens[0, 0])
+    equal &= bool((new.tokens[:, 1:] == paired.answers.tokens).all())
+    equal &= int(np.argmax(paired.logits[0])) == int(read.tokens[0, 0])
     if n >= 0:
-      together.append(took)
-      apart.append(apart_s)
-  assert beside is not None
+      together_times.append(took)
+      apart_times.append(apart_s)
+  assert paired is not None
   return {
     "devices": flags.devices,
     "tokens": flags.tokens,
     "same": equal,
-    "beside": int(beside.answers.tokens.shape[1]),
-    "together_s": statistics.median(together),
-    "apart_s": statistics.median(apart),
+    "beside": int(paired.answers.tokens.shape[1]),
+    "together_s": statistics.median(together_times),
+    "apart_s": statistics.median(apart_times),
   }
 
 

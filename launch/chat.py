@@ -149,8 +149,10 @@ class _Chat:
     template = _template(values.chat_template, self._tokenizer)
     self.doing = "loading the model"
     screen.begin(f"loading {folder}")
-    beside = None if values.memory is None else self._call_bytes
-    model = model_flags.load(values, folder, mesh, screen.say, beside=beside)
+    call_bytes = None if values.memory is None else self._call_bytes
+    model = model_flags.load(
+      values, folder, mesh, screen.say, beside=call_bytes
+    )
     jax.block_until_ready(model)
     context = self._context(model)
     self.doing = "making the cache"

@@ -177,8 +177,8 @@ def _found_processes() -> int:
 def _make_cpu_devices(
   values: flags.FlagValues, processes: int, single: bool
 ) -> None:
-  wanted = values.devices
-  if wanted is None:
+  count = values.devices
+  if count is None:
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
       return
     # More virtual CPU devices would not make one process faster.
@@ -188,17 +188,17 @@ def _make_cpu_devices(
     size = 1
     for _, n in axes(values.mesh or f"seq:{1 if alone else DEVICES}"):
       size *= n
-    wanted = max(1, (size if size > 0 else DEVICES) // processes)
-  give_threads(wanted)
+    count = max(1, (size if size > 0 else DEVICES) // processes)
+  give_threads(count)
   config: Any = jax.config
-  if config.jax_num_cpu_devices != wanted:
+  if config.jax_num_cpu_devices != count:
     try:
-      jax.config.update("jax_num_cpu_devices", wanted)
+      jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
       # JAX has started already, as in a notebook or a test.
       if values.devices is not None:
         raise OptionError(
-          "--devices", wanted, "no --devices once JAX runs", "leave it out"
+          "--devices", count, "no --devices once JAX runs", "leave it out"
         ) from None
 
 

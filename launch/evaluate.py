@@ -1054,7 +1054,7 @@ class _Evaluation:
 
 
 def _entropy_lines(
-  found: Sequence[SplitEntropy],
+  entropies: Sequence[SplitEntropy],
   own_prefix: Sequence[SplitEntropy],
   shared_prefix: Sequence[SplitEntropy],
   context: int,
@@ -1063,8 +1063,8 @@ def _entropy_lines(
   """Tables of `entropy`: means by setting, then each layer and head."""
   number_text = lambda x: "-" if x is None else f"{x:.3f}"
   lines = [
-    f"{len(found[0].losses)} texts: {context:,} tokens in P chunks, {query:,} "
-    "behind them; nats",
+    f"{len(entropies[0].losses)} texts: {context:,} tokens in P chunks, "
+    f"{query:,} behind them; nats",
     f"{'':>4}{'a prefix each':>30}{'one shared prefix':>30}",
     f"{'P':>4}" + f"{'entropy':>10}{'loss':>10}{'on prefix':>10}" * 2,
   ]
@@ -1080,14 +1080,14 @@ def _entropy_lines(
   )
   lines.append("entropy by layer and head; s: one shared prefix")
   names = [
-    f"{entropy.splits}{'s' if entropy.shared else ''}" for entropy in found
+    f"{entropy.splits}{'s' if entropy.shared else ''}" for entropy in entropies
   ]
   lines.append(f"{'layer':>5}{'head':>6}" + "".join(f"{x:>8}" for x in names))
-  for layer, heads in enumerate(found[0].heads):
+  for layer, heads in enumerate(entropies[0].heads):
     if heads is None:
       lines.append(f"{layer:>5}{'':>6}  recurrent: it attends to nothing")
       continue
-    head_entropies = np.array([entropy.heads[layer] for entropy in found])
+    head_entropies = np.array([entropy.heads[layer] for entropy in entropies])
     for head, row in [
       *enumerate(head_entropies.T),
       ("all", head_entropies.mean(1)),

@@ -532,7 +532,9 @@ class _Work:
       stopped = "Ctrl-C" if self._job.stop else "max_new_tokens"
     (report,) = reports
     compile_seconds = lambda until: compiling.seconds(clock.start + until)
-    between = compile_seconds(clock.last_s) - compile_seconds(clock.first_s)
+    decode_compile_s = compile_seconds(clock.last_s) - compile_seconds(
+      clock.first_s
+    )
     passkey = self._prompt.passkey
     return {
       "answer": self._written,
@@ -554,8 +556,8 @@ class _Work:
       "first_token_s": clock.first_s,
       "compile_s": compile_seconds(clock.first_s),
       "prefill_s": clock.read_s - compile_seconds(clock.read_s),
-      "decode_s": clock.last_s - clock.first_s - between,
-      "decode_compile_s": between,
+      "decode_s": clock.last_s - clock.first_s - decode_compile_s,
+      "decode_compile_s": decode_compile_s,
       "cache_bytes_per_device": report.cache_bytes,
       "memory": {k: dict(x) for k, x in report.memory.items()},
       "cache_tokens": report.capacity,
@@ -567,7 +569,7 @@ class _Work:
     }
 
   def _two_device_record(
-    self, two: TwoProcessorReading, done: Mapping[str, Any]
+    self, two: TwoProcessorReading, record: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Figures that differ when two devices read the prompt."""
     return {
@@ -576,7 +578,7 @@ class _Work:
       "prefill_why": "--integer with devices=2",
       "chunk": self._chunk,
       "prefill_s": two.seconds,
-      "first_token_s": done["first_token_s"] + two.seconds,
+      "first_token_s": record["first_token_s"] + two.seconds,
       "two_devices": {
         "waiting": two.waiting,
         "step_s": two.step_seconds,

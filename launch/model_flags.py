@@ -249,8 +249,8 @@ def offload(
     return {}
   if placement is None:
     kind = kind_text.parse(values.cache, "--cache")
-    like = model.init_cache_spec(1, tokens, kind=kind)
-    need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+    cache_spec = model.init_cache_spec(1, tokens, kind=kind)
+    need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache_spec))
     free = memory.host_free_bytes()
     host = 1.0 if free is None else min(1.0, _HOST_SHARE * free / need)
     placement = rj.models.Placement(host=host, disk=1 - host)

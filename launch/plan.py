@@ -267,7 +267,7 @@ def _plan(
 
 def _lookup(
   values: flags.FlagValues,
-  made: Profile,
+  profile: Profile,
   network: Network,
   ranks: int,
   screen: console.Screen,
@@ -275,15 +275,15 @@ def _lookup(
   """Table of partitions to interpolate, and its origin in words."""
   if values.prefix or values.window:
     return None, ""
-  tabulate = lambda lengths, **more: partition.tabulate(
-    made, lengths, ranks, network, tile=values.tile, **more
+  tabulate = lambda lengths, **options: partition.tabulate(
+    profile, lengths, ranks, network, tile=values.tile, **options
   )
   path = values.table
   if path is None:
     neighbours = partition.neighbours(values.context, ranks, values.tile)
     origin = f"between searched partitions of {_list(neighbours)} tokens"
     return tabulate(neighbours), origin
-  key = TableKey.of(made, network, ranks)
+  key = TableKey.of(profile, network, ranks)
   table = PartitionTable.load(path, key) if os.path.exists(path) else None
   if values.save_table:
     step, saved_lengths = partition.SPACING, table.entries if table else ()
@@ -624,9 +624,9 @@ def run(
   stderr = sys.stderr if stderr is None else stderr
   if len(words) != 1 or words[0] not in _COMMANDS:
     command = " ".join(words) or "nothing"
-    wanted = " or ".join(_COMMANDS)
+    commands = " or ".join(_COMMANDS)
     console.complain(
-      NAME, f"got {command}; wanted {wanted}; see --help", stderr
+      NAME, f"got {command}; wanted {commands}; see --help", stderr
     )
     return 2
   try:

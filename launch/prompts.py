@@ -63,12 +63,12 @@ def chat(
     TemplateError, OptionError: If flags need a template and the model has no
       usable one.
   """
-  wanted = values.chat
+  use_template = values.chat
   if values.raw:
-    wanted = False
-  if wanted is None:
-    wanted = tokenizer.chat_template is not None
-  if wanted:
+    use_template = False
+  if use_template is None:
+    use_template = tokenizer.chat_template is not None
+  if use_template:
     return ChatTemplate.of(tokenizer)
   if values.system is not None:
     raise clash("--system, and the model has no chat template", "no --system")

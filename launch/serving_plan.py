@@ -187,9 +187,9 @@ def _parse_service(values: flags.FlagValues) -> _Service:
   inside = machine.links
   if not isinstance(inside, Link):
     inside = next(iter(dict(inside).values()))
-  between = machine.between or inside
+  link_between = machine.between or inside
   if values["bandwidth"].present:
-    between = Link(bandwidth=values.bandwidth, ports=1)
+    link_between = Link(bandwidth=values.bandwidth, ports=1)
   model, source = _model(values, names[0], machine)
   trace = _trace(values)
   if distserve_rules:
@@ -197,7 +197,7 @@ def _parse_service(values: flags.FlagValues) -> _Service:
   return _Service(
     model=model,
     cluster=GpuCluster(
-      nodes=nodes, devices=devices, inside=inside, between=between
+      nodes=nodes, devices=devices, inside=inside, between=link_between
     ),
     trace=trace,
     limits=limits_of(values.slo),

@@ -421,10 +421,10 @@ class AttentionBenchmark(harness.Benchmark):
       f"  {title:15}  1 device {1e3 * flops / rate:11.{self.digits}f} ms   "
       f"100 %   {rate / 1e9:.0f} GFLOP/s"
     )
-    result_text = lambda one: (
-      f"{one['gemm_percent']:5.1f} %   best "
-      f"{one['min_s'] * 1e3:.{self.digits}f} ms, "
-      f"off by {one['max_abs_difference']:.0e}"
+    result_text = lambda result: (
+      f"{result['gemm_percent']:5.1f} %   best "
+      f"{result['min_s'] * 1e3:.{self.digits}f} ms, "
+      f"off by {result['max_abs_difference']:.0e}"
     )
     lines = harness.lines(row, result_text, digits=self.digits)
     return "\n".join([str(case), head, *lines]) + "\n"

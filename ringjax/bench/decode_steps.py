@@ -151,9 +151,11 @@ def _by_sharing(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
   pages = shared_pages + case.rows * own_pages
   room = CacheSpec(batch=pages, capacity=_PAGE, dtype=s.dtype)
   shape = LayerCacheSpec(1, s.kv_heads, s.head_dim, s.head_dim)
-  like = shape.slots(room).k
+  page_spec = shape.slots(room).k
   draw = np.random.default_rng(0).standard_normal
-  k, v = (jnp.asarray(draw(like.shape, np.float32), s.dtype) for _ in range(2))
+  k, v = (
+    jnp.asarray(draw(page_spec.shape, np.float32), s.dtype) for _ in range(2)
+  )
   pos = np.broadcast_to(
     np.arange(table.shape[1] * _PAGE, dtype=np.int32),
     (case.rows, table.shape[1] * _PAGE),
@@ -221,16 +223,16 @@ class DecodeBenchmark(harness.Benchmark):
     names = [first] + [
       n for n in s.contestants if n in available and n != first
     ]
-    wanted: list[Any] = []
+    expected: list[Any] = []
 
     def build(name: str) -> Any:
       return self.contestants[name].trial(case, s)
 
-    def compare(found: Any) -> tuple[float | None, bool]:
-      arrays = [np.asarray(found, np.float32)]
-      if not wanted:
-        wanted.extend(arrays)
-      return harness.compare(arrays, wanted, _TOLERANCE)
+    def compare(output: Any) -> tuple[float | None, bool]:
+      arrays = [np.asarray(output, np.float32)]
+      if not expected:
+        expected.extend(arrays)
+      return harness.compare(arrays, expected, _TOLERANCE)
 
     results, _ = self.measure(names, build, compare, report, warmup=1)
     return {**dataclasses.asdict(case), "results": results}
@@ -238,8 +240,8 @@ class DecodeBenchmark(harness.Benchmark):
   def table(self, case: DecodeCase, row: Row) -> str:
     first = next(iter(row["results"].values()))["median_s"]
 
-    def relative_time(one: Row) -> str:
-      return f"{one['median_s'] / first:8.2f}" if first else ""
+    def relative_time(result: Row) -> str:
+      return f"{result['median_s'] / first:8.2f}" if first else ""
 
     return "\n".join(
       [str(case), *harness.lines(row, relative_time, digits=2), ""]

@@ -254,12 +254,12 @@ _print = functools.partial(print, flush=True)
 def _report(
   progress: timing.Progress,
   case: Any,
-  done: float,
+  done_weight: float,
   weight: float,
   part: float | int,
   label: str,
 ) -> None:
-  progress.at(done + weight * part, f"{case}: {label}")
+  progress.at(done_weight + weight * part, f"{case}: {label}")
 
 
 class Benchmark:

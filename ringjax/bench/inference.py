@@ -196,9 +196,9 @@ class InferenceBenchmark(harness.Benchmark):
       return last[1]
     return self._trial(name, case, given)
 
-  def _trial(self, name: str, case: ModelCase, given: ModelInputs) -> Trial:
-    wanted = CONTESTANTS[name].one_device
-    return self.placed(wanted, model_contestants.trial, name, case, given)
+  def _trial(self, name: str, case: ModelCase, inputs: ModelInputs) -> Trial:
+    one_device = CONTESTANTS[name].one_device
+    return self.placed(one_device, model_contestants.trial, name, case, inputs)
 
   def sizes(self) -> tuple[int, int]:
     """(weights that each token is multiplied by, those of the head)."""
@@ -267,7 +267,7 @@ class InferenceBenchmark(harness.Benchmark):
     results, timings = self.measure(
       names,
       build,
-      lambda found: _compare(found, reference, tolerance),
+      lambda output: _compare(output, reference, tolerance),
       report,
       machine=machine,
       steps=case.steps,

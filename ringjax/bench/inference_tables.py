@@ -47,9 +47,9 @@ def summary(rows: Sequence[Row]) -> Row:
   faster.
   """
   ours = [name for name, contestant in CONTESTANTS.items() if contestant.ours]
-  of = lambda *parts: [row for row in rows if row["part"] in parts]
+  rows_of = lambda *parts: [row for row in rows if row["part"] in parts]
   speeds, aims = [], []
-  for row in of("forward", "decode"):
+  for row in rows_of("forward", "decode"):
     facts = {name: row[name] for name in ("part", "dtype", "tokens")}
     our_best, speed = best(row, ours), ratio(row, _PEERS, ours)
     cpu = ratio(row, _PEERS, ours, "cpu_s")
@@ -74,7 +74,7 @@ def summary(rows: Sequence[Row]) -> Row:
         "contestant": name,
         "time_over_safetensors": ratio(row, [name], ["safetensors"]),
       }
-      for row in of("load")
+      for row in rows_of("load")
       for name in row["results"]
       if name != "safetensors"
     ],
@@ -85,7 +85,7 @@ def summary(rows: Sequence[Row]) -> Row:
         "striped_time_over_contiguous": row["results"]["striped"]["time"]
         / row["results"]["contiguous"]["time"],
       }
-      for row in of("tiles")
+      for row in rows_of("tiles")
     ],
     "aims": aims,
   }
@@ -144,15 +144,15 @@ def table(case: ModelCase, row: Row) -> str:
       f"  {'reading once':26}{ms:11.1f} ms   100 %   {rate:.1f} GB/s"
     )
 
-  def result_text(one: Mapping[str, Any]) -> str:
-    details = f"best {one['min_s'] * 1e3:.1f} ms"
+  def result_text(result: Mapping[str, Any]) -> str:
+    details = f"best {result['min_s'] * 1e3:.1f} ms"
     if row["part"] == "load":
-      share = f"{one['s_per_gigabyte']:5.2f} s/GB"
+      share = f"{result['s_per_gigabyte']:5.2f} s/GB"
     else:
-      percent = one.get("gemm_percent") or one["bound_percent"]
+      percent = result.get("gemm_percent") or result["bound_percent"]
       share = f"{percent:5.1f} %"
-      details += f", off by {one['max_abs_difference']:.0e}"
-    return f"{share}   cpu {one['cpu_s'] * 1e3:.1f} ms, {details}"
+      details += f", off by {result['max_abs_difference']:.0e}"
+    return f"{share}   cpu {result['cpu_s'] * 1e3:.1f} ms, {details}"
 
   return "\n".join(lines + harness.lines(row, result_text)) + "\n"
 

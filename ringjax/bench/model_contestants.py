@@ -88,43 +88,43 @@ def _float32(logits: Any) -> np.ndarray:
   return np.asarray(logits).astype(np.float32).reshape(-1)
 
 
-def _forward(case: ModelCase, given: ModelInputs) -> Runnable:
+def _forward(case: ModelCase, inputs: ModelInputs) -> Runnable:
   """Builds a forward pass on one device."""
-  model = rj.models.load(given.folder, dtype=case.dtype)
-  tokens = jnp.asarray(given.ids[None])
-  last = jnp.full((1, 1), given.ids.size - 1, jnp.int32)
+  model = rj.models.load(inputs.folder, dtype=case.dtype)
+  tokens = jnp.asarray(inputs.ids[None])
+  last = jnp.full((1, 1), inputs.ids.size - 1, jnp.int32)
   run = lambda: model(tokens, rows=last)
   return Runnable(run, lambda: _float32(run()))
 
 
-def _striped_forward(case: ModelCase, given: ModelInputs) -> Runnable:
+def _striped_forward(case: ModelCase, inputs: ModelInputs) -> Runnable:
   """Builds a forward pass whose tokens are striped over a mesh."""
-  if given.ids.size % (2 * case.devices):
-    raise Skipped(f"skipped: {given.ids.size} tokens over {case.devices}")
+  if inputs.ids.size % (2 * case.devices):
+    raise Skipped(f"skipped: {inputs.ids.size} tokens over {case.devices}")
   mesh = make_mesh(
     (case.devices,),
     ("seq",),
     devices=jax.devices()[: case.devices],
     axis_types=AxisType.Auto,
   )
-  model, layout = rj.models.load(given.folder, mesh=mesh), Striped()
-  order = np.asarray(layout.order(given.ids.size, case.devices))
-  tokens = jnp.asarray(given.ids[order][None])
+  model, layout = rj.models.load(inputs.folder, mesh=mesh), Striped()
+  order = np.asarray(layout.order(inputs.ids.size, case.devices))
+  tokens = jnp.asarray(inputs.ids[order][None])
   last = jnp.asarray(np.argsort(order)[-1:][None].astype(np.int32))
   attend = ContextParallel(mesh=mesh, axis="seq", layout=layout)
   run = lambda: model(tokens, rows=last, attend=attend)
   return Runnable(run, lambda: _float32(run()))
 
 
-def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
+def _decode(case: ModelCase, inputs: ModelInputs, *, scan: bool) -> Runnable:
   """Builds decode steps as in `generate`, with `case.room` slots."""
   from ringjax.infer import decode
 
-  model = rj.models.load(given.folder, dtype=case.dtype, scan=scan)
+  model = rj.models.load(inputs.folder, dtype=case.dtype, scan=scan)
   session = rj.infer.Session(model, case.room)
-  session.cache = _filled(session.cache, given)
+  session.cache = _filled(session.cache, inputs)
   token, pos = (
-    jnp.asarray([x], jnp.int32) for x in (given.ids[0], case.tokens)
+    jnp.asarray([x], jnp.int32) for x in (inputs.ids[0], case.tokens)
   )
   state = decode.DecodeState(token, pos, jnp.zeros(1, bool), None)
   stops, total = decode.stop_ids(()), jnp.int32(case.room)
@@ -152,10 +152,10 @@ def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
   return Runnable(run, check)
 
 
-def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
+def _filled(cache: KVCache, inputs: ModelInputs) -> KVCache:
   """Fills a cache with the given keys and values."""
-  assert given.keys is not None
-  count = given.keys[0].shape[2]
+  assert inputs.keys is not None
+  count = inputs.keys[0].shape[2]
   pos = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
   at = Coords(pos, (pos < count).astype(jnp.int32))
   cache = cache.allocate(at, replicated=False, sees=False)
@@ -166,13 +166,13 @@ def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
     put = lambda old, new, n=layers, i=first: old.at[:, 0, :, :count].set(
       as_stored(jnp.asarray(new[i : i + n]), old).astype(old.dtype)
     )
-    slots.append(LayerKV(*map(put, part, given.keys)))
+    slots.append(LayerKV(*map(put, part, inputs.keys)))
     first += layers
   return dataclasses.replace(cache, slots=tuple(slots))
 
 
-def _load(case: ModelCase, given: ModelInputs) -> Runnable:
-  run = lambda: rj.models.load(given.folder, dtype=case.dtype)
+def _load(case: ModelCase, inputs: ModelInputs) -> Runnable:
+  run = lambda: rj.models.load(inputs.folder, dtype=case.dtype)
   check = lambda: _digest(np.asarray(x) for x in jax.tree.leaves(run()))
   return Runnable(run, check)
 
@@ -192,23 +192,23 @@ def _digest(arrays: Any) -> np.ndarray:
 # ---------------------------------------------------------------------------
 
 
-def _pretrained(case: ModelCase, given: ModelInputs) -> Any:
+def _pretrained(case: ModelCase, inputs: ModelInputs) -> Any:
   """Loads LlamaForCausalLM with PyTorch's fused attention."""
   transformers = importlib.import_module("transformers")
   transformers.utils.logging.set_verbosity_error()
   transformers.utils.logging.disable_progress_bar()
   return transformers.LlamaForCausalLM.from_pretrained(
-    given.folder,
+    inputs.folder,
     dtype=getattr(import_torch(), case.dtype),
     attn_implementation="sdpa",
   ).eval()
 
 
 def _peer_forward(
-  case: ModelCase, given: ModelInputs, *, threads: int | None = None
+  case: ModelCase, inputs: ModelInputs, *, threads: int | None = None
 ) -> Runnable:
-  torch, model = import_torch(), _pretrained(case, given)
-  tokens = torch.from_numpy(given.ids.astype(np.int64))[None]
+  torch, model = import_torch(), _pretrained(case, inputs)
+  tokens = torch.from_numpy(inputs.ids.astype(np.int64))[None]
 
   def run() -> Any:
     import_torch(threads)
@@ -219,19 +219,19 @@ def _peer_forward(
 
 
 def _peer_decode(
-  case: ModelCase, given: ModelInputs, *, threads: int | None = None
+  case: ModelCase, inputs: ModelInputs, *, threads: int | None = None
 ) -> Runnable:
   """Builds greedy calls of the model with a `DynamicCache`."""
-  torch, model = import_torch(), _pretrained(case, given)
+  torch, model = import_torch(), _pretrained(case, inputs)
   cache = importlib.import_module("transformers").DynamicCache(
     config=model.config
   )
-  assert given.keys is not None
+  assert inputs.keys is not None
   dtype = getattr(torch, case.dtype)
-  for i, (k, v) in enumerate(zip(*given.keys, strict=True)):
+  for i, (k, v) in enumerate(zip(*inputs.keys, strict=True)):
     k, v = (torch.from_numpy(x).to(dtype)[None] for x in (k, v))
     cache.update(k, v, i)
-  token = torch.from_numpy(given.ids[:1].astype(np.int64))[None]
+  token = torch.from_numpy(inputs.ids[:1].astype(np.int64))[None]
 
   def step() -> Any:
     nonlocal token
@@ -256,8 +256,8 @@ def _peer_decode(
   return Runnable(run, check)
 
 
-def _peer_load(case: ModelCase, given: ModelInputs) -> Runnable:
-  run = lambda: _pretrained(case, given)
+def _peer_load(case: ModelCase, inputs: ModelInputs) -> Runnable:
+  run = lambda: _pretrained(case, inputs)
 
   def check() -> np.ndarray:
     # Tied weights are one parameter.
@@ -267,10 +267,10 @@ def _peer_load(case: ModelCase, given: ModelInputs) -> Runnable:
   return Runnable(run, check)
 
 
-def _safetensors(case: ModelCase, given: ModelInputs) -> Runnable:
+def _safetensors(case: ModelCase, inputs: ModelInputs) -> Runnable:
   """Builds a load of each file by `safetensors.numpy.load_file`."""
   reader = importlib.import_module("safetensors.numpy")
-  files = sorted(given.folder.glob("*.safetensors"))
+  files = sorted(inputs.folder.glob("*.safetensors"))
   run = lambda: [reader.load_file(file) for file in files]
   check = lambda: _digest(x for file in run() for x in file.values())
   return Runnable(run, check)
@@ -302,7 +302,7 @@ def _contestant(
 ) -> Contestant:
   """Creates a contestant with a builder for each part that it runs."""
   return Contestant(
-    lambda case, given: builders[case.part](case, given),
+    lambda case, inputs: builders[case.part](case, inputs),
     ours=ours,
     sharded=sharded,
     one_device=ours and not sharded,

@@ -76,7 +76,7 @@ class PullBenchmark(harness.Benchmark):
           start = time.perf_counter()
           rows = [batch[r] for batch in batches for r in range(len(batch))]
           ticket = publisher.publish(dict(enumerate(rows)), leaf)
-          got = transfer.pull(
+          pulled = transfer.pull(
             ticket,
             publisher.address,
             _KEY,
@@ -85,7 +85,7 @@ class PullBenchmark(harness.Benchmark):
             devices=None if server is None else reader_server,
           )
           seconds = time.perf_counter() - start
-        equal &= got.array_reads == (server is not None)
+        equal &= pulled.array_reads == (server is not None)
         want = np.concatenate([x.on_host[0] for x in batches])
         equal &= bool((into["kv"] == want).all())
         if n >= 0:

@@ -146,8 +146,8 @@ def _number(name: str, text: str) -> float:
     value = math.nan
   in_range = value >= 0 if name == "spread" else value > 0
   if not in_range or (name != "rate" and value == math.inf):
-    wanted = "0 or more" if name == "spread" else "a number above 0"
-    raise OptionError(name, repr(text), wanted, f"pass --{name}=2.5")
+    expected = "0 or more" if name == "spread" else "a number above 0"
+    raise OptionError(name, repr(text), expected, f"pass --{name}=2.5")
   return value
 
 

@@ -249,7 +249,7 @@ class SpeculationBenchmark(harness.Benchmark):
       results, _ = self.measure(
         list(runs),
         lambda name: (runs[name], runs[name]()),
-        lambda found: (_difference(found, runner.plain), False),
+        lambda answers: (_difference(answers, runner.plain), False),
         report,
         warmup=1,
       )
@@ -296,28 +296,30 @@ class SpeculationBenchmark(harness.Benchmark):
     figures: Row = {}
     for name in dict.fromkeys(n for row in rows for n in row["results"]):
       results = [row["results"][name] for row in rows if name in row["results"]]
-      of = lambda key, results=results: [x[key] for x in results if x.get(key)]
+      values_of = lambda key, results=results: [
+        x[key] for x in results if x.get(key)
+      ]
       figures[name] = {
         key: {"median": statistics.median(values), "best": max(values)}
         for key in ("x_plain", "tokens_per_call", "acceptance")
-        if (values := of(key))
+        if (values := values_of(key))
       } | {"equal": all(x["equal"] is not False for x in results)}
     return figures
 
   def table(self, case: SpeculationCase, row: Row) -> str:
-    def result_text(one: Row) -> str:
+    def result_text(result: Row) -> str:
       number = lambda key, form: (
-        "-".rjust(6) if one.get(key) is None else format(one[key], form)
+        "-".rjust(6) if result.get(key) is None else format(result[key], form)
       )
-      begin = one.get("begin_s")
+      begin = result.get("begin_s")
       return (
-        f"{one['tokens_per_s']:8.1f} tokens/s  x plain "
+        f"{result['tokens_per_s']:8.1f} tokens/s  x plain "
         f"{number('x_plain', '5.2f')}  a call "
         f"{number('tokens_per_call', '5.2f')}  accepted "
         f"{number('acceptance', '6.1%')}  begin "
         f"{'-' if begin is None else f'{1e3 * begin:.0f} ms':>8}  "
         f"cache {number('draft_bytes', '6.1%')}  "
-        f"{'equal' if one['equal'] else 'DIFFERENT'}"
+        f"{'equal' if result['equal'] else 'DIFFERENT'}"
       )
 
     head = (

@@ -160,9 +160,9 @@ def _math(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
   pairs = {tuple(pair) for pair in rng.integers(10, 1000, (12, 2)).tolist()}
   sums = [f"# {a} + {b} = {a + b}\n" for a, b in sorted(pairs)]
   order = rng.permutation(len(sums)).tolist()
-  again = "".join(sums[n] for n in order[:4])
+  repeated = "".join(sums[n] for n in order[:4])
   first = sums[order[4]].split("=")[0]
-  text = "".join(sums) + _text(rng, _BETWEEN) + f"{again}{first}="
+  text = "".join(sums) + _text(rng, _BETWEEN) + f"{repeated}{first}="
   return _filled(tokenizer, rng, length, text)
 
 

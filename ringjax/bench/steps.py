@@ -227,7 +227,7 @@ def attention(
   context = ContextParallel(mesh=mesh)
   shares = context.shares(batch, heads, kv_heads)
   over = P(context.batch_axes(batch) or None, axis)
-  like = lambda n: _spec(mesh, (batch, tokens, n, head_dim), over, dtype)
+  operand = lambda n: _spec(mesh, (batch, tokens, n, head_dim), over, dtype)
   mask = None if window is None else Window(positive_int("window", window))
   ids = _spec(mesh, (batch, tokens), over)
 
@@ -247,7 +247,7 @@ def attention(
   return program.built(
     mesh,
     jax.jit(forward if what == "forward" else backward),
-    (*map(like, (heads, kv_heads, kv_heads)), *[ids] * packed),
+    (*map(operand, (heads, kv_heads, kv_heads)), *[ids] * packed),
     flops * (1.0 if what == "forward" else 3.5),
     _trips(named, mesh, axis, tokens, causal),
     what=f"attention {what}",

@@ -95,9 +95,9 @@ def measure(
     from_device = lambda: np.array(device_data)
   else:
     # A new array each time: JAX caches the host copy of an array.
-    again = jax.jit(lambda x: x + jnp.uint8(1))
+    increment = jax.jit(lambda x: x + jnp.uint8(1))
     to_device = lambda: jax.device_put(data, device)
-    from_device = lambda: np.asarray(again(device_data))
+    from_device = lambda: np.asarray(increment(device_data))
 
   try:
     handle, path = tempfile.mkstemp(dir=folder, suffix=".rates")

@@ -175,7 +175,9 @@ class StrategyBenchmark(harness.Benchmark):
     results, _ = self.measure(
       self.settings.names,
       build,
-      lambda found: harness.compare(found, reference, TOLERANCE[case.dtype]),
+      lambda outputs: harness.compare(
+        outputs, reference, TOLERANCE[case.dtype]
+      ),
       report,
     )
     for name, result in results.items():
@@ -243,8 +245,8 @@ class StrategyBenchmark(harness.Benchmark):
       timed = {name: (p, m) for name, p, m in _points(row)}
       if not timed:
         continue
-      predicted = min(timed, key=lambda name, of=timed: of[name][0])
-      fastest = min(timed, key=lambda name, of=timed: of[name][1])
+      predicted = min(timed, key=lambda name, times=timed: times[name][0])
+      fastest = min(timed, key=lambda name, times=timed: times[name][1])
       ratios = [p / m for p, m in timed.values()]
       entries.append(
         {

@@ -335,10 +335,10 @@ def code_book(
     (_LAYERS, 1, heads), keys, codec.width(dim), "tpu"
   )
   over = NamedSharding(mesh, P())
-  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over
   )
-  at = lambda n: (like("int32", 1, n),) * 2
+  at = lambda n: (operand("int32", 1, n),) * 2
   decoders = (Decoder(codec, dim, jnp.dtype("bfloat16")),) * 2
 
   def attend(q: Any, k: Any, v: Any, levels: Any, at: Any, q_at: Any) -> Any:
@@ -350,14 +350,14 @@ def code_book(
     scores = Scores(scale=dim**-0.5)
     return kernel.decode(queries, view, ScoreArgs(scores, Terms(), context))
 
-  codes = like(stored, *shape)
+  codes = operand(stored, *shape)
   return Built(
     function=jax.jit(attend),
     arguments=(
-      like("bfloat16", 1, heads, groups, 1, dim),
+      operand("bfloat16", 1, heads, groups, 1, dim),
       codes,
       codes,
-      (like("float32", heads, 2**bits),) * 2,
+      (operand("float32", heads, 2**bits),) * 2,
       at(keys),
       at(1),
     ),
@@ -417,13 +417,13 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
   mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
   kernel = DecodePoolTPU(chip=chips.known(devices[0].device_kind))
   over = NamedSharding(mesh, P())
-  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over
   )
   slots = dims.columns * pool_tile(dims.page, "tpu")
-  number: Any = functools.partial(like, "int32")
-  cover: Any = like("bool", 1, dims.columns, dims.rows)
-  keys = like(
+  number: Any = functools.partial(operand, "int32")
+  cover: Any = operand("bool", 1, dims.columns, dims.rows)
+  keys = operand(
     dims.dtype,
     _LAYERS,
     dims.rows * slots // dims.page,
@@ -458,7 +458,7 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
   return Built(
     function=jax.jit(attend),
     arguments=(
-      like(dims.dtype, dims.rows, dims.kv_heads, groups, 1, dims.head_dim),
+      operand(dims.dtype, dims.rows, dims.kv_heads, groups, 1, dims.head_dim),
       keys,
       keys,
       (number(dims.rows, slots),) * 2,
@@ -545,7 +545,7 @@ def ragged(
 
   mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
   over = NamedSharding(mesh, P())
-  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over
   )
   attend = functools.partial(
@@ -566,18 +566,18 @@ def ragged(
   return Built(
     function=jax.jit(alone),
     arguments=(
-      like(dims.dtype, dims.rows, dims.heads, dims.head_dim),
-      like(
+      operand(dims.dtype, dims.rows, dims.heads, dims.head_dim),
+      operand(
         dims.dtype,
         dims.rows * dims.pages,
         dims.page,
         2 * dims.kv_heads,
         dims.head_dim,
       ),
-      like("int32", dims.rows),
-      like("int32", dims.rows, dims.pages),
-      like("int32", dims.rows + 1),
-      like("int32", 1),
+      operand("int32", dims.rows),
+      operand("int32", dims.rows, dims.pages),
+      operand("int32", dims.rows + 1),
+      operand("int32", 1),
     ),
     mesh=mesh,
     facts={"what": "decode", "kernel": "ragged_paged_attention"},

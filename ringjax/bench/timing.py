@@ -321,11 +321,11 @@ def check_same_machine(
   ]
   if not differing:
     return
-  of = lambda x: ", ".join(f"{name} {x[name]}" for name in differing)
+  text_of = lambda x: ", ".join(f"{name} {x[name]}" for name in differing)
   raise OptionError(
     "append",
-    f"rows of another machine ({of(before)}) in {path}",
-    f"rows of this one ({of(now)})",
+    f"rows of another machine ({text_of(before)}) in {path}",
+    f"rows of this one ({text_of(now)})",
     "pass another file to --json: such rows do not compare",
   )
 
@@ -337,8 +337,10 @@ def _cpu_model() -> str:
 
 def _vectors() -> str:
   """Widest vector instructions of the processor."""
-  has = processor.instructions()
-  return next((_VECTORS[name] for name in _VECTORS if name in has), "unknown")
+  supported = processor.instructions()
+  return next(
+    (_VECTORS[name] for name in _VECTORS if name in supported), "unknown"
+  )
 
 
 def read_json(path: str) -> Any:

@@ -420,7 +420,7 @@ class TrainBenchmark(harness.Benchmark):
     results, _ = self.measure(
       self.settings.contestants,
       lambda name: self.build(name, case.tokens, self.settings.devices),
-      lambda found: harness.compare(found, reference, TOLERANCE),
+      lambda outputs: harness.compare(outputs, reference, TOLERANCE),
       report,
     )
     return {"results": results}
@@ -510,7 +510,9 @@ class TrainBenchmark(harness.Benchmark):
 
   def table(self, case: TrainCase, row: Row) -> str:
     if row["part"] == "step":
-      rate = lambda one: f"{row['tokens'] / one['median_s']:10,.0f} tokens/s"
+      rate = lambda result: (
+        f"{row['tokens'] / result['median_s']:10,.0f} tokens/s"
+      )
       head = f"step, one row of {row['tokens']} tokens"
       return "\n".join([head, *harness.lines(row, rate)])
     if row["part"] == "memory":

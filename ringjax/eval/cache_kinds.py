@@ -146,13 +146,13 @@ def _costs(
   model: Transformer, tokens: Int[Array, "1 T"], cache: Any
 ) -> Float[Array, " 6"]:
   """Sums over the predictions, see `_sums`, of a cached pass."""
-  want = model(tokens)
-  got = want
+  exact_logits = model(tokens)
+  cached_logits = exact_logits
   if cache is not None:
     # Each query sees other exact tokens: attend with cached attention.
     attend = CachedAttention() if cache.kind.exact else None
-    got, _ = model(tokens, cache=cache, attend=attend)
-  return _sums(want, got, tokens)
+    cached_logits, _ = model(tokens, cache=cache, attend=attend)
+  return _sums(exact_logits, cached_logits, tokens)
 
 
 def _costs_after_eviction(
@@ -172,9 +172,9 @@ def _costs_after_eviction(
     cache = cache.evict()
   choices = cache.choices(0)
   cache = cache.with_room(length - half)
-  got, cache = model(tokens[:, half:], cache=cache)
-  want = model(tokens)[:, half:]
-  sums = _sums(want, got, tokens[:, half:])
+  cached_logits, cache = model(tokens[:, half:], cache=cache)
+  exact_logits = model(tokens)[:, half:]
+  sums = _sums(exact_logits, cached_logits, tokens[:, half:])
   return sums, bytes_each(cache.flush()), choices
 
 
@@ -195,16 +195,16 @@ def _choices(
 
 @jax.jit
 def _sums(
-  want: Float[Array, "1 T V"],
-  got: Float[Array, "1 T V"],
+  exact: Float[Array, "1 T V"],
+  cached: Float[Array, "1 T V"],
   tokens: Int[Array, "1 T"],
 ) -> Float[Array, " 6"]:
   last = (slice(None), slice(0, -1))
-  p, q = (jax.nn.log_softmax(x[last], -1) for x in (want, got))
+  p, q = (jax.nn.log_softmax(x[last], -1) for x in (exact, cached))
   loss = lambda x: -jnp.sum(jnp.take_along_axis(x, tokens[:, 1:, None], -1))
   # A shift of all logits does not change a prediction: center them.
   level = lambda x: x - jnp.mean(x, -1, keepdims=True)
-  a, b = level(want[last]), level(got[last])
+  a, b = level(exact[last]), level(cached[last])
   return jnp.stack(
     [
       loss(q),

@@ -239,11 +239,11 @@ def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
     axes = figure.add_subplot(2, 2, n + 1)
     values = [np.nan if row[name] is None else row[name] for row in rows]
     axes.plot(steps, values, color="#2b5c8a")
-    apart = [row for row in rows if row.get("held_out") is not None]
-    if name == "loss" and apart:
+    held_out_rows = [row for row in rows if row.get("held_out") is not None]
+    if name == "loss" and held_out_rows:
       axes.plot(
-        [row["step"] for row in apart],
-        [row["held_out"] for row in apart],
+        [row["step"] for row in held_out_rows],
+        [row["held_out"] for row in held_out_rows],
         "o",
         color="#a23b72",
         label="held out",

@@ -470,7 +470,7 @@ def _checked(model: Transformer, losses: jax.Array) -> np.ndarray:
 
 @jax.jit
 def _losses(
-  logits: Float[Array, "B n V"], wanted: Int[Array, "B n"]
+  logits: Float[Array, "B n V"], targets: Int[Array, "B n"]
 ) -> Float[Array, " B"]:
   p = jax.nn.log_softmax(logits, -1)
-  return -jnp.sum(jnp.take_along_axis(p, wanted[..., None], -1), (1, 2))
+  return -jnp.sum(jnp.take_along_axis(p, targets[..., None], -1), (1, 2))

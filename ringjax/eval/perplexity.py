@@ -282,12 +282,12 @@ def _in_chunks(
   losses = np.zeros(length)
   for call in plan.calls(list(batch.tokens), np.zeros(1, np.int64)):
     assert call.pos is not None
-    real = call.seg[0] > 0
-    at = np.where(real, call.pos[0], 0)
+    is_real = call.seg[0] > 0
+    at = np.where(is_real, call.pos[0], 0)
     fields: Any = (
       call.tokens,
       batch.labels[:, at],
-      np.where(real, batch.weights[:, at], 0),
+      np.where(is_real, batch.weights[:, at], 0),
     )
     pos: Any = call.pos
     seg: Any = call.seg
@@ -295,5 +295,5 @@ def _in_chunks(
     chunk_losses, cache = _read_on(
       model, plan.attend, place(part, plan.attend), cache, jnp.int32(length)
     )
-    losses[at[real]] = np.asarray(chunk_losses)[0, real]
+    losses[at[is_real]] = np.asarray(chunk_losses)[0, is_real]
   return losses
