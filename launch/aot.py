@@ -1,7 +1,7 @@
 """The sub-command aot of launch.plan, which compiles without TPU hardware.
 
-It compiles one program, or with --search several, and reports whether it fits,
-what it sends and what hides that. For the largest contexts see
+It compiles one program, or with --search several, and reports its memory, its
+sends and the work that hides them. For the largest contexts see
 `launch.capacity`.
 """
 
@@ -370,7 +370,7 @@ def _ms(seconds: float) -> str:
 def candidates(
   what: str, devices: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-  """Options to try, none of which changes the result of the program.
+  """Yields options to try that do not change the result of the program.
 
   Options that the caller fixed stay. Meshes have a data axis that the batch
   fills and an axis of heads; the rest of the devices are the ring. Tiles of

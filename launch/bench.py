@@ -29,7 +29,7 @@
       KV-Runahead: counted, simulated next to the paper, and measured in two
       processes with a core each against strategies that gather or rotate keys.
   python -m launch.bench serve --trace=FILE --engine=simulated --rows=64
-      A trace of requests (Azure's csv, Mooncake's jsonl, or by chance with
+      A trace of requests (Azure's csv, Mooncake's jsonl, or random ones with
       --rate) against an engine in real time, or against its simulator.
   python -m launch.bench serve --compare=sequential
       16 requests at once, and one after the other: the ratio of the medians.
@@ -42,8 +42,8 @@
       The same requests with transformers' continuous batching.
   python -m launch.bench store --trace=FILE --capacity=3000000
       Which blocks of a trace of prompts (in Mooncake's format) the policies of
-      a store would have hit, with room for so many tokens; and how long the
-      prefix tree's look-ups take.
+      a store would have hit, with a capacity in tokens; and the time of the
+      prefix tree's look-ups.
   python -m launch.bench speculate --quick
       Plain decoding and drafters, in turn, by kind of task: tokens a second
       and for each call of the model, in about two minutes.
@@ -52,7 +52,7 @@
       quotes; --compare=transformers: with its lookup and assisted generation.
   python -m launch.bench rows --json=rows.json
       Memory of an engine's rows in pages and in contiguous rows that grow on
-      demand: what is wasted, resident and mapped.
+      demand: wasted, resident and mapped.
   python -m launch.bench stream
       A prompt that a prefill instance sends to a decode instance: the pages
       left to move at its end if they leave by chunks, and by layers.

@@ -42,7 +42,7 @@ _MEMORY = "answer fewer prompts at a time, with --rows"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.whole("workers", 2, "Processes of this machine that attend.")

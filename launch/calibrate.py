@@ -57,7 +57,7 @@ _MEMORY = "shorten the texts (--length), or use more devices"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.text(

@@ -1,7 +1,7 @@
 """Talks with a model in the terminal.
 
   python -m launch.chat
-      With the model smollm2-135m, which python -m launch.fetch brings.
+      With the model smollm2-135m, which python -m launch.fetch downloads.
   python -m launch.chat --model=DIR --system="Answer in one sentence."
       With any model that was tuned for chats.
   python -m launch.chat --model=DIR --context=131072 --mesh=seq:4 --cache=int8
@@ -62,7 +62,7 @@ Ctrl-C ends an answer. A message that begins with a slash: begin it with two."""
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   model_flags.define(values, _MODEL)
   new.whole("max_new_tokens", None, f"Longest answer; {_NEW_TOKENS:,}.")

@@ -28,7 +28,7 @@ flags.disclaim_key_flags()
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of clusters."""
+  """Defines the flags of clusters."""
   new = FlagHelper(values)
   flags.DEFINE_enum(
     "role",
@@ -146,7 +146,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def read_key(values: flags.FlagValues) -> bytes:
-  """The secret in the file of --cluster_key.
+  """Reads the secret in the file of --cluster_key.
 
   Raises:
     OptionError: If it is missing or too short.
@@ -175,7 +175,7 @@ def read_key(values: flags.FlagValues) -> bytes:
 
 
 def join_address(values: flags.FlagValues) -> tuple[str, int]:
-  """Host and port of --join.
+  """Parses host and port of --join.
 
   Raises:
     OptionError: If it is not of the form HOST:PORT.

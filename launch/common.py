@@ -52,7 +52,7 @@ _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of every script that computes."""
+  """Defines the flags of every script that computes."""
   new = FlagHelper(values)
   new.text(
     "mesh",

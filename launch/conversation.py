@@ -120,7 +120,7 @@ class Conversation:
     pathlib.Path(path).write_text(f"{json_text(self.messages)}\n", "utf-8")
 
   def load(self, path: str | os.PathLike[str]) -> None:
-    """Takes the messages of a file that `save` wrote.
+    """Loads the messages of a file that `save` wrote.
 
     Raises:
       PromptError: If the file does not contain messages.

@@ -56,7 +56,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.model("model", None, "Folder to read.")
   new.strict()

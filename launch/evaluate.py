@@ -1,4 +1,4 @@
-"""Measures what a model does with a long context.
+"""Measures a model on long contexts: retrieval, perplexity, caches and more.
 
   python -m launch.evaluate needle --lengths=4096,16384 --plot=needle.png
       Facts hidden in a long text, by its length and their depth. The text is
@@ -12,12 +12,12 @@
   python -m launch.evaluate caches --cache=int8 --cache=int4 --plot=caches.png
       What kinds of caches cost on such a text: bits, bytes, loss, divergence.
       Without --cache all kinds that need no calibration. With --task=passkey
-      also what is found with each kind.
+      also the retrieval with each kind.
   python -m launch.evaluate contexts --contexts=2,8,16 --search --plot=c.png
-      What it costs to read a text in parts that do not see each other, by the
-      way in which they are combined (ringjax.infer.contexts) and their number:
-      loss of what follows, tokens computed, bytes moved. With --task=passkey
-      also what is found. --search tunes temperature and scale on separate
+      The cost of reading a text in parts that do not see each other, by the way
+      in which they are combined (ringjax.infer.contexts) and their number: loss
+      of the tokens after it, tokens computed, bytes moved. With --task=passkey
+      also the retrieval. --search tunes temperature and scale on separate
       texts.
   python -m launch.evaluate chunks --model=DIR --contexts=0,4,8,16,32
       The loss after more and more chunks that a model's encoder reads
@@ -121,7 +121,7 @@ _CommandOutput = tuple[list[str], Callable[[str], None]]
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.text(
@@ -324,7 +324,7 @@ def _numbers(
     numbers = [kind(text) for text in items]
   except ValueError:
     numbers = []
-  # Not `x < least`, which is false of NaN too.
+  # `x < least` would be false for NaN, too.
   if not numbers or not all(least <= x <= most for x in numbers):
     want = (
       f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
@@ -566,8 +566,8 @@ class _Evaluation:
       )
     bos = tokenizer.bos_id if tokenizer.adds_bos else None
     # Texts are joined, as files are short, and each row begins with the id that
-    # begins a text. Rows of all lengths end alike: the same tokens are
-    # predicted there, with more or less before them.
+    # begins a text. Rows of all lengths end with the same tokens, which are
+    # predicted with more or less context.
     ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in corpus])
     extra_token = bos is None
     span = max(lengths) + extra_token
@@ -730,7 +730,7 @@ class _Evaluation:
     )
     ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in corpus])
     span, rows = length + values.question, values.rows
-    # Half of the texts tune APE; only the other half is measured.
+    # With --search every second text is for tuning and isn't measured.
     num_texts = rows * (2 if values.search else 1)
     if ids.size < num_texts * span:
       raise OptionError(
@@ -739,7 +739,7 @@ class _Evaluation:
         f"at most what {num_texts} texts of {ids.size:,} tokens together have",
         "pass fewer --rows, a smaller length, or more text",
       )
-    # From all over the text.
+    # Spread over the whole text.
     starts = np.linspace(0, ids.size - span, num_texts).astype(int)
     texts = np.stack([ids[start : start + span] for start in starts])
     call_options = {"mesh": reading["mesh"], "cache_kind": kind}
@@ -937,7 +937,7 @@ class _Evaluation:
     screen.begin("reading", len(keys) * rows, "texts")
     entropies = split_entropy(
       model,
-      # From all over the text.
+      # Spread over the whole text.
       [ids[n * stride : n * stride + span] for n in range(rows)],
       splits,
       context=context,

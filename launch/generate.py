@@ -13,8 +13,8 @@
 
   python -m launch.generate --model=DIR --contexts=DIR --prompt="Who did it?" \\
       --combine=ape
-      The texts of a folder, each read apart; with --store they are kept, and
-      another question reads none of them again.
+      The texts of a folder, each encoded separately; with --store they are
+      kept, and another question does not read them again.
 
   python -m launch.generate --model=DIR --memory=6GiB
       A model that is larger than the devices' memory: of its layers as many as
@@ -86,7 +86,7 @@ _MEMORY = (
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   model_flags.define(values)
   new.boolean("chat", None, "Use the chat template; default: if there is one.")
@@ -212,7 +212,6 @@ class _Work:
     self._contexts: dict[str, Any] = {}
     # With --important: a session that has read the important tokens of a
     # document, and the ids of the question.
-    # and the ids of the question.
     self._important_session: tuple[rj.infer.Session, np.ndarray] | None = None
     self._drafter: speculate.Drafter | None = None
     self._chunk = _CHUNK
@@ -822,7 +821,7 @@ def _check(values: flags.FlagValues) -> None:
       for name in ("placement", "memory", "cache_placement")),
     (values.flash is not None and values.policy is not None,
      "--policy with --flash", "one of them"),
-    # A drafter's weights and keys are not in what is counted for a call.
+    # The bytes of a call are counted without a drafter's weights and keys.
     (values.memory is not None and values.contexts is None
      and values.speculate is not None,
      "--memory with --speculate", "--placement with --speculate"),

@@ -10,8 +10,8 @@
       Once all prompts are read process 0 leaves, its keys are moved first, and
       process 1 is killed. The answers are compared with those of one device.
 
-A record of JSON on stdout: answers, which group read and answered what and
-when, tokens kept and moved, bytes between processes.
+A JSON record on stdout: answers, groups that read and answered and their times,
+tokens kept and moved, bytes between processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MEMORY = "start fewer processes, with --workers, or give them fewer --slots"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.whole("workers", 4, "Processes, each with the model.")

@@ -43,7 +43,7 @@ _FLASH = ("window", "memory", "threshold", "predictors", "threads")
 def define(
   values: flags.FlagValues, default: str = "the model in ringjax"
 ) -> None:
-  """The flags of a model, of its cache and of sampling.
+  """Defines the flags of a model, of its cache and of sampling.
 
   Args:
     values: Flags to add to.
@@ -183,7 +183,7 @@ def load(
   policy: Any = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
 ) -> Transformer:
-  """The model of the flags.
+  """Loads the model of the flags.
 
   Args:
     values: The flags.

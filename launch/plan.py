@@ -19,7 +19,7 @@
   python -m launch.plan aot --model=llama-3.1-8b --tokens=1048576
       --topology=v5p:4x4x8 --mesh=data:1,seq:128 --strategy=striped --what=train
       Compiles the exact training step without TPU hardware (pip install -e
-      '.[aot]'): whether it fits, what it sends, what hides it; with
+      '.[aot]'): whether it fits, its sends and the work that hides them; with
       --search over meshes, layouts, remat and blocks. --model also takes a
       folder with a config.json; no weights are read.
   python -m launch.plan cache --model=gemma-3-27b --tokens=131072
@@ -51,8 +51,9 @@
       --window=4
       Devices that stream their part of each layer from disk while they compute
       and add up by --reduce=star, tree or ring (TPI-LLM): whether they wait,
-      the time to the first token and for each, what each device reads and
-      holds. The blocks, and the flags, are those of launch.generate --window.
+      the time to the first token and for each, the bytes that each device reads
+      and holds. The blocks, and the flags, are those of launch.generate
+      --window.
   python -m launch.plan serve --model=llama-3.1-8b --cluster=1x8 --chip=a100
       --trace=requests.csv --slo=ttft=0.5,tpot=0.05
       How many prefill instances and how many decode instances, in which shapes,
@@ -78,9 +79,9 @@
       longest contexts of the Ring Attention paper, next to ours by count; with
       --compile also by the TPU compiler.
   python -m launch.plan pictures --out=docs/strategies
-      A picture of each strategy of attention: what each device holds and sends.
+      A picture of each strategy of attention: keys that devices hold and send.
 
-Times are simulated: see docs/kv_runahead.md for what the model leaves out.
+Times are simulated: see docs/kv_runahead.md for the limits of the model.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   else:
     profile = profiles.load(values.profile)
   if values.kernel not in (None, profile.kernel):
-    # Tables keep it apart as another model, as their partitions do not fit it.
+    # Tables treat it as another model, as their partitions do not fit it.
     profile = dataclasses.replace(
       profile, kernel=values.kernel, model=f"{profile.model}-{values.kernel}"
     )

@@ -316,7 +316,7 @@ _COMMANDS = {row[0]: row[3].split() for row in _FLAGS} | {
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   definers: dict[str, Any] = {
     "enum": flags.DEFINE_enum,

@@ -16,7 +16,7 @@ turn, --rounds times after a first run that is not counted; times to the first
 token are medians.
 
 With several processes (see launch/common.py) all get the same flags. If one
-dies, freezes or gets stuck, the others say which and end with status 3.
+dies, freezes or gets stuck, the others report it and end with status 3.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MEMORY = "read a shorter prompt (--context), or use more processes"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.texts(
     "method",

@@ -73,7 +73,7 @@ _ENGINE_OPTIONS = (
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.text("model_name", None, "Its name in the API; default: the folder's.")

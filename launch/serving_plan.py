@@ -164,7 +164,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 # ---------------------------------------------------------------------------
-# What is asked for
+# Flags
 # ---------------------------------------------------------------------------
 
 
@@ -228,7 +228,7 @@ def _cluster(text: str) -> tuple[int, int]:
 
 
 def limits_of(text: str) -> Limits:
-  """The limits of --slo."""
+  """Parses the limits of --slo."""
   names = {"ttft": "ttft_s", "tpot": "tpot_s", "share": "share"}
   limits: dict[str, float] = {}
   try:
@@ -315,7 +315,7 @@ def _model(
 
 
 # ---------------------------------------------------------------------------
-# What is found
+# Placements
 # ---------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ _RANK_FLAGS = ("shares", "retain", "key_file", "log", "patience")
 
 
 def define(new: FlagHelper) -> None:
-  """The flags of ranks."""
+  """Defines the flags of ranks."""
   new.whole(
     "processes",
     None,
@@ -313,7 +313,7 @@ class _Ranks:
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # Read if it ends before it joins; afterwards it reports errors itself.
+        # Read if it ends before it joins; afterwards rank 0 gets its errors.
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | variables,
@@ -440,7 +440,7 @@ class _Ranks:
 def visible_gpus(
   variables: Mapping[str, str], folder: str = "/dev"
 ) -> tuple[str, ...]:
-  """The NVIDIA GPUs that processes of this machine may use, none on CPUs.
+  """NVIDIA GPUs that processes of this machine may use; empty on CPUs.
 
   Args:
     variables: Environment variables.

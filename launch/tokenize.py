@@ -33,7 +33,7 @@ _MEMORY = "split the longest file into several"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.model(
     "tokenizer",

@@ -116,7 +116,7 @@ _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   config_flags.DEFINE_config_file(
     "config",
     None,
@@ -295,7 +295,7 @@ class _TrainingRun:
       def on_step(step: int) -> None:
         if self.doing != "training":
           if first:
-            # Only now it is known that the saved steps are of this training.
+            # Only now the saved steps are known to be of this training.
             timing.write_json(
               str(out / "config.json"), _config_record(config, folder)
             )
@@ -335,7 +335,7 @@ class _TrainingRun:
       return 128 + result.stopped
     self._begin("writing the model")
     if isinstance(result.model, longspec.DraftTransformer):
-      # Its target stays where it is.
+      # Only the draft is written, not its target.
       longspec.save(result.model, out / "draft")
       screen.say(f"wrote {out / 'draft'}")
       return 0

@@ -38,11 +38,11 @@ from ringjax.errors import OptionError
 from ringjax.plan import draw as pictures
 
 Row = dict[str, Any]
-# Called with the fraction of a row that is done and a label of what runs now.
+# Function of the fraction of a row that is done and a label of the current run.
 Report = Callable[[float | int, str], None]
 
 PASSES = ("fwd", "fwdbwd")
-# Columns of names, in the order of the tables.
+# Values of columns with names, in the order of the tables.
 _NAMES = {"dtype": ("", "float32", "bfloat16", "float16"), "pass": PASSES}
 
 
@@ -111,7 +111,7 @@ class BenchmarkSettings:
     return tuple(f for f, x in options if x.metadata["flag"] is not None)
 
   def with_flags(self, given: Mapping[str, Any]) -> BenchmarkSettings:
-    """A copy whose options have the values of flags.
+    """Copies the settings with the values of flags.
 
     Args:
       given: Value of each flag by its name; several values as a list of texts,
@@ -559,7 +559,7 @@ def percent(flops: float | int, one: Row, product: Row) -> float | None:
 def best(
   row: Row, names: Sequence[str], key: str = "median_s"
 ) -> tuple[str, float] | None:
-  """(name, time) of the fastest of `names` that has a number."""
+  """Finds (name, time) of the fastest of `names` that has a time."""
   times = [
     (name, row["results"][name][key])
     for name in names

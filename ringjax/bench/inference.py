@@ -201,7 +201,7 @@ class InferenceBenchmark(harness.Benchmark):
     return self.placed(one_device, model_contestants.trial, name, case, inputs)
 
   def sizes(self) -> tuple[int, int]:
-    """(weights that each token is multiplied by, those of the head)."""
+    """Counts (weights that multiply each token, weights of the head)."""
     total = sum(x.size for x in jax.tree.leaves(self._abstract))
     table = self.config.vocab * self.config.embed
     return total - table * (1 if self.config.tied else 2), table

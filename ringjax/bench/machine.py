@@ -28,7 +28,8 @@ from ringjax.parallel import collectives
 from ringjax.parallel.chips import Machine, number_bytes
 from ringjax.plan import machines
 
-_MANY = 17  # sends of a program; less the one of another, 16 are timed
+# Sends of a program: minus the one send of another program, 16 are timed.
+_MANY = 17
 _HEADS, _HEAD_DIM = 4, 64
 
 Samples = list[tuple[float, float]]

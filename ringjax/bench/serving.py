@@ -16,8 +16,8 @@
   --compare=plain  an engine with --speculate and one without, on prompts of the
            six kinds of `launch.bench speculate`.
 
-A simulated step costs what --cost says, or else what steps of the live engine
-cost on this machine, which is measured first.
+A simulated step has the cost of --cost, or else that of the live engine's steps
+on this machine, which is measured first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings(BenchmarkSettings):
-  """The trace, the engine, and what is compared.
+  """Settings of the benchmark: trace, engine and comparison.
 
   Attributes:
     engine: "live" or "simulated".

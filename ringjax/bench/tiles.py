@@ -90,7 +90,7 @@ class FlashShape:
     shape: tuple[int, ...],
     kernel: str,
   ) -> Built:
-    """Builds `attend`, with its gradients if backward, for operands."""
+    """Builds `attend` for operands of `shape`, with gradients if backward."""
     like = jax.ShapeDtypeStruct(
       shape, jnp.dtype(self.dtype), sharding=NamedSharding(mesh, P())
     )
