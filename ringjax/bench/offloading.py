@@ -106,7 +106,7 @@ class OffloadBenchmark(harness.Benchmark):
     runs: dict[tuple[str, int], list[Row]] = {}
     forecasts: list[Row] = []
     with tempfile.TemporaryDirectory(dir=s.scratch or None) as scratch:
-      workers: dict[str, _Worker] = {}
+      workers: dict[str, _ContestantProcess] = {}
       try:
         for name in self.cases:
           command = _command(name, s, scratch)
@@ -114,7 +114,7 @@ class OffloadBenchmark(harness.Benchmark):
             results[name] = {"reason": "accelerate is not installed"}
             continue
           report(0.05, f"starting {name}")
-          workers[name] = _Worker(command)
+          workers[name] = _ContestantProcess(command)
         for n in range(s.rounds + 1):
           for name, worker in workers.items():
             for rows in (1, s.rows):
@@ -210,7 +210,7 @@ def _command(
   return [python, offload_peer.__file__, folder, scratch]
 
 
-class _Worker:
+class _ContestantProcess:
   """Process that answers each line with a line of JSON."""
 
   def __init__(self, command: Sequence[str]):

@@ -81,7 +81,7 @@ def cache_costs(found: Sequence[KindCost], path: str) -> None:
   """Draws the loss of kinds of caches by their bytes, and the Pareto line.
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
   figure = figures().Figure(figsize=(8, 5), layout="constrained")
   axes = figure.add_subplot()
@@ -122,7 +122,7 @@ def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
   """Draws the entropy of each layer and head, and the loss by the mean.
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
   grids = []
   for entropy in found:
@@ -190,7 +190,7 @@ def context_costs(found: Sequence[ContextCost], path: str) -> None:
   """Draws the loss of ways to combine contexts by their number, and by tokens.
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
   figure = figures().Figure(figsize=(11, 4.5), layout="constrained")
   axes, right_axes = figure.subplots(1, 2)
