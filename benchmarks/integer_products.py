@@ -1,10 +1,10 @@
-"""What products of 8-bit integers cost a model (llm.npu).
+"""Loss of a model with products of 8-bit integers (llm.npu).
 
-Reads held-out texts of Python's library with a model in floats and with its
-linear maps by integers, and prints a JSON object: of each way the loss, nats a
-token, and how far the logits are from those in floats, relative to their size.
-"chunked" is `shadow` again, but the text is read in chunks into a cache:
-integers of a token do not depend on the tokens beside it.
+Reads held-out texts of Python's library with a model in floats and with linear
+maps by integers, and prints a JSON object: for each way the loss, nats a token,
+and the distance of the logits from those in floats, relative to their norm.
+"chunked" is `shadow` with the text read in chunks into a cache: a token's
+integers do not depend on other tokens.
 
   python -m launch.calibrate --model=smollm2-135m --ranges --out=DIR
   python -m benchmarks.integer_products --ranges=DIR
@@ -23,7 +23,7 @@ import ringjax as rj
 from ringjax.data import Tokenizer, documents
 from ringjax.json_text import json_text
 
-# Names of ways, and the options of `rj.infer.integer_model`.
+# Options of `rj.infer.integer_model` by the name of the way.
 WAYS: dict[str, dict[str, Any]] = {
   "no shadow": dict(shadow=0),
   "shadow": dict(shadow=16),
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def held_out(tokenizer: Any, tokens: int, rows: int) -> np.ndarray:
-  """Texts from all over the held-out files, int32 [rows, tokens]."""
+  """Ids of texts spread over the held-out files, int32 [rows, tokens]."""
   texts = documents.library(held_out=True)
   ids = np.concatenate([np.asarray(tokenizer.encode(text)) for text in texts])
   starts = np.linspace(0, ids.size - tokens, rows).astype(int)
@@ -41,7 +41,7 @@ def held_out(tokenizer: Any, tokens: int, rows: int) -> np.ndarray:
 
 
 def logits_of(model: Any, ids: np.ndarray, chunk: int | None) -> np.ndarray:
-  """float32 [rows, T, V]; in chunks of tokens into a cache, or all at once."""
+  """Logits, float32 [rows, T, V], read in chunks into a cache or at once."""
   call = jax.jit(lambda model, ids: model(ids))
   if chunk is None:
     return np.concatenate([np.asarray(call(model, row[None])) for row in ids])
@@ -57,37 +57,37 @@ def logits_of(model: Any, ids: np.ndarray, chunk: int | None) -> np.ndarray:
 
 
 def loss(logits: np.ndarray, ids: np.ndarray) -> float:
-  """Nats a token, of all tokens but the first."""
+  """Mean loss of all tokens but the first, nats a token."""
   scores = jax.nn.log_softmax(jnp.asarray(logits[:, :-1]))
   return -float(jnp.take_along_axis(scores, ids[:, 1:, None], -1).mean())
 
 
 def main() -> None:
-  """Measures and prints."""
+  """Measures and prints losses."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--model", default="smollm2-135m")
   parser.add_argument("--ranges", required=True)
   parser.add_argument("--tokens", type=int, default=512)
   parser.add_argument("--rows", type=int, default=4)
   parser.add_argument("--chunk", type=int, default=128)
-  asked = parser.parse_args()
-  model = rj.models.load(asked.model, dtype="float32")
-  ids = held_out(Tokenizer.load(asked.model), asked.tokens, asked.rows)
+  flags = parser.parse_args()
+  model = rj.models.load(flags.model, dtype="float32")
+  ids = held_out(Tokenizer.load(flags.model), flags.tokens, flags.rows)
   floats = logits_of(model, ids, None)
   ways = {"floats": {"loss": loss(floats, ids), "distance": 0.0}}
-  chunks = {"shadow": {"chunked": asked.chunk}}
+  chunks = {"shadow": {"chunked": flags.chunk}}
   for name, options in WAYS.items():
-    integers = rj.infer.integer_model(model, asked.ranges, **options)
+    integers = rj.infer.integer_model(model, flags.ranges, **options)
     sizes = {name: None} | chunks.get(name, {})
-    for said, chunk in sizes.items():
+    for label, chunk in sizes.items():
       logits = logits_of(integers, ids, chunk)
-      ways[said] = {
+      ways[label] = {
         "loss": loss(logits, ids),
         "distance": float(
           np.linalg.norm(logits - floats) / np.linalg.norm(floats)
         ),
       }
-  print(json_text({"model": asked.model, "tokens": ids.size, "ways": ways}))
+  print(json_text({"model": flags.model, "tokens": ids.size, "ways": ways}))
 
 
 if __name__ == "__main__":

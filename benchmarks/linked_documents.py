@@ -1,13 +1,14 @@
-"""Answers from documents that are read apart, with link tokens and without.
+"""Answers from separately encoded documents, with and without link tokens.
 
-Asks a model that `launch.train --config=configs/train/kvlink.py` made, and the
-one it was made of, questions that need two documents of a prompt
-(docs/how/contexts_kvlink.md), other ones than it was trained on. Prints a JSON
-object: how many answers are right, and the loss of an answer's token in nats,
+Asks a model that `launch.train --config=configs/train/kvlink.py` trained, and
+its base model, questions that need two documents of a prompt
+(docs/how/contexts_kvlink.md) and that were not in the training. Prints a JSON
+object with the share of right answers and the loss of an answer's token in
+nats, for
 
-  base             before the training
-  links            of the trained model, link tokens behind each document
-  links left out   of the same model, without these tokens in the prompt
+  base             the model before the training
+  links            the trained model, with link tokens after each document
+  links left out   the trained model, without these tokens in the prompt
 
   python -m benchmarks.linked_documents --base=DIR --trained=DIR2
 """
@@ -23,7 +24,7 @@ from ringjax.json_text import json_text
 
 
 def main() -> None:
-  """Asks and prints."""
+  """Measures and prints scores."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--base", required=True)
   parser.add_argument("--trained", required=True)
@@ -38,9 +39,11 @@ def main() -> None:
     "links left out": (flags.trained, None),
   }
   scores = {}
-  for name, (folder, behind) in ways.items():
+  for name, (folder, way_links) in ways.items():
     source = Continued(
-      tokenizer=Tokenizer.load(folder), links=behind, documents=flags.documents
+      tokenizer=Tokenizer.load(folder),
+      links=way_links,
+      documents=flags.documents,
     )
     score = answer_score(
       rj.models.load(folder, dtype="float32"),

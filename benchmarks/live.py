@@ -8,14 +8,14 @@
       --policy=conductor:threshold=2 --prefixes=4 --shared=512
       Prompts that begin with one of four texts, routed by the caches.
 
-Prompts are pieces of the manual that Python brings along; requests come by
-chance, at --rate a second, the same ones in each call with one --seed.
+Prompts are parts of Python's manual; requests arrive at random, at --rate a
+second, the same ones in each call with one --seed.
 
-Printed is one JSON object: percentiles of the seconds to the first token (TTFT)
+It prints one JSON object: percentiles of the seconds to the first token (TTFT)
 and for each later one (TPOT) as a client sees them; the requests a second for
-which both were at most --scales times those of a request alone, which is asked
-first (goodput); tokens of prompts that were found in caches; what the server
-counted meanwhile; and a digest of all answers.
+which both were at most --scales times those of a request alone, which is sent
+first (goodput); tokens of prompts that were found in caches; the server's
+counters meanwhile; and a digest of all answers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ringjax.serve.traces import poisson_trace
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _ALONE = "alone"
-# Runs in the place of `python -m launch.serve`, on one core.
+# Program that runs `python -m launch.serve` pinned to one core.
 _PINNED = """
 import os, runpy, sys
 core = int(sys.argv.pop(1))
@@ -67,15 +67,15 @@ runpy.run_module("launch.serve", run_name="__main__", alter_sys=True)
 
 
 class ServerError(Exception):
-  """A process that ended, or did not get ready in time; with its last words."""
+  """A process ended, or was not ready in time; the text ends with its log."""
 
 
 class Processes:
-  """Processes of launch.serve, which all end with the block.
+  """Processes of launch.serve, which all end with the `with` block.
 
   Attributes:
-    folder: Folder of their messages.
-    patience_s: Seconds that one may take to get ready.
+    folder: Folder of their logs.
+    patience_s: Seconds that a process may take to get ready.
   """
 
   def __init__(self, folder: pathlib.Path, patience_s: float):
@@ -97,7 +97,7 @@ class Processes:
         process.wait()
 
   def start(self, *flags: str, core: int | None = None) -> pathlib.Path:
-    """Starts one; the file of what it says."""
+    """Starts a process; returns the path of its log."""
     log = self.folder / f"{len(self._started)}.log"
     argv = [sys.executable, "-m", "launch.serve"]
     if core is not None:
@@ -109,23 +109,23 @@ class Processes:
         stdin=subprocess.DEVNULL,
         stdout=file,
         stderr=file,
-        # A Ctrl-C is for this process, which then ends them.
+        # Ctrl-C reaches only this process, which then ends the others.
         start_new_session=True,
       )
     self._started.append((process, log))
     return log
 
   def wait_for(self, log: pathlib.Path, pattern: str) -> str:
-    """The first group of the first line that has it.
+    """Waits for a pattern in a log; returns the first group of the match.
 
     Raises:
-      ServerError: any of the processes ended, or the time is over.
+      ServerError: If a process ends, or the time is over.
     """
     deadline = time.monotonic() + self.patience_s
     while True:
-      for process, of in self._started:
+      for process, process_log in self._started:
         if process.poll() is not None:
-          words = of.read_text("utf-8", "replace")[-2000:]
+          words = process_log.read_text("utf-8", "replace")[-2000:]
           raise ServerError(f"status {process.returncode}: {words}")
       text = log.read_text("utf-8", "replace")
       if match := re.search(pattern, text):
@@ -136,7 +136,7 @@ class Processes:
 
 
 def start(processes: Processes, asked: argparse.Namespace) -> int:
-  """Starts what serves, and waits until it is healthy; its port."""
+  """Starts a server or cluster; returns its port once it is healthy."""
   cores = sorted(getattr(os, "sched_getaffinity", lambda _: {0})(0))
   model = [f"--model={asked.model}"]
   if asked.longest:
@@ -180,7 +180,7 @@ def _get(port: int, path: str) -> tuple[int, str]:
 
 
 def metrics(port: int) -> dict[str, float]:
-  """Counters of a server without labels, by their names."""
+  """Counters of a server without labels, by name."""
   counters = {}
   for line in _get(port, "/metrics")[1].splitlines():
     name, _, value = line.rpartition(" ")
@@ -190,7 +190,7 @@ def metrics(port: int) -> dict[str, float]:
 
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-  """Events of a stream, without its end."""
+  """Yields the events of a stream, without its end mark."""
   for line in reply:
     data = line.decode().removeprefix("data:").strip()
     if line.startswith(b"data:") and data != "[DONE]":
@@ -200,7 +200,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def ask(
   port: int, prompt: Sequence[int], new: int, *, number: int = 0
 ) -> tuple[ServedRequest, str]:
-  """A greedy completion as a stream: its times, and its text."""
+  """Streams a greedy completion; returns its times and its text."""
   arrival, first, last = time.monotonic(), math.nan, math.nan
   text, usage, why = "", {}, ""
   body = {
@@ -227,7 +227,7 @@ def ask(
         why = why or str(event.get("error") or "")
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
-          # A first event says that the stream begins.
+          # The first event may be empty.
           if choice["text"]:
             last = time.monotonic()
             first = last if math.isnan(first) else first
@@ -247,7 +247,7 @@ def ask(
 
 
 def prompts(asked: argparse.Namespace) -> list[list[int]]:
-  """Ids of each prompt: a shared text, then another one."""
+  """Ids of each prompt: a shared text, then a separate one."""
   topics = pydoc_data.topics.topics
   text = "\n".join(topics[name] for name in sorted(topics))
   folder = fetched_models.resolve(asked.model, "--model")
@@ -271,13 +271,13 @@ def prompts(asked: argparse.Namespace) -> list[list[int]]:
 
 
 def measure(port: int, asked: argparse.Namespace) -> dict[str, Any]:
-  """Asks by the clock, and makes figures of the answers."""
+  """Sends requests at their arrival times; returns figures of the answers."""
   texts = prompts(asked)
   trace = poisson_trace(
     rate=asked.rate, requests=asked.requests, prompt_tokens=asked.prompt,
     new_tokens=asked.new, spread=asked.spread, seed=asked.seed,
   )  # fmt: skip
-  # The first one finds what is compiled late.
+  # The first of two requests compiles remaining programs; use the second.
   alone = [ask(port, texts[0][::-1][n:], asked.new)[0] for n in (0, 1)][1]
   counters, start_s = metrics(port), time.monotonic()
 
@@ -321,7 +321,7 @@ def measure(port: int, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
-  """The flags; None for those of the process."""
+  """Parses flags; None for those of the process."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -349,16 +349,16 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Measures and prints; see the module."""
-  asked = options(argv)
-  # The other processes end with this one, however it is told to.
+  """Measures and prints; see the module's docstring."""
+  flags = options(argv)
+  # Exit normally on SIGTERM, so that the other processes end, too.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   try:
     with (
       tempfile.TemporaryDirectory() as folder,
-      Processes(pathlib.Path(folder), asked.patience) as processes,
+      Processes(pathlib.Path(folder), flags.patience) as processes,
     ):
-      figures = measure(start(processes, asked), asked)
+      figures = measure(start(processes, flags), flags)
   except ServerError as error:
     print(f"live: {error}", file=sys.stderr)
     return 1

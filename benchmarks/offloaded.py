@@ -1,10 +1,10 @@
-"""Tokens a second by where a model's weights are, and by rows of a call.
+"""Tokens a second by the placement of a model's weights, and by rows.
 
-Loads a folder once for each placement, each time in a process of its own, lets
-it go on behind prompts of held-out text, and prints a JSON object: of each
-placement, of each number of rows, tokens a second, bytes read from disk for a
-step, and whether the tokens are those of the first placement; and by how much
-the process grew, programs included.
+Loads a folder once for each placement, each time in a separate process, lets it
+continue prompts of held-out text, and prints a JSON object: for each placement
+and number of rows, tokens a second, bytes read from disk for a step, and
+whether the tokens equal those of the first placement; and the growth of the
+process's memory, with programs.
 
   python -m benchmarks.offloaded --model=DIR --placements=device,host,disk
 """
@@ -26,16 +26,16 @@ from ringjax.json_text import json_text
 
 
 def high_water() -> int:
-  """The most bytes that this process had in memory."""
+  """Peak resident bytes of this process."""
   lines = pathlib.Path("/proc/self/status").read_text().splitlines()
   return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM"))
 
 
 def measured(asked: argparse.Namespace, placement: str) -> dict[str, Any]:
-  """Figures of one placement, and the tokens that came."""
+  """Measures one placement; returns its figures and tokens."""
   import ringjax as rj
 
-  before = high_water()
+  start_bytes = high_water()
   model = rj.models.load(asked.model, placement=placement, dtype="float32")
   ids = held_out(rj.data.Tokenizer.load(asked.model), asked.prompt, asked.most)
   rows: dict[int, Any] = {}
@@ -61,13 +61,13 @@ def measured(asked: argparse.Namespace, placement: str) -> dict[str, Any]:
       "disk": report.disk_bytes,
     },
     "buffer": report.peak_buffer_bytes,
-    "grown": high_water() - before,
+    "grown": high_water() - start_bytes,
     "rows": rows,
   }
 
 
 def main() -> None:
-  """Measures and prints."""
+  """Measures and prints all placements."""
   parser = argparse.ArgumentParser(description=__doc__)
   numbers = lambda text: [int(x) for x in text.split(",")]
   parser.add_argument("--model", required=True)
@@ -76,16 +76,16 @@ def main() -> None:
   parser.add_argument("--prompt", type=int, default=64)
   parser.add_argument("--new", type=int, default=9)
   parser.add_argument("--alone", help="One placement, in this process.")
-  asked = parser.parse_args()
-  asked.most = max(asked.rows)
-  if asked.alone:
-    print(json_text(measured(asked, asked.alone)))
+  flags = parser.parse_args()
+  flags.most = max(flags.rows)
+  if flags.alone:
+    print(json_text(measured(flags, flags.alone)))
     return
-  again = [sys.executable, "-m", "benchmarks.offloaded", *sys.argv[1:]]
+  command = [sys.executable, "-m", "benchmarks.offloaded", *sys.argv[1:]]
   placements: dict[str, Any] = {}
-  for text in asked.placements.split(","):
+  for text in flags.placements.split(","):
     alone = subprocess.run(
-      [*again, f"--alone={text}"], stdout=subprocess.PIPE, check=True
+      [*command, f"--alone={text}"], stdout=subprocess.PIPE, check=True
     )
     placements[text] = json.loads(alone.stdout.decode().splitlines()[-1])
   first = next(iter(placements.values()))["rows"]
@@ -93,7 +93,7 @@ def main() -> None:
   for placement in placements.values():
     for count, x in placement["rows"].items():
       x["equal"] = x.pop("tokens") == want[count]
-  print(json_text({"model": asked.model, "placements": placements}))
+  print(json_text({"model": flags.model, "placements": placements}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page of systems and its pictures, made of what commands printed."""
+"""The page of systems and its pictures, from the results of commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ two shared CPU cores: they say what works, not how fast a chip is.
 
 
 def printed(row: Row, results: dict[str, Any]) -> str:
-  """What was found for a row, or why there is nothing."""
+  """Text of a row's result, or the reason why it is missing."""
   if row.unless:
     return f"none: {row.unless}"
   parts = [results.get(run.command) for run in row.runs]
@@ -118,9 +118,9 @@ class _Picture(NamedTuple):
   """A picture of one command's figures.
 
   Fields:
-    title: What it shows.
-    run: The command.
-    draw: Draws the figures on axes.
+    title: Title of the picture.
+    run: Command whose figures are drawn.
+    draw: Function that draws the figures on axes.
   """
 
   title: str

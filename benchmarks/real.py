@@ -1,17 +1,16 @@
-"""Shows each system on a real model, and writes the page that says so.
+"""Shows each system on a real model, and writes a page of the results.
 
   python -m launch.fetch smollm2-135m && python -m launch.fetch gemma3-270m
   python -m benchmarks.real                    every row, hours on two cores
   python -m benchmarks.real --rows=kivi,h2o    some of them
   python -m benchmarks.real --list             their names
-  python -m benchmarks.real --pages            the page anew, nothing is run
+  python -m benchmarks.real --pages            only write the page again
 
 A row (benchmarks/systems.py) is a paper's claim and commands of this package
-that show it. What a command printed is in docs/systems.json as soon as it has
-ended, so that a call that was killed goes on where it was; --again runs
-commands anew. What has to be trained or calibrated first goes to runs/, and is
-made once. docs/systems.md and the pictures beside it are made of
-the JSON file.
+that show it. The output of a command is in docs/systems.json as soon as it has
+ended, so that a call that was killed resumes; --again runs commands again.
+Models that are trained or calibrated first go to runs/, once. docs/systems.md
+and its pictures are made from the JSON file.
 """
 
 from __future__ import annotations
@@ -41,22 +40,28 @@ RESULTS = ROOT / "docs" / "systems.json"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags."""
-  to: dict[str, Any] = dict(flag_values=values)
-  flags.DEFINE_list("rows", [], "Names of rows; default: all.", **to)
-  flags.DEFINE_bool("again", False, "Run commands that have a result.", **to)
-  flags.DEFINE_bool("list", False, "Print the names of all rows.", **to)
-  flags.DEFINE_bool("pages", False, "Write the page, and run nothing.", **to)
-  flags.DEFINE_bool("plot", True, "Draw pictures (needs matplotlib).", **to)
+  """Defines the flags."""
+  options: dict[str, Any] = dict(flag_values=values)
+  flags.DEFINE_list("rows", [], "Names of rows; default: all.", **options)
+  flags.DEFINE_bool(
+    "again", False, "Run commands that have a result.", **options
+  )
+  flags.DEFINE_bool("list", False, "Print the names of all rows.", **options)
+  flags.DEFINE_bool(
+    "pages", False, "Write the page, and run nothing.", **options
+  )
+  flags.DEFINE_bool(
+    "plot", True, "Draw pictures (needs matplotlib).", **options
+  )
 
 
 class CommandError(Exception):
-  """A command of a row ended with another status than 0, or without JSON."""
+  """A command of a row failed, or printed no JSON."""
 
 
 @dataclasses.dataclass
 class Results:
-  """What commands printed, in a file that is whole at every moment."""
+  """Results of commands, in a file that is replaced atomically."""
 
   path: pathlib.Path
 
@@ -82,16 +87,16 @@ class Results:
 
 
 def prepare(step: Step) -> None:
-  """Makes what a command reads, where it isn't there yet.
+  """Runs a step, unless its output exists.
 
   Raises:
-    CommandError: see there.
+    CommandError: If the command fails or creates no output.
   """
   if (ROOT / step.makes).exists():
     return
   print(f"first: {step.command}", file=sys.stderr, flush=True)
   argv = [sys.executable, *shlex.split(step.command)[1:]]
-  # What it says is not this script's JSON.
+  # Stdout is for this script's JSON alone.
   status = subprocess.call(argv, cwd=ROOT, stdout=sys.stderr)
   if status:
     raise CommandError(f"{step.command}: exit status {status}")
@@ -100,10 +105,10 @@ def prepare(step: Step) -> None:
 
 
 def measured(run: Run) -> dict[str, Any]:
-  """Runs a command; its figures, seconds and peak of memory.
+  """Runs a command; returns its figures, seconds and peak memory.
 
   Raises:
-    CommandError: see there.
+    CommandError: If the command fails or prints no JSON.
   """
   for step in run.before:
     prepare(step)
@@ -135,7 +140,7 @@ def measured(run: Run) -> dict[str, Any]:
 
 
 def _last_object(output: str) -> Any:
-  """The JSON object that a command printed, alone or in its last line."""
+  """Parses the JSON object that a command printed, in all or its last line."""
   text = output.strip()
   try:
     return json.loads(text)
@@ -144,15 +149,15 @@ def _last_object(output: str) -> Any:
 
 
 def main(argv: list[str]) -> int:
-  """Runs rows; see the module."""
+  """Runs rows and writes the page; see the module's docstring."""
   values = flags.FlagValues()
   define(values)
   try:
-    rest = values(argv)[1:]
+    unparsed = values(argv)[1:]
   except flags.Error as error:
-    rest = [str(error)]
-  if rest:
-    print(f"{rest[0]}; flags:\n{values}", file=sys.stderr)
+    unparsed = [str(error)]
+  if unparsed:
+    print(f"{unparsed[0]}; flags:\n{values}", file=sys.stderr)
     return 2
   if values.list:
     for row in ROWS:

@@ -1,9 +1,9 @@
-"""What each device's program needs to read a prompt around a ring of devices.
+"""Memory of each device to read a prompt with ring attention.
 
 Compiles a model's forward pass of one prompt for some numbers of CPU devices,
-of shapes alone: no weight is read and nothing is run. Prints a JSON object with
-the bytes that each device's program needs beside its weights, by tokens and by
-devices:
+from shapes alone: no weight is read and nothing is run. Prints a JSON object
+with the bytes that each device's program needs in addition to its weights, by
+tokens and by devices:
 
   python -m benchmarks.ring_memory --tokens=4096,32768 --devices=1,8
 """
@@ -26,7 +26,7 @@ from ringjax.models.gguf.gguf_folder import open_model
 
 
 def program_bytes(config: Mapping[str, Any], tokens: int, devices: int) -> int:
-  """Bytes of one device beside weights, to read a prompt of `tokens`."""
+  """Bytes of one device, without weights, to read a prompt of `tokens`."""
   mesh = Mesh(np.array(jax.devices()[:devices]), ("seq",))
   model = rj.models.abstract(config, dtype=jnp.float32, mesh=mesh)
   attend = rj.models.ContextParallel(mesh=mesh, axis="seq", strategy="ring")
@@ -43,22 +43,22 @@ def program_bytes(config: Mapping[str, Any], tokens: int, devices: int) -> int:
 
 
 def main() -> None:
-  """Compiles and prints."""
+  """Compiles the programs and prints their bytes."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--model", default="gemma3-270m")
   parser.add_argument("--tokens", default="4096,32768")
   parser.add_argument("--devices", default="1,8")
-  asked = parser.parse_args()
+  flags = parser.parse_args()
   tokens, devices = (
-    [int(x) for x in text.split(",")] for text in (asked.tokens, asked.devices)
+    [int(x) for x in text.split(",")] for text in (flags.tokens, flags.devices)
   )
   jax.config.update("jax_num_cpu_devices", max(devices))
-  config = open_model(asked.model).config
+  config = open_model(flags.model).config
   table = {
     length: {count: program_bytes(config, length, count) for count in devices}
     for length in tokens
   }
-  print(json_text({"model": asked.model, "bytes": table}))
+  print(json_text({"model": flags.model, "bytes": table}))
 
 
 if __name__ == "__main__":

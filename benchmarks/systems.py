@@ -1,7 +1,7 @@
 """The systems: a paper's claim, and commands that show it on a real model.
 
 Models are those of `python -m launch.fetch`: SmolLM2-135M-Instruct and Gemma 3
-270M. Texts are held-out files of Python's own library, unless a row says more.
+270M. Texts are held-out files of Python's library by default.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ _GEMMA = "--model=gemma3-270m"
 
 
 # -----------------------------------------------------------------------------
-# What is taken out of the objects
+# Figures of interest of the printed objects
 # -----------------------------------------------------------------------------
 
 
-def _perplexity(found: Any) -> Figures:
-  curve = found["curves"][0]
+def _perplexity(printed: Any) -> Figures:
+  curve = printed["curves"][0]
   return {"tokens": curve["length"], "nll": curve["mean"]}
 
 
-def _kinds(found: Any) -> Figures:
-  """Of each kind of cache: loss above dense, share of dense bytes."""
-  dense = found["kinds"][0]
+def _kinds(printed: Any) -> Figures:
+  """Loss above dense, bits and share of dense bytes, by kind of cache."""
+  dense = printed["kinds"][0]
   return {
     kind["name"]: {
       "loss": kind["loss"],
       "bits": kind["bits"],
       "bytes": kind["nbytes"] / dense["nbytes"],
     }
-    for kind in found["kinds"]
+    for kind in printed["kinds"]
   }
 
 
-def _ways(found: Any) -> Figures:
-  return {cost["way"]: cost["nll"] for cost in found["costs"]}
+def _ways(printed: Any) -> Figures:
+  return {cost["way"]: cost["nll"] for cost in printed["costs"]}
 
 
-def _entropies(found: Any) -> Figures:
+def _entropies(printed: Any) -> Figures:
   return {
     f"{x['splits']}{' shared' if x['shared'] else ''}": {
       "entropy": x["entropy"],
       "loss": x["loss"],
     }
-    for x in found["settings"]
+    for x in printed["settings"]
   }
 
 
@@ -92,7 +92,7 @@ def _long(prefill: str, devices: int) -> Run:
   )
 
 
-# Compiled and not run: 32,768 tokens take two cores the better part of an hour.
+# Only compiled: 32,768 tokens would take most of an hour on two cores.
 MEMORY = Run(
   f"python -m benchmarks.ring_memory {_GEMMA} --tokens=4096,32768 "
   "--devices=1,8",
@@ -100,19 +100,19 @@ MEMORY = Run(
 )
 
 
-def _same_loss(one: Figures, many: Figures) -> str:
+def _same_loss(one_device: Figures, four_devices: Figures) -> str:
   return (
-    f"SmolLM2, {many['tokens']:,} tokens: {many['nll']:.5f} nat on four "
-    f"devices, {one['nll']:.5f} on one"
+    f"SmolLM2, {four_devices['tokens']:,} tokens: {four_devices['nll']:.5f} "
+    f"nat on four devices, {one_device['nll']:.5f} on one"
   )
 
 
-def _ring(one: Figures, many: Figures, memory: Figures) -> str:
+def _ring(one_device: Figures, four_devices: Figures, memory: Figures) -> str:
   megabytes = lambda tokens, count: f"{memory[tokens][count] / 1e6:,.0f} MB"
   return (
-    f"{_same_loss(one, many)}; Gemma 3 beside its weights, compiled: "
-    f"32,768 tokens take {megabytes('32768', '8')} on each of eight devices "
-    f"and {megabytes('32768', '1')} on one, where 4,096 take "
+    f"{_same_loss(one_device, four_devices)}; Gemma 3 beside its weights, "
+    f"compiled: 32,768 tokens take {megabytes('32768', '8')} on each of eight "
+    f"devices and {megabytes('32768', '1')} on one, where 4,096 take "
     f"{megabytes('4096', '1')}"
   )
 

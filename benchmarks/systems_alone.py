@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.table import Figures, Row, Run, Step
 
 _SMOL = "--model=smollm2-135m"
-# SmolLM2 as a folder of bfloat16, for what reads layers from disk, or trains.
+# SmolLM2 as a folder in bfloat16, for commands that stream layers or train.
 FOLDER = Step(
   f"python -m launch.convert {_SMOL} --out=runs/smollm2 --dtype=bfloat16",
   "runs/smollm2",
@@ -15,12 +15,12 @@ FOLDER = Step(
 
 
 # -----------------------------------------------------------------------------
-# What is taken out of the objects
+# Figures of interest of the printed objects
 # -----------------------------------------------------------------------------
 
 
 def bits(printed: Any) -> Figures:
-  """Takes bits a number and loss above dense, by kind of cache."""
+  """Takes bits per number and loss above dense, by kind of cache."""
   return {
     kind["name"].partition(":")[0]: {"bits": kind["bits"], "loss": kind["loss"]}
     for kind in printed["kinds"]
@@ -41,7 +41,7 @@ def drafters(printed: Any) -> Figures:
 
 
 def answer(printed: Any) -> Figures:
-  """Takes an answer's tokens, and what was drafted for it."""
+  """Takes an answer's tokens, and the figures of its drafts."""
   drafts = printed["speculation"] or {}
   return {
     "prompt_tokens": printed["prompt_tokens"],
@@ -61,12 +61,12 @@ def answers(printed: Any) -> Figures:
 
 
 def ways(printed: Any) -> Figures:
-  """Takes loss and distance of the logits, by way to multiply."""
+  """Takes loss and distance of the logits, by way of integer products."""
   return printed["ways"]
 
 
 def ranks(printed: Any) -> Figures:
-  """Takes the answer, and the bytes that each process held."""
+  """Takes the answer, and the peak bytes of weights of each process."""
   return {
     "tokens": printed["tokens"],
     "token_s": printed["token_s"],
@@ -81,7 +81,7 @@ def placements(printed: Any) -> Figures:
 
 
 # -----------------------------------------------------------------------------
-# What the rows say
+# Sentences of the rows
 # -----------------------------------------------------------------------------
 
 
@@ -163,13 +163,13 @@ def says_placements(by_name: Figures) -> str:
   """Tokens a second by placement and rows, and bytes read."""
   parts = []
   for name, x in by_name.items():
-    (few, slow), (many, fast) = sorted(
+    (small_rows, slow), (large_rows, fast) = sorted(
       x["rows"].items(), key=lambda item: int(item[0])
     )
     parts.append(
       f"{name}: {x['weights']['device'] / 1e6:.0f} MB of layers on the device, "
-      f"{slow['tokens_per_s']:.1f} tokens/s of {few} row, "
-      f"{fast['tokens_per_s']:.1f} of {many}"
+      f"{slow['tokens_per_s']:.1f} tokens/s of {small_rows} row, "
+      f"{fast['tokens_per_s']:.1f} of {large_rows}"
       + (
         f", {fast['read_per_step'] / 1e6:.0f} MB read a step"
         if fast["read_per_step"]
@@ -224,9 +224,9 @@ _DRAFTED = tuple(
     f"python -m launch.generate {_SMOL} --devices=1 --prompt_file={file} "
     f"--raw --prompt='def read(' --max_new_tokens=48 {flags}--json",
     answer,
-    before,
+    steps,
   )
-  for file, flags, before in (
+  for file, flags, steps in (
     ("docs/how/offload.py", "", ()),
     ("docs/how/offload.py", _BY_DRAFT, (FOLDER, _DRAFT)),
     ("launch/prefill.py", _BY_DRAFT, (FOLDER, _DRAFT)),

@@ -1,7 +1,8 @@
 """Rows of systems whose claim is about processes that share work.
 
 `benchmarks/live.py` starts servers and asks them over HTTP;
-`benchmarks/ways.py` times ways to read and to answer beside the plain one.
+`benchmarks/ways.py` times parallel ways of prefill and decode and the plain
+one.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ _LIVE = "python -m benchmarks.live --model=smollm2-135m"
 _WAYS = "python -m benchmarks.ways"
 
 
-def _live(found: Any) -> Figures:
-  """What clients saw of a server."""
-  counted = found["counted"]
+def _live(printed: Any) -> Figures:
+  """Figures of a server as its clients see them."""
+  counted = printed["counted"]
   return {
-    "requests": found["requests"],
-    "failed": len(found["failed"]),
-    "ttft": {p: found["ttft_s"][p] for p in ("p50", "p90")},
-    "tpot": {p: found["tpot_s"][p] for p in ("p50", "p90")},
-    "in_time": found["in_time"],
-    "goodput": found["goodput"],
-    "alone": found["alone"],
-    "hits": found["cached_tokens"] / found["prompt_tokens"],
-    "new_tokens": found["new_tokens"],
-    "seconds": found["seconds"],
+    "requests": printed["requests"],
+    "failed": len(printed["failed"]),
+    "ttft": {p: printed["ttft_s"][p] for p in ("p50", "p90")},
+    "tpot": {p: printed["tpot_s"][p] for p in ("p50", "p90")},
+    "in_time": printed["in_time"],
+    "goodput": printed["goodput"],
+    "alone": printed["alone"],
+    "hits": printed["cached_tokens"] / printed["prompt_tokens"],
+    "new_tokens": printed["new_tokens"],
+    "seconds": printed["seconds"],
     "moved_bytes": counted.get("moved_bytes_total", 0),
     "fetched": counted.get("prefixes_fetched_total", 0),
     "keys_read": counted.get("keys_read_total", 0),
     "keys_seen": counted.get("keys_referenced_total", 0),
-    "answers": found["answers"],
+    "answers": printed["answers"],
   }
 
 
@@ -49,13 +50,13 @@ def same(*runs: Figures) -> str:
   return "the same answers" if equal else "OTHER answers"
 
 
-def _split_says(split: Figures, whole: Figures) -> str:
-  each = split["moved_bytes"] / max(1, split["requests"])
+def _split_says(split: Figures, combined: Figures) -> str:
+  bytes_per_request = split["moved_bytes"] / max(1, split["requests"])
   return (
     f"one reads, one answers: {_times(split)}, {split['in_time']['5']:.0%} "
-    f"within 5 times what a request takes alone, {each / 1e6:.1f} MB moved for "
-    f"each; two that do both: {_times(whole)}, {whole['in_time']['5']:.0%}; "
-    f"{same(split, whole)}"
+    f"within 5 times what a request takes alone, {bytes_per_request / 1e6:.1f} "
+    f"MB moved for each; two that do both: {_times(combined)}, "
+    f"{combined['in_time']['5']:.0%}; {same(split, combined)}"
   )
 
 
@@ -83,10 +84,11 @@ def _routes_say(*runs: Figures) -> str:
   )
 
 
-def _shared(how: str) -> Run:
+def _shared(shared_reads: str) -> Run:
   return Run(
     f"{_LIVE} --requests=8 --rate=inf --shared=512 --prompt=16 --new=24 "
-    f'--longest=1024 --server="--rows=8 --capacity=8192 --shared_reads={how}"',
+    f'--longest=1024 --server="--rows=8 --capacity=8192 '
+    f'--shared_reads={shared_reads}"',
     _live,
   )
 
@@ -109,8 +111,8 @@ def _split(instances: str) -> Run:
   )
 
 
-def _figures(found: Any) -> Figures:
-  return found
+def _figures(printed: Any) -> Figures:
+  return printed
 
 
 def _way(command: str) -> Run:
@@ -121,8 +123,8 @@ def _tokens(x: Figures) -> str:
   return "the same tokens" if x["same"] else "OTHER tokens"
 
 
-def _prefill(found: Any) -> Figures:
-  (row,) = found["methods"]
+def _prefill(printed: Any) -> Figures:
+  (row,) = printed["methods"]
   return {"seconds": row["seconds"], "new_tokens": row["new_tokens"]}
 
 
@@ -147,12 +149,12 @@ def _chain_says(alone: Figures, chain: Figures) -> str:
 
 
 def _pull_says(x: Figures) -> str:
-  whole, paged = x["ways"]["at once"], x["ways"]["page by page"]
+  at_once, paged = x["ways"]["at once"], x["ways"]["page by page"]
   return (
     f"{x['tokens']:,} tokens, {x['bytes'] / 1e6:.1f} MB in {x['pages']} pages: "
-    f"pulled by another process in {whole['seconds'] * 1e3:.0f} ms, "
-    f"{x['bytes'] / whole['seconds'] / 1e9:.2f} GB/s ({whole['reads']} read), "
-    f"page by page in {paged['seconds'] * 1e3:.0f} ms ({paged['reads']} "
+    f"pulled by another process in {at_once['seconds'] * 1e3:.0f} ms, "
+    f"{x['bytes'] / at_once['seconds'] / 1e9:.2f} GB/s ({at_once['reads']} "
+    f"read), page by page in {paged['seconds'] * 1e3:.0f} ms ({paged['reads']} "
     f"reads), read anew in {x['read_s'] * 1e3:,.0f} ms; "
     f"{'the same' if x['same'] else 'OTHER'} bytes"
   )

@@ -1,4 +1,4 @@
-"""What a row of the table of systems is."""
+"""Rows of the table of systems, and their commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Figures = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A command that makes what others read: a calibration, a trained model.
+  """A command whose output others read: a calibration or a trained model.
 
   Attributes:
-    command: The command, as a shell takes it.
-    makes: What is there once it has ended well, relative to the repository.
+    command: Command line, as for a shell.
+    makes: Path that exists after it succeeds, relative to the repository.
   """
 
   command: str
@@ -27,11 +27,12 @@ class Run:
   """A command that prints a JSON object.
 
   Attributes:
-    command: The command, as a shell takes it.
-    pick: Takes the figures of interest, as JSON values, out of the object.
-    before: What has to be made first, in order.
-    file: Where the command writes the object, relative to the repository; "":
-      to stdout.
+    command: Command line, as for a shell.
+    pick: Function that takes the figures of interest, as JSON values, from the
+      object.
+    before: Steps that have to run first, in order.
+    file: Path to which the command writes the object, relative to the
+      repository; "" for stdout.
   """
 
   command: str
@@ -42,17 +43,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-  """A system.
+  """A system of a paper, as a row of the table.
 
   Attributes:
-    name: Short name, of the command line.
-    system: The system's own name.
+    name: Short name for the command line.
+    system: Name of the system.
     paper: arXiv number, or conference and year.
-    claim: What the paper says of it, in a sentence.
-    published: The paper's figures.
+    claim: Claim of the paper, in a sentence.
+    published: Figures of the paper.
     runs: Commands that show it here.
-    says: Makes a sentence of the runs' figures, in their order.
-    unless: Why no real model can show it; "" where runs do.
+    says: Function that makes a sentence of the runs' figures, in order.
+    unless: Reason why no real model can show it; "" if runs do.
   """
 
   name: str

@@ -1,7 +1,7 @@
-"""Times ways to read and to answer that share the work, beside the plain one.
+"""Times parallel ways of prefill and decode, and the plain one.
 
   python -m benchmarks.ways runahead   a prompt read by several processes, by a
-      chain (KV-Runahead) and by what gathers all keys in each layer
+      chain (KV-Runahead) and by gathering all keys in each layer (TSP)
   python -m benchmarks.ways beside     attention in processes that have the
       caches, weights in this one (FastDecode)
   python -m benchmarks.ways pull       a prompt's pages that another process
@@ -10,11 +10,11 @@
       read them (LoongServe), each a process with the model
   python -m benchmarks.ways paired     a prompt read in one program with the
       steps of an answer (Liger), on devices of this process
-  python -m benchmarks.ways rows       what rows take of memory in pages and in
-      contiguous rows that grow (vAttention)
+  python -m benchmarks.ways rows       memory of rows in pages and in contiguous
+      rows that grow (vAttention)
 
-Prompts are pieces of the manual that Python brings along. Printed is one JSON
-object; `same` says whether tokens are those of the plain way.
+Prompts are parts of Python's manual. It prints one JSON object; `same` is
+whether the tokens equal those of the plain way.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ringjax.serve import cluster
 
 
 def prompts(model: str, lengths: Sequence[int]) -> list[np.ndarray]:
-  """Texts of so many tokens, int32 each, one after another in the manual."""
+  """Cuts the manual into consecutive texts of `lengths` tokens, int32."""
   topics = pydoc_data.topics.topics
   text = "\n".join(topics[name] for name in sorted(topics))
   folder = fetched_models.resolve(model, "--model")
@@ -57,14 +57,14 @@ def prompts(model: str, lengths: Sequence[int]) -> list[np.ndarray]:
   return np.split(ids[: cuts[-1]], cuts[:-1])
 
 
-def _runahead(asked: argparse.Namespace) -> dict[str, Any]:
+def _runahead(flags: argparse.Namespace) -> dict[str, Any]:
   settings = runahead.Settings(
     parts=("wall",),
-    tokens=(asked.tokens,),
+    tokens=(flags.tokens,),
     methods=("kvr", "tsp", "flash_tsp"),
-    processes=asked.devices,
-    model=asked.model,
-    rounds=asked.rounds,
+    processes=flags.devices,
+    model=flags.model,
+    rounds=flags.rounds,
   )
   say = lambda line: print(line, file=sys.stderr, flush=True)
   (wall,) = runahead.run(settings, say=say)["wall"]
@@ -85,19 +85,19 @@ def _runahead(asked: argparse.Namespace) -> dict[str, Any]:
   }
 
 
-def _beside(asked: argparse.Namespace) -> dict[str, Any]:
-  """Two lengths of prompts: what travels must not depend on them."""
-  model = rj.models.load(asked.model, dtype="float32")
+def _beside(flags: argparse.Namespace) -> dict[str, Any]:
+  """Measures two lengths of prompts: the traffic must not depend on them."""
+  model = rj.models.load(flags.model, dtype="float32")
   contexts = []
-  with rj.infer.AttentionWorkers.start(asked.devices) as workers:
-    for size in (asked.tokens // 4, asked.tokens):
-      texts = prompts(asked.model, [size] * asked.rows)
+  with rj.infer.AttentionWorkers.start(flags.devices) as workers:
+    for size in (flags.tokens // 4, flags.tokens):
+      texts = prompts(flags.model, [size] * flags.rows)
       reports: list[rj.infer.WorkersReport] = []
       beside = rj.infer.generate_beside(
-        model, texts, workers=workers, max_new_tokens=asked.new,
+        model, texts, workers=workers, max_new_tokens=flags.new,
         report=reports.append,
       )  # fmt: skip
-      alone = rj.infer.generate(model, texts, max_new_tokens=asked.new)
+      alone = rj.infer.generate(model, texts, max_new_tokens=flags.new)
       (report,) = reports
       traffic = report.traffic
       sent = traffic.sent_bytes + traffic.received_bytes
@@ -111,7 +111,7 @@ def _beside(asked: argparse.Namespace) -> dict[str, Any]:
           "waited_s": report.waited_s,
         }
       )
-  return {"workers": asked.devices, "rows": asked.rows, "contexts": contexts}
+  return {"workers": flags.devices, "rows": flags.rows, "contexts": contexts}
 
 
 def token_bytes(model: Any) -> int:
@@ -121,12 +121,16 @@ def token_bytes(model: Any) -> int:
 
 
 def _pages_in(
-  ticket: str, address: tuple[str, int], key: bytes, each: bool, reader: str
+  ticket: str,
+  address: tuple[str, int],
+  key: bytes,
+  page_by_page: bool,
+  reader: str,
 ) -> tuple[float, int, str]:
-  """Seconds, reads and a digest of the bytes of a reader, in its process."""
+  """Pulls pages in a reader's process: seconds, reads, digest of bytes."""
   start = time.perf_counter()
   offer = rj.transfer.Ticket.from_json(ticket)
-  ways = [[n] for n in range(len(offer.pages))] if each else [None]
+  ways = [[n] for n in range(len(offer.pages))] if page_by_page else [None]
   pulls = [
     rj.transfer.pull(
       offer, address, key, pages=pages, reader=f"{reader}-{n}", patience_s=600
@@ -140,10 +144,10 @@ def _pages_in(
   return seconds, sum(x.reads for x in pulls), digest.hexdigest()
 
 
-def _pull(asked: argparse.Namespace) -> dict[str, Any]:
-  model = rj.models.load(asked.model, dtype="float32")
-  text, warm = prompts(asked.model, [asked.tokens] * 2)
-  room = asked.tokens + 64
+def _pull(flags: argparse.Namespace) -> dict[str, Any]:
+  model = rj.models.load(flags.model, dtype="float32")
+  text, warm = prompts(flags.model, [flags.tokens] * 2)
+  room = flags.tokens + 64
   engine = rj.serve.Engine(model, rows=1, capacity=2 * room, longest=room)
   ask = lambda ids: rj.serve.Request(prompt=ids, max_new_tokens=1)
   engine.submit(ask(warm)).result()
@@ -157,7 +161,7 @@ def _pull(asked: argparse.Namespace) -> dict[str, Any]:
     multiprocessing.get_context("spawn").Pool(1) as pool,
     rj.transfer.Publisher(key, lease_s=600) as publisher,
   ):
-    for n in range(-1, asked.rounds):
+    for n in range(-1, flags.rounds):
       for way, seconds in times.items():
         start = time.perf_counter()
         sent = rj.serve.export_prefix(engine, text)
@@ -168,13 +172,14 @@ def _pull(asked: argparse.Namespace) -> dict[str, Any]:
           digest.update(np.stack(leaf).tobytes())
         digests.add(digest.hexdigest())
         numbers = publisher.new_numbers(len(sent.pages))
-        each = way != "at once"
+        page_by_page = way != "at once"
         ticket = publisher.publish(
           dict(zip(numbers, sent.pages, strict=True)), sent.layout,
-          labels=sent.labels, readers=len(numbers) if each else 1,
+          labels=sent.labels, readers=len(numbers) if page_by_page else 1,
         )  # fmt: skip
         took, count, pulled = pool.apply(
-          _pages_in, (ticket.to_json(), publisher.address, key, each, str(n))
+          _pages_in,
+          (ticket.to_json(), publisher.address, key, page_by_page, str(n)),
         )
         digests.add(pulled)
         reads[way] = count
@@ -196,20 +201,20 @@ def _pull(asked: argparse.Namespace) -> dict[str, Any]:
   }
 
 
-def _groups(asked: argparse.Namespace) -> dict[str, Any]:
-  count, size = asked.devices, asked.tokens
-  texts = prompts(asked.model, [size, size // 8])
+def _groups(flags: argparse.Namespace) -> dict[str, Any]:
+  count, size = flags.devices, flags.tokens
+  texts = prompts(flags.model, [size, size // 8])
   # One process has room for the long prompt and its answer.
-  slots = size + 2 * asked.new
+  slots = size + 2 * flags.new
   with cluster.ElasticWorkers.start(
-    asked.model, count, slots=slots, dtype="float32"
+    flags.model, count, slots=slots, dtype="float32"
   ) as workers:
     served = workers.serve(
-      texts, asked.new, policy=workers.policy(steps=max(asked.new // 4, 1))
+      texts, flags.new, policy=workers.policy(steps=max(flags.new // 4, 1))
     )
-  model = rj.models.load(asked.model, dtype="float32")
+  model = rj.models.load(flags.model, dtype="float32")
   alone = [
-    rj.infer.generate(model, [text], max_new_tokens=asked.new).tokens[0]
+    rj.infer.generate(model, [text], max_new_tokens=flags.new).tokens[0]
     for text in texts
   ]
   return {
@@ -232,21 +237,21 @@ def _groups(asked: argparse.Namespace) -> dict[str, Any]:
   }
 
 
-def _paired(asked: argparse.Namespace) -> dict[str, Any]:
-  mesh = rj.make_mesh((asked.devices,), ("model",), ring="model")
-  model = rj.models.load(asked.model, mesh=mesh, dtype="float32")
-  first, second = prompts(asked.model, [64, asked.tokens])
-  chunk, steps = asked.tokens // asked.new, asked.new
-  room = 64 + asked.new + 8
-  together, apart, equal, beside = [], [], True, None
-  for n in range(-1, asked.rounds):
+def _paired(flags: argparse.Namespace) -> dict[str, Any]:
+  mesh = rj.make_mesh((flags.devices,), ("model",), ring="model")
+  model = rj.models.load(flags.model, mesh=mesh, dtype="float32")
+  first, second = prompts(flags.model, [64, flags.tokens])
+  chunk, steps = flags.tokens // flags.new, flags.new
+  room = 64 + flags.new + 8
+  together_times, apart_times, equal, paired = [], [], True, None
+  for n in range(-1, flags.rounds):
     session = rj.infer.Session(model, capacity=room)
     rj.infer.generate(model, [first], max_new_tokens=1, cache=session)
     start = time.perf_counter()
-    beside = rj.infer.prefill_beside(model, [second], session, chunk=chunk)
-    jax.block_until_ready(beside.logits)
+    paired = rj.infer.prefill_beside(model, [second], session, chunk=chunk)
+    jax.block_until_ready(paired.logits)
     took = time.perf_counter() - start
-    reader = rj.infer.Session(model, capacity=asked.tokens + 256)
+    reader = rj.infer.Session(model, capacity=flags.tokens + 256)
     start = time.perf_counter()
     read = rj.infer.generate(
       model, [second], max_new_tokens=1, cache=reader, prefill="chunked",
@@ -257,28 +262,28 @@ def _paired(asked: argparse.Namespace) -> dict[str, Any]:
       model, [first], max_new_tokens=1 + steps,
       stream=lambda _, at=at: at.append(time.perf_counter()),
     )  # fmt: skip
-    # The first token is there before a prompt comes.
+    # From the first token on: it exists before the other prompt arrives.
     apart_s += at[-1] - at[0]
-    equal &= bool((new.tokens[:, 1:] == beside.answers.tokens).all())
-    equal &= int(np.argmax(beside.logits[0])) == int(read.tokens[0, 0])
+    equal &= bool((new.tokens[:, 1:] == paired.answers.tokens).all())
+    equal &= int(np.argmax(paired.logits[0])) == int(read.tokens[0, 0])
     if n >= 0:
-      together.append(took)
-      apart.append(apart_s)
-  assert beside is not None
+      together_times.append(took)
+      apart_times.append(apart_s)
+  assert paired is not None
   return {
-    "devices": asked.devices,
-    "tokens": asked.tokens,
+    "devices": flags.devices,
+    "tokens": flags.tokens,
     "same": equal,
-    "beside": int(beside.answers.tokens.shape[1]),
-    "together_s": statistics.median(together),
-    "apart_s": statistics.median(apart),
+    "beside": int(paired.answers.tokens.shape[1]),
+    "together_s": statistics.median(together_times),
+    "apart_s": statistics.median(apart_times),
   }
 
 
-def _rows(asked: argparse.Namespace) -> dict[str, Any]:
+def _rows(flags: argparse.Namespace) -> dict[str, Any]:
   settings = row_memory.RowMemorySettings(
-    model=asked.model, rows=asked.rows, requests=2 * asked.rows,
-    prompt_tokens=asked.tokens // 4, new_tokens=asked.new, longest=2048,
+    model=flags.model, rows=flags.rows, requests=2 * flags.rows,
+    prompt_tokens=flags.tokens // 4, new_tokens=flags.new, longest=2048,
     capacity=8192,
   )  # fmt: skip
   layouts, answers = {}, []
@@ -286,7 +291,7 @@ def _rows(asked: argparse.Namespace) -> dict[str, Any]:
     layouts[layout], tokens = row_memory.served(layout, settings)
     answers.append(tokens)
   return {
-    "rows": asked.rows,
+    "rows": flags.rows,
     "longest": settings.longest,
     "same": answers[0] == answers[1],
     "layouts": layouts,
@@ -301,12 +306,12 @@ _WAYS = {
   "paired": _paired,
   "rows": _rows,
 }
-# Devices of this process: others have one.
+# Ways that need several devices in this process; the others need one.
 _SEVERAL = ("paired",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Measures and prints; see the module."""
+  """Measures and prints; see the module's docstring."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -318,10 +323,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   to("--rows", type=int, default=4, help="prompts at a time")
   to("--new", type=int, default=16, help="tokens of an answer")
   to("--rounds", type=int, default=3, help="timed ones")
-  asked = parser.parse_args(argv)
-  if asked.way in _SEVERAL:
-    jax.config.update("jax_num_cpu_devices", asked.devices)
-  print(json_text(_WAYS[asked.way](asked), indent=1))
+  flags = parser.parse_args(argv)
+  if flags.way in _SEVERAL:
+    jax.config.update("jax_num_cpu_devices", flags.devices)
+  print(json_text(_WAYS[flags.way](flags), indent=1))
   return 0
 
 

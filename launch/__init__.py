@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def _refuse_library() -> None:
-  """Ends `python -m launch.NAME` of a file that is no script, status 2."""
-  # While Python looks for the module; behind that it is a path.
+  """Exits with status 2 if `python -m launch.NAME` names no script."""
+  # argv[0] is "-m" only while Python looks for the module, then it is a path.
   if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
     return
   name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
@@ -19,7 +19,7 @@ def _refuse_library() -> None:
   source = file.read_text("utf-8")
   if '\nif __name__ == "__main__":' in source:
     return
-  # Sub-commands say in their first line of which script they are.
+  # The first line of a sub-command's docstring names its script.
   part = re.match(r'"""The sub-command (\w+) of launch\.(\w+)', source)
   right = f"launch.{part[2]} {part[1]}" if part else "launch"
   print(f"{name} is not a command; run python -m {right}", file=sys.stderr)

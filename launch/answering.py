@@ -1,4 +1,4 @@
-"""Loads models to answer by: on one CPU device so that they answer fast."""
+"""Loads models for inference, with fast defaults on one CPU device."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def load(
   codes: bool = False,
   **options: Any,
 ) -> tuple[Transformer, str | None]:
-  """Loads a model to answer by, on one CPU device so that it answers fast.
+  """Loads a model for inference, with fast defaults on one CPU device.
 
   Args:
-    values: the flags, --model and --dtype among them.
-    folder: the model's.
-    mesh: which devices have the weights; None: the first one.
-    codes: whether weights may become codes of 8 bits where no --dtype says
-      otherwise and they don't fit in float32.
-    **options: of `rj.models.load`.
+    values: Flags of the script, --model and --dtype among them.
+    folder: Folder of the model.
+    mesh: Devices of the weights; None for the first one.
+    codes: Whether weights may become 8-bit codes, if they don't fit in float32
+      and --dtype is not passed.
+    **options: Arguments of `rj.models.load`.
 
   Returns:
-    The model, and a line that says what was chosen and how to get something
-    else; None where nothing was.
+    The model, and a line on the chosen defaults and the flags that change them;
+    None if none was chosen.
   """
   first = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   chosen = values.model is not None and first.platform == "cpu"
   chosen = chosen and (mesh is None or mesh.size == 1)
   with warnings.catch_warnings():
     if chosen:
-      # The line says it.
+      # The returned line reports it.
       warnings.filterwarnings("ignore", "weights stay in", RuntimeWarning)
     model = rj.models.load(
       folder, mesh=mesh, dtype=values.dtype, strict=values.strict, **options
@@ -53,10 +53,10 @@ def load(
   if values.mesh is None and values.devices is None:
     parts.append(f"one device (a mesh: --devices={DEVICES})")
   if model.saved_dtype not in (None, dtype.name):
-    said = model.saved_dtype
+    saved_dtype = model.saved_dtype
     parts.append(
-      f"weights of {said} held in {dtype} (as in the folder, but slower: "
-      f"--dtype={said})"
+      f"weights of {saved_dtype} held in {dtype} (as in the folder, but "
+      f"slower: --dtype={saved_dtype})"
     )
   elif dtype.itemsize == 2 and codes and values.dtype is None:
     model = rj.models.with_coded_weights(model, bits=8)

@@ -1,7 +1,7 @@
 """The sub-command aot of launch.plan, which compiles without TPU hardware.
 
-It compiles one program, or with --search several, and reports whether it fits,
-what it sends and what hides that. For the largest contexts see
+It compiles one program, or with --search several, and reports its memory, its
+sends and the work that hides them. For the largest contexts see
 `launch.capacity`.
 """
 
@@ -26,12 +26,12 @@ from ringjax.plan.aot import Compiled
 from ringjax.plan.roofline import NOTE, Roofline, roofline
 
 NAME = "plan"
-# Devices of an axis of heads that a search tries.
+# Sizes of the mesh axis over heads that a search tries.
 _HEADS = (1, 2, 4)
 WHAT = ("train", "prefill", "pair", "decode", "attention")
 STRATEGIES = (*registry.NAMES, "plain")
 BUILDERS = "ringjax.bench.steps"
-# Of programs that shard no sequence.
+# Default meshes of programs that do not shard the sequence.
 _MESHES = {"pair": "model:-1"}
 
 
@@ -40,7 +40,7 @@ _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
 _OF_MODEL = ("model", "shard", "layers")
 _OF_PLACES = ("weights", "cache", "cache_placement")
 _OF_TILES = ("strategy", "q_block", "kv_block")
-# The options that a program takes beside those of all programs.
+# Options of a program in addition to those of all programs.
 _OPTIONS = {
   "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
             "block", "loss_block"),
@@ -61,51 +61,53 @@ def compile_one(
 ) -> None:
   """Compiles a program and prints its report; with --search several."""
   common.check_files(values, "plot", "hlo")
-  what = _single(values, "what") or "train"
-  one_of("--what", what, WHAT)
-  topology = _needed(values, "topology", "v5p:4x4x8")
+  program = _single_value(values, "what") or "train"
+  one_of("--what", program, WHAT)
+  topology = _required_value(values, "topology", "v5p:4x4x8")
   chips.sides(topology)
-  options = _options(values, what)
+  options = _options(values, program)
   screen = console.Screen(NAME, stderr)
   if values.search:
-    # They are of one program.
+    # These flags are about one program, and a search compiles several.
     strategies.refuse(values, "--search", ("plot", "hlo", "limit"))
     aot.require()
-    _search(values, what, topology, options, screen, stdout)
+    _search(values, program, topology, options, screen, stdout)
     return
-  screen.say(f"compiling {what} for {topology}; this takes minutes")
-  found = aot.compile(
-    f"{BUILDERS}:{what}",
+  screen.say(f"compiling {program} for {topology}; this takes minutes")
+  compiled = aot.compile(
+    f"{BUILDERS}:{program}",
     topology,
     options,
     timeout_s=values.timeout,
     text_path=values.hlo,
   )
-  made = roofline(found)
+  bounds = roofline(compiled)
   limit = overlap.LIMIT if values.limit is None else values.limit
-  strategies.put(values, stdout, record(found, made), words(found, made, limit))
+  strategies.put(
+    values, stdout, record(compiled, bounds), words(compiled, bounds, limit)
+  )
   if values.plot is not None:
-    if found.report is None:
+    if compiled.report is None:
       screen.say("nothing to draw: the program does not fit")
     else:
-      draw.schedule(found.report, values.plot, _title(found))
+      draw.schedule(compiled.report, values.plot, _title(compiled))
       screen.say(f"wrote {values.plot}")
 
 
-def _single(values: flags.FlagValues, name: str) -> Any:
-  """The only value of a flag that takes several; None without one."""
-  given = values[name].value
-  if not given:
+def _single_value(values: flags.FlagValues, name: str) -> Any:
+  """The value of a flag that may hold several, of which one is allowed."""
+  items = values[name].value
+  if not items:
     return None
-  if len(given) > 1:
+  if len(items) > 1:
     raise OptionError(
-      f"--{name}", ",".join(given), "one", "leave the others out"
+      f"--{name}", ",".join(items), "one", "leave the others out"
     )
-  return given[0]
+  return items[0]
 
 
-def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
-  """The value of a flag that has to be given."""
+def _required_value(values: flags.FlagValues, name: str, example: str) -> Any:
+  """The value of a required flag."""
   value = values[name].value
   if value in (None, []):
     raise OptionError(
@@ -114,32 +116,35 @@ def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
   return value
 
 
-def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
-  """The builder's options; refuses flags that this program does not take."""
-  tokens = strategies.ints("tokens", _needed(values, "tokens", "1048576")) or ()
+def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
+  """Options of the builder; refuses flags that the program does not take."""
+  tokens = (
+    strategies.ints("tokens", _required_value(values, "tokens", "1048576"))
+    or ()
+  )
   if len(tokens) != 1:
     raise OptionError(
       "--tokens", list(tokens), "one number", "pass --tokens=1048576"
     )
   options: dict[str, Any] = {
     "tokens": tokens[0],
-    "mesh": common.axes(values.mesh or _MESHES.get(what, "seq:-1")),
+    "mesh": common.axes(values.mesh or _MESHES.get(program, "seq:-1")),
     "batch": values.batch,
   }
   others = dict.fromkeys(itertools.chain.from_iterable(_OPTIONS.values()))
-  refused = [name for name in others if name not in _OPTIONS[what]]
-  strategies.refuse(values, f"--what={what}", refused)
-  if what == "attention":
+  refused = [name for name in others if name not in _OPTIONS[program]]
+  strategies.refuse(values, f"--what={program}", refused)
+  if program == "attention":
     options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
     options["what"] = "backward" if values.backward else "forward"
   else:
-    _needed(values, "model", "llama-3.1-8b")
-    options["model"] = config_of(_single(values, "model"))
+    _required_value(values, "model", "llama-3.1-8b")
+    options["model"] = config_of(_single_value(values, "model"))
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
     if values["layers"].present:
       options["layers"] = values.layers
-  strategy = _single(values, "strategy")
+  strategy = _single_value(values, "strategy")
   if strategy is not None:
     options["strategy"] = named(strategy)
   for name in (
@@ -158,10 +163,10 @@ def config_of(name: str) -> str | dict[str, Any]:
   """The name of a preset, or the config of a folder, GGUF file or fetched name.
 
   Raises:
-    OptionError: it is none of these.
-    ConfigError: the folder's config.json is missing or not strict JSON.
+    OptionError: If `name` is not one of these.
+    ConfigError: If the folder's config.json is missing or not strict JSON.
   """
-  # These bring the models and flax; most sub-commands do without.
+  # These import the models and flax, which most sub-commands don't need.
   from ringjax import fetched_models
   from ringjax.data.gguf_file import is_gguf
   from ringjax.models.gguf.gguf_folder import open_model
@@ -175,17 +180,19 @@ def config_of(name: str) -> str | dict[str, Any]:
     return open_model(folder).config
   if folder.is_dir():
     return read_config(folder)
-  near = difflib.get_close_matches(name, PRESETS, 6, 0) or sorted(PRESETS)[:6]
+  similar = (
+    difflib.get_close_matches(name, PRESETS, 6, 0) or sorted(PRESETS)[:6]
+  )
   raise OptionError(
     "--model",
     f"{name}, which is no preset and no folder",
-    "a folder with a config.json, or a preset as " + ", ".join(near),
+    "a folder with a config.json, or a preset as " + ", ".join(similar),
     f"pass such a folder, or one of the {len(PRESETS)} of rj.models.PRESETS",
   )
 
 
 def named(name: str) -> str:
-  """`name`, if it is a strategy's, with a number in place of N."""
+  """Checks that `name` is a strategy, with a number in place of N."""
   kind, colon, group = name.partition(":")
   form = f"{kind}:N" if group.isdecimal() and int(group) else name
   if form not in STRATEGIES or (colon and form == name):
@@ -196,33 +203,33 @@ def named(name: str) -> str:
 
 
 def record(found: Compiled, made: Roofline | None) -> dict[str, Any]:
-  """The program and its bounds, as JSON has them."""
+  """A program and its roofline as JSON."""
   return {
     **found.record(),
     "roofline": None if made is None else made.record(),
   }
 
 
-def _title(found: Compiled) -> str:
-  facts = found.facts
+def _title(compiled: Compiled) -> str:
+  facts = compiled.facts
   axes = ", ".join(f"{name} {n}" for name, n in facts["mesh"].items())
   model = facts.get("model")
   cache = facts.get("cache")
   return (
     f"{facts['what']}{f' of {model}' if model else ''}, "
     f"{facts['tokens']:,} tokens, {facts['strategy']}, "
-    f"{f'{cache} cache, ' if cache else ''}{_elsewhere(facts)}"
-    f"on {found.topology} "
-    f"({found.devices} devices: {axes})"
+    f"{f'{cache} cache, ' if cache else ''}{_host_memory_text(facts)}"
+    f"on {compiled.topology} "
+    f"({compiled.devices} devices: {axes})"
   )
 
 
-def _elsewhere(facts: Mapping[str, Any]) -> str:
-  """What of a model is in the host's memory, in words."""
+def _host_memory_text(facts: Mapping[str, Any]) -> str:
+  """Text on the bytes of weights and cache in host memory."""
   parts = {"weights": facts.get("host_bytes", 0)}
   parts["cache"] = facts.get("cache_bytes", {}).get("host", 0)
-  said = [f"{console.nbytes(n)} of {k}" for k, n in parts.items() if n]
-  return f"{' and '.join(said)} in host memory, " if said else ""
+  phrases = [f"{console.nbytes(n)} of {k}" for k, n in parts.items() if n]
+  return f"{' and '.join(phrases)} in host memory, " if phrases else ""
 
 
 def words(
@@ -248,7 +255,7 @@ def words(
     f"{size(memory.temporaries)}, code {size(memory.code)}",
   ]
   if memory.total > memory.limit:
-    # A sum, which counts buffers that never live together.
+    # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")
   report = found.report
   assert report is not None and made is not None
@@ -258,9 +265,9 @@ def words(
     f"{'waited':>14}",
   ]
   lines += [
-    f"{one.kind:<22}{one.count:>9,.0f}{size(one.nbytes):>12}"
-    f"{_ms(one.link_s):>13}{_ms(one.waited_s):>14}"
-    for one in report.collectives
+    f"{collective.kind:<22}{collective.count:>9,.0f}{size(collective.nbytes):>12}"
+    f"{_ms(collective.link_s):>13}{_ms(collective.waited_s):>14}"
+    for collective in report.collectives
   ] or ["nothing"]
   if report.sends:
     lines += ["", *_sends(report)]
@@ -283,19 +290,22 @@ def words(
   return lines
 
 
-def _too_large(found: Compiled) -> list[str]:
+def _too_large(compiled: Compiled) -> list[str]:
   size = console.nbytes
   lines = [
-    f"does not fit: {size(found.needed_bytes)} needed, "
-    f"{size(found.limit_bytes)} there",
+    f"does not fit: {size(compiled.needed_bytes)} needed, "
+    f"{size(compiled.limit_bytes)} there",
   ]
-  if found.largest:
+  if compiled.largest:
     lines.append("largest buffers:")
     lines += [
-      f"  {size(one.nbytes):>10}  {one.shape[:60]}  {one.source[-50:]}".rstrip()
-      for one in found.largest
+      (
+        f"  {size(buffer.nbytes):>10}  {buffer.shape[:60]}  "
+        f"{buffer.source[-50:]}"
+      ).rstrip()
+      for buffer in compiled.largest
     ]
-  facts = found.facts
+  facts = compiled.facts
   lines.append("what to change:")
   if facts.get("remat") in ("all", "attention"):
     lines.append("  --remat=nothing keeps less of each layer")
@@ -317,32 +327,32 @@ def _sends(report: overlap.OverlapReport) -> list[str]:
     f"{'each permute':<30}{'times':>8}{'bytes':>11}{'hops':>6}"
     f"{'on its way':>12}{'work beside':>13}"
   ]
-  for one in report.sends:
-    state = "hidden" if one.hidden else "exposed"
-    state = "synchronous" if one.synchronous else state
-    name = one.name.removeprefix("collective-")
-    hops = "" if one.hops is None else str(one.hops)
+  for send in report.sends:
+    state = "hidden" if send.hidden else "exposed"
+    state = "synchronous" if send.synchronous else state
+    name = send.name.removeprefix("collective-")
+    hops = "" if send.hops is None else str(send.hops)
     lines.append(
-      f"{name[:29]:<30}{one.times:>8,.0f}{size(one.nbytes):>11}"
-      f"{hops:>6}{_ms(one.link_cycles / clock):>12}"
-      f"{_ms(one.between_cycles / clock):>13}  {state}"
+      f"{name[:29]:<30}{send.times:>8,.0f}{size(send.nbytes):>11}"
+      f"{hops:>6}{_ms(send.link_cycles / clock):>12}"
+      f"{_ms(send.between_cycles / clock):>13}  {state}"
     )
   return lines
 
 
-def _floors(made: Roofline) -> list[str]:
+def _floors(bounds: Roofline) -> list[str]:
   rows = (
-    ("products at the peak", made.multiply_s),
-    ("memory, read once", made.memory_s),
-    ("ring's busiest link", made.ring_s),
-    ("other collectives", made.others_s),
-    ("the compiler's schedule", made.schedule_s),
+    ("products at the peak", bounds.multiply_s),
+    ("memory, read once", bounds.memory_s),
+    ("ring's busiest link", bounds.ring_s),
+    ("other collectives", bounds.others_s),
+    ("the compiler's schedule", bounds.schedule_s),
   )
   return [
     "a step, by each of these alone",
     *(f"  {name:<24}{_ms(seconds):>12}" for name, seconds in rows),
-    f"  bound by {made.bound}; the schedule reaches "
-    f"{100 * made.utilization:.1f} % of the peak",
+    f"  bound by {bounds.bound}; the schedule reaches "
+    f"{100 * bounds.utilization:.1f} % of the peak",
   ]
 
 
@@ -360,21 +370,21 @@ def _ms(seconds: float) -> str:
 def candidates(
   what: str, devices: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-  """Options to try, none of which changes the result of the program.
+  """Yields options to try that do not change the result of the program.
 
   Options that the caller fixed stay. Meshes have a data axis that the batch
   fills and an axis of heads; the rest of the devices are the ring. Tiles of
-  attention are not among the options: a kernel has tiles of its own.
+  attention are not tried: each kernel chooses its tiles.
   """
   batch = int(options["batch"])
-  given = dict(options["mesh"])
-  if len(given) > 1 or -1 not in given.values():
+  axes = dict(options["mesh"])
+  if len(axes) > 1 or -1 not in axes.values():
     meshes = [options["mesh"]]
   else:
-    most = _HEADS if what != "attention" else (1,)
+    head_counts = _HEADS if what != "attention" else (1,)
     meshes = [
       [("data", n), ("seq", devices // n // m), *([("model", m)] * (m > 1))]
-      for m in most
+      for m in head_counts
       for n in range(1, batch + 1)
       if devices % (n * m) == 0 and batch % n == 0
     ]
@@ -390,7 +400,7 @@ def candidates(
     for name, values in choices.items()
     if name in ("mesh", *_OPTIONS[what])
   }
-  # One thing at a time first: combinations of what is best come later.
+  # Candidates that change one option first, then combinations.
   names = list(choices)
   grids = itertools.product(*(range(len(choices[name])) for name in names))
   for picks in sorted(grids, key=lambda picks: (sum(map(bool, picks)), picks)):
@@ -402,7 +412,7 @@ def candidates(
 
 def _search(
   values: flags.FlagValues,
-  what: str,
+  program: str,
   topology: str,
   options: dict[str, Any],
   screen: console.Screen,
@@ -410,13 +420,13 @@ def _search(
 ) -> None:
   devices = chips.devices(topology)
   rows: list[dict[str, Any]] = []
-  tries = itertools.islice(candidates(what, devices, options), values.tries)
+  tries = itertools.islice(candidates(program, devices, options), values.tries)
   for number, tried in enumerate(tries):
     label = _label(tried)
     screen.say(f"{number + 1} of at most {values.tries}: {label}")
     try:
-      found = aot.compile(
-        f"{BUILDERS}:{what}",
+      compiled = aot.compile(
+        f"{BUILDERS}:{program}",
         topology,
         options | tried,
         timeout_s=values.timeout,
@@ -424,21 +434,21 @@ def _search(
     except RingjaxError as error:
       rows.append({"options": tried, "refused": str(error)})
       continue
-    made = roofline(found)
+    bounds = roofline(compiled)
     rows.append(
       {
         "options": tried,
-        "fits": found.fits,
-        "needed_bytes": found.needed_bytes,
-        "seconds": None if made is None else made.schedule_s,
-        "stalled": None if found.report is None else found.report.stalled,
-        "compile_s": found.compile_s,
+        "fits": compiled.fits,
+        "needed_bytes": compiled.needed_bytes,
+        "seconds": None if bounds is None else bounds.schedule_s,
+        "stalled": None if compiled.report is None else compiled.report.stalled,
+        "compile_s": compiled.compile_s,
       }
     )
   last = float("inf")
   rows.sort(key=lambda row: row.get("seconds") or last)
   lines = [
-    f"{what} on {topology}, the fastest by the compiler's schedule first",
+    f"{program} on {topology}, the fastest by the compiler's schedule first",
     f"{'step':>12}{'memory':>11}{'waits':>8}  options",
   ]
   for row in rows:
@@ -453,7 +463,9 @@ def _search(
         f"{_ms(row['seconds']):>12}{console.nbytes(row['needed_bytes']):>11}"
         f"{100 * row['stalled']:>6.1f} %  {label}"
       )
-  strategies.put(values, stdout, {"what": what, "tried": rows}, [*lines, NOTE])
+  strategies.put(
+    values, stdout, {"what": program, "tried": rows}, [*lines, NOTE]
+  )
 
 
 def _label(options: Mapping[str, Any]) -> str:

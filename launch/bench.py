@@ -1,7 +1,7 @@
 """Benchmarks of ringjax.
 
   python -m launch.bench attention --quick
-      Causal attention: ours, and what else one would pick, in under a minute.
+      Causal attention: ours and its alternatives, in under a minute.
   python -m launch.bench attention --json=all.json --plot=all.png
       Every dtype, head dim and length; hours on two cores. In pieces: with
       --tokens=8192 and so on, and --append.
@@ -15,7 +15,7 @@
       A 100M-parameter Llama: reading, decoding and loading against
       transformers and safetensors, in about a minute.
   python -m launch.bench decode --quick
-      The attention of a decode step by kind of cache, beside the dense one;
+      The attention of a decode step by kind of cache, next to the dense one;
       and of rows that share a prefix, read row by row and once for all.
   python -m launch.bench train --quick
       A step of training: time and memory against plain attention with all
@@ -24,44 +24,44 @@
       --tokens=32768,131072 --devices=1
   python -m launch.bench strategies --json=all.json --plot=all.png
       All strategies of attention across devices: times, hops, bytes, scores,
-      beside the times that `strategy="auto"` predicts.
+      next to the times that `strategy="auto"` predicts.
   python -m launch.bench kvr --json=kvr.json --plot=kvr.png
-      KV-Runahead: counted, simulated beside the paper, and measured in two
+      KV-Runahead: counted, simulated next to the paper, and measured in two
       processes with a core each against strategies that gather or rotate keys.
   python -m launch.bench serve --trace=FILE --engine=simulated --rows=64
-      A trace of requests (Azure's csv, Mooncake's jsonl, or by chance with
+      A trace of requests (Azure's csv, Mooncake's jsonl, or random ones with
       --rate) against an engine in real time, or against its simulator.
   python -m launch.bench serve --compare=sequential
       16 requests at once, and one after the other: the ratio of the medians.
   python -m launch.bench serve --compare=simulated --requests=200 --rounds=3
-      A trace live, beside what the simulators of an engine and of a cluster say
-      of it, calibrated by turns on other requests.
+      A trace live, next to the predictions of the simulators of an engine and
+      of a cluster, calibrated by turns on other requests.
   python -m launch.bench serve --compare=plain --speculate=lookup
-      An engine that checks drafts beside one that does not.
+      An engine that checks drafts next to one that does not.
   python -m launch.bench serve --compare=transformers --model=llama-100m
-      The same requests beside transformers' continuous batching.
+      The same requests with transformers' continuous batching.
   python -m launch.bench store --trace=FILE --capacity=3000000
       Which blocks of a trace of prompts (in Mooncake's format) the policies of
-      a store would have hit, with room for so many tokens; and how long the
-      prefix tree's look-ups take.
+      a store would have hit, with a capacity in tokens; and the time of the
+      prefix tree's look-ups.
   python -m launch.bench speculate --quick
       Plain decoding and drafters, in turn, by kind of task: tokens a second
       and for each call of the model, in about two minutes.
   python -m launch.bench speculate --context=8192 --devices=8
-      The same behind a long document over a sharded sequence, which the answer
-      quotes; --compare=transformers: beside its lookup and assisted generation.
+      The same after a long document over a sharded sequence, which the answer
+      quotes; --compare=transformers: with its lookup and assisted generation.
   python -m launch.bench rows --json=rows.json
       Memory of an engine's rows in pages and in contiguous rows that grow on
-      demand: what is wasted, resident and mapped.
+      demand: wasted, resident and mapped.
   python -m launch.bench stream
-      A prompt that one instance reads and another answers: what is left to move
-      at its end where pages leave by pieces, and by layers.
+      A prompt that a prefill instance sends to a decode instance: the pages
+      left to move at its end if they leave by chunks, and by layers.
   python -m launch.bench pull
       Pages on a device that another process's reader pulls: as bytes over a
       socket, and by JAX's transfer server.
   python -m launch.bench offload --folder=DIR --peer=PYTHON
       A model of 3 GiB whose layers stream from disk, made in that folder: one
-      prompt at a time and a block of 32, beside accelerate in another Python.
+      prompt at a time and a block of 32, next to accelerate in another Python.
 
 On a CPU the devices are virtual (--devices of them). A benchmark refuses flags
 that it does not take.
@@ -101,7 +101,7 @@ from ringjax.errors import RingjaxError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _KVRSettings(runahead.Settings, BenchmarkSettings):
-  """The settings of `runahead` with the flags that set them."""
+  """Settings of `runahead`, with the flags that set them."""
 
   parts: tuple[str, ...] = option(runahead.PARTS, runahead.PARTS)
   tokens: tuple[int, ...] = option((2048,))
@@ -115,7 +115,7 @@ class _KVRSettings(runahead.Settings, BenchmarkSettings):
 
 
 class _KVRBenchmark:
-  """`runahead` as a benchmark: a prompt read by a chain of processes."""
+  """Benchmark `runahead`: a chain of processes prefills a prompt."""
 
   name = "kvr"
   options = _KVRSettings
@@ -125,8 +125,8 @@ class _KVRBenchmark:
 
 
 _BENCHMARKS: dict[str, Any] = {
-  one.name: one
-  for one in (
+  benchmark.name: benchmark
+  for benchmark in (
     strategies.StrategyBenchmark,
     attention.AttentionBenchmark,
     kernels.KernelBenchmark,
@@ -146,7 +146,7 @@ _BENCHMARKS: dict[str, Any] = {
 }
 
 
-# Their benchmarks say which values these flags may have.
+# Help of each flag; `_define` adds the choices of its benchmarks.
 _OPTIONS = {
   "devices": "Devices of the sharded contestants.",
   "tokens": "Sequence lengths; layouts takes one.",
@@ -215,18 +215,20 @@ _OPTIONS = {
 
 
 def _define(flag: str, words: str) -> None:
-  """Defines a flag of the kind of its option in the benchmarks."""
+  """Defines a flag with the type of its option in the benchmarks."""
   fields = {
-    name: one.options.options()[flag]
-    for name, one in _BENCHMARKS.items()
-    if flag in one.options.flags()
+    name: benchmark.options.options()[flag]
+    for name, benchmark in _BENCHMARKS.items()
+    if flag in benchmark.options.flags()
   }
   kinds = [field.metadata for field in fields.values()]
-  of: dict[str, list[str]] = {}
+  names_by_choices: dict[str, list[str]] = {}
   for name, field in fields.items():
     if field.metadata["choices"]:
-      of.setdefault(",".join(field.metadata["choices"]), []).append(name)
-  for choices, names in of.items():
+      names_by_choices.setdefault(
+        ",".join(field.metadata["choices"]), []
+      ).append(name)
+  for choices, names in names_by_choices.items():
     words += f" {', '.join(names)}: of {choices}."
   if any(kind["several"] for kind in kinds):
     flags.DEFINE_list(flag, None, words)
@@ -260,35 +262,35 @@ def _run(benchmark: Any) -> None:
   """Runs a benchmark as the flags say.
 
   Raises:
-    app.UsageError: a flag has no meaning for it.
-    OptionError: an option may not have its value.
+    app.UsageError: If the benchmark does not take a flag.
+    OptionError: If an option has a wrong value.
   """
-  taken = _taken(benchmark)
-  mine = flags.FLAGS.get_key_flags_for_module(sys.modules[__name__])
-  for flag in mine:
-    if flag.present and flag.name not in taken:
+  accepted = _taken(benchmark)
+  script_flags = flags.FLAGS.get_key_flags_for_module(sys.modules[__name__])
+  for flag in script_flags:
+    if flag.present and flag.name not in accepted:
       raise app.UsageError(
         f"--{flag.name}: {benchmark.name} does not take it; it takes "
-        f"{', '.join(sorted(taken))}"
+        f"{', '.join(sorted(accepted))}"
       )
-  given = {flag.name: flag.value for flag in mine}
-  start = benchmark.quick if given["quick"] else benchmark.options()
-  settings = start.with_flags(given)
-  if "devices" in taken:
+  flag_values = {flag.name: flag.value for flag in script_flags}
+  start = benchmark.quick if flag_values["quick"] else benchmark.options()
+  settings = start.with_flags(flag_values)
+  if "devices" in accepted:
     common.give_threads(settings.devices)
     jax.config.update("jax_num_cpu_devices", settings.devices)
-  files = {name: given[name] for name in benchmark.files}
+  files = {name: flag_values[name] for name in benchmark.files}
   command = shlex.join(["python", "-m", "launch.bench", *sys.argv[1:]])
   benchmark.run(settings, command=command, **files)
 
 
 def main(argv: Sequence[str]) -> int:
   if len(argv) != 2 or argv[1] not in _BENCHMARKS:
-    names, given = " or ".join(_BENCHMARKS), " ".join(argv[1:]) or "nothing"
-    print(f"bench: got {given}; wanted {names}; see --help.", file=sys.stderr)
+    names, command = " or ".join(_BENCHMARKS), " ".join(argv[1:]) or "nothing"
+    print(f"bench: got {command}; wanted {names}; see --help.", file=sys.stderr)
     return 2
   if not flags.FLAGS["verbosity"].present:
-    # At "info" JAX lists the accelerators that it did not find.
+    # At level "info" JAX lists the accelerators that it did not find.
     logging.set_verbosity(logging.WARNING)
   try:
     _run(_BENCHMARKS[argv[1]])

@@ -1,4 +1,4 @@
-"""Answers many prompts, with attention on CPUs beside the caches (FastDecode).
+"""Answers many prompts, with attention on CPUs next to the caches (FastDecode).
 
   python -m launch.beside --model=DIR --workers=4 questions.txt
       Each line of the files is a prompt. Four processes of this machine keep
@@ -11,7 +11,7 @@
       more.
   python -m launch.beside --model=DIR --addresses=one:4000,two:4000 \\
       --key_file=KEY FILE
-      These attend.
+      The workers at these addresses attend.
 
 Each answer is a line of JSON on stdout, in the order of the prompts.
 """
@@ -42,7 +42,7 @@ _MEMORY = "answer fewer prompts at a time, with --rows"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.whole("workers", 2, "Processes of this machine that attend.")
@@ -69,7 +69,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags and `words`, files of prompts, say; the status."""
+  """Answers the prompts of the files in `words`; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   doing = "starting"
@@ -117,7 +117,7 @@ def _answer(
     starts = LoadControl(
       TokenLimit.level(rows, count, values.every, prompt=max(map(len, ids)))
     )
-  found = rj.infer.generate_beside(
+  answers = rj.infer.generate_beside(
     model,
     ids,
     workers=workers,
@@ -130,7 +130,7 @@ def _answer(
     report=reports.append,
   )
   (report,) = reports
-  for text, new, start in zip(texts, found, report.starts, strict=True):
+  for text, new, start in zip(texts, answers, report.starts, strict=True):
     answer = {
       "prompt": text,
       "answer": tokenizer.decode(new),
@@ -139,25 +139,25 @@ def _answer(
     }
     print(json_text(answer), file=stdout, flush=True)
   traffic, size = report.traffic, console.nbytes
-  each = max(1, traffic.row_steps)
+  token_steps = max(1, traffic.row_steps)
   screen.say(
-    f"{int(found.lengths.sum()):,} tokens in {report.seconds:.1f} s, of which "
-    f"{report.waited_s:.1f} s waited for workers; at most "
+    f"{int(answers.lengths.sum()):,} tokens in {report.seconds:.1f} s, of "
+    f"which {report.waited_s:.1f} s waited for workers; at most "
     f"{report.peak_tokens:,} tokens cached"
   )
   screen.say(
     f"sent {size(traffic.prompt_bytes)} of prompts, and for each token "
-    f"{size(traffic.sent_bytes / each)} there and "
-    f"{size(traffic.received_bytes / each)} back"
+    f"{size(traffic.sent_bytes / token_steps)} there and "
+    f"{size(traffic.received_bytes / token_steps)} back"
   )
 
 
 def _workers(values: flags.FlagValues) -> AttentionWorkers:
   if values.addresses is None:
     return AttentionWorkers.start(values.workers, patience_s=values.patience)
-  found = [_address("--addresses", one) for one in values.addresses]
+  addresses = [_address("--addresses", address) for address in values.addresses]
   return AttentionWorkers.connect(
-    found, _key(values), patience_s=values.patience
+    addresses, _key(values), patience_s=values.patience
   )
 
 
@@ -177,11 +177,11 @@ def _check(values: flags.FlagValues, words: Sequence[str]) -> None:
     )
   if values.every is not None and values.rows is None:
     raise clash("--every without --rows", "both")
-  # Refused before a model is loaded.
+  # Before a model is loaded.
   if values.listen is not None:
     _address("--listen", values.listen)
-  for one in values.addresses or ():
-    _address("--addresses", one)
+  for address in values.addresses or ():
+    _address("--addresses", address)
   if remote:
     _key(values)
 
@@ -203,10 +203,10 @@ def _address(name: str, text: str) -> tuple[str, int]:
 
 
 def prompt_lines(names: Sequence[str]) -> list[str]:
-  """The lines of files that are not empty.
+  """Reads the lines of files that are not empty.
 
   Raises:
-    OptionError: one can't be read, or there is no such line.
+    OptionError: If a file can't be read, or no line has text.
   """
   lines: list[str] = []
   for name in names:

@@ -1,4 +1,4 @@
-"""The sub-command cache of launch.plan: what a model's cache takes by kind."""
+"""The sub-command cache of launch.plan: bytes of a model's cache by kind."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ringjax.parallel import chips
 def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints the bytes of all layers' keys and values, for each kind of cache."""
   del stderr
-  # It brings the models and flax; most sub-commands do without.
+  # It imports the models and flax, which most sub-commands don't need.
   from ringjax.models.checkpoint import abstract
 
   tokens = strategies.ints("tokens", values.tokens) or (131_072,)
   for count in tokens:
     positive_int("--tokens", count)
   if values.cache is not None:
-    _explained(values, tokens, stdout)
+    _explain_kind(values, tokens, stdout)
     return
   if values.chip is not None:
     raise OptionError(
@@ -42,8 +42,10 @@ def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   for name in values.model or ("gemma-3-27b",):
     model = abstract(aot.config_of(name), dtype=values.dtype or "bfloat16")
     for count in tokens:
-      # What a policy keeps depends on the text.
-      for kind in (name for name, made in KINDS.items() if not made.evicting):
+      # The tokens that an evicting policy keeps depend on the text.
+      for kind in (
+        name for name, preset_kind in KINDS.items() if not preset_kind.evicting
+      ):
         cache = model.init_cache_spec(values.batch, count, kind=kind)
         rows.append(_row(name, count, kind, cache))
   lines = strategies.markdown(
@@ -62,10 +64,10 @@ def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   strategies.put(values, stdout, {"rows": rows}, lines)
 
 
-def _explained(
+def _explain_kind(
   values: flags.FlagValues, tokens: tuple[int, ...], stdout: TextIO
 ) -> None:
-  """Prints what a cache of one kind takes, part by part, and why."""
+  """Prints and explains the bytes of one kind of cache, part by part."""
   from ringjax.models.checkpoint import abstract
 
   kind = _without_weights(kind_text.parse(values.cache, "--cache"))
@@ -74,36 +76,42 @@ def _explained(
   for name in values.model or ("gemma-3-27b",):
     model = abstract(aot.config_of(name), dtype=values.dtype or "bfloat16")
     weights = bytes_each(model)
-    where = {"platform": machine.chip.platform}
+    platform = {"platform": machine.chip.platform}
     for count in tokens:
-      what = (model.kinds, values.batch, count, model.dtype)
-      dense = bytes_each(KVCache.spec(*what, kind=KINDS["dense"], **where))
-      more: dict[str, Any] = {}
+      spec_args = (model.kinds, values.batch, count, model.dtype)
+      dense = bytes_each(
+        KVCache.spec(*spec_args, kind=KINDS["dense"], **platform)
+      )
+      extra: dict[str, Any] = {}
       if kind.evicting:
-        behind = prompt_spec(*what, kind=kind, **where)
-        found = report(behind.cache, machine, None, weights, held=behind.held)
-        more["reading"] = bytes_each(behind.reading) + found.nbytes
+        prompt = prompt_spec(*spec_args, kind=kind, **platform)
+        cache_report = report(
+          prompt.cache, machine, None, weights, held=prompt.held
+        )
+        extra["reading"] = bytes_each(prompt.reading) + cache_report.nbytes
       else:
-        of_kind: Any = KVCache if kind.device is None else TieredCache
-        made = of_kind.spec(*what, kind=kind, **where)
-        found = made.explain(machine, weights=weights)
-      share = found.nbytes / dense
-      rows.append({"model": name, **found.record(), "share": share, **more})
+        cache_class: Any = KVCache if kind.device is None else TieredCache
+        spec = cache_class.spec(*spec_args, kind=kind, **platform)
+        cache_report = spec.explain(machine, weights=weights)
+      share = cache_report.nbytes / dense
+      rows.append(
+        {"model": name, **cache_report.record(), "share": share, **extra}
+      )
       lines += [
         f"{name}, of {console.nbytes(weights)} of weights",
-        f"{found}",
+        f"{cache_report}",
         f"{share:.3f} of a dense cache's bytes",
       ]
-      if more:
+      if extra:
         lines.append(
           f"behind a prompt of {count:,} tokens; where it is read at once, "
-          f"{console.nbytes(more['reading'])} while it is evicted, "
-          f"{more['reading'] / dense:.3f} of a dense cache's"
+          f"{console.nbytes(extra['reading'])} while it is evicted, "
+          f"{extra['reading'] / dense:.3f} of a dense cache's"
         )
   strategies.put(values, stdout, {"rows": rows}, lines)
 
 
-# TPUs as compilers call them.
+# Names of TPUs by the compiler's names.
 _CHIPS = {core.topology: name for name, core in chips.CORES.items()}
 
 
@@ -111,7 +119,7 @@ def _without_weights(kind: CacheKind) -> CacheKind:
   """A kind whose bytes do not depend on a model's weights.
 
   Raises:
-    OptionError: bits by head, whose file is of a model with weights.
+    OptionError: If bits are allocated by head, which needs a model's weights.
   """
   if isinstance(kind.codec, Allocated):
     raise OptionError(
@@ -127,7 +135,7 @@ def _without_weights(kind: CacheKind) -> CacheKind:
 
 
 def _row(name: str, tokens: int, kind: str, cache: Any) -> dict[str, Any]:
-  """Bytes of a cache, and of its layers that keep all tokens or a window."""
+  """Row of a cache's bytes: total, layers with all tokens, windowed layers."""
   parts = {"all": 0, "windowed": 0}
   rings = cache.ring_of or (None,) * len(cache.slots)
   for ring, slots in zip(rings, cache.slots, strict=True):

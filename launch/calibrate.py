@@ -57,7 +57,7 @@ _MEMORY = "shorten the texts (--length), or use more devices"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.text(
@@ -134,7 +134,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags say; the exit status."""
+  """Calibrates as the flags say; returns the exit status."""
   common.quiet_logging()
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
@@ -155,16 +155,16 @@ def run(
   screen.end()
   if screen.quiet:
     return 0
-  said = record.pop("table", "")
-  said += f"{record['out']}: measured on {record['tokens']:,} tokens"
-  print(json_text(record) if values.json else said, file=stdout, flush=True)
+  summary = record.pop("table", "")
+  summary += f"{record['out']}: measured on {record['tokens']:,} tokens"
+  print(json_text(record) if values.json else summary, file=stdout, flush=True)
   return 0
 
 
 def _calibrate(
   values: flags.FlagValues, screen: console.Screen, group: Group
 ) -> dict[str, Any]:
-  """Measures, and writes the file."""
+  """Measures the model and writes the file that the flags ask for."""
   _refuse_unused(values)
   if values.out is None and values.model is None:
     raise OptionError(
@@ -176,7 +176,7 @@ def _calibrate(
   _normalized(values.normalized)
   out = pathlib.Path(values.out or values.model)
   out.mkdir(parents=True, exist_ok=True)
-  found = _texts(values.text)
+  corpus = _texts(values.text)
   common.start(values)
   group.meet()
   screen.quiet = jax.process_index() > 0
@@ -187,20 +187,20 @@ def _calibrate(
     folder, mesh=mesh, dtype=values.dtype, strict=values.strict
   )
   tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
-  rows = _rows(tokenizer, found, values.rows, values.length, screen.say)
+  rows = _rows(tokenizer, corpus, values.rows, values.length, screen.say)
   if values.bits is not None:
     return _allocate(values, screen, model, rows, out)
   if values.ranges:
     screen.begin("measuring", len(rows), "texts")
-    found = activation_ranges(
+    ranges = activation_ranges(
       model, rows, progress=lambda done, total: screen.at(done)
     )
-    path = found.save(out)
-    return {"out": str(path), "model": found.model, "tokens": int(rows.size)}
+    path = ranges.save(out)
+    return {"out": str(path), "model": ranges.model, "tokens": int(rows.size)}
   if values.neurons:
     return _neurons(values, screen, model, rows, out)
   screen.begin("measuring", 2 * len(rows), "passes")
-  made = calibrate(
+  calibration = calibrate(
     model,
     rows,
     outliers=values.outliers,
@@ -212,11 +212,11 @@ def _calibrate(
   )
   return {
     "out": str(out / FILE),
-    "model": made.model,
-    "digest": made.digest,
-    "weights": made.weights,
-    "outliers": made.outliers,
-    "first": made.first,
+    "model": calibration.model,
+    "digest": calibration.digest,
+    "weights": calibration.weights,
+    "outliers": calibration.outliers,
+    "first": calibration.first,
     "tokens": int(rows.size),
   }
 
@@ -228,7 +228,7 @@ def _allocate(
   rows: np.ndarray,
   out: pathlib.Path,
 ) -> dict[str, Any]:
-  """Chooses codecs of heads, and writes the file."""
+  """Chooses a codec for each head and writes the file."""
   begun = False
 
   def progress(done: int, total: int) -> None:
@@ -238,7 +238,7 @@ def _allocate(
     begun = True
     screen.at(done)
 
-  made = allocate_bits(
+  allocation = allocate_bits(
     model,
     rows,
     bits=values.bits,
@@ -248,7 +248,11 @@ def _allocate(
     folder=out,
     progress=progress,
   )
-  return {"out": str(out / BITS_FILE), "table": f"{made}\n", **made.record()}
+  return {
+    "out": str(out / BITS_FILE),
+    "table": f"{allocation}\n",
+    **allocation.record(),
+  }
 
 
 def _neurons(
@@ -258,9 +262,9 @@ def _neurons(
   rows: np.ndarray,
   out: pathlib.Path,
 ) -> dict[str, Any]:
-  """Writes neurons, and trains what predicts the active ones."""
+  """Writes neurons and trains predictors of the active ones."""
   screen.begin("training predictors", len(rows) + len(model.config.layers))
-  made = rj.train.train_predictors(
+  predictors = rj.train.train_predictors(
     model,
     rows,
     rank=values.rank,
@@ -272,19 +276,19 @@ def _neurons(
   table = "".join(
     f"layer {n}: {x['active']:.1%} active, {x['predicted']:.1%} predicted, "
     f"{x['false_negatives']:.1%} of the active ones missed\n"
-    for n, x in sorted(made.measured.items())
+    for n, x in sorted(predictors.measured.items())
   )
   return {
-    "out": str(made.save(out)),
+    "out": str(predictors.save(out)),
     "table": table,
-    "model": made.model,
-    "measured": {str(n): dict(x) for n, x in made.measured.items()},
+    "model": predictors.model,
+    "measured": {str(n): dict(x) for n, x in predictors.measured.items()},
     "tokens": int(rows.size),
   }
 
 
 def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
-  """A candidate; its calibration is the one in the folder."""
+  """Parses a candidate kind of cache; its calibration is in `folder`."""
   kind = kind_text.parse(text, "--cache")
   if not isinstance(kind.codec, rj.kv.Calibrated):
     return text
@@ -299,9 +303,9 @@ def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
 
 
 def _refuse_unused(values: flags.FlagValues) -> None:
-  """No flag that was set is without effect."""
+  """Raises an OptionError for set flags that have no effect."""
   others = ("outliers", "first", "weights", "normalized")
-  mine = ("rank", "missed", "threshold")
+  neuron_flags = ("rank", "missed", "threshold")
   if values.neurons:
     others += ("cache", "by", "measure", "bits", "ranges")
   elif values.ranges:
@@ -309,34 +313,34 @@ def _refuse_unused(values: flags.FlagValues) -> None:
   elif values.bits is None:
     others = ("cache", "by", "measure")
   if not values.neurons:
-    others += mine
+    others += neuron_flags
   unused = [f"--{name}" for name in others if values[name].present]
-  beside = "with" + "out" * (values.bits is None) + " --bits"
+  context = "with" + "out" * (values.bits is None) + " --bits"
   if values.neurons or values.ranges:
-    beside = f"with --{'neurons' if values.neurons else 'ranges'}"
-  elif set(unused) <= {f"--{name}" for name in mine}:
-    beside = "without --neurons"
+    context = f"with --{'neurons' if values.neurons else 'ranges'}"
+  elif set(unused) <= {f"--{name}" for name in neuron_flags}:
+    context = "without --neurons"
   if unused:
     raise OptionError(
       "flags",
-      f"{', '.join(unused)} {beside}",
+      f"{', '.join(unused)} {context}",
       "flags that have an effect",
       "leave them out; see --help",
     )
 
 
-def _normalized(given: Sequence[str]) -> list[int]:
-  """The bits that --normalized names."""
-  if list(given) == ["none"]:
+def _normalized(names: Sequence[str]) -> list[int]:
+  """Parses the bits of --normalized."""
+  if list(names) == ["none"]:
     return []
-  if not given or not all(text.isdecimal() for text in given):
+  if not names or not all(text.isdecimal() for text in names):
     raise OptionError(
       "--normalized",
-      ",".join(given) or "nothing",
+      ",".join(names) or "nothing",
       "bits of codes, or none",
       "pass --normalized=2, for instance",
     )
-  return [int(text) for text in given]
+  return [int(text) for text in names]
 
 
 def _texts(path: str | None) -> list[str]:
@@ -349,40 +353,42 @@ def _texts(path: str | None) -> list[str]:
 
 def _rows(
   tokenizer: Tokenizer,
-  found: Sequence[str],
+  corpus: Sequence[str],
   rows: int,
   length: int,
   say: Callable[[str], Any],
 ) -> np.ndarray:
-  """int32 [N, length]: texts one behind another, cut into rows.
+  """Encodes and concatenates texts, cut into rows, int32 [N, length].
 
   Args:
-    tokenizer: of the model.
-    found: the texts.
-    rows: how many at most; fewer where the texts end before.
-    length: tokens of each.
-    say: told where there are fewer than `rows`.
+    tokenizer: Tokenizer of the model.
+    corpus: Texts to encode.
+    rows: Largest number of rows N; fewer if the texts are too short.
+    length: Tokens of each row.
+    say: Function that prints a note if there are fewer than `rows`.
   """
   ids: list[int] = []
-  for text in found:
+  for text in corpus:
     ids.extend(tokenizer.encode(text))
     if len(ids) >= rows * length:
       break
-  whole = min(rows, len(ids) // length)
-  if not whole:
+  num_rows = min(rows, len(ids) // length)
+  if not num_rows:
     raise PromptError(
       "--text",
       f"{len(ids):,} tokens",
       f"{length:,} or more, for a text of --length",
       "pass more text, or a smaller --length",
     )
-  if whole < rows:
+  if num_rows < rows:
     say(
-      f"note: the text has {len(ids):,} tokens: {whole} of {rows} rows of "
-      f"{length:,}, {len(ids) - whole * length:,} tokens left out; what few "
+      f"note: the text has {len(ids):,} tokens: {num_rows} of {rows} rows of "
+      f"{length:,}, {len(ids) - num_rows * length:,} tokens left out; what few "
       "tokens do not show is not in the calibration"
     )
-  return np.asarray(ids[: whole * length], np.int32).reshape(whole, length)
+  return np.asarray(ids[: num_rows * length], np.int32).reshape(
+    num_rows, length
+  )
 
 
 # ---------------------------------------------------------------------------

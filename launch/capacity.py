@@ -30,44 +30,44 @@ FORMAT = "ringjax-capacity"
 _PROGRAMS = ("train", "prefill")
 _COMPARED = ("striped", "gather", "plain")
 _LEAST, _MOST = 1 << 13, 1 << 28
-# Scores of all pairs of more tokens are too many for the compiler to count.
+# More tokens have more pairwise scores than the compiler can count.
 _MOST_PAIRS = 1 << 22
-_OF_TRAINING = ("remat", "optimizer", "loss_block")
+_TRAINING_OPTIONS = ("remat", "optimizer", "loss_block")
 _WITH_CACHE = ("prefill",)
 _PICTURE = "the longest contexts of each model, slice and strategy"
-# What identifies a row.
-_ASKED = ("model", "slice", "what", "strategy", "options")
+# Fields that identify a row.
+_KEY_FIELDS = ("model", "slice", "what", "strategy", "options")
 
 
 def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  """Searches the contexts that were asked for and are not yet in the file."""
+  """Searches the requested contexts that are not yet in the file."""
   common.check_files(values, "plot")
-  whats = strategies.known("what", values.what, _PROGRAMS)
+  programs = strategies.known("what", values.what, _PROGRAMS)
   slices = strategies.known("slices", values.slices, SLICES)
-  compared = [aot.named(one) for one in values.strategy or _COMPARED]
+  compared = [aot.named(strategy) for strategy in values.strategy or _COMPARED]
   screen = console.Screen(aot.NAME, stderr)
   cells = [
     {
       "model": model,
       "slice": name,
-      "what": what,
+      "what": program,
       "strategy": strategy,
-      "options": _options(values, what),
+      "options": _options(values, program),
     }
-    for model, name, what, strategy in itertools.product(
-      values.model or MODELS, slices, whats, compared
+    for model, name, program, strategy in itertools.product(
+      values.model or MODELS, slices, programs, compared
     )
   ]
   order = [_key(cell) for cell in cells]
   versions = compiler.versions()
-  before, rows, older = _kept(values.out, versions, order)
+  other_rows, rows, older = _load_rows(values.out, versions, order)
   if rows:
     screen.say(f"{len(rows)} of {len(cells)} are in {values.out}.json")
   missing = [cell for cell in cells if _key(cell) not in rows]
   if missing:
     compiler.require()
 
-  def found_row(number: int) -> dict[str, Any]:
+  def search_cell(number: int) -> dict[str, Any]:
     cell = missing[number]
     words = " ".join(str(value) for value in cell.values() if value)
     label = f"{number + 1} of {len(missing)}, {words}"
@@ -76,45 +76,49 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     row = find(cell, SLICES[cell["slice"]], values.timeout, say)
     return {**row, "versions": versions}
 
-  def known() -> list[dict[str, Any]]:
-    good = {k: v for k, v in rows.items() if "refused" not in v}
-    return before + _in_order(rows | older | good, order)
+  def all_rows() -> list[dict[str, Any]]:
+    accepted = {k: v for k, v in rows.items() if "refused" not in v}
+    return other_rows + _in_order(rows | older | accepted, order)
 
-  each = common.several(found_row, len(missing), values.jobs, compiler.stop)
-  for number, row in each:
+  searched = common.several(
+    search_cell, len(missing), values.jobs, compiler.stop
+  )
+  for number, row in searched:
     rows[_key(missing[number])] = row
     if values.out is not None:
-      # What is known is kept, also when it is stopped or refused.
-      _keep(values.out, known())
-  found = _in_order(rows, order)
+      # Write after each row, so that an interrupted search keeps its results.
+      _write_rows(values.out, all_rows())
+  ordered = _in_order(rows, order)
   if values.plot is not None:
-    plot(known(), values.plot)
+    plot(all_rows(), values.plot)
     screen.say(f"wrote {values.plot}")
     if values.out is not None:
-      # Its page shows a picture that is beside it.
-      _keep(values.out, known())
-  strategies.put(values, stdout, {"rows": found, "note": NOTE}, table(found))
+      # The page links the picture if it exists: write the page again.
+      _write_rows(values.out, all_rows())
+  strategies.put(
+    values, stdout, {"rows": ordered, "note": NOTE}, table(ordered)
+  )
   if values.out is not None:
     screen.say(f"wrote {values.out}.md and {values.out}.json")
 
 
-def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
-  """The builder's options that were given.
+def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
+  """Options of the builder that were passed as flags.
 
   Raises:
-    OptionError: a kind of cache of a program without one, or none that is.
+    OptionError: If the program has no cache, or the kind of cache is unknown.
   """
   options: dict[str, Any] = {
     flag: values[flag].value
-    for flag in (*_OF_TRAINING, "shard", "block", "dtype")
+    for flag in (*_TRAINING_OPTIONS, "shard", "block", "dtype")
     if values[flag].value is not None
-    and (what == "train" or flag not in _OF_TRAINING)
+    and (program == "train" or flag not in _TRAINING_OPTIONS)
   }
   if values.cache is not None:
-    if what not in _WITH_CACHE:
+    if program not in _WITH_CACHE:
       raise OptionError(
         "--cache",
-        f"{values.cache} with --what={what}, which has no cache",
+        f"{values.cache} with --what={program}, which has no cache",
         f"it with --what={' or '.join(_WITH_CACHE)}",
         f"pass --what={_WITH_CACHE[0]}, or leave --cache out",
       )
@@ -128,34 +132,38 @@ def find(
   timeout_s: float,
   say: Callable[[str], None],
 ) -> dict[str, Any]:
-  """A cell with the largest context that fits on a slice, or why none does.
+  """Searches the largest context of a cell that fits on a slice.
 
   Args:
-    cell: model, slice (its usual name), what, strategy and options.
-    topology: the slice as the compiler calls it.
-    timeout_s: seconds for a program.
-    say: called with lines of progress.
+    cell: Model, slice (its usual name), what (the program), strategy and
+      options.
+    topology: Name of the slice for the compiler.
+    timeout_s: Seconds to compile a program.
+    say: Function that prints a line of progress.
+
+  Returns:
+    The cell with its largest context, or with the reason of a refusal.
   """
   devices = chips.devices(topology)
   options = {
     "model": cell["model"], "strategy": cell["strategy"], **cell["options"],
   }  # fmt: skip
 
-  def fits(tokens: int) -> tuple[bool, int, int]:
-    found = compiler.compile(
+  def try_tokens(tokens: int) -> tuple[bool, int, int]:
+    compiled = compiler.compile(
       f"{aot.BUILDERS}:{cell['what']}",
       topology,
       options | {"tokens": tokens},
       timeout_s=timeout_s,
       memory_only=True,
     )
-    says = "fits" if found.fits else "does not fit"
+    verdict = "fits" if compiled.fits else "does not fit"
     say(
-      f"{tokens:,} tokens: {console.nbytes(found.needed_bytes)} of "
-      f"{console.nbytes(found.limit_bytes)}, {says} "
-      f"({found.trace_s + found.compile_s:.0f} s)"
+      f"{tokens:,} tokens: {console.nbytes(compiled.needed_bytes)} of "
+      f"{console.nbytes(compiled.limit_bytes)}, {verdict} "
+      f"({compiled.trace_s + compiled.compile_s:.0f} s)"
     )
-    return found.fits, found.needed_bytes, found.limit_bytes
+    return compiled.fits, compiled.needed_bytes, compiled.limit_bytes
 
   row = {
     **cell,
@@ -163,20 +171,22 @@ def find(
     "devices": devices,
     "limit_bytes": chips.core(topology).hbm_bytes,
   }
-  most = _MOST_PAIRS if cell["strategy"] == "plain" else _MOST
+  max_tokens = _MOST_PAIRS if cell["strategy"] == "plain" else _MOST
   try:
-    found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=most)
+    largest = capacity.largest(
+      try_tokens, unit=devices * 128, least=_LEAST, most=max_tokens
+    )
   except RingjaxError as error:
     say(f"refused: {error}")
     return {**row, "refused": str(error)}
-  return {**row, **files.record(found)}
+  return {**row, **files.record(largest)}
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: str) -> None:
   """Draws the largest contexts, a panel for each program.
 
   Raises:
-    OptionError: no matplotlib, or a path that cannot be written.
+    OptionError: If matplotlib is missing or the path cannot be written.
   """
   panels: dict[str, dict[str, dict[str, int]]] = {}
   for row in rows:
@@ -191,8 +201,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str) -> None:
 def page(
   rows: Sequence[Mapping[str, Any]], picture: str | None = None
 ) -> list[str]:
-  """The table with a title, as the site has it, behind its `picture`."""
-  shown = [] if picture is None else [f"![{_PICTURE}]({picture})", ""]
+  """The page of the documentation: title, `picture` and table."""
+  picture_lines = [] if picture is None else [f"![{_PICTURE}]({picture})", ""]
   return [
     "# The longest contexts that fit",
     "",
@@ -201,7 +211,7 @@ def page(
     "Options stand behind the program, such as the kind of its cache (dense",
     "unless said). Nothing of it was measured on hardware.",
     "",
-    *shown,
+    *picture_lines,
     *table(rows),
   ]
 
@@ -211,8 +221,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   compared = list(dict.fromkeys(row["strategy"] for row in rows))
   cells: dict[tuple[str, ...], dict[str, str]] = {}
   for row in rows:
-    what = " ".join((row["what"], *(str(v) for v in row["options"].values())))
-    key = (row["model"], f"{row['slice']} ({row['topology']})", what)
+    program = " ".join(
+      (row["what"], *(str(v) for v in row["options"].values()))
+    )
+    key = (row["model"], f"{row['slice']} ({row['topology']})", program)
     if "refused" in row:
       text = "refused"
     elif not row["tokens"]:
@@ -223,8 +235,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         text = f"{text} or more"
     cells.setdefault(key, {})[row["strategy"]] = text
   body = [
-    (*key, *(found.get(name, "") for name in compared))
-    for key, found in cells.items()
+    (*key, *(by_strategy.get(name, "") for name in compared))
+    for key, by_strategy in cells.items()
   ]
   return strategies.markdown(("model", "slice", ""), compared, body)
 
@@ -235,7 +247,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _key(row: Mapping[str, Any]) -> str:
-  return repr([row[name] for name in _ASKED])
+  return repr([row[name] for name in _KEY_FIELDS])
 
 
 def _in_order(
@@ -244,13 +256,13 @@ def _in_order(
   return [rows[key] for key in order if key in rows]
 
 
-def _kept(
+def _load_rows(
   out: str | None, versions: Mapping[str, str], order: Sequence[str]
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-  """Of a file, the rows not asked for now, the answers, and older answers.
+  """Loads the rows of a file: unrequested ones, current and older results.
 
-  A row of another compiler is an older answer, which stays until there is a
-  new one. A refusal is no answer.
+  A row of another compiler version is an older result, which stays until there
+  is a new one. Refused cells are searched again.
   """
   if out is None:
     return [], {}, {}
@@ -262,7 +274,7 @@ def _kept(
   others, answers, older = [], {}, {}
   rows = files.read(path, FORMAT).get("rows")
   if not isinstance(rows, list) or not all(
-    isinstance(row, dict) and {*_ASKED, "versions", "topology"} <= set(row)
+    isinstance(row, dict) and {*_KEY_FIELDS, "versions", "topology"} <= set(row)
     for row in rows
   ):
     raise files.fault(path, "no rows", "what capacity wrote")
@@ -270,12 +282,12 @@ def _kept(
     if _key(row) not in order:
       others.append(row)
     elif "refused" not in row:
-      known = answers if row["versions"] == versions else older
-      known[_key(row)] = row
+      target = answers if row["versions"] == versions else older
+      target[_key(row)] = row
   return others, answers, older
 
 
-def _keep(out: str, rows: Sequence[dict[str, Any]]) -> None:
+def _write_rows(out: str, rows: Sequence[dict[str, Any]]) -> None:
   files.write(f"{out}.json", FORMAT, {"rows": list(rows), "note": NOTE})
   picture = pathlib.Path(f"{out}.png")
   shown = picture.name if picture.exists() else None

@@ -1,17 +1,17 @@
 """Talks with a model in the terminal.
 
   python -m launch.chat
-      With the model smollm2-135m, which python -m launch.fetch brings.
+      With the model smollm2-135m, which python -m launch.fetch downloads.
   python -m launch.chat --model=DIR --system="Answer in one sentence."
       With any model that was tuned for chats.
   python -m launch.chat --model=DIR --context=131072 --mesh=seq:4 --cache=int8
-      A long conversation, whose cache lies on four devices.
+      A long conversation, whose cache is sharded over four devices.
   echo "What is a ring?" | python -m launch.chat
       Each line of a pipe is a message.
 
 The answer goes to stdout as it comes, all else to stderr. The cache stays from
-turn to turn: of each message only what is new is read. Ctrl-C ends an answer
-and not the conversation, Ctrl-D ends that. /help lists the commands.
+turn to turn: only the new tokens of each message are read. Ctrl-C ends an
+answer and not the conversation, Ctrl-D ends that. /help lists the commands.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Ctrl-C ends an answer. A message that begins with a slash: begin it with two."""
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   model_flags.define(values, _MODEL)
   new.whole("max_new_tokens", None, f"Longest answer; {_NEW_TOKENS:,}.")
@@ -87,7 +87,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Talks until the input ends; the exit status."""
+  """Talks until the input ends; returns the exit status."""
   stdin = sys.stdin if stdin is None else stdin
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
@@ -105,7 +105,7 @@ def run(
     console.Job().run(chat.begin)
     chat.talk()
   except KeyboardInterrupt:
-    # While a model is loaded, or a second one within an answer.
+    # Ctrl-C while a model is loaded, or for the second time in an answer.
     screen.end()
     screen.error(f"interrupted while {chat.doing}")
     console.leave(console.INTERRUPTED)
@@ -133,13 +133,13 @@ class _Chat:
     self._values = values
     self._in, self._out, self._screen = stdin, stdout, screen
     self._terminal = stdin.isatty()
-    # Texts of files that come before the next message.
+    # Texts of /read files, which come before the next message.
     self._files: list[str] = []
     self._conversation: Any = None
     self._tokenizer: Any = None
 
   def begin(self) -> None:
-    """Loads the model and makes the cache."""
+    """Loads the model and creates the cache."""
     values, screen = self._values, self._screen
     path = fetched_models.resolve(values.model or _MODEL, "--model")
     folder = pathlib.Path(path)
@@ -149,8 +149,10 @@ class _Chat:
     template = _template(values.chat_template, self._tokenizer)
     self.doing = "loading the model"
     screen.begin(f"loading {folder}")
-    beside = None if values.memory is None else self._beside
-    model = model_flags.load(values, folder, mesh, screen.say, beside=beside)
+    call_bytes = None if values.memory is None else self._call_bytes
+    model = model_flags.load(
+      values, folder, mesh, screen.say, beside=call_bytes
+    )
     jax.block_until_ready(model)
     context = self._context(model)
     self.doing = "making the cache"
@@ -191,11 +193,11 @@ class _Chat:
     )
 
   def _context(self, model: Any) -> int:
-    """Tokens of the whole conversation."""
+    """Largest number of tokens of the conversation."""
     return self._values.context or min(model.config.max_positions, _CONTEXT)
 
-  def _beside(self, model: Any, mesh: Any) -> Any:
-    """Bytes that --memory has to leave to the longest call."""
+  def _call_bytes(self, model: Any, mesh: Any) -> Any:
+    """Bytes that the longest call needs, for --memory."""
     values, context = self._values, self._context(model)
     new = min(values.max_new_tokens or _NEW_TOKENS, context - 1)
     call = rj.infer.CallMemory(
@@ -224,7 +226,7 @@ class _Chat:
           else:
             self._answer(text[1:] if text.startswith("//") else text)
         except (PromptError, TemplateError) as error:
-          # The conversation is as it was.
+          # The conversation has not changed.
           self._screen.error(f"{error}")
         except OSError as error:
           if isinstance(error, BrokenPipeError):
@@ -232,7 +234,7 @@ class _Chat:
           self._screen.error(f"{error.filename}: {error.strerror}")
 
   def _lines(self) -> Iterator[str]:
-    """The lines of the user."""
+    """Yields the lines of the user."""
     self.doing = "waiting for a message"
     while True:
       try:
@@ -252,7 +254,7 @@ class _Chat:
         self._screen.say("")
 
   def _command(self, text: str) -> bool:
-    """Does what a command says; whether the conversation goes on."""
+    """Runs a command; returns whether the conversation continues."""
     word, _, name = text.partition(" ")
     path = os.path.expanduser(name.strip())
     if word in ("/read", "/save") and not path:
@@ -283,7 +285,7 @@ class _Chat:
     return True
 
   def _answer(self, text: str) -> None:
-    """Answers a message, and says what that took."""
+    """Answers a message, and prints its tokens and times."""
     job, screen = console.Job(), self._screen
     job.gentle = True
     message = "\n\n".join([*self._files, text])
@@ -325,7 +327,7 @@ class _Chat:
 
 
 def _figures(turn: Turn) -> str:
-  """The figures of a turn, in words."""
+  """Text on the tokens and times of a turn."""
   steps = len(turn.tokens) - 1
   rate = f"{steps / turn.answer_s:,.1f}" if steps and turn.answer_s else "-"
   ended = ""
@@ -359,7 +361,7 @@ def _template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
 
 @contextlib.contextmanager
 def _history(terminal: bool) -> Iterator[None]:
-  """Earlier lines by arrow keys, from one run to the next."""
+  """Keeps the history of lines, for arrow keys, from run to run."""
   if not terminal:
     yield
     return

@@ -23,12 +23,12 @@ from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
 from ringjax.serve.cluster.routing import ROLES
 
-# A flag belongs to the script that asked for it, and stands in its --help.
+# Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of clusters."""
+  """Defines the flags of clusters."""
   new = FlagHelper(values)
   flags.DEFINE_enum(
     "role",
@@ -146,10 +146,10 @@ def define(values: flags.FlagValues) -> None:
 
 
 def read_key(values: flags.FlagValues) -> bytes:
-  """The secret in the file of --cluster_key.
+  """Reads the secret in the file of --cluster_key.
 
   Raises:
-    OptionError: there is none, or it is too short.
+    OptionError: If it is missing or too short.
   """
   if values.cluster_key is None:
     raise OptionError(
@@ -175,10 +175,10 @@ def read_key(values: flags.FlagValues) -> bytes:
 
 
 def join_address(values: flags.FlagValues) -> tuple[str, int]:
-  """Host and port of --join.
+  """Parses host and port of --join.
 
   Raises:
-    OptionError: it is none.
+    OptionError: If it is not of the form HOST:PORT.
   """
   host, _, port = (values.join or "").rpartition(":")
   if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
@@ -195,7 +195,7 @@ def check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded.
 
   Raises:
-    OptionError: they do not.
+    OptionError: If two flags conflict or a value is invalid.
   """
   joins = values.join is not None
   if (values.num_processes or 1) > 1:
@@ -249,7 +249,7 @@ def check(values: flags.FlagValues) -> None:
         "pass it to the router",
       )
   if values.role == "router":
-    # Its names and options; what it predicts with comes with the model.
+    # Check the policy's names and options; its cost model needs the folder.
     any_times = cluster.RoutingCosts(times=cluster.QuadraticTimes())
     cluster.routing_policy(values.policy, any_times)
     if values.log_calls is not None:
@@ -308,7 +308,7 @@ def check(values: flags.FlagValues) -> None:
 def router(
   values: flags.FlagValues, folder: pathlib.Path, tokenizer: rj.data.Tokenizer
 ) -> cluster.ClusterRouter:
-  """The router of the flags, for a folder's model, which is not loaded."""
+  """Creates the router of the flags for a model, without loading weights."""
   config, _ = rj.models.read_config(_config(folder), strict=values.strict)
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
@@ -339,9 +339,9 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
   """The config of a folder or of a GGUF file.
 
   Raises:
-    ConfigError: there is none, or it is not strict JSON.
+    ConfigError: If it is missing or not strict JSON.
   """
-  # A path from the root is no preset's name.
+  # An absolute path is never the name of a preset.
   config = aot.config_of(str(folder.absolute()))
   assert not isinstance(config, str)
   return config
@@ -350,7 +350,7 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
 def _costs(
   values: flags.FlagValues, folder: pathlib.Path
 ) -> cluster.RoutingCosts:
-  """What is predicted with."""
+  """Cost model of the routing policy: times, link and bytes per token."""
   shape = offload.shape_of(str(folder.absolute()))
   config = _config(folder)
   dtype = values.dtype or config.get("dtype") or config.get("torch_dtype")
@@ -376,7 +376,7 @@ def _costs(
 def _roles(
   values: flags.FlagValues, costs: cluster.RoutingCosts
 ) -> cluster.DriftingRoles:
-  """Roles by simulations of engines with the flags of this process."""
+  """Planner that changes roles by simulating engines with these flags."""
   times = costs.times
   assert isinstance(times, cluster.PhaseTimes)
   return cluster.DriftingRoles(
@@ -385,7 +385,7 @@ def _roles(
       times=times,
       share="ahead",
       max_prefill_tokens=values.piece * values.pieces,
-      # Pages of the pool that nothing else needs.
+      # Free pages of the pool keep prefixes.
       prefix_cache_tokens=2**20,
     ),
     limits=limits_of(values.slo),
@@ -399,7 +399,7 @@ def _roles(
 def work(
   values: flags.FlagValues, engine: rj.serve.Engine, screen: console.Screen
 ) -> int:
-  """Serves a router until a signal; the exit status."""
+  """Runs an instance of a router until a signal; returns the exit status."""
   devices = None
   if values.device_pages:
     devices = rj.transfer.DeviceServer(
@@ -418,9 +418,9 @@ def work(
     devices=devices,
     device_bytes=max(1, values.device_pages),
   )
-  told = threading.Event()
+  stopped = threading.Event()
   for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: told.set())
+    signal.signal(number, lambda *_: stopped.set())
   host, port = worker.publisher.address
   screen.say(f"instance {worker.name}, pages at {host}:{port}")
   if devices is not None:
@@ -428,22 +428,22 @@ def work(
       f"up to {values.device_pages:,} bytes of pages stay on the devices, for "
       f"JAX's transfer server at {devices.host}"
     )
-  said, was, measured = "", False, False
+  shown_refusal, was_joined, measured = "", False, False
   worker.start()
-  while not told.wait(0.1) and not worker.ended.is_set():
+  while not stopped.wait(0.1) and not worker.ended.is_set():
     if worker.times is not None and not measured:
       measured = True
-      screen.say(_measured(worker.times))
-    if worker.joined.is_set() != was:
-      was = not was
-      word = "joined" if was else "lost"
+      screen.say(_times_text(worker.times))
+    if worker.joined.is_set() != was_joined:
+      was_joined = not was_joined
+      word = "joined" if was_joined else "lost"
       screen.say(f"{word} the router {values.join}, as {worker.role}")
-      if was and worker.notice:
+      if was_joined and worker.notice:
         screen.say(worker.notice)
-    elif not was and worker.refused not in ("", said):
-      said = worker.refused
-      screen.say(f"not joined: {said}")
-  failed = worker.ended.is_set() and not told.is_set()
+    elif not was_joined and worker.refused not in ("", shown_refusal):
+      shown_refusal = worker.refused
+      screen.say(f"not joined: {shown_refusal}")
+  failed = worker.ended.is_set() and not stopped.is_set()
   if not failed:
     worker.leave(values.grace)
   engine.close()
@@ -451,8 +451,8 @@ def work(
   return 1 if failed else 0
 
 
-def _measured(times: cluster.QuadraticTimes) -> str:
-  """What an instance says of its own calls."""
+def _times_text(times: cluster.QuadraticTimes) -> str:
+  """Message about the times that an instance measured for the router."""
   prompts = ", ".join(
     f"{n:,} tokens {times.prefill_s([(n, 0)]):.3g} s" for n in (1000, 8000)
   )
@@ -465,17 +465,17 @@ def _measured(times: cluster.QuadraticTimes) -> str:
 def logging_calls(
   values: flags.FlagValues, engine: rj.serve.Engine
 ) -> contextlib.AbstractContextManager[None]:
-  """Logs an engine's calls in a block, if the flags say so."""
+  """Context manager that logs an engine's calls, with --log_calls."""
   if values.log_calls is None:
     return contextlib.nullcontext()
   return cluster.log_calls(engine, values.log_calls)
 
 
 def _own_address(values: flags.FlagValues) -> str:
-  """Where others reach this machine, in numbers.
+  """Numeric address at which other instances reach this machine.
 
   Raises:
-    OptionError: nothing leads to the router.
+    OptionError: If no route to the router exists.
   """
   try:
     if values.host not in ("0.0.0.0", "::"):
@@ -483,7 +483,7 @@ def _own_address(values: flags.FlagValues) -> str:
     family, *_, router = socket.getaddrinfo(
       *join_address(values), type=socket.SOCK_DGRAM
     )[0]
-    # Nothing is sent; the system chooses a way.
+    # A UDP connect sends nothing, but the system chooses the interface.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
       probe.connect(router)
       return str(probe.getsockname()[0])
@@ -497,17 +497,17 @@ def _own_address(values: flags.FlagValues) -> str:
 
 
 def command(values: flags.FlagValues, stdout: TextIO | None) -> int:
-  """Asks a router for its instances, or for another role of one."""
+  """Lists the instances of a router, or changes the role of one."""
   fields = {"what": "instances"}
   if values.set_role is not None:
     name, _, role = values.set_role.rpartition("=")
     fields = {"what": "set_role", "name": name, "role": role}
-  found = cluster.ask_router(
+  reply = cluster.ask_router(
     join_address(values),
     read_key(values),
     silence_s=values.silence,
     **fields,
   )
-  for one in found["instances"]:
-    print(json_text(one), file=stdout, flush=True)
+  for instance in reply["instances"]:
+    print(json_text(instance), file=stdout, flush=True)
   return 0

@@ -1,4 +1,4 @@
-"""What all launch scripts do: start processes, make meshes, parse flags.
+"""Code that all launch scripts share: processes, meshes, flags.
 
 Several processes: by hand with --coordinator, --num_processes and
 --process_id; under srun, Open MPI and on GKE's TPU slices they find each
@@ -33,9 +33,9 @@ from ringjax.plan import draw
 T = TypeVar("T")
 AXES = ("replica", "data", "seq", "model")
 DEVICES = 8
-# Number of processes, as their launchers say.
+# Environment variables in which launchers set the number of processes.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-# What JAX reads in a step of Slurm.
+# Environment variables that JAX reads in a step of Slurm.
 _SLURM = (
   "SLURM_JOB_ID",
   "SLURM_STEP_NODELIST",
@@ -52,7 +52,7 @@ _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of every script that computes."""
+  """Defines the flags of every script that computes."""
   new = FlagHelper(values)
   new.text(
     "mesh",
@@ -82,32 +82,32 @@ def define(values: flags.FlagValues) -> None:
 
 
 def start(values: flags.FlagValues, *, single: bool = False) -> None:
-  """Makes CPU devices and connects the processes, before JAX is first used.
+  """Configures CPU devices and connects the processes, before JAX starts.
 
   Args:
-    values: the flags.
-    single: whether one process has one CPU device, unless flags or the
-      environment say how many: for a model that a user brings.
+    values: Flags of the script.
+    single: Whether one process has one CPU device by default, unless flags or
+      the environment set the number: for a model of --model.
 
   Raises:
-    OptionError: flags that do not go together, or a missing process.
-    MeshError: --mesh is not of the form data:1,seq:8.
+    OptionError: If flags do not go together, or a process is missing.
+    MeshError: If --mesh is not of the form data:1,seq:8.
   """
   quiet_logging()
   by_hand: dict[str, Any] = {
     name: values[name].value
     for name in ("coordinator", "num_processes", "process_id")
   }
-  given = [name for name, value in by_hand.items() if value is not None]
-  if given and len(given) < len(by_hand):
+  passed = [name for name, value in by_hand.items() if value is not None]
+  if passed and len(passed) < len(by_hand):
     raise OptionError(
       "flags",
-      f"--{' and --'.join(given)}",
+      f"--{' and --'.join(passed)}",
       "--coordinator, --num_processes and --process_id together",
       "pass all three",
     )
-  count = by_hand["num_processes"] if given else _found_processes()
-  if given and not 0 <= by_hand["process_id"] < count:
+  count = by_hand["num_processes"] if passed else _found_processes()
+  if passed and not 0 <= by_hand["process_id"] < count:
     raise OptionError(
       "--process_id",
       by_hand["process_id"],
@@ -115,17 +115,17 @@ def start(values: flags.FlagValues, *, single: bool = False) -> None:
       "number the processes from 0",
     )
   look = values.distributed
-  several = given or look or (look is None and count > 1)
-  if several and not given:
+  connects = passed or look or (look is None and count > 1)
+  if connects and not passed:
     _check_slurm()
   _make_cpu_devices(values, count, single)
-  if several:
-    asked = tuple(by_hand.values())
-    if given:
-      rendezvous.call(*asked, timeout_s=values.init_timeout)
+  if connects:
+    process_args = tuple(by_hand.values())
+    if passed:
+      rendezvous.call(*process_args, timeout_s=values.init_timeout)
     try:
       jax.distributed.initialize(
-        *asked, initialization_timeout=math.ceil(values.init_timeout)
+        *process_args, initialization_timeout=math.ceil(values.init_timeout)
       )
     except (RuntimeError, ValueError) as error:
       raise OptionError(
@@ -140,7 +140,7 @@ def _check_slurm() -> None:
   """Refuses a step of Slurm without the variables that JAX reads.
 
   Raises:
-    OptionError: variables are missing, and no other launcher has set its own.
+    OptionError: If variables are missing and no other launcher is in use.
   """
   others = (*_HOSTS, "OMPI_COMM_WORLD_SIZE")
   if any(os.environ.get(name) for name in others) or not any(
@@ -161,67 +161,67 @@ def _check_slurm() -> None:
 def quiet_logging() -> None:
   """Logs warnings only, unless --verbosity is passed."""
   if not flags.FLAGS.is_parsed() or not flags.FLAGS["verbosity"].present:
-    # At "info" JAX lists the accelerators that it did not find.
+    # At level "info" JAX lists the accelerators that it did not find.
     logging.set_verbosity(logging.WARNING)
 
 
 def _found_processes() -> int:
-  """The number of processes by the environment; 0 if it says nothing."""
+  """Number of processes by the environment; 0 if no variable is set."""
   counts = [os.environ.get(name, "") for name in _COUNTS]
-  found = [int(text) for text in counts if text.isdecimal()]
+  sizes = [int(text) for text in counts if text.isdecimal()]
   hosts = [os.environ.get(name, "") for name in _HOSTS]
-  found += [text.count(",") + 1 for text in hosts]
-  return max(found)
+  sizes += [text.count(",") + 1 for text in hosts]
+  return max(sizes)
 
 
 def _make_cpu_devices(
   values: flags.FlagValues, processes: int, single: bool
 ) -> None:
-  wanted = values.devices
-  if wanted is None:
+  count = values.devices
+  if count is None:
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
       return
-    # Virtual devices of a CPU make nothing faster.
+    # More virtual CPU devices would not make one process faster.
     alone = single and processes == 1 and values.mesh is None
     if alone and "JAX_NUM_CPU_DEVICES" in os.environ:
       return
     size = 1
     for _, n in axes(values.mesh or f"seq:{1 if alone else DEVICES}"):
       size *= n
-    wanted = max(1, (size if size > 0 else DEVICES) // processes)
-  give_threads(wanted)
+    count = max(1, (size if size > 0 else DEVICES) // processes)
+  give_threads(count)
   config: Any = jax.config
-  if config.jax_num_cpu_devices != wanted:
+  if config.jax_num_cpu_devices != count:
     try:
-      jax.config.update("jax_num_cpu_devices", wanted)
+      jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-      # JAX runs already: a notebook, or a test.
+      # JAX has started already, as in a notebook or a test.
       if values.devices is not None:
         raise OptionError(
-          "--devices", wanted, "no --devices once JAX runs", "leave it out"
+          "--devices", count, "no --devices once JAX runs", "leave it out"
         ) from None
 
 
 def give_threads(devices: int) -> None:
-  """Gives XLA two threads for each of so many CPU devices.
+  """Gives XLA at least two threads for each CPU device.
 
-  Its CPU client begins collectives that don't depend on each other at once.
-  Each blocks a thread until all devices have begun it, and by default there are
-  as many threads as devices: one device can take them all, and after 40 s the
-  process is aborted. With one device, or once JAX runs, nothing changes.
+  XLA's CPU client begins independent collectives at once. Each blocks a thread
+  until all devices have begun it, and by default there are as many threads as
+  devices: one device can take them all, and XLA aborts the process after 40 s.
+  With one device, or once JAX has started, nothing changes.
   """
   if devices > 1:
-    many = max(os.cpu_count() or 1, 2 * devices)
-    os.environ.setdefault("NPROC", str(many))
+    threads = max(os.cpu_count() or 1, 2 * devices)
+    os.environ.setdefault("NPROC", str(threads))
 
 
 def axes(text: str) -> list[tuple[str, int]]:
-  """The axes of "data:1,seq:8".
+  """Parses mesh axes and sizes, as "data:1,seq:8".
 
   Raises:
-    MeshError: not of this form.
+    MeshError: If the text is not of this form.
   """
-  found = []
+  pairs = []
   for part in text.split(","):
     match = re.fullmatch(r"\s*(\w+)\s*:\s*(-1|[1-9]\d{0,5})\s*", part)
     if match is None or match[1] not in AXES:
@@ -231,38 +231,38 @@ def axes(text: str) -> list[tuple[str, int]]:
         f"axes of {', '.join(AXES)} with their sizes",
         "write it like data:1,seq:8",
       )
-    found.append((match[1], int(match[2])))
-  return found
+    pairs.append((match[1], int(match[2])))
+  return pairs
 
 
 def mesh(text: str | None) -> Mesh:
-  """The mesh of a flag, over the devices of all processes.
+  """Creates the mesh of --mesh over the devices of all processes.
 
   Raises:
-    MeshError: it does not fit them.
+    MeshError: If it does not fit the devices.
   """
   names, sizes = zip(*axes(text or "seq:-1"), strict=True)
-  made = make_mesh(sizes, names)
-  if jax.process_count() > 1 and made.devices.size < jax.device_count():
+  device_mesh = make_mesh(sizes, names)
+  if jax.process_count() > 1 and device_mesh.devices.size < jax.device_count():
     raise MeshError(
       "--mesh",
-      f"{text}, {made.devices.size} devices",
+      f"{text}, {device_mesh.devices.size} devices",
       f"all {jax.device_count()} devices of {jax.process_count()} processes",
       "write -1 for one of the sizes",
     )
-  return made
+  return device_mesh
 
 
 def check_files(values: flags.FlagValues, *names: str) -> None:
   """Refuses output files that cannot be written, before anything is computed.
 
   Args:
-    values: the flags.
-    names: of those that name a file; "plot" is a picture.
+    values: Flags of the script.
+    names: Names of flags that hold a path; "plot" needs matplotlib.
 
   Raises:
-    OptionError: a missing directory, a path that cannot be written, or no
-      matplotlib for a picture.
+    OptionError: If a directory is missing, a path cannot be written, or
+      matplotlib is missing for a plot.
   """
   for name in names:
     path = values[name].value
@@ -277,10 +277,10 @@ def check_files(values: flags.FlagValues, *names: str) -> None:
     elif not path or os.path.isdir(path):
       got = f"{path!r}, a directory" if path else "an empty path"
       fault = got, "a path of a file", "add the name of the file"
-    # A device or a pipe, such as /dev/stdout, needs nothing of its folder.
+    # A device or a pipe, such as /dev/stdout, needs no writable folder.
     elif os.path.isfile(path) or not os.path.exists(path):
       try:
-        # By writing: permissions alone say nothing of a read-only disk.
+        # Permissions alone do not show that a disk is read-only.
         tempfile.TemporaryFile(dir=folder).close()
       except OSError as error:
         got = f"cannot write to {path}: {error.strerror}"
@@ -297,7 +297,7 @@ def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
     calibrated: Whether a calibration has to be there if the kind needs one.
 
   Raises:
-    OptionError: No such kind, or one without the calibration that it needs.
+    OptionError: If there is no such kind, or its calibration is missing.
   """
   kind = kind_text.parse(text, "--cache")
   codec = kind.codec
@@ -309,20 +309,20 @@ def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
 
 
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:
-  """The result of `make` in process 0, int32 [n], in every process.
+  """Broadcasts the result of `make` in process 0, int32 [n], to every process.
 
   Raises:
-    OptionError: it failed there.
+    OptionError: In the other processes, if `make` failed in process 0.
   """
   if jax.process_count() == 1:
     return make()
-  made, fault = np.zeros(0, np.int32), None
+  ids, fault = np.zeros(0, np.int32), None
   if jax.process_index() == 0:
     try:
-      made = make()
+      ids = make()
     except Exception as error:
       fault = error
-  size = np.array(-1 if fault else made.size, np.int32)
+  size = np.array(-1 if fault else ids.size, np.int32)
   size = int(multihost_utils.broadcast_one_to_all(size))
   if fault is not None:
     raise fault
@@ -333,8 +333,8 @@ def share(make: Callable[[], np.ndarray]) -> np.ndarray:
       "a prompt that it can read",
       "see the error of process 0",
     )
-  made = np.resize(made, size) if made.size != size else made
-  return np.asarray(multihost_utils.broadcast_one_to_all(made))
+  ids = np.resize(ids, size) if ids.size != size else ids
+  return np.asarray(multihost_utils.broadcast_one_to_all(ids))
 
 
 # ---------------------------------------------------------------------------
@@ -348,9 +348,9 @@ def parse(
   """Parses a script's flags, to run it from Python.
 
   Args:
-    name: of the script.
-    define: defines its flags.
-    argv: as on a command line, without the script's name.
+    name: Name of the script.
+    define: Function that defines its flags.
+    argv: Arguments of a command line, without the script's name.
   """
   values, words = parse_words(name, define, argv)
   refuse_rest([name, *words])
@@ -360,16 +360,16 @@ def parse(
 def parse_words(
   name: str, define: Callable[[flags.FlagValues], None], argv: Sequence[str]
 ) -> tuple[flags.FlagValues, list[str]]:
-  """As `parse`, for a script with sub-commands: the flags, and those words."""
+  """Parses the flags and the words of a script with sub-commands."""
   values = flags.FlagValues()
   define(values)
-  words, before = [name, *argv], sys.argv
+  words, saved_argv = [name, *argv], sys.argv
   try:
-    # ml_collections looks there for fields of a config.
+    # ml_collections reads overrides of config fields from sys.argv.
     sys.argv = words
     return values, values(words)[1:]
   finally:
-    sys.argv = before
+    sys.argv = saved_argv
 
 
 def launch(
@@ -380,10 +380,10 @@ def launch(
   """Runs a script.
 
   Args:
-    name: of the script.
-    main: gets the arguments that are no flags; returns the exit status.
-    help_page: the text of --help behind a sub-command, or None for the
-      script's own page.
+    name: Name of the script.
+    main: Function of the arguments that are no flags; returns the exit status.
+    help_page: Function that returns the help of a sub-command, or None for
+      the help of the script.
   """
 
   def read(argv: Sequence[str]) -> list[str]:
@@ -395,7 +395,7 @@ def launch(
     try:
       return flags.FLAGS(argv)
     except SystemExit:
-      # The parser exits with 1 after the help that was asked for.
+      # absl's parser exits with status 1 after --help.
       raise SystemExit(0) from None
     except flags.Error as error:
       console.complain(name, error)
@@ -408,8 +408,8 @@ def launch(
       console.complain(name, error)
       return 2
     except BrokenPipeError:
-      # The reader, such as `head`, has closed the pipe. Python would try to
-      # write the rest once more as it ends.
+      # The reader, such as `head`, has closed the pipe. Python would flush
+      # stdout again at exit and print a second error.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
       return console.UNREAD
 
@@ -419,16 +419,16 @@ def launch(
 def several(
   work: Callable[[int], T], n: int, jobs: int, stop: Callable[[], None]
 ) -> Iterator[tuple[int, T]]:
-  """Yields i and work(i) of 0 to n - 1, `jobs` at a time, as they are done.
+  """Yields i and work(i) for 0 to n - 1 as they end, `jobs` at a time.
 
-  After the first error nothing is started, and `stop` is called to end what
-  runs.
+  After the first error no other starts, and `stop` is called to end the running
+  ones.
   """
   with futures.ThreadPoolExecutor(max(1, min(jobs, n))) as pool:
     begun = {pool.submit(work, i): i for i in range(n)}
     try:
-      for one in futures.as_completed(begun):
-        yield begun[one], one.result()
+      for future in futures.as_completed(begun):
+        yield begun[future], future.result()
     except BaseException:
       pool.shutdown(wait=False, cancel_futures=True)
       stop()
@@ -436,7 +436,7 @@ def several(
 
 
 def refuse_rest(argv: Sequence[str]) -> None:
-  """Raises UsageError for arguments that are no flags."""
+  """Raises UsageError for arguments that are not flags."""
   if len(argv) > 1:
     raise app.UsageError(
       f"got {' '.join(argv[1:])!r}; wanted flags; see --help"

@@ -31,10 +31,10 @@ class Field(NamedTuple):
   """A field of a config.
 
   Fields:
-    path: as a flag names it, without "--config.".
-    type: what it takes.
-    value: what it is, as JSON; "required" where there is no default.
-    text: what it means.
+    path: Path of the field in a flag, without "--config.".
+    type: Type of its value.
+    value: Current or default value as JSON; "required" without a default.
+    text: Meaning of the field.
   """
 
   path: str
@@ -44,24 +44,24 @@ class Field(NamedTuple):
 
 
 def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
-  """Every field of a config, those of its parts behind it.
+  """Yields every field of a config, each followed by its sub-fields.
 
   Args:
-    config: of `launch.train`.
-    entries: docstring that describes the entries which no class does.
+    config: Config of `launch.train`.
+    entries: Docstring of the entries that are not fields of a dataclass.
   """
-  texts = _described(entries)
+  texts = _entry_texts(entries)
   for cls in (recipe.Recipe, Objective, LoopConfig):
-    texts = _described(cls.__doc__) | texts
-  given = json.loads(config.to_json_best_effort())
-  stages = given.pop("stages", None) or [{}]
-  mixture = given.pop("sources", None) or [{}]
-  for name, value in given.items():
+    texts = _entry_texts(cls.__doc__) | texts
+  config_entries = json.loads(config.to_json_best_effort())
+  stages = config_entries.pop("stages", None) or [{}]
+  mixture = config_entries.pop("sources", None) or [{}]
+  for name, value in config_entries.items():
     kind = config.get_type(name).__name__.replace("ConfigDict", "dict")
     kind += " | None" * (value is None)
     part = _PARTS.get(name)
-    shown = "see below" if part else json_text(value)
-    yield Field(name, kind, shown, texts.get(name, ""))
+    value_text = "see below" if part else json_text(value)
+    yield Field(name, kind, value_text, texts.get(name, ""))
     if name == "start":
       names = ", ".join(INITIALISATIONS)
       yield Field(
@@ -69,13 +69,13 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
       )
       part = INITIALISATIONS.get(value.get("kind"), part)
     if part:
-      yield from _of_class(name, part, value)
+      yield from _class_fields(name, part, value)
   for i, stage in enumerate(stages):
     at = f"stages[{i}]"
     scaling = stage.get("rope_scaling")
-    yield from _of_class(at, recipe.Stage, stage)
-    yield from _of_class(f"{at}.rope_scaling", RopeScaling, scaling or {})
-    yield from _of_class(
+    yield from _class_fields(at, recipe.Stage, stage)
+    yield from _class_fields(f"{at}.rope_scaling", RopeScaling, scaling or {})
+    yield from _class_fields(
       f"{at}.context", ContextSplit, stage.get("context") or {}
     )
     yield Field(
@@ -115,9 +115,9 @@ _PARTS = {
 def page(found: Iterator[Field]) -> str:
   """Fields as text, two lines for each."""
   lines = ["Fields of a training config (type, value), set by flags:", ""]
-  for one in found:
-    lines.append(f"--config.{one.path}  ({one.type}, {one.value})")
-    lines.append(f"    {one.text}")
+  for field in found:
+    lines.append(f"--config.{field.path}  ({field.type}, {field.value})")
+    lines.append(f"    {field.text}")
   return "\n".join(lines)
 
 
@@ -127,29 +127,32 @@ def changes(
   """Fields that differ: "optimizer.learning_rate 0.1 -> 0.2".
 
   Args:
-    old: a config.
-    new: another one.
-    names: entries to compare, all that is in them included.
+    old: First config.
+    new: Second config.
+    names: Entries to compare, with their sub-fields.
   """
   values = [
-    {one.path: one.value for one in fields(config, "")} for config in (old, new)
+    {field.path: field.value for field in fields(config, "")}
+    for config in (old, new)
   ]
-  found = []
-  for path in dict.fromkeys(path for one in values for path in one):
-    a, b = (one.get(path, "none") for one in values)
+  changed = []
+  for path in dict.fromkeys(
+    path for config_values in values for path in config_values
+  ):
+    a, b = (config_values.get(path, "none") for config_values in values)
     if a != b and re.split(r"[.\[]", path)[0] in names:
-      found.append(path if len(a + b) > 60 else f"{path} {a} -> {b}")
-  return found
+      changed.append(path if len(a + b) > 60 else f"{path} {a} -> {b}")
+  return changed
 
 
-def _of_class(
-  path: str, cls: type, given: Mapping[str, Any]
+def _class_fields(
+  path: str, cls: type, current: Mapping[str, Any]
 ) -> Iterator[Field]:
-  texts = _described(cls.__doc__)
+  texts = _entry_texts(cls.__doc__)
   for field in dataclasses.fields(cls):
     value = _REQUIRED
-    if field.name in given:
-      value = json_text(given[field.name])
+    if field.name in current:
+      value = json_text(current[field.name])
     elif field.default is not dataclasses.MISSING:
       value = json_text(field.default)
     yield Field(
@@ -160,9 +163,9 @@ def _of_class(
     )
 
 
-def _described(docstring: str | None) -> dict[str, str]:
-  """What a docstring's Attributes or Entries say of each name."""
-  found: dict[str, str] = {}
+def _entry_texts(docstring: str | None) -> dict[str, str]:
+  """Parses the Attributes or Entries of a docstring: text by name."""
+  texts: dict[str, str] = {}
   indent, name = -1, ""
   for line in (docstring or "").splitlines():
     depth = len(line) - len(line.lstrip())
@@ -172,9 +175,9 @@ def _described(docstring: str | None) -> dict[str, str]:
       indent = -1
     elif depth == indent and (match := re.match(r"\s*(\w+): (.*)", line)):
       name = match[1]
-      found[name] = match[2]
+      texts[name] = match[2]
     elif depth > indent:
-      found[name] += f" {line.strip()}"
+      texts[name] += f" {line.strip()}"
     else:
       indent = -1
-  return found
+  return texts

@@ -21,9 +21,9 @@ from ringjax.errors import OutOfMemoryError, RingjaxError
 from ringjax.parallel import memory
 from ringjax.parallel.compile_times import Compiling as Compiling
 
-# What a shell reports of a command that Ctrl-C ended.
+# Exit status that a shell reports for a command that Ctrl-C ended.
 INTERRUPTED = 130
-# As by SIGPIPE.
+# Exit status of a process that SIGPIPE ended.
 UNREAD = 141
 
 
@@ -36,7 +36,8 @@ class Screen:
   """The progress and the messages of a script, on stderr.
 
   On a terminal a bar with rate and remaining time; elsewhere plain lines, at
-  least one in twice `every_s` seconds. In all processes but the first: nothing.
+  least one in twice `every_s` seconds. With `quiet`, as in all processes but
+  the first, nothing.
   """
 
   def __init__(
@@ -53,11 +54,11 @@ class Screen:
     self._label, self._unit, self._total = "", "", 0
     self._start = self._last = self._said = 0.0
     self._first = 0
-    # Set when what is under way ends, which ends the thread of reminders.
+    # Set when the current activity ends: stops the thread of reminders.
     self._ended = threading.Event()
 
   def say(self, text: str) -> None:
-    """A line."""
+    """Prints a line."""
     if self.quiet:
       return
     if self._bar is not None:
@@ -67,14 +68,14 @@ class Screen:
       print(text, file=self._stream, flush=True)
 
   def error(self, text: str) -> None:
-    """A line that says what is wrong, from any process."""
+    """Prints an error message, from any process."""
     self.end()
     complain(self.name, text, self._stream)
 
   def failed(self, error: Exception, doing: str, knobs: str) -> int:
-    """Says what is wrong; the exit status. For the `except` that has it.
+    """Prints an error in an `except` block; returns the exit status.
 
-    A fault of the code is raised again. For the arguments see `reason`.
+    A bug is raised again. For the arguments see `reason`.
     """
     text = reason(error, doing, knobs)
     if text is None:
@@ -86,13 +87,13 @@ class Screen:
   def begin(
     self, label: str, total: int = 0, unit: str = "", done: int = 0
   ) -> None:
-    """Something begins that takes a while.
+    """Begins to show the progress of an activity.
 
     Args:
-      label: what it is.
-      total: how much there is of it; 0 if it isn't known.
-      unit: in which that is counted.
-      done: how much was done before.
+      label: Name of the activity.
+      total: Amount of work in `unit`; 0 if unknown.
+      unit: Unit of `total` and `done`, in the plural.
+      done: Amount that an earlier run has done.
     """
     self.end()
     self._label, self._unit, self._total = label, unit, total
@@ -105,7 +106,7 @@ class Screen:
       self._ended = threading.Event()
       threading.Thread(
         target=_remind,
-        # A screen that is dropped has nothing under way.
+        # A weak reference: the thread ends when the screen is dropped.
         args=(weakref.ref(self), self._ended, 2 * self._every_s),
         daemon=True,
       ).start()
@@ -128,36 +129,36 @@ class Screen:
     self._bar.start()
 
   def remind(self, silent_s: float) -> float:
-    """Says what is under way if nothing was said for `silent_s` seconds.
+    """Prints the current activity if nothing was printed for `silent_s`.
 
     Returns:
       Seconds after which to look again.
     """
-    now = time.monotonic()
-    if now - self._said >= silent_s:
-      self.say(f"  {self._label}: {clock(now - self._start)} so far")
-    return silent_s - (now - self._said)
+    now_s = time.monotonic()
+    if now_s - self._said >= silent_s:
+      self.say(f"  {self._label}: {clock(now_s - self._start)} so far")
+    return silent_s - (now_s - self._said)
 
   def at(self, done: int) -> None:
-    """So much of the total is done."""
+    """Shows that `done` of the total is done."""
     if self.quiet:
       return
-    now = time.monotonic()
-    rate = (done - self._first) / max(now - self._start, 1e-9)
+    now_s = time.monotonic()
+    rate = (done - self._first) / max(now_s - self._start, 1e-9)
     if self._bar is not None:
       self._bar.update(
         self._task, completed=done, rate=f"{per_second(rate)} {self._unit}/s"
       )
-    elif now - self._last >= self._every_s and rate and done < self._total:
-      self._last = now
-      left = (self._total - done) / rate
+    elif now_s - self._last >= self._every_s and rate and done < self._total:
+      self._last = now_s
+      remaining_s = (self._total - done) / rate
       self.say(
         f"  {done:,} of {self._total:,} {self._unit}, {per_second(rate)} a "
-        f"second, {clock(left)} left"
+        f"second, {clock(remaining_s)} left"
       )
 
   def end(self) -> None:
-    """Nothing is under way any more."""
+    """Ends the progress of the current activity."""
     self._ended.set()
     if self._bar is not None:
       self._bar.stop()
@@ -169,15 +170,15 @@ def _remind(
 ) -> None:
   wait_s = silent_s
   while not ended.wait(max(wait_s, 0.01)):
-    found = screen()
-    if found is None:
+    live_screen = screen()
+    if live_screen is None:
       return
-    wait_s = found.remind(silent_s)
-    del found
+    wait_s = live_screen.remind(silent_s)
+    del live_screen
 
 
 def clock(seconds: float) -> str:
-  """1:05 or 2:00:00."""
+  """Formats seconds as 1:05 or 2:00:00."""
   minutes, seconds = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   if hours:
@@ -186,12 +187,12 @@ def clock(seconds: float) -> str:
 
 
 def per_second(rate: float) -> str:
-  """1,234, 56.7 or 0.0123: three digits, or all in front of the point."""
+  """Formats a rate as 1,234, 56.7 or 0.0123: at least three digits."""
   return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def nbytes(n: float) -> str:
-  """12.3 MB."""
+  """Formats bytes as 12.3 MB."""
   units = ["bytes", "kB", "MB", "GB", "TB"]
   while n >= 1000 and len(units) > 1:
     n /= 1000
@@ -203,12 +204,12 @@ def reason(error: BaseException, doing: str, knobs: str) -> str | None:
   """The message of an error for the user; None if it is a bug.
 
   Args:
-    error: what was raised.
-    doing: what was done then.
-    knobs: what to change if memory ran out.
+    error: Exception that was raised.
+    doing: Activity that raised it.
+    knobs: Advice on flags to change if memory ran out.
   """
   if isinstance(error, OutOfMemoryError):
-    # The flags to change, and not the arguments behind them.
+    # Name the flags to change, not the arguments of the library.
     return memory.told(error, doing, knobs)
   if isinstance(error, RingjaxError | app.UsageError | flags.Error):
     return f"{error}"
@@ -227,11 +228,11 @@ def reason(error: BaseException, doing: str, knobs: str) -> str | None:
 
 
 class Job:
-  """Work in a thread, so that Ctrl-C is heard while a device computes.
+  """Work in a thread, so that Ctrl-C is handled while a device computes.
 
   Attributes:
-    gentle: whether the work looks at `stop`, and ends by itself.
-    stop: whether it should.
+    gentle: Whether the work checks `stop` and ends itself.
+    stop: Whether the work should end.
   """
 
   def __init__(self) -> None:
@@ -239,26 +240,27 @@ class Job:
     self.stop = False
 
   def run(self, work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises.
+    """Runs `work` in a thread and returns its result, or raises its error.
 
     Raises:
-      KeyboardInterrupt: and the work goes on; the process has to end now.
+      KeyboardInterrupt: On Ctrl-C if not `gentle`, or a second time; the thread
+        still runs, and the process has to end now.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
-    # Not the thread's end: a join that is interrupted takes it for ended.
-    done = threading.Event()
+    # An event in place of `join`, which an interrupt may mark as complete.
+    finished = threading.Event()
 
     def target() -> None:
       try:
         outcome.append((work(), None))
       except BaseException as error:
         outcome.append((None, error))
-      done.set()
+      finished.set()
 
     threading.Thread(target=target, daemon=True).start()
     while not outcome:
       try:
-        done.wait(0.5)
+        finished.wait(0.5)
       except KeyboardInterrupt:
         if self.stop or not self.gentle:
           raise
@@ -270,7 +272,7 @@ class Job:
 
 
 def leave(status: int) -> None:
-  """Ends the process now, whatever its threads do."""
+  """Ends the process at once, without waiting for its threads."""
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError):
       stream.flush()
@@ -278,17 +280,17 @@ def leave(status: int) -> None:
 
 
 def own_stdout() -> TextIO:
-  """The stdout of this process, for us alone.
+  """Returns a private stdout, and redirects file descriptor 1 to stderr.
 
-  What libraries write to theirs (Gloo does) goes to stderr from now on.
+  Output that libraries such as Gloo write to stdout goes to stderr from now on.
   """
   sys.stdout.flush()
-  mine = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+  stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
   os.dup2(2, 1)
-  return mine
+  return stdout
 
 
 def complain(name: str, error: object, stream: TextIO | None = None) -> None:
-  """One line on stderr."""
+  """Prints an error as one line on stderr."""
   line = " ".join(f"{error}".split())
   print(f"{name}: {line}", file=stream or sys.stderr, flush=True)

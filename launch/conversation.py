@@ -1,11 +1,11 @@
 """A conversation with a model, whose cache stays from turn to turn.
 
-Guarantees: what the model answers to is the whole conversation as the chat
-template renders it now, token by token. Of it the cache keeps the longest
-common beginning with what it holds; only the rest is read. Where a template
-renders an older turn otherwise than it was (reasoning left out), or a text is
-encoded otherwise than it was generated, what differs is taken back and read
-again; a cache that cannot go back is emptied.
+Guarantees: the model answers to the whole conversation as the chat template
+renders it now, token by token. The cache keeps the longest common prefix with
+its contents; only the rest is read. Where a template renders an older turn
+differently (reasoning left out), or a text is encoded differently than it was
+generated, the cache drops the tokens from there on and reads them again; a
+cache that cannot drop tokens is emptied.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Turn:
     read: Tokens that were read for it.
     read_s: Seconds until the first token of the answer.
     answer_s: Seconds from the first token to the last.
-    ended: Why it ended: a stop id or string, "Ctrl-C", "max_new_tokens" or
-      "context".
+    ended: Reason of its end: a stop id or string, "Ctrl-C", "max_new_tokens"
+      or "context".
   """
 
   text: str
@@ -64,7 +64,7 @@ class Conversation:
 
   Attributes:
     messages: Roles and contents, as the template takes them.
-    session: The cache.
+    session: Session that holds the cache.
   """
 
   def __init__(
@@ -79,16 +79,16 @@ class Conversation:
     max_new_tokens: int = 1024,
     options: Mapping[str, Any] | None = None,
   ):
-    """Begins without messages, but for the system's.
+    """Begins a conversation with at most a system message.
 
     Args:
-      model: The model.
-      tokenizer: The model's.
-      template: Renders the messages.
-      session: An empty one of the model, of one row.
-      system: The system message, or None.
-      stop: Texts that end an answer, beside the tokenizer's ids.
-      max_new_tokens: Longest answer.
+      model: Model that answers.
+      tokenizer: Tokenizer of the model.
+      template: Chat template that renders the messages.
+      session: Empty session of the model, with one row.
+      system: System message, or None.
+      stop: Texts that end an answer, in addition to the tokenizer's ids.
+      max_new_tokens: Longest answer, in tokens.
       options: Further arguments of `rj.infer.generate`.
     """
     self.session = session
@@ -97,7 +97,7 @@ class Conversation:
     eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
     self._stop = Stop(ids=eos, strings=tuple(stop))
     self._options = dict(options or {})
-    # Templates write the date: at midnight the beginning would change.
+    # Templates write the date: the prefix must not change at midnight.
     self._now = datetime.datetime.now()
     self.messages: list[dict[str, str]] = self._first()
 
@@ -107,7 +107,7 @@ class Conversation:
     return [{"role": "system", "content": self._system}]
 
   def reset(self) -> None:
-    """Forgets all messages but the system's; the cache is empty again."""
+    """Drops all messages but the system's, and empties the cache."""
     self.messages = self._first()
     self.session.restart()
 
@@ -115,16 +115,16 @@ class Conversation:
     """Writes the messages as JSON.
 
     Raises:
-      OSError: The file cannot be written.
+      OSError: If the file cannot be written.
     """
     pathlib.Path(path).write_text(f"{json_text(self.messages)}\n", "utf-8")
 
   def load(self, path: str | os.PathLike[str]) -> None:
-    """Takes the messages of a file that `save` wrote.
+    """Loads the messages of a file that `save` wrote.
 
     Raises:
-      PromptError: A file that is not one of messages.
-      OSError: It cannot be read.
+      PromptError: If the file does not contain messages.
+      OSError: If the file cannot be read.
     """
     want = "a JSON list of objects with role and content, as /save writes it"
     fault = lambda got: PromptError(f"{path}", got, want, "pass another file")
@@ -153,18 +153,19 @@ class Conversation:
     stopped: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
   ) -> Turn:
-    """Answers a message; both are then part of the conversation.
+    """Answers a message and adds both to the conversation.
 
     Args:
-      text: The message.
-      show: Gets the answer's text as it comes.
-      stopped: Whether the user has ended the answer.
-      progress: Gets how many tokens of how many are read.
+      text: Message of the user.
+      show: Function that takes the answer's text as it is generated.
+      stopped: Function that returns whether the user has ended the answer.
+      progress: Function of the tokens that are read and of their total.
 
     Raises:
-      PromptError: The conversation does not fit the context any more; it is
-        then as it was before.
-      Interrupted: The user ended it before the answer began; as before, too.
+      PromptError: If the conversation no longer fits the context; it does not
+        change.
+      Interrupted: If the user ended it before the answer began; the
+        conversation does not change.
     """
     messages = [*self.messages, {"role": "user", "content": text}]
     ids = self._template.tokens(messages, self._tokenizer, now=self._now)
@@ -225,25 +226,25 @@ class Conversation:
     )
 
   def _keep_common(self, ids: np.ndarray) -> int:
-    """Makes the cache hold a beginning of `ids`; how many tokens that is."""
+    """Cuts the cache to its common prefix with `ids`; returns its length."""
     session = self.session
     try:
       session.check()
       length = int(session.lengths[0])
       cached = session.ids[0, :length]
-      # At least one token is read: it says what comes next.
+      # At least one token is read, whose logits predict the next one.
       limit = min(length, len(ids) - 1)
       differ = np.flatnonzero(cached[:limit] != ids[:limit])
       common = int(differ[0]) if differ.size else limit
       if common < length:
         session.take_back(np.array([True]), np.array([common]))
-        # What drafts has read what is gone.
+        # The drafter has read the dropped tokens.
         session.drafting = None
     except OptionError:
-      # It was lost in an interrupted call, or does not go back.
+      # An interrupted call has lost the cache, or it cannot drop tokens.
       session.restart()
       common = 0
-    # A last token that was generated and not read is among `ids`, if it stays.
+    # A last token that was generated and not read is in `ids` if it is kept.
     session.pending = np.array([-1])
     session.seen[:] = False
     session.seen[0, ids[:common]] = True

@@ -1,4 +1,4 @@
-"""Checks a Hugging Face folder or a GGUF file, and writes a folder anew.
+"""Checks a Hugging Face folder or a GGUF file, and writes a new folder.
 
   python -m launch.convert --model=DIR --check
       Whether ringjax can load it: config.json, names, shapes and numbers.
@@ -7,11 +7,11 @@
       of 4 or 8 bits become floats (bfloat16 without --dtype); of a model of
       text and images the text model is written.
 
-Layers that only guess further tokens are copied from plain weights, and left
-out, with the config's word on them, of quantised ones. Weights go tensor by
-tensor: host memory holds one file to write, and what is
-read for it. The new folder appears when it is complete. The tokenizer's and
-other settings go along, by name; nothing in a folder is ever run.
+Layers that only predict further tokens are copied from plain weights, and left
+out of quantised ones, together with their config entries. Weights go tensor by
+tensor: host memory holds one file to write, and the tensors that are read for
+it. The new folder appears when it is complete. Files of the tokenizer and other
+settings are copied, by name; nothing in a folder is ever run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.model("model", None, "Folder to read.")
   new.strict()
@@ -76,16 +76,16 @@ def define(values: flags.FlagValues) -> None:
 
 
 class Conversion(NamedTuple):
-  """What is read, and as what.
+  """Plan of a conversion: the tensors to read and their targets.
 
   Fields:
-    source: the config.json of what is written.
-    family: its family's name.
-    contents: the tensors of the model, and the others.
-    origin: the folder, and which others are copied.
-    targets: shape and dtype of what they are read from, by its name there.
-    dtypes: of what packed tensors become, by their names.
-    parameters: numbers that are learned.
+    source: Contents of the config.json to write.
+    family: Name of the model's family.
+    contents: Tensors of the model, and unused tensors of the folder.
+    origin: Folder that is read, and the unused tensors that are copied.
+    targets: Shape and dtype to read each stored tensor as, by its name.
+    dtypes: Dtypes of unpacked tensors, by name.
+    parameters: Number of parameters.
   """
 
   source: dict[str, Any]
@@ -103,18 +103,18 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags say; the exit status."""
+  """Checks or converts as the flags say; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   try:
     _check(values)
-    found = _conversion(values.model, values.dtype, values.strict)
+    conversion = _conversion(values.model, values.dtype, values.strict)
     if values.check:
-      for _ in _tensors(found, screen):
+      for _ in _tensors(conversion, screen):
         pass
     else:
-      _convert(values, found, screen)
-    lines = _summary(found, values)
+      _convert(values, conversion, screen)
+    lines = _summary(conversion, values)
   except KeyboardInterrupt:
     screen.error("interrupted; nothing was written")
     return console.INTERRUPTED
@@ -141,36 +141,36 @@ def _check(values: flags.FlagValues) -> None:
 
 
 def _conversion(path: str, dtype: str | None, strict: bool) -> Conversion:
-  """Opens a folder and compares it with the model that its config means."""
+  """Opens a folder and compares it with the model of its config."""
   folder = open_model(path)
   _, source, family = read_source(folder.config, strict=strict)
   empty = models.abstract(source, dtype=dtype or jnp.float32)
-  found = contents(folder, family, empty, source)
+  model_contents = contents(folder, family, empty, source)
   params = parameters(empty)
   cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
   targets: dict[str, jax.ShapeDtypeStruct] = {}
   dtypes: dict[str, Any] = {}
-  for tensor in found.tensors:
-    becomes = params[tensor.targets[0][0]].get_value().dtype
+  for tensor in model_contents.tensors:
+    param_dtype = params[tensor.targets[0][0]].get_value().dtype
     if isinstance(tensor.form, Packed):
-      said = stored_dtype(folder, source) if dtype is None else becomes
-      dtypes[tensor.name] = jnp.dtype(said)
+      stored = stored_dtype(folder, source) if dtype is None else param_dtype
+      dtypes[tensor.name] = jnp.dtype(stored)
     for piece in tensor.pieces:
-      wanted = piece.dtype or becomes
+      target_dtype = piece.dtype or param_dtype
       if piece.dtype is None and dtype is None:
-        wanted = folder.tensors[piece.name].dtype
-      if isinstance(wanted, str):
-        # Without an equivalent in NumPy; the reader says so.
-        wanted = jnp.float32
+        target_dtype = folder.tensors[piece.name].dtype
+      if isinstance(target_dtype, str):
+        # A dtype without an equivalent in NumPy: the reader raises an error.
+        target_dtype = jnp.float32
       targets[piece.name] = jax.ShapeDtypeStruct(
-        piece.shape, wanted, sharding=cpu
+        piece.shape, target_dtype, sharding=cpu
       )
   return Conversion(
     source,
     empty.config.family,
-    found,
+    model_contents,
     origin_of(
-      found,
+      model_contents,
       whole=folder.config.get("model_type") in family.types,
       packed=packing(folder.config) is not None,
     ),
@@ -181,27 +181,27 @@ def _conversion(path: str, dtype: str | None, strict: bool) -> Conversion:
 
 
 def _tensors(
-  found: Conversion, screen: console.Screen
+  conversion: Conversion, screen: console.Screen
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
-  """All tensors, one after the other; some bytes of them are read at once."""
-  have = found.contents
-  total = sum(map(have.nbytes, have.tensors))
-  screen.begin(f"reading {len(have.tensors)} tensors", total, "bytes")
-  done = 0
-  targets = lambda t: {p.name: found.targets[p.name] for p in t.pieces}
-  for t, x in have.read(targets):
-    floats = _floats(t, x, found.dtypes.get(t.name))
+  """Yields all tensors; several small ones may be read at once."""
+  model_contents = conversion.contents
+  total = sum(map(model_contents.nbytes, model_contents.tensors))
+  screen.begin(f"reading {len(model_contents.tensors)} tensors", total, "bytes")
+  read_bytes = 0
+  targets = lambda t: {p.name: conversion.targets[p.name] for p in t.pieces}
+  for t, x in model_contents.read(targets):
+    floats = _floats(t, x, conversion.dtypes.get(t.name))
     if t.targets[0][0] == EMBEDDING:
-      check_heads(have.folder, have.heads, floats)
+      check_heads(model_contents.folder, model_contents.heads, floats)
     yield t.name, floats
-    done += have.nbytes(t)
-    screen.at(done)
+    read_bytes += model_contents.nbytes(t)
+    screen.at(read_bytes)
 
 
 def _floats(
   tensor: CheckpointTensor, x: tuple[jax.Array, ...], dtype: Any
 ) -> jax.Array:
-  """The floats of a tensor, from what is stored of it."""
+  """Unpacks the stored arrays of a tensor into floats."""
   if not isinstance(tensor.form, Packed):
     return x[0]
   check_unpacked(tensor, x, dtype)
@@ -216,61 +216,66 @@ def _unpack(
 
 
 def _convert(
-  values: flags.FlagValues, found: Conversion, screen: console.Screen
+  values: flags.FlagValues, conversion: Conversion, screen: console.Screen
 ) -> None:
   """Writes the new folder."""
-  config = dict(found.source)
+  config = dict(conversion.source)
   if values.dtype is not None:
     config.pop("torch_dtype", None)
     config["dtype"] = values.dtype
-  elif found.dtypes and not (config.get("dtype") or config.get("torch_dtype")):
-    config["dtype"] = next(iter(found.dtypes.values())).name
-  origin, read = found.origin, found.contents.folder
+  elif conversion.dtypes and not (
+    config.get("dtype") or config.get("torch_dtype")
+  ):
+    config["dtype"] = next(iter(conversion.dtypes.values())).name
+  origin, read = conversion.origin, conversion.contents.folder
 
-  def beside(folder: pathlib.Path) -> None:
+  def write_companions(folder: pathlib.Path) -> None:
     for write in read.companions().values():
       write(folder)
 
   save.write(
     values.out,
     origin.config(config, origin.copied),
-    itertools.chain(_tensors(found, screen), origin.stored(origin.copied)),
+    itertools.chain(_tensors(conversion, screen), origin.stored(origin.copied)),
     max_shard_bytes=values.max_shard_bytes,
-    beside=beside,
+    beside=write_companions,
   )
 
 
-def _summary(found: Conversion, values: flags.FlagValues) -> list[str]:
-  """The lines of the result."""
-  have = found.contents
-  folder = have.folder if values.check else Folder.open(values.out)
+def _summary(conversion: Conversion, values: flags.FlagValues) -> list[str]:
+  """Lines that describe the result."""
+  model_contents = conversion.contents
+  folder = model_contents.folder if values.check else Folder.open(values.out)
   kinds = collections.Counter(
     str(info.dtype)
     for name, info in folder.tensors.items()
-    if name not in have.unused
+    if name not in model_contents.unused
   )
   weights = sum(info.nbytes for info in folder.tensors.values())
   lines = {
     "folder": f"{folder.path}",
-    "family": f"{found.family}, {found.parameters:,} parameters",
-    "tensors": f"{len(found.targets if values.check else folder.tensors)}, "
+    "family": f"{conversion.family}, {conversion.parameters:,} parameters",
+    "tensors": f"{len(conversion.targets if values.check else folder.tensors)}"
+    ", "
     + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     + ", all finite",
     "weights": f"{console.nbytes(weights)} in {len(folder.files)} "
     + ("file" if len(folder.files) == 1 else "files"),
     "others": ", ".join(folder.companions()) or "none",
   }
-  kept = set() if values.check else set(found.origin.copied.values())
+  copied_names = (
+    set() if values.check else set(conversion.origin.copied.values())
+  )
   for title, tensors in (
-    ("kept unread", [n for n in have.unused if n in kept]),
+    ("kept unread", [n for n in model_contents.unused if n in copied_names]),
     (
       "not used" if values.check else "left out",
-      [n for n in have.unused if n not in kept],
+      [n for n in model_contents.unused if n not in copied_names],
     ),
   ):
     if tensors:
-      more = " ..." if len(tensors) > 3 else ""
-      lines[title] = f"{len(tensors)}, {', '.join(tensors[:3])}{more}"
+      suffix = " ..." if len(tensors) > 3 else ""
+      lines[title] = f"{len(tensors)}, {', '.join(tensors[:3])}{suffix}"
   if (folder.path / "tokenizer.json").is_file():
     tokenizer = Tokenizer.load(folder.path, untrusted=True)
     chat = "a" if tokenizer.chat_template is not None else "no"

@@ -1,8 +1,8 @@
 """The sub-command cycles of launch.plan: cycles of a kernel's tile.
 
-Of attention beside those of JAX's splash kernel; of decoding beside reading the
-keys and beside XLA's loops; of pages that rows share beside reading them row by
-row, by our kernel and by JAX's ragged paged attention.
+Compares attention with JAX's splash kernel, decoding with reading the keys and
+with XLA's loops, and pages that rows share with reading them row by row, by our
+kernel and by JAX's ragged paged attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringjax.plan import aot as compiler
 from ringjax.plan import cycles
 
 NAME = "plan"
-# The smallest slices.
+# The smallest slice of each chip.
 SLICES = {
   "v5e": "v5e:1x1",
   "v5p": "v5p:2x2x1",
@@ -49,22 +49,22 @@ POOL_NOTE = (
   "its pages at the memory's stated rate; nothing was measured"
 )
 
-_OF_DECODE = ("heads", "kv_heads", "cache", "queries")
-_OF_ATTENTION = ("q_block", "kv_block", "backward")
+_DECODE_FLAGS = ("heads", "kv_heads", "cache", "queries")
+_ATTENTION_FLAGS = ("q_block", "kv_block", "backward")
 
 
 def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Compiles each kernel for each chip and reports the cycles of a tile."""
-  what = values.what or ["attention"]
-  if len(what) > 1 or what[0] not in _REPORTS:
+  kernels = values.what or ["attention"]
+  if len(kernels) > 1 or kernels[0] not in _REPORTS:
     raise OptionError(
       "--what",
-      ",".join(what),
+      ",".join(kernels),
       f"one of {', '.join(_REPORTS)}",
       "leave it out for attention",
     )
-  report, others = _REPORTS[what[0]]
-  strategies.refuse(values, f"cycles --what={what[0]}", others)
+  report, others = _REPORTS[kernels[0]]
+  strategies.refuse(values, f"cycles --what={kernels[0]}", others)
   names = strategies.known("chips", values.chips, SLICES)
   compiler.require()
   report(values, names, console.Screen(NAME, stderr), stdout)
@@ -76,7 +76,7 @@ def _attention(
   screen: console.Screen,
   stdout: TextIO,
 ) -> None:
-  """Cycles of a tile of attention, of our kernel and JAX's."""
+  """Reports cycles of a tile of attention, of our kernel and of JAX's."""
   options: dict[str, Any] = {
     "q_block": values.q_block or _BLOCK,
     "kv_block": values.kv_block or _BLOCK,
@@ -85,28 +85,28 @@ def _attention(
   }
   rows: list[dict[str, Any]] = []
   passes = ("forward", "backward") if values.backward else ("forward",)
-  for name, what, kernel in itertools.product(names, passes, _KERNELS):
-    screen.say(f"{kernel}, {what}, for {name}")
-    row = {"chip": name, "what": what, "kernel": kernel}
+  for name, direction, kernel in itertools.product(names, passes, _KERNELS):
+    screen.say(f"{kernel}, {direction}, for {name}")
+    row = {"chip": name, "what": direction, "kernel": kernel}
     try:
-      found = cycles.count(
+      tile_cycles = cycles.count(
         f"ringjax.bench.tiles:{kernel}",
         SLICES[name],
-        options | {"what": what},
+        options | {"what": direction},
         timeout_s=values.timeout,
       )
     except RingjaxError as error:
       rows.append({**row, "refused": str(error)})
       continue
-    # Of both passes the backward one is the larger.
-    tile = max(found, key=lambda tile: tile.work.matrix_cycles)
+    # The backward builder also compiles a forward kernel, which is smaller.
+    tile = max(tile_cycles, key=lambda tile: tile.work.matrix_cycles)
     rows.append({**row, **tile.record()})
   record = {**options, "rows": rows, "note": NOTE}
   strategies.put(values, stdout, record, table(rows, options))
 
 
-def _heads(values: flags.FlagValues) -> dict[str, Any]:
-  """What is read, of one token's queries."""
+def _attention_options(values: flags.FlagValues) -> dict[str, Any]:
+  """Options of attention: heads, head dim and dtype."""
   return {
     "heads": values.heads,
     "kv_heads": values.kv_heads,
@@ -121,14 +121,14 @@ def _decode(
   screen: console.Screen,
   stdout: TextIO,
 ) -> None:
-  """Cycles of a tile of a cache: to read it, of the kernel, of XLA's loops."""
-  options = _heads(values) | {"queries": values.queries or 1}
+  """Reports cycles of a cache's tile: reading, kernel and XLA's loops."""
+  options = _attention_options(values) | {"queries": values.queries or 1}
   cache = "dense" if values.cache is None else values.cache
   rows = []
   for name in names:
     core = chips.core(name)
     bandwidth = chips.MACHINES[core.name].chip.hbm_bandwidth
-    # Of a core, a cycle.
+    # Bytes that a core reads in a cycle.
     rate = float(bandwidth) / core.clock_hz / core.cores
     screen.say(f"kernel, decode, for {name}")
     coded = options | {"cache": cache}
@@ -141,7 +141,7 @@ def _decode(
       for local in ("kernel", "loops")
     }
     work = [run.cycles for run in tile.blocks if run.matrix_cycles]
-    # Reading as many keys and values as they are without a codec.
+    # Cycles to read as many keys and values without a codec.
     plain = tiles.plain_bytes(core.name, **coded) / rate
     row = {
       "chip": name,
@@ -150,7 +150,7 @@ def _decode(
       "whole": min(work),
       "masked": max(work),
       "plain": plain,
-      # Of as many keys, and of as many cores.
+      # Scaled to the kernel's bytes and to one core.
       "loops": _loops(name, coded, values.timeout)
       * nbytes["kernel"]
       / nbytes["loops"]
@@ -161,13 +161,13 @@ def _decode(
     row["share"] = row["taken"] / plain
     rows.append(row)
   record = {**options, "cache": cache, "rows": rows, "note": DECODE_NOTE}
-  more = cache != "dense"
+  coded_cache = cache != "dense"
   lines = [
     f"{options['queries']} quer{'y' if options['queries'] == 1 else 'ies'} of "
-    f"{options['heads']} heads behind keys of "
-    f"{options['kv_heads']}, head dim {options['head_dim']}, "
-    f"{options['dtype']}{f', cache {cache}' if more else ''}: cycles of a tile "
-    "of a core",
+    f"{options['heads']} heads behind keys of {options['kv_heads']}, head dim "
+    f"{options['head_dim']}, "
+    f"{options['dtype']}{f', cache {cache}' if coded_cache else ''}: cycles of "
+    "a tile of a core",
     "",
     *strategies.markdown(
       ("chip",),
@@ -178,7 +178,7 @@ def _decode(
         "masked",
         "XLA's loops",
         "loops / kernel",
-        *(("reading them uncoded", "kernel / that") if more else ()),
+        *(("reading them uncoded", "kernel / that") if coded_cache else ()),
       ),
       [
         (
@@ -189,7 +189,11 @@ def _decode(
           f"{row['masked']:,}",
           f"{row['loops']:,.0f}",
           f"{row['slower']:.1f}",
-          *((f"{row['plain']:,.0f}", f"{row['share']:.2f}") if more else ()),
+          *(
+            (f"{row['plain']:,.0f}", f"{row['share']:.2f}")
+            if coded_cache
+            else ()
+          ),
         )
         for row in rows
       ],
@@ -206,28 +210,28 @@ def _pool(
   screen: console.Screen,
   stdout: TextIO,
 ) -> None:
-  """Cycles of a layer's decode step over pages, read together and apart."""
-  options = _heads(values)
-  of = tiles.PoolShape(**options)
+  """Reports cycles of a decode step over pages that rows share or don't."""
+  options = _attention_options(values)
+  shape = tiles.PoolShape(**options)
   rows: list[dict[str, Any]] = []
   for name in names:
     instructions: dict[str, int] = {}
-    for builder, more in (("pool", {}), ("ragged", {"queries_per_block": 1})):
+    for builder, extra in (("pool", {}), ("ragged", {"queries_per_block": 1})):
       screen.say(f"{builder}, for {name}")
       for tile in cycles.count(
         f"ringjax.bench.tiles:{builder}",
         SLICES[name],
-        options | more,
+        options | extra,
         timeout_s=values.timeout,
       ):
         kernel = tile.kernel.partition(".")[0]
         instructions[kernel] = sum(block.cycles for block in tile.blocks)
-    rows.append({"chip": name, **tiles.pool_cycles(name, of, instructions)})
-  record = {**dataclasses.asdict(of), "rows": rows, "note": POOL_NOTE}
+    rows.append({"chip": name, **tiles.pool_cycles(name, shape, instructions)})
+  record = {**dataclasses.asdict(shape), "rows": rows, "note": POOL_NOTE}
   lines = [
-    f"{of.rows} rows, {of.shared:,} shared keys and {of.own} own, {of.heads} "
-    f"heads over {of.kv_heads} of {of.head_dim}, {of.dtype}, pages of "
-    f"{of.page}: cycles of a core",
+    f"{shape.rows} rows, {shape.shared:,} shared keys and {shape.own} own, "
+    f"{shape.heads} heads over {shape.kv_heads} of {shape.head_dim}, "
+    f"{shape.dtype}, pages of {shape.page}: cycles of a core",
     "",
     *strategies.markdown(
       ("chip",),
@@ -253,52 +257,56 @@ def _pool(
   strategies.put(values, stdout, record, lines)
 
 
-# By --what: what reports it, and the flags that it does not take.
+# By --what: the function that reports, and the flags that it refuses.
 _REPORTS: dict[str, tuple[Any, tuple[str, ...]]] = {
-  "attention": (_attention, _OF_DECODE),
-  "decode": (_decode, _OF_ATTENTION),
-  "shared": (_pool, (*_OF_ATTENTION, "cache", "queries")),
+  "attention": (_attention, _DECODE_FLAGS),
+  "decode": (_decode, _ATTENTION_FLAGS),
+  "shared": (_pool, (*_ATTENTION_FLAGS, "cache", "queries")),
 }
 
 
 def _loops(name: str, options: Mapping[str, Any], timeout_s: float) -> float:
   """The compiler's estimate of a tile of XLA's loops, in cycles.
 
-  The mean of a tile with a mask and one without.
+  The mean of a tile with a mask and a tile without.
   """
   cycles_of = []
   for trips in (0.0, 1.0):
-    found = compiler.compile(
+    compiled = compiler.compile(
       _BUILDER,
       SLICES[name],
       {**options, "local": "loops", "trips": trips},
       timeout_s=timeout_s,
     )
-    assert found.report is not None
-    cycles_of.append(found.report.compute_cycles)
+    assert compiled.report is not None
+    cycles_of.append(compiled.report.compute_cycles)
   return (cycles_of[1] - cycles_of[0]) / 2
 
 
 def table(
   rows: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[str]:
-  """The counts, ours beside splash's, as Markdown."""
+  """Markdown table of the counts, ours next to splash's."""
   cells: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
   for row in rows:
     cells.setdefault((row["chip"], row["what"]), {})[row["kernel"]] = row
   body = []
-  for key, found in cells.items():
-    texts, known = [], []
+  for key, by_kernel in cells.items():
+    texts, cycle_counts = [], []
     for kernel in _KERNELS:
-      row = found[kernel]
+      row = by_kernel[kernel]
       if "refused" in row:
         texts += ["refused", ""]
       else:
         texts += [f"{row['bundles']:,}", f"{row['matrix_cycles']:,}"]
-        known.append(row["cycles"])
-    ratio = f"{known[0] / known[1]:.2f}" if len(known) == 2 else ""
+        cycle_counts.append(row["cycles"])
+    ratio = (
+      f"{cycle_counts[0] / cycle_counts[1]:.2f}"
+      if len(cycle_counts) == 2
+      else ""
+    )
     body.append((*key, *texts, ratio))
-  heads = (
+  headings = (
     "ours: bundles",
     "matrix",
     "splash: bundles",
@@ -309,7 +317,7 @@ def table(
     f"a tile of {options['q_block']} x {options['kv_block']}, head dim "
     f"{options['head_dim']}, {options['dtype']}",
     "",
-    *strategies.markdown(("chip", "pass"), heads, body),
+    *strategies.markdown(("chip", "pass"), headings, body),
     *(
       f"refused: {row['chip']} {row['what']} {row['kernel']}: {row['refused']}"
       for row in rows

@@ -1,7 +1,7 @@
 """The sub-command elastic of launch.plan: groups of instances that change.
 
-Simulates eight chips as elastic groups (LoongServe) and in three fixed ways, on
-lengths that are drawn, and prints the goodput of each.
+Simulates eight chips as elastic groups (LoongServe) and as three fixed systems,
+on randomly drawn lengths, and prints the goodput of each.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ringjax.serve.traces import TraceRequest
 
 NAME = "plan"
 WORKLOADS = ("zipf:1.0", "zipf:1.2", "zipf:1.4", "mixed:199999", "mixed")
-# Goodput as the paper's figures have it, requests a second at 90 percent;
-# of zipf with the exponents 1.0, 1.2 and 1.4.
+# Published goodput of each system, requests a second at 90 percent, from the
+# paper's figures for zipf with exponents 1.0, 1.2 and 1.4.
 PAPER = {
   "zipf:1.0": (1.122, 0.405, 0.481, 0.360),
   "zipf:1.2": (2.925, 1.355, 1.478, 1.289),
@@ -44,7 +44,7 @@ NOTE = (
 
 
 def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  """Prints the goodput of elastic groups beside that of fixed ones."""
+  """Prints the goodput of elastic groups and of fixed systems."""
   screen = console.Screen(NAME, stderr)
   count = positive_int("--requests", values.requests)
   names = values.workloads or [*WORKLOADS]
@@ -58,20 +58,21 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     for name, trace in traces.items():
       for n, system in enumerate(systems):
         serve = lambda trace, system=system: system.run(trace).served
-        found = goodput(serve, trace, limits)
+        optimum = goodput(serve, trace, limits)
         row: dict[str, Any] = {
           "workload": name,
           "system": system.name,
-          "goodput": found.rate,
+          "goodput": optimum.rate,
           "published": dict(enumerate(PAPER.get(name, ()))).get(n),
         }
-        if found.rate:
-          ran = system.run(at_rate(trace, found.rate))
+        if optimum.rate:
+          ran = system.run(at_rate(trace, optimum.rate))
           times = percentiles(ran.served, (90,))
           row |= {
             "ttft_p90_s": times["ttft_s"]["p90"],
             "tpot_p90_s": times["tpot_s"]["p90"],
-            "refused": sum(bool(one.rejected) for one in ran.served) / count,
+            "refused": sum(bool(request.rejected) for request in ran.served)
+            / count,
             "moved_tokens": ran.moved_tokens,
             "kept_tokens": ran.kept_tokens,
             "shrinks": ran.shrinks,
@@ -94,16 +95,16 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "rows": rows,
     "note": NOTE,
   }
-  strategies.put(values, stdout, record, list(_words(record, rows)))
+  strategies.put(values, stdout, record, list(_lines(record, rows)))
 
 
 def _trace(name: str, count: int, seed: int) -> list[TraceRequest]:
-  """Requests of a workload, at one a second."""
+  """Draws requests of a workload, at one a second."""
   kind, _, option = name.partition(":")
   try:
     if kind == "mixed":
-      most = int(option) if option else None
-      lengths = mixed_lengths(count, seed=seed, most=most)
+      max_tokens = int(option) if option else None
+      lengths = mixed_lengths(count, seed=seed, most=max_tokens)
     elif kind == "zipf":
       lengths = (
         zipf_lengths(count, float(option), seed=seed),
@@ -121,7 +122,7 @@ def _trace(name: str, count: int, seed: int) -> list[TraceRequest]:
   return random_trace(*lengths, 1.0, seed=seed + 2)
 
 
-def _words(record: dict[str, Any], rows: Sequence[Any]) -> Iterator[str]:
+def _lines(record: dict[str, Any], rows: Sequence[Any]) -> Iterator[str]:
   limits = record["limits"]
   yield (
     f"goodput of {record['requests']} requests: {limits['share']:.0%} of the "
@@ -142,11 +143,13 @@ def _words(record: dict[str, Any], rows: Sequence[Any]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any], rows: Sequence[Any]) -> tuple[str, ...]:
-  first = next(one for one in rows if one["workload"] == row["workload"])
+  first = next(
+    candidate for candidate in rows if candidate["workload"] == row["workload"]
+  )
   rate = row["goodput"]
   ratio = f"{first['goodput'] / rate:.2f} x" if rate else "-"
   published = row["published"]
-  done = (
+  cells = (
     (
       f"{row['refused']:.1%}",
       f"{row['ttft_p90_s']:.2f}",
@@ -163,5 +166,5 @@ def _cells(row: dict[str, Any], rows: Sequence[Any]) -> tuple[str, ...]:
     f"{rate:.3f}",
     "" if row is first else ratio,
     "-" if published is None else f"{published:.3f}",
-    *done,
+    *cells,
   )

@@ -1,4 +1,4 @@
-"""Measures what a model does with a long context.
+"""Measures a model on long contexts: retrieval, perplexity, caches and more.
 
   python -m launch.evaluate needle --lengths=4096,16384 --plot=needle.png
       Facts hidden in a long text, by its length and their depth. The text is
@@ -12,15 +12,15 @@
   python -m launch.evaluate caches --cache=int8 --cache=int4 --plot=caches.png
       What kinds of caches cost on such a text: bits, bytes, loss, divergence.
       Without --cache all kinds that need no calibration. With --task=passkey
-      also what is found with each kind.
+      also the retrieval with each kind.
   python -m launch.evaluate contexts --contexts=2,8,16 --search --plot=c.png
-      What it costs to read a text in parts that do not see each other, by the
-      way in which they are combined (ringjax.infer.contexts) and their number:
-      loss of what follows, tokens computed, bytes moved. With --task=passkey
-      also what is found. --search tunes temperature and scale on texts of
-      their own.
+      The cost of reading a text in parts that do not see each other, by the way
+      in which they are combined (ringjax.infer.contexts) and their number: loss
+      of the tokens after it, tokens computed, bytes moved. With --task=passkey
+      also the retrieval. --search tunes temperature and scale on separate
+      texts.
   python -m launch.evaluate chunks --model=DIR --contexts=0,4,8,16,32
-      The loss behind more and more chunks that a model's encoder reads
+      The loss after more and more chunks that a model's encoder reads
       (ringjax.models.cepe), on files that are long enough for the most.
   python -m launch.evaluate drafts --draft=DIR --offsets=0,4096,16384,65536
       How many tokens of a draft block (ringjax.models.longspec) its target
@@ -29,10 +29,10 @@
       What kinds of caches do to small models of every family with random
       weights; without --cache all codecs.
   python -m launch.evaluate entropy --splits=1,2,4,8,16 --plot=entropy.png
-      The entropy of each layer's and head's attention, and the loss, behind
-      contexts that are cut into chunks which are encoded apart: each with a
-      prefix of its own, or all with one. The prefix is the id that begins a
-      text, else a newline. Without --model of ringjax's second model.
+      The entropy of each layer's and head's attention, and the loss, after
+      contexts that are cut into chunks which are encoded separately: each with
+      its own prefix, or all with one. The prefix is the id that begins a text,
+      else a newline. Without --model of ringjax's second model.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       The curves of a training, from its log.
 
@@ -101,7 +101,7 @@ from ringjax.models.cepe import CepeTransformer
 from ringjax.models.fingerprint import fingerprint
 
 NAME = "evaluate"
-# Characters by which tokens of a text are guessed.
+# Characters of a text that are encoded to estimate its number of tokens.
 _SAMPLE = 1 << 16
 _MEMORY = "shorten the text (--lengths), or use more devices"
 # Kinds of caches that need no calibration.
@@ -110,18 +110,18 @@ _UNCALIBRATED = [
   for name, kind in KINDS.items()
   if not isinstance(kind.codec, rj.kv.Calibrated)
 ]
-# All kinds that are a codec and nothing else.
+# Kinds of caches that are a codec without a policy.
 _CODECS = [
   name
   for name, kind in KINDS.items()
   if kind.codec is not None and kind.policy is None
 ]
-# Lines for people, and what draws a picture into a file.
-_Shown = tuple[list[str], Callable[[str], None]]
+# Lines to print, and a function that draws a plot into the file at a path.
+_CommandOutput = tuple[list[str], Callable[[str], None]]
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.text(
@@ -226,14 +226,14 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags and `words`, a sub-command, say; the exit status."""
+  """Runs the sub-command in `words`; returns the exit status."""
   common.quiet_logging()
   screen = console.Screen(NAME, stderr)
   doing = f"evaluating {' '.join(words)}"
   group = Group(screen, lambda: doing)
   if len(words) != 1 or words[0] not in _COMMANDS:
-    given = " ".join(words) or "nothing"
-    screen.error(f"got {given}; wanted {' or '.join(_COMMANDS)}; see --help")
+    command = " ".join(words) or "nothing"
+    screen.error(f"got {command}; wanted {' or '.join(_COMMANDS)}; see --help")
     return 2
   work = _Evaluation(values, screen, group)
   try:
@@ -250,7 +250,7 @@ def run(
     return group.failed(error, doing, _MEMORY)
   group.close()
   screen.end()
-  # One process writes. Not by JAX's number of it, which would start JAX.
+  # Only the first process writes. `jax.process_index` would start JAX here.
   if screen.quiet:
     return 0
   try:
@@ -268,12 +268,12 @@ def run(
 
 
 def _refuse_unused(values: flags.FlagValues, word: str) -> None:
-  """No flag that was set is without effect."""
-  mine = flags.FlagValues()
-  define(mine)
+  """Raises an OptionError for set flags that the sub-command ignores."""
+  script_flags = flags.FlagValues()
+  define(script_flags)
   unused = [
     f"--{name}"
-    for name in sorted(mine)
+    for name in sorted(script_flags)
     if values[name].present and not _uses(word, name, values.task is not None)
   ]
   if unused:
@@ -286,7 +286,7 @@ def _refuse_unused(values: flags.FlagValues, word: str) -> None:
 
 
 def _uses(word: str, name: str, asks: bool) -> bool:
-  """Whether a sub-command looks at a flag; `asks`: whether --task was set."""
+  """Whether a sub-command uses a flag; `asks`: whether --task was set."""
   if word == "curves":
     return name in ("log", "plot", "out", "json")
   if word == "families":
@@ -317,25 +317,25 @@ def _uses(word: str, name: str, asks: bool) -> bool:
 
 
 def _numbers(
-  name: str, given: Sequence[str], kind: Any, least: float, most: float
+  name: str, items: Sequence[str], kind: Any, least: float, most: float
 ) -> list[Any]:
-  """The numbers of a list, each from `least` to `most`."""
+  """Parses a flag's list of numbers, each from `least` to `most`."""
   try:
-    found = [kind(text) for text in given]
+    numbers = [kind(text) for text in items]
   except ValueError:
-    found = []
-  # Not `x < least`, which is false of NaN too.
-  if not found or not all(least <= x <= most for x in found):
+    numbers = []
+  # `x < least` would be false for NaN, too.
+  if not numbers or not all(least <= x <= most for x in numbers):
     want = (
       f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
     )
     raise OptionError(
       f"--{name}",
-      ",".join(given) or "none",
+      ",".join(items) or "none",
       f"numbers of {want}",
       f"pass --{name}=A,B,... with such numbers",
     )
-  return found
+  return numbers
 
 
 # ---------------------------------------------------------------------------
@@ -344,12 +344,12 @@ def _numbers(
 
 
 class _Evaluation:
-  """One sub-command: its figures, kept in --out as they are found.
+  """Runs one sub-command and writes each of its figures to --out.
 
   Attributes:
-    record: all figures, as JSON.
-    done: how many of them are in --out.
-    said: what is there, in words.
+    record: All figures, as JSON.
+    done: Number of figures that are in --out.
+    said: Message about the contents of --out.
   """
 
   def __init__(
@@ -366,68 +366,73 @@ class _Evaluation:
     known: Sequence[dict[str, Any]] = (),
     **about: Any,
   ) -> None:
-    """Before the first of `total` figures, which are a list named `unit`.
+    """Starts the record, whose list `unit` will have `total` figures.
 
-    Those that are known already are kept as they are.
+    The list begins with `known`, the figures of an earlier run.
     """
     self._unit, self._total = unit, total
     self.record = self._about() | about
     self.record |= {unit: [*known], "complete": len(known) == total}
 
-  def _about(self, own: str = "ringjax-tiny") -> dict[str, Any]:
-    """What the figures are about."""
+  def _about(self, default_model: str = "ringjax-tiny") -> dict[str, Any]:
+    """Model and text that the figures are measured on."""
     values = self._values
     return {
-      "model": str(values.model or own),
+      "model": str(values.model or default_model),
       "text": values.folder or "held-out files of Python's library",
     }
 
-  def _known(self, settings: dict[str, Any], keys: Sequence[Any]) -> list[Cell]:
-    """The cells that --out has of a run with the same settings.
+  def _known_cells(
+    self, settings: dict[str, Any], keys: Sequence[Any]
+  ) -> list[Cell]:
+    """Reads the cells that --out has from a run with the same settings.
 
-    Several processes, which need not share files, begin anew.
+    Several processes need not share a file system, so they compute all cells.
     """
     path = self._values.out
     if path is None or not os.path.isfile(path) or jax.process_count() > 1:
       return []
     try:
       with open(path, encoding="utf-8") as file:
-        before = json.load(file)
-      if any(before[name] != x for name, x in settings.items()):
+        previous = json.load(file)
+      if any(previous[name] != x for name, x in settings.items()):
         return []
-      cells = [Cell.from_record(one) for one in before["cells"]]
+      cells = [Cell.from_record(record) for record in previous["cells"]]
       return [cell for cell in cells if cell.key in keys]
-    # A file of something else, which is replaced.
+    # The file has other contents: it is replaced.
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
       return []
 
   def _add(self, figure: dict[str, Any]) -> None:
-    """Keeps one of the figures: an interrupted run leaves what it found."""
+    """Adds a figure and writes --out, so that an interrupted run keeps it."""
     path, unit = self._values.out, self._unit
     self.record[unit].append(figure)
-    done = len(self.record[unit])
-    self.record["complete"] = done == self._total
+    num_figures = len(self.record[unit])
+    self.record["complete"] = num_figures == self._total
     if path is not None and not self._screen.quiet:
       timing.write_json(path, self.record)
-      self.done = done
-      self.said = f"{path} has {done} of {self._total} {unit}"
+      self.done = num_figures
+      self.said = f"{path} has {num_figures} of {self._total} {unit}"
 
   def _start(self) -> None:
-    """Meets the other processes, of which the first one speaks."""
+    """Waits for the other processes, and silences all but the first."""
     common.start(self._values, single=self._values.model is not None)
     self._group.meet()
     self._screen.quiet = jax.process_index() > 0
 
-  def _load(self, own: Any = tiny) -> tuple[Any, Tokenizer, dict[str, Any]]:
-    """The model, its tokenizer, and how prompts are read.
+  def _load(
+    self, default_model: Any = tiny
+  ) -> tuple[Any, Tokenizer, dict[str, Any]]:
+    """Loads the model, its tokenizer and the options of prefill.
 
-    `own`: the model that ships with ringjax and is measured without --model.
+    `default_model`: module of the shipped model that is measured without
+    --model.
     """
     values, screen = self._values, self._screen
     self._start()
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
-    folder = values.model or own.path()
+    folder = values.model or default_model.path()
     model, note = answering.load(values, folder, mesh)
     if note is not None:
       screen.say(note)
@@ -449,23 +454,23 @@ class _Evaluation:
     return list(texts.from_files(texts.find(self._values.folder)))
 
   def _tasks(self) -> list[str]:
-    given = self._values.task
-    given = ["passkey"] if given is None else given
-    for name in given or ["none"]:
+    names = self._values.task
+    names = ["passkey"] if names is None else names
+    for name in names or ["none"]:
       one_of("--task", name, ("all", *TASKS))
-    return list(TASKS) if "all" in given else list(dict.fromkeys(given))
+    return list(TASKS) if "all" in names else list(dict.fromkeys(names))
 
   def _depths(self) -> list[float]:
-    given = self._values.depths
-    if given is None:
-      given = ["0", "0.25", "0.5", "0.75", "1"]
-    return _numbers("depths", given, float, 0, 1)
+    depths = self._values.depths
+    if depths is None:
+      depths = ["0", "0.25", "0.5", "0.75", "1"]
+    return _numbers("depths", depths, float, 0, 1)
 
-  def _asked(
+  def _needle_tasks(
     self, names: Sequence[str], text: str, tokenizer: Tokenizer, longest: int
   ) -> dict[str, Task]:
-    """Tasks by their names, whose facts are hidden in a text."""
-    # A note where a text is shorter than a prompt, which repeats it then.
+    """Creates tasks, by name, whose facts are hidden in `text`."""
+    # A prompt that is longer than the text repeats it: note that.
     sample = text[:_SAMPLE]
     tokens = len(text) * len(tokenizer.encode(sample)) // len(sample)
     if tokens < longest:
@@ -476,15 +481,15 @@ class _Evaluation:
     filler = Lines(text=text)
     return {n: TASKS[n](tokenizer=tokenizer, filler=filler) for n in names}
 
-  def needle(self) -> _Shown:
+  def needle(self) -> _CommandOutput:
     """Asks for facts in texts of each length, at each depth."""
     values, screen, lengths = self._values, self._screen, self._lengths()
     depths, names = self._depths(), self._tasks()
-    given = list(dict.fromkeys(values.cache or ()))
-    kinds = {kind: common.cache_kind(kind) for kind in given}
+    kind_names = list(dict.fromkeys(values.cache or ()))
+    kinds = {kind: common.cache_kind(kind) for kind in kind_names}
     text = "\n".join(self._texts())
     model, tokenizer, reading = self._load()
-    tasks = self._asked(names, text, tokenizer, max(lengths))
+    tasks = self._needle_tasks(names, text, tokenizer, max(lengths))
     keys = grid(tasks, kinds or [""], lengths, depths)
     settings = self._about() | {
       name: values[name].value
@@ -493,19 +498,23 @@ class _Evaluation:
     settings |= {"characters": len(text)}
     if jax.process_count() == 1:
       settings["weights"] = fingerprint(model)
-    known = self._known(settings, keys)
-    if known:
-      screen.say(f"{values.out} has {len(known)} of {len(keys)} cells already")
+    known_cells = self._known_cells(settings, keys)
+    if known_cells:
+      screen.say(
+        f"{values.out} has {len(known_cells)} of {len(keys)} cells already"
+      )
     self._begin(
       "cells",
       len(keys),
-      [cell.record() for cell in known],
+      [cell.record() for cell in known_cells],
       tasks=names,
-      caches=given,
+      caches=kind_names,
       **settings,
     )
     trials = values.trials
-    screen.begin("asking", len(keys) * trials, "texts", len(known) * trials)
+    screen.begin(
+      "asking", len(keys) * trials, "texts", len(known_cells) * trials
+    )
     cells = find(
       model,
       tasks,
@@ -514,42 +523,42 @@ class _Evaluation:
       kinds=kinds or None,
       trials=trials,
       seed=values.seed,
-      known=known,
+      known=known_cells,
       on_trial=screen.at,
       on_cell=lambda cell: self._add(cell.record()),
       **reading,
     )
-    found = table(cells)
+    scores = table(cells)
     if len(names) > 1:
-      for kind in dict.fromkeys(label[1:] for label in found):
-        of_kind = [row for label, row in found.items() if label[1:] == kind]
-        found["mean", *kind] = {
-          length: sum(row[length] for row in of_kind) / len(of_kind)
-          for length in of_kind[0]
+      for kind in dict.fromkeys(label[1:] for label in scores):
+        kind_rows = [row for label, row in scores.items() if label[1:] == kind]
+        scores["mean", *kind] = {
+          length: sum(row[length] for row in kind_rows) / len(kind_rows)
+          for length in kind_rows[0]
         }
-    what = names[0] if len(names) == 1 else f"{len(names)} tasks"
-    wide = [max(map(len, column)) for column in zip(*found, strict=True)]
-    shown = lambda label: "  ".join(
-      f"{part:<{w}}" for part, w in zip(label, wide, strict=True)
+    subject = names[0] if len(names) == 1 else f"{len(names)} tasks"
+    widths = [max(map(len, column)) for column in zip(*scores, strict=True)]
+    label_text = lambda label: "  ".join(
+      f"{part:<{w}}" for part, w in zip(label, widths, strict=True)
     )
     lines = [
-      f"{what}: per cent found, {trials} texts of each length and depth",
-      " " * len(shown(next(iter(found))))
+      f"{subject}: per cent found, {trials} texts of each length and depth",
+      " " * len(label_text(next(iter(scores))))
       + "".join(f"{length:>10,}" for length in dict.fromkeys(lengths)),
       *(
-        shown(label) + "".join(f"{100 * x:>10.0f}" for x in row.values())
-        for label, row in found.items()
+        label_text(label) + "".join(f"{100 * x:>10.0f}" for x in row.values())
+        for label, row in scores.items()
       ),
     ]
-    title = f"{what}: {100 * mean(cells):.0f} % found"
+    title = f"{subject}: {100 * mean(cells):.0f} % found"
     return lines, lambda path: charts.heat_map(cells, path, title)
 
-  def perplexity(self) -> _Shown:
-    """Reads texts of each length, which end alike."""
+  def perplexity(self) -> _CommandOutput:
+    """Measures perplexity on texts of each length with equal last tokens."""
     values, screen, lengths = self._values, self._screen, self._lengths()
-    found = self._texts()
+    corpus = self._texts()
     model, tokenizer, reading = self._load()
-    # A longer text than the model's context may be the question.
+    # Texts beyond the model's context may be measured on purpose.
     context = model.config.longest
     if context is not None and max(lengths) > context:
       screen.say(
@@ -557,16 +566,16 @@ class _Evaluation:
       )
     bos = tokenizer.bos_id if tokenizer.adds_bos else None
     # Texts are joined, as files are short, and each row begins with the id that
-    # begins a text. Rows of all lengths end alike: the same tokens are
-    # predicted there, with more or less before them.
-    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
-    more = bos is None
-    span = max(lengths) + more
-    whole = [ids[n * span : (n + 1) * span] for n in range(values.rows)]
+    # begins a text. Rows of all lengths end with the same tokens, which are
+    # predicted with more or less context.
+    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in corpus])
+    extra_token = bos is None
+    span = max(lengths) + extra_token
+    token_rows = [ids[n * span : (n + 1) * span] for n in range(values.rows)]
     readers = {
       length: reader(
         model,
-        [row[len(row) - length - more :] for row in whole],
+        [row[len(row) - length - extra_token :] for row in token_rows],
         length=length,
         rows=values.rows,
         last=max(1, min(lengths) // 2),
@@ -580,18 +589,22 @@ class _Evaluation:
     curves: list[Curve] = []
     screen.begin("reading", len(lengths) * values.rows, "texts")
     for n, length in enumerate(lengths):
-      before = n * values.rows
+      rows_before = n * values.rows
       read = readers[length]
-      curves.append(read(lambda row, before=before: screen.at(before + row)))
+      curves.append(
+        read(lambda row, rows_before=rows_before: screen.at(rows_before + row))
+      )
       self._add(curves[-1].record())
     line = lambda name, cells: f"{name:>9}" + "".join(f"{x:>10}" for x in cells)
     ends = sorted({end for curve in curves for end in curve.ends})
-    known = [dict(zip(c.ends, c.nll, strict=True)) for c in curves]
+    nll_by_end = [dict(zip(c.ends, c.nll, strict=True)) for c in curves]
     lines = [
       "negative log-likelihood by position, nats a token",
       line("up to", [f"{curve.length:,}" for curve in curves]),
       *(
-        line(f"{end:,}", [f"{c[end]:.4f}" if end in c else "-" for c in known])
+        line(
+          f"{end:,}", [f"{c[end]:.4f}" if end in c else "-" for c in nll_by_end]
+        )
         for end in ends
       ),
       line("all", [f"{curve.mean:.4f}" for curve in curves]),
@@ -600,10 +613,10 @@ class _Evaluation:
     ]
     return lines, lambda path: charts.curves(curves, path)
 
-  def caches(self) -> _Shown:
-    """Reads texts as caches of several kinds would give them back.
+  def caches(self) -> _CommandOutput:
+    """Measures the loss when keys and values come from each kind of cache.
 
-    With --task also asks for facts, out of caches of these kinds.
+    With --task also asks for facts, with caches of these kinds.
     """
     values, screen, lengths = self._values, self._screen, self._lengths()
     if len(lengths) != 1 and values["lengths"].present:
@@ -615,10 +628,10 @@ class _Evaluation:
     }
     asks = values.task is not None
     names, depths = self._tasks() if asks else [], self._depths()
-    found = self._texts()
+    corpus = self._texts()
     model, tokenizer, reading = self._load()
     length = min(lengths)
-    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
+    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in corpus])
     rows = min(values.rows, ids.size // length)
     if not rows:
       raise OptionError(
@@ -630,17 +643,17 @@ class _Evaluation:
     tasks: dict[str, Task] = {}
     about: dict[str, Any] = {"length": length, "rows": rows}
     if asks:
-      tasks = self._asked(names, "\n".join(found), tokenizer, length)
+      tasks = self._needle_tasks(names, "\n".join(corpus), tokenizer, length)
       about |= {"tasks": names, "trials": values.trials, "seed": values.seed}
     self._begin("kinds", len(kinds), **about)
-    # Of each kind; the texts of the tasks are asked for first.
-    count = len(grid(tasks, [""], [length], depths)) * values.trials
-    screen.begin("reading", len(kinds) * (count + rows), "texts")
+    # For each kind: first the texts of the tasks, then the rows.
+    task_texts = len(grid(tasks, [""], [length], depths)) * values.trials
+    screen.begin("reading", len(kinds) * (task_texts + rows), "texts")
     kinds = {name: model.cache_kind(kind) for name, kind in kinds.items()}
     costs: list[KindCost] = []
     scores: list[float] = []
     for n, (name, kind) in enumerate(kinds.items()):
-      before = n * (count + rows)
+      texts_before = n * (task_texts + rows)
       if asks:
         cells = find(
           model,
@@ -650,7 +663,9 @@ class _Evaluation:
           kinds={name: kind},
           trials=values.trials,
           seed=values.seed,
-          on_trial=lambda done, before=before: screen.at(before + done),
+          on_trial=lambda done, texts_before=texts_before: screen.at(
+            texts_before + done
+          ),
           **reading,
         )
         scores.append(mean(cells))
@@ -658,17 +673,19 @@ class _Evaluation:
         model,
         ids[: rows * length].reshape(rows, length),
         {name: kind},
-        on_read=lambda done, before=before: screen.at(before + count + done),
+        on_read=lambda done, texts_before=texts_before: screen.at(
+          texts_before + task_texts + done
+        ),
       )
       self._add(costs[-1].record() | ({"score": scores[-1]} if asks else {}))
-    wide = max(len(cost.name) for cost in costs)
+    name_width = max(len(cost.name) for cost in costs)
     lines = [
       f"{rows} texts of {length:,} tokens; nats a token without a cache: "
       f"{costs[0].nll - costs[0].loss:.4f}",
-      f"{'kind':<{wide}}{'bits':>8}{'bytes':>12}{'loss':>10}{'KL':>10}"
+      f"{'kind':<{name_width}}{'bits':>8}{'bytes':>12}{'loss':>10}{'KL':>10}"
       f"{'logits':>10}" + (f"{'found':>9}" if asks else ""),
       *(
-        f"{cost.name:<{wide}}{cost.bits:>8.2f}{cost.nbytes:>12,}"
+        f"{cost.name:<{name_width}}{cost.bits:>8.2f}{cost.nbytes:>12,}"
         f"{cost.loss:>+10.4f}{cost.kl:>10.5f}{cost.far:>10.2%}"
         + "".join(f"{x:>9.0%}" for x in scores[n : n + 1])
         for n, cost in enumerate(costs)
@@ -677,8 +694,8 @@ class _Evaluation:
     ]
     return lines, lambda path: charts.cache_costs(costs, path)
 
-  def contexts(self) -> _Shown:
-    """Reads texts in parts that do not see each other.
+  def contexts(self) -> _CommandOutput:
+    """Measures texts in parts that do not attend to each other.
 
     With --task also asks for facts that are hidden in them.
     """
@@ -691,42 +708,44 @@ class _Evaluation:
         )
       (length,) = self._lengths()
     counts = _numbers("contexts", values.contexts, int, 1, length)
-    asks, given = values.task is not None, list(values.cache or ())
+    asks, cache_names = values.task is not None, list(values.cache or ())
     names = self._tasks() if asks else []
-    if len(given) > 1:
-      raise OptionError("--cache", ", ".join(given), "one", "pass one kind")
-    kind = common.cache_kind(given[0]) if given else None
+    if len(cache_names) > 1:
+      raise OptionError(
+        "--cache", ", ".join(cache_names), "one", "pass one kind"
+      )
+    kind = common.cache_kind(cache_names[0]) if cache_names else None
     chosen = [] if "all" in values.ways else values.ways
     context_ways([0], kinds=chosen)
-    found = self._texts()
+    corpus = self._texts()
     model, tokenizer, reading = self._load(small)
     links, folder = None, values.model or small.path()
     if os.path.exists(os.path.join(folder, LINKS)):
       links = LinkTokens.load(folder, vocab=model.config.vocab)
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    bos_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ways = context_ways(
-      [int(n) for n in (*begin, *tokenizer.encode(values.prefix))],
+      [int(n) for n in (*bos_ids, *tokenizer.encode(values.prefix))],
       links,
       chosen,
     )
-    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
+    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in corpus])
     span, rows = length + values.question, values.rows
-    # Texts to tune on are behind those that count.
-    need = rows * (2 if values.search else 1)
-    if ids.size < need * span:
+    # With --search every second text is for tuning and isn't measured.
+    num_texts = rows * (2 if values.search else 1)
+    if ids.size < num_texts * span:
       raise OptionError(
         "--lengths",
         length,
-        f"at most what {need} texts of {ids.size:,} tokens together have",
+        f"at most what {num_texts} texts of {ids.size:,} tokens together have",
         "pass fewer --rows, a smaller length, or more text",
       )
-    # From all over the text.
-    starts = np.linspace(0, ids.size - span, need).astype(int)
+    # Spread over the whole text.
+    starts = np.linspace(0, ids.size - span, num_texts).astype(int)
     texts = np.stack([ids[start : start + span] for start in starts])
-    where = {"mesh": reading["mesh"], "cache_kind": kind}
+    call_options = {"mesh": reading["mesh"], "cache_kind": kind}
     trial = ContextTrial(model, texts[::2][:rows] if values.search else texts,
-                         values.question, **where)  # fmt: skip
-    tuning = ContextTrial(model, texts[1::2], values.question, **where)
+                         values.question, **call_options)  # fmt: skip
+    tuning = ContextTrial(model, texts[1::2], values.question, **call_options)
     self._begin(
       "costs",
       len(ways) * len(counts),
@@ -734,17 +753,17 @@ class _Evaluation:
       question=values.question,
       rows=rows,
       prefix=values.prefix,
-      cache=given[0] if given else None,
+      cache=cache_names[0] if cache_names else None,
       tasks=names,
       **({} if values.model else self._about("ringjax-small")),
     )
     scores: dict[tuple[str, int], float] = {}
     if asks:
-      tasks = self._asked(names, "\n".join(found), tokenizer, length)
+      tasks = self._needle_tasks(names, "\n".join(corpus), tokenizer, length)
       total = len(ways) * len(counts) * values.trials
       screen.begin("asking", total * len(tasks), "answers")
       for n, task in enumerate(tasks.values()):
-        part = context_answers(
+        task_scores = context_answers(
           model,
           task,
           ways,
@@ -753,9 +772,9 @@ class _Evaluation:
           trials=values.trials,
           seed=values.seed,
           on_trial=lambda done, n=n: screen.at(n * total + done),
-          **where,
+          **call_options,
         )
-        for key, score in part.items():
+        for key, score in task_scores.items():
           scores[key] = scores.get(key, 0.0) + score / len(tasks)
     costs: list[ContextCost] = []
     screen.begin("reading", len(ways) * len(counts) * rows, "texts")
@@ -764,49 +783,59 @@ class _Evaluation:
         if values.search and isinstance(way.combine, APE):
           best = tuning.tuned(count, way.combine)
           way = dataclasses.replace(way, combine=best)
-        before = len(costs) * rows
+        rows_before = len(costs) * rows
         costs.append(
           trial.cost(
             name,
             way,
             count,
             found=scores.get((name, count)),
-            on_row=lambda done, before=before: screen.at(before + done),
+            on_row=lambda done, rows_before=rows_before: screen.at(
+              rows_before + done
+            ),
           )
         )
         self._add(costs[-1].record())
-    wide = max(map(len, ways))
-    head = f"{'way':<{wide}}" + "".join(f"{n:>9,}" for n in counts)
-    of = lambda name: [cost for cost in costs if cost.way == name]
-    table = lambda cell: [
-      f"{name:<{wide}}" + "".join(f"{cell(x):>9}" for x in of(name))
+    name_width = max(map(len, ways))
+    head = f"{'way':<{name_width}}" + "".join(f"{n:>9,}" for n in counts)
+    costs_of = lambda name: [cost for cost in costs if cost.way == name]
+    table_lines = lambda cell: [
+      f"{name:<{name_width}}" + "".join(f"{cell(x):>9}" for x in costs_of(name))
       for name in ways
     ]
     lines = [
       f"{rows} texts of {length:,} tokens and {values.question} behind them, "
       "by parts; nats a token",
       head,
-      *table(lambda x: f"{x.nll:.4f}"),
+      *table_lines(lambda x: f"{x.nll:.4f}"),
     ]
     if asks:
-      lines += ["per cent found", head, *table(lambda x: f"{x.found:.0%}")]
-    lines += ["tokens computed", head, *table(lambda x: f"{x.computed:,.0f}")]
+      lines += [
+        "per cent found",
+        head,
+        *table_lines(lambda x: f"{x.found:.0%}"),
+      ]
+    lines += [
+      "tokens computed",
+      head,
+      *table_lines(lambda x: f"{x.computed:,.0f}"),
+    ]
     lines += [
       "kilobytes moved",
       head,
-      *table(lambda x: f"{x.nbytes / 1e3:,.0f}"),
+      *table_lines(lambda x: f"{x.nbytes / 1e3:,.0f}"),
     ]
     if values.search and "ape" in ways:
-      lines += [f"{x.contexts} parts: {x.combine}" for x in of("ape")]
+      lines += [f"{x.contexts} parts: {x.combine}" for x in costs_of("ape")]
     return lines, lambda path: charts.context_costs(costs, path)
 
-  def chunks(self) -> _Shown:
-    """Reads texts behind chunks of what is before them, by their encoder."""
+  def chunks(self) -> _CommandOutput:
+    """Measures the loss after chunks that the model's encoder reads."""
     values = self._values
-    given = values.contexts
+    count_texts = values.contexts
     if not values["contexts"].present:
-      given = ["0", "4", "8", "16", "32"]
-    counts = _numbers("contexts", given, int, 0, math.inf)
+      count_texts = ["0", "4", "8", "16", "32"]
+    counts = _numbers("contexts", count_texts, int, 0, math.inf)
     model, tokenizer, _ = self._load(small)
     if not isinstance(model, CepeTransformer):
       raise OptionError(
@@ -816,19 +845,19 @@ class _Evaluation:
         "train one: python -m launch.train --config=configs/train/cepe.py",
       )
     size = model.encoder_config.chunk
-    least = max(counts) * size + values.question + 1
+    min_tokens = max(counts) * size + values.question + 1
     ids = (np.asarray(tokenizer.encode(t)) for t in self._texts())
-    # From the beginning of files: their own text comes before.
-    long = [x[:least] for x in ids if x.size >= least]
-    rows = long[:: max(1, len(long) // values.rows)][: values.rows]
+    # From the beginning of files, so that the chunks are of the same file.
+    long_rows = [x[:min_tokens] for x in ids if x.size >= min_tokens]
+    rows = long_rows[:: max(1, len(long_rows) // values.rows)][: values.rows]
     self._screen.begin("reading", len(rows), "texts")
-    found = context_curve(model, rows, chunks=counts, tokens=values.question)
-    self.record = self._about() | dataclasses.asdict(found)
-    head = f"nats a token of {found.tokens} behind chunks of {size} tokens, "
-    return [f"{head}{found.texts} texts:", str(found)], lambda path: None
+    curve = context_curve(model, rows, chunks=counts, tokens=values.question)
+    self.record = self._about() | dataclasses.asdict(curve)
+    head = f"nats a token of {curve.tokens} behind chunks of {size} tokens, "
+    return [f"{head}{curve.texts} texts:", str(curve)], lambda path: None
 
-  def drafts(self) -> _Shown:
-    """Lets a model go on behind texts, and each draft guess its tokens."""
+  def drafts(self) -> _CommandOutput:
+    """Measures how many tokens of each draft the model accepts after texts."""
     values = self._values
     offsets = _numbers("offsets", values.offsets, int, 0, math.inf)
     if not values.draft:
@@ -841,10 +870,10 @@ class _Evaluation:
     model, tokenizer, _ = self._load(small)
     drafts = {x: rj.models.longspec.load(x, model) for x in values.draft}
     ids = (np.asarray(tokenizer.encode(t)) for t in self._texts())
-    long = [x[: values.context] for x in ids if x.size >= values.context]
-    rows = long[:: max(1, len(long) // values.rows)][: values.rows]
+    long_rows = [x[: values.context] for x in ids if x.size >= values.context]
+    rows = long_rows[:: max(1, len(long_rows) // values.rows)][: values.rows]
     self._screen.begin("drafting", len(rows), "texts")
-    found = {
+    results = {
       name: draft_acceptance(
         draft, rows, offsets=offsets, tokens=values.question
       )
@@ -853,16 +882,17 @@ class _Evaluation:
     self.record = self._about() | {
       "drafts": {
         name: [
-          dataclasses.asdict(x) | {"acceptance": x.acceptance} for x in each
+          dataclasses.asdict(x) | {"acceptance": x.acceptance}
+          for x in by_offset
         ]
-        for name, each in found.items()
+        for name, by_offset in results.items()
       }
     }
     lines = [
       f"{len(rows)} texts of {values.context} tokens and {values.question} "
       "that the model chose:"
     ]
-    for name, each in found.items():
+    for name, by_offset in results.items():
       lines += [
         name,
         f"{'offset':>8} {'accepted':>9} {'tokens a call':>14} {'loss':>7}"
@@ -870,13 +900,13 @@ class _Evaluation:
         *(
           f"{x.offset:>8} {x.acceptance:>9.3f} {x.tokens_per_call:>14.2f} "
           f"{x.loss:>7.3f}  {' '.join(f'{r:.3f}' for r in x.rates)}"
-          for x in each
+          for x in by_offset
         ),
       ]
     return lines, lambda path: None
 
-  def entropy(self) -> _Shown:
-    """Reads contexts in more and more chunks that do not see each other."""
+  def entropy(self) -> _CommandOutput:
+    """Measures attention entropy over contexts in more and more chunks."""
     values, screen = self._values, self._screen
     context, query, rows = values.context, values.query, values.rows
     splits = _numbers("splits", values.splits, int, 1, context)
@@ -884,8 +914,8 @@ class _Evaluation:
     texts = self._texts()
     model, tokenizer, reading = self._load(small)
     ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in texts])
-    span, apart = context + query + 1, ids.size // rows
-    if apart < span:
+    span, stride = context + query + 1, ids.size // rows
+    if stride < span:
       raise OptionError(
         "--rows",
         f"{rows} of {span:,} tokens",
@@ -894,7 +924,7 @@ class _Evaluation:
       )
     prefix = tokenizer.bos_id
     prefix = tokenizer.encode("\n", bos=False) if prefix is None else [prefix]
-    keys, how = settings(splits), combine_of(values.combine, "--combine")
+    keys, combine = settings(splits), combine_of(values.combine, "--combine")
     self._begin(
       "settings",
       len(keys),
@@ -905,34 +935,38 @@ class _Evaluation:
       **({} if values.model else self._about("ringjax-small")),
     )
     screen.begin("reading", len(keys) * rows, "texts")
-    found = split_entropy(
+    entropies = split_entropy(
       model,
-      # From all over the text.
-      [ids[n * apart : n * apart + span] for n in range(rows)],
+      # Spread over the whole text.
+      [ids[n * stride : n * stride + span] for n in range(rows)],
       splits,
       context=context,
       query=query,
       prefix=prefix,
       rows=rows,
-      combine=how,
+      combine=combine,
       mesh=reading["mesh"],
       on_read=screen.at,
-      on_setting=lambda one: self._add(one.record()),
+      on_setting=lambda entropy: self._add(entropy.record()),
     )
-    own, shared = (
-      [one for one in found if one.shared == yes or one.splits == 1]
-      for yes in (False, True)
+    own_prefix, shared_prefix = (
+      [
+        entropy
+        for entropy in entropies
+        if entropy.shared == is_shared or entropy.splits == 1
+      ]
+      for is_shared in (False, True)
     )
     self.record["correlation"] = {
-      "own": correlation(own),
-      "shared": correlation(shared),
+      "own": correlation(own_prefix),
+      "shared": correlation(shared_prefix),
     }
-    return _entropy_lines(found, own, shared, context, query), (
-      lambda path: charts.split_entropies(found, path)
-    )
+    return _entropy_lines(
+      entropies, own_prefix, shared_prefix, context, query
+    ), (lambda path: charts.split_entropies(entropies, path))
 
-  def families(self) -> _Shown:
-    """Tries codecs on a random model of each family."""
+  def families(self) -> _CommandOutput:
+    """Measures the error of codecs on a random model of each family."""
     values, screen = self._values, self._screen
     length = 512
     if values["lengths"].present:
@@ -954,26 +988,28 @@ class _Evaluation:
     self._begin("results", len(names) * len(kinds), **about)
     screen.begin("trying", len(names) * len(kinds), "caches")
 
-    def found(one: FamilyError) -> None:
-      self._add(one.record())
+    def add_result(family_error: FamilyError) -> None:
+      self._add(family_error.record())
       screen.at(len(self.record["results"]))
 
     results = family_errors(
-      kinds, names, length=length, seed=values.seed, on_kind=found
+      kinds, names, length=length, seed=values.seed, on_kind=add_result
     )
     errors = {(x.family, x.name): x for x in results}
-    wide = max(map(len, names))
-    shown = lambda one: "-" if one.cost is None else f"{one.cost.far:.2%}"
+    name_width = max(map(len, names))
+    error_text = lambda result: (
+      "-" if result.cost is None else f"{result.cost.far:.2%}"
+    )
     columns = [max(9, len(name) + 2) for name in kinds]
     lines = [
       f"distance of the logits, relative to theirs; random weights, "
       f"{length:,} random tokens",
-      " " * wide
+      " " * name_width
       + "".join(f"{x:>{w}}" for x, w in zip(kinds, columns, strict=True)),
       *(
-        f"{family:<{wide}}"
+        f"{family:<{name_width}}"
         + "".join(
-          f"{shown(errors[family, name]):>{w}}"
+          f"{error_text(errors[family, name]):>{w}}"
           for name, w in zip(kinds, columns, strict=True)
         )
         for family in names
@@ -982,10 +1018,10 @@ class _Evaluation:
     ]
     return lines, lambda path: None
 
-  def curves(self) -> _Shown:
-    """Reads the log of a training.
+  def curves(self) -> _CommandOutput:
+    """Reads the log of a training and plots its curves.
 
-    Without JAX: that training may hold the accelerator.
+    Does not start JAX: the training may hold the accelerator.
     """
     log = self._values.log
     if log is None:
@@ -995,8 +1031,8 @@ class _Evaluation:
         "the log.jsonl of a training",
         "pass --log=DIR/log.jsonl",
       )
-    # A run that resumed from an earlier step has written some twice.
-    latest = {row["step"]: row for row in _logged(log)}
+    # A run that resumed from an earlier step has logged some steps twice.
+    latest = {row["step"]: row for row in _log_rows(log)}
     rows = [latest[step] for step in sorted(latest)]
     if not rows:
       raise OptionError(
@@ -1004,10 +1040,10 @@ class _Evaluation:
       )
     self.record = {"rows": rows}
     lines = [f"{'step':>8}{'stage':>7}{'loss':>10}{'tokens/s':>12}"]
-    shown = rows[:: max(1, len(rows) // 20)]
-    if shown[-1] is not rows[-1]:
-      shown.append(rows[-1])
-    for row in shown:
+    printed_rows = rows[:: max(1, len(rows) // 20)]
+    if printed_rows[-1] is not rows[-1]:
+      printed_rows.append(rows[-1])
+    for row in printed_rows:
       loss, rate = row["loss"], row["tokens_per_s"]
       lines.append(
         f"{row['step']:>8}{row['stage']:>7}"
@@ -1018,60 +1054,68 @@ class _Evaluation:
 
 
 def _entropy_lines(
-  found: Sequence[SplitEntropy],
-  own: Sequence[SplitEntropy],
-  shared: Sequence[SplitEntropy],
+  entropies: Sequence[SplitEntropy],
+  own_prefix: Sequence[SplitEntropy],
+  shared_prefix: Sequence[SplitEntropy],
   context: int,
   query: int,
 ) -> list[str]:
-  """The tables of `entropy`: the means by setting, and each layer and head."""
-  shown = lambda x: "-" if x is None else f"{x:.3f}"
+  """Tables of `entropy`: means by setting, then each layer and head."""
+  number_text = lambda x: "-" if x is None else f"{x:.3f}"
   lines = [
-    f"{len(found[0].losses)} texts: {context:,} tokens in P chunks, {query:,} "
-    "behind them; nats",
+    f"{len(entropies[0].losses)} texts: {context:,} tokens in P chunks, "
+    f"{query:,} behind them; nats",
     f"{'':>4}{'a prefix each':>30}{'one shared prefix':>30}",
     f"{'P':>4}" + f"{'entropy':>10}{'loss':>10}{'on prefix':>10}" * 2,
   ]
-  for a, b in zip(own, shared, strict=True):
-    cells = [x for one in (a, b) for x in (one.entropy, one.loss)]
+  for a, b in zip(own_prefix, shared_prefix, strict=True):
+    cells = [x for row in (a, b) for x in (row.entropy, row.loss)]
     lines.append(
       f"{a.splits:>4}{cells[0]:>10.4f}{cells[1]:>10.4f}{a.prefix_mass:>10.1%}"
       f"{cells[2]:>10.4f}{cells[3]:>10.4f}{b.prefix_mass:>10.1%}"
     )
   lines.append(
-    f"correlation of entropy and loss: {shown(correlation(own))} with a prefix "
-    f"each, {shown(correlation(shared))} with one"
+    f"correlation of entropy and loss: {number_text(correlation(own_prefix))} "
+    f"with a prefix each, {number_text(correlation(shared_prefix))} with one"
   )
   lines.append("entropy by layer and head; s: one shared prefix")
-  names = [f"{one.splits}{'s' if one.shared else ''}" for one in found]
+  names = [
+    f"{entropy.splits}{'s' if entropy.shared else ''}" for entropy in entropies
+  ]
   lines.append(f"{'layer':>5}{'head':>6}" + "".join(f"{x:>8}" for x in names))
-  for layer, heads in enumerate(found[0].heads):
+  for layer, heads in enumerate(entropies[0].heads):
     if heads is None:
       lines.append(f"{layer:>5}{'':>6}  recurrent: it attends to nothing")
       continue
-    each = np.array([one.heads[layer] for one in found])
-    for head, row in [*enumerate(each.T), ("all", each.mean(1))]:
+    head_entropies = np.array([entropy.heads[layer] for entropy in entropies])
+    for head, row in [
+      *enumerate(head_entropies.T),
+      ("all", head_entropies.mean(1)),
+    ]:
       cells = "".join(f"{x:>8.3f}" for x in row)
       lines.append(f"{layer:>5}{head:>6}{cells}")
   return lines
 
 
 def _choice_lines(cost: KindCost, rows: int) -> list[str]:
-  """Which tokens the heads keep, where the policy lets each choose."""
+  """Lines with the choices of each KV head, if the cache's policy has any."""
   if not cost.choices:
     return []
-  wide = max(map(len, cost.choices))
-  each = lambda layers: " | ".join(
+  name_width = max(map(len, cost.choices))
+  counts_text = lambda layers: " | ".join(
     " ".join(f"{n:>{len(str(rows))}}" for n in heads) or "-" for heads in layers
   )
   return [
     f"{cost.name}: choices in {rows} texts, layer | layer, a number a KV head",
-    *(f"{name:<{wide}}  {each(x)}" for name, x in cost.choices.items()),
+    *(
+      f"{name:<{name_width}}  {counts_text(x)}"
+      for name, x in cost.choices.items()
+    ),
   ]
 
 
-def _logged(path: str) -> Iterator[dict[str, Any]]:
-  """The lines of a log; numbers that are not finite become None."""
+def _log_rows(path: str) -> Iterator[dict[str, Any]]:
+  """Yields the rows of a log, with None for numbers that are not finite."""
   number = 0
   try:
     with open(path, encoding="utf-8") as file:
@@ -1079,7 +1123,7 @@ def _logged(path: str) -> Iterator[dict[str, Any]]:
         number += 1
         # The last line of a run that was killed may be cut off.
         if line.endswith("\n"):
-          yield _figures(json.loads(line))
+          yield _chart_row(json.loads(line))
   except OSError as error:
     raise OptionError(
       "--log", f"{path}: {error.strerror}", "a file", "pass its path"
@@ -1093,11 +1137,11 @@ def _logged(path: str) -> Iterator[dict[str, Any]]:
     ) from None
 
 
-def _figures(row: Any) -> dict[str, Any]:
-  """A line as `charts.training_curves` takes it.
+def _chart_row(row: Any) -> dict[str, Any]:
+  """Checks a log line and returns it as `charts.training_curves` takes it.
 
   Raises:
-    ValueError: it is of something else.
+    ValueError: If it is not a line of a training's log.
   """
   if not isinstance(row, dict):
     raise ValueError(f"{type(row).__name__}")
@@ -1113,7 +1157,7 @@ def _figures(row: Any) -> dict[str, Any]:
   }
 
 
-_COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
+_COMMANDS: dict[str, Callable[[_Evaluation], _CommandOutput]] = {
   "needle": _Evaluation.needle,
   "perplexity": _Evaluation.perplexity,
   "caches": _Evaluation.caches,

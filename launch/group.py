@@ -1,8 +1,9 @@
-"""The processes of a script: when one is lost, the others end and say which.
+"""The processes of a script: when one is lost, the others end and report it.
 
 A process that waits in a collective for one that has died cannot be woken, and
 JAX itself notices after minutes, or aborts with a stack trace. So each process
-ends itself as soon as it is told, with the rank and the reason in one line.
+ends itself once it receives the failure, with the rank and the reason in one
+line.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from launch import console
 from ringjax.errors import PeerError
 from ringjax.parallel.peers import Peers
 
-# The exit status where another process was lost.
+# Exit status after another process was lost.
 FAILED = 3
-# A healthy process may be silent as long: it copies gigabytes, or is starved.
+# A healthy process may be silent for this long: it copies gigabytes, or is
+# starved.
 PATIENCE_S = 60.0
 _MOMENT_S = 2.0
 
 
 class Group:
-  """This process among the others.
+  """Membership of this process in the group of all processes.
 
   Args:
-    screen: of this process.
-    doing: returns what it does now, for its last message.
+    screen: Console of this process.
+    doing: Function that returns its current activity, for its last message.
   """
 
   def __init__(self, screen: console.Screen, doing: Callable[[], str]):
@@ -48,10 +50,10 @@ class Group:
     """Connects the processes, and ends this one when another is lost.
 
     Args:
-      timeout_s: how long another may be silent.
+      timeout_s: Seconds that another process may be silent.
 
     Raises:
-      PeerError: a process is missing.
+      PeerError: If a process is missing.
     """
     peers = self._peers = Peers.of_processes(timeout_s=timeout_s)
 
@@ -68,10 +70,10 @@ class Group:
   def leave(self, error: BaseException, status: int) -> None:
     """Ends this process so that no other one waits for it.
 
-    Returns only if it is alone.
+    Returns only if there is no other process.
     """
     if self._peers is None or not self.several:
-      # Before they are connected, JAX may still have them wait for each other.
+      # JAX may already have connected processes that did not `meet` yet.
       if jax.distributed.is_initialized():
         _leave(status)
       return
@@ -82,10 +84,13 @@ class Group:
     _leave(status)
 
   def failed(self, error: Exception, doing: str, knobs: str) -> int:
-    """As `Screen.failed`; among several this process ends here."""
+    """Reports an error; several processes then end, one returns the status.
+
+    For the arguments see `console.reason`.
+    """
     text = console.reason(error, doing, knobs)
     if text is None and self.several:
-      # A collective may fail before it is known which process was lost.
+      # A collective may fail before the lost process is identified.
       time.sleep(_MOMENT_S)
     with self._ending:
       return self._failed(error, text)
@@ -103,13 +108,13 @@ class Group:
     return status
 
   def close(self) -> None:
-    """Leaves the group; the others may go on."""
+    """Leaves the group; the other processes may continue."""
     if self._peers is not None:
       self._peers.close()
 
 
 def _leave(status: int) -> None:
   if jax.process_index() == 0:
-    # JAX's coordinator runs here; without it the others abort.
+    # JAX's coordinator runs here: the others abort if it ends before them.
     time.sleep(1.0)
   console.leave(status)

@@ -1,10 +1,10 @@
-"""uvicorn for applications of ASGI, with limits of time and a gentle end.
+"""uvicorn for ASGI applications, with timeouts and a graceful shutdown.
 
-Guarantees: a connection that sends no whole head of a request, or the rest of
-a body that was refused, is closed after `stall` seconds. One that is kept alive
-is closed later than clients give theirs up, so that a request does not meet its
-end. At SIGTERM or SIGINT answers under way have `grace` seconds to end; clients
-of the others get an error before the connection closes.
+Guarantees: a connection that does not send the complete head of a request, or
+the rest of a body that was refused, is closed after `stall` seconds. An idle
+connection stays open longer than clients keep theirs, so that no request meets
+a connection that closes. At SIGTERM or SIGINT answers in progress have `grace`
+seconds to end; clients of the others get an error before the connection closes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any, Protocol
 # Clients keep idle connections for 5 s (httpx, and with it OpenAI's client; it
 # is uvicorn's default too) to 60 s (many proxies).
 KEEP_ALIVE_S = 75
-# In which answers that are given up are sent, behind --grace.
-_LAST_WORDS_S = 10
-# Sockets beside the files of the process.
+# Seconds after --grace in which errors are sent for aborted answers.
+_ABORT_S = 10
+# Largest limit of open files and sockets to ask for.
 _SOCKETS = 1 << 16
 
 
 class Application(Protocol):
-  """An application of ASGI with a graceful end."""
+  """An ASGI application with a graceful shutdown."""
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     """Serves one request."""
     ...
 
   async def end(self, grace: int | float) -> None:
-    """Gives up what is under way when so many seconds are over."""
+    """Aborts answers that are still in progress after `grace` seconds."""
     ...
 
 
@@ -50,15 +50,16 @@ def serve(
   """Serves until SIGTERM or SIGINT, and ends gracefully.
 
   Args:
-    uvicorn: the module.
-    app: an application.
-    listener: a socket that listens.
-    grace: seconds to finish in.
-    stall: seconds in which a head has to come.
+    uvicorn: Module uvicorn.
+    app: Application to serve.
+    listener: Listening socket.
+    grace: Seconds to finish answers after a signal.
+    stall: Seconds in which the head of a request has to arrive.
   """
   _allow_sockets()
   running = server(uvicorn, app, grace=grace, stall=stall)
-  # It raises a signal anew when it has ended, for the handler from before.
+  # After its shutdown uvicorn raises the signal again for the previous handler,
+  # which must not end the process: install one that does nothing.
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda *_: None)
   running.run(sockets=[listener])
@@ -67,11 +68,11 @@ def serve(
 def server(
   uvicorn: types.ModuleType, app: Application, *, grace: int, stall: float
 ) -> Any:
-  """A server of uvicorn, to be run; arguments are those of `serve`."""
+  """Creates a uvicorn server to run; arguments are those of `serve`."""
   config = uvicorn.Config(
     app,
     loop="asyncio",
-    http=_patient(stall),
+    http=_protocol_with_timeout(stall),
     ws="none",
     lifespan="on",
     log_level="warning",
@@ -79,11 +80,11 @@ def server(
     server_header=False,
     backlog=1024,
     timeout_keep_alive=KEEP_ALIVE_S,
-    timeout_graceful_shutdown=grace + _LAST_WORDS_S,
+    timeout_graceful_shutdown=grace + _ABORT_S,
   )
 
   class Server(uvicorn.Server):
-    """Tells the application when it begins to end."""
+    """Ends the application when the shutdown begins."""
 
     async def shutdown(self, sockets: Any = None) -> None:
       ending = asyncio.ensure_future(app.end(grace))
@@ -96,14 +97,14 @@ def server(
   return Server(config)
 
 
-def _patient(stall: float) -> Callable[..., Any]:
-  """uvicorn's protocol, whose patience with heads has an end."""
+def _protocol_with_timeout(stall: float) -> Callable[..., Any]:
+  """uvicorn's HTTP protocol with a timeout for heads of requests."""
   base: Any = importlib.import_module(
     "uvicorn.protocols.http.h11_impl"
   ).H11Protocol
 
   class Patient(base):
-    """A connection that is closed unless heads come in time."""
+    """Connection that is closed unless heads arrive in time."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -121,11 +122,11 @@ def _patient(stall: float) -> Callable[..., Any]:
 
     def on_response_complete(self) -> None:
       super().on_response_complete()
-      # The time of a connection that is kept alive counts.
+      # An idle connection has uvicorn's keep-alive timeout instead.
       self._stop()
 
     def _wait(self) -> None:
-      """Counts time while no request is under way."""
+      """Runs the timer while no request is in progress."""
       if self.cycle is not None and not self.cycle.response_complete:
         self._stop()
       elif self._timer is None and not self.transport.is_closing():
@@ -140,10 +141,10 @@ def _patient(stall: float) -> Callable[..., Any]:
 
 
 def _allow_sockets() -> None:
-  """Lets the process have as many sockets as the system allows it."""
+  """Raises the process's limit of open sockets as far as allowed."""
   with contextlib.suppress(ImportError, OSError, ValueError):
     resource = importlib.import_module("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _SOCKETS if hard == resource.RLIM_INFINITY else min(hard, _SOCKETS)
-    if soft < most:
-      resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = _SOCKETS if hard == resource.RLIM_INFINITY else min(hard, _SOCKETS)
+    if soft < limit:
+      resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -10,8 +10,8 @@
       Once all prompts are read process 0 leaves, its keys are moved first, and
       process 1 is killed. The answers are compared with those of one device.
 
-A record of JSON on stdout: answers, which group read and answered what and
-when, tokens kept and moved, bytes between processes.
+A JSON record on stdout: answers, groups that read and answered and their times,
+tokens kept and moved, bytes between processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MEMORY = "start fewer processes, with --workers, or give them fewer --slots"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.whole("workers", 4, "Processes, each with the model.")
@@ -78,7 +78,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags and `words`, files of prompts, say; the status."""
+  """Answers the prompts of the files in `words`; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   doing = "starting"
@@ -107,17 +107,17 @@ def run(
       screen.say(f"{len(texts):,} prompts, {values.workers} processes")
       doing = "answering"
       stops = [i for i in tokenizer.eos_ids if i < workers.vocab]
-      found = _served(values, workers, ids, stops)
-    record = _record(texts, tokenizer, found)
+      answers = _served(values, workers, ids, stops)
+    record = _record(texts, tokenizer, answers)
     if values.check:
       doing = "answering on one device"
       model = rj.models.load(folder, dtype=values.dtype, strict=values.strict)
-      whole = rj.infer.generate(
+      expected = rj.infer.generate(
         model, ids, max_new_tokens=values.max_new_tokens, stop=tuple(stops)
       )
       record["equal"] = [
-        one.tokens == want.tolist()
-        for one, want in zip(found.answers, whole, strict=True)
+        answer.tokens == want.tolist()
+        for answer, want in zip(answers.answers, expected, strict=True)
       ]
   except KeyboardInterrupt:
     screen.error(f"interrupted while {doing}")
@@ -137,7 +137,7 @@ def _served(
   due = {"leave": values.leave, "kill": values.kill}
 
   def watch(event: dict[str, Any]) -> None:
-    # All that waited has been taken by then, as far as there is room.
+    # At the first decode step all prompts that fit have been read.
     if event["event"] != "step":
       return
     leaves, killed = due.pop("leave", None), due.pop("kill", None)
@@ -158,25 +158,25 @@ def _served(
 
 
 def _record(
-  texts: list[str], tokenizer: Tokenizer, found: ElasticAnswers
+  texts: list[str], tokenizer: Tokenizer, served: ElasticAnswers
 ) -> dict[str, Any]:
   answers = [
     {
       "prompt": text if len(text) < 80 else f"{text[:76]} ...",
-      "prompt_tokens": one.prompt_tokens,
-      "answer": tokenizer.decode(one.tokens),
-      "tokens": one.tokens,
-      "reads": one.reads,
-      "error": one.error,
+      "prompt_tokens": answer.prompt_tokens,
+      "answer": tokenizer.decode(answer.tokens),
+      "tokens": answer.tokens,
+      "reads": answer.reads,
+      "error": answer.error,
     }
-    for text, one in zip(texts, found.answers, strict=True)
+    for text, answer in zip(texts, served.answers, strict=True)
   ]
   return {
     "answers": answers,
-    "groups": list(found.events),
-    **dataclasses.asdict(found.counts),
-    "bytes_sent": found.bytes_sent,
-    "seconds": found.seconds,
+    "groups": list(served.events),
+    **dataclasses.asdict(served.counts),
+    "bytes_sent": served.bytes_sent,
+    "seconds": served.seconds,
   }
 
 

@@ -23,10 +23,10 @@ HELP = (
   "one multiplies outliers in floats, and attends with another; "
   f"rule={'|'.join(RULES)} chooses what runs next."
 )
-# Options of `rj.infer.integer_model`, and of how two devices read with it.
+# Options of `rj.infer.integer_model` and of `rj.infer.read_on_two`.
 _INTEGER = ("shadow", "prune", "scales", "hot")
 _READING = ("devices", "rule")
-# What has no effect, or none that is right, where two devices read.
+# Flags that are refused where two devices prefill.
 _NOT_ON_TWO = (
   "mesh",
   "prefill",
@@ -45,20 +45,20 @@ _NOT_ON_TWO = (
 
 
 def model(plain: Transformer, text: str) -> Transformer:
-  """The model with products of integers that --integer asks for."""
+  """Creates the model with integer products that --integer asks for."""
   folder, options = _options(text)
-  made = {key: x for key, x in options.items() if key in _INTEGER}
-  return rj.infer.integer_model(plain, folder, **made)
+  model_options = {key: x for key, x in options.items() if key in _INTEGER}
+  return rj.infer.integer_model(plain, folder, **model_options)
 
 
 def reading(values: flags.FlagValues) -> dict[str, Any]:
-  """`devices` and `rule` of `read_on_two`, or nothing where one device reads.
+  """`devices` and `rule` of `read_on_two`; empty if one device prefills.
 
   Raises:
-    OptionError: Fewer devices, or flags that do not go together with it.
+    OptionError: If there are too few devices, or flags conflict with it.
   """
-  asked = two_asked(values)
-  if not asked:
+  reading_options = two_asked(values)
+  if not reading_options:
     return {}
   devices = jax.devices()
   if len(devices) < 2:
@@ -68,24 +68,24 @@ def reading(values: flags.FlagValues) -> dict[str, Any]:
       "two devices",
       "pass --devices=2 on CPUs, or leave devices= out",
     )
-  return asked | {"devices": tuple(devices[:2])}
+  return reading_options | {"devices": tuple(devices[:2])}
 
 
 def two_asked(values: flags.FlagValues) -> dict[str, Any]:
-  """What --integer says of two devices; nothing where one device reads."""
+  """Parses the options of --integer on two devices; empty for one device."""
   if values.integer is None:
     return {}
   _, options = _options(values.integer)
-  asked = {key: x for key, x in options.items() if key in _READING}
-  count = asked.pop("devices", 1)
+  reading_options = {key: x for key, x in options.items() if key in _READING}
+  count = reading_options.pop("devices", 1)
   if count not in (1, 2) or isinstance(count, bool):
     raise OptionError(
       "--integer", f"devices={count}", "1 or 2", "leave it out, or pass 2"
     )
-  if asked and count == 1:
+  if reading_options and count == 1:
     raise prompts.clash("--integer with rule= and without devices=2", "both")
-  if "rule" in asked:
-    one_of("--integer: rule", asked["rule"], RULES)
+  if "rule" in reading_options:
+    one_of("--integer: rule", reading_options["rule"], RULES)
   if count == 1:
     return {}
   for name in _NOT_ON_TWO:
@@ -93,13 +93,13 @@ def two_asked(values: flags.FlagValues) -> dict[str, Any]:
       raise prompts.clash(f"--{name} and --integer with devices=2", "one")
   if (values["num_processes"].value or 1) > 1:
     raise prompts.clash("--num_processes and devices=2", "one process")
-  return {"rule": asked.get("rule", RULES[0])}
+  return {"rule": reading_options.get("rule", RULES[0])}
 
 
 def _options(text: str) -> tuple[str, dict[str, Any]]:
   """The folder of --integer, and its options."""
-  folder, colon, rest = text.partition(":")
-  said = option_text.pairs(
-    rest if colon else None, (*_INTEGER, *_READING), "--integer", folder
+  folder, colon, option_part = text.partition(":")
+  pairs = option_text.pairs(
+    option_part if colon else None, (*_INTEGER, *_READING), "--integer", folder
   )
-  return folder, {key: option_text.value(one) for key, one in said.items()}
+  return folder, {key: option_text.value(value) for key, value in pairs.items()}

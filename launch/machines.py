@@ -7,12 +7,12 @@ from absl import flags
 from launch.flag_helpers import FlagHelper
 from ringjax.plan import Machine, Network, Noise, profile
 
-# A flag belongs to the script that asked for it, and stands in its --help.
+# Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
 
 
 def define(new: FlagHelper, use: str) -> None:
-  """The flags; `use` says what the profile is for."""
+  """Defines the flags; `use` is the purpose of the profile, for --help."""
   new.path("profile", None, f"{use}: its name, or a file; see launch.plan.")
   new.number("bandwidth", 10e9, "--profile: of a link, bytes a second.", 0.0)
   new.number("latency", 0.0, "--profile: of a message, seconds.", 0.0)
@@ -30,7 +30,7 @@ def machine(
   """The machine that the flags describe; None without a profile.
 
   Raises:
-    OptionError: no such profile, or a bandwidth of 0.
+    OptionError: If the profile does not exist, or the bandwidth is 0.
   """
   if values.profile is None:
     return None
@@ -43,7 +43,7 @@ def machine(
 
 
 def unused(values: flags.FlagValues) -> list[str]:
-  """Flags that were given and have no effect without a profile."""
+  """Names of passed flags that have no effect without a profile."""
   if values.profile is not None:
     return []
   names = ("bandwidth", "latency", "noise")

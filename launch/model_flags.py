@@ -1,6 +1,6 @@
-"""Flags of launch.generate and launch.chat alike: a model, and how it answers.
+"""Flags of both launch.generate and launch.chat: model, cache and sampling.
 
-Of the model, of its cache and of sampling, with the objects that they ask for.
+Also creates the objects that these flags ask for.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.wire_format import DTYPES
 from ringjax.parallel import memory
 
-# A flag belongs to the script that asked for it, and stands in its --help.
+# Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
-# Which tokenizers a draft model has, its folder says.
+# The folder of a draft model decides whether its tokens are translated.
 _DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
-# Of the host's free memory, what keys may have.
-_OF_HOST = 0.9
+# Share of the host's free memory that keys may take.
+_HOST_SHARE = 0.9
 # Options of `rj.models.sparse_model`.
 _FLASH = ("window", "memory", "threshold", "predictors", "threads")
 
@@ -43,7 +43,7 @@ _FLASH = ("window", "memory", "threshold", "predictors", "threads")
 def define(
   values: flags.FlagValues, default: str = "the model in ringjax"
 ) -> None:
-  """The flags of a model, of its cache and of sampling.
+  """Defines the flags of a model, of its cache and of sampling.
 
   Args:
     values: Flags to add to.
@@ -150,7 +150,7 @@ def check(values: flags.FlagValues) -> None:
   if values.max_new_tokens is not None:
     positive_int("--max_new_tokens", values.max_new_tokens)
   if values.model == "":
-    # As of a variable that is not set: another model would answer.
+    # Probably an unset shell variable: the default model would answer.
     raise OptionError(
       "--model", "an empty value", "a model directory", "pass its path"
     )
@@ -183,13 +183,13 @@ def load(
   policy: Any = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
 ) -> Transformer:
-  """The model of the flags.
+  """Loads the model of the flags.
 
   Args:
     values: The flags.
     folder: Folder or file of the model.
     mesh: Devices that get it.
-    say: Function that takes lines for people.
+    say: Function that prints a line.
     policy: Placement of its layers, in place of --placement.
     beside: Bytes of the largest call, for --memory, as `rj.models.load` has it.
   """
@@ -197,7 +197,7 @@ def load(
     raise OptionError(
       "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
     )
-  # Of feedforwards, no more than a layer is ever in memory.
+  # With --flash at most one layer's feedforward is loaded at a time.
   placement = values.placement if values.flash is None else "disk"
   exact = ("placement", "memory", "flash", "weights", "integer", "adapter")
   model, note = answering.load(
@@ -227,7 +227,7 @@ def load(
 
 
 def tell_placement(model: Transformer, say: Callable[[str], Any]) -> None:
-  """Says where layers are that are not all on the devices."""
+  """Reports the placement of layers, unless all are on the devices."""
   placed = model.placement_report()
   if placed.streamed_parameters:
     say(f"placement: {_placement(placed)}")
@@ -237,7 +237,7 @@ def tell_placement(model: Transformer, say: Callable[[str], Any]) -> None:
 def offload(
   values: flags.FlagValues, model: Transformer, tokens: int
 ) -> dict[str, Any]:
-  """Placement of keys that do not run, as `generate` and `Session` take it.
+  """Arguments of `generate` and `Session` that place keys of idle layers.
 
   Args:
     values: The flags.
@@ -249,10 +249,10 @@ def offload(
     return {}
   if placement is None:
     kind = kind_text.parse(values.cache, "--cache")
-    like = model.init_cache_spec(1, tokens, kind=kind)
-    need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+    cache_spec = model.init_cache_spec(1, tokens, kind=kind)
+    need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache_spec))
     free = memory.host_free_bytes()
-    host = 1.0 if free is None else min(1.0, _OF_HOST * free / need)
+    host = 1.0 if free is None else min(1.0, _HOST_SHARE * free / need)
     placement = rj.models.Placement(host=host, disk=1 - host)
     if placement.disk == 0:
       return {"cache_placement": placement}
@@ -260,7 +260,7 @@ def offload(
 
 
 def _adapted(model: Transformer, values: flags.FlagValues) -> Transformer:
-  """The model with the adapter of --adapter added to its weights."""
+  """Adds the adapter of --adapter to the weights of a model."""
   rounded = values.integer is not None or values.weights is not None
   placed = model.stack.placed is not None
   if values.flash is not None or (placed and rounded):
@@ -270,46 +270,48 @@ def _adapted(model: Transformer, values: flags.FlagValues) -> Transformer:
       "weights that the adapter is added to",
       "leave --flash, --integer and --weights out",
     )
-  how, params = rj.train.load_adapter(values.adapter, model)
-  return how.merged(params, model)
+  lora, params = rj.train.load_adapter(values.adapter, model)
+  return lora.merged(params, model)
 
 
 def _flash(
   model: Transformer, text: str, say: Callable[[str], Any]
 ) -> Transformer:
-  """The model with its neurons on disk that --flash asks for."""
-  folder, colon, rest = text.partition(":")
-  said = option_text.pairs(rest if colon else None, _FLASH, "--flash", folder)
-  options = {key: option_text.value(one) for key, one in said.items()}
+  """Creates the model of --flash, whose neurons are on disk."""
+  folder, colon, option_part = text.partition(":")
+  pairs = option_text.pairs(
+    option_part if colon else None, _FLASH, "--flash", folder
+  )
+  options = {key: option_text.value(value) for key, value in pairs.items()}
   if options.pop("predictors", False):
     options["predictors"] = folder
   if not (pathlib.Path(folder) / NEURONS).exists():
     say(f"neurons: {rj.models.write_neurons(model, folder)}")
-  made = rj.models.sparse_model(model, folder, **options)
-  found = rj.models.neuron_report(made)
+  sparse = rj.models.sparse_model(model, folder, **options)
+  report = rj.models.neuron_report(sparse)
   lossy = "predictors may miss some" if "predictors" in options else "exact"
   if options.get("threshold"):
     lossy = "a threshold leaves small ones out"
   say(
-    f"neurons: {console.nbytes(found.disk_bytes)} on disk, at most "
-    f"{console.nbytes(found.buffer_bytes)} in memory; {lossy}"
+    f"neurons: {console.nbytes(report.disk_bytes)} on disk, at most "
+    f"{console.nbytes(report.buffer_bytes)} in memory; {lossy}"
   )
-  return made
+  return sparse
 
 
 def _has_folder(drafter: speculate.Drafter) -> TypeGuard[speculate.DraftModel]:
-  """Whether it is a draft model that a flag names by its folder."""
+  """Whether a drafter is a draft model, which a flag names by its folder."""
   return type(drafter) is speculate.DraftModel
 
 
 def drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
-  """What drafts: through text, where a draft model has another tokenizer."""
+  """The drafter of --speculate; a draft model's tokens may be translated."""
   drafter = speculate.drafter_of(text, "--speculate")
   if not _has_folder(drafter):
     return drafter
   assert isinstance(drafter.model, str)
-  mine = Tokenizer.load(drafter.model, untrusted=True)
-  if fingerprint(mine) == fingerprint(tokenizer):
+  draft_tokenizer = Tokenizer.load(drafter.model, untrusted=True)
+  if fingerprint(draft_tokenizer) == fingerprint(tokenizer):
     return drafter
   options = {
     f.name: getattr(drafter, f.name)
@@ -317,34 +319,38 @@ def drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
     if f.init
   }
   return speculate.TranslatedDraft(
-    **options, tokenizer=mine, target_tokenizer=tokenizer
+    **options, tokenizer=draft_tokenizer, target_tokenizer=tokenizer
   )
 
 
 def sampler(values: flags.FlagValues) -> Any:
-  """The sampler of the flags."""
-  given = {name: values[name].value for name in PARAMETERS if name != "seed"}
-  filters = any(given[name] is not None for name in ("top_k", "top_p", "min_p"))
-  if given["temperature"] == 0 and filters:
+  """Creates the sampler of the flags."""
+  parameters = {
+    name: values[name].value for name in PARAMETERS if name != "seed"
+  }
+  filters = any(
+    parameters[name] is not None for name in ("top_k", "top_p", "min_p")
+  )
+  if parameters["temperature"] == 0 and filters:
     raise prompts.clash(
       "--temperature=0 and filters", "sampling or --temperature=0"
     )
-  sampler, _ = from_names(None, None, given)
+  sampler, _ = from_names(None, None, parameters)
   if isinstance(sampler, Sample):
     return dataclasses.replace(sampler, seed=values.seed)
   return sampler
 
 
-def _placement(found: Any) -> str:
-  """Layers and their bytes by memory, in words."""
+def _placement(report: Any) -> str:
+  """Text on the layers in each memory tier and their bytes."""
   parts = []
   for tier in ("device", "host", "disk"):
-    if many := found.tiers.count(tier):
-      size = console.nbytes(getattr(found, f"{tier}_bytes"))
-      parts.append(f"{many} layers ({size}) {_PLACES[tier]}")
+    if count := report.tiers.count(tier):
+      size = console.nbytes(getattr(report, f"{tier}_bytes"))
+      parts.append(f"{count} layers ({size}) {_PLACES[tier]}")
   text = ", ".join(parts)
-  if found.buffer_bytes:
-    text += f"; {console.nbytes(found.buffer_bytes)} to read them through"
+  if report.buffer_bytes:
+    text += f"; {console.nbytes(report.buffer_bytes)} to read them through"
   return text
 
 

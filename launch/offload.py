@@ -1,7 +1,7 @@
-"""The sub-command offload of launch.plan: what is where in three tiers.
+"""The sub-command offload of launch.plan: placement in three memory tiers.
 
-It searches the policy of the most tokens a second, or reckons with the one of
---policy; --paper prints the published policies beside ours; --machine=here
+It searches the policy of the most tokens a second, or predicts the speed of
+--policy; --paper prints the published policies next to ours; --machine=here
 measures this machine first.
 """
 
@@ -28,8 +28,8 @@ from ringjax.plan.offload_tiers import TIERS, OffloadMachine, OffloadShape
 NAME = "plan"
 HERE = "here"
 _MODEL, _MACHINE = "opt-30b", "t4"
-_OF_HERE = ("folder", "megabytes", "out", "rounds")
-_OF_SEARCH = ("most_rows",)
+_MEASURING_FLAGS = ("folder", "megabytes", "out", "rounds")
+_SEARCH_FLAGS = ("most_rows",)
 NOTE = (
   "predicted from the machine's rates; launches, latencies and decoding 4-bit "
   "numbers are left out, and layers with a window count as if they saw all"
@@ -37,12 +37,12 @@ NOTE = (
 
 
 def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  """Prints the best placement, or what a given one takes."""
+  """Prints the best placement, or the predicted speed of --policy."""
   common.check_files(values, "plot", "out")
   screen = console.Screen(NAME, stderr)
   if values.paper:
     strategies.refuse(
-      values, "offload --paper", ("model", "policy", "plot", *_OF_HERE)
+      values, "offload --paper", ("model", "policy", "plot", *_MEASURING_FLAGS)
     )
     if values.machine == HERE:
       raise OptionError(
@@ -70,22 +70,22 @@ def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   block = fixed = None
   if values.policy is not None and ":" in values.policy:
     fixed = OffloadPolicy.parse(values.policy)
-    strategies.refuse(values, "--policy with a placement", _OF_SEARCH)
+    strategies.refuse(values, "--policy with a placement", _SEARCH_FLAGS)
   elif values.policy is not None:
-    # The block alone; the rest of a policy stands in to be read.
+    # Only the block is given: add any placement so that the text parses.
     block = OffloadPolicy.parse(f"{values.policy}:0/100,0/100,0/100")
   shape = shape_of(names[0])
   machine = _machine(values, screen, stderr)
   if fixed is not None:
-    made = offload_costs.estimate(shape, machine, task, fixed)
-    found = offload.OffloadPlan(
+    estimate = offload_costs.estimate(shape, machine, task, fixed)
+    plan = offload.OffloadPlan(
       shape=shape,
       machine=machine,
       task=task,
       policy=fixed,
-      estimate=made,
+      estimate=estimate,
       tried=0,
-      why=tuple(offload.reasons(made, fixed, task)),
+      why=tuple(offload.reasons(estimate, fixed, task)),
     )
   else:
     screen.begin("solving linear programs", unit="blocks")
@@ -98,7 +98,7 @@ def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       screen.at(tried)
 
     try:
-      found = offload.plan(
+      plan = offload.plan(
         shape,
         machine,
         task,
@@ -109,17 +109,17 @@ def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       )
     finally:
       screen.end()
-  record = {**found.record(), "note": NOTE}
-  strategies.put(values, stdout, record, list(_words(found)))
+  record = {**plan.record(), "note": NOTE}
+  strategies.put(values, stdout, record, list(_lines(plan)))
   if values.plot is not None:
     draw.tiers(
-      {tier: dict(x) for tier, x in found.estimate.held.items()},
-      dict(found.estimate.peak),
-      dict(found.estimate.limit),
-      {"prefill": dict(found.estimate.prefill),
-       "decode": dict(found.estimate.decode)},
+      {tier: dict(x) for tier, x in plan.estimate.held.items()},
+      dict(plan.estimate.peak),
+      dict(plan.estimate.limit),
+      {"prefill": dict(plan.estimate.prefill),
+       "decode": dict(plan.estimate.decode)},
       values.plot,
-      _title(found),
+      _title(plan),
     )  # fmt: skip
     screen.say(f"wrote {values.plot}")
 
@@ -128,12 +128,12 @@ def shape_of(name: str) -> OffloadShape:
   """The sizes of a preset, of an OPT model or of a folder's config.json.
 
   Raises:
-    OptionError: it is neither.
-    ConfigError: a config that is not supported.
+    OptionError: If `name` is not one of these.
+    ConfigError: If the config is not supported.
   """
   if name in offload_tiers.OPT:
     return OffloadShape.opt(name)
-  # These bring the models and flax; the rest does without.
+  # These import the models and flax, which other sub-commands don't need.
   from ringjax.models.checkpoint import abstract
   from ringjax.models.work_profile import offload_shape
 
@@ -149,35 +149,35 @@ def shape_of(name: str) -> OffloadShape:
 def _machine(
   values: flags.FlagValues, screen: console.Screen, stderr: TextIO
 ) -> OffloadMachine:
-  """The machine of the flags, measured if it is this one."""
+  """The machine of the flags; --machine=here measures this one."""
   name = values.machine or _MACHINE
   if name == HERE:
-    # This starts devices; the rest does without.
+    # This starts JAX's devices, which stated machines don't need.
     from ringjax.bench import storage_rates
 
     common.quiet_logging()
-    made = storage_rates.measure(
+    machine = storage_rates.measure(
       values.folder or ".",
       nbytes=values.megabytes << 20,
       rounds=values.rounds,
       stream=stderr,
     )
   else:
-    strategies.refuse(values, f"--machine={name}", _OF_HERE)
-    made = offload_tiers.load(name)
+    strategies.refuse(values, f"--machine={name}", _MEASURING_FLAGS)
+    machine = offload_tiers.load(name)
   changed: dict[str, Any] = {}
   for tier in TIERS:
-    given = values[f"{tier}_gb"].value
-    if given is not None:
-      changed[f"{tier}_bytes"] = 1e9 * float(given)
+    gigabytes = values[f"{tier}_gb"].value
+    if gigabytes is not None:
+      changed[f"{tier}_bytes"] = 1e9 * float(gigabytes)
   if values.usable is not None:
     changed["usable"] = values.usable
   if changed:
-    made = dataclasses.replace(made, **changed)
+    machine = dataclasses.replace(machine, **changed)
   if values.out is not None:
-    offload_tiers.write(values.out, made)
+    offload_tiers.write(values.out, machine)
     screen.say(f"wrote {values.out}; use it with --machine={values.out}")
-  return made
+  return machine
 
 
 # ---------------------------------------------------------------------------
@@ -185,37 +185,38 @@ def _machine(
 # ---------------------------------------------------------------------------
 
 
-def _title(found: offload.OffloadPlan) -> str:
-  task = found.task
+def _title(plan: offload.OffloadPlan) -> str:
+  task = plan.task
   bits = "".join(
-    f", {what} in 4 bits"
-    for what, n in (("weights", task.weight_bits), ("cache", task.cache_bits))
+    f", {name} in 4 bits"
+    for name, n in (("weights", task.weight_bits), ("cache", task.cache_bits))
     if n == 4
   )
   return (
-    f"{found.shape.name} on {found.machine.name}: {task.new} tokens behind "
+    f"{plan.shape.name} on {plan.machine.name}: {task.new} tokens behind "
     f"prompts of {task.prompt:,}{bits}, form {task.form!r}"
   )
 
 
-def _words(found: offload.OffloadPlan) -> Iterator[str]:
-  made, policy = found.estimate, found.policy
-  yield _title(found)
-  yield f"machine: {found.machine.source}"
+def _lines(plan: offload.OffloadPlan) -> Iterator[str]:
+  estimate, policy = plan.estimate, plan.policy
+  yield _title(plan)
+  yield f"machine: {plan.machine.source}"
   yield ""
   yield (
     f"block {policy.rows} rows x {policy.batches} batches: "
-    f"{made.tokens_s:.3g} tokens/s; prompts {made.prefill_s:.4g} s, "
-    f"tokens {made.decode_s:.4g} s"
+    f"{estimate.tokens_s:.3g} tokens/s; prompts {estimate.prefill_s:.4g} s, "
+    f"tokens {estimate.decode_s:.4g} s"
   )
   yield f"--policy={policy}"
   yield ""
   rows = []
   for i, tier in enumerate(TIERS):
     shares = (f"{100 * getattr(policy, kind)[i]:.1f} %" for kind in KINDS)
-    rows.append((tier, *shares, console.nbytes(sum(made.held[tier].values())),
-                 console.nbytes(made.peak[tier]),
-                 console.nbytes(made.limit[tier])))  # fmt: skip
+    rows.append((tier, *shares,
+                 console.nbytes(sum(estimate.held[tier].values())),
+                 console.nbytes(estimate.peak[tier]),
+                 console.nbytes(estimate.limit[tier])))  # fmt: skip
   yield from strategies.markdown(
     ("tier",), (*KINDS, "kept", "peak", "may be filled"), rows
   )
@@ -225,19 +226,20 @@ def _words(found: offload.OffloadPlan) -> Iterator[str]:
     (*(part.replace("_", " ") for part in PARTS), "binds"),
     [
       (phase, *(f"{1e3 * times[part]:.3g}" for part in PARTS),
-       made.binds[phase].replace("_", " "))
-      for phase, times in (("prefill", made.prefill), ("decode", made.decode))
+       estimate.binds[phase].replace("_", " "))
+      for phase, times in (("prefill", estimate.prefill),
+                           ("decode", estimate.decode))
     ],
   )  # fmt: skip
-  if not made.fits:
-    full = [t for t in TIERS if made.peak[t] > made.limit[t]]
+  if not estimate.fits:
+    full = [t for t in TIERS if estimate.peak[t] > estimate.limit[t]]
     yield ""
     yield f"it does not fit: the peak of {', '.join(full)} is too large"
   yield ""
   yield "why"
-  yield from (f"  {text}" for text in found.why)
-  if found.tried:
-    yield f"  the best of {found.tried} blocks that were tried"
+  yield from (f"  {text}" for text in plan.why)
+  if plan.tried:
+    yield f"  the best of {plan.tried} blocks that were tried"
   yield ""
   yield NOTE
 
@@ -253,16 +255,16 @@ def _published(
   machine = offload_tiers.load(values.machine or _MACHINE)
   rows = []
   screen.begin("searching", len(offload_tiers.PUBLISHED), "rows")
-  for number, one in enumerate(offload_tiers.PUBLISHED):
-    shape = OffloadShape.opt(one["model"])
-    row: dict[str, Any] = dict(one)
+  for number, published in enumerate(offload_tiers.PUBLISHED):
+    shape = OffloadShape.opt(published["model"])
+    row: dict[str, Any] = dict(published)
     for form in offload_costs.FORMS:
-      task = OffloadTask(prompt=one["prompt"], form=form)
-      policy = OffloadPolicy.parse(one["policy"])
-      made = offload_costs.estimate(shape, machine, task, policy)
-      row[form] = made.tokens_s
+      task = OffloadTask(prompt=published["prompt"], form=form)
+      policy = OffloadPolicy.parse(published["policy"])
+      estimate = offload_costs.estimate(shape, machine, task, policy)
+      row[form] = estimate.tokens_s
     row["best"] = _best(
-      shape, machine, OffloadTask(prompt=one["prompt"], form="code")
+      shape, machine, OffloadTask(prompt=published["prompt"], form="code")
     )
     rows.append(row)
     screen.at(number + 1)
@@ -299,5 +301,5 @@ def _best(
     return None
 
 
-def _rate(found: float | None) -> str:
-  return "none fits" if found is None else f"{found:.4g}"
+def _rate(rate: float | None) -> str:
+  return "none fits" if rate is None else f"{rate:.4g}"

@@ -3,41 +3,41 @@
   python -m launch.plan kvr --profile=llama7b-a100 --context=10240 --ranks=4
       --bandwidth=300e9
       How KV-Runahead would split a prompt over ranks, and the time to the
-      first token, beside an even split and what gathers keys instead.
+      first token, next to an even split and methods that gather keys instead.
   python -m launch.plan kvr --table=F --save_table
       Searches the partitions of many lengths, to be looked up later.
   python -m launch.plan kvr --paper
-      Every published time beside ours.
+      Every published time next to ours.
   python -m launch.plan kvr --fit
-      Measures this machine and stores what it found as a profile.
+      Measures this machine and stores the result as a profile.
   python -m launch.plan explain --shards=64 --tokens=1048576 --heads=32
       --kv_heads=8 --head_dim=128 --chip=tpu-v5p
       Ranks the strategies of attention over several devices, with reasons.
   python -m launch.plan fit --out=machine.json --mesh=seq:8
-      Measures products, attention and links of the devices at hand, for
+      Measures products, attention and links of the current devices, for
       explain --chip=machine.json and rj.plan.machine("machine.json").
   python -m launch.plan aot --model=llama-3.1-8b --tokens=1048576
       --topology=v5p:4x4x8 --mesh=data:1,seq:128 --strategy=striped --what=train
       Compiles the exact training step without TPU hardware (pip install -e
-      '.[aot]'): whether it fits, what it sends, what hides it; with
+      '.[aot]'): whether it fits, its sends and the work that hides them; with
       --search over meshes, layouts, remat and blocks. --model also takes a
       folder with a config.json; no weights are read.
   python -m launch.plan cache --model=gemma-3-27b --tokens=131072
       Bytes of a model's cache of each kind; no weights are read. With
-      --cache=hadamard3 --chip=v5e of that kind part by part, and how fast a
-      token comes behind it, by what.
+      --cache=hadamard3 --chip=v5e of that kind part by part, and the time of a
+      decoded token with it, by the resource that bounds it.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
-      The largest contexts that fit, beside plain attention and all-gather;
-      what is in the file already is not compiled again. --cache=windowed
+      The largest contexts that fit, next to plain attention and all-gather;
+      results in the file are not compiled again. --cache=windowed
       with --what=prefill: with a cache of that kind; aot has this flag too.
   python -m launch.plan cycles --chips=v5e,v6e
       Cycles of a tile of the attention kernels, in the TPU compiler's machine
-      code, beside those of JAX's splash attention; with --what=decode of the
-      kernel that reads a cache, beside XLA's loops; with --what=shared of the
-      one that reads pages which rows share, beside JAX's.
+      code, next to those of JAX's splash attention; with --what=decode of the
+      kernel that reads a cache, next to XLA's loops; with --what=shared of the
+      one that reads pages which rows share, next to JAX's.
   python -m launch.plan elastic --requests=500
-      Eight chips as instances that form groups for each batch and give them up
-      without moving a key (LoongServe), beside tensor parallelism, sequence
+      Eight chips as instances that form groups for each batch and dissolve them
+      without moving a key (LoongServe), next to tensor parallelism, sequence
       parallelism and replicas: how many requests a second each serves in time.
       --workloads=zipf:1.2,mixed chooses how lengths are drawn.
   python -m launch.plan offload --model=opt-30b --machine=t4 --prompt=512
@@ -45,42 +45,43 @@
       Which part of weights, cache and hidden states is best on the device, on
       the host and on disk, in which blocks of rows, and how many tokens a
       second that makes (FlexGen). --machine=here measures this machine, with a
-      file in --folder; --policy=48x3:20/80,0/100,0/100 reckons with a given
-      placement; --paper prints published policies beside ours.
+      file in --folder; --policy=48x3:20/80,0/100,0/100 predicts for a given
+      placement; --paper prints published policies next to ours.
   python -m launch.plan window --model=llama-2-7b --processes=3 --shares=4,3,3
       --window=4
       Devices that stream their part of each layer from disk while they compute
       and add up by --reduce=star, tree or ring (TPI-LLM): whether they wait,
-      the time to the first token and for each, what each device reads and
-      holds. The blocks, and the flags, are those of launch.generate --window.
+      the time to the first token and for each, the bytes that each device reads
+      and holds. The blocks, and the flags, are those of launch.generate
+      --window.
   python -m launch.plan serve --model=llama-3.1-8b --cluster=1x8 --chip=a100
       --trace=requests.csv --slo=ttft=0.5,tpot=0.05
-      How many instances that read prompts and how many that answer, in which
-      shapes, serve the most requests within both limits, beside instances that
-      do both (DistServe); --rate=20: on the fewest devices.
+      How many prefill instances and how many decode instances, in which shapes,
+      serve the most requests within both limits, next to instances that do both
+      (DistServe); --rate=20: on the fewest devices.
   python -m launch.plan which --prompt=8000 --new=200 --slo=ttft=4,tpot=0.05
-      One load on eight chips as one engine, replicas, instances that read apart
-      from those that answer, elastic groups, with and without routes to who
-      has a prefix: how many requests a second each serves in time.
+      One load on eight chips as one engine, replicas, separate prefill and
+      decode instances, elastic groups, with and without routing to the instance
+      that has a prefix: how many requests a second each serves in time.
   python -m launch.plan routes --trace=conversation_trace.jsonl
-      Who reads a prompt, by queues, by prefixes in caches or by chance: when
-      first tokens come, and what was found (Mooncake); --instances=8x8 read
-      and answer.
+      The instance that prefills a prompt, by queues, by prefixes in caches or
+      at random: times to first tokens, and cache hits (Mooncake);
+      --instances=8x8 prefill and decode.
   python -m launch.plan fastdecode --new=256 --every=16 --answer_seconds=30
-      Rows of a mini-batch and CPUs where attention runs beside host caches, and
-      how busy both stages are if sequences start together, or a group each
+      Rows of a mini-batch and CPUs where attention runs next to host caches,
+      and how busy both stages are if sequences start together, or a group each
       --every steps (FastDecode).
   python -m launch.plan liger --product_seconds=3 --send_seconds=2
       Requests under tensor parallelism in turn, in opposite phases, or with
       younger ones in the windows of the oldest one (Liger).
   python -m launch.plan ring
       The smallest block whose work hides a hop on five machines, and the
-      longest contexts of the Ring Attention paper, beside ours by count; with
+      longest contexts of the Ring Attention paper, next to ours by count; with
       --compile also by the TPU compiler.
   python -m launch.plan pictures --out=docs/strategies
-      A picture of each strategy of attention: what each device holds and sends.
+      A picture of each strategy of attention: keys that devices hold and send.
 
-Times are simulated: see docs/kv_runahead.md for what the model leaves out.
+Times are simulated: see docs/kv_runahead.md for the limits of the model.
 """
 
 from __future__ import annotations
@@ -145,17 +146,17 @@ class _Answer:
   why: tuple[str, ...]
 
   def record(self) -> dict[str, Any]:
-    found = self.plan.found
+    search = self.plan.found
     return {
       "profile": dataclasses.asdict(self.profile),
       "prompt": dataclasses.asdict(self.prompt),
       "network": dataclasses.asdict(self.network),
       "ranks_asked": self.ranks,
       "ranks": self.plan.ranks,
-      "partition": list(found.lengths),
-      "shares": list(found.shares),
-      "tried": found.tried,
-      "methods": [one.record() for one in self.outcomes],
+      "partition": list(search.lengths),
+      "shares": list(search.shares),
+      "tried": search.tried,
+      "methods": [outcome.record() for outcome in self.outcomes],
       "lower_bound_s": self.bound_s,
       "table": self.table,
       "why": list(self.why),
@@ -166,7 +167,7 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   _check(values)
   screen = console.Screen(NAME, stderr)
   if values.fit:
-    made, record, lines = _fit(values, screen, stderr)
+    profile, record, lines = _fit(values, screen, stderr)
     if not values["context"].present:
       strategies.put(values, stdout, record, lines)
       return
@@ -176,14 +177,14 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     _paper(values, stdout, stderr)
     return
   else:
-    made = profiles.load(values.profile)
-  if values.kernel not in (None, made.kernel):
-    # Another model to tables: their partitions would not fit.
-    made = dataclasses.replace(
-      made, kernel=values.kernel, model=f"{made.model}-{values.kernel}"
+    profile = profiles.load(values.profile)
+  if values.kernel not in (None, profile.kernel):
+    # Tables treat it as another model, as their partitions do not fit it.
+    profile = dataclasses.replace(
+      profile, kernel=values.kernel, model=f"{profile.model}-{values.kernel}"
     )
-  answer = _plan(values, made, screen)
-  strategies.put(values, stdout, answer.record(), _words(answer, values.why))
+  answer = _plan(values, profile, screen)
+  strategies.put(values, stdout, answer.record(), _lines(answer, values.why))
   if values.plot is not None:
     draw.outcomes(answer.outcomes, values.plot, _title(answer))
     screen.say(f"wrote {values.plot}")
@@ -214,7 +215,7 @@ _QUIET = "KVR-S: searched for links that do not slow down, timed with --noise"
 
 
 def _plan(
-  values: flags.FlagValues, made: Profile, screen: console.Screen
+  values: flags.FlagValues, profile: Profile, screen: console.Screen
 ) -> _Answer:
   network = Network(bandwidth=values.bandwidth, latency_s=values.latency)
   prompt = Prompt(
@@ -224,86 +225,88 @@ def _plan(
   if values.noise:
     noise = schedules.Noise(slower=values.noise, seed=values.seed)
   ranks, tile = values.ranks, values.tile
-  more, gain = {"credits": values.credits}, values.least_gain
+  options, gain = {"credits": values.credits}, values.least_gain
   chosen = partition.plan(
-    made, prompt, ranks, network, tile=tile, least_gain=gain, **more
+    profile, prompt, ranks, network, tile=tile, least_gain=gain, **options
   )
-  use = chosen.ranks
+  used_ranks = chosen.ranks
   # More ranks than tokens cannot share evenly.
   all_ranks = min(ranks, prompt.tokens)
   chain = lambda name, lengths: schedules.kvr(
-    made, prompt, lengths, network, noise=noise, name=name, **more
+    profile, prompt, lengths, network, noise=noise, name=name, **options
   )
-  level = round_to_tiles([1.0] * use, prompt.tokens, tile)
+  level = round_to_tiles([1.0] * used_ranks, prompt.tokens, tile)
   baselines = [schedules.tsp, schedules.flash_tsp]
   if prompt.window is None:
     baselines.append(schedules.ring)
   outcomes = [
-    *(f(made, prompt, all_ranks, network, noise=noise) for f in baselines),
+    *(f(profile, prompt, all_ranks, network, noise=noise) for f in baselines),
     chain("kvr_e", level),
     chain("kvr_s", chosen.found.lengths),
   ]
-  lookup, words = _lookup(values, made, network, use, screen)
+  lookup, origin = _lookup(values, profile, network, used_ranks, screen)
   if lookup is not None and prompt == Prompt(tokens=prompt.tokens):
     outcomes.append(chain("kvr_p", lookup.lengths(prompt.tokens, tile)))
   else:
-    words = "not for a prefix or a window"
+    origin = "not for a prefix or a window"
   return _Answer(
-    profile=made,
+    profile=profile,
     prompt=prompt,
     network=network,
     ranks=ranks,
     plan=chosen,
     outcomes=tuple(outcomes),
-    table=words,
-    bound_s=cost.lower_bound_s(made, prompt, use),
+    table=origin,
+    bound_s=cost.lower_bound_s(profile, prompt, used_ranks),
     why=(
       *chosen.why,
       *([_QUIET] if noise is not None else []),
-      f"KVR-P: {words}",
+      f"KVR-P: {origin}",
     ),
   )
 
 
 def _lookup(
   values: flags.FlagValues,
-  made: Profile,
+  profile: Profile,
   network: Network,
   ranks: int,
   screen: console.Screen,
 ) -> tuple[PartitionTable | None, str]:
-  """A table of partitions to interpolate, and its origin in words."""
+  """Table of partitions to interpolate, and its origin in words."""
   if values.prefix or values.window:
     return None, ""
-  tabulate = lambda lengths, **more: partition.tabulate(
-    made, lengths, ranks, network, tile=values.tile, **more
+  tabulate = lambda lengths, **options: partition.tabulate(
+    profile, lengths, ranks, network, tile=values.tile, **options
   )
   path = values.table
   if path is None:
-    near = partition.neighbours(values.context, ranks, values.tile)
-    words = f"between searched partitions of {_list(near)} tokens"
-    return tabulate(near), words
-  key = TableKey.of(made, network, ranks)
-  known = PartitionTable.load(path, key) if os.path.exists(path) else None
+    neighbours = partition.neighbours(values.context, ranks, values.tile)
+    origin = f"between searched partitions of {_list(neighbours)} tokens"
+    return tabulate(neighbours), origin
+  key = TableKey.of(profile, network, ranks)
+  table = PartitionTable.load(path, key) if os.path.exists(path) else None
   if values.save_table:
-    step, there = partition.SPACING, known.entries if known else ()
-    wanted = range(step, max(4 * step, values.context) + step, step)
-    least = ranks * values.tile
-    missing = [n for n in wanted if n >= least and n not in there]
+    step, saved_lengths = partition.SPACING, table.entries if table else ()
+    table_lengths = range(step, max(4 * step, values.context) + step, step)
+    min_tokens = ranks * values.tile
+    missing = [
+      n for n in table_lengths if n >= min_tokens and n not in saved_lengths
+    ]
     if missing:
       say = lambda tokens: screen.say(f"searching {tokens:,} tokens")
-      new = tabulate(missing, on_entry=say)
-      known = new if known is None else known.joined(new)
-      known.save(path)
-      screen.say(f"wrote {path}, {len(known.entries)} entries")
-  if known is None:
+      new_table = tabulate(missing, on_entry=say)
+      table = new_table if table is None else table.joined(new_table)
+      table.save(path)
+      screen.say(f"wrote {path}, {len(table.entries)} entries")
+  if table is None:
     raise OptionError(
       "--table",
       f"{path}, which does not exist",
       "a table",
       "pass --save_table to make it",
     )
-  return known, f"from {path}, {len(known.entries)} entries"
+  return table, f"from {path}, {len(table.entries)} entries"
 
 
 _TITLES = {
@@ -333,7 +336,7 @@ def _title(answer: _Answer) -> str:
   return text
 
 
-def _words(answer: _Answer, why: bool) -> list[str]:
+def _lines(answer: _Answer, why: bool) -> list[str]:
   base = answer.outcomes[0].seconds
   lines = [
     _title(answer),
@@ -341,18 +344,18 @@ def _words(answer: _Answer, why: bool) -> list[str]:
     "",
     f"{'method':<19}{'first token':>11}{'speed-up':>10}{'sent':>11}  partition",
   ]
-  for one in answer.outcomes:
-    faster = base / one.seconds
+  for outcome in answer.outcomes:
+    speed_up = base / outcome.seconds
     lines.append(
-      f"{_TITLES[one.method]:<19}{one.seconds:>9.3f} s{faster:>10.2f}"
-      f"{console.nbytes(one.sent_bytes):>11}  {_list(one.lengths)}"
+      f"{_TITLES[outcome.method]:<19}{outcome.seconds:>9.3f} s{speed_up:>10.2f}"
+      f"{console.nbytes(outcome.sent_bytes):>11}  {_list(outcome.lengths)}"
     )
-  found: SearchResult = answer.plan.found
+  search: SearchResult = answer.plan.found
   bound = answer.bound_s
   lines += [
     f"{'lower bound':<19}{bound:>9.3f} s{base / bound:>10.2f}",
     "",
-    "shares of KVR-S: " + " ".join(f"{s:.3f}" for s in found.shares),
+    "shares of KVR-S: " + " ".join(f"{s:.3f}" for s in search.shares),
   ]
   if answer.plan.ranks < answer.ranks:
     lines.append(
@@ -395,12 +398,12 @@ def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     if row.what in kinds:
       case = (row.table, row.profile, row.tokens, row.ranks)
       cases.setdefault(case, {})[row.what] = row
-  for (links, name, tokens, ranks), found in cases.items():
+  for (links, name, tokens, ranks), case_rows in cases.items():
     text = f"{links:<10}{name:<18}{tokens:>6}{ranks:>6} "
     for kind in kinds[:2]:
-      text += _beside(found[kind]) if kind in found else " " * 22
-    if kinds[2] in found:
-      row = found[kinds[2]]
+      text += _comparison(case_rows[kind]) if kind in case_rows else " " * 22
+    if kinds[2] in case_rows:
+      row = case_rows[kinds[2]]
       text += f"{row.paper:>7.2f}{row.ours:>6.2f}"
     lines.append(text.rstrip())
   lines.append("")
@@ -423,7 +426,7 @@ def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   strategies.put(values, stdout, record, lines)
 
 
-def _beside(row: published.Row) -> str:
+def _comparison(row: published.Row) -> str:
   """Published and simulated seconds, in 22 columns."""
   mark = "*" if row.fitted else "%"
   return (
@@ -439,7 +442,7 @@ def _beside(row: published.Row) -> str:
 def _fit(
   values: flags.FlagValues, screen: console.Screen, stderr: TextIO
 ) -> tuple[Profile, dict[str, Any], list[str]]:
-  # These bring the models and flax; the rest does without.
+  # These import the models and flax, which other sub-commands don't need.
   import jax
 
   from ringjax.bench import layers
@@ -453,7 +456,7 @@ def _fit(
   dtype = values.dtype or default[2]
   name = values.name or f"{model}-{platform}"
   config = preset(model)
-  # What cannot be stored is refused before minutes of measuring.
+  # A config that cannot be stored is refused before minutes of measuring.
   cost.Shape.of(config)
   profiles.check_name(name)
   for count in tokens:
@@ -467,34 +470,36 @@ def _fit(
     dtype=dtype,
     stream=stderr,
   )
-  made, found = layers.profile(
+  profile, model_fit = layers.profile(
     name, model, config, samples, layers=values.layers, dtype=dtype
   )
-  path = profiles.store(made)
+  path = profiles.store(profile)
   lines = [
-    f"{made.model} on {made.hardware}, {values.layers} of {made.layers} layers",
+    f"{profile.model} on {profile.hardware}, {values.layers} of "
+    f"{profile.layers} layers",
     f"{'tokens':>8}{'behind':>8}{'measured':>12}{'model':>12}",
   ]
   for s in samples:
-    mine = found.seconds(s.tokens, s.before)
+    predicted_s = model_fit.seconds(s.tokens, s.before)
     lines.append(
       f"{s.tokens:>8}{s.before:>8}{1e3 * s.seconds:>9.2f} ms"
-      f"{1e3 * mine:>9.2f} ms"
+      f"{1e3 * predicted_s:>9.2f} ms"
     )
   lines += [
     "",
-    f"all {made.layers} layers: {made.token_s:.3e} s a token, "
-    f"{made.pair_s:.3e} s a pair ({made.kernel}), {made.fixed_s:.3e} s a call",
-    f"the model misses the samples by {100 * found.error:.1f} % at most",
-    f"wrote {path}; use it with --profile={made.name}",
+    f"all {profile.layers} layers: {profile.token_s:.3e} s a token, "
+    f"{profile.pair_s:.3e} s a pair ({profile.kernel}), {profile.fixed_s:.3e} "
+    "s a call",
+    f"the model misses the samples by {100 * model_fit.error:.1f} % at most",
+    f"wrote {path}; use it with --profile={profile.name}",
   ]
   record = {
-    "profile": dataclasses.asdict(made),
+    "profile": dataclasses.asdict(profile),
     "path": path,
     "samples": [dataclasses.asdict(s) for s in samples],
-    "largest_error": found.error,
+    "largest_error": model_fit.error,
   }
-  return made, record, lines
+  return profile, record, lines
 
 
 # ---------------------------------------------------------------------------
@@ -506,25 +511,25 @@ _DOCUMENTS, _SHARDS, _SLOTS = (16, 96, 24, 40, 32, 24, 16, 8), 4, 64
 
 
 def _pictures(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  # The drawing of tiles compiles, which the rest does without.
+  # Drawing tiles imports JAX and compiles: only this sub-command does.
   from ringjax.data.placement import Cost, place
   from ringjax.plan import pictures
 
   order = np.repeat(np.arange(1, len(_DOCUMENTS) + 1), _DOCUMENTS)
   positions = np.concatenate([np.arange(n) for n in _DOCUMENTS])
   fill = (0, _SHARDS * _SLOTS - len(order))
-  made = {"in order": (np.pad(positions, fill), np.pad(order, fill))}
+  placements = {"in order": (np.pad(positions, fill), np.pad(order, fill))}
   for name, spread in (("in runs", "run"), ("in stripes", "stripe")):
-    found = place(
+    placed = place(
       _DOCUMENTS,
       shards=_SHARDS,
       local_length=_SLOTS,
       spread=spread,
-      # Only what is longer than a shard is on two.
+      # Only documents longer than a shard are split over two.
       cost=Cost(pair=1.0, hop=1e3),
     )
-    made[name] = found.positions, found.segment_ids
-  paths = pictures.write(values.out or _PICTURES, made, _SHARDS)
+    placements[name] = placed.positions, placed.segment_ids
+  paths = pictures.write(values.out or _PICTURES, placements, _SHARDS)
   strategies.put(values, stdout, {"pictures": paths}, paths)
 
 
@@ -538,7 +543,7 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def _elastic(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  # Simulated engines lie beside real ones, which bring flax.
+  # Simulated engines are in a package with real ones, which import flax.
   from launch import elastic
 
   elastic.compared(values, out, err)
@@ -584,14 +589,14 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
 
 
 def help_page(command: str) -> str | None:
-  """The help of a sub-command and its flags; None if there is no such one."""
+  """Help text of a sub-command and its flags; None if it does not exist."""
   if command not in _COMMANDS:
     return None
-  own = flags.FlagValues()
+  command_flags = flags.FlagValues()
   refused = plan_flags.refused(command)
   for name, flag in plan_flags.defined().items():
     if name not in refused:
-      own[name] = flag
+      command_flags[name] = flag
   start = "  python -m launch.plan "
   usage = [
     start + part.partition("\n\n")[0].rstrip()
@@ -599,7 +604,13 @@ def help_page(command: str) -> str | None:
     if part.startswith(f"{command} ")
   ]
   return "\n".join(
-    [*usage, "", "flags:", "", own.get_help(include_special_flags=False)]
+    [
+      *usage,
+      "",
+      "flags:",
+      "",
+      command_flags.get_help(include_special_flags=False),
+    ]
   )
 
 
@@ -613,9 +624,11 @@ def run(
   """Runs the sub-command in `words` with the flags; returns the exit status."""
   stderr = sys.stderr if stderr is None else stderr
   if len(words) != 1 or words[0] not in _COMMANDS:
-    given = " ".join(words) or "nothing"
-    wanted = " or ".join(_COMMANDS)
-    console.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
+    command = " ".join(words) or "nothing"
+    commands = " or ".join(_COMMANDS)
+    console.complain(
+      NAME, f"got {command}; wanted {commands}; see --help", stderr
+    )
     return 2
   try:
     strategies.refuse(values, words[0], plan_flags.refused(words[0]))

@@ -27,10 +27,11 @@ from ringjax.plan import (
   offload_tiers,
 )
 
-# A flag belongs to the script that asked for it, and stands in its --help.
+# Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
 
-# Name, kind, default, sub-commands, help; the least number, or the choices.
+# Name, kind, default, sub-commands and help of each flag; then the least
+# number, or the choices.
 _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("profile", "text", "llama7b-a100", "kvr",
    "Name of a profile, or path of its file."),
@@ -304,38 +305,38 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("timeline", "text", None, "serve",
    "PNG of the calls and loads of the best placement (needs matplotlib)."),
 )  # fmt: skip
-# Of `launch.common`.
-_COMMON = dict.fromkeys(
+# Flags of `launch.common`.
+_COMMON_FLAGS = dict.fromkeys(
   ("devices", "coordinator", "num_processes", "process_id", "distributed",
    "init_timeout"), "fit",
 ) | {"mesh": "fit aot"}  # fmt: skip
 _COMMANDS = {row[0]: row[3].split() for row in _FLAGS} | {
-  name: commands.split() for name, commands in _COMMON.items()
+  name: commands.split() for name, commands in _COMMON_FLAGS.items()
 }
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
-  more: dict[str, Any] = {
+  definers: dict[str, Any] = {
     "enum": flags.DEFINE_enum,
     "enums": flags.DEFINE_multi_enum,
     "many": flags.DEFINE_multi_string,
   }
-  for name, kind, default, commands, words, *rest in _FLAGS:
+  for name, kind, default, commands, words, *bounds in _FLAGS:
     words = f"{commands.replace(' ', ', ')}: {words}"
-    if kind in more:
-      more[kind](name, default, *rest, words, flag_values=values)
+    if kind in definers:
+      definers[kind](name, default, *bounds, words, flag_values=values)
     else:
-      getattr(new, kind)(name, default, words, *rest)
+      getattr(new, kind)(name, default, words, *bounds)
   common.define(values)
 
 
 def defined() -> dict[str, flags.Flag]:
   """The flags of this script alone, by name."""
-  found = flags.FlagValues()
-  define(found)
-  return {name: found[name] for name in found}
+  values = flags.FlagValues()
+  define(values)
+  return {name: values[name] for name in values}
 
 
 def refused(command: str) -> list[str]:

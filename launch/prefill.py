@@ -16,7 +16,7 @@ turn, --rounds times after a first run that is not counted; times to the first
 token are medians.
 
 With several processes (see launch/common.py) all get the same flags. If one
-dies, freezes or gets stuck, the others say which and end with status 3.
+dies, freezes or gets stuck, the others report it and end with status 3.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ METHODS = ("kvr", "kvr_even", *lockstep.METHODS, "cpp")
 _CHAINS = ("kvr", "kvr_even")
 _PIPELINE = "cpp"
 _AUTO = "auto"
-# What `plan.choose` says, by the names here.
+# Names here of the methods that `plan.choose` returns.
 _CHOSEN = {"kvr": "kvr", "striped": "striped", "gather": "flash_tsp"}
 _CONTEXT = 2048
 _MEMORY = "read a shorter prompt (--context), or use more processes"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.texts(
     "method",
@@ -105,7 +105,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags say; the exit status."""
+  """Times the methods as the flags say; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   work = _Work(values, screen)
@@ -115,7 +115,7 @@ def run(
       # A rank is a process: more devices would only share its cores.
       values["devices"].value = 1
     common.start(values)
-    done = work.run()
+    record = work.run()
   except KeyboardInterrupt:
     screen.error(f"interrupted while {work.doing}")
     console.leave(console.INTERRUPTED)
@@ -124,12 +124,12 @@ def run(
     return work.group.failed(error, work.doing, _MEMORY)
   work.group.close()
   if jax.process_index() == 0:
-    for line in words(done):
+    for line in words(record):
       print(
         line, file=(stderr or sys.stderr) if values.json else stdout, flush=True
       )
     if values.json:
-      print(json_text(done), file=stdout, flush=True)
+      print(json_text(record), file=stdout, flush=True)
   return 0
 
 
@@ -137,8 +137,8 @@ class _Work:
   """One run of the script.
 
   Attributes:
-    doing: what it does now, for messages.
-    group: this process among the others.
+    doing: Current activity, for error messages.
+    group: Processes of the run.
   """
 
   _peers: Peers
@@ -149,7 +149,7 @@ class _Work:
     self._values, self._screen = values, screen
 
   def run(self) -> dict[str, Any]:
-    """Reads the prompt by all methods: all figures."""
+    """Prefills the prompt by all methods; returns all figures."""
     values, screen = self._values, self._screen
     screen.quiet = jax.process_index() > 0
     methods = _methods(values.method)
@@ -193,8 +193,8 @@ class _Work:
     if methods == (_AUTO,):
       methods = (self._choose(model, ids.size, mesh.devices.size),)
     runs = {name: self._reader(name, model, ids, mesh) for name in methods}
-    found = self._interleave(runs)
-    return self._figures(found, ids, mesh, model)
+    readings = self._interleave(runs)
+    return self._figures(readings, ids, mesh, model)
 
   def _load(self, mesh: Mesh) -> Transformer:
     values = self._values
@@ -228,7 +228,7 @@ class _Work:
           text = file.read()
       else:
         size = lambda text: len(tokenizer.encode(text))
-        # `fit` stays below by up to a line.
+        # `fit` returns up to a line less than it is asked for.
         text = documents.fit(count + 256, size).text
       ids = np.asarray(tokenizer.encode(text))[:count]
       if ids.size < count:
@@ -250,12 +250,14 @@ class _Work:
     if name == _PIPELINE:
       return self._pipeline(model, ids)
     if name not in _CHAINS:
-      one = lockstep.LockstepPrefill(model, peers, name, mesh=mesh)
-      return lambda: one.read(ids, new_tokens=new, pause=pause)
+      prefill = lockstep.LockstepPrefill(model, peers, name, mesh=mesh)
+      return lambda: prefill.read(ids, new_tokens=new, pause=pause)
     ranks = mesh.devices.size if peers.size == 1 else peers.size
     lengths = self._partition(name, model, ids.size, ranks)
     if peers.size == 1:
-      read = lambda lengths: _as_one(model, ids, lengths, name, mesh, new)
+      read = lambda lengths: _single_program_chain(
+        model, ids, lengths, name, mesh, new
+      )
     else:
       local = jax.tree.map(lambda a: a.addressable_data(0), model)
       chain = kvr.Runahead(
@@ -277,10 +279,10 @@ class _Work:
       local, peers, credits=values.credits, tile=values.tile
     )
     count = values.chunks or 4 * peers.size
-    whole = tile(ids.size, peers.size)
-    count = plan.balance.most_ranks(ids.size, count, whole)
-    chunks = kvr.balanced(model, ids.size, count, whole)
-    # Without more tokens no one needs the keys.
+    tile_tokens = tile(ids.size, peers.size)
+    count = plan.balance.most_ranks(ids.size, count, tile_tokens)
+    chunks = kvr.balanced(model, ids.size, count, tile_tokens)
+    # Keys are needed only if more tokens are generated.
     keep = "last" if values.max_new_tokens > 1 else "stages"
     return lambda: stage.read(
       ids,
@@ -313,40 +315,42 @@ class _Work:
       return cost.even(tokens, ranks)
     if values.partition is not None:
       return _ints("partition", values.partition)
-    whole = tile(tokens, ranks)
+    tile_tokens = tile(tokens, ranks)
     machine = machines.machine(values, values.credits)
     if machine is not None:
       machine.profile.check_layers(len(model.config.layers))
       prompt = Prompt(tokens=tokens, window=work_profile.window(model))
-      given = (machine.profile, prompt, ranks, machine.network)
-      more = {"credits": machine.credits, "noise": machine.noise}
+      plan_args = (machine.profile, prompt, ranks, machine.network)
+      plan_options = {"credits": machine.credits, "noise": machine.noise}
       if self.group.several:
-        return plan.plan(*given, tile=whole, **more).found.lengths
-      # One program has a part for each device; processes may stay idle.
-      return plan.find(*given, tile=whole, **more).lengths
-    return kvr.balanced(model, tokens, ranks, whole)
+        return plan.plan(
+          *plan_args, tile=tile_tokens, **plan_options
+        ).found.lengths
+      # One program has a part for each device; only processes may stay idle.
+      return plan.find(*plan_args, tile=tile_tokens, **plan_options).lengths
+    return kvr.balanced(model, tokens, ranks, tile_tokens)
 
   def _search(
     self,
     start: tuple[int, ...],
     read: Callable[[tuple[int, ...]], kvr.Reading],
   ) -> tuple[int, ...]:
-    """All ranks get the same times, hence go the same way."""
+    """Searches a partition; equal times on all ranks give equal results."""
     self._begin("searching a partition")
     objective = plan.measured(
       lambda lengths: float(read(lengths).outcome.seconds), repeats=3
     )
-    whole = tile(sum(start), len(start))
-    found = plan.search(
+    tile_tokens = tile(sum(start), len(start))
+    best = plan.search(
       objective,
-      [plan.round_to_tiles(start, sum(start), whole)],
-      tile=whole,
+      [plan.round_to_tiles(start, sum(start), tile_tokens)],
+      tile=tile_tokens,
       least_gain=0.02,
       on_level=lambda level: self._screen.say(
         f"  {level.lengths}: {level.seconds:.3f} s"
       ),
     )
-    return found.lengths
+    return best.lengths
 
   def _pause(self) -> Callable[[int], None]:
     rank, seconds = _delay(self._values.delay or "-1:0")
@@ -355,49 +359,51 @@ class _Work:
   def _interleave(
     self, runs: dict[str, Callable[[], kvr.Reading]]
   ) -> dict[str, list[kvr.Reading]]:
-    """Rounds of all methods, the first of which compiles and does not count."""
+    """Runs rounds of all methods; the first one compiles and isn't counted."""
     rounds = self._values.rounds
-    found: dict[str, list[kvr.Reading]] = {name: [] for name in runs}
+    readings: dict[str, list[kvr.Reading]] = {name: [] for name in runs}
     self._screen.begin("reading", (rounds + 1) * len(runs), "runs")
-    done = 0
+    finished = 0
     for n in range(rounds + 1):
       for name, read in runs.items():
         self.doing = f"reading by {name}"
-        one = read()
+        reading = read()
         if n:
-          found[name].append(one)
-        done += 1
-        self._screen.at(done)
+          readings[name].append(reading)
+        finished += 1
+        self._screen.at(finished)
     self._screen.end()
-    return found
+    return readings
 
   def _figures(
     self,
-    found: dict[str, list[kvr.Reading]],
+    readings_by_method: dict[str, list[kvr.Reading]],
     ids: np.ndarray,
     mesh: Mesh,
     model: Transformer,
   ) -> dict[str, Any]:
     values, peers = self._values, self._peers
     self.doing = "decoding"
-    middles = {name: _median(readings) for name, readings in found.items()}
-    drawn = [reading.outcome for reading in middles.values()]
-    simulated = {o.method: o for o in self._simulate(drawn, ids.size)}
+    medians = {
+      name: _median(readings) for name, readings in readings_by_method.items()
+    }
+    outcomes = [reading.outcome for reading in medians.values()]
+    simulated = {o.method: o for o in self._simulate(outcomes, ids.size)}
     rows, pairs = [], []
-    for name, readings in found.items():
-      middle = middles[name].outcome
+    for name, readings in readings_by_method.items():
+      median = medians[name].outcome
       seconds = [float(r.outcome.seconds) for r in readings]
-      again = simulated.get(f"{name}, simulated")
-      row = middle.record() | {
+      simulation = simulated.get(f"{name}, simulated")
+      row = median.record() | {
         "seconds": statistics.median(seconds),
         "rounds_s": seconds,
-        "tiles_by_rank": list(middles[name].tiles),
-        "computed_s_by_rank": _computed(middle),
+        "tiles_by_rank": list(medians[name].tiles),
+        "computed_s_by_rank": _computed(median),
       }
-      if again is not None:
-        row["simulated_s"] = float(again.seconds)
-      if middle.timeline.spans:
-        pairs += [middle, *filter(None, [again])]
+      if simulation is not None:
+        row["simulated_s"] = float(simulation.seconds)
+      if median.timeline.spans:
+        pairs += [median, *filter(None, [simulation])]
       rows.append(row | self._continue(readings[-1], model, ids.size))
     if values.plot is not None and peers.rank == 0:
       draw.outcomes(pairs, values.plot)
@@ -417,7 +423,7 @@ class _Work:
   def _continue(
     self, reading: kvr.Reading, model: rj.models.Transformer, tokens_read: int
   ) -> dict[str, Any]:
-    """The tokens that follow, from the rank that generates them."""
+    """Generates the tokens after the prompt, on the rank that has the keys."""
     peers, count = self._peers, self._values.max_new_tokens
     tokens: list[int] = []
     start = time.monotonic()
@@ -429,19 +435,19 @@ class _Work:
         raise not_finite_error({0: tokens_read}, model.dtype)
       tokens = [int(np.argmax(logits))]
     took = time.monotonic() - start
-    said = [x for x in peers.gather([tokens, took]) if x[0]]
-    new, took = said[-1] if said else ([], 0.0)
+    decoded = [x for x in peers.gather([tokens, took]) if x[0]]
+    new, took = decoded[-1] if decoded else ([], 0.0)
     return {"new_tokens": new, "decode_s": took if len(new) > 1 else None}
 
   def _simulate(
     self, measured: Sequence[Outcome], tokens: int
   ) -> list[Outcome]:
-    """The chains, simulated with the measured speed of devices and links."""
+    """Simulates the chains with the measured speed of devices and links."""
     chains = [o for o in measured if o.method in _CHAINS and o.timeline.spans]
-    made = _fitted(chains)
-    if made is None:
+    fitted = _fitted(chains)
+    if fitted is None:
       return []
-    profile, network = made
+    profile, network = fitted
     return [
       schedules.kvr(
         profile,
@@ -459,7 +465,7 @@ class _Work:
     self._screen.begin(doing)
 
 
-def _as_one(
+def _single_program_chain(
   model: Transformer,
   ids: np.ndarray,
   lengths: tuple[int, ...],
@@ -467,16 +473,16 @@ def _as_one(
   mesh: Mesh,
   new_tokens: int,
 ) -> kvr.Reading:
-  """The chain as one program over the devices of a mesh.
+  """Runs the chain as one program over the devices of a mesh.
 
-  Where more tokens follow, the last device gets all keys and goes on alone, as
-  the last rank does.
+  If more tokens are generated, the last device gets all keys and decodes alone,
+  as the last rank does.
   """
   shards = len(lengths)
   room = shards * (max(lengths) + 1) + new_tokens
   session = rj.infer.Session(model, room, mesh=mesh)
   start = time.monotonic()
-  found = rj.infer.generate(
+  tokens = rj.infer.generate(
     model,
     [ids],
     max_new_tokens=1,
@@ -487,7 +493,7 @@ def _as_one(
   )
   seconds = time.monotonic() - start
   logits = np.zeros((1, model.config.vocab), np.float32)
-  logits[0, int(found[0, 0])] = 1.0
+  logits[0, int(tokens[0, 0])] = 1.0
   prompt = Prompt(tokens=sum(lengths))
   sent = kvr.link_bytes(kvr.LayerPrograms(model).layers, lengths, model.dtype)
   return kvr.Reading(
@@ -507,22 +513,26 @@ def _as_one(
 
 
 def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Network] | None:
-  """Coefficients from the spans of measured chains, if they tell enough."""
-  samples, early, whole, sent, took = [], 0.0, 0.0, 0.0, 0.0
+  """Fits coefficients to spans of measured chains; None if too few."""
+  samples, project_s, total_s, sent_bytes, send_s = [], 0.0, 0.0, 0.0, 0.0
   layers = 0
-  for one in chains:
-    spans = one.timeline.spans
-    for rank, count in enumerate(one.lengths):
-      mine = one.timeline.of(f"rank {rank}")
-      seconds = sum(s.end_s - s.start_s for s in mine)
-      early += sum(s.end_s - s.start_s for s in mine if s.kind == "project")
-      whole += seconds
-      layers = sum(s.kind == "attend" for s in mine)
-      before = sum(one.lengths[:rank])
+  for chain in chains:
+    spans = chain.timeline.spans
+    for rank, count in enumerate(chain.lengths):
+      rank_spans = chain.timeline.of(f"rank {rank}")
+      seconds = sum(s.end_s - s.start_s for s in rank_spans)
+      project_s += sum(
+        s.end_s - s.start_s for s in rank_spans if s.kind == "project"
+      )
+      total_s += seconds
+      layers = sum(s.kind == "attend" for s in rank_spans)
+      prefix_tokens = sum(chain.lengths[:rank])
       if seconds > 0:
-        samples.append(fit.Sample(tokens=count, before=before, seconds=seconds))
-    sent += sum(s.nbytes for s in spans)
-    took += sum(s.end_s - s.start_s for s in spans if s.kind == "send")
+        samples.append(
+          fit.Sample(tokens=count, before=prefix_tokens, seconds=seconds)
+        )
+    sent_bytes += sum(s.nbytes for s in spans)
+    send_s += sum(s.end_s - s.start_s for s in spans if s.kind == "send")
   try:
     coefficients = fit.fit(samples)
     linear = coefficients.token_s * sum(s.tokens for s in samples)
@@ -535,24 +545,28 @@ def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Network] | None:
       pair_s=coefficients.pair_s,
       fixed_s=coefficients.fixed_s,
       kv_bytes=_row_bytes(chains[0], layers),
-      early=min(1.0, early / linear) if linear else 0.25,
+      early=min(1.0, project_s / linear) if linear else 0.25,
       kernel=coefficients.kernel,
     )
-    return profile, Network(bandwidth=sent / took if took else 1e12)
+    return profile, Network(bandwidth=sent_bytes / send_s if send_s else 1e12)
   except (OptionError, ZeroDivisionError):
     return None
 
 
-def _row_bytes(one: Outcome, layers: int) -> float:
-  rows = sum(np.cumsum(one.lengths)[:-1]) * layers
-  return float(one.sent_bytes) / rows if rows else 0.0
+def _row_bytes(outcome: Outcome, layers: int) -> float:
+  rows = sum(np.cumsum(outcome.lengths)[:-1]) * layers
+  return float(outcome.sent_bytes) / rows if rows else 0.0
 
 
-def _computed(one: Outcome) -> list[float]:
-  """When each rank had computed its last layer; empty if not recorded."""
-  ranks = range(len(one.lengths))
-  spans = [one.timeline.of(f"rank {rank}") for rank in ranks]
-  return [max(s.end_s for s in mine) for mine in spans] if all(spans) else []
+def _computed(outcome: Outcome) -> list[float]:
+  """Seconds until each rank finished its last layer; empty if unrecorded."""
+  ranks = range(len(outcome.lengths))
+  spans = [outcome.timeline.of(f"rank {rank}") for rank in ranks]
+  return (
+    [max(s.end_s for s in rank_spans) for rank_spans in spans]
+    if all(spans)
+    else []
+  )
 
 
 def _median(readings: Sequence[kvr.Reading]) -> kvr.Reading:
@@ -561,7 +575,7 @@ def _median(readings: Sequence[kvr.Reading]) -> kvr.Reading:
 
 
 def words(done: dict[str, Any]) -> list[str]:
-  """Lines for people, from the figures of a run."""
+  """Lines of text that show the figures of a run."""
   lines = [
     f"{'method':<11}{'first token':>12}{'spread':>16}{'simulated':>11}"
     f"{'sent':>10}  partition",
@@ -589,8 +603,8 @@ def words(done: dict[str, Any]) -> list[str]:
       tiles = " ".join(f"{n:,}" for n in row["tiles_by_rank"])
       lines.append(f"{'':<11}tiles by rank {tiles}")
     lines.append(f"{'':<11}links {links or '-'}")
-    shown = " ".join(map(str, row["new_tokens"][:8]))
-    lines.append(f"{'':<11}continues with {shown}")
+    tokens = " ".join(map(str, row["new_tokens"][:8]))
+    lines.append(f"{'':<11}continues with {tokens}")
   return lines
 
 
@@ -607,8 +621,8 @@ def _check(values: flags.FlagValues) -> None:
     raise clash(f"--{' and --'.join(ways)}", "one of them")
   if methods == (_AUTO,):
     if ways != ["profile"]:
-      given = f" with --{ways[0]}" if ways else " without --profile"
-      raise clash(f"--method=auto{given}", "--method=auto --profile=NAME")
+      clause = f" with --{ways[0]}" if ways else " without --profile"
+      raise clash(f"--method=auto{clause}", "--method=auto --profile=NAME")
   elif ways and "kvr" not in methods:
     raise clash(f"--{ways[0]} without kvr", "--method=kvr")
   if values.chunks is not None and _PIPELINE not in methods:
@@ -631,26 +645,26 @@ def _check(values: flags.FlagValues) -> None:
   common.check_files(values, "plot")
 
 
-def _methods(given: Sequence[str]) -> tuple[str, ...]:
-  if list(given) in (["all"], [_AUTO]):
-    return METHODS if given[0] == "all" else (_AUTO,)
-  wrong = [name for name in given if name not in METHODS]
-  if wrong or not given:
+def _methods(names: Sequence[str]) -> tuple[str, ...]:
+  if list(names) in (["all"], [_AUTO]):
+    return METHODS if names[0] == "all" else (_AUTO,)
+  wrong = [name for name in names if name not in METHODS]
+  if wrong or not names:
     raise OptionError(
       "--method",
-      ",".join(given) or "none",
+      ",".join(names) or "none",
       f"auto, all, or some of {', '.join(METHODS)}",
       "pass --method=all, or names with commas between",
     )
-  return tuple(dict.fromkeys(given))
+  return tuple(dict.fromkeys(names))
 
 
-def _ints(name: str, given: Sequence[str]) -> tuple[int, ...]:
+def _ints(name: str, items: Sequence[str]) -> tuple[int, ...]:
   try:
-    return tuple(int(v) for v in given)
+    return tuple(int(v) for v in items)
   except ValueError:
     raise app.UsageError(
-      f"--{name}: want ints, got {','.join(given)}"
+      f"--{name}: want ints, got {','.join(items)}"
     ) from None
 
 

@@ -1,7 +1,7 @@
 """Prompts of launch.generate: the user's text, or a passkey task.
 
-The task: sources of Python's standard library, in which a line with a passkey
-is hidden, and the question for it.
+The passkey task: sources of Python's standard library, in which a line with a
+passkey is hidden, and a question that asks for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.errors import OptionError, PromptError
 from ringjax.models import tiny
 
 CONTEXT = 66_000
-# Room for an answer that names the passkey.
+# Largest number of tokens of an answer that names the passkey.
 ANSWER_TOKENS = 64
 _FILE_BYTES = 1 << 30
 _NAMES = ("amber", "birch", "cobalt", "ember", "fjord", "garnet", "willow")
@@ -30,11 +30,11 @@ class Prompt:
   """A prompt: a document and a question about it.
 
   Attributes:
-    document: what comes first.
-    question: what comes last.
-    source: where the document comes from, for the summary.
-    depth: where the passkey is hidden, or None where there is none.
-    passkey: what to answer, or None.
+    document: Text before the question.
+    question: Text after the document.
+    source: Origin of the document, for the summary.
+    depth: Position of the passkey, from 0 (begin) to 1 (end), or None.
+    passkey: Passkey that the answer must contain, or None.
   """
 
   document: str
@@ -45,7 +45,7 @@ class Prompt:
 
 
 def clash(got: str, want: str) -> OptionError:
-  """An error about flags that do not go together."""
+  """Creates an error about flags that do not go together."""
   return OptionError("flags", got, want, "leave one out")
 
 
@@ -57,17 +57,18 @@ def made_up(values: flags.FlagValues) -> bool:
 def chat(
   values: flags.FlagValues, tokenizer: AnyTokenizer
 ) -> ChatTemplate | None:
-  """The template to use, if any.
+  """The chat template to use, if any.
 
   Raises:
-    TemplateError, OptionError: flags ask for one, and there is none.
+    TemplateError, OptionError: If flags need a template and the model has no
+      usable one.
   """
-  wanted = values.chat
+  use_template = values.chat
   if values.raw:
-    wanted = False
-  if wanted is None:
-    wanted = tokenizer.chat_template is not None
-  if wanted:
+    use_template = False
+  if use_template is None:
+    use_template = tokenizer.chat_template is not None
+  if use_template:
     return ChatTemplate.of(tokenizer)
   if values.system is not None:
     raise clash("--system, and the model has no chat template", "no --system")
@@ -78,8 +79,8 @@ def given(values: flags.FlagValues) -> Prompt:
   """The prompt of --prompt and --prompt_file.
 
   Raises:
-    PromptError: an empty or too long text, or a file that is not UTF-8.
-    OSError: a file cannot be read.
+    PromptError: If a text is empty or too long, or a file is not UTF-8.
+    OSError: If a file cannot be read.
   """
   question, path = values.prompt, values.prompt_file
   if question is not None:
@@ -103,15 +104,15 @@ def _refuse_blank(name: str, text: str, got: str) -> None:
 def make(
   values: flags.FlagValues, tokenizer: AnyTokenizer, positions: int
 ) -> Prompt:
-  """Sources of the standard library, in which a passkey is hidden.
+  """Creates the passkey task from sources of the standard library.
 
   Args:
-    values: the flags.
-    tokenizer: the model's.
-    positions: the longest context of the model, in tokens.
+    values: Flags of the script.
+    tokenizer: Tokenizer of the model.
+    positions: Longest context of the model, in tokens.
 
   Raises:
-    PromptError: there is no room for the question.
+    PromptError: If the context is too short for the question.
   """
   dice = random.Random(values.seed)
   fact = {
@@ -122,7 +123,7 @@ def make(
   question = tiny.QUESTION.format(**fact)
   context = values.context
   if context is None:
-    # A chat template takes some beside the answer.
+    # A chat template adds some tokens: leave room for them, too.
     answer = max(values.max_new_tokens or 0, ANSWER_TOKENS)
     context = min(CONTEXT, max(positions - answer - ANSWER_TOKENS, 1))
   count = lambda text: len(tokenizer.encode(text))
@@ -146,15 +147,15 @@ def make(
 
 
 def read_file(path: str, argument: str) -> str:
-  """The text of a file, or of stdin as "-".
+  """Reads the text of a file, or of stdin as "-".
 
   Args:
-    path: Its path.
-    argument: What to call it in an error.
+    path: Path of the file.
+    argument: Name of the file in error messages.
 
   Raises:
-    PromptError: it is too long, or not UTF-8.
-    OSError: it cannot be read.
+    PromptError: If it is too long or not UTF-8.
+    OSError: If it cannot be read.
   """
   if path == "-":
     data = sys.stdin.buffer.read(_FILE_BYTES + 1)
@@ -169,7 +170,7 @@ def read_file(path: str, argument: str) -> str:
       "pass a part of it",
     )
   try:
-    # Without the byte order mark with which some editors begin a file.
+    # "utf-8-sig" drops the byte order mark that some editors write.
     return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise PromptError(
@@ -186,7 +187,7 @@ def encode(
   tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
 ) -> np.ndarray:
-  """The ids of a prompt; none of them is special by what a user wrote."""
+  """Encodes a prompt; its text never becomes special tokens."""
   text = prompt.document + prompt.question
   if template is None:
     return tokenizer.encode(text, bos=tokenizer.adds_bos)
@@ -197,18 +198,18 @@ def encode(
 
 
 def contexts(folder: str, tokenizer: AnyTokenizer) -> list[np.ndarray]:
-  """The ids of the texts of a folder, files .txt in the order of their names.
+  """Encodes the .txt files of a folder, in the order of their names.
 
   Raises:
-    DataError: there are none, or one is not UTF-8.
-    PromptError: a file without text.
+    DataError: If no file exists, or one is not UTF-8.
+    PromptError: If a file has no text.
   """
   paths = texts.find(folder)
-  found = []
+  ids = []
   for path, text in zip(paths, texts.from_files(paths), strict=True):
     _refuse_blank("--contexts", text, f"{path}, without text")
-    found.append(np.asarray(tokenizer.encode(f"{text}\n\n"), np.int32))
-  return found
+    ids.append(np.asarray(tokenizer.encode(f"{text}\n\n"), np.int32))
+  return ids
 
 
 def around_contexts(
@@ -217,7 +218,7 @@ def around_contexts(
   tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
 ) -> tuple[tuple[int, ...], np.ndarray]:
-  """The ids before all contexts, and those of the question behind them."""
+  """Ids before all contexts, and ids of the question after them."""
   if template is None:
     first = tokenizer.encode("\n\n", bos=tokenizer.adds_bos)
     question = np.asarray(tokenizer.encode(prompt.question), np.int32)
@@ -231,13 +232,14 @@ def around_question(
   tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
 ) -> tuple[tuple[int, ...], np.ndarray]:
-  """The ids before a question, whatever it says, and those from it on."""
+  """Splits the ids of a prompt before the first id of the question's text."""
   ids = encode(prompt, values, tokenizer, template)
-  # What stands before a message, whatever it says.
-  begin = "a" if prompt.question[:1] != "a" else "b"
-  other = dataclasses.replace(prompt, question=begin)
-  both = ids, encode(other, values, tokenizer, template)
-  least = min(map(len, both))
-  differ = np.flatnonzero(both[0][:least] != both[1][:least])
-  first = int(differ[0]) if differ.size else least - 1
+  # Ids that do not depend on the question: those before the first difference
+  # to the encoding of another question.
+  initial = "a" if prompt.question[:1] != "a" else "b"
+  alternative = dataclasses.replace(prompt, question=initial)
+  encodings = ids, encode(alternative, values, tokenizer, template)
+  shortest = min(map(len, encodings))
+  differ = np.flatnonzero(encodings[0][:shortest] != encodings[1][:shortest])
+  first = int(differ[0]) if differ.size else shortest - 1
   return tuple(int(n) for n in ids[:first]), ids[first:]

@@ -1,9 +1,10 @@
 """Rendezvous of all processes, before `jax.distributed` connects them.
 
-JAX aborts a process that waits in vain for another, with a stack trace of C++.
-So process 0 first listens at the coordinator's address, the others connect,
-say their numbers and stay connected, and all go on when all are there, or none.
-A process that disconnects is not counted: one that died may be started again.
+JAX aborts a process that waits too long for another, with a C++ stack trace.
+So process 0 first listens at the coordinator's address; the others connect,
+send their numbers and stay connected. Once all are connected, all continue;
+else none does. A process that disconnects is not counted: one that died may be
+started again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 
 _PAUSE_S, _LONGEST = 0.1, 1 << 12
-# To send an answer, which fits any buffer.
+# Seconds to send an answer, which fits the socket's buffer.
 _ANSWER_S = 1.0
 _GO = "go"
 
@@ -32,12 +33,12 @@ def call(address: str, processes: int, number: int, timeout_s: float) -> None:
 
   Args:
     address: HOST:PORT of process 0.
-    processes: how many there are.
-    number: which one this is, from 0.
-    timeout_s: how long it waits for the others.
+    processes: Number of processes.
+    number: Number of this process, from 0.
+    timeout_s: Seconds to wait for the others.
 
   Raises:
-    OptionError: a process is missing, or they do not agree.
+    OptionError: If a process is missing, or their numbers are inconsistent.
   """
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -56,7 +57,7 @@ def call(address: str, processes: int, number: int, timeout_s: float) -> None:
 def _listen(
   host: str, port: int, processes: int, end: float, timeout_s: float
 ) -> None:
-  """Process 0: waits for all others, and answers them."""
+  """Waits in process 0 for all others, and answers them."""
   with contextlib.ExitStack() as stack:
     try:
       servers = [stack.enter_context(server) for server in _servers(host, port)]
@@ -70,9 +71,9 @@ def _listen(
     attendance = stack.enter_context(_Attendance(servers, processes))
     fault = None
     while fault is None and not attendance.complete():
-      left = end - time.monotonic()
-      if left > 0:
-        fault = attendance.wait(left)
+      remaining_s = end - time.monotonic()
+      if remaining_s > 0:
+        fault = attendance.wait(remaining_s)
         continue
       absent = sorted(set(range(1, processes)) - set(attendance.came))
       fault = (
@@ -87,20 +88,20 @@ def _listen(
 def _servers(host: str, port: int) -> list[socket.socket]:
   """Listens on loopback alone if `host` is a loopback address.
 
-  For any other name on all interfaces, of IPv6 and IPv4 or what there is of
-  them: this machine may not know by which address others reach it.
+  For any other name on all interfaces, with IPv6 and IPv4 if both exist: this
+  machine may not know the address by which others reach it.
   """
-  found = _loopback(host)
-  if not found:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+  addresses = _loopback(host)
+  if not addresses:
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
     return [
       socket.create_server(
-        ("", port), family=family, dualstack_ipv6=both, backlog=1024
+        ("", port), family=family, dualstack_ipv6=dual_stack, backlog=1024
       )
     ]
   servers: list[socket.socket] = []
-  for family, address in found:
+  for family, address in addresses:
     try:
       servers.append(
         socket.create_server((address, port), family=family, backlog=1024)
@@ -108,7 +109,7 @@ def _servers(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
       # A machine may lack one of the two families of "localhost".
       missing = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-      if error.errno in missing and len(found) > 1:
+      if error.errno in missing and len(addresses) > 1:
         continue
       for server in servers:
         server.close()
@@ -117,7 +118,7 @@ def _servers(host: str, port: int) -> list[socket.socket]:
 
 
 def _loopback(host: str) -> list[tuple[socket.AddressFamily, str]]:
-  """Families and addresses of a loopback address; else nothing.
+  """Families and addresses of a loopback address; else an empty list.
 
   Names are not resolved: a machine's own name may be a loopback address here
   and another one elsewhere.
@@ -139,9 +140,9 @@ class _Caller:
   """A connection to process 0.
 
   Attributes:
-    socket: the connection.
-    said: what was received so far.
-    number: of the process, once it has said so.
+    socket: Socket of the connection.
+    said: Bytes received so far.
+    number: Number of the process, once it has been received.
   """
 
   socket: socket.socket
@@ -153,14 +154,14 @@ class _Attendance:
   """The processes that have called process 0 and are still connected.
 
   Attributes:
-    came: their connections, by the processes' numbers.
+    came: Connections by the number of the process.
   """
 
   def __init__(self, servers: list[socket.socket], processes: int):
     self.came: dict[int, _Caller] = {}
     self._processes = processes
     self._selector = selectors.DefaultSelector()
-    # Connections that are answered too, though they do not fit.
+    # Connections with wrong numbers, which get an answer too.
     self._odd: list[_Caller] = []
     for server in servers:
       server.setblocking(False)
@@ -176,19 +177,19 @@ class _Attendance:
       caller.socket.close()
 
   def complete(self) -> bool:
-    """Whether all others have called, and none has disconnected since."""
+    """Whether all others have connected and are still connected."""
     if len(self.came) == self._processes - 1:
       for caller in list(self.came.values()):
         self._receive(caller)
     return len(self.came) == self._processes - 1
 
   def wait(self, wait_s: float) -> str | None:
-    """Takes what comes within `wait_s` seconds; what is wrong with it."""
+    """Receives for up to `wait_s` seconds; returns a fault or None."""
     for key, _ in self._selector.select(wait_s):
       server: Any = key.fileobj
       if key.data is None:
         self._accept(server)
-      # It may have been dropped a moment ago.
+      # An earlier event of this loop may have dropped it.
       elif server.fileno() >= 0 and self._receive(key.data):
         fault = self._note(key.data)
         if fault is not None:
@@ -196,7 +197,7 @@ class _Attendance:
     return None
 
   def answer(self, text: str) -> None:
-    """Answers all processes that came."""
+    """Sends `text` to all processes that have connected."""
     for caller in [*self.came.values(), *self._odd]:
       with contextlib.suppress(OSError):
         caller.socket.settimeout(_ANSWER_S)
@@ -204,26 +205,28 @@ class _Attendance:
 
   def _accept(self, server: socket.socket) -> None:
     try:
-      made, _ = server.accept()
+      connection, _ = server.accept()
     except BlockingIOError:
       return
     except OSError:
-      # More connections than the system allows: some will be closed.
+      # Too many open connections: wait until some are closed.
       time.sleep(_PAUSE_S)
       return
-    made.setblocking(False)
-    self._selector.register(made, selectors.EVENT_READ, _Caller(made))
+    connection.setblocking(False)
+    self._selector.register(
+      connection, selectors.EVENT_READ, _Caller(connection)
+    )
 
   def _receive(self, caller: _Caller) -> bool:
-    """Takes what has come, without waiting; drops a closed connection."""
+    """Receives without waiting; returns False for a closed connection."""
     try:
-      more = caller.socket.recv(_LONGEST)
+      received = caller.socket.recv(_LONGEST)
     except (BlockingIOError, InterruptedError):
       return True
     except OSError:
-      more = b""
-    caller.said += more
-    if more and len(caller.said) <= _LONGEST:
+      received = b""
+    caller.said += received
+    if received and len(caller.said) <= _LONGEST:
       return True
     self._drop(caller)
     return False
@@ -235,12 +238,12 @@ class _Attendance:
       del self.came[caller.number]
 
   def _note(self, caller: _Caller) -> str | None:
-    """Notes a process, once its number has come; what is wrong with it."""
+    """Registers a process once its number is complete; returns a fault."""
     if caller.number is not None or not caller.said.endswith(b"\n"):
       return None
     try:
-      said = json.loads(caller.said)
-      number, count = said["number"], said["processes"]
+      message = json.loads(caller.said)
+      number, count = message["number"], message["processes"]
     except (ValueError, KeyError, TypeError, RecursionError):
       number = count = None
     if type(number) is not int or type(count) is not int:
@@ -272,14 +275,14 @@ def _report(
   end: float,
   timeout_s: float,
 ) -> None:
-  """Another process: connects to process 0 until it answers."""
+  """Connects to process 0, again and again until it answers."""
   why = "no answer"
-  while (left := end - time.monotonic()) > 0:
+  while (remaining_s := end - time.monotonic()) > 0:
     try:
-      with socket.create_connection(address, timeout=left) as line:
-        said = {"number": number, "processes": processes}
-        line.sendall(f"{json_text(said)}\n".encode())
-        # Process 0 gives up by itself, and says why.
+      with socket.create_connection(address, timeout=remaining_s) as line:
+        message = {"number": number, "processes": processes}
+        line.sendall(f"{json_text(message)}\n".encode())
+        # Process 0 stops at `end` itself and sends the reason.
         heard = _answer(line, end + 2.0)
     except OSError as error:
       why = error.strerror or "no answer"
@@ -310,16 +313,16 @@ def _absent(fault: str) -> OptionError:
 
 
 def _answer(line: socket.socket, end: float) -> str:
-  """The line that comes; empty if the connection ends before it does.
+  """Receives a line; empty if the connection ends first.
 
   Raises:
-    OSError: it took until `end`.
+    OSError: If it does not arrive by `end`.
   """
   data = b""
   while not data.endswith(b"\n"):
     line.settimeout(max(end - time.monotonic(), 1e-3))
-    more = line.recv(_LONGEST)
-    data += more
-    if not more or len(data) > _LONGEST:
+    received = line.recv(_LONGEST)
+    data += received
+    if not received or len(data) > _LONGEST:
       return ""
   return data.decode(errors="replace").strip()

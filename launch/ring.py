@@ -16,7 +16,7 @@ from ringjax.plan import aot as compiler
 from ringjax.plan import ring_tables
 from ringjax.plan.ring_tables import WAYS, ContextRow
 
-# Of the paper's models the one that has a preset.
+# The paper's model that has a preset.
 _PRESETS = {"7B": "llama-2-7b"}
 NOTE = (
   "Table 3 ours: states cut over all devices, a gathered layer, the kept "
@@ -44,7 +44,7 @@ def tables(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     for paper, ours in zip(row.published, row.ours, strict=True)
   ]
   equal = sum(ratio == 1 for ratio in ratios)
-  near = sum(0.5 <= ratio <= 2 for ratio in ratios)
+  close = sum(0.5 <= ratio <= 2 for ratio in ratios)
   record = {
     "hides": [row.record() for row in hiding],
     "contexts": [
@@ -52,10 +52,10 @@ def tables(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       for row in contexts
     ],
     "equal": equal,
-    "within_two": near,
+    "within_two": close,
     "note": NOTE,
   }
-  apart = lambda ours, paper: f"{100 * (ours / paper - 1):+.1f} %"
+  difference = lambda ours, paper: f"{100 * (ours / paper - 1):+.1f} %"
   lines = [
     "smallest block whose work hides a hop, F / B, and six of them, in tokens "
     "(Table 2)",
@@ -68,7 +68,7 @@ def tables(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         (row.machine, f"{row.flops / 1e12:g}", f"{row.bandwidth / 1e9:g}",
          f"{row.block:,.0f}", f"{row.our_block:,.0f}",
          f"{row.sequence:,.0f}", f"{row.our_sequence:,.0f}",
-         apart(row.our_sequence, row.sequence))
+         difference(row.our_sequence, row.sequence))
         for row in hiding
       ],
     ),
@@ -89,7 +89,7 @@ def tables(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       ],
     ),
     "",
-    f"{equal} of {len(ratios)} are the paper's, {near} within a factor of two",
+    f"{equal} of {len(ratios)} are the paper's, {close} within a factor of two",
     "",
     NOTE,
   ]  # fmt: skip
@@ -101,9 +101,9 @@ def _compile(
   contexts: Sequence[ContextRow],
   screen: console.Screen,
 ) -> dict[tuple[str, str], dict[str, Any]]:
-  """Our longest contexts by the compiler's count, in float32 as the paper's."""
+  """Longest contexts by the compiler, in float32 as in the paper."""
   compiler.require()
-  found = {}
+  rows = {}
   for row in contexts:
     if row.slice and row.model in _PRESETS:
       cell = {
@@ -113,10 +113,10 @@ def _compile(
         "strategy": "striped",
         "options": {"dtype": "float32"},
       }
-      found[row.machine, row.model] = capacity.find(
+      rows[row.machine, row.model] = capacity.find(
         cell, row.slice, values.timeout, screen.say
       )
-  return found
+  return rows
 
 
 def _compiled(row: dict[str, Any] | None) -> str:

@@ -1,8 +1,8 @@
-"""The sub-command routes of launch.plan: who reads a prompt, by which policy.
+"""The sub-command routes of launch.plan: compares routing policies.
 
-It simulates one trace on instances that read apart from those that answer, by
-each policy of `rj.serve.cluster`, and prints when first tokens come and what
-was found in caches (Mooncake).
+It simulates one trace on separate prefill and decode instances, with each
+policy of `rj.serve.cluster`, and prints the times to first tokens and the cache
+hits (Mooncake).
 """
 
 from __future__ import annotations
@@ -34,20 +34,28 @@ from ringjax.serve.traces import TraceRequest, read_trace
 NAME = "plan"
 _POLICIES = ("random", "load", "local", "conductor")
 _MODEL, _CHIP = "llama-3.1-70b", "a100"
-# Bytes a second between instances.
+# Default bandwidth between instances in bytes per second.
 _BANDWIDTH = 50e9
-# An instance that answers has room for all: what is compared is who reads.
-_ROOM = 2**40
-_MADE_UP = ("prompt", "new", "spread", "shared", "documents", "seed", "rate")
+# Decode instances have room for all requests: only prefill is compared.
+_CAPACITY_TOKENS = 2**40
+_SYNTHETIC_FLAGS = (
+  "prompt",
+  "new",
+  "spread",
+  "shared",
+  "documents",
+  "seed",
+  "rate",
+)
 
 
 def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  """Prints what each policy makes of a trace."""
+  """Prints latencies and cache hits of a trace for each policy."""
   screen = console.Screen(NAME, stderr)
   readers, answerers = _split(values.instances)
   trace = _trace(values)
   costs, source = _costs(values)
-  made = {
+  policies = {
     text: routing_policy(text, costs) for text in values.policies or _POLICIES
   }
   assert isinstance(costs.times, PhaseTimes)
@@ -56,7 +64,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       name=f"{role}{n:02}",
       role=role,
       times=costs.times,
-      capacity_tokens=_ROOM,
+      capacity_tokens=_CAPACITY_TOKENS,
       max_rows=2**20,
       prefix_cache_tokens=values.prefix_tokens if role == "prefill" else 0,
     )
@@ -64,27 +72,29 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     for n in range(count)
   ]
   rows: list[dict[str, Any]] = []
-  screen.begin("simulating", len(made), "policies")
+  screen.begin("simulating", len(policies), "policies")
   try:
-    for n, (text, policy) in enumerate(made.items()):
-      found = ClusterSimulator(
+    for n, (text, policy) in enumerate(policies.items()):
+      result = ClusterSimulator(
         instances=instances,
         policy=policy,
         links=costs.link,
         kv_token_bytes=costs.kv_token_bytes,
       ).run(trace)
-      done = [one for one in found.served if not one.rejected]
+      served = [request for request in result.served if not request.rejected]
       rows.append(
         {
           "policy": text,
-          "refused": len(trace) - len(done),
-          "ttft_mean_s": float(np.mean([x.ttft_s for x in done]))
-          if done
+          "refused": len(trace) - len(served),
+          "ttft_mean_s": float(np.mean([x.ttft_s for x in served]))
+          if served
           else None,
-          "ttft_p90_s": percentiles(done)["ttft_s"]["p90"] if done else None,
-          "cached": sum(x.cached_tokens for x in done)
-          / max(1, sum(x.prompt_tokens for x in done)),
-          "moved_bytes": float(sum(found.moved_bytes.values())),
+          "ttft_p90_s": percentiles(served)["ttft_s"]["p90"]
+          if served
+          else None,
+          "cached": sum(x.cached_tokens for x in served)
+          / max(1, sum(x.prompt_tokens for x in served)),
+          "moved_bytes": float(sum(result.moved_bytes.values())),
         }
       )
       screen.at(n + 1)
@@ -97,10 +107,10 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "prefix_tokens": values.prefix_tokens,
     "bandwidth": None if costs.link is None else costs.link.bandwidth,
     "requests": len(trace),
-    "could_be_found": _shared(trace),
+    "could_be_found": _shareable_part(trace),
     "rows": rows,
   }
-  strategies.put(values, stdout, record, list(_words(record)))
+  strategies.put(values, stdout, record, list(_lines(record)))
 
 
 def _split(text: str) -> tuple[int, int]:
@@ -115,7 +125,7 @@ def _split(text: str) -> tuple[int, int]:
 
 def _trace(values: flags.FlagValues) -> list[TraceRequest]:
   if values.trace is not None:
-    strategies.refuse(values, "--trace", _MADE_UP)
+    strategies.refuse(values, "--trace", _SYNTHETIC_FLAGS)
     count = values.requests if values["requests"].present else None
     return read_trace(values.trace)[:count]
   return documents_trace(
@@ -175,21 +185,23 @@ def _costs(values: flags.FlagValues) -> tuple[RoutingCosts, str]:
   ), f"{shape.name}, TP {values.tensor}, {source}"
 
 
-def _shared(trace: list[TraceRequest]) -> float:
-  """Part of all tokens that one cache without limits would have."""
+def _shareable_part(trace: list[TraceRequest]) -> float:
+  """Part of all prompt tokens that one unlimited cache would find."""
   seen: set[int] = set()
-  found = 0
-  for one in trace:
-    whole = one.blocks[: one.prompt_tokens // one.block]
-    for n, block in enumerate(whole):
+  found_tokens = 0
+  for request in trace:
+    full_blocks = request.blocks[: request.prompt_tokens // request.block]
+    for n, block in enumerate(full_blocks):
       if block not in seen:
         break
-      found += min(one.block, one.prompt_tokens - 1 - n * one.block)
-    seen.update(whole)
-  return found / max(1, sum(one.prompt_tokens for one in trace))
+      found_tokens += min(
+        request.block, request.prompt_tokens - 1 - n * request.block
+      )
+    seen.update(full_blocks)
+  return found_tokens / max(1, sum(request.prompt_tokens for request in trace))
 
 
-def _words(record: dict[str, Any]) -> Iterator[str]:
+def _lines(record: dict[str, Any]) -> Iterator[str]:
   yield (
     f"{record['requests']} requests; {record['readers']} instances read, "
     f"{record['answerers']} answer; {record['source']}"

@@ -1,15 +1,15 @@
-"""What `launch.bench kvr` does: KV-Runahead counted, simulated and measured.
+"""Benchmark `launch.bench kvr`: KV-Runahead counted, simulated and measured.
 
   example    the paper's nine tokens: products and rows sent, by the formulas
-             that everything else here is planned with
-  published  the paper's tables beside what is simulated for them
-  wall       launch.prefill in processes that each have cores of their own,
+             of `ringjax.plan.cost`
+  published  the paper's tables next to simulated times
+  wall       launch.prefill in processes that each have separate cores,
              all methods in turn; medians, and their ratios
-  delayed    the same with the last rank pausing before every layer: when the
+  delayed    as wall with the last rank pausing before every layer: when the
              others had computed theirs
 
-Only processes can show who waits for whom: devices of one program on one CPU
-take turns on its cores.
+Only separate processes show which ranks wait for others: devices of one program
+on one CPU take turns on its cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringjax.plan.cost import Prompt
 
 PARTS = ("example", "published", "wall", "delayed")
 METHODS = ("kvr", "kvr_even", "tsp", "flash_tsp", "ring", "striped")
-# Runs in the place of `python -m launch.prefill`, on some of the cores.
+# Program that runs `python -m launch.prefill` pinned to the given cores.
 _PINNED = """
 import os, runpy, sys
 cores = [int(core) for core in sys.argv.pop(1).split(",")]
@@ -45,17 +45,17 @@ runpy.run_module("launch.prefill", run_name="__main__", alter_sys=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """What to do; see the parts above.
+  """Settings of the benchmark.
 
   Attributes:
-    parts: of `PARTS`.
-    tokens: lengths of the measured prompts.
-    methods: of `METHODS`.
-    processes: ranks.
-    preset: the model's shapes; empty is the model that ships.
-    model: a folder or a fetched name, in place of the preset; empty is none.
-    rounds: timed runs of each method.
-    delay_s: of the last rank, before each layer.
+    parts: Parts to run, of `PARTS`; see the module's docstring.
+    tokens: Lengths of the measured prompts.
+    methods: Methods of prefill to compare, of `METHODS`.
+    processes: Number of ranks, each a process.
+    preset: Shapes of the model; empty for the model that ships with ringjax.
+    model: Folder or fetched name, in place of the preset; empty for the preset.
+    rounds: Timed runs of each method.
+    delay_s: Seconds that the last rank pauses before each layer.
   """
 
   parts: tuple[str, ...] = PARTS
@@ -68,13 +68,13 @@ class Settings:
   delay_s: float = 0.2
 
   def __post_init__(self) -> None:
-    for name, known in (("parts", PARTS), ("methods", METHODS)):
-      wrong = [w for w in getattr(self, name) if w not in known]
+    for name, choices in (("parts", PARTS), ("methods", METHODS)):
+      wrong = [w for w in getattr(self, name) if w not in choices]
       if wrong or not getattr(self, name):
         raise OptionError(
           name,
           ",".join(wrong) or "none",
-          f"some of {', '.join(known)}",
+          f"some of {', '.join(choices)}",
           "pass names with commas between",
         )
     for count in (*self.tokens, self.rounds):
@@ -94,22 +94,22 @@ def run(
   plot: str | None = None,
   say: Callable[[str], Any] = print,
 ) -> dict[str, Any]:
-  """Does the parts: all figures, which are also written after each part.
+  """Runs the parts and returns all figures; writes them after each part.
 
   Args:
-    settings: what to do.
-    command: the command line, for the record.
-    json: file for the result.
-    plot: PNG of the ranks' time, for the first length.
-    say: prints a line.
+    settings: Parts to run, and their options.
+    command: Command line, for the record.
+    json: Path of a JSON file for the result.
+    plot: Path of a PNG with the timeline of the ranks, for the first length.
+    say: Function that prints a line.
 
   Raises:
-    OptionError: a process could not do what it was to do; the text is its own.
+    OptionError: If a process fails; the text is the end of its log.
   """
   if plot is not None:
     draw.figures()
-  found: dict[str, Any] = {"command": command}
-  does = {
+  results: dict[str, Any] = {"command": command}
+  functions = {
     "example": lambda: _example(say),
     "published": lambda: _published(say),
     "wall": lambda: [
@@ -120,11 +120,11 @@ def run(
   }
   for part in PARTS:
     if part in settings.parts:
-      found[part] = does[part]()
+      results[part] = functions[part]()
       say("")
       if json is not None:
-        timing.write_json(json, found)
-  return found
+        timing.write_json(json, results)
+  return results
 
 
 # ---------------------------------------------------------------------------
@@ -136,15 +136,15 @@ def _example(say: Callable[[str], Any]) -> dict[str, Any]:
   prompt, lengths = Prompt(tokens=9), (4, 3, 2)
   chain = [int(n) for n in cost.pairs(prompt, lengths)]
   rows = 2 * int(cost.chain_tokens(prompt, lengths).sum())
-  each = prompt.tokens // len(lengths) * prompt.tokens
+  per_rank = prompt.tokens // len(lengths) * prompt.tokens
   gathered = 2 * cost.gathered_tokens(prompt, len(lengths))
   products = "/".join(map(str, chain))
   say(f"9 tokens on 3 ranks, a layer    {'products':>12}{'rows sent':>11}")
   say(f"  KVR, parts of 4, 3, 2         {products:>12}{rows:>11}")
-  say(f"  TSP, parts of 3, 3, 3         {f'{each} each':>12}{gathered:>11}")
+  say(f"  TSP, parts of 3, 3, 3         {f'{per_rank} each':>12}{gathered:>11}")
   return {
     "kvr": {"products": chain, "rows": rows},
-    "tsp": {"products": [each] * 3, "rows": gathered},
+    "tsp": {"products": [per_rank] * 3, "rows": gathered},
   }
 
 
@@ -174,12 +174,12 @@ def _wall(
   flags = [f"--method={','.join(settings.methods)}"]
   if plot is not None:
     flags.append(f"--plot={os.path.abspath(plot)}")
-  found = _processes(settings, tokens, settings.rounds, flags)
-  rows = {row["method"]: row for row in found["methods"]}
+  figures = _processes(settings, tokens, settings.rounds, flags)
+  rows = {row["method"]: row for row in figures["methods"]}
   say(
     f"{tokens} tokens, {settings.model or settings.preset or 'own model'}, "
-    f"{found['dtype']}, "
-    f"{settings.processes} processes on cores {found['cores']}: median of "
+    f"{figures['dtype']}, "
+    f"{settings.processes} processes on cores {figures['cores']}: median of "
     f"{settings.rounds}"
   )
   base = rows.get("kvr")
@@ -191,7 +191,7 @@ def _wall(
       f"  {name:<10}{row['seconds']:>9.3f} s ({low:.3f} to {high:.3f})"
       f"{ratio:>7.2f} of kvr's{sent:>9.1f} MB sent"
     )
-  return found
+  return figures
 
 
 def _delayed(settings: Settings, say: Callable[[str], Any]) -> dict[str, Any]:
@@ -207,30 +207,30 @@ def _delayed(settings: Settings, say: Callable[[str], Any]) -> dict[str, Any]:
   last = settings.processes - 1
   flags = [f"--method={','.join(methods)}"]
   slow = [*flags, f"--delay={last}:{settings.delay_s}"]
-  both = {
-    name: _processes(settings, tokens, min(settings.rounds, 3), given)
-    for name, given in (("free", flags), ("delayed", slow))
+  runs = {
+    name: _processes(settings, tokens, min(settings.rounds, 3), run_flags)
+    for name, run_flags in (("free", flags), ("delayed", slow))
   }
   say(
     f"rank {last} pauses {settings.delay_s:g} s before each layer, "
     f"{tokens} tokens: seconds until a rank had computed its last layer"
   )
   for name in methods:
-    for title, found in both.items():
-      (row,) = [r for r in found["methods"] if r["method"] == name]
-      done = " ".join(f"{s:8.3f}" for s in row["computed_s_by_rank"])
-      say(f"  {name:<10}{title:<9}{done}")
-  return both
+    for title, figures in runs.items():
+      (row,) = [r for r in figures["methods"] if r["method"] == name]
+      seconds = " ".join(f"{s:8.3f}" for s in row["computed_s_by_rank"])
+      say(f"  {name:<10}{title:<9}{seconds}")
+  return runs
 
 
 def _processes(
   settings: Settings, tokens: int, rounds: int, flags: Sequence[str]
 ) -> dict[str, Any]:
-  """launch.prefill in several processes: the figures."""
+  """Runs launch.prefill in several processes; returns its figures."""
   cores = sorted(_cores())
   count = settings.processes
   # With fewer cores than processes some share a core.
-  mine = [
+  rank_cores = [
     cores[rank::count] or [cores[rank % len(cores)]] for rank in range(count)
   ]
   with socket.socket() as free:
@@ -249,33 +249,35 @@ def _processes(
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     running = []
     for rank in range(count):
-      pinned = ",".join(map(str, mine[rank]))
+      pinned = ",".join(map(str, rank_cores[rank]))
       out = stack.enter_context(open(folder / f"{rank}.json", "w"))
       log = stack.enter_context(open(folder / f"{rank}.log", "w"))
-      one = subprocess.Popen(
+      process = subprocess.Popen(
         [sys.executable, "-c", _PINNED, pinned, *flags, f"--process_id={rank}"],
         stdin=subprocess.DEVNULL,
         stdout=out,
-        # The first says how far it is.
+        # The first process shows progress.
         stderr=log if rank else None,
         cwd=pathlib.Path(__file__).parents[1],
       )
-      # The other way round: first killed, then waited for.
-      stack.callback(one.wait)
-      stack.callback(one.kill)
-      running.append(one)
-    statuses = [one.wait() for one in running]
+      # The stack runs these in reverse: first kill, then wait.
+      stack.callback(process.wait)
+      stack.callback(process.kill)
+      running.append(process)
+    statuses = [process.wait() for process in running]
     if any(statuses):
       rank = next(r for r, status in enumerate(statuses) if status)
-      said = (folder / f"{rank}.log").read_text()[-250:].strip()
+      log_text = (folder / f"{rank}.log").read_text()[-250:].strip()
       raise OptionError(
         f"process {rank}",
-        f"status {statuses[rank]}: {said or 'see above'}",
+        f"status {statuses[rank]}: {log_text or 'see above'}",
         "a run of launch.prefill that ends well",
         "run launch.prefill with these flags to see why",
       )
-    found = json.loads((folder / "0.json").read_text())
-  return found | {"cores": "; ".join(",".join(map(str, m)) for m in mine)}
+    figures = json.loads((folder / "0.json").read_text())
+  return figures | {
+    "cores": "; ".join(",".join(map(str, m)) for m in rank_cores)
+  }
 
 
 def _model(settings: Settings) -> list[str]:

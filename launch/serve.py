@@ -12,16 +12,17 @@
       --join=HOST:8001 --mesh=seq:4
   python -m launch.serve --role=decode --model=DIR --cluster_key=FILE \\
       --join=HOST:8001 --mesh=seq:2
-      A cluster: the router serves clients, some instances read prompts, others
-      pull their pages and answer. They join and leave at any time.
+      A cluster: the router serves clients, prefill instances read prompts,
+      decode instances pull their pages and answer. They join and leave at any
+      time.
   python -m launch.serve --join=HOST:8001 --cluster_key=FILE --instances
   python -m launch.serve --join=HOST:8001 --cluster_key=FILE \\
       --set_role=NAME=decode
       Shows the instances of a router; gives one another role.
 
 Needs uvicorn, of the extra `serve`. SIGTERM and Ctrl-C end it gracefully: it
-takes no more requests, finishes those under way within --grace seconds, tells
-the rest that they are given up, and exits with 0.
+takes no more requests, finishes those in progress within --grace seconds, sends
+an error to the rest, and exits with 0.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _MEMORY = (
   "pages over more devices (--mesh=seq:N)"
 )
 # Flags that are options of the engine.
-_OPTIONS = (
+_ENGINE_OPTIONS = (
   "rows",
   "capacity",
   "longest",
@@ -72,7 +73,7 @@ _OPTIONS = (
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
   new.text("model_name", None, "Its name in the API; default: the folder's.")
@@ -176,7 +177,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags say, until a signal; the exit status."""
+  """Serves as the flags say until a signal; returns the exit status."""
   screen, listener = console.Screen(NAME, stderr), None
   doing = "starting"
   uvicorn: Any = None
@@ -229,7 +230,9 @@ def run(
       joined_at = "{}:{}".format(*engine.address)
     else:
       model, note = answering.load(values, folder, mesh, codes=not joins)
-      options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
+      options: dict[str, Any] = {
+        name: values[name].value for name in _ENGINE_OPTIONS
+      }
       options["adapters"] = {
         name: rj.train.load_adapter(path, model)
         for name, path in adapters.items()
@@ -270,7 +273,7 @@ def run(
     return screen.failed(error, doing, _MEMORY)
   assert listener is not None
   host, port = listener.getsockname()[:2]
-  where = f"[{host}]" if ":" in host else host
+  url_host = f"[{host}]" if ":" in host else host
   screen.say(f"model: {name}, {engine.longest:,} tokens of a request at most")
   if note is not None:
     screen.say(note)
@@ -278,7 +281,7 @@ def run(
     screen.say("no --api_keys: whoever reaches this address is served")
   if joined_at:
     screen.say(f"instances join at {joined_at}")
-  screen.say(f"serving at http://{where}:{port}/v1")
+  screen.say(f"serving at http://{url_host}:{port}/v1")
   with logs:
     http_server.serve(
       uvicorn, app, listener, grace=values.grace, stall=values.stall
@@ -287,14 +290,14 @@ def run(
   return 0
 
 
-def _adapters(given: Sequence[str]) -> dict[str, str]:
-  """The folder of each adapter by its name.
+def _adapters(entries: Sequence[str]) -> dict[str, str]:
+  """Parses --adapters: the folder of each adapter by its name.
 
   Raises:
-    OptionError: an entry that is not NAME=DIR, or two of one name.
+    OptionError: If an entry is not NAME=DIR, or a name occurs twice.
   """
   adapters: dict[str, str] = {}
-  for entry in given:
+  for entry in entries:
     name, equals, path = entry.partition("=")
     if not name or not equals or not path or name in adapters:
       raise OptionError(
@@ -308,7 +311,7 @@ def _adapters(given: Sequence[str]) -> dict[str, str]:
 
 
 def _template(path: str) -> str:
-  """The source of a chat template, which has to render a message."""
+  """Reads a chat template and checks that it renders a message."""
   try:
     source = pathlib.Path(path).read_text("utf-8")
   except (OSError, ValueError) as error:
@@ -321,10 +324,10 @@ def _template(path: str) -> str:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-  """A socket that listens; before a model is loaded for nothing."""
+  """Opens the listening socket, so that a used port fails before loading."""
   try:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    made = socket.create_server((host, port), family=family, backlog=1024)
+    listener = socket.create_server((host, port), family=family, backlog=1024)
   except OSError as error:
     raise OptionError(
       "--host, --port",
@@ -332,10 +335,10 @@ def _listener(host: str, port: int) -> socket.socket:
       "a free address of this machine",
       "pass another --port, or --port=0 for any",
     ) from None
-  # Of each connection: else the system keeps megabytes for a client that does
-  # not read, and nothing is noticed.
-  made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-  return made
+  # The send buffer of each connection: by default the system buffers megabytes
+  # for a client that does not read, which would hide that it stalls.
+  listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+  return listener
 
 
 def _uvicorn() -> Any:

@@ -1,7 +1,7 @@
-"""The sub-command serve of launch.plan: how many instances of which kind.
+"""The sub-command serve of launch.plan: number and kind of instances.
 
-It searches placements of prefill and decode on a cluster by simulation, beside
-instances that do both, and prints what each is good for (DistServe).
+It searches placements of prefill and decode on a cluster by simulation, and of
+instances that do both, and prints the goodput of each (DistServe).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _OPT_CONTEXT = 2048
 _MODEL, _CHIP = "llama-3.1-8b", "a100"
 # Part of a device's memory that weights and cache fill.
 _USABLE = 0.9
-# How often a placement for a rate is made a tenth larger.
+# Largest number of times that a placement for a rate grows by a tenth.
 _GROWTHS = 4
-# Rates of the curves, as parts of the best goodput.
+# Request rates of the curves, as fractions of the best goodput.
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Service:
-  """What is asked for."""
+  """Model, cluster, trace and limits that a placement is searched for."""
 
   model: SizedModel | DistServeModel
   cluster: GpuCluster
@@ -76,28 +76,30 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   if values.plot is not None or values.timeline is not None:
     draw.figures()
   screen = console.Screen(NAME, stderr)
-  asked = _asked(values)
+  service = _parse_service(values)
   screen.begin("simulating", unit="runs")
   try:
     search = PlacementSearch(
-      asked.model,
-      asked.cluster,
-      asked.trace,
-      asked.limits,
-      each=asked.each,
+      service.model,
+      service.cluster,
+      service.trace,
+      service.limits,
+      each=service.each,
       stream=values.stream,
       progress=screen.at,
     )
     if values.rate is None:
-      found = search.fill()
+      placements = search.fill()
     else:
-      made = (
+      candidates = (
         search.high_affinity(values.rate),
         search.low_affinity(values.rate),
         search.colocated(values.rate),
       )
-      found = [one for one in made if one is not None]
-    if not found:
+      placements = [
+        placement for placement in candidates if placement is not None
+      ]
+    if not placements:
       raise OptionError(
         "--slo",
         f"{values.slo}, which no shape meets even for single requests",
@@ -105,25 +107,33 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         "pass larger ones, or a faster --chip",
       )
     if values.rate is not None:
-      found = [_grown(search, one, values.rate, asked) for one in found]
-    both = [(one, _row(search, one, asked)) for one in found]
+      placements = [
+        _grow(search, placement, values.rate, service)
+        for placement in placements
+      ]
+    pairs = [
+      (placement, _row(search, placement, service)) for placement in placements
+    ]
     if values.rate is None:
-      both.sort(key=lambda x: (-x[1]["simulated_goodput"], x[0].devices))
+      pairs.sort(key=lambda x: (-x[1]["simulated_goodput"], x[0].devices))
     else:
-      size = asked.cluster.size
-      # What the cluster has room for first.
-      both.sort(key=lambda x: (x[0].devices > size, x[0].devices))
-    found, rows = [one for one, _ in both], [row for _, row in both]
-    later = _later(values, asked)
-    roles = _roles(values, search, found, asked)
+      size = service.cluster.size
+      # Placements that fit the cluster come first.
+      pairs.sort(key=lambda x: (x[0].devices > size, x[0].devices))
+    placements, rows = (
+      [placement for placement, _ in pairs],
+      [row for _, row in pairs],
+    )
+    replanned = _replanned(values, service)
+    roles = _roles(values, search, placements, service)
     best = search.simulate(
-      found[0],
-      values.rate or rows[0]["simulated_goodput"] or found[0].goodput,
-      transfer=asked.transfer,
+      placements[0],
+      values.rate or rows[0]["simulated_goodput"] or placements[0].goodput,
+      transfer=service.transfer,
       timeline=values.timeline is not None,
     )
     if values.plot is not None:
-      _curves(values.plot, search, found, rows, asked)
+      _curves(values.plot, search, placements, rows, service)
   finally:
     screen.end()
   if values.timeline is not None:
@@ -132,39 +142,41 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   if values.plot is not None:
     screen.say(f"wrote {values.plot}")
   record = {
-    "model": asked.model.name,
-    "cluster": [asked.cluster.nodes, asked.cluster.devices],
-    "limits": limits_record(asked.limits),
-    "requests": len(asked.trace),
-    "trace_rate": trace_rate(asked.trace),
-    "context": asked.context,
-    "beyond_context": _beyond(asked),
-    "refused": [one.rejected for one in best.served if one.rejected],
+    "model": service.model.name,
+    "cluster": [service.cluster.nodes, service.cluster.devices],
+    "limits": limits_record(service.limits),
+    "requests": len(service.trace),
+    "trace_rate": trace_rate(service.trace),
+    "context": service.context,
+    "beyond_context": _beyond(service),
+    "refused": [
+      request.rejected for request in best.served if request.rejected
+    ],
     "rate": values.rate,
-    "source": asked.source,
+    "source": service.source,
     "placements": rows,
     "percentiles": percentiles(best.served),
-    "replanned": later,
+    "replanned": replanned,
     "roles": roles,
     "simulations": search.simulations,
   }
-  strategies.put(values, stdout, record, list(_words(record, values)))
+  strategies.put(values, stdout, record, list(_lines(record, values)))
 
 
 # ---------------------------------------------------------------------------
-# What is asked for
+# Flags
 # ---------------------------------------------------------------------------
 
 
-def _asked(values: flags.FlagValues) -> _Service:
+def _parse_service(values: flags.FlagValues) -> _Service:
   names = values.model or [_MODEL]
   if len(names) > 1:
     raise OptionError(
       "--model", ",".join(names), "one model", "pass one name or folder"
     )
   nodes, devices = _cluster(values.cluster)
-  own = values.rules == "distserve"
-  if own and values.stream:
+  distserve_rules = values.rules == "distserve"
+  if distserve_rules and values.stream:
     raise OptionError(
       "--stream",
       f"{values.stream} with --rules=distserve, where caches move in no time",
@@ -175,29 +187,29 @@ def _asked(values: flags.FlagValues) -> _Service:
   inside = machine.links
   if not isinstance(inside, Link):
     inside = next(iter(dict(inside).values()))
-  between = machine.between or inside
+  link_between = machine.between or inside
   if values["bandwidth"].present:
-    between = Link(bandwidth=values.bandwidth, ports=1)
+    link_between = Link(bandwidth=values.bandwidth, ports=1)
   model, source = _model(values, names[0], machine)
   trace = _trace(values)
-  if own:
+  if distserve_rules:
     trace = as_distserve_counts(trace)
   return _Service(
     model=model,
     cluster=GpuCluster(
-      nodes=nodes, devices=devices, inside=inside, between=between
+      nodes=nodes, devices=devices, inside=inside, between=link_between
     ),
     trace=trace,
     limits=limits_of(values.slo),
-    each=own,
-    transfer=not own,
+    each=distserve_rules,
+    transfer=not distserve_rules,
     source=source,
     context=_context(names[0]),
   )
 
 
 def _context(name: str) -> int:
-  """Tokens of a prompt and its answer that a model was made for."""
+  """The longest context, prompt and answer, that a model supports."""
   if name in offload_tiers.OPT:
     return _OPT_CONTEXT
   from ringjax.models.checkpoint import abstract
@@ -216,13 +228,13 @@ def _cluster(text: str) -> tuple[int, int]:
 
 
 def limits_of(text: str) -> Limits:
-  """The limits of --slo."""
+  """Parses the limits of --slo."""
   names = {"ttft": "ttft_s", "tpot": "tpot_s", "share": "share"}
-  given: dict[str, float] = {}
+  limits: dict[str, float] = {}
   try:
     for part in text.split(","):
       name, value = part.split("=")
-      if given.setdefault(names[name.strip()], float(value)) != float(value):
+      if limits.setdefault(names[name.strip()], float(value)) != float(value):
         raise ValueError("twice")
   except (KeyError, ValueError):
     raise OptionError(
@@ -232,9 +244,9 @@ def limits_of(text: str) -> Limits:
       "write it like ttft=0.2,tpot=0.1,share=0.9",
     ) from None
   for name in ("ttft_s", "tpot_s"):
-    if name in given:
-      number(f"--slo {name}", given[name], above=0)
-  return Limits(**given)
+    if name in limits:
+      number(f"--slo {name}", limits[name], above=0)
+  return Limits(**limits)
 
 
 def _trace(values: flags.FlagValues) -> list[TraceRequest]:
@@ -269,7 +281,7 @@ def _model(
       "pass --times=FILE.json --capacities=FILE.csv, or neither",
     )
   if profile:
-    made = DistServeModel(
+    model = DistServeModel(
       name=title,
       times=read_profile(values.times, name),
       capacity_tokens=read_capacities(values.capacities, name),
@@ -277,7 +289,7 @@ def _model(
       own_rules=values.rules == "distserve",
       max_prefill_tokens=values.prefill_tokens,
     )
-    return made, f"times of {pathlib.Path(values.times).name}"
+    return model, f"times of {pathlib.Path(values.times).name}"
   if values.times is not None:
     calls = read_calls(values.times)
     times = TensorTimes.fit(calls)
@@ -303,188 +315,210 @@ def _model(
 
 
 # ---------------------------------------------------------------------------
-# What is found
+# Placements
 # ---------------------------------------------------------------------------
 
 
-def _grown(
+def _grow(
   search: PlacementSearch,
-  found: ServingPlacement,
+  placement: ServingPlacement,
   rate: float,
-  asked: _Service,
+  service: _Service,
 ) -> ServingPlacement:
-  """A placement with so many more instances that all keep the limits.
+  """Adds instances to a placement until it meets the limits at `rate`.
 
-  Its groups were rated one by one; together, and with caches that move, they
-  may be good for less.
+  The search rates its groups one by one; together, and with caches that move,
+  they may serve less.
   """
   for _ in range(_GROWTHS):
-    (met,) = search.shares(found, [rate], transfer=asked.transfer)
-    if met >= asked.limits.share:
+    (met,) = search.shares(placement, [rate], transfer=service.transfer)
+    if met >= service.limits.share:
       break
     groups = tuple(
-      dataclasses.replace(one, count=one.count + math.ceil(one.count / 10))
-      for one in found.groups
+      dataclasses.replace(
+        group, count=group.count + math.ceil(group.count / 10)
+      )
+      for group in placement.groups
     )
-    found = dataclasses.replace(
-      found,
+    placement = dataclasses.replace(
+      placement,
       groups=groups,
-      goodput=min(one.goodput * one.count for one in groups),
+      goodput=min(group.goodput * group.count for group in groups),
     )
-  return found
+  return placement
 
 
 def _row(
-  search: PlacementSearch, found: ServingPlacement, asked: _Service
+  search: PlacementSearch, placement: ServingPlacement, service: _Service
 ) -> dict[str, Any]:
-  """A placement, and what it does with and without transfers."""
-  without = search.whole_goodput(found, transfer=False)
-  moves = len(found.groups) > 1
-  with_ = search.whole_goodput(found) if moves else without
-  rate = with_ or without or found.goodput
-  moved = search.simulate(found, rate) if moves else None
+  """A row of the table: a placement, its goodput with and without transfers."""
+  without = search.whole_goodput(placement, transfer=False)
+  moves = len(placement.groups) > 1
+  with_ = search.whole_goodput(placement) if moves else without
+  rate = with_ or without or placement.goodput
+  moved = search.simulate(placement, rate) if moves else None
   return {
-    "kind": found.kind,
-    "groups": [dataclasses.asdict(one) for one in found.groups],
-    "devices": found.devices,
-    "goodput": found.goodput,
-    "simulated_goodput": with_ if asked.transfer else without,
+    "kind": placement.kind,
+    "groups": [dataclasses.asdict(group) for group in placement.groups],
+    "devices": placement.devices,
+    "goodput": placement.goodput,
+    "simulated_goodput": with_ if service.transfer else without,
     "without_transfer": without,
     "with_transfer": with_,
-    "moved_share": 0.0 if moved is None else _moved(moved),
+    "moved_share": 0.0 if moved is None else _moved_share(moved),
   }
 
 
-def _beyond(asked: _Service) -> int:
+def _beyond(service: _Service) -> int:
   """Requests that are longer than the model's context."""
-  total = (one.prompt_tokens + one.new_tokens for one in asked.trace)
-  return sum(n > asked.context > 0 for n in total)
+  total = (
+    request.prompt_tokens + request.new_tokens for request in service.trace
+  )
+  return sum(n > service.context > 0 for n in total)
 
 
-def _moved(found: ClusterResult) -> float:
-  """Part of all latency in which caches moved."""
-  done = [one for one in found.served if not one.rejected]
-  spent = sum(one.last_token_s - one.arrival_s for one in done)
-  return sum(one.moved_s for one in done) / spent if spent else 0.0
+def _moved_share(result: ClusterResult) -> float:
+  """Fraction of the total latency that is spent moving caches."""
+  finished = [request for request in result.served if not request.rejected]
+  spent = sum(request.last_token_s - request.arrival_s for request in finished)
+  return sum(request.moved_s for request in finished) / spent if spent else 0.0
 
 
-def _later(values: flags.FlagValues, asked: _Service) -> list[dict[str, Any]]:
-  """Placements after drifts of the trace."""
+def _replanned(
+  values: flags.FlagValues, service: _Service
+) -> list[dict[str, Any]]:
+  """Placements that are planned again after drifts of the trace."""
   if values.replan is None:
     return []
 
   def plan(
-    requests: Sequence[TraceRequest], now: TrafficSummary
+    requests: Sequence[TraceRequest], summary: TrafficSummary
   ) -> ServingPlacement | None:
     search = PlacementSearch(
-      asked.model, asked.cluster, requests, asked.limits, each=asked.each,
-      near=0.05, stream=values.stream,
+      service.model, service.cluster, requests, service.limits,
+      each=service.each, near=0.05, stream=values.stream,
     )  # fmt: skip
-    found = [
-      search.high_affinity(now.rate[0]),
-      search.colocated(now.rate[0]),
+    candidates = [
+      search.high_affinity(summary.rate[0]),
+      search.colocated(summary.rate[0]),
     ]
-    able = [one for one in found if one is not None]
-    return min(able, key=lambda one: one.devices, default=None)
+    placements = [
+      placement for placement in candidates if placement is not None
+    ]
+    return min(
+      placements, key=lambda placement: placement.devices, default=None
+    )
 
   return [
     {
-      "time_s": one.time_s,
-      "why": one.why,
+      "time_s": change.time_s,
+      "why": change.why,
       "placement": None
-      if one.placement is None
-      else dataclasses.asdict(one.placement)
-      | {"devices": one.placement.devices},
+      if change.placement is None
+      else dataclasses.asdict(change.placement)
+      | {"devices": change.placement.devices},
     }
-    for one in replan(_came(values, asked), plan, window_s=values.replan)
+    for change in replan(
+      _arrivals(values, service), plan, window_s=values.replan
+    )
   ]
 
 
-def _came(values: flags.FlagValues, asked: _Service) -> Sequence[TraceRequest]:
-  """The trace as it came, or at --rate."""
+def _arrivals(
+  values: flags.FlagValues, service: _Service
+) -> Sequence[TraceRequest]:
+  """The trace at its recorded rate, or at --rate."""
   if values.rate is None:
-    return asked.trace
-  return at_rate(asked.trace, values.rate)
+    return service.trace
+  return at_rate(service.trace, values.rate)
 
 
 def _roles(
   values: flags.FlagValues,
   search: PlacementSearch,
-  found: Sequence[ServingPlacement],
-  asked: _Service,
+  placements: Sequence[ServingPlacement],
+  service: _Service,
 ) -> dict[str, Any] | None:
-  """The best placement that reads apart, with roles that stay and change."""
-  apart = [one for one in found if len(one.groups) > 1]
-  if values.replan is None or not apart:
+  """Compares fixed and changing roles of the best disaggregated placement."""
+  disaggregated = [
+    placement for placement in placements if len(placement.groups) > 1
+  ]
+  if values.replan is None or not disaggregated:
     return None
-  still = search.simulator(apart[0], transfer=asked.transfer)
+  fixed = search.simulator(disaggregated[0], transfer=service.transfer)
   planner = DriftingRoles(
-    instances={one.name: one for one in still.instances},
-    limits=asked.limits,
+    instances={instance.name: instance for instance in fixed.instances},
+    limits=service.limits,
     window_s=values.replan,
-    policy=still.policy,
-    links=still.links,
-    kv_token_bytes=still.kv_token_bytes,
-    transfer=still.transfer,
-    stream=still.stream,
+    policy=fixed.policy,
+    links=fixed.links,
+    kv_token_bytes=fixed.kv_token_bytes,
+    transfer=fixed.transfer,
+    stream=fixed.stream,
   )
-  moving = dataclasses.replace(still, roles=planner)
-  trace = _came(values, asked)
-  both = [one.run(trace) for one in (still, moving)]
-  met = [share_met(x.served, asked.limits, each=asked.each) for x in both]
+  drifting = dataclasses.replace(fixed, roles=planner)
+  trace = _arrivals(values, service)
+  results = [simulator.run(trace) for simulator in (fixed, drifting)]
+  met = [
+    share_met(result.served, service.limits, each=service.each)
+    for result in results
+  ]
   return {
-    "groups": [dataclasses.asdict(one) for one in apart[0].groups],
+    "groups": [dataclasses.asdict(group) for group in disaggregated[0].groups],
     "rate": trace_rate(trace),
     "share_as_placed": met[0],
     "share_with_changes": met[1],
-    "changes": [dataclasses.asdict(one) for one in both[1].role_changes],
+    "changes": [
+      dataclasses.asdict(change) for change in results[1].role_changes
+    ],
   }
 
 
 def _curves(
   path: str,
   search: PlacementSearch,
-  found: Sequence[ServingPlacement],
+  placements: Sequence[ServingPlacement],
   rows: Sequence[dict[str, Any]],
-  asked: _Service,
+  service: _Service,
 ) -> None:
   top = max(row["simulated_goodput"] / row["devices"] for row in rows)
   series = {}
-  for one in found:
+  for placement in placements:
     met = search.shares(
-      one,
-      [top * part * one.devices for part in _CURVE],
-      transfer=asked.transfer,
+      placement,
+      [top * part * placement.devices for part in _CURVE],
+      transfer=service.transfer,
     )
     points = [
       (top * part, 100 * share) for part, share in zip(_CURVE, met, strict=True)
     ]
-    series[f"{one.kind}, {one.devices} devices"] = points
+    series[f"{placement.kind}, {placement.devices} devices"] = points
   draw.curves(
     series,
     path,
     across="requests a second of a device",
     up="requests within both limits, %",
-    level=100 * asked.limits.share,
-    title=f"{asked.model.name}: {words_of_limits(limits_record(asked.limits))}",
+    level=100 * service.limits.share,
+    title=f"{service.model.name}: "
+    f"{words_of_limits(limits_record(service.limits))}",
   )
 
 
-def _timeline(path: str, found: ClusterResult) -> None:
+def _timeline(path: str, result: ClusterResult) -> None:
   loads: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-  for what in ("queued_requests", "running_requests", "used_tokens"):
-    loads[what.replace("_", " ")] = {
+  for quantity in ("queued_requests", "running_requests", "used_tokens"):
+    loads[quantity.replace("_", " ")] = {
       name: (
-        [one.time_s for one in points],
-        [float(getattr(one, what)) for one in points],
+        [point.time_s for point in points],
+        [float(getattr(point, quantity)) for point in points],
       )
-      for name, points in found.loads.items()
+      for name, points in result.loads.items()
     }
-  draw.cluster(found.timeline, loads, path)
+  draw.cluster(result.timeline, loads, path)
 
 
 def limits_record(limits: Limits) -> dict[str, float | None]:
-  """Limits as JSON has them; None is no limit."""
+  """Limits as JSON, with None for no limit."""
   return {
     name: None if math.isinf(value) else value
     for name, value in dataclasses.asdict(limits).items()
@@ -492,7 +526,7 @@ def limits_record(limits: Limits) -> dict[str, float | None]:
 
 
 def words_of_limits(limits: dict[str, float | None]) -> str:
-  """Limits for people, of `limits_record`."""
+  """Limits in words, from `limits_record`."""
   times = " and ".join(
     f"{name.removesuffix('_s').upper()} of any length"
     if limits[name] is None
@@ -503,14 +537,16 @@ def words_of_limits(limits: dict[str, float | None]) -> str:
 
 
 def _instances(groups: Sequence[dict[str, Any]]) -> str:
-  words = []
-  for one in groups:
-    stages = f" x {one['stages']} stages" if one["stages"] > 1 else ""
-    words.append(f"{one['count']} {one['role']} of TP {one['tensor']}{stages}")
-  return " + ".join(words)
+  parts = []
+  for group in groups:
+    stages = f" x {group['stages']} stages" if group["stages"] > 1 else ""
+    parts.append(
+      f"{group['count']} {group['role']} of TP {group['tensor']}{stages}"
+    )
+  return " + ".join(parts)
 
 
-def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
+def _lines(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   nodes, devices = record["cluster"]
   yield (
     f"{record['model']} on {nodes} x {devices} devices: "
@@ -548,14 +584,14 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   yield f"best: {_instances(best['groups'])}"
   if record["rate"] is not None:
     yield f"  for {record['rate']:g} requests/s"
-    good = best["simulated_goodput"]
+    goodput = best["simulated_goodput"]
     if best["devices"] > nodes * devices:
       yield (
         f"  on {best['devices']} devices: the cluster has {nodes * devices}, "
         "on which no placement serves this rate"
       )
-    if good < record["rate"]:
-      yield f"  of which all together are good for {good:.3g}"
+    if goodput < record["rate"]:
+      yield f"  of which all together are good for {goodput:.3g}"
   if record["refused"]:
     yield (
       f"  {len(record['refused'])} of {record['requests']} requests are "
@@ -565,11 +601,13 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
     times = ", ".join(f"{p} {1e3 * x:.4g}" for p, x in at.items())
     at_rate = "this rate" if record["rate"] is not None else "its goodput"
     yield f"  {name.removesuffix('_s').upper()} (ms) at {at_rate}: {times}"
-  for one in record["replanned"]:
-    made = one["placement"]
-    kind = "no placement" if made is None else _instances(made["groups"])
-    why = f" ({one['why']})" if one["why"] else ""
-    yield f"  from {one['time_s']:.0f} s: {kind}{why}"
+  for change in record["replanned"]:
+    placement = change["placement"]
+    kind = (
+      "no placement" if placement is None else _instances(placement["groups"])
+    )
+    why = f" ({change['why']})" if change["why"] else ""
+    yield f"  from {change['time_s']:.0f} s: {kind}{why}"
   roles = record["roles"]
   if roles is not None:
     yield (
@@ -577,10 +615,10 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
       f"{100 * roles['share_as_placed']:.3g} % within the limits as placed, "
       f"{100 * roles['share_with_changes']:.3g} % with roles that change"
     )
-    for one in roles["changes"]:
+    for change in roles["changes"]:
       yield (
-        f"    from {one['time_s']:.0f} s {one['name']} is {one['role']} "
-        f"({one['why']})"
+        f"    from {change['time_s']:.0f} s {change['name']} is "
+        f"{change['role']} ({change['why']})"
       )
   elif values.replan is not None:
     yield "  no placement reads apart, whose roles could change"

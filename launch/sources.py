@@ -1,21 +1,21 @@
 """Training data: the sources that the entries of a config describe.
 
-An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
+An entry has a kind, a weight (in rows, default 1) and the kind's arguments:
 
   library     Python's own sources, nine files of ten.
   corpus      path: a file that launch.tokenize wrote, with the tokenizer of
               the config. verify: whether all of it is read and compared with
-              its checksum before the first row, True unless said; it takes
-              about a second for a GB.
+              its checksum before the first row, default True; it takes about a
+              second for a GB.
   passkey, multikey, multivalue, variables, ... (ringjax.data.needle.TASKS)
-              a question about a text; length, shortest: tokens of it; what
-              else the task takes.
+              a question about a text; length, shortest: its tokens; and the
+              task's other arguments.
   noise, copies, pairs, questions, values, chains, links, quotes, records
-              what teaches to look back; what the class in ringjax.data.recall
-              or ringjax.data.recall_tasks takes. They fill a row.
-  continued   prompts of documents that are read apart, in a stage of segments
-              "separate", with the config's links; what the class in
-              ringjax.data.continued takes.
+              synthetic rows that teach to look back; arguments of the class in
+              ringjax.data.recall or ringjax.data.recall_tasks. They fill a row.
+  continued   prompts of separately encoded documents, in a stage of segments
+              "separate", with the config's links; arguments of the class in
+              ringjax.data.continued.
 
 Facts are hidden in the same nine files of ten.
 """
@@ -54,13 +54,13 @@ RECALL: dict[str, Any] = {
   "quotes": Quotes,
   "records": Records,
 }
-# Prompts with link tokens.
+# Sources of prompts with link tokens.
 PROMPTS: dict[str, Any] = {"continued": Continued}
 KINDS = ("library", "corpus", *TASKS, *RECALL, *PROMPTS)
 
 
 def tokenizer(name: str) -> AnyTokenizer:
-  """Bytes, or the tokenizer of a folder."""
+  """Creates the byte tokenizer, or loads that of a folder."""
   if name == "bytes":
     return Bytes(chat_template=None)
   return Tokenizer.load(name, untrusted=True)
@@ -74,17 +74,17 @@ def mixture(
   vocab: int,
   links: LinkTokens | None = None,
 ) -> Mixture:
-  """The sources of a stage.
+  """Creates the mixture of sources of a stage.
 
   Args:
-    entries: of the config.
-    tokenizer: of all of them.
-    length: T, tokens of a row.
-    vocab: ids that the model has.
-    links: link tokens behind documents, or None.
+    entries: Entries of the config.
+    tokenizer: Tokenizer of all sources.
+    length: Number of tokens of a row, T.
+    vocab: Number of ids of the model.
+    links: Link tokens after documents, or None.
 
   Raises:
-    OptionError: an entry that is unknown or cannot be.
+    OptionError: If an entry is unknown or invalid.
   """
   if tokenizer.vocab_size > vocab:
     raise OptionError(
@@ -93,9 +93,9 @@ def mixture(
       f"at most {vocab}, the model's vocabulary",
       "use the tokenizer that belongs to the model",
     )
-  found, weights = [], []
-  for given in entries:
-    entry = json.loads(json_text(dict(given)))
+  mixed, weights = [], []
+  for config_entry in entries:
+    entry = json.loads(json_text(dict(config_entry)))
     kind, weight = entry.pop("kind", None), entry.pop("weight", 1.0)
     if kind not in KINDS:
       raise OptionError(
@@ -105,7 +105,7 @@ def mixture(
         "pass kind='library', for instance",
       )
     try:
-      found.append(_source(kind, entry, tokenizer, length, vocab, links))
+      mixed.append(_source(kind, entry, tokenizer, length, vocab, links))
       weights.append(float(weight))
     except RingjaxError:
       raise
@@ -116,7 +116,7 @@ def mixture(
         "kind, weight and what the kind takes",
         "pass the names that launch/sources.py lists",
       ) from None
-  return Mixture(found, weights)
+  return Mixture(mixed, weights)
 
 
 def _source(
@@ -142,15 +142,15 @@ def _source(
   return TaskExamples(task=task, length=longest, shortest=shortest)
 
 
-# Once for all stages.
+# Cached, so that all stages open and verify a file once.
 @functools.lru_cache
 def _corpus(
   vocab: int, tokenizer: str, *, path: str, verify: bool = True
 ) -> Corpus:
-  found = Corpus.open(path, vocab=vocab, tokenizer_fingerprint=tokenizer)
+  corpus = Corpus.open(path, vocab=vocab, tokenizer_fingerprint=tokenizer)
   if verify:
-    found.verify()
-  return found
+    corpus.verify()
+  return corpus
 
 
 @functools.lru_cache(1)

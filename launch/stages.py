@@ -1,6 +1,6 @@
 """Sub-commands of launch.plan about stages that take turns.
 
-fastdecode: rows and CPUs where attention runs beside host caches, and starts
+fastdecode: rows and CPUs where attention runs next to host caches, and starts
 that keep both stages busy. liger: requests whose kernels run side by side.
 """
 
@@ -16,7 +16,7 @@ from ringjax.plan import kernel_window
 from ringjax.plan.kernel_window import KernelQueue, WindowRules
 
 _STEPS, _EVERY = 256, 16
-# Groups of starts that are simulated, in answers.
+# Simulated time, as a multiple of an answer's steps.
 _TURNS = 3
 
 
@@ -24,7 +24,7 @@ def fastdecode(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
   """Prints rows, CPUs and both stages with joint and with staggered starts."""
-  # This brings the engine and flax; other sub-commands do without.
+  # This imports the engine and flax, which other sub-commands don't need.
   from ringjax.serve import cluster
 
   del stderr
@@ -44,15 +44,15 @@ def fastdecode(
     cpu_tokens=values.cpu_tokens,
     every=every,
   )
-  # Groups are equal.
+  # Round so that all groups are equal.
   rows = max(1, plan.rows * every // steps) * steps // every
-  one = dataclasses.replace(times, layers=1)
+  layer_times = dataclasses.replace(times, layers=1)
   joint = cluster.joint_starts(rows, steps, _TURNS)
   level = cluster.staggered_starts(rows, steps, every, _TURNS * steps // every)
-  found = {
-    "together": cluster.simulate_stages(one, plan.cpus, (joint, joint)),
+  results = {
+    "together": cluster.simulate_stages(layer_times, plan.cpus, (joint, joint)),
     "staggered": cluster.simulate_stages(
-      one, plan.cpus, (level, level), first_step=steps - every
+      layer_times, plan.cpus, (level, level), first_step=steps - every
     ),
   }
   record: dict[str, Any] = {
@@ -67,7 +67,7 @@ def fastdecode(
         "workers_busy": x.workers_busy,
         "tokens_s": x.tokens_s / layers,
       }
-      for name, x in found.items()
+      for name, x in results.items()
     },
   }
   lines = [
@@ -106,12 +106,12 @@ def liger(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     product_slowdown=values.product_slowdown,
     send_slowdown=values.send_slowdown,
   )
-  found = {
+  schedules = {
     "in turn": kernel_window.in_turn(queues),
     "windows": kernel_window.windows(queues, rules),
   }
   if count == 2:
-    found["alternating"] = kernel_window.alternating(*queues)
+    schedules["alternating"] = kernel_window.alternating(*queues)
   record = {
     "requests": count,
     "layers": layers,
@@ -121,7 +121,7 @@ def liger(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         "first_s": x.latency_s[0],
         "mean_s": sum(x.latency_s) / count,
       }
-      for name, x in found.items()
+      for name, x in schedules.items()
     },
   }
   lines = [
@@ -129,9 +129,9 @@ def liger(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     f"{values.product_seconds:g} s and collectives {values.send_seconds:g} s",
     f"{'way':<14}{'all done':>10}{'first':>10}{'mean':>10}",
   ]
-  for name, one in record["ways"].items():
+  for name, row in record["ways"].items():
     lines.append(
-      f"{name:<14}{one['makespan_s']:>10.4g}{one['first_s']:>10.4g}"
-      f"{one['mean_s']:>10.4g}"
+      f"{name:<14}{row['makespan_s']:>10.4g}{row['first_s']:>10.4g}"
+      f"{row['mean_s']:>10.4g}"
     )
   strategies.put(values, stdout, record, lines)

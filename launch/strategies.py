@@ -22,7 +22,7 @@ from ringjax.parallel import chips
 from ringjax.parallel.layout import Contiguous, Striped, Zigzag
 from ringjax.plan import draw, machines
 
-# Tokens of a call of attention, bytes of a send, sides of a product; dtype.
+# Default tokens of attention, bytes of a send, sides of a product; dtype.
 _SIZES_CPU = ((256, 512, 1024), (1 << 16, 1 << 20, 1 << 22), (256, 512, 1024),
                 "float32")  # fmt: skip
 _SIZES = ((2048, 4096, 8192), (1 << 20, 1 << 24, 1 << 27),
@@ -40,7 +40,7 @@ def refuse(
   """Refuses flags of other sub-commands.
 
   Raises:
-    OptionError: one of `names` was given.
+    OptionError: If one of `names` was passed.
   """
   for name in names:
     if values[name].present:
@@ -57,13 +57,13 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   common.check_files(values, "plot")
   shards = ints("shards", values.shards)
   tokens = ints("tokens", values.tokens)
-  for name, found, most in (("shards", shards, 2), ("tokens", tokens, 1)):
-    if found is None or not 0 < len(found) <= most:
+  for name, counts, max_count in (("shards", shards, 2), ("tokens", tokens, 1)):
+    if counts is None or not 0 < len(counts) <= max_count:
       raise OptionError(
         f"--{name}",
-        found,
-        "an int" + ", or groups,devices" * (most - 1),
-        f"pass e.g. --{name}={8 if most == 2 else 65536}",
+        counts,
+        "an int" + ", or groups,devices" * (max_count - 1),
+        f"pass e.g. --{name}={8 if max_count == 2 else 65536}",
       )
   assert shards is not None and tokens is not None
   if values.chip is None:
@@ -73,16 +73,16 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   parts = [Window(values.window)] if values.window is not None else []
   parts += [SameSegment()] if values.packed else []
   mask = functools.reduce(operator.and_, parts) if parts else None
-  made = machines.load(values.chip)
-  # A machine that was measured knows its axes by name.
-  names = ["seq"] if isinstance(made.links, chips.Link) else [
-    axis for axis, _ in made.links
+  machine = machines.load(values.chip)
+  # A measured machine has a link for each mesh axis, by name.
+  names = ["seq"] if isinstance(machine.links, chips.Link) else [
+    axis for axis, _ in machine.links
   ]  # fmt: skip
   if len(shards) == 2 and len(names) != 2:
     names = ["groups", "seq"]
   batch, keys = values.batch, values.keys or tokens[0]
   kv_heads, head_dim = values.kv_heads, values.head_dim
-  found = select.explain(
+  ranking = select.explain(
     (batch, tokens[0], values.heads, head_dim),
     (batch, keys, kv_heads, head_dim),
     (batch, keys, kv_heads, values.value_dim or head_dim),
@@ -91,7 +91,7 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     is_causal=values.causal,
     mask=mask,
     dtype=values.dtype,
-    machine=made,
+    machine=machine,
     backward=values.backward,
     offset=values.offset,
     wire=values.wire,
@@ -99,14 +99,15 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     local=values.local,
     show=False,
   )  # fmt: skip
-  sources = dict.fromkeys((made.chip.source, made.source))
-  text = [str(found), "", f"{made.name}: {'; '.join(sources)}"]
-  put(values, stdout, found.record(), text)
+  sources = dict.fromkeys((machine.chip.source, machine.source))
+  text = [str(ranking), "", f"{machine.name}: {'; '.join(sources)}"]
+  put(values, stdout, ranking.record(), text)
   if values.plot is not None:
     rows = [
-      (name, one.forward_s, one.backward_s) for name, one in found.ways.items()
+      (name, way.forward_s, way.backward_s)
+      for name, way in ranking.ways.items()
     ]
-    draw.strategies(rows, values.plot, found.title)
+    draw.strategies(rows, values.plot, ranking.title)
     console.Screen("plan", stderr).say(f"wrote {values.plot}")
 
 
@@ -117,10 +118,10 @@ def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       "--out", None, "a file to write", "pass --out=machine.json"
     )
   common.check_files(values, "out")
-  given = [
+  sizes = [
     ints(name, values[name].value) for name in ("tokens", "bytes", "sides")
   ]
-  # These start devices; the rest does without.
+  # These start JAX's devices, which other sub-commands don't need.
   common.start(values)
   import jax
 
@@ -130,9 +131,10 @@ def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   device = mesh.devices.flat[0]
   default = _SIZES_CPU if device.platform == "cpu" else _SIZES
   tokens, nbytes, sides = (
-    one or other for one, other in zip(given, default[:3], strict=True)
+    size or default_size
+    for size, default_size in zip(sizes, default[:3], strict=True)
   )
-  made = machine.measure(
+  measured = machine.measure(
     mesh,
     name=values.name or f"measured-{chips.known(device.device_kind) or 'own'}",
     dtype=values.dtype or default[3],
@@ -143,24 +145,25 @@ def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     stream=stderr,
   )
   if jax.process_index() == 0:
-    machines.write(values.out, made)
-    record = {"path": values.out, "machine": made.record()}
-    put(values, stdout, record, _words(made, values.out))
+    machines.write(values.out, measured)
+    record = {"path": values.out, "machine": measured.record()}
+    put(values, stdout, record, _lines(measured, values.out))
 
 
-def _words(made: chips.Machine, path: str) -> list[str]:
-  chip = made.chip
-  forward, backward = (100 * part for part in made.part("blockwise"))
-  lines = [f"{made.name}: {made.source}"]
+def _lines(machine: chips.Machine, path: str) -> list[str]:
+  chip = machine.chip
+  forward, backward = (100 * part for part in machine.part("blockwise"))
+  lines = [f"{machine.name}: {machine.source}"]
   for dtype, rate in dict(chip.flops).items():
     lines.append(f"products, {dtype}: {rate / 1e9:,.1f} GFLOP/s")
   lines += [
     f"attention: {forward:.0f} % of it forward, {backward:.0f} % backward",
-    f"fixed: {1e6 * made.hop_s:.1f} us a hop, {1e6 * made.call_s:.1f} a call",
+    f"fixed: {1e6 * machine.hop_s:.1f} us a hop, {1e6 * machine.call_s:.1f} a "
+    "call",
     f"memory: {console.nbytes(chip.hbm_bytes)}, "
     f"{chip.hbm_bandwidth / 1e9:.1f} GB/s",
   ]
-  links = {} if isinstance(made.links, chips.Link) else dict(made.links)
+  links = {} if isinstance(machine.links, chips.Link) else dict(machine.links)
   for axis, link in links.items():
     ways = "a switch" if link.switched else f"{link.ports} ports"
     lines.append(
@@ -173,10 +176,10 @@ def _words(made: chips.Machine, path: str) -> list[str]:
 def known(
   flag: str, given: Sequence[str] | None, all_: Collection[str]
 ) -> list[str]:
-  """The names that a flag was given, or all that there are.
+  """Names that were passed to a flag; all known names by default.
 
   Raises:
-    OptionError: a name is not among them.
+    OptionError: If a name is unknown.
   """
   return [one_of(f"--{flag}", name, all_) for name in given or all_]
 
@@ -192,7 +195,7 @@ def put(
 def markdown(
   left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> list[str]:
-  """A table in Markdown, of columns that are aligned left, then right."""
+  """A Markdown table with left-aligned, then right-aligned columns."""
   heads = (f" {text} " if text else " " for text in (*left, *right))
   return [
     f"|{'|'.join(heads)}|",
@@ -202,7 +205,7 @@ def markdown(
 
 
 def ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:
-  """The values of a flag as ints; None if it was not given."""
+  """Parses the values of a flag as ints; None if it was not passed."""
   if given is None:
     return None
   try:

@@ -1,12 +1,12 @@
-"""What launch.generate does with --processes or --window: a model over ranks.
+"""Tensor parallelism of launch.generate with --processes or --window.
 
 Each process has some heads and columns of every layer, and a few blocks of its
-weights in memory (`ringjax.infer.tensor_window`). With --processes the others
-are started here, on this machine; over machines each is started by hand, with
+weights in memory (`ringjax.infer.tensor_window`). With --processes this process
+starts the others on this machine; over machines each is started by hand, with
 --coordinator, --num_processes and --process_id, and a --key_file that all have.
 The others get neither the prompt nor the answer, and no flag that has them.
-On a machine with GPUs each process that is started here sees one of them, and
-so does the first; of those started by hand CUDA_VISIBLE_DEVICES says it.
+On a machine with GPUs the first process and each one that it starts see one
+GPU; for those started by hand set CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.tensor_shares import digest_of
 from ringjax.plan import files
 
-# A flag belongs to the script that asked for it, and stands in its --help.
+# Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
 
 NAME = "generate"
 LOG_FORMAT = "ringjax.window_log"
-# Where a process that is started here finds the key of its group.
+# Environment variable that passes the key of the group to a started process.
 _KEY = "RINGJAX_WINDOW_KEY"
-# A process that was told to end gets so long.
+# Seconds to wait for the exit of a process that was asked to end.
 _MOMENT_S = 5.0
 _MEMORY = "a smaller --window, or more processes"
-# Of devices that are no ranks here, and of other ways to run a model.
-_OTHERS = (
+# Flags of launch.generate that don't apply to ranks.
+_UNUSED_FLAGS = (
   "mesh",
   "devices",
   "distributed",
@@ -80,11 +80,11 @@ _OTHERS = (
   "flash",
   "strict",
 )
-_OF_RANKS = ("shares", "retain", "key_file", "log", "patience")
+_RANK_FLAGS = ("shares", "retain", "key_file", "log", "patience")
 
 
 def define(new: FlagHelper) -> None:
-  """The flags of ranks."""
+  """Defines the flags of ranks."""
   new.whole(
     "processes",
     None,
@@ -129,12 +129,12 @@ def asked(values: flags.FlagValues) -> bool:
 
 
 def refuse(values: flags.FlagValues) -> None:
-  """Refuses the flags of ranks where there are none.
+  """Refuses flags of ranks without --window or --processes.
 
   Raises:
-    OptionError: one was given.
+    OptionError: If such a flag was passed.
   """
-  for name in _OF_RANKS:
+  for name in _RANK_FLAGS:
     if values[name].present:
       raise prompts.clash(f"--{name} without --window or --processes", "both")
 
@@ -147,14 +147,14 @@ def run(
   stdout: TextIO,
   stderr: TextIO | None,
 ) -> int:
-  """Does what the flags say; the exit status.
+  """Answers as the flags say; returns the exit status.
 
   Args:
-    values: the flags.
-    check: refuses those of prompts that do not go together.
-    sampler: makes the sampler that they ask for.
-    stdout: of the answer.
-    stderr: of all else.
+    values: Flags of launch.generate.
+    check: Refuses flags of prompts that do not go together.
+    sampler: Creates the sampler that the flags ask for.
+    stdout: Stream of the answer.
+    stderr: Stream of messages; None for the process's own.
   """
   screen, job = console.Screen(NAME, stderr), console.Job()
   work = _Ranks(values, sampler, stdout, screen, job)
@@ -162,7 +162,7 @@ def run(
     common.quiet_logging()
     check(values)
     _check(values)
-    done = job.run(work.run)
+    record = job.run(work.run)
   except KeyboardInterrupt:
     screen.end()
     work.close()
@@ -177,10 +177,10 @@ def run(
     work.close()
     return screen.failed(error, work.doing, _MEMORY)
   work.close()
-  if done is not None:
+  if record is not None:
     if values.json:
-      print(json_text(done), file=stdout, flush=True)
-    for line in summary(done):
+      print(json_text(record), file=stdout, flush=True)
+    for line in summary(record):
       screen.say(line)
   return console.INTERRUPTED if job.stop else 0
 
@@ -214,7 +214,7 @@ class _Ranks:
       return None
     prompt = None
     if not prompts.made_up(values):
-      # Refused before processes are started, if it cannot be read.
+      # Before processes are started: the file may be unreadable.
       prompt = prompts.given(values)
     shares = _shares(values)
     size = len(shares)
@@ -245,7 +245,7 @@ class _Ranks:
     }
 
   def _serve(self, folder: pathlib.Path, digest: str) -> None:
-    """What a rank does that is not the first."""
+    """Joins the group as another rank and computes until it ends."""
     values = self._values
     self.doing = f"computing as rank {values.process_id}"
     host, port = _address(values.coordinator)
@@ -282,7 +282,7 @@ class _Ranks:
     with server:
       if local:
         if gpus := visible_gpus(os.environ):
-          # Before JAX takes memory of all.
+          # Before JAX allocates memory on all GPUs.
           jax.config.update("jax_cuda_visible_devices", "0")
           if size > len(gpus):
             os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -304,28 +304,28 @@ class _Ranks:
     threads = max(1, (os.cpu_count() or 1) // size)
     gpus = visible_gpus(os.environ)
     for rank in range(1, size):
-      own = {_KEY: key.hex(), "NPROC": str(threads)}
-      own |= gpu_variables(rank, size, gpus)
-      one = subprocess.Popen(
+      variables = {_KEY: key.hex(), "NPROC": str(threads)}
+      variables |= gpu_variables(rank, size, gpus)
+      process = subprocess.Popen(
         [
           *(sys.executable, "-m", "launch.generate"),
           *worker_flags(self._values, folder, port, rank, size),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # Read if it ends before it has joined: later rank 0 is told why.
+        # Read if it ends before it joins; afterwards rank 0 gets its errors.
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | own,
-        # Ctrl-C is for rank 0, which ends the others.
+        env=os.environ | variables,
+        # Ctrl-C reaches only rank 0, which ends the others.
         start_new_session=True,
         cwd=pathlib.Path(__file__).parents[1],
       )
-      self._stack.callback(self._end, one)
-      self._started.append(one)
+      self._stack.callback(self._end, process)
+      self._started.append(process)
 
   def _end(self, process: subprocess.Popen[str]) -> None:
-    """Ends a process, which ends by itself if it has joined."""
+    """Waits for a process that has joined, else kills it."""
     try:
       process.wait(_MOMENT_S if self._joined else 0.0)
     except subprocess.TimeoutExpired:
@@ -335,12 +335,13 @@ class _Ranks:
       process.stderr.close()
 
   def _running(self) -> None:
-    """Raises what a process that was started here ended with."""
-    for rank, one in enumerate(self._started, 1):
-      if one.poll() is not None:
-        said = one.stderr.read()[-300:].strip() if one.stderr else ""
+    """Raises a PeerError if a started process has ended."""
+    for rank, process in enumerate(self._started, 1):
+      if process.poll() is not None:
+        message = process.stderr.read()[-300:].strip() if process.stderr else ""
         raise PeerError(
-          f"rank {rank} ended with status {one.returncode}: {said}", rank=rank
+          f"rank {rank} ended with status {process.returncode}: {message}",
+          rank=rank,
         )
 
   def _answer(
@@ -390,10 +391,10 @@ class _Ranks:
     if stopped is None:
       stopped = "Ctrl-C" if self._job.stop else "max_new_tokens"
     simulated = report.simulated().record()
-    ranks = [_of_rank(one) for one in report.ranks]
+    ranks = [_rank_record(rank_report) for rank_report in report.ranks]
     if values.log is not None:
-      events = [one.events for one in report.ranks]
-      blocks = [blocks_of(one) for one in report.ranks]
+      events = [rank_report.events for rank_report in report.ranks]
+      blocks = [blocks_of(rank_report) for rank_report in report.ranks]
       body = {
         "shares": list(report.shares), "ranks": ranks, "blocks": blocks,
         "events": events,
@@ -439,18 +440,18 @@ class _Ranks:
 def visible_gpus(
   variables: Mapping[str, str], folder: str = "/dev"
 ) -> tuple[str, ...]:
-  """The NVIDIA GPUs that processes of this machine may use, none on CPUs.
+  """NVIDIA GPUs that processes of this machine may use; empty on CPUs.
 
   Args:
-    variables: of the environment.
-    folder: with the files of devices.
+    variables: Environment variables.
+    folder: Folder of the device files.
   """
   platforms = variables.get("JAX_PLATFORMS", "")
   if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
     return ()
-  given = variables.get("CUDA_VISIBLE_DEVICES")
-  if given is not None:
-    words = (word.strip() for word in given.split(","))
+  visible = variables.get("CUDA_VISIBLE_DEVICES")
+  if visible is not None:
+    words = (word.strip() for word in visible.split(","))
     return tuple(word for word in words if word and word != "-1")
   files_of = pathlib.Path(folder).glob("nvidia[0-9]*")
   numbers = (path.name.removeprefix("nvidia") for path in files_of)
@@ -458,19 +459,18 @@ def visible_gpus(
 
 
 def gpu_variables(rank: int, size: int, gpus: Sequence[str]) -> dict[str, str]:
-  """What the environment of a rank says of its GPU.
+  """Environment variables that assign a GPU to a rank, round-robin.
 
   Args:
-    rank: of the process.
-    size: how many processes there are.
-    gpus: of the machine, see `visible_gpus`.
+    rank: Rank of the process.
+    size: Number of processes.
+    gpus: GPUs of the machine, see `visible_gpus`.
   """
   if not gpus:
     return {}
-  # In turn.
   variables = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]}
   if size > len(gpus):
-    # Of a GPU that several share, none takes three quarters of the memory.
+    # Several processes share a GPU: none may preallocate 75 % of its memory.
     variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
   return variables
 
@@ -482,7 +482,7 @@ def worker_flags(
   rank: int,
   size: int,
 ) -> list[str]:
-  """The flags of a rank that is started here: none of the prompt's."""
+  """Flags of a started rank, without those of the prompt."""
   return [
     f"--model={folder.absolute()}",
     f"--window={values.window or 0}",
@@ -494,10 +494,10 @@ def worker_flags(
   ]
 
 
-def _of_rank(one: RankReport) -> dict[str, Any]:
+def _rank_record(report: RankReport) -> dict[str, Any]:
   """A rank's figures as JSON, with sums in place of the lists of blocks."""
   left_out = ("events", "block_bytes", "block_names", "kept")
-  fields: dict[str, Any] = dataclasses.asdict(one)
+  fields: dict[str, Any] = dataclasses.asdict(report)
   return {
     k: sum(x) if isinstance(x, tuple) else x
     for k, x in fields.items()
@@ -523,14 +523,14 @@ def blocks_of(one: RankReport) -> list[dict[str, Any]]:
 def reading_text(
   window: int | None, seconds: float, words: Callable[[float], str]
 ) -> str:
-  """What reading weights took: in each pass, or once where all stay."""
+  """Text on the time of reading weights, in each pass or once."""
   if window:
     return f"a pass reads for {words(seconds)}"
   return f"all weights were read once, for {words(seconds)}"
 
 
 def summary(done: dict[str, Any]) -> Iterator[str]:
-  """Lines for people, from the figures of a run."""
+  """Yields lines of text that summarize the figures of a run."""
   rate = 1 / done["token_s"] if done["token_s"] else 0.0
   size, ms = console.nbytes, lambda s: f"{1e3 * s:,.0f} ms"
   yield ""
@@ -543,17 +543,17 @@ def summary(done: dict[str, Any]) -> Iterator[str]:
     f"{'a token':12} {ms(done['token_s'])}; simulated by its measured parts "
     f"{ms(done['simulated']['token_s'])}"
   )
-  for one in done["ranks"]:
+  for row in done["ranks"]:
     yield (
-      f"{'rank ' + str(one['rank']):12} {one['peak_blocks']} blocks at once, "
-      f"{size(one['peak_bytes'])} of {size(one['weight_bytes'])}; process "
-      f"{size(one['rss_bytes'])}; a token: {ms(one['compute_s'])} computing, "
-      f"{ms(one['disk_s'])} waiting for the disk, {ms(one['peers_s'])} for "
-      f"others; {reading_text(done['window'], one['reads_s'], ms)}"
+      f"{'rank ' + str(row['rank']):12} {row['peak_blocks']} blocks at once, "
+      f"{size(row['peak_bytes'])} of {size(row['weight_bytes'])}; process "
+      f"{size(row['rss_bytes'])}; a token: {ms(row['compute_s'])} computing, "
+      f"{ms(row['disk_s'])} waiting for the disk, {ms(row['peers_s'])} for "
+      f"others; {reading_text(done['window'], row['reads_s'], ms)}"
     )
   if done["passkey"] is not None:
-    found = "in" if done["passkey_found"] else "NOT in"
-    yield f"{'passkey':12} {done['passkey']}, {found} the answer"
+    verdict = "in" if done["passkey_found"] else "NOT in"
+    yield f"{'passkey':12} {done['passkey']}, {verdict} the answer"
 
 
 # ---------------------------------------------------------------------------
@@ -563,7 +563,7 @@ def summary(done: dict[str, Any]) -> Iterator[str]:
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is started."""
-  for name in _OTHERS:
+  for name in _UNUSED_FLAGS:
     if values[name].present:
       raise prompts.clash(f"--{name} with --window or --processes", "one")
   if values.processes is not None:
@@ -605,39 +605,39 @@ def _check(values: flags.FlagValues) -> None:
 
 
 def _shares(values: flags.FlagValues) -> tuple[float, ...]:
-  """How much of the model each process gets."""
-  given, size = values.shares, values.processes or values.num_processes
-  found = shares_of(given, size)
-  if size is None and len(found) > 1:
+  """Share of the model that each process gets, from the flags."""
+  items, size = values.shares, values.processes or values.num_processes
+  shares = shares_of(items, size)
+  if size is None and len(shares) > 1:
     raise prompts.clash("--shares without --processes", "both")
-  return found
+  return shares
 
 
 def shares_of(
   given: Sequence[str] | None, size: int | None
 ) -> tuple[float, ...]:
-  """The shares of --shares, of as many processes as there are.
+  """Parses --shares, a number for each of `size` processes.
 
   Raises:
-    OptionError: other numbers, or none above 0.
+    OptionError: If the count is wrong, one is negative, or all are 0.
   """
   try:
-    found = None if given is None else tuple(float(x) for x in given)
+    shares = None if given is None else tuple(float(x) for x in given)
   except ValueError:
-    found = ()
-  if found is None:
+    shares = ()
+  if shares is None:
     return (1.0,) * (size or 1)
-  if not found or (size is not None and len(found) != size):
+  if not shares or (size is not None and len(shares) != size):
     raise OptionError(
       "--shares",
       ",".join(given or ()),
       f"{size or 'some'} numbers, one for each process",
       "pass --processes=4 --shares=3,2,2,1",
     )
-  for share in found:
+  for share in shares:
     number("--shares", share, least=0)
-  number("--shares, the sum", sum(found), above=0)
-  return found
+  number("--shares, the sum", sum(shares), above=0)
+  return shares
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -650,10 +650,10 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _key(values: flags.FlagValues) -> bytes:
-  """The key that the processes of a group have."""
-  given = os.environ.get(_KEY)
-  if values.key_file is None and given:
-    return bytes.fromhex(given)
+  """The secret key that the processes of a group share."""
+  key_hex = os.environ.get(_KEY)
+  if values.key_file is None and key_hex:
+    return bytes.fromhex(key_hex)
   if values.key_file is None:
     raise OptionError(
       "--key_file",
@@ -661,9 +661,9 @@ def _key(values: flags.FlagValues) -> bytes:
       "a file that all processes have, of 16 bytes or more",
       "make one: head -c 32 /dev/urandom > key; copy it to each machine",
     )
-  found = pathlib.Path(values.key_file).read_bytes()
-  if len(found) < 16:
+  key = pathlib.Path(values.key_file).read_bytes()
+  if len(key) < 16:
     raise OptionError(
-      "--key_file", f"{len(found)} bytes", "16 or more", "make a longer one"
+      "--key_file", f"{len(key)} bytes", "16 or more", "make a longer one"
     )
-  return found
+  return key

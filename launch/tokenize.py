@@ -8,7 +8,7 @@
       All .txt and .jsonl files below a folder.
 
 A config then has {"kind": "corpus", "path": "book.tokens"} among its sources.
-The file is there whole or not at all. What text says never becomes a special
+The file is written completely or not at all. Text never becomes a special
 token.
 """
 
@@ -33,7 +33,7 @@ _MEMORY = "split the longest file into several"
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   new = FlagHelper(values)
   new.model(
     "tokenizer",
@@ -53,7 +53,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags and `words`, files and folders, say; the status."""
+  """Encodes the files and folders in `words`; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   try:
@@ -68,26 +68,26 @@ def run(
       "encoding", sum(file.stat().st_size for file in files), "bytes"
     )
     _write(values, files, screen)
-    made = Corpus.open(values.out)
+    corpus = Corpus.open(values.out)
   except KeyboardInterrupt:
     screen.error("interrupted; nothing was written")
     return console.INTERRUPTED
   except Exception as error:
     return screen.failed(error, "encoding", _MEMORY)
   screen.end()
-  tokens = int(made.lengths.sum())
+  tokens = int(corpus.lengths.sum())
   record = {
     "out": str(values.out),
-    "documents": len(made),
+    "documents": len(corpus),
     "tokens": tokens,
-    "longest": int(made.lengths.max()),
+    "longest": int(corpus.lengths.max()),
     "bytes": pathlib.Path(values.out).stat().st_size,
   }
-  said = (
+  summary = (
     f"{values.out}: {record['documents']:,} documents, {tokens:,} tokens, the "
     f"longest {record['longest']:,}, {console.nbytes(record['bytes'])}"
   )
-  print(json_text(record) if values.json else said, file=stdout, flush=True)
+  print(json_text(record) if values.json else summary, file=stdout, flush=True)
   return 0
 
 
@@ -96,66 +96,69 @@ def _write(
 ) -> None:
   """Encodes all texts, file by file."""
   on_bad = screen.say if values.skip_bad else None
-  done = 0
+  encoded_bytes = 0
 
   def documents() -> Iterator[str]:
-    nonlocal done
-    before = 0
+    nonlocal encoded_bytes
+    previous_bytes = 0
     for file in files:
       if file.suffix == ".jsonl":
-        found = texts.from_jsonl([file], field=values.field, on_bad=on_bad)
+        file_texts = texts.from_jsonl([file], field=values.field, on_bad=on_bad)
       else:
-        found = texts.from_files([file], on_bad=on_bad)
+        file_texts = texts.from_files([file], on_bad=on_bad)
       size = file.stat().st_size
-      for text in found:
-        # Of a line of JSON its text counts; at the end, all of the file.
-        done = min(done + len(text.encode()), before + size)
+      for text in file_texts:
+        # The text of a JSON line is shorter than the line: the rest counts at
+        # the end of the file.
+        encoded_bytes = min(
+          encoded_bytes + len(text.encode()), previous_bytes + size
+        )
         yield text
-      before += size
-      done = before
+      previous_bytes += size
+      encoded_bytes = previous_bytes
 
   texts.build(
     values.out,
     documents(),
     sources.tokenizer(values.tokenizer),
-    progress=lambda documents, tokens: screen.at(done),
+    progress=lambda documents, tokens: screen.at(encoded_bytes),
   )
 
 
 def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
-  """What is named, and what lies below a folder, in order of names.
+  """Yields the named files, and the text files below folders, sorted.
 
   Raises:
-    OptionError: something that is not there, or that may not be read.
+    OptionError: If a path does not exist, is not readable or has no text files.
   """
   if not words:
     raise OptionError("files", "none", "files or folders of text", "name some")
   for word in words:
     path = pathlib.Path(word)
     if not os.access(path, os.R_OK):
-      there = "may not be read" if path.exists() else "is not there"
+      problem = "may not be read" if path.exists() else "is not there"
       raise OptionError(
         "files",
-        f"{path}, which {there}",
+        f"{path}, which {problem}",
         "files or folders of text",
         "pass a path that exists and may be read",
       )
     if not path.is_dir():
       yield path
       continue
-    found = [
+    text_files = [
       p
       for p in sorted(path.rglob("*"))
       if p.suffix in (".txt", ".jsonl") and p.is_file()
     ]
-    if not found:
+    if not text_files:
       raise OptionError(
         "files",
         f"{word}, without a .txt or .jsonl file",
         "a folder of text",
         "name its files",
       )
-    yield from found
+    yield from text_files
 
 
 # ---------------------------------------------------------------------------

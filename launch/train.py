@@ -116,7 +116,7 @@ _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
 
 def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
+  """Defines the flags of this script."""
   config_flags.DEFINE_config_file(
     "config",
     None,
@@ -160,9 +160,9 @@ def run(
 ) -> int:
   """Trains as the flags say, and returns the exit status."""
   if values.help_config:
-    given = values.config or default_config()
-    found = config_fields.fields(given, default_config.__doc__ or "")
-    print(config_fields.page(found), file=stdout or sys.stdout, flush=True)
+    config = values.config or default_config()
+    entries = config_fields.fields(config, default_config.__doc__ or "")
+    print(config_fields.page(entries), file=stdout or sys.stdout, flush=True)
     return 0
   work = _TrainingRun(
     values, stdout or sys.stdout, console.Screen(NAME, stderr)
@@ -186,9 +186,9 @@ class _TrainingRun:
   """One run of the script.
 
   Attributes:
-    doing: its current activity, for errors.
-    screen: its messages.
-    group: its processes.
+    doing: Current activity, for error messages.
+    screen: Console that shows messages and progress.
+    group: Processes that train together.
   """
 
   def __init__(
@@ -203,12 +203,12 @@ class _TrainingRun:
     self._peak: float | None = None
 
   def close(self) -> None:
-    """Closes the log and leaves the other processes."""
+    """Closes the logs and leaves the process group."""
     self.screen.end()
     self.group.close()
-    for one in (self._log, self._board):
-      if one is not None:
-        one.close()
+    for log in (self._log, self._board):
+      if log is not None:
+        log.close()
 
   def check(self) -> None:
     """Checks the flags and the config before anything is loaded."""
@@ -221,7 +221,7 @@ class _TrainingRun:
         raise OptionError(f"--{flag} is required, e.g. --{flag}={example}.")
     recipe_of(values.config)
     if values.tensorboard:
-      _writer()
+      _summary_writer()
 
   def run(self) -> int:
     """Trains, and returns the exit status."""
@@ -236,32 +236,35 @@ class _TrainingRun:
     self._begin("looking for saved steps")
     base = None if folder is None else open_model(folder).config
     links = _links(config, folder, base)
-    made = recipe_of(config, links)
+    train_recipe = recipe_of(config, links)
     save_dtype = _save_dtype(config, folder)
-    where: dict[str, Any] = {"mesh": mesh, "rules": _rules(config, mesh)}
+    sharding: dict[str, Any] = {"mesh": mesh, "rules": _rules(config, mesh)}
     tokenizer, home = _tokenizer(config, folder)
     with contextlib.ExitStack() as stack:
       # Adapters are of one model: a checkpoint belongs to its weights.
       model = None
-      if made.adapter is not None:
-        model = self._model(config, folder, links, where)
-      saved = stack.enter_context(
+      if train_recipe.adapter is not None:
+        model = self._model(config, folder, links, sharding)
+      checkpoints = stack.enter_context(
         Checkpoints(
           out / "checkpoints",
           keep=config.keep,
           config=_identity(config, base, tokenizer, model),
         )
       )
-      # Before the log is written to: another run may be at work here.
-      saved.claim()
-      if model is None and saved.holds():
+      # Before the log is opened: another run may be writing to this folder.
+      checkpoints.claim()
+      if model is None and checkpoints.holds():
         shape = _with_links(base or _shape(config), links)
-        model = rj.models.abstract(shape, dtype="float32", **where)
+        model = rj.models.abstract(shape, dtype="float32", **sharding)
       elif model is None:
-        model = self._model(config, folder, links, where)
+        model = self._model(config, folder, links, sharding)
       # Training donates the model's own arrays.
-      form = jax.eval_shape(lambda model: model, model)
-      for line in (*_too_long(made, form), *_left_out(form)):
+      abstract_model = jax.eval_shape(lambda model: model, model)
+      for line in (
+        *_too_long(train_recipe, abstract_model),
+        *_left_out(abstract_model),
+      ):
         screen.say(line)
       self._peak = values.peak or _peak(config.dtype, mesh)
       self._begin("reading the data")
@@ -279,56 +282,64 @@ class _TrainingRun:
         out.mkdir(parents=True, exist_ok=True)
         self._log = _appended(out / "log.jsonl")
         if values.tensorboard:
-          self._board = _writer()(str(out / "tensorboard"))
+          self._board = _summary_writer()(str(out / "tensorboard"))
       screen.say(
-        f"{form.config.family}, {_count(form):,} parameters, "
-        f"{mesh.devices.size} x {jax.devices()[0].device_kind}, "
-        f"{made.total} steps"
+        f"{abstract_model.config.family}, {_count(abstract_model):,} "
+        f"parameters, {mesh.devices.size} x {jax.devices()[0].device_kind}, "
+        f"{train_recipe.total} steps"
       )
-      if folder and config.start and made.adapter is None:
+      if folder and config.start and train_recipe.adapter is None:
         screen.say("start: not applied, since the weights are given")
       trace = stack.enter_context(_Trace(values.profile if first else None))
 
       def on_step(step: int) -> None:
         if self.doing != "training":
           if first:
-            # Only now it is known that the saved steps are of this training.
-            timing.write_json(str(out / "config.json"), _asked(config, folder))
-          total = _tokens(made, made.total)
-          self._begin("training", total, "tokens", done=_tokens(made, step))
+            # Only now the saved steps are known to be of this training.
+            timing.write_json(
+              str(out / "config.json"), _config_record(config, folder)
+            )
+          total = _tokens(train_recipe, train_recipe.total)
+          self._begin(
+            "training", total, "tokens", done=_tokens(train_recipe, step)
+          )
         trace()
 
       self._begin("making the first step")
       try:
-        done = recipe.train(
-          made,
+        result = recipe.train(
+          train_recipe,
           model,
           data,
           mesh=mesh,
           axis="seq" if mesh.shape.get("seq", 1) > 1 else None,
-          checkpoints=saved,
-          report=lambda stage, one: self._report(made, form, mesh, stage, one),
+          checkpoints=checkpoints,
+          report=lambda stage, metrics: self._report(
+            train_recipe, abstract_model, mesh, stage, metrics
+          ),
           on_step=on_step,
           evaluate=_evaluation(config, tokenizer, mesh),
         )
       except CheckpointMismatchError as error:
-        raise _explained(error, out / "config.json", config, folder) from None
-      kept = saved.steps()
+        raise _with_changed_fields(
+          error, out / "config.json", config, folder
+        ) from None
+      saved_steps = checkpoints.steps()
     screen.end()
     if trace.missed:
       screen.say(
         "note: --profile wrote nothing: this run took less than 3 steps"
       )
-    if done.stopped is not None:
-      screen.say(_farewell(done.step, kept))
-      return 128 + done.stopped
+    if result.stopped is not None:
+      screen.say(_farewell(result.step, saved_steps))
+      return 128 + result.stopped
     self._begin("writing the model")
-    if isinstance(done.model, longspec.DraftTransformer):
-      # Its target stays where it is.
-      longspec.save(done.model, out / "draft")
+    if isinstance(result.model, longspec.DraftTransformer):
+      # Only the draft is written, not its target.
+      longspec.save(result.model, out / "draft")
       screen.say(f"wrote {out / 'draft'}")
       return 0
-    written = done.model
+    written = result.model
     if save_dtype is not None:
       written = cast(written, save_dtype)
     rj.models.save(written, out / "model", overwrite=True)
@@ -339,21 +350,21 @@ class _TrainingRun:
     if first and links is not None:
       links.save(out / "model")
     screen.say(f"wrote {out / 'model'}")
-    if done.adapter is not None:
+    if result.adapter is not None:
       self._begin("writing the adapter")
-      self._write_adapter(out / "adapter", model, *done.adapter)
+      self._write_adapter(out / "adapter", model, *result.adapter)
     return 0
 
   def _write_adapter(
     self,
     path: pathlib.Path,
     model: Transformer,
-    how: Lora,
+    lora: Lora,
     params: Mapping[str, Any],
   ) -> None:
     """Writes trained adapters for PEFT, if it has a form for them."""
     try:
-      rj.train.save_adapter(path, model, how, params, overwrite=True)
+      rj.train.save_adapter(path, model, lora, params, overwrite=True)
     except OptionError as error:
       self.screen.say(f"note: no adapter is written: {error}")
     else:
@@ -364,62 +375,72 @@ class _TrainingRun:
     config: ConfigDict,
     folder: str | None,
     links: LinkTokens | None,
-    where: dict[str, Any],
+    sharding: dict[str, Any],
   ) -> Transformer:
-    """The model to begin with, read from a folder or created."""
+    """The initial model, loaded from a folder or created."""
     self._begin("making the model")
-    wanted, start = _encoder(config), _start(config)
-    of_encoder = isinstance(start, CrossInductionHeads)
+    encoder_and_init, start = _encoder(config), _start(config)
+    starts_encoder = isinstance(start, CrossInductionHeads)
     if folder is not None:
-      model = rj.models.load(folder, dtype="float32", **where)
+      model = rj.models.load(folder, dtype="float32", **sharding)
     else:
-      model = rj.models.create(_shape(config), seed=config.seed, **where)
-      if start is not None and not of_encoder:
+      model = rj.models.create(_shape(config), seed=config.seed, **sharding)
+      if start is not None and not starts_encoder:
         model = start.apply(model)
     new = 0 if links is None else links.first + links.count
-    if (more := new - model.config.vocab) > 0:
-      # Link tokens differ from the first step on.
+    if (extra_tokens := new - model.config.vocab) > 0:
+      # Random embeddings: link tokens differ from the first step on.
       model = rj.models.with_more_tokens(
-        model, more, seed=config.seed, spread=1.0
+        model, extra_tokens, seed=config.seed, spread=1.0
       )
     if (draft := _draft(config)) is not None:
-      of_draft, first = draft
+      draft_config, draft_init = draft
       return longspec.with_draft(
-        model, of_draft, init=first, seed=config.seed, rules=where["rules"]
+        model,
+        draft_config,
+        init=draft_init,
+        seed=config.seed,
+        rules=sharding["rules"],
       )
-    if wanted is None or isinstance(model, CepeTransformer):
+    if encoder_and_init is None or isinstance(model, CepeTransformer):
       return model
-    encoder, init = wanted
+    encoder, init = encoder_and_init
     model = rj.models.cepe.with_encoder(
-      model, encoder, init=init, seed=config.seed, rules=where["rules"]
+      model, encoder, init=init, seed=config.seed, rules=sharding["rules"]
     )
-    return start.apply(model) if of_encoder else model
+    return start.apply(model) if starts_encoder else model
 
   def _report(
     self,
-    made: recipe.Recipe,
+    train_recipe: recipe.Recipe,
     model: Transformer,
     mesh: Mesh,
     stage: int,
-    one: loop.TrainingReport,
+    metrics: loop.TrainingReport,
   ) -> None:
     """Writes the metrics of some steps to the log and the screen."""
     if jax.process_index():
       return
-    work = recipe.flops(
-      model, made.stages[stage].length, adapters=made.adapter is not None
+    flops_per_token = recipe.flops(
+      model,
+      train_recipe.stages[stage].length,
+      adapters=train_recipe.adapter is not None,
     )
-    used = _share(work * one.tokens_per_s, self._peak, mesh.devices.size)
-    held = _peak_bytes()
-    rate = made.optimizer.learning_rate_at(one.step - 1, made.total)
+    utilisation = _share(
+      flops_per_token * metrics.tokens_per_s, self._peak, mesh.devices.size
+    )
+    peak_bytes = _peak_bytes()
+    rate = train_recipe.optimizer.learning_rate_at(
+      metrics.step - 1, train_recipe.total
+    )
     row = {
-      **dataclasses.asdict(one),
+      **dataclasses.asdict(metrics),
       "stage": stage,
       "learning_rate": rate,
-      "tokens_per_s": one.tokens_per_s,
-      "utilisation": used,
-      "compiling": one.first,
-      "peak_bytes": held,
+      "tokens_per_s": metrics.tokens_per_s,
+      "utilisation": utilisation,
+      "compiling": metrics.first,
+      "peak_bytes": peak_bytes,
     }
     # JSON has no NaN and no infinity.
     row = {
@@ -434,18 +455,24 @@ class _TrainingRun:
     if self._board is not None:
       for name, value in row.items():
         if isinstance(value, float) or (name == "peak_bytes" and value):
-          self._board.add_scalar(name, value, one.step)
+          self._board.add_scalar(name, value, metrics.step)
     if self._values.json:
       print(json_text(row), file=self._out, flush=True)
     self.screen.say(
-      f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
-      f"  {one.tokens_per_s:9,.0f} tokens/s"
-      + ("" if used is None else f"  {100 * used:5.1f} % of the peak")
-      + ("" if one.held_out is None else f"  held out {one.held_out:.4f}")
-      + (f"  {console.nbytes(held)}" if held else "")
-      + (f"  {one.skipped} not finite" if one.skipped else "")
+      f"step {metrics.step:>7}  loss {metrics.loss:7.4f}  |g| "
+      f"{metrics.gradient_norm:8.3g}  {metrics.tokens_per_s:9,.0f} tokens/s"
+      + (
+        ""
+        if utilisation is None
+        else f"  {100 * utilisation:5.1f} % of the peak"
+      )
+      + (
+        "" if metrics.held_out is None else f"  held out {metrics.held_out:.4f}"
+      )
+      + (f"  {console.nbytes(peak_bytes)}" if peak_bytes else "")
+      + (f"  {metrics.skipped} not finite" if metrics.skipped else "")
     )
-    self.screen.at(_tokens(made, one.step))
+    self.screen.at(_tokens(train_recipe, metrics.step))
 
   def _begin(
     self, doing: str, total: int = 0, unit: str = "", done: int = 0
@@ -465,36 +492,36 @@ def recipe_of(
   """The recipe that a config describes.
 
   Args:
-    config: of this script.
-    links: whose embeddings are trained beside adapters.
+    config: Config of this script, see `default_config`.
+    links: Link tokens whose embeddings are trained next to adapters, if any.
 
   Raises:
-    OptionError: an entry is unknown or has a value out of range.
+    OptionError: If an entry is unknown or its value is out of range.
   """
-  known = set(default_config())
-  unknown = sorted(set(config) - known)
+  known_names = set(default_config())
+  unknown = sorted(set(config) - known_names)
   if unknown:
     raise OptionError(
       "config",
       ", ".join(unknown),
-      f"some of {', '.join(sorted(known))}",
+      f"some of {', '.join(sorted(known_names))}",
       "use these names; --help_config lists them",
     )
-  of_encoder = isinstance(_start(config), CrossInductionHeads)
-  if of_encoder and _encoder(config) is None:
+  starts_encoder = isinstance(_start(config), CrossInductionHeads)
+  if starts_encoder and _encoder(config) is None:
     raise OptionError(
       "start",
       "cross_lookup for a model without an encoder",
       "an encoder, whose start it is",
       "set --config.cepe.width, for instance, or another start",
     )
-  _made(rj.models.Rules, config.rules, "rules")
+  _build(rj.models.Rules, config.rules, "rules")
   one_of("packer", config.packer, _PACKERS)
   recipe.dtype_of(config.save_dtype)
   dtype = {"dtype": recipe.dtype_of(config.dtype)}
   parts: dict[str, Any] = {
-    "stages": tuple(_stage(one) for one in config.stages),
-    "optimizer": _made(recipe.Optimizer, config.optimizer, "optimizer"),
+    "stages": tuple(_stage(stage) for stage in config.stages),
+    "optimizer": _build(recipe.Optimizer, config.optimizer, "optimizer"),
     "objective": Objective(**_entries(Objective, config) | dtype),
     "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
@@ -518,13 +545,15 @@ def _lora(config: ConfigDict, links: LinkTokens | None) -> Lora | None:
   """The adapters that a config asks for, or None."""
   if config.lora.get("rank"):
     new = {} if links is None else {"new_tokens": links.count}
-    return _made(Lora, {**config.lora, **new}, "lora")
-  usual = default_config().lora
-  set_ = [k for k, v in config.lora.items() if k not in usual or v != usual[k]]
-  if set_:
+    return _build(Lora, {**config.lora, **new}, "lora")
+  defaults = default_config().lora
+  changed = [
+    k for k, v in config.lora.items() if k not in defaults or v != defaults[k]
+  ]
+  if changed:
     raise OptionError(
       "lora",
-      f"{', '.join(set_)} with rank 0, which trains all parameters",
+      f"{', '.join(changed)} with rank 0, which trains all parameters",
       "a rank above 0",
       "set --config.lora.rank, or leave the others out",
     )
@@ -537,7 +566,7 @@ def _encoder(config: ConfigDict) -> tuple[Encoder, str] | None:
   if not entry:
     return None
   init = one_of("cepe.init", entry.pop("init", INITS[0]), INITS)
-  return _made(Encoder, entry, "cepe"), init
+  return _build(Encoder, entry, "cepe"), init
 
 
 def _draft(config: ConfigDict) -> tuple[longspec.LongSpecConfig, str] | None:
@@ -547,14 +576,14 @@ def _draft(config: ConfigDict) -> tuple[longspec.LongSpecConfig, str] | None:
     return None
   inits = longspec.INITS
   init = one_of("draft.init", entry.pop("init", inits[0]), inits)
-  return _made(longspec.LongSpecConfig, entry, "draft"), init
+  return _build(longspec.LongSpecConfig, entry, "draft"), init
 
 
 def _draft_training(config: ConfigDict) -> DraftTraining | None:
-  """How a draft is trained, or None where there is none."""
+  """The settings of a draft's training, or None without a draft."""
   entry = json.loads(config.draft_training.to_json())
   if _draft(config) is not None:
-    return _made(DraftTraining, entry, "draft_training")
+    return _build(DraftTraining, entry, "draft_training")
   if entry:
     raise OptionError(
       "draft_training",
@@ -570,40 +599,43 @@ def _links(
 ) -> LinkTokens | None:
   """The link tokens that a config asks for, or None.
 
-  Those of a model that was trained with some are its own; else they are behind
-  its vocabulary.
+  A model that was trained with link tokens keeps its ids; else the ids are
+  appended to its vocabulary.
 
   Args:
-    config: of this run.
-    folder: of the initial weights, or None.
-    base: its config.json.
+    config: Config of this run.
+    folder: Folder of the initial weights, or None.
+    base: Contents of its config.json.
 
   Raises:
-    OptionError: the folder's own are others than the config's.
+    OptionError: If the link tokens of the folder differ from the config's.
   """
-  asked = dict(config.links)
-  if not asked.get("each"):
+  requested = dict(config.links)
+  if not requested.get("each"):
     return None
   shape = base or _shape(config)
   shape = preset(shape) if isinstance(shape, str) else shape
   vocab = rj.models.read_config(shape)[0].vocab
   if folder is not None and (pathlib.Path(folder) / LINKS).exists():
-    found = LinkTokens.load(folder, vocab=vocab)
-    own = {"each": found.each, "documents": found.documents}
-    if own != asked:
+    saved_links = LinkTokens.load(folder, vocab=vocab)
+    saved_entries = {
+      "each": saved_links.each,
+      "documents": saved_links.documents,
+    }
+    if saved_entries != requested:
       raise OptionError(
         "links",
-        f"{asked} for a model that has {own}",
+        f"{requested} for a model that has {saved_entries}",
         "those of the model",
-        f"set --config.links.each={found.each} and "
-        f"--config.links.documents={found.documents}",
+        f"set --config.links.each={saved_links.each} and "
+        f"--config.links.documents={saved_links.documents}",
       )
-    return found
-  return _made(LinkTokens, {"first": vocab, **asked}, "links")
+    return saved_links
+  return _build(LinkTokens, {"first": vocab, **requested}, "links")
 
 
 def _with_links(shape: Any, links: LinkTokens | None) -> Any:
-  """A config.json, or a preset's name, with the ids of links too."""
+  """A config.json or preset's name, its vocabulary extended by link tokens."""
   if links is None:
     return shape
   shape = preset(shape) if isinstance(shape, str) else shape
@@ -612,36 +644,36 @@ def _with_links(shape: Any, links: LinkTokens | None) -> Any:
   return {**text, "vocab_size": vocab}
 
 
-def _tokens(made: recipe.Recipe, steps: int) -> int:
+def _tokens(train_recipe: recipe.Recipe, steps: int) -> int:
   """Tokens that the first `steps` steps read."""
   total = 0
-  for stage in made.stages:
-    taken = min(steps, stage.steps)
-    total += taken * stage.batch * stage.decoded
-    steps -= taken
+  for stage in train_recipe.stages:
+    stage_steps = min(steps, stage.steps)
+    total += stage_steps * stage.batch * stage.decoded
+    steps -= stage_steps
   return total
 
 
 def _check_overrides(flag: Any) -> None:
-  """Makes an override that fits nowhere an error of flags, and no crash.
+  """Turns an override of an unknown field into a flag error.
 
-  A file that isn't there is looked for among the ones that are installed with
-  the scripts: configs/train/quick.py is known in every folder.
+  A config file that does not exist is looked for among the installed ones, so
+  that configs/train/quick.py is found from every working directory.
   """
   parse = flag.parse
 
   def checked(argument: Any) -> None:
     if isinstance(argument, str):
-      file, colon, rest = os.path.expanduser(argument).partition(":")
+      file, colon, overrides = os.path.expanduser(argument).partition(":")
       installed = pathlib.Path(__file__).parent / file
       if file.startswith("configs/") and not os.path.exists(file):
         file = str(installed if installed.is_file() else file)
-      argument = file + colon + rest
+      argument = file + colon + overrides
     try:
       parse(argument)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-      where = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1][0])
-      if "ml_collections" not in where.parts:
+      origin = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1][0])
+      if "ml_collections" not in origin.parts:
         # A fault in the config file, whose line the user needs to see.
         raise
       raise flags.IllegalFlagValueError(
@@ -660,30 +692,31 @@ def default_config() -> ConfigDict:
   """All entries of a config with their defaults.
 
   Entries:
-    model: name of a preset, or a dict as in config.json; not with init_from.
-    init_from: a Hugging Face folder of the initial weights.
-    held_out: text whose loss is computed during the training, as by
+    model: Name of a preset, or a dict as in config.json; not with init_from.
+    init_from: Hugging Face folder of the initial weights.
+    held_out: Text whose loss is computed during the training, as by
       launch.evaluate perplexity: every (steps), and path (a folder of .txt
       files; default: the held-out files of Python's library), rows (8) and
       length (1024); {} for none.
-    rules: which mesh axis shards which axis of the parameters; default: their
-      width over the larger of seq and data. {"embed": None} leaves them whole
-      on each device.
-    start: initialisation of a fresh model, or of an encoder beside given
+    rules: Mesh axis that shards each axis of the parameters; default: their
+      width over the larger of seq and data. {"embed": None} replicates them on
+      every device.
+    start: Initialisation of a fresh model, or of an encoder added to given
       weights; see ringjax.train.induction.
-    tokenizer: a folder, or "bytes"; default: that of init_from, else bytes.
-    dtype: of the computation; parameters and moments are float32.
-    lora: adapters; rank 0 trains all parameters.
-    cepe: an encoder of contexts beside a frozen decoder; {} for none.
-    draft: a draft block beside a frozen target (LongSpec), which alone is
-      written, to `draft` of --out; {} for none.
-    draft_training: the positions and lags of its training.
-    links: link tokens behind each of at most so many documents of a prompt
-      (KVLink); each 0 for none. They are new ids, which adapters leave to be
-      trained themselves.
-    packer: best_fit or cut: how documents are packed into rows.
-    keep: how many of the newest checkpoints stay.
-    save_dtype: of the weights in `model`: float32, bfloat16 or float16;
+    tokenizer: Folder of a tokenizer, or "bytes"; default: that of init_from,
+      else bytes.
+    dtype: Dtype of the computation; parameters and moments are float32.
+    lora: Adapters; rank 0 trains all parameters.
+    cepe: Encoder of contexts for a frozen decoder; {} for none.
+    draft: Draft block of a frozen target (LongSpec). Only the draft is written,
+      to `draft` of --out; {} for none.
+    draft_training: Positions and lags of the draft's training.
+    links: Number of link tokens after each document of a prompt, and the
+      largest number of documents (KVLink); each 0 for none. They are new ids,
+      whose embeddings are trained even with adapters.
+    packer: Packing of documents into rows: best_fit or cut.
+    keep: Number of newest checkpoints to keep.
+    save_dtype: Dtype of the weights in `model`: float32, bfloat16 or float16;
       default: that of the weights in init_from, else float32.
   """
   return ConfigDict(
@@ -730,27 +763,27 @@ def _held_out(config: ConfigDict) -> dict[str, Any]:
   """The entries of `held_out` with their defaults; every None for no text.
 
   Raises:
-    OptionError: an unknown entry, one out of range, or a draft, which has no
-      loss of its own.
+    OptionError: If an entry is unknown or out of range, or if a draft is
+      trained, whose loss is no perplexity.
   """
-  usual = {"every": None, "path": None, "rows": 8, "length": 1024}
-  given = json.loads(config.held_out.to_json())
-  unknown = [name for name in given if name not in usual]
-  if unknown or (given and given.get("every") is None):
+  defaults = {"every": None, "path": None, "rows": 8, "length": 1024}
+  config_entries = json.loads(config.held_out.to_json())
+  unknown = [name for name in config_entries if name not in defaults]
+  if unknown or (config_entries and config_entries.get("every") is None):
     raise OptionError(
       "held_out",
       ", ".join(unknown) or "no entry every",
-      f"{', '.join(usual)}",
+      f"{', '.join(defaults)}",
       "set --config.held_out.every=100, for instance",
     )
-  if given and len(config.draft):
+  if config_entries and len(config.draft):
     raise OptionError(
       "held_out",
       "it with a draft, whose loss is no perplexity",
       "a model that is trained",
       "leave it out",
     )
-  entries = {**usual, **given}
+  entries = {**defaults, **config_entries}
   for name in ("every", "rows", "length"):
     if entries[name] is not None:
       positive_int(f"held_out.{name}", entries[name])
@@ -760,17 +793,17 @@ def _held_out(config: ConfigDict) -> dict[str, Any]:
 def _evaluation(
   config: ConfigDict, tokenizer: Any, mesh: Mesh
 ) -> Callable[[Transformer], float] | None:
-  """What computes the held-out loss of a model, or None."""
+  """Returns a function that computes a model's held-out loss, or None."""
   entries = _held_out(config)
   if entries["every"] is None:
     return None
   path, length, rows = (entries[x] for x in ("path", "length", "rows"))
-  found = documents.library(held_out=True)
+  corpus = documents.library(held_out=True)
   if path is not None:
-    found = list(texts.from_files(texts.find(os.path.expanduser(path))))
+    corpus = list(texts.from_files(texts.find(os.path.expanduser(path))))
   bos = tokenizer.bos_id if tokenizer.adds_bos else None
   # As launch.evaluate perplexity: texts are joined, and cut into rows.
-  ids = np.concatenate([np.asarray(tokenizer.encode(x)) for x in found])
+  ids = np.concatenate([np.asarray(tokenizer.encode(x)) for x in corpus])
   span = length + (bos is None)
   if len(ids) < rows * span:
     raise OptionError(
@@ -779,11 +812,11 @@ def _evaluation(
       f"at least {rows * span:,}",
       "pass more text, or fewer or shorter rows",
     )
-  whole = [ids[n * span : (n + 1) * span] for n in range(rows)]
+  token_rows = [ids[n * span : (n + 1) * span] for n in range(rows)]
 
   def loss(model: Transformer) -> float:
     curve = perplexity(
-      model, whole, length=length, rows=rows, bos=bos, mesh=mesh
+      model, token_rows, length=length, rows=rows, bos=bos, mesh=mesh
     )
     return curve.mean
 
@@ -791,13 +824,13 @@ def _evaluation(
 
 
 def _rules(config: ConfigDict, mesh: Mesh) -> rj.models.Rules | None:
-  """How the parameters are sharded.
+  """Sharding rules of the parameters; None replicates them.
 
-  By default over the larger of the axes that shard rows and tokens too, as FSDP
-  does. An encoder or a draft, of few layers, is whole on each device.
+  By default the larger of the axes seq and data shards them too, as FSDP does.
+  A model with an encoder or a draft of few layers is replicated.
   """
   if config.rules:
-    return _made(rj.models.Rules, config.rules, "rules")
+    return _build(rj.models.Rules, config.rules, "rules")
   sizes = {name: mesh.shape.get(name, 1) for name in ("seq", "data")}
   axis = max(sizes, key=lambda name: sizes[name])
   if sizes[axis] == 1 or len(config.cepe) or len(config.draft):
@@ -823,30 +856,30 @@ def _start(config: ConfigDict) -> Any:
     return None
   one_of("start.kind", kind, INITIALISATIONS)
   entry = {k: _tuples(v) for k, v in entry.items()}
-  return _made(INITIALISATIONS[kind], entry, "start")
+  return _build(INITIALISATIONS[kind], entry, "start")
 
 
 def _tuples(value: Any) -> Any:
   return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _stage(given: Mapping[str, Any]) -> recipe.Stage:
-  entry = dict(given)
+def _stage(config_entries: Mapping[str, Any]) -> recipe.Stage:
+  entry = dict(config_entries)
   # The sources of rows are no part of the recipe.
   entry.pop("sources", None)
   context = entry.pop("context", None)
   if context is not None:
-    entry["context"] = _made(ContextSplit, context, "context")
+    entry["context"] = _build(ContextSplit, context, "context")
   scaling = entry.pop("rope_scaling", None)
   if scaling is not None:
-    entry["rope_scaling"] = _made(RopeScaling, scaling, "rope_scaling")
-  return _made(recipe.Stage, entry, "stages")
+    entry["rope_scaling"] = _build(RopeScaling, scaling, "rope_scaling")
+  return _build(recipe.Stage, entry, "stages")
 
 
-def _made(cls: type, given: Mapping[str, Any], name: str) -> Any:
-  """A dataclass of a config's entries."""
+def _build(cls: type, fields: Mapping[str, Any], name: str) -> Any:
+  """Creates a dataclass from entries of a config."""
   entry = {
-    k: tuple(v) if isinstance(v, list) else v for k, v in dict(given).items()
+    k: tuple(v) if isinstance(v, list) else v for k, v in dict(fields).items()
   }
   try:
     return cls(**entry)
@@ -884,50 +917,50 @@ def _identity(
   tokenizer: Any,
   model: Transformer | None,
 ) -> dict[str, Any]:
-  """The JSON that must be equal for a saved step to be of this training.
+  """JSON that identifies a training: a checkpoint with other JSON is refused.
 
   Args:
-    config: of this run.
-    base: config.json of the folder of the initial weights, or None.
-    tokenizer: of the data.
-    model: the one that adapters are of, whose weights count; None for a model
-      that is trained itself, of which a saved step has all weights.
+    config: Config of this run.
+    base: Contents of config.json in the folder of the initial weights, or None.
+    tokenizer: Tokenizer of the data.
+    model: Frozen model of the adapters, whose weights are fingerprinted; None
+      when all weights are trained, as a checkpoint has them all.
   """
-  entries = _asked(config)
-  found = {name: entries[name] for name in _DECISIVE}
+  entries = _config_record(config)
+  identity = {name: entries[name] for name in _DECISIVE}
   if base is None:
-    found |= {"model": entries["model"], "start": entries["start"]}
+    identity |= {"model": entries["model"], "start": entries["start"]}
   else:
-    found["init_from"] = base
-  found["tokenizer"] = fingerprint(tokenizer)
+    identity["init_from"] = base
+  identity["tokenizer"] = fingerprint(tokenizer)
   if entries["links"]["each"]:
-    found["links"] = entries["links"]
+    identity["links"] = entries["links"]
   if model is not None:
-    found["weights"] = _fingerprint(model)
-  return found
+    identity["weights"] = _fingerprint(model)
+  return identity
 
 
-def _explained(
+def _with_changed_fields(
   error: CheckpointMismatchError,
   path: pathlib.Path,
   config: ConfigDict,
   folder: str | None,
 ) -> CheckpointMismatchError:
-  """The same error with the fields that differ from those of the run before.
+  """Adds the config fields that changed since the checkpoint to an error.
 
   Args:
-    error: what `restore` raised.
-    path: of the config that the run before wrote.
-    config: of this run.
-    folder: of the initial weights, or None.
+    error: Error that `restore` raised.
+    path: Path of the config that the previous run wrote.
+    config: Config of this run.
+    folder: Folder of the initial weights, or None.
   """
   try:
-    before = ConfigDict(json.loads(path.read_text("utf-8")))
+    previous = ConfigDict(json.loads(path.read_text("utf-8")))
   except (OSError, ValueError):
     return error
-  now = ConfigDict(_asked(config, folder))
+  current = ConfigDict(_config_record(config, folder))
   names = (*_DECISIVE, "links", "model", "start", "init_from", "tokenizer")
-  changed = config_fields.changes(before, now, names)
+  changed = config_fields.changes(previous, current, names)
   if not changed:
     return error
   return CheckpointMismatchError(
@@ -939,9 +972,9 @@ def _explained(
 
 
 def _fingerprint(model: Transformer) -> list[int]:
-  """A number for each parameter, the same on every mesh."""
+  """A uint32 checksum of each parameter, equal on every mesh."""
 
-  def one(x: jax.Array) -> jax.Array:
+  def weighted_sum(x: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(
       x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
     ).astype(jnp.uint32)
@@ -950,11 +983,15 @@ def _fingerprint(model: Transformer) -> list[int]:
     odd = index * jnp.uint32(2) + jnp.uint32(1)
     return jnp.sum(bits * odd, dtype=jnp.uint32)
 
-  found = jax.jit(lambda model: [one(x) for x in jax.tree.leaves(model)])(model)
-  return [int(x) for x in jax.device_get(found)]
+  sums = jax.jit(
+    lambda model: [weighted_sum(x) for x in jax.tree.leaves(model)]
+  )(model)
+  return [int(x) for x in jax.device_get(sums)]
 
 
-def _asked(config: ConfigDict, folder: str | None = None) -> dict[str, Any]:
+def _config_record(
+  config: ConfigDict, folder: str | None = None
+) -> dict[str, Any]:
   """A config as JSON, with the folder of the initial weights."""
   entries = json.loads(config.to_json_best_effort())
   if folder:
@@ -962,35 +999,37 @@ def _asked(config: ConfigDict, folder: str | None = None) -> dict[str, Any]:
   return entries
 
 
-def _too_long(made: recipe.Recipe, form: Transformer) -> list[str]:
-  """Notes about stages with rows beyond the model's own context."""
-  found = []
-  for number, stage in enumerate(made.stages):
+def _too_long(
+  train_recipe: recipe.Recipe, abstract_model: Transformer
+) -> list[str]:
+  """Notes about stages with rows beyond the model's context."""
+  notes = []
+  for number, stage in enumerate(train_recipe.stages):
     if stage.rope_scaling is not None:
-      form = extend_context(form, stage.rope_scaling)
-    longest = form.config.longest
+      abstract_model = extend_context(abstract_model, stage.rope_scaling)
+    longest = abstract_model.config.longest
     if longest is not None and stage.length > longest:
-      found.append(
+      notes.append(
         f"note: stage {number} has rows of {stage.length:,} tokens, and the "
         f"model is for {longest:,}, which its config will keep; to change that "
         f"give the stage 'rope_scaling': {{'context': {stage.length}}}"
       )
-  return found
+  return notes
 
 
-def _left_out(form: Transformer) -> list[str]:
-  """A note about entries of a model's config that training does not apply."""
-  config = json.loads(form.source)
-  found = [
+def _left_out(abstract_model: Transformer) -> list[str]:
+  """Note about entries of a model's config that training does not apply."""
+  config = json.loads(abstract_model.source)
+  ignored = [
     f"{name} {config[name]}" for name in _NOT_APPLIED if config.get(name)
   ]
-  return [f"note: not applied: {', '.join(found)}"] if found else []
+  return [f"note: not applied: {', '.join(ignored)}"] if ignored else []
 
 
-def _farewell(step: int, kept: Sequence[int]) -> str:
-  if kept and kept[-1] == step:
+def _farewell(step: int, saved_steps: Sequence[int]) -> str:
+  if saved_steps and saved_steps[-1] == step:
     return f"stopped after step {step}, which is saved"
-  saved = f"step {kept[-1]} is saved" if kept else "none is saved"
+  saved = f"step {saved_steps[-1]} is saved" if saved_steps else "none is saved"
   return f"stopped after step {step}, which was not finite; {saved}"
 
 
@@ -1027,7 +1066,7 @@ class _Trace:
       jax.profiler.stop_trace()
 
   def __call__(self) -> None:
-    """A step begins."""
+    """Counts a step that begins; starts or stops the trace."""
     self._count += 1
     if self._folder is not None and self._count == 3:
       jax.profiler.start_trace(self._folder)
@@ -1037,19 +1076,19 @@ class _Trace:
 
 
 def _appended(path: pathlib.Path) -> TextIO:
-  """An open log, without the last line if a kill has cut it off."""
+  """Opens a log, without its last line if a kill has truncated that."""
   log = path.open("a+b")
   log.seek(0)
-  whole = log.read().rfind(b"\n") + 1
-  log.truncate(whole)
+  complete_bytes = log.read().rfind(b"\n") + 1
+  log.truncate(complete_bytes)
   return io.TextIOWrapper(log, encoding="utf-8")
 
 
-def _writer() -> Any:
-  """The class that writes TensorBoard's files.
+def _summary_writer() -> Any:
+  """The class `SummaryWriter` of tensorboardX.
 
   Raises:
-    OptionError: it is not installed.
+    OptionError: If tensorboardX is not installed.
   """
   try:
     return importlib.import_module("tensorboardX").SummaryWriter
@@ -1072,9 +1111,9 @@ def _peak(dtype: str, mesh: Any) -> float | None:
 
 
 def _share(rate: float, peak: float | None, devices: int) -> float | None:
-  """The part of the devices' peak that a rate reaches; None if unknown.
+  """Share of the devices' peak FLOP/s that a rate reaches; None if unknown.
 
-  A part above 1 says that the peak is not that of these devices.
+  None above 1, too: the peak is not that of these devices then.
   """
   if peak is None or rate > peak * devices:
     return None

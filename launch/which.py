@@ -1,8 +1,8 @@
 """The sub-command which of launch.plan: systems of serving on the same chips.
 
-Simulates one load on eight chips as one engine, replicas, instances that read
-prompts apart from those that answer, elastic groups, and with the conductor's
-routes to who has a prefix, and prints the goodput of each.
+Simulates one load on eight chips as one engine, replicas, separate prefill and
+decode instances, elastic groups, and with the conductor's routing to the
+instance that has a prefix, and prints the goodput of each.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ringjax.serve.traces import TraceRequest, poisson_trace
 
 NAME = "plan"
 CHIPS = 8
-# Tokens of prompts beside answers in a step of an instance that does both.
+# Tokens of prompts in a step of an instance that also decodes.
 _CHUNK = 512
-# Requests a second that do not meet each other.
+# Requests a second at which no two requests overlap.
 _ALONE = 1e-6
 NOTE = (
   "simulated with a roofline of Llama-2-7B on eight A800s; instances keep "
@@ -50,12 +50,12 @@ Serve = Callable[[Sequence[TraceRequest]], Sequence[ServedRequest]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedSystem:
-  """A way to serve with the chips.
+  """A serving system on the chips.
 
   Attributes:
-    name: for people.
-    kind: systems of one kind differ by a split, of which the best one counts.
-    serve: what serves a trace.
+    name: Name in the table.
+    kind: Group of systems that differ by a split; only the best is shown.
+    serve: Function that simulates the system on a trace.
   """
 
   name: str
@@ -85,12 +85,12 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       screen.at(n)
       if shared and system.kind == "elastic":
         continue
-      found = goodput(system.serve, trace, limits, near=0.03)
+      optimum = goodput(system.serve, trace, limits, near=0.03)
       row = {
-        "system": system.name, "kind": system.kind, "goodput": found.rate
+        "system": system.name, "kind": system.kind, "goodput": optimum.rate
       }  # fmt: skip
-      # Where no rate keeps the limits: requests that do not meet each other.
-      row |= _at(system.serve(at_rate(trace, found.rate or _ALONE)))
+      # If no rate meets the limits, show the times of requests that run alone.
+      row |= _figures(system.serve(at_rate(trace, optimum.rate or _ALONE)))
       rows.append(row)
   finally:
     screen.end()
@@ -98,7 +98,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   for row in rows:
     if row["goodput"] >= best.get(row["kind"], row)["goodput"]:
       best[row["kind"]] = row
-  kept = sorted(best.values(), key=lambda row: -row["goodput"])
+  best_rows = sorted(best.values(), key=lambda row: -row["goodput"])
   record = {
     "limits": limits_record(limits),
     "prompt": values.prompt,
@@ -107,10 +107,10 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "documents": values.documents,
     "bandwidth": values.bandwidth,
     "requests": len(trace),
-    "rows": kept,
+    "rows": best_rows,
     "note": NOTE,
   }
-  strategies.put(values, stdout, record, list(_words(record)))
+  strategies.put(values, stdout, record, list(_lines(record)))
 
 
 def documents_trace(
@@ -124,15 +124,16 @@ def documents_trace(
   seed: int,
   rate: int | float = 1.0,
 ) -> list[TraceRequest]:
-  """Requests of which each begins with one of some documents, by chance.
+  """Draws requests that each begin with a random one of several documents.
 
   Args:
-    requests, prompt_tokens, new_tokens, spread, shared_tokens, seed, rate: as
-      `poisson_trace`; all documents have `shared_tokens` tokens.
-    documents: how many there are.
+    requests, prompt_tokens, new_tokens, spread, shared_tokens, seed, rate:
+      Arguments of `poisson_trace`; every document has `shared_tokens` tokens.
+    documents: Number of documents.
 
   Raises:
-    OptionError: several documents of no tokens, or values out of range.
+    OptionError: If several documents have no tokens, or values are out of
+      range.
   """
   positive_int("--documents", documents)
   if documents > 1 and not shared_tokens:
@@ -152,21 +153,21 @@ def documents_trace(
     seed=seed,
   )
   drawn = np.random.default_rng(seed + 1).integers(0, documents, requests)
-  # The first block is the document; numbers below 0 are those of no other.
+  # The first block is the document: `poisson_trace` uses no negative numbers.
   return [
-    dataclasses.replace(one, blocks=(-1 - int(at), *one.blocks[1:]))
-    if one.blocks
-    else one
-    for one, at in zip(trace, drawn, strict=True)
+    dataclasses.replace(request, blocks=(-1 - int(at), *request.blocks[1:]))
+    if request.blocks
+    else request
+    for request, at in zip(trace, drawn, strict=True)
   ]
 
 
 def systems(link: Link, prefill_tokens: int) -> list[SimulatedSystem]:
-  """All of them, on eight chips.
+  """All simulated systems, on eight chips.
 
   Args:
-    link: from each instance to the others.
-    prefill_tokens: that an instance reads at once which does nothing else.
+    link: Link from each instance to the others.
+    prefill_tokens: Largest number of tokens in a call of a prefill instance.
   """
   machine = GroupMachine()
   two = machine.times(2)
@@ -188,16 +189,16 @@ def systems(link: Link, prefill_tokens: int) -> list[SimulatedSystem]:
       for n in range(first, first + count)
     ]
 
-  def cluster(made: list[SimulatedInstance], policy: str) -> Serve:
+  def cluster(pool: list[SimulatedInstance], policy: str) -> Serve:
     simulator = ClusterSimulator(
-      instances=made,
+      instances=pool,
       policy=routing_policy(policy, costs),
       links=link,
       kv_token_bytes=machine.token_bytes,
     )
     return lambda trace: simulator.run(trace).served
 
-  found = [
+  simulated = [
     SimulatedSystem(
       name="one engine, TP8",
       kind="engine",
@@ -208,7 +209,7 @@ def systems(link: Link, prefill_tokens: int) -> list[SimulatedSystem]:
     ("shortest", ""),
     ("conductor:threshold=2", ", conductor"),
   ):
-    found.append(
+    simulated.append(
       SimulatedSystem(
         name=f"4 replicas of TP2{words}",
         kind=f"replicas{words}",
@@ -216,29 +217,29 @@ def systems(link: Link, prefill_tokens: int) -> list[SimulatedSystem]:
       )
     )
     for read in (1, 2, 3):
-      made = instances("prefill", read) + instances("decode", 4 - read)
-      found.append(
+      pool = instances("prefill", read) + instances("decode", 4 - read)
+      simulated.append(
         SimulatedSystem(
           name=f"{read} x TP2 read, {4 - read} x TP2 answer{words}",
           kind=f"apart{words}",
-          serve=cluster(made, policy),
+          serve=cluster(pool, policy),
         )
       )
   for system in compared_systems(machine):
     if "elastic" in system.name:
-      found.append(
+      simulated.append(
         SimulatedSystem(
           name=system.name,
           kind="elastic",
           serve=lambda trace, system=system: system.run(trace).served,
         )
       )
-  return found
+  return simulated
 
 
-def _at(served: Sequence[ServedRequest]) -> dict[str, float | None]:
-  """Times at the goodput, and the part of prompts that was in caches."""
-  if all(one.rejected for one in served):
+def _figures(served: Sequence[ServedRequest]) -> dict[str, float | None]:
+  """Latencies at the goodput, and shares of cached tokens and refusals."""
+  if all(request.rejected for request in served):
     return {
       "ttft_p90_s": None,
       "tpot_p90_s": None,
@@ -246,34 +247,37 @@ def _at(served: Sequence[ServedRequest]) -> dict[str, float | None]:
       "refused": 1.0,
     }
   times = percentiles(served, (90,))
-  total = sum(one.prompt_tokens for one in served)
+  total = sum(request.prompt_tokens for request in served)
   return {
     "ttft_p90_s": times["ttft_s"]["p90"],
     "tpot_p90_s": times["tpot_s"]["p90"],
-    "cached": sum(one.cached_tokens for one in served) / total,
-    "refused": sum(bool(one.rejected) for one in served) / len(served),
+    "cached": sum(request.cached_tokens for request in served) / total,
+    "refused": sum(bool(request.rejected) for request in served) / len(served),
   }
 
 
 def _seconds(
   row: dict[str, Any], name: str, times: int | float, digits: int
 ) -> str:
-  """A time of a row; of a system without goodput that of requests alone."""
+  """A row's time as text, marked "alone" for a system without goodput."""
   if row[name] is None:
     return "-"
   return f"{row[name] * times:.{digits}f}" + " alone" * (not row["goodput"])
 
 
-def _words(record: dict[str, Any]) -> Iterator[str]:
+def _lines(record: dict[str, Any]) -> Iterator[str]:
   shared = record["shared"]
-  before = f"{shared} of {record['documents']} documents and " if shared else ""
+  shared_text = (
+    f"{shared} of {record['documents']} documents and " if shared else ""
+  )
   yield (
-    f"{record['requests']} requests, prompts of {before}{record['prompt']} "
-    f"tokens, answers of {record['new']}; links of "
-    f"{record['bandwidth'] / 1e9:g} GB/s; {words_of_limits(record['limits'])}"
+    f"{record['requests']} requests, prompts of "
+    f"{shared_text}{record['prompt']} tokens, answers of {record['new']}; "
+    f"links of {record['bandwidth'] / 1e9:g} GB/s; "
+    f"{words_of_limits(record['limits'])}"
   )
   yield ""
-  most = max(row["goodput"] for row in record["rows"])
+  best_goodput = max(row["goodput"] for row in record["rows"])
   yield from strategies.markdown(
     ("system",),
     (
@@ -284,7 +288,7 @@ def _words(record: dict[str, Any]) -> Iterator[str]:
       (
         row["system"],
         f"{row['goodput']:.3g}",
-        f"{row['goodput'] / most:.0%}" if most else "-",
+        f"{row['goodput'] / best_goodput:.0%}" if best_goodput else "-",
         _seconds(row, "ttft_p90_s", 1, 2),
         _seconds(row, "tpot_p90_s", 1e3, 1),
         f"{row['cached']:.0%}",
@@ -294,7 +298,7 @@ def _words(record: dict[str, Any]) -> Iterator[str]:
     ],
   )  # fmt: skip
   yield ""
-  if not most:
+  if not best_goodput:
     yield (
       "no system keeps the limits, not even with requests that do not meet "
       "each other (alone); pass a larger --slo, or shorter requests"

@@ -1,9 +1,9 @@
 """The sub-command window of launch.plan: weights that stream over devices.
 
 Tensor parallelism over slow devices that each load the next blocks from disk
-while they compute: whether they ever wait, and what they hold (TPI-LLM). The
-blocks, their bytes, their order and which stay are those that `launch.generate
---window` runs (`ringjax.models.window_layout`).
+while they compute: whether they ever wait, and the memory they need (TPI-LLM).
+The blocks, their bytes, their order and the retained ones are those that
+`launch.generate --window` runs (`ringjax.models.window_layout`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ringjax.plan.allreduce_hops import REDUCES, Topology
 from ringjax.plan.layer_window import WindowBlock, WindowRun, WindowTimes
 
 if TYPE_CHECKING:
-  # These bring the models and flax; most sub-commands do without.
+  # These import the models and flax, which most sub-commands don't need.
   from ringjax.kv.cache_kind import CacheKind
   from ringjax.models.tensor_shares import ModelShares
   from ringjax.models.window_layout import RankBlock, WindowLayout
 
 _MODEL = "llama-2-7b"
 _PROCESSES, _WINDOW = 8, 4
-# Passes that are simulated: the prompt, and tokens until all is under way.
+# Passes that are simulated: the prompt, and tokens until a steady state.
 _PASSES = 6
-# Of the paper's emulated devices: 300 Mb/s and a millisecond a link.
+# The links of the paper's emulated devices: 300 Mb/s and one millisecond.
 _BANDWIDTH, _LATENCY_S = 37.5e6, 1e-3
 _RATES = ("flops", "memory_rate", "disk_rate")
 NOTE = (
@@ -48,7 +48,7 @@ _MEASURED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _WindowRequest:
   """The model, the devices and the links."""
 
   name: str
@@ -66,17 +66,17 @@ class _Asked:
   new: int
   window: int | None
   retain: int | None
-  measured: tuple[tuple[_Measured, ...], ...] | None
+  measured: tuple[tuple[_BlockSeconds, ...], ...] | None
 
   @property
   def blocks_at_once(self) -> int:
-    """The window of the simulator, which knows no window of all."""
-    return self.window or max(len(one.nbytes) for one in self.layouts)
+    """Number of blocks in the simulated window; all of them by default."""
+    return self.window or max(len(layout.nbytes) for layout in self.layouts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Measured:
-  """Mean seconds of a block, of the log of a run."""
+class _BlockSeconds:
+  """Mean seconds of a block in the log of a run."""
 
   name: str
   bytes: int
@@ -88,40 +88,40 @@ class _Measured:
 def windowed(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints whether streamed blocks keep up, the times and the memory."""
   del stderr
-  asked = _asked(values)
-  devices, sums, first = _blocks(asked)
+  request = _parse_request(values)
+  devices, sums, first = _blocks(request)
   run = layer_window.simulate(
     devices,
-    window=asked.blocks_at_once,
-    passes=max(2, min(_PASSES, asked.new)),
+    window=request.blocks_at_once,
+    passes=max(2, min(_PASSES, request.new)),
     reduce_s=sums,
     first_reduce_s=first,
   )
-  rows = list(_rows(asked, devices, sums, run))
+  rows = list(_rows(request, devices, sums, run))
   hops = {
     name: {
-      "chain_s": allreduce_hops.chain_s(asked.graph, name),
-      "seconds": _reduce_s(asked, name, 1),
+      "chain_s": allreduce_hops.chain_s(request.graph, name),
+      "seconds": _reduce_s(request, name, 1),
     }
     for name in REDUCES
   }
   record = {
-    "model": asked.name,
-    "window": asked.window or 0,
-    "retain": asked.retain,
+    "model": request.name,
+    "window": request.window or 0,
+    "retain": request.retain,
     "steady": all(row["steady"] for row in rows),
     "waits": not run.steady,
-    "first_s": None if asked.measured else run.first_s,
+    "first_s": None if request.measured else run.first_s,
     "token_s": run.token_s,
     "devices": rows,
     "allreduce": hops,
-    "reduce": asked.reduce,
-    "note": _MEASURED if asked.measured else NOTE,
+    "reduce": request.reduce,
+    "note": _MEASURED if request.measured else NOTE,
   }
-  strategies.put(values, stdout, record, list(_words(asked, run, rows, hops)))
+  strategies.put(values, stdout, record, list(_lines(request, run, rows, hops)))
 
 
-def _asked(values: flags.FlagValues) -> _Asked:
+def _parse_request(values: flags.FlagValues) -> _WindowRequest:
   from launch.tensor_ranks import shares_of
   from ringjax.infer.tensor_window import cache_of_ranks
   from ringjax.kv import kind_text
@@ -141,24 +141,25 @@ def _asked(values: flags.FlagValues) -> _Asked:
   graph = _graph(values, size)
   if values.measured is not None:
     strategies.refuse(values, "window --measured", (*_RATES, "dtype"))
-  each = lambda name: _each(name, values[name].value or (), size)
+  per_device = lambda name: _per_device(name, values[name].value or (), size)
   window = _WINDOW if values.window is None else values.window or None
   model = _model(names[0], shares, values.dtype)
   blocks = tuple(rank_blocks(model, rank) for rank in range(size))
-  return _Asked(
+  return _WindowRequest(
     name=pathlib.Path(names[0]).name,
     model=model,
     blocks=blocks,
     layouts=tuple(
-      WindowLayout.of(one, window, values.retain) for one in blocks
+      WindowLayout.of(blocks_of_rank, window, values.retain)
+      for blocks_of_rank in blocks
     ),
     cache=cache,
-    flops=each("flops"),
-    memory_rate=each("memory_rate"),
-    disk_rate=each("disk_rate"),
+    flops=per_device("flops"),
+    memory_rate=per_device("memory_rate"),
+    disk_rate=per_device("disk_rate"),
     graph=graph,
     bandwidth=number(
-      "--bandwidth", _given(values, "bandwidth", _BANDWIDTH), above=0
+      "--bandwidth", _flag_or_default(values, "bandwidth", _BANDWIDTH), above=0
     ),
     reduce=values.reduce,
     prompt=values.prompt,
@@ -166,7 +167,9 @@ def _asked(values: flags.FlagValues) -> _Asked:
     window=window,
     retain=values.retain,
     measured=(
-      None if values.measured is None else _measured(values.measured, blocks)
+      None
+      if values.measured is None
+      else _read_measured(values.measured, blocks)
     ),
   )
 
@@ -174,7 +177,7 @@ def _asked(values: flags.FlagValues) -> _Asked:
 def _model(
   name: str, shares: Sequence[float], dtype: str | None
 ) -> ModelShares:
-  """A folder's model as it is stored, or what a config.json describes."""
+  """Tensor shares of a stored model, or of the model of a config.json."""
   from ringjax.models.presets import preset
   from ringjax.models.tensor_shares import ModelShares, SharedModel
 
@@ -188,7 +191,9 @@ def _model(
 
 def _graph(values: flags.FlagValues, size: int) -> Topology:
   if values.graph is None:
-    return Topology.behind_switches(size, _given(values, "latency", _LATENCY_S))
+    return Topology.behind_switches(
+      size, _flag_or_default(values, "latency", _LATENCY_S)
+    )
   strategies.refuse(values, "window --graph", ("latency",))
   graph = Topology.load(values.graph)
   if len(graph.devices) != size:
@@ -201,32 +206,32 @@ def _graph(values: flags.FlagValues, size: int) -> Topology:
   return graph
 
 
-def _measured(
+def _read_measured(
   path: str, blocks: Sequence[Sequence[RankBlock]]
-) -> tuple[tuple[_Measured, ...], ...]:
-  """The seconds of a run's blocks, which have to be the plan's."""
+) -> tuple[tuple[_BlockSeconds, ...], ...]:
+  """Reads the measured seconds of each block, and checks the blocks."""
   from launch.tensor_ranks import LOG_FORMAT
 
   body = files.read(path, LOG_FORMAT)
   try:
-    found = tuple(
+    measured = tuple(
       tuple(
-        _Measured(
-          **{x.name: one[x.name] for x in dataclasses.fields(_Measured)}
+        _BlockSeconds(
+          **{x.name: record[x.name] for x in dataclasses.fields(_BlockSeconds)}
         )
-        for one in rank
+        for record in rank
       )
       for rank in body["blocks"]
     )
-    for one in (block for rank in found for block in rank):
+    for entry in (block for rank in measured for block in rank):
       for name in ("read_s", "compute_s", "peers_s"):
-        number(name, getattr(one, name), least=0)
+        number(name, getattr(entry, name), least=0)
   except (KeyError, TypeError, OptionError) as error:
     raise CheckpointFormatError(
       path, f"{error!r}", "a log of launch.generate --window", "run it again"
     ) from None
-  ran = [[(one.name, one.bytes) for one in rank] for rank in found]
-  planned = [[(one.name, one.nbytes) for one in rank] for rank in blocks]
+  ran = [[(block.name, block.bytes) for block in rank] for rank in measured]
+  planned = [[(block.name, block.nbytes) for block in rank] for rank in blocks]
   if ran != planned:
     total = lambda ranks: [sum(n for _, n in rank) for rank in ranks]
     raise OptionError(
@@ -235,35 +240,39 @@ def _measured(
       f"those of this model and these shares, {total(planned)}",
       "pass the --model and --shares of the run",
     )
-  return found
+  return measured
 
 
-def _given(values: flags.FlagValues, name: str, default: float) -> float:
-  """A number that was given; other sub-commands have another default."""
-  found = values[name]
-  return default if not found.present else float(found.value or 0.0)
+def _flag_or_default(
+  values: flags.FlagValues, name: str, default: float
+) -> float:
+  """A flag's number, or the default of this sub-command."""
+  flag = values[name]
+  return default if not flag.present else float(flag.value or 0.0)
 
 
-def _each(name: str, given: Sequence[str], count: int) -> tuple[float, ...]:
-  """A number of each device, of one for all or of as many."""
+def _per_device(
+  name: str, items: Sequence[str], count: int
+) -> tuple[float, ...]:
+  """Parses a number for each device, from `count` numbers or one for all."""
   try:
-    found = tuple(float(x) for x in given)
+    numbers = tuple(float(x) for x in items)
   except ValueError:
     raise OptionError(
-      f"--{name}", ",".join(given), "numbers", f"pass e.g. --{name}=1e9,2e9"
+      f"--{name}", ",".join(items), "numbers", f"pass e.g. --{name}=1e9,2e9"
     ) from None
-  for one in found:
-    number(f"--{name}", one, above=0)
-  if len(found) == 1:
-    return found * count
-  if len(found) != count:
+  for value in numbers:
+    number(f"--{name}", value, above=0)
+  if len(numbers) == 1:
+    return numbers * count
+  if len(numbers) != count:
     raise OptionError(
       f"--{name}",
-      f"{len(found)} numbers",
+      f"{len(numbers)} numbers",
       f"1 or {count}",
       f"pass one for all devices or {count}",
     )
-  return found
+  return numbers
 
 
 # ---------------------------------------------------------------------------
@@ -271,79 +280,82 @@ def _each(name: str, given: Sequence[str], count: int) -> tuple[float, ...]:
 # ---------------------------------------------------------------------------
 
 
-def _reduce_s(asked: _Asked, name: str, tokens: int) -> float:
+def _reduce_s(request: _WindowRequest, name: str, tokens: int) -> float:
   nbytes = (
-    tokens * asked.model.config.embed * number_bytes(asked.model.dtype.name)
+    tokens * request.model.config.embed * number_bytes(request.model.dtype.name)
   )
-  return allreduce_hops.allreduce_s(asked.graph, name, nbytes, asked.bandwidth)
+  return allreduce_hops.allreduce_s(
+    request.graph, name, nbytes, request.bandwidth
+  )
 
 
-def _work(asked: _Asked, block: RankBlock) -> tuple[float, float]:
+def _work(request: _WindowRequest, block: RankBlock) -> tuple[float, float]:
   """FLOPs of a block for a token, and for the prompt.
 
-  A token meets each number in a product and a sum, but for those of experts
-  that it does not choose; a query meets each key that it sees.
+  A token takes two FLOPs for each weight, except those of experts that it is
+  not routed to, and each query attends to the keys that its mask allows.
   """
   from ringjax.nn.attention import Attention
 
-  s = asked.prompt
+  s = request.prompt
   numbers, pairs, seen = 0.0, 0.0, 0.0
   for part in block.parts.values():
     numbers += sum(
-      len(one.names) * math.prod(one.shape) for one in part.tensors
+      len(tensor.names) * math.prod(tensor.shape) for tensor in part.tensors
     )
     spec = part.spec
     if isinstance(spec, Attention):
-      behind = spec.mask.reach[0]
-      span = math.inf if behind is None else behind + 1
-      each = 2.0 * spec.heads * (spec.head_dim + spec.value)
-      seen = each * min(s + asked.new / 2, span)
+      reach = spec.mask.reach[0]
+      span = math.inf if reach is None else reach + 1
+      pair_flops = 2.0 * spec.heads * (spec.head_dim + spec.value)
+      seen = pair_flops * min(s + request.new / 2, span)
       short = min(s, span)
-      pairs = each * (short * short / 2 + (s - short) * short)
+      pairs = pair_flops * (short * short / 2 + (s - short) * short)
     elif hasattr(spec, "idle"):
-      numbers -= spec.idle(asked.model.config.embed)
+      numbers -= spec.idle(request.model.config.embed)
   if block.name == "head":
-    # It reads the last token of the prompt alone.
+    # Only the last token of the prompt needs logits.
     return 2 * numbers, 2 * numbers
   return 2 * numbers + seen, 2 * numbers * s + pairs
 
 
 def _blocks(
-  asked: _Asked,
+  request: _WindowRequest,
 ) -> tuple[list[list[WindowBlock]], list[float], list[float]]:
-  """Blocks of each device, and what each sum takes, of a token and the prompt.
+  """Blocks of each device, and the seconds of each all-reduce.
 
-  Before the first block rank 0 reads rows of the embedding; the sum of each
-  block goes out again, but for the last one.
+  The all-reduce seconds are for a token and for the prompt. Before the first
+  block rank 0 reads rows of the embedding; the sum of each block except the
+  last one is broadcast again.
   """
-  embed = asked.model.config.embed
-  count = len(asked.blocks[0])
-  row = embed * number_bytes(asked.model.dtype.name)
+  embed = request.model.config.embed
+  count = len(request.blocks[0])
+  row = embed * number_bytes(request.model.dtype.name)
   devices = []
   for d, (blocks, layout) in enumerate(
-    zip(asked.blocks, asked.layouts, strict=True)
+    zip(request.blocks, request.layouts, strict=True)
   ):
-    rows = 0.0 if d else row / asked.disk_rate[0]
-    made = [
+    rows_s = 0.0 if d else row / request.disk_rate[0]
+    window_blocks = [
       WindowBlock(
         name="rows of the embedding",
         nbytes=0,
         load_s=0.0,
-        step_s=rows,
-        first_s=rows * asked.prompt,
+        step_s=rows_s,
+        first_s=rows_s * request.prompt,
       )
     ]
     for k, block in enumerate(blocks):
-      work, first = _work(asked, block)
+      work, first = _work(request, block)
       nbytes = block.nbytes
-      reading = nbytes / asked.memory_rate[d]
-      load_s = nbytes / asked.disk_rate[d]
-      step_s = max(work / asked.flops[d], reading)
-      first_s = max(first / asked.flops[d], reading)
-      if asked.measured is not None:
-        seconds = asked.measured[d][k]
+      reading = nbytes / request.memory_rate[d]
+      load_s = nbytes / request.disk_rate[d]
+      step_s = max(work / request.flops[d], reading)
+      first_s = max(first / request.flops[d], reading)
+      if request.measured is not None:
+        seconds = request.measured[d][k]
         load_s, step_s, first_s = seconds.read_s, *[seconds.compute_s] * 2
-      made.append(
+      window_blocks.append(
         WindowBlock(
           name=block.name,
           nbytes=nbytes,
@@ -354,68 +366,70 @@ def _blocks(
         )
       )
     # The head is on rank 0 alone.
-    made += [WindowBlock(name="none", nbytes=0, load_s=0.0, step_s=0.0)] * (
-      count - len(blocks)
-    )
-    devices.append(made)
-  if asked.measured is not None:
-    # The rank that waited least for others came last.
-    waits = [[one.peers_s for one in rank] for rank in asked.measured]
-    least = [min(each) for each in zip(*waits, strict=False)]
-    sums = [0.0, *least, *[0.0] * (count - len(least))]
+    window_blocks += [
+      WindowBlock(name="none", nbytes=0, load_s=0.0, step_s=0.0)
+    ] * (count - len(blocks))
+    devices.append(window_blocks)
+  if request.measured is not None:
+    # The rank that arrives last waits only for the all-reduce itself.
+    waits = [[block.peers_s for block in rank] for rank in request.measured]
+    min_waits = [min(block_waits) for block_waits in zip(*waits, strict=False)]
+    sums = [0.0, *min_waits, *[0.0] * (count - len(min_waits))]
     return devices, sums, sums
   sums, first = (
     [
-      _reduce_s(asked, "star", tokens) / 2,
-      *[_reduce_s(asked, asked.reduce, tokens)] * (count - 2),
-      _reduce_s(asked, asked.reduce, tokens)
-      / (2 if asked.reduce == "star" else 1),
+      _reduce_s(request, "star", tokens) / 2,
+      *[_reduce_s(request, request.reduce, tokens)] * (count - 2),
+      _reduce_s(request, request.reduce, tokens)
+      / (2 if request.reduce == "star" else 1),
       0.0,
     ]
-    for tokens in (1, asked.prompt)
+    for tokens in (1, request.prompt)
   )
   return devices, sums, first
 
 
-def _cache_bytes(asked: _Asked, rank: int) -> int:
-  """Of a rank's heads, for the prompt and what is made behind it."""
+def _cache_bytes(request: _WindowRequest, rank: int) -> int:
+  """Cache bytes of a rank's heads, for the prompt and the new tokens."""
   import jax
 
   from ringjax.infer.prefill import padded
   from ringjax.kv.cache import KVCache
 
-  capacity = padded(padded(asked.prompt, 1) + asked.new, 1)
+  capacity = padded(padded(request.prompt, 1) + request.new, 1)
   total = 0
-  for block in asked.blocks[rank]:
+  for block in request.blocks[rank]:
     spec: Any = block.parts["term"].spec if "term" in block.parts else None
     if hasattr(spec, "cache_shape"):
-      made = KVCache.spec(
+      cache_spec = KVCache.spec(
         (spec.cache_shape(1),),
         1,
         capacity,
-        asked.model.dtype,
-        kind=asked.cache,
+        request.model.dtype,
+        kind=request.cache,
       )
-      total += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
+      total += sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(cache_spec)
+      )
   return total
 
 
 def _rows(
-  asked: _Asked,
+  request: _WindowRequest,
   devices: Sequence[Sequence[WindowBlock]],
   sums: Sequence[float],
   run: WindowRun,
 ) -> Iterator[dict[str, Any]]:
-  """Of each device: whether it is steady, and its bytes."""
+  """Yields a row for each device: whether it is steady, and its bytes."""
   count = len(sums)
   steps = [
     max(blocks[i].step_s for blocks in devices) + sums[i] for i in range(count)
   ]
-  weights = asked.model.weights
+  weights = request.model.weights
   for d, (blocks, layout) in enumerate(
-    zip(devices, asked.layouts, strict=True)
+    zip(devices, request.layouts, strict=True)
   ):
-    loads = [0.0 if one.retained else float(one.load_s) for one in blocks]
+    loads = [0.0 if block.retained else float(block.load_s) for block in blocks]
     attention, feedforward = blocks[1], blocks[2]
     times = WindowTimes(
       attention=steps[1] - sums[1],
@@ -424,15 +438,15 @@ def _rows(
       load_attention=attention.load_s,
       load_feedforward=feedforward.load_s,
     )
-    cache = _cache_bytes(asked, d)
+    cache = _cache_bytes(request, d)
     yield {
-      "device": asked.graph.devices[d],
+      "device": request.graph.devices[d],
       "share": weights[d] / sum(weights),
       "tight": layer_window.tight(times),
       "loose": layer_window.loose(
-        times, len(asked.model.config.layers), asked.retain
+        times, len(request.model.config.layers), request.retain
       ),
-      "steady": layer_window.steady(steps, loads, asked.blocks_at_once),
+      "steady": layer_window.steady(steps, loads, request.blocks_at_once),
       "least_window": layer_window.least_window(steps, loads),
       "waits_s": run.waits_s[d],
       "blocks": run.peak_blocks[d],
@@ -450,34 +464,37 @@ def _rows(
 # ---------------------------------------------------------------------------
 
 
-def _words(
-  asked: _Asked,
+def _lines(
+  request: _WindowRequest,
   run: WindowRun,
   rows: Sequence[dict[str, Any]],
   hops: dict[str, dict[str, float]],
 ) -> Iterator[str]:
-  kept = f", one feedforward in {asked.retain} stays" if asked.retain else ""
+  retain_text = (
+    f", one feedforward in {request.retain} stays" if request.retain else ""
+  )
   yield (
-    f"{asked.name} in {asked.model.dtype.name} on {len(rows)} devices, prompt "
-    f"{asked.prompt:,}, windows of {asked.window or 'all'} blocks{kept}"
+    f"{request.name} in {request.model.dtype.name} on {len(rows)} devices, "
+    f"prompt {request.prompt:,}, windows of {request.window or 'all'} "
+    f"blocks{retain_text}"
   )
   yield ""
   yield (
-    ("" if asked.measured else f"first token {run.first_s:.4g} s, then ")
+    ("" if request.measured else f"first token {run.first_s:.4g} s, then ")
     + f"{run.token_s:.4g} s a token; "
     + (
       "no device waits for its disk" if run.steady else "devices wait for disk"
     )
   )
   yield ""
-  says = lambda x: "yes" if x else "no"
+  yes_no = lambda x: "yes" if x else "no"
   yield from strategies.markdown(
     ("device",),
     ("share", "tight", "loose", "steady", "least window", "reads a token",
      "blocks", "weights", "cache", "peak", "without a window"),
     [
-      (row["device"], f"{row['share']:.3g}", says(row["tight"]),
-       says(row["loose"]), says(row["steady"]),
+      (row["device"], f"{row['share']:.3g}", yes_no(row["tight"]),
+       yes_no(row["loose"]), yes_no(row["steady"]),
        "none" if row["least_window"] is None else f"{row['least_window']}",
        console.nbytes(row["pass_bytes"]),
        f"{row['blocks']}", console.nbytes(row["weight_bytes"]),
@@ -492,10 +509,11 @@ def _words(
     ("all-reduce",),
     ("links, one after another", "with a token's bytes"),
     [
-      (name + (", used" if name == asked.reduce else ""),
-       f"{1e3 * one['chain_s']:.4g} ms", f"{1e3 * one['seconds']:.4g} ms")
-      for name, one in hops.items()
+      (name + (", used" if name == request.reduce else ""),
+       f"{1e3 * seconds['chain_s']:.4g} ms",
+       f"{1e3 * seconds['seconds']:.4g} ms")
+      for name, seconds in hops.items()
     ],
   )  # fmt: skip
   yield ""
-  yield _MEASURED if asked.measured else NOTE
+  yield _MEASURED if request.measured else NOTE

@@ -1,4 +1,4 @@
-"""Benchmarks: how fast attention is, and how level a layout's work.
+"""Benchmarks of attention, layouts, models, training and serving.
 
-Run them as `python -m launch.bench attention` and `... layouts`.
+Run them as `python -m launch.bench NAME`, for instance attention or layouts.
 """

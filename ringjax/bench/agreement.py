@@ -1,17 +1,17 @@
-"""Whether simulators say what a live engine does: one trace, all of them.
+"""Agreement of simulators with a live engine, on one trace.
 
   python -m launch.bench serve --compare=simulated --requests=200 --rate=4
 
 Guarantees: costs are fitted to other requests than those that are compared;
-these are measured by turns, while the replay has nothing to do, so that both
-see the same machine, also one that others use. The trace's clock stands then.
+they are measured in turns with the replay, whenever it is idle, so that both
+see the same machine, even if others use it. The trace's clock stops meanwhile.
 Cost: the trace in real time, and as long again, for each round.
 
   live       an engine answers the trace in real time
   engine     `SimulatedEngine`: the same scheduler, steps of the fitted cost
              that vary as the measured ones
-  cluster    `ClusterSimulator`, which plans services: one instance, the cost's
-             mean
+  cluster    `ClusterSimulator`, which plans services: one instance, the mean
+             cost
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ import ringjax as rj
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 
-# What `rj.serve` needs is imported when something runs: it takes a second.
+# `rj.serve` is imported in a run: the import takes a second.
 if TYPE_CHECKING:
   from ringjax.serve import Engine, StepCost, TraceRequest
 
 SIDES = ("live", "engine", "cluster")
 # Requests of the trace between two measurements.
 _BETWEEN = 5
-# Numbers of requests and blocks, of which simulators make 32-bit tokens.
-_APART = 2**24
+# Offset of request and block numbers between two editions of a trace;
+# simulators derive 32-bit tokens from the numbers.
+_EDITION_STRIDE = 2**24
 Times = dict[str, dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgreementRound:
-  """What came out of one replay.
+  """Result of one replay.
 
   Attributes:
-    cost: of a step, fitted to the requests beside the trace.
-    steps: that it was fitted to.
-    unrest: of the measured steps the median of |seconds / fitted - 1|.
-    times: by side, of TTFT and TPOT in seconds p50 and p95.
+    cost: Cost of a step, fitted to the calibration requests.
+    steps: Number of steps that it was fitted to.
+    unrest: Median of |seconds / fitted - 1| over the measured steps.
+    times: TTFT and TPOT in seconds, p50 and p95, by side.
   """
 
   cost: StepCost
@@ -60,19 +61,18 @@ class AgreementRound:
   times: dict[str, Times]
 
   def ratio(self, side: str, name: str, point: str) -> float:
-    """Simulated by live."""
+    """Ratio of a simulated time to the live one."""
     return self.times[side][name][point] / self.times["live"][name][point]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-  """Several rounds, and what is in the middle of them.
+  """Results of several rounds, and their medians.
 
   Attributes:
-    rounds: in their order.
-    load: processes that wanted a core before the first one and after the last
-      one, on average of a minute.
-    cores: of this machine.
+    rounds: Results of the rounds, in order.
+    load: Load average of a minute before the first and after the last round.
+    cores: Number of cores of this machine.
   """
 
   rounds: tuple[AgreementRound, ...]
@@ -80,15 +80,15 @@ class Agreement:
   cores: int
 
   def median(self, side: str, name: str, point: str) -> float:
-    """Seconds, of all rounds."""
+    """Median of a time over all rounds, in seconds."""
     return statistics.median(
-      one.times[side][name][point] for one in self.rounds
+      result.times[side][name][point] for result in self.rounds
     )
 
   def ratio(self, side: str, name: str, point: str) -> float:
-    """The median of the rounds' ratios, simulated by live."""
+    """Median over the rounds of the ratio of simulated to live."""
     return statistics.median(
-      one.ratio(side, name, point) for one in self.rounds
+      result.ratio(side, name, point) for result in self.rounds
     )
 
   def worst(self, side: str) -> float:
@@ -100,34 +100,37 @@ class Agreement:
     )
 
   def lines(self) -> list[str]:
-    """For people."""
-    found = [
+    """Lines of a table of all times and ratios."""
+    table_lines = [
       f"{'':12}{'':6}{'live':>10}{'engine':>10}{'ratio':>8}"
       f"{'cluster':>10}{'ratio':>8}   ratios of rounds (engine)"
     ]
     for name in ("ttft_s", "tpot_s"):
       for point in ("p50", "p95"):
         at = [1000 * self.median(side, name, point) for side in SIDES]
-        each = ", ".join(
-          f"{one.ratio('engine', name, point):.2f}" for one in self.rounds
+        round_ratios = ", ".join(
+          f"{result.ratio('engine', name, point):.2f}" for result in self.rounds
         )
-        found.append(
-          f"{name.removesuffix('_s').upper():12}{point:6}{at[0]:7.1f} ms"
-          f"{at[1]:7.1f} ms{self.ratio('engine', name, point):8.2f}"
-          f"{at[2]:7.1f} ms{self.ratio('cluster', name, point):8.2f}   {each}"
+        table_lines.append(
+          f"{name.removesuffix('_s').upper():12}{point:6}{at[0]:7.1f} "
+          f"ms{at[1]:7.1f} "
+          f"ms{self.ratio('engine', name, point):8.2f}{at[2]:7.1f} "
+          f"ms{self.ratio('cluster', name, point):8.2f}   {round_ratios}"
         )
-    found.append(
+    table_lines.append(
       "largest distance from live: "
       + ", ".join(f"{side} {self.worst(side):.0%}" for side in SIDES[1:])
     )
-    unrest = statistics.median(one.unrest for one in self.rounds)
-    found.append(
+    unrest = statistics.median(result.unrest for result in self.rounds)
+    table_lines.append(
       f"steps of one kind differ by {unrest:.0%} in the median; load "
       f"{self.load[0]:.1f} before, {self.load[1]:.1f} after, {self.cores} cores"
     )
     if max(self.load) > self.cores + 0.5:
-      found.append("others use this machine: run it again when they do not")
-    return found
+      table_lines.append(
+        "others use this machine: run it again when they do not"
+      )
+    return table_lines
 
 
 def compare_simulators(
@@ -139,44 +142,47 @@ def compare_simulators(
   clock: Callable[[], float] = time.monotonic,
   progress: Callable[[int, int], None] = lambda round, done: None,
 ) -> Agreement:
-  """Replays a trace live and in simulators that were calibrated beside it.
+  """Replays a trace live and in simulators that are calibrated in turns.
 
   Args:
-    engine: one without a thread, with nothing to do; later rounds find no
-      prefixes of earlier ones.
-    trace: in the order of arrivals.
-    calibration: other requests of the same kind, in the order of arrivals,
-      which are measured.
-    rounds: how often all of it is done.
-    clock: seconds, see `rj.serve.replay_live`.
-    progress: called with the round and how many requests of it have come.
+    engine: Idle engine without a thread; later rounds find no prefixes of
+      earlier ones.
+    trace: Requests in the order of arrivals.
+    calibration: Other requests of the same kind, in the order of arrivals, to
+      measure the cost of steps.
+    rounds: Number of repetitions.
+    clock: Function that returns seconds, see `rj.serve.replay_live`.
+    progress: Function of the round and its number of requests that have
+      arrived.
 
   Raises:
-    OptionError: the engine is busy, no answer of the trace has a second token,
-      or the engine has refused a request of it.
+    OptionError: If the engine is busy, no answer of the trace has a second
+      token, or the engine refuses a request.
   """
   positive_int("rounds", rounds)
   if engine.busy:
     raise OptionError(
       "engine", "one that is busy", "one with nothing to do", "run it first"
     )
-  if all(one.new_tokens < 2 for one in trace):
+  if all(request.new_tokens < 2 for request in trace):
     raise OptionError(
       "trace",
       "answers of one token",
       "some of two or more: the time of a further one is compared",
       "ask for longer answers",
     )
-  # Compiles, and lets the system's caches fill.
-  first = _apart(calibration[: 2 * engine.rows], 2 * rounds + 1)
-  rj.serve.replay_live(engine, _now(first))
-  load, found = os.getloadavg()[0], []
+  # Warm up: compile, and fill the system's caches.
+  first = _edition(calibration[: 2 * engine.rows], 2 * rounds + 1)
+  rj.serve.replay_live(engine, _rebased(first))
+  load, results = os.getloadavg()[0], []
   for n in range(rounds):
-    at = functools.partial(progress, n)
-    others = _apart(calibration, 2 * n + 1)
-    found.append(_round(engine, _apart(trace, 2 * n), others, clock, at))
+    on_request = functools.partial(progress, n)
+    others = _edition(calibration, 2 * n + 1)
+    results.append(
+      _round(engine, _edition(trace, 2 * n), others, clock, on_request)
+    )
   return Agreement(
-    rounds=tuple(found),
+    rounds=tuple(results),
     load=(load, os.getloadavg()[0]),
     cores=os.cpu_count() or 1,
   )
@@ -192,21 +198,23 @@ def _round(
   record = rj.serve.StepRecord()
   parts = max(1, math.ceil(len(trace) / _BETWEEN))
   size = math.ceil(len(calibration) / parts)
-  left = [calibration[i : i + size] for i in range(0, len(calibration), size)]
+  pending = [
+    calibration[i : i + size] for i in range(0, len(calibration), size)
+  ]
 
   def measure() -> None:
     with rj.serve.record_steps(engine, record, clock=clock):
-      rj.serve.replay_live(engine, _now(left.pop(0)), clock=clock)
+      rj.serve.replay_live(engine, _rebased(pending.pop(0)), clock=clock)
 
   def idle(done: int) -> None:
-    if len(left) > 1 and parts - len(left) <= done / _BETWEEN:
+    if len(pending) > 1 and parts - len(pending) <= done / _BETWEEN:
       measure()
 
   measure()
   live = rj.serve.replay_live(
     engine, trace, progress=progress, idle=idle, clock=clock
   )
-  while left:
+  while pending:
     measure()
   if live.refused:
     raise OptionError(
@@ -217,7 +225,7 @@ def _round(
     )
   cost = record.fit()
   varying = rj.serve.VaryingCost(cost, record)
-  same = rj.serve.replay_simulated(
+  simulated = rj.serve.replay_simulated(
     rj.serve.SimulatedEngine.like(engine, varying), trace
   )
   times = {
@@ -225,38 +233,39 @@ def _round(
       name: _points(getattr(result, field))
       for name, field in (("ttft_s", "first_s"), ("tpot_s", "token_s"))
     }
-    for side, result in (("live", live), ("engine", same))
+    for side, result in (("live", live), ("engine", simulated))
   }
   times["cluster"] = _cluster(engine, cost, trace)
-  away = [
+  deviations = [
     abs(seconds / cost.of(step) - 1)
     for step, seconds in zip(record.steps, record.seconds, strict=True)
   ]
   return AgreementRound(
     cost=cost,
     steps=len(record.steps),
-    unrest=statistics.median(away),
+    unrest=statistics.median(deviations),
     times=times,
   )
 
 
-def _now(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-  """Requests of which the first one comes at once."""
+def _rebased(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
+  """Shifts arrivals so that the first request arrives at 0."""
   start = trace[0].arrival
   return [
-    dataclasses.replace(one, arrival=one.arrival - start) for one in trace
+    dataclasses.replace(request, arrival=request.arrival - start)
+    for request in trace
   ]
 
 
-def _apart(trace: Sequence[TraceRequest], n: int) -> list[TraceRequest]:
-  """The n-th edition, of which no other one has a prefix."""
+def _edition(trace: Sequence[TraceRequest], n: int) -> list[TraceRequest]:
+  """The n-th edition of a trace, which shares no prefix with others."""
   return [
     dataclasses.replace(
-      one,
-      number=one.number + n * _APART,
-      blocks=tuple(block + n * _APART for block in one.blocks),
+      request,
+      number=request.number + n * _EDITION_STRIDE,
+      blocks=tuple(block + n * _EDITION_STRIDE for block in request.blocks),
     )
-    for one in trace
+    for request in trace
   ]
 
 
@@ -268,7 +277,7 @@ def _points(values: Sequence[float]) -> dict[str, float]:
 def _cluster(
   engine: Engine, cost: StepCost, trace: Sequence[TraceRequest]
 ) -> Times:
-  """What the simulator of clusters says of an instance like the engine."""
+  """Times of an instance like the engine, by the simulator of clusters."""
   from ringjax.serve import cluster
 
   limits, tree = engine.scheduler.limits, engine.scheduler.tree
@@ -285,12 +294,12 @@ def _cluster(
     share="ahead",
     prefix_cache_tokens=capacity if engine.scheduler.reuse else 0,
   )
-  found = cluster.ClusterSimulator(
+  result = cluster.ClusterSimulator(
     instances=[instance], policy=cluster.ShortestQueue()
   ).run(trace)
   return {
-    "ttft_s": _points([one.ttft_s for one in found.served]),
+    "ttft_s": _points([request.ttft_s for request in result.served]),
     "tpot_s": _points(
-      [one.tpot_s for one in found.served if one.new_tokens > 1]
+      [request.tpot_s for request in result.served if request.new_tokens > 1]
     ),
   }

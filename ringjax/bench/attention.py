@@ -5,13 +5,12 @@ counts unmasked pairs only: 2 T T H N FLOPs forward (half of a full square's 4),
 and 3.5 times that forward and backward; an implementation that computes masked
 tiles pays for it.
 
-On CPU the devices of a mesh are virtual: they share the cores of the
-contestants on one device, so that the sharded ones cannot win by having more
-hardware. They also make XLA use as many threads as there are devices; a
-contestant on one device therefore has a process with one (see `one_device`).
-What eight devices lose against it is lost to threads, cutting and sending;
-*shared* is one device in the process that has all, and tells the first of these
-from the others.
+On CPU the devices of a mesh are virtual: they share the cores with the
+contestants on one device, so that the sharded ones cannot win by more hardware.
+They also make XLA use as many threads as there are devices; a contestant on one
+device therefore runs in a process with one (see `one_device`). The loss of
+eight devices against it is due to threads, sharding and sending; *shared* is
+one device in the process that has all, and shows the effect of threads alone.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ Arrays = Sequence[np.ndarray]
 # Tokens up to which T x T scores of each head are tried.
 DENSE_TOKENS = 8192
 
-# Of the largest number of the reference, or of 1 where that is smaller. Wide
-# enough in bfloat16 for a peer that also accumulates in it.
+# As a fraction of the reference's largest number, or of 1 if that is larger.
+# Wide enough in bfloat16 for a peer that also accumulates in bfloat16.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
-# FLOPs from which on a contestant is not run once more before it is timed.
+# Cases of more FLOPs are timed without a warm-up round.
 _LONG = 3e12
 
 
@@ -70,7 +69,7 @@ class AttentionCase:
 
   @property
   def pairs(self) -> float:
-    """Pairs of a query and a key that it sees, of one head."""
+    """Number of unmasked pairs of a query and a key, of one head."""
     return self.tokens**2 / 2
 
   @property
@@ -88,7 +87,7 @@ class AttentionCase:
 def _jitted(
   attend: Attend, case: AttentionCase, arrays: Arrays, mesh: Mesh | None = None
 ) -> harness.Runnable:
-  """A JAX function with arrays over a mesh, or on one device."""
+  """Compiles a JAX function with arrays over a mesh, or on one device."""
   sharding = SingleDeviceSharding(jax.devices()[0])
   if mesh is not None:
     sharding = NamedSharding(mesh, P(None, "seq"))
@@ -128,8 +127,8 @@ def _blockwise(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
   return _jitted(attend, case, arrays)
 
 
-def _narrow(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
-  """The same, whatever the processor: products of bfloat16 themselves."""
+def _native_bfloat16(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
+  """Blockwise attention with bfloat16 products, on any processor."""
   if case.dtype != "bfloat16":
     raise Skipped("skipped: bfloat16 only")
   attend = functools.partial(
@@ -152,7 +151,7 @@ def _striped(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
 def import_ringattention() -> Any:
   """The module `ringattention`, which JAX since 0.8 needs help to import."""
   if not hasattr(jax.lib, "xla_bridge"):
-    # It imports a module that JAX has no more, and needs one name of it.
+    # It imports one name of a module that JAX has removed.
     backend = importlib.import_module("jax.extend.backend")
     bridge = types.SimpleNamespace(get_backend=backend.get_backend)
     setattr(jax.lib, "xla_bridge", bridge)  # noqa: B010
@@ -165,10 +164,10 @@ def published_attention(
   """The causal attention of `ringattention` 0.1.2 (PyPI; Liu et al. 2023).
 
   Args:
-    mesh: of the devices.
-    axis: its axis over which the sequence is sharded.
-    chunk: tokens of a tile, of queries and of keys.
-    dtype: of the computation.
+    mesh: Mesh of the devices.
+    axis: Mesh axis over which the sequence is sharded.
+    chunk: Tokens of a tile, of queries and of keys.
+    dtype: Dtype of the computation.
 
   Returns:
     A function of q, k and v [B, T, N, H].
@@ -195,16 +194,16 @@ def published_attention(
 
 def _ringattention(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
   mesh = _mesh(case)
-  # 256 is its best chunk on the CPUs where this was tried.
+  # 256 was its best chunk on the CPUs that were tried.
   chunk = min(256, case.tokens // case.devices)
   attend = published_attention(mesh, "seq", chunk, case.dtype)
   return _jitted(attend, case, arrays, mesh)
 
 
-def _ringattention_of_one(
+def _ringattention_one_device(
   case: AttentionCase, arrays: Arrays
 ) -> harness.Runnable:
-  """The same on one device: its blockwise attention, without a ring."""
+  """The blockwise attention of `ringattention` on one device."""
   return _ringattention(dataclasses.replace(case, devices=1), arrays)
 
 
@@ -245,12 +244,12 @@ def _torch(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
     with torch.no_grad():
       return (sdpa(q, k, v, is_causal=True),)
 
-  def both() -> Any:
+  def forward_backward() -> Any:
     operands = [x.detach().requires_grad_() for x in (q, k, v)]
     out = sdpa(*operands, is_causal=True)
     return torch.autograd.grad(out, operands, do)
 
-  run = both if case.backward else forward
+  run = forward_backward if case.backward else forward
   check = lambda: tuple(x.transpose(1, 2).float().numpy() for x in run())
   return harness.Runnable(run, check)
 
@@ -258,7 +257,7 @@ def _torch(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
 CONTESTANTS: dict[str, harness.Contestant] = {
   "blockwise": harness.Contestant(_blockwise, ours=True, one_device=True),
   "shared": harness.Contestant(_blockwise, ours=True),
-  "narrow": harness.Contestant(_narrow, ours=True, one_device=True),
+  "narrow": harness.Contestant(_native_bfloat16, ours=True, one_device=True),
   "ring": harness.Contestant(
     _sharded(api.ring_attention), ours=True, sharded=True
   ),
@@ -272,14 +271,14 @@ CONTESTANTS: dict[str, harness.Contestant] = {
     _ringattention, sharded=True, load=import_ringattention
   ),
   "ringattention_1": harness.Contestant(
-    _ringattention_of_one, one_device=True, load=import_ringattention
+    _ringattention_one_device, one_device=True, load=import_ringattention
   ),
   "jax.nn": harness.Contestant(_jax_nn, one_device=True),
   "xla_allgather": harness.Contestant(_xla_allgather, sharded=True),
   "torch": harness.Contestant(_torch, load=harness.import_torch),
 }
 
-# What stands for us in the comparisons.
+# Contestants of which our best is compared.
 _BEST_OF = ("blockwise", "ring", "striped")
 
 # Tables of the summary, in their order.
@@ -293,7 +292,7 @@ _TITLES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSettings(harness.BenchmarkSettings):
-  """What the benchmark of attention runs; every combination is a row."""
+  """Settings of the benchmark of attention; every combination is a row."""
 
   tokens: tuple[int, ...] = option((4096, 8192, 16384, 32768))
   head_dims: tuple[int, ...] = option((64, 128))
@@ -308,11 +307,11 @@ class AttentionSettings(harness.BenchmarkSettings):
 def inputs(
   case: AttentionCase, kv_heads: int | None = None
 ) -> list[np.ndarray]:
-  """q, k, v and the cotangent of the output: [1, T, N or K, H] each.
+  """Draws q, k, v and the cotangent of the output, [1, T, N or K, H] each.
 
   Args:
-    case: whose inputs they are.
-    kv_heads: K; default N.
+    case: Case that determines shapes and dtype.
+    kv_heads: Number of heads of keys and values, K; default N.
   """
   rng, n, k = np.random.default_rng(0), case.heads, kv_heads or case.heads
   shape = lambda heads: (1, case.tokens, heads, case.head_dim)
@@ -326,12 +325,12 @@ def trial(name: str, case: AttentionCase) -> Trial:
 
 
 class AttentionBenchmark(harness.Benchmark):
-  """Causal attention, ours and others', in percent of the matrix product.
+  """Benchmark of causal attention, in percent of the matrix product.
 
   Attributes:
-    case: the class of its cases.
-    several: by a field of a case the setting that holds its values.
-    digits: of times in milliseconds.
+    case: Class of its cases.
+    several: Name of the setting that holds the values of a case's field.
+    digits: Number of digits of times in milliseconds.
   """
 
   name = "attention"
@@ -358,9 +357,9 @@ class AttentionBenchmark(harness.Benchmark):
     return case.flops
 
   def row(self, case: AttentionCase, report: Report) -> Row:
-    wide = dataclasses.replace(case, dtype="float32")
+    float32_case = dataclasses.replace(case, dtype="float32")
     arrays = [x.astype(np.float32) for x in inputs(case)]
-    reference = _blockwise(wide, arrays).check()
+    reference = _blockwise(float32_case, arrays).check()
     del arrays
     build = lambda name: self.placed(
       CONTESTANTS[name].one_device, trial, name, case
@@ -381,16 +380,16 @@ class AttentionBenchmark(harness.Benchmark):
     size: int | None = None,
     warmup: int = 0,
   ) -> Row:
-    """The row of a case, beside the matrix product of its dtype.
+    """Measures the row of a case, with the matrix product of its dtype.
 
     Args:
-      case: of the row.
-      build: builds a contestant.
-      reference: its right result.
-      tolerance: of each dtype, see `harness.compare`.
-      report: called before each run.
-      size: rows of the matrices; default `timing.GEMM_SIZE`.
-      warmup: rounds that are not timed.
+      case: Case of the row.
+      build: Function that builds a contestant.
+      reference: Expected result.
+      tolerance: Tolerance of each dtype, see `harness.compare`.
+      report: Function that is called before each run.
+      size: Number of rows of the matrices; default `timing.GEMM_SIZE`.
+      warmup: Number of rounds that are not timed.
     """
     size = timing.GEMM_SIZE if size is None else size
     results, timings = self.measure(
@@ -402,8 +401,8 @@ class AttentionBenchmark(harness.Benchmark):
       warmup=warmup,
     )
     gemm = harness.product_row(timings["gemm"], size)
-    for one in results.values():
-      one["gemm_percent"] = harness.percent(case.flops, one, gemm)
+    for result in results.values():
+      result["gemm_percent"] = harness.percent(case.flops, result, gemm)
     facts = dataclasses.asdict(case)
     return {
       "pass": facts.pop("passes"),
@@ -415,28 +414,28 @@ class AttentionBenchmark(harness.Benchmark):
 
   def table(self, case: AttentionCase, row: Row) -> str:
     rate, flops = row["gemm"]["flops_per_s"], row["gemm"]["flops"]
-    # One of the products that are timed together.
+    # FLOPs of one of the products that are timed together.
     flops *= 2 / timing.gemm_flops(1)
     title = f"gemm {round((flops / 2) ** (1 / 3))}^3"
     head = (
       f"  {title:15}  1 device {1e3 * flops / rate:11.{self.digits}f} ms   "
       f"100 %   {rate / 1e9:.0f} GFLOP/s"
     )
-    more = lambda one: (
-      f"{one['gemm_percent']:5.1f} %   best "
-      f"{one['min_s'] * 1e3:.{self.digits}f} ms, "
-      f"off by {one['max_abs_difference']:.0e}"
+    result_text = lambda result: (
+      f"{result['gemm_percent']:5.1f} %   best "
+      f"{result['min_s'] * 1e3:.{self.digits}f} ms, "
+      f"off by {result['max_abs_difference']:.0e}"
     )
-    lines = harness.lines(row, more, digits=self.digits)
+    lines = harness.lines(row, result_text, digits=self.digits)
     return "\n".join([str(case), head, *lines]) + "\n"
 
   def summary(self, rows: Sequence[Row]) -> Row:
     """Ratios of median times, ours over theirs: below 1 we are faster.
 
     "best" is our best of blockwise, ring and striped; "sharded" compares the
-    better of ring and striped with peers that are sharded themselves; "loss" is
-    what `devices` cost against one, ring and striped over blockwise, and "cut"
-    what of it is not the threads': the same over one of the devices.
+    better of ring and striped with sharded peers; "loss" is the time of ring
+    and striped on `devices` over blockwise in a process with one, and "cut"
+    over one of the devices, which leaves the effect of threads out.
     """
     tables: dict[str, dict[str, Any]] = {}
 
@@ -446,10 +445,10 @@ class AttentionBenchmark(harness.Benchmark):
         tables.setdefault(table, {})[name] = column
 
     sharded = [n for n in _BEST_OF if CONTESTANTS[n].sharded]
-    for name, one in CONTESTANTS.items():
-      if not one.ours:
+    for name, contestant in CONTESTANTS.items():
+      if not contestant.ours:
         add("best", name, _BEST_OF, name)
-        if one.sharded:
+        if contestant.sharded:
           add("sharded", name, sharded, name)
     for name in sharded:
       add("loss", name, [name], "blockwise")
@@ -465,40 +464,40 @@ class AttentionBenchmark(harness.Benchmark):
     }
 
   def closing(self, result: Row) -> str:
-    found, lines = result["summary"], []
+    summary, lines = result["summary"], []
     cell = lambda x, w: f"{'-' if x is None else format(x, '.2f'):>{w}}"
     for table, title in _TITLES.items():
-      columns = found.get(table)
+      columns = summary.get(table)
       if not columns:
         continue
       widths = {name: max(len(name), 6) + 2 for name in columns}
       head = "".join(f"{name:>{widths[name]}}" for name in columns)
       lines += [title, f"  {'':32}{head}"]
-      for i, label in enumerate(found["rows"]):
+      for i, label in enumerate(summary["rows"]):
         cells = [cell(c["ratios"][i], widths[n]) for n, c in columns.items()]
-        note = f"  {found['best_of_ours'][i]}" if table == "best" else ""
+        note = f"  {summary['best_of_ours'][i]}" if table == "best" else ""
         lines.append(f"  {label:32}{''.join(cells)}{note}")
       cells = [cell(c["median"], widths[n]) for n, c in columns.items()]
       lines.append(f"  {'median':32}{''.join(cells)}\n")
     return "\n".join(lines)
 
   def draw(self, result: Row, path: str) -> None:
-    """Grouped bars: percent of the product's rate, a panel a dtype and pass."""
+    """Draws percent of the product's rate, a panel for each dtype and pass."""
     rows = result["rows"]
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
       panels.setdefault((row["dtype"], row["pass"]), []).append(row)
     ours = ["#08519c", "#9ecae1", "#c6dbef", "#3182bd", "#6baed6", "#bdd7e7"]
     peers = ["#d95f0e", "#fe9929", "#969696", "#cccccc", "#756bb1"]
-    of = {True: iter(ours), False: iter(peers)}
-    colors = {n: next(of[c.ours]) for n, c in CONTESTANTS.items()}
+    color_iters = {True: iter(ours), False: iter(peers)}
+    colors = {n: next(color_iters[c.ours]) for n, c in CONTESTANTS.items()}
     colors = {
       name: color
       for name, color in colors.items()
       if any(harness.best(row, [name]) for row in rows)
     }
-    most = max(len(p) for p in panels.values())
-    figure = harness.figure(max(9, 1.1 * most + 3), 2.6 * len(panels) + 0.8)
+    max_rows = max(len(p) for p in panels.values())
+    figure = harness.figure(max(9, 1.1 * max_rows + 3), 2.6 * len(panels) + 0.8)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     height = lambda row, name: (
       row["results"].get(name, {}).get("gemm_percent") or 0

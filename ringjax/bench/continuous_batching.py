@@ -1,9 +1,9 @@
-"""transformers' continuous batching, beside an engine.
+"""Continuous batching of transformers, to compare an engine with.
 
-Guarantees: the same folder, float32, greedy answers of exactly so many tokens,
-and nothing shared between prompts. Its pages and its thread stay from round to
-round, as a server's do.
-Memory: the weights once more, and pages for the requests that were told.
+Guarantees: the same folder, float32, greedy answers of exactly the requested
+length, and nothing shared between prompts. Its pages and its thread stay from
+round to round, as a server's do.
+Memory: a second copy of the weights, and pages for the announced requests.
 Ref: transformers 5, `ContinuousBatchingManager`.
 """
 
@@ -21,15 +21,15 @@ from ringjax.errors import OptionError
 
 
 def import_transformers() -> Any:
-  """transformers, with torch for it.
+  """Imports transformers and torch.
 
   Raises:
-    OptionError: one of them is missing, or too old to batch continuously.
+    OptionError: If one is missing, or too old to batch continuously.
   """
   try:
     import_torch()
-    found = importlib.import_module("transformers")
-    _ = found.ContinuousBatchingConfig
+    transformers = importlib.import_module("transformers")
+    _ = transformers.ContinuousBatchingConfig
   except (ImportError, AttributeError) as error:
     raise OptionError(
       "compare",
@@ -37,14 +37,14 @@ def import_transformers() -> Any:
       "torch and transformers 5.23 or newer",
       "pip install -e '.[oracle]', or pass --compare=sequential",
     ) from error
-  return found
+  return transformers
 
 
 class TransformersServer:
   """A model of transformers that answers many requests at once.
 
-  Of what was tried on a CPU (`eager` and `sdpa`; pages of 32 and 256 tokens;
-  512 and 2,048 tokens a step; compiled or not) these settings are the fastest.
+  These settings were the fastest on a CPU, of `eager` and `sdpa`, pages of 32
+  and 256 tokens, 512 and 2,048 tokens a step, compiled or not.
   """
 
   def __init__(
@@ -59,15 +59,15 @@ class TransformersServer:
     """Loads a model and reserves pages.
 
     Args:
-      folder: of the model.
-      lengths: of the requests that will come at once, tokens of the prompt and
-        of the answer.
-      rows: answers that are made at the same time at most.
-      page: tokens of a page.
-      threads: of PyTorch.
+      folder: Folder of the model.
+      lengths: Tokens of the prompt and of the answer of each request that will
+        arrive at once.
+      rows: Largest number of rows that decode at once.
+      page: Tokens of a page.
+      threads: Number of threads of PyTorch.
 
     Raises:
-      OptionError: see `import_transformers`.
+      OptionError: See `import_transformers`.
     """
     transformers = import_transformers()
     torch = import_torch(threads)
@@ -77,7 +77,9 @@ class TransformersServer:
     model = transformers.AutoModelForCausalLM.from_pretrained(
       folder, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
-    pages = sorted((-(-sum(one) // page) for one in lengths), reverse=True)
+    pages = sorted(
+      (-(-sum(length) // page) for length in lengths), reverse=True
+    )
     prompts = sum(prompt for prompt, _ in lengths)
     self._manager = model.init_continuous_batching(
       generation_config=transformers.GenerationConfig(
@@ -85,7 +87,7 @@ class TransformersServer:
       ),
       continuous_batching_config=transformers.ContinuousBatchingConfig(
         page_size=page,
-        # One page of a row may be the next one's.
+        # One more page for each row, which may begin its next page early.
         num_blocks=sum(pages[:rows]) + rows,
         max_batch_tokens=max(64, min(2048, prompts)),
         max_requests_per_batch=rows,
@@ -93,33 +95,33 @@ class TransformersServer:
       ),
     )
     self._manager.start()
-    # Its thread takes the number of threads when it first computes something.
+    # Its thread reads PyTorch's number of threads at the first computation.
     self.answers([np.zeros(1, np.int32)], [1])
 
   def answers(
     self, prompts: Sequence[np.ndarray], new_tokens: Sequence[int]
   ) -> list[list[int]]:
-    """The answers of prompts that come at once, in their order.
+    """Answers prompts that arrive at once; returns ids in their order.
 
     Raises:
-      RuntimeError: a request failed.
+      RuntimeError: If a request fails.
     """
     names = [
       self._manager.add_request(prompt.tolist(), max_new_tokens=count)
       for prompt, count in zip(prompts, new_tokens, strict=True)
     ]
-    found: dict[str, list[int]] = {}
-    while len(found) < len(names):
-      one = self._manager.get_result(timeout=1)
-      if one is None:
+    tokens: dict[str, list[int]] = {}
+    while len(tokens) < len(names):
+      result = self._manager.get_result(timeout=1)
+      if result is None:
         if not self._manager.is_running():
           raise RuntimeError("the thread of transformers has ended")
-      elif one.error is not None:
-        raise RuntimeError(f"transformers: {one.error}")
-      elif one.is_finished():
-        found[one.request_id] = list(one.generated_tokens)
-    return [found[name] for name in names]
+      elif result.error is not None:
+        raise RuntimeError(f"transformers: {result.error}")
+      elif result.is_finished():
+        tokens[result.request_id] = list(result.generated_tokens)
+    return [tokens[name] for name in names]
 
   def close(self) -> None:
-    """Ends its thread."""
+    """Ends the thread of transformers."""
     self._manager.stop(block=True)

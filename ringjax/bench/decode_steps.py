@@ -1,9 +1,8 @@
 """Times the attention of a decode step: by kind of cache, and by sharing.
 
-Guarantees: contestants read the same keys, of one layer, on one device. Those
-of a part "kinds" are given as each kind stores them, and a kind whose result
-is nothing like that of the dense cache is WRONG; those of "sharing" have the
-same result.
+Guarantees: contestants read the same keys, of one layer, on one device. In part
+"kinds" each kind of cache stores them, and a kind whose result is nothing like
+that of the dense cache is WRONG; in part "sharing" the results are equal.
 
   kinds    one row over `tokens` keys, as `dense`, `int4`, ... store them
   sharing  `rows` rows over `shared` keys in common and `own` keys each, read
@@ -44,13 +43,13 @@ _NAMES = tuple(
 )
 _WAYS = ("apart", "together")
 _PAGE = 32
-# Of the dense cache's largest number; codes of 2 bits are that far.
+# As a fraction of the dense cache's largest number; codes of 2 bits need it.
 _TOLERANCE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSettings(harness.BenchmarkSettings):
-  """What is timed."""
+  """Settings of the benchmark of decode steps."""
 
   parts: tuple[str, ...] = option(("kinds", "sharing"), ("kinds", "sharing"))
   tokens: tuple[int, ...] = option((65536,))
@@ -71,9 +70,9 @@ class DecodeCase:
 
   Attributes:
     part: "kinds" or "sharing".
-    tokens: keys of a row.
-    shared: of these, those that all rows have.
-    rows: of the batch.
+    tokens: Number of keys of a row.
+    shared: Number of these keys that all rows share.
+    rows: Number of rows of the batch.
   """
 
   part: str
@@ -84,8 +83,8 @@ class DecodeCase:
   def __str__(self) -> str:
     if self.part == "kinds":
       return f"one row, {self.tokens:,} keys"
-    own = self.tokens - self.shared
-    return f"{self.rows} rows, {self.shared:,} shared keys and {own:,} own"
+    own_keys = self.tokens - self.shared
+    return f"{self.rows} rows, {self.shared:,} shared keys and {own_keys:,} own"
 
 
 def _attend(q: Any, views: Any, at: Coords, scale: float) -> jax.Array:
@@ -102,7 +101,7 @@ def _queries(s: Any, rows: int, last: int) -> tuple[jax.Array, Coords]:
 
 
 def _by_kind(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
-  """A step over a cache of a kind that holds random keys."""
+  """Builds a step over a cache of a kind that holds random keys."""
   shape = LayerCacheSpec(1, s.kv_heads, s.head_dim, s.head_dim)
   cache = KVCache.create((shape,), 1, case.tokens, s.dtype, kind=KINDS[name])
   draw = np.random.default_rng(0).standard_normal
@@ -135,37 +134,40 @@ def _by_kind(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
   return Runnable(run, run)
 
 
-def _by_way(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
-  """A step of many rows over pages of a pool."""
+def _by_sharing(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
+  """Builds a step of many rows over pages of a pool."""
   platform = jax.default_backend()
   tile = pool_tile(_PAGE, platform)
   up = lambda n: -(-n // tile) * tile // _PAGE
-  common, own = up(case.shared), up(case.tokens - case.shared)
+  shared_pages, own_pages = up(case.shared), up(case.tokens - case.shared)
   table = np.concatenate(
     [
-      np.broadcast_to(np.arange(common), (case.rows, common)),
-      common + np.arange(case.rows * own).reshape(case.rows, own),
+      np.broadcast_to(np.arange(shared_pages), (case.rows, shared_pages)),
+      shared_pages
+      + np.arange(case.rows * own_pages).reshape(case.rows, own_pages),
     ],
     1,
   )
-  pages = common + case.rows * own
+  pages = shared_pages + case.rows * own_pages
   room = CacheSpec(batch=pages, capacity=_PAGE, dtype=s.dtype)
   shape = LayerCacheSpec(1, s.kv_heads, s.head_dim, s.head_dim)
-  like = shape.slots(room).k
+  page_spec = shape.slots(room).k
   draw = np.random.default_rng(0).standard_normal
-  k, v = (jnp.asarray(draw(like.shape, np.float32), s.dtype) for _ in range(2))
+  k, v = (
+    jnp.asarray(draw(page_spec.shape, np.float32), s.dtype) for _ in range(2)
+  )
   pos = np.broadcast_to(
     np.arange(table.shape[1] * _PAGE, dtype=np.int32),
     (case.rows, table.shape[1] * _PAGE),
   )
   at = Coords(jnp.asarray(pos), jnp.asarray((pos < case.tokens) * np.int32(1)))
   q, q_at = _queries(s, case.rows, case.tokens)
-  tiles = common * _PAGE // tile if name == "together" else 0
-  most = max(1, tiles)
+  tiles = shared_pages * _PAGE // tile if name == "together" else 0
+  num_tiles = max(1, tiles)
   plan = SharedTiles(
-    jnp.zeros((1, most), jnp.int32),
-    jnp.arange(most, dtype=jnp.int32)[None],
-    jnp.ones((1, most, case.rows), bool),
+    jnp.zeros((1, num_tiles), jnp.int32),
+    jnp.arange(num_tiles, dtype=jnp.int32)[None],
+    jnp.ones((1, num_tiles, case.rows), bool),
     jnp.full((1,), tiles, jnp.int32),
     jnp.full((1, case.rows), tiles, jnp.int32),
   )
@@ -181,7 +183,7 @@ def _by_way(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
 
 
 class DecodeBenchmark(harness.Benchmark):
-  """A decode step's attention by kind of cache, and by what rows share."""
+  """Benchmark of decode attention by kind of cache, and by sharing."""
 
   name = "decode"
   options = DecodeSettings
@@ -190,7 +192,9 @@ class DecodeBenchmark(harness.Benchmark):
     **{
       n: Contestant(functools.partial(_by_kind, n), ours=True) for n in _NAMES
     },
-    **{n: Contestant(functools.partial(_by_way, n), ours=True) for n in _WAYS},
+    **{
+      n: Contestant(functools.partial(_by_sharing, n), ours=True) for n in _WAYS
+    },
   }
   columns = ("part", "tokens", "shared")
   parts = ("kinds", "sharing")
@@ -198,35 +202,37 @@ class DecodeBenchmark(harness.Benchmark):
 
   @property
   def cases(self) -> list[DecodeCase]:
-    s, found = self.settings, []
+    s, cases = self.settings, []
     if "kinds" in s.parts:
-      found += [
+      cases += [
         DecodeCase(part="kinds", tokens=n, shared=0, rows=1) for n in s.tokens
       ]
     if "sharing" in s.parts:
       for shared in s.shared:
-        # With nothing in common rows are as long as otherwise.
-        whole = max(s.shared) + s.own
-        found.append(
-          DecodeCase(part="sharing", tokens=whole, shared=shared, rows=s.rows)
+        # Rows have the same length however many keys they share.
+        tokens = max(s.shared) + s.own
+        cases.append(
+          DecodeCase(part="sharing", tokens=tokens, shared=shared, rows=s.rows)
         )
-    return found
+    return cases
 
   def row(self, case: DecodeCase, report: Report) -> Row:
     s = self.settings
-    mine = _NAMES if case.part == "kinds" else _WAYS
-    first = mine[0]
-    names = [first] + [n for n in s.contestants if n in mine and n != first]
-    wanted: list[Any] = []
+    available = _NAMES if case.part == "kinds" else _WAYS
+    first = available[0]
+    names = [first] + [
+      n for n in s.contestants if n in available and n != first
+    ]
+    expected: list[Any] = []
 
     def build(name: str) -> Any:
       return self.contestants[name].trial(case, s)
 
-    def compare(found: Any) -> tuple[float | None, bool]:
-      arrays = [np.asarray(found, np.float32)]
-      if not wanted:
-        wanted.extend(arrays)
-      return harness.compare(arrays, wanted, _TOLERANCE)
+    def compare(output: Any) -> tuple[float | None, bool]:
+      arrays = [np.asarray(output, np.float32)]
+      if not expected:
+        expected.extend(arrays)
+      return harness.compare(arrays, expected, _TOLERANCE)
 
     results, _ = self.measure(names, build, compare, report, warmup=1)
     return {**dataclasses.asdict(case), "results": results}
@@ -234,18 +240,20 @@ class DecodeBenchmark(harness.Benchmark):
   def table(self, case: DecodeCase, row: Row) -> str:
     first = next(iter(row["results"].values()))["median_s"]
 
-    def more(one: Row) -> str:
-      return f"{one['median_s'] / first:8.2f}" if first else ""
+    def relative_time(result: Row) -> str:
+      return f"{result['median_s'] / first:8.2f}" if first else ""
 
-    return "\n".join([str(case), *harness.lines(row, more, digits=2), ""])
+    return "\n".join(
+      [str(case), *harness.lines(row, relative_time, digits=2), ""]
+    )
 
   def summary(self, rows: Sequence[Row]) -> Row:
-    found = {}
+    times = {}
     for row in rows:
       names = list(row["results"])
       name = f"{row['part']} {row['tokens']} {row['shared']}"
-      found[name] = {n: harness.ratio(row, [n], names[:1]) for n in names[1:]}
-    return {"time_of_the_first": found}
+      times[name] = {n: harness.ratio(row, [n], names[:1]) for n in names[1:]}
+    return {"time_of_the_first": times}
 
   def closing(self, result: Row) -> str:
     del result

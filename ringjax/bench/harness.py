@@ -1,13 +1,14 @@
 """The harness of all benchmarks: settings, checks, timing, record, tables.
 
-A benchmark is a `Benchmark`: its cases, the contestants of a case, how one is
-built, what a right result is, and what a row holds. The harness does the rest.
+A benchmark is a `Benchmark`: it defines cases, builds a case's contestants,
+checks their results, and defines the contents of a row. The harness does the
+rest.
 
 Guarantees: all contestants of a case get the same inputs, in place before the
 clock starts, and run in turn (see `timing`). A contestant whose result is off
 (WRONG), or that raises, is not timed and gets a reason in place of a number;
-none is left out. The file of a record is whole after every row, so that a run
-that is killed keeps the rows that it had, and `append` adds to them.
+none is left out. The file of a record is complete after every row, so that a
+run that is killed keeps its rows, and `append` adds to them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from ringjax.errors import OptionError
 from ringjax.plan import draw as pictures
 
 Row = dict[str, Any]
-# Called with the fraction of a row that is done and a label of what runs now.
+# Function of the fraction of a row that is done and a label of the current run.
 Report = Callable[[float | int, str], None]
 
 PASSES = ("fwd", "fwdbwd")
-# Columns of names, in the order of the tables.
+# Values of columns with names, in the order of the tables.
 _NAMES = {"dtype": ("", "float32", "bfloat16", "float16"), "pass": PASSES}
 
 
@@ -60,10 +61,10 @@ def option(
   """A field of settings, which a flag sets and which is checked.
 
   Args:
-    default: its value; None in a field that may be left out.
-    choices: the names that it may have; () is any text, None positive ints.
-    flag: its flag; "" is the field's own name, None is none.
-    several: whether it takes several values, as every tuple does.
+    default: Default value; None for an optional field.
+    choices: Allowed names; () for any text, None for positive ints.
+    flag: Name of the flag; "" for the field's name, None for no flag.
+    several: Whether it takes several values, as every tuple does.
   """
   several = several or isinstance(default, tuple)
   facts = {"choices": choices, "flag": flag, "several": several}
@@ -72,18 +73,18 @@ def option(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings:
-  """The settings of a benchmark, whose options are checked when it is made.
+  """Settings of a benchmark; their options are checked on creation.
 
   Raises:
-    OptionError: an option has no value, or one that it may not have.
+    OptionError: If an option has no value or a wrong one.
   """
 
   def __post_init__(self) -> None:
     for flag, field in self.options().items():
-      given, choices = getattr(self, field.name), field.metadata["choices"]
-      if given is None and field.default is None:
+      setting, choices = getattr(self, field.name), field.metadata["choices"]
+      if setting is None and field.default is None:
         continue
-      values = given if isinstance(given, tuple) else (given,)
+      values = setting if isinstance(setting, tuple) else (setting,)
       if not values:
         raise OptionError(
           field.name, "nothing", "one value or more", f"pass --{flag}=VALUE"
@@ -96,7 +97,7 @@ class BenchmarkSettings:
 
   @classmethod
   def options(cls) -> dict[str, dataclasses.Field[Any]]:
-    """The fields that are options, by their flags, or names without one."""
+    """Fields that are options, by their flags, or names without a flag."""
     return {
       field.metadata["flag"] or field.name: field
       for field in dataclasses.fields(cls)
@@ -106,18 +107,18 @@ class BenchmarkSettings:
   @classmethod
   def flags(cls) -> tuple[str, ...]:
     """The flags that set an option."""
-    found = cls.options().items()
-    return tuple(f for f, x in found if x.metadata["flag"] is not None)
+    options = cls.options().items()
+    return tuple(f for f, x in options if x.metadata["flag"] is not None)
 
   def with_flags(self, given: Mapping[str, Any]) -> BenchmarkSettings:
-    """A copy whose options have the values of flags.
+    """Copies the settings with the values of flags.
 
     Args:
-      given: by the flag's name its value, several of them as a list of texts;
-        None where the flag was not passed.
+      given: Value of each flag by its name; several values as a list of texts,
+        None if the flag was not passed.
 
     Raises:
-      OptionError: a value is not of its option's kind.
+      OptionError: If a value does not have the type of its option.
     """
     chosen: dict[str, Any] = {}
     for flag in self.flags():
@@ -140,20 +141,20 @@ class BenchmarkSettings:
 
 
 def combinations(case: type, settings: Any, **several: str) -> list[Any]:
-  """A case of each combination of the values of some settings.
+  """Creates a case for each combination of the values of some settings.
 
   Args:
-    case: the class of the cases, whose other fields are settings themselves.
-    settings: of the benchmark.
-    several: by field the setting that holds its values; the last one changes
-      first.
+    case: Class of the cases; its other fields are named as settings.
+    settings: Settings of the benchmark.
+    several: Name of the setting that holds the values of each field; the last
+      one varies fastest.
   """
   names = [field.name for field in dataclasses.fields(case)]
-  one = {n: getattr(settings, n) for n in names if n not in several}
+  fixed = {n: getattr(settings, n) for n in names if n not in several}
   values = [getattr(settings, name) for name in several.values()]
   return [
-    case(**one, **dict(zip(several, found, strict=True)))
-    for found in itertools.product(*values)
+    case(**fixed, **dict(zip(several, combination, strict=True)))
+    for combination in itertools.product(*values)
   ]
 
 
@@ -176,8 +177,9 @@ class Runnable:
   """A contestant with its inputs in place.
 
   Attributes:
-    run: does the work of the case once.
-    check: the result that is compared with the reference; warms up as well.
+    run: Function that does the work of the case once.
+    check: Function that returns the result to compare with the reference, and
+      warms up.
   """
 
   run: Callable[[], Any]
@@ -189,12 +191,12 @@ class Contestant:
   """An implementation that takes part in a benchmark.
 
   Attributes:
-    build: puts inputs of a case in place: (case, inputs) -> Runnable.
-    ours: whether it is this package.
-    sharded: whether it runs on all devices, or on one.
-    one_device: whether it runs in a process that has one device.
-    parts: of the benchmark, in which it takes part; None is all.
-    load: imports what it needs.
+    build: Function that places inputs of a case: (case, inputs) -> Runnable.
+    ours: Whether it is this package.
+    sharded: Whether it runs on all devices, or on one.
+    one_device: Whether it runs in a process that has one device.
+    parts: Parts of the benchmark in which it takes part; None for all.
+    load: Function that imports its dependencies.
   """
 
   build: Callable[[Any, Any], Runnable]
@@ -205,7 +207,7 @@ class Contestant:
   load: Callable[[], Any] = lambda: None
 
   def trial(self, case: Any, inputs: PyTree) -> Trial:
-    """Builds it and runs it once."""
+    """Builds the contestant and runs it once."""
     self.load()
     built = self.build(case, inputs)
     return built.run, built.check()
@@ -221,13 +223,13 @@ def compare(
   reference: Sequence[np.ndarray],
   tolerance: float,
 ) -> tuple[float, bool]:
-  """(largest absolute difference, whether any output is off).
+  """Computes (largest absolute difference, whether any output is off).
 
   Args:
-    outputs: of a contestant.
-    reference: what they should be.
-    tolerance: of the largest number of the reference, or of 1 where that is
-      smaller.
+    outputs: Outputs of a contestant.
+    reference: Expected outputs.
+    tolerance: Allowed difference as a fraction of the reference's largest
+      absolute number, or of 1 if that is larger.
   """
   worst, wrong = 0.0, len(outputs) != len(reference)
   for a, b in zip(outputs, reference, strict=False):
@@ -235,7 +237,7 @@ def compare(
       return float("nan"), True
     difference = float(np.max(np.abs(a.astype(b.dtype) - b)))
     scale = max(1.0, float(np.max(np.abs(b))))
-    # Not `>`: NaN is wrong.
+    # `not <=` in place of `>`: NaN counts as wrong.
     wrong = wrong or not difference <= tolerance * scale
     worst = max(worst, difference) if difference == difference else difference
   return worst, wrong
@@ -252,29 +254,29 @@ _print = functools.partial(print, flush=True)
 def _report(
   progress: timing.Progress,
   case: Any,
-  done: float,
+  done_weight: float,
   weight: float,
   part: float | int,
   label: str,
 ) -> None:
-  progress.at(done + weight * part, f"{case}: {label}")
+  progress.at(done_weight + weight * part, f"{case}: {label}")
 
 
 class Benchmark:
-  """A benchmark: what is measured, and how a run of it goes.
+  """Base class of benchmarks, which runs, records and prints them.
 
-  A subclass lists `cases`, makes the `row` of one, mostly by `measure`, and
-  says how rows are shown.
+  A subclass lists `cases`, creates the `row` of one, mostly by `measure`, and
+  formats rows.
 
   Attributes:
-    name: of the benchmark.
-    options: the class of its settings.
-    quick: settings of a short run, or None.
-    contestants: by name.
-    columns: of a row, that make its key, see `order`.
-    parts: names of a column "part" or "kind", in their order.
-    files: the flags that are arguments of `run`.
-    summary_name: the key of the summary in the record.
+    name: Name of the benchmark.
+    options: Class of its settings.
+    quick: Settings of a short run, or None.
+    contestants: Contestants by name.
+    columns: Columns of a row that make its key, see `order`.
+    parts: Names of a column "part" or "kind", in their order.
+    files: Flags that are arguments of `run`.
+    summary_name: Key of the summary in the record.
   """
 
   name: ClassVar[str]
@@ -289,22 +291,22 @@ class Benchmark:
   def __init__(self, settings: Any):
     self.settings = settings
     self.process = OneDeviceProcess()
-    # What is open during a run.
+    # Resources that are open during a run.
     self.stack = contextlib.ExitStack()
     self.stack.callback(self.process.close)
 
   @property
   def cases(self) -> Sequence[Any]:
-    """The cases, each of which becomes a row."""
+    """Cases of the benchmark, each of which becomes a row."""
     raise NotImplementedError
 
   def weight(self, case: Any) -> float:
-    """The cost of a case in any unit, by which progress is shown."""
+    """Cost of a case in any unit, for the display of progress."""
     del case
     return 1.0
 
   def facts(self) -> Row:
-    """Entries of the record beside its settings and rows."""
+    """Further entries of the record, in addition to settings and rows."""
     return {}
 
   def row(self, case: Any, report: Report) -> Row:
@@ -317,11 +319,11 @@ class Benchmark:
     return ""
 
   def summary(self, rows: Sequence[Row]) -> Row:
-    """Ratios and other figures that are computed from all rows."""
+    """Computes ratios and other figures from all rows."""
     raise NotImplementedError
 
   def closing(self, result: Row) -> str:
-    """The text of a whole result, which follows those of its rows."""
+    """The text of a result, which follows the texts of its rows."""
     del result
     return ""
 
@@ -336,9 +338,13 @@ class Benchmark:
     return tuple(place(name, row[name]) for name in self.columns)
 
   def devices(self, name: str) -> int:
-    """The devices that a contestant runs on."""
-    one = self.contestants.get(name)
-    return self.settings.devices if one is not None and one.sharded else 1
+    """Number of devices that a contestant runs on."""
+    contestant = self.contestants.get(name)
+    return (
+      self.settings.devices
+      if contestant is not None and contestant.sharded
+      else 1
+    )
 
   def measure(
     self,
@@ -351,21 +357,21 @@ class Benchmark:
     warmup: int = 0,
     steps: int = 1,
   ) -> tuple[dict[str, Row], dict[str, Timing]]:
-    """Checks all contestants, then times in turn those that are right.
+    """Checks all contestants, then times those that are right, in turn.
 
     Args:
-      names: of the contestants.
-      build: builds one.
-      compare: (largest difference, whether it is wrong) of a first result.
-      report: called before each run.
-      machine: what is timed beside them, without a check.
-      warmup: rounds before, whose times are thrown away. The first run behind
-        the others' checks finds its memory gone; of short runs that is a good
-        part.
-      steps: of a run, whose time is reported of one.
+      names: Names of the contestants.
+      build: Function that builds the contestant of a name.
+      compare: Function of a first result that returns (largest difference,
+        whether it is wrong).
+      report: Function that is called before each run.
+      machine: Further functions to time, without a check.
+      warmup: Rounds before, whose times are dropped. The first run after the
+        checks of others is slower, which matters for short runs.
+      steps: Steps of a run; times are reported per step.
 
     Returns:
-      What a row holds of each contestant, and the timings of `machine`.
+      Entry of each contestant in a row, and the timings of `machine`.
     """
     runs, rounds = dict(machine or {}), self.settings.rounds
     total = 1 + len(names) + (warmup + rounds) * (len(names) + len(runs))
@@ -374,14 +380,14 @@ class Benchmark:
       results[name] = result_row(Timing(), None, self.devices(name))
       report((1 + i) / total, f"{name}, check")
       try:
-        work, found = build(name)
-        difference, wrong = compare(found)
+        work, output = build(name)
+        difference, wrong = compare(output)
         results[name]["max_abs_difference"] = difference
         if wrong:
           results[name]["reason"] = f"WRONG: off by {difference:.1e}"
         else:
           runs[name] = work
-        del work, found
+        del work, output
       except Exception as error:
         results[name]["reason"] = timing.reason(error)
     timings = timing.interleave(
@@ -392,16 +398,18 @@ class Benchmark:
     )
     for name in results:
       if name in runs:
-        one = timings.pop(name)
-        one = Timing(tuple(x / steps for x in one.seconds), one.reason)
+        run_timing = timings.pop(name)
+        run_timing = Timing(
+          tuple(x / steps for x in run_timing.seconds), run_timing.reason
+        )
         difference = results[name]["max_abs_difference"]
-        results[name] = result_row(one, difference, self.devices(name))
+        results[name] = result_row(run_timing, difference, self.devices(name))
     return results, timings
 
   def placed(
     self, one_device_wanted: bool, build: Callable[..., Trial], *args: Any
   ) -> Trial:
-    """`build(*args)`, in a process with one device where that is wanted."""
+    """Calls `build(*args)`, in a process with one device if wanted."""
     if one_device_wanted and one_device.useful():
       return self.process.build(build, *args)
     return build(*args)
@@ -421,18 +429,17 @@ class Benchmark:
     """Runs the benchmark; prints, writes and returns the result.
 
     Args:
-      settings: what to run.
-      command: the command line, for the record.
-      json: file for the result; rewritten after every row.
-      plot: file for a picture of all rows; needs matplotlib.
-      append: keeps the rows that `json` holds already, but for those that run
-        anew.
-      stream: where progress is shown; default stderr.
-      say: prints a text.
+      settings: Settings of the run.
+      command: Command line, for the record.
+      json: File for the result; rewritten after every row.
+      plot: File for a picture of all rows; needs matplotlib.
+      append: Whether to keep the rows in `json`, except those that run again.
+      stream: Stream for progress; default stderr.
+      say: Function that prints a text.
 
     Raises:
-      OptionError: there are fewer devices than are asked for, no matplotlib,
-        or no rows of this machine to append to.
+      OptionError: If there are too few devices, matplotlib is missing, or the
+        rows to append to are of another machine.
     """
     if append and json is None:
       raise OptionError(
@@ -447,7 +454,7 @@ class Benchmark:
         f"pass --devices={len(jax.devices())}",
       )
     if plot is not None:
-      # Without matplotlib it fails now, not after hours of work.
+      # Fail at once without matplotlib, not after hours of work.
       pictures.figures()
     self = cls(settings)
     rows: list[Row] = []
@@ -459,23 +466,25 @@ class Benchmark:
       "rows": rows,
     }
     if append and json is not None and os.path.exists(json):
-      before = timing.read_json(json)
-      timing.check_same_machine(json, before["machine"], result["machine"])
-      last = {k: before[k] for k in ("command", "date", "versions", "machine")}
-      result["earlier"] = [*before.get("earlier", []), last]
-      rows = before["rows"]
+      previous = timing.read_json(json)
+      timing.check_same_machine(json, previous["machine"], result["machine"])
+      last = {
+        k: previous[k] for k in ("command", "date", "versions", "machine")
+      }
+      result["earlier"] = [*previous.get("earlier", []), last]
+      rows = previous["rows"]
     with self.stack:
       self.load()
       result |= self.facts()
-      cases, done = self.cases, 0.0
+      cases, done_weight = self.cases, 0.0
       weights = [self.weight(case) for case in cases]
       progress = timing.Progress(sum(weights), stream)
       for case, weight in zip(cases, weights, strict=True):
-        report = functools.partial(_report, progress, case, done, weight)
+        report = functools.partial(_report, progress, case, done_weight, weight)
         report(0, "reference")
         row = self.row(case, report)
         self.process.clear()
-        done += weight
+        done_weight += weight
         rows = [r for r in rows if self.order(r) != self.order(row)] + [row]
         rows.sort(key=self.order)
         result |= {
@@ -496,9 +505,9 @@ class Benchmark:
     return result
 
   def load(self) -> None:
-    """Imports what contestants need, before anything is compiled.
+    """Imports the contestants' dependencies, before anything is compiled.
 
-    Importing flax makes JAX compile anew what is compiled already. A contestant
+    Importing flax later would make JAX compile its programs again. A contestant
     that fails here fails again in each row, with a reason.
     """
     for name in getattr(self.settings, "contestants", ()):
@@ -513,7 +522,7 @@ class Benchmark:
 
 
 def timing_row(one: Timing) -> Row:
-  """The times of what is timed beside contestants."""
+  """Times of a function that is no contestant, as JSON."""
   assert one.median_s is not None, one.reason
   return {
     "median_s": one.median_s,
@@ -523,7 +532,7 @@ def timing_row(one: Timing) -> Row:
 
 
 def product_row(one: Timing, size: int) -> Row:
-  """The machine's matrix product of `timing.gemm` and its rate."""
+  """Time and rate of the matrix product of `timing.gemm`."""
   row, flops = timing_row(one), timing.gemm_flops(size)
   rate = flops / row["median_s"]
   return {"size": size, "flops": flops, "flops_per_s": rate, **row}
@@ -542,7 +551,7 @@ def result_row(one: Timing, difference: float | None, devices: int = 1) -> Row:
 
 
 def percent(flops: float | int, one: Row, product: Row) -> float | None:
-  """The rate of a contestant in percent of the matrix product's."""
+  """Rate of a contestant in percent of the matrix product's rate."""
   median, rate = one["median_s"], product["flops_per_s"]
   return None if median is None else 100 * flops / median / rate
 
@@ -550,31 +559,33 @@ def percent(flops: float | int, one: Row, product: Row) -> float | None:
 def best(
   row: Row, names: Sequence[str], key: str = "median_s"
 ) -> tuple[str, float] | None:
-  """(name, time) of the fastest of `names` that has a number."""
-  found = [
+  """Finds (name, time) of the fastest of `names` that has a time."""
+  times = [
     (name, row["results"][name][key])
     for name in names
     if row["results"].get(name, {}).get(key)
   ]
-  return min(found, key=lambda x: x[1], default=None)
+  return min(times, key=lambda x: x[1], default=None)
 
 
 def ratio(
   row: Row, a: Sequence[str], b: Sequence[str], key: str = "median_s"
 ) -> float | None:
   """The best time of contestants `a` over that of `b`; None without both."""
-  mine, theirs = best(row, a, key), best(row, b, key)
-  return mine[1] / theirs[1] if mine and theirs else None
+  best_a, best_b = best(row, a, key), best(row, b, key)
+  return best_a[1] / best_b[1] if best_a and best_b else None
 
 
 def ratios(
   rows: Sequence[Row], a: Sequence[str], b: Sequence[str]
 ) -> dict[str, Any] | None:
-  """`ratio` of each row and their median, or None where no row has one."""
-  found = [ratio(row, a, b) for row in rows]
-  known = [x for x in found if x is not None]
+  """The `ratio` of each row and their median; None if no row has one."""
+  row_ratios = [ratio(row, a, b) for row in rows]
+  known_ratios = [x for x in row_ratios if x is not None]
   return (
-    {"ratios": found, "median": statistics.median(known)} if known else None
+    {"ratios": row_ratios, "median": statistics.median(known_ratios)}
+    if known_ratios
+    else None
   )
 
 
@@ -586,38 +597,38 @@ def ratios(
 def lines(
   row: Row, more: Callable[[Any], str], *, digits: int = 1
 ) -> list[str]:
-  """A line of each contestant: its time and `more` of its result, or a reason.
+  """Formats a line of each contestant: its time and `more`, or a reason.
 
-  Times, in milliseconds with so many digits, begin in column 28.
+  Times, in milliseconds with `digits` digits, begin in column 28.
   """
-  found = []
-  for name, one in row["results"].items():
-    devices = one["devices"]
+  table_lines = []
+  for name, result in row["results"].items():
+    devices = result["devices"]
     line = f"  {name:15} {devices:2} device{'s' if devices > 1 else ' '}"
-    if one["median_s"] is None:
-      line += f"           - {one['reason']}"
+    if result["median_s"] is None:
+      line += f"           - {result['reason']}"
     else:
-      line += f"{one['median_s'] * 1e3:11.{digits}f} ms {more(one)}"
-    found.append(line)
-  return found
+      line += f"{result['median_s'] * 1e3:11.{digits}f} ms {more(result)}"
+    table_lines.append(line)
+  return table_lines
 
 
 def import_torch(threads: int | None = None) -> Any:
-  """PyTorch, which then uses so many threads; None is one for each core."""
+  """Imports PyTorch with `threads` threads; None for one for each core."""
   torch = importlib.import_module("torch")
   torch.set_num_threads(threads or os.cpu_count() or 1)
   return torch
 
 
 def figure(width: float | int, height: float | int) -> Any:
-  """A matplotlib figure of so many inches, without a display."""
+  """Creates a matplotlib figure of a size in inches, without a display."""
   return pictures.figures().Figure(
     figsize=(width, height), layout="constrained", facecolor="white"
   )
 
 
 def tidy(ax: Any, title: str = "") -> None:
-  """Axes as the pictures of benchmarks have them."""
+  """Styles axes as in all pictures of benchmarks."""
   ax.set_title(title, loc="left", fontsize=10)
   ax.spines[["top", "right"]].set_visible(False)
   ax.grid(axis="y", color="0.9")
@@ -632,14 +643,14 @@ def bars(
   height: Callable[[Row, str], float],
   tick: Callable[[Row], str],
 ) -> None:
-  """Grouped bars: a group of each row, in it a bar of each contestant.
+  """Draws grouped bars: a group for each row, a bar for each contestant.
 
   Args:
-    ax: matplotlib axes.
-    rows: of the groups.
-    colors: by contestant.
-    height: of a row and a contestant.
-    tick: the text below a row's group.
+    ax: Matplotlib axes.
+    rows: Rows of the groups.
+    colors: Color of each contestant.
+    height: Function of a row and a contestant that returns the bar's height.
+    tick: Function that returns the text below a row's group.
   """
   width = 0.85 / max(len(colors), 1)
   for i, (name, color) in enumerate(colors.items()):

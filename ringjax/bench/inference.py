@@ -4,25 +4,25 @@ All contestants of a row get the same weights from one folder, the same tokens
 and the same cached keys. Both dtypes hold the same numbers, which are bfloat16.
 Contestants are checked against ours in float32 on one device (see `TOLERANCE`).
 
-  forward: a whole prompt to the logits behind its last token; no cache is
+  forward: a whole prompt to the logits after its last token; no cache is
     kept. Its rate is compared with the machine's matrix product.
   decode: steps of one token as `generate` takes them, each token read by the
-    host, with so many tokens in the cache. No step can be faster than reading
+    host, with `caches` tokens in the cache. No step can be faster than reading
     the weights and the cache once: that time is the bound, from the best rate
-    at which all cores together read a large array between them. A line is
-    fitted through the steps at all lengths: milliseconds for 1024 tokens more.
-  load: a folder to arrays. It was written a moment ago and is in the page
-    cache, so that no disk is measured; a cold disk is slower for all alike.
-  tiles: counts of `schedule.tile_counts`; no clock is involved.
+    at which all cores together read a large array. A line is fitted through the
+    steps at all lengths: milliseconds for 1024 tokens more.
+  load: a folder to arrays. It is in the page cache, as it was just written, so
+    that no disk is measured; a cold disk slows all contestants equally.
+  tiles: counts of `schedule.tile_counts`, without timing.
 
-Beside the time of each run stands the processor time that all threads of the
-process took for it, which the load of a busy machine changes less. PyTorch
-runs with a thread for each core, and as "transformers_1" with one: where
-others take a core away its threads wait for each other, and one alone can be
-several times as fast. It is compared by the better of the two.
+The time of each run is shown with the processor time of all threads of the
+process, which depends less on the load of a busy machine. PyTorch runs with a
+thread for each core, and as "transformers_1" with one: if another process takes
+a core, its threads wait for each other, and one thread can be several times as
+fast. The better of the two is compared.
 
-On CPU the devices of a mesh are virtual: they share the cores, and each has
-its copy of the weights, so striped cannot win there by more hardware. Our
+On CPU the devices of a mesh are virtual: they share the cores, and each has a
+copy of the weights, so striped cannot win there by more hardware. Our
 contestants on one device run in a process with one (see `one_device`).
 """
 
@@ -43,8 +43,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# `rj.models` and `rj.infer` load flax when they are first used, which the
-# other benchmarks do without.
+# `rj.models` and `rj.infer` import flax when they are first used, which the
+# other benchmarks don't need.
 import ringjax as rj
 from ringjax.bench import harness, inference_tables, model_contestants, timing
 from ringjax.bench.harness import Report, Row, Trial, option
@@ -60,27 +60,27 @@ from ringjax.bench.one_device import ProcessorTime
 from ringjax.ops.attention import schedule
 from ringjax.ops.mask import Causal
 
-# Largest difference of a logit, of the largest logit of the reference or of 1
-# where that is smaller.
+# Largest difference of a logit, as a fraction of the reference's largest logit
+# or of 1 if that is larger.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 
 _TILED = ("contiguous", "striped")
 
-# The array that all cores read: larger than any cache of theirs.
+# Size of the array that all cores read: larger than any CPU cache.
 _READ_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferenceSettings(harness.BenchmarkSettings):
-  """What the benchmark of a model runs; every combination of a part is a row.
+  """Settings of the benchmark; every combination in a part is a row.
 
   Attributes:
-    model: a preset, or what a config.json of a Llama holds.
-    tokens: of the prompts that are read.
-    caches: tokens in the cache when decoding begins.
-    rounds: timed rounds.
-    steps: of decoding in a round.
-    devices: of the sharded contestants.
+    model: Preset, or contents of a config.json of a Llama.
+    tokens: Lengths of the prompts of part "forward".
+    caches: Tokens in the cache when decoding begins.
+    rounds: Timed rounds.
+    steps: Decode steps in a round.
+    devices: Number of devices of the sharded contestants.
   """
 
   model: str | Mapping[str, Any] = "llama-100m"
@@ -102,7 +102,7 @@ class InferenceSettings(harness.BenchmarkSettings):
 
 
 class InferenceBenchmark(harness.Benchmark):
-  """A model's prompt, decoding step and loading, ours and transformers'."""
+  """Benchmark of prefill, decode steps and loading against transformers."""
 
   name = "inference"
   options = InferenceSettings
@@ -122,20 +122,20 @@ class InferenceBenchmark(harness.Benchmark):
 
   @functools.cached_property
   def path(self) -> pathlib.Path:
-    """Where models are written during a run."""
+    """Folder in which models are written during a run."""
     folder = tempfile.TemporaryDirectory(prefix="ringjax-bench-")
     return pathlib.Path(self.stack.enter_context(folder))
 
   @property
   def cases(self) -> list[ModelCase]:
     s = self.settings
-    one = functools.partial(ModelCase, devices=s.devices)
-    # Room for the steps of the check and of all rounds.
+    make_case = functools.partial(ModelCase, devices=s.devices)
+    # Slots for the steps of the check and of all rounds.
     room = max(s.caches) + (s.rounds + 1) * s.steps
-    more = {"decode": {"room": room, "steps": s.steps}}
+    extras = {"decode": {"room": room, "steps": s.steps}}
     tokens = {"decode": s.caches, "load": (0,)}
     return [
-      one(part=part, dtype=dtype, tokens=count, **more.get(part, {}))
+      make_case(part=part, dtype=dtype, tokens=count, **extras.get(part, {}))
       for part in PARTS
       if part in s.parts
       for dtype in (("",) if part == "tiles" else s.dtypes)
@@ -146,7 +146,7 @@ class InferenceBenchmark(harness.Benchmark):
     return {"torch_threads": model_contestants.torch_threads()}
 
   def folder(self, dtype: str) -> pathlib.Path:
-    """The model in a dtype; its numbers are the same in both."""
+    """Folder of the model in a dtype; both dtypes hold the same numbers."""
     if dtype not in self._folders:
       if dtype == "bfloat16":
         model = rj.models.create(self.settings.source, dtype=dtype)
@@ -157,46 +157,51 @@ class InferenceBenchmark(harness.Benchmark):
     return self._folders[dtype]
 
   def inputs(self, case: ModelCase) -> ModelInputs:
-    """What all contestants of a case get."""
+    """Inputs that all contestants of a case get."""
     rng = np.random.default_rng(case.tokens)
     folder, config = self.folder(case.dtype), self.config
     count = case.tokens if case.part == "forward" else 1
     ids = rng.integers(0, config.vocab, count, np.int32)
     if case.part != "decode":
       return ModelInputs(folder, config, ids)
-    one: Any = config.layers[0].attention
-    shape = (len(config.layers), one.kv_heads, case.tokens, one.head_dim)
+    attention: Any = config.layers[0].attention
+    shape = (
+      len(config.layers),
+      attention.kv_heads,
+      case.tokens,
+      attention.head_dim,
+    )
 
     def draw() -> np.ndarray:
       x = rng.standard_normal(shape, np.float32)
-      # Of a bfloat16, so that both dtypes hold the same numbers.
+      # Truncated to bfloat16, so that both dtypes hold the same numbers.
       return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
     return ModelInputs(folder, config, ids, (draw(), draw()))
 
   def reference(self, case: ModelCase, given: ModelInputs) -> np.ndarray:
-    """What the contestants' results are compared with."""
-    wide = dataclasses.replace(case, dtype="float32")
-    if wide not in self._references:
-      given = dataclasses.replace(given, folder=self.folder("float32"))
-      self._last = wide, self._trial("ringjax", wide, given)
-      self._references[wide] = self._last[1][1]
-    return self._references[wide]
+    """Result that the contestants' results are compared with."""
+    float32_case = dataclasses.replace(case, dtype="float32")
+    if float32_case not in self._references:
+      inputs = dataclasses.replace(given, folder=self.folder("float32"))
+      self._last = float32_case, self._trial("ringjax", float32_case, inputs)
+      self._references[float32_case] = self._last[1][1]
+    return self._references[float32_case]
 
   def build(self, name: str, case: ModelCase, given: ModelInputs) -> Trial:
-    """What a contestant runs, and its result."""
+    """Builds a contestant's run, and computes its result."""
     last, self._last = self._last, None
     if name == "ringjax" and last is not None and last[0] == case:
-      # In float32 the reference competes itself.
+      # In float32 the reference is the contestant: reuse it.
       return last[1]
     return self._trial(name, case, given)
 
-  def _trial(self, name: str, case: ModelCase, given: ModelInputs) -> Trial:
-    wanted = CONTESTANTS[name].one_device
-    return self.placed(wanted, model_contestants.trial, name, case, given)
+  def _trial(self, name: str, case: ModelCase, inputs: ModelInputs) -> Trial:
+    one_device = CONTESTANTS[name].one_device
+    return self.placed(one_device, model_contestants.trial, name, case, inputs)
 
   def sizes(self) -> tuple[int, int]:
-    """(weights that each token is multiplied by, those of the head)."""
+    """Counts (weights that multiply each token, weights of the head)."""
     total = sum(x.size for x in jax.tree.leaves(self._abstract))
     table = self.config.vocab * self.config.embed
     return total - table * (1 if self.config.tied else 2), table
@@ -206,7 +211,7 @@ class InferenceBenchmark(harness.Benchmark):
     return jax.eval_shape(lambda: rj.models.create(self.settings.source))
 
   def flops(self, case: ModelCase) -> float:
-    """Of a whole prompt, without masked pairs."""
+    """FLOPs of a whole prompt, without masked pairs."""
     body, head = self.sizes()
     mixers: list[Any] = [layer.attention for layer in self.config.layers]
     pairs = sum(
@@ -215,25 +220,25 @@ class InferenceBenchmark(harness.Benchmark):
     return 2.0 * case.tokens * body + 2.0 * head + pairs
 
   def token_bytes(self, case: ModelCase) -> float:
-    """Of a token's keys and values."""
+    """Bytes of a token's keys and values."""
     mixers = (m for layer in self.config.layers for m in layer.mixers)
     shapes = (m.cache_shape(1) for m in mixers)
     return float(sum(s.numbers() for s in shapes) * _itemsize(case.dtype))
 
   def weight_bytes(self, case: ModelCase) -> float:
-    """That a step must read: all but the embeddings of other tokens."""
+    """Bytes of weights that a step must read, without other embeddings."""
     return float(sum(self.sizes()) * _itemsize(case.dtype))
 
   def weight(self, case: ModelCase) -> float:
-    """About how many seconds a row takes on a few cores."""
-    turns = 4.0 * (self.settings.rounds + 1)
+    """Estimated seconds of a row on a few cores."""
+    runs = 4.0 * (self.settings.rounds + 1)
     if case.part == "forward":
-      return turns * self.flops(case) / 2e11
+      return runs * self.flops(case) / 2e11
     if case.part == "decode":
       size = self.weight_bytes(case) + case.tokens * self.token_bytes(case)
-      return 10 + turns * case.steps * size / 1e10
+      return 10 + runs * case.steps * size / 1e10
     if case.part == "load":
-      return 10 + turns * self.weight_bytes(case) / 1e9
+      return 10 + runs * self.weight_bytes(case) / 1e9
     return 1.0
 
   def row(self, case: ModelCase, report: Report) -> Row:
@@ -244,43 +249,45 @@ class InferenceBenchmark(harness.Benchmark):
       for name in self.settings.contestants
       if case.part in (CONTESTANTS[name].parts or ())
     ]
-    given = self.inputs(case)
-    reference = self.reference(case, given)
+    inputs = self.inputs(case)
+    reference = self.reference(case, inputs)
     machine: dict[str, Callable[[], Any]] = {}
     if case.part == "forward":
       machine["machine"] = timing.gemm(case.dtype)
     elif case.part == "decode":
-      machine["machine"] = _reading()
+      machine["machine"] = _read_large_array()
     cpu: dict[str, list[float]] = {}
 
     def build(name: str) -> Trial:
-      work, found = self.build(name, case, given)
-      return _clocked(work, cpu.setdefault(name, [])), found
+      work, output = self.build(name, case, inputs)
+      return _clocked(work, cpu.setdefault(name, [])), output
 
     # Loaded numbers are copies: only their sums are rounded.
     tolerance = 1e-9 if case.part == "load" else TOLERANCE[case.dtype]
     results, timings = self.measure(
       names,
       build,
-      lambda found: _compare(found, reference, tolerance),
+      lambda output: _compare(output, reference, tolerance),
       report,
       machine=machine,
       steps=case.steps,
     )
     row = self._facts(case, timings)
-    for name, one in results.items():
-      median = one["median_s"]
-      one["cpu_s"] = median and statistics.median(cpu[name]) / case.steps
+    for name, result in results.items():
+      median = result["median_s"]
+      result["cpu_s"] = median and statistics.median(cpu[name]) / case.steps
       if case.part == "forward":
-        one["gemm_percent"] = harness.percent(row["flops"], one, row["machine"])
+        result["gemm_percent"] = harness.percent(
+          row["flops"], result, row["machine"]
+        )
       elif case.part == "decode":
-        one["bound_percent"] = median and 100 * row["bound_s"] / median
+        result["bound_percent"] = median and 100 * row["bound_s"] / median
       else:
-        one["s_per_gigabyte"] = median and median / row["gigabytes"]
+        result["s_per_gigabyte"] = median and median / row["gigabytes"]
     return row | {"results": results}
 
   def _facts(self, case: ModelCase, timings: Any) -> Row:
-    """What a row holds beside its results."""
+    """Entries of a row in addition to its results."""
     row: Row = {"part": case.part, "dtype": case.dtype, "tokens": case.tokens}
     if case.part == "forward":
       size = timing.GEMM_SIZE
@@ -291,7 +298,7 @@ class InferenceBenchmark(harness.Benchmark):
       row["gigabytes"] = sum(file.stat().st_size for file in files) / 1e9
     else:
       read = harness.timing_row(timings["machine"])
-      # A bound is what was reached, not what is usual.
+      # The bound is by the best rate that was reached, not by the median.
       rate = _READ_BYTES / read["min_s"]
       weights, token = self.weight_bytes(case), self.token_bytes(case)
       row |= {
@@ -314,38 +321,40 @@ def _itemsize(dtype: str) -> int:
 
 
 def _clocked(work: Callable[[], Any], cpu: list[float]) -> Callable[[], None]:
-  """`work`, with the processor time of each run noted in `cpu`."""
+  """Wraps `work` to append the processor time of each run to `cpu`."""
 
   def run() -> None:
     start = time.process_time()
-    done = jax.block_until_ready(work())
-    here = time.process_time() - start
-    cpu.append(done.seconds if isinstance(done, ProcessorTime) else here)
+    outcome = jax.block_until_ready(work())
+    elapsed = time.process_time() - start
+    cpu.append(
+      outcome.seconds if isinstance(outcome, ProcessorTime) else elapsed
+    )
 
   return run
 
 
 def _compare(
-  found: np.ndarray, reference: np.ndarray, tolerance: float
+  output: np.ndarray, reference: np.ndarray, tolerance: float
 ) -> tuple[float, bool]:
-  """(largest absolute difference, whether the result is off)."""
-  if found.dtype == np.float64 and found.shape == reference.shape:
-    # Of weights: each of the sums counts for itself.
-    found, reference = found / reference, np.ones_like(reference)
-  return harness.compare([found], [reference], tolerance)
+  """Computes (largest absolute difference, whether the result is off)."""
+  if output.dtype == np.float64 and output.shape == reference.shape:
+    # Sums of weights are compared relatively, each by itself.
+    output, reference = output / reference, np.ones_like(reference)
+  return harness.compare([output], [reference], tolerance)
 
 
-def _reading() -> Callable[[], Any]:
-  """All cores read `_READ_BYTES` once, ready to run."""
+def _read_large_array() -> Callable[[], Any]:
+  """Returns a function by which all cores read `_READ_BYTES` once."""
   cores = os.cpu_count() or 1
   pool = concurrent.futures.ThreadPoolExecutor(cores)
   parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), cores)
-  # NumPy lets go of the interpreter while it looks for the largest number.
+  # NumPy releases the GIL in np.max.
   return lambda: list(pool.map(np.max, parts))
 
 
 def _tiles(case: ModelCase) -> Row:
-  """Counts by hop; a hop lasts as long as its slowest device."""
+  """Counts tiles by hop; a hop lasts as long as its slowest device."""
   results = {}
   for name in _TILED:
     counts = schedule.tile_counts(

@@ -1,7 +1,7 @@
 """Tables of the benchmark of a model: ratios, lines through steps, a picture.
 
-Everything here is computed from the rows of a result, which a file holds, so
-that rows of several runs are shown as one.
+Everything is computed from the rows of a result, which a file holds, so that
+rows of several runs can be shown together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ringjax.bench import harness
 from ringjax.bench.harness import Row, best, ratio
 from ringjax.bench.model_contestants import CONTESTANTS, DTYPES, ModelCase
 
-# Tokens: how many times transformers' speed ours shall be.
+# Goals by tokens: our speed as a multiple of transformers'.
 AIMS = {4096: 1.0, 32768: 2.0}
 
 _PEERS = ("transformers", "transformers_1")
@@ -30,10 +30,10 @@ _COLORS = {
 
 
 def fit(tokens: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
-  """The line through times of a step, in ms and ms for 1024 tokens."""
+  """Fits a line to times of a step, in ms and ms for 1024 tokens."""
   x, y = np.asarray(tokens) / 1024, np.asarray(seconds) * 1e3
   slope, start = np.polyfit(x, y, 1)
-  # Times that are all equal are explained in full.
+  # Equal times are explained completely, though their variance is 0.
   r2 = np.corrcoef(x, y)[0, 1] ** 2 if np.ptp(y) else 1.0
   return {"ms": float(start), "ms_per_1024": float(slope), "r2": float(r2)}
 
@@ -41,21 +41,22 @@ def fit(tokens: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
 def summary(rows: Sequence[Row]) -> Row:
   """Speed over transformers', fitted lines, loading over safetensors, aims.
 
-  A "speed" is their best median time over our best: above 1 we are faster; a
-  "cpu_speed" is that in processor time. The bound of a line is the slope of
-  reading the cache once. Loading is compared by time: below 1 we are faster.
+  A "speed" is their best median time over ours: above 1 we are faster; a
+  "cpu_speed" is the same ratio of processor times. The bound of a line is the
+  slope of reading the cache once. Loading is compared by time: below 1 we are
+  faster.
   """
-  ours = [name for name, one in CONTESTANTS.items() if one.ours]
-  of = lambda *parts: [row for row in rows if row["part"] in parts]
+  ours = [name for name, contestant in CONTESTANTS.items() if contestant.ours]
+  rows_of = lambda *parts: [row for row in rows if row["part"] in parts]
   speeds, aims = [], []
-  for row in of("forward", "decode"):
+  for row in rows_of("forward", "decode"):
     facts = {name: row[name] for name in ("part", "dtype", "tokens")}
-    mine, speed = best(row, ours), ratio(row, _PEERS, ours)
+    our_best, speed = best(row, ours), ratio(row, _PEERS, ours)
     cpu = ratio(row, _PEERS, ours, "cpu_s")
     speeds.append(
       {
         **facts,
-        "best_of_ours": mine and mine[0],
+        "best_of_ours": our_best and our_best[0],
         "speed": speed,
         "cpu_speed": cpu,
       }
@@ -73,7 +74,7 @@ def summary(rows: Sequence[Row]) -> Row:
         "contestant": name,
         "time_over_safetensors": ratio(row, [name], ["safetensors"]),
       }
-      for row in of("load")
+      for row in rows_of("load")
       for name in row["results"]
       if name != "safetensors"
     ],
@@ -84,14 +85,14 @@ def summary(rows: Sequence[Row]) -> Row:
         "striped_time_over_contiguous": row["results"]["striped"]["time"]
         / row["results"]["contiguous"]["time"],
       }
-      for row in of("tiles")
+      for row in rows_of("tiles")
     ],
     "aims": aims,
   }
 
 
 def _read_rate(rows: Sequence[Row]) -> float:
-  """The best rate of reading in any row, bytes per second."""
+  """Best rate of reading in any row, in bytes per second."""
   return max(
     (r["machine"]["bytes_per_s"] for r in rows if r["part"] == "decode"),
     default=0.0,
@@ -99,18 +100,20 @@ def _read_rate(rows: Sequence[Row]) -> float:
 
 
 def _lines(rows: Sequence[Row]) -> list[Row]:
-  found = []
+  step_lines = []
   for dtype in DTYPES:
     members = [r for r in rows if r["part"] == "decode" and r["dtype"] == dtype]
     rate = _read_rate(rows)
     for name in CONTESTANTS:
-      points = [(r, least[1]) for r in members if (least := best(r, [name]))]
+      points = [
+        (r, fastest[1]) for r in members if (fastest := best(r, [name]))
+      ]
       if len(points) < 2:
         continue
       tokens = [r["tokens"] for r, _ in points]
       line = fit(tokens, [s for _, s in points])
       cpu = [r["results"][name].get("cpu_s") for r, _ in points]
-      found.append(
+      step_lines.append(
         {
           "dtype": dtype,
           "contestant": name,
@@ -119,7 +122,7 @@ def _lines(rows: Sequence[Row]) -> list[Row]:
           "bound_ms_per_1024": 1024e3 * members[0]["token_bytes"] / rate,
         }
       )
-  return found
+  return step_lines
 
 
 def _title(row: Row) -> str:
@@ -141,17 +144,17 @@ def table(case: ModelCase, row: Row) -> str:
       f"  {'reading once':26}{ms:11.1f} ms   100 %   {rate:.1f} GB/s"
     )
 
-  def more(one: Mapping[str, Any]) -> str:
-    rest = f"best {one['min_s'] * 1e3:.1f} ms"
+  def result_text(result: Mapping[str, Any]) -> str:
+    details = f"best {result['min_s'] * 1e3:.1f} ms"
     if row["part"] == "load":
-      share = f"{one['s_per_gigabyte']:5.2f} s/GB"
+      share = f"{result['s_per_gigabyte']:5.2f} s/GB"
     else:
-      percent = one.get("gemm_percent") or one["bound_percent"]
+      percent = result.get("gemm_percent") or result["bound_percent"]
       share = f"{percent:5.1f} %"
-      rest += f", off by {one['max_abs_difference']:.0e}"
-    return f"{share}   cpu {one['cpu_s'] * 1e3:.1f} ms, {rest}"
+      details += f", off by {result['max_abs_difference']:.0e}"
+    return f"{share}   cpu {result['cpu_s'] * 1e3:.1f} ms, {details}"
 
-  return "\n".join(lines + harness.lines(row, more)) + "\n"
+  return "\n".join(lines + harness.lines(row, result_text)) + "\n"
 
 
 def _tiles_table(row: Row) -> str:
@@ -159,23 +162,23 @@ def _tiles_table(row: Row) -> str:
     f"tiles of a causal ring, {row['devices']} devices T={row['tokens']}; "
     "by hop: largest : mean"
   ]
-  for name, one in row["results"].items():
-    hops = " ".join(f"{x:.2f}" for x in one["largest_over_mean_by_hop"])
+  for name, result in row["results"].items():
+    hops = " ".join(f"{x:.2f}" for x in result["largest_over_mean_by_hop"])
     lines.append(
-      f"  {name:12}{one['tiles']:8} tiles, time {one['time']:6}, busy "
-      f"{one['busy_percent']:5.1f} %   {hops}"
+      f"  {name:12}{result['tiles']:8} tiles, time {result['time']:6}, busy "
+      f"{result['busy_percent']:5.1f} %   {hops}"
     )
   return "\n".join(lines) + "\n"
 
 
-def _line(one: Mapping[str, Any]) -> str:
-  start, slope = one["ms"], one["ms_per_1024"]
-  return f"{start:8.1f} + {slope:5.2f}, R2 {one['r2']:.2f}"
+def _line(line: Mapping[str, Any]) -> str:
+  start, slope = line["ms"], line["ms_per_1024"]
+  return f"{start:8.1f} + {slope:5.2f}, R2 {line['r2']:.2f}"
 
 
 def closing(result: Row) -> str:
-  """The text of what `summary` found."""
-  found = result["summary"]
+  """Text of the figures of `summary`."""
+  figures = result["summary"]
   number = lambda x: f"{'-' if x is None else format(x, '.2f'):>6}"
   met = {True: "met", False: "not met", None: "no number"}
   tables = {
@@ -218,13 +221,13 @@ def closing(result: Row) -> str:
   }
   lines = []
   for key, (title, line) in tables.items():
-    if found[key]:
-      lines += [title, *(f"  {line(x)}" for x in found[key])]
+    if figures[key]:
+      lines += [title, *(f"  {line(x)}" for x in figures[key])]
   return "\n".join(lines) + "\n"
 
 
 def draw(result: Row, path: str) -> None:
-  """A panel a dtype: the step as the cache grows; below, the forward pass."""
+  """Draws a decode step by cache length and the forward pass, per dtype."""
   rows = result["rows"]
   dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
   figure = harness.figure(4.2 * max(2, len(dtypes)), 6.2)
@@ -234,13 +237,13 @@ def draw(result: Row, path: str) -> None:
       r for r in rows if r["part"] == part and r["dtype"] == dtype
     ]
     lines = result["summary"]["lines"]
-    mine = {x["contestant"]: x for x in lines if x["dtype"] == dtype}
-    _draw_decode(axes[0, column], of("decode"), mine, _read_rate(rows))
+    lines_by_name = {x["contestant"]: x for x in lines if x["dtype"] == dtype}
+    _draw_decode(axes[0, column], of("decode"), lines_by_name, _read_rate(rows))
     _draw_forward(axes[1, column], of("forward"))
-    for ax, what in zip(
+    for ax, subject in zip(
       axes[:, column], ("a step", "a whole prompt"), strict=True
     ):
-      harness.tidy(ax, f"{dtype}: {what}")
+      harness.tidy(ax, f"{dtype}: {subject}")
       if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
   harness.save(figure, path, dpi=100)
@@ -273,7 +276,7 @@ def _draw_decode(
 
 def _draw_forward(ax: Any, rows: Sequence[Row]) -> None:
   speed = lambda row, name: (
-    row["tokens"] / found[1] if (found := best(row, [name])) else 0.0
+    row["tokens"] / fastest[1] if (fastest := best(row, [name])) else 0.0
   )
   colors = {
     name: color

@@ -1,18 +1,18 @@
 """Times a hop: kernels, the loops of Blockwise, and one plain call.
 
-Nothing is sent: what is timed is one shard's part of a ring, all of its hops
+Nothing is sent: the benchmark times one shard's part of a ring, all of its hops
 one after another, on one device.
 
   full    one hop, every query sees every key
   causal  one hop, a shard's own keys
   strict  one hop of a striped ring, whose keys are a token ahead
   ring    a shard's queries over the keys of all shards, all seen
-  striped the same in a striped ring: half of each hop is seen
+  striped a shard's queries in a striped ring: half of each hop is seen
 
-Work counts the pairs that are seen: 4 H FLOPs a head each, and 3.5 times that
-forward and backward. `jax.nn` is one call over the same pairs (cuDNN's on a
-GPU), without statistics that come in and go out: what `full`, `causal` and
-`ring` lose against it is what hops cost. It has no strict or striped hop.
+Work counts unmasked pairs: 4 H FLOPs a head each, and 3.5 times that forward
+and backward. `jax.nn` is one call over the same pairs (cuDNN's on a GPU),
+without softmax statistics as inputs and outputs: the loss of `full`, `causal`
+and `ring` against it is the cost of hops. It has no strict or striped hop.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _KINDS = (*HOPS, *RINGS)
 CONTESTANTS = ("kernel", "blockwise", "jax.nn")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
-# Longer cases are checked at this length: the truth is slow.
+# Longer cases are checked at this length: the reference is slow.
 _CHECKED = 4096
-# Products that keep a GPU busy; elsewhere they would take the longest.
+# Sizes of products that keep an accelerator busy; too slow on a CPU.
 _GEMM = {"gpu": 8192, "tpu": 8192}
 
 
@@ -61,9 +61,9 @@ class HopCase(AttentionCase):
   """One row of the benchmark: the hops of a shard.
 
   Attributes:
-    kind: of `HOPS` and `RINGS`.
-    tokens: of a hop's queries and its keys; of a ring, in all.
-    shards: of a ring.
+    kind: Kind of hop or ring, of `HOPS` and `RINGS`.
+    tokens: Queries and keys of a hop; all tokens of a ring.
+    shards: Number of shards of a ring.
   """
 
   kind: str
@@ -76,14 +76,14 @@ class HopCase(AttentionCase):
 
   @property
   def rows(self) -> int:
-    """Queries of the shard."""
+    """Number of queries of the shard."""
     return self.tokens // self.hops
 
   @property
   def pairs(self) -> float:
     t = self.rows
     if self.kind == "striped":
-      # The middle one of the stripes: half of its hops are strict.
+      # The middle stripe, half of whose hops are strict.
       return self.hops / 2 * t * t + (self.shards // 2 + 1 - self.hops / 2) * t
     causal = {"causal": 0.5, "strict": -0.5}
     if self.kind in causal:
@@ -92,15 +92,15 @@ class HopCase(AttentionCase):
 
   @property
   def context(self) -> Context:
-    """Where queries and keys are."""
+    """Positions of queries and keys, and their mask."""
     t, r = np.arange(self.rows), self.hops
-    mine = r // 2
+    stripe = r // 2
     q, k = {
       "full": (t, t),
       "ring": (t, np.arange(self.tokens)),
       "causal": (t, t),
       "strict": (2 * t, 2 * t + 1),
-      "striped": (r * t + mine, (np.arange(r)[:, None] + r * t).reshape(-1)),
+      "striped": (r * t + stripe, (np.arange(r)[:, None] + r * t).reshape(-1)),
     }[self.kind]
     at = lambda pos: Coords(
       jnp.asarray(pos, jnp.int32)[None], jnp.ones((1, len(pos)), jnp.int32)
@@ -118,7 +118,7 @@ class HopCase(AttentionCase):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSettings(AttentionSettings):
-  """What the benchmark of kernels runs; every combination is a row."""
+  """Settings of the benchmark of kernels; every combination is a row."""
 
   kinds: tuple[str, ...] = option(_KINDS, _KINDS, flag="parts")
   tokens: tuple[int, ...] = option((8192, 16384, 32768, 65536, 131072))
@@ -150,7 +150,7 @@ class KernelSettings(AttentionSettings):
 
 
 def _inputs(case: HopCase) -> tuple[Local, jax.Array]:
-  """Operands of the shard and the cotangent of its output."""
+  """Random operands of the shard and the cotangent of its output."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(
     rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
@@ -164,20 +164,20 @@ def _inputs(case: HopCase) -> tuple[Local, jax.Array]:
 def _jitted(
   case: HopCase, call: Callable[..., Any], context: Any
 ) -> Callable[..., Any]:
-  """(x, do) -> (out,), or gradients, of attention by `call(x, context)`."""
+  """Compiles attention by `call`: (x, do) -> (out,), or its gradients."""
 
-  def both(x: Local, do: jax.Array, context: Any) -> Any:
+  def outputs_or_gradients(x: Local, do: jax.Array, context: Any) -> Any:
     if not case.backward:
       return (call(x, context),)
     return tuple(jax.vjp(lambda x: call(x, context), x)[1](do)[0])
 
   # Coordinates are operands, so that tiles are skipped at run time.
-  jitted = jax.jit(both)
+  jitted = jax.jit(outputs_or_gradients)
   return lambda x, do: jitted(x, do, context)
 
 
-def _turns(local: Any, case: HopCase, x: Local) -> Callable[..., Any]:
-  """All hops by a local algorithm."""
+def _all_hops(local: Any, case: HopCase, x: Local) -> Callable[..., Any]:
+  """Runs all hops with a local algorithm."""
   scores = Scores(scale=case.head_dim**-0.5)
   hops, context = LocalHops(local, case.hops), case.context
   if hasattr(local, "decline"):
@@ -195,15 +195,15 @@ def _kernel(case: HopCase, x: Local) -> Callable[..., Any]:
   if device.platform not in KERNELS:
     raise Skipped(f"no kernel for {device.platform}")
   kind = KERNELS[device.platform][0]
-  return _turns(kind(chip=chips.known(device.device_kind)), case, x)
+  return _all_hops(kind(chip=chips.known(device.device_kind)), case, x)
 
 
 def _blockwise(case: HopCase, x: Local) -> Callable[..., Any]:
-  return _turns(Blockwise(), case, x)
+  return _all_hops(Blockwise(), case, x)
 
 
-def _plain(case: HopCase, x: Local) -> Callable[..., Any]:
-  """`jax.nn.dot_product_attention`, once."""
+def _jax_nn(case: HopCase, x: Local) -> Callable[..., Any]:
+  """Runs `jax.nn.dot_product_attention` once over all keys."""
   del x
   if case.kind in ("strict", "striped"):
     raise Skipped(f"skipped: it has no {case.kind} hop")
@@ -226,11 +226,11 @@ def _plain(case: HopCase, x: Local) -> Callable[..., Any]:
   return _jitted(case, call, ())
 
 
-_BUILD = {"kernel": _kernel, "blockwise": _blockwise, "jax.nn": _plain}
+_BUILD = {"kernel": _kernel, "blockwise": _blockwise, "jax.nn": _jax_nn}
 
 
 class KernelBenchmark(AttentionBenchmark):
-  """Hops of a ring on one device, in percent of the matrix product."""
+  """Benchmark of hops of a ring, in percent of the matrix product."""
 
   name = "kernels"
   options = KernelSettings
@@ -257,18 +257,22 @@ class KernelBenchmark(AttentionBenchmark):
   def row(self, case: Any, report: Report) -> Row:
     few_tokens = min(case.tokens, _CHECKED // case.shards * case.shards)
     short = dataclasses.replace(case, tokens=few_tokens)
-    few = _inputs(short)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), few)
+    short_inputs = _inputs(short)
+    float32_inputs = jax.tree.map(lambda a: a.astype(jnp.float32), short_inputs)
     exact = dataclasses.replace(short, dtype="float32")
-    reference = harness.host_arrays(_blockwise(exact, wide[0])(*wide))
+    reference = harness.host_arrays(
+      _blockwise(exact, float32_inputs[0])(*float32_inputs)
+    )
     x, do = _inputs(case)
 
     def build(name: str) -> Trial:
-      found = harness.host_arrays(_BUILD[name](short, few[0])(*few))
+      output = harness.host_arrays(
+        _BUILD[name](short, short_inputs[0])(*short_inputs)
+      )
       work = _BUILD[name](case, x)
-      # The first call, with its compilation, is the warm-up as well.
+      # The first call compiles and is the warm-up.
       jax.block_until_ready(work(x, do))
-      return lambda: work(x, do), found
+      return lambda: work(x, do), output
 
     row = self.beside_product(
       case,
@@ -281,15 +285,15 @@ class KernelBenchmark(AttentionBenchmark):
     return row | {"checked_tokens": short.tokens}
 
   def summary(self, rows: Sequence[Row]) -> Row:
-    """The kernel's median time over another's: below 1 it is faster."""
-    found = {
+    """Ratio of the kernel's median time to others': below 1 it is faster."""
+    ratios = {
       f"kernel over {name}": harness.ratios(rows, ["kernel"], [name])
       for name in CONTESTANTS[1:]
     }
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
   def closing(self, result: Row) -> str:
     return "\n".join(
-      f"{name}: {one['median']:.2f} of its time (median)"
-      for name, one in result["summary"].items()
+      f"{name}: {ratio['median']:.2f} of its time (median)"
+      for name, ratio in result["summary"].items()
     )

@@ -1,8 +1,8 @@
-"""Times the layers of a model that reads tokens behind a cached context.
+"""Times the layers of a model that reads tokens after a cached context.
 
 Guarantees: each sample is the median of runs that are interleaved with the
 others' (`timing.interleave`), compiled beforehand. A model of a few layers and
-a small vocabulary stands for the whole; the row of logits at the end of a call
+a small vocabulary represents the whole; the row of logits at the end of a call
 counts as the call's fixed cost.
 """
 
@@ -36,21 +36,23 @@ def measure(
   dtype: str = "float32",
   stream: TextIO | io.TextIOBase | None = None,
 ) -> list[fit.Sample]:
-  """Times calls of each of `tokens`, first and behind twice the most tokens.
+  """Times calls of each of `tokens`, without and with a cached prefix.
+
+  The prefix has twice the largest number of tokens.
 
   Args:
-    config: of the model, as in config.json.
-    tokens: new tokens of a call.
-    layers: how many of the model's layers are measured.
-    rounds: timed runs of each.
-    dtype: of weights and keys.
-    stream: where progress is shown; default stderr.
+    config: Config of the model, as in config.json.
+    tokens: Numbers of new tokens of a call.
+    layers: Number of the model's layers to measure.
+    rounds: Timed runs of each call.
+    dtype: Dtype of weights and keys.
+    stream: Stream for progress; default stderr.
 
   Returns:
     Samples, in seconds for `layers` layers.
 
   Raises:
-    OptionError: a count is below 1, or a call fails.
+    OptionError: If a count is below 1, or a call fails.
   """
   positive_int("rounds", rounds)
   sizes = sorted({positive_int("tokens", n) for n in tokens})
@@ -73,19 +75,19 @@ def measure(
       args[0], positions=args[1], rows=args[2], cache=cache, attend=attend
     )
 
-  for before in (0, 2 * sizes[-1]):
+  for prefix_tokens in (0, 2 * sizes[-1]):
     for count in sizes:
-      cache = model.init_cache(1, before + count, sharding=attend)
-      if before:
-        _, cache = call(0, before, cache)()
-      label = f"{count} tokens behind {before}"
-      runs[label] = call(before, count, cache)
-      points[label] = (count, before)
-  found = timing.timed(runs, rounds, stream)
-  seconds = lambda label: statistics.median(found[label].seconds)
+      cache = model.init_cache(1, prefix_tokens + count, sharding=attend)
+      if prefix_tokens:
+        _, cache = call(0, prefix_tokens, cache)()
+      label = f"{count} tokens behind {prefix_tokens}"
+      runs[label] = call(prefix_tokens, count, cache)
+      points[label] = (count, prefix_tokens)
+  timings = timing.timed(runs, rounds, stream)
+  seconds = lambda label: statistics.median(timings[label].seconds)
   return [
-    fit.Sample(tokens=count, before=before, seconds=seconds(label))
-    for label, (count, before) in points.items()
+    fit.Sample(tokens=count, before=prefix_tokens, seconds=seconds(label))
+    for label, (count, prefix_tokens) in points.items()
   ]
 
 
@@ -101,24 +103,24 @@ def profile(
   """The profile of a whole model from samples of `layers` of its layers.
 
   Raises:
-    ConfigError: a model whose cost has another form.
-    OptionError: samples from which no cost can be fitted.
+    ConfigError: If the cost of the model has another form.
+    OptionError: If no cost can be fitted to the samples.
   """
   shape = Shape.of(config)
-  found = fit.fit(samples)
-  whole = shape.layers / layers
+  model_fit = fit.fit(samples)
+  scale = shape.layers / layers
   kind = jax.devices()[0].device_kind
-  made = Profile(
+  measured = Profile(
     name=name,
     model=f"{model}-{dtype}",
     hardware=re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-"),
-    source=f"measured; largest error of the fit {100 * found.error:.0f} %",
+    source=f"measured; largest error of the fit {100 * model_fit.error:.0f} %",
     layers=shape.layers,
-    token_s=found.token_s * whole,
-    pair_s=found.pair_s * whole,
-    fixed_s=found.fixed_s * whole,
+    token_s=model_fit.token_s * scale,
+    pair_s=model_fit.pair_s * scale,
+    fixed_s=model_fit.fixed_s * scale,
     kv_bytes=shape.kv_bytes(jax.numpy.dtype(dtype).itemsize),
     early=shape.early,
-    kernel=found.kernel,
+    kernel=model_fit.kernel,
   )
-  return made, found
+  return measured, model_fit

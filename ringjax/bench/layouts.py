@@ -1,11 +1,11 @@
 """Counts how evenly layouts balance a causal ring: a table and a picture.
 
-Guarantees: everything shown is counted in the tiles that the attention loops
-run (`schedule.tile_schedule`); no clock is involved. Devices meet at the end of
-a hop, so that it lasts as long as its slowest device.
+Guarantees: all figures count the tiles that the attention loops run
+(`schedule.tile_schedule`), without timing. Devices meet at the end of a hop, so
+that it lasts as long as its slowest device.
 
-  busy   of the devices' time, the part spent on tiles
-  used   of the pairs in those tiles, the part that the mask allows
+  busy   fraction of the devices' time that is spent on tiles
+  used   fraction of the pairs in those tiles that the mask allows
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IDLE = "#e4e4e4"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutSettings(harness.BenchmarkSettings):
-  """What is counted: a causal ring of `shards` devices over `tokens`."""
+  """Settings: a causal ring of `shards` devices over `tokens`."""
 
   shards: int = option(8)
   tokens: int = option(32768)
@@ -43,14 +43,14 @@ class LayoutSettings(harness.BenchmarkSettings):
   kv_block: int | None = option(None)
 
   def kinds(self, layout: Layout) -> np.ndarray:
-    """Of each tile whether it is left out, masked or full."""
+    """Kind of each tile: skipped, masked or full."""
     return schedule.tile_schedule(
       layout, Causal(), self.shards, self.tokens, self.q_block, self.kv_block
     )
 
 
 class LayoutBenchmark(harness.Benchmark):
-  """Tiles of a causal ring by layout, hop and device; a row is a layout."""
+  """Benchmark of a causal ring's tiles; a row is a layout."""
 
   name = "layouts"
   options = LayoutSettings
@@ -112,7 +112,7 @@ class LayoutBenchmark(harness.Benchmark):
 
 
 def draw(kinds: dict[str, np.ndarray], path: str) -> None:
-  """Above: which device works when. Below: the hop that computes each tile."""
+  """Draws the busy time of devices (top) and the hop of each tile (bottom)."""
   patches = importlib.import_module("matplotlib.patches")
   colormaps = importlib.import_module("matplotlib").colormaps
   shards = next(iter(kinds.values())).shape[0]
@@ -154,12 +154,12 @@ def draw(kinds: dict[str, np.ndarray], path: str) -> None:
 
 
 def _lighter(color: np.ndarray) -> np.ndarray:
-  """The tone of a tile that needs its mask."""
+  """The lighter color of a masked tile."""
   return 0.45 * color + 0.55
 
 
 def _some(count: int, most: int) -> list[int]:
-  """At most `most` numbers below `count`, the first and last among them."""
+  """Up to `most` numbers below `count`, with the first and the last."""
   return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most))})
 
 

@@ -1,9 +1,9 @@
-"""Measures the devices at hand: products, attention, memory, links.
+"""Measures the current devices: products, attention, memory, links.
 
-Guarantees: every device does the same at the same time, so that what they
-share (cores of one processor, a memory, a switch) is measured as it will be
-shared. A send is timed as the difference between programs of many sends and of
-one, so that the cost of a program is not counted as latency.
+Guarantees: every device does the same at the same time, so that shared
+resources (cores of one processor, a memory, a switch) are measured under the
+load of all. A send is timed as the difference between programs of many sends
+and of one, so that the cost of a program is not counted as latency.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ringjax.parallel import collectives
 from ringjax.parallel.chips import Machine, number_bytes
 from ringjax.plan import machines
 
-_MANY = 17  # sends of a program; less the one of another, 16 are timed
+# Sends of a program: minus the one send of another program, 16 are timed.
+_MANY = 17
 _HEADS, _HEAD_DIM = 4, 64
 
 Samples = list[tuple[float, float]]
@@ -48,25 +49,32 @@ def measure(
   """Measures a mesh's devices and the links along each of its axes.
 
   Args:
-    mesh: the devices; axes of one device have no links.
-    name: of the machine.
-    dtype: of the local algorithm's operands.
-    tokens: of calls of the local algorithm, queries and keys alike.
-    nbytes: that a device holds of what is sent.
-    sides: of the square matrices whose products are timed.
-    rounds: timed runs of each.
-    stream: where progress is shown; default stderr.
+    mesh: Mesh of the devices; axes of one device have no links.
+    name: Name of the machine.
+    dtype: Dtype of the local algorithm's operands.
+    tokens: Numbers of queries, and of keys, of calls of the local algorithm.
+    nbytes: Sizes of sent arrays, in bytes of a device's shard.
+    sides: Sides of the square matrices whose products are timed.
+    rounds: Timed runs of each.
+    stream: Stream for progress; default stderr.
 
   Raises:
-    OptionError: a count is too small, a call fails, or times are noise.
+    OptionError: If a count is too small, a call fails, or times are noise.
   """
   positive_int("rounds", rounds)
   number_bytes(dtype)
-  for what, counts in (("tokens", tokens), ("bytes", nbytes), ("sides", sides)):
-    least = 2 if what != "bytes" else 1024
-    if len({integer(what, n, least=least) for n in counts}) < 2:
+  for option, counts in (
+    ("tokens", tokens),
+    ("bytes", nbytes),
+    ("sides", sides),
+  ):
+    minimum = 2 if option != "bytes" else 1024
+    if len({integer(option, n, least=minimum) for n in counts}) < 2:
       raise OptionError(
-        what, list(counts), "two sizes or more", f"pass another size of {what}"
+        option,
+        list(counts),
+        "two sizes or more",
+        f"pass another size of {option}",
       )
   axes = [axis for axis, size in mesh.shape.items() if size > 1]
   if not axes:
@@ -87,7 +95,7 @@ def measure(
     runs[f"forward {count}"] = put(_attention, shape, dtype)
     runs[f"both {count}"] = put(_gradient, shape, dtype)
   for size in nbytes:
-    # Larger than any cache, as what attention keeps of a long sequence is.
+    # Larger than any CPU cache, as the arrays of a long sequence are.
     runs[f"copy {size}"] = put(lambda x: x + 1, (4 * size,), "float32")
   for axis in axes:
     for size in nbytes:
@@ -96,10 +104,10 @@ def measure(
         for kind, send in _SENDS.items():
           f = functools.partial(_repeat, send, axis, times)
           runs[f"link {axis} {kind} {size} {times}"] = put(f, shape, "float32")
-  found = timing.timed(runs, rounds, stream)
+  timings = timing.timed(runs, rounds, stream)
 
-  # The least: other work on the machine can only add.
-  seconds = lambda *label: min(found[" ".join(map(str, label))].seconds)
+  # The minimum: other work on the machine can only add time.
+  seconds = lambda *label: min(timings[" ".join(map(str, label))].seconds)
   call_s = seconds("call")
   net = lambda *label: seconds(*label) - call_s
   forward = [(4.0 * _pairs(n), net("forward", n)) for n in tokens]
@@ -112,11 +120,11 @@ def measure(
   }
 
   def sends(axis: str, kind: str, share: float) -> Samples:
-    each = lambda size: (
+    send_s = lambda size: (
       seconds("link", axis, kind, size, _MANY)
       - seconds("link", axis, kind, size, 1)
     ) / (_MANY - 1)  # fmt: skip
-    return [(share * size, each(size)) for size in nbytes]
+    return [(share * size, send_s(size)) for size in nbytes]
 
   links = {}
   for axis in axes:
@@ -125,7 +133,7 @@ def measure(
       size=size,
       one=sends(axis, "one", 1.0),
       both=sends(axis, "both", 1.0),
-      # Each device holds its part of what is gathered.
+      # Each device already holds its part of the gathered array.
       gather=sends(axis, "gather", (size - 1) / size),
       exchange=sends(axis, "exchange", (size - 1) / size),
       noise_s=call_s / (_MANY - 1),
@@ -155,18 +163,18 @@ def _pairs(count: int) -> float:
 def _on_all(
   mesh: Mesh, f: Callable[[Any], Any], shape: Sequence[int], dtype: str
 ) -> Callable[[], Any]:
-  """A compiled run of `f` on an array of `shape` on every device."""
+  """Compiles a run of `f` on an array of `shape` on every device."""
   spec = P(mesh.axis_names)
   every = (mesh.devices.size * shape[0], *shape[1:])
-  made = jax.jit(
+  operand = jax.jit(
     lambda: jnp.full(every, 0.01, jnp.dtype(dtype)),
     out_shardings=jax.sharding.NamedSharding(mesh, spec),
   )()
-  # Attention's loops carry what differs between devices and what does not.
+  # check_vma: attention's loops carry both varying and replicated arrays.
   run = jax.jit(
     jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
-  ).lower(made).compile()  # fmt: skip
-  return lambda: run(made)
+  ).lower(operand).compile()  # fmt: skip
+  return lambda: run(operand)
 
 
 def _product(x: Any) -> Any:
@@ -189,7 +197,7 @@ _SENDS: dict[str, Callable[[Any, str], Any]] = {
   "both": lambda x, axis: (
     collectives.rotate(x, axis, 1) + collectives.rotate(x * 2, axis, -1)
   ),
-  # A device's part, brought to all: as many rows as there were.
+  # Each device gathers one row of every other: the shape stays the same.
   "gather": lambda x, axis: collectives.gather(x[:1], axis, 0),
   "exchange": lambda x, axis: collectives.exchange(x, axis, 0, 0),
 }
@@ -198,14 +206,14 @@ _SENDS: dict[str, Callable[[Any, str], Any]] = {
 def _repeat(
   send: Callable[[Any, str], Any], axis: str, times: int, x: Any
 ) -> Any:
-  """`times` sends, each of what the one before received."""
+  """Runs `times` sends, each of the array that the previous one received."""
   return jax.lax.fori_loop(
     0, times, lambda _, a: collectives.vary(send(a, axis), (axis,)), x
   )
 
 
 def _memory(device: Any, devices: int) -> float:
-  """Bytes of a device; CPU devices share the machine's."""
+  """Memory bytes of a device; CPU devices share the machine's."""
   try:
     stats = device.memory_stats() or {}
   except (NotImplementedError, RuntimeError):

@@ -1,7 +1,7 @@
 """The contestants of `inference`: they read prompts, decode and load models.
 
-Guarantees: a contestant gets a folder, tokens and cached keys, puts them in
-place before the clock starts, and runs as its users run it.
+Guarantees: a contestant gets a folder, tokens and cached keys, loads them
+before the clock starts, and runs as its users run it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.mesh import make_mesh
 
-# `rj.models` and `rj.infer` load flax when they are first used, which the
-# other benchmarks do without.
+# `rj.models` and `rj.infer` import flax when they are first used, which the
+# other benchmarks don't need.
 
 PARTS = ("forward", "decode", "load", "tiles")
 DTYPES = ("float32", "bfloat16")
@@ -40,12 +40,13 @@ class ModelCase:
   """One row of the benchmark: work of a whole model.
 
   Attributes:
-    part: one of `PARTS`.
-    dtype: of weights, activations and the cache.
-    tokens: of the prompt, or in the cache before the first step; 0 to load.
-    room: tokens that the cache has slots for.
-    steps: of decoding, timed together.
-    devices: of a sharded contestant.
+    part: Part of the benchmark, of `PARTS`.
+    dtype: Dtype of weights, activations and the cache.
+    tokens: Tokens of the prompt, or in the cache before the first step; 0 for
+      part "load".
+    room: Capacity of the cache in tokens.
+    steps: Decode steps that are timed together.
+    devices: Number of devices of a sharded contestant.
   """
 
   part: str
@@ -66,10 +67,10 @@ class ModelInputs:
   """The inputs of a row, the same for all contestants.
 
   Attributes:
-    folder: of the model, in the dtype of the case.
-    config: what it computes.
-    ids: int32 [T], the prompt; one token to decode.
-    keys: keys and values [L, K, T, H] in float32, to decode.
+    folder: Folder of the model, in the dtype of the case.
+    config: Config of the model.
+    ids: Ids of the prompt, or of one token to decode, int32 [T].
+    keys: Cached keys and values, float32 [L, K, T, H], to decode.
   """
 
   folder: pathlib.Path
@@ -87,43 +88,43 @@ def _float32(logits: Any) -> np.ndarray:
   return np.asarray(logits).astype(np.float32).reshape(-1)
 
 
-def _forward(case: ModelCase, given: ModelInputs) -> Runnable:
-  """The call of a model on one device."""
-  model = rj.models.load(given.folder, dtype=case.dtype)
-  tokens = jnp.asarray(given.ids[None])
-  last = jnp.full((1, 1), given.ids.size - 1, jnp.int32)
+def _forward(case: ModelCase, inputs: ModelInputs) -> Runnable:
+  """Builds a forward pass on one device."""
+  model = rj.models.load(inputs.folder, dtype=case.dtype)
+  tokens = jnp.asarray(inputs.ids[None])
+  last = jnp.full((1, 1), inputs.ids.size - 1, jnp.int32)
   run = lambda: model(tokens, rows=last)
   return Runnable(run, lambda: _float32(run()))
 
 
-def _striped_forward(case: ModelCase, given: ModelInputs) -> Runnable:
-  """The same over the devices of a mesh, each with its own tokens."""
-  if given.ids.size % (2 * case.devices):
-    raise Skipped(f"skipped: {given.ids.size} tokens over {case.devices}")
+def _striped_forward(case: ModelCase, inputs: ModelInputs) -> Runnable:
+  """Builds a forward pass whose tokens are striped over a mesh."""
+  if inputs.ids.size % (2 * case.devices):
+    raise Skipped(f"skipped: {inputs.ids.size} tokens over {case.devices}")
   mesh = make_mesh(
     (case.devices,),
     ("seq",),
     devices=jax.devices()[: case.devices],
     axis_types=AxisType.Auto,
   )
-  model, layout = rj.models.load(given.folder, mesh=mesh), Striped()
-  order = np.asarray(layout.order(given.ids.size, case.devices))
-  tokens = jnp.asarray(given.ids[order][None])
+  model, layout = rj.models.load(inputs.folder, mesh=mesh), Striped()
+  order = np.asarray(layout.order(inputs.ids.size, case.devices))
+  tokens = jnp.asarray(inputs.ids[order][None])
   last = jnp.asarray(np.argsort(order)[-1:][None].astype(np.int32))
   attend = ContextParallel(mesh=mesh, axis="seq", layout=layout)
   run = lambda: model(tokens, rows=last, attend=attend)
   return Runnable(run, lambda: _float32(run()))
 
 
-def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
-  """Steps as `generate` takes them in a session of `case.room` tokens."""
+def _decode(case: ModelCase, inputs: ModelInputs, *, scan: bool) -> Runnable:
+  """Builds decode steps as in `generate`, with `case.room` slots."""
   from ringjax.infer import decode
 
-  model = rj.models.load(given.folder, dtype=case.dtype, scan=scan)
+  model = rj.models.load(inputs.folder, dtype=case.dtype, scan=scan)
   session = rj.infer.Session(model, case.room)
-  session.cache = _filled(session.cache, given)
+  session.cache = _filled(session.cache, inputs)
   token, pos = (
-    jnp.asarray([x], jnp.int32) for x in (given.ids[0], case.tokens)
+    jnp.asarray([x], jnp.int32) for x in (inputs.ids[0], case.tokens)
   )
   state = decode.DecodeState(token, pos, jnp.zeros(1, bool), None)
   stops, total = decode.stop_ids(()), jnp.int32(case.room)
@@ -140,21 +141,21 @@ def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
   def run() -> None:
     nonlocal state
     for _ in range(case.steps):
-      after, session.cache = decode.step(
+      next_state, session.cache = decode.step(
         model, attend, sampler, session.cache, state, stops, total
       )
-      # The next step is on its way while this one's token is read.
+      # The next step runs on the device while this one's token is read.
       jax.device_get((state.token, state.done))
-      state = after
+      state = next_state
     jax.block_until_ready(state)
 
   return Runnable(run, check)
 
 
-def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
-  """The cache as if it had read the tokens whose keys are given."""
-  assert given.keys is not None
-  count = given.keys[0].shape[2]
+def _filled(cache: KVCache, inputs: ModelInputs) -> KVCache:
+  """Fills a cache with the given keys and values."""
+  assert inputs.keys is not None
+  count = inputs.keys[0].shape[2]
   pos = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
   at = Coords(pos, (pos < count).astype(jnp.int32))
   cache = cache.allocate(at, replicated=False, sees=False)
@@ -165,25 +166,25 @@ def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
     put = lambda old, new, n=layers, i=first: old.at[:, 0, :, :count].set(
       as_stored(jnp.asarray(new[i : i + n]), old).astype(old.dtype)
     )
-    slots.append(LayerKV(*map(put, part, given.keys)))
+    slots.append(LayerKV(*map(put, part, inputs.keys)))
     first += layers
   return dataclasses.replace(cache, slots=tuple(slots))
 
 
-def _load(case: ModelCase, given: ModelInputs) -> Runnable:
-  run = lambda: rj.models.load(given.folder, dtype=case.dtype)
+def _load(case: ModelCase, inputs: ModelInputs) -> Runnable:
+  run = lambda: rj.models.load(inputs.folder, dtype=case.dtype)
   check = lambda: _digest(np.asarray(x) for x in jax.tree.leaves(run()))
   return Runnable(run, check)
 
 
 def _digest(arrays: Any) -> np.ndarray:
-  """Sums that tell sets of weights apart, whatever their order and shapes."""
-  found = np.zeros(3)
+  """Sums that identify a set of weights in any order and shapes."""
+  digest = np.zeros(3)
   for x in arrays:
-    wide = x.astype(np.float32).reshape(-1)
-    sums = (np.sum(f(wide), dtype=np.float64) for f in (np.abs, np.square))
-    found += (wide.size, *sums)
-  return found
+    flat = x.astype(np.float32).reshape(-1)
+    sums = (np.sum(f(flat), dtype=np.float64) for f in (np.abs, np.square))
+    digest += (flat.size, *sums)
+  return digest
 
 
 # ---------------------------------------------------------------------------
@@ -191,23 +192,23 @@ def _digest(arrays: Any) -> np.ndarray:
 # ---------------------------------------------------------------------------
 
 
-def _pretrained(case: ModelCase, given: ModelInputs) -> Any:
-  """LlamaForCausalLM of the folder, on PyTorch's own fused attention."""
+def _pretrained(case: ModelCase, inputs: ModelInputs) -> Any:
+  """Loads LlamaForCausalLM with PyTorch's fused attention."""
   transformers = importlib.import_module("transformers")
   transformers.utils.logging.set_verbosity_error()
   transformers.utils.logging.disable_progress_bar()
   return transformers.LlamaForCausalLM.from_pretrained(
-    given.folder,
+    inputs.folder,
     dtype=getattr(import_torch(), case.dtype),
     attn_implementation="sdpa",
   ).eval()
 
 
 def _peer_forward(
-  case: ModelCase, given: ModelInputs, *, threads: int | None = None
+  case: ModelCase, inputs: ModelInputs, *, threads: int | None = None
 ) -> Runnable:
-  torch, model = import_torch(), _pretrained(case, given)
-  tokens = torch.from_numpy(given.ids.astype(np.int64))[None]
+  torch, model = import_torch(), _pretrained(case, inputs)
+  tokens = torch.from_numpy(inputs.ids.astype(np.int64))[None]
 
   def run() -> Any:
     import_torch(threads)
@@ -218,19 +219,19 @@ def _peer_forward(
 
 
 def _peer_decode(
-  case: ModelCase, given: ModelInputs, *, threads: int | None = None
+  case: ModelCase, inputs: ModelInputs, *, threads: int | None = None
 ) -> Runnable:
-  """Calls of the model with a `DynamicCache`, greedy."""
-  torch, model = import_torch(), _pretrained(case, given)
+  """Builds greedy calls of the model with a `DynamicCache`."""
+  torch, model = import_torch(), _pretrained(case, inputs)
   cache = importlib.import_module("transformers").DynamicCache(
     config=model.config
   )
-  assert given.keys is not None
+  assert inputs.keys is not None
   dtype = getattr(torch, case.dtype)
-  for i, (k, v) in enumerate(zip(*given.keys, strict=True)):
+  for i, (k, v) in enumerate(zip(*inputs.keys, strict=True)):
     k, v = (torch.from_numpy(x).to(dtype)[None] for x in (k, v))
     cache.update(k, v, i)
-  token = torch.from_numpy(given.ids[:1].astype(np.int64))[None]
+  token = torch.from_numpy(inputs.ids[:1].astype(np.int64))[None]
 
   def step() -> Any:
     nonlocal token
@@ -255,28 +256,28 @@ def _peer_decode(
   return Runnable(run, check)
 
 
-def _peer_load(case: ModelCase, given: ModelInputs) -> Runnable:
-  run = lambda: _pretrained(case, given)
+def _peer_load(case: ModelCase, inputs: ModelInputs) -> Runnable:
+  run = lambda: _pretrained(case, inputs)
 
   def check() -> np.ndarray:
     # Tied weights are one parameter.
-    found = run().parameters()
-    return _digest(x.detach().float().numpy() for x in found)
+    parameters = run().parameters()
+    return _digest(x.detach().float().numpy() for x in parameters)
 
   return Runnable(run, check)
 
 
-def _safetensors(case: ModelCase, given: ModelInputs) -> Runnable:
-  """`safetensors.numpy.load_file` of each file: NumPy arrays by name."""
+def _safetensors(case: ModelCase, inputs: ModelInputs) -> Runnable:
+  """Builds a load of each file by `safetensors.numpy.load_file`."""
   reader = importlib.import_module("safetensors.numpy")
-  files = sorted(given.folder.glob("*.safetensors"))
+  files = sorted(inputs.folder.glob("*.safetensors"))
   run = lambda: [reader.load_file(file) for file in files]
   check = lambda: _digest(x for file in run() for x in file.values())
   return Runnable(run, check)
 
 
 def torch_threads() -> int | None:
-  """Threads of PyTorch, or None where it is not installed."""
+  """Number of threads of PyTorch; None if it is not installed."""
   try:
     return import_torch().get_num_threads()
   except ImportError:
@@ -299,9 +300,9 @@ def _contestant(
   sharded: bool = False,
   **builders: Callable[[ModelCase, ModelInputs], Runnable],
 ) -> Contestant:
-  """A contestant with a builder for each part that it takes part in."""
+  """Creates a contestant with a builder for each part that it runs."""
   return Contestant(
-    lambda case, given: builders[case.part](case, given),
+    lambda case, inputs: builders[case.part](case, inputs),
     ours=ours,
     sharded=sharded,
     one_device=ours and not sharded,

@@ -1,12 +1,12 @@
-"""A model on disk by accelerate, in a process of its own; see `offloading`.
+"""Runs a model on disk with accelerate, in a process; see `offloading`.
 
 Run by its path, with any Python that has torch, transformers and accelerate:
 
   python offload_peer.py FOLDER SCRATCH
 
-It answers each line `ROWS PROMPT NEW` with one of JSON: seconds, the most
-bytes that the process had, and how many of them are no pages of files, which
-the system can take back at any time.
+It answers each line `ROWS PROMPT NEW` with one of JSON: seconds, the peak bytes
+of the process, and the peak without pages of files, which the system can evict
+at any time.
 """
 
 import pathlib
@@ -18,10 +18,10 @@ from ringjax.json_text import json_text
 
 
 class MemoryWatch:
-  """The most bytes that this process had, looked at 50 times a second.
+  """Peak memory of this process, sampled 50 times a second.
 
-  The system knows the most of all, and of what is written to (not a page of a
-  file, which it can take back at any time) how much there is now.
+  The system reports the peak of all bytes, but only the current bytes of
+  written memory (without pages of files, which it can evict at any time).
   """
 
   def __init__(self) -> None:
@@ -35,21 +35,21 @@ class MemoryWatch:
 
   def _look(self) -> int:
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    found = {x.split(":")[0]: x.split()[1:2] for x in lines}
-    number = lambda name: int(found[name][0]) * 1024
-    now = number("RssAnon") + number("RssShmem")
-    self._written = max(self._written, now)
+    fields = {x.split(":")[0]: x.split()[1:2] for x in lines}
+    number = lambda name: int(fields[name][0]) * 1024
+    written_bytes = number("RssAnon") + number("RssShmem")
+    self._written = max(self._written, written_bytes)
     return number("VmHWM")
 
   def peaks(self) -> dict[str, int]:
-    """By name: all bytes, and those that are written to."""
+    """Peak bytes of all memory and of written memory, by name."""
     return {"peak": self._look(), "written": self._written}
 
 
 def main(folder: str, scratch: str) -> None:
-  """Answers lines until there are no more."""
+  """Answers lines until the input ends."""
   memory = MemoryWatch()
-  # None of these is a dependency of ringjax.
+  # ringjax does not depend on these packages.
   import torch  # pyrefly: ignore
   from transformers import AutoModelForCausalLM  # pyrefly: ignore
 
@@ -77,11 +77,11 @@ def main(folder: str, scratch: str) -> None:
         pad_token_id=0,
       )
     seconds = time.monotonic() - start
-    found = {"seconds": seconds, **memory.peaks()}
-    print(json_text(found), flush=True)
+    record = {"seconds": seconds, **memory.peaks()}
+    print(json_text(record), flush=True)
 
 
 if __name__ == "__main__":
-  # Files beside this one are modules of ringjax, whose names others have too.
+  # The folder of this file has modules whose names clash with other packages.
   del sys.path[0]
   main(*sys.argv[1:])

@@ -1,13 +1,12 @@
-"""A model that is larger than the memory: its layers stream from disk.
+"""Benchmark of a model larger than the memory, whose layers stream from disk.
 
-Guarantees: prompts are the same for all, and each contestant is a process of
-its own, of which the system says how many bytes it had at most; they run in
-turn. Ours runs under a limit of the system (RLIMIT_DATA), which counts all that
-is written to and no page of a file. It computes one prompt, and a block of
-them, for which a layer is read once; accelerate, where it is installed, reads
-the same folder.
+Guarantees: prompts are the same for all, and each contestant is a separate
+process whose peak memory the system reports; they run in turn. Ours runs under
+a limit of the system (RLIMIT_DATA), which counts written memory and no pages of
+files. It computes one prompt, and a block of them, for which a layer is read
+once; accelerate, if it is installed, reads the same folder.
 
-The folder is made if there is none: random weights in bfloat16.
+The folder is created if it does not exist: random weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadSettings(harness.BenchmarkSettings):
-  """The model's folder, the block, and who runs it.
+  """Settings of the benchmark: model, block and contestants.
 
   Attributes:
-    folder: of the model; made if there is none.
-    scratch: a folder for what accelerate writes.
-    peer: a Python that has accelerate; default: this one.
-    layers: of a model that is made, 69 MB each.
-    rows: of a block. A call of a quarter of them, with more tokens, is
+    folder: Folder of the model; created if it does not exist.
+    scratch: Folder for files that accelerate writes.
+    peer: Python interpreter that has accelerate; default: this one.
+    layers: Number of layers of a created model, 69 MB each.
+    rows: Rows of a block. A call of a quarter of them, with more tokens, is
       forecast before it runs, by the log of the others.
-    prompt_tokens: of each prompt.
-    new_tokens: of each answer.
-    memory: MiB that ours may have: those that are written to by the system's
-      limit; all of them, with the pages of programs, by what is measured.
-    rounds: of each measurement; the median is reported.
-    parts: contestants.
+    prompt_tokens: Tokens of each prompt.
+    new_tokens: Tokens of each answer.
+    memory: MiB that ours may take: a limit of the system for written memory;
+      for all memory, with pages of programs, only measured.
+    rounds: Rounds of each measurement; the median is reported.
+    parts: Contestants.
   """
 
   folder: str = option("", ())
@@ -73,7 +72,7 @@ class OffloadSettings(harness.BenchmarkSettings):
 
 
 class OffloadBenchmark(harness.Benchmark):
-  """One prompt at a time beside a block; a row is a contestant."""
+  """Benchmark of one prompt and of a block; a row is a contestant."""
 
   name = "offload"
   options = OffloadSettings
@@ -90,67 +89,68 @@ class OffloadBenchmark(harness.Benchmark):
       )
     if not pathlib.Path(settings.folder).exists():
       made_model(settings.folder, settings.layers)
-    self._found: dict[str, Row] | None = None
+    self._results: dict[str, Row] | None = None
 
   @property
   def cases(self) -> list[str]:
     return [part for part in PARTS if part in self.settings.parts]
 
   def row(self, case: str, report: Report) -> Row:
-    if self._found is None:
-      self._found = self._measured(report)
-    return {"kind": case, **self._found[case]}
+    if self._results is None:
+      self._results = self._measure_all(report)
+    return {"kind": case, **self._results[case]}
 
-  def _measured(self, report: Report) -> dict[str, Row]:
-    """All contestants, in turn."""
-    s, found = self.settings, {}
+  def _measure_all(self, report: Report) -> dict[str, Row]:
+    """Measures all contestants, in turn."""
+    s, results = self.settings, {}
     runs: dict[tuple[str, int], list[Row]] = {}
     forecasts: list[Row] = []
     with tempfile.TemporaryDirectory(dir=s.scratch or None) as scratch:
-      workers: dict[str, _Measured] = {}
+      workers: dict[str, _ContestantProcess] = {}
       try:
         for name in self.cases:
           command = _command(name, s, scratch)
           if command is None:
-            found[name] = {"reason": "accelerate is not installed"}
+            results[name] = {"reason": "accelerate is not installed"}
             continue
           report(0.05, f"starting {name}")
-          workers[name] = _Measured(command)
+          workers[name] = _ContestantProcess(command)
         for n in range(s.rounds + 1):
           for name, worker in workers.items():
             for rows in (1, s.rows):
               report((n + 1) / (s.rounds + 2), f"{name}, {rows} prompts")
-              one = worker.ask(rows, s.prompt_tokens, s.new_tokens)
+              run = worker.ask(rows, s.prompt_tokens, s.new_tokens)
               if n:
-                # The first one compiles.
-                runs.setdefault((name, rows), []).append(one)
+                # The first run compiles.
+                runs.setdefault((name, rows), []).append(run)
             if name == "ours":
               report((n + 1) / (s.rounds + 2), "ours, another size")
-              one = worker.ask(*self._another(), 1)
+              run = worker.ask(*self._forecast_size(), 1)
               if n:
-                forecasts.append(one)
+                forecasts.append(run)
       finally:
         for worker in workers.values():
           worker.close()
     for name in workers:
       row: Row = {}
       for label, rows in (("one", 1), ("block", s.rows)):
-        mine = runs[name, rows]
-        seconds = statistics.median(x["seconds"] for x in mine)
+        measured = runs[name, rows]
+        seconds = statistics.median(x["seconds"] for x in measured)
         row[label] = rows * s.new_tokens / seconds
         for kind in ("peak", "written"):
-          row[kind] = max(row.get(kind, 0), *(x[kind] for x in mine))
-        row |= {k: x for k, x in mine[-1].items() if k.startswith("log")}
-      found[name] = row | {"gain": row["block"] / row["one"]}
+          row[kind] = max(row.get(kind, 0), *(x[kind] for x in measured))
+        row |= {k: x for k, x in measured[-1].items() if k.startswith("log")}
+      results[name] = row | {"gain": row["block"] / row["one"]}
     if forecasts:
-      middle = lambda key: statistics.median(x[key] for x in forecasts)
-      found["ours"] |= {
-        "other_s": middle("seconds"), "other_forecast_s": middle("forecast_s")
+      median_of = lambda key: statistics.median(x[key] for x in forecasts)
+      results["ours"] |= {
+        "other_s": median_of("seconds"),
+        "other_forecast_s": median_of("forecast_s"),
       }  # fmt: skip
-    return found
+    return results
 
-  def _another(self) -> tuple[int, int, int]:
-    """Rows, prompt and new tokens of the call that is forecast."""
+  def _forecast_size(self) -> tuple[int, int, int]:
+    """Rows, prompt tokens and new tokens of the forecast call."""
     s = self.settings
     return max(1, s.rows // 4), 2 * s.prompt_tokens + 1, s.new_tokens + 2
 
@@ -169,7 +169,7 @@ class OffloadBenchmark(harness.Benchmark):
         f"{row['log_predicted_s']:.2f} s"
       )
     if "other_s" in row:
-      rows, prompt, new = self._another()
+      rows, prompt, new = self._forecast_size()
       text += (
         f"; {rows} prompts of {prompt} and {new} tokens took "
         f"{row['other_s']:.2f} s, forecast {row['other_forecast_s']:.2f} s"
@@ -178,23 +178,27 @@ class OffloadBenchmark(harness.Benchmark):
 
   def summary(self, rows: Sequence[Row]) -> Row:
     by = {row["kind"]: row for row in rows}
-    made: Row = {}
+    ratios: Row = {}
     ours, peer = by.get("ours"), by.get("accelerate")
     if ours is not None and "one" in ours:
-      made["block over one"] = ours["gain"]
-      made["within memory"] = bool(ours["peak"] <= self.settings.memory * _MIB)
+      ratios["block over one"] = ours["gain"]
+      ratios["within memory"] = bool(
+        ours["peak"] <= self.settings.memory * _MIB
+      )
       if "other_s" in ours:
-        made["forecast error"] = ours["other_forecast_s"] / ours["other_s"] - 1
+        ratios["forecast error"] = (
+          ours["other_forecast_s"] / ours["other_s"] - 1
+        )
       if peer is not None and "one" in peer:
         for name in ("one", "block"):
-          made[f"{name}, over accelerate"] = ours[name] / peer[name]
-    return made
+          ratios[f"{name}, over accelerate"] = ours[name] / peer[name]
+    return ratios
 
 
 def _command(
   name: str, settings: OffloadSettings, scratch: str
 ) -> list[str] | None:
-  """What runs a contestant; None: it is not installed."""
+  """Command that runs a contestant; None if it is not installed."""
   folder = settings.folder
   if name == "ours":
     limit = str(settings.memory * _MIB)
@@ -206,8 +210,8 @@ def _command(
   return [python, offload_peer.__file__, folder, scratch]
 
 
-class _Measured:
-  """A process that answers lines with lines of JSON."""
+class _ContestantProcess:
+  """Process that answers each line with a line of JSON."""
 
   def __init__(self, command: Sequence[str]):
     self._process = subprocess.Popen(
@@ -251,8 +255,8 @@ def made_model(folder: str, layers: int) -> None:
   """Writes a Llama of random bfloat16 weights, a file for each layer.
 
   Args:
-    folder: that is made.
-    layers: of 34.6 million weights each.
+    folder: Folder to create.
+    layers: Number of layers, 34.6 million weights each.
   """
   embed, hidden, heads, kv_heads, vocab = 1536, 6144, 12, 4, 1024
   config = {
@@ -298,7 +302,7 @@ def made_model(folder: str, layers: int) -> None:
     index |= dict.fromkeys(tensors, file)
   text = json_text({"metadata": {}, "weight_map": index})
   (root / "model.safetensors.index.json").write_text(text)
-  # Last: without it there is no model.
+  # config.json last: its presence marks a complete model.
   (root / "config.json").write_text(json_text(config))
 
 
@@ -308,7 +312,7 @@ def _write(
   pool: np.ndarray,
   rng: np.random.Generator,
 ) -> None:
-  """A file of safetensors whose numbers are cut out of a pool."""
+  """Writes a safetensors file with slices of a pool of random numbers."""
   header, at = {}, 0
   for name, shape in tensors.items():
     size = 2 * math.prod(shape)
@@ -327,7 +331,7 @@ def _write(
 
 
 def main(folder: str, limit: str) -> None:
-  """Ours, as `offload_peer` describes it, with at most `limit` bytes."""
+  """Runs our contestant with at most `limit` bytes; see `offload_peer`."""
   resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
   memory = offload_peer.MemoryWatch()
   import ringjax as rj
@@ -335,32 +339,32 @@ def main(folder: str, limit: str) -> None:
 
   model = rj.models.load(folder, placement="disk")
   print(json_text({"ready": True}), flush=True)
-  kept: dict[tuple[int, ...], list[StreamedRun]] = {}
+  runs_by_size: dict[tuple[int, ...], list[StreamedRun]] = {}
   for line in sys.stdin:
-    rows, prompt, new, *other = map(int, line.split())
+    rows, prompt, new, *forecast_only = map(int, line.split())
     tokens = np.ones((rows, prompt), np.int32)
     size = {"rows": rows, "prompt": padded(prompt, 1), "new": new}
-    found: Row = {}
+    record: Row = {}
     # The first run of each size compiles.
-    known = [run for runs in kept.values() for run in runs[1:]]
-    if other and known:
-      found["forecast_s"] = offload_measured.forecast(known, **size)
-    before, start = len(model.transfers()), time.monotonic()
+    logged_runs = [run for runs in runs_by_size.values() for run in runs[1:]]
+    if forecast_only and logged_runs:
+      record["forecast_s"] = offload_measured.forecast(logged_runs, **size)
+    num_events, start = len(model.transfers()), time.monotonic()
     rj.infer.generate(model, tokens, max_new_tokens=new)
     end = time.monotonic()
-    events = model.transfers()[before:]
-    found |= {"seconds": end - start, **memory.peaks()}
-    if not other:
+    events = model.transfers()[num_events:]
+    record |= {"seconds": end - start, **memory.peaks()}
+    if not forecast_only:
       run = StreamedRun(**size, start=start, end=end, events=events)
-      kept.setdefault((rows, prompt, new), []).append(run)
+      runs_by_size.setdefault((rows, prompt, new), []).append(run)
     if new > 3:
       costs = offload_measured.streamed_costs(events)
-      found |= {
+      record |= {
         "log_pass_s": costs.pass_s,
         "log_predicted_s": costs.predicted_s,
         "log_read_bytes_s": costs.read_bytes_s,
       }
-    print(json_text(found), flush=True)
+    print(json_text(record), flush=True)
 
 
 if __name__ == "__main__":

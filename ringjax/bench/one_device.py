@@ -5,10 +5,9 @@ more than the cores. In a process with eight devices on two cores, a program for
 one device has its products cut for eight threads and waits for all of them.
 Contestants on one device therefore run in a process that has one.
 
-Guarantees: a call there runs as in a process of its own, one at a time, while
-this process waits; the process ends when this process ends, even by a signal.
-An accelerator has no such threads and can seldom be opened twice: `useful` is
-false there.
+Guarantees: a call there runs alone in the process, while this process waits;
+that process ends when this one ends, even by a signal. An accelerator has no
+such threads and can seldom be opened twice: `useful` is false there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import jax
 from ringjax.bench import timing
 from ringjax.bench.timing import Skipped
 
-# The call that is timed, and the result of its first run.
+# The function to time, and the result of its first run.
 Trial = tuple[Callable[[], Any], Any]
 
 _COUNT = re.compile(r"--xla_force_host_platform_device_count=\S+")
@@ -40,7 +39,7 @@ _COUNT = re.compile(r"--xla_force_host_platform_device_count=\S+")
 
 @dataclasses.dataclass(frozen=True)
 class ProcessorTime:
-  """The processor time of all threads of a process during a call, seconds."""
+  """Processor time of all threads of a process during a call, in seconds."""
 
   seconds: float
 
@@ -51,37 +50,37 @@ def useful() -> bool:
 
 
 class OneDeviceProcess:
-  """A child process with one CPU device; it starts when it is first needed."""
+  """Child process with one CPU device, which starts when first used."""
 
   def __init__(self) -> None:
     self._process: Any = None
     self._connection: Connection | None = None
-    # Never used twice: what was built in a process that died must not be taken
-    # for what the next one built.
+    # Keys are never reused: a contestant of a process that died must not be
+    # mistaken for one of the next process.
     self._keys = itertools.count()
 
   def build(self, build: Callable[..., Trial], *args: Any) -> Trial:
-    """Builds a contestant there.
+    """Builds a contestant in the child process.
 
     Args:
-      build: a function of a module, which that process imports.
-      args: its arguments.
+      build: Function of a module, which the process imports.
+      args: Arguments of `build`.
 
     Returns:
-      A call that runs the contestant and returns its `ProcessorTime`, and the
-      result of the first run.
+      A function that runs the contestant and returns its `ProcessorTime`, and
+      the result of the first run.
 
     Raises:
-      Skipped: `build` failed or the process died; the text is the reason.
+      Skipped: If `build` fails or the process dies; the text is the reason.
     """
     key = next(self._keys)
-    found = self._ask("build", key, build, args)
-    return functools.partial(self._ask, "run", key), found
+    result = self._ask("build", key, build, args)
+    return functools.partial(self._ask, "run", key), result
 
   def clear(self) -> None:
     """Drops all contestants and their memory."""
     if self._process is not None:
-      # A process that died holds nothing.
+      # A process that died holds no memory.
       with contextlib.suppress(Skipped):
         self._ask("clear")
 
@@ -119,40 +118,40 @@ class OneDeviceProcess:
     self._connection, end = context.Pipe()
     self._process = context.Process(target=serve, args=(end,), daemon=True)
     self._process.start()
-    # The child's copy alone is open, so that a child that dies is noticed.
+    # Only the child's copy stays open, so that its death ends the connection.
     end.close()
 
 
 def serve(connection: Connection) -> None:
   """Answers questions with one device until the other end is closed."""
-  # Standard output belongs to the tables of the process that asks.
+  # Stdout is for the tables of the parent process: print to stderr here.
   os.dup2(2, 1)
   os.environ["XLA_FLAGS"] = _COUNT.sub("", os.environ.get("XLA_FLAGS", ""))
   jax.config.update("jax_num_cpu_devices", 1)
   runs: dict[int, Callable[[], Any]] = {}
   while True:
     try:
-      what, *args = connection.recv()
+      command, *args = connection.recv()
     except EOFError:
       return
     try:
-      data = pickle.dumps((True, _answer(runs, what, *args)))
+      data = pickle.dumps((True, _answer(runs, command, *args)))
     except Exception as error:
       data = pickle.dumps((False, timing.reason(error)))
     connection.send_bytes(data)
 
 
 def _answer(
-  runs: dict[int, Callable[[], Any]], what: str, key: int = -1, *args: Any
+  runs: dict[int, Callable[[], Any]], command: str, key: int = -1, *args: Any
 ) -> Any:
-  if what == "clear":
+  if command == "clear":
     runs.clear()
     gc.collect()
     return None
-  if what == "build":
-    build, given = args
-    runs[key], found = build(*given)
-    return found
+  if command == "build":
+    build, build_args = args
+    runs[key], result = build(*build_args)
+    return result
   if key not in runs:
     raise Skipped("the process in which it was built ended: out of memory?")
   start = time.process_time()

@@ -1,15 +1,15 @@
-"""Pages of a prompt that leave its reader at the end, by pieces, or by layers.
+"""Transfer of a prompt's pages at the end of prefill, by chunks, or by layers.
 
-Guarantees: all ways have the same answers, or the row says that they differ;
-they run in turn, each in a cluster of its own of two instances in one process.
+Guarantees: all ways have the same answers, or the row reports that they differ;
+they run in turn, each in a separate cluster of two instances in one process.
 
   end       all pages leave when the prompt has been read
   pieces    each time `stream` tokens of it have been read
-  layers:4  of each such part the layers in four parts, in the middle of a step
+  layers:4  as pieces, but each chunk's layers in four parts, within a step
 
-For each way the medians of: the seconds that the prompt's reading takes, the
-bytes that are not pulled yet when it ends, and the seconds from there to the
-second token, which is the first one of the instance that answers.
+For each way the medians of: the seconds of prefill, the bytes that are not
+pulled yet at its end, and the seconds from there to the second token, which is
+the first one of the decode instance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VOCAB = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamSettings(harness.BenchmarkSettings):
-  """A prompt, and the model that reads it."""
+  """Settings: the prompt, the model and the ways of transfer."""
 
   contestants: tuple[str, ...] = option(
     ("end", "pieces", "layers:2", "layers:4", "layers:8"), ()
@@ -46,7 +46,7 @@ class StreamSettings(harness.BenchmarkSettings):
 
 
 class StreamBenchmark(harness.Benchmark):
-  """What is left to move at a prompt's end; a row is a length of prompts."""
+  """Benchmark of page transfers in prefill; a row is a length of prompts."""
 
   name = "stream"
   options = StreamSettings
@@ -81,7 +81,9 @@ class StreamBenchmark(harness.Benchmark):
       num_key_value_heads=8,
       max_position_embeddings=2 * case,
     )
-    found: dict[str, list[MovedPrompt]] = {way: [] for way in s.contestants}
+    prompts_by_way: dict[str, list[MovedPrompt]] = {
+      way: [] for way in s.contestants
+    }
     with contextlib.ExitStack() as stack:
       live = {
         way: stack.enter_context(
@@ -99,21 +101,23 @@ class StreamBenchmark(harness.Benchmark):
       # The first round compiles.
       for n in range(-1, s.rounds):
         prompt = rng.integers(0, _VOCAB, case).astype(np.int32)
-        for way, one in live.items():
+        for way, instances in live.items():
           report((n + 1) / (s.rounds + 1), way)
-          moved = one.moved(prompt)
+          moved = instances.moved(prompt)
           if n >= 0:
-            found[way].append(moved)
-    answers = [[x.tokens for x in some] for some in found.values()]
+            prompts_by_way[way].append(moved)
+    answers = [
+      [x.tokens for x in prompts] for prompts in prompts_by_way.values()
+    ]
     medians = {
       way: {
-        name: statistics.median(getattr(x, name) for x in some)
+        name: statistics.median(getattr(x, name) for x in prompts)
         for name in ("read_s", "left", "answer_s", "total")
       }
-      for way, some in found.items()
+      for way, prompts in prompts_by_way.items()
     }
-    same = all(x == answers[0] for x in answers)
-    return {"tokens": case, "ways": medians, "same": same}
+    equal = all(x == answers[0] for x in answers)
+    return {"tokens": case, "ways": medians, "same": equal}
 
   def table(self, case: int, row: Row) -> str:
     lines = [
@@ -137,7 +141,7 @@ class StreamBenchmark(harness.Benchmark):
 
 
 def _parts(way: str) -> int:
-  """Parts of the layers; 0 for the end."""
+  """Number of parts of the layers; 0 for transfer at the end."""
   name, _, count = way.partition(":")
   if way in ("end", "pieces"):
     return int(way == "pieces")

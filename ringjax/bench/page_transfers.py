@@ -1,13 +1,13 @@
 """Pages on devices, pulled as bytes and by JAX's transfer server.
 
-Guarantees: both get what was published, or the row says that they do not; they
-run in turn, with new pages in each round, in one process.
+Guarantees: both ways deliver the published pages, or the row reports that they
+do not; they run in turn, with new pages in each round, in one process.
 
   bytes   copied to the host when they are read, then over a socket
   arrays  from the devices, by `rj.transfer.DeviceServer`
 
-For each the median of the seconds from publication until all pages are in
-arrays of the reader.
+A row has the median seconds from publication until all pages are in arrays of
+the reader, for each way.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ringjax.bench import harness
 from ringjax.bench.harness import Report, Row, option
 
 _KEY = bytes(range(32))
-# Pages side by side, as an engine copies them.
+# Pages of an array, as an engine copies them.
 _BATCH = 16
 _SHAPE = 32, 16, 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PullSettings(harness.BenchmarkSettings):
-  """Pages of 512 KiB, bfloat16."""
+  """Settings: numbers of bfloat16 pages of 512 KiB, and ways to pull them."""
 
   contestants: tuple[str, ...] = option(
     ("bytes", "arrays"), ("bytes", "arrays")
@@ -44,7 +44,7 @@ class PullSettings(harness.BenchmarkSettings):
 
 
 class PullBenchmark(harness.Benchmark):
-  """Two ways of pages from devices; a row is a number of pages."""
+  """Benchmark of pulling pages from devices; a row is a number of pages."""
 
   name = "pull"
   options = PullSettings
@@ -63,36 +63,36 @@ class PullBenchmark(harness.Benchmark):
       way: transfer.DeviceServer() if way == "arrays" else None
       for way in s.contestants
     }
-    theirs = transfer.DeviceServer()
+    reader_server = transfer.DeviceServer()
     leaf = transfer.PageLayout.of("kv", "bfloat16", _SHAPE, "layer token dim")
     into = {"kv": np.zeros((case, *_SHAPE), jnp.bfloat16)}
-    found: dict[str, list[float]] = {way: [] for way in s.contestants}
-    same = True
+    seconds_by_way: dict[str, list[float]] = {way: [] for way in s.contestants}
+    equal = True
     for n in range(-1, s.rounds):
-      for way, mine in devices.items():
+      for way, server in devices.items():
         report((n + 1) / (s.rounds + 1), way)
         batches = _batches(case, n)
-        with transfer.Publisher(_KEY, devices=mine) as publisher:
+        with transfer.Publisher(_KEY, devices=server) as publisher:
           start = time.perf_counter()
           rows = [batch[r] for batch in batches for r in range(len(batch))]
           ticket = publisher.publish(dict(enumerate(rows)), leaf)
-          got = transfer.pull(
+          pulled = transfer.pull(
             ticket,
             publisher.address,
             _KEY,
             into=into,
             patience_s=600,
-            devices=None if mine is None else theirs,
+            devices=None if server is None else reader_server,
           )
           seconds = time.perf_counter() - start
-        same &= got.array_reads == (mine is not None)
+        equal &= pulled.array_reads == (server is not None)
         want = np.concatenate([x.on_host[0] for x in batches])
-        same &= bool((into["kv"] == want).all())
+        equal &= bool((into["kv"] == want).all())
         if n >= 0:
-          found[way].append(seconds)
-    medians = {way: statistics.median(x) for way, x in found.items()}
+          seconds_by_way[way].append(seconds)
+    medians = {way: statistics.median(x) for way, x in seconds_by_way.items()}
     return {
-      "pages": case, "bytes": into["kv"].nbytes, "ways": medians, "same": same,
+      "pages": case, "bytes": into["kv"].nbytes, "ways": medians, "same": equal,
     }  # fmt: skip
 
   def table(self, case: int, row: Row) -> str:
@@ -113,12 +113,12 @@ class PullBenchmark(harness.Benchmark):
 
 
 def _batches(pages: int, seed: int) -> list[transfer.PageBatch]:
-  """Pages in batches on the first device."""
-  device, made = jax.local_devices()[0], []
+  """Creates pages in batches on the first device."""
+  device, batches = jax.local_devices()[0], []
   for first in range(0, pages, _BATCH):
     shape = _SHAPE[0], min(_BATCH, pages - first), *_SHAPE[1:]
     x = np.full(shape, seed + 2 + first, np.float32)
     x += np.arange(_SHAPE[-1], dtype=np.float32)
     batch: Any = jax.device_put(x.astype(jnp.bfloat16), device)
-    made.append(transfer.PageBatch((batch.block_until_ready(),), 1))
-  return made
+    batches.append(transfer.PageBatch((batch.block_until_ready(),), 1))
+  return batches

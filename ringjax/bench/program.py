@@ -1,4 +1,4 @@
-"""Reads compiled HLO text: what is sent, how often, and what it waits for."""
+"""Parses compiled HLO text: sends, their trip counts and dependencies."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class CompiledInstruction(hlo.HloInstruction):
 
   @property
   def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(dtype, sizes) of each array that it gives."""
+    """(dtype, sizes) of each array of the result."""
     return self.arrays
 
   @property
   def bytes(self) -> int:
-    """Bytes of all arrays that it gives."""
+    """Bytes of all arrays of the result."""
     return self.all_bytes
 
   @property
   def rest(self) -> str:
-    """The whole line, with its attributes."""
+    """Text of the line, with its attributes."""
     return self.text
 
 
 class CompiledProgram:
   """Computations of one compiled module and how often each one runs.
 
-  Unlike `plan.hlo.HloProgram` it has no prices, and counts what fusions and
-  reductions call as well.
+  Unlike `plan.hlo.HloProgram` it has no costs, and also counts computations
+  that fusions and reductions call.
   """
 
   def __init__(self, text: str):
@@ -68,13 +68,13 @@ class CompiledProgram:
     ]
 
   def ops(self) -> set[str]:
-    """The names of all operations."""
+    """Names of all operations."""
     return {i.op for c in self.computations.values() for i in c.values()}
 
   def waits_for(self, computation: str, name: str) -> set[str]:
     """Ops inside `computation` on which instruction `name` depends.
 
-    A called computation counts with the ops that it holds.
+    A called computation counts with its ops.
     """
     table = self.computations[computation]
     seen: set[str] = set()
@@ -98,7 +98,7 @@ class CompiledProgram:
     }
 
   def largest(self) -> int:
-    """Bytes of the largest single array anywhere."""
+    """Bytes of the largest array of any instruction."""
     lines = (i for c in self.computations.values() for i in c.values())
     return max(i.nbytes for i in lines)
 

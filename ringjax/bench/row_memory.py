@@ -1,16 +1,16 @@
-"""Memory of an engine's rows by layout: what is wasted, resident, mapped.
+"""Memory of an engine's rows by layout: wasted, resident and mapped.
 
 Guarantees: all layouts answer the same requests with the same tokens, or the
-row says that they differ; resident bytes are what the system reports.
+row reports that they differ; the system reports the resident bytes.
 
-  waste     tokens of room at most that a row held and did not use, and that no
-            other row could have
-  resident  bytes of the keys and values in memory, at most
+  waste     largest number of unused slots that a row held and that no other
+            row could use
+  resident  largest number of bytes of keys and values in memory
   reserved  bytes of address space
-  address   64 rows of a million tokens: what is resident before and after some
+  address   64 rows of a million tokens: resident bytes before and after some
             of them are written, in place
   dense     contiguous rows that `jax.nn.dot_product_attention` reads
-  step      processor time of a step that computes something, the median
+  step      median processor time of a step
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowMemorySettings(harness.BenchmarkSettings):
-  """Requests by chance, rows of the engine; without `model` one of ours."""
+  """Settings: random requests, rows of the engine, model (default: small)."""
 
   rows: int = option(8)
   requests: int = option(24)
@@ -48,7 +48,7 @@ class RowMemorySettings(harness.BenchmarkSettings):
 
 
 class RowMemoryBenchmark(harness.Benchmark):
-  """Memory of each layout; a row is a layout, or the address space alone."""
+  """Benchmark of memory; a row is a layout, or the address space alone."""
 
   name = "rows"
   options = RowMemorySettings
@@ -72,10 +72,10 @@ class RowMemoryBenchmark(harness.Benchmark):
     report(0.1, case)
     if case == "address":
       return {"kind": case, **address_space()}
-    found, answers = served(case, self.settings)
+    figures, answers = served(case, self.settings)
     if self._answers is None:
       self._answers = answers
-    return {"kind": case, **found, "same": answers == self._answers}
+    return {"kind": case, **figures, "same": answers == self._answers}
 
   def table(self, case: str, row: Row) -> str:
     if case == "address":
@@ -101,11 +101,11 @@ class RowMemoryBenchmark(harness.Benchmark):
 
 
 def served(layout: str, settings: RowMemorySettings) -> tuple[Row, list[Any]]:
-  """What rows of a layout take while requests are served, and the answers.
+  """Serves requests; returns the memory of a layout's rows and the answers.
 
   Args:
-    layout: of an engine.
-    settings: of requests and rows.
+    layout: Layout of the engine's rows.
+    settings: Settings of requests and rows.
   """
   from ringjax.models import small
 
@@ -128,14 +128,14 @@ def served(layout: str, settings: RowMemorySettings) -> tuple[Row, list[Any]]:
   for _ in range(s.requests):
     size = int(rng.integers(1, 2 * s.prompt_tokens))
     prompt = rng.integers(0, model.config.vocab, size).astype(np.int32)
-    most = int(rng.integers(1, 2 * s.new_tokens))
-    request = rj.serve.Request(prompt=prompt, max_new_tokens=most)
+    new_tokens = int(rng.integers(1, 2 * s.new_tokens))
+    request = rj.serve.Request(prompt=prompt, max_new_tokens=new_tokens)
     handles.append(engine.submit(request))
-  waste, resident, more, space = 0, 0, True, engine.space
+  waste, resident, running, space = 0, 0, True, engine.space
   steps: list[float] = []
-  while more:
+  while running:
     begin = time.process_time()
-    more = engine.step()
+    running = engine.step()
     steps.append(time.process_time() - begin)
     for row in engine.scheduler.running:
       if row is None or row.slot is None or not row.computed:
@@ -144,7 +144,7 @@ def served(layout: str, settings: RowMemorySettings) -> tuple[Row, list[Any]]:
       waste = max(waste, groups * s.page - row.computed)
     resident = max(resident, engine.resident() or 0)
   total = engine.reserved()
-  found: Row = {
+  figures: Row = {
     "waste": waste,
     "resident": resident or total,
     "reserved": total,
@@ -154,7 +154,7 @@ def served(layout: str, settings: RowMemorySettings) -> tuple[Row, list[Any]]:
   counters = rj.serve.RowSpaceCounters()
   if space is not None:
     counters = space.space_counters
-  found |= {
+  figures |= {
     "maps": counters.maps,
     "background": counters.background_maps,
     "waited": counters.decode_maps,
@@ -162,35 +162,35 @@ def served(layout: str, settings: RowMemorySettings) -> tuple[Row, list[Any]]:
     "moves": counters.moves,
   }
   engine.close()
-  return found, [handle.result().tokens.tolist() for handle in handles]
+  return figures, [handle.result().tokens.tolist() for handle in handles]
 
 
 def address_space() -> Row:
-  """What is resident of 64 reserved rows of a million tokens."""
+  """Measures resident bytes of 64 reserved rows of a million tokens."""
   from ringjax.kv.reserved import ReservedRows, reserved_zeros
 
-  page, each, rows = 128, 1 << 13, 64
-  shape = jax.ShapeDtypeStruct((2, rows * each, 1, page, 8), jnp.float32)
+  page, row_pages, rows = 128, 1 << 13, 64
+  shape = jax.ShapeDtypeStruct((2, rows * row_pages, 1, page, 8), jnp.float32)
   x = reserved_zeros(shape)
-  memory = ReservedRows(x, each)
-  before = memory.resident()
+  memory = ReservedRows(x, row_pages)
+  resident_before = memory.resident()
 
   def write(x: jax.Array, n: jax.Array) -> jax.Array:
     return x.at[:, n].set(1.0)
 
   put = jax.jit(write, donate_argnums=0)
-  many = 256
-  for n in range(many):
-    # Of all rows in turn the first pages.
-    x = put(x, jnp.int32(n % rows * each + n // rows))
+  num_pages = 256
+  for n in range(num_pages):
+    # Write the first pages of all rows, in turn.
+    x = put(x, jnp.int32(n % rows * row_pages + n // rows))
   jax.block_until_ready(x)
-  after = memory.resident()
+  resident_after = memory.resident()
   for slot in range(rows):
-    memory.unmap(slot, 0, many // rows)
+    memory.unmap(slot, 0, num_pages // rows)
   return {
     "reserved": memory.reserved(),
-    "before": before,
-    "written": many * memory.group_bytes,
-    "after": after,
+    "before": resident_before,
+    "written": num_pages * memory.group_bytes,
+    "after": resident_after,
     "released": memory.resident(),
   }

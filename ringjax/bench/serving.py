@@ -1,23 +1,23 @@
 """Serving: a trace against an engine or its simulator, and comparisons.
 
-  replay   requests come when they came in a trace's file (--trace), or by
-           chance (--rate); --engine=live answers them with a model in real
-           time, --engine=simulated lets only the clock run.
+  replay   requests arrive at the times of a trace's file (--trace), or at
+           random (--rate); --engine=live answers them with a model in real
+           time, --engine=simulated simulates the time alone.
   --compare=sequential  as many requests as there are rows, at once by an engine
            and one after the other by rj.infer.generate, in turn; the ratio of
            the medians.
-  --compare=transformers  the same beside transformers' continuous batching:
-           one folder, float32, the same cores. PyTorch has a thread for each
-           core, and as "transformers_1" one: where others take a core away its
-           threads wait for each other. The better of the two counts.
+  --compare=transformers  the same requests with transformers' continuous
+           batching: one folder, float32, the same cores. PyTorch has a thread
+           for each core, and as "transformers_1" one: if another process takes
+           a core, PyTorch's threads wait for each other. The better counts.
   --compare=simulated  a trace, live and in the simulators of an engine and of a
-           cluster, whose costs are measured beside it on other requests;
+           cluster, whose costs are measured in turn with it on other requests;
            --rounds times, medians of TTFT and TPOT. See `agreement`.
-  --compare=plain  an engine with --speculate beside one without, on prompts of
-           the six kinds of `launch.bench speculate`.
+  --compare=plain  an engine with --speculate and one without, on prompts of the
+           six kinds of `launch.bench speculate`.
 
-A simulated step costs what --cost says, or else what steps of the live engine
-cost on this machine, which is measured first.
+A simulated step has the cost of --cost, or else that of the live engine's steps
+on this machine, which is measured first.
 """
 
 from __future__ import annotations
@@ -49,38 +49,38 @@ from ringjax.bench.continuous_batching import (
 from ringjax.bench.harness import BenchmarkSettings, option
 from ringjax.errors import OptionError
 
-# What `rj.serve` needs is imported when something runs: it takes a second.
+# `rj.serve` is imported in a run: the import takes a second.
 if TYPE_CHECKING:
   from ringjax.serve import Engine, ReplayResult, TraceRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings(BenchmarkSettings):
-  """The trace, the engine, and what is compared.
+  """Settings of the benchmark: trace, engine and comparison.
 
   Attributes:
-    engine: live or simulated.
-    trace: a file; None for arrivals by chance.
-    rate: requests a second by chance, or inf.
-    speed: how many times faster than in the file requests come.
-    shrink: by what the lengths of the file are divided.
-    requests: how many, of the file the first ones; None for all.
-    prompt_tokens: on average, by chance.
-    new_tokens: the same of answers.
-    shared_tokens: that all prompts begin with, by chance.
-    spread: standard deviation of the logs of lengths by chance; 0 for equal
+    engine: "live" or "simulated".
+    trace: File of a trace; None for random arrivals.
+    rate: Random requests a second, or "inf".
+    speed: Factor by which the arrivals of the file are sped up.
+    shrink: Divisor of the lengths of the file.
+    requests: Number of requests, the first ones of a file; None for all.
+    prompt_tokens: Mean tokens of random prompts.
+    new_tokens: Mean tokens of random answers.
+    shared_tokens: Tokens that all random prompts begin with.
+    spread: Standard deviation of the logs of random lengths; 0 for equal
       lengths.
-    model: a folder, or a preset, which has random weights; None for a small
-      model that ships.
-    layers: whether equal layers are a loop or unrolled, see `rj.models.load`.
-    rows, capacity, longest, page, piece, pieces, budget, share, speculate: of
-      the engine.
-    cost: of a simulated step, see `rj.serve.StepCost`; None to measure it.
-    compare: what with; "plain" is an engine without drafts, for prompts whose
-      answers repeat what is there, see `speculation_tasks`.
-    clock: of --compare=simulated: "wall", or "cpu", the time in which the
-      process had a core, where others use the machine.
-    rounds: of a comparison.
+    model: Folder, or preset with random weights; None for a small model that
+      ships.
+    layers: Whether equal layers are a loop or unrolled, see `rj.models.load`.
+    rows, capacity, longest, page, piece, pieces, budget, share, speculate:
+      Options of the engine.
+    cost: Cost of a simulated step, see `rj.serve.StepCost`; None to measure it.
+    compare: Alternative to compare with; "plain" is an engine without drafts,
+      for prompts whose answers repeat their text, see `speculation_tasks`.
+    clock: Clock of --compare=simulated: "wall", or "cpu", the time in which the
+      process had a core, if others use the machine.
+    rounds: Rounds of a comparison.
   """
 
   engine: str = option("simulated", ("live", "simulated"))
@@ -139,20 +139,20 @@ class ServeSettings(BenchmarkSettings):
 
 
 def _number(name: str, text: str) -> float:
-  """A rate, which may be endless; a spread, which may be 0; or a speed."""
+  """Parses a rate, which may be inf, a spread, which may be 0, or a speed."""
   try:
-    found = float(text)
+    value = float(text)
   except ValueError:
-    found = math.nan
-  least = found >= 0 if name == "spread" else found > 0
-  if not least or (name != "rate" and found == math.inf):
-    wanted = "0 or more" if name == "spread" else "a number above 0"
-    raise OptionError(name, repr(text), wanted, f"pass --{name}=2.5")
-  return found
+    value = math.nan
+  in_range = value >= 0 if name == "spread" else value > 0
+  if not in_range or (name != "rate" and value == math.inf):
+    expected = "0 or more" if name == "spread" else "a number above 0"
+    raise OptionError(name, repr(text), expected, f"pass --{name}=2.5")
+  return value
 
 
 class ServeBenchmark:
-  """Replays a trace, or compares an engine with what one would do without."""
+  """Replays a trace, or compares an engine with its alternatives."""
 
   name = "serve"
   options = ServeSettings
@@ -170,17 +170,17 @@ class ServeBenchmark:
     plot: str | None = None,
     say: Callable[[str], Any] = print,
   ) -> dict[str, Any]:
-    """All figures, which are also written and drawn.
+    """Runs the benchmark; returns, writes and draws all figures.
 
     Args:
-      settings: what to do.
-      command: the command line, for the record.
-      json: file for the result.
-      plot: PNG of how many requests waited how long.
-      say: prints a line.
+      settings: Settings of the run.
+      command: Command line, for the record.
+      json: File for the result.
+      plot: PNG of the distribution of waiting times.
+      say: Function that prints a line.
 
     Raises:
-      OptionError: a value is out of its range, or a file cannot be read.
+      OptionError: If a value is out of range or a file cannot be read.
     """
     result = timing.environment(command)
     result["settings"] = dataclasses.asdict(settings)
@@ -189,22 +189,26 @@ class ServeBenchmark:
         raise OptionError(
           "plot", "--compare", "a replay", "leave --plot or --compare out"
         )
-      work = _agreed_with if settings.compare == "simulated" else _compared
+      work = (
+        _compare_with_simulators
+        if settings.compare == "simulated"
+        else _compare
+      )
       result |= work(settings, say)
     else:
-      found, more = _replayed(settings, say)
-      result |= more | found.summary()
+      replayed, extra = _replay(settings, say)
+      result |= extra | replayed.summary()
       for line in table(result):
         say(line)
       if plot is not None:
-        draw(found, plot)
+        draw(replayed, plot)
     if json is not None:
       timing.write_json(json, result)
     return result
 
 
 def requests_of(settings: ServeSettings, seed: int = 0) -> list[TraceRequest]:
-  """The requests of a file, or by chance with a seed."""
+  """Requests of a file, or random ones with a seed."""
   count = settings.requests
   if settings.trace is None:
     return rj.serve.poisson_trace(
@@ -217,19 +221,19 @@ def requests_of(settings: ServeSettings, seed: int = 0) -> list[TraceRequest]:
       seed=seed,
     )
   speed = _number("speed", settings.speed)
-  found = rj.serve.read_trace(settings.trace)[:count]
+  requests = rj.serve.read_trace(settings.trace)[:count]
   return [
     dataclasses.replace(
-      one.shrunk(settings.shrink), arrival=one.arrival / speed
+      request.shrunk(settings.shrink), arrival=request.arrival / speed
     )
-    for one in found
+    for request in requests
   ]
 
 
 def _sizes(
   settings: ServeSettings, trace: Sequence[TraceRequest]
 ) -> dict[str, Any]:
-  """Options of an engine that are left out: as large as the trace needs."""
+  """Options of an engine; unset sizes are as large as the trace needs."""
   longest = settings.longest
   if longest is None:
     longest = max(r.prompt_tokens + r.new_tokens for r in trace)
@@ -237,8 +241,8 @@ def _sizes(
   if capacity is None:
     capacity = min(max(65536, longest), settings.rows * longest)
   names = ("rows", "page", "piece", "pieces", "budget", "share")
-  found = {name: getattr(settings, name) for name in names}
-  return found | {
+  options = {name: getattr(settings, name) for name in names}
+  return options | {
     "longest": longest,
     "capacity": max(capacity, settings.page),
   }
@@ -256,59 +260,59 @@ def _engine(settings: ServeSettings, sizes: dict[str, Any]) -> Engine:
   return rj.serve.Engine(model, **sizes)
 
 
-def _replayed(
+def _replay(
   settings: ServeSettings, say: Callable[[str], Any]
 ) -> tuple[ReplayResult, dict[str, Any]]:
-  """Replays: the result, and entries of the record."""
+  """Replays a trace; returns the result and entries of the record."""
   trace = requests_of(settings)
   sizes = _sizes(settings, trace)
   progress = timing.Progress(len(trace), sys.stderr)
-  shown = lambda n: progress.at(n, "requests")
-  start, more = time.perf_counter(), {"engine": sizes}
+  on_request = lambda n: progress.at(n, "requests")
+  start, extra = time.perf_counter(), {"engine": sizes}
   live = settings.engine == "live"
   if live:
     engine = _engine(settings, sizes)
     _warm(engine)
-    found = rj.serve.replay_live(engine, trace, progress=shown)
+    result = rj.serve.replay_live(engine, trace, progress=on_request)
   else:
     if settings.cost is not None:
       cost = rj.serve.StepCost.parse(settings.cost)
     else:
-      # Of a step, not of a trace: a smaller pool has the same calls.
-      most = min(sizes["longest"], 2048)
-      less = {"longest": most, "capacity": most * settings.rows}
-      cost = rj.serve.measure_cost(_engine(settings, sizes | less))
-    more["cost"] = dataclasses.asdict(cost)
-    shown_cost = ",".join(f"{k}={v:.3g}" for k, v in more["cost"].items())
+      # The cost of a step does not depend on the pool's size: use a small one.
+      longest = min(sizes["longest"], 2048)
+      smaller_sizes = {"longest": longest, "capacity": longest * settings.rows}
+      cost = rj.serve.measure_cost(_engine(settings, sizes | smaller_sizes))
+    extra["cost"] = dataclasses.asdict(cost)
+    shown_cost = ",".join(f"{k}={v:.3g}" for k, v in extra["cost"].items())
     say(f"cost of a step: {shown_cost}")
     simulated = rj.serve.SimulatedEngine(cost, **sizes)
     start = time.perf_counter()
-    found = rj.serve.replay_simulated(simulated, trace, progress=shown)
+    result = rj.serve.replay_simulated(simulated, trace, progress=on_request)
   progress.clear()
-  return found, more | {"took_s": time.perf_counter() - start}
+  return result, extra | {"took_s": time.perf_counter() - start}
 
 
-def _agreed_with(
+def _compare_with_simulators(
   settings: ServeSettings, say: Callable[[str], Any]
 ) -> dict[str, Any]:
-  """A trace live, beside what the simulators say of it."""
+  """Compares a live trace with the predictions of the simulators."""
   if settings.trace is None:
-    trace, other = requests_of(settings), requests_of(settings, seed=1)
+    trace, calibration = requests_of(settings), requests_of(settings, seed=1)
   else:
     # Every second request is measured, the others are replayed.
-    both = requests_of(settings)
-    trace, other = both[::2], both[1::2]
-    if not other:
+    requests = requests_of(settings)
+    trace, calibration = requests[::2], requests[1::2]
+    if not calibration:
       raise OptionError(
         "requests", "one", "two at least", "leave --requests out"
       )
-  engine = _engine(settings, _sizes(settings, [*trace, *other]))
+  engine = _engine(settings, _sizes(settings, [*trace, *calibration]))
   total = settings.rounds * len(trace)
   progress = timing.Progress(total, sys.stderr)
-  found = compare_simulators(
+  agreement = compare_simulators(
     engine,
     trace,
-    other,
+    calibration,
     rounds=settings.rounds,
     clock=time.process_time if settings.clock == "cpu" else time.monotonic,
     progress=lambda n, done: progress.at(n * len(trace) + done, "requests"),
@@ -316,15 +320,15 @@ def _agreed_with(
   progress.clear()
   say(
     f"{len(trace)} requests, {trace[-1].arrival:.0f} s, {settings.rounds} "
-    f"rounds, {settings.clock} clock; costs of {len(other)} "
+    f"rounds, {settings.clock} clock; costs of {len(calibration)} "
     "other requests, measured by turns"
   )
-  for line in found.lines():
+  for line in agreement.lines():
     say(line)
   return {
-    "agreement": [dataclasses.asdict(one) for one in found.rounds],
-    "worst": {side: found.worst(side) for side in SIDES[1:]},
-    "load": found.load,
+    "agreement": [dataclasses.asdict(figures) for figures in agreement.rounds],
+    "worst": {side: agreement.worst(side) for side in SIDES[1:]},
+    "load": agreement.load,
   }
 
 
@@ -334,7 +338,7 @@ def _warm(engine: Engine) -> None:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-  """Lines for people, of a replay."""
+  """Lines of text that show the figures of a replay."""
   times = lambda name: "  ".join(
     f"{p} {1000 * x:,.1f}" if x is not None else f"{p} -"
     for p, x in result[name].items()
@@ -356,7 +360,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def draw(found: ReplayResult, path: str) -> None:
-  """Draws which part of the requests waited at most so long."""
+  """Draws the cumulative distribution of waiting times."""
   drawn = harness.figure(8, 3.2)
   for at, (name, title) in enumerate(
     (("first_s", "first token"), ("between_s", "between tokens")), 1
@@ -373,42 +377,42 @@ def draw(found: ReplayResult, path: str) -> None:
   harness.save(drawn, path)
 
 
-def _compared(
+def _compare(
   settings: ServeSettings, say: Callable[[str], Any]
 ) -> dict[str, Any]:
-  """All requests at once, beside what one would do without an engine."""
+  """Compares an engine that answers all requests with an alternative."""
   assert settings.compare is not None
   if settings.compare == "transformers":
     import_transformers()
   count = settings.rows if settings.requests is None else settings.requests
-  # All at once: nobody waits for an arrival.
-  now = dataclasses.replace(settings, rate="inf", requests=count)
-  trace = requests_of(now)
+  # All requests arrive at once, so that no row waits for one.
+  burst = dataclasses.replace(settings, rate="inf", requests=count)
+  trace = requests_of(burst)
   sizes: dict[str, Any] = _sizes(settings, trace) | {"share": "nothing"}
   engine = _engine(settings, sizes)
-  prompts = [one.prompt(engine.vocab) for one in trace]
-  new = [one.new_tokens for one in trace]
+  prompts = [request.prompt(engine.vocab) for request in trace]
+  new = [request.new_tokens for request in trace]
   if settings.compare == "plain":
     kinds = itertools.cycle(speculation_tasks.KINDS)
     prompts = [
-      speculation_tasks.prompt(next(kinds), rj.data.Bytes(), one.size, seed)
-      for seed, one in enumerate(prompts)
+      speculation_tasks.prompt(next(kinds), rj.data.Bytes(), prompt.size, seed)
+      for seed, prompt in enumerate(prompts)
     ]
   answers: dict[str, list[list[int]]] = {}
 
   def at_once(engine: Engine = engine) -> list[list[int]]:
     handles = [
-      engine.submit(rj.serve.Request(prompt=prompt, max_new_tokens=most))
-      for prompt, most in zip(prompts, new, strict=True)
+      engine.submit(rj.serve.Request(prompt=prompt, max_new_tokens=max_tokens))
+      for prompt, max_tokens in zip(prompts, new, strict=True)
     ]
     engine.run()
     return [h.result().tokens.tolist() for h in handles]
 
   def sequential() -> list[list[int]]:
-    one = functools.partial(rj.infer.generate, engine.model)
+    generate = functools.partial(rj.infer.generate, engine.model)
     return [
-      one([prompt], max_new_tokens=most)[0].tolist()
-      for prompt, most in zip(prompts, new, strict=True)
+      generate([prompt], max_new_tokens=max_tokens)[0].tolist()
+      for prompt, max_tokens in zip(prompts, new, strict=True)
     ]
 
   cpu: dict[str, list[float]] = {}
@@ -431,33 +435,34 @@ def _compared(
         _servers(engine, settings, prompts, new)
       ).items():
         calls[name] = functools.partial(server.answers, prompts, new)
-    found = timing.timed(
+    timings = timing.timed(
       {name: functools.partial(run, name, x) for name, x in calls.items()},
       settings.rounds,
     )
-  # All threads of the process; the first round is not timed.
+  # CPU time of all threads; the first round is not timed.
   rows = {
-    name: harness.timing_row(one)
+    name: harness.timing_row(timed)
     | {"cpu_s": statistics.median(cpu[name][-settings.rounds :])}
-    for name, one in found.items()
+    for name, timed in timings.items()
   }
   times = {name: float(row["median_s"]) for name, row in rows.items()}
-  mine = times.pop("engine")
+  engine_s = times.pop("engine")
   best = min(times, key=lambda name: times[name])
   agreed = [
-    _agreed(a, b) for a, b in zip(answers["engine"], answers[best], strict=True)
+    _common_prefix(a, b)
+    for a, b in zip(answers["engine"], answers[best], strict=True)
   ]
   tokens, dtype = sum(new), str(engine.model.dtype)
   say(
     f"{count} requests, {tokens:,} new tokens, {settings.rounds} rounds on "
     f"{jax.devices()[0].device_kind}, {dtype}, {os.cpu_count()} cores"
   )
-  for name, seconds in {"engine": mine, **times}.items():
+  for name, seconds in {"engine": engine_s, **times}.items():
     say(
       f"{name:14} {seconds:8.3f} s  {tokens / seconds:10,.1f} tokens/s  "
       f"{rows[name]['cpu_s']:8.3f} s of processor time"
     )
-  say(f"{best} / engine, of medians: {times[best] / mine:.2f}")
+  say(f"{best} / engine, of medians: {times[best] / engine_s:.2f}")
   # Argmaxes may differ where two logits are within rounding.
   say(
     f"{sum(n == m for n, m in zip(agreed, new, strict=True))} of {count} "
@@ -469,13 +474,13 @@ def _compared(
     say(f"{drafts.accepted:,} of {drafts.drafted:,} drafted tokens were right")
   return {
     "compared": rows,
-    "ratio": times[best] / mine,
+    "ratio": times[best] / engine_s,
     "dtype": dtype,
     "equal": agreed == new,
     "agreed": sum(agreed) / tokens,
     "new_tokens": tokens,
     "spread": {
-      name: statistics.pstdev(one.seconds) for name, one in found.items()
+      name: statistics.pstdev(timed.seconds) for name, timed in timings.items()
     },
   }
 
@@ -495,21 +500,21 @@ def _servers(
     folder = pathlib.Path(path) / "model"
     rj.models.save(engine.model, folder)
     lengths = [(p.size, n) for p, n in zip(prompts, new, strict=True)]
-    found = {}
+    servers = {}
     for threads in {os.cpu_count() or 1, 1}:
       name = "transformers_1" if threads == 1 else "transformers"
-      found[name] = TransformersServer(
+      servers[name] = TransformersServer(
         folder,
         lengths,
         rows=settings.rows,
         page=settings.page,
         threads=threads,
       )
-      stack.callback(found[name].close)
-    yield found
+      stack.callback(servers[name].close)
+    yield servers
 
 
-def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
-  """How many tokens two answers begin with alike."""
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+  """Length of the longest common prefix of two answers."""
   differ = (n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
   return next(differ, len(a))

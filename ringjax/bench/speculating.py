@@ -1,31 +1,30 @@
-"""Speculation: what drafters are worth, by kind of task.
+"""Benchmark of speculative decoding: speed of drafters by kind of task.
 
-Guarantees: plain decoding and all drafters answer the same prompts behind the
+Guarantees: plain decoding and all drafters answer the same prompts after the
 same cache, in turn (see `timing`); each answer is compared with the plain one,
 token by token. A row is a kind of task of `speculation_tasks`.
 
-  tokens/s    new tokens over the time from the prompt's last token on: what a
-              drafter does when it begins counts, as a draft model's own reading
-              of the prompt, which is "begin" too
-  x plain     the ratio of the medians of that
+  tokens/s    new tokens over the time from the prompt's last token on; the
+              start of a drafter counts, such as a draft model's prefill of the
+              prompt, which is "begin" too
+  x plain     ratio of the median tokens/s to that of plain decoding
   a call      new tokens for each call of the target
-  accepted    drafted tokens that stayed, of those behind tokens that stayed
-  equal       whether every answer is the plain one
-  fresh       runs of eight tokens that an answer has for the first time: where
-              a small model loops there are few, and drafts are easy
+  accepted    share of accepted drafted tokens, of those after accepted tokens
+  equal       whether every answer equals the plain one
+  fresh       share of runs of eight tokens that are new in the answer: where a
+              small model loops there are few, and drafts are easy
 
-Drafts have all their tokens (--lengths=full), or as many as pay (adapt). The
-contestant "never" drafts tokens that are always wrong and adapts: what
-speculation costs where it is of no use.
+Drafts have all their tokens (--lengths=full), or as many as pay off (adapt).
+The contestant "never" drafts tokens that are always wrong and adapts: the cost
+of speculation where it is useless.
 
 --context=T --devices=R is one row, "document": a text of T tokens, sharded over
-R devices, that the answer goes on quoting. It is read once for all contestants.
+R devices, that the answer continues to quote. All contestants share its cache.
 
---compare=transformers times whole calls, prompts included, beside
-`generate(prompt_lookup_num_tokens=)` and, where --draft is a folder, the
-assisted generation of transformers: the same folder, float32, the same cores,
-and no more tokens of a draft. As "..._1" PyTorch has one thread, see
-`serving`.
+--compare=transformers times whole calls, prompts included, against
+`generate(prompt_lookup_num_tokens=)` and, if --draft is a folder, the assisted
+generation of transformers: the same folder, float32, the same cores, and no
+more tokens of a draft. As "..._1" PyTorch has one thread, see `serving`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from ringjax.parallel.mesh import make_mesh
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
 
-# Drafters, whose module loads flax when something runs.
+# Names of drafters; their module, which imports flax, is loaded in a run.
 DRAFTERS = ("lookup", "suffix", "early", "self", "model", "tree")
 PARTS = (*speculation_tasks.KINDS, "document")
 _PEERS = ("transformers", "transformers_lookup", "transformers_assisted")
@@ -62,25 +61,26 @@ _PEERS = ("transformers", "transformers_lookup", "transformers_assisted")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationSettings(harness.BenchmarkSettings):
-  """What is drafted for what.
+  """Settings of the benchmark: models, tasks and drafters.
 
   Attributes:
-    model: a folder, or a preset, which has random weights and reads bytes;
-      None for the second small model that ships.
-    draft: a folder of a model that drafts; None for the first small model that
-      ships where its vocabulary is the model's, else the model's first layer.
-    parts: kinds of tasks.
-    contestants: the drafters.
-    drafted: tokens of a draft.
-    draft_cache: of "self", which is the model with a smaller cache.
-    lengths: whether drafts have all their tokens, or as many as pay.
-    requests: prompts of a kind.
-    prompt_tokens: of a prompt; with several all kinds at each length.
-    new_tokens: of an answer.
-    context: of the document, in place of the kinds; None for the kinds.
-    devices: over which the sequence is sharded.
-    compare: what with.
-    rounds: timed rounds.
+    model: Folder, or preset with random weights that reads bytes; None for the
+      second small model that ships.
+    draft: Folder of a draft model; None for the first small model that ships,
+      if it has the model's vocabulary, else the model's first layer.
+    parts: Kinds of tasks.
+    contestants: Names of the drafters.
+    drafted: Number of tokens of a draft.
+    draft_cache: Kind of cache of "self", which is the model with a smaller
+      cache.
+    lengths: "full" for drafts of all tokens, "adapt" for as many as pay off.
+    requests: Number of prompts of a kind.
+    prompt_tokens: Lengths of a prompt; all kinds run at each length.
+    new_tokens: Tokens of an answer.
+    context: Tokens of a document, in place of the kinds; None for the kinds.
+    devices: Number of devices over which the sequence is sharded.
+    compare: Library to compare with.
+    rounds: Timed rounds.
   """
 
   model: str | None = option(None, ())
@@ -113,11 +113,11 @@ class SpeculationSettings(harness.BenchmarkSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationCase:
-  """A kind of task.
+  """A kind of task at one length of the prompt.
 
   Attributes:
-    kind: one of `PARTS`.
-    tokens: of a prompt.
+    kind: Kind of task, of `PARTS`.
+    tokens: Tokens of a prompt.
   """
 
   kind: str
@@ -128,7 +128,7 @@ class SpeculationCase:
 
 
 class SpeculationBenchmark(harness.Benchmark):
-  """Plain decoding and drafters, in turn, by kind of task."""
+  """Benchmark of plain decoding and drafters, by kind of task."""
 
   name = "speculate"
   options = SpeculationSettings
@@ -173,7 +173,7 @@ class SpeculationBenchmark(harness.Benchmark):
 
   @functools.cached_property
   def model(self) -> Transformer:
-    """The target."""
+    """The target model."""
     from ringjax.models import small
 
     name, mesh = self.settings.model, self._mesh
@@ -183,7 +183,7 @@ class SpeculationBenchmark(harness.Benchmark):
 
   @functools.cached_property
   def draft(self) -> Transformer | None:
-    """The model that drafts; None: the target's first layer."""
+    """The draft model; None for the target's first layer."""
     from ringjax.models import tiny
 
     folder = self.settings.draft
@@ -191,9 +191,9 @@ class SpeculationBenchmark(harness.Benchmark):
       return rj.models.load(folder, mesh=self._mesh)
     if self.settings.model in rj.models.PRESETS:
       return None
-    found = rj.models.load(tiny.path(), mesh=self._mesh)
-    same = found.config.vocab == self.model.config.vocab
-    return found if same else None
+    draft = rj.models.load(tiny.path(), mesh=self._mesh)
+    same_vocab = draft.config.vocab == self.model.config.vocab
+    return draft if same_vocab else None
 
   @functools.cached_property
   def tokenizer(self) -> Any:
@@ -206,7 +206,7 @@ class SpeculationBenchmark(harness.Benchmark):
 
   @functools.cached_property
   def path(self) -> pathlib.Path:
-    """Where the target is written for transformers."""
+    """Folder to which the target is written for transformers."""
     folder = tempfile.TemporaryDirectory(prefix="ringjax-bench-")
     path = pathlib.Path(self.stack.enter_context(folder))
     rj.models.save(self.model, path / "model")
@@ -227,45 +227,47 @@ class SpeculationBenchmark(harness.Benchmark):
       speculation_tasks.prompt(case.kind, self.tokenizer, case.tokens, seed)
       for seed in range(1 if case.kind == "document" else s.requests)
     ]
-    whole = s.compare is not None
-    asked = _Asked(self.model, prompts, s.new_tokens, self._mesh, whole)
+    whole_calls = s.compare is not None
+    runner = _PromptRuns(
+      self.model, prompts, s.new_tokens, self._mesh, whole_calls
+    )
     adapt, runs = s.lengths == "adapt", {}
     for name in s.contestants:
       if name == "never":
-        runs[name] = lambda n: Never(answer=asked.plain[n], count=s.drafted)
+        runs[name] = lambda n: Never(answer=runner.plain[n], count=s.drafted)
         continue
-      one = drafter(
+      result = drafter(
         name, self.model, self.draft, s.drafted, adapt, s.draft_cache
       )
-      runs[name] = lambda n, one=one: one
+      runs[name] = lambda n, contestant=result: contestant
     runs = {
-      "plain": asked.plainly,
-      **{name: functools.partial(asked, name, x) for name, x in runs.items()},
+      "plain": runner.plainly,
+      **{name: functools.partial(runner, name, x) for name, x in runs.items()},
     }
     with self._peers(prompts) as peers:
       runs |= peers
       results, _ = self.measure(
         list(runs),
         lambda name: (runs[name], runs[name]()),
-        lambda found: (_differing(found, asked.plain), False),
+        lambda answers: (_difference(answers, runner.plain), False),
         report,
         warmup=1,
       )
     plain = results["plain"]["median_s"]
-    for name, one in results.items():
-      one |= asked.facts(name)
-      median = one["median_s"]
+    for name, result in results.items():
+      result |= runner.facts(name)
+      median = result["median_s"]
       count = len(prompts) * s.new_tokens
-      one["tokens_per_s"] = median and count / median
-      one["x_plain"] = median and plain and plain / median
-      different = one["max_abs_difference"]
-      one["equal"] = None if different is None else different == 0
+      result["tokens_per_s"] = median and count / median
+      result["x_plain"] = median and plain and plain / median
+      different = result["max_abs_difference"]
+      result["equal"] = None if different is None else different == 0
     return {
       "kind": case.kind,
       "tokens": case.tokens,
       "new_tokens": s.new_tokens,
       "requests": len(prompts),
-      "fresh": statistics.mean(map(_fresh, asked.plain)),
+      "fresh": statistics.mean(map(_fresh, runner.plain)),
       "results": results,
     }
 
@@ -290,32 +292,34 @@ class SpeculationBenchmark(harness.Benchmark):
     }
 
   def summary(self, rows: Sequence[Row]) -> Row:
-    """Of each drafter its best and median figures over the kinds."""
-    found: Row = {}
+    """Best and median figures of each drafter over the kinds."""
+    figures: Row = {}
     for name in dict.fromkeys(n for row in rows for n in row["results"]):
-      here = [row["results"][name] for row in rows if name in row["results"]]
-      of = lambda key, here=here: [x[key] for x in here if x.get(key)]
-      found[name] = {
+      results = [row["results"][name] for row in rows if name in row["results"]]
+      values_of = lambda key, results=results: [
+        x[key] for x in results if x.get(key)
+      ]
+      figures[name] = {
         key: {"median": statistics.median(values), "best": max(values)}
         for key in ("x_plain", "tokens_per_call", "acceptance")
-        if (values := of(key))
-      } | {"equal": all(x["equal"] is not False for x in here)}
-    return found
+        if (values := values_of(key))
+      } | {"equal": all(x["equal"] is not False for x in results)}
+    return figures
 
   def table(self, case: SpeculationCase, row: Row) -> str:
-    def more(one: Row) -> str:
+    def result_text(result: Row) -> str:
       number = lambda key, form: (
-        "-".rjust(6) if one.get(key) is None else format(one[key], form)
+        "-".rjust(6) if result.get(key) is None else format(result[key], form)
       )
-      begin = one.get("begin_s")
+      begin = result.get("begin_s")
       return (
-        f"{one['tokens_per_s']:8.1f} tokens/s  x plain "
+        f"{result['tokens_per_s']:8.1f} tokens/s  x plain "
         f"{number('x_plain', '5.2f')}  a call "
         f"{number('tokens_per_call', '5.2f')}  accepted "
         f"{number('acceptance', '6.1%')}  begin "
         f"{'-' if begin is None else f'{1e3 * begin:.0f} ms':>8}  "
         f"cache {number('draft_bytes', '6.1%')}  "
-        f"{'equal' if one['equal'] else 'DIFFERENT'}"
+        f"{'equal' if result['equal'] else 'DIFFERENT'}"
       )
 
     head = (
@@ -323,23 +327,22 @@ class SpeculationBenchmark(harness.Benchmark):
       f"{row['fresh']:.0%} fresh, "
       f"{self.model.config.family} on {self.settings.devices} device(s)"
     )
-    return "\n".join([head, *harness.lines(row, more)]) + "\n"
+    return "\n".join([head, *harness.lines(row, result_text)]) + "\n"
 
   def closing(self, result: Row) -> str:
     lines = ["over all kinds, median (best)"]
-    for name, one in result["summary"].items():
-      both = "   ".join(
-        f"{key} {one[key]['median']:.2f} ({one[key]['best']:.2f})"
+    for name, figures in result["summary"].items():
+      text = "   ".join(
+        f"{key} {figures[key]['median']:.2f} ({figures[key]['best']:.2f})"
         for key in ("x_plain", "tokens_per_call", "acceptance")
-        if key in one
+        if key in figures
       )
-      equal = "all equal" if one["equal"] else "NOT all equal"
-      lines.append(f"  {name:22}{both}   {equal}")
+      equal = "all equal" if figures["equal"] else "NOT all equal"
+      lines.append(f"  {name:22}{text}   {equal}")
     return "\n".join(lines)
 
   def draw(self, result: Row, path: str) -> None:
-    """Acceptance by the place in a draft and by the prompt's length, and tokens
-    a call by kind, at the shortest length."""
+    """Draws acceptance by position and length, and tokens per call by kind."""
     rows = result["rows"]
     lengths = sorted({row["tokens"] for row in rows})
     names = [
@@ -349,7 +352,9 @@ class SpeculationBenchmark(harness.Benchmark):
     ]
     colors = dict(zip(names, _COLORS, strict=False))
     figure = harness.figure(15 if lengths[1:] else 11, 3.6)
-    left, right, *more = figure.subplots(1, 3 if lengths[1:] else 2)
+    left_axes, right_axes, *other_axes = figure.subplots(
+      1, 3 if lengths[1:] else 2
+    )
     for name, color in colors.items():
       counts: list[np.ndarray] = [
         np.asarray(row["results"][name]["by_position"])
@@ -361,22 +366,22 @@ class SpeculationBenchmark(harness.Benchmark):
       longest = max(map(len, counts))
       total = sum(np.pad(x, ((0, longest - len(x)), (0, 0))) for x in counts)
       offered, stayed = np.asarray(total).T
-      known = offered > 0
-      x = np.flatnonzero(known) + 1
-      y = stayed[known] / offered[known]
-      left.plot(x, y, "o-", color=color, label=name, markersize=4)
-    left.set_xlabel("place in the draft", fontsize=9)
-    left.set_ylim(0, 1.02)
-    harness.tidy(left, "acceptance behind tokens that stayed")
+      has_offers = offered > 0
+      x = np.flatnonzero(has_offers) + 1
+      y = stayed[has_offers] / offered[has_offers]
+      left_axes.plot(x, y, "o-", color=color, label=name, markersize=4)
+    left_axes.set_xlabel("place in the draft", fontsize=9)
+    left_axes.set_ylim(0, 1.02)
+    harness.tidy(left_axes, "acceptance behind tokens that stayed")
     height = lambda row, name: (
       row["results"].get(name, {}).get("tokens_per_call") or 0.0
     )
     first = [row for row in rows if row["tokens"] == lengths[0]]
-    harness.bars(right, first, colors, height, lambda row: row["kind"])
-    right.axhline(1, color="0.5", linewidth=1)
-    harness.tidy(right, "tokens for each call of the target")
-    right.legend(frameon=False, fontsize=8)
-    for axes in more:
+    harness.bars(right_axes, first, colors, height, lambda row: row["kind"])
+    right_axes.axhline(1, color="0.5", linewidth=1)
+    harness.tidy(right_axes, "tokens for each call of the target")
+    right_axes.legend(frameon=False, fontsize=8)
+    for axes in other_axes:
       for name, color in colors.items():
         share = [_acceptance(rows, name, length) for length in lengths]
         axes.plot(lengths, share, "o-", color=color, label=name, markersize=4)
@@ -390,11 +395,13 @@ class SpeculationBenchmark(harness.Benchmark):
 
 
 def _acceptance(rows: Sequence[Row], name: str, tokens: int) -> float:
-  """The mean over kinds of what was accepted behind prompts of a length."""
-  found = [row["results"].get(name, {}) for row in rows
+  """Mean acceptance over the kinds, after prompts of a length."""
+  results = [row["results"].get(name, {}) for row in rows
            if row["tokens"] == tokens]  # fmt: skip
-  known = [x["acceptance"] for x in found if x.get("acceptance") is not None]
-  return statistics.mean(known) if known else math.nan
+  acceptances = [
+    x["acceptance"] for x in results if x.get("acceptance") is not None
+  ]
+  return statistics.mean(acceptances) if acceptances else math.nan
 
 
 _COLORS = (
@@ -402,11 +409,11 @@ _COLORS = (
 )  # fmt: skip
 
 
-class _Asked:
-  """Prompts that are read once, and answered as often as is asked.
+class _PromptRuns:
+  """Prompts that are read once and answered by each contestant.
 
   Attributes:
-    plain: the answers without drafts.
+    plain: Answers without drafts.
   """
 
   def __init__(
@@ -420,12 +427,13 @@ class _Asked:
     self._model, self._prompts, self._count = model, prompts, count
     self._whole, self._reports = whole, {}
     self._begun: dict[str, list[float]] = {}
-    # Bytes of a draft model's cache, of those of the target's.
+    # Bytes of a draft model's cache, as a fraction of the target's.
     self._bytes: dict[str, float] = {}
     self._sessions: list[Any] = []
     self.plain: list[np.ndarray] = []
     for prompt in [] if whole else prompts:
-      # Trees take more slots for a while; a shard's last ones may stay empty.
+      # Trees take extra slots until they are checked, and the last slots of a
+      # shard may stay empty.
       room = prompt.size + count + 64 + 2 * len(jax.devices())
       session = rj.infer.Session(model, room, mesh=mesh)
       rj.infer.read_context(model, [prompt[:-1]], cache=session)
@@ -434,60 +442,61 @@ class _Asked:
   def __call__(
     self, name: str, drafter_of: Callable[[int], Any]
   ) -> list[np.ndarray]:
-    """The answers with a drafter for each prompt."""
+    """Answers the prompts, with a drafter for each."""
     from ringjax.bench.speculation_contestants import ClockedDrafter
     from ringjax.infer.speculate.model_drafting import ModelDrafting
 
-    found, reports, begun = [], [], 0.0
+    answers, reports, begun = [], [], 0.0
     for n, prompt in enumerate(self._prompts):
       noted = ClockedDrafter.around(drafter_of(n))
-      how = dict(
+      options = dict(
         max_new_tokens=self._count, speculate=noted, report=reports.append
       )
-      found.append(self._generate(n, prompt, **how))
+      answers.append(self._generate(n, prompt, **options))
       begun += noted.seconds[0]
       session = self._sessions[n][0] if self._sessions else None
       if session is not None and isinstance(session.drafting, ModelDrafting):
         share = session.drafting.nbytes() / session.cache.nbytes()
         self._bytes[name] = max(share, self._bytes.get(name, 0.0))
-        # Others have caches of their own.
+        # The next contestant has another draft cache.
         session.drafting = None
     if name not in self._reports:
-      self._reports[name] = [one.speculation for one in reports]
+      self._reports[name] = [report.speculation for report in reports]
     self._begun.setdefault(name, []).append(begun)
-    return found
+    return answers
 
   def plainly(self) -> list[np.ndarray]:
-    """The answers without drafts; the first ones are kept."""
-    found = [
+    """Answers the prompts without drafts; keeps the first answers."""
+    answers = [
       self._generate(n, prompt, max_new_tokens=self._count)
       for n, prompt in enumerate(self._prompts)
     ]
-    self.plain = self.plain or found
-    return found
+    self.plain = self.plain or answers
+    return answers
 
-  def _generate(self, n: int, prompt: np.ndarray, **how: Any) -> np.ndarray:
+  def _generate(self, n: int, prompt: np.ndarray, **options: Any) -> np.ndarray:
     if self._whole:
-      return rj.infer.generate(self._model, [prompt], **how)[0]
-    session, before = self._sessions[n]
-    session.cache = session.cache.restore(before)
-    return rj.infer.generate(self._model, [prompt[-1:]], cache=session, **how)[
-      0
-    ]
+      return rj.infer.generate(self._model, [prompt], **options)[0]
+    session, snapshot = self._sessions[n]
+    session.cache = session.cache.restore(snapshot)
+    return rj.infer.generate(
+      self._model, [prompt[-1:]], cache=session, **options
+    )[0]
 
   def facts(self, name: str) -> Row:
-    """What the reports of a drafter's first answers say."""
+    """Figures from the reports of a drafter's first answers."""
     if name not in self._reports:
       return {}
     reports = self._reports[name]
-    total = np.sum([one.by_position for one in reports], 0)
+    total = np.sum([report.by_position for report in reports], 0)
     tokens, calls = (
-      sum(getattr(one, key) for one in reports) for key in ("tokens", "calls")
+      sum(getattr(report, key) for report in reports)
+      for key in ("tokens", "calls")
     )
     return {
       "tokens_per_call": tokens / max(calls, 1),
       "acceptance": float(total[:, 1].sum() / max(total[:, 0].sum(), 1)),
-      "drafted": sum(one.drafted for one in reports),
+      "drafted": sum(report.drafted for report in reports),
       "calls": calls,
       "by_position": total.tolist(),
       "begin_s": statistics.median(self._begun[name][1:] or [0.0]),
@@ -501,16 +510,18 @@ def _fresh(answer: np.ndarray) -> float:
   return len(set(runs)) / len(runs)
 
 
-def _differing(
-  found: Sequence[np.ndarray], plain: Sequence[np.ndarray]
+def _difference(
+  answers: Sequence[np.ndarray], plain: Sequence[np.ndarray]
 ) -> float:
-  """The share of tokens behind the first one that differs, itself included."""
+  """Share of tokens from the first one that differs on."""
   total = sum(map(len, plain))
-  same = sum(_agreed(a, b) for a, b in zip(found, plain, strict=True))
-  return 1 - same / total
+  agreed_tokens = sum(
+    _common_prefix(a, b) for a, b in zip(answers, plain, strict=True)
+  )
+  return 1 - agreed_tokens / total
 
 
-def _agreed(a: np.ndarray, b: np.ndarray) -> int:
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
   count = min(len(a), len(b))
   return int(np.argmin(np.append(a[:count] == b[:count], False)))
 
@@ -522,7 +533,7 @@ def _pretrained(folder: str | os.PathLike[str]) -> Any:
   model = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=import_torch().float32, attn_implementation="sdpa"
   ).eval()
-  # No id ends an answer, in ours neither.
+  # Answers have a fixed length, as ours have: no id ends them.
   model.generation_config.eos_token_id = None
   return model
 
@@ -536,14 +547,14 @@ def _peer(
   drafted: int,
   threads: int,
 ) -> list[np.ndarray]:
-  """Answers of transformers."""
-  torch, how = import_torch(threads), {}
+  """Answers the prompts with transformers."""
+  torch, options = import_torch(threads), {}
   if name == "transformers_lookup":
-    how = dict(prompt_lookup_num_tokens=drafted, max_matching_ngram_size=3)
+    options = dict(prompt_lookup_num_tokens=drafted, max_matching_ngram_size=3)
   elif name == "transformers_assisted":
     helper.generation_config.num_assistant_tokens = drafted
-    how = dict(assistant_model=helper)
-  found = []
+    options = dict(assistant_model=helper)
+  answers = []
   for prompt in prompts:
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     with torch.inference_mode():
@@ -553,7 +564,7 @@ def _peer(
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
-        **how,
+        **options,
       )
-    found.append(new[0, prompt.size :].numpy().astype(np.int32))
-  return found
+    answers.append(new[0, prompt.size :].numpy().astype(np.int32))
+  return answers

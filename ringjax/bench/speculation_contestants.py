@@ -15,7 +15,7 @@ from ringjax.kv import kind_text
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
 
-# Tokens of a tree by depth.
+# Tokens of a tree at each depth: checked in "tree", drafted in "best".
 _WIDTHS, _MORE = (3, 3, 3, 3, 2, 2), (4,) * 8
 
 
@@ -27,43 +27,44 @@ def drafter(
   adapt: bool,
   cache: str = "int4",
 ) -> Any:
-  """A drafter by its name, one of `speculating.DRAFTERS`.
+  """Creates a drafter by its name, one of `speculating.DRAFTERS`.
 
   Args:
-    name: of the drafter.
-    target: whose layers "early" counts.
-    draft: the draft model of "model", "tree" and "best"; None: the first layer.
-    count: tokens of a draft.
-    adapt: whether drafts get shorter.
-    cache: of "self".
+    name: Name of the drafter.
+    target: Target model, of whose layers "early" runs half.
+    draft: Draft model of "model", "tree" and "best"; None for the target's
+      first layer.
+    count: Number of tokens of a draft.
+    adapt: Whether drafts get shorter when that pays off.
+    cache: Kind of cache of "self".
   """
-  how: dict[str, Any] = dict(count=count, adapt=adapt)
+  options: dict[str, Any] = dict(count=count, adapt=adapt)
   if name == "lookup":
-    return speculate.PromptLookup(**how)
+    return speculate.PromptLookup(**options)
   if name == "suffix":
-    return speculate.Suffixes(**how)
+    return speculate.Suffixes(**options)
   if name == "early":
     half = max(1, len(target.config.layers) // 2)
-    return speculate.EarlyExit(layers=half, **how)
+    return speculate.EarlyExit(layers=half, **options)
   if name == "self":
-    return speculate.SelfDraft(cache_kind=kind_text.parse(cache), **how)
+    return speculate.SelfDraft(cache_kind=kind_text.parse(cache), **options)
   if name in ("tree", "best"):
-    how["widths"] = _WIDTHS[:count]
+    options["widths"] = _WIDTHS[:count]
   if name == "best":
-    # As many are checked, of more.
-    how |= dict(widths=_MORE[:count], best=sum(_WIDTHS[:count]))
+    # As many tokens are checked as in "tree", chosen from more drafted ones.
+    options |= dict(widths=_MORE[:count], best=sum(_WIDTHS[:count]))
   if draft is None:
-    return speculate.EarlyExit(layers=1, **how)
-  return speculate.DraftModel(model=draft, **how)
+    return speculate.EarlyExit(layers=1, **options)
+  return speculate.DraftModel(model=draft, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ClockedDrafter(speculate.Drafter):
-  """A drafter whose beginning is timed.
+  """Wrapper of a drafter that times its `begin`.
 
   Attributes:
-    inner: the drafter.
-    seconds: of its beginning, once it has begun.
+    inner: Wrapped drafter.
+    seconds: Seconds of each call of `begin`.
   """
 
   inner: Any
@@ -71,7 +72,7 @@ class ClockedDrafter(speculate.Drafter):
 
   @classmethod
   def around(cls, inner: Any) -> ClockedDrafter:
-    """With the options of `inner`."""
+    """Wraps `inner` with its options."""
     return cls(
       inner=inner,
       count=inner.count,
@@ -96,10 +97,10 @@ class ClockedDrafter(speculate.Drafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Never(speculate.Drafter):
-  """Drafts what is never right.
+  """Drafter whose tokens are never accepted.
 
   Attributes:
-    answer: int32 [n], which is right.
+    answer: Ids of the right answer, int32 [n].
   """
 
   answer: np.ndarray
@@ -110,7 +111,7 @@ class Never(speculate.Drafter):
 
 
 class _Wrong:
-  """At work for one row."""
+  """Drafting of wrong tokens for one row."""
 
   def __init__(self, answer: np.ndarray, count: int):
     self._answer, self._count, self._at = answer, count, 0
@@ -122,7 +123,7 @@ class _Wrong:
     self._at += len(new[0])
     right = self._answer[self._at : self._at + self._count]
     tokens = np.zeros((1, self._count), np.int32)
-    # Another id than the right one, of those that any vocabulary has.
+    # A wrong id that every vocabulary has: 0, or 1 where 0 is right.
     tokens[0, : right.size] = np.where(right == 0, 1, 0)
     count = np.minimum(most, right.size).astype(np.int32)
     return speculate.Draft(tokens, count)

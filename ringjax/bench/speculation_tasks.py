@@ -1,7 +1,7 @@
 """Prompts of six kinds in the shape of Spec-Bench, made from seeds.
 
 Guarantees: a prompt is a function of its kind, length and seed, and exactly
-`length` tokens long. Its text is Python's standard library and what
+`length` tokens long. Its text is Python's standard library with facts that
 `ringjax.data` hides in it; nothing is downloaded.
 
 | kind | a perfect answer |
@@ -10,12 +10,12 @@ Guarantees: a prompt is a function of its kind, length and seed, and exactly
 | `translation` | copies lines with some of their words replaced |
 | `summary` | quotes the first lines of a passage |
 | `questions` | names the number that a line of the text gives |
-| `math` | says sums that the text has, in another order |
+| `math` | repeats sums of the text, in another order |
 | `retrieval` | quotes one of several passages by its name |
-| `document` | goes on with a passage that a long text has near its end |
+| `document` | continues a passage that a long text has near its end |
 
 Ref: Xia et al. 2024 (Spec-Bench, arXiv 2401.07851), whose six kinds of tasks
-these are modelled on; their texts are other ones.
+these are modelled on; the texts differ.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ringjax.data.recall import Questions
 from ringjax.data.recall_tasks import PASSAGE, PASSAGE_QUESTION, Records
 
 KINDS = ("chat", "translation", "summary", "questions", "math", "retrieval")
-# Characters of a passage, between it and the question, and of an answer that
-# a prompt has already.
+# Characters of a passage, of the text between it and the question, and of the
+# answer's beginning that is part of the prompt.
 _PASSAGE, _BETWEEN, _BEGUN = 240, 200, 12
 
 
 class _Words:
-  """The library's lines that have words, without their indentation.
+  """Lines of the library that have words, without their indentation.
 
-  A small model that has read spaces writes spaces, and nothing else.
+  After indented lines a small model generates only spaces.
   """
 
   def lines(self, rng: np.random.Generator) -> Iterator[str]:
@@ -53,13 +53,13 @@ _FILLER = _Words()
 
 
 def prompt(kind: str, tokenizer: Any, length: int, seed: int = 0) -> np.ndarray:
-  """A prompt of a kind, int32 [length].
+  """Creates a prompt of a kind, int32 [length].
 
   Args:
-    kind: one of `KINDS`, or "document".
-    tokenizer: a `Tokenizer` or `Bytes`.
-    length: its tokens.
-    seed: of what is drawn.
+    kind: Kind of task, of `KINDS` or "document".
+    tokenizer: A `Tokenizer` or `Bytes`.
+    length: Number of tokens of the prompt.
+    seed: Random seed.
   """
   rng = np.random.default_rng([seed, length])
   ids = _KINDS[kind](tokenizer, rng, length)
@@ -69,29 +69,29 @@ def prompt(kind: str, tokenizer: Any, length: int, seed: int = 0) -> np.ndarray:
 def _filled(
   tokenizer: Any, rng: np.random.Generator, length: int, text: str
 ) -> np.ndarray:
-  """Lines of the library, `length` tokens of them at least, before a text."""
+  """Puts lines of the library before a text, for `length` tokens or more."""
   end = tokenizer.encode(text, bos=False)
-  before, lines = "", _FILLER.lines(rng)
+  prefix, lines = "", _FILLER.lines(rng)
   parts: list[str] = []
   while True:
-    # A token is a character at least.
+    # A token has at least one character.
     while sum(map(len, parts)) < length:
       parts.append(next(lines))
-    before = "".join(parts) + before
-    ids = tokenizer.encode(before, bos=False)
+    prefix = "".join(parts) + prefix
+    ids = tokenizer.encode(prefix, bos=False)
     if len(ids) + len(end) >= length:
       return np.concatenate([ids, end])
     parts = []
 
 
 def _text(rng: np.random.Generator, characters: int) -> str:
-  """Different lines, about so many characters."""
-  found: dict[str, None] = {}
+  """Draws different lines of at least `characters` in all."""
+  unique_lines: dict[str, None] = {}
   for line in _FILLER.lines(rng):
-    found[line] = None
-    if sum(map(len, found)) >= characters:
+    unique_lines[line] = None
+    if sum(map(len, unique_lines)) >= characters:
       break
-  return "".join(found)
+  return "".join(unique_lines)
 
 
 def _chat(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
@@ -103,41 +103,41 @@ def _chat(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
     fields=3,
   )
   ids, _ = source.example(rng)
-  # What is left out at the end is an answer.
+  # The part that is cut off at the end is the answer.
   return ids[: max(length, len(ids) * 4 // 5)]
 
 
 def _translation(
   tokenizer: Any, rng: np.random.Generator, length: int
 ) -> np.ndarray:
-  """Pairs of a line and its translation; the last one is missing."""
+  """Pairs of a line and its translation; the last translation is missing."""
   text = _text(rng, 2 * _PASSAGE)
   words = sorted(set(re.findall(r"[a-z]{4,}", text)))
   chosen = rng.permutation(len(words))[: max(1, len(words) // 6)]
-  other = {words[i]: words[i][::-1].capitalize() for i in chosen}
-  said = lambda line: re.sub(
-    r"[a-z]{4,}", lambda m: other.get(m[0], m[0]), line
+  translations = {words[i]: words[i][::-1].capitalize() for i in chosen}
+  translate = lambda line: re.sub(
+    r"[a-z]{4,}", lambda m: translations.get(m[0], m[0]), line
   )
-  shown = "".join(
-    f"# Source:\n{line}\n# Target:\n{said(line)}\n"
+  examples = "".join(
+    f"# Source:\n{line}\n# Target:\n{translate(line)}\n"
     for line in text.splitlines()
   )
   last = "".join(text.splitlines(True)[:4])
-  asked = f"# Source:\n{last}# Target:\n{said(last)[:_BEGUN]}"
-  return _filled(tokenizer, rng, length, shown + asked)
+  unfinished = f"# Source:\n{last}# Target:\n{translate(last)[:_BEGUN]}"
+  return _filled(tokenizer, rng, length, examples + unfinished)
 
 
 def _summary(
   tokenizer: Any, rng: np.random.Generator, length: int
 ) -> np.ndarray:
-  """Texts, each with its first lines as a summary; the last one is missing."""
-  shown = ""
+  """Texts and their first lines as summaries; the last summary is missing."""
+  examples = ""
   for n in range(3):
     text = _text(rng, _PASSAGE)
     first = "".join(text.splitlines(True)[:3])
     first = first if n < 2 else first[:_BEGUN]
-    shown += f"# Text:\n{text}# Summary:\n{first}"
-  return _filled(tokenizer, rng, length, shown)
+    examples += f"# Text:\n{text}# Summary:\n{first}"
+  return _filled(tokenizer, rng, length, examples)
 
 
 def _questions(
@@ -152,7 +152,7 @@ def _questions(
     text=0.0,
   )
   ids, weights = source.example(rng)
-  # Nothing but the answer has a weight.
+  # Only tokens of the answer have a weight.
   return ids[: int(np.flatnonzero(weights)[0])]
 
 
@@ -160,9 +160,9 @@ def _math(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
   pairs = {tuple(pair) for pair in rng.integers(10, 1000, (12, 2)).tolist()}
   sums = [f"# {a} + {b} = {a + b}\n" for a, b in sorted(pairs)]
   order = rng.permutation(len(sums)).tolist()
-  again = "".join(sums[n] for n in order[:4])
+  repeated = "".join(sums[n] for n in order[:4])
   first = sums[order[4]].split("=")[0]
-  text = "".join(sums) + _text(rng, _BETWEEN) + f"{again}{first}="
+  text = "".join(sums) + _text(rng, _BETWEEN) + f"{repeated}{first}="
   return _filled(tokenizer, rng, length, text)
 
 

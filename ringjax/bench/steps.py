@@ -66,20 +66,20 @@ class ProgramOptions:
   """The options that all programs share.
 
   Attributes:
-    devices: of the slice.
-    tokens: T, of a row.
-    mesh: (axis, size) pairs; -1 takes what is left.
-    batch: B, rows of a step.
-    dtype: of the computation.
-    order: "ring": devices as `rj.make_mesh` orders them; "listed": in their
-      own order, to see what the ring's is worth.
-    strategy: of attention, by its name, see `ways.NAMES`.
-    q_block: queries of a tile, for local algorithms with tiles.
-    kv_block: keys of a tile.
+    devices: Devices of the slice.
+    tokens: Number of tokens of a row, T.
+    mesh: (axis, size) pairs; -1 takes the remaining devices.
+    batch: Number of rows of a step, B.
+    dtype: Dtype of the computation.
+    order: "ring": devices as `rj.make_mesh` orders them; "listed": in the
+      order of `devices`, to see what the ring order is worth.
+    strategy: Name of the strategy of attention, see `ways.NAMES`.
+    q_block: Queries of a tile, for local algorithms with tiles.
+    kv_block: Keys of a tile.
     local: "best", the kernel of the slice's chips, or "blockwise".
 
   Raises:
-    RingjaxError: an option may not have its value, or does not fit another.
+    RingjaxError: If an option is out of range or conflicts with another.
   """
 
   devices: Sequence[Any]
@@ -99,10 +99,10 @@ class ProgramOptions:
     return way(self.strategy, self.q_block, self.kv_block, self.local)
 
   def placed(self, **counts: int) -> tuple[Mesh, str | None]:
-    """The mesh and its axis of the sequence, which fit the tokens."""
-    made, axis = _mesh(self.devices, self.mesh, self.order)
-    _whole(made, axis, self.tokens, batch=self.batch, **counts)
-    return made, axis
+    """The mesh and its sequence axis, checked against the tokens."""
+    mesh, axis = _mesh(self.devices, self.mesh, self.order)
+    _check_counts(mesh, axis, self.tokens, batch=self.batch, **counts)
+    return mesh, axis
 
   def built(
     self,
@@ -113,7 +113,7 @@ class ProgramOptions:
     trips: Trips | float,
     **facts: Any,
   ) -> Built:
-    """A program that takes so many FLOPs in all."""
+    """Wraps a program that takes `flops` FLOPs on all devices."""
     facts = {
       "mesh": dict(mesh.shape),
       "tokens": self.tokens,
@@ -136,13 +136,13 @@ class ModelOptions(ProgramOptions):
   """The options of a program of a model.
 
   Attributes:
-    model: the name of a preset, or what a config.json holds.
-    shard: the mesh axis over which weights and moments are cut along the
-      model's width; None: as `Rules()` says.
-    layers: another number of layers than the model's.
-    block: tokens of a step of the feedforward.
-    weights: where the layers' weights are, "host" or as "device=.5,host=.5";
-      None: on the devices.
+    model: Name of a preset, or contents of a config.json.
+    shard: Mesh axis that shards weights and moments along the model's width;
+      None for `Rules()`.
+    layers: Number of layers, in place of the model's.
+    block: Tokens of a step of the feedforward.
+    weights: Placement of the layers' weights, "host" or as
+      "device=.5,host=.5"; None for the devices.
   """
 
   model: str | Mapping[str, Any]
@@ -152,19 +152,19 @@ class ModelOptions(ProgramOptions):
   weights: str | None = None
 
   def form(self, mesh: Mesh, dtype: str) -> Transformer:
-    """The model's shapes, cut along its width over the mesh axis `shard`."""
-    given = self.model
-    config = preset(given) if isinstance(given, str) else dict(given)
+    """The model's shapes, sharded along its width over the axis `shard`."""
+    source = self.model
+    config = preset(source) if isinstance(source, str) else dict(source)
     if self.layers is not None:
       config["num_hidden_layers"] = positive_int("layers", self.layers)
     rules = None if self.shard is None else Rules(embed=self.shard)
-    made = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
+    model = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
     if self.weights is None:
-      return made
-    return abstract_placed(made, self.weights, mesh)
+      return model
+    return abstract_placed(model, self.weights, mesh)
 
   def facts(self, form: Transformer) -> dict[str, Any]:
-    """What is reported of the model."""
+    """Entries of the report about the model."""
     named = isinstance(self.model, str)
     return {
       "model": self.model if named else form.config.family,
@@ -176,7 +176,7 @@ class ModelOptions(ProgramOptions):
   def context(
     self, remat: Callable[..., bool] | None = None, accumulate: int = 1
   ) -> ContextParallel:
-    """How the model's tokens are sharded, checked against the batch."""
+    """Sharding context of the model's tokens, checked against the batch."""
     mesh, axis = self.placed(accumulate=accumulate)
     context = ContextParallel(
       mesh=mesh,
@@ -202,39 +202,40 @@ def attention(
   packed: bool = False,
   **options: Any,
 ) -> Built:
-  """One call of attention over the mesh's sequence axis.
+  """Builds one call of attention over the mesh's sequence axis.
 
   Args:
-    devices: of the slice.
+    devices: Devices of the slice.
     what: "forward", or "backward": the output's sum and its gradients.
-    heads: N.
-    kv_heads: K.
-    head_dim: H.
-    causal: whether queries see no later keys.
-    window: how many keys a query sees; None: all.
-    packed: whether tokens have document numbers, so that queries see keys of
-      their own document only.
-    options: of `ProgramOptions`.
+    heads: Number of query heads, N.
+    kv_heads: Number of heads of keys and values, K.
+    head_dim: Head dimension, H.
+    causal: Whether queries see no later keys.
+    window: Number of keys that a query sees; None for all.
+    packed: Whether tokens have document numbers, so that queries see only keys
+      of their document.
+    options: Options of `ProgramOptions`.
 
   Raises:
-    RingjaxError: an option may not have its value, or does not fit another.
+    RingjaxError: If an option is out of range or conflicts with another.
   """
   one_of("what", what, WHAT)
   program = ProgramOptions(devices=devices, **options)
-  made, axis = program.placed()
+  mesh, axis = program.placed()
   batch, tokens = program.batch, program.tokens
-  kind, how = recipes.dtype_of(program.dtype), program.named
-  context = ContextParallel(mesh=made)
+  dtype, named = recipes.dtype_of(program.dtype), program.named
+  context = ContextParallel(mesh=mesh)
   shares = context.shares(batch, heads, kv_heads)
   over = P(context.batch_axes(batch) or None, axis)
-  like = lambda n: _like(made, (batch, tokens, n, head_dim), over, kind)
+  operand = lambda n: _spec(mesh, (batch, tokens, n, head_dim), over, dtype)
   mask = None if window is None else Window(positive_int("window", window))
-  ids = _like(made, (batch, tokens), over)
+  ids = _spec(mesh, (batch, tokens), over)
 
   def forward(q: Any, k: Any, v: Any, segments: Any = None) -> jax.Array:
     return dot_product_attention(
-      q, k, v, mask=mask, mesh=made, axis=axis, layout=how.layout,
-      strategy=how.strategy, is_causal=causal, q_segment_ids=segments, **shares,
+      q, k, v, mask=mask, mesh=mesh, axis=axis, layout=named.layout,
+      strategy=named.strategy, is_causal=causal, q_segment_ids=segments,
+      **shares,
     )  # fmt: skip
 
   def backward(*x: jax.Array) -> Any:
@@ -244,11 +245,11 @@ def attention(
   pairs = batch * tokens * (tokens + 1) / 2 if causal else batch * tokens**2
   flops = 4.0 * heads * head_dim * pairs
   return program.built(
-    made,
+    mesh,
     jax.jit(forward if what == "forward" else backward),
-    (*map(like, (heads, kv_heads, kv_heads)), *[ids] * packed),
+    (*map(operand, (heads, kv_heads, kv_heads)), *[ids] * packed),
     flops * (1.0 if what == "forward" else 3.5),
-    _trips(how, made, axis, tokens, causal),
+    _trips(named, mesh, axis, tokens, causal),
     what=f"attention {what}",
   )
 
@@ -262,44 +263,46 @@ def train(
   loss_block: int = 1024,
   **options: Any,
 ) -> Built:
-  """A step of training: float32 weights and moments, gradients, an update.
+  """Builds a training step: float32 weights and moments, gradients, update.
 
   Args:
-    devices: of the slice.
-    accumulate: micro-batches.
-    remat: what is kept of a layer, of `train.remat.POLICIES`.
-    optimizer: of `train.recipe.OPTIMIZERS`.
-    loss_block: tokens of a step of the head.
-    options: of `ModelOptions`.
+    devices: Devices of the slice.
+    accumulate: Number of micro-batches.
+    remat: Rematerialization policy of a layer, of `train.remat.POLICIES`.
+    optimizer: Name of an optimizer, of `train.recipe.OPTIMIZERS`.
+    loss_block: Tokens of a step of the head.
+    options: Options of `ModelOptions`.
 
   Raises:
-    RingjaxError: an option may not have its value, or does not fit another.
+    RingjaxError: If an option is out of range or conflicts with another.
   """
   one_of("remat", remat, remats.POLICIES)
-  how = ModelOptions(devices=devices, **options)
-  attend = how.context(remats.policy(remat), accumulate)
-  made = attend.mesh
-  assert isinstance(made, Mesh)
-  form = how.form(made, "float32")
+  program = ModelOptions(devices=devices, **options)
+  attend = program.context(remats.policy(remat), accumulate)
+  mesh = attend.mesh
+  assert isinstance(mesh, Mesh)
+  model = program.form(mesh, "float32")
   update = recipes.Optimizer(name=optimizer).build(1000)
   objective = training.Objective(
     block=positive_int("loss_block", loss_block),
-    dtype=recipes.dtype_of(how.dtype),
+    dtype=recipes.dtype_of(program.dtype),
   )
-  each = how.batch // accumulate
-  over = P(None, attend.batch_axes(each) or None, attend.axis)
-  row = functools.partial(_like, made, (accumulate, each, how.tokens), over)
+  micro_batch = program.batch // accumulate
+  over = P(None, attend.batch_axes(micro_batch) or None, attend.axis)
+  row = functools.partial(
+    _spec, mesh, (accumulate, micro_batch, program.tokens), over
+  )
   batch = batches.Batch(row(), row(), row(jnp.float32))
-  return how.built(
-    made,
+  return program.built(
+    mesh,
     training.make_step(update, attend, objective),
-    (training.form(update, form, made), None, batch),
-    recipes.flops(form, how.tokens) * how.batch * how.tokens,
-    _trips(how.named, made, attend.axis, how.tokens, True),
+    (training.form(update, model, mesh), None, batch),
+    recipes.flops(model, program.tokens) * program.batch * program.tokens,
+    _trips(program.named, mesh, attend.axis, program.tokens, True),
     what="train",
     remat=remat,
     optimizer=optimizer,
-    **how.facts(form),
+    **program.facts(model),
   )
 
 
@@ -311,51 +314,52 @@ def prefill(
   chunk: int | None = None,
   **options: Any,
 ) -> Built:
-  """Reading a prompt of `tokens` into an empty cache of as many.
+  """Builds the prefill of a prompt of `tokens` into an empty cache.
 
   Args:
-    devices: of the slice.
-    cache: the kind of the cache, as `kv.kind_text` reads it.
-    cache_placement: where layers' keys are, see `Transformer.init_cache`.
-    chunk: reads the last so many tokens, behind the others; None: all.
-    options: of `ModelOptions`.
+    devices: Devices of the slice.
+    cache: Kind of the cache, as `kv.kind_text` parses it.
+    cache_placement: Placement of the layers' keys, see
+      `Transformer.init_cache`.
+    chunk: Number of last tokens that are read after the others; None for all.
+    options: Options of `ModelOptions`.
 
   Raises:
-    RingjaxError: an option may not have its value, or does not fit another.
+    RingjaxError: If an option is out of range or conflicts with another.
   """
   kind = kind_text.parse(cache, "cache")
-  how = ModelOptions(devices=devices, **options)
-  attend = how.context()
-  made, batch, tokens = attend.mesh, how.batch, how.tokens
-  assert isinstance(made, Mesh)
-  form = how.form(made, how.dtype)
+  program = ModelOptions(devices=devices, **options)
+  attend = program.context()
+  mesh, batch, tokens = attend.mesh, program.batch, program.tokens
+  assert isinstance(mesh, Mesh)
+  model = program.form(mesh, program.dtype)
   over = P(attend.batch_axes(batch) or None, attend.axis)
-  ids = _like(made, (batch, tokens), over)
-  work = work_profile.profile(form, tokens)
+  ids = _spec(mesh, (batch, tokens), over)
+  work = work_profile.profile(model, tokens)
   flops = work.token_s * tokens + work.pair_s * tokens * (tokens + 1) / 2
   kind = kind.resident("reading a prompt")
-  empty = form.init_cache_spec(
+  empty = model.init_cache_spec(
     batch, tokens, sharding=attend, kind=kind, placement=cache_placement
   )
-  trips: Any = _trips(how.named, made, attend.axis, how.tokens, True)
+  trips: Any = _trips(program.named, mesh, attend.axis, program.tokens, True)
   pos, context = None, attend
   if chunk is not None:
     chunk = positive_int("chunk", chunk)
-    context = CachedAttention(mesh=made, axis=attend.axis, replicated=False)
-    pos = ids = _like(made, (batch, chunk), over)
+    context = CachedAttention(mesh=mesh, axis=attend.axis, replicated=False)
+    pos = ids = _spec(mesh, (batch, chunk), over)
     flops = chunk * (work.token_s + work.pair_s * (tokens - chunk / 2))
     trips = _cache_tiles(empty)
-  rows = (_like(made, (batch,)), _like(made))
-  return how.built(
-    made,
+  rows = (_spec(mesh, (batch,)), _spec(mesh))
+  return program.built(
+    mesh,
     reading.read,
-    (form, context, ids, pos, ids, empty, *rows),
-    batch * (flops + _head_flops(form)),
+    (model, context, ids, pos, ids, empty, *rows),
+    batch * (flops + _head_flops(model)),
     trips,
     what="prefill",
     cache=str(kind),
     cache_bytes=_cache_bytes(empty),
-    **how.facts(form),
+    **program.facts(model),
   )
 
 
@@ -365,43 +369,43 @@ PAIRS = ("split", "summed", "one")
 def pair(
   devices: Sequence[Any], *, how_summed: str = "split", **options: Any
 ) -> Built:
-  """Two prompts of `tokens` read in one program, each into its own cache.
+  """Builds a program that reads two prompts, each into a separate cache.
 
   Args:
-    devices: of the slice.
-    how_summed: over the mesh's axis "model": "split", by sends, as
+    devices: Devices of the slice.
+    how_summed: Sums over the mesh axis "model": "split", by sends, as
       `infer.paired_prefill` does; "summed", as the compiler does; "one" prompt
       alone, as the compiler does.
-    options: of `ModelOptions`; the mesh has the axis "model" alone.
+    options: Options of `ModelOptions`; the mesh has only the axis "model".
 
   Raises:
-    RingjaxError: an option may not have its value, or does not fit another.
+    RingjaxError: If an option is out of range or conflicts with another.
   """
   one_of("how_summed", how_summed, PAIRS)
-  given: dict[str, Any] = {"mesh": [["model", -1]], "strategy": "plain"}
-  how = ModelOptions(devices=devices, **given | options)
-  plain = how.context()
-  made = plain.mesh
-  assert isinstance(made, Mesh)
-  form = how.form(made, how.dtype)
-  paired.check_pair(form, made, plain.axis)
+  defaults: dict[str, Any] = {"mesh": [["model", -1]], "strategy": "plain"}
+  program = ModelOptions(devices=devices, **defaults | options)
+  plain = program.context()
+  mesh = plain.mesh
+  assert isinstance(mesh, Mesh)
+  model = program.form(mesh, program.dtype)
+  paired.check_pair(model, mesh, plain.axis)
   attend = paired.split_sums(plain) if how_summed == "split" else plain
-  row = functools.partial(_like, made)
-  shape = (how.batch, how.tokens)
+  row = functools.partial(_spec, mesh)
+  shape = (program.batch, program.tokens)
   call = paired.PairedCall(row(shape), row(shape), row(shape[:1]), row())
-  empty = form.init_cache_spec(*shape, sharding=attend)
-  many = 1 if how_summed == "one" else 2
-  work = work_profile.profile(form, how.tokens)
-  flops = work.token_s * how.tokens
-  flops += work.pair_s * how.tokens * (how.tokens + 1) / 2
-  return how.built(
-    made,
+  empty = model.init_cache_spec(*shape, sharding=attend)
+  num_prompts = 1 if how_summed == "one" else 2
+  work = work_profile.profile(model, program.tokens)
+  flops = work.token_s * program.tokens
+  flops += work.pair_s * program.tokens * (program.tokens + 1) / 2
+  return program.built(
+    mesh,
     paired.read_pair,
-    (form, attend, (call,) * many, (empty,) * many),
-    many * how.batch * (flops + _head_flops(form)),
-    _trips(how.named, made, None, how.tokens, True),
+    (model, attend, (call,) * num_prompts, (empty,) * num_prompts),
+    num_prompts * program.batch * (flops + _head_flops(model)),
+    _trips(program.named, mesh, None, program.tokens, True),
     what=f"pair, {how_summed}",
-    **how.facts(form),
+    **program.facts(model),
   )
 
 
@@ -412,54 +416,57 @@ def decode(
   cache_placement: str | None = None,
   **options: Any,
 ) -> Built:
-  """One more token behind a cache of `tokens`, sharded over the sequence.
+  """Builds a decode step after a cache of `tokens`, sharded by sequence.
 
   Args:
-    devices: of the slice.
-    cache: the kind of the cache, as `kv.kind_text` reads it.
-    cache_placement: where layers' keys are, see `Transformer.init_cache`.
-    options: of `ModelOptions`, but for those of attention and feedforward.
+    devices: Devices of the slice.
+    cache: Kind of the cache, as `kv.kind_text` parses it.
+    cache_placement: Placement of the layers' keys, see
+      `Transformer.init_cache`.
+    options: Options of `ModelOptions`, except those of attention and
+      feedforward.
 
   Raises:
-    RingjaxError: an option may not have its value, or does not fit another.
-    TypeError: an option of attention or feedforward, which decoding ignores.
+    RingjaxError: If an option is out of range or conflicts with another.
+    TypeError: If an option is of attention or feedforward, which decoding
+      ignores.
   """
   kind = kind_text.parse(cache, "cache")
-  how = ModelOptions(
+  program = ModelOptions(
     devices=devices, strategy="resident", q_block=None, kv_block=None,
     local="best", block=1, **options,
   )  # fmt: skip
-  made, axis = how.placed()
-  form = how.form(made, how.dtype)
-  attend = CachedAttention(mesh=made, axis=axis)
+  mesh, axis = program.placed()
+  model = program.form(mesh, program.dtype)
+  attend = CachedAttention(mesh=mesh, axis=axis)
   sampler = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.asarray(x).dtype), Greedy()
   )
-  row = functools.partial(_like, made, (how.batch,))
+  row = functools.partial(_spec, mesh, (program.batch,))
   state = decoding.DecodeState(
     token=row(), pos=row(), done=row(dtype=jnp.bool_), seen=None
   )
-  work = work_profile.profile(form, how.tokens)
-  flops = work.token_s + work.pair_s * how.tokens + _head_flops(form)
+  work = work_profile.profile(model, program.tokens)
+  flops = work.token_s + work.pair_s * program.tokens + _head_flops(model)
   kind = kind.keeping_all("a plan")
-  held = form.init_cache_spec(
-    how.batch,
-    how.tokens,
+  cache_spec = model.init_cache_spec(
+    program.batch,
+    program.tokens,
     sharding=attend,
     kind=kind,
     placement=cache_placement,
   )
-  rest = (held, state, _like(made, (4,)), _like(made))
-  return how.built(
-    made,
+  arguments = (cache_spec, state, _spec(mesh, (4,)), _spec(mesh))
+  return program.built(
+    mesh,
     decoding.step,
-    (form, attend, sampler, *rest),
-    how.batch * flops,
-    _cache_tiles(held),
+    (model, attend, sampler, *arguments),
+    program.batch * flops,
+    _cache_tiles(cache_spec),
     what="decode",
     cache=str(kind),
-    cache_bytes=_cache_bytes(held),
-    **how.facts(form),
+    cache_bytes=_cache_bytes(cache_spec),
+    **program.facts(model),
   )
 
 
@@ -468,13 +475,13 @@ def decode(
 # ---------------------------------------------------------------------------
 
 
-def _like(
+def _spec(
   mesh: Mesh,
   shape: Sequence[int] = (),
   over: P | None = None,
   dtype: DTypeLike = jnp.int32,
 ) -> Any:
-  """An argument's shape and sharding, replicated by default."""
+  """Shape and sharding of an argument, replicated by default."""
   sharding = NamedSharding(mesh, P() if over is None else over)
   return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
 
@@ -482,24 +489,26 @@ def _like(
 def _mesh(
   devices: Sequence[Any], pairs: Sequence[Sequence[Any]], order: str
 ) -> tuple[Mesh, str | None]:
-  """The mesh, and its axis of the sequence where that has several shards."""
+  """The mesh, and its sequence axis if that has several shards."""
   one_of("order", order, ORDERS)
   names = tuple(str(name) for name, _ in pairs)
   sizes = tuple(int(size) for _, size in pairs)
   ring = "seq" if "seq" in names else names[-1]
-  made = make_mesh(sizes, names, devices=devices, ring=ring)
+  mesh = make_mesh(sizes, names, devices=devices, ring=ring)
   if order == "listed":
-    listed = np.empty(made.devices.size, dtype=object)
-    listed[:] = list(devices)[: made.devices.size]
-    made = Mesh(
-      listed.reshape(made.devices.shape),
+    listed = np.empty(mesh.devices.size, dtype=object)
+    listed[:] = list(devices)[: mesh.devices.size]
+    mesh = Mesh(
+      listed.reshape(mesh.devices.shape),
       names,
       axis_types=(AxisType.Auto,) * len(names),
     )
-  return made, "seq" if made.shape.get("seq", 1) > 1 else None
+  return mesh, "seq" if mesh.shape.get("seq", 1) > 1 else None
 
 
-def _whole(mesh: Mesh, axis: str | None, tokens: int, **counts: int) -> None:
+def _check_counts(
+  mesh: Mesh, axis: str | None, tokens: int, **counts: int
+) -> None:
   """Refuses counts below 1, and tokens that shards do not divide."""
   for name, count in (("tokens", tokens), *counts.items()):
     positive_int(name, count)
@@ -514,12 +523,12 @@ def _whole(mesh: Mesh, axis: str | None, tokens: int, **counts: int) -> None:
 
 
 def _head_flops(form: Transformer) -> float:
-  """Of the logits of one token."""
+  """FLOPs of the logits of one token."""
   return 2.0 * form.config.vocab * form.config.embed
 
 
 def _host_bytes(x: Any) -> int:
-  """Bytes of arrays in the host's memory, on a device's part of it."""
+  """Bytes of one device's shards of arrays in host memory."""
   return sum(
     math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
     for a in jax.tree.leaves(x)
@@ -528,64 +537,71 @@ def _host_bytes(x: Any) -> int:
 
 
 def _cache_bytes(cache: Any) -> dict[str, int]:
-  """Bytes of a device's part of a cache, by memory."""
+  """Bytes of one device's part of a cache, by memory."""
   return {"device": bytes_each(cache), "host": _host_bytes(cache)}
 
 
 def _cache_tiles(cache: KVCache | TieredCache | OffloadedCache) -> float:
-  """Tiles of a full cache that a query reads, in each of two loops.
+  """Trip count of each of two loops over a full cache's tiles.
 
-  Of a part in host memory, turns of the two loops of `fold_tiles`, of two
-  blocks and of one; a kernel reads what is on the device.
+  A cache in host memory is read by the two loops of `fold_tiles`, of two blocks
+  and of one block a turn; a kernel reads its part on the device.
   """
   if isinstance(cache, TieredCache):
     return (cache.held.capacity / cache.kind.room / cache.shards - 1) / 3
   if isinstance(cache, OffloadedCache):
-    # As they are read, on the devices.
+    # Offloaded layers are read as layers on the devices.
     cache = KVCache.spec(
       cache.shapes, cache.batch, cache.capacity, cache.dtype, kind=cache.kind,
       mesh=cache.mesh, axis=cache.axis, platform="tpu",
     )  # fmt: skip
-  most = 0
-  for slots, of in zip(cache.slots, cache.shapes, strict=True):
+  max_tiles = 0
+  for slots, layer_spec in zip(cache.slots, cache.shapes, strict=True):
     if isinstance(slots, LayerKV):
-      assert isinstance(of, LayerCacheSpec)
+      assert isinstance(layer_spec, LayerCacheSpec)
       length = slots.k.shape[token_axis(slots.k)] // cache.shards
-      shape = (*slots.k.shape[:3], length, of.key)
-      # As tiles are once they are decoded.
-      mine: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
-      stored = ContiguousView(mine, mine, cache.at, jnp.int32(0))
-      most = max(most, -(-shape[3] // tile_slots(stored, "tpu")))
-  return most / 2
+      shape = (*slots.k.shape[:3], length, layer_spec.key)
+      # Tiles of decoded keys, in the cache's dtype.
+      tile: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
+      stored = ContiguousView(tile, tile, cache.at, jnp.int32(0))
+      max_tiles = max(max_tiles, -(-shape[3] // tile_slots(stored, "tpu")))
+  return max_tiles / 2
 
 
 def _trips(
-  how: NamedStrategy, mesh: Mesh, axis: str | None, tokens: int, causal: bool
+  named: NamedStrategy, mesh: Mesh, axis: str | None, tokens: int, causal: bool
 ) -> list[tuple[str, float]]:
   """The trip counts of the loops over a row's tiles, forward and backward.
 
-  Tiles are counted by the layout and the mask, of the shard that has most in
-  each hop, for which the others wait. There are two loops, of tiles with and
-  without a mask, and they are taken to turn equally often. A turn of the second
-  computes several tiles, see `joined`; forward it has as many fewer rows,
-  backward both walk down the same column of keys.
+  Tiles are counted by the layout and the mask, for the shard that has most in
+  each hop, as the others wait for it. There are two loops, over tiles with and
+  without a mask, which are assumed to have equal trip counts. A turn of the
+  second computes several tiles, see `joined`; forward it has as many fewer
+  rows, backward both walk down the same column of keys.
   """
   shards = 1 if axis is None else mesh.shape[axis]
   local = -(-tokens // shards)
-  # One call has all keys, and not a shard's, where keys are gathered.
-  few = min(shards, _COUNTED_SHARDS)
-  short = min(local, _COUNTED_TOKENS)
-  rows, columns = how.blocks(local, local)
+  # Strategies that gather keys make one call with all keys.
+  counted_shards = min(shards, _COUNTED_SHARDS)
+  counted_tokens = min(local, _COUNTED_TOKENS)
+  rows, columns = named.blocks(local, local)
   mask = Causal() if causal else Everything()
   counts = tile_counts(
-    how.layout, mask, few, few * short, min(rows, short), min(columns, short)
+    named.layout,
+    mask,
+    counted_shards,
+    counted_shards * counted_tokens,
+    min(rows, counted_tokens),
+    min(columns, counted_tokens),
   )
-  cells = -(-short // min(rows, short)) * -(-short // min(columns, short))
+  cells = -(-counted_tokens // min(rows, counted_tokens)) * -(
+    -counted_tokens // min(columns, counted_tokens)
+  )
   busy = float(np.max(counts, axis=1).mean()) / cells
-  keys = local if how.visits else local * shards
-  if not how.visits:
-    # All keys at once: the shards' mean, not each hop's slowest.
-    busy = float(counts.sum(axis=0).max()) / (cells * few)
+  keys = local if named.visits else local * shards
+  if not named.visits:
+    # All keys at once: the busiest shard in total, not in each hop.
+    busy = float(counts.sum(axis=0).max()) / (cells * counted_shards)
   forward = busy * -(-keys // columns) / 2
   down = -(-local // rows)
   backward = busy * down / (1 + joined(down, rows))

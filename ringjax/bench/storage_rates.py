@@ -2,10 +2,10 @@
 
 Guarantees: the file that is written and read is removed again; it is synced
 before it is read, and its pages are dropped from the system's cache where the
-system lets a process ask for that. Rates are of the fastest of several rounds.
+system allows that. Rates are of the fastest of several rounds.
 
-On CPU devices "device" and "host" are one memory: each counts with half of it,
-and a copy between them is one within it.
+On CPU devices "device" and "host" are one memory: each counts as half of it,
+and a copy between them is a copy within it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def measure(
   """Measures the first device, the host and the disk of a folder.
 
   Args:
-    folder: where a file of `nbytes` is written and read.
-    nbytes: of the file, and of copies between host and device.
-    rounds: timed runs of each.
-    stream: where progress is shown; default stderr.
+    folder: Folder in which a file of `nbytes` is written and read.
+    nbytes: Bytes of the file, and of copies between host and device.
+    rounds: Timed runs of each.
+    stream: Stream for progress; default stderr.
 
   Raises:
-    OptionError: a folder that is not there or has no room, or counts that are
-      too small.
+    OptionError: If the folder does not exist or is full, or a count is too
+      small.
   """
   integer("nbytes", nbytes, least=_LEAST_BYTES)
   positive_int("rounds", rounds)
@@ -77,24 +77,27 @@ def measure(
   put = lambda shape: jax.device_put(
     rng.standard_normal(shape, np.float32), device
   ).astype(dtype)
-  many, few, side, tokens = _SIZES.get(device.platform, _LARGE)
+  prompt_rows, token_rows, side, tokens = _SIZES.get(device.platform, _LARGE)
   weight = put((side, side))
   product = jax.jit(lambda x, w: x @ w)
   q = put((1, tokens, _HEADS, _HEAD_DIM))
   attend = jax.jit(functools.partial(blockwise_attention, is_causal=False))
   query = put((_KEYS_ROWS, _HEADS, 1, _HEAD_DIM))
   keys = put((_KEYS_ROWS, _HEADS, 4 * tokens, _HEAD_DIM))
-  here, there = np.asarray(query, np.float32), np.asarray(keys, np.float32)
-  held = jax.device_put(data, device)
+  host_query, host_keys = (
+    np.asarray(query, np.float32),
+    np.asarray(keys, np.float32),
+  )
+  device_data = jax.device_put(data, device)
   if device.platform == "cpu":
-    # Without the copy both would be views of the same bytes.
+    # Without the copy, host and device arrays would share their bytes.
     to_device = lambda: jax.device_put(data.copy(), device)
-    from_device = lambda: np.array(held)
+    from_device = lambda: np.array(device_data)
   else:
-    # An array of its own each time: a copy on the host is kept with an array.
-    again = jax.jit(lambda x: x + jnp.uint8(1))
+    # A new array each time: JAX caches the host copy of an array.
+    increment = jax.jit(lambda x: x + jnp.uint8(1))
     to_device = lambda: jax.device_put(data, device)
-    from_device = lambda: np.asarray(again(held))
+    from_device = lambda: np.asarray(increment(device_data))
 
   try:
     handle, path = tempfile.mkstemp(dir=folder, suffix=".rates")
@@ -113,41 +116,41 @@ def measure(
       "disk read": lambda: _read(path),
       "to device": to_device,
       "from device": from_device,
-      "prefill": _call(product, put((many, side)), weight),
-      "decode": _call(product, put((few, side)), weight),
+      "prefill": _call(product, put((prompt_rows, side)), weight),
+      "decode": _call(product, put((token_rows, side)), weight),
       "attention": _call(attend, q, q, q),
       "token": _call(jax.jit(_one_token), query, keys),
-      "host": lambda: _one_token_on_host(here, there),
+      "host": lambda: _one_token_on_host(host_query, host_keys),
     }
-    found = timing.timed(runs, rounds, stream)
+    timings = timing.timed(runs, rounds, stream)
   finally:
     with contextlib.suppress(OSError):
       os.unlink(path)
 
-  # The least: other work on the machine can only add.
-  least = lambda name: min(found[name].seconds)
-  back = nbytes / least("from device")
-  product_flops = lambda name, rows: 2 * rows * side**2 / least(name)
+  # The minimum: other work on the machine can only add time.
+  fastest_s = lambda name: min(timings[name].seconds)
+  back = nbytes / fastest_s("from device")
+  product_flops = lambda name, rows: 2 * rows * side**2 / fastest_s(name)
   token_flops = 4 * keys.size
-  written = nbytes / least("disk write")
+  written = nbytes / fastest_s("disk write")
   device_bytes, host_bytes = _memory_bytes(device)
   return OffloadMachine(
     name="here",
     device_bytes=device_bytes,
     host_bytes=host_bytes,
     disk_bytes=float(free),
-    to_device=nbytes / least("to device"),
+    to_device=nbytes / fastest_s("to device"),
     from_device_cache=back,
     from_device_hidden=back,
-    disk_read=nbytes / least("disk read"),
+    disk_read=nbytes / fastest_s("disk read"),
     disk_write_cache=written,
     disk_write_hidden=written,
     disk_write_decode=written,
-    prefill_flops=product_flops("prefill", many),
-    decode_flops=product_flops("decode", few),
-    prefill_attention_flops=4 * q.size * tokens / least("attention"),
-    decode_attention_flops=token_flops / least("token"),
-    host_flops=token_flops / least("host"),
+    prefill_flops=product_flops("prefill", prompt_rows),
+    decode_flops=product_flops("decode", token_rows),
+    prefill_attention_flops=4 * q.size * tokens / fastest_s("attention"),
+    decode_attention_flops=token_flops / fastest_s("token"),
+    host_flops=token_flops / fastest_s("host"),
     source=(
       f"measured: {device.device_kind}, {jnp.dtype(dtype).name}, the disk of "
       f"{os.path.abspath(folder)} with {nbytes >> 20} MiB, the least of "
@@ -162,7 +165,7 @@ def _call(f: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def _one_token(query: jax.Array, keys: jax.Array) -> jax.Array:
-  """Attention of one query of each row, keys being the values too."""
+  """Attention of one query of each row; the keys are the values, too."""
   scores = jnp.einsum("BNTH,BNSH->BNTS", query, keys)
   weights = jax.nn.softmax(scores.astype(jnp.float32), -1).astype(keys.dtype)
   return jnp.einsum("BNTS,BNSH->BNTH", weights, keys)
@@ -188,13 +191,13 @@ def _read(path: str) -> None:
   with open(path, "rb", buffering=0) as file:
     while file.readinto(space):
       pass
-    # For the next round.
+    # Drop the pages again for the next round.
     if hasattr(os, "posix_fadvise"):
       os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _memory_bytes(device: jax.Device) -> tuple[float, float]:
-  """(device, host) memory; of CPU devices half of the machine's each."""
+  """Bytes of (device, host) memory; half of the machine's each on CPUs."""
   host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
   if device.platform == "cpu":
     return host / 2, host / 2

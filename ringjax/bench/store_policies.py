@@ -1,11 +1,11 @@
 """Replays a trace of prompts over the policies of a store's tiers: a table.
 
-Guarantees: hits are counted, of whole prefixes, by the policies that serve
-(`rj.store`); the only times are those of the policies' own work and of
-look-ups in the prefix tree, on the machine that runs it.
+Guarantees: hits of whole prefixes are counted with the policies that serve
+(`rj.store`); the only times are those of the policies and of look-ups in the
+prefix tree, on the current machine.
 
   hits     blocks that were in the tier with all blocks before them
-  written  blocks that the tier took in
+  written  blocks that the tier admitted
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS = ("tree", *POLICIES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreBenchmarkSettings(harness.BenchmarkSettings):
-  """What is replayed, over a tier of `capacity` tokens."""
+  """Settings: the trace and a tier of `capacity` tokens."""
 
   trace: str | None = option(None, ())
   capacity: int = option(3_000_000)
@@ -43,7 +43,7 @@ class StoreBenchmarkSettings(harness.BenchmarkSettings):
 
 
 class StoreBenchmark(harness.Benchmark):
-  """Hits of each policy on a trace; a row is a policy, or the tree."""
+  """Benchmark of hits on a trace; a row is a policy, or the tree."""
 
   name = "store"
   options = StoreBenchmarkSettings
@@ -74,13 +74,13 @@ class StoreBenchmark(harness.Benchmark):
     policy = (
       store.Belady(requests) if case == "belady" else store.tier_policy(case)
     )
-    found = store.replay(requests, max(1, s.capacity // s.block), policy)
+    result = store.replay(requests, max(1, s.capacity // s.block), policy)
     return {
       "kind": case,
-      "blocks": found.blocks,
-      "hits": found.hits,
-      "hit_percent": found.rate,
-      "written": found.admitted,
+      "blocks": result.blocks,
+      "hits": result.hits,
+      "hit_percent": result.rate,
+      "written": result.admitted,
       "seconds": time.perf_counter() - start,
     }
 
@@ -102,35 +102,35 @@ class StoreBenchmark(harness.Benchmark):
   def closing(self, result: Row) -> str:
     del result
     s = self.settings
-    most = store.most_hits(store.read_trace(s.trace))
+    max_hits = store.most_hits(store.read_trace(s.trace))
     return (
-      f"without limits   {most:9,} hit; a tier is {s.capacity // s.block:,} "
-      f"blocks of {s.block} tokens"
+      f"without limits   {max_hits:9,} hit; a tier is "
+      f"{s.capacity // s.block:,} blocks of {s.block} tokens"
     )
 
 
 def lookups(requests: Sequence[Sequence[int]], block: int) -> tuple[int, float]:
-  """(blocks that were looked up, seconds) of a prefix tree without limits.
+  """Times look-ups in an unlimited prefix tree; returns (blocks, seconds).
 
   Args:
-    requests: of each prompt its blocks' ids, which make up its tokens.
-    block: tokens of a block.
+    requests: Block ids of each prompt, which determine its tokens.
+    block: Tokens of a block.
   """
-  # What serves needs flax, which the other benchmarks do without.
+  # `rj.serve` needs flax, which the other policies don't need.
   from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
 
-  most = sum(map(len, requests)) + 1
-  tree = PrefixTree([GroupSpec(pages=most)], block)
+  num_pages = sum(map(len, requests)) + 1
+  tree = PrefixTree([GroupSpec(pages=num_pages)], block)
   root = tree.root()
   blocks, seconds = 0, 0.0
   for ids in requests:
     tokens = np.repeat(np.asarray(ids, np.int32), block)
     start = time.perf_counter()
-    found = tree.match(root, tokens)
+    nodes = tree.match(root, tokens)
     seconds += time.perf_counter() - start
     blocks += len(ids)
-    at = found[-1] if found else root
-    for data in tree.pieces(tokens)[len(found) :]:
+    at = nodes[-1] if nodes else root
+    for data in tree.pieces(tokens)[len(nodes) :]:
       number = at.depth + 1
       page = tree.allocate(0, number)
       at = tree.extend(at, data)

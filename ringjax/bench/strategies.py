@@ -1,10 +1,10 @@
-"""Times all strategies of attention side by side, beside their predictions.
+"""Times all strategies of attention, and compares with predictions.
 
 Hops and bytes are counted in the compiled programs, scores in the tiles that
-the loops run; predictions are those that `strategy="auto"` goes by, on a
-machine that is measured in the same run unless another is given.
+the loops run; predictions are those that `strategy="auto"` uses, on a machine
+that is measured in the same run unless another is given.
 
-  scores   that are computed, in parts of those that the mask allows
+  scores   computed scores, over the number that the mask allows
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _COLLECTIVES = ("all-gather", "all-to-all", "reduce-scatter", "all-reduce")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategySettings(harness.BenchmarkSettings):
-  """What the benchmark of strategies runs.
+  """Settings of the benchmark of strategies.
 
   Attributes:
-    devices: of the mesh, R.
-    tokens: of sequences, T.
-    heads: N.
-    kv_heads: K.
-    head_dim: H.
-    window: keys that a query sees, itself among them; None is all.
-    strategies: their names; "hybrid:4" and "two_level:4" have groups of 4.
-    rounds: timed rounds.
-    machine: name of a stated machine, or path of a measured one, to predict
+    devices: Number of devices of the mesh, R.
+    tokens: Lengths of sequences, T.
+    heads: Number of query heads, N.
+    kv_heads: Number of heads of keys and values, K.
+    head_dim: Head dimension, H.
+    window: Number of keys that a query sees, with its own; None for all.
+    strategies: Names; "hybrid:4" and "two_level:4" have groups of 4.
+    rounds: Timed rounds.
+    machine: Name of a stated machine, or path of a measured one, to predict
       for; None measures the devices.
   """
 
@@ -81,7 +81,7 @@ class StrategySettings(harness.BenchmarkSettings):
 
   @property
   def names(self) -> tuple[str, ...]:
-    """The strategies; by default all that serve the mask."""
+    """Names of the strategies; by default all that support the mask."""
     if self.strategies is not None:
       return self.strategies
     group = max(
@@ -107,7 +107,7 @@ class StrategyCase(AttentionCase):
 
   @property
   def pairs(self) -> float:
-    """Pairs of a query and a key that it sees, of one head."""
+    """Number of unmasked pairs of a query and a key, of one head."""
     seen = min(self.tokens, self.window or self.tokens)
     return float(seen * (seen + 1) // 2 + (self.tokens - seen) * seen)
 
@@ -117,7 +117,7 @@ class StrategyCase(AttentionCase):
 
 
 class StrategyBenchmark(harness.Benchmark):
-  """All strategies on one mesh, measured and predicted."""
+  """Benchmark of all strategies on one mesh, measured and predicted."""
 
   name = "strategies"
   options = StrategySettings
@@ -157,8 +157,8 @@ class StrategyBenchmark(harness.Benchmark):
 
   def row(self, case: StrategyCase, report: Report) -> Row:
     arrays = attention.inputs(case, case.kv_heads)
-    one, _ = _compiled(arrays, case, strategy="gather")
-    reference = one.check()
+    gather_run, _ = _compiled(arrays, case, strategy="gather")
+    reference = gather_run.check()
     counted: dict[str, dict[str, int]] = {}
 
     def build(name: str) -> Trial:
@@ -175,13 +175,15 @@ class StrategyBenchmark(harness.Benchmark):
     results, _ = self.measure(
       self.settings.names,
       build,
-      lambda found: harness.compare(found, reference, TOLERANCE[case.dtype]),
+      lambda outputs: harness.compare(
+        outputs, reference, TOLERANCE[case.dtype]
+      ),
       report,
     )
-    for name, one in results.items():
+    for name, result in results.items():
       strategy, layout = nesting.named(name), layout_of(name)
       shape = (case.devices, case.tokens, case.kv_heads)
-      one |= {
+      result |= {
         "layout": repr(layout),
         "predicted_s": self.predicted_s(case, name),
         "scores": scores(strategy, layout, case.mask, *shape) / case.pairs,
@@ -191,10 +193,10 @@ class StrategyBenchmark(harness.Benchmark):
     return {"pass": facts.pop("passes"), **facts, "results": results}
 
   def predicted_s(self, case: StrategyCase, name: str) -> float | None:
-    """Seconds that a strategy is predicted to take, or None if it is not."""
+    """Predicted seconds of a strategy; None without a prediction."""
     kind, _, inner = name.partition(":")
     shape = lambda heads: (1, case.tokens, heads, case.head_dim)
-    found = select.explain(
+    ranking = select.explain(
       shape(case.heads),
       shape(case.kv_heads),
       shards=case.devices,
@@ -210,9 +212,9 @@ class StrategyBenchmark(harness.Benchmark):
     if kind == "hybrid" and group is None:
       strategy = nesting.named(name)
       group = nesting.group_of(strategy, case.devices, case.kv_heads)
-    for one in found.predictions:
-      if group is None or one.options.get("inner") == group:
-        return one.seconds
+    for prediction in ranking.predictions:
+      if group is None or prediction.options.get("inner") == group:
+        return prediction.seconds
     return None
 
   def table(self, case: StrategyCase, row: Row) -> str:
@@ -221,32 +223,32 @@ class StrategyBenchmark(harness.Benchmark):
       f"  {'':15}{'measured':>11}{'predicted':>12}{'hops':>6}{'sent':>10}"
       f"{'gathered':>10}{'scores':>8}",
     ]
-    for name, one in row["results"].items():
-      if one["median_s"] is None:
-        lines.append(f"  {name:15}{'-':>11}  {one['reason']}")
+    for name, result in row["results"].items():
+      if result["median_s"] is None:
+        lines.append(f"  {name:15}{'-':>11}  {result['reason']}")
         continue
-      predicted = one["predicted_s"]
+      predicted = result["predicted_s"]
       guess = "-" if predicted is None else f"{1e3 * predicted:.1f} ms"
-      sent, other = (
-        f"{one[key] / 1e6:.2f} MB" for key in ("sent_bytes", "other_bytes")
+      sent, gathered = (
+        f"{result[key] / 1e6:.2f} MB" for key in ("sent_bytes", "other_bytes")
       )
       lines.append(
-        f"  {name:15}{1e3 * one['median_s']:8.1f} ms{guess:>12}"
-        f"{one['hops']:>6}{sent:>10}{other:>10}{one['scores']:>8.2f}"
+        f"  {name:15}{1e3 * result['median_s']:8.1f} ms{guess:>12}"
+        f"{result['hops']:>6}{sent:>10}{gathered:>10}{result['scores']:>8.2f}"
       )
     return "\n".join(lines) + "\n"
 
   def summary(self, rows: Sequence[Row]) -> Row:
-    """Of each row the fastest as measured and as predicted, and the ratios."""
-    found = []
+    """Fastest strategy of each row, measured and predicted, and ratios."""
+    entries = []
     for row in rows:
       timed = {name: (p, m) for name, p, m in _points(row)}
       if not timed:
         continue
-      predicted = min(timed, key=lambda name, of=timed: of[name][0])
-      fastest = min(timed, key=lambda name, of=timed: of[name][1])
+      predicted = min(timed, key=lambda name, times=timed: times[name][0])
+      fastest = min(timed, key=lambda name, times=timed: times[name][1])
       ratios = [p / m for p, m in timed.values()]
-      found.append(
+      entries.append(
         {
           "tokens": row["tokens"],
           "pass": row["pass"],
@@ -257,10 +259,10 @@ class StrategyBenchmark(harness.Benchmark):
           "predicted_over_measured": [min(ratios), max(ratios)],
         }
       )
-    return {"rows": found}
+    return {"rows": entries}
 
   def draw(self, result: Row, path: str) -> None:
-    """Predicted against measured times of all rows."""
+    """Draws predicted against measured times of all rows."""
     s = result["settings"]
     title = (
       f"{s['devices']} devices, N={s['heads']}, K={s['kv_heads']}, "
@@ -277,16 +279,16 @@ class StrategyBenchmark(harness.Benchmark):
 def _points(row: Row) -> list[tuple[str, float, float]]:
   """(strategy, predicted, measured seconds) of all that have both."""
   return [
-    (name, one["predicted_s"], one["median_s"])
-    for name, one in row["results"].items()
-    if one["median_s"] and one["predicted_s"]
+    (name, result["predicted_s"], result["median_s"])
+    for name, result in row["results"].items()
+    if result["median_s"] and result["predicted_s"]
   ]
 
 
 def layout_of(name: str) -> Layout:
-  """The order of tokens in which a strategy is measured."""
-  found = STRATEGIES[name.partition(":")[0]]
-  return found.layout if found.consecutive else Striped()
+  """Layout of tokens with which a strategy is measured."""
+  strategy = STRATEGIES[name.partition(":")[0]]
+  return strategy.layout if strategy.consecutive else Striped()
 
 
 def scores(
@@ -297,23 +299,27 @@ def scores(
   tokens: int,
   kv_heads: int,
 ) -> int:
-  """Scores that all devices compute of one head, by the tiles they run."""
+  """Scores of one head that all devices compute, by the tiles they run."""
   local = layout.local_length(tokens, shards)
   pos = np.stack(
     [np.asarray(layout.positions(i, shards, local)) for i in range(shards)]
   )
   seg = (pos < tokens).astype(np.int32)
   group = _group(strategy, shards, kv_heads)
-  wide = lambda x: jnp.asarray(x.reshape(shards // group, 1, group * local))
-  q = Coords(wide(pos), wide(seg))
+  grouped = lambda x: jnp.asarray(x.reshape(shards // group, 1, group * local))
+  q = Coords(grouped(pos), grouped(seg))
   k = q
   local_algorithm = nesting.innermost(strategy)
   inside = strategy.local if isinstance(strategy, Ulysses) else strategy
   if isinstance(inside, Halo):
-    behind, ahead = (x or 0 for x in mask.reach)
+    reach_before, reach_after = (x or 0 for x in mask.reach)
     start = np.arange(shards // group)[:, None, None] * group * local
-    near = jnp.asarray(start + np.arange(-behind, group * local + ahead))
-    k = Coords(near, ((near >= 0) & (near < tokens)).astype(jnp.int32))
+    positions = jnp.asarray(
+      start + np.arange(-reach_before, group * local + reach_after)
+    )
+    k = Coords(
+      positions, ((positions >= 0) & (positions < tokens)).astype(jnp.int32)
+    )
   elif isinstance(inside, Gather) or not nesting.is_strategy(inside):
     k = Coords(*(jnp.asarray(x.reshape(1, 1, -1)) for x in (pos, seg)))
   blocks = local_algorithm.blocks(q.pos.shape[-1], k.pos.shape[-1])
@@ -327,7 +333,7 @@ def scores(
 
 
 def _group(strategy: Any, shards: int, kv_heads: int) -> int:
-  """How many shards' tokens a call of the local algorithm has as queries."""
+  """Number of shards whose queries a call of the local algorithm has."""
   if not isinstance(strategy, Ulysses):
     return 1
   if not nesting.is_strategy(strategy.local):
@@ -347,7 +353,7 @@ def _all_kinds(mask: Mask, q: Coords, k: Coords, blocks: Any) -> Any:
 
 
 def counters(compiled: jax.stages.Compiled) -> dict[str, int]:
-  """Hops of a compiled program, and bytes that a device sends."""
+  """Counts hops of a compiled program, and bytes that a device sends."""
   program = CompiledProgram(compiled.as_text() or "")
   sends = program.sends()
   return {
@@ -370,7 +376,7 @@ def _compiled(
   mesh: Mesh | None = None,
   layout: Layout | None = None,
 ) -> tuple[harness.Runnable, Any]:
-  """Attention, or that and its gradients, ready to run; and its program."""
+  """Compiles attention, with gradients if backward; returns its program too."""
   call = functools.partial(
     dot_product_attention, mask=case.mask, strategy=strategy, mesh=mesh
   )
@@ -382,14 +388,14 @@ def _compiled(
     put = lambda x: jax.device_put(layout.permute(x, shards=shards), over)
     back = lambda x: layout.restore(x, shards=shards)
 
-  def both(q: Any, k: Any, v: Any, do: Any) -> Any:
+  def outputs_or_gradients(q: Any, k: Any, v: Any, do: Any) -> Any:
     if not case.backward:
       return (call(q, k, v),)
     out, pull = jax.vjp(call, q, k, v)
     return (out, *pull(do))
 
   operands = [put(x) for x in arrays]
-  program = jax.jit(both).lower(*operands).compile()
+  program = jax.jit(outputs_or_gradients).lower(*operands).compile()
   run = lambda: program(*operands)
   check = lambda: [back(np.asarray(x, np.float32)) for x in run()]
   return harness.Runnable(run, check), program

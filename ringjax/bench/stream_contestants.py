@@ -1,4 +1,4 @@
-"""Clusters of two instances, for prompts whose pages leave in several ways."""
+"""Clusters of two instances, for the benchmark of page transfers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PATIENCE_S = 600
 
 @dataclasses.dataclass(frozen=True)
 class MovedPrompt:
-  """One prompt.
+  """Times and bytes of one prompt.
 
   Attributes:
-    read_s: until it was read.
-    left: bytes that were not pulled by then.
-    answer_s: from then to the end of its answer.
-    total: bytes that were pulled.
-    tokens: of the answer.
+    read_s: Seconds of its prefill.
+    left: Bytes that were not pulled at the end of prefill.
+    answer_s: Seconds from then to the end of its answer.
+    total: Bytes that were pulled in all.
+    tokens: Ids of the answer.
   """
 
   read_s: float
@@ -39,8 +39,8 @@ class MovedPrompt:
   tokens: list[int]
 
 
-class _NotingReader(cluster.ClusterWorker):
-  """Notes when a prompt has been read, and what has been pulled by then."""
+class _RecordingWorker(cluster.ClusterWorker):
+  """Prefill instance that records the time and pulled bytes at its end."""
 
   def __init__(self, engine: rj.serve.Engine, **options: Any):
     super().__init__(engine, **options)
@@ -54,15 +54,15 @@ class _NotingReader(cluster.ClusterWorker):
 
 
 class InstancePair:
-  """A router, who reads and who answers."""
+  """A router, a prefill instance and a decode instance."""
 
-  def __init__(self, router: cluster.ClusterRouter, reader: _NotingReader):
+  def __init__(self, router: cluster.ClusterRouter, reader: _RecordingWorker):
     self.router, self.reader = router, reader
 
   def moved(self, prompt: Int[np.ndarray, " n"]) -> MovedPrompt:
-    """One request, from one end to the other."""
+    """Answers one prompt by both instances; returns times and bytes."""
     self.reader.read.clear()
-    before = self.reader.publisher.counters.read_bytes
+    bytes_before = self.reader.publisher.counters.read_bytes
     start = time.perf_counter()
     handle = self.router.submit(
       rj.serve.Request(prompt=prompt, max_new_tokens=2)
@@ -72,9 +72,9 @@ class InstancePair:
     if not self.reader.read.wait(_PATIENCE_S):
       raise TimeoutError("no prompt was read")
     read, pulled = self.reader.then
-    total = self.reader.publisher.counters.read_bytes - before
+    total = self.reader.publisher.counters.read_bytes - bytes_before
     return MovedPrompt(
-      read - start, total - (pulled - before), end - read, total, tokens
+      read - start, total - (pulled - bytes_before), end - read, total, tokens
     )
 
 
@@ -88,15 +88,15 @@ def pair(
   piece: int,
   pieces: int,
 ) -> Iterator[InstancePair]:
-  """A cluster of who reads and who answers.
+  """Runs a cluster of a prefill instance and a decode instance.
 
   Args:
-    config: of a model with random weights.
-    tokens: of prompts.
-    stream: tokens of a prompt after which pages leave; 0 for its end.
-    layer_parts: of who reads.
-    piece: see `Engine`.
-    pieces: see `Engine`.
+    config: Config of a model with random weights.
+    tokens: Tokens of prompts.
+    stream: Tokens of a prompt after which pages leave; 0 for its end.
+    layer_parts: Number of parts of the prefill instance's layers.
+    piece: Tokens of a prompt in a row of a call, see `Engine`.
+    pieces: Rows of a call of prompts, see `Engine`.
   """
   model = rj.models.create(config, seed=0)
   with contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ def pair(
       stream_tokens=stream,
     )
     stack.callback(router.close)
-    made: list[Any] = []
+    workers: list[Any] = []
     for role in ("prefill", "decode"):
       engine = rj.serve.Engine(
         model,
@@ -120,10 +120,10 @@ def pair(
         store=rj.store.Store(host=1 << 30),
       )
       stack.callback(engine.close)
-      kind = _NotingReader if role == "prefill" else cluster.ClusterWorker
+      kind = _RecordingWorker if role == "prefill" else cluster.ClusterWorker
       worker = kind(engine, key=_KEY, router=router.address, role=role)
       stack.callback(worker.close)
-      made.append(worker.start())
+      workers.append(worker.start())
       if not worker.joined.wait(_PATIENCE_S):
         raise TimeoutError(worker.refused)
-    yield InstancePair(router, made[0])
+    yield InstancePair(router, workers[0])

@@ -50,7 +50,7 @@ _HEADS = 2
 _LAYERS = 2
 
 
-def _one(devices: Sequence[Any]) -> Mesh:
+def _one_device_mesh(devices: Sequence[Any]) -> Mesh:
   return Mesh(np.array(devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
 
 
@@ -60,13 +60,13 @@ class FlashShape:
 
   Attributes:
     what: "forward", or "backward" for both passes.
-    q_block: queries of a tile.
-    kv_block: keys of a tile.
-    head_dim: H.
-    dtype: of the operands.
+    q_block: Queries of a tile.
+    kv_block: Keys of a tile.
+    head_dim: Head dimension, H.
+    dtype: Dtype of the operands.
 
   Raises:
-    OptionError: an unknown `what`.
+    OptionError: If `what` is unknown.
   """
 
   what: str = "forward"
@@ -80,7 +80,7 @@ class FlashShape:
 
   @property
   def length(self) -> int:
-    """Queries and keys: some tiles in either direction."""
+    """Number of queries and of keys: a few tiles in either direction."""
     return 4 * max(self.q_block, self.kv_block)
 
   def built(
@@ -90,18 +90,20 @@ class FlashShape:
     shape: tuple[int, ...],
     kernel: str,
   ) -> Built:
-    """`attend`, or that and its gradients, of operands of `shape`."""
+    """Builds `attend` for operands of `shape`, with gradients if backward."""
     like = jax.ShapeDtypeStruct(
       shape, jnp.dtype(self.dtype), sharding=NamedSharding(mesh, P())
     )
 
-    def both(q: Any, k: Any, v: Any, do: Any) -> tuple[jax.Array, Any]:
+    def forward_and_backward(
+      q: Any, k: Any, v: Any, do: Any
+    ) -> tuple[jax.Array, Any]:
       out, pullback = jax.vjp(attend, q, k, v)
       return out, pullback(do)
 
     backward = self.what == "backward"
     return Built(
-      function=jax.jit(both if backward else attend),
+      function=jax.jit(forward_and_backward if backward else attend),
       arguments=(like,) * (4 if backward else 3),
       mesh=mesh,
       facts={"what": self.what, "kernel": kernel, "shape": list(shape)},
@@ -109,32 +111,34 @@ class FlashShape:
 
 
 def ours(devices: Sequence[Any], **shape: Any) -> Built:
-  """`FlashTPU`, causal: by its positions some tiles are full.
+  """Builds causal attention by `FlashTPU`, some of whose tiles are full.
 
   Args:
-    devices: of the slice.
-    shape: of `FlashShape`.
+    devices: Devices of the slice.
+    shape: Fields of `FlashShape`.
   """
-  mesh, of = _one(devices), FlashShape(**shape)
+  mesh, dims = _one_device_mesh(devices), FlashShape(**shape)
   chip = chips.known(devices[0].device_kind)
   attend = functools.partial(
     dot_product_attention,
     is_causal=True,
     mesh=mesh,
     axis="seq",
-    strategy=Gather(FlashTPU(of.q_block, of.kv_block, chip=chip)),
+    strategy=Gather(FlashTPU(dims.q_block, dims.kv_block, chip=chip)),
   )
-  return of.built(attend, mesh, (1, of.length, _HEADS, of.head_dim), "FlashTPU")
+  return dims.built(
+    attend, mesh, (1, dims.length, _HEADS, dims.head_dim), "FlashTPU"
+  )
 
 
 def splash(devices: Sequence[Any], **shape: Any) -> Built:
-  """JAX's splash attention, all of whose tiles are full.
+  """Builds JAX's splash attention, all of whose tiles are full.
 
   Its backward pass is the fused one.
 
   Args:
-    devices: of the slice.
-    shape: of `FlashShape`.
+    devices: Devices of the slice.
+    shape: Fields of `FlashShape`.
   """
   from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as kernels,
@@ -143,36 +147,40 @@ def splash(devices: Sequence[Any], **shape: Any) -> Built:
     splash_attention_mask as masks,
   )
 
-  of = FlashShape(**shape)
+  dims = FlashShape(**shape)
   sizes = kernels.BlockSizes(
-    block_q=of.q_block,
-    block_kv=of.kv_block,
-    block_kv_compute=of.kv_block,
-    block_q_dkv=of.q_block,
-    block_kv_dkv=of.kv_block,
-    block_kv_dkv_compute=of.kv_block,
+    block_q=dims.q_block,
+    block_kv=dims.kv_block,
+    block_kv_compute=dims.kv_block,
+    block_q_dkv=dims.q_block,
+    block_kv_dkv=dims.kv_block,
+    block_kv_dkv_compute=dims.kv_block,
     use_fused_bwd_kernel=True,
   )
-  mask = masks.MultiHeadMask([masks.FullMask((of.length, of.length))] * _HEADS)
+  mask = masks.MultiHeadMask(
+    [masks.FullMask((dims.length, dims.length))] * _HEADS
+  )
   kernel: Any = kernels.make_splash_mha(
     mask, block_sizes=sizes, head_shards=1, q_seq_shards=1
   )
-  operands = (1, _HEADS, of.length, of.head_dim)
-  return of.built(jax.vmap(kernel), _one(devices), operands, "splash")
+  operands = (1, _HEADS, dims.length, dims.head_dim)
+  return dims.built(
+    jax.vmap(kernel), _one_device_mesh(devices), operands, "splash"
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeShape:
-  """Queries behind a cache of keys, which see all of them.
+  """Queries after a cache of keys, which see all of them.
 
   Attributes:
-    heads: N.
-    kv_heads: K.
-    head_dim: H.
-    keys: S, slots of the cache.
-    queries: T, none of them before the last key.
-    dtype: of the queries, and of the keys once decoded.
-    cache: the kind of cache, of `kv.KINDS`.
+    heads: Number of query heads, N.
+    kv_heads: Number of heads of keys and values, K.
+    head_dim: Head dimension, H.
+    keys: Number of slots of the cache, S.
+    queries: Number of queries, T, all after the last key.
+    dtype: Dtype of the queries, and of the decoded keys.
+    cache: Kind of cache, of `kv.KINDS`.
   """
 
   heads: int = 32
@@ -184,7 +192,7 @@ class DecodeShape:
   cache: str = "dense"
 
   def operands(self, mesh: Mesh | None = None) -> tuple[Any, KVCache]:
-    """The shapes of the queries and of the cache."""
+    """Shapes of the queries and of the cache."""
     dtype = jnp.dtype(self.dtype)
     shape = LayerCacheSpec(
       layers=_LAYERS,
@@ -205,14 +213,14 @@ class DecodeShape:
     return q, cache
 
   def kernel(self, chip: str | None) -> Any:
-    """The kernel that reads it."""
+    """The kernel that reads the cache."""
     coded = cache_kind(self.cache).codec is not None
     return (DecodeCodesTPU if coded else DecodeTPU)(chip=chip)
 
   def view(self, cache: KVCache, layer: Index) -> KVView:
-    """A layer of the cache."""
-    found = cache.layer(0, cache.slots[0], layer)
-    return found.view(Rotation(rope=Rope(theta=5e5, dims=self.head_dim)))
+    """View of a layer of the cache."""
+    layer_cache = cache.layer(0, cache.slots[0], layer)
+    return layer_cache.view(Rotation(rope=Rope(theta=5e5, dims=self.head_dim)))
 
 
 def decode(
@@ -222,34 +230,36 @@ def decode(
   trips: float | int = 1.0,
   **shape: Any,
 ) -> Built:
-  """Attention of new queries over a cache.
+  """Builds attention of new queries over a cache.
 
   Args:
-    devices: of the slice.
-    local: "kernel", `DecodeTPU` or, of codes, `DecodeCodesTPU`; or "loops",
-      XLA's.
-    trips: the trip count that each of XLA's loops is taken to have.
-    shape: of `DecodeShape`.
+    devices: Devices of the slice.
+    local: "kernel" for `DecodeTPU` or, with codes, `DecodeCodesTPU`; "loops"
+      for XLA's loops.
+    trips: Assumed trip count of each of XLA's loops.
+    shape: Fields of `DecodeShape`.
 
   Raises:
-    OptionError: an unknown `local`.
+    OptionError: If `local` is unknown.
   """
-  mesh, of = _one(devices), DecodeShape(**shape)
-  made = {
-    "kernel": of.kernel(chips.known(devices[0].device_kind)),
+  mesh, dims = _one_device_mesh(devices), DecodeShape(**shape)
+  algorithms = {
+    "kernel": dims.kernel(chips.known(devices[0].device_kind)),
     "loops": Blockwise(),
   }
-  one_of("local", local, made)
-  resident = ShardedDecode(mesh=mesh, axis="seq", whole=True, local=made[local])
+  one_of("local", local, algorithms)
+  resident = ShardedDecode(
+    mesh=mesh, axis="seq", whole=True, local=algorithms[local]
+  )
   over = NamedSharding(mesh, P())
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
-  q, cache = of.operands(mesh)
+  q, cache = dims.operands(mesh)
 
   def attend(q: Any, cache: KVCache, at: Any, layer: Any) -> jax.Array:
     return resident(
-      Scores(scale=of.head_dim**-0.5),
+      Scores(scale=dims.head_dim**-0.5),
       q,
-      (of.view(cache, layer),),
+      (dims.view(cache, layer),),
       Terms(),
       Coords(*at),
       Causal(),
@@ -257,48 +267,50 @@ def decode(
 
   return Built(
     function=jax.jit(attend),
-    arguments=(q, cache, (number(1, of.queries),) * 2, number()),
+    arguments=(q, cache, (number(1, dims.queries),) * 2, number()),
     mesh=mesh,
-    facts={"what": "decode", "kernel": local, "keys": of.keys},
+    facts={"what": "decode", "kernel": local, "keys": dims.keys},
     data_trips=trips,
   )
 
 
 def plain_bytes(chip: str, **shape: Any) -> int:
-  """Bytes of as many keys and values as a kernel's tile has, without a codec.
+  """Bytes of a kernel tile's keys and values if they were not coded.
 
   Args:
-    chip: as of `decode_tile`.
-    shape: as of `decode_tile`.
+    chip: Chip of the tile.
+    shape: Fields of `DecodeShape`.
   """
-  of = DecodeShape(**shape)
-  each = bytes_each(of.operands()[1].slots)
-  plain = bytes_each(dataclasses.replace(of, cache="dense").operands()[1].slots)
-  return decode_tile(chip, **shape) * plain // each
+  dims = DecodeShape(**shape)
+  coded_bytes = bytes_each(dims.operands()[1].slots)
+  plain = bytes_each(
+    dataclasses.replace(dims, cache="dense").operands()[1].slots
+  )
+  return decode_tile(chip, **shape) * plain // coded_bytes
 
 
 def decode_tile(chip: str, *, local: str = "kernel", **shape: Any) -> int:
-  """Bytes of keys and values of a tile of `decode`, of one core.
+  """Bytes of keys and values of a tile of `decode`, on one core.
 
   Args:
-    chip: whose tile it is.
-    local: as of `decode`.
-    shape: of `DecodeShape`.
+    chip: Chip of the tile.
+    local: "kernel" or "loops", see `decode`.
+    shape: Fields of `DecodeShape`.
   """
-  of = DecodeShape(**shape)
-  found: list[tuple[int, int]] = []
+  dims = DecodeShape(**shape)
+  tile_shapes: list[tuple[int, int]] = []
 
-  def look(q: Any, cache: KVCache) -> None:
-    stored = of.view(cache, 0)
-    kernel = of.kernel(chip).tile(q, stored)
-    loops = of.kv_heads, tile_slots(stored, "tpu")
-    found.append(kernel if local == "kernel" else loops)
+  def record_tile(q: Any, cache: KVCache) -> None:
+    stored = dims.view(cache, 0)
+    kernel = dims.kernel(chip).tile(q, stored)
+    loops = dims.kv_heads, tile_slots(stored, "tpu")
+    tile_shapes.append(kernel if local == "kernel" else loops)
 
-  q, cache = of.operands()
-  jax.eval_shape(look, q, cache)
-  ((many, length),) = found
+  q, cache = dims.operands()
+  jax.eval_shape(record_tile, q, cache)
+  ((heads, length),) = tile_shapes
   nbytes = bytes_each(cache.slots)
-  return many * length * nbytes // (_LAYERS * of.kv_heads * of.keys)
+  return heads * length * nbytes // (_LAYERS * dims.kv_heads * dims.keys)
 
 
 def code_book(
@@ -308,44 +320,44 @@ def code_book(
   outliers: int | float = 0.01,
   keys: int = 65536,
 ) -> Built:
-  """`DecodeCodesTPU` of code books with a scale a token, heads of 128.
+  """Builds `DecodeCodesTPU` with code books, a scale per token, heads of 128.
 
   Args:
-    devices: of the slice.
-    bits: of a code.
-    outliers: as of `kv.CodeBook`.
-    keys: slots of the cache.
+    devices: Devices of the slice.
+    bits: Bits of a code.
+    outliers: Share of outliers, see `kv.CodeBook`.
+    keys: Slots of the cache.
   """
-  mesh, dim, heads, groups = _one(devices), 128, 8, 4
+  mesh, dim, heads, groups = _one_device_mesh(devices), 128, 8, 4
   kernel = DecodeCodesTPU(chip=chips.known(devices[0].device_kind))
   codec = CodeBook(bits=bits, by="token", outliers=outliers)
   shape, stored = stored_codes(
     (_LAYERS, 1, heads), keys, codec.width(dim), "tpu"
   )
   over = NamedSharding(mesh, P())
-  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over
   )
-  at = lambda n: (like("int32", 1, n),) * 2
+  at = lambda n: (operand("int32", 1, n),) * 2
   decoders = (Decoder(codec, dim, jnp.dtype("bfloat16")),) * 2
 
   def attend(q: Any, k: Any, v: Any, levels: Any, at: Any, q_at: Any) -> Any:
     view = EncodedView(
       k, v, Coords(*at), jnp.int32(0), (levels[:1], levels[1:]), decoders
     )
-    view, mine, *_ = view.aligned(q)
+    view, queries, *_ = view.aligned(q)
     context = Context(Coords(*q_at), view.at, Causal())
     scores = Scores(scale=dim**-0.5)
-    return kernel.decode(mine, view, ScoreArgs(scores, Terms(), context))
+    return kernel.decode(queries, view, ScoreArgs(scores, Terms(), context))
 
-  codes = like(stored, *shape)
+  codes = operand(stored, *shape)
   return Built(
     function=jax.jit(attend),
     arguments=(
-      like("bfloat16", 1, heads, groups, 1, dim),
+      operand("bfloat16", 1, heads, groups, 1, dim),
       codes,
       codes,
-      (like("float32", heads, 2**bits),) * 2,
+      (operand("float32", heads, 2**bits),) * 2,
       at(keys),
       at(1),
     ),
@@ -356,17 +368,17 @@ def code_book(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolShape:
-  """A query of each row behind pages, some of which all rows share.
+  """A query of each row after pages, some of which all rows share.
 
   Attributes:
-    heads: N.
-    kv_heads: K.
-    head_dim: H.
-    rows: B.
-    shared: keys that all rows have.
-    own: further keys of each row.
-    page: slots of a page.
-    dtype: of queries, keys and values.
+    heads: Number of query heads, N.
+    kv_heads: Number of heads of keys and values, K.
+    head_dim: Head dimension, H.
+    rows: Number of rows, B.
+    shared: Number of keys that all rows share.
+    own: Further keys of each row.
+    page: Slots of a page.
+    dtype: Dtype of queries, keys and values.
   """
 
   heads: int = 32
@@ -380,51 +392,51 @@ class PoolShape:
 
   @property
   def columns(self) -> int:
-    """Tiles of a row."""
+    """Number of tiles of a row."""
     return -(-(self.shared + self.own) // pool_tile(self.page, "tpu"))
 
   @property
   def page_bytes(self) -> int:
-    """Of the keys and values of a page."""
+    """Bytes of the keys and values of a page."""
     numbers = 2 * self.page * self.kv_heads * self.head_dim
     return numbers * jnp.dtype(self.dtype).itemsize
 
   @property
   def pages(self) -> int:
-    """Of a row."""
+    """Number of pages of a row."""
     return -(-(self.shared + self.own) // self.page)
 
 
 def pool(devices: Sequence[Any], **shape: Any) -> Built:
-  """`DecodePoolTPU`.
+  """Builds attention over shared pages by `DecodePoolTPU`.
 
   Args:
-    devices: of the slice.
-    shape: of `PoolShape`.
+    devices: Devices of the slice.
+    shape: Fields of `PoolShape`.
   """
-  mesh, of = _one(devices), PoolShape(**shape)
+  mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
   kernel = DecodePoolTPU(chip=chips.known(devices[0].device_kind))
   over = NamedSharding(mesh, P())
-  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over
   )
-  slots = of.columns * pool_tile(of.page, "tpu")
-  number: Any = functools.partial(like, "int32")
-  cover: Any = like("bool", 1, of.columns, of.rows)
-  keys = like(
-    of.dtype,
+  slots = dims.columns * pool_tile(dims.page, "tpu")
+  number: Any = functools.partial(operand, "int32")
+  cover: Any = operand("bool", 1, dims.columns, dims.rows)
+  keys = operand(
+    dims.dtype,
     _LAYERS,
-    of.rows * slots // of.page,
-    of.kv_heads,
-    of.page,
-    of.head_dim,
+    dims.rows * slots // dims.page,
+    dims.kv_heads,
+    dims.page,
+    dims.head_dim,
   )
   plan = SharedTiles(
-    number(1, of.columns),
-    number(1, of.columns),
+    number(1, dims.columns),
+    number(1, dims.columns),
     cover,
     number(1),
-    number(1, of.rows),
+    number(1, dims.rows),
   )
 
   def attend(
@@ -439,19 +451,19 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
   ) -> Any:
     view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
     context = Context(Coords(*q_at), view.at, Causal())
-    scores = Scores(scale=of.head_dim**-0.5)
+    scores = Scores(scale=dims.head_dim**-0.5)
     return kernel.decode(q, view, ScoreArgs(scores, Terms(), context))
 
-  groups = of.heads // of.kv_heads
+  groups = dims.heads // dims.kv_heads
   return Built(
     function=jax.jit(attend),
     arguments=(
-      like(of.dtype, of.rows, of.kv_heads, groups, 1, of.head_dim),
+      operand(dims.dtype, dims.rows, dims.kv_heads, groups, 1, dims.head_dim),
       keys,
       keys,
-      (number(of.rows, slots),) * 2,
-      (number(of.rows, 1),) * 2,
-      number(of.rows, slots // of.page),
+      (number(dims.rows, slots),) * 2,
+      (number(dims.rows, 1),) * 2,
+      number(dims.rows, slots // dims.page),
       number(),
       plan,
     ),
@@ -463,31 +475,32 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
 def pool_cycles(
   chip: str, of: PoolShape, instructions: Mapping[str, int]
 ) -> dict[str, int | float]:
-  """Cycles of a core for all rows.
+  """Predicts cycles of a core to decode a step of all rows.
 
-  A step takes the larger of its instructions and of reading its pages. JAX's
-  kernel is taken to read as many keys at a time, and no page that is missing.
+  A step of a kernel takes the larger of its instructions and of reading its
+  pages. JAX's kernel is assumed to read as many keys at a time, and no missing
+  page.
 
   Args:
-    chip: a name that `chips.core` knows.
-    of: what is read.
-    instructions: of a step of each kernel, by its name.
+    chip: Name of a chip for `chips.core`.
+    of: Rows and pages that are read.
+    instructions: Instructions of a step of each kernel, by its name.
 
   Returns:
-    "together", "apart" and "ragged"; and the steps they are made of.
+    Cycles as "together", "apart" and "ragged", and the cycles of their steps.
   """
   core = chips.core(chip)
   bandwidth = chips.MACHINES[core.name].chip.hbm_bandwidth
-  # Of the chip, a cycle: a core has its part of the heads and of the rate.
+  # Bytes a cycle of the chip: a core has its part of heads and of the rate.
   rate = float(bandwidth) / core.clock_hz
   tile = pool_tile(of.page, "tpu")
   common = of.shared // tile
-  own = of.pages - common * (tile // of.page)
-  # Whole tiles of a row's own, and its last.
-  full, last = divmod(own, tile // of.page)
+  own_pages = of.pages - common * (tile // of.page)
+  # Full tiles of a row's own pages, and pages of its last tile.
+  full, last = divmod(own_pages, tile // of.page)
   reading = tile // of.page * of.page_bytes / rate
   ending = last * of.page_bytes / rate
-  shared, alone, theirs = (
+  shared_step, own_step, ragged_step = (
     instructions[name]
     for name in (
       "ringjax_decode_shared",
@@ -497,17 +510,17 @@ def pool_cycles(
   )
 
   def rows(step: int, whole: int) -> float:
-    more = max(step, ending) if last else 0.0
-    return float(of.rows * (whole * max(step, reading) + more))
+    last_step = max(step, ending) if last else 0.0
+    return float(of.rows * (whole * max(step, reading) + last_step))
 
   return {
     "reading": reading,
-    "shared_step": shared,
-    "own_step": alone,
-    "ragged_step": theirs,
-    "together": common * max(shared, reading) + rows(alone, full),
-    "apart": rows(alone, common + full),
-    "ragged": rows(theirs, common + full),
+    "shared_step": shared_step,
+    "own_step": own_step,
+    "ragged_step": ragged_step,
+    "together": common * max(shared_step, reading) + rows(own_step, full),
+    "apart": rows(own_step, common + full),
+    "ragged": rows(ragged_step, common + full),
   }
 
 
@@ -518,30 +531,31 @@ def ragged(
   queries_per_block: int = 32,
   **shape: Any,
 ) -> Built:
-  """JAX's ragged paged attention, which shares nothing.
+  """Builds JAX's ragged paged attention, which reads each row separately.
 
   Args:
-    devices: of the slice.
-    pages_per_block: pages of one step of its loop.
-    shape: of `PoolShape`.
+    devices: Devices of the slice.
+    pages_per_block: Pages of a step of the kernel's loop.
+    queries_per_block: Queries of a step of the kernel's loop.
+    shape: Fields of `PoolShape`.
   """
   from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
     ragged_paged_attention,
   )
 
-  mesh, of = _one(devices), PoolShape(**shape)
+  mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
   over = NamedSharding(mesh, P())
-  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over
   )
   attend = functools.partial(
     ragged_paged_attention,
-    sm_scale=of.head_dim**-0.5,
+    sm_scale=dims.head_dim**-0.5,
     num_kv_pages_per_block=pages_per_block,
     num_queries_per_block=queries_per_block,
     vmem_limit_bytes=64 << 20,
   )
-  # Its lowering asks a mesh's devices what they are.
+  # Its lowering reads the kind of the devices from the mesh.
   alone = jax.shard_map(
     attend,
     mesh=mesh,
@@ -552,18 +566,18 @@ def ragged(
   return Built(
     function=jax.jit(alone),
     arguments=(
-      like(of.dtype, of.rows, of.heads, of.head_dim),
-      like(
-        of.dtype,
-        of.rows * of.pages,
-        of.page,
-        2 * of.kv_heads,
-        of.head_dim,
+      operand(dims.dtype, dims.rows, dims.heads, dims.head_dim),
+      operand(
+        dims.dtype,
+        dims.rows * dims.pages,
+        dims.page,
+        2 * dims.kv_heads,
+        dims.head_dim,
       ),
-      like("int32", of.rows),
-      like("int32", of.rows, of.pages),
-      like("int32", of.rows + 1),
-      like("int32", 1),
+      operand("int32", dims.rows),
+      operand("int32", dims.rows, dims.pages),
+      operand("int32", dims.rows + 1),
+      operand("int32", 1),
     ),
     mesh=mesh,
     facts={"what": "decode", "kernel": "ragged_paged_attention"},

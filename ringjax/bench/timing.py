@@ -3,11 +3,10 @@
 Guarantees: contestants run once each in turn, round after round, so that a
 slow minute of the machine falls on all of them; medians, and ratios of
 medians, are reported. The order changes from round to round: one contestant
-may leave gigabytes behind, which the machine clears away in the next one's
-time. A contestant that raises gets a reason in place of a number; it is never
-left out.
-The machine's own matrix product takes part as one more contestant: a
-percentage of its rate means the same on every machine.
+may leave gigabytes to free, which the machine does in the next one's time. A
+contestant that raises gets a reason in place of a number; it is never left out.
+A matrix product takes part as one more contestant: a percentage of its rate is
+comparable between machines.
 """
 
 from __future__ import annotations
@@ -33,16 +32,17 @@ from ringjax.json_text import json_text
 from ringjax.parallel import chips, processor
 
 GEMM_SIZE = 2048
-# One product is so short that a busy machine makes its time a lottery.
+# Products of a run: the time of one is too short to be stable on a busy
+# machine.
 _PRODUCTS = 4
-# Rows of a matrix by whose product an accelerator is measured.
+# Number of rows of the matrices by which an accelerator is measured.
 _LARGE = 8192
-# Their versions are part of a record.
+# Packages whose versions are part of a record.
 _PACKAGES = (
   "jax", "jaxlib", "numpy", "torch", "transformers", "safetensors",
   "ringattention", "ringjax",
 )  # fmt: skip
-# The widest vector instructions of a processor, widest first.
+# Vector instructions of processors, widest first.
 _VECTORS = {
   "amx_tile": "AMX",
   "avx512f": "AVX-512",
@@ -63,8 +63,8 @@ class Timing:
   """The runs of one contestant.
 
   Attributes:
-    seconds: of each round, in order; empty where there is a reason.
-    reason: why there is no number, or None.
+    seconds: Seconds of each round, in order; empty if there is a reason.
+    reason: Reason of a failure, or None.
   """
 
   seconds: tuple[float, ...] = ()
@@ -89,21 +89,22 @@ def interleave(
   """Times `runs` in turn, `rounds` times after `warmup` rounds.
 
   Args:
-    runs: for each contestant a call that does the work; what it returns is
-      waited for.
-    rounds: timed rounds.
-    warmup: rounds before them whose times are thrown away.
-    on_run: called before each run with (runs so far, contestant).
+    runs: Function of each contestant that does the work; the arrays that it
+      returns are waited for.
+    rounds: Number of timed rounds.
+    warmup: Number of earlier rounds, whose times are dropped.
+    on_run: Function that is called before each run with (runs so far,
+      contestant).
   """
   seconds: dict[str, list[float]] = {name: [] for name in runs}
   reasons: dict[str, str] = {}
-  done = 0
+  num_runs = 0
   for n in range(-warmup, rounds):
     for name in _order(list(runs), n):
       if name in reasons:
         continue
-      on_run(done, name)
-      done += 1
+      on_run(num_runs, name)
+      num_runs += 1
       try:
         start = time.perf_counter()
         jax.block_until_ready(runs[name]())
@@ -129,30 +130,33 @@ def timed(
   """Times `runs` in turn, with a line of progress.
 
   Args:
-    runs: as in `interleave`.
-    rounds: timed rounds.
-    stream: where progress is shown; default stderr.
+    runs: Function of each contestant, see `interleave`.
+    rounds: Number of timed rounds.
+    stream: Stream for progress; default stderr.
 
   Raises:
-    OptionError: a run fails.
+    OptionError: If a run fails.
   """
   progress = Progress(len(runs) * (rounds + 1), stream)
-  found = interleave(runs, rounds, on_run=progress.at)
+  timings = interleave(runs, rounds, on_run=progress.at)
   progress.clear()
-  for label, one in found.items():
-    if one.reason is not None:
+  for label, timing in timings.items():
+    if timing.reason is not None:
       raise OptionError(
         "fit",
-        f"{label}: {one.reason}",
+        f"{label}: {timing.reason}",
         "calls that run",
         "pass smaller sizes or a smaller preset",
       )
-  return found
+  return timings
 
 
 def _order(names: Sequence[str], n: int) -> list[str]:
-  """The order of round `n`: of an even number of names each comes behind every
-  other once in as many rounds (Williams 1949, designs for residual effects)."""
+  """Order of the names in round `n`.
+
+  For an even number of names, each follows every other once in as many rounds
+  (Williams 1949, designs for residual effects).
+  """
   count = len(names)
   # 0, 1, -1, 2, -2, ...: no two neighbours have the same distance.
   zigzag = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(count)]
@@ -160,7 +164,7 @@ def _order(names: Sequence[str], n: int) -> list[str]:
 
 
 def reason(error: Exception) -> str:
-  """One line that says why a contestant has no number."""
+  """One line with the reason that a contestant has no number."""
   if isinstance(error, ModuleNotFoundError) and error.name:
     return f"{error.name} is not installed"
   if isinstance(error, Skipped):
@@ -178,11 +182,11 @@ def gemm_flops(size: int) -> float:
 
 
 def gemm(dtype: str, size: int | None = None) -> Callable[[], Any]:
-  """Products of two square matrices, `gemm_flops` of work, ready to run.
+  """Returns a function that multiplies square matrices, `gemm_flops` of work.
 
   Args:
-    dtype: of the matrices.
-    size: rows of a matrix; default `GEMM_SIZE`.
+    dtype: Dtype of the matrices.
+    size: Number of rows of a matrix; default `GEMM_SIZE`.
   """
   size = GEMM_SIZE if size is None else size
   device = jax.devices()[0]
@@ -204,21 +208,21 @@ def gemm(dtype: str, size: int | None = None) -> Callable[[], Any]:
 
 
 def peak(dtype: str, device: jax.Device) -> float:
-  """FLOP/s of a device: its data sheet's, else a measured matrix product's.
+  """Peak FLOP/s of a device by its data sheet, else by a matrix product.
 
-  A CPU's is the rate of all its cores, which its devices share.
+  For a CPU it is the rate of all cores, which its devices share.
   """
   name = chips.known(device.device_kind)
   if device.platform != "cpu" and name is not None:
     return chips.CHIPS[name].rate(dtype)
-  # A small product is over before an accelerator is asked for the next one.
+  # An accelerator ends a small product before the host launches the next.
   size = GEMM_SIZE if device.platform == "cpu" else _LARGE
   runs = {"product": gemm(dtype, size)}
   return gemm_flops(size) / (interleave(runs, 5)["product"].median_s or 1.0)
 
 
 class Progress:
-  """Progress on stderr: what runs now and how long the rest may take.
+  """Progress on stderr: current run and estimate of the remaining time.
 
   On a terminal one line is rewritten; elsewhere a line is added every few
   seconds.
@@ -239,15 +243,15 @@ class Progress:
 
   def at(self, done: int | float, label: str) -> None:
     """Shows that `done` of the total is done and that `label` runs now."""
-    now = time.monotonic()
+    now_s = time.monotonic()
     terminal = self._stream.isatty()
-    if now - self._last < (0.1 if terminal else self._every_s):
+    if now_s - self._last < (0.1 if terminal else self._every_s):
       return
-    self._last = now
-    elapsed = now - self._start
+    self._last = now_s
+    elapsed = now_s - self._start
     part = done / self._total
-    left = f", {_clock(elapsed * (1 / part - 1))} left" if part > 0 else ""
-    text = f"[{100 * part:3.0f} % after {_clock(elapsed)}{left}] {label}"
+    remaining = f", {_clock(elapsed * (1 / part - 1))} left" if part > 0 else ""
+    text = f"[{100 * part:3.0f} % after {_clock(elapsed)}{remaining}] {label}"
     if terminal:
       text = text[:79]
       self._stream.write("\r" + text.ljust(self._width))
@@ -273,17 +277,17 @@ def _clock(seconds: float) -> str:
 
 
 def environment(command: str) -> dict[str, Any]:
-  """What a result depends on besides the code: versions, machine, date."""
+  """Environment of a result: command, date, versions and machine."""
   versions = {"python": platform.python_version()}
   for name in _PACKAGES:
     try:
       versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       versions[name] = "not installed"
-  now = datetime.datetime.now(datetime.UTC)
+  date = datetime.datetime.now(datetime.UTC)
   return {
     "command": command,
-    "date": now.isoformat(timespec="seconds"),
+    "date": date.isoformat(timespec="seconds"),
     "versions": versions,
     "machine": {
       "cpu": _cpu_model(),
@@ -300,26 +304,28 @@ def environment(command: str) -> dict[str, Any]:
 def check_same_machine(
   path: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-  """Refuses to add rows to a file whose rows are another machine's.
+  """Refuses to add rows to a file with rows of another machine.
 
   Args:
-    path: of the file.
-    before: `machine` of the file's `environment`; what an older version did
-      not record is taken as equal.
-    now: this machine's.
+    path: Path of the file.
+    before: `machine` of the file's `environment`; entries that an older version
+      did not record are taken as equal.
+    now: `machine` of this `environment`.
 
   Raises:
-    OptionError: the machines differ.
+    OptionError: If the machines differ.
   """
   names = ("cpu", "vectors", "cores", "device")
-  other = [name for name in names if before.get(name, now[name]) != now[name]]
-  if not other:
+  differing = [
+    name for name in names if before.get(name, now[name]) != now[name]
+  ]
+  if not differing:
     return
-  of = lambda x: ", ".join(f"{name} {x[name]}" for name in other)
+  text_of = lambda x: ", ".join(f"{name} {x[name]}" for name in differing)
   raise OptionError(
     "append",
-    f"rows of another machine ({of(before)}) in {path}",
-    f"rows of this one ({of(now)})",
+    f"rows of another machine ({text_of(before)}) in {path}",
+    f"rows of this one ({text_of(now)})",
     "pass another file to --json: such rows do not compare",
   )
 
@@ -330,9 +336,11 @@ def _cpu_model() -> str:
 
 
 def _vectors() -> str:
-  """The widest vector instructions, which a model's name may not tell."""
-  has = processor.instructions()
-  return next((_VECTORS[name] for name in _VECTORS if name in has), "unknown")
+  """Widest vector instructions of the processor."""
+  supported = processor.instructions()
+  return next(
+    (_VECTORS[name] for name in _VECTORS if name in supported), "unknown"
+  )
 
 
 def read_json(path: str) -> Any:
@@ -341,7 +349,7 @@ def read_json(path: str) -> Any:
 
 
 def write_json(path: str, value: object) -> None:
-  """Writes all of `value` or nothing: a reader never sees half a file."""
+  """Writes `value` atomically: a reader never sees half a file."""
   temporary = f"{path}.tmp"
   with open(temporary, "w") as file:
     file.write(json_text(value, indent=1) + "\n")

@@ -1,14 +1,15 @@
 """Times a step of training and its memory: ours and peers.
 
   plain          dense attention and all logits: arrays of [T, T] and [T, V]
-  plain_remat    the same, each layer computed again for its backward pass
-  ringjax        one device: blockwise attention, feedforward and loss; what
-                 attention gave is kept for the backward pass
-  ringjax_least  the same, each layer computed again from its input
-  striped        the same over several devices
-  ringattention  its ring and its blockwise feedforward (PyPI 0.1.2, as in Liu
-                 et al. 2023, arXiv 2310.01889) around our blocks and loss
-  ringattention_one  the same on one device
+  plain_remat    plain, with each layer computed again for its backward pass
+  ringjax        one device: blockwise attention, feedforward and loss; the
+                 outputs of attention are kept for the backward pass
+  ringjax_least  ringjax, with each layer computed again from its input
+  striped        ringjax over several devices
+  ringattention  the ring and blockwise feedforward of `ringattention` (PyPI
+                 0.1.2, as in Liu et al. 2023, arXiv 2310.01889) with our blocks
+                 and loss
+  ringattention_one  ringattention on one device
 
 A step is the loss, its gradients and AdamW's update of parameters and moments,
 which are donated: the same optimizer for all. Over several devices parameters
@@ -58,23 +59,23 @@ OURS = ("ringjax", "ringjax_least", "striped")
 PARTS = ("step", "memory", "scaling", "utilisation")
 _SHARDED = ("striped", "ringattention")
 TOLERANCE = 2e-4
-# Of the computation where the part of the peak is what is asked for.
+# Dtype of the computation for utilisation.
 _FAST = "bfloat16"
 _B1 = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings(harness.BenchmarkSettings):
-  """What the benchmark of training measures.
+  """Settings of the benchmark of training.
 
   Attributes:
-    preset: the model's shapes, a name or what a config.json holds.
-    tokens: lengths of the timed rows, one row a step.
-    rounds: timed steps.
-    devices: of the sharded contestants.
-    limit_bytes: memory in which the longest row has to fit.
-    longest: tokens up to which memory is computed.
-    local: tokens of a shard where the number of shards grows.
+    preset: Shapes of the model, a name or the contents of a config.json.
+    tokens: Lengths of the timed rows, one row a step.
+    rounds: Timed steps.
+    devices: Number of devices of the sharded contestants.
+    limit_bytes: Memory in which the longest row has to fit.
+    longest: Number of tokens up to which memory is computed.
+    local: Tokens of a shard in part "scaling".
   """
 
   parts: tuple[str, ...] = option(PARTS[:3], PARTS)
@@ -98,26 +99,30 @@ def _context(name: str, devices: int) -> Any:
   from ringjax.nn.sharding_context import ContextParallel
   from ringjax.train import remat
 
-  kept = remat.policy("attention")
+  keep_attention = remat.policy("attention")
   if name.startswith("plain"):
-    again = remat.policy("nothing") if name == "plain_remat" else None
-    return ContextParallel(strategy=Gather(Dense()), block=1 << 30, remat=again)
+    recompute = remat.policy("nothing") if name == "plain_remat" else None
+    return ContextParallel(
+      strategy=Gather(Dense()), block=1 << 30, remat=recompute
+    )
   if name == "ringjax":
-    return ContextParallel(remat=kept)
+    return ContextParallel(remat=keep_attention)
   if name == "ringjax_least":
     return ContextParallel(remat=remat.policy("nothing"))
   if name == "ringattention_one":
     devices = 1
   mesh = make_mesh((devices,), ("seq",), devices=jax.devices()[:devices])
   if name == "striped":
-    return ContextParallel(mesh=mesh, axis="seq", layout=Striped(), remat=kept)
-  return _published()(
+    return ContextParallel(
+      mesh=mesh, axis="seq", layout=Striped(), remat=keep_attention
+    )
+  return _published_context()(
     mesh=mesh, axis="seq", layout=Contiguous(), remat=remat.policy("nothing")
   )
 
 
 @functools.cache
-def _published() -> Any:
+def _published_context() -> Any:
   """`ContextParallel` with the attention and feedforward of `ringattention`."""
   from ringjax.nn.sharding_context import ContextParallel
 
@@ -125,7 +130,7 @@ def _published() -> Any:
 
   @dataclasses.dataclass(frozen=True, kw_only=True)
   class Published(ContextParallel):
-    """Keys of all heads travel around the peer's ring."""
+    """Sharding context with the attention and feedforward of the peer."""
 
     chunk: int = 256
 
@@ -142,8 +147,8 @@ def _published() -> Any:
       return attend(q, heads(k), heads(v))
 
     def rowwise(self, f: Any, x: Any) -> Any:
-      # Partitioned by the compiler, as its users have it. Its argument called
-      # the size of chunks is their number.
+      # Partitioned by the compiler, as its users run it. The peer's argument
+      # `chunk_size` is the number of chunks.
       chunks = max(1, x.shape[1] // self.size // self.chunk)
       return _in_linen(f, lambda f: peer.blockwise_feedforward(f, x, chunks))
 
@@ -151,7 +156,7 @@ def _published() -> Any:
 
 
 def _in_linen(f: Any, use: Any) -> Any:
-  """`use` of f as a Linen module, which is what the peer takes."""
+  """Calls `use` with f as a Linen module, which the peer's API takes."""
   from flax import linen
 
   class Inner(linen.Module):
@@ -172,14 +177,18 @@ def _loss(
 ) -> Any:
   from ringjax.train.objective import sums
 
-  one = jax.tree.map(lambda x: x[0], batch)
+  micro_batch = jax.tree.map(lambda x: x[0], batch)
   if not name.startswith("plain"):
-    found = sums(model, one, attend, dtype=dtype)
-    return found.loss / found.weight
-  logits = model(one.tokens, attend=attend)
+    totals = sums(model, micro_batch, attend, dtype=dtype)
+    return totals.loss / totals.weight
+  logits = model(micro_batch.tokens, attend=attend)
   lse = jax.nn.logsumexp(logits, -1)
-  picked = jnp.take_along_axis(logits, one.labels[..., None], -1)[..., 0]
-  return jnp.sum((lse - picked) * one.weights) / jnp.sum(one.weights)
+  picked = jnp.take_along_axis(logits, micro_batch.labels[..., None], -1)[
+    ..., 0
+  ]
+  return jnp.sum((lse - picked) * micro_batch.weights) / jnp.sum(
+    micro_batch.weights
+  )
 
 
 @functools.cache
@@ -192,7 +201,7 @@ def _optimizer() -> Any:
 def _program(
   name: str, attend: Any, shardings: Any, dtype: DTypeLike | None = None
 ) -> Any:
-  """(parameters, moments, loss) of parameters, moments and a batch."""
+  """Compiles a step: (parameters, moments, batch) to new ones and the loss."""
   import optax
 
   def step(params: Any, moments: Any, batch: Any) -> Any:
@@ -204,13 +213,13 @@ def _program(
       params = optax.apply_updates(params, updates)
     return params, moments, loss
 
-  # As they came, or they could not be donated.
+  # Outputs are sharded as the inputs, else these could not be donated.
   out = {} if shardings is None else {"out_shardings": shardings}
   return jax.jit(step, donate_argnums=(0, 1), **out)
 
 
 def _placed(model: Any, attend: Any) -> Any:
-  """A copy of the parameters, where a contestant has them."""
+  """Copies the parameters to a contestant's devices."""
   from ringjax.models import Rules, checkpoint
 
   model = jax.tree.map(jnp.copy, model)
@@ -220,7 +229,7 @@ def _placed(model: Any, attend: Any) -> Any:
 
 
 def _shardings(params: Any, attend: Any) -> Any:
-  """Of what a step gives; None on one device."""
+  """Shardings of a step's outputs; None on one device."""
   from ringjax.train import step
 
   if attend.mesh is None:
@@ -236,30 +245,30 @@ def _trial(
   devices: int,
   dtype: DTypeLike | None = None,
 ) -> Trial:
-  """A contestant's step, and the loss and gradients of the first one."""
+  """Builds a contestant's step; runs one for its loss and gradients."""
   from ringjax.train import step
 
   attend = _context(name, devices)
   params = _placed(model, attend)
   state = step.start(_optimizer(), params, attend.mesh)
-  held = [state.params, state.optimizer]
+  buffers = [state.params, state.optimizer]
   batch = _rows(tokens, model.config.vocab, attend)
   program = _program(name, attend, _shardings(params, attend), dtype)
 
   def work() -> Any:
-    *held[:], loss = jax.block_until_ready(program(*held, batch))
+    *buffers[:], loss = jax.block_until_ready(program(*buffers, batch))
     return loss
 
   loss = work()
-  # Behind the first step, a part of the gradients.
-  grads = jax.tree.map(lambda x: x / (1 - _B1), held[1][0].mu)
+  # After one step AdamW's first moment is (1 - b1) times the gradients.
+  grads = jax.tree.map(lambda x: x / (1 - _B1), buffers[1][0].mu)
   return work, _outputs(loss, grads)
 
 
-def _trial_of_one(
+def _one_device_trial(
   name: str, preset: Any, tokens: int, dtype: DTypeLike | None
 ) -> Trial:
-  """The step of a contestant on one device that has no model yet."""
+  """Creates the model and builds a contestant's step, on one device."""
   from ringjax.models import checkpoint
 
   return _trial(name, checkpoint.create(preset, seed=0), tokens, 1, dtype)
@@ -295,19 +304,19 @@ def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
   )
   batch = Batch(field(jnp.int32), field(jnp.int32), field(jnp.float32))
   program = _program(name, attend, _shardings(params, attend))
-  found = program.lower(params, moments, batch).compile()
-  a = found.memory_analysis()
-  each = (
-    a.temp_size_in_bytes
-    + a.argument_size_in_bytes
-    + a.output_size_in_bytes
-    - a.alias_size_in_bytes
+  compiled = program.lower(params, moments, batch).compile()
+  memory = compiled.memory_analysis()
+  device_bytes = (
+    memory.temp_size_in_bytes
+    + memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
   )
-  return each * attend.size
+  return device_bytes * attend.size
 
 
 def _outputs(loss: Any, grads: Any) -> list[np.ndarray]:
-  """The loss, and gradients that every layer takes part in."""
+  """The loss, and gradients that depend on every layer."""
   block = grads.stack.blocks[0][0]
   picked = (loss, grads.embed.weight[...], block.attention.q.weight[...])
   return [np.asarray(x) for x in picked]
@@ -323,10 +332,10 @@ class TrainCase:
   """One row of the benchmark.
 
   Attributes:
-    part: of `PARTS`.
-    tokens: of a row; 0 where memory is computed for growing ones.
-    name: of the contestant, where a row has one.
-    devices: of that contestant.
+    part: Part of the benchmark, of `PARTS`.
+    tokens: Tokens of a row; 0 in part "memory", which tries several.
+    name: Name of the contestant, if a row has only one.
+    devices: Number of devices of that contestant.
   """
 
   part: str
@@ -340,7 +349,7 @@ class TrainCase:
 
 
 class TrainBenchmark(harness.Benchmark):
-  """Steps of training: their time, memory, scaling and utilisation."""
+  """Benchmark of training steps: time, memory, scaling and utilisation."""
 
   name = "train"
   options = TrainSettings
@@ -353,7 +362,7 @@ class TrainBenchmark(harness.Benchmark):
 
   @functools.cached_property
   def model(self) -> Any:
-    """The model with which contestants in this process begin."""
+    """Initial model of the contestants in this process."""
     from ringjax.models import checkpoint
 
     model = checkpoint.create(self.settings.preset, seed=0)
@@ -363,7 +372,7 @@ class TrainBenchmark(harness.Benchmark):
   def cases(self) -> list[TrainCase]:
     s = self.settings
     doubled = [1 << n for n in range(s.devices.bit_length())]
-    found = {
+    by_part = {
       "step": [TrainCase("step", n) for n in s.tokens],
       "memory": [
         TrainCase("memory", name=name, devices=s.devices)
@@ -380,23 +389,23 @@ class TrainBenchmark(harness.Benchmark):
         if name in OURS
       ],
     }
-    return [case for part in PARTS if part in s.parts for case in found[part]]
+    return [case for part in PARTS if part in s.parts for case in by_part[part]]
 
   def build(
     self, name: str, tokens: int, devices: int, dtype: DTypeLike | None = None
   ) -> Trial:
-    """A contestant's step, on one device in a process with one."""
+    """Builds a contestant's step; on one device in a process with one."""
     if name in _SHARDED:
       return _trial(name, self.model, tokens, devices, dtype)
     preset = self.settings.preset
-    return self.placed(True, _trial_of_one, name, preset, tokens, dtype)
+    return self.placed(True, _one_device_trial, name, preset, tokens, dtype)
 
   def reference(self, tokens: int) -> Any:
-    """Loss and gradients of ours on one device."""
-    found = self.build("ringjax", tokens, 1)[1]
-    # It holds weights and moments; the contestants bring their own.
+    """Loss and gradients of ringjax on one device."""
+    outputs = self.build("ringjax", tokens, 1)[1]
+    # Free its weights and moments: each contestant has a copy.
     self.process.clear()
-    return found
+    return outputs
 
   def row(self, case: TrainCase, report: Report) -> Row:
     row = {"part": case.part, "name": case.name, "tokens": case.tokens}
@@ -406,18 +415,18 @@ class TrainBenchmark(harness.Benchmark):
     return self.settings.devices if name in _SHARDED else 1
 
   def _step(self, case: TrainCase, report: Report) -> Row:
-    """Times of steps of one length."""
+    """Times the contestants' steps at one length."""
     reference = self.reference(case.tokens)
     results, _ = self.measure(
       self.settings.contestants,
       lambda name: self.build(name, case.tokens, self.settings.devices),
-      lambda found: harness.compare(found, reference, TOLERANCE),
+      lambda outputs: harness.compare(outputs, reference, TOLERANCE),
       report,
     )
     return {"results": results}
 
   def _memory(self, case: TrainCase, report: Report) -> Row:
-    """The longest row of a contestant that fits, by doubling."""
+    """Finds the longest row of a contestant that fits, by doubling."""
     s = self.settings
     sizes: dict[int, int] = {}
     reason, tokens = None, 1024
@@ -431,12 +440,12 @@ class TrainBenchmark(harness.Benchmark):
       if sizes[tokens] > s.limit_bytes:
         break
       tokens *= 2
-    fit = [n for n, size in sizes.items() if size <= s.limit_bytes]
+    fitting = [n for n, size in sizes.items() if size <= s.limit_bytes]
     return {
       "bytes_by_tokens": sizes,
-      "longest": max(fit, default=0),
-      # Longer rows may fit: none was tried.
-      "capped": reason is None and len(fit) == len(sizes) > 0,
+      "longest": max(fitting, default=0),
+      # All tried rows fit: longer ones may fit, too.
+      "capped": reason is None and len(fitting) == len(sizes) > 0,
       "limit_bytes": s.limit_bytes,
       "reason": reason,
     }
@@ -444,48 +453,48 @@ class TrainBenchmark(harness.Benchmark):
   def _single(
     self, case: TrainCase, report: Report, build: Any, compare: Any
   ) -> Row:
-    """The result of the one contestant of a case."""
+    """Measures the only contestant of a case."""
     results, _ = self.measure([case.name], build, compare, report)
     return results[case.name] | {"devices": case.devices}
 
   def _scaling(self, case: TrainCase, report: Report) -> Row:
-    """Time, and memory of a device, as devices and tokens grow together."""
-    found: Row = {"name": f"{case.devices:03}", "bytes_each": None}
+    """Measures time and memory as devices and tokens grow together."""
+    facts: Row = {"name": f"{case.devices:03}", "bytes_each": None}
 
     def build(name: str) -> Trial:
       size = _bytes(name, self.settings.preset, case.tokens, case.devices)
-      found["bytes_each"] = size // case.devices
+      facts["bytes_each"] = size // case.devices
       return self.build(name, case.tokens, case.devices)
 
     def compare(outputs: Any) -> tuple[float, bool]:
-      one = case.devices == 1
-      reference = outputs if one else self.reference(case.tokens)
+      single_device = case.devices == 1
+      reference = outputs if single_device else self.reference(case.tokens)
       return harness.compare(outputs, reference, TOLERANCE)
 
-    return self._single(case, report, build, compare) | found
+    return self._single(case, report, build, compare) | facts
 
   def _utilisation(self, case: TrainCase, report: Report) -> Row:
-    """The part of the peak that one of our steps reaches."""
+    """Measures the fraction of the peak that one of our steps reaches."""
     from ringjax.train import recipe
 
     s = self.settings
     devices = s.devices
-    one = self._single(
+    result = self._single(
       case,
       report,
       lambda name: self.build(name, case.tokens, devices, _FAST),
       lambda outputs: (None, False),
     )
-    work = recipe.flops(self._abstract, case.tokens) * case.tokens
+    step_flops = recipe.flops(self._abstract, case.tokens) * case.tokens
     # The devices of a CPU share its cores.
     shared = jax.devices()[0].platform == "cpu"
-    whole = self._peak * (1 if shared else case.devices)
-    share = harness.percent(work, one, {"flops_per_s": whole})
+    peak_flops = self._peak * (1 if shared else case.devices)
+    share = harness.percent(step_flops, result, {"flops_per_s": peak_flops})
     return {
-      **one,
+      **result,
       "dtype": _FAST,
-      "peak_flops": whole,
-      "step_flops": work,
+      "peak_flops": peak_flops,
+      "step_flops": step_flops,
       "utilisation": None if share is None else share / 100,
     }
 
@@ -501,7 +510,9 @@ class TrainBenchmark(harness.Benchmark):
 
   def table(self, case: TrainCase, row: Row) -> str:
     if row["part"] == "step":
-      rate = lambda one: f"{row['tokens'] / one['median_s']:10,.0f} tokens/s"
+      rate = lambda result: (
+        f"{row['tokens'] / result['median_s']:10,.0f} tokens/s"
+      )
       head = f"step, one row of {row['tokens']} tokens"
       return "\n".join([head, *harness.lines(row, rate)])
     if row["part"] == "memory":
@@ -509,8 +520,8 @@ class TrainBenchmark(harness.Benchmark):
         f"{int(n):,}: {size / 2**30:.2f}"
         for n, size in row["bytes_by_tokens"].items()
       )
-      more = " and more" if row["capped"] else ""
-      text = f"{row['longest']:,} tokens{more} fit; GiB by tokens {shown}"
+      suffix = " and more" if row["capped"] else ""
+      text = f"{row['longest']:,} tokens{suffix} fit; GiB by tokens {shown}"
       if row["reason"]:
         text = f"{text}; then {row['reason']}" if shown else row["reason"]
       return f"memory, {row['name']:<14}{text}"
@@ -518,36 +529,38 @@ class TrainBenchmark(harness.Benchmark):
     if not text:
       rate = row["tokens"] / row["median_s"]
       text = f"{row['median_s']:.3f} s a step, {rate:,.0f} tokens/s"
-    where = f"{row['devices']} devices, {row['tokens']:,} tokens"
+    setup = f"{row['devices']} devices, {row['tokens']:,} tokens"
     if row["part"] == "utilisation":
       if row["utilisation"] is not None:
         text += (
           f", {100 * row['utilisation']:.1f} % of "
           f"{row['peak_flops'] / 1e12:,.1f} TFLOP/s"
         )
-      return f"utilisation, {row['name']}, {where}: {text}"
+      return f"utilisation, {row['name']}, {setup}: {text}"
     if row["bytes_each"] is not None:
       text = f"{row['bytes_each'] / 2**20:,.0f} MiB each; {text}"
-    return f"scaling, {where}: {text}"
+    return f"scaling, {setup}: {text}"
 
   def summary(self, rows: Sequence[Row]) -> Row:
-    """Times over our best, the longest rows, utilisation by tokens."""
-    found: Row = {"speed": {}, "longest": {}, "capped": []}
+    """Summary: times over our best, longest rows, utilisation by tokens."""
+    summary: Row = {"speed": {}, "longest": {}, "capped": []}
     for row in rows:
       if row["part"] == "step":
         for name in row["results"]:
           over = harness.ratio(row, [name], OURS)
           if name not in OURS and over is not None:
-            mine = found["speed"].setdefault(name, {})
-            mine[str(row["tokens"])] = over
+            by_tokens = summary["speed"].setdefault(name, {})
+            by_tokens[str(row["tokens"])] = over
       if row["part"] == "memory" and row["longest"]:
-        found["longest"][row["name"]] = row["longest"]
+        summary["longest"][row["name"]] = row["longest"]
         if row.get("capped"):
-          found["capped"].append(row["name"])
+          summary["capped"].append(row["name"])
       if row["part"] == "utilisation" and row["utilisation"] is not None:
-        mine = found.setdefault("utilisation", {}).setdefault(row["name"], {})
-        mine[str(row["tokens"])] = row["utilisation"]
-    return found
+        by_tokens = summary.setdefault("utilisation", {}).setdefault(
+          row["name"], {}
+        )
+        by_tokens[str(row["tokens"])] = row["utilisation"]
+    return summary
 
   def closing(self, result: Row) -> str:
     summary, lines = result["summary"], []
@@ -555,19 +568,23 @@ class TrainBenchmark(harness.Benchmark):
       shown = ", ".join(f"{n}: {x:.2f}x" for n, x in by_tokens.items())
       lines.append(f"our best over {name}: {shown}")
     longest, capped = summary["longest"], summary["capped"]
-    mine = {name: tokens for name, tokens in longest.items() if name in OURS}
-    if not mine:
+    our_lengths = {
+      name: tokens for name, tokens in longest.items() if name in OURS
+    }
+    if not our_lengths:
       return "\n".join(lines)
-    best = max(mine.values())
+    best = max(our_lengths.values())
     # A longer row than the longest one tried may fit.
-    more = any(name in capped for name, n in mine.items() if n == best)
+    may_be_longer = any(
+      name in capped for name, n in our_lengths.items() if n == best
+    )
     for name, tokens in longest.items():
       if name in OURS:
         continue
       text = f"longest row, ours over {name}: "
       if name not in capped:
-        text += f"{'at least ' if more else ''}{best / tokens:.3g}x"
-      elif more:
+        text += f"{'at least ' if may_be_longer else ''}{best / tokens:.3g}x"
+      elif may_be_longer:
         text += f"unknown, both fit {tokens:,} tokens and more"
       else:
         text += f"at most {best / tokens:.3g}x"

@@ -1,9 +1,8 @@
 """Strategies of attention by the names that commands take.
 
-A name stands for a layout of the tokens and a strategy over it, as
-`infer.prefill` has them, and beside them those that they are compared with:
-`gather`, which brings all keys to all shards, and `plain`, which also writes
-whole rows of scores.
+A name stands for a layout of the tokens and a strategy over it, as in
+`infer.prefill`. Two more are baselines: `gather`, which brings all keys to all
+shards, and `plain`, which also writes whole rows of scores.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from ringjax.parallel.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedStrategy:
-  """A strategy that a name stands for, its layout and its local algorithm.
+  """Strategy of a name, with its layout and its local algorithm.
 
   Attributes:
-    layout: of the tokens.
-    strategy: of attention over the shards.
-    local: the local algorithm, which computes on a shard.
-    visits: whether a call of it sees one shard's keys at a time, not all.
+    layout: Layout of the tokens.
+    strategy: Strategy of attention over the shards.
+    local: Local algorithm, which computes on a shard.
+    visits: Whether a call of it sees one shard's keys at a time, not all.
   """
 
   layout: Layout
@@ -38,13 +37,13 @@ class NamedStrategy:
   visits: bool
 
   def blocks(self, queries: int, keys: int) -> tuple[int, int]:
-    """The tile that serves these local lengths."""
+    """Tile size, (queries, keys), for these local lengths."""
     if hasattr(self.local, "blocks"):
       return self.local.blocks(queries, keys)
     return queries, keys
 
 
-# What commands take; "plain" is `gather` that writes whole rows of scores.
+# Names for commands; "plain" is `gather` that writes whole rows of scores.
 NAMES = (*registry.NAMES, "plain")
 
 _LOCALS = {"best": AutoKernel, "blockwise": Blockwise}
@@ -56,25 +55,25 @@ def way(
   kv_block: int | None = None,
   local: str = "best",
 ) -> NamedStrategy:
-  """A strategy by its name.
+  """Looks up a strategy by its name.
 
   Args:
-    name: of `NAMES`; "hybrid:4" and "two_level:4" have groups of 4 shards.
-    q_block: queries of a tile; None chooses by the local length.
-    kv_block: keys of a tile.
-    local: the local algorithm: "best", the kernel of the devices, or
-      "blockwise", XLA's loops.
+    name: Name of `NAMES`; "hybrid:4" and "two_level:4" have groups of 4 shards.
+    q_block: Queries of a tile; None chooses by the local length.
+    kv_block: Keys of a tile; None chooses by the local length.
+    local: Local algorithm: "best", the kernel of the devices, or "blockwise",
+      XLA's loops.
 
   Raises:
-    OptionError: an unknown name, or tiles where there are none.
+    OptionError: If the name is unknown, or "plain" gets a tile size.
   """
   one_of("local", local, _LOCALS)
   kind, colon, group = name.partition(":")
-  found = registry.find("gather" if name == "plain" else kind)
-  fits = found is not None and (
-    group.isdecimal() and int(group) > 0 if found.grouped else not colon
+  registered = registry.find("gather" if name == "plain" else kind)
+  valid = registered is not None and (
+    group.isdecimal() and int(group) > 0 if registered.grouped else not colon
   )
-  if found is None or not fits:
+  if registered is None or not valid:
     raise OptionError(
       "strategy",
       repr(name),
@@ -88,10 +87,13 @@ def way(
       "no tiles, for whole rows of scores are written",
       "leave q_block and kv_block out",
     )
-  made = Dense() if name == "plain" else _LOCALS[local](q_block, kv_block)
-  strategy = nesting.around(found.strategy, made)
-  if found.grouped:
+  algorithm = Dense() if name == "plain" else _LOCALS[local](q_block, kv_block)
+  strategy = nesting.around(registered.strategy, algorithm)
+  if registered.grouped:
     strategy = dataclasses.replace(strategy, inner=int(group))
   return NamedStrategy(
-    layout=found.layout, strategy=strategy, local=made, visits=found.visits
+    layout=registered.layout,
+    strategy=strategy,
+    local=algorithm,
+    visits=registered.visits,
   )

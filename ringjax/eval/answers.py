@@ -1,9 +1,9 @@
-"""How well a model answers the examples of a source.
+"""Accuracy of a model's answers to the examples of a source.
 
 Guarantees: example i of a source is the same for every model. An answer is the
 tokens of an example that have weights; it counts if greedy decoding would give
 all of it.
-Cost: one forward of all examples.
+Cost: one forward pass of all examples.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.mask import Mask, SameSegment
 
-# Tokens to a multiple of which rows are padded, so that few programs are made.
+# Rows are padded to a multiple of these tokens, so that few programs compile.
 _UNIT = 32
 _SAME = SameSegment()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerScore:
-  """How a source's answers are predicted.
+  """Accuracy and loss of the answers of a source.
 
   Attributes:
-    accuracy: the share of answers that are right.
-    loss: mean negative log-likelihood of their tokens, in nats.
-    count: how many answers there were.
+    accuracy: Share of answers that are right.
+    loss: Mean negative log-likelihood of their tokens, in nats.
+    count: Number of answers.
   """
 
   accuracy: float
@@ -53,26 +53,26 @@ def answer_score(
   """Reads examples of a source and compares the likeliest tokens.
 
   Args:
-    model: the model.
-    source: whose `example` returns ids, weights and mostly segments, as
+    model: Model to evaluate.
+    source: Source whose `example` returns ids, weights and usually segments, as
       `ringjax.data.Continued`.
-    segments: how the documents of an example see each other, such as
+    segments: Mask between the documents of an example, such as
       `rj.SeparateDocuments()`; by default an example is one document.
-    examples: how many.
-    batch: rows of a forward.
-    seed: of the examples.
+    examples: Number of examples.
+    batch: Rows of a forward pass.
+    seed: Random seed of the examples.
 
   Raises:
-    DataError: an example without an answer.
+    DataError: If an example has no answer.
   """
   positive_int("examples", examples)
   positive_int("batch", batch)
-  found = [
+  samples = [
     source.example(np.random.default_rng([seed, i])) for i in range(examples)
   ]
   answers = [
     np.flatnonzero([] if weights is None else weights)
-    for _, weights, *_ in found
+    for _, weights, *_ in samples
   ]
   if not all(len(at) and at[0] for at in answers):
     raise DataError(
@@ -81,28 +81,29 @@ def answer_score(
       "weights of some tokens behind the first",
       "pass another source",
     )
-  length = -(-max(len(ids) for ids, *_ in found) // _UNIT) * _UNIT
-  most = max(map(len, answers))
+  length = -(-max(len(ids) for ids, *_ in samples) // _UNIT) * _UNIT
+  max_answer = max(map(len, answers))
   attend = ContextParallel(segments=segments)
   right, losses = [], []
   for first in range(0, examples, batch):
     part = [
-      (found[i], answers[i]) for i in range(first, min(first + batch, examples))
+      (samples[i], answers[i])
+      for i in range(first, min(first + batch, examples))
     ]
     tokens, places = np.zeros((2, batch, length), np.int32)
-    rows = np.zeros((batch, most), np.int32)
-    for n, ((ids, _, *more), at) in enumerate(part):
+    rows = np.zeros((batch, max_answer), np.int32)
+    for n, ((ids, _, *maybe_segments), at) in enumerate(part):
       tokens[n, : len(ids)] = ids
-      one = segments == _SAME or not more
-      places[n, : len(ids)] = 1 if one else more[0]
+      one_document = segments == _SAME or not maybe_segments
+      places[n, : len(ids)] = 1 if one_document else maybe_segments[0]
       rows[n, : len(at)] = at - 1
     logits = model(tokens, segment_ids=places, attend=attend, rows=rows)
     scores = np.asarray(jax.nn.log_softmax(logits))
     for n, ((ids, *_), at) in enumerate(part):
-      here = scores[n, : len(at)]
-      losses.append(-here[np.arange(len(at)), ids[at]])
+      answer_scores = scores[n, : len(at)]
+      losses.append(-answer_scores[np.arange(len(at)), ids[at]])
       check_losses(losses[-1], model, document=first + n, first=int(at[0]))
-      right.append(bool(np.all(np.argmax(here, -1) == ids[at])))
+      right.append(bool(np.all(np.argmax(answer_scores, -1) == ids[at])))
   return AnswerScore(
     accuracy=float(np.mean(right)),
     loss=float(np.mean(np.concatenate(losses))),

@@ -1,12 +1,11 @@
-"""What kinds of caches cost: bytes, loss, and how far the predictions move.
+"""Cost of kinds of caches: bytes, loss and divergence of the predictions.
 
-Guarantees: all kinds read the same tokens, each token's keys and values as a
-cache of that kind gives them back (`rj.kv.SimulatedCache`); bytes are those of
-the arrays that a cache has, scales and coordinates included. With a policy of
-eviction the first half of a text is read and evicted once, and the second half
-behind it is what counts. Bytes of a kind with exact tokens are those behind a
-whole text.
-Cost: one forward pass a row and kind, and one without a cache.
+Guarantees: all kinds read the same tokens, with each token's keys and values as
+a cache of that kind decodes them (`rj.kv.SimulatedCache`); bytes are those of a
+cache's arrays, with scales and coordinates. With a policy of eviction the first
+half of a text is read and evicted once, and only the second half counts. Bytes
+of a kind with exact tokens are those after a whole text.
+Cost: one forward pass for each row and kind, and one without a cache.
 """
 
 from __future__ import annotations
@@ -33,19 +32,20 @@ from ringjax.nn.sharding_context import CachedAttention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KindCost:
-  """What one kind of cache costs.
+  """Cost of one kind of cache.
 
   Attributes:
-    name: of the kind.
-    bits: of a number of the keys and values, scales included.
-    nbytes: of the cache of one row of that many tokens; with a policy, once it
-      has evicted.
-    nll: mean negative log-likelihood, nats a token.
-    loss: how much more that is than without a cache.
-    kl: mean Kullback-Leibler divergence of the predictions, nats a token.
-    far: root of the mean squared distance of the logits, relative to theirs.
-    choices: of a policy with choices, as FastGen, in how many texts a KV head
-      took each of them: by layer of the model and by head, in that order.
+    name: Name of the kind.
+    bits: Bits of a number of the keys and values, with scales.
+    nbytes: Bytes of the cache of one row of T tokens; after the eviction, for a
+      kind with a policy.
+    nll: Mean negative log-likelihood, nats a token.
+    loss: Increase of `nll` over that without a cache.
+    kl: Mean Kullback-Leibler divergence of the predictions, nats a token.
+    far: Root mean squared difference of the logits, relative to the root mean
+      square of the logits without a cache, both centered.
+    choices: For a policy with choices, as FastGen, the number of texts in which
+      a KV head took each of them, by layer of the model and by head.
   """
 
   name: str
@@ -58,7 +58,7 @@ class KindCost:
   choices: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
 
   def record(self) -> dict[str, Any]:
-    """The fields as JSON."""
+    """Fields as JSON."""
     return dataclasses.asdict(self)
 
 
@@ -70,23 +70,24 @@ def compare_caches(
   on_read: Callable[[int], Any] = lambda done: None,
   on_kind: Callable[[KindCost], Any] = lambda cost: None,
 ) -> list[KindCost]:
-  """Costs of kinds of caches on texts.
+  """Measures costs of kinds of caches on texts.
 
   Args:
-    model: the model, on one device or a mesh.
-    tokens: int32 [N, T], texts; on a mesh T is a multiple of the shards.
-    kinds: by the names that they are to have.
-    on_read: called with the number of passes over a text that are done, of
-      N for each kind.
-    on_kind: called with each result.
+    model: Model on one device or a mesh.
+    tokens: Ids of the texts, int32 [N, T]; on a mesh T is a multiple of the
+      shards.
+    kinds: Kinds of caches by name.
+    on_read: Function of the number of passes over a text so far, of N for each
+      kind.
+    on_kind: Function of each result.
 
   Raises:
-    ShapeError: tokens of another shape.
-    OptionError: no kinds, or one that the model can't have.
+    ShapeError: If `tokens` has another shape.
+    OptionError: If there are no kinds, or the model does not support one.
   """
   ids = np.asarray(tokens)
-  whole = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
-  if not whole or ids.shape[0] < 1 or ids.shape[1] < 2:
+  valid = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
+  if not valid or ids.shape[0] < 1 or ids.shape[1] < 2:
     raise ShapeError(
       "tokens",
       f"{ids.dtype} {list(ids.shape)}",
@@ -95,21 +96,21 @@ def compare_caches(
     )
   if not kinds:
     raise OptionError("kinds", "none", "one or more", "name some kinds")
-  found = {name: model.cache_kind(kind) for name, kind in kinds.items()}
+  model_kinds = {name: model.cache_kind(kind) for name, kind in kinds.items()}
   caches = {
     name: SimulatedCache.create(model, kind)
-    for name, kind in found.items()
+    for name, kind in model_kinds.items()
     if kind.codec is not None and kind.policy is None
   }
-  costs, done = [], 0
-  for name, kind in found.items():
+  costs, num_passes = [], 0
+  for name, kind in model_kinds.items():
     sums, nbytes = np.zeros(6), 0
-    taken: list[list[list[str] | None]] = []
+    choices_by_row: list[list[list[str] | None]] = []
     for number, row in enumerate(ids):
       text = jnp.asarray(row[None], jnp.int32)
       if kind.evicting and name not in caches:
-        part, nbytes, choices = _costs_behind(model, text, kind)
-        taken.append(choices)
+        part, nbytes, choices = _costs_after_eviction(model, text, kind)
+        choices_by_row.append(choices)
       else:
         part = _costs(model, text, caches.get(name))
       if kind.evicting and name in caches and not nbytes:
@@ -119,9 +120,9 @@ def compare_caches(
       check_losses(part[0], model, document=number, first=1)
       check_losses(part[1], model, document=number, first=1)
       sums += np.asarray(part, np.float64)
-      done += 1
-      on_read(done)
-    nll, base, kl, square, all_ = sums[:5] / sums[5]
+      num_passes += 1
+      on_read(num_passes)
+    nll, base, kl, square, total_square = sums[:5] / sums[5]
     if not kind.evicting:
       nbytes = bytes_each(model.init_cache_spec(1, ids.shape[1], kind=kind))
     costs.append(
@@ -132,8 +133,8 @@ def compare_caches(
         nll=float(nll),
         loss=float(nll - base),
         kl=float(kl),
-        far=float(np.sqrt(square / all_)),
-        choices=_choices(kind, taken),
+        far=float(np.sqrt(square / total_square)),
+        choices=_choices(kind, choices_by_row),
       )
     )
     on_kind(costs[-1])
@@ -144,22 +145,22 @@ def compare_caches(
 def _costs(
   model: Transformer, tokens: Int[Array, "1 T"], cache: Any
 ) -> Float[Array, " 6"]:
-  """Sums over the predictions: losses, divergence, squares; their number."""
-  want = model(tokens)
-  got = want
+  """Sums over the predictions, see `_sums`, of a cached pass."""
+  exact_logits = model(tokens)
+  cached_logits = exact_logits
   if cache is not None:
-    # Queries that see other exact tokens each look for them.
+    # Each query sees other exact tokens: attend with cached attention.
     attend = CachedAttention() if cache.kind.exact else None
-    got, _ = model(tokens, cache=cache, attend=attend)
-  return _sums(want, got, tokens)
+    cached_logits, _ = model(tokens, cache=cache, attend=attend)
+  return _sums(exact_logits, cached_logits, tokens)
 
 
-def _costs_behind(
+def _costs_after_eviction(
   model: Transformer, tokens: Int[Array, "1 T"], kind: CacheKind
 ) -> tuple[Float[Array, " 6"], int, list[list[str] | None]]:
-  """The same of the second half, behind a first half that was evicted.
+  """Sums of the second half of a text, after the first half was evicted.
 
-  Also the bytes of the cache, and the choices of its heads.
+  Also returns the bytes of the cache, and the choices of its heads.
   """
   length = tokens.shape[1]
   half = length // 2
@@ -171,19 +172,20 @@ def _costs_behind(
     cache = cache.evict()
   choices = cache.choices(0)
   cache = cache.with_room(length - half)
-  got, cache = model(tokens[:, half:], cache=cache)
-  want = model(tokens)[:, half:]
-  sums = _sums(want, got, tokens[:, half:])
+  cached_logits, cache = model(tokens[:, half:], cache=cache)
+  exact_logits = model(tokens)[:, half:]
+  sums = _sums(exact_logits, cached_logits, tokens[:, half:])
   return sums, bytes_each(cache.flush()), choices
 
 
 def _choices(
-  kind: CacheKind, taken: list[list[list[str] | None]]
+  kind: CacheKind, choices_by_row: list[list[list[str] | None]]
 ) -> dict[str, list[list[int]]]:
-  """How often each choice was taken, by layer and head; see `KindCost`."""
+  """Number of texts with each choice by layer and head; see `KindCost`."""
   names = () if kind.policy is None else kind.policy.choices
   layers = [
-    [heads or [] for heads in layer] for layer in zip(*taken, strict=True)
+    [heads or [] for heads in layer]
+    for layer in zip(*choices_by_row, strict=True)
   ]
   count = lambda name, layer: [
     sum(x == name for x in head) for head in zip(*layer, strict=True)
@@ -193,16 +195,16 @@ def _choices(
 
 @jax.jit
 def _sums(
-  want: Float[Array, "1 T V"],
-  got: Float[Array, "1 T V"],
+  exact: Float[Array, "1 T V"],
+  cached: Float[Array, "1 T V"],
   tokens: Int[Array, "1 T"],
 ) -> Float[Array, " 6"]:
   last = (slice(None), slice(0, -1))
-  p, q = (jax.nn.log_softmax(x[last], -1) for x in (want, got))
+  p, q = (jax.nn.log_softmax(x[last], -1) for x in (exact, cached))
   loss = lambda x: -jnp.sum(jnp.take_along_axis(x, tokens[:, 1:, None], -1))
-  # One shift of all logits moves no prediction.
+  # A shift of all logits does not change a prediction: center them.
   level = lambda x: x - jnp.mean(x, -1, keepdims=True)
-  a, b = level(want[last]), level(got[last])
+  a, b = level(exact[last]), level(cached[last])
   return jnp.stack(
     [
       loss(q),
@@ -216,7 +218,7 @@ def _sums(
 
 
 def _bits(model: Transformer, kind: CacheKind) -> float:
-  """Bits of a number, over all layers that keep keys and values."""
+  """Mean bits of a number, over all layers that keep keys and values."""
   room = CacheSpec(batch=1, capacity=1, dtype=model.dtype, codec=kind.codec)
   numbers = nbytes = 0
   for shape in model.kinds:

@@ -15,7 +15,7 @@ from ringjax.eval.needle import Cell, table
 from ringjax.eval.perplexity import Curve
 from ringjax.plan.draw import figures
 
-# Numbers of a line of a training's log that are drawn, with their titles.
+# Fields of a training's log that are drawn, with their titles.
 FIGURES = {
   "loss": "loss, nats a token",
   "gradient_norm": "gradient norm",
@@ -28,16 +28,16 @@ def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
   """Draws retrieval by length (across) and task, kind or depth (down).
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
   lengths = sorted({cell.length for cell in cells})
-  found = table(cells)
+  scores = table(cells)
   grid = np.array(
-    [[row.get(n, np.nan) for n in lengths] for row in found.values()]
+    [[row.get(n, np.nan) for n in lengths] for row in scores.values()]
   )
-  labels = [", ".join(label) for label in found]
-  wide = 0.08 * max(map(len, labels))
-  size = (2.2 + wide + 0.9 * len(lengths), 1.6 + 0.5 * len(labels))
+  labels = [", ".join(label) for label in scores]
+  label_width = 0.08 * max(map(len, labels))
+  size = (2.2 + label_width + 0.9 * len(lengths), 1.6 + 0.5 * len(labels))
   figure = figures().Figure(figsize=size, layout="constrained")
   axes = figure.add_subplot()
   image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -56,7 +56,7 @@ def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
 def curves(found: Sequence[Curve], path: str) -> None:
   """Draws losses by position, and those of the last tokens by length."""
   figure = figures().Figure(figsize=(10, 4), layout="constrained")
-  axes, beside = figure.subplots(1, 2, width_ratios=(3, 2))
+  axes, right_axes = figure.subplots(1, 2, width_ratios=(3, 2))
   for curve in found:
     label = f"{curve.length:,} tokens"
     axes.plot(curve.ends, curve.nll, marker="o", label=label)
@@ -65,15 +65,15 @@ def curves(found: Sequence[Curve], path: str) -> None:
   axes.set_ylabel("negative log-likelihood, nats a token")
   axes.grid(alpha=0.3)
   axes.legend()
-  beside.plot(
+  right_axes.plot(
     [curve.length for curve in found],
     [curve.last_nll for curve in found],
     marker="o",
   )
-  beside.set_xscale("log", base=2)
-  beside.set_xlabel("tokens of the text")
-  beside.set_title(f"its last {found[0].last:,} tokens", fontsize="medium")
-  beside.grid(alpha=0.3)
+  right_axes.set_xscale("log", base=2)
+  right_axes.set_xlabel("tokens of the text")
+  right_axes.set_title(f"its last {found[0].last:,} tokens", fontsize="medium")
+  right_axes.grid(alpha=0.3)
   figure.savefig(path, dpi=130)
 
 
@@ -81,14 +81,14 @@ def cache_costs(found: Sequence[KindCost], path: str) -> None:
   """Draws the loss of kinds of caches by their bytes, and the Pareto line.
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
   figure = figures().Figure(figsize=(8, 5), layout="constrained")
   axes = figure.add_subplot()
-  # Of a logarithm; what is below is as good as without a cache.
-  least = 1e-6
+  # Lower limit of the logarithmic axis: below it a cache is as good as none.
+  min_kl = 1e-6
   for cost in found:
-    kl = max(cost.kl, least)
+    kl = max(cost.kl, min_kl)
     axes.plot(cost.nbytes, kl, "o")
     axes.annotate(
       cost.name,
@@ -103,7 +103,7 @@ def cache_costs(found: Sequence[KindCost], path: str) -> None:
       best.append(cost)
   axes.plot(
     [cost.nbytes for cost in best],
-    [max(cost.kl, least) for cost in best],
+    [max(cost.kl, min_kl) for cost in best],
     "-",
     color="grey",
     linewidth=1,
@@ -122,48 +122,58 @@ def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
   """Draws the entropy of each layer and head, and the loss by the mean.
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
   grids = []
-  for one in found:
-    heads = [h for h in one.heads if h is not None]
+  for entropy in found:
+    heads = [h for h in entropy.heads if h is not None]
     grid = np.full((len(heads), max(map(len, heads))), np.nan)
     for row, values in zip(grid, heads, strict=True):
       row[: len(values)] = values
     grids.append(grid)
-  # One column for each number of chunks, one row for each kind of prefix.
-  splits = list(dict.fromkeys(one.splits for one in found))
+  # A column for each number of chunks, a row for each kind of prefix.
+  splits = list(dict.fromkeys(entropy.splits for entropy in found))
   size = (1.2 + 1.9 * len(splits) + 4.5, 4.6)
   figure = figures().Figure(figsize=size, layout="constrained")
-  maps, beside = figure.subfigures(1, 2, width_ratios=(size[0] - 4.5, 4.5))
+  maps, right_figure = figure.subfigures(
+    1, 2, width_ratios=(size[0] - 4.5, 4.5)
+  )
   axes = maps.subplots(2, len(splits), squeeze=False)
   low, high = (f([f(grid) for grid in grids]) for f in (np.nanmin, np.nanmax))
-  for one in axes.flat:
-    one.set_axis_off()
+  for panel in axes.flat:
+    panel.set_axis_off()
   images = []
-  for one, grid in zip(found, grids, strict=True):
-    here = axes[int(one.shared), splits.index(one.splits)]
-    here.set_axis_on()
-    images.append(here.imshow(grid, vmin=low, vmax=high, aspect="auto"))
-    prefix = "shared prefix" if one.shared else "own prefixes"
-    here.set_title(
-      "whole" if one.splits == 1 else f"P = {one.splits}, {prefix}", fontsize=8
+  for entropy, grid in zip(found, grids, strict=True):
+    panel_axes = axes[int(entropy.shared), splits.index(entropy.splits)]
+    panel_axes.set_axis_on()
+    images.append(panel_axes.imshow(grid, vmin=low, vmax=high, aspect="auto"))
+    prefix = "shared prefix" if entropy.shared else "own prefixes"
+    panel_axes.set_title(
+      "whole" if entropy.splits == 1 else f"P = {entropy.splits}, {prefix}",
+      fontsize=8,
     )
-    here.set_xlabel("head", fontsize=8)
-    here.set_ylabel("layer", fontsize=8)
-    here.set_xticks(range(0, grid.shape[1], -(-grid.shape[1] // 8)))
-    here.set_yticks(range(0, grid.shape[0], -(-grid.shape[0] // 8)))
-    here.tick_params(labelsize=7)
+    panel_axes.set_xlabel("head", fontsize=8)
+    panel_axes.set_ylabel("layer", fontsize=8)
+    panel_axes.set_xticks(range(0, grid.shape[1], -(-grid.shape[1] // 8)))
+    panel_axes.set_yticks(range(0, grid.shape[0], -(-grid.shape[0] // 8)))
+    panel_axes.tick_params(labelsize=7)
   maps.colorbar(images[0], ax=axes, label="entropy, nats")
-  axes = beside.add_subplot()
+  axes = right_figure.add_subplot()
   for shared in (False, True):
-    line = [one for one in found if one.shared == shared or one.splits == 1]
-    x, y = [one.entropy for one in line], [one.loss for one in line]
+    line = [
+      entropy
+      for entropy in found
+      if entropy.shared == shared or entropy.splits == 1
+    ]
+    x, y = (
+      [entropy.entropy for entropy in line],
+      [entropy.loss for entropy in line],
+    )
     axes.plot(x, y, "o-", label="shared prefix" if shared else "own prefixes")
-    for one in line[int(shared) :]:
+    for entropy in line[int(shared) :]:
       axes.annotate(
-        f"P = {one.splits}",
-        (one.entropy, one.loss),
+        f"P = {entropy.splits}",
+        (entropy.entropy, entropy.loss),
         textcoords="offset points",
         xytext=(6, -7) if shared else (-6, 5),
         ha="left" if shared else "right",
@@ -180,21 +190,21 @@ def context_costs(found: Sequence[ContextCost], path: str) -> None:
   """Draws the loss of ways to combine contexts by their number, and by tokens.
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
   figure = figures().Figure(figsize=(11, 4.5), layout="constrained")
-  axes, beside = figure.subplots(1, 2)
-  most = max(cost.contexts for cost in found)
+  axes, right_axes = figure.subplots(1, 2)
+  max_contexts = max(cost.contexts for cost in found)
   for way in dict.fromkeys(cost.way for cost in found):
-    mine = [cost for cost in found if cost.way == way]
-    counts = [cost.contexts for cost in mine]
+    way_costs = [cost for cost in found if cost.way == way]
+    counts = [cost.contexts for cost in way_costs]
     (line,) = axes.plot(
-      counts, [cost.nll for cost in mine], marker="o", label=way
+      counts, [cost.nll for cost in way_costs], marker="o", label=way
     )
-    last = [cost for cost in mine if cost.contexts == most]
+    last = [cost for cost in way_costs if cost.contexts == max_contexts]
     for cost in last:
-      beside.plot(cost.computed, cost.nll, "o", color=line.get_color())
-      beside.annotate(
+      right_axes.plot(cost.computed, cost.nll, "o", color=line.get_color())
+      right_axes.annotate(
         way,
         (cost.computed, cost.nll),
         textcoords="offset points",
@@ -205,21 +215,23 @@ def context_costs(found: Sequence[ContextCost], path: str) -> None:
   axes.set_xlabel("contexts")
   axes.set_ylabel("negative log-likelihood, nats a token")
   axes.legend(fontsize=8)
-  beside.set_xlabel(f"tokens computed for an answer, {most} contexts")
-  for each in (axes, beside):
-    each.grid(alpha=0.3)
+  right_axes.set_xlabel(
+    f"tokens computed for an answer, {max_contexts} contexts"
+  )
+  for panel in (axes, right_axes):
+    panel.grid(alpha=0.3)
   figure.savefig(path, dpi=130)
 
 
 def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
   """Draws a training from its log: loss, gradient norm, rate, speed.
 
-  Held-out losses are points beside the loss.
+  Held-out losses are points in the panel of the loss.
 
   Args:
-    rows: step, stage and `FIGURES` of each; None, of a step that was not
+    rows: Rows with step, stage and `FIGURES`; None, for a step that was not
       finite, is a gap.
-    path: the PNG.
+    path: Path of the PNG.
   """
   steps = [row["step"] for row in rows]
   figure = figures().Figure(figsize=(9, 6), layout="constrained")
@@ -227,11 +239,11 @@ def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
     axes = figure.add_subplot(2, 2, n + 1)
     values = [np.nan if row[name] is None else row[name] for row in rows]
     axes.plot(steps, values, color="#2b5c8a")
-    apart = [row for row in rows if row.get("held_out") is not None]
-    if name == "loss" and apart:
+    held_out_rows = [row for row in rows if row.get("held_out") is not None]
+    if name == "loss" and held_out_rows:
       axes.plot(
-        [row["step"] for row in apart],
-        [row["held_out"] for row in apart],
+        [row["step"] for row in held_out_rows],
+        [row["held_out"] for row in held_out_rows],
         "o",
         color="#a23b72",
         label="held out",
@@ -239,8 +251,8 @@ def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
       axes.legend()
     starts = [
       row["step"]
-      for before, row in itertools.pairwise(rows)
-      if row["stage"] != before["stage"]
+      for previous, row in itertools.pairwise(rows)
+      if row["stage"] != previous["stage"]
     ]
     for start in starts:
       axes.axvline(start, color="#e08b3e", linewidth=0.8)

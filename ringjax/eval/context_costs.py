@@ -1,10 +1,10 @@
-"""What ways to combine contexts cost: loss, answers, tokens computed, bytes.
+"""Cost of ways to combine contexts: loss, answers, tokens computed, bytes.
 
 Guarantees: all ways continue the same contexts by the same tokens; the loss is
-that of these tokens but the first. Tokens computed and bytes moved are those
+that of these tokens except the first. Tokens computed and bytes moved are those
 after contexts were encoded once.
-Cost: one pass over the question a row and way; contexts are encoded once for
-all ways that read them behind the same prefix, into the same kind of cache.
+Cost: one pass over the question for each row and way; contexts are encoded once
+for all ways that read them after the same prefix, into the same kind of cache.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ringjax.kv.cache_kind import cache_kind as kind_of
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.apart import WeighedView
 
-# Rows of a call.
+# Rows that are read in one call.
 _ROWS = 8
-# What is tried for a temperature and for a scale, from 1 on.
+# Temperatures and scales to try, beginning with 1.
 TEMPERATURES = tuple(n / 10 for n in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12))
 SCALES = tuple(n / 10 for n in (*range(10, 0, -1), *range(11, 21)))
 
@@ -52,9 +52,9 @@ class ContextWay:
   """A way to answer from contexts.
 
   Attributes:
-    combine: how they are combined.
-    begins: ids that each context begins with.
-    some: which of the contexts are read: "all", "last" or "none".
+    combine: Method by which contexts are combined.
+    begins: Ids that each context begins with.
+    some: Contexts that are read: "all", "last" or "none".
   """
 
   combine: Combine
@@ -62,10 +62,10 @@ class ContextWay:
   some: str = "all"
 
   def rows(self, contexts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The contexts that are read, as they are read."""
-    kept = {"all": contexts, "last": contexts[-1:], "none": []}[self.some]
+    """The contexts that are read, each with its first ids."""
+    chosen = {"all": contexts, "last": contexts[-1:], "none": []}[self.some]
     begin = np.asarray(self.begins, np.int32)
-    return [np.concatenate([begin, x]) for x in kept]
+    return [np.concatenate([begin, x]) for x in chosen]
 
 
 def context_ways(
@@ -73,19 +73,19 @@ def context_ways(
   links: LinkTokens | None = None,
   kinds: Sequence[str] = (),
 ) -> dict[str, ContextWay]:
-  """Ways by their names, with a shared prefix where they have one.
+  """Creates ways to combine contexts, by name.
 
   Args:
-    prefix: ids before all contexts; its first begins a text.
-    links: the `LinkTokens` of a model that was trained with some, or None.
-    kinds: names of those that are wanted; default: all.
+    prefix: Ids before all contexts, if shared; the first one begins a text.
+    links: The `LinkTokens` of a model that was trained with some, or None.
+    kinds: Names of the ways to return; default: all.
 
   Raises:
-    OptionError: a name that is none of these.
+    OptionError: If a name is unknown.
   """
   prefix = tuple(int(n) for n in prefix)
   begin = prefix[:1]
-  found = {
+  ways = {
     "full": ContextWay(combine=Full(prefix=prefix)),
     "none": ContextWay(combine=Full(prefix=prefix), some="none"),
     "last": ContextWay(combine=Full(prefix=prefix), some="last"),
@@ -98,26 +98,26 @@ def context_ways(
     "kvlink": ContextWay(combine=KVLink(prefix=prefix, links=links)),
   }
   for name in kinds:
-    if name not in found:
+    if name not in ways:
       raise OptionError(
-        "ways", name, f"one of {', '.join(found)}", "pass one of these"
+        "ways", name, f"one of {', '.join(ways)}", "pass one of these"
       )
-  return {name: found[name] for name in kinds or found}
+  return {name: ways[name] for name in kinds or ways}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextCost:
-  """What a way costs with so many contexts.
+  """Cost of a way with a number of contexts.
 
   Attributes:
-    way: its name.
-    combine: what it is, as text.
-    contexts: into how many the text is cut.
-    nll: mean negative log-likelihood, nats a token.
-    found: the share of answers that were right, or None if none was asked.
-    computed: tokens of a row that are computed for an answer, those of the
-      question too, once the contexts are encoded.
-    nbytes: of keys and values of a row that go to the devices for it.
+    way: Name of the way.
+    combine: Method by which contexts are combined, as text.
+    contexts: Number of contexts into which the text is cut.
+    nll: Mean negative log-likelihood, nats a token.
+    found: Share of right answers, or None if none was asked for.
+    computed: Tokens of a row that are computed for an answer, with those of the
+      question, once the contexts are encoded.
+    nbytes: Bytes of a row's keys and values that are copied to the devices.
   """
 
   way: str
@@ -142,19 +142,19 @@ class ContextLibraries:
   def __init__(
     self, model: Transformer, kind: CacheKind | str | None = None, **where: Any
   ):
-    """Takes what all have in common.
+    """Stores the model and options; libraries are created on demand.
 
     Args:
-      model: which reads documents.
-      kind: how contexts are stored, before their rotation for ways that move
-        keys; default: as `context_session` does.
-      **where: mesh and axis.
+      model: Model that reads documents.
+      kind: Kind of cache of the contexts; keys are stored before their rotation
+        for ways that move them. Default: that of `context_session`.
+      **where: Mesh and axis.
     """
     self._model, self._kind, self._where = model, kind, where
     self._made: dict[Any, ContextLibrary] = {}
 
   def of(self, combine: Combine) -> ContextLibrary:
-    """The library of a way."""
+    """The library of a way, created when first used."""
     kind = kind_of(self._kind or "dense")
     kind = dataclasses.replace(kind, unrotated=kind.unrotated or combine.moves)
     key = combine.shared_prefix, kind
@@ -165,15 +165,15 @@ class ContextLibraries:
     return self._made[key]
 
   def counters(self) -> list[Any]:
-    """What each has done, `ContextCounters`."""
+    """The `ContextCounters` of each library."""
     return [library.counters for library in self._made.values()]
 
 
 class ContextTrial:
-  """Texts that are read as contexts, and what comes behind them.
+  """Texts that are read as contexts, and the questions after them.
 
   Attributes:
-    libraries: that encode contexts.
+    libraries: Libraries that encode contexts.
   """
 
   def __init__(
@@ -185,22 +185,22 @@ class ContextTrial:
     cache_kind: CacheKind | str | None = None,
     **where: Any,
   ):
-    """Takes texts; nothing is computed.
+    """Stores the texts; computes nothing.
 
     Args:
-      model: the model.
-      texts: int32 [N, C + M]: of each the first C tokens are cut into contexts.
-      question: M, tokens behind them whose loss counts.
-      cache_kind: how contexts are stored, see `ContextLibraries`.
-      **where: mesh and axis.
+      model: Model to evaluate.
+      texts: Ids, int32 [N, C + M]; the first C tokens are cut into contexts.
+      question: Number of tokens after them whose loss counts, M.
+      cache_kind: Kind of cache of the contexts, see `ContextLibraries`.
+      **where: Mesh and axis.
 
     Raises:
-      ShapeError: tokens of another shape.
+      ShapeError: If `texts` has another shape.
     """
     positive_int("question", question)
     ids = np.asarray(texts)
-    whole = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
-    if not whole or question < 2 or ids.shape[1] <= question:
+    valid = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
+    if not valid or question < 2 or ids.shape[1] <= question:
       raise ShapeError(
         "texts",
         f"{ids.dtype} {list(ids.shape)} for a question of {question}",
@@ -221,17 +221,18 @@ class ContextTrial:
     found: float | None = None,
     on_row: Callable[[int], Any] = lambda done: None,
   ) -> ContextCost:
-    """What a way costs where the text is cut into `count` contexts.
+    """Measures the cost of a way if the text is cut into `count` contexts.
 
     Args:
-      name: of the way.
-      way: it.
-      count: P.
-      found: the share of answers, if some were asked, see `context_answers`.
-      on_row: called with the number of texts that are read.
+      name: Name of the way.
+      way: Way to combine the contexts.
+      count: Number of contexts, P.
+      found: Share of right answers, if any were asked for, see
+        `context_answers`.
+      on_row: Function of the number of texts that are read.
 
     Raises:
-      OptionError: more contexts than tokens.
+      OptionError: If there are more contexts than tokens.
     """
     total = computed = nbytes = 0.0
     for start in range(0, len(self._questions), _ROWS):
@@ -263,17 +264,17 @@ class ContextTrial:
     scales: Sequence[int | float] = SCALES,
     on_try: Callable[[APE, float], Any] = lambda combine, nll: None,
   ) -> APE:
-    """Temperature and scale of the least loss, by a greedy search.
+    """Searches the temperature and scale of the least loss, greedily.
 
-    The scale first, then the temperature, and once more each, from 1 and 1.
+    The scale first, then the temperature, and again both, beginning at 1 and 1.
     Contexts are placed once.
 
     Args:
-      count: P.
-      combine: whose prefix contexts share.
-      temperatures: those that are tried.
-      scales: the same.
-      on_try: called with what was tried and its loss.
+      count: Number of contexts, P.
+      combine: APE with the prefix that contexts share.
+      temperatures: Temperatures to try.
+      scales: Scales to try.
+      on_try: Function of each tried method and its loss.
     """
     model, texts = self._model, self._split(count)
     library = self.libraries.of(combine)
@@ -290,25 +291,27 @@ class ContextTrial:
       )
       for start in range(0, len(texts), _ROWS)
     ]
-    known: dict[tuple[float, float], float] = {}
+    known_losses: dict[tuple[float, float], float] = {}
 
     def loss(temperature: float, scale: float) -> float:
       key = temperature, scale
-      if key not in known:
+      if key not in known_losses:
         weigh = WeighedView(None, jnp.float32(scale * temperature), temperature)
-        known[key] = float(
+        known_losses[key] = float(
           sum(
             np.sum(
-              _behind(model, dataclasses.replace(cache, weigh=weigh), rows)
+              _losses_after_cache(
+                model, dataclasses.replace(cache, weigh=weigh), rows
+              )
             )
             for cache, rows in sessions
           )
         ) / (self._questions.shape[0] * (self._questions.shape[1] - 1))
         on_try(
           dataclasses.replace(combine, temperature=temperature, scale=scale),
-          known[key],
+          known_losses[key],
         )
-      return known[key]
+      return known_losses[key]
 
     best = (1.0, 1.0)
     for _ in range(2):
@@ -319,7 +322,7 @@ class ContextTrial:
     return dataclasses.replace(combine, temperature=best[0], scale=best[1])
 
   def _split(self, count: int) -> list[list[np.ndarray]]:
-    """The contexts of each row."""
+    """Splits each row into contexts."""
     length = self._contexts.shape[1]
     if not 1 <= count <= length:
       raise OptionError(
@@ -333,7 +336,7 @@ class ContextTrial:
   def _read(
     self, way: ContextWay, count: int, start: int
   ) -> tuple[np.ndarray, Any, int]:
-    """Sums of losses [B], the report of contexts, and tokens of the call."""
+    """Reads rows: sums of losses [B], report, and tokens of the call."""
     rows = [way.rows(row) for row in self._split(count)[start : start + _ROWS]]
     questions = self._questions[start : start + _ROWS]
     if isinstance(way.combine, Full):
@@ -344,7 +347,11 @@ class ContextTrial:
           for row, question in zip(rows, questions, strict=True)
         ]
       )
-      return _whole(self._model, ids, questions.shape[1]), None, ids.shape[1]
+      return (
+        _losses_of_texts(self._model, ids, questions.shape[1]),
+        None,
+        ids.shape[1],
+      )
     session = context_session(
       self._model,
       rows,
@@ -352,7 +359,7 @@ class ContextTrial:
       capacity=2 * questions.shape[1],
       library=self.libraries.of(way.combine),
     )
-    nll = _behind(self._model, session.cache, questions)
+    nll = _losses_after_cache(self._model, session.cache, questions)
     return nll, session.contexts, questions.shape[1]
 
 
@@ -369,31 +376,31 @@ def context_answers(
   on_trial: Callable[[int], Any] = lambda done: None,
   **where: Any,
 ) -> dict[tuple[str, int], float]:
-  """The share of right answers of each way and number of contexts.
+  """Measures the share of right answers of each way and number of contexts.
 
   A text with facts is cut into contexts between its lines.
 
   Args:
-    model: the model.
-    task: what is hidden and asked.
-    ways: by their names.
-    counts: numbers of contexts.
-    length: tokens of a text with its question and answer.
-    trials: texts.
-    seed: of the texts.
-    cache_kind: how contexts are stored, see `ContextLibraries`.
-    on_trial: called with how many answers there are.
-    **where: mesh and axis.
+    model: Model that answers.
+    task: Task that hides facts and asks for them.
+    ways: Ways to combine contexts, by name.
+    counts: Numbers of contexts.
+    length: Tokens of a text with its question and answer.
+    trials: Number of texts.
+    seed: Random seed of the texts.
+    cache_kind: Kind of cache of the contexts, see `ContextLibraries`.
+    on_trial: Function of the number of answers so far.
+    **where: Mesh and axis.
   """
   libraries = ContextLibraries(model, cache_kind, **where)
-  found: dict[tuple[str, int], float] = {}
+  shares: dict[tuple[str, int], float] = {}
   examples = [
     task.make(np.random.default_rng([seed, length, n]), length)
     for n in range(positive_int("trials", trials))
   ]
   encode = lambda text: np.asarray(task.tokenizer.encode(text), np.int32)
   ends = tuple(i for i in task.tokenizer.eos_ids if i < model.config.vocab)
-  done = 0
+  num_answers = 0
   for name, way in ways.items():
     for count in counts:
       scores = []
@@ -423,22 +430,26 @@ def context_answers(
         )[0]
         text = task.tokenizer.decode([int(i) for i in new if i not in ends])
         scores.append(task.score(example, text))
-        done += 1
-        on_trial(done)
-      found[name, count] = float(np.mean(scores))
-  return found
+        num_answers += 1
+        on_trial(num_answers)
+      shares[name, count] = float(np.mean(scores))
+  return shares
 
 
-def _behind(model: Transformer, cache: Any, questions: np.ndarray) -> Any:
-  """Sums of losses [B] of questions behind a cache, which stays."""
+def _losses_after_cache(
+  model: Transformer, cache: Any, questions: np.ndarray
+) -> Any:
+  """Sums of losses [B] of questions after a cache, which is not changed."""
   cache = jax.tree.map(jnp.copy, cache)
   ids = jnp.asarray(questions)
   logits, _ = model(ids[:, :-1], cache=cache)
   return _checked(model, _losses(logits, ids[:, 1:]))
 
 
-def _whole(model: Transformer, ids: np.ndarray, question: int) -> np.ndarray:
-  """Sums of losses [B] of the last tokens of texts."""
+def _losses_of_texts(
+  model: Transformer, ids: np.ndarray, question: int
+) -> np.ndarray:
+  """Sums of losses [B] of the last `question` tokens of texts."""
   batch, length = ids.shape
   rows = np.broadcast_to(
     np.arange(length - question, length - 1, dtype=np.int32),
@@ -450,16 +461,16 @@ def _whole(model: Transformer, ids: np.ndarray, question: int) -> np.ndarray:
 
 
 def _checked(model: Transformer, losses: jax.Array) -> np.ndarray:
-  """Sums of losses [B], all of which are finite."""
-  found = np.asarray(losses)
-  for document, loss in enumerate(found):
+  """Checks that sums of losses [B] are finite."""
+  sums = np.asarray(losses)
+  for document, loss in enumerate(sums):
     check_losses(loss, model, document=document)
-  return found
+  return sums
 
 
 @jax.jit
 def _losses(
-  logits: Float[Array, "B n V"], wanted: Int[Array, "B n"]
+  logits: Float[Array, "B n V"], targets: Int[Array, "B n"]
 ) -> Float[Array, " B"]:
   p = jax.nn.log_softmax(logits, -1)
-  return -jnp.sum(jnp.take_along_axis(p, wanted[..., None], -1), (1, 2))
+  return -jnp.sum(jnp.take_along_axis(p, targets[..., None], -1), (1, 2))

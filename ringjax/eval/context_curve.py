@@ -1,4 +1,4 @@
-"""The loss of a continuation, by how many chunks of context an encoder reads.
+"""The loss of a continuation, by the number of chunks that an encoder reads.
 
 Guarantees: the continuations are the same tokens for each number of chunks, and
 the chunks are those just before them.
@@ -31,15 +31,15 @@ class ContextCurve:
   """Mean losses of continuations.
 
   Attributes:
-    chunks: how many the encoder read.
-    losses: nats a token, for each number of chunks.
-    as_text: the same where the decoder reads those tokens itself.
-    of_another: the same where the encoder reads chunks of another text.
-    own: the loss where the encoder reads the continuation itself, as in
-      CEPE's warm-up.
-    chunk: tokens of each.
-    tokens: of each continuation.
-    texts: how many continuations there were.
+    chunks: Numbers of chunks that the encoder reads.
+    losses: Loss for each number of chunks, nats a token.
+    as_text: Losses if the decoder reads the tokens of the chunks instead.
+    of_another: Losses if the encoder reads chunks of another text.
+    own: Loss if the encoder reads the continuation itself, as in CEPE's
+      warm-up.
+    chunk: Tokens of each chunk.
+    tokens: Tokens of each continuation.
+    texts: Number of continuations.
   """
 
   chunks: tuple[int, ...]
@@ -71,19 +71,19 @@ def context_curve(
   tokens: int = 256,
   batch: int = 4,
 ) -> ContextCurve:
-  """Reads the ends of texts behind more and more of what is before them.
+  """Measures losses of the ends of texts after more and more encoded chunks.
 
   Args:
-    model: with an encoder.
-    texts: int [n] ids of each.
-    chunks: numbers of chunks.
-    chunk: tokens of each; default: the longest that the encoder reads.
-    tokens: of the continuation.
-    batch: texts that are read together.
+    model: Model with an encoder.
+    texts: Ids of each text, int [n].
+    chunks: Numbers of chunks.
+    chunk: Tokens of each chunk; default: the most that the encoder reads.
+    tokens: Tokens of the continuation.
+    batch: Number of texts that are read together.
 
   Raises:
-    OptionError: a model without an encoder, or longer chunks than it reads.
-    DataError: no text, or one that is too short for the most chunks.
+    OptionError: If the model has no encoder, or chunks are too long for it.
+    DataError: If there is no text, or one is too short for all chunks.
   """
   for k in chunks:
     integer("chunks", k, least=0)
@@ -95,18 +95,20 @@ def context_curve(
       "a model with an encoder",
       "train one: configs/train/cepe.py",
     )
-  most = model.encoder_config.chunk
-  size = integer("chunk", most if chunk is None else chunk, least=1, most=most)
-  least = max(max(chunks) * size + tokens + 1, size)
-  short = [n for n, text in enumerate(texts) if len(text) < least]
+  max_chunk = model.encoder_config.chunk
+  size = integer(
+    "chunk", max_chunk if chunk is None else chunk, least=1, most=max_chunk
+  )
+  min_tokens = max(max(chunks) * size + tokens + 1, size)
+  short = [n for n, text in enumerate(texts) if len(text) < min_tokens]
   if short or not len(texts):
     raise DataError(
       "texts",
       f"text {short[0]} of {len(texts[short[0]])} tokens" if short else "none",
-      f"texts of at least {least} tokens",
+      f"texts of at least {min_tokens} tokens",
       "pass longer texts, or fewer chunks",
     )
-  rows = np.stack([np.asarray(text[-least:], np.int32) for text in texts])
+  rows = np.stack([np.asarray(text[-min_tokens:], np.int32) for text in texts])
   mesh = model.mesh
   attend = ContextParallel(
     mesh=mesh, axis=None if mesh is None else sequence_axis(mesh)
@@ -124,21 +126,21 @@ def context_curve(
       total += loss
     return total / (len(rows) * tokens)
 
-  def behind(k: int, back: int, texts: np.ndarray = rows) -> float:
-    """With k chunks that end `back` tokens before the end of texts."""
-    end = least - back
-    before = texts[:, end - k * size : end]
-    return mean(lambda n: _encoded(before[n], rows[n], tokens, size))
+  def loss_after_chunks(k: int, back: int, texts: np.ndarray = rows) -> float:
+    """Mean loss after k chunks that end `back` tokens before the text's end."""
+    end = min_tokens - back
+    context_tokens = texts[:, end - k * size : end]
+    return mean(lambda n: _encoded(context_tokens[n], rows[n], tokens, size))
 
   return ContextCurve(
     chunks=tuple(chunks),
-    losses=tuple(behind(k, tokens + 1) for k in chunks),
+    losses=tuple(loss_after_chunks(k, tokens + 1) for k in chunks),
     as_text=tuple(
       mean(lambda n, k=k: _text(rows[n, -k * size - tokens - 1 :], tokens))
       for k in chunks
     ),
-    of_another=tuple(behind(k, tokens + 1, others) for k in chunks),
-    own=behind(max(1, tokens // size), 1),
+    of_another=tuple(loss_after_chunks(k, tokens + 1, others) for k in chunks),
+    own=loss_after_chunks(max(1, tokens // size), 1),
     chunk=size,
     tokens=tokens,
     texts=len(rows),
@@ -146,7 +148,7 @@ def context_curve(
 
 
 def _text(rows: np.ndarray, tokens: int) -> Batch:
-  """Rows of which the last tokens count."""
+  """Batch of rows whose last `tokens` tokens have weights."""
   x = jnp.asarray(rows)
   at = np.arange(rows.shape[1] - 1)
   counts = np.float32(at >= len(at) - tokens)
@@ -155,14 +157,14 @@ def _text(rows: np.ndarray, tokens: int) -> Batch:
 
 
 def _encoded(
-  before: np.ndarray, rows: np.ndarray, tokens: int, chunk: int
+  context: np.ndarray, rows: np.ndarray, tokens: int, chunk: int
 ) -> Batch:
-  """The ends of rows, and what the encoder reads."""
-  made = _text(rows[:, -tokens - 1 :], tokens)
-  if not before.size:
-    return made
-  chunks = jnp.asarray(before).reshape(len(rows), -1, chunk)
-  return made._replace(context=Chunks(chunks, jnp.ones_like(chunks)))
+  """Batch of the ends of rows, with chunks for the encoder."""
+  batch = _text(rows[:, -tokens - 1 :], tokens)
+  if not context.size:
+    return batch
+  chunks = jnp.asarray(context).reshape(len(rows), -1, chunk)
+  return batch._replace(context=Chunks(chunks, jnp.ones_like(chunks)))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -1,11 +1,11 @@
-"""How many tokens of a draft its target accepts, by the target's positions.
+"""Number of tokens of a draft that its target accepts, by position offset.
 
-Guarantees: the texts are the target's own greedy ones, so that a draft is right
-where its likeliest token is the text's, and a chain of drafts from any token is
-that of decoding with it: every token of a text counts as a beginning.
-Cost: for each distance a prompt and the steps of a text; then a pass of target
-and draft for each place in a draft.
-Ref: Yang et al. 2025, arXiv 2502.17421, of drafts at positions that they have
+Guarantees: the target generates the texts greedily, so that a drafted token is
+right if it equals the text's, and a chain of drafts from any token is that of
+decoding with it: a draft begins at every token of a text.
+Cost: for each offset a prompt and the decode steps of a text; then a pass of
+target and draft for each place in a draft.
+Ref: Yang et al. 2025, arXiv 2502.17421, on drafts at positions that they have
 not seen in training.
 """
 
@@ -32,15 +32,14 @@ from ringjax.parallel.place import sequence_axis
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftAcceptance:
-  """What a target accepts of a draft, at some distance from the beginning.
+  """Acceptance of a draft at some position offset.
 
   Attributes:
-    offset: by which tokens behind the first ones were moved on.
-    rates: for each place in a draft, how often it is right behind right ones.
-    tokens_per_call: new tokens of a call of the target with such drafts.
-    loss: of the target on the prompts, nats a token: what it still makes of
-      texts at these positions.
-    tokens: of all texts, each of which begins a draft.
+    offset: Offset of the positions of all tokens after the first ones.
+    rates: Acceptance rate at each place in a draft, after accepted tokens.
+    tokens_per_call: New tokens of a call of the target with such drafts.
+    loss: Loss of the target on the prompts at these positions, nats a token.
+    tokens: Number of tokens of all texts at which a draft begins.
   """
 
   offset: int
@@ -65,20 +64,20 @@ def draft_acceptance(
   anchors: int = 4,
   batch: int = 8,
 ) -> list[DraftAcceptance]:
-  """Lets a target go on behind texts, and drafts for each of its tokens.
+  """Lets a target continue texts, and drafts from each of its tokens.
 
   Args:
-    draft: with its target.
-    texts: int [n] ids of the prompts, of which the shortest says how many
-      tokens of each are read, from the beginning.
-    offsets: by how much all tokens but the first `anchors` are moved on.
-    tokens: that the target chooses, greedily.
-    count: tokens of a draft.
-    anchors: tokens that stay where they are.
-    batch: texts that are read together.
+    draft: Draft model with its target.
+    texts: Ids of the prompts, int [n]; as many of each are read as the shortest
+      one has.
+    offsets: Offsets of the positions of all tokens after the first `anchors`.
+    tokens: Number of tokens that the target generates greedily.
+    count: Number of tokens of a draft.
+    anchors: Number of first tokens whose positions stay.
+    batch: Number of texts that are read together.
 
   Raises:
-    DataError: no text, or one of less than two tokens.
+    DataError: If there is no text, or one has fewer than two tokens.
   """
   for offset in offsets:
     integer("offsets", offset, least=0)
@@ -99,7 +98,7 @@ def draft_acceptance(
   attend = ContextParallel(mesh=mesh, axis=axis)
   decode = CachedAttention(mesh=mesh, axis=axis)
   unit = 2 * attend.size
-  found = []
+  results = []
   for offset in offsets:
     index = np.arange(-(-(size + tokens) // unit) * unit, dtype=np.int32)
     pos = np.where(index < anchors, index, index + offset)[None]
@@ -107,51 +106,51 @@ def draft_acceptance(
     hits, loss = [], 0.0
     for first in range(0, len(rows), batch):
       part = rows[first : first + batch]
-      text, logits = _written(draft, decode, part, pos, tokens)
+      text, logits = _greedy_texts(draft, decode, part, pos, tokens)
       part_loss = float(_loss(logits, part))
       last = first + len(part) - 1
       check_losses(part_loss, draft.target, document=first, last=last)
       loss += part_loss
       hits.append(_hits(draft, attend, text, pos, size, count))
-    found.append(
-      _of_chains(np.concatenate(hits), offset, loss / rows[:, 1:].size)
+    results.append(
+      _acceptance_of(np.concatenate(hits), offset, loss / rows[:, 1:].size)
     )
-  return found
+  return results
 
 
-def _written(
+def _greedy_texts(
   draft: DraftTransformer,
   attend: CachedAttention,
   rows: np.ndarray,
   pos: np.ndarray,
   tokens: int,
 ) -> tuple[np.ndarray, jax.Array]:
-  """Rows with the target's tokens behind them, and the rows' logits."""
+  """Continues rows greedily; returns the texts and the rows' logits."""
   target = draft.target
   cache = target.init_cache(len(rows), pos.shape[1], sharding=attend)
   size = rows.shape[1]
-  wide = np.broadcast_to(pos, (len(rows), pos.shape[1]))
+  positions = np.broadcast_to(pos, (len(rows), pos.shape[1]))
   logits, cache = target(
-    rows, positions=wide[:, :size], cache=cache, attend=attend
+    rows, positions=positions[:, :size], cache=cache, attend=attend
   )
   token = jnp.argmax(logits[:, -1], 1).astype(jnp.int32)
-  new = _continued(
+  new = _greedy_tokens(
     target, attend, cache, token, pos[0, size : size + tokens - 1]
   )
   return np.concatenate([rows, np.asarray(token)[:, None], new], 1), logits
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _continued(
+def _greedy_tokens(
   target: Any,
   attend: CachedAttention,
   cache: Any,
   token: Int[Array, " B"],
   pos: Int[Array, " n"],
 ) -> Int[Array, "B n"]:
-  """The target's greedy tokens behind `token`, whose position is the first."""
+  """Greedy tokens of the target after `token`, which is at `pos[0]`."""
 
-  def one(carry: Any, pos: jax.Array) -> Any:
+  def decode_step(carry: Any, pos: jax.Array) -> Any:
     cache, token = carry
     at = jnp.broadcast_to(pos, token.shape)[:, None]
     logits, cache = forward(
@@ -161,7 +160,7 @@ def _continued(
     token = jnp.argmax(logits, 1).astype(jnp.int32)
     return (cache, token), token
 
-  return jax.lax.scan(one, (cache, token), pos)[1].T
+  return jax.lax.scan(decode_step, (cache, token), pos)[1].T
 
 
 @jax.jit
@@ -180,24 +179,26 @@ def _hits(
   size: int,
   count: int,
 ) -> np.ndarray:
-  """Whether the n-th token of a draft is right, bool [B, beginnings, count]."""
+  """Whether each drafted token is right, bool [B, beginnings, count]."""
   padded = np.zeros((len(text), pos.shape[1]), np.int32)
   padded[:, : text.shape[1]] = text
   begins = np.arange(size - 1, text.shape[1] - count)
-  found = []
+  hits = []
   for n in range(count):
     logits = draft(padded, lag=n + 1, positions=pos[0], attend=attend)
     likeliest = np.asarray(jnp.argmax(logits, 2))
-    # The n-th drafted token is what follows n tokens behind the beginning.
-    found.append(likeliest[:, begins + n] == text[:, begins + n + 1])
-  return np.stack(found, 2)
+    # The n-th drafted token predicts the one n + 1 after the beginning.
+    hits.append(likeliest[:, begins + n] == text[:, begins + n + 1])
+  return np.stack(hits, 2)
 
 
-def _of_chains(hits: np.ndarray, offset: int, loss: float) -> DraftAcceptance:
+def _acceptance_of(
+  hits: np.ndarray, offset: int, loss: float
+) -> DraftAcceptance:
   right = np.cumprod(hits, 2)
   stay = right.reshape(-1, hits.shape[2]).mean(0)
-  before = np.append(1.0, stay[:-1])
-  rates = np.where(before > 0, stay / np.maximum(before, 1e-9), 0.0)
+  previous = np.append(1.0, stay[:-1])
+  rates = np.where(previous > 0, stay / np.maximum(previous, 1e-9), 0.0)
   return DraftAcceptance(
     offset=offset,
     rates=tuple(rates.tolist()),

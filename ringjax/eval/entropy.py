@@ -1,13 +1,14 @@
-"""Entropy of a model's attention, and what encoding contexts apart does to it.
+"""Entropy of a model's attention, for contexts that are encoded in chunks.
 
-A context that is cut into chunks, each encoded by itself at the same positions,
-is read with flatter attention than the context as a whole, and the loss rises
-with the entropy; one shared prefix in place of one for each chunk lowers both.
+A context that is cut into chunks, each encoded separately at the same
+positions, is read with flatter attention than the context as a whole, and the
+loss rises with the entropy; one shared prefix in place of one for each chunk
+lowers both.
 
 Guarantees: statistics are those of the call itself, over all keys that a query
 sees; the same texts, queries and predicted tokens for every number of chunks.
-Cost: one forward pass a text and setting, and the attention of the queries once
-more. Programs do not depend on the number of chunks.
+Cost: one forward pass for each text and setting, and a second computation of
+the queries' attention. Programs do not depend on the number of chunks.
 Ref: Zhang et al. 2025, arXiv 2412.16545.
 """
 
@@ -44,13 +45,13 @@ _SAME = SameSegment()
 
 
 class ModelStatistics(NamedTuple):
-  """What `attention_statistics` finds.
+  """Result of `attention_statistics`.
 
   Fields:
-    layers: statistics of each layer of the model, [B, M, N] for M queries;
-      None of recurrent layers, which attend to nothing, and of those that
-      read another's keys.
-    logits: float32 [B, M, V], of the tokens that follow the queries.
+    layers: Statistics of each layer of the model, [B, M, N] for M queries;
+      None for recurrent layers, which do not attend, and for layers that read
+      the keys of another.
+    logits: Logits of the tokens after the queries, float32 [B, M, V].
   """
 
   layers: tuple[AttentionStatistics | None, ...]
@@ -71,28 +72,27 @@ def attention_statistics(
   mesh: Mesh | None = None,
   axis: str | None = None,
 ) -> ModelStatistics:
-  """Statistics of the attention of every layer and head, in one forward pass.
+  """Computes attention statistics of every layer and head in one forward pass.
 
   No array is T x S; the column mass is of the chosen queries alone.
 
   Args:
-    model: the model, of any family with attention.
-    tokens: int32 [B, T].
-    queries: whose statistics: the last so many tokens, or the numbers of
-      tokens, such as `range(100, 200)`; default: all.
-    positions: int32 [B, T] or [T]; default: 0, 1, ...
-    segment_ids: int32 [B, T] or [T], the document of each token, 0 for padding.
-    segments: which documents see each other, `SameSegment()` or
-      `SeparateDocuments()`.
-    keep: bool [B, T] or [T], tokens whose mass is found, `kept_mass`.
-    columns: whether to find what each token gets of the queries, `column_mass`
-      [B, T, N].
-    mesh: the mesh; default: the model's, else the current one.
-    axis: the axis that shards the sequence; default "seq" if there is one.
+    model: Model of any family with attention.
+    tokens: Ids, int32 [B, T].
+    queries: Number of last tokens, or indices of tokens such as
+      `range(100, 200)`, to compute statistics of; default: all.
+    positions: Positions, int32 [B, T] or [T]; default: 0, 1, ...
+    segment_ids: Document of each token, int32 [B, T] or [T], 0 for padding.
+    segments: Mask between documents, `SameSegment()` or `SeparateDocuments()`.
+    keep: Tokens whose mass is computed, `kept_mass`, bool [B, T] or [T].
+    columns: Whether to compute the mass that each token gets from the queries,
+      `column_mass` [B, T, N].
+    mesh: Device mesh; default: the model's, else the current one.
+    axis: Mesh axis that shards the sequence; default "seq" if it exists.
 
   Raises:
-    OptionError: a model without attention, or queries that are no tokens.
-    RingjaxError: as the model's call.
+    OptionError: If the model has no attention, or queries are out of range.
+    RingjaxError: Errors of the model's call.
   """
   ids = np.asarray(tokens)
   if ids.ndim != 2 or not ids.size:
@@ -142,7 +142,7 @@ def attention_statistics(
     rows=rows,
   )
   layers = cache.by_layer()
-  # The last ones may read the keys of others.
+  # The last layers may read the keys of others: they have no statistics.
   layers += (None,) * (len(model.config.layers) - len(layers))
   return ModelStatistics(layers, logits)
 
@@ -153,21 +153,22 @@ def context_statistics(
   *,
   before: int = 0,
 ) -> ModelStatistics:
-  """Statistics of the attention of a question behind contexts.
+  """Computes attention statistics of a question after contexts.
 
-  Over the keys that its tokens read, with the weights that they have: those of
-  contexts that a selection leaves, with APE's temperature and scale. The
-  session stays as it is.
+  They are over the keys that its tokens read, with the weights in use: those of
+  contexts that a selection keeps, with APE's temperature and scale. The session
+  is not changed.
 
   Args:
-    session: of `context_session`, on one device.
-    tokens: int32 [B, T] of the question, or [T] for one row. Read in one call.
-    before: keys at positions below it are those of `kept_mass`.
+    session: Session of `context_session`, on one device.
+    tokens: Ids of the question, int32 [B, T], or [T] for one row, which are
+      read in one call.
+    before: Position below which keys count for `kept_mass`.
 
   Raises:
-    OptionError: a session without contexts that are read as keys, or whose
-      sequence is over several shards.
-    RingjaxError: as the model's call.
+    OptionError: If the session has no contexts that are read as keys, or its
+      sequence is sharded.
+    RingjaxError: Errors of the model's call.
   """
   cache, model = session.cache, session.model
   if not isinstance(cache, ContextCache) or cache.recurrent:
@@ -211,66 +212,66 @@ def context_statistics(
 
 
 def _rows(queries: Any, length: int) -> np.ndarray:
-  """The numbers of the queries among `length` tokens."""
+  """Indices of the queries among `length` tokens."""
   if queries is None:
     return np.arange(length)
   if np.ndim(queries) == 0:
-    many = integer("queries", queries, least=1, most=length)
-    return np.arange(length - many, length)
-  found = np.asarray(queries)
-  fit = found.ndim == 1 and found.size and found.dtype.kind in "iu"
-  if not fit or found.min() < 0 or found.max() >= length:
+    count = integer("queries", queries, least=1, most=length)
+    return np.arange(length - count, length)
+  indices = np.asarray(queries)
+  fit = indices.ndim == 1 and indices.size and indices.dtype.kind in "iu"
+  if not fit or indices.min() < 0 or indices.max() >= length:
     raise OptionError(
       "queries",
       str(queries),
       f"a number of tokens, or numbers from 0 to {length - 1}",
       "pass queries=128 for the last 128 tokens",
     )
-  return found
+  return indices
 
 
 def _sinks(model: Transformer) -> list[Any]:
-  """The learned sinks of each kind of layer, [L, N], or None."""
-  stack, found = model.stack, []
+  """Learned attention sinks of each kind of layer, [L, N], or None."""
+  stack, sinks = model.stack, []
   for g, run in enumerate(stack.runs):
     for p, layer in enumerate(run.layers):
       if not keeps(layer):
         continue
       block = stack.blocks[g][p]
       if len(run.layers[p].mixers) > 1:
-        # None of these has sinks.
-        found.extend(None for _ in run.layers[p].mixers)
+        # Layers with several mixers have no sinks.
+        sinks.extend(None for _ in run.layers[p].mixers)
         continue
       if getattr(block.attention, "sinks", None) is None:
-        found.append(None)
+        sinks.append(None)
         continue
       if stack.placed is None or stack.placed[g][p] is None:
-        found.append(block.attention.sinks.get_value())
+        sinks.append(block.attention.sinks.get_value())
         continue
       layers: list[Any] = [stack.layer(g, p, n) for n in range(run.repeats)]
-      each = [layer.attention.sinks.get_value() for layer in layers]
-      found.append(jnp.stack(each))
-  return found
+      layer_sinks = [layer.attention.sinks.get_value() for layer in layers]
+      sinks.append(jnp.stack(layer_sinks))
+  return sinks
 
 
 # ---------------------------------------------------------------------------
-# Contexts that are encoded apart
+# Contexts that are encoded separately
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitEntropy:
-  """Entropy and loss of queries behind a context in chunks.
+  """Entropy and loss of queries after a context in chunks.
 
   Attributes:
-    splits: chunks of the context, P; 1 is the context as a whole.
-    shared: whether there is one prefix for all chunks, else each has its own.
-    entropies: of each text, the mean over layers, heads and queries, in nats.
-    losses: of each text, the mean over the tokens behind the queries, nats.
-    heads: the mean over texts and queries of each layer and head; None of
+    splits: Number of chunks of the context, P; 1 for the context as a whole.
+    shared: Whether all chunks share one prefix; else each has a prefix.
+    entropies: Mean entropy of each text over layers, heads and queries, nats.
+    losses: Mean loss of each text over the tokens after the queries, nats.
+    heads: Mean entropy of each layer and head over texts and queries; None for
       recurrent layers.
-    prefix_mass: the mean part of the queries' weights that is on prefixes.
-    combine: how the chunks are combined.
+    prefix_mass: Mean fraction of the queries' weights that is on prefixes.
+    combine: Name of the method by which chunks are combined.
   """
 
   splits: int
@@ -283,12 +284,12 @@ class SplitEntropy:
 
   @property
   def entropy(self) -> float:
-    """The mean over texts."""
+    """Mean entropy over texts."""
     return float(np.mean(self.entropies))
 
   @property
   def loss(self) -> float:
-    """The mean over texts."""
+    """Mean loss over texts."""
     return float(np.mean(self.losses))
 
   def record(self) -> dict[str, Any]:
@@ -298,15 +299,18 @@ class SplitEntropy:
 
 
 def settings(splits: Sequence[int]) -> list[tuple[int, bool]]:
-  """(P, shared) of each setting; a context as a whole has one prefix anyway."""
+  """(P, shared) of each setting; with P = 1 both prefixes are the same."""
   return [
     (p, shared) for p in splits for shared in (False, True)[: 1 + (p > 1)]
   ]
 
 
 def correlation(found: Sequence[SplitEntropy]) -> float | None:
-  """Pearson's, of entropies and losses; None for fewer than two settings."""
-  x, y = ([getattr(one, name) for one in found] for name in ("entropy", "loss"))
+  """Pearson correlation of entropy and loss; None below two settings."""
+  x, y = (
+    [getattr(setting, name) for setting in found]
+    for name in ("entropy", "loss")
+  )
   if len(found) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
     return None
   return float(np.corrcoef(x, y)[0, 1])
@@ -320,14 +324,14 @@ def split_prompt(
   *,
   shared: bool,
 ) -> ArrangedPrompt:
-  """A context in chunks at the same positions, and a query behind the longest.
+  """Arranges a context in chunks at the same positions, and a query after them.
 
   Args:
-    context: ids [N].
-    query: ids [M].
-    splits: P, chunks of about equal length.
-    prefix: ids [n] before the chunks.
-    shared: whether all chunks see one prefix; else each has its own.
+    context: Ids of the context, [N].
+    query: Ids of the query, [M], at positions after the longest chunk.
+    splits: Number of chunks of about equal length, P.
+    prefix: Ids before the chunks, [n].
+    shared: Whether all chunks see one prefix; else each has a prefix.
 
   Returns:
     ids, positions and segments, for `rj.SeparateDocuments()`.
@@ -336,12 +340,12 @@ def split_prompt(
   chunks = np.array_split(context, splits)
   if not shared:
     chunks = [np.concatenate([prefix, chunk]) for chunk in chunks]
-  made = arranged(chunks, query, prefix=prefix if shared else None)
+  prompt = arranged(chunks, query, prefix=prefix if shared else None)
   start = len(prefix) if shared else 0
   longest = max(map(len, chunks))
-  each = [np.arange(start), *(start + np.arange(len(x)) for x in chunks)]
-  each.append(start + longest + np.arange(len(query)))
-  return made._replace(positions=np.concatenate(each).astype(np.int32))
+  positions = [np.arange(start), *(start + np.arange(len(x)) for x in chunks)]
+  positions.append(start + longest + np.arange(len(query)))
+  return prompt._replace(positions=np.concatenate(positions).astype(np.int32))
 
 
 @on_its_mesh
@@ -360,36 +364,37 @@ def split_entropy(
   on_read: Callable[[int], Any] = lambda done: None,
   on_setting: Callable[[SplitEntropy], Any] = lambda found: None,
 ) -> list[SplitEntropy]:
-  """Entropy and loss by the number of chunks of a context.
+  """Measures entropy and loss by the number of chunks of a context.
 
   Args:
-    model: the model.
-    texts: ids of each; the first N + M + 1 are read, shorter ones are passed
-      over.
-    splits: numbers of chunks, P.
-    context: N, tokens of the context.
-    query: M, tokens behind it, whose attention and predictions are looked at.
-    prefix: ids [n] before each chunk, or before all of them.
-    rows: how many texts are read.
-    combine: how queries read the chunks: all of them ("parallel"), with APE's
-      temperature and scale ("ape"), or some ("select:keep=2"): the entropy is
-      then over the keys that are read, with their weights. These two on one
-      shard of the sequence.
-    mesh: the mesh; default: the model's, else the current one.
-    axis: the axis that shards the sequence; default "seq" if there is one.
-    on_read: called with the number of forward passes that are done.
-    on_setting: called with the result of each of `settings(splits)`.
+    model: Model to evaluate.
+    texts: Ids of each text; the first N + M + 1 are read, and shorter texts
+      are skipped.
+    splits: Numbers of chunks, P.
+    context: Number of tokens of the context, N.
+    query: Number of tokens after it whose attention and predictions are
+      measured, M.
+    prefix: Ids before each chunk, or before all of them, [n].
+    rows: Number of texts to read.
+    combine: Method by which queries read the chunks: all of them ("parallel"),
+      with APE's temperature and scale ("ape"), or some ("select:keep=2"); the
+      entropy is over the keys that are read, with their weights. "ape" and
+      "select" need a sequence on one shard.
+    mesh: Device mesh; default: the model's, else the current one.
+    axis: Mesh axis that shards the sequence; default "seq" if it exists.
+    on_read: Function of the number of forward passes so far.
+    on_setting: Function of the result of each of `settings(splits)`.
 
   Raises:
-    PromptError: not so many texts are long enough.
-    OptionError: numbers of chunks that the context does not have, or a way to
-      combine them at other positions.
+    PromptError: If too few texts are long enough.
+    OptionError: If the context has fewer tokens than chunks, or the method
+      combines them at other positions.
   """
-  how = combine_of(combine)
-  if not isinstance(how, Parallel) or how.prefix:
+  method = combine_of(combine)
+  if not isinstance(method, Parallel) or method.prefix:
     raise OptionError(
       "combine",
-      f"{how.name!r}" + " with a prefix" * bool(how.prefix),
+      f"{method.name!r}" + " with a prefix" * bool(method.prefix),
       "'parallel', 'ape' or 'select', with the prefix of prefix=",
       "pass combine='select:keep=2', for instance",
     )
@@ -407,11 +412,11 @@ def split_entropy(
       "pass the id that begins a text, and e.g. splits=[1, 2, 4]",
     )
   need = context + query + 1
-  long = [np.asarray(x[:need]) for x in texts if len(x) >= need][:rows]
-  if len(long) < rows:
+  long_texts = [np.asarray(x[:need]) for x in texts if len(x) >= need][:rows]
+  if len(long_texts) < rows:
     raise PromptError(
       "texts",
-      f"{len(long)} of {need} tokens or more",
+      f"{len(long_texts)} of {need} tokens or more",
       f"{rows}",
       "pass a shorter context, fewer rows, or longer texts",
     )
@@ -419,98 +424,98 @@ def split_entropy(
   shards = 1 if mesh is None or axis is None else mesh.shape[axis]
   length = context + max(splits) * first.size + query
   length += -length % shards
-  apart = how != Parallel()
-  if apart and shards > 1:
+  by_session = method != Parallel()
+  if by_session and shards > 1:
     raise OptionError(
       "combine",
-      f"{how.name!r} on a sequence over {shards} shards",
+      f"{method.name!r} on a sequence over {shards} shards",
       "one shard, on which all scores of a query are",
       "pass mesh=None or a mesh with one shard, or combine='parallel'",
     )
-  # Every process of a run of several reads all of them.
+  # Statistics are gathered, so that every process can read them.
   everywhere = jax.jit(ContextParallel(mesh=mesh, axis=axis).everywhere)
-  found, done = [], 0
+  results, num_passes = [], 0
   for p, shared in settings(splits):
     losses, entropies, masses = [], [], []
-    for number, ids in enumerate(long):
-      if apart:
-        of_text = _behind_chunks(
-          model, ids[:-1], p, context, first, how, shared, mesh, axis
+    for number, ids in enumerate(long_texts):
+      if by_session:
+        text_statistics = _chunk_statistics(
+          model, ids[:-1], p, context, first, method, shared, mesh, axis
         )
-        losses.append(_loss(of_text.logits, ids[context + 1 :]))
+        losses.append(_loss(text_statistics.logits, ids[context + 1 :]))
         check_losses(losses[-1], model, document=number, first=context + 1)
-        entropies.append(_by_head(of_text.layers, "entropy"))
-        masses.append(_by_head(of_text.layers, "kept_mass"))
-        done += 1
-        on_read(done)
+        entropies.append(_by_head(text_statistics.layers, "entropy"))
+        masses.append(_by_head(text_statistics.layers, "kept_mass"))
+        num_passes += 1
+        on_read(num_passes)
         continue
       prompt = split_prompt(
         ids[:context], ids[context:-1], p, first, shared=shared
       )
-      # Those of the query are behind all prefixes.
-      own = prompt.positions < first.size
-      # Padding stands before the query, so that all settings are one program.
+      # Positions of the query are after all prefixes.
+      is_prefix = prompt.positions < first.size
+      # Padding before the query gives all settings one shape and program.
       end = len(prompt.tokens) - query
-      wide = lambda x, end=end: np.concatenate(
+      padded = lambda x, end=end: np.concatenate(
         [x[:end], np.zeros(length - len(x), x.dtype), x[end:]]
       )[None]
-      made = attention_statistics(
+      statistics = attention_statistics(
         model,
-        wide(prompt.tokens),
+        padded(prompt.tokens),
         queries=query,
-        positions=wide(prompt.positions),
-        segment_ids=wide(prompt.segments),
+        positions=padded(prompt.positions),
+        segment_ids=padded(prompt.segments),
         segments=SeparateDocuments(),
-        keep=wide(own),
+        keep=padded(is_prefix),
         mesh=mesh,
         axis=axis,
       )
-      of_text = everywhere(made)
-      losses.append(_loss(of_text.logits, ids[context + 1 :]))
+      text_statistics = everywhere(statistics)
+      losses.append(_loss(text_statistics.logits, ids[context + 1 :]))
       check_losses(losses[-1], model, document=number, first=context + 1)
-      entropies.append(_by_head(of_text.layers, "entropy"))
-      masses.append(_by_head(of_text.layers, "kept_mass"))
-      done += 1
-      on_read(done)
-    found.append(_setting(p, shared, losses, entropies, masses, how.name))
-    on_setting(found[-1])
-  return found
+      entropies.append(_by_head(text_statistics.layers, "entropy"))
+      masses.append(_by_head(text_statistics.layers, "kept_mass"))
+      num_passes += 1
+      on_read(num_passes)
+    results.append(_setting(p, shared, losses, entropies, masses, method.name))
+    on_setting(results[-1])
+  return results
 
 
-def _behind_chunks(
+def _chunk_statistics(
   model: Transformer,
   ids: np.ndarray,
   splits: int,
   context: int,
   prefix: np.ndarray,
-  how: Parallel,
+  combine: Parallel,
   shared: bool,
   mesh: Mesh | None,
   axis: str | None,
 ) -> ModelStatistics:
-  """Statistics of a query behind chunks that are combined in some way.
+  """Statistics of a query after chunks that a session combines.
 
   Args:
-    model: the model.
-    ids: of the context and the query behind it.
-    splits: P, chunks of the context.
-    context: tokens of the context.
-    prefix: ids before each chunk, or before all of them.
-    how: how chunks are combined.
-    shared: whether there is one prefix.
-    mesh: of the session.
-    axis: of the session.
+    model: Model to evaluate.
+    ids: Ids of the context and of the query after it.
+    splits: Number of chunks of the context, P.
+    context: Number of tokens of the context.
+    prefix: Ids before each chunk, or before all of them.
+    combine: Method by which chunks are combined.
+    shared: Whether all chunks share one prefix.
+    mesh: Device mesh of the session.
+    axis: Mesh axis of the session's sequence.
   """
   chunks = np.array_split(ids[:context], splits)
   if shared:
-    how = dataclasses.replace(how, prefix=tuple(prefix.tolist()))
+    combine = dataclasses.replace(combine, prefix=tuple(prefix.tolist()))
   else:
     chunks = [np.concatenate([prefix, chunk]) for chunk in chunks]
   query = ids[context:]
   session = context_session(
     model,
     [chunk.astype(np.int32) for chunk in chunks],
-    how,
+    combine,
     capacity=query.size,
     mesh=mesh,
     axis=axis,
@@ -519,7 +524,7 @@ def _behind_chunks(
 
 
 def _loss(logits: Any, labels: np.ndarray) -> float:
-  """The mean loss of labels [M] by logits [1, M, V]."""
+  """Mean loss of labels [M] for logits [1, M, V]."""
   scores = np.asarray(logits, np.float64)[0]
   top = scores.max(-1)
   lse = top + np.log(np.exp(scores - top[:, None]).sum(-1))
@@ -527,7 +532,7 @@ def _loss(logits: Any, labels: np.ndarray) -> float:
 
 
 def _by_head(layers: Sequence[Any], name: str) -> list[Any]:
-  """The means over queries, [N] of each layer."""
+  """Means of a statistic over queries, [N] for each layer."""
   return [
     None if x is None else np.asarray(getattr(x, name), np.float64)[0].mean(0)
     for x in layers
@@ -551,8 +556,8 @@ def _setting(
     entropies=tuple(map(mean, entropies)),
     losses=tuple(losses),
     heads=tuple(
-      None if each[0] is None else tuple(np.mean(each, 0).tolist())
-      for each in zip(*entropies, strict=True)
+      None if layer[0] is None else tuple(np.mean(layer, 0).tolist())
+      for layer in zip(*entropies, strict=True)
     ),
     prefix_mass=float(np.mean([mean(layers) for layers in masses])),
     combine=combine,

@@ -1,12 +1,12 @@
-"""What codecs of caches do to models of every family, with random weights.
+"""Errors of cache codecs on models of every family, with random weights.
 
-Guarantees: as `cache_kinds`; calibrated codecs are measured on other random
-tokens than they are tried on.
-Cost: that of `compare_caches` for each family, on models of a few layers. JAX
-forgets its compiled programs after each family.
+Guarantees: as `cache_kinds`; calibrated codecs are calibrated on other random
+tokens than they are tested on.
+Cost: that of `compare_caches` for each family, on models of a few layers. The
+compiled programs of JAX are dropped after each family.
 
-Random weights attend to everything about alike: the figures say that a codec
-works in a family, and how families differ, not what it costs a trained model.
+Random weights attend to all tokens about equally: the figures show that a codec
+works in a family, and how families differ, not its cost in a trained model.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ RANDOM_FAMILIES = tuple(_TABLES["families"])
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyError:
-  """What a kind of cache does to a model of a family.
+  """Error of a kind of cache on a model of a family.
 
   Attributes:
-    family: a name of `RANDOM_FAMILIES`.
-    name: of the kind.
-    cost: what it costs; None if the family can't have it.
-    refused: why not.
+    family: Name of `RANDOM_FAMILIES`.
+    name: Name of the kind.
+    cost: Cost of the kind; None if the family does not support it.
+    refused: Reason why not, or None.
   """
 
   family: str
@@ -52,24 +52,26 @@ class FamilyError:
   refused: str | None = None
 
   def record(self) -> dict[str, Any]:
-    """The fields as JSON."""
+    """Fields as JSON."""
     return dataclasses.asdict(self)
 
 
 def random_config(family: str) -> dict[str, Any]:
-  """A small config.json of a family.
+  """Creates a small config.json of a family.
 
   Args:
-    family: a name of `RANDOM_FAMILIES`.
+    family: Name of `RANDOM_FAMILIES`.
 
   Raises:
-    OptionError: another name.
+    OptionError: If the name is unknown.
   """
   one_of("family", family, RANDOM_FAMILIES)
-  own = copy.deepcopy(_TABLES["families"][family])
-  without = own.pop("without", ())
-  found = {"model_type": family} | copy.deepcopy(_TABLES["common"]) | own
-  return {key: x for key, x in found.items() if key not in without}
+  family_table = copy.deepcopy(_TABLES["families"][family])
+  without = family_table.pop("without", ())
+  config = (
+    {"model_type": family} | copy.deepcopy(_TABLES["common"]) | family_table
+  )
+  return {key: x for key, x in config.items() if key not in without}
 
 
 def family_errors(
@@ -80,45 +82,48 @@ def family_errors(
   seed: int = 0,
   on_kind: Callable[[FamilyError], Any] = lambda found: None,
 ) -> list[FamilyError]:
-  """Errors of kinds of caches on one random text, for each family.
+  """Measures errors of kinds of caches on a random text, for each family.
 
   Args:
-    kinds: by the names that they are to have.
-    families: names of `RANDOM_FAMILIES`.
-    length: tokens of the text, and of the one for calibration.
-    seed: of weights and texts.
-    on_kind: called with each result.
+    kinds: Kinds of caches by name.
+    families: Names of `RANDOM_FAMILIES`.
+    length: Tokens of the text, and of the text for calibration, 8 or more.
+    seed: Random seed of weights and texts.
+    on_kind: Function of each result.
 
   Raises:
-    OptionError: no kinds, an unknown family, or a text of one token.
+    OptionError: If there are no kinds, a family is unknown, or the text is too
+      short.
   """
   if not kinds:
     raise OptionError("kinds", "none", "one or more", "name some kinds")
   integer("length", length, least=8)
-  found = []
+  results = []
   for family in families:
     model = create(random_config(family), seed=seed)
     rng = np.random.default_rng(seed)
     size = (2, length)
-    text, other = rng.integers(1, model.config.vocab, size).astype(np.int32)
-    # Those that were not measured yet.
+    text, calibration_text = rng.integers(1, model.config.vocab, size).astype(
+      np.int32
+    )
+    # Kinds that have no calibration yet.
     bare = {
       name
       for name, kind in kinds.items()
       if isinstance(kind.codec, Calibrated) and kind.codec.calibration is None
     }
-    made = calibrate(model, other[None]) if bare else None
+    calibration = calibrate(model, calibration_text[None]) if bare else None
     for name, kind in kinds.items():
       if name in bare:
-        kind = kind.with_options({"calibration": made})
+        kind = kind.with_options({"calibration": calibration})
       try:
         (cost,) = compare_caches(model, text[None], {name: kind})
-        one = FamilyError(family=family, name=name, cost=cost)
+        result = FamilyError(family=family, name=name, cost=cost)
       except OptionError as error:
-        one = FamilyError(family=family, name=name, refused=str(error))
-      found.append(one)
-      on_kind(one)
+        result = FamilyError(family=family, name=name, refused=str(error))
+      results.append(result)
+      on_kind(result)
     # No other family uses these programs, and a process on Linux that keeps
-    # the CPU's of some fifteen families has no memory mappings left.
+    # the CPU programs of some fifteen families runs out of memory mappings.
     jax.clear_caches()
-  return found
+  return results

@@ -1,4 +1,4 @@
-"""Losses that are not finite: an error that names the document."""
+"""Check for losses that are not finite, with an error for the document."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ def check_losses(
   first: int = 0,
   last: int | None = None,
 ) -> None:
-  """Raises if a loss is NaN or infinite, before a mean hides whose it is.
+  """Raises if a loss is NaN or infinite, before a mean hides its document.
 
   Args:
-    losses: losses or logarithms of probabilities of one document [T], or a sum
-      of them [].
-    model: The model that was evaluated.
-    document: the document's number, from 0.
-    first: position of the first loss; of a sum, where its first token is.
-    last: number of the last document, where the losses are of several.
+    losses: Losses or log probabilities of one document [T], or their sum [].
+    model: Model that was evaluated.
+    document: Number of the document, from 0.
+    first: Position of the first loss, or of the first token of a sum.
+    last: Number of the last document, if the losses are of several.
 
   Raises:
-    NotFiniteLogitsError: with the number of the document and a position.
+    NotFiniteLogitsError: With the number of the document and a position.
   """
   wrong = ~np.isfinite(np.atleast_1d(np.asarray(losses, np.float64)))
   if wrong.any():

@@ -1,9 +1,9 @@
-"""Retrieval by task, kind of cache, length and depth: what a model finds.
+"""Retrieval of hidden facts by task, kind of cache, length and depth.
 
 Guarantees: trial i of a task, a length and a depth is the same text and fact
 for every model, prefill method and kind of cache; other depths hide the same
-fact in the same text. What cannot be asked is refused before anything is read.
-Cost: one prompt is read for each trial; each text is made once more before.
+fact in the same text. Invalid trials are refused before any text is read.
+Cost: one prompt is read for each trial; each text is created twice.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Cell:
   """The trials of one task, kind of cache, length and depth.
 
   Attributes:
-    length: tokens of prompt and answer.
-    depth: where the fact stands, 0 to 1; None where a task takes no depth.
-    scores: of each trial, 0 to 1.
-    completions: what the model said.
-    task, cache: by the names that `find` was given.
+    length: Tokens of prompt and answer.
+    depth: Depth of the fact in the text, 0 to 1; None for a task without depth.
+    scores: Score of each trial, 0 to 1.
+    completions: Text that the model generated in each trial.
+    task, cache: Names of the task and of the kind of cache, see `find`.
   """
 
   length: int
@@ -47,21 +47,21 @@ class Cell:
 
   @property
   def key(self) -> tuple[str, str, int, float | None]:
-    """By which `grid` knows it."""
+    """Key of the cell in `grid`."""
     return self.task, self.cache, self.length, self.depth
 
   @property
   def score(self) -> float:
-    """The mean."""
+    """Mean score of the trials."""
     return math.fsum(self.scores) / len(self.scores)
 
   def record(self) -> dict[str, Any]:
-    """The fields and the mean as JSON."""
+    """Fields and mean score as JSON."""
     return {**dataclasses.asdict(self), "score": self.score}
 
   @classmethod
   def from_record(cls, record: Mapping[str, Any]) -> Cell:
-    """The cell that `record` gave."""
+    """Creates the cell of a `record`."""
     values: dict[str, Any] = {
       name: tuple(x) if isinstance(x, list) else x
       for name, x in record.items()
@@ -76,7 +76,7 @@ def grid(
   lengths: Sequence[int],
   depths: Sequence[float],
 ) -> list[tuple[str, str, int, float | None]]:
-  """The keys of the cells of tasks and kinds of caches, in order, each once."""
+  """Unique keys of the cells of tasks and kinds of caches, in order."""
   keys = (
     (name, kind, length, depth)
     for name, task in tasks.items()
@@ -88,11 +88,11 @@ def grid(
 
 
 def table(cells: Iterable[Cell]) -> dict[tuple[str, ...], dict[int, float]]:
-  """Mean scores by length, in rows of what the cells differ in.
+  """Tabulates mean scores by length.
 
   Returns:
-    By (task, cache), or that of the two in which the cells differ, or by depth
-    if they differ in neither.
+    Scores by row and length. Rows are (task, cache), or the one in which cells
+    differ, or depths if they differ in neither.
   """
   cells = list(cells)
   differ = [
@@ -107,16 +107,16 @@ def table(cells: Iterable[Cell]) -> dict[tuple[str, ...], dict[int, float]]:
     depth = "any" if cell.depth is None else f"{100 * cell.depth:.0f} %"
     return tuple(getattr(cell, name) for name in differ) or (depth,)
 
-  found: dict[tuple[str, ...], dict[int, float]] = {}
+  scores_by_row: dict[tuple[str, ...], dict[int, float]] = {}
   for (row, length), score in _means(
     cells, lambda cell: (label(cell), cell.length)
   ).items():
-    found.setdefault(row, {})[length] = score
-  return found
+    scores_by_row.setdefault(row, {})[length] = score
+  return scores_by_row
 
 
 def mean(cells: Iterable[Cell]) -> float:
-  """The mean score, to which all tasks contribute alike."""
+  """Mean score, with equal weights for all tasks."""
   tasks = _means(cells, lambda cell: cell.task).values()
   return math.fsum(tasks) / len(tasks)
 
@@ -124,10 +124,10 @@ def mean(cells: Iterable[Cell]) -> float:
 def _means(
   cells: Iterable[Cell], key: Callable[[Cell], Any]
 ) -> dict[Any, float]:
-  found: dict[Any, list[float]] = {}
+  scores: dict[Any, list[float]] = {}
   for cell in cells:
-    found.setdefault(key(cell), []).append(cell.score)
-  return {name: math.fsum(x) / len(x) for name, x in found.items()}
+    scores.setdefault(key(cell), []).append(cell.score)
+  return {name: math.fsum(x) / len(x) for name, x in scores.items()}
 
 
 @on_its_mesh
@@ -148,29 +148,29 @@ def find(
   """Asks a model for facts hidden in long texts.
 
   Args:
-    model: that is asked.
-    task: what is hidden and asked, with the model's tokenizer; or several
-      such tasks by their names.
-    lengths: tokens of the texts.
-    depths: where the fact stands, 0 to 1.
-    kinds: of caches, by the names that they are to have; None: one kind,
-      `cache_kind` among the options.
-    trials: texts of each task, length and depth.
-    seed: of the texts.
-    known: cells that are done, of an earlier call with the same arguments.
-    on_trial: called with how many trials are done, known ones among them.
-    on_cell: called with each new cell, as soon as its trials are done.
-    **options: of `rj.infer.generate`, such as mesh, prefill, chunk and
-      cache_dtype.
+    model: Model that answers.
+    task: Task that hides facts and asks for them, with the model's tokenizer;
+      or several tasks by name.
+    lengths: Tokens of the texts.
+    depths: Depths of the facts in the text, 0 to 1.
+    kinds: Kinds of caches by name; None for one kind, `cache_kind` among the
+      options.
+    trials: Number of texts of each task, length and depth.
+    seed: Random seed of the texts.
+    known: Complete cells of an earlier call with the same arguments.
+    on_trial: Function of the number of trials so far, with known ones.
+    on_cell: Function of each new cell, as soon as its trials are done.
+    **options: Arguments of `rj.infer.generate`, such as mesh, prefill, chunk
+      and cache_dtype.
 
   Returns:
     A cell for each task, kind, length and depth, in this order.
 
   Raises:
-    OptionError: a length or depth out of range, a length that is too short for
-      a task, or a prefill method or kind of cache that does not fit.
-    PromptError: a length beyond the model's context.
-    MemoryEstimateError: the longest text's cache has no room.
+    OptionError: If a length or depth is out of range, a length is too short for
+      a task, or a prefill method or kind of cache does not fit.
+    PromptError: If a length is beyond the model's context.
+    MemoryEstimateError: If the longest text's cache does not fit the memory.
   """
   positive_int("trials", trials)
   tasks = {"": task} if isinstance(task, Task) else dict(task)
@@ -192,27 +192,27 @@ def find(
     number("depths", depth, least=0.0, most=1.0, remedy=remedy)
   for length in lengths:
     positive_int("lengths", length)
-  asked = grid(tasks, reading, lengths, depths)
+  keys = grid(tasks, reading, lengths, depths)
   cells = {cell.key: cell for cell in known}
-  missing = [key for key in asked if key not in cells]
+  missing = [key for key in keys if key not in cells]
   draw = lambda length, trial: np.random.default_rng([seed, length, trial])
   for name, length in dict.fromkeys((n, length) for n, _, length, _ in missing):
     for trial in range(trials):
-      # That facts and question fit, which all depths have in common.
+      # Check that facts and question fit, which does not depend on the depth.
       _make(name, tasks[name], draw(length, trial), length, depths[0])
-  for kind, how in reading.items():
-    if some := [length for _, k, length, _ in missing if k == kind]:
-      _check(model, some, how)
-  done = (len(asked) - len(missing)) * trials
+  for kind, kind_options in reading.items():
+    if kind_lengths := [length for _, k, length, _ in missing if k == kind]:
+      _check(model, kind_lengths, kind_options)
+  num_trials = (len(keys) - len(missing)) * trials
   for key in missing:
     name, kind, length, depth = key
-    said = []
+    answers = []
     for trial in range(trials):
       example = tasks[name].make(draw(length, trial), length, depth)
-      said.append(_ask(model, tasks[name], example, reading[kind]))
-      done += 1
-      on_trial(done)
-    scores, texts = zip(*said, strict=True)
+      answers.append(_ask(model, tasks[name], example, reading[kind]))
+      num_trials += 1
+      on_trial(num_trials)
+    scores, texts = zip(*answers, strict=True)
     cells[key] = Cell(
       length=length,
       depth=depth,
@@ -222,13 +222,13 @@ def find(
       cache=kind,
     )
     on_cell(cells[key])
-  return [cells[key] for key in asked]
+  return [cells[key] for key in keys]
 
 
 def _make(
   name: str, task: Task, rng: np.random.Generator, length: int, depth: float
 ) -> None:
-  """Makes an example; an error names the task, if it has a name."""
+  """Creates an example; errors name the task, if it has a name."""
   try:
     task.make(rng, length, depth)
   except OptionError as error:
@@ -251,11 +251,11 @@ def _check(
     machine=options.get("machine"),
   )
   plans = [reading.plan(length, model, mesh, axis) for length in lengths]
-  # The largest cache: refused if it does not fit, and released at once.
+  # Allocate the largest cache once, to raise an error now if it does not fit.
   shards = 1 if axis is None else mesh.shape[axis]
   Session(
     model,
-    (max(how.slots for how in plans) + 1) * shards,
+    (max(plan.slots for plan in plans) + 1) * shards,
     mesh=mesh,
     axis=axis,
     dtype=options.get("cache_dtype"),
@@ -268,12 +268,12 @@ def _ask(
 ) -> tuple[float, str]:
   ids, weights = task.training(example)
   start = int(np.argmax(weights > 0))
-  # As long as the answer, and what may end it.
+  # As many tokens as the answer has, with the id that may end it.
   count = len(ids) - start
   ends = tuple(i for i in task.tokenizer.eos_ids if i < model.config.vocab)
   new = generate(
     model, [ids[:start]], max_new_tokens=count, stop=ends or None, **options
   )[0]
-  said = [int(i) for i in new if int(i) not in ends]
-  text = task.tokenizer.decode(said)
+  answer_ids = [int(i) for i in new if int(i) not in ends]
+  text = task.tokenizer.decode(answer_ids)
   return task.score(example, text), text

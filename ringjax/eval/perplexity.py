@@ -1,10 +1,10 @@
 """Perplexity by position: the loss of each token by its preceding context.
 
-Guarantees: every token of a row counts once, at its position; a bucket goes
-from the end of the one before to its own, which is twice that. Rows are whole:
-no token has less context than its position says. The id that begins a text is
-read and never predicted.
-Cost: one forward pass a row, without logits of more than a block of tokens.
+Guarantees: every token of a row counts once, at its position; each bucket ends
+at twice the position where it begins. Rows are complete: every token has as
+much context as its position. The id that begins a text is read and never
+predicted.
+Cost: one forward pass for each row, with logits of a block of tokens at a time.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Curve:
   """Losses by position.
 
   Attributes:
-    length: T, tokens of a row.
-    rows: how many there were.
-    ends: of the buckets; a bucket begins where the one before ends.
-    nll: mean negative log-likelihood in each bucket, nats a token.
-    mean: over all positions.
-    last: how many tokens at the end `last_nll` is of.
-    last_nll: mean over those. Of rows that end alike and begin earlier and
-      earlier it tells what more context is worth, by the same tokens; buckets
-      are of different ones.
+    length: Tokens of a row, T.
+    rows: Number of rows.
+    ends: Ends of the buckets; a bucket begins where the previous one ends.
+    nll: Mean negative log-likelihood in each bucket, nats a token.
+    mean: Mean negative log-likelihood over all positions.
+    last: Number of last tokens of a row that `last_nll` is of.
+    last_nll: Mean over these tokens. For rows that end with the same tokens and
+      begin earlier and earlier it shows the value of more context on equal
+      tokens, while buckets are of different ones.
   """
 
   length: int
@@ -61,20 +61,20 @@ class Curve:
 
   @property
   def perplexity(self) -> float:
-    """Over all positions."""
+    """Perplexity over all positions."""
     try:
       return math.exp(self.mean)
     except OverflowError:
       return math.inf
 
   def record(self) -> dict[str, Any]:
-    """The fields as JSON; a value that is not finite becomes null."""
-    known = lambda x: x if math.isfinite(x) else None
+    """Fields as JSON; a value that is not finite becomes null."""
+    finite_or_none = lambda x: x if math.isfinite(x) else None
     return dataclasses.asdict(self) | {
-      "nll": tuple(map(known, self.nll)),
-      "mean": known(self.mean),
-      "last_nll": known(self.last_nll),
-      "perplexity": known(self.perplexity),
+      "nll": tuple(map(finite_or_none, self.nll)),
+      "mean": finite_or_none(self.mean),
+      "last_nll": finite_or_none(self.last_nll),
+      "perplexity": finite_or_none(self.perplexity),
     }
 
 
@@ -82,9 +82,9 @@ class Curve:
 def _read(
   model: Transformer, attend: ShardingContext, batch: Batch
 ) -> jax.Array:
-  """Losses [1, T] of a row, by its own keys."""
-  one = jax.tree.map(lambda x: x[0], batch)
-  return attend.everywhere(each_token(model, one, attend))
+  """Losses [1, T] of a row that is read in one pass."""
+  row = jax.tree.map(lambda x: x[0], batch)
+  return attend.everywhere(each_token(model, row, attend))
 
 
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
@@ -95,10 +95,10 @@ def _read_on(
   cache: Any,
   length: jax.Array,
 ) -> tuple[jax.Array, Any]:
-  """Losses of a chunk behind what the cache holds, and the cache."""
-  one = jax.tree.map(lambda x: x[0], batch)
-  each, cache = each_token_cached(model, one, attend, cache, length)
-  return attend.everywhere(each), cache
+  """Losses of a chunk after the cached tokens, and the new cache."""
+  chunk = jax.tree.map(lambda x: x[0], batch)
+  losses, cache = each_token_cached(model, chunk, attend, cache, length)
+  return attend.everywhere(losses), cache
 
 
 def perplexity(
@@ -108,10 +108,10 @@ def perplexity(
   on_row: Callable[[int], Any] = lambda done: None,
   **options: Any,
 ) -> Curve:
-  """Losses by position over the beginnings of documents.
+  """Computes losses by position over the beginnings of documents.
 
-  `options` and errors are those of `reader`; `on_row` is called with how many
-  rows are read.
+  `options` and errors are those of `reader`; `on_row` is called with the number
+  of rows read so far.
   """
   return reader(model, documents, **options)(on_row)
 
@@ -131,31 +131,32 @@ def reader(
   chunk: int | None = None,
   cache_dtype: DTypeLike | None = None,
 ) -> Callable[[Callable[[int], Any]], Curve]:
-  """Checks everything `perplexity` needs, and returns what computes it.
+  """Checks the arguments of `perplexity`; returns a function that computes it.
 
   Args:
-    model: that reads.
-    documents: ids [n] of each, without `bos`; shorter ones are passed over.
-    length: T, tokens that are read of each, a multiple of twice the shards.
-    rows: how many documents are read.
-    last: tokens of `Curve.last`; default: half of the row.
-    bos: the id that begins each row, for a model that was trained so.
-    prefill: how, of `ringjax.infer.METHODS`; "chunked" keeps what it has read
-      in a cache.
-    mesh: the mesh; default: the model's, else the current one.
-    axis: the axis that shards the sequence; default "seq" if there is one.
-    chunk: tokens of a chunk.
-    cache_dtype: of the cache; default: the model's.
+    model: Model to evaluate.
+    documents: Ids [n] of each document, without `bos`; shorter ones are
+      skipped.
+    length: Tokens that are read of each, T, a multiple of twice the shards.
+    rows: Number of documents to read.
+    last: Number of tokens of `Curve.last`; default: half of the row.
+    bos: Id that begins each row, for a model that was trained with it.
+    prefill: Prefill method, of `ringjax.infer.METHODS`; "chunked" keeps the
+      tokens that it has read in a cache.
+    mesh: Device mesh; default: the model's, else the current one.
+    axis: Mesh axis that shards the sequence; default "seq" if it exists.
+    chunk: Tokens of a chunk.
+    cache_dtype: Dtype of the cache; default: the model's.
 
   Returns:
     A function of `on_row`, which reads the rows.
 
   Raises:
-    PromptError: not so many documents are long enough, or an id that the
-      model does not have.
-    OptionError: a prefill method that does not fit.
-    MemoryEstimateError: the cache has no room.
-    NotFiniteLogitsError: of `on_row`'s function, for a document whose losses
+    PromptError: If too few documents are long enough, or an id is not in the
+      model's vocabulary.
+    OptionError: If the prefill method does not fit.
+    MemoryEstimateError: If the cache does not fit the memory.
+    NotFiniteLogitsError: From the returned function, if losses of a document
       are NaN or infinite.
   """
   positive_int("length", length)
@@ -170,48 +171,48 @@ def reader(
     float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
   options = PrefillOptions(method=prefill, chunk=chunk)
-  how = options.plan(length, model, mesh, axis)
-  if cache_dtype is not None and how.chunk is None:
+  plan = options.plan(length, model, mesh, axis)
+  if cache_dtype is not None and plan.chunk is None:
     raise OptionError(
       "cache_dtype",
-      f"{cache_dtype} with prefill={how.name!r}, which has no cache",
+      f"{cache_dtype} with prefill={plan.name!r}, which has no cache",
       "prefill='chunked'",
       "leave cache_dtype= out, or pass prefill='chunked'",
     )
-  unit = 2 * how.attend.size if how.attend.size > 1 else 1
-  if how.chunk is None and length % unit:
+  unit = 2 * plan.attend.size if plan.attend.size > 1 else 1
+  if plan.chunk is None and length % unit:
     raise OptionError(
       "length",
-      f"{length} over {how.attend.size} shards",
+      f"{length} over {plan.attend.size} shards",
       f"a multiple of {unit}",
       "round the length up, or use another mesh",
     )
   chosen = _rows(documents, length, rows, bos, model.config.vocab)
-  if how.chunk is not None:
-    # Its cache: refused if it does not fit, and released at once.
-    Session(model, how.width, mesh=mesh, axis=axis, dtype=cache_dtype)
+  if plan.chunk is not None:
+    # Allocate the cache once, to raise an error now if it does not fit.
+    Session(model, plan.width, mesh=mesh, axis=axis, dtype=cache_dtype)
 
   def losses(ids: np.ndarray) -> np.ndarray:
     batch = whole_rows(ids[None])
-    if how.chunk is not None:
-      return _in_chunks(model, batch, how, mesh, axis, cache_dtype)
-    layout, shards = how.attend.layout, how.attend.size
+    if plan.chunk is not None:
+      return _in_chunks(model, batch, plan, mesh, axis, cache_dtype)
+    layout, shards = plan.attend.layout, plan.attend.size
     if isinstance(layout, Uneven):
-      # Its parts are of a fixed sum; nothing reads what is behind the text.
-      more = ((0, 0), (0, how.width - length))
-      batch = jax.tree.map(lambda x: np.pad(x, more), batch)
-    found = _read(model, how.attend, place(batch, how.attend))
-    found = layout.restore(np.asarray(found), shards=shards, axis=1)
-    return found[0, :length]
+      # Its parts have a fixed sum: pad; no token sees the padding after it.
+      padding = ((0, 0), (0, plan.width - length))
+      batch = jax.tree.map(lambda x: np.pad(x, padding), batch)
+    row_losses = _read(model, plan.attend, place(batch, plan.attend))
+    row_losses = layout.restore(np.asarray(row_losses), shards=shards, axis=1)
+    return row_losses[0, :length]
 
   @entering(lambda on_row: mesh)
   def read(on_row: Callable[[int], Any]) -> Curve:
     total = np.zeros(length)
     for n, ids in enumerate(chosen):
-      each = losses(ids)
-      # The loss of a token is by the logits at the one before.
-      check_losses(each, model, document=n, first=1)
-      total += each
+      row_losses = losses(ids)
+      # The first loss is of the second token (index 1).
+      check_losses(row_losses, model, document=n, first=1)
+      total += row_losses
       on_row(n + 1)
     return _curve(total / rows, length, rows, last)
 
@@ -225,7 +226,7 @@ def _rows(
   bos: int | None,
   vocab: int,
 ) -> list[np.ndarray]:
-  """Ids [T + 1] of each row, the last one of which is only predicted."""
+  """Ids [T + 1] of each row; the last one is only predicted."""
   start = np.array([] if bos is None else [bos], np.int32)
   need = length + 1 - start.size
   enough = (ids for ids in documents if len(ids) >= need)
@@ -237,62 +238,62 @@ def _rows(
       f"{rows}",
       "pass a smaller length or fewer rows, or longer documents",
     )
-  found = [np.concatenate([start, ids[:need]]) for ids in long]
-  most = max(int(ids.max()) for ids in found)
-  if most >= vocab:
+  token_rows = [np.concatenate([start, ids[:need]]) for ids in long]
+  largest_id = max(int(ids.max()) for ids in token_rows)
+  if largest_id >= vocab:
     raise PromptError(
       "documents",
-      f"id {most}",
+      f"id {largest_id}",
       f"ids below the model's vocabulary, {vocab}",
       "use the tokenizer that belongs to the model",
     )
-  return found
+  return token_rows
 
 
-def _curve(each: np.ndarray, length: int, rows: int, last: int) -> Curve:
-  """The curve of the losses [T] by position."""
+def _curve(losses: np.ndarray, length: int, rows: int, last: int) -> Curve:
+  """Creates the curve of the mean losses [T] by position."""
   ends = [1]
   while ends[-1] < length:
     ends.append(min(2 * ends[-1], length))
   starts = [0, *ends[:-1]]
-  pieces = [each[a:b] for a, b in zip(starts, ends, strict=True)]
+  pieces = [losses[a:b] for a, b in zip(starts, ends, strict=True)]
   return Curve(
     length=length,
     rows=rows,
     ends=tuple(ends),
     nll=tuple(float(piece.mean()) for piece in pieces),
-    mean=float(each.mean()),
+    mean=float(losses.mean()),
     last=last,
-    last_nll=float(each[-last:].mean()),
+    last_nll=float(losses[-last:].mean()),
   )
 
 
 def _in_chunks(
   model: Transformer,
   batch: Batch,
-  how: Prefill,
+  plan: Prefill,
   mesh: Mesh | None,
   axis: str | None,
   dtype: DTypeLike | None,
 ) -> np.ndarray:
-  """Losses of a row [T], read behind what a cache holds, chunk by chunk."""
+  """Losses of a row [T] that is read chunk by chunk into a cache."""
   length = batch.tokens.shape[1]
-  cache = Session(model, how.width, mesh=mesh, axis=axis, dtype=dtype).cache
-  found = np.zeros(length)
-  for call in how.calls(list(batch.tokens), np.zeros(1, np.int64)):
+  cache = Session(model, plan.width, mesh=mesh, axis=axis, dtype=dtype).cache
+  losses = np.zeros(length)
+  for call in plan.calls(list(batch.tokens), np.zeros(1, np.int64)):
     assert call.pos is not None
-    real = call.seg[0] > 0
-    at = np.where(real, call.pos[0], 0)
-    mine: Any = (
+    is_real = call.seg[0] > 0
+    at = np.where(is_real, call.pos[0], 0)
+    fields: Any = (
       call.tokens,
       batch.labels[:, at],
-      np.where(real, batch.weights[:, at], 0),
+      np.where(is_real, batch.weights[:, at], 0),
     )
     pos: Any = call.pos
     seg: Any = call.seg
-    part = Batch(*mine, positions=pos, segments=seg)
-    each, cache = _read_on(
-      model, how.attend, place(part, how.attend), cache, jnp.int32(length)
+    part = Batch(*fields, positions=pos, segments=seg)
+    chunk_losses, cache = _read_on(
+      model, plan.attend, place(part, plan.attend), cache, jnp.int32(length)
     )
-    found[at[real]] = np.asarray(each)[0, real]
-  return found
+    losses[at[is_real]] = np.asarray(chunk_losses)[0, is_real]
+  return losses

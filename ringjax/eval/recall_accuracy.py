@@ -1,8 +1,8 @@
-"""Which tokens that a text determines a model predicts, source by source.
+"""Accuracy of a model on tokens that the text determines, by source.
 
 Guarantees: example i of a source is the same for every model. An answer counts
 if greedy decoding would give all of it.
-Cost: one forward of each example.
+Cost: one forward pass of each example.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ringjax.errors import DataError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.models.transformer import Transformer
 
-# Positions whose logits are computed together, so that few programs are made.
+# Numbers of logits are rounded up to a multiple, so that few programs compile.
 _ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecallAccuracy:
-  """What of a source's recalled tokens is predicted.
+  """Accuracy on the recalled tokens of a source.
 
   Attributes:
-    answers: the share of answers, stretches of recalled tokens, that are right.
-    tokens: the share of recalled tokens that are right after the right ones.
-    count: how many answers there were.
+    answers: Share of answers (runs of recalled tokens) that are right.
+    tokens: Share of recalled tokens that are right after the true tokens.
+    count: Number of answers.
   """
 
   answers: float
@@ -43,16 +43,16 @@ def recall_accuracy(
   """Reads examples of a source and compares the likeliest tokens.
 
   Args:
-    model: the model.
-    source: of `ringjax.data.recall` or `ringjax.data.recall_tasks`.
-    examples: how many.
-    seed: of the examples.
+    model: Model to evaluate.
+    source: Source of `ringjax.data.recall` or `ringjax.data.recall_tasks`.
+    examples: Number of examples.
+    seed: Random seed of the examples.
 
   Raises:
-    DataError: the examples have no recalled tokens.
+    DataError: If the examples have no recalled tokens.
   """
   positive_int("examples", examples)
-  # Nothing but recalled tokens has a weight.
+  # With text=0 only recalled tokens have a weight.
   source = dataclasses.replace(source, text=0.0)
   right: list[np.ndarray] = []
   for i in range(examples):

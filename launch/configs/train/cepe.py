@@ -1,12 +1,12 @@
-"""An encoder of contexts beside the byte model in ringjax/models/small (CEPE).
+"""An encoder of contexts for the byte model in ringjax/models/small (CEPE).
 
 Command   python -m launch.train --config=configs/train/cepe.py --mesh=seq:1
           --out=DIR
           and then python -m launch.evaluate chunks --model=DIR/model
 Hardware  one CPU core
-Time      3 minutes; 16 beside much other work
-Result    nats a byte of 256 bytes, 1.70 without a context, 1.36 behind 8
-          chunks of 64 bytes, 1.29 behind 32; see docs/how/contexts_cepe.md
+Time      3 minutes; 16 on a busy machine
+Result    nats a byte of 256 bytes, 1.70 without a context, 1.36 after 8 chunks
+          of 64 bytes, 1.29 after 32; see docs/how/contexts_cepe.md
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from ringjax.models import small
 def warm_up(
   steps: int, batch: int, length: int, noise: float
 ) -> dict[str, Any]:
-  """The decoder's own tokens are its context, in 4 chunks (CEPE's stage 1)."""
+  """A stage whose context is the decoder's tokens in 4 chunks (CEPE's 1st)."""
   return {
     "steps": steps,
     "batch": batch,

@@ -1,12 +1,12 @@
-"""Link tokens for documents that are read apart (KVLink), on the small model.
+"""Link tokens for separately encoded documents (KVLink), on the small model.
 
 Command   python -m launch.train --config=configs/train/kvlink.py --mesh=seq:1
           --out=DIR
           --config.links.each=0 trains without link tokens,
-          --config.stages[0].segments=same beside it with full attention,
-          --config.lora.rank=16 adapters and the links' embeddings alone
+          --config.stages[0].segments=same also with full attention,
+          --config.lora.rank=16 only adapters and the links' embeddings
 Hardware  one CPU core
-Time      11 minutes beside other work
+Time      11 minutes on a busy machine
 Result    5 links lower the loss of answers from 0.142 to 0.112, see
           docs/how/contexts_kvlink.md
 """

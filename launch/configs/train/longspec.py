@@ -1,11 +1,11 @@
-"""A draft block beside the byte model in ringjax/models/small (LongSpec).
+"""A draft block for the byte model in ringjax/models/small (LongSpec).
 
 Command   python -m launch.train --config=configs/train/longspec.py --mesh=seq:1
           --out=DIR
           --config.draft_training.longest=0 trains at plain positions;
           and then python -m launch.evaluate drafts --draft=DIR/draft
 Hardware  one CPU core
-Time      7 minutes beside other work
+Time      7 minutes on a busy machine
 Result    the target accepts 0.36 to 0.5 of drafts of 4 bytes, 2.4 to 3 tokens a
           call; see docs/how/speculate_longspec.md
 """

@@ -1,10 +1,10 @@
-"""The byte model in ringjax/models/small, all of whose layers see everything.
+"""The byte model in ringjax/models/small, with full attention in all layers.
 
 Command   python -m launch.train --config=configs/train/small.py --mesh=seq:1
           --out=DIR
           and then configs/train/small_long.py
 Hardware  one CPU core
-Time      24 minutes beside other work
+Time      24 minutes on a busy machine
 Result    loss 0.96 in the last stage; one of several keys is found in texts of
           1,024 bytes, see ringjax/models/small/README.md
 """
@@ -44,12 +44,12 @@ MODEL = {
 def stage(
   steps: int, batch: int, length: int, **sources: dict[str, Any]
 ) -> dict[str, Any]:
-  """A stage; each source has its kind's name, a weight and options."""
+  """A stage of sources: options and weight of each by the name of its kind."""
   return {
     "steps": steps,
     "batch": batch,
     "length": length,
-    "sources": tuple({"kind": k, **rest} for k, rest in sources.items()),
+    "sources": tuple({"kind": k, **options} for k, options in sources.items()),
   }
 
 
@@ -63,7 +63,7 @@ def mixed(
   copies: float = 0.05,
   questions: float = 0.2,
 ) -> dict[str, Any]:
-  """A stage of all tasks, with more facts in longer rows; some weights."""
+  """A stage of all tasks, with `facts` in a row and some of the weights."""
   return stage(
     steps,
     batch,

@@ -4,7 +4,7 @@ Command   python -m launch.train --config=configs/train/small_long.py
           --mesh=seq:1 --init_from=DIR/model --out=LONG
           where DIR is the --out of small.py
 Hardware  one CPU core
-Time      46 minutes beside other work
+Time      46 minutes on a busy machine
 Result    loss 1.29 in the last stage; one of several keys is found in texts of
           8,192 bytes, see ringjax/models/small/README.md
 """
