@@ -315,8 +315,8 @@ def decode_pool(
 
   shared_partial = loop(plan.count[0], fold_shared, start)
   kinds = tile_kinds(context.mask, context.q, context.k, queries, block)
-  number = jnp.arange(kinds.shape[1], dtype=jnp.int32)
-  unshared = (kinds[0] > 0) & (number >= jnp.min(plan.done[0]))
+  tile_index = jnp.arange(kinds.shape[1], dtype=jnp.int32)
+  unshared = (kinds[0] > 0) & (tile_index >= jnp.min(plan.done[0]))
   lists = tile_lists(unshared[None].astype(jnp.int8), masked=True)
 
   def fold_unshared(n: Index, carry: Partial) -> Partial:
