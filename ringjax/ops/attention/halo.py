@@ -141,11 +141,13 @@ class Halo(KVStrategy):
         x, args, 0, self._wire
       )
       pieces[m.place] = neighbour, neighbour_args.context.k
-    every = [pieces[place] for place in sorted(pieces)]
+    by_place = [pieces[place] for place in sorted(pieces)]
     join = lambda parts, axis: jnp.concatenate(parts, axis)
-    k = join([part.k for part, _ in every], 2)
-    v = join([part.v for part, _ in every], 2)
-    at = jax.tree.map(lambda *parts: join(parts, 1), *(at for _, at in every))
+    k = join([part.k for part, _ in by_place], 2)
+    v = join([part.v for part, _ in by_place], 2)
+    at = jax.tree.map(
+      lambda *parts: join(parts, 1), *(at for _, at in by_place)
+    )
     column = args.column + self._place()[1] * length
     return Local(x.q, k, v), args.of_keys(at, column)
 
