@@ -1,10 +1,9 @@
-"""Admit peers to a listening socket without letting strangers hold it up.
+"""Admission of peers to a listening socket that unknown peers cannot block.
 
-Guarantees: each connection shows in a thread of its own that it may come in, so
-that one that says nothing delays no other; at most `waiting` connections are
-greeted at a time, and when one more comes, the one that has waited longest is
-closed. A peer that greets at once gets in, however many silent connections
-there are.
+Guarantees: each connection is greeted in a separate thread, so that a silent
+one delays no other; at most `waiting` connections are greeted at a time, and
+when one more comes, the one that has waited longest is closed. A peer that
+greets at once is admitted, however many silent connections there are.
 Cost: a thread for each connection until it is admitted or closed.
 """
 
@@ -22,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from ringjax.errors import PeerError
 
 Peer = TypeVar("Peer")
-# Connections that have not shown yet that they may come in.
+# Most connections that have not been admitted yet.
 MOST_WAITING = 64
 
 
@@ -39,7 +38,7 @@ class Door(Generic[Peer]):
     waiting: int = MOST_WAITING,
     dropped: Callable[[], object] | None = None,
   ):
-    """Accepts connections from now on, in threads of its own.
+    """Accept connections from now on, in background threads.
 
     Args:
       server: Listening socket; it stays the caller's, who closes it.
@@ -141,7 +140,7 @@ class Door(Generic[Peer]):
 
   def _greet(self, link: socket.socket, address: Any) -> None:
     peer = None
-    # A stranger, or a peer that left.
+    # Errors mean an unauthenticated peer, or one that left.
     with contextlib.suppress(PeerError, OSError):
       peer = self._greet_peer(link, address)
     with self._lock:
