@@ -79,20 +79,20 @@ def make_room() -> None:
   """
   if _Compiled.seen == _Compiled.count:
     return
-  _Compiled.seen, limit = _Compiled.count, most_mappings()
-  count = mappings()
-  if count is None or count <= _OWN * limit:
+  _Compiled.seen, cap = _Compiled.count, most_mappings()
+  used = mappings()
+  if used is None or used <= _OWN * cap:
     return
   for function in _own:
     function.clear_cache()
   gc.collect()
-  count = mappings()
-  if count is None or count <= _ALL * limit:
+  used = mappings()
+  if used is None or used <= _ALL * cap:
     return
   jax.clear_caches()
   gc.collect()
   warnings.warn(
-    f"{count:,} of the {limit:,} memory mappings that this process may have were "
+    f"{used:,} of the {cap:,} memory mappings that this process may have were "
     "taken: all programs in JAX's caches were let go, and are compiled "
     "again where they are used. Raise vm.max_map_count, or compile fewer "
     "shapes",
