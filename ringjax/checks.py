@@ -85,8 +85,10 @@ def integer(
   low = -math.inf if least is None else least
   high = math.inf if most is None else most
   if not is_int or not low <= int(value) <= high:
-    want = f"an int{_range(least, most)}"
-    raise error(name, repr(value), want, remedy or f"pass {name} as {want}")
+    expected = f"an int{_range(least, most)}"
+    raise error(
+      name, repr(value), expected, remedy or f"pass {name} as {expected}"
+    )
   return int(value)
 
 
@@ -122,9 +124,9 @@ def number(
     error: Class of the error.
     remedy: Remedy in the error; default: pass such a number.
   """
-  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   try:
-    as_float = float(value) if real else math.nan
+    as_float = float(value) if is_number else math.nan
   except OverflowError:
     # An int beyond the range of floats.
     as_float = math.inf
@@ -132,8 +134,10 @@ def number(
   in_range = in_range and (least is None or as_float >= least)
   in_range = in_range and (above is None or as_float > above)
   if not in_range or (most is not None and as_float > most):
-    want = f"a number{_range(least, most, above)}"
-    raise error(name, repr(value), want, remedy or f"pass {name} as {want}")
+    expected = f"a number{_range(least, most, above)}"
+    raise error(
+      name, repr(value), expected, remedy or f"pass {name} as {expected}"
+    )
   return as_float
 
 

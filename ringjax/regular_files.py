@@ -41,8 +41,8 @@ def inside(folder: pathlib.Path, name: str) -> pathlib.Path | None:
   The cache of the Hugging Face hub keeps a folder of links, snapshots/<hash>,
   to files in blobs/ next to snapshots/: those count as inside.
   """
-  home, path = folder.resolve(), (folder / name).resolve()
-  homes = {home}
-  if home.parent.name == "snapshots":
-    homes.add(home.parent.parent / "blobs")
-  return path if path.parent in homes else None
+  root, path = folder.resolve(), (folder / name).resolve()
+  roots = {root}
+  if root.parent.name == "snapshots":
+    roots.add(root.parent.parent / "blobs")
+  return path if path.parent in roots else None

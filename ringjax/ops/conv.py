@@ -132,12 +132,12 @@ def causal_conv(
   # The tail is placed right before the first token that is not padding.
   first = jnp.argmax(seg > 0, 1).astype(jnp.int32)
 
-  def put(x: jax.Array, tail: jax.Array) -> jax.Array:
+  def insert_tail(x: jax.Array, tail: jax.Array) -> jax.Array:
     x = jnp.pad(x, ((0, 0), (taps - 1, 0), *((0, 0),) * (x.ndim - 2)))
     write = lambda x, tail, i: lax.dynamic_update_slice_in_dim(x, tail, i, 0)
     return jax.vmap(write)(x, tail.astype(x.dtype), first)
 
-  all_x, all_seg = put(x, before.x), put(seg, before.seg)
+  all_x, all_seg = insert_tail(x, before.x), insert_tail(seg, before.seg)
   y = jnp.zeros((), dtype)[(None,) * x.ndim]
   for j in range(taps):
     same_document = (all_seg[:, j : j + length] == seg) & (seg > 0)

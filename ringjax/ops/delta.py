@@ -198,7 +198,7 @@ def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
   per_head = lambda a: jnp.moveaxis(a, 2, 4)
   decay, beta = per_head(x.decay), per_head(x.beta)
   t = jnp.arange(size, dtype=jnp.int32)
-  below = (t[:, None] > t[None])[(None,) * 4]
+  strictly_lower = (t[:, None] > t[None])[(None,) * 4]
   if decay.ndim > beta.ndim:
     k = _per_head(x.k, dtype)
     fade = jnp.exp(jnp.cumsum(decay, -2))
@@ -207,12 +207,14 @@ def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
       values = jnp.transpose(x.v.astype(dtype), (0, 1, 3, 4, 2, 5))
       return _Chunks(decayed_keys, None, fade, values * beta[..., None], None)
     key_products = _alike(*jnp.broadcast_arrays(k, k, decay))
-    solve = _inverse(jnp.where(below, key_products * beta[..., None], 0))
-    solve = solve * beta[..., None, :]
-    values = product("cbkgts,cbskgj->cbkgtj", solve, x.v.astype(dtype))
-    keys = product("cbkgts,cbkgsh->cbkgth", solve, k * fade)
+    inverse = _inverse(
+      jnp.where(strictly_lower, key_products * beta[..., None], 0)
+    )
+    inverse = inverse * beta[..., None, :]
+    values = product("cbkgts,cbskgj->cbkgtj", inverse, x.v.astype(dtype))
+    keys = product("cbkgts,cbkgsh->cbkgth", inverse, k * fade)
     return _Chunks(decayed_keys, None, fade, values, keys)
-  log_decays = jnp.where(below, decay[..., None], jnp.zeros((), dtype))
+  log_decays = jnp.where(strictly_lower, decay[..., None], jnp.zeros((), dtype))
   decay_matrix = jnp.exp(jnp.cumsum(log_decays, -2))
   decay_matrix = jnp.where(
     (t[:, None] >= t[None])[(None,) * 4], decay_matrix, 0
@@ -222,14 +224,16 @@ def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
     values = jnp.transpose(x.v.astype(dtype), (0, 1, 3, 4, 2, 5))
     return _Chunks(x.k, decay_matrix, fade, values * beta[..., None], None)
   key_products = product("cbtkh,cbskh->cbkts", x.k, x.k)[:, :, :, None]
-  mixed = jnp.where(below, key_products * decay_matrix * beta[..., None], 0)
-  solve = _inverse(mixed)
+  mixed = jnp.where(
+    strictly_lower, key_products * decay_matrix * beta[..., None], 0
+  )
+  inverse = _inverse(mixed)
   values = product(
-    "cbkgts,cbskgj->cbkgtj", solve * beta[..., None, :], x.v.astype(dtype)
+    "cbkgts,cbskgj->cbkgtj", inverse * beta[..., None, :], x.v.astype(dtype)
   )
   keys = product(
     "cbkgts,cbskh->cbkgth",
-    solve * (beta * fade)[..., None, :],
+    inverse * (beta * fade)[..., None, :],
     x.k.astype(dtype),
   )
   return _Chunks(x.k, decay_matrix, fade, values, keys)
@@ -256,9 +260,11 @@ def _alike(q: jax.Array, k: jax.Array, decay: jax.Array) -> jax.Array:
   first, last = (lambda x: x[..., :n, :]), (lambda x: x[..., n:, :])
   halves = (jnp.concatenate([first(x), last(x)]) for x in (q, k, decay))
   upper, lower = jnp.split(_alike(*halves), 2)
-  since = jnp.exp(jnp.cumsum(last(decay), -2))
-  until = jnp.exp(_behind(first(decay)))
-  corner = product("...th,...sh->...ts", last(q) * since, first(k) * until)
+  from_middle = jnp.exp(jnp.cumsum(last(decay), -2))
+  to_middle = jnp.exp(_behind(first(decay)))
+  corner = product(
+    "...th,...sh->...ts", last(q) * from_middle, first(k) * to_middle
+  )
   return jnp.concatenate(
     [
       jnp.concatenate([upper, jnp.zeros_like(upper)], -1),
@@ -402,5 +408,5 @@ def faded_before(
     return fade * state + added, state
 
   _, states_before = lax.scan(compose, state, all_maps)
-  me = collectives.axis_index(axis)
-  return lax.dynamic_index_in_dim(states_before, me, 0, keepdims=False)
+  own_shard = collectives.axis_index(axis)
+  return lax.dynamic_index_in_dim(states_before, own_shard, 0, keepdims=False)

@@ -89,11 +89,11 @@ def outlier_product(
   """
   float_x = x.astype(jnp.float32)
   limit = jnp.float32(LARGEST) * scale
-  beyond = float_x - jnp.clip(float_x, -limit, limit)
+  outliers = float_x - jnp.clip(float_x, -limit, limit)
   if active is not None:
-    beyond = jnp.where(active, beyond, 0)
+    outliers = jnp.where(active, outliers, 0)
   inner, leading = x.shape[-1], (None,) * (x.ndim - 1)
-  has_outliers = jnp.any(beyond != 0, axis=tuple(range(x.ndim - 1)))
+  has_outliers = jnp.any(outliers != 0, axis=tuple(range(x.ndim - 1)))
   count = jnp.sum(has_outliers, dtype=jnp.int32)
   size = -(-inner // _BLOCK) * _BLOCK
   order = jnp.flatnonzero(has_outliers, size=size, fill_value=0).astype(
@@ -110,7 +110,7 @@ def outlier_product(
       slot = take(slots, channel, 0)
       exact_rows = take(rows, slot, 0).astype(jnp.float32)
       weight = jnp.where((slot < rows.shape[0])[:, None], exact_rows, weight)
-    part = jnp.where(real[leading], take(beyond, channel, -1), 0)
+    part = jnp.where(real[leading], take(outliers, channel, -1), 0)
     # Products of one channel after the other: a matrix product would sum them
     # in an order that depends on the number of rows and channels.
     part, weight = lax.optimization_barrier((part, weight))
@@ -120,7 +120,7 @@ def outlier_product(
 
   start = jnp.zeros((*x.shape[:-1], codes.shape[1]), jnp.float32)
   # Sharded like the codes and the activations.
-  start = start + beyond[..., :1] * 0 + (scales * 0)[leading]
+  start = start + outliers[..., :1] * 0 + (scales * 0)[leading]
   return lax.while_loop(
     lambda state: state[0] < count, add, (count * 0, start)
   )[1]

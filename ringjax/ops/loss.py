@@ -380,11 +380,11 @@ def _number(name: str, value: Any, least: float) -> float | None:
     return None
   real = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if not real or not least <= float(value) < math.inf:
-    wanted = "a positive number" if least else "a number of at least 0"
+    expected = "a positive number" if least else "a number of at least 0"
     raise OptionError(
       name,
       repr(value),
-      f"{wanted}, known when the loss is traced",
+      f"{expected}, known when the loss is traced",
       "leave it out for none",
     )
   return float(value)
@@ -443,14 +443,14 @@ def _check_labels(labels: jax.Array, vocab: int, ignore: int | None) -> None:
   if isinstance(labels, jax.Array) and not labels.is_fully_addressable:
     return
   ids = np.asarray(labels)
-  wrong = (ids < 0) | (ids >= vocab)
+  invalid = (ids < 0) | (ids >= vocab)
   if ignore is not None:
-    wrong &= ids != ignore
-  if wrong.any():
-    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    invalid &= ids != ignore
+  if invalid.any():
+    at = tuple(int(i) for i in np.argwhere(invalid)[0])
     raise OptionError(
       "labels",
-      f"{int(ids[at])} at {list(at)}, and {int(wrong.sum()) - 1} more",
+      f"{int(ids[at])} at {list(at)}, and {int(invalid.sum()) - 1} more",
       f"ids from 0 to {vocab - 1}",
       f"mark tokens without a label by {IGNORE_INDEX}, or pass ignore_index=",
     )

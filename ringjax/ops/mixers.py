@@ -90,8 +90,8 @@ def causal_conv(
     before = sequence.floats("before", as_array("before", before))
     sequence.fits("before", before, (x.shape[0], taps - 1, channels))
   seg = sequence.documents(segment_ids, x)
-  cut = (x,) if seg is None else (x, seg)
-  place, layout = sequence.found(cut, "x", mesh, axis, layout, False)
+  split_operands = (x,) if seg is None else (x, seg)
+  place, layout = sequence.found(split_operands, "x", mesh, axis, layout, False)
   if before is not None and place.size > 1 and not sequence.in_order(layout):
     raise OptionError(
       "before",
@@ -266,8 +266,8 @@ def gated_delta_rule(
     initial = sequence.floats("initial", as_array("initial", initial))
     sequence.fits("initial", initial, (b, n, h, j))
   seg = sequence.documents(segment_ids, x["q"])
-  cut = tuple(x.values()) if seg is None else (*x.values(), seg)
-  place, layout = sequence.found(cut, "q", mesh, axis, layout, True)
+  split_operands = tuple(x.values()) if seg is None else (*x.values(), seg)
+  place, layout = sequence.found(split_operands, "q", mesh, axis, layout, True)
   out, state = sequence.run(
     _Delta(chunk), place, layout, (*x.values(), seg, initial),
     ("btnH", "btnH", "btnj", "btn", "btn", "bt", "bnHj"), ("btnj", "bnHj"),

@@ -117,8 +117,8 @@ class Dynamic(Unscaled):
   def reaches(
     self, length: Lengths, positions: Int[Array, "#B T"]
   ) -> Int[Array, "#B T"]:
-    upto = jnp.minimum(positions, 2**31 - 2) + 1
-    return jnp.maximum(jnp.asarray(length)[:, None], upto)
+    tokens_so_far = jnp.minimum(positions, 2**31 - 2) + 1
+    return jnp.maximum(jnp.asarray(length)[:, None], tokens_so_far)
 
   def alike(self, length: int) -> int:
     return max(length, self.original)
@@ -221,14 +221,14 @@ class LongRope(Unscaled):
   def frequencies(
     self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Frequencies:
-    beyond = jnp.asarray(length, jnp.int32)[..., None] > self.original
+    is_long = jnp.asarray(length, jnp.int32)[..., None] > self.original
     long, short = (
-      Frequencies.of(inverse / np.asarray(x)).with_axes(beyond.ndim - 1)
+      Frequencies.of(inverse / np.asarray(x)).with_axes(is_long.ndim - 1)
       for x in (self.long, self.short)
     )
     return Frequencies(
-      jnp.where(beyond, long.units, short.units),
-      jnp.where(beyond, long.rest, short.rest),
+      jnp.where(is_long, long.units, short.units),
+      jnp.where(is_long, long.rest, short.rest),
     )
 
   @property
@@ -313,12 +313,12 @@ class Rope:
       parts = [single.rotate(part, tables) for part in parts]
       return jnp.concatenate([*parts, x[..., self.turned :]], -1)
     cos, sin = (t[:, :, None] for t in tables)
-    turned, unrotated = x[..., : self.dims], x[..., self.dims :]
-    rotated = turned.astype(jnp.float32)
+    rotary_dims, unrotated = x[..., : self.dims], x[..., self.dims :]
+    rotated = rotary_dims.astype(jnp.float32)
     if self.interleaved:
       a, b = rotated[..., 0::2], rotated[..., 1::2]
       rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1)
-      rotated = rotated.reshape(turned.shape)
+      rotated = rotated.reshape(rotary_dims.shape)
     else:
       a, b = jnp.split(rotated, 2, -1)
       rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

@@ -161,8 +161,8 @@ def linear_recurrence(
   if initial is not None:
     initial = sequence.floats("initial", as_array("initial", initial))
     sequence.fits("initial", initial, (shape[0], *shape[2:]))
-  cut = (b, a) if seg is None else (b, a, seg)
-  place, layout = sequence.found(cut, "b", mesh, axis, layout, True)
+  split_operands = (b, a) if seg is None else (b, a, seg)
+  place, layout = sequence.found(split_operands, "b", mesh, axis, layout, True)
   dtype = jnp.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
   total = 2 * math.prod((shape[0], *shape[2:])) * dtype.itemsize
   f = _Recurrence(bool(reverse), _gathered(total, place.size), dtype.name)
@@ -407,15 +407,15 @@ def _recur(
 def _recur_fwd(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-  h, came = _walk(rule, a.astype(rule.wide), b.astype(rule.wide), start)
+  h, arrived = _walk(rule, a.astype(rule.wide), b.astype(rule.wide), start)
   narrow = h.astype(b.dtype)
-  return (narrow, _end(h, rule.reverse)), (a, narrow, came)
+  return (narrow, _end(h, rule.reverse)), (a, narrow, arrived)
 
 
 def _recur_bwd(
   rule: _Rule, saved: PyTree, cotangents: PyTree
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  a, h, came = saved
+  a, h, h_before = saved
   dh, dend = cotangents
   widen = lambda x: x.astype(rule.wide)
   reversed_rule = dataclasses.replace(rule, reverse=not rule.reverse)
@@ -434,7 +434,7 @@ def _recur_bwd(
     )
     first = rule.first
     db = dh + _shifted(m, arrived, reversed_rule.reverse)
-    da = db * _shifted(widen(h), came, rule.reverse)
+    da = db * _shifted(widen(h), h_before, rule.reverse)
     dstart = _end(m, reversed_rule.reverse)
     dstart = jnp.where(first, dstart, jnp.zeros_like(dstart))
   summed_axes = [i for i, n in enumerate(a.shape) if n != da.shape[i]]

@@ -62,14 +62,14 @@ def selective_scan(
   b, length, c = x.shape
   size = max(1, min(chunk, length))
 
-  def cut(a: jax.Array) -> jax.Array:
+  def split_chunks(a: jax.Array) -> jax.Array:
     padding = -length % size
     a = jnp.pad(a, ((0, 0), (0, padding), *((0, 0),) * (a.ndim - 2)))
     return jnp.moveaxis(a.reshape(b, -1, size, *a.shape[2:]), 1, 0)
 
   operands = (x.astype(dtype), step.astype(dtype), into.astype(dtype),
           out_of.astype(dtype), fresh)  # fmt: skip
-  chunks = tuple(map(cut, operands))
+  chunks = tuple(map(split_chunks, operands))
   rate = rate.astype(dtype)
   start = state.astype(dtype)
   axes = collectives.varying_axes(operands, rate, start)

@@ -241,8 +241,8 @@ def _axes_of(
       continue
     for d, entry in zip(letters_, tuple(sharding.spec), strict=False):
       axes = entry if isinstance(entry, tuple) else (entry,)
-      free = entry is not None and not used & set(axes)
-      if d == "t" or d.isupper() or d in axes_of_dim or not free:
+      available = entry is not None and not used & set(axes)
+      if d == "t" or d.isupper() or d in axes_of_dim or not available:
         continue
       axes_of_dim[d] = entry
       used |= set(axes)

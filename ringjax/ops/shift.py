@@ -75,8 +75,8 @@ def token_shift(
     )
   seg = sequence.documents(segment_ids, x)
   fill = _filling(fill, x.dtype)
-  cut = (x,) if seg is None else (x, seg)
-  place, layout = sequence.found(cut, "x", mesh, axis, layout, False)
+  split_operands = (x,) if seg is None else (x, seg)
+  place, layout = sequence.found(split_operands, "x", mesh, axis, layout, False)
   dims = sequence.letters(x.ndim)
   (y,) = sequence.run(
     _Shift(int(by)), place, layout, (x, fill, seg), (dims, "", "bt"), (dims,)

@@ -62,8 +62,8 @@ class Partial(NamedTuple):
   ) -> Partial:
     """Make the partial that `finalize` turned into (out, lse)."""
     dtype = wide_dtype(out.dtype)
-    seen = (lse != -jnp.inf).astype(dtype)
-    return cls(out.astype(dtype), lse.astype(dtype), seen)
+    has_keys = (lse != -jnp.inf).astype(dtype)
+    return cls(out.astype(dtype), lse.astype(dtype), has_keys)
 
 
 def finite_max(m: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
@@ -103,8 +103,8 @@ def finalize(partial: Partial) -> tuple[jax.Array, jax.Array]:
 
   Where no key was seen the output is 0 and the log-sum-exp is -inf.
   """
-  seen = partial.l != 0  # NaN counts as seen: it must not be hidden.
-  total = jnp.where(seen, partial.l, jnp.ones_like(partial.l))
-  out = jnp.where(seen[..., None], partial.acc / total[..., None], 0)
-  lse = jnp.where(seen, finite_max(partial.m) + jnp.log(total), -jnp.inf)
+  has_keys = partial.l != 0  # NaN counts as seen: it must not be hidden.
+  total = jnp.where(has_keys, partial.l, jnp.ones_like(partial.l))
+  out = jnp.where(has_keys[..., None], partial.acc / total[..., None], 0)
+  lse = jnp.where(has_keys, finite_max(partial.m) + jnp.log(total), -jnp.inf)
   return out, lse

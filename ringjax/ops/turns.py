@@ -69,7 +69,7 @@ class Frequencies(NamedTuple):
     return Frequencies(change(self.units), change(self.rest))
 
   def with_axes(self, axes: int) -> Frequencies:
-    """Insert so many leading axes of length 1."""
+    """Insert `axes` leading axes of length 1."""
     return self.rearranged(lambda x: _with_axes(x, axes))
 
   def reversed(self) -> Frequencies:
@@ -116,12 +116,12 @@ def stretched(
   theta**(-i / pairs) grown**(-i / (pairs - 1)) with grown = 1 + factor (length
   - original) / original, for lengths above `original`.
   """
-  beyond = jnp.maximum(jnp.asarray(length, jnp.int32), original) - original
-  grown = _log2_grown(beyond, WIDE(original) / WIDE(factor))
+  excess = jnp.maximum(jnp.asarray(length, jnp.int32), original) - original
+  grown = _log2_grown(excess, WIDE(original) / WIDE(factor))
   places = np.arange(pairs, dtype=WIDE)
   exponents = _constants(places / max(pairs - 1, 1), 64)
   base = places / pairs * np.log2(WIDE(theta)) + np.log2(TAU)
-  expand = lambda words: _TwoWords(*(_with_axes(x, beyond.ndim) for x in words))
+  expand = lambda words: _TwoWords(*(_with_axes(x, excess.ndim) for x in words))
   exponent = _times(
     _TwoWords(*(x[..., None] for x in grown)), expand(exponents)
   )
@@ -230,20 +230,20 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:
   number = _TwoWords(number.high, number.low | _shr(dropped, 32 - shift))
   power = 31 - shift.astype(jnp.int32) - jnp.where(below_one, 32, 0)
 
-  def bit(
+  def log_digit(
     _: Array, state: tuple[_TwoWords, _TwoWords]
   ) -> tuple[_TwoWords, _TwoWords]:
     """Compute a digit of the logarithm: whether the square reaches 2."""
     number, digits = state
     square = _times(number, number)  # From 1 to 4, two bits before the point.
-    over = square.high >> 31
-    number = _left(square, 1 - over)
+    overflow = square.high >> 31
+    number = _left(square, 1 - overflow)
     digits = _left(digits, jnp.uint32(1))
-    return number, _TwoWords(digits.high, digits.low | over)
+    return number, _TwoWords(digits.high, digits.low | overflow)
 
   zero = top & 0  # Not a constant: a loop's state varies as its input does.
   state = number, _TwoWords(zero, zero)
-  digits = lax.fori_loop(0, _LOG_BITS, bit, state)[1]
+  digits = lax.fori_loop(0, _LOG_BITS, log_digit, state)[1]
   integer_part = lax.bitcast_convert_type(power, jnp.uint32) << (_LOG_BITS - 32)
   digits = _plus(digits, _TwoWords(integer_part, zero))
   (log_start,) = _fixed(np.array([np.log2(start)]), _LOG_BITS)
@@ -260,14 +260,14 @@ def _power_of_half(exponent: _TwoWords) -> _TwoWords:
   table = jnp.stack(_constants(2**-steps, 64), -1)
   ones = part.high | np.uint32(_TURN - 1)
 
-  def bit(n: Array, y: _TwoWords) -> _TwoWords:
+  def apply_bit(n: Array, y: _TwoWords) -> _TwoWords:
     factor = table[n]
     smaller = _times(y, _TwoWords(factor[0], factor[1]))
     bit_index = jnp.uint32(31) - n.astype(jnp.uint32)
     is_set = _shr(part.high, bit_index) & 1 > 0
     return _TwoWords(*map(lambda a, b: jnp.where(is_set, a, b), smaller, y))
 
-  y = lax.fori_loop(0, _TABLE_BITS, bit, _TwoWords(ones, ones))
+  y = lax.fori_loop(0, _TABLE_BITS, apply_bit, _TwoWords(ones, ones))
   # 2**-r = 1 - z + z z / 2 with z = r ln 2 below 2**-28.
   low = _TwoWords(part.high & (2 ** (32 - _TABLE_BITS) - 1), part.low)
   (ln2,) = _fixed(np.log([WIDE(2)]), 64)

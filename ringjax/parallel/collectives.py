@@ -104,8 +104,8 @@ def vary(tree: Tree, axes: Sequence[str] | frozenset[str]) -> Tree:
   manual = manual_axes()
 
   def cast(x: jax.Array) -> jax.Array:
-    have = varying_axes(x)
-    need = tuple(a for a in sorted(axes) if a in manual and a not in have)
+    present = varying_axes(x)
+    need = tuple(a for a in sorted(axes) if a in manual and a not in present)
     return lax.pcast(x, need, to="varying") if need else x
 
   return jax.tree.map(cast, tree)

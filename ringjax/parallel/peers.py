@@ -315,8 +315,8 @@ class Peers:
     if self.failure is None:
       # This rank's own callbacks are for failures of others.
       self._on_failure = []
-      why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-      self._fail(self.rank, f"failed: {why}")
+      reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+      self._fail(self.rank, f"failed: {reason}")
 
   @contextlib.contextmanager
   def abandoning(self) -> Iterator[None]:
@@ -380,8 +380,8 @@ class Peers:
           peer.heard_s = peer.moved_s = now_s
       last_s = now_s
       if now_s >= next_s:
-        am = {"doing": self._doing, "n": self._ticks, "step": self._step}
-        self._tell_all({"t": "am", **am})
+        status = {"doing": self._doing, "n": self._ticks, "step": self._step}
+        self._tell_all({"t": "am", **status})
         next_s = now_s + self._every_s
       for key, _ in selector.select(min(0.1, max(0.0, next_s - now_s))):
         if not self._receive(key.data):
@@ -434,10 +434,10 @@ class Peers:
       peer.left = True
       self.wake()
     elif kind == "fail":
-      why = message["why"]
+      reason = message["why"]
       if message["rank"] == self.rank:
-        why = f"was given up by rank {rank}: {why}"
-      self._fail(message["rank"], why)
+        reason = f"was given up by rank {rank}: {reason}"
+      self._fail(message["rank"], reason)
 
   def _check_peers(self, now: float) -> None:
     """Report ranks that are silent or stuck as failed."""
@@ -447,8 +447,8 @@ class Peers:
       if now - peer.heard_s > self.timeout_s:
         self._fail(rank, f"has said nothing for {self.timeout_s:g} s")
       elif now - peer.moved_s > self.timeout_s and self._is_stuck(peer):
-        why = f"is stuck: it has made no progress for {self.timeout_s:g} s"
-        self._fail(rank, why)
+        reason = f"is stuck: it has made no progress for {self.timeout_s:g} s"
+        self._fail(rank, reason)
 
   def _is_stuck(self, peer: _Peer) -> bool:
     if peer.doing != TOGETHER:

@@ -106,17 +106,19 @@ def device_of(
   if isinstance(place.mesh, Mesh):
     return *platform_and_kind(place.mesh.devices.flat[0]), True
   ambient_mesh = place.mesh or jax.sharding.get_abstract_mesh()
-  alone = place.manual or place.mesh is not None
+  unpartitioned = place.manual or place.mesh is not None
   for a in operands:
     if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer):
-      return *platform_and_kind(next(iter(a.devices()))), alone or len(
+      return *platform_and_kind(next(iter(a.devices()))), unpartitioned or len(
         a.devices()
       ) == 1
-  alone = alone or (ambient_mesh.empty and jax.device_count() == 1)
+  unpartitioned = unpartitioned or (
+    ambient_mesh.empty and jax.device_count() == 1
+  )
   kind = getattr(ambient_mesh.abstract_device, "device_kind", None)
   if kind is not None and kind.startswith("TPU"):
-    return "tpu", kind, alone
-  return *platform_and_kind(jax.local_devices()[0]), alone
+    return "tpu", kind, unpartitioned
+  return *platform_and_kind(jax.local_devices()[0]), unpartitioned
 
 
 def check_axis(name: str, axis: MeshAxes) -> None:

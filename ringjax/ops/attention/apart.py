@@ -229,10 +229,10 @@ class SelectedView(_Wrapped):
     """Five largest scores [B, P, K, G, T, 5], and lse [B, K, G, T] of all."""
     shape, dtype = visit.q.shape[:4], wide_dtype(visit.q.dtype)
     like = (visit.q, self._keys, self.owner)
-    lead = (shape[0], self.count, *shape[1:], _TOP)
+    tops_shape = (shape[0], self.count, *shape[1:], _TOP)
     rows = jnp.arange(shape[0], dtype=jnp.int32)
 
-    def look(
+    def fold_scores(
       n: Index, s: jax.Array, v: jax.Array, tile: ScoreTile, carry: PyTree
     ) -> Any:
       del v
@@ -248,13 +248,15 @@ class SelectedView(_Wrapped):
       return tops.at[rows, owner].set(_largest(candidates)), new_top, total
 
     start = (
-      collectives.full(lead, -jnp.inf, dtype, like),
+      collectives.full(tops_shape, -jnp.inf, dtype, like),
       collectives.full(shape, -jnp.inf, dtype, like),
       collectives.zeros(shape, dtype, like),
     )
     count = self.owner.shape[1]
     tiles = jnp.arange(count, dtype=jnp.int32)
-    tops, top, total = self._fold(visit, tiles, jnp.int32(count), look, start)
+    tops, top, total = self._fold(
+      visit, tiles, jnp.int32(count), fold_scores, start
+    )
     if visit.axis is not None:
       global_top = collectives.largest(top, visit.axis)
       weight = jnp.exp(top - finite_max(global_top))
@@ -267,8 +269,8 @@ class SelectedView(_Wrapped):
     self, weight: Float[Array, "B P K G T"], visit: CacheVisit
   ) -> jax.Array:
     """Select contexts by weight, bool [B, P, K, G, T]; 1 where shared."""
-    real = visit.at.seg[:, None, None, None] > 0
-    weight = jnp.where(real, weight, 0)
+    is_token = visit.at.seg[:, None, None, None] > 0
+    weight = jnp.where(is_token, weight, 0)
     if self.together:
       weight = jnp.sum(weight, 4, keepdims=True)
     if self.by in ("token", "call"):

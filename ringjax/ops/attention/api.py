@@ -188,18 +188,18 @@ def dot_product_attention(
     by_name=False,
   )
   if implementation == "cudnn":
-    ours = (layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions,
-            sinks, logits_soft_cap, alibi_slopes)  # fmt: skip
-    plain = all(x is None for x in ours) and not dropout_rate
-    if place.size > 1 or not plain or isinstance(mask, Mask):
+    extra = (layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions,
+             sinks, logits_soft_cap, alibi_slopes)  # fmt: skip
+    only_jax_arguments = all(x is None for x in extra) and not dropout_rate
+    if place.size > 1 or not only_jax_arguments or isinstance(mask, Mask):
       raise OptionError(
         "implementation",
         "'cudnn' with a sharded sequence or an argument of ringjax",
         "one device and the arguments of jax.nn",
         "leave implementation out",
       )
-    theirs: Any = jax.nn.dot_product_attention
-    return theirs(
+    jax_function: Any = jax.nn.dot_product_attention
+    return jax_function(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,

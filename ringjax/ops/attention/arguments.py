@@ -241,9 +241,9 @@ class AttentionArgs:
         )
       )
 
-    of_mask = lambda x: P(batch) if jnp.ndim(x) else P()
+    mask_spec = lambda x: P(batch) if jnp.ndim(x) else P()
     specs = self._each(spec)
-    return dataclasses.replace(specs, mask=jax.tree.map(of_mask, self.mask))
+    return dataclasses.replace(specs, mask=jax.tree.map(mask_spec, self.mask))
 
   def padded(self, queries: Slots | None, keys: Slots | None) -> AttentionArgs:
     """Pad to the same number of slots on each shard; see `slots_of`."""
@@ -375,8 +375,8 @@ _KINDS: dict[Any, tuple[str, str]] = {
 
 def _check_dtype(name: str, x: jax.Array, kind: type) -> None:
   if not jnp.issubdtype(x.dtype, kind):
-    want, cast = _KINDS[kind]
-    raise DtypeError(name, x.dtype, want, f"pass {name}.astype(jnp.{cast})")
+    expected, cast = _KINDS[kind]
+    raise DtypeError(name, x.dtype, expected, f"pass {name}.astype(jnp.{cast})")
 
 
 def _array(
@@ -386,8 +386,8 @@ def _array(
   x = as_array(name, x)
   _check_dtype(name, x, kind)
   if x.shape not in shapes:
-    want = " or ".join(map(str, shapes))
-    raise ShapeError(name, f"shape {x.shape}", want, f"pass {each}")
+    expected = " or ".join(map(str, shapes))
+    raise ShapeError(name, f"shape {x.shape}", expected, f"pass {each}")
   return x
 
 

@@ -195,9 +195,9 @@ def tile_kinds(
     With
   `by_keys` it is [S/k_block, T/q_block], without a transposition.
   """
-  cut = lambda x, n: x.reshape(x.shape[0], -1, n)
-  rows = extent(Coords(cut(q.pos, q_block), cut(q.seg, q_block)))
-  cols = extent(Coords(cut(k.pos, k_block), cut(k.seg, k_block)))
+  into_tiles = lambda x, n: x.reshape(x.shape[0], -1, n)
+  rows = extent(Coords(into_tiles(q.pos, q_block), into_tiles(q.seg, q_block)))
+  cols = extent(Coords(into_tiles(k.pos, k_block), into_tiles(k.seg, k_block)))
   rows = jax.tree.map(lambda x: jnp.expand_dims(x, 1 if by_keys else 2), rows)
   cols = jax.tree.map(lambda x: jnp.expand_dims(x, 2 if by_keys else 1), cols)
   any_allowed, all_allowed = mask.bound(rows, cols)
@@ -319,9 +319,9 @@ class Blockwise(LocalAlgorithm):
       """Fold the tiles of these lists, whose rows are `size` queries."""
 
       def row(i: jax.Array, carry: Partial) -> Partial:
-        cut = lambda a: lax.dynamic_slice_in_dim(a, i * size, size, 3)
-        q, q_at = cut(x.q), cut_coords(context.q, i * size, size)
-        row_carry = Partial(*map(cut, carry))
+        slice_row = lambda a: lax.dynamic_slice_in_dim(a, i * size, size, 3)
+        q, q_at = slice_row(x.q), cut_coords(context.q, i * size, size)
+        row_carry = Partial(*map(slice_row, carry))
         for tiles, counts, masked in chosen:
 
           def step(
@@ -375,8 +375,12 @@ class Blockwise(LocalAlgorithm):
     def row(j: jax.Array, carry: tuple) -> tuple:
       dq, dk, dv, dterms = carry
       start = j * kb
-      cut = lambda a, axis: lax.dynamic_slice_in_dim(a, start, kb, axis)
-      k, v, flipped = cut(x.k, 2), cut(x.v, 2), cut(k_flipped, 3)
+      slice_keys = lambda a, axis: lax.dynamic_slice_in_dim(a, start, kb, axis)
+      k, v, flipped = (
+        slice_keys(x.k, 2),
+        slice_keys(x.v, 2),
+        slice_keys(k_flipped, 3),
+      )
       k_at = cut_coords(context.k, start, kb)
 
       def step(masked: bool, tiles: jax.Array, n: Index, sums: tuple) -> tuple:
@@ -393,8 +397,8 @@ class Blockwise(LocalAlgorithm):
       ):
         sums = loop(counts[j], functools.partial(step, masked, tiles), sums)
       dq, dk_j, dv_j, dterms = sums
-      put = lax.dynamic_update_slice_in_dim
-      return dq, put(dk, dk_j, start, 2), put(dv, dv_j, start, 2), dterms
+      update = lax.dynamic_update_slice_in_dim
+      return dq, update(dk, dk_j, start, 2), update(dv, dv_j, start, 2), dterms
 
     dq, dk, dv, dterms = loop(
       kinds.shape[0], row, (dq, zero(x.k), zero(x.v), dterms)
@@ -471,8 +475,10 @@ def fold_tile(
     scale = jnp.ones_like(scale)
   if flag is not None:
     s = s + FORWARD.head_key(flag)
-    seen = tile.allowed() if allowed is None else tile.allowed() & allowed
-    s = jnp.where(seen, s, -jnp.inf)
+    allowed_pairs = (
+      tile.allowed() if allowed is None else tile.allowed() & allowed
+    )
+    s = jnp.where(allowed_pairs, s, -jnp.inf)
     v = cleaned(v)
   # A positive scale keeps the order of bare products: scaling their maximum
   # spares a pass over the tile.
@@ -589,8 +595,8 @@ def finite_flag(x: Shaped[Array, " ..."], dtype: DTypeLike) -> jax.Array:
 
 def cut_coords(at: Coords, start: Index, size: int) -> Coords:
   """Slice the coordinates of `size` tokens from `start` on."""
-  cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
-  return Coords(cut(at.pos), cut(at.seg))
+  slice_tokens = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
+  return Coords(slice_tokens(at.pos), slice_tokens(at.seg))
 
 
 def joined(rows: int, q_block: int) -> int:

@@ -128,9 +128,9 @@ class ShardedDecode:
       platform=platform,
     )
     if not manual:
-      unsunk = terms._replace(sinks=None)
+      terms_without_sinks = terms._replace(sinks=None)
       partial = visit(
-        q=q, at=q_at, terms=unsunk, mask=mask, selection=selection
+        q=q, at=q_at, terms=terms_without_sinks, mask=mask, selection=selection
       ).over(views)
       return _finish(partial, q, terms)
     head_specs = (heads, ()) if q.shape[1] > 1 else ((), heads)
@@ -139,7 +139,7 @@ class ShardedDecode:
     # The sharded dimension of the queries, and that of their coordinates.
     q_axis, coords_axis = (0, 0) if self.masters else (3, 1)
     rows = views[0].shape[0]
-    over = frozenset({*collectives.names(self.axis), *batch, *heads})
+    varying_axes = frozenset({*collectives.names(self.axis), *batch, *heads})
     specs = jax.tree.leaves(
       tuple(view.specs(batch, head_specs[0], self.axis) for view in views),
       is_leaf=lambda x: isinstance(x, P),
@@ -155,7 +155,7 @@ class ShardedDecode:
     ) -> jax.Array:
       sinks = Terms(sinks=terms.sinks)
       q, arrays, q_at, slopes, mask, selection = collectives.vary(
-        (q, arrays, q_at, terms.slopes, mask, selection), over
+        (q, arrays, q_at, terms.slopes, mask, selection), varying_axes
       )
       if self.sharded or self.masters:
         assert self.axis is not None
@@ -208,14 +208,14 @@ class ShardedDecode:
   ) -> tuple[Any, Any, str]:
     """Local algorithm, decoder of few queries, and platform of the devices."""
     manual_mesh = self.mesh if manual else None
-    platform, kind, alone = device_of(
+    platform, kind, unpartitioned = device_of(
       CallSharding(axis=self.axis, mesh=manual_mesh), (q, k)
     )
     if self.mesh is not None and not manual:
-      alone = self.mesh.size == 1
+      unpartitioned = self.mesh.size == 1
     local = self.local
     if hasattr(local, "on_device"):
-      local = local.on_device(platform, kind, alone)
+      local = local.on_device(platform, kind, unpartitioned)
     decoder = local if hasattr(local, "decode") else Loops(platform)
     return local, decoder, platform
 
@@ -277,7 +277,7 @@ class CacheVisit:
     """Partial of this shard's keys."""
     if self.selection is not None:
       # Keys stay in the basis in which the index's keys are.
-      plain = [view.aligned(self.q, keys=False).view for view in views]
+      in_call_basis = [view.aligned(self.q, keys=False).view for view in views]
       visit = SelectiveVisit(
         selection=self.selection,
         scores=self.scores,
@@ -287,8 +287,8 @@ class CacheVisit:
         axis=self.axis,
         platform=self.platform,
       )
-      if visit.chooses(plain):
-        return visit.partial(self.q, plain)
+      if visit.chooses(in_call_basis):
+        return visit.partial(self.q, in_call_basis)
     return functools.reduce(merge, map(self._of_view, views))
 
   def _of_view(self, view: KVView) -> Partial:
@@ -319,7 +319,7 @@ class CacheVisit:
 
   def _read(self, view: KVView, q: jax.Array, terms: Terms) -> Partial:
     queries = self.at if view.queries is None else view.queries
-    view, view_q, back, by_head = view.aligned(q)
+    view, view_q, restore_basis, by_head = view.aligned(q)
     context = Context(queries, view.at, view.mask or self.mask)
     if by_head:
       view_q, context, terms = heads_as_examples(view_q, context, terms)
@@ -334,7 +334,7 @@ class CacheVisit:
       partial = jax.tree.map(
         lambda x: x.reshape(*q.shape[:4], *x.shape[4:]), partial
       )
-    return partial._replace(acc=back(partial.acc))
+    return partial._replace(acc=restore_basis(partial.acc))
 
   def combined(self, partial: Partial) -> Partial:
     """Combine this shard's partial with those of all shards."""

@@ -49,10 +49,10 @@ def filled_up(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   Without padding it would be stored smaller between two programs, and copied
   into each of them. Codes are padded by `stored_codes`.
   """
-  *lead, width = x.shape
+  *leading, width = x.shape
   if x.dtype == jnp.int8:
     return x
-  shape = *lead, -(-width // _LANES) * _LANES
+  shape = *leading, -(-width // _LANES) * _LANES
   return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
 

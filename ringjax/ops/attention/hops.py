@@ -202,7 +202,7 @@ class RingStrategy(Strategy):
       incoming = {
         i: self._send(blocks.get(i, block), lanes[i].shift) for i in part.send
       }
-      moved = {
+      moved_sums = {
         i: self._send_sums(sums[i], lanes[i].shift, incoming.get(i))
         for i in part.collect
       }
@@ -210,7 +210,9 @@ class RingStrategy(Strategy):
       for i in part.compute:
         carry, visit_sums = visit(carry, blocks.get(i), n * lanes[i].shift)
         if add is not None:
-          results[i] = add(moved[i], visit_sums) if i in moved else visit_sums
+          results[i] = (
+            add(moved_sums[i], visit_sums) if i in moved_sums else visit_sums
+          )
       return carry, incoming, results
 
     for part in schedule(lanes, sums=add is not None):

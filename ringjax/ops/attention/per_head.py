@@ -66,10 +66,10 @@ class PerHeadView(StoredView):
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
-    k, (of_k, of_v) = self.k[0], self.decoders[0]
-    value = of_v.dim if self.v else of_k.dim
+    k, (k_decoder, v_decoder) = self.k[0], self.decoders[0]
+    value = v_decoder.dim if self.v else k_decoder.dim
     heads = k.shape[2] * self.way.shape[0]
-    return k.shape[1], heads, k.shape[token_axis(k)], of_k.dim, value
+    return k.shape[1], heads, k.shape[token_axis(k)], k_decoder.dim, value
 
   @property
   def slot_bytes(self) -> int:
@@ -87,7 +87,7 @@ class PerHeadView(StoredView):
         "make the mesh without that axis, or take one codec for all heads",
       )
 
-    def arrays(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def array_specs(parts: tuple[Any, ...]) -> tuple[Any, ...]:
       return tuple(
         P(None, batch, None, *(None,) * (token_axis(x) - 3), tokens)
         for x in parts
@@ -96,8 +96,8 @@ class PerHeadView(StoredView):
     replicated = lambda x: jax.tree.map(lambda _: P(), x)
     return tree.with_leaves(
       self,
-      k=arrays(self.k),
-      v=arrays(self.v),
+      k=array_specs(self.k),
+      v=array_specs(self.v),
       at=coords_specs(self.at, self.k[0].shape[1], batch, tokens),
       way=P(),
       row=P(),

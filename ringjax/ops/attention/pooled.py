@@ -273,8 +273,8 @@ def decode_pool(
   # XLA's CPU compiler sums products of 16-bit numbers in an order that depends
   # on the number of rows, but not those of float32; the terms are the same, as
   # a product of two 16-bit numbers is exact in float32.
-  form = dtype if platform == "cpu" else None
-  flat = flat if form is None else flat.astype(form)
+  product_dtype = dtype if platform == "cpu" else None
+  flat = flat if product_dtype is None else flat.astype(product_dtype)
 
   def tile_of(view: Any, n: Index) -> tuple[jax.Array, jax.Array, Any]:
     k, v = view.tile(n * block, block)
@@ -306,7 +306,7 @@ def decode_pool(
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
       p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * row_queries, block)
-      acc = _weighted("ktn,ktj->knj", p, v[0], form)
+      acc = _weighted("ktn,ktj->knj", p, v[0], product_dtype)
       acc = acc.reshape(heads, batch, groups, queries, -1)
       return jnp.swapaxes(acc, 0, 1)
 
@@ -327,7 +327,7 @@ def decode_pool(
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
       p = p.reshape(batch, heads, row_queries, block)
-      acc = _weighted("bktn,bktj->bknj", p, v, form)
+      acc = _weighted("bktn,bktj->bknj", p, v, product_dtype)
       return acc.reshape(batch, heads, groups, queries, -1)
 
     unfinished = (tile >= plan.done[0])[:, None, None, None, None]

@@ -133,13 +133,13 @@ def ring_q(at: CostTerms) -> Found:
     if backward:
       moving = (at.q + at.o) * at.number + 2 * at.rows * WIDE
       sums = at.q * WIDE
-      put = 2 * at.q * WIDE + 2 * at.sum_bytes
+      put_bytes = 2 * at.q * WIDE + 2 * at.sum_bytes
     else:
       moving, sums = at.q * at.number, (at.o + 2 * at.rows) * WIDE
       # The partial that arrives is added to the local one.
-      put = 3 * sums
+      put_bytes = 3 * sums
     read_bytes = at.query_bytes(backward) + at.kv_bytes
-    compute = at.seconds(pairs, backward, taken=read_bytes, put=put)
+    compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
     sends = [
       at.ring.send(moving * (hop < n - 1), sums * (hop > 0)) for hop in range(n)
     ]
@@ -158,10 +158,10 @@ def gather(at: CostTerms) -> Found:
 
   def one_pass(backward: bool) -> tuple[float, float]:
     read_bytes = at.query_bytes(backward) + at.size * at.kv_bytes
-    put = at.sums(False)
+    put_bytes = at.sums(False)
     if backward:
-      put = 2 * at.q * WIDE + 2 * at.size * at.sum_bytes
-    compute = at.seconds(pairs, backward, taken=read_bytes, put=put)
+      put_bytes = 2 * at.q * WIDE + 2 * at.size * at.sum_bytes
+    compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
     compute = compute + others * at.decode_s
     seconds = float(compute.max())
     if others:
@@ -213,15 +213,15 @@ def _traded(at: CostTerms, inner: int) -> Prediction:
 
   def one_pass(backward: bool) -> tuple[float, float]:
     if backward:
-      put = 2 * q * WIDE + (3 if n > 1 else 2) * sum_bytes
+      put_bytes = 2 * q * WIDE + (3 if n > 1 else 2) * sum_bytes
       # do is received; dq, dk and dv are sent back.
       traded = (o + q) * at.number + 2 * rows * WIDE + kv_bytes
     else:
-      put = 2 * (o + 2 * rows) * WIDE
+      put_bytes = 2 * (o + 2 * rows) * WIDE
       traded = (q + o) * at.number + rows * WIDE + kv_bytes
     read_bytes = (q + (o + q) * backward) * at.number + kv_bytes
     compute = at.seconds(
-      by_hop, backward, heads=heads, taken=read_bytes, put=put
+      by_hop, backward, heads=heads, taken=read_bytes, put=put_bytes
     )
     compute = compute + at.decode_s * more_kv * (n > 1)
     seconds = at.rotation(
@@ -270,14 +270,14 @@ def two_level(at: CostTerms, inner: int) -> Found:
         inner_net.send(at.wire_bytes * (h < inner - 1), sums * (h > 0))
         for h in range(inner)
       ]
-      turned = turn(compute.reshape(inner, n, inner), sends).reshape(-1)
+      inner_end = turn(compute.reshape(inner, n, inner), sends).reshape(-1)
       # The sums of the turn are sent on to the device that holds them.
-      turned = turned + inner_net.send(sums)
+      inner_end = inner_end + inner_net.send(sums)
       slow = outer_net.send(at.wire_bytes * (outer < n - 1), sums * (outer > 0))
       # Both ends begin a turn together, as in a hop of a ring.
       begin = np.maximum(finish, np.roll(finish, -inner))
       arrival = begin + slow if slow else finish
-      end = np.maximum(finish + turned, arrival)
+      end = np.maximum(finish + inner_end, arrival)
       finish = np.maximum(end, np.roll(arrival, inner)) if slow else end
     return float(finish.max()) + outer_net.send(sums), total
 
@@ -311,8 +311,8 @@ def halo(at: CostTerms) -> Found:
   def one_pass(backward: bool) -> tuple[float, float]:
     kv = (at.s + tokens) * token
     read_bytes = at.query_bytes(backward) + kv * at.number
-    put = 2 * at.q * WIDE + 2 * kv * WIDE if backward else at.sums(False)
-    compute = at.seconds(pairs, backward, taken=read_bytes, put=put)
+    put_bytes = 2 * at.q * WIDE + 2 * kv * WIDE if backward else at.sums(False)
+    compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
     seconds = float(compute.max())
     for itemsize in (at.number, WIDE) if backward else (at.number,):
       ways = [0.0, 0.0]

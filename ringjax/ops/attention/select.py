@@ -377,8 +377,8 @@ def explain(
     mesh: Device mesh; default the operands', else the current one.
     axis: Mesh axis that shards the sequence, or two of them, groups of
       devices first; default the operands', else "seq".
-    shards: Without a mesh: number of devices, or a mapping from one axis or two
-      to their sizes.
+    shards: Number of devices where there is no mesh, or a mapping from one axis
+      or two to their sizes.
     layout: Order of the tokens on the shards; None tries all of `LAYOUTS`.
     is_causal: Whether a query only sees keys at and before its position.
     mask: Mask over coordinates, e.g. `Window(4096)`; with is_causal both hold.
@@ -527,12 +527,12 @@ def _axes(
 
 def _sharding(x: Any) -> tuple[list[tuple[str, ...]], Any]:
   """Return the mesh axes of an operand's four dimensions, and its mesh."""
-  none: list[tuple[str, ...]] = [()] * 4
+  no_axes: list[tuple[str, ...]] = [()] * 4
   mesh, spec = sharding_of(x) if hasattr(x, "sharding") else (None, None)
   if spec is None:
-    return none, mesh
-  leading = none[: 4 - len(x.shape)] if mesh is not None else []
-  return [*leading, *spec, *none][:4], mesh
+    return no_axes, mesh
+  leading = no_axes[: 4 - len(x.shape)] if mesh is not None else []
+  return [*leading, *spec, *no_axes][:4], mesh
 
 
 # ---------------------------------------------------------------------------

@@ -194,12 +194,12 @@ def chosen_pairs(
     queries, at = chunk
     scores = queries.scores(keys)
     place = lambda x, axis: jnp.expand_dims(x, axis)
-    seen = visible(
+    allowed = visible(
       mask,
       Coords(*(place(x, 2) for x in at)),
       Coords(*(place(x, 1) for x in k_at)),
     )
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(allowed, scores, -jnp.inf)
     last = _Ranked.of(scores, k_at.pos, queries.count).last(queries.count)
     return last.reads(scores, k_at.pos[:, None])
 
@@ -378,8 +378,8 @@ class SelectiveVisit:
       view, block, lists.masked[0], lists.masked_count[0], step, empty
     )
     expand = lambda at, axis: Coords(*(jnp.expand_dims(x, axis) for x in at))
-    seen = visible(mask, expand(q_at, 2), expand(k_at, 1))
+    allowed = visible(mask, expand(q_at, 2), expand(k_at, 1))
     if (pages := selecting(view)) is not None:
       # The index chooses among the keys of the pages that a query reads.
-      seen &= in_tiles(pages.chosen(q)[:, 0], block)
-    return jnp.where(seen, scores, -jnp.inf), k_at
+      allowed &= in_tiles(pages.chosen(q)[:, 0], block)
+    return jnp.where(allowed, scores, -jnp.inf), k_at

@@ -125,13 +125,13 @@ def statistics(
     column_mass = result[..., :group].reshape(b, s, n)
   else:
     out, lse = call(values)
-  seen = lse != -jnp.inf
+  sees_key = lse != -jnp.inf
   entropy = lse - out[..., -1]
   if x.sinks is not None:
     sink = x.sinks.astype(dtype)[None, None]
-    entropy = entropy - jnp.exp(sink - jnp.where(seen, lse, 0)) * sink
+    entropy = entropy - jnp.exp(sink - jnp.where(sees_key, lse, 0)) * sink
   # Rounding may make it slightly negative; NaN stays.
-  entropy = jnp.where(seen, jnp.maximum(entropy, 0), 0)
+  entropy = jnp.where(sees_key, jnp.maximum(entropy, 0), 0)
   result = AttentionStatistics(
     entropy, lse, None if keep is None else out[..., group], column_mass
   )

@@ -47,10 +47,10 @@ def view_statistics(
     sinks: Learned scores of the layer's heads, or None.
     before: Position below which keys count for the kept mass.
   """
-  plain = [_scores(x, visit) for x in views if not _apart(x)]
-  plain_lse = jax.nn.logsumexp(jnp.concatenate(plain, -1), -1)
+  plain_scores = [_scores(x, visit) for x in views if not _apart(x)]
+  plain_lse = jax.nn.logsumexp(jnp.concatenate(plain_scores, -1), -1)
   logits = [
-    *plain,
+    *plain_scores,
     *(_weighed(x, visit, plain_lse) for x in views if _apart(x)),
   ]
   ordered = [x for x in views if not _apart(x)] + [
@@ -69,10 +69,10 @@ def view_statistics(
     s = jnp.concatenate([s, sink_scores.astype(s.dtype)], -1)
     keep = jnp.pad(keep, ((0, 0), (0, 1)))
   lse = jax.nn.logsumexp(s, -1)
-  seen = lse != -jnp.inf
-  p = jnp.exp(s - jnp.where(seen, lse, 0)[..., None])
+  sees_key = lse != -jnp.inf
+  p = jnp.exp(s - jnp.where(sees_key, lse, 0)[..., None])
   mean = jnp.sum(jnp.where(p > 0, p * s, 0), -1)
-  entropy = jnp.where(seen, jnp.maximum(lse - mean, 0), 0)
+  entropy = jnp.where(sees_key, jnp.maximum(lse - mean, 0), 0)
   mass = jnp.sum(jnp.where(keep[:, None, None, None], p, 0), -1)
   to_query_heads = lambda x: jnp.moveaxis(x, 3, 1).reshape(
     x.shape[0], x.shape[3], -1

@@ -349,8 +349,8 @@ class StoredView:
     """Elements of a key and of a value."""
     if self.decoders is None:
       return self.k.shape[-1], self.v.shape[-1]
-    of_k, of_v = self.decoders
-    return of_k.dim, (of_k if self.v is self.k else of_v).dim
+    k_decoder, v_decoder = self.decoders
+    return k_decoder.dim, (k_decoder if self.v is self.k else v_decoder).dim
 
   @property
   def slot_bytes(self: EncodedView | PooledView | PagedView | HostView) -> int:

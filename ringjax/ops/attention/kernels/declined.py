@@ -14,12 +14,12 @@ def check(kernel: Any, *call: Any) -> None:
     kernel: Kernel to ask.
     *call: Arguments of its `decline`.
   """
-  why = kernel.decline(*call)
-  if why is None:
+  reason = kernel.decline(*call)
+  if reason is None:
     return
   raise OptionError(
     "local",
-    f"{type(kernel).__name__}() for {why}",
+    f"{type(kernel).__name__}() for {reason}",
     "a call that this kernel serves",
     "pass local=AutoKernel(), which takes what serves each call",
   )

@@ -135,8 +135,8 @@ def arrangement(form: CodeFormat) -> Arrangement:
       for byte in (0, 1):
         for n in (0, 1):
           fields.append(Lookup(odd, 8 * byte + 4 * n))
-          of_word = words + np.array([byte, byte + 2])
-          dims.append((of_word + (n * len(odds) + odd) * width).reshape(-1))
+          word_dims = words + np.array([byte, byte + 2])
+          dims.append((word_dims + (n * len(odds) + odd) * width).reshape(-1))
     return Arrangement(tuple(fields), np.concatenate(dims))
   for part in form.parts:
     words = part.width // _WORD
@@ -151,8 +151,8 @@ def arrangement(form: CodeFormat) -> Arrangement:
           fields.append(
             Field(part.first // _WORD, words, shift, mask | mask << 16)
           )
-          of_word = _WORD * np.arange(words)[:, None] + [byte, byte + 2]
-          dims.append((of_word + n * part.width).reshape(-1))
+          word_dims = _WORD * np.arange(words)[:, None] + [byte, byte + 2]
+          dims.append((word_dims + n * part.width).reshape(-1))
   return Arrangement(tuple(fields), np.concatenate(dims))
 
 
@@ -172,23 +172,25 @@ class DecodeCodesTPU(DecoderTPU):
   ) -> int:
     """Approximate bytes of vector memory that a step takes."""
     heads, kb = self.tile(q, keys)
-    of_k, of_v = _formats(keys)
+    k_format, v_format = _formats(keys)
     row = sum(x.shape[3] for x in _arrays(keys))
-    rows = QueryRows.of(q, (of_k, of_v)).total
-    h, j = (tile_ops.lanes(_columns(x, q.dtype)) for x in (of_k, of_v))
+    rows = QueryRows.of(q, (k_format, v_format)).total
+    h, j = (tile_ops.lanes(_columns(x, q.dtype)) for x in (k_format, v_format))
     stats = 3 * tile_ops.LANES
     # Inputs and outputs are double-buffered for the next step.
-    moved = 2 * heads * (kb * row + 4 * rows * (h + j + stats + tile_ops.LANES))
+    in_flight = (
+      2 * heads * (kb * row + 4 * rows * (h + j + stats + tile_ops.LANES))
+    )
     scratch = 4 * heads * rows * (j + stats)
     numbers = 2 * _PIECE * (h + j)
     scores = 4 * 4 * rows * kb
     # Cosines and sines of positions, and products with them.
     tables = 0
-    if of_k.by_channel:
-      rotation_plan = _rotated_rows(of_k, rotation).turns
+    if k_format.by_channel:
+      rotation_plan = _rotated_rows(k_format, rotation).turns
       tables = 4 * 3 * rotation_plan.count * kb + 4 * heads * rows * kb
       numbers += 4 * _PIECE * rotation_plan.products
-    return moved + scratch + numbers + scores + tables
+    return in_flight + scratch + numbers + scores + tables
 
   def decline(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
@@ -239,31 +241,31 @@ class DecodeCodesTPU(DecoderTPU):
     context, slopes = args.context, args.terms.slopes
     b, kv, g, t, _ = q.shape
     length = keys.k.shape[4]
-    of_k, of_v = _formats(keys)
+    k_format, v_format = _formats(keys)
     heads, kb = self.tile(q, keys)
     columns = -(-length // kb)
     at = Coords(*(pad_axis(c, 1, columns * kb) for c in context.k))
     kinds = tile_kinds(context.mask, context.q, at, t, kb)
     steps = tile_ops.TileSteps.of(kinds)
-    rows = QueryRows.of(q, (of_k, of_v))
+    rows = QueryRows.of(q, (k_format, v_format))
     flat = q.reshape(b, kv, g * t, -1)
-    rotation_plan, of_channels, angles = None, _OfChannels(), []
-    if of_k.by_channel:
-      rotation_plan = _rotated_rows(of_k, rotation).turns
+    rotation_plan, channel_operands, angles = None, _OfChannels(), []
+    if k_format.by_channel:
+      rotation_plan = _rotated_rows(k_format, rotation).turns
       if rotation_plan.count:
         angles = [pltpu.VMEM((2 * rotation_plan.count, kb), jnp.float32)]
-      by_group, sums, of_channels = _by_channel(
-        flat, of_k, rotation, keys.constants[0], rows, heads
+      by_group, sums, channel_operands = _by_channel(
+        flat, k_format, rotation, keys.constants[0], rows, heads
       )
     else:
-      by_group, sums = _queries(flat, of_k, rows)
+      by_group, sums = _queries(flat, k_format, rows)
     row_at = jnp.stack(tile_ops.by_row(context.q, q.shape), 2)
     shared = keys.v is keys.k
-    num_columns, bias = _columns(of_v, q.dtype), _bias(of_v, q.dtype)
+    num_columns, bias = _columns(v_format, q.dtype), _bias(v_format, q.dtype)
     operands = [
       by_group,
       sums,
-      *(x for x in of_channels if x is not None),
+      *(x for x in channel_operands if x is not None),
       rows.spread(row_at, 1),
       tile_ops.pair(at, b),
       *(
@@ -277,7 +279,7 @@ class DecodeCodesTPU(DecoderTPU):
     tables = [
       None if not form.looked_up else _table(form, constants)
       for form, constants in zip(
-        (of_k, of_v)[: 1 if shared else 2], keys.constants, strict=False
+        (k_format, v_format)[: 1 if shared else 2], keys.constants, strict=False
       )
     ]
     operands += [x for x in tables if x is not None]
@@ -288,13 +290,16 @@ class DecodeCodesTPU(DecoderTPU):
     layer = jnp.asarray(keys.layer, jnp.int32).reshape(1)
     # All queries are one row of tiles.
     column = lambda i, words: tile_ops.column_of(words[i])
-    of_heads = lambda bi, ki, i, *_: (bi, ki, 0, 0)
-    of_keys = lambda bi, ki, i, layer, words, *_: (
+    heads_block = lambda bi, ki, i, *_: (bi, ki, 0, 0)
+    keys_block = lambda bi, ki, i, layer, words, *_: (
       layer[0], bi, ki, 0, column(i, words),
     )  # fmt: skip
     in_specs = [
-      *(pl.BlockSpec((1, heads, *x.shape[2:]), of_heads) for x in operands[:2]),
-      *of_channels.specs(heads, rows.total),
+      *(
+        pl.BlockSpec((1, heads, *x.shape[2:]), heads_block)
+        for x in operands[:2]
+      ),
+      *channel_operands.specs(heads, rows.total),
       pl.BlockSpec((1, rows.total, 2), lambda bi, ki, i, *_: (bi, 0, 0)),
       pl.BlockSpec(
         (1, 2, kb),
@@ -306,7 +311,7 @@ class DecodeCodesTPU(DecoderTPU):
         pl.BlockSpec((heads, rows.total, 1), lambda bi, ki, i, *_: (ki, 0, 0))
       )
     in_specs += [
-      pl.BlockSpec((1, 1, heads, x.shape[3], kb), of_keys)
+      pl.BlockSpec((1, 1, heads, x.shape[3], kb), keys_block)
       for x in _arrays(keys)
     ]
     for x in operands[codes + len(_arrays(keys)) :]:
@@ -337,10 +342,10 @@ class DecodeCodesTPU(DecoderTPU):
         args.scores,
         jax.tree.structure(context.mask),
         structure,
-        (of_k, of_v),
+        (k_format, v_format),
         rows,
         rotation_plan,
-        tuple(x is not None for x in of_channels),
+        tuple(x is not None for x in channel_operands),
         shared,
         slopes is not None,
         tuple(x is not None for x in tables),
@@ -350,7 +355,7 @@ class DecodeCodesTPU(DecoderTPU):
         grid=(b, kv // heads, steps.count),
         in_specs=in_specs,
         out_specs=[
-          pl.BlockSpec((1, heads, rows.total, n), of_heads)
+          pl.BlockSpec((1, heads, rows.total, n), heads_block)
           for n in (num_columns, 1, 1, 1)
         ],
         scratch_shapes=[
@@ -368,7 +373,7 @@ class DecodeCodesTPU(DecoderTPU):
       name="ringjax_decode_codes",
     )(layer, *leaves, *operands)
     unflatten = lambda x, *last: x[:, :, : g * t].reshape(b, kv, g, t, *last)
-    acc = unflatten(_in_order(acc, zeros, of_v, rows, bias), of_v.dim)
+    acc = unflatten(_in_order(acc, zeros, v_format, rows, bias), v_format.dim)
     return Partial(acc, unflatten(m), unflatten(l))
 
   def _cost(self, q: jax.Array, keys: EncodedView) -> pl.CostEstimate:
@@ -459,7 +464,7 @@ def _by_channel(
 
   For codes with a sink the sums are [B, K, N, 2]: of zeros and of the sink.
   """
-  scale, zero, *of_sink, levels = (
+  scale, zero, *sink_constants, levels = (
     jnp.asarray(x, jnp.float32) for x in constants
   )
   rotated_rows = _rotated_rows(form, rotation)
@@ -470,7 +475,7 @@ def _by_channel(
   channel_queries = pad_rows(rotated_rows.queries(q, rotation, scale, zero))
   if form.sinks:
     sink_queries = pad_rows(
-      rotated_rows.queries(q, rotation, scale, of_sink[0])
+      rotated_rows.queries(q, rotation, scale, sink_constants[0])
     )
     channel_queries = channel_queries._replace(
       zeros=jnp.concatenate([channel_queries.zeros, sink_queries.zeros], 2),
@@ -493,7 +498,7 @@ def _by_channel(
     turn = (jnp.broadcast_to(x[None], zero.shape) for x in turn)
     parts = [level, *turn]
     if form.sinks:
-      sink, factor = of_sink
+      sink, factor = sink_constants
       factor = jnp.broadcast_to(factor, sink.shape)
       near_level = levels[:, :1] * scale * factor + sink
       parts += [rotated_codes.as_words(x) for x in (near_level, factor)]
@@ -515,9 +520,9 @@ def _arrays(keys: EncodedView) -> tuple[Any, ...]:
 def _formats(keys: EncodedView) -> tuple[CodeFormat, CodeFormat]:
   """Return the code formats of keys and of values."""
   k, v = keys.decoders
-  of_k, of_v = k.format, (k if keys.v is keys.k else v).format
-  assert of_k is not None and of_v is not None
-  return of_k, of_v
+  k_format, v_format = k.format, (k if keys.v is keys.k else v).format
+  assert k_format is not None and v_format is not None
+  return k_format, v_format
 
 
 def _bias(form: CodeFormat, dtype: DTypeLike) -> float:
@@ -589,11 +594,11 @@ def _queries(
   """
   dims = arrangement(form).dims
   real = dims < form.dim
-  spread = jnp.take(q, np.where(real, dims, 0), axis=3)
+  spread_q = jnp.take(q, np.where(real, dims, 0), axis=3)
   parts, sums = [], []
   for n in range(rows.copies):
     in_group = real & (dims // form.group == n)
-    parts.append(jnp.where(in_group, spread, jnp.zeros_like(spread)))
+    parts.append(jnp.where(in_group, spread_q, jnp.zeros_like(spread_q)))
     group_q = q[..., n * form.group : (n + 1) * form.group].astype(jnp.float32)
     sums.append(jnp.sum(group_q, -1, keepdims=True))
   stack = lambda x: jnp.concatenate(
@@ -687,8 +692,8 @@ class Scales(NamedTuple):
         packed = lax.shift_right_logical(packed, jnp.int32(16 * start))
       else:
         row = lax.broadcasted_iota(jnp.int32, packed.shape, 0)
-        odd = (row % form.groups + start) % 2
-        packed = lax.shift_right_logical(packed, odd * 16)
+        is_upper_half = (row % form.groups + start) % 2
+        packed = lax.shift_right_logical(packed, is_upper_half * 16)
       return _float(packed & 0xFFFF, signed)
 
     def byte(n: int) -> jax.Array:
@@ -710,7 +715,7 @@ class Scales(NamedTuple):
       start = 2 * form.groups * form.halves
       first_byte = start + count + 2 * n
       bits = byte(first_byte) | byte(first_byte + 1) << 8
-      number, place = _float(bits, True), byte(start + n)
+      value, place = _float(bits, True), byte(start + n)
       if form.by_channel:
         assert channels is not None
         level = _by_place(channels, place)
@@ -718,11 +723,11 @@ class Scales(NamedTuple):
           assert near_channels is not None
           near_sink = bits & 1 != 0 if near_sink is None else near_sink
           level = jnp.where(near_sink, _by_place(near_channels, place), level)
-        outliers.append((place, number - level))
+        outliers.append((place, value - level))
         continue
       assert scale is not None
-      number = number if zero is None else number - zero
-      outliers.append((place, number / scale))
+      value = value if zero is None else value - zero
+      outliers.append((place, value / scale))
     return cls(scale, zero, tuple(outliers), near_sink)
 
   def cleaned(self) -> tuple[Scales, jax.Array]:
@@ -903,14 +908,14 @@ def _levels(
   numbers = []
   rows = parts[0][0].shape[0]
   spots = [spot.of_head(head, lanes, rows) for spot in codes.spots]
-  for number, (low, high) in enumerate(parts):
+  for field_index, (low, high) in enumerate(parts):
     packed = low | high
     if signs is not None:
       # The highest bits of both halves of a word.
-      shift = arrangement(form).fields[number].shift
+      shift = arrangement(form).fields[field_index].shift
       packed = packed ^ ((signs << (15 - shift)) & -0x7FFF8000)
     for spot in spots:
-      packed = spot.put(form, number, packed)
+      packed = spot.put(form, field_index, packed)
     numbers.append(pltpu.bitcast(packed, jnp.bfloat16))
   return jnp.concatenate(numbers, 0)
 
@@ -925,10 +930,10 @@ def _pieces(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
   outliers = [
     [x[head : head + 1, lanes] for x in outlier] for outlier in codes.outliers
   ]
-  for number, halves in enumerate(parts):
+  for field_index, halves in enumerate(parts):
     rows = halves[0].shape[0]
-    dims = arrangement(form).dims.reshape(-1, rows, 2)[number]
-    shift = arrangement(form).fields[number].shift
+    dims = arrangement(form).dims.reshape(-1, rows, 2)[field_index]
+    shift = arrangement(form).fields[field_index].shift
     row = lax.broadcasted_iota(jnp.int32, halves[0].shape, 0) * _WORD
     for half, x in enumerate(halves):
       if signs is not None:
@@ -972,7 +977,7 @@ def _looked_up(
     signs = lax.shift_right_logical(~words, jnp.int32(3)) & 0x11111111
     nibbles = [words ^ ((signs << 3) - signs)]
 
-  def look(table: jax.Array, words: jax.Array, shift: int) -> jax.Array:
+  def look_up(table: jax.Array, words: jax.Array, shift: int) -> jax.Array:
     shifted = (
       lax.shift_right_logical(words, jnp.int32(shift)) if shift else words
     )
@@ -990,8 +995,8 @@ def _looked_up(
     for row in range(0, words.shape[0], _ROWS):
       register = words[row : row + _ROWS]
       pair = (
-        look(lower, register, field.shift),
-        look(upper, register, field.shift + 16),
+        look_up(lower, register, field.shift),
+        look_up(upper, register, field.shift + 16),
       )
       pieces.append(pair)
     low, high = (jnp.concatenate(x, 0) for x in zip(*pieces, strict=True))
@@ -1025,7 +1030,7 @@ class Spot(NamedTuple):
     part = jnp.zeros_like(place)
     for first in range(width, form.dim, width):
       part = part + (place >= first).astype(jnp.int32)
-    within = place - part * width
+    dim_in_part = place - part * width
     first_level = lambda h: table[h if table.shape[0] > 1 else 0][:1]
     level = jnp.concatenate([first_level(h) for h in range(heads)], 0)
     half = lambda x: lax.bitcast_convert_type(
@@ -1034,8 +1039,8 @@ class Spot(NamedTuple):
     bits = half(kept) ^ half(tile_ops.widened(level, size))
     lower = lax.shift_right_logical(bits, jnp.int32(16))
     return cls(
-      (2 * part + (within & 1)) << 8 | within >> 2,
-      jnp.where(within & 2 != 0, bits, lower),
+      (2 * part + (dim_in_part & 1)) << 8 | dim_in_part >> 2,
+      jnp.where(dim_in_part & 2 != 0, bits, lower),
     )
 
   def of_head(self, head: int, lanes: slice, rows: int) -> Spot:
@@ -1050,8 +1055,8 @@ class Spot(NamedTuple):
       arrangement(form).dims.reshape(-1, both.shape[0], 2)[field, 0, 0]
     )
     width = form.parts[0].width
-    number = 2 * (first // width) + first % width
-    row = lax.broadcasted_iota(jnp.int32, both.shape, 0) | number << 8
+    field_number = 2 * (first // width) + first % width
+    row = lax.broadcasted_iota(jnp.int32, both.shape, 0) | field_number << 8
     return both ^ jnp.where(row == self.where, self.bits, jnp.int32(0))
 
 
@@ -1117,25 +1122,27 @@ def _kernel(
   scalars = jax.tree.unflatten(structure, refs[1:count])
   q_ref, sums_ref, *remaining = refs[count:]
   optional: list[Any] = [
-    remaining.pop(0) if yes else None for yes in of_channels
+    remaining.pop(0) if present else None for present in of_channels
   ]
   frequencies, zeros, outlying, channels = optional
   q_at, k_at, *remaining = remaining
   slope_ref = remaining.pop(0) if sloped else None
   k_ref = remaining.pop(0)
   v_ref = k_ref if shared else remaining.pop(0)
-  k_table, *own_table = (remaining.pop(0) if yes else None for yes in looked_up)
+  k_table, *own_table = (
+    remaining.pop(0) if present else None for present in looked_up
+  )
   v_table = k_table if shared else own_table[0]
   acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref, *remaining = (
     remaining
   )
   tables: Any = remaining[0] if remaining else None
-  of_k, of_v = formats
+  k_format, v_format = formats
   b, i = pl.program_id(0), pl.program_id(2)
   word = scalars.words[i]
   heads, size = k_ref.shape[2], k_ref.shape[4]
   dtype = q_ref.dtype
-  bias = _bias(of_v, dtype)
+  bias = _bias(v_format, dtype)
   pieces = [slice(n, min(size, n + _PIECE)) for n in range(0, size, _PIECE)]
 
   @pl.when(word & tile_ops.FIRST != 0)
@@ -1150,38 +1157,38 @@ def _kernel(
     row_at = Coords(q_at[0, :, 0:1], q_at[0, :, 1:2])
     allowed: Any = None
     if masked:
-      of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
-      leaves = [of_example(ref) for ref in scalars.leaves]
+      leaf_of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
+      leaves = [leaf_of_example(ref) for ref in scalars.leaves]
       allowed = visible(jax.tree.unflatten(mask, leaves), row_at, columns)
     distances: Any = None
     if slope_ref is not None:
       distances = distance(row_at.pos, columns.pos)
     k_words, v_words = (ref.bitcast(jnp.int32) for ref in (k_ref, v_ref))
-    number = lambda n: rotated_codes.as_numbers(channels[0, n])
+    channel_row = lambda n: rotated_codes.as_numbers(channels[0, n])
     k_scales = Scales.of(
       k_words,
-      of_k,
+      k_format,
       heads,
-      None if channels is None else number(0),
-      number(3) if of_k.sinks else None,
+      None if channels is None else channel_row(0),
+      channel_row(3) if k_format.sinks else None,
     )
     near_sink: Any = k_scales.near
     factors: Any = None
-    if of_k.sinks:
-      factors = jnp.where(near_sink, number(4)[:, :1], np.float32(1))
-    v_scales = k_scales if shared else Scales.of(v_words, of_v, heads)
-    odd: Any = None
+    if k_format.sinks:
+      factors = jnp.where(near_sink, channel_row(4)[:, :1], np.float32(1))
+    v_scales = k_scales if shared else Scales.of(v_words, v_format, heads)
+    nan_flags: Any = None
     if masked:
-      v_scales, odd = v_scales.cleaned()
+      v_scales, nan_flags = v_scales.cleaned()
     # Outliers of per-channel keys are added to the products instead.
     inside = k_scales.outliers if turns is None else ()
-    k_codes = Codes.of(k_words, k_table, of_k, inside, dtype)
-    v_codes = Codes.of(v_words, v_table, of_v, v_scales.outliers, dtype)
+    k_codes = Codes.of(k_words, k_table, k_format, inside, dtype)
+    v_codes = Codes.of(v_words, v_table, v_format, v_scales.outliers, dtype)
     # The bias adds a multiple of the scale to a product.
     k_zero = k_scales.zero
-    if _bias(of_k, dtype):
+    if _bias(k_format, dtype):
       assert k_zero is not None and k_scales.scale is not None
-      k_zero = k_zero - k_scales.scale * (_BIAS * arrangement(of_k).many)
+      k_zero = k_zero - k_scales.scale * (_BIAS * arrangement(k_format).many)
     rotated_zeros: Any = None
     if frequencies is not None:
       for lanes in pieces:
@@ -1218,7 +1225,7 @@ def _kernel(
         zero_products = rotated_zeros[
           head * rows_per_head : (head + 1) * rows_per_head
         ]
-        if of_k.sinks:
+        if k_format.sinks:
           row_near_sink = (
             _rows_of(near_sink.astype(jnp.int32), head, rows.total) != 0
           )
@@ -1230,7 +1237,7 @@ def _kernel(
         yield zero_products
       if None in turns.slots:
         still_products = sums_ref[0, head]
-        if of_k.sinks:
+        if k_format.sinks:
           row_near_sink = (
             _rows_of(near_sink.astype(jnp.int32), head, rows.total) != 0
           )
@@ -1253,13 +1260,13 @@ def _kernel(
         1,
       )
       head_rows = functools.partial(
-        _of_head, head=head, groups=of_k.groups, rows=rows
+        _of_head, head=head, groups=k_format.groups, rows=rows
       )
       if turns is None:
         assert k_scales.scale is not None
         dot = dot * head_rows(k_scales.scale)
       else:
-        if of_k.sinks:
+        if k_format.sinks:
           dot = dot * factors[head : head + 1]
         dot = functools.reduce(jnp.add, added(head), dot)
       if k_zero is not None:
@@ -1269,15 +1276,15 @@ def _kernel(
       slope = None if slope_ref is None else slope_ref[head]
       s, c = tile_ops.power(scores, dot, slope, lambda: distances)
       head_rows = functools.partial(
-        _of_head, head=head, groups=of_v.groups, rows=rows
+        _of_head, head=head, groups=v_format.groups, rows=rows
       )
       if masked:
-        s = jnp.where(allowed, s + rows.merged(head_rows(odd)), -jnp.inf)
-      old = m_ref[head, :, 0:1]
-      m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
+        s = jnp.where(allowed, s + rows.merged(head_rows(nan_flags)), -jnp.inf)
+      old_m = m_ref[head, :, 0:1]
+      m = jnp.maximum(old_m, jnp.max(s, axis=1, keepdims=True) * c)
       safe = finite_max(m)
       p = jnp.exp2(s * c - safe)
-      weight = jnp.exp2(old - safe)
+      weight = jnp.exp2(old_m - safe)
       l_ref[head] = l_ref[head] * weight + _by_lane(p)
       m_ref[head] = all_lanes(m)
       if v_scales.zero is not None:

@@ -229,11 +229,13 @@ def _kernel(
     row_pos[example, row_slice][:, None], row_seg[example, row_slice][:, None]
   )
   slopes = None if slope_ref is None else slope_ref[head, row_slice][:, None]
-  of_example = lambda ref: ref[0 if ref.shape[0] == 1 else example]
-  seen = jax.tree.unflatten(mask, [of_example(ref) for ref in leaves])
+  leaf_of_example = lambda ref: ref[0 if ref.shape[0] == 1 else example]
+  example_mask = jax.tree.unflatten(
+    mask, [leaf_of_example(ref) for ref in leaves]
+  )
 
   def step(masked: bool, columns: Ref, i: Index, carry: PyTree) -> PyTree:
-    acc, old, total = carry
+    acc, old_m, total = carry
     first, inside = columns[i // run] * (run * kb), i % run * kb
     # The last entry ends with the last key; its coordinates mask the keys that
     # it shares with the one before (`tiled`).
@@ -250,15 +252,17 @@ def _kernel(
     )
     if masked:
       nonfinite = ~tile_ops.finite(v)
-      odd = jnp.where(
+      nan_flags = jnp.where(
         jnp.max(nonfinite.astype(jnp.float32), 1) > 0, jnp.nan, 0.0
       )
       v = jnp.where(nonfinite, jnp.zeros_like(v), v)
-      s = jnp.where(visible(seen, at_q, at_k), s + odd[None], -jnp.inf)
-    m = jnp.maximum(old, jnp.max(s, 1) * c)
+      s = jnp.where(
+        visible(example_mask, at_q, at_k), s + nan_flags[None], -jnp.inf
+      )
+    m = jnp.maximum(old_m, jnp.max(s, 1) * c)
     safe = finite_max(m)
     p = jnp.exp2(s * c - safe[:, None])
-    weight = jnp.exp2(old - safe)
+    weight = jnp.exp2(old_m - safe)
     sums = tile_ops.dot(p.astype(v.dtype), v, tile_ops.NN)
     return acc * weight[:, None] + sums, m, total * weight + jnp.sum(p, 1)
 

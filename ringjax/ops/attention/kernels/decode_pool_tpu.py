@@ -62,11 +62,14 @@ class DecodePoolTPU(DecoderTPU):
   ) -> tuple[int, int]:
     """(heads, slots) of a tile for queries [B, K, G, T, H]."""
     block = self.kv_block or pool_tile(keys.page, "tpu")
-    row, room = block * _slot_bytes(keys), tile_ops.core(self.chip).vmem_bytes
+    row, vmem_bytes = (
+      block * _slot_bytes(keys),
+      tile_ops.core(self.chip).vmem_bytes,
+    )
     heads = self.most_heads(
       q.shape[1],
       lambda n: (
-        n * row <= _TILE_BYTES and _vmem(q, keys, n, block) <= room // 2
+        n * row <= _TILE_BYTES and _vmem(q, keys, n, block) <= vmem_bytes // 2
       ),
     )
     return heads, block
@@ -241,9 +244,9 @@ class _PoolCall:
     layer = jnp.asarray(self.keys.layer, jnp.int32).reshape(1)
     scalars = (layer, pages, row, tile, count.reshape(1), *self.leaves)
     specs, arrays = self.pages()
-    of_heads = lambda ki, i, *_: (ki, 0, 0)
+    heads_block = lambda ki, i, *_: (ki, 0, 0)
     all_rows = lambda ki, i, *_: (0, 0)
-    at = lambda ki, i, layer, pages, row, which, *_: (row[i], which[i], 0, 0)
+    at = lambda ki, i, layer, pages, row, tile, *_: (row[i], tile[i], 0, 0)
     sizes = (j, tile_ops.LANES, tile_ops.LANES)
     sums = pl.pallas_call(
       functools.partial(_common_kernel, *self.static),
@@ -251,14 +254,14 @@ class _PoolCall:
         num_scalar_prefetch=len(scalars),
         grid=(kv // self.heads, jnp.maximum(count, 1)),
         in_specs=[
-          pl.BlockSpec((self.heads, rows, h), of_heads),
+          pl.BlockSpec((self.heads, rows, h), heads_block),
           pl.BlockSpec((rows, 2), all_rows),
           pl.BlockSpec(cover.shape, all_rows),
           pl.BlockSpec((1, 1, 2, self.block), at),
           *specs,
         ],
         out_specs=[
-          pl.BlockSpec((self.heads, rows, n), of_heads) for n in sizes
+          pl.BlockSpec((self.heads, rows, n), heads_block) for n in sizes
         ],
       ),
       out_shape=[self.out_type(kv, rows, n) for n in sizes],
@@ -287,10 +290,10 @@ class _PoolCall:
     context = self.args.context
     q_at = Coords(*(_last(x, b)[:, None] for x in context.q))
     k_at = Coords(*(self.at[:, :, n].reshape(b, -1) for n in (0, 1)))
-    seen = visible(context.mask, q_at, k_at)
-    needed = jnp.any(seen.reshape(b, columns, self.block), 2)
-    number = jnp.arange(columns, dtype=jnp.int32)[None]
-    needed = needed & (number >= plan.done[0][:, None])
+    visible_slots = visible(context.mask, q_at, k_at)
+    needed = jnp.any(visible_slots.reshape(b, columns, self.block), 2)
+    tile_index = jnp.arange(columns, dtype=jnp.int32)[None]
+    needed = needed & (tile_index >= plan.done[0][:, None])
     steps = tile_ops.TileSteps.of(needed.astype(jnp.int8))
     words = steps.words
     row, column = tile_ops.row_of(words), tile_ops.column_of(words)
@@ -300,13 +303,13 @@ class _PoolCall:
     layer = jnp.asarray(self.keys.layer, jnp.int32).reshape(1)
     scalars = (layer, pages, words, *self.leaves)
     specs, arrays = self.pages()
-    of_row = lambda ki, i, layer, pages, words, *_: (
+    row_block = lambda ki, i, layer, pages, words, *_: (
       tile_ops.row_of(words[i]), ki, 0, 0,
     )  # fmt: skip
     at = lambda ki, i, layer, pages, words, *_: (
       tile_ops.row_of(words[i]), tile_ops.column_of(words[i]), 0, 0,
     )  # fmt: skip
-    spec = lambda x: pl.BlockSpec((1, self.heads, *x.shape[2:]), of_row)
+    spec = lambda x: pl.BlockSpec((1, self.heads, *x.shape[2:]), row_block)
     operand = pad_axis(q[:, :, :, 0], 2, rows)
     first = len(scalars)
     # All queries of a row have one position: scalars.
@@ -372,22 +375,25 @@ def _fold(
 ) -> None:
   """Fold a tile into the sums, references [heads, n, ...]."""
   acc_ref, m_ref, l_ref = sums
-  of_k, of_v = pages[:each], pages[each:] if both else pages[:each]
+  k_pages, v_pages = pages[:each], pages[each:] if both else pages[:each]
   for head in range(acc_ref.shape[0]):
     q = q_ref[head]
     join_pages = lambda refs, head=head: jnp.concatenate(
       [ref[0, 0, head] for ref in refs], 0
     )
-    k, v = join_pages(of_k).astype(q.dtype), join_pages(of_v).astype(q.dtype)
+    k, v = (
+      join_pages(k_pages).astype(q.dtype),
+      join_pages(v_pages).astype(q.dtype),
+    )
     dot = tile_ops.dot(q, k, tile_ops.NT)
     s, c = tile_ops.power(scores, dot, None, _undefined)
-    v, odd = tile_ops.cleaned(v)
-    s = jnp.where(allowed, s + odd, -jnp.inf)
-    old = m_ref[head, :, 0:1]
-    m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
+    v, nan_flags = tile_ops.cleaned(v)
+    s = jnp.where(allowed, s + nan_flags, -jnp.inf)
+    old_m = m_ref[head, :, 0:1]
+    m = jnp.maximum(old_m, jnp.max(s, axis=1, keepdims=True) * c)
     safe = finite_max(m)
     p = jnp.exp2(s * c - safe)
-    weight = jnp.exp2(old - safe)
+    weight = jnp.exp2(old_m - safe)
     total = jnp.sum(p, axis=1, keepdims=True)
     all_lanes = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
     l_ref[head] = all_lanes(l_ref[head, :, 0:1] * weight + total)

@@ -62,10 +62,10 @@ class DecodeTPU(DecoderTPU):
     h, j = tile_ops.lanes(q.shape[4]), tile_ops.lanes(keys.v.shape[4])
     stats = 2 * tile_ops.LANES
     # Inputs and outputs are double-buffered for the next step.
-    moved = 2 * heads * (kb * _row_bytes(keys) + 4 * rows * (h + j + stats))
+    in_flight = 2 * heads * (kb * _row_bytes(keys) + 4 * rows * (h + j + stats))
     scratch = 4 * heads * rows * (j + stats)
     scores = 4 * 4 * rows * kb
-    return moved + scratch + scores
+    return in_flight + scratch + scores
 
   def decline(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
@@ -125,12 +125,12 @@ class DecodeTPU(DecoderTPU):
     # All queries are one row of tiles.
     row = lambda i, words: tile_ops.row_of(words[i])
     column = lambda i, words: tile_ops.column_of(words[i])
-    of_rows = lambda bi, ki, i, layer, words, *_: (bi, ki, row(i, words), 0)
-    of_keys = lambda bi, ki, i, layer, words, *_: (
+    rows_block = lambda bi, ki, i, layer, words, *_: (bi, ki, row(i, words), 0)
+    keys_block = lambda bi, ki, i, layer, words, *_: (
       layer[0], bi, ki, column(i, words), 0,
     )  # fmt: skip
     in_specs = [
-      pl.BlockSpec((1, heads, rows, h), of_rows),
+      pl.BlockSpec((1, heads, rows, h), rows_block),
       pl.BlockSpec(
         (1, rows, 2),
         lambda bi, ki, i, layer, words, *_: (bi, row(i, words), 0),
@@ -148,7 +148,7 @@ class DecodeTPU(DecoderTPU):
         )
       )
     in_specs += [
-      pl.BlockSpec((1, 1, heads, kb, n), of_keys)
+      pl.BlockSpec((1, 1, heads, kb, n), keys_block)
       for n in ((h,) if shared else (h, j))
     ]
     out_type = lambda n: collectives.out_type(
@@ -168,7 +168,7 @@ class DecodeTPU(DecoderTPU):
         grid=(b, kv // heads, steps.count),
         in_specs=in_specs,
         out_specs=[
-          pl.BlockSpec((1, heads, rows, n), of_rows) for n in (j, 1, 1)
+          pl.BlockSpec((1, heads, rows, n), rows_block) for n in (j, 1, 1)
         ],
         scratch_shapes=[
           pltpu.VMEM((heads, rows, j), jnp.float32),
@@ -240,8 +240,8 @@ def _kernel(
     columns = Coords(k_at[0, 0:1, :], k_at[0, 1:2, :])
     allowed: Any = None
     if masked:
-      of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
-      leaves = [of_example(ref) for ref in scalars.leaves]
+      leaf_of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
+      leaves = [leaf_of_example(ref) for ref in scalars.leaves]
       allowed = visible(jax.tree.unflatten(mask, leaves), rows, columns)
     distances: Any = None
     if slope_ref is not None:
@@ -253,13 +253,13 @@ def _kernel(
       dot = tile_ops.dot(q, k, tile_ops.NT)
       s, c = tile_ops.power(scores, dot, slope, lambda: distances)
       if masked:
-        v, odd = tile_ops.cleaned(v)
-        s = jnp.where(allowed, s + odd, -jnp.inf)
-      old = m_ref[head, :, 0:1]
-      m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
+        v, nan_flags = tile_ops.cleaned(v)
+        s = jnp.where(allowed, s + nan_flags, -jnp.inf)
+      old_m = m_ref[head, :, 0:1]
+      m = jnp.maximum(old_m, jnp.max(s, axis=1, keepdims=True) * c)
       safe = finite_max(m)
       p = jnp.exp2(s * c - safe)
-      weight = jnp.exp2(old - safe)
+      weight = jnp.exp2(old_m - safe)
       total = jnp.sum(p, axis=1, keepdims=True)
       all_lanes = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
       l_ref[head] = all_lanes(l_ref[head, :, 0:1] * weight + total)

@@ -103,9 +103,11 @@ class DecoderTPU:
       return f"tiles of {block} keys: no multiples of {tile_ops.LANES}"
     if -(-length // block) >= 1 << tile_ops.COLUMN_BITS:
       return f"{length} keys a shard: more than its list holds"
-    room = tile_ops.core(self.chip).vmem_bytes
-    if need > room // 4 * 3:
-      return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
+    vmem_bytes = tile_ops.core(self.chip).vmem_bytes
+    if need > vmem_bytes // 4 * 3:
+      return (
+        f"{need >> 20} MB of tiles for {vmem_bytes >> 20} MB of vector memory"
+      )
     return tile_ops.undecoded(
       q,
       keys,

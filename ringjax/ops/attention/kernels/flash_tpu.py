@@ -210,14 +210,14 @@ class _TileScores(NamedTuple):
     q_at: Ref,
     k_at: Ref,
   ) -> _TileScores:
-    of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
-    leaves = [of_example(ref) for ref in scalars.leaves]
+    leaf_of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
+    leaves = [leaf_of_example(ref) for ref in scalars.leaves]
     return cls(
       scores,
       jax.tree.unflatten(structure, leaves),
       None if scalars.slopes is None else scalars.slopes[n],
       None if scalars.heads is None else scalars.heads[n],
-      None if scalars.seed is None else of_example(scalars.seed),
+      None if scalars.seed is None else leaf_of_example(scalars.seed),
       Coords(q_at[0, 0:1, :], q_at[0, 1:2, :]),
       Coords(_column_of(k_at[0, 0:1, :]), _column_of(k_at[0, 1:2, :])),
     )
@@ -271,11 +271,11 @@ def _in_turn(
   run out of registers.
   """
   lookahead = len(parts) // 2 + 1
-  products = [multiply(cut) for cut in parts[:lookahead]]
-  for i, cut in enumerate(parts):
+  products = [multiply(columns) for columns in parts[:lookahead]]
+  for i, columns in enumerate(parts):
     if i + lookahead < len(parts):
       products.append(multiply(parts[i + lookahead]))
-    fold(cut, products[i])
+    fold(columns, products[i])
     products[i] = None
 
 
@@ -404,22 +404,22 @@ def _forward_kernel(
     if masked:
       v, flag = tile_ops.clean(v), _column_of(flag_ref[0, 0])
 
-    def fold(cut: slice, dot: jax.Array) -> None:
-      cut_scores = at.of_queries(cut)
+    def fold(q_slice: slice, dot: jax.Array) -> None:
+      cut_scores = at.of_queries(q_slice)
       s, c = cut_scores.power(dot)
       if masked:
         s = jnp.where(cut_scores.allowed(), s + flag, -jnp.inf)
-      old = m_ref[:, cut]
-      m = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True) * c)
+      old_m = m_ref[:, q_slice]
+      m = jnp.maximum(old_m, jnp.max(s, axis=0, keepdims=True) * c)
       safe = finite_max(m) if masked else m
       p = jnp.exp2(s * c - safe)
-      weight = jnp.exp2(old - safe)
-      m_ref[:, cut] = m
+      weight = jnp.exp2(old_m - safe)
+      m_ref[:, q_slice] = m
       total = jnp.sum(p, axis=0, keepdims=True)
-      l_ref[:, cut] = l_ref[:, cut] * weight + total
+      l_ref[:, q_slice] = l_ref[:, q_slice] * weight + total
       if scores.dropout_rate:
         p = p * cut_scores.dropout_weight()
-      acc[:, cut] = acc[:, cut] * weight + tile_ops.dot(
+      acc[:, q_slice] = acc[:, q_slice] * weight + tile_ops.dot(
         v, p.astype(v.dtype), tile_ops.NN
       )
 
@@ -427,7 +427,7 @@ def _forward_kernel(
     queries = acc.shape[1]
     _in_turn(
       _columns(queries, queries if masked else side),
-      lambda cut: tile_ops.dot(k, q_ref[0, 0, cut], tile_ops.NT),
+      lambda q_slice: tile_ops.dot(k, q_ref[0, 0, q_slice], tile_ops.NT),
       fold,
     )
 
@@ -624,8 +624,8 @@ def _grad_bytes(h: int, j: int) -> int:
 def _span(kernel: FlashTPU, x: Local) -> int:
   """Keys of one backward kernel, in whole tiles."""
   kb = kernel.blocks(x.q.shape[3], x.k.shape[2])[1]
-  room = tile_ops.core(kernel.chip).vmem_bytes // 4
-  max_keys = room // _grad_bytes(x.k.shape[3], x.v.shape[3])
+  gradient_vmem = tile_ops.core(kernel.chip).vmem_bytes // 4
+  max_keys = gradient_vmem // _grad_bytes(x.k.shape[3], x.v.shape[3])
   return max(min(kernel.key_span, max_keys) // kb, 1) * kb
 
 
@@ -660,9 +660,9 @@ def _cost(
   rows, t, s = sizes
   pairs = rows * t * s * _share(mask, t, s)
   machine = chips.MACHINES[kernel.chip or tile_ops.SOME]
-  reached = machine.part("kernel")[backward]
+  efficiency = machine.part("kernel")[backward]
   return pl.CostEstimate(
-    flops=int(pairs * flops / reached),
+    flops=int(pairs * flops / efficiency),
     transcendentals=int(pairs),
     bytes_accessed=sum(a.size * a.dtype.itemsize for a in operands),
   )

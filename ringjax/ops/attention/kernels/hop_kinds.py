@@ -111,8 +111,8 @@ def _terms(mask: Mask) -> list[Mask]:
 
 def known(mask: Mask) -> bool:
   """Whether hops under this mask are mostly of a kind other than `OTHER`."""
-  simple = (Causal, Everything, SameSegment)
-  return all(isinstance(term, simple) for term in _terms(mask))
+  simple_masks = (Causal, Everything, SameSegment)
+  return all(isinstance(term, simple_masks) for term in _terms(mask))
 
 
 def kinds(
@@ -149,15 +149,15 @@ def kinds(
 def _stairs(q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
   """Whether `k <= q` is (causal, strict), for positions [B, pieces, T]."""
   if q.shape[-1] != k.shape[-1]:
-    no = jnp.zeros((1, 1, 1), bool)
-    return no, no
+    never = jnp.zeros((1, 1, 1), bool)
+    return never, never
   # Keys in order: comparing each query with the key at its step and the next
   # one decides for all the others.
   order = jnp.all(k[..., 1:] >= k[..., :-1], -1)[:, None, :]
   q, k = q[:, :, None], k[:, None]
-  below = jnp.all(k <= q, -1) & jnp.all(k[..., 1:] > q[..., :-1], -1)
-  above = jnp.all(k > q, -1) & jnp.all(k[..., :-1] <= q[..., 1:], -1)
-  return order & below, order & above
+  below_diagonal = jnp.all(k <= q, -1) & jnp.all(k[..., 1:] > q[..., :-1], -1)
+  above_diagonal = jnp.all(k > q, -1) & jnp.all(k[..., :-1] <= q[..., 1:], -1)
+  return order & below_diagonal, order & above_diagonal
 
 
 class HopPlan(NamedTuple):
@@ -182,8 +182,8 @@ class HopPlan(NamedTuple):
     half = t // 2
     if half and t % 2 == 0 and s % half == 0:
       grid = kinds(mask, *at, 2, s // half)
-      cut = (choice == OTHER) & jnp.all(grid != OTHER)
-      choice = jnp.where(cut, jnp.int32(PIECES), choice)
+      into_pieces = (choice == OTHER) & jnp.all(grid != OTHER)
+      choice = jnp.where(into_pieces, jnp.int32(PIECES), choice)
     choice = jnp.where(sound | (choice == NONE), choice, jnp.int32(OTHER))
     return cls(choice, grid)
 
@@ -222,13 +222,13 @@ def forward(
     shifted = Partial.of(_roll(out, 1), _roll(lse, 1))
     return merge(carry, shifted)
 
-  simple = [
+  kernel_branches = [
     lambda x, carry: carry,
     functools.partial(fold, False),
     functools.partial(fold, True),
     strict,
   ]
-  simple = [_typed(branch, axes) for branch in simple]
+  kernel_branches = [_typed(branch, axes) for branch in kernel_branches]
 
   def run_fallback(x: Local, carry: Partial) -> Partial:
     return fallback.forward(x, args, carry)
@@ -237,12 +237,14 @@ def forward(
     def piece(n: jax.Array, carry: Partial) -> Partial:
       part = _Piece.of(plan, x, n)
       part_carry = Partial(*(part.cut_q(c) for c in carry))
-      part_carry = lax.switch(part.kind, simple, part.cut(x), part_carry)
+      part_carry = lax.switch(
+        part.kind, kernel_branches, part.cut(x), part_carry
+      )
       return Partial(*map(part.put_q, carry, part_carry))
 
     return loop(_size(plan), piece, carry)
 
-  return plan.switch([*simple, run_fallback, pieces], axes, x, carry)
+  return plan.switch([*kernel_branches, run_fallback, pieces], axes, x, carry)
 
 
 def backward(
@@ -285,17 +287,17 @@ def backward(
     lse = jnp.where(_last_row(rows.lse), _FAR, rows.lse)
     return add(True, _up(x), rows._replace(lse=lse), dq, 1)
 
-  simple = [
+  kernel_branches = [
     lambda x, rows, dq: (dq, *zeros(x)),
     functools.partial(add, False),
     functools.partial(add, True),
     strict,
   ]
-  simple = [_typed(branch, axes) for branch in simple]
+  kernel_branches = [_typed(branch, axes) for branch in kernel_branches]
   # Only blockwise may change the gradients of terms.
   with_terms = [
     lambda x, rows, carry, one=branch: (*one(x, rows, carry[0]), carry[1])
-    for branch in simple
+    for branch in kernel_branches
   ]
 
   def run_fallback(x: Local, rows: Rows, carry: QGradients) -> PyTree:
@@ -309,7 +311,7 @@ def backward(
       part = _Piece.of(plan, x, n)
       part_rows = Rows(*(part.cut_q(a) for a in rows))
       dq_part, dk_j, dv_j = lax.switch(
-        part.kind, simple, part.cut(x), part_rows, part.cut_q(dq, 4)
+        part.kind, kernel_branches, part.cut(x), part_rows, part.cut_q(dq, 4)
       )
       return (
         part.put_q(dq, dq_part, 4),
@@ -375,15 +377,15 @@ class _Piece(NamedTuple):
   def cut_q(self, a: jax.Array, axis: int = 3) -> jax.Array:
     return lax.dynamic_slice_in_dim(a, self.row, self.length, axis)
 
-  def put_q(self, a: jax.Array, one: jax.Array, axis: int = 3) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(a, one, self.row, axis)
+  def put_q(self, a: jax.Array, update: jax.Array, axis: int = 3) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(a, update, self.row, axis)
 
   def cut_k(self, a: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(a, self.column, self.length, 2)
 
-  def add_k(self, a: jax.Array, one: jax.Array) -> jax.Array:
-    one = self.cut_k(a) + one
-    return lax.dynamic_update_slice_in_dim(a, one, self.column, 2)
+  def add_k(self, a: jax.Array, summand: jax.Array) -> jax.Array:
+    total = self.cut_k(a) + summand
+    return lax.dynamic_update_slice_in_dim(a, total, self.column, 2)
 
   def cut(self, x: Local) -> Local:
     return Local(self.cut_q(x.q), self.cut_k(x.k), self.cut_k(x.v))
@@ -412,8 +414,8 @@ def _roll(a: jax.Array, shift: int) -> jax.Array:
 
 def _last_row(lse: jax.Array) -> jax.Array:
   """Mark the row that `_roll` moved around the end, bool [B, K, G, T]."""
-  number = lax.broadcasted_iota(jnp.int32, lse.shape, 3)
-  return number == lse.shape[3] - 1
+  row_index = lax.broadcasted_iota(jnp.int32, lse.shape, 3)
+  return row_index == lse.shape[3] - 1
 
 
 def _up(x: Local) -> Local:

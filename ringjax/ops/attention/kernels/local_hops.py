@@ -64,17 +64,17 @@ class LocalHops(LocalAlgorithm):
   def _parts(self, x: Local, args: ScoreArgs) -> PyTree:
     """Split the keys by hop: (index, k, v, coordinates)."""
 
-    def cut(a: jax.Array, axis: int) -> jax.Array:
+    def split_hops(a: jax.Array, axis: int) -> jax.Array:
       shape = (*a.shape[:axis], self.hops, -1, *a.shape[axis + 1 :])
       return jnp.moveaxis(a.reshape(shape), axis, 0)
 
-    at = Coords(*(cut(c, 1) for c in args.context.k))
+    at = Coords(*(split_hops(c, 1) for c in args.context.k))
     index = jnp.arange(self.hops, dtype=jnp.int32)
-    return index, cut(x.k, 2), cut(x.v, 2), at
+    return index, split_hops(x.k, 2), split_hops(x.v, 2), at
 
   def _operands(
     self, x: Local, args: ScoreArgs, part: PyTree
   ) -> tuple[Local, ScoreArgs]:
-    number, k, v, at = part
-    column = args.column + number * k.shape[2]
+    hop_index, k, v, at = part
+    column = args.column + hop_index * k.shape[2]
     return Local(x.q, k, v), args.of_keys(at, column)

@@ -118,9 +118,9 @@ class RotatedRows(NamedTuple):
     if rotation is None or rotation.rope is None:
       return zeros
     rope = rotation.rope
-    turned = slice(rotation.first, rotation.first + rope.turned)
+    rotated_dims = slice(rotation.first, rotation.first + rope.turned)
     pairs = rope.frequencies(rotation.length)
-    scatter = lambda into, x: into.at[turned].set(x[rope.pairs])
+    scatter = lambda into, x: into.at[rotated_dims].set(x[rope.pairs])
     return Frequencies(*map(scatter, zeros, pairs))
 
   def queries(
@@ -143,8 +143,10 @@ class RotatedRows(NamedTuple):
       assert rotation is not None and rotation.rope is not None
       crossed = rotation.quarter(straight_q)
       size = np.ones((1, 1, 1, q.shape[3]), np.float32)
-      turned = slice(rotation.first, rotation.first + rotation.rope.turned)
-      size[..., turned] = rotation.rope.scaling.magnitude
+      rotated_dims = slice(
+        rotation.first, rotation.first + rotation.rope.turned
+      )
+      size[..., rotated_dims] = rotation.rope.scaling.magnitude
       straight_q, crossed = (x * size for x in (straight_q, crossed))
     per_head = lambda x: x.astype(jnp.float32)[None, :, None]
     straight, across = (x * per_head(scale) for x in (straight_q, crossed))

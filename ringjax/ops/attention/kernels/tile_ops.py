@@ -62,7 +62,9 @@ class TileSteps(NamedTuple):
     place = jnp.cumsum(counts, 1, dtype=jnp.int32)
     first = counts & (place == 1)
     last = counts & (place == place[:, -1:])
-    set_bit = lambda yes, bit: jnp.where(yes, jnp.int32(bit), jnp.int32(0))
+    set_bit = lambda condition, bit: jnp.where(
+      condition, jnp.int32(bit), jnp.int32(0)
+    )
     index = lambda axis: lax.broadcasted_iota(jnp.int32, kinds.shape, axis)
     words = (
       set_bit(first, FIRST)
