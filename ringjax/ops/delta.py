@@ -115,12 +115,12 @@ def delta_rule(
     state = jnp.zeros((b, n, h, j), dtype)
   start = state.astype(dtype).reshape(b, heads, n // heads, h, j)
   start = collectives.vary(start, collectives.varying_axes(x, start))
-  blocks = _cut(x, chunk)
+  blocks = _split_blocks(x, chunk)
   if axis is not None:
-    arriving = _arriving if correct else _arriving_faded
+    arriving = _state_before if correct else _faded_state_before
     start = arriving(start, blocks, axis)
   block = functools.partial(_block, correct=correct)
-  end, out = _walk(block, start, blocks)
+  end, out = _scan_blocks(block, start, blocks)
   if axis is not None:
     last = collectives.axis_size(axis) - 1
     is_last = collectives.axis_index(axis) == last
@@ -168,7 +168,7 @@ class _Chunks(NamedTuple):
   keys: jax.Array | None
 
 
-def _cut(x: _Tokens, chunk: int) -> _Tokens:
+def _split_blocks(x: _Tokens, chunk: int) -> _Tokens:
   """Split tokens into [blocks, chunks, B, C, ...], padded with no-ops."""
   tokens = x.k.shape[1]
   size = min(chunk, 1 << (tokens - 1).bit_length())
@@ -185,7 +185,7 @@ def _cut(x: _Tokens, chunk: int) -> _Tokens:
   return _Tokens(*(split(a) for a in x))
 
 
-def _walk(
+def _scan_blocks(
   f: Callable[..., Any], state: jax.Array, blocks: _Tokens
 ) -> tuple[jax.Array, Any]:
   """Scan f(state, block) -> (state, output); gradients recompute blocks."""
@@ -202,11 +202,11 @@ def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
   if decay.ndim > beta.ndim:
     k = _per_head(x.k, dtype)
     fade = jnp.exp(jnp.cumsum(decay, -2))
-    decayed_keys = k * jnp.exp(_behind(decay))
+    decayed_keys = k * jnp.exp(_sums_after(decay))
     if not correct:
       values = jnp.transpose(x.v.astype(dtype), (0, 1, 3, 4, 2, 5))
       return _Chunks(decayed_keys, None, fade, values * beta[..., None], None)
-    key_products = _alike(*jnp.broadcast_arrays(k, k, decay))
+    key_products = _decayed_products(*jnp.broadcast_arrays(k, k, decay))
     inverse = _inverse(
       jnp.where(strictly_lower, key_products * beta[..., None], 0)
     )
@@ -244,7 +244,7 @@ def _per_head(x: jax.Array, wide: Any) -> jax.Array:
   return jnp.moveaxis(x, 2, 3)[:, :, :, None].astype(wide)
 
 
-def _behind(decay: jax.Array) -> jax.Array:
+def _sums_after(decay: jax.Array) -> jax.Array:
   """Sum over the tokens after each token, for [..., C, H]."""
   following = jnp.pad(
     decay[..., 1:, :], ((0, 0),) * (decay.ndim - 2) + ((0, 1), (0, 0))
@@ -252,16 +252,18 @@ def _behind(decay: jax.Array) -> jax.Array:
   return lax.cumsum(following, decay.ndim - 2, reverse=True)
 
 
-def _alike(q: jax.Array, k: jax.Array, decay: jax.Array) -> jax.Array:
+def _decayed_products(
+  q: jax.Array, k: jax.Array, decay: jax.Array
+) -> jax.Array:
   """sum_h q_th D_tsh k_sh for s <= t, else 0, for [c, ..., C, H], by halves."""
   n = q.shape[-2] // 2
   if n == 0:
     return jnp.sum(q * k, -1, keepdims=True)
   first, last = (lambda x: x[..., :n, :]), (lambda x: x[..., n:, :])
   halves = (jnp.concatenate([first(x), last(x)]) for x in (q, k, decay))
-  upper, lower = jnp.split(_alike(*halves), 2)
+  upper, lower = jnp.split(_decayed_products(*halves), 2)
   from_middle = jnp.exp(jnp.cumsum(last(decay), -2))
-  to_middle = jnp.exp(_behind(first(decay)))
+  to_middle = jnp.exp(_sums_after(first(decay)))
   corner = product(
     "...th,...sh->...ts", last(q) * from_middle, first(k) * to_middle
   )
@@ -335,7 +337,7 @@ def _block(
   if chunks.kept is None:
     decay = jnp.moveaxis(x.decay, 2, 4)
     q, k = (_per_head(a, decay.dtype) for a in (x.q, x.k))
-    weights = _alike(*jnp.broadcast_arrays(q, k, decay))
+    weights = _decayed_products(*jnp.broadcast_arrays(q, k, decay))
     within_chunk = product("cbkgts,cbkgsj->cbkgtj", weights, u)
     from_state = product(
       "cbkgth,cbkghj->cbkgtj", q * chunks.fade, states_before
@@ -353,14 +355,14 @@ def _block(
   )
 
 
-def _arriving(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
+def _state_before(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
   """State before each shard's tokens, given the state before all."""
   h, j = state.shape[-2:]
   identity = jnp.broadcast_to(
     jnp.eye(h, dtype=state.dtype)[None, None, None], (*state.shape[:-1], h)
   )
   map_ = jnp.concatenate([jnp.zeros_like(state), identity], -1)
-  map_, _ = _walk(
+  map_, _ = _scan_blocks(
     lambda s, x: (_advance(s, _prepare(x))[0], None), map_, blocks
   )
   maps = collectives.gather(map_[None], axis, 0)
@@ -374,9 +376,11 @@ def _arriving(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
   return lax.dynamic_index_in_dim(states_before, shard, 0, keepdims=False)
 
 
-def _arriving_faded(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
+def _faded_state_before(
+  state: jax.Array, blocks: _Tokens, axis: str
+) -> jax.Array:
   """State before each shard's tokens, without the correction."""
-  added, _ = _walk(
+  added, _ = _scan_blocks(
     lambda s, x: (_advance(s, _prepare(x, False))[0], None),
     jnp.zeros_like(state),
     blocks,

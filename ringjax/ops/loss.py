@@ -116,12 +116,12 @@ def blockwise_cross_entropy(
   if not batched:
     h, code = h[None], code[None]
   _check_mesh(h, w)
-  nll = _nll(spec, *_alike(h, w, code))
+  nll = _nll(spec, *_vary_alike(h, w, code))
   nll = nll if batched else nll[0]
   return nll if weights is None else nll * weights.astype(nll.dtype)
 
 
-def _alike(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
+def _vary_alike(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
   """Make all types vary over the same manual axes.
 
   Then the backward rule may return each shard's own sums; the transpose of
@@ -132,10 +132,10 @@ def _alike(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
     float_w = collectives.vary(w.astype(wide_dtype(w.dtype)), axes)
     w = float_w.astype(w.dtype)
   h, code = collectives.vary((h, code), axes)
-  return _placed(h, w, code)
+  return _on_one_mesh(h, w, code)
 
 
-def _placed(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
+def _on_one_mesh(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
   """Reshard the operands to one explicit mesh, if any of them is on one.
 
   Arrays made before the mesh was entered have no place on it yet, and labels
@@ -186,7 +186,7 @@ def _forward(
 
   def block_nll(part: tuple[Array, Array]) -> tuple[Array, Array]:
     h, code = part
-    logits, _ = _logits(spec, _kept(h, code), w)
+    logits, _ = _logits(spec, _zero_ignored(h, code), w)
     top = jnp.max(logits, -1)
     total = jnp.sum(jnp.exp(logits - top[..., None]), -1)
     lse = top + jnp.log(total)
@@ -199,7 +199,7 @@ def _forward(
     lse = jnp.zeros_like(code, wide_dtype(h.dtype))
     return lse, (h, w, code, lse)
   steps = spec.steps
-  blocks, remainder = _cut(steps, (h, code))
+  blocks, remainder = _split_blocks(steps, (h, code))
   block_results = steps.run(block_nll, blocks, 1)
   remainder_result = None if remainder is None else block_nll(remainder)
   nll, lse = steps.join(block_results, remainder_result, 1)
@@ -227,7 +227,7 @@ def _backward(
     dw: Array, part: tuple[Array, ...]
   ) -> tuple[Array, Array]:
     h, code, lse, g = part
-    h = _kept(h, code)
+    h = _zero_ignored(h, code)
     logits, tanh = _logits(spec, h, w)
     p = jnp.exp(logits - lse[..., None])
     dl = p * (1 + 2 * spec.z_loss * lse)[..., None]
@@ -243,7 +243,7 @@ def _backward(
     dw = dw + _dot("btd,btv->dv", h, dl, spec_of(w))
     return dw, dh.astype(h.dtype)
 
-  blocks, remainder = _cut(steps, (h, code, lse, g))
+  blocks, remainder = _split_blocks(steps, (h, code, lse, g))
   dw = jnp.zeros_like(w, wide_dtype(w.dtype))
   dw = collectives.vary(dw, collectives.varying_axes(w))
   if steps.count == 1:
@@ -262,13 +262,13 @@ def _backward(
 _nll.defvjp(_forward, _backward)
 
 
-def _cut(steps: Steps, parts: tuple[Array, ...]) -> tuple[Any, Any]:
+def _split_blocks(steps: Steps, parts: tuple[Array, ...]) -> tuple[Any, Any]:
   splits = [steps.cut(x, 1) for x in parts]
   blocks, remainders = tuple(b for b, _ in splits), tuple(r for _, r in splits)
   return blocks, None if remainders[0] is None else remainders
 
 
-def _kept(h: Array, code: Array) -> Array:
+def _zero_ignored(h: Array, code: Array) -> Array:
   # A zero gradient times non-finite padding would be NaN; times 0 it is 0.
   return jnp.where((code == _IGNORED)[..., None], jnp.zeros_like(h), h)
 

@@ -125,12 +125,14 @@ class _Conv:
     if real is not None:
       seg = jnp.where(real[None], seg, 0)
     if weight.shape[1] > 1 and sequence.in_order(shards.layout):
-      tail = _before(shards, x, seg, given_seg, before, weight.shape[1] - 1)
+      tail = _tail_before(
+        shards, x, seg, given_seg, before, weight.shape[1] - 1
+      )
       # With a head axis of size 1, as ops/conv.py needs it.
       x_with_head, tail = x[:, :, None], tail._replace(x=tail.x[:, :, None])
       y = conv.causal_conv(x_with_head, weight[None], seg, tail)[:, :, 0]
     else:
-      y = _by_taps(shards, x, weight, seg)
+      y = _conv_by_taps(shards, x, weight, seg)
     if bias is not None:
       biased = (
         y.astype(wide_dtype(x.dtype))
@@ -140,7 +142,7 @@ class _Conv:
     return (y,)
 
 
-def _before(
+def _tail_before(
   shards: Shards, x: jax.Array, seg: Any, given: Any, before: Any, n: int
 ) -> Tail:
   """Tail of the n tokens that precede this shard's."""
@@ -173,7 +175,7 @@ def _first_document(seg: jax.Array, axis: str | None) -> jax.Array:
   return first(collectives.gather(own_first, axis, 1))
 
 
-def _by_taps(
+def _conv_by_taps(
   shards: Shards, x: jax.Array, weight: jax.Array, seg: jax.Array
 ) -> jax.Array:
   dtype, taps = wide_dtype(x.dtype), weight.shape[1]

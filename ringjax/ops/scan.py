@@ -188,7 +188,7 @@ def resets(
   """
   if reverse:
     seg = jnp.flip(seg, 1)
-  latest = _latest(seg)
+  latest = _latest_documents(seg)
   arriving_seg = jnp.zeros_like(latest[:, :1])
   if axis is not None:
     all_latest = collectives.gather(latest[:, -1:], axis, 1)
@@ -196,14 +196,14 @@ def resets(
     if reverse:
       all_latest, shard = jnp.flip(all_latest, 1), size - 1 - shard
     earlier = jnp.arange(size, dtype=jnp.int32)[None] < shard
-    arriving_seg = _latest(jnp.where(earlier, all_latest, 0))[:, -1:]
+    arriving_seg = _latest_documents(jnp.where(earlier, all_latest, 0))[:, -1:]
   latest = jnp.concatenate([arriving_seg, latest[:, :-1]], 1)
   latest = jnp.where(latest > 0, latest, arriving_seg)
   begins = (seg > 0) & (latest > 0) & (latest != seg)
   return jnp.flip(begins, 1) if reverse else begins
 
 
-def _latest(seg: jax.Array) -> jax.Array:
+def _latest_documents(seg: jax.Array) -> jax.Array:
   """Document of the last real token up to each token, else 0."""
   index = jnp.arange(seg.shape[1], dtype=jnp.int32)[None]
   latest_index = lax.cummax(jnp.where(seg > 0, index, -1), axis=1)
@@ -282,15 +282,15 @@ class _Scan:
     full = bool(np.all(counts == local))
     count = jnp.asarray(counts, jnp.int32)[shards.index]
     if not full:
-      x = jax.tree.map(lambda a: self._ahead(a, count), x)
+      x = jax.tree.map(lambda a: self._tokens_first(a, count), x)
     x = lax.associative_scan(self.combine, x, axis=1, reverse=self.reverse)
     if shards.axis is not None:
-      x = self._joined(shards, x, count)
+      x = self._combine_earlier(shards, x, count)
     if not full and self.reverse:
       x = jax.tree.map(lambda a: jnp.roll(a, count - local, 1), x)
     return tuple(jax.tree.leaves(x))
 
-  def _ahead(self, x: jax.Array, count: jax.Array) -> jax.Array:
+  def _tokens_first(self, x: jax.Array, count: jax.Array) -> jax.Array:
     """Move tokens first in the scan's direction, then copies of the last one.
 
     Copies, because there is no neutral element, and `combine` may do anything
@@ -303,7 +303,9 @@ class _Scan:
     x = jnp.take(x, slot, axis=1)
     return jnp.where(sequence.beside(real, x), x, lax.stop_gradient(x))
 
-  def _joined(self, shards: Shards, x: PyTree, count: jax.Array) -> PyTree:
+  def _combine_earlier(
+    self, shards: Shards, x: PyTree, count: jax.Array
+  ) -> PyTree:
     """Combine the totals of the shards before this one into its results."""
     assert shards.axis is not None
     nonempty = shards.counts > 0
@@ -407,9 +409,11 @@ def _recur(
 def _recur_fwd(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-  h, arrived = _walk(rule, a.astype(rule.wide), b.astype(rule.wide), start)
+  h, arrived = _scan_tokens(
+    rule, a.astype(rule.wide), b.astype(rule.wide), start
+  )
   narrow = h.astype(b.dtype)
-  return (narrow, _end(h, rule.reverse)), (a, narrow, arrived)
+  return (narrow, _last_h(h, rule.reverse)), (a, narrow, arrived)
 
 
 def _recur_bwd(
@@ -429,13 +433,13 @@ def _recur_bwd(
   )
   axes = () if rule.axis is None else ((rule.axis, rule.size),)
   with collectives.bound(axes):
-    m, arrived = _walk(
+    m, arrived = _scan_tokens(
       reversed_rule, widen(a), widen(a) * dh, jnp.zeros_like(dend)
     )
     first = rule.first
-    db = dh + _shifted(m, arrived, reversed_rule.reverse)
-    da = db * _shifted(widen(h), h_before, rule.reverse)
-    dstart = _end(m, reversed_rule.reverse)
+    db = dh + _previous_h(m, arrived, reversed_rule.reverse)
+    da = db * _previous_h(widen(h), h_before, rule.reverse)
+    dstart = _last_h(m, reversed_rule.reverse)
     dstart = jnp.where(first, dstart, jnp.zeros_like(dstart))
   summed_axes = [i for i, n in enumerate(a.shape) if n != da.shape[i]]
   da = jnp.sum(da, summed_axes, keepdims=True) if summed_axes else da
@@ -445,12 +449,12 @@ def _recur_bwd(
 _recur.defvjp(_recur_fwd, _recur_bwd)
 
 
-def _end(h: jax.Array, reverse: bool) -> jax.Array:
+def _last_h(h: jax.Array, reverse: bool) -> jax.Array:
   """Slice the last h in the direction of a recurrence, [B, 1, ...]."""
   return h[:, :1] if reverse else h[:, -1:]
 
 
-def _shifted(h: jax.Array, came: jax.Array, reverse: bool) -> jax.Array:
+def _previous_h(h: jax.Array, came: jax.Array, reverse: bool) -> jax.Array:
   """h of the token before each token."""
   parts = [h[:, 1:], came] if reverse else [came, h[:, :-1]]
   return jnp.concatenate(parts, 1)
@@ -461,7 +465,7 @@ def _affine(early: PyTree, late: PyTree) -> PyTree:
   return late[0] * early[0], late[0] * early[1] + late[1]
 
 
-def _walk(
+def _scan_tokens(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """h of all slots, and the h that arrives at the first of this shard."""
@@ -469,7 +473,7 @@ def _walk(
   arrived = start
   if rule.axis is not None:
     first = rule.first
-    total, end = _end(decay, rule.reverse), _end(h, rule.reverse)
+    total, end = _last_h(decay, rule.reverse), _last_h(h, rule.reverse)
     end = jnp.where(first, total * start + end, end)
     all_shards = np.ones(rule.size, bool)
     _, arrived = arriving(

@@ -74,7 +74,7 @@ def selective_scan(
   start = state.astype(dtype)
   axes = collectives.varying_axes(operands, rate, start)
   start, rate = collectives.vary((start, rate), axes)
-  walk = functools.partial(_walk, rate, chunks)
+  walk = functools.partial(_scan_chunks, rate, chunks)
   if axis is not None:
     forgets = jnp.any(fresh, 1)[:, None, None]
     fade = jnp.exp(rate[None] * jnp.sum(step.astype(dtype), 1)[..., None])
@@ -88,7 +88,7 @@ def selective_scan(
   return out.astype(x.dtype), end
 
 
-def _walk(
+def _scan_chunks(
   rate: jax.Array, chunks: tuple[jax.Array, ...], state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """State after the chunks, and their outputs [chunks, B, size, C]."""
@@ -100,7 +100,7 @@ def _walk(
     decay = jnp.exp(rate[None, None] * step[..., None])
     decay = jnp.where(fresh[..., None, None], 0, decay)
     update = (step * x)[..., None] * into[:, :, None]
-    total_decay, added = lax.associative_scan(_then, (decay, update), axis=1)
+    total_decay, added = lax.associative_scan(_compose, (decay, update), axis=1)
     states = total_decay * state[:, None] + added
     out = jnp.sum(states * out_of[:, :, None], -1)
     return states[:, -1], out
@@ -108,7 +108,7 @@ def _walk(
   return lax.scan(jax.checkpoint(scan_chunk, prevent_cse=False), state, chunks)
 
 
-def _then(
+def _compose(
   early: tuple[jax.Array, jax.Array], late: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
   """Compose h -> a h + b after another such map."""

@@ -148,10 +148,10 @@ def run(
         f"{expected} in the layout {layout}",
         "pad the sequence, or call outside of shard_map",
       )
-    return _here(f, shards, tuple(x), tuple(dims))
+    return _run_shard(f, shards, tuple(x), tuple(dims))
   shards = Shards.of(layout, place, length)
   if place.mesh is None:
-    return _jitted_here(f, shards, tuple(x), tuple(dims))
+    return _jitted_run_shard(f, shards, tuple(x), tuple(dims))
   mesh = place.mesh
   if isinstance(mesh, Mesh):
     x = [_to_mesh(a, mesh, d, place.axis) for a, d in zip(x, dims, strict=True)]
@@ -163,7 +163,7 @@ def letters(rank: int) -> str:
   return _LETTERS[:rank]
 
 
-def _here(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
+def _run_shard(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
   # A caller may pass the same tokens to all shards; they vary from here on.
   axes = () if shards.axis is None else (shards.axis,)
   x = (
@@ -175,7 +175,7 @@ def _here(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
 
 # Compiled here: without this, each call outside of a jit would compile its
 # loops again.
-_jitted_here = jax.jit(_here, static_argnums=(0, 1, 3))
+_jitted_run_shard = jax.jit(_run_shard, static_argnums=(0, 1, 3))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -208,7 +208,7 @@ def _on_mesh(
   if explicit:
     x = tuple(_reshard(a, mesh, s) for a, s in zip(x, specs, strict=True))
   results = jax.shard_map(
-    lambda *x: _here(f, shards, x, dims),
+    lambda *x: _run_shard(f, shards, x, dims),
     mesh=mesh,
     in_specs=specs,
     out_specs=tuple(P(*map(axes_of_dim.get, d)) for d in outs),

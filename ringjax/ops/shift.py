@@ -74,7 +74,7 @@ def token_shift(
       "by", repr(by), "an int, known when this is traced", "pass by=1"
     )
   seg = sequence.documents(segment_ids, x)
-  fill = _filling(fill, x.dtype)
+  fill = _fill_value(fill, x.dtype)
   split_operands = (x,) if seg is None else (x, seg)
   place, layout = sequence.found(split_operands, "x", mesh, axis, layout, False)
   dims = sequence.letters(x.ndim)
@@ -84,7 +84,7 @@ def token_shift(
   return y
 
 
-def _filling(fill: ArrayLike, dtype: DTypeLike) -> jax.Array:
+def _fill_value(fill: ArrayLike, dtype: DTypeLike) -> jax.Array:
   if isinstance(fill, numbers.Number):
     # Too large a number becomes infinite in a float, and wraps in an int.
     with np.errstate(all="ignore"):
@@ -135,32 +135,34 @@ def shifted(
   if not -shards.length < by < shards.length:
     return x, at < 0
   exists = (at >= by) & (at < shards.length + min(by, 0))
-  y, neighbour_seg = _moved(shards, (x, seg), by)
+  y, neighbour_seg = _shift_tokens(shards, (x, seg), by)
   if seg is None:
     return y, exists
   return y, exists[None] & (neighbour_seg == seg) & (seg > 0)
 
 
-def _moved(shards: Shards, tree: PyTree, by: int) -> PyTree:
+def _shift_tokens(shards: Shards, tree: PyTree, by: int) -> PyTree:
   """Shift to x_{t - by} where that token exists; elsewhere undefined."""
   layout = shards.layout
   if by == 0:
     return tree
   if isinstance(layout, Contiguous | Striped):
     block = layout.block if isinstance(layout, Striped) else shards.local
-    return jax.tree.map(lambda x: _round(shards, x, by, block), tree)
+    return jax.tree.map(lambda x: _shift_stripes(shards, x, by, block), tree)
   messages = _messages(shards, by)
-  return jax.tree.map(lambda x: _delivered(shards, x, messages), tree)
+  return jax.tree.map(lambda x: _deliver(shards, x, messages), tree)
 
 
-def _sent(shards: Shards, x: jax.Array, hops: int) -> jax.Array:
+def _rotate(shards: Shards, x: jax.Array, hops: int) -> jax.Array:
   if hops % shards.size == 0:
     return x
   assert shards.axis is not None
   return collectives.rotate(x, shards.axis, hops)
 
 
-def _round(shards: Shards, x: jax.Array, by: int, block: int) -> jax.Array:
+def _shift_stripes(
+  shards: Shards, x: jax.Array, by: int, block: int
+) -> jax.Array:
   """Shift in stripes of `block` tokens; contiguous shards have one each.
 
   A round of stripes, one of each shard, is a ring of tokens that is rotated by
@@ -174,9 +176,9 @@ def _round(shards: Shards, x: jax.Array, by: int, block: int) -> jax.Array:
   # Rounds that no token of this sequence leaves are not sent.
   base = rounds if rounds >= 0 else rounds + 1
   y = y[:, : stripes - base] if base > 0 else y[:, -base:]
-  parts = [_sent(shards, y[:, :, : block - inner], hops)]
+  parts = [_rotate(shards, y[:, :, : block - inner], hops)]
   if inner:
-    parts.insert(0, _sent(shards, y[:, :, block - inner :], hops + 1))
+    parts.insert(0, _rotate(shards, y[:, :, block - inner :], hops + 1))
   y = jnp.concatenate(parts, 2)
   if stripes > 1:
     padding = ((0, 0), (max(base, 0), max(-base, 0)), *((0, 0),) * (y.ndim - 2))
@@ -258,7 +260,7 @@ def _runs(shards: Shards) -> list[list[tuple[int, int, int]]]:
   return runs
 
 
-def _delivered(
+def _deliver(
   shards: Shards, x: jax.Array, messages: list[_Message]
 ) -> jax.Array:
   y, local, shard = x, x.shape[1], shards.index
@@ -266,7 +268,7 @@ def _delivered(
   entry = lambda table: jnp.asarray(table, jnp.int32)[shard]
   for m in messages:
     rows = _window(x, m.source, shard, m.rows)
-    received = _sent(shards, rows, m.hops)
+    received = _rotate(shards, rows, m.hops)
     padding = ((0, 0), (local, local), *((0, 0),) * (x.ndim - 2))
     placed = _window(jnp.pad(received, padding), local - m.offset, shard, local)
     in_run = (slots >= entry(m.first)) & (slots < entry(m.last))

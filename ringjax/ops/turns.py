@@ -54,7 +54,7 @@ class Frequencies(NamedTuple):
   @classmethod
   def of(cls, radians: Shaped[np.ndarray, " pairs"]) -> Frequencies:
     """Round radians that are known in advance, in the host's precision."""
-    fixed = _fixed(np.asarray(radians, WIDE) / TAU, 64)
+    fixed = _fixed_point(np.asarray(radians, WIDE) / TAU, 64)
     whole_units = [(x + _TURN // 2) // _TURN for x in fixed]
     fractions = [x - n * _TURN for x, n in zip(fixed, whole_units, strict=True)]
     return cls(
@@ -139,7 +139,7 @@ def _with_axes(x: Array, axes: int) -> Array:
   return x.reshape((1,) * axes + x.shape)
 
 
-def _fixed(x: np.ndarray, bits: int) -> list[int]:
+def _fixed_point(x: np.ndarray, bits: int) -> list[int]:
   """Round x 2**bits to the nearest integers, exactly."""
   ratios = (WIDE(n).as_integer_ratio() for n in x)
   return [((a << (bits + 1)) // b + 1) >> 1 for a, b in ratios]
@@ -147,14 +147,14 @@ def _fixed(x: np.ndarray, bits: int) -> list[int]:
 
 def _constants(x: np.ndarray, bits: int) -> _TwoWords:
   """Nonnegative numbers [n] in 64 bits, `bits` of them fractional."""
-  fixed = [min(n, 2**64 - 1) for n in _fixed(x, bits)]
+  fixed = [min(n, 2**64 - 1) for n in _fixed_point(x, bits)]
   word = lambda shift: jnp.asarray(
     np.array([n >> shift & (_TURN - 1) for n in fixed], np.uint32)
   )
   return _TwoWords(word(32), word(0))
 
 
-def _whole(n: int, like: Array) -> _TwoWords:
+def _full_words(n: int, like: Array) -> _TwoWords:
   """Fill an array with a number modulo 2**64."""
   word = lambda n: jnp.full(like.shape, n & (_TURN - 1), jnp.uint32)
   return _TwoWords(word(n >> 32), word(n))
@@ -170,14 +170,14 @@ def _minus(a: _TwoWords, b: _TwoWords) -> _TwoWords:
   return _TwoWords(a.high - b.high - less, a.low - b.low)
 
 
-def _left(x: _TwoWords, n: Array) -> _TwoWords:
+def _shift_left(x: _TwoWords, n: Array) -> _TwoWords:
   """Compute x 2**n for 0 <= n < 64: a shift by 32 or more is 0."""
   n = jnp.asarray(n, jnp.uint32)
   high = _shl(x.high, n) | _shr(x.low, 32 - n) | _shl(x.low, n - 32)
   return _TwoWords(high, _shl(x.low, n))
 
 
-def _right(x: _TwoWords, n: Array) -> _TwoWords:
+def _shift_right(x: _TwoWords, n: Array) -> _TwoWords:
   """Compute x 2**-n, truncated, for 0 <= n < 2**31."""
   n = jnp.asarray(n, jnp.uint32)
   low = _shr(x.low, n) | _shl(x.high, 32 - n) | _shr(x.high, n - 32)
@@ -192,7 +192,7 @@ def _shr(x: Array, n: Array) -> Array:
   return lax.shift_right_logical(*jnp.broadcast_arrays(x, n))
 
 
-def _upper(a: Array, b: Array) -> Array:
+def _upper_product(a: Array, b: Array) -> Array:
   """Upper word of a product of words."""
   a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
   middle = a1 * b0 + (a0 * b0 >> 16)
@@ -202,8 +202,8 @@ def _upper(a: Array, b: Array) -> Array:
 
 def _times(a: _TwoWords, b: _TwoWords) -> _TwoWords:
   """Upper 64 bits of a product, at most 3 too small."""
-  upper = _TwoWords(_upper(a.high, b.high), a.high * b.high)
-  for x in (_upper(a.high, b.low), _upper(a.low, b.high)):
+  upper = _TwoWords(_upper_product(a.high, b.high), a.high * b.high)
+  for x in (_upper_product(a.high, b.low), _upper_product(a.low, b.high)):
     upper = _plus(upper, _TwoWords(jnp.zeros_like(x), x))
   return upper
 
@@ -213,11 +213,11 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:
   start_units = int(start)
   if not start_units < _TURN // 2:
     raise ValueError(f"a context of {start} tokens before it is stretched")
-  (part,) = _fixed(np.array([start - start_units]), 64)
+  (part,) = _fixed_point(np.array([start - start_units]), 64)
   start_units, part = start_units + (part >> 64), part & (2**64 - 1)
   # beyond + start: 32 bits, and 64 fractional bits.
   top = beyond.astype(jnp.uint32) + np.uint32(start_units)
-  low_words = _whole(part, top)
+  low_words = _full_words(part, top)
   # Shifted to its first set bit: a number from 1 to 2 in 64 bits.
   below_one = top == 0
   shift = jnp.where(below_one, lax.clz(low_words.high), lax.clz(top))
@@ -226,7 +226,7 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:
     jnp.where(below_one, low_words.low, low_words.high),
   )
   dropped = jnp.where(below_one, jnp.uint32(0), low_words.low)
-  number = _left(number, shift)
+  number = _shift_left(number, shift)
   number = _TwoWords(number.high, number.low | _shr(dropped, 32 - shift))
   power = 31 - shift.astype(jnp.int32) - jnp.where(below_one, 32, 0)
 
@@ -237,8 +237,8 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:
     number, digits = state
     square = _times(number, number)  # From 1 to 4, two bits before the point.
     overflow = square.high >> 31
-    number = _left(square, 1 - overflow)
-    digits = _left(digits, jnp.uint32(1))
+    number = _shift_left(square, 1 - overflow)
+    digits = _shift_left(digits, jnp.uint32(1))
     return number, _TwoWords(digits.high, digits.low | overflow)
 
   zero = top & 0  # Not a constant: a loop's state varies as its input does.
@@ -246,8 +246,8 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:
   digits = lax.fori_loop(0, _LOG_BITS, log_digit, state)[1]
   integer_part = lax.bitcast_convert_type(power, jnp.uint32) << (_LOG_BITS - 32)
   digits = _plus(digits, _TwoWords(integer_part, zero))
-  (log_start,) = _fixed(np.array([np.log2(start)]), _LOG_BITS)
-  digits = _minus(digits, _whole(log_start, top))
+  (log_start,) = _fixed_point(np.array([np.log2(start)]), _LOG_BITS)
+  digits = _minus(digits, _full_words(log_start, top))
   stretched_rows = beyond > 0
   return _TwoWords(*(jnp.where(stretched_rows, x, 0) for x in digits))
 
@@ -255,7 +255,7 @@ def _log2_grown(beyond: Int[Array, "*N"], start: np.longdouble) -> _TwoWords:
 def _power_of_half(exponent: _TwoWords) -> _TwoWords:
   """Compute 2**-x in 64 fractional bits, for x in `_LOG_BITS`, at least 1."""
   # The fractional part in 64 bits.
-  part = _left(exponent, jnp.uint32(64 - _LOG_BITS))
+  part = _shift_left(exponent, jnp.uint32(64 - _LOG_BITS))
   steps = 2.0 ** -np.arange(1, _TABLE_BITS + 1, dtype=WIDE)
   table = jnp.stack(_constants(2**-steps, 64), -1)
   ones = part.high | np.uint32(_TURN - 1)
@@ -270,8 +270,8 @@ def _power_of_half(exponent: _TwoWords) -> _TwoWords:
   y = lax.fori_loop(0, _TABLE_BITS, apply_bit, _TwoWords(ones, ones))
   # 2**-r = 1 - z + z z / 2 with z = r ln 2 below 2**-28.
   low = _TwoWords(part.high & (2 ** (32 - _TABLE_BITS) - 1), part.low)
-  (ln2,) = _fixed(np.log([WIDE(2)]), 64)
-  z = _times(low, _whole(ln2, low.low))
-  z = _minus(z, _right(_times(z, z), jnp.uint32(1)))
+  (ln2,) = _fixed_point(np.log([WIDE(2)]), 64)
+  z = _times(low, _full_words(ln2, low.low))
+  z = _minus(z, _shift_right(_times(z, z), jnp.uint32(1)))
   y = _minus(y, _times(y, z))
-  return _right(y, exponent.high >> (_LOG_BITS - 32))
+  return _shift_right(y, exponent.high >> (_LOG_BITS - 32))

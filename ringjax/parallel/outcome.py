@@ -114,20 +114,20 @@ def raise_first(error: Exception | None, ranks: tuple[int, ...]) -> None:
     reports = exchanged(own_report, ranks)
   except PeerError as no_answer:
     if error is None:
-      raise _told(no_answer) from None
-    raise _told(error) from error.__cause__ or no_answer
+      raise _mark_told(no_answer) from None
+    raise _mark_told(error) from error.__cause__ or no_answer
   if error is not None:
-    raise _told(error)
+    raise _mark_told(error)
   for rank, report in zip(ranks, reports, strict=True):
     if report is None:
       continue
     text = f"process {rank}: {report['text']}"
     if report["kind"] in _CLASSES:
-      raise _told(_CLASSES[report["kind"]](text))
-    raise _told(PeerError(f"{text} ({report['kind']})", rank=rank))
+      raise _mark_told(_CLASSES[report["kind"]](text))
+    raise _mark_told(PeerError(f"{text} ({report['kind']})", rank=rank))
 
 
-def _told(error: Exception) -> Exception:
+def _mark_told(error: Exception) -> Exception:
   setattr(error, _TOLD, True)
   return error
 

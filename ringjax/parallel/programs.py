@@ -38,13 +38,13 @@ class _Compiled:
   seen = 0
 
 
-def _heard(event: str, duration_secs: float, **_: Any) -> None:
+def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
   del duration_secs
   if event.endswith("backend_compile_duration"):
     _Compiled.count += 1
 
 
-jax.monitoring.register_event_duration_secs_listener(_heard)
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 
 def bounded(function: _Function) -> _Function:

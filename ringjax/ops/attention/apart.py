@@ -212,9 +212,9 @@ class SelectedView(_Wrapped):
       other: Log-sum-exp of the scores of the keys of other views.
       visit: Queries of the call.
     """
-    tops, own_lse = self._looked_at(visit)
+    tops, own_lse = self._top_scores(visit)
     weight = jnp.exp(tops - jnp.logaddexp(own_lse, other)[:, None, ..., None])
-    return self._chosen(jnp.sum(weight, -1), visit)
+    return self._select_contexts(jnp.sum(weight, -1), visit)
 
   def slots_chosen(
     self, chosen: Bool[Array, "B P _ _ _"]
@@ -225,7 +225,7 @@ class SelectedView(_Wrapped):
     rows = jnp.arange(chosen.shape[0], dtype=jnp.int32)
     return jnp.moveaxis(chosen[rows[:, None], owner], 1, -1)
 
-  def _looked_at(self, visit: CacheVisit) -> tuple[jax.Array, jax.Array]:
+  def _top_scores(self, visit: CacheVisit) -> tuple[jax.Array, jax.Array]:
     """Five largest scores [B, P, K, G, T, 5], and lse [B, K, G, T] of all."""
     shape, dtype = visit.q.shape[:4], wide_dtype(visit.q.dtype)
     like = (visit.q, self._keys, self.owner)
@@ -244,8 +244,8 @@ class SelectedView(_Wrapped):
       total = total * jnp.exp(top - safe)
       total = total + jnp.sum(jnp.exp(s - safe[..., None]), -1)
       owner = self._owner(n)
-      candidates = jnp.concatenate([tops[rows, owner], _largest(s)], -1)
-      return tops.at[rows, owner].set(_largest(candidates)), new_top, total
+      candidates = jnp.concatenate([tops[rows, owner], _top_k(s)], -1)
+      return tops.at[rows, owner].set(_top_k(candidates)), new_top, total
 
     start = (
       collectives.full(tops_shape, -jnp.inf, dtype, like),
@@ -261,11 +261,11 @@ class SelectedView(_Wrapped):
       global_top = collectives.largest(top, visit.axis)
       weight = jnp.exp(top - finite_max(global_top))
       total = collectives.total(total * weight, visit.axis)
-      tops, top = _largest(collectives.gather(tops, visit.axis, 5)), global_top
+      tops, top = _top_k(collectives.gather(tops, visit.axis, 5)), global_top
     _, lse = finalize(Partial(total[..., None], top, total))
     return tops, lse
 
-  def _chosen(
+  def _select_contexts(
     self, weight: Float[Array, "B P K G T"], visit: CacheVisit
   ) -> jax.Array:
     """Select contexts by weight, bool [B, P, K, G, T]; 1 where shared."""
@@ -337,7 +337,7 @@ class SelectedView(_Wrapped):
 tree.register(SelectedView, ("stored", "owner"), ("count", "keep", "by"))
 
 
-def _largest(x: Float[Array, "*rows n"]) -> jax.Array:
+def _top_k(x: Float[Array, "*rows n"]) -> jax.Array:
   """The five largest numbers of the last axis, padded with -inf."""
   missing = max(0, _TOP - x.shape[-1])
   if missing:

@@ -80,7 +80,9 @@ def attend(
   axes = collectives.varying_axes(x, terms, context) | {*algorithm.axes}
   x, terms, context = collectives.vary((x, terms, context), axes)
   if algorithm.differentiable:
-    return _name(*_forward(algorithm, scores, x, terms, context))
+    return _with_checkpoint_names(
+      *_forward(algorithm, scores, x, terms, context)
+    )
   call = _Call(algorithm, collectives.sizes(algorithm.axes), scores)
   return _attend(call, x, terms, context)
 
@@ -111,7 +113,9 @@ def _forward(
   return out.astype(x.q.dtype), lse
 
 
-def _name(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _with_checkpoint_names(
+  out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   return checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
 
 
@@ -125,7 +129,7 @@ def _attend(
 def _attend_fwd(
   call: _Call, x: Local, terms: Terms, context: Context
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-  out, lse = _name(*_attend(call, x, terms, context))
+  out, lse = _with_checkpoint_names(*_attend(call, x, terms, context))
   return (out, lse), (x, terms, context, out, lse)
 
 

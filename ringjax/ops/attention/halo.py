@@ -117,9 +117,9 @@ class Halo(KVStrategy):
     grads = self.local.backward(*self._in_reach(x, args), residuals, carry)
     sums = pack(grads.k, grads.v)
     axis = 3 if isinstance(sums, jax.Array) else 2
-    own_sums = _cut(sums, self._edges(length)[0], length, axis)
+    own_sums = _slice(sums, self._edges(length)[0], length, axis)
     for m in self._messages(length):
-      returned = self._move(_cut(sums, m.place, m.tokens, axis), -m.shift)
+      returned = self._move(_slice(sums, m.place, m.tokens, axis), -m.shift)
       add = functools.partial(_add_at, start=m.start, axis=axis)
       own_sums = jax.tree.map(add, own_sums, returned)
     dk, dv = unpack(own_sums)
@@ -134,8 +134,8 @@ class Halo(KVStrategy):
     pieces = {self._edges(length)[0]: (x, args.context.k)}
     for m in self._messages(length):
       part = KVBlock(
-        _cut(sent.kv, m.start, m.tokens, kv_axis),
-        _cut(sent.at, m.start, m.tokens, sent.axis_of_tokens),
+        _slice(sent.kv, m.start, m.tokens, kv_axis),
+        _slice(sent.at, m.start, m.tokens, sent.axis_of_tokens),
       )
       neighbour, neighbour_args = self._move(part, m.shift).seen_by(
         x, args, 0, self._wire
@@ -183,7 +183,7 @@ def _widen(pair: jax.Array | None, edges: tuple[int, int]) -> jax.Array | None:
   return jnp.pad(pair, ((0, 0),) * 4 + (edges,))
 
 
-def _cut(tree: PyTree, start: int, size: int, axis: int) -> PyTree:
+def _slice(tree: PyTree, start: int, size: int, axis: int) -> PyTree:
   return jax.tree.map(
     lambda a: lax.slice_in_dim(a, start, start + size, axis=axis), tree
   )

@@ -224,7 +224,7 @@ def group_of(strategy: Strategy, size: int, kv_heads: int) -> int:
       f"None for {size} shards{heads}",
       "shards of which groups of two or more, but not all, "
       + ("share the heads evenly" if shares_heads else "can be made"),
-      _other(shares_heads, divisors),
+      _group_remedy(shares_heads, divisors),
     )
   is_int = isinstance(inner, int) and not isinstance(inner, bool)
   if not is_int or inner < 1 or size % inner:
@@ -235,12 +235,12 @@ def group_of(strategy: Strategy, size: int, kv_heads: int) -> int:
       "how many neighbours are a group, a divisor of the shards",
       f"pass one of {sizes}, or leave it out"
       if divisors
-      else _other(False, divisors),
+      else _group_remedy(False, divisors),
     )
   return inner
 
 
-def _other(trades: bool, fit: list[int]) -> str:
+def _group_remedy(trades: bool, fit: list[int]) -> str:
   """Remedy of the error that shards have no groups for a strategy."""
   if trades and fit:
     return "pass strategy='two_level' or 'ring', which share no heads"
@@ -254,16 +254,18 @@ def _bind(
     return strategy.on(levels[0], needed)
   if isinstance(strategy, Ulysses):
     group = collectives.axis_size(levels[-1])
-    inside = _bind(strategy.local, levels[:-1], _of_groups(needed, group))
+    inside = _bind(strategy.local, levels[:-1], _group_distances(needed, group))
     return dataclasses.replace(strategy.on(levels[-1], None), local=inside)
   groups = collectives.axis_size(levels[0])
   group = 1 if needed is None else needed.size // groups
-  inside = _bind(strategy.local, levels[1:], _in_group(needed, group))
+  inside = _bind(strategy.local, levels[1:], _distances_in_group(needed, group))
   outer = dataclasses.replace(strategy, local=inside)
-  return outer.on(levels[0], _of_groups(needed, group))
+  return outer.on(levels[0], _group_distances(needed, group))
 
 
-def _of_groups(needed: np.ndarray | None, group: int) -> np.ndarray | None:
+def _group_distances(
+  needed: np.ndarray | None, group: int
+) -> np.ndarray | None:
   """Distances of groups that cover the `needed` distances of shards."""
   if needed is None:
     return None
@@ -275,7 +277,9 @@ def _of_groups(needed: np.ndarray | None, group: int) -> np.ndarray | None:
   return group_needed
 
 
-def _in_group(needed: np.ndarray | None, group: int) -> np.ndarray | None:
+def _distances_in_group(
+  needed: np.ndarray | None, group: int
+) -> np.ndarray | None:
   """Distances within a group that cover the `needed` distances of shards."""
   if needed is None:
     return None

@@ -120,7 +120,7 @@ class PerHeadView(StoredView):
     k, v = self._of_groups(
       lambda view, _: read_tile(view), jnp.int32(0) * self.way
     )
-    join_heads = lambda x: _joined(x, 1)
+    join_heads = lambda x: _merge_groups(x, 1)
     return join_heads(k), join_heads(v)
 
   def partial(
@@ -138,16 +138,16 @@ class PerHeadView(StoredView):
         some of the heads.
     """
     groups = self.way.shape[0]
-    split_heads = lambda axis: lambda x: _cut(x, groups, axis)
+    split_heads = lambda axis: lambda x: _split_groups(x, groups, axis)
     # Heads are the third dimension from the end of slopes for each example.
     slopes = terms.slopes
     if slopes is not None:
-      slopes = _cut(slopes, groups, slopes.ndim - 2)
+      slopes = _split_groups(slopes, groups, slopes.ndim - 2)
     operands = split_heads(1)(q), terms._replace(slopes=slopes)
     partials = self._of_groups(
       lambda view, operands: read(view, *operands), operands
     )
-    return jax.tree.map(lambda x: _joined(x, 1), partials)
+    return jax.tree.map(lambda x: _merge_groups(x, 1), partials)
 
   def _of_groups(
     self, f: Callable[[KVView, Any], Any], given: PyTree
@@ -195,13 +195,13 @@ tree.register(
 )
 
 
-def _cut(x: jax.Array, groups: int, axis: int) -> jax.Array:
+def _split_groups(x: jax.Array, groups: int, axis: int) -> jax.Array:
   """Split an axis into groups, as the first axis."""
   shape = (*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
   return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def _joined(x: jax.Array, axis: int) -> jax.Array:
+def _merge_groups(x: jax.Array, axis: int) -> jax.Array:
   """Merge the first axis, groups, into `axis`."""
   x = jnp.moveaxis(x, 0, axis)
   shape = (*x.shape[:axis], -1, *x.shape[axis + 2 :])

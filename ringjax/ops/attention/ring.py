@@ -198,8 +198,8 @@ class Ring(RingStrategy, KVStrategy):
     assert self.axis is not None
     size, shard = self._place()
     names = tuple(sorted(collectives.manual_axes() | {*self.axes}))
-    keys = collectives.gather(_pieces(context.k), self.axis, 1)
-    key_pieces = _some(context.mask, _pieces(context.q), keys)
+    keys = collectives.gather(_piece_extents(context.k), self.axis, 1)
+    key_pieces = _visible_pieces(context.mask, _piece_extents(context.q), keys)
     source = jnp.any(key_pieces.reshape(size, -1), 1)
     # Entry d: whether keys of the shard d places before are needed here.
     distances_needed = source[
@@ -218,7 +218,7 @@ class Ring(RingStrategy, KVStrategy):
     return hops_back[hops_forward], hops_forward
 
 
-def _pieces(at: Coords) -> Extent:
+def _piece_extents(at: Coords) -> Extent:
   """Extents of the pieces [B, n] of a shard's tokens."""
   pieces = min(_PIECES, at.pos.shape[1])
   padding = -at.pos.shape[1] % pieces
@@ -228,7 +228,7 @@ def _pieces(at: Coords) -> Extent:
   return extent(Coords(split(at.pos), split(at.seg)))
 
 
-def _some(mask: Mask, q: Extent, k: Extent) -> jax.Array:
+def _visible_pieces(mask: Mask, q: Extent, k: Extent) -> jax.Array:
   """Mark the pieces of k in which a query of any example sees a key."""
   rows = jax.tree.map(lambda x: x[:, :, None], q)
   columns = jax.tree.map(lambda x: x[:, None, :], k)

@@ -83,8 +83,8 @@ class RingQ(RingStrategy):
       axes = collectives.varying_axes(x, terms, context) | {*self.axes}
       x, terms, context = collectives.vary((x, terms, context), axes)
       keys = x.k.shape[2]
-      terms = terms._replace(bias=_trade(terms.bias, self.axis, keys))
-      allow = _trade(context.allow, self.axis, keys)
+      terms = terms._replace(bias=_exchange_pairs(terms.bias, self.axis, keys))
+      allow = _exchange_pairs(context.allow, self.axis, keys)
       context = context._replace(allow=allow)
     return super().attend(scores, x, terms, context)
 
@@ -157,7 +157,9 @@ class RingQ(RingStrategy):
     return args._replace(context=context, terms=terms)
 
 
-def _trade(pair: jax.Array | None, axis: Axis, keys: int) -> jax.Array | None:
+def _exchange_pairs(
+  pair: jax.Array | None, axis: Axis, keys: int
+) -> jax.Array | None:
   """Exchange local rows of all columns for all rows of `keys` columns."""
   if pair is None:
     return None

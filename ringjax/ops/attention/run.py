@@ -47,7 +47,7 @@ def run(
   """Return the output in the caller's shape, with the residual if asked."""
   return_residual = boolean("return_residual", return_residual)
   if isinstance(strategy, Auto):
-    strategy = _chosen(strategy, x, place)
+    strategy = _choose_strategy(strategy, x, place)
   _check_axes(strategy, place)
   strategy = nesting.on_device(strategy, *device_of(place, x.operands))
   if x.q.shape[0] == 0:
@@ -67,7 +67,9 @@ def run(
   return (out, lse) if return_residual else out
 
 
-def _chosen(auto: Auto, x: AttentionArgs, place: CallSharding) -> Strategy:
+def _choose_strategy(
+  auto: Auto, x: AttentionArgs, place: CallSharding
+) -> Strategy:
   """Choose the strategy of this call by the cost model; see `select`."""
   if place.size == 1:
     return nesting.named("ring")

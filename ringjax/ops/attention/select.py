@@ -243,7 +243,7 @@ def _rank(
     if isinstance(result, Prediction) and result.memory_bytes > max_bytes:
       result = Refusal(
         strategy=strategy,
-        options=_own(result.options),
+        options=_identifying_options(result.options),
         reason=(
           f"needs {_nbytes(result.memory_bytes)} a device; "
           f"{100 * machine.memory_share:g} % of {machine.chip.name}'s are "
@@ -544,13 +544,13 @@ def _memory(machine: Machine) -> float:
   return machine.memory_share * machine.chip.hbm_bytes
 
 
-def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+def _identifying_options(options: Mapping[str, Any]) -> dict[str, Any]:
   """Options that distinguish a candidate from others of its strategy."""
   return {k: options[k] for k in ("inner", "wire") if k in options}
 
 
 def _name(one: Prediction | Refusal) -> str:
-  options = _own(one.options)
+  options = _identifying_options(one.options)
   groups = f" of {options['inner']}" if "inner" in options else ""
   return (
     one.strategy

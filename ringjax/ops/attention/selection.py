@@ -245,7 +245,9 @@ def by_chunks(
   return jax.tree.map(join, lax.map(f, jax.tree.map(split, x)))
 
 
-def _plain(views: Sequence[KVView], count: int) -> ContiguousView | None:
+def _gatherable_view(
+  views: Sequence[KVView], count: int
+) -> ContiguousView | None:
   """The only view, if the chosen keys can be gathered out of it; else None."""
   view = views[0]
   unsupported = len(views) > 1 or not isinstance(view, ContiguousView)
@@ -298,7 +300,7 @@ class SelectiveVisit:
 
     coords = tuple(self._coords(view) for view in views)
     operands = (jnp.moveaxis(q, 3, 1), self.selection.without_keys(), coords)
-    run_chunk = functools.partial(self._some, views)
+    run_chunk = functools.partial(self._partial_of_chunk, views)
     if parts == 1:
       operands = jax.tree.map(lambda x: with_batch(x), operands)
       return run_chunk(operands)
@@ -313,7 +315,9 @@ class SelectiveVisit:
   def _coords(self, view: KVView) -> Coords:
     return self.at if view.queries is None else view.queries
 
-  def _some(self, views: Sequence[KVView], given: PyTree) -> Partial:
+  def _partial_of_chunk(
+    self, views: Sequence[KVView], given: PyTree
+  ) -> Partial:
     """The partial of some of the queries."""
     q, selection, coords = given
     q = jnp.moveaxis(q, 1, 3)
@@ -331,7 +335,7 @@ class SelectiveVisit:
       count,
     )
     last = ranked.last(count, self.axis)
-    plain_view = _plain(views, count)
+    plain_view = _gatherable_view(views, count)
     if q.shape[3] == 1 and plain_view is not None:
       block, (q_at,) = tile_slots(plain_view, self.platform), coords
       view = ranked.alone(plain_view, scored[0][1], last, block)

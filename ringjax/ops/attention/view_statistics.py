@@ -47,14 +47,14 @@ def view_statistics(
     sinks: Learned scores of the layer's heads, or None.
     before: Position below which keys count for the kept mass.
   """
-  plain_scores = [_scores(x, visit) for x in views if not _apart(x)]
+  plain_scores = [_scores(x, visit) for x in views if not _is_weighted(x)]
   plain_lse = jax.nn.logsumexp(jnp.concatenate(plain_scores, -1), -1)
   logits = [
     *plain_scores,
-    *(_weighed(x, visit, plain_lse) for x in views if _apart(x)),
+    *(_weighted_scores(x, visit, plain_lse) for x in views if _is_weighted(x)),
   ]
-  ordered = [x for x in views if not _apart(x)] + [
-    x for x in views if _apart(x)
+  ordered = [x for x in views if not _is_weighted(x)] + [
+    x for x in views if _is_weighted(x)
   ]
   kept_keys = [(x.at.pos < before) & (x.at.seg > 0) for x in ordered]
   rows = visit.q.shape[0]
@@ -80,7 +80,7 @@ def view_statistics(
   return AttentionStatistics(*map(to_query_heads, (entropy, lse, mass)))
 
 
-def _apart(view: KVView) -> bool:
+def _is_weighted(view: KVView) -> bool:
   return isinstance(view, SelectedView | WeighedView)
 
 
@@ -96,7 +96,7 @@ def _scores(view: KVView, visit: CacheVisit) -> jax.Array:
   return jnp.where(tile.allowed(), s, -jnp.inf)
 
 
-def _weighed(
+def _weighted_scores(
   view: KVView, visit: CacheVisit, other: Float[Array, "B K G T"]
 ) -> jax.Array:
   """Log weights of a view of `apart`, next to keys of log-sum-exp `other`."""

@@ -160,7 +160,7 @@ class AutoKernel(LocalAlgorithm):
     instances = [
       kind(self.q_block, self.kv_block, chip=self.chip) for kind in kinds
     ]
-    return _first(
+    return _first_serving(
       instances,
       lambda kernel: kernel.decline(scores, x, terms, context),
       Blockwise(self.q_block, self.kv_block),
@@ -171,7 +171,7 @@ class AutoKernel(LocalAlgorithm):
   ) -> KernelChoice:
     """Choose the algorithm for a few queries over the keys of a view."""
     kinds = DECODERS.get(self.platform or jax.default_backend(), ())
-    return _first(
+    return _first_serving(
       [kind(self.kv_block, chip=self.chip) for kind in kinds],
       lambda kernel: kernel.decline(q, keys, args),
       Loops(self.platform or jax.default_backend()),
@@ -216,7 +216,7 @@ class Loops:
     return decode_attention(q, keys, args, self.platform)
 
 
-def _first(
+def _first_serving(
   kernels: Sequence[Any], decline: Callable[[Any], str | None], rest: Any
 ) -> KernelChoice:
   """Choose the first kernel that serves, else `rest`."""
@@ -249,7 +249,7 @@ def _fault(kind: type) -> str | None:
     return None
   try:
     with futures.ThreadPoolExecutor(1) as thread:
-      error = thread.submit(_error, kind(), device, platform).result()
+      error = thread.submit(_largest_error, kind(), device, platform).result()
   except Exception as e:
     error, reason = None, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
   else:
@@ -270,7 +270,7 @@ def _fault(kind: type) -> str | None:
 _ALLOWED = 0.02
 
 
-def _error(kernel: Any, device: jax.Device, platform: str) -> float:
+def _largest_error(kernel: Any, device: jax.Device, platform: str) -> float:
   """Largest relative error of a kernel in a few small cases."""
   decodes = type(kernel) in DECODERS.get(platform, ())
   with jax.default_device(device):
@@ -285,7 +285,7 @@ def _compare_decodes(kernel: Any) -> float:
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   slots, used, queries = 1100, 900, 3
   q = draw(1, 2, 2, queries, 128)
-  at = _at(rng.permutation(slots), used)
+  at = _coords_before(rng.permutation(slots), used)
   keys: KVView = ContiguousView(
     draw(2, 1, 2, slots, 128),
     draw(2, 1, 2, slots, 128),
@@ -298,7 +298,7 @@ def _compare_decodes(kernel: Any) -> float:
     keys = EncodedView(
       codes(), codes(), at, jnp.int32(1), ((), ()), (decoder, decoder)
     )
-  last = _at(np.arange(used - queries, used), used)
+  last = _coords_before(np.arange(used - queries, used), used)
 
   def results(
     algorithm: Any, q: jax.Array, keys: KVView, at: Coords
@@ -308,7 +308,9 @@ def _compare_decodes(kernel: Any) -> float:
     return finalize(algorithm.decode(q, keys, args))
 
   compiled = jax.jit(results, static_argnums=0)
-  return _far(*(compiled(f, q, keys, last) for f in (kernel, Loops())))
+  return _relative_error(
+    *(compiled(f, q, keys, last) for f in (kernel, Loops()))
+  )
 
 
 def _compare_pools(kernel: DecodePoolTPU) -> float:
@@ -349,7 +351,9 @@ def _compare_pools(kernel: DecodePoolTPU) -> float:
     return finalize(algorithm.decode(q, keys, args))
 
   compiled = jax.jit(results, static_argnums=0)
-  return _far(*(compiled(f, q, view) for f in (kernel, Loops("tpu"))))
+  return _relative_error(
+    *(compiled(f, q, view) for f in (kernel, Loops("tpu")))
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,13 +389,15 @@ class _SmallIntegers:
     return (codes * half[..., :1] + half[..., 1:]).astype(dtype)
 
 
-def _at(pos: np.ndarray, used: int) -> Coords:
+def _coords_before(pos: np.ndarray, used: int) -> Coords:
   """Coordinates [1, n] of the tokens before `used`; others are empty."""
   seg = (pos < used).astype(np.int32)
   return Coords(jnp.asarray(pos[None], jnp.int32), jnp.asarray(seg[None]))
 
 
-def _far(ours: Sequence[jax.Array], theirs: Sequence[jax.Array]) -> float:
+def _relative_error(
+  ours: Sequence[jax.Array], theirs: Sequence[jax.Array]
+) -> float:
   """Largest error, relative to the largest number; infinity for NaN."""
   float32 = lambda a: a.astype(jnp.float32)
   errors = [
@@ -437,4 +443,4 @@ def _compare_hops(kernel: Any) -> float:
 
   # Positions are operands: the kind of a hop has to be found at run time.
   compiled = jax.jit(results, static_argnums=0)
-  return _far(*(compiled(f, x, *at) for f in (kernel, Blockwise())))
+  return _relative_error(*(compiled(f, x, *at) for f in (kernel, Blockwise())))

@@ -169,10 +169,10 @@ class CuDNN(LocalAlgorithm):
       q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
       arguments = self._given(scale, causal, query=q, key=k, value=v)
-      return tuple(_filled(_FORWARD, arguments))
+      return tuple(_call_with(_FORWARD, arguments))
 
     b, kv, g, t, h = x.q.shape
-    out, lse = _batched(call)(_joined(x.q), x.k, x.v)
+    out, lse = _with_batching(call)(_join_heads(x.q), x.k, x.v)
     return out.reshape(b, kv, g, t, h), lse.reshape(b, kv, g, t)
 
   def gradients(
@@ -188,10 +188,10 @@ class CuDNN(LocalAlgorithm):
       saved_arrays = [arguments[name] for name in names[: names.index("scale")]]
       arguments |= {"res": (*saved_arrays, lse, out), "grad_output": do}
       arguments |= {"return_residual": False}  # no pair of cotangents
-      return tuple(_filled(_BACKWARD, arguments)[:3])
+      return tuple(_call_with(_BACKWARD, arguments)[:3])
 
-    q, do, out, lse = map(_joined, (x.q, *rows))
-    dq, dk, dv = _batched(call)(q, x.k, x.v, out, lse, do)
+    q, do, out, lse = map(_join_heads, (x.q, *rows))
+    dq, dk, dv = _with_batching(call)(q, x.k, x.v, out, lse, do)
     return dq.reshape(x.q.shape), dk, dv
 
   def _given(self, scale: float, causal: bool, **arrays: Any) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _parameters(name: str) -> tuple[str, ...]:
   return tuple(inspect.signature(function).parameters)
 
 
-def _filled(name: str, given: dict[str, Any]) -> Any:
+def _call_with(name: str, given: dict[str, Any]) -> Any:
   """Call a JAX function with those of the `given` arguments that it has."""
   function = getattr(importlib.import_module(_MODULE), name)
   return function(**{name: given[name] for name in _parameters(name)})
@@ -283,12 +283,12 @@ def _version_here() -> int | None:
     return None
 
 
-def _joined(a: jax.Array) -> jax.Array:
+def _join_heads(a: jax.Array) -> jax.Array:
   """Reshape [B, K, G, ...] to [B, N, ...]."""
   return a.reshape(a.shape[0], -1, *a.shape[3:])
 
 
-def _batched(call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_batching(call: Callable[..., Any]) -> Callable[..., Any]:
   """Wrap a function of arrays [B, ...] so that vmap enlarges the batch.
 
   JAX's own rule for these calls needs the axes of vmap in front.

@@ -163,8 +163,8 @@ class DecodeCodesTPU(DecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: EncodedView | UnrotatedView
   ) -> tuple[int, int]:
     """(heads, keys) of a tile for queries [B, K, G, T, H]."""
-    keys, _ = _opened(keys)
-    row = sum(x.shape[3] for x in _arrays(keys))
+    keys, _ = _split_rotation(keys)
+    row = sum(x.shape[3] for x in _code_arrays(keys))
     return self.tile_of(q, keys.k.shape[4], row, _TILE_BYTES, _MOST)
 
   def _vmem(
@@ -173,9 +173,11 @@ class DecodeCodesTPU(DecoderTPU):
     """Approximate bytes of vector memory that a step takes."""
     heads, kb = self.tile(q, keys)
     k_format, v_format = _formats(keys)
-    row = sum(x.shape[3] for x in _arrays(keys))
+    row = sum(x.shape[3] for x in _code_arrays(keys))
     rows = QueryRows.of(q, (k_format, v_format)).total
-    h, j = (tile_ops.lanes(_columns(x, q.dtype)) for x in (k_format, v_format))
+    h, j = (
+      tile_ops.lanes(_num_columns(x, q.dtype)) for x in (k_format, v_format)
+    )
     stats = 3 * tile_ops.LANES
     # Inputs and outputs are double-buffered for the next step.
     in_flight = (
@@ -196,7 +198,7 @@ class DecodeCodesTPU(DecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
     """Return the reason not to serve this call, or None."""
-    view, rotation = _opened(keys)
+    view, rotation = _split_rotation(keys)
     if not isinstance(view, EncodedView):
       return f"{type(view).__name__}: it reads EncodedView"
     if rotation is not None:
@@ -236,7 +238,7 @@ class DecodeCodesTPU(DecoderTPU):
   ) -> Partial:
     """Attention partial of q [B, K, G, T, H] over the keys of `context.k`."""
     declined.check(self, q, keys, args)
-    keys, rotation = _opened(keys)
+    keys, rotation = _split_rotation(keys)
     assert isinstance(keys, EncodedView)
     context, slopes = args.context, args.terms.slopes
     b, kv, g, t, _ = q.shape
@@ -249,19 +251,22 @@ class DecodeCodesTPU(DecoderTPU):
     steps = tile_ops.TileSteps.of(kinds)
     rows = QueryRows.of(q, (k_format, v_format))
     flat = q.reshape(b, kv, g * t, -1)
-    rotation_plan, channel_operands, angles = None, _OfChannels(), []
+    rotation_plan, channel_operands, angles = None, _ChannelOperands(), []
     if k_format.by_channel:
       rotation_plan = _rotated_rows(k_format, rotation).turns
       if rotation_plan.count:
         angles = [pltpu.VMEM((2 * rotation_plan.count, kb), jnp.float32)]
-      by_group, sums, channel_operands = _by_channel(
+      by_group, sums, channel_operands = _channel_operands(
         flat, k_format, rotation, keys.constants[0], rows, heads
       )
     else:
       by_group, sums = _queries(flat, k_format, rows)
     row_at = jnp.stack(tile_ops.by_row(context.q, q.shape), 2)
     shared = keys.v is keys.k
-    num_columns, bias = _columns(v_format, q.dtype), _bias(v_format, q.dtype)
+    num_columns, bias = (
+      _num_columns(v_format, q.dtype),
+      _bias(v_format, q.dtype),
+    )
     operands = [
       by_group,
       sums,
@@ -275,7 +280,7 @@ class DecodeCodesTPU(DecoderTPU):
       ),
     ]
     codes = len(operands)
-    operands += _arrays(keys)
+    operands += _code_arrays(keys)
     tables = [
       None if not form.looked_up else _table(form, constants)
       for form, constants in zip(
@@ -312,9 +317,9 @@ class DecodeCodesTPU(DecoderTPU):
       )
     in_specs += [
       pl.BlockSpec((1, 1, heads, x.shape[3], kb), keys_block)
-      for x in _arrays(keys)
+      for x in _code_arrays(keys)
     ]
-    for x in operands[codes + len(_arrays(keys)) :]:
+    for x in operands[codes + len(_code_arrays(keys)) :]:
       # A table is per head or common to all heads.
       per_head = x.shape[0] == kv
       in_specs.append(
@@ -373,14 +378,16 @@ class DecodeCodesTPU(DecoderTPU):
       name="ringjax_decode_codes",
     )(layer, *leaves, *operands)
     unflatten = lambda x, *last: x[:, :, : g * t].reshape(b, kv, g, t, *last)
-    acc = unflatten(_in_order(acc, zeros, v_format, rows, bias), v_format.dim)
+    acc = unflatten(
+      _element_sums(acc, zeros, v_format, rows, bias), v_format.dim
+    )
     return Partial(acc, unflatten(m), unflatten(l))
 
   def _cost(self, q: jax.Array, keys: EncodedView) -> pl.CostEstimate:
     """Estimate the time: that of the memory or of the vector unit."""
     _, b, kv, _, length = keys.k.shape
     num_vectors = b * kv * length
-    nbytes = num_vectors * sum(x.shape[3] for x in _arrays(keys))
+    nbytes = num_vectors * sum(x.shape[3] for x in _code_arrays(keys))
     cycles = num_vectors * sum(decode_cycles(x) * x.dim for x in _formats(keys))
     return self.cost(nbytes, q.size // q.shape[4] * length, cycles)
 
@@ -391,7 +398,7 @@ def decode_cycles(form: CodeFormat) -> float:
   return (_CYCLES[form.looked_up][form.bits] + extra) / _REGISTER
 
 
-def _opened(keys: KVView) -> tuple[Any, Rotation | None]:
+def _split_rotation(keys: KVView) -> tuple[Any, Rotation | None]:
   """Split keys into the stored view and the rotation on reading, if any."""
   if isinstance(keys, UnrotatedView):
     return keys.stored, keys.rotation
@@ -406,7 +413,7 @@ def _rotated_rows(form: CodeFormat, rotation: Rotation | None) -> RotatedRows:
   return RotatedRows.of(pieces, rotation, form.dim)
 
 
-class _OfChannels(NamedTuple):
+class _ChannelOperands(NamedTuple):
   """Additional operands of the kernel for keys with per-channel scales.
 
   Fields:
@@ -452,14 +459,14 @@ class _OfChannels(NamedTuple):
     return specs
 
 
-def _by_channel(
+def _channel_operands(
   q: Float[Array, "B K R H"],
   form: CodeFormat,
   rotation: Rotation | None,
   constants: PyTree,
   rows: QueryRows,
   heads: int,
-) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N _"], _OfChannels]:
+) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N _"], _ChannelOperands]:
   """Queries as of `_queries`, and the operands for per-channel scales.
 
   For codes with a sink the sums are [B, K, N, 2]: of zeros and of the sink.
@@ -508,11 +515,11 @@ def _by_channel(
   return (
     channel_queries.rows,
     channel_queries.rest,
-    _OfChannels(frequencies, zeros, queries, channels),
+    _ChannelOperands(frequencies, zeros, queries, channels),
   )
 
 
-def _arrays(keys: EncodedView) -> tuple[Any, ...]:
+def _code_arrays(keys: EncodedView) -> tuple[Any, ...]:
   """Return the arrays of codes, each once."""
   return tuple({id(x): x for x in (keys.k, keys.v)}.values())
 
@@ -530,7 +537,7 @@ def _bias(form: CodeFormat, dtype: DTypeLike) -> float:
   return _BIAS if dtype == jnp.bfloat16 and not form.looked_up else 0.0
 
 
-def _columns(form: CodeFormat, dtype: DTypeLike) -> int:
+def _num_columns(form: CodeFormat, dtype: DTypeLike) -> int:
   """Number of columns of the value sums: the codes' rows and the bias."""
   return arrangement(form).dims.size + (_HALF_ROWS if _bias(form, dtype) else 0)
 
@@ -607,7 +614,7 @@ def _queries(
   return stack(parts), stack(sums)
 
 
-def _in_order(
+def _element_sums(
   acc: Float[Array, "B K N E"],
   zeros: Float[Array, "B K N 1"],
   form: CodeFormat,
@@ -694,7 +701,7 @@ class Scales(NamedTuple):
         row = lax.broadcasted_iota(jnp.int32, packed.shape, 0)
         is_upper_half = (row % form.groups + start) % 2
         packed = lax.shift_right_logical(packed, is_upper_half * 16)
-      return _float(packed & 0xFFFF, signed)
+      return _half_to_float32(packed & 0xFFFF, signed)
 
     def byte(n: int) -> jax.Array:
       rows = [h * num_words + n // _WORD for h in range(heads)]
@@ -715,14 +722,16 @@ class Scales(NamedTuple):
       start = 2 * form.groups * form.halves
       first_byte = start + count + 2 * n
       bits = byte(first_byte) | byte(first_byte + 1) << 8
-      value, place = _float(bits, True), byte(start + n)
+      value, place = _half_to_float32(bits, True), byte(start + n)
       if form.by_channel:
         assert channels is not None
-        level = _by_place(channels, place)
+        level = _gather_places(channels, place)
         if form.sinks:
           assert near_channels is not None
           near_sink = bits & 1 != 0 if near_sink is None else near_sink
-          level = jnp.where(near_sink, _by_place(near_channels, place), level)
+          level = jnp.where(
+            near_sink, _gather_places(near_channels, place), level
+          )
         outliers.append((place, value - level))
         continue
       assert scale is not None
@@ -747,7 +756,7 @@ class Scales(NamedTuple):
     return scales, jnp.where(is_finite, 0.0, jnp.nan)
 
 
-def _of_head(
+def _rows_of_head(
   x: Float[Array, "M S"], head: int, groups: int, rows: QueryRows
 ) -> Float[Array, "N S"]:
   """One head's rows of an array of all heads and groups, once per query."""
@@ -768,28 +777,28 @@ def _take_rows(x: Shaped[Array, "M S"], index: list[int]) -> jax.Array:
       row = x[part[0] : part[0] + 1]
       blocks.append(jnp.broadcast_to(row, (len(part), x.shape[1])))
     elif len(part) == register.shape[0] == _ROWS and max(part) < first + _ROWS:
-      blocks.append(_permuted(register, [i - first for i in part]))
+      blocks.append(_permute_rows(register, [i - first for i in part]))
     else:
       blocks += [x[i : i + 1] for i in part]
   return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, 0)
 
 
-def _permuted(x: Shaped[Array, "8 S"], index: list[int]) -> jax.Array:
+def _permute_rows(x: Shaped[Array, "8 S"], index: list[int]) -> jax.Array:
   """Permute the rows of a register."""
   # A kernel may not capture constant arrays: this one is built from iota.
   row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
   source_row = jnp.zeros_like(row)
   for n, i in enumerate(index):
     source_row = jnp.where(row == n, i, source_row)
-  return _gathered(x, source_row)
+  return _gather(x, source_row)
 
 
-def _rows_of(x: Shaped[Array, "h S"], head: int, rows: int) -> jax.Array:
+def _repeat_row(x: Shaped[Array, "h S"], head: int, rows: int) -> jax.Array:
   """Repeat row `head` of `x` `rows` times."""
   return jnp.broadcast_to(x[head : head + 1], (rows, x.shape[1]))
 
 
-def _by_place(
+def _gather_places(
   x: Shaped[Array, "h lanes"], place: Int[Array, "h S"]
 ) -> Shaped[Array, "h S"]:
   """Gather each row's elements at `place`, a register's lanes at a time."""
@@ -798,9 +807,7 @@ def _by_place(
     block_place = place[:, first : first + lanes]
     picked: Any = None
     for start in range(0, x.shape[1], lanes):
-      part = _gathered(
-        x[:, start : start + lanes], block_place & (lanes - 1), 1
-      )
+      part = _gather(x[:, start : start + lanes], block_place & (lanes - 1), 1)
       picked = (
         part
         if picked is None
@@ -810,7 +817,7 @@ def _by_place(
   return jnp.concatenate(blocks, 1)
 
 
-def _gathered(
+def _gather(
   x: Shaped[Array, "m S"], which: Int[Array, "n k"], axis: int = 0
 ) -> Shaped[Array, "n k"]:
   """Gather rows `which` of each column of `x`; with axis 1 columns of rows."""
@@ -830,7 +837,9 @@ def _gathered(
   )
 
 
-def _float(half: Int[Array, "h S"], signed: bool) -> Float[Array, "h S"]:
+def _half_to_float32(
+  half: Int[Array, "h S"], signed: bool
+) -> Float[Array, "h S"]:
   """Convert the 16 bits of float16 numbers, `signed` or not, to float32."""
   size = half & 0x7FFF
   bits = size << 13
@@ -897,14 +906,14 @@ def _levels(
 ) -> jax.Array:
   """Look up the levels of a head's codes, [E, keys]."""
   if dtype != jnp.bfloat16:
-    pieces = _pieces(codes, head, lanes)
+    pieces = _float32_levels(codes, head, lanes)
     packed = zip(pieces[::2], pieces[1::2], strict=True)
     size = pieces[0].shape[1]
     return jnp.concatenate(
       [jnp.stack(x, 1).reshape(-1, size) for x in packed], 0
     )
   form = codes.form
-  parts, signs = _looked_up(codes, head, lanes, dtype)
+  parts, signs = _look_up_bits(codes, head, lanes, dtype)
   numbers = []
   rows = parts[0][0].shape[0]
   spots = [spot.of_head(head, lanes, rows) for spot in codes.spots]
@@ -920,13 +929,13 @@ def _levels(
   return jnp.concatenate(numbers, 0)
 
 
-def _pieces(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
+def _float32_levels(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
   """Levels in float32, a list of [R, S].
 
   Each field has two: of the lower halves of words, then of the upper ones.
   """
   form, pieces = codes.form, []
-  parts, signs = _looked_up(codes, head, lanes, jnp.float32)
+  parts, signs = _look_up_bits(codes, head, lanes, jnp.float32)
   outliers = [
     [x[head : head + 1, lanes] for x in outlier] for outlier in codes.outliers
   ]
@@ -945,7 +954,7 @@ def _pieces(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
   return pieces
 
 
-def _looked_up(
+def _look_up_bits(
   codes: Codes, head: int, lanes: slice, dtype: DTypeLike
 ) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
   """Look up the bits of the levels of codes.
@@ -982,9 +991,9 @@ def _looked_up(
       lax.shift_right_logical(words, jnp.int32(shift)) if shift else words
     )
     low = shifted & (_ROWS - 1)
-    picked = _gathered(table[:_ROWS], low)
+    picked = _gather(table[:_ROWS], low)
     if form.bits == 4 and signs is None:
-      high_levels = _gathered(table[_ROWS:], low)
+      high_levels = _gather(table[_ROWS:], low)
       picked = jnp.where(shifted & _ROWS != 0, high_levels, picked)
     return picked
 
@@ -1045,7 +1054,7 @@ class Spot(NamedTuple):
 
   def of_head(self, head: int, lanes: slice, rows: int) -> Spot:
     """Repeat the outliers of a head for each row."""
-    return Spot(*(_rows_of(x[:, lanes], head, rows) for x in self))
+    return Spot(*(_repeat_row(x[:, lanes], head, rows) for x in self))
 
   def put(
     self, form: CodeFormat, field: int, both: Int[Array, "R S"]
@@ -1206,7 +1215,7 @@ def _kernel(
       )
       for place, excess in k_scales.outliers:
         frequency = Frequencies(
-          _by_place(units, place), _by_place(fractions, place)
+          _gather_places(units, place), _gather_places(fractions, place)
         )
         cos_sin = rotated_codes.cos_sin(frequency, columns.pos, dtype)
         outlier_terms += [(place, n, excess * x) for n, x in enumerate(cos_sin)]
@@ -1214,7 +1223,7 @@ def _kernel(
     def of_keys(head: int, lanes: slice) -> jax.Array:
       if turns is None:
         return k_codes.numbers(head, lanes, dtype)
-      levels = _pieces(k_codes, head, lanes)
+      levels = _float32_levels(k_codes, head, lanes)
       return rotated_codes.rotated(turns, levels, tables, lanes, dtype)
 
     def added(head: int) -> Iterator[jax.Array]:
@@ -1227,7 +1236,7 @@ def _kernel(
         ]
         if k_format.sinks:
           row_near_sink = (
-            _rows_of(near_sink.astype(jnp.int32), head, rows.total) != 0
+            _repeat_row(near_sink.astype(jnp.int32), head, rows.total) != 0
           )
           zero_products = jnp.where(
             row_near_sink,
@@ -1239,15 +1248,17 @@ def _kernel(
         still_products = sums_ref[0, head]
         if k_format.sinks:
           row_near_sink = (
-            _rows_of(near_sink.astype(jnp.int32), head, rows.total) != 0
+            _repeat_row(near_sink.astype(jnp.int32), head, rows.total) != 0
           )
           still_products = jnp.where(
             row_near_sink, still_products[:, 1:], still_products[:, :1]
           )
         yield still_products
       for place, n, x in outlier_terms:
-        row_place = _rows_of(place, head, rows.total)
-        yield _by_place(outlying[0, head, n], row_place) * x[head : head + 1]
+        row_place = _repeat_row(place, head, rows.total)
+        yield (
+          _gather_places(outlying[0, head, n], row_place) * x[head : head + 1]
+        )
 
     all_lanes = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
     products, weights = [], []
@@ -1260,7 +1271,7 @@ def _kernel(
         1,
       )
       head_rows = functools.partial(
-        _of_head, head=head, groups=k_format.groups, rows=rows
+        _rows_of_head, head=head, groups=k_format.groups, rows=rows
       )
       if turns is None:
         assert k_scales.scale is not None
@@ -1276,7 +1287,7 @@ def _kernel(
       slope = None if slope_ref is None else slope_ref[head]
       s, c = tile_ops.power(scores, dot, slope, lambda: distances)
       head_rows = functools.partial(
-        _of_head, head=head, groups=v_format.groups, rows=rows
+        _rows_of_head, head=head, groups=v_format.groups, rows=rows
       )
       if masked:
         s = jnp.where(allowed, s + rows.merged(head_rows(nan_flags)), -jnp.inf)

@@ -121,7 +121,7 @@ class DecodeGPU:
     at = tiled(context.k, run * kb)
     kinds = tile_kinds(context.mask, context.q, at, t, run * kb)
     lists = tile_lists(kinds, masked=False)
-    rows = min(_ROWS, _wide(g * t))
+    rows = min(_ROWS, _padded_side(g * t))
     num_blocks = -(-g * t // rows)
     row_at = tile_ops.by_row(context.q, q.shape)
     shared = keys.v is keys.k
@@ -156,14 +156,14 @@ class DecodeGPU:
         slopes is not None,
       ),
       grid=(b * kv, num_blocks, splits),
-      out_shape=[out_type(_wide(j)), out_type(), out_type()],
+      out_shape=[out_type(_padded_side(j)), out_type(), out_type()],
       compiler_params=plgpu.CompilerParams(
         num_warps=4 if rows <= 32 else 8, num_stages=3
       ),
       interpret=self.interpret,
       name="ringjax_decode",
     )(*operands)
-    merged = _merged(Partial(*partials))
+    merged = _merge_splits(Partial(*partials))
     unflatten = lambda x: x[:, :, : g * t].reshape(b, kv, g, t, *x.shape[3:])
     return Partial(
       unflatten(merged.acc[..., :j]), unflatten(merged.m), unflatten(merged.l)
@@ -174,27 +174,27 @@ def _is_power(n: int) -> bool:
   return n >= _LEAST and n & (n - 1) == 0
 
 
-def _wide(n: int) -> int:
+def _padded_side(n: int) -> int:
   """Round `n` up to a power of two that is a legal side of a product."""
   return pl.next_power_of_2(max(_LEAST, n))
 
 
-def _read(ref: Ref, *place: Any) -> jax.Array:
-  """Load rows [n, _wide(H)] of a ref [..., T, H], padded with zeros."""
+def _load_rows(ref: Ref, *place: Any) -> jax.Array:
+  """Load rows [n, _padded_side(H)] of a ref [..., T, H], padded with zeros."""
   h = ref.shape[-1]
-  if h == _wide(h):
+  if h == _padded_side(h):
     return plgpu.load(ref.at[(*place, slice(None))])
-  column = lax.broadcasted_iota(jnp.int32, (1, _wide(h)), 1)
+  column = lax.broadcasted_iota(jnp.int32, (1, _padded_side(h)), 1)
   *outer, rows = place
   row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
   return plgpu.load(
     ref.at[(*outer, row, column)],
-    mask=jnp.broadcast_to(column < h, (rows.size, _wide(h))),
+    mask=jnp.broadcast_to(column < h, (rows.size, _padded_side(h))),
     other=0.0,
   )
 
 
-def _merged(parts: Partial) -> Partial:
+def _merge_splits(parts: Partial) -> Partial:
   """Merge the partials of all splits, which are axis 2."""
   m = jnp.max(parts.m, 2)
   weight = jnp.exp(parts.m - finite_max(m)[:, :, None])
@@ -224,7 +224,7 @@ def _kernel(
   split = pl.program_id(2)
   layer, length = layer_ref[0], k_ref.shape[3]
 
-  q = _read(q_ref, example, head, row_slice)
+  q = _load_rows(q_ref, example, head, row_slice)
   at_q = Coords(
     row_pos[example, row_slice][:, None], row_seg[example, row_slice][:, None]
   )
@@ -241,10 +241,10 @@ def _kernel(
     # it shares with the one before (`tiled`).
     key_slice = pl.ds(jnp.minimum(first, length - run * kb) + inside, kb)
     places = pl.ds(first + inside, kb)
-    k = _read(k_ref, layer, example, head, key_slice).astype(q.dtype)
+    k = _load_rows(k_ref, layer, example, head, key_slice).astype(q.dtype)
     v = k
     if not shared:
-      v = _read(v_ref, layer, example, head, key_slice).astype(q.dtype)
+      v = _load_rows(v_ref, layer, example, head, key_slice).astype(q.dtype)
     at_k = Coords(k_pos[example, places][None], k_seg[example, places][None])
     distances = lambda: distance(at_q.pos, at_k.pos)
     s, c = tile_ops.power(
@@ -267,7 +267,7 @@ def _kernel(
     return acc * weight[:, None] + sums, m, total * weight + jnp.sum(p, 1)
 
   carry = (
-    jnp.zeros((rows, _wide(v_ref.shape[-1])), jnp.float32),
+    jnp.zeros((rows, _padded_side(v_ref.shape[-1])), jnp.float32),
     jnp.full((rows,), -jnp.inf, jnp.float32),
     jnp.zeros((rows,), jnp.float32),
   )

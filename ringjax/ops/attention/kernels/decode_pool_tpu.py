@@ -228,11 +228,11 @@ class _PoolCall:
     plan, (b, kv, g, _, h) = self.keys.shared, q.shape
     assert plan is not None
     j = self.keys.shape[4]
-    rows = _up(b * g, _SUBLANES)
+    rows = _round_up(b * g, _SUBLANES)
     flat = jnp.swapaxes(q[:, :, :, 0], 0, 1).reshape(kv, b * g, h)
     flat = pad_axis(flat, 1, rows)
     by_query = lambda x: jnp.repeat(x, g, 0)
-    q_at = jnp.stack([by_query(_last(x, b)) for x in self.args.context.q], 1)
+    q_at = jnp.stack([by_query(_per_row(x, b)) for x in self.args.context.q], 1)
     row, tile, count = plan.row[0], plan.tile[0], plan.count[0]
     n = row.shape[0]
     offsets = jnp.arange(self.pages_per_tile, dtype=jnp.int32)[None]
@@ -249,7 +249,7 @@ class _PoolCall:
     at = lambda ki, i, layer, pages, row, tile, *_: (row[i], tile[i], 0, 0)
     sizes = (j, tile_ops.LANES, tile_ops.LANES)
     sums = pl.pallas_call(
-      functools.partial(_common_kernel, *self.static),
+      functools.partial(_shared_kernel, *self.static),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(scalars),
         grid=(kv // self.heads, jnp.maximum(count, 1)),
@@ -275,7 +275,7 @@ class _PoolCall:
 
     def by_row(x: jax.Array) -> jax.Array:
       x = x[:, : b * g].reshape(kv, b, g, -1)
-      return pad_axis(jnp.swapaxes(x, 0, 1), 2, _up(g, _ROWS))
+      return pad_axis(jnp.swapaxes(x, 0, 1), 2, _round_up(g, _ROWS))
 
     return tuple(map(by_row, sums))
 
@@ -288,7 +288,7 @@ class _PoolCall:
     columns, rows = self.at.shape[1], carry[0].shape[2]
     # The tiles in which each row sees a slot.
     context = self.args.context
-    q_at = Coords(*(_last(x, b)[:, None] for x in context.q))
+    q_at = Coords(*(_per_row(x, b)[:, None] for x in context.q))
     k_at = Coords(*(self.at[:, :, n].reshape(b, -1) for n in (0, 1)))
     visible_slots = visible(context.mask, q_at, k_at)
     needed = jnp.any(visible_slots.reshape(b, columns, self.block), 2)
@@ -313,10 +313,10 @@ class _PoolCall:
     operand = pad_axis(q[:, :, :, 0], 2, rows)
     first = len(scalars)
     # All queries of a row have one position: scalars.
-    pos, seg = (_last(x, b) for x in context.q)
+    pos, seg = (_per_row(x, b) for x in context.q)
     return tuple(
       pl.pallas_call(
-        functools.partial(_own_kernel, *self.static),
+        functools.partial(_row_kernel, *self.static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=first + 2,
           grid=(kv // self.heads, steps.count),
@@ -339,11 +339,11 @@ class _PoolCall:
     )
 
 
-def _last(x: Int[Array, "b 1"], rows: int) -> Int[Array, " B"]:
+def _per_row(x: Int[Array, "b 1"], rows: int) -> Int[Array, " B"]:
   return jnp.broadcast_to(x[:, 0], (rows,))
 
 
-def _up(n: int, many: int) -> int:
+def _round_up(n: int, many: int) -> int:
   return -(-n // many) * many
 
 
@@ -355,7 +355,7 @@ def _slot_bytes(keys: PooledView) -> int:
 
 def _vmem(q: jax.Array, keys: PooledView, heads: int, block: int) -> int:
   """Approximate bytes of vector memory that a step of shared tiles takes."""
-  rows = _up(q.shape[0] * q.shape[2], _SUBLANES)
+  rows = _round_up(q.shape[0] * q.shape[2], _SUBLANES)
   h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
   # Inputs and outputs are double-buffered for the next step.
   in_flight = heads * block * _slot_bytes(keys)
@@ -410,7 +410,7 @@ def _mask(structure: PyTree, leaves: Sequence[Any]) -> Mask:
   return jax.tree.unflatten(structure, [ref[0] for ref in leaves])
 
 
-def _common_kernel(
+def _shared_kernel(
   scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
 ) -> None:
   first = 5 + structure.num_leaves
@@ -435,7 +435,7 @@ def _common_kernel(
     _fold(scores, q_ref, pages, each, both, sums, allowed)
 
 
-def _own_kernel(
+def _row_kernel(
   scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
 ) -> None:
   first = 5 + structure.num_leaves

@@ -253,13 +253,13 @@ class _TileScores(NamedTuple):
     )
 
 
-def _columns(queries: int, side: int) -> list[slice]:
+def _query_slices(queries: int, side: int) -> list[slice]:
   """Slices of a tile's queries, each as wide as a matrix unit."""
   width = side if queries % side == 0 else queries
   return [slice(at, at + width) for at in range(0, queries, width)]
 
 
-def _in_turn(
+def _fold_interleaved(
   parts: list[slice],
   multiply: Callable[[slice], Any],
   fold: Callable[[slice, Any], None],
@@ -425,8 +425,8 @@ def _forward_kernel(
 
     # A mask's comparisons are cheapest over all queries at once.
     queries = acc.shape[1]
-    _in_turn(
-      _columns(queries, queries if masked else side),
+    _fold_interleaved(
+      _query_slices(queries, queries if masked else side),
       lambda q_slice: tile_ops.dot(k, q_ref[0, 0, q_slice], tile_ops.NT),
       fold,
     )

@@ -102,17 +102,17 @@ class Rows(NamedTuple):
   lse: jax.Array
 
 
-def _terms(mask: Mask) -> list[Mask]:
+def _conjuncts(mask: Mask) -> list[Mask]:
   """List the masks that all have to allow a pair."""
   if isinstance(mask, And):
-    return _terms(mask.left) + _terms(mask.right)
+    return _conjuncts(mask.left) + _conjuncts(mask.right)
   return [mask]
 
 
 def known(mask: Mask) -> bool:
   """Whether hops under this mask are mostly of a kind other than `OTHER`."""
   simple_masks = (Causal, Everything, SameSegment)
-  return all(isinstance(term, simple_masks) for term in _terms(mask))
+  return all(isinstance(term, simple_masks) for term in _conjuncts(mask))
 
 
 def kinds(
@@ -133,20 +133,22 @@ def kinds(
   any_allowed = jnp.any(any_allowed & row.some & column.some, 0)
   constant = lambda kind: jnp.int32(kind)
   hop_kind = jnp.where(any_allowed, constant(OTHER), constant(NONE))
-  has_term = lambda kind: any(isinstance(term, kind) for term in _terms(mask))
+  has_term = lambda kind: any(
+    isinstance(term, kind) for term in _conjuncts(mask)
+  )
   if known(mask) and has_term(Causal):
     if has_term(SameSegment):
       real &= row.first_seg == row.last_seg
       real &= column.first_seg == column.last_seg
       real &= row.first_seg == column.first_seg
-    causal, strict = (jnp.all(x & real, 0) for x in _stairs(q.pos, k.pos))
+    causal, strict = (jnp.all(x & real, 0) for x in _causal_kinds(q.pos, k.pos))
     undecided = hop_kind == OTHER
     hop_kind = jnp.where(undecided & strict, constant(STRICT), hop_kind)
     hop_kind = jnp.where(undecided & causal, constant(CAUSAL), hop_kind)
   return jnp.where(all_allowed, constant(FULL), hop_kind)
 
 
-def _stairs(q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
+def _causal_kinds(q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
   """Whether `k <= q` is (causal, strict), for positions [B, pieces, T]."""
   if q.shape[-1] != k.shape[-1]:
     never = jnp.zeros((1, 1, 1), bool)
@@ -192,7 +194,7 @@ class HopPlan(NamedTuple):
   ) -> PyTree:
     """Run the chosen branch; branches are in the order of the kinds."""
     used = branches if self.grid is not None else branches[:PIECES]
-    typed = [_typed(branch, axes) for branch in used]
+    typed = [_varying(branch, axes) for branch in used]
     return lax.switch(self.choice, typed, *operands)
 
 
@@ -200,7 +202,7 @@ def forward(
   kernel: VendorKernel, fallback: Any, x: Local, args: ScoreArgs, carry: Partial
 ) -> Partial:
   """A local algorithm's `forward` by a `VendorKernel`, or by `fallback`."""
-  if not _bare(args):
+  if not _is_plain_call(args):
     return fallback.forward(x, args, carry)
   # All branches of a switch must vary over the same mesh axes.
   operands = (x, args.context, carry)
@@ -228,7 +230,7 @@ def forward(
     functools.partial(fold, True),
     strict,
   ]
-  kernel_branches = [_typed(branch, axes) for branch in kernel_branches]
+  kernel_branches = [_varying(branch, axes) for branch in kernel_branches]
 
   def run_fallback(x: Local, carry: Partial) -> Partial:
     return fallback.forward(x, args, carry)
@@ -242,7 +244,7 @@ def forward(
       )
       return Partial(*map(part.put_q, carry, part_carry))
 
-    return loop(_size(plan), piece, carry)
+    return loop(_num_pieces(plan), piece, carry)
 
   return plan.switch([*kernel_branches, run_fallback, pieces], axes, x, carry)
 
@@ -256,7 +258,7 @@ def backward(
   carry: QGradients,
 ) -> Gradients:
   """A local algorithm's `backward` by a `VendorKernel`, or by `fallback`."""
-  if not _bare(args):
+  if not _is_plain_call(args):
     return fallback.backward(x, args, residuals, carry)
   operands = (x, args.context, residuals, carry)
   axes = collectives.varying_axes(operands)
@@ -293,7 +295,7 @@ def backward(
     functools.partial(add, True),
     strict,
   ]
-  kernel_branches = [_typed(branch, axes) for branch in kernel_branches]
+  kernel_branches = [_varying(branch, axes) for branch in kernel_branches]
   # Only blockwise may change the gradients of terms.
   with_terms = [
     lambda x, rows, carry, one=branch: (*one(x, rows, carry[0]), carry[1])
@@ -320,13 +322,13 @@ def backward(
       )
 
     start = collectives.vary((carry[0], *zeros(x)), axes)
-    return *loop(_size(plan), piece, start), carry[1]
+    return *loop(_num_pieces(plan), piece, start), carry[1]
 
   branches = [*with_terms, run_fallback, pieces]
   return Gradients(*plan.switch(branches, axes, x, rows, (dq, dterms)))
 
 
-def _bare(args: ScoreArgs) -> bool:
+def _is_plain_call(args: ScoreArgs) -> bool:
   """Whether scores are products and the mask is all that hides pairs."""
   extra = args.scores.dropout_rate or args.context.allow is not None
   return args.plain and not extra
@@ -391,12 +393,12 @@ class _Piece(NamedTuple):
     return Local(self.cut_q(x.q), self.cut_k(x.k), self.cut_k(x.v))
 
 
-def _size(plan: HopPlan) -> int:
+def _num_pieces(plan: HopPlan) -> int:
   assert plan.grid is not None
   return plan.grid.size
 
 
-def _typed(
+def _varying(
   branch: Callable[..., Any], axes: frozenset[str]
 ) -> Callable[..., Any]:
   """Wrap a branch so that its results vary over `axes`, as all must."""
