@@ -255,7 +255,7 @@ def _sums_after(decay: jax.Array) -> jax.Array:
 def _decayed_products(
   q: jax.Array, k: jax.Array, decay: jax.Array
 ) -> jax.Array:
-  """sum_h q_th D_tsh k_sh for s <= t, else 0, for [c, ..., C, H], by halves."""
+  """Sum_h q_th D_tsh k_sh for s <= t, else 0, for [c, ..., C, H], by halves."""
   n = q.shape[-2] // 2
   if n == 0:
     return jnp.sum(q * k, -1, keepdims=True)
@@ -277,7 +277,7 @@ def _decayed_products(
 
 
 def _inverse(x: jax.Array) -> jax.Array:
-  """(1 + x)^-1 of strictly lower triangular x [c, ..., C, C], by halves.
+  """Invert 1 + x, for strictly lower triangular x [c, ..., C, C], by halves.
 
   Products alone: unlike a triangular solve they can be partitioned, and use
   matrix units. Both halves are one call, joined on the first axis: more axes

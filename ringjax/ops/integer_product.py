@@ -25,8 +25,7 @@ _BLOCK = 8
 def codes_of(
   weight: Float[Array, "I O"], *, channels: bool = True
 ) -> tuple[Int8[Array, "I O"], Float[Array, " O"]]:
-  """Quantize a weight to int8 codes and float32 scales: codes x scales,
-  rounded.
+  """Quantize a weight by rounding to int8 codes x float32 scales.
 
   Args:
     weight: Weight, [I, O].

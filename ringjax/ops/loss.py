@@ -297,7 +297,7 @@ def _is_label(logits: Array, code: Array) -> Array:
 
 
 def _dot(equation: str, a: Array, b: Array, out: Any) -> Array:
-  """An einsum that accumulates in float32 and never casts its operands."""
+  """Einsum that accumulates in float32 and never casts its operands."""
   exact = a.dtype in (jnp.float32, jnp.float64)
   return jnp.einsum(
     equation,

@@ -101,7 +101,7 @@ def moved(pos: Int[Array, "*N"], by: int) -> Int[Array, "*N"]:
 def distance(
   q: Int[Array, "*N"], k: Int[Array, "*M"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*L"]:
-  """|q - k| of positions in floating point, as int32 may overflow."""
+  """Distance |q - k| of positions in floating point, as int32 may overflow."""
   difference = jnp.where(q > k, q - k, k - q)  # Modulo 2**32.
   magnitude = difference.astype(dtype)
   return jnp.where(difference < 0, magnitude + 2.0**32, magnitude)
@@ -120,7 +120,7 @@ class Mask(abc.ABC):
 
   @abc.abstractmethod
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    """(some pair may be allowed, all pairs are allowed); fields broadcast."""
+    """Return (some pair may be allowed, all pairs are); fields broadcast."""
 
   @property
   def reach(self) -> tuple[int | None, int | None]:

@@ -17,7 +17,7 @@ def rms_norm(
   axes: int = 1,
   offset: float = 0.0,
 ) -> jax.Array:
-  """x / rms(x) * (offset + weight) over the last `axes` axes, in x's dtype.
+  """RMS norm x / rms(x) * (offset + weight) over the last `axes` axes.
 
   Args:
     x: Input, [..., D], or [..., N, H] with axes=2.
@@ -44,7 +44,7 @@ def layer_norm(
   *,
   offset: float = 0.0,
 ) -> Float[Array, "*batch D"]:
-  """(x - mean) / std * (offset + weight) + bias, in x's dtype.
+  """Layer norm (x - mean) / std * (offset + weight) + bias, in x's dtype.
 
   Args:
     x: Input, [..., D]; mean and variance are over the last axis.

@@ -76,7 +76,7 @@ class Unscaled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear(Unscaled):
-  """All positions divided by `factor`.
+  """Position interpolation: all positions divided by `factor`.
 
   Attributes:
     original: Context length that is stretched, where it is known.
@@ -158,11 +158,10 @@ class Llama3(Unscaled):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn(Unscaled):
-  """YaRN: interpolates dims with few turns in `original` tokens, keeps fast
-  ones.
+  """YaRN: slow dims are interpolated, fast ones are kept.
 
-  Fewer than `slow` turns are interpolated, more than `fast` kept; a ramp over
-  the dims connects them.
+  Dims with fewer than `slow` turns in `original` tokens are slow, those with
+  more than `fast` turns are fast; a ramp over the dims is in between.
   """
 
   factor: float

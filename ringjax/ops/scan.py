@@ -108,7 +108,7 @@ def linear_recurrence(
   axis: str | None = None,
   layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """h_t = a_t h_{t-1} + b_t elementwise, over a sequence and its shards.
+  """Linear recurrence h_t = a_t h_{t-1} + b_t, elementwise, over shards.
 
   The recurrence of diagonal state-space layers (Gu and Dao 2023, arXiv
   2312.00752) and of RG-LRU (De et al. 2024, arXiv 2402.19427). Sums and
@@ -120,8 +120,8 @@ def linear_recurrence(
     a: Factors, [B, T, ...], floats.
     b: Terms, [B, T, ...], floats; dimensions but T broadcast against those
       of a.
-    initial: h before the first token, [B, ...], default zeros. It belongs to
-      the document of the first token.
+    initial: State h before the first token, [B, ...], default zeros. It
+      belongs to the document of the first token.
     reverse: Whether h_t = a_t h_{t+1} + b_t; then `initial` follows the last
       token.
     segment_ids: Document of each token, int32 [B, T], 0 is padding. A
@@ -136,8 +136,8 @@ def linear_recurrence(
       refused, since h is passed from each token to the next.
 
   Returns:
-    h: h [B, T, ...] in b's dtype.
-    last: h after the last token (before the first, in reverse), [B, ...] in
+    h: States h of all tokens, [B, T, ...] in b's dtype.
+    last: State after the last token (before the first, in reverse), [B, ...] in
       float32, the same on all shards.
 
   Raises:
@@ -455,7 +455,7 @@ def _last_h(h: jax.Array, reverse: bool) -> jax.Array:
 
 
 def _previous_h(h: jax.Array, came: jax.Array, reverse: bool) -> jax.Array:
-  """h of the token before each token."""
+  """Shift h to the next token: the h that each token gets."""
   parts = [h[:, 1:], came] if reverse else [came, h[:, :-1]]
   return jnp.concatenate(parts, 1)
 
@@ -468,7 +468,7 @@ def _affine(early: PyTree, late: PyTree) -> PyTree:
 def _scan_tokens(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """h of all slots, and the h that arrives at the first of this shard."""
+  """Compute h of all slots, and the h that arrives at the shard's first."""
   decay, h = lax.associative_scan(_affine, (a, b), axis=1, reverse=rule.reverse)
   arrived = start
   if rule.axis is not None:

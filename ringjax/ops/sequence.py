@@ -68,7 +68,7 @@ class Shards:
 
   @classmethod
   def of(cls, layout: Layout, place: CallSharding, length: int) -> Shards:
-    """`length` counts the rows of the arrays, of all shards together."""
+    """Describe shards; `length` counts the rows of all shards together."""
     local = layout.local_length(length, place.size)
     if isinstance(layout, Uneven):
       length = sum(layout.counts)

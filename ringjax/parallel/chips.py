@@ -136,7 +136,7 @@ class Link:
     return self._shared(seconds + latency_s)
 
   def _box(self, size: int, wraps: bool) -> tuple[int, float, bool, float]:
-    """(dimensions, side, closed, latency to the farthest) of `size` devices."""
+    """Return (dimensions, side, closed, latency to the farthest device)."""
     dims = min(self.ports // 2, max(1, int(math.log2(size))))
     side = size ** (1 / dims)
     closed = wraps and side > 2

@@ -42,14 +42,15 @@ class Door(Generic[Peer]):
 
     Args:
       server: Listening socket; it stays the caller's, who closes it.
-      greet: Called with a connection and its address; returns the admitted
-        peer, or raises PeerError or OSError for a stranger, whose connection
-        is closed.
-      enter: Called with each admitted peer, in the thread that greeted it;
-        default: peers wait for `accept`.
+      greet: Function of a connection and its address that returns the admitted
+        peer, or raises PeerError or OSError for any other, whose connection
+        is then closed.
+      enter: Function of an admitted peer, called in the thread that greeted
+        it; default: peers wait for `accept`.
       name: Prefix of the threads' names.
       waiting: Largest number of connections that are greeted at a time.
-      dropped: Called when a waiting connection is closed for a newer one.
+      dropped: Function called when a waiting connection is closed for a
+        newer one.
     """
     self._server, self._greet_peer = server, greet
     self._admitted: queue.SimpleQueue[Peer | None] = queue.SimpleQueue()
@@ -75,7 +76,7 @@ class Door(Generic[Peer]):
     """Return the next admitted peer, or None once the door is closed.
 
     Raises:
-      TimeoutError: if none came within `timeout_s` seconds.
+      TimeoutError: If no peer was admitted within `timeout_s` seconds.
     """
     try:
       return self._admitted.get(timeout=timeout_s)

@@ -118,7 +118,7 @@ class Residuals(NamedTuple):
     do: Cotangent of the output, [B, K, G, T, J].
     lse: Log-sum-exp over all keys (and the sink), [B, K, G, T]; inf instead of
       -inf, because exp(s - inf) is the 0 that an empty row needs.
-    delta: sum(do * out) minus the cotangent of lse, [B, K, G, T].
+    delta: Sum of do * out, minus the cotangent of lse, [B, K, G, T].
     flag: 0 where all of a row is finite, else NaN, [B, K, G, T].
     q_flipped: Queries, [B, K, H, G, T].
     do_flipped: Cotangent, [B, K, J, G, T].
@@ -552,7 +552,7 @@ def _add_dterms(dterms: Terms, tile: ScoreTile, ds: jax.Array) -> Terms:
 def loop(
   count: Index, body: Callable[[Any, Carry], Carry], start: Carry
 ) -> Carry:
-  """fori_loop whose index is int32 also when 64-bit types are on."""
+  """Run a fori_loop with an int32 index also when 64-bit types are on."""
   stop = np.int32(count) if isinstance(count, int) else count
   return lax.fori_loop(np.int32(0), stop, body, start)
 
@@ -560,7 +560,7 @@ def loop(
 def product(
   equation: str, a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
 ) -> jax.Array:
-  """An einsum that accumulates in float32 and never casts its operands."""
+  """Einsum that accumulates in float32 and never casts its operands."""
   exact = a.dtype in (jnp.float32, jnp.float64)
   return jnp.einsum(
     equation,
@@ -586,7 +586,7 @@ def cleaned(x: Shaped[Array, " ..."]) -> jax.Array:
 
 
 def finite_flag(x: Shaped[Array, " ..."], dtype: DTypeLike) -> jax.Array:
-  """0 for a vector of finite numbers, NaN for any other."""
+  """Flag each vector: 0 if all of its numbers are finite, else NaN."""
   is_finite = jnp.all(jnp.isfinite(x), -1)
   return jnp.where(
     is_finite, jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype)

@@ -48,7 +48,7 @@ class Interconnect:
     far: float = 1.0,
     wraps: bool = True,
   ):
-    """`size` devices, `stride` places apart; `slow` joins islands of them."""
+    """Join `size` devices, `stride` places apart; `slow` joins islands."""
     self.traffic, self.size, self.far, self.wraps = traffic, size, far, wraps
     crosses = slow is not None and island is not None and size * stride > island
     self.island = max(1, island // stride) if island is not None else size
@@ -237,7 +237,7 @@ class CostTerms:
 
   @property
   def directions(self) -> tuple[int, int]:
-    """(back, forward) hops of a ring, limited to the mask's reach."""
+    """Numbers of hops of a ring, (back, forward), within the mask's reach."""
     return self.cut(self.call.mask)
 
   def cut(self, mask: Mask) -> tuple[int, int]:

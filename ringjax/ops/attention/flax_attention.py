@@ -65,7 +65,7 @@ def flax_attention(
     Attention output, [..., T, N, J].
 
   Raises:
-    OptionError: an argument can't be followed.
+    OptionError: If an argument can't be followed.
   """
   active = dropout_rate > 0 and not deterministic
   for name, value_given, refused, remedy in (

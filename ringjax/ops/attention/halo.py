@@ -3,9 +3,9 @@
 Guarantees: equals `reference` on the gathered sequence for masks with a window,
 over consecutive tokens on consecutive shards; forward and backward.
 Cost: a query that sees W - 1 keys before it and A after it needs that many
-tokens from the next shards, and no more is sent: K and V of W - 1 + A tokens to
-one neighbour each way, or to as many as have these tokens; backward the same
-and as many rows of the float32 sums dK, dV back. One call of the local
+tokens from neighbouring shards, and no more is sent: K and V of W - 1 + A
+tokens to one neighbour each way, or to as many as have these tokens; backward
+the same and as many rows of the float32 sums dK, dV back. One call of the local
 algorithm, nothing to merge.
 Memory: the keys that a shard's queries see.
 

@@ -157,7 +157,7 @@ class RingStrategy(Strategy):
     return cut_hops(needed)
 
   def _hops(self) -> tuple[int, int]:
-    """(back, forward) numbers of hops."""
+    """Numbers of hops, (back, forward)."""
     size = self._place()[0]
     if self.hops is None:
       return self._cut(np.ones(size, bool))

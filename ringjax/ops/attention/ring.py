@@ -194,7 +194,7 @@ class Ring(RingStrategy, KVStrategy):
     return state
 
   def _reach(self, context: Context) -> tuple[jax.Array, jax.Array]:
-    """(back, forward) numbers of shards that this batch's documents reach."""
+    """Numbers of shards, (back, forward), that the batch's documents reach."""
     assert self.axis is not None
     size, shard = self._place()
     names = tuple(sorted(collectives.manual_axes() | {*self.axes}))

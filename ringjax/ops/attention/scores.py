@@ -216,7 +216,7 @@ class ScoreTile:
     return s, tanh
 
   def distance(self, dtype: DTypeLike) -> jax.Array:
-    """|position of q - position of k|, broadcastable to the tile."""
+    """Distance of the positions of q and k, broadcastable to the tile."""
     way = self.way
     return distance(way.query(self.q_at.pos), way.key(self.k_at.pos), dtype)
 
@@ -231,7 +231,7 @@ class ScoreTile:
     return allowed_pairs
 
   def dropout_weight(self, dtype: DTypeLike) -> jax.Array:
-    """0 or 1 / (1 - rate) for each pair of the tile."""
+    """Dropout weight of each pair of the tile: 0 or 1 / (1 - rate)."""
     context, way = self.args.context, self.way
     assert context.seed is not None and context.heads is not None
     return kept(

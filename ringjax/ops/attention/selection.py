@@ -318,7 +318,7 @@ class SelectiveVisit:
   def _partial_of_chunk(
     self, views: Sequence[KVView], given: PyTree
   ) -> Partial:
-    """The partial of some of the queries."""
+    """Partial of one chunk of the queries."""
     q, selection, coords = given
     q = jnp.moveaxis(q, 1, 3)
     scored = [

@@ -162,7 +162,7 @@ class DecodeCodesTPU(DecoderTPU):
   def tile(
     self, q: Float[Array, "B K G T H"], keys: EncodedView | UnrotatedView
   ) -> tuple[int, int]:
-    """(heads, keys) of a tile for queries [B, K, G, T, H]."""
+    """Choose (heads, keys) of a tile for queries [B, K, G, T, H]."""
     keys, _ = _split_rotation(keys)
     row = sum(x.shape[3] for x in _code_arrays(keys))
     return self.tile_of(q, keys.k.shape[4], row, _TILE_BYTES, _MOST)

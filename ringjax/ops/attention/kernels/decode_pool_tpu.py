@@ -60,7 +60,7 @@ class DecodePoolTPU(DecoderTPU):
   def tile(
     self, q: Float[Array, "B K G T H"], keys: PooledView
   ) -> tuple[int, int]:
-    """(heads, slots) of a tile for queries [B, K, G, T, H]."""
+    """Choose (heads, slots) of a tile for queries [B, K, G, T, H]."""
     block = self.kv_block or pool_tile(keys.page, "tpu")
     row, vmem_bytes = (
       block * _slot_bytes(keys),
@@ -190,7 +190,7 @@ class _PoolCall:
     return [keys.k] if keys.v is keys.k else [keys.k, keys.v]
 
   def pages(self) -> tuple[list[Any], list[Any]]:
-    """(BlockSpecs, arrays) of a tile's pages; scalars hold their indices."""
+    """Return (BlockSpecs, arrays) of a tile's pages, indexed by scalars."""
 
     def spec(n: int, width: int) -> pl.BlockSpec:
       page_index = lambda ki, i, layer, pages, *_: (

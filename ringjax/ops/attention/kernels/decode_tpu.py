@@ -50,7 +50,7 @@ class DecodeTPU(DecoderTPU):
   def tile(
     self, q: Float[Array, "B K G T H"], keys: ContiguousView
   ) -> tuple[int, int]:
-    """(heads, keys) of a tile for queries [B, K, G, T, H]."""
+    """Choose (heads, keys) of a tile for queries [B, K, G, T, H]."""
     return self.tile_of(
       q, keys.k.shape[3], _row_bytes(keys), _TILE_BYTES, _MOST
     )

@@ -1,5 +1,4 @@
-"""Flash attention kernel for TPU that masks by positions and carries
-statistics.
+"""Flash attention kernel for TPU that masks by position and carries sums.
 
 Guarantees: equals `Blockwise` wherever it serves (`decline` says where it does
 not), values and gradients. A hop of a ring is one kernel: the statistics of

@@ -201,7 +201,7 @@ class HopPlan(NamedTuple):
 def forward(
   kernel: VendorKernel, fallback: Any, x: Local, args: ScoreArgs, carry: Partial
 ) -> Partial:
-  """A local algorithm's `forward` by a `VendorKernel`, or by `fallback`."""
+  """Fold a hop into `carry` by a `VendorKernel`, or by `fallback`."""
   if not _is_plain_call(args):
     return fallback.forward(x, args, carry)
   # All branches of a switch must vary over the same mesh axes.
@@ -257,7 +257,7 @@ def backward(
   residuals: Residuals,
   carry: QGradients,
 ) -> Gradients:
-  """A local algorithm's `backward` by a `VendorKernel`, or by `fallback`."""
+  """Gradients of a hop by a `VendorKernel`, or by `fallback`."""
   if not _is_plain_call(args):
     return fallback.backward(x, args, residuals, carry)
   operands = (x, args.context, residuals, carry)
