@@ -117,7 +117,7 @@ class MemoryEstimateError(RingjaxError, MemoryError):
 
 
 class OutOfMemoryError(RingjaxError, MemoryError):
-  """A device or the host had no more memory while a program ran.
+  """A device or the host ran out of memory while a program ran.
 
   Attributes:
     nbytes: Number of bytes that were requested, or None if unknown.

@@ -84,7 +84,7 @@ class Door(Generic[Peer]):
       raise TimeoutError(f"no peer within {timeout_s:g} s") from None
 
   def close(self) -> None:
-    """Accept no more, and close the connections that still wait."""
+    """Stop accepting, and close the connections that still wait."""
     with self._lock:
       if self._closed:
         return

@@ -271,10 +271,10 @@ def two_level(at: CostTerms, inner: int) -> Found:
         for h in range(inner)
       ]
       inner_end = turn(compute.reshape(inner, n, inner), sends).reshape(-1)
-      # The sums of the turn are sent on to the device that holds them.
+      # The sums of the inner ring are sent on to the device that owns them.
       inner_end = inner_end + inner_net.send(sums)
       slow = outer_net.send(at.wire_bytes * (outer < n - 1), sums * (outer > 0))
-      # Both ends begin a turn together, as in a hop of a ring.
+      # Both ends begin an inner ring together, as in a hop of a ring.
       begin = np.maximum(finish, np.roll(finish, -inner))
       arrival = begin + slow if slow else finish
       end = np.maximum(finish + inner_end, arrival)

@@ -651,7 +651,7 @@ def _cost(
   operands: PyTree,
   backward: bool,
 ) -> pl.CostEstimate:
-  """Cost estimate for XLA's scheduler, so that it hides sends by the kernel.
+  """Cost estimate for XLA's scheduler, so that it overlaps sends with it.
 
   The scheduler divides FLOPs by the chip's peak, which no kernel reaches: the
   estimate has as many FLOPs as take the time of this kernel.
