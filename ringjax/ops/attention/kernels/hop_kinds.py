@@ -303,7 +303,7 @@ def backward(
   ]
 
   def run_fallback(x: Local, rows: Rows, carry: QGradients) -> PyTree:
-    # Rebuilt here, so that what only this branch needs takes no memory in the others.
+    # Rebuilt here: arrays that only this branch needs take no memory in others.
     saved_residuals = Residuals.of(x.q, *residuals[:3])
     return tuple(fallback.backward(x, args, saved_residuals, carry))
 
