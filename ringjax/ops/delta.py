@@ -239,9 +239,9 @@ def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
   return _Chunks(x.k, decay_matrix, fade, values, keys)
 
 
-def _per_head(x: jax.Array, wide: Any) -> jax.Array:
+def _per_head(x: jax.Array, dtype: Any) -> jax.Array:
   """Reshape keys or queries [c, B, C, K, H] to [c, B, K, 1, C, H]."""
-  return jnp.moveaxis(x, 2, 3)[:, :, :, None].astype(wide)
+  return jnp.moveaxis(x, 2, 3)[:, :, :, None].astype(dtype)
 
 
 def _sums_after(decay: jax.Array) -> jax.Array:

@@ -364,13 +364,13 @@ def _weights(weights: jax.Array | None, shape: tuple[int, ...]) -> Array:
 
 
 def _check_shape(
-  name: str, got: tuple[int, ...], want: tuple[int, ...]
+  name: str, shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-  if got != want:
+  if shape != expected:
     raise ShapeError(
       name,
-      f"shape {got}",
-      f"{want}, one for each token of h",
+      f"shape {shape}",
+      f"{expected}, one for each token of h",
       "broadcast or slice it to that",
     )
 

@@ -143,13 +143,13 @@ class _Conv:
 
 
 def _tail_before(
-  shards: Shards, x: jax.Array, seg: Any, given: Any, before: Any, n: int
+  shards: Shards, x: jax.Array, seg: Any, given_seg: Any, before: Any, n: int
 ) -> Tail:
   """Tail of the n tokens that precede this shard's."""
   if before is None:
     before = collectives.zeros((x.shape[0], n, x.shape[2]), x.dtype, x)
     first = jnp.zeros_like(seg[:, :1])
-  elif given is None:
+  elif given_seg is None:
     first = jnp.ones_like(seg[:, :1])
   else:
     first = _first_document(seg, shards.axis)

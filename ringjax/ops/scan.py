@@ -454,15 +454,15 @@ def _last_h(h: jax.Array, reverse: bool) -> jax.Array:
   return h[:, :1] if reverse else h[:, -1:]
 
 
-def _previous_h(h: jax.Array, came: jax.Array, reverse: bool) -> jax.Array:
+def _previous_h(h: jax.Array, first_h: jax.Array, reverse: bool) -> jax.Array:
   """Shift h to the next token: the h that each token gets."""
-  parts = [h[:, 1:], came] if reverse else [came, h[:, :-1]]
+  parts = [h[:, 1:], first_h] if reverse else [first_h, h[:, :-1]]
   return jnp.concatenate(parts, 1)
 
 
-def _affine(early: PyTree, late: PyTree) -> PyTree:
+def _affine(first: PyTree, second: PyTree) -> PyTree:
   """Compose x -> a x + b after another such map."""
-  return late[0] * early[0], late[0] * early[1] + late[1]
+  return second[0] * first[0], second[0] * first[1] + second[1]
 
 
 def _scan_tokens(

@@ -109,7 +109,7 @@ def _scan_chunks(
 
 
 def _compose(
-  early: tuple[jax.Array, jax.Array], late: tuple[jax.Array, jax.Array]
+  first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
   """Compose h -> a h + b after another such map."""
-  return late[0] * early[0], late[0] * early[1] + late[1]
+  return second[0] * first[0], second[0] * first[1] + second[1]

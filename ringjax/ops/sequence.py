@@ -261,12 +261,12 @@ def _axes_of(
   return axes_of_dim
 
 
-def _spec(x: Any, dims: str, over: dict[str, Any]) -> P | None:
+def _spec(x: Any, dims: str, axes_of_dim: dict[str, Any]) -> P | None:
   if x is None:
     return None
   return P(
     *(
-      over.get(d) if n > 1 or d == "t" else None
+      axes_of_dim.get(d) if n > 1 or d == "t" else None
       for d, n in zip(dims, x.shape, strict=True)
     )
   )

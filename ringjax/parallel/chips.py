@@ -344,15 +344,17 @@ def number_bytes(dtype: str) -> int:
 
 
 def _pairs(
-  name: str, given: Mapping[str, Any] | Iterable[tuple[str, Any]]
+  name: str, mapping: Mapping[str, Any] | Iterable[tuple[str, Any]]
 ) -> tuple[tuple[str, Any], ...]:
   try:
-    pairs = tuple(given.items() if isinstance(given, Mapping) else given)
+    pairs = tuple(mapping.items() if isinstance(mapping, Mapping) else mapping)
     valid = all(len(p) == 2 and isinstance(p[0], str) for p in pairs)
   except TypeError:
     pairs, valid = (), False
   if not valid or not pairs:
-    raise OptionError(name, repr(given), "a mapping from names", "pass a dict")
+    raise OptionError(
+      name, repr(mapping), "a mapping from names", "pass a dict"
+    )
   return tuple((str(k), v) for k, v in pairs)
 
 

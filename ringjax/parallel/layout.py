@@ -466,11 +466,11 @@ def _refit(
 
 
 def _where(
-  condition: Bool[Array | np.ndarray, " n"], one: Any, other: Any
+  condition: Bool[Array | np.ndarray, " n"], if_true: Any, if_false: Any
 ) -> Any:
   """`where` for NumPy or JAX arrays, as the condition is."""
   where_fn = np.where if isinstance(condition, np.ndarray) else jnp.where
-  return where_fn(condition, one, other)
+  return where_fn(condition, if_true, if_false)
 
 
 def _check_shards(shards: int) -> None:

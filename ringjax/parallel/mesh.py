@@ -274,11 +274,11 @@ def ring_walk(box: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _closed_walk(
-  box: tuple[int, ...], home: int, rest: list[int]
+  box: tuple[int, ...], home: int, other_sides: list[int]
 ) -> list[tuple[int, ...]] | None:
   """Build a cycle: out over a snake with home > 0, back along home = 0."""
-  order = rest + [home] + [i for i in range(len(box)) if box[i] == 1]
-  path = _snake([box[i] for i in rest])
+  order = other_sides + [home] + [i for i in range(len(box)) if box[i] == 1]
+  path = _snake([box[i] for i in other_sides])
   if len(path) % 2:
     return None
   # Rows of the snake, each walked over the far part of the home side, in
@@ -289,7 +289,7 @@ def _closed_walk(
     for h in line if n % 2 == 0 else reversed(line):
       walk.append((*point, h))
   walk += [(*point, 0) for point in reversed(path)]
-  pad = len(box) - len(rest) - 1
+  pad = len(box) - len(other_sides) - 1
   return [_reordered((*p, *([0] * pad)), order) for p in walk]
 
 

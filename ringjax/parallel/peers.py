@@ -439,14 +439,14 @@ class Peers:
         reason = f"was given up by rank {rank}: {reason}"
       self._fail(message["rank"], reason)
 
-  def _check_peers(self, now: float) -> None:
+  def _check_peers(self, now_s: float) -> None:
     """Report ranks that are silent or stuck as failed."""
     for rank, peer in self._peers.items():
       if peer.left or self.failure is not None:
         continue
-      if now - peer.heard_s > self.timeout_s:
+      if now_s - peer.heard_s > self.timeout_s:
         self._fail(rank, f"has said nothing for {self.timeout_s:g} s")
-      elif now - peer.moved_s > self.timeout_s and self._is_stuck(peer):
+      elif now_s - peer.moved_s > self.timeout_s and self._is_stuck(peer):
         reason = f"is stuck: it has made no progress for {self.timeout_s:g} s"
         self._fail(rank, reason)
 

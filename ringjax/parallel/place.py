@@ -325,29 +325,29 @@ def refuse_shards(name: str, x: PyTree, spelling: str, axis: str) -> None:
 
 
 def _check_same(
-  mesh: Mesh | AbstractMesh | None, around: Mesh | AbstractMesh | None
+  mesh: Mesh | AbstractMesh | None, ambient_mesh: Mesh | AbstractMesh | None
 ) -> None:
   """Refuse a mesh that differs from that of the shard_map around the call."""
   shape = lambda any_mesh: tuple(
     zip(any_mesh.axis_names, any_mesh.axis_sizes, strict=True)
   )
-  if mesh is not None and shape(mesh) != shape(around):
+  if mesh is not None and shape(mesh) != shape(ambient_mesh):
     raise MeshError(
       "mesh",
-      f"one of {shape(mesh)} inside of a shard_map over {shape(around)}",
+      f"one of {shape(mesh)} inside of a shard_map over {shape(ambient_mesh)}",
       "the mesh of that shard_map",
       "leave mesh out",
     )
 
 
 def _check_names(
-  which: str, axes: MeshAxes, mesh: Mesh | AbstractMesh
+  argument: str, axes: MeshAxes, mesh: Mesh | AbstractMesh
 ) -> tuple[str, ...]:
   """Return the axes that a caller named, which have to be the mesh's."""
   names = collectives.names(axes)
   if any(axis_name not in mesh.axis_names for axis_name in names):
     raise MeshError(
-      which,
+      argument,
       repr(axes),
       f"one of the mesh axes {mesh.axis_names}",
       "rename the axis or pass another mesh",
@@ -416,16 +416,16 @@ def sharding_of(
 
 
 def _sequence_axis(
-  found: list[Any],
+  operand_shardings: list[Any],
   mesh: Mesh | AbstractMesh,
-  given: bool,
+  mesh_given: bool,
   used: Sequence[str],
   required: bool,
 ) -> MeshAxes:
   """Return the axis of the operands' second dimension, else the mesh's."""
-  for _, spec in found:
+  for _, spec in operand_shardings:
     if spec is not None and len(spec) > 1 and spec[1]:
       return spec[1] if len(spec[1]) > 1 else spec[1][0]
-  if given or any(spec is None for _, spec in found):
+  if mesh_given or any(spec is None for _, spec in operand_shardings):
     return sequence_axis(mesh, used, required)
   return SEQ if SEQ in mesh.axis_names else None

@@ -640,7 +640,7 @@ def _number(
   return value
 
 
-def _and(mask: Mask, other: Mask | None) -> Mask:
-  if other is None:
+def _and(mask: Mask, extra_mask: Mask | None) -> Mask:
+  if extra_mask is None:
     return mask
-  return other if isinstance(mask, Everything) else And(mask, other)
+  return extra_mask if isinstance(mask, Everything) else And(mask, extra_mask)

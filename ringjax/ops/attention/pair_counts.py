@@ -117,27 +117,27 @@ class _Side:
 
 
 def _count(
-  found: np.ndarray,
+  counts: np.ndarray,
   mask: Mask,
   queries: _Side,
   keys: _Side,
-  few: np.ndarray,
+  sample: np.ndarray,
   q: np.ndarray,
   k: np.ndarray,
 ) -> None:
-  """Add to `found` the pairs of shards `few[q]` with keys of `few[k]`."""
+  """Add to `counts` the pairs of shards `sample[q]` with `sample[k]`'s keys."""
   zero = np.zeros_like(q)
   cells = (q, k, zero, zero + queries.tiles, zero, zero + keys.tiles)
 
   def add(cells: tuple, share: float | np.ndarray) -> None:
     q, k, q0, q1, k0, k1 = cells
     tiles = (q1 - q0) * (k1 - k0).astype(float)
-    np.add.at(found, (q, k), tiles * share * queries.block * keys.block)
+    np.add.at(counts, (q, k), tiles * share * queries.block * keys.block)
 
   while cells[0].size:
     q, k, q0, q1, k0, k1 = cells
-    rows = queries.extent(few[q], q0, q1)
-    cols = keys.extent(few[k], k0, k1)
+    rows = queries.extent(sample[q], q0, q1)
+    cols = keys.extent(sample[k], k0, k1)
     any_allowed, all_allowed = bound(mask, rows, cols)
     any_allowed = any_allowed & np.asarray(rows.some & cols.some)
     all_allowed = all_allowed & any_allowed & np.asarray(rows.all & cols.all)

@@ -65,14 +65,14 @@ def documents(at: CostTerms) -> Found:
   return _rotation(at, *at.cut(Window(keys_before + 1, keys_after)))
 
 
-def _rotation(at: CostTerms, behind: int, ahead: int) -> Prediction:
-  hops = _hops(behind, ahead)
+def _rotation(at: CostTerms, hops_back: int, hops_forward: int) -> Prediction:
+  hops = _hops(hops_back, hops_forward)
   pairs = at.by_hop(hops)
 
   def one_pass(backward: bool) -> tuple[float, float]:
     compute = at.hop_s(pairs, backward) + at.decode_s
     sums = at.sum_bytes * backward
-    reach = behind, ahead
+    reach = hops_back, hops_forward
     seconds = at.rotation(at.ring, compute, reach, at.wire_bytes, sums)
     return seconds, float(compute.sum())
 
@@ -366,6 +366,6 @@ def chain(at: CostTerms) -> Found:
   return at.prediction(one_pass, extra)
 
 
-def _hops(behind: int, ahead: int) -> list[int]:
+def _hops(hops_back: int, hops_forward: int) -> list[int]:
   """Offsets of the shards that each hop's keys come from, back and forward."""
-  return [*range(behind + 1), *range(-1, -ahead - 1, -1)]
+  return [*range(hops_back + 1), *range(-1, -hops_forward - 1, -1)]

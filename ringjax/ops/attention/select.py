@@ -549,11 +549,11 @@ def _identifying_options(options: Mapping[str, Any]) -> dict[str, Any]:
   return {k: options[k] for k in ("inner", "wire") if k in options}
 
 
-def _name(one: Prediction | Refusal) -> str:
-  options = _identifying_options(one.options)
+def _name(candidate: Prediction | Refusal) -> str:
+  options = _identifying_options(candidate.options)
   groups = f" of {options['inner']}" if "inner" in options else ""
   return (
-    one.strategy
+    candidate.strategy
     + groups
     + (f", {options['wire']}" if "wire" in options else "")
   )

@@ -145,7 +145,7 @@ class _Ranked(NamedTuple):
     score, pos = (x[..., count - 1 : count] for x in best)
     return _Last(-score, pos)
 
-  def alone(
+  def view_of_chosen(
     self, view: ContiguousView, at: Coords, last: _Last, block: int
   ) -> ContiguousView:
     """View of the keys that one query of each row reads, in rank order.
@@ -316,10 +316,10 @@ class SelectiveVisit:
     return self.at if view.queries is None else view.queries
 
   def _partial_of_chunk(
-    self, views: Sequence[KVView], given: PyTree
+    self, views: Sequence[KVView], operands: PyTree
   ) -> Partial:
     """Partial of one chunk of the queries."""
-    q, selection, coords = given
+    q, selection, coords = operands
     q = jnp.moveaxis(q, 1, 3)
     scored = [
       self._scored(view, q, selection, at)
@@ -338,7 +338,7 @@ class SelectiveVisit:
     plain_view = _gatherable_view(views, count)
     if q.shape[3] == 1 and plain_view is not None:
       block, (q_at,) = tile_slots(plain_view, self.platform), coords
-      view = ranked.alone(plain_view, scored[0][1], last, block)
+      view = ranked.view_of_chosen(plain_view, scored[0][1], last, block)
       context = Context(q_at, view.at, view.mask or self.mask)
       args = ScoreArgs(self.scores, self.terms, context)
       return decode_attention(q, view, args, self.platform)

@@ -90,10 +90,10 @@ class Strategy:
     return (shard - distance) % size
 
   def _check_consecutive(
-    self, layout: Layout, derived: bool, known: type | UnionType, remedy: str
+    self, layout: Layout, derived: bool, layouts: type | UnionType, remedy: str
   ) -> None:
     """Raise OptionError unless consecutive shards have consecutive tokens."""
-    if derived and isinstance(layout, known):
+    if derived and isinstance(layout, layouts):
       return
     description = "positions of your own, or keys of another length"
     raise OptionError(

@@ -97,7 +97,7 @@ def _scores(view: KVView, visit: CacheVisit) -> jax.Array:
 
 
 def _weighted_scores(
-  view: KVView, visit: CacheVisit, other: Float[Array, "B K G T"]
+  view: KVView, visit: CacheVisit, plain_lse: Float[Array, "B K G T"]
 ) -> jax.Array:
   """Log weights of a view of `apart`, next to keys of log-sum-exp `other`."""
   if isinstance(view, WeighedView):
@@ -108,5 +108,5 @@ def _weighted_scores(
       jnp.isfinite(s), s + jnp.where(s > -jnp.inf, extra_log_weight, 0), s
     )
   assert isinstance(view, SelectedView)
-  chosen = view.slots_chosen(view.chosen(other, visit))
+  chosen = view.slots_chosen(view.chosen(plain_lse, visit))
   return jnp.where(chosen, _scores(view, visit), -jnp.inf)

@@ -217,7 +217,7 @@ class Loops:
 
 
 def _first_serving(
-  kernels: Sequence[Any], decline: Callable[[Any], str | None], rest: Any
+  kernels: Sequence[Any], decline: Callable[[Any], str | None], fallback: Any
 ) -> KernelChoice:
   """Choose the first kernel that serves, else `rest`."""
   declined = []
@@ -230,7 +230,7 @@ def _first_serving(
     if reason is None:
       return KernelChoice(kernel, tuple(declined))
     declined.append((type(kernel).__name__, reason))
-  return KernelChoice(rest, tuple(declined))
+  return KernelChoice(fallback, tuple(declined))
 
 
 @functools.cache
@@ -396,13 +396,13 @@ def _coords_before(pos: np.ndarray, used: int) -> Coords:
 
 
 def _relative_error(
-  ours: Sequence[jax.Array], theirs: Sequence[jax.Array]
+  results: Sequence[jax.Array], references: Sequence[jax.Array]
 ) -> float:
   """Largest error, relative to the largest number; infinity for NaN."""
   float32 = lambda a: a.astype(jnp.float32)
   errors = [
     jnp.max(jnp.abs(float32(a) - float32(b))) / jnp.max(jnp.abs(float32(b)))
-    for a, b in zip(ours, theirs, strict=True)
+    for a, b in zip(results, references, strict=True)
   ]
   worst = float(jnp.max(jnp.stack(errors)))
   return worst if worst == worst else float("inf")

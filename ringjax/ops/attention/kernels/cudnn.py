@@ -241,10 +241,10 @@ def _parameters(name: str) -> tuple[str, ...]:
   return tuple(inspect.signature(function).parameters)
 
 
-def _call_with(name: str, given: dict[str, Any]) -> Any:
-  """Call a JAX function with those of the `given` arguments that it has."""
+def _call_with(name: str, arguments: dict[str, Any]) -> Any:
+  """Call a JAX function with those of `arguments` that it takes."""
   function = getattr(importlib.import_module(_MODULE), name)
-  return function(**{name: given[name] for name in _parameters(name)})
+  return function(**{name: arguments[name] for name in _parameters(name)})
 
 
 @functools.cache

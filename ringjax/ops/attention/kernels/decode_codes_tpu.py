@@ -818,9 +818,9 @@ def _gather_places(
 
 
 def _gather(
-  x: Shaped[Array, "m S"], which: Int[Array, "n k"], axis: int = 0
+  x: Shaped[Array, "m S"], index: Int[Array, "n k"], axis: int = 0
 ) -> Shaped[Array, "n k"]:
-  """Gather rows `which` of each column of `x`; with axis 1 columns of rows."""
+  """Gather rows `index` of each column of `x`; with axis 1 columns of rows."""
   dims = lax.GatherDimensionNumbers(
     offset_dims=(),
     collapsed_slice_dims=(axis,),
@@ -830,7 +830,7 @@ def _gather(
   )
   return lax.gather(
     x,
-    which[..., None],
+    index[..., None],
     dims,
     (1, 1),
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
@@ -1120,7 +1120,7 @@ def _kernel(
   structure: PyTree,
   formats: tuple[CodeFormat, CodeFormat],
   rows: QueryRows,
-  turns: Turns | None,
+  rotation_plan: Turns | None,
   of_channels: tuple[bool, ...],
   shared: bool,
   sloped: bool,
@@ -1190,7 +1190,7 @@ def _kernel(
     if masked:
       v_scales, nan_flags = v_scales.cleaned()
     # Outliers of per-channel keys are added to the products instead.
-    inside = k_scales.outliers if turns is None else ()
+    inside = k_scales.outliers if rotation_plan is None else ()
     k_codes = Codes.of(k_words, k_table, k_format, inside, dtype)
     v_codes = Codes.of(v_words, v_table, v_format, v_scales.outliers, dtype)
     # The bias adds a multiple of the scale to a product.
@@ -1221,14 +1221,14 @@ def _kernel(
         outlier_terms += [(place, n, excess * x) for n, x in enumerate(cos_sin)]
 
     def of_keys(head: int, lanes: slice) -> jax.Array:
-      if turns is None:
+      if rotation_plan is None:
         return k_codes.numbers(head, lanes, dtype)
       levels = _float32_levels(k_codes, head, lanes)
-      return rotated_codes.rotated(turns, levels, tables, lanes, dtype)
+      return rotated_codes.rotated(rotation_plan, levels, tables, lanes, dtype)
 
     def added(head: int) -> Iterator[jax.Array]:
       """Yield what per-channel scales add to the products of a head."""
-      assert turns is not None
+      assert rotation_plan is not None
       if rotated_zeros is not None:
         rows_per_head = rotated_zeros.shape[0] // heads
         zero_products = rotated_zeros[
@@ -1244,7 +1244,7 @@ def _kernel(
             zero_products[: rows.total],
           )
         yield zero_products
-      if None in turns.slots:
+      if None in rotation_plan.slots:
         still_products = sums_ref[0, head]
         if k_format.sinks:
           row_near_sink = (
@@ -1273,7 +1273,7 @@ def _kernel(
       head_rows = functools.partial(
         _rows_of_head, head=head, groups=k_format.groups, rows=rows
       )
-      if turns is None:
+      if rotation_plan is None:
         assert k_scales.scale is not None
         dot = dot * head_rows(k_scales.scale)
       else:

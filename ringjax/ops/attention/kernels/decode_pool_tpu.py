@@ -343,8 +343,8 @@ def _per_row(x: Int[Array, "b 1"], rows: int) -> Int[Array, " B"]:
   return jnp.broadcast_to(x[:, 0], (rows,))
 
 
-def _round_up(n: int, many: int) -> int:
-  return -(-n // many) * many
+def _round_up(n: int, multiple: int) -> int:
+  return -(-n // multiple) * multiple
 
 
 def _slot_bytes(keys: PooledView) -> int:
@@ -368,14 +368,17 @@ def _fold(
   scores: Scores,
   q_ref: Ref,
   pages: Sequence[Any],
-  each: int,
-  both: bool,
+  pages_per_tile: int,
+  separate_values: bool,
   sums: tuple[Any, ...],
   allowed: Bool[Array, "n s"],
 ) -> None:
   """Fold a tile into the sums, references [heads, n, ...]."""
   acc_ref, m_ref, l_ref = sums
-  k_pages, v_pages = pages[:each], pages[each:] if both else pages[:each]
+  k_pages, v_pages = (
+    pages[:pages_per_tile],
+    pages[pages_per_tile:] if separate_values else pages[:pages_per_tile],
+  )
   for head in range(acc_ref.shape[0]):
     q = q_ref[head]
     join_pages = lambda refs, head=head: jnp.concatenate(
@@ -411,7 +414,11 @@ def _mask(structure: PyTree, leaves: Sequence[Any]) -> Mask:
 
 
 def _shared_kernel(
-  scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
+  scores: Scores,
+  structure: PyTree,
+  pages_per_tile: int,
+  separate_values: bool,
+  *refs: Any,
 ) -> None:
   first = 5 + structure.num_leaves
   count, leaves = refs[4], refs[5:first]
@@ -432,11 +439,15 @@ def _shared_kernel(
     rows = Coords(q_at[:, 0:1], q_at[:, 1:2])
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
     allowed = visible(_mask(structure, leaves), rows, columns) & covered
-    _fold(scores, q_ref, pages, each, both, sums, allowed)
+    _fold(scores, q_ref, pages, pages_per_tile, separate_values, sums, allowed)
 
 
 def _row_kernel(
-  scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
+  scores: Scores,
+  structure: PyTree,
+  pages_per_tile: int,
+  separate_values: bool,
+  *refs: Any,
 ) -> None:
   first = 5 + structure.num_leaves
   words, leaves = refs[2], refs[3 : first - 2]
@@ -459,4 +470,12 @@ def _row_kernel(
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
     allowed = visible(_mask(structure, leaves), rows, columns)
     row_sums = tuple(ref.at[0] for ref in sums)
-    _fold(scores, q_ref.at[0], pages, each, both, row_sums, allowed)
+    _fold(
+      scores,
+      q_ref.at[0],
+      pages,
+      pages_per_tile,
+      separate_values,
+      row_sums,
+      allowed,
+    )
