@@ -99,7 +99,7 @@ def _scores(view: KVView, visit: CacheVisit) -> jax.Array:
 def _weighted_scores(
   view: KVView, visit: CacheVisit, plain_lse: Float[Array, "B K G T"]
 ) -> jax.Array:
-  """Log weights of a view of `apart`, next to keys of log-sum-exp `other`."""
+  """Log weights of a view of `apart`, next to plain keys of lse `plain_lse`."""
   if isinstance(view, WeighedView):
     s = _scores(view, view.cooled(visit))
     lse = jax.nn.logsumexp(s, -1, keepdims=True)

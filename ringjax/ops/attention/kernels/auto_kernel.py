@@ -219,7 +219,7 @@ class Loops:
 def _first_serving(
   kernels: Sequence[Any], decline: Callable[[Any], str | None], fallback: Any
 ) -> KernelChoice:
-  """Choose the first kernel that serves, else `rest`."""
+  """Choose the first kernel that serves, else `fallback`."""
   declined = []
   axis = collectives.partitioned()
   for kernel in kernels:
