@@ -57,8 +57,8 @@ class PagedView(StoredView):
     axes: Mesh axes that shard the pool: those of the batch, heads and tokens.
     bounds: Least and largest element of a page's keys in each dim, [N, 2, H];
       or None.
-    most: With bounds, the number of pages that a query reads of a head with 0,
-      1, ... M pages on a device. It reads those whose bounds allow the largest
+    most: Number of pages that a query reads of a head with 0, 1, ... M pages
+      on a device, if there are bounds. It reads those whose bounds allow the largest
       products with the queries of its group. Empty: all pages.
   """
 

@@ -19,7 +19,7 @@ Queries that see earlier keys travel to them: shard i's go to i - 1, i - 2, ...
 
 A bias or a boolean mask has a row for each query of a shard and columns for
 all keys. Before the first hop the shards exchange these (one all-to-all) for
-the columns of their own keys and the rows of all queries.
+the columns of the shard's keys and the rows of all queries.
 """
 
 from __future__ import annotations
