@@ -1,6 +1,6 @@
 """Checks of arguments, a line each: the same rule and wording everywhere.
 
-Each returns the value in its plain type or raises an error that says what
+Each returns the value in its plain type or raises an error that states what
 came, what was expected and what to do.
 """
 
@@ -22,12 +22,12 @@ from ringjax.errors import (
   RingjaxError,
 )
 
-# Of weights and of what is kept of tokens.
+# Dtypes of weights and of cached keys and values.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def as_array(name: str, x: object) -> jax.Array:
-  """x as a JAX array, or an error that names it."""
+  """Convert x to a JAX array, or raise an error that names it."""
   numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
   if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):
     raise InputTypeError(
@@ -48,10 +48,10 @@ def as_array(name: str, x: object) -> jax.Array:
 
 
 def float_dtype(name: str, value: object) -> np.dtype:
-  """value as one of `FLOATS`, or an error that names it."""
+  """Convert value to one of `FLOATS`, or raise an error that names it."""
   try:
-    given: Any = value
-    dtype = jnp.dtype(given)
+    dtype_like: Any = value
+    dtype = jnp.dtype(dtype_like)
   except (TypeError, ValueError):
     dtype = None
   if value is None or dtype is None or dtype.name not in FLOATS:
@@ -80,13 +80,15 @@ def integer(
   error: type[RingjaxError] = OptionError,
   remedy: str | None = None,
 ) -> int:
-  """`value` as an int from `least` to `most`, or an error that names it."""
-  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  """Convert `value` to an int from `least` to `most`, or raise an error."""
+  is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   low = -math.inf if least is None else least
   high = math.inf if most is None else most
-  if not whole or not low <= int(value) <= high:
-    want = f"an int{_range(least, most)}"
-    raise error(name, repr(value), want, remedy or f"pass {name} as {want}")
+  if not is_int or not low <= int(value) <= high:
+    expected = f"an int{_range(least, most)}"
+    raise error(
+      name, repr(value), expected, remedy or f"pass {name} as {expected}"
+    )
   return int(value)
 
 
@@ -97,7 +99,7 @@ def positive_int(
   error: type[RingjaxError] = OptionError,
   remedy: str | None = None,
 ) -> int:
-  """`value` as an int of at least 1, or an error that names it."""
+  """Convert `value` to an int of at least 1, or raise an error."""
   return integer(name, value, least=1, error=error, remedy=remedy)
 
 
@@ -111,30 +113,32 @@ def number(
   error: type[RingjaxError] = OptionError,
   remedy: str | None = None,
 ) -> float:
-  """`value` as a finite float in a range, or an error that names it.
+  """Convert `value` to a finite float in a range, or raise an error.
 
   Args:
-    name: of the argument.
-    value: what came.
-    least: the smallest value, or None.
-    most: the largest value, or None.
-    above: what the value has to exceed, in place of `least`.
-    error: the class of the error.
-    remedy: what to do; default: pass such a number.
+    name: Name of the argument.
+    value: Value of the argument.
+    least: Smallest valid value, or None.
+    most: Largest valid value, or None.
+    above: Value that has to be exceeded, in place of `least`.
+    error: Class of the error.
+    remedy: Remedy in the error; default: pass such a number.
   """
-  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   try:
-    found = float(value) if real else math.nan
+    as_float = float(value) if is_number else math.nan
   except OverflowError:
-    # An int beyond all floats.
-    found = math.inf
-  fits = math.isfinite(found)
-  fits = fits and (least is None or found >= least)
-  fits = fits and (above is None or found > above)
-  if not fits or (most is not None and found > most):
-    want = f"a number{_range(least, most, above)}"
-    raise error(name, repr(value), want, remedy or f"pass {name} as {want}")
-  return found
+    # An int beyond the range of floats.
+    as_float = math.inf
+  in_range = math.isfinite(as_float)
+  in_range = in_range and (least is None or as_float >= least)
+  in_range = in_range and (above is None or as_float > above)
+  if not in_range or (most is not None and as_float > most):
+    expected = f"a number{_range(least, most, above)}"
+    raise error(
+      name, repr(value), expected, remedy or f"pass {name} as {expected}"
+    )
+  return as_float
 
 
 def one_of(
@@ -145,9 +149,9 @@ def one_of(
   error: type[RingjaxError] = OptionError,
   remedy: str | None = None,
 ) -> Any:
-  """`value` if it is among `options`, or an error that lists them."""
+  """Return `value` if it is among `options`, or raise an error with them."""
   options = tuple(options)
-  # Of an unhashable or an array no `in` is asked.
+  # `in` is not used: it fails for unhashable values and for arrays.
   if not any(type(value) is type(x) and value == x for x in options):
     shown = ", ".join(map(str, options))
     raise error(
@@ -164,8 +168,8 @@ def _range(
   most: int | float | None,
   above: int | float | None = None,
 ) -> str:
-  """The words for a range, behind a blank: `from 1 to 8`, `of at least 1`."""
-  # An int in full: six digits of 2**31 - 1 are another number.
+  """Words for a range after a blank: `from 1 to 8`, `of at least 1`."""
+  # Ints in full: 2**31 - 1 in six digits would be another number.
   shown = lambda x: str(x) if isinstance(x, int) else f"{x:g}"
   if above is not None:
     return f" above {shown(above)}" + (
@@ -179,7 +183,7 @@ def _range(
 
 
 def boolean(name: str, x: object) -> bool:
-  """x as a bool, or an error that names it."""
+  """Convert x to a bool, or raise an error that names it."""
   if not isinstance(x, bool | np.bool_):
     traced = isinstance(x, jax.core.Tracer)
     raise InputTypeError(

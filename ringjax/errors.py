@@ -1,4 +1,4 @@
-"""Errors that say what came, what was wanted and what to change.
+"""Errors that state what came, what was expected and what to change.
 
 Guarantees: everything ringjax raises about a caller's input derives from
 `RingjaxError` and from the builtin a caller would expect (`ValueError`,
@@ -15,14 +15,14 @@ _LIMIT = 400
 
 
 class RingjaxError(Exception):
-  """Base of every error that ringjax raises about its inputs.
+  """Base class of every error that ringjax raises about its inputs.
 
-  Made of one text, or of the four parts of `message`: the argument, what came,
-  what was expected, what to do.
+  Made from one text, or from the four parts of `message`: the argument, what
+  came, what was expected, what to do.
   """
 
   def __init__(self, *parts: object):
-    # A copy in another process is made of the text.
+    # An error is copied to another process by its text.
     super().__init__(message(*parts) if len(parts) == 4 else parts[0])
 
 
@@ -35,7 +35,7 @@ class DtypeError(RingjaxError, TypeError):
 
 
 class InputTypeError(RingjaxError, TypeError):
-  """An argument is not an array (or not the object that was wanted)."""
+  """An argument is not an array (or not the expected object)."""
 
 
 class MeshError(RingjaxError, ValueError):
@@ -47,11 +47,11 @@ class OptionError(RingjaxError, ValueError):
 
 
 class ConfigError(RingjaxError, ValueError):
-  """A model's config asks for what does not fit or is not supported."""
+  """A model's config has values that do not fit or are not supported."""
 
 
 class CheckpointFormatError(RingjaxError, ValueError):
-  """A file of a checkpoint is not what its format demands."""
+  """A file of a checkpoint violates its format."""
 
 
 class CheckpointMismatchError(RingjaxError, ValueError):
@@ -62,8 +62,8 @@ class CheckpointWriteError(RingjaxError, OSError):
   """A model or a training step could not be saved; older ones are intact.
 
   Attributes:
-    file: what could not be written, or None if that is not known.
-    step: which step it was, or None.
+    file: File that could not be written, or None if unknown.
+    step: Training step that was saved, or None.
   """
 
   def __init__(
@@ -74,11 +74,11 @@ class CheckpointWriteError(RingjaxError, OSError):
 
 
 class CheckpointCorruptError(RingjaxError, ValueError):
-  """A saved training step is not what was written.
+  """A saved training step differs from what was written.
 
   Attributes:
-    file: the first file that is not, or None.
-    step: which step it is, or None if there is more than one.
+    file: First corrupt file, or None.
+    step: Training step that is corrupt, or None if there is more than one.
   """
 
   def __init__(
@@ -97,7 +97,7 @@ class TokenizerError(RingjaxError, ValueError):
 
 
 class TemplateError(RingjaxError, ValueError):
-  """A chat template fails or asks for more than it may have."""
+  """A chat template fails or exceeds its limits."""
 
 
 class PromptError(RingjaxError, ValueError):
@@ -105,7 +105,7 @@ class PromptError(RingjaxError, ValueError):
 
 
 class DataError(RingjaxError, ValueError):
-  """A file or a document to learn from is not what it should be."""
+  """A file or a document of training data is invalid."""
 
 
 class SamplingError(RingjaxError, ValueError):
@@ -117,10 +117,10 @@ class MemoryEstimateError(RingjaxError, MemoryError):
 
 
 class OutOfMemoryError(RingjaxError, MemoryError):
-  """A device or the host had no more memory while a program ran.
+  """A device or the host ran out of memory while a program ran.
 
   Attributes:
-    nbytes: how much was asked for, or None if that is not known.
+    nbytes: Number of bytes that were requested, or None if unknown.
   """
 
   def __init__(self, *parts: object, nbytes: int | None = None):
@@ -129,10 +129,10 @@ class OutOfMemoryError(RingjaxError, MemoryError):
 
 
 class PeerError(RingjaxError, RuntimeError):
-  """Another process died, froze or got stuck, or two do not agree.
+  """A process died, froze or got stuck, or two processes do not agree.
 
   Attributes:
-    rank: whose fault it is, or None.
+    rank: Rank of the process that failed, or None.
   """
 
   def __init__(self, *parts: object, rank: int | None = None):
@@ -141,9 +141,9 @@ class PeerError(RingjaxError, RuntimeError):
 
 
 class CollectiveTimeoutError(PeerError, TimeoutError):
-  """A step did not come to its end in time: a process or a device hangs.
+  """A step did not end in time: a process or a device hangs.
 
-  What hangs cannot be raised from: the process says this and ends.
+  A hanging operation cannot raise an error: the process reports this and exits.
   """
 
 
@@ -157,10 +157,10 @@ class NotFiniteLogitsError(NotFiniteError):
   It is raised when the other rows have ended.
 
   Attributes:
-    rows: numbers of these rows, or of the texts where there is no batch.
-    positions: position of the token that could not be chosen, for each of them.
-    tokens: the result of the call, in which these rows have the tokens before
-      those positions; or None.
+    rows: Indices of these rows, or of the texts where there is no batch.
+    positions: Position of the token that could not be chosen, for each of them.
+    tokens: Result of the call, in which these rows have the tokens before those
+      positions; or None.
   """
 
   def __init__(
@@ -180,11 +180,11 @@ class ReplayError(RingjaxError, ArithmeticError):
 
 
 class Declined(RingjaxError, NotImplementedError):
-  """An implementation says "not me"; `select` then asks the next one."""
+  """An implementation does not serve a call; `select` tries the next one."""
 
 
 def message(argument: object, got: object, want: object, remedy: object) -> str:
-  """One sentence each: what came, what was wanted, what to change."""
+  """Compose a message: what came, what was expected, what to change."""
   text = f"{argument}: got {_short(got)}; wanted {want}; {remedy}."
   return text if len(text) < _LIMIT else text[: _LIMIT - 4] + "..."
 

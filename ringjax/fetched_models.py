@@ -1,6 +1,6 @@
-"""Models that are known by a name, and where the user's cache keeps them.
+"""Named models, and their place in the user's cache.
 
-`launch.fetch` brings their files; everything that takes a model's folder takes
+`launch.fetch` downloads their files; every argument for a model's folder takes
 such a name, too. The table of them is `fetched_models.toml`.
 """
 
@@ -34,7 +34,7 @@ class NamedModel:
     notices: Files in these wheels that go with it.
     nbytes: Bytes of the model's file.
     sha256: Digest of that file, as hexadecimal digits.
-    licence: Under which it may be used, and where that is written.
+      licence: Licence of the model, and where its text is.
   """
 
   name: str
@@ -51,17 +51,17 @@ class NamedModel:
 
   @property
   def folder(self) -> pathlib.Path:
-    """The folder that keeps it."""
+    """Folder of the model in the cache."""
     return cache_folder() / "models" / self.name
 
   @property
   def path(self) -> pathlib.Path:
-    """Its file, whether it is there or not."""
+    """Path of the model's file, whether it exists or not."""
     return self.folder / FILE
 
   @property
   def command(self) -> str:
-    """The command that fetches it."""
+    """Command that fetches the model."""
     return f"python -m launch.fetch {self.name}"
 
 
@@ -80,37 +80,38 @@ MODELS: dict[str, NamedModel] = _read()
 
 
 def cache_folder() -> pathlib.Path:
-  """The user's cache: $RINGJAX_CACHE, else among those of other programs."""
-  if said := os.environ.get("RINGJAX_CACHE"):
-    return pathlib.Path(said).expanduser()
-  # By the standard, a relative path there does not count.
-  others = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
-  if not others.is_absolute():
-    others = pathlib.Path.home() / ".cache"
-  return others / "ringjax"
+  """The user's cache: $RINGJAX_CACHE, else in the standard cache folder."""
+  if cache_path := os.environ.get("RINGJAX_CACHE"):
+    return pathlib.Path(cache_path).expanduser()
+  # By the XDG standard, a relative path there does not count.
+  shared_cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
+  if not shared_cache.is_absolute():
+    shared_cache = pathlib.Path.home() / ".cache"
+  return shared_cache / "ringjax"
 
 
 def resolve(
   path: str | os.PathLike[str], argument: str = "path"
 ) -> str | os.PathLike[str]:
-  """The file of a model that is meant by its name; any other path as it is.
+  """Return the file of a named model; any other path is returned as it is.
 
   Args:
-    path: A name, a folder or a file. What exists under a name counts first.
+    path: A name, a folder or a file. A path that exists comes before a name.
     argument: Name of the argument, for an error.
 
   Raises:
-    OptionError: The name of a model that has not been fetched, or nearly one.
+    OptionError: If the named model has not been fetched, or the path nearly is
+      a name.
   """
   if not isinstance(path, str) or os.path.exists(path):
     return path
   if path not in MODELS:
-    if near := difflib.get_close_matches(path, MODELS, 1, 0.6):
+    if matches := difflib.get_close_matches(path, MODELS, 1, 0.6):
       raise OptionError(
         argument,
         f"{path}, which is no folder, file or name",
         f"a path that is there, or {' or '.join(MODELS)}",
-        f"did you mean {near[0]}?",
+        f"did you mean {matches[0]}?",
       )
     return path
   model = MODELS[path]
@@ -125,6 +126,6 @@ def resolve(
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
-  """The name of the model in a folder or a file."""
+  """Return the name of the model in a folder or a file."""
   file = pathlib.Path(path).resolve()
   return file.parent.name if file.name == FILE else file.name

@@ -1,8 +1,8 @@
-"""JSON that leaves this process: in files, on sockets, on the screen.
+"""JSON for output: in files, on sockets, on the screen.
 
-Guarantees: any JSON parser reads it. JSON has no NaN and no infinities: where
-they stand, null is written. All other calls of `json.dump` and `json.dumps` in
-the package say `allow_nan` (`tests/test_structure.py`).
+Guarantees: any JSON parser reads it. JSON has no NaN and no infinities: null is
+written in their place. All other calls of `json.dump` and `json.dumps` in the
+package pass `allow_nan` (`tests/test_structure.py`).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ def json_text(
   default: Callable[[Any], Any] | None = None,
   **options: Any,
 ) -> str:
-  """A value as JSON, null in place of numbers that are not finite.
+  """Format a value as JSON, null in place of numbers that are not finite.
 
   Args:
     value: A value that `json.dumps` takes.
-    default: Function that makes such a value of another one, or None.
+    default: Function that converts other values to such a value, or None.
     **options: Options of `json.dumps`: indent, sort_keys, separators,
       ensure_ascii.
 
   Raises:
-    TypeError: another value, or what `default` raises.
-    ValueError: a value that contains itself.
+    TypeError: If it is another value, or what `default` raises.
+    ValueError: If a value contains itself.
   """
   try:
     return json.dumps(value, default=default, allow_nan=False, **options)
   except ValueError:
-    # Seldom: the values are not gone through before it is known to be needed.
+    # Rare: values are only walked after a first attempt has failed.
     clean = None if default is None else lambda x: _finite(default(x))
     return json.dumps(_finite(value), default=clean, allow_nan=False, **options)
 
 
 def _finite(value: Any) -> Any:
-  """The value with None for each number in it that is not finite."""
+  """Replace each number in the value that is not finite by None."""
   if isinstance(value, float):
     return value if math.isfinite(value) else None
   if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Open files that others have named: no pipe waits, no link leads out."""
+"""Open files by untrusted names: pipes do not block, links do not escape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
     The file descriptor.
 
   Raises:
-    OSError: if it can't be opened, or is a pipe, a device or a folder.
+      OSError: If it cannot be opened, or is a pipe, a device or a folder.
   """
   flags = os.O_RDONLY
   for flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):
@@ -36,13 +36,13 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
 
 
 def inside(folder: pathlib.Path, name: str) -> pathlib.Path | None:
-  """Resolve a file of a model's folder, or return None if it lies elsewhere.
+  """Resolve a file of a model's folder, or return None if it is elsewhere.
 
   The cache of the Hugging Face hub keeps a folder of links, snapshots/<hash>,
   to files in blobs/ next to snapshots/: those count as inside.
   """
-  home, path = folder.resolve(), (folder / name).resolve()
-  homes = {home}
-  if home.parent.name == "snapshots":
-    homes.add(home.parent.parent / "blobs")
-  return path if path.parent in homes else None
+  root, path = folder.resolve(), (folder / name).resolve()
+  roots = {root}
+  if root.parent.name == "snapshots":
+    roots.add(root.parent.parent / "blobs")
+  return path if path.parent in roots else None

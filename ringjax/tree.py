@@ -1,7 +1,7 @@
 """Dataclasses as pytrees.
 
 Guarantees: structures of two classes are never equal. With JAX's own
-`register_dataclass` they are (jaxlib 0.10 to 0.12) where static fields are:
+`register_dataclass` they are (jaxlib 0.10 to 0.12) if their static fields are:
 only their hashes differ, of which a table of compiled programs compares seven
 bits. A jitted function called with `Causal()` would then, in one process of
 about a hundred, run the program of another mask.
@@ -20,25 +20,26 @@ C = TypeVar("C")
 
 
 def with_leaves(x: C, **fields: Any) -> C:
-  """A copy of a registered dataclass, with fields of other leaves than arrays.
+  """Copy a registered dataclass, with non-array leaves in some fields.
 
-  Such as PartitionSpecs: `dataclasses.replace` calls `__init__`, which takes
-  what the fields are annotated with.
+  For leaves such as PartitionSpecs: `dataclasses.replace` calls `__init__`,
+    which
+  checks the annotated types.
   """
-  made = copy.copy(x)
+  copied = copy.copy(x)
   for name, value in fields.items():
-    object.__setattr__(made, name, value)
-  return made
+    object.__setattr__(copied, name, value)
+  return copied
 
 
 def register(cls: type[C], data: Sequence[str], meta: Sequence[str]) -> type[C]:
-  """Makes a dataclass a pytree, as `jax.tree_util.register_dataclass` does.
+  """Make a dataclass a pytree, as `jax.tree_util.register_dataclass` does.
 
   Args:
-    cls: a dataclass. Its `__init__` is not called for what JAX puts together,
-      whose leaves may be anything.
-    data: names of the fields that are subtrees.
-    meta: names of the other fields, hashable, part of the structure.
+    cls: A dataclass. Its `__init__` is not called when JAX rebuilds an
+      instance, whose leaves may be anything.
+    data: Names of the fields that are subtrees.
+    meta: Names of the other fields, hashable, part of the structure.
   """
   names = {field.name for field in dataclasses.fields(cls)}  # pyrefly: ignore
   if names != {*data, *meta} or len(names) != len(data) + len(meta):
@@ -56,12 +57,12 @@ def register(cls: type[C], data: Sequence[str], meta: Sequence[str]) -> type[C]:
     return tuple(zip(keys, leaves, strict=True)), static
 
   def unflatten(static: Iterable[Any], leaves: Iterable[Any]) -> C:
-    made = object.__new__(cls)
+    instance = object.__new__(cls)
     for name, value in zip(data, leaves, strict=True):
-      object.__setattr__(made, name, value)
+      object.__setattr__(instance, name, value)
     for name, value in zip(meta, static, strict=True):
-      object.__setattr__(made, name, value)
-    return made
+      object.__setattr__(instance, name, value)
+    return instance
 
   jax.tree_util.register_pytree_with_keys(cls, with_keys, unflatten, flatten)
   return cls

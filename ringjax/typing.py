@@ -1,4 +1,4 @@
-"""The letters that ringjax uses for axes, in annotations and in einsums.
+"""Letters for axes in annotations and in einsums, and common array types.
 
   B batch            T queries         S keys
   N query heads      K kv heads        G = N // K query heads of one kv head
@@ -22,15 +22,15 @@ Keys = Float[Array, "B S K H"]
 Values = Float[Array, "B S K J"]
 Attended = Float[Array, "B T N J"]
 LogSumExp = Float[Array, "B T N"]
-# A field of a tree that is also made of shapes, or of NumPy's arrays on their
-# way to devices: an array, for which these may stand at run time.
+# A field of a tree that may also hold shapes, or NumPy arrays before they are
+# copied to devices: to type checkers an array, at run time any of these.
 if TYPE_CHECKING:
   from jaxtyping import Array as ArrayLeaf
 else:
   ArrayLeaf = Array | np.ndarray | jax.ShapeDtypeStruct
-# A number that a program may compute, such as a slot or a tile's number.
+# An integer that a program may compute, such as the index of a slot or a tile.
 Index = Int[Array, ""] | int | np.integer
-# Tokens of a context: of all rows, or of each.
+# Numbers of tokens of a context: one for all rows, or one per row.
 Lengths = Index | Int[Array | np.ndarray, " ..."]
 
 __all__ = [

@@ -1,16 +1,17 @@
 """Blockwise feedforward: a row-wise function, a block of tokens at a time.
 
 Guarantees: `blockwise_feedforward(f, x)` equals `f(x)` for every f that treats
-each token alone, forward and backward, for every length and every sharding; no
-array of more than one block of hidden activations exists at any time.
-Cost: the FLOPs of f, once more in the backward pass (each block is computed
-again from its tokens); two copies of x and of f(x), to cut and to join.
+each token separately, forward and backward, for every length and every
+sharding; no array of more than one block of hidden activations exists at any
+time.
+Cost: the FLOPs of f, once more in the backward pass (each block is recomputed
+from its tokens); two copies of x and of f(x), to split and to join.
 Memory: x, f(x) and the intermediates of one block.
 Ref:  Liu and Abbeel 2023, arXiv 2305.19370.
 
 A loop over consecutive tokens of a sharded sequence would visit one shard
 after another, and the compiler would gather the sequence to run it. Here the
-sequence is seen as [rows, inner] with every shard a whole number of rows, and
+sequence is viewed as [rows, inner] with every shard a whole number of rows, and
 a step takes some columns of all rows. So each step keeps every shard busy
 with its own tokens, the sequence stays sharded and nothing is sent: that holds
 under jit with automatic and with explicit meshes, and inside a shard_map the
@@ -47,30 +48,30 @@ def blockwise_feedforward(
   axis: int = 1,
   policy: Callable[..., bool] | None = None,
 ) -> Any:
-  """Computes f(x) a block of tokens at a time, and its gradient likewise.
+  """Compute f(x) a block of tokens at a time, and its gradient likewise.
 
   Args:
-    f: acts on each token alone, [B, c, D] -> [B, c, E] or a pytree of such,
+    f: Function of separate tokens, [B, c, D] -> [B, c, E] or a pytree of such,
       for any number c of tokens. It may close over weights; their gradients
       are summed over blocks in float32. It sees the tokens of a block in no
       particular order, and a random key that it closes over gives the same
       numbers in each block.
-    x: [B, T, D], or any array with an axis of tokens.
-    block: the most tokens in one step, counted over all shards of x as the
-      caller sees it: a device holds the hidden activations of block / R tokens
-      if T is sharded over R devices. A step takes at least one token of each
-      shard, and a length that no suitable block divides has one shorter step.
-    axis: the axis of tokens, in x and in every output of f.
-    policy: which intermediates to keep for the backward pass, as in
-      `jax.checkpoint`; default none.
+    x: Tokens, [B, T, D], or any array with an axis of tokens.
+    block: Most tokens in one step, counted over all shards of x as the caller
+      sees it: a device holds the hidden activations of block / R tokens if T is
+      sharded over R devices. A step takes at least one token of each shard, and
+      a length that no suitable block divides has one shorter step.
+    axis: Axis of tokens, in x and in every output of f.
+    policy: Policy of `jax.checkpoint` for the intermediates to keep for the
+      backward pass; default none.
 
   Returns:
-    What f(x) returns.
+    The result of f(x).
 
   Raises:
-    InputTypeError: f is not callable or x is not an array.
-    OptionError: block, axis or policy is of the wrong kind.
-    ShapeError: there is no such axis, or f changes the number of tokens.
+    InputTypeError: If f is not callable or x is not an array.
+    OptionError: If block, axis or policy is of the wrong kind.
+    ShapeError: If x has no such axis, or f changes the number of tokens.
   """
   if not callable(f):
     raise InputTypeError(
@@ -92,25 +93,27 @@ def blockwise_feedforward(
   if x.shape[axis] <= block:
     return _remat(f, axis, policy, looped=False)(x)
   steps = Steps.of(x.shape[axis], block, shards_of(x))
-  blocks, rest = steps.cut(x, axis)
-  done = steps.run(
+  blocks, remainder = steps.cut(x, axis)
+  block_results = steps.run(
     _hoisted(f, blocks[0], axis, policy, looped=True), blocks, axis
   )
-  left = None
-  if rest is not None:
-    left = _hoisted(f, rest, axis, policy, looped=False)(rest)
-  return steps.join(done, left, axis)
+  remainder_result = None
+  if remainder is not None:
+    remainder_result = _hoisted(f, remainder, axis, policy, looped=False)(
+      remainder
+    )
+  return steps.join(block_results, remainder_result, axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-  """How a length is walked: as [rows, inner], `width` columns a step.
+  """Loop over a length, viewed as [rows, inner], `width` columns a step.
 
   Attributes:
-    rows: parts of the sequence that every step touches; each shard holds a
+    rows: Parts of the sequence that every step touches; each shard holds a
       whole number of them.
-    inner: tokens of a row.
-    width: tokens that a step takes of each row.
+    inner: Tokens of a row.
+    width: Tokens that a step takes of each row.
   """
 
   rows: int
@@ -119,9 +122,9 @@ class Steps:
 
   @classmethod
   def of(cls, length: int, block: int, shards: tuple[int, bool]) -> Steps:
-    """The walk with the fewest steps of at most `block` tokens.
+    """Plan the fewest steps of at most `block` tokens.
 
-    `shards` is what `shards_of` says. Up to twice as many steps are taken
+    `shards` is the result of `shards_of`. Up to twice as many steps are taken
     where that makes them equal, since a shorter last one is a second program.
     """
     devices, certain = shards
@@ -130,29 +133,29 @@ class Steps:
     while not certain and rows * 2 <= block and length % (rows * 2) == 0:
       rows *= 2
     inner = length // rows
-    most = max(1, min(block // rows, inner))
-    even = range(most, (most - 1) // 2, -1)
-    width = next((w for w in even if inner % w == 0), 0)
-    return cls(rows, inner, width or -(-inner // -(-inner // most)))
+    max_width = max(1, min(block // rows, inner))
+    widths = range(max_width, (max_width - 1) // 2, -1)
+    width = next((w for w in widths if inner % w == 0), 0)
+    return cls(rows, inner, width or -(-inner // -(-inner // max_width)))
 
   @property
   def count(self) -> int:
-    """Equal steps."""
+    """Number of equal steps."""
     return self.inner // self.width
 
   def cut(self, x: Array, axis: int) -> tuple[Array, Array | None]:
-    """The equal steps' blocks, stacked in front, and the last one if any."""
-    full, rest = self.count * self.width, None
+    """Split into stacked blocks of the equal steps, and a remainder or None."""
+    full, remainder = self.count * self.width, None
     x = _split(x, axis, (self.rows, self.inner))
     if full < self.inner:
-      rest = lax.slice_in_dim(x, full, self.inner, axis=axis + 1)
-      rest = _fuse(rest, axis, 2)
+      remainder = lax.slice_in_dim(x, full, self.inner, axis=axis + 1)
+      remainder = _fuse(remainder, axis, 2)
       x = lax.slice_in_dim(x, 0, full, axis=axis + 1)
     x = _split(x, axis + 1, (self.count, self.width))
-    return _fuse(jnp.moveaxis(x, axis + 1, 0), axis + 1, 2), rest
+    return _fuse(jnp.moveaxis(x, axis + 1, 0), axis + 1, 2), remainder
 
   def run(self, f: Callable[[Any], Any], blocks: PyTree, axis: int) -> PyTree:
-    """f of every block; without a loop where there is one."""
+    """Apply f to every block, without a loop if there is one block."""
     if self.count == 1:
       return jax.tree.map(
         lambda y: y[None], f(jax.tree.map(lambda b: b[0], blocks))
@@ -160,9 +163,9 @@ class Steps:
     return lax.scan(lambda _, b: (None, f(b)), None, blocks)[1]
 
   def join(self, done: PyTree, rest: PyTree, axis: int) -> PyTree:
-    """Puts tokens back in order: the inverse of `cut`, over a pytree."""
+    """Put tokens back in order: the inverse of `cut`, over a pytree."""
 
-    def whole(y: Array, end: Array | None = None) -> Array:
+    def restore(y: Array, end: Array | None = None) -> Array:
       y = _split(y, axis + 1, (self.rows, self.width))
       y = _fuse(jnp.moveaxis(y, 0, axis + 1), axis + 1, 2)
       if end is not None:
@@ -171,12 +174,12 @@ class Steps:
       return _fuse(y, axis, 2)
 
     if rest is None:
-      return jax.tree.map(whole, done)
-    return jax.tree.map(whole, done, rest)
+      return jax.tree.map(restore, done)
+    return jax.tree.map(restore, done, rest)
 
 
 def shards_of(x: Array) -> tuple[int, bool]:
-  """(devices over which jit may shard x, whether that is certain)."""
+  """Return (devices over which jit may shard x, whether that is certain)."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     mesh = jax.typeof(x).sharding.mesh
@@ -209,7 +212,7 @@ def _remat(
   policy: Callable[..., bool] | None,
   looped: bool,
 ) -> Callable[[Array], Any]:
-  """f that keeps nothing for its backward pass and has its rows counted."""
+  """Wrap f to keep nothing for its backward pass, and check its tokens."""
 
   def rows(x: Array) -> Any:
     y = f(x)
@@ -224,7 +227,7 @@ def _remat(
         )
     return y
 
-  # A loop body already keeps the two computations of a block apart.
+  # A loop body already separates the two computations of a block.
   return jax.checkpoint(rows, prevent_cse=not looped, policy=policy)
 
 
@@ -235,16 +238,16 @@ def _hoisted(
   policy: Callable[..., bool] | None,
   looped: bool,
 ) -> Callable[[Array], Any]:
-  """`_remat(f)` whose weights' gradients are summed over steps in float32.
+  """Wrap `_remat(f)` to sum its weights' gradients over steps in float32.
 
-  Weights are widened outside of the loop and narrowed again inside, which
+  Weights are converted to float32 outside of the loop and back inside, which
   costs nothing forward: a bfloat16 sum of a thousand terms stops growing.
   """
   pure, weights = jax.closure_convert(f, x)
-  wide = [_widened(w) for w in weights]
+  wide_weights = [_widened(w) for w in weights]
 
   def narrow(x: Array) -> Any:
-    pairs = zip(wide, weights, strict=True)
+    pairs = zip(wide_weights, weights, strict=True)
     return pure(x, *(a.astype(w.dtype) for a, w in pairs))
 
   return _remat(narrow, axis, policy, looped)
@@ -256,7 +259,7 @@ def _widened(w: Array) -> Array:
 
 
 def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
-  """Cuts an axis into several; the first keeps the sharding."""
+  """Split an axis into several; the first keeps the sharding."""
   spec = spec_of(x)
   if spec is not None:
     extra = (None,) * (len(sizes) - 1)
@@ -265,7 +268,7 @@ def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
 
 
 def _fuse(x: Array, axis: int, count: int) -> Array:
-  """Makes `count` axes from `axis` on one, with the first one's sharding."""
+  """Merge `count` axes from `axis` on, with the first one's sharding."""
   spec, end = spec_of(x), axis + count
   if spec is not None:
     spec = (*spec[: axis + 1], *spec[end:])
@@ -283,7 +286,7 @@ def _reshape(x: Array, shape: tuple[int, ...], spec: Any) -> Array:
 
 
 def spec_of(x: Array) -> tuple[Any, ...] | None:
-  """The explicit mesh axes of each axis; None without an explicit mesh."""
+  """Explicit mesh axes of each axis; None without an explicit mesh."""
   sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:
     return None

@@ -1,11 +1,11 @@
-"""Products of 8-bit integers, and of what activations have beyond 8 bits.
+"""Products of int8 codes, and of the outliers of activations beyond int8.
 
 Guarantees: a row's result depends on the row alone, to the bit: not on other
-rows or on how they are cut into calls. The sums of `integer_product` are of
+rows or on how they are split into calls. The sums of `integer_product` are of
 integers; `outlier_product` adds the channels of a row in their order, where
-those that add nothing change nothing.
+those that add zeros change nothing.
 Cost: one int8 product [T, I] x [I, O], and T x O multiplications for each
-channel in which some row leaves 8 bits.
+channel in which some row exceeds 8 bits.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858 (shadow outliers).
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-# The largest code. -128 is left out, as -(-128) is no int8.
+# The largest code. -128 is not used, as -(-128) is no int8.
 LARGEST = 127
 # Channels that are added at a time.
 _BLOCK = 8
@@ -25,15 +25,15 @@ _BLOCK = 8
 def codes_of(
   weight: Float[Array, "I O"], *, channels: bool = True
 ) -> tuple[Int8[Array, "I O"], Float[Array, " O"]]:
-  """A weight as int8 and float32 scales: weight = codes x scales, rounded.
+  """Quantize a weight by rounding to int8 codes x float32 scales.
 
   Args:
-    weight: [I, O].
-    channels: a scale for each output; else all are equal, as of one tensor.
+    weight: Weight, [I, O].
+    channels: Whether each output has a scale; else one scale for the tensor.
   """
-  size = jnp.abs(weight.astype(jnp.float32))
-  most = jnp.max(size, axis=0) if channels else jnp.max(size)
-  scale = jnp.broadcast_to(most, weight.shape[1:]) / jnp.float32(LARGEST)
+  magnitudes = jnp.abs(weight.astype(jnp.float32))
+  max_abs = jnp.max(magnitudes, axis=0) if channels else jnp.max(magnitudes)
+  scale = jnp.broadcast_to(max_abs, weight.shape[1:]) / jnp.float32(LARGEST)
   scale = jnp.where(scale > 0, scale, jnp.float32(1))
   codes = jnp.round(weight.astype(jnp.float32) / scale[None])
   return jnp.clip(codes, -LARGEST, LARGEST).astype(jnp.int8), scale
@@ -45,13 +45,13 @@ def integer_product(
   scales: Float[Array, " O"],
   scale: Float[Array, ""],
 ) -> Float[Array, "*batch O"]:
-  """clip(x) . (codes x scales) by a product of integers, float32.
+  """Compute clip(x) . (codes x scales) by a product of integers, float32.
 
   Args:
-    x: activations; they are clipped to `LARGEST` scales.
-    codes: of the weight, see `codes_of`.
-    scales: the same.
-    scale: of the activations, positive: what one unit of a code is.
+    x: Activations; they are clipped to `LARGEST` scales.
+    codes: Codes of the weight, see `codes_of`.
+    scales: Scales of the weight, see `codes_of`.
+    scale: Scale of the activations, positive: the value of code 1.
   """
   units = jnp.round(x.astype(jnp.float32) / scale)
   y = lax.dot_general(
@@ -73,28 +73,31 @@ def outlier_product(
   *,
   active: Bool[Array, ""] | None = None,
 ) -> Float[Array, "*batch O"]:
-  """(x - clip(x)) . weight by products of floats, float32.
+  """Compute (x - clip(x)) . weight by products of floats, float32.
 
   Args:
-    x: activations.
-    codes: of the weight, see `codes_of`; what channels without a row have.
-    scales: the same.
-    scale: of the activations; what is beyond `LARGEST` of them is multiplied.
-    rows: the weight of some channels, in floats.
-    slots: int32, the row of each channel; H for one that has none.
-    active: whether there is anything to multiply, where that differs from
-      layer to layer; default: there is.
+    x: Activations.
+    codes: Codes of the weight, see `codes_of`, for channels without a row.
+    scales: Scales of the weight, see `codes_of`.
+    scale: Scale of the activations; values beyond `LARGEST` scales are
+      outliers.
+    rows: Exact weight of some channels, in floats.
+    slots: Row of each channel, int32; H for channels without one.
+    active: Whether there may be outliers, if that differs between layers;
+      default: yes.
   """
-  wide = x.astype(jnp.float32)
-  most = jnp.float32(LARGEST) * scale
-  beyond = wide - jnp.clip(wide, -most, most)
+  float_x = x.astype(jnp.float32)
+  limit = jnp.float32(LARGEST) * scale
+  outliers = float_x - jnp.clip(float_x, -limit, limit)
   if active is not None:
-    beyond = jnp.where(active, beyond, 0)
-  inner, ahead = x.shape[-1], (None,) * (x.ndim - 1)
-  leaves = jnp.any(beyond != 0, axis=tuple(range(x.ndim - 1)))
-  count = jnp.sum(leaves, dtype=jnp.int32)
+    outliers = jnp.where(active, outliers, 0)
+  inner, leading = x.shape[-1], (None,) * (x.ndim - 1)
+  has_outliers = jnp.any(outliers != 0, axis=tuple(range(x.ndim - 1)))
+  count = jnp.sum(has_outliers, dtype=jnp.int32)
   size = -(-inner // _BLOCK) * _BLOCK
-  order = jnp.flatnonzero(leaves, size=size, fill_value=0).astype(jnp.int32)
+  order = jnp.flatnonzero(has_outliers, size=size, fill_value=0).astype(
+    jnp.int32
+  )
 
   def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     first, y = state
@@ -104,19 +107,19 @@ def outlier_product(
     weight = take(codes, channel, 0).astype(jnp.float32) * scales[None]
     if rows.shape[0]:
       slot = take(slots, channel, 0)
-      kept = take(rows, slot, 0).astype(jnp.float32)
-      weight = jnp.where((slot < rows.shape[0])[:, None], kept, weight)
-    part = jnp.where(real[ahead], take(beyond, channel, -1), 0)
-    # Products of one channel after the other: a product of matrices would sum
-    # them in an order that depends on how many rows and channels there are.
+      exact_rows = take(rows, slot, 0).astype(jnp.float32)
+      weight = jnp.where((slot < rows.shape[0])[:, None], exact_rows, weight)
+    part = jnp.where(real[leading], take(outliers, channel, -1), 0)
+    # Products of one channel after the other: a matrix product would sum them
+    # in an order that depends on the number of rows and channels.
     part, weight = lax.optimization_barrier((part, weight))
     for n in range(_BLOCK):
-      y = y + part[..., n : n + 1] * weight[n][ahead]
+      y = y + part[..., n : n + 1] * weight[n][leading]
     return first + _BLOCK, y
 
   start = jnp.zeros((*x.shape[:-1], codes.shape[1]), jnp.float32)
-  # Sharded as the codes and the activations are.
-  start = start + beyond[..., :1] * 0 + (scales * 0)[ahead]
+  # Sharded like the codes and the activations.
+  start = start + outliers[..., :1] * 0 + (scales * 0)[leading]
   return lax.while_loop(
     lambda state: state[0] < count, add, (count * 0, start)
   )[1]

@@ -1,12 +1,12 @@
-"""Masks are predicates over the coordinates of a query and a key.
+"""Attention masks: predicates over the coordinates of a query and a key.
 
-Guarantees: `allows(q, k)` says, elementwise and by broadcasting, whether a
-query may see a key; `bound(q, k)` says of two ranges of tokens whether *some*
+Guarantees: `allows(q, k)` gives, elementwise and by broadcasting, whether a
+query may see a key; `bound(q, k)` gives for two ranges of tokens whether *some*
 pair may be allowed and whether *all* pairs are: it never denies a pair that
-`allows` grants, nor promises one that it refuses. Nothing here is ever T x S at
-the edge. A token whose `seg` is 0 is nothing (padding): it sees no token and no
-token sees it, whatever the mask. Positions are any int32: none of a mask's
-numbers wraps around.
+`allows` grants, nor promises one that it refuses. No function here makes a
+T x S array at the edge. A token whose `seg` is 0 is padding: it sees no token
+and no token sees it, whatever the mask. Positions are any int32: none of a
+mask's numbers wraps around.
 
   causal 4x4    Window(2) & Causal()   Causal() | Prefix(2)   Chunked(2)
   1 0 0 0       1 0 0 0                1 1 0 0                1 1 0 0
@@ -34,14 +34,14 @@ from ringjax.errors import OptionError
 
 M = TypeVar("M")
 
-# In place of padding in an extent, which is only wider than it need be where
-# positions are beyond.
+# Replaces padding in an extent, which is merely wider than necessary where
+# positions are beyond it.
 _FAR = 2**30
-_MOST = 2**31 - 1  # What int32 holds.
+_MOST = 2**31 - 1  # The largest int32.
 
 
 class Coords(NamedTuple):
-  """Where tokens are: position and document, int32 [B or 1, T] each.
+  """Coordinates of tokens: position and document, int32 [B or 1, T] each.
 
   `seg` is 0 for padding and for empty cache slots, and at least 1 elsewhere.
   """
@@ -65,7 +65,7 @@ class Extent(NamedTuple):
 
 
 def extent(at: Coords, axis: int = -1) -> Extent:
-  """Bounds `at` along `axis`."""
+  """Smallest and largest coordinates of `at` along `axis`."""
   real = at.seg != 0
   low = lambda x: jnp.min(jnp.where(real, x, _FAR), axis)
   high = lambda x: jnp.max(jnp.where(real, x, -_FAR), axis)
@@ -85,7 +85,7 @@ def _library(x: Any) -> Any:
 
 
 def moved(pos: Int[Array, "*N"], by: int) -> Int[Array, "*N"]:
-  """Positions `by` further on; the last or the first of int32 if beyond."""
+  """Shift positions by `by`, clipped to the range of int32."""
   lib = _library(pos)
   by = max(-(2**32), min(by, 2**32))
   while by:
@@ -101,17 +101,17 @@ def moved(pos: Int[Array, "*N"], by: int) -> Int[Array, "*N"]:
 def distance(
   q: Int[Array, "*N"], k: Int[Array, "*M"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*L"]:
-  """|q - k| of positions in floating point, which a difference may exceed."""
-  apart = jnp.where(q > k, q - k, k - q)  # Modulo 2**32.
-  wide = apart.astype(dtype)
-  return jnp.where(apart < 0, wide + 2.0**32, wide)
+  """Distance |q - k| of positions in floating point, as int32 may overflow."""
+  difference = jnp.where(q > k, q - k, k - q)  # Modulo 2**32.
+  magnitude = difference.astype(dtype)
+  return jnp.where(difference < 0, magnitude + 2.0**32, magnitude)
 
 
 class Mask(abc.ABC):
-  """Base of the masks. Combine them with `&` and `|`.
+  """Base class of the masks. Combine them with `&` and `|`.
 
-  One of your own is a frozen dataclass made a pytree by
-  `ringjax.tree.register`, which says why JAX's own function does not do.
+  Custom masks are frozen dataclasses, made pytrees by `ringjax.tree.register`,
+  whose docstring says why JAX's own function does not do.
   """
 
   @abc.abstractmethod
@@ -120,18 +120,18 @@ class Mask(abc.ABC):
 
   @abc.abstractmethod
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    """(some pair may be allowed, all pairs are allowed); fields broadcast."""
+    """Return (some pair may be allowed, all pairs are); fields broadcast."""
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
-    """How far (behind, ahead) a query sees by position; None: no limit."""
+    """Largest distances (back, forward) that a query sees; None: no limit."""
     return None, None
 
   @property
   def relates_segments(self) -> bool:
-    """Whether it says which segments see each other.
+    """Whether the mask decides which segments see each other.
 
-    Other masks are combined with `SameSegment` where tokens have segments.
+    Masks that do not are combined with `SameSegment` if tokens have segments.
     """
     return False
 
@@ -144,12 +144,12 @@ class Mask(abc.ABC):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def _mask(cls: type[M]) -> type[M]:
-  """A frozen dataclass whose array fields are pytree leaves."""
-  made: Any = dataclasses.dataclass(frozen=True)(cls)
-  fields = dataclasses.fields(made)
+  """Make a frozen dataclass whose array fields are pytree leaves."""
+  data_class: Any = dataclasses.dataclass(frozen=True)(cls)
+  fields = dataclasses.fields(data_class)
   data = [f.name for f in fields if f.metadata.get("data")]
   meta = [f.name for f in fields if f.name not in data]
-  return tree.register(made, data, meta)
+  return tree.register(data_class, data, meta)
 
 
 def _operand(mask: Any, operator: str) -> Mask:
@@ -175,8 +175,8 @@ class Everything(Mask):
     return _true(q.pos, k.pos)
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    yes = _true(q.first, k.first)
-    return yes, yes
+    always = _true(q.first, k.first)
+    return always, always
 
 
 @_mask
@@ -207,9 +207,9 @@ class Window(Mask):
 
   def __post_init__(self) -> None:
     positive_int("Window size", self.size)
-    whole = isinstance(self.ahead, numbers.Integral)
-    whole = whole and not isinstance(self.ahead, bool)
-    if self.ahead is not None and (not whole or self.ahead < 0):
+    is_int = isinstance(self.ahead, numbers.Integral)
+    is_int = is_int and not isinstance(self.ahead, bool)
+    if self.ahead is not None and (not is_int or self.ahead < 0):
       raise OptionError(
         "Window ahead",
         repr(self.ahead),
@@ -223,26 +223,28 @@ class Window(Mask):
 
   @property
   def reach(self) -> tuple[int, int]:
-    behind, ahead = self._limits
-    return min(behind, _MOST), min(ahead, _MOST)
+    keys_before, keys_after = self._limits
+    return min(keys_before, _MOST), min(keys_after, _MOST)
 
-  # Positions are moved and compared: differences of two may not fit int32.
+  # Positions are shifted and compared: their difference may overflow int32.
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
-    behind, ahead = self._limits
-    return (k.pos >= moved(q.pos, -behind)) & (k.pos <= moved(q.pos, ahead))
+    keys_before, keys_after = self._limits
+    return (k.pos >= moved(q.pos, -keys_before)) & (
+      k.pos <= moved(q.pos, keys_after)
+    )
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    behind, ahead = self._limits
-    some = k.last >= moved(q.first, -behind)
-    some &= k.first <= moved(q.last, ahead)
-    every = k.first >= moved(q.last, -behind)
-    return some, every & (k.last <= moved(q.first, ahead))
+    keys_before, keys_after = self._limits
+    any_allowed = k.last >= moved(q.first, -keys_before)
+    any_allowed &= k.first <= moved(q.last, keys_after)
+    all_allowed = k.first >= moved(q.last, -keys_before)
+    return any_allowed, all_allowed & (k.last <= moved(q.first, keys_after))
 
 
 @_mask
 class SameSegment(Mask):
-  """A query sees the keys of its own document (equal `seg`)."""
+  """A query sees the keys of the same document (equal `seg`)."""
 
   @property
   def relates_segments(self) -> bool:
@@ -252,12 +254,12 @@ class SameSegment(Mask):
     return q.seg == k.seg
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    some = (k.first_seg <= q.last_seg) & (q.first_seg <= k.last_seg)
-    one = (q.first_seg == q.last_seg) & (k.first_seg == k.last_seg)
-    return some, one & (q.first_seg == k.first_seg)
+    any_allowed = (k.first_seg <= q.last_seg) & (q.first_seg <= k.last_seg)
+    single_segments = (q.first_seg == q.last_seg) & (k.first_seg == k.last_seg)
+    return any_allowed, single_segments & (q.first_seg == k.first_seg)
 
 
-# Segments of `SeparateDocuments`; its documents are the numbers behind.
+# Special segments of `SeparateDocuments`; larger ones are its documents.
 READER, SHARED_PREFIX = 1, 2
 
 
@@ -288,19 +290,23 @@ class SeparateDocuments(Mask):
     return (q.seg == READER) | (k.seg == SHARED_PREFIX) | (q.seg == k.seg)
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    some, same = SameSegment().bound(q, k)
-    some |= q.first_seg <= READER
-    some |= (k.first_seg <= SHARED_PREFIX) & (k.last_seg >= SHARED_PREFIX)
-    all_ = same | ((q.first_seg == READER) & (q.last_seg == READER))
+    any_allowed, same_segment = SameSegment().bound(q, k)
+    any_allowed |= q.first_seg <= READER
+    any_allowed |= (k.first_seg <= SHARED_PREFIX) & (
+      k.last_seg >= SHARED_PREFIX
+    )
+    all_allowed = same_segment | (
+      (q.first_seg == READER) & (q.last_seg == READER)
+    )
     prefix = (k.first_seg == SHARED_PREFIX) & (k.last_seg == SHARED_PREFIX)
-    return some, all_ | prefix
+    return any_allowed, all_allowed | prefix
 
 
 @_mask
 class Prefix(Mask):
   """Every query sees the keys at positions below `length`.
 
-  `length` is an int, or int32 [B] for a prefix of its own in each example.
+  `length` is an int, or int32 [B] for a different prefix in each example.
   A prefix language model is `Causal() | Prefix(length)`.
   """
 
@@ -317,12 +323,12 @@ class Prefix(Mask):
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
     length = self._length(k.first)
-    yes = _true(q.first, k.first)
-    return (k.first < length) & yes, (k.last < length) & yes
+    always = _true(q.first, k.first)
+    return (k.first < length) & always, (k.last < length) & always
 
 
 def _chunk(pos: Int[Array, "*N"], size: int) -> Int[Array, "*N"]:
-  """Which chunk of `size` positions each is in."""
+  """Index of the chunk of `size` positions that each position is in."""
   if size <= _MOST:
     return pos // size
   return _library(pos).where(pos < 0, -1, 0)
@@ -330,7 +336,7 @@ def _chunk(pos: Int[Array, "*N"], size: int) -> Int[Array, "*N"]:
 
 @_mask
 class Chunked(Mask):
-  """A query sees the keys of its own chunk of `size` positions (Llama 4)."""
+  """A query sees the keys of the same chunk of `size` positions (Llama 4)."""
 
   size: int
 
@@ -383,10 +389,10 @@ class And(Mask):
   @property
   def reach(self) -> tuple[int | None, int | None]:
     pairs = zip(self.left.reach, self.right.reach, strict=True)
-    behind, ahead = (
+    keys_before, keys_after = (
       min((r for r in pair if r is not None), default=None) for pair in pairs
     )
-    return behind, ahead
+    return keys_before, keys_after
 
   @property
   def relates_segments(self) -> bool:
@@ -411,11 +417,11 @@ class Or(Mask):
   @property
   def reach(self) -> tuple[int | None, int | None]:
     pairs = zip(self.left.reach, self.right.reach, strict=True)
-    behind, ahead = (
+    keys_before, keys_after = (
       None if None in pair else max(r for r in pair if r is not None)
       for pair in pairs
     )
-    return behind, ahead
+    return keys_before, keys_after
 
   @property
   def relates_segments(self) -> bool:
@@ -430,5 +436,5 @@ class Or(Mask):
 
 
 def visible(mask: Mask, q: Coords, k: Coords) -> jax.Array:
-  """`mask.allows` between real tokens; the fields broadcast."""
+  """Evaluate `mask.allows` between real tokens; the fields broadcast."""
   return mask.allows(q, k) & (q.seg != 0) & (k.seg != 0)

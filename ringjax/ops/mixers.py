@@ -1,4 +1,4 @@
-"""What recurrent layers mix tokens with: a short convolution, the delta rule.
+"""Token mixers of recurrent layers: short convolution and gated delta rule.
 
 Guarantees: the results are those of the whole sequence, whatever the number of
 shards; a document does not see another one.
@@ -44,34 +44,33 @@ def causal_conv(
   axis: str | None = None,
   layout: Layout | None = None,
 ) -> jax.Array:
-  """Convolves each channel with its own W taps, over all shards.
+  """Convolve each channel with its own W taps, over all shards.
 
   y_t = bias + sum_j weight[:, j] x_{t - (W - 1) + j} over tokens of t's
   document; sums are float32. As `jax.lax.conv_general_dilated` with one group
   a channel and W - 1 zeros in front.
 
   Args:
-    x: [B, T, C], floats, T over `axis`. Inside a shard_map where the axis is
-      manual T is that of the shard.
-    weight: [C, W], the last tap is that of the token itself.
-    bias: [C].
-    segment_ids: int32 [B, T], the document of each token, 0 is padding, which
-      gives 0. Padding stands before and behind documents, not inside.
-    before: [B, W - 1, C], what precedes the first token and is of its
-      document, the oldest first; default zeros. For a shard in a caller's
-      shard_map: of the first shard, the same on all.
-    mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis that shards T. Default: what shards x, else the current
-      mesh's "seq" axis, else one device.
-    layout: the order in which tokens lie on the shards; default
-      `Contiguous()`. Striped and zigzag shards send each tap for itself, and
-      take no `before`.
+    x: Tokens, [B, T, C], floats, T over `axis`. Inside a shard_map where the
+      axis is manual T is that of the shard.
+    weight: Taps, [C, W]; the last one is for the token itself.
+    bias: Bias of each channel, [C].
+    segment_ids: Document of each token, int32 [B, T], 0 is padding, which
+      gives 0. Padding is only before and after documents, not inside.
+    before: Tokens before the first one and of its document, [B, W - 1, C], the
+      oldest first; default zeros. In a caller's shard_map: those before the
+      first shard, the same on all.
+    mesh: Device mesh; default: the operands', else the current one.
+    axis: Mesh axis that shards T. Default: that of x, else the current mesh's
+      "seq" axis, else one device.
+    layout: Order of the tokens on the shards; default `Contiguous()`. Striped
+      and zigzag shards send each tap separately, and take no `before`.
 
   Returns:
-    [B, T, C] in x's dtype.
+    Outputs [B, T, C] in x's dtype.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
   x = sequence.floats("x", sequence.tokens("x", x, 3))
   weight = sequence.floats("weight", as_array("weight", weight))
@@ -91,8 +90,8 @@ def causal_conv(
     before = sequence.floats("before", as_array("before", before))
     sequence.fits("before", before, (x.shape[0], taps - 1, channels))
   seg = sequence.documents(segment_ids, x)
-  cut = (x,) if seg is None else (x, seg)
-  place, layout = sequence.found(cut, "x", mesh, axis, layout, False)
+  split_operands = (x,) if seg is None else (x, seg)
+  place, layout = sequence.found(split_operands, "x", mesh, axis, layout, False)
   if before is not None and place.size > 1 and not sequence.in_order(layout):
     raise OptionError(
       "before",
@@ -120,69 +119,71 @@ class _Conv:
     seg: Any,
     before: Any,
   ) -> tuple[jax.Array]:
-    given, real = seg, shards.real
+    given_seg, real = seg, shards.real
     if seg is None:
       seg = jnp.ones(x.shape[:2], jnp.int32)
     if real is not None:
       seg = jnp.where(real[None], seg, 0)
     if weight.shape[1] > 1 and sequence.in_order(shards.layout):
-      tail = _before(shards, x, seg, given, before, weight.shape[1] - 1)
-      # A head of its own dimension, as ops/conv.py has them.
-      wide_x, tail = x[:, :, None], tail._replace(x=tail.x[:, :, None])
-      y = conv.causal_conv(wide_x, weight[None], seg, tail)[:, :, 0]
+      tail = _tail_before(
+        shards, x, seg, given_seg, before, weight.shape[1] - 1
+      )
+      # With a head axis of size 1, as ops/conv.py needs it.
+      x_with_head, tail = x[:, :, None], tail._replace(x=tail.x[:, :, None])
+      y = conv.causal_conv(x_with_head, weight[None], seg, tail)[:, :, 0]
     else:
-      y = _by_taps(shards, x, weight, seg)
+      y = _conv_by_taps(shards, x, weight, seg)
     if bias is not None:
-      wide = (
+      biased = (
         y.astype(wide_dtype(x.dtype))
         + bias.astype(wide_dtype(x.dtype))[None, None]
       )
-      y = jnp.where(beside(seg > 0, y), wide.astype(x.dtype), 0)
+      y = jnp.where(beside(seg > 0, y), biased.astype(x.dtype), 0)
     return (y,)
 
 
-def _before(
-  shards: Shards, x: jax.Array, seg: Any, given: Any, before: Any, n: int
+def _tail_before(
+  shards: Shards, x: jax.Array, seg: Any, given_seg: Any, before: Any, n: int
 ) -> Tail:
-  """The n tokens that precede this shard's."""
+  """Tail of the n tokens that precede this shard's."""
   if before is None:
     before = collectives.zeros((x.shape[0], n, x.shape[2]), x.dtype, x)
     first = jnp.zeros_like(seg[:, :1])
-  elif given is None:
+  elif given_seg is None:
     first = jnp.ones_like(seg[:, :1])
   else:
     first = _first_document(seg, shards.axis)
   axes = collectives.varying_axes(x, seg)
   tail = Tail(before.astype(x.dtype), jnp.broadcast_to(first, before.shape[:2]))
   tail = collectives.vary(tail, axes)
-  # Only shards that others follow have to hold enough.
+  # Only shards that others follow have to hold enough tokens.
   counts = shards.counts[: int(np.flatnonzero(shards.counts)[-1])]
-  least = int(counts.min(initial=shards.local))
-  return tails(tail, x, seg, shards.axis, least)[0]
+  min_slots = int(counts.min(initial=shards.local))
+  return tails(tail, x, seg, shards.axis, min_slots)[0]
 
 
 def _first_document(seg: jax.Array, axis: str | None) -> jax.Array:
-  """[B, 1], the document of the sequence's first token."""
+  """Document of the sequence's first token, [B, 1]."""
 
   def first(seg: jax.Array) -> jax.Array:
     at = jnp.argmax(seg > 0, 1)[:, None]
     return jnp.take_along_axis(seg, at, 1)
 
-  mine = first(seg)
+  own_first = first(seg)
   if axis is None:
-    return mine
-  return first(collectives.gather(mine, axis, 1))
+    return own_first
+  return first(collectives.gather(own_first, axis, 1))
 
 
-def _by_taps(
+def _conv_by_taps(
   shards: Shards, x: jax.Array, weight: jax.Array, seg: jax.Array
 ) -> jax.Array:
-  wide, taps = wide_dtype(x.dtype), weight.shape[1]
-  y = jnp.zeros((), wide)[(None,) * x.ndim]
+  dtype, taps = wide_dtype(x.dtype), weight.shape[1]
+  y = jnp.zeros((), dtype)[(None,) * x.ndim]
   for j in range(taps):
-    tap, there = shifted(shards, x, taps - 1 - j, seg)
-    tap = jnp.where(beside(there, tap), tap, 0).astype(wide)
-    y = y + tap * weight[None, None, :, j].astype(wide)
+    tap, exists = shifted(shards, x, taps - 1 - j, seg)
+    tap = jnp.where(beside(exists, tap), tap, 0).astype(dtype)
+    y = y + tap * weight[None, None, :, j].astype(dtype)
   return y.astype(x.dtype)
 
 
@@ -202,42 +203,43 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
   """The gated delta rule (Yang et al. 2024, arXiv 2412.06464), over shards.
 
-  Of each head, with the state S [H, J], g = `decay` and b = `beta`:
+  For each head, with the state S [H, J], g = `decay` and b = `beta`:
   S_t = e^g_t S_{t-1} + b_t k_t (v_t - e^g_t S_{t-1}^T k_t)^T, o_t = S_t^T q_t.
-  Queries are taken as they are: scale them, usually by H**-0.5.
+  Queries are not scaled here: scale them, usually by H**-0.5.
 
   Args:
-    q: [B, T, K, H], floats; T over `axis`. Inside a shard_map where the axis is
-      manual T is that of the shard.
-    k: [B, T, K, H]; the rule is stable where `beta |k|^2 <= 2`.
-    v: [B, T, N, J]; value head n belongs to key head n // (N / K).
-    decay: [B, T, N], the logarithm of what is left of the state, at most 0;
-      -inf forgets all.
-    beta: [B, T, N].
-    initial: [B, N, H, J], the state before the first token, default zeros. It
+    q: Queries, [B, T, K, H], floats; T over `axis`. Inside a shard_map where
+      the axis is manual T is that of the shard.
+    k: Keys, [B, T, K, H]; the rule is stable where `beta |k|^2 <= 2`.
+    v: Values, [B, T, N, J]; value head n belongs to key head n // (N / K).
+    decay: Logarithm of the state's decay, [B, T, N], at most 0; -inf forgets
+      all.
+    beta: Update rates, [B, T, N].
+    initial: State before the first token, [B, N, H, J], default zeros. It
       belongs to the document of the first token.
-    segment_ids: int32 [B, T], the document of each token, 0 is padding. A
-      document starts from zeros where another one precedes it; padding leaves
-      the state as it is and gives 0.
-    chunk: tokens that are computed at once, a power of two.
-    mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis that shards T. Default: what shards the operands, else
-      the current mesh's "seq" axis, else one device.
+    segment_ids: Document of each token, int32 [B, T], 0 is padding. A document
+      starts from zeros where another one precedes it; padding leaves the state
+      as it is and gives 0.
+    chunk: Tokens that are computed at once, a power of two.
+    mesh: Device mesh; default: the operands', else the current one.
+    axis: Mesh axis that shards T. Default: that of the operands, else the
+      current mesh's "seq" axis, else one device.
     layout: `Contiguous()`, the default, or `Uneven(counts)`; others are
-      refused, since the state goes from each token to the next.
+      refused, since the state is passed from each token to the next.
 
   Returns:
-    o [B, T, N, J] in v's dtype, and the state behind the last token,
-    [B, N, H, J] in float32, the same on all shards.
+    o: Outputs [B, T, N, J] in v's dtype.
+    state: State after the last token, [B, N, H, J] in float32, the same on all
+      shards.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
-  given = dict(q=q, k=k, v=v, decay=decay, beta=beta)
+  operands = dict(q=q, k=k, v=v, decay=decay, beta=beta)
   rank = dict(q=4, k=4, v=4, decay=3, beta=3)
   x = {
     name: sequence.floats(name, sequence.tokens(name, a, rank[name]))
-    for name, a in given.items()
+    for name, a in operands.items()
   }
   b, t, heads, h = x["q"].shape
   n, j = x["v"].shape[2:]
@@ -257,8 +259,8 @@ def gated_delta_rule(
     raise ShapeError(
         "v", f"{n} heads for {heads} heads of k", "a multiple of k's heads",
         "repeat or drop heads")  # fmt: skip
-  whole = isinstance(chunk, int) and not isinstance(chunk, bool)
-  if not whole or chunk < 1 or chunk & (chunk - 1):
+  is_int = isinstance(chunk, int) and not isinstance(chunk, bool)
+  if not is_int or chunk < 1 or chunk & (chunk - 1):
     raise OptionError(
       "chunk", repr(chunk), "a power of two", "leave it out for 64"
     )
@@ -266,8 +268,8 @@ def gated_delta_rule(
     initial = sequence.floats("initial", as_array("initial", initial))
     sequence.fits("initial", initial, (b, n, h, j))
   seg = sequence.documents(segment_ids, x["q"])
-  cut = tuple(x.values()) if seg is None else (*x.values(), seg)
-  place, layout = sequence.found(cut, "q", mesh, axis, layout, True)
+  split_operands = tuple(x.values()) if seg is None else (*x.values(), seg)
+  place, layout = sequence.found(split_operands, "q", mesh, axis, layout, True)
   out, state = sequence.run(
     _Delta(chunk), place, layout, (*x.values(), seg, initial),
     ("btnH", "btnH", "btnj", "btn", "btn", "bt", "bnHj"), ("btnj", "bnHj"),
@@ -300,7 +302,7 @@ class _Delta:
       reset = resets(seg, shards.axis)[..., None]
       decay = jnp.where(reset, -jnp.inf, decay)
     if real is not None:
-      # A token that leaves the state as it is.
+      # Padding becomes tokens that leave the state as it is.
       q, k, v, decay, beta = (
         jnp.where(beside(real, a), a, 0) for a in (q, k, v, decay, beta)
       )

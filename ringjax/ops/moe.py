@@ -8,7 +8,7 @@ block of rows.
 Ref:  the block-sparse grouping of Gale et al. 2022, arXiv 2211.15841.
 
 Rows are sorted by expert and each expert's rows begin a new block, so a block
-has one expert, and a loop over blocks takes one expert's weights at a time.
+has one expert, and a loop over blocks uses one expert's weights at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringjax.parallel import collectives
 
 
 def block_rows(rows: int, experts: int) -> int:
-  """Rows of a block: about an expert's share, from 8 to 256."""
+  """Number of rows of a block: about an expert's share, from 8 to 256."""
   share = max(1, rows // experts)
   return min(256, max(8, 1 << (share - 1).bit_length()))
 
@@ -38,18 +38,18 @@ def mix(
   *,
   scale_input: bool = False,
 ) -> jax.Array:
-  """Weighted sum of the experts of each token.
+  """Sum the weighted outputs of each token's experts.
 
   Args:
-    f: (expert int32 [], rows [n, D]) -> [n, D], row by row.
-    x: [T, D].
-    experts: int32 [T, k], each token's experts.
-    weights: float32 [T, k].
-    count: number of experts, E.
-    scale_input: the weights multiply the rows that go into f, not its results.
+    f: Function (expert int32 [], rows [n, D]) -> [n, D], row by row.
+    x: Tokens, [T, D].
+    experts: Experts of each token, int32 [T, k].
+    weights: Weights of the experts, float32 [T, k].
+    count: Number of experts, E.
+    scale_input: Whether the weights multiply the inputs of f, not its outputs.
 
   Returns:
-    [T, D] in x's dtype; sums are float32.
+    Outputs [T, D] in x's dtype; sums are float32.
   """
   tokens, chosen = experts.shape
   rows = tokens * chosen
@@ -67,25 +67,27 @@ def mix(
     - (jnp.cumsum(load) - load)[sorted_experts]
   )
   slot = first[sorted_experts] + rank
-  # For each slot the row in it; `rows` where it is padding.
+  # The row in each slot; `rows` for padding.
   row_of = (
     jnp.full((blocks * size,), rows, jnp.int32)
     .at[slot]
     .set(order.astype(jnp.int32))
   )
   slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slot.astype(jnp.int32))
-  # How many experts' blocks are over where a block begins.
-  over = jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
-  expert_of = jnp.cumsum(over)
+  # Number of experts whose blocks have ended where a block begins.
+  finished = (
+    jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
+  )
+  expert_of = jnp.cumsum(finished)
   flat_weights = weights.reshape(-1)
 
   def body(carry: None, block: tuple) -> tuple[None, jax.Array]:
-    expert, which = block
+    expert, row_index = block
 
     def run(_: None) -> jax.Array:
-      # Padding repeats the block's first row, which never is padding: f sees
-      # rows of its expert alone, and may note how large they are.
-      safe = jnp.where(which < rows, which, which[0])
+      # Padding repeats the block's first row, which is never padding: f sees
+      # rows of its expert alone, and may record their magnitude.
+      safe = jnp.where(row_index < rows, row_index, row_index[0])
       part = x[safe // chosen]
       if scale_input:
         part = part * flat_weights[safe][:, None].astype(x.dtype)
@@ -96,12 +98,12 @@ def mix(
 
     return None, lax.cond(expert < count, run, skip, None)
 
-  # Around all of the step: what a branch of `cond` keeps for its backward pass
-  # comes out of it, all experts' weights too, and would be kept for each block.
+  # Checkpoint the whole step: residuals of a branch of `cond` are outputs of
+  # it, all experts' weights included, and would be kept for each block.
   step = jax.checkpoint(body, prevent_cse=False)
-  _, done = lax.scan(step, None, (expert_of, row_of.reshape(blocks, size)))
-  done = done.reshape(blocks * size, -1)[slot_of]
-  done = done.reshape(tokens, chosen, -1).astype(jnp.float32)
+  _, outputs = lax.scan(step, None, (expert_of, row_of.reshape(blocks, size)))
+  outputs = outputs.reshape(blocks * size, -1)[slot_of]
+  outputs = outputs.reshape(tokens, chosen, -1).astype(jnp.float32)
   if not scale_input:
-    done = done * weights[..., None].astype(jnp.float32)
-  return jnp.sum(done, 1).astype(x.dtype)
+    outputs = outputs * weights[..., None].astype(jnp.float32)
+  return jnp.sum(outputs, 1).astype(x.dtype)

@@ -17,21 +17,21 @@ def rms_norm(
   axes: int = 1,
   offset: float = 0.0,
 ) -> jax.Array:
-  """x / rms(x) * (offset + weight) over the last `axes` axes, in x's dtype.
+  """RMS norm x / rms(x) * (offset + weight) over the last `axes` axes.
 
   Args:
-    x: [..., D], or [..., N, H] with axes=2.
-    weight: the shape of the last `axes` axes, or None for no weight.
-    eps: added to the mean square.
-    axes: how many axes make a vector.
-    offset: 1 where checkpoints store the weight's distance from one.
+    x: Input, [..., D], or [..., N, H] with axes=2.
+    weight: Weight of the shape of the last `axes` axes, or None.
+    eps: Constant added to the mean square.
+    axes: Number of axes that make a vector.
+    offset: 1 if checkpoints store the weight's distance from one.
   """
-  over = tuple(range(-axes, 0))
-  wide = x.astype(wide_dtype(x.dtype))
-  mean = jnp.mean(jnp.square(wide), over, keepdims=True)
-  y = wide * jax.lax.rsqrt(mean + jnp.asarray(eps, wide.dtype))
+  reduced_axes = tuple(range(-axes, 0))
+  float_x = x.astype(wide_dtype(x.dtype))
+  mean = jnp.mean(jnp.square(float_x), reduced_axes, keepdims=True)
+  y = float_x * jax.lax.rsqrt(mean + jnp.asarray(eps, float_x.dtype))
   if weight is not None:
-    scale = weight.astype(wide.dtype) + jnp.asarray(offset, wide.dtype)
+    scale = weight.astype(float_x.dtype) + jnp.asarray(offset, float_x.dtype)
     y = y * scale[(None,) * (x.ndim - axes)]
   return y.astype(x.dtype)
 
@@ -44,23 +44,23 @@ def layer_norm(
   *,
   offset: float = 0.0,
 ) -> Float[Array, "*batch D"]:
-  """(x - mean) / std * (offset + weight) + bias, in x's dtype.
+  """Layer norm (x - mean) / std * (offset + weight) + bias, in x's dtype.
 
   Args:
-    x: [..., D]; mean and variance are over the last axis.
-    weight: [D], or of more of x's last axes: [N, D] for a weight of each head;
-      None for no weight.
-    bias: as `weight`.
-    eps: added to the variance.
-    offset: 1 where checkpoints store the weight's distance from one.
+    x: Input, [..., D]; mean and variance are over the last axis.
+    weight: Weight [D], or of more of x's last axes: [N, D] for a weight of each
+      head; or None.
+    bias: Bias shaped like `weight`, or None.
+    eps: Constant added to the variance.
+    offset: 1 if checkpoints store the weight's distance from one.
   """
-  wide = x.astype(wide_dtype(x.dtype))
-  centred = wide - jnp.mean(wide, -1, keepdims=True)
+  float_x = x.astype(wide_dtype(x.dtype))
+  centred = float_x - jnp.mean(float_x, -1, keepdims=True)
   variance = jnp.mean(jnp.square(centred), -1, keepdims=True)
-  y = centred * jax.lax.rsqrt(variance + jnp.asarray(eps, wide.dtype))
-  lead = lambda w: w.astype(wide.dtype)[(None,) * (x.ndim - w.ndim)]
+  y = centred * jax.lax.rsqrt(variance + jnp.asarray(eps, float_x.dtype))
+  expand = lambda w: w.astype(float_x.dtype)[(None,) * (x.ndim - w.ndim)]
   if weight is not None:
-    y = y * (lead(weight) + jnp.asarray(offset, wide.dtype))
+    y = y * (expand(weight) + jnp.asarray(offset, float_x.dtype))
   if bias is not None:
-    y = y + lead(bias)
+    y = y + expand(bias)
   return y.astype(x.dtype)

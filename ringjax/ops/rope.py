@@ -1,23 +1,23 @@
-"""Rotary position embeddings: which angle a token's position turns a head by.
+"""Rotary position embeddings (RoPE) and their scalings for long contexts.
 
 Guarantees: dims 2i and 2i+1 (interleaved), or i and i + dims/2 (halves), of a
-head turn by position * frequency_i; the dot product of a query and a key then
-depends on the distance of their positions only. Angles are exact to 8e-7
+head are rotated by position * frequency_i; the dot product of a query and a key
+then depends on the distance of their positions only. Angles are exact to 8e-7
 radians at every position of int32, see `ops.turns`.
 Ref: Su et al. 2021, arXiv 2104.09864; the scalings as Hugging Face
 checkpoints mean them: linear (Chen et al. 2023, arXiv 2306.15595), dynamic
 NTK, Llama 3, YaRN (Peng et al. 2023, arXiv 2309.00071), LongRoPE (Ding et al.
 2024, arXiv 2402.13753).
 
-Two scalings look at the length of the context. It is an argument, one number
-for all rows or one for each, never the length of an array at hand: a chunk or
-a shard of a long text rotates like the whole of it, and a row like itself
-alone. The length of a row is that of its prompt. Under LongRoPE its later
-tokens go on with the divisors of the prompt: keys of one set and queries of
-the other would not fit. Under dynamic NTK a token behind the prompt rotates by
-the length up to itself, and keys keep the rotation with which they came, as
-transformers' cache does. Both are the rotation of one pass over the row where
-nothing is behind the prompt.
+Two scalings depend on the length of the context. It is an argument, one number
+for all rows or one for each, never the length of the current array: a chunk or
+a shard of a long text is rotated like the whole of it, and a row in a batch
+like the row alone. The length of a row is that of its prompt. Under LongRoPE
+its later tokens keep the divisors of the prompt: keys of one set and queries of
+the other would not fit. Under dynamic NTK a token after the prompt is rotated
+by the length up to itself, and cached keys keep their rotation, as in
+transformers' cache. Without tokens after the prompt, both equal the rotation of
+one pass over the row.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from ringjax.typing import Index, Lengths
 
 @dataclasses.dataclass(frozen=True)
 class Unscaled:
-  """The frequencies theta**(-2i/dims) as they are."""
+  """No scaling: the frequencies theta**(-2i/dims)."""
 
   by_length = False
 
   def reaches(
     self, length: Lengths, positions: Int[Array, "#B T"]
   ) -> Int[Array, "#B _"]:
-    """The length that decides for each token, of lengths [B] of its rows."""
+    """Length that scales each token's rotation, for row lengths [B]."""
     del positions
     return jnp.asarray(length)[:, None]
 
   def alike(self, length: int) -> int:
-    """A number that prompts have in common if they rotate alike."""
+    """A number that two prompts share if they are rotated alike."""
     del length
     return 0
 
   def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
-    """Radians [dims/2] of one position from the unscaled ones."""
+    """Scale radians per position, [dims/2]."""
     del theta
     return inverse
 
   def frequencies(
     self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Frequencies:
-    """Of a context's length, or of several [*N], from the unscaled ones."""
+    """Scaled frequencies for one context length or several, [*N]."""
     del length
     return Frequencies.of(self.scale(inverse, theta))
 
@@ -76,10 +76,10 @@ class Unscaled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear(Unscaled):
-  """All positions divided by `factor`.
+  """Position interpolation: all positions divided by `factor`.
 
   Attributes:
-    original: the context that is stretched, where that is known.
+    original: Context length that is stretched, where it is known.
   """
 
   factor: float
@@ -91,9 +91,10 @@ class Linear(Unscaled):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proportional(Unscaled):
-  """Only the fastest `turning` frequencies turn; `factor` divides positions.
+  """Only the fastest `turning` frequencies rotate; `factor` divides positions.
 
-  A pair is as far apart as where all turn, which a part of the dims is not.
+  The dims of a pair are as far apart as if all rotated, unlike in a rotation of
+  a part of the dims.
   """
 
   turning: int
@@ -106,7 +107,7 @@ class Proportional(Unscaled):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic(Unscaled):
-  """A base that grows with the length beyond `original`."""
+  """Dynamic NTK: a base that grows with the length beyond `original`."""
 
   factor: float
   original: int
@@ -116,8 +117,8 @@ class Dynamic(Unscaled):
   def reaches(
     self, length: Lengths, positions: Int[Array, "#B T"]
   ) -> Int[Array, "#B T"]:
-    upto = jnp.minimum(positions, 2**31 - 2) + 1
-    return jnp.maximum(jnp.asarray(length)[:, None], upto)
+    tokens_so_far = jnp.minimum(positions, 2**31 - 2) + 1
+    return jnp.maximum(jnp.asarray(length)[:, None], tokens_so_far)
 
   def alike(self, length: int) -> int:
     return max(length, self.original)
@@ -134,9 +135,9 @@ class Dynamic(Unscaled):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3(Unscaled):
-  """Long wavelengths divided by `factor`, short ones kept, a ramp between.
+  """Llama 3: long wavelengths divided by `factor`, short ones kept.
 
-  Where `low` is `high` there is no ramp.
+  In between is a ramp, of no width where `low` is `high`.
   """
 
   factor: float
@@ -145,19 +146,22 @@ class Llama3(Unscaled):
   original: int
 
   def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
-    times = self.original * inverse / (2 * math.pi)
+    turns_in_context = self.original * inverse / (2 * math.pi)
     if self.low == self.high:
-      keep = np.where(times >= self.low, 1.0, 0.0)
+      keep = np.where(turns_in_context >= self.low, 1.0, 0.0)
     else:
-      keep = np.clip((times - self.low) / (self.high - self.low), 0, 1)
+      keep = np.clip(
+        (turns_in_context - self.low) / (self.high - self.low), 0, 1
+      )
     return keep * inverse + (1 - keep) * inverse / self.factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn(Unscaled):
-  """Interpolates dims that turn less than `slow` times in `original` tokens.
+  """YaRN: slow dims are interpolated, fast ones are kept.
 
-  Those that turn more than `fast` times are kept; between is a ramp over dims.
+  Dims with fewer than `slow` turns in `original` tokens are slow, those with
+  more than `fast` turns are fast; a ramp over the dims is in between.
   """
 
   factor: float
@@ -197,7 +201,10 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRope(Unscaled):
-  """A divisor for each dim: one set up to `original` tokens, one beyond."""
+  """LongRoPE: a divisor per dim, from one of two sets, by context length.
+
+  `short` serves up to `original` tokens, `long` beyond.
+  """
 
   short: tuple[float, ...]
   long: tuple[float, ...]
@@ -213,14 +220,14 @@ class LongRope(Unscaled):
   def frequencies(
     self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Frequencies:
-    beyond = jnp.asarray(length, jnp.int32)[..., None] > self.original
+    is_long = jnp.asarray(length, jnp.int32)[..., None] > self.original
     long, short = (
-      Frequencies.of(inverse / np.asarray(x)).with_axes(beyond.ndim - 1)
+      Frequencies.of(inverse / np.asarray(x)).with_axes(is_long.ndim - 1)
       for x in (self.long, self.short)
     )
     return Frequencies(
-      jnp.where(beyond, long.units, short.units),
-      jnp.where(beyond, long.rest, short.rest),
+      jnp.where(is_long, long.units, short.units),
+      jnp.where(is_long, long.rest, short.rest),
     )
 
   @property
@@ -237,13 +244,13 @@ class Rope:
   """A rotary embedding.
 
   Attributes:
-    theta: base of the frequencies.
-    dims: how many of a head's dims turn, the first ones; the others do not.
-    interleaved: whether neighbours make a pair, or the two halves do.
-    scaling: how long contexts are fitted in.
-    reverse: whether it turns the other way.
-    copies: how many times there are `dims` that turn, one behind another, all
-      by the same angles.
+    theta: Base of the frequencies.
+    dims: Number of a head's first dims that are rotated.
+    interleaved: Whether neighbours make a pair, or the two halves do.
+    scaling: Scaling for long contexts.
+    reverse: Whether to rotate the other way.
+    copies: Number of groups of `dims`, one after another, that are rotated by
+      the same angles.
   """
 
   theta: float
@@ -259,7 +266,7 @@ class Rope:
     """Cosines and sines, float32 [B, T, dims/2], for `positions` [B, T].
 
     `length` is that of the whole context, an int or a traced int32 scalar; or
-    int32 [B], the prompt of each row, see the head of this file.
+    int32 [B], the prompt of each row, see the module's docstring.
     """
     by_row = length is not None and np.ndim(length) > 0
     if by_row and self.scaling.by_length:
@@ -268,29 +275,29 @@ class Rope:
       frequencies = self.frequencies(None if by_row else length)
       frequencies = frequencies.with_axes(2)
     angles = frequencies.angles(positions[..., None])
-    size = jnp.float32(self.scaling.magnitude)
-    return jnp.cos(angles) * size, jnp.sin(angles) * size
+    magnitude = jnp.float32(self.scaling.magnitude)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
   def frequencies(self, length: Lengths | None) -> Frequencies:
-    """What one position turns each pair by, [*N, dims/2].
+    """Angle of each pair for one position, [*N, dims/2].
 
-    `length` [*N] as of `tables`, one or several.
+    `length` [*N] as for `tables`, one or several.
     """
     exponents = np.arange(0, self.dims, 2, dtype=turns.WIDE) / self.dims
     inverse = turns.WIDE(self.theta) ** -exponents
-    each = self.scaling.frequencies(inverse, self.theta, length)
-    return each.reversed() if self.reverse else each
+    frequencies = self.scaling.frequencies(inverse, self.theta, length)
+    return frequencies.reversed() if self.reverse else frequencies
 
   @property
   def pairs(self) -> np.ndarray:
-    """Which of the frequencies turns each of the first dims, int [turned]."""
-    each = np.arange(self.dims // 2)
-    one = np.repeat(each, 2) if self.interleaved else np.tile(each, 2)
-    return np.tile(one, self.copies)
+    """Index of the frequency that rotates each of the first dims, [turned]."""
+    indices = np.arange(self.dims // 2)
+    per_dim = np.repeat(indices, 2) if self.interleaved else np.tile(indices, 2)
+    return np.tile(per_dim, self.copies)
 
   @property
   def turned(self) -> int:
-    """Dims that turn, in all copies."""
+    """Number of rotated dims, in all copies."""
     return self.copies * self.dims
 
   def rotate(
@@ -298,40 +305,47 @@ class Rope:
     x: Float[Array, "B T N H"],
     tables: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]],
   ) -> Float[Array, "B T N H"]:
-    """Rotates queries or keys by the tables of their positions."""
+    """Rotate queries or keys by the tables of their positions."""
     if self.copies > 1:
       parts = jnp.split(x[..., : self.turned], self.copies, -1)
-      one = dataclasses.replace(self, copies=1)
-      parts = [one.rotate(part, tables) for part in parts]
+      single = dataclasses.replace(self, copies=1)
+      parts = [single.rotate(part, tables) for part in parts]
       return jnp.concatenate([*parts, x[..., self.turned :]], -1)
     cos, sin = (t[:, :, None] for t in tables)
-    turned, rest = x[..., : self.dims], x[..., self.dims :]
-    wide = turned.astype(jnp.float32)
+    rotary_dims, unrotated = x[..., : self.dims], x[..., self.dims :]
+    rotated = rotary_dims.astype(jnp.float32)
     if self.interleaved:
-      a, b = wide[..., 0::2], wide[..., 1::2]
-      wide = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1)
-      wide = wide.reshape(turned.shape)
+      a, b = rotated[..., 0::2], rotated[..., 1::2]
+      rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1)
+      rotated = rotated.reshape(rotary_dims.shape)
     else:
-      a, b = jnp.split(wide, 2, -1)
-      wide = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-    wide = wide.astype(x.dtype)
-    return jnp.concatenate([wide, rest], -1) if rest.shape[-1] else wide
+      a, b = jnp.split(rotated, 2, -1)
+      rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    rotated = rotated.astype(x.dtype)
+    return (
+      jnp.concatenate([rotated, unrotated], -1)
+      if unrotated.shape[-1]
+      else rotated
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotation:
-  """What makes a key of its projection: a rotation, and a norm behind it.
+  """Rotation of projected keys, and a norm after it.
 
-  It goes to the cache with the keys, which may rotate them as they come or
-  keep them as they are and rotate them where they are read.
+  A cache receives it with the keys: it may rotate them when they are written,
+    or
+  store them as they are and rotate them when they are read.
 
   Attributes:
-    rope: the rotation; None leaves keys as they are.
-    first: the first dim of a head that it rotates.
-    length: tokens of the whole context, or [B] of each row's prompt, for
+    rope: The rotation; None leaves keys as they are.
+    first: First dim of a head that is rotated.
+    length: Tokens of the whole context, or of each row's prompt [B], for
       rotations that depend on it; see `Rope.tables`.
-    tables: of the call's own tokens, see `Rope.tables`; None: made anew.
-    after: a function of keys [B, S, K, H], behind the rotation, or None.
+    tables: Tables of the call's own tokens, see `Rope.tables`; None: computed
+      on use.
+    after: Function of keys [B, S, K, H] that is applied after the rotation, or
+      None.
   """
 
   rope: Rope | None = None
@@ -346,21 +360,21 @@ class Rotation:
     return self.rope is None and self.after is None
 
   def own(self, k: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
-    """Keys of the call's tokens, rotated."""
+    """Rotate the keys of the call's tokens."""
     return self._apply(k, self.tables)
 
   def anywhere(
     self, k: Float[Array, "B K S H"], pos: Int[Array, "#B S"]
   ) -> Float[Array, "B K S H"]:
-    """Keys of tokens at positions `pos`, rotated."""
+    """Rotate keys of tokens at positions `pos`."""
     tables = None if self.rope is None else self.rope.tables(pos, self.length)
     return self._apply(k, tables)
 
   def quarter(self, q: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
-    """Queries' pairs of numbers rotated by -90 degrees.
+    """Rotate the queries' pairs by -90 degrees.
 
-    What a key's sines multiply: q . R(p) k is the sum of q times k times the
-    cosines, and of `quarter(q)` times k times the sines.
+    q . R(p) k is the sum of q times k times the cosines, and of `quarter(q)`
+    times k times the sines.
     """
     assert self.rope is not None
     like = jnp.zeros((1, q.shape[2], self.rope.dims // 2), jnp.float32)
@@ -368,31 +382,31 @@ class Rotation:
 
   @property
   def by_row(self) -> bool:
-    """Whether rows may have frequencies of their own."""
+    """Whether rows may have different frequencies."""
     scaled = self.rope is not None and self.rope.scaling.by_length
     return scaled and self.length is not None and np.ndim(self.length) > 0
 
   def of_row(self, row: Index) -> Rotation:
-    """The same for one row of the batch, of which the others are left out."""
+    """Restrict to one row of the batch."""
     if self.length is None or np.ndim(self.length) == 0:
       return self
     length = jnp.asarray(self.length)
-    each = jax.lax.dynamic_slice_in_dim(length, row, 1)
+    row_length = jax.lax.dynamic_slice_in_dim(length, row, 1)
     return dataclasses.replace(
-      self, length=each if length.size > 1 else length, tables=None
+      self, length=row_length if length.size > 1 else length, tables=None
     )
 
   def specs(self, batch: str | tuple[str, ...] | None) -> Rotation:
-    """PartitionSpecs where rows lie along the mesh axes `batch`."""
-    found = jax.tree.map(lambda _: P(), self)
+    """PartitionSpecs for rows that are sharded over the mesh axes `batch`."""
+    replicated = jax.tree.map(lambda _: P(), self)
     if self.length is None or np.shape(self.length) in ((), (1,)):
-      return found
+      return replicated
     return tree.with_leaves(
-      self, length=P(batch), tables=found.tables, after=found.after
+      self, length=P(batch), tables=replicated.tables, after=replicated.after
     )
 
   def general(self) -> Rotation:
-    """The same for tokens of any call."""
+    """Drop the tables, so that it serves tokens of any call."""
     return dataclasses.replace(self, tables=None)
 
   def _apply(
@@ -403,9 +417,9 @@ class Rotation:
     k = jnp.swapaxes(k, 1, 2)
     if self.rope is not None:
       assert tables is not None
-      still, rest = k[..., : self.first], k[..., self.first :]
-      rest = self.rope.rotate(rest, tables)
-      k = jnp.concatenate([still, rest], -1) if self.first else rest
+      unrotated, rotated = k[..., : self.first], k[..., self.first :]
+      rotated = self.rope.rotate(rotated, tables)
+      k = jnp.concatenate([unrotated, rotated], -1) if self.first else rotated
     if self.after is not None:
       k = self.after(k)
     return jnp.swapaxes(k, 1, 2)

@@ -1,11 +1,11 @@
-"""Scans along a sequence that may lie on shards.
+"""Scans along a sequence that may be sharded.
 
 Guarantees: the results are those of the whole sequence, whatever the number of
 shards and however they are filled. A shard scans its own tokens, the totals of
-shards are scanned by all, and what arrives at a shard is combined into each of
-its results.
-Cost: twice the combinations of one device, log2 of a shard's tokens deep. Of a
-total of n bytes, R shards gather n each where that is little altogether (one
+shards are scanned by all, and the total that arrives at a shard is combined
+into each of its results.
+Cost: twice the combinations of one device, log2 of a shard's tokens deep. For a
+total of n bytes, R shards gather n each if that is little altogether (one
 collective, R n bytes of memory); larger totals take 1 + log2 R rounds of a
 neighbour's n bytes.
 Ref:  Blelloch 1990, "Prefix sums and their applications"; Hillis and Steele
@@ -35,7 +35,7 @@ from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Layout
 
-# Totals of all shards that are gathered rather than passed on in rounds.
+# Most bytes of all shards' totals to gather, rather than pass on in rounds.
 _GATHERED_BYTES = 1 << 22
 
 
@@ -51,26 +51,26 @@ def associative_scan(
   """`jax.lax.associative_scan` along a sequence that may be sharded.
 
   Args:
-    combine: associative; of two pytrees like `elements` the same, whatever the
-      number of tokens, as in JAX. It need not have a neutral element. Outside
-      of a jit a new function is compiled anew.
-    elements: a pytree of [B, T, ...], T over `axis`. Inside a shard_map where
+    combine: Associative function of two pytrees like `elements` to another,
+      for any number of tokens, as in JAX. It need not have a neutral element.
+      Outside of a jit a new function is compiled again.
+    elements: Pytree of [B, T, ...], T over `axis`. Inside a shard_map where
       the axis is manual T is that of the shard. Over explicit mesh axes only
       B stays sharded.
-    reverse: from the last token to the first; `combine` gets the later tokens
-      first, as in JAX.
-    mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis that shards T. Default: what shards the operands, else
-      the current mesh's "seq" axis, else one device.
+    reverse: Whether to scan from the last token to the first; `combine` gets
+      the later tokens first, as in JAX.
+    mesh: Device mesh; default: the operands', else the current one.
+    axis: Mesh axis that shards T. Default: that of the operands, else the
+      current mesh's "seq" axis, else one device.
     layout: `Contiguous()`, the default, or `Uneven(counts)`. Other layouts
       would cost a permutation of the sequence there and back, and are refused.
 
   Returns:
     A pytree like `elements`. Differentiable as `combine` is. Slots of
-    `Uneven` shards that hold no token give any number.
+    `Uneven` shards without a token have undefined values.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
   sequence.called("combine", combine)
   leaves, tree = jax.tree.flatten(elements)
@@ -91,7 +91,7 @@ def associative_scan(
   shards = place.size
   total = sum(a.nbytes // a.shape[1] for a in x)
   f = _Scan(combine, tree, bool(reverse), _gathered(total, shards))
-  # `combine` may let a token's numbers meet, as in a product of matrices.
+  # `combine` may mix a token's numbers, as in a product of matrices.
   dims = tuple("bt" + "X" * (a.ndim - 2) for a in x)
   results = sequence.run(f, place, layout, x, dims, dims)
   return jax.tree.unflatten(tree, results)
@@ -108,7 +108,7 @@ def linear_recurrence(
   axis: str | None = None,
   layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """h_t = a_t h_{t-1} + b_t for each number, over a sequence and its shards.
+  """Linear recurrence h_t = a_t h_{t-1} + b_t, elementwise, over shards.
 
   The recurrence of diagonal state-space layers (Gu and Dao 2023, arXiv
   2312.00752) and of RG-LRU (De et al. 2024, arXiv 2402.19427). Sums and
@@ -117,28 +117,31 @@ def linear_recurrence(
   many `|a| > 1` may overflow where h itself does not.
 
   Args:
-    a: [B, T, ...], floats.
-    b: [B, T, ...], floats; dimensions but T broadcast against those of a.
-    initial: [B, ...], h before the first token, default zeros. It belongs to
-      the document of the first token.
-    reverse: h_t = a_t h_{t+1} + b_t, and `initial` follows the last token.
-    segment_ids: int32 [B, T], the document of each token, 0 is padding. A
+    a: Factors, [B, T, ...], floats.
+    b: Terms, [B, T, ...], floats; dimensions but T broadcast against those
+      of a.
+    initial: State h before the first token, [B, ...], default zeros. It
+      belongs to the document of the first token.
+    reverse: Whether h_t = a_t h_{t+1} + b_t; then `initial` follows the last
+      token.
+    segment_ids: Document of each token, int32 [B, T], 0 is padding. A
       document starts from zeros where another one precedes it; padding leaves
       h as it is and gives 0.
-    mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis that shards T. Default: what shards the operands, else
-      the current mesh's "seq" axis, else one device. Inside a shard_map where
-      the axis is manual T is that of the shard, and `initial` that of the
-      first shard (the last one's, in reverse).
+    mesh: Device mesh; default: the operands', else the current one.
+    axis: Mesh axis that shards T. Default: that of the operands, else the
+      current mesh's "seq" axis, else one device. Inside a shard_map where the
+      axis is manual T is that of the shard, and `initial` that of the first
+      shard (the last one's, in reverse).
     layout: `Contiguous()`, the default, or `Uneven(counts)`; others are
-      refused, since h goes from each token to the next.
+      refused, since h is passed from each token to the next.
 
   Returns:
-    h [B, T, ...] in b's dtype, and the h behind the last token (before the
-    first, in reverse), [B, ...] in float32, the same on all shards.
+    h: States h of all tokens, [B, T, ...] in b's dtype.
+    last: State after the last token (before the first, in reverse), [B, ...] in
+      float32, the same on all shards.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
   a = sequence.floats("a", sequence.tokens("a", a))
   b = sequence.floats("b", sequence.tokens("b", b, a.ndim))
@@ -158,11 +161,11 @@ def linear_recurrence(
   if initial is not None:
     initial = sequence.floats("initial", as_array("initial", initial))
     sequence.fits("initial", initial, (shape[0], *shape[2:]))
-  cut = (b, a) if seg is None else (b, a, seg)
-  place, layout = sequence.found(cut, "b", mesh, axis, layout, True)
-  wide = jnp.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
-  total = 2 * math.prod((shape[0], *shape[2:])) * wide.itemsize
-  f = _Recurrence(bool(reverse), _gathered(total, place.size), wide.name)
+  split_operands = (b, a) if seg is None else (b, a, seg)
+  place, layout = sequence.found(split_operands, "b", mesh, axis, layout, True)
+  dtype = jnp.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
+  total = 2 * math.prod((shape[0], *shape[2:])) * dtype.itemsize
+  f = _Recurrence(bool(reverse), _gathered(total, place.size), dtype.name)
   dims = sequence.letters(b.ndim)
   state = dims.replace("t", "")
   h, last = sequence.run(
@@ -179,36 +182,36 @@ def _gathered(total_bytes: int, shards: int) -> bool:
 def resets(
   seg: Int[Array, "B T"], axis: str | None, reverse: bool = False
 ) -> Bool[Array, "B T"]:
-  """Whether a token begins a document that others precede.
+  """Mark tokens that begin a document after another one.
 
-  Per shard, if `axis` is given. In reverse: ends one that others follow.
+  Per shard, if `axis` is given. In reverse: tokens that end one before another.
   """
   if reverse:
     seg = jnp.flip(seg, 1)
-  latest = _latest(seg)
-  came = jnp.zeros_like(latest[:, :1])
+  latest = _latest_documents(seg)
+  arriving_seg = jnp.zeros_like(latest[:, :1])
   if axis is not None:
-    every = collectives.gather(latest[:, -1:], axis, 1)
-    size, me = every.shape[1], collectives.axis_index(axis)
+    all_latest = collectives.gather(latest[:, -1:], axis, 1)
+    size, shard = all_latest.shape[1], collectives.axis_index(axis)
     if reverse:
-      every, me = jnp.flip(every, 1), size - 1 - me
-    earlier = jnp.arange(size, dtype=jnp.int32)[None] < me
-    came = _latest(jnp.where(earlier, every, 0))[:, -1:]
-  latest = jnp.concatenate([came, latest[:, :-1]], 1)
-  latest = jnp.where(latest > 0, latest, came)
-  found = (seg > 0) & (latest > 0) & (latest != seg)
-  return jnp.flip(found, 1) if reverse else found
+      all_latest, shard = jnp.flip(all_latest, 1), size - 1 - shard
+    earlier = jnp.arange(size, dtype=jnp.int32)[None] < shard
+    arriving_seg = _latest_documents(jnp.where(earlier, all_latest, 0))[:, -1:]
+  latest = jnp.concatenate([arriving_seg, latest[:, :-1]], 1)
+  latest = jnp.where(latest > 0, latest, arriving_seg)
+  begins = (seg > 0) & (latest > 0) & (latest != seg)
+  return jnp.flip(begins, 1) if reverse else begins
 
 
-def _latest(seg: jax.Array) -> jax.Array:
-  """The document of the last token up to each that is not padding, else 0."""
+def _latest_documents(seg: jax.Array) -> jax.Array:
+  """Document of the last real token up to each token, else 0."""
   index = jnp.arange(seg.shape[1], dtype=jnp.int32)[None]
-  at = lax.cummax(jnp.where(seg > 0, index, -1), axis=1)
-  there = jnp.take_along_axis(seg, jnp.maximum(at, 0), 1)
-  return jnp.where(at >= 0, there, 0)
+  latest_index = lax.cummax(jnp.where(seg > 0, index, -1), axis=1)
+  latest_seg = jnp.take_along_axis(seg, jnp.maximum(latest_index, 0), 1)
+  return jnp.where(latest_index >= 0, latest_seg, 0)
 
 
-# What arrives at a shard.
+# Totals that arrive at a shard.
 
 
 def arriving(
@@ -219,43 +222,43 @@ def arriving(
   reverse: bool,
   gathered: bool,
 ) -> PyTree:
-  """The totals of all shards before this one, combined; any on the first.
+  """Combine the totals of all shards before this one; undefined on the first.
 
   Args:
-    combine: of the earlier and the later.
-    total: a pytree of [B, 1, ...].
-    axis: the axis of the shards.
-    some: bool [R], which shards hold tokens at all; totals of others are
-      passed by.
-    reverse: whether the last shard is the first.
-    gathered: in one collective, rather than in rounds.
+    combine: Function of the earlier and the later total.
+    total: Total of this shard, a pytree of [B, 1, ...].
+    axis: Mesh axis of the shards.
+    some: Whether each shard holds tokens, bool [R]; totals of others are
+      skipped.
+    reverse: Whether the last shard is the first.
+    gathered: Whether to use one collective, rather than rounds.
   """
-  size, me = some.size, collectives.axis_index(axis)
-  way = -1 if reverse else 1
-  order = np.arange(size)[::way]
+  size, shard = some.size, collectives.axis_index(axis)
+  direction = -1 if reverse else 1
+  order = np.arange(size)[::direction]
   order = order[some[order]]
   if order.size < 2:
     return total
-  # Rounds go over equal distances, and stop at nothing.
+  # Rounds use equal distances, and cannot skip empty shards.
   if gathered or order.size < size:
-    every = collectives.gather(total, axis, 1)
-    every = jax.tree.map(lambda x: jnp.take(x, order[:-1], axis=1), every)
-    every = lax.associative_scan(combine, every, axis=1)
-    before = np.zeros(size, np.int32)
-    before[order[1:]] = np.arange(order.size - 1)
-    mine = jnp.asarray(before)[me]
+    prefixes = collectives.gather(total, axis, 1)
+    prefixes = jax.tree.map(lambda x: jnp.take(x, order[:-1], axis=1), prefixes)
+    prefixes = lax.associative_scan(combine, prefixes, axis=1)
+    prefix_index = np.zeros(size, np.int32)
+    prefix_index[order[1:]] = np.arange(order.size - 1)
+    own_prefix = jnp.asarray(prefix_index)[shard]
     return jax.tree.map(
-      lambda x: lax.dynamic_slice_in_dim(x, mine, 1, axis=1), every
+      lambda x: lax.dynamic_slice_in_dim(x, own_prefix, 1, axis=1), prefixes
     )
-  rank = size - 1 - me if reverse else me
-  total = collectives.rotate(total, axis, way)
+  rank = size - 1 - shard if reverse else shard
+  total = collectives.rotate(total, axis, direction)
   step = 1
   while step < size - 1:
-    came = collectives.rotate(total, axis, way * step)
-    # Where nothing comes a shard combines its own twice, and drops it.
-    held = rank > step
-    came = _where(held, came, total)
-    total = _where(held, combine(came, total), total)
+    arrived = collectives.rotate(total, axis, direction * step)
+    # Without a sender a shard combines its own total twice, and discards it.
+    has_sender = rank > step
+    arrived = _where(has_sender, arrived, total)
+    total = _where(has_sender, combine(arrived, total), total)
     step *= 2
   return total
 
@@ -279,46 +282,54 @@ class _Scan:
     full = bool(np.all(counts == local))
     count = jnp.asarray(counts, jnp.int32)[shards.index]
     if not full:
-      x = jax.tree.map(lambda a: self._ahead(a, count), x)
+      x = jax.tree.map(lambda a: self._tokens_first(a, count), x)
     x = lax.associative_scan(self.combine, x, axis=1, reverse=self.reverse)
     if shards.axis is not None:
-      x = self._joined(shards, x, count)
+      x = self._combine_earlier(shards, x, count)
     if not full and self.reverse:
       x = jax.tree.map(lambda a: jnp.roll(a, count - local, 1), x)
     return tuple(jax.tree.leaves(x))
 
-  def _ahead(self, x: jax.Array, count: jax.Array) -> jax.Array:
-    """Tokens first in the scan's direction, then copies of the last one.
+  def _tokens_first(self, x: jax.Array, count: jax.Array) -> jax.Array:
+    """Move tokens first in the scan's direction, then copies of the last one.
 
-    Copies, because there is no neutral element, and `combine` may make anything
-    of zeros.
+    Copies, because there is no neutral element, and `combine` may do anything
+    with zeros.
     """
     slots = jnp.arange(x.shape[1], dtype=jnp.int32)
-    at = slots - (x.shape[1] - count) if self.reverse else slots
-    real = (at >= 0) & (at < count)
-    at = jnp.clip(at, 0, jnp.maximum(count - 1, 0))
-    x = jnp.take(x, at, axis=1)
+    slot = slots - (x.shape[1] - count) if self.reverse else slots
+    real = (slot >= 0) & (slot < count)
+    slot = jnp.clip(slot, 0, jnp.maximum(count - 1, 0))
+    x = jnp.take(x, slot, axis=1)
     return jnp.where(sequence.beside(real, x), x, lax.stop_gradient(x))
 
-  def _joined(self, shards: Shards, x: PyTree, count: jax.Array) -> PyTree:
-    """The shard's own results behind those of the shards before it."""
+  def _combine_earlier(
+    self, shards: Shards, x: PyTree, count: jax.Array
+  ) -> PyTree:
+    """Combine the totals of the shards before this one into its results."""
     assert shards.axis is not None
-    some = shards.counts > 0
+    nonempty = shards.counts > 0
     edge = shards.local - count if self.reverse else count - 1
     edge = jnp.clip(edge, 0, shards.local - 1)
     total = jax.tree.map(
       lambda a: lax.dynamic_slice_in_dim(a, edge, 1, axis=1), x
     )
-    came = arriving(
-      self.combine, total, shards.axis, some, self.reverse, self.gathered
+    arrived = arriving(
+      self.combine, total, shards.axis, nonempty, self.reverse, self.gathered
     )
-    first = np.flatnonzero(some)[-1 if self.reverse else 0]
-    behind = jnp.asarray(some)[shards.index] & (shards.index != int(first))
-    # What is dropped below may be infinite, and so may its derivative: it is
-    # made of the shard's own.
-    came = _where(behind, came, jax.tree.map(lax.stop_gradient, total))
-    wide = jax.tree.map(lambda c, a: jnp.broadcast_to(c, a.shape), came, x)
-    return _where(behind, self.combine(wide, x), x)
+    first = np.flatnonzero(nonempty)[-1 if self.reverse else 0]
+    has_earlier = jnp.asarray(nonempty)[shards.index] & (
+      shards.index != int(first)
+    )
+    # Discarded values may be infinite, and so may their derivatives: there the
+    # shard's own total is used.
+    arrived = _where(
+      has_earlier, arrived, jax.tree.map(lax.stop_gradient, total)
+    )
+    repeated = jax.tree.map(
+      lambda c, a: jnp.broadcast_to(c, a.shape), arrived, x
+    )
+    return _where(has_earlier, self.combine(repeated, x), x)
 
 
 # Linear recurrences.
@@ -349,7 +360,7 @@ class _Recurrence:
       reset = resets(seg, axis, self.reverse)
       a = jnp.where(sequence.beside(reset, a), 0, a)
     if real is not None:
-      # What leaves h as it is.
+      # Padding leaves h as it is.
       a = jnp.where(sequence.beside(real, a), a, 1)
       b = jnp.where(sequence.beside(real, b), b, 0)
     if initial is None:
@@ -370,7 +381,7 @@ class _Recurrence:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-  """The static part of a recurrence."""
+  """Static part of a recurrence."""
 
   axis: str | None
   size: int
@@ -391,78 +402,82 @@ class _Rule:
 def _recur(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """h [B, L, ...] in b's dtype, and wide [B, 1, ...] behind the last slot."""
+  """Return h [B, L, ...] in b's dtype, and the wide last h [B, 1, ...]."""
   return _recur_fwd(rule, a, b, start)[0]
 
 
 def _recur_fwd(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-  h, came = _walk(rule, a.astype(rule.wide), b.astype(rule.wide), start)
+  h, arrived = _scan_tokens(
+    rule, a.astype(rule.wide), b.astype(rule.wide), start
+  )
   narrow = h.astype(b.dtype)
-  return (narrow, _end(h, rule.reverse)), (a, narrow, came)
+  return (narrow, _last_h(h, rule.reverse)), (a, narrow, arrived)
 
 
 def _recur_bwd(
   rule: _Rule, saved: PyTree, cotangents: PyTree
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  a, h, came = saved
+  a, h, h_before = saved
   dh, dend = cotangents
-  wide = lambda x: x.astype(rule.wide)
-  back = dataclasses.replace(rule, reverse=not rule.reverse)
-  # m_t = a_t (dh_t + m_{t+1}) goes on to the token before; what a token gets
-  # in all is dh_t + m_{t+1}.
+  widen = lambda x: x.astype(rule.wide)
+  reversed_rule = dataclasses.replace(rule, reverse=not rule.reverse)
+  # m_t = a_t (dh_t + m_{t+1}) is passed on to the token before; the gradient of
+  # a token's h is dh_t + m_{t+1}.
   length = dh.shape[1]
-  at = 0 if rule.reverse else length - 1
-  dh = wide(dh)
+  edge = 0 if rule.reverse else length - 1
+  dh = widen(dh)
   dh = jnp.concatenate(
-    [dh[:, :at], dh[:, at : at + 1] + dend, dh[:, at + 1 :]], 1
+    [dh[:, :edge], dh[:, edge : edge + 1] + dend, dh[:, edge + 1 :]], 1
   )
   axes = () if rule.axis is None else ((rule.axis, rule.size),)
   with collectives.bound(axes):
-    m, coming = _walk(back, wide(a), wide(a) * dh, jnp.zeros_like(dend))
+    m, arrived = _scan_tokens(
+      reversed_rule, widen(a), widen(a) * dh, jnp.zeros_like(dend)
+    )
     first = rule.first
-    db = dh + _shifted(m, coming, back.reverse)
-    da = db * _shifted(wide(h), came, rule.reverse)
-    dstart = _end(m, back.reverse)
+    db = dh + _previous_h(m, arrived, reversed_rule.reverse)
+    da = db * _previous_h(widen(h), h_before, rule.reverse)
+    dstart = _last_h(m, reversed_rule.reverse)
     dstart = jnp.where(first, dstart, jnp.zeros_like(dstart))
-  over = [i for i, n in enumerate(a.shape) if n != da.shape[i]]
-  da = jnp.sum(da, over, keepdims=True) if over else da
+  summed_axes = [i for i, n in enumerate(a.shape) if n != da.shape[i]]
+  da = jnp.sum(da, summed_axes, keepdims=True) if summed_axes else da
   return da.astype(a.dtype), db.astype(h.dtype), dstart
 
 
 _recur.defvjp(_recur_fwd, _recur_bwd)
 
 
-def _end(h: jax.Array, reverse: bool) -> jax.Array:
-  """The last in the direction of a recurrence, [B, 1, ...]."""
+def _last_h(h: jax.Array, reverse: bool) -> jax.Array:
+  """Slice the last h in the direction of a recurrence, [B, 1, ...]."""
   return h[:, :1] if reverse else h[:, -1:]
 
 
-def _shifted(h: jax.Array, came: jax.Array, reverse: bool) -> jax.Array:
-  """For each token the h that came to it."""
-  parts = [h[:, 1:], came] if reverse else [came, h[:, :-1]]
+def _previous_h(h: jax.Array, first_h: jax.Array, reverse: bool) -> jax.Array:
+  """Shift h to the next token: the h that each token gets."""
+  parts = [h[:, 1:], first_h] if reverse else [first_h, h[:, :-1]]
   return jnp.concatenate(parts, 1)
 
 
-def _affine(early: PyTree, late: PyTree) -> PyTree:
-  """x -> a x + b after another one."""
-  return late[0] * early[0], late[0] * early[1] + late[1]
+def _affine(first: PyTree, second: PyTree) -> PyTree:
+  """Compose x -> a x + b after another such map."""
+  return second[0] * first[0], second[0] * first[1] + second[1]
 
 
-def _walk(
+def _scan_tokens(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """h of all slots, and the h that came to the first of this shard."""
-  kept, h = lax.associative_scan(_affine, (a, b), axis=1, reverse=rule.reverse)
-  came = start
+  """Compute h of all slots, and the h that arrives at the shard's first."""
+  decay, h = lax.associative_scan(_affine, (a, b), axis=1, reverse=rule.reverse)
+  arrived = start
   if rule.axis is not None:
     first = rule.first
-    total, end = _end(kept, rule.reverse), _end(h, rule.reverse)
+    total, end = _last_h(decay, rule.reverse), _last_h(h, rule.reverse)
     end = jnp.where(first, total * start + end, end)
-    every = np.ones(rule.size, bool)
-    _, came = arriving(
-      _affine, (total, end), rule.axis, every, rule.reverse, rule.gathered
+    all_shards = np.ones(rule.size, bool)
+    _, arrived = arriving(
+      _affine, (total, end), rule.axis, all_shards, rule.reverse, rule.gathered
     )
-    came = jnp.where(first, start, came)
-  return h + kept * came, came
+    arrived = jnp.where(first, start, arrived)
+  return h + decay * arrived, arrived

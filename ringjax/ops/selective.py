@@ -1,16 +1,16 @@
 """The selective scan of Mamba: a state of a few numbers for each channel.
 
-Guarantees: of each channel c, with the state h [C, H],
+Guarantees: for each channel c, with the state h [C, H],
 
   h_t = e^{A_c dt_tc} h_{t-1} + dt_tc x_tc B_t,   y_tc = C_t . h_tc,
 
 for every length, forward and backward, over one device or shards. A token
-with dt = 0 leaves the state as it is; a `fresh` one forgets what came before,
+with dt = 0 leaves the state as it is; a `fresh` one forgets all earlier tokens,
 exactly.
 Cost: about 9 C H multiplications a token, twice that over shards, which gather
 two [C, H] each. The depth is log2 of a chunk for each chunk.
-Memory: of a call the operands, the outputs and a state for every chunk; the
-states of tokens, H times as large, are there for one chunk alone.
+Memory: the operands, the outputs and a state for every chunk; the states of
+tokens, H times as large, exist for one chunk at a time.
 Ref:  Gu and Dao 2023, Mamba, arXiv 2312.00752.
 """
 
@@ -40,76 +40,76 @@ def selective_scan(
   axis: str | None = None,
   chunk: int = 64,
 ) -> tuple[jax.Array, jax.Array]:
-  """Runs the recurrence over a sequence.
+  """Run the recurrence over a sequence.
 
   Args:
-    x: [B, T, C].
-    step: [B, T, C], dt, not below 0.
-    rate: [C, H], A, below 0.
-    into: [B, T, H], B of the law above.
-    out_of: [B, T, H], C of the law above.
-    state: [B, C, H] before the first token.
-    fresh: [B, T], whether a token forgets what came before.
-    axis: an axis of shards that hold consecutive tokens; `state` is then that
+    x: Inputs, [B, T, C].
+    step: Step sizes dt, [B, T, C], at least 0.
+    rate: Rates A, [C, H], below 0.
+    into: Input projections B above, [B, T, H].
+    out_of: Output projections C above, [B, T, H].
+    state: State before the first token, [B, C, H].
+    fresh: Whether a token forgets all earlier ones, [B, T].
+    axis: Mesh axis of shards that hold consecutive tokens; `state` is then that
       before the first shard.
-    chunk: tokens whose states are there at once.
+    chunk: Number of tokens whose states exist at once.
 
   Returns:
-    [B, T, C] in x's dtype, and the float32 state behind the last token, the
-    same on all shards.
+    out: Outputs [B, T, C] in x's dtype.
+    state: Float32 state after the last token, the same on all shards.
   """
-  wide = wide_dtype(x.dtype)
+  dtype = wide_dtype(x.dtype)
   b, length, c = x.shape
   size = max(1, min(chunk, length))
 
-  def cut(a: jax.Array) -> jax.Array:
-    more = -length % size
-    a = jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2)))
+  def split_chunks(a: jax.Array) -> jax.Array:
+    padding = -length % size
+    a = jnp.pad(a, ((0, 0), (0, padding), *((0, 0),) * (a.ndim - 2)))
     return jnp.moveaxis(a.reshape(b, -1, size, *a.shape[2:]), 1, 0)
 
-  each = (x.astype(wide), step.astype(wide), into.astype(wide),
-          out_of.astype(wide), fresh)  # fmt: skip
-  chunks = tuple(map(cut, each))
-  rate = rate.astype(wide)
-  start = state.astype(wide)
-  axes = collectives.varying_axes(each, rate, start)
+  operands = (x.astype(dtype), step.astype(dtype), into.astype(dtype),
+          out_of.astype(dtype), fresh)  # fmt: skip
+  chunks = tuple(map(split_chunks, operands))
+  rate = rate.astype(dtype)
+  start = state.astype(dtype)
+  axes = collectives.varying_axes(operands, rate, start)
   start, rate = collectives.vary((start, rate), axes)
-  walk = functools.partial(_walk, rate, chunks)
+  walk = functools.partial(_scan_chunks, rate, chunks)
   if axis is not None:
-    gone = jnp.any(fresh, 1)[:, None, None]
-    fade = jnp.exp(rate[None] * jnp.sum(step.astype(wide), 1)[..., None])
+    forgets = jnp.any(fresh, 1)[:, None, None]
+    fade = jnp.exp(rate[None] * jnp.sum(step.astype(dtype), 1)[..., None])
     added, _ = walk(jnp.zeros_like(start))
-    start = faded_before(start, jnp.where(gone, 0, fade), added, axis)
+    start = faded_before(start, jnp.where(forgets, 0, fade), added, axis)
   end, out = walk(start)
   if axis is not None:
-    mine = collectives.axis_index(axis) == collectives.axis_size(axis) - 1
-    end = collectives.total(jnp.where(mine, end, jnp.zeros_like(end)), axis)
+    is_last = collectives.axis_index(axis) == collectives.axis_size(axis) - 1
+    end = collectives.total(jnp.where(is_last, end, jnp.zeros_like(end)), axis)
   out = jnp.moveaxis(out, 0, 1).reshape(b, -1, c)[:, :length]
   return out.astype(x.dtype), end
 
 
-def _walk(
+def _scan_chunks(
   rate: jax.Array, chunks: tuple[jax.Array, ...], state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The state behind the chunks, and their outputs [chunks, B, size, C]."""
+  """State after the chunks, and their outputs [chunks, B, size, C]."""
 
-  def one(
+  def scan_chunk(
     state: jax.Array, chunk: tuple[jax.Array, ...]
   ) -> tuple[jax.Array, jax.Array]:
     x, step, into, out_of, fresh = chunk
-    left = jnp.exp(rate[None, None] * step[..., None])
-    left = jnp.where(fresh[..., None, None], 0, left)
-    new = (step * x)[..., None] * into[:, :, None]
-    kept, added = lax.associative_scan(_then, (left, new), axis=1)
-    states = kept * state[:, None] + added
+    decay = jnp.exp(rate[None, None] * step[..., None])
+    decay = jnp.where(fresh[..., None, None], 0, decay)
+    update = (step * x)[..., None] * into[:, :, None]
+    total_decay, added = lax.associative_scan(_compose, (decay, update), axis=1)
+    states = total_decay * state[:, None] + added
     out = jnp.sum(states * out_of[:, :, None], -1)
     return states[:, -1], out
 
-  return lax.scan(jax.checkpoint(one, prevent_cse=False), state, chunks)
+  return lax.scan(jax.checkpoint(scan_chunk, prevent_cse=False), state, chunks)
 
 
-def _then(
-  early: tuple[jax.Array, jax.Array], late: tuple[jax.Array, jax.Array]
+def _compose(
+  first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-  """h -> a h + b after another one."""
-  return late[0] * early[0], late[0] * early[1] + late[1]
+  """Compose h -> a h + b after another such map."""
+  return second[0] * first[0], second[0] * first[1] + second[1]

@@ -1,13 +1,13 @@
-"""A sequence that may lie on shards: what functions over one have in common.
+"""Functions over a sequence that may be sharded: common parts.
 
-Guarantees: `run` calls a function of one shard's tokens where the tokens lie:
-once, on one device; under one shard_map over the sequence's axis, of global
-arrays; as it is, inside of a caller's shard_map or vmap. Other automatic mesh
-axes are left to the compiler; explicit ones go with the dimensions that they
+Guarantees: `run` calls a function of one shard's tokens where the tokens are:
+once, on one device; under one shard_map over the sequence's axis, for global
+arrays; directly, inside a caller's shard_map or vmap. Other automatic mesh
+axes are left to the compiler; explicit ones follow the dimensions that they
 shard.
 Cost: where a length does not divide, a copy of each operand and result; none
-otherwise. Nothing is sent here, but for an explicit sequence axis that such a
-length cannot be sharded over: its results are gathered.
+otherwise. Nothing is sent here, except for an explicit sequence axis that such
+a length cannot be sharded over: its results are gathered.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _LETTERS = "bt" + "acdefghijklmnopqrsuvwxyz"
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-  """How a sequence lies on shards: static, and the same on all of them.
+  """Sharding of a sequence: static, and the same on all shards.
 
   Attributes:
-    layout: which token lies where; `Contiguous()` on one device.
-    axis: the axis over which the shards lie, None on one device.
-    size: number of shards.
-    length: tokens of the sequence; positions at and beyond it are padding.
-    local: tokens of a shard, padding included.
+    layout: Order of the tokens; `Contiguous()` on one device.
+    axis: Mesh axis of the shards, None on one device.
+    size: Number of shards.
+    length: Tokens of the sequence; positions at and beyond it are padding.
+    local: Tokens of a shard, padding included.
   """
 
   layout: Layout
@@ -68,28 +68,28 @@ class Shards:
 
   @classmethod
   def of(cls, layout: Layout, place: CallSharding, length: int) -> Shards:
-    """`length` counts the rows of the arrays, of all shards together."""
+    """Describe shards; `length` counts the rows of all shards together."""
     local = layout.local_length(length, place.size)
     if isinstance(layout, Uneven):
       length = sum(layout.counts)
-    # One shard has all tokens in their own order, whatever the layout.
+    # One shard has all tokens in natural order, whatever the layout.
     layout = layout if place.size > 1 else Contiguous()
     assert not isinstance(place.axis, tuple)
     return cls(layout, place.axis, place.size, length, local)
 
   @property
   def index(self) -> Index:
-    """The number of this shard."""
+    """Index of this shard."""
     return 0 if self.axis is None else collectives.axis_index(self.axis)
 
   @property
   def positions(self) -> jax.Array:
-    """int32 [local]."""
+    """Positions of this shard's slots, int32 [local]."""
     return self.layout.positions(self.index, self.size, self.local)
 
   @property
   def counts(self) -> np.ndarray:
-    """Tokens of each shard, [R], if it holds consecutive ones."""
+    """Number of tokens of each shard, [R], if it holds consecutive ones."""
     if isinstance(self.layout, Uneven):
       return np.asarray(self.layout.counts)
     first = np.arange(self.size) * self.local
@@ -97,7 +97,7 @@ class Shards:
 
   @property
   def real(self) -> jax.Array | None:
-    """bool [local], False for padding; None where no shard has any."""
+    """Slots that are not padding, bool [local]; None if all are tokens."""
     if self.length == self.size * self.local:
       return None
     return self.positions < self.length
@@ -111,22 +111,21 @@ def run(
   dims: Sequence[str],
   outs: Sequence[str],
 ) -> tuple[jax.Array, ...]:
-  """f(shards, *x) where the tokens lie.
+  """Call f(shards, *x) where the tokens are.
 
   Args:
-    f: a function of one shard's part of x; hashable, and the same one for the
+    f: Function of one shard's part of x; hashable, and the same one for the
       same call, or each call outside of a jit compiles again.
-    place: what `locate` says.
-    layout: the order in which tokens lie.
-    x: operands; the first holds tokens, and None is handed on.
-    dims: a letter for each dimension of each operand. "t" is the sequence, and
-      its arrays are cut; dimensions of one letter are sharded alike over
+    place: Sharding that `locate` found.
+    layout: Order of the tokens on the shards.
+    x: Operands; the first holds tokens, and None is passed on.
+    dims: A letter for each dimension of each operand. "t" is the sequence, and
+      its arrays are split; dimensions of one letter are sharded alike over
       explicit mesh axes, and those of a capital letter are whole.
-    outs: the same for the results. Those without "t" are the same on all
-      shards.
+    outs: Letters for the results. Those without "t" are the same on all shards.
 
   Returns:
-    The results of f, without the padding that was put in.
+    The results of f, without the padding that was inserted.
   """
   assert x[0] is not None
   length = x[0].shape[1]
@@ -138,21 +137,21 @@ def run(
       "shard the sequence over one axis, in a mesh that has it",
     )
   if place.manual:
-    wrong = layout.check_local_length(length) if place.size > 1 else None
+    expected = layout.check_local_length(length) if place.size > 1 else None
     shards = Shards.of(layout, place, length * place.size)
-    if wrong is None and shards.local != length:
-      wrong = f"{shards.local}"
-    if wrong:
+    if expected is None and shards.local != length:
+      expected = f"{shards.local}"
+    if expected:
       raise ShapeError(
         "sequence",
         f"{length} tokens a shard",
-        f"{wrong} in the layout {layout}",
+        f"{expected} in the layout {layout}",
         "pad the sequence, or call outside of shard_map",
       )
-    return _here(f, shards, tuple(x), tuple(dims))
+    return _run_shard(f, shards, tuple(x), tuple(dims))
   shards = Shards.of(layout, place, length)
   if place.mesh is None:
-    return _jitted_here(f, shards, tuple(x), tuple(dims))
+    return _jitted_run_shard(f, shards, tuple(x), tuple(dims))
   mesh = place.mesh
   if isinstance(mesh, Mesh):
     x = [_to_mesh(a, mesh, d, place.axis) for a, d in zip(x, dims, strict=True)]
@@ -160,12 +159,12 @@ def run(
 
 
 def letters(rank: int) -> str:
-  """Dimensions [B, T, ...] of numbers that do not meet each other."""
+  """Letters for dimensions [B, T, ...] of elementwise operands."""
   return _LETTERS[:rank]
 
 
-def _here(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
-  # A caller may give the same tokens to all shards; they differ from here on.
+def _run_shard(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
+  # A caller may pass the same tokens to all shards; they vary from here on.
   axes = () if shards.axis is None else (shards.axis,)
   x = (
     collectives.vary(a, axes) if "t" in d else a
@@ -174,9 +173,9 @@ def _here(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
   return f(shards, *x)
 
 
-# Without a jit of our own a call outside of one would compile its loops again
-# each time.
-_jitted_here = jax.jit(_here, static_argnums=(0, 1, 3))
+# Compiled here: without this, each call outside of a jit would compile its
+# loops again.
+_jitted_run_shard = jax.jit(_run_shard, static_argnums=(0, 1, 3))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -202,26 +201,26 @@ def _on_mesh(
     for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
     if kind == AxisType.Explicit
   }
-  over = _axes_of(x, dims, mesh, shards.axis) if explicit else {}
+  axes_of_dim = _axes_of(x, dims, mesh, shards.axis) if explicit else {}
   if place.axis is not None:
-    over["t"] = place.axis
-  specs = tuple(_spec(a, d, over) for a, d in zip(x, dims, strict=True))
+    axes_of_dim["t"] = place.axis
+  specs = tuple(_spec(a, d, axes_of_dim) for a, d in zip(x, dims, strict=True))
   if explicit:
     x = tuple(_reshard(a, mesh, s) for a, s in zip(x, specs, strict=True))
   results = jax.shard_map(
-    lambda *x: _here(f, shards, x, dims),
+    lambda *x: _run_shard(f, shards, x, dims),
     mesh=mesh,
     in_specs=specs,
-    out_specs=tuple(P(*map(over.get, d)) for d in outs),
+    out_specs=tuple(P(*map(axes_of_dim.get, d)) for d in outs),
     axis_names=explicit | ({place.axis} if place.axis else set()),
   )(*x)
   if slots is None:
     return results
   if explicit:
-    # No explicit sharding has shards of unequal lengths.
-    over["t"] = None
+    # Explicit shardings cannot have shards of unequal lengths.
+    axes_of_dim["t"] = None
     results = (
-      _reshard(a, mesh, P(*map(over.get, d)))
+      _reshard(a, mesh, P(*map(axes_of_dim.get, d)))
       for a, d in zip(results, outs, strict=True)
     )
   return tuple(
@@ -233,8 +232,8 @@ def _on_mesh(
 def _axes_of(
   x: Any, dims: Any, mesh: Mesh | AbstractMesh, axis: str | None
 ) -> dict[str, Any]:
-  """The explicit mesh axes of each letter, as the operands have them."""
-  over: dict[str, Any] = {}
+  """Explicit mesh axes of each letter, as in the operands' shardings."""
+  axes_of_dim: dict[str, Any] = {}
   used = {axis}
   for a, letters_ in zip(x, dims, strict=True):
     sharding = None if a is None else jax.typeof(a).sharding
@@ -242,14 +241,14 @@ def _axes_of(
       continue
     for d, entry in zip(letters_, tuple(sharding.spec), strict=False):
       axes = entry if isinstance(entry, tuple) else (entry,)
-      free = entry is not None and not used & set(axes)
-      if d == "t" or d.isupper() or d in over or not free:
+      available = entry is not None and not used & set(axes)
+      if d == "t" or d.isupper() or d in axes_of_dim or not available:
         continue
-      over[d] = entry
+      axes_of_dim[d] = entry
       used |= set(axes)
   for a, letters_ in zip(x, dims, strict=True):
     for d, n in zip(letters_, () if a is None else a.shape, strict=False):
-      entry = over.get(d)
+      entry = axes_of_dim.get(d)
       axes = entry if isinstance(entry, tuple) else (entry,)
       size = 1 if entry is None else math.prod(mesh.shape[i] for i in axes)
       if n > 1 and n % size:
@@ -259,15 +258,15 @@ def _axes_of(
           "one that they divide",
           "reshard the operands over a smaller axis",
         )
-  return over
+  return axes_of_dim
 
 
-def _spec(x: Any, dims: str, over: dict[str, Any]) -> P | None:
+def _spec(x: Any, dims: str, axes_of_dim: dict[str, Any]) -> P | None:
   if x is None:
     return None
   return P(
     *(
-      over.get(d) if n > 1 or d == "t" else None
+      axes_of_dim.get(d) if n > 1 or d == "t" else None
       for d, n in zip(dims, x.shape, strict=True)
     )
   )
@@ -283,7 +282,7 @@ def _reshard(x: Any, mesh: Mesh | AbstractMesh, spec: P | None) -> Any:
 
 
 def _to_mesh(x: Any, mesh: Mesh, dims: str, axis: str | None) -> Any:
-  """Brings an array that was made without the mesh to its devices."""
+  """Move an array that was made without the mesh to its devices."""
   if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
     return x
   if x.sharding.device_set == set(mesh.devices.flat):
@@ -294,7 +293,7 @@ def _to_mesh(x: Any, mesh: Mesh, dims: str, axis: str | None) -> Any:
   return jax.device_put(x, NamedSharding(mesh, spec))
 
 
-# What is wrong with a call.
+# Checks of a call's arguments.
 
 
 def found(
@@ -305,19 +304,19 @@ def found(
   layout: Layout | None,
   ordered: bool,
 ) -> tuple[CallSharding, Layout]:
-  """Where a call over the tokens x [B, T, ...] runs, and in which order.
+  """Find the sharding and layout of a call over the tokens x [B, T, ...].
 
   Args:
-    x: the operands that are cut, the one called `name` first.
-    name: for what is said about it.
-    mesh: as the caller gave it.
-    axis: as the caller gave it.
-    layout: as the caller gave it.
-    ordered: whether a shard has to hold consecutive tokens.
+    x: Operands that are split, the one called `name` first.
+    name: Name of the first operand in error messages.
+    mesh: Caller's mesh, or None.
+    axis: Caller's mesh axis, or None.
+    layout: Caller's layout, or None.
+    ordered: Whether a shard has to hold consecutive tokens.
 
   Raises:
-    MeshError: there is no such axis, or it does not shard the sequence.
-    OptionError: the layout is none, or not one of consecutive tokens.
+    MeshError: If there is no such axis, or it does not shard the sequence.
+    OptionError: If it is no layout, or not one of consecutive tokens.
   """
   layout = Contiguous() if layout is None else layout
   if not isinstance(layout, Layout):
@@ -341,14 +340,14 @@ def found(
 
 
 def in_order(layout: Layout) -> bool:
-  """Whether each shard holds consecutive tokens, and follows the one before."""
+  """Whether shards hold consecutive tokens, each following the one before."""
   return isinstance(layout, Contiguous | Uneven)
 
 
 def tokens(
   name: str, x: Shaped[Array, "B T ..."], rank: int | None = None
 ) -> jax.Array:
-  """x as an array [B, T, ...] of at least one token, or an error."""
+  """Convert x to an array [B, T, ...] of at least one token, or raise."""
   x = as_array(name, x)
   if x.ndim < 2 or x.shape[1] < 1 or (rank is not None and x.ndim != rank):
     raise ShapeError(
@@ -364,7 +363,7 @@ def tokens(
 def fits(
   name: str, x: Shaped[Array, " ..."], want: tuple[int, ...]
 ) -> jax.Array:
-  """x, or an error where its shape is not `want`."""
+  """Return x, or raise if its shape is not `want`."""
   if x.shape != want:
     raise ShapeError(
       name, f"shape {x.shape}", f"{want}", "slice or broadcast it"
@@ -373,7 +372,7 @@ def fits(
 
 
 def floats(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
-  """x, or an error where it holds no floats."""
+  """Return x, or raise if it holds no floats."""
   if x.dtype.name not in FLOATS:
     raise DtypeError(
       name,
@@ -387,7 +386,7 @@ def floats(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
 def documents(
   segment_ids: Int[Array, "B T"] | None, x: Shaped[Array, "B T ..."]
 ) -> Int[Array, "B T"] | None:
-  """Numbers of documents, 0 for padding, or None if there are none given."""
+  """Document of each token, 0 for padding; None without segment ids."""
   if segment_ids is None:
     return None
   seg = as_array("segment_ids", segment_ids)
@@ -399,7 +398,7 @@ def documents(
 
 
 def called(name: str, f: object) -> None:
-  """An error where f is no function."""
+  """Raise if f is no function."""
   if not callable(f):
     raise InputTypeError(
       name, type(f).__name__, "a function", "pass the function itself"
@@ -410,6 +409,6 @@ def beside(
   mask: Bool[Array, " T"] | Bool[Array, "#B T"],
   x: Shaped[Array, "#B T ..."],
 ) -> jax.Array:
-  """mask [L] or [B, L] with the rank of x [B, L, ...]."""
+  """Expand a mask [L] or [B, L] to the rank of x [B, L, ...]."""
   mask = mask[None] if mask.ndim == 1 else mask
   return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

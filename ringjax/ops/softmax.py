@@ -28,7 +28,7 @@ from ringjax.parallel import collectives
 
 
 def wide_dtype(dtype: DTypeLike) -> DTypeLike:
-  """The dtype of scores, statistics and sums for inputs of `dtype`."""
+  """Return the dtype of scores, statistics and sums for inputs of `dtype`."""
   return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -36,9 +36,9 @@ class Partial(NamedTuple):
   """Unnormalised attention over some keys.
 
   Fields:
-    acc: [..., J], the weighted sum of values.
-    m: [...], the running maximum of the scores, -inf where no key was seen.
-    l: [...], the running sum of exp(score - m).
+    acc: Weighted sum of values, [..., J].
+    m: Running maximum of the scores, [...], -inf where no key was seen.
+    l: Running sum of exp(score - m), [...].
   """
 
   acc: jax.Array
@@ -49,7 +49,7 @@ class Partial(NamedTuple):
   def empty(
     cls, shape: tuple[int, ...], head_dim: int, dtype: DTypeLike, like: PyTree
   ) -> Partial:
-    """The partial of no keys; `like` gives the varying mesh axes."""
+    """Make the partial of no keys; `like` gives the varying mesh axes."""
     return cls(
       collectives.zeros((*shape, head_dim), dtype, like),
       collectives.full(shape, -jnp.inf, dtype, like),
@@ -60,19 +60,19 @@ class Partial(NamedTuple):
   def of(
     cls, out: Float[Array, "*rows J"], lse: Float[Array, "*rows"]
   ) -> Partial:
-    """The partial that `finalize` turned into (out, lse)."""
-    wide = wide_dtype(out.dtype)
-    seen = (lse != -jnp.inf).astype(wide)
-    return cls(out.astype(wide), lse.astype(wide), seen)
+    """Make the partial that `finalize` turned into (out, lse)."""
+    dtype = wide_dtype(out.dtype)
+    has_keys = (lse != -jnp.inf).astype(dtype)
+    return cls(out.astype(dtype), lse.astype(dtype), has_keys)
 
 
 def finite_max(m: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-  """`m` with 0 for -inf, so that exp(-inf - m) is 0 and not NaN."""
+  """Replace -inf by 0 in `m`, so that exp(-inf - m) is 0 and not NaN."""
   return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-  """The partial of the union of two disjoint sets of keys."""
+  """Merge the partials of two disjoint sets of keys."""
   m = lax.stop_gradient(jnp.maximum(a.m, b.m))
   safe = finite_max(m)
   weight_a, weight_b = jnp.exp(a.m - safe), jnp.exp(b.m - safe)
@@ -84,7 +84,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def add_sink(partial: Partial, sink: Float[Array, " ..."]) -> Partial:
-  """Adds a key of score `sink` whose value is zero (attention sink).
+  """Add a key of score `sink` whose value is zero (attention sink).
 
   `sink` broadcasts against `partial.m`. Add it once, after all merges.
   """
@@ -99,12 +99,12 @@ def add_sink(partial: Partial, sink: Float[Array, " ..."]) -> Partial:
 
 
 def finalize(partial: Partial) -> tuple[jax.Array, jax.Array]:
-  """Divides: (attention output [..., J], log-sum-exp [...]).
+  """Normalise to (attention output [..., J], log-sum-exp [...]).
 
   Where no key was seen the output is 0 and the log-sum-exp is -inf.
   """
-  some = partial.l != 0  # NaN counts as seen: it must not be hidden.
-  total = jnp.where(some, partial.l, jnp.ones_like(partial.l))
-  out = jnp.where(some[..., None], partial.acc / total[..., None], 0)
-  lse = jnp.where(some, finite_max(partial.m) + jnp.log(total), -jnp.inf)
+  has_keys = partial.l != 0  # NaN counts as seen: it must not be hidden.
+  total = jnp.where(has_keys, partial.l, jnp.ones_like(partial.l))
+  out = jnp.where(has_keys[..., None], partial.acc / total[..., None], 0)
+  lse = jnp.where(has_keys, finite_max(partial.m) + jnp.log(total), -jnp.inf)
   return out, lse

@@ -1,25 +1,25 @@
-"""The model of a machine: what devices compute, hold and send, and how fast.
+"""Model of a machine: what devices compute, hold and send, and how fast.
 
-All that predicts a time goes by it: the choice of a strategy, KV-Runahead's
+All predictions of time use it: the choice of a strategy, KV-Runahead's
 partitions and the simulator. The stated figures are in `machines.toml`, each
-with where it is from; nothing is measured here. Rates and memory are those of
-one device as JAX counts them: of TPU v4 and v5p a chip, of TPU7x one of a
-chip's two cores. `CHIPS` and `MACHINES` have what data sheets say, `CORES` what
-the compiler of TPU programs reckons with.
+with its source; nothing is measured here. Rates and memory are those of one
+device as JAX counts them: a chip for TPU v4 and v5p, one of a chip's two cores
+for TPU7x. `CHIPS` and `MACHINES` have the figures of data sheets, `CORES` those
+that the compiler of TPU programs assumes.
 
-A link is what joins a device to the next along a mesh axis. On a torus (2 or
-more `ports`) a device has two links in each of ports / 2 dimensions; a send to
-a neighbour takes one, a gather takes them all, and what goes further takes as
-many links as it is far. Behind a switch (1 port) every send of a device shares
-one way out, and everybody is as near as the next.
+A link joins a device to the next one along a mesh axis. On a torus (2 or more
+`ports`) a device has two links in each of ports / 2 dimensions; a send to a
+neighbour uses one, a gather uses all, and a longer way uses as many links as
+it is long. With a switch (1 port) all sends of a device share one way out, and
+all devices are equally near.
 
   a send to a neighbour      n / b + l
   all-gather, reduce-scatter n / (p b) + l x (farthest device)
   all-to-all                 n c / ((R - 1) b) + l x (farthest device)
 
 with n the bytes that a device receives, b the bandwidth, l the latency, p the
-ports, and c the pairs of devices whose traffic crosses the busiest link: of a
-row of s devices s^2 / 4 one way, half of it where the row is a ring. Behind a
+ports, and c the pairs of devices whose traffic crosses the busiest link: in a
+row of s devices s^2 / 4 one way, half of it where the row is a ring. With a
 switch p is 1 and c is R - 1.
 Ref: Patarasuk and Yuan 2009 for the rings of a gather; the all-to-all is the
 bisection bound.
@@ -44,13 +44,13 @@ LOCALS = ("blockwise", "kernel")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-  """What joins a device to the next one.
+  """Link between a device and the next one.
 
   Attributes:
-    bandwidth: bytes per second, of one link, one way.
-    latency_s: seconds until the first byte of a message is there.
-    duplex: whether both ways carry `bandwidth` at once.
-    ports: links of a device, two for each dimension of a torus; 1 is a switch.
+    bandwidth: Bytes per second of one link, one way.
+    latency_s: Seconds until the first byte of a message arrives.
+    duplex: Whether both ways carry `bandwidth` at once.
+    ports: Links of a device, two for each dimension of a torus; 1: a switch.
   """
 
   bandwidth: int | float
@@ -76,7 +76,7 @@ class Link:
     return self.ports == 1
 
   def far(self, shift: int, size: int) -> float:
-    """Links between a device and the one `shift` places on, of `size`.
+    """Number of links to the device `shift` places on, of `size`.
 
     A walk of neighbours through k dimensions is a box: n places along it are
     about n^(1/k) links apart.
@@ -89,15 +89,15 @@ class Link:
   def send_s(
     self, nbytes: float, messages: int = 1, *, far: float = 1.0
   ) -> float:
-    """Seconds of sends one way, `far` links on, all devices at once."""
+    """Seconds of sends one way over `far` links, all devices at once."""
     if not messages:
       return 0.0
     return messages * self.latency_s * far + nbytes * far / self.bandwidth
 
   def both_s(self, one: float, other: float) -> float:
-    """Seconds of sends to both neighbours that alone take these seconds."""
-    apart = self.duplex and not self.switched
-    return max(one, other) if apart else one + other
+    """Seconds to send to both neighbours, given the seconds of each alone."""
+    independent = self.duplex and not self.switched
+    return max(one, other) if independent else one + other
 
   def gather_s(self, nbytes: float, size: int, wraps: bool = True) -> float:
     """Seconds of an all-gather that brings a device `nbytes` of others'.
@@ -105,9 +105,9 @@ class Link:
     A reduce-scatter in which a device sends `nbytes` takes as long.
 
     Args:
-      nbytes: that a device receives.
-      size: how many devices take part.
-      wraps: whether their walk closes to a ring (a whole mesh axis does, a
+      nbytes: Bytes that a device receives.
+      size: Number of devices.
+      wraps: Whether their walk closes to a ring (a whole mesh axis does, a
         part of one does not).
     """
     if size == 1:
@@ -128,15 +128,15 @@ class Link:
     if self.switched:
       return nbytes / self.bandwidth + self.latency_s
     _, side, closed, latency_s = self._box(size, wraps)
-    # What crosses the middle link of a row: of s devices s^2 / 4 pairs.
-    whole = abs(side - round(side)) < 1e-9
-    crossing = round(side) ** 2 // 4 if whole else side**2 / 4
+    # Traffic across the middle link of a row: s^2 / 4 pairs of s devices.
+    is_integer = abs(side - round(side)) < 1e-9
+    crossing = round(side) ** 2 // 4 if is_integer else side**2 / 4
     pairs = crossing * size / side / (1 + closed)
     seconds = nbytes / (size - 1) * pairs / self.bandwidth
     return self._shared(seconds + latency_s)
 
   def _box(self, size: int, wraps: bool) -> tuple[int, float, bool, float]:
-    """(dimensions, side, closed, latency to the farthest) of `size` devices."""
+    """Return (dimensions, side, closed, latency to the farthest device)."""
     dims = min(self.ports // 2, max(1, int(math.log2(size))))
     side = size ** (1 / dims)
     closed = wraps and side > 2
@@ -152,11 +152,11 @@ class Chip:
   """One device.
 
   Attributes:
-    name: as in `CHIPS`.
+    name: Name, as in `CHIPS`.
     flops: FLOPs per second of matrix products, a mapping from dtype names.
-    hbm_bytes: memory.
-    hbm_bandwidth: of the memory, bytes per second.
-    source: where the figures are from.
+    hbm_bytes: Bytes of memory.
+    hbm_bandwidth: Memory bandwidth, bytes per second.
+    source: Source of the figures.
   """
 
   name: str
@@ -174,7 +174,7 @@ class Chip:
 
   @property
   def platform(self) -> str:
-    """As JAX calls it: "tpu", "gpu", "cpu"; "other" where no name tells."""
+    """JAX's name of the platform: "tpu", "gpu", "cpu"; else "other"."""
     if self.name.startswith("tpu"):
       return "tpu"
     if self.name in CAPABILITIES:
@@ -185,36 +185,36 @@ class Chip:
     """FLOPs per second of products of `dtype`.
 
     A dtype without a figure has that of the next wider one, else half of the
-    slowest, which is what twice the bytes cost at best.
+    slowest, the best case for twice the bytes.
     """
-    known = dict(self.flops)
-    if dtype in known:
-      return float(known[dtype])
+    rates = dict(self.flops)
+    if dtype in rates:
+      return float(rates[dtype])
     width = number_bytes(dtype)
-    for name in sorted(known, key=number_bytes):
+    for name in sorted(rates, key=number_bytes):
       if number_bytes(name) >= width:
-        return float(known[name])
-    return min(known.values()) / 2.0
+        return float(rates[name])
+    return min(rates.values()) / 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-  """Devices, what joins them, and how well the program uses them.
+  """Devices, their links, and how well programs use them.
 
   Attributes:
-    name: of the machine.
-    chip: its devices.
-    links: a `Link` for all mesh axes, or a mapping from axis names.
-    island: how many consecutive devices `links` join, e.g. the GPUs of a node;
-      None is all of them.
-    between: the link of a device to another island.
-    efficiency: part of `chip.flops` that a local algorithm reaches in tiles
+    name: Name of the machine.
+    chip: Device type.
+    links: A `Link` for all mesh axes, or a mapping from axis names.
+    island: Number of consecutive devices that `links` join, e.g. the GPUs of a
+      node; None: all of them.
+    between: Link from a device to another island.
+    efficiency: Part of `chip.flops` that a local algorithm reaches in tiles
       that it computes: a mapping from `LOCALS` to (forward, backward).
-    hop_s: fixed seconds of every call of the local algorithm.
-    call_s: fixed seconds of every attention call, forward or backward.
-    memory_share: part of the memory that one call may fill; the rest is the
+    hop_s: Fixed seconds of every call of the local algorithm.
+    call_s: Fixed seconds of every attention call, forward or backward.
+    memory_share: Part of the memory that one call may fill; the rest is the
       model's.
-    source: where the figures beside the chip's are from.
+    source: Source of the figures other than the chip's.
   """
 
   name: str
@@ -271,27 +271,27 @@ class Machine:
 
   @classmethod
   def of(cls, body: Mapping[str, Any]) -> Machine:
-    """A machine from plain values, as a file or `record` has them.
+    """Build a machine from plain values, as a file or `record` has them.
 
     Raises:
-      OptionError: a value out of its range.
-      TypeError, KeyError: other fields than a machine's.
+      OptionError: If a value is out of its range.
+      TypeError, KeyError: If there are other fields than a machine's.
     """
     links, between = body["links"], body.get("between")
-    one = "bandwidth" in links
+    single_link = "bandwidth" in links
     return cls(
       **dict(body)
       | {
         "chip": Chip(**body["chip"]),
         "links": Link(**links)
-        if one
+        if single_link
         else {axis: Link(**link) for axis, link in links.items()},
         "between": None if between is None else Link(**between),
       }
     )
 
   def record(self) -> dict[str, Any]:
-    """Plain values, of which `of` makes the machine again."""
+    """Return plain values, from which `of` builds the machine again."""
     body = dataclasses.asdict(self)
     if not isinstance(self.links, Link):
       body["links"] = {
@@ -303,31 +303,31 @@ class Machine:
     return body
 
   def link(self, axis: str) -> Link:
-    """The link between neighbours along a mesh axis, inside an island.
+    """Return the link between neighbours along a mesh axis in an island.
 
     Raises:
-      OptionError: there is none for this axis.
+      OptionError: If this axis has no link.
     """
     if isinstance(self.links, Link):
       return self.links
-    known = dict(self.links)
-    if axis not in known:
+    links = dict(self.links)
+    if axis not in links:
       raise OptionError(
         "machine",
         f"{self.name!r} without a link for the axis {axis!r}",
-        f"one of {', '.join(known)}",
+        f"one of {', '.join(links)}",
         "add it to links, or give one Link for all axes",
       )
-    return known[axis]
+    return links[axis]
 
   def part(self, local: str) -> tuple[float, float]:
-    """The efficiency of a local algorithm, (forward, backward).
+    """Return the efficiency of a local algorithm, (forward, backward).
 
     Raises:
-      OptionError: it has none here.
+      OptionError: If the machine states none.
     """
-    known = dict(self.efficiency)
-    return known[one_of("local", local, known)]
+    efficiency = dict(self.efficiency)
+    return efficiency[one_of("local", local, efficiency)]
 
 
 def number_bytes(dtype: str) -> int:
@@ -344,43 +344,45 @@ def number_bytes(dtype: str) -> int:
 
 
 def _pairs(
-  name: str, given: Mapping[str, Any] | Iterable[tuple[str, Any]]
+  name: str, mapping: Mapping[str, Any] | Iterable[tuple[str, Any]]
 ) -> tuple[tuple[str, Any], ...]:
   try:
-    pairs = tuple(given.items() if isinstance(given, Mapping) else given)
-    right = all(len(p) == 2 and isinstance(p[0], str) for p in pairs)
+    pairs = tuple(mapping.items() if isinstance(mapping, Mapping) else mapping)
+    valid = all(len(p) == 2 and isinstance(p[0], str) for p in pairs)
   except TypeError:
-    pairs, right = (), False
-  if not right or not pairs:
-    raise OptionError(name, repr(given), "a mapping from names", "pass a dict")
+    pairs, valid = (), False
+  if not valid or not pairs:
+    raise OptionError(
+      name, repr(mapping), "a mapping from names", "pass a dict"
+    )
   return tuple((str(k), v) for k, v in pairs)
 
 
 # ---------------------------------------------------------------------------
-# As the compiler sees them
+# Figures that the TPU compiler assumes
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Core:
-  """What libtpu's compiler takes one TPU device, as JAX counts them, to be.
+  """Figures that libtpu's compiler assumes for a TPU device as JAX counts them.
 
   Its estimates are in cycles of this clock; where its figures and the data
-  sheet's differ, as of `tpu-7x`, both are stated.
+  sheet's differ, as for `tpu-7x`, both are stated.
 
   Attributes:
-    name: as in `CHIPS`.
-    topology: how topologies of it begin, e.g. "v5e" of "v5e:4x4".
-    clock_hz: cycles per second.
-    flops_per_cycle: of bfloat16 matrix products, all of the device's cores.
+    name: Name, as in `CHIPS`.
+    topology: Prefix of its topologies, e.g. "v5e" of "v5e:4x4".
+    clock_hz: Cycles per second.
+    flops_per_cycle: FLOPs of bfloat16 matrix products, all cores of a device.
     cores: TensorCores of a device, 2 where XLA uses a chip's two as one.
-    link_bytes_s: of one permute, one way.
-    hbm_bytes: that a program may fill.
-    vmem_bytes: of one core's vector memory.
-    matrix_side: rows and columns of a matrix unit.
-    full_side: a side of the slice that is a multiple of it closes to a ring.
-    rows_per_cycle: that a matrix unit takes.
-    source: where the figures are from.
+    link_bytes_s: Bytes per second of one permute, one way.
+    hbm_bytes: Memory that a program may fill.
+    vmem_bytes: Vector memory of one core.
+    matrix_side: Rows and columns of a matrix unit.
+    full_side: Sides of a slice that are multiples of it close to a ring.
+    rows_per_cycle: Rows that a matrix unit takes per cycle.
+    source: Source of the figures.
   """
 
   name: str
@@ -407,7 +409,7 @@ class Core:
     return self.link_bytes_s / self.clock_hz
 
   def wraps(self, sides: Sequence[int]) -> tuple[bool, ...]:
-    """Which sides of a slice close to a ring."""
+    """Whether each side of a slice closes to a ring."""
     return tuple(n > 1 and n % self.full_side == 0 for n in sides)
 
 
@@ -421,7 +423,7 @@ _TABLES = tomllib.loads(
 
 
 def _stated(table: str) -> dict[str, dict[str, Any]]:
-  """The rows of a table, with their names and with their notes as texts."""
+  """Rows of a table, with their names and with their notes as texts."""
   notes = _TABLES["notes"]
   return {
     name: row | {
@@ -442,69 +444,71 @@ MACHINES: dict[str, Machine] = {
   name: Machine.of({**row, "chip": _SHEETS[name]})
   for name, row in _stated("machines").items()
 }
-CHIPS: dict[str, Chip] = {name: one.chip for name, one in MACHINES.items()}
+CHIPS: dict[str, Chip] = {
+  name: stated.chip for name, stated in MACHINES.items()
+}
 CORES: dict[str, Core] = {
   name: Core(**row) for name, row in _stated("cores").items()
 }
 
 
 # ---------------------------------------------------------------------------
-# By name
+# Look-ups by name
 # ---------------------------------------------------------------------------
 
 
 def core(name: str) -> Core:
-  """The compiler's figures of a TPU: "tpu-v5e", "v5e" or "v5e:4x4".
+  """Find the compiler's figures of a TPU: "tpu-v5e", "v5e" or "v5e:4x4".
 
   Raises:
-    OptionError: there are none.
+    OptionError: If the TPU is not in `CORES`.
   """
   short = str(name).partition(":")[0].lower()
-  for one in CORES.values():
-    if short in (one.name, one.topology):
-      return one
+  for tpu_core in CORES.values():
+    if short in (tpu_core.name, tpu_core.topology):
+      return tpu_core
   raise OptionError(
     "chip",
     repr(name),
-    f"one of {', '.join(one.topology for one in CORES.values())}",
+    f"one of {', '.join(tpu_core.topology for tpu_core in CORES.values())}",
     "pass the name of a TPU, e.g. v5e or v5e:4x4",
   )
 
 
 def sides(topology: str) -> tuple[int, ...]:
-  """The sides of a slice: (4, 4, 8) of "v5p:4x4x8", three of them always.
+  """Parse the sides of a slice: (4, 4, 8) for "v5p:4x4x8", always three.
 
   Raises:
-    OptionError: not of this form, or no TPU that is known.
+    OptionError: If it has another form, or is of an unknown TPU.
   """
-  made = core(topology)
+  tpu_core = core(topology)
   _, colon, text = topology.partition(":")
   parts = text.lower().split("x")
-  flat = made.topology in ("v5e", "v6e")
-  fine = all(part.isdecimal() and int(part) > 0 for part in parts)
-  if not colon or not fine or len(parts) != (2 if flat else 3):
+  flat = tpu_core.topology in ("v5e", "v6e")
+  positive = all(part.isdecimal() and int(part) > 0 for part in parts)
+  if not colon or not positive or len(parts) != (2 if flat else 3):
     raise OptionError(
       "topology",
       repr(topology),
-      f"{made.topology}:{'4x4' if flat else '4x4x4'} or another size",
+      f"{tpu_core.topology}:{'4x4' if flat else '4x4x4'} or another size",
       "write the chips along each side",
     )
-  found = tuple(int(part) for part in parts)
-  return found + (1,) * (3 - len(found))
+  sizes = tuple(int(part) for part in parts)
+  return sizes + (1,) * (3 - len(sizes))
 
 
 def devices(topology: str) -> int:
-  """How many devices JAX counts in a slice, e.g. 128 in "v5p:4x4x8".
+  """Number of devices that JAX counts in a slice, e.g. 128 in "v5p:4x4x8".
 
   Raises:
-    OptionError: see `sides`.
+    OptionError: If `sides` cannot parse it.
   """
-  each = 2 if core(topology).name == "tpu-7x" else 1
-  return math.prod(sides(topology)) * each
+  devices_per_chip = 2 if core(topology).name == "tpu-7x" else 1
+  return math.prod(sides(topology)) * devices_per_chip
 
 
 def known(device_kind: str) -> str | None:
-  """The name in `MACHINES` of what `device.device_kind` says, or None."""
+  """Find the name in `MACHINES` for a `device_kind`, or None."""
   text = device_kind.lower()
   for part, name in _TABLES["names"]["kinds"]:
     if part in text:
@@ -513,33 +517,33 @@ def known(device_kind: str) -> str | None:
 
 
 def machine(name: str) -> Machine:
-  """A stated machine by its name, or by a `device_kind`.
+  """Find a stated machine by its name, or by a `device_kind`.
 
   Raises:
-    OptionError: there is none.
+    OptionError: If no machine has the name.
   """
-  found = name if name in MACHINES else known(name)
-  if found is None:
+  stated_name = name if name in MACHINES else known(name)
+  if stated_name is None:
     raise OptionError(
       "machine",
       repr(name),
       f"one of {', '.join(MACHINES)}",
       "pass one of these names, or a Machine(...)",
     )
-  return MACHINES[found]
+  return MACHINES[stated_name]
 
 
 def machine_of(device_kind: str, platform: str) -> Machine:
-  """The stated machine of a device, or of one that is like it.
+  """Find the stated machine of a device, or a similar one.
 
-  Depends on nothing but the two texts, so all processes agree.
+  Depends only on the two texts, so all processes agree.
   """
-  found = known(device_kind)
-  if found is not None:
-    return MACHINES[found]
-  near = MACHINES[_TABLES["names"]["like"].get(platform, "cpu")]
+  stated_name = known(device_kind)
+  if stated_name is not None:
+    return MACHINES[stated_name]
+  model = MACHINES[_TABLES["names"]["like"].get(platform, "cpu")]
   return dataclasses.replace(
-    near,
-    name=f"{device_kind} (as {near.name})",
-    source=f"no figures of {device_kind!r}: as {near.name}. {near.source}",
+    model,
+    name=f"{device_kind} (as {model.name})",
+    source=f"no figures of {device_kind!r}: as {model.name}. {model.source}",
   )

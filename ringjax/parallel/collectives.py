@@ -1,10 +1,10 @@
-"""Moves between shards: the only file that calls JAX's collectives.
+"""Collectives between shards: the only file that calls JAX's collectives.
 
 Guarantees: every function here also runs under `jax.vmap(..., axis_name=...)`,
 on one device, with the same result; none of them looks at a mesh. (JAX's own
 limits under vmap: the moves over several axes at once, `send`, and `gather`,
 `scatter_sum` and `exchange` over a `Part` of an axis are for real meshes.)
-Per shard: letters mean local sizes. R is the size of the axis at hand.
+Per shard: letters mean local sizes. R is the size of the axis.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Part:
   within groups.
 
   Attributes:
-    axis: the axis.
-    size: shards of a group.
-    stride: how far its neighbours are apart; 1 is the inner level.
+    axis: Name of the axis.
+    size: Number of shards of a group.
+    stride: Distance between neighbours of a group; 1 is the inner level.
   """
 
   axis: str
@@ -42,7 +42,7 @@ class Part:
   stride: int = 1
 
   def groups(self) -> list[list[int]]:
-    """The shards of each group, in order."""
+    """List the shards of each group, in order."""
     span = self.size * self.stride
     return [
       [start + first + n * self.stride for n in range(self.size)]
@@ -56,7 +56,7 @@ Axis = str | tuple[str, ...] | Part
 
 
 def names(axis: Axis | None) -> tuple[str, ...]:
-  """The names of the mesh axes of `axis`."""
+  """Return the names of the mesh axes of `axis`."""
   if axis is None:
     return ()
   if isinstance(axis, Part):
@@ -70,7 +70,7 @@ def manual_axes() -> frozenset[str]:
 
 
 def partitioned() -> str | None:
-  """Names what XLA would have to partition a kernel over; None if nothing.
+  """Describe the axes over which XLA would partition a kernel, or None.
 
   These are the mesh axes that are not manual here: XLA cannot partition a
   kernel.
@@ -79,10 +79,10 @@ def partitioned() -> str | None:
   if mesh.empty:
     return None
   manual = manual_axes()
-  left = [name for name in mesh.axis_names if name not in manual]
-  if not left:
+  auto_axes = [name for name in mesh.axis_names if name not in manual]
+  if not auto_axes:
     return None
-  return f"the mesh axes {', '.join(left)}"
+  return f"the mesh axes {', '.join(auto_axes)}"
 
 
 def varying_axes(*trees: PyTree) -> frozenset[str]:
@@ -96,7 +96,7 @@ def varying_axes(*trees: PyTree) -> frozenset[str]:
 
 
 def vary(tree: Tree, axes: Sequence[str] | frozenset[str]) -> Tree:
-  """Types every leaf as varying over the manual ones of `axes`.
+  """Make every leaf's type vary over the manual ones of `axes`.
 
   The transpose of this cast is a psum, so that a replicated operand of a
   custom_vjp gets the sum of all shards' gradients.
@@ -104,8 +104,8 @@ def vary(tree: Tree, axes: Sequence[str] | frozenset[str]) -> Tree:
   manual = manual_axes()
 
   def cast(x: jax.Array) -> jax.Array:
-    have = varying_axes(x)
-    need = tuple(a for a in sorted(axes) if a in manual and a not in have)
+    present = varying_axes(x)
+    need = tuple(a for a in sorted(axes) if a in manual and a not in present)
     return lax.pcast(x, need, to="varying") if need else x
 
   return jax.tree.map(cast, tree)
@@ -114,7 +114,7 @@ def vary(tree: Tree, axes: Sequence[str] | frozenset[str]) -> Tree:
 def out_type(
   shape: Sequence[int], dtype: DTypeLike, *like: PyTree
 ) -> jax.ShapeDtypeStruct:
-  """The type of a kernel's result that varies over the axes of `like`."""
+  """Type of a kernel's result that varies over the axes of `like`."""
   axes = varying_axes(*like)
   if not axes and not manual_axes():
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
@@ -123,14 +123,14 @@ def out_type(
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, like: PyTree) -> jax.Array:
-  """Zeros that may start a loop carry beside `like` (same varying axes)."""
+  """Zeros for a loop carry next to `like` (with the same varying axes)."""
   return vary(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def full(
   shape: Sequence[int], value: ArrayLike, dtype: DTypeLike, like: PyTree
 ) -> jax.Array:
-  """As `zeros`, filled with `value`."""
+  """Array of `value` for a loop carry next to `like` (same varying axes)."""
   return vary(jnp.full(shape, value, dtype), varying_axes(like))
 
 
@@ -140,7 +140,7 @@ def axis_size(axis: Axis) -> int:
 
 
 def axis_index(axis: Axis) -> jax.Array:
-  """This shard's number along `axis`, int32."""
+  """Index of this shard along `axis`, int32."""
   if isinstance(axis, Part):
     return lax.axis_index(axis.axis) // axis.stride % axis.size
   return lax.axis_index(axis)
@@ -161,16 +161,16 @@ def is_bound(axis: Axis) -> bool:
 
 
 def sizes(axes: Sequence[str]) -> tuple[tuple[str, int], ...]:
-  """The axes with their sizes, for `bound`."""
+  """Return the axes with their sizes, for `bound`."""
   return tuple((name, lax.axis_size(name)) for name in axes)
 
 
 @contextlib.contextmanager
 def bound(axes: Sequence[tuple[str, int]]) -> Iterator[None]:
-  """Makes the sizes of vmap axes known where JAX forgets them.
+  """Provide the sizes of vmap axes where JAX forgets them.
 
   JAX runs the backward rule of a custom_vjp under vmap without the names of
-  the vmapped axes, and collectives ask for the size of theirs.
+  the vmapped axes, but collectives need their sizes.
   """
   missing = [(name, size) for name, size in axes if not is_bound(name)]
   if not missing:
@@ -181,7 +181,7 @@ def bound(axes: Sequence[tuple[str, int]]) -> Iterator[None]:
 
 
 def rotate(tree: Tree, axis: Axis, shift: int) -> Tree:
-  """Sends every leaf from shard i to shard (i + shift) mod R, one hop."""
+  """Send every leaf from shard i to shard (i + shift) mod R, one hop."""
   if isinstance(axis, Part):
     groups = axis.groups()
     name: Any = axis.axis
@@ -192,37 +192,41 @@ def rotate(tree: Tree, axis: Axis, shift: int) -> Tree:
     for group in groups
     for i, shard in enumerate(group)
   ]
-  # JAX's vmap needs them in the order of the senders.
+  # JAX's vmap needs the pairs in the order of the senders.
   pairs.sort()
   return jax.tree.map(lambda x: lax.ppermute(x, name, pairs), tree)
 
 
 def sum_by_sends(x: Shaped[Array, "T D"], axis: Axis) -> jax.Array:
-  """The sum over all shards, [T, D] on each of them, by single sends.
+  """Sum over all shards, [T, D] on each of them, by point-to-point sends.
 
   Shard i adds up the i-th part of the rows, then sends it to all others: as
-  many bytes as a ring takes for it. TPU runs a sum of its own (`psum`) alone,
-  and sends beside other work. Rows that shards do not divide are a `psum`.
+  many bytes as in a ring. A TPU runs `psum` alone, but overlaps sends with
+  other work. If the shards do not divide the rows, it is a `psum`.
   """
   size = axis_size(axis)
   if x.shape[0] % size:
     return lax.psum(x, axis)
-  me, each = axis_index(axis), x.shape[0] // size
-  first = lambda n: (n % size) * each
-  total = lax.dynamic_slice_in_dim(x, first(me), each, 0)
-  for by in range(1, size):
-    theirs = lax.dynamic_slice_in_dim(x, first(me + by), each, 0)
-    total = total + rotate(theirs, axis, by)
-  # The partial sums have been sent: their memory takes the results.
-  x = lax.dynamic_update_slice_in_dim(x, total, first(me), 0)
-  for by in range(1, size):
-    came = rotate(total, axis, by)
-    x = lax.dynamic_update_slice_in_dim(x, came, first(me - by), 0)
+  shard, part_rows = axis_index(axis), x.shape[0] // size
+  part_start = lambda n: (n % size) * part_rows
+  total = lax.dynamic_slice_in_dim(x, part_start(shard), part_rows, 0)
+  for distance in range(1, size):
+    their_part = lax.dynamic_slice_in_dim(
+      x, part_start(shard + distance), part_rows, 0
+    )
+    total = total + rotate(their_part, axis, distance)
+  # The partial sums have been sent: their memory is reused for the results.
+  x = lax.dynamic_update_slice_in_dim(x, total, part_start(shard), 0)
+  for distance in range(1, size):
+    their_sum = rotate(total, axis, distance)
+    x = lax.dynamic_update_slice_in_dim(
+      x, their_sum, part_start(shard - distance), 0
+    )
   return x
 
 
 def send(tree: Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Tree:
-  """Sends every leaf along (from, to) pairs; other shards receive zeros."""
+  """Send every leaf along (from, to) pairs; other shards receive zeros."""
   if isinstance(axis, Part):
     pairs = [(group[i], group[j]) for group in axis.groups() for i, j in pairs]
     axis = axis.axis
@@ -230,22 +234,22 @@ def send(tree: Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Tree:
 
 
 def shift(tree: Tree, axis: Axis, by: int) -> Tree:
-  """Sends every leaf from shard i to shard i + by; the ends get zeros."""
+  """Send every leaf from shard i to shard i + by; the ends get zeros."""
   size = axis_size(axis)
   if all(name in manual_axes() for name in names(axis)):
     return send(
       tree, axis, [(i, i + by) for i in range(size) if 0 <= i + by < size]
     )
-  # Under JAX's vmap every shard has to receive from one.
-  me = axis_index(axis)
-  inside = (me >= by) & (me < size + by)
+  # Under JAX's vmap every shard has to receive from some shard.
+  shard = axis_index(axis)
+  inside = (shard >= by) & (shard < size + by)
   return jax.tree.map(
     lambda x: jnp.where(inside, x, jnp.zeros_like(x)), rotate(tree, axis, by)
   )
 
 
 def gather(tree: Tree, axis: Axis, dimension: int) -> Tree:
-  """Concatenates all shards' leaves along `dimension`, on every shard."""
+  """Concatenate all shards' leaves along `dimension`, on every shard."""
   name, groups = _grouped(axis)
   return jax.tree.map(
     lambda x: lax.all_gather(
@@ -256,7 +260,7 @@ def gather(tree: Tree, axis: Axis, dimension: int) -> Tree:
 
 
 def scatter_sum(tree: Tree, axis: Axis, dimension: int) -> Tree:
-  """Sums leaves over all shards; each keeps its part of `dimension`."""
+  """Sum leaves over all shards; each keeps its part of `dimension`."""
   name, groups = _grouped(axis)
   return jax.tree.map(
     lambda x: lax.psum_scatter(
@@ -271,19 +275,19 @@ def scatter_sum(tree: Tree, axis: Axis, dimension: int) -> Tree:
 
 
 def total(tree: Tree, axis: str | tuple[str, ...]) -> Tree:
-  """Sums leaves over all shards, on every shard."""
+  """Sum leaves over all shards, on every shard."""
   return jax.tree.map(lambda x: lax.psum(x, axis), tree)
 
 
 def largest(tree: Tree, axis: str | tuple[str, ...]) -> Tree:
-  """The largest of all shards' leaves, on every shard."""
+  """Maximum over all shards' leaves, on every shard."""
   return jax.tree.map(lambda x: lax.pmax(x, axis), tree)
 
 
 def exchange(
   x: Shaped[Array, " ..."], axis: Axis, split: int, concat: int
 ) -> jax.Array:
-  """All-to-all: cuts `split` into R parts, joins the received on `concat`."""
+  """All-to-all: split `split` into R parts, join the received on `concat`."""
   name, groups = _grouped(axis)
   return lax.all_to_all(
     x, name, split, concat, tiled=True, axis_index_groups=groups
@@ -291,9 +295,9 @@ def exchange(
 
 
 def _grouped(axis: Axis) -> tuple[Any, Any]:
-  """An axis and its groups, as arguments of JAX's collectives."""
+  """Convert an axis to a name and groups for JAX's collectives."""
   if not isinstance(axis, Part):
     return axis, None
   groups = axis.groups()
-  # A group of all is none: then the move also runs under vmap.
+  # One group of all is passed as None: then it also runs under vmap.
   return axis.axis, groups if len(groups) > 1 else None

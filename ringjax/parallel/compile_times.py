@@ -1,6 +1,6 @@
-"""How long JAX traces and compiles.
+"""Time that JAX spends on tracing and compiling.
 
-Cost: a list of spans, of those programs that are compiled while it is entered.
+Cost: a list of spans, for the programs that are compiled while it is entered.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Compiling:
     _LISTENING.remove(self)
 
   def took(self, duration_s: float) -> None:
-    """Something was compiled, and took so long."""
-    now = time.monotonic()
-    self._spans.append((now - duration_s, now))
+    """Record that something was compiled in `duration_s` seconds."""
+    end_s = time.monotonic()
+    self._spans.append((end_s - duration_s, end_s))
 
   def seconds(self, until: float = float("inf")) -> float:
-    """Of the time before `until`; what overlaps counts once."""
+    """Seconds before `until`; overlapping spans count once."""
     total, end = 0.0, -float("inf")
     for first, last in sorted(self._spans):
       last = min(last, until)
@@ -46,12 +46,12 @@ _LISTENING: list[Compiling] = []
 
 @functools.cache
 def _listen() -> None:
-  """Once: what listens cannot be taken away again."""
+  """Register a listener, once: JAX cannot remove one."""
 
   def hear(event: str, duration_s: float, **_: Any) -> None:
     if event.startswith("/jax/core/compile/"):
-      for one in list(_LISTENING):
-        one.took(duration_s)
+      for compiling in list(_LISTENING):
+        compiling.took(duration_s)
 
   listener: Any = hear
   jax.monitoring.register_event_duration_secs_listener(listener)

@@ -1,10 +1,9 @@
-"""Admit peers to a listening socket without letting strangers hold it up.
+"""Admission of peers to a listening socket that unknown peers cannot block.
 
-Guarantees: each connection shows in a thread of its own that it may come in, so
-that one that says nothing delays no other; at most `waiting` connections are
-greeted at a time, and when one more comes, the one that has waited longest is
-closed. A peer that greets at once gets in, however many silent connections
-there are.
+Guarantees: each connection is greeted in a separate thread, so that a silent
+one delays no other; at most `waiting` connections are greeted at a time, and
+when one more comes, the one that has waited longest is closed. A peer that
+greets at once is admitted, however many silent connections there are.
 Cost: a thread for each connection until it is admitted or closed.
 """
 
@@ -22,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from ringjax.errors import PeerError
 
 Peer = TypeVar("Peer")
-# Connections that have not shown yet that they may come in.
+# Most connections that have not been admitted yet.
 MOST_WAITING = 64
 
 
@@ -39,18 +38,19 @@ class Door(Generic[Peer]):
     waiting: int = MOST_WAITING,
     dropped: Callable[[], object] | None = None,
   ):
-    """Accepts connections from now on, in threads of its own.
+    """Accept connections from now on, in background threads.
 
     Args:
       server: Listening socket; it stays the caller's, who closes it.
-      greet: Called with a connection and its address; returns the admitted
-        peer, or raises PeerError or OSError for a stranger, whose connection
-        is closed.
-      enter: Called with each admitted peer, in the thread that greeted it;
-        default: peers wait for `accept`.
+      greet: Function of a connection and its address that returns the admitted
+        peer, or raises PeerError or OSError for any other, whose connection
+        is then closed.
+      enter: Function of an admitted peer, called in the thread that greeted
+        it; default: peers wait for `accept`.
       name: Prefix of the threads' names.
       waiting: Largest number of connections that are greeted at a time.
-      dropped: Called when a waiting connection is closed for a newer one.
+      dropped: Function called when a waiting connection is closed for a
+        newer one.
     """
     self._server, self._greet_peer = server, greet
     self._admitted: queue.SimpleQueue[Peer | None] = queue.SimpleQueue()
@@ -76,7 +76,7 @@ class Door(Generic[Peer]):
     """Return the next admitted peer, or None once the door is closed.
 
     Raises:
-      TimeoutError: if none came within `timeout_s` seconds.
+      TimeoutError: If no peer was admitted within `timeout_s` seconds.
     """
     try:
       return self._admitted.get(timeout=timeout_s)
@@ -84,7 +84,7 @@ class Door(Generic[Peer]):
       raise TimeoutError(f"no peer within {timeout_s:g} s") from None
 
   def close(self) -> None:
-    """Accept no more, and close the connections that still wait."""
+    """Stop accepting, and close the connections that still wait."""
     with self._lock:
       if self._closed:
         return
@@ -141,7 +141,7 @@ class Door(Generic[Peer]):
 
   def _greet(self, link: socket.socket, address: Any) -> None:
     peer = None
-    # A stranger, or a peer that left.
+    # Errors mean an unauthenticated peer, or one that left.
     with contextlib.suppress(PeerError, OSError):
       peer = self._greet_peer(link, address)
     with self._lock:

@@ -1,10 +1,10 @@
-"""Layouts: which token is on which shard, and in which order.
+"""Layouts: the shard of each token, and the order of tokens on the shards.
 
-Guarantees: a layout gives each token to a shard; a shard's tokens lie in
+Guarantees: a layout gives each token to a shard; a shard's tokens are in
 increasing order of position. `restore(permute(x)) == x`, bit for bit, for every
 length.
-The layouts that deal out chunks of one length say which chunk goes where, and
-everything else (the permutation, which shards a window can reach) follows.
+Layouts that deal out chunks of one length state which chunk goes where, from
+which everything else (the permutation, the shards in a window's reach) follows.
 
   Contiguous  R chunks of T/R tokens, chunk i on shard i.
   Striped(b)  chunks of b tokens dealt round robin (Brandon et al. 2023,
@@ -16,7 +16,7 @@ everything else (the permutation, which shards a window can reach) follows.
 
 A length that does not divide is padded at the end of the sequence, which is
 the end of some shards' parts; `local_length` counts the padding, `order` and
-`permute` leave it out.
+`permute` omit it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from jaxtyping import Array, Bool, Int, Shaped
 from ringjax.errors import InputTypeError, OptionError, ShapeError
 from ringjax.typing import Index
 
-# Of NumPy at a data loader, of JAX in a program.
+# NumPy arrays in a data loader, JAX arrays in a program.
 Integers = TypeVar("Integers", Int[Array, "..."], Int[np.ndarray, "..."])
 Tree = TypeVar("Tree")
 
 
 class Layout(abc.ABC):
-  """Base of the layouts; an instance is static, hashable data."""
+  """Base class of the layouts; an instance is static, hashable data."""
 
   @abc.abstractmethod
   def local_length(self, length: int, shards: int) -> int:
-    """Tokens on each shard, padding included."""
+    """Number of tokens of each shard, padding included."""
 
   @abc.abstractmethod
   def position_of(
@@ -83,11 +83,11 @@ class Layout(abc.ABC):
     return order if full else np.where(order < length, order, -1)
 
   def real_tokens(self, length: int, shards: int) -> np.ndarray:
-    """Tokens of each shard without padding, which is behind them: int64 [R]."""
+    """Tokens of each shard, without the padding after them: int64 [R]."""
     local = self.local_length(length, shards)
     shard, low = np.arange(shards), np.zeros(shards, np.int64)
     high = np.full(shards, local)
-    # Positions grow along a shard, so the first beyond the end is searched for.
+    # Positions increase along a shard: search the first beyond the end.
     while (low < high).any():
       middle = (low + high) // 2
       real = self.position_of(shard, middle, shards, local) < length
@@ -99,7 +99,7 @@ class Layout(abc.ABC):
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
   ) -> np.ndarray:
-    """Which ring distances a window needs: bool [R].
+    """Mark the ring distances that a window needs: bool [R].
 
     Entry d says that some shard i has a query that may see a key of shard
     (i - d) mod R, when a query at p sees keys from p - behind to p + ahead.
@@ -112,7 +112,7 @@ class Layout(abc.ABC):
     return order[order >= 0]
 
   def all_positions(self, length: int, shards: int) -> jax.Array:
-    """`order` for use in a program, int32 [length].
+    """Return `order` for use in a program, int32 [length].
 
     Where every slot has a token the program computes it: a constant would make
     the program, and the time to compile it, grow with the length.
@@ -120,19 +120,21 @@ class Layout(abc.ABC):
     local = self.local_length(length, shards)
     if shards * local != length:
       return jnp.asarray(self.order(length, shards), jnp.int32)
-    each = jax.vmap(lambda shard: self.positions(shard, shards, local))
-    return each(jnp.arange(shards, dtype=jnp.int32)).reshape(length)
+    shard_positions = jax.vmap(
+      lambda shard: self.positions(shard, shards, local)
+    )
+    return shard_positions(jnp.arange(shards, dtype=jnp.int32)).reshape(length)
 
   def permute(self, x: Tree, *, shards: int, axis: int = 1) -> Tree:
-    """Brings `axis` of `x` from natural order into this layout's order.
+    """Reorder `axis` of `x` from natural order into this layout's order.
 
-    Works on NumPy arrays (at a data loader) and on JAX arrays, and on the
+    Works on NumPy arrays (in a data loader) and on JAX arrays, and on the
     leaves of a pytree of them. Do it once, at the loader or the embedding.
     """
     return self._reorder(x, shards, axis, inverse=False)
 
   def restore(self, x: Tree, *, shards: int, axis: int = 1) -> Tree:
-    """The inverse of `permute`."""
+    """Undo `permute`."""
     return self._reorder(x, shards, axis, inverse=True)
 
   def _reorder(self, x: Tree, shards: int, axis: int, inverse: bool) -> Tree:
@@ -162,28 +164,28 @@ class Layout(abc.ABC):
       sharding = jax.typeof(leaf).sharding
       if AxisType.Explicit in sharding.mesh.axis_types:
         # A gather along a sharded dimension needs the sharding of its result.
-        at = (slice(None),) * (axis % leaf.ndim)
-        return leaf.at[(*at, index)].get(out_sharding=sharding)
+        leading = (slice(None),) * (axis % leaf.ndim)
+        return leaf.at[(*leading, index)].get(out_sharding=sharding)
       return jnp.take(leaf, index, axis=axis)
 
     return jax.tree.map(reorder, x)
 
   def check_local_length(self, local_length: int) -> str | None:
-    """What is wrong with a shard of `local_length` tokens, if anything."""
+    """Describe what is wrong with a shard of `local_length` tokens, or None."""
     del local_length
     return None
 
 
 class Dealt(Layout):
-  """A layout that deals chunks of one length to the shards."""
+  """A layout that deals chunks of one length out to the shards."""
 
   @abc.abstractmethod
   def chunk_length(self, length: int, shards: int) -> int:
-    """Tokens in one chunk of a sequence of `length` tokens."""
+    """Number of tokens of one chunk of a sequence of `length` tokens."""
 
   @abc.abstractmethod
   def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
-    """The shard that holds each of the numbered `chunks`."""
+    """Shard that holds each of the numbered `chunks`."""
 
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
@@ -195,10 +197,10 @@ class Dealt(Layout):
     last = k_length // k_chunk - 1
     first_key = np.maximum((chunks * q_chunk - behind) // k_chunk, 0)
     last_key = np.minimum(((chunks + 1) * q_chunk - 1 + ahead) // k_chunk, last)
-    # Only what differs relative to the chunk matters.
-    turn = chunks % shards if isinstance(self, Striped) else chunks
+    # Chunks with the same offsets and the same owner's phase are one case.
+    phase = chunks % shards if isinstance(self, Striped) else chunks
     cases = np.unique(
-      np.stack([turn, first_key - chunks, last_key - chunks]),
+      np.stack([phase, first_key - chunks, last_key - chunks]),
       axis=1,
       return_index=True,
     )[1]
@@ -244,8 +246,8 @@ class Striped(Dealt):
   block: int = 1
 
   def __post_init__(self) -> None:
-    whole = isinstance(self.block, int | np.integer)
-    if not whole or isinstance(self.block, bool) or self.block < 1:
+    is_int = isinstance(self.block, int | np.integer)
+    if not is_int or isinstance(self.block, bool) or self.block < 1:
       raise OptionError(
         "block",
         repr(self.block),
@@ -278,11 +280,11 @@ class Striped(Dealt):
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
   ) -> np.ndarray:
-    # Stripes repeat: a few turns around the shards show all there is.
-    turn = self.block * shards
-    if behind + ahead >= 2 * turn:
+    # Stripes repeat: a few periods cover all cases.
+    period = self.block * shards
+    if behind + ahead >= 2 * period:
       return np.ones(shards, bool)
-    q_length, k_length = (min(n, 8 * turn) for n in (q_length, k_length))
+    q_length, k_length = (min(n, 8 * period) for n in (q_length, k_length))
     return super().reachable(shards, q_length, k_length, behind, ahead)
 
   def check_local_length(self, local_length: int) -> str | None:
@@ -293,7 +295,7 @@ class Striped(Dealt):
 
 @dataclasses.dataclass(frozen=True)
 class Zigzag(Dealt):
-  """Of 2R chunks shard i holds the i-th and the i-th from the end."""
+  """Shard i holds the i-th of 2R chunks and the i-th from the end."""
 
   def chunk_length(self, length: int, shards: int) -> int:
     return -(-length // (2 * shards))
@@ -312,8 +314,8 @@ class Zigzag(Dealt):
     local_length: int,
   ) -> Integers:
     half = local_length // 2
-    late = (2 * shards - 1 - shard) * half + slot - half
-    return _where(slot < half, shard * half + slot, late)
+    second_half = (2 * shards - 1 - shard) * half + slot - half
+    return _where(slot < half, shard * half + slot, second_half)
 
   def check_local_length(self, local_length: int) -> str | None:
     return "an even number" if local_length % 2 else None
@@ -324,19 +326,19 @@ class Uneven(Layout):
   """Shard i holds `counts[i]` consecutive tokens.
 
   All shards have as many slots as the largest has tokens. A sequence of
-  `sum(counts)` tokens is padded inside; one of `R * max(counts)` rows has its
-  empty slots already, at the end of each shard.
+  `sum(counts)` tokens is padded inside; one of `R * max(counts)` rows already
+  has its empty slots, at the end of each shard.
   """
 
   counts: tuple[int, ...]
 
   def __post_init__(self) -> None:
     counts = self.counts
-    whole = isinstance(counts, tuple | list) and all(
+    are_counts = isinstance(counts, tuple | list) and all(
       isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0
       for n in counts
     )
-    if not whole or sum(counts) < 1:
+    if not are_counts or sum(counts) < 1:
       raise OptionError(
         "counts",
         repr(self.counts),
@@ -351,7 +353,7 @@ class Uneven(Layout):
     return tuple(int(n) for n in np.cumsum((0, *self.counts[:-1])))
 
   def local_length(self, length: int, shards: int) -> int:
-    most, total = max(self.counts), sum(self.counts)
+    max_count, total = max(self.counts), sum(self.counts)
     if shards != len(self.counts):
       raise ShapeError(
         "layout",
@@ -359,14 +361,14 @@ class Uneven(Layout):
         "a count for each shard",
         f"pass {shards} counts",
       )
-    if length not in (total, shards * most):
+    if length not in (total, shards * max_count):
       raise ShapeError(
         "layout",
         f"{self} for {length} tokens",
-        f"{total} tokens, or {shards * most} rows with the empty slots",
+        f"{total} tokens, or {shards * max_count} rows with the empty slots",
         "pass counts that add up to the length",
       )
-    return most
+    return max_count
 
   def position_of(
     self,
@@ -375,9 +377,10 @@ class Uneven(Layout):
     shards: int,
     local_length: int,
   ) -> Integers:
-    make = np.asarray if isinstance(slot, np.ndarray) else jnp.asarray
+    as_array = np.asarray if isinstance(slot, np.ndarray) else jnp.asarray
     count, start = (
-      make(np.asarray(n, slot.dtype))[shard] for n in (self.counts, self.starts)
+      as_array(np.asarray(n, slot.dtype))[shard]
+      for n in (self.counts, self.starts)
     )
     empty = (shards + shard) * local_length + slot
     return _where(slot < count, start + slot, empty)
@@ -393,18 +396,18 @@ class Uneven(Layout):
     needed[0] = True
     for i in range(shards):
       for j in range(shards):
-        some = self.counts[i] > 0 and self.counts[j] > 0
-        near = first[i] - behind <= last[j] and first[j] <= last[i] + ahead
-        needed[(i - j) % shards] |= bool(some and near)
+        both_nonempty = self.counts[i] > 0 and self.counts[j] > 0
+        in_window = first[i] - behind <= last[j] and first[j] <= last[i] + ahead
+        needed[(i - j) % shards] |= bool(both_nonempty and in_window)
     return needed
 
 
 class Slots(NamedTuple):
-  """Which slots of a padded layout have tokens.
+  """Slots of a padded layout that have tokens.
 
   Fields:
-    local: slots of each shard. Its tokens come first.
-    runs: (shards, tokens of each) of neighbours that have as many.
+    local: Slots of each shard, whose tokens come first.
+    runs: (shards, tokens of each), for runs of neighbours with equally many.
   """
 
   local: int
@@ -412,62 +415,62 @@ class Slots(NamedTuple):
 
 
 def slots_of(layout: Layout, length: int, shards: int) -> Slots | None:
-  """Which slots a sequence leaves empty; None if it fills all."""
+  """Slots that a sequence fills; None if it fills all."""
   local = layout.local_length(length, shards)
   if shards * local == length:
     return None
   counts = layout.real_tokens(length, shards).tolist()
-  runs = ((len(list(same)), n) for n, same in itertools.groupby(counts))
+  runs = ((len(list(group)), n) for n, group in itertools.groupby(counts))
   return Slots(local, tuple(runs))
 
 
 def into_slots(
   x: Shaped[Array, " ..."], slots: Slots | None, axis: int
 ) -> jax.Array:
-  """`x`, in the layout's order along `axis`, with the slots that are empty.
+  """Insert the empty slots into `x`, in the layout's order along `axis`.
 
-  By slices: XLA's partitioner cuts a gather of rows wrongly where another
+  By slices: XLA's partitioner splits a gather of rows wrongly where another
   dimension is sharded, and its indices would be a constant as long as `x`.
   """
   if slots is None:
     return x
-  return _refit(x, axis, [(n, some, slots.local) for n, some in slots.runs])
+  return _refit(x, axis, [(n, count, slots.local) for n, count in slots.runs])
 
 
 def out_of_slots(x: Shaped[Array, "B T ..."], slots: Slots) -> jax.Array:
-  """The inverse, along axis 1."""
-  return _refit(x, 1, [(n, slots.local, some) for n, some in slots.runs])
+  """Remove the empty slots along axis 1; undoes `into_slots`."""
+  return _refit(x, 1, [(n, slots.local, count) for n, count in slots.runs])
 
 
 def _refit(
   x: jax.Array, axis: int, runs: list[tuple[int, int, int]]
 ) -> jax.Array:
-  """Fills shards of `x` with 0 from their old length to the new, or cuts them.
+  """Pad the shards of `x` with zeros to their new length, or truncate them.
 
   `runs` are (shards, old, new): neighbours with the same lengths.
   """
-  before, after = x.shape[:axis], x.shape[axis + 1 :]
+  leading, trailing = x.shape[:axis], x.shape[axis + 1 :]
   parts, start = [], 0
   for shards, old, new in runs:
     stop = start + shards * old
     part = lax.slice_in_dim(x, start, stop, axis=axis)
     if new != old:
-      part = part.reshape(*before, shards, old, *after)
+      part = part.reshape(*leading, shards, old, *trailing)
       part = lax.slice_in_dim(part, 0, min(old, new), axis=axis + 1)
       widths = [(0, 0)] * part.ndim
       widths[axis + 1] = (0, max(0, new - old))
-      part = jnp.pad(part, widths).reshape(*before, shards * new, *after)
+      part = jnp.pad(part, widths).reshape(*leading, shards * new, *trailing)
     parts.append(part)
     start = stop
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 def _where(
-  condition: Bool[Array | np.ndarray, " n"], one: Any, other: Any
+  condition: Bool[Array | np.ndarray, " n"], if_true: Any, if_false: Any
 ) -> Any:
-  """`where` of NumPy's or JAX's arrays, whichever the condition is."""
-  where = np.where if isinstance(condition, np.ndarray) else jnp.where
-  return where(condition, one, other)
+  """`where` for NumPy or JAX arrays, as the condition is."""
+  where_fn = np.where if isinstance(condition, np.ndarray) else jnp.where
+  return where_fn(condition, if_true, if_false)
 
 
 def _check_shards(shards: int) -> None:

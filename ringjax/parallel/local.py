@@ -1,4 +1,4 @@
-"""Arrays of a mesh on one or some of its devices, where they are already."""
+"""Arrays of a mesh on one or some of its devices, without copies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Tree = TypeVar("Tree")
 
 
 def last_device(mesh: Mesh, axis: str | None) -> jax.Device:
-  """Returns the mesh's last device along `axis`, the first along other axes.
+  """Return the mesh's last device along `axis`, the first along other axes.
 
   Raises:
-    MeshError: a device of the mesh belongs to another process.
+    MeshError: If a device of the mesh belongs to another process.
   """
   for device in mesh.devices.flat:
     if device.process_index != jax.process_index():
@@ -30,20 +30,20 @@ def last_device(mesh: Mesh, axis: str | None) -> jax.Device:
         "devices of this process only, to bring arrays to one of them",
         "let a chain of processes read: python -m launch.prefill",
       )
-  where = [0] * mesh.devices.ndim
+  index = [0] * mesh.devices.ndim
   if axis is not None:
-    where[mesh.axis_names.index(axis)] = -1
-  return mesh.devices[tuple(where)]
+    index[mesh.axis_names.index(axis)] = -1
+  return mesh.devices[tuple(index)]
 
 
 def local_copy(tree: Tree, device: jax.Device) -> Tree:
-  """Returns the copies on `device` of arrays that it has whole; none is made.
+  """Return the existing copies on `device` of arrays that it has whole.
 
   Raises:
-    MeshError: the device has no array, or only a part of one.
+    MeshError: If the device has no array, or only a part of one.
   """
 
-  def one(x: jax.Array) -> jax.Array:
+  def whole_shard(x: jax.Array) -> jax.Array:
     for shard in x.addressable_shards:
       if shard.device == device and shard.data.shape == x.shape:
         return shard.data
@@ -54,34 +54,34 @@ def local_copy(tree: Tree, device: jax.Device) -> Tree:
       "use a mesh whose only axis of several devices is the sequence's",
     )
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(whole_shard, tree)
 
 
 def on_part(tree: Tree, mesh: Mesh, axis: str) -> Tree:
-  """Returns arrays as they are on a mesh of some of their devices; none moves.
+  """Return arrays on a mesh of some of their devices, without moving data.
 
   A dimension that `axis` shards is as long as its shards on these devices.
   Devices that have no shard of it yet get zeros.
 
   Args:
-    tree: arrays on a mesh with the same axes.
-    mesh: of some of its devices along `axis`, or of others too.
-    axis: the axis along which there are more or fewer.
+    tree: Arrays on a mesh with the same axes.
+    mesh: Mesh of some of its devices along `axis`, or of others too.
+    axis: Axis along which there are more or fewer devices.
 
   Raises:
-    MeshError: a device has no copy of what `axis` does not shard.
+    MeshError: If a device has no copy of an array that `axis` does not shard.
   """
 
-  def one(x: jax.Array) -> jax.Array:
+  def extend(x: jax.Array) -> jax.Array:
     spec = x.sharding.spec  # pyrefly: ignore
-    held = {shard.device: shard.data for shard in x.addressable_shards}
-    part, *_ = held.values()
+    local_shards = {shard.device: shard.data for shard in x.addressable_shards}
+    part, *_ = local_shards.values()
     shape, sharded = [*part.shape], False
     for n, entry in enumerate(spec):
       names = entry if isinstance(entry, tuple) else (entry,)
       shape[n] *= math.prod(mesh.shape[name] for name in names if name)
       sharded |= axis in names
-    missing = [d for d in mesh.devices.flat if d not in held]
+    missing = [d for d in mesh.devices.flat if d not in local_shards]
     if missing and not sharded:
       raise MeshError(
         "mesh",
@@ -90,23 +90,23 @@ def on_part(tree: Tree, mesh: Mesh, axis: str) -> Tree:
         "place it on all devices first: rj.models.place(model, mesh)",
       )
     for device in missing:
-      held[device] = jnp.zeros(part.shape, x.dtype, device=device)
+      local_shards[device] = jnp.zeros(part.shape, x.dtype, device=device)
     return jax.make_array_from_single_device_arrays(
       tuple(shape),
       NamedSharding(mesh, spec, memory_kind=x.sharding.memory_kind),
-      [held[device] for device in mesh.devices.flat],
+      [local_shards[device] for device in mesh.devices.flat],
     )
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(extend, tree)
 
 
-# The name under which the other layers know it.
+# The name by which other layers call it.
 here = local_copy
 
 
 def move(x: Shaped[Array, " ..."], device: jax.Device) -> jax.Array:
-  """Copies an array, wherever its shards are, whole to one device."""
+  """Copy an array, wherever its shards are, whole to one device."""
   if not x.size:
-    # JAX counts its shards by their bytes, of which there are none.
+    # JAX fails on arrays without bytes when it counts their shards.
     return jax.device_put(np.zeros(x.shape, x.dtype), device)
   return jax.device_put(x, SingleDeviceSharding(device))

@@ -1,4 +1,4 @@
-"""The host's free memory, and errors of programs that run out of memory."""
+"""Free memory of the host, and errors of programs that run out of memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _PLAIN = re.compile(r"(\d{4,}) ?bytes")
 _SHORT = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])i?B?\b", re.I)
 
 
-# Of a control group: its limit, what it uses, and what of that is cached files,
-# which make room. By version 2 of the interface and by version 1.
+# Files of a control group: its limit, its usage, and the field with cached
+# files in that, which can be evicted. For version 2 of the interface, then
+# version 1.
 _GROUP = ("memory.max", "memory.current", "inactive_file")
 _GROUP_1 = (
   "memory.limit_in_bytes",
@@ -28,15 +29,15 @@ _GROUP_1 = (
 def host_free_bytes(root: str = "/") -> int | None:
   """Bytes that this process may still allocate; None if that is unknown.
 
-  The least of the machine's free memory and what the limits of the process'
+  The minimum of the machine's free memory and what the limits of the process'
   control groups leave: in a container the machine may have much more, and a
   process that takes it is killed.
 
   Args:
-    root: the folder of the system's files, proc and sys.
+    root: Folder of the system's files, proc and sys.
   """
   lines = _read(pathlib.Path(root, "proc/meminfo")).splitlines()
-  found = [
+  free_bytes = [
     int(line.split()[1]) * 1024
     for line in lines
     if line.startswith("MemAvailable:")
@@ -46,23 +47,25 @@ def host_free_bytes(root: str = "/") -> int | None:
     if limit.isdecimal() and used.isdecimal():
       pattern = rf"^{names[2]} (\d+)$"
       cached = re.search(pattern, _read(folder / "memory.stat"), re.M)
-      found.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
-  return max(0, min(found)) if found else None
+      free_bytes.append(
+        int(limit) - int(used) + (int(cached[1]) if cached else 0)
+      )
+  return max(0, min(free_bytes)) if free_bytes else None
 
 
 def _groups(root: str) -> Iterator[tuple[pathlib.Path, tuple[str, ...]]]:
-  """Folders of the control groups of this process, and names of their files."""
+  """Folders of this process's control groups, and names of their files."""
   top = pathlib.Path(root, "sys/fs/cgroup")
   for line in _read(pathlib.Path(root, "proc/self/cgroup")).splitlines():
-    _, _, rest = line.partition(":")
-    kinds, _, path = rest.partition(":")
+    _, _, controllers_and_path = line.partition(":")
+    kinds, _, path = controllers_and_path.partition(":")
     if kinds and "memory" not in kinds.split(","):
       continue
-    home, names = (top / "memory", _GROUP_1) if kinds else (top, _GROUP)
-    place = pathlib.PurePosixPath(path.strip("/"))
-    # All groups around it have limits too; in a container its own is the top.
-    for part in (place, *place.parents):
-      yield home / part, names
+    group_root, names = (top / "memory", _GROUP_1) if kinds else (top, _GROUP)
+    group_path = pathlib.PurePosixPath(path.strip("/"))
+    # Enclosing groups have limits too; in a container its own group is the top.
+    for part in (group_path, *group_path.parents):
+      yield group_root / part, names
 
 
 def _read(path: pathlib.Path) -> str:
@@ -73,44 +76,44 @@ def _read(path: pathlib.Path) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-  """Whether an error is about memory that ran out."""
+  """Whether an error reports that memory ran out."""
   return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in f"{error}"
 
 
 def asked(error: BaseException) -> int | None:
-  """Bytes of the allocation that failed, read from the error, or None."""
+  """Parse the bytes of the allocation that failed from an error, or None."""
   if isinstance(error, OutOfMemoryError):
     return error.nbytes
   text = f"{error}"
-  if found := _PLAIN.search(text):
-    return int(found[1])
-  if found := _SHORT.search(text):
-    return int(float(found[1]) * 1024 ** _UNITS[found[2].lower()])
+  if match := _PLAIN.search(text):
+    return int(match[1])
+  if match := _SHORT.search(text):
+    return int(float(match[1]) * 1024 ** _UNITS[match[2].lower()])
   return None
 
 
 def told(error: BaseException, doing: str, knobs: str) -> str:
-  """One line: what ran out of memory, the bytes it needed, what to change."""
+  """Compose a line: what ran out of memory, its bytes, what to change."""
   nbytes = asked(error)
-  much = "more" if nbytes is None else f"{nbytes:,} bytes"
-  return f"out of memory while {doing}, which asked for {much}: {knobs}"
+  amount = "more" if nbytes is None else f"{nbytes:,} bytes"
+  return f"out of memory while {doing}, which asked for {amount}: {knobs}"
 
 
 @contextlib.contextmanager
 def watched(doing: str, knobs: str) -> Iterator[None]:
-  """Turns the block's errors about memory into `OutOfMemoryError`.
+  """Convert the block's errors about memory into `OutOfMemoryError`.
 
   Args:
-    doing: what the block does, e.g. "reading the prompt".
-    knobs: what the caller can change, two options at least.
+    doing: Description of the block's work, e.g. "reading the prompt".
+    knobs: Options that the caller can change, at least two.
 
   Raises:
-    OutOfMemoryError: memory ran out.
+    OutOfMemoryError: If memory ran out.
   """
   try:
     yield
   except RingjaxError:
-    # These name the argument already, an estimate beforehand too.
+    # These already name the argument, as does an estimate beforehand.
     raise
   except Exception as error:
     if not ran_out(error):

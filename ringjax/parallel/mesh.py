@@ -3,7 +3,7 @@
 Guarantees: in a mesh from `make_mesh` every hop of the `ring` axis, the one
 that closes the ring included, is one link between neighbouring chips where the
 slice's shape has such a ring. Plain device order makes hops of many links, and
-on large v5e slices turns every send into one that nothing can hide.
+on large v5e slices it makes every send too slow for compute to hide.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def make_mesh(
   axis_types: Sequence[AxisType] | AxisType = AxisType.Auto,
   ring: str = SEQ,
 ) -> Mesh:
-  """A mesh of `shape` in which the `ring` axis runs along physical links.
+  """Make a mesh of `shape` whose `ring` axis runs along physical links.
 
   Args:
-    shape: size of each axis; one of them may be -1, for all that are left.
-    axis_names: names of the axes, e.g. ("data", "seq", "model").
-    devices: devices of the mesh; default all of the default backend.
-    axis_types: one type for all axes, or one for each.
-    ring: the axis whose shards pass keys around. Axes before it tile the
-      slice into boxes; axes after it take neighbours of the ring's order.
+    shape: Size of each axis; one of them may be -1, for all devices left.
+    axis_names: Names of the axes, e.g. ("data", "seq", "model").
+    devices: Devices of the mesh; default all of the default backend.
+    axis_types: One type for all axes, or one for each.
+    ring: Axis whose shards pass keys around. Axes before it tile the slice
+      into boxes; axes after it take neighbours of the ring's order.
 
   Returns:
     A `jax.sharding.Mesh`. On devices without coordinates (CPU, GPU) the order
     of `devices` is kept.
 
   Raises:
-    MeshError: the sizes do not fit the devices.
+    MeshError: If the sizes do not fit the devices.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = _sizes(tuple(shape), tuple(axis_names), len(devices))
@@ -59,8 +59,8 @@ def make_mesh(
     kinds = tuple(axis_types)
   devices = devices[: math.prod(sizes)]
   if ring in axis_names and hasattr(devices[0], "coords"):
-    at = list(axis_names).index(ring)
-    outer, inner = math.prod(sizes[:at]), math.prod(sizes[at:])
+    ring_axis = list(axis_names).index(ring)
+    outer, inner = math.prod(sizes[:ring_axis]), math.prod(sizes[ring_axis:])
     devices = [d for box in _boxes(devices, outer, inner) for d in box]
   grid = np.empty(len(devices), dtype=object)
   grid[:] = devices
@@ -68,13 +68,13 @@ def make_mesh(
 
 
 def automatic(mesh: Mesh | AbstractMesh) -> Mesh:
-  """Returns `mesh` with all of its axes automatic, as models need it.
+  """Return `mesh` with all of its axes automatic, as models need it.
 
-  `jax.make_mesh` gives explicit axes, which the layers of a model do not carry
-  on: there the compiler shards.
+  `jax.make_mesh` makes explicit axes, but a model's layers do not propagate
+  explicit shardings: the compiler does.
 
   Raises:
-    MeshError: `mesh` is not a mesh, or has manual axes.
+    MeshError: If `mesh` is not a mesh, or has manual axes.
   """
   if not isinstance(mesh, Mesh):
     raise MeshError(
@@ -98,33 +98,33 @@ def automatic(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def check_current() -> None:
-  """Refuses to compute with a model where the current mesh is explicit.
+  """Refuse to compute with a model if the current mesh is explicit.
 
   Raises:
-    MeshError: the current mesh has explicit axes.
+    MeshError: If the current mesh has explicit axes.
   """
-  around = jax.sharding.get_abstract_mesh()
-  if AxisType.Explicit in around.axis_types:
+  current = jax.sharding.get_abstract_mesh()
+  if AxisType.Explicit in current.axis_types:
     raise MeshError(
       "mesh",
-      f"a current mesh with axes of types {around.axis_types}",
+      f"a current mesh with axes of types {current.axis_types}",
       "automatic axes, for models",
       "enter jax.set_mesh(rj.make_mesh(...)), or leave it",
     )
 
 
 def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
-  """Decorates a function that enters its own mesh before it computes.
+  """Decorate a function so that it enters its own mesh before it computes.
 
   JAX refuses arrays that are not on the current mesh. In a trace, where a mesh
-  can't be entered, the function is called as it is.
+  cannot be entered, the function is called as it is.
 
   Args:
-    mesh_of: gets the function's arguments and returns its mesh; None keeps the
-      current mesh, with automatic axes.
+    mesh_of: Function of the same arguments that returns the mesh; None keeps
+      the current mesh, with automatic axes.
   """
 
-  def around(f: _F) -> _F:
+  def decorate(f: _F) -> _F:
     @functools.wraps(f)
     def run(*args: Any, **options: Any) -> Any:
       current = jax.sharding.get_abstract_mesh()
@@ -138,16 +138,16 @@ def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
 
     return cast(_F, run)
 
-  return around
+  return decorate
 
 
 def on_automatic(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
-  """Moves an array from explicit axes to automatic ones of the same mesh.
+  """Move an array from explicit axes to automatic ones of the same mesh.
 
   Other arrays are returned as they are.
 
   Raises:
-    MeshError: it is traced, so that it cannot be moved.
+    MeshError: If it is traced, so that it cannot be moved.
   """
   sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -164,9 +164,11 @@ def on_automatic(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
 
 
 def with_shardings(form: PyTree, shardings: PyTree) -> PyTree:
-  """Gives each shape of a tree the sharding that its array will have."""
+  """Give each shape of a tree the sharding that its array will have."""
   return jax.tree.map(
-    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
+    ),
     form,
     shardings,
   )
@@ -182,20 +184,20 @@ def _sizes(
       "one distinct name for each axis",
       "give as many names as sizes",
     )
-  known = math.prod(s for s in shape if s != -1)
+  product = math.prod(s for s in shape if s != -1)
   if shape.count(-1) > 1 or any(s < 1 and s != -1 for s in shape):
     raise MeshError(
       "shape", shape, "positive sizes and at most one -1", "write the sizes out"
     )
   if -1 in shape:
-    if count % known:
+    if count % product:
       raise MeshError(
         "shape",
         f"{shape} for {count} devices",
-        f"a number of devices that {known} divides",
+        f"a number of devices that {product} divides",
         "change the other axes, or pass fewer devices=",
       )
-    shape = tuple(count // known if s == -1 else s for s in shape)
+    shape = tuple(count // product if s == -1 else s for s in shape)
   if math.prod(shape) > count:
     raise MeshError(
       "shape",
@@ -207,7 +209,7 @@ def _sizes(
 
 
 def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
-  """The devices of `outer` boxes of the slice, each in the order of a ring."""
+  """Split a slice into `outer` boxes of devices, each ordered as a ring."""
   by_coords: dict[tuple[int, ...], list[Any]] = {}
   for d in devices:
     by_coords.setdefault((getattr(d, "slice_index", 0), *d.coords), []).append(
@@ -227,20 +229,20 @@ def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
   rings = []
   steps = zip(extent, box, strict=True)
   starts = [*itertools.product(*(range(0, e, b) for e, b in steps))]
-  for which in slices:
+  for slice_index in slices:
     for start in starts:
       walk = []
       for point in ring_walk(box):
-        at = tuple(
+        coords = tuple(
           o + s + p for o, s, p in zip(origin, start, point, strict=True)
         )
-        walk += by_coords[(which, *at)]
+        walk += by_coords[(slice_index, *coords)]
       rings.append(walk)
   return rings
 
 
 def _box_shape(extent: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-  """The most compact box of `size` points that tiles `extent`."""
+  """Find the most compact box of `size` points that tiles `extent`."""
   divisors = [[d for d in range(1, e + 1) if e % d == 0] for e in extent]
   fitting = [
     box for box in itertools.product(*divisors) if math.prod(box) == size
@@ -253,18 +255,18 @@ def _box_shape(extent: tuple[int, ...], size: int) -> tuple[int, ...] | None:
 
 
 def ring_walk(box: tuple[int, ...]) -> list[tuple[int, ...]]:
-  """All points of `box`, neighbours in turn, the last beside the first.
+  """List all points of `box`, neighbours in turn, the last next to the first.
 
-  A ring of neighbours exists where some side is even and two sides are
-  longer than 1. Elsewhere the walk is a snake whose ends are apart.
+  A ring of neighbours exists if some side is even and two sides are longer than
+  1. Otherwise the walk is a snake whose ends are apart.
   """
   sides = [i for i, s in enumerate(box) if s > 1]
   if len(sides) >= 2:
     # The side to come back along, and an even side to snake over.
-    for home in sides:
-      rest = [i for i in sides if i != home]
-      if box[home] == 2 or any(box[i] % 2 == 0 for i in rest):
-        walk = _closed_walk(box, home, rest)
+    for return_side in sides:
+      other_sides = [i for i in sides if i != return_side]
+      if box[return_side] == 2 or any(box[i] % 2 == 0 for i in other_sides):
+        walk = _closed_walk(box, return_side, other_sides)
         if walk is not None:
           return walk
   order = sorted(range(len(box)), key=lambda i: -box[i])
@@ -272,11 +274,11 @@ def ring_walk(box: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _closed_walk(
-  box: tuple[int, ...], home: int, rest: list[int]
+  box: tuple[int, ...], home: int, other_sides: list[int]
 ) -> list[tuple[int, ...]] | None:
-  """A Hamiltonian cycle: out over a snake with home > 0, back along 0."""
-  order = rest + [home] + [i for i in range(len(box)) if box[i] == 1]
-  path = _snake([box[i] for i in rest])
+  """Build a cycle: out over a snake with home > 0, back along home = 0."""
+  order = other_sides + [home] + [i for i in range(len(box)) if box[i] == 1]
+  path = _snake([box[i] for i in other_sides])
   if len(path) % 2:
     return None
   # Rows of the snake, each walked over the far part of the home side, in
@@ -287,12 +289,12 @@ def _closed_walk(
     for h in line if n % 2 == 0 else reversed(line):
       walk.append((*point, h))
   walk += [(*point, 0) for point in reversed(path)]
-  pad = len(box) - len(rest) - 1
+  pad = len(box) - len(other_sides) - 1
   return [_reordered((*p, *([0] * pad)), order) for p in walk]
 
 
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
-  """Boustrophedon: every point once, each beside the one before."""
+  """Walk every point once, each next to the one before (boustrophedon)."""
   walk: list[tuple[int, ...]] = [()]
   for side in sides:
     walk = [
@@ -304,5 +306,5 @@ def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _reordered(point: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-  """The coordinates of a point, given in `order`, in the order of the axes."""
+  """Reorder a point's coordinates, given in `order`, to the order of axes."""
   return tuple(value for _, value in sorted(zip(order, point, strict=True)))

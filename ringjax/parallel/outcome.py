@@ -1,6 +1,6 @@
-"""The outcome of what several processes do is the same in all of them.
+"""Agreement of several processes on the outcome of their work.
 
-Guarantees: an error of one process is raised in all, which then go on in the
+Guarantees: an error of one process is raised in all, which then continue in the
 same way; a process that does not answer is named when the wait for it ends.
 Cost: a few small messages through the coordinator of `jax.distributed`; no
 collective, as one process may fail while others are in a program. Processes
@@ -24,13 +24,13 @@ from ringjax import errors
 from ringjax.errors import PeerError
 from ringjax.json_text import json_text
 
-# How long one waits for another: for its program, and what it compiles.
+# Longest wait for another process, which may run and compile programs.
 TIMEOUT_S = 600
-# Calls of the same processes are told apart by their numbers.
+# Calls of the same processes are distinguished by their numbers.
 _CALLS: collections.defaultdict[tuple[int, ...], Iterator[int]] = (
   collections.defaultdict(itertools.count)
 )
-# Errors that all raise as the class that one of them raised.
+# Classes of errors that all processes raise if one of them did.
 _CLASSES = {
   cls.__name__: cls
   for cls in (
@@ -41,13 +41,13 @@ _CLASSES = {
     errors.OptionError,
   )
 }
-# The attribute of an error that was raised behind an exchange: the others
+# Attribute of an error that was raised after an exchange: the other processes
 # know of it, or have not answered.
 _TOLD = "_ringjax_told"
 
 
 def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
-  """The processes whose devices a mesh has; () for this one alone."""
+  """Ranks of the processes whose devices a mesh has; () for only this one."""
   if mesh is None:
     return ()
   ranks = {device.process_index for device in mesh.devices.flat}
@@ -55,24 +55,24 @@ def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
 
 
 def exchanged(value: object, ranks: tuple[int, ...]) -> list[Any]:
-  """The JSON values of some processes, all of which call this in one order.
+  """Exchange JSON values between processes, which all call it in one order.
 
   Args:
-    value: of this process.
-    ranks: the processes, by `processes_of`.
+    value: Value of this process.
+    ranks: Ranks of the processes, from `processes_of`.
 
   Raises:
-    PeerError: one of them does not answer.
+    PeerError: If one of them does not answer.
   """
   if not ranks:
     return [value]
   state: Any = distributed.global_state
   client, call = state.client, next(_CALLS[ranks])
-  among = "_".join(map(str, ranks))
-  key = lambda n, rank: f"ringjax/outcome/{among}/{n}/{rank}"
-  me = jax.process_index()
-  client.key_value_set(key(call, me), json_text(value))
-  found = []
+  group = "_".join(map(str, ranks))
+  key = lambda n, rank: f"ringjax/outcome/{group}/{n}/{rank}"
+  rank_here = jax.process_index()
+  client.key_value_set(key(call, rank_here), json_text(value))
+  values = []
   for rank in ranks:
     try:
       text = client.blocking_key_value_get(key(call, rank), 1000 * TIMEOUT_S)
@@ -84,62 +84,62 @@ def exchanged(value: object, ranks: tuple[int, ...]) -> list[Any]:
         "look at that process's log",
         rank=rank,
       ) from None
-    found.append(json.loads(text))
+    values.append(json.loads(text))
   if call:
-    # All have come to this call, so all have read the one before.
-    client.key_value_delete(key(call - 1, me))
-  return found
+    # All have come to this call, so all have read the values of the last one.
+    client.key_value_delete(key(call - 1, rank_here))
+  return values
 
 
 def raise_first(error: Exception | None, ranks: tuple[int, ...]) -> None:
-  """Raises the error of this process, or else that of the first that has one.
+  """Raise the error of this process, or else that of the first that has one.
 
   Args:
-    error: of this process, or None.
-    ranks: see `exchanged`.
+    error: Error of this process, or None.
+    ranks: Ranks of the processes, as in `exchanged`.
 
   Raises:
-    RingjaxError: of the class of the other process's error, if that is one of
-      a file, an option or a memory; else a `PeerError`. One that does not
-      answer is one only where this process has no error of its own.
+    RingjaxError: Of the class of the other process's error, if that is one of
+      a file, an option or a memory; else a `PeerError`. A process that does not
+      answer raises one only if this process has no error.
   """
   if not ranks:
     if error is not None:
       raise error
     return
-  mine = None
+  own_report = None
   if error is not None:
-    mine = {"kind": type(error).__name__, "text": str(error)[:300]}
+    own_report = {"kind": type(error).__name__, "text": str(error)[:300]}
   try:
-    told = exchanged(mine, ranks)
-  except PeerError as silence:
+    reports = exchanged(own_report, ranks)
+  except PeerError as no_answer:
     if error is None:
-      raise _told(silence) from None
-    raise _told(error) from error.__cause__ or silence
+      raise _mark_told(no_answer) from None
+    raise _mark_told(error) from error.__cause__ or no_answer
   if error is not None:
-    raise _told(error)
-  for rank, other in zip(ranks, told, strict=True):
-    if other is None:
+    raise _mark_told(error)
+  for rank, report in zip(ranks, reports, strict=True):
+    if report is None:
       continue
-    text = f"process {rank}: {other['text']}"
-    if other["kind"] in _CLASSES:
-      raise _told(_CLASSES[other["kind"]](text))
-    raise _told(PeerError(f"{text} ({other['kind']})", rank=rank))
+    text = f"process {rank}: {report['text']}"
+    if report["kind"] in _CLASSES:
+      raise _mark_told(_CLASSES[report["kind"]](text))
+    raise _mark_told(PeerError(f"{text} ({report['kind']})", rank=rank))
 
 
-def _told(error: Exception) -> Exception:
+def _mark_told(error: Exception) -> Exception:
   setattr(error, _TOLD, True)
   return error
 
 
 def is_told(error: Exception) -> bool:
-  """Whether `raise_first` raised it: it is not to be exchanged once more."""
+  """Whether `raise_first` raised it, so that it is not exchanged again."""
   return getattr(error, _TOLD, False)
 
 
 @contextlib.contextmanager
 def failing_together(ranks: tuple[int, ...]) -> Iterator[None]:
-  """Around what each process does by itself: fails in all if it does in one."""
+  """Run a block in each process; fail in all if it fails in one."""
   failure: Exception | None = None
   try:
     yield

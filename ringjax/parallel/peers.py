@@ -1,22 +1,22 @@
-"""A group of processes: values for all of them, and which one has failed.
+"""Group of processes: values for all of them, and detection of failed ones.
 
 Guarantees: when a process dies, freezes or gets stuck, every other one learns
 within `timeout_s` which it was, and those that wait for it are woken with a
 `PeerError`. Nothing here computes, and no wait lasts beyond a failure.
 Cost: p (p - 1) / 2 quiet TCP connections, a small message on each now and then.
 
-Each pair of ranks has a control connection for small JSON messages: what each
-is doing, values for all, the news of a failure. Arrays go through connections
-of their own between neighbours (`link`), so that messages never queue behind
+Each pair of ranks has a control connection for small JSON messages: each
+rank's state, values for all, reports of a failure. Arrays have separate
+connections between neighbours (`link`), so that messages never queue after
 them.
 
   dead    its connections close                              (at once)
   frozen  it sends no message for `timeout_s`
   stuck   it works, but has made no progress for `timeout_s`
 
-A rank that waits for another is never taken for a failed one. The processes
-find each other through `jax.distributed`, whose own heartbeats do not serve
-here: they end all processes, and do not tell a stuck rank from a waiting one.
+Ranks that wait for another are never taken for failed. The processes find each
+other through `jax.distributed`, whose heartbeats do not serve here: they end
+all processes, and do not distinguish a stuck rank from a waiting one.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _CONTROL, _ARRAYS = 0, 1
 _LARGEST_BYTES = 1 << 26
 _MEETINGS = itertools.count()
 
-# What a rank may be doing. Only one that works has to make progress.
+# States of a rank. Only one that works has to make progress.
 STARTING, WORKING, TOGETHER, WAITING = "starts", "works", "together", "waits"
 
 
 @dataclasses.dataclass
 class _Peer:
-  """What is known of another rank; times by this rank's clock."""
+  """State of another rank as last reported; times by this rank's clock."""
 
   control: socket.socket
   heard_s: float
@@ -74,14 +74,14 @@ class _Peer:
 
 
 class Peers:
-  """The ranks of a group, as one of them sees the others.
+  """The ranks of a group, from the view of one of them.
 
   Attributes:
-    rank: of this process.
-    size: how many there are.
-    timeout_s: how long another may be silent, or work without progress.
-    failure: the first failure of the group, or None.
-    offset_s: what to add to this rank's `time.monotonic()` for rank 0's.
+    rank: Rank of this process.
+    size: Number of ranks.
+    timeout_s: Seconds that a rank may be silent, or work without progress.
+    failure: First failure of the group, or None.
+    offset_s: Difference of rank 0's `time.monotonic()` from this rank's.
   """
 
   def __init__(
@@ -92,14 +92,14 @@ class Peers:
     links: dict[int, socket.socket],
     timeout_s: int | float = TIMEOUT_S,
   ):
-    """Takes the connections to each rank and to neighbours; see `meet`."""
-    now = time.monotonic()
+    """Take the connections to each rank and to neighbours; see `meet`."""
+    start_s = time.monotonic()
     self.rank, self.size, self.timeout_s = rank, size, timeout_s
     self.failure: PeerError | None = None
     self.offset_s = 0.0
     self._links = links
     self._peers = {
-      r: _Peer(s, heard_s=now, moved_s=now) for r, s in control.items()
+      r: _Peer(s, heard_s=start_s, moved_s=start_s) for r, s in control.items()
     }
     self._doing, self._ticks, self._step = STARTING, 0, 0
     self._news = threading.Condition()
@@ -128,18 +128,19 @@ class Peers:
     host: str = "127.0.0.1",
     timeout_s: int | float = TIMEOUT_S,
   ) -> Peers:
-    """Connects this process to the others of its group.
+    """Connect this process to the others of its group.
 
     Args:
-      rank: of this process.
-      size: ranks of the group.
-      exchange: gives its argument to all ranks and returns what they gave.
-      host: under which the others reach this one.
-      timeout_s: see `Peers`.
+      rank: Rank of this process.
+      size: Number of ranks of the group.
+      exchange: Function that sends its argument to all ranks and returns
+        theirs.
+      host: Address under which the others reach this process.
+      timeout_s: Timeout as in `Peers`.
 
     Raises:
-      PeerError: a rank did not connect in time.
-      OptionError: the timeout is not above 0.
+      PeerError: If a rank did not connect in time.
+      OptionError: If the timeout is not above 0.
     """
     number("timeout_s", timeout_s, above=0)
     patience_s = max(30.0, timeout_s)
@@ -159,20 +160,20 @@ class Peers:
       links: dict[int, socket.socket] = {}
       by_kind = {_CONTROL: control, _ARRAYS: links}
       try:
-        # The rank of the higher number connects.
-        for other in range(rank):
-          for kind in [_CONTROL] + [_ARRAYS] * (other == rank - 1):
-            address = cards[other]["host"], cards[other]["port"]
-            made = socket.create_connection(address, patience_s)
-            made.sendall(_HELLO.pack(_MAGIC, secret, rank, kind))
-            by_kind[kind][other] = made
+        # The rank of the higher number opens the connection.
+        for peer_rank in range(rank):
+          for kind in [_CONTROL] + [_ARRAYS] * (peer_rank == rank - 1):
+            address = cards[peer_rank]["host"], cards[peer_rank]["port"]
+            connection = socket.create_connection(address, patience_s)
+            connection.sendall(_HELLO.pack(_MAGIC, secret, rank, kind))
+            by_kind[kind][peer_rank] = connection
         expected = size - 1 - rank + (rank < size - 1)
         with Door(server, greet, name="ringjax peers") as door:
           while expected:
             accepted = door.accept(patience_s)
             assert accepted is not None
-            made, other, kind = accepted
-            by_kind[kind][other] = made
+            connection, peer_rank, kind = accepted
+            by_kind[kind][peer_rank] = connection
             expected -= 1
       except OSError as error:
         missing = [r for r in range(size) if r != rank and r not in control]
@@ -181,16 +182,16 @@ class Peers:
           f"{patience_s:g} s: {error}",
           missing[0] if missing else None,
         ) from None
-    for made in (*control.values(), *links.values()):
-      made.settimeout(None)
-      made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for connection in (*control.values(), *links.values()):
+      connection.settimeout(None)
+      connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     self = cls(rank, size, control, links, timeout_s)
     self._set_clock()
     return self
 
   @classmethod
   def of_processes(cls, *, timeout_s: int | float = TIMEOUT_S) -> Peers:
-    """The processes of `jax.distributed`; a group of one without others."""
+    """Connect the processes of `jax.distributed`; without it a group of one."""
     rank, size = jax.process_index(), jax.process_count()
     if size == 1:
       return cls(0, 1, {}, {}, timeout_s)
@@ -199,8 +200,8 @@ class Peers:
     key = lambda r: f"ringjax/peers/{number}/{r}"
     patience_ms = int(1000 * max(300.0, timeout_s))
 
-    def exchange(mine: str) -> list[str]:
-      state.client.key_value_set(key(rank), mine)
+    def exchange(card: str) -> list[str]:
+      state.client.key_value_set(key(rank), card)
       return [
         state.client.blocking_key_value_get(key(r), patience_ms)
         for r in range(size)
@@ -213,78 +214,78 @@ class Peers:
   def in_threads(
     cls, size: int, *, timeout_s: int | float = TIMEOUT_S
   ) -> list[Peers]:
-    """A group inside of this process, one rank for each thread."""
+    """Make a group inside this process, one rank for each thread."""
     cards = [""] * size
     all_here = threading.Barrier(size)
-    made: list[Any] = [None] * size
+    groups: list[Any] = [None] * size
 
     def join(rank: int) -> None:
-      def exchange(mine: str) -> list[str]:
-        cards[rank] = mine
+      def exchange(card: str) -> list[str]:
+        cards[rank] = card
         all_here.wait()
         return cards
 
-      made[rank] = cls.meet(rank, size, exchange, timeout_s=timeout_s)
+      groups[rank] = cls.meet(rank, size, exchange, timeout_s=timeout_s)
 
     threads = [threading.Thread(target=join, args=(r,)) for r in range(size)]
     for thread in threads:
       thread.start()
     for thread in threads:
       thread.join()
-    return made
+    return groups
 
   # -------------------------------------------------------------------------
-  # Telling the others
+  # Messages to the others
   # -------------------------------------------------------------------------
 
   def tick(self, step: int = 0) -> None:
-    """Counts progress of this rank; of a common operation, to this step."""
+    """Count progress of this rank; in a common operation, to this step."""
     self._ticks += 1
     self._step = step
 
   @contextlib.contextmanager
   def doing(self, what: str) -> Iterator[None]:
-    """Tells the others what this rank does inside of the block."""
-    before, self._doing = self._doing, what
+    """Report to the others what this rank does inside the block."""
+    previous, self._doing = self._doing, what
     try:
       yield
     finally:
-      self._doing = before
+      self._doing = previous
       # After a wait the time without progress counts from 0.
       self._ticks += 1
 
   def gather(self, value: object) -> list[Any]:
-    """The value of each rank, in their order; JSON values.
+    """Exchange a JSON value; return those of all ranks in order.
 
     Raises:
-      PeerError: a rank failed, or left.
+      PeerError: If a rank failed, or left.
     """
     call = next(self._calls)
     self._tell_all({"t": "put", "n": call, "v": value})
-    found = {self.rank: value}
+    values = {self.rank: value}
 
     def complete() -> bool:
       for r, peer in self._peers.items():
         if (call, r) in self._values:
-          found[r] = self._values.pop((call, r))
-        elif r not in found and peer.left:
+          values[r] = self._values.pop((call, r))
+        elif r not in values and peer.left:
           raise PeerError(f"rank {r} has left the others", rank=r)
-      return len(found) == self.size
+      return len(values) == self.size
 
     self.wait(complete)
-    return [found[r] for r in range(self.size)]
+    return [values[r] for r in range(self.size)]
 
   def wait(self, until: Callable[[], bool]) -> None:
-    """Waits until a condition holds; `wake` has it evaluated again.
+    """Wait until a condition holds; `wake` has it evaluated again.
 
     Raises:
-      PeerError: a rank failed meanwhile.
+      PeerError: If a rank failed meanwhile.
     """
     with self.doing(WAITING):
       self.rest(until)
 
   def rest(self, until: Callable[[], bool]) -> None:
-    """As `wait`, for a thread beside the one that works."""
+    """Wait in a thread other than the working one: the rank's state stays."""
     with self._news:
       while not until():
         if self.failure is not None:
@@ -292,35 +293,37 @@ class Peers:
         self._news.wait(0.5)
 
   def wake(self) -> None:
-    """Has the threads that wait evaluate their conditions again."""
+    """Let the waiting threads evaluate their conditions again."""
     with self._news:
       self._news.notify_all()
 
   def link(self, rank: int) -> socket.socket:
-    """The connection for arrays, to a neighbour."""
+    """Return the connection for arrays to a neighbour."""
     return self._links[rank]
 
   def check(self) -> None:
-    """Raises PeerError if a rank failed."""
+    """Raise PeerError if a rank failed."""
     if self.failure is not None:
       raise self.failure
 
   def on_failure(self, call: Callable[[PeerError], Any]) -> None:
-    """Has `call` called, from another thread, as soon as a rank fails."""
+    """Register `call`, which another thread calls as soon as a rank fails."""
     self._on_failure.append(call)
 
   def abandon(self, error: BaseException) -> None:
-    """Tells the others that this rank cannot go on."""
+    """Report to the others that this rank cannot continue."""
     if self.failure is None:
       # This rank's own callbacks are for failures of others.
       self._on_failure = []
-      why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-      self._fail(self.rank, f"failed: {why}")
+      reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+      self._fail(self.rank, f"failed: {reason}")
 
   @contextlib.contextmanager
   def abandoning(self) -> Iterator[None]:
-    """Tells the others of an error in its body, and raises what is the cause:
-    a socket that closed because another rank failed is that rank's failure."""
+    """Report an error in the body to the others, and raise its cause.
+
+    A socket that closed because another rank failed is that rank's failure.
+    """
     try:
       yield
     except PeerError:
@@ -334,12 +337,12 @@ class Peers:
   def report_failure(
     self, rank: int, why: str, grace_s: int | float = 1.0
   ) -> PeerError:
-    """Reports that `rank` failed, unless a failure becomes known meanwhile.
+    """Report that `rank` failed, unless a failure becomes known meanwhile.
 
     Args:
-      rank: which one.
-      why: what it did.
-      grace_s: how long to wait for another rank's report.
+      rank: Rank that failed.
+      why: Description of the failure.
+      grace_s: Seconds to wait for another rank's report.
 
     Returns:
       The failure of the group.
@@ -353,7 +356,7 @@ class Peers:
     return self.failure
 
   def close(self) -> None:
-    """Leaves the group; the others may go on."""
+    """Leave the group; the others may continue."""
     if not self._closed:
       self._tell_all({"t": "bye"})
       self._closed = True
@@ -368,26 +371,26 @@ class Peers:
     selector = selectors.DefaultSelector()
     for r, peer in self._peers.items():
       selector.register(peer.control, selectors.EVENT_READ, r)
-    last = next_s = time.monotonic()
+    last_s = next_s = time.monotonic()
     while not self._closed and self.failure is None:
-      now = time.monotonic()
-      if now - last > max(3 * self._every_s, self.timeout_s / 2):
-        # This process itself did not run: its clocks of the others restart.
+      now_s = time.monotonic()
+      if now_s - last_s > max(3 * self._every_s, self.timeout_s / 2):
+        # This process itself was suspended: its clocks of the others restart.
         for peer in self._peers.values():
-          peer.heard_s = peer.moved_s = now
-      last = now
-      if now >= next_s:
-        am = {"doing": self._doing, "n": self._ticks, "step": self._step}
-        self._tell_all({"t": "am", **am})
-        next_s = now + self._every_s
-      for key, _ in selector.select(min(0.1, max(0.0, next_s - now))):
+          peer.heard_s = peer.moved_s = now_s
+      last_s = now_s
+      if now_s >= next_s:
+        status = {"doing": self._doing, "n": self._ticks, "step": self._step}
+        self._tell_all({"t": "am", **status})
+        next_s = now_s + self._every_s
+      for key, _ in selector.select(min(0.1, max(0.0, next_s - now_s))):
         if not self._receive(key.data):
           selector.unregister(key.fileobj)
       self._check_peers(time.monotonic())
     selector.close()
 
   def _receive(self, rank: int) -> bool:
-    """Reads the messages of a rank; False where no more can come."""
+    """Read the messages of a rank; False after the last one."""
     peer = self._peers[rank]
     try:
       data = peer.control.recv(1 << 16)
@@ -431,34 +434,34 @@ class Peers:
       peer.left = True
       self.wake()
     elif kind == "fail":
-      why = message["why"]
+      reason = message["why"]
       if message["rank"] == self.rank:
-        why = f"was given up by rank {rank}: {why}"
-      self._fail(message["rank"], why)
+        reason = f"was given up by rank {rank}: {reason}"
+      self._fail(message["rank"], reason)
 
-  def _check_peers(self, now: float) -> None:
-    """Fails ranks that are silent or stuck."""
+  def _check_peers(self, now_s: float) -> None:
+    """Report ranks that are silent or stuck as failed."""
     for rank, peer in self._peers.items():
       if peer.left or self.failure is not None:
         continue
-      if now - peer.heard_s > self.timeout_s:
+      if now_s - peer.heard_s > self.timeout_s:
         self._fail(rank, f"has said nothing for {self.timeout_s:g} s")
-      elif now - peer.moved_s > self.timeout_s and self._is_stuck(peer):
-        why = f"is stuck: it has made no progress for {self.timeout_s:g} s"
-        self._fail(rank, why)
+      elif now_s - peer.moved_s > self.timeout_s and self._is_stuck(peer):
+        reason = f"is stuck: it has made no progress for {self.timeout_s:g} s"
+        self._fail(rank, reason)
 
   def _is_stuck(self, peer: _Peer) -> bool:
     if peer.doing != TOGETHER:
       return peer.doing == WORKING
-    # The others wait for the rank that has done least.
-    done = [
+    # The others wait for the ranks that have the fewest steps.
+    steps = [
       p.step
       for p in self._peers.values()
       if p.doing == TOGETHER and p is not peer
     ]
     if self._doing == TOGETHER:
-      done.append(self._step)
-    return not done or peer.step < max(done)
+      steps.append(self._step)
+    return not steps or peer.step < max(steps)
 
   def _fail(self, rank: int, why: str) -> None:
     with self._news:
@@ -472,12 +475,12 @@ class Peers:
       call(self.failure)
 
   def _shut(self) -> None:
-    """Ends all connections, which wakes threads that are blocked in one."""
+    """Close all connections, which wakes threads that are blocked in one."""
     control = [peer.control for peer in self._peers.values()]
-    for one in (*self._links.values(), *control):
+    for connection in (*self._links.values(), *control):
       with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
-      one.close()
+        connection.shutdown(socket.SHUT_RDWR)
+      connection.close()
 
   def _tell_all(self, message: dict[str, Any]) -> None:
     for rank, peer in self._peers.items():
@@ -487,59 +490,59 @@ class Peers:
   def _tell(self, rank: int, message: dict[str, Any]) -> None:
     data = json_text(message).encode()
     peer = self._peers[rank]
-    # A connection that is closed is noticed by `_watch`.
+    # `_watch` notices a closed connection.
     with contextlib.suppress(OSError), peer.lock:
       peer.control.sendall(_SIZE.pack(len(data)) + data)
 
   def _set_clock(self) -> None:
-    """Measures `offset_s` from rank 0's clock, by its quickest answer."""
+    """Measure `offset_s` to rank 0's clock, by its quickest answer."""
     if self.rank == 0:
       return
     best_s = math.inf
     for n in range(8):
-      before = time.monotonic()
+      sent_s = time.monotonic()
       self._tell(0, {"t": "ping", "n": n})
       self.wait(lambda n=n: n in self._pongs)
-      after = time.monotonic()
-      if after - before < best_s:
-        best_s = after - before
-        self.offset_s = self._pongs[n] - (before + after) / 2
+      received_s = time.monotonic()
+      if received_s - sent_s < best_s:
+        best_s = received_s - sent_s
+        self.offset_s = self._pongs[n] - (sent_s + received_s) / 2
 
 
 def send(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
-  """Sends contiguous arrays as bytes."""
+  """Send contiguous arrays as bytes."""
   views = [p.reshape(-1).view(np.uint8).data for p in parts]
   while views:
-    # The system takes a limited number of pieces at once.
-    done = link.sendmsg(views[:64])
-    while views and done >= len(views[0]):
-      done -= len(views.pop(0))
-    if done:
-      views[0] = views[0][done:]
+    # The system takes a limited number of buffers at once.
+    num_sent = link.sendmsg(views[:64])
+    while views and num_sent >= len(views[0]):
+      num_sent -= len(views.pop(0))
+    if num_sent:
+      views[0] = views[0][num_sent:]
 
 
 def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
-  """Fills contiguous arrays with the bytes that arrive.
+  """Fill contiguous arrays with the bytes that arrive.
 
   Raises:
-    ConnectionError: the other end is closed.
+    ConnectionError: If the other end is closed.
   """
   for part in parts:
     view = part.reshape(-1).view(np.uint8).data
     while len(view):
-      done = link.recv_into(view)
-      if not done:
+      num_received = link.recv_into(view)
+      if not num_received:
         raise ConnectionError("closed by the other end")
-      view = view[done:]
+      view = view[num_received:]
 
 
 def _greet(
   secret: bytes, link: socket.socket, address: object
 ) -> tuple[socket.socket, int, int]:
-  """(connection, rank, kind) of a rank that has the group's secret.
+  """Read (connection, rank, kind) of a rank that has the group's secret.
 
   Raises:
-    PeerError: it is a stranger.
+    PeerError: If the peer does not have it.
   """
   link.settimeout(10.0)
   hello = np.zeros(_HELLO.size, np.uint8)
@@ -551,16 +554,16 @@ def _greet(
 
 
 def _own_address(coordinator: str | None) -> str:
-  """The address of this machine, as the coordinator's network has it."""
+  """Address of this machine in the coordinator's network."""
   host, _, port = (coordinator or "localhost:1").rpartition(":")
   host = host.strip("[]")
   try:
-    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
-    family, kind, _, _, address = found[0]
+    candidates = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+    family, kind, _, _, address = candidates[0]
     with socket.socket(family, kind) as probe:
       # Nothing is sent: this only picks a route.
       probe.connect(address)
-      mine = probe.getsockname()[0]
+      address_here = probe.getsockname()[0]
   except OSError:
     return "127.0.0.1"
-  return "127.0.0.1" if mine == "::1" else mine
+  return "127.0.0.1" if address_here == "::1" else address_here

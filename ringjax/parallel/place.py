@@ -1,15 +1,15 @@
-"""How a call is sharded: on which mesh, and over which axes.
+"""Sharding of a call: its mesh, and the axes that shard each dimension.
 
 Guarantees: `locate` looks, in this order, at the caller's arguments, at the
 operands (explicit shardings, or the shardings of concrete arrays) and at the
 current mesh and its "seq" axis. In a `jax.jit` the type of an operand names the
-mesh of automatic axes that its arguments lie on, though not what each axis
-shards: `sequence_axis` of that mesh is taken, or the call is refused. The call
-is local only where no axis is found, or no mesh at all: arguments without a
-mesh whose shardings `in_shardings` alone gives are such a case. Several axes
-that shard the sequence count as one, the last of them moving fastest.
-In a shard_map nothing says which dimension a manual axis shards, so a function
-with a JAX function's name and signature takes no axis because it is called so.
+mesh of automatic axes of its arguments, though not what each axis shards:
+`sequence_axis` of that mesh is taken, or the call is refused. The call is local
+only where no axis is found, or no mesh at all: arguments without a mesh whose
+shardings `in_shardings` alone gives are such a case. Several axes that shard
+the sequence count as one, the last of them moving fastest.
+In a shard_map nothing tells which dimension a manual axis shards, so a function
+with a JAX function's name and signature does not use an axis by its name alone.
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ from ringjax.parallel import collectives
 MeshAxes = str | tuple[str, ...] | None
 
 SEQ = "seq"
-# `axis` of a call whose axis is to be found; None is no axis at all.
+# Value of `axis` for which a call finds its axis; None is no axis at all.
 AUTO = "auto"
-# Names of mesh axes that shard another dimension.
+# Names of mesh axes that shard other dimensions.
 _OTHERS = ("replica", "data", "model", "expert", "stage")
 
 
 def sequence_axis(
   mesh: Mesh | AbstractMesh, used: Sequence[str] = (), required: bool = True
 ) -> str | None:
-  """The axis of `mesh` that shards the sequence where a caller names none.
+  """Find the axis of `mesh` that shards the sequence where no axis is named.
 
-  "seq"; else the only axis of another name than "replica", "data", "model",
-  "expert" and "stage"; None if there is none. `used` shard something else.
+  It is "seq"; else the only axis of another name than "replica", "data",
+  "model", "expert" and "stage"; else None. Axes `used` shard other dimensions.
   `required`: the caller takes no axis=None.
 
   Raises:
-    MeshError: several axes may be meant.
+    MeshError: If several axes may be meant.
   """
   if SEQ in mesh.axis_names:
     return SEQ
-  left = [a for a in mesh.axis_names if a not in (*_OTHERS, *used)]
-  if len(left) > 1:
+  candidates = [a for a in mesh.axis_names if a not in (*_OTHERS, *used)]
+  if len(candidates) > 1:
     raise MeshError(
       "axis",
       f"None, on a mesh with the axes {mesh.axis_names}",
-      f"which of {', '.join(map(repr, left))} shards the sequence",
-      f"pass axis=, e.g. axis={left[0]!r}"
+      f"which of {', '.join(map(repr, candidates))} shards the sequence",
+      f"pass axis=, e.g. axis={candidates[0]!r}"
       + ("" if required else ", or axis=None if none of them does"),
     )
-  return left[0] if left else None
+  return candidates[0] if candidates else None
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSharding:
-  """How a call's operands are sharded; `locate` finds it.
+  """Mesh and axes over which a call's operands are sharded, see `locate`.
 
   Attributes:
-    axis: mesh axis over which the sequence is sharded, or several, or None.
-    manual: whether operands are per shard, in the caller's shard_map or vmap.
-    mesh: the mesh to open a shard_map on, or None.
-    size: number of shards, 1 without an axis.
-    batch: mesh axes over which the batch is sharded, where that is known.
-    heads: mesh axes over which the heads are sharded, where that is known.
-    whole: whether no other axis shards an operand, so that none is left to the
-      compiler.
+    axis: Mesh axis over which the sequence is sharded, or several, or None.
+    manual: Whether operands are per shard, in the caller's shard_map or vmap.
+    mesh: Mesh to open a shard_map on, or None.
+    size: Number of shards, 1 without an axis.
+    batch: Mesh axes over which the batch is sharded, where that is known.
+    heads: Mesh axes over which the heads are sharded, where that is known.
+    whole: Whether no other axis shards an operand, so that XLA has nothing to
+      partition.
   """
 
   axis: str | tuple[str, ...] | None = None
@@ -94,39 +94,46 @@ class CallSharding:
 def device_of(
   place: CallSharding, operands: Sequence[Any]
 ) -> tuple[str, str, bool]:
-  """(platform, device_kind, alone) of the devices that a call runs on.
+  """Return (platform, device_kind, alone) of the devices that run a call.
 
   The platform is "cpu", "gpu" or "tpu"; alone is whether XLA does not partition
   the call itself: it is in a shard_map, or on one device. The mesh decides,
-  then concrete operands, then the mesh around the call; a program that is
-  traced without a mesh counts as one for JAX's default, and for all devices.
+    then
+  concrete operands, then the mesh around the call; a program that is traced
+  without a mesh counts as one for JAX's default device, and for all devices.
   """
-  kind_of = lambda device: (device.platform, device.device_kind)
+  platform_and_kind = lambda device: (device.platform, device.device_kind)
   if isinstance(place.mesh, Mesh):
-    return *kind_of(place.mesh.devices.flat[0]), True
-  around = place.mesh or jax.sharding.get_abstract_mesh()
-  alone = place.manual or place.mesh is not None
+    return *platform_and_kind(place.mesh.devices.flat[0]), True
+  ambient_mesh = place.mesh or jax.sharding.get_abstract_mesh()
+  unpartitioned = place.manual or place.mesh is not None
   for a in operands:
     if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer):
-      return *kind_of(next(iter(a.devices()))), alone or len(a.devices()) == 1
-  alone = alone or (around.empty and jax.device_count() == 1)
-  kind = getattr(around.abstract_device, "device_kind", None)
+      return *platform_and_kind(next(iter(a.devices()))), unpartitioned or len(
+        a.devices()
+      ) == 1
+  unpartitioned = unpartitioned or (
+    ambient_mesh.empty and jax.device_count() == 1
+  )
+  kind = getattr(ambient_mesh.abstract_device, "device_kind", None)
   if kind is not None and kind.startswith("TPU"):
-    return "tpu", kind, alone
-  return *kind_of(jax.local_devices()[0]), alone
+    return "tpu", kind, unpartitioned
+  return *platform_and_kind(jax.local_devices()[0]), unpartitioned
 
 
 def check_axis(name: str, axis: MeshAxes) -> None:
-  """Refuses an `axis` that is not a name, a tuple of distinct names or None.
+  """Refuse an `axis` that is not a name, a tuple of distinct names or None.
 
-  An empty tuple is refused for the sequence alone, whose absence is None.
+  An empty tuple is refused only for the sequence, where None means no axis.
   """
-  least = 1 if name == "axis" else 0
-  several = isinstance(axis, tuple) and len(set(axis)) == len(axis) >= least
+  min_axes = 1 if name == "axis" else 0
+  distinct = isinstance(axis, tuple) and len(set(axis)) == len(axis) >= min_axes
   if not (
     axis is None
     or isinstance(axis, str)
-    or (several and all(isinstance(one, str) for one in axis))
+    or (
+      distinct and all(isinstance(name_of_axis, str) for name_of_axis in axis)
+    )
   ):
     raise MeshError(
       name,
@@ -137,7 +144,7 @@ def check_axis(name: str, axis: MeshAxes) -> None:
 
 
 def manual(axis: MeshAxes) -> CallSharding | None:
-  """The sharding of a call whose operands are per shard, else None."""
+  """Return the sharding of a call whose operands are per shard, else None."""
   check_axis("axis", axis)
   bound = axis
   if axis == AUTO:
@@ -149,7 +156,7 @@ def manual(axis: MeshAxes) -> CallSharding | None:
 
 
 def shards_of(axis: MeshAxes) -> int:
-  """Of how many shards the operands of a call are one; 1 of a whole mesh."""
+  """Number of shards of the axis if operands are per shard, else 1."""
   per_shard = manual(axis)
   return 1 if per_shard is None else per_shard.size
 
@@ -164,27 +171,29 @@ def locate(
   head_axis: str | tuple[str, ...] | None = None,
   by_name: bool = True,
 ) -> CallSharding:
-  """Finds how a call with [B, T, heads, H] `operands` is sharded.
+  """Find how a call with [B, T, heads, H] `operands` is sharded.
 
   Args:
-    operands: arrays, the queries first.
-    mesh: as the caller gave it.
-    axis: the mesh axis of the sequence; `AUTO` to find it, None for none.
-    required: whether an axis must be found; otherwise the call may be local.
-    name: what the caller calls the first operand.
-    batch_axis: the mesh axes of the batch; None is what explicit types say.
-    head_axis: the same for the heads.
-    by_name: whether a manual axis called "seq" is taken; otherwise shards of
+    operands: Arrays, the queries first.
+    mesh: Mesh that the caller passed, or None.
+    axis: Mesh axis of the sequence; `AUTO` to find it, None for none.
+    required: Whether an axis must be found; otherwise the call may be local.
+    name: Name of the first operand in error messages.
+    batch_axis: Mesh axes of the batch; None: those of explicit types.
+    head_axis: Mesh axes of the heads; None: those of explicit types.
+    by_name: Whether a manual axis called "seq" is used; otherwise shards of
       any manual axis are refused.
 
   Raises:
-    MeshError: no such axis, or one that shards two dimensions.
+    MeshError: If there is no such axis, or it shards two dimensions.
   """
   shares = {"batch_axis": batch_axis, "head_axis": head_axis}
-  given = {which: over for which, over in shares.items() if over is not None}
-  for which, over in given.items():
-    check_axis(which, over)
-  first = next(iter(given), "axis")
+  named_axes = {
+    argument: axes for argument, axes in shares.items() if axes is not None
+  }
+  for argument, axes in named_axes.items():
+    check_axis(argument, axes)
+  first = next(iter(named_axes), "axis")
   per_shard = manual(axis) if by_name or axis != AUTO else None
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
     raise MeshError(
@@ -194,64 +203,66 @@ def locate(
       "build one with rj.make_mesh or jax.make_mesh",
     )
   if per_shard is not None:
-    if given:
+    if named_axes:
       raise MeshError(
         first,
-        f"{given[first]!r} for operands that are per shard",
+        f"{named_axes[first]!r} for operands that are per shard",
         "operands of a whole mesh",
         "leave it out inside of a shard_map",
       )
     return per_shard
   specs = [sharding_of(x) for x in operands]
-  found = next((m for m, _ in specs if m is not None), None)
+  operand_mesh = next((m for m, _ in specs if m is not None), None)
   context = jax.sharding.get_abstract_mesh()
-  use = mesh or found or (None if context.empty else context)
+  call_mesh = mesh or operand_mesh or (None if context.empty else context)
   if context.manual_axes:
-    # A shard_map inside of another one is on the same mesh, as seen there.
+    # A nested shard_map is on the same mesh, as the outer one shows it.
     _check_same(mesh, context)
-    use = context
-  if use is None:
-    named = axis not in (None, AUTO)
-    if named or required or given:
-      got = given.get(first, axis if named else None)
+    call_mesh = context
+  if call_mesh is None:
+    axis_named = axis not in (None, AUTO)
+    if axis_named or required or named_axes:
+      value = named_axes.get(first, axis if axis_named else None)
       raise MeshError(
         first,
-        f"{got!r} outside of any mesh",
+        f"{value!r} outside of any mesh",
         "a mesh with that axis",
         "pass mesh=, or enter one with jax.set_mesh(mesh)",
       )
     return CallSharding()
   if axis == AUTO:
-    used = [n for over in given.values() for n in collectives.names(over)]
-    axis = _sequence_axis(specs, use, mesh is not None, used, required)
+    used = [n for axes in named_axes.values() for n in collectives.names(axes)]
+    axis = _sequence_axis(specs, call_mesh, mesh is not None, used, required)
     if not by_name and context.manual_axes:
       axis = _not_manual(axis, specs, operands)
   if axis is None and required:
     raise MeshError(
       "axis",
-      f"None, and no 'seq' among the mesh axes {use.axis_names}",
+      f"None, and no 'seq' among the mesh axes {call_mesh.axis_names}",
       "the mesh axis that shards the sequence",
       "pass one of them as axis=",
     )
-  _check_names("axis", axis, use)
+  _check_names("axis", axis, call_mesh)
   explicit = [
     a
-    for a, kind in zip(use.axis_names, use.axis_types, strict=True)
+    for a, kind in zip(call_mesh.axis_names, call_mesh.axis_types, strict=True)
     if kind == AxisType.Explicit
   ]
-  if axis is None and not explicit and not given:
+  if axis is None and not explicit and not named_axes:
     return CallSharding()
   spec = next((spec for m, spec in specs if m is not None), ()) or ()
-  found_at = lambda i: tuple(
+  explicit_axes = lambda i: tuple(
     a for a in (spec[i] if i < len(spec) else ()) if a in explicit
   )
   batch, heads = (
-    _check_names(which, given[which], use) if which in given else found_at(i)
-    for i, which in ((0, "batch_axis"), (2, "head_axis"))
+    _check_names(argument, named_axes[argument], call_mesh)
+    if argument in named_axes
+    else explicit_axes(i)
+    for i, argument in ((0, "batch_axis"), (2, "head_axis"))
   )
-  if given:
+  if named_axes:
     _check_disjoint(axis, batch, heads)
-    _check_divides(operands, use, name, batch, heads)
+    _check_divides(operands, call_mesh, name, batch, heads)
   if {*collectives.names(axis)} & {*batch, *heads}:
     raise MeshError(
       name,
@@ -261,21 +272,21 @@ def locate(
     )
   return CallSharding(
     axis=axis,
-    mesh=use,
-    size=math.prod(use.shape[name] for name in collectives.names(axis)),
+    mesh=call_mesh,
+    size=math.prod(call_mesh.shape[name] for name in collectives.names(axis)),
     batch=batch,
     heads=heads,
-    whole=bool(given),
+    whole=bool(named_axes),
   )
 
 
 def _not_manual(
   axis: MeshAxes, specs: list[Any], operands: Sequence[Any]
 ) -> MeshAxes:
-  """The axis that was found, unless a shard_map around the call owns it.
+  """Return the axis that was found, unless a surrounding shard_map owns it.
 
   Raises:
-    MeshError: operands are, or may be, the shards of a manual axis.
+    MeshError: If operands are, or may be, the shards of a manual axis.
   """
   free = not {*collectives.names(axis)} & collectives.manual_axes()
   if not (free and any(s and len(s) > 1 and s[1] for _, s in specs)):
@@ -284,27 +295,27 @@ def _not_manual(
 
 
 def refuse_shards(name: str, x: PyTree, spelling: str, axis: str) -> None:
-  """Refuses operands that are the shards of a shard_map's manual axes.
+  """Refuse operands that are the shards of a shard_map's manual axes.
 
-  Which dimension they shard is not known. `spelling` is the argument of the
-  remedy, with a gap for the axis; `axis` is an example.
+  It is not known which dimension they shard. `spelling` is the argument to
+  suggest, with a gap for the axis; `axis` is an example.
 
   Raises:
-    MeshError: they vary over manual axes, or that is unknown.
+    MeshError: If they vary over manual axes, or that is unknown.
   """
   axes = sorted(collectives.manual_axes())
   varying = sorted(collectives.varying_axes(x))
-  # Without check_vma nothing is known to vary.
-  known = all(
+  # Without check_vma JAX tracks no variation over axes.
+  tracked = all(
     a in collectives.varying_axes(collectives.axis_index(a)) for a in axes
   )
-  if not axes or (known and not varying):
+  if not axes or (tracked and not varying):
     return
-  over = varying or axes
-  example = axis if axis in over else over[0]
+  shard_axes = varying or axes
+  example = axis if axis in shard_axes else shard_axes[0]
   raise MeshError(
     name,
-    f"shards in a shard_map over the axes {', '.join(map(repr, over))}, "
+    f"shards in a shard_map over the axes {', '.join(map(repr, shard_axes))}, "
     "and no axis",
     "whether the sequence is sharded over one of them",
     f"pass {spelling.format(repr(example))} for attention over the shards "
@@ -314,27 +325,29 @@ def refuse_shards(name: str, x: PyTree, spelling: str, axis: str) -> None:
 
 
 def _check_same(
-  mesh: Mesh | AbstractMesh | None, around: Mesh | AbstractMesh | None
+  mesh: Mesh | AbstractMesh | None, ambient_mesh: Mesh | AbstractMesh | None
 ) -> None:
-  """Refuses a mesh that is not the one of the shard_map around the call."""
-  shape = lambda one: tuple(zip(one.axis_names, one.axis_sizes, strict=True))
-  if mesh is not None and shape(mesh) != shape(around):
+  """Refuse a mesh that differs from that of the shard_map around the call."""
+  shape = lambda any_mesh: tuple(
+    zip(any_mesh.axis_names, any_mesh.axis_sizes, strict=True)
+  )
+  if mesh is not None and shape(mesh) != shape(ambient_mesh):
     raise MeshError(
       "mesh",
-      f"one of {shape(mesh)} inside of a shard_map over {shape(around)}",
+      f"one of {shape(mesh)} inside of a shard_map over {shape(ambient_mesh)}",
       "the mesh of that shard_map",
       "leave mesh out",
     )
 
 
 def _check_names(
-  which: str, axes: MeshAxes, mesh: Mesh | AbstractMesh
+  argument: str, axes: MeshAxes, mesh: Mesh | AbstractMesh
 ) -> tuple[str, ...]:
-  """The axes that a caller named, which have to be the mesh's."""
+  """Return the axes that a caller named, which have to be the mesh's."""
   names = collectives.names(axes)
-  if any(one not in mesh.axis_names for one in names):
+  if any(axis_name not in mesh.axis_names for axis_name in names):
     raise MeshError(
-      which,
+      argument,
       repr(axes),
       f"one of the mesh axes {mesh.axis_names}",
       "rename the axis or pass another mesh",
@@ -345,9 +358,11 @@ def _check_names(
 def _check_disjoint(
   axis: MeshAxes, batch: tuple[str, ...], heads: tuple[str, ...]
 ) -> None:
-  """Refuses a mesh axis that is to shard two dimensions."""
+  """Refuse a mesh axis that would shard two dimensions."""
   uses = [*collectives.names(axis), *batch, *heads]
-  twice = next((one for one in uses if uses.count(one) > 1), None)
+  twice = next(
+    (axis_name for axis_name in uses if uses.count(axis_name) > 1), None
+  )
   if twice is not None:
     raise MeshError(
       "axis, batch_axis, head_axis",
@@ -364,14 +379,14 @@ def _check_divides(
   batch: tuple[str, ...],
   heads: tuple[str, ...],
 ) -> None:
-  """Refuses a batch or query heads that their shards do not divide."""
+  """Refuse a batch or query heads that their shards do not divide."""
   b, _, n, _ = operands[0].shape
-  for which, many, over in (("examples", b, batch), ("heads", n, heads)):
-    size = math.prod(mesh.shape[one] for one in over)
-    if many % size:
+  for dimension, length, axes in (("examples", b, batch), ("heads", n, heads)):
+    size = math.prod(mesh.shape[axis_name] for axis_name in axes)
+    if length % size:
       raise MeshError(
         name,
-        f"{many} {which} over the {size} shards of {over}",
+        f"{length} {dimension} over the {size} shards of {axes}",
         "a multiple of the shards",
         "leave that axis out, or pad",
       )
@@ -380,12 +395,12 @@ def _check_divides(
 def sharding_of(
   x: Shaped[Array | jax.ShapeDtypeStruct, " ..."],
 ) -> tuple[Any, tuple[tuple[str, ...], ...] | None]:
-  """(mesh, mesh axes of each dimension) of an operand; (None, ()) without one.
+  """Return an operand's (mesh, mesh axes of each dimension), or (None, ()).
 
   A concrete array and a `jax.ShapeDtypeStruct` have a sharding. The type of a
-  traced array names the mesh of the arguments that it is computed from, and
-  says over which explicit axes it lies; what automatic axes shard is known to
-  the compiler alone: then None stands for the axes of the dimensions.
+  traced array names the mesh of the arguments that it is computed from, and the
+  explicit axes that shard it; which dimensions automatic axes shard only the
+  compiler knows: then None stands for the axes of the dimensions.
   """
   sharding: Any = getattr(jax.typeof(x), "sharding", None)
   kinds = () if sharding is None else sharding.mesh.axis_types
@@ -401,16 +416,16 @@ def sharding_of(
 
 
 def _sequence_axis(
-  found: list[Any],
+  operand_shardings: list[Any],
   mesh: Mesh | AbstractMesh,
-  given: bool,
+  mesh_given: bool,
   used: Sequence[str],
   required: bool,
 ) -> MeshAxes:
-  """The axis of the operands' second dimension, else the one of the mesh."""
-  for _, spec in found:
+  """Return the axis of the operands' second dimension, else the mesh's."""
+  for _, spec in operand_shardings:
     if spec is not None and len(spec) > 1 and spec[1]:
       return spec[1] if len(spec[1]) > 1 else spec[1][0]
-  if given or any(spec is None for _, spec in found):
+  if mesh_given or any(spec is None for _, spec in operand_shardings):
     return sequence_axis(mesh, used, required)
   return SEQ if SEQ in mesh.axis_names else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-# Products of bfloat16 that are summed in float32: of x86 and of ARM.
+# Instruction sets with bfloat16 products summed in float32, of x86 and of ARM.
 _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 
@@ -14,8 +14,8 @@ def multiplies_bfloat16() -> bool:
   Without them XLA converts the operands of each product, which costs more than
   it saves. A processor of unknown instruction sets counts as having them.
   """
-  known = instructions()
-  return not known or bool(known & _BFLOAT16)
+  names = instructions()
+  return not names or bool(names & _BFLOAT16)
 
 
 def instructions() -> frozenset[str]:
@@ -25,7 +25,7 @@ def instructions() -> frozenset[str]:
 
 @functools.cache
 def told(name: str) -> str:
-  """A field of the first processor in /proc/cpuinfo; "" if it is missing."""
+  """Read a field of the first processor in /proc/cpuinfo; "" if missing."""
   try:
     with open("/proc/cpuinfo") as file:
       for line in file:

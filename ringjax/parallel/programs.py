@@ -1,13 +1,13 @@
-"""Bounds how many compiled programs a process keeps.
+"""Bound on the number of compiled programs that a process keeps.
 
 Guarantees: the compiler of a process that runs many shapes does not run out of
 memory mappings, at which point it would end the process. On Linux a process
 may have `vm.max_map_count` of them, 65,530 by default; a program on a CPU takes
-a few for each of its fusions, one of `generate` hundreds. Past half of them
-the package's own programs are let go, and those in use are compiled again;
+a few for each of its fusions, one of `generate` hundreds. Above half of them
+the package's own programs are released, and those in use are compiled again;
 where that is not enough, all of JAX's caches are cleared, with a warning.
-Cost: nothing but an addition where nothing was compiled since the last look;
-else one read of /proc/self/maps, 0.7 ms for each 1,000 mappings or less.
+Cost: only an addition if nothing was compiled since the last check; else one
+read of /proc/self/maps, 0.7 ms for each 1,000 mappings or less.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAPS = pathlib.Path("/proc/self/maps")
 _MOST = pathlib.Path("/proc/sys/vm/max_map_count")
-# Shares of the mappings: where programs are let go, and where all caches are.
+# Shares of the mappings above which programs, and all caches, are released.
 _OWN, _ALL = 0.5, 0.7
-# What the package has compiled with; see `bounded`.
+# The package's jitted functions; see `bounded`.
 _own: list[Any] = []
 
 
 class _Compiled:
-  """How many programs were compiled, and how many when it was looked last."""
+  """Number of compiled programs, now and at the last check."""
 
   count = 0
   seen = 0
 
 
-def _heard(event: str, duration_secs: float, **_: Any) -> None:
+def _count_compilation(event: str, duration_secs: float, **_: Any) -> None:
   del duration_secs
   if event.endswith("backend_compile_duration"):
     _Compiled.count += 1
 
 
-jax.monitoring.register_event_duration_secs_listener(_heard)
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 
 def bounded(function: _Function) -> _Function:
-  """Notes a jitted function whose programs `make_room` may let go."""
+  """Register a jitted function whose programs `make_room` may release."""
   _own.append(function)
   return function
 
 
 def mappings() -> int | None:
-  """Memory mappings of this process, or None where that is not known."""
+  """Number of memory mappings of this process, or None if unknown."""
   try:
     with _MAPS.open("rb") as file:
       parts = iter(functools.partial(file.read, 1 << 20), b"")
@@ -64,7 +64,7 @@ def mappings() -> int | None:
 
 
 def most_mappings() -> int:
-  """How many of them a process may have."""
+  """Largest number of memory mappings that a process may have."""
   try:
     return int(_MOST.read_text())
   except (OSError, ValueError):
@@ -72,27 +72,27 @@ def most_mappings() -> int:
 
 
 def make_room() -> None:
-  """Lets programs go if the process nears the end of its mappings.
+  """Release programs if the process nears its limit of memory mappings.
 
   Called by the package's functions that compile a program for each shape,
   before they compile.
   """
   if _Compiled.seen == _Compiled.count:
     return
-  _Compiled.seen, most = _Compiled.count, most_mappings()
-  have = mappings()
-  if have is None or have <= _OWN * most:
+  _Compiled.seen, cap = _Compiled.count, most_mappings()
+  used = mappings()
+  if used is None or used <= _OWN * cap:
     return
   for function in _own:
     function.clear_cache()
   gc.collect()
-  have = mappings()
-  if have is None or have <= _ALL * most:
+  used = mappings()
+  if used is None or used <= _ALL * cap:
     return
   jax.clear_caches()
   gc.collect()
   warnings.warn(
-    f"{have:,} of the {most:,} memory mappings that this process may have were "
+    f"{used:,} of the {cap:,} memory mappings that this process may have were "
     "taken: all programs in JAX's caches were let go, and are compiled "
     "again where they are used. Raise vm.max_map_count, or compile fewer "
     "shapes",

@@ -1,15 +1,14 @@
-"""Keys whose weight in attention is not that of their scores alone.
+"""Views of separately encoded contexts, whose weight depends on all keys.
 
 Guarantees: with temperature and scale 1, or with all contexts selected, the
 partial is that of the plain views; the order of contexts does not matter.
-Cost: one maximum and one sum over the shards more than plain views take;
+Cost: one more maximum and one more sum over the shards than plain views;
 `SelectedView` reads the keys twice, the second time only those of contexts
 that some query selects.
 Memory: for `SelectedView` five scores of each query, head and context.
 
-Views of contexts that were encoded apart: what the queries of a call give to
-all contexts together is known only once the partials of all shards are
-combined, so these views are merged behind that.
+The total weight that queries give to all contexts together is known only after
+the partials of all shards are combined, so these views are merged after that.
 
 Ref: Yang et al. 2025, arXiv 2502.05431 (APE: temperature and scale); Zhang et
 al. 2025, arXiv 2412.16545 (attention entropy: selection).
@@ -56,12 +55,12 @@ from ringjax.parallel import collectives
 from ringjax.parallel.place import MeshAxes
 from ringjax.typing import Index
 
-# How many of its largest weights speak for a context.
+# Number of largest probabilities whose sum is a context's weight.
 _TOP = 5
 
 
 class _Wrapped:
-  """A base class: what a view is, its `stored` one says."""
+  """Base class of views that wrap another one, `stored`."""
 
   @property
   def _keys(self) -> KVView:
@@ -110,12 +109,12 @@ class WeighedView(_Wrapped):
   """Keys whose scores are divided by a temperature, and their total scaled.
 
   With logits s_j of these keys, lse = log sum_j exp(s_j / temperature), they
-  get exp(scale lse) beside the sum of the other keys' exponentials.
+  get exp(scale lse) next to the sum of the other keys' exponentials.
 
   Fields:
-    stored: the keys and values, or None: for keys that are still to come.
-    scale: float32 [].
-    temperature: more than 0.
+    stored: View of the keys and values, or None for keys that are added later.
+    scale: Scale of the log-sum-exp, float32 [].
+    temperature: Temperature, above 0.
   """
 
   stored: KVView | None
@@ -129,15 +128,15 @@ class WeighedView(_Wrapped):
     return tree.with_leaves(self, stored=inner, scale=P())
 
   def cooled(self, visit: CacheVisit) -> CacheVisit:
-    """The visit whose scores are divided by the temperature."""
-    one, cap = 1 / self.temperature, visit.scores.soft_cap
+    """Divide the scores by the temperature."""
+    factor, cap = 1 / self.temperature, visit.scores.soft_cap
     scores = Scores(
-      scale=visit.scores.scale * one,
-      soft_cap=None if cap is None else cap * one,
+      scale=visit.scores.scale * factor,
+      soft_cap=None if cap is None else cap * factor,
     )
     slopes = visit.terms.slopes
     if slopes is not None:
-      slopes = slopes * jnp.asarray(one, slopes.dtype)
+      slopes = slopes * jnp.asarray(factor, slopes.dtype)
     return dataclasses.replace(
       visit, scores=scores, terms=visit.terms._replace(slopes=slopes)
     )
@@ -147,7 +146,7 @@ class WeighedView(_Wrapped):
     out, lse = finalize(cooler.combined(cooler.on_shard([self._keys])))
     scale = self.scale
     if visit.axis is not None:
-      # The same on all shards, which its type has to say.
+      # Equal on all shards; the maximum makes its type say so.
       scale = collectives.largest(scale, visit.axis)
     return merge(rest, Partial.of(out, lse * scale.astype(lse.dtype)))
 
@@ -157,17 +156,17 @@ tree.register(WeighedView, ("stored", "scale"), ("temperature",))
 
 @dataclasses.dataclass(frozen=True)
 class SelectedView(_Wrapped):
-  """Contexts of which each query reads those that it looks at most.
+  """Contexts of which each query reads those with the largest weight.
 
   A context's weight for a query and a head is the sum of its five largest
   attention probabilities among all keys of the call.
 
   Fields:
-    stored: the keys and values, each tile of whose slots is of one context;
-      or None, as in `WeighedView`.
-    owner: int32 [B, n], which context each of n tiles is of, -1 for none.
-    count: how many contexts there are at most, P.
-    keep: how many each query reads.
+    stored: View of the keys and values, in which all slots of a tile belong to
+      one context; or None, as in `WeighedView`.
+    owner: Index of the context of each of n tiles, int32 [B, n]; -1 for none.
+    count: Largest number of contexts, P.
+    keep: Number of contexts that each query reads.
     by: "query": each query and head selects; "token": each query, its heads
       together; "head": the queries of a call together; "call": heads and
       queries together.
@@ -182,9 +181,9 @@ class SelectedView(_Wrapped):
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
   ) -> SelectedView:
-    each = batch if self.owner.shape[0] == self.shape[0] > 1 else None
+    batch_axes = batch if self.owner.shape[0] == self.shape[0] > 1 else None
     inner = self._keys.specs(batch, heads, tokens)
-    return tree.with_leaves(self, stored=inner, owner=P(each, tokens))
+    return tree.with_leaves(self, stored=inner, owner=P(batch_axes, tokens))
 
   @property
   def together(self) -> bool:
@@ -192,84 +191,86 @@ class SelectedView(_Wrapped):
     return self.by in ("head", "call")
 
   def each_alone(self) -> SelectedView:
-    """As it is, but that each query of a call selects for itself."""
+    """Let each query of a call select by itself."""
     by = {"head": "query", "call": "token"}.get(self.by, self.by)
     return dataclasses.replace(self, by=by)
 
   def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
-    _, other = finalize(rest)
+    _, other_lse = finalize(rest)
     if visit.scatter:
       assert visit.axis is not None
-      other = collectives.gather(other, visit.axis, 3)
-    chosen = self.chosen(other, visit)
+      other_lse = collectives.gather(other_lse, visit.axis, 3)
+    chosen = self.chosen(other_lse, visit)
     return merge(rest, visit.combined(self._read(visit, chosen)))
 
   def chosen(
     self, other: Float[Array, "B K G T"], visit: CacheVisit
   ) -> jax.Array:
-    """Which contexts are read, bool [B, P, K, G, T]; 1 where all have one.
+    """Mark the contexts that are read, bool [B, P, K, G, T]; 1 where shared.
 
     Args:
-      other: log-sum-exp of the scores of the keys of other views.
-      visit: of the queries.
+      other: Log-sum-exp of the scores of the keys of other views.
+      visit: Queries of the call.
     """
-    tops, mine = self._looked_at(visit)
-    weight = jnp.exp(tops - jnp.logaddexp(mine, other)[:, None, ..., None])
-    return self._chosen(jnp.sum(weight, -1), visit)
+    tops, own_lse = self._top_scores(visit)
+    weight = jnp.exp(tops - jnp.logaddexp(own_lse, other)[:, None, ..., None])
+    return self._select_contexts(jnp.sum(weight, -1), visit)
 
   def slots_chosen(
     self, chosen: Bool[Array, "B P _ _ _"]
   ) -> Bool[Array, "B _ _ _ S"]:
-    """Which slots are of contexts that are read."""
-    each = self.shape[2] // self.owner.shape[1]
-    owner = jnp.repeat(self._owner(slice(None)), each, 1)
+    """Mark the slots of the contexts that are read."""
+    slots = self.shape[2] // self.owner.shape[1]
+    owner = jnp.repeat(self._owner(slice(None)), slots, 1)
     rows = jnp.arange(chosen.shape[0], dtype=jnp.int32)
     return jnp.moveaxis(chosen[rows[:, None], owner], 1, -1)
 
-  def _looked_at(self, visit: CacheVisit) -> tuple[jax.Array, jax.Array]:
-    """The largest scores [B, P, K, G, T, 5] and the lse [B, K, G, T] of all."""
-    shape, wide = visit.q.shape[:4], wide_dtype(visit.q.dtype)
+  def _top_scores(self, visit: CacheVisit) -> tuple[jax.Array, jax.Array]:
+    """Five largest scores [B, P, K, G, T, 5], and lse [B, K, G, T] of all."""
+    shape, dtype = visit.q.shape[:4], wide_dtype(visit.q.dtype)
     like = (visit.q, self._keys, self.owner)
-    lead = (shape[0], self.count, *shape[1:], _TOP)
+    tops_shape = (shape[0], self.count, *shape[1:], _TOP)
     rows = jnp.arange(shape[0], dtype=jnp.int32)
 
-    def look(
+    def fold_scores(
       n: Index, s: jax.Array, v: jax.Array, tile: ScoreTile, carry: PyTree
     ) -> Any:
       del v
       tops, top, total = carry
       s, _ = tile.scores_of(s)
       s = jnp.where(tile.allowed(), s, -jnp.inf)
-      new = jnp.maximum(top, jnp.max(s, -1))
-      safe = finite_max(new)
+      new_top = jnp.maximum(top, jnp.max(s, -1))
+      safe = finite_max(new_top)
       total = total * jnp.exp(top - safe)
       total = total + jnp.sum(jnp.exp(s - safe[..., None]), -1)
       owner = self._owner(n)
-      both = jnp.concatenate([tops[rows, owner], _largest(s)], -1)
-      return tops.at[rows, owner].set(_largest(both)), new, total
+      candidates = jnp.concatenate([tops[rows, owner], _top_k(s)], -1)
+      return tops.at[rows, owner].set(_top_k(candidates)), new_top, total
 
     start = (
-      collectives.full(lead, -jnp.inf, wide, like),
-      collectives.full(shape, -jnp.inf, wide, like),
-      collectives.zeros(shape, wide, like),
+      collectives.full(tops_shape, -jnp.inf, dtype, like),
+      collectives.full(shape, -jnp.inf, dtype, like),
+      collectives.zeros(shape, dtype, like),
     )
     count = self.owner.shape[1]
     tiles = jnp.arange(count, dtype=jnp.int32)
-    tops, top, total = self._fold(visit, tiles, jnp.int32(count), look, start)
+    tops, top, total = self._fold(
+      visit, tiles, jnp.int32(count), fold_scores, start
+    )
     if visit.axis is not None:
-      new = collectives.largest(top, visit.axis)
-      weight = jnp.exp(top - finite_max(new))
+      global_top = collectives.largest(top, visit.axis)
+      weight = jnp.exp(top - finite_max(global_top))
       total = collectives.total(total * weight, visit.axis)
-      tops, top = _largest(collectives.gather(tops, visit.axis, 5)), new
+      tops, top = _top_k(collectives.gather(tops, visit.axis, 5)), global_top
     _, lse = finalize(Partial(total[..., None], top, total))
     return tops, lse
 
-  def _chosen(
+  def _select_contexts(
     self, weight: Float[Array, "B P K G T"], visit: CacheVisit
   ) -> jax.Array:
-    """Which contexts are read, bool [B, P, K, G, T]; 1 where all have one."""
-    real = visit.at.seg[:, None, None, None] > 0
-    weight = jnp.where(real, weight, 0)
+    """Select contexts by weight, bool [B, P, K, G, T]; 1 where shared."""
+    is_token = visit.at.seg[:, None, None, None] > 0
+    weight = jnp.where(is_token, weight, 0)
     if self.together:
       weight = jnp.sum(weight, 4, keepdims=True)
     if self.by in ("token", "call"):
@@ -281,28 +282,28 @@ class SelectedView(_Wrapped):
     return jnp.moveaxis(chosen, -1, 1)
 
   def _read(self, visit: CacheVisit, chosen: jax.Array) -> Partial:
-    """The partial on this shard of the keys that are chosen."""
+    """Partial of the selected keys of this shard."""
     rows = jnp.arange(chosen.shape[0], dtype=jnp.int32)
     # Tiles that no query reads are left out.
     owned = jnp.any(chosen, (2, 3, 4))[rows[:, None], self._owner(slice(None))]
-    some = jnp.any(owned & (self.owner >= 0), 0)
-    order = jnp.argsort(1 - some.astype(jnp.int32), stable=True)
+    needed = jnp.any(owned & (self.owner >= 0), 0)
+    order = jnp.argsort(1 - needed.astype(jnp.int32), stable=True)
 
     def read(
       n: Index, s: jax.Array, v: jax.Array, tile: ScoreTile, carry: Partial
     ) -> Partial:
-      mine = chosen[rows, self._owner(n)][..., None]
+      allowed = chosen[rows, self._owner(n)][..., None]
       flag = finite_flag(v, s.dtype)
-      return fold_tile(tile, s, v, flag, carry, allowed=mine)
+      return fold_tile(tile, s, v, flag, carry, allowed=allowed)
 
     _, _, _, _, value = self.shape
-    wide = wide_dtype(visit.q.dtype)
+    dtype = wide_dtype(visit.q.dtype)
     like = (visit.q, self._keys, self.owner, chosen)
-    start = Partial.empty(visit.q.shape[:4], value, wide, like)
-    number = jnp.sum(some, dtype=jnp.int32)
-    found = self._fold(visit, order.astype(jnp.int32), number, read, start)
-    back = self._keys.aligned(visit.q).back
-    return found._replace(acc=back(found.acc))
+    start = Partial.empty(visit.q.shape[:4], value, dtype, like)
+    count = jnp.sum(needed, dtype=jnp.int32)
+    partial = self._fold(visit, order.astype(jnp.int32), count, read, start)
+    to_basis = self._keys.aligned(visit.q).back
+    return partial._replace(acc=to_basis(partial.acc))
 
   def _owner(self, n: Index | slice) -> jax.Array:
     return jnp.maximum(self.owner[:, n], 0)
@@ -315,14 +316,14 @@ class SelectedView(_Wrapped):
     step: Callable[..., Any],
     carry: PyTree,
   ) -> Any:
-    """step(n, products, values, tile, carry) of `count` of `tiles`."""
+    """Fold `count` of `tiles`: step(n, products, values, tile, carry)."""
     view, q, _, by_head = self._keys.aligned(visit.q)
     assert not by_head
     size = self.shape[2] // self.owner.shape[1]
     context = Context(visit.at, view.at, view.mask or visit.mask)
     args = ScoreArgs(visit.scores, visit.terms, context)
 
-    def one(i: Index, carry: PyTree) -> Any:
+    def fold_tile_of(i: Index, carry: PyTree) -> Any:
       first = tiles[i] * size
       k, v = view.tile(first, size)
       s = product("bkgqh,bkth->bkgqt", q, k.astype(q.dtype))
@@ -330,16 +331,16 @@ class SelectedView(_Wrapped):
       tile = ScoreTile(args, FORWARD, 0, first, context.q, k_at)
       return step(tiles[i], s, v, tile, carry)
 
-    return loop(count, one, carry)
+    return loop(count, fold_tile_of, carry)
 
 
 tree.register(SelectedView, ("stored", "owner"), ("count", "keep", "by"))
 
 
-def _largest(x: Float[Array, "*rows n"]) -> jax.Array:
-  """The five largest numbers of the last axis, filled up with -inf."""
-  over = max(0, _TOP - x.shape[-1])
-  if over:
-    wide = [(0, 0)] * (x.ndim - 1) + [(0, over)]
-    x = jnp.pad(x, wide, constant_values=-jnp.inf)
+def _top_k(x: Float[Array, "*rows n"]) -> jax.Array:
+  """The five largest numbers of the last axis, padded with -inf."""
+  missing = max(0, _TOP - x.shape[-1])
+  if missing:
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
+    x = jnp.pad(x, padding, constant_values=-jnp.inf)
   return lax.top_k(x, _TOP)[0]

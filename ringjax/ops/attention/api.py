@@ -33,11 +33,11 @@ from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel.layout import Layout, Striped
 from ringjax.parallel.place import AUTO, locate, shards_of
 
-# The keyword arguments that all functions of this file take alike.
+# The keyword arguments that all functions of this file share.
 _SHARED = tuple(
   name
-  for name, one in inspect.signature(AttentionArgs.of).parameters.items()
-  if one.kind == one.KEYWORD_ONLY
+  for name, parameter in inspect.signature(AttentionArgs.of).parameters.items()
+  if parameter.kind == parameter.KEYWORD_ONLY
   and name not in ("is_causal", "layout", "aligned", "key_shards")
 )
 
@@ -80,72 +80,78 @@ def dot_product_attention(
   and the residual is float32 and differentiable.
 
   Args:
-    query: [B, T, N, H] or [T, N, H]; bfloat16, float16, float32 or float64.
-    key: [B, S, K, H] or [S, K, H]; N is a multiple of K.
-    value: [B, S, K, J]; J may differ from H.
-    bias: broadcastable to [B, N, T, S], added to the scaled (and capped)
+    query: Queries, [B, T, N, H] or [T, N, H]; bfloat16, float16, float32 or
+      float64.
+    key: Keys, [B, S, K, H] or [S, K, H]; N is a multiple of K.
+    value: Values, [B, S, K, J]; J may differ from H.
+    bias: Bias, broadcastable to [B, N, T, S], added to the scaled (and capped)
       logits; differentiable. Per shard: [B, N, T of the shard, S of them all].
-    mask: bool, broadcastable to [B, N, T, S], True where a query sees a key;
-      or a ringjax mask such as `Causal() & Window(4096)`, which costs no array.
-    scale: of the logits; default H**-0.5.
-    is_causal: a query sees keys at and before its position. Positions count
-      from 0 for queries and keys alike unless given, as in JAX.
-    query_seq_lengths: int32 [B]; later queries give 0.
-    key_value_seq_lengths: int32 [B]; later keys are not seen.
-    local_window_size: (left, right) or one int for both: how many tokens a
-      query sees on either side of its own position.
-    implementation: None or "xla" run ringjax; "cudnn" hands the call to
+    mask: Boolean mask, broadcastable to [B, N, T, S], True where a query sees a
+      key; or a ringjax mask such as `Causal() & Window(4096)`, which costs no
+      array.
+    scale: Scale of the logits; default H**-0.5.
+    is_causal: Whether a query only sees keys at and before its position.
+      Positions count from 0 for queries and keys alike unless given, as in JAX.
+    query_seq_lengths: Query lengths, int32 [B]; later queries give 0.
+    key_value_seq_lengths: Key lengths, int32 [B]; later keys are not seen.
+    local_window_size: Numbers of tokens that a query sees on either side of its
+      position, (left, right) or one int for both.
+    implementation: None or "xla" run ringjax; "cudnn" passes the call to
       `jax.nn` and is for one device and JAX's own arguments only.
-    return_residual: also return the log-sum-exp, float32 [B, T, N].
-    mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis that shards T and S, or several, the slowest first.
-      "auto": what shards the operands, else the mesh's "seq" axis, else the
-      only axis of the mesh that is not "replica", "data", "model", "expert"
-      or "stage", if it is a given `mesh` or that of operands in a `jax.jit`,
-      where nothing says what they are sharded over; else none. None: each
-      device attends alone, to the
-      keys that it is given. Inside a shard_map where the axis is manual the
-      operands are per shard; there it has to be named, or None, since "auto"
-      can't tell which dimension a manual axis shards.
-    batch_axis: the mesh axes that shard B; () for none. Default: what explicit
-      shardings say, else the compiler finds out. Where this or `head_axis` is
-      said, nothing is left to the compiler, which on a mesh with more axes
-      than `axis` is what lets TPU and GPU kernels run: XLA cuts none.
-    head_axis: the same for N; K is 1 or a multiple of its shards.
-    layout: the order in which the sequence dimension of all arrays lies on
-      the shards (`layout.permute` brings it there); default `Contiguous()`.
-    strategy: what moves between shards. "auto" chooses by a model of costs
-      (`Auto`, `explain`). By name: "ring", "bidirectional", "ring_q" (queries
-      travel), "gather", "ulysses", "hybrid" (heads between neighbours, a ring
-      of their groups), "two_level", "halo" (a window), "chain" (causal) and
-      "documents" (hops as far as packed documents reach); "hybrid:4" has
-      groups of 4. Or an object such as `Ring(Blockwise(q_block=512))`,
-      `Ring(wire="int8")` or `Ulysses(Ring(), inner=4)`.
-      `Ring(Dense())` is the way to forward-mode and higher-order derivatives.
-    q_segment_ids: int32 [B, T] or [T], the document of each query; 0 is
-      padding. Queries see keys of their own document only, unless `mask` says
-      which documents see each other, as `SeparateDocuments()` does.
-    kv_segment_ids: the same for the keys; default `q_segment_ids`.
-    q_positions: int32 [B, T] or [T]; default: from the layout.
-    kv_positions: the same for the keys.
-    sinks: [N], a score per head that takes part in the softmax without a
+    return_residual: Whether to return the log-sum-exp, too, float32 [B, T, N].
+    mesh: Device mesh; default: the operands', else the current one.
+    axis: Mesh axis that shards T and S, or several, the slowest first.
+      "auto": the axis of the operands' shardings, else the mesh's "seq" axis,
+      else the only axis of the mesh that is not "replica", "data", "model",
+      "expert" or "stage", if it is a given `mesh` or that of operands in a
+      `jax.jit`, whose types do not tell their shardings; else none. None: each
+      device attends alone, to the keys that it is given. Inside a shard_map
+      where the axis is manual the operands are per shard; there it has to be
+      named, or None, since "auto" cannot know which dimension a manual axis
+      shards.
+    batch_axis: Mesh axes that shard B; () for none. Default: those of explicit
+      shardings, else the compiler decides. With this or `head_axis` the
+      compiler has nothing left to partition, which on a mesh with more axes
+      than `axis`
+      is what lets TPU and GPU kernels run: XLA cannot partition them.
+    head_axis: Mesh axes that shard N, likewise; K is 1 or a multiple of its
+      shards.
+    layout: Order of the sequence dimension of all arrays on the shards
+      (`layout.permute` brings it there); default `Contiguous()`.
+    strategy: Strategy that decides what moves between shards. "auto" chooses by
+      a cost model (`Auto`, `explain`). By name: "ring", "bidirectional",
+      "ring_q" (queries travel), "gather", "ulysses", "hybrid" (heads between
+      neighbours, a ring of their groups), "two_level", "halo" (a window),
+      "chain" (causal) and "documents" (hops as far as packed documents reach);
+      "hybrid:4" has groups of 4. Or an object such as
+      `Ring(Blockwise(q_block=512))`, `Ring(wire="int8")` or
+      `Ulysses(Ring(), inner=4)`. `Ring(Dense())` supports forward-mode and
+      higher-order derivatives.
+    q_segment_ids: Document of each query, int32 [B, T] or [T]; 0 is padding.
+      Queries only see keys of the same document, unless `mask` decides which
+      documents see each other, as `SeparateDocuments()` does.
+    kv_segment_ids: Document of each key; default `q_segment_ids`.
+    q_positions: Positions of the queries, int32 [B, T] or [T]; default: from
+      the layout.
+    kv_positions: Positions of the keys; default: from the layout.
+    sinks: A score per head, [N], that takes part in the softmax without a
       value; differentiable. The residual includes it.
-    logits_soft_cap: c in c * tanh(logits / c).
-    alibi_slopes: [N]; adds `-slope * |distance|`; differentiable.
-    dropout_rate: of the attention weights.
-    dropout_seed: int, or an integer array [] or [B]. What is dropped depends
-      on (seed, head, position of the query, position of the key) alone: one
-      seed for all examples drops the same pairs in each. Inside a shard_map
-      that shards the heads each shard counts its own from 0: give each
+    logits_soft_cap: Soft cap c in c * tanh(logits / c).
+    alibi_slopes: ALiBi slopes, [N]; adds `-slope * |distance|`; differentiable.
+    dropout_rate: Dropout rate of the attention weights.
+    dropout_seed: Dropout seed, an int, or an integer array [] or [B]. Dropout
+      depends on (seed, head, position of the query, position of the key) alone:
+      one seed for all examples drops the same pairs in each. Inside a shard_map
+      that shards the heads each shard counts its heads from 0: give each
       another seed.
 
   Returns:
     [B, T, N, J] in the query's dtype, or that and the residual.
 
   Raises:
-    MeshError: operands that differ between the devices of a shard_map, or may
+    MeshError: If operands differ between the devices of a shard_map, or may
       differ (check_vma=False), without an axis.
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
   one_of("implementation", implementation, (None, "xla", "cudnn"))
   x = AttentionArgs.of(
@@ -182,18 +188,18 @@ def dot_product_attention(
     by_name=False,
   )
   if implementation == "cudnn":
-    ours = (layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions,
-            sinks, logits_soft_cap, alibi_slopes)  # fmt: skip
-    plain = all(x is None for x in ours) and not dropout_rate
-    if place.size > 1 or not plain or isinstance(mask, Mask):
+    extra = (layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions,
+             sinks, logits_soft_cap, alibi_slopes)  # fmt: skip
+    only_jax_arguments = all(x is None for x in extra) and not dropout_rate
+    if place.size > 1 or not only_jax_arguments or isinstance(mask, Mask):
       raise OptionError(
         "implementation",
         "'cudnn' with a sharded sequence or an argument of ringjax",
         "one device and the arguments of jax.nn",
         "leave implementation out",
       )
-    theirs: Any = jax.nn.dot_product_attention
-    return theirs(
+    jax_function: Any = jax.nn.dot_product_attention
+    return jax_function(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
@@ -225,27 +231,26 @@ def ring_attention(
   positions that say how they align.
 
   Args:
-    query: [B, T, N, H], T over `axis`, in the order of `layout`.
-    key: [B, S, K, H].
-    value: [B, S, K, J].
-    mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis; default: what "auto" finds for
+    query: Queries, [B, T, N, H], T over `axis`, in the order of `layout`.
+    key: Keys, [B, S, K, H].
+    value: Values, [B, S, K, J].
+    mesh: Device mesh; default: the operands', else the current one.
+    axis: Mesh axis of the sequence; default: what "auto" finds for
       `dot_product_attention`, and inside a shard_map over "seq" that axis.
-    batch_axis: the mesh axes that shard B, as there.
-    head_axis: the mesh axes that shard N, as there.
-    layout: default `Contiguous()`.
-    is_causal: a query sees keys at and before its position.
-    return_residual: also return the log-sum-exp, float32 [B, T, N].
-    local: the algorithm of one hop; default `AutoKernel()`, the platform's
-      fastest.
-    **options: the other keyword arguments of `dot_product_attention`, but for
+    batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
+    head_axis: Mesh axes that shard N, as in `dot_product_attention`.
+    layout: Order of the tokens on the shards; default `Contiguous()`.
+    is_causal: Whether a query only sees keys at and before its position.
+    return_residual: Whether to return the log-sum-exp, too, float32 [B, T, N].
+    local: Algorithm of one hop; default `AutoKernel()`, the platform's fastest.
+    **options: The other keyword arguments of `dot_product_attention`, except
       `strategy` and `implementation`.
 
   Returns:
     [B, T, N, J] in the query's dtype, or that and the residual.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
   axis = AUTO if axis is None else axis
   x = AttentionArgs.of(
@@ -277,14 +282,14 @@ def striped_attention(
 ) -> Any:
   """Striped attention (Brandon et al. 2023, arXiv 2311.09431).
 
-  `ring_attention` whose arrays lie in the striped layout: permute once, at the
-  loader or the embedding, with `Striped().permute(x, shards=R, axis=1)`.
+  `ring_attention` on arrays in the striped layout: permute once, at the loader
+  or the embedding, with `Striped().permute(x, shards=R, axis=1)`.
 
   Args:
-    query: [B, T, N, H], in striped order.
-    key: [B, S, K, H].
-    value: [B, S, K, J].
-    **options: the keyword arguments of `ring_attention`. `layout` may be a
+    query: Queries, [B, T, N, H], in striped order.
+    key: Keys, [B, S, K, H].
+    value: Values, [B, S, K, J].
+    **options: The keyword arguments of `ring_attention`. `layout` may be a
       `Striped(block)` with longer stripes.
 
   Returns:
@@ -315,27 +320,27 @@ def blockwise_attention(
   """Exact attention on one device in blocks, without a T x S array.
 
   Args:
-    query: [B, T, N, H].
-    key: [B, S, K, H].
-    value: [B, S, K, J].
-    is_causal: a query sees keys at and before its position.
-    q_block: queries of a tile; default: chosen by the length.
-    kv_block: keys of a tile.
-    return_residual: also return the log-sum-exp, float32 [B, T, N].
-    **options: the other keyword arguments of `dot_product_attention`, but for
+    query: Queries, [B, T, N, H].
+    key: Keys, [B, S, K, H].
+    value: Values, [B, S, K, J].
+    is_causal: Whether a query only sees keys at and before its position.
+    q_block: Queries of a tile; default: chosen by the length.
+    kv_block: Keys of a tile; default: chosen by the length.
+    return_residual: Whether to return the log-sum-exp, too, float32 [B, T, N].
+    **options: The other keyword arguments of `dot_product_attention`, except
       `mesh`, `layout`, `strategy`, `implementation` and the axes.
 
   Returns:
     [B, T, N, J] in the query's dtype, or that and the residual.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
   x = AttentionArgs.of(
     query, key, value, is_causal=is_causal, **_known(options)
   )
   strategy = Gather(Blockwise(q_block, kv_block))
-  # Explicitly sharded operands need a shard_map, whose sequence is whole.
+  # Explicitly sharded operands need a shard_map, with the sequence unsharded.
   place = locate(x.operands, None, None, required=False)
   return run(x, place, strategy, return_residual)
 
@@ -354,25 +359,25 @@ def attention_statistics(
   layout: Layout | None = None,
   **options: Any,
 ) -> AttentionStatistics:
-  """Entropy, log-sum-exp and masses of the weights of attention.
+  """Entropy, log-sum-exp and masses of attention weights.
 
-  Computed tile by tile as attention is, over a sequence that may be sharded;
-  no array is T x S. A learned sink (`sinks`) counts as a key: it has a share
-  of the entropy and of the log-sum-exp, and its weight is in no mass.
+  Computed tile by tile like attention, over a sequence that may be sharded; no
+  array is T x S. A learned sink (`sinks`) counts as a key: it has a share of
+  the entropy and of the log-sum-exp, and its weight is in no mass.
 
   Args:
-    query: [B, T, N, H] or [T, N, H].
-    key: [B, S, K, H] or [S, K, H]; N is a multiple of K.
-    keep: bool [B, S], or [B, S, K] where heads differ: keys whose mass is
-      found. Without B where `query` has none.
-    columns: whether to find what each key gets of all queries.
-    is_causal: a query sees keys at and before its position.
-    mesh: the mesh, as in `dot_product_attention`.
-    axis: the mesh axis that shards T and S, as there.
-    batch_axis: the mesh axes that shard B, as there.
-    head_axis: the mesh axes that shard N, as there.
-    layout: default `Contiguous()`.
-    **options: the other keyword arguments of `dot_product_attention`, but for
+    query: Queries, [B, T, N, H] or [T, N, H].
+    key: Keys, [B, S, K, H] or [S, K, H]; N is a multiple of K.
+    keep: Set of keys whose mass is computed, bool [B, S], or [B, S, K] where
+      heads differ. Without B where `query` has none.
+    columns: Whether to compute the mass that each key gets of all queries.
+    is_causal: Whether a query only sees keys at and before its position.
+    mesh: Device mesh, as in `dot_product_attention`.
+    axis: Mesh axis that shards T and S, as in `dot_product_attention`.
+    batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
+    head_axis: Mesh axes that shard N, as in `dot_product_attention`.
+    layout: Order of the tokens on the shards; default `Contiguous()`.
+    **options: The other keyword arguments of `dot_product_attention`, except
       those of dropout, `strategy` and `implementation`.
 
   Returns:
@@ -380,13 +385,13 @@ def attention_statistics(
     no derivative.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If arguments do not fit, before anything is compiled.
   """
   columns = boolean("columns", columns)
   x = AttentionArgs.of(
     query,
     key,
-    # In place of values, which no statistic depends on.
+    # Instead of values, on which no statistic depends.
     key,
     is_causal=is_causal,
     layout=layout,
@@ -426,24 +431,25 @@ def attention(
   *,
   scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Per shard: attention between tokens whose coordinates are given.
+  """Attend per shard, between tokens whose coordinates are given.
 
-  The piece under the other functions, for those who build. `strategy` comes
+  The building block of the other functions, for custom ones. `strategy` comes
   with its axis, e.g. `Ring(Blockwise(), axis="seq")`; `Gather()` is local.
 
   Args:
-    q: [B, T, N, H].
-    k: [B, S, K, H].
-    v: [B, S, K, J].
-    q_at: coordinates [B or 1, T].
-    k_at: coordinates [B or 1, S].
-    mask: predicate over coordinates.
-    strategy: which keys arrive when.
-    scale: of the logits; default H**-0.5.
+    q: Queries, [B, T, N, H].
+    k: Keys, [B, S, K, H].
+    v: Values, [B, S, K, J].
+    q_at: Coordinates of the queries, [B or 1, T].
+    k_at: Coordinates of the keys, [B or 1, S].
+    mask: Mask over coordinates.
+    strategy: Strategy that brings keys and queries together.
+    scale: Scale of the logits; default H**-0.5.
 
   Returns:
-    (out [B, T, N, J] in q's dtype, log-sum-exp [B, T, N] in float32), both
-    differentiable; `Partial.of(out, lse)` merges with other partials.
+    out: Outputs [B, T, N, J] in q's dtype.
+    lse: Log-sum-exp [B, T, N] in float32. Both are differentiable;
+      `Partial.of(out, lse)` merges with other partials.
   """
   x = AttentionArgs.of(q, k, v, mask=mask, scale=scale)
   if not isinstance(mask, Mask):
@@ -472,7 +478,7 @@ def attention(
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
-  """Options that all functions take, or an error that names another one."""
+  """Return options that all functions share, or raise for any other."""
   for name in options:
     if name not in _SHARED:
       raise OptionError(

@@ -1,8 +1,9 @@
 """The arguments of an attention call, checked, as one pytree.
 
-Guarantees: everything wrong with a call is found here, from shapes, dtypes and
-concrete values alone, before anything is compiled or sent, and each error
-names the argument, what came, what was expected and one remedy.
+Guarantees: all errors of a call are found here, from shapes, dtypes and
+  concrete
+values alone, before anything is compiled or sent, and each error names the
+argument, what came, what was expected and one remedy.
 """
 
 from __future__ import annotations
@@ -65,31 +66,30 @@ _DIMENSIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionArgs:
-  """The checked arguments of one attention call, a pytree.
+  """Checked arguments of one attention call, a pytree.
 
-  `of` makes it; arrays that are absent are None. T and S are as the caller has
-  them.
+  `of` makes it; arrays that are absent are None. T and S are the caller's.
 
   Attributes:
-    q: [B, T, N, H].
-    k: [B, S, K, H].
-    v: [B, S, K, J].
-    bias: [B or 1, N or 1, T or 1, S or 1].
-    allow: bool, shaped like the bias.
-    sinks: [N].
-    slopes: [N].
-    heads: int32 [N], the numbers of the heads, for dropout.
-    q_pos: int32 [B or 1, T].
-    k_pos: int32 [B or 1, S].
-    q_seg: int32 [B or 1, T].
-    k_seg: int32 [B or 1, S].
-    q_len: int32 [B].
-    k_len: int32 [B].
-    seed: uint32 [B or 1].
-    mask: predicate over coordinates.
-    scores: the score function, static.
-    layout: order in which the sequence lies on the shards, static.
-    batched: whether the caller gave a batch axis, static.
+    q: Queries, [B, T, N, H].
+    k: Keys, [B, S, K, H].
+    v: Values, [B, S, K, J].
+    bias: Score bias, [B or 1, N or 1, T or 1, S or 1].
+    allow: Boolean mask, shaped like the bias.
+    sinks: Scores of the sinks, [N].
+    slopes: ALiBi slopes, [N].
+    heads: Indices of the heads, int32 [N], for dropout.
+    q_pos: Positions of the queries, int32 [B or 1, T].
+    k_pos: Positions of the keys, int32 [B or 1, S].
+    q_seg: Segments of the queries, int32 [B or 1, T].
+    k_seg: Segments of the keys, int32 [B or 1, S].
+    q_len: Lengths of the query sequences, int32 [B].
+    k_len: Lengths of the key sequences, int32 [B].
+    seed: Dropout seed, uint32 [B or 1].
+    mask: Mask over coordinates.
+    scores: Score function, static.
+    layout: Order of the sequence on the shards, static.
+    batched: Whether the caller passed a batch axis, static.
   """
 
   q: Float[Array, "B T N H"]
@@ -139,16 +139,16 @@ class AttentionArgs:
     aligned: bool = False,
     key_shards: int = 1,
   ) -> AttentionArgs:
-    """The arguments of `api.dot_product_attention`, checked.
+    """Check the arguments of `api.dot_product_attention`.
 
     Args:
-      query: and the others as there.
-      aligned: lets causal T differ from S without positions.
-      key_shards: over how many shards the keys lie, of which `key` is one; a
-        shard's rows of `bias` and `mask` have the columns of them all.
+      query: Queries; they and the others as there.
+      aligned: Whether causal T may differ from S without positions.
+      key_shards: Number of shards of the keys, of which `key` is one; a shard's
+        rows of `bias` and `mask` have the columns of them all.
 
     Raises:
-      RingjaxError: what is wrong with the first of them.
+      RingjaxError: If an argument is wrong; the first such error.
     """
     is_causal = boolean("is_causal", is_causal)
     operands = {"query": query, "key": key, "value": value}
@@ -177,13 +177,13 @@ class AttentionArgs:
       bias = _pairwise("bias", bias, pairs)
       _check_dtype("bias", bias, jnp.floating)
     q_seg, k_seg = _segments(q_segment_ids, kv_segment_ids, (b, t), (b, s))
-    own = q_seg is None or predicate.relates_segments
-    for other in (
+    relates_segments = q_seg is None or predicate.relates_segments
+    for extra_mask in (
       Causal() if is_causal else None,
       _window(local_window_size),
-      None if own else SameSegment(),
+      None if relates_segments else SameSegment(),
     ):
-      predicate = _and(predicate, other)
+      predicate = _and(predicate, extra_mask)
     rate = _rate(dropout_rate)
     return cls(
       q=q,
@@ -217,16 +217,16 @@ class AttentionArgs:
     return self.q, self.k, self.v
 
   def _each(self, f: Callable[[Any, tuple[str, ...]], Any]) -> AttentionArgs:
-    """These with f(array, its dimensions) in place of each array."""
-    found = {
+    """Replace each array by f(array, its dimensions)."""
+    arrays = {
       name: f(getattr(self, name), dimensions)
       for name, dimensions in _DIMENSIONS.items()
       if getattr(self, name) is not None
     }
-    return dataclasses.replace(self, **found)
+    return dataclasses.replace(self, **arrays)
 
   def specs(self, place: CallSharding) -> AttentionArgs:
-    """The PartitionSpec of each array on the mesh of a place."""
+    """PartitionSpecs of the arrays on the mesh of a place."""
     batch, heads = place.batch or None, place.heads or None
     axes = {"B": batch, "N": heads, "K": heads, "T": place.axis}
     axes["S"] = place.axis
@@ -234,24 +234,26 @@ class AttentionArgs:
     def spec(x: jax.Array, dimensions: tuple[str, ...]) -> P:
       return P(
         *(
-          None if one.endswith("?") and size == 1 else axes.get(one[0])
-          for size, one in zip(x.shape, dimensions, strict=False)
+          None
+          if dimension.endswith("?") and size == 1
+          else axes.get(dimension[0])
+          for size, dimension in zip(x.shape, dimensions, strict=False)
         )
       )
 
-    of_mask = lambda x: P(batch) if jnp.ndim(x) else P()
-    found = self._each(spec)
-    return dataclasses.replace(found, mask=jax.tree.map(of_mask, self.mask))
+    mask_spec = lambda x: P(batch) if jnp.ndim(x) else P()
+    specs = self._each(spec)
+    return dataclasses.replace(specs, mask=jax.tree.map(mask_spec, self.mask))
 
   def padded(self, queries: Slots | None, keys: Slots | None) -> AttentionArgs:
-    """These with the same number of slots on each shard; see `slots_of`."""
+    """Pad to the same number of slots on each shard; see `slots_of`."""
     slots = {"T": queries, "S": keys, "A": keys}
 
     def pad(x: jax.Array, dimensions: tuple[str, ...]) -> jax.Array:
-      for axis, one in enumerate(dimensions):
-        # What does not depend on the keys has one column.
-        if not (one.endswith("?") and x.shape[axis] == 1):
-          x = into_slots(x, slots.get(one[0]), axis)
+      for axis, dimension in enumerate(dimensions):
+        # Arrays that do not depend on the keys have one column.
+        if not (dimension.endswith("?") and x.shape[axis] == 1):
+          x = into_slots(x, slots.get(dimension[0]), axis)
       return x
 
     return self._each(pad)
@@ -264,7 +266,7 @@ tree.register(AttentionArgs, (*_DIMENSIONS, "mask"), _STATIC)
 def _mask(
   mask: Bool[Array | np.ndarray, " ..."] | Mask | None, shape: tuple[int, ...]
 ) -> tuple[Mask, Any]:
-  """(predicate, allowed pairs or None) of a mask as callers have it."""
+  """Split a caller's mask into (predicate, allowed pairs or None)."""
   if mask is None:
     return Everything(), None
   if isinstance(mask, Mask):
@@ -290,7 +292,7 @@ def _mask(
 def _check_qkv(
   operands: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Queries, keys and values with a batch, of shapes that fit."""
+  """Check queries, keys and values, and add a batch axis."""
   q, k, v = operands.values()
   for name, x in operands.items():
     if x.ndim not in (3, 4):
@@ -373,19 +375,19 @@ _KINDS: dict[Any, tuple[str, str]] = {
 
 def _check_dtype(name: str, x: jax.Array, kind: type) -> None:
   if not jnp.issubdtype(x.dtype, kind):
-    want, cast = _KINDS[kind]
-    raise DtypeError(name, x.dtype, want, f"pass {name}.astype(jnp.{cast})")
+    expected, cast = _KINDS[kind]
+    raise DtypeError(name, x.dtype, expected, f"pass {name}.astype(jnp.{cast})")
 
 
 def _array(
   name: str, x: Any, kind: type, shapes: Sequence[tuple[int, ...]], each: str
 ) -> jax.Array:
-  """x as an array of a kind of dtype, of `_KINDS`, and one of the shapes."""
+  """Convert x to an array, and check its dtype kind and its shape."""
   x = as_array(name, x)
   _check_dtype(name, x, kind)
   if x.shape not in shapes:
-    want = " or ".join(map(str, shapes))
-    raise ShapeError(name, f"shape {x.shape}", want, f"pass {each}")
+    expected = " or ".join(map(str, shapes))
+    raise ShapeError(name, f"shape {x.shape}", expected, f"pass {each}")
   return x
 
 
@@ -414,17 +416,17 @@ def _pairwise(
 def _per_head(
   name: str, x: jax.Array | np.ndarray | None, heads: int
 ) -> jax.Array | None:
-  """[N], or None."""
+  """Check an array [N], or None."""
   if x is None:
     return None
-  each = "one number for each query head at hand"
-  return _array(name, x, jnp.floating, [(heads,)], each)
+  expected = "one number for each query head at hand"
+  return _array(name, x, jnp.floating, [(heads,)], expected)
 
 
 def _tokens(
   name: str, x: Any, shape: tuple[int, int], least: int = -(2**31)
 ) -> Any:
-  """int32 [B or 1, T] from [T] or [B, T], of numbers from `least`; or None."""
+  """Convert [T] or [B, T] to int32 [B or 1, T], at least `least`; or None."""
   if x is None:
     return None
   _check_values(name, x, least)
@@ -439,7 +441,7 @@ def coords(
   batch: int,
   length: int,
 ) -> Coords:
-  """Coordinates of an operand's tokens, int32 [B or 1, T]."""
+  """Check coordinates of an operand's tokens, int32 [B or 1, T]."""
   pair = isinstance(at, tuple) and len(at) == 2
   if not pair or any(x is None for x in at):
     raise InputTypeError(
@@ -460,10 +462,10 @@ def coords(
 def kept_keys(
   keep: Bool[Array | np.ndarray, "*B S *K"], x: AttentionArgs
 ) -> jax.Array:
-  """A set of the keys of a call, bool [B, S, K or 1].
+  """Check a set of the keys of a call, bool [B, S, K or 1].
 
   Raises:
-    RingjaxError: another dtype or shape.
+    RingjaxError: If its dtype or shape is wrong.
   """
   keep = as_array("keep", keep)
   b, s, heads, _ = x.k.shape
@@ -481,13 +483,13 @@ def kept_keys(
 
 
 def _check_values(name: str, x: Any, least: int = -(2**31)) -> None:
-  """Refuses integers below `least` or beyond int32, where they are known."""
-  known = isinstance(x, np.ndarray) or (
+  """Refuse integers below `least` or beyond int32, if they are concrete."""
+  concrete = isinstance(x, np.ndarray) or (
     isinstance(x, jax.Array)
     and not isinstance(x, jax.core.Tracer)
     and x.is_fully_addressable
   )
-  if not known or x.dtype.kind not in "iu" or not x.size:
+  if not concrete or x.dtype.kind not in "iu" or not x.size:
     return
   if least < 0 and np.can_cast(x.dtype, np.int32):
     return
@@ -503,23 +505,25 @@ def _check_values(name: str, x: Any, least: int = -(2**31)) -> None:
 
 
 def _predicate(mask: Mask, batch: int) -> Mask:
-  """A mask whose prefixes are int32 numbers, one for each example or one."""
+  """Convert a mask's prefixes to int32, one for all examples or one each."""
   if isinstance(mask, And | Or):
-    left, right = (_predicate(m, batch) for m in (mask.left, mask.right))
-    return dataclasses.replace(mask, left=left, right=right)
+    left_mask, right_mask = (
+      _predicate(m, batch) for m in (mask.left, mask.right)
+    )
+    return dataclasses.replace(mask, left=left_mask, right=right_mask)
   if not isinstance(mask, Prefix):
     return mask
   length = mask.length
   if isinstance(length, numbers.Integral) and not isinstance(length, bool):
-    # Longer than every sequence is no limit.
+    # A prefix longer than every sequence is no limit.
     return Prefix(max(0, min(int(length), 2**31 - 1)))
   dtype, shape = getattr(length, "dtype", None), getattr(length, "shape", None)
-  whole = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-  if not whole or shape not in ((), (1,), (batch,)):
-    what = type(length).__name__ if dtype is None else f"{dtype} {shape}"
+  is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+  if not is_integer or shape not in ((), (1,), (batch,)):
+    description = type(length).__name__ if dtype is None else f"{dtype} {shape}"
     raise OptionError(
       "mask",
-      f"Prefix of {what}",
+      f"Prefix of {description}",
       f"an int, or an integer array [] or [B] = ({batch},)",
       "pass one length for all examples, or one each",
     )
@@ -534,7 +538,7 @@ def _segments(
   q_shape: tuple[int, int],
   k_shape: tuple[int, int],
 ) -> tuple[Any, Any]:
-  """The segment ids of queries and keys; one alone stands for both."""
+  """Check segment ids of queries and keys; one alone is used for both."""
   if q_seg is None and k_seg is None:
     return None, None
   if q_shape[1] != k_shape[1] and (q_seg is None or k_seg is None):
@@ -556,11 +560,11 @@ def _segments(
 def _lengths(
   name: str, x: jax.Array | np.ndarray | None, batch: int, longest: int
 ) -> jax.Array | None:
-  """int32 [B], or None."""
+  """Check lengths, int32 [B], or None."""
   if x is None:
     return None
-  each = f"one length, at most {longest}, for each example"
-  return _array(name, x, jnp.int32, [(batch,)], each)
+  expected = f"one length, at most {longest}, for each example"
+  return _array(name, x, jnp.int32, [(batch,)], expected)
 
 
 def _window(size: int | tuple[int, int] | None) -> Window | None:
@@ -592,7 +596,7 @@ def _rate(rate: float) -> float:
 
 
 def _seed(seed: Any, rate: float, batch: int) -> jax.Array:
-  """uint32 [B or 1]."""
+  """Convert a dropout seed to uint32 [B or 1]."""
   if seed is None:
     raise OptionError(
       "dropout_seed",
@@ -602,9 +606,9 @@ def _seed(seed: Any, rate: float, batch: int) -> jax.Array:
     )
   if isinstance(seed, numbers.Integral):
     seed = np.uint32(int(seed) % 2**32)
-  each = "one seed for all examples, or one each"
+  expected = "one seed for all examples, or one each"
   shapes = (), (1,), (batch,)
-  seed = _array("dropout_seed", seed, jnp.integer, shapes, each)
+  seed = _array("dropout_seed", seed, jnp.integer, shapes, expected)
   return seed.astype(jnp.uint32).reshape(-1)
 
 
@@ -624,9 +628,9 @@ def _number(
     value = float(x)
   except (TypeError, ValueError):
     value = math.nan
-  # Scores of 16 and 32 bits are float32.
-  fits = abs(value) <= float(np.finfo(np.float32).max)
-  if not fits or (positive and value <= 0):
+  # Scores of 16-bit and 32-bit operands are float32.
+  representable = abs(value) <= float(np.finfo(np.float32).max)
+  if not representable or (positive and value <= 0):
     raise OptionError(
       name,
       repr(x),
@@ -636,7 +640,7 @@ def _number(
   return value
 
 
-def _and(mask: Mask, other: Mask | None) -> Mask:
-  if other is None:
+def _and(mask: Mask, extra_mask: Mask | None) -> Mask:
+  if extra_mask is None:
     return mask
-  return other if isinstance(mask, Everything) else And(mask, other)
+  return extra_mask if isinstance(mask, Everything) else And(mask, extra_mask)

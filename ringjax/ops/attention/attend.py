@@ -1,4 +1,4 @@
-"""Per shard: attention by a strategy, with its gradient.
+"""Attention per shard by a strategy, with its gradient.
 
 Guarantees: `attend` returns (out, lse) of the local queries over all keys that
 the strategy brings, whichever strategy it is, and both are differentiable.
@@ -9,12 +9,12 @@ have one form, so that a strategy may wrap another:
   forward(x, args, carry) -> Partial
   backward(x, args, residuals, carry) -> Gradients
 
-`x` holds the local operands, `args` (`ScoreArgs`) what the scores depend on
-beside them, and `carry` what earlier calls found: the partial, or (dq,
-dterms). A strategy whose local algorithm is `differentiable` is left to JAX;
-another gets one custom rule here, which keeps q, k, v, out and lse and nothing
-else. out and lse carry the checkpoint names `NAMES`: a remat policy that saves
-them (`jax.checkpoint_policies.save_only_these_names(*NAMES)`) never runs the
+`x` holds the local operands, `args` (`ScoreArgs`) the score function and its
+arrays, and `carry` the results of earlier calls: the partial, or (dq, dterms).
+A strategy whose local algorithm is `differentiable` is left to JAX; any other
+gets one custom rule here, which keeps q, k, v, out and lse and nothing else.
+out and lse have the checkpoint names `NAMES`: a remat policy that saves them
+(`jax.checkpoint_policies.save_only_these_names(*NAMES)`) never runs the
 strategy's forward pass again.
 """
 
@@ -48,8 +48,8 @@ class Algorithm(Protocol):
   """A local algorithm, or a strategy around one.
 
   Attributes:
-    axes: the mesh axes over which keys move.
-    differentiable: whether JAX may differentiate `forward` itself.
+    axes: Mesh axes over which keys move.
+    differentiable: Whether JAX may differentiate `forward` itself.
   """
 
   @property
@@ -59,40 +59,42 @@ class Algorithm(Protocol):
   def differentiable(self) -> bool: ...
 
   def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
+    """Number of keys that a call sees whose operands hold `keys`."""
     ...
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
-    """The partial of the local queries over these keys and those before."""
+    """Fold these keys into `carry`, the partial of the local queries."""
     ...
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
-    """Gradients of these keys; adds to `carry`."""
+    """Add the gradients of these keys to `carry`."""
     ...
 
 
 def attend(
   algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-  """(out [B, K, G, T, J] in q's dtype, lse [B, K, G, T] in float32)."""
+  """Return out [B, K, G, T, J] in q's dtype, and lse [B, K, G, T]."""
   axes = collectives.varying_axes(x, terms, context) | {*algorithm.axes}
   x, terms, context = collectives.vary((x, terms, context), axes)
   if algorithm.differentiable:
-    return _name(*_forward(algorithm, scores, x, terms, context))
+    return _with_checkpoint_names(
+      *_forward(algorithm, scores, x, terms, context)
+    )
   call = _Call(algorithm, collectives.sizes(algorithm.axes), scores)
   return _attend(call, x, terms, context)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """The static part of a call.
+  """Static part of a call.
 
   Attributes:
-    algorithm: a strategy.
-    sizes: of its axes, see `collectives.bound`.
-    scores: the static part of the score function.
+    algorithm: A strategy.
+    sizes: Sizes of its axes, see `collectives.bound`.
+    scores: Static part of the score function.
   """
 
   algorithm: Any
@@ -111,7 +113,9 @@ def _forward(
   return out.astype(x.q.dtype), lse
 
 
-def _name(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _with_checkpoint_names(
+  out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   return checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
 
 
@@ -125,7 +129,7 @@ def _attend(
 def _attend_fwd(
   call: _Call, x: Local, terms: Terms, context: Context
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-  out, lse = _name(*_attend(call, x, terms, context))
+  out, lse = _with_checkpoint_names(*_attend(call, x, terms, context))
   return (out, lse), (x, terms, context, out, lse)
 
 
@@ -135,15 +139,15 @@ def _gradient(
 ) -> tuple[Local, Terms]:
   x, terms, context, out, lse = saved
   do, dlse = cotangents
-  wide = lse.dtype
-  delta = jnp.sum(do.astype(wide) * out.astype(wide), -1) - dlse
-  bare = terms._replace(sinks=None)
+  dtype = lse.dtype
+  delta = jnp.sum(do.astype(dtype) * out.astype(dtype), -1) - dlse
+  terms_without_sinks = terms._replace(sinks=None)
   with collectives.bound(call.sizes):
     grads = call.algorithm.backward(
       x,
-      ScoreArgs(call.scores, bare, context),
+      ScoreArgs(call.scores, terms_without_sinks, context),
       Residuals.of(x.q, do, lse, delta),
-      zero_gradients(x, bare, wide),
+      zero_gradients(x, terms_without_sinks, dtype),
     )
   dx = Local(
     jnp.transpose(grads.q, (0, 1, 3, 4, 2)).astype(x.q.dtype),
@@ -152,7 +156,7 @@ def _gradient(
   )
   dterms = grads.terms
   if terms.sinks is not None:
-    sink = terms.sinks[None, :, :, None].astype(wide)
+    sink = terms.sinks[None, :, :, None].astype(dtype)
     share = jnp.exp(sink - jnp.where(lse == -jnp.inf, jnp.inf, lse))
     dterms = dterms._replace(sinks=-jnp.sum(share * delta, (0, 3)))
   cast = lambda d, like: d.astype(like.dtype)
@@ -186,13 +190,13 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def zero_gradients(x: Local, terms: Terms, wide: DTypeLike) -> QGradients:
-  """The (dq, dterms) that a backward pass starts from."""
+  """Zeros (dq, dterms) from which a backward pass starts."""
   b, k, g, t, h = x.q.shape
   zeros = lambda shape: collectives.zeros(shape, wide, x)
   return zeros((b, k, h, g, t)), jax.tree.map(lambda a: zeros(a.shape), terms)
 
 
 def empty_partial(x: Local) -> Partial:
-  """The partial of the local queries over no keys."""
-  wide = wide_dtype(x.q.dtype)
-  return Partial.empty(x.q.shape[:4], x.v.shape[-1], wide, x)
+  """Partial of the local queries over no keys."""
+  dtype = wide_dtype(x.q.dtype)
+  return Partial.empty(x.q.shape[:4], x.v.shape[-1], dtype, x)

@@ -1,4 +1,4 @@
-"""Blockwise attention: tiles of scores, an online softmax, nothing T x S.
+"""Blockwise attention: tiles of scores and an online softmax, never T x S.
 
 Guarantees: equals `reference` for every mask and every extra of the scores,
 forward and backward; a tile in which no pair is allowed costs nothing, and a
@@ -11,13 +11,13 @@ Ref: Rabe and Staats 2021, arXiv 2112.05682; Dao 2023, arXiv 2307.08691.
 The bounds of the coordinates decide which tiles are computed: `tile_kinds`
 sorts every tile into none, some or all, and the loops run over lists of just
 the tiles that count, so that the trip count is the number of tiles. Products
-want long tiles and the edge of a mask short ones: full tiles are computed
-several at once, one below another, where all of these are full.
+are fast on long tiles, the edge of a mask needs short ones: several full tiles
+are computed at once, one below another, where all of these are full.
 
 The backward pass computes scores with keys first, [k, q]: then all five
 products have an untransposed left operand, which is what CPU matrix kernels
-are fast at, and it needs no transposed copy of a tile. What a product needs
-transposed is transposed once a shard.
+are fast at, and it needs no transposed copy of a tile. Operands that a product
+needs transposed are transposed once a shard.
 
 A non-finite key, value, query or cotangent reaches only the rows and columns
 that may see it: in tiles with a mask the operands of the products are cleaned
@@ -54,20 +54,20 @@ from ringjax.typing import Index
 
 Carry = TypeVar("Carry")
 Arrays = TypeVar("Arrays", bound=tuple)
-# The gradients (dq, dterms) that earlier calls found.
+# The gradients (dq, dterms) of earlier calls.
 QGradients = tuple[jax.Array, Terms]
 
-# Queries and keys of a tile at most, and queries of several without a mask.
+# Most queries and keys of a tile, and queries of joined tiles without a mask.
 _BLOCK, _JOINED = 256, 512
 
 
 class Local(NamedTuple):
-  """Operands of a local algorithm, in the order of axes that it wants.
+  """Operands of a local algorithm, in its order of axes.
 
   Fields:
-    q: [B, K, G, T, H].
-    k: [B, K, S, H].
-    v: [B, K, S, J].
+    q: Queries, [B, K, G, T, H].
+    k: Keys, [B, K, S, H].
+    v: Values, [B, K, S, J].
   """
 
   q: jax.Array
@@ -76,12 +76,12 @@ class Local(NamedTuple):
 
 
 class Keys(NamedTuple):
-  """Keys and values as `forward_tile` wants them.
+  """Keys and values in the layout of `forward_tile`.
 
   Fields:
-    k: [B, K, H, S].
-    v: [B, K, S, J].
-    flag: [B, K, S], 0 where a value is finite, else NaN.
+    k: Transposed keys, [B, K, H, S].
+    v: Values, [B, K, S, J].
+    flag: 0 where a value is finite, else NaN, [B, K, S].
   """
 
   k: jax.Array
@@ -90,7 +90,7 @@ class Keys(NamedTuple):
 
   @classmethod
   def of(cls, x: Local) -> Keys:
-    """Of the operands of a local algorithm."""
+    """Prepare the operands of a local algorithm."""
     k = _in_memory(jnp.swapaxes(x.k, 2, 3))
     return cls(k, x.v, finite_flag(x.v, wide_dtype(x.v.dtype)))
 
@@ -102,7 +102,7 @@ class Gradients(NamedTuple):
     q: [B, K, H, G, T], keys-first order: transposed once at the end.
     k: [B, K, S, H].
     v: [B, K, S, J].
-    terms: gradients of the extras, None where absent.
+    terms: Gradients of bias, slopes and sinks, None where absent.
   """
 
   q: jax.Array
@@ -112,16 +112,16 @@ class Gradients(NamedTuple):
 
 
 class Residuals(NamedTuple):
-  """What the backward pass needs of queries, forward pass and cotangents.
+  """Operands of the backward pass: queries, statistics and cotangents.
 
   Fields:
-    do: [B, K, G, T, J], cotangent of the output.
-    lse: [B, K, G, T], log-sum-exp over all keys (and the sink); inf instead
-      of -inf, because exp(s - inf) is the 0 that an empty row needs.
-    delta: [B, K, G, T], sum(do * out) minus the cotangent of lse.
-    flag: [B, K, G, T], 0 where all of a row is finite, else NaN.
-    q_flipped: [B, K, H, G, T], the queries.
-    do_flipped: [B, K, J, G, T].
+    do: Cotangent of the output, [B, K, G, T, J].
+    lse: Log-sum-exp over all keys (and the sink), [B, K, G, T]; inf instead of
+      -inf, because exp(s - inf) is the 0 that an empty row needs.
+    delta: Sum of do * out, minus the cotangent of lse, [B, K, G, T].
+    flag: 0 where all of a row is finite, else NaN, [B, K, G, T].
+    q_flipped: Queries, [B, K, H, G, T].
+    do_flipped: Cotangent, [B, K, J, G, T].
   """
 
   do: jax.Array
@@ -139,9 +139,9 @@ class Residuals(NamedTuple):
     lse: Float[Array, "B K G T"],
     delta: Float[Array, "B K G T"],
   ) -> Residuals:
-    """Of the forward pass's queries and log-sum-exp, and of cotangents."""
-    # Of a constant, such as the gradient of a sum, XLA would fold what follows
-    # while it compiles, for seconds.
+    """Prepare queries, log-sum-exp and cotangents of the forward pass."""
+    # If `do` is a constant, such as the gradient of a sum, XLA would fold the
+    # operations below while it compiles, for seconds.
     do = _in_memory(do)
     return cls(
       do,
@@ -153,7 +153,7 @@ class Residuals(NamedTuple):
     )
 
   def padded(self, length: int) -> Residuals:
-    """The same for `length` queries, of which the last are padding."""
+    """Pad the queries to `length`."""
     return Residuals(
       *(pad_axis(r, 3, length) for r in self[:4]),
       *(pad_axis(r, 4, length) for r in self[4:]),
@@ -161,14 +161,14 @@ class Residuals(NamedTuple):
 
 
 class TileLists(NamedTuple):
-  """For each row of tiles, of queries or of keys, the tiles that count.
+  """Tiles that count, for each row of tiles, of queries or of keys.
 
   Fields:
-    full: int32 [rows, n], numbers of the tiles that need no mask, first; of
-      those that are computed together, see `joined`, one number.
-    full_count: int32 [rows], how many they are.
-    masked: int32 [rows, n], numbers of the other tiles that count, first.
-    masked_count: int32 [rows], how many they are.
+    full: Indices of the tiles that need no mask, first, int32 [rows, n]; tiles
+      that are computed together, see `joined`, have one index.
+    full_count: Number of them, int32 [rows].
+    masked: Indices of the other tiles that count, first, int32 [rows, n].
+    masked_count: Number of them, int32 [rows].
   """
 
   full: jax.Array
@@ -186,23 +186,25 @@ def tile_kinds(
   *,
   by_keys: bool = False,
 ) -> jax.Array:
-  """0 none, 1 some, 2 all pairs of a tile allowed: int8 [T/q_block, S/k_block].
+  """Classify tiles: 0 none, 1 some, 2 all pairs of a tile are allowed.
 
-  Bounds, not pairs, decide: a tile of kind 1 may have no allowed pair, but one
-  of kind 0 has none for sure. Examples of the batch share the answer: a tile
-  counts if it counts for one of them. With `by_keys` it is [S/k_block,
-  T/q_block], without a transposition.
+  The result is int8 [T/q_block, S/k_block]. Bounds, not pairs, decide: a tile
+  of kind 1 may have no allowed pair, but one of kind 0 has none for sure.
+  Examples
+  of the batch share the answer: a tile counts if it counts for one of them.
+    With
+  `by_keys` it is [S/k_block, T/q_block], without a transposition.
   """
-  cut = lambda x, n: x.reshape(x.shape[0], -1, n)
-  rows = extent(Coords(cut(q.pos, q_block), cut(q.seg, q_block)))
-  cols = extent(Coords(cut(k.pos, k_block), cut(k.seg, k_block)))
+  into_tiles = lambda x, n: x.reshape(x.shape[0], -1, n)
+  rows = extent(Coords(into_tiles(q.pos, q_block), into_tiles(q.seg, q_block)))
+  cols = extent(Coords(into_tiles(k.pos, k_block), into_tiles(k.seg, k_block)))
   rows = jax.tree.map(lambda x: jnp.expand_dims(x, 1 if by_keys else 2), rows)
   cols = jax.tree.map(lambda x: jnp.expand_dims(x, 2 if by_keys else 1), cols)
-  some, every = mask.bound(rows, cols)
-  some = jnp.any(some & rows.some & cols.some, 0)
-  every = jnp.all(every & rows.all & cols.all, 0)
-  # A tile of which all is allowed has some allowed.
-  return some.astype(jnp.int8) + every.astype(jnp.int8)
+  any_allowed, all_allowed = mask.bound(rows, cols)
+  any_allowed = jnp.any(any_allowed & rows.some & cols.some, 0)
+  all_allowed = jnp.all(all_allowed & rows.all & cols.all, 0)
+  # A tile with all pairs allowed also has some allowed.
+  return any_allowed.astype(jnp.int8) + all_allowed.astype(jnp.int8)
 
 
 def tile_lists(
@@ -212,35 +214,35 @@ def tile_lists(
   *,
   by_keys: bool = False,
 ) -> TileLists:
-  """Lists of the tiles that count, from what `tile_kinds` says.
+  """List the tiles that count.
 
   Args:
-    kinds: int8 [rows of queries, columns of keys].
-    masked: no tile goes without a mask.
-    many: rows of queries whose tiles are computed together, see `joined`.
-    by_keys: `kinds` is [columns of keys, rows of queries], as `tile_kinds`
-      says with by_keys, and there is a list for each column.
+    kinds: Kinds of `tile_kinds`, int8 [rows of queries, columns of keys].
+    masked: Whether all tiles need a mask.
+    many: Rows of queries whose tiles are computed together, see `joined`.
+    by_keys: Whether `kinds` is [columns of keys, rows of queries], as of
+      `tile_kinds` with by_keys; then there is a list for each column.
   """
   axis = 1 if by_keys else 0
   full = (kinds == 2) & (not masked)
-  apart = (*kinds.shape[:axis], -1, many, *kinds.shape[axis + 1 :])
-  full = jnp.all(full.reshape(apart), axis + 1)
-  rest = (kinds != 0) & ~jnp.repeat(full, many, axis)
+  grouped = (*kinds.shape[:axis], -1, many, *kinds.shape[axis + 1 :])
+  full = jnp.all(full.reshape(grouped), axis + 1)
+  masked_kinds = (kinds != 0) & ~jnp.repeat(full, many, axis)
 
-  def listed(yes: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def sort_first(counted: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Sorting bools ends the process: XLA's CPU compiler of JAX 0.10.2 has no
     # instruction for a bool [8, 4] that is repeated to [8, 8].
-    skipped = 1 - yes.astype(jnp.int32)
+    skipped = 1 - counted.astype(jnp.int32)
     order = jnp.argsort(skipped, axis=1, stable=True)
-    return order.astype(jnp.int32), jnp.sum(yes, 1, dtype=jnp.int32)
+    return order.astype(jnp.int32), jnp.sum(counted, 1, dtype=jnp.int32)
 
-  return TileLists(*listed(full), *listed(rest))
+  return TileLists(*sort_first(full), *sort_first(masked_kinds))
 
 
 class LocalAlgorithm:
-  """What all local algorithms have in common: they move nothing.
+  """Base class of local algorithms, which send nothing.
 
-  With `forward` and `backward` it is what `attend.Algorithm` says.
+  With `forward` and `backward` it is an `attend.Algorithm`.
   """
 
   # Reverse mode goes through `backward`, not through `forward`.
@@ -248,12 +250,12 @@ class LocalAlgorithm:
   axes: ClassVar[tuple[str, ...]] = ()
 
   def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
+    """Number of keys that a call sees whose operands hold `keys`."""
     return keys
 
 
 def check_positive(options: object, *names: str) -> None:
-  """Raises OptionError for a field that is neither None nor a positive int."""
+  """Raise OptionError for a field that is neither None nor a positive int."""
   for name in names:
     if getattr(options, name) is not None:
       positive_int(name, getattr(options, name))
@@ -264,12 +266,12 @@ class Blockwise(LocalAlgorithm):
   """The local algorithm that serves everything, on every platform.
 
   Attributes:
-    q_block: queries of a tile; None chooses by the local length. Of long
-      shards several tiles without a mask are one, of up to 512 queries.
-    kv_block: keys of a tile; None chooses by the local length.
-    wide: whether bfloat16 operands are multiplied as float32: no less exact,
-      and copies of a shard's operands of twice their size. None is filled in
-      by the call: where a processor has no products of bfloat16.
+    q_block: Queries of a tile; None chooses by the local length. In long shards
+      several tiles without a mask are joined, up to 512 queries.
+    kv_block: Keys of a tile; None chooses by the local length.
+    wide: Whether bfloat16 operands are multiplied as float32: no less exact,
+      with copies of a shard's operands of twice their size. None: the call sets
+      it if the processor has no products of bfloat16.
   """
 
   q_block: int | None = None
@@ -282,7 +284,7 @@ class Blockwise(LocalAlgorithm):
       boolean("wide", self.wide)
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
-    """The tile that serves these local lengths, (q_block, k_block)."""
+    """Return the tile for these local lengths, (q_block, k_block)."""
     return (
       _even(q_length, self.q_block or _default_block(q_length)),
       _even(k_length, self.kv_block or _default_block(k_length)),
@@ -291,15 +293,15 @@ class Blockwise(LocalAlgorithm):
   def on_device(
     self, platform: str, kind: str, alone: bool = True
   ) -> Blockwise:
-    """The same for a known device; as `AutoKernel.on_device`."""
+    """Specialize to a device, as `AutoKernel.on_device` does."""
     del kind, alone
     if self.wide is not None:
       return self
-    wide = platform == "cpu" and not processor.multiplies_bfloat16()
-    return dataclasses.replace(self, wide=wide)
+    widen = platform == "cpu" and not processor.multiplies_bfloat16()
+    return dataclasses.replace(self, wide=widen)
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
-    """Folds these keys into `carry` ([B, K, G, T, ...])."""
+    """Fold these keys into `carry` ([B, K, G, T, ...])."""
     x = self._operands(x)
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
@@ -308,52 +310,52 @@ class Blockwise(LocalAlgorithm):
     carry = Partial(*(pad_axis(c, 3, x.q.shape[3]) for c in carry))
     keys = Keys.of(x)
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
-    many = joined(kinds.shape[0], qb)
-    lists = tile_lists(kinds, context.allow is not None, many)
+    rows_together = joined(kinds.shape[0], qb)
+    lists = tile_lists(kinds, context.allow is not None, rows_together)
     full = (lists.full, lists.full_count, False)
     masked = (lists.masked, lists.masked_count, True)
 
     def fold(carry: Partial, size: int, *chosen: tuple) -> Partial:
-      """Folds the tiles of these lists, whose rows are `size` queries."""
+      """Fold the tiles of these lists, whose rows are `size` queries."""
 
       def row(i: jax.Array, carry: Partial) -> Partial:
-        cut = lambda a: lax.dynamic_slice_in_dim(a, i * size, size, 3)
-        q, q_at = cut(x.q), cut_coords(context.q, i * size, size)
-        one = Partial(*map(cut, carry))
+        slice_row = lambda a: lax.dynamic_slice_in_dim(a, i * size, size, 3)
+        q, q_at = slice_row(x.q), cut_coords(context.q, i * size, size)
+        row_carry = Partial(*map(slice_row, carry))
         for tiles, counts, masked in chosen:
 
           def step(
             n: Index,
-            one: Partial,
+            row_carry: Partial,
             tiles: jax.Array = tiles,
             masked: bool = masked,
           ) -> Partial:
             start = tiles[i, n] * kb
             k_at = cut_coords(context.k, start, kb)
             tile = ScoreTile(args, FORWARD, i * size, start, q_at, k_at)
-            return self.fold(tile, keys, q, one, masked)
+            return self.fold(tile, keys, q, row_carry, masked)
 
-          one = loop(counts[i], step, one)
+          row_carry = loop(counts[i], step, row_carry)
         return Partial(
           *(
             lax.dynamic_update_slice_in_dim(c, o, i * size, 3)
-            for c, o in zip(carry, one, strict=True)
+            for c, o in zip(carry, row_carry, strict=True)
           )
         )
 
       return loop(chosen[0][0].shape[0], row, carry)
 
-    if many == 1:
-      # Rows of one height: each of them is taken up once.
+    if rows_together == 1:
+      # Rows of one height: each row's carry is sliced and written once.
       carry = fold(carry, qb, full, masked)
     else:
-      carry = fold(fold(carry, many * qb, full), qb, masked)
+      carry = fold(fold(carry, rows_together * qb, full), qb, masked)
     return Partial(*(c[:, :, :, :length] for c in carry))
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
-    """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
+    """Add these keys' gradients to `carry`, the (dq, dterms) so far."""
     x, residuals = self._operands(x), self._operands(residuals)
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, k_length)
@@ -362,8 +364,10 @@ class Blockwise(LocalAlgorithm):
     context = args.context
     k_flipped = _in_memory(jnp.swapaxes(x.k, 2, 3))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb, by_keys=True)
-    many = joined(kinds.shape[1], qb)
-    lists = tile_lists(kinds, context.allow is not None, many, by_keys=True)
+    rows_together = joined(kinds.shape[1], qb)
+    lists = tile_lists(
+      kinds, context.allow is not None, rows_together, by_keys=True
+    )
     dq = pad_axis(carry[0], 4, x.q.shape[3])
     dterms = _pad_terms(carry[1], x.q.shape[3], x.k.shape[2] - k_length)
     zero = lambda like: collectives.zeros(like.shape, dq.dtype, (dq, x))
@@ -371,26 +375,30 @@ class Blockwise(LocalAlgorithm):
     def row(j: jax.Array, carry: tuple) -> tuple:
       dq, dk, dv, dterms = carry
       start = j * kb
-      cut = lambda a, axis: lax.dynamic_slice_in_dim(a, start, kb, axis)
-      k, v, flipped = cut(x.k, 2), cut(x.v, 2), cut(k_flipped, 3)
+      slice_keys = lambda a, axis: lax.dynamic_slice_in_dim(a, start, kb, axis)
+      k, v, flipped = (
+        slice_keys(x.k, 2),
+        slice_keys(x.v, 2),
+        slice_keys(k_flipped, 3),
+      )
       k_at = cut_coords(context.k, start, kb)
 
-      def step(masked: bool, tiles: jax.Array, n: Index, one: tuple) -> tuple:
-        size = qb if masked else many * qb
+      def step(masked: bool, tiles: jax.Array, n: Index, sums: tuple) -> tuple:
+        size = qb if masked else rows_together * qb
         first = tiles[j, n] * size
         q_at = cut_coords(context.q, first, size)
         tile = ScoreTile(args, BACKWARD, first, start, q_at, k_at)
-        return _backward_tile(tile, x.q, residuals, k, flipped, v, one, masked)
+        return _backward_tile(tile, x.q, residuals, k, flipped, v, sums, masked)
 
-      one = (dq, zero(k), zero(v), dterms)
+      sums = (dq, zero(k), zero(v), dterms)
       for tiles, counts, masked in (
         (lists.full, lists.full_count, False),
         (lists.masked, lists.masked_count, True),
       ):
-        one = loop(counts[j], functools.partial(step, masked, tiles), one)
-      dq, dk_j, dv_j, dterms = one
-      put = lax.dynamic_update_slice_in_dim
-      return dq, put(dk, dk_j, start, 2), put(dv, dv_j, start, 2), dterms
+        sums = loop(counts[j], functools.partial(step, masked, tiles), sums)
+      dq, dk_j, dv_j, dterms = sums
+      update = lax.dynamic_update_slice_in_dim
+      return dq, update(dk, dk_j, start, 2), update(dv, dv_j, start, 2), dterms
 
     dq, dk, dv, dterms = loop(
       kinds.shape[0], row, (dq, zero(x.k), zero(x.v), dterms)
@@ -410,14 +418,14 @@ class Blockwise(LocalAlgorithm):
     carry: Partial,
     masked: bool,
   ) -> Partial:
-    """See `forward_tile`."""
+    """Fold a tile of these queries into `carry`, as `forward_tile` does."""
     return forward_tile(tile, keys, q, carry, masked)
 
   def _operands(self, x: Arrays) -> Arrays:
-    """`x` in the dtype in which it is multiplied."""
+    """Convert `x` to the dtype in which it is multiplied."""
     if not self.wide:
       return x
-    # All at once: XLA would convert a tile's operands again for each tile.
+    # Converted all at once: XLA would convert a tile's operands for each tile.
     widen = lambda a: _in_memory(a.astype(jnp.float32))
     return jax.tree.map(lambda a: widen(a) if a.dtype == jnp.bfloat16 else a, x)
 
@@ -429,7 +437,7 @@ def forward_tile(
   carry: Partial,
   masked: bool,
 ) -> Partial:
-  """Folds a tile of these queries into `carry`; with a mask if `masked`."""
+  """Fold a tile of these queries into `carry`; with a mask if `masked`."""
   return fold_tile(
     tile,
     product("bkgqh,bkht->bkgqt", q, tile.cut_k(keys.k, 3)),
@@ -448,16 +456,17 @@ def fold_tile(
   weigh: Callable[[Array, Array], Array] | None = None,
   allowed: Array | None = None,
 ) -> Partial:
-  """Folds a tile of bare products into `carry`.
+  """Fold a tile of bare products into `carry`.
 
   Args:
-    tile: which it is, in the order `FORWARD`.
-    s: products of its queries and keys.
-    v: its values.
-    flag: as in `Keys`, or None for a tile without a mask.
-    carry: the partial of its queries over other keys.
-    weigh: sums values by weights [B, K, G, q, k], in place of a product.
-    allowed: which pairs are, beside those of the tile's mask.
+    tile: Coordinates of the tile, in the order `FORWARD`.
+    s: Products of its queries and keys.
+    v: Values of its keys.
+    flag: Finite flag as in `Keys`, or None for a tile without a mask.
+    carry: Partial of its queries over other keys.
+    weigh: Function that sums values by weights [B, K, G, q, k], in place of a
+      product.
+    allowed: Pairs that are allowed, in addition to the tile's mask.
   """
   scores = tile.args.scores
   scale = jnp.asarray(scores.scale, s.dtype)
@@ -466,8 +475,10 @@ def fold_tile(
     scale = jnp.ones_like(scale)
   if flag is not None:
     s = s + FORWARD.head_key(flag)
-    seen = tile.allowed() if allowed is None else tile.allowed() & allowed
-    s = jnp.where(seen, s, -jnp.inf)
+    allowed_pairs = (
+      tile.allowed() if allowed is None else tile.allowed() & allowed
+    )
+    s = jnp.where(allowed_pairs, s, -jnp.inf)
     v = cleaned(v)
   # A positive scale keeps the order of bare products: scaling their maximum
   # spares a pass over the tile.
@@ -507,16 +518,16 @@ def _backward_tile(
   else:
     p = jnp.exp(s - row(lse))
   dp = product("bktj,bkjgq->bktgq", v, do_flipped)
-  kept = p
+  dropped_p = p
   if scores.dropout_rate:
-    drop = tile.dropout_weight(p.dtype)
-    kept, dp = p * drop, dp * drop
+    weights = tile.dropout_weight(p.dtype)
+    dropped_p, dp = p * weights, dp * weights
   ds = p * (dp - row(delta))
   dterms = _add_dterms(dterms, tile, ds)
   if tanh is not None:
     ds = ds * (1 - tanh * tanh)
   ds = (ds * jnp.asarray(scores.scale, ds.dtype)).astype(q.dtype)
-  dv = dv + product("bktgq,bkgqj->bktj", kept.astype(do.dtype), do)
+  dv = dv + product("bktgq,bkgqj->bktj", dropped_p.astype(do.dtype), do)
   dk = dk + product("bktgq,bkgqh->bkth", ds, q)
   dq_tile = product("bkht,bktgq->bkhgq", k_flipped, ds)
   dq_tile = dq_tile + tile.cut_q(dq, 4)
@@ -525,7 +536,7 @@ def _backward_tile(
 
 
 def _add_dterms(dterms: Terms, tile: ScoreTile, ds: jax.Array) -> Terms:
-  """Adds a tile's gradients of bias and slopes."""
+  """Add a tile's gradients of bias and slopes."""
   bias, slopes = dterms.bias, dterms.slopes
   if slopes is not None:
     slopes = slopes - jnp.sum(ds * tile.distance(ds.dtype), (0, 2, 4))
@@ -541,7 +552,7 @@ def _add_dterms(dterms: Terms, tile: ScoreTile, ds: jax.Array) -> Terms:
 def loop(
   count: Index, body: Callable[[Any, Carry], Carry], start: Carry
 ) -> Carry:
-  """fori_loop whose index is int32 also when 64-bit types are on."""
+  """Run a fori_loop with an int32 index also when 64-bit types are on."""
   stop = np.int32(count) if isinstance(count, int) else count
   return lax.fori_loop(np.int32(0), stop, body, start)
 
@@ -549,7 +560,7 @@ def loop(
 def product(
   equation: str, a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
 ) -> jax.Array:
-  """An einsum that accumulates in float32 and never casts its operands."""
+  """Einsum that accumulates in float32 and never casts its operands."""
   exact = a.dtype in (jnp.float32, jnp.float64)
   return jnp.einsum(
     equation,
@@ -561,36 +572,38 @@ def product(
 
 
 def _in_memory(x: jax.Array) -> jax.Array:
-  """An array, or a transposition of one, that is made here, once.
+  """Materialize an array, or a transposition of one, once.
 
   Without the barrier a transposition moves into the products, where XLA's CPU
-  compiler makes it again for every tile, or chooses a slow kernel.
+  compiler repeats it for every tile, or chooses a slow kernel.
   """
   return lax.optimization_barrier(x)
 
 
 def cleaned(x: Shaped[Array, " ..."]) -> jax.Array:
-  """`x` with 0 for what is not finite."""
+  """Replace non-finite elements by 0."""
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 def finite_flag(x: Shaped[Array, " ..."], dtype: DTypeLike) -> jax.Array:
-  """0 for a vector of finite numbers, NaN for another."""
-  fine = jnp.all(jnp.isfinite(x), -1)
-  return jnp.where(fine, jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype))
+  """Flag each vector: 0 if all of its numbers are finite, else NaN."""
+  is_finite = jnp.all(jnp.isfinite(x), -1)
+  return jnp.where(
+    is_finite, jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype)
+  )
 
 
 def cut_coords(at: Coords, start: Index, size: int) -> Coords:
-  """The coordinates of `size` tokens from `start` on."""
-  cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
-  return Coords(cut(at.pos), cut(at.seg))
+  """Slice the coordinates of `size` tokens from `start` on."""
+  slice_tokens = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
+  return Coords(slice_tokens(at.pos), slice_tokens(at.seg))
 
 
 def joined(rows: int, q_block: int) -> int:
-  """How many of so many rows of tiles are computed at once without a mask."""
-  # At most a quarter, since a mask's edge passes through most of few rows.
-  most = max(1, min(_JOINED // q_block, rows // 4))
-  return next(n for n in range(most, 0, -1) if rows % n == 0)
+  """Number of rows of tiles that are computed at once without a mask."""
+  # At most a quarter: in a few rows most tiles are crossed by a mask's edge.
+  max_rows = max(1, min(_JOINED // q_block, rows // 4))
+  return next(n for n in range(max_rows, 0, -1) if rows % n == 0)
 
 
 def _default_block(length: int) -> int:
@@ -599,14 +612,14 @@ def _default_block(length: int) -> int:
 
 
 def _even(length: int, block: int) -> int:
-  """The block that cuts `length` into equal parts with the least padding."""
+  """Block that splits `length` into equal parts with the least padding."""
   parts = -(-length // min(block, length))
   block = -(-length // parts)
   return block if parts == 1 else -(-block // 8) * 8
 
 
 def pad_axis(x: Shaped[Array, " ..."], axis: int, length: int) -> jax.Array:
-  """`x` with zeros behind its end of dimension `axis`, up to `length`."""
+  """Pad dimension `axis` with zeros at its end, up to `length`."""
   if x.shape[axis] == length:
     return x
   widths = [(0, 0)] * x.ndim
@@ -615,7 +628,7 @@ def pad_axis(x: Shaped[Array, " ..."], axis: int, length: int) -> jax.Array:
 
 
 def pad_coords(at: Coords, length: int) -> Coords:
-  """Coordinates [B or 1, length], of which those behind the last are empty."""
+  """Pad coordinates to [B or 1, length] with empty tokens."""
   return Coords(*(pad_axis(c, 1, length) for c in at))
 
 
@@ -627,8 +640,8 @@ def _pad_pair(
   if pair.shape[3] != 1:
     pair = pad_axis(pair, 3, q_length)
   if pair.shape[4] != 1 and k_extra:
-    # The last shard's last tile reaches beyond the last key; a tile inside
-    # covers some of the next shard's columns, whose keys are masked as padding.
+    # The last shard's last tile reaches beyond the last key; in other shards it
+    # covers columns of the next shard, whose keys are masked as padding.
     pair = pad_axis(pair, 4, pair.shape[4] + k_extra)
   return pair
 
@@ -647,7 +660,7 @@ def _cut_terms(terms: Terms, like: Terms) -> Terms:
 def pad_operands(
   x: Local, args: ScoreArgs, qb: int, kb: int
 ) -> tuple[Local, ScoreArgs]:
-  """Pads local lengths to whole tiles; padded tokens have seg 0."""
+  """Pad local lengths to whole tiles; padded tokens have seg 0."""
   q_length = -(-x.q.shape[3] // qb) * qb
   k_length = -(-x.k.shape[2] // kb) * kb
   extra = k_length - x.k.shape[2]

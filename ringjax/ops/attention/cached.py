@@ -2,13 +2,13 @@
 
 Guarantees: equals `reference` on all keys of all views; forward only.
 Cost: one maximum and one sum over the axis, of B T N (J + 2) float32 numbers;
-no key or value moves. Where the queries are sharded they are gathered first,
-B T N H numbers, and the sums are scattered.
-Memory: the partial of all queries on each shard, and of the keys a tile, or
-for more than a few queries a segment.
+no key or value moves. Sharded queries are gathered first, B T N H numbers, and
+the sums are scattered.
+Memory: the partial of all queries on each shard, and a tile of the keys, or a
+segment for more than a few queries.
 
-That is the way to decode and to read a chunk of a prompt behind a long cache:
-whatever the length of the cache, what is sent depends on the queries alone.
+This serves decoding and reading a chunk of a prompt after a long cache: what is
+sent depends on the queries alone, not on the length of the cache.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ from ringjax.parallel import collectives
 from ringjax.parallel.place import CallSharding, device_of
 from ringjax.typing import Index
 
-# Slots that are brought into another order at a time, for many queries.
+# Slots that are read and rearranged at a time, for many queries.
 _SEGMENT = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedDecode:
-  """How queries find the keys of a cache.
+  """Attention of queries over a cache whose keys may be sharded.
 
   Attributes:
-    mesh: whose `axis` shards the keys; None is one device.
-    axis: the sequence's axis.
-    batch_axes: mesh axes over which the examples are sharded.
-    head_axes: mesh axes over which the heads are sharded; kv heads that they
-      do not divide are one, of which each device has a copy.
-    whole: whether no axis beside those shards anything: then nothing is left
-      to XLA, which cuts no kernel.
-    sharded: whether the queries are sharded over `axis` too.
-    masters: whether the queries' rows are, in equal parts; those behind the
-      cache's rows are empty.
-    few: up to so many queries read the keys tile by tile in place.
-    local: the algorithm on a shard; that of few queries is its `decode`, or
-      XLA's loops where it has none.
+    mesh: Mesh whose `axis` shards the keys; None: one device.
+    axis: Mesh axis of the sequence.
+    batch_axes: Mesh axes over which the examples are sharded.
+    head_axes: Mesh axes over which the heads are sharded; with a single kv head
+      each device has a copy of it.
+    whole: Whether all sharding is over these axes: then XLA partitions nothing,
+      which could not partition a kernel.
+    sharded: Whether the queries are sharded over `axis` too.
+    masters: Whether the queries' rows are sharded over it, in equal parts; rows
+      after the cache's rows are empty.
+    few: Largest number of queries that read the keys tile by tile in place.
+    local: Local algorithm of a shard; few queries use its `decode`, or XLA's
+      loops where it has none.
   """
 
   mesh: Mesh | AbstractMesh | None = None
@@ -100,7 +100,7 @@ class ShardedDecode:
     mask: Mask,
     selection: KeySelection | None = None,
   ) -> jax.Array:
-    """[B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
+    """Attend: [B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
 
     With a `selection` they read the keys of one head that it chooses.
     """
@@ -108,12 +108,12 @@ class ShardedDecode:
     manual = {*collectives.names(self.axis)}
     if self.whole and self.mesh is not None:
       manual = {*self.mesh.axis_names}
-    # One array twice is one array inside too: kernels read it once.
+    # An array that occurs twice stays one array inside: kernels read it once.
     leaves, structure = jax.tree.flatten(views)
-    which = {id(x): n for n, x in reversed([*enumerate(leaves)])}
-    arrays = {n: leaves[n] for n in sorted(which.values())}
-    rebuilt = lambda arrays: jax.tree.unflatten(
-      structure, [arrays[which[id(x)]] for x in leaves]
+    index_of = {id(x): n for n, x in reversed([*enumerate(leaves)])}
+    arrays = {n: leaves[n] for n in sorted(index_of.values())}
+    rebuild = lambda arrays: jax.tree.unflatten(
+      structure, [arrays[index_of[id(x)]] for x in leaves]
     )
     local, decoder, platform = self._on_device(manual, q, leaves[0])
     batch = self.batch_axes if self.whole else ()
@@ -128,20 +128,20 @@ class ShardedDecode:
       platform=platform,
     )
     if not manual:
-      unsunk = terms._replace(sinks=None)
-      found = visit(
-        q=q, at=q_at, terms=unsunk, mask=mask, selection=selection
+      terms_without_sinks = terms._replace(sinks=None)
+      partial = visit(
+        q=q, at=q_at, terms=terms_without_sinks, mask=mask, selection=selection
       ).over(views)
-      return _finish(found, q, terms)
-    of_heads = (heads, ()) if q.shape[1] > 1 else ((), heads)
+      return _finish(partial, q, terms)
+    head_specs = (heads, ()) if q.shape[1] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
     by_row: Any = (self.axis,) if self.masters else batch
-    # Which dimension of the queries is sharded, and that of their coordinates.
-    cut, cut_at = (0, 0) if self.masters else (3, 1)
+    # The sharded dimension of the queries, and that of their coordinates.
+    q_axis, coords_axis = (0, 0) if self.masters else (3, 1)
     rows = views[0].shape[0]
-    over = frozenset({*collectives.names(self.axis), *batch, *heads})
+    varying_axes = frozenset({*collectives.names(self.axis), *batch, *heads})
     specs = jax.tree.leaves(
-      tuple(view.specs(batch, of_heads[0], self.axis) for view in views),
+      tuple(view.specs(batch, head_specs[0], self.axis) for view in views),
       is_leaf=lambda x: isinstance(x, P),
     )
 
@@ -155,13 +155,13 @@ class ShardedDecode:
     ) -> jax.Array:
       sinks = Terms(sinks=terms.sinks)
       q, arrays, q_at, slopes, mask, selection = collectives.vary(
-        (q, arrays, q_at, terms.slopes, mask, selection), over
+        (q, arrays, q_at, terms.slopes, mask, selection), varying_axes
       )
       if self.sharded or self.masters:
         assert self.axis is not None
-        q = collectives.gather(q, self.axis, cut)
+        q = collectives.gather(q, self.axis, q_axis)
         q_at, selection = collectives.gather(
-          (q_at, selection), self.axis, cut_at
+          (q_at, selection), self.axis, coords_axis
         )
       spare = 0
       if self.masters:
@@ -169,23 +169,23 @@ class ShardedDecode:
         q, q_at, selection = jax.tree.map(
           lambda x: x[:rows], (q, q_at, selection)
         )
-      here = visit(
+      local_visit = visit(
         q=q,
         at=Coords(*q_at),
         terms=Terms(slopes=slopes),
         mask=mask,
         axis=self.axis,
-        scatter=cut if self.sharded or self.masters else None,
+        scatter=q_axis if self.sharded or self.masters else None,
         spare=spare,
         selection=selection,
       )
-      return _finish(here.over(rebuilt(arrays)), q, sinks)
+      return _finish(local_visit.over(rebuild(arrays)), q, sinks)
 
     def per_example(x: jax.Array) -> P:
-      each = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
-      return P(batch if each else None)
+      has_batch = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
+      return P(batch if has_batch else None)
 
-    queries = P(by_row, *of_heads, at_q)
+    queries = P(by_row, *head_specs, at_q)
     return jax.shard_map(
       run,
       mesh=self.mesh,
@@ -193,53 +193,53 @@ class ShardedDecode:
         queries,
         {n: specs[n] for n in arrays},
         coords_specs(q_at, q.shape[0], by_row, at_q),
-        P(*of_heads),
+        P(*head_specs),
         jax.tree.map(per_example, mask),
         selection and selection.specs(by_row, at_q),
       ),
       out_specs=queries,
       axis_names=manual,
-      # The interpreters of Pallas do not know what varies.
+      # The interpreters of Pallas do not track varying axes.
       check_vma=not getattr(local, "interpret", False),
     )(q, arrays, q_at, terms, mask, selection)
 
   def _on_device(
     self, manual: set[str], q: jax.Array, k: jax.Array
   ) -> tuple[Any, Any, str]:
-    """What computes many queries and few on the call's devices; these."""
-    opened = self.mesh if manual else None
-    platform, kind, alone = device_of(
-      CallSharding(axis=self.axis, mesh=opened), (q, k)
+    """Local algorithm, decoder of few queries, and platform of the devices."""
+    manual_mesh = self.mesh if manual else None
+    platform, kind, unpartitioned = device_of(
+      CallSharding(axis=self.axis, mesh=manual_mesh), (q, k)
     )
     if self.mesh is not None and not manual:
-      alone = self.mesh.size == 1
+      unpartitioned = self.mesh.size == 1
     local = self.local
     if hasattr(local, "on_device"):
-      local = local.on_device(platform, kind, alone)
+      local = local.on_device(platform, kind, unpartitioned)
     decoder = local if hasattr(local, "decode") else Loops(platform)
     return local, decoder, platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheVisit:
-  """The queries of a call on one device, which read the views of a layer.
+  """Queries of a call on one device, which read the views of a layer.
 
   Attributes:
-    q: [B, K, G, T, H], of all shards of the sequence.
-    at: their coordinates [B, T].
-    terms: of the scores; the sinks come behind all merges.
-    mask: who sees whom.
-    scores: the static part of the score function.
-    local: the algorithm of many queries.
-    decoder: that of few.
-    few: how many these are.
-    axis: the manual axis that shards the keys, or None.
-    head_axes: manual axes that shard the heads.
-    scatter: the dimension of the queries of which each shard is left with its
-      own part; None for none.
-    spare: rows of other calls than the cache's, behind these; empty.
-    selection: chooses the keys that are read; None: all.
-    platform: of the device.
+    q: Queries of all shards of the sequence, [B, K, G, T, H].
+    at: Coordinates of the queries, [B, T].
+    terms: Arrays of the score function; sinks are added after all merges.
+    mask: Pairs that are visible.
+    scores: Static part of the score function.
+    local: Local algorithm for many queries.
+    decoder: Decoder for few queries.
+    few: Largest number of queries that the decoder reads.
+    axis: Manual axis that shards the keys, or None.
+    head_axes: Manual axes that shard the heads.
+    scatter: Dimension of the queries by which each shard keeps only its part of
+      the result; None: it keeps all.
+    spare: Number of empty rows to add after the cache's rows.
+    selection: Choice of the keys that are read; None: all.
+    platform: Platform of the device.
   """
 
   q: Float[Array, "B K G T H"]
@@ -258,9 +258,9 @@ class CacheVisit:
   platform: str = "cpu"
 
   def over(self, views: Sequence[KVView]) -> Partial:
-    """The partial of the keys of all views and shards."""
+    """Partial of the keys of all views and shards."""
     apart = [view for view in views if isinstance(view, ApartView)]
-    rest = [view for view in views if not isinstance(view, ApartView)]
+    ordinary = [view for view in views if not isinstance(view, ApartView)]
     if apart and self.selection is not None:
       raise OptionError(
         "cache",
@@ -268,16 +268,16 @@ class CacheVisit:
         "a model whose layers read all keys, not those of an index",
         "read the contexts as one prompt",
       )
-    found = self.combined(self.on_shard(rest))
+    partial = self.combined(self.on_shard(ordinary))
     for view in apart:
-      found = view.joined(found, self)
-    return found
+      partial = view.joined(partial, self)
+    return partial
 
   def on_shard(self, views: Sequence[KVView]) -> Partial:
-    """The partial of the keys of this shard."""
+    """Partial of this shard's keys."""
     if self.selection is not None:
-      # Of keys in the basis in which the index's are.
-      plain = [view.aligned(self.q, keys=False).view for view in views]
+      # Keys stay in the basis in which the index's keys are.
+      in_call_basis = [view.aligned(self.q, keys=False).view for view in views]
       visit = SelectiveVisit(
         selection=self.selection,
         scores=self.scores,
@@ -287,8 +287,8 @@ class CacheVisit:
         axis=self.axis,
         platform=self.platform,
       )
-      if visit.chooses(plain):
-        return visit.partial(self.q, plain)
+      if visit.chooses(in_call_basis):
+        return visit.partial(self.q, in_call_basis)
     return functools.reduce(merge, map(self._of_view, views))
 
   def _of_view(self, view: KVView) -> Partial:
@@ -299,43 +299,45 @@ class CacheVisit:
     return self._read(view, self.q, self.terms)
 
   def _by_query(self, view: KVView) -> Partial:
-    """The partial of queries that each read pages of their own, few at once."""
+    """Partial of queries that each read different pages, few at a time."""
 
     def read(view: Any, q: jax.Array, terms: Terms, at: Coords) -> Partial:
       return dataclasses.replace(self, at=at)._read(view, q, terms)
 
-    def some(each: PyTree) -> Partial:
-      q, at = each
+    def read_chunk(chunk: PyTree) -> Partial:
+      q, at = chunk
       q = jnp.moveaxis(q, 1, 3)
-      found = read_by_query(view, q, Coords(*at), self.terms, read)
-      return jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), found)
+      partial = read_by_query(view, q, Coords(*at), self.terms, read)
+      return jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), partial)
 
     rows = self.q.shape[0]
-    wide = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
-    given = jnp.moveaxis(self.q, 3, 1), Coords(*map(wide, self.at))
+    with_rows = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
+    operands = jnp.moveaxis(self.q, 3, 1), Coords(*map(with_rows, self.at))
     parts = -(-self.q.shape[3] // self.few)
-    found = by_chunks(some, given, parts)
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), found)
+    partial = by_chunks(read_chunk, operands, parts)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), partial)
 
   def _read(self, view: KVView, q: jax.Array, terms: Terms) -> Partial:
     queries = self.at if view.queries is None else view.queries
-    view, mine, back, by_head = view.aligned(q)
+    view, view_q, restore_basis, by_head = view.aligned(q)
     context = Context(queries, view.at, view.mask or self.mask)
     if by_head:
-      mine, context, terms = heads_as_examples(mine, context, terms)
+      view_q, context, terms = heads_as_examples(view_q, context, terms)
     if q.shape[3] <= self.few or in_order(view):
       args = ScoreArgs(self.scores, terms, context)
-      found = self.decoder.decode(mine, view, args)
+      partial = self.decoder.decode(view_q, view, args)
     else:
-      found = _by_segments(self.local, self.scores, mine, view, terms, context)
-    if by_head:
-      found = jax.tree.map(
-        lambda x: x.reshape(*q.shape[:4], *x.shape[4:]), found
+      partial = _by_segments(
+        self.local, self.scores, view_q, view, terms, context
       )
-    return found._replace(acc=back(found.acc))
+    if by_head:
+      partial = jax.tree.map(
+        lambda x: x.reshape(*q.shape[:4], *x.shape[4:]), partial
+      )
+    return partial._replace(acc=restore_basis(partial.acc))
 
   def combined(self, partial: Partial) -> Partial:
-    """The partial of all shards, of that of this one."""
+    """Combine this shard's partial with those of all shards."""
     if self.axis is None:
       return partial
     m = collectives.largest(partial.m, self.axis)
@@ -344,9 +346,9 @@ class CacheVisit:
     packed = packed * weight[..., None]
     if self.scatter is not None:
       if self.spare:
-        rest = lambda x: ((0, 0),) * (x.ndim - 1)
-        fill = lambda x: jnp.pad(x, ((0, self.spare), *rest(x)))
-        packed, m = fill(packed), fill(m)
+        no_padding = lambda x: ((0, 0),) * (x.ndim - 1)
+        pad_rows = lambda x: jnp.pad(x, ((0, self.spare), *no_padding(x)))
+        packed, m = pad_rows(packed), pad_rows(m)
       packed = collectives.scatter_sum(packed, self.axis, self.scatter)
       length = packed.shape[self.scatter]
       first = collectives.axis_index(self.axis) * length
@@ -370,7 +372,7 @@ def _by_segments(
   terms: Terms,
   context: Context,
 ) -> Partial:
-  """The partial of many queries: a segment of the slots at a time."""
+  """Partial of many queries, a segment of the slots at a time."""
   length = view.shape[2]
   size = min(length, _SEGMENT)
   if isinstance(view, StreamedView):
@@ -378,8 +380,8 @@ def _by_segments(
   at = tiled(view.at, size)
 
   def read(first: Index, k: jax.Array, v: jax.Array, carry: Partial) -> Partial:
-    here = context._replace(k=cut_coords(at, first, size))
-    args = ScoreArgs(scores, terms, here)
+    segment_context = context._replace(k=cut_coords(at, first, size))
+    args = ScoreArgs(scores, terms, segment_context)
     return local.forward(Local(q, k, v), args, carry)
 
   shapes = view.tile(jnp.int32(0), size)
@@ -387,7 +389,9 @@ def _by_segments(
   if size == length:
     return read(jnp.int32(0), *shapes, start)
   # Segments in which every slot is empty are not read.
-  some = jnp.any(at.seg.reshape(at.seg.shape[0], -1, size) > 0, (0, 2))
-  order = jnp.argsort(1 - some.astype(jnp.int32), stable=True).astype(jnp.int32)
-  count = jnp.sum(some, dtype=jnp.int32)
+  nonempty = jnp.any(at.seg.reshape(at.seg.shape[0], -1, size) > 0, (0, 2))
+  order = jnp.argsort(1 - nonempty.astype(jnp.int32), stable=True).astype(
+    jnp.int32
+  )
+  count = jnp.sum(nonempty, dtype=jnp.int32)
   return fold_tiles(view, size, order, count, read, start)

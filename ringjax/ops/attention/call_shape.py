@@ -1,4 +1,4 @@
-"""An attention call as the cost model sees it, and what the model predicts."""
+"""Description of an attention call for the cost model, and its predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringjax.ops.mask import (
 from ringjax.parallel.chips import LOCALS, number_bytes
 from ringjax.parallel.layout import Layout
 
-# Wires that have a name.
+# Wire formats with a name.
 WIRES = ("int8", "float8_e4m3fn", "bfloat16")
 
 
@@ -29,24 +29,24 @@ class CallShape:
   """Shapes of an attention call: one device's share of batch and heads.
 
   Attributes:
-    batch: B, examples on a device.
-    queries: T, tokens of the whole sequence of queries.
-    keys: S, tokens of the whole sequence of keys.
-    heads: N, query heads on a device before any exchange.
-    kv_heads: K.
-    head_dim: H, of queries and keys.
-    value_dim: J, of values; default H.
-    dtype: name of the dtype of queries, keys and values.
-    mask: over positions.
-    layout: order of the tokens on the shards; None leaves the choice open.
+    batch: Examples on a device, B.
+    queries: Tokens of the whole sequence of queries, T.
+    keys: Tokens of the whole sequence of keys, S.
+    heads: Query heads on a device before any exchange, N.
+    kv_heads: Key heads on a device before any exchange, K.
+    head_dim: Head dim of queries and keys, H.
+    value_dim: Head dim of values, J; default H.
+    dtype: Name of the dtype of queries, keys and values.
+    mask: Mask over positions.
+    layout: Order of the tokens on the shards; None leaves the choice open.
     axes: (name, size) of the mesh axes that shard the sequence, slow ones
       first: one, or two (groups of devices, devices of a group).
-    backward: whether gradients are wanted too.
-    offset: position of the first query.
-    wire: of `WIRES`, or an `rj.kv.Codec`: also show K and V sent as such codes;
-      None: do not.
-    longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, of `chips.LOCALS`.
+    backward: Whether gradients are computed too.
+    offset: Position of the first query.
+    wire: Lossy format in which to also consider sending K and V, of `WIRES`, or
+      an `rj.kv.Codec`; None: no such format.
+    longest_document: Tokens of the longest document of packed data, if known.
+    local: Local algorithm, of `chips.LOCALS`.
   """
 
   batch: int
@@ -113,17 +113,17 @@ class CallShape:
 
   @property
   def shards(self) -> int:
-    """R."""
+    """Number of shards of the sequence, R."""
     return math.prod(size for _, size in self.axes)
 
   @property
   def same_tokens(self) -> bool:
-    """Whether queries and keys are of the same positions."""
+    """Whether queries and keys have the same positions."""
     return self.queries == self.keys and not self.offset
 
   @property
   def packed(self) -> bool:
-    """Whether a query sees its own document only."""
+    """Whether a query only sees its own document."""
     return _has_documents(self.mask)
 
   @property
@@ -136,19 +136,19 @@ class CallShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """What a strategy costs for a call: seconds, bytes, memory.
+  """Predicted cost of a strategy for a call: seconds, bytes, memory.
 
   Attributes:
-    strategy: its name.
-    options: what to build it with: q_block, kv_block and what is its own.
-    layout: order of the tokens on the shards.
-    forward_s: seconds of the forward pass.
-    backward_s: seconds of the backward pass, 0 where none is wanted.
-    bytes_by_link: bytes that a device sends in all, by the link they take.
-    sends: messages of a device in all.
-    memory_bytes: of a device at most, operands and results included.
-    busy: part of the time in which the devices compute tiles and sums.
-    notes: remarks for the reader.
+    strategy: Name of the strategy.
+    options: Options to build it with: q_block, kv_block and the strategy's own.
+    layout: Order of the tokens on the shards.
+    forward_s: Seconds of the forward pass.
+    backward_s: Seconds of the backward pass, 0 without one.
+    bytes_by_link: Bytes that a device sends in all, by the link they take.
+    sends: Messages that a device sends in all.
+    memory_bytes: Peak memory of a device, operands and results included.
+    busy: Share of the time in which the devices compute tiles and sums.
+    notes: Remarks for the user.
   """
 
   strategy: str
@@ -164,11 +164,11 @@ class Prediction:
 
   @property
   def seconds(self) -> float:
-    """Of both passes."""
+    """Seconds of both passes."""
     return self.forward_s + self.backward_s
 
   def record(self) -> dict[str, Any]:
-    """Plain values for JSON."""
+    """Return plain values for JSON."""
     body = {**vars(self), "layout": repr(self.layout), "seconds": self.seconds}
     return body | {
       "options": _plain(self.options),
@@ -178,12 +178,12 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refusal:
-  """Why a strategy is not for this call.
+  """Reason why a strategy does not serve a call.
 
   Attributes:
-    strategy: its name.
-    options: that tell it from another candidate of the strategy.
-    reason: one sentence.
+    strategy: Name of the strategy.
+    options: Options that distinguish the candidate.
+    reason: One sentence.
   """
 
   strategy: str
@@ -191,7 +191,7 @@ class Refusal:
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def record(self) -> dict[str, Any]:
-    """Plain values for JSON."""
+    """Return plain values for JSON."""
     return {**vars(self), "options": _plain(self.options)}
 
 

@@ -1,20 +1,20 @@
-"""Chain attention: keys go from each shard to those behind it, never around.
+"""Chain attention: keys are sent to later shards only, never around a ring.
 
 Guarantees: equals `reference` on the gathered sequence for masks under which
 no query sees a key of a later shard; forward and backward.
 Cost: R (R - 1) / 2 sends of one shard's K and V in all, half of a ring's: in
 step t shard i gets the keys of shard i - t from shard i - 1, and only shards t
-to R - 1 get any. Backward as many of K and V, of the sums dK and dV too, and
-R - 1 that take sums to their owners. A window sends only as far as it sees.
+to R - 1 get any. Backward as many of K and V, as many of the sums dK and dV,
+and R - 1 that take sums to their owners. A window sends only as far as it sees.
 Nothing sent is zero.
-Memory: the block at hand and the block in flight.
+Memory: the current block and the block in flight.
 Ref: Cho et al. 2024, KV-Runahead, arXiv 2405.05329; there a shard sends all
 that it has seen as one growing prefix, which is the same rows.
 
 With an `Uneven` layout whose first counts are the larger ones all shards have
-as much to do, and the first, which gets no keys, may run ahead where devices
-are not in step. The steps differ in which shards send, so they are not a loop
-as the hops of a ring are: the program grows with R.
+as much to do, and the first, which gets no keys, may run ahead if devices are
+not in step. The steps differ in which shards send, so they are not a loop like
+the hops of a ring: the program grows with R.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ class Chain(KVStrategy):
   """Pass-KV chain over a local algorithm.
 
   Attributes:
-    local: the algorithm of one step, `Blockwise()` or `Dense()`.
-    axis: the axis; filled in by the functions that take `axis=`.
-    steps: from how many shards before it a shard gets keys; None is all.
-    wire: how keys and values travel, as in `Ring`.
+    local: Algorithm of one step, `Blockwise()` or `Dense()`.
+    axis: Mesh axis; filled in by the functions that take `axis=`.
+    steps: Number of earlier shards whose keys a shard gets; None: all.
+    wire: Wire format of keys and values, as in `Ring`.
   """
 
   steps: int | None = None
   wire: WireLike | None = None
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Chain:
-    """This chain on `axis`, cut to the distances that are `needed`."""
+    """Bind to `axis`, restricted to the distances that are `needed`."""
     steps = None if needed is None else int(np.flatnonzero(needed).max())
     return dataclasses.replace(self, axis=axis, steps=steps)
 
   def over(self, mask: Mask, layout: Layout, derived: bool) -> Chain:
-    """This chain.
+    """Check that the chain serves a mask, and return it unchanged.
 
-    `derived`: queries and keys are the same tokens, where the layout has them.
+    `derived`: whether queries and keys are the same tokens, at the same places.
 
     Raises:
-      OptionError: a query may see a key of a later shard.
+      OptionError: If a query may see a key of a later shard.
     """
-    ahead = mask.reach[1]
-    if ahead is None or ahead > 0:
+    keys_after = mask.reach[1]
+    if keys_after is None or keys_after > 0:
       raise OptionError(
         "strategy",
         f"a chain with the mask {mask}",
@@ -85,58 +85,64 @@ class Chain(KVStrategy):
     return self
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
-    """Folds the keys of the shards up to this one into `carry`."""
+    """Fold the keys of the shards up to this one into `carry`."""
     size, steps = self._place()[0], self._steps()
     block = KVBlock.of(x, args.context, self._wire)
     for t in range(steps + 1):
-      coming = self._send(block, t + 1, size) if t < steps else block
-      there = self._operands(x, args, block if t else None, t)
-      carry = self.local.forward(*there, carry)
-      block = coming
+      incoming = self._send(block, t + 1, size) if t < steps else block
+      operands = self._operands(x, args, block if t else None, t)
+      carry = self.local.forward(*operands, carry)
+      block = incoming
     return carry
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
-    """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
+    """Add the gradients of a shard's own keys to `carry`, (dq, dterms)."""
     size, steps = self._place()[0], self._steps()
-    # Else a compiler takes these sends for those of the forward pass, and keeps
-    # what those brought until now.
+    # Without the barrier a compiler merges these sends with those of the
+    # forward pass, and keeps the blocks that they brought until now.
     block = lax.optimization_barrier(KVBlock.of(x, args.context, self._wire))
     sums: Any = None
     total: Any = None
     for t in range(steps + 1):
-      coming = self._send(block, t + 1, size) if t < steps else block
-      moved = self._send(sums, t, size) if t else None
-      there = self._operands(x, args, block if t else None, t)
-      grads = self.local.backward(*there, residuals, carry)
+      incoming = self._send(block, t + 1, size) if t < steps else block
+      moved_sums = self._send(sums, t, size) if t else None
+      operands = self._operands(x, args, block if t else None, t)
+      grads = self.local.backward(*operands, residuals, carry)
       carry = grads.q, grads.terms
-      more = pack(grads.k, grads.v)
-      sums = more if moved is None else jax.tree.map(jnp.add, moved, more)
-      # The last shard that gets a block has the whole sums of it.
+      kv_grads = pack(grads.k, grads.v)
+      sums = (
+        kv_grads
+        if moved_sums is None
+        else jax.tree.map(jnp.add, moved_sums, kv_grads)
+      )
+      # The last shard that gets a block has its complete sums.
       complete = range(steps, size) if t == steps else range(size - 1, size)
       total = self._to_owners(total, sums, t, complete)
-      block = coming
+      block = incoming
     dk, dv = unpack(total)
     return Gradients(carry[0], dk, dv, carry[1])
 
   def _to_owners(
     self, total: PyTree, sums: PyTree, t: int, complete: range
   ) -> PyTree:
-    """Adds the sums of the shards `complete` to those at their owners."""
+    """Add the sums of the shards `complete` to those at their owners."""
     if t == 0:
-      mine = self._place()[1] >= complete.start
-      return jax.tree.map(lambda s: jnp.where(mine, s, jnp.zeros_like(s)), sums)
+      complete_here = self._place()[1] >= complete.start
+      return jax.tree.map(
+        lambda s: jnp.where(complete_here, s, jnp.zeros_like(s)), sums
+      )
     assert self.axis is not None
-    back = collectives.send(sums, self.axis, [(i, i - t) for i in complete])
-    return jax.tree.map(jnp.add, total, back)
+    returned = collectives.send(sums, self.axis, [(i, i - t) for i in complete])
+    return jax.tree.map(jnp.add, total, returned)
 
   def _send(self, tree: PyTree, t: int, size: int) -> PyTree:
-    """Sends to the next shard, if that one gets anything in step t."""
+    """Send to the next shard, if that one gets anything in step t."""
     assert self.axis is not None
     pairs = [(i - 1, i) for i in range(t, size)]
     return collectives.send(tree, self.axis, pairs)
 
   def _steps(self) -> int:
-    most = self._place()[0] - 1
-    return most if self.steps is None else min(self.steps, most)
+    max_steps = self._place()[0] - 1
+    return max_steps if self.steps is None else min(self.steps, max_steps)

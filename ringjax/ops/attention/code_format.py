@@ -1,13 +1,13 @@
-"""How the bytes of an encoded vector hold its numbers.
+"""Layout of an encoded vector's bytes, for kernels that decode in registers.
 
-A codec says it so that a kernel can decode in registers. A number of a vector
-is
+A codec states it as a `CodeFormat`. An element of a vector is
 
   level(code) * scale + zero
 
-with codes of a few bits, packed as `parts` says, a scale and a zero of each
-group of the vector (float16, behind the codes) or of each channel (constants),
-and behind these a few numbers that are kept exactly in place of their codes.
+with codes of a few bits, packed as `parts` lays them out, a scale and a zero of
+each group of the vector (float16, after the codes) or of each channel
+(constants), and after these a few elements that are kept exactly in place of
+their codes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from jaxtyping import Array, Shaped
 
 from ringjax.typing import ArrayLeaf
 
-# On a TPU a cache stores so many bytes of a token or a multiple, and so many
-# numbers: what its memory would fill up anyway.
+# On a TPU the bytes of a token in a cache are padded to a multiple of the
+# first, numbers to one of the second: its memory would be padded to that
+# anyway.
 _ROWS, _LANES = 8, 128
 
 
@@ -33,8 +34,9 @@ def stored_codes(
 ) -> tuple[tuple[int, ...], Any]:
   """Shape and dtype of the codes of slots, of `width` bytes a token.
 
-  [..., S, X] and uint8. On a TPU tokens are last, for it fills up the last axis
-  of an array to 128, and the dtype is int8: it says which of the two it is.
+  [..., S, X] and uint8. On a TPU tokens are last, as it pads the last axis of
+  an
+  array to 128, and the dtype is int8: it marks which of the two layouts it is.
   """
   if platform != "tpu":
     return (*lead, slots, width), jnp.uint8
@@ -42,33 +44,33 @@ def stored_codes(
 
 
 def filled_up(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """An array of slots of numbers, filled up to what a TPU's memory has.
+  """Pad an array of slots of numbers to what a TPU's memory pads it to.
 
-  It would store fewer otherwise between two programs, and copy the array into
-  each of them. Codes are as `stored_codes` says.
+  Without padding it would be stored smaller between two programs, and copied
+  into each of them. Codes are padded by `stored_codes`.
   """
-  *lead, width = x.shape
+  *leading, width = x.shape
   if x.dtype == jnp.int8:
     return x
-  shape = *lead, -(-width // _LANES) * _LANES
+  shape = *leading, -(-width // _LANES) * _LANES
   return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
 
 def token_axis(x: Shaped[ArrayLeaf, " ..."]) -> int:
-  """Which axis of an array of slots, or of what goes into them, is tokens.
+  """Index of the token axis in an array of slots, or in data for it.
 
   It is the last one of coordinates [B, S] and of codes [..., X, S], which are
-  int8, see `stored_codes`; of others [..., S, D] it is the one before.
+  int8, see `stored_codes`; in others [..., S, D] it is the one before.
   """
   return x.ndim - (1 if x.ndim == 2 or x.dtype == jnp.int8 else 2)
 
 
 def row_major(x: Shaped[Array, " ..."]) -> jax.Array:
-  """The same array, in memory as its axes stand: the last one fastest.
+  """Store an array in memory in the order of its axes, the last one fastest.
 
-  TPU's compiler would store slots as the write of one token likes it, or as the
-  reading of a tile does, and copy the slots of all layers, in each layer,
-  between the two.
+  TPU's compiler would store slots as it suits the write of one token, or the
+  reading of a tile, and copy the slots of all layers, in each layer, between
+  the two.
   """
   return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
@@ -76,27 +78,29 @@ def row_major(x: Shaped[Array, " ..."]) -> jax.Array:
 def as_stored(
   data: Shaped[Array, "*b T X"], like: Shaped[Array, " ..."]
 ) -> Shaped[Array, " ..."]:
-  """Numbers or bytes of tokens in the form of an array of slots, which those
-  that come out of such an array have."""
+  """Convert numbers or bytes of tokens to the layout of an array of slots.
+
+  Data from such an array already has it.
+  """
   if data.dtype == jnp.int8:
     return data
   if like.dtype != jnp.int8:
-    wide = [(0, 0)] * (data.ndim - 1) + [(0, like.shape[-1] - data.shape[-1])]
-    return jnp.pad(data, wide) if wide[-1][1] else data
-  over = like.shape[-2] - data.shape[-1]
-  data = jnp.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, over)])
+    widths = [(0, 0)] * (data.ndim - 1) + [(0, like.shape[-1] - data.shape[-1])]
+    return jnp.pad(data, widths) if widths[-1][1] else data
+  padding = like.shape[-2] - data.shape[-1]
+  data = jnp.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, padding)])
   return lax.bitcast_convert_type(jnp.swapaxes(data, -1, -2), jnp.int8)
 
 
 def as_bytes(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
-  """Bytes of tokens, of a part of an array of slots; numbers as they are."""
+  """View a slice of an array of slots as bytes of tokens; keep numbers."""
   if x.dtype != jnp.int8:
     return x
   return lax.bitcast_convert_type(jnp.swapaxes(x, -1, -2), jnp.uint8)
 
 
 def padded(count: int) -> int:
-  """Codes with those that fill up the last byte of each part."""
+  """Round up a number of codes to fill the last byte of each part."""
   return -(-count // 8) * 8
 
 
@@ -107,10 +111,10 @@ class CodePart(NamedTuple):
   its lowest bits.
 
   Fields:
-    size: bits of each code: 1, 2, 4 or 8.
-    low: the lowest of them in the code.
-    first: the first byte.
-    width: bytes.
+    size: Bits of each code: 1, 2, 4 or 8.
+    low: Index of the lowest of them in the code.
+    first: Index of the first byte.
+    width: Number of bytes.
   """
 
   size: int
@@ -120,36 +124,37 @@ class CodePart(NamedTuple):
 
 
 def parts(count: int, bits: int) -> tuple[CodePart, ...]:
-  """The parts of `count` packed codes: powers of two, the largest first."""
-  found, low, first = [], 0, 0
+  """Parts of `count` packed codes: powers of two, the largest first."""
+  code_parts, low, first = [], 0, 0
   for size in (8, 4, 2, 1):
     if bits & size:
       width = padded(count) * size // 8
-      found.append(CodePart(size, low, first, width))
+      code_parts.append(CodePart(size, low, first, width))
       low, first = low + size, first + width
-  return tuple(found)
+  return tuple(code_parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeFormat:
-  """The bytes of a vector.
+  """Layout of the bytes of a vector.
 
   Attributes:
-    dim: numbers of the vector.
-    bits: of a code.
-    groups: of neighbours, of equal size but for the last.
-    halves: float16 numbers of a group behind the codes: 0; 1, its scale; 2, its
-      scale and zero. Scales of all groups come first.
-    levels: of the codes, ascending; None: a code is its own level, or, with
-      `by_constants`, the last of the constants has them.
-    by_constants: whether the constants have levels [2**bits].
-    by_channel: whether the constants begin with scale and zero of channels,
+    dim: Number of elements of the vector.
+    bits: Bits of a code.
+    groups: Number of groups of neighbours, of equal size but for the last.
+    halves: Number of float16 numbers of a group after the codes: 0; 1, its
+      scale; 2, its scale and zero. Scales of all groups come first.
+    levels: Levels of the codes, ascending; None: a code is its own level, or,
+      with `by_constants`, the last of the constants has them.
+    by_constants: Whether the constants have levels [2**bits].
+    by_channel: Whether the constants begin with scale and zero of channels,
       [dim] each.
-    outliers: numbers kept exactly, whose codes are 0: behind the scales their
-      places (a byte, or two above 256 numbers), then the numbers as float16.
-    sinks: whether the lowest bit of the first of these says that the scale of
-      channels is times a factor and that the zero is the sink, which are
-      constants behind the zero: [1] and [dim].
+    outliers: Number of elements kept exactly, whose codes are 0: after the
+      scales their places (a byte, or two above 256 elements), then the elements
+      as float16.
+    sinks: Whether the lowest bit of the first outlier marks a vector whose
+      channel scales are times a factor and whose zero is the sink; both are
+      constants after the zero: [1] and [dim].
   """
 
   dim: int
@@ -164,27 +169,27 @@ class CodeFormat:
 
   @property
   def parts(self) -> tuple[CodePart, ...]:
-    """Of the codes."""
+    """Parts of the codes."""
     return parts(self.dim, self.bits)
 
   @property
   def codes(self) -> int:
-    """Bytes of the codes."""
+    """Number of bytes of the codes."""
     return padded(self.dim) * self.bits // 8
 
   @property
   def group(self) -> int:
-    """Numbers of a group."""
+    """Number of elements of a group."""
     return -(-self.dim // self.groups)
 
   @property
   def mirrored(self) -> bool:
-    """Whether levels are known, of which the lower mirror the upper ones."""
+    """Whether levels are known, and the lower ones mirror the upper ones."""
     levels = self.levels or (1.0,)
     pairs = zip(levels, reversed(levels), strict=True)
     return all(abs(a + b) < 1e-5 for a, b in pairs)
 
   @property
   def looked_up(self) -> bool:
-    """Whether levels are others than the codes."""
+    """Whether codes are looked up in a table of levels."""
     return self.by_constants or self.levels is not None

@@ -1,6 +1,6 @@
-"""Sizes, bytes and seconds of the parts of which strategies are made.
+"""Cost terms of attention strategies: sizes, bytes and seconds of their parts.
 
-Ref: `predict` says what is modelled.
+Ref: `predict` documents the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax.ops.mask import (
 from ringjax.parallel.chips import Link, Machine, number_bytes
 from ringjax.parallel.layout import Layout
 
-# Bytes of a number that is summed.
+# Bytes of a float32 number of a sum.
 WIDE = 4
 
 
@@ -48,7 +48,7 @@ class Interconnect:
     far: float = 1.0,
     wraps: bool = True,
   ):
-    """`size` devices, `stride` places apart; `slow` joins islands of them."""
+    """Join `size` devices, `stride` places apart; `slow` joins islands."""
     self.traffic, self.size, self.far, self.wraps = traffic, size, far, wraps
     crosses = slow is not None and island is not None and size * stride > island
     self.island = max(1, island // stride) if island is not None else size
@@ -61,9 +61,10 @@ class Interconnect:
     return [link for link in (self.fast, self.slow) if link is not None]
 
   def send(self, *parts: float, shift: int = 1) -> float:
-    """Seconds of sends to the device `shift` on, parts of 0 bytes left out.
+    """Seconds to send parts to the device `shift` places on.
 
-    All parts leave at once; a border between islands makes all wait.
+    All parts leave at once, those of 0 bytes are left out; a border between
+    islands makes all wait.
     """
     parts = tuple(nbytes for nbytes in parts if nbytes)
     self._count(sum(parts, 0.0), len(parts))
@@ -78,11 +79,11 @@ class Interconnect:
     )
 
   def both_s(self, one: float, other: float) -> float:
-    """Seconds of sends to both neighbours that alone take these seconds."""
+    """Seconds to send to both neighbours, given the seconds of each alone."""
     return max(link.both_s(one, other) for _, link in self.links)
 
   def gather(self, nbytes: float) -> float:
-    """Seconds of a gather: islands bring in others' by all links at once."""
+    """Seconds of an all-gather; islands receive over all links at once."""
     self._count(nbytes, 1)
     if self.slow is None:
       return self.links[0][1].gather_s(nbytes, self.size, self.wraps)
@@ -93,7 +94,7 @@ class Interconnect:
     return max(times)
 
   def exchange(self, nbytes: float) -> float:
-    """Seconds of an all-to-all: each device has a link to other islands."""
+    """Seconds of an all-to-all; each device has a link to other islands."""
     self._count(nbytes, 1)
     if self.slow is None:
       return self.links[0][1].exchange_s(nbytes, self.size, self.wraps)
@@ -105,7 +106,7 @@ class Interconnect:
     return max(times)
 
   def _outside(self, nbytes: float) -> float:
-    """How much of what comes from all others is from other islands."""
+    """Bytes from other islands, of `nbytes` from all other devices."""
     return nbytes * (self.size - self.island) / (self.size - 1)
 
   def _count(self, nbytes: float, messages: int) -> None:
@@ -118,11 +119,11 @@ class Interconnect:
 
 @dataclasses.dataclass
 class Traffic:
-  """What one device sends in a call.
+  """Bytes and messages that one device sends in a call.
 
   Attributes:
-    by_link: bytes, by the name of the link.
-    sends: messages.
+    by_link: Bytes by name of the link.
+    sends: Number of messages.
   """
 
   by_link: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -130,11 +131,11 @@ class Traffic:
 
 
 def tile_blocks(call: CallShape, t: int, s: int) -> tuple[int, int]:
-  """The tile for t queries over s keys, (q_block, kv_block).
+  """Tile for t queries over s keys, (q_block, kv_block).
 
-  As `Blockwise().blocks`, and where a mask can leave part of a hop at most an
-  eighth of either side, though not below 128: of a hop that is half masked
-  the tiles on the diagonal then cost an eighth on top at most.
+  As `Blockwise().blocks`; where a mask can leave part of a hop, at most an
+  eighth of either side, but at least 128: in a hop that is half masked the
+  tiles on the diagonal then cost at most an eighth more.
   """
   blocks = Blockwise().blocks(t, s)
   if isinstance(call.seen, Everything):
@@ -147,20 +148,20 @@ class CostTerms:
   """Sizes, bytes and seconds of the parts of one strategy's call.
 
   Attributes:
-    strategy: its name.
-    call: what is to be computed.
-    machine: on what.
-    layout: order of the tokens on the shards.
-    wire: of K and V on the wire, of `WIRES` or a `Wire`; None is as they are.
-    wire_number: bytes of a number on the wire.
-    t: queries of a shard; `s` keys.
-    q: numbers of a shard's queries; `o` of its outputs, `kv` of its keys with
+    strategy: Name of the strategy.
+    call: Shapes, mask and mesh axes of the call.
+    machine: Machine that runs it.
+    layout: Order of the tokens on the shards.
+    wire: Format of K and V on the wire, of `WIRES` or a `Wire`; None: as is.
+    wire_number: Bytes of a number on the wire.
+    t: Queries of a shard; `s` are its keys.
+    q: Numbers of a shard's queries; `o` of its outputs, `kv` of its keys with
       values, `rows` of its softmax rows.
-    kv_bytes: of a shard's keys and values; `wire_bytes` on the wire,
+    kv_bytes: Bytes of a shard's keys and values; `wire_bytes` on the wire,
       `sum_bytes` of their float32 gradients.
-    decode_s: seconds of reading a block's codes and writing its numbers.
-    traffic: what has been sent.
-    ring: the interconnect of all shards.
+    decode_s: Seconds to read a block's codes and write its numbers.
+    traffic: Bytes and messages sent so far.
+    ring: Interconnect of all shards.
   """
 
   def __init__(
@@ -183,7 +184,7 @@ class CostTerms:
     self.flops = (2 * (h + j), 2 * (3 * h + 2 * j))
     self.traffic = Traffic()
     self.ring, _ = self.levels(self.size)
-    # Of one shard: numbers of queries, outputs, keys with values.
+    # Numbers of one shard: queries, outputs, keys with values.
     self.q = float(call.batch * self.t * call.heads * h)
     self.o = float(call.batch * self.t * call.heads * j)
     self.rows = float(call.batch * self.t * call.heads)
@@ -201,49 +202,55 @@ class CostTerms:
     )
 
   def levels(self, inner: int) -> tuple[Interconnect, Interconnect]:
-    """Those among `inner` consecutive devices, and from group to group."""
+    """Interconnects inside groups of `inner` devices and between the groups."""
     size, axes, machine = self.size, self.call.axes, self.machine
     fast, last = axes[-1]
-    near = fast, machine.link(fast)
-    # Groups lie along the same walk of neighbours, `inner` places apart.
-    far = near[1].far(inner, size) if len(axes) == 1 else 1.0
+    inner_link = fast, machine.link(fast)
+    # Groups follow the same walk of neighbours, `inner` places apart.
+    distance = inner_link[1].far(inner, size) if len(axes) == 1 else 1.0
     if len(axes) == 2 and not isinstance(machine.links, Link):
       slow = axes[0][0]
-      wide, island = (slow, machine.link(slow)), last
+      outer_link, island = (slow, machine.link(slow)), last
     else:
       island = machine.island
-      wide = None if machine.between is None else ("between", machine.between)
-    joined_by = near, wide, island
+      outer_link = (
+        None if machine.between is None else ("between", machine.between)
+      )
+    links = inner_link, outer_link, island
     return (
-      Interconnect(self.traffic, inner, 1, *joined_by, wraps=inner == size),
-      Interconnect(self.traffic, size // inner, inner, *joined_by, far=far),
+      Interconnect(self.traffic, inner, 1, *links, wraps=inner == size),
+      Interconnect(self.traffic, size // inner, inner, *links, far=distance),
     )
 
   @functools.cached_property
   def pairs(self) -> np.ndarray:
-    """[R, R], by shards of queries and of keys."""
+    """Pair counts by shards of queries and of keys, [R, R]."""
     c = self.call
     return pair_counts.pairs(
       self.layout, c.seen, self.size, (c.queries, c.keys), self.blocks, c.offset
     )
 
   def by_hop(self, hops: Sequence[int]) -> np.ndarray:
-    """Pairs of each shard with the keys so many places behind: [hops, R]."""
+    """Pairs of each shard with the keys `hops` places before it, [hops, R]."""
     i = np.arange(self.size)
     return self.pairs[i, (i - np.asarray(hops)[:, None]) % self.size]
 
   @property
   def directions(self) -> tuple[int, int]:
-    """(from behind, from ahead): hops of a ring, cut to the mask's reach."""
+    """Numbers of hops of a ring, (back, forward), within the mask's reach."""
     return self.cut(self.call.mask)
 
   def cut(self, mask: Mask) -> tuple[int, int]:
-    behind, ahead = mask.reach
-    if behind is None or ahead is None or self.call.offset:
+    keys_before, keys_after = mask.reach
+    if keys_before is None or keys_after is None or self.call.offset:
       return self.size - 1, 0
     return cut_hops(
       self.layout.reachable(
-        self.size, self.size * self.t, self.size * self.s, behind, ahead
+        self.size,
+        self.size * self.t,
+        self.size * self.s,
+        keys_before,
+        keys_after,
       )
     )
 
@@ -259,11 +266,11 @@ class CostTerms:
     """Seconds of a call of the local algorithm that computes `pairs`.
 
     Args:
-      pairs: of one example and head, any shape.
-      backward: which pass.
-      heads: query heads; default all of a device.
-      taken: bytes of operands that are read at least.
-      put: bytes of sums that are read and written back.
+      pairs: Pairs of one example and head, any shape.
+      backward: Whether it is the backward pass.
+      heads: Number of query heads; default all of a device.
+      taken: Bytes of operands that are read at least.
+      put: Bytes of sums that are read and written back.
     """
     c, chip = self.call, self.machine.chip
     part = self.machine.part(c.local)[backward]
@@ -277,18 +284,20 @@ class CostTerms:
     return np.maximum(work_s, read_s) + put_s
 
   def query_bytes(self, backward: bool) -> float:
-    """Of the queries that a hop reads; backward also outputs' gradients."""
+    """Bytes of queries that a hop reads; backward also output gradients."""
     return (self.q + (self.o + self.q) * backward) * self.number
 
   def hop_s(
     self, pairs: Float[np.ndarray, " ..."], backward: bool
   ) -> np.ndarray:
-    """As `seconds`, of hops in which keys visit queries."""
-    taken = self.query_bytes(backward) + self.kv_bytes
-    return self.seconds(pairs, backward, taken=taken, put=self.sums(backward))
+    """Seconds of hops in which keys move and queries stay."""
+    read_bytes = self.query_bytes(backward) + self.kv_bytes
+    return self.seconds(
+      pairs, backward, taken=read_bytes, put=self.sums(backward)
+    )
 
   def sums(self, backward: bool) -> float:
-    """Bytes of sums that a hop takes from memory and puts back."""
+    """Bytes of sums that a hop reads from memory and writes back."""
     if not backward:
       return 2 * (self.o + 2 * self.rows) * WIDE
     return 2 * self.q * WIDE + 3 * self.sum_bytes
@@ -299,12 +308,20 @@ class CostTerms:
     c = self.call
     rows = q_block * joined(-(-self.t // q_block), q_block)
     tiles = 2 * c.batch * c.heads * rows * kv_block * WIDE
-    held = (self.q + self.o) * self.number + self.kv_bytes + self.rows * WIDE
+    operand_bytes = (
+      (self.q + self.o) * self.number + self.kv_bytes + self.rows * WIDE
+    )
     if not backward:
-      return held + (self.o + 2 * self.rows) * WIDE + tiles
-    # The cotangent and a transposed copy of it and of the queries; dq, dk, dv.
-    more = (2 * self.o + self.q) * self.number + self.rows * WIDE
-    return held + more + self.q * WIDE + self.sum_bytes + 2 * tiles
+      return operand_bytes + (self.o + 2 * self.rows) * WIDE + tiles
+    # The cotangent, a transposed copy of it and of the queries; dq, dk, dv.
+    gradient_bytes = (2 * self.o + self.q) * self.number + self.rows * WIDE
+    return (
+      operand_bytes
+      + gradient_bytes
+      + self.q * WIDE
+      + self.sum_bytes
+      + 2 * tiles
+    )
 
   def rotation(
     self,
@@ -314,29 +331,33 @@ class CostTerms:
     kv: float,
     sums: float,
   ) -> float:
-    """Seconds of a ring: blocks of keys from behind, then those from ahead.
+    """Seconds of a ring: blocks of earlier keys first, then of later ones.
 
     Args:
-      ring: over which they rotate.
-      compute: seconds of each hop on each shard, [hops, ..., R].
-      hops: (from behind, from ahead).
-      kv: bytes of a block.
-      sums: bytes of the gradients that go along, 0 in the forward pass.
+      ring: Interconnect over which they rotate.
+      compute: Seconds of each hop on each shard, [hops, ..., R].
+      hops: (back, forward) numbers of hops.
+      kv: Bytes of a block.
+      sums: Bytes of the gradients that move with it, 0 in the forward pass.
     """
-    behind, ahead = hops
+    hops_back, hops_forward = hops
     sends = []
-    for hop in range(behind + ahead + 1):
+    for hop in range(hops_back + hops_forward + 1):
       first, last = (
-        (0, behind) if hop <= behind else (behind + 1, behind + ahead)
+        (0, hops_back)
+        if hop <= hops_back
+        else (hops_back + 1, hops_back + hops_forward)
       )
-      one = ring.send(kv * (hop < last), sums * (hop > first))
-      # The first block from ahead leaves at once.
-      early = ring.send(kv) if hop == 0 and ahead else 0.0
-      sends.append(ring.both_s(one, early) if early else one)
+      send_s = ring.send(kv * (hop < last), sums * (hop > first))
+      # The first block of the later keys is sent at the start.
+      early_send_s = ring.send(kv) if hop == 0 and hops_forward else 0.0
+      sends.append(
+        ring.both_s(send_s, early_send_s) if early_send_s else send_s
+      )
     seconds = float(turn(compute, sends).max())
-    for far in hops:
-      if far:
-        seconds += ring.send(sums, shift=far)
+    for distance in hops:
+      if distance:
+        seconds += ring.send(sums, shift=distance)
     return seconds
 
   def prediction(
@@ -346,17 +367,19 @@ class CostTerms:
     notes: tuple[str, ...] = (),
     **options: Any,
   ) -> Prediction:
-    """What the strategy costs.
+    """Predict the strategy's cost.
 
     Args:
-      one_pass: whether it is the backward pass -> (seconds, seconds that the
-        shards compute in it, added up).
-      extra_bytes: of memory beside `resident`, without and with gradients.
-      notes: what to know.
-      options: what to build the strategy with.
+      one_pass: Function of whether it is the backward pass, returning (seconds,
+        compute seconds summed over the shards).
+      extra_bytes: Memory in addition to `resident`, without and with gradients.
+      notes: Remarks for the user.
+      options: Options to build the strategy with.
     """
     backward = self.call.backward
-    passes = [one_pass(which) for which in (False, True)[: 1 + backward]]
+    passes = [
+      one_pass(backward_pass) for backward_pass in (False, True)[: 1 + backward]
+    ]
     times = [seconds + self.machine.call_s for seconds, _ in passes]
     computing = sum(busy for _, busy in passes)
     q_block, kv_block = self.blocks
@@ -380,20 +403,20 @@ class CostTerms:
 def turn(
   compute: np.ndarray, sends: Sequence[float], *, ways: tuple[int, ...] = (1,)
 ) -> np.ndarray:
-  """When each shard is done with a ring: seconds [..., R].
+  """Time at which each shard has finished a ring: seconds [..., R].
 
   Args:
-    compute: seconds of each hop on each shard, [n, ..., R]; axes between are
-      of rings that have nothing to do with each other.
-    sends: seconds of the sends of each hop, [n]; 0 where there are none.
-    ways: by how many places they go, 1 or -1 or both at once.
+    compute: Seconds of each hop on each shard, [n, ..., R]; axes in between
+      are independent rings.
+    sends: Seconds of the sends of each hop, [n]; 0 without a send.
+    ways: Numbers of places by which they go: 1, -1 or both at once.
   """
-  at = np.zeros(compute.shape[1:])
+  start = np.zeros(compute.shape[1:])
   for busy, send in zip(compute, sends, strict=True):
-    done = at + busy
+    end = start + busy
     if send:
-      for way in ways:
-        there = np.maximum(at, np.roll(at, -way, -1)) + send
-        done = np.maximum(done, np.maximum(there, np.roll(there, way, -1)))
-    at = done
-  return at
+      for step in ways:
+        arrival = np.maximum(start, np.roll(start, -step, -1)) + send
+        end = np.maximum(end, np.maximum(arrival, np.roll(arrival, step, -1)))
+    start = end
+  return start

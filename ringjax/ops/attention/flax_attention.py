@@ -65,10 +65,10 @@ def flax_attention(
     Attention output, [..., T, N, J].
 
   Raises:
-    OptionError: an argument can't be followed.
+    OptionError: If an argument can't be followed.
   """
   active = dropout_rate > 0 and not deterministic
-  for name, given, refused, remedy in (
+  for name, value_given, refused, remedy in (
     ("broadcast_dropout", broadcast_dropout, active and broadcast_dropout,
      "pass broadcast_dropout=False to the module"),
     ("dropout_rng", dropout_rng, active and dropout_rng is None,
@@ -79,7 +79,9 @@ def flax_attention(
      "call the module without sow_weights"),
   ):  # fmt: skip
     if refused:
-      raise OptionError(name, f"{given!r}", "one that ringjax follows", remedy)
+      raise OptionError(
+        name, f"{value_given!r}", "one that ringjax follows", remedy
+      )
   if dtype is not None:
     query, key, value = (x.astype(dtype) for x in (query, key, value))
   if mask is not None and mask.dtype != np.bool_:

@@ -33,21 +33,21 @@ class Gather(KVStrategy):
 
   Attributes:
     local: `Blockwise()` or `Dense()`.
-    axis: the axis; None attends to the keys at hand (one device).
-    wire: how keys and values travel, as in `Ring`; a shard's own too.
+    axis: Mesh axis; None attends to the local keys (one device).
+    wire: Wire format of keys and values, as in `Ring`; of a shard's own too.
   """
 
   wire: WireLike | None = None
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
-    """Folds the keys of all shards into `carry`."""
+    """Fold the keys of all shards into `carry`."""
     x, args = self._all_keys(x, args)
     return self.local.forward(x, args, carry)
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
-    """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
+    """Add the gradients of a shard's own keys to `carry`, (dq, dterms)."""
     x, args = self._all_keys(x, args)
     grads = self.local.backward(x, args, residuals, carry)
     if self.axis is None:
@@ -58,12 +58,12 @@ class Gather(KVStrategy):
     return grads._replace(k=dk, v=dv)
 
   def _all_keys(self, x: Local, args: ScoreArgs) -> tuple[Local, ScoreArgs]:
-    """The operands of a shard's queries over the keys of all shards."""
+    """Operands of a shard's queries over the keys of all shards."""
     if self.axis is None:
       return x, args
-    own, dimension = KVBlock.with_axis(x, args.context, self._wire)
-    every = KVBlock(
-      collectives.gather(own.kv, self.axis, dimension),
-      collectives.gather(own.at, self.axis, own.axis_of_tokens),
+    own_block, dimension = KVBlock.with_axis(x, args.context, self._wire)
+    all_blocks = KVBlock(
+      collectives.gather(own_block.kv, self.axis, dimension),
+      collectives.gather(own_block.at, self.axis, own_block.axis_of_tokens),
     )
-    return every.seen_by(x, args, args.column, self._wire)
+    return all_blocks.seen_by(x, args, args.column, self._wire)

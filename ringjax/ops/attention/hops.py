@@ -1,18 +1,18 @@
-"""The hops of a ring as data, and the one loop that walks them.
+"""Hops of ring strategies as data, and the loop that runs them.
 
-A block travels along a *lane*: one way around the ring, from one hop to
-another. What every hop computes, sends and adds follows from the lanes alone
-(`schedule`), and `RingStrategy` walks that schedule forward and backward, for
+A block travels along a *lane*: one way around the ring, from hop to hop. The
+computation, sends and sums of every hop follow from the lanes alone
+(`schedule`), and `RingStrategy` runs that schedule forward and backward, for
 keys that travel to queries (`Ring`) and for queries that travel to keys
 (`RingQ`).
 
 Guarantees: the send of a hop depends on nothing that the hop computes: a block
 leaves before the tiles run, and the sums that came with it travel on while
-this shard computes its own contribution, which is added on arrival. So a
-compiler can hide every send but the last one, which takes sums to the owner.
+this shard computes its contribution, which is added on arrival. So a compiler
+can hide every send but the last one, which takes sums to the owner.
 Cost: a lane of n hops sends its block n times and its sums once each hop but
 the first, and once to the owner.
-Memory: of each lane the block at hand and the block in flight.
+Memory: the current block and the block in flight of each lane.
 
 Hops that do the same are a rolled loop: the program does not grow with the
 number of shards. The first hop of a loop is its start, so that no state
@@ -44,10 +44,10 @@ class Lane(NamedTuple):
   """The path of a shard's block around the ring.
 
   Fields:
-    shift: how many shards on it goes in a hop: 1 brings the blocks of shards
-      behind, -1 those of shards ahead; 0 stays at its owner.
-    first: the hop that first computes with it; before that it only travels.
-    last: the hop that last does; int32 [] where it is known at run time only.
+    shift: Number of shards by which it moves in a hop: 1 brings the blocks of
+      earlier shards, -1 those of later ones; 0 stays at its owner.
+    first: First hop that computes with it; before that it only travels.
+    last: Last hop that computes with it; int32 [] if known at run time only.
   """
 
   shift: int
@@ -56,14 +56,14 @@ class Lane(NamedTuple):
 
 
 class HopRange(NamedTuple):
-  """Hops in a row that do the same.
+  """Consecutive hops that do the same.
 
   Fields:
-    start: the number of the first of them; hop 0 is at the owners.
-    count: how many, an int or int32 [].
-    compute: the lanes (by number) whose blocks are computed with.
-    send: the lanes whose blocks travel on meanwhile.
-    collect: the lanes whose sums of earlier hops travel, and are added to.
+    start: Index of the first of them; hop 0 is at the owners.
+    count: Number of hops, an int or int32 [].
+    compute: Indices of the lanes whose blocks are computed with.
+    send: Lanes whose blocks are sent on meanwhile.
+    collect: Lanes whose sums of earlier hops are sent on, and are added to.
   """
 
   start: Index
@@ -78,38 +78,41 @@ OWN = Lane(0, 0, 0)
 
 
 def schedule(lanes: Sequence[Lane], *, sums: bool) -> list[HopRange]:
-  """The hops of `lanes`, in order.
+  """List the hops of `lanes`, in order.
 
   Args:
-    lanes: where blocks go; one whose length is known at run time only is
+    lanes: Paths of the blocks; a lane whose length is known at run time only is
       alone, and has at least 2 hops with sums, else at least 1.
-    sums: whether the results of a hop travel on with the block.
+    sums: Whether the results of a hop travel on with the block.
   """
   if not isinstance(lanes[0].last, int):
-    # As of three hops, except that the loop has any number of iterations.
+    # Like the schedule of three hops, with any number of iterations of the
+    # loop.
     (lane,) = lanes
     *begin, loop, end = schedule([lane._replace(last=3)], sums=sums)
     loop = loop._replace(count=lane.last - loop.start)
     return [*begin, loop, end._replace(start=lane.last)]
 
   def of_hop(n: int) -> tuple[tuple[int, ...], ...]:
-    which = lambda yes: tuple(i for i, x in enumerate(lanes) if yes(x))
+    lanes_where = lambda condition: tuple(
+      i for i, x in enumerate(lanes) if condition(x)
+    )
     return (
-      which(lambda x: x.first <= n <= x.last),
-      which(lambda x: n < x.last),
-      which(lambda x: sums and x.first < n <= x.last),
+      lanes_where(lambda x: x.first <= n <= x.last),
+      lanes_where(lambda x: n < x.last),
+      lanes_where(lambda x: sums and x.first < n <= x.last),
     )
 
-  found, hops = [], range(1 + max(x.last for x in lanes))
-  for same, group in itertools.groupby(hops, of_hop):
+  ranges, hops = [], range(1 + max(x.last for x in lanes))
+  for lane_sets, group in itertools.groupby(hops, of_hop):
     numbers = [*group]
-    found.append(HopRange(numbers[0], len(numbers), *same))
-  return found
+    ranges.append(HopRange(numbers[0], len(numbers), *lane_sets))
+  return ranges
 
 
-# What a hop computes: visit(carry, block, distance) -> (carry, sums). The block
-# is that of the shard `distance` places behind; None stands for a shard's own
-# operands, as they are.
+# Computation of a hop: visit(carry, block, distance) -> (carry, sums). The
+# block is from the shard `distance` places before; None stands for the shard's
+# own operands, as they are.
 HopFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
@@ -118,15 +121,15 @@ class RingStrategy(Strategy):
   """A strategy that sends blocks around a ring.
 
   Attributes:
-    local: the algorithm of one hop.
-    axis: the axis; filled in by the functions that take `axis=`.
-    hops: (from behind, from ahead), how many shards in either direction are
-      visited; None is the whole ring.
-    unroll: how many hops the loop's body holds; two save the copy that a
-      rotating buffer costs in a rolled loop.
+    local: Algorithm of one hop.
+    axis: Mesh axis; filled in by the functions that take `axis=`.
+    hops: (back, forward) numbers of shards in each direction that are visited;
+      None: the whole ring.
+    unroll: Number of hops in the loop's body; two save the copy that a rotating
+      buffer costs in a rolled loop.
   """
 
-  # Where a block goes so that queries meet the keys behind them.
+  # Shift by which queries meet the keys before them.
   behind: ClassVar[int] = 1
 
   hops: tuple[int, int] | None = None
@@ -143,29 +146,29 @@ class RingStrategy(Strategy):
     positive_int("unroll", self.unroll)
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Any:
-    """This ring on `axis`, cut to the distances that are `needed`."""
+    """Bind to `axis`, restricted to the distances that are `needed`."""
     hops = self.hops
     if needed is not None and hops is None:
       hops = self._cut(needed)
     return dataclasses.replace(self, axis=axis, hops=hops)
 
   def _cut(self, needed: np.ndarray) -> tuple[int, int]:
-    """The hops that bring the shards at the distances that are `needed`."""
+    """Hops that bring the shards at the distances that are `needed`."""
     return cut_hops(needed)
 
   def _hops(self) -> tuple[int, int]:
-    """(from behind, from ahead)."""
+    """Numbers of hops, (back, forward)."""
     size = self._place()[0]
     if self.hops is None:
       return self._cut(np.ones(size, bool))
-    behind, ahead = (int(n) for n in self.hops)
-    if behind + ahead >= size:
-      # A block that came twice would count twice.
+    hops_back, hops_forward = (int(n) for n in self.hops)
+    if hops_back + hops_forward >= size:
+      # A block that arrived twice would count twice.
       raise _bad_hops(self.hops, f"at most {size - 1} on {size} shards")
-    return behind, ahead
+    return hops_back, hops_forward
 
   def _lanes(self) -> list[Lane]:
-    """A shard's own block, and one for each direction that brings others."""
+    """Lane of the shard's own block, and of each direction with hops."""
     lanes = zip((self.behind, -self.behind), self._hops(), strict=True)
     return [OWN, *(Lane(shift, 1, n) for shift, n in lanes if n)]
 
@@ -177,42 +180,45 @@ class RingStrategy(Strategy):
     visit: HopFunction,
     add: Callable[[Any, Any], Any] | None = None,
   ) -> tuple[Any, Any]:
-    """Walks the hops of `lanes`.
+    """Run the hops of `lanes`.
 
     Args:
-      lanes: where blocks go.
-      block: what this shard sends, a pair (arrays, their coordinates).
-      carry: what the first visit gets.
-      visit: computes with a block.
-      add: joins what two visits found about one block; None: what visits find
-        is in their carry alone.
+      lanes: Paths of the blocks.
+      block: Block that this shard sends, a pair (arrays, their coordinates).
+      carry: Initial carry of `visit`.
+      visit: Function that computes with a block.
+      add: Function that adds the sums of two visits to one block; None: visits
+        return results in their carry alone.
 
     Returns:
-      (carry, the sums about this shard's own block or None).
+      carry: Final carry.
+      sums: Sums for this shard's own block, or None.
     """
     sums: dict[int, Any] = {}
     blocks: dict[int, Any] = {}
 
     def hop(part: HopRange, n: Index, state: tuple) -> tuple:
       carry, blocks, sums = state
-      coming = {
+      incoming = {
         i: self._send(blocks.get(i, block), lanes[i].shift) for i in part.send
       }
-      moved = {
-        i: self._send_sums(sums[i], lanes[i].shift, coming.get(i))
+      moved_sums = {
+        i: self._send_sums(sums[i], lanes[i].shift, incoming.get(i))
         for i in part.collect
       }
-      found = {}
+      results = {}
       for i in part.compute:
-        carry, more = visit(carry, blocks.get(i), n * lanes[i].shift)
+        carry, visit_sums = visit(carry, blocks.get(i), n * lanes[i].shift)
         if add is not None:
-          found[i] = add(moved[i], more) if i in moved else more
-      return carry, coming, found
+          results[i] = (
+            add(moved_sums[i], visit_sums) if i in moved_sums else visit_sums
+          )
+      return carry, incoming, results
 
     for part in schedule(lanes, sums=add is not None):
       state = carry, blocks, {i: sums[i] for i in part.collect}
       body = functools.partial(hop, part)
-      # What a loop leaves is what it began with.
+      # A loop's state has the same lanes before and after.
       if part.send == part.compute and part.collect == (
         part.compute if add is not None else ()
       ):
@@ -221,24 +227,24 @@ class RingStrategy(Strategy):
         state = self._repeat(part.start, part.count, body, state)
       else:
         state = body(part.start, state)
-      carry, blocks, found = state
-      sums |= found
+      carry, blocks, results = state
+      sums |= results
     if add is None:
       return carry, None
-    owned = [self._to_owner(sums[i], lane) for i, lane in enumerate(lanes)]
-    return carry, functools.reduce(add, owned)
+    returned = [self._to_owner(sums[i], lane) for i, lane in enumerate(lanes)]
+    return carry, functools.reduce(add, returned)
 
   def _repeat(
     self, first: Index, times: Index, body: Callable[..., Any], state: PyTree
   ) -> PyTree:
-    """state of body(n, state) for n = first, ..., `times` of them."""
+    """Apply `body` `times` times, state = body(n, state), from n = first on."""
     if not isinstance(times, int):
       return lax.fori_loop(
         jnp.int32(first), jnp.int32(first) + times, body, state
       )
     numbers = jnp.arange(first, first + times, dtype=jnp.int32)
     # A loop of one iteration is no loop to the compiler, which then sends all
-    # blocks before the first is computed with: each hop waits for the last.
+    # blocks before the first computation: each hop would wait for the last.
     rolled = times >= 2 * self.unroll
 
     def step(state: PyTree, n: Index) -> tuple[Any, None]:
@@ -248,10 +254,11 @@ class RingStrategy(Strategy):
     return lax.scan(step, state, numbers, unroll=min(self.unroll, times))[0]
 
   def _send(self, block: PyTree, shift: int) -> PyTree:
-    """Sends a block to the next shard, its coordinates first.
+    """Send a block to the next shard, its coordinates first.
 
-    A hop begins with coordinates: behind keys and values, or behind gradients,
-    on the same link they would come as late as those.
+    A hop begins with coordinates: sent after keys and values, or after
+      gradients,
+    on the same link, they would arrive as late as those.
     """
     assert self.axis is not None
     arrays, at = block
@@ -260,41 +267,45 @@ class RingStrategy(Strategy):
     return block._make((collectives.rotate(arrays, self.axis, shift), at))
 
   def _send_sums(self, sums: PyTree, shift: int, coming: PyTree) -> PyTree:
-    """Sends sums to the next shard, behind the coordinates that are coming."""
+    """Send sums to the next shard, after the incoming block's coordinates."""
     assert self.axis is not None
     if coming is not None:
       sums, _ = lax.optimization_barrier((sums, coming[1]))
     return collectives.rotate(sums, self.axis, shift)
 
   def _to_owner(self, sums: PyTree, lane: Lane) -> PyTree:
-    """Sends the sums of a lane's last hop to the shard whose block it was."""
+    """Send the sums of a lane's last hop to the owner of its block."""
     if isinstance(lane.last, int) and not lane.last:
       return sums
     assert self.axis is not None
-    back = lambda sums, n: collectives.rotate(sums, self.axis, -n * lane.shift)
+    return_sums = lambda sums, n: collectives.rotate(
+      sums, self.axis, -n * lane.shift
+    )
     if isinstance(lane.last, int):
-      return back(sums, lane.last)
+      return return_sums(sums, lane.last)
     distances = range(1, self._place()[0])
-    branches = [functools.partial(back, n=n) for n in distances]
+    branches = [functools.partial(return_sums, n=n) for n in distances]
     return lax.switch(lane.last - 1, branches, sums)
 
 
 def cut_hops(needed: np.ndarray, *, two_way: bool = False) -> tuple[int, int]:
-  """The fewest (from behind, from ahead) hops that bring `needed` shards.
+  """Fewest (back, forward) hops that bring the `needed` shards.
 
   Args:
-    needed: bool [shards]; `needed[d]` says whether the keys of the shard d
-      places behind are wanted.
-    two_way: hops in both directions count as one.
+    needed: Whether the keys of the shard d places before are needed, bool
+      [shards], by d.
+    two_way: Whether hops in both directions count as one.
   """
   size = needed.size
-  wanted = [d for d in range(1, size) if needed[d]]
+  distances = [d for d in range(1, size) if needed[d]]
   cost = lambda hops: (max(hops) if two_way else 0, sum(hops))
   best = (size // 2, (size - 1) // 2) if two_way else (size - 1, 0)
-  for ahead in range(size):
-    behind = max((d for d in wanted if size - d > ahead), default=0)
-    if cost((behind, ahead)) < cost(best):
-      best = (behind, ahead)
+  for hops_forward in range(size):
+    hops_back = max(
+      (d for d in distances if size - d > hops_forward), default=0
+    )
+    if cost((hops_back, hops_forward)) < cost(best):
+      best = (hops_back, hops_forward)
   return best
 
 

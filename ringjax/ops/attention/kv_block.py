@@ -1,4 +1,4 @@
-"""Keys and values on their way between shards."""
+"""Keys and values in flight between shards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from ringjax.typing import Index
 
 
 class KVBlock(NamedTuple):
-  """Keys and values on their way, in the order of axes of `Local`.
+  """Keys and values in flight, in the order of axes of `Local`.
 
   Fields:
-    kv: [2, B, K, S, H], or the pair (k, v) where the head dims differ; or what
-      the wire makes of them.
-    at: int32 [2, B or 1, S], or the pair (pos, seg) where shapes differ.
+    kv: Keys and values, [2, B, K, S, H], or the pair (k, v) where the head dims
+      differ; or the wire format's encoding of them.
+    at: Coordinates, int32 [2, B or 1, S], or the pair (pos, seg) where their
+      shapes differ.
   """
 
   kv: PyTree
@@ -35,19 +36,19 @@ class KVBlock(NamedTuple):
 
   @property
   def axis_of_tokens(self) -> int:
-    """The dimension of `at` that runs over tokens."""
+    """Dimension of `at` that runs over tokens."""
     return 1 if isinstance(self.at, tuple) else 2
 
   @classmethod
   def of(cls, x: Local, context: Context, wire: Wire | None = None) -> KVBlock:
-    """A shard's own keys."""
+    """Make a block of a shard's own keys."""
     return cls.with_axis(x, context, wire)[0]
 
   @classmethod
   def with_axis(
     cls, x: Local, context: Context, wire: Wire | None = None
   ) -> tuple[KVBlock, int]:
-    """A shard's own keys, and which dimension of `kv` runs over tokens."""
+    """Make a block of a shard's own keys, and find its dimension of tokens."""
     if wire is None:
       kv, axis = pack(x.k, x.v), token_axis(x.k, x.v)
     else:
@@ -61,7 +62,7 @@ class KVBlock(NamedTuple):
     column: Index,
     wire: Wire | None = None,
   ) -> tuple[Local, ScoreArgs]:
-    """What a shard's queries `x.q` see, if these keys begin at `column`."""
+    """Operands of queries `x.q` over these keys, which begin at `column`."""
     if wire is None:
       k, v = unpack(self.kv)
     else:
@@ -74,22 +75,22 @@ class KVStrategy(Strategy):
 
   @property
   def wire(self) -> Any:
-    """How keys and values travel; a field of every subclass."""
+    """Wire format of keys and values; a field of every subclass."""
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "wire", as_wire(self.wire, self.local))
 
   @property
   def _wire(self) -> Wire | None:
-    """`wire` as `__post_init__` has made it."""
+    """`wire` as converted by `__post_init__`."""
     return self.wire
 
   def _operands(
     self, x: Local, args: ScoreArgs, block: KVBlock | None, distance: Index
   ) -> tuple[Local, ScoreArgs]:
-    """What a shard's queries see of the shard `distance` behind.
+    """Operands of the queries over the keys of the shard `distance` before.
 
-    A block of None stands for the keys of their own shard, as they are.
+    A block of None stands for the shard's own keys, as they are.
     """
     length = self.local.span(x.k.shape[2])
     column = args.column + self._source(distance) * length

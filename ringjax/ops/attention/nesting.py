@@ -1,16 +1,16 @@
-"""Strategies by name, and the mesh axis that each of their levels works on.
+"""Strategies by name, and the mesh axis of each of their levels.
 
 Guarantees: shards are numbered with the last mesh axis moving fastest, and a
-level of a strategy gets the axis, or the part of one axis, on which what it
-sends stays:
+level of a strategy gets the axis, or the part of one axis, inside which it
+sends:
 
   Ring(), Gather(), ...    all shards
-  Ulysses(Ring())          neighbours trade heads, a ring of their groups
+  Ulysses(Ring())          neighbours exchange heads, a ring of their groups
   Ring(Ring())             a ring of neighbours for each block of a ring of
                            their groups
   Ring(Gather())           neighbours gather each such block
 
-On one mesh axis `inner` says how many neighbours are a group. A window cuts
+On one mesh axis `inner` is the number of neighbours in a group. A window cuts
 every level to the distances that it needs.
 """
 
@@ -36,53 +36,55 @@ from ringjax.parallel.place import MeshAxes
 
 
 def named(name: object) -> Strategy:
-  """The strategy of a name; "hybrid:4" and "two_level:4" have 4 as `inner`.
+  """Find a strategy by name; "hybrid:4" and "two_level:4" have 4 as `inner`.
 
   Raises:
-    OptionError: there is none.
+    OptionError: If no strategy has the name.
   """
-  known, colon, inner = (name if isinstance(name, str) else "").partition(":")
-  found = STRATEGIES.get(known)
-  grouped = found is not None and found.grouped
-  if found is None or (colon and not (grouped and inner.isdecimal())):
+  base_name, colon, inner = (name if isinstance(name, str) else "").partition(
+    ":"
+  )
+  entry = STRATEGIES.get(base_name)
+  grouped = entry is not None and entry.grouped
+  if entry is None or (colon and not (grouped and inner.isdecimal())):
     raise OptionError(
       "strategy",
       repr(name),
       f"'auto', {', '.join(map(repr, STRATEGIES))} or an object like Ring()",
       "leave it out for 'auto'; 'hybrid:4' and 'two_level:4' set inner=4",
     )
-  strategy: Any = found.strategy
+  strategy: Any = entry.strategy
   return dataclasses.replace(strategy, inner=int(inner)) if inner else strategy
 
 
 def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
-  """The strategy of a name with what `Auto` chose for it.
+  """Build the strategy of a name with the options that `Auto` chose.
 
-  `levels`: mesh axes of the sequence; with two of them they are the groups.
+  `levels`: mesh axes of the sequence; two of them are the groups.
   """
-  found: Any = named(name)
+  strategy: Any = named(name)
   tiles = AutoKernel(options.get("q_block"), options.get("kv_block"))
-  found = around(found, tiles)
+  strategy = around(strategy, tiles)
   if "wire" in options:
-    found = coded(found, options["wire"])
+    strategy = coded(strategy, options["wire"])
   if "inner" in options and levels == 1:
-    found = dataclasses.replace(found, inner=options["inner"])
-  return found
+    strategy = dataclasses.replace(strategy, inner=options["inner"])
+  return strategy
 
 
 def coded(strategy: Strategy, wire: WireLike) -> Any:
-  """The strategy whose levels that move keys move them as `wire` says."""
+  """Set the wire format of all levels that move keys."""
   if is_strategy(strategy.local):
     local = coded(strategy.local, wire)
     strategy = dataclasses.replace(strategy, local=local)
   if isinstance(strategy, Ulysses):
     return strategy
-  moves: Any = strategy
-  return dataclasses.replace(moves, wire=wire)
+  with_wire: Any = strategy
+  return dataclasses.replace(with_wire, wire=wire)
 
 
 def around(strategy: Strategy, local: Any) -> Any:
-  """The strategy with `local` as its innermost algorithm."""
+  """Replace the innermost algorithm by `local`."""
   inside = strategy.local
   if is_strategy(inside):
     local = around(inside, local)
@@ -92,7 +94,7 @@ def around(strategy: Strategy, local: Any) -> Any:
 def on_device(
   strategy: Strategy, platform: str, kind: str, alone: bool = True
 ) -> Any:
-  """The strategy with the local algorithm for this kind of device."""
+  """Specialize the local algorithm to this kind of device."""
   local = innermost(strategy)
   if not hasattr(local, "on_device"):
     return strategy
@@ -105,14 +107,14 @@ def is_strategy(x: object) -> bool:
 
 
 def innermost(strategy: object) -> Any:
-  """The local algorithm within all levels."""
+  """Return the local algorithm within all levels."""
   if isinstance(strategy, Strategy):
     return innermost(strategy.local)
   return strategy
 
 
 def check(strategy: Strategy) -> None:
-  """Raises OptionError for a strategy around what it cannot be around."""
+  """Raise OptionError for a strategy around an algorithm it does not fit."""
   local = strategy.local
   if is_strategy(local):
     if type(local).__name__ not in strategy.inside:
@@ -136,12 +138,12 @@ def check(strategy: Strategy) -> None:
 def fitted(
   strategy: Strategy, mask: Mask, layout: Layout, derived: bool
 ) -> Strategy:
-  """The strategy for this mask, where it serves it.
+  """Adapt the strategy to a mask.
 
-  `derived`: queries and keys are the same tokens, where the layout has them.
+  `derived`: whether queries and keys are the same tokens, at the same places.
 
   Raises:
-    OptionError: it does not.
+    OptionError: If the strategy does not serve the mask.
   """
   if is_strategy(strategy.local):
     local = fitted(strategy.local, mask, layout, derived)
@@ -155,10 +157,10 @@ def bind(
   needed: np.ndarray | None,
   kv_heads: int,
 ) -> Strategy:
-  """The strategy on its axes, cut to the ring distances that are `needed`.
+  """Bind the strategy to its axes, cut to the `needed` ring distances.
 
   Raises:
-    OptionError: levels that do not fit the axes.
+    OptionError: If its levels do not fit the axes.
   """
   return _bind(strategy, _levels(strategy, axis, kv_heads), needed)
 
@@ -168,7 +170,7 @@ def _depth(strategy: Any) -> int:
 
 
 def _levels(strategy: Strategy, axis: MeshAxes, kv_heads: int) -> list[Axis]:
-  """An axis for each level, the slowest first."""
+  """Choose an axis for each level, the slowest first."""
   depth = _depth(strategy)
   names = collectives.names(axis)
   inner = getattr(strategy, "inner", None)
@@ -195,49 +197,51 @@ def _levels(strategy: Strategy, axis: MeshAxes, kv_heads: int) -> list[Axis]:
 
 
 def group_of(strategy: Strategy, size: int, kv_heads: int) -> int:
-  """How many of `size` shards are a group of a strategy of two levels.
+  """Size of the groups of a strategy with two levels on `size` shards.
 
-  Without `inner` neighbours that trade heads are as many as can share them
-  evenly; of a ring of rings they are the smallest group that is no smaller
-  than the number of groups: 2 of 4 shards, 4 of 8.
+  Without `inner`, for exchanged heads it is the largest group that shares them
+  evenly; for a ring of rings the smallest group that is no smaller than the
+  number of groups: 2 of 4 shards, 4 of 8.
 
   Raises:
-    OptionError: there are no such groups, or `inner` does not divide `size`.
+    OptionError: If there are no such groups, or `inner` does not divide `size`.
   """
   inner: Any = getattr(strategy, "inner", None)
-  fit = [n for n in range(2, size) if size % n == 0]
+  divisors = [n for n in range(2, size) if size % n == 0]
   if inner is None and size == 1:
     return 1
   if inner is None:
-    trades = isinstance(strategy, Ulysses)
-    if trades:
-      found = max((n for n in fit if kv_heads % n == 0), default=None)
+    shares_heads = isinstance(strategy, Ulysses)
+    if shares_heads:
+      group = max((n for n in divisors if kv_heads % n == 0), default=None)
     else:
-      found = min((n for n in fit if n * n >= size), default=None)
-    if found is not None:
-      return found
-    heads = f" and the {kv_heads} heads of keys" if trades else ""
+      group = min((n for n in divisors if n * n >= size), default=None)
+    if group is not None:
+      return group
+    heads = f" and the {kv_heads} heads of keys" if shares_heads else ""
     raise OptionError(
       "inner",
       f"None for {size} shards{heads}",
       "shards of which groups of two or more, but not all, "
-      + ("share the heads evenly" if trades else "can be made"),
-      _other(trades, fit),
+      + ("share the heads evenly" if shares_heads else "can be made"),
+      _group_remedy(shares_heads, divisors),
     )
-  whole = isinstance(inner, int) and not isinstance(inner, bool)
-  if not whole or inner < 1 or size % inner:
-    sizes = ", ".join(map(str, fit))
+  is_int = isinstance(inner, int) and not isinstance(inner, bool)
+  if not is_int or inner < 1 or size % inner:
+    sizes = ", ".join(map(str, divisors))
     raise OptionError(
       "inner",
       f"{inner!r} for {size} shards",
       "how many neighbours are a group, a divisor of the shards",
-      f"pass one of {sizes}, or leave it out" if fit else _other(False, fit),
+      f"pass one of {sizes}, or leave it out"
+      if divisors
+      else _group_remedy(False, divisors),
     )
   return inner
 
 
-def _other(trades: bool, fit: list[int]) -> str:
-  """What to do where shards have no groups for a strategy."""
+def _group_remedy(trades: bool, fit: list[int]) -> str:
+  """Remedy of the error that shards have no groups for a strategy."""
   if trades and fit:
     return "pass strategy='two_level' or 'ring', which share no heads"
   return "pass strategy='ring', or shard the sequence over other devices"
@@ -250,31 +254,35 @@ def _bind(
     return strategy.on(levels[0], needed)
   if isinstance(strategy, Ulysses):
     group = collectives.axis_size(levels[-1])
-    inside = _bind(strategy.local, levels[:-1], _of_groups(needed, group))
+    inside = _bind(strategy.local, levels[:-1], _group_distances(needed, group))
     return dataclasses.replace(strategy.on(levels[-1], None), local=inside)
   groups = collectives.axis_size(levels[0])
   group = 1 if needed is None else needed.size // groups
-  inside = _bind(strategy.local, levels[1:], _in_group(needed, group))
+  inside = _bind(strategy.local, levels[1:], _distances_in_group(needed, group))
   outer = dataclasses.replace(strategy, local=inside)
-  return outer.on(levels[0], _of_groups(needed, group))
+  return outer.on(levels[0], _group_distances(needed, group))
 
 
-def _of_groups(needed: np.ndarray | None, group: int) -> np.ndarray | None:
-  """The distances of groups that distances of shards ask for."""
+def _group_distances(
+  needed: np.ndarray | None, group: int
+) -> np.ndarray | None:
+  """Distances of groups that cover the `needed` distances of shards."""
   if needed is None:
     return None
   groups = needed.size // group
-  found = np.zeros(groups, bool)
+  group_needed = np.zeros(groups, bool)
   for d in np.flatnonzero(needed):
-    # Depending on where in its group a shard stands.
-    found[[d // group % groups, -(-d // group) % groups]] = True
-  return found
+    # A distance of shards spans one of two distances of groups.
+    group_needed[[d // group % groups, -(-d // group) % groups]] = True
+  return group_needed
 
 
-def _in_group(needed: np.ndarray | None, group: int) -> np.ndarray | None:
-  """The distances within a group that distances of shards ask for."""
+def _distances_in_group(
+  needed: np.ndarray | None, group: int
+) -> np.ndarray | None:
+  """Distances within a group that cover the `needed` distances of shards."""
   if needed is None:
     return None
-  found = np.zeros(group, bool)
-  found[np.flatnonzero(needed) % group] = True
-  return found
+  distances = np.zeros(group, bool)
+  distances[np.flatnonzero(needed) % group] = True
+  return distances

@@ -1,16 +1,16 @@
-"""How many pairs a shard computes of its queries and another shard's keys.
+"""Numbers of query-key pairs that shards compute with each other's keys.
 
 Guarantees: counts the tiles that the loops of `Blockwise` run, by the same
 bounds (`mask.bound`) on the same positions, without arrays as long as the
-sequence and without JAX: a cell of tiles of which all or none counts is settled
-as a whole, another is cut in four, down to single tiles.
-Cost: bounded for every length. At most `_GROUPS` shards stand for all where a
-layout makes neighbours alike (striped: 8), and at most `_CELLS` cells are
-looked at in a round; what is then still open counts as half of its tiles and
-half of a diagonal, which is what a causal mask leaves of a square.
+sequence and without JAX: a cell of tiles of which all or none count is settled
+as a whole, another is split in four, down to single tiles.
+Cost: bounded for every length. At most `_GROUPS` shards are sampled for all
+where a layout makes neighbours alike (striped: 8), and at most `_CELLS` cells
+are examined in a round; cells that are then still open count as half of their
+tiles and half of a diagonal, which is what a causal mask leaves of a square.
 
-Documents are not known here: `SameSegment` bounds nothing, a window as long as
-the longest document stands in for it where that is known.
+Documents are not known here: `SameSegment` bounds nothing; where the longest
+document is known, a window of its length approximates it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def pairs(
   blocks: tuple[int, int],
   offset: int = 0,
 ) -> np.ndarray:
-  """Pairs in the tiles that count, of each shard and each: float64 [R, R].
+  """Count pairs in the tiles that count, of shards with shards: float64 [R, R].
 
   Entry [i, j] is of the queries of shard i and the keys of shard j. A tile that
   reaches beyond a shard's slots counts as a whole, as it is computed.
 
   Args:
-    layout: of queries and keys alike.
-    mask: over positions.
-    shards: R.
-    lengths: (T, S), tokens of the whole sequences.
-    blocks: (q_block, kv_block).
-    offset: position of the first query.
+    layout: Layout of both queries and keys.
+    mask: Mask over positions.
+    shards: Number of shards, R.
+    lengths: Tokens of the whole sequences, (T, S).
+    blocks: Tile sizes, (q_block, kv_block).
+    offset: Position of the first query.
   """
   try:
     hash(mask)
@@ -58,9 +58,9 @@ def pairs(
 
 @functools.lru_cache(maxsize=256)
 def _cached(*arguments: Any) -> np.ndarray:
-  found = _pairs(*arguments)
-  found.flags.writeable = False
-  return found
+  counts = _pairs(*arguments)
+  counts.flags.writeable = False
+  return counts
 
 
 def _pairs(
@@ -73,19 +73,21 @@ def _pairs(
 ) -> np.ndarray:
   queries = _Side(layout, shards, lengths[0], blocks[0], offset)
   keys = _Side(layout, shards, lengths[1], blocks[1], 0)
-  few = _stand_ins(layout, mask, shards)
-  found = np.zeros((few.size, few.size))
-  rows = max(1, _CELLS // (4 * few.size))
-  for first in range(0, few.size, rows):
-    mine = np.arange(first, min(first + rows, few.size))
-    q, k = (a.reshape(-1) for a in np.meshgrid(mine, np.arange(few.size)))
-    _count(found, mask, queries, keys, few, q, k)
-  nearest = np.abs(np.arange(shards)[:, None] - few).argmin(1)
-  return found[np.ix_(nearest, nearest)]
+  sample = _stand_ins(layout, mask, shards)
+  counts = np.zeros((sample.size, sample.size))
+  rows = max(1, _CELLS // (4 * sample.size))
+  for first in range(0, sample.size, rows):
+    sample_rows = np.arange(first, min(first + rows, sample.size))
+    q, k = (
+      a.reshape(-1) for a in np.meshgrid(sample_rows, np.arange(sample.size))
+    )
+    _count(counts, mask, queries, keys, sample, q, k)
+  nearest = np.abs(np.arange(shards)[:, None] - sample).argmin(1)
+  return counts[np.ix_(nearest, nearest)]
 
 
 class _Side:
-  """The tiles of the queries, or those of the keys."""
+  """Tiles of the queries, or those of the keys."""
 
   def __init__(
     self, layout: Layout, shards: int, length: int, block: int, offset: int
@@ -105,47 +107,49 @@ class _Side:
       self.offset
       + self.layout.position_of(shard, local, self.shards, self.local)
     )
-    some = high > low
+    has_real = high > low
     first, last = at(low), at(np.maximum(high - 1, low))
-    one = np.ones_like(first)
-    # A tile that reaches beyond the real tokens is computed all the same.
-    every = (stop - 1) * self.block < self.real[shard]
-    fields: tuple[Any, ...] = (first, last, one, one, some, every)
+    ones = np.ones_like(first)
+    # A tile that reaches beyond the real tokens is computed nevertheless.
+    no_padding = (stop - 1) * self.block < self.real[shard]
+    fields: tuple[Any, ...] = (first, last, ones, ones, has_real, no_padding)
     return Extent(*fields)
 
 
 def _count(
-  found: np.ndarray,
+  counts: np.ndarray,
   mask: Mask,
   queries: _Side,
   keys: _Side,
-  few: np.ndarray,
+  sample: np.ndarray,
   q: np.ndarray,
   k: np.ndarray,
 ) -> None:
-  """Adds to `found` what the shards `few[q]` compute of those `few[k]`."""
+  """Add to `counts` the pairs of shards `sample[q]` with `sample[k]`'s keys."""
   zero = np.zeros_like(q)
   cells = (q, k, zero, zero + queries.tiles, zero, zero + keys.tiles)
 
   def add(cells: tuple, share: float | np.ndarray) -> None:
     q, k, q0, q1, k0, k1 = cells
     tiles = (q1 - q0) * (k1 - k0).astype(float)
-    np.add.at(found, (q, k), tiles * share * queries.block * keys.block)
+    np.add.at(counts, (q, k), tiles * share * queries.block * keys.block)
 
   while cells[0].size:
     q, k, q0, q1, k0, k1 = cells
-    rows = queries.extent(few[q], q0, q1)
-    cols = keys.extent(few[k], k0, k1)
-    some, every = bound(mask, rows, cols)
-    some = some & np.asarray(rows.some & cols.some)
-    every = every & some & np.asarray(rows.all & cols.all)
+    rows = queries.extent(sample[q], q0, q1)
+    cols = keys.extent(sample[k], k0, k1)
+    any_allowed, all_allowed = bound(mask, rows, cols)
+    any_allowed = any_allowed & np.asarray(rows.some & cols.some)
+    all_allowed = all_allowed & any_allowed & np.asarray(rows.all & cols.all)
     single = (q1 - q0 == 1) & (k1 - k0 == 1)
-    settled = some & (every | single)
+    settled = any_allowed & (all_allowed | single)
     add(tuple(c[settled] for c in cells), 1.0)
-    q, k, q0, q1, k0, k1 = cells = tuple(c[some & ~settled] for c in cells)
+    q, k, q0, q1, k0, k1 = cells = tuple(
+      c[any_allowed & ~settled] for c in cells
+    )
     if 4 * q.size > _CELLS:
       longer = np.maximum(q1 - q0, k1 - k0)
-      # n tiles in each direction: n (n + 1) / 2 of n n are on or below.
+      # Of n x n tiles, n (n + 1) / 2 are on or below the diagonal.
       add(cells, (1 + longer / ((q1 - q0) * (k1 - k0))) / 2)
       return
     q_mid, k_mid = (q0 + q1 + 1) // 2, (k0 + k1 + 1) // 2
@@ -160,11 +164,13 @@ def _count(
 
 
 def bound(mask: Mask, q: Extent, k: Extent) -> tuple[np.ndarray, np.ndarray]:
-  """`mask.bound` on NumPy arrays, also while JAX traces."""
+  """Evaluate `mask.bound` on NumPy arrays, also while JAX traces."""
   if isinstance(mask, And | Or):
-    one, other = bound(mask.left, q, k), bound(mask.right, q, k)
+    left_bounds, right_bounds = bound(mask.left, q, k), bound(mask.right, q, k)
     join = np.logical_and if isinstance(mask, And) else np.logical_or
-    return join(one[0], other[0]), join(one[1], other[1])
+    return join(left_bounds[0], right_bounds[0]), join(
+      left_bounds[1], right_bounds[1]
+    )
   shape = np.broadcast_shapes(np.shape(q.first), np.shape(k.first))
   if isinstance(mask, Everything):
     return np.ones(shape, bool), np.ones(shape, bool)
@@ -172,28 +178,30 @@ def bound(mask: Mask, q: Extent, k: Extent) -> tuple[np.ndarray, np.ndarray]:
     try:
       length = int(np.max(np.asarray(mask.length)))
     except jax.errors.TracerArrayConversionError:
-      # Known only when the program runs: any key may be in it.
+      # Known only when the program runs: any key may be in the prefix.
       return np.ones(shape, bool), np.zeros(shape, bool)
     return (
       np.broadcast_to(np.asarray(k.first) < length, shape),
       np.broadcast_to(np.asarray(k.last) < length, shape),
     )
   with jax.ensure_compile_time_eval():
-    some, every = mask.bound(q, k)
+    any_allowed, all_allowed = mask.bound(q, k)
     return (
-      np.broadcast_to(np.asarray(some), shape),
-      np.broadcast_to(np.asarray(every), shape),
+      np.broadcast_to(np.asarray(any_allowed), shape),
+      np.broadcast_to(np.asarray(all_allowed), shape),
     )
 
 
 def _stand_ins(layout: Layout, mask: Mask, shards: int) -> np.ndarray:
-  """The shards that are looked at; another counts as the nearest of them."""
-  most = _GROUPS
+  """Sampled shards; every other counts as the nearest of them."""
+  max_shards = _GROUPS
   if isinstance(layout, Striped) and layout.block * shards <= 1 << 16:
-    # Within a tile of its own keys a shard differs from the next by a row.
-    most = 8
+    # Within a tile a shard differs from the next by one row.
+    max_shards = 8
   elif None not in mask.reach:
-    most = shards
-  if shards <= most:
+    max_shards = shards
+  if shards <= max_shards:
     return np.arange(shards)
-  return np.unique(np.linspace(0, shards - 1, most).round().astype(np.int64))
+  return np.unique(
+    np.linspace(0, shards - 1, max_shards).round().astype(np.int64)
+  )

@@ -1,10 +1,10 @@
-"""A view of a layer whose heads are stored in different ways.
+"""View of a layer whose heads are stored by different codecs.
 
-Guarantees: each head is read as the view of a head alone would be, in the
-basis of its own codec; forward only.
-Cost: each head's bytes are read once. The heads are a loop, and of each group
-of heads one of a few branches runs: a program has a branch for each way, not
-for each head.
+Guarantees: each head is read like a view of that head alone, in the basis of
+its codec; forward only.
+Cost: each head's bytes are read once. The heads are a loop, and for each group
+of heads one of a few branches runs: a program has a branch for each way of
+storage, not for each head.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ class PerHeadView(StoredView):
   """One layer of arrays of slots, an array for each way to store a head.
 
   Fields:
-    k: for each way codes of n groups of g heads, [n, B, g, S, X], or int8
+    k: Codes of n groups of g heads, for each way, [n, B, g, S, X], or int8
       [n, B, g, X, S].
-    v: the same; empty where values are parts of keys.
-    at: coordinates [B or 1, S]; segment 0 is an empty slot.
-    way: int32 [K / g], which of the ways each group of heads has.
-    row: int32 [K / g], and where it is in that array.
-    constants: for each way those of its codecs, arrays [n, g, x]: of the keys
-      and of the values.
-    rotation: what rotates keys that are stored before it, or None.
-    decoders: for each way what makes numbers of keys and of values.
+    v: Codes like `k`; empty where values are parts of keys.
+    at: Coordinates [B or 1, S]; segment 0 is an empty slot.
+    way: Index of the way of each group of heads, int32 [K / g].
+    row: Index of each group in its way's array, int32 [K / g].
+    constants: Arrays [n, g, x] of the codecs of keys and of values, per way.
+    rotation: Rotation on reading, for keys stored unrotated; or None.
+    decoders: Decoders of keys and of values, per way.
   """
 
   k: tuple[Any, ...]
@@ -67,10 +66,10 @@ class PerHeadView(StoredView):
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
-    k, (of_k, of_v) = self.k[0], self.decoders[0]
-    value = of_v.dim if self.v else of_k.dim
+    k, (k_decoder, v_decoder) = self.k[0], self.decoders[0]
+    value = v_decoder.dim if self.v else k_decoder.dim
     heads = k.shape[2] * self.way.shape[0]
-    return k.shape[1], heads, k.shape[token_axis(k)], of_k.dim, value
+    return k.shape[1], heads, k.shape[token_axis(k)], k_decoder.dim, value
 
   @property
   def slot_bytes(self) -> int:
@@ -88,21 +87,21 @@ class PerHeadView(StoredView):
         "make the mesh without that axis, or take one codec for all heads",
       )
 
-    def arrays(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def array_specs(parts: tuple[Any, ...]) -> tuple[Any, ...]:
       return tuple(
         P(None, batch, None, *(None,) * (token_axis(x) - 3), tokens)
         for x in parts
       )
 
-    whole = lambda x: jax.tree.map(lambda _: P(), x)
+    replicated = lambda x: jax.tree.map(lambda _: P(), x)
     return tree.with_leaves(
       self,
-      k=arrays(self.k),
-      v=arrays(self.v),
+      k=array_specs(self.k),
+      v=array_specs(self.v),
       at=coords_specs(self.at, self.k[0].shape[1], batch, tokens),
       way=P(),
       row=P(),
-      constants=whole(self.constants),
+      constants=replicated(self.constants),
       rotation=self.rotation and self.rotation.specs(batch),
     )
 
@@ -112,15 +111,17 @@ class PerHeadView(StoredView):
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
   ) -> Aligned:
-    # Each head has a basis of its own, see `partial`.
+    # Each head has a different basis, see `partial`.
     del keys
     return Aligned(self, q)
 
   def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
-    read = lambda view: view.tile(start, size)
-    k, v = self._of_groups(lambda view, _: read(view), jnp.int32(0) * self.way)
-    wide = lambda x: _joined(x, 1)
-    return wide(k), wide(v)
+    read_tile = lambda view: view.tile(start, size)
+    k, v = self._of_groups(
+      lambda view, _: read_tile(view), jnp.int32(0) * self.way
+    )
+    join_heads = lambda x: _merge_groups(x, 1)
+    return join_heads(k), join_heads(v)
 
   def partial(
     self,
@@ -128,47 +129,50 @@ class PerHeadView(StoredView):
     terms: Terms,
     read: Callable[..., Partial],
   ) -> Partial:
-    """The partial of queries over these keys, a group of heads at a time.
+    """Partial of queries over these keys, a group of heads at a time.
 
     Args:
-      q: queries.
-      terms: of the scores.
-      read: the same of a view, of queries and of terms of some of the heads.
+      q: Queries.
+      terms: Arrays of the score function.
+      read: Function that gives the partial for a view, queries and terms of
+        some of the heads.
     """
     groups = self.way.shape[0]
-    cut = lambda axis: lambda x: _cut(x, groups, axis)
-    # Heads are the third dimension from behind of slopes for each example.
+    split_heads = lambda axis: lambda x: _split_groups(x, groups, axis)
+    # Heads are the third dimension from the end of slopes for each example.
     slopes = terms.slopes
     if slopes is not None:
-      slopes = _cut(slopes, groups, slopes.ndim - 2)
-    given = cut(1)(q), terms._replace(slopes=slopes)
-    found = self._of_groups(lambda view, given: read(view, *given), given)
-    return jax.tree.map(lambda x: _joined(x, 1), found)
+      slopes = _split_groups(slopes, groups, slopes.ndim - 2)
+    operands = split_heads(1)(q), terms._replace(slopes=slopes)
+    partials = self._of_groups(
+      lambda view, operands: read(view, *operands), operands
+    )
+    return jax.tree.map(lambda x: _merge_groups(x, 1), partials)
 
   def _of_groups(
     self, f: Callable[[KVView, Any], Any], given: PyTree
   ) -> PyTree:
-    """f of each group's view and its part of `given`, stacked in front."""
+    """Stack f of each group's view and its part of `given`."""
 
     def branch(way: int) -> Callable[..., Any]:
       return lambda row, given: f(self._group(way, row), given)
 
     branches = [branch(way) for way in range(len(self.k))]
 
-    def one(each: PyTree) -> PyTree:
-      way, row, given = each
+    def apply(operands: PyTree) -> PyTree:
+      way, row, group_given = operands
       if len(branches) == 1:
-        return branches[0](row, given)
-      return lax.switch(way, branches, row, given)
+        return branches[0](row, group_given)
+      return lax.switch(way, branches, row, group_given)
 
-    each = self.way, self.row, given
+    operands = self.way, self.row, given
     if self.way.shape[0] == 1:
-      first = one(jax.tree.map(lambda x: x[0], each))
+      first = apply(jax.tree.map(lambda x: x[0], operands))
       return jax.tree.map(lambda x: x[None], first)
-    return lax.map(one, each)
+    return lax.map(apply, operands)
 
   def _group(self, way: int, row: Index) -> KVView:
-    """The view of one group of heads, which is stored in this way."""
+    """View of one group of heads, which is stored in this way."""
     take = lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
     k = self.k[way]
     view = EncodedView(
@@ -191,14 +195,14 @@ tree.register(
 )
 
 
-def _cut(x: jax.Array, groups: int, axis: int) -> jax.Array:
-  """The groups of an axis in front."""
+def _split_groups(x: jax.Array, groups: int, axis: int) -> jax.Array:
+  """Split an axis into groups, as the first axis."""
   shape = (*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
   return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-  """Groups in front as one axis again."""
+def _merge_groups(x: jax.Array, axis: int) -> jax.Array:
+  """Merge the first axis, groups, into `axis`."""
   x = jnp.moveaxis(x, 0, axis)
   shape = (*x.shape[:axis], -1, *x.shape[axis + 2 :])
   return x.reshape(shape)

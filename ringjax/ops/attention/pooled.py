@@ -1,8 +1,9 @@
-"""A view of a pool of pages that rows share by their tables.
+"""View of a pool of pages that rows share by their page tables.
 
-Guarantees: which page holds a token changes nothing, nor which rows share it.
-Tiles are folded in the order of positions whatever the other rows of the call
-hold, so that a row's result is the same, bit for bit, in any company.
+Guarantees: neither the page that holds a token nor the rows that share it
+  change
+a result. Tiles are folded in the order of positions whatever the other rows of
+the call hold, so that a row's result is bitwise the same in any batch.
 Cost: as `views`; the pages of a tile are gathered. With `SharedTiles` a tile
 that several rows share is read once for all of them, and multiplied with the
 queries of all rows at once.
@@ -62,25 +63,25 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True)
 class PooledView(StoredView):
-  """One layer's pages, out of a pool that all rows share.
+  """One layer's pages, in a pool that all rows share.
 
   Fields:
-    k: [L, N, K, P, H], N pages of P slots; codes as `stored_codes` says.
-    v: the same of values; the same array as `k` where values are parts of
-      keys.
-    at: coordinates [B, S] of the slots in the order of `table`; segment 0 is
+    k: Keys, [L, N, K, P, H], N pages of P slots; codes as `stored_codes` lays
+      them out.
+    v: Values in the same layout; the same array as `k` where values are parts
+      of keys.
+    at: Coordinates [B, S] of the slots in the order of `table`; segment 0 is
       an empty one.
-    table: int32 [B, S / P], the pages of each row; on a mesh they are counted
-      on each device among those that it has.
-    layer: int32 [], which of the L.
-    constants: of the layer's codecs, arrays [K, n] for keys and for values.
-    decoders: what makes numbers of the bytes of keys and of values, or None.
-    shared: tiles that rows share, for calls of a few tokens a row, or None.
-    own_mask: a mask in place of the layer's, or None.
-    own_queries: coordinates [B, T] of the queries in place of the call's, or
-      None.
-    widths: numbers of a key and of a value, where the arrays have zeros behind
-      them; else None.
+    table: Pages of each row, int32 [B, S / P]; on a mesh indices into the
+      pages of a device.
+    layer: Index of the layer in the L, int32 [].
+    constants: Arrays [K, n] of the layer's codecs, for keys and for values.
+    decoders: Decoders of the keys and of the values, or None.
+    shared: Tiles that rows share, for calls of a few tokens a row, or None.
+    own_mask: Mask in place of the layer's, or None.
+    own_queries: Coordinates [B, T] of queries in place of the call's, or None.
+    widths: Elements of a key and of a value, where the arrays are padded with
+      zeros; else None.
   """
 
   k: Shaped[Array, "L N K _ _"]
@@ -107,8 +108,10 @@ class PooledView(StoredView):
     return self.own_queries
 
   def of_tree(self, drafted: Coords, mask: Mask) -> PooledView:
-    """Of text and a tree of drafted tokens behind it, by whose coordinates the
-    slots have theirs; see `ContiguousView.of_tree`."""
+    """View of a text with a tree of drafted tokens after it.
+
+    The slots have the tree's coordinates, see `ContiguousView.of_tree`.
+    """
     return dataclasses.replace(self, own_mask=mask, own_queries=drafted)
 
   @property
@@ -121,13 +124,13 @@ class PooledView(StoredView):
 
   @property
   def page(self) -> int:
-    """Slots of a page, P."""
+    """Number of slots of a page, P."""
     return self.k.shape[token_axis(self.k)]
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
-    b, many = self.table.shape
-    return b, self.k.shape[2], many * self.page, *self.dims
+    b, pages = self.table.shape
+    return b, self.k.shape[2], pages * self.page, *self.dims
 
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
@@ -151,29 +154,32 @@ class PooledView(StoredView):
     )
 
   def of_row(self, row: Index) -> PooledView:
-    """The same for one row of the batch, int32 []."""
-    one = lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0)
+    """View of one row of the batch, given by its index, int32 []."""
+    take_row = lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0)
     return dataclasses.replace(
-      self, at=Coords(*map(one, self.at)), table=one(self.table), shared=None
+      self,
+      at=Coords(*map(take_row, self.at)),
+      table=take_row(self.table),
+      shared=None,
     )
 
   def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     first = jnp.asarray(start, jnp.int32) // self.page
     page = lax.dynamic_slice_in_dim(self.table, first, size // self.page, 1)
     page = jnp.maximum(page, 0)
-    b, many = page.shape
+    b, pages = page.shape
     layer = jnp.full(page.shape, self.layer, jnp.int32)
 
-    def one(x: jax.Array, n: int) -> jax.Array:
+    def decode_pages(x: jax.Array, n: int) -> jax.Array:
       data = as_bytes(x[layer, page])
       heads, slots, width = data.shape[2:]
-      data = jnp.swapaxes(data, 1, 2).reshape(b, heads, many * slots, width)
+      data = jnp.swapaxes(data, 1, 2).reshape(b, heads, pages * slots, width)
       if self.decoders is not None and width:
         data = self.decoders[n](data, self.constants[n])
       return data if self.widths is None else data[..., : self.widths[n]]
 
-    k = one(self.k, 0)
-    return k, k if self.v is self.k else one(self.v, 1)
+    k = decode_pages(self.k, 0)
+    return k, k if self.v is self.k else decode_pages(self.v, 1)
 
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
@@ -182,11 +188,11 @@ class PooledView(StoredView):
       return in_basis(self, q, keys)
     if self.widths is None or not keys:
       return Aligned(self, q)
-    # Zeros add nothing to a product: the arrays are read as they are.
+    # Zeros add nothing to a product: the padded arrays are read as they are.
     value = self.dims[1]
     q = pad_axis(q, 4, self.k.shape[4])
-    made = dataclasses.replace(self, widths=None)
-    return Aligned(made, q, lambda x: x[..., :value])
+    padded_view = dataclasses.replace(self, widths=None)
+    return Aligned(padded_view, q, lambda x: x[..., :value])
 
 
 tree.register(
@@ -209,15 +215,16 @@ tree.register(
 class SharedTiles(NamedTuple):
   """Tiles of slots that several rows have in common.
 
-  A row shares a tile only if it shares all before it, so that its tiles are
-  folded in order: first those that it shares, then its own.
+  A row shares a tile only if it shares all earlier ones, so that its tiles are
+  folded in order: first those that it shares, then its private ones.
 
   Fields:
-    row: int32 [R, n], on each shard, one of the rows that have the tile.
-    tile: int32 [R, n], which of the row's tiles on that shard; ascending.
-    cover: bool [R, n, B], the rows that have it.
-    count: int32 [R], how many of the n are there.
-    done: int32 [R, B], how many of a row's tiles are shared.
+    row: One of the rows that have the tile, int32 [R, n], on each shard.
+    tile: Index of the tile among that row's on the shard, int32 [R, n];
+      ascending.
+    cover: Rows that have the tile, bool [R, n, B].
+    count: Number of the n entries in use, int32 [R].
+    done: Number of a row's tiles that are shared, int32 [R, B].
   """
 
   row: Int[Array | np.ndarray, "R n"]
@@ -227,15 +234,15 @@ class SharedTiles(NamedTuple):
   done: Int[Array | np.ndarray, "R B"]
 
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> SharedTiles:
-    """PartitionSpecs, the same tree; nothing is shared between devices."""
-    own: Any = P(tokens)
+    """Return the same tree of PartitionSpecs; devices share no tiles."""
+    per_shard: Any = P(tokens)
     cover: Any = P(tokens, None, batch)
-    done: Any = P(tokens, batch)
-    return SharedTiles(own, own, cover, own, done)
+    per_row: Any = P(tokens, batch)
+    return SharedTiles(per_shard, per_shard, cover, per_shard, per_row)
 
 
 def pool_tile(page: int, platform: str) -> int:
-  """Slots of a tile of pages, the same for all calls."""
+  """Number of slots of a tile of pages, the same for all calls."""
   return max(page, 128 if platform == "cpu" else 512)
 
 
@@ -245,29 +252,29 @@ def decode_pool(
   args: ScoreArgs,
   platform: str = "cpu",
 ) -> Partial:
-  """The partial of a few queries a row over the keys of a view with `shared`.
+  """Partial of a few queries per row over the keys of a view with `shared`.
 
-  All queries of a row are behind the tiles that it shares.
+  All queries of a row are after the tiles that it shares.
 
-  It is the same, bit for bit, whether a tile is shared: products have two rows
-  at least and their weights transposed, which XLA's compilers sum in one order
-  whatever the number of rows. `Engine` checks that on its device.
+  The result is bitwise the same whether a tile is shared: products have at
+  least two rows and their weights are transposed, which XLA's compilers sum in
+  one order for any number of rows. `Engine` checks that on its device.
   """
   plan = pages_of(keys).shared
   assert plan is not None
   block = pool_tile(pages_of(keys).page, platform)
   batch, heads, groups, queries = q.shape[:4]
-  each = groups * queries
+  row_queries = groups * queries
   context = args.context
-  wide = wide_dtype(q.dtype)
-  start = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
-  flat = q.reshape(batch, heads, each, -1)
+  dtype = wide_dtype(q.dtype)
+  start = Partial.empty(q.shape[:4], keys.shape[4], dtype, (q, keys))
+  flat = q.reshape(batch, heads, row_queries, -1)
 
-  # XLA's CPU compiler sums products of 16-bit numbers in another order for
-  # other numbers of rows, and those of float32 in one; what is added is the
-  # same, a product of two 16-bit numbers being exact in float32.
-  form = wide if platform == "cpu" else None
-  flat = flat if form is None else flat.astype(form)
+  # XLA's CPU compiler sums products of 16-bit numbers in an order that depends
+  # on the number of rows, but not those of float32; the terms are the same, as
+  # a product of two 16-bit numbers is exact in float32.
+  product_dtype = dtype if platform == "cpu" else None
+  flat = flat if product_dtype is None else flat.astype(product_dtype)
 
   def tile_of(view: Any, n: Index) -> tuple[jax.Array, jax.Array, Any]:
     k, v = view.tile(n * block, block)
@@ -275,90 +282,92 @@ def decode_pool(
     return k.astype(q.dtype).astype(flat.dtype), v, args.of_keys(at, 0)
 
   def fold(
-    here: ScoreArgs,
+    tile_args: ScoreArgs,
     s: jax.Array,
     v: jax.Array,
     carry: PyTree,
     weigh: Callable[..., Any],
     allowed: jax.Array,
   ) -> Partial:
-    tile = ScoreTile(here, FORWARD, 0, 0, context.q, here.context.k)
+    tile = ScoreTile(tile_args, FORWARD, 0, 0, context.q, tile_args.context.k)
     flag = finite_flag(v, s.dtype)
     flag = jnp.broadcast_to(flag, (batch, *flag.shape[1:]))
     return fold_tile(tile, s, v, flag, carry, weigh, allowed)
 
-  def common(n: Index, carry: Partial) -> Partial:
-    row, which = plan.row[0, n], plan.tile[0, n]
-    whole: Any = keys
-    k, v, here = tile_of(whole.of_row(row), which)
-    many = jnp.swapaxes(flat, 0, 1).reshape(heads, batch * each, -1)
-    s = _rows_of_two("kth,knh->knt", k[0], many)
+  def fold_shared(n: Index, carry: Partial) -> Partial:
+    row, tile = plan.row[0, n], plan.tile[0, n]
+    any_view: Any = keys
+    k, v, tile_args = tile_of(any_view.of_row(row), tile)
+    all_queries = jnp.swapaxes(flat, 0, 1).reshape(
+      heads, batch * row_queries, -1
+    )
+    s = _two_row_product("kth,knh->knt", k[0], all_queries)
     s = jnp.swapaxes(s.reshape(heads, batch, groups, queries, block), 0, 1)
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
-      p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * each, block)
-      acc = _weighted("ktn,ktj->knj", p, v[0], form)
+      p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * row_queries, block)
+      acc = _weighted_sum("ktn,ktj->knj", p, v[0], product_dtype)
       acc = acc.reshape(heads, batch, groups, queries, -1)
       return jnp.swapaxes(acc, 0, 1)
 
     cover = plan.cover[0, n][:, None, None, None, None]
-    return fold(here, s, v, carry, weigh, cover)
+    return fold(tile_args, s, v, carry, weigh, cover)
 
-  some = loop(plan.count[0], common, start)
+  shared_partial = loop(plan.count[0], fold_shared, start)
   kinds = tile_kinds(context.mask, context.q, context.k, queries, block)
-  number = jnp.arange(kinds.shape[1], dtype=jnp.int32)
-  rest = (kinds[0] > 0) & (number >= jnp.min(plan.done[0]))
-  lists = tile_lists(rest[None].astype(jnp.int8), masked=True)
+  tile_index = jnp.arange(kinds.shape[1], dtype=jnp.int32)
+  unshared = (kinds[0] > 0) & (tile_index >= jnp.min(plan.done[0]))
+  lists = tile_lists(unshared[None].astype(jnp.int8), masked=True)
 
-  def own(n: Index, carry: Partial) -> Partial:
-    which = lists.masked[0, n]
-    k, v, here = tile_of(keys, which)
-    s = _rows_of_two("bkth,bknh->bknt", k, flat)
+  def fold_unshared(n: Index, carry: Partial) -> Partial:
+    tile = lists.masked[0, n]
+    k, v, tile_args = tile_of(keys, tile)
+    s = _two_row_product("bkth,bknh->bknt", k, flat)
     s = s.reshape(batch, heads, groups, queries, block)
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
-      p = p.reshape(batch, heads, each, block)
-      acc = _weighted("bktn,bktj->bknj", p, v, form)
+      p = p.reshape(batch, heads, row_queries, block)
+      acc = _weighted_sum("bktn,bktj->bknj", p, v, product_dtype)
       return acc.reshape(batch, heads, groups, queries, -1)
 
-    mine = (which >= plan.done[0])[:, None, None, None, None]
-    return fold(here, s, v, carry, weigh, mine)
+    unfinished = (tile >= plan.done[0])[:, None, None, None, None]
+    return fold(tile_args, s, v, carry, weigh, unfinished)
 
-  return loop(lists.masked_count[0], own, some)
+  return loop(lists.masked_count[0], fold_unshared, shared_partial)
 
 
 def pages_of(view: KVView) -> PooledView:
-  """The view of pages, if it is inside of another."""
-  around: Any = view
-  return view if isinstance(view, PooledView) else around.stored
+  """The view of pages, which another view may wrap."""
+  wrapper: Any = view
+  return view if isinstance(view, PooledView) else wrapper.stored
 
 
-def _rows_of_two(
+def _two_row_product(
   equation: str, k: Float[Array, "*b t H"], q: Float[Array, "*b n H"]
 ) -> Float[Array, "*b n t"]:
-  """A product with two queries at least: one alone is summed otherwise."""
+  """Multiply at least two queries: a single one is summed in another order."""
   if q.shape[-2] > 1:
     return product(equation, k, q)
   return product(equation, k, jnp.concatenate([q, q], -2))[..., :1, :]
 
 
-def _weighted(
+def _weighted_sum(
   equation: str,
   p: Float[Array, "*b n t"],
   v: Float[Array, "*b t J"],
   form: DTypeLike | None,
 ) -> Float[Array, "*b n J"]:
-  """Sums of values by weights, transposed first; see `decode_pool`.
+  """Sum values by weights, transposed first; see `decode_pool`.
 
-  `form` is the dtype in which they are multiplied, or None for their own.
+  `form` is the dtype in which they are multiplied, or None for theirs.
   """
-  many = p.shape[-2]
+  rows = p.shape[-2]
   if form is not None:
     p, v = p.astype(form), v.astype(form)
-  if many == 1:
+  if rows == 1:
     p = jnp.concatenate([p, p], -2)
   p = lax.optimization_barrier(jnp.swapaxes(p, -1, -2))
-  return product(equation, p, v)[..., :many, :]
+  return product(equation, p, v)[..., :rows, :]
 
 
 def sharing_is_exact(
@@ -369,36 +378,41 @@ def sharing_is_exact(
   decode: Callable[..., Partial] | None = None,
   queries: int = 1,
 ) -> bool:
-  """Whether a view's partial has the same bits with shared tiles and without.
+  """Whether a view's partial is bitwise the same with and without sharing.
 
-  It tries both on the default device.
+  Both are computed on the default device.
 
   Args:
-    shape: rows, KV heads, queries of each, and the dims of keys and values.
-    page: slots of a page.
-    dtype: of queries, keys and values.
-    platform: of the device.
-    decode: what reads the view, called as `decode_pool`, e.g. a kernel; None:
-      `decode_pool` for the platform.
-    queries: tokens of a row in a call.
+    shape: Numbers of rows, KV heads and queries per head, and the dims of keys
+      and values.
+    page: Slots of a page.
+    dtype: Dtype of queries, keys and values.
+    platform: Platform of the device.
+    decode: Function that reads the view, called as `decode_pool`, e.g. a
+      kernel; None: `decode_pool` for the platform.
+    queries: Tokens of a row in a call.
   """
   if decode is None:
     decode = functools.partial(decode_pool, platform=platform)
   rows, heads, groups, dim, value = shape
   block = pool_tile(page, platform)
-  each = block // page
+  tile_pages = block // page
   draw = np.random.default_rng(0).standard_normal
-  make = lambda *shape: jnp.asarray(draw(shape, np.float32), dtype)
-  common = np.broadcast_to(np.arange(each), (rows, each))
-  own = each + np.arange(rows * each).reshape(rows, each)
-  table = jnp.asarray(np.concatenate([common, own], 1), jnp.int32)
+  random = lambda *shape: jnp.asarray(draw(shape, np.float32), dtype)
+  shared_pages = np.broadcast_to(np.arange(tile_pages), (rows, tile_pages))
+  private_pages = tile_pages + np.arange(rows * tile_pages).reshape(
+    rows, tile_pages
+  )
+  table = jnp.asarray(
+    np.concatenate([shared_pages, private_pages], 1), jnp.int32
+  )
   pos = np.broadcast_to(np.arange(2 * block), (rows, 2 * block))
   at = Coords(*(jnp.asarray(x, jnp.int32) for x in (pos, pos * 0 + 1)))
   q_at = Coords(at.pos[:, -queries:], at.seg[:, -queries:])
-  pages = (rows + 1) * each
-  k = make(1, pages, heads, page, dim)
-  v = make(1, pages, heads, page, value)
-  q = make(rows, heads, groups, queries, dim)
+  pages = (rows + 1) * tile_pages
+  k = random(1, pages, heads, page, dim)
+  v = random(1, pages, heads, page, value)
+  q = random(rows, heads, groups, queries, dim)
   args = ScoreArgs(
     Scores(scale=dim**-0.5), Terms(), Context(q_at, at, Causal())
   )
@@ -420,8 +434,8 @@ def sharing_is_exact(
       ints(1, rows) + count,
     )
 
-  both = [jax.device_get(run(q, k, v, plan(n))) for n in (0, 1)]
+  partials = [jax.device_get(run(q, k, v, plan(n))) for n in (0, 1)]
   return all(
     np.array_equal(np.asarray(x), np.asarray(y))
-    for x, y in zip(*both, strict=True)
+    for x, y in zip(*partials, strict=True)
   )

@@ -1,23 +1,23 @@
-"""What each strategy costs, by a model: seconds, bytes, memory.
+"""Cost model of the attention strategies: seconds, bytes, memory.
 
 Guarantees: a prediction follows from the call's shapes, mask and layout and the
 machine's stated figures alone: no device is asked, so all processes agree.
-What is modelled, of R shards:
+The model, for R shards:
 
   a tile      2 (H + J) FLOPs a pair and query head forward, 2 (3 H + 2 J)
               backward, at the local algorithm's part of the product rate; the
               tiles are those that the mask leaves (`pair_counts`)
   a call of   at least the time to read its operands; on top, the float32
-  the local   sums that it takes from memory and puts back (output and
+  the local   sums that it reads from memory and writes back (output and
   algorithm   statistics, gradients), and a fixed `hop_s`
   a hop       a send leaves when both ends have begun the hop; the next hop
-              begins when the tiles, the own send and the arrival are done, so
-              a hop takes the longer of the two, and a shard waits for its
-              neighbours' slowest
-  a gather,   is waited for: nothing runs beside it
+              begins when the tiles, the shard's send and the arrival are done,
+              so a hop takes the longer of the two, and a shard waits for its
+              slowest neighbour
+  a gather,   is waited for: nothing overlaps with it
   exchange
 
-What is not: contention with other traffic, congestion inside a switch, the
+Not in the model: contention with other traffic, congestion inside a switch, the
 coordinates that ride along (8 bytes a token), projections before and after.
 Ref: Liu et al. 2023, arXiv 2310.01889, section 3 (a hop hides its send once a
 block has FLOPs / bandwidth tokens); Jacobs et al. 2023, arXiv 2309.14509; Fang
@@ -38,41 +38,41 @@ from ringjax.ops.attention.wire_format import WireFormat, wire_of
 from ringjax.ops.mask import Window
 from ringjax.parallel.layout import Contiguous, Uneven
 
-# What a strategy costs, or the reason why it is not for a call.
+# Cost of a strategy, or the reason why it does not serve a call.
 Found = Prediction | str
 
 
 def ring(at: CostTerms) -> Found:
-  """Keys visit; one direction, or as far as a window sees from either side."""
+  """Ring: keys travel one way, or as far as a window sees from either side."""
   return _rotation(at, *at.directions)
 
 
 def documents(at: CostTerms) -> Found:
-  """A ring that stops where the longest document ends, at run time."""
+  """Ring that stops at run time where the longest document ends."""
   call = at.call
   if not call.packed:
     return "the mask knows no documents"
   if not isinstance(at.layout, Contiguous):
     return f"in {at.layout} every document lies on all shards"
   if call.longest_document is None:
-    found = _rotation(at, *at.directions)
+    prediction = _rotation(at, *at.directions)
     note = "a whole ring: longest_document is not known"
-    return dataclasses.replace(found, notes=(note,))
+    return dataclasses.replace(prediction, notes=(note,))
   reach = call.longest_document - 1
-  behind, ahead = (
+  keys_before, keys_after = (
     reach if side is None else min(reach, side) for side in call.mask.reach
   )
-  return _rotation(at, *at.cut(Window(behind + 1, ahead)))
+  return _rotation(at, *at.cut(Window(keys_before + 1, keys_after)))
 
 
-def _rotation(at: CostTerms, behind: int, ahead: int) -> Prediction:
-  hops = _hops(behind, ahead)
+def _rotation(at: CostTerms, hops_back: int, hops_forward: int) -> Prediction:
+  hops = _hops(hops_back, hops_forward)
   pairs = at.by_hop(hops)
 
   def one_pass(backward: bool) -> tuple[float, float]:
     compute = at.hop_s(pairs, backward) + at.decode_s
     sums = at.sum_bytes * backward
-    reach = behind, ahead
+    reach = hops_back, hops_forward
     seconds = at.rotation(at.ring, compute, reach, at.wire_bytes, sums)
     return seconds, float(compute.sum())
 
@@ -86,31 +86,35 @@ def _rotation(at: CostTerms, behind: int, ahead: int) -> Prediction:
 
 
 def bidirectional(at: CostTerms) -> Found:
-  """Keys from both neighbours at once; half the steps."""
+  """Ring with keys from both neighbours at once, in half the steps."""
   if at.size < 3:
     return f"{at.size} shards have one neighbour"
-  behind, ahead = at.directions
-  if behind + ahead == at.size - 1:
-    behind, ahead = at.size // 2, (at.size - 1) // 2
-  steps = max(behind, ahead)
+  hops_back, hops_forward = at.directions
+  if hops_back + hops_forward == at.size - 1:
+    hops_back, hops_forward = at.size // 2, (at.size - 1) // 2
+  steps = max(hops_back, hops_forward)
 
   def one_pass(backward: bool) -> tuple[float, float]:
     compute = [at.hop_s(at.by_hop([0])[0], backward)]
     for step in range(1, steps + 1):
-      hops = [h for h, n in ((step, behind), (-step, ahead)) if step <= n]
+      hops = [
+        h for h, n in ((step, hops_back), (-step, hops_forward)) if step <= n
+      ]
       compute.append((at.hop_s(at.by_hop(hops), backward) + at.decode_s).sum(0))
     sums = at.sum_bytes * backward
     sends = []
     for step in range(steps + 1):
-      # The own keys' sums leave to one side.
-      each = [
+      # The sums of a shard's own keys leave to one side.
+      send_seconds = [
         at.ring.send(at.wire_bytes * (step < n), sums * (first < step <= n))
-        for n, first in ((behind, 0), (ahead, 1))
+        for n, first in ((hops_back, 0), (hops_forward, 1))
       ]
-      sends.append(at.ring.both_s(*each))
+      sends.append(at.ring.both_s(*send_seconds))
     seconds = float(turn(np.stack(compute), sends, ways=(1, -1)).max())
-    home = [at.ring.send(sums * bool(n), shift=n) for n in (behind, ahead)]
-    return seconds + at.ring.both_s(*home), float(np.sum(compute))
+    return_seconds = [
+      at.ring.send(sums * bool(n), shift=n) for n in (hops_back, hops_forward)
+    ]
+    return seconds + at.ring.both_s(*return_seconds), float(np.sum(compute))
 
   extra = (4 * at.kv_bytes, 4 * at.kv_bytes + 4 * at.sum_bytes)
   notes = ()
@@ -120,7 +124,7 @@ def bidirectional(at: CostTerms) -> Found:
 
 
 def ring_q(at: CostTerms) -> Found:
-  """Queries and what they have gathered so far visit; keys stay."""
+  """Ring of queries and their sums so far; keys stay."""
   n = at.size
   i = np.arange(n)
   pairs = at.pairs[(i - i[:, None]) % n, i]
@@ -129,13 +133,13 @@ def ring_q(at: CostTerms) -> Found:
     if backward:
       moving = (at.q + at.o) * at.number + 2 * at.rows * WIDE
       sums = at.q * WIDE
-      put = 2 * at.q * WIDE + 2 * at.sum_bytes
+      put_bytes = 2 * at.q * WIDE + 2 * at.sum_bytes
     else:
       moving, sums = at.q * at.number, (at.o + 2 * at.rows) * WIDE
-      # The partial that arrives is added to the one that was made.
-      put = 3 * sums
-    taken = at.query_bytes(backward) + at.kv_bytes
-    compute = at.seconds(pairs, backward, taken=taken, put=put)
+      # The partial that arrives is added to the local one.
+      put_bytes = 3 * sums
+    read_bytes = at.query_bytes(backward) + at.kv_bytes
+    compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
     sends = [
       at.ring.send(moving * (hop < n - 1), sums * (hop > 0)) for hop in range(n)
     ]
@@ -148,16 +152,16 @@ def ring_q(at: CostTerms) -> Found:
 
 
 def gather(at: CostTerms) -> Found:
-  """All keys come first; then every shard attends alone."""
+  """All-gather of the keys; then every shard attends alone."""
   others = at.size - 1
   pairs = at.pairs.sum(1)
 
   def one_pass(backward: bool) -> tuple[float, float]:
-    taken = at.query_bytes(backward) + at.size * at.kv_bytes
-    put = at.sums(False)
+    read_bytes = at.query_bytes(backward) + at.size * at.kv_bytes
+    put_bytes = at.sums(False)
     if backward:
-      put = 2 * at.q * WIDE + 2 * at.size * at.sum_bytes
-    compute = at.seconds(pairs, backward, taken=taken, put=put)
+      put_bytes = 2 * at.q * WIDE + 2 * at.size * at.sum_bytes
+    compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
     compute = compute + others * at.decode_s
     seconds = float(compute.max())
     if others:
@@ -166,31 +170,34 @@ def gather(at: CostTerms) -> Found:
         seconds += at.ring.gather(others * at.sum_bytes)
     return seconds, float(compute.sum())
 
-  whole = at.size * at.kv_bytes
-  return at.prediction(one_pass, (whole, whole + at.size * at.sum_bytes))
+  all_kv_bytes = at.size * at.kv_bytes
+  return at.prediction(
+    one_pass, (all_kv_bytes, all_kv_bytes + at.size * at.sum_bytes)
+  )
 
 
 def ulysses(at: CostTerms) -> Found:
-  """Tokens are traded for heads; every device attends to all, alone."""
+  """Exchange of tokens for heads; every device attends to all keys, alone."""
   return _traded(at, at.size)
 
 
 def hybrid(at: CostTerms, inner: int) -> Found:
-  """Heads are traded inside groups; keys visit from group to group."""
+  """Exchange of heads inside groups; keys travel from group to group."""
   return _traded(at, inner)
 
 
 def _traded(at: CostTerms, inner: int) -> Prediction:
   call, n = at.call, at.size // inner
-  near, wide = at.levels(inner)
+  inner_net, outer_net = at.levels(inner)
   kv_heads, group = call.kv_heads, call.heads // call.kv_heads
-  # How K kv heads of G query heads become a multiple of `inner` units.
+  # Number of units, a multiple of `inner`, that K kv heads of G query heads
+  # make.
   split = -(-inner // kv_heads)
   part = -(-group // split)
   units = -(-kv_heads * split // inner) * inner
   heads = units * part / inner
   more_q, more_kv = units * part / call.heads, units / kv_heads
-  # Pairs between groups: every device has all of its group's tokens.
+  # Pairs between groups: every device has all tokens of its group.
   blocks = at.pairs.reshape(n, inner, n, inner).sum((1, 3))
   g = np.arange(n)
   reach = n - 1, 0
@@ -206,19 +213,23 @@ def _traded(at: CostTerms, inner: int) -> Prediction:
 
   def one_pass(backward: bool) -> tuple[float, float]:
     if backward:
-      put = 2 * q * WIDE + (3 if n > 1 else 2) * sum_bytes
-      # do comes in; dq, dk, dv go back.
+      put_bytes = 2 * q * WIDE + (3 if n > 1 else 2) * sum_bytes
+      # do is received; dq, dk and dv are sent back.
       traded = (o + q) * at.number + 2 * rows * WIDE + kv_bytes
     else:
-      put = 2 * (o + 2 * rows) * WIDE
+      put_bytes = 2 * (o + 2 * rows) * WIDE
       traded = (q + o) * at.number + rows * WIDE + kv_bytes
-    taken = (q + (o + q) * backward) * at.number + kv_bytes
-    compute = at.seconds(by_hop, backward, heads=heads, taken=taken, put=put)
+    read_bytes = (q + (o + q) * backward) * at.number + kv_bytes
+    compute = at.seconds(
+      by_hop, backward, heads=heads, taken=read_bytes, put=put_bytes
+    )
     compute = compute + at.decode_s * more_kv * (n > 1)
-    seconds = at.rotation(wide, compute, reach, sent_kv, sum_bytes * backward)
-    # Four of them: queries, keys, values and outputs, or their gradients.
-    seconds += near.exchange(traded * ((inner - 1) / inner))
-    seconds += sum(near.exchange(0.0) for _ in range(3))
+    seconds = at.rotation(
+      outer_net, compute, reach, sent_kv, sum_bytes * backward
+    )
+    # Four exchanges: queries, keys, values and outputs, or their gradients.
+    seconds += inner_net.exchange(traded * ((inner - 1) / inner))
+    seconds += sum(inner_net.exchange(0.0) for _ in range(3))
     return seconds, float(compute.sum()) * inner
 
   copies = (q + o) * at.number + kv_bytes + (o + 2 * rows) * WIDE
@@ -236,16 +247,16 @@ def _traded(at: CostTerms, inner: int) -> Prediction:
 
 
 def two_level(at: CostTerms, inner: int) -> Found:
-  """A ring inside groups turns while the next group's block is on its way."""
+  """Ring inside groups that runs while the next group's block is in flight."""
   if at.wire and not isinstance(wire_of(at.wire), WireFormat):
     return "a codec would encode again what it decoded"
   n = at.size // inner
-  near, wide = at.levels(inner)
+  inner_net, outer_net = at.levels(inner)
   i = np.arange(at.size)
   group, place = i // inner, i % inner
 
   def one_pass(backward: bool) -> tuple[float, float]:
-    done, total = np.zeros(at.size), 0.0
+    finish, total = np.zeros(at.size), 0.0
     sums = at.sum_bytes * backward
     for outer in range(n):
       source = (group - outer) % n
@@ -256,35 +267,35 @@ def two_level(at: CostTerms, inner: int) -> Found:
       compute = compute + at.decode_s * (outer > 0 or inner > 1)
       total += float(compute.sum())
       sends = [
-        near.send(at.wire_bytes * (h < inner - 1), sums * (h > 0))
+        inner_net.send(at.wire_bytes * (h < inner - 1), sums * (h > 0))
         for h in range(inner)
       ]
-      turned = turn(compute.reshape(inner, n, inner), sends).reshape(-1)
-      # The sums of the turn go on to the device that holds them.
-      turned = turned + near.send(sums)
-      slow = wide.send(at.wire_bytes * (outer < n - 1), sums * (outer > 0))
-      # Both ends begin a turn together, as in a hop of a ring.
-      begin = np.maximum(done, np.roll(done, -inner))
-      there = begin + slow if slow else done
-      after = np.maximum(done + turned, there)
-      done = np.maximum(after, np.roll(there, inner)) if slow else after
-    return float(done.max()) + wide.send(sums), total
+      inner_end = turn(compute.reshape(inner, n, inner), sends).reshape(-1)
+      # The sums of the inner ring are sent on to the device that owns them.
+      inner_end = inner_end + inner_net.send(sums)
+      slow = outer_net.send(at.wire_bytes * (outer < n - 1), sums * (outer > 0))
+      # Both ends begin an inner ring together, as in a hop of a ring.
+      begin = np.maximum(finish, np.roll(finish, -inner))
+      arrival = begin + slow if slow else finish
+      end = np.maximum(finish + inner_end, arrival)
+      finish = np.maximum(end, np.roll(arrival, inner)) if slow else end
+    return float(finish.max()) + outer_net.send(sums), total
 
   extra = (4 * at.kv_bytes, 4 * at.kv_bytes + 4 * at.sum_bytes)
   return at.prediction(one_pass, extra, inner=inner)
 
 
 def halo(at: CostTerms) -> Found:
-  """Only the neighbours' tokens that a window reaches; then one call."""
-  behind, ahead = at.call.mask.reach
-  if behind is None or ahead is None:
+  """Exchange of the neighbours' tokens in a window's reach; then one call."""
+  keys_before, keys_after = at.call.mask.reach
+  if keys_before is None or keys_after is None:
     return "the mask's reach has no limit; it is for a window"
   if not isinstance(at.layout, Contiguous):
     return f"in {at.layout} neighbours' tokens are not on neighbours"
   if not at.call.same_tokens:
     return "queries and keys are not the same tokens"
-  most = (at.size - 1) * at.s
-  rows = {1: min(behind, most), -1: min(ahead, most)}
+  max_rows = (at.size - 1) * at.s
+  rows = {1: min(keys_before, max_rows), -1: min(keys_after, max_rows)}
   if rows[1] + at.s + rows[-1] > at.size * at.s:
     return "the window reaches around the whole sequence"
   hops = [0]
@@ -299,26 +310,26 @@ def halo(at: CostTerms) -> Found:
 
   def one_pass(backward: bool) -> tuple[float, float]:
     kv = (at.s + tokens) * token
-    taken = at.query_bytes(backward) + kv * at.number
-    put = 2 * at.q * WIDE + 2 * kv * WIDE if backward else at.sums(False)
-    compute = at.seconds(pairs, backward, taken=taken, put=put)
+    read_bytes = at.query_bytes(backward) + kv * at.number
+    put_bytes = 2 * at.q * WIDE + 2 * kv * WIDE if backward else at.sums(False)
+    compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
     seconds = float(compute.max())
-    for each in (at.number, WIDE) if backward else (at.number,):
+    for itemsize in (at.number, WIDE) if backward else (at.number,):
       ways = [0.0, 0.0]
       for way, count in enumerate(rows.values()):
         for d, start in enumerate(range(0, count, at.s), 1):
-          part = min(at.s, count - start) * token * each
+          part = min(at.s, count - start) * token * itemsize
           ways[way] += at.ring.send(part, shift=d)
       seconds += at.ring.both_s(*ways)
     return seconds, float(compute.sum())
 
-  kept = tokens * token
-  extra = (kept * at.number, kept * (at.number + WIDE))
+  halo_numbers = tokens * token
+  extra = (halo_numbers * at.number, halo_numbers * (at.number + WIDE))
   return at.prediction(one_pass, extra, (f"{tokens} tokens of neighbours",))
 
 
 def chain(at: CostTerms) -> Found:
-  """Keys go to the shards behind them only, never around."""
+  """Chain: keys are sent to later shards only, never around the ring."""
   if at.call.mask.reach[1] != 0:
     return "the mask lets queries see later keys"
   if not isinstance(at.layout, Contiguous | Uneven):
@@ -336,25 +347,25 @@ def chain(at: CostTerms) -> Found:
     compute = np.where(takes_part, at.hop_s(pairs, backward), 0.0)
     compute += np.where(takes_part, at.decode_s, 0.0)
     sums = at.sum_bytes * backward
-    done = np.zeros(at.size)
+    finish = np.zeros(at.size)
     for step in range(steps + 1):
       send = at.ring.send(at.wire_bytes * (step < steps), sums * (step > 0))
-      begin, done = done, done + compute[step]
+      begin, finish = finish, finish + compute[step]
       if send:
-        # From each shard to the next, of those that have something to pass.
-        there = np.maximum(begin[:-1], begin[1:]) + send
-        there = np.where(shard[1:] > step, there, 0.0)
-        done[:-1] = np.maximum(done[:-1], there)
-        done[1:] = np.maximum(done[1:], there)
-    # Sums go to their owners at each step but the first, behind the tiles; the
-    # last is waited for.
-    home_s = at.ring.send(sums * bool(steps), shift=steps)
-    return float(done.max()) + home_s, float(compute.sum())
+        # Sent by each shard that has something to pass to the next.
+        arrival = np.maximum(begin[:-1], begin[1:]) + send
+        arrival = np.where(shard[1:] > step, arrival, 0.0)
+        finish[:-1] = np.maximum(finish[:-1], arrival)
+        finish[1:] = np.maximum(finish[1:], arrival)
+    # Sums go to their owners at each step but the first, overlapped with the
+    # tiles; only the last send is waited for.
+    return_s = at.ring.send(sums * bool(steps), shift=steps)
+    return float(finish.max()) + return_s, float(compute.sum())
 
   extra = (2 * at.kv_bytes, 2 * at.kv_bytes + 2 * at.sum_bytes)
   return at.prediction(one_pass, extra)
 
 
-def _hops(behind: int, ahead: int) -> list[int]:
-  """How many places behind a shard each hop's keys are from."""
-  return [*range(behind + 1), *range(-1, -ahead - 1, -1)]
+def _hops(hops_back: int, hops_forward: int) -> list[int]:
+  """Offsets of the shards that each hop's keys come from, back and forward."""
+  return [*range(hops_back + 1), *range(-1, -hops_forward - 1, -1)]

@@ -1,7 +1,7 @@
-"""The strategies by name: what builds each, what it supports, what it costs.
+"""Registry of the strategies by name: objects, properties and costs.
 
-A new strategy is a file of its own, a function in `predict` and an entry here;
-commands, benchmarks, the choice by cost and compiled plans read this table.
+A new strategy is a file, a function in `predict` and an entry here; commands,
+benchmarks, the choice by cost and compiled plans read this table.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class StrategyEntry:
   """A strategy that has a name.
 
   Attributes:
-    strategy: the strategy, without its axis.
-    cost: what it costs in a `CostTerms`, or the reason why it is not for the
-      call; of two levels also by the devices of a group.
-    layout: the order of tokens that it is measured and compiled with.
-    consecutive: whether shards have to hold consecutive tokens.
-    same_tokens: whether queries and keys have to be the same tokens, under a
+    strategy: The strategy, without its axis.
+    cost: Function that predicts its cost from `CostTerms`, or gives the reason
+      why it does not serve the call; with two levels also of the group size.
+    layout: Layout with which it is benchmarked and compiled.
+    consecutive: Whether shards have to hold consecutive tokens.
+    same_tokens: Whether queries and keys have to be the same tokens, under a
       mask that is known when the call is traced.
-    wired: whether keys may be chosen to travel as codes.
-    visits: whether a call of the local algorithm sees one shard's keys.
-    some_pairs: whether only some devices send at a time, which `jax.vmap` has
-      no rule for.
+    wired: Whether keys may be sent in a lossy format.
+    visits: Whether a call of the local algorithm sees one shard's keys.
+    some_pairs: Whether only some devices send at a time, for which `jax.vmap`
+      has no rule.
   """
 
   strategy: Strategy
@@ -59,7 +59,7 @@ class StrategyEntry:
     return isinstance(self.strategy.local, Strategy)
 
 
-# The order decides between equals in cost, the plainer one first.
+# Equal costs are decided by this order, the plainer strategy first.
 STRATEGIES: dict[str, StrategyEntry] = {
   "halo": StrategyEntry(
     strategy=Halo(), cost=costs.halo, layout=Contiguous(), consecutive=True,
@@ -97,11 +97,11 @@ STRATEGIES: dict[str, StrategyEntry] = {
     strategy=RingQ(), cost=costs.ring_q, layout=Striped()
   ),
 }  # fmt: skip
-GROUPED = tuple(name for name, one in STRATEGIES.items() if one.grouped)
-WIRED = tuple(name for name, one in STRATEGIES.items() if one.wired)
-# The ring over tokens in another order has a name of its own.
+GROUPED = tuple(name for name, entry in STRATEGIES.items() if entry.grouped)
+WIRED = tuple(name for name, entry in STRATEGIES.items() if entry.wired)
+# Names of the ring over tokens in another order.
 REORDERED: dict[str, Layout] = {"striped": Striped(), "zigzag": Zigzag()}
-# What commands take, N the devices of a group: "hybrid:4".
+# Names that commands take, N the devices of a group: "hybrid:4".
 NAMES = (
   *(f"{name}:N" if name in GROUPED else name for name in STRATEGIES),
   *REORDERED,
@@ -109,7 +109,7 @@ NAMES = (
 
 
 def find(name: str) -> StrategyEntry | None:
-  """The entry of a name; of one of `REORDERED` the ring's with its layout."""
+  """Find the entry of a name; for `REORDERED` the ring's with that layout."""
   if name in REORDERED:
     return dataclasses.replace(STRATEGIES["ring"], layout=REORDERED[name])
   return STRATEGIES.get(name)
@@ -124,28 +124,29 @@ def predict(
   inner: int | None = None,
   wire: WireLike | None = None,
 ) -> Prediction | Refusal:
-  """What one strategy costs, or why it is not for this call.
+  """Predict the cost of a strategy, or the reason not to use it.
 
   Args:
-    strategy: of `STRATEGIES`.
-    call: what is to be computed.
-    machine: on what.
-    layout: order of the tokens on the shards.
-    inner: devices of a group, for hybrid and two_level.
-    wire: of `WIRES` or a `Wire`, or None to send K and V as they are.
+    strategy: Name in `STRATEGIES`.
+    call: Shapes, mask and mesh axes of the call.
+    machine: Machine that runs it.
+    layout: Order of the tokens on the shards.
+    inner: Devices of a group, for hybrid and two_level.
+    wire: Format of K and V, of `WIRES` or a `Wire`, or None to send them as
+      they are.
 
   Raises:
-    OptionError: there is no such strategy, or it takes no such option.
+    OptionError: If there is no such strategy, or it has no such option.
   """
-  found = STRATEGIES[one_of("strategy", strategy, STRATEGIES)]
-  if found.grouped != (inner is not None):
+  entry = STRATEGIES[one_of("strategy", strategy, STRATEGIES)]
+  if entry.grouped != (inner is not None):
     raise OptionError(
       "inner",
       f"{inner!r} for {strategy}",
       f"an int for {' and '.join(GROUPED)} alone",
       "pass inner=4 or leave it out",
     )
-  if wire is not None and not found.wired:
+  if wire is not None and not entry.wired:
     raise OptionError(
       "wire",
       f"{wire!r} for {strategy}",
@@ -156,7 +157,7 @@ def predict(
   if inner is not None and (call.shards % inner or not 1 < inner < call.shards):
     cost = f"groups of {inner} do not divide {call.shards} shards"
   else:
-    cost = found.cost(
+    cost = entry.cost(
       CostTerms(strategy, call, machine, layout, wire), **options
     )
   if isinstance(cost, str):

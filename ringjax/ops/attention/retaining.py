@@ -1,10 +1,10 @@
-"""A ring that keeps visiting keys: each shard the tokens that a plan gives it.
+"""Ring attention that stores the keys it visits in slots chosen by a plan.
 
-Guarantees: attention as by `Ring`; beside it each shard's slots hold the keys
+Guarantees: attention as by `Ring`; in addition each shard's slots hold the keys
 and values that the plan puts there, whichever shard computed them.
-Cost: what a whole ring sends, and nothing for the keys that are kept: a block
-is written while it is at hand. A window does not cut the ring, since every
-token has to pass every shard. The plan is data: another compiles nothing.
+Cost: the sends of a whole ring, and none for the keys that are kept: a block is
+written while it is on the shard. A window does not cut the ring, since every
+token has to pass every shard. The plan is data: another one compiles nothing.
 Memory: as `Ring`, and the slots, which are written in place.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, section 4.1.
 """
@@ -30,11 +30,11 @@ from ringjax.typing import Index
 
 
 class LayerSlots(NamedTuple):
-  """Where a shard keeps keys and values of layers of one kind.
+  """A shard's slots for keys and values of layers of one kind.
 
   Fields:
-    k: [L, B, K, S, H], S slots of this shard; or with zeros behind a key.
-    v: [L, B, K, S, J], the same of values.
+    k: Keys, [L, B, K, S, H], S slots of this shard; possibly padded with zeros.
+    v: Values in the same layout, [L, B, K, S, J].
   """
 
   k: Shaped[Array, "L B K S _"]
@@ -43,7 +43,7 @@ class LayerSlots(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RetainingRing(Ring):
-  """A ring whose visits are kept; forward only, one level, keys as they are."""
+  """A ring that keeps visited keys; forward only, one level, keys uncoded."""
 
   def retain(
     self,
@@ -53,19 +53,23 @@ class RetainingRing(Ring):
     layer: Index,
     place: Int[Array, "B T"],
   ) -> tuple[Partial, LayerSlots]:
-    """Per shard: the partial of its queries, and its slots with their tokens.
+    """Attend per shard, and write visited tokens into the shard's slots.
 
     Args:
-      x: queries, keys and values of the shard's tokens.
-      args: what scores depend on beside them.
-      slots: of this shard.
-      layer: int32 [], which of the L.
-      place: the slot of each token among those of all shards, in the order of
-        the shards; -1 keeps it nowhere. The same on all shards, T all tokens.
+      x: Queries, keys and values of the shard's tokens.
+      args: Score function and its arrays.
+      slots: Slots of this shard.
+      layer: Index of the layer in the L, int32 [].
+      place: Slot of each token among those of all shards, in the order of the
+        shards, int32 [B, T]; -1 keeps it nowhere. The same on all shards, T all
+        tokens.
+
+    Returns:
+      The partial of the shard's queries, and the updated slots.
     """
-    size, me = self._place()
-    length, own = x.k.shape[2], slots.k.shape[3]
-    whole = dataclasses.replace(self, hops=(size - 1, 0))
+    size, shard = self._place()
+    length, shard_slots = x.k.shape[2], slots.k.shape[3]
+    full_ring = dataclasses.replace(self, hops=(size - 1, 0))
 
     def keep(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
       row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
@@ -75,15 +79,20 @@ class RetainingRing(Ring):
     def visit(
       carry: tuple[Partial, LayerSlots], block: KVBlock | None, distance: Index
     ) -> tuple[tuple[Partial, LayerSlots], None]:
-      partial, held = carry
-      here, context = self._operands(x, args, block, distance)
+      partial, kept_slots = carry
+      operands, context = self._operands(x, args, block, distance)
       first = jnp.asarray(self._source(distance) * length, jnp.int32)
-      at = lax.dynamic_slice_in_dim(place, first, length, 1) - me * own
-      # Numbers below 0 would count from the end.
-      at = jnp.where((at >= 0) & (at < own), at, own)
-      held = LayerSlots(keep(held.k, here.k, at), keep(held.v, here.v, at))
-      return (self.local.forward(here, context, partial), held), None
+      slot = (
+        lax.dynamic_slice_in_dim(place, first, length, 1) - shard * shard_slots
+      )
+      # Negative indices would count from the end.
+      slot = jnp.where((slot >= 0) & (slot < shard_slots), slot, shard_slots)
+      kept_slots = LayerSlots(
+        keep(kept_slots.k, operands.k, slot),
+        keep(kept_slots.v, operands.v, slot),
+      )
+      return (self.local.forward(operands, context, partial), kept_slots), None
 
     carry: Any = (empty_partial(x), slots)
     block = KVBlock.of(x, args.context)
-    return whole._walk(whole._lanes(), block, carry, visit)[0]
+    return full_ring._walk(full_ring._lanes(), block, carry, visit)[0]

@@ -7,7 +7,7 @@ V R-1 times and the float32 sums dK, dV R times, the last one to the owner.
 Nothing sent is zero or unused. A window sends only as far as it sees. In both
 directions at once (`two_way`) these are ceil((R-1)/2) steps, in each of which
 a link carries a block in either direction.
-Memory: the block at hand and the block in flight (two each with `two_way`);
+Memory: the current block and the block in flight (two each with `two_way`);
 the backward pass rotates the blocks again instead of keeping R of them.
 Ref: Liu et al. 2023, arXiv 2310.01889. With a striped layout this is striped
 attention (Brandon et al. 2023, arXiv 2311.09431).
@@ -20,10 +20,10 @@ comes around the ring of groups around a ring of neighbours, while the next such
 block is in flight. Links between groups then carry a block once and not once
 for each neighbour.
 
-With `by_document` the shards tell each other, in each call, which of the
-packed documents they hold, and there are only as many hops as one of them
-reaches: their number is data, the program the same for every batch. Both
-passes send K and V, and the backward pass the sums, once for each hop.
+With `by_document` the shards exchange, in each call, which of the packed
+documents they hold, and there are only as many hops as the farthest document
+reaches: their number is data, the program the same for every batch. Both passes
+send K and V, and the backward pass the sums, once for each hop.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
 from ringjax.typing import Index
 
-# Pieces of a shard of which it is told which documents they hold.
+# Pieces of a shard whose documents are exchanged.
 _PIECES = 16
 
 
@@ -71,19 +71,20 @@ class Ring(RingStrategy, KVStrategy):
   """Pass-KV ring over a local algorithm.
 
   Attributes:
-    local: the algorithm of one hop: `Blockwise()`, `Dense()`, or for two
-      levels another `Ring` or a `Gather`.
-    axis: the axis; filled in by the functions that take `axis=`.
-    hops: (from behind, from ahead), how many shards' keys come along either
-      direction of the ring; None is the whole ring.
-    unroll: how many hops the loop's body holds; two save the copy that a
-      rotating buffer costs in a rolled loop.
-    two_way: whether blocks of a whole ring travel in both directions at once.
-    wire: how keys and values travel: None as they are, "bfloat16", "int8",
+    local: Algorithm of one hop: `Blockwise()`, `Dense()`, or for two levels
+      another `Ring` or a `Gather`.
+    axis: Mesh axis; filled in by the functions that take `axis=`.
+    hops: (back, forward) numbers of shards whose keys arrive from either
+      direction of the ring; None: the whole ring.
+    unroll: Number of hops in the loop's body; two save the copy that a rotating
+      buffer costs in a rolled loop.
+    two_way: Whether blocks of a whole ring travel in both directions at once.
+    wire: Wire format of keys and values: None as they are, "bfloat16", "int8",
       "float8_e4m3fn", "float8_e5m2", a `WireFormat`, or the codec of a cache,
       an `rj.kv.Codec`. A shard's own keys stay exact.
-    by_document: whether packed documents cut the hops, see above.
-    inner: with a second level on one mesh axis, how many neighbours it spans.
+    by_document: Whether packed documents cut the hops, see above.
+    inner: Number of neighbours that the second level spans, if both levels are
+      on one mesh axis.
   """
 
   inside = ("Ring", "Gather")
@@ -116,32 +117,34 @@ class Ring(RingStrategy, KVStrategy):
     return cut_hops(needed, two_way=self.two_way)
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
-    """Folds the keys of all shards into `carry`."""
+    """Fold the keys of all shards into `carry`."""
     x, args = tie_coords_to_queries(x, args)
 
     def visit(
       carry: Partial, block: KVBlock | None, distance: Index
     ) -> tuple[Partial, None]:
-      there = self._operands(x, args, block, distance)
-      return self.local.forward(*there, carry), None
+      operands = self._operands(x, args, block, distance)
+      return self.local.forward(*operands, carry), None
 
     return self._visit_all(x, args.context, carry, visit)[0]
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
-    """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
+    """Add the gradients of a shard's own keys to `carry`, (dq, dterms)."""
     x, args = tie_coords_to_queries(x, args)
 
     def visit(
       carry: QGradients, block: KVBlock | None, distance: Index
     ) -> PyTree:
-      there = self._operands(x, args, block, distance)
-      grads = self.local.backward(*there, residuals, carry)
+      operands = self._operands(x, args, block, distance)
+      grads = self.local.backward(*operands, residuals, carry)
       return (grads.q, grads.terms), pack(grads.k, grads.v)
 
-    add = lambda a, b: jax.tree.map(jnp.add, a, b)
-    (dq, dterms), sums = self._visit_all(x, args.context, carry, visit, add)
+    add_trees = lambda a, b: jax.tree.map(jnp.add, a, b)
+    (dq, dterms), sums = self._visit_all(
+      x, args.context, carry, visit, add_trees
+    )
     dk, dv = unpack(sums)
     return Gradients(dq, dk, dv, dterms)
 
@@ -153,14 +156,16 @@ class Ring(RingStrategy, KVStrategy):
     visit: HopFunction,
     add: Callable[[Any, Any], Any] | None = None,
   ) -> tuple[Any, Any]:
-    """Visits the keys of all shards in reach, as `_walk`."""
+    """Visit the keys of all shards in reach, as `_walk` does."""
     block = KVBlock.of(x, context, self._wire)
     if self.by_document and self._place()[0] > 1:
       return self._visit_documents(block, context, carry, visit, add)
-    lanes, (behind, ahead) = self._lanes(), self._hops()
-    if behind and not ahead and (add is not None or self.wire is None):
-      # The own block is the first of the loop, and its sums travel with it.
-      lanes = [Lane(1, 0, behind)]
+    lanes, (hops_back, hops_forward) = self._lanes(), self._hops()
+    if (
+      hops_back and not hops_forward and (add is not None or self.wire is None)
+    ):
+      # The shard's own block is the first of the loop; its sums travel with it.
+      lanes = [Lane(1, 0, hops_back)]
     return self._walk(lanes, block, carry, visit, add)
 
   def _visit_documents(
@@ -171,57 +176,61 @@ class Ring(RingStrategy, KVStrategy):
     visit: HopFunction,
     add: Callable[[Any, Any], Any] | None,
   ) -> tuple[Any, Any]:
-    """Visits as many shards as this batch's documents reach, as `_walk`."""
+    """Visit as many shards as this batch's documents reach, as `_walk` does."""
     state = self._walk([OWN], block, carry, visit, add)
 
-    def further(state: tuple, lane: Lane) -> tuple:
+    def visit_lane(state: tuple, lane: Lane) -> tuple:
       carry, sums = state
-      carry, more = self._walk([lane], block, carry, visit, add)
-      return carry, more if add is None else add(sums, more)
+      carry, lane_sums = self._walk([lane], block, carry, visit, add)
+      return carry, lane_sums if add is None else add(sums, lane_sums)
 
     for shift, hops in zip((1, -1), self._reach(context), strict=True):
-      # A lane with sums of one hop differs from those of several.
+      # The sums of a lane with one hop differ from those of several hops.
       lasts = (hops,) if add is None else (1, hops)
       lanes = [Lane(shift, 1, last) for last in lasts]
-      branches = [functools.partial(further, lane=lane) for lane in lanes]
-      number = jnp.minimum(hops, len(lanes))
-      state = lax.switch(number, [lambda state: state, *branches], state)
+      branches = [functools.partial(visit_lane, lane=lane) for lane in lanes]
+      branch = jnp.minimum(hops, len(lanes))
+      state = lax.switch(branch, [lambda state: state, *branches], state)
     return state
 
   def _reach(self, context: Context) -> tuple[jax.Array, jax.Array]:
-    """(from behind, from ahead): how far this batch's documents reach."""
+    """Numbers of shards, (back, forward), that the batch's documents reach."""
     assert self.axis is not None
-    size, me = self._place()
+    size, shard = self._place()
     names = tuple(sorted(collectives.manual_axes() | {*self.axes}))
-    keys = collectives.gather(_pieces(context.k), self.axis, 1)
-    some = _some(context.mask, _pieces(context.q), keys)
-    source = jnp.any(some.reshape(size, -1), 1)
-    # Entry d: are keys of the shard d places behind wanted here.
-    wanted = source[(me - jnp.arange(size, dtype=jnp.int32)) % size]
-    wanted = collectives.vary(wanted.astype(jnp.int32), names)
+    keys = collectives.gather(_piece_extents(context.k), self.axis, 1)
+    key_pieces = _visible_pieces(context.mask, _piece_extents(context.q), keys)
+    source = jnp.any(key_pieces.reshape(size, -1), 1)
+    # Entry d: whether keys of the shard d places before are needed here.
+    distances_needed = source[
+      (shard - jnp.arange(size, dtype=jnp.int32)) % size
+    ]
+    distances_needed = collectives.vary(
+      distances_needed.astype(jnp.int32), names
+    )
     # All devices of the mesh run the same loops, or they wait for each other.
-    wanted = collectives.largest(wanted, names)
+    distances_needed = collectives.largest(distances_needed, names)
     distance = np.arange(size, dtype=np.int32)
-    # As `cut_hops`: row n has what is left for behind if n come from ahead.
-    left = (size - distance[None]) > distance[:, None]
-    behind = jnp.max(jnp.where(left, wanted * distance, 0), 1)
-    ahead = jnp.argmin(behind + distance).astype(jnp.int32)
-    return behind[ahead], ahead
+    # As `cut_hops`: row n has what is left to go back if n hops go forward.
+    missing = (size - distance[None]) > distance[:, None]
+    hops_back = jnp.max(jnp.where(missing, distances_needed * distance, 0), 1)
+    hops_forward = jnp.argmin(hops_back + distance).astype(jnp.int32)
+    return hops_back[hops_forward], hops_forward
 
 
-def _pieces(at: Coords) -> Extent:
-  """The extents of the pieces [B, n] of a shard's tokens."""
+def _piece_extents(at: Coords) -> Extent:
+  """Extents of the pieces [B, n] of a shard's tokens."""
   pieces = min(_PIECES, at.pos.shape[1])
-  short = -at.pos.shape[1] % pieces
-  cut = lambda x: jnp.pad(x, ((0, 0), (0, short))).reshape(
+  padding = -at.pos.shape[1] % pieces
+  split = lambda x: jnp.pad(x, ((0, 0), (0, padding))).reshape(
     x.shape[0], pieces, -1
   )
-  return extent(Coords(cut(at.pos), cut(at.seg)))
+  return extent(Coords(split(at.pos), split(at.seg)))
 
 
-def _some(mask: Mask, q: Extent, k: Extent) -> jax.Array:
-  """bool [pieces of k]: does a query of any example see a key of it."""
+def _visible_pieces(mask: Mask, q: Extent, k: Extent) -> jax.Array:
+  """Mark the pieces of k in which a query of any example sees a key."""
   rows = jax.tree.map(lambda x: x[:, :, None], q)
   columns = jax.tree.map(lambda x: x[:, None, :], k)
-  some = mask.bound(rows, columns)[0] & rows.some & columns.some
-  return jnp.any(some, (0, 1))
+  any_allowed = mask.bound(rows, columns)[0] & rows.some & columns.some
+  return jnp.any(any_allowed, (0, 1))

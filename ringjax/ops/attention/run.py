@@ -1,9 +1,9 @@
-"""Runs a call of attention: on a mesh, per shard, or on one device.
+"""Execution of an attention call: on a mesh, per shard, or on one device.
 
-Guarantees: what `api` promises, of operands that `AttentionArgs` has checked.
-On a mesh there is one shard_map, over the sequence's axis, the mesh's explicit
-axes and what the caller says of batch and heads; other axes are left to the
-compiler. The strategy is chosen and fitted here, before anything is sent.
+Guarantees: those of `api`, for operands that `AttentionArgs` has checked. On a
+mesh there is one shard_map, over the sequence's axis, the mesh's explicit axes
+and the axes that the caller names for batch and heads; other axes are left to
+the compiler. The strategy is chosen and adapted here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def run(
   strategy: Strategy | Auto,
   return_residual: bool,
 ) -> Any:
-  """The output in the caller's shape, with the residual where asked for."""
+  """Return the output in the caller's shape, with the residual if asked."""
   return_residual = boolean("return_residual", return_residual)
   if isinstance(strategy, Auto):
-    strategy = _chosen(strategy, x, place)
+    strategy = _choose_strategy(strategy, x, place)
   _check_axes(strategy, place)
   strategy = nesting.on_device(strategy, *device_of(place, x.operands))
   if x.q.shape[0] == 0:
@@ -58,36 +58,38 @@ def run(
       if place.mesh is not None:
         out, lse = _on_mesh(x, place, strategy)
       else:
-        # Without a jit of our own a call outside of one would compile its loops
-        # again each time, and in a shard_map outside of one each operation of
-        # each device would be a program.
+        # Compiled here: without this, a call outside of a jit would compile its
+        # loops again each time, and in a shard_map outside of one each
+        # operation of each device would be a program.
         out, lse = _jitted_local(x, place, strategy, None)
   if not x.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out
 
 
-def _chosen(auto: Auto, x: AttentionArgs, place: CallSharding) -> Strategy:
-  """What the model of costs says of this call; see `select`."""
+def _choose_strategy(
+  auto: Auto, x: AttentionArgs, place: CallSharding
+) -> Strategy:
+  """Choose the strategy of this call by the cost model; see `select`."""
   if place.size == 1:
     return nesting.named("ring")
   (b, t, n, h), (_, s, k, j) = x.q.shape, x.v.shape
-  spread = place.size if place.manual else 1
-  t, s = t * spread, s * spread
-  # Values that are traced bound nothing.
+  num_shards = place.size if place.manual else 1
+  t, s = t * num_shards, s * num_shards
+  # A mask with traced arrays bounds nothing.
   mask = Everything() if jax.tree.leaves(x.mask) else x.mask
   derived = x.q_pos is None and x.k_pos is None and t == s
   outside = {*place.names} - collectives.manual_axes()
-  # Inside of a vmap there are no groups.
+  # Inside a vmap there are no groups.
   in_vmap = place.manual and bool(outside)
 
   def serves(name: str) -> bool:
-    known = registry.STRATEGIES[name]
-    if known.same_tokens and (not derived or mask is not x.mask):
+    entry = registry.STRATEGIES[name]
+    if entry.same_tokens and (not derived or mask is not x.mask):
       return False
-    if in_vmap and (known.grouped or known.some_pairs):
+    if in_vmap and (entry.grouped or entry.some_pairs):
       return False
-    return not (known.grouped and len(place.names) > 2)
+    return not (entry.grouped and len(place.names) > 2)
 
   names = tuple(filter(serves, auto.among or registry.STRATEGIES))
   axes = tuple((name, _size(name, place)) for name in place.names)
@@ -107,7 +109,7 @@ def _chosen(auto: Auto, x: AttentionArgs, place: CallSharding) -> Strategy:
     mask=mask,
     layout=x.layout,
     axes=axes,
-    # Of unequal lengths the queries are taken to be the last tokens.
+    # With unequal lengths the queries are assumed to be the last tokens.
     offset=max(s - t, 0),
   )
   local, _ = expected(call, device_of(place, x.operands)[0])
@@ -126,21 +128,21 @@ def _size(name: str, place: CallSharding) -> int:
 
 
 def _check_axes(strategy: Strategy, place: CallSharding) -> None:
-  """A strategy that names its axes names those that the call goes over."""
+  """Check that the axes a strategy names are among those of the call."""
   foreign = [name for name in strategy.axes if name not in place.names]
   if foreign:
-    over = ", ".join(map(repr, place.names)) or "no axis: one device"
+    call_axes = ", ".join(map(repr, place.names)) or "no axis: one device"
     raise OptionError(
       "strategy",
       f"axis {foreign[0]!r} in {strategy!r}",
-      f"the axes that this call goes over ({over})",
+      f"the axes that this call goes over ({call_axes})",
       "leave the axis out of the strategy: axis= of the call fills it in",
     )
 
 
 @contextlib.contextmanager
 def _forward_mode_refused() -> Iterator[None]:
-  """Says what to use where JAX finds a custom_vjp under `jax.jvp`."""
+  """Replace JAX's error for a custom_vjp under `jax.jvp` by a remedy."""
   try:
     yield
   except TypeError as error:
@@ -160,17 +162,17 @@ def _per_shard(
   strategy: Strategy,
   lengths: tuple[int, int] | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Per shard: `lengths` are the true ones of the sequence, None if whole."""
+  """Attend per shard; `lengths`: true sequence lengths, None if whole."""
   layout, size = x.layout, place.size
   shards = [x.q.shape[1], x.k.shape[1]]
   if lengths is None:
     for name, local in zip(("query", "key"), shards, strict=True):
-      wrong = layout.check_local_length(local) if size > 1 else None
-      if wrong:
+      expected_length = layout.check_local_length(local) if size > 1 else None
+      if expected_length:
         raise ShapeError(
           name,
           f"{local} tokens a shard",
-          f"{wrong} in the layout {layout}",
+          f"{expected_length} in the layout {layout}",
           "pad the sequence, or call outside of shard_map",
         )
     lengths = (shards[0] * size, shards[1] * size)
@@ -191,18 +193,18 @@ def _per_shard(
     x.seed,
   )
   needed = None
-  behind, ahead = x.mask.reach
+  keys_before, keys_after = x.mask.reach
   derived = x.q_pos is None and x.k_pos is None
   if size > 1:
-    same = derived and shards[0] == shards[1]
-    strategy = nesting.fitted(strategy, x.mask, layout, same)
-  if derived and behind is not None and ahead is not None:
+    same_tokens = derived and shards[0] == shards[1]
+    strategy = nesting.fitted(strategy, x.mask, layout, same_tokens)
+  if derived and keys_before is not None and keys_after is not None:
     q_length, k_length = shards[0] * size, shards[1] * size
-    needed = layout.reachable(size, q_length, k_length, behind, ahead)
+    needed = layout.reachable(size, q_length, k_length, keys_before, keys_after)
   if place.axis is not None:
     strategy = nesting.bind(strategy, place.axis, needed, x.k.shape[2])
   elif nesting.is_strategy(strategy.local):
-    # One device: what travels between levels is at hand.
+    # One device: the keys of all levels are here.
     strategy = Gather(nesting.innermost(strategy))
   else:
     strategy = strategy.on(None, None)
@@ -212,7 +214,7 @@ def _per_shard(
 def attend_shard(
   x: AttentionArgs, context: Context, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
-  """Per shard: (output, log-sum-exp) in the caller's order of axes."""
+  """Attend per shard: (output, log-sum-exp) in the caller's order of axes."""
   b, t, n, h = x.q.shape
   kv_heads = x.k.shape[2]
   group = n // kv_heads
@@ -249,7 +251,7 @@ def _coords(
 
 
 def _grouped(pair: jax.Array | None, kv_heads: int) -> jax.Array | None:
-  """[B|1, N|1, T|1, S|1] -> [B|1, K|1, G|1, T|1, S|1]."""
+  """Reshape [B|1, N|1, T|1, S|1] to [B|1, K|1, G|1, T|1, S|1]."""
   if pair is None:
     return None
   heads = (1, 1) if pair.shape[1] == 1 else (kv_heads, -1)
@@ -261,9 +263,9 @@ def _on_mesh(
 ) -> tuple[jax.Array, jax.Array]:
   _check_explicit(x, place)
   if isinstance(place.mesh, Mesh):
-    # Arrays that a caller made without a mesh have to reach its devices.
-    put = lambda a, spec: _to_mesh(a, place.mesh, spec)
-    x = jax.tree.map(put, x, x.specs(place))
+    # Move arrays that a caller made without a mesh to its devices.
+    to_mesh = lambda a, spec: _to_mesh(a, place.mesh, spec)
+    x = jax.tree.map(to_mesh, x, x.specs(place))
   return _jitted_on_mesh(x, place, strategy)
 
 
@@ -286,9 +288,11 @@ def _names(axes: MeshAxes) -> tuple[str, ...]:
 def _reshard(
   a: jax.Array, mesh: Mesh | AbstractMesh, spec: P, explicit: set[str]
 ) -> jax.Array:
-  """`a` over the axes of `spec` that types know; the others are XLA's."""
-  held = (tuple(n for n in _names(axes) if n in explicit) for axes in spec)
-  spec = P(*(axes or None for axes in held))
+  """Reshard `a` over the explicit axes of `spec`; XLA decides the others."""
+  explicit_axes = (
+    tuple(n for n in _names(axes) if n in explicit) for axes in spec
+  )
+  spec = P(*(axes or None for axes in explicit_axes))
   sharding = jax.typeof(a).sharding
   if not sharding.mesh.empty and sharding.spec == spec:
     return a
@@ -314,10 +318,10 @@ def _jitted_on_mesh(
 ) -> tuple[jax.Array, jax.Array]:
   assert place.mesh is not None
   mesh, lengths = place.mesh, (x.q.shape[1], x.k.shape[1])
-  fit = [
+  slots = [
     slots_of(x.layout, n, place.size) if place.axis else None for n in lengths
   ]
-  x = x.padded(*fit)
+  x = x.padded(*slots)
   specs = x.specs(place)
   explicit = {
     a
@@ -326,7 +330,7 @@ def _jitted_on_mesh(
   }
   if explicit:
     x = jax.tree.map(lambda a, s: _reshard(a, mesh, s, explicit), x, specs)
-  # An axis of one device shards nothing, and a kernel wants all to be manual.
+  # An axis of one device shards nothing, and kernels need all axes manual.
   single = {name for name, size in mesh.shape.items() if size == 1}
   names = explicit | single | {*place.names, *place.batch, *place.heads}
   if place.whole:
@@ -337,13 +341,15 @@ def _jitted_on_mesh(
     in_specs=(specs,),
     out_specs=(specs.q, specs.q),
     axis_names=names,
-    # The interpreters of Pallas do not know what varies.
+    # The interpreters of Pallas do not track varying axes.
     check_vma=not getattr(nesting.innermost(strategy), "interpret", False),
   )(x)
-  if fit[0] is not None:
+  if slots[0] is not None:
     if explicit:
-      # The types of explicit axes have no uneven shards.
-      whole = P(specs.q[0], None, specs.q[2])
-      out, lse = (_reshard(a, place.mesh, whole, explicit) for a in (out, lse))
-    out, lse = (out_of_slots(a, fit[0]) for a in (out, lse))
+      # Types with explicit axes cannot have uneven shards.
+      full_length = P(specs.q[0], None, specs.q[2])
+      out, lse = (
+        _reshard(a, place.mesh, full_length, explicit) for a in (out, lse)
+      )
+    out, lse = (out_of_slots(a, slots[0]) for a in (out, lse))
   return out, lse

@@ -1,12 +1,11 @@
-"""Counts which tile is computed on which device in which hop of the ring.
+"""Counts of the tiles that each device computes in each hop of the ring.
 
 Guarantees: equals what the loops of `Ring(Blockwise(q_block, k_block))` run,
 because `tile_kinds` decides here as there, on the same coordinates. Nothing is
 modelled: a layout's balance is counted, not estimated.
 
-Hop h brings shard i the keys of shard (i - h) mod R, its own first. The
-ring leaves out the hops that a mask's reach does not need; here they are
-rows of zeros.
+Hop h brings shard i the keys of shard (i - h) mod R, its own first. Hops that a
+mask's reach does not need are skipped by the ring; here they are rows of zeros.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ def tile_schedule(
   q_block: int | None = None,
   k_block: int | None = None,
 ) -> np.ndarray:
-  """The kind of every tile: int8 [hops, shards, T/q_block, S/k_block].
+  """Classify every tile: int8 [hops, shards, T/q_block, S/k_block].
 
   0: no pair is allowed, the tile is skipped; 1: some are, a masked tile; 2: all
   are, a full tile, computed without the mask. T and S are local lengths.
 
   Args:
-    layout: the order of the tokens on the shards.
-    mask: a mask over coordinates, e.g. `Causal()`.
-    shards: devices of the ring, R.
-    length: tokens of the whole sequence.
-    q_block: queries of a tile; as in `Blockwise`, None chooses by the local
+    layout: Order of the tokens on the shards.
+    mask: Mask over coordinates, e.g. `Causal()`.
+    shards: Number of devices of the ring, R.
+    length: Tokens of the whole sequence.
+    q_block: Queries of a tile; as in `Blockwise`, None chooses by the local
       length, and a block that does not divide it is evened out.
-    k_block: keys of a tile.
+    k_block: Keys of a tile.
   """
   positive_int("shards", shards)
   positive_int("length", length)
@@ -67,18 +66,18 @@ def tile_counts(
   q_block: int | None = None,
   k_block: int | None = None,
 ) -> np.ndarray:
-  """How many tiles each shard computes in each hop: int64 [hops, shards]."""
+  """Count the tiles of each shard in each hop: int64 [hops, shards]."""
   kinds = tile_schedule(layout, mask, shards, length, q_block, k_block)
   return np.count_nonzero(kinds, axis=(2, 3))
 
 
 def busy(counts: np.ndarray) -> float:
-  """The part of the devices' time spent on tiles.
+  """Share of the devices' time that is spent on tiles.
 
   A hop lasts as long as its slowest device takes.
 
   Args:
-    counts: [hops, shards], from `tile_counts`.
+    counts: Tile counts [hops, shards], from `tile_counts`.
   """
   return float(counts.sum() / (counts.shape[1] * counts.max(axis=1).sum()))
 
@@ -93,10 +92,10 @@ def _padded(pos: np.ndarray, seg: np.ndarray, block: int) -> Coords:
 def _all_kinds(
   mask: Mask, q: Coords, k: Coords, blocks: tuple[int, int]
 ) -> Any:
-  """[q shard, k shard, T/q_block, S/k_block]."""
+  """Kinds of tiles, [q shard, k shard, T/q_block, S/k_block]."""
 
   def kinds(q: Coords, k: Coords) -> jax.Array:
-    one = lambda at: Coords(at.pos[None], at.seg[None])
-    return tile_kinds(mask, one(q), one(k), *blocks)
+    with_batch = lambda at: Coords(at.pos[None], at.seg[None])
+    return tile_kinds(mask, with_batch(q), with_batch(k), *blocks)
 
   return jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(q, k)

@@ -1,13 +1,13 @@
-"""From a dot product to a score, one tile at a time, and back.
+"""Score function: from dot products to scores, one tile at a time, and back.
 
 Guarantees: for a tile of queries and keys the score is
 
   s = cap * tanh(scale * q.k / cap) - slope * |p_q - p_k| + bias
 
-(without a soft cap: scale * q.k), and `Context` says which pairs count.
-Nothing is held that is T x S but what the caller brought (bias, a boolean
-mask). Dropout is a pure function of (seed, head, position of q, position of
-k), so it does not know about tiles, layouts, devices or strategies.
+(without a soft cap: scale * q.k), and `Context` decides which pairs count.
+No array is T x S except those of the caller (bias, a boolean mask). Dropout is
+a pure function of (seed, head, position of q, position of k), independent of
+tiles, layouts, devices and strategies.
 
 Tiles come in two orientations. Forward: [B, K, G, q, k], so that a softmax
 row is contiguous. Backward: [B, K, k, G, q], so that no matrix product needs
@@ -33,7 +33,7 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-  """The static part of the score function."""
+  """Static part of the score function."""
 
   scale: float
   soft_cap: float | None = None
@@ -41,13 +41,13 @@ class Scores:
 
 
 class Terms(NamedTuple):
-  """The differentiable extras of the scores; None where absent.
+  """Differentiable arrays of the score function; None where absent.
 
   Fields:
-    bias: [B or 1, K or 1, G or 1, T or 1, S or 1]; S counts all keys of the
-      sequence, in layout order, T the local queries.
-    slopes: [K, G], ALiBi slopes; [B, K, G] if they differ.
-    sinks: [K, G], scores of one more key per head, whose value is zero.
+    bias: Score bias, [B or 1, K or 1, G or 1, T or 1, S or 1]; S counts all
+      keys of the sequence, in layout order, T the local queries.
+    slopes: ALiBi slopes, [K, G]; [B, K, G] if they differ.
+    sinks: Scores of one more key per head, whose value is zero, [K, G].
   """
 
   bias: jax.Array | None = None
@@ -56,15 +56,15 @@ class Terms(NamedTuple):
 
 
 class Context(NamedTuple):
-  """What decides which pairs count; no gradient flows here.
+  """Coordinates and masks that decide which pairs count; not differentiable.
 
   Fields:
-    q: coordinates of the local queries.
-    k: coordinates of the local keys.
-    mask: predicate over coordinates.
-    allow: bool, shaped like `Terms.bias`, or None.
-    heads: int32 [K, G], numbers of the query heads (for dropout), or None.
-    seed: uint32 [B or 1], dropout seed, or None.
+    q: Coordinates of the local queries.
+    k: Coordinates of the local keys.
+    mask: Mask over coordinates.
+    allow: Boolean mask, shaped like `Terms.bias`, or None.
+    heads: Indices of the query heads (for dropout), int32 [K, G], or None.
+    seed: Dropout seed, uint32 [B or 1], or None.
   """
 
   q: Coords
@@ -76,14 +76,14 @@ class Context(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-  """What the scores of a call depend on beside queries and keys.
+  """Score function of a call: everything but queries and keys.
 
   Fields:
-    scores: the static part of the score function.
-    terms: its differentiable extras.
-    context: what decides which pairs count.
-    column: where the call's keys begin in the order of the whole sequence, of
-      which bias and boolean masks have all columns.
+    scores: Static part of the score function.
+    terms: Differentiable arrays of it.
+    context: Coordinates and masks that decide which pairs count.
+    column: Index of the call's first key in the whole sequence, of which bias
+      and boolean masks have all columns.
   """
 
   scores: Scores
@@ -98,7 +98,7 @@ class ScoreArgs(NamedTuple):
     return self.scores.scale > 0 and all(x is None for x in extras)
 
   def of_keys(self, k: Coords, column: Index) -> ScoreArgs:
-    """The same for other keys, with these coordinates."""
+    """Replace the keys by others with these coordinates."""
     return self._replace(context=self.context._replace(k=k), column=column)
 
 
@@ -109,36 +109,36 @@ class Orientation:
   keys_first: bool
 
   def query(self, x: Shaped[Array, "B q"]) -> jax.Array:
-    """[B, q] -> broadcastable to the tile."""
+    """Expand [B, q] to broadcast with the tile."""
     return (
       x[:, None, None, None] if self.keys_first else x[:, None, None, :, None]
     )
 
   def key(self, x: Shaped[Array, "B k"]) -> jax.Array:
-    """[B, k] -> broadcastable to the tile."""
+    """Expand [B, k] to broadcast with the tile."""
     return (
       x[:, None, :, None, None] if self.keys_first else x[:, None, None, None]
     )
 
   def head_key(self, x: Shaped[Array, "B K k"]) -> jax.Array:
-    """[B, K, k] -> broadcastable to the tile."""
+    """Expand [B, K, k] to broadcast with the tile."""
     return x[:, :, :, None, None] if self.keys_first else x[:, :, None, None]
 
   def head(self, x: Shaped[Array, "*B K G"]) -> jax.Array:
-    """[K, G] or [B, K, G] -> broadcastable to the tile."""
+    """Expand [K, G] or [B, K, G] to broadcast with the tile."""
     x = x[None] if x.ndim == 2 else x
     return x[:, :, None, :, None] if self.keys_first else x[..., None, None]
 
   def row(self, x: Shaped[Array, "B K G q"]) -> jax.Array:
-    """[B, K, G, q] -> broadcastable to the tile."""
+    """Expand [B, K, G, q] to broadcast with the tile."""
     return x[:, :, None] if self.keys_first else x[..., None]
 
   def pair(self, x: Shaped[Array, "B K G q k"]) -> jax.Array:
-    """[B, K, G, q, k] -> the tile's order of axes."""
+    """Transpose [B, K, G, q, k] to the tile's order of axes."""
     return jnp.transpose(x, (0, 1, 4, 2, 3)) if self.keys_first else x
 
   def unpair(self, x: Shaped[Array, " ..."]) -> jax.Array:
-    """The tile's order of axes -> [B, K, G, q, k]."""
+    """Transpose the tile's order of axes to [B, K, G, q, k]."""
     return jnp.transpose(x, (0, 1, 3, 4, 2)) if self.keys_first else x
 
 
@@ -147,15 +147,15 @@ FORWARD, BACKWARD = Orientation(keys_first=False), Orientation(keys_first=True)
 
 @dataclasses.dataclass(frozen=True)
 class ScoreTile:
-  """One tile of the score matrix: which rows and columns, scored how.
+  """One tile of the score matrix: its rows and columns, and its scores.
 
   Attributes:
-    args: of the call.
-    way: the order of the tile's axes.
-    q_start: its first query, counted among the local ones.
-    k_start: its first key, counted among the call's.
-    q_at: coordinates [B or 1, q] of its queries.
-    k_at: coordinates [B or 1, k] of its keys.
+    args: Score function of the call.
+    way: Order of the tile's axes.
+    q_start: Index of its first query among the local ones.
+    k_start: Index of its first key among the call's.
+    q_at: Coordinates of its queries, [B or 1, q].
+    k_at: Coordinates of its keys, [B or 1, k].
   """
 
   args: ScoreArgs
@@ -174,11 +174,11 @@ class ScoreTile:
     return self.k_at.pos.shape[1]
 
   def cut_q(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
-    """The part of this tile's queries, which are dimension `axis`."""
+    """Slice this tile's queries, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.q_start, self.q_block, axis)
 
   def cut_k(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
-    """The part of this tile's keys, which are dimension `axis`."""
+    """Slice this tile's keys, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.k_start, self.k_block, axis)
 
   def corner(self, pair: Shaped[Array, "B K G T S"]) -> tuple[jax.Array, ...]:
@@ -190,10 +190,10 @@ class ScoreTile:
     )
 
   def cut_pair(self, pair: Shaped[Array, "B K G T S"]) -> jax.Array:
-    """The part of this tile of such an array."""
-    *whole, rows, columns = pair.shape
+    """Slice this tile from such an array."""
+    *leading, rows, columns = pair.shape
     sizes = (
-      *whole,
+      *leading,
       1 if rows == 1 else self.q_block,
       1 if columns == 1 else self.k_block,
     )
@@ -202,7 +202,7 @@ class ScoreTile:
   def scores_of(
     self, dot: Float[Array, " ..."]
   ) -> tuple[jax.Array, jax.Array | None]:
-    """(scores, tanh of the soft cap or None) from the raw dot products."""
+    """Compute (scores, tanh of the soft cap or None) from dot products."""
     scores, terms = self.args.scores, self.args.terms
     s, tanh = dot * _const(scores.scale, dot), None
     if scores.soft_cap is not None:
@@ -216,22 +216,22 @@ class ScoreTile:
     return s, tanh
 
   def distance(self, dtype: DTypeLike) -> jax.Array:
-    """|position of q - position of k|, broadcastable to the tile."""
+    """Distance of the positions of q and k, broadcastable to the tile."""
     way = self.way
     return distance(way.query(self.q_at.pos), way.key(self.k_at.pos), dtype)
 
   def allowed(self) -> jax.Array:
-    """Which pairs of the tile count; broadcastable to the tile."""
+    """Mark the pairs of the tile that count; broadcastable to the tile."""
     context, way = self.args.context, self.way
-    place = lambda f, at: Coords(f(at.pos), f(at.seg))
-    q, k = place(way.query, self.q_at), place(way.key, self.k_at)
-    yes = visible(context.mask, q, k)
+    expand = lambda f, at: Coords(f(at.pos), f(at.seg))
+    q, k = expand(way.query, self.q_at), expand(way.key, self.k_at)
+    allowed_pairs = visible(context.mask, q, k)
     if context.allow is not None:
-      yes = yes & way.pair(self.cut_pair(context.allow))
-    return yes
+      allowed_pairs = allowed_pairs & way.pair(self.cut_pair(context.allow))
+    return allowed_pairs
 
   def dropout_weight(self, dtype: DTypeLike) -> jax.Array:
-    """0 or 1 / (1 - rate) for each pair of the tile."""
+    """Dropout weight of each pair of the tile: 0 or 1 / (1 - rate)."""
     context, way = self.args.context, self.way
     assert context.seed is not None and context.heads is not None
     return kept(
@@ -252,8 +252,8 @@ def kept(
   column: UInt[Array, " ..."],
   dtype: DTypeLike,
 ) -> jax.Array:
-  """0 or 1 / (1 - rate), from uint32 that broadcast to the tile."""
-  # Odd constants, so that seed, head and position 0 are nothing special.
+  """Draw 0 or 1 / (1 - rate), from uint32 that broadcast to the tile."""
+  # Odd constants, so that seed, head and position 0 are not special.
   seed = _mix(seed + jnp.uint32(0x9E3779B9))
   head = _mix(head + seed)
   row = _mix(row + head)

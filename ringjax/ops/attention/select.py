@@ -1,11 +1,11 @@
-"""Which strategy an attention call takes, by predicted time, and why.
+"""Choice of an attention call's strategy by predicted time.
 
 Guarantees: the choice depends on shapes, mask, layout, mesh and `device_kind`
-alone, so every process of a run makes the same. It never changes the result,
-hence nothing that loses digits is chosen unless it is asked for; and nothing
-that does not fit the memory.
+alone, so all processes of a run make the same. It never changes the result:
+lossy wire formats are chosen only if asked for. Strategies that do not fit the
+memory are never chosen.
 
-`explain` prints what `Auto` goes by:
+`explain` prints the predictions by which `Auto` chooses:
 
   rj.explain((1, 2**20, 32, 128), (1, 2**20, 8, 128), shards=64,
              is_causal=True, machine="tpu-v5p")
@@ -43,7 +43,7 @@ from ringjax.parallel.collectives import names as names_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.place import SEQ, sharding_of
 
-# An array of a call, or what is known of one: its type, or its shape.
+# An operand of a call: an array, or just its type or shape.
 Operand = (
   Shaped[Array | np.ndarray | jax.ShapeDtypeStruct, " ..."] | tuple[int, ...]
 )
@@ -54,18 +54,19 @@ _SHOWN = 12
 def candidates(
   call: CallShape, among: Sequence[str] | None = None
 ) -> list[tuple[str, Layout, dict[str, Any]]]:
-  """All (strategy, layout, options) that are considered for a call.
+  """List all (strategy, layout, options) that are considered for a call.
 
   Args:
-    call: what is to be computed. Without a layout all of `LAYOUTS` are tried.
-    among: names of strategies; default all.
+    call: Shapes, mask and mesh axes of the call. Without a layout all of
+      `LAYOUTS` are tried.
+    among: Names of strategies; default all.
 
   Returns:
-    Also those that `registry.predict`, which takes them, then refuses. The
-    options are `inner`, devices of a group, and `wire`.
+    Candidates, also those that `registry.predict` then refuses. The options
+    are `inner`, the devices of a group, and `wire`.
 
   Raises:
-    OptionError: a name that no strategy has.
+    OptionError: If no strategy has a name of `among`.
   """
   for name in among or ():
     one_of("among", name, registry.STRATEGIES)
@@ -75,30 +76,31 @@ def candidates(
     inners = [call.axes[1][1]] if 1 < call.axes[1][1] < size else []
   else:
     inners = [n for n in range(2, size // 2 + 1) if size % n == 0]
-  found = []
-  # On one device there is nothing to move, and the ring moves nothing.
+  combinations = []
+  # On one device nothing has to move, and the ring moves nothing there.
   for name in registry.STRATEGIES if size > 1 else ("ring",):
     if among is not None and name not in among:
       continue
     coded = call.wire is not None and name in registry.WIRED and size > 1
-    found += [
+    combinations += [
       (name, layout, {"inner": inner, "wire": wire})
       for inner in (inners if name in registry.GROUPED else [None])
       for wire in ((None, call.wire) if coded else (None,))
       for layout in layouts
     ]
-  return found
+  return combinations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-  """The predictions for a call on a machine, the fastest first.
+  """Predictions for a call on a machine, fastest first.
 
   Attributes:
-    call: what is to be computed.
-    machine: on what.
-    predictions: of all candidates that serve the call, sorted by seconds.
-    refusals: of all others.
+    call: Shapes, mask and mesh axes of the call.
+    machine: Machine that runs it.
+    predictions: Predictions of the candidates that serve the call, sorted by
+      seconds.
+    refusals: Refusals of the other candidates.
   """
 
   call: CallShape
@@ -111,7 +113,7 @@ class Explanation:
     """The fastest prediction.
 
     Raises:
-      OptionError: no candidate serves the call.
+      OptionError: If no candidate serves the call.
     """
     if not self.predictions:
       raise OptionError(
@@ -126,37 +128,37 @@ class Explanation:
 
   @property
   def ways(self) -> dict[str, Prediction]:
-    """The fastest of each strategy with its options, by name, sorted."""
-    found: dict[str, Prediction] = {}
-    for one in self.predictions:
-      found.setdefault(_name(one), one)
-    return found
+    """Fastest prediction of each strategy with its options, by name, sorted."""
+    fastest: dict[str, Prediction] = {}
+    for prediction in self.predictions:
+      fastest.setdefault(_name(prediction), prediction)
+    return fastest
 
   @property
   def title(self) -> str:
-    """What is computed, and on what."""
+    """Summary of the call and the machine."""
     call = self.call
     tokens = f"{call.queries:,}"
     if call.keys != call.queries:
       tokens += f" queries over {call.keys:,}"
-    over = " x ".join(f"{size} ({name})" for name, size in call.axes)
+    axes = " x ".join(f"{size} ({name})" for name, size in call.axes)
     return (
       f"{tokens} tokens, batch {call.batch}, {call.heads} heads over "
       f"{call.kv_heads} of {call.head_dim}, {call.dtype}, {call.mask}, on "
-      f"{over} {self.machine.name}, {call.local}"
+      f"{axes} {self.machine.name}, {call.local}"
     )
 
   def of(self, strategy: str, **options: Any) -> Prediction:
-    """The fastest prediction of a strategy with these options.
+    """Return the fastest prediction of a strategy with these options.
 
     Raises:
-      OptionError: there is none.
+      OptionError: If there is no such prediction.
     """
-    for one in self.predictions:
-      if one.strategy == strategy and all(
-        one.options.get(k) == v for k, v in options.items()
+    for prediction in self.predictions:
+      if prediction.strategy == strategy and all(
+        prediction.options.get(k) == v for k, v in options.items()
       ):
-        return one
+        return prediction
     declined = [r.reason for r in self.refusals if r.strategy == strategy]
     raise OptionError(
       "strategy",
@@ -166,41 +168,41 @@ class Explanation:
     )
 
   def record(self) -> dict[str, Any]:
-    """Plain values for JSON."""
+    """Return plain values for JSON."""
     call = vars(self.call) | {"axes": dict(self.call.axes)}
     call |= {"mask": repr(self.call.mask), "layout": repr(self.call.layout)}
     return {
       "call": call,
       "machine": self.machine.name,
-      "predictions": [one.record() for one in self.predictions],
-      "refusals": [one.record() for one in self.refusals],
+      "predictions": [prediction.record() for prediction in self.predictions],
+      "refusals": [refusal.record() for refusal in self.refusals],
     }
 
   def print(self) -> None:
-    """Prints the table."""
+    """Print the table."""
     print(self)
 
   def __str__(self) -> str:
     lines = [self.title, ""]
-    seen = self.ways
+    fastest = self.ways
     lines.append(
       f"{'':3}{'strategy':<24}{'layout':<12}{'forward':>10}{'backward':>11}"
       f"{'both':>11}{'memory':>10}{'busy':>6}  sent"
     )
-    shown = list(seen.values())[:_SHOWN]
-    for n, one in enumerate(shown):
+    shown = list(fastest.values())[:_SHOWN]
+    for n, prediction in enumerate(shown):
       sent = ", ".join(
-        f"{name} {_nbytes(b)}" for name, b in one.bytes_by_link.items()
+        f"{name} {_nbytes(b)}" for name, b in prediction.bytes_by_link.items()
       )
       lines.append(
-        f"{n + 1:>2} {_name(one):<24}{_layout(one.layout):<12}"
-        f"{_ms(one.forward_s):>10}{_ms(one.backward_s):>11}"
-        f"{_ms(one.seconds):>11}{_nbytes(one.memory_bytes):>10}"
-        f"{100 * one.busy:>4.0f} %  {sent or 'nothing'}"
-        + "".join(f"; {note}" for note in one.notes)
+        f"{n + 1:>2} {_name(prediction):<24}{_layout(prediction.layout):<12}"
+        f"{_ms(prediction.forward_s):>10}{_ms(prediction.backward_s):>11}"
+        f"{_ms(prediction.seconds):>11}{_nbytes(prediction.memory_bytes):>10}"
+        f"{100 * prediction.busy:>4.0f} %  {sent or 'nothing'}"
+        + "".join(f"; {note}" for note in prediction.notes)
       )
-    if len(seen) > len(shown):
-      lines.append(f"   and {len(seen) - len(shown)} slower ones")
+    if len(fastest) > len(shown):
+      lines.append(f"   and {len(fastest) - len(shown)} slower ones")
     if self.call.layout is None and self.predictions:
       lines.append("   each in the layout that is best for it")
     if self.refusals:
@@ -213,14 +215,15 @@ class Explanation:
 def rank(
   call: CallShape, machine: Machine, among: Sequence[str] | None = None
 ) -> Explanation:
-  """Predicts the time of every candidate; the fastest comes first.
+  """Predict the time of every candidate; the fastest comes first.
 
   Equals stay in the order of `registry.STRATEGIES`, the plainer one first.
 
   Args:
-    call: what is to be computed.
-    machine: on what; a candidate may fill `memory_share` of its memory.
-    among: names of strategies; default all.
+    call: Shapes, mask and mesh axes of the call.
+    machine: Machine that runs it; a candidate may fill `memory_share` of its
+      memory.
+    among: Names of strategies; default all.
   """
   among = None if among is None else tuple(among)
   try:
@@ -233,21 +236,21 @@ def rank(
 def _rank(
   call: CallShape, machine: Machine, among: tuple[str, ...] | None
 ) -> Explanation:
-  most = _memory(machine)
+  max_bytes = _memory(machine)
   predictions, refusals = [], []
   for strategy, layout, options in candidates(call, among):
-    found = registry.predict(strategy, call, machine, layout, **options)
-    if isinstance(found, Prediction) and found.memory_bytes > most:
-      found = Refusal(
+    result = registry.predict(strategy, call, machine, layout, **options)
+    if isinstance(result, Prediction) and result.memory_bytes > max_bytes:
+      result = Refusal(
         strategy=strategy,
-        options=_own(found.options),
+        options=_identifying_options(result.options),
         reason=(
-          f"needs {_nbytes(found.memory_bytes)} a device; "
+          f"needs {_nbytes(result.memory_bytes)} a device; "
           f"{100 * machine.memory_share:g} % of {machine.chip.name}'s are "
-          f"{_nbytes(most)}"
+          f"{_nbytes(max_bytes)}"
         ),
       )
-    (refusals if isinstance(found, Refusal) else predictions).append(found)
+    (refusals if isinstance(result, Refusal) else predictions).append(result)
   # Digits beyond these differ with the order in which sums are taken.
   predictions.sort(key=lambda p: float(f"{p.seconds:.9e}"))
   return Explanation(
@@ -266,14 +269,14 @@ class Auto:
   """Chooses the strategy of each call by the cost model.
 
   Attributes:
-    machine: what it runs on, a `Machine` or its name; None is the stated one of
-      the mesh's devices, or of JAX's first.
-    backward: whether to count the backward pass too; None is the call's own.
-    among: names of the strategies to choose from; None is all.
-    wire: also consider K and V sent as such codes, which lose digits: of
-      `WIRES`, or an `rj.kv.Codec`.
-    longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, of `chips.LOCALS`; None is the call's own.
+    machine: A `Machine` or its name; None: the machine of the mesh's devices,
+      or of JAX's first.
+    backward: Whether to count the backward pass too; None: as the call says.
+    among: Names of the strategies to choose from; None: all.
+    wire: Lossy format in which to also consider sending K and V: of `WIRES`, or
+      an `rj.kv.Codec`.
+    longest_document: Tokens of the longest document of packed data, if known.
+    local: Local algorithm, of `chips.LOCALS`; None: as the call says.
   """
 
   machine: Machine | str | None = None
@@ -286,29 +289,31 @@ class Auto:
   def explain(
     self, call: CallShape, mesh: Mesh | AbstractMesh | None = None
   ) -> Explanation:
-    """The predictions by which `choose` decides."""
+    """Predict the costs by which `choose` decides."""
     names = ("backward", "wire", "longest_document", "local")
     changes = {name: getattr(self, name) for name in names}
     changes["layout"] = call.layout or Contiguous()
-    given = {name: x for name, x in changes.items() if x is not None}
-    call = dataclasses.replace(call, **given)
+    overrides = {name: x for name, x in changes.items() if x is not None}
+    call = dataclasses.replace(call, **overrides)
     return rank(call, find_machine(self.machine, mesh), self.among)
 
   def choose(
     self, call: CallShape, mesh: Mesh | AbstractMesh | None = None
   ) -> tuple[str, dict[str, Any]]:
-    """The name of the fastest strategy, and what to build it with.
+    """Choose the fastest strategy and the options to build it with.
 
     Args:
-      call: what is to be computed; without a layout it is contiguous.
-      mesh: the mesh it runs on, if there is one.
+      call: Shapes, mask and mesh axes of the call; without a layout it is
+        contiguous.
+      mesh: Mesh that it runs on, if there is one.
 
     Returns:
-      (name, options): q_block and kv_block, and for the strategies that have
-      them inner and wire.
+      name: Name of the strategy.
+      options: q_block and kv_block, and for the strategies that have them inner
+        and wire.
 
     Raises:
-      OptionError: nothing fits the memory.
+      OptionError: If no strategy fits the memory.
     """
     best = self.explain(call, mesh).best
     return best.strategy, dict(best.options)
@@ -317,11 +322,11 @@ class Auto:
 def find_machine(
   machine: Machine | str | None, mesh: Mesh | AbstractMesh | None = None
 ) -> Machine:
-  """The machine of a name, or of a mesh's devices, or of JAX's first.
+  """Find the machine of a name, or of a mesh's devices, or of JAX's first.
 
   Raises:
-    OptionError: no machine has the name.
-    InputTypeError: neither a machine nor a name.
+    OptionError: If no machine has the name.
+    InputTypeError: If it is neither a machine nor a name.
   """
   if isinstance(machine, Machine):
     return machine
@@ -360,40 +365,41 @@ def explain(
   among: Sequence[str] | None = None,
   show: bool = True,
 ) -> Explanation:
-  """Explains which strategy an attention call takes, and why.
+  """Explain which strategy an attention call takes, and why.
 
   Nothing is computed, and no device is needed where `shards` and `machine`
   are given.
 
   Args:
-    query: [B, T, N, H], an array, a `jax.ShapeDtypeStruct` or a shape.
-    key: [B, S, K, H], of the whole sequence like the query.
-    value: [B, S, K, J]; default as the key.
-    mesh: the mesh; default the operands', else the current one.
-    axis: the mesh axis that shards the sequence, or two of them, groups of
+    query: Queries [B, T, N, H], an array, a `jax.ShapeDtypeStruct` or a shape.
+    key: Keys [B, S, K, H], of the whole sequence like the query.
+    value: Values [B, S, K, J]; default as the key.
+    mesh: Device mesh; default the operands', else the current one.
+    axis: Mesh axis that shards the sequence, or two of them, groups of
       devices first; default the operands', else "seq".
-    shards: without a mesh how many devices there are, or a mapping from one
-      axis or two to their sizes.
-    layout: order of the tokens on the shards; None tries all of `LAYOUTS`.
-    is_causal: a query sees keys at and before its position.
-    mask: over coordinates, e.g. `Window(4096)`; with is_causal both hold.
-    dtype: of operands that are given as shapes; default bfloat16.
-    machine: on what: a Machine or its name; default the stated one of the
-      mesh's devices, else of JAX's first.
-    backward: whether gradients are wanted too.
-    offset: position of the first query.
-    wire: "int8", "float8_e4m3fn" or "bfloat16": show also K and V sent so.
-    longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, "blockwise" or "kernel"; default the one that
+    shards: Number of devices where there is no mesh, or a mapping from one axis
+      or two to their sizes.
+    layout: Order of the tokens on the shards; None tries all of `LAYOUTS`.
+    is_causal: Whether a query only sees keys at and before its position.
+    mask: Mask over coordinates, e.g. `Window(4096)`; with is_causal both hold.
+    dtype: Dtype of operands that are given as shapes; default bfloat16.
+    machine: A Machine or its name; default that of the mesh's devices, else of
+      JAX's first.
+    backward: Whether gradients are computed too.
+    offset: Position of the first query.
+    wire: Lossy format in which to also consider sending K and V: "int8",
+      "float8_e4m3fn" or "bfloat16".
+    longest_document: Tokens of the longest document of packed data, if known.
+    local: Local algorithm, "blockwise" or "kernel"; default the one that
       `AutoKernel()` takes there.
-    among: names of the strategies to look at; default all.
-    show: whether to print the table.
+    among: Names of the strategies to consider; default all.
+    show: Whether to print the table.
 
   Returns:
     The predictions, sorted, and the refusals; its `str` is the table.
 
   Raises:
-    RingjaxError: operands, mesh or options that do not fit.
+    RingjaxError: If operands, mesh or options do not fit.
   """
   value = key if value is None else value
   shapes = [_shape(n, x) for n, x in (("query", query), ("key", key),
@@ -406,10 +412,10 @@ def explain(
       "[B, T, N, H], [B, S, K, H] and [B, S, K, J]",
       "pass operands of one batch, one head dim and one number of keys",
     )
-  axes, found, parts = _axes(query, key, mesh, axis, shards)
-  b, n, k = (-(-x // by) for x, by in zip((b, n, k), parts, strict=True))
-  seen = Everything() if mask is None else mask
-  if not isinstance(seen, Mask):
+  axes, call_mesh, parts = _axes(query, key, mesh, axis, shards)
+  b, n, k = (-(-x // size) for x, size in zip((b, n, k), parts, strict=True))
+  call_mask = Everything() if mask is None else mask
+  if not isinstance(call_mask, Mask):
     raise InputTypeError(
       "mask",
       type(mask).__name__,
@@ -417,8 +423,8 @@ def explain(
       "leave an array out: it bounds no tile",
     )
   if is_causal:
-    seen = Causal() if mask is None else Causal() & seen
-  kind = getattr(query, "dtype", None) if dtype is None else dtype
+    call_mask = Causal() if mask is None else Causal() & call_mask
+  operand_dtype = getattr(query, "dtype", None) if dtype is None else dtype
   call = CallShape(
     batch=b,
     queries=t,
@@ -427,8 +433,10 @@ def explain(
     kv_heads=k,
     head_dim=h,
     value_dim=j,
-    dtype="bfloat16" if kind is None else jax.numpy.dtype(kind).name,
-    mask=seen,
+    dtype="bfloat16"
+    if operand_dtype is None
+    else jax.numpy.dtype(operand_dtype).name,
+    mask=call_mask,
     layout=layout,
     axes=axes,
     backward=backward,
@@ -437,14 +445,16 @@ def explain(
     longest_document=longest_document,
     **({} if local is None else {"local": local}),
   )
-  there = find_machine(machine, found)
+  call_machine = find_machine(machine, call_mesh)
   declined: Sequence[tuple[str, str]] = ()
   if local is None:
-    name = there.name if there.name in chips.MACHINES else None
-    found_local, declined = expected(call, there.chip.platform, name)
-    call = dataclasses.replace(call, local=found_local)
-  explanation = rank(call, there, among)
-  refusals = [Refusal(strategy=kernel, reason=why) for kernel, why in declined]
+    name = call_machine.name if call_machine.name in chips.MACHINES else None
+    expected_local, declined = expected(call, call_machine.chip.platform, name)
+    call = dataclasses.replace(call, local=expected_local)
+  explanation = rank(call, call_machine, among)
+  refusals = [
+    Refusal(strategy=kernel, reason=reason) for kernel, reason in declined
+  ]
   explanation = dataclasses.replace(
     explanation, refusals=(*explanation.refusals, *refusals)
   )
@@ -476,7 +486,7 @@ def _axes(
   axis: str | tuple[str, ...] | None,
   shards: int | Mapping[str, int] | None,
 ) -> tuple[tuple[tuple[str, int], ...], Any, tuple[int, int, int]]:
-  """(axes with sizes, the mesh, shards of batch, query heads, kv heads)."""
+  """Return axes with sizes, mesh, and shards of batch, q heads and kv heads."""
   names = names_of(axis)
   if shards is not None:
     if mesh is not None:
@@ -485,48 +495,48 @@ def _axes(
       return tuple(shards.items()), None, (1, 1, 1)
     name = (names or (SEQ,))[0]
     return ((name, positive_int("shards", shards)),), None, (1, 1, 1)
-  (spec, held), (key_spec, _) = _sharding(query), _sharding(key)
+  (spec, operand_mesh), (key_spec, _) = _sharding(query), _sharding(key)
   context = jax.sharding.get_abstract_mesh()
-  found = mesh if mesh is not None else held
-  if found is None and not context.empty:
-    found = context
-  if not isinstance(found, Mesh | AbstractMesh):
+  call_mesh = mesh if mesh is not None else operand_mesh
+  if call_mesh is None and not context.empty:
+    call_mesh = context
+  if not isinstance(call_mesh, Mesh | AbstractMesh):
     raise MeshError(
       "mesh",
-      "none" if found is None else type(found).__name__,
+      "none" if call_mesh is None else type(call_mesh).__name__,
       "a mesh, or shards=",
       "pass over how many devices the sequence is sharded, e.g. shards=8",
     )
   if not names:
-    names = spec[1] or ((SEQ,) if SEQ in found.axis_names else ())
-  missing = [name for name in names if name not in found.axis_names]
+    names = spec[1] or ((SEQ,) if SEQ in call_mesh.axis_names else ())
+  missing = [name for name in names if name not in call_mesh.axis_names]
   if not names or missing:
     raise MeshError(
       "axis",
       repr(missing[0]) if missing else "None",
-      f"one of the mesh axes {found.axis_names}",
+      f"one of the mesh axes {call_mesh.axis_names}",
       "pass axis=, the name of the one that shards the sequence",
     )
-  sizes = tuple((name, found.shape[name]) for name in names)
+  sizes = tuple((name, call_mesh.shape[name]) for name in names)
   parts = [
-    math.prod(found.shape[a] for a in entry)
+    math.prod(call_mesh.shape[a] for a in entry)
     for entry in (spec[0], spec[2], key_spec[2])
   ]
-  return sizes, found, (parts[0], parts[1], parts[2])
+  return sizes, call_mesh, (parts[0], parts[1], parts[2])
 
 
 def _sharding(x: Any) -> tuple[list[tuple[str, ...]], Any]:
-  """(mesh axes of each of four dimensions, the mesh) of an operand."""
-  none: list[tuple[str, ...]] = [()] * 4
+  """Return the mesh axes of an operand's four dimensions, and its mesh."""
+  no_axes: list[tuple[str, ...]] = [()] * 4
   mesh, spec = sharding_of(x) if hasattr(x, "sharding") else (None, None)
   if spec is None:
-    return none, mesh
-  leading = none[: 4 - len(x.shape)] if mesh is not None else []
-  return [*leading, *spec, *none][:4], mesh
+    return no_axes, mesh
+  leading = no_axes[: 4 - len(x.shape)] if mesh is not None else []
+  return [*leading, *spec, *no_axes][:4], mesh
 
 
 # ---------------------------------------------------------------------------
-# The table's text
+# Text of the table
 # ---------------------------------------------------------------------------
 
 
@@ -534,15 +544,19 @@ def _memory(machine: Machine) -> float:
   return machine.memory_share * machine.chip.hbm_bytes
 
 
-def _own(options: Mapping[str, Any]) -> dict[str, Any]:
-  """The options that tell a candidate from others of its strategy."""
+def _identifying_options(options: Mapping[str, Any]) -> dict[str, Any]:
+  """Options that distinguish a candidate from others of its strategy."""
   return {k: options[k] for k in ("inner", "wire") if k in options}
 
 
-def _name(one: Prediction | Refusal) -> str:
-  own = _own(one.options)
-  groups = f" of {own['inner']}" if "inner" in own else ""
-  return one.strategy + groups + (f", {own['wire']}" if "wire" in own else "")
+def _name(candidate: Prediction | Refusal) -> str:
+  options = _identifying_options(candidate.options)
+  groups = f" of {options['inner']}" if "inner" in options else ""
+  return (
+    candidate.strategy
+    + groups
+    + (f", {options['wire']}" if "wire" in options else "")
+  )
 
 
 def _layout(layout: Layout) -> str:

@@ -1,16 +1,16 @@
-"""Statistics of attention from the fold that attention itself is.
+"""Statistics of attention, computed by the fold of attention itself.
 
 Guarantees: entropy, log-sum-exp, kept mass and column mass are those of the
-softmax over all keys, whatever moves them between shards. A learned sink is a
-key of its own: it takes part in the entropy and the log-sum-exp, its weight is
+softmax over all keys, however they move between shards. A learned sink is an
+additional key: it takes part in the entropy and the log-sum-exp, its weight is
 in no mass. Computed in float32 or float64, up to its rounding of the scores.
 Cost: the forward pass of attention with a value or two for a key; the column
 mass also the backward pass.
 Memory: tiles of scores, nothing T x S.
 
 The mean score of a query, sum p s, is attention whose values are the scores
-themselves, so that the partials of different keys merge as any others. With it
-the entropy -sum p log p is lse - sum p s. The column mass is the gradient of
+themselves, so that the partials of different keys merge like any others. With
+it the entropy -sum p log p is lse - sum p s. The column mass is the gradient of
 attention by its values.
 """
 
@@ -35,16 +35,15 @@ from ringjax.parallel.place import CallSharding
 
 
 class AttentionStatistics(NamedTuple):
-  """How queries spread their attention over the keys that they see.
+  """Spread of queries' attention over the keys that they see.
 
   Fields:
-    entropy: [B, T, N], -sum p log p of a query's weights, in nats; 0 where it
-      sees no key.
-    lse: [B, T, N], the log of the sum of the exponentials of its scores; -inf
+    entropy: Entropy of a query's weights, -sum p log p, in nats, [B, T, N]; 0
       where it sees no key.
-    kept_mass: [B, T, N], the part of its weights that is on the keys of a set;
-      or None.
-    column_mass: [B, S, N], what each key gets of all queries together; or None.
+    lse: Log-sum-exp of its scores, [B, T, N]; -inf where it sees no key.
+    kept_mass: Share of its weights on the keys of a set, [B, T, N]; or None.
+    column_mass: Sum of the weights of each key, over all queries, [B, S, N]; or
+      None.
   """
 
   entropy: Float[Array, "B T N"]
@@ -85,57 +84,63 @@ def statistics(
   keep: Bool[Array, "B S _"] | None,
   columns: bool,
 ) -> AttentionStatistics:
-  """The statistics of a checked call, whose values are not looked at.
+  """Compute the statistics of a checked call, whose values are not read.
 
   Args:
-    x: the arguments.
-    place: how they are sharded.
-    keep: bool [B, S, K or 1], keys whose mass is wanted, or None.
-    columns: whether the column mass is wanted.
+    x: Arguments of the call.
+    place: Sharding of the arguments.
+    keep: Keys whose mass is computed, bool [B, S, K or 1], or None.
+    columns: Whether to compute the column mass.
   """
-  wide = wide_dtype(x.q.dtype)
+  dtype = wide_dtype(x.q.dtype)
   x = dataclasses.replace(
-    x, q=_constant(x.q).astype(wide), k=_constant(x.k).astype(wide)
+    x, q=_constant(x.q).astype(dtype), k=_constant(x.k).astype(dtype)
   )
   (b, s, heads, _), (t, n) = x.k.shape, x.q.shape[1:3]
   group = n // heads if columns else 0
-  values = jnp.zeros((b, s, heads, group + 1), wide)
+  values = jnp.zeros((b, s, heads, group + 1), dtype)
   if keep is not None:
-    kept = jnp.broadcast_to(keep[..., None].astype(wide), (b, s, heads, 1))
-    values = jnp.concatenate([values[..., :group], kept, values[..., :1]], -1)
-  # Few queries go to many keys.
-  way = RingQ if t < s else Ring
+    keep_values = jnp.broadcast_to(
+      keep[..., None].astype(dtype), (b, s, heads, 1)
+    )
+    values = jnp.concatenate(
+      [values[..., :group], keep_values, values[..., :1]], -1
+    )
+  # Few queries travel to many keys.
+  strategy = RingQ if t < s else Ring
 
   def call(values: jax.Array) -> PyTree:
-    each = dataclasses.replace(x, v=values, batched=True)
-    return run(each, place, way(ScoreMeans()), True)
+    call_args = dataclasses.replace(x, v=values, batched=True)
+    return run(call_args, place, strategy(ScoreMeans()), True)
 
   column_mass = None
   if columns:
     (out, lse), gradient = jax.vjp(call, values)
-    # A query's weights go to the column of its own head of the group.
-    own = jnp.arange(n)[:, None] % group == jnp.arange(out.shape[-1])[None]
-    own = jnp.zeros_like(out) + own.astype(wide)[None, None]
-    (found,) = gradient((own, jnp.zeros_like(lse)))
-    column_mass = found[..., :group].reshape(b, s, n)
+    # A query's weights are added to the column of its head in the group.
+    own_columns = (
+      jnp.arange(n)[:, None] % group == jnp.arange(out.shape[-1])[None]
+    )
+    own_columns = jnp.zeros_like(out) + own_columns.astype(dtype)[None, None]
+    (result,) = gradient((own_columns, jnp.zeros_like(lse)))
+    column_mass = result[..., :group].reshape(b, s, n)
   else:
     out, lse = call(values)
-  seen = lse != -jnp.inf
+  sees_key = lse != -jnp.inf
   entropy = lse - out[..., -1]
   if x.sinks is not None:
-    sink = x.sinks.astype(wide)[None, None]
-    entropy = entropy - jnp.exp(sink - jnp.where(seen, lse, 0)) * sink
-  # Rounding may leave less than nothing; NaN stays.
-  entropy = jnp.where(seen, jnp.maximum(entropy, 0), 0)
-  found = AttentionStatistics(
+    sink = x.sinks.astype(dtype)[None, None]
+    entropy = entropy - jnp.exp(sink - jnp.where(sees_key, lse, 0)) * sink
+  # Rounding may make it slightly negative; NaN stays.
+  entropy = jnp.where(sees_key, jnp.maximum(entropy, 0), 0)
+  result = AttentionStatistics(
     entropy, lse, None if keep is None else out[..., group], column_mass
   )
-  return found if x.batched else jax.tree.map(lambda y: y[0], found)
+  return result if x.batched else jax.tree.map(lambda y: y[0], result)
 
 
 @jax.custom_vjp
 def _constant(x: jax.Array) -> jax.Array:
-  """`x`, by which no derivative is taken."""
+  """Return `x`, and refuse derivatives by it."""
   return x
 
 

@@ -1,4 +1,4 @@
-"""What all strategies have in common."""
+"""Base class of all strategies."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-  """A strategy: which keys or queries move over `axis`, around `local`.
+  """A strategy that moves keys or queries over `axis`, around `local`.
 
-  With `forward` and `backward` it is what `attend.Algorithm` says.
+  With `forward` and `backward` it is an `attend.Algorithm`.
 
   Attributes:
-    local: the algorithm that they wrap, or a strategy of another level.
-    axis: over which they move; None is one shard.
+    local: Local algorithm that it wraps, or a strategy of another level.
+    axis: Mesh axis over which it sends; None: one shard.
   """
 
-  # The names of the strategies that it may be around.
+  # The names of the strategies that it may wrap.
   inside: ClassVar[tuple[str, ...]] = ()
 
   local: Any = AutoKernel()
@@ -50,21 +50,21 @@ class Strategy:
     return self.local.differentiable
 
   def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
+    """Number of keys that a call sees whose operands hold `keys`."""
     return self._place()[0] * self.local.span(keys)
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Any:
-    """This strategy on `axis`, cut to the ring distances that are `needed`."""
+    """Bind to `axis`, restricted to the ring distances that are `needed`."""
     del needed
     return dataclasses.replace(self, axis=axis)
 
   def over(self, mask: Mask, layout: Layout, derived: bool) -> Any:
-    """This strategy for a mask and a layout, where it serves them.
+    """Adapt to a mask and a layout, or refuse them.
 
-    `derived`: queries and keys are the same tokens, where the layout has them.
+    `derived`: whether queries and keys are the same tokens, at the same places.
 
     Raises:
-      OptionError: it does not.
+      OptionError: If the strategy does not serve them.
     """
     del mask, layout, derived
     return self
@@ -72,11 +72,11 @@ class Strategy:
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> tuple[jax.Array, jax.Array]:
-    """See `attend.attend`."""
+    """Attend per shard by this strategy, see `attend.attend`."""
     return attend(self, scores, x, terms, context)
 
   def _place(self) -> tuple[int, Any]:
-    """(number of shards, number of this one)."""
+    """Return (number of shards, index of this one)."""
     if self.axis is None:
       return 1, 0
     return (
@@ -85,28 +85,28 @@ class Strategy:
     )
 
   def _source(self, distance: Index) -> Index:
-    """The shard that is `distance` places behind this one."""
-    size, me = self._place()
-    return (me - distance) % size
+    """Index of the shard `distance` places before this one."""
+    size, shard = self._place()
+    return (shard - distance) % size
 
   def _check_consecutive(
-    self, layout: Layout, derived: bool, known: type | UnionType, remedy: str
+    self, layout: Layout, derived: bool, layouts: type | UnionType, remedy: str
   ) -> None:
-    """Raises OptionError unless consecutive shards have consecutive tokens."""
-    if derived and isinstance(layout, known):
+    """Raise OptionError unless consecutive shards have consecutive tokens."""
+    if derived and isinstance(layout, layouts):
       return
-    own = "positions of your own, or keys of another length"
+    description = "positions of your own, or keys of another length"
     raise OptionError(
       "strategy",
       f"{type(self).__name__} with "
-      + (f"the layout {layout}" if derived else own),
+      + (f"the layout {layout}" if derived else description),
       "consecutive tokens on consecutive shards",
       f"pass {remedy}, or strategy='ring'",
     )
 
 
 def tie_coords_to_queries(x: Local, args: ScoreArgs) -> tuple[Local, ScoreArgs]:
-  """The same operands, whose coordinates are not known before the queries.
+  """Make the coordinates depend on the queries, for the compiler.
 
   Coordinates do not depend on data, so a remat pass would compute the masks of
   all hops ahead of the loop and keep them: R tiles x T x S of booleans.

@@ -1,12 +1,12 @@
-"""A view of blocks in the host's memory, which pass through the device.
+"""View of blocks in the host's memory, which are streamed through the device.
 
-Guarantees: reading equals that of the same tokens on the device, read in the
+Guarantees: results equal those for the same tokens on the device, read in the
 same tiles, bit for bit.
 Cost: every block that counts is copied to the device, once for each call and
 layer; `views.fold_tiles` does so while the block before it is read.
 Memory: two blocks on the device.
 
-TPU cuts an array in the host's memory along one axis alone, and not every
+TPUs slice an array in the host's memory along one axis only, and not every
 program may reshape it: hence one axis for the blocks of all layers.
 """
 
@@ -45,18 +45,17 @@ class HostView(StoredView):
   """One layer of a stack of blocks in the host's memory.
 
   Fields:
-    k: [L N, B, K, P, H], N blocks of P slots for each of L layers, layer by
-      layer on each shard; codes where a codec stores keys, uint8 [L N, B, K,
+    k: Keys, [L N, B, K, P, H], N blocks of P slots for each of L layers, layer
+      by layer on each shard; codes where a codec stores keys, uint8 [L N, B, K,
       P, X] or int8 [L N, B, K, X, P].
-    v: the same of values; the same array as `k` where values are parts of
-      keys.
-    at: coordinates [B, N P]; segment 0 is an empty slot.
-    layer: int32 [], which of the L.
-    constants: of the layer's codecs, arrays [K, n] for keys and for values.
-    rotation: what rotates a key to its position, where keys are stored before
-      their rotation; or None.
-    decoders: what makes numbers of the bytes of keys and of values, or None.
-    layers: L.
+    v: Values in the same layout; the same array as `k` where values are parts
+      of keys.
+    at: Coordinates [B, N P]; segment 0 is an empty slot.
+    layer: Index of the layer in the L, int32 [].
+    constants: Arrays [K, n] of the layer's codecs, for keys and for values.
+    rotation: Rotation on reading, for keys stored unrotated; or None.
+    decoders: Decoders of the keys and of the values, or None.
+    layers: Number of layers, L.
   """
 
   k: Shaped[Array, "LN B K _ _"]
@@ -74,8 +73,8 @@ class HostView(StoredView):
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
-    many, b, heads, *_ = self.k.shape
-    return b, heads, many // self.layers * self.block, *self.dims
+    num_blocks, b, heads, *_ = self.k.shape
+    return b, heads, num_blocks // self.layers * self.block, *self.dims
 
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
@@ -92,21 +91,21 @@ class HostView(StoredView):
     )
 
   def fetch(self, start: Index) -> tuple[jax.Array, ...]:
-    """The block from slot `start` on the device: keys, and values if apart."""
-    number = jnp.asarray(start, jnp.int32) // self.block
-    each = self.k.shape[0] // self.layers
-    number = jnp.asarray(self.layer, jnp.int32) * each + number
+    """Copy the block of slot `start` to the device: keys, maybe values."""
+    block = jnp.asarray(start, jnp.int32) // self.block
+    blocks_per_layer = self.k.shape[0] // self.layers
+    block = jnp.asarray(self.layer, jnp.int32) * blocks_per_layer + block
 
-    def one(x: Shaped[Array, "M B K *block"]) -> jax.Array:
-      found = lax.dynamic_slice_in_dim(x, number, 1, 0)
-      return jax.device_put(found, jax.memory.Space.Device)
+    def fetch_block(x: Shaped[Array, "M B K *block"]) -> jax.Array:
+      host_block = lax.dynamic_slice_in_dim(x, block, 1, 0)
+      return jax.device_put(host_block, jax.memory.Space.Device)
 
     if self.v is self.k or not self.v.size:
-      return (one(self.k),)
-    return one(self.k), one(self.v)
+      return (fetch_block(self.k),)
+    return fetch_block(self.k), fetch_block(self.v)
 
   def opened(self, stored: PyTree, start: Index) -> tuple[jax.Array, jax.Array]:
-    """Rotated keys and values [B, K, P, ...] of a fetched block."""
+    """Decode a fetched block to rotated keys and values [B, K, P, ...]."""
     at = cut_coords(self.at, start, self.block)
     k = v = stored[0]
     if self.v is not self.k:
@@ -127,7 +126,7 @@ class HostView(StoredView):
   ) -> Aligned:
     if self.decoders is None:
       return Aligned(self, q)
-    # Keys are rotated in the basis in which they were made.
+    # Keys are rotated in the basis in which they were computed.
     return in_basis(self, q, keys and self.rotation is None)
 
 

@@ -1,14 +1,14 @@
-"""Views of a cache: the keys of one layer, and a few queries that read them.
+"""Views of a cache: the keys and values of one layer, for few queries.
 
 Guarantees: `decode_attention` equals `reference`; forward only.
-Cost: it reads the tiles that count, once: a tile is cut out of the stack at
-(layer, tile), and nothing else that is as long as the keys is made. Scores
-are computed keys first, so that no key is transposed.
+Cost: it reads the tiles that count, once: a tile is sliced from the stack at
+(layer, tile), and no other array as long as the keys is made. Scores are
+computed keys first, so that no key is transposed.
 Memory: one tile of keys and one of values.
 
-A layer's keys may come in several views (what the cache held before a call
-and what the call adds, a shared prefix and a private tail): their partials
-merge, see `cached`.
+A layer's keys may be in several views (what the cache held before a call and
+what the call adds, a shared prefix and a private tail): their partials are
+merged, see `cached`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
   from ringjax.ops.attention.pooled import PooledView
   from ringjax.ops.attention.streamed import HostView
 
-# Of the keys of a tile. On a CPU they and the values stay in a core's cache
-# between being cut out and being multiplied; elsewhere a step of a loop costs
-# as much as reading some megabytes.
+# Most bytes of a tile's keys. On a CPU they and the values stay in a core's
+# cache between slicing and multiplication; elsewhere a step of a loop costs as
+# much as reading some megabytes.
 TILE_BYTES = {"cpu": 1 << 20, "tpu": 1 << 25, "gpu": 1 << 25}
 _LEAST = 128
 
@@ -71,10 +71,10 @@ class KVView(Protocol):
   """Keys and values of one layer, read tile by tile; a pytree.
 
   Attributes:
-    at: coordinates [B or 1, S] of its slots; segment 0 is an empty slot. [B K,
-      S] where heads have tokens of their own, and `shape` is (B K, 1, ...).
-    mask: a mask in place of the layer's, or None.
-    queries: coordinates of the queries in place of the call's, or None.
+    at: Coordinates [B or 1, S] of its slots; segment 0 is an empty slot. [B K,
+      S] where each head has different tokens, and `shape` is (B K, 1, ...).
+    mask: Mask in place of the layer's, or None.
+    queries: Coordinates of the queries in place of the call's, or None.
   """
 
   @property
@@ -97,44 +97,44 @@ class KVView(Protocol):
     ...
 
   def specs(self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes) -> Any:
-    """The same tree, of PartitionSpecs of these mesh axes."""
+    """Return the same tree of PartitionSpecs for these mesh axes."""
     ...
 
   def keys_alone(self) -> Any:
-    """The same view with its keys as values too."""
+    """Use the keys as the values, too."""
     ...
 
   def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
-    """Rotated keys and values [B, K, size, ...] of the slots from `start`."""
+    """Read rotated keys and values [B, K, size, ...] of slots from `start`."""
     ...
 
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
   ) -> Aligned:
-    """The same in the basis in which tiles are made with the least work.
+    """Choose the basis in which tiles are decoded with the least work.
 
-    Without `keys` only its values are in another basis.
+    Without `keys` only the values are in another basis.
     """
     ...
 
 
 @runtime_checkable
 class StreamedView(KVView, Protocol):
-  """A view whose tiles come from another memory, see `fold_tiles`.
+  """A view whose tiles are fetched from another memory, see `fold_tiles`.
 
   Attributes:
-    block: slots of each tile.
+    block: Slots of each tile.
   """
 
   @property
   def block(self) -> int: ...
 
   def fetch(self, start: Index) -> PyTree:
-    """What is stored in the slots of the tile from `start`, on the device."""
+    """Fetch the stored bytes of the tile from `start` to the device."""
     ...
 
   def opened(self, stored: PyTree, start: Index) -> tuple[jax.Array, jax.Array]:
-    """What `tile` returns, of what `fetch` returned."""
+    """Decode what `fetch` returned into the keys and values of `tile`."""
     ...
 
 
@@ -143,7 +143,7 @@ class ApartView(KVView, Protocol):
   """A view whose weight depends on all of its keys, see `apart`."""
 
   def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
-    """The partial of all keys, with that of the other views."""
+    """Merge the partial of its keys into `rest`, that of the other views."""
     ...
 
 
@@ -151,10 +151,11 @@ class Aligned(NamedTuple):
   """A view in another basis of its keys and values.
 
   Fields:
-    view: the view.
-    q: queries [B, K, G, T, H] that go with it.
-    back: what makes sums of values [B, K, G, T, J] of those of its values.
-    by_head: whether its heads are examples, see `paged`.
+    view: The view.
+    q: Queries in the keys' basis, [B, K, G, T, H].
+    back: Function that maps sums of values [B, K, G, T, J] to the basis of the
+      caller.
+    by_head: Whether its heads are examples, see `paged`.
   """
 
   view: KVView
@@ -164,13 +165,13 @@ class Aligned(NamedTuple):
 
 
 class Decoder(NamedTuple):
-  """What makes vectors of `dim` numbers of a codec's bytes.
+  """Decoder of a codec's bytes into vectors of `dim` elements.
 
   Fields:
-    codec: the codec.
-    dim: numbers of a vector.
-    dtype: of the numbers.
-    transformed: whether vectors stay in the basis in which they were encoded.
+    codec: The codec.
+    dim: Elements of a vector.
+    dtype: Dtype of the elements.
+    transformed: Whether vectors stay in the basis in which they were encoded.
   """
 
   codec: Any
@@ -188,12 +189,12 @@ class Decoder(NamedTuple):
 
   @property
   def format(self) -> CodeFormat | None:
-    """How the bytes hold the numbers, if the codec says it."""
-    made = getattr(self.codec, "code_format", None)
-    return None if made is None else made(self.dim)
+    """Layout of the bytes, if the codec states it."""
+    code_format = getattr(self.codec, "code_format", None)
+    return None if code_format is None else code_format(self.dim)
 
   def in_basis(self) -> Decoder:
-    """In the basis of the codec, if it has one of its own."""
+    """Decode into the basis of the codec, if it has one."""
     return self._replace(transformed=hasattr(self.codec, "decode_transformed"))
 
 
@@ -202,14 +203,15 @@ class ContiguousView:
   """One layer of a stack of arrays of slots; keys are rotated already.
 
   Fields:
-    k: [L, B, K, S, H].
-    v: [L, B, K, S, J]; the same array as `k` where values are parts of keys.
-    at: coordinates [B or 1, S]; segment 0 is an empty slot.
-    layer: int32 [], which of the L.
-    mask: a mask in place of the layer's, or None.
-    queries: coordinates [B, T] of the queries in place of the call's, or None.
-    widths: numbers of a key and of a value, where the arrays have zeros behind
-      them; else None.
+    k: Keys, [L, B, K, S, H].
+    v: Values, [L, B, K, S, J]; the same array as `k` where values are parts of
+      keys.
+    at: Coordinates [B or 1, S]; segment 0 is an empty slot.
+    layer: Index of the layer in the L, int32 [].
+    mask: Mask in place of the layer's, or None.
+    queries: Coordinates [B, T] of queries in place of the call's, or None.
+    widths: Elements of a key and of a value, where the arrays are padded with
+      zeros; else None.
   """
 
   k: Shaped[ArrayLeaf, "L B K S _"]
@@ -222,7 +224,7 @@ class ContiguousView:
 
   @property
   def dims(self) -> tuple[int, int]:
-    """Of a key and of a value."""
+    """Elements of a key and of a value."""
     return self.widths or (self.k.shape[-1], self.v.shape[-1])
 
   @property
@@ -256,19 +258,19 @@ class ContiguousView:
     return dataclasses.replace(self, v=self.k, widths=widths)
 
   def of_tree(self, drafted: Coords, mask: Mask) -> ContiguousView:
-    """Of a call's own tokens, which form a tree.
+    """View of a call's own tokens, which form a tree.
 
     Args:
-      drafted: coordinates [B, T] of the tokens among themselves; the slots
-        behind them are empty.
-      mask: over these.
+      drafted: Coordinates [B, T] of the tokens within the tree; later slots are
+        empty.
+      mask: Mask over these coordinates.
     """
-    wide = [(0, 0), (0, self.shape[2] - drafted.pos.shape[1])]
+    padding = [(0, 0), (0, self.shape[2] - drafted.pos.shape[1])]
     return dataclasses.replace(
       self,
-      at=Coords(*(jnp.pad(x, wide) for x in drafted)),
+      at=Coords(*(jnp.pad(x, padding) for x in drafted)),
       mask=mask,
-      # One array would be one argument, with one sharding.
+      # A copy: one array would be one argument, with one sharding.
       queries=Coords(*(x + 0 for x in drafted)),
     )
 
@@ -276,15 +278,15 @@ class ContiguousView:
     zero = jnp.int32(0)
     corner = (jnp.asarray(self.layer, jnp.int32), zero, zero, start, zero)
 
-    def one(x: jax.Array, n: int) -> jax.Array:
+    def slice_tile(x: jax.Array, n: int) -> jax.Array:
       _, b, heads, _, dim = x.shape
-      found = lax.dynamic_slice(x, corner, (1, b, heads, size, dim))
+      stored = lax.dynamic_slice(x, corner, (1, b, heads, size, dim))
       if self.widths is None:
-        return found[0]
-      return row_major(found)[0, ..., : self.widths[n]]
+        return stored[0]
+      return row_major(stored)[0, ..., : self.widths[n]]
 
-    k = one(self.k, 0)
-    return k, k if self.v is self.k else one(self.v, 1)
+    k = slice_tile(self.k, 0)
+    return k, k if self.v is self.k else slice_tile(self.v, 1)
 
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
@@ -308,26 +310,28 @@ def in_basis(
   Without `keys` only its values are.
   """
   assert view.decoders is not None
-  of_k, of_v = view.decoders
+  k_decoder, v_decoder = view.decoders
   if keys:
-    of_k = of_k.in_basis()
+    k_decoder = k_decoder.in_basis()
   if view.v is not view.k:
-    of_v = of_v.in_basis()
-  made = dataclasses.replace(view, decoders=(of_k, of_v))
-  if of_k.transformed:
-    wide = q.astype(wide_dtype(q.dtype))
-    q = of_k.codec.transform(wide).astype(q.dtype)
-  seen = of_k if view.v is view.k else of_v
-  if not seen.transformed:
-    return Aligned(made, q)
-  return Aligned(made, q, lambda x: seen.codec.transform(x, back=True))
+    v_decoder = v_decoder.in_basis()
+  view_in_basis = dataclasses.replace(view, decoders=(k_decoder, v_decoder))
+  if k_decoder.transformed:
+    float_q = q.astype(wide_dtype(q.dtype))
+    q = k_decoder.codec.transform(float_q).astype(q.dtype)
+  value_decoder = k_decoder if view.v is view.k else v_decoder
+  if not value_decoder.transformed:
+    return Aligned(view_in_basis, q)
+  return Aligned(
+    view_in_basis, q, lambda x: value_decoder.codec.transform(x, back=True)
+  )
 
 
 class StoredView:
-  """What views of stored keys have in common: no mask, no queries of their own.
+  """Base class of views of stored keys, without masks and query coordinates.
 
-  Fields of those that inherit it are k, v, and `decoders`, what makes numbers
-  of the bytes of keys and of values, or None.
+  Subclasses have the fields k, v, and `decoders`: the decoders of keys and of
+  values, or None.
   """
 
   @property
@@ -342,11 +346,11 @@ class StoredView:
   def dims(
     self: EncodedView | PooledView | PagedView | HostView,
   ) -> tuple[int, int]:
-    """Of a key and of a value."""
+    """Elements of a key and of a value."""
     if self.decoders is None:
       return self.k.shape[-1], self.v.shape[-1]
-    of_k, of_v = self.decoders
-    return of_k.dim, (of_k if self.v is self.k else of_v).dim
+    k_decoder, v_decoder = self.decoders
+    return k_decoder.dim, (k_decoder if self.v is self.k else v_decoder).dim
 
   @property
   def slot_bytes(self: EncodedView | PooledView | PagedView | HostView) -> int:
@@ -364,14 +368,14 @@ class EncodedView(StoredView):
   """One layer of a stack of arrays of slots whose vectors are bytes.
 
   Fields:
-    k: codes, see `stored_codes`: uint8 [L, B, K, S, X], or int8 [L, B, K, X,
+    k: Codes, see `stored_codes`: uint8 [L, B, K, S, X], or int8 [L, B, K, X,
       S].
-    v: the same; the same array as `k` where values are parts of keys.
-    at: coordinates [B or 1, S]; segment 0 is an empty slot.
-    layer: int32 [], which of the L.
-    constants: of the layer's codecs, arrays [K, n]: those of the keys and
-      those of the values.
-    decoders: what makes numbers of the bytes of keys and of values.
+    v: Codes like `k`; the same array as `k` where values are parts of keys.
+    at: Coordinates [B or 1, S]; segment 0 is an empty slot.
+    layer: Index of the layer in the L, int32 [].
+    constants: Arrays [K, n] of the layer's codecs: those of the keys and those
+      of the values.
+    decoders: Decoders of the keys and of the values.
   """
 
   k: Integer[Array, "L B K _ _"]
@@ -403,7 +407,7 @@ class EncodedView(StoredView):
   def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     zero, layer = jnp.int32(0), jnp.asarray(self.layer, jnp.int32)
 
-    def one(x: jax.Array, n: int) -> jax.Array:
+    def decode_tile(x: jax.Array, n: int) -> jax.Array:
       axis, shape = token_axis(x), [1, *x.shape[1:]]
       corner = [layer, *(zero,) * 4]
       corner[axis], shape[axis] = start, size
@@ -411,8 +415,8 @@ class EncodedView(StoredView):
       data = as_bytes(row_major(stored)[0])
       return self.decoders[n](data, self.constants[n])
 
-    k = one(self.k, 0)
-    return k, k if self.v is self.k else one(self.v, 1)
+    k = decode_tile(self.k, 0)
+    return k, k if self.v is self.k else decode_tile(self.v, 1)
 
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
@@ -426,11 +430,11 @@ tree.register(
 
 
 class UnrotatedView(NamedTuple):
-  """As the view inside, with keys as they were before their rotation.
+  """A view whose stored keys are not rotated; they are rotated on reading.
 
   Fields:
-    stored: the keys and values.
-    rotation: what rotates a key to its position.
+    stored: View of the stored keys and values.
+    rotation: Rotation of a key to its position.
   """
 
   stored: KVView
@@ -462,7 +466,7 @@ class UnrotatedView(NamedTuple):
 
   @property
   def shared(self) -> Any:
-    # A key that rows share is not the same key for rows of other lengths.
+    # With a rotation by row, a key that rows share differs between them.
     shared = getattr(self.stored, "shared", None)
     return None if self.rotation.by_row else shared
 
@@ -494,32 +498,32 @@ class UnrotatedView(NamedTuple):
   ) -> Aligned:
     # Keys are rotated in the basis in which they were made.
     del keys
-    found = self.stored.aligned(q, keys=False)
-    return found._replace(view=self._replace(stored=found.view))
+    aligned = self.stored.aligned(q, keys=False)
+    return aligned._replace(view=self._replace(stored=aligned.view))
 
 
 def coords_specs(
   at: Coords, batch: int, names: MeshAxes, tokens: MeshAxes
 ) -> Coords:
   """PartitionSpecs of coordinates [B or 1, S]."""
-  each: Any = lambda x: P(names if x.shape[0] == batch > 1 else None, tokens)
-  return Coords(each(at.pos), each(at.seg))
+  spec: Any = lambda x: P(names if x.shape[0] == batch > 1 else None, tokens)
+  return Coords(spec(at.pos), spec(at.seg))
 
 
 def in_order(view: KVView) -> bool:
-  """Whether its tiles are folded in the order of slots, whatever they hold.
+  """Whether its tiles are folded in the order of slots, always.
 
-  Otherwise those that need no mask come first, which is faster.
+  Otherwise tiles that need no mask come first, which is faster.
   """
   return isinstance(view, StreamedView) or getattr(view, "in_order", False)
 
 
 def tile_slots(view: KVView, platform: str = "cpu") -> int:
-  """Slots of a tile."""
+  """Number of slots of a tile."""
   if isinstance(view, StreamedView):
     return view.block
-  many = TILE_BYTES.get(platform, TILE_BYTES["cpu"]) // view.slot_bytes
-  return min(view.shape[2], max(_LEAST, many // _LEAST * _LEAST))
+  slots = TILE_BYTES.get(platform, TILE_BYTES["cpu"]) // view.slot_bytes
+  return min(view.shape[2], max(_LEAST, slots // _LEAST * _LEAST))
 
 
 def decode_attention(
@@ -528,20 +532,20 @@ def decode_attention(
   args: ScoreArgs,
   platform: str = "cpu",
 ) -> Partial:
-  """The partial of a few queries over the keys of a view.
+  """Partial of a few queries over the keys of a view.
 
-  Pairs of `args.context.allow` are of keys in whole tiles, see `tiled`.
+  `args.context.allow` has keys in whole tiles, see `tiled`.
   """
   rows, block = q.shape[3], tile_slots(keys, platform)
   args = args.of_keys(tiled(args.context.k, block), 0)
   context = args.context
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
-  # The tiles of a view that streams are read in one loop.
+  # All tiles of a streamed view are read in one loop.
   ordered = in_order(keys) or context.allow is not None
   lists = tile_lists(kinds, masked=ordered)
 
   def step(
-    masked: bool, first: Index, k: jax.Array, v: jax.Array, one: Partial
+    masked: bool, first: Index, k: jax.Array, v: jax.Array, carry: Partial
   ) -> Partial:
     s = product("bkth,bkgqh->bktgq", k.astype(q.dtype), q)
     k_at = cut_coords(context.k, first, block)
@@ -550,21 +554,21 @@ def decode_attention(
       jnp.transpose(s, (0, 1, 3, 4, 2)),
       v,
       finite_flag(v, s.dtype) if masked else None,
-      one,
+      carry,
     )
 
   def fold(
-    masked: bool, tiles: jax.Array, count: jax.Array, one: Partial
+    masked: bool, tiles: jax.Array, count: jax.Array, carry: Partial
   ) -> Partial:
     return fold_tiles(
-      keys, block, tiles[0], count[0], functools.partial(step, masked), one
+      keys, block, tiles[0], count[0], functools.partial(step, masked), carry
     )
 
-  wide = wide_dtype(q.dtype)
-  found = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
+  dtype = wide_dtype(q.dtype)
+  partial = Partial.empty(q.shape[:4], keys.shape[4], dtype, (q, keys))
   if not ordered:
-    found = fold(False, lists.full, lists.full_count, found)
-  return fold(True, lists.masked, lists.masked_count, found)
+    partial = fold(False, lists.full, lists.full_count, partial)
+  return fold(True, lists.masked, lists.masked_count, partial)
 
 
 def fold_tiles(
@@ -575,19 +579,19 @@ def fold_tiles(
   step: Callable[..., Any],
   carry: Carry,
 ) -> Carry:
-  """step(first slot, k, v, carry) of the first `count` of some tiles.
+  """Fold tiles: step(first slot, k, v, carry) for the first `count` tiles.
 
-  Of a view that streams a tile is fetched while the one before it is read,
-  and the first one beside what else the program does. The last is read even
-  if `count` is 0: `step` must then find nothing in the tile `tiles[0]`.
+  A streamed view fetches a tile while the one before it is read, and the first
+  tile during other work of the program. The last tile is read even if `count`
+  is 0: `step` must then find no visible key in the tile `tiles[0]`.
 
   Args:
-    keys: the view.
-    size: slots of a tile.
-    tiles: numbers of tiles.
-    count: how many of them count.
-    step: folds a tile.
-    carry: what is folded into.
+    keys: View of the keys.
+    size: Slots of a tile.
+    tiles: Indices of tiles.
+    count: Number of `tiles` to fold.
+    step: Function that folds a tile.
+    carry: Initial carry.
   """
   first = lambda n: tiles[n] * size
   start = lambda n: jnp.minimum(first(n), keys.shape[2] - size)
@@ -598,45 +602,47 @@ def fold_tiles(
   if not isinstance(keys, StreamedView):
     return loop(count, read, carry)
 
-  def apart(n: Index, stored: PyTree, carry: PyTree) -> PyTree:
+  def fold_fetched(n: Index, stored: PyTree, carry: PyTree) -> PyTree:
     return step(first(n), *keys.opened(stored, start(n)), carry)
 
-  def pair(n: Index, both: PyTree) -> PyTree:
-    # Two buffers: one of a loop's carry could be filled only when it is read.
-    stored, carry = both
-    other = keys.fetch(start(2 * n + 1))
-    carry = apart(2 * n, stored, carry)
-    after = keys.fetch(start(2 * n + 2))
-    return after, apart(2 * n + 1, other, carry)
+  def pair(n: Index, state: PyTree) -> PyTree:
+    # Two buffers: that of a loop's carry could be filled only after it is read.
+    stored, carry = state
+    second = keys.fetch(start(2 * n + 1))
+    carry = fold_fetched(2 * n, stored, carry)
+    next_stored = keys.fetch(start(2 * n + 2))
+    return next_stored, fold_fetched(2 * n + 1, second, carry)
 
   last = jnp.maximum(count - 1, 0)
   stored = keys.fetch(start(jnp.zeros_like(last)))
   stored, carry = loop(last // 2, pair, (stored, carry))
-  carry = apart(last // 2 * 2, stored, carry)
-  # By its number, or the compiler fetches it before the loop, needed or not.
+  carry = fold_fetched(last // 2 * 2, stored, carry)
+  # Read by index, or the compiler fetches it before the loop, needed or not.
   return loop(last % 2, lambda n, carry: read(last + n, carry), carry)
 
 
 def tiled(at: Coords, block: int) -> Coords:
-  """Coordinates of full tiles, one behind another.
+  """Coordinates of full tiles, one after another.
 
-  The last tile ends with the last slot; the slots that it shares with the one
+  The last tile ends with the last slot; the slots that it shares with the tile
   before are marked empty in it.
   """
   length = at.pos.shape[1]
-  over = -length % block
-  if not over:
+  excess = -length % block
+  if not excess:
     return at
-  cut = length // block * block
-  both = lambda x, last: jnp.concatenate([x[:, :cut], last], 1)
-  seg = at.seg[:, length - block :].at[:, :over].set(0)
-  return Coords(both(at.pos, at.pos[:, length - block :]), both(at.seg, seg))
+  full_length = length // block * block
+  concat = lambda x, last: jnp.concatenate([x[:, :full_length], last], 1)
+  seg = at.seg[:, length - block :].at[:, :excess].set(0)
+  return Coords(
+    concat(at.pos, at.pos[:, length - block :]), concat(at.seg, seg)
+  )
 
 
 def in_tiles(x: Shaped[Array, "*rows S"], block: int) -> jax.Array:
-  """What goes with slots [..., S], of full tiles as in `tiled`."""
+  """Rearrange slots [..., S] into full tiles as in `tiled`."""
   length = x.shape[-1]
   if not length % block:
     return x
-  cut = length // block * block
-  return jnp.concatenate([x[..., :cut], x[..., length - block :]], -1)
+  full_length = length // block * block
+  return jnp.concatenate([x[..., :full_length], x[..., length - block :]], -1)

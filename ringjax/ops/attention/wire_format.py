@@ -1,12 +1,12 @@
-"""Keys and values in fewer bytes while they travel between shards.
+"""Wire formats: keys and values in fewer bytes when sent between shards.
 
-Guarantees: what arrives is within a stated distance of what left. A code is
-made by the shard that has the keys and values and is passed on as it is, so the
-error does not grow with the number of hops. Sums that cross a hop (partials,
-dK, dV) stay float32. Gradients are those of attention to the keys that arrived,
-passed to the keys that left as if these were the same.
+Guarantees: the received numbers are within a stated distance of those sent. A
+code is made by the shard that owns the keys and values and is passed on
+unchanged, so the error does not grow with the number of hops. Sums that cross
+a hop (partials, dK, dV) stay float32. Gradients are those of attention to the
+received keys, passed on to the original keys as if these were the same.
 
-  dtype          bytes a number   |arrived - left| of each number x
+    dtype          bytes a number   |received - sent| of each number x
   bfloat16       2                2^-8 |x|
   int8           1 + 4 / block    amax / 252
   float8_e4m3fn  1 + 4 / block    max(2^-4 |x|, amax / 2^18)
@@ -16,10 +16,10 @@ amax is the largest number of the block: of one token, one head and at most
 `block` of its dimensions.
 
 With delta = scale * sum_h |q_h| * error_h, at most, for a score, an output
-moves by no more than (e^(2 delta) - 1) max |v| + the error of v.
+changes by no more than (e^(2 delta) - 1) max |v| + the error of v.
 
-`Wire` is what strategies know of a format; the codecs of caches (`kv/codecs`)
-are others.
+`Wire` is the interface that strategies use; the codecs of caches (`kv/codecs`)
+implement it too.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ DTYPES = (*_CASTS, *_LARGEST)
 
 @runtime_checkable
 class Wire(Protocol):
-  """How keys and values travel; hashable, compared by value."""
+  """Format of keys and values between shards; hashable, compared by value."""
 
   def send(
     self, k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]
   ) -> tuple[Any, int]:
-    """What is sent, and which of its dimensions runs over tokens."""
+    """Encode; return what to send, and its dimension of the tokens."""
     ...
 
   def receive(
@@ -56,7 +56,7 @@ class Wire(Protocol):
     k: Shaped[Array, "B K _ H"],
     v: Shaped[Array, "B K _ J"],
   ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values, with the dtypes and head dims of `k` and `v`."""
+    """Decode to keys and values with the dtypes and head dims of k and v."""
     ...
 
   def token_bytes(self, key_dim: int, value_dim: int) -> int:
@@ -69,20 +69,20 @@ class MakesWire(Protocol):
   """A codec of a cache that also serves between shards."""
 
   def as_wire(self) -> Wire:
-    """How keys and values travel in its codes."""
+    """Return the wire format that sends keys and values as its codes."""
     ...
 
 
-# What users say of a wire: itself, a codec, or the name of a dtype.
+# Values that users pass as a wire: a wire, a codec, or the name of a dtype.
 WireLike = Wire | MakesWire | str
 
 
 class Coded(NamedTuple):
-  """Numbers in blocks of one scale.
+  """Numbers in blocks with one scale each.
 
   Fields:
-    codes: [..., blocks, block].
-    scale: float32 [..., blocks]; NaN for a block that was not finite.
+    codes: Codes, [..., blocks, block].
+    scale: Scales, float32 [..., blocks]; NaN for a block that was not finite.
   """
 
   codes: jax.Array
@@ -91,11 +91,11 @@ class Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-  """How keys and values are written for the way.
+  """Wire format that casts or scales numbers to a narrow dtype.
 
   Attributes:
     dtype: "bfloat16", "float16", "int8", "float8_e4m3fn" or "float8_e5m2".
-    block: numbers that share a scale, at most; of one token and head.
+    block: Most numbers, of one token and head, that share a scale.
   """
 
   dtype: str
@@ -111,7 +111,7 @@ class WireFormat:
     positive_int("wire block", self.block)
 
   def encode(self, x: Shaped[Array, "... H"]) -> Array | Coded:
-    """[..., H] as it travels."""
+    """Encode [..., H] for sending."""
     if self.dtype in _CASTS:
       return x.astype(self.dtype)
     blocks = -(-x.shape[-1] // self.block)
@@ -120,18 +120,18 @@ class WireFormat:
     x = jnp.pad(x.astype(jnp.float32), widths)
     x = x.reshape(*x.shape[:-1], blocks, size)
     amax = jnp.max(jnp.abs(x), -1)
-    sound = jnp.isfinite(amax)
+    is_finite = jnp.isfinite(amax)
     # A quotient below float32's normal numbers is flushed to 0.
     scale = jnp.maximum(amax / _LARGEST[self.dtype], _SMALLEST)
-    x = jnp.where(sound[..., None], x / scale[..., None], 0)
+    x = jnp.where(is_finite[..., None], x / scale[..., None], 0)
     if self.dtype == "int8":
       x = jnp.round(x)
-    return Coded(x.astype(self.dtype), jnp.where(sound, scale, jnp.nan))
+    return Coded(x.astype(self.dtype), jnp.where(is_finite, scale, jnp.nan))
 
   def decode(
     self, sent: Array | Coded, like: Shaped[Array, "... H"]
   ) -> jax.Array:
-    """What arrives, in the dtype and the head dim of `like`."""
+    """Decode to the dtype and the head dim of `like`."""
     if not isinstance(sent, Coded):
       return sent.astype(like.dtype)
     x = sent.codes.astype(jnp.float32) * sent.scale[..., None]
@@ -139,7 +139,7 @@ class WireFormat:
     return x[..., : like.shape[-1]].astype(like.dtype)
 
   def bytes_of(self, numbers: int, head_dim: int) -> int:
-    """Bytes of so many numbers of keys with this head dim."""
+    """Bytes of `numbers` numbers of keys with this head dim."""
     if self.dtype in _CASTS:
       return 2 * numbers
     blocks = -(-head_dim // self.block)
@@ -172,7 +172,7 @@ _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 def pack(
   a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
 ) -> Array | tuple[Array, Array]:
-  """One array to send where that is possible, else the pair."""
+  """Stack two arrays to send one if their shapes agree, else pair them."""
   return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
 
 
@@ -181,15 +181,15 @@ def unpack(packed: Array | tuple[Array, Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def token_axis(k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]) -> int:
-  """Which dimension of `pack(k, v)` runs over tokens."""
+  """Dimension of `pack(k, v)` that runs over tokens."""
   return 3 if k.shape == v.shape else 2
 
 
 def wire_of(wire: WireLike) -> Wire:
-  """A wire from a `Wire`, a codec (what has `as_wire`) or a dtype's name.
+  """Make a wire from a `Wire`, a codec (with `as_wire`) or a dtype's name.
 
   Raises:
-    OptionError: an unknown dtype, or a codec that can't be a wire.
+    OptionError: If it is an unknown dtype, or a codec that cannot be a wire.
   """
   if isinstance(wire, Wire):
     return wire
@@ -197,11 +197,11 @@ def wire_of(wire: WireLike) -> Wire:
 
 
 def as_wire(wire: WireLike | None, local: Any) -> Wire | None:
-  """A wire from what a strategy around `local` was given; see `wire_of`.
+  """Make the wire of a strategy around `local`; see `wire_of`.
 
   Raises:
-    OptionError: also codes of codes, or an algorithm that JAX differentiates,
-      which would find that rounding has no slope.
+    OptionError: If it would also encode codes again, or if JAX differentiates
+      the algorithm: rounding has no slope.
   """
   if wire is None:
     return None
@@ -213,14 +213,14 @@ def as_wire(wire: WireLike | None, local: Any) -> Wire | None:
       "pass local=Blockwise(), or leave wire out",
     )
   wire = wire_of(wire)
-  inside = getattr(local, "wire", None)
-  if inside is not None and not (
-    isinstance(wire, WireFormat) and isinstance(inside, WireFormat)
+  inner_wire = getattr(local, "wire", None)
+  if inner_wire is not None and not (
+    isinstance(wire, WireFormat) and isinstance(inner_wire, WireFormat)
   ):
-    # A code of what a codec decoded may be another code.
+    # Encoding what a codec decoded may give another code.
     raise OptionError(
       "wire",
-      f"{wire} around {inside}",
+      f"{wire} around {inner_wire}",
       "a codec on one of two levels",
       "leave wire out of the inner strategy",
     )

@@ -1,1 +1,1 @@
-"""Kernels that may stand inside of a strategy, beside `Blockwise`."""
+"""Kernels that may replace `Blockwise` inside a strategy."""

@@ -1,9 +1,9 @@
-"""Computes a hop by the platform's first kernel that serves the call.
+"""Compute a hop by the platform's first kernel that serves the call.
 
 Guarantees: `AutoKernel` equals `Blockwise`, which serves what every kernel
-declines. `choose` says what serves a call and why others do not, `rj.explain`
-whether it goes by a kernel; one that fails its check on this machine is
-declined with one line in the log.
+declines. `choose` reports the kernel for a call and why others do not serve it,
+`rj.explain` whether a kernel is used. A kernel that fails its check on this
+machine is declined with one line in the log.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 # In order of preference.
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
-# Those for a few queries that read the keys of a cache.
+# Kernels for decode attention over a cache.
 DECODERS: dict[str, tuple[type, ...]] = {
   "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU),
   "gpu": (DecodeGPU,),
@@ -69,60 +69,61 @@ DECODERS: dict[str, tuple[type, ...]] = {
 def expected(
   call: CallShape, platform: str, chip: str | None = None
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-  """What of `chips.LOCALS` `AutoKernel` is there for a call's hops, as a rule.
+  """Predict which of `chips.LOCALS` `AutoKernel` uses for a call's hops.
 
   Args:
-    call: what is to be computed.
-    platform: where.
-    chip: the machine, of `chips.MACHINES`, where it is one of them.
+    call: Shapes, mask and mesh axes of the call.
+    platform: Platform that runs it.
+    chip: Machine of `chips.MACHINES`, if it is one of them.
 
   Returns:
-    (local, why each of the platform's kernels declines such hops).
+    local: "kernel" or "blockwise".
+    declined: Name of each kernel that declines such hops, and the reason.
   """
   shards = math.prod(size for _, size in call.axes)
   t, s = (-(-n // shards) for n in (call.queries, call.keys))
   b, k, g = call.batch, call.kv_heads, call.heads // call.kv_heads
-  like: Any = lambda *shape: jax.ShapeDtypeStruct(shape, call.dtype)
+  spec: Any = lambda *shape: jax.ShapeDtypeStruct(shape, call.dtype)
   x = Local(
-    like(b, k, g, t, call.head_dim),
-    like(b, k, s, call.head_dim),
-    like(b, k, s, call.value_dim),
+    spec(b, k, g, t, call.head_dim),
+    spec(b, k, s, call.head_dim),
+    spec(b, k, s, call.value_dim),
   )
-  nowhere: Any = None
-  terms, context = Terms(), Context(nowhere, nowhere, call.mask)
+  no_coords: Any = None
+  terms, context = Terms(), Context(no_coords, no_coords, call.mask)
   scores = Scores(scale=1.0)
   declined = []
   for kind in KERNELS.get(platform, ()):
-    why = kind(chip=chip).foreseen(scores, x, terms, context)
-    if why is None:
+    reason = kind(chip=chip).foreseen(scores, x, terms, context)
+    if reason is None:
       return "kernel", tuple(declined)
-    declined.append((kind.__name__, why))
+    declined.append((kind.__name__, reason))
   return "blockwise", tuple(declined)
 
 
 class KernelChoice(NamedTuple):
-  """A local algorithm, and why those before it were declined."""
+  """A local algorithm, and the reasons of the kernels that declined."""
 
   algorithm: Any
   declined: tuple[tuple[str, str], ...]
 
   def __str__(self) -> str:
-    reasons = "".join(f"; not {n}: {why}" for n, why in self.declined)
+    reasons = "".join(f"; not {n}: {reason}" for n, reason in self.declined)
     return f"{type(self.algorithm).__name__}{reasons}"
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoKernel(LocalAlgorithm):
-  """The local algorithm that is fastest on the platform.
+  """The platform's fastest local algorithm that serves the call.
 
   Attributes:
-    q_block: queries of a tile; None leaves it to the algorithm. A kernel that
-      has no tiles of that size declines.
-    kv_block: keys of a tile.
+    q_block: Queries of a tile; None: the algorithm's choice. A kernel that has
+      no tiles of that size declines.
+    kv_block: Keys of a tile.
     platform: "tpu", "gpu" or "cpu"; None is filled in by the call, from its
       mesh or its operands.
-    chip: the machine, of `chips.MACHINES`, by whose rates a kernel tells the
-      compiler its cost; filled in with the platform.
+    chip: Machine of `chips.MACHINES` whose rates give a kernel's cost estimate;
+      filled in with the platform.
   """
 
   q_block: int | None = None
@@ -134,19 +135,19 @@ class AutoKernel(LocalAlgorithm):
     check_positive(self, "q_block", "kv_block")
 
   def on_device(self, platform: str, kind: str, alone: bool = True) -> Any:
-    """The same where it is known what it runs on.
+    """Specialize to the platform and device kind that it runs on.
 
     Args:
-      alone: whether it is a shard_map's or one device's; XLA would cut
-        another program, and cuts no kernel.
+      alone: Whether it runs in a shard_map or on one device; in any other
+        program XLA partitions, and no kernel can be partitioned.
     """
     if platform not in KERNELS or not alone:
-      loops = Blockwise(self.q_block, self.kv_block)
-      return loops.on_device(platform, kind, alone)
+      blockwise = Blockwise(self.q_block, self.kv_block)
+      return blockwise.on_device(platform, kind, alone)
     return dataclasses.replace(self, platform=platform, chip=chips.known(kind))
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
-    """The tile of what serves calls of this length as a rule."""
+    """Tile of the preferred algorithm for calls of these lengths."""
     kinds = KERNELS.get(self.platform or jax.default_backend(), (Blockwise,))
     kernel = kinds[0](self.q_block, self.kv_block)
     return kernel.blocks(q_length, k_length)
@@ -154,11 +155,13 @@ class AutoKernel(LocalAlgorithm):
   def choose(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> KernelChoice:
-    """What serves this call."""
+    """Choose the algorithm for this call."""
     kinds = KERNELS.get(self.platform or jax.default_backend(), ())
-    made = [kind(self.q_block, self.kv_block, chip=self.chip) for kind in kinds]
-    return _first(
-      made,
+    instances = [
+      kind(self.q_block, self.kv_block, chip=self.chip) for kind in kinds
+    ]
+    return _first_serving(
+      instances,
       lambda kernel: kernel.decline(scores, x, terms, context),
       Blockwise(self.q_block, self.kv_block),
     )
@@ -166,22 +169,22 @@ class AutoKernel(LocalAlgorithm):
   def choose_decode(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> KernelChoice:
-    """What serves a few queries that read the keys of a view."""
+    """Choose the algorithm for a few queries over the keys of a view."""
     kinds = DECODERS.get(self.platform or jax.default_backend(), ())
-    return _first(
+    return _first_serving(
       [kind(self.kv_block, chip=self.chip) for kind in kinds],
       lambda kernel: kernel.decline(q, keys, args),
       Loops(self.platform or jax.default_backend()),
     )
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
-    """See `Blockwise.forward`."""
+    """Fold the keys into `carry`, see `Blockwise.forward`."""
     return self._chosen(x, args).forward(x, args, carry)
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
-    """See `Blockwise.backward`."""
+    """Gradients of the keys, see `Blockwise.backward`."""
     return self._chosen(x, args).backward(x, args, residuals, carry)
 
   def _chosen(self, x: Local, args: ScoreArgs) -> Any:
@@ -190,7 +193,7 @@ class AutoKernel(LocalAlgorithm):
   def decode(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
-    """See `views.decode_attention`."""
+    """Partial of the queries, see `views.decode_attention`."""
     return self.choose_decode(q, keys, args).algorithm.decode(q, keys, args)
 
 
@@ -199,7 +202,7 @@ class Loops:
   """`views.decode_attention`, which serves every view on every platform.
 
   Attributes:
-    platform: for which its tiles are.
+    platform: Platform whose tile sizes are used.
   """
 
   platform: str = "cpu"
@@ -207,80 +210,82 @@ class Loops:
   def decode(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
-    """See `views.decode_attention`."""
+    """Partial of the queries, see `views.decode_attention`."""
     if getattr(keys, "shared", None) is not None:
       return decode_pool(q, keys, args, self.platform)
     return decode_attention(q, keys, args, self.platform)
 
 
-def _first(
-  kernels: Sequence[Any], decline: Callable[[Any], str | None], rest: Any
+def _first_serving(
+  kernels: Sequence[Any], decline: Callable[[Any], str | None], fallback: Any
 ) -> KernelChoice:
-  """The first kernel that serves, else `rest`."""
+  """Choose the first kernel that serves, else `fallback`."""
   declined = []
-  cut = collectives.partitioned()
+  axis = collectives.partitioned()
   for kernel in kernels:
-    why = decline(kernel)
-    if why is None and cut is not None:
-      why = f"XLA cuts no kernel along {cut}"
-    why = why or _fault(type(kernel))
-    if why is None:
+    reason = decline(kernel)
+    if reason is None and axis is not None:
+      reason = f"XLA cuts no kernel along {axis}"
+    reason = reason or _fault(type(kernel))
+    if reason is None:
       return KernelChoice(kernel, tuple(declined))
-    declined.append((type(kernel).__name__, why))
-  return KernelChoice(rest, tuple(declined))
+    declined.append((type(kernel).__name__, reason))
+  return KernelChoice(fallback, tuple(declined))
 
 
 @functools.cache
 def _fault(kind: type) -> str | None:
-  """What is wrong with a kernel on this machine, or None.
+  """Check a kernel on this machine; return what is wrong, or None.
 
-  It is tried once a process, mostly while another function is traced: hence in
-  a thread, which has no part in that trace. Without a device of the platform,
-  as in compiling ahead of time, nothing is tried.
+  It runs once per process, mostly while another function is traced: hence in a
+  thread, which has no part in that trace. Without a device of the platform, as
+  in compiling ahead of time, nothing is checked.
   """
-  both = (*KERNELS.items(), *DECODERS.items())
-  platform = next(p for p, kinds in both if kind in kinds)
+  tables = (*KERNELS.items(), *DECODERS.items())
+  platform = next(p for p, kinds in tables if kind in kinds)
   try:
     device = jax.local_devices(backend=platform)[0]
   except RuntimeError:
     return None
   try:
     with futures.ThreadPoolExecutor(1) as thread:
-      off = thread.submit(_error, kind(), device, platform).result()
+      error = thread.submit(_largest_error, kind(), device, platform).result()
   except Exception as e:
-    off, why = None, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
+    error, reason = None, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
   else:
-    why = None if off <= _ALLOWED else f"off by {off:.2g} in a small case"
-  if why is not None:
+    reason = (
+      None if error <= _ALLOWED else f"off by {error:.2g} in a small case"
+    )
+  if reason is not None:
     _log.warning(
       "%s does not work on %s (%s); XLA's loops are used",
       kind.__name__,
       device.device_kind,
-      why,
+      reason,
     )
-  return why
+  return reason
 
 
-# Of bfloat16 operands, relative to the largest number.
+# Tolerance for bfloat16 operands, relative to the largest number.
 _ALLOWED = 0.02
 
 
-def _error(kernel: Any, device: jax.Device, platform: str) -> float:
-  """How far a kernel's results in a few small cases are off."""
+def _largest_error(kernel: Any, device: jax.Device, platform: str) -> float:
+  """Largest relative error of a kernel in a few small cases."""
   decodes = type(kernel) in DECODERS.get(platform, ())
   with jax.default_device(device):
     return _compare_decodes(kernel) if decodes else _compare_hops(kernel)
 
 
 def _compare_decodes(kernel: Any) -> float:
-  """Of a few queries behind keys of which some slots are empty."""
+  """Error for a few queries after keys of which some slots are empty."""
   if isinstance(kernel, DecodePoolTPU):
     return _compare_pools(kernel)
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   slots, used, queries = 1100, 900, 3
   q = draw(1, 2, 2, queries, 128)
-  at = _at(rng.permutation(slots), used)
+  at = _coords_before(rng.permutation(slots), used)
   keys: KVView = ContiguousView(
     draw(2, 1, 2, slots, 128),
     draw(2, 1, 2, slots, 128),
@@ -293,7 +298,7 @@ def _compare_decodes(kernel: Any) -> float:
     keys = EncodedView(
       codes(), codes(), at, jnp.int32(1), ((), ()), (decoder, decoder)
     )
-  last = _at(np.arange(used - queries, used), used)
+  last = _coords_before(np.arange(used - queries, used), used)
 
   def results(
     algorithm: Any, q: jax.Array, keys: KVView, at: Coords
@@ -303,18 +308,22 @@ def _compare_decodes(kernel: Any) -> float:
     return finalize(algorithm.decode(q, keys, args))
 
   compiled = jax.jit(results, static_argnums=0)
-  return _far(*(compiled(f, q, keys, last) for f in (kernel, Loops())))
+  return _relative_error(
+    *(compiled(f, q, keys, last) for f in (kernel, Loops()))
+  )
 
 
 def _compare_pools(kernel: DecodePoolTPU) -> float:
-  """Of three rows, two of which share the first of two tiles."""
+  """Error for three rows, two of which share the first of two tiles."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  page, each = 128, 4
-  table = np.arange(6 * each, dtype=np.int32).reshape(3, -1)
-  table[2, :each] = table[0, :each]
+  page, tile_pages = 128, 4
+  table = np.arange(6 * tile_pages, dtype=np.int32).reshape(3, -1)
+  table[2, :tile_pages] = table[0, :tile_pages]
   used = np.array([[700], [1000], [530]])
-  pos = np.broadcast_to(np.arange(2 * each * page), (3, 2 * each * page))
+  pos = np.broadcast_to(
+    np.arange(2 * tile_pages * page), (3, 2 * tile_pages * page)
+  )
   coords = lambda *x: Coords(*(jnp.asarray(a, jnp.int32) for a in x))
   ints = lambda *x: jnp.asarray(x, jnp.int32)
   plan = SharedTiles(
@@ -325,8 +334,8 @@ def _compare_pools(kernel: DecodePoolTPU) -> float:
     ints([1, 0, 1]),
   )
   view = PooledView(
-    draw(2, 6 * each, 2, page, 128),
-    draw(2, 6 * each, 2, page, 128),
+    draw(2, 6 * tile_pages, 2, page, 128),
+    draw(2, 6 * tile_pages, 2, page, 128),
     coords(pos, pos < used),
     jnp.asarray(table),
     jnp.int32(1),
@@ -342,12 +351,14 @@ def _compare_pools(kernel: DecodePoolTPU) -> float:
     return finalize(algorithm.decode(q, keys, args))
 
   compiled = jax.jit(results, static_argnums=0)
-  return _far(*(compiled(f, q, view) for f in (kernel, Loops("tpu"))))
+  return _relative_error(
+    *(compiled(f, q, view) for f in (kernel, Loops("tpu")))
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class _SmallIntegers:
-  """A codec of vectors of 128 numbers: 4 bits each, a scale and a zero."""
+  """A codec of vectors of 128 elements: 4 bits each, a scale and a zero."""
 
   @staticmethod
   def draw(
@@ -378,40 +389,43 @@ class _SmallIntegers:
     return (codes * half[..., :1] + half[..., 1:]).astype(dtype)
 
 
-def _at(pos: np.ndarray, used: int) -> Coords:
+def _coords_before(pos: np.ndarray, used: int) -> Coords:
   """Coordinates [1, n] of the tokens before `used`; others are empty."""
   seg = (pos < used).astype(np.int32)
   return Coords(jnp.asarray(pos[None], jnp.int32), jnp.asarray(seg[None]))
 
 
-def _far(ours: Sequence[jax.Array], theirs: Sequence[jax.Array]) -> float:
-  """The largest error, of the largest number; infinity for what is none."""
-  single = lambda a: a.astype(jnp.float32)
-  far = [
-    jnp.max(jnp.abs(single(a) - single(b))) / jnp.max(jnp.abs(single(b)))
-    for a, b in zip(ours, theirs, strict=True)
+def _relative_error(
+  results: Sequence[jax.Array], references: Sequence[jax.Array]
+) -> float:
+  """Largest error, relative to the largest number; infinity for NaN."""
+  float32 = lambda a: a.astype(jnp.float32)
+  errors = [
+    jnp.max(jnp.abs(float32(a) - float32(b))) / jnp.max(jnp.abs(float32(b)))
+    for a, b in zip(results, references, strict=True)
   ]
-  worst = float(jnp.max(jnp.stack(far)))
+  worst = float(jnp.max(jnp.stack(errors)))
   return worst if worst == worst else float("inf")
 
 
 def _compare_hops(kernel: Any) -> float:
-  """Values and gradients of three hops."""
+  """Error of values and gradients of three hops."""
   rng = np.random.default_rng(0)
-  length, wide = 256, 128
+  length, dim = 256, 128
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  # Three hops: keys that all see, each query's own with those before it, and
-  # those before it alone (every other token, as two stripes have them).
+  # Three hops: keys that all queries see, each query's own key with those
+  # before it, and those before it alone (every other token, as two stripes have
+  # them).
   x = Local(
-    draw(1, 1, 2, length, wide),
-    draw(1, 1, 3 * length, wide),
-    draw(1, 1, 3 * length, wide),
+    draw(1, 1, 2, length, dim),
+    draw(1, 1, 3 * length, dim),
+    draw(1, 1, 3 * length, dim),
   )
   rows = np.arange(length, dtype=np.int32)
-  own = length + 2 * rows
+  query_pos = length + 2 * rows
   at = [
     Coords(jnp.asarray(pos)[None], jnp.ones((1, len(pos)), jnp.int32))
-    for pos in (own, np.concatenate([rows, own, own + 1]))
+    for pos in (query_pos, np.concatenate([rows, query_pos, query_pos + 1]))
   ]
   do = draw(*x.q.shape)
   dlse = jnp.asarray(rng.normal(size=x.q.shape[:4]), jnp.float32)
@@ -419,14 +433,14 @@ def _compare_hops(kernel: Any) -> float:
   def results(algorithm: Any, x: Local, q: Coords, k: Coords) -> Any:
     call = lambda x: attend(
       LocalHops(algorithm, 3),
-      Scores(scale=wide**-0.5),
+      Scores(scale=dim**-0.5),
       x,
       Terms(),
       Context(q, k, Causal()),
     )
-    found, pull = jax.vjp(call, x)
-    return *found, *pull((do, dlse))[0]
+    outputs, pull = jax.vjp(call, x)
+    return *outputs, *pull((do, dlse))[0]
 
-  # Positions are operands: what a hop is has to be found at run time.
+  # Positions are operands: the kind of a hop has to be found at run time.
   compiled = jax.jit(results, static_argnums=0)
-  return _far(*(compiled(f, x, *at) for f in (kernel, Blockwise())))
+  return _relative_error(*(compiled(f, x, *at) for f in (kernel, Blockwise())))

@@ -1,4 +1,4 @@
-"""The error of a kernel that was passed for a call which it declines."""
+"""Error for a kernel that was passed explicitly but declines the call."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ringjax.errors import OptionError
 
 
 def check(kernel: Any, *call: Any) -> None:
-  """Raises OptionError if a kernel declines a call.
+  """Raise OptionError if a kernel declines a call.
 
   Args:
-    kernel: the kernel.
-    *call: the arguments of its `decline`.
+    kernel: Kernel to ask.
+    *call: Arguments of its `decline`.
   """
-  why = kernel.decline(*call)
-  if why is None:
+  reason = kernel.decline(*call)
+  if reason is None:
     return
   raise OptionError(
     "local",
-    f"{type(kernel).__name__}() for {why}",
+    f"{type(kernel).__name__}() for {reason}",
     "a call that this kernel serves",
     "pass local=AutoKernel(), which takes what serves each call",
   )

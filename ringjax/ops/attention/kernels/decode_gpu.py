@@ -1,4 +1,4 @@
-"""A kernel for GPUs by which a few queries read the keys of a cache.
+"""Pallas kernel for GPUs: decode attention over the keys of a cache.
 
 Guarantees: equals `views.decode_attention` wherever it serves (`decline` says
 where it does not); forward only.
@@ -13,7 +13,7 @@ of reading some megabytes, and copy the tile before they multiply it.
 
   grid [B * K, rows / _ROWS, splits]    acc [_ROWS, J], m, l in registers
 
-Rows are the queries of all heads of a group, one head behind another.
+Rows are the queries of all heads of a group, one head after another.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ringjax.typing import Index
 
 
 def _backend() -> Any:
-  """Pallas' Triton, or None: JAX 0.12 says that it will be taken out."""
+  """Import Pallas' Triton backend, or None; JAX 0.12 deprecates it."""
   try:
     return importlib.import_module("jax.experimental.pallas.triton")
   except ImportError:
@@ -56,23 +56,23 @@ def _backend() -> Any:
 plgpu = _backend()
 
 # The smallest side of a product of the matrix units, and the most rows whose
-# sums stay in registers.
+# sums stay in registers; then the keys of a tile.
 _LEAST, _ROWS = 16, 64
 _KEYS = 64
-# Tiles of an entry of the list of what counts: a list is sorted in each layer.
+# Tiles of a list entry: fewer entries to sort, as each layer sorts its list.
 _RUN = 16
-# Programs that fill any GPU: some for each of 132 to 192 multiprocessors.
+# Programs that fill any GPU: several for each of 132 to 192 multiprocessors.
 _PROGRAMS = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeGPU:
-  """A Pallas kernel, through Triton, that reads the keys of a cache.
+  """A Pallas kernel, through Triton, for decode attention over a cache.
 
   Attributes:
-    kv_block: most keys of a tile, a power of two from 16 on; None: 64.
-    chip: as of every kernel; it has no part in this one.
-    interpret: runs it without a GPU, slowly, for tests.
+    kv_block: Most keys of a tile, a power of two from 16 on; None: 64.
+    chip: Machine, as every kernel takes it; not used by this one.
+    interpret: Whether to run without a GPU, slowly, for tests.
   """
 
   kv_block: int | None = None
@@ -83,14 +83,14 @@ class DecodeGPU:
     check_positive(self, "kv_block")
 
   def tile(self, keys: ContiguousView) -> int:
-    """Keys of a tile; fewer than asked for where a shard has fewer."""
+    """Number of keys of a tile; at most the shard's."""
     length = keys.k.shape[3]
     return min(self.kv_block or _KEYS, 1 << (length.bit_length() - 1))
 
   def decline(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
-    """Why it does not serve this call, or None."""
+    """Return the reason not to serve this call, or None."""
     if not isinstance(keys, ContiguousView):
       return f"{type(keys).__name__}: it reads ContiguousView"
     if plgpu is None:
@@ -111,7 +111,7 @@ class DecodeGPU:
   def decode(
     self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> Partial:
-    """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
+    """Attention partial of q [B, K, G, T, H] over the keys of `context.k`."""
     declined.check(self, q, keys, args)
     context, slopes = args.context, args.terms.slopes
     b, kv, g, t, h = q.shape
@@ -121,30 +121,32 @@ class DecodeGPU:
     at = tiled(context.k, run * kb)
     kinds = tile_kinds(context.mask, context.q, at, t, run * kb)
     lists = tile_lists(kinds, masked=False)
-    rows = min(_ROWS, _wide(g * t))
-    many = -(-g * t // rows)
+    rows = min(_ROWS, _padded_side(g * t))
+    num_blocks = -(-g * t // rows)
     row_at = tile_ops.by_row(context.q, q.shape)
     shared = keys.v is keys.k
     if slopes is not None:
-      slopes = pad_axis(tile_ops.slopes_by_row(slopes, t), 1, many * rows)
+      slopes = pad_axis(tile_ops.slopes_by_row(slopes, t), 1, num_blocks * rows)
     leaves, mask = jax.tree.flatten(context.mask)
     operands = [
       jnp.asarray(keys.layer, jnp.int32).reshape(1),
       *(x.reshape(-1) for x in lists),
       *(jnp.asarray(a, jnp.int32).reshape(-1) for a in leaves),
-      pad_axis(q.reshape(b, kv, g * t, h), 2, many * rows),
-      *(pad_axis(c, 1, many * rows) for c in row_at),
+      pad_axis(q.reshape(b, kv, g * t, h), 2, num_blocks * rows),
+      *(pad_axis(c, 1, num_blocks * rows) for c in row_at),
       *[jnp.broadcast_to(c, (b, c.shape[1])) for c in at],
       *([] if slopes is None else [slopes]),
       keys.k,
       *([] if shared else [keys.v]),
     ]
-    splits = max(1, min(kinds.shape[1] * run, _PROGRAMS // (b * kv * many)))
-    like = (q, keys, args.terms, context)
-    out_type = lambda *last: collectives.out_type(
-      (b, kv, splits, many * rows, *last), jnp.float32, like
+    splits = max(
+      1, min(kinds.shape[1] * run, _PROGRAMS // (b * kv * num_blocks))
     )
-    found = pl.pallas_call(
+    operands_like = (q, keys, args.terms, context)
+    out_type = lambda *last: collectives.out_type(
+      (b, kv, splits, num_blocks * rows, *last), jnp.float32, operands_like
+    )
+    partials = pl.pallas_call(
       functools.partial(
         _kernel,
         args.scores,
@@ -153,45 +155,47 @@ class DecodeGPU:
         shared,
         slopes is not None,
       ),
-      grid=(b * kv, many, splits),
-      out_shape=[out_type(_wide(j)), out_type(), out_type()],
+      grid=(b * kv, num_blocks, splits),
+      out_shape=[out_type(_padded_side(j)), out_type(), out_type()],
       compiler_params=plgpu.CompilerParams(
         num_warps=4 if rows <= 32 else 8, num_stages=3
       ),
       interpret=self.interpret,
       name="ringjax_decode",
     )(*operands)
-    whole = _merged(Partial(*found))
-    back = lambda x: x[:, :, : g * t].reshape(b, kv, g, t, *x.shape[3:])
-    return Partial(back(whole.acc[..., :j]), back(whole.m), back(whole.l))
+    merged = _merge_splits(Partial(*partials))
+    unflatten = lambda x: x[:, :, : g * t].reshape(b, kv, g, t, *x.shape[3:])
+    return Partial(
+      unflatten(merged.acc[..., :j]), unflatten(merged.m), unflatten(merged.l)
+    )
 
 
 def _is_power(n: int) -> bool:
   return n >= _LEAST and n & (n - 1) == 0
 
 
-def _wide(n: int) -> int:
-  """The power of two in which so many numbers have place, or products."""
+def _padded_side(n: int) -> int:
+  """Round `n` up to a power of two that is a legal side of a product."""
   return pl.next_power_of_2(max(_LEAST, n))
 
 
-def _read(ref: Ref, *place: Any) -> jax.Array:
-  """Rows [n, _wide(H)] of a ref [..., T, H]; zeros behind the H."""
+def _load_rows(ref: Ref, *place: Any) -> jax.Array:
+  """Load rows [n, _padded_side(H)] of a ref [..., T, H], padded with zeros."""
   h = ref.shape[-1]
-  if h == _wide(h):
+  if h == _padded_side(h):
     return plgpu.load(ref.at[(*place, slice(None))])
-  number = lax.broadcasted_iota(jnp.int32, (1, _wide(h)), 1)
+  column = lax.broadcasted_iota(jnp.int32, (1, _padded_side(h)), 1)
   *outer, rows = place
   row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
   return plgpu.load(
-    ref.at[(*outer, row, number)],
-    mask=jnp.broadcast_to(number < h, (rows.size, _wide(h))),
+    ref.at[(*outer, row, column)],
+    mask=jnp.broadcast_to(column < h, (rows.size, _padded_side(h))),
     other=0.0,
   )
 
 
-def _merged(parts: Partial) -> Partial:
-  """One partial of those of all splits, which are axis 2."""
+def _merge_splits(parts: Partial) -> Partial:
+  """Merge the partials of all splits, which are axis 2."""
   m = jnp.max(parts.m, 2)
   weight = jnp.exp(parts.m - finite_max(m)[:, :, None])
   return Partial(
@@ -210,52 +214,60 @@ def _kernel(
   kv, rows, splits, kb, run = sizes
   layer_ref, *lists = refs[:5]
   leaves, refs = refs[5 : 5 + mask.num_leaves], refs[5 + mask.num_leaves :]
-  q_ref, row_pos, row_seg, k_pos, k_seg, *more = refs
-  slope_ref = more.pop(0) if sloped else None
-  k_ref = more.pop(0)
-  v_ref = k_ref if shared else more.pop(0)
-  acc_out, m_out, l_out = more
+  q_ref, row_pos, row_seg, k_pos, k_seg, *remaining = refs
+  slope_ref = remaining.pop(0) if sloped else None
+  k_ref = remaining.pop(0)
+  v_ref = k_ref if shared else remaining.pop(0)
+  acc_out, m_out, l_out = remaining
   example, head = pl.program_id(0) // kv, pl.program_id(0) % kv
-  mine = pl.ds(pl.program_id(1) * rows, rows)
+  row_slice = pl.ds(pl.program_id(1) * rows, rows)
   split = pl.program_id(2)
   layer, length = layer_ref[0], k_ref.shape[3]
 
-  q = _read(q_ref, example, head, mine)
+  q = _load_rows(q_ref, example, head, row_slice)
   at_q = Coords(
-    row_pos[example, mine][:, None], row_seg[example, mine][:, None]
+    row_pos[example, row_slice][:, None], row_seg[example, row_slice][:, None]
   )
-  slopes = None if slope_ref is None else slope_ref[head, mine][:, None]
-  of_example = lambda ref: ref[0 if ref.shape[0] == 1 else example]
-  seen = jax.tree.unflatten(mask, [of_example(ref) for ref in leaves])
+  slopes = None if slope_ref is None else slope_ref[head, row_slice][:, None]
+  leaf_of_example = lambda ref: ref[0 if ref.shape[0] == 1 else example]
+  example_mask = jax.tree.unflatten(
+    mask, [leaf_of_example(ref) for ref in leaves]
+  )
 
   def step(masked: bool, columns: Ref, i: Index, carry: PyTree) -> PyTree:
-    acc, old, total = carry
+    acc, old_m, total = carry
     first, inside = columns[i // run] * (run * kb), i % run * kb
-    # The last entry ends with the last key; coordinates say which of its keys
+    # The last entry ends with the last key; its coordinates mask the keys that
     # it shares with the one before (`tiled`).
-    these = pl.ds(jnp.minimum(first, length - run * kb) + inside, kb)
+    key_slice = pl.ds(jnp.minimum(first, length - run * kb) + inside, kb)
     places = pl.ds(first + inside, kb)
-    k = _read(k_ref, layer, example, head, these).astype(q.dtype)
+    k = _load_rows(k_ref, layer, example, head, key_slice).astype(q.dtype)
     v = k
     if not shared:
-      v = _read(v_ref, layer, example, head, these).astype(q.dtype)
+      v = _load_rows(v_ref, layer, example, head, key_slice).astype(q.dtype)
     at_k = Coords(k_pos[example, places][None], k_seg[example, places][None])
-    far = lambda: distance(at_q.pos, at_k.pos)
-    s, c = tile_ops.power(scores, tile_ops.dot(q, k, tile_ops.NT), slopes, far)
+    distances = lambda: distance(at_q.pos, at_k.pos)
+    s, c = tile_ops.power(
+      scores, tile_ops.dot(q, k, tile_ops.NT), slopes, distances
+    )
     if masked:
-      bad = ~tile_ops.finite(v)
-      odd = jnp.where(jnp.max(bad.astype(jnp.float32), 1) > 0, jnp.nan, 0.0)
-      v = jnp.where(bad, jnp.zeros_like(v), v)
-      s = jnp.where(visible(seen, at_q, at_k), s + odd[None], -jnp.inf)
-    m = jnp.maximum(old, jnp.max(s, 1) * c)
+      nonfinite = ~tile_ops.finite(v)
+      nan_flags = jnp.where(
+        jnp.max(nonfinite.astype(jnp.float32), 1) > 0, jnp.nan, 0.0
+      )
+      v = jnp.where(nonfinite, jnp.zeros_like(v), v)
+      s = jnp.where(
+        visible(example_mask, at_q, at_k), s + nan_flags[None], -jnp.inf
+      )
+    m = jnp.maximum(old_m, jnp.max(s, 1) * c)
     safe = finite_max(m)
     p = jnp.exp2(s * c - safe[:, None])
-    weight = jnp.exp2(old - safe)
+    weight = jnp.exp2(old_m - safe)
     sums = tile_ops.dot(p.astype(v.dtype), v, tile_ops.NN)
     return acc * weight[:, None] + sums, m, total * weight + jnp.sum(p, 1)
 
   carry = (
-    jnp.zeros((rows, _wide(v_ref.shape[-1])), jnp.float32),
+    jnp.zeros((rows, _padded_side(v_ref.shape[-1])), jnp.float32),
     jnp.full((rows,), -jnp.inf, jnp.float32),
     jnp.zeros((rows,), jnp.float32),
   )
@@ -265,15 +277,15 @@ def _kernel(
     (True, masked, masked_count),
   ):
     steps = count[0] * run
-    each = (steps + splits - 1) // splits
-    first = split * each
+    steps_per_split = (steps + splits - 1) // splits
+    first = split * steps_per_split
     carry = lax.fori_loop(
       first,
-      jnp.minimum(first + each, steps),
+      jnp.minimum(first + steps_per_split, steps),
       functools.partial(step, has_mask, columns),
       carry,
     )
   acc, m, total = carry
-  acc_out[example, head, split, mine, :] = acc
-  m_out[example, head, split, mine] = m * (1 / tile_ops.LOG2_E)
-  l_out[example, head, split, mine] = total
+  acc_out[example, head, split, row_slice, :] = acc
+  m_out[example, head, split, row_slice] = m * (1 / tile_ops.LOG2_E)
+  l_out[example, head, split, row_slice] = total

@@ -1,20 +1,20 @@
-"""A kernel for TPU by which a query of each row reads pages that rows share.
+"""Pallas TPU kernel for decode attention over pages that rows share.
 
 Guarantees: equals `pooled.decode_pool` wherever it serves (`decline` says
 where it does not), up to rounding; forward only. A tile is folded by the same
 instructions whether it is shared or not, in the order of slots.
 Cost: a shared tile is read once, and multiplied with the queries of all rows
-as one matrix; of the other tiles each row reads its own. Pages are read in
-place by their numbers, and those that a row lacks are not.
+as one matrix; each row reads its other tiles by itself. Pages are read in
+place by their indices, and only those that a row has.
 Memory: VMEM only: two tiles of pages, and the sums of all rows.
 Ref: Ye et al. 2024, ChunkAttention, arXiv 2402.15220; Kwon et al. 2023,
 PagedAttention, arXiv 2309.06180.
 
   shared tiles  grid [K / heads, tiles]         acc [heads, B G, J], m, l
-  own tiles     grid [K / heads, (row, tile)s]  acc [heads, G, J], m, l
+  row's tiles   grid [K / heads, (row, tile)s]  acc [heads, G, J], m, l
 
-The second kernel goes on with the sums of the first. Each page of a tile is
-an operand of its own, so that the pipeline loads all of them at once.
+The second kernel continues with the sums of the first. Each page of a tile is
+a separate operand, so that the pipeline loads all of them at once.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
 
-# Of a tile's keys and values, see `decode_tpu`.
+# Most bytes of a tile's keys and values, see `decode_tpu`.
 _TILE_BYTES = 2 << 20
 # Rows of a register of float32, and of one of bfloat16.
 _ROWS, _SUBLANES = 8, 16
-# Pages of a tile, each of which is an operand or two.
+# Most pages of a tile, each of which is an operand or two.
 _MOST_PAGES = 16
 
 
 class DecodePoolTPU(DecoderTPU):
-  """A Pallas kernel for TPU that reads pages which rows share.
+  """A Pallas kernel for TPU for decode attention over shared pages.
 
   Its tiles are those of the view's plan, of `pool_tile` slots unless
   `kv_block` says otherwise.
@@ -60,13 +60,16 @@ class DecodePoolTPU(DecoderTPU):
   def tile(
     self, q: Float[Array, "B K G T H"], keys: PooledView
   ) -> tuple[int, int]:
-    """(heads, slots) of a tile for queries [B, K, G, T, H]."""
+    """Choose (heads, slots) of a tile for queries [B, K, G, T, H]."""
     block = self.kv_block or pool_tile(keys.page, "tpu")
-    row, room = block * _slot_bytes(keys), tile_ops.core(self.chip).vmem_bytes
+    row, vmem_bytes = (
+      block * _slot_bytes(keys),
+      tile_ops.core(self.chip).vmem_bytes,
+    )
     heads = self.most_heads(
       q.shape[1],
       lambda n: (
-        n * row <= _TILE_BYTES and _vmem(q, keys, n, block) <= room // 2
+        n * row <= _TILE_BYTES and _vmem(q, keys, n, block) <= vmem_bytes // 2
       ),
     )
     return heads, block
@@ -74,7 +77,7 @@ class DecodePoolTPU(DecoderTPU):
   def decline(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
-    """Why it does not serve this call, or None."""
+    """Return the reason not to serve this call, or None."""
     if not isinstance(keys, PooledView):
       return f"{type(keys).__name__}: it reads PooledView"
     if keys.decoders is not None:
@@ -84,9 +87,9 @@ class DecodePoolTPU(DecoderTPU):
     if q.shape[3] != 1:
       return f"{q.shape[3]} queries a row: it reads for one"
     heads, block = self.tile(q, keys)
-    least = _SUBLANES if not self.interpret else 1
-    if block % keys.page or keys.page % least:
-      return f"pages of {keys.page} slots: no multiples of {least}"
+    page_multiple = _SUBLANES if not self.interpret else 1
+    if block % keys.page or keys.page % page_multiple:
+      return f"pages of {keys.page} slots: no multiples of {page_multiple}"
     if block // keys.page > _MOST_PAGES:
       return f"{block // keys.page} pages a tile: at most {_MOST_PAGES}"
     if keys.table.size * keys.page // block > tile_ops.MOST_STEPS:
@@ -108,29 +111,29 @@ class DecodePoolTPU(DecoderTPU):
   def decode(
     self, q: Float[Array, "B K G 1 H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
-    """The partial of queries [B, K, G, 1, H]; see `pooled.decode_pool`."""
+    """Attention partial of q [B, K, G, 1, H]; see `pooled.decode_pool`."""
     declined.check(self, q, keys, args)
     assert isinstance(keys, PooledView)
     call = _PoolCall.of(self, q, keys, args)
-    acc, m, total = call.own(q, call.common(q))
-    back = lambda x: x[:, :, : q.shape[2], None]
+    acc, m, total = call.fold_row_tiles(q, call.fold_shared_tiles(q))
+    unflatten = lambda x: x[:, :, : q.shape[2], None]
     m = m[..., 0] * (1 / tile_ops.LOG2_E)
-    return Partial(back(acc), back(m), back(total[..., 0]))
+    return Partial(unflatten(acc), unflatten(m), unflatten(total[..., 0]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _PoolCall:
-  """What both kernels of a call are made of.
+  """Operands that both kernels of a call have in common.
 
   Attributes:
-    kernel: the kernel.
-    keys: the view.
-    args: how it is scored.
-    heads: of a tile.
-    block: slots of a tile.
-    leaves: numbers of the mask, int32 [1] each.
-    table: int32 [B, tiles * pages of a tile], no number below 0.
-    at: int32 [B, tiles, 2, block], coordinates.
+    kernel: The kernel's options.
+    keys: View of the pages.
+    args: Score function and its arrays.
+    heads: Heads of a tile.
+    block: Slots of a tile.
+    leaves: Arrays of the mask, int32 [1] each.
+    table: Page indices, int32 [B, tiles * pages of a tile], none below 0.
+    at: Coordinates of the slots, int32 [B, tiles, 2, block].
   """
 
   kernel: DecodePoolTPU
@@ -153,11 +156,13 @@ class _PoolCall:
     heads, block = kernel.tile(q, keys)
     b, slots = q.shape[0], keys.shape[2]
     columns = -(-slots // block)
-    wide = [jnp.broadcast_to(x, (b, slots)) for x in args.context.k]
+    broadcast = [jnp.broadcast_to(x, (b, slots)) for x in args.context.k]
     at = [
-      pad_axis(x, 1, columns * block).reshape(b, columns, block) for x in wide
+      pad_axis(x, 1, columns * block).reshape(b, columns, block)
+      for x in broadcast
     ]
-    # Pages that are missing are one page: it is not read again at each step.
+    # Missing pages all become page 0, which is then not read again at each
+    # step.
     table = jnp.maximum(keys.table, 0)
     return cls(
       kernel,
@@ -174,29 +179,29 @@ class _PoolCall:
     )
 
   @property
-  def each(self) -> int:
-    """Pages of a tile."""
+  def pages_per_tile(self) -> int:
+    """Number of pages of a tile."""
     return self.block // self.keys.page
 
   @property
   def arrays(self) -> list[Any]:
-    """Of keys and of values; one where values are keys."""
+    """Arrays of keys and of values; one array if they are the same."""
     keys = self.keys
     return [keys.k] if keys.v is keys.k else [keys.k, keys.v]
 
   def pages(self) -> tuple[list[Any], list[Any]]:
-    """(BlockSpecs, arrays) of a tile's pages, whose numbers come first."""
+    """Return (BlockSpecs, arrays) of a tile's pages, indexed by scalars."""
 
     def spec(n: int, width: int) -> pl.BlockSpec:
-      where = lambda ki, i, layer, pages, *_: (
-        layer[0], pages[i * self.each + n], ki, 0, 0,
+      page_index = lambda ki, i, layer, pages, *_: (
+        layer[0], pages[i * self.pages_per_tile + n], ki, 0, 0,
       )  # fmt: skip
-      return pl.BlockSpec((1, 1, self.heads, self.keys.page, width), where)
+      return pl.BlockSpec((1, 1, self.heads, self.keys.page, width), page_index)
 
     specs, arrays = [], []
     for x in self.arrays:
-      specs += [spec(n, x.shape[4]) for n in range(self.each)]
-      arrays += [x] * self.each
+      specs += [spec(n, x.shape[4]) for n in range(self.pages_per_tile)]
+      arrays += [x] * self.pages_per_tile
     return specs, arrays
 
   def out_type(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -215,48 +220,48 @@ class _PoolCall:
   @property
   def static(self) -> tuple[Any, ...]:
     structure = jax.tree.structure(self.args.context.mask)
-    both = len(self.arrays) == 2
-    return self.args.scores, structure, self.each, both
+    separate_values = len(self.arrays) == 2
+    return self.args.scores, structure, self.pages_per_tile, separate_values
 
-  def common(self, q: Float[Array, "B K G 1 H"]) -> tuple[Any, ...]:
-    """Sums [B, K, G up to 8, ...] of the shared tiles."""
+  def fold_shared_tiles(self, q: Float[Array, "B K G 1 H"]) -> tuple[Any, ...]:
+    """Sums of the shared tiles, [B, K, G up to 8, ...]."""
     plan, (b, kv, g, _, h) = self.keys.shared, q.shape
     assert plan is not None
     j = self.keys.shape[4]
-    rows = _up(b * g, _SUBLANES)
+    rows = _round_up(b * g, _SUBLANES)
     flat = jnp.swapaxes(q[:, :, :, 0], 0, 1).reshape(kv, b * g, h)
     flat = pad_axis(flat, 1, rows)
     by_query = lambda x: jnp.repeat(x, g, 0)
-    q_at = jnp.stack([by_query(_last(x, b)) for x in self.args.context.q], 1)
-    row, which, count = plan.row[0], plan.tile[0], plan.count[0]
+    q_at = jnp.stack([by_query(_per_row(x, b)) for x in self.args.context.q], 1)
+    row, tile, count = plan.row[0], plan.tile[0], plan.count[0]
     n = row.shape[0]
-    each = jnp.arange(self.each, dtype=jnp.int32)[None]
-    numbers = which[:, None] * self.each + each
+    offsets = jnp.arange(self.pages_per_tile, dtype=jnp.int32)[None]
+    numbers = tile[:, None] * self.pages_per_tile + offsets
     pages = self.table[row[:, None], numbers].reshape(-1)
-    # Which rows a tile is for: a lane of each query's register.
+    # The rows that a tile is for: a lane of each query's register per tile.
     cover = by_query(jnp.swapaxes(plan.cover[0], 0, 1).astype(jnp.int32))
     cover = pad_axis(pad_axis(cover, 0, rows), 1, tile_ops.lanes(n))
     layer = jnp.asarray(self.keys.layer, jnp.int32).reshape(1)
-    scalars = (layer, pages, row, which, count.reshape(1), *self.leaves)
+    scalars = (layer, pages, row, tile, count.reshape(1), *self.leaves)
     specs, arrays = self.pages()
-    of_heads = lambda ki, i, *_: (ki, 0, 0)
-    whole = lambda ki, i, *_: (0, 0)
-    at = lambda ki, i, layer, pages, row, which, *_: (row[i], which[i], 0, 0)
+    heads_block = lambda ki, i, *_: (ki, 0, 0)
+    all_rows = lambda ki, i, *_: (0, 0)
+    at = lambda ki, i, layer, pages, row, tile, *_: (row[i], tile[i], 0, 0)
     sizes = (j, tile_ops.LANES, tile_ops.LANES)
-    found = pl.pallas_call(
-      functools.partial(_common_kernel, *self.static),
+    sums = pl.pallas_call(
+      functools.partial(_shared_kernel, *self.static),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(scalars),
         grid=(kv // self.heads, jnp.maximum(count, 1)),
         in_specs=[
-          pl.BlockSpec((self.heads, rows, h), of_heads),
-          pl.BlockSpec((rows, 2), whole),
-          pl.BlockSpec(cover.shape, whole),
+          pl.BlockSpec((self.heads, rows, h), heads_block),
+          pl.BlockSpec((rows, 2), all_rows),
+          pl.BlockSpec(cover.shape, all_rows),
           pl.BlockSpec((1, 1, 2, self.block), at),
           *specs,
         ],
         out_specs=[
-          pl.BlockSpec((self.heads, rows, n), of_heads) for n in sizes
+          pl.BlockSpec((self.heads, rows, n), heads_block) for n in sizes
         ],
       ),
       out_shape=[self.out_type(kv, rows, n) for n in sizes],
@@ -270,48 +275,48 @@ class _PoolCall:
 
     def by_row(x: jax.Array) -> jax.Array:
       x = x[:, : b * g].reshape(kv, b, g, -1)
-      return pad_axis(jnp.swapaxes(x, 0, 1), 2, _up(g, _ROWS))
+      return pad_axis(jnp.swapaxes(x, 0, 1), 2, _round_up(g, _ROWS))
 
-    return tuple(map(by_row, found))
+    return tuple(map(by_row, sums))
 
-  def own(
+  def fold_row_tiles(
     self, q: Float[Array, "B K G 1 H"], carry: tuple[Any, ...]
   ) -> tuple[Any, ...]:
-    """The sums after each row's own tiles."""
+    """Fold each row's tiles that are not shared into the sums."""
     plan, (b, kv) = self.keys.shared, q.shape[:2]
     assert plan is not None
     columns, rows = self.at.shape[1], carry[0].shape[2]
-    # Which tiles each row sees something in.
+    # The tiles in which each row sees a slot.
     context = self.args.context
-    q_at = Coords(*(_last(x, b)[:, None] for x in context.q))
+    q_at = Coords(*(_per_row(x, b)[:, None] for x in context.q))
     k_at = Coords(*(self.at[:, :, n].reshape(b, -1) for n in (0, 1)))
-    seen = visible(context.mask, q_at, k_at)
-    some = jnp.any(seen.reshape(b, columns, self.block), 2)
-    number = jnp.arange(columns, dtype=jnp.int32)[None]
-    some = some & (number >= plan.done[0][:, None])
-    steps = tile_ops.TileSteps.of(some.astype(jnp.int8))
+    visible_slots = visible(context.mask, q_at, k_at)
+    needed = jnp.any(visible_slots.reshape(b, columns, self.block), 2)
+    tile_index = jnp.arange(columns, dtype=jnp.int32)[None]
+    needed = needed & (tile_index >= plan.done[0][:, None])
+    steps = tile_ops.TileSteps.of(needed.astype(jnp.int8))
     words = steps.words
     row, column = tile_ops.row_of(words), tile_ops.column_of(words)
-    each = jnp.arange(self.each, dtype=jnp.int32)[None]
-    numbers = column[:, None] * self.each + each
+    offsets = jnp.arange(self.pages_per_tile, dtype=jnp.int32)[None]
+    numbers = column[:, None] * self.pages_per_tile + offsets
     pages = self.table[row[:, None], numbers].reshape(-1)
     layer = jnp.asarray(self.keys.layer, jnp.int32).reshape(1)
     scalars = (layer, pages, words, *self.leaves)
     specs, arrays = self.pages()
-    of_row = lambda ki, i, layer, pages, words, *_: (
+    row_block = lambda ki, i, layer, pages, words, *_: (
       tile_ops.row_of(words[i]), ki, 0, 0,
     )  # fmt: skip
     at = lambda ki, i, layer, pages, words, *_: (
       tile_ops.row_of(words[i]), tile_ops.column_of(words[i]), 0, 0,
     )  # fmt: skip
-    spec = lambda x: pl.BlockSpec((1, self.heads, *x.shape[2:]), of_row)
+    spec = lambda x: pl.BlockSpec((1, self.heads, *x.shape[2:]), row_block)
     operand = pad_axis(q[:, :, :, 0], 2, rows)
     first = len(scalars)
-    # All queries of a row are at one place: numbers of scalar memory.
-    pos, seg = (_last(x, b) for x in context.q)
+    # All queries of a row have one position: scalars.
+    pos, seg = (_per_row(x, b) for x in context.q)
     return tuple(
       pl.pallas_call(
-        functools.partial(_own_kernel, *self.static),
+        functools.partial(_row_kernel, *self.static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=first + 2,
           grid=(kv // self.heads, steps.count),
@@ -324,7 +329,7 @@ class _PoolCall:
           out_specs=[*map(spec, carry)],
         ),
         out_shape=[self.out_type(*x.shape) for x in carry],
-        # Rows without tiles of their own keep their sums.
+        # Rows with shared tiles only keep their sums.
         input_output_aliases={first + 4 + n: n for n in range(3)},
         compiler_params=self.params(q),
         cost_estimate=self.cost(q, b * columns),
@@ -334,62 +339,68 @@ class _PoolCall:
     )
 
 
-def _last(x: Int[Array, "b 1"], rows: int) -> Int[Array, " B"]:
+def _per_row(x: Int[Array, "b 1"], rows: int) -> Int[Array, " B"]:
   return jnp.broadcast_to(x[:, 0], (rows,))
 
 
-def _up(n: int, many: int) -> int:
-  return -(-n // many) * many
+def _round_up(n: int, multiple: int) -> int:
+  return -(-n // multiple) * multiple
 
 
 def _slot_bytes(keys: PooledView) -> int:
-  """Of a key and its value of one head in VMEM, whose lanes are whole."""
-  both = {id(x): x for x in (keys.k, keys.v)}.values()
-  return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
+  """Bytes in VMEM of a head's key and value, padded to whole lanes."""
+  arrays = {id(x): x for x in (keys.k, keys.v)}.values()
+  return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in arrays)
 
 
 def _vmem(q: jax.Array, keys: PooledView, heads: int, block: int) -> int:
-  """Bytes of vector memory that a step of shared tiles takes, about."""
-  rows = _up(q.shape[0] * q.shape[2], _SUBLANES)
+  """Approximate bytes of vector memory that a step of shared tiles takes."""
+  rows = _round_up(q.shape[0] * q.shape[2], _SUBLANES)
   h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
-  # What comes and goes has two places, one for the next step.
-  moved = heads * block * _slot_bytes(keys)
-  moved += 4 * heads * rows * (h + j + 2 * tile_ops.LANES)
+  # Inputs and outputs are double-buffered for the next step.
+  in_flight = heads * block * _slot_bytes(keys)
+  in_flight += 4 * heads * rows * (h + j + 2 * tile_ops.LANES)
   gathered = 2 * block * _slot_bytes(keys)
-  return 2 * moved + gathered + 4 * 4 * rows * block
+  return 2 * in_flight + gathered + 4 * 4 * rows * block
 
 
 def _fold(
   scores: Scores,
   q_ref: Ref,
   pages: Sequence[Any],
-  each: int,
-  both: bool,
+  pages_per_tile: int,
+  separate_values: bool,
   sums: tuple[Any, ...],
   allowed: Bool[Array, "n s"],
 ) -> None:
-  """Folds a tile into sums, references [heads, n, ...]."""
+  """Fold a tile into the sums, references [heads, n, ...]."""
   acc_ref, m_ref, l_ref = sums
-  of_k, of_v = pages[:each], pages[each:] if both else pages[:each]
+  k_pages, v_pages = (
+    pages[:pages_per_tile],
+    pages[pages_per_tile:] if separate_values else pages[:pages_per_tile],
+  )
   for head in range(acc_ref.shape[0]):
     q = q_ref[head]
-    whole = lambda refs, head=head: jnp.concatenate(
+    join_pages = lambda refs, head=head: jnp.concatenate(
       [ref[0, 0, head] for ref in refs], 0
     )
-    k, v = whole(of_k).astype(q.dtype), whole(of_v).astype(q.dtype)
+    k, v = (
+      join_pages(k_pages).astype(q.dtype),
+      join_pages(v_pages).astype(q.dtype),
+    )
     dot = tile_ops.dot(q, k, tile_ops.NT)
     s, c = tile_ops.power(scores, dot, None, _undefined)
-    v, odd = tile_ops.cleaned(v)
-    s = jnp.where(allowed, s + odd, -jnp.inf)
-    old = m_ref[head, :, 0:1]
-    m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
+    v, nan_flags = tile_ops.cleaned(v)
+    s = jnp.where(allowed, s + nan_flags, -jnp.inf)
+    old_m = m_ref[head, :, 0:1]
+    m = jnp.maximum(old_m, jnp.max(s, axis=1, keepdims=True) * c)
     safe = finite_max(m)
     p = jnp.exp2(s * c - safe)
-    weight = jnp.exp2(old - safe)
+    weight = jnp.exp2(old_m - safe)
     total = jnp.sum(p, axis=1, keepdims=True)
-    wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
-    l_ref[head] = wide(l_ref[head, :, 0:1] * weight + total)
-    m_ref[head] = wide(m)
+    all_lanes = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
+    l_ref[head] = all_lanes(l_ref[head, :, 0:1] * weight + total)
+    m_ref[head] = all_lanes(m)
     product = tile_ops.dot(p.astype(v.dtype), v, tile_ops.NN)
     acc_ref[head] = acc_ref[head] * weight + product
 
@@ -402,8 +413,12 @@ def _mask(structure: PyTree, leaves: Sequence[Any]) -> Mask:
   return jax.tree.unflatten(structure, [ref[0] for ref in leaves])
 
 
-def _common_kernel(
-  scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
+def _shared_kernel(
+  scores: Scores,
+  structure: PyTree,
+  pages_per_tile: int,
+  separate_values: bool,
+  *refs: Any,
 ) -> None:
   first = 5 + structure.num_leaves
   count, leaves = refs[4], refs[5:first]
@@ -419,22 +434,26 @@ def _common_kernel(
   @pl.when(i < count[0])
   def _() -> None:
     lane = lax.broadcasted_iota(jnp.int32, cover.shape, 1)
-    mine = jnp.where(lane == i, cover[...], 0)
-    mine = jnp.sum(mine.astype(jnp.float32), axis=1, keepdims=True) > 0
+    covered = jnp.where(lane == i, cover[...], 0)
+    covered = jnp.sum(covered.astype(jnp.float32), axis=1, keepdims=True) > 0
     rows = Coords(q_at[:, 0:1], q_at[:, 1:2])
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
-    allowed = visible(_mask(structure, leaves), rows, columns) & mine
-    _fold(scores, q_ref, pages, each, both, sums, allowed)
+    allowed = visible(_mask(structure, leaves), rows, columns) & covered
+    _fold(scores, q_ref, pages, pages_per_tile, separate_values, sums, allowed)
 
 
-def _own_kernel(
-  scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
+def _row_kernel(
+  scores: Scores,
+  structure: PyTree,
+  pages_per_tile: int,
+  separate_values: bool,
+  *refs: Any,
 ) -> None:
   first = 5 + structure.num_leaves
   words, leaves = refs[2], refs[3 : first - 2]
   pos, seg = refs[first - 2 : first]
-  q_ref, k_at, *more = refs[first:-3]
-  carry, pages, sums = more[:3], more[3:], refs[-3:]
+  q_ref, k_at, *remaining = refs[first:-3]
+  carry, pages, sums = remaining[:3], remaining[3:], refs[-3:]
   word = words[pl.program_id(1)]
 
   @pl.when(word & tile_ops.FIRST != 0)
@@ -444,9 +463,19 @@ def _own_kernel(
 
   @pl.when(word & tile_ops.MASKED != 0)
   def _() -> None:
-    row, many = tile_ops.row_of(word), (q_ref.shape[2], 1)
-    rows = Coords(jnp.full(many, pos[row]), jnp.full(many, seg[row]))
+    row, column_shape = tile_ops.row_of(word), (q_ref.shape[2], 1)
+    rows = Coords(
+      jnp.full(column_shape, pos[row]), jnp.full(column_shape, seg[row])
+    )
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
     allowed = visible(_mask(structure, leaves), rows, columns)
-    own = tuple(ref.at[0] for ref in sums)
-    _fold(scores, q_ref.at[0], pages, each, both, own, allowed)
+    row_sums = tuple(ref.at[0] for ref in sums)
+    _fold(
+      scores,
+      q_ref.at[0],
+      pages,
+      pages_per_tile,
+      separate_values,
+      row_sums,
+      allowed,
+    )

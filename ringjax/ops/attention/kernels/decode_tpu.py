@@ -1,4 +1,4 @@
-"""A kernel for TPU by which a few queries read the keys of a cache.
+"""Pallas TPU kernel for decode attention over the keys of a cache.
 
 Guarantees: equals `views.decode_attention` wherever it serves (`decline` says
 where it does not); forward only.
@@ -9,7 +9,7 @@ Memory: VMEM only: two tiles of keys and values.
 Ref: Dao et al. 2023, Flash-Decoding (the keys' shards are its splits).
 
 XLA's loops compute a tile in a dozen operations, each of which costs about as
-much as reading the tile (see the README beside).
+much as reading the tile (see the README next to this file).
 
   grid [B, K / heads, steps]    acc [heads, rows, J], m, l of a group of heads
 
@@ -36,8 +36,8 @@ from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
 
-# Of a tile's keys and values: enough that a step's fixed cost is small beside
-# reading it, and two of them are a small part of VMEM.
+# Most bytes of a tile's keys and values: so many that a step's fixed cost is
+# small next to reading them, and two tiles are a small part of VMEM.
 _TILE_BYTES = 2 << 20
 _MOST = 2048
 # Rows of a register of bfloat16.
@@ -45,32 +45,32 @@ _SUBLANES = 16
 
 
 class DecodeTPU(DecoderTPU):
-  """A Pallas kernel for TPU that reads the keys of a cache."""
+  """A Pallas kernel for TPU for decode attention over the keys of a cache."""
 
   def tile(
     self, q: Float[Array, "B K G T H"], keys: ContiguousView
   ) -> tuple[int, int]:
-    """(heads, keys) of a tile for queries [B, K, G, T, H]."""
+    """Choose (heads, keys) of a tile for queries [B, K, G, T, H]."""
     return self.tile_of(
       q, keys.k.shape[3], _row_bytes(keys), _TILE_BYTES, _MOST
     )
 
   def _vmem(self, q: jax.Array, keys: ContiguousView) -> int:
-    """Bytes of vector memory that a step takes, about."""
+    """Approximate bytes of vector memory that a step takes."""
     heads, kb = self.tile(q, keys)
     rows = _rows(q)
     h, j = tile_ops.lanes(q.shape[4]), tile_ops.lanes(keys.v.shape[4])
     stats = 2 * tile_ops.LANES
-    # What comes and goes has two places, one for the next step.
-    moved = 2 * heads * (kb * _row_bytes(keys) + 4 * rows * (h + j + stats))
-    kept = 4 * heads * rows * (j + stats)
+    # Inputs and outputs are double-buffered for the next step.
+    in_flight = 2 * heads * (kb * _row_bytes(keys) + 4 * rows * (h + j + stats))
+    scratch = 4 * heads * rows * (j + stats)
     scores = 4 * 4 * rows * kb
-    return moved + kept + scores
+    return in_flight + scratch + scores
 
   def decline(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
-    """Why it does not serve this call, or None."""
+    """Return the reason not to serve this call, or None."""
     if not isinstance(keys, ContiguousView):
       return f"{type(keys).__name__}: it reads ContiguousView"
     _, kb = self.tile(q, keys)
@@ -87,10 +87,10 @@ class DecodeTPU(DecoderTPU):
   def decode(
     self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> Partial:
-    """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
+    """Attention partial of q [B, K, G, T, H] over the keys of `context.k`."""
     declined.check(self, q, keys, args)
     context, slopes = args.context, args.terms.slopes
-    # Zeros behind the numbers of keys and values are read along.
+    # Keys and values may be padded with zeros, which are read as well.
     q = pad_axis(q, 4, keys.k.shape[4])
     b, kv, g, t, h = q.shape
     length, j = keys.v.shape[3:]
@@ -100,11 +100,13 @@ class DecodeTPU(DecoderTPU):
     kinds = tile_kinds(context.mask, context.q, at, t, kb)
     steps = tile_ops.TileSteps.of(kinds)
     rows = _rows(q)
-    flat = lambda x, *last: pad_axis(x.reshape(b, kv, g * t, *last), 2, rows)
+    flatten_rows = lambda x, *last: pad_axis(
+      x.reshape(b, kv, g * t, *last), 2, rows
+    )
     row_at = jnp.stack(tile_ops.by_row(context.q, q.shape), 2)
     shared = keys.v is keys.k
     operands = [
-      flat(q, h),
+      flatten_rows(q, h),
       pad_axis(row_at, 1, rows),
       tile_ops.pair(at, b),
       *(
@@ -123,12 +125,12 @@ class DecodeTPU(DecoderTPU):
     # All queries are one row of tiles.
     row = lambda i, words: tile_ops.row_of(words[i])
     column = lambda i, words: tile_ops.column_of(words[i])
-    of_rows = lambda bi, ki, i, layer, words, *_: (bi, ki, row(i, words), 0)
-    of_keys = lambda bi, ki, i, layer, words, *_: (
+    rows_block = lambda bi, ki, i, layer, words, *_: (bi, ki, row(i, words), 0)
+    keys_block = lambda bi, ki, i, layer, words, *_: (
       layer[0], bi, ki, column(i, words), 0,
     )  # fmt: skip
     in_specs = [
-      pl.BlockSpec((1, heads, rows, h), of_rows),
+      pl.BlockSpec((1, heads, rows, h), rows_block),
       pl.BlockSpec(
         (1, rows, 2),
         lambda bi, ki, i, layer, words, *_: (bi, row(i, words), 0),
@@ -146,7 +148,7 @@ class DecodeTPU(DecoderTPU):
         )
       )
     in_specs += [
-      pl.BlockSpec((1, 1, heads, kb, n), of_keys)
+      pl.BlockSpec((1, 1, heads, kb, n), keys_block)
       for n in ((h,) if shared else (h, j))
     ]
     out_type = lambda n: collectives.out_type(
@@ -166,7 +168,7 @@ class DecodeTPU(DecoderTPU):
         grid=(b, kv // heads, steps.count),
         in_specs=in_specs,
         out_specs=[
-          pl.BlockSpec((1, heads, rows, n), of_rows) for n in (j, 1, 1)
+          pl.BlockSpec((1, heads, rows, n), rows_block) for n in (j, 1, 1)
         ],
         scratch_shapes=[
           pltpu.VMEM((heads, rows, j), jnp.float32),
@@ -182,8 +184,10 @@ class DecodeTPU(DecoderTPU):
       interpret=self.interpret,
       name="ringjax_decode",
     )(layer, *leaves, *operands)
-    back = lambda x, *last: x[:, :, : g * t].reshape(b, kv, g, t, *last)
-    return Partial(back(acc, j)[..., : keys.shape[4]], back(m), back(l))
+    unflatten = lambda x, *last: x[:, :, : g * t].reshape(b, kv, g, t, *last)
+    return Partial(
+      unflatten(acc, j)[..., : keys.shape[4]], unflatten(m), unflatten(l)
+    )
 
   def _cost(
     self, q: jax.Array, keys: ContiguousView, shared: bool
@@ -196,14 +200,14 @@ class DecodeTPU(DecoderTPU):
 
 
 def _rows(q: jax.Array) -> int:
-  """Of a tile: the queries of a group's heads, whole registers of them."""
+  """Rows of a tile: the queries of a group's heads, in whole registers."""
   return -(-q.shape[2] * q.shape[3] // _SUBLANES) * _SUBLANES
 
 
 def _row_bytes(keys: ContiguousView) -> int:
-  """Of a key and its value of one head in VMEM, whose lanes are whole."""
-  both = {id(x): x for x in (keys.k, keys.v)}.values()
-  return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
+  """Bytes in VMEM of a head's key and value, padded to whole lanes."""
+  arrays = {id(x): x for x in (keys.k, keys.v)}.values()
+  return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in arrays)
 
 
 def _kernel(
@@ -216,11 +220,11 @@ def _kernel(
 ) -> None:
   count = 1 + structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[1:count])
-  q_ref, q_at, k_at, *more = refs[count:]
-  slope_ref = more.pop(0) if sloped else None
-  k_ref = more.pop(0)
-  v_ref = k_ref if shared else more.pop(0)
-  acc_out, m_out, l_out, acc, m_ref, l_ref = more
+  q_ref, q_at, k_at, *remaining = refs[count:]
+  slope_ref = remaining.pop(0) if sloped else None
+  k_ref = remaining.pop(0)
+  v_ref = k_ref if shared else remaining.pop(0)
+  acc_out, m_out, l_out, acc, m_ref, l_ref = remaining
   b, i = pl.program_id(0), pl.program_id(2)
   word = scalars.words[i]
   heads = k_ref.shape[2]
@@ -236,35 +240,35 @@ def _kernel(
     columns = Coords(k_at[0, 0:1, :], k_at[0, 1:2, :])
     allowed: Any = None
     if masked:
-      of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
-      leaves = [of_example(ref) for ref in scalars.leaves]
+      leaf_of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
+      leaves = [leaf_of_example(ref) for ref in scalars.leaves]
       allowed = visible(jax.tree.unflatten(mask, leaves), rows, columns)
-    far: Any = None
+    distances: Any = None
     if slope_ref is not None:
-      far = distance(rows.pos, columns.pos)
+      distances = distance(rows.pos, columns.pos)
     for head in range(heads):
       q = q_ref[0, head]
       k, v = (ref[0, 0, head].astype(q.dtype) for ref in (k_ref, v_ref))
       slope = None if slope_ref is None else slope_ref[head]
       dot = tile_ops.dot(q, k, tile_ops.NT)
-      s, c = tile_ops.power(scores, dot, slope, lambda: far)
+      s, c = tile_ops.power(scores, dot, slope, lambda: distances)
       if masked:
-        v, odd = tile_ops.cleaned(v)
-        s = jnp.where(allowed, s + odd, -jnp.inf)
-      old = m_ref[head, :, 0:1]
-      m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
+        v, nan_flags = tile_ops.cleaned(v)
+        s = jnp.where(allowed, s + nan_flags, -jnp.inf)
+      old_m = m_ref[head, :, 0:1]
+      m = jnp.maximum(old_m, jnp.max(s, axis=1, keepdims=True) * c)
       safe = finite_max(m)
       p = jnp.exp2(s * c - safe)
-      weight = jnp.exp2(old - safe)
+      weight = jnp.exp2(old_m - safe)
       total = jnp.sum(p, axis=1, keepdims=True)
-      wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
-      l_ref[head] = wide(l_ref[head, :, 0:1] * weight + total)
-      m_ref[head] = wide(m)
+      all_lanes = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
+      l_ref[head] = all_lanes(l_ref[head, :, 0:1] * weight + total)
+      m_ref[head] = all_lanes(m)
       sums = tile_ops.dot(p.astype(v.dtype), v, tile_ops.NN)
       acc[head] = acc[head] * weight + sums
 
-  # The last tile may end behind the last key: those coordinates are empty, so
-  # that it needs a mask.
+  # The last tile may end after the last key: the coordinates there are empty,
+  # so that it needs a mask.
   pl.when(word & tile_ops.MASKED != 0)(lambda: tile(True))
   pl.when(word & tile_ops.FULL != 0)(lambda: tile(False))
 

@@ -1,4 +1,4 @@
-"""What the kernels for TPU that read a cache for few queries have in common."""
+"""Base class of the Pallas TPU kernels for decode attention."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ringjax.ops.attention.scores import ScoreArgs
 from ringjax.ops.attention.views import KVView
 from ringjax.parallel import chips
 
-# Keys that are read at a time if as many heads as fit are.
+# Fewest keys of a tile when as many heads as fit share it.
 _LEAST = 512
-# Numbers of a tile of scores.
+# Most scores of a tile.
 _SCORES = 1 << 19
-# What a kernel may take unless it says more.
+# Vector memory that the compiler grants unless a kernel asks for more.
 _VMEM = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderTPU:
-  """A base class of kernels.
+  """Base class of decode kernels for TPU.
 
   Attributes:
-    kv_block: keys of a tile, a multiple of 128; None: by their bytes.
-    chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
-      the kernel's cost; None: as `tile_ops.SOME`.
-    interpret: runs it without a TPU, slowly, for tests.
+    kv_block: Keys of a tile, a multiple of 128; None: by their bytes.
+    chip: Machine of `chips.MACHINES` whose rates give the kernel's cost
+      estimate; None: `tile_ops.SOME`.
+    interpret: Whether to run without a TPU, slowly, for tests.
   """
 
   kv_block: int | None = None
@@ -43,11 +43,11 @@ class DecoderTPU:
     check_positive(self, "kv_block")
 
   def most_heads(self, kv: int, fits: Callable[[int], bool]) -> int:
-    """How many of `kv` heads a tile has: as many as fit, but one at least."""
-    # Where a device is two cores, each takes a part of the heads.
-    most = max(1, kv // tile_ops.core(self.chip).cores)
-    found = (n for n in range(1, most + 1) if kv % n == 0 and fits(n))
-    return max(found, default=1)
+    """Largest number of heads that divides `kv` and fits a tile, at least 1."""
+    # Where a device has two cores, each takes a part of the heads.
+    max_heads = max(1, kv // tile_ops.core(self.chip).cores)
+    divisors = (n for n in range(1, max_heads + 1) if kv % n == 0 and fits(n))
+    return max(divisors, default=1)
 
   def tile_of(
     self,
@@ -57,23 +57,25 @@ class DecoderTPU:
     tile_bytes: int,
     most: int,
   ) -> tuple[int, int]:
-    """(heads, keys) of a tile.
+    """Choose (heads, keys) of a tile.
 
     Args:
-      q: queries.
-      length: keys of a shard.
-      row: bytes of a key and its value of one head.
-      tile_bytes: of a tile at most.
-      most: keys of a tile at most.
+      q: Queries.
+      length: Keys of a shard.
+      row: Bytes of a key and its value of one head.
+      tile_bytes: Most bytes of a tile.
+      most: Most keys of a tile.
     """
-    least = min(_LEAST, length)
-    heads = self.most_heads(q.shape[1], lambda n: n * row * least <= tile_bytes)
+    min_keys = min(_LEAST, length)
+    heads = self.most_heads(
+      q.shape[1], lambda n: n * row * min_keys <= tile_bytes
+    )
     if self.kv_block is not None:
       return heads, self.kv_block
     rows = q.shape[2] * q.shape[3]
-    many = min(tile_bytes // (heads * row), _SCORES // rows, most)
-    whole = many // tile_ops.LANES * tile_ops.LANES
-    return heads, max(tile_ops.LANES, min(whole, tile_ops.lanes(length)))
+    max_keys = min(tile_bytes // (heads * row), _SCORES // rows, most)
+    block = max_keys // tile_ops.LANES * tile_ops.LANES
+    return heads, max(tile_ops.LANES, min(block, tile_ops.lanes(length)))
 
   def unserved(
     self,
@@ -86,24 +88,26 @@ class DecoderTPU:
     need: int,
     numbers: tuple[Array, ...] = (),
   ) -> str | None:
-    """Why a call is declined by any of these kernels, or None.
+    """Reason why all of these kernels decline a call, or None.
 
     Args:
-      q: queries.
-      keys: the view.
-      args: of the scores.
-      length: keys of a shard.
-      block: keys of a tile.
-      need: bytes of vector memory that a step takes.
-      numbers: keys and values, if they are stored as numbers.
+      q: Queries.
+      keys: View of the keys and values.
+      args: Score function and its arrays.
+      length: Keys of a shard.
+      block: Keys of a tile.
+      need: Bytes of vector memory that a step takes.
+      numbers: Keys and values, if they are stored as numbers.
     """
     if block % tile_ops.LANES and not self.interpret:
       return f"tiles of {block} keys: no multiples of {tile_ops.LANES}"
     if -(-length // block) >= 1 << tile_ops.COLUMN_BITS:
       return f"{length} keys a shard: more than its list holds"
-    room = tile_ops.core(self.chip).vmem_bytes
-    if need > room // 4 * 3:
-      return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
+    vmem_bytes = tile_ops.core(self.chip).vmem_bytes
+    if need > vmem_bytes // 4 * 3:
+      return (
+        f"{need >> 20} MB of tiles for {vmem_bytes >> 20} MB of vector memory"
+      )
     return tile_ops.undecoded(
       q,
       keys,
@@ -114,24 +118,24 @@ class DecoderTPU:
     )
 
   def params(self, need: int, *semantics: Any) -> pltpu.CompilerParams:
-    """The compiler's, for a step that takes so much vector memory."""
+    """Compiler parameters for a step that takes `need` bytes of VMEM."""
     return pltpu.CompilerParams(
       dimension_semantics=semantics,
-      # Half as much again, of which the compiler says what it is for.
+      # Half as much again, for the compiler's own use.
       vmem_limit_bytes=max(_VMEM, need // 2 * 3),
     )
 
   def cost(
     self, nbytes: int, exponentials: int, cycles: int | float = 0
   ) -> pl.CostEstimate:
-    """What XLA's scheduler is told: the time that reading takes.
+    """Cost estimate for XLA's scheduler that gives the time of reading.
 
-    It divides FLOPs by the chip's peak; the memory is what it waits for.
+    The scheduler divides FLOPs by the chip's peak; memory is the bottleneck.
 
     Args:
-      nbytes: that are read.
-      exponentials: that are computed.
-      cycles: of all cores together, if they may take longer than reading.
+      nbytes: Bytes read.
+      exponentials: Exponentials computed.
+      cycles: Cycles of all cores, if they may take longer than reading.
     """
     core = tile_ops.core(self.chip)
     chip = chips.MACHINES[self.chip or tile_ops.SOME].chip

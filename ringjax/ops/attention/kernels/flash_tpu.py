@@ -1,11 +1,11 @@
-"""A flash kernel for TPU that goes by positions and carries its statistics.
+"""Flash attention kernel for TPU that masks by position and carries sums.
 
 Guarantees: equals `Blockwise` wherever it serves (`decline` says where it does
-not), values and gradients. A hop of a ring is one kernel: what earlier hops
-found comes in and goes out, so that nothing is merged outside; which tiles
-count is found from the coordinates at run time, so that one kernel serves every
-layout and every hop, and a tile in which no pair is allowed takes no step of
-it.
+not), values and gradients. A hop of a ring is one kernel: the statistics of
+earlier hops come in and go out, so that nothing is merged outside. The tiles
+that count are found from the coordinates at run time, so that one kernel serves
+every layout and every hop, and a tile in which no pair is allowed takes no
+step.
 Cost: 4 q_block k_block H FLOPs a tile forward, 10 backward.
 Memory: VMEM only: two tiles of scores; backward also float32 gradients of
 `key_span` keys, which is why longer shards are cut.
@@ -56,11 +56,11 @@ from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
 from ringjax.typing import Index
 
-# Bytes that the tiles of a backward step need beside the gradients.
+# Fewest bytes that the tiles of a backward step need next to the gradients.
 _LEAST_VMEM = 48 << 20
-# Scores of a tile that the compiler has room for unless more is asked for.
+# Scores of a tile that fit the vector memory that the compiler grants unasked.
 _USUAL = 1 << 21
-# For each score of a tile, of a backward step.
+# Bytes for each score of a tile in a backward step.
 _BACKWARD_BYTES = 16
 
 
@@ -69,13 +69,13 @@ class FlashTPU(LocalAlgorithm):
   """A Pallas kernel for TPU as local algorithm.
 
   Attributes:
-    q_block: queries of a tile, a multiple of 128; None: 1024, or fewer.
-    kv_block: keys of a tile, a multiple of 128; None: 1024, or fewer.
-    key_span: most keys of one backward kernel, whose gradients are in VMEM;
+    q_block: Queries of a tile, a multiple of 128; None: 1024, or fewer.
+    kv_block: Keys of a tile, a multiple of 128; None: 1024, or fewer.
+    key_span: Most keys of one backward kernel, whose gradients are in VMEM;
       fewer where those would take more than a quarter of it.
-    chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
-      the kernel's cost and by whose VMEM keys are cut; None: `tile_ops.SOME`.
-    interpret: runs it without a TPU, slowly, for tests.
+    chip: Machine of `chips.MACHINES` whose rates give the kernel's cost
+      estimate and whose VMEM limits the keys; None: `tile_ops.SOME`.
+    interpret: Whether to run without a TPU, slowly, for tests.
   """
 
   q_block: int | None = None
@@ -89,8 +89,8 @@ class FlashTPU(LocalAlgorithm):
     check_positive(self, "q_block", "kv_block")
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
-    """The tile that serves these local lengths, (q_block, kv_block)."""
-    fit = lambda want, length: min(want, tile_ops.lanes(length))
+    """Return the tile for these local lengths, (q_block, kv_block)."""
+    fit = lambda preferred, length: min(preferred, tile_ops.lanes(length))
     return (
       self.q_block or fit(1024, q_length),
       self.kv_block or fit(1024, k_length),
@@ -99,10 +99,10 @@ class FlashTPU(LocalAlgorithm):
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> str | None:
-    """Why it does not serve this call, or None."""
+    """Return the reason not to serve this call, or None."""
     qb, kb = self.blocks(x.q.shape[3], x.k.shape[2])
-    odd = any(n % tile_ops.LANES for n in (qb, kb, self.key_span))
-    if odd and not self.interpret:
+    misaligned = any(n % tile_ops.LANES for n in (qb, kb, self.key_span))
+    if misaligned and not self.interpret:
       return f"tiles of {qb} x {kb}: no multiples of {tile_ops.LANES}"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
       return f"{x.q.dtype}: it multiplies bfloat16 and float32"
@@ -126,11 +126,11 @@ class FlashTPU(LocalAlgorithm):
       return f"tiles of {qb} x {kb}: too large for {core.name}'s vector memory"
     return tile_ops.unreadable(terms, context)
 
-  # It asks no machine.
+  # Declining does not depend on the machine that runs this process.
   foreseen = decline
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
-    """Folds these keys into `carry` ([B, K, G, T, ...])."""
+    """Fold these keys into `carry` ([B, K, G, T, ...])."""
     declined.check(self, args.scores, x, args.terms, args.context)
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
@@ -144,7 +144,7 @@ class FlashTPU(LocalAlgorithm):
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
-    """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
+    """Add these keys' gradients to `carry`, the (dq, dterms) so far."""
     declined.check(self, args.scores, x, args.terms, args.context)
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, min(k_length, _span(self, x)))
@@ -157,35 +157,37 @@ class FlashTPU(LocalAlgorithm):
     dks, dvs = [], []
     span = _span(self, x) // kb
     for j in range(0, kinds.shape[1], span):
-      cut = lambda a, axis, j=j: lax.slice_in_dim(
+      take_span = lambda a, axis, j=j: lax.slice_in_dim(
         a, j * kb, min((j + span) * kb, a.shape[axis]), axis=axis
       )
-      part = x._replace(k=cut(x.k, 2), v=cut(x.v, 2))
-      seen = args.of_keys(Coords(*(cut(c, 1) for c in context.k)), 0)
+      span_x = x._replace(k=take_span(x.k, 2), v=take_span(x.v, 2))
+      span_args = args.of_keys(Coords(*(take_span(c, 1) for c in context.k)), 0)
       steps = tile_ops.TileSteps.of(kinds[:, j : j + span])
-      dq, dk, dv, far = _backward(self, part, seen, steps, residuals, dq)
+      dq, dk, dv, distance_grad = _backward(
+        self, span_x, span_args, steps, residuals, dq
+      )
       dks.append(dk)
       dvs.append(dv)
       if slopes is not None:
-        slopes = slopes - jnp.sum(far, (0, 3))
-    join = lambda parts: jnp.concatenate(parts, 2)[:, :, :k_length]
+        slopes = slopes - jnp.sum(distance_grad, (0, 3))
+    concat = lambda parts: jnp.concatenate(parts, 2)[:, :, :k_length]
     return Gradients(
       jnp.transpose(dq, (0, 1, 3, 2, 4))[..., :q_length],
-      join(dks),
-      join(dvs),
+      concat(dks),
+      concat(dvs),
       carry[1]._replace(slopes=slopes),
     )
 
 
 class _TileScores(NamedTuple):
-  """A tile's part of the score function, keys first: [k, q].
+  """Score function of a tile, keys first: [k, q].
 
   Fields:
-    scores: the static part.
-    mask: the predicate, its arrays scalars.
-    slope, head, seed: scalars, or None.
-    q: coordinates [1, q].
-    k: coordinates [k, 1].
+    scores: Static part of the score function.
+    mask: Mask whose arrays are scalars.
+    slope, head, seed: Scalars, or None.
+    q: Coordinates of the queries, [1, q].
+    k: Coordinates of the keys, [k, 1].
   """
 
   scores: Scores
@@ -207,28 +209,28 @@ class _TileScores(NamedTuple):
     q_at: Ref,
     k_at: Ref,
   ) -> _TileScores:
-    of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
-    leaves = [of_example(ref) for ref in scalars.leaves]
+    leaf_of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
+    leaves = [leaf_of_example(ref) for ref in scalars.leaves]
     return cls(
       scores,
       jax.tree.unflatten(structure, leaves),
       None if scalars.slopes is None else scalars.slopes[n],
       None if scalars.heads is None else scalars.heads[n],
-      None if scalars.seed is None else of_example(scalars.seed),
+      None if scalars.seed is None else leaf_of_example(scalars.seed),
       Coords(q_at[0, 0:1, :], q_at[0, 1:2, :]),
       Coords(_column_of(k_at[0, 0:1, :]), _column_of(k_at[0, 1:2, :])),
     )
 
   def of_queries(self, cut: slice) -> _TileScores:
-    """The part of some of its queries."""
+    """Restrict to a slice of the queries."""
     return self._replace(q=Coords(*(c[:, cut] for c in self.q)))
 
   def power(self, dot: jax.Array) -> tuple[jax.Array, float]:
-    """See `tile_ops.power`."""
+    """Factor the tile's scores as `tile_ops.power` does."""
     return tile_ops.power(self.scores, dot, self.slope, self.distance)
 
   def score(self, dot: jax.Array) -> tuple[jax.Array, Any]:
-    """See `tile_ops.score`."""
+    """Score the tile's products, and tanh, as `tile_ops.score` does."""
     return tile_ops.score(self.scores, dot, self.slope, self.distance)
 
   def distance(self) -> jax.Array:
@@ -237,8 +239,8 @@ class _TileScores(NamedTuple):
   def allowed(self) -> jax.Array:
     return visible(self.mask, self.q, self.k)
 
-  def kept(self) -> jax.Array:
-    """Dropout's weight of each pair."""
+  def dropout_weight(self) -> jax.Array:
+    """Dropout weight of each pair."""
     word = lambda a: lax.bitcast_convert_type(a, jnp.uint32)
     return scoring.kept(
       self.scores.dropout_rate,
@@ -250,34 +252,34 @@ class _TileScores(NamedTuple):
     )
 
 
-def _columns(queries: int, side: int) -> list[slice]:
-  """Queries of a tile in parts, each as wide as a matrix unit."""
-  wide = side if queries % side == 0 else queries
-  return [slice(at, at + wide) for at in range(0, queries, wide)]
+def _query_slices(queries: int, side: int) -> list[slice]:
+  """Slices of a tile's queries, each as wide as a matrix unit."""
+  width = side if queries % side == 0 else queries
+  return [slice(at, at + width) for at in range(0, queries, width)]
 
 
-def _in_turn(
+def _fold_interleaved(
   parts: list[slice],
   multiply: Callable[[slice], Any],
   fold: Callable[[slice, Any], None],
 ) -> None:
-  """Folds each part's products, of which those of later parts come early.
+  """Fold each part's products, while products of later parts are computed.
 
-  So that the compiler has some to multiply while it takes exponentials: it
-  reorders little on its own. With more than half of them ahead it is the
-  registers that run out.
+  The compiler reorders little by itself: issued early, products keep the
+  matrix unit busy during exponentials. More than half of the parts ahead would
+  run out of registers.
   """
-  ahead = len(parts) // 2 + 1
-  products = [multiply(cut) for cut in parts[:ahead]]
-  for i, cut in enumerate(parts):
-    if i + ahead < len(parts):
-      products.append(multiply(parts[i + ahead]))
-    fold(cut, products[i])
+  lookahead = len(parts) // 2 + 1
+  products = [multiply(columns) for columns in parts[:lookahead]]
+  for i, columns in enumerate(parts):
+    if i + lookahead < len(parts):
+      products.append(multiply(parts[i + lookahead]))
+    fold(columns, products[i])
     products[i] = None
 
 
 def _column_of(x: jax.Array) -> jax.Array:
-  """[1, n] -> [n, 1]; a transposition moves whole registers of 8 rows."""
+  """Transpose [1, n] to [n, 1], as whole registers of 8 rows."""
   return jnp.broadcast_to(x, (8, x.shape[1])).T[:, 0:1]
 
 
@@ -309,8 +311,8 @@ def _forward(
   operands = (
     x.q.reshape(b, n, t, h),
     x.k,
-    # As the product wants them: the kernel would transpose a tile in the
-    # matrix unit, in each of its steps.
+    # Transposed here as the product needs it: the kernel would transpose a tile
+    # in the matrix unit in each of its steps.
     jnp.swapaxes(x.v, 2, 3),
     finite_flag(x.v, jnp.float32)[:, :, None],
     tile_ops.pair(context.q, b),
@@ -319,7 +321,7 @@ def _forward(
     carry.m.reshape(b, n, 1, t),
     carry.l.reshape(b, n, 1, t),
   )
-  # A carry that is the same on all shards would not be it afterwards.
+  # A carry that is the same on all shards differs between them afterwards.
   out_type = [
     collectives.out_type(a.shape, a.dtype, carry, x, context)
     for a in operands[6:]
@@ -401,30 +403,30 @@ def _forward_kernel(
     if masked:
       v, flag = tile_ops.clean(v), _column_of(flag_ref[0, 0])
 
-    def fold(cut: slice, dot: jax.Array) -> None:
-      here = at.of_queries(cut)
-      s, c = here.power(dot)
+    def fold(q_slice: slice, dot: jax.Array) -> None:
+      cut_scores = at.of_queries(q_slice)
+      s, c = cut_scores.power(dot)
       if masked:
-        s = jnp.where(here.allowed(), s + flag, -jnp.inf)
-      old = m_ref[:, cut]
-      m = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True) * c)
+        s = jnp.where(cut_scores.allowed(), s + flag, -jnp.inf)
+      old_m = m_ref[:, q_slice]
+      m = jnp.maximum(old_m, jnp.max(s, axis=0, keepdims=True) * c)
       safe = finite_max(m) if masked else m
       p = jnp.exp2(s * c - safe)
-      weight = jnp.exp2(old - safe)
-      m_ref[:, cut] = m
+      weight = jnp.exp2(old_m - safe)
+      m_ref[:, q_slice] = m
       total = jnp.sum(p, axis=0, keepdims=True)
-      l_ref[:, cut] = l_ref[:, cut] * weight + total
+      l_ref[:, q_slice] = l_ref[:, q_slice] * weight + total
       if scores.dropout_rate:
-        p = p * here.kept()
-      acc[:, cut] = acc[:, cut] * weight + tile_ops.dot(
+        p = p * cut_scores.dropout_weight()
+      acc[:, q_slice] = acc[:, q_slice] * weight + tile_ops.dot(
         v, p.astype(v.dtype), tile_ops.NN
       )
 
-    # A mask's comparisons are fewest over all queries at once.
+    # A mask's comparisons are cheapest over all queries at once.
     queries = acc.shape[1]
-    _in_turn(
-      _columns(queries, queries if masked else side),
-      lambda cut: tile_ops.dot(k, q_ref[0, 0, cut], tile_ops.NT),
+    _fold_interleaved(
+      _query_slices(queries, queries if masked else side),
+      lambda q_slice: tile_ops.dot(k, q_ref[0, 0, q_slice], tile_ops.NT),
       fold,
     )
 
@@ -446,7 +448,7 @@ def _backward(
   residuals: Residuals,
   dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """(dq [B, K, G, H, T], dk [B, K, S, H], dv [B, K, S, J], slopes' part)."""
+  """Return (dq [B, K, G, H, T], dk [B, K, S, H], dv [B, K, S, J], slopes')."""
   b, kv, g, t, h = x.q.shape
   s, j = x.v.shape[2:]
   n = kv * g
@@ -474,7 +476,7 @@ def _backward(
   operands = (
     x.q.reshape(b, n, t, h),
     x.k,
-    # For dQ, as its product wants them; see `_forward`.
+    # Transposed for the product of dQ, see `_forward`.
     jnp.swapaxes(x.k, 2, 3),
     x.v,
     residuals.do.reshape(b, n, t, j),
@@ -487,8 +489,8 @@ def _backward(
     collectives.zeros((b, n, 1, t), jnp.float32, (x, context)),
   )
   first = len(leaves) + 10
-  whole = pl.BlockSpec(memory_space=pl.ANY)
-  dq_out, far, dk, dv = pl.pallas_call(
+  in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+  dq_out, distance_grad, dk, dv = pl.pallas_call(
     functools.partial(_backward_kernel, args.scores, mask, structure, kb, g),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(leaves),
@@ -507,7 +509,7 @@ def _backward(
         dq_spec,
         stat,
       ],
-      out_specs=[dq_spec, stat, whole, whole],
+      out_specs=[dq_spec, stat, in_hbm, in_hbm],
       scratch_shapes=[
         pltpu.VMEM((h, qb), jnp.float32),
         pltpu.VMEM((1, qb), jnp.float32),
@@ -533,7 +535,7 @@ def _backward(
     interpret=kernel.interpret,
     name="ringjax_flash_backward",
   )(*leaves, *operands)
-  return dq_out.reshape(dq.shape), dk, dv, far.reshape(b, kv, g, t)
+  return dq_out.reshape(dq.shape), dk, dv, distance_grad.reshape(b, kv, g, t)
 
 
 def _backward_kernel(
@@ -549,7 +551,7 @@ def _backward_kernel(
   (
       q_ref, k_ref, kt_ref, v_ref, do_ref, lse_ref, delta_ref, flag_ref, q_at,
       k_at, dq_in, far_in, dq_out, far_out, dk_out, dv_out,
-      dq, far, dk, dv, sent,
+      dq, distance_grad, dk, dv, sent,
   ) = refs[count:]  # fmt: skip
   b, kv, head, i = (pl.program_id(axis) for axis in range(4))
   word = scalars.words[i]
@@ -564,7 +566,7 @@ def _backward_kernel(
   @pl.when(word & tile_ops.FIRST != 0)
   def _() -> None:
     dq[...] = dq_in[0, 0]
-    far[...] = far_in[0, 0]
+    distance_grad[...] = far_in[0, 0]
 
   def tile(masked: bool) -> None:
     at = _TileScores.of(scores, mask, scalars, b, kv * g + head, q_at, k_at)
@@ -582,18 +584,18 @@ def _backward_kernel(
     else:
       p = jnp.exp2(s * c - lse)
     dp = tile_ops.dot(v, do, tile_ops.NT)
-    kept = p
+    dropped_p = p
     if scores.dropout_rate:
-      drop = at.kept()
-      kept, dp = p * drop, dp * drop
+      weights = at.dropout_weight()
+      dropped_p, dp = p * weights, dp * weights
     ds = p * (dp - delta)
     if at.slope is not None:
-      far[...] += jnp.sum(ds * at.distance(), axis=0, keepdims=True)
+      distance_grad[...] += jnp.sum(ds * at.distance(), axis=0, keepdims=True)
     if tanh is not None:
       ds = ds * (1 - tanh * tanh)
     ds = (ds * scores.scale).astype(q.dtype)
     keys = pl.ds(pl.multiple_of(tile_ops.column_of(word) * kb, kb), kb)
-    dv[keys, :] += tile_ops.dot(kept.astype(do.dtype), do, tile_ops.NN)
+    dv[keys, :] += tile_ops.dot(dropped_p.astype(do.dtype), do, tile_ops.NN)
     dk[keys, :] += tile_ops.dot(ds, q, tile_ops.NN)
     dq[...] += tile_ops.dot(kt, ds, tile_ops.NN)
 
@@ -603,7 +605,7 @@ def _backward_kernel(
   @pl.when(word & tile_ops.LAST != 0)
   def _() -> None:
     dq_out[0, 0] = dq[...]
-    far_out[0, 0] = far[...]
+    far_out[0, 0] = distance_grad[...]
 
   @pl.when(ends)
   def _() -> None:
@@ -614,31 +616,31 @@ def _backward_kernel(
 
 
 def _grad_bytes(h: int, j: int) -> int:
-  """Of VMEM that the gradients of a key and its value take."""
+  """Bytes of VMEM for the float32 gradients of a key and its value."""
   return 4 * (tile_ops.lanes(h) + tile_ops.lanes(j))
 
 
 def _span(kernel: FlashTPU, x: Local) -> int:
-  """Keys of one backward kernel, whole tiles."""
+  """Keys of one backward kernel, in whole tiles."""
   kb = kernel.blocks(x.q.shape[3], x.k.shape[2])[1]
-  room = tile_ops.core(kernel.chip).vmem_bytes // 4
-  most = room // _grad_bytes(x.k.shape[3], x.v.shape[3])
-  return max(min(kernel.key_span, most) // kb, 1) * kb
+  gradient_vmem = tile_ops.core(kernel.chip).vmem_bytes // 4
+  max_keys = gradient_vmem // _grad_bytes(x.k.shape[3], x.v.shape[3])
+  return max(min(kernel.key_span, max_keys) // kb, 1) * kb
 
 
 def _vmem_forward(kernel: FlashTPU, qb: int, kb: int) -> int | None:
-  """Bytes that a forward kernel may take; None: what the compiler gives."""
+  """Bytes that a forward kernel may take; None: the compiler's default."""
   if qb * kb <= _USUAL:
     return None
-  most = tile_ops.core(kernel.chip).vmem_bytes
-  return min(8 * qb * kb + (16 << 20), most - most // 16)
+  capacity = tile_ops.core(kernel.chip).vmem_bytes
+  return min(8 * qb * kb + (16 << 20), capacity - capacity // 16)
 
 
 def _vmem(kernel: FlashTPU, keys: int, h: int, j: int, qb: int, kb: int) -> int:
   """Bytes that a backward kernel may take: its gradients and some tiles."""
-  most = tile_ops.core(kernel.chip).vmem_bytes
+  capacity = tile_ops.core(kernel.chip).vmem_bytes
   tile = max(_LEAST_VMEM, _BACKWARD_BYTES * qb * kb)
-  return min(keys * _grad_bytes(h, j) + tile, most - most // 16)
+  return min(keys * _grad_bytes(h, j) + tile, capacity - capacity // 16)
 
 
 def _cost(
@@ -649,26 +651,26 @@ def _cost(
   operands: PyTree,
   backward: bool,
 ) -> pl.CostEstimate:
-  """What XLA's scheduler is told, so that it hides sends behind the kernel.
+  """Cost estimate for XLA's scheduler, so that it overlaps sends with it.
 
-  The scheduler divides FLOPs by the chip's peak, which no kernel reaches: they
-  are told as many as take the time that this one takes.
+  The scheduler divides FLOPs by the chip's peak, which no kernel reaches: the
+  estimate has as many FLOPs as take the time of this kernel.
   """
   rows, t, s = sizes
   pairs = rows * t * s * _share(mask, t, s)
   machine = chips.MACHINES[kernel.chip or tile_ops.SOME]
-  reached = machine.part("kernel")[backward]
+  efficiency = machine.part("kernel")[backward]
   return pl.CostEstimate(
-    flops=int(pairs * flops / reached),
+    flops=int(pairs * flops / efficiency),
     transcendentals=int(pairs),
     bytes_accessed=sum(a.size * a.dtype.itemsize for a in operands),
   )
 
 
 def _share(mask: Mask, t: int, s: int) -> float:
-  """Part of the pairs that the mask leaves, of a hop among many."""
-  behind, ahead = mask.reach
-  share = 1.0 if ahead is None or ahead >= s else 0.5
-  if behind is not None:
-    share = min(share, (behind + 1 + min(ahead or 0, s)) / s)
+  """Share of the pairs of a hop that the mask allows, on average."""
+  keys_before, keys_after = mask.reach
+  share = 1.0 if keys_after is None or keys_after >= s else 0.5
+  if keys_before is not None:
+    share = min(share, (keys_before + 1 + min(keys_after or 0, s)) / s)
   return max(share, 1 / t)

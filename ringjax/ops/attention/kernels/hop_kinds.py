@@ -1,6 +1,6 @@
-"""Classifies the mask of a hop, and runs a vendor's kernel where it fits.
+"""Classify the mask of a hop, and run a vendor's kernel where it fits.
 
-Guarantees: `kinds` never says of a hop what is not so. A kernel that knows
+Guarantees: the kind that `kinds` reports always holds. A kernel that knows
 "all keys" and "row i sees keys 0..i" then equals `Blockwise`, values and
 gradients, wherever a hop is one of
 
@@ -12,17 +12,17 @@ gradients, wherever a hop is one of
   other                            `Blockwise`
 
 A program is the same on all shards and for all hops: only the coordinates
-know which hop it is, so a `switch` asks them, at O(T) comparisons.
-Cost: of `full`, a hop's products; of `causal` and `strict` half of them, as
+tell which hop it is, so a `switch` depends on them, at O(T) comparisons.
+Cost: a hop's products for `full`; half of them for `causal` and `strict`, as
 far as the kernel skips tiles. The tests for NaN read the operands once more.
 
 A kernel divides and rounds its output, which becomes a partial of weight
-exp(lse) and is merged in float32. Its gradients are those of *all* keys, so it
-is given the log-sum-exp of all of them and, in place of the output, something
+exp(lse) and is merged in float32. Its gradients have to be for *all* keys, so
+it gets the log-sum-exp over all of them and, in place of the output, an array
 whose product with the cotangent is the `delta` of all of them (`stand_in`).
 
 A NaN would reach rows that do not see it: kernels multiply it with a zero of
-their mask. A hop of operands that are not finite is `other`, which keeps it.
+their mask. A hop with non-finite operands is `other`, which keeps NaN apart.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from ringjax.parallel import collectives
 NONE, FULL, CAUSAL, STRICT, OTHER, PIECES = range(6)
 NAMES = ("none", "full", "causal", "strict", "other", "pieces")
 
-# A log-sum-exp of rows that see nothing: exp(score - it) is 0, and unlike
+# A log-sum-exp for rows that see nothing: exp(score - lse) is 0, and unlike
 # infinity it survives a kernel's change of base.
 _FAR = 1e30
-# By how much what stands for `delta` may be off, of it: bfloat16's rounding,
-# and of the cotangents' sum: the finest step of float16.
+# Tolerances of the stand-in for `delta`: relative to it, bfloat16's rounding,
+# and relative to the cotangents' sum, the finest step of float16.
 _NEAR, _STEP = 2.0**-8, 2.0**-24
 
 
@@ -74,27 +74,27 @@ class VendorKernel(Protocol):
   def outputs(
     self, x: Local, scale: float, causal: bool
   ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, K, G, T, J], float32 log-sum-exp [B, K, G, T])."""
+    """Return out [B, K, G, T, J] and log-sum-exp, float32 [B, K, G, T]."""
     ...
 
   def gradients(
     self, x: Local, rows: Rows, scale: float, causal: bool
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq [B, K, G, T, H], dk [B, K, S, H], dv [B, K, S, J]).
+    """Return (dq [B, K, G, T, H], dk [B, K, S, H], dv [B, K, S, J]).
 
-    Of p = exp(score - lse) and ds = p (do v - sum(do out)), whatever `out`
-    and `lse` of `rows` are.
+    Gradients of p = exp(score - lse) and ds = p (do v - sum(do out)), for any
+    `out` and `lse` of `rows`.
     """
     ...
 
 
 class Rows(NamedTuple):
-  """What a vendor's backward pass gets of the rows.
+  """Per-row operands of a vendor's backward pass.
 
   Fields:
-    do: [B, K, G, T, J], the cotangent of the output.
-    out: [B, K, G, T, J], the output, or what stands for it (`stand_in`).
-    lse: float32 [B, K, G, T], the log-sum-exp.
+    do: Cotangent of the output, [B, K, G, T, J].
+    out: Output, or its replacement by `stand_in`, [B, K, G, T, J].
+    lse: Log-sum-exp, float32 [B, K, G, T].
   """
 
   do: jax.Array
@@ -102,70 +102,73 @@ class Rows(NamedTuple):
   lse: jax.Array
 
 
-def _terms(mask: Mask) -> list[Mask]:
-  """The masks of which all have to allow a pair."""
+def _conjuncts(mask: Mask) -> list[Mask]:
+  """List the masks that all have to allow a pair."""
   if isinstance(mask, And):
-    return _terms(mask.left) + _terms(mask.right)
+    return _conjuncts(mask.left) + _conjuncts(mask.right)
   return [mask]
 
 
 def known(mask: Mask) -> bool:
-  """Whether hops under this mask are mostly of a kind that has a name."""
-  simple = (Causal, Everything, SameSegment)
-  return all(isinstance(term, simple) for term in _terms(mask))
+  """Whether hops under this mask are mostly of a kind other than `OTHER`."""
+  simple_masks = (Causal, Everything, SameSegment)
+  return all(isinstance(term, simple_masks) for term in _conjuncts(mask))
 
 
 def kinds(
   mask: Mask, q: Coords, k: Coords, rows: int = 1, columns: int = 1
 ) -> jax.Array:
-  """The kind of each of `rows` x `columns` equal pieces, int32.
+  """Classify each of `rows` x `columns` equal pieces, int32.
 
-  Examples of the batch share the answer: one of several kinds is `OTHER`.
-  Of padding tokens nothing is known but that no query sees them.
+  Examples of the batch share the answer: pieces of several kinds are `OTHER`.
+  Padding tokens are only known to be seen by no query.
   """
-  cut = lambda at, n: Coords(*(c.reshape(c.shape[0], n, -1) for c in at))
-  q, k = cut(q, rows), cut(k, columns)
+  split = lambda at, n: Coords(*(c.reshape(c.shape[0], n, -1) for c in at))
+  q, k = split(q, rows), split(k, columns)
   row = jax.tree.map(lambda c: c[:, :, None], extent(q))
   column = jax.tree.map(lambda c: c[:, None, :], extent(k))
-  some, every = mask.bound(row, column)
+  any_allowed, all_allowed = mask.bound(row, column)
   real = row.all & column.all
-  every = jnp.all(every & real, 0)
-  some = jnp.any(some & row.some & column.some, 0)
-  number = lambda kind: jnp.int32(kind)
-  found = jnp.where(some, number(OTHER), number(NONE))
-  has = lambda kind: any(isinstance(term, kind) for term in _terms(mask))
-  if known(mask) and has(Causal):
-    if has(SameSegment):
+  all_allowed = jnp.all(all_allowed & real, 0)
+  any_allowed = jnp.any(any_allowed & row.some & column.some, 0)
+  constant = lambda kind: jnp.int32(kind)
+  hop_kind = jnp.where(any_allowed, constant(OTHER), constant(NONE))
+  has_term = lambda kind: any(
+    isinstance(term, kind) for term in _conjuncts(mask)
+  )
+  if known(mask) and has_term(Causal):
+    if has_term(SameSegment):
       real &= row.first_seg == row.last_seg
       real &= column.first_seg == column.last_seg
       real &= row.first_seg == column.first_seg
-    causal, strict = (jnp.all(x & real, 0) for x in _stairs(q.pos, k.pos))
-    open_ = found == OTHER
-    found = jnp.where(open_ & strict, number(STRICT), found)
-    found = jnp.where(open_ & causal, number(CAUSAL), found)
-  return jnp.where(every, number(FULL), found)
+    causal, strict = (jnp.all(x & real, 0) for x in _causal_kinds(q.pos, k.pos))
+    undecided = hop_kind == OTHER
+    hop_kind = jnp.where(undecided & strict, constant(STRICT), hop_kind)
+    hop_kind = jnp.where(undecided & causal, constant(CAUSAL), hop_kind)
+  return jnp.where(all_allowed, constant(FULL), hop_kind)
 
 
-def _stairs(q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
-  """Whether `k <= q` is (causal, strict), of positions [B, pieces, T]."""
+def _causal_kinds(q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
+  """Whether `k <= q` is (causal, strict), for positions [B, pieces, T]."""
   if q.shape[-1] != k.shape[-1]:
-    no = jnp.zeros((1, 1, 1), bool)
-    return no, no
-  # Of keys in order the one at the step speaks for all before and behind it.
+    never = jnp.zeros((1, 1, 1), bool)
+    return never, never
+  # Keys in order: comparing each query with the key at its step and the next
+  # one decides for all the others.
   order = jnp.all(k[..., 1:] >= k[..., :-1], -1)[:, None, :]
   q, k = q[:, :, None], k[:, None]
-  below = jnp.all(k <= q, -1) & jnp.all(k[..., 1:] > q[..., :-1], -1)
-  above = jnp.all(k > q, -1) & jnp.all(k[..., :-1] <= q[..., 1:], -1)
-  return order & below, order & above
+  below_diagonal = jnp.all(k <= q, -1) & jnp.all(k[..., 1:] > q[..., :-1], -1)
+  above_diagonal = jnp.all(k > q, -1) & jnp.all(k[..., :-1] <= q[..., 1:], -1)
+  return order & below_diagonal, order & above_diagonal
 
 
 class HopPlan(NamedTuple):
-  """How a hop is computed.
+  """Plan of how a hop is computed.
 
   Fields:
-    choice: int32 [], of the kinds and `PIECES`.
-    grid: int32 [2, columns], the kinds of the pieces; None where the lengths
-      give none.
+    choice: One of the kinds or `PIECES`, int32 [].
+    grid: Kinds of the pieces, int32 [2, columns]; None where the lengths do
+      not divide into pieces.
   """
 
   choice: jax.Array
@@ -173,7 +176,7 @@ class HopPlan(NamedTuple):
 
   @classmethod
   def of(cls, context: Context, sound: Bool[Array, ""]) -> HopPlan:
-    """`sound`: whether a kernel may have these operands."""
+    """Plan a hop; `sound`: whether a kernel may have these operands."""
     at, mask = (context.q, context.k), context.mask
     choice = kinds(mask, *at)[0, 0]
     grid = None
@@ -181,30 +184,30 @@ class HopPlan(NamedTuple):
     half = t // 2
     if half and t % 2 == 0 and s % half == 0:
       grid = kinds(mask, *at, 2, s // half)
-      cut = (choice == OTHER) & jnp.all(grid != OTHER)
-      choice = jnp.where(cut, jnp.int32(PIECES), choice)
+      into_pieces = (choice == OTHER) & jnp.all(grid != OTHER)
+      choice = jnp.where(into_pieces, jnp.int32(PIECES), choice)
     choice = jnp.where(sound | (choice == NONE), choice, jnp.int32(OTHER))
     return cls(choice, grid)
 
   def switch(
     self, branches: list[Any], axes: frozenset[str], *operands: Any
   ) -> PyTree:
-    """The results of the chosen branch, in the order of the kinds."""
+    """Run the chosen branch; branches are in the order of the kinds."""
     used = branches if self.grid is not None else branches[:PIECES]
-    typed = [_typed(branch, axes) for branch in used]
+    typed = [_varying(branch, axes) for branch in used]
     return lax.switch(self.choice, typed, *operands)
 
 
 def forward(
   kernel: VendorKernel, fallback: Any, x: Local, args: ScoreArgs, carry: Partial
 ) -> Partial:
-  """A local algorithm's `forward` by a `VendorKernel`, or by `fallback`."""
-  if not _bare(args):
+  """Fold a hop into `carry` by a `VendorKernel`, or by `fallback`."""
+  if not _is_plain_call(args):
     return fallback.forward(x, args, carry)
-  # Branches have to agree over which axes their results differ.
-  both = (x, args.context, carry)
-  axes = collectives.varying_axes(both)
-  x, context, carry = collectives.vary(both, axes)
+  # All branches of a switch must vary over the same mesh axes.
+  operands = (x, args.context, carry)
+  axes = collectives.varying_axes(operands)
+  x, context, carry = collectives.vary(operands, axes)
   args, scale = args._replace(context=context), args.scores.scale
   plan = HopPlan.of(context, _finite(*x))
 
@@ -214,34 +217,36 @@ def forward(
 
   def strict(x: Local, carry: Partial) -> Partial:
     out, lse = kernel.outputs(_up(x), scale, True)
-    # What was the first row is the last one now, and saw too much.
+    # The first row has become the last one, and saw too many keys.
     first = _last_row(lse)
     lse = jnp.where(first, -jnp.inf, lse)
     out = jnp.where(first[..., None], jnp.zeros_like(out), out)
-    found = Partial.of(_roll(out, 1), _roll(lse, 1))
-    return merge(carry, found)
+    shifted = Partial.of(_roll(out, 1), _roll(lse, 1))
+    return merge(carry, shifted)
 
-  simple = [
+  kernel_branches = [
     lambda x, carry: carry,
     functools.partial(fold, False),
     functools.partial(fold, True),
     strict,
   ]
-  simple = [_typed(branch, axes) for branch in simple]
+  kernel_branches = [_varying(branch, axes) for branch in kernel_branches]
 
-  def other(x: Local, carry: Partial) -> Partial:
+  def run_fallback(x: Local, carry: Partial) -> Partial:
     return fallback.forward(x, args, carry)
 
   def pieces(x: Local, carry: Partial) -> Partial:
     def piece(n: jax.Array, carry: Partial) -> Partial:
       part = _Piece.of(plan, x, n)
-      one = Partial(*(part.cut_q(c) for c in carry))
-      one = lax.switch(part.kind, simple, part.cut(x), one)
-      return Partial(*map(part.put_q, carry, one))
+      part_carry = Partial(*(part.cut_q(c) for c in carry))
+      part_carry = lax.switch(
+        part.kind, kernel_branches, part.cut(x), part_carry
+      )
+      return Partial(*map(part.put_q, carry, part_carry))
 
-    return loop(_size(plan), piece, carry)
+    return loop(_num_pieces(plan), piece, carry)
 
-  return plan.switch([*simple, other, pieces], axes, x, carry)
+  return plan.switch([*kernel_branches, run_fallback, pieces], axes, x, carry)
 
 
 def backward(
@@ -252,74 +257,78 @@ def backward(
   residuals: Residuals,
   carry: QGradients,
 ) -> Gradients:
-  """A local algorithm's `backward` by a `VendorKernel`, or by `fallback`."""
-  if not _bare(args):
+  """Gradients of a hop by a `VendorKernel`, or by `fallback`."""
+  if not _is_plain_call(args):
     return fallback.backward(x, args, residuals, carry)
-  everything = (x, args.context, residuals, carry)
-  axes = collectives.varying_axes(everything)
-  x, context, residuals, carry = collectives.vary(everything, axes)
+  operands = (x, args.context, residuals, carry)
+  axes = collectives.varying_axes(operands)
+  x, context, residuals, carry = collectives.vary(operands, axes)
   args, scale = args._replace(context=context), args.scores.scale
   lse = jnp.where(residuals.lse == jnp.inf, _FAR, residuals.lse)
-  out, right = stand_in(residuals.do, residuals.delta, lse)
-  fine = right & _finite(*x, residuals.do, residuals.delta, lse)
-  plan = HopPlan.of(context, fine)
+  out, reproduced = stand_in(residuals.do, residuals.delta, lse)
+  usable = reproduced & _finite(*x, residuals.do, residuals.delta, lse)
+  plan = HopPlan.of(context, usable)
   dq, dterms = carry
-  wide = dq.dtype
+  grad_dtype = dq.dtype
 
   def zeros(x: Local) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros(x.k.shape, wide), jnp.zeros(x.v.shape, wide)
+    return jnp.zeros(x.k.shape, grad_dtype), jnp.zeros(x.v.shape, grad_dtype)
 
   rows = Rows(residuals.do, out, lse)
 
   def add(
     causal: bool, x: Local, rows: Rows, dq: jax.Array, shift: int = 0
   ) -> PyTree:
-    mine, dk, dv = kernel.gradients(x, rows, scale, causal)
-    mine = _roll(mine, shift) if shift else mine
-    dq = dq + _flipped(mine.astype(wide))
-    return dq, dk.astype(wide), dv.astype(wide)
+    dq_part, dk, dv = kernel.gradients(x, rows, scale, causal)
+    dq_part = _roll(dq_part, shift) if shift else dq_part
+    dq = dq + _flipped(dq_part.astype(grad_dtype))
+    return dq, dk.astype(grad_dtype), dv.astype(grad_dtype)
 
   def strict(x: Local, rows: Rows, dq: jax.Array) -> PyTree:
     rows = Rows(*(_roll(a, -1) for a in rows))
     lse = jnp.where(_last_row(rows.lse), _FAR, rows.lse)
     return add(True, _up(x), rows._replace(lse=lse), dq, 1)
 
-  simple = [
+  kernel_branches = [
     lambda x, rows, dq: (dq, *zeros(x)),
     functools.partial(add, False),
     functools.partial(add, True),
     strict,
   ]
-  simple = [_typed(branch, axes) for branch in simple]
-  # Blockwise may have gradients of terms; the others leave them alone.
-  keeping = [
-    lambda x, rows, carry, one=one: (*one(x, rows, carry[0]), carry[1])
-    for one in simple
+  kernel_branches = [_varying(branch, axes) for branch in kernel_branches]
+  # Only blockwise may change the gradients of terms.
+  with_terms = [
+    lambda x, rows, carry, one=branch: (*one(x, rows, carry[0]), carry[1])
+    for branch in kernel_branches
   ]
 
-  def other(x: Local, rows: Rows, carry: QGradients) -> PyTree:
-    # Made again, so that what only this branch needs takes no memory else.
-    saved = Residuals.of(x.q, *residuals[:3])
-    return tuple(fallback.backward(x, args, saved, carry))
+  def run_fallback(x: Local, rows: Rows, carry: QGradients) -> PyTree:
+    # Rebuilt here: arrays that only this branch needs take no memory in others.
+    saved_residuals = Residuals.of(x.q, *residuals[:3])
+    return tuple(fallback.backward(x, args, saved_residuals, carry))
 
   def pieces(x: Local, rows: Rows, carry: QGradients) -> PyTree:
     def piece(n: jax.Array, state: tuple) -> tuple:
       dq, dk, dv = state
       part = _Piece.of(plan, x, n)
-      mine = Rows(*(part.cut_q(a) for a in rows))
-      one, dk_j, dv_j = lax.switch(
-        part.kind, simple, part.cut(x), mine, part.cut_q(dq, 4)
+      part_rows = Rows(*(part.cut_q(a) for a in rows))
+      dq_part, dk_j, dv_j = lax.switch(
+        part.kind, kernel_branches, part.cut(x), part_rows, part.cut_q(dq, 4)
       )
-      return part.put_q(dq, one, 4), part.add_k(dk, dk_j), part.add_k(dv, dv_j)
+      return (
+        part.put_q(dq, dq_part, 4),
+        part.add_k(dk, dk_j),
+        part.add_k(dv, dv_j),
+      )
 
     start = collectives.vary((carry[0], *zeros(x)), axes)
-    return *loop(_size(plan), piece, start), carry[1]
+    return *loop(_num_pieces(plan), piece, start), carry[1]
 
-  branches = [*keeping, other, pieces]
+  branches = [*with_terms, run_fallback, pieces]
   return Gradients(*plan.switch(branches, axes, x, rows, (dq, dterms)))
 
 
-def _bare(args: ScoreArgs) -> bool:
+def _is_plain_call(args: ScoreArgs) -> bool:
   """Whether scores are products and the mask is all that hides pairs."""
   extra = args.scores.dropout_rate or args.context.allow is not None
   return args.plain and not extra
@@ -330,30 +339,30 @@ def stand_in(
   delta: Float[Array, "B K G T"],
   lse: Float[Array, "B K G T"],
 ) -> tuple[jax.Array, jax.Array]:
-  """(out, right): what gives a kernel `delta`, and whether it does.
+  """Return (out, right): an `out` that reproduces `delta`, and if it does.
 
-  A kernel finds sum(do * out) itself. Its `out` may be any: the multiple of
+  A kernel computes sum(do * out) itself and accepts any `out`: the multiple of
   `do` whose product with it is `delta` also brings the cotangent of the
-  log-sum-exp, and takes no memory between the passes. No multiple of 0 does
-  where `delta` has the latter's part alone: then it is not right.
+  log-sum-exp, and takes no memory between the passes. Where `do` is 0 no
+  multiple reproduces a `delta` from the log-sum-exp alone: `right` is false.
   """
-  wide = delta.dtype
-  many = do.astype(wide)
-  # Squares of what is small would be 0.
-  most = jnp.max(jnp.abs(many), -1, keepdims=True)
-  unit = many / jnp.where(most == 0, jnp.ones_like(most), most)
-  norm = most[..., 0] * jnp.sum(unit * unit, -1)
+  stat_dtype = delta.dtype
+  do_wide = do.astype(stat_dtype)
+  # Squares of small numbers would underflow to 0.
+  max_abs = jnp.max(jnp.abs(do_wide), -1, keepdims=True)
+  unit = do_wide / jnp.where(max_abs == 0, jnp.ones_like(max_abs), max_abs)
+  norm = max_abs[..., 0] * jnp.sum(unit * unit, -1)
   weight = delta / jnp.where(norm == 0, jnp.ones_like(norm), norm)
   out = (unit * weight[..., None]).astype(do.dtype)
-  found = jnp.sum(many * out.astype(wide), -1)
+  product = jnp.sum(do_wide * out.astype(stat_dtype), -1)
   # Rows that see nothing have probabilities of 0, whatever `delta` is.
-  room = _NEAR * jnp.abs(delta) + _STEP * jnp.sum(jnp.abs(many), -1)
-  near = jnp.abs(found - delta) <= room
-  return out, jnp.all(near | (lse >= _FAR))
+  tolerance = _NEAR * jnp.abs(delta) + _STEP * jnp.sum(jnp.abs(do_wide), -1)
+  close = jnp.abs(product - delta) <= tolerance
+  return out, jnp.all(close | (lse >= _FAR))
 
 
 class _Piece(NamedTuple):
-  """One of the pieces of a hop: its kind, and where it begins."""
+  """A piece of a hop: its kind, and where it begins."""
 
   kind: jax.Array
   row: jax.Array
@@ -370,29 +379,29 @@ class _Piece(NamedTuple):
   def cut_q(self, a: jax.Array, axis: int = 3) -> jax.Array:
     return lax.dynamic_slice_in_dim(a, self.row, self.length, axis)
 
-  def put_q(self, a: jax.Array, one: jax.Array, axis: int = 3) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(a, one, self.row, axis)
+  def put_q(self, a: jax.Array, update: jax.Array, axis: int = 3) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(a, update, self.row, axis)
 
   def cut_k(self, a: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(a, self.column, self.length, 2)
 
-  def add_k(self, a: jax.Array, one: jax.Array) -> jax.Array:
-    one = self.cut_k(a) + one
-    return lax.dynamic_update_slice_in_dim(a, one, self.column, 2)
+  def add_k(self, a: jax.Array, summand: jax.Array) -> jax.Array:
+    total = self.cut_k(a) + summand
+    return lax.dynamic_update_slice_in_dim(a, total, self.column, 2)
 
   def cut(self, x: Local) -> Local:
     return Local(self.cut_q(x.q), self.cut_k(x.k), self.cut_k(x.v))
 
 
-def _size(plan: HopPlan) -> int:
+def _num_pieces(plan: HopPlan) -> int:
   assert plan.grid is not None
   return plan.grid.size
 
 
-def _typed(
+def _varying(
   branch: Callable[..., Any], axes: frozenset[str]
 ) -> Callable[..., Any]:
-  """The branch whose results vary over `axes`, as all branches' do."""
+  """Wrap a branch so that its results vary over `axes`, as all must."""
   return lambda *operands: collectives.vary(branch(*operands), axes)
 
 
@@ -401,24 +410,24 @@ def _finite(*arrays: jax.Array) -> jax.Array:
 
 
 def _roll(a: jax.Array, shift: int) -> jax.Array:
-  """Rows moved along axis 3, around its ends."""
+  """Roll rows along axis 3."""
   return jnp.roll(a, shift, 3)
 
 
 def _last_row(lse: jax.Array) -> jax.Array:
-  """bool like `lse` [B, K, G, T]: the row that `_roll` took around."""
-  number = lax.broadcasted_iota(jnp.int32, lse.shape, 3)
-  return number == lse.shape[3] - 1
+  """Mark the row that `_roll` moved around the end, bool [B, K, G, T]."""
+  row_index = lax.broadcasted_iota(jnp.int32, lse.shape, 3)
+  return row_index == lse.shape[3] - 1
 
 
 def _up(x: Local) -> Local:
-  """Row i + 1 in place of row i: "keys 0..i-1" becomes causal.
+  """Shift queries up by one: "row i sees keys 0..i-1" becomes causal.
 
-  The keys stay as they are and the length is kept, an even one mostly.
+  The keys stay as they are and the length is kept, mostly an even one.
   """
   return x._replace(q=_roll(x.q, -1))
 
 
 def _flipped(dq: jax.Array) -> jax.Array:
-  """[B, K, G, T, H] in the order of axes of `Gradients.q`."""
+  """Transpose [B, K, G, T, H] to the axes of `Gradients.q`."""
   return jnp.transpose(dq, (0, 1, 4, 2, 3))

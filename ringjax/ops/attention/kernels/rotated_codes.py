@@ -1,25 +1,26 @@
-"""Keys that a kernel for TPU rotates between their codes and the product.
+"""Rotation of decoded keys inside a Pallas TPU kernel, before the product.
 
 Guarantees: angles are those of `Rope.tables`, and cosines and sines are exact
 up to float32's rounding, at any position.
-Cost: two products of float32 a number; of each position the cosines and sines,
-once for all heads of a tile.
+Cost: two products of float32 per element; the cosines and sines of each
+position once for all heads of a tile.
 
-A key x scale + zero of channels, rotated to its position p, and a query:
+The product of a query and a key with per-channel scale and zero, x scale +
+zero, rotated to its position p:
 
   q . R(p) (x scale + zero) = sum x cos(p f) (q scale) + x sin(p f) (r scale)
                             + sum   cos(p f) (q zero)  +   sin(p f) (r zero)
 
 where r is q, rotated by -90 degrees. So each row of codes becomes two rows of
 the product's right operand, the scales are in the queries, and the second line
-is a product of the cosines and sines alone, of all heads at once. An outlier is
-what it has more than a code 0 would have, e at the place d, whose products with
-the queries are added:
+is a product of the cosines and sines alone, for all heads at once. An outlier
+is the excess e over the decoded code 0 at dim d, whose products with the
+queries are added:
 
   e cos(p f) q[d] + e sin(p f) r[d]
 
-Of a vector that is coded from the sink the first line is times the factor, and
-the second is of the sink in place of zero.
+For a vector that is coded from the sink the first line is times the factor,
+and the second has the sink in place of zero.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _TERMS = {"bfloat16": (5, 4), "float32": (7, 7)}
 
 
 class Turns(NamedTuple):
-  """Which rows of codes turn, and which rows of the tables turn them.
+  """Plan of the rows of codes that rotate, and of the tables' rows they use.
 
   Fields:
-    rows: R, of codes that are rotated at a time: a piece.
-    slots: for each piece the number of the R rows of the tables that turn it;
-      None where none of its rows turns.
-    count: rows of the cosines, and of the sines.
+    rows: Rows of codes that are rotated at once, R: one piece.
+    slots: Index, in units of R rows of the tables, that rotates each piece;
+      None for a piece without rotation.
+    count: Rows of the cosines, and of the sines.
   """
 
   rows: int
@@ -66,12 +67,12 @@ class Turns(NamedTuple):
 
 
 class RotatedRows(NamedTuple):
-  """The numbers of a vector and their frequencies, row by row.
+  """Elements of a vector and their frequencies, row by row.
 
   Fields:
-    turns: the rows.
-    dims: int [pieces, R], which number of the vector each row is.
-    pairs: int [count], which frequency a row of the tables has; -1 for none.
+    turns: Plan of the rotation.
+    dims: Element of the vector that each row holds, int [pieces, R].
+    pairs: Frequency that each row of the tables has, int [count]; -1: none.
   """
 
   turns: Turns
@@ -82,41 +83,45 @@ class RotatedRows(NamedTuple):
   def of(
     cls, dims: Int[np.ndarray, "pieces R"], rotation: Rotation | None, dim: int
   ) -> RotatedRows:
-    """Of rows that hold the numbers `dims` of vectors of `dim` numbers."""
+    """Plan the rotation of rows that hold elements `dims` of `dim`."""
     pair = np.full(dim, -1)
     if rotation is not None and rotation.rope is not None:
       rope = rotation.rope
       pair[rotation.first : rotation.first + rope.turned] = rope.pairs
-    found: dict[tuple[int, ...], int] = {}
+    slot_of_pairs: dict[tuple[int, ...], int] = {}
     slots = [
-      None if max(own) < 0 else found.setdefault(tuple(own), len(found))
-      for own in pair[dims].tolist()
+      None
+      if max(row_pairs) < 0
+      else slot_of_pairs.setdefault(tuple(row_pairs), len(slot_of_pairs))
+      for row_pairs in pair[dims].tolist()
     ]
-    pairs = np.asarray([*found], int).reshape(-1)
-    turns = Turns(dims.shape[1], tuple(slots), pairs.size)
-    return cls(turns, dims, pairs)
+    pairs = np.asarray([*slot_of_pairs], int).reshape(-1)
+    rotation_plan = Turns(dims.shape[1], tuple(slots), pairs.size)
+    return cls(rotation_plan, dims, pairs)
 
   def frequencies(self, rotation: Rotation) -> Int[Array, "2 count 128"]:
-    """Of each row of the tables, in all lanes; 0 where nothing turns.
+    """Frequencies of the tables' rows in all lanes; 0 without rotation.
 
-    The fields of `Frequencies`, one behind the other, as int32.
+    The fields of `Frequencies`, stacked, as int32.
     """
     assert rotation.rope is not None
-    each = rotation.rope.frequencies(rotation.length)
-    each = each.rearranged(lambda x: jnp.pad(x, (0, 1))[self.pairs])
-    words = jnp.stack([each.units, as_words(each.rest)])
+    frequencies = rotation.rope.frequencies(rotation.length)
+    frequencies = frequencies.rearranged(
+      lambda x: jnp.pad(x, (0, 1))[self.pairs]
+    )
+    words = jnp.stack([frequencies.units, as_words(frequencies.rest)])
     return jnp.broadcast_to(words[..., None], (*words.shape, tile_ops.LANES))
 
   def each(self, rotation: Rotation | None, dim: int) -> Frequencies:
-    """Of each number of a vector, [H]; 0 for those that turn not."""
+    """Frequencies of a vector's elements, [H]; 0 without rotation."""
     zeros = Frequencies(jnp.zeros(dim, jnp.int32), jnp.zeros(dim, jnp.float32))
     if rotation is None or rotation.rope is None:
       return zeros
     rope = rotation.rope
-    turned = slice(rotation.first, rotation.first + rope.turned)
+    rotated_dims = slice(rotation.first, rotation.first + rope.turned)
     pairs = rope.frequencies(rotation.length)
-    put = lambda into, x: into.at[turned].set(x[rope.pairs])
-    return Frequencies(*map(put, zeros, pairs))
+    scatter = lambda into, x: into.at[rotated_dims].set(x[rope.pairs])
+    return Frequencies(*map(scatter, zeros, pairs))
 
   def queries(
     self,
@@ -125,56 +130,64 @@ class RotatedRows(NamedTuple):
     scale: Float[Array, "K H"],
     zero: Float[Array, "K H"],
   ) -> ChannelQueries:
-    """What the rows of a tile multiply.
+    """Queries with per-channel scales, as left operands of the tile's rows.
 
     Args:
-      q: queries.
-      rotation: of the keys.
-      scale: of channels.
-      zero: of channels.
+      q: Queries, [B, K, R, H].
+      rotation: Rotation of the keys.
+      scale: Scales of the channels.
+      zero: Zeros of the channels.
     """
-    wide, crossed = q.astype(jnp.float32), jnp.zeros(q.shape, jnp.float32)
+    straight_q, crossed = q.astype(jnp.float32), jnp.zeros(q.shape, jnp.float32)
     if self.pairs.size:
       assert rotation is not None and rotation.rope is not None
-      crossed = rotation.quarter(wide)
+      crossed = rotation.quarter(straight_q)
       size = np.ones((1, 1, 1, q.shape[3]), np.float32)
-      turned = slice(rotation.first, rotation.first + rotation.rope.turned)
-      size[..., turned] = rotation.rope.scaling.magnitude
-      wide, crossed = (x * size for x in (wide, crossed))
-    by_head = lambda x: x.astype(jnp.float32)[None, :, None]
-    straight, across = (x * by_head(scale) for x in (wide, crossed))
-    parts, still = [], np.zeros((1, 1, 1, q.shape[3]), np.float32)
-    into = np.zeros((q.shape[3], self.pairs.size), np.float32)
+      rotated_dims = slice(
+        rotation.first, rotation.first + rotation.rope.turned
+      )
+      size[..., rotated_dims] = rotation.rope.scaling.magnitude
+      straight_q, crossed = (x * size for x in (straight_q, crossed))
+    per_head = lambda x: x.astype(jnp.float32)[None, :, None]
+    straight, across = (x * per_head(scale) for x in (straight_q, crossed))
+    parts, unrotated = [], np.zeros((1, 1, 1, q.shape[3]), np.float32)
+    to_tables = np.zeros((q.shape[3], self.pairs.size), np.float32)
     for slot, dims in zip(self.turns.slots, self.dims, strict=True):
       parts.append(straight[..., dims])
       if slot is None:
-        still[..., dims] = 1
+        unrotated[..., dims] = 1
         continue
       parts.append(across[..., dims])
-      into[dims, slot * dims.size + np.arange(dims.size)] = 1
+      to_tables[dims, slot * dims.size + np.arange(dims.size)] = 1
     zeros = [
       jnp.einsum(
         "bkrh,hu->bkru",
-        x * by_head(zero),
-        jnp.asarray(into),
+        x * per_head(zero),
+        jnp.asarray(to_tables),
         precision=lax.Precision.HIGHEST,
       )
-      for x in (wide, crossed)
+      for x in (straight_q, crossed)
     ]
-    rest = jnp.sum(wide * by_head(zero) * still, -1, keepdims=True)
-    joined = lambda x: jnp.concatenate(x, -1).astype(q.dtype)
-    return ChannelQueries(joined(parts), joined(zeros), rest, wide, crossed)
+    unrotated_zeros = jnp.sum(
+      straight_q * per_head(zero) * unrotated, -1, keepdims=True
+    )
+    concat = lambda x: jnp.concatenate(x, -1).astype(q.dtype)
+    return ChannelQueries(
+      concat(parts), concat(zeros), unrotated_zeros, straight_q, crossed
+    )
 
 
 class ChannelQueries(NamedTuple):
-  """Queries of keys whose scales and zeros are those of channels.
+  """Queries for keys with per-channel scales and zeros.
 
   Fields:
-    rows: [B, K, R, E] in the queries' dtype, of the right operand's rows.
-    zeros: [B, K, R, 2 count], the same, of cosines and sines alone.
-    rest: float32 [B, K, R, 1], products with zeros that turn not.
-    straight: float32 [B, K, R, H], what cosines of a key's numbers multiply.
-    crossed: the same of sines.
+    rows: Left operand for the rotated rows of codes, [B, K, R, E], in the
+      queries' dtype.
+    zeros: Left operand for the cosines and sines alone, [B, K, R, 2 count], in
+      the queries' dtype.
+    rest: Products with the zeros of unrotated elements, float32 [B, K, R, 1].
+    straight: Factors of the cosines of a key's elements, float32 [B, K, R, H].
+    crossed: Factors of their sines, float32 [B, K, R, H].
   """
 
   rows: Float[Array, "B K R E"]
@@ -191,33 +204,33 @@ def rotated(
   lanes: slice,
   dtype: DTypeLike,
 ) -> Shaped[Array, "E S"]:
-  """The right operand: rows of codes times their cosines and sines.
+  """Multiply rows of codes by cosines and sines: the right operand.
 
   Args:
-    turns: the rows.
-    pieces: levels, float32 [R, S] each.
-    tables: of `fill`, or None if nothing turns.
-    lanes: which keys.
-    dtype: of the product.
+    turns: Plan of the rotation.
+    pieces: Levels, float32 [R, S] each.
+    tables: Cosines and sines of `fill`, or None if no row is rotated.
+    lanes: Keys to take.
+    dtype: Dtype of the product.
   """
-  found = []
+  rows = []
   for slot, x in zip(turns.slots, pieces, strict=True):
     if slot is None:
-      found.append(x)
+      rows.append(x)
       continue
     first = slot * turns.rows
     for start in (first, turns.count + first):
-      found.append(x * tables[start : start + turns.rows, lanes])
-  return jnp.concatenate(found, 0).astype(dtype)
+      rows.append(x * tables[start : start + turns.rows, lanes])
+  return jnp.concatenate(rows, 0).astype(dtype)
 
 
 def as_words(x: Float[Array, "*N"]) -> Int[Array, "*N"]:
-  """The bits of float32, which no arithmetic may take for a number."""
+  """View float32 as int32, so that no arithmetic changes the bits."""
   return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def as_numbers(words: Int[Array, "*N"]) -> Float[Array, "*N"]:
-  """What `as_words` was given."""
+  """View the int32 of `as_words` as float32 again."""
   return lax.bitcast_convert_type(words, jnp.float32)
 
 
@@ -226,7 +239,7 @@ def cos_sin(
   pos: Int[Array, "*M"],
   dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "*L"], Float[Array, "*L"]]:
-  """Cosines and sines of positions' angles, exact enough for `dtype`.
+  """Cosines and sines of angles at positions, exact enough for `dtype`.
 
   The arrays broadcast.
   """
@@ -234,25 +247,28 @@ def cos_sin(
   x = units.astype(jnp.float32) * np.float32(2.0**-32)
   cos, sin = _polynomials(_TERMS[jnp.dtype(dtype).name])
   z = x * x
-  value = lambda terms: functools.reduce(lambda y, c: y * z + c, terms)
-  return value(cos), value(sin) * x
+  evaluate = lambda terms: functools.reduce(lambda y, c: y * z + c, terms)
+  return evaluate(cos), evaluate(sin) * x
 
 
 @functools.cache
 def _polynomials(
   terms: tuple[int, int],
 ) -> tuple[list[np.float32], list[np.float32]]:
-  """Of cos(2 pi x) and sin(2 pi x) / x by x**2 < 1/4, the highest first."""
+  """Coefficients of cos(2 pi x) and sin(2 pi x) / x in x**2 < 1/4.
+
+  The highest power is first.
+  """
   x = np.cos(np.pi * (np.arange(1000) + 0.5) / 1000) / 2
 
-  def fitted(y: np.ndarray, count: int) -> list[np.float32]:
-    made = np.polynomial.Chebyshev.fit(x * x, y, count - 1, domain=[0, 0.25])
-    found = made.convert(kind=np.polynomial.Polynomial).coef
-    return [np.float32(c) for c in found[::-1]]
+  def fit(y: np.ndarray, count: int) -> list[np.float32]:
+    series = np.polynomial.Chebyshev.fit(x * x, y, count - 1, domain=[0, 0.25])
+    coefficients = series.convert(kind=np.polynomial.Polynomial).coef
+    return [np.float32(c) for c in coefficients[::-1]]
 
   turn = 2 * np.pi * x
-  of_cos, of_sin = terms
-  return fitted(np.cos(turn), of_cos), fitted(np.sin(turn) / x, of_sin)
+  cos_terms, sin_terms = terms
+  return fit(np.cos(turn), cos_terms), fit(np.sin(turn) / x, sin_terms)
 
 
 def fill(
@@ -262,22 +278,22 @@ def fill(
   lanes: slice,
   dtype: DTypeLike,
 ) -> None:
-  """Writes the cosines and sines of some keys' positions.
+  """Write the cosines and sines of some keys' positions.
 
   Args:
-    tables: a reference, float32 [2 count, keys].
-    frequencies: of the rows, see `RotatedRows.frequencies`.
-    pos: positions.
-    lanes: which keys.
-    dtype: for which they are exact enough.
+    tables: Reference to write to, float32 [2 count, keys].
+    frequencies: Frequencies of the rows, see `RotatedRows.frequencies`.
+    pos: Positions of the keys.
+    lanes: Keys to write.
+    dtype: Dtype for which they are exact enough.
   """
   count = frequencies.shape[1]
-  at = pos[:, lanes]
+  positions = pos[:, lanes]
   for first in range(0, count, _ROWS):
-    units, rest = (
-      tile_ops.widened(x[first : first + _ROWS], at.shape[1])
+    units, fractions = (
+      tile_ops.widened(x[first : first + _ROWS], positions.shape[1])
       for x in (frequencies[0], as_numbers(frequencies[1]))
     )
-    both = cos_sin(Frequencies(units, rest), at, dtype)
-    for start, x in zip((first, count + first), both, strict=True):
+    cos_and_sin = cos_sin(Frequencies(units, fractions), positions, dtype)
+    for start, x in zip((first, count + first), cos_and_sin, strict=True):
       tables[start : start + units.shape[0], lanes] = x

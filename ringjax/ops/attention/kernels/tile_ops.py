@@ -1,8 +1,8 @@
-"""What the Pallas kernels share: lists of tiles, scalars, products, scores.
+"""Building blocks of the Pallas kernels: tile lists, scalars, products, scores.
 
-A step of a TPU kernel is a tile (row of queries, column of keys) of a list that
-`tile_kinds` gives; the list is read ahead by the kernel's pipeline (scalar
-prefetch), and its length is the grid's, so that nothing is spent on the others.
+A step of a TPU kernel is a tile (row of queries, column of keys) from a list
+that `tile_kinds` gives. The kernel's pipeline reads the list ahead (scalar
+prefetch), and the list's length is the grid's: skipped tiles cost nothing.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 
 LANES = 128
-# What an unknown TPU is taken for: little vector memory, and slow links.
+# The default for an unknown TPU: little vector memory, and slow links.
 SOME = "tpu-v5p"
-# What a step of the list says, beside its row and column.
+# Flags of a step in the list, in addition to its row and column.
 FIRST, LAST, MASKED, FULL = 1, 2, 4, 8
 COLUMN_BITS, ROW_BITS = 14, 13
-# Steps of a list, which is held in scalar memory.
+# Most steps of a list, which is stored in scalar memory.
 MOST_STEPS = 1 << 16
 
 # Rows of a register of bfloat16.
 _SUBLANES = 16
 
-# Statistics of base 2 while they are in VMEM: the exponential is one anyway.
-# A reference of Pallas to an array, or to a part of one: JAX names no class for
-# both.
+# Statistics are to base 2 while in VMEM: the exponential is exp2 anyway.
+# `Ref` is a Pallas reference to an array or to a part of one: JAX has no common
+# class for both.
 Ref = Any
 LOG2_E = math.log2(math.e)
 
@@ -44,12 +44,12 @@ NN = (((1,), (0,)), ((), ()))  # [a, h] [h, b] -> [a, b]
 
 
 class TileSteps(NamedTuple):
-  """A kernel's steps: the tiles that count, row by row.
+  """Steps of a kernel: the tiles that count, row by row.
 
   Fields:
-    words: int32 [rows * columns], of which `count` are used: the row, the
-      column, and whether it is its row's first or last and needs a mask.
-    count: int32 [], at least 1.
+    words: Steps, int32 [rows * columns], of which `count` are used: the row,
+      the column, and whether it is its row's first or last and needs a mask.
+    count: Number of steps, int32 [], at least 1.
   """
 
   words: jax.Array
@@ -57,48 +57,50 @@ class TileSteps(NamedTuple):
 
   @classmethod
   def of(cls, kinds: Int8[Array, "rows columns"]) -> TileSteps:
-    """From `tile_kinds`' int8 [rows, columns]."""
-    some = kinds != 0
-    place = jnp.cumsum(some, 1, dtype=jnp.int32)
-    first = some & (place == 1)
-    last = some & (place == place[:, -1:])
-    flag = lambda yes, bit: jnp.where(yes, jnp.int32(bit), jnp.int32(0))
-    number = lambda axis: lax.broadcasted_iota(jnp.int32, kinds.shape, axis)
+    """List the steps of the tile kinds of `tile_kinds`."""
+    counts = kinds != 0
+    place = jnp.cumsum(counts, 1, dtype=jnp.int32)
+    first = counts & (place == 1)
+    last = counts & (place == place[:, -1:])
+    set_bit = lambda condition, bit: jnp.where(
+      condition, jnp.int32(bit), jnp.int32(0)
+    )
+    index = lambda axis: lax.broadcasted_iota(jnp.int32, kinds.shape, axis)
     words = (
-      flag(first, FIRST)
-      | flag(last, LAST)
-      | flag(kinds == 1, MASKED)
-      | flag(kinds == 2, FULL)
-      | number(1) << 4
-      | number(0) << (4 + COLUMN_BITS)
+      set_bit(first, FIRST)
+      | set_bit(last, LAST)
+      | set_bit(kinds == 1, MASKED)
+      | set_bit(kinds == 2, FULL)
+      | index(1) << 4
+      | index(0) << (4 + COLUMN_BITS)
     ).reshape(-1)
-    order = jnp.argsort(~some.reshape(-1), stable=True)
-    count = jnp.sum(some, dtype=jnp.int32)
+    order = jnp.argsort(~counts.reshape(-1), stable=True)
+    count = jnp.sum(counts, dtype=jnp.int32)
     words = words[order]
-    # A list of nothing is one step that passes a row through.
+    # An empty list becomes one step that passes a row through.
     words = words | jnp.where(count == 0, jnp.int32(FIRST | LAST), jnp.int32(0))
     return cls(words, jnp.maximum(count, 1))
 
 
 def lanes(n: int) -> int:
-  """`n` lanes, rounded up to whole registers."""
+  """Round `n` lanes up to whole registers."""
   return -(-n // LANES) * LANES
 
 
 def widened(x: Shaped[Array, "M 128"], size: int) -> jax.Array:
-  """Rows of equal numbers, [M, size]."""
+  """Repeat rows of equal numbers to [M, size]."""
   if size % LANES:
     return jnp.broadcast_to(x[:, :1], (x.shape[0], size))
   return jnp.concatenate([x] * (size // LANES), 1)
 
 
 def core(chip: str | None) -> chips.Core:
-  """What the compiler takes a kernel's chip to be."""
+  """Core that the compiler assumes for a chip, or the default."""
   return chips.core(chip or SOME)
 
 
 def unreadable(terms: Terms, context: Context) -> str | None:
-  """Why a kernel that goes by coordinates declines a call's arrays, or None."""
+  """Reason why a kernel that masks by coordinates declines, or None."""
   if terms.bias is not None or context.allow is not None:
     return "a bias or mask array, of which it would read every pair"
   if any(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(context.mask)):
@@ -115,15 +117,15 @@ def undecoded(
   widest: int,
   numbers: Sequence[Any] = (),
 ) -> str | None:
-  """Why a kernel of these dtypes and heads declines a call, or None.
+  """Reason why a kernel of these dtypes and heads declines a call, or None.
 
   Args:
-    q: queries.
-    keys: what they read.
-    args: how it is scored.
-    dtypes: names of those that it multiplies.
-    widest: numbers of a head at most.
-    numbers: stored keys and values that are multiplied as they are.
+    q: Queries.
+    keys: View of the keys and values.
+    args: Score function and its arrays.
+    dtypes: Names of the dtypes that the kernel multiplies.
+    widest: Largest head dim.
+    numbers: Stored keys and values that are multiplied as they are.
   """
   for x in (q, *numbers):
     if x.dtype.name not in dtypes:
@@ -139,14 +141,14 @@ def undecoded(
 
 
 def by_row(at: Coords, shape: tuple[int, ...]) -> Coords:
-  """Coordinates [B, G * T] of queries [B, K, G, T, H], head after head."""
+  """Coordinates [B, G * T] of queries [B, K, G, T, H], head by head."""
   b, _, g, t, _ = shape
-  each = (jnp.tile(jnp.broadcast_to(c, (b, t)), (1, g)) for c in at)
-  return Coords(*each)
+  tiled = (jnp.tile(jnp.broadcast_to(c, (b, t)), (1, g)) for c in at)
+  return Coords(*tiled)
 
 
 def slopes_by_row(slopes: Float[Array, "K G"], t: int) -> jax.Array:
-  """ALiBi's slopes [K, G] of the same rows: float32 [K, G * T]."""
+  """Repeat ALiBi slopes [K, G] for the rows of `by_row`: [K, G * T]."""
   return jnp.repeat(slopes.astype(jnp.float32), t, 1)
 
 
@@ -156,13 +158,13 @@ def score(
   slope: Float[Array, "_ _"] | Float[Array, ""] | None,
   far: Callable[[], Array],
 ) -> tuple[jax.Array, Any]:
-  """(scores, tanh of the soft cap or None) from products of queries and keys.
+  """Scores, and tanh of the soft cap or None, from query-key products.
 
   Args:
-    scores: how they are scored.
-    dot: the products.
-    slope: of ALiBi, of each query or of all, or None.
-    far: the distances between them, where there is a slope.
+    scores: Score function.
+    dot: Products of queries and keys.
+    slope: ALiBi slope, of each query or of all, or None.
+    far: Function that gives the distances, called if there is a slope.
   """
   s, tanh = dot * scores.scale, None
   if scores.soft_cap is not None:
@@ -177,9 +179,9 @@ def power(
   slope: Float[Array, "_ _"] | Float[Array, ""] | None,
   far: Callable[[], Array],
 ) -> tuple[jax.Array, float]:
-  """(x, c) such that exp(score) is 2 ** (c * x), c above 0; as `score`.
+  """Factor scores as (x, c): exp(score) is 2 ** (c * x), c above 0.
 
-  Plain scores are a multiple of the products: a pass over them is spared.
+  Plain scores are a multiple of the products, which saves a pass over them.
   """
   if scores.soft_cap is None and slope is None and scores.scale > 0:
     return dot, scores.scale * LOG2_E
@@ -195,14 +197,14 @@ def column_of(word: Int[Array, " ..."]) -> jax.Array:
 
 
 class Scalars(NamedTuple):
-  """What a kernel reads from scalar memory.
+  """Operands of a kernel in scalar memory.
 
   Fields:
-    words: the steps.
-    leaves: arrays of the mask, each [1] or [B].
-    slopes: float32 [K * G], or None.
-    heads: int32 [K * G], or None.
-    seed: int32 [1] or [B], or None.
+    words: Steps.
+    leaves: Arrays of the mask, each [1] or [B].
+    slopes: ALiBi slopes, float32 [K * G], or None.
+    heads: Head indices for dropout, int32 [K * G], or None.
+    seed: Dropout seed, int32 [1] or [B], or None.
   """
 
   words: Ref
@@ -237,7 +239,7 @@ def dot(
     tuple[tuple[int, ...], tuple[int, ...]],
   ],
 ) -> jax.Array:
-  """A product of two matrices, `NT` or `NN`, that accumulates in float32."""
+  """Multiply two matrices, `NT` or `NN`, with float32 accumulation."""
   exact = a.dtype == jnp.float32
   return lax.dot_general(
     a,
@@ -249,32 +251,32 @@ def dot(
 
 
 def finite(x: Shaped[Array, " ..."]) -> jax.Array:
-  """Which numbers are neither infinite nor NaN."""
+  """Mark the elements that are neither infinite nor NaN."""
   return jnp.abs(x.astype(jnp.float32)) < jnp.inf
 
 
 def cleaned(v: Shaped[Array, "k J"]) -> tuple[jax.Array, jax.Array]:
-  """Values [k, J] with 0 for what is no number, and [1, k]: NaN for such.
+  """Replace non-finite values by 0; a row [1, k] of marks is NaN for such keys.
 
-  A product transposes the column of marks into a row.
+  A product transposes the column of marks into the row.
   """
-  bad = ~finite(v)
-  marks = bad.astype(jnp.float32).astype(jnp.bfloat16)
+  nonfinite = ~finite(v)
+  marks = nonfinite.astype(jnp.float32).astype(jnp.bfloat16)
   ones = jnp.ones((_SUBLANES, v.shape[1]), jnp.bfloat16)
-  many = dot(ones, marks, NT)[0:1]
-  flag = jnp.where(many > 0, jnp.nan, 0.0)
-  return jnp.where(bad, jnp.zeros_like(v), v), flag
+  num_bad = dot(ones, marks, NT)[0:1]
+  flag = jnp.where(num_bad > 0, jnp.nan, 0.0)
+  return jnp.where(nonfinite, jnp.zeros_like(v), v), flag
 
 
 def clean(x: Shaped[Array, " ..."]) -> jax.Array:
-  """`x` with 0 for what is not finite."""
+  """Replace non-finite elements by 0."""
   return jnp.where(finite(x), x, jnp.zeros_like(x))
 
 
 def pair(at: Coords, batch: int) -> jax.Array:
-  """Coordinates of every example, [B, 2, T]: a token is a lane.
+  """Stack coordinates of every example to [B, 2, T]: a token is a lane.
 
-  A token a row would fill a whole register row of memory each.
+  One token per row would take a whole register row of memory each.
   """
-  wide = [jnp.broadcast_to(c, (batch, c.shape[1])) for c in at]
-  return jnp.stack(wide, 1)
+  broadcast = [jnp.broadcast_to(c, (batch, c.shape[1])) for c in at]
+  return jnp.stack(broadcast, 1)
