@@ -100,6 +100,7 @@ def test_a_model_that_knows_nothing_finds_nothing(shipped):
   assert cell.score == 0 and len(cell.scores) == 3
 
 
+@pytest.mark.long
 def test_depths_hide_the_same_fact(shipped):
   model, task = shipped
   cells = find(model, task, lengths=[500], depths=[0.0, 1.0], trials=1)

@@ -98,6 +98,7 @@ def sinks():
   return model, rj.infer.calibrate(model, texts), texts
 
 
+@pytest.mark.long
 def test_the_first_token_has_fine_codes_at_no_more_bytes(sinks):
   """So that levels are better than integers and rotated codes at equal bits."""
   model, made, _ = sinks
@@ -236,6 +237,7 @@ def test_levels_without_gradients_are_others(model, found, tmp_path):
     rj.infer.calibrate(model, ROWS, weights="hessian")
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_resumes(model, found, tmp_path):
   _, want = found
 

@@ -192,6 +192,7 @@ def test_the_order_of_contexts_does_not_matter(how):
   assert library.counters.encoded == len(contexts)
 
 
+@pytest.mark.long
 def test_to_select_every_context_is_to_read_them_all():
   contexts, _ = texts()
   library = rj.infer.ContextLibrary(model(), prefix=PREFIX)
@@ -296,6 +297,7 @@ def test_generate_answers_behind_contexts(how):
     assert done.combine.name == how
 
 
+@pytest.mark.long
 def test_several_questions_to_the_same_contexts():
   contexts, question = texts()
   session = rj.infer.context_session(

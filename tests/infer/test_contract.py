@@ -189,6 +189,7 @@ def test_fewer_devices(loaded, name, devices):
   same_contents(pieces, once)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow(KINDS, ("llama3",)))
 def test_every_way_leaves_the_same_cache(loaded, name):
   expected = checkpoints.expected(name)

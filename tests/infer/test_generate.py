@@ -173,6 +173,7 @@ def test_who_streams_may_end_it(loaded, said):
 
 
 @pytest.mark.long
+@pytest.mark.long
 @pytest.mark.parametrize(
   "devices", [pytest.param(1, marks=pytest.mark.slow), 8]
 )
@@ -491,6 +492,7 @@ def test_buckets():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_samples_do_not_depend_on_the_mesh_or_the_batch(loaded, said):
   prompt, greedy = said
   sampler = rj.infer.Sample(temperature=1.5, top_k=40, top_p=0.95, seed=3)
@@ -503,6 +505,7 @@ def test_samples_do_not_depend_on_the_mesh_or_the_batch(loaded, said):
   assert (ask(loaded, prompt, 1, sampler=other) != one).any()
 
 
+@pytest.mark.long
 def test_a_conversation_is_drawn_as_one_text(loaded):
   """Turns draw anew, and know what was seen in those before."""
   model, _ = loaded(NAME)
@@ -534,6 +537,7 @@ def test_what_follows_a_stop_was_not_seen(loaded, said):
   assert set(np.flatnonzero(session.seen[0])) == want
 
 
+@pytest.mark.long
 def test_rows_of_unequal_lengths_are_drawn_alone(loaded):
   """Row 0 draws the same, whatever stands beside it."""
   model, _ = loaded(NAME)

@@ -271,6 +271,7 @@ def test_heads_and_widths_may_be_sharded(uneven):
   np.testing.assert_array_equal(answer(placed), answer(made))
 
 
+@pytest.mark.long
 def test_integers_read_and_floats_answer(uneven):
   ranges = rj.infer.activation_ranges(uneven, texts(uneven))
   made = rj.infer.integer_model(uneven, ranges, shadow=8)

@@ -30,6 +30,7 @@ def said():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("method", "devices"),
   [
@@ -313,6 +314,7 @@ def test_of_the_experts_the_chosen_count(loaded):
   assert one.token_s == 2 * (stored - idle)
 
 
+@pytest.mark.long
 def test_latent_attention_counts_its_expanded_heads(loaded):
   model, _ = loaded("deepseek_v3")
   spec = model.config.layers[0].attention

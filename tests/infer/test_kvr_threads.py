@@ -229,6 +229,7 @@ def test_a_chains_session_knows_what_was_seen(loaded, alone):
   assert seen == {*ids.tolist(), *new.tolist()}
 
 
+@pytest.mark.long
 def test_the_worked_example(loaded):
   """Nine tokens in parts of 4, 3 and 2: what is sent, and what is computed."""
   model, _ = loaded("llama2")

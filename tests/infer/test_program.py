@@ -196,6 +196,7 @@ def test_reading_sends_keys_around_and_nothing_else(method):
   assert sum(n for _, n in others) <= 4 * BATCH * (2 * tokens + 2 * embed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("method", "part"),
   [("striped", 1 / 2), ("ulysses", 1 / 2), ("gather", 3 / 4)],

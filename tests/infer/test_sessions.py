@@ -134,6 +134,7 @@ def test_a_pending_token_is_read_once(prompt):
   goes_on(session, prompt, said.tolist(), TURN)
 
 
+@pytest.mark.long
 def test_the_cache_says_what_a_session_holds(prompt):
   """Nothing is kept beside it: a caller may cut off an end."""
   session = session_on(2)

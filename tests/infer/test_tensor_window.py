@@ -408,6 +408,7 @@ def spellings(ids) -> list[bytes]:
   return found + [np.array(some, kind).tobytes() for kind in kinds]
 
 
+@pytest.mark.long
 def test_no_id_reaches_a_worker_and_no_embedding(monkeypatch):
   inbox: dict[int, list[bytes]] = {1: [], 2: []}
   names: dict[str, set[str]] = {}

@@ -82,6 +82,7 @@ def check(cache, total):
         )
 
 
+@pytest.mark.long
 @settings(max_examples=8)
 @given(
   st.sampled_from([1, 4]),

@@ -266,6 +266,7 @@ def test_positions_are_stored_once_where_heads_keep_the_same(policy, each):
     np.testing.assert_array_equal(positions[0][0], positions[1][0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "policy",
   [

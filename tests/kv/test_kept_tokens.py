@@ -246,6 +246,7 @@ def filled(net, tokens, policy, **options):
   return dataclasses.replace(cache, kind=kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("press", "family", "many"),
   [

@@ -46,6 +46,7 @@ def test_narrow_keys_are_written_without_a_wide_copy_of_all_layers():
   np.testing.assert_array_equal(np.asarray(made(old, new)), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [None, EIGHT])
 @pytest.mark.parametrize("reach", [None, 6])
 def test_row_after_row_is_all_rows_at_once(monkeypatch, reach, codec):

@@ -166,6 +166,7 @@ def test_a_message_that_is_ended_while_it_is_read(model, tokenizer):
   check_answers(model, tokenizer, PLAIN, talk.messages)
 
 
+@pytest.mark.long
 def test_a_context_that_is_full(model, tokenizer):
   talk = conversation(model, tokenizer, capacity=64)
   turn = talk.ask("import os " * 5, lambda piece: None)
@@ -177,6 +178,7 @@ def test_a_context_that_is_full(model, tokenizer):
   assert talk.messages == [] and talk.session.empty
 
 
+@pytest.mark.long
 def test_commands(tmp_path):
   document, saved = tmp_path / "notes.txt", tmp_path / "m.json"
   document.write_text("the key is 5")

@@ -85,6 +85,7 @@ def test_slow_rates_have_digits(rate, text):
   assert console.per_second(rate) == text
 
 
+@pytest.mark.long
 def test_progress_of_slow_work_is_not_none_a_second(monkeypatch):
   stream, now = io.StringIO(), [0.0]
   monkeypatch.setattr(console.time, "monotonic", lambda: now[0])

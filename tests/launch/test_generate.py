@@ -52,6 +52,7 @@ def test_a_passkey_in_a_long_document(ask, folder):
   assert ran.out.endswith("\n")
 
 
+@pytest.mark.long
 def test_json_is_all_there_is_on_stdout(ask, folder):
   ran = ask(f"--model={folder}", *SHORT, "--json", "--seed=5")
   assert ran.status == 0

@@ -132,6 +132,7 @@ def test_saved_is_what_was_loaded(name, tmp_path):
   assert config == checkpoints.config(name)
 
 
+@pytest.mark.long
 def test_half_the_bits(tmp_path):
   """bfloat16 stays what it is, and what is wide stays wide."""
   first = checkpoints.write("deepseek_v3", tmp_path / "a", dtype="bfloat16")

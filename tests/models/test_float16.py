@@ -33,6 +33,7 @@ def loud(folder, dtype):
   return nnx.merge(graph, jax.tree_util.tree_map_with_path(louder, state))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name",
   [

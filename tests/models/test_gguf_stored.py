@@ -184,6 +184,7 @@ def test_codes_are_shared_out_over_a_mesh(tmp_path, name):
   np.testing.assert_allclose(cut(_TOKENS), whole(_TOKENS), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.long
 def test_a_map_of_floats_among_codes_stays_floats(tmp_path):
   kinds = {"blk.1.ffn_up": None, "ffn": "Q4_0"}
   path = _file(tmp_path, "llama", kinds)

@@ -188,6 +188,7 @@ def test_documents_and_padding(folders, name):
     ))  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_mixers_are_one_layer(folders):
   """A pyramid of budgets is over layers, however many mixers each has."""
   model = models.load(folders["falcon_h1"])

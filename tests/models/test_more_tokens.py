@@ -64,6 +64,7 @@ def test_the_seed_decides():
 
 
 @pytest.mark.long
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_sharded_weights_stay_sharded(name):
   mesh = rj.make_mesh((4,), ("model",))

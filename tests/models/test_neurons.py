@@ -346,6 +346,7 @@ def roughly_predicted(folder):
   )
 
 
+@pytest.mark.long
 def test_a_token_sums_what_its_own_predictor_names(tmp_path):
   """Not what other tokens, earlier calls or a whole layer brought."""
   made = roughly_predicted(tmp_path)

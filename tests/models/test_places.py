@@ -143,6 +143,7 @@ def test_a_shard_s_tokens_are_counted_on(made, name, check_vma):
   close(jax.jit(call)(model, TOKENS), logits)
 
 
+@pytest.mark.long
 def test_the_length_of_the_text_is_that_of_all_shards(made):
   """Positions that are given leave it to be found."""
   model, logits = made("phi3_longrope_long")
@@ -217,6 +218,7 @@ def test_an_axis_without_a_mesh_is_that_of_the_place(made, placed):
   )
 
 
+@pytest.mark.long
 def test_queries_visit_the_cache_where_it_lies(placed):
   model, logits = placed
   sharding = CachedAttention(mesh=make_mesh(4, "explicit"), axis="seq")

@@ -142,6 +142,7 @@ def test_shards_equal_one_device(model, expected, shards):
   close(got, expected.logits[:, :n])
 
 
+@pytest.mark.long
 def test_a_length_that_shards_do_not_divide(model, expected):
   n = expected.tokens.shape[1] // 8 * 8 - 3
   attend = ring(4, strategy=Gather())

@@ -103,6 +103,7 @@ def tokens(batch, length):
   )
 
 
+@pytest.mark.long
 def test_a_loop_is_its_layers():
   a, b = layer(2), layer(3, post=True)
   specs = [a, b, a, b, a]

@@ -36,6 +36,7 @@ class Noting:
     return jnp.einsum("bnts,bsnj->btnj", p, v)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "family",
   ["llama3", *(pytest.param(x, marks=pytest.mark.long) for x in (

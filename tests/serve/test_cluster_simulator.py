@@ -427,6 +427,7 @@ def test_roles_follow_a_load_that_drifts():
   assert after.role_changes[-1].why
 
 
+@pytest.mark.long
 def test_a_steady_load_keeps_the_roles_that_suit_it():
   trace = poisson_trace(
     rate=3.0, requests=150, prompt_tokens=900, new_tokens=60, seed=5

@@ -360,6 +360,7 @@ def test_trees_of_the_target_itself(loaded, family, devices, how, options):
 
 
 @pytest.mark.long
+@pytest.mark.long
 @pytest.mark.parametrize("drafts", [pytest.param(None, marks=LONG), DRAFTS])
 def test_stop_texts_inside_of_a_drafted_run(talking, drafts):
   """Texts of special tokens, which are not shown, and of several tokens."""

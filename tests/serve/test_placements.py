@@ -297,6 +297,7 @@ def test_goodput_is_the_edge_of_what_meets_the_limits():
   )
 
 
+@pytest.mark.long
 def test_instances_of_a_phase_add_up():
   # Of several that read, one that is busy with a prompt gets no other one.
   trace = trace_of(40, new_tokens=1)

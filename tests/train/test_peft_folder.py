@@ -38,6 +38,7 @@ def same(a, b):
     np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "targets"),
   [

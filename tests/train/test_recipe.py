@@ -160,6 +160,7 @@ def test_eps_is_that_of_adamw():
   assert moved == pytest.approx([1 / 1.01, 1e-6 / (1e-2 + 1e-6)], rel=1e-3)
 
 
+@pytest.mark.long
 def test_sharded_parameters_give_the_same_losses():
   """The width over the axis of the sequence, and back from its checkpoint."""
   mesh = rj.make_mesh((4,), ("seq",))

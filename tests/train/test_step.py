@@ -162,6 +162,7 @@ def test_micro_batches_add_up(wanted, way):
   assert far(got, grads) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n for n in remat.POLICIES if n != "all"])
 def test_what_is_computed_again_is_the_same(wanted, name):
   model, rows, _, grads = wanted
@@ -396,6 +397,7 @@ def test_labels_outside_of_the_vocabulary_are_placed(wanted):
   assert figures.finite == 0 and figures.wrong == 1
 
 
+@pytest.mark.long
 def test_a_mixture_whose_config_asks_for_balance():
   """No loss balances experts: the config's wish is named, once."""
   config = {

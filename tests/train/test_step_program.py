@@ -104,6 +104,7 @@ def test_a_step_of_the_head_has_a_block_of_each_shard(shards):
   assert any(math.prod(dims) == HEAD_BLOCK * VOCAB for dims in logits)
 
 
+@pytest.mark.long
 def test_nothing_is_gathered():
   program = Program(compiled(8).as_text())
   ops = {
@@ -115,6 +116,7 @@ def test_nothing_is_gathered():
   assert not any(op.startswith(("all-gather", "all-to-all")) for op in ops)
 
 
+@pytest.mark.long
 def test_memory_is_flat_in_the_number_of_shards():
   few, many = (compiled(n).memory_analysis().temp_size_in_bytes for n in (4, 8))
   assert many <= 1.05 * few

@@ -418,6 +418,7 @@ def on(mesh, name, x):
   return jax.device_put(x, NamedSharding(mesh, spec))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "strategy",
   [

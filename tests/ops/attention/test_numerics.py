@@ -278,6 +278,7 @@ def check_blind_rows(got):
     assert not np.isnan(x).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("layout", "strategy"),
   [

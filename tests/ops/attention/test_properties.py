@@ -264,6 +264,7 @@ def test_a_layout_is_a_permutation(layout, length, shards):
   assert np.array_equal(there, x[:, order])
 
 
+@pytest.mark.long
 @given(layouts, st.integers(1, 60), st.integers(1, 8))
 @few(max_examples=60)
 def test_positions_agree_with_the_order(layout, length, shards):

@@ -87,6 +87,7 @@ def deal():
   return chosen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("feature", "strategy", "layout"), deal())
 def test_every_feature(feature, strategy, layout):
   verify(feature, LAYOUTS[layout], STRATEGIES[strategy])
@@ -595,6 +596,7 @@ def program(backward, strategy, **options):
   return Program(compiled.as_text())
 
 
+@pytest.mark.long
 def test_two_ways_share_the_sends():
   one = {(*BLOCK, 1): 4, (*BLOCK, 7): 3}
   assert ways(program(False, "bidirectional")) == one

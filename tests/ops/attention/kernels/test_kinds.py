@@ -501,6 +501,7 @@ def test_what_stands_for_the_output(dtype):
   assert kinds.stand_in(do, delta, lse.at[0, 0, 0, 7].set(1e30))[1]
 
 
+@pytest.mark.long
 def test_a_cotangent_of_the_log_sum_exp_alone():
   """No output stands for it: Blockwise has it."""
   case = problem("causal")[0]
@@ -518,6 +519,7 @@ def test_a_cotangent_of_the_log_sum_exp_alone():
   assert np.isnan(gradients(Vendor(Poison()))[0]).all()
 
 
+@pytest.mark.long
 def test_nothing_is_touched_where_nothing_is_seen():
   """Not even counted: a kernel that gives NaN for everything is not asked."""
 
