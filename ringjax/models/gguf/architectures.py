@@ -1,7 +1,7 @@
-"""What GGUF's metadata and names are in a Hugging Face folder.
+"""Configs and tensor names of a Hugging Face folder, from GGUF's metadata.
 
 Guarantees: the config and the names of each architecture in `ARCHITECTURES`;
-another one, and a rope scaling that is not known, is an error.
+another architecture, or an unknown rope scaling, is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringjax.data.gguf_file import GgufFiles
 from ringjax.errors import ConfigError
 from ringjax.models.hf.safe_files import shown
 
-# The name behind a layer's prefix, by GGUF's behind "blk.N.".
+# Names after a layer's prefix, by GGUF's names after "blk.N.".
 _LLAMA = {
   "attn_norm": "input_layernorm",
   "attn_q": "self_attn.q_proj",
@@ -136,23 +136,24 @@ _OLD_OUTER = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-  """One architecture.
+  """A model architecture of GGUF files.
 
   Attributes:
-    type: the model_type.
-    names: of a layer's tensors, without ".weight"; one with it names the whole.
-    layer: what stands before them.
-    outer: names of the tensors of no layer.
-    fixed: what the config says of all models of it.
-    keys: the config's keys, by those of the metadata, where they are others
-      than `_KEYS` says or further ones; "" for one that it has not.
-    norm_eps: the config's name of the norms' epsilon.
-    rotates: whether the config has a rotation.
-    permuted: whether rows of queries and keys are in the order of pairs.
-    norm_one: whether norms are stored with one added.
-    split_qkv: whether all queries, keys and values stand behind one another,
+    type: The model_type of the config.
+    names: Names of a layer's tensors, without ".weight"; one with it is
+      complete.
+    layer: Prefix of a layer's names.
+    outer: Names of the tensors outside of layers.
+    fixed: Entries of the config that all of its models share.
+    keys: Keys of the config, by those of the metadata, where they differ from
+      `_KEYS` or are additional; "" for one that the config lacks.
+    norm_eps: Key of the norms' epsilon in the config.
+    rotates: Whether the config has a rotary embedding.
+    permuted: Whether rows of queries and keys are in the order of pairs.
+    norm_one: Whether norms are stored with one added.
+    split_qkv: Whether all queries, then all keys, then all values are stored,
       which the model has by groups of heads.
-    turned: parts whose maps are [in, out] in a folder.
+    turned: Parts whose maps are [in, out] in a folder.
   """
 
   type: str
@@ -327,7 +328,7 @@ ARCHITECTURES = {
     keys={"use_parallel_residual": "use_parallel_residual"},
   ),
 }  # fmt: skip
-# A file of Mixtral says that it is a Llama, with experts.
+# Mixtral's files state the architecture of Llama, with experts.
 _MIXTRAL = Architecture(
   type="mixtral",
   names=_SPARSE,
@@ -337,7 +338,7 @@ _MIXTRAL = Architecture(
   },
   permuted=True,
 )
-# Layers of the two Gemmas of 27B, whose scores have a scale of their own.
+# Number of layers of the two Gemmas of 27B, which scale scores by the width.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 _KEYS = {
   "context_length": "max_position_embeddings",
@@ -347,7 +348,7 @@ _KEYS = {
   "attention.head_count": "num_attention_heads",
   "attention.head_count_kv": "num_key_value_heads",
 }
-# Keys of one number each.
+# Keys whose value is a number.
 _NUMBERS = (
   "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count",
   "rope.scale_linear", "rope.scaling.factor",
@@ -365,7 +366,7 @@ _IDS = {
 
 
 def refuse(key: str, got: object, want: str) -> NoReturn:
-  """Raises what a model is refused with."""
+  """Raises the error that a model is refused with."""
   raise ConfigError(
     f"GGUF: {key}", shown(got), want, "convert the model's original weights"
   )
@@ -375,7 +376,7 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
   """The architecture of a file.
 
   Raises:
-    ConfigError: one that is not known.
+      ConfigError: If it is not known.
   """
   name = metadata.get("general.architecture")
   if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -386,34 +387,36 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def said_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-  """What the metadata say of the architecture, without its prefix.
+  """Metadata of the architecture, without the prefix of their keys.
 
   Raises:
-    ConfigError: a value of another type.
+    ConfigError: If a value has another type.
   """
   prefix = f"{metadata['general.architecture']}."
-  said = {
+  entries = {
     key.removeprefix(prefix): x
     for key, x in metadata.items()
     if key.startswith(prefix)
   }
   for key in _NUMBERS:
-    if type(x := said.get(key, 0)) not in (int, float):
+    if type(x := entries.get(key, 0)) not in (int, float):
       refuse(prefix + key, x, "a number")
-  many = said.setdefault(
-    "attention.head_count_kv", said.get("attention.head_count")
+  kv_heads = entries.setdefault(
+    "attention.head_count_kv", entries.get("attention.head_count")
   )
-  if metadata["general.architecture"] == "lfm2" and isinstance(many, list):
+  if metadata["general.architecture"] == "lfm2" and isinstance(kv_heads, list):
     # One number for each layer, 0 for a convolution.
-    said["layer_types"] = ["full_attention" if n else "conv" for n in many]
-    said["attention.head_count_kv"] = max(many, default=0)
+    entries["layer_types"] = [
+      "full_attention" if n else "conv" for n in kv_heads
+    ]
+    entries["attention.head_count_kv"] = max(kv_heads, default=0)
   if metadata["general.architecture"] == "gemma4":
-    _by_layer(said)
-  return said
+    _by_layer(entries)
+  return entries
 
 
 def _by_layer(said: dict[str, Any]) -> None:
-  """Of Gemma 4's numbers for each layer, those of a config, or a refusal."""
+  """Reduces Gemma 4's numbers per layer to those of a config, or refuses."""
   slides, widths = (
     said.get(key)
     for key in ("attention.sliding_window_pattern", "feed_forward_length")
@@ -439,26 +442,26 @@ def _by_layer(said: dict[str, Any]) -> None:
     said["full_kv_heads"] = full
   if isinstance(widths, list):
     first = widths[0] if widths else 0
-    wide = [first * (1 + (i >= count - shared)) for i in range(count)]
-    if widths not in (wide, [first] * count):
+    doubled = [first * (1 + (i >= count - shared)) for i in range(count)]
+    if widths not in (doubled, [first] * count):
       refuse("gemma4.feed_forward_length", widths, "twice in layers that share")
     said["feed_forward_length"] = first
-    said["double_wide"] = widths == wide and shared > 0
+    said["double_wide"] = widths == doubled and shared > 0
 
 
 def config_of(files: GgufFiles) -> dict[str, Any]:
-  """The config.json of a model.
+  """Makes the config.json of a model.
 
   Raises:
-    ConfigError: a key that is missing or of a value that is not known.
+    ConfigError: If a key is missing or its value is not supported.
   """
   metadata = files.metadata
   arch = architecture(metadata)
   prefix = metadata["general.architecture"]
-  said = said_of(metadata)
+  entries = said_of(metadata)
   config: dict[str, Any] = {"model_type": arch.type, **arch.fixed}
   for key, name in {**_KEYS, **arch.keys}.items():
-    x = said.get(key)
+    x = entries.get(key)
     if key in _KEYS and (type(x) is not int or x < 1):
       want = "one positive number for all layers"
       refuse(f"{prefix}.{key}", "no such key" if x is None else x, want)
@@ -466,8 +469,8 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
       config[name] = x
   for ending in ("rms_epsilon", "epsilon"):
     epsilon = f"attention.layer_norm_{ending}"
-    if epsilon in said:
-      config[arch.norm_eps] = said[epsilon]
+    if epsilon in entries:
+      config[arch.norm_eps] = entries[epsilon]
   if arch.norm_eps not in config:
     refuse(f"{prefix}.attention.layer_norm_rms_epsilon", "no such key", "it")
   embedding = files.tensors.get("token_embd.weight")
@@ -476,10 +479,10 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   config["vocab_size"] = embedding.shape[0]
   config["tie_word_embeddings"] = "output.weight" not in files.tensors
   if arch.rotates:
-    config["rope_theta"] = said.get("rope.freq_base", 10_000.0)
-    _rope(files, config, said)
-  if more := _FURTHER.get(arch.type):
-    more(files, config, said)
+    config["rope_theta"] = entries.get("rope.freq_base", 10_000.0)
+    _rope(files, config, entries)
+  if add_keys := _FURTHER.get(arch.type):
+    add_keys(files, config, entries)
   for key, name in _IDS.items():
     if (token := metadata.get(f"tokenizer.ggml.{key}")) is not None:
       config[name] = token
@@ -508,9 +511,11 @@ def _gemma_config(
   del files
   width, heads = config["hidden_size"], config["num_attention_heads"]
   config.setdefault("head_dim", 256)
-  wide = _SCALED_BY_WIDTH[config["model_type"]] == config["num_hidden_layers"]
+  by_width = (
+    _SCALED_BY_WIDTH[config["model_type"]] == config["num_hidden_layers"]
+  )
   config["query_pre_attn_scalar"] = (
-    width // heads if wide else config["head_dim"]
+    width // heads if by_width else config["head_dim"]
   )
   if config["model_type"] == "gemma2":
     return
@@ -636,7 +641,7 @@ def _lfm2_config(
   config["layer_types"] = said["layer_types"]
 
 
-# What is further said of a model, by its model_type.
+# Functions that complete the config, by its model_type.
 _FURTHER = {
   "llama": _llama_config,
   "mixtral": _llama_config,
@@ -696,8 +701,8 @@ def _llama3(factors: Float[np.ndarray, " H"]) -> dict[str, Any]:
 
 
 def check_factors(files: GgufFiles, config: Mapping[str, Any]) -> None:
-  """Refuses factors that the config's scaling would not make again."""
-  # Those of Gemma 4 say which part rotates.
+  """Refuses factors that differ from those of the config's scaling."""
+  # Gemma 4's factors say which dims rotate.
   if config["model_type"] == "gemma4_text":
     return
   if "rope_freqs.weight" not in files.tensors:
