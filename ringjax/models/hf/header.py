@@ -107,8 +107,8 @@ def read_header(
   """
   label = shown(file)
   with open(open_inside(root, file), "rb") as opened:
-    status = identity(os.fstat(opened.fileno()))
-    start = 8 + _header_bytes(label, opened.read(8), status.nbytes)
+    old = identity(os.fstat(opened.fileno()))
+    start = 8 + _header_bytes(label, opened.read(8), old.nbytes)
     text = opened.read(start - 8)
   if not text.startswith(b"{"):
     fault(label, f"a header that starts with {text[:1]!r}", "a '{'")
@@ -121,21 +121,21 @@ def read_header(
       root / file, framework="numpy", backend="pread"
     ) as library:
       names = library.offset_keys()
-    new_status = identity(os.stat(root / file))
+    new = identity(os.stat(root / file))
   except safetensors.SafetensorError as error:
     why = str(error).rpartition("header: ")[2]
     fault(
       label,
       f"a header that safetensors refuses: {shown(why, 82)}",
-      f"one that describes each of the {status.nbytes - start} bytes of data once",
+      f"one that describes each of the {old.nbytes - start} bytes of data once",
     )
   except OSError:
-    new_status, names = None, []
-  if new_status != status:
+    new, names = None, []
+  if new != old:
     fault(label, "a file that changes", "a file at rest", "wait for its writer")
   if len(names) > MAX_TENSORS:
     fault(label, f"{len(names)} tensors", f"at most {MAX_TENSORS}")
-  return status, {
+  return old, {
     name: _tensor(label, file, name, table[name], start) for name in names
   }
 
