@@ -264,8 +264,8 @@ def assign_degrees(
   single = single[np.argsort(-sizes[single], kind="stable")]
   # Shards by their work; and those without room for the current document, by
   # their room: documents get shorter, so each returns once it has enough room.
-  open_ = [(w, r) for r, w in enumerate(work.tolist())]
-  heapq.heapify(open_)
+  by_work = [(w, r) for r, w in enumerate(work.tolist())]
+  heapq.heapify(by_work)
   full: list[tuple[int, int]] = []
   rooms = room.tolist()
   for i, size, load in zip(
@@ -276,16 +276,16 @@ def assign_degrees(
   ):
     while full and -full[0][0] >= size:
       r = heapq.heappop(full)[1]
-      heapq.heappush(open_, (float(work[r]), r))
-    while open_ and rooms[open_[0][1]] < size:
-      r = heapq.heappop(open_)[1]
+      heapq.heappush(by_work, (float(work[r]), r))
+    while by_work and rooms[by_work[0][1]] < size:
+      r = heapq.heappop(by_work)[1]
       heapq.heappush(full, (-rooms[r], r))
-    if open_:
-      shard_work, r = open_[0]
+    if by_work:
+      shard_work, r = by_work[0]
       rooms[r] -= size
       work[r] = shard_work + load
       first[i] = r
-      heapq.heapreplace(open_, (shard_work + load, r))
+      heapq.heapreplace(by_work, (shard_work + load, r))
       continue
     room[:] = rooms
     if not split_document(i, 2):

@@ -39,10 +39,10 @@ class Bytes:
   """Bytes as tokens; the interface is that of `Tokenizer`.
 
   Args:
-      special: Texts of special tokens, with ids from 256 on. The first begins a
-        text, the second ends one, the third pads.
-      name: Name of the tokenizer in a summary.
-      chat_template: Jinja source over these tokens, or None for none.
+    special: Texts of special tokens, with ids from 256 on. The first begins a
+      text, the second ends one, the third pads.
+    name: Name of the tokenizer in a summary.
+    chat_template: Jinja source over these tokens, or None for none.
   """
 
   by_bytes = True
@@ -146,17 +146,17 @@ class Bytes:
     """Writes tokenizer.json and tokenizer_config.json.
 
     Args:
-        folder: Folder of the files; it is made if it does not exist.
+      folder: Folder of the files; it is made if it does not exist.
     """
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    off = lambda *names: dict.fromkeys(names, False)
-    flags = off("single_word", "lstrip", "rstrip", "normalized")
+    all_false = lambda *names: dict.fromkeys(names, False)
+    flags = all_false("single_word", "lstrip", "rstrip", "normalized")
     added = [
       {"id": 256 + i, "content": text, **flags, "special": True}
       for i, text in enumerate(self._texts)
     ]
-    level = off("add_prefix_space", "trim_offsets", "use_regex")
+    level = all_false("add_prefix_space", "trim_offsets", "use_regex")
     as_bytes = {"type": "ByteLevel", **level}
     begin = self._texts[0]
     first = {"SpecialToken": {"id": begin, "type_id": 0}}
@@ -184,7 +184,7 @@ class Bytes:
         "unk_token": None,
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
-        **off("fuse_unk", "byte_fallback", "ignore_merges"),
+        **all_false("fuse_unk", "byte_fallback", "ignore_merges"),
         "vocab": {char: byte for byte, char in enumerate(BYTE_CHARS)},
         "merges": [],
       },

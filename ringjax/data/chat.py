@@ -100,16 +100,16 @@ class ChatTemplate:
   """A Jinja template over the messages of a chat.
 
   Args:
-      source: Template, as in a model's tokenizer_config.json.
-      names: Texts of special tokens by the names that the template uses, e.g.
-        {"bos_token": "<s>"}; `tokenizer.special_names`.
-      trusted: Whether the template runs in this process, without limits of time
-        and memory. Only for templates that you have read.
-      roles: Roles that a message may have. A template may build a special token
-        from a role, so they are not free text.
+    source: Template, as in a model's tokenizer_config.json.
+    names: Texts of special tokens by the names that the template uses, e.g.
+      {"bos_token": "<s>"}; `tokenizer.special_names`.
+    trusted: Whether the template runs in this process, without limits of time
+      and memory. Only for templates that you have read.
+    roles: Roles that a message may have. A template may build a special token
+      from a role, so they are not free text.
 
-    Raises:
-      TemplateError: If `source` is not a str, or is too long.
+  Raises:
+    TemplateError: If `source` is not a str, or is too long.
   """
 
   def __init__(
@@ -181,7 +181,7 @@ class ChatTemplate:
     """Renders a chat and encodes it.
 
     Args:
-      messages: Tables with a "role" and what the template reads: "content" as
+      messages: Tables with a "role" and the keys of the template: "content" as
         text or as parts, "tool_calls", and so on; JSON's types only.
       tokenizer: Tokenizer of the model.
       add_generation_prompt: Whether the opening of an answer comes last.

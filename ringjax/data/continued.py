@@ -68,7 +68,7 @@ class Continued:
     """Makes an example, a function of `rng` alone.
 
     Returns:
-        ids int32 [T], their weights as labels, float32 [T], and segments [T].
+      ids int32 [T], their weights as labels, float32 [T], and segments [T].
     """
     names, numbers = self._names(rng), self._numbers(rng)
     asked_index = int(rng.integers(1, self.documents))

@@ -53,18 +53,18 @@ def write(
   """Writes a corpus; documents are taken one at a time.
 
   Args:
-      path: Path of the file. An old one is replaced when all is written.
-      documents: Ids of each document, integers [n].
-      vocab: Size of the vocabulary; all ids are below it.
-      tokenizer_fingerprint: Fingerprint of the tokenizer that made the ids, see
-        `fingerprint`; up to 100 characters.
-      progress: Called with documents and tokens so far, after each document. An
-        exception in it ends the writing.
+    path: Path of the file. An old one is replaced when all is written.
+    documents: Ids of each document, integers [n].
+    vocab: Size of the vocabulary; all ids are below it.
+    tokenizer_fingerprint: Fingerprint of the tokenizer that made the ids, see
+      `fingerprint`; up to 100 characters.
+    progress: Called with documents and tokens so far, after each document. An
+      exception in it ends the writing.
 
-    Raises:
-      DataError: If a document is not a row of ids below `vocab`, or there is no
-        token at all.
-      OSError: If the file cannot be written.
+  Raises:
+    DataError: If a document is not a row of ids below `vocab`, or there is no
+      token at all.
+    OSError: If the file cannot be written.
   """
   remedy = "pass the tokenizer's vocab_size"
   integer("vocab", vocab, least=1, most=_MOST_VOCAB, remedy=remedy)
@@ -183,15 +183,15 @@ class Corpus:
     """Maps a corpus into memory.
 
     Args:
-        path: Path of the file.
-        vocab: Vocabulary size of the model that reads it, which may be larger
-          than the corpus's; None is not checked.
-        tokenizer_fingerprint: Fingerprint of the tokenizer that must have made
-          it; None is not checked.
+      path: Path of the file.
+      vocab: Vocabulary size of the model that reads it, which may be larger
+        than the corpus's; None is not checked.
+      tokenizer_fingerprint: Fingerprint of the tokenizer that must have made
+        it; None is not checked.
 
-      Raises:
-        DataError: If `write` did not write the file, it is incomplete, or it is
-          of another tokenizer.
+    Raises:
+      DataError: If `write` did not write the file, it is incomplete, or it is
+        of another tokenizer.
     """
     file = pathlib.Path(path)
     header, size = _read_header(file)
@@ -244,7 +244,7 @@ class Corpus:
     """Reads the whole file and checks its checksum and ids.
 
     Raises:
-      DataError: If it differs from what was written.
+      DataError: If the file was altered.
     """
     checksum = 0
     for part in (self._data, self._offsets):
@@ -272,9 +272,9 @@ class Corpus:
     # np.diff may overflow.
     decreasing = self._offsets[1:] < self._offsets[:-1]
     if decreasing.any():
-      wrong = int(np.argmax(decreasing))
+      document = int(np.argmax(decreasing))
       raise _fault(
-        self.path, f"document {wrong} that ends before it begins", "order"
+        self.path, f"document {document} that ends before it begins", "order"
       )
 
 
@@ -282,7 +282,7 @@ def fingerprint(tokenizer: AnyTokenizer) -> str:
   """Hash of a tokenizer: of each token's text, and of the ids of a sample.
 
   Args:
-      tokenizer: A `Tokenizer` or `Bytes`.
+    tokenizer: A `Tokenizer` or `Bytes`.
 
   Returns:
     16 characters, the same for the same tokenizer.

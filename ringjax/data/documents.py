@@ -45,10 +45,10 @@ def standard_library(characters: int) -> Document:
   """The beginning of the standard library's sources.
 
   Args:
-      characters: Wanted number of characters; the text may be a line shorter.
+    characters: Wanted number of characters; the text may be a line shorter.
 
-    Raises:
-      PromptError: If the library has fewer.
+  Raises:
+    PromptError: If the library has fewer.
   """
   root = pathlib.Path(sysconfig.get_paths()["stdlib"])
   parts, size, files = [], 0, 0
@@ -90,12 +90,12 @@ def fit(
   """The longest document of at most `tokens` tokens, up to a slack.
 
   Args:
-      tokens: Largest number of tokens.
-      count: Function that returns the number of tokens of a text.
-      slack: Fraction of `tokens` that may be missing.
+    tokens: Largest number of tokens.
+    count: Function that returns the number of tokens of a text.
+    slack: Fraction of `tokens` that may be missing.
 
-    Raises:
-      PromptError: If the library has less text.
+  Raises:
+    PromptError: If the library has less text.
   """
   sample = standard_library(min(4 * tokens, 100_000))
   characters_per_token = len(sample.text) / max(1, count(sample.text))
@@ -117,12 +117,12 @@ def hide(text: str, needle: str, depth: float) -> str:
   """The text with a line hidden in it.
 
   Args:
-    text: lines.
-    needle: one or more lines, with their newlines.
+    text: Text of lines.
+    needle: One or more lines, with their newlines.
     depth: 0 hides it before the first line, 1 after the last.
 
   Raises:
-    PromptError: `depth` is not in [0, 1].
+    PromptError: If `depth` is not in [0, 1].
   """
   return hide_all(text, [(depth, needle)])
 
@@ -131,11 +131,11 @@ def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
   """The text with several lines hidden in it, as by `hide`.
 
   Args:
-    text: lines.
-    needles: depths and lines. Those at one place keep their order.
+    text: Text of lines.
+    needles: Depths and lines. Lines at one place keep their order.
 
   Raises:
-    PromptError: a depth is not in [0, 1].
+    PromptError: If a depth is not in [0, 1].
   """
   places = []
   for depth, needle in needles:

@@ -140,8 +140,8 @@ class TextWithout:
     """The beginning of the text.
 
     Raises:
-        DataError: If the filler ends, or all its lines contain one of the
-          words.
+      DataError: If the filler ends, or all its lines contain one of the
+        words.
     """
     size, parts, dropped = len(self._text), [self._text], 0
     while size < characters:

@@ -1,8 +1,8 @@
 """Headers of GGUF files: metadata, and the place of each tensor's bytes.
 
 Guarantees: every count and length is compared with the bytes that are left
-before memory of its size is allocated; each tensor lies in the file, and no two
-overlap. Tensors are read through a memory map, and not copied before.
+before memory of its size is allocated; each tensor is inside of the file, and
+no two overlap. Tensors are read through a memory map, and not copied before.
 Ref: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -140,11 +140,11 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
   """Reads and checks the headers of a model.
 
   Args:
-      path: A GGUF file, a part of a split one, or a folder with one of these.
+    path: A GGUF file, a part of a split one, or a folder with one of these.
 
-    Raises:
-      CheckpointFormatError: If a file is missing, cut off or contradictory.
-      OptionError: If the package gguf is not installed.
+  Raises:
+    CheckpointFormatError: If a file is missing, cut off or contradictory.
+    OptionError: If the package gguf is not installed.
   """
   place = pathlib.Path(path).expanduser()
   root, names = place.parent, [place.name]

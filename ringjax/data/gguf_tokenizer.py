@@ -25,7 +25,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
   """Converts the tokenizer to files of a Hugging Face folder, by name.
 
   Raises:
-      TokenizerError: If the tokenizer is not known, or contradicts itself.
+    TokenizerError: If the tokenizer is not known, or contradicts itself.
   """
   entries = {
     key.removeprefix("tokenizer.ggml."): x
@@ -127,9 +127,9 @@ def _bpe(
 
 
 def _byte_level(
-  said: Mapping[str, Any], tokens: list[str], kinds: list[int]
+  entries: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> dict[str, Any]:
-  pre = said.get("pre", "gpt-2")
+  pre = entries.get("pre", "gpt-2")
   if not isinstance(pre, str) or pre not in SPLITS:
     raise _error("pre", pre, f"one of {', '.join(sorted(SPLITS))}")
   alphabet = set(BYTE_CHARS)
@@ -150,13 +150,13 @@ def _byte_level(
     "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
     "decoder": {**level, "use_regex": True},
     "model": _bpe(
-      vocab, _pairs(said.get("merges")), ignore_merges=pre in WHOLE_WORDS
+      vocab, _pairs(entries.get("merges")), ignore_merges=pre in WHOLE_WORDS
     ),
   }
 
 
 def _sentencepiece(
-  said: Mapping[str, Any], tokens: list[str], kinds: list[int], gemma: bool
+  entries: Mapping[str, Any], tokens: list[str], kinds: list[int], gemma: bool
 ) -> dict[str, Any]:
   if gemma:
     # Runs of spaces are tokens as such.
@@ -164,11 +164,11 @@ def _sentencepiece(
       _SPACE * len(x) if len(x) > 1 and not x.strip(" ") else x for x in tokens
     ]
   vocab = {x: i for i, x in enumerate(tokens)}
-  scores = said.get("scores")
+  scores = entries.get("scores")
   if gemma:
     scores = [-float(i) for i in range(len(tokens))]
-  if "merges" in said:
-    merges = _pairs(said["merges"])
+  if "merges" in entries:
+    merges = _pairs(entries["merges"])
   elif (
     isinstance(scores, list)
     and len(scores) == len(tokens)
@@ -178,7 +178,7 @@ def _sentencepiece(
   else:
     raise _error("scores", "no scores", "one for each token, or merges")
   start: list[dict[str, Any]] = []
-  if said.get("add_space_prefix", not gemma):
+  if entries.get("add_space_prefix", not gemma):
     start.append({"type": "Prepend", "prepend": _SPACE})
   space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
   back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -190,7 +190,7 @@ def _sentencepiece(
   if start:
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     decoders.append(strip)
-  number = said.get("unknown_token_id", next(
+  number = entries.get("unknown_token_id", next(
     (i for i, kind in enumerate(kinds) if kind == _UNKNOWN), None
   ))  # fmt: skip
   is_valid = type(number) is int and 0 <= number < len(tokens)

@@ -128,16 +128,16 @@ def run(
   """Runs a script and returns its standard output, parsed as JSON.
 
   Args:
-      script: Python code; `limit` is defined before it, and called with the
-        limits.
-      request: Bytes that the script reads from `sys.stdin.buffer`.
-      memory_bytes: Largest address space of the process.
-      cpu_s: Most processor time in seconds, including imports.
-      wall_s: Most wall time in seconds, which counts on a busy machine.
-      answer_bytes: Length of the longest answer that is parsed.
+    script: Python code; `limit` is defined before it, and called with the
+      limits.
+    request: Bytes that the script reads from `sys.stdin.buffer`.
+    memory_bytes: Largest address space of the process.
+    cpu_s: Most processor time in seconds, including imports.
+    wall_s: Most wall time in seconds, which counts on a busy machine.
+    answer_bytes: Length of the longest answer that is parsed.
 
-    Raises:
-      ChildError: If it was killed, failed, or answered too much or not in JSON.
+  Raises:
+    ChildError: If it was killed, failed, or answered too much or not in JSON.
   """
   code = f"{_LIMITS}limit({memory_bytes}, {cpu_s})\n{script}"
   try:
@@ -221,7 +221,7 @@ class Workers:
       answer_bytes: Length of the longest answer that is parsed.
 
     Raises:
-        ChildError: If the worker was killed, failed, or answered too much.
+      ChildError: If the worker was killed, failed, or answered too much.
     """
     limits = memory_bytes, cpu_s, wall_s, answer_bytes
     if not hasattr(select, "poll"):
@@ -429,7 +429,7 @@ def _wait(pipe: IO[bytes], event: int, until: float) -> None:
   """Waits until a pipe can be read or written.
 
   Raises:
-      TimeoutError: If the pipe is not ready by `until`, of `time.monotonic`.
+    TimeoutError: If the pipe is not ready by `until`, of `time.monotonic`.
   """
   poll = select.poll()
   poll.register(pipe, event)

@@ -100,12 +100,12 @@ class LinkTokens:
     """Reads the `links.json` of a folder.
 
     Args:
-        folder: Folder of the file.
-        vocab: Vocabulary size of the model that they are for, to `check` them.
+      folder: Folder of the file.
+      vocab: Vocabulary size of the model that they are for, to `check` them.
 
-      Raises:
-        CheckpointFormatError: If the file is missing or has another content.
-        OptionError: If the vocabulary does not have the ids.
+    Raises:
+      CheckpointFormatError: If the file is missing or has another content.
+      OptionError: If the vocabulary does not have the ids.
     """
     path = pathlib.Path(folder, LINKS)
     try:
@@ -126,9 +126,9 @@ class ArrangedPrompt(NamedTuple):
   """Tokens of a prompt of documents, each int32 [T].
 
   Fields:
-      tokens: Token ids.
-      positions: 0, 1, ... through the whole prompt.
-      segments: Segments for `rj.SeparateDocuments()`.
+    tokens: Token ids.
+    positions: 0, 1, ... through the whole prompt.
+    segments: Segments for `rj.SeparateDocuments()`.
   """
 
   tokens: np.ndarray

@@ -96,23 +96,23 @@ class Loader(Iterator[PackedBatch]):
   """Batches of a corpus, or of a mixture.
 
   Args:
-      sources: One or several, each `DocumentSource` or `ExampleSource`.
-      length: Tokens that a row holds, T.
-      batch: Rows of a batch, of all hosts together, B.
-      seed: Seed of orders and examples, 0 or more.
-      packer: Packer of documents into rows. Examples are never cut: a row has
-        those that fit, and the first that does not is dropped.
-      weights: Share of each source, in rows; None for equal shares.
-      host: Number of the part of each batch that this loader returns.
-      hosts: Number of parts.
-      separate: Whether rows are for `rj.SeparateDocuments()`. Then an example
-        with segments keeps them and has a row alone, and other rows are packed
-        with documents, segments from 3 on. Else each example is one document.
-      prefetch: Batches that a thread makes in advance; 0 for no thread.
+    sources: One or several, each `DocumentSource` or `ExampleSource`.
+    length: Tokens that a row holds, T.
+    batch: Rows of a batch, of all hosts together, B.
+    seed: Seed of orders and examples, 0 or more.
+    packer: Packer of documents into rows. Examples are never cut: a row has
+      those that fit, and the first that does not is dropped.
+    weights: Share of each source, in rows; None for equal shares.
+    host: Number of the part of each batch that this loader returns.
+    hosts: Number of parts.
+    separate: Whether rows are for `rj.SeparateDocuments()`. Then an example
+      with segments keeps them and has a row alone, and other rows are packed
+      with documents, segments from 3 on. Else each example is one document.
+    prefetch: Batches that a thread makes in advance; 0 for no thread.
 
-    Raises:
-      OptionError: If a number is out of range.
-      DataError: If a source has no token.
+  Raises:
+    OptionError: If a number is out of range.
+    DataError: If a source has no token.
   """
 
   def __init__(
@@ -212,11 +212,11 @@ class Loader(Iterator[PackedBatch]):
     """Resumes at the position of another loader; `hosts` may differ.
 
     Args:
-        state: State that `state` returned.
+      state: State that `state` returned.
 
-      Raises:
-        DataError: If it is not a state, or one of other batches; the error
-          names the settings that differ.
+    Raises:
+      DataError: If it is not a state, or one of other batches; the error
+        names the settings that differ.
     """
     head = {"format": _FORMAT, "version": _VERSION}
     valid = isinstance(state, dict) and state.items() >= head.items()
@@ -233,8 +233,10 @@ class Loader(Iterator[PackedBatch]):
     old, new = theirs.get("sources"), ours["sources"]
     if isinstance(old, list):
       # Older states have a class name before some fingerprints.
-      bare = [x if x in new else re.sub(r"^\S+ ", "", str(x)) for x in old]
-      theirs = theirs | {"sources": bare}
+      fingerprints = [
+        x if x in new else re.sub(r"^\S+ ", "", str(x)) for x in old
+      ]
+      theirs = theirs | {"sources": fingerprints}
     differ = [k for k in ours if theirs.get(k) != ours[k]]
     if differ:
       shown = lambda setup: ", ".join(

@@ -192,8 +192,8 @@ class Task:
     """Turns an example into ids and weights to train on.
 
     Returns:
-        ids int32 [T] of prompt and answer, and weights float32 [T] of each as a
-        label: 1 on the answer and the id that ends it, else 0.
+      ids int32 [T] of prompt and answer, and weights float32 [T] of each as a
+      label: 1 on the answer and the id that ends it, else 0.
     """
     ids = self._ids(example.prompt + example.answer)
     prompt = self.tokenizer.encode(example.prompt, bos=self.tokenizer.adds_bos)

@@ -79,13 +79,13 @@ class PackingPlan(Sequence[list[DocumentPiece]]):
   """Pieces of each row.
 
   Args:
-      pieces: Rows of `DocumentPiece`, int64 [P, 3], those of a row adjacent.
-      first: Index of each row's first piece, int64 [rows + 1].
-      length: Tokens that a row holds.
+    pieces: Rows of `DocumentPiece`, int64 [P, 3], those of a row adjacent.
+    first: Index of each row's first piece, int64 [rows + 1].
+    length: Tokens that a row holds.
 
-    Attributes:
-      length: Tokens that a row holds.
-      tokens: Number of tokens of all rows together.
+  Attributes:
+    length: Tokens that a row holds.
+    tokens: Number of tokens of all rows together.
   """
 
   def __init__(
@@ -230,16 +230,16 @@ class Documents:
   """Documents in memory, with weights of their labels or without.
 
   Args:
-      tokens: Ids of each document, [n].
-      weights: Weights of each document's tokens as labels, [n], or None for 1.
-        A document's first token is never a label.
+    tokens: Ids of each document, [n].
+    weights: Weights of each document's tokens as labels, [n], or None for 1.
+      A document's first token is never a label.
 
-    Attributes:
-      lengths: Tokens of each document, int64 [N].
-      fingerprint: Digest of all tokens and weights.
+  Attributes:
+    lengths: Tokens of each document, int64 [N].
+    fingerprint: Digest of all tokens and weights.
 
-    Raises:
-      DataError: If tokens are not ids, or weights of another length.
+  Raises:
+    DataError: If tokens are not ids, or weights of another length.
   """
 
   def __init__(

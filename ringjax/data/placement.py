@@ -107,16 +107,16 @@ class Placement:
     """Moves the values of tokens into their slots.
 
     Args:
-        x: NumPy array with an `axis` of all tokens, documents in their order.
-        axis: Axis of the tokens in `x`.
-        empty: Value of empty slots.
+      x: NumPy array with an `axis` of all tokens, documents in their order.
+      axis: Axis of the tokens in `x`.
+      empty: Value of empty slots.
 
-      Returns:
-        The array with R * t slots along `axis`.
+    Returns:
+      The array with R * t slots along `axis`.
 
-      Raises:
-        ShapeError: If the axis does not have as many entries as there are
-          tokens.
+    Raises:
+      ShapeError: If the axis does not have as many entries as there are
+        tokens.
     """
     x = np.asarray(x)
     axis = _axis(x, axis, len(self.slots), "a token each")
@@ -131,15 +131,15 @@ class Placement:
     """Moves the values of slots back into the order of the documents.
 
     Args:
-        y: NumPy or JAX array with an `axis` of R * t slots.
-        axis: Axis of the slots in `y`.
+      y: NumPy or JAX array with an `axis` of R * t slots.
+      axis: Axis of the slots in `y`.
 
-      Returns:
-        The array with an entry for each token along `axis`.
+    Returns:
+      The array with an entry for each token along `axis`.
 
-      Raises:
-        ShapeError: If the axis does not have as many entries as there are
-          slots.
+    Raises:
+      ShapeError: If the axis does not have as many entries as there are
+        slots.
     """
     axis = _axis(y, axis, len(self.index), "a slot each")
     return y[(slice(None),) * axis + (self.slots,)]
@@ -157,22 +157,22 @@ def place(
   """Places documents on the shards of a ring.
 
   Args:
-      lengths: Tokens of each document, [N].
-      shards: Devices along the sequence's axis, R.
-      local_length: Slots of each shard, t.
-      spread: Spread of a document over several shards, one of `SPREADS`.
-      cost: Cost model by which degrees are chosen and shards are filled.
-      degree: Shards of each document, an int or [N]; default: chosen. A
-        document of fewer tokens is on a shard for each. Documents whose degree
-        is given are split evenly, or refused.
+    lengths: Tokens of each document, [N].
+    shards: Devices along the sequence's axis, R.
+    local_length: Slots of each shard, t.
+    spread: Spread of a document over several shards, one of `SPREADS`.
+    cost: Cost model by which degrees are chosen and shards are filled.
+    degree: Shards of each document, an int or [N]; default: chosen. A
+      document of fewer tokens is on a shard for each. Documents whose degree
+      is given are split evenly, or refused.
 
-    Returns:
-      The placement; the same for the same arguments.
+  Returns:
+    The placement; the same for the same arguments.
 
-    Raises:
-      OptionError: If an argument is out of range.
-      DataError: If there are fewer slots than tokens, or the given degrees
-        leave no room.
+  Raises:
+    OptionError: If an argument is out of range.
+    DataError: If there are fewer slots than tokens, or the given degrees
+      leave no room.
   """
   positive_int("shards", shards)
   positive_int("local_length", local_length)
@@ -243,10 +243,10 @@ def place_rows(
   # Empty slots index one element after the row, which is a zero.
   order = np.full((rows, length), length, np.int64)
   for row, segments in enumerate(batch.segments):
-    real = np.flatnonzero(segments)
-    documents = segments[real]
+    filled = np.flatnonzero(segments)
+    documents = segments[filled]
     first = np.flatnonzero(np.diff(documents, prepend=0))
-    steps = np.delete(np.diff(batch.positions[row, real], prepend=0), first)
+    steps = np.delete(np.diff(batch.positions[row, filled], prepend=0), first)
     if len(np.unique(documents[first])) < len(first) or (steps != 1).any():
       raise ShapeError(
         "segments",
@@ -261,7 +261,7 @@ def place_rows(
     placement = place(
       sizes, shards=shards, local_length=local_length, **options
     )
-    order[row, placement.slots] = real
+    order[row, placement.slots] = filled
   with_zero = lambda x: np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
   return PackedBatch(
     *(np.take_along_axis(with_zero(x), order, axis=1) for x in batch)
@@ -301,11 +301,11 @@ def plan_batches(
   positive_int("rows", rows)
   sizes = as_lengths(lengths, local_length)
   length = shards * local_length
-  long = np.flatnonzero(sizes > length)
-  if long.size and not cut:
+  too_long = np.flatnonzero(sizes > length)
+  if too_long.size and not cut:
     raise DataError(
       "lengths",
-      f"{int(sizes[long[0]])} tokens in document {int(long[0])}",
+      f"{int(sizes[too_long[0]])} tokens in document {int(too_long[0])}",
       f"at most {length}, in {shards} shards of {local_length} slots",
       "pass cut=True, or raise local_length",
     )

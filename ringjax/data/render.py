@@ -1,6 +1,6 @@
 """Renders chat templates with Jinja, in a sandbox.
 
-Guarantees: a template gives what it gives in transformers, or an error. It can
+Guarantees: a template gives the text of transformers, or an error. It can
 read the values that it is passed and write text; it loads no file, calls no
 Python functions, and changes no value. It can still run long and grow large:
 therefore this file imports the standard library and jinja2 only, so that a
@@ -26,15 +26,15 @@ def render(
   """Renders a template once for each set of variables.
 
   Args:
-      source: Source of the template.
-      variants: Sets of variables.
-      now: Time that the template may write, in ISO form.
-      room: Largest number of characters that it may write.
+    source: Source of the template.
+    variants: Sets of variables.
+    now: Time that the template may write, in ISO form.
+    room: Largest number of characters that it may write.
 
-    Returns:
-      "texts", one per variant: a str, or {"error": reason}; "literals": the
-      texts in the template itself. Or only "error", if `source` is not a
-      template.
+  Returns:
+    "texts", one per variant: a str, or {"error": reason}; "literals": the
+    texts in the template itself. Or only "error", if `source` is not a
+    template.
   """
   import jinja2
 

@@ -29,9 +29,9 @@ class SpecialToken:
   """A token that steers a model; plain text is never encoded as it.
 
   Attributes:
-      text: Text of the token.
-      id: Id of the token.
-      lstrip, rstrip: Whether it includes white space before it, after it.
+    text: Text of the token.
+    id: Id of the token.
+    lstrip, rstrip: Whether it includes white space before it, after it.
   """
 
   text: str
@@ -108,9 +108,9 @@ def as_ids(name: str, ids: object) -> list[int]:
       "decode the rows of a batch one by one",
     )
   flat = flat.reshape(-1)
-  wrong = (flat < 0) | (flat >= _INT32)
-  if wrong.any():
-    at = int(np.argmax(wrong))
+  out_of_range = (flat < 0) | (flat >= _INT32)
+  if out_of_range.any():
+    at = int(np.argmax(out_of_range))
     raise PromptError(
       name,
       f"id {int(flat[at])} at position {at}",

@@ -24,7 +24,7 @@ from ringjax.data.special_tokens import TokenIds, as_ids
 
 # An id without a token, or a byte that is not part of a character.
 UNKNOWN = "\ufffd"
-# The longest character has 4 bytes: so many tokens may be incomplete.
+# The longest character has 4 bytes, so up to 4 tokens may be incomplete.
 _WAIT = 4
 
 

@@ -160,16 +160,16 @@ class Tokenizer:
     """Reads the tokenizer of a model's folder.
 
     Args:
-        folder: Folder that holds tokenizer.json and, if present,
-          tokenizer_config.json, special_tokens_map.json,
-          generation_config.json, config.json and chat_template.jinja; a GGUF
-          file; or the name of a model that `python -m launch.fetch` has
-          downloaded.
-        untrusted: Whether a separate process, with 2 GB and 20 s, tries the
-          file first; for folders that you do not trust.
+      folder: Folder that holds tokenizer.json and, if present,
+        tokenizer_config.json, special_tokens_map.json,
+        generation_config.json, config.json and chat_template.jinja; a GGUF
+        file; or the name of a model that `python -m launch.fetch` has
+        downloaded.
+      untrusted: Whether a separate process, with 2 GB and 20 s, tries the
+        file first; for folders that you do not trust.
 
-      Raises:
-        TokenizerError: If a file is missing, too large, or malformed.
+    Raises:
+      TokenizerError: If a file is missing, too large, or malformed.
     """
     folder = fetched_models.resolve(folder, "folder")
     path = pathlib.Path(folder).expanduser()
@@ -673,7 +673,7 @@ def _try_in_child(data: bytes) -> None:
 
 
 def _guard(what: str, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-  """Calls the library; what it raises becomes a TokenizerError."""
+  """Calls the library; converts its errors to a TokenizerError."""
   try:
     return call(*args, **kw)
   except MemoryError:

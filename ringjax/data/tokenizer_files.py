@@ -87,7 +87,7 @@ class TokenizerConfig:
     """The id of a named special token, or None.
 
     Raises:
-        TokenizerError: If the token that begins or ends a text has no id.
+      TokenizerError: If the token that begins or ends a text has no id.
     """
     text = text_of(self._config.get(name))
     token_id = None if text is None else engine.token_to_id(text)
@@ -100,7 +100,7 @@ class TokenizerConfig:
     """Whether texts begin with the bos_token.
 
     Args:
-        first: Token that tokenizer.json puts before a text, or None.
+      first: Token that tokenizer.json puts before a text, or None.
     """
     stated = self._config.get("add_bos_token")
     if isinstance(stated, bool):

@@ -88,7 +88,7 @@ def read_tensors(
   """The arrays and the metadata of a safetensors file.
 
   Raises:
-      CheckpointFormatError: If the file is missing or incomplete.
+    CheckpointFormatError: If the file is missing or incomplete.
   """
   try:
     with safetensors.safe_open(path, "np") as file:
@@ -148,13 +148,13 @@ def load_calibration(
   """Reads the calibration of a model.
 
   Args:
-      path: The file, or the folder that has it.
-      model: The `Transformer` that must have been measured.
+    path: The file, or the folder that has it.
+    model: The `Transformer` that must have been measured.
 
-    Raises:
-      CheckpointFormatError: If the file is missing, broken, or has numbers that
-        are not finite.
-      OptionError: If it is of another model.
+  Raises:
+    CheckpointFormatError: If the file is missing, broken, or has numbers that
+      are not finite.
+    OptionError: If it is of another model.
   """
   file = pathlib.Path(path)
   if file.is_dir():

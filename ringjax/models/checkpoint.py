@@ -241,10 +241,9 @@ def load(
       the program grows with the layers, and no step copies weights out of a
       stack (faster decoding on CPUs).
     strict: Whether an unread key of config.json is an error if it may change
-      the
-      computation: if the family's class in transformers knows it, or the folder
-      has code that may use it. If False, such keys are named by a warning; keys
-      that transformers ignores always are.
+      the computation: if the family's class in transformers knows it, or the
+      folder has code that may use it. If False, such keys are named by a
+      warning; keys that transformers ignores always are.
     placement: Memory of the layers, a `Placement` or a text such as
       "device=.2,host=.5,disk=.3", "host" or "disk"; default: all on the
       devices. Other layers are fetched when they run: from the host's memory,

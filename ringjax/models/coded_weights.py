@@ -100,8 +100,8 @@ def rounded(
   """int8 codes of a map's weight, of its shape, and float32 scales of outputs.
 
   Args:
-      linear: The map, or that of experts, whose weight is stacked over layers.
-    channels: see `codes_of`.
+    linear: The map, or that of experts, whose weight is stacked over layers.
+    channels: Whether each output has a scale, see `codes_of`.
   """
   weight = linear.weight.get_value()
   out = weight.shape[1 + linear.lead + linear.contracted :]

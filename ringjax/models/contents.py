@@ -74,9 +74,9 @@ def text_config(
     unknown: Treatment of unknown keys outside of the text model's; default:
       that of a config that is read.
 
-    Raises:
-      ConfigError: If the architecture or the packing of the weights is not
-        known.
+  Raises:
+    ConfigError: If the architecture or the packing of the weights is not
+      known.
   """
   unknown = unknown or UnknownKeys(config)
   kind = config.get("model_type")
@@ -200,14 +200,16 @@ def _text_model(text: Mapping[str, Any], wrapper: Wrapper) -> TextModel:
 
 
 def _layers(
-  text: Mapping[str, Any], found: TextModel
+  text: Mapping[str, Any], text_model: TextModel
 ) -> tuple[list[int], list[int]]:
   """Numbers of the layers that text passes, and of those that it skips."""
-  r = ConfigReader({**found.defaults, **text}, "text_config.")
-  count, skipped = r.layers(), r.numbers_of_layers(found.skips, [])
+  r = ConfigReader({**text_model.defaults, **text}, "text_config.")
+  count, skipped = r.layers(), r.numbers_of_layers(text_model.skips, [])
   run_layers = [i for i in range(count) if i not in skipped]
   if not run_layers or not all(0 <= i < count for i in skipped):
-    raise r.error(found.skips, skipped, f"numbers of some of {count} layers")
+    raise r.error(
+      text_model.skips, skipped, f"numbers of some of {count} layers"
+    )
   return run_layers, skipped
 
 
@@ -283,9 +285,9 @@ def contents(
     model: Model that the tensors become.
     source: Config of the text model.
 
-    Raises:
-      CheckpointMismatchError: If tensors are missing, too many, or of another
-        shape.
+  Raises:
+    CheckpointMismatchError: If tensors are missing, too many, or of another
+      shape.
   """
   names, text, wrapper = family.names(model.config), None, None
   skipped: tuple[str, ...] = ()

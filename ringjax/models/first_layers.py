@@ -21,7 +21,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
   Norm and head are those of the other model.
 
   Raises:
-      OptionError: If it has fewer layers.
+    OptionError: If it has fewer layers.
   """
   integer("count", count, least=1, most=len(model.config.layers))
   layers = model.config.layers[:count]

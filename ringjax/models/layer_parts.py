@@ -24,7 +24,7 @@ def layer_parts(model: Transformer, count: int) -> tuple[Transformer, ...]:
     count: Number of parts, at least 1.
 
   Raises:
-    OptionError: If the model's layers can't be cut into so many parts.
+    OptionError: If the layers can't be cut into that many parts.
   """
   integer("layer_parts", count, least=1)
   if count == 1:

@@ -64,12 +64,12 @@ def _grown(
   spec = (*sharding.spec, *(None,) * value.ndim)
   parts = sharding.mesh.shape[spec[axis]] if spec[axis] else 1
   if (value.shape[axis] + n) % parts:
-    short = -(value.shape[axis] + n) % parts
+    missing = -(value.shape[axis] + n) % parts
     raise MeshError(
       "n",
       f"{n} more than {value.shape[axis]} ids over {parts} devices",
       "a vocabulary that they divide",
-      f"pass n={n + short}, or rules=Rules(vocab=None) for the model",
+      f"pass n={n + missing}, or rules=Rules(vocab=None) for the model",
     )
   grow = jax.jit(_more, static_argnums=(1, 2, 3), out_shardings=sharding)
   return param.replace(grow(value, n, axis, spread, key))

@@ -97,7 +97,7 @@ class NeuronPredictors:
     """Refuses another model, by its digest, and another threshold.
 
     Raises:
-        CheckpointMismatchError: If the model or the threshold differs.
+      CheckpointMismatchError: If the model or the threshold differs.
     """
     for name, stored, wanted in (
       ("model", self.model, model),

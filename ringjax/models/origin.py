@@ -80,7 +80,7 @@ class Origin:
     """The tensors to copy, the name in the folder by the name to save.
 
     Args:
-        tensors: Function that makes the names and values that are to be saved.
+      tensors: Function that makes the names and values that are to be saved.
     """
     if self.folder is None or not self.unread:
       return {}
@@ -182,10 +182,10 @@ def origin_of(contents: Contents, *, whole: bool, packed: bool) -> Origin:
   """The origin of a model that is read from a folder.
 
   Args:
-      contents: Content of the folder.
-      whole: Whether the model is all of the folder, and not the text model of
-        one with images.
-      packed: Whether its weights are quantised.
+    contents: Content of the folder.
+    whole: Whether the model is all of the folder, and not the text model of
+      one with images.
+    packed: Whether its weights are quantised.
   """
   folder, unread = contents.folder, contents.unread if whole else {}
   names = {t.name: t.stored_name or t.name for t in contents.tensors}

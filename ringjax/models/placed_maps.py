@@ -160,8 +160,8 @@ class _Change:
   def kind(self) -> PlacedLayers:
     """The placement with new shapes, shardings and weights."""
 
-    def read(weights: Any, found: Sequence[jax.Array]) -> list[jax.Array]:
-      layers = self.layers([x[None] for x in weights(found)])
+    def read(weights: Any, stored: Sequence[jax.Array]) -> list[jax.Array]:
+      layers = self.layers([x[None] for x in weights(stored)])
       return [x[0] for x in layers]
 
     return dataclasses.replace(

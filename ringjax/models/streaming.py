@@ -183,7 +183,7 @@ class _Group:
     )
 
   def parts(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Parameters from what was read, in the dtypes of their forms."""
+    """Parameters from the arrays read, in the dtypes of their forms."""
     if isinstance(self.form, Packed):
       x = tuple(
         a.astype(piece.wanted) for a, piece in zip(x, self.pieces, strict=True)
@@ -661,7 +661,7 @@ def _weights(
   dtypes: Mapping[str, Any],
   arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-  """Parameters of a layer, in the order of `paths`, from what was read."""
+  """Parameters of a layer, in the order of `paths`, from the arrays read."""
   by_path: dict[str, jax.Array] = {}
   unread = iter(arrays)
   for group in groups:

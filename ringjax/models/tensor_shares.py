@@ -99,9 +99,9 @@ class TensorPart:
   Attributes:
     names: Names of the tensors.
     stacked: Whether they are stacked along a first axis.
-    form: Form of the parameters in what is read of each tensor.
+    form: Form of the parameters in the part read of each tensor.
     paths: Paths of the parameters in their module.
-    shape: Shape of what is read of each tensor.
+    shape: Shape of the part read of each tensor.
     boxes: Boxes that are read of each tensor, concatenated along `axis`.
     axis: Axis along which the boxes are concatenated.
     dtype: Dtype on disk.
@@ -208,9 +208,9 @@ class ModelShares:
         stored in `dtype`, and equal layers are taken to have the tensors of the
         first of them.
 
-      Raises:
-        ConfigError: If a layer of the family cannot be cut so.
-        RingjaxError: See `rj.models.load`.
+    Raises:
+      ConfigError: If a layer of the family cannot be cut so.
+      RingjaxError: See `rj.models.load`.
     """
     self.weights = tuple(weights)
     spans(1, self.weights)
@@ -238,7 +238,7 @@ class ModelShares:
       n if folder is not None else layers.index(layer)
       for n, layer in enumerate(layers)
     ]
-    # Layers with tensors of their own, and which of them each layer uses.
+    # Layers with separate tensors, and the index of the one each layer uses.
     self._shown = sorted(set(representatives))
     self._place = [self._shown.index(n) for n in representatives]
     shown = dataclasses.replace(
@@ -477,9 +477,9 @@ class SharedModel(ModelShares):
       weights: Share of the model per rank, in any unit.
       dtype: Dtype of the computation; default: the folder's.
 
-      Raises:
-        ConfigError: If a layer of the family cannot be cut so.
-        RingjaxError: See `rj.models.load`.
+    Raises:
+      ConfigError: If a layer of the family cannot be cut so.
+      RingjaxError: See `rj.models.load`.
     """
     self.folder = folder = Folder.open(path)
     super().__init__(folder.config, weights, dtype=dtype, folder=folder)

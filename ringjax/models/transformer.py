@@ -161,7 +161,7 @@ class Transformer(nnx.Module):
   Attributes:
     config: Architecture of the model.
     source: Text of the config.json that `config` was read from.
-    origin: Folder that it was loaded from, and what `save` keeps of that.
+    origin: Folder that it was loaded from, whose extra files `save` keeps.
     saved_dtype: Dtype that `save` writes; None: that of the parameters.
     stored_types: Types of its file that stay codes, and those that became
       floats; None: all are floats.

@@ -75,7 +75,7 @@ def offload_shape(model: Transformer, name: str) -> OffloadShape:
   # Always on the device: inputs of all layers by ids, and ends of streams.
   ends = [x for x in (model.inputs, model.streams) if x is not None]
   beside = sum(x.size for x in jax.tree.leaves(nnx.state(ends, nnx.Param)))
-  # The difference of two lengths leaves out what does not grow with tokens.
+  # The difference of two lengths cancels bytes that don't grow with tokens.
   short = 1024
   short_bytes, long_bytes = (
     bytes_each(model.init_cache_spec(1, n, dtype=jnp.bfloat16))

@@ -81,13 +81,13 @@ def check(
   """Checks that a mesh divides the rows of a step.
 
   Args:
-      count: Rows of a step, B.
-      length: Tokens of each row, T.
-      attend: Sharding context, with mesh, axis and layout.
-      accumulate: Micro-batches of a step, A.
+    count: Rows of a step, B.
+    length: Tokens of each row, T.
+    attend: Sharding context, with mesh, axis and layout.
+    accumulate: Micro-batches of a step, A.
 
-    Raises:
-      ShapeError: If A, the batch's axes or the shards do not divide the rows.
+  Raises:
+    ShapeError: If A, the batch's axes or the shards do not divide the rows.
   """
   unit = 2 * attend.size if attend.size > 1 else 1
   if count % accumulate or length % unit:
@@ -112,11 +112,11 @@ def check_ids(rows: PackedBatch | Batch, vocab: int | None = None) -> None:
   """Checks that tokens and labels [B, T] are ids of a model.
 
   Args:
-      rows: Rows of NumPy arrays.
-      vocab: Vocabulary size, V; None: ids need only be 0 or more.
+    rows: Rows of NumPy arrays.
+    vocab: Vocabulary size, V; None: ids need only be 0 or more.
 
   Raises:
-    DataError: see `place`.
+    DataError: See `place`.
   """
   for name in ("tokens", "labels"):
     ids = np.asarray(getattr(rows, name))

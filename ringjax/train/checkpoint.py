@@ -7,7 +7,7 @@ completely or not at all. No bytes reach a model before they were compared with
 the manifest, unless the caller turns that off.
 Cost: `save` blocks the caller for a copy from the devices and, with several
 processes, until all have called it; the rest happens in a thread, which reads
-once what was written. `restore` reads a step twice, the second time from
+the written files once. `restore` reads a step twice, the second time from
 memory if it fits.
 
 Orbax writes and reads the arrays, from all processes and in its own threads.
@@ -105,8 +105,8 @@ class Checkpoints:
         restored.
       timeout_s: Seconds that processes wait for each other.
 
-      Raises:
-        OptionError: If a value is out of range.
+    Raises:
+      OptionError: If a value is out of range.
     """
     self._keep = positive_int("keep", keep)
     if every_keep is not None:
@@ -438,20 +438,20 @@ class Checkpoints:
       verify: Comparison of files before anything is read: "crc32"; "full", by
         SHA-256, too; "none", by their sizes alone.
 
-      Returns:
-        (tree, `extra` of the save); None if nothing was ever saved here.
-        `restored_step` is the number of the step.
+    Returns:
+      (tree, `extra` of the save); None if nothing was ever saved here.
+      `restored_step` is the number of the step.
 
-      Raises:
-        CheckpointCorruptError: If the given step, or every step there is, is
-          damaged.
-        CheckpointMismatchError: If a leaf's path, shape or dtype is not that of
-          `like`, or the step is of another config.
-        CheckpointFormatError: If a newer ringjax wrote the step.
-        OptionError: If there is no such step.
-        InputTypeError: If a leaf of `like` is not an array, shape or number.
-        MeshError: If a sharding does not fit its array.
-        PeerError: If the processes do not restore the same.
+    Raises:
+      CheckpointCorruptError: If the given step, or every step there is, is
+        damaged.
+      CheckpointMismatchError: If a leaf's path, shape or dtype is not that of
+        `like`, or the step is of another config.
+      CheckpointFormatError: If a newer ringjax wrote the step.
+      OptionError: If there is no such step.
+      InputTypeError: If a leaf of `like` is not an array, shape or number.
+      MeshError: If a sharding does not fit its array.
+      PeerError: If the processes do not restore the same.
     """
     one_of("verify", verify, VERIFY)
     if self._pending is not None:

@@ -92,11 +92,11 @@ class CheckpointDirectory:
     """Takes the lock of the process that writes, and cleans up.
 
     Args:
-        patience_s: Seconds that it waits for another process; default:
-          `PATIENCE_S`.
+      patience_s: Seconds that it waits for another process; default:
+        `PATIENCE_S`.
 
-      Raises:
-        OSError: If another process has the lock, or the disk refuses.
+    Raises:
+      OSError: If another process has the lock, or the disk refuses.
     """
     if self._lock is not None:
       return

@@ -70,8 +70,8 @@ def scaled_config(
   """The config.json of the model with the longer context.
 
   Raises:
-      ConfigError: If the model has no rotary embeddings, or ones that the
-        method does not apply to.
+    ConfigError: If the model has no rotary embeddings, or ones that the
+      method does not apply to.
   """
   config = copy.deepcopy(config)
   old, _ = read_config(config)
@@ -196,7 +196,7 @@ def _original(rope: Rope, method: str, context: int) -> int:
   """The context of the original model in tokens.
 
   Raises:
-      ConfigError: If the model has another scaling already.
+    ConfigError: If the model has another scaling already.
   """
   scaling = rope.scaling
   kind = type(scaling)

@@ -55,11 +55,11 @@ class InductionHeads:
     """Initialises a fresh model in place, and returns it.
 
     Args:
-        model: Model of the layers above, with biases of queries and keys, two
-          query heads to a key head, and its runs of equal layers stacked.
+      model: Model of the layers above, with biases of queries and keys, two
+        query heads to a key head, and its runs of equal layers stacked.
 
-      Raises:
-        OptionError: If the model has other layers.
+    Raises:
+      OptionError: If the model has other layers.
     """
     first_block, full_block, last_block = self._parts(model)
     first: Any = model.stack.runs[0].layers[0].attention
@@ -179,12 +179,12 @@ class RotaryInductionHeads:
     """Initialises a fresh model in place, and returns it.
 
     Args:
-        model: Model of equal layers with rotary embeddings and biases of
-          queries and keys, with two query heads to a key head, at least 2 K H
-          features, and its layers stacked.
+      model: Model of equal layers with rotary embeddings and biases of
+        queries and keys, with two query heads to a key head, at least 2 K H
+        features, and its layers stacked.
 
-      Raises:
-        OptionError: If the model has other layers.
+    Raises:
+      OptionError: If the model has other layers.
     """
     spec = self._spec(model)
     ((block,),) = model.stack.blocks
@@ -217,8 +217,10 @@ class RotaryInductionHeads:
       _write(
         weight, lambda w, n=layer, x=value: w.at[n].set(self.noise * w[n] + x)
       )
-    odd = slice(1, None, 2)
-    _write(o.weight, lambda o: o.at[looking - 1, odd].set(self.before * second))
+    odd_heads = slice(1, None, 2)
+    _write(
+      o.weight, lambda o: o.at[looking - 1, odd_heads].set(self.before * second)
+    )
     return model
 
   def _spec(self, model: Transformer) -> Any:
@@ -281,12 +283,12 @@ class CrossInductionHeads:
     """Initialises a fresh encoder and its cross-attention in place.
 
     Args:
-        model: Model by `ringjax.models.cepe.with_encoder`, whose encoder has
-          layers of one kind, an even number of heads, and half of its width at
-          most as wide as the decoder.
+      model: Model by `ringjax.models.cepe.with_encoder`, whose encoder has
+        layers of one kind, an even number of heads, and half of its width at
+        most as wide as the decoder.
 
-      Raises:
-        OptionError: If the model has another encoder.
+    Raises:
+      OptionError: If the model has another encoder.
     """
     encoder = model.encoder_config
     half, heads = encoder.width // 2, encoder.heads

@@ -50,7 +50,7 @@ def leaf_of(name: str, value: object) -> Leaf:
   """Shape and dtype of a leaf, an array, its shape, or a number.
 
   Raises:
-      InputTypeError: If it is another kind of value.
+    InputTypeError: If it is another kind of value.
   """
   if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
     dtype = f"key<{_key_kind(value)}>" if _is_key(value) else value.dtype.name

@@ -66,18 +66,19 @@ class RowSource(Protocol):
 class LoopConfig:
   """Logging, checkpoint and failure-tolerance settings.
 
-  log_every: Steps between two reports.
-  save_every: Steps between two saves; None saves at the end only.
-  most_skipped: Largest number of steps in a row that may be not finite.
-  most_unsaved: Largest number of saves in a row that may fail, with a warning
-    each; the one at the end may not, since none comes after it.
-  timeout_s: Seconds after which a step counts as hung and the process ends;
-    None waits.
-  evaluate_every: Steps between two held-out losses; None computes none. The
-    last step has one, too.
-  replay_every: Steps between two that are computed twice, to detect devices
-    that compute wrong results; None for none. Such a step takes twice the
-    time and the state's memory.
+  Attributes:
+    log_every: Steps between two reports.
+    save_every: Steps between two saves; None saves at the end only.
+    most_skipped: Largest number of steps in a row that may be not finite.
+    most_unsaved: Largest number of saves in a row that may fail, with a warning
+      each; the one at the end may not, since none comes after it.
+    timeout_s: Seconds after which a step counts as hung and the process ends;
+      None waits.
+    evaluate_every: Steps between two held-out losses; None computes none. The
+      last step has one, too.
+    replay_every: Steps between two that are computed twice, to detect devices
+      that compute wrong results; None for none. Such a step takes twice the
+      time and the state's memory.
   """
 
   log_every: int = 10
@@ -180,18 +181,18 @@ def fit(
     evaluate: Held-out loss of a state, which it must not change; called every
       `config.evaluate_every` steps and after the last one.
 
-    Raises:
-      OptionError: If `steps` is not positive, or only one of `evaluate` and
-        `config.evaluate_every` is given.
-      CheckpointFormatError: If a layer of `frozen` could not be read from disk.
-      DataError: If labels are outside of the vocabulary.
-      NotFiniteError: If too many steps in a row were not finite; the last step
-        saved is from before them.
-      ReplayError: If a step that was computed twice gave two results; it is not
-        saved.
-      CheckpointWriteError: If more saves in a row failed than `config` allows,
-        or the last one did.
-      OutOfMemoryError: If a step did not fit the memory.
+  Raises:
+    OptionError: If `steps` is not positive, or only one of `evaluate` and
+      `config.evaluate_every` is given.
+    CheckpointFormatError: If a layer of `frozen` could not be read from disk.
+    DataError: If labels are outside of the vocabulary.
+    NotFiniteError: If too many steps in a row were not finite; the last step
+      saved is from before them.
+    ReplayError: If a step that was computed twice gave two results; it is not
+      saved.
+    CheckpointWriteError: If more saves in a row failed than `config` allows,
+      or the last one did.
+    OutOfMemoryError: If a step did not fit the memory.
   """
   positive_int("steps", steps)
   if (config.evaluate_every is None) != (evaluate is None):

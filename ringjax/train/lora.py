@@ -78,11 +78,11 @@ class Lora:
     """
     maps = dict(linear_maps(model))
     names = sorted({path.rsplit(".", 1)[-1] for path in maps})
-    wrong = [name for name in self.targets if name not in names]
-    if wrong:
+    unknown = [name for name in self.targets if name not in names]
+    if unknown:
       raise OptionError(
         "targets",
-        ", ".join(wrong),
+        ", ".join(unknown),
         f"some of {', '.join(names)}",
         "leave out those that this model does not have",
       )
@@ -199,11 +199,11 @@ def with_adapters(
   """
   maps = dict(linear_maps(model))
   paths = list(dict.fromkeys(path for _, params in adapters for path in params))
-  wrong = [path for path in paths if path not in maps]
-  if wrong:
+  unknown = [path for path in paths if path not in maps]
+  if unknown:
     raise OptionError(
       "adapters",
-      f"maps {', '.join(wrong[:3])}",
+      f"maps {', '.join(unknown[:3])}",
       "maps that this model has",
       "pass adapters that were trained on it",
     )
@@ -254,11 +254,11 @@ def adapter_digest(how: Lora, params: Mapping[str, Any]) -> str:
 
 def _refuse_arrays(model: Transformer, paths: Iterable[str]) -> None:
   """Refuses maps that layers use as arrays and never call as modules."""
-  wrong = [path for path in paths if used_as_array(model, path)]
-  if wrong:
+  used = [path for path in paths if used_as_array(model, path)]
+  if used:
     raise OptionError(
       "targets",
-      f"{', '.join(wrong[:2])}, whose arrays a layer takes without calling it",
+      f"{', '.join(used[:2])}, whose arrays a layer takes without calling it",
       "maps that layers call",
       "leave it out, or merge adapters into a model that is all on the devices",
     )

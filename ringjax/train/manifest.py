@@ -5,9 +5,9 @@ is detected. A file is identified by its path, size, CRC-32 and SHA-256, so that
 two files that were swapped are detected, too.
 Cost: writing and verifying read each byte once.
 
-Written by hand: Orbax keeps no digests of its files. Of 78 single bits that
-were flipped in a step (Orbax 0.12.8), 5 came back as wrong values without an
-error.
+This is not from Orbax, which keeps no digests of its files. Of 78 single bits
+that were flipped in a step (Orbax 0.12.8), 5 came back as wrong values without
+an error.
 
 A manifest is a line of JSON:
 
@@ -248,13 +248,13 @@ def digest(
   """Reads a file and computes its digests.
 
   Args:
-      folder: Folder of the step.
-      path: Path inside of the folder.
-      full: Whether to compute SHA-256 as well.
-      sync: Whether to sync the file to the disk first.
+    folder: Folder of the step.
+    path: Path inside of the folder.
+    full: Whether to compute SHA-256 as well.
+    sync: Whether to sync the file to the disk first.
 
-    Raises:
-      OSError: If it cannot be read.
+  Raises:
+    OSError: If it cannot be read.
   """
   crc32, size, sha256 = 0, 0, hashlib.sha256()
   chunk = memoryview(bytearray(_PIECE_BYTES))
@@ -275,7 +275,7 @@ def files_of(folder: str) -> list[str]:
   """Paths of all files in a folder and below it, sorted.
 
   Raises:
-      OSError: If a folder cannot be listed.
+    OSError: If a folder cannot be listed.
   """
   paths = []
   for root, _, names in os.walk(folder, onerror=_raise):

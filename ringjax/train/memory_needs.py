@@ -35,11 +35,11 @@ class TrainingMemory(NamedTuple):
   """Bytes on each device.
 
   Fields:
-      parameters: Bytes of the trained parameters.
-      moments: Bytes of the optimizer's state.
-      gradients: Bytes of the gradients.
-      activations: Estimate of what layers keep for the backward pass.
-      save: Copy of the state while it is saved, on CPUs.
+    parameters: Bytes of the trained parameters.
+    moments: Bytes of the optimizer's state.
+    gradients: Bytes of the gradients.
+    activations: Estimate of what layers keep for the backward pass.
+    save: Copy of the state while it is saved, on CPUs.
   """
 
   parameters: int
@@ -115,7 +115,7 @@ def check_memory(
     resident: Whether the parameters are on the devices already.
 
   Raises:
-      MemoryEstimateError: If moments and gradients have no room.
+    MemoryEstimateError: If moments and gradients have no room.
   """
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   device = devices[0]

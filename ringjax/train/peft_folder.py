@@ -100,10 +100,10 @@ def save_adapter(
     overwrite: Whether an adapter in the folder is replaced.
 
   Raises:
-      OptionError: If there are embeddings of new tokens, or maps that the
-        checkpoint keeps with others in one tensor, for which PEFT has no form;
-        or if the folder has an adapter.
-      CheckpointWriteError: If the folder cannot be written.
+    OptionError: If there are embeddings of new tokens, or maps that the
+      checkpoint keeps with others in one tensor, for which PEFT has no form;
+      or if the folder has an adapter.
+    CheckpointWriteError: If the folder cannot be written.
   """
   if any("new" in part for part in params.values()):
     raise OptionError(
@@ -195,13 +195,13 @@ def load_adapter(
     model: Model that the adapters were trained on, of arrays or shapes.
 
   Returns:
-      (settings, float32 arrays as `Lora.start` makes them); layers without an
-      adapter have zeros. `Engine(adapters={name: ...})` takes the pair.
+    (settings, float32 arrays as `Lora.start` makes them); layers without an
+    adapter have zeros. `Engine(adapters={name: ...})` takes the pair.
 
-    Raises:
-      ConfigError: If the config is not for a sum W + s A B.
-      CheckpointFormatError: If a file is missing or broken.
-      CheckpointMismatchError: If tensors are of another model, rank or shape.
+  Raises:
+    ConfigError: If the config is not for a sum W + s A B.
+    CheckpointFormatError: If a file is missing or broken.
+    CheckpointMismatchError: If tensors are of another model, rank or shape.
   """
   place = pathlib.Path(path)
   config = _config(place)

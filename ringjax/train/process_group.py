@@ -123,7 +123,7 @@ class ProcessGroup:
     """Checks that all processes pass the same value.
 
     Raises:
-        PeerError: If they do not.
+      PeerError: If they do not.
     """
     marks = self.all(lambda: manifests.fingerprint(value))
     for rank, mark in enumerate(marks):

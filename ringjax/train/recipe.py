@@ -167,13 +167,13 @@ class Optimizer:
     b2 = 0.95 if self.b2 is None else self.b2
     eps = 1e-8 if self.eps is None else self.eps
     # A transformation that is left out keeps its place in a saved state's tree.
-    none = optax.identity()
+    identity = optax.identity()
     return optax.chain(
-      none if self.clip is None else optax.clip_by_global_norm(self.clip),
+      identity if self.clip is None else optax.clip_by_global_norm(self.clip),
       _SCALES[self.name](b1, b2, eps),
       optax.add_decayed_weights(self.weight_decay, decayed)
       if self.weight_decay
-      else none,
+      else identity,
       optax.scale_by_learning_rate(self.learning_rates(total)),
     )
 
@@ -211,8 +211,8 @@ class Stage:
     accumulate: Micro-batches of a step.
     rope_scaling: Scaling that extends the context from here on; None:
       unchanged.
-    context: Split of rows into what an encoder reads and what the decoder
-      reads; None: the decoder reads all.
+    context: Split of rows into tokens of an encoder and of the decoder; None:
+      the decoder reads all.
     segments: One of `SEGMENTS`. "same": a token sees its own document;
       "separate": documents do not see each other, and questions and link tokens
       see them all, as `rj.SeparateDocuments` says.
@@ -413,8 +413,8 @@ class Mixture(NamedTuple):
   """Sources of rows and their shares.
 
   Fields:
-    sources: see `ringjax.data.loader.Loader`.
-    weights: share of each in the rows; None for equal shares.
+    sources: Sources of rows, see `ringjax.data.loader.Loader`.
+    weights: Share of each in the rows; None for equal shares.
   """
 
   sources: Sequence[Any]

@@ -41,12 +41,12 @@ def policy(
   """A policy by its name.
 
   Args:
-      name: One of `POLICIES`.
-      devices: Devices that will run it; default: this process's.
+    name: One of `POLICIES`.
+    devices: Devices that will run it; default: this process's.
 
-    Raises:
-      OptionError: If the name is unknown, or if it is "offload" and the devices
-        cannot reach host memory.
+  Raises:
+    OptionError: If the name is unknown, or if it is "offload" and the devices
+      cannot reach host memory.
   """
   one_of("remat", name, POLICIES)
   if name == "offload":

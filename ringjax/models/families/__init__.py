@@ -1,6 +1,6 @@
 """The model families: how each one's config and tensor names are read.
 
-A family is data, and a few lines of code for what is different.
+A family is data, and a few lines of code for its differences.
 """
 
 from __future__ import annotations

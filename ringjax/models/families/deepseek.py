@@ -1,5 +1,8 @@
-"""DeepSeek-V2 and V3: latent attention, grouped routing; V3.2, with an index
-of keys; dots.llm1 and GLM-4.5, which have the routing alone."""
+"""DeepSeek-V2, V3 and V3.2, and models with their routing.
+
+V2 and V3 have latent attention and grouped routing, V3.2 also an index of keys;
+dots.llm1 and GLM-4.5 have the routing alone.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ def latent(
   """Latent attention of a config.
 
   Args:
-      r: Reader of the config.
-      interleaved: Whether neighbouring dims rotate as a pair.
-      query_latent: Default of `q_lora_rank`; null means none.
-      turned_by_head_dim: Whether transformers rotates as many dims as
-        `head_dim` says, if it is present.
+    r: Reader of the config.
+    interleaved: Whether neighbouring dims rotate as a pair.
+    query_latent: Default of `q_lora_rank`; null means none.
+    turned_by_head_dim: Whether transformers rotates as many dims as
+      `head_dim` says, if it is present.
   """
   heads, kv_heads = r.heads()
   if kv_heads != heads:

@@ -1,5 +1,8 @@
-"""Gemma 3n, its text model: several residual streams, a low-rank residual,
-sparse gates, and the parts that Gemma 4 has, too."""
+"""Gemma 3n's text model.
+
+It has several residual streams, a low-rank residual, sparse gates, and the
+parts that Gemma 4 has, too.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Gemma 4, its text model: layers of two widths, keys that later layers also
-read, and a second embedding that all layers read."""
+"""Gemma 4's text model.
+
+It has layers of two widths, keys that later layers also read, and a second
+embedding that all layers read.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Jamba: a selective state space in most layers, attention without positions
-in some, experts in every other one."""
+"""Jamba: selective state spaces, some attention without positions, experts."""
 
 from __future__ import annotations
 

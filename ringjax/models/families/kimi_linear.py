@@ -146,8 +146,11 @@ def _config(r: ConfigReader) -> TransformerConfig:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-  """Names of a tensor: transformers saves plain feedforwards under the name of
-  experts, the published files do not."""
+  """Names of a tensor: its own, and that of a plain feedforward.
+
+  transformers saves plain feedforwards under the name of experts, the published
+  files do not.
+  """
   return (name, name.replace(".block_sparse_moe.", ".mlp."))
 
 

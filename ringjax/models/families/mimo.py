@@ -1,5 +1,7 @@
-"""MiMo-V2-Flash: sliding layers with sinks and twice the kv heads of the full
-ones, narrow values, experts."""
+"""MiMo-V2-Flash: sliding layers with sinks, narrow values, experts.
+
+Sliding layers have twice the kv heads of those with full attention.
+"""
 
 from __future__ import annotations
 

@@ -376,7 +376,7 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
   """The architecture of a file.
 
   Raises:
-      ConfigError: If it is not known.
+    ConfigError: If it is not known.
   """
   name = metadata.get("general.architecture")
   if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -415,19 +415,22 @@ def said_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
   return entries
 
 
-def _by_layer(said: dict[str, Any]) -> None:
+def _by_layer(entries: dict[str, Any]) -> None:
   """Reduces Gemma 4's numbers per layer to those of a config, or refuses."""
   slides, widths = (
-    said.get(key)
+    entries.get(key)
     for key in ("attention.sliding_window_pattern", "feed_forward_length")
   )
-  count, kv_heads = said.get("block_count"), said["attention.head_count_kv"]
+  count, kv_heads = (
+    entries.get("block_count"),
+    entries["attention.head_count_kv"],
+  )
   if not isinstance(slides, list) or len(slides) != count:
     refuse(
       "gemma4.attention.sliding_window_pattern", slides, "one of each layer"
     )
   count = len(slides)
-  shared = said.get("attention.shared_kv_layers", 0)
+  shared = entries.get("attention.shared_kv_layers", 0)
   if type(shared) is not int or not 0 <= shared < len(slides):
     refuse("gemma4.attention.shared_kv_layers", shared, f"below {count}")
   if isinstance(kv_heads, list):
@@ -438,15 +441,15 @@ def _by_layer(said: dict[str, Any]) -> None:
     if len(kv_heads) != count or any(len(x) > 1 for x in by_kind.values()):
       refuse("gemma4.attention.head_count_kv", kv_heads, "one for each kind")
     full = next(iter(by_kind[False]), None)
-    said["attention.head_count_kv"] = next(iter(by_kind[True]), full)
-    said["full_kv_heads"] = full
+    entries["attention.head_count_kv"] = next(iter(by_kind[True]), full)
+    entries["full_kv_heads"] = full
   if isinstance(widths, list):
     first = widths[0] if widths else 0
     doubled = [first * (1 + (i >= count - shared)) for i in range(count)]
     if widths not in (doubled, [first] * count):
       refuse("gemma4.feed_forward_length", widths, "twice in layers that share")
-    said["feed_forward_length"] = first
-    said["double_wide"] = widths == doubled and shared > 0
+    entries["feed_forward_length"] = first
+    entries["double_wide"] = widths == doubled and shared > 0
 
 
 def config_of(files: GgufFiles) -> dict[str, Any]:
@@ -493,12 +496,15 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
 
 
 def _llama_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   width, heads = config["hidden_size"], config["num_attention_heads"]
-  config["head_dim"] = said.get("attention.key_length", width // heads)
-  if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-    refuse("llama.rope.dimension_count", said["rope.dimension_count"],
+  config["head_dim"] = entries.get("attention.key_length", width // heads)
+  if (
+    entries.get("rope.dimension_count", config["head_dim"])
+    != config["head_dim"]
+  ):
+    refuse("llama.rope.dimension_count", entries["rope.dimension_count"],
            f"all {config['head_dim']} of a head")  # fmt: skip
   bias = "blk.0.attn_q.bias" in files.tensors
   if config["model_type"] == "llama":
@@ -506,7 +512,7 @@ def _llama_config(
 
 
 def _gemma_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
   width, heads = config["hidden_size"], config["num_attention_heads"]
@@ -519,7 +525,7 @@ def _gemma_config(
   )
   if config["model_type"] == "gemma2":
     return
-  pattern = said.get("attention.sliding_window_pattern")
+  pattern = entries.get("attention.sliding_window_pattern")
   if isinstance(pattern, list):
     if len(pattern) != config["num_hidden_layers"]:
       refuse("attention.sliding_window_pattern", pattern, "one of each layer")
@@ -529,23 +535,23 @@ def _gemma_config(
     del config["sliding_window_pattern"]
   elif pattern is not None:
     config["sliding_window_pattern"] = pattern
-  if (base := said.get("rope.freq_base_swa")) is not None:
+  if (base := entries.get("rope.freq_base_swa")) is not None:
     config["rope_local_base_freq"] = base
 
 
 def _gemma4_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  slides = said["attention.sliding_window_pattern"]
+  slides = entries["attention.sliding_window_pattern"]
   kinds = ("full_attention", "sliding_attention")
   config["layer_types"] = [kinds[bool(x)] for x in slides]
-  config["use_double_wide_mlp"] = bool(said.get("double_wide"))
+  config["use_double_wide_mlp"] = bool(entries.get("double_wide"))
   shared = config.setdefault("num_kv_shared_layers", 0)
   full = [i for i, x in enumerate(slides[: len(slides) - shared]) if not x]
   config["attention_k_eq_v"] = any(
     f"blk.{i}.attn_v.weight" not in files.tensors for i in full
   )
-  if (kv_heads := said.get("full_kv_heads")) is not None:
+  if (kv_heads := entries.get("full_kv_heads")) is not None:
     config["num_global_key_value_heads"] = kv_heads
   table = files.tensors.get("per_layer_token_embd.weight")
   if table is None:
@@ -561,7 +567,7 @@ def _gemma4_config(
       refuse("rope_freqs.weight", "factors of another scaling",
              "ones, then those of what does not rotate")  # fmt: skip
     part = count / factors.size
-  base = said.get("rope.freq_base", 1_000_000.0)
+  base = entries.get("rope.freq_base", 1_000_000.0)
   config["rope_parameters"] = {
     "full_attention": {
       "rope_type": "proportional", "rope_theta": base,
@@ -569,76 +575,80 @@ def _gemma4_config(
     },
     "sliding_attention": {
       "rope_type": "default",
-      "rope_theta": said.get("rope.freq_base_swa", 10_000.0),
+      "rope_theta": entries.get("rope.freq_base_swa", 10_000.0),
     },
   }  # fmt: skip
 
 
 def _phi3_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
   if not config.get("sliding_window"):
     config["sliding_window"] = None
-  if (part := _part_rotated(config, said)) != 1:
+  if (part := _part_rotated(config, entries)) != 1:
     config["partial_rotary_factor"] = part
 
 
-def _part_rotated(config: Mapping[str, Any], said: Mapping[str, Any]) -> float:
+def _part_rotated(
+  config: Mapping[str, Any], entries: Mapping[str, Any]
+) -> float:
   head = config["hidden_size"] // config["num_attention_heads"]
-  head = said.get("attention.key_length", head)
-  count = said.get("rope.dimension_count", head)
+  head = entries.get("attention.key_length", head)
+  count = entries.get("rope.dimension_count", head)
   if type(count) is not int or type(head) is not int or not 0 < count <= head:
     refuse("rope.dimension_count", count, f"at most {head}")
   return count / head
 
 
 def _nemotron_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  config["partial_rotary_factor"] = _part_rotated(config, said)
+  config["partial_rotary_factor"] = _part_rotated(config, entries)
   config["attention_bias"] = "blk.0.attn_q.bias" in files.tensors
   config["mlp_bias"] = "blk.0.ffn_up.bias" in files.tensors
-  if "attention.key_length" in said:
-    config["head_dim"] = said["attention.key_length"]
+  if "attention.key_length" in entries:
+    config["head_dim"] = entries["attention.key_length"]
 
 
 def _stablelm_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  config["partial_rotary_factor"] = _part_rotated(config, said)
+  config["partial_rotary_factor"] = _part_rotated(config, entries)
   config["use_qkv_bias"] = "blk.0.attn_q.bias" in files.tensors
   config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in files.tensors
 
 
 def _falcon_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  del said
-  two = "blk.0.attn_norm_2.weight" in files.tensors
-  config["new_decoder_architecture"] = new = two or config["num_kv_heads"] > 1
+  del entries
+  two_norms = "blk.0.attn_norm_2.weight" in files.tensors
+  config["new_decoder_architecture"] = new = (
+    two_norms or config["num_kv_heads"] > 1
+  )
   config["multi_query"] = not new
   if new:
-    config["num_ln_in_parallel_attn"] = 1 + two
+    config["num_ln_in_parallel_attn"] = 1 + two_norms
   config["bias"] = "blk.0.attn_qkv.bias" in files.tensors
 
 
 def _gpt_oss_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
-  if said.get("rope.scaling.type") != "yarn":
-    refuse("rope.scaling.type", said.get("rope.scaling.type"), "yarn")
+  if entries.get("rope.scaling.type") != "yarn":
+    refuse("rope.scaling.type", entries.get("rope.scaling.type"), "yarn")
   config["rope_scaling"]["truncate"] = False
 
 
 def _lfm2_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
-  if "layer_types" not in said:
+  if "layer_types" not in entries:
     refuse("lfm2.attention.head_count_kv", "no list", "a number for each layer")
-  config["layer_types"] = said["layer_types"]
+  config["layer_types"] = entries["layer_types"]
 
 
 # Functions that complete the config, by its model_type.
@@ -658,12 +668,12 @@ _FURTHER = {
 
 
 def _rope(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   """The scaling of the rotation, by metadata or by tensors of factors."""
-  kind = said.get("rope.scaling.type", "none")
-  factor = said.get("rope.scaling.factor", said.get("rope.scale_linear"))
-  length = said.get("rope.scaling.original_context_length")
+  kind = entries.get("rope.scaling.type", "none")
+  factor = entries.get("rope.scaling.factor", entries.get("rope.scale_linear"))
+  length = entries.get("rope.scaling.original_context_length")
   if "rope_freqs.weight" in files.tensors:
     config["rope_scaling"] = _llama3(files.floats("rope_freqs.weight"))
   elif "rope_factors_long.weight" in files.tensors:
@@ -681,7 +691,7 @@ def _rope(
       "original_max_position_embeddings": length,
     }  # fmt: skip
     for key in ("beta_fast", "beta_slow"):
-      if (x := said.get(f"rope.scaling.yarn_{key}")) is not None:
+      if (x := entries.get(f"rope.scaling.yarn_{key}")) is not None:
         scaling[key] = x
     config["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}
   elif kind != "none":

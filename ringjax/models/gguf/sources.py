@@ -142,7 +142,7 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
   """All tensors of a model by their Hugging Face names.
 
   Raises:
-      ConfigError: If a tensor's shape does not fit the numbers of heads.
+    ConfigError: If a tensor's shape does not fit the numbers of heads.
   """
   arch, entries = architecture(files.metadata), said_of(files.metadata)
   heads, groups = (entries[f"attention.head_count{x}"] for x in ("", "_kv"))

@@ -1,5 +1,7 @@
-"""Tensors of GGUF files as they are stored: codes that stay codes, and layers
-that are read again from disk.
+"""Tensors of GGUF files as they are stored, for codes and for layers on disk.
+
+Codes of linear maps stay codes; layers on disk are read whenever they run.
+
 Guarantees: the numbers of a map that stays codes, and of a layer on disk, are
 those that the package gguf dequantises, to the bit in float32.
 Memory: 4 bits per weight of a type of 4 bits, 8 for others, and its steps;
@@ -50,7 +52,7 @@ class StoredForm(PackedForm):
   """A tensor that is read as the bytes of a GGUF file.
 
   Attributes:
-      types: Types of its parts, as ggml's numbers.
+    types: Types of its parts, as ggml's numbers.
     shapes: Shapes of the parts: bytes of rows, or plain numbers.
     change: Change of the file's tensors, or None.
     shape: Shape of the tensor.
@@ -210,7 +212,7 @@ def stored_tensor(
   """A tensor that is read as bytes, and becomes floats on the devices.
 
   Raises:
-      OptionError: If a type is dequantised on the host only.
+    OptionError: If a type is dequantised on the host only.
   """
   if isinstance(tensor.form, StoredForm):
     return tensor
@@ -249,14 +251,14 @@ def with_stored_codes(
   """Turns a model of shapes into one whose linear maps stay codes.
 
   Args:
-      found: Tensors of a GGUF file, of a folder with stored names.
-      model: Model of shapes.
+    found: Tensors of a GGUF file, of a folder with stored names.
+    model: Model of shapes.
 
-    Returns:
-      (tensors to read, model).
+  Returns:
+    (tensors to read, model).
 
-    Raises:
-      OptionError: If none of the file's linear maps are codes.
+  Raises:
+    OptionError: If none of the file's linear maps are codes.
   """
   folder: Any = found.folder
   maps = rounded_maps(model, "codes of the file")
@@ -335,13 +337,13 @@ def _coded(
   folder: GgufFolder,
   tensor: CheckpointTensor,
   of_parameter: Mapping[str, str],
-  kept: Mapping[str, BlockLayout],
+  kept_layouts: Mapping[str, BlockLayout],
 ) -> CheckpointTensor:
   """A tensor whose parameters are codes, if all of its maps stay codes."""
   paths = [of_parameter.get(path) for path, _ in tensor.targets]
-  if not all(path in kept for path in paths):
+  if not all(path in kept_layouts for path in paths):
     return tensor
-  layouts = tuple(kept[path] for path in paths if path is not None)
+  layouts = tuple(kept_layouts[path] for path in paths if path is not None)
   targets = tuple(
     (f"{path}.{part}", index)
     for path, layout, (_, index) in zip(

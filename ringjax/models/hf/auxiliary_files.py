@@ -1,5 +1,7 @@
-"""Files next to a model's weights that are copied with them, by their names:
-the tokenizer, generation settings, licences. No file in a folder is ever run.
+"""Side files of a model's weights that are copied with them, by their names.
+
+They are the tokenizer, generation settings and licences. No file in a folder is
+ever run.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ format store them:
     bitsandbytes int8   codes of a row and its scale: the largest magnitude,
                         which is the code 127
 
-Cost: a device reads the codes of its own part and unpacks them itself.
+Cost: a device reads the codes of its part and unpacks them itself.
 Ref: Frantar et al. 2022, arXiv 2210.17323 (GPTQ); Lin et al. 2023, arXiv
 2306.00978 (AWQ); Dettmers et al. 2022, arXiv 2208.07339 (LLM.int8());
 https://github.com/vllm-project/compressed-tensors.
@@ -133,14 +133,17 @@ class Scaled(PackedForm):
   factor: float = 1.0
 
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
-    base, none = name.removesuffix(".weight"), (None,) * len(self.scale_shape)
+    base, unsharded = (
+      name.removesuffix(".weight"),
+      (None,) * len(self.scale_shape),
+    )
     tensors = [
       StoredTensor(name, self.stored, jnp.dtype(self.dtype), (0, 1)),
-      StoredTensor(base + self.scale, self.scale_shape, jnp.float32, none),
+      StoredTensor(base + self.scale, self.scale_shape, jnp.float32, unsharded),
     ]
     if self.zero is not None:
       zero = base + self.zero
-      tensors.append(StoredTensor(zero, self.scale_shape, jnp.int8, none))
+      tensors.append(StoredTensor(zero, self.scale_shape, jnp.int8, unsharded))
     return tuple(tensors)
 
   def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:

@@ -71,18 +71,18 @@ class Folder:
     """Reads config.json and the headers of the tensors' files.
 
     Args:
-        path: Folder. Of its files only config.json, *.safetensors and their
-          index are opened.
+      path: Folder. Of its files only config.json, *.safetensors and their
+        index are opened.
 
-      Returns:
-        The opened folder.
+    Returns:
+      The opened folder.
 
-      Raises:
-        InputTypeError: If `path` is not a path.
-        ConfigError: If config.json is missing or is not strict JSON.
-        CheckpointFormatError: If there is no such folder, if there are no
-          tensors, or if files and index do not add up.
-        UnsafeFormatError: If all weights are in files that run code.
+    Raises:
+      InputTypeError: If `path` is not a path.
+      ConfigError: If config.json is missing or is not strict JSON.
+      CheckpointFormatError: If there is no such folder, if there are no
+        tensors, or if files and index do not add up.
+      UnsafeFormatError: If all weights are in files that run code.
     """
     root = as_path(path)
     if not root.is_dir():
@@ -132,13 +132,13 @@ class Folder:
     """Compares the names and shapes of all tensors with those of a model.
 
     Args:
-        expected: Shape of every required tensor.
-        optional: Function that says whether a name that is not expected may be
-          present (a buffer that is computed again).
+      expected: Shape of every required tensor.
+      optional: Function that says whether a name that is not expected may be
+        present (a buffer that is computed again).
 
-      Raises:
-        CheckpointMismatchError: If a tensor is missing, of another shape, or
-          not known; it lists them, and tensors of other layers as one.
+    Raises:
+      CheckpointMismatchError: If a tensor is missing, of another shape, or
+        not known; it lists them, and tensors of other layers as one.
     """
     have = {name: info.shape for name, info in self.tensors.items()}
     kinds: dict[str, list[str]] = {"missing": [], "extra": [], "misshapen": []}

@@ -35,7 +35,7 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.safe_files import DOWNLOAD
 from ringjax.models.hf.tensor_boxes import TensorBoxes
 
-# A thread without requests for this long ends, and releases what it has read.
+# A thread without requests for this long ends, and releases its arrays.
 _IDLE_S = 10.0
 # Longest time that a call waits for others to release their layers.
 _ROOM_S = 5.0
@@ -240,7 +240,7 @@ class LayerReader:
       self._changed.notify_all()
 
   def release(self) -> None:
-    """Releases what was read ahead and not requested yet."""
+    """Releases arrays that were read ahead and not requested yet."""
     with self._changed:
       self._wanted.clear()
       for key, entry in list(self._entries.items()):

@@ -79,7 +79,7 @@ def as_path(path: str | os.PathLike[str] | None) -> pathlib.Path:
   """`path` as a Path, or an error that names it.
 
   Raises:
-      InputTypeError: If it is not a path.
+    InputTypeError: If it is not a path.
   """
   if not isinstance(path, str | os.PathLike):
     raise InputTypeError(

@@ -193,8 +193,8 @@ def write_file(
   """Writes one safetensors file, and waits until it is on the disk.
 
   Args:
-      path: A file that does not exist.
-      tensors: Tensors by their names.
+    path: A file that does not exist.
+    tensors: Tensors by their names.
   """
   # Wide dtypes first, so that each begins at a multiple of its item's size.
   order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -291,7 +291,7 @@ def _check_free(place: pathlib.Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _writing(place: pathlib.Path) -> Iterator[None]:
-  """Converts a file system error into one that says what to do."""
+  """Converts a file system error into one with a remedy."""
   try:
     yield
   except OSError as error:

@@ -46,12 +46,12 @@ class TensorBoxes:
     """Reads a box of a tensor.
 
     Args:
-        name: Name of the tensor.
-        out: Contiguous array of the box's shape and the tensor's dtype.
-        box: Range of each axis of the tensor.
+      name: Name of the tensor.
+      out: Contiguous array of the box's shape and the tensor's dtype.
+      box: Range of each axis of the tensor.
 
-      Raises:
-        CheckpointFormatError: If a file has changed or cannot be read.
+    Raises:
+      CheckpointFormatError: If a file has changed or cannot be read.
     """
     info = self.folder.tensors[name]
     size, shape = out.dtype.itemsize, info.shape

@@ -43,8 +43,8 @@ class UnknownKeys:
     """Begins with no unread keys.
 
     Args:
-        config: Content of the whole file.
-        strict: Whether a key that may change the computation is an error.
+      config: Content of the whole file.
+      strict: Whether a key that may change the computation is an error.
     """
     self._strict = strict
     self._own_code = bool(config.get(_CODE))
@@ -67,8 +67,8 @@ class UnknownKeys:
     """Records an unread key; returns whether it may be left out.
 
     Args:
-        path: Name of the key, after the names of the objects around it and
-          dots.
+      path: Name of the key, after the names of the objects around it and
+        dots.
     """
     *parts, key = path.split(".")
     # The tables of transformers say nothing about keys in an object that only
