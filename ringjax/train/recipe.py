@@ -82,7 +82,7 @@ class Optimizer:
 
   Attributes:
     name: Name of the optimizer: adamw, lion, adafactor or sgd.
-    learning_rate: Highest learning rate.
+    learning_rate: the highest learning rate.
     end_learning_rate: Learning rate of the last step, unless it is the only
       one.
     schedule: Schedule after the warm-up: cosine, linear, constant or wsd. "wsd"
