@@ -10,9 +10,8 @@ A document on one shard needs no key of another. One on d shards needs keys
 from d - 1 shards away, and as all shards take part in each hop, the document
 on the most shards decides how many hops there are:
 
-  run      each shard has consecutive tokens. Keys come from earlier shards
-  only,
-           d - 1 hops; the last shard has up to twice the mean of pairs.
+  run      each shard has consecutive tokens. Keys come from earlier ones
+           only, d - 1 hops; the last shard has up to twice the mean of pairs.
   stripe   shard m of d has tokens m, m + d, m + 2d, ... Causal work is equal in
            each hop (as in Brandon et al. 2023, arXiv 2311.09431); keys come
            from either side, 2 (d - 1) hops or once around, the smaller of both.

@@ -7,13 +7,13 @@ format store them:
   compressed-tensors  codes of a row of [M, N] next to each other, the first in
                       the lowest bits of an int32, plus 2^(bits-1); zeros too,
                       packed along M
-    GPTQ                codes of a column of [N, M], so along the inputs; zeros
-                        along the outputs and, in version 1, one too small; an
-                        input may be in any group (g_idx)
-    AWQ                 codes of [N, M] along the outputs, in each int32 in the
-                        order 0 2 4 6 1 3 5 7
-    bitsandbytes int8   codes of a row and its scale: the largest magnitude,
-                        which is the code 127
+  GPTQ                codes of a column of [N, M], so along the inputs; zeros
+                      along the outputs and, in version 1, one too small; an
+                      input may be in any group (g_idx)
+  AWQ                 codes of [N, M] along the outputs, in each int32 in the
+                      order 0 2 4 6 1 3 5 7
+  bitsandbytes int8   codes of a row and its scale: the largest magnitude,
+                      which is the code 127
 
 Cost: a device reads the codes of its part and unpacks them itself.
 Ref: Frantar et al. 2022, arXiv 2210.17323 (GPTQ); Lin et al. 2023, arXiv

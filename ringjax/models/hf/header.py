@@ -4,8 +4,7 @@ Guarantees: a header that passes describes every byte of the file once. It is
 checked before a tensor is allocated, at a few times the cost of its length.
 The library finds wrong JSON, types, dtypes, sizes, holes and overlaps. Checked
 here is what it accepts: a name that comes twice (readers may take either),
-  names
-that could be paths or are not printable, unknown fields, absurd sizes and
+names that could be paths or are not printable, unknown fields, absurd sizes and
 ranks, and git-lfs pointers. It gives no offsets: those are from the JSON.
 Ref: https://github.com/huggingface/safetensors, README, "Format".
 """

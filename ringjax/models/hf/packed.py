@@ -1,8 +1,7 @@
 """Unpacks weights of eight and of four bits into floats.
 
 Guarantees: a value is its code times the scale of its block. With four bits
-  that
-is exact in float32 and in bfloat16; with eight bits it is rounded once to
+that is exact in float32 and in bfloat16; with eight bits it is rounded once to
 float32, as the authors of the format do it, and then to the model's dtype.
 Cost: a device reads the codes of its part and unpacks them itself.
 Ref: OCP Microscaling Formats 1.0, "MXFP4"; DeepSeek-AI 2024, arXiv 2412.19437,

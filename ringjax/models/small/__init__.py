@@ -2,8 +2,7 @@
 
 It is a Llama over bytes, all of whose layers have rotary embeddings and see the
 whole text, so that losses of a cache's codec or eviction show in its answers.
-It
-has learned to recall: see README.md here, and configs/train/small.py.
+It has learned to recall: see README.md here, and configs/train/small.py.
 """
 
 from __future__ import annotations
