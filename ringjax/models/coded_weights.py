@@ -101,7 +101,7 @@ def rounded(
 
   Args:
     linear: The map, or that of experts, whose weight is stacked over layers.
-    channels: Whether each output has a scale, see `codes_of`.
+    channels: Whether each output has its scale; else all share one.
   """
   weight = linear.weight.get_value()
   out = weight.shape[1 + linear.lead + linear.contracted :]

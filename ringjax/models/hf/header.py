@@ -1,7 +1,7 @@
 """The header of a safetensors file: read by safetensors, then checked further.
 
 Guarantees: a header that passes describes every byte of the file once. It is
-checked before a tensor is allocated, at a few times the cost of its length.
+checked before a tensor is allocated, and costs a few times its length.
 The library finds wrong JSON, types, dtypes, sizes, holes and overlaps. Checked
 here is what it accepts: a name that comes twice (readers may take either),
 names that could be paths or are not printable, unknown fields, absurd sizes and

@@ -45,7 +45,7 @@ _ALIGN = 64
 # Numbers that are checked at a time.
 _CHECKED = 1 << 20
 
-# (mask of the exponent, its value if not finite), by dtype.
+# (mask, masked bits of a value that is not finite), by dtype.
 _NOT_FINITE = {
   np.dtype(np.uint8): (0xFF, 0xFF),
   np.dtype(jnp.float8_e4m3fn): (0x7F, 0x7F),
