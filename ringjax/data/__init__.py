@@ -1,7 +1,7 @@
 """Text and tokens: tokenizers, chat templates, corpora, batches to train on.
 
-Nothing here knows JAX. The libraries behind it (tokenizers, jinja2) are loaded
-when something of theirs is used, not when this package is imported.
+Nothing here imports JAX. The libraries that it uses (tokenizers, jinja2) are
+loaded when they are needed, not when this package is imported.
 """
 
 from ringjax.data.bytelevel import Bytes

@@ -1,18 +1,18 @@
-"""Which shards each document of a batch goes to, by a cost model.
+"""Assigns the documents of a batch to shards, by a cost model.
 
-How many shards a document takes is chosen for each batch: one on more
-shards loads none of them so much, but all wait for more hops of the ring. The
-time of each choice of these degrees is bounded from below,
+The number of shards of a document is chosen for each batch: on more shards it
+loads none of them so much, but all wait for more hops of the ring. The time of
+each choice of these degrees has a lower bound,
 
   max(mean work, largest share of a document) + hops * slots * hop
 
 and the best of the choices with the lowest bounds is taken, each tried in
 full: documents on several shards first, then whole ones, the longest before
 the others, each on the shard with the least work (Graham 1969) and room. A
-document for which no shard has room is split over neighbours by their room.
+document that fits on no shard is split over neighbours by their room.
 
 Guarantees: the shards of a document are neighbours, in a row that does not run
-over the ring's end; whatever adds up to no more than the slots is assigned.
+over the ring's end; documents of at most as many tokens as slots are assigned.
 Cost: O(N log N) of N documents.
 Ref: Ge et al. 2025 (arXiv 2502.21231) and Wang et al. 2025 (arXiv 2412.01523)
       choose the number of devices of each sequence by such a cost.
@@ -31,7 +31,7 @@ from jaxtyping import Int
 from ringjax.checks import number
 from ringjax.errors import OptionError
 
-# Choices that are tried in full, and parts of the mean that a share may be.
+# Choices that are tried in full, and parts of the mean work for a share.
 _TRIED = 8
 _PARTS = (1, 2, 4)
 # A choice this much above its bound is good enough.
@@ -47,11 +47,11 @@ class Cost:
   second. A layer's matrices take some 24 D^2 FLOPs a token, a pair 4 D.
 
   Attributes:
-    token: of the work that is linear in the tokens. 0 by default: a program of
-      fixed shapes does it for empty slots too, so that it is the same on all
-      shards; 1 where empty slots are left out.
-    pair: of a query and a key that it sees; 1 / (6 D).
-    hop: of sending a token's keys and values one shard further, as if no
+    token: Work of a token that is linear in the tokens. 0 by default: a program
+      of fixed shapes does it for empty slots, too, so it is the same on all
+      shards; 1 if empty slots are left out.
+    pair: Work of a query and a key that it sees; 1 / (6 D).
+    hop: Cost of sending a token's keys and values one shard further, as if no
       computation hid it; a hop sends all slots of a shard.
   """
 
@@ -70,7 +70,7 @@ class Cost:
   def work(
     self, tokens: int | float | np.ndarray, pairs: int | float | np.ndarray
   ) -> Any:
-    """Of so many tokens and pairs."""
+    """Work of a number of tokens and pairs."""
     return self.token * tokens + self.pair * pairs
 
 
@@ -78,10 +78,10 @@ class RingSlots(NamedTuple):
   """A ring of shards, their slots, and the spread of documents over several.
 
   Fields:
-    shards: R.
-    local_length: t, slots of each.
+    shards: Number of shards, R.
+    local_length: Slots of each shard, t.
     spread: "stripe" or "run", see ringjax/data/placement.py.
-    cost: of tokens, pairs and hops.
+    cost: Costs of tokens, pairs and hops.
   """
 
   shards: int
@@ -102,11 +102,11 @@ class RingSlots(NamedTuple):
   ) -> tuple[Any, Any]:
     """(tokens, work) of the shard `member` of a document that is split evenly.
 
-    All may be arrays.
+    All arguments may be arrays.
     """
-    tokens, more = np.divmod(size, degree)
-    first = member * tokens + np.minimum(member, more)
-    tokens = tokens + (member < more)
+    tokens, remainder = np.divmod(size, degree)
+    first = member * tokens + np.minimum(member, remainder)
+    tokens = tokens + (member < remainder)
     if self.spread == "run":
       pairs = tokens * first + tokens * (tokens + 1) // 2
     else:
@@ -116,14 +116,14 @@ class RingSlots(NamedTuple):
   def largest(
     self, sizes: Int[np.ndarray, " N"], degrees: Int[np.ndarray, " N"]
   ) -> float:
-    """The most work that a document gives to a shard if all split evenly."""
+    """Largest work that a document gives to a shard if all are split evenly."""
     # Shards that have one token more, or the last token, have the most.
     ends = (np.maximum(sizes % degrees, 1) - 1, degrees - 1)
-    found = [self.even(sizes, degrees, member)[1] for member in ends]
-    return float(np.max(found, initial=0.0))
+    work = [self.even(sizes, degrees, member)[1] for member in ends]
+    return float(np.max(work, initial=0.0))
 
   def uneven(self, counts: Int[np.ndarray, " D"]) -> np.ndarray:
-    """Work of the shards of a document with these tokens on each."""
+    """Work of each shard of a document, by its tokens on each."""
     member = members(counts, self.spread)
     pairs = np.bincount(member, np.arange(1.0, len(member) + 1), len(counts))
     return self.cost.work(counts, pairs)
@@ -133,9 +133,9 @@ class Assignment(NamedTuple):
   """The shards of each document.
 
   Fields:
-    first: int64 [N], the first shard of each document.
-    groups: tokens on each shard, of documents on several shards.
-    work: float64 [R], of each shard.
+    first: First shard of each document, int64 [N].
+    groups: Tokens on each shard, by document, for documents on several shards.
+    work: Work of each shard, float64 [R].
   """
 
   first: np.ndarray
@@ -147,7 +147,7 @@ class Assignment(NamedTuple):
     return max((len(counts) - 1 for counts in self.groups.values()), default=0)
 
   def time(self, ring: RingSlots) -> float:
-    """The cost of the batch."""
+    """Cost of the batch."""
     return float(self.work.max()) + ring.hop_time(self.reach)
 
 
@@ -155,55 +155,59 @@ def assign(sizes: Int[np.ndarray, " N"], ring: RingSlots) -> Assignment:
   """Assigns documents to shards, to as many each as costs least.
 
   Args:
-    sizes: int64 [N], tokens of each; together no more than there are slots.
-    ring: the shards.
+    sizes: Tokens of each document, int64 [N]; at most the slots in sum.
+    ring: Ring of shards.
 
   Returns:
-    The best that was found; the same for the same arguments.
+    The best assignment that was tried; the same for the same arguments.
   """
-  found: list[Assignment] = []
-  time = lambda one: one.time(ring)
+  assignments: list[Assignment] = []
+  time_of = lambda assignment: assignment.time(ring)
   for bound, degrees in _choices(sizes, ring):
-    if found and min(map(time, found)) <= bound * (1 + _CLOSE):
+    if assignments and min(map(time_of, assignments)) <= bound * (1 + _CLOSE):
       break
-    one, _ = assign_degrees(sizes, degrees, ring, exact=False)
-    if one is not None:
-      found.append(one)
+    assignment, _ = assign_degrees(sizes, degrees, ring, exact=False)
+    if assignment is not None:
+      assignments.append(assignment)
   else:
-    # Where there is hardly room it may be all there is.
-    found.append(_in_order(sizes, ring))
-  return min(found, key=time)
+    # With little room left this may be the only one that fits.
+    assignments.append(_in_order(sizes, ring))
+  return min(assignments, key=time_of)
 
 
 def _choices(
   sizes: np.ndarray, ring: RingSlots
 ) -> list[tuple[float, np.ndarray]]:
-  """Degrees to try, int64 [N], with a lower bound of the time; best first."""
+  """Degrees to try, int64 [N], with lower bounds of the time; best first."""
   work = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
   mean = float(work.sum()) / ring.shards
-  least = -(-sizes // ring.local_length)
-  # All others are on one shard in any choice.
-  some = np.flatnonzero((work * _PARTS[-1] > mean) | (least > 1))
-  size, fewest = sizes[some], least[some]
-  known: dict[bytes, tuple[float, int, np.ndarray]] = {}
+  fewest_shards = -(-sizes // ring.local_length)
+  # All other documents are on one shard in any choice.
+  spreadable = np.flatnonzero((work * _PARTS[-1] > mean) | (fewest_shards > 1))
+  size, fewest = sizes[spreadable], fewest_shards[spreadable]
+  choices: dict[bytes, tuple[float, int, np.ndarray]] = {}
   for parts in _PARTS:
-    want = np.ceil(work[some] * parts / max(mean, 1e-300)).astype(np.int64)
-    for most in range(1, ring.shards + 1):
-      chosen = np.minimum(want, most).clip(
+    want = np.ceil(work[spreadable] * parts / max(mean, 1e-300)).astype(
+      np.int64
+    )
+    for max_degree in range(1, ring.shards + 1):
+      chosen = np.minimum(want, max_degree).clip(
         fewest, np.minimum(size, ring.shards)
       )
       key = chosen.tobytes()
-      if key in known:
+      if key in choices:
         continue
       reach = int(chosen.max(initial=1)) - 1
       bound = max(mean, ring.largest(size, chosen)) + ring.hop_time(reach)
-      known[key] = bound, reach, chosen
-  found = []
-  for bound, _, chosen in sorted(known.values(), key=lambda x: x[:2])[:_TRIED]:
+      choices[key] = bound, reach, chosen
+  best = []
+  for bound, _, chosen in sorted(choices.values(), key=lambda x: x[:2])[
+    :_TRIED
+  ]:
     degrees = np.minimum(sizes, 1)
-    degrees[some] = chosen
-    found.append((bound, degrees))
-  return found
+    degrees[spreadable] = chosen
+    best.append((bound, degrees))
+  return best
 
 
 def assign_degrees(
@@ -213,7 +217,7 @@ def assign_degrees(
   *,
   exact: bool,
 ) -> tuple[Assignment | None, int]:
-  """Assigns documents to as many shards as `degrees` says, if there is room.
+  """Assigns documents to as many shards as `degrees` says, if they have room.
 
   Without `exact`, a document for which there is no room is split unevenly or
   over more shards.
@@ -225,63 +229,66 @@ def assign_degrees(
   work = np.zeros(ring.shards)
   first = np.zeros(len(sizes), np.int64)
   groups: dict[int, np.ndarray] = {}
-  own = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
+  document_work = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
   even = functools.cache(lambda n, d: ring.even(n, d, np.arange(d)))
 
   def take(
     document: int, at: int, counts: np.ndarray, load: np.ndarray
   ) -> None:
-    here = slice(at, at + len(counts))
-    room[here] -= counts
-    work[here] += load
+    shards = slice(at, at + len(counts))
+    room[shards] -= counts
+    work[shards] += load
     first[document] = at
     groups[document] = counts
 
-  def split(document: int, least: int) -> bool:
-    """Splits a document by the room there is; False if there is none."""
-    found = None
+  def split_document(document: int, least: int) -> bool:
+    """Splits a document by the free slots; False if there are too few."""
+    split_at = None
     if not exact:
-      found = _by_room(int(sizes[document]), least, room, work)
-    if found is not None:
-      take(document, *found, ring.uneven(found[1]))
-    return found is not None
+      split_at = _by_room(int(sizes[document]), least, room, work)
+    if split_at is not None:
+      take(document, *split_at, ring.uneven(split_at[1]))
+    return split_at is not None
 
-  several = np.flatnonzero(degrees > 1)
+  multi = np.flatnonzero(degrees > 1)
   # Documents on the most shards fit in the fewest places.
-  order = np.lexsort((several, -own[several], -degrees[several]))
-  for i in several[order].tolist():
+  order = np.lexsort((multi, -document_work[multi], -degrees[multi]))
+  for i in multi[order].tolist():
     counts, load = even(int(sizes[i]), int(degrees[i]))
     at = _least_loaded(counts, load, room, work)
     if at is not None:
       take(i, at, counts, load)
-    elif not split(i, int(degrees[i])):
+    elif not split_document(i, int(degrees[i])):
       return None, int(sizes[i])
-  whole = np.flatnonzero(degrees == 1)
-  whole = whole[np.argsort(-sizes[whole], kind="stable")]
-  # Shards by their work; and those without room for the document at hand, by
-  # their room: documents get shorter, so each comes back once there is some.
-  open_ = [(w, r) for r, w in enumerate(work.tolist())]
-  heapq.heapify(open_)
+  single = np.flatnonzero(degrees == 1)
+  single = single[np.argsort(-sizes[single], kind="stable")]
+  # Shards by their work; and those without room for the current document, by
+  # their room: documents get shorter, so each returns once it has enough room.
+  by_work = [(w, r) for r, w in enumerate(work.tolist())]
+  heapq.heapify(by_work)
   full: list[tuple[int, int]] = []
   rooms = room.tolist()
   for i, size, load in zip(
-    whole.tolist(), sizes[whole].tolist(), own[whole].tolist(), strict=True
+    single.tolist(),
+    sizes[single].tolist(),
+    document_work[single].tolist(),
+    strict=True,
   ):
     while full and -full[0][0] >= size:
       r = heapq.heappop(full)[1]
-      heapq.heappush(open_, (float(work[r]), r))
-    while open_ and rooms[open_[0][1]] < size:
-      r = heapq.heappop(open_)[1]
+      heapq.heappush(by_work, (float(work[r]), r))
+    while by_work and rooms[by_work[0][1]] < size:
+      r = heapq.heappop(by_work)[1]
       heapq.heappush(full, (-rooms[r], r))
-    if open_:
-      before, r = open_[0]
+    if by_work:
+      shard_work, r = by_work[0]
       rooms[r] -= size
-      work[r] = before + load
+      work[r] = shard_work + load
       first[i] = r
-      heapq.heapreplace(open_, (before + load, r))
+      heapq.heapreplace(by_work, (shard_work + load, r))
       continue
     room[:] = rooms
-    if not split(i, 2):
+    if not split_document(i, 2):
       return None, size
     rooms = room.tolist()
     full = [(-n, r) for r, n in enumerate(rooms)]
@@ -292,24 +299,24 @@ def assign_degrees(
 def _least_loaded(
   counts: np.ndarray, load: np.ndarray, room: np.ndarray, work: np.ndarray
 ) -> int | None:
-  """The first of the neighbours with room whose load is smallest."""
+  """First of the neighbouring shards with room and the smallest load."""
   at = _neighbours(len(room), len(counts))
-  fits = (room[at] >= counts).all(1)
-  if not fits.any():
+  has_room = (room[at] >= counts).all(1)
+  if not has_room.any():
     return None
-  most = (work[at] + load).max(1)
-  return int(np.argmin(np.where(fits, most, np.inf)))
+  peak = (work[at] + load).max(1)
+  return int(np.argmin(np.where(has_room, peak, np.inf)))
 
 
 def _by_room(
   size: int, least: int, room: np.ndarray, work: np.ndarray
 ) -> tuple[int, np.ndarray] | None:
-  """The first of the fewest neighbours with room, and the tokens on each."""
+  """First of the fewest neighbours with room, and the tokens on each."""
   for degree in range(least, min(len(room), size) + 1):
     at = _neighbours(len(room), degree)
-    fits = (room[at].sum(1) >= size) & (room[at].min(1) > 0)
-    if fits.any():
-      best = int(np.argmin(np.where(fits, work[at].max(1), np.inf)))
+    has_room = (room[at].sum(1) >= size) & (room[at].min(1) > 0)
+    if has_room.any():
+      best = int(np.argmin(np.where(has_room, work[at].max(1), np.inf)))
       return best, _even_counts(size, room[best : best + degree])
   return None
 
@@ -317,8 +324,8 @@ def _by_room(
 def _even_counts(size: int, room: np.ndarray) -> np.ndarray:
   """Tokens on each shard, as even as the room allows; int64 [d]."""
   counts = np.zeros(len(room), np.int64)
-  for done, member in enumerate(np.argsort(room, kind="stable")):
-    counts[member] = min(int(room[member]), size // (len(room) - done))
+  for assigned, member in enumerate(np.argsort(room, kind="stable")):
+    counts[member] = min(int(room[member]), size // (len(room) - assigned))
     size -= int(counts[member])
   return counts
 
@@ -330,15 +337,15 @@ def _neighbours(shards: int, degree: int) -> np.ndarray:
 
 
 def _in_order(sizes: np.ndarray, ring: RingSlots) -> Assignment:
-  """One document behind the other, which always fits."""
+  """Assigns documents in their order, which always fits."""
   ends = np.cumsum(sizes)
   starts = ends - sizes
   first = np.minimum(starts // ring.local_length, ring.shards - 1)
   last = np.maximum(ends - 1, starts) // ring.local_length
   work = np.zeros(ring.shards)
-  whole = (first == last) & (sizes > 0)
-  own = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
-  np.add.at(work, first[whole], own[whole])
+  single = (first == last) & (sizes > 0)
+  document_work = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
+  np.add.at(work, first[single], document_work[single])
   groups = {}
   for i in np.flatnonzero((first < last) & (sizes > 0)).tolist():
     edges = np.arange(first[i], last[i] + 2) * ring.local_length
@@ -349,7 +356,7 @@ def _in_order(sizes: np.ndarray, ring: RingSlots) -> Assignment:
 
 
 def members(counts: Int[np.ndarray, " D"], spread: str) -> np.ndarray:
-  """The shard, of a document's own, that has each token; int64 [n]."""
+  """Index of the shard among a document's shards, of each token; int64 [n]."""
   size, degree = int(counts.sum()), len(counts)
   runs = np.repeat(np.arange(degree), counts)
   if spread == "run":

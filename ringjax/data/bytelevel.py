@@ -39,9 +39,9 @@ class Bytes:
   """Bytes as tokens; the interface is that of `Tokenizer`.
 
   Args:
-    special: texts of special tokens, with ids from 256 on. The first begins a
+    special: Texts of special tokens, with ids from 256 on. The first begins a
       text, the second ends one, the third pads.
-    name: what it is called in a summary.
+    name: Name of the tokenizer in a summary.
     chat_template: Jinja source over these tokens, or None for none.
   """
 
@@ -58,8 +58,8 @@ class Bytes:
     chat_template: str | None = CHAT_TEMPLATE,
   ):
     texts = tuple(special)
-    sound = all(isinstance(t, str) and t.strip() for t in texts)
-    if len(texts) < 3 or not sound or len(set(texts)) < len(texts):
+    valid = all(isinstance(t, str) and t.strip() for t in texts)
+    if len(texts) < 3 or not valid or len(set(texts)) < len(texts):
       raise TokenizerError(
         "special",
         texts,
@@ -93,10 +93,10 @@ class Bytes:
     progress: Callable[[int, int], None] | None = None,
     enough: int | None = None,
   ) -> np.ndarray:
-    """The ids of a text, int32 [T]; arguments are those of `Tokenizer.encode`.
+    """Encodes a text, int32 [T]; arguments are those of `Tokenizer.encode`.
 
     Raises:
-      PromptError, InputTypeError: not a str, or one with a lone surrogate.
+      PromptError, InputTypeError: If it is not a str, or has a lone surrogate.
     """
     text = as_text("text", text)
     parts = self.specials.split(text) if special else [text]
@@ -108,8 +108,10 @@ class Bytes:
   def encode_parts(
     self, parts: Sequence[str | int], *, enough: int | None = None
   ) -> np.ndarray:
-    """The ids of texts, and ids as they are, as one row, int32 [T]; all of
-    them, whatever is `enough`."""
+    """Encodes texts and ids as one row, int32 [T].
+
+    All of them, whatever `enough` is.
+    """
     del enough
     rows = []
     for part in parts:
@@ -121,7 +123,7 @@ class Bytes:
     return joined(rows)
 
   def decode(self, ids: TokenIds, *, special: bool = False) -> str:
-    """The text of ids; of special tokens only if asked for."""
+    """Decodes ids into text; special tokens appear only if asked for."""
     return stream.decode(self, ids, special=special)
 
   def piece(self, token_id: int) -> bytes:
@@ -133,7 +135,7 @@ class Bytes:
     return stream.UNKNOWN.encode("utf-8")
 
   def is_special(self, token_id: int) -> bool:
-    """Whether the token steers the model and is no text."""
+    """Whether the token steers the model and is not text."""
     return 256 <= token_id < self.vocab_size
 
   def window(self, ids: Sequence[int]) -> str:
@@ -144,17 +146,17 @@ class Bytes:
     """Writes tokenizer.json and tokenizer_config.json.
 
     Args:
-      folder: where the files go; it is made if it is not there.
+      folder: Folder of the files; it is made if it does not exist.
     """
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    off = lambda *names: dict.fromkeys(names, False)
-    flags = off("single_word", "lstrip", "rstrip", "normalized")
+    all_false = lambda *names: dict.fromkeys(names, False)
+    flags = all_false("single_word", "lstrip", "rstrip", "normalized")
     added = [
       {"id": 256 + i, "content": text, **flags, "special": True}
       for i, text in enumerate(self._texts)
     ]
-    level = off("add_prefix_space", "trim_offsets", "use_regex")
+    level = all_false("add_prefix_space", "trim_offsets", "use_regex")
     as_bytes = {"type": "ByteLevel", **level}
     begin = self._texts[0]
     first = {"SpecialToken": {"id": begin, "type_id": 0}}
@@ -182,7 +184,7 @@ class Bytes:
         "unk_token": None,
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
-        **off("fuse_unk", "byte_fallback", "ignore_merges"),
+        **all_false("fuse_unk", "byte_fallback", "ignore_merges"),
         "vocab": {char: byte for byte, char in enumerate(BYTE_CHARS)},
         "merges": [],
       },
@@ -204,15 +206,15 @@ class Bytes:
 
 
 def _byte_chars() -> tuple[str, ...]:
-  """The character by which byte-level vocabularies write each byte.
+  """Character by which byte-level vocabularies write each byte.
 
   Printable bytes of Latin-1 stand for themselves, the others for the
   characters from 256 on. Ref: GPT-2, Radford et al. 2019.
   """
   plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
   chars = {byte: chr(byte) for byte in plain}
-  rest = [byte for byte in range(256) if byte not in chars]
-  chars |= {byte: chr(256 + i) for i, byte in enumerate(rest)}
+  unprintable = [byte for byte in range(256) if byte not in chars]
+  chars |= {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
   return tuple(chars[byte] for byte in range(256))
 
 

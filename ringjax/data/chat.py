@@ -5,17 +5,16 @@ transformers renders, except that no string in a message becomes a special
 token, nor part of one: "<|im_end|>" in a message is ten characters. (Roles are
 not free text: they are taken from a list.)
 
-How: each character of a message of which special tokens are made ("<", "|",
-...) is replaced by a private-use character before the template is rendered. A
-special token in the output was then written by the template; the other
-characters are put back afterwards. A template that looks for words of its own
-in a message (Qwen's "</think>") finds those: they are not replaced. The output
-is compared with that of the same template on messages without replacements,
-and a difference is an error.
+Method: each character of a message of which special tokens are made ("<", "|",
+...) is replaced by a private-use character before the template is rendered. So
+a special token in the output was written by the template; the other characters
+are put back afterwards. Words that a template looks for in a message (Qwen's
+"</think>") are not replaced. The output is compared with that of the same
+template on messages without replacements, and a difference is an error.
 
 A template is untrusted code: by default it runs in a worker process, with 512
 MB and 2 s of processor time, without files, network or Python's objects. The
-worker lives on for other chats; one that exceeds a limit is killed.
+worker is used for later chats, too; one that exceeds a limit is killed.
 Cost: about 1 ms a chat; the first one starts the worker, 0.1 to 0.5 s.
 """
 
@@ -61,7 +60,8 @@ _DEPTH = 64
 _CPU_S = 2
 _MEMORY_BYTES = 512 << 20
 
-# Without the package, whose import takes seconds; jinja2 counts for no request.
+# Without the package, whose import takes seconds; jinja2 is imported before
+# the first request, whose time limit it would count against.
 _SCRIPT = """
 scope = {{"__name__": "render"}}
 exec(compile({source!r}, "render.py", "exec"), scope)
@@ -83,16 +83,16 @@ _workers = isolated.Workers(_script)
 
 @runtime_checkable
 class Encodes(Protocol):
-  """What a template needs of a tokenizer."""
+  """Interface of the tokenizers that a chat template can use."""
 
   specials: Specials
-  # Texts of tokens that are matched like special ones but are none: <think>.
+  # Texts of tokens that are matched like special ones but are not: <think>.
   added: frozenset[str]
   special_names: dict[str, Any]
   chat_template: str | None
 
   def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
-    """The ids of texts, and ids as they are, as one row."""
+    """Encodes a sequence of texts and ids as one row."""
     ...
 
 
@@ -100,16 +100,16 @@ class ChatTemplate:
   """A Jinja template over the messages of a chat.
 
   Args:
-    source: the template, as in a model's tokenizer_config.json.
-    names: texts of special tokens by the names that the template uses, e.g.
+    source: Template, as in a model's tokenizer_config.json.
+    names: Texts of special tokens by the names that the template uses, e.g.
       {"bos_token": "<s>"}; `tokenizer.special_names`.
-    trusted: whether the template runs in this process, without limits of time
+    trusted: Whether the template runs in this process, without limits of time
       and memory. Only for templates that you have read.
-    roles: which roles a message may have. A template may build a special token
-      of a role, so they are no free text.
+    roles: Roles that a message may have. A template may build a special token
+      from a role, so they are not free text.
 
   Raises:
-    TemplateError: `source` is no str, or too long.
+    TemplateError: If `source` is not a str, or is too long.
   """
 
   def __init__(
@@ -139,7 +139,7 @@ class ChatTemplate:
     """The template that came with a tokenizer.
 
     Raises:
-      TemplateError: there was none.
+      TemplateError: If the tokenizer has no template.
     """
     if tokenizer.chat_template is None:
       raise TemplateError(
@@ -161,7 +161,7 @@ class ChatTemplate:
     now: datetime.datetime | None = None,
     **more: Any,
   ) -> str:
-    """The text that transformers would render, to look at, not to encode.
+    """Renders the text as transformers would, to look at, not to encode.
 
     Args and errors are those of `tokens`.
     """
@@ -178,26 +178,26 @@ class ChatTemplate:
     now: datetime.datetime | None = None,
     **more: Any,
   ) -> np.ndarray:
-    """The ids of a chat.
+    """Renders a chat and encodes it.
 
     Args:
-      messages: tables with a "role" and what the template reads: "content" as
+      messages: Tables with a "role" and the keys of the template: "content" as
         text or as parts, "tool_calls", and so on; JSON's types only.
-      tokenizer: whose ids they are.
-      add_generation_prompt: whether the opening of an answer comes last.
-      tools: the JSON schemas of functions, for templates that know them.
-      now: the time for templates that write the date; by default this
+      tokenizer: Tokenizer of the model.
+      add_generation_prompt: Whether the opening of an answer comes last.
+      tools: JSON schemas of functions, for templates that know them.
+      now: Time for templates that write the date; by default this
         machine's. Pass it where several hosts must agree.
-      **more: further variables of the template, e.g. enable_thinking=False.
+      **more: Further variables of the template, e.g. enable_thinking=False.
 
     Returns:
-      int32 [T].
+      Token ids, int32 [T].
 
     Raises:
-      TemplateError: the template fails, refuses these messages, grows or runs
-        too long, or alters messages in ways that cannot be followed.
-      PromptError, InputTypeError: something in `messages` is no message.
-      TokenizerError: the tokenizer fails on this text.
+      TemplateError: If the template fails, refuses these messages, grows or
+        runs too long, or alters messages in ways that cannot be followed.
+      PromptError, InputTypeError: If an item of `messages` is not a message.
+      TokenizerError: If the tokenizer fails on this text.
     """
     chat = self._chat(messages, add_generation_prompt, tools, more)
     marks = _Marks(chat, self.source, tokenizer)
@@ -214,28 +214,33 @@ class ChatTemplate:
     tokenizer: Encodes,
     now: datetime.datetime | None,
   ) -> str:
-    """The rendered text, with all that could make a special token marked."""
-    # One time for all renderings.
+    """The rendered text, with marks on what could form special tokens."""
+    # All renderings have the same time.
     now = now or datetime.datetime.now()
     find = tokenizer.specials.pattern.findall
     # None where the template failed.
     specials = lambda text: find(text) if isinstance(text, str) else None
-    found = self._render([marks.plain(chat), marks.all(chat)], now)
-    plain, text = _text(found["texts"][0]), found["texts"][1]
+    rendered = self._render([marks.plain(chat), marks.all(chat)], now)
+    plain, text = _text(rendered["texts"][0]), rendered["texts"][1]
     wanted = marks.unmark(plain)
-    same = lambda text: isinstance(text, str) and marks.unmark(text) == wanted
-    sound = True
-    if not same(text):
-      # The template looks for words of its own in the messages.
-      kept = marks.all(chat, keep=found["literals"])
-      before = specials(text)
-      text = self._render([kept], now)["texts"][0]
-      sound = same(text) and before in (None, specials(text))
+    unmarks_to_wanted = lambda text: (
+      isinstance(text, str) and marks.unmark(text) == wanted
+    )
+    safe = True
+    if not unmarks_to_wanted(text):
+      # The template looks for words in the messages, which are left unmarked.
+      variant = marks.all(chat, keep=rendered["literals"])
+      first_specials = specials(text)
+      text = self._render([variant], now)["texts"][0]
+      safe = unmarks_to_wanted(text) and first_specials in (
+        None,
+        specials(text),
+      )
     words = marks.words(chat)
-    if sound and words is not None:
-      again = self._render([words], now)["texts"][0]
-      sound = specials(again) == specials(text)
-    if not sound:
+    if safe and words is not None:
+      rendered_words = self._render([words], now)["texts"][0]
+      safe = specials(rendered_words) == specials(text)
+    if not safe:
       raise TemplateError(
         "messages",
         "text like that of special tokens, which the template alters",
@@ -263,12 +268,12 @@ class ChatTemplate:
       raise PromptError(
         "messages", "none", "at least one", "add a user's message"
       )
-    for i, one in enumerate(messages):
-      role = one.get("role") if isinstance(one, Mapping) else None
+    for i, message in enumerate(messages):
+      role = message.get("role") if isinstance(message, Mapping) else None
       if not isinstance(role, str) or role not in self.roles:
         raise PromptError(
           f"messages[{i}]",
-          f"role {role!r}" if isinstance(one, Mapping) else type(one),
+          f"role {role!r}" if isinstance(message, Mapping) else type(message),
           f"a table with a role of {sorted(self.roles)}",
           "pass roles= to ChatTemplate for other ones",
         )
@@ -282,40 +287,40 @@ class ChatTemplate:
   def _render(
     self, variants: list[dict[str, Any]], now: datetime.datetime | None
   ) -> dict[str, Any]:
-    """What `render.render` returns, from a worker process."""
-    own = max(sum(map(len, _strings(v))) for v in variants)
+    """Result of `render.render`, from a worker process unless trusted."""
+    input_chars = max(sum(map(len, _strings(v))) for v in variants)
     request = {
       "source": self.source,
       "variants": [{**self.names, **v} for v in variants],
       "now": (now or datetime.datetime.now()).isoformat(),
       # Documents may be long; the limit is on what the template adds.
-      "room": render.OUTPUT_CHARS + 2 * own,
+      "room": render.OUTPUT_CHARS + 2 * input_chars,
     }
     if self.trusted:
-      found = render.render(**request)
+      answer = render.render(**request)
     else:
       try:
-        found = _workers.ask(
+        answer = _workers.ask(
           json_text(request).encode("ascii"),
-          memory_bytes=_MEMORY_BYTES + 100 * own,
-          cpu_s=_CPU_S + own // 2_000_000,
-          wall_s=60.0 + own / 100_000,
+          memory_bytes=_MEMORY_BYTES + 100 * input_chars,
+          cpu_s=_CPU_S + input_chars // 2_000_000,
+          wall_s=60.0 + input_chars / 100_000,
           answer_bytes=2**31,
         )
       except isolated.ChildError as error:
         raise _fault(error) from None
-    if "error" in found:
-      raise _fault(found["error"])
-    return found
+    if "error" in answer:
+      raise _fault(answer["error"])
+    return answer
 
 
 class _Marks:
   """Replaces what could make special tokens by private-use characters.
 
   There are two alphabets of them: "firm" for messages of users and tools, and
-  "own" for those of the model. Its answers may hold words such as <think>,
-  which are tokens without being special; in other messages these are replaced
-  too, if the template writes them.
+  "own" for those of the model. The model's answers may hold words such as
+  <think>, which are tokens without being special; in other messages these are
+  replaced, too, if the template writes them.
   """
 
   def __init__(self, chat: dict[str, Any], source: str, tokenizer: Encodes):
@@ -339,7 +344,7 @@ class _Marks:
     self._firm = {chr(new) for new in self._tables["firm"].values()}
 
   def plain(self, chat: dict[str, Any]) -> dict[str, Any]:
-    """Only whole special tokens are marked: what the output should be."""
+    """Marks whole special tokens only: gives the expected output."""
     patterns = {kind: any_of(t) for kind, t in self._guarded.items()}
 
     def mark(text: str, kind: str) -> str:
@@ -351,50 +356,50 @@ class _Marks:
   def all(
     self, chat: dict[str, Any], keep: Sequence[str] = ()
   ) -> dict[str, Any]:
-    """Each character is marked, but not in the words of `keep`."""
-    kept = {
+    """Marks each character of special tokens, except in the words of `keep`."""
+    kept_patterns = {
       kind: any_of(k for k in keep if not _touches(k.strip(), texts))
       for kind, texts in self._guarded.items()
     }
 
     def mark(text: str, kind: str) -> str:
       table, pieces, start = self._tables[kind], [], 0
-      for found in kept[kind].finditer(text) if keep else ():
-        pieces += [text[start : found.start()].translate(table), found.group()]
-        start = found.end()
+      for match in kept_patterns[kind].finditer(text) if keep else ():
+        pieces += [text[start : match.start()].translate(table), match.group()]
+        start = match.end()
       return "".join([*pieces, text[start:].translate(table)])
 
     return _exchanged(chat, mark)
 
   def words(self, chat: dict[str, Any]) -> dict[str, Any] | None:
-    """Values that are the word inside of a special token are marked too.
+    """Also marks values that are the word inside of a special token.
 
     A template that writes "<|" + name + "|>" would make a token of them. None
-    if there is no such value.
+    if no value is such a word.
     """
     inner = {w for t in self._guarded["firm"] for w in re.findall(r"\w+", t)}
-    some = False
+    marked_any = False
 
     def mark(text: str, kind: str) -> str:
-      nonlocal some
+      nonlocal marked_any
       if text.strip() in inner:
-        some = True
+        marked_any = True
         return text.translate(self._words)
       return text.translate(self._tables[kind])
 
     marked = _exchanged(chat, mark)
-    return marked if some else None
+    return marked if marked_any else None
 
   def unmark(self, text: str) -> str:
     return text.translate(self._back)
 
   def broken(self, text: str) -> list[str | int]:
-    """The text put back, cut so that no control token forms of messages."""
+    """The unmarked text, cut so that no control token forms from messages."""
     clear = self.unmark(text)
     places, start = [], 0
-    for found in any_of(self._control).finditer(clear):
-      if self._firm.intersection(text[found.start() : found.end()]):
-        places.append(found.start() + 1)
+    for match in any_of(self._control).finditer(clear):
+      if self._firm.intersection(text[match.start() : match.end()]):
+        places.append(match.start() + 1)
     parts: list[str | int] = []
     for place in [*places, len(clear)]:
       parts.append(clear[start:place])
@@ -419,13 +424,13 @@ def _exchanged(
       }
     return value
 
-  def one(said: dict[str, Any]) -> dict[str, Any]:
-    kind = "own" if said["role"] in ("assistant", "model") else "firm"
-    # The role stays, also in its order: a template may go through the keys.
-    return {**walk({**said, "role": None}, kind), "role": said["role"]}
+  def exchange_message(message: dict[str, Any]) -> dict[str, Any]:
+    kind = "own" if message["role"] in ("assistant", "model") else "firm"
+    # The role keeps its place: a template may go through the keys in order.
+    return {**walk({**message, "role": None}, kind), "role": message["role"]}
 
   return {
-    name: [one(said) for said in value]
+    name: [exchange_message(message) for message in value]
     if name == "messages"
     else walk(value, "firm", name)
     for name, value in chat.items()
@@ -438,8 +443,8 @@ _NAME = re.compile(r"\w+")
 def _steering(text: str) -> set[str]:
   """Characters without which a token cannot be written.
 
-  Its first, its last, and all that are neither of a word nor space. What is
-  left of it is words inside of it, which alone make no token.
+  Its first, its last, and all that are neither of a word nor space. The rest
+  are words, which alone do not make a token.
   """
   chars = {text[0], text[-1], *re.findall(r"[^\w\s]", text)}
   return {c for c in chars if not c.isspace()}
@@ -451,7 +456,7 @@ def _steers(text: str) -> bool:
 
 
 def _touches(text: str, controls: Iterable[str]) -> bool:
-  """Whether a text is in a control token, holds one or overlaps one."""
+  """Whether a text is in a control token, contains one or overlaps one."""
   tails = {text[-n:] for n in range(1, len(text) + 1)}
   heads = {text[:n] for n in range(1, len(text) + 1)}
   for control in controls:
@@ -479,7 +484,7 @@ def _free_characters(chat: dict[str, Any], source: str) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-  """All strings of a JSON value, keys included."""
+  """All strings of a JSON value, including keys."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, list):
@@ -500,7 +505,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
   if value is None or isinstance(value, bool | float):
     return value
   if isinstance(value, str):
-    # An enum of str is given as the str that it is.
+    # A str enum is converted to a plain str.
     return str.__str__(as_text(name, value))
   if isinstance(value, int) and abs(value) < 2**63:
     return int(value)
@@ -521,11 +526,11 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
   )
 
 
-def _text(found: Any) -> str:
-  """What a template returned, if it is text."""
-  if isinstance(found, str):
-    return found
-  raise _fault(found["error"])
+def _text(rendered: Any) -> str:
+  """The text that a template returned; raises if it failed."""
+  if isinstance(rendered, str):
+    return rendered
+  raise _fault(rendered["error"])
 
 
 def _fault(why: object) -> TemplateError:

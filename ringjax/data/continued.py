@@ -1,4 +1,4 @@
-"""Questions that need two documents which a model reads apart.
+"""Questions that need two documents which a model reads separately.
 
 Guarantees: an example is a function of its generator. Its segments are those of
 `ringjax.data.arranged`: no document sees another, link tokens and the question
@@ -21,7 +21,7 @@ _NUMBER = "# {name} is {number}.\n"
 _SAME = "# {name} is the same.\n"
 _QUESTION = "# {name} is "
 _LETTERS = np.array(list(string.ascii_lowercase))
-# The share of documents that refer to the one before, beside the one asked for.
+# Fraction of other documents that refer to the one before.
 _REFERRING = 0.4
 
 
@@ -30,16 +30,16 @@ class Continued:
   """Documents that give a number to a name, or say that it is the same.
 
   "The same" is the number of the document before, which has one. A question is
-  about the name of such a document, so it needs two: where each was read apart,
+  about the name of such a document, so it needs two: if each was read alone,
   nothing in the first says whose number it also is, and nothing in the second
   which number that is.
 
   Attributes:
-    tokenizer: a `Tokenizer` or `Bytes`.
-    links: link tokens behind each document, or None.
-    documents: how many there are.
-    letters: of a name, at most.
-    digits: of a number.
+    tokenizer: A `Tokenizer` or `Bytes`.
+    links: Link tokens after each document, or None.
+    documents: Number of documents.
+    letters: Largest number of letters of a name.
+    digits: Digits of a number.
   """
 
   tokenizer: AnyTokenizer
@@ -59,57 +59,57 @@ class Continued:
         remedy=f"pass fewer documents, or more {name}",
       )
     if self.links is not None:
-      # Refuses more documents than it has slots.
+      # Refuses more documents than the links have slots.
       self.links.ids(self.documents - 1)
 
   def example(
     self, rng: np.random.Generator
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """An example, a function of `rng` alone.
+    """Makes an example, a function of `rng` alone.
 
     Returns:
       ids int32 [T], their weights as labels, float32 [T], and segments [T].
     """
     names, numbers = self._names(rng), self._numbers(rng)
-    asked = int(rng.integers(1, self.documents))
+    asked_index = int(rng.integers(1, self.documents))
     refers = rng.random(self.documents) < _REFERRING
-    refers[asked] = True
+    refers[asked_index] = True
     for n in range(self.documents):
       # No document refers to one that refers itself.
-      free = n > 0 and not refers[n - 1] and n + 1 != asked
-      refers[n] &= n == asked or free
+      has_number_before = n > 0 and not refers[n - 1] and n + 1 != asked_index
+      refers[n] &= n == asked_index or has_number_before
     ids = lambda text: self.tokenizer.encode(text, bos=False)
     texts = [
-      (_SAME if same else _NUMBER).format(name=name, number=number)
-      for name, number, same in zip(names, numbers, refers, strict=True)
+      (_SAME if refers_back else _NUMBER).format(name=name, number=number)
+      for name, number, refers_back in zip(names, numbers, refers, strict=True)
     ]
-    question = ids(_QUESTION.format(name=names[asked]))
+    question = ids(_QUESTION.format(name=names[asked_index]))
     end = np.array(self.tokenizer.eos_ids[:1], np.int32)
-    answer = joined([ids(numbers[asked - 1]), end])
+    answer = joined([ids(numbers[asked_index - 1]), end])
     begin = self.tokenizer.bos_id
-    made = arranged(
+    prompt = arranged(
       [ids(text) for text in texts],
       joined([question, answer]),
       self.links,
       None if begin is None else [begin],
-      # Else a document's tokens know how far from the beginning they are, and
-      # by that which document is before which.
+      # Otherwise a document's tokens would know their distance from the
+      # beginning, and so the order of the documents.
       shared=False,
     )
-    weights = np.zeros(len(made.tokens), np.float32)
+    weights = np.zeros(len(prompt.tokens), np.float32)
     weights[-len(answer) :] = 1
-    return made.tokens, weights, made.segments
+    return prompt.tokens, weights, prompt.segments
 
   def _names(self, rng: np.random.Generator) -> list[str]:
-    """Different names."""
-    found: dict[str, None] = {}
-    while len(found) < self.documents:
+    """Draws different names."""
+    names: dict[str, None] = {}
+    while len(names) < self.documents:
       size = int(rng.integers(1, self.letters + 1))
-      found.setdefault("".join(rng.choice(_LETTERS, size)))
-    return list(found)
+      names.setdefault("".join(rng.choice(_LETTERS, size)))
+    return list(names)
 
   def _numbers(self, rng: np.random.Generator) -> list[str]:
-    """Different numbers."""
+    """Draws different numbers."""
     low, high = 10 ** (self.digits - 1), 10**self.digits
-    found = rng.choice(high - low, self.documents, replace=False) + low
-    return [str(number) for number in found.tolist()]
+    numbers = rng.choice(high - low, self.documents, replace=False) + low
+    return [str(number) for number in numbers.tolist()]

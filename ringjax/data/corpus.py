@@ -1,14 +1,14 @@
 """A corpus: the tokens of many documents in one memory-mapped file.
 
-Guarantees: the file exists whole or not at all. It is written under another
-name, synced and renamed, so that a killed process leaves the old one. Opening
-checks header, sizes and order of documents; a document is read without reading
-another. `verify` reads the whole file.
+Guarantees: the file exists completely or not at all. It is written under
+another name, synced and renamed, so that a killed process leaves the old one.
+Opening checks header, sizes and order of documents; a document is read without
+reading another. `verify` reads the whole file.
 
 The file: a header of 4096 bytes, JSON and spaces; tokens, uint16 if the
 vocabulary fits and else uint32, little-endian, padded to 8 bytes; and int64
-offsets, one more than documents. No size in it is trusted: all must be those
-of the file.
+offsets, one more than documents. All sizes in it must agree with the file's
+size.
 
 Cost: 2 or 4 bytes a token and 8 a document; opening reads the offsets.
 """
@@ -53,18 +53,18 @@ def write(
   """Writes a corpus; documents are taken one at a time.
 
   Args:
-    path: the file. An old one is replaced when all is written.
-    documents: ids of each, integers [n].
-    vocab: ids are below it.
-    tokenizer_fingerprint: of the tokenizer that made the ids, see
+    path: Path of the file. An old one is replaced when all is written.
+    documents: Ids of each document, integers [n].
+    vocab: Size of the vocabulary; all ids are below it.
+    tokenizer_fingerprint: Fingerprint of the tokenizer that made the ids, see
       `fingerprint`; up to 100 characters.
-    progress: called with documents and tokens so far, after each document.
-      What it raises ends the writing.
+    progress: Called with documents and tokens so far, after each document. An
+      exception in it ends the writing.
 
   Raises:
-    DataError: a document is no row of ids below `vocab`, or there is no token
-      at all.
-    OSError: the file cannot be written.
+    DataError: If a document is not a row of ids below `vocab`, or there is no
+      token at all.
+    OSError: If the file cannot be written.
   """
   remedy = "pass the tokenizer's vocab_size"
   integer("vocab", vocab, least=1, most=_MOST_VOCAB, remedy=remedy)
@@ -141,15 +141,15 @@ def _write_body(
 
 
 class Corpus:
-  """The documents of a file that `write` wrote; made by `open`.
+  """Documents of a file that `write` wrote; made by `open`.
 
   Attributes:
-    path: of the file.
-    vocab: ids are below it.
-    tokens: of all documents.
-    tokenizer: the fingerprint of the tokenizer that made them.
-    lengths: int64 [N], tokens of each document.
-    fingerprint: of the header, its checksum included.
+    path: Path of the file.
+    vocab: Size of the vocabulary; all ids are below it.
+    tokens: Number of tokens of all documents.
+    tokenizer: Fingerprint of the tokenizer that made the ids.
+    lengths: Tokens of each document, int64 [N].
+    fingerprint: Digest of the header, including its checksum.
   """
 
   def __init__(self, path: pathlib.Path, header: dict[str, Any]):
@@ -183,38 +183,38 @@ class Corpus:
     """Maps a corpus into memory.
 
     Args:
-      path: the file.
-      vocab: of the model that reads it, which may have more ids than the
-        corpus; None is not checked.
-      tokenizer_fingerprint: of the tokenizer that must have made it; None is
-        not checked.
+      path: Path of the file.
+      vocab: Vocabulary size of the model that reads it, which may be larger
+        than the corpus's; None is not checked.
+      tokenizer_fingerprint: Fingerprint of the tokenizer that must have made
+        it; None is not checked.
 
     Raises:
-      DataError: no file that `write` wrote, one that is not whole, or one of
-        another tokenizer.
+      DataError: If `write` did not write the file, it is incomplete, or it is
+        of another tokenizer.
     """
     file = pathlib.Path(path)
     header, size = _read_header(file)
     want = _offsets_at(header) + 8 * (header["documents"] + 1)
     if size != want:
       raise _fault(file, f"{size} bytes", f"{want}, as its header says")
-    found = cls(file, header)
-    found._check_order()
-    if vocab is not None and found.vocab > vocab:
+    corpus = cls(file, header)
+    corpus._check_order()
+    if vocab is not None and corpus.vocab > vocab:
       raise DataError(
         "vocab",
-        f"{file.name} of {found.vocab} ids",
+        f"{file.name} of {corpus.vocab} ids",
         f"at most {vocab}",
         "encode the corpus with the model's tokenizer",
       )
-    if tokenizer_fingerprint not in (None, found.tokenizer):
+    if tokenizer_fingerprint not in (None, corpus.tokenizer):
       raise DataError(
         "tokenizer_fingerprint",
-        f"{file.name} of {found.tokenizer!r}",
+        f"{file.name} of {corpus.tokenizer!r}",
         repr(tokenizer_fingerprint),
         "encode the corpus with this tokenizer",
       )
-    return found
+    return corpus
 
   def __len__(self) -> int:
     return len(self._offsets) - 1
@@ -233,18 +233,18 @@ class Corpus:
       int32 [n], and None.
     """
     begin, end = self._offsets[document : document + 2].tolist()
-    found = self._data[begin + start : min(begin + stop, end)]
-    return np.asarray(found, np.int32), None
+    ids = self._data[begin + start : min(begin + stop, end)]
+    return np.asarray(ids, np.int32), None
 
   @functools.cached_property
   def lengths(self) -> np.ndarray:
     return np.diff(self._offsets)
 
   def verify(self) -> None:
-    """Reads the whole file.
+    """Reads the whole file and checks its checksum and ids.
 
     Raises:
-      DataError: it is not what was written.
+      DataError: If the file was altered.
     """
     checksum = 0
     for part in (self._data, self._offsets):
@@ -262,27 +262,27 @@ class Corpus:
       raise _fault(self.path, f"id {highest}", f"ids below {self.vocab}")
 
   def _check_order(self) -> None:
-    """Documents begin where the one before ends, and fill the file."""
+    """Checks that documents are adjacent and fill the file."""
     if self._offsets[0] != 0 or self._offsets[-1] != self.tokens:
       raise _fault(
         self.path,
         f"documents from {self._offsets[0]} to {self._offsets[-1]}",
         f"from 0 to {self.tokens}",
       )
-    # Differences may overflow.
-    back = self._offsets[1:] < self._offsets[:-1]
-    if back.any():
-      wrong = int(np.argmax(back))
+    # np.diff may overflow.
+    decreasing = self._offsets[1:] < self._offsets[:-1]
+    if decreasing.any():
+      document = int(np.argmax(decreasing))
       raise _fault(
-        self.path, f"document {wrong} that ends before it begins", "order"
+        self.path, f"document {document} that ends before it begins", "order"
       )
 
 
 def fingerprint(tokenizer: AnyTokenizer) -> str:
-  """A hash of a tokenizer: of each token's text, and of the ids of a sample.
+  """Hash of a tokenizer: of each token's text, and of the ids of a sample.
 
   Args:
-    tokenizer: a `Tokenizer` or `Bytes`.
+    tokenizer: A `Tokenizer` or `Bytes`.
 
   Returns:
     16 characters, the same for the same tokenizer.
@@ -307,7 +307,7 @@ def _dtype(vocab: int) -> np.dtype:
 
 
 def _offsets_at(header: dict[str, Any]) -> int:
-  """The position of the offsets in the file, in bytes."""
+  """Position of the offsets in the file, in bytes."""
   end = _HEADER_BYTES + header["tokens"] * _dtype(header["vocab"]).itemsize
   return end + -end % 8
 
@@ -342,8 +342,8 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
   for name in ("documents", "checksum"):
     if type(header.get(name)) is not int or not 0 <= header[name] < 1 << 60:
       raise _fault(path, f"{name} {header.get(name)!r}", "a count")
-  for name, most in (("vocab", _MOST_VOCAB), ("tokens", 1 << 60)):
-    if type(header.get(name)) is not int or not 0 < header[name] <= most:
+  for name, limit in (("vocab", _MOST_VOCAB), ("tokens", 1 << 60)):
+    if type(header.get(name)) is not int or not 0 < header[name] <= limit:
       raise _fault(path, f"{name} {header.get(name)!r}", "a count above 0")
   dtype = _dtype(header["vocab"]).name
   if header.get("dtype") != dtype:

@@ -31,9 +31,9 @@ class Document:
   """A text and its source.
 
   Attributes:
-    text: the text.
-    files: how many files it is made of; the last one may be cut.
-    source: a phrase that says where it is from.
+    text: Text of the document.
+    files: Number of files that it is made of; the last one may be cut.
+    source: Phrase that says where it is from.
   """
 
   text: str
@@ -45,10 +45,10 @@ def standard_library(characters: int) -> Document:
   """The beginning of the standard library's sources.
 
   Args:
-    characters: how many are wanted; the text may be a line shorter.
+    characters: Wanted number of characters; the text may be a line shorter.
 
   Raises:
-    PromptError: the library has fewer.
+    PromptError: If the library has fewer.
   """
   root = pathlib.Path(sysconfig.get_paths()["stdlib"])
   parts, size, files = [], 0, 0
@@ -75,7 +75,7 @@ def standard_library(characters: int) -> Document:
 
 
 def library(*, held_out: bool) -> list[str]:
-  """The library's files, whole, by name: nine of ten, or those held out."""
+  """The library's files, by name: nine of ten, or the ones held out."""
   root = pathlib.Path(sysconfig.get_paths()["stdlib"])
   return [
     (root / name).read_text(encoding="utf-8", errors="replace")
@@ -90,24 +90,24 @@ def fit(
   """The longest document of at most `tokens` tokens, up to a slack.
 
   Args:
-    tokens: how many.
-    count: returns how many tokens a text has.
-    slack: the part of `tokens` that may be missing.
+    tokens: Largest number of tokens.
+    count: Function that returns the number of tokens of a text.
+    slack: Fraction of `tokens` that may be missing.
 
   Raises:
-    PromptError: the library has less text.
+    PromptError: If the library has less text.
   """
   sample = standard_library(min(4 * tokens, 100_000))
-  each = len(sample.text) / max(1, count(sample.text))
+  characters_per_token = len(sample.text) / max(1, count(sample.text))
   document = sample
   for _ in range(6):
-    document = standard_library(max(1, int(tokens * each)))
-    have = count(document.text)
-    if (1 - slack) * tokens <= have <= tokens:
+    document = standard_library(max(1, int(tokens * characters_per_token)))
+    num_tokens = count(document.text)
+    if (1 - slack) * tokens <= num_tokens <= tokens:
       break
-    # A little less than the estimate, to end below.
-    aim = tokens * (1 - slack / 4)
-    each *= aim / max(1, have)
+    # A little less than the estimate, to end below the limit.
+    wanted = tokens * (1 - slack / 4)
+    characters_per_token *= wanted / max(1, num_tokens)
   while count(document.text) > tokens:
     document = standard_library(max(1, len(document.text) * 9 // 10))
   return document
@@ -117,12 +117,12 @@ def hide(text: str, needle: str, depth: float) -> str:
   """The text with a line hidden in it.
 
   Args:
-    text: lines.
-    needle: one or more lines, with their newlines.
+    text: Text of lines.
+    needle: One or more lines, with their newlines.
     depth: 0 hides it before the first line, 1 after the last.
 
   Raises:
-    PromptError: `depth` is not in [0, 1].
+    PromptError: If `depth` is not in [0, 1].
   """
   return hide_all(text, [(depth, needle)])
 
@@ -131,11 +131,11 @@ def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
   """The text with several lines hidden in it, as by `hide`.
 
   Args:
-    text: lines.
-    needles: depths and lines. Those at one place keep their order.
+    text: Text of lines.
+    needles: Depths and lines. Lines at one place keep their order.
 
   Raises:
-    PromptError: a depth is not in [0, 1].
+    PromptError: If a depth is not in [0, 1].
   """
   places = []
   for depth, needle in needles:

@@ -1,7 +1,7 @@
 """Filler text, in which the facts of a task are hidden.
 
-Guarantees: a filler yields lines without end, a function of the generator that
-it gets; each ends in a newline. `TextWithout` drops lines with given words.
+Guarantees: a filler yields endless lines, a function of the generator that it
+gets; each ends in a newline. `TextWithout` drops lines with given words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.data.loader import DocumentSource
 from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import DataError
 
-# Useless lines, or documents, in a row after which the search ends.
+# Number of unusable lines, or documents, in a row after which the search ends.
 _MOST_USELESS = 10_000
 
 
@@ -28,19 +28,19 @@ class Filler(Protocol):
   """A source of lines."""
 
   def lines(self, rng: np.random.Generator) -> Iterator[str]:
-    """Lines without end, each with its newline."""
+    """Yields endless lines, each with its newline."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lines:
-  """The lines of a text from a random one on, from its end to its start again.
+  """Lines of a text, from a random one on; the start follows the end.
 
   Attributes:
-    text: the lines.
+    text: Text of the lines.
 
   Raises:
-    DataError: it is empty.
+    DataError: If it is empty.
   """
 
   text: str = dataclasses.field(repr=False)
@@ -56,7 +56,7 @@ class Lines:
     return _split(self.text)
 
   def lines(self, rng: np.random.Generator) -> Iterator[str]:
-    """Lines without end, each with its newline."""
+    """Yields endless lines, each with its newline."""
     at = int(rng.integers(len(self._lines)))
     while True:
       yield self._lines[at]
@@ -68,14 +68,14 @@ class Library:
   """The sources of Python's standard library, from a random line on.
 
   Attributes:
-    characters: how much of them is used. The beginning is of files that the
-      model in `ringjax.models.tiny` was not trained on.
+    characters: Number of characters that are used. The beginning is of files
+      that the model in `ringjax.models.tiny` was not trained on.
   """
 
   characters: int = 1 << 21
 
   def lines(self, rng: np.random.Generator) -> Iterator[str]:
-    """Lines without end, each with its newline."""
+    """Yields endless lines, each with its newline."""
     return _library(self.characters).lines(rng)
 
 
@@ -86,29 +86,29 @@ def _library(characters: int) -> Lines:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoded:
-  """The texts of documents of ids, in a random order.
+  """Texts of documents of ids, in a random order.
 
   Attributes:
-    source: a `Corpus`, or `Documents`.
-    tokenizer: that made the ids.
+    source: A `Corpus`, or `Documents`.
+    tokenizer: Tokenizer that made the ids.
   """
 
   source: DocumentSource
   tokenizer: AnyTokenizer
 
   def lines(self, rng: np.random.Generator) -> Iterator[str]:
-    """Lines without end, each with its newline.
+    """Yields endless lines, each with its newline.
 
     Raises:
-      DataError: documents without text.
+      DataError: If the documents have no text.
     """
     lengths, empty = self.source.lengths, 0
     while empty < _MOST_USELESS and len(lengths):
       document = int(rng.integers(len(lengths)))
       ids, _ = self.source.read(document, 0, int(lengths[document]))
-      found = _split(self.tokenizer.decode(ids))
-      empty = 0 if found else empty + 1
-      yield from found
+      lines = _split(self.tokenizer.decode(ids))
+      empty = 0 if lines else empty + 1
+      yield from lines
     raise DataError(
       "source", "documents without text", "some text", "pass other documents"
     )
@@ -124,11 +124,11 @@ NOISE = Lines(
 
 
 class TextWithout:
-  """The lines of a filler without those that hold certain words.
+  """The lines of a filler without those that contain certain words.
 
   Args:
-    lines: without end.
-    words: that no line may hold.
+    lines: Endless lines.
+    words: Words that no line may contain.
   """
 
   def __init__(self, lines: Iterator[str], words: list[str]):
@@ -140,7 +140,8 @@ class TextWithout:
     """The beginning of the text.
 
     Raises:
-      DataError: the filler ends, or all its lines hold one of the words.
+      DataError: If the filler ends, or all its lines contain one of the
+        words.
     """
     size, parts, dropped = len(self._text), [self._text], 0
     while size < characters:

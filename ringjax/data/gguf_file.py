@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata, and where each tensor's bytes are.
+"""Headers of GGUF files: metadata, and the place of each tensor's bytes.
 
 Guarantees: every count and length is compared with the bytes that are left
-before anything of its size is made; each tensor lies in the file, and no two
-overlap. Tensors are read through a memory map, nothing is copied before.
+before memory of its size is allocated; each tensor is inside of the file, and
+no two overlap. Tensors are read through a memory map, and not copied before.
 Ref: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -40,7 +40,7 @@ _STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
 def fault(
   argument: str, got: str, want: str, remedy: str = "download the file again"
 ) -> NoReturn:
-  """Raises what a file is refused with."""
+  """Raises the error that a file is refused with."""
   raise CheckpointFormatError(argument, got, want, remedy)
 
 
@@ -51,7 +51,7 @@ def shown(text: object, limit: int = 72) -> str:
 
 
 def open_inside(root: pathlib.Path, file: str) -> int:
-  """A descriptor of a regular file that truly is in the folder."""
+  """A descriptor of a regular file that is really inside of the folder."""
   path = inside(root, file)
   if path is None:
     fault(shown(file), "a link out of the folder", "a file in it", "copy it")
@@ -78,11 +78,11 @@ class GgufTensor:
   """One tensor of a GGUF file.
 
   Attributes:
-    file: the name of its file.
-    type: ggml's number of its type.
-    shape: as arrays have it, the axis of blocks last.
-    offset: of its first byte in the file.
-    nbytes: as on disk.
+    file: Name of its file.
+    type: Number of its ggml type.
+    shape: Shape as an array, the axis of blocks last.
+    offset: Offset of its first byte in the file.
+    nbytes: Bytes on disk.
   """
 
   file: str
@@ -97,11 +97,11 @@ class GgufFiles:
   """A GGUF file, or all parts of a split one.
 
   Attributes:
-    path: the folder that it is in.
-    name: the name of the file, or of the first part.
-    metadata: of the first part.
-    tensors: by their names in the file.
-    status: of each file as it was when it was checked.
+    path: Folder of the files.
+    name: Name of the file, or of the first part.
+    metadata: Metadata of the first part.
+    tensors: Tensors by their names in the file.
+    status: Status of each file when it was checked.
   """
 
   path: pathlib.Path
@@ -113,7 +113,7 @@ class GgufFiles:
   def floats(
     self, name: str, index: int | None = None
   ) -> Float[np.ndarray, ...]:
-    """The dequantised float32 of a tensor, or of one of its first axis."""
+    """Dequantises a tensor, or one index of its first axis, to float32."""
     gguf, t = package(), self.tensors[name]
     with open(open_inside(self.path, t.file), "rb") as file:
       data = np.memmap(file, np.uint8, "r", t.offset, (t.nbytes,))
@@ -140,11 +140,11 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
   """Reads and checks the headers of a model.
 
   Args:
-    path: a GGUF file, a part of a split one, or a folder with one of these.
+    path: A GGUF file, a part of a split one, or a folder with one of these.
 
   Raises:
-    CheckpointFormatError: a file that is missing, cut or contradictory.
-    OptionError: the package gguf is not there.
+    CheckpointFormatError: If a file is missing, cut off or contradictory.
+    OptionError: If the package gguf is not installed.
   """
   place = pathlib.Path(path).expanduser()
   root, names = place.parent, [place.name]
@@ -155,28 +155,28 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
     if len(stems) != 1:
       fault("folder", f"{len(stems)} GGUF models", "one", "pass its file")
   files = _parts(names[0])
-  absent = [name for name in files if not (root / name).is_file()]
-  if absent:
-    fault(shown(absent[0]), "no such file", f"all {len(files)} part(s)")
+  missing = [name for name in files if not (root / name).is_file()]
+  if missing:
+    fault(shown(missing[0]), "no such file", f"all {len(files)} part(s)")
   metadata: dict[str, Any] = {}
   tensors: dict[str, GgufTensor] = {}
   status: dict[str, os.stat_result] = {}
   for number, file in enumerate(files):
-    status[file], said, of_file = _read(root, file)
-    _check_split(file, said, number, len(files))
-    metadata = metadata or said
+    status[file], count, of_file = _read(root, file)
+    _check_split(file, count, number, len(files))
+    metadata = metadata or count
     for key in ("general.architecture", "split.tensors.count"):
-      if key in said and said[key] != metadata.get(key):
-        got = f"{key} {shown(said[key])}"
+      if key in count and count[key] != metadata.get(key):
+        got = f"{key} {shown(count[key])}"
         want = f"{shown(metadata.get(key))}, as in the first part"
         fault(shown(file), got, want, "put parts of one model into a folder")
     for name, tensor in of_file.items():
       if name in tensors:
         fault(shown(file), f"tensor {shown(name)} once more", "it once")
       tensors[name] = tensor
-  said = metadata.get("split.tensors.count", len(tensors))
-  if said != len(tensors):
-    fault(shown(files[0]), f"{len(tensors)} tensors in all", f"{said}")
+  count = metadata.get("split.tensors.count", len(tensors))
+  if count != len(tensors):
+    fault(shown(files[0]), f"{len(tensors)} tensors in all", f"{count}")
   return GgufFiles(
     path=root, name=files[0], metadata=metadata, tensors=tensors,
     status=status,
@@ -184,7 +184,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
 
 
 def _parts(file: str) -> list[str]:
-  """The names of all parts of the model that a file is a part of."""
+  """Names of all parts of the model that a file is a part of."""
   part = _SPLIT.fullmatch(file)
   if part is None:
     return [file]
@@ -195,8 +195,10 @@ def _parts(file: str) -> list[str]:
           for i in range(1, count + 1)]  # fmt: skip
 
 
-def _check_split(file: str, said: dict[str, Any], number: int, of: int) -> None:
-  count, at = said.get("split.count", 0) or 1, said.get("split.no", 0)
+def _check_split(
+  file: str, metadata: dict[str, Any], number: int, of: int
+) -> None:
+  count, at = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
   if (count, at) != (of, number):
     fault(
       shown(file),
@@ -207,15 +209,19 @@ def _check_split(file: str, said: dict[str, Any], number: int, of: int) -> None:
 
 
 class _Cursor:
-  """Reads a header, never beyond the end of its file."""
+  """Cursor in a header, which never reads beyond the end of its file."""
 
   def __init__(self, label: str, data: mmap.mmap | bytes):
     self.label, self.data, self.at = label, data, 0
 
   def take(self, count: int, what: str) -> bytes:
-    left = len(self.data) - self.at
-    if count > left:
-      fault(self.label, f"{what} of {count} bytes, {left} left", "a whole file")
+    bytes_left = len(self.data) - self.at
+    if count > bytes_left:
+      fault(
+        self.label,
+        f"{what} of {count} bytes, {bytes_left} left",
+        "a whole file",
+      )
     self.at += count
     return self.data[self.at - count : self.at]
 
@@ -223,10 +229,10 @@ class _Cursor:
     return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
   def count(self, each: int, what: str) -> int:
-    """A count of things that have at least `each` bytes, all in the file."""
-    count, left = self.number("<Q", what), len(self.data) - self.at
-    if count * each > left:
-      fault(self.label, f"{count} {what} in {left} bytes", "a whole file")
+    """Reads a number of items of at least `each` bytes, all in the file."""
+    count, bytes_left = self.number("<Q", what), len(self.data) - self.at
+    if count * each > bytes_left:
+      fault(self.label, f"{count} {what} in {bytes_left} bytes", "a whole file")
     return count
 
   def text(self, most: int, what: str) -> str:
@@ -239,24 +245,24 @@ class _Cursor:
       fault(self.label, f"{what} that is no UTF-8", "UTF-8")
 
   def value(self, kind: int, key: str) -> Any:
-    what = f"value of {shown(key, 40)}"
+    label = f"value of {shown(key, 40)}"
     if kind == _STRING:
-      return self.text(len(self.data), what)
+      return self.text(len(self.data), label)
     if kind == _ARRAY:
-      kind = self.number("<I", what)
+      kind = self.number("<I", label)
       if kind == _STRING:
-        return [self.text(len(self.data), what)
-                for _ in range(self.count(8, f"strings, {what}"))]  # fmt: skip
-      dtype = self.dtype(kind, what)
+        return [self.text(len(self.data), label)
+                for _ in range(self.count(8, f"strings, {label}"))]  # fmt: skip
+      dtype = self.dtype(kind, label)
       data = self.take(
-        dtype.itemsize * self.count(dtype.itemsize, f"numbers, {what}"), what
+        dtype.itemsize * self.count(dtype.itemsize, f"numbers, {label}"), label
       )
       values = np.frombuffer(data, dtype)
       return (values.astype(bool) if kind == _BOOL else values).tolist()
-    dtype = self.dtype(kind, what)
-    x = np.frombuffer(self.take(dtype.itemsize, what), dtype)[0].item()
+    dtype = self.dtype(kind, label)
+    x = np.frombuffer(self.take(dtype.itemsize, label), dtype)[0].item()
     if kind == _FLOAT32 and math.isfinite(x):
-      # The number that was meant, 1e-5, not what float32 makes of it.
+      # The decimal that was meant, 1e-5, not its float32 value.
       x = float(str(np.float32(x)))
     return bool(x) if kind == _BOOL else x
 
@@ -270,11 +276,11 @@ def _read(
   root: pathlib.Path, file: str
 ) -> tuple[os.stat_result, dict[str, Any], dict[str, GgufTensor]]:
   with open(open_inside(root, file), "rb") as opened:
-    was = os.fstat(opened.fileno())
-    if was.st_size < 24:
-      fault(shown(file), f"{was.st_size} bytes", "at least 24")
+    status = os.fstat(opened.fileno())
+    if status.st_size < 24:
+      fault(shown(file), f"{status.st_size} bytes", "at least 24")
     with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-      return was, *_header(file, data)
+      return status, *_header(file, data)
 
 
 def _header(
@@ -287,8 +293,8 @@ def _header(
     fault(label, f"a file that begins with {magic!r}", "b'GGUF'")
   version = c.number("<I", "version")
   if version not in (2, 3):
-    big = version in (2 << 24, 3 << 24)
-    got = "a big-endian file" if big else f"version {version}"
+    big_endian = version in (2 << 24, 3 << 24)
+    got = "a big-endian file" if big_endian else f"version {version}"
     fault(label, got, "version 2 or 3, little-endian", "convert it anew")
   tensor_count = c.count(24, "tensors")
   if tensor_count > _MAX_TENSORS:
@@ -310,16 +316,18 @@ def _header(
       fault(label, f"tensor {shown(name)} twice", "it once")
     nbytes = _nbytes(label, name, shape, kind)
     if offset % align or start + offset + nbytes > len(data):
-      where = f"{shown(name)} of {nbytes} bytes at {offset}"
-      fault(label, where, f"it aligned to {align}, in a file of {len(data)}")
+      placement = f"{shown(name)} of {nbytes} bytes at {offset}"
+      fault(
+        label, placement, f"it aligned to {align}, in a file of {len(data)}"
+      )
     tensors[name] = GgufTensor(
       file=file, type=kind, shape=shape, offset=start + offset, nbytes=nbytes
     )
-  end, before = start, ""
+  end, previous = start, ""
   for name, t in sorted(tensors.items(), key=lambda x: x[1].offset):
     if t.offset < end:
-      fault(label, f"{shown(name)} over {shown(before)}", "bytes of one each")
-    end, before = t.offset + t.nbytes, name
+      fault(label, f"{shown(name)} over {shown(previous)}", "bytes of one each")
+    end, previous = t.offset + t.nbytes, name
   return metadata, tensors
 
 
@@ -339,9 +347,9 @@ def _nbytes(label: str, name: str, shape: tuple[int, ...], kind: int) -> int:
   """Bytes of a tensor, of a type that can be dequantised."""
   gguf = package()
   try:
-    known = gguf.GGMLQuantizationType(kind)
-    block, size = gguf.GGML_QUANT_SIZES[known]
-    gguf.dequantize(np.zeros((1, size), np.uint8), known)
+    ggml_type = gguf.GGMLQuantizationType(kind)
+    block, size = gguf.GGML_QUANT_SIZES[ggml_type]
+    gguf.dequantize(np.zeros((1, size), np.uint8), ggml_type)
   except (ValueError, KeyError, NotImplementedError):
     fault(
       label, f"{shown(name)} of type {kind}",

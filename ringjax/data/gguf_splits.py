@@ -1,7 +1,7 @@
-"""How byte-level tokenizers of GGUF files split a text, by the name in a file.
+"""Text splits of byte-level tokenizers of GGUF files, by the name in a file.
 
 Guarantees: parts are those of llama.cpp's regular expressions for the name, or
-of the original tokenizer's where llama.cpp gives it as the source of its own.
+of the original tokenizer's where llama.cpp names it as its source.
 Ref: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, the types of
 pre-tokenizers.
 """
@@ -31,10 +31,10 @@ def _words(
 def _cased(digits: str, endings: str = "") -> str:
   """Words whose small letters follow capital ones (o200k, Tekken)."""
   capital, small = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-  before = r"[^\r\n\p{L}\p{N}]?"
+  lead = r"[^\r\n\p{L}\p{N}]?"
   return (
-    rf"{before}[{capital}]*[{small}]+{endings}"
-    rf"|{before}[{capital}]+[{small}]*{endings}"
+    rf"{lead}[{capital}]*[{small}]+{endings}"
+    rf"|{lead}[{capital}]+[{small}]*{endings}"
     rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_BREAKS}"
   )
 
@@ -43,7 +43,7 @@ _THREE, _DIGIT = r"\p{N}{1,3}", r"\p{N}"
 _LLAMA3 = _words(_THREE)
 _QWEN2 = _words(_DIGIT)
 _ENGLISH = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-# Letters with a case of the Unicode that DeepSeek's first tokenizer knows.
+# Letters with a case in the Unicode that DeepSeek's first tokenizer knows.
 _CASED_LETTERS = (
   "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf"
   "\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f"
@@ -76,8 +76,8 @@ def _names(text: str, *splits: str) -> dict[str, tuple[str, ...]]:
   return dict.fromkeys(text.split(), splits)
 
 
-# Regular expressions, applied to the parts of those before, by name. What none
-# of them matches is a part of its own.
+# Regular expressions by name; each is applied to the parts of those before.
+# Text that none of them matches is a separate part.
 SPLITS: dict[str, tuple[str, ...]] = {
   **_names("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
            _LLAMA3),
@@ -117,11 +117,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
   **_names("chameleon", "<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z",
            r"[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
 }  # fmt: skip
-# Names of tokenizers that take a word that is a token whole, whatever merges.
+# Names of tokenizers that take a word that is a token as one, whatever merges.
 WHOLE_WORDS = frozenset({
   "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral",
   "midm-2.0", "lfm2", "tekken",
 })  # fmt: skip
-# Names of tokenizers that begin a text with the token of its beginning, where
-# the file does not say.
+# Names of tokenizers that put the bos_token before a text if the file does not
+# say.
 ADDS_BOS = WHOLE_WORDS | {"chameleon"}

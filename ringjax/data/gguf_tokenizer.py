@@ -22,39 +22,39 @@ _SPACE = "\u2581"
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-  """The files of a Hugging Face folder that say the same, by their names.
+  """Converts the tokenizer to files of a Hugging Face folder, by name.
 
   Raises:
-    TokenizerError: a tokenizer that is not known, or contradicts itself.
+    TokenizerError: If the tokenizer is not known, or contradicts itself.
   """
-  said = {
+  entries = {
     key.removeprefix("tokenizer.ggml."): x
     for key, x in metadata.items()
     if key.startswith("tokenizer.ggml.")
   }
-  tokens = said.get("tokens")
+  tokens = entries.get("tokens")
   if not isinstance(tokens, list) or not all(type(x) is str for x in tokens):
     raise _error("tokens", "no tokens", "a vocabulary")
   if max(map(len, tokens), default=0) > _LONGEST:
     raise _error("tokens", "a longer one", f"{_LONGEST} characters at most")
-  kinds = said.get("token_type") or [1] * len(tokens)
+  kinds = entries.get("token_type") or [1] * len(tokens)
   if not isinstance(kinds, list) or not all(type(x) is int for x in kinds):
     raise _error("token_type", "no numbers", "a list of numbers")
   if len(kinds) != len(tokens):
     raise _error("token_type", f"{len(kinds)}", f"{len(tokens)}, one each")
-  name = said.get("model")
+  name = entries.get("model")
   gemma = str(metadata.get("general.architecture")).startswith("gemma")
   if name == "gpt2":
-    parts = _byte_level(said, tokens, kinds)
+    parts = _byte_level(entries, tokens, kinds)
   elif name in ("llama", "gemma4"):
-    parts = _sentencepiece(said, tokens, kinds, gemma)
+    parts = _sentencepiece(entries, tokens, kinds, gemma)
   else:
     raise _error("model", name, "gpt2, llama or gemma4")
   added = [
     {"id": i, "content": tokens[i], "single_word": False, "lstrip": False,
      "rstrip": False, "normalized": False, "special": kind == _CONTROL}
     for i, kind in enumerate(kinds)
-    # Runs of spaces, which Gemma spells anew, are words of the text.
+    # Runs of spaces, which Gemma spells separately, are words of the text.
     if kind in (_CONTROL, _USER) and tokens[i] in parts["model"]["vocab"]
   ]  # fmt: skip
   config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -62,17 +62,17 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     ("bos_token_id", "bos_token"), ("eos_token_id", "eos_token"),
     ("unknown_token_id", "unk_token"), ("padding_token_id", "pad_token"),
   ):  # fmt: skip
-    if (number := said.get(key)) is None:
+    if (number := entries.get(key)) is None:
       continue
     if type(number) is not int or not 0 <= number < len(tokens):
       raise _error(key, number, f"an id below {len(tokens)}")
     config[title] = tokens[number]
   adds = name == "llama" or (
-    said.get("pre") in (*ADDS_BOS,) and "bos_token" in config
+    entries.get("pre") in (*ADDS_BOS,) and "bos_token" in config
   )
-  config["add_bos_token"] = bool(said.get("add_bos_token", adds))
-  if type(said.get("add_bos_token", adds)) is not bool:
-    raise _error("add_bos_token", said["add_bos_token"], "true or false")
+  config["add_bos_token"] = bool(entries.get("add_bos_token", adds))
+  if type(entries.get("add_bos_token", adds)) is not bool:
+    raise _error("add_bos_token", entries["add_bos_token"], "true or false")
   if (template := metadata.get("tokenizer.chat_template")) is not None:
     if type(template) is not str:
       raise TokenizerError(
@@ -81,19 +81,19 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
       )  # fmt: skip
     config["chat_template"] = template
   stops = [
-    said[key]
+    entries[key]
     for key in ("eos_token_id", "eot_token_id", "eom_token_id")
-    if type(said.get(key)) is int
+    if type(entries.get(key)) is int
   ]
   generation: dict[str, Any] = {}
   if stops:
     generation["eos_token_id"] = list(dict.fromkeys(stops))
-  if "bos_token_id" in said:
-    generation["bos_token_id"] = said["bos_token_id"]
-  whole = {"version": "1.0", "truncation": None, "padding": None,
+  if "bos_token_id" in entries:
+    generation["bos_token_id"] = entries["bos_token_id"]
+  tokenizer = {"version": "1.0", "truncation": None, "padding": None,
            "added_tokens": added, "post_processor": None, **parts}  # fmt: skip
   files = {
-    "tokenizer.json": whole,
+    "tokenizer.json": tokenizer,
     "tokenizer_config.json": config,
     "generation_config.json": generation,
   }
@@ -127,9 +127,9 @@ def _bpe(
 
 
 def _byte_level(
-  said: Mapping[str, Any], tokens: list[str], kinds: list[int]
+  entries: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> dict[str, Any]:
-  pre = said.get("pre", "gpt-2")
+  pre = entries.get("pre", "gpt-2")
   if not isinstance(pre, str) or pre not in SPLITS:
     raise _error("pre", pre, f"one of {', '.join(sorted(SPLITS))}")
   alphabet = set(BYTE_CHARS)
@@ -150,25 +150,25 @@ def _byte_level(
     "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
     "decoder": {**level, "use_regex": True},
     "model": _bpe(
-      vocab, _pairs(said.get("merges")), ignore_merges=pre in WHOLE_WORDS
+      vocab, _pairs(entries.get("merges")), ignore_merges=pre in WHOLE_WORDS
     ),
   }
 
 
 def _sentencepiece(
-  said: Mapping[str, Any], tokens: list[str], kinds: list[int], gemma: bool
+  entries: Mapping[str, Any], tokens: list[str], kinds: list[int], gemma: bool
 ) -> dict[str, Any]:
   if gemma:
-    # Runs of spaces are there as such.
+    # Runs of spaces are tokens as such.
     tokens = [
       _SPACE * len(x) if len(x) > 1 and not x.strip(" ") else x for x in tokens
     ]
   vocab = {x: i for i, x in enumerate(tokens)}
-  scores = said.get("scores")
+  scores = entries.get("scores")
   if gemma:
     scores = [-float(i) for i in range(len(tokens))]
-  if "merges" in said:
-    merges = _pairs(said["merges"])
+  if "merges" in entries:
+    merges = _pairs(entries["merges"])
   elif (
     isinstance(scores, list)
     and len(scores) == len(tokens)
@@ -178,7 +178,7 @@ def _sentencepiece(
   else:
     raise _error("scores", "no scores", "one for each token, or merges")
   start: list[dict[str, Any]] = []
-  if said.get("add_space_prefix", not gemma):
+  if entries.get("add_space_prefix", not gemma):
     start.append({"type": "Prepend", "prepend": _SPACE})
   space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
   back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -190,17 +190,17 @@ def _sentencepiece(
   if start:
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     decoders.append(strip)
-  number = said.get("unknown_token_id", next(
+  number = entries.get("unknown_token_id", next(
     (i for i, kind in enumerate(kinds) if kind == _UNKNOWN), None
   ))  # fmt: skip
-  known = type(number) is int and 0 <= number < len(tokens)
+  is_valid = type(number) is int and 0 <= number < len(tokens)
   return {
     "normalizer": {"type": "Sequence", "normalizers": [*start, space]},
     "pre_tokenizer": None,
     "decoder": {"type": "Sequence", "decoders": decoders},
     "model": _bpe(
       vocab, merges, byte_fallback=True, fuse_unk=True,
-      unk_token=tokens[number] if known else None,
+      unk_token=tokens[number] if is_valid else None,
     ),
   }  # fmt: skip
 
@@ -211,14 +211,14 @@ def _merges(
   vocab: Mapping[str, int],
   scores: list[float],
 ) -> list[list[str]]:
-  """All pairs that make a token, those of the best token first."""
+  """All pairs that form a token, those of the best token first."""
   ranked: list[tuple[float, int, int, str, str]] = []
   for x, kind, score in zip(tokens, kinds, scores, strict=True):
     if kind != 1 and not (kind == _USER and not x.strip(_SPACE)):
       continue
     for at in range(1, len(x)):
-      left, right = vocab.get(x[:at]), vocab.get(x[at:])
-      if left is not None and right is not None:
-        ranked.append((-score, left, right, x[:at], x[at:]))
+      first_id, second_id = vocab.get(x[:at]), vocab.get(x[at:])
+      if first_id is not None and second_id is not None:
+        ranked.append((-score, first_id, second_id, x[:at], x[at:]))
   ranked.sort()
-  return [[left, right] for *_, left, right in ranked]
+  return [[first, second] for *_, first, second in ranked]

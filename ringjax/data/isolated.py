@@ -1,6 +1,6 @@
 """Subprocesses for input with which a hostile file could exhaust or crash one.
 
-Guarantees: `run` and `Workers.ask` return what a script answers, or raise with
+Guarantees: `run` and `Workers.ask` return a script's answer, or raise with
 the reason, within the limits of time and memory, whatever the script's
 libraries do with their input. If the subprocess is killed, this process is not
 affected. A worker ends with the process that started it.
@@ -112,7 +112,7 @@ _Limits = tuple[int, int | float, int | float, int]
 class ChildError(Exception):
   """The subprocess did not answer, for the reason in the text.
 
-  Raised and caught inside of this package alone.
+  Raised and caught only inside of this package.
   """
 
 
@@ -128,19 +128,20 @@ def run(
   """Runs a script and returns its standard output, parsed as JSON.
 
   Args:
-    script: Python; `limit` is defined before it, and called with the limits.
-    request: what the script reads from `sys.stdin.buffer`.
-    memory_bytes: the most address space it may have.
-    cpu_s: the most processor time it may take, its imports included.
-    wall_s: the most wall time, which counts on a busy machine.
-    answer_bytes: the longest answer that is parsed.
+    script: Python code; `limit` is defined before it, and called with the
+      limits.
+    request: Bytes that the script reads from `sys.stdin.buffer`.
+    memory_bytes: Largest address space of the process.
+    cpu_s: Most processor time in seconds, including imports.
+    wall_s: Most wall time in seconds, which counts on a busy machine.
+    answer_bytes: Length of the longest answer that is parsed.
 
   Raises:
-    ChildError: it was killed, failed, or answered too much or not in JSON.
+    ChildError: If it was killed, failed, or answered too much or not in JSON.
   """
   code = f"{_LIMITS}limit({memory_bytes}, {cpu_s})\n{script}"
   try:
-    done = subprocess.run(
+    finished = subprocess.run(
       [sys.executable, "-P", "-c", code],
       input=request,
       capture_output=True,
@@ -152,19 +153,21 @@ def run(
     raise ChildError(f"no answer within {wall_s:g} s") from None
   except OSError as error:
     raise ChildError(f"no process could be started: {error}") from error
-  if done.returncode:
-    raise ChildError(_why(done.returncode, done.stderr, memory_bytes, cpu_s))
-  if len(done.stdout) > answer_bytes:
+  if finished.returncode:
+    raise ChildError(
+      _why(finished.returncode, finished.stderr, memory_bytes, cpu_s)
+    )
+  if len(finished.stdout) > answer_bytes:
     raise ChildError(f"more than {answer_bytes} bytes of output")
   try:
-    return json.loads(done.stdout)
+    return json.loads(finished.stdout)
   except ValueError:
     raise ChildError("an answer that is not JSON") from None
 
 
 def _environment() -> dict[str, str]:
   """Environment variables of a subprocess."""
-  # The same search path of modules as here.
+  # The subprocess has the same search path of modules.
   env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
   env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
   env["PYTHONIOENCODING"] = "utf-8"
@@ -218,7 +221,7 @@ class Workers:
       answer_bytes: Length of the longest answer that is parsed.
 
     Raises:
-      ChildError: The worker was killed, failed, or answered too much.
+      ChildError: If the worker was killed, failed, or answered too much.
     """
     limits = memory_bytes, cpu_s, wall_s, answer_bytes
     if not hasattr(select, "poll"):
@@ -312,14 +315,14 @@ class Workers:
     self._all: set[_WorkerProcess] = set()
 
   def _forked(self) -> None:
-    """In the child process of a fork: the workers are the parent's."""
+    """Forgets the parent's workers in the child process of a fork."""
     for worker in list(self._all):
       worker.release()
     self._reset()
 
 
 class _DiedError(ChildError):
-  """A worker ended without an answer, by no limit of this package."""
+  """A worker ended without an answer, for no limit of this package."""
 
 
 class _WorkerProcess:
@@ -346,7 +349,7 @@ class _WorkerProcess:
     sink, source = self._process.stdin, self._process.stdout
     if sink is None or source is None:
       raise ChildError("a process without pipes")
-    # A write waits for no reader: how much fits is written.
+    # A write does not wait for the reader: as much as fits is written.
     os.set_blocking(sink.fileno(), False)
     self._sink, self._source = sink, source
 
@@ -396,10 +399,10 @@ class _WorkerProcess:
     self.release()
 
   def release(self) -> None:
-    """Closes the pipes of a process that is another's to end."""
+    """Closes the pipes of a process that another process must end."""
     self._sink.close()
     self._source.close()
-    # Nothing is left to wait for, also when this object is deleted.
+    # Marks the process as ended, so that deleting this object does not wait.
     if self._process.returncode is None:
       self._process.returncode = 0
 
@@ -410,7 +413,7 @@ class _WorkerProcess:
       unsent = unsent[os.write(self._sink.fileno(), unsent) :]
 
   def _read(self, count: int, until: float) -> bytes | None:
-    """So many bytes of the answer; None where the pipe ends before."""
+    """Reads `count` bytes of the answer; None if the pipe ends before."""
     pieces = []
     while count:
       _wait(self._source, select.POLLIN, until)
@@ -426,7 +429,7 @@ def _wait(pipe: IO[bytes], event: int, until: float) -> None:
   """Waits until a pipe can be read or written.
 
   Raises:
-    TimeoutError: It could not be until then, by `time.monotonic`.
+    TimeoutError: If the pipe is not ready by `until`, of `time.monotonic`.
   """
   poll = select.poll()
   poll.register(pipe, event)

@@ -1,11 +1,12 @@
 """Link tokens, and prompts of documents that are encoded apart (KVLink).
 
-Documents of such a prompt see themselves alone, so that their keys can be
-computed once and used in any prompt. Behind each stand a few link tokens that
-see all before them; what was trained of these ids joins the documents again.
+Documents of such a prompt see only themselves, so that their keys can be
+computed once and used in any prompt. After each there are a few link tokens
+that see all before them; the trained embeddings of these ids connect the
+documents again.
 
-Guarantees: the link tokens of a document slot have ids of their own, whatever
-the document; `arranged` gives the tokens of training and of a forward pass
+Guarantees: each document slot has separate ids of link tokens, whatever the
+document; `arranged` gives the tokens of training and of a forward pass
 without a cache, for `rj.SeparateDocuments()`.
 Ref: Yang et al. 2025, arXiv 2502.16002.
 """
@@ -28,7 +29,7 @@ from ringjax.errors import CheckpointFormatError, DataError, OptionError
 from ringjax.json_text import json_text
 from ringjax.ops.mask import READER, SHARED_PREFIX
 
-# Beside the files of a model.
+# File name, next to the files of a model.
 LINKS = "links.json"
 
 
@@ -37,9 +38,9 @@ class LinkTokens:
   """The ids of link tokens: o of document slot i is first + i * each + o.
 
   Attributes:
-    first: the first id, mostly that behind the model's own vocabulary.
-    each: link tokens behind a document.
-    documents: slots, the most documents of a prompt.
+    first: First id, usually the one after the model's own vocabulary.
+    each: Number of link tokens after a document.
+    documents: Number of slots, the most documents of a prompt.
   """
 
   first: int
@@ -57,10 +58,10 @@ class LinkTokens:
     return self.each * self.documents
 
   def ids(self, slot: int) -> np.ndarray:
-    """The link tokens behind document `slot` of a prompt, int32 [each].
+    """The link tokens after document `slot` of a prompt, int32 [each].
 
     Raises:
-      DataError: there is no such slot.
+      DataError: If there is no such slot.
     """
     integer(
       "document",
@@ -77,7 +78,7 @@ class LinkTokens:
     """Refuses ids that a vocabulary of `vocab` tokens does not have.
 
     Raises:
-      OptionError: there are some.
+      OptionError: If an id is not below `vocab`.
     """
     if self.first + self.count > vocab:
       raise OptionError(
@@ -88,7 +89,7 @@ class LinkTokens:
       )
 
   def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes `links.json` into a folder, mostly that of a model."""
+    """Writes `links.json` into a folder, usually that of a model."""
     text = json_text(dataclasses.asdict(self), indent=2)
     pathlib.Path(folder, LINKS).write_text(text + "\n", "utf-8")
 
@@ -99,16 +100,16 @@ class LinkTokens:
     """Reads the `links.json` of a folder.
 
     Args:
-      folder: with the file.
-      vocab: of the model that they are for, to `check` them.
+      folder: Folder of the file.
+      vocab: Vocabulary size of the model that they are for, to `check` them.
 
     Raises:
-      CheckpointFormatError: no such file, or another content.
-      OptionError: ids that the vocabulary does not have.
+      CheckpointFormatError: If the file is missing or has another content.
+      OptionError: If the vocabulary does not have the ids.
     """
     path = pathlib.Path(folder, LINKS)
     try:
-      found = cls(**json.loads(path.read_text("utf-8")))
+      links = cls(**json.loads(path.read_text("utf-8")))
     except (OSError, TypeError, ValueError) as error:
       raise CheckpointFormatError(
         str(path),
@@ -117,17 +118,17 @@ class LinkTokens:
         "name a folder whose model was trained with link tokens",
       ) from None
     if vocab is not None:
-      found.check(vocab)
-    return found
+      links.check(vocab)
+    return links
 
 
 class ArrangedPrompt(NamedTuple):
   """Tokens of a prompt of documents, each int32 [T].
 
   Fields:
-    tokens: ids.
-    positions: 0, 1, ... through all of it.
-    segments: for `rj.SeparateDocuments()`.
+    tokens: Token ids.
+    positions: 0, 1, ... through the whole prompt.
+    segments: Segments for `rj.SeparateDocuments()`.
   """
 
   tokens: np.ndarray
@@ -143,20 +144,21 @@ def arranged(
   *,
   shared: bool = True,
 ) -> ArrangedPrompt:
-  """Prefix, documents with their link tokens, and question, one after another.
+  """Joins a prefix, documents with their link tokens, and a question.
 
   Documents are segments 3, 4, ...; link tokens and question are segment 1, and
-  so is an answer behind them.
+  so is the answer that follows.
 
   Args:
-    documents: ids of each, int [n].
-    question: ids that see everything, int [n].
-    links: link tokens behind each document; None for none.
-    prefix: ids before all documents, int [n], or None.
-    shared: whether documents see the prefix (segment 2); else it is segment 1.
+    documents: Ids of each document, int [n].
+    question: Ids that see everything, int [n].
+    links: Link tokens after each document; None for none.
+    prefix: Ids before all documents, int [n], or None.
+    shared: Whether documents see the prefix (segment 2); else it is segment 1.
 
   Raises:
-    DataError: an empty document, or more documents than the links have slots.
+    DataError: If a document is empty, or there are more than the links have
+      slots for.
   """
   boolean("shared", shared)
   parts: list[tuple[np.ndarray, int]] = []

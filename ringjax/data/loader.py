@@ -1,15 +1,15 @@
 """Batches of rows: a pure function of the seed and the step.
 
-Guarantees: `loader.at(step)` does not depend on what was asked before, on the
-machine or on the number of hosts; iterating returns steps 0, 1, 2, ...; a
-restored state resumes bit for bit. The batches of all hosts, one under the
-other, are the batch of one host.
+Guarantees: `loader.at(step)` does not depend on earlier calls, on the machine
+or on the number of hosts; iterating returns steps 0, 1, 2, ...; a restored
+state resumes bit for bit. The batches of all hosts, concatenated along the
+rows, are the batch of one host.
 
-Documents come in epochs: in each, every document once, in an order of its own;
-they are packed in that order and the rows are shuffled again. A source without
-end makes its examples from seeds. With several sources, each block of 1024 rows
-has of each its share, rounded but at least one, in a random order: shares are
-of rows, not of documents.
+Documents come in epochs: in each, every document once, in a new order; they are
+packed in that order and the rows are shuffled again. A source without end makes
+its examples from seeds. With several sources, each block of 1024 rows has its
+share of each, rounded but at least one, in a random order: shares are of rows,
+not of documents.
 
 Cost: at the start of an epoch its documents are packed, a second for a million;
 a loader that starts in a later epoch packs all before it to count their rows.
@@ -45,9 +45,9 @@ from ringjax.ops.mask import SHARED_PREFIX
 _FORMAT, _VERSION = "ringjax-loader", 1
 _BLOCK = 1024
 _PACKER = BestFit()
-# Examples that make the fingerprint of a source that has none.
+# Examples that are hashed for a source without a fingerprint.
 _SAMPLES, _SAMPLED_IDS = 16, 1 << 14
-# The uses of random numbers, each with a stream of its own.
+# The uses of random numbers, each with a separate stream.
 _MIX, _DOCUMENTS, _ROWS, _EXAMPLES, _SAMPLE = range(5)
 
 
@@ -56,8 +56,8 @@ class DocumentSource(Protocol):
   """A finite source of documents, as `Corpus` and `Documents`.
 
   Attributes:
-    lengths: int64 [N], tokens of each.
-    fingerprint: differs from that of other sources.
+    lengths: Tokens of each document, int64 [N].
+    fingerprint: Text that differs from that of other sources.
   """
 
   @property
@@ -69,7 +69,7 @@ class DocumentSource(Protocol):
   def read(
     self, document: int, start: int, stop: int
   ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens of a document, as far as it goes, and their weights."""
+    """Tokens `start` to `stop` of a document, or fewer, and their weights."""
     ...
 
 
@@ -83,7 +83,7 @@ class ExampleSource(Protocol):
     tuple[np.ndarray, np.ndarray | None]
     | tuple[np.ndarray, np.ndarray | None, np.ndarray]
   ):
-    """An example, a function of `rng` alone.
+    """Makes an example, a function of `rng` alone.
 
     Returns:
       Ids [n], and their weights as labels, [n]; None for 1. Third, if it has
@@ -96,24 +96,23 @@ class Loader(Iterator[PackedBatch]):
   """Batches of a corpus, or of a mixture.
 
   Args:
-    sources: one or several, each `DocumentSource` or `ExampleSource`.
-    length: T, tokens that a row holds.
-    batch: B, rows of a batch, of all hosts together.
-    seed: 0 or more.
-    packer: makes rows of documents. Examples are never cut: a row has those
-      that fit, and the first that does not is dropped.
-    weights: of each source, in rows; None for equal ones.
-    host: the part of each batch that this loader returns.
-    hosts: how many parts there are.
-    separate: whether rows are for `rj.SeparateDocuments()`. Then an example
-      with segments keeps them and has a row alone, and what is packed into
-      other rows is documents, segments from 3 on. Else each example is one
-      document.
-    prefetch: batches that a thread makes in advance; 0 for no thread.
+    sources: One or several, each `DocumentSource` or `ExampleSource`.
+    length: Tokens that a row holds, T.
+    batch: Rows of a batch, of all hosts together, B.
+    seed: Seed of orders and examples, 0 or more.
+    packer: Packer of documents into rows. Examples are never cut: a row has
+      those that fit, and the first that does not is dropped.
+    weights: Share of each source, in rows; None for equal shares.
+    host: Number of the part of each batch that this loader returns.
+    hosts: Number of parts.
+    separate: Whether rows are for `rj.SeparateDocuments()`. Then an example
+      with segments keeps them and has a row alone, and other rows are packed
+      with documents, segments from 3 on. Else each example is one document.
+    prefetch: Batches that a thread makes in advance; 0 for no thread.
 
   Raises:
-    OptionError: a number is out of range.
-    DataError: a source without a token.
+    OptionError: If a number is out of range.
+    DataError: If a source has no token.
   """
 
   def __init__(
@@ -151,8 +150,8 @@ class Loader(Iterator[PackedBatch]):
       _stream(source, i, packer, length, seed, first)
       for i, source in enumerate(sources)
     ]
-    mine = range(host * batch // hosts, (host + 1) * batch // hosts)
-    self._batches = _Batches(streams, counts, seed, batch, mine)
+    own_rows = range(host * batch // hosts, (host + 1) * batch // hosts)
+    self._batches = _Batches(streams, counts, seed, batch, own_rows)
     self._setup = {
       "sources": [stream.fingerprint for stream in streams],
       "shares": counts.tolist(),
@@ -160,7 +159,7 @@ class Loader(Iterator[PackedBatch]):
       "length": length,
       "batch": batch,
       "seed": seed,
-      # Another version of NumPy may shuffle otherwise.
+      # Another version of NumPy may shuffle differently.
       "draws": _random(seed, _SAMPLE).permutation(1 << 10)[:4].tolist(),
     }
     if separate:
@@ -175,10 +174,10 @@ class Loader(Iterator[PackedBatch]):
     return self._step
 
   def at(self, step: int) -> PackedBatch:
-    """The batch of a step.
+    """Makes the batch of a step.
 
     Args:
-      step: from 0 on.
+      step: Number of the step, from 0 on.
 
     Returns:
       Arrays [B / hosts, T]: this host's rows.
@@ -191,21 +190,21 @@ class Loader(Iterator[PackedBatch]):
 
   def __next__(self) -> PackedBatch:
     if not self._prefetch:
-      found = self._batches(self._step)
+      batch = self._batches(self._step)
     else:
       if self._ahead is None:
         self._ahead = Prefetcher(self._batches, self._step, self._prefetch)
       try:
-        found = self._ahead.take()
+        batch = self._ahead.take()
       except Exception:
         # The next call tries the same step again.
         self.close()
         raise
     self._step += 1
-    return found
+    return batch
 
   def state(self) -> dict[str, Any]:
-    """The position, as JSON: of what was taken, not of what is prepared."""
+    """The position as JSON: of the batches taken, not of prepared ones."""
     head = {"format": _FORMAT, "version": _VERSION}
     return head | {"step": self._step, "setup": dict(self._setup)}
 
@@ -213,16 +212,16 @@ class Loader(Iterator[PackedBatch]):
     """Resumes at the position of another loader; `hosts` may differ.
 
     Args:
-      state: what `state` returned.
+      state: State that `state` returned.
 
     Raises:
-      DataError: it is no state, or one of other batches; the error names the
-        settings that differ.
+      DataError: If it is not a state, or one of other batches; the error
+        names the settings that differ.
     """
     head = {"format": _FORMAT, "version": _VERSION}
-    known = isinstance(state, dict) and state.items() >= head.items()
-    step = state.get("step") if known else None
-    theirs = state.get("setup") if known else None
+    valid = isinstance(state, dict) and state.items() >= head.items()
+    step = state.get("step") if valid else None
+    theirs = state.get("setup") if valid else None
     if type(step) is not int or step < 0 or not isinstance(theirs, dict):
       raise DataError(
         "state",
@@ -233,9 +232,11 @@ class Loader(Iterator[PackedBatch]):
     ours = self._setup
     old, new = theirs.get("sources"), ours["sources"]
     if isinstance(old, list):
-      # Older states have the name of a class before some fingerprints.
-      bare = [x if x in new else re.sub(r"^\S+ ", "", str(x)) for x in old]
-      theirs = theirs | {"sources": bare}
+      # Older states have a class name before some fingerprints.
+      fingerprints = [
+        x if x in new else re.sub(r"^\S+ ", "", str(x)) for x in old
+      ]
+      theirs = theirs | {"sources": fingerprints}
     differ = [k for k in ours if theirs.get(k) != ours[k]]
     if differ:
       shown = lambda setup: ", ".join(
@@ -251,7 +252,7 @@ class Loader(Iterator[PackedBatch]):
     self._step = step
 
   def close(self) -> None:
-    """Ends the thread, if there is one; the next batch starts another."""
+    """Ends the thread, if there is one; the next batch starts another one."""
     if self._ahead is not None:
       self._ahead.close()
       self._ahead = None
@@ -267,11 +268,11 @@ class _Batches:
   """The batch of a step; the thread holds this and not the loader.
 
   Args:
-    streams: the rows of each source.
-    counts: int64 [S], rows of each source in a block.
-    seed: of the order in blocks.
-    batch: rows of a batch, of all hosts together.
-    mine: the rows of this host.
+    streams: Rows of each source.
+    counts: Rows of each source in a block, int64 [S].
+    seed: Seed of the order in blocks.
+    batch: Rows of a batch, of all hosts together.
+    own_rows: Indices of this host's rows.
   """
 
   def __init__(
@@ -280,11 +281,11 @@ class _Batches:
     counts: np.ndarray,
     seed: int,
     batch: int,
-    mine: range,
+    own_rows: range,
   ):
     self.streams = streams
     self._counts = counts
-    self._batch, self._mine = batch, mine
+    self._batch, self._mine = batch, own_rows
     self._block = functools.lru_cache(4)(
       functools.partial(_block, counts, seed)
     )
@@ -305,7 +306,7 @@ class _Batches:
 def _block(
   counts: np.ndarray, seed: int, block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The source of each row of a block, and how many of it came before."""
+  """Source of each row of a block, and how many of its rows came before."""
   sources = np.repeat(np.arange(len(counts)), counts)
   sources = _random(seed, _MIX, block).permutation(sources)
   ranks = np.zeros_like(sources)
@@ -316,9 +317,9 @@ def _block(
 
 def _shares(sources: int, weights: Sequence[float] | None) -> np.ndarray:
   """Rows of each source in a block, int64 [S]."""
-  given = np.ones(sources) if weights is None else np.asarray(weights, float)
-  sound = given.shape == (sources,) and np.isfinite(given).all()
-  if not 1 <= sources <= _BLOCK or not sound or given.min() <= 0:
+  wanted = np.ones(sources) if weights is None else np.asarray(weights, float)
+  valid = wanted.shape == (sources,) and np.isfinite(wanted).all()
+  if not 1 <= sources <= _BLOCK or not valid or wanted.min() <= 0:
     raise OptionError(
       "weights",
       f"{weights} for {sources} sources",
@@ -327,19 +328,19 @@ def _shares(sources: int, weights: Sequence[float] | None) -> np.ndarray:
     )
   if sources == 1:
     return np.ones(1, np.int64)
-  want = given / given.sum() * _BLOCK
-  counts = np.maximum(np.floor(want), 1).astype(np.int64)
+  shares = wanted / wanted.sum() * _BLOCK
+  counts = np.maximum(np.floor(shares), 1).astype(np.int64)
   while counts.sum() != _BLOCK:
-    more = 1 if counts.sum() < _BLOCK else -1
+    change = 1 if counts.sum() < _BLOCK else -1
     # The source that is furthest from its share.
-    gain = more * (want - counts)
-    gain[(counts == 1) & (more < 0)] = -np.inf
-    counts[np.argmax(gain)] += more
+    gain = change * (shares - counts)
+    gain[(counts == 1) & (change < 0)] = -np.inf
+    counts[np.argmax(gain)] += change
   return counts
 
 
-def _random(seed: int, *what: int) -> np.random.Generator:
-  return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=what))
+def _random(seed: int, *stream: int) -> np.random.Generator:
+  return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=stream))
 
 
 def _stream(
@@ -385,7 +386,7 @@ class _Epochs:
       )
     # The first row of each epoch that was packed.
     self._first = [0]
-    # A batch has rows of two epochs at most times.
+    # Most batches have rows of at most two epochs.
     self._packed = functools.lru_cache(2)(self._pack)
     self._lock = threading.Lock()
 
@@ -416,7 +417,7 @@ class _Epochs:
 
 
 class _Examples:
-  """Rows of examples, each row from a seed of its own."""
+  """Rows of examples, each row from a separate seed."""
 
   def __init__(
     self, source: ExampleSource, number: int, length: int, seed: int, first: int
@@ -427,7 +428,7 @@ class _Examples:
     self._seed, self._number = seed, number
     mark = getattr(source, "fingerprint", None)
     if mark is None:
-      # Its first examples: more of them if they are short.
+      # Hashes the first examples: more of them if they are short.
       hashed, rng, size = hashlib.sha256(), _random(0, _SAMPLE), 0
       for _ in range(_SAMPLES):
         ids, weights, _ = self._example(rng)
@@ -445,15 +446,15 @@ class _Examples:
     rng = _random(self._seed, _EXAMPLES, self._number, index)
     tokens, weights, room = [], [], self._length
     while room:
-      ids, own, segments = self._example(rng)
+      ids, label_weights, segments = self._example(rng)
       if segments is not None and self._segment > 1:
-        return self._row([ids], [own])._replace(
+        return self._row([ids], [label_weights])._replace(
           segments=np.pad(segments, (0, self._length - len(ids)))[None]
         )
       if len(ids) > room:
         break
       tokens.append(ids)
-      weights.append(own)
+      weights.append(label_weights)
       room -= len(ids)
     return self._row(tokens, weights)
 
@@ -467,7 +468,7 @@ class _Examples:
   def _example(
     self, rng: np.random.Generator
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    ids, weights, *more = self._source.example(rng)
+    ids, weights, *optional_segments = self._source.example(rng)
     name = f"{type(self._source).__name__}.example"
     ids = as_document(name, ids)
     if weights is None:
@@ -480,9 +481,9 @@ class _Examples:
         f"1 to {self._length} ids, each with a weight",
         "make examples that fit a row",
       )
-    if not more:
+    if not optional_segments:
       return ids, weights, None
-    segments = as_document(f"{name}, segments", more[0])
+    segments = as_document(f"{name}, segments", optional_segments[0])
     if segments.shape != ids.shape or not segments.all():
       raise DataError(
         f"{name}, segments",

@@ -1,8 +1,8 @@
-"""Questions that only a fact somewhere in a long text answers.
+"""Retrieval tasks: questions that only a fact in a long text answers.
 
 Guarantees: an example is a function of its generator. Prompt and answer, with
 the ids that begin and end a text, are at most `length` tokens, and only a few
-less. Each fact is a line of its own; the first of those that are asked for is
+less. Each fact is a separate line; the first of those that are asked for is
 at `depth` of the other lines, from 0, above the first, to 1, below the last.
 No other line has a part of a fact. The facts of a text have different values.
 
@@ -12,7 +12,7 @@ in a haystack (MultiKey and its kinds, MultiValue), assignments to follow
 about two documents (TwoDocuments). All their words are generated. With one
 token a byte, Passkey is what the model in `ringjax.models.tiny` was trained on.
 
-Cost: an example is encoded up to ten times; once is enough where a character
+Cost: an example is encoded up to ten times; once is enough if a character
 is a token.
 """
 
@@ -42,7 +42,7 @@ QUESTION = "\n# Question: What is the passkey for {name}?\n# Answer:"
 # The answer, followed by the id that ends a text.
 ANSWER = " The passkey for {name} is {number}.\n"
 
-# Tokens by which an example may be shorter than `length` after some tries.
+# Tokens by which an example may be shorter than `length`, after _TRIES tries.
 _NEAR, _TRIES, _MOST_TRIES = 3, 8, 40
 _FILLER = Library()
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
@@ -50,11 +50,11 @@ _CAPITALS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CAPITAL_LETTERS = 5
 _CODE = re.compile(rf"\b[A-Z]{{{_CAPITAL_LETTERS}}}\b")
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# What keys and values are, and the lines between which facts are hidden.
+# Kinds of keys and values, and of the lines between which facts are hidden.
 _FORMS = ("word number", "word uuid", "uuid uuid")
 _HAYSTACKS = ("filler", "noise", "needles")
-# Words of a list that may repeat, ranks over which frequencies are normalised,
-# and lines of a haystack that are shuffled together.
+# Number of words in a list that may repeat, ranks over which frequencies are
+# normalised, and groups of a haystack that are shuffled together.
 _REPEATED, _RANKS, _BLOCK = 100, 10_000, 64
 
 
@@ -63,12 +63,12 @@ class Example:
   """A question about a text.
 
   Attributes:
-    prompt: the text, and the question at its end.
-    answer: the right completion.
-    wanted: keys or values that a completion must name.
-    facts: keys and values, first those that are asked for.
-    depth: of the first fact's first line, from 0 to 1.
-    tokens: of prompt and answer, with the ids that begin and end them.
+    prompt: Text, with the question at its end.
+    answer: Correct completion.
+    wanted: Keys or values that a completion must name.
+    facts: Keys and values, first those that are asked for.
+    depth: Depth of the first fact's first line, from 0 to 1.
+    tokens: Tokens of prompt and answer, with the ids that begin and end them.
   """
 
   prompt: str
@@ -97,13 +97,12 @@ class Task:
   """Base of the tasks: facts hidden in a text, and a question about them.
 
   Attributes:
-    tokenizer: a `Tokenizer` or `Bytes`, whose tokens are counted.
-    filler: the text in which facts are hidden, unless the task has lines of
-      its own for that.
-    needle: a fact's line, with {name} and {number}.
-    question: the end of the prompt.
-    answer: the right completion.
-    placed: whether `make` takes a depth; else the facts are all over the text.
+    tokenizer: A `Tokenizer` or `Bytes`, whose tokens are counted.
+    filler: Text in which facts are hidden, unless the task has lines for that.
+    needle: Line of a fact, with {name} and {number}.
+    question: End of the prompt.
+    answer: Correct completion.
+    placed: Whether `make` takes a depth; else the facts are all over the text.
   """
 
   tokenizer: AnyTokenizer
@@ -120,11 +119,11 @@ class Task:
     return re.compile(r"\d+")
 
   def _ask(self, rng: np.random.Generator, length: int) -> _Question:
-    """What is asked in a text of `length` tokens."""
+    """Draws the facts and the question of a text of `length` tokens."""
     raise NotImplementedError
 
   def _haystack(self, rng: np.random.Generator) -> Iterator[str] | None:
-    """The task's own lines without end, or None for those of the filler."""
+    """Endless lines of the task's own haystack, or None for the filler's."""
     return None
 
   def _line(self, fact: tuple[str, str]) -> str:
@@ -133,29 +132,30 @@ class Task:
   def make(
     self, rng: np.random.Generator, length: int, depth: float | None = None
   ) -> Example:
-    """An example.
+    """Makes an example.
 
     Args:
-      rng: determines the example. Facts and filler do not depend on `depth`.
-      length: tokens of prompt and answer, and of what begins and ends them.
-      depth: of the first fact that is asked for, 0 to 1. None for a random
-        one; without effect on tasks that are not `placed`.
+      rng: Generator of the example. Facts and filler do not depend on `depth`.
+      length: Tokens of prompt and answer, with the ids that begin and end them.
+      depth: Depth of the first fact that is asked for, 0 to 1. None for a
+        random one; without effect on tasks that are not `placed`.
 
     Raises:
-      OptionError: `length` is too short for the facts, or `depth` out of range.
-      DataError: the filler has not enough text without the facts' words.
+      OptionError: If `length` is too short for the facts, or `depth` out of
+        range.
+      DataError: If the filler has not enough text without the facts' words.
     """
     if depth is not None:
       number("depth", depth, least=0, most=1)
-    asked = self._ask(rng, length)
-    lines = [line for group in asked.groups for line in group]
-    depths = [d for g in asked.groups for d in np.sort(rng.random(len(g)))]
+    question = self._ask(rng, length)
+    lines = [line for group in question.groups for line in group]
+    depths = [d for g in question.groups for d in np.sort(rng.random(len(g)))]
     if depth is not None and self.placed:
-      first = len(asked.groups[0])
-      behind = [depth + (1 - depth) * d for d in depths[1:first]]
-      depths[:first] = [depth, *behind]
+      first = len(question.groups[0])
+      lower = [depth + (1 - depth) * d for d in depths[1:first]]
+      depths[:first] = [depth, *lower]
     needles = list(zip(map(float, depths), lines, strict=True))
-    words = [word for fact in asked.facts for word in fact]
+    words = [word for fact in question.facts for word in fact]
     haystack = self._haystack(rng)
     if haystack is None:
       haystack = self.filler.lines(rng)
@@ -163,33 +163,33 @@ class Task:
       words += [lead] if lead.strip() else []
     text = TextWithout(haystack, words)
     prompt_of = lambda characters: (
-      hide_all(text.first(characters), needles) + asked.question
+      hide_all(text.first(characters), needles) + question.question
     )
     size_of = lambda characters: self._size(
-      prompt_of(characters) + asked.answer
+      prompt_of(characters) + question.answer
     )
     characters, tokens = _fit(size_of, length)
     return Example(
       prompt=prompt_of(characters),
-      answer=asked.answer,
-      wanted=tuple(asked.wanted),
-      facts=tuple(asked.facts),
+      answer=question.answer,
+      wanted=tuple(question.wanted),
+      facts=tuple(question.facts),
       depth=needles[0][0],
       tokens=tokens,
     )
 
   def score(self, example: Example, completion: str) -> float:
-    """The share of `wanted` that a completion names, from 0 to 1.
+    """Fraction of `wanted` that a completion names, from 0 to 1.
 
-    Only as many of the named count, from the first on, as are wanted: naming
-    everything does not score.
+    Only the first named values count, as many as are wanted: naming everything
+    does not score.
     """
-    found = dict.fromkeys(self._named.findall(completion))
-    first = set(list(found)[: len(example.wanted)])
+    named = dict.fromkeys(self._named.findall(completion))
+    first = set(list(named)[: len(example.wanted)])
     return len(first.intersection(example.wanted)) / len(example.wanted)
 
   def training(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """An example to learn from.
+    """Turns an example into ids and weights to train on.
 
     Returns:
       ids int32 [T] of prompt and answer, and weights float32 [T] of each as a
@@ -218,13 +218,13 @@ class MultiKey(Task):
   """Several keys, each with a value, of which some are asked for.
 
   Attributes:
-    keys: how many.
-    asked: how many of them are asked for; the first one is at `depth`, the
+    keys: Number of keys.
+    asked: Number of keys that are asked for; the first one is at `depth`, the
       others come after it.
-    digits: of each value that is a number.
-    form: of key and value: "word number", "word uuid" or "uuid uuid".
-    haystack: the other lines: "filler"; "noise", a few sentences again and
-      again; or "needles", lines like the facts' with other keys and values.
+    digits: Digits of each value that is a number.
+    form: Kinds of key and value: "word number", "word uuid" or "uuid uuid".
+    haystack: Other lines: "filler"; "noise", a few repeated sentences; or
+      "needles", lines like the facts' with other keys and values.
   """
 
   keys: int = 4
@@ -248,11 +248,11 @@ class MultiKey(Task):
     values = _distinct(self.keys, lambda: self._value(rng))
     facts = list(zip(keys, values, strict=True))
     lines = [self._line(fact) for fact in facts]
-    # Sorted by the keys: the question does not tell their order in the text.
-    asked = sorted(facts[: self.asked])
+    # Sorted by key: the question does not show the order in the text.
+    asked_facts = sorted(facts[: self.asked])
     fact = {
-      "name": ", ".join(key for key, _ in asked),
-      "number": ", ".join(value for _, value in asked),
+      "name": ", ".join(key for key, _ in asked_facts),
+      "number": ", ".join(value for _, value in asked_facts),
     }
     return _Question(
       facts=facts,
@@ -269,7 +269,7 @@ class MultiKey(Task):
     return NOISE.lines(rng) if self.haystack == "noise" else None
 
   def score(self, example: Example, completion: str) -> float:
-    """The share of `wanted` that a completion names, keys aside."""
+    """Fraction of `wanted` that a completion names; keys don't count."""
     for key, _ in example.facts:
       completion = completion.replace(key, " ")
     return super().score(example, completion)
@@ -304,8 +304,8 @@ class MultiValue(Task):
   """One key, given several values on as many lines; all are asked for.
 
   Attributes:
-    values: how many.
-    digits: of each value.
+    values: Number of values.
+    digits: Digits of each value.
   """
 
   question: str = "\n# Question: What are all passkeys for {name}?\n# Answer:"
@@ -331,15 +331,15 @@ class MultiValue(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableTracking(Task):
-  """Chains of assignments, in which the variables of one value are asked for.
+  """Chains of assignments; all variables of one value are asked for.
 
   The first variable of a chain is assigned a number, each other one, further
   down in the text, the variable before it.
 
   Attributes:
-    chains: how many, each with a number of its own.
-    hops: assignments from a variable in each.
-    digits: of a number.
+    chains: Number of chains, each with another number.
+    hops: Assignments from a variable in each chain.
+    digits: Digits of a number.
   """
 
   needle: str = "VAR {name} = {number}\n"
@@ -361,19 +361,19 @@ class VariableTracking(Task):
     return _CODE
 
   def _ask(self, rng: np.random.Generator, length: int) -> _Question:
-    each = self.hops + 1
-    variables = _distinct(self.chains * each, lambda: _code(rng))
+    per_chain = self.hops + 1
+    variables = _distinct(self.chains * per_chain, lambda: _code(rng))
     values = numbers(rng, self.chains, self.digits)
     chains = []
     for i, value in enumerate(values):
-      chain = variables[i * each : (i + 1) * each]
+      chain = variables[i * per_chain : (i + 1) * per_chain]
       chains.append(list(zip(chain, [value, *chain[:-1]], strict=True)))
     return _Question(
       facts=[fact for chain in chains for fact in chain],
       groups=[[self._line(fact) for fact in chain] for chain in chains],
       question=self.question.format(number=values[0]),
-      answer=self.answer.format(name=", ".join(variables[:each])),
-      wanted=variables[:each],
+      answer=self.answer.format(name=", ".join(variables[:per_chain])),
+      wanted=variables[:per_chain],
     )
 
 
@@ -384,8 +384,8 @@ class WordList(Task):
   A fact is a word and how often it appears in the list.
 
   Attributes:
-    words: how many are asked for, those that appear most often.
-    others: how often each word that is no fact appears.
+    words: Number of words that are asked for, those that appear most often.
+    others: Occurrences of each word that is not a fact.
   """
 
   needle: str = "{name}\n"
@@ -408,7 +408,7 @@ class WordList(Task):
     return _CODE
 
   def _counts(self, words: list[str], length: int) -> list[int]:
-    """How often each of the first words appears, in falling order."""
+    """Number of occurrences of each of the first words, in falling order."""
     raise NotImplementedError
 
   def _ask(self, rng: np.random.Generator, length: int) -> _Question:
@@ -446,7 +446,7 @@ class CommonWords(WordList):
   The longer the list, the more other words it has.
 
   Attributes:
-    times: how often each of the words that are asked for appears.
+    times: Occurrences of each of the words that are asked for.
   """
 
   times: int = 30
@@ -463,12 +463,12 @@ class CommonWords(WordList):
 class FrequentWords(WordList):
   """A list of words whose frequencies follow Zipf's law.
 
-  The word of rank r appears in proportion to r ** -exponent. Where that is not
-  more than `others` times, other words take its place. The longer the list, the
-  more often each word appears.
+  The word of rank r appears in proportion to r ** -exponent. Words that would
+  appear at most `others` times are replaced by other words. The longer the
+  list, the more often each word appears.
 
   Attributes:
-    exponent: of the law, 0.1 to 8.
+    exponent: Exponent of the law, 0.1 to 8.
   """
 
   words: int = 3
@@ -484,15 +484,17 @@ class FrequentWords(WordList):
     shares = law[: len(words)] / law.sum()
     # Tokens of an average line, and of the text without the list.
     tokens = [len(self.tokenizer.encode(self._line((w, "")))) for w in words]
-    each = float(shares @ np.asarray(tokens)) / float(shares.sum())
-    bare = self._size("".join(self._ends(words[: self.words])))
-    # A line more of each word that is asked for than of the next one.
-    last, after = law[self.words - 1 : self.words + 1] / law.sum()
-    lines = max(1 / (last - after), (self.others + 1) / last)
-    least = bare + math.ceil(each * lines)
-    if length < least:
-      raise _too_short(length, least)
-    counts = np.floor((length - bare) / each * shares).astype(int)
+    line_tokens = float(shares @ np.asarray(tokens)) / float(shares.sum())
+    other_tokens = self._size("".join(self._ends(words[: self.words])))
+    # Each word that is asked for needs a line more than the next word.
+    last_share, next_share = law[self.words - 1 : self.words + 1] / law.sum()
+    lines = max(1 / (last_share - next_share), (self.others + 1) / last_share)
+    shortest = other_tokens + math.ceil(line_tokens * lines)
+    if length < shortest:
+      raise _too_short(length, shortest)
+    counts = np.floor((length - other_tokens) / line_tokens * shares).astype(
+      int
+    )
     return counts[counts > self.others].tolist()
 
 
@@ -505,9 +507,9 @@ class TwoDocuments(Task):
   text is documents about other people and towns.
 
   Attributes:
-    born: the first document, with {name} and {town}.
-    needle: the second one, with the town's {name}, and {number}.
-    digits: of a number.
+    born: First document, with {name} and {town}.
+    needle: Second document, with the town's {name}, and {number}.
+    digits: Digits of a number.
   """
 
   born: str = (
@@ -576,9 +578,9 @@ class TaskExamples:
   """Examples of a task to train on, as a source of `Loader`.
 
   Attributes:
-    task: makes the examples.
-    length: tokens of the longest; a row must hold it.
-    shortest: tokens of the shortest; None if all have `length`.
+    task: Task that makes the examples.
+    length: Tokens of the longest example; a row must hold it.
+    shortest: Tokens of the shortest example; None if all have `length`.
   """
 
   task: Task
@@ -599,36 +601,36 @@ class TaskExamples:
 
 
 def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
-  """How many characters of filler fill `length` tokens, and the tokens.
+  """Fits filler to `length` tokens: (characters of filler, tokens of all).
 
-  Interpolates by tokens a character, which is nearly constant; if that does
-  not come near in some tries, bisects.
+  Interpolates by tokens a character, which is nearly constant; if that is not
+  near after some tries, bisects.
   """
-  bare = size_of(0)
-  if bare > length:
-    raise _too_short(length, bare)
+  size_without = size_of(0)
+  if size_without > length:
+    raise _too_short(length, size_without)
   # Characters that fit, their tokens, and characters that do not fit.
-  low, have, high = 0, bare, None
-  at = length - bare
+  fitting, tokens, too_many = 0, size_without, None
+  at = length - size_without
   for tries in range(_MOST_TRIES):
-    if have == length or (high is not None and high - low <= 1):
+    if tokens == length or (too_many is not None and too_many - fitting <= 1):
       break
-    if tries >= _TRIES and length - have <= _NEAR:
+    if tries >= _TRIES and length - tokens <= _NEAR:
       break
     size = size_of(at)
     if size <= length:
-      low, have = at, size
+      fitting, tokens = at, size
     else:
-      high = at
-    rate = max(size - bare, 1) / at
+      too_many = at
+    rate = max(size - size_without, 1) / at
     step = at + round((length - size) / rate)
-    if high is None:
-      at = max(step, low + 1)
+    if too_many is None:
+      at = max(step, fitting + 1)
     elif tries < _TRIES:
-      at = min(max(step, low + 1), high - 1)
+      at = min(max(step, fitting + 1), too_many - 1)
     else:
-      at = (low + high) // 2
-  return low, have
+      at = (fitting + too_many) // 2
+  return fitting, tokens
 
 
 def _too_short(length: int, least: int) -> OptionError:
@@ -641,12 +643,12 @@ def _too_short(length: int, least: int) -> OptionError:
 
 
 def names(rng: np.random.Generator, count: int) -> list[str]:
-  """Different pronounceable words that are in no dictionary."""
+  """Draws different pronounceable words that are in no dictionary."""
   return _distinct(count, lambda: _word(rng))
 
 
 def numbers(rng: np.random.Generator, count: int, digits: int) -> list[str]:
-  """Different numbers of so many digits."""
+  """Draws different numbers of `digits` digits."""
   return _distinct(count, lambda: _number(rng, digits))
 
 
@@ -659,8 +661,8 @@ def _word(rng: np.random.Generator) -> str:
 
 
 def _number(rng: np.random.Generator, digits: int) -> str:
-  least = 10 ** (digits - 1)
-  return str(rng.integers(least, 10 * least))
+  smallest = 10 ** (digits - 1)
+  return str(rng.integers(smallest, 10 * smallest))
 
 
 def _code(rng: np.random.Generator) -> str:
@@ -673,13 +675,13 @@ def _uuid(rng: np.random.Generator) -> str:
 
 
 def _different(draw: Callable[[], str]) -> Iterator[str]:
-  """What is drawn, each once, without end."""
-  found: set[str] = set()
+  """Endless different draws: repeated ones are skipped."""
+  seen: set[str] = set()
   while True:
-    one = draw()
-    if one not in found:
-      found.add(one)
-      yield one
+    text = draw()
+    if text not in seen:
+      seen.add(text)
+      yield text
 
 
 def _distinct(count: int, draw: Callable[[], str]) -> list[str]:
@@ -691,8 +693,8 @@ def _shuffled(
 ) -> Iterator[str]:
   """The lines of groups without end, shuffled some groups at a time."""
   while True:
-    some = [x for group in itertools.islice(groups, _BLOCK) for x in group]
-    yield from (some[i] for i in rng.permutation(len(some)))
+    lines = [x for group in itertools.islice(groups, _BLOCK) for x in group]
+    yield from (lines[i] for i in rng.permutation(len(lines)))
 
 
 def _check_counts(count: int, digits: int) -> None:

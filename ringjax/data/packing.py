@@ -2,21 +2,21 @@
 
 Guarantees: every token of every document is in exactly one row, once. A row
 is a list of pieces, each a run of one document's tokens; no piece is longer
-than a row, and what no piece fills is padding. A plan of rows is made from
+than a row, and the rest of a row is padding. A plan of rows is made from
 lengths alone, so that any row can be read at any time and no row needs another.
 
 Arrays of a row:
 
   labels      the token that follows in the same document, also where a cut put
-              it into another row. Behind a document's last token: 0.
-  weights     of that label in the loss: the document's own, else 1; 0 where
+              it into another row. After a document's last token: 0.
+  weights     weight of that label in the loss: the document's, else 1; 0 where
               there is no label, and on padding.
-  positions   from 0 in each piece. A piece of a cut document starts at 0 too:
+  positions   from 0 in each piece. A piece of a cut document starts at 0, too:
               the tokens before it are in other rows, so it cannot see them.
   segments    1, 2, ... in a row; 0 is padding.
 
 So a token is predicted exactly once unless it begins a document. All arrays are
-in true order; what places them on devices permutes them.
+in token order; placing them on devices permutes them.
 
   Cut       pieces end where rows end. No padding but in the last row; documents
             are cut.
@@ -41,23 +41,23 @@ from jaxtyping import Int
 from ringjax.checks import positive_int
 from ringjax.errors import DataError, OptionError
 
-# Tokens of a document from `start` to `stop`, fewer where it ends before; and
-# their weights as labels, if they are not all 1.
+# Reads tokens `start` to `stop` of a document, fewer at its end; and their
+# weights as labels, if they are not all 1.
 Read = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
 
-# How many tokens each document has.
+# Number of tokens of each document.
 Counts = Int[np.ndarray, " _"] | Sequence[int | np.integer]
 
 
 class PackedBatch(NamedTuple):
-  """Rows to train on, each array [B, T] in true order.
+  """Rows to train on, each array [B, T] in token order.
 
   Attributes:
-    tokens: int32; 0 on padding.
-    labels: int32, the token that follows; 0 where there is none.
-    weights: float32, of each label in the loss.
-    positions: int32, from 0 in each piece.
-    segments: int32, from 1 in each row; 0 on padding.
+    tokens: Token ids, int32; 0 on padding.
+    labels: Ids of the next tokens, int32; 0 where there is no label.
+    weights: Weight of each label in the loss, float32.
+    positions: Positions from 0 in each piece, int32.
+    segments: Document numbers from 1 in each row, int32; 0 on padding.
   """
 
   tokens: np.ndarray
@@ -76,16 +76,16 @@ class DocumentPiece(NamedTuple):
 
 
 class PackingPlan(Sequence[list[DocumentPiece]]):
-  """The pieces of each row.
+  """Pieces of each row.
 
   Args:
-    pieces: int64 [P, 3], rows of `DocumentPiece`, those of a row side by side.
-    first: int64 [rows + 1], the index of each row's first piece.
-    length: tokens that a row holds.
+    pieces: Rows of `DocumentPiece`, int64 [P, 3], those of a row adjacent.
+    first: Index of each row's first piece, int64 [rows + 1].
+    length: Tokens that a row holds.
 
   Attributes:
-    length: tokens that a row holds.
-    tokens: of all rows together.
+    length: Tokens that a row holds.
+    tokens: Number of tokens of all rows together.
   """
 
   def __init__(
@@ -106,46 +106,48 @@ class PackingPlan(Sequence[list[DocumentPiece]]):
     if isinstance(row, slice):
       return [self[i] for i in range(*row.indices(len(self)))]
     at = range(len(self))[row]
-    found = self._pieces[self._first[at] : self._first[at + 1]]
-    return [DocumentPiece(*piece) for piece in found.tolist()]
+    row_pieces = self._pieces[self._first[at] : self._first[at + 1]]
+    return [DocumentPiece(*piece) for piece in row_pieces.tolist()]
 
   @property
   def waste(self) -> float:
-    """The part of all positions that is padding."""
+    """Fraction of all positions that is padding."""
     return 1 - self.tokens / max(1, len(self) * self.length)
 
 
 @runtime_checkable
 class Packer(Protocol):
-  """Makes rows of documents."""
+  """Interface of packers, which plan rows of documents."""
 
   def plan(self, lengths: Counts, length: int) -> PackingPlan:
-    """The rows of documents.
+    """Plans the rows of documents.
 
     Args:
-      lengths: [N], tokens of each document; those without any are in no row.
-      length: tokens that a row holds.
+      lengths: Tokens of each document, [N]; empty ones are in no row.
+      length: Tokens that a row holds.
 
     Raises:
-      OptionError: `lengths` are no counts, or `length` is not positive.
+      OptionError: If `lengths` are not counts, or `length` is not positive.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-  """Documents one behind the other, cut wherever a row is full."""
+  """Documents in their order, cut wherever a row is full."""
 
   def plan(self, lengths: Counts, length: int) -> PackingPlan:
-    """The rows of documents, in their order; see `Packer.plan`."""
+    """Plans the rows of documents, in their order; see `Packer.plan`."""
     sizes = as_lengths(lengths, length)
     ends = np.cumsum(sizes)
     total = int(sizes.sum())
     edges = np.unique(np.concatenate([ends, np.arange(0, total, length), [0]]))
     begin, end = edges[:-1], edges[1:]
     document = np.searchsorted(ends, begin, side="right")
-    before = (ends - sizes)[document]
-    pieces = np.stack([document, begin - before, end - before], axis=1)
+    document_start = (ends - sizes)[document]
+    pieces = np.stack(
+      [document, begin - document_start, end - document_start], axis=1
+    )
     rows = np.arange(-(-total // length) + 1)
     return PackingPlan(pieces, np.searchsorted(begin // length, rows), length)
 
@@ -154,12 +156,12 @@ class Cut:
 class BestFit:
   """Whole documents, each in the row whose room it fills best.
 
-  Documents longer than a row are cut into rows first; the rest of one goes
+  Documents longer than a row are cut into rows first; the remainder of one goes
   where it fits. The longest of a window are packed first, so that a row's
   pieces come from long to short.
 
   Attributes:
-    buffer: documents that are packed together. More waste less.
+    buffer: Documents that are packed together. More waste less.
   """
 
   buffer: int = 1 << 16
@@ -168,7 +170,7 @@ class BestFit:
     positive_int("buffer", self.buffer)
 
   def plan(self, lengths: Counts, length: int) -> PackingPlan:
-    """The rows of documents; see `Packer.plan`."""
+    """Plans the rows of documents; see `Packer.plan`."""
     sizes = as_lengths(lengths, length)
     all_pieces, all_rows, rows = [np.zeros((0, 3), np.int64)], [], 0
     for start in range(0, len(sizes), self.buffer):
@@ -199,7 +201,7 @@ def _cut_long(sizes: np.ndarray, length: int) -> np.ndarray:
 
 
 def _best_fit(sizes: list[int], length: int) -> tuple[list[int], int]:
-  """The row of each piece, and how many rows; the longest come first."""
+  """Row of each piece, and the number of rows; the longest come first."""
   # Rows by the room they have left, and those rooms in order.
   by_room: dict[int, list[int]] = {}
   rooms: list[int] = []
@@ -215,12 +217,12 @@ def _best_fit(sizes: list[int], length: int) -> tuple[list[int], int]:
       if not by_room[room]:
         del by_room[room], rooms[at]
     chosen.append(row)
-    left = room - size
-    if left in by_room:
-      by_room[left].append(row)
-    elif left:
-      by_room[left] = [row]
-      bisect.insort(rooms, left)
+    room_left = room - size
+    if room_left in by_room:
+      by_room[room_left].append(row)
+    elif room_left:
+      by_room[room_left] = [row]
+      bisect.insort(rooms, room_left)
   return chosen, used
 
 
@@ -228,16 +230,16 @@ class Documents:
   """Documents in memory, with weights of their labels or without.
 
   Args:
-    tokens: the ids of each document, [n].
-    weights: of each of its tokens as a label, [n], or None for 1. The first of
-      a document is never a label.
+    tokens: Ids of each document, [n].
+    weights: Weights of each document's tokens as labels, [n], or None for 1.
+      A document's first token is never a label.
 
   Attributes:
-    lengths: int64 [N], tokens of each.
-    fingerprint: of all tokens and weights.
+    lengths: Tokens of each document, int64 [N].
+    fingerprint: Digest of all tokens and weights.
 
   Raises:
-    DataError: tokens that are no ids, or weights of another length.
+    DataError: If tokens are not ids, or weights of another length.
   """
 
   def __init__(
@@ -270,7 +272,7 @@ class Documents:
   def read(
     self, document: int, start: int, stop: int
   ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens of a document, as far as it goes, and their weights."""
+    """Tokens `start` to `stop` of a document, or fewer, and their weights."""
     weights = None
     if self._weights is not None:
       weights = self._weights[document][start:stop]
@@ -283,20 +285,20 @@ def fill(
   read: Read,
   first: int = 1,
 ) -> PackedBatch:
-  """The arrays of rows.
+  """Fills the arrays of rows.
 
   Args:
-    rows: the pieces of each, as a plan has them.
-    length: T, tokens that a row holds.
-    read: returns a document's tokens. It is asked for one more than a piece
-      has, the label of its last, and returns it unless the document ends there.
-    first: the segment of a row's first piece.
+    rows: Pieces of each row, as in a plan.
+    length: Tokens that a row holds, T.
+    read: Function that returns a document's tokens. It is asked for one more
+      than a piece has, the label of its last, unless the document ends there.
+    first: Segment of a row's first piece.
 
   Returns:
     Arrays [B, T].
 
   Raises:
-    DataError: a document is shorter than the plan says, or a row longer.
+    DataError: If a document is shorter than the plan says, or a row longer.
   """
   shape = (len(rows), length)
   tokens, labels, positions, segments = (
@@ -314,55 +316,57 @@ def fill(
           f"at most {length}",
           "plan for the length that is filled",
         )
-      found, own = read(document, start, stop + 1)
-      if not count <= len(found) <= count + 1:
+      ids, label_weights = read(document, start, stop + 1)
+      if not count <= len(ids) <= count + 1:
         raise DataError(
           "read",
-          f"{len(found)} tokens of document {document} from {start} on",
+          f"{len(ids)} tokens of document {document} from {start} on",
           f"{count} or one more",
           "make a new plan: the documents are not those of this one",
         )
-      here, known = slice(at, at + count), len(found) - 1
-      tokens[b, here] = found[:count]
-      labels[b, at : at + known] = found[1:]
-      weights[b, at : at + known] = 1.0 if own is None else own[1:]
-      positions[b, here] = np.arange(count)
-      segments[b, here] = number
+      slots, num_labels = slice(at, at + count), len(ids) - 1
+      tokens[b, slots] = ids[:count]
+      labels[b, at : at + num_labels] = ids[1:]
+      weights[b, at : at + num_labels] = (
+        1.0 if label_weights is None else label_weights[1:]
+      )
+      positions[b, slots] = np.arange(count)
+      segments[b, slots] = number
       at += count
   return PackedBatch(tokens, labels, weights, positions, segments)
 
 
 def as_document(name: str, ids: object) -> np.ndarray:
-  """Ids of a document, int32 [n], or a DataError that names it."""
-  found = np.asarray(ids)
-  if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+  """Ids of a document, int32 [n], or a DataError with its name."""
+  array = np.asarray(ids)
+  if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
     raise DataError(
       name,
-      f"{found.dtype} of shape {found.shape}",
+      f"{array.dtype} of shape {array.shape}",
       "a row of integer ids",
       "encode the text first",
     )
-  if found.size and not 0 <= int(found.min()) <= int(found.max()) < 2**31:
+  if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
     raise DataError(
       name,
-      f"ids from {found.min()} to {found.max()}",
+      f"ids from {array.min()} to {array.max()}",
       f"ids from 0 to {2**31 - 1}",
       "remove negative numbers and those above",
     )
-  return found.astype(np.int32)
+  return array.astype(np.int32)
 
 
 def as_lengths(lengths: Counts, length: int) -> np.ndarray:
   """Lengths of documents, int64 [N], for rows of `length`, or OptionError."""
   positive_int("length", length)
-  found = np.asarray(lengths)
-  if found.size == 0:
+  array = np.asarray(lengths)
+  if array.size == 0:
     return np.zeros(0, np.int64)
-  if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0:
+  if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0:
     raise OptionError(
       "lengths",
-      f"{found.dtype} of shape {found.shape}, from {found.min()} on",
+      f"{array.dtype} of shape {array.shape}, from {array.min()} on",
       "a row of counts from 0 on",
       "pass how many tokens each document has",
     )
-  return found.astype(np.int64)
+  return array.astype(np.int64)

@@ -1,8 +1,8 @@
-"""Items that a thread makes before they are asked for.
+"""Prefetcher: a thread that makes items before they are taken.
 
-Guarantees: items come in order, each once. What making one raises is raised
-where it would have been taken. `close` ends the thread, which at that moment
-may still finish one item; so does dropping the object.
+Guarantees: items come in order, each once. An error in making an item is raised
+where the item would have been taken. `close` ends the thread, which at that
+moment may still finish one item; so does dropping the object.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 
 class Prefetcher:
-  """`make(start)`, `make(start + 1)`, ... as they are taken.
+  """Makes `make(start)`, `make(start + 1)`, ... in advance, in a thread.
 
   Args:
-    make: makes an item; it is called in another thread, one call at a time.
-    start: the first.
-    depth: how many are ready at most.
+    make: Function that makes an item; called one at a time, in another thread.
+    start: Number of the first item.
+    depth: Largest number of items that are ready.
   """
 
   def __init__(self, make: Callable[[int], Any], start: int, depth: int):
@@ -34,7 +34,7 @@ class Prefetcher:
     self.close = weakref.finalize(self, _close, self._pool, thread)
 
   def take(self) -> Any:
-    """Waits for the next item; raises what making it raised."""
+    """Waits for the next item; raises the error of making it, if any."""
     item = self._items[0].result()
     self._items.popleft()
     self._items.append(self._pool.submit(self._make, self._next))

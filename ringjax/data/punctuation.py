@@ -1,4 +1,4 @@
-"""Which tokens of a tokenizer are punctuation, for `rj.kv.FastGen`."""
+"""Punctuation tokens of a tokenizer, for `rj.kv.FastGen`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def punctuation_ids(tokenizer: Tokenizer | Bytes) -> tuple[int, ...]:
   """Ids of the tokens that are punctuation and nothing else, in order.
 
   Spaces around it do not count, so ". " and " ?" are punctuation. Symbols
-  ("+", "$", "<") are none, nor are special tokens.
+  ("+", "$", "<") and special tokens are not punctuation.
 
   Args:
-    tokenizer: of the model.
+    tokenizer: Tokenizer of the model.
   """
   return tuple(
     n

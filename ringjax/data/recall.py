@@ -1,10 +1,10 @@
-"""Texts that teach a model to look back, as sources of a `Loader`.
+"""Texts that train retrieval, as sources of a `Loader`.
 
 Guarantees: an example is a function of its generator, and `length` tokens long.
 Its tokens are of three kinds: recalled, which earlier ones determine; text; and
-random, which nothing could predict and which weigh nothing. As labels, all
-recalled tokens together weigh 1 / `text` times as much as the text, however few
-they are; an example weighs as much as a document of its length.
+random, which are unpredictable and have weight 0. As labels, all recalled
+tokens together weigh 1 / `text` times as much as the text, however few they
+are; an example weighs as much as a document of its length.
 
 A model learns this in the order of the classes: to repeat what followed the
 last time (Copies; the induction heads of Olsson et al. 2022, arXiv 2209.11895),
@@ -32,7 +32,7 @@ from ringjax.errors import OptionError
 RANDOM, TEXT, RECALLED = range(3)
 _PAIR = "{name} is {number}.\n"
 _DIGITS = (4, 6)
-# Shares of names that are words of the text, and that are random letters.
+# Fractions of names that are words of the text, and that are random letters.
 _WORDS, _LETTERS = 0.5, 0.3
 
 
@@ -41,10 +41,10 @@ class Recall:
   """Base of the sources of texts that teach recall.
 
   Attributes:
-    tokenizer: a `Tokenizer` or `Bytes`.
-    filler: the text.
-    length: T, tokens of an example.
-    text: weight of the text's tokens relative to the recalled ones.
+    tokenizer: A `Tokenizer` or `Bytes`.
+    filler: Source of the text.
+    length: Tokens of an example, T.
+    text: Weight of the text's tokens relative to the recalled ones.
   """
 
   tokenizer: AnyTokenizer
@@ -58,11 +58,11 @@ class Recall:
 
   @property
   def _least(self) -> int:
-    """The fewest tokens of a useful example."""
+    """Fewest tokens of a useful example."""
     return 32
 
   def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """An example, a function of `rng` alone.
+    """Makes an example, a function of `rng` alone.
 
     Returns:
       ids int32 [T], and their weights as labels, float32 [T].
@@ -74,45 +74,45 @@ class Recall:
     )
     weights = np.zeros(len(ids))
     for kind, share in ((RECALLED, 1.0), (TEXT, self.text)):
-      here = kinds == kind
-      weights[here] = share / max(1, here.sum())
+      of_kind = kinds == kind
+      weights[of_kind] = share / max(1, of_kind.sum())
     total = weights.sum()
     if total:
       weights *= len(ids) / total
     return ids, weights.astype(np.float32)
 
   def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
-    """Ids after the beginning, and the kind or kinds of each part."""
+    """Ids after the beginning of the text, and the kind(s) of each part."""
     raise NotImplementedError
 
   def _ids(self, text: str) -> np.ndarray:
     return self.tokenizer.encode(text, bos=False)
 
   def _begin(self) -> np.ndarray:
-    one = self.tokenizer.bos_id
-    return np.array([] if one is None else [one], np.int32)
+    bos_id = self.tokenizer.bos_id
+    return np.array([] if bos_id is None else [bos_id], np.int32)
 
   def _lines(self, rng: np.random.Generator, room: int) -> list[np.ndarray]:
     """Lines of the filler, `room` tokens in all; the first may be cut."""
-    found: list[np.ndarray] = []
+    lines: list[np.ndarray] = []
     for line in self.filler.lines(rng):
       if room <= 0:
         break
-      found.append(self._ids(line))
-      room -= len(found[-1])
+      lines.append(self._ids(line))
+      room -= len(lines[-1])
     while room < 0:
       # Cut from the front: lines keep their ends.
-      first = found.pop(0)
+      first = lines.pop(0)
       if len(first) > -room:
-        found.insert(0, first[-room:])
+        lines.insert(0, first[-room:])
       room = min(0, room + len(first))
-    return found
+    return lines
 
   def _names(self, rng: np.random.Generator, count: int) -> list[str]:
     """Different names of all sorts."""
     words: Iterator[str] = self._words(rng)
-    found: dict[str, None] = {}
-    while len(found) < count:
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
       draw = rng.random()
       if draw < _WORDS:
         name = next(words)
@@ -121,18 +121,18 @@ class Recall:
         name = "".join(chr(ord("a") + c) for c in letters)
       else:
         (name,) = names(rng, 1)
-      found.setdefault(name)
-    return list(found)
+      drawn.setdefault(name)
+    return list(drawn)
 
   def _words(self, rng: np.random.Generator) -> Iterator[str]:
-    """Words of the filler; a text without any gives names instead."""
-    barren = 0
+    """Words of the filler; a text without words gives names instead."""
+    lines_without = 0
     for line in self.filler.lines(rng):
-      found = re.findall(r"[a-z]{3,10}", line)
-      barren = 0 if found else barren + 1
-      if found:
-        yield found[int(rng.integers(len(found)))]
-      elif barren > 100:
+      words = re.findall(r"[a-z]{3,10}", line)
+      lines_without = 0 if words else lines_without + 1
+      if words:
+        yield words[int(rng.integers(len(words)))]
+      elif lines_without > 100:
         break
     while True:
       yield from names(rng, 8)
@@ -142,11 +142,11 @@ class Recall:
 class Copies(Recall):
   """Random tokens, text, and the same tokens again.
 
-  The fewer different tokens, the more of them decide which comes next.
+  The fewer different tokens, the more of them determine the next one.
 
   Attributes:
-    fewest: different tokens that are drawn from at least.
-    most: the ids below this are drawn from.
+    fewest: Smallest number of different tokens that are drawn from.
+    most: Upper bound of the ids that are drawn from.
   """
 
   fewest: int = 8
@@ -168,9 +168,9 @@ class Copies(Recall):
     count = int(room * rng.uniform(0.3, 0.48))
     chosen = rng.choice(rng.permutation(self.most)[:letters], count)
     chosen = chosen.astype(np.int32)
-    # The first tokens after which the next one is unique.
-    known = min(count, int(np.ceil(np.log(4 * count) / np.log(letters))))
-    kinds = np.where(np.arange(count) < known, RANDOM, RECALLED)
+    # The number of first tokens after which the next one is unique.
+    unique_after = min(count, int(np.ceil(np.log(4 * count) / np.log(letters))))
+    kinds = np.where(np.arange(count) < unique_after, RANDOM, RECALLED)
     text = joined(self._lines(rng, room - 2 * count))
     return [(chosen, RANDOM), (text, TEXT), (chosen, kinds)]
 
@@ -179,11 +179,11 @@ class Copies(Recall):
 class RandomTokens(Recall):
   """Random tokens, all of which count as recalled.
 
-  Nothing but a context that holds them tells them: CEPE's warm-up on these
-  teaches cross-attention to look up, which text teaches it more slowly.
+  Only a context that holds them determines them: CEPE's warm-up on these
+  teaches cross-attention to look up, which text teaches more slowly.
 
   Attributes:
-    most: the ids below this are drawn from.
+    most: Upper bound of the ids that are drawn from.
   """
 
   most: int = 256
@@ -203,7 +203,7 @@ class Pairs(Recall):
   def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
     room = self.length - len(self._begin())
     pairs: list[tuple[str, str]] = []
-    # No more pairs than this have room.
+    # More pairs than these have no room.
     for name in self._names(rng, max(1, room // 16)):
       pair = (name, number_of(rng))
       size = sum(len(part) for part, _ in self._pair(*pair))
@@ -213,15 +213,15 @@ class Pairs(Recall):
       pairs.append(pair)
     first = [(ids, TEXT) for p in pairs for ids, _ in self._pair(*p)]
     order = rng.permutation(len(pairs))
-    again = [part for i in order for part in self._pair(*pairs[i])]
-    return [*first, (joined(self._lines(rng, room)), TEXT), *again]
+    repeated = [part for i in order for part in self._pair(*pairs[i])]
+    return [*first, (joined(self._lines(rng, room)), TEXT), *repeated]
 
   def _pair(self, name: str, number: str) -> list[tuple[np.ndarray, int]]:
-    before, after = _PAIR.split("{number}")
+    start, end = _PAIR.split("{number}")
     return [
-      (self._ids(before.format(name=name)), TEXT),
+      (self._ids(start.format(name=name)), TEXT),
       (self._ids(number), RECALLED),
-      (self._ids(after), TEXT),
+      (self._ids(end), TEXT),
     ]
 
 
@@ -232,8 +232,8 @@ class Questions(Recall):
   The lines are those of `ringjax.data.needle.Passkey`.
 
   Attributes:
-    facts: the most that there are.
-    questions: the most that are asked.
+    facts: Largest number of facts.
+    questions: Largest number of questions.
   """
 
   facts: int = 8
@@ -241,7 +241,7 @@ class Questions(Recall):
 
   @property
   def _least(self) -> int:
-    # For tokens of a byte each; others need less.
+    # For tokenizers with a token a byte; others need less.
     return 64 + 56 * self.facts + 128 * self.questions
 
   def __post_init__(self) -> None:
@@ -255,38 +255,38 @@ class Questions(Recall):
     super().__post_init__()
 
   def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
-    asked = int(rng.integers(1, self.questions + 1))
-    count = int(rng.integers(asked, self.facts + 1))
+    num_questions = int(rng.integers(1, self.questions + 1))
+    count = int(rng.integers(num_questions, self.facts + 1))
     facts = [
       {"name": name, "number": number_of(rng)}
       for name in self._names(rng, count)
     ]
     tail: list[tuple[np.ndarray, Any]] = []
-    for i in rng.permutation(asked):
+    for i in rng.permutation(num_questions):
       tail += self._answered(facts[i], sure=not tail)
     needles = [self._ids(NEEDLE.format(**fact)) for fact in facts]
-    taken = sum(len(part) for part, _ in tail) + sum(map(len, needles))
-    lines = self._lines(rng, self.length - len(self._begin()) - taken)
-    # Each is above one of the lines, or below the last.
+    used = sum(len(part) for part, _ in tail) + sum(map(len, needles))
+    lines = self._lines(rng, self.length - len(self._begin()) - used)
+    # Each fact is above one of the lines, or below the last.
     places = np.sort(rng.integers(len(lines) + 1, size=count))
-    body, at = [], 0
+    body, start = [], 0
     for place, needle in zip(places.tolist(), needles, strict=True):
-      body += [*lines[at:place], needle]
-      at = place
-    return [(joined([*body, *lines[at:]]), TEXT), *tail]
+      body += [*lines[start:place], needle]
+      start = place
+    return [(joined([*body, *lines[start:]]), TEXT), *tail]
 
   def _answered(
     self, fact: dict[str, str], *, sure: bool
   ) -> list[tuple[np.ndarray, Any]]:
     """A question and its answer, the first words recalled if `sure`."""
     question = self._ids(QUESTION.format(**fact))
-    before, after = ANSWER.split("{number}")
+    answer_start, answer_end = ANSWER.split("{number}")
     end = np.array(self.tokenizer.eos_ids[:1], np.int32)
     return [
       (question, TEXT),
-      (self._ids(before.format(**fact)), RECALLED if sure else TEXT),
+      (self._ids(answer_start.format(**fact)), RECALLED if sure else TEXT),
       (self._ids(fact["number"]), RECALLED),
-      (joined([self._ids(after), end]), RECALLED),
+      (joined([self._ids(answer_end), end]), RECALLED),
     ]
 
 

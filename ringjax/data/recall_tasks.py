@@ -1,4 +1,4 @@
-"""More texts that teach a model to look back: sources of a `Loader`.
+"""Further texts that train retrieval: sources of a `Loader`.
 
 Guarantees: those of `ringjax.data.recall.Recall`.
 
@@ -25,12 +25,12 @@ from ringjax.data.recall import RECALLED, TEXT, Recall, number_of
 from ringjax.data.special_tokens import joined
 
 # A line of one of the documents of Links, the question and the answer; the
-# line of the other one is `ringjax.data.needle.NEEDLE`.
+# line of the other document is `ringjax.data.needle.NEEDLE`.
 KEEPER = "# The keeper of {name} is {keeper}.\n"
 KEEPER_QUESTION = (
   "\n# Question: What is the passkey for the keeper of {name}?\n# Answer:"
 )
-# What the documents determine is by itself.
+# The parts that the documents determine are separate strings.
 KEEPER_ANSWER = (
   " The keeper of {name} is ",
   "{keeper}",
@@ -47,7 +47,7 @@ PASSAGE_QUESTION = "\n# Question: What does passage {name} say?\n# Answer:\n"
 
 # A part of a text: its ids, and the kind or kinds of its tokens.
 Part = tuple[np.ndarray, Any]
-# Share of a record's values that are words of the text.
+# Fraction of a record's values that are words of the text.
 _WORDS = 0.5
 
 
@@ -56,8 +56,8 @@ class Hidden(Recall):
   """Base of sources that hide lines in a text and ask about some of them.
 
   Attributes:
-    facts: the most groups of lines that there are.
-    questions: the most that are asked.
+    facts: Largest number of groups of lines.
+    questions: Largest number of questions.
   """
 
   facts: int = 4
@@ -74,12 +74,12 @@ class Hidden(Recall):
 
   @property
   def _group_size(self) -> int:
-    """The most bytes of a group's lines."""
+    """Largest size of a group's lines in bytes."""
     raise NotImplementedError
 
   @property
   def _ask_size(self) -> int:
-    """The most bytes of a question and its answer."""
+    """Largest size of a question and its answer in bytes."""
     raise NotImplementedError
 
   def _groups(
@@ -90,10 +90,10 @@ class Hidden(Recall):
 
   def _parts(self, rng: np.random.Generator) -> list[Part]:
     count = int(rng.integers(1, self.facts + 1))
-    asked = int(rng.integers(1, min(count, self.questions) + 1))
+    num_asked = int(rng.integers(1, min(count, self.questions) + 1))
     groups = self._groups(rng, count)
     tail: list[Part] = []
-    for i in rng.permutation(count)[:asked]:
+    for i in rng.permutation(count)[:num_asked]:
       tail += groups[i][1]
     room = self.length - len(self._begin()) - sum(len(ids) for ids, _ in tail)
     hidden = [[self._ids(line) for line in lines] for lines, _ in groups]
@@ -110,16 +110,16 @@ class Hidden(Recall):
       needles += list(zip(places, lines, strict=True))
     room -= sum(len(line) for _, line in needles)
     text = self._lines(rng, room)
-    found: list[np.ndarray] = []
-    at = 0
+    pieces: list[np.ndarray] = []
+    start = 0
     for place, line in sorted(needles, key=lambda needle: needle[0]):
-      here = int(place * (len(text) + 1))
-      found += [*text[at:here], line]
-      at = here
-    return joined([*found, *text[at:]])
+      cut = int(place * (len(text) + 1))
+      pieces += [*text[start:cut], line]
+      start = cut
+    return joined([*pieces, *text[start:]])
 
   def _answered(self, *texts: tuple[str, int]) -> list[Part]:
-    """Texts of kinds, and the id that ends a text."""
+    """Parts of the given texts and kinds, and the id that ends a text."""
     end = np.array(self.tokenizer.eos_ids[:1], np.int32)
     return [*((self._ids(t), kind) for t, kind in texts), (end, RECALLED)]
 
@@ -129,8 +129,8 @@ class Values(Hidden):
   """Names with several numbers each; all numbers of some are asked for.
 
   Attributes:
-    facts: the most names.
-    values: the most numbers of a name.
+    facts: Largest number of names.
+    values: Largest number of values of a name.
   """
 
   values: int = 4
@@ -150,19 +150,19 @@ class Values(Hidden):
   def _groups(
     self, rng: np.random.Generator, count: int
   ) -> list[tuple[list[str], list[Part]]]:
-    found = []
+    groups = []
     for name in self._names(rng, count):
-      each = int(rng.integers(1, self.values + 1))
-      values = list(dict.fromkeys(number_of(rng) for _ in range(each)))
-      before, after = MultiValue.answer.split("{number}")
+      num_values = int(rng.integers(1, self.values + 1))
+      values = list(dict.fromkeys(number_of(rng) for _ in range(num_values)))
+      answer_start, answer_end = MultiValue.answer.split("{number}")
       parts = self._answered(
         (MultiValue.question.format(name=name), TEXT),
-        (before.format(name=name), TEXT),
-        (", ".join(values) + after, RECALLED),
+        (answer_start.format(name=name), TEXT),
+        (", ".join(values) + answer_end, RECALLED),
       )
       lines = [NEEDLE.format(name=name, number=value) for value in values]
-      found.append((lines, parts))
-    return found
+      groups.append((lines, parts))
+    return groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,8 +170,8 @@ class Chains(Hidden):
   """Chains of assignments; the variables of some values are asked for.
 
   Attributes:
-    facts: the most chains, each with a value.
-    hops: the most assignments from a variable in a chain.
+    facts: Largest number of chains, each with a value.
+    hops: Largest number of assignments from a variable in a chain.
   """
 
   hops: int = 4
@@ -191,25 +191,25 @@ class Chains(Hidden):
   def _groups(
     self, rng: np.random.Generator, count: int
   ) -> list[tuple[list[str], list[Part]]]:
-    found = []
+    groups = []
     needle = VariableTracking.needle
-    before, after = VariableTracking.answer.split("{name}")
+    answer_start, answer_end = VariableTracking.answer.split("{name}")
     for _ in range(count):
-      each = int(rng.integers(1, self.hops + 1)) + 1
-      letters = rng.integers(26, size=(each, 5)) + ord("A")
+      num_variables = int(rng.integers(1, self.hops + 1)) + 1
+      letters = rng.integers(26, size=(num_variables, 5)) + ord("A")
       chain = ["".join(map(chr, row)) for row in letters.tolist()]
       value = number_of(rng)
       lines = [
-        needle.format(name=name, number=of)
-        for name, of in zip(chain, [value, *chain[:-1]], strict=True)
+        needle.format(name=name, number=value_of_name)
+        for name, value_of_name in zip(chain, [value, *chain[:-1]], strict=True)
       ]
       parts = self._answered(
         (VariableTracking.question.format(number=value), TEXT),
-        (before, TEXT),
-        (", ".join(chain) + after, RECALLED),
+        (answer_start, TEXT),
+        (", ".join(chain) + answer_end, RECALLED),
       )
-      found.append((lines, parts))
-    return found
+      groups.append((lines, parts))
+    return groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class Links(Hidden):
   order is random. The answer states both.
 
   Attributes:
-    facts: the most names.
+    facts: Largest number of names.
   """
 
   @property
@@ -234,9 +234,9 @@ class Links(Hidden):
   def _groups(
     self, rng: np.random.Generator, count: int
   ) -> list[tuple[list[str], list[Part]]]:
-    everyone = self._names(rng, 2 * count)
-    found = []
-    for name, keeper in zip(everyone[:count], everyone[count:], strict=True):
+    all_names = self._names(rng, 2 * count)
+    groups = []
+    for name, keeper in zip(all_names[:count], all_names[count:], strict=True):
       fact = {"name": name, "keeper": keeper, "number": number_of(rng)}
       lines = [
         KEEPER.format(**fact),
@@ -247,25 +247,25 @@ class Links(Hidden):
         for text in KEEPER_ANSWER
       ]
       question = (KEEPER_QUESTION.format(**fact), TEXT)
-      found.append((lines, self._answered(question, *texts)))
-    return found
+      groups.append((lines, self._answered(question, *texts)))
+    return groups
 
   def _body(
     self, rng: np.random.Generator, room: int, groups: list[list[np.ndarray]]
   ) -> np.ndarray:
-    """Two documents, the one with the first lines of groups, and the other."""
+    """Two documents, with the first and the second lines of the groups."""
     headings = [self._ids(HEADING.format(number=i)) for i in (1, 2)]
-    bare = room - sum(map(len, headings))
-    bare -= sum(len(line) for lines in groups for line in lines)
-    share = int(bare * rng.uniform(0.3, 0.7))
-    found = []
-    for heading, which, each in zip(
-      headings, rng.permutation(2), (share, bare - share), strict=True
+    body_room = room - sum(map(len, headings))
+    body_room -= sum(len(line) for lines in groups for line in lines)
+    share = int(body_room * rng.uniform(0.3, 0.7))
+    documents = []
+    for heading, side, body_length in zip(
+      headings, rng.permutation(2), (share, body_room - share), strict=True
     ):
-      lines = [[lines[which]] for lines in groups]
-      each += sum(len(line) for (line,) in lines)
-      found += [heading, super()._body(rng, each, lines)]
-    return joined(found)
+      lines = [[lines[side]] for lines in groups]
+      body_length += sum(len(line) for (line,) in lines)
+      documents += [heading, super()._body(rng, body_length, lines)]
+    return joined(documents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,8 +273,8 @@ class Quotes(Hidden):
   """Passages of the text with a name each; some are to be repeated.
 
   Attributes:
-    facts: the most passages.
-    longest: tokens of the longest passage.
+    facts: Largest number of passages.
+    longest: Tokens of the longest passage.
   """
 
   longest: int = 160
@@ -294,33 +294,34 @@ class Quotes(Hidden):
   def _groups(
     self, rng: np.random.Generator, count: int
   ) -> list[tuple[list[str], list[Part]]]:
-    found = []
+    groups = []
     for name in self._names(rng, count):
-      most = int(rng.integers(self.longest // 4, self.longest + 1))
+      longest = int(rng.integers(self.longest // 4, self.longest + 1))
       text = ""
       for line in self.filler.lines(rng):
         # A line alone may be too long.
-        line = line[-most:]
-        if text and len(self._ids(text + line)) > most:
+        line = line[-longest:]
+        if text and len(self._ids(text + line)) > longest:
           break
         text += line
       passage = PASSAGE.format(name=name, text=text)
       question = PASSAGE_QUESTION.format(name=name)
       parts = self._answered((question, TEXT), (text, RECALLED))
-      found.append(([passage], parts))
-    return found
+      groups.append(([passage], parts))
+    return groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Records(Recall):
   """Records after the same preamble and with the same fields each.
 
-  As prompts of a template: the preamble, some lines of the text, stands before
-  each record. Then comes text, and some of the records again, in another order.
+  As in prompts of a template, the preamble, some lines of the text, stands
+  before each record. Then comes text, and some of the records again, in another
+  order.
 
   Attributes:
-    fields: the most fields of a record.
-    preamble: tokens of the longest preamble.
+    fields: Largest number of fields of a record.
+    preamble: Tokens of the longest preamble.
   """
 
   fields: int = 4
@@ -341,10 +342,12 @@ class Records(Recall):
     fields: dict[str, None] = {}
     for _ in range(int(rng.integers(1, self.fields + 1))):
       fields.setdefault(next(words))
-    least = min(40, self.preamble - 1)
-    preamble = joined(self._lines(rng, int(rng.integers(least, self.preamble))))
+    shortest = min(40, self.preamble - 1)
+    preamble = joined(
+      self._lines(rng, int(rng.integers(shortest, self.preamble)))
+    )
     records: list[tuple[list[str], list[str]]] = []
-    # No more than these have room.
+    # More records than these have no room.
     for name in self._names(rng, max(1, room // 160)):
       values = [
         next(words) if rng.random() < _WORDS else number_of(rng) for _ in fields
@@ -357,15 +360,15 @@ class Records(Recall):
         break
       room -= 2 * size
       records.append((keys, values))
-    first, again = [], []
+    first, repeated = [], []
     for i in rng.permutation(len(records)):
       record = [(preamble, TEXT)]
       for key, value in zip(*records[i], strict=True):
         record += [(self._ids(key), TEXT), (self._ids(value), RECALLED)]
-      again += [*record, (self._ids("\n"), TEXT)]
+      repeated += [*record, (self._ids("\n"), TEXT)]
     for keys, values in records:
       record = "".join(
         part for pair in zip(keys, values, strict=True) for part in pair
       )
       first += [(preamble, TEXT), (self._ids(f"{record}\n"), TEXT)]
-    return [*first, (joined(self._lines(rng, room)), TEXT), *again]
+    return [*first, (joined(self._lines(rng, room)), TEXT), *repeated]

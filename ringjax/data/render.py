@@ -1,10 +1,10 @@
 """Renders chat templates with Jinja, in a sandbox.
 
-Guarantees: a template gives what it gives in transformers, or an error. It can
-read the values that it is passed and write text; it loads no file, calls
-nothing of Python, and changes no value. It can still run long and grow large:
+Guarantees: a template gives the text of transformers, or an error. It can
+read the values that it is passed and write text; it loads no file, calls no
+Python functions, and changes no value. It can still run long and grow large:
 therefore this file imports the standard library and jinja2 only, so that a
-process of its own, with limits, can run it (chat.py).
+separate process, with limits, can run it (chat.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 OUTPUT_CHARS = 4_000_000
 _RANGE = 10_000
-# Templates that are kept compiled.
+# Number of templates that are kept compiled.
 _TEMPLATES = 16
 
 
@@ -26,14 +26,15 @@ def render(
   """Renders a template once for each set of variables.
 
   Args:
-    source: the template.
-    variants: sets of variables.
-    now: the time that the template may write, in ISO form.
-    room: the most characters that it may write.
+    source: Source of the template.
+    variants: Sets of variables.
+    now: Time that the template may write, in ISO form.
+    room: Largest number of characters that it may write.
 
   Returns:
-    "texts", one for each variant: a str, or {"error": why}; "literals": the
-    texts in the template itself. Or only "error": `source` is no template.
+    "texts", one per variant: a str, or {"error": reason}; "literals": the
+    texts in the template itself. Or only "error", if `source` is not a
+    template.
   """
   import jinja2
 
@@ -56,7 +57,7 @@ def render(
 
 @functools.lru_cache(_TEMPLATES)
 def _compiled(source: str) -> tuple[Any, list[str]]:
-  """A template, and the texts in it."""
+  """A compiled template, and the texts in it."""
   environment = _environment()
   return environment.from_string(source), _literals(environment, source)
 
@@ -82,10 +83,10 @@ def _literals(environment: Any, source: str) -> list[str]:
   from jinja2 import nodes
 
   tree = environment.parse(source)
-  found = {node.data for node in tree.find_all(nodes.TemplateData)}
+  literals = {node.data for node in tree.find_all(nodes.TemplateData)}
   consts = (node.value for node in tree.find_all(nodes.Const))
-  found |= {value for value in consts if isinstance(value, str)}
-  return sorted(found)
+  literals |= {value for value in consts if isinstance(value, str)}
+  return sorted(literals)
 
 
 @functools.cache
@@ -95,7 +96,7 @@ def _environment() -> Any:
   from jinja2.sandbox import ImmutableSandboxedEnvironment
 
   class Generation(jinja2.ext.Extension):
-    """{% generation %}: marks what an assistant wrote; here it only writes."""
+    """{% generation %}: marks the text of an assistant; here it only writes."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -123,19 +124,19 @@ def _environment() -> Any:
     )
 
   def short_range(*args: int) -> range:
-    found = range(*args)
-    if len(found) > _RANGE:
+    numbers = range(*args)
+    if len(numbers) > _RANGE:
       raise OverflowError(f"a range of more than {_RANGE}")
-    return found
+    return numbers
 
   class SafeNamespace(jinja2.utils.Namespace):
-    """A namespace without names that Python keeps to itself."""
+    """A namespace without names that start with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-      own, values = args[0], dict(*args[1:], **kwargs)
+      namespace, values = args[0], dict(*args[1:], **kwargs)
       for name in values:
         SafeNamespace._check(name)
-      jinja2.utils.Namespace.__init__(own, values)
+      jinja2.utils.Namespace.__init__(namespace, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
       SafeNamespace._check(name)
@@ -157,9 +158,9 @@ def _environment() -> Any:
   environment.filters["tojson"] = tojson
   for name in ("lipsum", "cycler", "joiner"):
     del environment.globals[name]
-  known: dict[str, Any] = environment.globals
-  known["range"] = short_range
-  known["dict"] = table
-  known["namespace"] = SafeNamespace
-  known["raise_exception"] = raise_exception
+  variables: dict[str, Any] = environment.globals
+  variables["range"] = short_range
+  variables["dict"] = table
+  variables["namespace"] = SafeNamespace
+  variables["raise_exception"] = raise_exception
   return environment

@@ -1,8 +1,8 @@
 """Special tokens, and where they are in a text that is trusted.
 
 Guarantees: `split` cuts a text as the tokenizers library does: at the leftmost
-and then longest token; a token that strips takes the white space beside it
-along. It is only called with text that may hold such tokens (a template, a
+and then longest token; a token that strips includes the white space next to it.
+It is only called with text that may contain such tokens (a template, a
 caller's own text with `special=True`), never with a user's text.
 """
 
@@ -26,12 +26,12 @@ TokenIds = Int[Array | np.ndarray, " _"] | Sequence[int | np.integer]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecialToken:
-  """A token that steers a model; no plain text is encoded as it.
+  """A token that steers a model; plain text is never encoded as it.
 
   Attributes:
-    text: as it is written.
-    id: its number.
-    lstrip, rstrip: whether it takes white space before it, after it, along.
+    text: Text of the token.
+    id: Id of the token.
+    lstrip, rstrip: Whether it includes white space before it, after it.
   """
 
   text: str
@@ -44,7 +44,7 @@ class Specials:
   """The special tokens of one tokenizer."""
 
   def __init__(self, tokens: Iterable[SpecialToken]):
-    # White space alone cannot be told from a text's own: it is never special.
+    # A token of white space only would match plain text: it is never special.
     self.by_text = {t.text: t for t in tokens if t.text.strip()}
     self.ids = frozenset(t.id for t in self.by_text.values())
 
@@ -57,21 +57,21 @@ class Specials:
     """The text between special tokens, and their ids; no text is empty."""
     parts: list[str | int] = []
     start, strip = 0, False
-    for found in self.pattern.finditer(text):
-      token = self.by_text[found.group()]
-      before = text[start : found.start()]
-      before = before.lstrip() if strip else before
-      before = before.rstrip() if token.lstrip else before
-      parts += [before, token.id] if before else [token.id]
-      start, strip = found.end(), token.rstrip
-    rest = text[start:].lstrip() if strip else text[start:]
-    return [*parts, rest] if rest else parts
+    for match in self.pattern.finditer(text):
+      token = self.by_text[match.group()]
+      text_before = text[start : match.start()]
+      text_before = text_before.lstrip() if strip else text_before
+      text_before = text_before.rstrip() if token.lstrip else text_before
+      parts += [text_before, token.id] if text_before else [token.id]
+      start, strip = match.end(), token.rstrip
+    text_after = text[start:].lstrip() if strip else text[start:]
+    return [*parts, text_after] if text_after else parts
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
   """Matches the leftmost and then longest of some texts; without any, nothing.
 
-  White space alone does not count.
+  Texts of white space only do not count.
   """
   longest_first = sorted({t for t in texts if t.strip()}, key=lambda t: -len(t))
   return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -108,9 +108,9 @@ def as_ids(name: str, ids: object) -> list[int]:
       "decode the rows of a batch one by one",
     )
   flat = flat.reshape(-1)
-  wrong = (flat < 0) | (flat >= _INT32)
-  if wrong.any():
-    at = int(np.argmax(wrong))
+  out_of_range = (flat < 0) | (flat >= _INT32)
+  if out_of_range.any():
+    at = int(np.argmax(out_of_range))
     raise PromptError(
       name,
       f"id {int(flat[at])} at position {at}",
@@ -121,5 +121,5 @@ def as_ids(name: str, ids: object) -> list[int]:
 
 
 def joined(parts: Sequence[Int[np.ndarray, " ..."]]) -> np.ndarray:
-  """Rows of ids after each other, int32."""
+  """Concatenated rows of ids, int32."""
   return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)

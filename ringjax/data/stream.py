@@ -1,14 +1,14 @@
 """Incremental decoding: the text of tokens that come one by one.
 
-Guarantees: the pieces that `feed` and `flush` return, joined, are `decode` of
-all ids, however they are cut into feeds; each piece is returned as soon as no
+Guarantees: the texts that `feed` and `flush` return, joined, are `decode` of
+all ids, however they are cut into feeds; each text is returned as soon as no
 later token can change it. Characters whose bytes are in several tokens are held
-until they are complete; bytes that are no UTF-8 become U+FFFD.
+until they are complete; bytes that are not UTF-8 become U+FFFD.
 Cost: one look-up a token, or two decodes of a few tokens.
 
 In most vocabularies a token *is* a string of bytes, and the text is their UTF-8
 (`piece`). In others (WordPiece, Metaspace) the text of a token depends on the
-one before: there the stream decodes again from that one on.
+one before: there the stream decodes from that one on again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 
 from ringjax.data.special_tokens import TokenIds, as_ids
 
-# An id without a token, or a byte that is no part of a character.
+# An id without a token, or a byte that is not part of a character.
 UNKNOWN = "\ufffd"
-# The longest character has 4 bytes: so many tokens may be incomplete.
+# The longest character has 4 bytes, so up to 4 tokens may be incomplete.
 _WAIT = 4
 
 
@@ -42,7 +42,7 @@ class Decodes(Protocol):
     ...
 
   def is_special(self, token_id: int) -> bool:
-    """Whether the token is a control token and no text."""
+    """Whether the token is a control token and not text."""
     ...
 
   def window(self, ids: Sequence[int]) -> str:
@@ -65,8 +65,8 @@ class Stream:
   """An incremental decoder of tokens.
 
   Args:
-    tokenizer: that made the tokens.
-    special: whether the texts of special tokens appear. By default they are
+    tokenizer: Tokenizer that made the tokens.
+    special: Whether the texts of special tokens appear. By default they are
       left out, as by `tokenizer.decode`.
   """
 
@@ -75,25 +75,25 @@ class Stream:
     self._special = special
     self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     self._at_start = True
-    # If tokens depend on others: those whose text was returned, and those
+    # If tokens depend on others: tokens whose text was returned, and tokens
     # whose text was not.
     self._context: list[int] = []
     self._pending: list[int] = []
 
   def copy(self) -> Stream:
-    """A stream that goes on from here by itself."""
-    made = copy.copy(self)
-    made._utf8, made._pending = copy.copy(self._utf8), [*self._pending]
-    return made
+    """A stream with the same state, which continues independently."""
+    stream = copy.copy(self)
+    stream._utf8, stream._pending = copy.copy(self._utf8), [*self._pending]
+    return stream
 
   def feed(self, ids: TokenIds | int | np.integer) -> str:
     """The text that these ids complete; may be empty.
 
     Args:
-      ids: one id, or a row of them.
+      ids: One id, or a row of them.
 
     Raises:
-      PromptError, InputTypeError: not token ids.
+      PromptError, InputTypeError: If they are not token ids.
     """
     row = as_ids("ids", ids)
     if not self._special:
@@ -134,6 +134,6 @@ class Stream:
     return text
 
   def _new_text(self) -> str:
-    before = self._tokenizer.window(self._context)
-    after = self._tokenizer.window(self._context + self._pending)
-    return after[len(before) :]
+    context_text = self._tokenizer.window(self._context)
+    whole_text = self._tokenizer.window(self._context + self._pending)
+    return whole_text[len(context_text) :]

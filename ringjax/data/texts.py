@@ -2,8 +2,8 @@
 
 Guarantees: texts come in a fixed order, files by name, and one at a time. An
 error names the file and line of a bad text; it ends the reading, or is passed
-to `on_bad` and the text is left out. No file and no line is read beyond its
-limit.
+to `on_bad` and the text is left out. Files and lines are not read beyond their
+limits.
 """
 
 from __future__ import annotations
@@ -29,78 +29,78 @@ OnBad = Callable[[str], None]
 
 
 def find(folder: Path, pattern: str = "**/*.txt") -> list[pathlib.Path]:
-  """The files of a folder, by name.
+  """Finds the files of a folder, sorted by name.
 
   Args:
-    folder: where to look.
-    pattern: of `pathlib.Path.glob`; ** stands for any folders.
+    folder: Folder to look in.
+    pattern: Pattern of `pathlib.Path.glob`; ** stands for any folders.
 
   Raises:
-    DataError: there are none.
+    DataError: If no file matches.
   """
-  found = sorted(p for p in pathlib.Path(folder).glob(pattern) if p.is_file())
-  if not found:
+  paths = sorted(p for p in pathlib.Path(folder).glob(pattern) if p.is_file())
+  if not paths:
     raise DataError(
       "folder",
       f"{folder}, without a file {pattern}",
       "files of text",
       "pass another folder or pattern",
     )
-  return found
+  return paths
 
 
 def from_files(
   paths: Iterable[Path], *, on_bad: OnBad | None = None
 ) -> Iterator[str]:
-  """The text of each file, in UTF-8.
+  """Reads the text of each file, in UTF-8.
 
   Args:
-    paths: the files, each of at most `FILE_BYTES`.
-    on_bad: called with the error of a bad file, which is then left out.
+    paths: Paths of the files, each of at most `FILE_BYTES`.
+    on_bad: Called with the error of a bad file, which is then left out.
 
   Raises:
-    DataError: a file is bad, and there is no `on_bad`.
-    OSError: a file cannot be read.
+    DataError: If a file is bad, and there is no `on_bad`.
+    OSError: If a file cannot be read.
   """
   for path in paths:
     with open(path, "rb") as file:
       data = file.read(FILE_BYTES + 1)
-    with _reported(on_bad) as found:
+    with _reported(on_bad) as texts:
       if len(data) > FILE_BYTES:
         raise _fault(str(path), f"over {FILE_BYTES} bytes", "a smaller file")
-      found.append(_decoded(str(path), data))
-    yield from found
+      texts.append(_decoded(str(path), data))
+    yield from texts
 
 
 def from_jsonl(
   paths: Iterable[Path], *, field: str = "text", on_bad: OnBad | None = None
 ) -> Iterator[str]:
-  """The text of each line of files of JSON objects; blank lines are skipped.
+  """Reads the text of each line of JSON-lines files; blank lines are skipped.
 
   Args:
-    paths: the files; a line has at most `LINE_BYTES`.
-    field: the name of the text in its object.
-    on_bad: called with the error of a bad line, which is then left out.
+    paths: Paths of the files; a line has at most `LINE_BYTES`.
+    field: Name of the text in its object.
+    on_bad: Called with the error of a bad line, which is then left out.
 
   Raises:
-    DataError: a line is bad, and there is no `on_bad`.
-    OSError: a file cannot be read.
+    DataError: If a line is bad, and there is no `on_bad`.
+    OSError: If a file cannot be read.
   """
   for path in paths:
     with open(path, "rb") as file:
       number = 0
       while line := file.readline(LINE_BYTES + 1):
         number += 1
-        where = f"{path}:{number}"
-        with _reported(on_bad) as found:
+        place = f"{path}:{number}"
+        with _reported(on_bad) as texts:
           if len(line) > LINE_BYTES:
             # Skips the rest of the line.
             while line and not line.endswith(b"\n"):
               line = file.readline(LINE_BYTES)
-            raise _fault(where, f"over {LINE_BYTES} bytes", "a shorter line")
+            raise _fault(place, f"over {LINE_BYTES} bytes", "a shorter line")
           if line.strip():
-            found.append(_text_of(where, line, field))
-        yield from found
+            texts.append(_text_of(place, line, field))
+        yield from texts
 
 
 def build(
@@ -110,17 +110,17 @@ def build(
   *,
   progress: Callable[[int, int], None] | None = None,
 ) -> None:
-  """Writes the corpus of texts, each followed by the id that ends a text.
+  """Writes a corpus of texts, each followed by the id that ends a text.
 
   Args:
-    path: the file to write.
-    texts: the documents. They never become special tokens.
-    tokenizer: a `Tokenizer` or `Bytes`; if its model was trained with an id
+    path: Path of the file to write.
+    texts: Documents. They never become special tokens.
+    tokenizer: A `Tokenizer` or `Bytes`; if its model was trained with an id
       that begins a text, that comes first.
-    progress: called with documents and tokens so far, after each document.
+    progress: Called with documents and tokens so far, after each document.
 
   Raises:
-    DataError: the tokenizer has no id that ends a text, or there is no text.
+    DataError: If the tokenizer has no id that ends a text, or there is no text.
   """
   if not tokenizer.eos_ids:
     raise DataError(
@@ -144,23 +144,23 @@ def build(
 
 def _text_of(where: str, line: bytes, field: str) -> str:
   try:
-    found = json.loads(_decoded(where, line))
+    content = json.loads(_decoded(where, line))
   except (json.JSONDecodeError, RecursionError) as error:
     raise _fault(where, f"no JSON: {error}", "an object a line") from None
-  if not isinstance(found, dict) or not isinstance(found.get(field), str):
-    what = type(found).__name__
-    if isinstance(found, dict):
-      what = f"an object with {field!r} of {type(found.get(field)).__name__}"
-    raise _fault(where, what, f"an object with a text {field!r}")
+  if not isinstance(content, dict) or not isinstance(content.get(field), str):
+    kind = type(content).__name__
+    if isinstance(content, dict):
+      kind = f"an object with {field!r} of {type(content.get(field)).__name__}"
+    raise _fault(where, kind, f"an object with a text {field!r}")
   try:
-    return as_text(field, found[field])
+    return as_text(field, content[field])
   except PromptError as error:
     raise _fault(where, str(error), "text that has a UTF-8 form") from None
 
 
 def _decoded(where: str, data: bytes) -> str:
   try:
-    # Without the byte order mark of some editors.
+    # utf-8-sig drops the byte order mark of some editors.
     return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise _fault(where, f"no UTF-8 at byte {error.start}", "UTF-8") from None

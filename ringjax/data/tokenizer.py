@@ -1,21 +1,21 @@
 """Tokenizers from the tokenizer.json of a Hugging Face folder.
 
 Guarantees: `encode` gives the ids that the tokenizers library gives for the
-whole text, and never, whatever the text says, the id of a special token: those
-come only from `special=True`, `bos=True` and chat templates. (The id for
-"unknown" may come: it steers nothing.) `decode` is the library's text, except
-that bytes which are no UTF-8 become U+FFFD one by one. An id without a token is
-U+FFFD.
+whole text, and never, whatever the text contains, the id of a special token:
+those come only from `special=True`, `bos=True` and chat templates. (The id for
+"unknown" may come: it steers nothing.) `decode` gives the library's text,
+except that bytes that are not UTF-8 become U+FFFD one by one. An id without a
+token is U+FFFD.
 
-Long texts are encoded in pieces, in parallel. A text is cut only where the ids
-of both sides, encoded apart, are the ids of the text around the cut, encoded as
-one: checked with 256 characters on either side. Where no such place is found
-(one word of megabytes) the piece grows to 4 million characters; beyond that it
-is refused.
+Long texts are encoded in parts, in parallel. A text is cut only where the ids
+of both sides, encoded separately, are the ids of the text around the cut,
+encoded as one: checked with 256 characters on either side. Where no such place
+is found (one word of megabytes) the part grows to 4 million characters; longer
+ones are refused.
 
-The files are untrusted: each has a size limit, what the library does not accept
-is a `TokenizerError`, and with `untrusted=True` another process, with limits,
-tries the file first.
+The files are untrusted: each has a size limit, a file that the library does not
+accept is a `TokenizerError`, and with `untrusted=True` another process, with
+limits, tries the file first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_TOKENS = 1 << 24
 _LOOK = 256
 _TRIES = 32
 _BATCH = 16
-# How many times longer its steps may make a text.
+# Factor by which a tokenizer's steps may lengthen a text.
 _GROWTH = 1000
 
 # An untrusted file is first read and used by this, in a process with limits.
@@ -87,19 +87,19 @@ class Tokenizer:
   """Encodes and decodes text by a tokenizer.json; `load` makes it.
 
   Attributes:
-    name: the folder's name.
-    vocab_size: one more than the highest id.
-    bos_id: the id that begins a text, or None.
-    eos_ids: the ids at which a model stops; they may be none.
-    pad_id: the id that fills up, or None.
-    adds_bos: whether the model was trained with `bos_id` before each text.
-    specials: the special tokens.
-    added: texts of tokens that are found in a text as special ones are, but
-      are none: runs of spaces, <think>.
-    special_names: texts of special tokens, by names that templates use.
-    chat_template: the folder's Jinja source, or None.
-    by_bytes: whether a token has the same bytes whatever is beside it.
-    lead: what is removed from the start of a decoded text.
+    name: Name of the folder.
+    vocab_size: Highest id plus one.
+    bos_id: Id that begins a text, or None.
+    eos_ids: Ids at which a model stops, possibly none.
+    pad_id: Id of padding, or None.
+    adds_bos: Whether the model was trained with `bos_id` before each text.
+    specials: Special tokens.
+    added: Texts of tokens that are matched in a text as special ones are, but
+      are ordinary tokens: runs of spaces, <think>.
+    special_names: Texts of special tokens, by names that templates use.
+    chat_template: Jinja source of the folder, or None.
+    by_bytes: Whether a token has the same bytes whatever its neighbours.
+    lead: Text that is removed from the start of a decoded text.
   """
 
   def __init__(
@@ -137,12 +137,12 @@ class Tokenizer:
     self._piece = _piece_reader(engine)
     self.by_bytes = self._piece is not None
     self.lead = "" if self._piece is None else self._piece.lead
-    # A token that no text contains: behind it the library encodes as behind
+    # A token that no text contains: after it the library encodes as after
     # any special token, not as at the start of a text.
     self._marked = engine
     if engine.get_vocab_size() < self.vocab_size:
       # A new token gets the number of tokens as its id, which with gaps may
-      # be another's: that one could not be decoded any more.
+      # be another token's: that one could not be decoded any more.
       self._marked = make()
       _make_plain(self._marked)
       _specials(self._marked, settings)
@@ -160,15 +160,16 @@ class Tokenizer:
     """Reads the tokenizer of a model's folder.
 
     Args:
-      folder: holds tokenizer.json and, as far as there are any,
-        tokenizer_config.json, special_tokens_map.json, generation_config.json,
-        config.json and chat_template.jinja; a GGUF file; or the name of a model
-        that `python -m launch.fetch` has brought.
-      untrusted: whether a process of its own, with 2 GB and 20 s, tries the
+      folder: Folder that holds tokenizer.json and, if present,
+        tokenizer_config.json, special_tokens_map.json,
+        generation_config.json, config.json and chat_template.jinja; a GGUF
+        file; or the name of a model that `python -m launch.fetch` has
+        downloaded.
+      untrusted: Whether a separate process, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
 
     Raises:
-      TokenizerError: a file is missing, too large, or not what it should be.
+      TokenizerError: If a file is missing, too large, or malformed.
     """
     folder = fetched_models.resolve(folder, "folder")
     path = pathlib.Path(folder).expanduser()
@@ -213,27 +214,27 @@ class Tokenizer:
     progress: Callable[[int, int], None] | None = None,
     enough: int | None = None,
   ) -> np.ndarray:
-    """The ids of a text.
+    """Encodes a text.
 
     Args:
-      text: any text that has a UTF-8 form.
-      special: whether texts of special tokens in it become those tokens. Only
+      text: Any text that has a UTF-8 form.
+      special: Whether texts of special tokens in it become those tokens. Only
         for text that no user wrote; otherwise they are text like any other.
-      bos: whether `bos_id` comes first; `adds_bos` says if the model was
+      bos: Whether `bos_id` comes first; `adds_bos` says if the model was
         trained so.
-      progress: called with characters done and characters in all; what it
-        raises ends the encoding.
-      enough: ids behind which the rest of the text need not be encoded: of a
-        text with more, some of the last ones may be missing, but more than
-        `enough` come. None for all.
+      progress: Function that is called with characters done and characters in
+        all; an exception in it ends the encoding.
+      enough: Number of ids after which the text need not be encoded further: of
+        a longer text the last ids may be missing, but more than `enough` are
+        returned. None for all.
 
     Returns:
-      int32 [T].
+      Token ids, int32 [T].
 
     Raises:
-      PromptError, InputTypeError: not a str, one with a lone surrogate, or a
-        word without end.
-      TokenizerError: the tokenizer fails on this text, or has no `bos_id`.
+      PromptError, InputTypeError: If it is not a str, has a lone surrogate, or
+        a word that is too long.
+      TokenizerError: If the tokenizer fails on this text, or has no `bos_id`.
     """
     text = as_text("text", text)
     if bos and self.bos_id is None:
@@ -244,63 +245,63 @@ class Tokenizer:
         "pass bos=tokenizer.adds_bos",
       )
     if special:
-      rest = self.encode_parts(self.specials.split(text), enough=enough)
+      ids = self.encode_parts(self.specials.split(text), enough=enough)
       if progress is not None:
         progress(len(text), len(text))
     else:
-      rest = self._encode(text, self._ids, progress, enough)
-    return joined([np.array([self.bos_id]), rest]) if bos else rest
+      ids = self._encode(text, self._ids, progress, enough)
+    return joined([np.array([self.bos_id]), ids]) if bos else ids
 
   def encode_parts(
     self, parts: Sequence[str | int], *, enough: int | None = None
   ) -> np.ndarray:
-    """The ids of texts, and ids as they are, as one row.
+    """Encodes a sequence of texts and ids as one row.
 
     Args:
-      parts: texts, in which nothing is special, and ids, which are taken as
+      parts: Texts, in which nothing is special, and ids, which are taken as
         they are.
-      enough: see `encode`.
+      enough: See `encode`.
 
     Returns:
-      int32 [T].
+      Token ids, int32 [T].
 
     Raises:
-      PromptError, TokenizerError: as `encode`.
+      PromptError, TokenizerError: See `encode`.
     """
-    rows, left = [], enough
+    rows, ids_left = [], enough
     for i, part in enumerate(parts):
       if isinstance(part, str):
         part = as_text(f"parts[{i}]", part)
         start = self._ids if i == 0 else self._more
-        rows.append(self._encode(part, start, enough=left))
+        rows.append(self._encode(part, start, enough=ids_left))
       else:
         rows.append(np.array([part], np.int32))
-      if left is not None:
-        left -= rows[-1].size
-        if left < 0:
+      if ids_left is not None:
+        ids_left -= rows[-1].size
+        if ids_left < 0:
           break
     return joined(rows)
 
   def decode(self, ids: TokenIds, *, special: bool = False) -> str:
-    """The text of ids.
+    """Decodes ids into text.
 
     Args:
-      ids: a row of ids, as a list or an array; any id from 0 to 2^31 - 1.
-      special: whether the texts of special tokens appear.
+      ids: A row of ids, as a list or an array; any id from 0 to 2^31 - 1.
+      special: Whether the texts of special tokens appear.
 
     Raises:
-      PromptError, InputTypeError: not token ids.
+      PromptError, InputTypeError: If they are not token ids.
     """
     return stream.decode(self, ids, special=special)
 
   def piece(self, token_id: int) -> bytes:
-    """The bytes of one token; only where `by_bytes`."""
+    """The bytes of one token; only for tokenizers that are `by_bytes`."""
     if self._piece is None:
       raise fault("piece", "tokens that depend on neighbours", "by_bytes")
     return self._piece(token_id)
 
   def is_special(self, token_id: int) -> bool:
-    """Whether the token steers the model and is no text."""
+    """Whether the token steers the model and is not text."""
     return token_id in self.specials.ids
 
   def window(self, ids: Sequence[int]) -> str:
@@ -309,8 +310,8 @@ class Tokenizer:
       data = b"".join(map(self._piece, ids))
       return data.decode("utf-8", "replace").removeprefix(self.lead)
     engine, text = self._engine, ""
-    known = lambda i: i < self.vocab_size and bool(engine.id_to_token(i))
-    for is_known, group in itertools.groupby(ids, known):
+    has_token = lambda i: i < self.vocab_size and bool(engine.id_to_token(i))
+    for is_known, group in itertools.groupby(ids, has_token):
       row = list(group)
       if is_known:
         text += _guard("ids", engine.decode, row, skip_special_tokens=False)
@@ -327,21 +328,23 @@ class Tokenizer:
   ) -> np.ndarray:
     """Ids of a text; `start` encodes its beginning."""
     rows, batch, total = [], [], len(text)
-    # Not many more than it takes.
-    most = _BATCH if enough is None else min(_BATCH, 1 + 8 * enough // _PIECE)
+    # Not many more parts than `enough` needs.
+    batch_size = (
+      _BATCH if enough is None else min(_BATCH, 1 + 8 * enough // _PIECE)
+    )
     for begin, end in self._cuts(text):
       if begin == 0:
         rows.append(start(text[:end]))
       else:
         batch.append((begin, end))
-      if batch and (len(batch) >= most or end == total):
+      if batch and (len(batch) >= batch_size or end == total):
         rows += self._ids_of_pieces(text, batch)
         batch = []
-      # Respelled, they are not fewer.
-      done = enough is not None and sum(map(len, rows)) > enough
+      # Respelling special tokens never shortens the row.
+      has_enough = enough is not None and sum(map(len, rows)) > enough
       if progress is not None and not batch:
         progress(end, total)
-      if done:
+      if has_enough:
         break
     ids = joined([np.asarray(row, np.int32) for row in rows])
     return self._without_special(ids)
@@ -351,7 +354,7 @@ class Tokenizer:
     return _encoded(self._engine, text)
 
   def _more(self, text: str) -> list[int]:
-    """The library's ids of a text behind a special token."""
+    """The library's ids of a text after a special token."""
     ids = _encoded(self._marked, self._mark + text)
     if ids[:1] != [self._mark_id]:
       raise fault("tokenizer.json", "one that alters added tokens", "plain")
@@ -360,7 +363,7 @@ class Tokenizer:
   def _ids_of_pieces(
     self, text: str, pieces: list[tuple[int, int]]
   ) -> list[list[int]]:
-    """Ids of pieces that `_cuts` found, which are behind others."""
+    """Ids of parts that `_cuts` found, which follow others."""
     rows = _guard(
       "text",
       self._engine.encode_batch_fast,
@@ -373,7 +376,7 @@ class Tokenizer:
     ]
 
   def _cuts(self, text: str) -> Iterator[tuple[int, int]]:
-    """Pieces of a text, which is one piece if it is short."""
+    """Ranges of a text's parts; one range if it is short."""
     begin, total = 0, len(text)
     while total - begin > 2 * _PIECE:
       end = self._cut(text, begin)
@@ -387,8 +390,8 @@ class Tokenizer:
     while low - begin < _LONGEST_PIECE:
       high = low + _PIECE
       for places in _PLACES:
-        found = places.finditer(text, low, high)
-        for _, match in zip(range(_TRIES), found, strict=False):
+        matches = places.finditer(text, low, high)
+        for _, match in zip(range(_TRIES), matches, strict=False):
           if self._may_cut(text, match.end()):
             return match.end()
       if len(text) <= high:
@@ -403,21 +406,23 @@ class Tokenizer:
 
   def _may_cut(self, text: str, at: int) -> bool:
     """Whether ids on both sides of a cut are those of the uncut text."""
-    left, right = text[at - _LOOK : at], text[at : at + _LOOK]
-    before = self._ids(text[at - 1])
-    after = self._ids(text[at - 1] + right)
-    if after[: len(before)] != before:
+    head, tail = text[at - _LOOK : at], text[at : at + _LOOK]
+    character_ids = self._ids(text[at - 1])
+    tail_ids = self._ids(text[at - 1] + tail)
+    if tail_ids[: len(character_ids)] != character_ids:
       return False
-    return self._ids(left + right) == self._ids(left) + after[len(before) :]
+    return (
+      self._ids(head + tail) == self._ids(head) + tail_ids[len(character_ids) :]
+    )
 
   def _without_special(self, ids: np.ndarray) -> np.ndarray:
-    """The same text in other tokens where it was encoded as a special one."""
-    # Ids are looked up in a table; none can be beyond its end.
-    wrong = np.flatnonzero(self._forbidden[ids])
-    if not wrong.size:
+    """Respells special tokens that the library found in a text."""
+    # Ids are looked up in a table, which covers all of them.
+    special_at = np.flatnonzero(self._forbidden[ids])
+    if not special_at.size:
       return ids
     rows, begin = [], 0
-    for at in wrong.tolist():
+    for at in special_at.tolist():
       rows += [ids[begin:at], self._respelled(int(ids[at]))]
       begin = at + 1
     return joined([*rows, ids[begin:]])
@@ -431,26 +436,26 @@ class Tokenizer:
         head, tail = best[begin], self._spelled(word, begin, end)
         if head is None or tail is None:
           continue
-        here = best[end]
-        if here is None or len(head) + len(tail) < len(here):
+        shortest = best[end]
+        if shortest is None or len(head) + len(tail) < len(shortest):
           best[end] = head + tail
-    found = best[-1]
-    if found is None:
+    spelled = best[-1]
+    if spelled is None:
       raise PromptError(
         "text",
         f"the text of special token {token_id}, which is one word here",
         "text that this tokenizer can spell without special tokens",
         "take it out of the text",
       )
-    return np.array(found, np.int32)
+    return np.array(spelled, np.int32)
 
   def _spelled(self, word: str, begin: int, end: int) -> list[int] | None:
     part = word[begin:end]
-    # A vocabulary of words writes ## before what goes on.
+    # WordPiece vocabularies write ## before the continuation of a word.
     for text in (part, f"##{part}") if begin else (part,):
-      found = self._engine.token_to_id(text)
-      if found is not None and not self._forbidden[found]:
-        return [found]
+      token_id = self._engine.token_to_id(text)
+      if token_id is not None and not self._forbidden[token_id]:
+        return [token_id]
     if len(part) > 1:
       return None
     names = [f"<0x{byte:02X}>" for byte in part.encode("utf-8")]
@@ -460,7 +465,7 @@ class Tokenizer:
     return ids
 
 
-# Where a text is cut, the best first: after a line that is followed by a word,
+# Places to cut a text, the best first: after a line that is followed by a word,
 # then before a space between words, then between lines of any kind.
 _PLACES = tuple(
   re.compile(p)
@@ -470,14 +475,14 @@ _PLACES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class _PieceReader:
-  """The bytes of a token, where they do not depend on its neighbours.
+  """Bytes of a token, for tokenizers where neighbours don't matter.
 
   Attributes:
-    engine: the library's tokenizer.
-    byte_level: whether each character of a token stands for a byte.
-    replaced: what is replaced in a token, in order, and by what.
-    byte_fallback: whether <0x0A> stands for a byte.
-    lead: what is removed from the start of a decoded text.
+    engine: Tokenizer of the library.
+    byte_level: Whether each character of a token stands for a byte.
+    replaced: Replacements (old, new) in a token, in order.
+    byte_fallback: Whether <0x0A> stands for a byte.
+    lead: Text that is removed from the start of a decoded text.
   """
 
   engine: Any
@@ -506,7 +511,7 @@ class _PieceReader:
 
 
 def _piece_reader(engine: Any) -> _PieceReader | None:
-  """By the decoder of a tokenizer; None for one that looks at neighbours."""
+  """The reader for a tokenizer's decoder; None if it looks at neighbours."""
   steps = _parts(engine.decoder, "decoders")
   kinds = [step.get("type") for step in steps]
   if kinds == ["ByteLevel"]:
@@ -522,11 +527,11 @@ def _piece_reader(engine: Any) -> _PieceReader | None:
     elif step["type"] != "ByteFallback":
       return None
   strips = steps[fuse + 1 :]
-  sound = all(
+  valid = all(
     step["type"] == "Strip" and not step["stop"] and step["start"] == 1
     for step in strips
   )
-  if not sound or len(strips) > 1:
+  if not valid or len(strips) > 1:
     return None
   return _PieceReader(
     engine,
@@ -545,7 +550,7 @@ def _encoded(engine: Any, text: str) -> list[int]:
 
 
 def _specials(engine: Any, settings: TokenizerConfig) -> Specials:
-  """The special tokens; the library is told those that the side files add."""
+  """The special tokens; adds those of the side files to the library's."""
   for token_id, token in settings.added():
     text = text_of(token)
     if text is None:
@@ -560,11 +565,11 @@ def _specials(engine: Any, settings: TokenizerConfig) -> Specials:
         "files that agree",
       )
   added = engine.get_added_tokens_decoder()
-  known = {token.content for token in added.values() if token.special}
+  special_texts = {token.content for token in added.values() if token.special}
   for text in settings.texts():
-    if text not in known and engine.token_to_id(text) is not None:
+    if text not in special_texts and engine.token_to_id(text) is not None:
       _add(engine, text, special=True)
-      known.add(text)
+      special_texts.add(text)
   return Specials(
     SpecialToken(
       text=token.content, id=i, lstrip=token.lstrip, rstrip=token.rstrip
@@ -586,13 +591,13 @@ def _add(engine: Any, text: str, *, special: bool, **flags: bool) -> None:
 def _added_mark(engine: Any) -> tuple[str, int]:
   """A new token that no text contains, and its id, which no other one has."""
   used = set(engine.get_vocab().values())
-  # Where ids have gaps, the first numbers may be taken.
+  # If ids have gaps, the first new ids may be taken.
   for _ in range(1000):
     mark = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"
     _add(engine, mark, special=False)
-    found = engine.token_to_id(mark)
-    if found > max(used):
-      return mark, found
+    mark_id = engine.token_to_id(mark)
+    if mark_id > max(used):
+      return mark, mark_id
   raise fault("tokenizer.json", "ids with over 1000 gaps", "ids without gaps")
 
 
@@ -631,7 +636,7 @@ def _parts(part: Any, inner: str) -> list[dict[str, Any]]:
 
 
 def _walk(state: Any) -> Iterator[dict[str, Any]]:
-  """All tables in a piece of JSON. It is shallow: the library read it."""
+  """All tables in a JSON value. It is shallow: the library read it."""
   if isinstance(state, dict):
     yield state
     state = list(state.values())
@@ -640,7 +645,7 @@ def _walk(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _first_token(post_processor: Any) -> str | None:
-  """The special token that a post-processor puts before a text."""
+  """Text of the special token that a post-processor puts before a text."""
   for step in _walk(_state(post_processor)):
     single = step.get("single")
     if isinstance(single, list) and single and isinstance(single[0], dict):
@@ -649,7 +654,7 @@ def _first_token(post_processor: Any) -> str | None:
   return None
 
 
-# What a file may take in a process of its own.
+# Processor time of the process that tries a file, in seconds.
 _CPU_S = 20
 
 
@@ -668,19 +673,19 @@ def _try_in_child(data: bytes) -> None:
 
 
 def _guard(what: str, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-  """Calls the library; what it raises becomes a TokenizerError."""
+  """Calls the library; converts its errors to a TokenizerError."""
   try:
     return call(*args, **kw)
   except MemoryError:
     raise
   except BaseException as error:
     # A panic of the library is not an Exception; neither is an interrupt.
-    panic = type(error).__name__ == "PanicException"
-    if not panic and not isinstance(error, Exception):
+    is_panic = type(error).__name__ == "PanicException"
+    if not is_panic and not isinstance(error, Exception):
       raise
     got = str(error).partition("\n")[0]
     raise fault(what, got, "what this tokenizer can take") from error
 
 
-# What texts are encoded with.
+# The tokenizers that texts are encoded with.
 AnyTokenizer = Tokenizer | Bytes

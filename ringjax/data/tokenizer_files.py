@@ -1,7 +1,7 @@
-"""The small files beside a tokenizer.json: special tokens, chat template.
+"""Side files of a tokenizer.json: special tokens, chat template.
 
-Guarantees: each file is read once, up to a limit of bytes; what is no regular
-file, no JSON or of a wrong type is a `TokenizerError` that names the file. A
+Guarantees: each file is read once, up to a limit of bytes; a file that is not
+regular, not JSON or of a wrong type is a `TokenizerError` that names it. A
 file may be missing.
 """
 
@@ -34,13 +34,13 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
 class TokenizerConfig:
-  """What the files beside a tokenizer.json say.
+  """Settings in the files next to a tokenizer.json.
 
   Args:
-    path: their folder.
+    path: Folder of the files.
 
   Raises:
-    TokenizerError: one of them is too large or not what it should be.
+    TokenizerError: If one of them is too large or malformed.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -50,25 +50,25 @@ class TokenizerConfig:
     self._config |= {k: v for k, v in newer.items() if v is not None}
     self._eos: Any = None
     for file in ("config.json", "generation_config.json"):
-      found = _read_json(path / file).get("eos_token_id")
-      if found is not None:
-        _check_ids(file, found)
-        self._eos = found
+      eos_ids = _read_json(path / file).get("eos_token_id")
+      if eos_ids is not None:
+        _check_ids(file, eos_ids)
+        self._eos = eos_ids
     self.chat_template = _template(path, newer.get("chat_template"))
 
   def names(self) -> dict[str, Any]:
     """Texts of special tokens, by the names that chat templates use."""
     names: dict[str, Any] = {n: text_of(self._config.get(n)) for n in _NAMED}
     for name in _LISTED:
-      found = self._config.get(name)
-      if isinstance(found, dict):
-        names |= {k: text_of(v) for k, v in found.items() if text_of(v)}
-      elif found:
+      tokens = self._config.get(name)
+      if isinstance(tokens, dict):
+        names |= {k: text_of(v) for k, v in tokens.items() if text_of(v)}
+      elif tokens:
         names[name] = self._listed(name)
     return {k: v for k, v in names.items() if v is not None}
 
   def texts(self) -> list[str]:
-    """All texts that are called special."""
+    """All texts that are listed as special."""
     named = [text_of(self._config.get(name)) for name in _NAMED]
     for name in _LISTED:
       named += self._listed(name)
@@ -76,9 +76,9 @@ class TokenizerConfig:
 
   def added(self) -> list[tuple[int, dict[str, Any]]]:
     """Tokens that are listed by id, in order."""
-    found = self._config.get("added_tokens_decoder") or {}
+    by_id = self._config.get("added_tokens_decoder") or {}
     try:
-      return sorted((int(i), dict(token)) for i, token in found.items())
+      return sorted((int(i), dict(token)) for i, token in by_id.items())
     except (AttributeError, TypeError, ValueError):
       got = "an added_tokens_decoder that is no table by id"
       raise fault(_CONFIG, got, "ids with their tokens") from None
@@ -87,43 +87,43 @@ class TokenizerConfig:
     """The id of a named special token, or None.
 
     Raises:
-      TokenizerError: the token that begins or ends a text has no id.
+      TokenizerError: If the token that begins or ends a text has no id.
     """
     text = text_of(self._config.get(name))
-    found = None if text is None else engine.token_to_id(text)
-    if text and found is None and name in ("bos_token", "eos_token"):
+    token_id = None if text is None else engine.token_to_id(text)
+    if text and token_id is None and name in ("bos_token", "eos_token"):
       got = f"{name} {text!r}, which has no id"
       raise fault(_CONFIG, got, "a token of tokenizer.json")
-    return found
+    return token_id
 
   def adds_bos(self, first: str | None) -> bool:
     """Whether texts begin with the bos_token.
 
     Args:
-      first: the token that tokenizer.json puts before a text, or None.
+      first: Token that tokenizer.json puts before a text, or None.
     """
-    said = self._config.get("add_bos_token")
-    if isinstance(said, bool):
-      return said
+    stated = self._config.get("add_bos_token")
+    if isinstance(stated, bool):
+      return stated
     return first is not None and first == self.names().get("bos_token")
 
   def eos_ids(self, engine: tokenizers.Tokenizer) -> tuple[int, ...]:
     """The ids at which a model stops."""
     ids = [] if self._eos is None else np.ravel(self._eos).tolist()
-    own = self.id_of(engine, "eos_token")
-    ids += [] if own is None else [own]
+    eos_id = self.id_of(engine, "eos_token")
+    ids += [] if eos_id is None else [eos_id]
     return tuple(dict.fromkeys(ids))
 
   def _listed(self, name: str) -> list[str]:
-    found = self._config.get(name) or []
-    found = list(found.values()) if isinstance(found, dict) else found
-    if not isinstance(found, list):
-      raise fault(_CONFIG, f"{name} {found!r}", "a list of tokens")
-    return [text for text in map(text_of, found) if text]
+    tokens = self._config.get(name) or []
+    tokens = list(tokens.values()) if isinstance(tokens, dict) else tokens
+    if not isinstance(tokens, list):
+      raise fault(_CONFIG, f"{name} {tokens!r}", "a list of tokens")
+    return [text for text in map(text_of, tokens) if text]
 
 
 def text_of(token: object) -> str | None:
-  """The text of a special token, written as itself or as a table; or None."""
+  """Text of a special token, which is a string or a table; or None."""
   if isinstance(token, dict):
     token = token.get("content")
   if token is None or isinstance(token, str):
@@ -132,7 +132,7 @@ def text_of(token: object) -> str | None:
 
 
 def _template(path: pathlib.Path, named: Any) -> str | None:
-  """The chat template of a folder, in one of the files of then and now."""
+  """The chat template of a folder, from a newer or an older file."""
   data = read_file(path / "chat_template.jinja", SIDE_FILE_BYTES)
   if data is not None:
     return data.decode("utf-8", "replace")
@@ -175,12 +175,12 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
   if data is None:
     return {}
   try:
-    found = json.loads(data)
+    table = json.loads(data)
   except (ValueError, RecursionError) as error:
     raise fault(path.name, f"no JSON: {error}", "JSON") from None
-  if not isinstance(found, dict):
-    raise fault(path.name, type(found).__name__, "a table")
-  return found
+  if not isinstance(table, dict):
+    raise fault(path.name, type(table).__name__, "a table")
+  return table
 
 
 def fault(argument: str, got: object, want: str) -> TokenizerError:

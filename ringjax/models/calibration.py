@@ -1,7 +1,7 @@
-"""Files of calibrations: safetensors beside the model that was measured.
+"""Files of calibrations: safetensors next to the model that was measured.
 
-Guarantees: a file is there whole or not at all. What is read is refused unless
-it is of this model, whole and of finite numbers; no code is run.
+Guarantees: a file is written completely or not at all. A file is refused unless
+it is of this model, complete and of finite numbers; no code is run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _REMEDY = "calibrate again: python -m launch.calibrate --model=DIR --text=FILE"
 
 
 def model_digest(model: Transformer) -> str:
-  """A digest of a model that does not depend on the dtype of its weights.
+  """Digest of a model that does not depend on the dtype of its weights.
 
   Raises:
-    OptionError: a model of shapes alone.
+    OptionError: If the model has shapes only.
   """
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model)):
     raise OptionError(
@@ -53,12 +53,12 @@ def make(
   outliers: float | None = None,
   first: int | None = None,
 ) -> Calibration:
-  """A calibration of these arrays, for the model of a digest."""
-  found = hashlib.sha256(model.encode())
+  """Makes a calibration of these arrays, for the model of a digest."""
+  hasher = hashlib.sha256(model.encode())
   for name in sorted(arrays):
     array = np.ascontiguousarray(arrays[name], np.float32)
-    found.update(f"{name} {array.shape}".encode() + array.tobytes())
-  digest = found.hexdigest()[:16]
+    hasher.update(f"{name} {array.shape}".encode() + array.tobytes())
+  digest = hasher.hexdigest()[:16]
   return Calibration(model, digest, dict(arrays), weights, outliers, first)
 
 
@@ -67,7 +67,7 @@ def write_tensors(
   arrays: Mapping[str, np.ndarray],
   metadata: Mapping[str, str],
 ) -> None:
-  """Writes a safetensors file in place of what was there, at one stroke."""
+  """Writes a safetensors file, which replaces an older one in one step."""
   place = pathlib.Path(path)
   data = save(dict(arrays), dict(metadata))
   partial = place.with_name(f".{place.name}.{os.getpid()}")
@@ -88,7 +88,7 @@ def read_tensors(
   """The arrays and the metadata of a safetensors file.
 
   Raises:
-    CheckpointFormatError: no such file, or no whole one.
+    CheckpointFormatError: If the file is missing or incomplete.
   """
   try:
     with safetensors.safe_open(path, "np") as file:
@@ -104,7 +104,7 @@ def read_tensors(
 def save_calibration(
   calibration: Calibration, folder: str | os.PathLike[str]
 ) -> pathlib.Path:
-  """Writes a calibration into a folder; its path."""
+  """Writes a calibration into a folder; returns its path."""
   path = pathlib.Path(folder) / FILE
   metadata = {
     "model": calibration.model,
@@ -122,16 +122,16 @@ def save_calibration(
 def load_measured(
   source: str | Calibration, model: Transformer
 ) -> Calibration | Allocation:
-  """What was measured of a model: a calibration, or as JSON an allocation.
+  """Loads measurements of a model: a calibration, or from JSON an allocation.
 
   Args:
-    source: the file or its folder, or a calibration, which is compared with the
-      model; not inside of jit, where the weights are not known.
-    model: the `Transformer` that it has to be of.
+    source: The file or its folder, or a calibration, which is compared with the
+      model; except within jit, where the weights are not known.
+    model: The `Transformer` that must have been measured.
 
   Raises:
-    CheckpointFormatError: no file, or a bad one.
-    OptionError: what was measured of another model.
+    CheckpointFormatError: If the file is missing or bad.
+    OptionError: If it is of another model.
   """
   if isinstance(source, Calibration):
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model)):
@@ -148,13 +148,13 @@ def load_calibration(
   """Reads the calibration of a model.
 
   Args:
-    path: the file, or the folder that has it.
-    model: the `Transformer` that it has to be of.
+    path: The file, or the folder that has it.
+    model: The `Transformer` that must have been measured.
 
   Raises:
-    CheckpointFormatError: no file, a broken one, or numbers that are not
-      finite.
-    OptionError: the calibration of another model.
+    CheckpointFormatError: If the file is missing, broken, or has numbers that
+      are not finite.
+    OptionError: If it is of another model.
   """
   file = pathlib.Path(path)
   if file.is_dir():
@@ -172,29 +172,32 @@ def load_calibration(
       "two numbers",
       _REMEDY,
     ) from None
-  found = make(metadata.get("model", ""), arrays, weights, share, skipped)
-  bad = [name for name, x in arrays.items() if not np.isfinite(x).all()]
-  if bad:
+  calibration = make(metadata.get("model", ""), arrays, weights, share, skipped)
+  not_finite = [name for name, x in arrays.items() if not np.isfinite(x).all()]
+  if not_finite:
     raise CheckpointFormatError(
-      f"{file}", f"numbers in {bad[0]} that are not finite", "finite", _REMEDY
+      f"{file}",
+      f"numbers in {not_finite[0]} that are not finite",
+      "finite",
+      _REMEDY,
     )
-  if found.digest != metadata.get("digest"):
+  if calibration.digest != metadata.get("digest"):
     raise CheckpointFormatError(
       f"{file}", "arrays of another digest than it states", "its own", _REMEDY
     )
-  _check_model(found, model, f"{file}")
-  return found
+  _check_model(calibration, model, f"{file}")
+  return calibration
 
 
 def _check_model(
   calibration: Calibration, model: Transformer, name: str
 ) -> None:
   """Refuses the calibration of another model."""
-  mine = model_digest(model)
-  if calibration.model != mine:
+  digest = model_digest(model)
+  if calibration.model != digest:
     raise OptionError(
       "calibration",
       f"{name}, of a model of digest {calibration.model or 'unknown'}",
-      f"that of this model, {mine}",
+      f"that of this model, {digest}",
       "calibrate this model with python -m launch.calibrate",
     )

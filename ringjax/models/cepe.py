@@ -1,9 +1,9 @@
 """CEPE: an encoder of context chunks, which a decoder reads by cross-attention.
 
 Guarantees: without a context the model is its decoder, bit for bit; the order
-of chunks and padding change nothing. A folder that was saved is the decoder's
-Hugging Face folder with two more files, and comes back bit for bit.
-Cost: chunks of C tokens are read each alone, so k of them cost k C^2 pairs and
+of chunks and padding change nothing. A saved folder is the decoder's Hugging
+Face folder with two more files, and is loaded bit for bit.
+Cost: chunks of C tokens are read separately, so k of them cost k C^2 pairs and
 not (k C)^2. The decoder keeps E numbers for a token of the context, in place of
 the 2 L K H of keys and values.
 Ref: Yen et al. 2024, arXiv 2402.16617.
@@ -64,7 +64,7 @@ from ringjax.parallel.place import sequence_axis
 from ringjax.parallel.programs import bounded
 
 INITS = ("copy", "zero")
-# In a folder, beside the decoder's files.
+# Files in a folder, next to the decoder's.
 CONFIG, TENSORS = "cepe.json", "cepe.safetensors"
 _REMEDY = "save the model again with rj.models.save"
 
@@ -74,13 +74,13 @@ class Encoder:
   """A bidirectional encoder of chunks.
 
   Attributes:
-    layers: how many.
+    layers: Number of layers.
     width: E, numbers of a state.
-    heads: of attention; they divide the width.
-    hidden: width of the feedforward.
+    heads: Attention heads; they divide the width.
+    hidden: Width of the feedforward.
     chunk: C, tokens of the longest chunk.
-    theta: of its rotary embedding.
-    eps: of its norms.
+    theta: Base of its rotary embedding.
+    eps: Epsilon of its norms.
   """
 
   layers: int = 3
@@ -105,7 +105,7 @@ class Encoder:
       )
 
   def config(self, vocab: int) -> TransformerConfig:
-    """What it computes, of the ids of a vocabulary."""
+    """Architecture of the encoder, for a vocabulary size."""
     norm = Norm(eps=self.eps)
     layer = Layer(
       attention=Attention(
@@ -131,11 +131,11 @@ class Encoder:
 
 
 class CepeTransformer(Transformer):
-  """A decoder whose layers attend to the states of an encoder too.
+  """A decoder whose layers also attend to the states of an encoder.
 
   Attributes:
-    encoder: the encoder, whose last hidden states are the context's.
-    encoder_config: what it is.
+    encoder: The encoder, whose last hidden states are the context's states.
+    encoder_config: Settings of the encoder.
   """
 
   def __init__(
@@ -157,13 +157,13 @@ class CepeTransformer(Transformer):
     states: EncoderStates | None = None,
     **options: Any,
   ) -> Any:
-    """Logits of the tokens that follow.
+    """Computes logits of the next tokens.
 
     Args:
-      tokens: int32 [B, T].
-      states: of each row's context, by `encode`; None for no context, or that
-        of the cache.
-      **options: those of `Transformer.__call__`.
+      tokens: Token ids, int32 [B, T].
+      states: States of each row's context, by `encode`; None for no context, or
+        that of the cache.
+      **options: Other options of `Transformer.__call__`.
     """
     if states is None:
       return super().__call__(tokens, **options)
@@ -177,7 +177,7 @@ class CepeTransformer(Transformer):
 
   @property
   def decoder(self) -> Transformer:
-    """The decoder alone, of the same arrays."""
+    """The decoder alone, with the same arrays."""
     layers = tuple(
       dataclasses.replace(layer, cross=None) for layer in self.config.layers
     )
@@ -191,27 +191,32 @@ class CepeTransformer(Transformer):
     seg: Int[Array, "B k C"],
     attend: ShardingContext,
   ) -> EncoderStates:
-    """The states of chunks, in a program.
+    """Encodes chunks, within a jit.
 
     Args:
-      tokens: chunks of each row.
-      seg: 0 for padding.
-      attend: how the decoder's tokens lie; the states are sharded as a
-        sequence of theirs.
+      tokens: Chunks of each row, int32 [B, k, C].
+      seg: 0 for padding, else above 0; int32 [B, k, C].
+      attend: Sharding of the decoder's tokens; the states are sharded as a
+        sequence over the same axis.
     """
     b, k, c = tokens.shape
     flat = lambda x: x.reshape(b * k, c)
-    alone = ContextParallel(mesh=attend.mesh, axis=None, remat=attend.remat)
-    # Each chunk is a text of its own.
+    chunk_context = ContextParallel(
+      mesh=attend.mesh, axis=None, remat=attend.remat
+    )
+    # Each chunk is a separate text.
     seg = (seg > 0).astype(jnp.int32)
-    at = tokens_of(self.encoder, alone, (b * k, c), None, flat(seg), c)
-    none = NoCache(len(self.encoder.kinds))
-    h, _ = self.encoder.hidden(flat(tokens), at, none, alone)
+    places = tokens_of(
+      self.encoder, chunk_context, (b * k, c), None, flat(seg), c
+    )
+    no_cache = NoCache(len(self.encoder.kinds))
+    h, _ = self.encoder.hidden(flat(tokens), places, no_cache, chunk_context)
     phi = h.reshape(b, k * c, h.shape[-1])
-    # Queries may be the same on all shards; states are not.
-    over = ContextParallel(mesh=attend.mesh, axis=attend.axis)
+    # Queries may be the same on all shards; states are sharded.
+    state_context = ContextParallel(mesh=attend.mesh, axis=attend.axis)
     return EncoderStates(
-      over.constrain(phi), over.constrain(seg.reshape(b, k * c))
+      state_context.constrain(phi),
+      state_context.constrain(seg.reshape(b, k * c)),
     )
 
 
@@ -223,31 +228,32 @@ def with_encoder(
   seed: int = 0,
   rules: Rules | None = None,
 ) -> CepeTransformer:
-  """A decoder with cross-attention to a new encoder in every layer.
+  """Adds cross-attention to a new encoder to every layer of a decoder.
 
-  Its own arrays are shared, not copied.
+  The decoder's arrays are shared, not copied.
 
   Args:
-    decoder: of any family whose layers have grouped-query attention.
-    encoder: what it is; default `Encoder()`.
-    init: of cross-attention. "copy": queries and outputs as the layer's own
-      attention, keys and values by the first rows of its maps, as CEPE; "zero":
-      the same with outputs of zero, so that the model starts as its decoder.
-    seed: of the encoder's weights.
-    rules: how new weights are sharded over the decoder's mesh.
+    decoder: Model of any family whose layers have grouped-query attention.
+    encoder: Settings of the encoder; default `Encoder()`.
+    init: Initial cross-attention. "copy": queries and outputs as the layer's
+      own attention, keys and values by the first rows of its maps, as CEPE;
+      "zero": as "copy", with outputs of zero, so that the model starts as its
+      decoder.
+    seed: Seed of the encoder's weights.
+    rules: Rules that shard new weights over the decoder's mesh.
 
   Raises:
-    InputTypeError: no `Transformer`.
-    OptionError: an unknown `init`, a decoder with latent attention or with
-      recurrent layers, or one with an encoder already.
+    InputTypeError: If the decoder is not a `Transformer`.
+    OptionError: If `init` is unknown, or the decoder has latent attention,
+      recurrent layers, or an encoder already.
   """
   encoder = Encoder() if encoder is None else encoder
   one_of("init", init, INITS)
   integer("seed", seed, least=0)
   _check_decoder(decoder)
   empty = _shapes(decoder, encoder, seed)
-  made = _created(decoder, empty, encoder, init, seed, rules)
-  return filled(empty, arrays_of(decoder) | made, decoder)
+  arrays = _created(decoder, empty, encoder, init, seed, rules)
+  return filled(empty, arrays_of(decoder) | arrays, decoder)
 
 
 def _check_decoder(decoder: Any) -> None:
@@ -266,11 +272,11 @@ def _check_decoder(decoder: Any) -> None:
       "pass model.decoder",
     )
   layers = [layer.attention for layer in decoder.config.layers]
-  other = [type(x).__name__ for x in layers if not isinstance(x, Attention)]
-  if other:
+  kinds = [type(x).__name__ for x in layers if not isinstance(x, Attention)]
+  if kinds:
     raise OptionError(
       "decoder",
-      f"a {decoder.config.family} with {len(other)} layers of {other[0]}",
+      f"a {decoder.config.family} with {len(kinds)} layers of {kinds[0]}",
       "grouped-query attention in every layer",
       "use a decoder without latent attention and recurrent layers",
     )
@@ -283,11 +289,11 @@ def _check_decoder(decoder: Any) -> None:
       "layers that read what the one before them made",
       "use another decoder",
     )
-  if wide := [x for x in attends if x.value != x.head_dim]:
+  if specs := [x for x in attends if x.value != x.head_dim]:
     raise OptionError(
       "decoder",
-      f"a {decoder.config.family} whose values have {wide[0].value} numbers a "
-      f"head and keys {wide[0].head_dim}",
+      f"a {decoder.config.family} whose values have {specs[0].value} numbers a "
+      f"head and keys {specs[0].head_dim}",
       "keys and values of one width",
       "use another decoder",
     )
@@ -296,7 +302,7 @@ def _check_decoder(decoder: Any) -> None:
 def _shapes(
   decoder: Transformer, encoder: Encoder, seed: int
 ) -> CepeTransformer:
-  """The model of shapes."""
+  """The model with shapes only."""
   from ringjax.models.checkpoint import cast
 
   build = functools.partial(_build, decoder.config, encoder, _scanned(decoder))
@@ -322,7 +328,7 @@ def _created(
   seed: int,
   rules: Rules | None,
 ) -> dict[str, jax.Array]:
-  """The arrays that the decoder does not have, by their paths."""
+  """Makes the arrays that the decoder does not have, by their paths."""
   old = arrays_of(decoder)
   form = {k: p for k, p in parameters(empty).items() if k not in old}
   mesh, rules = decoder.mesh, rules or Rules()
@@ -332,37 +338,37 @@ def _created(
 
   def make(used: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     fresh = parameters(_build(config, encoder, scan, seed))
-    made = {}
+    arrays = {}
     for path, p in form.items():
       x = fresh[path].get_value()
       if (source := sources[path]) is not None:
         x = _first(used[source], x.shape)
       if init == "zero" and path.endswith("cross.o.weight"):
         x = jnp.zeros_like(x)
-      made[path] = x.astype(p.get_value().dtype)
-    return made
+      arrays[path] = x.astype(p.get_value().dtype)
+    return arrays
 
   if mesh is None:
     return jax.jit(make)(used)
-  lie = {k: rules.sharding(p, mesh) for k, p in form.items()}
-  return jax.jit(make, out_shardings=lie)(used)
+  shardings = {k: rules.sharding(p, mesh) for k, p in form.items()}
+  return jax.jit(make, out_shardings=shardings)(used)
 
 
 def _source_of(path: str, old: Mapping[str, Any]) -> str | None:
-  """The decoder's parameter with which a new one begins, or None."""
+  """Path of the decoder's parameter that a new one is copied from, or None."""
   block, cross, name = path.partition(".cross.")
   if not cross:
     return None
   names = [f"{block}.attention.{name}"]
   if name.startswith("norm."):
-    # The norm that the feedforward reads through.
+    # The norm of the feedforward's input.
     leaf = name.removeprefix("norm.")
     names = [f"{block}.pre_{x}.{leaf}" for x in ("feedforward", "attention")]
   return next((name for name in names if name in old), None)
 
 
 def _first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """The first elements of each axis; zeros where there are none."""
+  """The first elements of each axis, padded with zeros to a shape."""
   x = x[tuple(slice(0, n) for n in shape)]
   pad = [(0, n - have) for n, have in zip(shape, x.shape, strict=True)]
   return jnp.pad(x, pad)
@@ -381,11 +387,11 @@ def _scanned(model: Transformer) -> bool:
 def encode(
   model: Transformer, chunks: Sequence[Any] | Int[Array | np.ndarray, "B C n"]
 ) -> EncoderStates:
-  """Reads the contexts of a batch, every chunk alone.
+  """Encodes the contexts of a batch, each chunk separately.
 
   Args:
-    model: with its encoder.
-    chunks: for each row its chunks, each the ids of some tokens: B sequences of
+    model: Model with an encoder.
+    chunks: Chunks of each row, each the ids of some tokens: B sequences of
       sequences, or int32 [B, k, C]. Rows may have different numbers of chunks,
       and these different lengths; padding fills them up.
 
@@ -394,9 +400,9 @@ def encode(
     model's call, or to a cache: `session.cache.with_states(states)`.
 
   Raises:
-    InputTypeError: a model without an encoder.
-    PromptError: no row, a row without chunks, an empty chunk, one that is
-      longer than the encoder reads, or what is not an id.
+    InputTypeError: If the model has no encoder.
+    PromptError: If there is no row, a row without chunks, an empty chunk, one
+      that is longer than the encoder reads, or an id out of range.
   """
   if not isinstance(model, CepeTransformer):
     raise InputTypeError(
@@ -412,7 +418,7 @@ def encode(
   )
   longest = max(len(chunk) for row in rows for chunk in row)
   width = min(-(-longest // 8) * 8, model.encoder_config.chunk)
-  # So many chunks that each shard has as many states.
+  # The number of chunks is rounded up so that all shards have as many states.
   unit = attend.size // math.gcd(attend.size, width)
   count = -(-max(map(len, rows)) // unit) * unit
   tokens = np.zeros((len(rows), count, width), np.int32)
@@ -435,11 +441,11 @@ def _encode(
   return model.read(tokens, seg, attend)
 
 
-def _chunks(given: Any, vocab: int, most: int) -> list[list[np.ndarray]]:
-  """The ids of each chunk of each row."""
-  if isinstance(given, jax.Array):
-    given = np.asarray(given)
-  rows = [list(row) if np.iterable(row) else [row] for row in given]
+def _chunks(contexts: Any, vocab: int, most: int) -> list[list[np.ndarray]]:
+  """Ids of each chunk of each row."""
+  if isinstance(contexts, jax.Array):
+    contexts = np.asarray(contexts)
+  rows = [list(row) if np.iterable(row) else [row] for row in contexts]
   if not rows:
     raise PromptError(
       "chunks",
@@ -484,11 +490,11 @@ def _ids(chunk: Any, name: str, vocab: int, most: int) -> np.ndarray:
       f"at most {most}, the longest chunk of this encoder",
       "cut the context into shorter chunks",
     )
-  bad = ids[(ids < 0) | (ids >= vocab)]
-  if bad.size:
+  invalid = ids[(ids < 0) | (ids >= vocab)]
+  if invalid.size:
     raise PromptError(
       name,
-      f"id {int(bad[0])}",
+      f"id {int(invalid[0])}",
       f"ids from 0 to {vocab - 1}",
       "use the tokenizer that belongs to the model",
     )
@@ -503,12 +509,14 @@ def _ids(chunk: Any, name: str, vocab: int, most: int) -> np.ndarray:
 def split(
   model: Transformer,
 ) -> tuple[Transformer, Callable[[pathlib.Path], None]]:
-  """The decoder, and what writes the files that its folder has beside it."""
+  """The decoder, and a function that writes the encoder's files to a folder."""
   if not isinstance(model, CepeTransformer):
     return model, lambda folder: None
   decoder = model.decoder
-  digest, own = model_digest(decoder), arrays_of(decoder)
-  arrays = {k: x for k, x in arrays_of(model).items() if k not in own}
+  digest, decoder_arrays = model_digest(decoder), arrays_of(decoder)
+  arrays = {
+    k: x for k, x in arrays_of(model).items() if k not in decoder_arrays
+  }
   gathered = {k: on_host(x) for k, x in arrays.items()}
   config = {
     "decoder": digest,
@@ -528,11 +536,12 @@ def split(
 def attached(
   path: str | os.PathLike[str], decoder: Transformer, rules: Rules | None = None
 ) -> Transformer:
-  """The model of a folder whose decoder is loaded: itself without an encoder.
+  """Adds a folder's encoder to its decoder; without one the decoder itself.
 
   Raises:
-    CheckpointFormatError: files that are broken or not those that were saved.
-    CheckpointMismatchError: an encoder for another decoder, or other tensors.
+    CheckpointFormatError: If files are broken or not those that were saved.
+    CheckpointMismatchError: If the encoder is for another decoder, or tensors
+      differ.
   """
   folder = pathlib.Path(path)
   if not (folder / CONFIG).exists():
@@ -540,21 +549,21 @@ def attached(
   try:
     config = json.loads((folder / CONFIG).read_text("utf-8"))
     encoder = Encoder(**config["encoder"])
-    theirs, stated = config["decoder"], config["tensors"]
+    stated_digest, stated_tensors = config["decoder"], config["tensors"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise CheckpointFormatError(
       CONFIG, f"{error}"[:120], "what rj.models.save writes", _REMEDY
     ) from None
-  mine = model_digest(decoder)
-  if mine != theirs:
+  decoder_digest = model_digest(decoder)
+  if decoder_digest != stated_digest:
     raise CheckpointMismatchError(
       CONFIG,
-      f"an encoder of another decoder, of digest {theirs}",
-      f"that of this folder's decoder, {mine}",
+      f"an encoder of another decoder, of digest {stated_digest}",
+      f"that of this folder's decoder, {decoder_digest}",
       "put the files of one model together again",
     )
   arrays, _ = read_tensors(folder / TENSORS)
-  if tensors_digest(arrays) != stated:
+  if tensors_digest(arrays) != stated_tensors:
     raise CheckpointFormatError(
       TENSORS, "tensors of another digest than stated", "its own", _REMEDY
     )

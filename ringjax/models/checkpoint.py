@@ -1,6 +1,6 @@
 """Loads and saves models as Hugging Face folders.
 
-Memory: `load` has some tensors at a time on the host, beside the parameters.
+Memory: `load` has some tensors at a time on the host, next to the parameters.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from ringjax.parallel import outcome
 from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
-# A module, or of its shapes.
+# A module, of arrays or of shapes.
 M = TypeVar("M", bound=nnx.Module)
 
-# What weights may be kept as, beside floats.
+# Other forms than floats that weights may be kept in.
 WEIGHTS = ("stored",)
-# The path of the parameter that a tied head is.
+# Path of the parameter that is a tied head.
 EMBEDDING = "embed.weight"
-# Bytes of a float32, and which part of the free memory weights of them may have
-# that are not asked for: keys and what is computed come beside them.
+# Bytes of a float32, and the fraction of free memory up to which weights are
+# widened to float32 unasked: keys and activations need the rest.
 _WIDE, _OF_FREE = 4, 0.5
 
 
@@ -78,30 +78,30 @@ def create(
   rules: Rules | None = None,
   scan: bool = True,
 ) -> Transformer:
-  """A model with random weights.
+  """Makes a model with random weights.
 
   Args:
-    config: what a config.json holds, or the name of a preset.
-    seed: of the weights.
-    dtype: of the weights.
-    mesh: which devices have them; default: one.
-    rules: how they are sharded over it.
-    scan: whether equal layers are one loop.
+    config: Content of a config.json, or the name of a preset.
+    seed: Seed of the weights.
+    dtype: Dtype of the weights.
+    mesh: Mesh of the weights; default: one device.
+    rules: Rules that shard the weights over the mesh.
+    scan: Whether equal layers run as one loop.
 
   Returns:
     The model.
 
   Raises:
-    ConfigError: as `read_config`.
-    OptionError: rules without a mesh.
-    MeshError: rules for an axis that the mesh does not have.
-    MemoryEstimateError: the weights do not fit.
+    ConfigError: See `read_config`.
+    OptionError: If rules are given without a mesh.
+    MeshError: If a rule names an axis that the mesh does not have.
+    MemoryEstimateError: If the weights do not fit.
   """
   from ringjax.models.presets import preset
 
   mesh = _checked_mesh(mesh, rules)
-  given = preset(config) if isinstance(config, str) else config
-  parsed, source, _ = read_source(given)
+  content = preset(config) if isinstance(config, str) else config
+  parsed, source, _ = read_source(content)
   dtype = float_dtype("dtype", dtype)
 
   def build() -> Transformer:
@@ -110,7 +110,7 @@ def create(
 
   abstract = jax.eval_shape(build)
   shardings = None if mesh is None else _shardings(abstract, mesh, rules)
-  # In a trace, for shapes only, nothing is allocated.
+  # In a trace nothing is allocated, so memory is not checked.
   if not isinstance(jnp.zeros(()), jax.core.Tracer):
     params = parameters(abstract)
     _check_memory(params, _by_path(params, mesh, rules), mesh)
@@ -122,10 +122,10 @@ def create(
 def place(
   model: Transformer, mesh: Mesh, rules: Rules | None = None
 ) -> Transformer:
-  """Moves a model onto a mesh, or onto another one.
+  """Moves a model onto a mesh.
 
   Raises:
-    OptionError: a model whose layers are not all on the devices.
+    OptionError: If not all layers of the model are on the devices.
   """
   refuse_placed(model, "move it", "load it with mesh= and placement=")
   mesh = _checked_mesh(automatic(mesh), rules)
@@ -171,7 +171,7 @@ def abstract(
   mesh: Mesh | None = None,
   rules: Rules | None = None,
 ) -> Transformer:
-  """A model of shapes without numbers, to plan with; see `create`."""
+  """Makes a model of shapes without weights, to plan with; see `create`."""
   mesh = _checked_mesh(mesh, rules)
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
@@ -180,21 +180,23 @@ def abstract(
 
 
 def cast(model: M, dtype: DTypeLike) -> M:
-  """A module in another dtype, but for parameters that stay float32.
+  """Casts a module to another dtype, except parameters that stay float32.
 
   Raises:
-    OptionError: a model whose layers are not all on the devices.
+    OptionError: If not all layers of the model are on the devices.
   """
   refuse_placed(model, "cast it", "load it with dtype= and placement=")
 
-  def one(p: nnx.Variable) -> nnx.Variable:
-    wide = p.get_metadata()["wide"]
-    return p if wide else p.replace(p.get_value().astype(dtype))
+  def cast_parameter(p: nnx.Variable) -> nnx.Variable:
+    keeps_float32 = p.get_metadata()["wide"]
+    return p if keeps_float32 else p.replace(p.get_value().astype(dtype))
 
-  done = jax.tree.map(one, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
-  if isinstance(done, Transformer):
-    done.saved_dtype = None
-  return done
+  result = jax.tree.map(
+    cast_parameter, model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  if isinstance(result, Transformer):
+    result.saved_dtype = None
+  return result
 
 
 def _with_source(model: Transformer, source: Mapping[str, Any]) -> Transformer:
@@ -220,58 +222,59 @@ def load(
 
   Every process reads the bytes that its devices need, some tensors at a time.
   Weights of eight bits or fewer (`hf.packings` lists the formats) become floats
-  on the devices. Of a model of text and images the text model is read. A folder
-  with an encoder beside its decoder (`ringjax.models.cepe`) is both.
+  on the devices. For a model of text and images only the text model is read. A
+  folder with an encoder next to its decoder (`ringjax.models.cepe`) loads both.
 
   Args:
-    path: a folder with `config.json` and `*.safetensors`; a GGUF file, a part
+    path: Folder with `config.json` and `*.safetensors`; a GGUF file, a part
       of a split one, or a folder with one; or the name of a model that
-      `python -m launch.fetch` has brought.
-    mesh: which devices have the weights; default: one.
-    rules: which mesh axis shards which axis of the weights; default `Rules()`,
+      `python -m launch.fetch` has downloaded.
+    mesh: Mesh of the weights; default: one device.
+    rules: Rules from axes of the weights to mesh axes; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
       a mesh.
-    dtype: of the weights and of the computation; default: the checkpoint's. On
-      one CPU device a checkpoint of 16 bits is held in float32 if that takes
-      at most half of the free memory, and saved as it was: XLA's products on
-      CPUs convert 16-bit weights anew for every token.
-    scan: whether equal layers are one loop over stacked weights; without it
+    dtype: Dtype of the weights and of the computation; default: the
+      checkpoint's. On one CPU device a checkpoint of 16 bits is kept in float32
+      if that takes at most half of the free memory, and saved as it was: XLA's
+      products on CPUs convert 16-bit weights again for every token.
+    scan: Whether equal layers are one loop over stacked weights; without it
       the program grows with the layers, and no step copies weights out of a
       stack (faster decoding on CPUs).
-    strict: whether a key of config.json that nothing reads is an error where
-      it may change the computation: the family's class in transformers knows
-      it, or the folder has code of its own, which may. Without it such keys
-      are named by a warning; keys that transformers ignores always are.
-    placement: in which memory the layers are, a `Placement` or a text as
+    strict: Whether an unread key of config.json is an error if it may change
+      the computation: if the family's class in transformers knows it, or the
+      folder has code that may use it. If False, such keys are named by a
+      warning; keys that transformers ignores always are.
+    placement: Memory of the layers, a `Placement` or a text such as
       "device=.2,host=.5,disk=.3", "host" or "disk"; default: all on the
-      devices. What is not there is fetched when a layer runs: from the host's
-      memory, or from these files, which must stay as they are.
-    memory: bytes that weights may take on a device, as a number or as "6GiB":
+      devices. Other layers are fetched when they run: from the host's memory,
+      or from these files, which must not change.
+    memory: Bytes that weights may take on a device, as a number or as "6GiB":
       as many layers as fit are there, the others in the host's memory as far
-      as they fit and `placement` says nothing else, the rest on disk.
-      Of weights alone, with what passes through: keys and what a call computes
-      come beside it, unless `beside` says how much that is.
-    beside: the largest call that `memory` is to have room for too, an
+      as they fit and `placement` does not say otherwise, the rest on disk.
+      It is for weights, including layers that pass through: keys and
+      activations need more, unless `beside` says how much that is.
+    beside: Largest call that `memory` must have room for, too, an
       `rj.infer.CallMemory`; or any function of (model, mesh) that returns bytes
-      by memory ("device", "host", "disk") and by what they are. Its part of
-      the host's memory is looked at, too.
-    weights: "stored": linear maps of a GGUF file stay the codes that the file
-      has, whose numbers are the same as without; None: they become floats.
+      by memory ("device", "host", "disk") and by purpose. Its need of host
+      memory is checked, too.
+    weights: "stored" keeps linear maps of a GGUF file as the codes of the
+      file, which have the same values; None: they become floats.
 
   Returns:
     The model.
 
   Raises:
-    ConfigError: an unknown architecture, or a config that cannot be meant.
-    CheckpointFormatError: a broken file.
-    CheckpointMismatchError: tensors that are missing, too many, of a wrong
-      shape or not finite, or a head that is not the embedding it is tied to.
-    UnsafeFormatError: weights only in files that would run code.
-    MemoryEstimateError: the weights do not fit, or not where `placement` says,
-      or not beside the call; before any of them is read.
-    OptionError: rules without a mesh; a placement that is none, or of a folder
-      with an encoder; stored weights of what is no quantised GGUF file.
-    MeshError: rules for an axis that the mesh does not have.
+    ConfigError: If the architecture is unknown, or the config contradictory.
+    CheckpointFormatError: If a file is broken.
+    CheckpointMismatchError: If tensors are missing, too many, of a wrong
+      shape or not finite, or a tied head differs from the embedding.
+    UnsafeFormatError: If all weights are in files that would run code.
+    MemoryEstimateError: If the weights do not fit, not where `placement` says,
+      or not next to the call; before any of them is read.
+    OptionError: If rules come without a mesh; if the placement is unknown or
+      the folder has an encoder; if stored weights are asked of a folder or file
+      that is not a quantised GGUF file.
+    MeshError: If a rule names an axis that the mesh does not have.
   """
   path = fetched_models.resolve(path)
   if weights is not None:
@@ -280,7 +283,7 @@ def load(
   ranks = outcome.processes_of(mesh)
   streaming, streamed, in_host = None, [], set()
   call: dict[str, int] = {}
-  # A file that one process does not have is an error of all.
+  # A file that one process lacks is an error of all processes.
   with outcome.failing_together(ranks):
     folder = open_model(path)
     config, source, family = read_source(folder.config, strict=strict)
@@ -296,22 +299,22 @@ def load(
       if widened:
         empty = shapes_in(jnp.float32)
         empty.saved_dtype = jnp.dtype(stored).name
-    found = contents(folder, family, empty, source)
+    model_contents = contents(folder, family, empty, source)
     empty.origin = origin_of(
-      found,
+      model_contents,
       whole=folder.config.get("model_type") in family.types,
       packed=packing(folder.config) is not None,
     )
     if isinstance(folder, GgufFolder):
       folder = folder.with_stored()
-      found = dataclasses.replace(found, folder=folder)
+      model_contents = dataclasses.replace(model_contents, folder=folder)
     if weights is not None:
       if not isinstance(folder, GgufFolder):
         raise OptionError(
           "weights", f"{weights!r}, of a folder of safetensors", "a GGUF file",
           "leave it out, or take rj.models.with_coded_weights",
         )  # fmt: skip
-      found, empty = with_stored_codes(found, empty)
+      model_contents, empty = with_stored_codes(model_contents, empty)
     shardings = _by_path(parameters(empty), mesh, rules)
     if beside is not None:
       if memory is None:
@@ -325,20 +328,22 @@ def load(
       call = {tier: sum(x.values()) for tier, x in needs.items()}
   tiers = (DEVICE,)
   if placement is not None or memory is not None:
-    # It exchanges by itself.
+    # `planned` exchanges between processes by itself.
     tiers = planned(empty, shardings, placement, memory, call)
   with outcome.failing_together(ranks):
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
       streaming = Streaming(empty, tiers, mesh, shardings)
       empty = streaming.empty
-      pairs = [streaming.placed(t) for t in found.tensors]
+      pairs = [streaming.placed(t) for t in model_contents.tensors]
       streamed = [t for tier, t in pairs if tier == DISK]
       if isinstance(folder, GgufFolder):
         streamed = [stored_tensor(folder, t) for t in streamed]
       in_host |= {t.name for tier, t in pairs if tier == IN_HOST}
-      kept = [t for tier, t in pairs if tier != DISK]
-      found = dataclasses.replace(found, tensors=kept)
+      loaded_tensors = [t for tier, t in pairs if tier != DISK]
+      model_contents = dataclasses.replace(
+        model_contents, tensors=loaded_tensors
+      )
     params = parameters(empty)
     shardings = _by_path(params, mesh, rules)
     _check_memory(params, shardings, mesh)
@@ -348,9 +353,9 @@ def load(
   shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
   zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
   arrays = dict(zip(params, zeros, strict=True))
-  targets = lambda t: _targets(t, params, shardings, mesh)
+  device_targets = lambda t: _targets(t, params, shardings, mesh)
   with outcome.failing_together(ranks):
-    for t, x in found.read(targets):
+    for t, x in model_contents.read(device_targets):
       paths, indices = zip(*t.targets, strict=True)
       packed = isinstance(t.form, Packed)
       if packed:
@@ -365,16 +370,16 @@ def load(
         x if packed else x[0],
         indices,
       )
-      # Else more and more tensors wait to be put into their parameters.
+      # Without this, ever more tensors would wait in memory to be put.
       arrays.update(zip(paths, jax.block_until_ready(put), strict=True))
-    check_heads(folder, found.heads, arrays[EMBEDDING])
+    check_heads(folder, model_contents.heads, arrays[EMBEDDING])
     flat, tree = jax.tree.flatten(
       empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
     filled = [p.replace(arrays[k]) for k, p in zip(params, flat, strict=True)]
     model = jax.tree.unflatten(tree, filled)
     if streaming is not None:
-      model = streaming.finish(model, folder, streamed, targets)
+      model = streaming.finish(model, folder, streamed, device_targets)
     else:
       model = cepe.attached(path, model, rules)
   return model
@@ -395,11 +400,11 @@ def _zeros(
   shapes: tuple[tuple[tuple[int, ...], str], ...],
   shardings: tuple[Any, ...] | None,
 ) -> tuple[jax.Array, ...]:
-  """Arrays to fill, by one program for all models of a shape."""
-  made = tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
+  """Zero arrays to fill, by one program for all models of a shape."""
+  arrays = tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
   if shardings is None:
-    return made
-  return jax.lax.with_sharding_constraint(made, shardings)
+    return arrays
+  return jax.lax.with_sharding_constraint(arrays, shardings)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2,))
@@ -411,7 +416,7 @@ def _put(
   indices: tuple[tuple[Any, ...], ...],
 ) -> tuple[jax.Array, ...]:
   """Puts the pieces of a tensor into their parameters."""
-  done = []
+  updated = []
   for piece, leaf, index, sharding in zip(
     form.split(x), leaves, indices, shardings, strict=True
   ):
@@ -421,8 +426,8 @@ def _put(
     leaf = lax.dynamic_update_slice(leaf, piece, start)
     if sharding is not None:
       leaf = lax.with_sharding_constraint(leaf, sharding)
-    done.append(leaf)
-  return tuple(done)
+    updated.append(leaf)
+  return tuple(updated)
 
 
 def _targets(
@@ -431,10 +436,10 @@ def _targets(
   shardings: dict[str, Any],
   mesh: Mesh | None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """How the pieces of a tensor come to the devices."""
+  """Shapes, dtypes and shardings of a tensor's pieces on the devices."""
   path, index = tensor.targets[0]
   value = params[path].get_value()
-  found: dict[str, jax.ShapeDtypeStruct] = {}
+  targets: dict[str, jax.ShapeDtypeStruct] = {}
   for piece in tensor.pieces:
     sharding = None
     if mesh is not None:
@@ -446,10 +451,10 @@ def _targets(
         if spec[i] is not None and n % mesh.shape[spec[i]]:
           spec[i] = None
       sharding = NamedSharding(mesh, P(*spec))
-    found[piece.name] = jax.ShapeDtypeStruct(
+    targets[piece.name] = jax.ShapeDtypeStruct(
       piece.shape, piece.dtype or value.dtype, sharding=sharding
     )
-  return found
+  return targets
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -462,8 +467,8 @@ def check_unpacked(
   x: tuple[Shaped[Array, " ..."], ...],
   dtype: DTypeLike,
 ) -> None:
-  """Refuses codes and scales whose product is no finite number of a dtype."""
-  # What stays codes is computed with in float32.
+  """Refuses codes and scales whose product is not finite in a dtype."""
+  # Parameters that stay codes are computed with in float32.
   floats = jnp.issubdtype(dtype, jnp.floating)
   dtype = jnp.dtype(dtype if floats else jnp.float32)
   if not _sound(tensor.form, dtype, x):
@@ -478,10 +483,10 @@ def check_unpacked(
 def check_heads(
   folder: Folder, heads: tuple[str, ...], embedding: Float[Array, "V D"]
 ) -> None:
-  """Refuses a head in a folder that is not the embedding that it should be.
+  """Refuses a stored head that differs from the embedding it is tied to.
 
   Some writers store a tied embedding twice; others forget to say that a head
-  has learned on its own.
+  was trained separately.
   """
   like = jax.ShapeDtypeStruct(
     embedding.shape, embedding.dtype, sharding=embedding.sharding
@@ -501,13 +506,13 @@ _equal = jax.jit(jnp.array_equal)
 
 
 def _wide_on_cpu(empty: Transformer, mesh: Mesh | None) -> bool:
-  """Whether weights of 16 bits are to be held in float32.
+  """Whether weights of 16 bits should be kept in float32.
 
   Where they don't fit, a warning says that they will be slow.
   """
   devices = jax.local_devices()[:1] if mesh is None else [*mesh.devices.flat]
-  narrow = jnp.dtype(empty.dtype).itemsize == 2
-  if not narrow or len(devices) > 1 or devices[0].platform != "cpu":
+  is_16_bit = jnp.dtype(empty.dtype).itemsize == 2
+  if not is_16_bit or len(devices) > 1 or devices[0].platform != "cpu":
     return False
   count = sum(p.get_value().size for p in parameters(empty).values())
   free = host_free_bytes()
@@ -525,35 +530,35 @@ def _wide_on_cpu(empty: Transformer, mesh: Mesh | None) -> bool:
 
 
 def stored_dtype(folder: Folder, source: Mapping[str, Any]) -> str:
-  """What config.json says, or else what the largest plain tensor has."""
-  said = source.get("dtype") or source.get("torch_dtype")
-  if said is None:
+  """Dtype that config.json states, or else that of the largest plain tensor."""
+  name = source.get("dtype") or source.get("torch_dtype")
+  if name is None:
     floats = [t for t in folder.tensors.values() if str(t.dtype) in FLOATS]
     largest = max(floats or folder.tensors.values(), key=lambda t: t.nbytes)
-    said = str(largest.dtype)
-  if said not in FLOATS:
-    raise error("dtype", said, f"one of {', '.join(FLOATS)}", "pass dtype=")
-  return said
+    name = str(largest.dtype)
+  if name not in FLOATS:
+    raise error("dtype", name, f"one of {', '.join(FLOATS)}", "pass dtype=")
+  return name
 
 
 def _check_memory(
   params: dict[str, Any], shardings: dict[str, Any], mesh: Mesh | None
 ) -> None:
-  """Refuses weights that cannot fit, before any of them is allocated."""
-  each = 0
+  """Refuses weights that do not fit, before any of them is allocated."""
+  per_device = 0
   for path, p in params.items():
     shape = p.get_value().shape
     if shardings[path] is not None:
       shape = shardings[path].shard_shape(shape)
-    each += math.prod(shape) * p.get_value().dtype.itemsize
+    per_device += math.prod(shape) * p.get_value().dtype.itemsize
   devices = jax.local_devices() if mesh is None else mesh.local_devices
   device = devices[0]
   count = 1 if mesh is None else len(devices)
   free = free_bytes(device, count)
-  if free is not None and each > free:
+  if free is not None and per_device > free:
     raise MemoryEstimateError(
       "weights",
-      f"{each:,} bytes on each of {count} device(s)",
+      f"{per_device:,} bytes on each of {count} device(s)",
       f"at most the {free:,} that are free there",
       "pass dtype=jnp.bfloat16, or a mesh with a larger 'model' axis",
     )
@@ -581,23 +586,23 @@ def save(
   max_shard_bytes: int = 5_000_000_000,
   overwrite: bool = False,
 ) -> None:
-  """Writes a model as the folder that `load` and transformers read.
+  """Writes a model as a folder that `load` and transformers read.
 
-  Of the folder that it was loaded from, files beside the weights (tokenizer,
-  chat template, ...) are copied, and tensors that it does not read, as long as
-  its own are as they were there; otherwise these are left out, with a warning,
-  and the config speaks of no layers that guess further tokens.
+  Files next to the weights of the folder that it was loaded from (tokenizer,
+  chat template, ...) are copied, and so are the tensors that `load` does not
+  use, if the model's own weights are unchanged; otherwise these are left out,
+  with a warning, and the config lists no layers that predict further tokens.
 
   Args:
-    model: made by `load` or `create`.
-    path: a folder that does not exist yet.
-    max_shard_bytes: of one file.
-    overwrite: replaces a folder that does.
+    model: Model by `load` or `create`.
+    path: Folder that does not exist yet.
+    max_shard_bytes: Largest size of one file, in bytes.
+    overwrite: Whether to replace an existing folder.
 
   Raises:
-    OptionError: the folder exists, or the model's layers are not all on the
-      devices: its folder has them.
-    CheckpointWriteError: it cannot be written: no permission, a full disk.
+    OptionError: If the folder exists, or not all layers of the model are on
+      the devices: its folder has them.
+    CheckpointWriteError: If it cannot be written: no permission, a full disk.
   """
   refuse_placed(model, "save it", "copy the folder that it was loaded from")
   refuse_codes(model, "save it")
@@ -612,26 +617,26 @@ def save(
 
   def value(path: str, index: tuple[int, ...]) -> jax.Array:
     p = params[path]
-    found = p.get_value()[index]
-    return found if p.get_metadata()["wide"] else found.astype(dtype)
+    weight = p.get_value()[index]
+    return weight if p.get_metadata()["wide"] else weight.astype(dtype)
 
-  # What was packed is written in the forms of plain floats.
+  # Packed weights are written as plain floats.
   tensors: list[Any] = checkpoint_tensors(model, family.names(model.config))
   arrays = lambda: (
     (t.name, t.form.join(tuple(value(*target) for target in t.targets)))
     for t in tensors
   )
-  kept = origin.kept(arrays)
+  origin_tensors = origin.kept(arrays)
 
-  def further(folder: pathlib.Path) -> None:
+  def write_other_files(folder: pathlib.Path) -> None:
     origin.copy_files(folder, pathlib.Path(path))
     beside(folder)
 
   write(
     path,
-    origin.config(source, kept),
-    itertools.chain(arrays(), origin.stored(kept)),
+    origin.config(source, origin_tensors),
+    itertools.chain(arrays(), origin.stored(origin_tensors)),
     max_shard_bytes=max_shard_bytes,
     overwrite=overwrite,
-    beside=further,
+    beside=write_other_files,
   )

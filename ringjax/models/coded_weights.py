@@ -2,7 +2,7 @@
 
 Cost: every weight is rounded once; see `nn.coded` for a call.
 Memory: 8 bits: a byte a weight of a map, and 4 for each output. 4 bits: half a
-byte, and 8 for each group. Each expert of a mixture has codes of its own.
+byte, and 8 for each group. Each expert of a mixture has separate codes.
 Embedding, head, norms, routers and the map that latent attention absorbs into
 its queries stay as they are. Layers in host memory are codes there; those on
 disk stay as they are in the folder, and become codes when they are read.
@@ -36,18 +36,18 @@ def with_coded_weights(
 ) -> Transformer:
   """The model with codes in place of the weights of its linear maps.
 
-  Activations, and the products, stay floats. It answers, serves and drafts as
-  any model does, on any mesh; it is not trained or saved.
+  Activations, and the products, stay floats. It generates, serves and drafts as
+  any model does, on any mesh; it cannot be trained or saved.
 
   Args:
-    model: the model, of floats.
-    bits: of a code. 8: whole numbers of a step for each output. 4: from the
+    model: Model of floats.
+    bits: Bits of a code. 8: integers times a step for each output. 4: from the
       least to the largest number of a group.
-    group: weights of an output that share these, for 4 bits; even; default 64.
-      A map with fewer inputs has one group.
+    group: Number of weights of an output that share these, for 4 bits; even;
+      default 64. A map with fewer inputs has one group.
 
   Raises:
-    OptionError: an argument out of range, or a model that has codes already.
+    OptionError: If an argument is out of range, or the model has codes already.
   """
   one_of("bits", bits, BITS)
   if group is not None and bits == 8:
@@ -63,10 +63,10 @@ def with_coded_weights(
 
 
 def refuse_codes(model: object, doing: str) -> None:
-  """Refuses what needs weights of floats.
+  """Refuses an operation that needs weights of floats.
 
   Raises:
-    OptionError: some are codes, or whole numbers in another way.
+    OptionError: If some weights are codes, or other integers.
   """
   kinds = (x.dtype for x in jax.tree.leaves(model) if hasattr(x, "dtype"))
   if any(jnp.issubdtype(kind, jnp.integer) for kind in kinds):
@@ -85,12 +85,12 @@ def _coded8(linear: Linear) -> nnx.Module:
 def _coded4(linear: Linear, group: int) -> nnx.Module:
   weight, first = linear.weight.get_value(), 1 + linear.lead
   inner, inputs = inner_size(linear), first + linear.contracted
-  codes, step, least = _nibbles(
+  codes, step, minimum = _nibbles(
     weight, linear.lead, inner, weight.shape[inputs:],
     min(group, inner + inner % 2),
   )  # fmt: skip
   return Coded4Linear(
-    linear, codes, step, least, inputs=weight.shape[first:inputs]
+    linear, codes, step, minimum, inputs=weight.shape[first:inputs]
   )
 
 
@@ -100,8 +100,8 @@ def rounded(
   """int8 codes of a map's weight, of its shape, and float32 scales of outputs.
 
   Args:
-    linear: the map, or that of experts, whose weight is stacked over layers.
-    channels: see `codes_of`.
+    linear: The map, or that of experts, whose weight is stacked over layers.
+    channels: Whether each output has its scale; else all share one.
   """
   weight = linear.weight.get_value()
   out = weight.shape[1 + linear.lead + linear.contracted :]
@@ -116,11 +116,11 @@ def _codes(
   out: tuple[int, ...],
   channels: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  def one(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def round_layer(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     codes, scales = codes_of(x.reshape(inner, -1), channels=channels)
     return codes.reshape(x.shape), scales.reshape(out)
 
-  return jax.lax.map(jax.vmap(one) if lead else one, weight)
+  return jax.lax.map(jax.vmap(round_layer) if lead else round_layer, weight)
 
 
 @jax.jit(static_argnums=(1, 2, 3, 4))
@@ -133,8 +133,8 @@ def _nibbles(
 ) -> tuple[jax.Array, ...]:
   """Codes [L, G, half, *out], steps and least numbers [L, G, *out]."""
 
-  def one(x: jax.Array) -> tuple[jax.Array, ...]:
+  def round_layer(x: jax.Array) -> tuple[jax.Array, ...]:
     parts = nibbles(x.reshape(inner, -1), group)
     return tuple(x.reshape(*x.shape[:-1], *out) for x in parts)
 
-  return jax.lax.map(jax.vmap(one) if lead else one, weight)
+  return jax.lax.map(jax.vmap(round_layer) if lead else round_layer, weight)

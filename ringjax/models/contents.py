@@ -1,7 +1,7 @@
-"""What a config.json means, and which tensors of a folder are its model.
+"""Reads a config.json, and finds the tensors of its model in a folder.
 
-Guarantees: every tensor of a folder is a part of the model, is named as one
-that is not, or is an error. No code of a folder is ever run.
+Guarantees: every tensor of a folder is a part of the model, is listed as
+unused, or is an error. Code in a folder is never run.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
 from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import Transformer, TransformerConfig
 
-# Bytes of a checkpoint's tensors that are on their way at a time.
+# Bytes of a checkpoint's tensors that are in flight at a time.
 _BATCH_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
-# Keys about the folder at hand only, and not about the model.
+# Keys about the folder only, and not about the model.
 _OF_THE_FOLDER = ("auto_map", "quantization_config")
 
 
 def read_config(
   config: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[TransformerConfig, Family]:
-  """What a config.json means, and which family's it is.
+  """Reads a config.json: the model's architecture and its family.
 
-  Of a model of text and images it is the text model. Keys that transformers
+  For a model of text and images that is the text model. Keys that transformers
   ignores are ignored with a warning.
 
   Args:
-    config: The file.
-    strict: Whether a key is an error that may change the computation and is
-      not known.
+    config: Content of config.json.
+    strict: Whether an unknown key that may change the computation is an error.
 
   Raises:
-    ConfigError: an unknown architecture, a value out of range, or a key that
-      may change the computation and is not known.
+    ConfigError: If the architecture is unknown, a value is out of range, or
+      an unknown key may change the computation.
   """
   parsed, _, family = read_source(config, strict=strict)
   return parsed, family
@@ -57,7 +56,7 @@ def read_config(
 def read_source(
   config: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[TransformerConfig, dict[str, Any], Family]:
-  """As `read_config`, with the config.json of the text model alone between."""
+  """Reads a config.json: architecture, the text model's config, and family."""
   unknown = UnknownKeys(config, strict=strict)
   source, family = text_config(config, unknown)
   parsed = family.read(source, unknown)
@@ -71,32 +70,32 @@ def text_config(
   """The config.json of the text model alone, with plain weights.
 
   Args:
-    config: The file.
-    unknown: What happens to keys beside the text model's that nothing reads;
-      default: as of a file that is read.
+    config: Content of config.json.
+    unknown: Treatment of unknown keys outside of the text model's; default:
+      that of a config that is read.
 
   Raises:
-    ConfigError: an unknown architecture, or weights that are packed in a way
-      that is not known.
+    ConfigError: If the architecture or the packing of the weights is not
+      known.
   """
   unknown = unknown or UnknownKeys(config)
   kind = config.get("model_type")
   by_type = {x: f for f in FAMILIES.values() for x in f.types}
-  known = by_type.keys() | WRAPPERS.keys()
-  if isinstance(kind, str) and kind in known:
+  known_types = by_type.keys() | WRAPPERS.keys()
+  if isinstance(kind, str) and kind in known_types:
     packing(config)
     text = config
     if kind not in by_type:
       text = _inner(config, WRAPPERS[kind], unknown)
       unknown.text_of(text["model_type"])
     family = by_type[text["model_type"]]
-    found = {k: v for k, v in text.items() if k not in _OF_THE_FOLDER}
-    # Its writer left out what transformers has by default.
+    source = {k: v for k, v in text.items() if k not in _OF_THE_FOLDER}
+    # The writer left out values that are defaults of transformers.
     defaults = family.wrapper.defaults if family.wrapper else {}
     for key, value in defaults.items():
-      if found.get(key) is None:
-        found[key] = value
-    return found, family
+      if source.get(key) is None:
+        source[key] = value
+    return source, family
   if config.get("auto_map"):
     raise error(
       "auto_map",
@@ -112,12 +111,14 @@ def text_config(
       f"one around a text model of a known family; this is {REFUSED[kind]}",
       "use another checkpoint; docs/models.md lists all",
     )
-  near = difflib.get_close_matches(str(kind).lower(), sorted(known), 6)
+  close_types = difflib.get_close_matches(
+    str(kind).lower(), sorted(known_types), 6
+  )
   raise ConfigError(
     "config.json: model_type",
     repr(kind)[:80],
-    f"one of {len(known)} such as "
-    + ", ".join(near or ("llama", "gemma2", "qwen3", "deepseek_v3")),
+    f"one of {len(known_types)} such as "
+    + ", ".join(close_types or ("llama", "gemma2", "qwen3", "deepseek_v3")),
     "use a checkpoint of one of these; docs/models.md lists all",
   )
 
@@ -125,93 +126,95 @@ def text_config(
 def _inner(
   config: Mapping[str, Any], wrapper: Wrapper, unknown: UnknownKeys
 ) -> dict[str, Any]:
-  """The text model's config as that of a model without images."""
+  """The text model's config, written as that of a model without images."""
   text = _said(config, wrapper, unknown)
-  found = _text_model(text, wrapper)
-  if found.skips and text.get(found.skips, 0) is None:
-    text = {k: x for k, x in text.items() if k != found.skips}
-  merged = {**found.defaults, **text}
+  text_model = _text_model(text, wrapper)
+  if text_model.skips and text.get(text_model.skips, 0) is None:
+    text = {k: x for k, x in text.items() if k != text_model.skips}
+  merged = {**text_model.defaults, **text}
   if text.get("num_local_experts") is not None:
-    # The default is of the other spelling.
+    # The default is for the other spelling.
     merged["num_experts"] = text.get("num_experts")
-  for key, others in found.renamed.items():
+  for key, others in text_model.renamed.items():
     if key in merged:
       merged |= dict.fromkeys(others, merged.pop(key))
-  if found.skips:
-    merged["num_hidden_layers"] = len(_layers(text, found)[0])
-    del merged[found.skips]
+  if text_model.skips:
+    merged["num_hidden_layers"] = len(_layers(text, text_model)[0])
+    del merged[text_model.skips]
   for key in ("rope_parameters", "rope_scaling"):
     if isinstance(merged.get(key), dict) and wrapper.texts:
       merged[key] = _one_position(merged[key])
   return merged | {
-    **found.fixed,
-    "model_type": found.type,
-    "architectures": [found.architecture],
+    **text_model.fixed,
+    "model_type": text_model.type,
+    "architectures": [text_model.architecture],
   }
 
 
 def _said(
   config: Mapping[str, Any], wrapper: Wrapper, unknown: UnknownKeys
 ) -> dict[str, Any]:
-  """What the config of a model of text and images says of its text model."""
+  """The text model's config in the config of a model of text and images."""
   outer = ConfigReader(config, unknown=unknown)
   if wrapper.within:
     outer = outer.part(wrapper.within, outer.value(wrapper.within))
   if wrapper.flat and not outer.has("text_config"):
-    own = ("text_config", "model_type", "architectures", *KEYS)
-    return {k: v for k, v in config.items() if k not in own}
-  # The text model has sizes of its own.
+    outer_keys = ("text_config", "model_type", "architectures", *KEYS)
+    return {k: v for k, v in config.items() if k not in outer_keys}
+  # The text model's own sizes count.
   outer.ignore("text_config", "hidden_size", "vocab_size")
   outer.ignore("quantization_config", *KEYS)
   text = outer.value("text_config")
-  # The outer one says of the whole what is true of its text model.
+  # The outer config states these for the whole model, and so for its text.
   keys = ("tie_word_embeddings", "dtype", "torch_dtype")
-  said = {key: outer.value(key, default=None) for key in keys}
+  shared = {key: outer.value(key, default=None) for key in keys}
   outer.finish()
-  said = {key: x for key, x in said.items() if x is not None}
+  shared = {key: x for key, x in shared.items() if x is not None}
   if config.get(keys[0], 0) is None:
-    # transformers takes null for false.
-    said[keys[0]] = False
+    # transformers takes null as false.
+    shared[keys[0]] = False
   text = outer.part("text_config", text).all()
   if wrapper.text_ties and text.get("tie_word_embeddings") is not None:
-    said.pop("tie_word_embeddings", None)
-  return {**text, **said}
+    shared.pop("tie_word_embeddings", None)
+  return {**text, **shared}
 
 
 def _text_model(text: Mapping[str, Any], wrapper: Wrapper) -> TextModel:
-  """As what a text model is read."""
+  """The text model that a text config describes, of a wrapper's choices."""
   texts = wrapper.texts
   if not texts:
     (types,) = [f.types for f in FAMILIES.values() if f.wrapper is wrapper]
     texts = [
       TextModel(type=x, architecture=wrapper.architecture) for x in types
     ]
-  known = {x.said or x.type: x for x in texts}
-  kind = text.get("model_type") or next(iter(known))
-  if not isinstance(kind, str) or kind not in known:
+  by_kind = {x.said or x.type: x for x in texts}
+  kind = text.get("model_type") or next(iter(by_kind))
+  if not isinstance(kind, str) or kind not in by_kind:
     raise error(
       "text_config.model_type",
       kind,
-      f"one of {', '.join(known)}",
+      f"one of {', '.join(by_kind)}",
       "use another checkpoint",
     )
-  return known[kind]
+  return by_kind[kind]
 
 
 def _layers(
-  text: Mapping[str, Any], found: TextModel
+  text: Mapping[str, Any], text_model: TextModel
 ) -> tuple[list[int], list[int]]:
-  """The layers that text meets, and those that it does not, by number."""
-  r = ConfigReader({**found.defaults, **text}, "text_config.")
-  count, skipped = r.layers(), r.numbers_of_layers(found.skips, [])
-  kept = [i for i in range(count) if i not in skipped]
-  if not kept or not all(0 <= i < count for i in skipped):
-    raise r.error(found.skips, skipped, f"numbers of some of {count} layers")
-  return kept, skipped
+  """Numbers of the layers that text passes, and of those that it skips."""
+  r = ConfigReader({**text_model.defaults, **text}, "text_config.")
+  count, skipped = r.layers(), r.numbers_of_layers(text_model.skips, [])
+  run_layers = [i for i in range(count) if i not in skipped]
+  if not run_layers or not all(0 <= i < count for i in skipped):
+    raise r.error(
+      text_model.skips, skipped, f"numbers of some of {count} layers"
+    )
+  return run_layers, skipped
 
 
 def _one_position(rope: Mapping[str, Any]) -> dict[str, Any]:
-  """A rotation by time, height and width, of tokens that have one position."""
+  """Plain rotation in place of one by time, height and width."""
   threefold = ("mrope_", "xdrope_")
   plain = {k: v for k, v in rope.items() if not k.startswith(threefold)}
   kinds = {"mrope": "default", "xdrope": "dynamic"}
@@ -226,15 +229,15 @@ class Contents:
   """The model in a folder.
 
   Attributes:
-    folder: where it is.
-    tensors: its tensors, in the order of the disk; `CheckpointTensor.pieces`
-      are those that are stored.
-    unused: names of others on disk, that are no part of it.
-    heads: of those the heads of a model whose head is its embedding: they must
-      have its numbers.
-    unread: of the unused ones those that are of other layers, the name in the
-      folder by the one that they have in a copy of it. What is computed from
-      the config, or a head that is the embedding, is not among them.
+    folder: Folder of the tensors.
+    tensors: Tensors of the model, in their order on disk;
+      `CheckpointTensor.pieces` are those that are stored.
+    unused: Names of other tensors on disk, which the model does not use.
+    heads: Names of stored heads of a model whose head is its embedding: they
+      must equal the embedding.
+    unread: Unused tensors of other layers: the name in the folder by the name
+      in a saved copy. Tensors that are computed from the config and heads that
+      equal the embedding are not among them.
   """
 
   folder: Folder
@@ -244,7 +247,7 @@ class Contents:
   unread: Mapping[str, str]
 
   def nbytes(self, tensor: CheckpointTensor) -> int:
-    """What a tensor has on disk."""
+    """Bytes of a tensor on disk."""
     return sum(self.folder.tensors[x.name].nbytes for x in tensor.pieces)
 
   def read(
@@ -254,7 +257,7 @@ class Contents:
     """Reads all tensors, some at a time.
 
     Args:
-      targets: as what the pieces of a tensor are read, by their names.
+      targets: Function from a tensor to its pieces as device arrays, by name.
 
     Yields:
       Each tensor with the arrays of its pieces.
@@ -277,39 +280,41 @@ def contents(
   """Finds the tensors of a model, which may be abstract, in a folder.
 
   Args:
-    folder: where they are.
-    family: of the model.
-    model: what they become.
-    source: its config.json, of the text model.
+    folder: Folder to look in.
+    family: Family of the model.
+    model: Model that the tensors become.
+    source: Config of the text model.
 
   Raises:
-    CheckpointMismatchError: tensors that are missing, too many, or of another
+    CheckpointMismatchError: If tensors are missing, too many, or of another
       shape.
   """
   names, text, wrapper = family.names(model.config), None, None
   skipped: tuple[str, ...] = ()
   if folder.config.get("model_type") not in family.types:
     wrapper = WRAPPERS[folder.config["model_type"]]
-    # Its keys have been looked at.
-    said = _said(
+    # The unknown keys of this config have been checked before.
+    outer_text = _said(
       folder.config, wrapper, UnknownKeys(folder.config, strict=False)
     )
-    text = _text_model(said, wrapper)
+    text = _text_model(outer_text, wrapper)
     names = text.names(model.config) if text.names else names
     if text.skips:
-      kept, numbers = _layers(said, text)
-      number = lambda layer, path: kept[layer]
+      run_layers, numbers = _layers(outer_text, text)
+      number = lambda layer, path: run_layers[layer]
       names = dataclasses.replace(names, number=number)
-      left = [names.layer.format(i) for i in numbers]
-      skipped = tuple(spelt for x in left for spelt in _wrapped_names(x))
+      skipped_layers = [names.layer.format(i) for i in numbers]
+      skipped = tuple(
+        spelt for x in skipped_layers for spelt in _wrapped_names(x)
+      )
   spellings = _wrapped_names
   if not wrapper:
-    # Some leave out what stands before all names.
+    # Some writers leave out the prefix of all names.
     spellings = lambda name: tuple(
       dict.fromkeys(
         spelt
-        for one in family.spellings(name)
-        for spelt in (one, one.removeprefix(names.base))
+        for spelling in family.spellings(name)
+        for spelt in (spelling, spelling.removeprefix(names.base))
       )
     )
   packed = packing(folder.config)
@@ -322,8 +327,8 @@ def contents(
         "%s: names of tensors begin with %r in place of %r",
         folder.path, shift.there, shift.ours,
       )  # fmt: skip
-      usual = spellings
-      spellings = lambda name: (*shift.spellings(name), *usual(name))
+      spellings_before = spellings
+      spellings = lambda name: (*shift.spellings(name), *spellings_before(name))
   else:
     shift = None
   tensors = []
@@ -340,8 +345,8 @@ def contents(
     )
     form: Any = tensor.form
     if text and name.endswith(text.turned) and name in have:
-      other = SwappedAxes(form)
-      form = other if have[name].shape == other.stored else form
+      swapped = SwappedAxes(form)
+      form = swapped if have[name].shape == swapped.stored else form
     if text and text.rows and tensor.name == f"{names.embed}.weight":
       form = FirstRows(form, text.rows)
     if packed is not None:
@@ -349,23 +354,23 @@ def contents(
     tensors.append(dataclasses.replace(tensor, form=form, stored_name=name))
   expected = {p.name: p.shape for t in tensors for p in t.pieces}
   head = f"{names.head}.weight"
-  # Where a folder may have a tied embedding once more.
+  # A folder may store a tied embedding again as a head.
   heads = (head, *spellings(head)) if model.config.tied else ()
   unread = family.unread(source)
   if wrapper is not None:
     starts = ("", "model.", "thinker.")
     unread += tuple(start + x for start in starts for x in OTHERS)
     unread += ("code2wav.", "talker.", "token2wav.", *skipped)
-  known = lambda name: name in heads or name.startswith(unread)
-  ours = lambda name: (
-    name if shift is None or known(name) else shift.ours_of(name)
+  is_extra = lambda name: name in heads or name.startswith(unread)
+  family_name = lambda name: (
+    name if shift is None or is_extra(name) else shift.ours_of(name)
   )
   beside = () if packed is None else packed.beside
   folder.check(
     expected,
     optional=lambda name: (
-      known(name)
-      or known(ours(name))
+      is_extra(name)
+      or is_extra(family_name(name))
       or name.endswith((*names.buffers, *beside))
     ),
   )
@@ -380,20 +385,20 @@ def contents(
     unused=unused,
     heads=tuple(n for n in have if n in heads),
     unread={
-      ours(n): n
+      family_name(n): n
       for n in unused
-      if ours(n).startswith(unread) and not n.endswith(names.buffers)
+      if family_name(n).startswith(unread) and not n.endswith(names.buffers)
     },
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Beginning:
-  """One beginning of a folder's names in place of another.
+  """Replacement of one prefix of a folder's names by another.
 
   Attributes:
-    ours: the family's, which may be empty.
-    there: the folder's, which may be empty.
+    ours: Prefix of the family's names, which may be empty.
+    there: Prefix of the folder's names, which may be empty.
   """
 
   ours: str
@@ -402,12 +407,12 @@ class _Beginning:
   def spellings(self, name: str) -> tuple[str, ...]:
     """Names that a tensor of the family may have in the folder."""
     if not name.startswith(self.ours):
-      # A head stands beside the others, or is within what is one more.
+      # A head has no common prefix, or an additional one.
       return (name, self.there + name)
     return (self.there + name.removeprefix(self.ours),)
 
   def ours_of(self, name: str) -> str:
-    """The family's name of a tensor in the folder."""
+    """Name that the family has for a tensor in the folder."""
     if not name.startswith(self.there):
       return name
     return self.ours + name.removeprefix(self.there)
@@ -419,7 +424,7 @@ def _beginning(
   spellings: Callable[[str], tuple[str, ...]],
   have: Mapping[str, Any],
 ) -> _Beginning | None:
-  """How the names of a folder begin, where none is as the family has them."""
+  """Prefix of a folder's names, if none of them is as the family has it."""
   start = names.layer.split("{}")[0].rstrip(".").rpartition(".")[0]
   beginnings = ["", f"{start}."] if start else [""]
   # Norms are never packed: their names are those of floats.
@@ -429,22 +434,22 @@ def _beginning(
     return None
   for ours in beginnings:
     end = layer[0].removeprefix(ours)
-    theirs = {
+    starts = {
       name.removesuffix(end)
       for name in have
       if name == end or name.endswith(f".{end}")
     }
-    if len(theirs) == 1:
-      return _Beginning(ours, theirs.pop())
+    if len(starts) == 1:
+      return _Beginning(ours, starts.pop())
   return None
 
 
 def _wrapped_names(name: str) -> tuple[str, ...]:
-  """Where a model of text and images keeps a tensor of its text model."""
+  """Names of a text model's tensor in a model of text and images."""
   inner = name.removeprefix("model.")
   names = [f"language_model.{name}", f"text_model.{name}"]
   if inner != name:
     names += [f"model.language_model.{inner}", f"model.text_model.{inner}"]
   names.append(name)
-  # Of a model that speaks, too, one part reads and writes.
+  # In a model that speaks, the "thinker" is the part with the text model.
   return (*names, *(f"thinker.{x}" for x in names))

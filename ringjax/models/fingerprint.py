@@ -1,4 +1,4 @@
-"""Digests that tell models apart."""
+"""Digests that distinguish models."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def digest(data: bytes) -> str:
 
 
 def fingerprint(model: Transformer, dtype: DTypeLike | None = None) -> str:
-  """A digest of a corner of each of a model's weights, wherever they are.
+  """A digest of a corner of each of a model's weights, in any memory.
 
   Args:
-    model: a `Transformer`.
-    dtype: to which weights are rounded first; None: as they are.
+    model: A `Transformer`.
+    dtype: Dtype that weights are rounded to first; None: as they are.
   """
-  found = hashlib.sha256()
+  hasher = hashlib.sha256()
   for corner in _corners(model):
     if dtype is not None and jnp.issubdtype(corner.dtype, jnp.floating):
       corner = corner.astype(dtype)
-    found.update(corner.tobytes())
-  return found.hexdigest()[:16]
+    hasher.update(corner.tobytes())
+  return hasher.hexdigest()[:16]
 
 
 def _corner(leaf: jax.Array) -> np.ndarray:
@@ -46,7 +46,7 @@ def _corner(leaf: jax.Array) -> np.ndarray:
 
 
 def _corners(model: Transformer) -> Iterator[np.ndarray]:
-  """The first numbers along each axis of each weight, layers stacked."""
+  """The first numbers along each axis of each weight, with layers stacked."""
   stack = getattr(model, "stack", None)
   if stack is None or stack.placed is None:
     yield from map(_corner, jax.tree.leaves(model))
@@ -57,7 +57,7 @@ def _corners(model: Transformer) -> Iterator[np.ndarray]:
   for keys, leaf in leaves:
     path = jax.tree_util.keystr(keys, simple=True, separator=".")
     if not isinstance(leaf, nnx.Variable):
-      # What is in the host's memory is a part of a layer.
+      # Arrays in the host's memory are parts of placed layers.
       continue
     kind, name, run, position = None, "", "", ""
     if path.startswith("stack.blocks."):
@@ -78,17 +78,17 @@ def _first_corners(
   fetch = jax.jit(lambda stack, n: stack.layer(run, position, n))
   layers = []
   for n in range(min(_EDGE, len(kind.tiers))):
-    found = jax.tree_util.tree_leaves_with_path(
+    leaves = jax.tree_util.tree_leaves_with_path(
       fetch(stack, n), is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
     by_path = {
       jax.tree_util.keystr(keys, simple=True, separator="."): p.get_value()
-      for keys, p in found
+      for keys, p in leaves
     }
-    # Adapters stand in front of a `base`.
+    # Adapters add a `base` to the path.
     plain = {k.replace(".base.", "."): x for k, x in by_path.items()}
     layers.append([_corner((by_path | plain)[path]) for path in kind.paths])
-  return [np.stack(one) for one in zip(*layers, strict=True)]
+  return [np.stack(corners) for corners in zip(*layers, strict=True)]
 
 
 # Numbers of a corner along an axis.

@@ -21,7 +21,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
   Norm and head are those of the other model.
 
   Raises:
-    OptionError: more layers than it has.
+    OptionError: If it has fewer layers.
   """
   integer("count", count, least=1, most=len(model.config.layers))
   layers = model.config.layers[:count]
@@ -30,19 +30,19 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     for position in range(len(run.layers)):
       for repeat in range(run.repeats):
         blocks[run.number(position, repeat)] = (g, position, repeat)
-  made = copy.copy(model)
-  made.config = dataclasses.replace(model.config, layers=layers)
-  made.stack = nnx.eval_shape(
+  result = copy.copy(model)
+  result.config = dataclasses.replace(model.config, layers=layers)
+  result.stack = nnx.eval_shape(
     lambda: Stack(nnx.Rngs(0), layers, model.config.embed, scan=True)
   )
 
-  def gathered(run: Run, position: int) -> Block:
+  def stacked_block(run: Run, position: int) -> Block:
     numbers = [run.number(position, n) for n in range(run.repeats)]
     parts = [model.stack.layer(*blocks[m]) for m in numbers]
     return jax.tree.map(lambda *x: jnp.stack(x), *parts)
 
-  made.stack.blocks = nnx.List(
-    nnx.List(gathered(run, n) for n in range(len(run.layers)))
+  result.stack.blocks = nnx.List(
+    nnx.List(stacked_block(run, n) for n in range(len(run.layers)))
     for run in runs(layers)
   )
-  return made
+  return result

@@ -1,5 +1,4 @@
-"""A model in parts, each with some of its layers: one after another they are
-the model.
+"""Splits a model into parts of consecutive layers, which run in order.
 
 Guarantees: no weight is copied, and a cache is that of the whole model.
 Cost: a program for each part.
@@ -18,14 +17,14 @@ from ringjax.models.transformer import Transformer
 def layer_parts(model: Transformer, count: int) -> tuple[Transformer, ...]:
   """Parts of a model of about equally many layers, for `forward_layers`.
 
-  The last one is for `forward`, with what the others made.
+  The last part is for `forward`, with the output of the others.
 
   Args:
-    model: whose layers they share.
-    count: of parts, at least 1.
+    model: Model, whose layers the parts share.
+    count: Number of parts, at least 1.
 
   Raises:
-    OptionError: a model whose layers can't be cut so often.
+    OptionError: If the layers can't be cut into that many parts.
   """
   integer("layer_parts", count, least=1)
   if count == 1:
@@ -41,11 +40,11 @@ def layer_parts(model: Transformer, count: int) -> tuple[Transformer, ...]:
     )
   chosen = [0]
   for n in range(1, count):
-    # As many are left as parts come behind it.
-    open_ = [c for c in cuts if c > chosen[-1]]
-    open_ = open_[: len(open_) - (count - 1 - n)]
-    want = n * layers / count
-    chosen.append(min(open_, key=lambda c: abs(c - want)))
+    # As many cuts must be left as parts follow.
+    reachable = [c for c in cuts if c > chosen[-1]]
+    reachable = reachable[: len(reachable) - (count - 1 - n)]
+    ideal = n * layers / count
+    chosen.append(min(reachable, key=lambda c: abs(c - ideal)))
   parts = []
   for within in itertools.pairwise([*chosen, layers]):
     part = copy.copy(model)

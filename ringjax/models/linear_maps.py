@@ -1,4 +1,4 @@
-"""The linear maps of a model's layers, by their paths, and others in place."""
+"""Linear maps of a model's layers by their paths, and their replacement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nnx.Module)
 def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
   """All linear maps of the layers, by path, in the order of the tree.
 
-  Those of experts are left out, see `maps_of`.
+  Maps of experts are left out, see `maps_of`.
   """
   for path, linear in maps_of(model.stack, "stack.").items():
     if not isinstance(linear, ExpertLinear):
@@ -29,19 +29,19 @@ def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
 
 
 def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
-  """The linear maps in a module by their paths, those of experts too.
+  """The linear maps in a module by their paths, including those of experts.
 
   Args:
-    module: a stack, or a block.
-    prefix: of the paths.
+    module: A stack, or a block.
+    prefix: Prefix of the paths.
   """
   leaves = jax.tree_util.tree_flatten_with_path(
     module, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )[0]
-  found: dict[str, Linear] = {}
+  maps: dict[str, Linear] = {}
   for path, leaf in leaves:
     if not isinstance(leaf, nnx.Variable):
-      # What is in the host's memory is a part of a layer.
+      # Arrays in the host's memory are parts of placed layers.
       continue
     owner: Any = module
     for key in path[:-1]:
@@ -51,13 +51,13 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
     name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
     last = jax.tree_util.keystr(path[-1:], simple=True)
     if isinstance(owner, Linear) and last == "weight":
-      found[f"{prefix}{name}"] = owner
+      maps[f"{prefix}{name}"] = owner
     elif isinstance(owner, ExpertsLayer) and last in ExpertsLayer.MAPS:
-      found[f"{prefix}{name}.{last}"] = ExpertLinear(leaf)  # pyrefly: ignore
-  return found
+      maps[f"{prefix}{name}.{last}"] = ExpertLinear(leaf)  # pyrefly: ignore
+  return maps
 
 
-# Maps that choose or gate.
+# Maps that choose or gate, which are not rounded.
 _CHOOSING = (
   ".router",
   ".shared_gate",
@@ -71,17 +71,17 @@ _CHOOSING = (
 
 
 def used_as_array(model: Transformer, path: str) -> bool:
-  """Whether a layer takes a map's arrays: nothing can be there in its place.
+  """Whether a layer uses a map's arrays directly, so no module can replace it.
 
-  Such are one that latent attention takes apart, and what is multiplied within
-  a shard: the layers' modules list them as `ARRAYS`.
+  Such are maps that latent attention splits, and products within a shard: the
+  layers' modules list them as `ARRAYS`.
   """
   owner, name = _owner(model, path)
   return name in getattr(owner, "ARRAYS", ())
 
 
 def _owner(module: nnx.Module, path: str) -> tuple[Any, str]:
-  """What a part of a module belongs to, and its name there."""
+  """Module that a path's last part belongs to, and the name of that part."""
   *above, name = path.split(".")
   owner: Any = module
   for step in above:
@@ -90,23 +90,23 @@ def _owner(module: nnx.Module, path: str) -> tuple[Any, str]:
 
 
 def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
-  """The maps that can be rounded: called as such, and choosing nothing.
+  """The maps that can be rounded: called as modules, and choosing nothing.
 
-  Those of experts are among them.
+  Maps of experts are included.
 
   Args:
-    model: the model.
-    name: what is to be made, for errors.
+    model: Model to look in.
+    name: Result that the caller makes of the maps, for errors.
 
   Raises:
-    OptionError: a model without them, or with neurons on disk.
+    OptionError: If no map can be rounded, or the model has neurons on disk.
   """
   if model.stack.neuron_fault is not None:
     refuse_placed(model, f"make {name}", "load it without neurons on disk")
-  found = maps_of(model.stack, "stack.")
+  all_maps = maps_of(model.stack, "stack.")
   maps = {
     k: v
-    for k, v in found.items()
+    for k, v in all_maps.items()
     if not k.endswith(_CHOOSING) and not used_as_array(model, k)
   }
   if not maps:
@@ -130,11 +130,11 @@ def replaced(model: M, maps: Mapping[str, nnx.Module]) -> M:
   """The model with other modules in place of some maps; it shares the rest.
 
   Args:
-    model: a model, or a module of one.
-    maps: by path in it.
+    model: A model, or a module of one.
+    maps: New modules by their paths in it.
   """
-  made = jax.tree.map(lambda x: x, model)
+  copy_of_model = jax.tree.map(lambda x: x, model)
   for path, module in maps.items():
-    owner, name = _owner(made, path)
+    owner, name = _owner(copy_of_model, path)
     setattr(owner, name, module)
-  return made
+  return copy_of_model

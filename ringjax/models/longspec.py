@@ -1,10 +1,10 @@
-"""LongSpec: a draft of one block, that reads its target's last keys.
+"""LongSpec: a draft of one block that reads its target's last keys.
 
 Guarantees: embedding, last norm and head are the target's, and its weights get
-no gradient. A folder that was saved comes back bit for bit, beside the target
-for which it was made and no other.
-Memory: while it drafts the keys and values of a window, however long the
-context; keys of the context are those that the target's cache has.
+no gradient. A saved draft is loaded bit for bit, with the target for which it
+was made and no other.
+Memory: while drafting, the keys and values of a window, however long the
+context; keys of the context are those of the target's cache.
 Ref: Yang et al. 2025, arXiv 2502.17421; their code has no norm before the head.
 
 The target's cache lags: it has the tokens before the last chosen one. So a
@@ -76,12 +76,12 @@ _REMEDY = "save the draft again with rj.models.longspec.save"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongSpecConfig:
-  """What a draft has that its target does not say.
+  """Settings of a draft that do not follow from its target.
 
   Attributes:
-    window: tokens that its own attention sees, the query's among them.
-    hidden: width of the feedforward; None: that of the target's last layer, of
-      experts that of those which a token meets.
+    window: Tokens that its own attention sees, including the query's.
+    hidden: Width of the feedforward; None: that of the target's last layer, for
+      experts the sum of those that a token activates.
   """
 
   window: int = 512
@@ -93,21 +93,23 @@ class LongSpecConfig:
       positive_int("hidden", self.hidden)
 
   def layer(self, target: Transformer) -> Layer:
-    """The draft's own attention and feedforward, beside a target.
+    """The draft's own attention and feedforward, for a target.
 
     Raises:
-      OptionError: see `check_target`.
+      OptionError: See `check_target`.
     """
     last = check_target(target)
-    of_last: Any = target.config.layers[-1].feedforward
-    if isinstance(of_last, DenseAndExperts):
-      dense, sparse = of_last.dense, of_last.sparse
-      wide = dense.hidden + sparse.hidden * sparse.chosen
-      of_last = dataclasses.replace(dense, hidden=wide)
-    if isinstance(of_last, Experts):
-      of_last = Gated(hidden=of_last.hidden * of_last.chosen, act=of_last.act)
+    feedforward: Any = target.config.layers[-1].feedforward
+    if isinstance(feedforward, DenseAndExperts):
+      dense, sparse = feedforward.dense, feedforward.sparse
+      hidden = dense.hidden + sparse.hidden * sparse.chosen
+      feedforward = dataclasses.replace(dense, hidden=hidden)
+    if isinstance(feedforward, Experts):
+      feedforward = Gated(
+        hidden=feedforward.hidden * feedforward.chosen, act=feedforward.act
+      )
     if self.hidden is not None:
-      of_last = dataclasses.replace(of_last, hidden=self.hidden)
+      feedforward = dataclasses.replace(feedforward, hidden=self.hidden)
     rope = last.rope or next(iter(target.config.ropes), None)
     return Layer(
       attention=Attention(
@@ -121,19 +123,19 @@ class LongSpecConfig:
         soft_cap=last.soft_cap,
         alibi=last.alibi,
       ),
-      feedforward=of_last,
+      feedforward=feedforward,
       norm=target.config.layers[-1].norm,
     )
 
 
 def check_target(target: Transformer) -> Attention:
-  """The last layer's attention, whose keys and values a draft reads.
+  """Checks a target, and returns the attention whose keys a draft reads.
 
   Raises:
-    InputTypeError: no `Transformer`.
-    OptionError: a last layer whose cache has no keys of all tokens: latent
-      attention, a recurrent layer, or one that looks back a window; or one
-      whose values are not as wide as its keys.
+    InputTypeError: If it is not a `Transformer`.
+    OptionError: If the last layer's cache lacks keys of all tokens: latent
+      attention, a recurrent layer, or one that looks back a window; or if its
+      values are not as wide as its keys.
   """
   if not isinstance(target, Transformer) or isinstance(
     target, DraftTransformer
@@ -146,12 +148,12 @@ def check_target(target: Transformer) -> Attention:
     )
   last = target.config.layers[-1].attention
   if not isinstance(last, Attention) or last.reach is not None:
-    what = type(last).__name__
+    kind = type(last).__name__
     if isinstance(last, Attention):
-      what = f"attention that looks back {last.reach} tokens"
+      kind = f"attention that looks back {last.reach} tokens"
     raise OptionError(
       "target",
-      f"a {target.config.family} whose last layer is {what}",
+      f"a {target.config.family} whose last layer is {kind}",
       "grouped-query attention that sees the whole text, in the last layer",
       "draft with speculate='lookup', or take another target",
     )
@@ -185,7 +187,7 @@ class LaggedCache(NoCache):
   """The cache of a call that reads a whole text as drafts would.
 
   Attributes:
-    lag: int32 [B or 1, 1], how far the target's keys are behind the queries.
+    lag: Distance of the target's last key from a query, int32 [B or 1, 1].
   """
 
   lag: Int[ArrayLeaf, "#B 1"]
@@ -199,7 +201,7 @@ tree.register(LaggedCache, ("lag",), ())
 
 
 class _LastLayer(NoCache):
-  """The cache of a call of which keys and values of the last layer stay."""
+  """The cache of a call that returns keys and values of the last layer."""
 
   def __init__(self, kinds: int, k: jax.Array, v: jax.Array):
     super().__init__(kinds)
@@ -228,14 +230,14 @@ class DraftTransformer(Transformer):
   """A target's draft: a block between its embedding and its last norm.
 
   Called as a model it reads a whole text, each query as if the target's cache
-  were `lag` tokens behind. It drafts as `speculate.LongSpec(model=draft)`.
+  lagged by `lag` tokens. It drafts as `speculate.LongSpec(model=draft)`.
 
   Attributes:
-    config: of the target, with the draft's own layer alone.
-    draft_config: what it is beside that.
-    target: whose embedding, norm, head and keys it uses; shared, no copy.
-    block: the weights that are its own.
-    held: a cache of the target's, or rows of its pool, whose keys it reads;
+    config: Config of the target, with the draft's own layer only.
+    draft_config: Settings of the draft.
+    target: Model whose embedding, norm, head and keys it uses; not copied.
+    block: Weights of the draft.
+    held: Cache of the target, or rows of its pool, whose keys it reads;
       None: the target is called for them.
   """
 
@@ -253,7 +255,7 @@ class DraftTransformer(Transformer):
     self.block = block
     self.held: HeldKeys | None = nnx.data(None)
 
-  # The target's, which are no parameters of the draft.
+  # The target's modules, which are not parameters of the draft.
   @property
   def embed(self) -> Embedding:  # pyrefly: ignore
     return self.target.embed
@@ -278,12 +280,12 @@ class DraftTransformer(Transformer):
     lag: Int[Array | np.ndarray, "#B 1"] | int = 1,
     **options: Any,
   ) -> Any:
-    """Logits of the tokens that follow, by a cache that lags.
+    """Computes logits of the next tokens, with a cache that lags.
 
     Args:
-      tokens: int32 [B, T].
-      lag: of all rows, or int32 [B or 1, 1]; at least 1.
-      **options: those of `Transformer.__call__` but `cache`.
+      tokens: Token ids, int32 [B, T].
+      lag: Lag of all rows, or int32 [B or 1, 1]; at least 1.
+      **options: Other options of `Transformer.__call__`, without `cache`.
     """
     if isinstance(lag, int):
       lag = np.full((1, 1), integer("lag", lag, least=1), np.int32)
@@ -291,20 +293,20 @@ class DraftTransformer(Transformer):
     return super().__call__(tokens, cache=cache, **options)[0]
 
   def beside(self, target: Transformer, held: HeldKeys) -> DraftTransformer:
-    """The same draft of a target's arrays, which reads that cache."""
-    made = copy.copy(self)
-    made.target, made.held = target, nnx.data(held)
-    return made
+    """A copy of the draft that reads `held`, a cache of `target`."""
+    draft = copy.copy(self)
+    draft.target, draft.held = target, nnx.data(held)
+    return draft
 
   def init_ring(self, batch: int, slack: int, sharding: ShardingContext) -> Any:
-    """The cache of its own: a ring buffer for each row, on every shard.
+    """Makes the draft's cache: a ring buffer per row, on every shard.
 
     Args:
-      batch: B.
-      slack: tokens of a call that may be taken back.
-      sharding: of the batch.
+      batch: Number of rows, B.
+      slack: Tokens of a call that may be taken back.
+      sharding: Sharding of the batch.
     """
-    # Slots of layers that keep all tokens are there too, and are not read.
+    # It has slots for layers that keep all tokens, too, which are not read.
     return self.init_cache(
       batch,
       self.draft_config.window + slack,
@@ -319,44 +321,52 @@ class DraftTransformer(Transformer):
     cache: CallCache,
     attend: ShardingContext,
   ) -> tuple[jax.Array, Any]:
-    """What the head reads, [B, T, D], and the cache."""
-    found: Any = attend
+    """Runs embedding, block and last norm: input of the head, [B, T, D].
+
+    Returns:
+      (hidden states, new cache).
+    """
+    context: Any = attend
     x = self.target.embedded(tokens, places)
     if self.held is None:
-      read = self._reads_text(tokens, places, cache, found)
+      read = self._reads_text(tokens, places, cache, context)
     else:
-      read = self._reads_cache(places, found)
+      read = self._reads_cache(places, context)
     layer: Any = cache.layer(0, cache.slots[0], jnp.int32(0))
-    x, layer = self.block(x, places, layer, found, read)
-    # The head is for what comes out of this norm.
+    x, layer = self.block(x, places, layer, context, read)
+    # The target's head expects the output of this norm.
     h = self.target.norm(x)
     h = h.astype(part_dtype(self.target.embed, h.dtype))
     return h, cache.updated((layer.slots,))
 
   def _reads_cache(self, places: Tokens, attend: Any) -> ReadTarget:
-    """Reads what the target's cache has."""
-    held: Any = self.held
+    """Reads the keys and values of the target's cache."""
+    target_cache: Any = self.held
     last = check_target(self.target)
     kind = len(self.target.kinds) - 1
     number = self.target.stack.runs[-1].repeats - 1
-    after = None
+    late_norm = None
     if last.qk_norm_late and last.qk_norm is not None:
-      after = last_block(self.target).attention.k_norm
-    layer = held.layer(kind, held.slots[kind], jnp.int32(number))
-    layer = layer.for_reading(places.rotation(last.rope, after=after))
-    over = dataclasses.replace(attend, mesh=held.mesh, axis=held.axis)
+      late_norm = last_block(self.target).attention.k_norm
+    layer = target_cache.layer(
+      kind, target_cache.slots[kind], jnp.int32(number)
+    )
+    layer = layer.for_reading(places.rotation(last.rope, after=late_norm))
+    context = dataclasses.replace(
+      attend, mesh=target_cache.mesh, axis=target_cache.axis
+    )
     mask = last.mask & SameSegment()
-    return lambda q, extras: over.visit(
+    return lambda q, extras: context.visit(
       q, layer.views(), places.at, mask, extras
     )
 
   def _reads_text(
     self, tokens: jax.Array, places: Tokens, cache: Any, attend: Any
   ) -> ReadTarget:
-    """Reads keys of the text itself, those at least `lag` tokens before."""
+    """Reads the text's own keys that are at least `lag` tokens before."""
     target, last = self.target, check_target(self.target)
     length = places.rotation(None).length
-    own = tokens_of(
+    text_tokens = tokens_of(
       target,
       attend,
       tokens.shape,
@@ -368,25 +378,25 @@ class DraftTransformer(Transformer):
     zeros = lambda: collectives.zeros(
       shape, self.dtype, target.embed.weight[...]
     )
-    kept = _LastLayer(len(target.kinds), zeros(), zeros())
-    _, (k, v) = target.hidden(tokens, own, kept, attend)
+    last_keys = _LastLayer(len(target.kinds), zeros(), zeros())
+    _, (k, v) = target.hidden(tokens, text_tokens, last_keys, attend)
     k, v = jax.lax.stop_gradient((k, v))
     index = attend.layout.all_positions(tokens.shape[1], attend.size)[None]
     lag = getattr(cache, "lag", jnp.ones((1, 1), jnp.int32))
-    keys = KV(k, v, _wide(index + lag, places.seg))
-    at = _wide(index, places.seg)
+    keys = KV(k, v, _coords(index + lag, places.seg))
+    at = _coords(index, places.seg)
     mask = Causal() & SameSegment()
     return lambda q, extras: attend.between(q, at, keys, mask, extras)
 
 
-def _wide(pos: jax.Array, seg: jax.Array) -> Coords:
+def _coords(pos: jax.Array, seg: jax.Array) -> Coords:
   batch = max(pos.shape[0], seg.shape[0])
-  wide = lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))
-  return Coords(wide(pos), wide(seg))
+  broadcast = lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))
+  return Coords(broadcast(pos), broadcast(seg))
 
 
 def last_block(target: Transformer) -> Any:
-  """The last layer's module."""
+  """Module of the target's last layer."""
   stack = target.stack
   last = stack.runs[-1]
   return stack.layer(
@@ -407,19 +417,19 @@ def with_draft(
   seed: int = 0,
   rules: Rules | None = None,
 ) -> DraftTransformer:
-  """A new draft of a target.
+  """Makes a new draft of a target.
 
   Args:
-    target: of any family whose last layer has grouped-query attention that sees
-      the whole text.
-    config: what it is; default `LongSpecConfig()`.
+    target: Model of any family whose last layer has grouped-query attention
+      that sees the whole text.
+    config: Settings of the draft; default `LongSpecConfig()`.
     init: "copy": norms, attention and feedforward begin as those of the
       target's last layer, as far as shapes are the same; "random".
-    seed: of its weights.
-    rules: how they are sharded over the target's mesh.
+    seed: Seed of its weights.
+    rules: Rules that shard them over the target's mesh.
 
   Raises:
-    InputTypeError, OptionError: see `check_target`; an unknown `init`.
+    InputTypeError, OptionError: See `check_target`; or `init` is unknown.
   """
   config = LongSpecConfig() if config is None else config
   one_of("init", init, INITS)
@@ -428,26 +438,26 @@ def with_draft(
   form = parameters(empty)
   old = arrays_of(last_block(target)) if init == "copy" else {}
   sources = {k: _source_of(k) for k in form}
-  same = {
+  copied = {
     k: old[s]
     for k, s in sources.items()
     if s in old and old[s].shape == form[k].get_value().shape
   }
 
-  def make(same: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  def make(copied: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     fresh = arrays_of(_block(target.config, config.layer(target), seed))
     return {
-      k: same.get(k, fresh[k]).astype(p.get_value().dtype)
+      k: copied.get(k, fresh[k]).astype(p.get_value().dtype)
       for k, p in form.items()
     }
 
   mesh, rules = target.mesh, rules or Rules()
   if mesh is None:
-    made = jax.jit(make)(same)
+    weights = jax.jit(make)(copied)
   else:
-    lie = {k: rules.sharding(p, mesh) for k, p in form.items()}
-    made = jax.jit(make, out_shardings=lie)(same)
-  return DraftTransformer(target, config, filled(empty, made))
+    shardings = {k: rules.sharding(p, mesh) for k, p in form.items()}
+    weights = jax.jit(make, out_shardings=shardings)(copied)
+  return DraftTransformer(target, config, filled(empty, weights))
 
 
 def _block(config: Any, layer: Layer, seed: int) -> DraftBlock:
@@ -456,7 +466,7 @@ def _block(config: Any, layer: Layer, seed: int) -> DraftBlock:
 
 
 def _block_shapes(target: Transformer, config: LongSpecConfig) -> DraftBlock:
-  """The block of shapes, in the target's dtype."""
+  """The block with shapes only, in the target's dtype."""
   from ringjax.models.checkpoint import cast
 
   layer = config.layer(target)
@@ -465,7 +475,7 @@ def _block_shapes(target: Transformer, config: LongSpecConfig) -> DraftBlock:
 
 
 def _source_of(path: str) -> str:
-  """The parameter of the target's last layer with which a new one begins."""
+  """Path in the target's last layer that a new parameter is copied from."""
   path = path.replace("pre_cross.", "pre_attention.")
   return path.replace("cross.", "attention.")
 
@@ -476,7 +486,7 @@ def _source_of(path: str) -> str:
 
 
 def save(draft: DraftTransformer, folder: str | os.PathLike[str]) -> None:
-  """Writes a draft's own weights, and of which target it is."""
+  """Writes a draft's own weights, and its target's digest."""
   place = pathlib.Path(folder)
   arrays = {k: on_host(x) for k, x in arrays_of(draft.block).items()}
   config = {
@@ -499,21 +509,22 @@ def load(
   *,
   rules: Rules | None = None,
 ) -> DraftTransformer:
-  """The draft of a folder, beside its target and in its dtype.
+  """Loads the draft of a folder for its target, in the target's dtype.
 
   Raises:
-    CheckpointFormatError: no such files, broken ones, or not those that were
+    CheckpointFormatError: If files are missing, broken, or not those that were
       saved.
-    CheckpointMismatchError: a draft of another target, or other tensors.
+    CheckpointMismatchError: If the draft is of another target, or its tensors
+      differ.
   """
   place = pathlib.Path(folder)
-  given, stated = checked(folder, target)
+  config, stated = checked(folder, target)
   arrays, _ = read_tensors(place / TENSORS)
   if tensors_digest(arrays) != stated:
     raise CheckpointFormatError(
       TENSORS, "tensors of another digest than stated", "its own", _REMEDY
     )
-  empty = _block_shapes(target, given)
+  empty = _block_shapes(target, config)
   form = parameters(empty)
   shapes = lambda x: {k: tuple(v.shape) for k, v in x.items()}
   if shapes(arrays) != shapes(arrays_of(empty)):
@@ -531,34 +542,34 @@ def load(
     return jax.device_put(x, None if mesh is None else rules.sharding(p, mesh))
 
   return DraftTransformer(
-    target, given, filled(empty, {k: put(k) for k in form})
+    target, config, filled(empty, {k: put(k) for k in form})
   )
 
 
 def checked(
   folder: str | os.PathLike[str], target: Transformer
 ) -> tuple[LongSpecConfig, str]:
-  """What a folder's draft is, if it is of a target; and its tensors' digest.
+  """Reads the config of a folder's draft, and its tensors' digest.
 
   Raises:
-    CheckpointFormatError, CheckpointMismatchError: as of `load`.
+    CheckpointFormatError, CheckpointMismatchError: See `load`.
   """
   path = pathlib.Path(folder) / CONFIG
   try:
     config = json.loads(path.read_text("utf-8"))
-    given = LongSpecConfig(**config["draft"])
-    theirs, stated = config["target"], config["tensors"]
+    draft_config = LongSpecConfig(**config["draft"])
+    target_digest, stated = config["target"], config["tensors"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise CheckpointFormatError(
       f"{path}", f"{error}"[:120], "what longspec.save writes", _REMEDY
     ) from None
   check_target(target)
-  mine = model_digest(target)
-  if mine != theirs:
+  digest = model_digest(target)
+  if digest != target_digest:
     raise CheckpointMismatchError(
       f"{path}",
-      f"a draft of another target, of digest {theirs}",
-      f"one of this target, {mine}",
+      f"a draft of another target, of digest {target_digest}",
+      f"one of this target, {digest}",
       "train one: configs/train/longspec.py",
     )
-  return given, stated
+  return draft_config, stated

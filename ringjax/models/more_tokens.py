@@ -20,36 +20,37 @@ from ringjax.parallel.mesh import entering
 def with_more_tokens(
   model: Transformer, n: int, *, seed: int = 0, spread: float = 0.1
 ) -> Transformer:
-  """The model with `n` new ids behind its vocabulary.
+  """The model with `n` new ids at the end of its vocabulary.
 
-  Embeddings of new ids, and their columns of a head that is not the embedding,
-  are the mean of the known ones and normal noise; other weights are shared with
-  `model`. Logits of known ids stay as they are.
+  Embeddings of new ids, and their columns of an untied head, are the mean of
+  the known ones plus normal noise; other weights are shared with `model`.
+  Logits of known ids stay as they are.
 
   Args:
-    model: any, tied or not; its weights stay sharded as they are.
-    n: new ids.
-    seed: of the noise.
-    spread: of the noise, in standard deviations of the known ones: small where
-      new ids must not be likely at once, 1 where they are to differ at once.
+    model: Any model, tied or not; its weights stay sharded as they are.
+    n: Number of new ids.
+    seed: Seed of the noise.
+    spread: Size of the noise, in standard deviations of the known embeddings:
+      small if new ids must not be likely at once, 1 if they must differ at
+      once.
 
   Raises:
-    MeshError: the vocabulary is sharded and the new one does not divide.
+    MeshError: If the vocabulary is sharded and the new one does not divide.
   """
   positive_int("n", n)
   integer("seed", seed, least=0)
   spread = number("spread", spread, least=0)
   keys = jax.random.split(jax.random.key(seed), 2)
-  made = jax.tree.map(lambda x: x, model)
-  made.config = dataclasses.replace(model.config, vocab=model.config.vocab + n)
-  source = json.loads(model.source) | {"vocab_size": made.config.vocab}
-  made.source = json.dumps(source, sort_keys=True, allow_nan=True)
-  made.embed.weight = _grown(model.embed.weight, n, keys[0], spread)
+  grown = jax.tree.map(lambda x: x, model)
+  grown.config = dataclasses.replace(model.config, vocab=model.config.vocab + n)
+  source = json.loads(model.source) | {"vocab_size": grown.config.vocab}
+  grown.source = json.dumps(source, sort_keys=True, allow_nan=True)
+  grown.embed.weight = _grown(model.embed.weight, n, keys[0], spread)
   if model.head is not None:
-    made.head.weight = _grown(model.head.weight, n, keys[1], spread)
+    grown.head.weight = _grown(model.head.weight, n, keys[1], spread)
     if model.head.bias is not None:
-      made.head.bias = _grown(model.head.bias, n, None, spread)
-  return made
+      grown.head.bias = _grown(model.head.bias, n, None, spread)
+  return grown
 
 
 def _grown(
@@ -63,12 +64,12 @@ def _grown(
   spec = (*sharding.spec, *(None,) * value.ndim)
   parts = sharding.mesh.shape[spec[axis]] if spec[axis] else 1
   if (value.shape[axis] + n) % parts:
-    short = -(value.shape[axis] + n) % parts
+    missing = -(value.shape[axis] + n) % parts
     raise MeshError(
       "n",
       f"{n} more than {value.shape[axis]} ids over {parts} devices",
       "a vocabulary that they divide",
-      f"pass n={n + short}, or rules=Rules(vocab=None) for the model",
+      f"pass n={n + missing}, or rules=Rules(vocab=None) for the model",
     )
   grow = jax.jit(_more, static_argnums=(1, 2, 3), out_shardings=sharding)
   return param.replace(grow(value, n, axis, spread, key))
@@ -77,10 +78,10 @@ def _grown(
 def _more(
   x: jax.Array, n: int, axis: int, spread: float, key: jax.Array | None
 ) -> jax.Array:
-  wide = x.astype(jnp.float32)
+  floats = x.astype(jnp.float32)
   shape = (*x.shape[:axis], n, *x.shape[axis + 1 :])
-  new = jnp.broadcast_to(jnp.mean(wide, axis, keepdims=True), shape)
+  new = jnp.broadcast_to(jnp.mean(floats, axis, keepdims=True), shape)
   if key is not None:
     noise = jax.random.normal(key, shape, jnp.float32)
-    new = new + noise * jnp.std(wide) * jnp.float32(spread)
+    new = new + noise * jnp.std(floats) * jnp.float32(spread)
   return jnp.concatenate([x, new.astype(x.dtype)], axis)

@@ -1,7 +1,7 @@
-"""Predictors of active neurons, and their file beside the model.
+"""Predictors of active neurons, and their file next to the model.
 
-Guarantees: a file is there whole or not at all; predictors of another model or
-of another threshold are refused.
+Guarantees: a file is written completely or not at all; predictors of another
+model or threshold are refused.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _REMEDY = "train them again with rj.train.train_predictors"
 
 @dataclasses.dataclass(frozen=True)
 class NeuronPredictors:
-  """Which neurons of each layer a token needs, by products of low rank.
+  """Low-rank predictors of the neurons that a token needs in each layer.
 
   Attributes:
-    model: digest of the model.
-    threshold: size up to which an activation counts as zero.
-    layers: by number, "down" [D, r], "up" [r, F] and "bias" [F], float32: a
-      neuron is needed where x . down . up + bias is above zero, for the
+    model: Digest of the model.
+    threshold: Size up to which an activation counts as zero.
+    layers: Weights by layer number: "down" [D, r], "up" [r, F] and "bias" [F],
+      float32. A neuron is needed if x . down . up + bias is above zero, for the
       feedforward's input x.
-    measured: of each layer on texts that they were not trained on,
-      "false_negatives", the part of active neurons that they miss,
-      "predicted" and "active", parts of all neurons.
+    measured: Fractions by layer number, on texts that they were not trained on:
+      "false_negatives" of active neurons that are missed, "predicted" and
+      "active" of all neurons.
   """
 
   model: str
@@ -46,7 +46,7 @@ class NeuronPredictors:
   def module(
     self, numbers: Sequence[int], lead: tuple[int, ...], dtype: DTypeLike
   ) -> LowRankPredictor:
-    """The predictor of layers that share arrays, of leading axes `lead`."""
+    """The predictor of layers that share arrays, with leading axes `lead`."""
     stacked = lambda name, dtype: jnp.asarray(
       np.stack([self.layers[n][name] for n in numbers]), dtype
     )
@@ -58,7 +58,7 @@ class NeuronPredictors:
     )
 
   def save(self, folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes neuron_predictors.safetensors into a folder; its path."""
+    """Writes neuron_predictors.safetensors into a folder; returns its path."""
     path = pathlib.Path(folder) / FILE
     arrays = {
       f"{n}.{name}": np.ascontiguousarray(x)
@@ -70,18 +70,18 @@ class NeuronPredictors:
       for n, parts in self.measured.items()
       for name, x in parts.items()
     }
-    said = {"model": self.model, "threshold": repr(self.threshold)}
-    files.write_tensors(path, arrays, said)
+    metadata = {"model": self.model, "threshold": repr(self.threshold)}
+    files.write_tensors(path, arrays, metadata)
     return path
 
   @classmethod
   def load(cls, folder: str | os.PathLike[str]) -> NeuronPredictors:
-    """What `save` wrote into a folder.
+    """Reads the predictors of a folder that `save` wrote.
 
     Raises:
-      CheckpointFormatError: no such file, or no whole one.
+      CheckpointFormatError: If the file is missing or incomplete.
     """
-    arrays, said = files.read_tensors(pathlib.Path(folder) / FILE)
+    arrays, metadata = files.read_tensors(pathlib.Path(folder) / FILE)
     layers: dict[int, dict[str, np.ndarray]] = {}
     measured: dict[int, dict[str, float]] = {}
     for key, x in arrays.items():
@@ -90,20 +90,20 @@ class NeuronPredictors:
         measured.setdefault(int(number), {})[name] = float(x)
       else:
         layers.setdefault(int(number), {})[name] = x
-    threshold = float(said.get("threshold", "nan"))
-    return cls(said.get("model", ""), threshold, layers, measured)
+    threshold = float(metadata.get("threshold", "nan"))
+    return cls(metadata.get("model", ""), threshold, layers, measured)
 
   def check(self, model: str, threshold: float) -> None:
     """Refuses another model, by its digest, and another threshold.
 
     Raises:
-      CheckpointMismatchError: it says what came.
+      CheckpointMismatchError: If the model or the threshold differs.
     """
-    for name, mine, wanted in (
+    for name, stored, wanted in (
       ("model", self.model, model),
       ("threshold", self.threshold, float(threshold)),
     ):
-      if mine != wanted:
+      if stored != wanted:
         raise CheckpointMismatchError(
-          "predictors", f"those of {name} {mine}", f"{wanted}", _REMEDY
+          "predictors", f"those of {name} {stored}", f"{wanted}", _REMEDY
         )

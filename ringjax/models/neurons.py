@@ -1,12 +1,12 @@
-"""Models whose feedforward neurons are on disk, read when a token needs them.
+"""Models whose feedforward neurons are on disk, read as tokens need them.
 
 Guarantees: without predictors the answers are those of the resident model, up
 to the order of sums. With predictors, or with a threshold, they are not:
-predictors may miss neurons, and a threshold leaves small ones out. Which, the
-token alone decides: no answer depends on drafts, other rows, chunks or windows.
+predictors may miss neurons, and a threshold leaves small ones out. The choice
+depends on the token alone, not on drafts, other rows, chunks or windows.
 Cost: see `nn.neuron_feedforward`; a prompt reads each layer once a chunk.
-Memory: of the feedforward, on the devices the deciding projection or the
-predictors; in the host's memory the windows, allocated at once.
+Memory: of the feedforward, on the devices the projection that decides or the
+predictors; in the host's memory the windows, all allocated at the start.
 Ref: Alizadeh et al. 2023, LLM in a Flash, arXiv 2312.11514.
 """
 
@@ -47,9 +47,9 @@ from ringjax.store.neuron_file import (
 from ringjax.store.neuron_store import BLOCK, NeuronReport, NeuronStore
 
 FILE = "neurons.bin"
-# Activations that are zero for most neurons by themselves.
+# Activations that are exactly zero for most neurons.
 SPARSE = ("relu", "relu2")
-# Of a window: fewer would hold no token's neurons.
+# Fewest rows of a window: fewer would not hold a token's neurons.
 LEAST_ROWS = 8
 
 
@@ -59,32 +59,35 @@ def write_neurons(
   *,
   bundled: bool = True,
 ) -> pathlib.Path:
-  """Writes a model's feedforward neurons for `sparse_model`; the file's path.
+  """Writes a model's feedforward neurons for `sparse_model`.
 
   Layers are written one after another: a model with placement= is never in
   memory as a whole.
 
   Args:
-    model: the model, of floats, on one device.
-    folder: gets neurons.bin.
-    bundled: whether a neuron's parts follow one another, so that one read gets
-      all of them.
+    model: Model of floats, on one device.
+    folder: Folder to write neurons.bin to.
+    bundled: Whether a neuron's parts are adjacent, so that one read gets all
+      of them.
+
+  Returns:
+    Path of the file.
 
   Raises:
-    OptionError: a model with mixtures of experts or codes.
-    MeshError: a model on a mesh.
-    CheckpointMismatchError: weights that are not finite.
-    CheckpointWriteError: the disk does not take them.
+    OptionError: If the model has mixtures of experts or codes.
+    MeshError: If the model is on a mesh.
+    CheckpointMismatchError: If weights are not finite.
+    CheckpointWriteError: If the disk does not take them.
   """
   check_neurons(model)
-  place: dict[int, tuple[int, int, int]] = {}
+  places: dict[int, tuple[int, int, int]] = {}
   layers: dict[int, NeuronLayer] = {}
   for g, p in _kinds(model):
     run, base = model.stack.runs[g], model.stack.blocks[g][p].feedforward
     gate = ("gate",) if isinstance(base, GatedLayer) else ()
     for n in range(run.repeats):
       number = run.number(p, n)
-      place[number] = (g, p, n)
+      places[number] = (g, p, n)
       layers[number] = NeuronLayer(
         number=number,
         neurons=base.spec.hidden,
@@ -93,15 +96,15 @@ def write_neurons(
       )
 
   def arrays(number: int) -> list[np.ndarray]:
-    base = _layer(model, *place[number]).feedforward
+    base = _layer(model, *places[number]).feedforward
     into = [base.gate, base.up] if isinstance(base, GatedLayer) else [base.up]
-    found = [np.asarray(x.weight.get_value()).T for x in into]
-    return [*found, np.asarray(base.down.weight.get_value())]
+    arrays_in = [np.asarray(x.weight.get_value()).T for x in into]
+    return [*arrays_in, np.asarray(base.down.weight.get_value())]
 
-  where = pathlib.Path(folder)
-  where.mkdir(parents=True, exist_ok=True)
+  root = pathlib.Path(folder)
+  root.mkdir(parents=True, exist_ok=True)
   return write_neuron_file(
-    where / FILE,
+    root / FILE,
     [layers[number] for number in sorted(layers)],
     arrays,
     dtype=_dtype(model),
@@ -120,35 +123,34 @@ def sparse_model(
   threshold: int | float = 0.0,
   threads: int = 8,
 ) -> Transformer:
-  """A model that reads its feedforward neurons from disk as tokens need them.
+  """Makes a model that reads its feedforward neurons from disk as needed.
 
-  It answers and drafts as the model does. A call of the model counts as one
+  It generates and drafts as the model does. A call of the model counts as one
   step of the window, whatever rows and drafts it has: the window holds what
   the last `window` calls needed. The given model's feedforward weights are not
-  kept: let go of it, or load it with placement="disk".
+  kept: drop it, or load it with placement="disk".
 
   Args:
-    model: the model, of floats, on one device; its layers may be placed.
-    folder: with what `write_neurons` wrote of it.
-    predictors: say which neurons a token needs, see
+    model: Model of floats, on one device; its layers may be placed.
+    folder: Folder that `write_neurons` wrote for this model.
+    predictors: Predictors of the neurons that a token needs, see
       `rj.train.train_predictors`; or the folder that they were saved to.
       None: the gate, or the up-projection of a plain layer, stays on the device
-      and says it exactly.
-    window: calls that a neuron stays in memory for.
-    memory: bytes that all windows may take, as a number or a text; the layers
+      and decides exactly.
+    window: Number of calls that a neuron stays in memory for.
+    memory: Bytes that all windows may take, as a number or a text; the layers
       share it evenly. None: half of the neurons.
-    threshold: neurons whose activation is at most that large count as zero
-      (FATReLU): lossy. Needed for activations that are not zero by themselves,
-      such as SiLU.
-    threads: reads of the disk at a time.
+    threshold: Largest activation that counts as zero (FATReLU): lossy. Needed
+      for activations that are not exactly zero, such as SiLU.
+    threads: Number of concurrent reads of the disk.
 
   Raises:
-    OptionError: an activation that is smooth, without a threshold; a model
-      with mixtures of experts or codes; an argument out of range.
-    MeshError: a model on a mesh, or several processes.
-    CheckpointFormatError: no file, or no whole one.
-    CheckpointMismatchError: a file or predictors of another model.
-    MemoryEstimateError: less memory than a few neurons of each layer take.
+    OptionError: If an activation is smooth and there is no threshold; if the
+      model has mixtures of experts or codes; if an argument is out of range.
+    MeshError: If the model is on a mesh, or there are several processes.
+    CheckpointFormatError: If the file is missing or incomplete.
+    CheckpointMismatchError: If the file or predictors are of another model.
+    MemoryEstimateError: If a few neurons of each layer need more memory.
   """
   check_neurons(model)
   positive_int("window", window)
@@ -163,12 +165,12 @@ def sparse_model(
         "pass threshold=.05, which changes the answers, or a ReLU model",
       )
   file = NeuronFile(pathlib.Path(folder) / FILE, threads=threads)
-  mine = files.model_digest(model)
-  if file.model != mine:
+  digest = files.model_digest(model)
+  if file.model != digest:
     raise CheckpointMismatchError(
       f"{file.path}",
       f"neurons of the model {file.model or 'without a digest'}",
-      f"those of this one, {mine}",
+      f"those of this one, {digest}",
       "write them again with rj.models.write_neurons",
     )
   dtype = _dtype(model)
@@ -182,17 +184,20 @@ def sparse_model(
   if predictors is not None:
     if not isinstance(predictors, NeuronPredictors):
       predictors = NeuronPredictors.load(predictors)
-    predictors.check(mine, threshold)
-  first = int(predictors is None)
+    predictors.check(digest, threshold)
+  first_part = int(predictors is None)
   store = NeuronStore(
-    file, _max_rows(file, first, window, memory), window=window, first=first
+    file,
+    _max_rows(file, first_part, window, memory),
+    window=window,
+    first=first_part,
   )
   fault = ReadFault()
 
   def pruned(block: Any, numbers: Sequence[int], lead: tuple[int, ...]) -> Any:
-    """A layer, or layers that share arrays, without what is on disk."""
-    found = jax.tree.map(lambda x: x, block)
-    found.feedforward = NeuronFeedforward(
+    """A layer, or layers that share arrays, without the weights on disk."""
+    result = jax.tree.map(lambda x: x, block)
+    result.feedforward = NeuronFeedforward(
       block.feedforward,
       jnp.asarray(numbers, jnp.int32).reshape(lead),
       store=store,
@@ -204,7 +209,7 @@ def sparse_model(
       else predictors.module(numbers, lead, dtype),
       threshold=float(threshold),
     )
-    return found
+    return result
 
   blocks = []
   for g, run in enumerate(model.stack.runs):
@@ -215,29 +220,29 @@ def sparse_model(
         block = model.stack.blocks[g][p]
         kinds.append(pruned(block, numbers, (run.repeats,)))
         continue
-      each = [
+      layers = [
         pruned(_layer(model, g, p, n), [number], ())
         for n, number in enumerate(numbers)
       ]
-      kinds.append(jax.tree.map(lambda *x: jnp.stack(x), *each))
+      kinds.append(jax.tree.map(lambda *x: jnp.stack(x), *layers))
     blocks.append(nnx.List(kinds))
-  made = copy.copy(model)
-  made.stack = copy.copy(model.stack)
-  made.stack.blocks = nnx.List(blocks)
-  made.stack.placed, made.stack.hosted = None, None
-  made.stack.neuron_fault = fault
-  return made
+  result = copy.copy(model)
+  result.stack = copy.copy(model.stack)
+  result.stack.blocks = nnx.List(blocks)
+  result.stack.placed, result.stack.hosted = None, None
+  result.stack.neuron_fault = fault
+  return result
 
 
 def neuron_report(model: Transformer, *, reset: bool = False) -> NeuronReport:
-  """What a model's neurons on disk came to so far.
+  """Reports the reads of a model's neurons on disk so far.
 
   Args:
-    model: made by `sparse_model`.
-    reset: counts from zero afterwards.
+    model: Model by `sparse_model`.
+    reset: Whether to reset the counters afterwards.
 
   Raises:
-    OptionError: another model.
+    OptionError: If the model is another one.
   """
   if model.stack.neuron_fault is None:
     raise OptionError(
@@ -247,18 +252,18 @@ def neuron_report(model: Transformer, *, reset: bool = False) -> NeuronReport:
       "pass what rj.models.sparse_model returns",
     )
   feedforward: Any = model.stack.blocks[0][0].feedforward
-  found = feedforward.store.report()
+  report = feedforward.store.report()
   if reset:
     feedforward.store.reset()
-  return found
+  return report
 
 
 def check_neurons(model: Transformer) -> None:
   """Refuses a model whose feedforwards are not plain or gated maps of floats.
 
   Raises:
-    OptionError: mixtures of experts, codes, or neurons on disk.
-    MeshError: a model on a mesh, or several processes.
+    OptionError: If it has mixtures of experts, codes, or neurons on disk.
+    MeshError: If it is on a mesh, or there are several processes.
   """
   devices = 1 if model.mesh is None else model.mesh.size
   if devices > 1 or jax.process_count() > 1:
@@ -323,7 +328,7 @@ def _kinds(model: Transformer) -> Iterator[tuple[int, int]]:
 
 
 def _layer(model: Transformer, g: int, p: int, n: int) -> Any:
-  """The weights of one layer, wherever they are."""
+  """Fetches the weights of one layer from any memory."""
   fetch = jax.jit(lambda stack, n: stack.layer(g, p, n))
   with naming_faults(model.stack.faults):
     return jax.block_until_ready(fetch(model.stack, n))
@@ -332,25 +337,27 @@ def _layer(model: Transformer, g: int, p: int, n: int) -> Any:
 def _max_rows(
   file: NeuronFile, parts: int, window: int, memory: int | str | None
 ) -> dict[int, int]:
-  """Rows of each layer's window."""
-  each = {}
+  """Number of rows of each layer's window."""
+  by_layer = {}
   for n, layer in file.layers.items():
     row = (len(layer.parts) - parts) * layer.embed * file.dtype.itemsize
-    # With the numbers of a window's neurons, see `NeuronWindow.nbytes`.
-    each[n] = (row + 4 * (window + 2), 8 * layer.neurons, layer.neurons)
+    # With the ids of a window's neurons, see `NeuronWindow.nbytes`.
+    by_layer[n] = (row + 4 * (window + 2), 8 * layer.neurons, layer.neurons)
   if memory is None:
-    return {n: -(-most // 2) for n, (_, _, most) in each.items()}
-  given = as_bytes(memory) // len(each)
-  found = {
-    n: min(most, (given - fixed) // row)
-    for n, (row, fixed, most) in each.items()
+    return {n: -(-neurons // 2) for n, (_, _, neurons) in by_layer.items()}
+  per_layer = as_bytes(memory) // len(by_layer)
+  rows = {
+    n: min(neurons, (per_layer - fixed) // row)
+    for n, (row, fixed, neurons) in by_layer.items()
   }
-  if min(found.values()) < LEAST_ROWS:
-    wanted = max(LEAST_ROWS * row + fixed for row, fixed, _ in each.values())
+  if min(rows.values()) < LEAST_ROWS:
+    wanted = max(
+      LEAST_ROWS * row + fixed for row, fixed, _ in by_layer.values()
+    )
     raise MemoryEstimateError(
       "memory",
-      f"{as_bytes(memory):,} bytes for {len(each)} layers",
-      f"at least {len(each) * wanted:,}, for {LEAST_ROWS} neurons of each",
+      f"{as_bytes(memory):,} bytes for {len(by_layer)} layers",
+      f"at least {len(by_layer) * wanted:,}, for {LEAST_ROWS} neurons of each",
       "pass more",
     )
-  return found
+  return rows

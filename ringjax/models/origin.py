@@ -1,12 +1,12 @@
-"""What a saved model keeps of the folder that it was loaded from.
+"""Origin of a model: what `save` keeps of the folder it was loaded from.
 
-Guarantees: tensors that the model does not read (layers that guess further
+Guarantees: tensors that the model does not read (layers that predict further
 tokens) are saved bit for bit, as long as all that it reads has the numbers of
-that folder; only a head that is the embedding, and what is computed from the
-config, is not stored again. Otherwise they would belong to
-other weights: the saved folder has none of them, its config says so, and a
-warning names them. Files beside the weights (tokenizer, chat template,
-generation settings, ...) are copied; no code ever is.
+that folder; only a tied head, and what is computed from the config, is not
+stored again. Otherwise they would belong to other weights: the saved folder has
+none of them, its config says so, and a warning names them. Files next to the
+weights (tokenizer, chat template, generation settings, ...) are copied; code is
+never copied.
 Cost: a model with such tensors is compared with its folder when it is saved:
 one more pass over the files, up to the first number that differs.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 AnyArray = Shaped[np.ndarray | Array, "..."]
 _log = logging.getLogger(__name__)
-# Keys of a config that say how many layers guess further tokens.
+# Keys of a config with the number of layers that predict further tokens.
 _GUESSES: dict[str, Any] = {
   "mtp_num_hidden_layers": 0,
   "num_mtp_modules": 0,
@@ -50,11 +50,12 @@ class Origin:
   All are equal to each other, so that models of two folders run one program.
 
   Attributes:
-    folder: its files, as they were when they were opened.
-    names: of each of the model's tensors, by the name that `save` gives it, the
-      name in the folder.
-    unread: the same of those that the model does not read.
-    lost: why no tensor can be kept, if none can.
+    folder: Folder with its files, as they were when they were opened.
+    names: Names in the folder, by the name that `save` gives each tensor of the
+      model.
+    unread: Names in the folder, by the name to save, of tensors that the model
+      does not read.
+    lost: Reason that no tensor can be kept, or "".
   """
 
   folder: Folder | None = None
@@ -70,7 +71,7 @@ class Origin:
 
   @property
   def copied(self) -> Mapping[str, str]:
-    """The tensors to copy, where all others are as they are in the folder."""
+    """The tensors to copy, if all others are unchanged."""
     return {} if self.lost else self.unread
 
   def kept(
@@ -79,12 +80,12 @@ class Origin:
     """The tensors to copy, the name in the folder by the name to save.
 
     Args:
-      tensors: makes names and values that are to be saved.
+      tensors: Function that makes the names and values that are to be saved.
     """
     if self.folder is None or not self.unread:
       return {}
-    why = self.lost or self._changed(tensors)
-    if not why:
+    reason = self.lost or self._changed(tensors)
+    if not reason:
       _log.info(
         "kept %d tensors of %s that the model does not read: %s",
         len(self.unread),
@@ -93,11 +94,11 @@ class Origin:
       )
       return dict(self.unread)
     names = list(self.unread)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
       f"left out of the saved folder: {len(names)} tensors of "
       f"{self.folder.path} that the model does not read ("
-      f"{', '.join(names[:3])}{more}), as {why}",
+      f"{', '.join(names[:3])}{more_text}), as {reason}",
       RuntimeWarning,
       stacklevel=4,
     )
@@ -106,24 +107,25 @@ class Origin:
   def _changed(
     self, tensors: Callable[[], Iterable[tuple[str, AnyArray]]]
   ) -> str:
-    """Why the model's numbers are not those of the folder, or nothing."""
-    left, why = set(self.names), ""
+    """Reason that the model's numbers are not those of the folder, or ""."""
+    not_seen, reason = set(self.names), ""
     for name, x in tensors():
-      left.discard(name)
-      # Other processes wait for this one where a tensor is gathered.
-      if why and jax.process_count() == 1:
-        return why
+      not_seen.discard(name)
+      # With several processes all gather every tensor, so none may return
+      # early.
+      if reason and jax.process_count() == 1:
+        return reason
       value = host_copy(x)
-      why = why or self._differs(name, value)
-    if not why and left:
-      why = f"{min(left)} is not in the model any more"
+      reason = reason or self._differs(name, value)
+    if not reason and not_seen:
+      reason = f"{min(not_seen)} is not in the model any more"
     if jax.process_count() > 1:
-      same = multihost_utils.process_allgather(np.array(not why))
-      why = why or ("" if np.all(same) else "another process says so")
-    return why
+      all_same = multihost_utils.process_allgather(np.array(not reason))
+      reason = reason or ("" if np.all(all_same) else "another process says so")
+    return reason
 
   def _differs(self, name: str, value: Shaped[np.ndarray, ...]) -> str:
-    """Why a tensor is not that of the folder, or nothing."""
+    """Reason that a tensor is not that of the folder, or ""."""
     assert self.folder is not None
     stored = self.names.get(name, "")
     info = self.folder.tensors.get(stored)
@@ -134,8 +136,8 @@ class Origin:
     except (OSError, RingjaxError) as error:
       return f"that folder can't be read any more: {error}"
     with np.errstate(over="ignore", invalid="ignore"):
-      same = np.array_equal(old.astype(value.dtype), value)
-    return "" if same else f"{name} has other numbers than there"
+      is_same = np.array_equal(old.astype(value.dtype), value)
+    return "" if is_same else f"{name} has other numbers than there"
 
   def stored(
     self, kept: Mapping[str, str]
@@ -148,20 +150,20 @@ class Origin:
   def config(
     self, config: Mapping[str, Any], kept: Mapping[str, str]
   ) -> dict[str, Any]:
-    """A config that speaks of no layers that are left out."""
-    guesses = self.unread and not kept
+    """A config without the layers that are left out."""
+    drops_layers = self.unread and not kept
     return dict(config) | {
       key: value
       for key, value in _GUESSES.items()
-      if guesses and config.get(key)
+      if drops_layers and config.get(key)
     }
 
   def copy_files(self, to: pathlib.Path, place: pathlib.Path) -> None:
-    """Copies files beside the weights into a folder that is being written.
+    """Copies files next to the weights into a folder that is being written.
 
     Args:
-      to: the folder.
-      place: where it will be; files that are there already stay.
+      to: Folder that is being written.
+      place: Final path of that folder; files that exist there stay.
     """
     if self.folder is None:
       return
@@ -180,10 +182,10 @@ def origin_of(contents: Contents, *, whole: bool, packed: bool) -> Origin:
   """The origin of a model that is read from a folder.
 
   Args:
-    contents: what the folder holds.
-    whole: whether the model is all that the folder is of, and not the text
-      model of one that sees, too.
-    packed: whether its weights are quantised.
+    contents: Content of the folder.
+    whole: Whether the model is all of the folder, and not the text model of
+      one with images.
+    packed: Whether its weights are quantised.
   """
   folder, unread = contents.folder, contents.unread if whole else {}
   names = {t.name: t.stored_name or t.name for t in contents.tensors}

@@ -1,4 +1,4 @@
-"""Arrays of a module by their paths: taken out, put in, digested."""
+"""Arrays of a module by their paths: read, filled in, digested."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def filled(
   arrays: Mapping[str, Any],
   like: Transformer | None = None,
 ) -> Any:
-  """A module of shapes with arrays in their place, by their paths.
+  """Fills a module of shapes with arrays, by their paths.
 
-  `like`: a model of whose folder it is; None for parts of one.
+  `like` is a model whose folder the result belongs to; None for a part of one.
   """
   flat, form = jax.tree.flatten(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -37,14 +37,14 @@ def filled(
   values = [
     p.replace(arrays[k]) for k, p in zip(parameters(empty), flat, strict=True)
   ]
-  made = jax.tree.unflatten(form, values)
+  module = jax.tree.unflatten(form, values)
   if like is not None:
-    made.source, made.origin = like.source, like.origin
-  return made
+    module.source, module.origin = like.source, like.origin
+  return module
 
 
 def on_host(x: Shaped[Array, " ..."]) -> np.ndarray:
-  """All of an array, in all processes."""
+  """Copies all of an array to the host, in all processes."""
   if not x.is_fully_addressable and not x.is_fully_replicated:
     from jax.experimental import multihost_utils
 
@@ -54,8 +54,8 @@ def on_host(x: Shaped[Array, " ..."]) -> np.ndarray:
 
 def tensors_digest(arrays: Mapping[str, np.ndarray]) -> str:
   """SHA-256 of names, dtypes, shapes and bytes."""
-  found = hashlib.sha256()
+  hasher = hashlib.sha256()
   for name in sorted(arrays):
     x = np.ascontiguousarray(arrays[name])
-    found.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
-  return found.hexdigest()
+    hasher.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
+  return hasher.hexdigest()

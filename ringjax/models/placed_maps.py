@@ -1,12 +1,11 @@
-"""Other modules in place of linear maps, wherever a model's layers are.
+"""Replaces linear maps of a model by other modules, in any memory tier.
 
-Guarantees: a layer has the numbers that it would have if all of them were on
-the devices, to the bit.
+Guarantees: a layer's numbers are bit for bit those that it would have with all
+layers on the devices.
 Cost: layers on the devices and in the host's memory are changed once. Those on
-disk stay as they are there: they are changed whenever they are read.
-Memory: one layer at a time on the devices, beside the model; codes of layers
-in the host's memory take the place of their floats once a kind of layers is
-done.
+disk are stored unchanged, and are changed each time that they are read.
+Memory: one layer at a time on the devices, next to the model; codes of layers
+in the host's memory replace their floats once all layers of a kind are done.
 """
 
 from __future__ import annotations
@@ -35,75 +34,77 @@ from ringjax.nn.block import Block
 from ringjax.nn.linear import Linear
 from ringjax.nn.placed import PlacedLayers
 
-# What takes the place of a map, whose weight is that of any number of layers.
+# Makes the replacement of a map, whose weight is that of stacked layers.
 Make = Callable[[Linear], nnx.Module]
 
 
 def with_maps(model: Transformer, make: Mapping[str, Make]) -> Transformer:
-  """The model with other modules in place of some maps.
+  """Replaces some linear maps of a model by other modules.
 
   Args:
-    model: the model; it shares the rest.
-    make: by path, see `rounded_maps`, what makes them.
+    model: Model; the result shares its other weights.
+    make: Functions that make the modules, by path, see `rounded_maps`.
 
   Raises:
-    OptionError: adapters in a model some of whose layers are fetched.
+    OptionError: If a model with placed layers has adapters.
   """
-  found = {**maps_of(model.stack, "stack.")}
-  made = replaced(model, {path: f(found[path]) for path, f in make.items()})
+  maps = {**maps_of(model.stack, "stack.")}
+  result = replaced(model, {path: f(maps[path]) for path, f in make.items()})
   stack = model.stack
   if stack.placed is None:
-    return made
+    return result
   placed, hosted = [], []
   for g, kinds in enumerate(stack.placed):
-    new, arrays = [], []
+    new_kinds, arrays = [], []
     for p, kind in enumerate(kinds):
       prefix = f"stack.blocks.{g}.{p}."
-      mine = {
+      kind_make = {
         path.removeprefix(prefix): f
         for path, f in make.items()
         if path.startswith(prefix)
       }
-      if kind is None or not mine:
-        new.append(kind)
+      if kind is None or not kind_make:
+        new_kinds.append(kind)
         arrays.append(stack.hosted[g][p])
         continue
-      change = _Change(stack.blocks[g][p], made.stack.blocks[g][p], kind, mine)
-      new.append(change.kind())
+      change = _Change(
+        stack.blocks[g][p], result.stack.blocks[g][p], kind, kind_make
+      )
+      new_kinds.append(change.kind())
       arrays.append(change.hosted(model, g, p))
-    placed.append(tuple(new))
+    placed.append(tuple(new_kinds))
     hosted.append(tuple(arrays))
-  made.stack = copy.copy(made.stack)
-  made.stack.placed = tuple(placed)
-  made.stack.hosted = nnx.data(tuple(hosted))
-  return made
+  result.stack = copy.copy(result.stack)
+  result.stack.placed = tuple(placed)
+  result.stack.hosted = nnx.data(tuple(hosted))
+  return result
 
 
 class _Change:
-  """How the layers of a kind become others."""
+  """Replacement of the maps of one kind of layers."""
 
   def __init__(
     self,
     block: Block,
-    made: Block,
+    changed: Block,
     kind: PlacedLayers,
     make: Mapping[str, Make],
   ):
-    """Prepares.
+    """Checks the layers and derives the new shapes and shardings.
 
     Args:
-      block: of the layers on the devices.
-      made: the same with other modules.
-      kind: where the layers are.
-      make: what makes the modules, by their paths in the block.
+      block: Block of the layers on the devices.
+      changed: Block with the other modules.
+      kind: Placement of the layers.
+      make: Functions that make the modules, by their paths in the block.
     """
     params, self._tree = jax.tree.flatten(
       block, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
-    # Without numbers: what is read from disk holds on to this object.
+    # Without arrays: the readers of disk layers keep this object alive.
     self._params = [p.replace(None) for p in params]
-    before = parameters(block)
-    if tuple(before) != kind.paths:
+    old_params = parameters(block)
+    if tuple(old_params) != kind.paths:
       raise OptionError(
         "model",
         "one with adapters, whose layers are in host memory or on disk",
@@ -111,26 +112,28 @@ class _Change:
         "round the model that rj.models.load returns",
       )
     self._kind, self._make = kind, make
-    # What is of every layer stays on the devices.
+    # Parameters that are shared by all layers stay on the devices.
     self._new = {
       path: p.replace(jax.typeof(p.get_value()))
-      for path, p in parameters(made).items()
+      for path, p in parameters(changed).items()
       if not p.get_metadata().get("every")
     }
     self._specs = dict(zip(kind.paths, kind.specs, strict=True))
     for path in make:
-      self._specs |= self._of_map(path, before)
+      self._specs |= self._of_map(path, old_params)
 
   def _of_map(
-    self, path: str, before: Mapping[str, nnx.Variable]
+    self, path: str, old_params: Mapping[str, nnx.Variable]
   ) -> dict[str, P]:
-    """The shardings of what is there in place of a map."""
-    name = path if path in before else f"{path}.weight"
+    """Shardings of the parameters that replace a map's."""
+    name = path if path in old_params else f"{path}.weight"
     spec, mesh = tuple(self._specs[name]), self._kind.mesh
-    named = dict(zip(before[name].get_metadata()["axes"], spec, strict=False))
-    found = {}
+    named = dict(
+      zip(old_params[name].get_metadata()["axes"], spec, strict=False)
+    )
+    specs = {}
     for key, p in self._new.items():
-      if not key.startswith(f"{path}.") or key in before:
+      if not key.startswith(f"{path}.") or key in old_params:
         continue
       cuts = [
         cut
@@ -140,26 +143,26 @@ class _Change:
           p.get_metadata()["axes"], p.get_value().shape[1:], strict=True
         )
       ]
-      found[key] = P(*cuts)
-    return found
+      specs[key] = P(*cuts)
+    return specs
 
   def layers(self, arrays: Sequence[Shaped[Array, "L ..."]]) -> list[jax.Array]:
-    """The new parameters of some layers, from what they have been."""
+    """New parameters of some layers, from the old ones."""
     block = jax.tree.unflatten(
       self._tree,
       [p.replace(x) for p, x in zip(self._params, arrays, strict=True)],
     )
-    found = maps_of(block, "")
-    made = replaced(block, {k: f(found[k]) for k, f in self._make.items()})
-    after = parameters(made)
-    return [after[path].get_value() for path in self._new]
+    maps = maps_of(block, "")
+    changed = replaced(block, {k: f(maps[k]) for k, f in self._make.items()})
+    new_params = parameters(changed)
+    return [new_params[path].get_value() for path in self._new]
 
   def kind(self) -> PlacedLayers:
-    """Where the new layers are: where they have been."""
+    """The placement with new shapes, shardings and weights."""
 
-    def read(weights: Any, found: Sequence[jax.Array]) -> list[jax.Array]:
-      made = self.layers([x[None] for x in weights(found)])
-      return [x[0] for x in made]
+    def read(weights: Any, stored: Sequence[jax.Array]) -> list[jax.Array]:
+      layers = self.layers([x[None] for x in weights(stored)])
+      return [x[0] for x in layers]
 
     return dataclasses.replace(
       self._kind,
@@ -176,7 +179,7 @@ class _Change:
     )
 
   def hosted(self, model: Transformer, g: int, p: int) -> tuple[Any, ...]:
-    """The new layers that are in the host's memory."""
+    """The new parameters of layers in the host's memory."""
     count = self._kind.tiers.count(IN_HOST)
     if not count:
       return ()
@@ -187,17 +190,17 @@ class _Change:
     ]
 
     @jax.jit
-    def one(stack: Any, n: jax.Array) -> list[jax.Array]:
+    def new_layer(stack: Any, n: jax.Array) -> list[jax.Array]:
       block = stack.layer(g, p, n)
-      made = self.layers([x[None] for x in jax.tree.leaves(block)])
+      layers = self.layers([x[None] for x in jax.tree.leaves(block)])
       if mesh is None:
-        return made
+        return layers
       return [
         jax.lax.with_sharding_constraint(x, sharding)
-        for x, sharding in zip(made, stacked, strict=True)
+        for x, sharding in zip(layers, stacked, strict=True)
       ]
 
-    held = [
+    host_arrays = [
       np.zeros((count, *x.get_value().shape[1:]), x.get_value().dtype)
       for x in self._new.values()
     ]
@@ -205,7 +208,9 @@ class _Change:
       if tier != IN_HOST:
         continue
       rank = self._kind.rank(n)
-      for out, x in zip(held, one(model.stack, jnp.int32(n)), strict=True):
+      for out, x in zip(
+        host_arrays, new_layer(model.stack, jnp.int32(n)), strict=True
+      ):
         for shard in x.addressable_shards:
           out[rank : rank + 1][shard.index] = np.asarray(shard.data)
-    return tuple(map(in_host, held, stacked))
+    return tuple(map(in_host, host_arrays, stacked))

@@ -1,4 +1,4 @@
-"""Shapes of real models, as their config.json has them; no weights.
+"""Configs of real models, as in their config.json; without weights.
 
 They are in `presets.toml`.
 """
@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str) -> dict[str, Any]:
-  """The config of a preset, to change and to pass on."""
+  """A copy of a preset's config, which the caller may change."""
   one_of(
     "config",
     name,

@@ -1,4 +1,4 @@
-"""Puts a model's layers where a placement says, while its folder is read.
+"""Places a model's layers in memory tiers while its folder is read.
 
 Guarantees: names, forms, dtypes and shardings of tensors are those of
 `rj.models.load`; a layer that is fetched has the numbers that it would have if
@@ -42,10 +42,10 @@ from ringjax.parallel import memory as host_memory
 from ringjax.parallel import outcome
 
 _STACK = "stack.blocks."
-# Of the host's free memory, what layers may have: something else runs too.
+# Fraction of the host's free memory for layers: other programs run there too.
 _OF_HOST = 0.9
 
-# What the pieces of a tensor are on the devices, by their names.
+# Function from a tensor to its pieces as device arrays, by their names.
 Targets = Callable[[CheckpointTensor], Mapping[str, jax.ShapeDtypeStruct]]
 
 
@@ -56,24 +56,27 @@ def planned(
   memory: object,
   beside: Mapping[str, int] | None = None,
 ) -> tuple[str, ...]:
-  """The memory of each layer of a model of shapes.
+  """Chooses the memory of each layer of a model of shapes.
 
   Args:
-    model: of shapes, all of whose layers are stacked.
-    shardings: of its parameters by their paths, None for one device.
-    placement: a `Placement`, a text that stands for one, or None.
-    memory: bytes that all weights may take on a device, as a number or a text,
-      or None. Those of two layers that pass through it are counted. Layers
+    model: Model of shapes, all of whose layers are stacked.
+    shardings: Shardings of its parameters by path, None for one device.
+    placement: A `Placement`, its text, or None.
+    memory: Bytes that all weights may take on a device, as a number or a text,
+      or None. The two layers that pass through it are included. Layers
       are on the device as far as they fit. The others are in the host's memory
       as far as they fit there; or where the placement says, "host" or "disk";
       or as its fractions say, of which the host has what the bytes keep off
       the device.
-    beside: bytes by memory that a call has beside the weights; with `memory`,
-      which is then of both.
+    beside: Bytes by memory that a call needs next to the weights; if given,
+      `memory` is the limit of both.
+
+  Returns:
+    The tier of each layer, one of `TIERS`.
 
   Raises:
-    OptionError: another placement or memory.
-    MemoryEstimateError: not even the outer weights and two layers fit.
+    OptionError: If placement or memory is unknown.
+    MemoryEstimateError: If not even the outer weights and two layers fit.
   """
   layers, outer = _layer_bytes(model, shardings)
   total, widest = sum(layers), max(layers)
@@ -83,46 +86,52 @@ def planned(
     wanted = WeightPlacement.of(placement)
     room = {tier: getattr(wanted, tier) * total for tier in TIERS}
     return deal(layers, room)
-  most, call = as_bytes(memory), beside or {}
-  also = call.get(DEVICE, 0)
-  if outer + total + also <= most and placement is None:
+  limit, call_bytes = as_bytes(memory), beside or {}
+  extra = call_bytes.get(DEVICE, 0)
+  if outer + total + extra <= limit and placement is None:
     return (DEVICE,) * len(layers)
-  left = most - outer - 2 * widest - also
-  if left < 0:
-    more = f", and {also:,} of the call" if also else ""
+  room_left = limit - outer - 2 * widest - extra
+  if room_left < 0:
+    call_text = f", and {extra:,} of the call" if extra else ""
     raise MemoryEstimateError(
       "memory",
-      f"{most:,} bytes",
-      f"at least {outer + 2 * widest + also:,}: embedding, norm and head, and "
-      f"two layers that pass through{more}",
+      f"{limit:,} bytes",
+      f"at least {outer + 2 * widest + extra:,}: embedding, norm and head, and "
+      f"two layers that pass through{call_text}",
       "pass more, or a mesh whose 'model' axis shards the weights"
-      + ("; or fewer rows at once, and keys in host memory" if also else ""),
+      + ("; or fewer rows at once, and keys in host memory" if extra else ""),
     )
-  room = {DEVICE: min(left, total)}
+  room = {DEVICE: min(room_left, total)}
   if placement is None:
     free = host_memory.host_free_bytes()
-    rest = total - room[DEVICE]
-    # Each device has its shard of a layer there.
+    not_on_device = total - room[DEVICE]
+    # Each device has its shard of a layer in host memory.
     if free is not None:
-      free = max(0, free - call.get(IN_HOST, 0))
-    fits = rest if free is None else min(rest, _OF_HOST * free / devices)
-    # All processes place the same layers.
+      free = max(0, free - call_bytes.get(IN_HOST, 0))
+    host_room = (
+      not_on_device
+      if free is None
+      else min(not_on_device, _OF_HOST * free / devices)
+    )
+    # All processes must place the same layers.
     ranks = outcome.processes_of(meshes[0] if meshes else None)
-    fits = min(outcome.exchanged(fits, ranks))
-    return deal(layers, room | {IN_HOST: fits, DISK: rest - fits})
+    host_room = min(outcome.exchanged(host_room, ranks))
+    return deal(
+      layers, room | {IN_HOST: host_room, DISK: not_on_device - host_room}
+    )
   wanted = WeightPlacement.of(placement)
   if wanted.disk == 1 or wanted.host == 1:
-    rest = DISK if wanted.disk else IN_HOST
-    return deal(layers, room | {rest: total - room[DEVICE]})
+    off_tier = DISK if wanted.disk else IN_HOST
+    return deal(layers, room | {off_tier: total - room[DEVICE]})
   disk = total * (wanted.disk or 0.0)
-  room = {DEVICE: min(left, total * (wanted.device or 0.0)), DISK: disk}
+  room = {DEVICE: min(room_left, total * (wanted.device or 0.0)), DISK: disk}
   return deal(layers, room | {IN_HOST: total - disk - room[DEVICE]})
 
 
 def _layer_bytes(
   model: Transformer, shardings: Mapping[str, Any]
 ) -> tuple[list[int], int]:
-  """Bytes on a device: of each layer, and of all that is no layer."""
+  """Bytes on a device: of each layer, and of all weights outside of layers."""
   layers, outer = [0] * len(model.config.layers), 0
   for path, p in parameters(model).items():
     shape = p.get_value().shape
@@ -133,9 +142,9 @@ def _layer_bytes(
       outer += n
       continue
     run, position = _kind(path)
-    found = model.stack.runs[run]
-    for index in range(found.repeats):
-      layers[found.number(position, index)] += n // found.repeats
+    layer_run = model.stack.runs[run]
+    for index in range(layer_run.repeats):
+      layers[layer_run.number(position, index)] += n // layer_run.repeats
   return layers, outer
 
 
@@ -147,14 +156,14 @@ def _kind(path: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Group:
-  """Tensors of a layer that are parameters together.
+  """Tensors of a layer that hold the same parameters.
 
   Attributes:
-    form: how they are stored.
-    paths: of the parameters in the block.
-    pieces: what is read for them.
-    specs: how that is sharded.
-    stacked: whether they are tensors of experts, one for each.
+    form: Form in which the tensors store the parameters.
+    paths: Paths of the parameters in the block.
+    pieces: Stored arrays that are read for them.
+    specs: Sharding of each piece.
+    stacked: Whether the tensors are one per expert.
   """
 
   form: Any
@@ -165,7 +174,7 @@ class _Group:
 
   @property
   def alike(self) -> tuple[Any, ...]:
-    """The same for layers that are stored alike."""
+    """Key that is equal for layers that are stored alike."""
     return (
       self.form,
       self.paths,
@@ -174,7 +183,7 @@ class _Group:
     )
 
   def parts(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The parameters of what was read, in the dtypes of their forms."""
+    """Parameters from the arrays read, in the dtypes of their forms."""
     if isinstance(self.form, Packed):
       x = tuple(
         a.astype(piece.wanted) for a, piece in zip(x, self.pieces, strict=True)
@@ -187,10 +196,10 @@ class _Group:
 
 
 class Streaming:
-  """A model of which layers are placed, while it is loaded.
+  """Loads a model some of whose layers are in host memory or on disk.
 
   Attributes:
-    empty: the model of shapes: of placed layers, those on the devices.
+    empty: Model of shapes; of placed layers it has those on the devices.
   """
 
   def __init__(
@@ -202,14 +211,14 @@ class Streaming:
     *,
     shapes: bool = False,
   ):
-    """Prepares.
+    """Allocates the host's layers, or their shapes.
 
     Args:
-      model: of shapes, all of whose layers are stacked.
-      tiers: of each layer.
-      mesh: which devices have it.
-      shardings: of its parameters by their paths.
-      shapes: whether layers in the host's memory stay shapes.
+      model: Model of shapes, all of whose layers are stacked.
+      tiers: Memory of each layer.
+      mesh: Mesh of the model, None for one device.
+      shardings: Shardings of its parameters by path.
+      shapes: Whether layers in the host's memory stay shapes.
     """
     self._runs = model.stack.runs
     self._tiers, self._mesh, self._shardings = tiers, mesh, shardings
@@ -232,7 +241,7 @@ class Streaming:
 
   @property
   def _devices(self) -> int:
-    """Each of which has its shard of the host's layers."""
+    """Devices of this process; each has its shard of the host's layers."""
     return 1 if self._mesh is None else len(self._mesh.local_devices)
 
   def _shard(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -252,19 +261,19 @@ class Streaming:
     return self._of_kind(self._runs[run], position).count(tier)
 
   def _shrunk(self, model: Transformer) -> Transformer:
-    """The model with the shapes of the layers on the devices alone."""
-    made = jax.tree.map(lambda x: x, model)
+    """The model with the shapes of the layers on the devices only."""
+    shrunk = jax.tree.map(lambda x: x, model)
     for g, run in enumerate(self._runs):
       for p in range(len(run.layers)):
         tiers = self._of_kind(run, p)
         if set(tiers) == {DEVICE}:
           continue
         cut = functools.partial(_of_layers, tiers.count(DEVICE))
-        made.stack.blocks[g][p] = jax.tree.map(cut, made.stack.blocks[g][p])
-    return made
+        shrunk.stack.blocks[g][p] = jax.tree.map(cut, shrunk.stack.blocks[g][p])
+    return shrunk
 
   def placed(self, tensor: CheckpointTensor) -> tuple[str, CheckpointTensor]:
-    """The memory of a tensor, and the tensor with its place there."""
+    """Memory of a tensor, and the tensor with its index in that memory."""
     path, index = tensor.targets[0]
     if not path.startswith(_STACK):
       return DEVICE, tensor
@@ -279,11 +288,11 @@ class Streaming:
   def host(
     self, tensor: CheckpointTensor, x: tuple[Shaped[Array, " ..."], ...]
   ) -> None:
-    """Takes a tensor of a layer that stays in the host's memory.
+    """Stores a tensor of a layer that stays in the host's memory.
 
     Args:
-      tensor: with its place there.
-      x: its pieces.
+      tensor: Tensor with its index in the host's memory.
+      x: Pieces of the tensor.
     """
     split = x if isinstance(tensor.form, Packed) else x[0]
     dtypes = tuple(
@@ -294,30 +303,30 @@ class Streaming:
     )
     parts = _parts(tensor.form, dtypes, shardings, split)
     for (path, index), part in zip(tensor.targets, parts, strict=True):
-      # Of several processes each has the shards of its devices, and leaves the
-      # pages of the others' untouched.
+      # Each of several processes has the shards of its devices, and does not
+      # touch the pages of the others' shards.
       if not self._mine(path, index):
         continue
       for shard in part.addressable_shards:
         self._hosted[path][index][shard.index] = np.asarray(shard.data)
 
   def _mine(self, path: str, index: tuple[int, ...]) -> bool:
-    """Whether devices of this process have that expert of a layer."""
+    """Whether a device of this process has that expert of a layer."""
     sharding = self._shardings[path]
     if sharding is None:
       return True
     shape = self._full[path].get_value().shape
-    places = sharding.addressable_devices_indices_map(shape).values()
+    device_slices = sharding.addressable_devices_indices_map(shape).values()
     return any(
       all(
         n in range(*cut.indices(size))
         for n, cut, size in zip(index[1:], at[1:], shape[1:], strict=False)
       )
-      for at in places
+      for at in device_slices
     )
 
   def _cut(self, path: str, count: int) -> NamedSharding | None:
-    """The sharding of a parameter behind its first axes."""
+    """Sharding of a parameter without its first `count` axes."""
     sharding = self._shardings[path]
     if sharding is None:
       return None
@@ -330,13 +339,13 @@ class Streaming:
     tensors: Sequence[CheckpointTensor] = (),
     targets: Targets | None = None,
   ) -> Transformer:
-    """The model with its layers in the host's memory and on disk.
+    """Completes the model with its layers in the host's memory and on disk.
 
     Args:
-      model: with arrays on the devices.
-      folder: where the tensors are, if some are on disk.
-      tensors: of layers on disk.
-      targets: as what pieces of a tensor come to the devices.
+      model: Model with arrays on the devices.
+      folder: Folder of the tensors, if some are on disk.
+      tensors: Tensors of layers on disk.
+      targets: Function from a tensor to its pieces as device arrays.
     """
     groups: Any = {}
     reader = None
@@ -348,9 +357,9 @@ class Streaming:
     for g, run in enumerate(self._runs):
       kinds, arrays = [], []
       for p in range(len(run.layers)):
-        made = self._kind_of(model, g, p, groups, reader, fault)
-        kinds.append(made)
-        paths = () if made is None else made.paths
+        layers = self._kind_of(model, g, p, groups, reader, fault)
+        kinds.append(layers)
+        paths = () if layers is None else layers.paths
         arrays.append(
           tuple(
             self._to_host(f"{_STACK}{g}.{p}.{path}")
@@ -360,11 +369,11 @@ class Streaming:
         )
       placed.append(tuple(kinds))
       hosted.append(tuple(arrays))
-    found = copy.copy(model)
-    found.stack = copy.copy(model.stack)
-    found.stack.placed = tuple(placed)
-    found.stack.hosted = nnx.data(tuple(hosted))
-    return found
+    result = copy.copy(model)
+    result.stack = copy.copy(model.stack)
+    result.stack.placed = tuple(placed)
+    result.stack.hosted = nnx.data(tuple(hosted))
+    return result
 
   def _kind_of(
     self,
@@ -397,8 +406,8 @@ class Streaming:
         key = tuple(group.alike for group in groups[number])
         alike.setdefault(key, []).append(number)
     sizes = {} if reader is None else reader.sizes
-    # Layers on disk have one.
-    reads: Any = reader
+    # Layers on disk have a reader.
+    disk_reader: Any = reader
     return PlacedLayers(
       paths=paths,
       shapes=shapes,
@@ -408,24 +417,28 @@ class Streaming:
       numbers=numbers,
       disk=tuple(
         DiskLayers(
-          reader=reads,
-          numbers=tuple(same),
+          reader=disk_reader,
+          numbers=tuple(layer_numbers),
           shapes=tuple(
             jax.ShapeDtypeStruct(part.local(sizes), part.result_dtype)
-            for group in groups[same[0]]
+            for group in groups[layer_numbers[0]]
             for part in group.pieces
           ),
-          specs=tuple(s for group in groups[same[0]] for s in group.specs),
+          specs=tuple(
+            s for group in groups[layer_numbers[0]] for s in group.specs
+          ),
           axes=tuple(sizes),
-          weights=functools.partial(_weights, groups[same[0]], paths, dtypes),
+          weights=functools.partial(
+            _weights, groups[layer_numbers[0]], paths, dtypes
+          ),
           fault=fault,
         )
-        for same in alike.values()
+        for layer_numbers in alike.values()
       ),
     )
 
   def _to_host(self, path: str) -> Any:
-    """The layers of a parameter, moved into the memory that devices reach."""
+    """Moves the layers of a parameter into host memory that devices reach."""
     return in_host(self._hosted.pop(path), self._shardings[path])
 
   def _groups(
@@ -434,32 +447,32 @@ class Streaming:
     tensors: Sequence[CheckpointTensor],
     targets: Targets,
   ) -> dict[int, tuple[_Group, ...]]:
-    """What each layer on disk is made of."""
-    together: dict[Any, list[CheckpointTensor]] = {}
+    """Tensor groups of each layer on disk, by the layer's number."""
+    by_group: dict[Any, list[CheckpointTensor]] = {}
     for t in tensors:
       path, index = t.targets[0]
       paths = tuple(path for path, _ in t.targets)
-      together.setdefault((self._number(path, index[0]), paths), []).append(t)
-    found: dict[int, list[_Group]] = {}
-    for (number, paths), same in sorted(together.items()):
-      same.sort(key=lambda t: t.targets[0][1])
-      stacked = len(same[0].targets[0][1]) > 1
-      found.setdefault(number, []).append(
-        self._group(folder, paths, same, targets, stacked)
+      by_group.setdefault((self._number(path, index[0]), paths), []).append(t)
+    by_layer: dict[int, list[_Group]] = {}
+    for (number, paths), members in sorted(by_group.items()):
+      members.sort(key=lambda t: t.targets[0][1])
+      stacked = len(members[0].targets[0][1]) > 1
+      by_layer.setdefault(number, []).append(
+        self._group(folder, paths, members, targets, stacked)
       )
-    return {number: tuple(groups) for number, groups in found.items()}
+    return {number: tuple(groups) for number, groups in by_layer.items()}
 
   def _group(
     self,
     folder: Folder,
     paths: tuple[str, ...],
-    same: list[CheckpointTensor],
+    members: list[CheckpointTensor],
     targets: Targets,
     stacked: bool,
   ) -> _Group:
-    first = same[0]
+    first = members[0]
     pieces, specs = [], []
-    wide = self._full[paths[0]].get_value().dtype
+    param_dtype = self._full[paths[0]].get_value().dtype
     packed = isinstance(first.form, Packed)
     for n, (name, x) in enumerate(targets(first).items()):
       spec = () if x.sharding is None else tuple(x.sharding.spec)
@@ -473,17 +486,17 @@ class Streaming:
       assert isinstance(dtype, np.dtype)
       pieces.append(
         StoredPart(
-          names=tuple(t.pieces[n].name for t in same),
+          names=tuple(t.pieces[n].name for t in members),
           stacked=stacked,
           shape=tuple(x.shape),
           dtype=dtype,
           cuts=spec,
-          # Every code is a number, and of bytes those that come first.
+          # All integers are codes; of uint8 arrays only the first one.
           codes=packed
           and np.issubdtype(dtype, np.integer)
           and (n == 0 or dtype != np.uint8),
-          # Scales become what `load` reads them as, codes stay.
-          wanted=x.dtype if packed else wide,
+          # Scales get the dtype that `load` reads them as; codes stay.
+          wanted=x.dtype if packed else param_dtype,
         )
       )
       specs.append(P(*spec))
@@ -500,12 +513,12 @@ class Streaming:
     self, folder: Folder, groups: Mapping[int, tuple[_Group, ...]]
   ) -> LayerReader:
     cut: dict[str, None] = {}
-    for made in groups.values():
-      for group in made:
+    for layer_groups in groups.values():
+      for group in layer_groups:
         for part in group.pieces:
           cut.update(dict.fromkeys(a for a in part.cuts if a is not None))
     sizes = {} if self._mesh is None else {a: self._mesh.shape[a] for a in cut}
-    # How many devices of this process read each of the shards that it reads.
+    # Number of devices of this process per shard that it reads.
     users = collections.Counter({(): 1})
     if self._mesh is not None:
       axes = [self._mesh.axis_names.index(a) for a in sizes]
@@ -516,7 +529,10 @@ class Streaming:
       )
     return LayerReader(
       folder,
-      {n: [x for g in made for x in g.pieces] for n, made in groups.items()},
+      {
+        n: [x for g in layer_groups for x in g.pieces]
+        for n, layer_groups in groups.items()
+      },
       sizes=sizes,
       shards=len(users),
       users=max(users.values()),
@@ -529,13 +545,13 @@ def abstract_placed(
   """A model of shapes some of whose layers are in the host's memory.
 
   Args:
-    form: by `abstract`, on `mesh`.
-    placement: see `planned`; none on disk, which no program compiles for
-      devices that are not there.
-    mesh: its mesh.
+    form: Model by `abstract`, on `mesh`.
+    placement: See `planned`; without layers on disk, for which no program
+      compiles without the devices.
+    mesh: Mesh of the model.
 
   Raises:
-    OptionError: another placement.
+    OptionError: If the placement is unknown or has layers on disk.
   """
   shardings = {
     path: p.get_value().sharding for path, p in parameters(form).items()
@@ -550,54 +566,58 @@ def abstract_placed(
     )
   if set(tiers) == {DEVICE}:
     return form
-  made = Streaming(form, tiers, mesh, shardings, shapes=True)
-  return made.finish(made.empty)
+  streaming = Streaming(form, tiers, mesh, shardings, shapes=True)
+  return streaming.finish(streaming.empty)
 
 
 def in_host(
   x: Shaped[np.ndarray, "L ..."] | jax.ShapeDtypeStruct,
   sharding: NamedSharding | None,
 ) -> Any:
-  """Layers of a parameter, in the host's memory that devices reach.
+  """Puts layers of a parameter into the host memory that devices reach.
 
   Args:
-    x: of some layers; of a shape, a shape.
-    sharding: of the parameter, as it is on the devices.
+    x: Layers of the parameter, [L, ...]; for a shape the result is a shape.
+    sharding: Sharding of the parameter on the devices.
   """
   layer = () if sharding is None else tuple(_layer_spec(sharding))
   local = x.shape if sharding is None else sharding.shard_shape(x.shape)
-  more = in_rows(local[1:])
-  if more:
-    # TPU cuts packed numbers along an axis before the last two alone.
-    width = more[-1]
+  folded = in_rows(local[1:])
+  if folded:
+    # TPU cuts packed numbers only along an axis before the last two.
+    width = folded[-1]
     shape = (x.shape[0], x.shape[1] // width, width)
     abstract = isinstance(x, jax.ShapeDtypeStruct)
     x = jax.ShapeDtypeStruct(shape, x.dtype) if abstract else x.reshape(shape)
   if sharding is None:
     (device,) = jnp.zeros(()).devices()
-    here = SingleDeviceSharding(device, memory_kind=HOST)
-    return jax.device_put(x, here)
-  here = NamedSharding(sharding.mesh, P(None, *layer), memory_kind=HOST)
+    host_sharding = SingleDeviceSharding(device, memory_kind=HOST)
+    return jax.device_put(x, host_sharding)
+  host_sharding = NamedSharding(
+    sharding.mesh, P(None, *layer), memory_kind=HOST
+  )
   if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-  return jax.make_array_from_callback(x.shape, here, lambda at: x[at])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host_sharding)
+  return jax.make_array_from_callback(
+    x.shape, host_sharding, lambda index: x[index]
+  )
 
 
 def check_host(nbytes: int, beside: int = 0) -> None:
-  """Refuses layers for the host's memory that it has no room for.
+  """Refuses layers for which the host's memory has no room.
 
   Args:
-    nbytes: of the layers.
-    beside: that a call has there too.
+    nbytes: Bytes of the layers.
+    beside: Bytes that a call needs there, too.
 
   Raises:
-    MemoryEstimateError: it has less.
-    OptionError: devices that reach no memory of the host.
+    MemoryEstimateError: If the host has less memory free.
+    OptionError: If the devices cannot reach host memory.
   """
   if not nbytes + beside:
     return
   device = jax.local_devices()[0]
-  kinds = [found.kind for found in device.addressable_memories()]
+  kinds = [memory.kind for memory in device.addressable_memories()]
   if HOST not in kinds:
     raise OptionError(
       "placement",
@@ -623,32 +643,32 @@ def _parts(
   shardings: tuple[NamedSharding | None, ...],
   x: Any,
 ) -> tuple[Shaped[Array, " ..."], ...]:
-  """The pieces of a tensor as their parameters have them."""
-  made = []
+  """Splits a tensor into its parameters, with their dtypes and shardings."""
+  parts = []
   for part, dtype, sharding in zip(
     form.split(x), dtypes, shardings, strict=True
   ):
     part = part.astype(dtype)
     if sharding is not None:
       part = jax.lax.with_sharding_constraint(part, sharding)
-    made.append(part)
-  return tuple(made)
+    parts.append(part)
+  return tuple(parts)
 
 
 def _weights(
   groups: Sequence[_Group],
   paths: Sequence[str],
   dtypes: Mapping[str, Any],
-  found: Sequence[jax.Array],
+  arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-  """The parameters of a layer, in the order of `paths`, from what was read."""
-  made: dict[str, jax.Array] = {}
-  arrays = iter(found)
+  """Parameters of a layer, in the order of `paths`, from the arrays read."""
+  by_path: dict[str, jax.Array] = {}
+  unread = iter(arrays)
   for group in groups:
-    x = tuple(next(arrays) for _ in group.pieces)
+    x = tuple(next(unread) for _ in group.pieces)
     for path, part in zip(group.paths, group.parts(x), strict=True):
-      made[path] = part.astype(dtypes[path])
-  return [made[path] for path in paths]
+      by_path[path] = part.astype(dtypes[path])
+  return [by_path[path] for path in paths]
 
 
 def _of_layers(count: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -657,5 +677,5 @@ def _of_layers(count: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _layer_spec(sharding: Any) -> P:
-  """The sharding of one layer of a parameter that is stacked."""
+  """Spec of one layer of a parameter that is stacked."""
   return P() if sharding is None else P(*tuple(sharding.spec)[1:])

@@ -13,7 +13,7 @@ from flax import nnx
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
 
-# Different layers that are shown; a model of more has a line that counts them.
+# Largest number of different layers that are shown; the others are counted.
 _MOST_LAYERS = 10
 _MOST_CHARACTERS = 400
 

@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank of a tensor-parallel group has, and reads.
+"""Tensor-parallel parts of a model: what each rank stores, and reads.
 
 A rank has some KV heads with their query heads, and some columns of each
 feedforward. Its part of a layer is a smaller layer of the same kind, whose
@@ -7,9 +7,9 @@ output is a term of the sum over ranks that the whole layer makes:
   attention    o(mix(q, k, v)) = sum over ranks of o_i(mix(q_i, k_i, v_i))
   feedforward  down(act(up x)) = sum over ranks of down_i(act(up_i x))
 
-Guarantees: the parts of all ranks are the model, each number once but for what
-all heads share (norms of queries and keys, routers); what a map adds to its sum
-(a bias) is in one rank's part. A rank reads its rows and columns alone.
+Guarantees: the parts of all ranks are the model. Each number is in one part,
+except what all heads share (norms of queries and keys, routers). The bias of a
+sum is in one rank's part. A rank reads its rows and columns only.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from ringjax.nn.block import Feedforward, Layer
 from ringjax.nn.feedforward import Experts, Gated, Plain
 from ringjax.nn.linear import Norm
 
-# The parts of a layer that are cut, and the norms around each.
+# The sharded parts of a layer, and the norms around each.
 ATTENTION, FEEDFORWARD = "attention", "feedforward"
-# What is added to a sum over heads or columns: one rank adds it.
+# Biases of a sum over heads or columns, which one rank adds.
 _ADDED = ("o.bias", "down.bias", "down_bias")
-# Buffers that XLA takes as they are begin at a multiple of this.
+# XLA uses buffers in place that begin at a multiple of this, in bytes.
 _ALIGNED = 64
-# Bytes from which on an allocator may not give memory back.
+# Size from which on an allocator may not give memory back, in bytes.
 _LARGE = 1 << 20
 
 
 def spans(count: int, weights: Sequence[int | float]) -> list[tuple[int, int]]:
   """Cuts `count` things among ranks by their weights: (first, end) of each.
 
-  Each gets the whole number below its share, and those whose shares were cut
-  the most one more.
+  Each rank gets its share rounded down; those with the largest remainders get
+  one more.
 
   Raises:
-    OptionError: weights that are negative, or all 0.
+    OptionError: If a weight is negative, or all are 0.
   """
   for weight in weights:
     number("shares", weight, least=0)
@@ -82,30 +82,30 @@ def spans(count: int, weights: Sequence[int | float]) -> list[tuple[int, int]]:
       "shares", f"{tuple(weights)}", "some above 0", "pass shares=(3, 2, 1)"
     )
   exact = [count * w / total for w in weights]
-  found = [math.floor(x) for x in exact]
+  counts = [math.floor(x) for x in exact]
   order = sorted(
-    range(len(exact)), key=lambda r: (found[r] - exact[r], -exact[r], r)
+    range(len(exact)), key=lambda r: (counts[r] - exact[r], -exact[r], r)
   )
-  for rank in order[: count - sum(found)]:
-    found[rank] += 1
-  ends = np.cumsum([0, *found]).tolist()
+  for rank in order[: count - sum(counts)]:
+    counts[rank] += 1
+  ends = np.cumsum([0, *counts]).tolist()
   return list(itertools.pairwise(ends))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorPart:
-  """Some of a tensor of a folder, or of several that are stacked.
+  """Part of a stored tensor, or of several that are stacked.
 
   Attributes:
-    names: of the tensors.
-    stacked: whether they are stacked along a first axis.
-    form: how parameters are stored in what is read of each.
-    paths: of the parameters in their module.
-    shape: of what is read of each.
-    boxes: what is read of each, one behind the other along `axis`.
-    axis: see `boxes`.
-    dtype: on disk.
-    zero: whether zeros take its place: another rank has it.
+    names: Names of the tensors.
+    stacked: Whether they are stacked along a first axis.
+    form: Form of the parameters in the part read of each tensor.
+    paths: Paths of the parameters in their module.
+    shape: Shape of the part read of each tensor.
+    boxes: Boxes that are read of each tensor, concatenated along `axis`.
+    axis: Axis along which the boxes are concatenated.
+    dtype: Dtype on disk.
+    zero: Whether zeros take its place, since another rank adds it.
   """
 
   names: tuple[str, ...]
@@ -125,18 +125,18 @@ class TensorPart:
 
   @property
   def layout(self) -> tuple[Any, ...]:
-    """What a program has to know of it: form, paths, and whether stacked."""
+    """Static facts for a compiled program: form, paths, whether stacked."""
     return self.form, self.paths, self.stacked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModulePart:
-  """A module of a model as one rank has it.
+  """Part of a module that one rank has.
 
   Attributes:
-    spec: builds the module: an `Attention`, a `Norm`, ...; None where the
-      rank has no part in it.
-    tensors: its parameters.
+    spec: Spec that builds the module: an `Attention`, a `Norm`, ...; None if
+      the rank has no part in it.
+    tensors: Parameters of the module.
   """
 
   spec: Attention | Feedforward | Norm | HeadSpec | None
@@ -149,16 +149,16 @@ class ModulePart:
 
   @property
   def layout(self) -> tuple[Any, ...]:
-    """What a program has to know of it."""
+    """Static facts for a compiled program: the spec, its tensors' layouts."""
     return self.spec, tuple(x.layout for x in self.tensors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-  """The output of a model: its last norm, and the head or the embedding.
+  """Output of a model: its last norm, and the head or the embedding.
 
   Attributes:
-    config: of the model.
+    config: Config of the model.
   """
 
   config: TransformerConfig
@@ -173,20 +173,20 @@ class OutputHead(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs, config: TransformerConfig):
     alone = dataclasses.replace(config, layers=())
-    made = Transformer(alone, rngs)
-    self.norm = made.norm
+    outer = Transformer(alone, rngs)
+    self.norm = outer.norm
     self.embed, self.head = (
-      (made.embed, None) if config.tied else (None, made.head)
+      (outer.embed, None) if config.tied else (None, outer.head)
     )
 
 
 class ModelShares:
-  """What of a model the ranks of a group have, without its numbers.
+  """Parts of a model that the ranks of a group have, without the weights.
 
   Attributes:
-    config: of the whole model.
-    dtype: of the computation.
-    weights: of the ranks.
+    config: Config of the whole model.
+    dtype: Dtype of the computation.
+    weights: Share of the model per rank, in any unit.
   """
 
   def __init__(
@@ -197,20 +197,20 @@ class ModelShares:
     dtype: DTypeLike | None = None,
     folder: Folder | None = None,
   ):
-    """Cuts what a config.json describes.
+    """Cuts the model that a config.json describes.
 
     Args:
-      config: as in config.json.
-      weights: how much of the model each rank gets, in any unit.
-      dtype: of the computation; default: the folder's, or what the config
-        says, or float32.
-      folder: whose headers say how tensors are stored; None: they are stored in
-        `dtype`, and equal layers are taken to have the tensors of the first of
-        them.
+      config: Content of config.json.
+      weights: Share of the model per rank, in any unit.
+      dtype: Dtype of the computation; default: the folder's, or what the
+        config says, or float32.
+      folder: Folder whose headers say how tensors are stored; None: they are
+        stored in `dtype`, and equal layers are taken to have the tensors of the
+        first of them.
 
     Raises:
-      ConfigError: a family whose layers cannot be cut so.
-      RingjaxError: as `rj.models.load`.
+      ConfigError: If a layer of the family cannot be cut so.
+      RingjaxError: See `rj.models.load`.
     """
     self.weights = tuple(weights)
     spans(1, self.weights)
@@ -220,8 +220,8 @@ class ModelShares:
     if stored is None and folder is not None:
       stored = checkpoint.stored_dtype(folder, source)
     if stored is None:
-      said = source.get("dtype") or source.get("torch_dtype")
-      stored = "float32" if said is None else said
+      stated = source.get("dtype") or source.get("torch_dtype")
+      stored = "float32" if stated is None else stated
     self.dtype = float_dtype("dtype", stored)
     if whole_config.positions is not None:
       raise ConfigError(
@@ -234,23 +234,23 @@ class ModelShares:
       _check_layer(whole_config.family, n, layer)
     self._family, self._headers = family, folder
     layers = whole_config.layers
-    first = [
+    representatives = [
       n if folder is not None else layers.index(layer)
       for n, layer in enumerate(layers)
     ]
-    # Layers that have tensors of their own, and of each layer which of them.
-    self._shown = sorted(set(first))
-    self._place = [self._shown.index(n) for n in first]
+    # Layers with separate tensors, and the index of the one each layer uses.
+    self._shown = sorted(set(representatives))
+    self._place = [self._shown.index(n) for n in representatives]
     shown = dataclasses.replace(
       whole_config, layers=tuple(layers[n] for n in self._shown)
     )
-    whole = _shapes(shown, self.dtype)
-    self._params = parameters(whole)
+    model = _shapes(shown, self.dtype)
+    self._params = parameters(model)
     if folder is not None:
-      found = contents(folder, family, whole, source).tensors
+      tensors = contents(folder, family, model, source).tensors
     else:
-      found = tuple(checkpoint_tensors(whole, family.names(shown)))
-    packed = [x.name for x in found if isinstance(x.form, Packed)]
+      tensors = tuple(checkpoint_tensors(model, family.names(shown)))
+    packed = [x.name for x in tensors if isinstance(x.form, Packed)]
     if packed:
       raise ConfigError(
         "quantization_config",
@@ -258,33 +258,33 @@ class ModelShares:
         "floats, of which some rows or columns are read",
         "convert the folder first: python -m launch.convert",
       )
-    self._stored = {x.name: x for x in found}
+    self._stored = {x.name: x for x in tensors}
 
   def heads(self, layer: int) -> list[tuple[int, int]]:
-    """KV heads of each rank in a layer: first and end."""
+    """Ranges of KV heads per rank in a layer: (first, end)."""
     spec: Any = self.config.layers[layer].attention
     return spans(spec.kv_heads, self.weights)
 
   def columns(self, layer: int) -> list[tuple[int, int]]:
-    """Columns of the feedforward of each rank in a layer: first and end."""
+    """Ranges of feedforward columns per rank in a layer: (first, end)."""
     spec: Any = self.config.layers[layer].feedforward
     return spans(spec.hidden, self.weights)
 
   def layers(self, rank: int) -> list[dict[str, ModulePart]]:
-    """Of each layer the rank's `ATTENTION` and `FEEDFORWARD`."""
+    """Parts of a rank in each layer: its `ATTENTION` and `FEEDFORWARD`."""
     integer("rank", rank, least=0, most=len(self.weights) - 1)
-    whole = self.config.layers
-    kinds = {whole[n]: self._cut_layer(n, rank) for n in reversed(self._shown)}
-    cut = tuple(kinds[whole[n]] for n in self._shown)
+    layers = self.config.layers
+    kinds = {layers[n]: self._cut_layer(n, rank) for n in reversed(self._shown)}
+    cut = tuple(kinds[layers[n]] for n in self._shown)
     config = dataclasses.replace(self.config, layers=cut)
     model = _shapes(config, self.dtype)
     tensors = checkpoint_tensors(model, self._family.names(config))
-    found: list[dict[str, ModulePart]] = []
-    by_layer = _by_layer(tensors)
+    shown_parts: list[dict[str, ModulePart]] = []
+    tensors_by_layer = _by_layer(tensors)
     for at, layer in enumerate(cut):
       parts: dict[str, ModulePart] = {}
       n = self._shown[at]
-      mine = self._mine(n, rank)
+      axis_range = self._axis_ranges(n, rank)
       for name, owners in (
         (ATTENTION, self.heads(n)),
         (FEEDFORWARD, self.columns(n)),
@@ -296,26 +296,29 @@ class ModelShares:
         parts[name] = ModulePart(
           spec=getattr(layer, name),
           tensors=self._parts(
-            by_layer[at][name], f".{name}.", mine, rank == owned[0]
+            tensors_by_layer[at][name],
+            f".{name}.",
+            axis_range,
+            rank == owned[0],
           ),
         )
-      found.append(parts)
-    return [found[at] for at in self._place]
+      shown_parts.append(parts)
+    return [shown_parts[at] for at in self._place]
 
   def norms(self, layer: int) -> dict[str, ModulePart]:
-    """The norms of a layer by their names, `pre_attention` and others."""
+    """Norms of a layer by their names, `pre_attention` and others."""
     spec = self.config.layers[layer]
     prefix = f"stack.blocks.{self._place[layer]}.0."
-    found: dict[str, ModulePart] = {}
-    for name, here in (
+    norms: dict[str, ModulePart] = {}
+    for name, present in (
       ("pre_attention", spec.pre),
       ("post_attention", spec.post),
       ("pre_feedforward", spec.pre and not spec.shared_norm),
       ("post_feedforward", spec.post),
     ):
-      if here:
-        found[name] = self._module(spec.norm, f"{prefix}{name}.")
-    return found
+      if present:
+        norms[name] = self._module(spec.norm, f"{prefix}{name}.")
+    return norms
 
   def head(self) -> ModulePart:
     """The last norm and the head, or the embedding in its place."""
@@ -332,7 +335,7 @@ class ModelShares:
     return None if norm is None else self._module(norm, "embed.norm.")
 
   def _cut_layer(self, number: int, rank: int) -> Layer:
-    """The layer as a rank has it; what it has no part in stays whole."""
+    """A layer as a rank has it; a part that it has no share in stays whole."""
     layer = self.config.layers[number]
     mix: Any = layer.attention
     first, end = self.heads(number)[rank]
@@ -348,9 +351,9 @@ class ModelShares:
     feed: Any = layer.feedforward
     if self._columns(feed.hidden, rank):
       shared = getattr(feed, "shared", 0)
-      more = {"shared": self._columns(shared, rank)} if shared else {}
+      changes = {"shared": self._columns(shared, rank)} if shared else {}
       feed = dataclasses.replace(
-        feed, hidden=self._columns(feed.hidden, rank), **more
+        feed, hidden=self._columns(feed.hidden, rank), **changes
       )
     return dataclasses.replace(layer, attention=mix, feedforward=feed)
 
@@ -362,61 +365,67 @@ class ModelShares:
     self, spec: Any, prefix: str, cut: str | None = None
   ) -> ModulePart:
     """A module that is not cut, by the prefix of its parameters' paths."""
-    own = prefix if cut is None else ""
+    dropped = prefix if cut is None else ""
     tensors = [
       x for x in self._stored.values() if x.targets[0][0].startswith(prefix)
     ]
-    made = []
+    parts = []
     for tensor in tensors:
       stored = tensor.form.stored
-      made.append(
+      parts.append(
         TensorPart(
           names=(tensor.pieces[0].name,),
           stacked=False,
           form=_plain(tensor),
-          paths=tuple(path.removeprefix(own) for path, _ in tensor.targets),
+          paths=tuple(path.removeprefix(dropped) for path, _ in tensor.targets),
           shape=stored,
           boxes=(tuple(slice(0, n) for n in stored),),
           axis=0,
           dtype=self._dtype(tensor),
         )
       )
-    return ModulePart(spec=spec, tensors=tuple(made))
+    return ModulePart(spec=spec, tensors=tuple(parts))
 
   def _dtype(self, tensor: CheckpointTensor) -> np.dtype:
     if self._headers is None:
       return self.dtype
-    found = self._headers.tensors[tensor.pieces[0].name].dtype
-    assert isinstance(found, np.dtype)
-    return found
+    dtype = self._headers.tensors[tensor.pieces[0].name].dtype
+    assert isinstance(dtype, np.dtype)
+    return dtype
 
   def _parts(
     self,
     tensors: Sequence[CheckpointTensor],
     within: str,
-    mine: Callable[[str | None, int], tuple[int, int] | None],
+    axis_range: Callable[[str | None, int], tuple[int, int] | None],
     adds: bool,
   ) -> tuple[TensorPart, ...]:
-    """What a rank has of the tensors of a module in a layer."""
-    together: dict[tuple[str, ...], list[CheckpointTensor]] = {}
+    """Parts of a module's tensors that a rank has, in one layer."""
+    by_paths: dict[tuple[str, ...], list[CheckpointTensor]] = {}
     for tensor in tensors:
       paths = tuple(path for path, _ in tensor.targets)
-      together.setdefault(paths, []).append(tensor)
-    found = []
-    for paths, same in together.items():
-      same.sort(key=lambda t: t.targets[0][1])
-      first, stored = same[0], self._stored[same[0].name]
+      by_paths.setdefault(paths, []).append(tensor)
+    parts = []
+    for paths, stacked_tensors in by_paths.items():
+      stacked_tensors.sort(key=lambda t: t.targets[0][1])
+      first, stored = stacked_tensors[0], self._stored[stacked_tensors[0].name]
       index = len(first.targets[0][1])
-      ranges = [_ranges(self._params[p], index, mine) for p in paths]
+      ranges = [_ranges(self._params[p], index, axis_range) for p in paths]
       axis, boxes = _boxes(stored.form, ranges)
       shape: tuple[int, ...] = first.form.stored
-      got = [tuple(b.stop - b.start for b in box) for box in boxes]
-      total = sum(x[axis] for x in got)
-      assert (*got[0][:axis], total, *got[0][axis + 1 :]) == shape, first.name
+      box_shapes = [tuple(b.stop - b.start for b in box) for box in boxes]
+      total = sum(x[axis] for x in box_shapes)
+      assert (
+        *box_shapes[0][:axis],
+        total,
+        *box_shapes[0][axis + 1 :],
+      ) == shape, first.name
       inner = tuple(path.split(within, 1)[1] for path in paths)
-      found.append(
+      parts.append(
         TensorPart(
-          names=tuple(self._stored[t.name].pieces[0].name for t in same),
+          names=tuple(
+            self._stored[t.name].pieces[0].name for t in stacked_tensors
+          ),
           stacked=index > 1,
           form=_plain(first),
           paths=inner,
@@ -427,31 +436,31 @@ class ModelShares:
           zero=not adds and inner[0] in _ADDED,
         )
       )
-    return tuple(found)
+    return tuple(parts)
 
-  def _mine(
+  def _axis_ranges(
     self, layer: int, rank: int
   ) -> Callable[[str | None, int], tuple[int, int] | None]:
-    """What a rank has of an axis, by its name and size; None is all."""
+    """Function from an axis' name and size to the rank's range; None is all."""
     spec: Any = self.config.layers[layer].attention
     first, end = self.heads(layer)[rank]
     group = spec.heads // spec.kv_heads
 
-    def mine(name: str | None, size: int) -> tuple[int, int] | None:
+    def axis_range(name: str | None, size: int) -> tuple[int, int] | None:
       if name == "kv_heads":
         return first, end
       if name == "heads":
         return first * group, end * group
       return spans(size, self.weights)[rank] if name == "ffn" else None
 
-    return mine
+    return axis_range
 
 
 class SharedModel(ModelShares):
-  """A folder's model as the ranks of a group share it.
+  """Model of a folder, as the ranks of a group share it.
 
   Attributes:
-    folder: where the tensors are.
+    folder: Folder that the tensors are read from.
   """
 
   def __init__(
@@ -464,13 +473,13 @@ class SharedModel(ModelShares):
     """Reads config.json and headers, and no weights.
 
     Args:
-      path: a folder, as `rj.models.load` reads it.
-      weights: how much of the model each rank gets, in any unit.
-      dtype: of the computation; default: the folder's.
+      path: Folder, as `rj.models.load` reads it.
+      weights: Share of the model per rank, in any unit.
+      dtype: Dtype of the computation; default: the folder's.
 
     Raises:
-      ConfigError: a family whose layers cannot be cut so.
-      RingjaxError: as `rj.models.load`.
+      ConfigError: If a layer of the family cannot be cut so.
+      RingjaxError: See `rj.models.load`.
     """
     self.folder = folder = Folder.open(path)
     super().__init__(folder.config, weights, dtype=dtype, folder=folder)
@@ -479,26 +488,26 @@ class SharedModel(ModelShares):
     (self._embedding,) = self._module(None, "embed.weight").tensors
 
   def embedding_rows(self, ids: Sequence[int]) -> np.ndarray:
-    """Rows of the embedding, [n, D] in the dtype of the computation.
+    """Reads rows of the embedding, [n, D] in the dtype of the computation.
 
-    They are read from disk: the embedding is never in memory as a whole.
+    The embedding is never in memory as a whole.
     """
     part = self._embedding
     out = np.empty((len(ids), self.config.embed), part.dtype)
-    for row, one in zip(out, ids, strict=True):
-      at = (slice(one, one + 1), slice(0, self.config.embed))
+    for row, token in zip(out, ids, strict=True):
+      at = (slice(token, token + 1), slice(0, self.config.embed))
       self._boxes.read(part.names[0], row[None], at)
     _check(part, out)
     return out.astype(self.dtype)
 
   def read(self, part: ModulePart) -> list[np.ndarray]:
-    """The arrays of a module's tensors, as they are stored.
+    """Reads the arrays of a module's tensors, as they are stored.
 
     Raises:
-      CheckpointFormatError: a file that has changed, or an I/O error.
-      CheckpointMismatchError: numbers that are not finite.
+      CheckpointFormatError: If a file has changed or cannot be read.
+      CheckpointMismatchError: If numbers are not finite.
     """
-    made = []
+    arrays = []
     self.folder.unchanged([n for t in part.tensors for n in t.names])
     for tensor in part.tensors:
       lead = (len(tensor.names),) if tensor.stacked else ()
@@ -506,16 +515,16 @@ class SharedModel(ModelShares):
       if tensor.zero:
         out[...] = 0
       else:
-        for name, one in zip(
+        for name, array in zip(
           tensor.names, out if tensor.stacked else [out], strict=True
         ):
-          self._read(name, tensor, one)
+          self._read(name, tensor, array)
         if tensor.names not in self._checked:
           _check(tensor, out)
           self._checked.add(tensor.names)
-      made.append(out)
+      arrays.append(out)
     self.folder.unchanged([n for t in part.tensors for n in t.names])
-    return made
+    return arrays
 
   def _read(self, name: str, tensor: TensorPart, out: np.ndarray) -> None:
     if len(tensor.boxes) == 1:
@@ -524,8 +533,8 @@ class SharedModel(ModelShares):
     at = 0
     for box in tensor.boxes:
       size = box[tensor.axis].stop - box[tensor.axis].start
-      where = (*(slice(None),) * tensor.axis, slice(at, at + size))
-      target = out[where]
+      window = (*(slice(None),) * tensor.axis, slice(at, at + size))
+      target = out[window]
       if target.flags.c_contiguous:
         self._boxes.read(name, target, box)
       else:
@@ -536,7 +545,7 @@ class SharedModel(ModelShares):
 
 
 def _check_layer(family: str, number: int, layer: Layer) -> None:
-  """Refuses a layer that is no sum over heads and columns."""
+  """Refuses a layer that is not a sum over heads and columns."""
   mix, feed = layer.attention, layer.feedforward
   fault = None
   if not isinstance(mix, Attention):
@@ -581,26 +590,26 @@ def _by_layer(
   tensors: Sequence[CheckpointTensor],
 ) -> dict[int, dict[str, list[CheckpointTensor]]]:
   """The tensors of each layer's attention and feedforward."""
-  found: dict[int, dict[str, list[CheckpointTensor]]] = {}
+  by_layer: dict[int, dict[str, list[CheckpointTensor]]] = {}
   for tensor in tensors:
-    where = {_place(path) for path, _ in tensor.targets}
-    if where == {None}:
+    places = {_place(path) for path, _ in tensor.targets}
+    if places == {None}:
       continue
-    assert len(where) == 1, tensor.name
-    ((number, name),) = where  # pyrefly: ignore
+    assert len(places) == 1, tensor.name
+    ((number, name),) = places  # pyrefly: ignore
     if name in (ATTENTION, FEEDFORWARD):
-      found.setdefault(number, {}).setdefault(name, []).append(tensor)
-  return found
+      by_layer.setdefault(number, {}).setdefault(name, []).append(tensor)
+  return by_layer
 
 
 def _plain(tensor: CheckpointTensor) -> Form:
-  """The form of a tensor, which is not packed: that was refused."""
+  """Form of a tensor; packed ones were refused before."""
   assert not isinstance(tensor.form, Packed)
   return tensor.form
 
 
 def _place(path: str) -> tuple[int, str] | None:
-  """Layer and module of a parameter; None for one of no layer."""
+  """Layer and module of a parameter; None for one outside of layers."""
   if not path.startswith("stack.blocks."):
     return None
   _, _, number, _, name, *_ = path.split(".")
@@ -610,41 +619,41 @@ def _place(path: str) -> tuple[int, str] | None:
 def _ranges(
   whole: nnx.Variable,
   index: int,
-  mine: Callable[[str | None, int], tuple[int, int] | None],
+  axis_range: Callable[[str | None, int], tuple[int, int] | None],
 ) -> tuple[tuple[int, int] | None, ...]:
-  """Of each axis of a parameter's piece in a tensor what a rank has of it.
+  """Range of each axis of a parameter's piece that a rank has.
 
   Args:
-    whole: the parameter.
-    index: leading axes that the piece does not have.
-    mine: of an axis by its name and size; None is all.
+    whole: Parameter of the whole model.
+    index: Number of leading axes that the piece does not have.
+    axis_range: Function from an axis' name and size to its range; None is all.
   """
   shape = whole.get_value().shape[index:]
   names = whole.get_metadata()["axes"][index - 1 :]
-  return tuple(mine(*axis) for axis in zip(names, shape, strict=True))
+  return tuple(axis_range(*axis) for axis in zip(names, shape, strict=True))
 
 
 def _boxes(
   form: Any, ranges: Sequence[tuple[tuple[int, int] | None, ...]]
 ) -> tuple[int, list[tuple[slice, ...]]]:
-  """Where parts of a form's parameters are in the stored tensor.
+  """Boxes of a stored tensor that hold parts of its parameters.
 
   Args:
-    form: of the whole tensor.
-    ranges: of each parameter, and each of its axes, what is wanted.
+    form: Form of the whole tensor.
+    ranges: Wanted range of each axis of each parameter; None is all.
 
   Returns:
-    (axis, boxes): the boxes one behind the other along the axis are the
-      tensor of the parts.
+    (axis, boxes): concatenated along the axis, the boxes are the tensor of
+      the parts.
   """
-  every = lambda n: slice(0, n)
+  all_of = lambda n: slice(0, n)
   if isinstance(form, FirstRows):
     return _boxes(form.form, ranges)
   if isinstance(form, FusedColumns):
     *lead, columns = ranges[0]
     assert not any(lead)
     first, end = columns or (0, form.shape[-1])
-    outer = tuple(map(every, form.stored[:-1]))
+    outer = tuple(map(all_of, form.stored[:-1]))
     axis, half = len(outer), form.shape[-1]
     if form.interleaved:
       return axis, [(*outer, slice(2 * first, 2 * end))]
@@ -653,14 +662,14 @@ def _boxes(
     ]  # fmt: skip
   if isinstance(form, FusedRows):
     rows = [
-      _boxes(part, [one])[1][0][0]
-      for part, one in zip(form.parts, ranges, strict=True)
+      _boxes(part, [cuts])[1][0][0]
+      for part, cuts in zip(form.parts, ranges, strict=True)
     ]
-    rest = tuple(map(every, form.stored[1:]))
-    return 0, [(one, *rest) for one in _fused(form, rows)]
-  (one,) = ranges
+    inner = tuple(map(all_of, form.stored[1:]))
+    return 0, [(rows_slice, *inner) for rows_slice in _fused(form, rows)]
+  (cuts,) = ranges
   if isinstance(form, Transpose):
-    outputs, inputs = one[len(form.inputs) :], one[: len(form.inputs)]
+    outputs, inputs = cuts[len(form.inputs) :], cuts[: len(form.inputs)]
     return 0, [
       (
         _scaled(form.outputs, outputs, form.stored[0]),
@@ -671,46 +680,46 @@ def _boxes(
   if form.shape == form.stored:
     return 0, [
       tuple(
-        every(n) if cut is None else slice(*cut)
-        for n, cut in zip(form.shape, one, strict=True)
+        all_of(n) if cut is None else slice(*cut)
+        for n, cut in zip(form.shape, cuts, strict=True)
       )
     ]
-  return 0, [(_scaled(form.shape, one, form.stored[0]),)]
+  return 0, [(_scaled(form.shape, cuts, form.stored[0]),)]
 
 
 def _scaled(
   axes: tuple[int, ...], cuts: Sequence[tuple[int, int] | None], size: int
 ) -> slice:
-  """Of some axes that are one in the file, of which the first may be cut."""
+  """Slice of a stored axis that joins several, the first of which is cut."""
   assert not any(cuts[1:])
   if not cuts or cuts[0] is None:
     return slice(0, size)
-  each = size // axes[0]
-  return slice(cuts[0][0] * each, cuts[0][1] * each)
+  width = size // axes[0]
+  return slice(cuts[0][0] * width, cuts[0][1] * width)
 
 
 def _fused(form: FusedRows, rows: Sequence[slice]) -> list[slice]:
-  """Rows of a tensor that holds rows of several parts, in groups."""
-  found: list[slice] = []
+  """Slices of a tensor that holds rows of several parts, in groups."""
+  slices: list[slice] = []
   at = 0
   for group in range(form.groups):
     for part, wanted in zip(form.parts, rows, strict=True):
-      many = part.stored[0] // form.groups
-      first = max(wanted.start, group * many) - group * many
-      end = min(wanted.stop, (group + 1) * many) - group * many
+      size = part.stored[0] // form.groups
+      first = max(wanted.start, group * size) - group * size
+      end = min(wanted.stop, (group + 1) * size) - group * size
       if end > first:
-        if found and found[-1].stop == at + first:
-          found[-1] = slice(found[-1].start, at + end)
+        if slices and slices[-1].stop == at + first:
+          slices[-1] = slice(slices[-1].start, at + end)
         else:
-          found.append(slice(at + first, at + end))
-      at += many
-  return found
+          slices.append(slice(at + first, at + end))
+      at += size
+  return slices
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
   """An empty array that a CPU device takes without a copy.
 
-  A large one is memory of its own, which goes back to the system at once.
+  A large one is a memory map, which goes back to the system when it is freed.
   """
   size = math.prod(shape) * dtype.itemsize
   if size >= _LARGE:
@@ -731,7 +740,7 @@ def _check(part: TensorPart, x: np.ndarray) -> None:
 
 
 def digest_of(folder: Folder) -> str:
-  """A digest of a folder's config and of its tensors' names, shapes, dtypes."""
+  """Digest of a folder's config and of its tensors' names, shapes, dtypes."""
   text = repr(
     (
       sorted(folder.config.items()),

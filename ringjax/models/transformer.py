@@ -85,26 +85,26 @@ from ringjax.typing import Lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-  """What a model computes.
+  """Architecture of a model: its sizes, layers, norms and scales.
 
   Attributes:
-    family: name of the family, as in `rj.models.list()`.
-    vocab: V.
-    embed: D.
-    layers: each layer's parts.
-    norm: the last norm.
-    tied: the head is the embedding.
-    head_bias: whether a head of its own has a bias.
-    embed_scale: what embeddings are multiplied by.
-    embed_norm: norm of the embeddings behind that, or None.
-    positions: learned vectors that are added to embeddings, or None.
-    inputs: a second embedding that all layers read, or None.
-    streams: residual streams that layers share, or None for one.
-    logit_scale: what logits are multiplied by.
-    logit_cap: soft cap of the logits.
-    max_positions: the context that the model was made for, in tokens.
-    bound: the key of its config that says so; None: the number is a guess.
-    scaling_counted: whether `max_positions` already counts linear RoPE scaling.
+    family: Name of the family, as in `rj.models.list()`.
+    vocab: Vocabulary size, V.
+    embed: Width of the residual stream, D.
+    layers: Parts of each layer.
+    norm: Norm of the last layer's output.
+    tied: Whether the head is the embedding.
+    head_bias: Whether an untied head has a bias.
+    embed_scale: Factor of the embeddings.
+    embed_norm: Norm of the scaled embeddings, or None.
+    positions: Learned vectors that are added to embeddings, or None.
+    inputs: Second embedding that all layers read, or None.
+    streams: Residual streams that layers share, or None for one.
+    logit_scale: Factor of the logits.
+    logit_cap: Soft cap of the logits, cap * tanh(logits / cap), or None.
+    max_positions: Context length that the model was made for, in tokens.
+    bound: Key of config.json that states `max_positions`; None: it is a guess.
+    scaling_counted: Whether `max_positions` includes linear RoPE scaling.
   """
 
   family: str
@@ -127,11 +127,11 @@ class TransformerConfig:
 
   @functools.cached_property
   def ropes(self) -> tuple[Rope, ...]:
-    """The different rotations of its layers."""
-    found: dict[Rope, None] = {}
+    """The distinct rotations of its layers."""
+    ropes: dict[Rope, None] = {}
     for layer in self.layers:
-      found.update(dict.fromkeys(layer.attention.ropes))
-    return tuple(found)
+      ropes.update(dict.fromkeys(layer.attention.ropes))
+    return tuple(ropes)
 
   @functools.cached_property
   def longest(self) -> int | None:
@@ -145,24 +145,24 @@ class TransformerConfig:
     scalings = [rope.scaling for rope in self.ropes]
     if self.bound is None or any(isinstance(s, Dynamic) for s in scalings):
       return None
-    found = self.max_positions
+    longest = self.max_positions
     for scaling in scalings:
       if isinstance(scaling, Yarn):
-        found = max(found, int(scaling.original * scaling.factor))
+        longest = max(longest, int(scaling.original * scaling.factor))
       elif isinstance(scaling, Linear) and not self.scaling_counted:
         stated = scaling.original or self.max_positions
-        found = max(found, int(stated * scaling.factor))
-    return found
+        longest = max(longest, int(stated * scaling.factor))
+    return longest
 
 
 class Transformer(nnx.Module):
   """A decoder-only language model.
 
   Attributes:
-    config: what it computes.
-    source: the config.json that said so, as text.
-    origin: the folder that it was loaded from, and what `save` keeps of that.
-    saved_dtype: the dtype that `save` writes; None: the one it has.
+    config: Architecture of the model.
+    source: Text of the config.json that `config` was read from.
+    origin: Folder that it was loaded from, whose extra files `save` keeps.
+    saved_dtype: Dtype that `save` writes; None: that of the parameters.
     stored_types: Types of its file that stay codes, and those that became
       floats; None: all are floats.
   """
@@ -200,7 +200,7 @@ class Transformer(nnx.Module):
     )
 
   def __repr__(self) -> str:
-    """The model in a few lines; `flax.nnx.display(model)` shows every array."""
+    """Summary in a few lines; `flax.nnx.display(model)` shows every array."""
     return describe(self)
 
   __str__ = __repr__
@@ -217,22 +217,21 @@ class Transformer(nnx.Module):
     length: Lengths | None = None,
     parents: Int[Array | np.ndarray, " ..."] | None = None,
   ) -> Any:
-    """Logits of the tokens that follow.
+    """Computes the logits of the next token at each position.
 
     Args:
-      tokens: int32 [B, T], in the order of `attend`'s layout.
-      positions: int32 [B, T] or [T]; default: those of the layout, counted
-        from 0, or behind what each example has in the cache
-        (`cache.length`).
-      segment_ids: int32 [B, T] or [T], the document of each token, counted
-        from 1; 0 is padding. Default: one document. Which of them see each
-        other is `attend.segments`.
-      cache: what earlier calls left, or None. A row's tokens up to its last
-        real one take a slot each; padding behind it takes none. Inside of a
-        caller's own jit, what the cache holds is not known when the call is
-        checked: there tokens beyond the last slot are not stored, so count
+      tokens: Token ids, int32 [B, T], in the order of `attend`'s layout.
+      positions: Positions, int32 [B, T] or [T]; default: those of the layout,
+        counted from 0, or from `cache.length` of each row with a cache.
+      segment_ids: Document of each token, int32 [B, T] or [T], counted
+        from 1; 0 is padding. Default: one document. `attend.segments` decides
+        which documents see each other.
+      cache: Keys and values of earlier calls, or None. A row's tokens up to its
+        last real one take a slot each; padding after it takes none. Within a
+        caller's own jit, the filled length is not known when the call is
+        checked; tokens beyond the last slot are not stored then, so count
         them outside.
-      attend: how the tokens are sharded and find their keys:
+      attend: Sharding of the tokens, and where their keys are:
         `ContextParallel`, the default, or with a cache `CachedAttention`.
         One without a mesh takes that of the cache, else the current one
         (`jax.set_mesh`), else the weights', along "seq" if there is such an
@@ -241,30 +240,30 @@ class Transformer(nnx.Module):
         sharded over that manual axis, or `ContextParallel(axis=None)` to attend
         on each device alone. `ContextParallel` sees the call's own keys only:
         it fills an empty cache, and under a jit a filled one is not noticed.
-      rows: int32 [B, n], which of the T rows to compute logits for, 0 to
+      rows: Indices of the tokens to compute logits for, int32 [B, n], 0 to
         T - 1; default all.
-      length: tokens of the whole context, or of each row's prompt, int32 [B],
+      length: Tokens of the whole context, or of each row's prompt, int32 [B],
         for rotations that depend on it; default: the largest position of a
-        row and one. See `ops.rope`.
-      parents: int32 [B, T] or [T], for drafted tokens that form a tree: which
-        earlier token of the call each follows, -1 for those that follow the
-        text in the cache. A token sees that text, its ancestors and itself;
+        row plus one. See `ops.rope`.
+      parents: Tree of drafted tokens, int32 [B, T] or [T]: the index of the
+        earlier token of the call that each follows, -1 for those that follow
+        the text in the cache. A token sees that text, its ancestors and itself;
         default positions count along its path. `cache.keep` then keeps the
         accepted path. Needs a cache and a replicated `CachedAttention`.
 
     Returns:
-      float32 [B, T, V], or [B, n, V]; with a cache that and the new cache.
+      Logits, float32 [B, T, V] or [B, n, V]; with a cache (logits, new cache).
 
     Raises:
-      PromptError: ids that the vocabulary does not have, or more tokens than
-        the cache has room for.
-      CheckpointFormatError: layers on disk whose file has changed, or that
-        cannot be read.
-      CheckpointMismatchError: such with numbers that are not finite.
-      ShapeError: shapes that do not fit, the cache's batch for one.
-      MeshError: the current mesh has explicit axes, or is in the middle of a
-        shard_map where the call can't be.
-      RingjaxError: in Python, before anything is compiled.
+      PromptError: If an id is not in the vocabulary, or the cache has no room
+        for the tokens.
+      CheckpointFormatError: If the file of a layer on disk has changed or can't
+        be read.
+      CheckpointMismatchError: If a layer on disk has non-finite numbers.
+      ShapeError: If shapes do not fit, e.g. the cache's batch.
+      MeshError: If the current mesh has explicit axes, or the call is in a
+        shard_map that does not allow it.
+      RingjaxError: All of these are raised in Python, before compilation.
     """
     check_current()
     if not isinstance(tokens, jax.core.Tracer):
@@ -277,8 +276,8 @@ class Transformer(nnx.Module):
       rows = _rows(rows, shape)
     if cache is not None:
       _check_cache(cache)
-    kept = None if isinstance(cache, NoCache) else cache
-    attend = self._placed(attend, tokens, kept)
+    kv_cache = None if isinstance(cache, NoCache) else cache
+    attend = self._placed(attend, tokens, kv_cache)
     if cache is not None:
       cache.check(
         *shape,
@@ -296,7 +295,7 @@ class Transformer(nnx.Module):
     call = (self, attend, tokens, pos, seg, cache, rows, length, parents)
     if not self.stack.faults or isinstance(tokens, jax.core.Tracer):
       return _call(*call)
-    # A read that fails is an error of this call and of no later one.
+    # A failed read raises in this call and in no later one.
     with naming_faults(self.stack.faults):
       return jax.block_until_ready(_call(*call))
 
@@ -307,7 +306,11 @@ class Transformer(nnx.Module):
     attend: ShardingContext,
     cache: Cache | None,
   ) -> jax.Array:
-    """The parents of drafted tokens, checked, int32 [B or 1, T]."""
+    """Checks the parents of drafted tokens and gives them a batch axis.
+
+    Returns:
+      int32 [B or 1, T].
+    """
     parents = _per_token("parents", parents, shape)
     if isinstance(cache, RowGroups):
       raise OptionError(
@@ -354,7 +357,7 @@ class Transformer(nnx.Module):
     tokens: jax.Array,
     cache: CallCache | None,
   ) -> ShardingContext:
-    """How the tokens of a call lie, with the mesh that it may not name."""
+    """The call's sharding context, with its mesh and axis filled in."""
     if attend is None:
       attend = ContextParallel() if cache is None else CachedAttention()
     if not isinstance(attend, ShardingContext):
@@ -367,14 +370,14 @@ class Transformer(nnx.Module):
     if collectives.manual_axes():
       _check_manual(attend, tokens, cache)
       return attend
-    around = jax.sharding.get_abstract_mesh()
+    current_mesh = jax.sharding.get_abstract_mesh()
     if attend.mesh is None and cache is not None:
       attend = dataclasses.replace(attend, mesh=cache.mesh, axis=cache.axis)
     elif attend.mesh is None:
-      # The type of traced weights names the mesh of the jit's arguments.
+      # Traced weights name the mesh of the jit's arguments in their type.
       weight = self.embed.weight.get_value()
-      mesh: Any = around
-      if around.empty:
+      mesh: Any = current_mesh
+      if current_mesh.empty:
         mesh = self.mesh or sharding_of(weight)[0]
       axis = attend.axis
       if axis == AUTO:
@@ -382,12 +385,15 @@ class Transformer(nnx.Module):
       if axis is not None and mesh is not None and mesh.shape.get(axis) == 1:
         axis = None
       attend = dataclasses.replace(attend, mesh=mesh, axis=axis)
-    if attend.mesh is not None and not around.empty:
-      mine, theirs = dict(attend.mesh.shape), dict(around.shape)
-      if mine != theirs:
+    if attend.mesh is not None and not current_mesh.empty:
+      sizes, current_sizes = (
+        dict(attend.mesh.shape),
+        dict(current_mesh.shape),
+      )
+      if sizes != current_sizes:
         raise MeshError(
           "attend" if cache is None else "cache",
-          f"one of a mesh {mine} where the current one is {theirs}",
+          f"one of a mesh {sizes} where the current one is {current_sizes}",
           "the same mesh",
           "enter the call's with jax.set_mesh, or leave the other",
         )
@@ -395,27 +401,27 @@ class Transformer(nnx.Module):
 
   @property
   def mesh(self) -> Mesh | None:
-    """The mesh that the weights lie on; None in a trace and on one device."""
+    """The mesh of the weights; None in a trace and on one device."""
     weight = self.embed.weight.get_value()
-    known = isinstance(weight, jax.Array | jax.ShapeDtypeStruct)
-    if not known or isinstance(weight, jax.core.Tracer):
+    has_sharding = isinstance(weight, jax.Array | jax.ShapeDtypeStruct)
+    if not has_sharding or isinstance(weight, jax.core.Tracer):
       return None
-    lies = weight.sharding
-    if isinstance(lies, NamedSharding) and isinstance(lies.mesh, Mesh):
-      return lies.mesh
+    sharding = weight.sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+      return sharding.mesh
     return None
 
   @property
   def kinds(self) -> tuple[LayerCacheSpec | StateShape, ...]:
-    """What each kind of layer keeps, in the order of a cache."""
-    found: list[Any] = []
+    """Cache specs of each kind of layer, in the order of a cache."""
+    specs: list[Any] = []
     for run in self.stack.runs:
       for position, layer in enumerate(run.layers):
         for mixer in layer.mixers:
           numbers = tuple(run.number(position, n) for n in range(run.repeats))
           shape = mixer.cache_shape(run.repeats)
-          found.append(dataclasses.replace(shape, which=numbers))
-    return tuple(found)
+          specs.append(dataclasses.replace(shape, which=numbers))
+    return tuple(specs)
 
   @property
   def digest(self) -> str:
@@ -423,13 +429,13 @@ class Transformer(nnx.Module):
     return model_digest(self)
 
   def placement_report(self) -> PlacementReport:
-    """In which memory the layers are, and what fetching them came to."""
+    """Memory of each layer, and time and bytes of fetching the placed ones."""
     return placement_report(self)
 
   def transfers(self) -> tuple[TransferEvent, ...]:
-    """Reads of layers from disk, and waits of calls for them, by their start.
+    """Reads of layers from disk and waits of calls for them, by start time.
 
-    `rj.plan.offload_measured.streamed_costs` makes costs of a layer of them.
+    `rj.plan.offload_measured.streamed_costs` turns them into costs.
     """
     return transfer_events(self)
 
@@ -453,22 +459,22 @@ class Transformer(nnx.Module):
     placement: WeightPlacement | str | None = None,
     disk: CacheFiles | None = None,
   ) -> Any:
-    """An empty cache for `capacity` tokens of each example.
+    """Makes an empty cache for `capacity` tokens of each example.
 
     Args:
-      batch: B.
-      capacity: in tokens, a multiple of the shards.
-      sharding: the mesh and the axis that it is sharded over.
+      batch: Number of rows, B.
+      capacity: Slots of a row, in tokens, a multiple of the shards.
+      sharding: Mesh and axis that the cache is sharded over.
       dtype: bfloat16, float16, float32 or float64; default: the model's.
-      kind: how keys and values are stored, an `rj.kv.CacheKind` or its name,
+      kind: Storage of keys and values, an `rj.kv.CacheKind` or its name,
         one of `rj.kv.KINDS`.
-      placement: where the keys of a layer are that does not run: "device",
+      placement: Memory of the keys of layers that do not run: "device",
         "host", "disk", or fractions of the layers, see `rj.models.Placement`;
         default: on the devices, and read where they are.
-      disk: files for layers on disk; keep them as long as the cache.
+      disk: Files for layers on disk; keep them as long as the cache.
 
     Raises:
-      OptionError: another dtype or kind, or a capacity that does not divide.
+      OptionError: If dtype or kind is unknown, or `capacity` does not divide.
     """
     return self._cache(
       "create", batch, capacity, sharding, dtype, kind, placement, disk
@@ -484,7 +490,7 @@ class Transformer(nnx.Module):
     kind: CacheKind | str = "dense",
     placement: WeightPlacement | str | None = None,
   ) -> Any:
-    """The cache of `init_cache` with shapes, dtypes and shardings alone.
+    """Specs of `init_cache`'s cache: shapes, dtypes and shardings alone.
 
     Nothing is allocated. The arguments are those of `init_cache`.
     """
@@ -493,13 +499,13 @@ class Transformer(nnx.Module):
     )
 
   def cache_kind(self, kind: CacheKind | str) -> CacheKind:
-    """A kind of cache by its name or as it is, calibrated for this model.
+    """A cache kind by its name or as it is, calibrated for this model.
 
     Raises:
-      OptionError: no such kind, or the calibration of another model.
-      CheckpointFormatError: no calibration where the kind says, or a bad one.
+      OptionError: If the kind is unknown, or calibrated for another model.
+      CheckpointFormatError: If the kind's calibration file is missing or bad.
     """
-    return cache_kind(kind).for_model(lambda at: load_measured(at, self))
+    return cache_kind(kind).for_model(lambda path: load_measured(path, self))
 
   def _cache(
     self,
@@ -514,12 +520,14 @@ class Transformer(nnx.Module):
   ) -> Any:
     sharding = ShardingContext() if sharding is None else sharding
     mesh = sharding.mesh
-    heads = "model" if mesh is not None and "model" in mesh.axis_names else None
-    found = self.cache_kind(kind)
-    of_kind: Any = EvictingCache if found.evicting else KVCache
-    if found.device is not None:
-      of_kind = TieredCache
-    more: dict[str, Any] = {"filled": True} if of_kind is KVCache else {}
+    head_axis = (
+      "model" if mesh is not None and "model" in mesh.axis_names else None
+    )
+    resolved_kind = self.cache_kind(kind)
+    cache_class: Any = EvictingCache if resolved_kind.evicting else KVCache
+    if resolved_kind.device is not None:
+      cache_class = TieredCache
+    options: dict[str, Any] = {"filled": True} if cache_class is KVCache else {}
     if placement is not None:
       if not all(map(keeps, self.config.layers)):
         raise OptionError(
@@ -528,21 +536,21 @@ class Transformer(nnx.Module):
           "keys that one layer reads alone",
           "leave it out",
         )
-      of_kind = OffloadedCache
-      more = {"tiers": cache_tiers(self, placement)}
+      cache_class = OffloadedCache
+      options = {"tiers": cache_tiers(self, placement)}
       if make == "create":
-        more["files"] = disk
-    return getattr(of_kind, make)(
+        options["files"] = disk
+    return getattr(cache_class, make)(
       self.kinds,
       batch,
       capacity,
       self.dtype if dtype is None else float_dtype("dtype", dtype),
-      kind=found,
+      kind=resolved_kind,
       mesh=mesh,
       axis=sharding.of_mesh,
-      head_axis=heads,
+      head_axis=head_axis,
       batch_axes=sharding.batch_axes(batch),
-      **more,
+      **options,
     )
 
   def hidden(
@@ -552,7 +560,11 @@ class Transformer(nnx.Module):
     cache: CallCache,
     attend: ShardingContext,
   ) -> tuple[jax.Array, Any]:
-    """What the head reads, [B, T, D], and the cache."""
+    """Runs embedding, layers and last norm: input of the head, [B, T, D].
+
+    Returns:
+      (hidden states, new cache).
+    """
     x, cache = self.through_layers(tokens, places, cache, attend)
     return self.behind(x), cache
 
@@ -564,38 +576,41 @@ class Transformer(nnx.Module):
     attend: ShardingContext,
     x: Float[Array, "B T *D"] | None = None,
   ) -> tuple[jax.Array, Any]:
-    """What the last layer made, and the cache.
+    """Runs the layers, without the last norm and the head.
 
     Args:
-      tokens: of the call.
-      places: of them.
-      cache: of the call.
-      attend: how they find their keys.
-      x: what the layers before made, for a part of a model; None for its first
-        one, or a whole one.
+      tokens: Token ids of the call, int32 [B, T].
+      places: Coordinates and rotations of the tokens.
+      cache: Cache of the call, with slots allocated for the tokens.
+      attend: Sharding of the tokens, and where their keys are.
+      x: Output of the layers before, for a part of a model; None for the first
+        part, or a whole model.
+
+    Returns:
+      (output of the last layer, new cache).
     """
-    found: Any = attend
-    # What all layers read comes with the embeddings.
+    context: Any = attend
+    # `embedded` also sets what all layers read: later parts need the call, too.
     first = self.embedded(tokens, places)
     x = attend.constrain(first if x is None else x)
-    return self.stack(x, places, cache, found)
+    return self.stack(x, places, cache, context)
 
   def embedded(
     self, tokens: Int[Array, "B T"], places: Tokens
   ) -> Float[Array, "B T *D"]:
-    """What the first layer reads; and what all read goes to `places`."""
+    """Input of the first layer; sets `places.inputs`, which all layers read."""
     x = self.embed(tokens, places.pos)
     if self.inputs is not None:
       places.inputs = functools.partial(self.inputs, tokens, x)
     return x if self.streams is None else self.streams.spread(x)
 
   def behind(self, x: Float[Array, "*batch D"]) -> Float[Array, "*rows D"]:
-    """What the head reads, of what the last layer made."""
+    """Input of the head, from the output of the last layer."""
     h = self.norm(x if self.streams is None else self.streams.merged(x))
     return h.astype(part_dtype(self.embed, h.dtype))
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-    """float32 [..., V] from [..., D]."""
+    """Logits, float32 [..., V], of hidden states [..., D]."""
     head = self.embed if self.head is None else self.head
     return logits_of(self.config, head, h)
 
@@ -603,7 +618,7 @@ class Transformer(nnx.Module):
 def logits_of(
   config: TransformerConfig, head: Embedding | Head, h: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
-  """float32 [..., V] from [..., D], by a `Head` or a tied `Embedding`."""
+  """Logits, float32 [..., V], by a `Head` or a tied `Embedding`."""
   y = head.logits(h)
   if config.logit_scale != 1.0:
     y = y * jnp.float32(config.logit_scale)
@@ -641,30 +656,30 @@ def forward(
   parents: Int[Array, "#B T"] | None = None,
   x: Float[Array, "B T *D"] | None = None,
 ) -> Any:
-  """`Transformer.__call__` without its checks, inside of a jit.
+  """`Transformer.__call__` without its checks, within a jit.
 
-  `x` is what the layers before made, for a model of the last ones, see
+  `x` is the output of the layers before, for a model of the last ones, see
   `models.layer_parts`.
   """
-  keep = cache if cache is not None else NoCache(len(model.kinds))
+  call_cache = cache if cache is not None else NoCache(len(model.kinds))
   if pos is None and cache is not None and isinstance(attend, CachedAttention):
-    steps = _derived(attend, tokens.shape[1])
+    offsets = _derived(attend, tokens.shape[1])
     if parents is not None:
-      steps = jnp.sum(ancestor_matrix(parents), 2, dtype=jnp.int32) - 1
-    pos = cache.length[:, None] + steps
+      offsets = jnp.sum(ancestor_matrix(parents), 2, dtype=jnp.int32) - 1
+    pos = cache.length[:, None] + offsets
   places = tokens_of(model, attend, tokens.shape, pos, seg, length, parents)
-  if isinstance(keep, RowGroups):
-    return _in_groups(model, attend, tokens, places, keep, rows)
-  keep = _begun(keep, attend, tokens, places)
+  if isinstance(call_cache, RowGroups):
+    return _in_groups(model, attend, tokens, places, call_cache, rows)
+  call_cache = _begun(call_cache, attend, tokens, places)
   if x is None:
-    h, keep = model.hidden(tokens, places, keep, attend)
+    h, call_cache = model.hidden(tokens, places, call_cache, attend)
   else:
-    x, keep = model.through_layers(tokens, places, keep, attend, x)
+    x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     h = model.behind(x)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)
-  return logits if cache is None else (logits, keep)
+  return logits if cache is None else (logits, call_cache)
 
 
 def forward_layers(
@@ -677,24 +692,24 @@ def forward_layers(
   length: Lengths | None,
   x: Float[Array, "B T *D"] | None,
 ) -> tuple[jax.Array, Any]:
-  """What the layers of a part of a model make, see `models.layer_parts`.
+  """Runs the layers of a part of a model, see `models.layer_parts`.
 
   Args:
-    model: the part.
-    attend: see `Transformer.__call__`, and below.
-    tokens: of the call.
-    pos: of the tokens.
-    seg: of the tokens.
-    cache: of the whole model.
-    length: of the whole context.
-    x: what the part before made; None for the first one.
+    model: Part of the model.
+    attend: Sharding of the tokens, see `Transformer.__call__`.
+    tokens: Token ids of the call, int32 [B, T].
+    pos: Positions of the tokens, int32 [B, T].
+    seg: Documents of the tokens, int32 [B, T].
+    cache: Cache of the whole model.
+    length: Tokens of the whole context.
+    x: Output of the part before; None for the first part.
 
   Returns:
-    x for the next part, and the cache.
+    (x for the next part, new cache).
   """
   places = tokens_of(model, attend, tokens.shape, pos, seg, length)
-  keep = _begun(cache, attend, tokens, places)
-  return model.through_layers(tokens, places, keep, attend, x)
+  call_cache = _begun(cache, attend, tokens, places)
+  return model.through_layers(tokens, places, call_cache, attend, x)
 
 
 def _begun(
@@ -703,7 +718,7 @@ def _begun(
   tokens: Int[Array, "B T"],
   places: Tokens,
 ) -> CallCache:
-  """A cache with slots for the tokens of a call."""
+  """Allocates slots for the tokens of a call and records their ids."""
   return cache.allocate(
     places.at,
     replicated=_replicated(attend),
@@ -719,35 +734,41 @@ def _in_groups(
   cache: RowGroups,
   rows: Int[Array, "B n"] | None,
 ) -> tuple[jax.Array, RowGroups]:
-  """A call whose rows run in groups, layer by layer."""
-  calls, found = [], []
-  # A length is of each row, or the same for all.
+  """Runs a call whose rows are in groups, layer by layer."""
+  calls, logits = [], []
+  # A length is per row, or one for all.
   length = jnp.broadcast_to(jnp.asarray(places.length), (tokens.shape[0],))
   coords = zip(
     *map(cache.split, (tokens, places.pos, places.seg, length)),
     cache.caches,
     strict=True,
   )
-  for ids, pos, seg, its_length, one in coords:
-    its = Tokens(
+  for ids, pos, seg, lengths, group_cache in coords:
+    group_places = Tokens(
       pos,
       seg,
       derived=places.derived,
       segmented=places.segmented,
       ropes=model.config.ropes,
-      length=its_length,
+      length=lengths,
     )
-    kept = _begun(one, attend, ids, its)
-    calls.append((attend.constrain(model.embedded(ids, its)), its, kept))
-  within: Any = attend
-  done = model.stack.together(calls, within, cache.hosted)
-  for (h, _), own in zip(done, cache.split(rows), strict=True):
+    allocated = _begun(group_cache, attend, ids, group_places)
+    calls.append(
+      (
+        attend.constrain(model.embedded(ids, group_places)),
+        group_places,
+        allocated,
+      )
+    )
+  context: Any = attend
+  results = model.stack.together(calls, context, cache.hosted)
+  for (h, _), group_rows in zip(results, cache.split(rows), strict=True):
     h = model.behind(h)
-    if own is not None:
-      h = jnp.take_along_axis(h, own[..., None], 1)
-    found.append(model.logits(h))
-  caches = tuple(kept for _, kept in done)
-  return jnp.concatenate(found), dataclasses.replace(cache, caches=caches)
+    if group_rows is not None:
+      h = jnp.take_along_axis(h, group_rows[..., None], 1)
+    logits.append(model.logits(h))
+  caches = tuple(new_cache for _, new_cache in results)
+  return jnp.concatenate(logits), dataclasses.replace(cache, caches=caches)
 
 
 def tokens_of(
@@ -788,8 +809,8 @@ def tokens_of(
 def _tree_coords(
   parents: jax.Array, pos: jax.Array, seg: jax.Array, shape: Sequence[int]
 ) -> Coords:
-  wide = lambda x: jnp.broadcast_to(x, tuple(shape))
-  return tree_coords(wide(parents), Coords(wide(pos), wide(seg)))
+  broadcast = lambda x: jnp.broadcast_to(x, tuple(shape))
+  return tree_coords(broadcast(parents), Coords(broadcast(pos), broadcast(seg)))
 
 
 def _derived(attend: ShardingContext, tokens: int) -> jax.Array:
@@ -801,14 +822,14 @@ def _derived(attend: ShardingContext, tokens: int) -> jax.Array:
 
 
 def _replicated(attend: ShardingContext) -> bool:
-  """Whether a call's tokens go around the shards of the cache."""
+  """Whether all shards of the cache see the same tokens of a call."""
   return isinstance(attend, CachedAttention) and attend.replicated
 
 
 def _check_manual(
   attend: ShardingContext, tokens: jax.Array, cache: CallCache | None
 ) -> None:
-  """Refuses a call in a shard_map that would not see what it is to see."""
+  """Refuses a call in a shard_map whose tokens would miss keys."""
   manual = collectives.manual_axes()
   spelling = f"attend=rj.models.{type(attend).__name__}(axis={{}})"
   if attend.mesh is None and attend.axis == AUTO:
@@ -832,24 +853,26 @@ def _check_manual(
         "it, with mesh= and axis=",
       )
     return
-  over = axis or (SEQ if SEQ in manual else None)
-  if over is None:
+  manual_axis = axis or (SEQ if SEQ in manual else None)
+  if manual_axis is None:
     return
   if cache is not None or attend.mesh is not None:
     raise MeshError(
       "cache" if cache is not None else "attend",
-      f"one of a whole mesh in a shard_map over {over!r}",
+      f"one of a whole mesh in a shard_map over {manual_axis!r}",
       "the tokens of a shard alone",
       "leave it out, or call from outside of the shard_map",
     )
-  # Without check_vma nothing is known to vary.
-  known = over in collectives.varying_axes(collectives.axis_index(over))
-  if known and over not in collectives.varying_axes(tokens):
+  # Without check_vma no value is known to vary.
+  vma_checked = manual_axis in collectives.varying_axes(
+    collectives.axis_index(manual_axis)
+  )
+  if vma_checked and manual_axis not in collectives.varying_axes(tokens):
     raise MeshError(
       "tokens",
-      f"the same on all shards of {over!r}, in a shard_map over it",
+      f"the same on all shards of {manual_axis!r}, in a shard_map over it",
       "the tokens of each shard",
-      f"shard them, in_specs=P(None, {over!r}), or pass "
+      f"shard them, in_specs=P(None, {manual_axis!r}), or pass "
       f"{spelling.format(None)}",
     )
 
@@ -867,8 +890,8 @@ def _check_cache(cache: Cache) -> None:
 def _check_keeps_all(segments: Mask, cache: Cache) -> None:
   """Refuses a cache that drops tokens by the order of their documents."""
   kind = getattr(cache, "kind", None)
-  looks_back = [getattr(x, "reach", None) for x in getattr(cache, "shapes", ())]
-  ring = kind is not None and kind.windowed and any(looks_back)
+  reaches = [getattr(x, "reach", None) for x in getattr(cache, "shapes", ())]
+  ring = kind is not None and kind.windowed and any(reaches)
   if ring or (kind is not None and kind.evicting):
     raise OptionError(
       "cache",
@@ -882,20 +905,20 @@ def _check_keeps_all(segments: Mask, cache: Cache) -> None:
 def _check_positions(cache: Any, pos: Any, seg: Any, parents: Any) -> None:
   """Refuses tokens that share a position, for a cache that marks positions.
 
-  So far as what is given is not traced.
+  Traced arrays are not checked.
   """
-  known = lambda x: x is not None and not isinstance(x, jax.core.Tracer)
-  got = None
+  concrete = lambda x: x is not None and not isinstance(x, jax.core.Tracer)
+  fault = None
   if parents is not None:
-    got = "a tree of drafted tokens"
-  elif known(seg) and int(jnp.max(seg)) > 1:
-    got = f"document {int(jnp.max(seg))} of a row"
-  elif known(pos) and int(jnp.max(pos)) >= cache.limit:
-    got = f"position {int(jnp.max(pos))} of {cache.limit}"
-  if got is not None:
+    fault = "a tree of drafted tokens"
+  elif concrete(seg) and int(jnp.max(seg)) > 1:
+    fault = f"document {int(jnp.max(seg))} of a row"
+  elif concrete(pos) and int(jnp.max(pos)) >= cache.limit:
+    fault = f"position {int(jnp.max(pos))} of {cache.limit}"
+  if fault is not None:
     raise OptionError(
       "cache",
-      f"{got}, with a policy that looks at ids: {cache.kind.policy}",
+      f"{fault}, with a policy that looks at ids: {cache.kind.policy}",
       "one token at each position of the cache",
       "read one document a row, from position 0 on, or use a policy without "
       "punctuation=",
@@ -912,7 +935,7 @@ def _check_table(
 ) -> None:
   """Refuses tokens at positions that a learned table does not have.
 
-  So far as what is given is not traced.
+  Traced arrays are not checked.
   """
   assert config.positions is not None
   if pos is None:
@@ -929,12 +952,12 @@ def _check_table(
   host = np.asarray(pos)
   if seg is not None:
     host = np.where(np.asarray(seg) > 0, host, 0)
-  found, most = int(host.max()), config.positions.count
-  if found >= most:
+  largest, count = int(host.max()), config.positions.count
+  if largest >= count:
     raise PromptError(
       "tokens",
-      f"a token at position {found:,}",
-      f"positions from 0 to {most - 1:,}, as {config.bound} says: the model "
+      f"a token at position {largest:,}",
+      f"positions from 0 to {count - 1:,}, as {config.bound} says: the model "
       "has learned no others",
       "read fewer tokens, or use a model of a longer context",
     )
@@ -955,9 +978,9 @@ def _ids(tokens: Any, vocab: int) -> jax.Array:
     )
   if not isinstance(tokens, jax.core.Tracer) and tokens.is_fully_addressable:
     host = np.asarray(tokens)
-    bad = np.argwhere((host < 0) | (host >= vocab))
-    if bad.size:
-      b, t = (int(i) for i in bad[0])
+    invalid = np.argwhere((host < 0) | (host >= vocab))
+    if invalid.size:
+      b, t = (int(i) for i in invalid[0])
       raise PromptError(
         "tokens",
         f"id {int(host[b, t])} at [{b}, {t}]",
@@ -982,9 +1005,9 @@ def _rows(rows: Any, shape: Sequence[int]) -> jax.Array:
     )
   if not isinstance(rows, jax.core.Tracer) and rows.is_fully_addressable:
     host = np.asarray(rows)
-    bad = np.argwhere((host < 0) | (host >= shape[1]))
-    if bad.size:
-      b, n = (int(i) for i in bad[0])
+    invalid = np.argwhere((host < 0) | (host >= shape[1]))
+    if invalid.size:
+      b, n = (int(i) for i in invalid[0])
       raise ShapeError(
         "rows",
         f"{int(host[b, n])} at [{b}, {n}]",

@@ -1,9 +1,8 @@
-"""In which memory the weights of a model's layers are, and what it came to.
+"""Placement of layers' weights in memory tiers, and its report.
 
-Guarantees: device and host get at most the bytes that they are meant to have,
-but for the slowest memory in use, which gets what is left;
-a model's layers are dealt to them evenly, by a rule that knows nothing but
-bytes, so that the same options place the same layers.
+Guarantees: device and host get at most the bytes that they are meant to have;
+the slowest memory in use gets the rest. Layers are spread over them evenly, by
+bytes alone, so that the same options place the same layers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _FORM = (
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) *([kmgt]?)(i?)b?", re.I)
-# A sum of fractions that are written as decimals.
+# Tolerance of a sum of fractions that are written as decimals.
 _NEAR = 1e-6
 
 
@@ -43,17 +42,17 @@ _NEAR = 1e-6
 class WeightPlacement:
   """Fractions of the bytes of the layers' weights or keys, by memory.
 
-  Embedding, last norm and head are always on the devices. What is left out
-  gets what the others leave: the first of `device`, `host`, `disk` that is
-  None; the fractions sum to 1.
+  Embedding, last norm and head are always on the devices. Of the fractions that
+  are left out, the first in the order `device`, `host`, `disk` gets what the
+  others leave; the fractions sum to 1.
 
   Attributes:
-    device: on the devices.
-    host: in the host's memory, copied to the devices when a layer runs.
-    disk: in files, read when a layer runs.
+    device: Fraction on the devices.
+    host: Fraction in the host's memory, copied to a device when a layer runs.
+    disk: Fraction in files, read when a layer runs.
 
   Raises:
-    OptionError: a fraction that is none, or another sum.
+    OptionError: If a fraction is not in 0 to 1, or the sum is not 1.
   """
 
   device: int | float | None = None
@@ -61,12 +60,12 @@ class WeightPlacement:
   disk: int | float | None = None
 
   def __post_init__(self) -> None:
-    given = {name: getattr(self, name) for name in TIERS}
-    for name, x in given.items():
+    fractions_by_tier = {name: getattr(self, name) for name in TIERS}
+    for name, x in fractions_by_tier.items():
       if x is not None:
         number(name, x, least=0, most=1)
-    missing = [name for name, x in given.items() if x is None]
-    total = sum(x for x in given.values() if x is not None)
+    missing = [name for name, x in fractions_by_tier.items() if x is None]
+    total = sum(x for x in fractions_by_tier.values() if x is not None)
     if total > 1 + _NEAR or (not missing and total < 1 - _NEAR):
       raise OptionError(
         "placement",
@@ -79,10 +78,10 @@ class WeightPlacement:
 
   @classmethod
   def of(cls, given: object, name: str = "placement") -> WeightPlacement:
-    """The placement that a text stands for; one is returned as it is.
+    """Parses the text of a placement; a placement is returned as it is.
 
     Raises:
-      OptionError: another text.
+      OptionError: If the text is not a placement.
     """
     if isinstance(given, cls):
       return given
@@ -93,8 +92,8 @@ class WeightPlacement:
     try:
       return option_text.named(options, cls, {"by": cls}, name)
     except OptionError as error:
-      said = f"{error}"
-      if not said.startswith(name) or "that sum to" in said:
+      text_of_error = f"{error}"
+      if not text_of_error.startswith(name) or "that sum to" in text_of_error:
         raise
       raise OptionError(
         name, repr(given), "fractions of device, host and disk", _FORM
@@ -102,72 +101,74 @@ class WeightPlacement:
 
 
 def as_bytes(given: object, name: str = "memory") -> int:
-  """A number of bytes from an int, or from a text as "6GiB" or "500 MB".
+  """Parses a number of bytes: an int, or a text such as "6GiB" or "500 MB".
 
   Raises:
-    OptionError: another one.
+    OptionError: If it is not a positive number of bytes.
   """
   if isinstance(given, int | np.integer) and not isinstance(given, bool):
     given = f"{given}"
-  found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
-  unit = found[2].lower() if found else ""
-  if found is None or (found[3] and not unit) or not float(found[1]):
+  match = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
+  unit = match[2].lower() if match else ""
+  if match is None or (match[3] and not unit) or not float(match[1]):
     raise OptionError(
       name, repr(given), "a number of bytes", f'write {name}="6GiB"'
     )
-  scale = _BINARY[unit] if found[3] else _UNITS[unit]
-  return max(1, int(fractions.Fraction(found[1]) * scale))
+  scale = _BINARY[unit] if match[3] else _UNITS[unit]
+  return max(1, int(fractions.Fraction(match[1]) * scale))
 
 
 def deal(
   nbytes: Sequence[int], room: Mapping[str, int | float]
 ) -> tuple[str, ...]:
-  """Which memory each layer is in.
+  """Assigns layers to memories by the room that each memory has.
 
-  With room on disk, layer after layer goes to the memory that has fallen behind
-  its share of all layers so far the most, among those that have room for it; of
-  equal ones to the fastest. So the layers on disk stand apart, and others run
-  while the next one is read. Without, the first layers are on the devices: of
-  neighbours in the host's memory each comes while the one before it runs. What
-  fits nowhere goes to the slowest memory that is to have any.
+  With room on disk, layer after layer goes to the memory that lags most behind
+  its share of all layers so far, among those that have room for it; of equal
+  ones to the fastest. So the layers on disk are spread out, and others run
+  while the next one is read. Without, the first layers are on the devices: each
+  layer in the host's memory is copied while the one before it runs. Layers that
+  fit nowhere go to the slowest memory in use.
 
   Args:
-    nbytes: of each layer.
-    room: bytes that each of `TIERS` is meant to have.
+    nbytes: Bytes of each layer.
+    room: Bytes that each of `TIERS` is meant to have.
 
   Returns:
     One of `TIERS` for each layer.
   """
   total = max(sum(nbytes), 1)
-  last = max(
+  slowest = max(
     (tier for tier in TIERS if room.get(tier, 0) > 0),
     key=TIERS.index,
     default=DEVICE,
   )
-  given, found, so_far = dict.fromkeys(TIERS, 0), [], 0
+  dealt, tiers, so_far = dict.fromkeys(TIERS, 0), [], 0
   for n in nbytes:
     so_far += n
-    behind = {
-      tier: min(room[tier] / total, 1.0) * so_far - given[tier]
+    deficit = {
+      tier: min(room[tier] / total, 1.0) * so_far - dealt[tier]
       for tier in TIERS
-      if given[tier] + n <= room.get(tier, 0) * (1 + _NEAR)
+      if dealt[tier] + n <= room.get(tier, 0) * (1 + _NEAR)
     }
-    key = (lambda t: -TIERS.index(t)) if last != DISK else behind.__getitem__
-    tier = max(behind, key=key, default=last)
-    given[tier] += n
-    found.append(tier)
-  return tuple(found)
+    key = (
+      (lambda t: -TIERS.index(t)) if slowest != DISK else deficit.__getitem__
+    )
+    tier = max(deficit, key=key, default=slowest)
+    dealt[tier] += n
+    tiers.append(tier)
+  return tuple(tiers)
 
 
 def cache_tiers(
   model: Transformer, placement: WeightPlacement | str
 ) -> tuple[str, ...]:
-  """Which memory the keys of each layer are in, by fractions of their bytes.
+  """Memory of each layer's keys, by fractions of their bytes.
 
-  Layers without keys count with none.
+  Layers without keys count as 0 bytes.
 
   Raises:
-    OptionError: another placement.
+    OptionError: If the placement is unknown.
   """
   wanted = WeightPlacement.of(placement, "cache_placement")
   nbytes = [0] * len(model.config.layers)
@@ -180,20 +181,20 @@ def cache_tiers(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementReport:
-  """Where a model's layers are, and what fetching them came to so far.
+  """Memory of a model's layers, and what fetching them has cost so far.
 
   Attributes:
-    tiers: of each layer, one of "device", "host", "disk".
-    device_bytes: of the layers' weights on the devices, all shards.
-    host_bytes: of those in the host's memory, all devices' parts.
-    disk_bytes: of those on disk, as they are stored there.
-    buffer_bytes: that reading from disk may have in the host's memory.
-    peak_buffer_bytes: that it had at most.
-    bytes_read: from disk.
-    reads: by the number of a layer how often it was read from disk; on a mesh
-      each of its shards counts.
-    waited_s: seconds that calls waited for the disk.
-    streamed_parameters: numbers of weights that are not on the devices.
+    tiers: Memory of each layer, one of "device", "host", "disk".
+    device_bytes: Bytes of the layers on the devices, all shards.
+    host_bytes: Bytes of the layers in the host's memory, all devices' shards.
+    disk_bytes: Bytes of the layers on disk, as they are stored there.
+    buffer_bytes: Bytes that reads from disk may hold in the host's memory.
+    peak_buffer_bytes: Most bytes that they have held.
+    bytes_read: Bytes read from disk.
+    reads: Number of reads from disk, by a layer's number; on a mesh each of its
+      shards counts.
+    waited_s: Seconds that calls waited for the disk.
+    streamed_parameters: Number of weights that are not on the devices.
   """
 
   tiers: tuple[str, ...]
@@ -209,7 +210,7 @@ class PlacementReport:
 
 
 def placement_report(model: Transformer) -> PlacementReport:
-  """The report of a model, which may be all on the devices."""
+  """Makes the report of a model, which may be all on the devices."""
   stack = model.stack
   tiers = [DEVICE] * len(model.config.layers)
   host = parameters = 0
@@ -225,17 +226,17 @@ def placement_report(model: Transformer) -> PlacementReport:
           parameters += sum(x.size for x in kind.shapes)
   readers = _readers(model)
   disk = sum(reader.stored_bytes for reader in readers)
-  add = lambda name: sum(getattr(r, name) for r in readers)
+  total = lambda name: sum(getattr(r, name) for r in readers)
   return PlacementReport(
     tiers=tuple(tiers),
     device_bytes=device,
     host_bytes=host,
     disk_bytes=disk,
-    buffer_bytes=add("limit_bytes"),
-    peak_buffer_bytes=add("peak_bytes"),
-    bytes_read=add("bytes_read"),
+    buffer_bytes=total("limit_bytes"),
+    peak_buffer_bytes=total("peak_bytes"),
+    bytes_read=total("bytes_read"),
     reads={k: n for r in readers for k, n in sorted(r.reads.items())},
-    waited_s=add("waited_s"),
+    waited_s=total("waited_s"),
     streamed_parameters=parameters,
   )
 
@@ -243,11 +244,11 @@ def placement_report(model: Transformer) -> PlacementReport:
 def weight_bytes(model: Transformer) -> dict[str, int]:
   """Bytes of a model's weights, by `kv.base.TIERS`.
 
-  Of a device all that it has: embedding, norm and head, the layers that are
-  there, and two that pass through if some are not. Of the host the layers that
-  are there, in all, and what layers on disk were read through at most.
+  "device" counts all that a device has: embedding, norm and head, its layers,
+  and two that pass through if some are elsewhere. "host" counts the layers in
+  the host's memory, and the most bytes held by reads from disk.
   """
-  stack, found = model.stack, placement_report(model)
+  stack, report = model.stack, placement_report(model)
   widest = 0
   for run in stack.placed or ():
     for kind in run:
@@ -256,13 +257,13 @@ def weight_bytes(model: Transformer) -> dict[str, int]:
   params = nnx.state(model, nnx.Param)
   return {
     DEVICE: bytes_each(params) + 2 * widest,
-    IN_HOST: found.host_bytes + found.peak_buffer_bytes,
-    DISK: found.disk_bytes,
+    IN_HOST: report.host_bytes + report.peak_buffer_bytes,
+    DISK: report.disk_bytes,
   }
 
 
 def _layer_bytes(kind: Any) -> int:
-  """Bytes on a device of a layer that passes through it."""
+  """Bytes of a layer that passes through a device."""
   total = 0
   for x, spec in zip(kind.shapes, kind.specs, strict=True):
     shape = x.shape
@@ -273,31 +274,31 @@ def _layer_bytes(kind: Any) -> int:
 
 
 def transfer_events(model: Transformer) -> tuple[TransferEvent, ...]:
-  """Reads of a model's layers from disk, and waits for them, by their start."""
-  found = [event for reader in _readers(model) for event in [*reader.events]]
-  return tuple(sorted(found, key=lambda event: event.start))
+  """Reads of a model's layers from disk and waits for them, by start time."""
+  events = [event for reader in _readers(model) for event in [*reader.events]]
+  return tuple(sorted(events, key=lambda event: event.start))
 
 
 def set_waiting(model: Transformer, say: Callable[[str], Any] | None) -> None:
-  """Has what reads a model's layers say what a call waits for."""
+  """Sets the function that is called with a text while a call waits."""
   for reader in _readers(model):
     reader.waiting = say
 
 
 def _readers(model: Transformer) -> list[Any]:
-  """What reads a model's layers from disk."""
-  found = {
+  """Readers of a model's layers on disk."""
+  readers = {
     id(part.reader): part.reader
     for run in model.stack.placed or ()
     for kind in run
     if kind is not None
     for part in kind.disk
   }
-  return list(found.values())
+  return list(readers.values())
 
 
 def _all_bytes(x: Any) -> int:
-  """Bytes of all parts of an array on this process's devices, or of a shape."""
+  """Bytes of an array's shards on this process's devices, or of a shape."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return _nbytes(x)
   return sum(shard.data.nbytes for shard in x.addressable_shards)
@@ -308,10 +309,10 @@ def _nbytes(x: Any) -> int:
 
 
 def refuse_placed(model: object, doing: str, remedy: str) -> None:
-  """Refuses what needs all weights on the devices.
+  """Refuses an operation that needs all weights on the devices.
 
   Raises:
-    OptionError: some layers of the model are not.
+    OptionError: If some layers of the model are elsewhere.
   """
   stack = getattr(model, "stack", None)
   if getattr(stack, "neuron_fault", None) is not None:

@@ -1,12 +1,13 @@
-"""Which blocks of weights a rank streams, in which order, and which stay.
+"""Blocks of weights that a rank streams: their order, and which ones stay.
 
   attention 0, feedforward 0, attention 1, ..., and on rank 0 the head
 
 A block is read as a whole, before it is computed. `window` of them are in
-memory at once, beside those that stay: of each `retain` feedforwards the first.
-If all others fit the window, all stay. What stays is read once, all else in
-each pass.
-Of the embedding rank 0 reads the rows of the tokens at hand: it is no block.
+memory at once, next to those that stay: the first of each `retain`
+  feedforwards.
+If all others fit the window, all stay. Blocks that stay are read once, all
+others in each pass.
+The embedding is not a block: rank 0 reads the rows of the current tokens.
 
 `launch.generate --window` runs a layout and `launch.plan window` simulates it.
 Ref: Li et al. 2024, TPI-LLM (arXiv 2410.00531), section 3.3.
@@ -31,11 +32,11 @@ HEAD = "head"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBlock:
-  """Some of a rank's weights that are read and computed at once.
+  """Weights of a rank that are read and computed at once.
 
   Attributes:
     name: "attention 0", "feedforward 0", ... or "head".
-    parts: the modules: "term", "pre" and "post" around it, or "head".
+    parts: Modules: "term", "pre" and "post" around it, or "head".
   """
 
   name: str
@@ -43,14 +44,14 @@ class RankBlock:
 
   @property
   def nbytes(self) -> int:
-    """As they are stored; 0 where the rank has no part."""
+    """Bytes as stored; 0 if the rank has no part."""
     return sum(part.nbytes for part in self.parts.values())
 
 
 def rank_blocks(model: ModelShares, rank: int) -> tuple[RankBlock, ...]:
   """The blocks of a rank, in their order.
 
-  Rank 0 has the norms around each sum and the head too.
+  Rank 0 also has the norms around each sum and the head.
   """
   blocks = []
   for n, parts in enumerate(model.layers(rank)):
@@ -68,12 +69,12 @@ def rank_blocks(model: ModelShares, rank: int) -> tuple[RankBlock, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowLayout:
-  """The blocks of a rank by their bytes, and which of them stay.
+  """Bytes of a rank's blocks, and which blocks stay.
 
   Attributes:
-    nbytes: of each block; one of 0 bytes is never read.
-    window: blocks in memory at once, beside those that stay; None: all.
-    beside: blocks that stay beside the window.
+    nbytes: Bytes of each block; one of 0 bytes is never read.
+    window: Blocks in memory at once, next to those that stay; None: all.
+    beside: Indices of blocks that stay next to the window.
   """
 
   nbytes: tuple[int, ...]
@@ -91,23 +92,25 @@ class WindowLayout:
     window: int | None = None,
     retain: int | None = None,
   ) -> WindowLayout:
-    """Of a rank's blocks.
+    """Makes the layout of a rank's blocks.
 
     Args:
-      blocks: of `rank_blocks`.
-      window: as above.
-      retain: of so many feedforwards the first stays beside the window.
+      blocks: Blocks by `rank_blocks`.
+      window: Blocks in memory at once, next to those that stay; None: all.
+      retain: Number of feedforwards of which the first stays; None: none stays.
     """
-    stays: Any = ()
+    resident: Any = ()
     if retain is not None:
       feedforwards = [
-        k for k, one in enumerate(blocks) if one.name.startswith(FEEDFORWARD)
+        k
+        for k, block in enumerate(blocks)
+        if block.name.startswith(FEEDFORWARD)
       ]
-      stays = feedforwards[:: positive_int("retain", retain)]
+      resident = feedforwards[:: positive_int("retain", retain)]
     return cls(
-      nbytes=tuple(one.nbytes for one in blocks),
+      nbytes=tuple(block.nbytes for block in blocks),
       window=window,
-      beside=frozenset(stays),
+      beside=frozenset(resident),
     )
 
   @property
@@ -125,6 +128,6 @@ class WindowLayout:
 
   @property
   def pass_bytes(self) -> int:
-    """Bytes that each pass reads, the first one aside."""
-    kept = self.kept
-    return sum(n for k, n in enumerate(self.nbytes) if k not in kept)
+    """Bytes that each pass reads, after the first one."""
+    resident = self.kept
+    return sum(n for k, n in enumerate(self.nbytes) if k not in resident)

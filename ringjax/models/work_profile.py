@@ -1,4 +1,4 @@
-"""What a model computes for a token and for a pair of tokens, and how far."""
+"""Work of a model per token and per pair of tokens, and its windows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ringjax.plan.offload_tiers import OffloadShape
 
 
 def profile(model: Transformer, tokens: int) -> cost.Profile:
-  """A prompt's work in FLOPs, where a `Profile` has seconds.
+  """A prompt's work in FLOPs, in the fields that are seconds in a `Profile`.
 
-  Two FLOPs for each weight that a token meets, of the experts those that it
-  chooses; and what a layer's attention does with a pair. Behind a window a
-  query sees no more, however long the prompt is: that counts with the token.
+  Two FLOPs per weight that a token uses, of experts those that it chooses; and
+  the attention of each layer per pair. Beyond a window a query sees no more,
+  however long the prompt is: that counts as work of the token.
 
   Args:
-    model: what reads.
-    tokens: of the prompt.
+    model: Model that reads the prompt.
+    tokens: Tokens of the prompt.
   """
   layers = model.config.layers
   params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
@@ -30,12 +30,12 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
   token = 2.0 * (sum(x.size for x in params) + streamed - idle)
   pair = 0.0
   for layer in layers:
-    each = float(layer.attention.pair_flops)
-    behind = layer.attention.reach
-    if behind is None:
-      pair += each
+    pair_flops = float(layer.attention.pair_flops)
+    reach = layer.attention.reach
+    if reach is None:
+      pair += pair_flops
     else:
-      token += each * min(behind + 1, tokens)
+      token += pair_flops * min(reach + 1, tokens)
   return cost.Profile(
     name="FLOPs",
     model=model.config.family,
@@ -49,21 +49,21 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
 
 
 def window(model: Transformer) -> int | None:
-  """Tokens that every layer's queries see, if it is the same number."""
+  """Tokens that every layer's queries see, if all see the same number."""
   reaches = {layer.attention.reach for layer in model.config.layers}
-  behind = reaches.pop() if len(reaches) == 1 else None
-  return None if behind is None else behind + 1
+  reach = reaches.pop() if len(reaches) == 1 else None
+  return None if reach is None else reach + 1
 
 
 def offload_shape(model: Transformer, name: str) -> OffloadShape:
-  """The sizes that the planner of offloading goes by, of any family.
+  """Sizes for the planner of offloading, for any family.
 
-  Numbers of a layer are means: of experts all count as weights and the chosen
-  ones as work. A layer with a window counts as if it kept all tokens.
+  Numbers of a layer are means: all experts count as weights, the chosen ones
+  as work. A layer with a window counts as if it kept all tokens.
 
   Args:
-    model: one with or without numbers (`rj.models.checkpoint.abstract`).
-    name: of the model, for people.
+    model: Model of arrays or shapes (`rj.models.checkpoint.abstract`).
+    name: Name of the model, to be shown.
   """
   config = model.config
   layers = config.layers
@@ -72,17 +72,17 @@ def offload_shape(model: Transformer, name: str) -> OffloadShape:
   weights = sum(x.size for x in params)
   idle = sum(layer.feedforward.idle(D) for layer in layers)
   table = config.vocab * D
-  # Always on the device: what layers read of ids, and ends of streams.
+  # Always on the device: inputs of all layers by ids, and ends of streams.
   ends = [x for x in (model.inputs, model.streams) if x is not None]
   beside = sum(x.size for x in jax.tree.leaves(nnx.state(ends, nnx.Param)))
-  # Between two lengths, so that what does not grow with tokens is left out.
-  least = 1024
-  one, two = (
+  # The difference of two lengths cancels bytes that don't grow with tokens.
+  short = 1024
+  short_bytes, long_bytes = (
     bytes_each(model.init_cache_spec(1, n, dtype=jnp.bfloat16))
-    for n in (least, 2 * least)
+    for n in (short, 2 * short)
   )
-  # Positions and segments are there once, not for each layer.
-  kv = max(0.0, (two - one) / least - 8) / 2
+  # Positions and segments are stored once, not for each layer.
+  kv = max(0.0, (long_bytes - short_bytes) / short - 8) / 2
   return OffloadShape(
     name=name,
     layers=L,

@@ -1,7 +1,7 @@
 """Batches on devices: rows of tokens, permuted by the layout once.
 
-Guarantees: a token's label, weight, position and segment are where the token
-is; labels were shifted before, so no shard asks a neighbour for one.
+Guarantees: a token's label, weight, position and segment are on the shard of
+the token; labels were shifted before, so no shard needs one of a neighbour.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BY_TOKEN = ("tokens", "labels", "weights", "positions", "segments")
 
 
 class Chunks(NamedTuple):
-  """The contexts of rows, that an encoder reads.
+  """Contexts of rows, which an encoder reads.
 
   Fields:
-    tokens: int32 [A, B, k, C], chunks in their order.
-    segments: int32 [A, B, k, C], 0 for padding and for what is masked.
+    tokens: Chunks in their order, int32 [A, B, k, C].
+    segments: 0 for padding and masked tokens, int32 [A, B, k, C].
   """
 
   tokens: Int[ArrayLeaf, "A B k C"]
@@ -41,15 +41,14 @@ class Batch(NamedTuple):
   """The rows of a step, in the layout's order.
 
   Fields:
-    tokens: int32 [A, B, T]; A micro-batches follow each other in a step.
-    labels: int32 [A, B, T], the token that follows.
-    weights: float32 [A, B, T], of each label's loss.
-    positions: int32 [A, B, T] in each document; None: those of the row.
-    segments: int32 [A, B, T], documents, 0 is padding; None: one a row.
-    context: what an encoder reads for each row, or None.
-    whole: rows of context and these tokens together, for a teacher, or None.
-    lag: int32 [A, B, 1], how far a draft's view of its target's keys is behind,
-      or None.
+    tokens: Token ids, int32 [A, B, T]; A micro-batches follow each other.
+    labels: Ids of the next tokens, int32 [A, B, T].
+    weights: Weight of each label's loss, float32 [A, B, T].
+    positions: Positions in each document, int32 [A, B, T]; None: in the row.
+    segments: Documents, 0 is padding, int32 [A, B, T]; None: one per row.
+    context: Chunks that an encoder reads for each row, or None.
+    whole: Rows of context and these tokens together, for a teacher, or None.
+    lag: Lag of a draft's view of its target's keys, int32 [A, B, 1], or None.
   """
 
   tokens: Int[ArrayLeaf, "A B T"]
@@ -63,7 +62,7 @@ class Batch(NamedTuple):
 
 
 def whole_rows(tokens: Int[np.ndarray, "B T"]) -> Batch:
-  """The batch of rows [B, T + 1] that are one document each, not placed yet."""
+  """Batch of rows [B, T + 1] that are one document each, not placed yet."""
   ids: Any = np.asarray(tokens, np.int32)
   if ids.ndim != 2 or ids.shape[1] < 2:
     raise ShapeError(
@@ -82,13 +81,13 @@ def check(
   """Checks that a mesh divides the rows of a step.
 
   Args:
-    count: B, rows of a step.
-    length: T, tokens of each.
-    attend: the mesh, the axis and the layout.
-    accumulate: A, micro-batches of a step.
+    count: Rows of a step, B.
+    length: Tokens of each row, T.
+    attend: Sharding context, with mesh, axis and layout.
+    accumulate: Micro-batches of a step, A.
 
   Raises:
-    ShapeError: A, the batch's axes or the shards do not divide the rows.
+    ShapeError: If A, the batch's axes or the shards do not divide the rows.
   """
   unit = 2 * attend.size if attend.size > 1 else 1
   if count % accumulate or length % unit:
@@ -99,11 +98,11 @@ def check(
       f"pass a batch of {-(-count // accumulate) * accumulate} and a length of "
       f"{-(-length // unit) * unit}, or another mesh",
     )
-  each, parts = count // accumulate, attend.data_size
-  if parts > 1 and not attend.batch_axes(each):
+  rows_each, parts = count // accumulate, attend.data_size
+  if parts > 1 and not attend.batch_axes(rows_each):
     raise ShapeError(
       "rows",
-      f"{each} in a micro-batch",
+      f"{rows_each} in a micro-batch",
       f"a multiple of the {parts} devices of the batch's axes",
       f"pass a batch of {accumulate * parts}, or fewer micro-batches",
     )
@@ -113,11 +112,11 @@ def check_ids(rows: PackedBatch | Batch, vocab: int | None = None) -> None:
   """Checks that tokens and labels [B, T] are ids of a model.
 
   Args:
-    rows: of NumPy.
-    vocab: V; None: ids are 0 or more.
+    rows: Rows of NumPy arrays.
+    vocab: Vocabulary size, V; None: ids need only be 0 or more.
 
   Raises:
-    DataError: see `place`.
+    DataError: See `place`.
   """
   for name in ("tokens", "labels"):
     ids = np.asarray(getattr(rows, name))
@@ -128,12 +127,14 @@ def check_ids(rows: PackedBatch | Batch, vocab: int | None = None) -> None:
       wrong &= ids != IGNORE_INDEX
     if wrong.any():
       at = tuple(int(i) for i in np.argwhere(wrong)[0])
-      most = "from 0 on" if vocab is None else f"from 0 to {vocab - 1}"
-      none = f", or {IGNORE_INDEX} for no label" if name == "labels" else ""
+      id_range = "from 0 on" if vocab is None else f"from 0 to {vocab - 1}"
+      or_ignored = (
+        f", or {IGNORE_INDEX} for no label" if name == "labels" else ""
+      )
       raise DataError(
         name,
         f"{int(ids[at])} at {[*at]}, and {int(wrong.sum()) - 1} more",
-        f"ids {most}{none}",
+        f"ids {id_range}{or_ignored}",
         "make them with the tokenizer of this model",
       )
 
@@ -148,14 +149,14 @@ class ProcessShare(NamedTuple):
 def share_of(
   attend: ShardingContext, process: int | None = None
 ) -> ProcessShare:
-  """The rows of a batch that the devices of a process need.
+  """Share of a batch's rows that the devices of a process need.
 
-  A part of its own if the batch's axes divide it by processes; all rows if a
+  A separate part if the batch's axes divide it by processes; all rows if a
   row is on devices of several.
 
   Args:
-    attend: the mesh and its axes.
-    process: its number; default: this one's.
+    attend: Sharding context, with the mesh and its axes.
+    process: Number of the process; default: this one's.
   """
   parts = attend.data_size
   if attend.mesh is None or parts == 1:
@@ -163,19 +164,21 @@ def share_of(
   axes = attend.mesh.axis_names
   # The devices of each share of the batch, shares in their order.
   order = [axes.index(a) for a in attend.batch_axes(parts)]
-  rest = [i for i in range(len(axes)) if i not in order]
-  devices = attend.mesh.devices.transpose(*order, *rest).reshape(parts, -1)
+  other_axes = [i for i in range(len(axes)) if i not in order]
+  devices = attend.mesh.devices.transpose(*order, *other_axes).reshape(
+    parts, -1
+  )
   owners = np.vectorize(lambda d: d.process_index, otypes=[int])(devices)
   shares = {
     p: tuple(np.flatnonzero((owners == p).any(1)).tolist())
     for p in np.unique(owners).tolist()
   }
-  mine = shares[jax.process_index() if process is None else process]
-  size = len(mine)
+  own_parts = shares[jax.process_index() if process is None else process]
+  size = len(own_parts)
   blocks = {tuple(range(i, i + size)) for i in range(0, parts, size)}
   if set(shares.values()) != blocks:
     return ProcessShare()
-  return ProcessShare(mine[0] // size, parts // size)
+  return ProcessShare(own_parts[0] // size, parts // size)
 
 
 _WHOLE = ProcessShare()
@@ -188,51 +191,51 @@ def place(
   part: ProcessShare = _WHOLE,
   vocab: int | None = None,
 ) -> Batch:
-  """Moves rows [B / hosts, T] of NumPy, in true order, to the devices.
+  """Moves rows [B / hosts, T] of NumPy, in token order, to the devices.
 
   Args:
-    rows: with the fields of `Batch`, those of this process's part.
-    attend: the mesh, the axis and the layout.
-    accumulate: A; of A rows that follow each other each goes to another
+    rows: Rows of this process's part, with the fields of `Batch`.
+    attend: Sharding context, with mesh, axis and layout.
+    accumulate: Micro-batches, A; of A adjacent rows each goes to another
       micro-batch.
-    part: which rows these are, by `share_of`; by default all.
-    vocab: V, of the model: ids are below it. None: it is not looked at.
+    part: Share of the batch that the rows are, by `share_of`; default: all.
+    vocab: Vocabulary size of the model, V, to check ids. None: no upper bound.
 
   Raises:
-    DataError: a token that is no id, or a label that is neither an id nor -100
+    DataError: If a token is not an id, or a label is neither an id nor -100
       (`ops.loss.IGNORE_INDEX`, for tokens without a label).
-    ShapeError: A, the batch's axes or the shards do not divide the rows.
+    ShapeError: If A, the batch's axes or the shards do not divide the rows.
   """
   count, length = np.shape(rows.tokens)
   check(count * part.hosts, length, attend, accumulate)
   check_ids(rows, vocab)
-  here = count // accumulate
-  each, first = here * part.hosts, here * part.host
-  axes = attend.batch_axes(each)
+  rows_here = count // accumulate
+  rows_each, first = rows_here * part.hosts, rows_here * part.host
+  axes = attend.batch_axes(rows_each)
 
   def put(x: np.ndarray, *, over: str | None = attend.axis) -> jax.Array:
-    x = x.reshape(here, accumulate, *x.shape[1:]).swapaxes(0, 1)
+    x = x.reshape(rows_here, accumulate, *x.shape[1:]).swapaxes(0, 1)
     if attend.mesh is None:
       return jax.device_put(x)
 
     def shard(index: Any) -> np.ndarray:
-      start, stop, _ = index[1].indices(each)
+      start, stop, _ = index[1].indices(rows_each)
       return x[index[0], start - first : stop - first, *index[2:]]
 
     return jax.make_array_from_callback(
-      (accumulate, each, *x.shape[2:]),
+      (accumulate, rows_each, *x.shape[2:]),
       NamedSharding(attend.mesh, P(None, axes or None, over)),
       shard,
     )
 
   def ordered(x: np.ndarray) -> jax.Array:
-    # Uneven shards have slots that are empty.
+    # Shards of uneven layouts have empty slots.
     return put(attend.layout.permute(np.asarray(x), shards=attend.size))
 
-  apart = functools.partial(put, over=None)
+  put_unsharded = functools.partial(put, over=None)
   return Batch(
     *jax.tree.map(ordered, tuple(getattr(rows, name) for name in BY_TOKEN)),
-    context=jax.tree.map(apart, getattr(rows, "context", None)),
+    context=jax.tree.map(put_unsharded, getattr(rows, "context", None)),
     whole=jax.tree.map(ordered, getattr(rows, "whole", None)),
-    lag=jax.tree.map(apart, getattr(rows, "lag", None)),
+    lag=jax.tree.map(put_unsharded, getattr(rows, "lag", None)),
   )

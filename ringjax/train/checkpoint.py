@@ -1,21 +1,22 @@
 """Checkpoints of training that survive kills, full disks and corrupt files.
 
-Guarantees: a step exists if its folder is what its manifest says, and only
-then. Both are synced to the disk before the folder gets its name, in one
-rename; deleting begins by taking the name away. So whenever the process dies,
-every step is there whole or not at all. No bytes reach a model before they
-were compared with the manifest, unless the caller turns that off.
-Cost: `save` holds the caller for a copy from the devices and, with several
+Guarantees: a step exists if and only if its folder matches its manifest. Both
+are synced to the disk before the folder gets its name, in one rename; deleting
+begins by removing the name. So whenever the process dies, every step is there
+completely or not at all. No bytes reach a model before they were compared with
+the manifest, unless the caller turns that off.
+Cost: `save` blocks the caller for a copy from the devices and, with several
 processes, until all have called it; the rest happens in a thread, which reads
-what was written once. `restore` reads a step twice, the second time from
+the written files once. `restore` reads a step twice, the second time from
 memory if it fits.
 
 Orbax writes and reads the arrays, from all processes and in its own threads.
-Written by hand, each file says why: digests (ringjax/train/manifest.py), names,
-lock and clean-up of steps (checkpoint_directory.py), failures that all
-processes learn (process_group.py). Here, in place of Orbax' manager: which
-steps are kept, since damaged ones must not count, and errors with one step,
-file and remedy. All processes see the same root.
+Parts that Orbax does not cover, each of which says why in its file: digests
+(ringjax/train/manifest.py), names, lock and clean-up of steps
+(checkpoint_directory.py), failures that all processes learn of
+(process_group.py). This file replaces Orbax' manager: it chooses which steps
+are kept, since damaged ones must not count, and its errors name one step, file
+and remedy. All processes see the same root.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Checkpoints:
   first `save` or `claim` until `close`, others on the same root can only read.
 
   Attributes:
-    root: the folder.
-    restored_step: the step that the last `restore` read, or None.
+    root: Absolute path of the folder.
+    restored_step: Step that the last `restore` read, or None.
   """
 
   def __init__(
@@ -96,16 +97,16 @@ class Checkpoints:
     """Opens a folder and removes what a killed process left there.
 
     Args:
-      root: a folder of a local or mounted file system; made if missing.
-      keep: how many of the newest steps stay.
-      every_keep: steps that this divides stay as well, for good.
-      asynchronous: whether `save` returns before the step is on the disk.
-      config: what must be equal for a step to be of this training, as JSON;
-        steps of another config are not restored.
-      timeout_s: how long processes wait for each other.
+      root: Folder of a local or mounted file system; made if missing.
+      keep: Number of newest steps that are kept.
+      every_keep: Steps that this divides are also kept, and never deleted.
+      asynchronous: Whether `save` returns before the step is on the disk.
+      config: JSON that identifies the training; steps of another config are not
+        restored.
+      timeout_s: Seconds that processes wait for each other.
 
     Raises:
-      OptionError: a value is out of range.
+      OptionError: If a value is out of range.
     """
     self._keep = positive_int("keep", keep)
     if every_keep is not None:
@@ -117,9 +118,9 @@ class Checkpoints:
     self._config = manifests.fingerprint(_json("config", config))
     self._group = ProcessGroup(positive_int("timeout_s", timeout_s))
     self._directory = CheckpointDirectory(self.root)
-    # The save that is under way, or has ended and was not waited for.
+    # The save in flight, or one that has ended and was not waited for.
     self._pending: concurrent.futures.Future[None] | None = None
-    # Steps whose bytes were found to be wrong, by number.
+    # Numbers of steps whose bytes do not match their manifest.
     self._damaged: set[int] = set()
     self._group.first(self._directory.open)
     _OPEN.add(self)
@@ -145,26 +146,26 @@ class Checkpoints:
   def claim(self) -> None:
     """Keeps others from writing to the root, from now on until `close`.
 
-    A training that calls this learns at its start, and not at its first save,
-    that another one is at work there.
+    A training that calls this fails at its start, and not at its first save, if
+    another one writes there.
 
     Raises:
-      CheckpointWriteError: another process writes there, or nothing can be
-        written.
+      CheckpointWriteError: If another process writes there, or the folder
+        cannot be written.
     """
     try:
       self._group.first(self._directory.acquire)
     except Exception as error:
-      why = str(getattr(error, "strerror", None) or error)
-      taken = isinstance(error, BlockingIOError | PeerError)
+      reason = str(getattr(error, "strerror", None) or error)
+      in_use = isinstance(error, BlockingIOError | PeerError)
       raise CheckpointWriteError(
         "root",
-        f"{self.root[-80:]} ({why[:100]})",
+        f"{self.root[-80:]} ({reason[:100]})",
         "a folder that no other process writes to"
-        if taken
+        if in_use
         else "a folder that can be written to",
         "wait until the other process ends, or pass another root"
-        if taken
+        if in_use
         else "free space there or change its permissions, or pass another",
         file=getattr(error, "filename", None),
       ) from error
@@ -174,22 +175,22 @@ class Checkpoints:
   ) -> None:
     """Saves a step; one of that number is replaced.
 
-    When it returns, the arrays may be donated. A save that is under way is
-    waited for first. The last one needs `wait` or `close` before the program
-    ends: else it may be lost, and only a line on stderr says so.
+    When it returns, the arrays may be donated. A save in flight is waited for
+    first. The last one needs `wait` or `close` before the program ends:
+    otherwise it may be lost, and only a line on stderr reports it.
 
     Args:
-      step: a number from 0 on.
-      tree: any pytree of JAX arrays, of any shardings; NumPy arrays and
+      step: Number of the step, from 0 on.
+      tree: Any pytree of JAX arrays, of any shardings; NumPy arrays and
         Python's bool, int and float, which must be equal in all processes.
       extra: JSON that belongs to the step, like the position in the data.
 
     Raises:
-      CheckpointWriteError: this step or, if it was asynchronous, the one
+      CheckpointWriteError: If this step or, if it was asynchronous, the one
         before could not be saved.
-      OptionError: `step` or `extra` cannot be saved.
-      InputTypeError: a leaf cannot be saved.
-      PeerError: the processes do not save the same.
+      OptionError: If `step` or `extra` cannot be saved.
+      InputTypeError: If a leaf cannot be saved.
+      PeerError: If the processes do not save the same.
     """
     self.wait()
     step = integer("step", step, least=0)
@@ -207,11 +208,11 @@ class Checkpoints:
         RuntimeWarning,
         stacklevel=2,
       )
-    # Not a name that a failed save's threads may still write to.
+    # A new name: a failed save's threads may still write to its folder.
     attempt = next(self._group.numbers)
     folder = self._directory.draft(step, attempt)
     with _write_errors(step, folder):
-      # All learn here whether there is a place to write to.
+      # All processes learn here whether the folder can be written.
       self._group.first(lambda: self._prepare(step), step)
     saver, failure = None, None
     try:
@@ -224,12 +225,12 @@ class Checkpoints:
             for name, x in values.items()
             if 0 not in leaves[name].shape
           }
-          # Orbax saves no empty trees.
+          # Orbax cannot save empty trees.
           or {"%": np.zeros((), np.int8)}
         ),
       )
     except Exception as error:
-      # The others learn of it as of any failure, in the thread.
+      # The thread reports it to the other processes, as any failure.
       failure = error
     pool = concurrent.futures.ThreadPoolExecutor(1, f"ringjax saves {step}")
     self._pending = pool.submit(
@@ -240,19 +241,19 @@ class Checkpoints:
       self.wait()
 
   def poll(self) -> None:
-    """Raises at once if a save has failed; for every step of training.
+    """Raises at once if a save has failed; called before every training step.
 
     Raises:
-      CheckpointWriteError: it has failed; this is raised once.
+      CheckpointWriteError: If a save has failed; this is raised once.
     """
     if self._pending is not None and self._pending.done():
       self.wait()
 
   def wait(self) -> None:
-    """Waits until no save is under way.
+    """Waits until no save is in flight.
 
     Raises:
-      CheckpointWriteError: it has failed; this is raised once.
+      CheckpointWriteError: If a save has failed; this is raised once.
     """
     if self._pending is not None:
       concurrent.futures.wait([self._pending])
@@ -263,7 +264,7 @@ class Checkpoints:
     """Waits as `wait` does, and lets others write to the root.
 
     Raises:
-      CheckpointWriteError: a save has failed.
+      CheckpointWriteError: If a save has failed.
     """
     try:
       self.wait()
@@ -274,8 +275,8 @@ class Checkpoints:
     """Deletes a step.
 
     Raises:
-      CheckpointWriteError: it cannot be deleted, or a save has failed.
-      OptionError: there is no such step.
+      CheckpointWriteError: If it cannot be deleted, or a save has failed.
+      OptionError: If there is no such step.
     """
     self.wait()
     _check_known(step, self._directory.steps())
@@ -288,13 +289,13 @@ class Checkpoints:
       self._group.first(delete, step)
 
   def _prepare(self, step: int) -> None:
-    """Process 0: makes room for a new step."""
+    """Makes room for a new step; process 0 only."""
     self._directory.acquire()
-    aside = self._directory.prepare(step)
-    if aside is not None:
+    moved_to = self._directory.prepare(step)
+    if moved_to is not None:
       warnings.warn(
         f"a folder of step {step} without a manifest was in the way; it is "
-        f"kept as {aside}: delete it, or look at what removed its manifest",
+        f"kept as {moved_to}: delete it, or look at what removed its manifest",
         RuntimeWarning,
         stacklevel=2,
       )
@@ -302,7 +303,7 @@ class Checkpoints:
   def _saver(
     self,
   ) -> Any:
-    """Orbax' saver, a new one for each save: an error leaves nothing behind."""
+    """A new Orbax saver for each save: an error leaves no state in it."""
     options = self._group.options()
     return ocp.AsyncCheckpointer(
       ocp.StandardCheckpointHandler(multiprocessing_options=options),
@@ -321,59 +322,61 @@ class Checkpoints:
     leaves: Mapping[str, Leaf],
     extra: dict[str, Any],
   ) -> None:
-    """In a thread: from the copy on the host to a step that exists."""
+    """Completes a save in a thread: from the host copy to a committed step."""
 
     def written() -> None:
-      """Each process: waits for Orbax' second half."""
+      """Waits for Orbax' second half; on each process."""
       if failure is not None:
         raise failure
       saver.wait_until_finished()
 
     def digest() -> list[manifests.File]:
-      """Each process: syncs and reads its share of the files."""
-      mine = self._group.share(files)
-      return [manifests.digest(folder, path, sync=True) for path in mine]
+      """Syncs and reads this process' share of the files."""
+      own_files = self._group.share(files)
+      return [manifests.digest(folder, path, sync=True) for path in own_files]
 
     def commit() -> None:
-      """Process 0: makes the step exist."""
+      """Commits the step; process 0 only."""
       manifests.sync_folders(folder)
-      found = sorted(itertools.chain(*digests))
-      made = Manifest(
+      file_records = sorted(itertools.chain(*digests))
+      manifest = Manifest(
         step=step,
-        files=tuple(manifests.File(*x) for x in found),
+        files=tuple(manifests.File(*x) for x in file_records),
         leaves=leaves,
         extra=extra,
         config=self._config,
       )
-      self._directory.commit(folder, made)
+      self._directory.commit(folder, manifest)
       self._retire(step)
 
     try:
       with _write_errors(step, folder), _closed(saver):
         self._group.all(written, step)
-        # One list for all: a mounted folder may look older elsewhere.
+        # One list for all: a mounted folder may look older on other processes.
         files = self._group.first(lambda: manifests.files_of(folder), step)
         digests = self._group.all(digest, step)
         self._group.first(commit, step)
     except CheckpointWriteError:
       if self._group.rank == 0:
-        # Orbax may still be writing on other threads; what that leaves is
-        # removed before the next save.
+        # Orbax may still be writing on other threads; its remains are removed
+        # before the next save.
         with contextlib.suppress(OSError):
           self._directory.clean_up()
       raise
 
   def _retire(self, saved: int) -> None:
-    """Deletes steps that are not to be kept."""
+    """Deletes steps that should not be kept."""
     self._damaged.discard(saved)
-    whole = [x for x in self.steps() if x not in self._damaged]
-    newest, every = whole[-self._keep :], self._every_keep
+    intact = [x for x in self.steps() if x not in self._damaged]
+    newest, every = intact[-self._keep :], self._every_keep
     for step in self._directory.steps():
       # A damaged step stays until enough others are newer.
-      old = len(newest) == self._keep and step < newest[0] and step != saved
-      if not old or (every is not None and step % every == 0):
+      outdated = (
+        len(newest) == self._keep and step < newest[0] and step != saved
+      )
+      if not outdated or (every is not None and step % every == 0):
         continue
-      # One of a newer ringjax is not for this one to judge.
+      # A step of a newer ringjax is never deleted by this one.
       with contextlib.suppress(CheckpointFormatError):
         with contextlib.suppress(CheckpointCorruptError):
           Manifest.read(self._directory.manifest(step), step)
@@ -385,16 +388,16 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Steps that exist, in order; compares sizes, not bytes."""
-    found = []
+    steps = []
     for step in self._directory.steps():
       with contextlib.suppress(CheckpointCorruptError, CheckpointFormatError):
-        made = Manifest.read(self._directory.manifest(step), step)
-        made.check_sizes(self._directory.folder(step))
-        found.append(step)
-    return found
+        manifest = Manifest.read(self._directory.manifest(step), step)
+        manifest.check_sizes(self._directory.folder(step))
+        steps.append(step)
+    return steps
 
   def latest(self) -> int | None:
-    """The newest of `steps`; None if there are none."""
+    """The newest of `steps`, or None."""
     return max(self.steps(), default=None)
 
   # -------------------------------------------------------------------------
@@ -402,14 +405,14 @@ class Checkpoints:
   # -------------------------------------------------------------------------
 
   def holds(self, like: PyTree = None) -> bool:
-    """Whether a step is saved, by what process 0 sees. Reads no array.
+    """Whether a step is saved, as process 0 sees it. Reads no array.
 
     Args:
-      like: as in `restore`: what the newest step must be, if its manifest can
-        be read.
+      like: Expected tree of the newest step with a readable manifest, as in
+        `restore`.
 
     Raises:
-      CheckpointMismatchError, InputTypeError, PeerError: as `restore`.
+      CheckpointMismatchError, InputTypeError, PeerError: See `restore`.
     """
     numbers = self._group.first(self._directory.candidates)
     if like is not None:
@@ -426,38 +429,38 @@ class Checkpoints:
     """Reads a step.
 
     Args:
-      step: which one; default: the newest that is what was written. It warns
-        of newer ones that are not.
-      like: a tree as the one that was saved. In place of JAX arrays,
-        `jax.ShapeDtypeStruct` or arrays, with the shardings that are wanted;
-        without one, the array comes to the first device. NumPy arrays and
-        Python's numbers stand for their kind.
-      verify: how files are compared before anything is read: "crc32"; "full",
-        by SHA-256 too; "none", by their sizes alone.
+      step: Number of the step; default: the newest that is intact. A warning
+        names newer ones that are damaged.
+      like: Tree like the one that was saved. In place of JAX arrays,
+        `jax.ShapeDtypeStruct` or arrays, with the wanted shardings; without a
+        sharding, the array goes to the first device. NumPy arrays and Python's
+        numbers stand for their kind.
+      verify: Comparison of files before anything is read: "crc32"; "full", by
+        SHA-256, too; "none", by their sizes alone.
 
     Returns:
-      The tree and what was `extra`; None if nothing was ever saved here.
-      `restored_step` says which step it is.
+      (tree, `extra` of the save); None if nothing was ever saved here.
+      `restored_step` is the number of the step.
 
     Raises:
-      CheckpointCorruptError: the step named, or every step there is, is not
-        what was written.
-      CheckpointMismatchError: a leaf's path, shape or dtype is not that of
+      CheckpointCorruptError: If the given step, or every step there is, is
+        damaged.
+      CheckpointMismatchError: If a leaf's path, shape or dtype is not that of
         `like`, or the step is of another config.
-      CheckpointFormatError: a newer ringjax wrote the step.
-      OptionError: there is no such step.
-      InputTypeError: a leaf of `like` is no array, shape or number.
-      MeshError: a sharding does not fit its array.
-      PeerError: the processes do not restore the same.
+      CheckpointFormatError: If a newer ringjax wrote the step.
+      OptionError: If there is no such step.
+      InputTypeError: If a leaf of `like` is not an array, shape or number.
+      MeshError: If a sharding does not fit its array.
+      PeerError: If the processes do not restore the same.
     """
     one_of("verify", verify, VERIFY)
     if self._pending is not None:
-      # `poll` raises what fails there.
+      # `poll` raises the errors of that save.
       concurrent.futures.wait([self._pending])
     likes = leaves_lib.named(like)
     wanted = _leaves(likes)
     targets = {name: leaves_lib.target(name, x) for name, x in likes.items()}
-    # What process 0 sees is what counts.
+    # The steps that process 0 sees count.
     numbers = self._group.first(self._directory.candidates)
     if step is not None:
       _check_known(step, numbers)
@@ -468,9 +471,9 @@ class Checkpoints:
     faults: list[CheckpointCorruptError] = []
     for number in reversed(numbers):
       try:
-        made = self._verified(number, verify)
-        self._compare(made, wanted)
-        arrays = self._read(made, targets, verify)
+        manifest = self._verified(number, verify)
+        self._compare(manifest, wanted)
+        arrays = self._read(manifest, targets, verify)
       except CheckpointCorruptError as fault:
         if step is not None:
           raise
@@ -484,12 +487,12 @@ class Checkpoints:
           stacklevel=2,
         )
       self.restored_step = number
-      found = [
+      leaves = [
         leaves_lib.finished(x, targets[name], arrays.get(name))
         for name, x in likes.items()
       ]
-      return jax.tree.unflatten(jax.tree.structure(like), found), dict(
-        made.extra
+      return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(
+        manifest.extra
       )
     raise CheckpointCorruptError(
       "root",
@@ -500,36 +503,36 @@ class Checkpoints:
     )
 
   def _verified(self, step: int, verify: str) -> Manifest:
-    """A manifest whose files are what it says."""
+    """The manifest of a step, once its files match it."""
     folder = self._directory.folder(step)
-    made: list[Manifest] = []
+    manifests_read: list[Manifest] = []
 
     def check() -> None:
-      made.append(Manifest.read(self._directory.manifest(step), step))
-      made[0].check_sizes(folder)
+      manifests_read.append(Manifest.read(self._directory.manifest(step), step))
+      manifests_read[0].check_sizes(folder)
       if verify != "none":
-        for file in self._group.share(made[0].files):
-          made[0].check_file(folder, file, verify=verify)
+        for file in self._group.share(manifests_read[0].files):
+          manifests_read[0].check_file(folder, file, verify=verify)
 
     self._group.all(check, step)
-    return made[0]
+    return manifests_read[0]
 
-  def _compare(self, made: Manifest, wanted: Mapping[str, Leaf]) -> None:
-    """Refuses what would be cast, cut or left out."""
-    where = f"step {made.step}"
-    if made.config != self._config:
+  def _compare(self, manifest: Manifest, wanted: Mapping[str, Leaf]) -> None:
+    """Refuses a tree whose leaves would be cast, cut or left out."""
+    label = f"step {manifest.step}"
+    if manifest.config != self._config:
       raise CheckpointMismatchError(
-        f"{where}: config",
+        f"{label}: config",
         "one that differs from that of this training",
         "the config that the step was saved with",
         "pass that config, or another root",
       )
-    names = dict.fromkeys((*wanted, *made.leaves))
-    differ = [x for x in names if made.leaves.get(x) != wanted.get(x)]
+    names = dict.fromkeys((*wanted, *manifest.leaves))
+    differ = [x for x in names if manifest.leaves.get(x) != wanted.get(x)]
     if differ:
-      have, want = made.leaves.get(differ[0]), wanted.get(differ[0])
+      have, want = manifest.leaves.get(differ[0]), wanted.get(differ[0])
       raise CheckpointMismatchError(
-        f"{where}: {_listed(differ)}",
+        f"{label}: {_listed(differ)}",
         f"{have or 'a leaf that is missing on disk'}, of {len(differ)} that "
         "differ",
         f"{want or 'none, since it is not in `like`'}",
@@ -537,11 +540,13 @@ class Checkpoints:
       )
 
   def _read(
-    self, made: Manifest, targets: Mapping[str, Any], verify: str
+    self, manifest: Manifest, targets: Mapping[str, Any], verify: str
   ) -> dict[str, Any]:
-    """The arrays of a step that have elements."""
-    wanted = {k: x for k, x in targets.items() if 0 not in made.leaves[k].shape}
-    folder, arrays = self._directory.folder(made.step), {}
+    """Reads the arrays of a step that have elements."""
+    wanted = {
+      k: x for k, x in targets.items() if 0 not in manifest.leaves[k].shape
+    }
+    folder, arrays = self._directory.folder(manifest.step), {}
 
     def read() -> None:
       options = self._group.options()
@@ -557,28 +562,29 @@ class Checkpoints:
       except Exception as error:
         if verify != "none":
           raise
-        why = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-        raise manifests.corrupt(made.step, folder, why) from error
+        reason = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+        raise manifests.corrupt(manifest.step, folder, reason) from error
       finally:
         reader.close()
 
     if wanted:
-      self._group.all(read, made.step)
+      self._group.all(read, manifest.step)
     return arrays
 
 
 def _at_exit() -> None:
   """Prints the failure of a save whose program ends without `close`."""
-  for one in list(_OPEN):
+  for checkpoints in list(_OPEN):
     try:
-      one.wait()
+      checkpoints.wait()
     except CheckpointWriteError as error:
       print(f"ringjax: {error}", file=sys.stderr)
 
 
-# Without a public name. Python's own `atexit` comes too late: nothing can hand
-# work to other threads by then, as Orbax does. From Python 3.12 on no thread
-# can begin even here, so a save that has not come far is lost and printed.
+# `_register_atexit` has no public name. Python's own `atexit` is too late:
+# nothing can hand work to other threads by then, as Orbax does. From Python
+# 3.12 on no thread can begin even here, so a save that is not far is lost and
+# printed.
 getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 
 
@@ -600,7 +606,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
-  """A copy that no later change reaches."""
+  """A deep copy of a JSON value, which later changes don't reach."""
   try:
     copy = json.loads(manifests.canonical(dict(value or {})))
     if copy != dict(value or {}):
@@ -627,23 +633,23 @@ def _closed(
 
 @contextlib.contextmanager
 def _write_errors(step: int, folder: str) -> Iterator[None]:
-  """Makes one error of the many that a disk can cause."""
+  """Converts the many errors that a disk can cause into one."""
   try:
     yield
   except CheckpointWriteError:
     raise
   except Exception as error:
-    file, why = getattr(error, "filename", None), ""
+    file, reason = getattr(error, "filename", None), ""
     if isinstance(error, OSError):
-      file, why = file or folder, str(error.strerror)
-    why = why or " ".join(str(error).split()) or "no reason"
-    where = f" ({str(file)[-60:]})" if file else ""
+      file, reason = file or folder, str(error.strerror)
+    reason = reason or " ".join(str(error).split()) or "no reason"
+    file_text = f" ({str(file)[-60:]})" if file else ""
     remedy = "make room on the disk or repair it; steps that exist are intact"
     if isinstance(error, RingjaxError):
       remedy = "look at the processes; steps that exist are intact"
     raise CheckpointWriteError(
       f"step {step}",
-      f"{type(error).__name__}: {why[:100]}{where}",
+      f"{type(error).__name__}: {reason[:100]}{file_text}",
       "all its files on the disk",
       remedy,
       file=file,

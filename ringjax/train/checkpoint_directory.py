@@ -9,12 +9,12 @@
 Guarantees: only files in .ringjax, and folders that a manifest names, are ever
 changed or deleted; a step's folder that has lost its manifest is renamed
 (30.without-manifest-0) when that step is saved again. A step gets its name in
-one rename and loses it in one, so that a process that dies leaves it whole or
-not at all; what it left in `new` and `old` is removed when the next one begins
-to write.
+one rename and loses it in one, so that a process that dies leaves it complete
+or not at all; its remains in `new` and `old` are removed when the next process
+begins to write.
 
-Written by hand: `orbax.checkpoint.CheckpointManager` takes every folder with a
-number for a name for a step, even an empty one, and deletes a saved step to
+`orbax.checkpoint.CheckpointManager` is not used: it takes every folder whose
+name is a number for a step, even an empty one, and deletes a saved step to
 keep it; it syncs nothing, so that a name may outlive a power failure and the
 bytes not; and two managers may write to one folder (Orbax 0.12.8).
 """
@@ -32,25 +32,25 @@ import time
 from ringjax.errors import OptionError
 from ringjax.train import manifest as manifests
 
-# How long a process that writes waits for one that only cleans up.
+# Seconds that a process that writes waits for one that only cleans up.
 PATIENCE_S = 5.0
 _OURS = ".ringjax"
-# Any of these in a folder with a number for a name: Orbax has written it.
+# Files that show that Orbax has written a folder whose name is a number.
 _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
 
 class CheckpointDirectory:
-  """Steps in a folder, as one process sees and changes them.
+  """The steps in a folder, as one process sees and changes them.
 
   Attributes:
-    root: the folder.
+    root: Absolute path of the folder.
   """
 
   def __init__(self, root: str):
-    """Touches nothing yet.
+    """Makes the object; changes nothing yet.
 
     Args:
-      root: an absolute path.
+      root: Absolute path of the folder.
     """
     self.root = root
     self._ours = os.path.join(root, _OURS)
@@ -76,14 +76,14 @@ class CheckpointDirectory:
     """Cleans up, if no other process writes here and this one may.
 
     Raises:
-      OptionError: the root is no folder.
+      OptionError: If the root is not a folder.
     """
     if os.path.lexists(self.root) and not os.path.isdir(self.root):
       raise OptionError(
         "root", self.root, "a folder", "pass the path of a folder or a new path"
       )
-    # A process without the right to write may read; and one that reads for
-    # long, as an evaluation does, must not keep training from writing.
+    # A process without the right to write may read; and one that reads for a
+    # long time, as an evaluation does, must not keep training from writing.
     with contextlib.suppress(OSError):
       self.acquire(patience_s=0)
     self.release()
@@ -92,10 +92,11 @@ class CheckpointDirectory:
     """Takes the lock of the process that writes, and cleans up.
 
     Args:
-      patience_s: how long it waits for another; default: `PATIENCE_S`.
+      patience_s: Seconds that it waits for another process; default:
+        `PATIENCE_S`.
 
     Raises:
-      OSError: another process has the lock, or the disk refuses.
+      OSError: If another process has the lock, or the disk refuses.
     """
     if self._lock is not None:
       return
@@ -117,13 +118,13 @@ class CheckpointDirectory:
           ) from None
         time.sleep(0.01)
       except OSError:
-        # A file system without locks.
+        # The file system has no locks.
         break
     self._lock = lock
     self.clean_up()
 
   def release(self) -> None:
-    """Gives the lock back."""
+    """Releases the lock."""
     if self._lock is not None:
       os.close(self._lock)
       self._lock = None
@@ -133,7 +134,7 @@ class CheckpointDirectory:
   # -------------------------------------------------------------------------
 
   def steps(self) -> list[int]:
-    """Steps that have a manifest, whatever it says."""
+    """Steps that have a manifest, whatever its content."""
     return sorted(
       int(name.removesuffix(".json"))
       for name in _names(self._ours)
@@ -141,7 +142,7 @@ class CheckpointDirectory:
     )
 
   def candidates(self) -> list[int]:
-    """Steps that have a manifest, or are Orbax's and have lost it."""
+    """Steps with a manifest, and folders of Orbax that have lost theirs."""
     without = {
       int(name)
       for name in _names(self.root)
@@ -159,33 +160,33 @@ class CheckpointDirectory:
   # -------------------------------------------------------------------------
 
   def prepare(self, step: int) -> str | None:
-    """Make a step's name free, and clean up.
+    """Makes a step's name free, and cleans up.
 
     Returns:
-      The new path of a step's folder that was in the way and has lost its
-      manifest; None if there was none.
+      New path of a folder of that name that was in the way and has lost its
+      manifest; None if there was no such folder.
 
     Raises:
-      OSError: the name is taken by something that Orbax has not written, or
-        the disk refuses.
+      OSError: If something that Orbax has not written has the name, or the disk
+        refuses.
     """
-    aside = None
+    moved_to = None
     final = self.folder(step)
     # A rename replaces an empty folder and nothing else.
     empty = os.path.isdir(final) and not os.path.islink(final)
     empty = empty and not os.listdir(final)
-    known = os.path.exists(self.manifest(step))
-    if os.path.lexists(final) and not known and not empty:
+    has_manifest = os.path.exists(self.manifest(step))
+    if os.path.lexists(final) and not has_manifest and not empty:
       if os.path.islink(final) or not self._is_orbax(str(step)):
         raise FileExistsError(
           errno.EEXIST, "exists, and no manifest says that it is ours", final
         )
       names = (f"{final}.without-manifest-{n}" for n in itertools.count())
-      aside = next(name for name in names if not os.path.lexists(name))
-      os.rename(final, aside)
+      moved_to = next(name for name in names if not os.path.lexists(name))
+      os.rename(final, moved_to)
       manifests.sync_folder(self.root)
     self.clean_up()
-    return aside
+    return moved_to
 
   def commit(self, draft: str, made: manifests.Manifest) -> None:
     """Makes a step of synced files exist; replaces an older one."""
@@ -208,25 +209,25 @@ class CheckpointDirectory:
     shutil.rmtree(old, ignore_errors=True)
 
   def clean_up(self) -> None:
-    """Removes what a killed process or a failed save left."""
-    left = [
+    """Removes the remains of a killed process or a failed save."""
+    leftovers = [
       os.path.join(self._ours, folder, name)
       for folder in ("new", "old")
       for name in os.listdir(os.path.join(self._ours, folder))
     ]
-    steps = {os.path.basename(path).partition(".")[0] for path in left}
-    # Stopped just before the folder got its name, or just after it lost it.
-    # If something else has taken the folder, the manifest stays to tell.
+    steps = {os.path.basename(path).partition(".")[0] for path in leftovers}
+    # The process stopped just before the folder got its name, or just after it
+    # lost it. If something else has taken the folder, the manifest stays.
     for step in self.steps():
       if str(step) in steps and not os.path.lexists(self.folder(step)):
         os.unlink(self.manifest(step))
         manifests.sync_folder(self._ours)
-    left += [
+    leftovers += [
       os.path.join(self._ours, name)
       for name in os.listdir(self._ours)
       if name.endswith(".json.tmp")
     ]
-    for path in left:
+    for path in leftovers:
       if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
       else:
@@ -234,7 +235,7 @@ class CheckpointDirectory:
 
 
 def _names(folder: str) -> list[str]:
-  """The names in a folder; none if there is no folder."""
+  """The names in a folder; empty if there is no folder."""
   try:
     return os.listdir(folder)
   except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Training of a draft block beside its frozen target (LongSpec).
+"""Training of a draft block with its frozen target (LongSpec).
 
 Guarantees: no weight of the target gets a gradient or changes. Positions and
 lags of a row depend on its tokens and the seed alone, so a run that resumes
@@ -31,14 +31,15 @@ from ringjax.train.batch import BY_TOKEN, Batch
 class DraftTraining:
   """Trains the block of a `DraftTransformer` alone.
 
-  It takes the place of `Lora`.
+  It is used in place of `Lora`.
 
   Attributes:
-    longest: positions up to which texts are moved: of a row of N tokens all but
-      the first `anchors` of each document are moved on by a random number from
-      0 to `longest` - N. 0: positions as they are.
-    anchors: tokens of a document that keep their positions.
-    lags: the target's keys are 1 to so many tokens behind the queries.
+    longest: Largest number of positions: in a row of N tokens, all but the
+      first `anchors` of each document are moved by a random offset from 0 to
+      `longest` - N. 0: positions are not moved.
+    anchors: Tokens of a document that keep their positions.
+    lags: Largest lag of the target's keys behind the queries, in tokens; the
+      smallest is 1.
   """
 
   longest: int = 32768
@@ -51,25 +52,25 @@ class DraftTraining:
     positive_int("lags", self.lags)
 
   def start(self, model: DraftTransformer, *, seed: int = 0) -> DraftBlock:
-    """The parameters to begin with, copies of the draft's."""
+    """The initial parameters, copies of the draft's."""
     del seed
     return jax.tree.map(jnp.copy, model.block)
 
   def model(self, params: PyTree, frozen: PyTree) -> DraftTransformer:
     """The draft with these parameters; its target gets no gradient."""
-    made = jax.tree.map(jax.lax.stop_gradient, frozen)
-    made.block = params
-    return made
+    draft = jax.tree.map(jax.lax.stop_gradient, frozen)
+    draft.block = params
+    return draft
 
   def merged(self, params: PyTree, frozen: PyTree) -> DraftTransformer:
     """The draft with these parameters, to be saved."""
     return DraftTransformer(frozen.target, frozen.draft_config, params)
 
   def check(self, length: int) -> None:
-    """Refuses rows of so many tokens that have no positions.
+    """Refuses rows of more tokens than there are positions.
 
     Raises:
-      OptionError: longer rows than `longest`.
+      OptionError: If rows are longer than `longest`.
     """
     if self.longest and self.longest < length:
       raise OptionError(
@@ -80,22 +81,26 @@ class DraftTraining:
       )
 
   def rows(self, rows: PackedBatch | Batch, seed: int) -> Batch:
-    """Packed rows with their positions and lags, arrays of NumPy.
+    """Packed rows with their positions and lags, as NumPy arrays.
 
     Args:
-      rows: [B, T] in true order.
-      seed: of what is drawn.
+      rows: Rows [B, T] in token order.
+      seed: Seed of the offsets and lags.
     """
     parts: list[Any] = [np.asarray(getattr(rows, name)) for name in BY_TOKEN]
-    *rest, at, segments = parts
-    draws = [self._drawn(row, seed) for row in rest[0]]
+    *fields, positions, segments = parts
+    draws = [self._drawn(row, seed) for row in fields[0]]
     offset, lag = np.array(draws, np.int32).T[..., None]
-    at = np.where(at < self.anchors, at, at + offset).astype(np.int32)
-    return Batch(*rest, positions=at, segments=segments, lag=lag)
+    positions = np.where(
+      positions < self.anchors, positions, positions + offset
+    ).astype(np.int32)
+    return Batch(*fields, positions=positions, segments=segments, lag=lag)
 
   def _drawn(self, row: np.ndarray, seed: int) -> tuple[int, int]:
-    """How far a row is moved on, and by how much its keys lag."""
+    """Draws a row's position offset, and the lag of its keys."""
     code = zlib.crc32(np.ascontiguousarray(row).tobytes())
     draw = np.random.default_rng([seed, code])
-    most = self.longest - row.size if self.longest else 0
-    return int(draw.integers(0, most + 1)), int(draw.integers(1, self.lags + 1))
+    max_offset = self.longest - row.size if self.longest else 0
+    return int(draw.integers(0, max_offset + 1)), int(
+      draw.integers(1, self.lags + 1)
+    )

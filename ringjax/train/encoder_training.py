@@ -1,8 +1,8 @@
-"""Training of an encoder and its cross-attention beside a frozen decoder.
+"""Training of an encoder and its cross-attention with a frozen decoder.
 
-Guarantees: no weight of the decoder gets a gradient or changes. What is masked
-of a row depends on its tokens and the seed alone, so a run that resumes masks
-the same.
+Guarantees: no weight of the decoder gets a gradient or changes. The masked
+tokens of a row depend on its tokens and the seed alone, so a run that resumes
+masks the same.
 Memory: gradients and moments of the encoder and of cross-attention.
 Ref: Yen et al. 2024, arXiv 2402.16617 (CEPE and, by distillation, CEPED).
 """
@@ -27,44 +27,46 @@ from ringjax.train.batch import BY_TOKEN, Batch, Chunks
 class EncoderTraining:
   """Trains the encoder and cross-attention of a `CepeTransformer` alone.
 
-  It takes the place of `Lora`.
+  It is used in place of `Lora`.
   """
 
   def start(self, model: CepeTransformer, *, seed: int = 0) -> dict[str, Any]:
-    """The parameters to begin with, copies of the model's."""
+    """The initial parameters, copies of the model's."""
     del seed
     cross = [[block.cross for block in run] for run in model.stack.blocks]
     return jax.tree.map(jnp.copy, {"cross": cross, "encoder": model.encoder})
 
   def model(self, params: PyTree, frozen: PyTree) -> CepeTransformer:
     """The model with these parameters; its decoder gets no gradient."""
-    made = jax.tree.map(jax.lax.stop_gradient, frozen)
-    made.encoder = params["encoder"]
-    for run, found in zip(made.stack.blocks, params["cross"], strict=True):
-      for block, cross in zip(run, found, strict=True):
+    model = jax.tree.map(jax.lax.stop_gradient, frozen)
+    model.encoder = params["encoder"]
+    for run, cross_blocks in zip(
+      model.stack.blocks, params["cross"], strict=True
+    ):
+      for block, cross in zip(run, cross_blocks, strict=True):
         block.cross = cross
-    return made
+    return model
 
   def merged(self, params: PyTree, frozen: PyTree) -> CepeTransformer:
     """The model with these parameters, to be saved."""
     merged = jax.jit(self.model)(params, frozen)
-    # A program that ran before returns the folder of its first model.
+    # A cached program returns the folder of the model it was traced with.
     merged.origin = frozen.origin
     return merged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextSplit:
-  """How the beginning of each row becomes the encoder's chunks.
+  """Split of each row's beginning into the encoder's chunks.
 
   Attributes:
-    chunk: tokens of a chunk.
-    chunks: how many.
-    repeated: the decoder reads them too (CEPE's warm-up, in which the encoder's
-      states are of the decoder's own tokens), and not only what follows them.
-    hit: share of the chunks that are masked in part.
-    whole: share of these that are masked whole; the others lose a suffix of
-      random length.
+    chunk: Tokens of a chunk.
+    chunks: Number of chunks.
+    repeated: Whether the decoder reads them, too (CEPE's warm-up, in which the
+      encoder's states are of the decoder's own tokens), and not only the rest.
+    hit: Fraction of the chunks that are masked in part.
+    whole: Fraction of these that are masked completely; the others lose a
+      suffix of random length.
   """
 
   chunk: int
@@ -91,37 +93,37 @@ class ContextSplit:
   def split(
     self, rows: PackedBatch | Batch, seed: int, *, teacher: bool = False
   ) -> Batch:
-    """The batch of packed rows, of NumPy arrays in true order.
+    """Splits packed rows, NumPy arrays in token order, into a batch.
 
     Args:
-      rows: a `PackedBatch` [B, T].
-      seed: of what is masked.
-      teacher: whether a teacher reads the whole rows.
+      rows: A `PackedBatch` [B, T].
+      seed: Seed of the mask.
+      teacher: Whether a teacher reads the whole rows.
     """
     count = len(rows.tokens)
     chunks = lambda x: x[:, : self.tokens].reshape(count, self.chunks, -1)
     seg = np.minimum(chunks(rows.segments), 1).astype(np.int32)
-    kept = np.stack([self._kept(row, seed) for row in rows.tokens])
+    mask = np.stack([self._kept(row, seed) for row in rows.tokens])
     first = 0 if self.repeated else self.tokens
-    rest: list[Any] = [
+    decoder_fields: list[Any] = [
       np.asarray(getattr(rows, name))[:, first:] for name in BY_TOKEN
     ]
-    positions: Any = rest[-2]
-    # A document that was cut by the split begins anew.
-    cut = rest[-1] == rest[-1][:, :1]
+    positions: Any = decoder_fields[-2]
+    # The positions of a document that the split cuts begin at 0 again.
+    cut = decoder_fields[-1] == decoder_fields[-1][:, :1]
     positions = positions - np.where(cut, positions[:, :1], 0)
     return Batch(
-      *rest[:3],
+      *decoder_fields[:3],
       positions=positions,
-      segments=rest[-1],
-      context=Chunks(chunks(rows.tokens), seg * kept),
+      segments=decoder_fields[-1],
+      context=Chunks(chunks(rows.tokens), seg * mask),
       whole=Batch(*(getattr(rows, name) for name in BY_TOKEN))
       if teacher
       else None,
     )
 
   def _kept(self, row: np.ndarray, seed: int) -> np.ndarray:
-    """int32 [k, C], 0 where a row's context is masked."""
+    """Mask of a row's context, int32 [k, C]; 0 where it is masked."""
     code = zlib.crc32(np.ascontiguousarray(row).tobytes())
     draw = np.random.default_rng([seed, code])
     ends = np.full(self.chunks, self.chunk)

@@ -1,4 +1,4 @@
-"""What a config asks of a training to keep experts balanced."""
+"""Warning about a config's loss for balanced experts, which is not computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def warn_unbalanced(model: object) -> None:
   """Warns of a mixture whose config names a loss that is not computed.
 
   Args:
-    model: the model that is trained.
+    model: Model that is trained.
   """
   if not isinstance(model, Transformer):
     return

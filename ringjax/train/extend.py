@@ -1,8 +1,8 @@
 """Context extension: a longer context for a trained model by RoPE scaling.
 
 Guarantees: all weights stay; only the rotary embedding of the layers with full
-attention changes. Layers with a window keep theirs if config.json has one for
-each; where it has one for all layers, as Gemma 2's, that one changes.
+attention changes. Layers with a window keep theirs if config.json has one per
+kind of layer; if it has one for all layers, as Gemma 2's, that one changes.
 
   theta   another base, as given
   ntk     the base grows by s^(d / (d - 2)) for s times the context, so that the
@@ -11,8 +11,8 @@ each; where it has one for all layers, as Gemma 2's, that one changes.
   yarn    slow rotations are divided by s, fast ones stay (Peng et al. 2023,
           arXiv 2309.00071)
 
-s counts from the context of the original model, so that several stages give
-what the last one alone would.
+s is relative to the context of the original model, so that several stages give
+the result that the last one alone would.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class RopeScaling:
   """A longer context, and the method that scales the rotary embedding.
 
   Attributes:
-    context: tokens, the new max_position_embeddings.
-    method: of `METHODS`; None changes max_position_embeddings alone.
-    theta: the base, for "theta".
+    context: New max_position_embeddings, in tokens.
+    method: One of `METHODS`; None changes max_position_embeddings alone.
+    theta: Base, for "theta".
   """
 
   context: int
@@ -70,35 +70,37 @@ def scaled_config(
   """The config.json of the model with the longer context.
 
   Raises:
-    ConfigError: a model without rotary embeddings, or with ones that the method
-      does not apply to.
+    ConfigError: If the model has no rotary embeddings, or ones that the
+      method does not apply to.
   """
   config = copy.deepcopy(config)
-  before, _ = read_config(config)
-  if before.positions is not None:
+  old, _ = read_config(config)
+  if old.positions is not None:
     raise ConfigError(
       "config.json",
-      f"{before.family}, which has learned {before.positions.count} positions",
+      f"{old.family}, which has learned {old.positions.count} positions",
       "a model whose positions are computed",
       "choose another model: what it has not learned cannot be stretched",
     )
   if scaling.method is not None:
-    rope = _rope(before)
+    rope = _rope(old)
     holder, key = _entry(config)
     entry = dict(holder.get(key) or {})
     if scaling.method in ("theta", "ntk"):
       theta = scaling.theta
       if theta is None:
-        grown = scaling.context / before.max_positions
-        theta = rope.theta * grown ** (rope.dims / (rope.dims - 2))
+        growth = scaling.context / old.max_positions
+        theta = rope.theta * growth ** (rope.dims / (rope.dims - 2))
       if key != "rope_scaling":
         holder[key] = entry | {"rope_theta": theta}
       else:
         # A file with the base at the top level keeps its scaling.
-        other = "rotary_emb_base"
-        config[other if other in config else "rope_theta"] = theta
+        top_level_key = "rotary_emb_base"
+        config[top_level_key if top_level_key in config else "rope_theta"] = (
+          theta
+        )
     else:
-      original = _original(rope, scaling.method, before.max_positions)
+      original = _original(rope, scaling.method, old.max_positions)
       factor = scaling.context / original
       if factor < 1:
         raise ConfigError(
@@ -107,31 +109,31 @@ def scaled_config(
           f"at least the {original} of the original model",
           f"pass context={original} or more",
         )
-      kept = ("rope_theta", "partial_rotary_factor")
-      holder[key] = {k: v for k, v in entry.items() if k in kept} | {
+      kept_keys = ("rope_theta", "partial_rotary_factor")
+      holder[key] = {k: v for k, v in entry.items() if k in kept_keys} | {
         "rope_type": scaling.method,
         "factor": float(factor),
       }
       if scaling.method == "yarn":
-        # Without it a reader would take the new context for the original one.
-        # Of "linear" that is the new one by the factor.
+        # Without it a reader would take the new context for the original one. A
+        # reader of "linear" divides the new context by the factor.
         holder[key]["original_max_position_embeddings"] = original
   config["max_position_embeddings"] = scaling.context
   # Dual chunk attention was for the old context.
   config.pop("dual_chunk_attention_config", None)
-  after, _ = read_config(config)
-  if scaling.method is None and _scalings(after) != _scalings(before):
+  new, _ = read_config(config)
+  if scaling.method is None and _scalings(new) != _scalings(old):
     raise ConfigError(
       "context",
       f"{scaling.context} for a model whose scaling follows from that "
-      f"number ({_scalings(before)[0][:40]}...)",
-      f"{before.max_positions}, which it has",
+      f"number ({_scalings(old)[0][:40]}...)",
+      f"{old.max_positions}, which it has",
       "pass method='theta', with its own base or another",
     )
-  if scaling.method is not None and _rope(after) == _rope(before):
+  if scaling.method is not None and _rope(new) == _rope(old):
     raise ConfigError(
       "config.json",
-      f"{before.family}, whose rotary embedding did not change",
+      f"{old.family}, whose rotary embedding did not change",
       "a file whose rotary embedding this method changes",
       "pass method='theta', or edit the file",
     )
@@ -139,16 +141,16 @@ def scaled_config(
 
 
 def extend_context(model: Transformer, scaling: RopeScaling) -> Transformer:
-  """The same weights with a longer context.
+  """The model with a longer context and the same weights.
 
   Raises:
-    ConfigError: as `scaled_config`.
+    ConfigError: See `scaled_config`.
   """
   config = scaled_config(json.loads(model.source), scaling)
   like = jax.eval_shape(lambda: create(config))
   leaves = jax.tree.leaves(model)
   if [x.shape for x in leaves] != [x.shape for x in jax.tree.leaves(like)]:
-    # Equal layers share an array, and these are not equal any more.
+    # Equal layers share an array, and these are no longer equal.
     raise ConfigError(
       "model",
       f"a {model.config.family} whose stacked layers would differ",
@@ -194,7 +196,7 @@ def _original(rope: Rope, method: str, context: int) -> int:
   """The context of the original model in tokens.
 
   Raises:
-    ConfigError: the model has another scaling already.
+    ConfigError: If the model has another scaling already.
   """
   scaling = rope.scaling
   kind = type(scaling)

@@ -29,19 +29,19 @@ class InductionHeads:
   With a bias b of its keys, and the same rotated back by o tokens of its
   queries, the logits of a head with a rotary embedding are highest o tokens
   back: features of the last few tokens are there from the first step. The last
-  layer before the full one has heads in pairs that share values v, the first
-  looks 0 and the second 1 token back; the full layer reads the first's output
+  layer before the full one has heads in pairs that share values v; the first
+  looks 0 tokens back and the second 1. The full layer reads the first's output
   as its query and the second's as its key, so that q_t . k_s is v_t . v_(s-1):
   it copies the token after an earlier one like the last.
 
   Attributes:
-    back: how many tokens back each head of each layer with a rotary embedding
-      looks.
-    sharp: size of the biases.
-    match: size of the queries and keys of the full layer.
-    copied: size of the values that it copies.
-    attention: factor of the output maps of layers with a rotary embedding.
-    feedforward: factor of the feedforwards' output maps.
+    back: Distance in tokens that each head looks back, one row per layer with
+      a rotary embedding.
+    sharp: Size of the biases.
+    match: Size of the queries and keys of the full layer.
+    copied: Size of the values that it copies.
+    attention: Factor of the output maps of layers with a rotary embedding.
+    feedforward: Factor of the feedforwards' output maps.
   """
 
   back: tuple[tuple[int, ...], ...]
@@ -55,52 +55,54 @@ class InductionHeads:
     """Initialises a fresh model in place, and returns it.
 
     Args:
-      model: of the layers above, with biases of queries and keys, two query
-        heads to a key head, and its runs of equal layers stacked.
+      model: Model of the layers above, with biases of queries and keys, two
+        query heads to a key head, and its runs of equal layers stacked.
 
     Raises:
-      OptionError: the model has other layers.
+      OptionError: If the model has other layers.
     """
-    before, full, behind = self._parts(model)
+    first_block, full_block, last_block = self._parts(model)
     first: Any = model.stack.runs[0].layers[0].attention
     theta = first.rope.theta
-    count = before.attention.q.bias[...].shape[0]
+    count = first_block.attention.q.bias[...].shape[0]
     for block, back in (
-      (before, self.back[:count]),
-      (behind, self.back[count:]),
+      (first_block, self.back[:count]),
+      (last_block, self.back[count:]),
     ):
       self._look_back(block, back, theta)
-    for block in (before, full, behind):
+    for block in (first_block, full_block, last_block):
       _write(block.attention.o.weight, lambda o: self.attention * o)
       _write(block.feedforward.down.weight, lambda w: self.feedforward * w)
     double = np.ones((count, 1, 1, 1), np.float32)
     double[-1] = 2.0
-    o = _write(before.attention.o.weight, lambda o: double * o)
+    o = _write(first_block.attention.o.weight, lambda o: double * o)
     reads = self.match * jnp.transpose(o[-1], (2, 0, 1))[None]  # 1 D N H
     heads = reads.shape[2]
     # The first head of each pair is the query of both, the second one the key.
-    asks = np.repeat(np.arange(0, heads, 2), 2)
-    _write(full.attention.q.weight, lambda _: reads[:, :, asks])
-    _write(full.attention.k.weight, lambda _: reads[:, :, 1::2])
-    v = jnp.transpose(full.attention.v.weight[...], (0, 2, 3, 1))  # 1 K H D
-    hands_on = self.copied * jnp.repeat(v, 2, 1)
-    _write(full.attention.o.weight, lambda _: hands_on)
+    query_heads = np.repeat(np.arange(0, heads, 2), 2)
+    _write(full_block.attention.q.weight, lambda _: reads[:, :, query_heads])
+    _write(full_block.attention.k.weight, lambda _: reads[:, :, 1::2])
+    v = jnp.transpose(
+      full_block.attention.v.weight[...], (0, 2, 3, 1)
+    )  # 1 K H D
+    copies = self.copied * jnp.repeat(v, 2, 1)
+    _write(full_block.attention.o.weight, lambda _: copies)
     return model
 
   def _parts(self, model: Transformer) -> tuple[Any, Any, Any]:
-    """The layers before the full one, that one, and those after it."""
+    """Blocks of the layers before the full one, of it, and those after it."""
     kinds: list[Any] = [
       (run.layers[0].attention, run.repeats)
       for run in model.stack.runs
       if len(run.layers) == 1
     ]
     layers = len(model.config.layers)
-    sound = len(kinds) == len(model.stack.runs) == 3 and kinds[1][1] == 1
+    valid = len(kinds) == len(model.stack.runs) == 3 and kinds[1][1] == 1
     for number, (kind, _) in enumerate(kinds):
       rotary = kind.rope is not None
       paired = kind.heads == 2 * kind.kv_heads and kind.bias
-      sound = sound and paired and rotary == (number != 1)
-    if not sound:
+      valid = valid and paired and rotary == (number != 1)
+    if not valid:
       raise OptionError(
         "model",
         f"{model.config.family} of {layers} layers",
@@ -117,8 +119,10 @@ class InductionHeads:
         f"{layers - 1} rows of {heads}, for each rotary layer and head",
         "pass a row for each of these layers",
       )
-    before, full, behind = (block for (block,) in model.stack.blocks)
-    return before, full, behind
+    first_block, full_block, last_block = (
+      block for (block,) in model.stack.blocks
+    )
+    return first_block, full_block, last_block
 
   def _look_back(
     self, block: Any, back: tuple[tuple[int, ...], ...], theta: float
@@ -142,22 +146,22 @@ class RotaryInductionHeads:
   last of them look 1 token back and copy the first K H features of that token,
   a slice of H each, into the next K H features of this one. The layer after it
   matches: its queries read the first slices, its keys the second ones, so that
-  q_t . k_s is x_t . x_(s-1), and it adds the first slices of what it finds. It
-  matches in the features of a head that rotate at most `turn` radians in
-  `reach` tokens, so that a match counts at all distances up to about that.
+  q_t . k_s is x_t . x_(s-1), and it adds the first slices of the matching
+  token. It matches in the features of a head that rotate at most `turn` radians
+  in `reach` tokens, so that a match counts at all distances up to about that.
   Later layers keep their initialisation.
 
   Attributes:
-    back: how many tokens back each head of the first layers looks.
-    reach: tokens.
-    turn: radians.
-    sharp: size of the biases.
-    match: size of the queries and keys of the matching layer.
-    copied: size of what the matching layer adds.
-    before: size of the features of the token before.
-    attention: factor of the other output maps of looking layers.
-    feedforward: factor of the feedforwards' output maps.
-    noise: factor of the maps that are replaced, which are added.
+    back: Distance in tokens that each head looks back, one row per first layer.
+    reach: Longest distance of a match, in tokens.
+    turn: Largest rotation within that distance, in radians.
+    sharp: Size of the biases.
+    match: Size of the queries and keys of the matching layer.
+    copied: Size of the features that the matching layer adds.
+    before: Size of the features copied from the token before.
+    attention: Factor of the other output maps of looking layers.
+    feedforward: Factor of the feedforwards' output maps.
+    noise: Factor of the old values of replaced maps, which are added.
   """
 
   back: tuple[tuple[int, ...], ...]
@@ -175,12 +179,12 @@ class RotaryInductionHeads:
     """Initialises a fresh model in place, and returns it.
 
     Args:
-      model: of equal layers with rotary embeddings and biases of queries and
-        keys, with two query heads to a key head, at least 2 K H features, and
-        its layers stacked.
+      model: Model of equal layers with rotary embeddings and biases of
+        queries and keys, with two query heads to a key head, at least 2 K H
+        features, and its layers stacked.
 
     Raises:
-      OptionError: the model has other layers.
+      OptionError: If the model has other layers.
     """
     spec = self._spec(model)
     ((block,),) = model.stack.blocks
@@ -203,7 +207,7 @@ class RotaryInductionHeads:
     slow = np.tile(rates * self.reach <= self.turn, 2)[:, None]
     into = lambda x: np.transpose(x, (2, 0, 1))  # D K H
     twice = lambda x: np.repeat(x, 2, 0)
-    for weight, layer, new in (
+    for weight, layer, value in (
       (v.weight, looking - 1, into(first)),
       (q.weight, looking, into(twice(self.match * slow * first))),
       (k.weight, looking, into(self.match * slow * second)),
@@ -211,20 +215,22 @@ class RotaryInductionHeads:
       (o.weight, looking, twice(self.copied * first)),
     ):
       _write(
-        weight, lambda w, n=layer, x=new: w.at[n].set(self.noise * w[n] + x)
+        weight, lambda w, n=layer, x=value: w.at[n].set(self.noise * w[n] + x)
       )
-    odd = slice(1, None, 2)
-    _write(o.weight, lambda o: o.at[looking - 1, odd].set(self.before * second))
+    odd_heads = slice(1, None, 2)
+    _write(
+      o.weight, lambda o: o.at[looking - 1, odd_heads].set(self.before * second)
+    )
     return model
 
   def _spec(self, model: Transformer) -> Any:
-    """The attention of every layer, if the model fits."""
+    """Attention spec of every layer, if the model fits; else raises."""
     layers, width = model.config.layers, model.config.embed
-    one: Any = layers[0].attention
-    sound = all(layer == layers[0] for layer in layers)
-    sound = sound and one.rope is not None and one.bias
-    sound = sound and one.heads == 2 * one.kv_heads
-    if not sound or width < one.heads * one.head_dim:
+    spec: Any = layers[0].attention
+    valid = all(layer == layers[0] for layer in layers)
+    valid = valid and spec.rope is not None and spec.bias
+    valid = valid and spec.heads == 2 * spec.kv_heads
+    if not valid or width < spec.heads * spec.head_dim:
       raise OptionError(
         "model",
         f"{model.config.family} of {len(layers)} layers",
@@ -234,17 +240,17 @@ class RotaryInductionHeads:
       )
     if (
       not 1 <= len(self.back) < len(layers)
-      or any(len(row) != one.heads for row in self.back)
+      or any(len(row) != spec.heads for row in self.back)
       or {*self.back[-1][1::2]} != {1}
     ):
       raise OptionError(
         "back",
         f"{self.back}",
-        f"1 to {len(layers) - 1} rows of {one.heads}, the last with 1 at odd "
+        f"1 to {len(layers) - 1} rows of {spec.heads}, the last with 1 at odd "
         "places",
         "pass a row for each of the looking layers",
       )
-    return one
+    return spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,18 +259,18 @@ class CrossInductionHeads:
 
   The first half of the heads of the encoder's first layer look 1 token back and
   copy features E/2 to E of that token, which are the first ones of the
-  decoder's embedding, into features 0 to E/2 of this one. Of cross-attention
+  decoder's embedding, into features 0 to E/2 of this one. In cross-attention,
   queries read the decoder's first E/2 features, keys the first half of a state,
   values the second: q_t . k_s is x_t . x_(s-1), and it adds x_s, the token
   after an earlier one like the last. The other heads look 1 ahead, 2 back, 2
   ahead and so on; later layers begin small.
 
   Attributes:
-    sharp: size of the biases.
-    match: size of the queries and keys of cross-attention.
-    copied: size of what it adds.
-    small: factor of the other output maps of the encoder.
-    noise: factor of the maps that are replaced, which are added.
+    sharp: Size of the biases.
+    match: Size of the queries and keys of cross-attention.
+    copied: Size of the features that it adds.
+    small: Factor of the other output maps of the encoder.
+    noise: Factor of the old values of replaced maps, which are added.
   """
 
   sharp: float = 8.0
@@ -277,12 +283,12 @@ class CrossInductionHeads:
     """Initialises a fresh encoder and its cross-attention in place.
 
     Args:
-      model: by `ringjax.models.cepe.with_encoder`, whose encoder has layers of
-        one kind, an even number of heads, and half of its width at most as
-        wide as the decoder.
+      model: Model by `ringjax.models.cepe.with_encoder`, whose encoder has
+        layers of one kind, an even number of heads, and half of its width at
+        most as wide as the decoder.
 
     Raises:
-      OptionError: the model has another encoder.
+      OptionError: If the model has another encoder.
     """
     encoder = model.encoder_config
     half, heads = encoder.width // 2, encoder.heads
@@ -303,17 +309,17 @@ class CrossInductionHeads:
   def _encoder(
     self, model: CepeTransformer, half: int, heads: int, dim: int
   ) -> None:
-    own = model.embed.weight[...][:, :half]
+    features = model.embed.weight[...][:, :half]
     # Features of mean square 1.
-    own = own * jax.lax.rsqrt(jnp.mean(jnp.square(own)))
+    features = features * jax.lax.rsqrt(jnp.mean(jnp.square(features)))
     _write(
       model.encoder.embed.weight,
-      lambda w: jnp.concatenate([self.noise * w[:, :half], own], 1),
+      lambda w: jnp.concatenate([self.noise * w[:, :half], features], 1),
     )
     ((block,),) = model.encoder.stack.blocks
-    theta, rest = model.encoder_config.theta, np.arange(heads // 2)
+    theta, numbers = model.encoder_config.theta, np.arange(heads // 2)
     # 1 back; then 1 ahead, 2 back, 2 ahead, and so on.
-    back = np.where(rest % 2, rest // 2 + 2, -(rest // 2) - 1)
+    back = np.where(numbers % 2, numbers // 2 + 2, -(numbers // 2) - 1)
     back = np.concatenate([np.ones(heads // 2), back])
     rates = theta ** -(np.arange(dim // 2) / (dim // 2))
     angles = back[:, None] * rates
@@ -328,9 +334,9 @@ class CrossInductionHeads:
     _write(o.weight, lambda w: self.small * w)
     copying = heads // 2
     slices = np.eye(half).reshape(copying, dim, half)  # N H E/2
-    nothing = np.zeros_like(slices)
-    reads = np.concatenate([nothing, slices], 2)
-    writes = np.concatenate([slices, nothing], 2)
+    zeros = np.zeros_like(slices)
+    reads = np.concatenate([zeros, slices], 2)
+    writes = np.concatenate([slices, zeros], 2)
     _write(
       v.weight,
       lambda w: w.at[0, :, :copying].set(np.transpose(reads, (2, 0, 1))),
@@ -341,16 +347,16 @@ class CrossInductionHeads:
     """Writes the maps of all layers that share these arrays."""
     width, heads, dim = cross.q.weight[...].shape[1:]
     states, kv_heads, _ = cross.k.weight[...].shape[1:]
-    # Which feature each number of a key or value is.
-    which = np.arange(kv_heads * dim) % half
-    feature = np.eye(half)[which].reshape(kv_heads, dim, half)
+    # The feature of each number of a key or value.
+    feature_of = np.arange(kv_heads * dim) % half
+    feature = np.eye(half)[feature_of].reshape(kv_heads, dim, half)
     of_heads = np.repeat(feature, heads // kv_heads, 0)
     into = lambda x, size, first: np.transpose(
       np.pad(x, [(0, 0), (0, 0), (first, size - half - first)]), (2, 0, 1)
     )
     # Each feature is written by several heads.
     times = heads * dim / half
-    for weight, new in (
+    for weight, value in (
       (cross.q.weight, self.match * into(of_heads, width, 0)),
       (cross.k.weight, self.match * into(feature, states, 0)),
       (cross.v.weight, into(feature, states, half)),
@@ -361,7 +367,7 @@ class CrossInductionHeads:
         * np.pad(of_heads, [(0, 0), (0, 0), (0, width - half)]),
       ),
     ):
-      _write(weight, lambda w, new=new: self.noise * w + new[None])
+      _write(weight, lambda w, new=value: self.noise * w + new[None])
 
 
 def _write(weight: Any, of: Callable[[jax.Array], Any]) -> jax.Array:
@@ -372,7 +378,7 @@ def _write(weight: Any, of: Callable[[jax.Array], Any]) -> jax.Array:
   return new
 
 
-# By their names in configs.
+# Initialisations by their names in configs.
 INITIALISATIONS: dict[
   str, type[InductionHeads | RotaryInductionHeads | CrossInductionHeads]
 ] = {

@@ -1,6 +1,6 @@
-"""Leaves of a tree: their names, what is saved of them, what comes back.
+"""Leaves of a tree: their names, and how they are saved and restored.
 
-Guarantees: a leaf comes back as it was, to the bit, or is refused by its name.
+Guarantees: a leaf is restored bit for bit, or is refused by its name.
 Random keys are saved as their data; of arrays without elements, which Orbax
 refuses, only the shape.
 """
@@ -25,9 +25,9 @@ def named(tree: PyTree) -> dict[str, Any]:
   """The leaves of a tree by their paths, "opt/0/mu/w", in the tree's order.
 
   Raises:
-    OptionError: two have the same, or a dict's keys have no order.
+    OptionError: If two have the same path, or a dict's keys have no order.
   """
-  found: dict[str, Any] = {}
+  by_name: dict[str, Any] = {}
   try:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
   except ValueError as error:
@@ -36,21 +36,21 @@ def named(tree: PyTree) -> dict[str, Any]:
     ) from None
   for path, leaf in leaves:
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    # An empty name would be no part of a path.
+    # An empty name would not be a part of a path.
     name = "/".join(urllib.parse.quote(p, safe="") or "%" for p in parts) or "%"
-    if name in found:
+    if name in by_name:
       raise OptionError(
         "tree", f"two leaves {name}", "one of each path", "rename one of them"
       )
-    found[name] = leaf
-  return found
+    by_name[name] = leaf
+  return by_name
 
 
 def leaf_of(name: str, value: object) -> Leaf:
   """Shape and dtype of a leaf, an array, its shape, or a number.
 
   Raises:
-    InputTypeError: it is something else.
+    InputTypeError: If it is another kind of value.
   """
   if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
     dtype = f"key<{_key_kind(value)}>" if _is_key(value) else value.dtype.name
@@ -67,7 +67,7 @@ def leaf_of(name: str, value: object) -> Leaf:
 
 
 def check_alive(name: str, value: object) -> None:
-  """Raises InputTypeError if a leaf's buffers are gone."""
+  """Raises InputTypeError if a leaf's buffers are deleted."""
   if isinstance(value, jax.Array) and value.is_deleted():
     raise InputTypeError(
       f"leaf {name}",
@@ -78,44 +78,44 @@ def check_alive(name: str, value: object) -> None:
 
 
 def copied(value: object) -> PyTree:
-  """What Orbax saves: an array that stays when the caller's is donated."""
+  """A copy for Orbax that stays valid when the caller's array is donated."""
   if not isinstance(value, jax.Array):
     return np.array(value)
   if _is_key(value):
     return jax.random.key_data(value)
-  at = value.sharding
-  on_host = at.memory_kind not in (None, "device")
-  if on_host or any(d.platform == "cpu" for d in at.device_set):
-    # Else Orbax's copy on the host would be the array itself.
+  sharding = value.sharding
+  on_host = sharding.memory_kind not in (None, "device")
+  if on_host or any(d.platform == "cpu" for d in sharding.device_set):
+    # Otherwise Orbax's copy on the host would be the array itself.
     return _copied_once(value)
   return value
 
 
 def _copied_once(value: jax.Array) -> jax.Array:
-  """A copy in host memory that has each part of an array once.
+  """Copies an array to host memory, each part once.
 
   A plain copy takes the memory of every replica, and CPU devices share theirs.
   One process drops the replicas, of which Orbax would copy a part each. With
   several processes each may have to write some, and they share one buffer.
   """
-  at = value.sharding
-  if jax.process_count() == 1 and isinstance(at, NamedSharding):
-    at = _one_replica(at)
+  sharding = value.sharding
+  if jax.process_count() == 1 and isinstance(sharding, NamedSharding):
+    sharding = _one_replica(sharding)
   copies: dict[str, np.ndarray] = {}
   shards = []
   for shard in value.addressable_shards:
-    if shard.device not in at.device_set:
+    if shard.device not in sharding.device_set:
       continue
     index = str(shard.index)
     if index not in copies:
       copies[index] = _aligned_copy(shard.data)
-    place = SingleDeviceSharding(shard.device, memory_kind=at.memory_kind)
+    place = SingleDeviceSharding(shard.device, memory_kind=sharding.memory_kind)
     shards.append(jax.device_put(copies[index], place, may_alias=True))
-  return jax.make_array_from_single_device_arrays(value.shape, at, shards)
+  return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
 
 
 def _one_replica(at: NamedSharding) -> NamedSharding:
-  """Restrict a sharding to the devices that hold its first replica."""
+  """Restricts a sharding to the devices that hold its first replica."""
   names = {
     name
     for entry in at.spec
@@ -132,7 +132,7 @@ def _one_replica(at: NamedSharding) -> NamedSharding:
 
 
 def _aligned_copy(data: jax.Array) -> np.ndarray:
-  """A copy that a CPU device takes as its buffer: it begins at 64 bytes."""
+  """A copy that a CPU device uses as its buffer: it begins at 64 bytes."""
   source = np.asarray(data)
   room = np.empty(source.nbytes + 64, np.uint8)
   start = -room.ctypes.data % 64
@@ -143,10 +143,10 @@ def _aligned_copy(data: jax.Array) -> np.ndarray:
 
 
 def target(name: str, like: PyTree) -> PyTree:
-  """What Orbax is asked for, to restore a leaf like this one.
+  """Target for Orbax, to restore a leaf like this one.
 
   Raises:
-    MeshError: its sharding does not divide its shape.
+    MeshError: If its sharding does not divide its shape.
   """
   if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
     return np.asarray(like)
@@ -167,12 +167,12 @@ def target(name: str, like: PyTree) -> PyTree:
 
 
 def finished(like: PyTree, wanted: PyTree, x: PyTree) -> PyTree:
-  """A restored leaf in the kind of `like`.
+  """Converts a restored leaf to the kind of `like`.
 
   Args:
-    like: what the caller wants.
-    wanted: its `target`.
-    x: what Orbax read; None for an array without elements.
+    like: Leaf of the caller's tree.
+    wanted: The leaf's `target`.
+    x: Value that Orbax read; None for an array without elements.
   """
   if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
     if x is None:
@@ -182,7 +182,7 @@ def finished(like: PyTree, wanted: PyTree, x: PyTree) -> PyTree:
   x = np.zeros(wanted.shape, wanted.dtype) if x is None else np.asarray(x)
   if isinstance(like, np.ndarray):
     return x
-  # NumPy's numbers stay NumPy's.
+  # NumPy scalars stay NumPy scalars.
   return x[()] if isinstance(like, np.generic) else type(like)(x.item())
 
 
@@ -191,10 +191,10 @@ def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def _key_kind(x: jax.Array | jax.ShapeDtypeStruct) -> str:
-  """The name of the generator of random keys, by which they are made again."""
-  found: list[str] = []
+  """Name of the generator of random keys, from which they are rebuilt."""
+  names: list[str] = []
   jax.eval_shape(
-    lambda keys: found.append(str(jax.random.key_impl(keys))),
+    lambda keys: names.append(str(jax.random.key_impl(keys))),
     jax.ShapeDtypeStruct(x.shape, x.dtype),
   )
-  return found[0]
+  return names[0]

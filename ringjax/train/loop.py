@@ -67,16 +67,16 @@ class LoopConfig:
   """Logging, checkpoint and failure-tolerance settings.
 
   Attributes:
-    log_every: steps between two reports.
-    save_every: steps between two saves; None saves at the end only.
-    most_skipped: steps in a row that may be not finite.
-    most_unsaved: saves in a row that may fail, with a warning each; the one at
-      the end may not, since none comes after it.
-    timeout_s: seconds after which a step counts as hung and the process ends;
+    log_every: Steps between two reports.
+    save_every: Steps between two saves; None saves at the end only.
+    most_skipped: Largest number of steps in a row that may be not finite.
+    most_unsaved: Largest number of saves in a row that may fail, with a warning
+      each; the one at the end may not, since none comes after it.
+    timeout_s: Seconds after which a step counts as hung and the process ends;
       None waits.
-    evaluate_every: steps between two held-out losses; None computes none. The
-      last step has one too.
-    replay_every: steps between two that are computed twice, to detect devices
+    evaluate_every: Steps between two held-out losses; None computes none. The
+      last step has one, too.
+    replay_every: Steps between two that are computed twice, to detect devices
       that compute wrong results; None for none. Such a step takes twice the
       time and the state's memory.
   """
@@ -112,17 +112,17 @@ class TrainingReport:
   """Metrics of the steps since the last report.
 
   Attributes:
-    step: steps taken in all.
-    loss: mean negative log-likelihood of their labels.
-    objective: the minimised quantity, of the last step.
-    gradient_norm: of the last step.
-    tokens: read, padding and tokens without a label included.
-    labels: sum of the labels' weights.
-    skipped: how many steps were not finite.
-    seconds: that they took, saves not counted.
-    first: whether the time of compiling is included.
-    held_out: loss of held-out data after the last of the steps, nats a token;
-      None where it was not computed.
+    step: Steps taken in all.
+    loss: Mean negative log-likelihood of their labels.
+    objective: Minimised quantity, of the last step.
+    gradient_norm: Global norm of the last step's gradients.
+    tokens: Tokens read, including padding and tokens without a label.
+    labels: Sum of the labels' weights.
+    skipped: Number of steps that were not finite.
+    seconds: Seconds that the steps took, without saves.
+    first: Whether the time of compiling is included.
+    held_out: Loss of held-out data after the last of the steps, nats a token;
+      None if it was not computed.
   """
 
   step: int
@@ -166,31 +166,33 @@ def fit(
   """Trains up to a number of steps.
 
   Args:
-    state: to begin with; it is donated.
-    frozen: the model that adapters are added to, or None.
-    data: the rows, at the position of the state.
-    steps: the last step's number.
-    step: by `make_step`.
-    place: moves rows to the devices, by `ringjax.train.batch.place`.
-    config: when to log and save, and which failures to tolerate.
-    checkpoints: a `Checkpoints`, or None to save nothing.
-    report: called with the metrics of the steps, in all processes.
-    on_step: called before each step with how many are taken.
-    evaluate: Held-out loss of a state, which it leaves as it is; called every
+    state: Initial state; it is donated.
+    frozen: Model that adapters are added to, or None.
+    data: Rows, at the position of the state.
+    steps: Number of the last step.
+    step: Compiled step by `make_step`.
+    place: Function that moves rows to the devices, as
+      `ringjax.train.batch.place`.
+    config: Logging, saving and failure-tolerance settings.
+    checkpoints: A `Checkpoints`, or None to save nothing.
+    report: Function that is called with the metrics of the steps, in all
+      processes.
+    on_step: Function that is called before each step with the steps taken.
+    evaluate: Held-out loss of a state, which it must not change; called every
       `config.evaluate_every` steps and after the last one.
 
   Raises:
-    OptionError: `steps` is not positive, or only one of `evaluate` and
+    OptionError: If `steps` is not positive, or only one of `evaluate` and
       `config.evaluate_every` is given.
-    CheckpointFormatError: a layer of `frozen` could not be read from disk.
-    DataError: labels outside of the vocabulary.
-    NotFiniteError: too many steps in a row were not finite; the last step
+    CheckpointFormatError: If a layer of `frozen` could not be read from disk.
+    DataError: If labels are outside of the vocabulary.
+    NotFiniteError: If too many steps in a row were not finite; the last step
       saved is from before them.
-    ReplayError: a step that was computed twice gave two results; it is not
+    ReplayError: If a step that was computed twice gave two results; it is not
       saved.
-    CheckpointWriteError: more saves in a row failed than `config` allows, or
-      the last one did.
-    OutOfMemoryError: a step did not fit the memory.
+    CheckpointWriteError: If more saves in a row failed than `config` allows,
+      or the last one did.
+    OutOfMemoryError: If a step did not fit the memory.
   """
   positive_int("steps", steps)
   if (config.evaluate_every is None) != (evaluate is None):
@@ -200,46 +202,52 @@ def fit(
       "a function and its steps, or neither",
       "pass both, or leave both out",
     )
-  taken = int(jax.device_get(state.step))
+  steps_taken = int(jax.device_get(state.step))
   metrics = _Metrics(config, frozen)
   saves = _Saves(checkpoints, config)
   with _Signals() as signals, _Watchdog(config.timeout_s) as watchdog:
     waiting: StepMetrics | None = None
-    # The first replay compiles what copies and compares.
+    # The first replay compiles the copy and the comparison.
     untimed: Callable[[], Any] = watchdog.pause
-    while taken < steps:
-      on_step(taken)
+    while steps_taken < steps:
+      on_step(steps_taken)
       batch = place(next(data))
       replay = config.replay_every is not None and not (
-        (taken + 1) % config.replay_every
+        (steps_taken + 1) % config.replay_every
       )
       copy = None
       if replay:
         with untimed():
           copy = _copied(state)
-      with memory.watched(f"taking step {taken + 1}", _MEMORY):
-        state, found = step(state, frozen, batch)
+      with memory.watched(f"taking step {steps_taken + 1}", _MEMORY):
+        state, step_metrics = step(state, frozen, batch)
       metrics.tokens += batch.tokens.size
-      taken += 1
+      steps_taken += 1
       if copy is not None:
         with untimed():
-          _check_replay(taken, (state, found), step(copy, frozen, batch))
+          _check_replay(
+            steps_taken, (state, step_metrics), step(copy, frozen, batch)
+          )
         untimed = contextlib.nullcontext
       if waiting is not None:
         metrics.add(waiting)
-      waiting = found
-      last = taken == steps
-      stop = signals.stop(taken)
-      save = config.save_every is not None and not taken % config.save_every
+      waiting = step_metrics
+      last = steps_taken == steps
+      stop = signals.stop(steps_taken)
+      save = (
+        config.save_every is not None and not steps_taken % config.save_every
+      )
       saves.poll()
       every = config.evaluate_every
-      asked = every is not None and (last or not taken % every)
-      if last or stop or save or asked or taken % config.log_every == 0:
-        # Not one step late: only finite states are saved.
+      evaluates = every is not None and (last or not steps_taken % every)
+      if (
+        last or stop or save or evaluates or steps_taken % config.log_every == 0
+      ):
+        # Read now and not one step late: only finite states are saved.
         metrics.add(waiting)
         waiting = None
-        latest = metrics.take(taken)
-        if asked and evaluate is not None:
+        latest = metrics.take(steps_taken)
+        if evaluates and evaluate is not None:
           with watchdog.pause():
             latest = dataclasses.replace(latest, held_out=evaluate(state))
           metrics.start = time.monotonic()
@@ -249,7 +257,7 @@ def fit(
         with watchdog.pause():
           if not int(state.skipped):
             extra = {"data": data.state()}
-            saves.save(taken, state._asdict(), extra, last=last or stop)
+            saves.save(steps_taken, state._asdict(), extra, last=last or stop)
         metrics.start = time.monotonic()
       if stop:
         break
@@ -266,39 +274,39 @@ def _copied(state: TrainState) -> TrainState:
 
 @jax.jit
 def _differing(a: Any, b: Any) -> jax.Array:
-  """How many numbers differ between two trees; NaN is equal to NaN."""
+  """Number of numbers that differ in two trees; NaN equals NaN."""
   differ = lambda x, y: jnp.sum(
     (x != y) & ~((x != x) & (y != y)), dtype=jnp.int32
   )
   return jax.tree.reduce(jnp.add, jax.tree.map(differ, a, b), jnp.int32(0))
 
 
-def _check_replay(taken: int, first: Any, second: Any) -> None:
+def _check_replay(step: int, first: Any, second: Any) -> None:
   count = int(jax.device_get(_differing(first, second)))
   if count:
     raise ReplayError(
       "step",
-      f"{count} numbers that differ when step {taken} is computed again",
+      f"{count} numbers that differ when step {step} is computed again",
       "the same bits",
       "test the devices; the saved steps are from before it",
     )
 
 
 class _Saves:
-  """Saves, of which `most_unsaved` in a row may fail."""
+  """Saves of steps, of which `most_unsaved` in a row may fail."""
 
   def __init__(self, checkpoints: Any, config: LoopConfig):
     self._checkpoints, self._most = checkpoints, config.most_unsaved
     self._failed, self._is_open = 0, False
 
   def poll(self) -> None:
-    """Counts the last save if it has failed."""
+    """Counts the last save as failed if it has failed."""
     if self._checkpoints is not None:
       self._tolerate(self._checkpoints.poll)
 
   def save(self, step: int, tree: Any, extra: Any, *, last: bool) -> None:
     # Processes see a failure one step apart: after this wait all have seen it,
-    # and none saves before another knows.
+    # and no process saves before another knows.
     self._tolerate(self._checkpoints.wait)
     if self._is_open:
       self._failed = 0
@@ -330,8 +338,8 @@ class _Metrics:
   """Metrics of the steps since the last report.
 
   Attributes:
-    tokens: read since then.
-    start: when the clock of these steps began.
+    tokens: Tokens read since then.
+    start: Time at which the clock of these steps began.
   """
 
   def __init__(self, config: LoopConfig, frozen: PyTree) -> None:
@@ -346,35 +354,35 @@ class _Metrics:
     """Reads a step's metrics; raises if too many steps were not finite."""
     # Programs run after their calls return, and fail then.
     with memory.watched("taking a step", _MEMORY):
-      found: Any = jax.tree.map(float, jax.device_get(metrics))
-    self._steps.append(found)
-    if not found.finite:
-      # A layer that could not be read on a mesh has no numbers.
+      values: Any = jax.tree.map(float, jax.device_get(metrics))
+    self._steps.append(values)
+    if not values.finite:
+      # On a mesh, a layer that could not be read is filled with NaN.
       raise_fault(self._faults)
-    if found.wrong:
+    if values.wrong:
       raise DataError(
         "labels",
-        f"{int(found.wrong)} outside of the vocabulary in one step",
+        f"{int(values.wrong)} outside of the vocabulary in one step",
         f"ids of the model, or {IGNORE_INDEX} for no label",
         "pass vocab= to ringjax.train.batch.place, which says where they are",
       )
-    if not found.finite and found.skipped > self._most_skipped:
+    if not values.finite and values.skipped > self._most_skipped:
       raise NotFiniteError(
         "loss",
-        f"{int(found.skipped)} steps in a row with loss {found.loss:g} and "
-        f"gradient norm {found.gradient_norm:g}",
+        f"{int(values.skipped)} steps in a row with loss {values.loss:g} and "
+        f"gradient norm {values.gradient_norm:g}",
         "finite ones",
         "lower the learning rate, or look at the data; the saved steps are "
         "from before these",
       )
 
   def take(self, step: int) -> TrainingReport:
-    """The report after a step; resets the metrics."""
-    now = time.monotonic()
+    """Makes the report after a step, and resets the metrics."""
+    end = time.monotonic()
     finite: list[Any] = [x for x in self._steps if x.finite]
     labels = sum(x.weight for x in finite)
     last: Any = self._steps[-1]
-    made = TrainingReport(
+    report = TrainingReport(
       step=step,
       loss=sum(x.loss * x.weight for x in finite) / (labels or math.nan),
       objective=last.objective,
@@ -382,16 +390,16 @@ class _Metrics:
       tokens=self.tokens,
       labels=float(labels),
       skipped=len(self._steps) - len(finite),
-      seconds=now - self.start,
+      seconds=end - self.start,
       first=self._first,
     )
-    self.start, self._first = now, False
+    self.start, self._first = end, False
     self._steps, self.tokens = [], 0
-    return made
+    return report
 
 
 class _Signals:
-  """Records SIGTERM and SIGINT in place of dying; a second one kills."""
+  """Records SIGTERM and SIGINT, which end the run; a second one kills it."""
 
   _NAMES = (signal.SIGTERM, signal.SIGINT)
 
@@ -410,18 +418,18 @@ class _Signals:
     return self
 
   def __exit__(self, *_: object) -> None:
-    for signum, before in self._before.items():
-      signal.signal(signum, before)
+    for signum, handler in self._before.items():
+      signal.signal(signum, handler)
 
   def _record(self, signum: int, _: Any) -> None:
     if self.received is not None:
-      # The second one: it ends the process at once.
+      # The second signal ends the process at once.
       signal.signal(signum, signal.SIG_DFL)
       signal.raise_signal(signum)
     self.received = signum
 
   def _pass_on(self, signum: int, _: Any) -> None:
-    # With several processes JAX records SIGTERM, and agrees on a step.
+    # With several processes JAX records SIGTERM, and agrees on a last step.
     self._own = signum
     signal.signal(signum, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
@@ -437,7 +445,7 @@ class _Signals:
 
 
 class _Watchdog:
-  """Ends a process whose step does not end within a time."""
+  """Ends a process whose step takes longer than a timeout."""
 
   def __init__(self, timeout_s: float | None):
     self._timeout_s = timeout_s
@@ -451,7 +459,7 @@ class _Watchdog:
     self._cancel()
 
   def tick(self) -> None:
-    """A step has ended, and the time of the next one begins."""
+    """Restarts the clock, at the end of a step."""
     self._cancel()
     if self._timeout_s is not None:
       self._timer = threading.Timer(self._timeout_s, self._give_up)
@@ -460,13 +468,13 @@ class _Watchdog:
 
   @contextlib.contextmanager
   def pause(self) -> Iterator[None]:
-    """Does not count what is done inside of the block."""
-    runs = self._timer is not None
+    """Stops the clock within the block."""
+    was_running = self._timer is not None
     self._cancel()
     try:
       yield
     finally:
-      if runs:
+      if was_running:
         self.tick()
 
   def _cancel(self) -> None:

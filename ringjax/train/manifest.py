@@ -1,13 +1,13 @@
 """The manifest of a saved training step: its files, their digests, its arrays.
 
-Guarantees: a manifest is written whole or not at all, and an altered one is
-detected. A file is known by its path, size, CRC-32 and SHA-256, so that two
-files that were swapped are detected too.
+Guarantees: a manifest is written completely or not at all, and an altered one
+is detected. A file is identified by its path, size, CRC-32 and SHA-256, so that
+two files that were swapped are detected, too.
 Cost: writing and verifying read each byte once.
 
-Written by hand: Orbax keeps no digests of its files. Of 78 single bits that
-were flipped in a step (Orbax 0.12.8), 5 came back as wrong values without an
-error.
+This is not from Orbax, which keeps no digests of its files. Of 78 single bits
+that were flipped in a step (Orbax 0.12.8), 5 came back as wrong values without
+an error.
 
 A manifest is a line of JSON:
 
@@ -46,10 +46,10 @@ class File(NamedTuple):
   """A file of a step.
 
   Fields:
-    path: inside of the step's folder, with "/".
-    size: in bytes.
-    crc32: of its bytes.
-    sha256: of its bytes, as 64 hexadecimal digits; "" if not computed.
+    path: Path inside of the step's folder, with "/".
+    size: Size in bytes.
+    crc32: CRC-32 of its bytes.
+    sha256: SHA-256 of its bytes, 64 hexadecimal digits; "" if not computed.
   """
 
   path: str
@@ -62,8 +62,8 @@ class Leaf(NamedTuple):
   """Shape and dtype of an array of a step.
 
   Fields:
-    shape: of the whole array.
-    dtype: by its name, "bfloat16"; of random keys "key<threefry2x32>".
+    shape: Shape of the whole array.
+    dtype: Name of the dtype, "bfloat16"; of random keys "key<threefry2x32>".
   """
 
   shape: tuple[int, ...]
@@ -78,10 +78,10 @@ class Manifest:
   """The content of a saved step.
 
   Attributes:
-    step: its number.
-    files: all its files.
-    leaves: its arrays by their paths in the tree.
-    extra: the caller's JSON.
+    step: Number of the step.
+    files: All files of the step.
+    leaves: Shapes and dtypes of its arrays by their paths in the tree.
+    extra: JSON of the caller.
     config: SHA-256 of the caller's config.
   """
 
@@ -106,16 +106,16 @@ class Manifest:
 
   @classmethod
   def from_bytes(cls, data: bytes, file: str, step: int) -> Manifest:
-    """Parses what `to_bytes` returned.
+    """Parses the result of `to_bytes`.
 
     Args:
-      data: the bytes.
-      file: their path, for errors.
-      step: the step whose manifest it has to be.
+      data: Bytes of the manifest.
+      file: Path of its file, for errors.
+      step: Expected number of the step.
 
     Raises:
-      CheckpointCorruptError: it was altered, or is another step's.
-      CheckpointFormatError: a newer ringjax wrote it.
+      CheckpointCorruptError: If it was altered, or is another step's.
+      CheckpointFormatError: If a newer ringjax wrote it.
     """
     try:
       body = json.loads(data)
@@ -155,16 +155,17 @@ class Manifest:
       AttributeError,
       RecursionError,
     ) as error:
-      why = str(error) if type(error) is ValueError else "it is no manifest"
-      raise corrupt(step, file, why) from None
+      reason = str(error) if type(error) is ValueError else "it is no manifest"
+      raise corrupt(step, file, reason) from None
 
   @classmethod
   def read(cls, path: str, step: int) -> Manifest:
     """Reads a manifest from the disk.
 
     Raises:
-      CheckpointCorruptError: it cannot be read, or as `from_bytes`.
-      CheckpointFormatError: as `from_bytes`.
+      CheckpointCorruptError: If it cannot be read, was altered, or is another
+        step's.
+      CheckpointFormatError: If a newer ringjax wrote it.
     """
     try:
       with open(open_regular(path), "rb") as file:
@@ -179,7 +180,7 @@ class Manifest:
     """Writes the manifest in one rename and syncs it and its name.
 
     Raises:
-      OSError: the disk refuses.
+      OSError: If it cannot be written.
     """
     temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
@@ -193,37 +194,37 @@ class Manifest:
     """Compares the sizes of all files without reading them.
 
     Raises:
-      CheckpointCorruptError: a file is missing or of another size.
+      CheckpointCorruptError: If a file is missing or of another size.
     """
     for file in self.files:
       self.check_file(folder, file, verify="none")
 
   def check_file(self, folder: str, file: File, *, verify: str) -> None:
-    """Compares a file with what was written.
+    """Compares a file with its entry in the manifest.
 
     Args:
-      folder: of the step.
-      file: one of `files`.
-      verify: "none" compares its size, "crc32" the CRC-32 too, "full" all.
+      folder: Folder of the step.
+      file: One of `files`.
+      verify: "none" compares its size, "crc32" its CRC-32, too, "full" all.
 
     Raises:
-      CheckpointCorruptError: it differs.
+      CheckpointCorruptError: If it differs.
     """
     path = os.path.join(folder, file.path)
     try:
       status = os.lstat(path)
       if not stat.S_ISREG(status.st_mode):
         raise corrupt(self.step, path, "no regular file")
-      found = file._replace(size=status.st_size)
-      if verify != "none" and found == file:
-        found = digest(folder, file.path, full=verify == "full")
+      actual = file._replace(size=status.st_size)
+      if verify != "none" and actual == file:
+        actual = digest(folder, file.path, full=verify == "full")
     except OSError as error:
       raise corrupt(self.step, path, f"{error.strerror}") from None
-    if found.size != file.size:
-      raise corrupt(self.step, path, f"{found.size} of {file.size} bytes")
-    if found.crc32 != file.crc32:
+    if actual.size != file.size:
+      raise corrupt(self.step, path, f"{actual.size} of {file.size} bytes")
+    if actual.crc32 != file.crc32:
       raise corrupt(self.step, path, "bytes of another CRC-32")
-    if verify == "full" and found.sha256 != file.sha256:
+    if verify == "full" and actual.sha256 != file.sha256:
       raise corrupt(self.step, path, "bytes of another SHA-256")
 
 
@@ -247,26 +248,26 @@ def digest(
   """Reads a file and computes its digests.
 
   Args:
-    folder: of the step.
-    path: inside of it.
-    full: computes SHA-256 as well.
-    sync: syncs the file to the disk before.
+    folder: Folder of the step.
+    path: Path inside of the folder.
+    full: Whether to compute SHA-256 as well.
+    sync: Whether to sync the file to the disk first.
 
   Raises:
-    OSError: it cannot be read.
+    OSError: If it cannot be read.
   """
   crc32, size, sha256 = 0, 0, hashlib.sha256()
-  piece = memoryview(bytearray(_PIECE_BYTES))
+  chunk = memoryview(bytearray(_PIECE_BYTES))
   # A link could lead out of the step.
   handle = open_regular(os.path.join(folder, path), follow=False)
   with open(handle, "rb", buffering=0) as file:
     if sync:
       _sync(handle, path)
-    while n := file.readinto(piece):
-      crc32 = zlib.crc32(piece[:n], crc32)
+    while n := file.readinto(chunk):
+      crc32 = zlib.crc32(chunk[:n], crc32)
       size += n
       if full:
-        sha256.update(piece[:n])
+        sha256.update(chunk[:n])
   return File(path, size, crc32, sha256.hexdigest() if full else "")
 
 
@@ -274,19 +275,19 @@ def files_of(folder: str) -> list[str]:
   """Paths of all files in a folder and below it, sorted.
 
   Raises:
-    OSError: a folder cannot be listed.
+    OSError: If a folder cannot be listed.
   """
-  found = []
-  for where, _, names in os.walk(folder, onerror=_raise):
-    inside = os.path.relpath(where, folder)
-    found += [posixpath.normpath(posixpath.join(inside, n)) for n in names]
-  return sorted(found)
+  paths = []
+  for root, _, names in os.walk(folder, onerror=_raise):
+    inside = os.path.relpath(root, folder)
+    paths += [posixpath.normpath(posixpath.join(inside, n)) for n in names]
+  return sorted(paths)
 
 
 def sync_folders(folder: str) -> None:
   """Syncs the names in a folder and below it to the disk."""
-  for where, _, _ in os.walk(folder, topdown=False, onerror=_raise):
-    sync_folder(where)
+  for root, _, _ in os.walk(folder, topdown=False, onerror=_raise):
+    sync_folder(root)
 
 
 def sync_folder(folder: str) -> None:
@@ -295,7 +296,7 @@ def sync_folder(folder: str) -> None:
   try:
     _sync(handle, folder)
   except OSError as error:
-    # Network file systems that have nothing to sync answer this.
+    # Network file systems without anything to sync return this.
     if error.errno != errno.EINVAL:
       raise
   finally:
@@ -312,11 +313,11 @@ def _sync(handle: int, path: str) -> None:
 
 
 def canonical(value: object) -> bytes:
-  """JSON in the one form of which fingerprints are taken.
+  """Canonical JSON, of which fingerprints are computed.
 
   Raises:
-    ValueError: NaN and infinities, which JSON does not have.
-    TypeError: other Python objects.
+    ValueError: If a number is NaN or infinite, which JSON does not have.
+    TypeError: If it contains other Python objects.
   """
   return json.dumps(
     value, sort_keys=True, separators=(",", ":"), allow_nan=False

@@ -35,11 +35,11 @@ class TrainingMemory(NamedTuple):
   """Bytes on each device.
 
   Fields:
-    parameters: Arrays of the trained parameters.
-    moments: the optimizer's state.
-    gradients: Arrays of the gradients.
-    activations: estimate of what layers keep for the backward pass.
-    save: copy of the state while it is saved, on CPUs.
+    parameters: Bytes of the trained parameters.
+    moments: Bytes of the optimizer's state.
+    gradients: Bytes of the gradients.
+    activations: Estimate of what layers keep for the backward pass.
+    save: Copy of the state while it is saved, on CPUs.
   """
 
   parameters: int
@@ -60,7 +60,7 @@ def training_memory(
   itemsize: int,
   saves: bool,
 ) -> TrainingMemory:
-  """Count the bytes that a training keeps on each device.
+  """Counts the bytes that a training keeps on each device.
 
   Args:
     state: Shapes of the state, with their shardings.
@@ -75,11 +75,13 @@ def training_memory(
   parameters = _bytes(state.params)
   moments = _bytes(state.optimizer)
   size = 1 if mesh is None else mesh.size
-  # The other axes but "model" divide the batch as far as they can.
-  across = 1 if mesh is None or axis is None else mesh.shape[axis]
-  split = 1 if mesh is None else size // across // mesh.shape.get("model", 1)
+  # The axes other than "model" and the sequence's divide the batch.
+  seq_shards = 1 if mesh is None or axis is None else mesh.shape[axis]
+  batch_shards = (
+    1 if mesh is None else size // seq_shards // mesh.shape.get("model", 1)
+  )
   tokens = max(
-    math.ceil(count / min(count, split)) * math.ceil(length / across)
+    math.ceil(count / min(count, batch_shards)) * math.ceil(length / seq_shards)
     for count, length in rows
   )
   width = 0 if remat == "offload" else config.embed * len(config.layers)
@@ -88,7 +90,7 @@ def training_memory(
       getattr(x.attention, "heads", 0) * getattr(x.attention, "head_dim", 0)
       for x in config.layers
     )
-  # Every part of the state once, whose bytes the devices of the host share.
+  # Each part of the state once; the devices of the host share these bytes.
   state_bytes = sum(
     math.prod(x.shape) * x.dtype.itemsize
     for x in jax.tree.leaves((state.params, state.optimizer))
@@ -113,7 +115,7 @@ def check_memory(
     resident: Whether the parameters are on the devices already.
 
   Raises:
-    MemoryEstimateError: moments and gradients have no room.
+    MemoryEstimateError: If moments and gradients have no room.
   """
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   device = devices[0]

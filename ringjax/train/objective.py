@@ -1,8 +1,8 @@
 """The loss of a batch, without an array over all tokens and the vocabulary.
 
 Guarantees: sum over tokens of weight * (-log p(label) + z logsumexp^2), without
-those whose label is -100 (`ops.loss.IGNORE_INDEX`); its
-gradients are those of the plain model, whatever the layout and the mesh.
+those whose label is -100 (`ops.loss.IGNORE_INDEX`); its gradients are those of
+the plain model, whatever the layout and the mesh.
 Memory: the head works on a block of tokens at a time, forward and backward;
 no shard holds more of the sequence than its own part.
 """
@@ -30,7 +30,7 @@ from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
 from ringjax.train.batch import Batch
 from ringjax.typing import Index
 
-# Tokens of a step of the head, on each shard.
+# Tokens per step of the head, on each shard.
 _BLOCK = 1024
 
 
@@ -38,10 +38,10 @@ class LossSums(NamedTuple):
   """Sums over a batch's tokens, float32 [].
 
   Fields:
-    loss: the objective, with the z-loss.
-    nll: of weighted negative log-likelihoods.
-    weight: of the labels' weights.
-    wrong: of labels that are outside of the vocabulary, whose losses are NaN.
+    loss: Objective, with the z-loss.
+    nll: Sum of weighted negative log-likelihoods.
+    weight: Sum of the labels' weights.
+    wrong: Number of labels outside of the vocabulary, whose losses are NaN.
   """
 
   loss: jax.Array
@@ -55,12 +55,12 @@ class Objective:
   """The loss of a training, and the dtype of its computation.
 
   Attributes:
-    z_loss: factor of the squared logsumexp.
-    block: tokens of a step of the head, on each shard.
-    dtype: of the computation; None: the parameters'.
-    distil: factor of the divergence from the decoder alone, where it reads the
+    z_loss: Factor of the squared logsumexp.
+    block: Tokens per step of the head, on each shard.
+    dtype: Dtype of the computation; None: the parameters'.
+    distil: Factor of the divergence from the decoder alone that reads the
       context as text (CEPED); 0 for none.
-    top: its likeliest tokens, of which that is the sum.
+    top: Number of the teacher's likeliest tokens that the divergence sums over.
   """
 
   z_loss: float = 0.0
@@ -76,28 +76,28 @@ class Objective:
   def sums(
     self, model: Transformer, batch: Batch, attend: ShardingContext
   ) -> LossSums:
-    """The loss of one micro-batch, whose fields are [B, T], as sums.
+    """Computes the loss of one micro-batch, whose fields are [B, T], as sums.
 
     Args:
-      model: with its parameters, in float32 or another dtype.
-      batch: in the layout's order.
-      attend: the sharding context of its tokens.
+      model: Model with its parameters, in float32 or another dtype.
+      batch: Micro-batch in the layout's order.
+      attend: Sharding context of its tokens.
     """
     if self.dtype is not None:
       model = cast(model, self.dtype)
     h = _hidden(model, batch, attend)
-    each = lambda z: jnp.sum(
+    summed_loss = lambda z: jnp.sum(
       _head_losses(model, batch, h, attend, self.block, z)
     )
-    loss = each(self.z_loss)
-    # Without a z-loss it is the same program, and is computed once.
-    nll = each(0.0) if self.z_loss else loss
+    loss = summed_loss(self.z_loss)
+    # Without a z-loss both are the same, and are computed once.
+    nll = summed_loss(0.0) if self.z_loss else loss
     if self.distil:
-      far = jnp.sum(_divergences(model, batch, h, attend, self.top))
-      loss = loss + jnp.float32(self.distil) * far
+      divergence = jnp.sum(_divergences(model, batch, h, attend, self.top))
+      loss = loss + jnp.float32(self.distil) * divergence
     labels, vocab = batch.labels, model.config.vocab
-    known = (labels >= 0) & (labels < vocab)
-    wrong = ~known & (labels != IGNORE_INDEX)
+    in_vocab = (labels >= 0) & (labels < vocab)
+    wrong = ~in_vocab & (labels != IGNORE_INDEX)
     return LossSums(
       loss,
       jax.lax.stop_gradient(nll),
@@ -118,7 +118,7 @@ def each_token(
 ) -> jax.Array:
   """Weighted negative log-likelihoods, float32 [B, T], in the layout's order.
 
-  For the arguments see `Objective.sums`.
+  The arguments are those of `Objective.sums`.
   """
   h = _hidden(model, batch, attend)
   return _head_losses(model, batch, h, attend, _BLOCK, 0.0)
@@ -131,14 +131,14 @@ def each_token_cached(
   cache: CallCache,
   length: Index,
 ) -> tuple[jax.Array, Any]:
-  """As `each_token`, of tokens that follow those in a cache.
+  """Losses as of `each_token`, for tokens that follow those in a cache.
 
   Args:
-    model: that filled the cache.
-    batch: with positions and segments, which all rows need.
-    attend: the sharding context of the cache.
-    cache: with the keys of the tokens before.
-    length: int32 [], tokens of the whole text.
+    model: Model that filled the cache.
+    batch: Batch with positions and segments, which all rows need.
+    attend: Sharding context of the cache.
+    cache: Cache with the keys of the tokens before.
+    length: Tokens of the whole text, int32 [].
 
   Returns:
     Losses, float32 [B, T], and the cache with these tokens.
@@ -155,7 +155,7 @@ def each_token_cached(
 def _hidden(
   model: Transformer, batch: Batch, attend: ShardingContext
 ) -> jax.Array:
-  """What the head reads, [B, T, D], beside the batch's context, if any."""
+  """Input of the head, [B, T, D]; the batch's context, if any, is encoded."""
   kinds, chunks = len(model.kinds), batch.context
   cache: Any = NoCache(kinds)
   if batch.lag is not None:
@@ -178,7 +178,7 @@ def _hidden(
 
 
 def _weights(batch: Batch) -> jax.Array:
-  """Weights of the labels [B, T], 0 of tokens without one."""
+  """Weights of the labels [B, T], 0 for tokens without one."""
   weights = jnp.asarray(batch.weights)
   zero = jnp.zeros((), weights.dtype)
   return jnp.where(batch.labels == IGNORE_INDEX, zero, weights)
@@ -193,26 +193,28 @@ def _divergences(
 ) -> jax.Array:
   """sum_i p_i log(p_i / q_i) over the teacher's likeliest i, float32 [B, T].
 
-  Weighted as the labels. The teacher p is the model without states, that reads
-  the whole rows; q is of hidden states h.
+  Weighted as the labels. The teacher p is the model without states that reads
+  the whole rows; q is the model with hidden states h.
   """
   assert batch.whole is not None
   size, layout = attend.size, attend.layout
-  whole = batch.whole._replace(context=None, whole=None)
-  taught = layout.restore(_hidden(model, whole, attend), shards=size)
-  taught = layout.permute(taught[:, -h.shape[1] :], shards=size)
-  taught = attend.constrain(jax.lax.stop_gradient(taught))
+  teacher_batch = batch.whole._replace(context=None, whole=None)
+  teacher_h = layout.restore(_hidden(model, teacher_batch, attend), shards=size)
+  teacher_h = layout.permute(teacher_h[:, -h.shape[1] :], shards=size)
+  teacher_h = attend.constrain(jax.lax.stop_gradient(teacher_h))
   width = h.shape[-1]
 
-  def one(both: jax.Array) -> jax.Array:
-    q = jax.nn.log_softmax(model.logits(both[..., :width]))
-    p = jax.nn.log_softmax(model.logits(both[..., width:]))
-    p, which = jax.lax.top_k(p, min(top, p.shape[-1]))
-    far = p - jnp.take_along_axis(q, which, -1)
-    return jnp.sum(jnp.exp(p) * far, -1, keepdims=True)
+  def token_divergence(states: jax.Array) -> jax.Array:
+    q = jax.nn.log_softmax(model.logits(states[..., :width]))
+    p = jax.nn.log_softmax(model.logits(states[..., width:]))
+    p, top_tokens = jax.lax.top_k(p, min(top, p.shape[-1]))
+    log_ratio = p - jnp.take_along_axis(q, top_tokens, -1)
+    return jnp.sum(jnp.exp(p) * log_ratio, -1, keepdims=True)
 
-  far = attend.rowwise(one, jnp.concatenate([h, taught], -1))
-  return far[..., 0] * _weights(batch)
+  divergences = attend.rowwise(
+    token_divergence, jnp.concatenate([h, teacher_h], -1)
+  )
+  return divergences[..., 0] * _weights(batch)
 
 
 def _head_losses(

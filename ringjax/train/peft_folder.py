@@ -2,14 +2,14 @@
 
 Guarantees: a folder has `adapter_config.json` and `adapter_model.safetensors`
 with PEFT's names, so that `peft.PeftModel.from_pretrained` adds the same
-numbers to the same maps; what `save_adapter` wrote, `load_adapter` returns to
-the bit. What a folder asks for beyond A and B of linear maps is refused by its
-name: DoRA, ranks or alphas that differ between maps, trained biases and whole
-modules.
+numbers to the same maps; `load_adapter` returns bit for bit what `save_adapter`
+wrote. A folder that needs more than A and B of linear maps is refused, with the
+name of the feature: DoRA, ranks or alphas that differ between maps, trained
+biases and whole modules.
 
 A map of PEFT is a tensor of the checkpoint: x A^T B^T with A [r, in] and
 B [out, r]. A tensor of several maps (Phi 3's qkv_proj) is read, since its maps
-share A, and not written, since theirs are trained apart.
+share A, and not written, since here their A's are trained separately.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ringjax.train.lora import Lora, map_shape
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Entries that change training alone, or repeat what the tensors say.
+# Entries that only affect training, or repeat what the tensors show.
 _IGNORED = (
   "auto_mapping",
   "base_model_name_or_path",
@@ -75,7 +75,7 @@ _IGNORED = (
   "use_rslora",
   "velora_config",
 )
-# Initialisations that leave the model's own weights as they are.
+# Initialisations that don't change the model's own weights.
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -100,10 +100,10 @@ def save_adapter(
     overwrite: Whether an adapter in the folder is replaced.
 
   Raises:
-    OptionError: embeddings of new tokens, or maps that the checkpoint keeps
-      with others in one tensor, for which PEFT has no form; or the folder has
-      an adapter.
-    CheckpointWriteError: the folder cannot be written.
+    OptionError: If there are embeddings of new tokens, or maps that the
+      checkpoint keeps with others in one tensor, for which PEFT has no form;
+      or if the folder has an adapter.
+    CheckpointWriteError: If the folder cannot be written.
   """
   if any("new" in part for part in params.values()):
     raise OptionError(
@@ -135,9 +135,9 @@ def save_adapter(
         "save the merged model: rj.models.save(how.merged(params, model), "
         "path)",
       )
-    path_here, index = adapted[0]
+    map_path, index = adapted[0]
     swapped |= isinstance(form, SwappedAxes)
-    a, b = host[path_here]["a"][index], host[path_here]["b"][index]
+    a, b = host[map_path]["a"][index], host[map_path]["b"][index]
     key = f"{_PREFIX}{name}"
     rank = how.rank
     tensors[f"{key}.lora_A.weight"] = np.ascontiguousarray(
@@ -195,20 +195,19 @@ def load_adapter(
     model: Model that the adapters were trained on, of arrays or shapes.
 
   Returns:
-    How they are added, and their float32 arrays as `Lora.start` makes them;
-    layers without an adapter have zeros. `Engine(adapters={name: ...})` takes
-    the pair.
+    (settings, float32 arrays as `Lora.start` makes them); layers without an
+    adapter have zeros. `Engine(adapters={name: ...})` takes the pair.
 
   Raises:
-    ConfigError: the config asks for what is not a sum W + s A B.
-    CheckpointFormatError: a file is missing or broken.
-    CheckpointMismatchError: tensors of another model, rank or shape.
+    ConfigError: If the config is not for a sum W + s A B.
+    CheckpointFormatError: If a file is missing or broken.
+    CheckpointMismatchError: If tensors are of another model, rank or shape.
   """
   place = pathlib.Path(path)
   config = _config(place)
   rank, alpha = config["r"], float(config["lora_alpha"])
   if config.get("use_rslora"):
-    # Its scale is alpha / sqrt(r).
+    # The scale of rsLoRA is alpha / sqrt(r).
     alpha *= math.sqrt(rank)
   pairs = _pairs(place)
   maps = dict(linear_maps(model))
@@ -251,12 +250,12 @@ def load_adapter(
 
 
 def _in_layer(module: str) -> str:
-  """The name behind a layer's number, "self_attn.q_proj"."""
+  """Module name after a layer's number, "self_attn.q_proj"."""
   return re.split(r"\.\d+\.", module)[-1]
 
 
 def _endings(modules: set[str], others: set[str]) -> set[str]:
-  """The shortest endings by which PEFT finds these modules and no others."""
+  """Shortest endings by which PEFT finds these modules and no others."""
   last = lambda name: name.rpartition(".")[2]
   endings = {last(name) for name in others}
   return {name if last(name) in endings else last(name) for name in modules}
@@ -265,11 +264,11 @@ def _endings(modules: set[str], others: set[str]) -> set[str]:
 def _modules(
   model: Transformer,
 ) -> Iterator[tuple[str, Any, list[tuple[str, tuple[int, ...]]]]]:
-  """The tensors of linear maps: their modules' names, forms and maps."""
+  """Tensors of linear maps: their modules' names, forms and maps."""
   source = json.loads(model.source)
   _, family = read_config(source)
   if model.stack.placed is not None:
-    # Layers in host memory or on disk are no parameters of the model.
+    # Layers in host memory or on disk are not parameters of the model.
     model = abstract(source)
   maps = dict(linear_maps(model))
   tensors: list[CheckpointTensor] = checkpoint_tensors(
@@ -290,7 +289,7 @@ def _modules(
 
 
 def _config(place: pathlib.Path) -> dict[str, Any]:
-  """The config of an adapter, whose demands are all met."""
+  """The config of an adapter, after a check that all of it is supported."""
   try:
     data = (place / CONFIG).read_bytes()[: MAX_CONFIG_BYTES + 1]
     config = strict_json(data, max_depth=16)
@@ -317,7 +316,7 @@ def _config(place: pathlib.Path) -> dict[str, Any]:
     )
   allowed = (*_IGNORED, "bias", "init_lora_weights")
   for name, value in config.items():
-    # PEFT writes what is not asked for as null, false or an empty object.
+    # PEFT writes unused options as null, false or an empty object.
     if name not in allowed and value:
       _refuse(name, value, "an adapter without it: W + s A B of linear maps")
   rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -339,7 +338,7 @@ def _refuse(name: str, value: object, wanted: str) -> NoReturn:
 
 
 def _pairs(place: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-  """The arrays A and B of each module, float32."""
+  """Arrays A and B of each module, float32."""
   if not (place / TENSORS).exists():
     raise CheckpointFormatError(
       f"{place.name}"[-60:],

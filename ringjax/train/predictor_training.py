@@ -2,11 +2,11 @@
 
 Guarantees: the same texts and seed give the same predictors on one machine.
 Cost: one pass over the texts, and a few epochs of two small products a layer.
-Memory: of all layers the inputs of the feedforward, 4 bytes a number, and one
-byte for each neuron, of all tokens; so few texts: some thousand tokens do.
+Memory: the feedforward inputs of all tokens and layers, 4 bytes a number, and
+a byte per neuron; use few texts: some thousand tokens are enough.
 Ref: Alizadeh et al. 2023, LLM in a Flash, arXiv 2312.11514 (section 3.2). It
-trains on the output of attention; here it is what the feedforward reads, which
-is that output behind the residual and the norm.
+trains on the output of attention; here it is the feedforward's input, which
+is that output after the residual and the norm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringjax.models.neurons import SPARSE, check_neurons
 from ringjax.models.transformer import Transformer
 from ringjax.nn.neuron_feedforward import NotedFeedforward
 
-# Of the tokens, what thresholds are chosen and measured on.
+# Fraction of the tokens on which thresholds are chosen and measured.
 _HELD_OUT = 0.25
 _BATCH = 256
 
@@ -48,29 +48,29 @@ def train_predictors(
 ) -> NeuronPredictors:
   """Trains one predictor a layer, sigmoid(x . down . up + bias).
 
-  The loss is balanced: half of it is of active neurons, half of the others. The
-  bias is then moved so that, on texts that were held out, predictors miss no
-  more than `false_negatives` of the active neurons; half of those texts choose
-  the bias and half measure it.
+  The loss is balanced: active neurons have half of the weight, the others half.
+  The bias is then moved so that, on texts that were held out, predictors miss
+  no more than `false_negatives` of the active neurons; half of those texts
+  choose the bias and half measure it.
 
   Args:
-    model: the model, of floats, on one device.
-    tokens: int32 [N, T], texts, at least 8 of them.
-    rank: r, numbers between the two products.
-    false_negatives: the part of active neurons that may be missed.
-    threshold: size up to which an activation counts as zero, see
+    model: Model of floats, on one device.
+    tokens: Token ids of texts, int32 [N, T], N at least 8.
+    rank: Width between the two products, r.
+    false_negatives: Fraction of active neurons that may be missed.
+    threshold: Size up to which an activation counts as zero, see
       `rj.models.sparse_model`.
-    epochs: how often each token is seen.
-    learning_rate: of Adam; falls to zero by a cosine.
-    seed: of the order and of the start.
-    progress: called with the number of texts and layers that are done, and that
-      there are.
+    epochs: Number of passes over the tokens.
+    learning_rate: Learning rate of Adam; falls to zero by a cosine.
+    seed: Seed of the order and of the initial weights.
+    progress: Function that is called with the number of texts and layers done,
+      and in all.
 
   Raises:
-    ShapeError: tokens of another shape.
-    PromptError: ids that the vocabulary does not have.
-    OptionError: an argument out of range; a model without sparse neurons.
-    MeshError: a model on a mesh, or several processes.
+    ShapeError: If tokens have another shape.
+    PromptError: If an id is not in the vocabulary.
+    OptionError: If an argument is out of range, or no neurons are sparse.
+    MeshError: If the model is on a mesh, or there are several processes.
   """
   check_neurons(model)
   ids = np.asarray(tokens)
@@ -110,27 +110,27 @@ def train_predictors(
       "pass threshold=.05, or a ReLU model",
     )
   total = len(ids) + len(model.config.layers)
-  said = progress or (lambda done, total: None)
-  seen = _observed(model, ids, threshold, lambda n: said(n, total))
-  held = max(2, int(len(ids) * _HELD_OUT))
+  report = progress or (lambda done, total: None)
+  seen = _observed(model, ids, threshold, lambda n: report(n, total))
+  num_held_out = max(2, int(len(ids) * _HELD_OUT))
   layers, measured = {}, {}
   for n, (layer, (x, active)) in enumerate(sorted(seen.items())):
-    # Whole texts: tokens of one text are alike.
+    # Whole texts are held out: tokens of one text are alike.
     cut = lambda a, i, j: a[i * ids.shape[1] : j * ids.shape[1]]
     texts = len(ids)
     parts = _trained(
-      cut(x, 0, texts - held),
-      cut(active, 0, texts - held),
+      cut(x, 0, texts - num_held_out),
+      cut(active, 0, texts - num_held_out),
       min(rank, *x.shape[1:]),
       epochs,
       float(learning_rate),
       seed + layer,
     )
-    middle = texts - held + (held + 1) // 2
-    choose = (texts - held, middle)
+    middle = texts - num_held_out + (num_held_out + 1) // 2
+    choose = (texts - num_held_out, middle)
     scores = _scores(parts, cut(x, *choose))
     wanted = scores[cut(active, *choose)]
-    # The part of the active ones that lie below it are missed.
+    # Active neurons with scores below this level are missed.
     level = np.quantile(wanted, false_negatives) if wanted.size else 0.0
     parts["bias"] = (parts["bias"] - np.float32(level)).astype(np.float32)
     test = (middle, texts)
@@ -142,7 +142,7 @@ def train_predictors(
       "predicted": float(predicted.mean()),
       "active": float(true.mean()),
     }
-    said(len(ids) + n + 1, total)
+    report(len(ids) + n + 1, total)
   return NeuronPredictors(
     files.model_digest(model), float(threshold), layers, measured
   )
@@ -154,11 +154,11 @@ def _observed(
   threshold: float,
   progress: Callable[[int], Any],
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-  """By layer what its feedforward reads, [n, D], and active neurons, [n, F]."""
-  found: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+  """Feedforward inputs, [n, D], and active neurons, [n, F], by layer."""
+  noted_parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
   def note(layer: int, x: np.ndarray, active: np.ndarray) -> None:
-    found.setdefault(layer, []).append((x[0], active[0]))
+    noted_parts.setdefault(layer, []).append((x[0], active[0]))
 
   changed = {}
   for g, run in enumerate(model.stack.runs):
@@ -170,13 +170,13 @@ def _observed(
         note,
         threshold=threshold,
       )
-  noted = replaced(model, changed)
+  noting_model = replaced(model, changed)
   call = jax.jit(
     lambda model, row: model(row, rows=jnp.zeros((1, 1), jnp.int32))
   )
   for n, row in enumerate(ids):
-    call(noted, jnp.asarray(row[None], jnp.int32))
-    # Texts one after another, in every layer.
+    call(noting_model, jnp.asarray(row[None], jnp.int32))
+    # The barrier keeps texts in order, in every layer.
     jax.effects_barrier()
     progress(n + 1)
   return {
@@ -184,7 +184,7 @@ def _observed(
       np.concatenate([x for x, _ in parts]),
       np.concatenate([active for _, active in parts]),
     )
-    for layer, parts in found.items()
+    for layer, parts in noted_parts.items()
   }
 
 
@@ -196,7 +196,7 @@ def _trained(
   learning_rate: float,
   seed: int,
 ) -> dict[str, np.ndarray]:
-  """A layer's predictor."""
+  """Trains a layer's predictor."""
   rng = np.random.default_rng(seed)
   dims, neurons = x.shape[1], active.shape[1]
   normal = lambda *shape: rng.normal(size=shape) / np.sqrt(shape[0])
@@ -212,13 +212,13 @@ def _trained(
 
   def loss(parts: Any, x: Array, active: Array) -> jax.Array:
     logits = jnp.matmul(x @ parts["down"], parts["up"]) + parts["bias"][None]
-    each = optax.sigmoid_binary_cross_entropy(
+    losses = optax.sigmoid_binary_cross_entropy(
       logits, active.astype(jnp.float32)
     )
     weight = jnp.where(
       active, jnp.float32(0.5 / share), jnp.float32(0.5 / (1 - share))
     )
-    return jnp.mean(each * weight)
+    return jnp.mean(losses * weight)
 
   @jax.jit
   def step(parts: Any, state: Any, x: Array, active: Array) -> tuple[Any, Any]:

@@ -1,13 +1,14 @@
 """Agreement between the processes of a training about its checkpoints.
 
-Guarantees: a failure of one process is known to all, and all raise for the
-same reason. No collective is used: a checkpoint is written beside training,
-whose collectives have an order of their own. A single process sends nothing.
+Guarantees: all processes learn of a failure of one, and all raise for the
+same reason. No collective is used: a checkpoint is written during training,
+whose collectives have their own order. A single process sends nothing.
 Cost: a few small messages through the coordinator of `jax.distributed`, whose
-own timeout ends the wait for a process that does not answer.
+timeout ends the wait for a process that does not answer.
 
-Written by hand: Orbax' processes meet at barriers, where those that are well
-wait for one that failed until the timeout, and do not learn its reason.
+Orbax is not used for this: its processes meet at barriers, where those that
+are well wait for one that failed until the timeout, and do not learn its
+reason.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class ProcessGroup:
   """The processes of `jax.distributed`, which exchange JSON values.
 
   Attributes:
-    rank: this process's number.
-    size: how many there are.
-    timeout_s: how long one waits for another.
-    numbers: counts, the same in all processes.
+    rank: Number of this process.
+    size: Number of processes.
+    timeout_s: Seconds that a process waits for another.
+    numbers: Counter with the same values in all processes.
   """
 
   def __init__(self, timeout_s: int):
@@ -59,65 +60,70 @@ class ProcessGroup:
     self._client = state.client
 
   def options(self) -> Any:
-    """Orbax' options of several processes."""
+    """Orbax' options for several processes."""
     return ocp.options.MultiprocessingOptions(
       primary_host=0,
-      # Named, they meet in the key-value store; else in a collective, which
-      # would come in between those of training.
+      # With a prefix they meet in the key-value store; else in a collective,
+      # which would come in between those of training.
       active_processes=set(range(self.size)),
       barrier_sync_key_prefix=f"ringjax{self._group}_{next(self.numbers)}",
     )
 
   def share(self, items: Sequence[Any]) -> list[Any]:
-    """Those of the items that this process works on."""
+    """The items that this process works on."""
     return list(items)[self.rank :: self.size]
 
   def first(self, call: Callable[[], T], step: int | None = None) -> T:
-    """Process 0 calls, and all get what it returned; otherwise as `all`."""
+    """Process 0 calls, and all get its result; otherwise as `all`."""
     return self.all(call if self.rank == 0 else lambda: None, step)[0]  # pyrefly: ignore
 
   def all(self, call: Callable[[], T], step: int | None = None) -> list[T]:
-    """Calls in every process, and returns what each returned, as JSON.
+    """Calls in every process, and returns all results, as JSON.
 
     Args:
-      call: the function.
-      step: of the checkpoint, which errors name.
+      call: Function to call.
+      step: Step of the checkpoint, for errors.
 
     Raises:
-      Exception: what the first process that failed raised; of the same class
-        if all can know it.
+      Exception: The error of the first process that failed; of the same class
+        if that class is known to all.
     """
     if self.size == 1:
       return [call()]
     answer: dict[str, Any] = {}
-    own: Exception | None = None
+    own_error: Exception | None = None
     try:
       answer["value"] = call()
     except Exception as error:
-      own = error
+      own_error = error
       answer["error"] = str(error)[:300]
       answer["kind"] = type(error).__name__
       answer["file"] = getattr(error, "file", None)
     answers = self._gather(manifests.canonical(answer).decode())
-    for rank, one in enumerate(answers):
-      if "error" not in one:
+    for rank, answer_of_rank in enumerate(answers):
+      if "error" not in answer_of_rank:
         continue
       # All raise for the first reason, so that all continue in the same way.
-      if rank == self.rank and own is not None:
-        raise own
-      cls = _SHARED.get(one["kind"])
+      if rank == self.rank and own_error is not None:
+        raise own_error
+      cls = _SHARED.get(answer_of_rank["kind"])
       if cls is CheckpointCorruptError:
-        raise cls(one["error"], file=one["file"], step=step)
+        raise cls(
+          answer_of_rank["error"], file=answer_of_rank["file"], step=step
+        )
       if cls is not None:
-        raise cls(one["error"])
-      raise PeerError(f"rank {rank}: {one['kind']}: {one['error']}", rank=rank)
-    return [one["value"] for one in answers]
+        raise cls(answer_of_rank["error"])
+      raise PeerError(
+        f"rank {rank}: {answer_of_rank['kind']}: {answer_of_rank['error']}",
+        rank=rank,
+      )
+    return [answer_of_rank["value"] for answer_of_rank in answers]
 
   def same(self, what: str, value: object) -> None:
     """Checks that all processes pass the same value.
 
     Raises:
-      PeerError: they do not.
+      PeerError: If they do not.
     """
     marks = self.all(lambda: manifests.fingerprint(value))
     for rank, mark in enumerate(marks):
@@ -131,14 +137,14 @@ class ProcessGroup:
         )
 
   def _gather(self, text: str) -> list[Any]:
-    """The JSON values of all processes, in the order of their ranks."""
+    """JSON values of all processes, in the order of their ranks."""
     call = next(self._calls)
     key = lambda n, r: f"ringjax/checkpoints/{self._group}/{n}/{r}"
     self._client.key_value_set(key(call, self.rank), text)
-    found = []
+    values = []
     for rank in range(self.size):
       try:
-        found.append(
+        values.append(
           json.loads(
             self._client.blocking_key_value_get(
               key(call, rank), 1000 * self.timeout_s
@@ -154,6 +160,7 @@ class ProcessGroup:
           rank=rank,
         ) from None
     if call:
-      # All have come to this call, so all have read the one before.
+      # All have reached this call, so all have read the answers of the last
+      # one.
       self._client.key_value_delete(key(call - 1, self.rank))
-    return found
+    return values

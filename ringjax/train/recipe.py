@@ -1,4 +1,4 @@
-"""A training, from its first to its last stage, as one value.
+"""A training recipe: stages, optimizer and objective of a run as one value.
 
 Guarantees: a recipe and its sources determine the result; the mesh changes only
 the speed. Stages follow each other with one optimizer and one count of steps;
@@ -81,18 +81,20 @@ class Optimizer:
   """An optimizer of optax and its learning rate schedule.
 
   Attributes:
-    name: adamw, lion, adafactor or sgd.
+    name: Name of the optimizer: adamw, lion, adafactor or sgd.
     learning_rate: the highest learning rate.
-    end_learning_rate: that of the last step, unless it is the only one.
-    schedule: cosine, linear, constant or wsd, after the warm-up. "wsd" stays
-      at `learning_rate` and falls linearly in the end: warmup, stable, decay.
-    warmup: steps from 0 to `learning_rate`.
-    decay: the part of all steps in which "wsd" falls; default 0.2.
-    b1: decay of the first moment, of all but adafactor; default 0.9.
-    b2: decay of the second, of adamw and lion; default 0.95.
-    eps: number added to the root of the second moment, of adamw; default 1e-8.
-    weight_decay: of matrices; norms, biases and other vectors have none.
-    clip: maximum of the gradients' global norm; None for none.
+    end_learning_rate: Learning rate of the last step, unless it is the only
+      one.
+    schedule: Schedule after the warm-up: cosine, linear, constant or wsd. "wsd"
+      (warmup, stable, decay) stays at `learning_rate` and falls linearly at the
+      end.
+    warmup: Steps from 0 to `learning_rate`.
+    decay: Fraction of all steps in which "wsd" falls; default 0.2.
+    b1: Decay of the first moment, for all but adafactor; default 0.9.
+    b2: Decay of the second moment, for adamw and lion; default 0.95.
+    eps: Number added to the root of the second moment, for adamw; default 1e-8.
+    weight_decay: Weight decay of matrices; other parameters have none.
+    clip: Maximum of the gradients' global norm; None for none.
   """
 
   name: str = "adamw"
@@ -133,25 +135,27 @@ class Optimizer:
     high, low = self.learning_rate, self.end_learning_rate
     # Steps count from 0. The first one after the warm-up has the highest rate.
     last = total - self.warmup - 1
-    fall = max(1, last)
+    decay_steps = max(1, last)
     if self.schedule == "wsd":
       part = 0.2 if self.decay is None else self.decay
-      fall = max(1, min(fall, round(part * total)))
-    falls = self.schedule != "constant" and (last > 0 or self.warmup > 0)
+      decay_steps = max(1, min(decay_steps, round(part * total)))
+    decays = self.schedule != "constant" and (last > 0 or self.warmup > 0)
 
-    def after(count: Any) -> Any:
-      if not falls or last < 0:
+    def decaying(count: Any) -> Any:
+      if not decays or last < 0:
         return jnp.asarray(high, jnp.float32)
-      done = jnp.clip((count - (last - fall)) / fall, 0.0, 1.0)
+      fraction = jnp.clip(
+        (count - (last - decay_steps)) / decay_steps, 0.0, 1.0
+      )
       if self.schedule == "cosine":
-        done = 0.5 * (1.0 - jnp.cos(jnp.pi * done))
-      return high + (low - high) * done
+        fraction = 0.5 * (1.0 - jnp.cos(jnp.pi * fraction))
+      return high + (low - high) * fraction
 
     if not self.warmup:
-      return after
-    # The first step has a learning rate above 0 too.
-    grow = lambda count: high * (count + 1) / self.warmup
-    return optax.join_schedules([grow, after], [self.warmup])
+      return decaying
+    # The first step has a learning rate above 0, too.
+    warming_up = lambda count: high * (count + 1) / self.warmup
+    return optax.join_schedules([warming_up, decaying], [self.warmup])
 
   def learning_rate_at(self, step: int, total: int) -> float:
     """The learning rate of one of `total` steps."""
@@ -162,27 +166,27 @@ class Optimizer:
     b1 = 0.9 if self.b1 is None else self.b1
     b2 = 0.95 if self.b2 is None else self.b2
     eps = 1e-8 if self.eps is None else self.eps
-    # What is left out keeps its place in the tree of a saved state.
-    none = optax.identity()
+    # A transformation that is left out keeps its place in a saved state's tree.
+    identity = optax.identity()
     return optax.chain(
-      none if self.clip is None else optax.clip_by_global_norm(self.clip),
+      identity if self.clip is None else optax.clip_by_global_norm(self.clip),
       _SCALES[self.name](b1, b2, eps),
       optax.add_decayed_weights(self.weight_decay, decayed)
       if self.weight_decay
-      else none,
+      else identity,
       optax.scale_by_learning_rate(self.learning_rates(total)),
     )
 
 
 def decayed(params: PyTree) -> PyTree:
-  """Which parameters weight decay applies to: a tree of bool as `params`.
+  """Tree of bool as `params`: whether weight decay applies to a parameter.
 
-  To matrices: arrays of two axes or more of their own, one of them named, that
-  are no biases. The axis over layers that share an array is not their own, and
-  a bias for each head and feature is still a bias.
+  It applies to matrices: arrays of two axes or more, one of them named, that
+  are not biases. The axis over stacked layers does not count, and a bias per
+  head and feature is still a bias.
   """
 
-  def one(path: Any, x: Any) -> Any:
+  def is_decayed(path: Any, x: Any) -> Any:
     if not isinstance(x, nnx.Variable):
       # Adapters are matrices.
       return jax.tree.map(lambda leaf: leaf.ndim > 1, x)
@@ -192,7 +196,7 @@ def decayed(params: PyTree) -> PyTree:
     return jax.tree.map(lambda _: matrix, x)
 
   return jax.tree_util.tree_map_with_path(
-    one, params, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    is_decayed, params, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
 
 
@@ -201,16 +205,17 @@ class Stage:
   """A part of a training with one length of rows.
 
   Attributes:
-    steps: how many.
-    length: T, tokens of a row.
-    batch: rows of a step.
-    accumulate: micro-batches of a step.
-    rope_scaling: extends the context from here on; None leaves it.
-    context: how rows are cut into what an encoder reads and what the decoder
-      reads; None: all is the decoder's.
-    segments: of `SEGMENTS`. "same": a token sees its own document; "separate":
-      documents do not see each other, and questions and link tokens see them
-      all, as `rj.SeparateDocuments` says.
+    steps: Number of steps.
+    length: Tokens of a row, T.
+    batch: Rows of a step.
+    accumulate: Micro-batches of a step.
+    rope_scaling: Scaling that extends the context from here on; None:
+      unchanged.
+    context: Split of rows into tokens of an encoder and of the decoder; None:
+      the decoder reads all.
+    segments: One of `SEGMENTS`. "same": a token sees its own document;
+      "separate": documents do not see each other, and questions and link tokens
+      see them all, as `rj.SeparateDocuments` says.
   """
 
   steps: int
@@ -236,12 +241,12 @@ class Stage:
       self._check_context(self.context)
 
   def _check_context(self, context: ContextSplit) -> None:
-    least = context.tokens + (0 if context.repeated else 1)
-    if self.length < least:
+    shortest = context.tokens + (0 if context.repeated else 1)
+    if self.length < shortest:
       raise OptionError(
         "context",
         f"{context.tokens} tokens of rows of {self.length}",
-        f"rows of at least {least}",
+        f"rows of at least {shortest}",
         f"pass length={2 * context.tokens}, or fewer chunks",
       )
 
@@ -253,7 +258,7 @@ class Stage:
     )
 
   def rows(self, rows: PackedBatch, recipe: Recipe) -> Any:
-    """The rows of a loader, cut up or moved as the training asks."""
+    """The rows of a loader, split or moved as the training needs them."""
     if recipe.draft is not None:
       return recipe.draft.rows(rows, recipe.seed)
     if self.context is None:
@@ -264,25 +269,27 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-  """All settings of a training but its data, model and mesh.
+  """All settings of a training except its data, model and mesh.
 
   Attributes:
-    stages: one after another.
-    optimizer: of all stages.
-    objective: the loss.
-    layout: of the sequence over the shards, of `LAYOUTS`; "documents" places
-      each document on as many shards as its work needs, row by row, and rings
-      make no more hops than these need; for models without recurrent layers.
-    strategy: of attention, by its name in `ringjax.dot_product_attention`.
-    remat: activations that are kept for the backward pass, of `remat.POLICIES`.
-    lora: adapters in place of all parameters, or None.
-    cepe: trains the encoder and the cross-attention of a model that has them,
-      and not its decoder.
-    draft: trains the block of a `DraftTransformer`, and not its target; None:
-      the model is no draft.
-    packer: of documents into rows.
-    seed: of the data and of adapters.
-    loop_config: when to log and save, and which failures to tolerate.
+    stages: Stages in their order.
+    optimizer: Optimizer of all stages.
+    objective: Loss.
+    layout: Layout of the sequence over the shards, of `LAYOUTS`; "documents"
+      places each document on as many shards as its work needs, row by row, and
+      rings make no more hops than these need; for models without recurrent
+      layers.
+    strategy: Attention strategy, by its name in
+      `ringjax.dot_product_attention`.
+    remat: Activations that are kept for the backward pass, of `remat.POLICIES`.
+    lora: Adapters in place of all parameters, or None.
+    cepe: Whether to train the encoder and the cross-attention of a model that
+      has them, and not its decoder.
+    draft: Training of the block of a `DraftTransformer`, and not its target;
+      None: the model is not a draft.
+    packer: Packer of documents into rows.
+    seed: Seed of the data and of adapters.
+    loop_config: Logging, saving and failure-tolerance settings.
   """
 
   stages: tuple[Stage, ...]
@@ -319,19 +326,21 @@ class Recipe:
       nesting.named(self.strategy)
     one_of("remat", self.remat, remat.POLICIES)
     integer("seed", self.seed, least=0)
-    asked = {"lora": self.lora, "cepe": self.cepe, "draft": self.draft}
-    asked = [name for name, value in asked.items() if value]
-    if len(asked) > 1:
+    methods = {"lora": self.lora, "cepe": self.cepe, "draft": self.draft}
+    methods = [name for name, value in methods.items() if value]
+    if len(methods) > 1:
       raise OptionError(
-        asked[0],
-        f"{' and '.join(asked)} together",
+        methods[0],
+        f"{' and '.join(methods)} together",
         "one of them: what it is beside is frozen",
         "leave the others out",
       )
     if self.draft is not None:
       self._check_draft(self.draft)
-    alone = [s for s in self.stages if s.context is None or s.context.repeated]
-    if self.objective.distil and alone:
+    undistilled = [
+      s for s in self.stages if s.context is None or s.context.repeated
+    ]
+    if self.objective.distil and undistilled:
       raise OptionError(
         "distil",
         f"{self.objective.distil:g} with a stage whose decoder reads all",
@@ -342,12 +351,12 @@ class Recipe:
   def _check_draft(self, draft: DraftTraining) -> None:
     for stage in self.stages:
       draft.check(stage.length)
-      others = {
+      unsupported = {
         "context": stage.context,
         "rope_scaling": stage.rope_scaling,
         "segments": stage.segments != "same",
       }
-      for name, value in others.items():
+      for name, value in unsupported.items():
         if value:
           raise OptionError(
             name,
@@ -365,7 +374,7 @@ class Recipe:
 
   @property
   def adapter(self) -> Lora | EncoderTraining | DraftTraining | None:
-    """What is trained in place of all parameters, or None."""
+    """Method that trains something else than all parameters, or None."""
     if self.draft is not None:
       return self.draft
     return EncoderTraining() if self.cepe else self.lora
@@ -376,7 +385,7 @@ class Recipe:
     return sum(stage.steps for stage in self.stages)
 
   def placed(self, rows: PackedBatch, attend: ContextParallel) -> PackedBatch:
-    """Rows in true order, or with their documents placed on the shards."""
+    """Rows in token order, or with their documents placed on the shards."""
     if self.layout != "documents" or attend.size == 1:
       return rows
     return place_rows(rows, shards=attend.size)
@@ -384,11 +393,11 @@ class Recipe:
   def attend(self, mesh: Mesh | None, axis: str | None) -> ContextParallel:
     """The sharding context of a mesh, whose `axis` shards the sequence.
 
-    Stages have segments of their own.
+    It does not have the segments, which differ between stages.
     """
-    kept = remat.policy(self.remat)
+    remat_policy = remat.policy(self.remat)
     if axis is None or mesh is None or mesh.shape[axis] == 1:
-      return ContextParallel(mesh=mesh, remat=kept)
+      return ContextParallel(mesh=mesh, remat=remat_policy)
     # Documents on few shards need a ring that may stop early.
     ring = self.strategy in ("auto", "ring") and self.layout == "documents"
     return ContextParallel(
@@ -396,7 +405,7 @@ class Recipe:
       axis=axis,
       layout=LAYOUTS[self.layout],
       strategy="documents" if ring else self.strategy,
-      remat=kept,
+      remat=remat_policy,
     )
 
 
@@ -404,8 +413,8 @@ class Mixture(NamedTuple):
   """Sources of rows and their shares.
 
   Fields:
-    sources: see `ringjax.data.loader.Loader`.
-    weights: share of each in the rows; None for equal shares.
+    sources: Sources of rows, see `ringjax.data.loader.Loader`.
+    weights: Share of each in the rows; None for equal shares.
   """
 
   sources: Sequence[Any]
@@ -417,11 +426,11 @@ class TrainResult:
   """The trained model, and how its training ended.
 
   Attributes:
-    model: with its adapters added.
-    step: steps taken.
-    stopped: the signal that ended it early, or None.
-    adapter: how adapters are added, and their arrays, for `save_adapter` and
-      `Engine(adapters=)`; None where no adapters were trained.
+    model: Trained model, with its adapters added.
+    step: Number of steps taken.
+    stopped: Signal that ended it early, or None.
+    adapter: Adapter settings and arrays, for `save_adapter` and
+      `Engine(adapters=)`; None if no adapters were trained.
   """
 
   model: Transformer
@@ -471,22 +480,22 @@ def train(
   """Trains by a recipe to its end, resuming from `checkpoints`.
 
   Args:
-    recipe: the settings.
-    model: to begin with, float32 parameters on the mesh. Its buffers are
+    recipe: Settings of the training.
+    model: Initial model, float32 parameters on the mesh. Its buffers are
       donated, unless adapters are trained. To resume, its shapes with their
       shardings are enough (`ringjax.models.abstract`).
-    data: sources of rows, of all stages or of each.
-    mesh: of the devices; None is one device.
-    axis: that shards the sequence, or None.
-    checkpoints: a `Checkpoints`, or None.
-    report: called with the number of the stage and the metrics of its steps.
-    on_step: called before each step with how many are taken.
-    evaluate: Held-out loss of a model with its adapters added, which it leaves
-      as it is, for `TrainingReport.held_out`; called every
+    data: Sources of rows, for all stages or for each.
+    mesh: Mesh of the devices; None for one device.
+    axis: Mesh axis that shards the sequence, or None.
+    checkpoints: A `Checkpoints`, or None.
+    report: Function that is called with a stage's number and its metrics.
+    on_step: Function that is called before each step with the steps taken.
+    evaluate: Held-out loss of a model with its adapters added, which must not
+      change it, for `TrainingReport.held_out`; called every
       `LoopConfig.evaluate_every` steps and after the last one of a stage.
 
   Raises:
-    RingjaxError: see `check` and `loop.fit`.
+    RingjaxError: See `check` and `loop.fit`.
   """
   mixtures = [data] * len(recipe.stages) if isinstance(data, Mixture) else data
   if len(mixtures) != len(recipe.stages):
@@ -504,7 +513,7 @@ def train(
       mixture.sources,
       length=stage.length,
       batch=stage.batch,
-      # Another order in each stage, the same in each run.
+      # Each stage has another order, which is the same in each run.
       seed=recipe.seed + index,
       packer=recipe.packer,
       weights=mixture.weights,
@@ -521,8 +530,8 @@ def train(
   method: Any = steps.AllParameters() if adapter is None else adapter
   base = model
   state, position = _first_state(recipe, optimizer, model, attend, checkpoints)
-  taken = int(jax.device_get(state.step))
-  end, ended = 0, None
+  steps_taken = int(jax.device_get(state.step))
+  end, fitted = 0, None
   for index, stage in enumerate(recipe.stages):
     begin, end = end, end + stage.steps
     if stage.rope_scaling is not None:
@@ -530,19 +539,21 @@ def train(
         state = _extended(state, stage.rope_scaling)
       else:
         base = extend_context(base, stage.rope_scaling)
-    if taken >= end and index + 1 < len(recipe.stages):
+    if steps_taken >= end and index + 1 < len(recipe.stages):
       continue
-    here = dataclasses.replace(attend, segments=SEGMENTS[stage.segments])
+    stage_attend = dataclasses.replace(
+      attend, segments=SEGMENTS[stage.segments]
+    )
     rows = _StageLoader(index, loaders[index])
-    if position is not None and taken > begin:
+    if position is not None and steps_taken > begin:
       rows.restore(position)
     with loaders[index]:
-      ended = loop.fit(
+      fitted = loop.fit(
         state,
         None if adapter is None else base,
         rows,
         steps=end,
-        step=steps.make_step(optimizer, here, recipe.objective, method),
+        step=steps.make_step(optimizer, stage_attend, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
           stage.rows(recipe.placed(rows, attend), recipe),
           attend,
@@ -552,7 +563,9 @@ def train(
         ),
         config=recipe.loop_config,
         checkpoints=checkpoints,
-        report=lambda one, index=index: report(index, one),
+        report=lambda training_report, index=index: report(
+          index, training_report
+        ),
         on_step=on_step,
         evaluate=None
         if evaluate is None
@@ -562,18 +575,18 @@ def train(
           else adapter.merged(state.params, base)
         ),
       )
-    state, position = ended.state, None
-    if ended.stopped is not None:
+    state, position = fitted.state, None
+    if fitted.stopped is not None:
       break
-  assert ended is not None
-  made = state.params
+  assert fitted is not None
+  trained = state.params
   if adapter is not None:
-    made = adapter.merged(state.params, base)
+    trained = adapter.merged(state.params, base)
   lora = recipe.lora
   return TrainResult(
-    model=made,
+    model=trained,
     step=int(jax.device_get(state.step)),
-    stopped=ended.stopped,
+    stopped=fitted.stopped,
     adapter=None if lora is None else (lora, state.params),
   )
 
@@ -582,16 +595,16 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
   """Checks before the first step that all stages can run.
 
   Args:
-    recipe: with its stages.
-    model: of arrays or of shapes.
-    attend: the sharding context.
+    recipe: Recipe with its stages.
+    model: Model of arrays or of shapes.
+    attend: Sharding context.
 
   Raises:
-    ShapeError: the mesh does not divide the rows.
-    ConfigError: the model does not support the RoPE scaling.
-    OptionError: the model does not support the layout or the segments, has
+    ShapeError: If the mesh does not divide the rows.
+    ConfigError: If the model does not support the RoPE scaling.
+    OptionError: If the model does not support the layout or the segments, has
       no encoder for the context of a stage, or has layers in host memory or on
-      disk, of which only adapters can be trained.
+      disk, for which only adapters can be trained.
   """
   if isinstance(model, DraftTransformer) != (recipe.draft is not None):
     raise OptionError(
@@ -643,7 +656,7 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
 def _check_chunks(
   stage: Stage, recipe: Recipe, encoder: Any, attend: ContextParallel
 ) -> None:
-  """Refuses a context that the encoder or the mesh cannot have."""
+  """Refuses a context that the encoder or the mesh does not support."""
   context: Any = stage.context
   if context.chunk > encoder.chunk:
     raise OptionError(
@@ -675,31 +688,31 @@ def _first_state(
   attend: ContextParallel,
   saved: Any,
 ) -> tuple[steps.TrainState, Any]:
-  """The state to begin with, and the position of its data if it was saved."""
+  """The first state, and the position of its data if it was restored."""
   mesh: Any = attend.mesh
   params: Any = model
   if recipe.adapter is not None:
     params = recipe.adapter.start(model, seed=recipe.seed)
     if mesh is not None and recipe.lora is not None:
-      everywhere = jax.sharding.PartitionSpec()
+      replicated = jax.sharding.PartitionSpec()
       params = jax.device_put(
-        params, jax.sharding.NamedSharding(mesh, everywhere)
+        params, jax.sharding.NamedSharding(mesh, replicated)
       )
   state = steps.form(optimizer, params, mesh)
   form = state._asdict()
   leaves = jax.tree.leaves(params)
   shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
   _check_memory(recipe, state, model, attend, saved, resident=not shapes)
-  found = None
+  restored = None
   if saved is not None:
     if not shapes and saved.holds(form):
       # Two states at once might not fit the memory.
       for x in leaves:
         x.delete()
       shapes = True
-    found = saved.restore(like=form)
-  if found is not None:
-    return steps.TrainState(**found[0]), found[1]["data"]
+    restored = saved.restore(like=form)
+  if restored is not None:
+    return steps.TrainState(**restored[0]), restored[1]["data"]
   if shapes:
     raise OptionError(
       "model",
@@ -719,7 +732,7 @@ def _check_memory(
   *,
   resident: bool,
 ) -> None:
-  """Compares what all stages keep with the memory, before the first step."""
+  """Compares the memory that all stages need with what the devices have."""
   mesh: Any = attend.mesh
   platform = jax.local_devices()[0].platform
   dtype = recipe.objective.dtype or jnp.float32
@@ -739,52 +752,52 @@ def _check_memory(
 def _extended(
   state: steps.TrainState, scaling: RopeScaling
 ) -> steps.TrainState:
-  """The same arrays in the tree of the model with a longer context."""
-  made = extend_context(state.params, scaling)
-  form = jax.tree.structure(made)
+  """The state, with the same arrays, of the model with a longer context."""
+  extended = extend_context(state.params, scaling)
+  form = jax.tree.structure(extended)
   is_model = lambda x: isinstance(x, Transformer)
-  replaced = lambda x: (
+  retree = lambda x: (
     jax.tree.unflatten(form, jax.tree.leaves(x)) if is_model(x) else x
   )
-  return jax.tree.map(replaced, state._replace(params=made), is_leaf=is_model)
+  return jax.tree.map(retree, state._replace(params=extended), is_leaf=is_model)
 
 
 def flops(model: Transformer, length: int, *, adapters: bool = False) -> float:
-  """FLOPs of a token in a step, forward and backward.
+  """FLOPs per token of a step, forward and backward.
 
   Three times those of the forward pass; attention as if a row were one
-  document, which counts too much where several are packed. What is computed
-  again to save memory is not counted.
+  document, which counts too much where several are packed. Recomputation to
+  save memory is not counted.
 
   Args:
-    model: of arrays or shapes.
-    length: T, tokens of a row.
-    adapters: whether only these are trained: frozen weights need no gradient,
-      which is a third of a matrix's work.
+    model: Model of arrays or shapes.
+    length: Tokens of a row, T.
+    adapters: Whether only adapters are trained: frozen weights need no
+      gradient, which is a third of a matrix's work.
   """
   if isinstance(model, DraftTransformer):
     return _draft_flops(model, length)
-  made = work_profile.profile(model, length)
+  profile = work_profile.profile(model, length)
   head = 2.0 * model.config.vocab * model.config.embed
-  pairs = made.pair_s * (length + 1) / 2
-  return (2.0 if adapters else 3.0) * (made.token_s + head) + 3.0 * pairs
+  pairs = profile.pair_s * (length + 1) / 2
+  return (2.0 if adapters else 3.0) * (profile.token_s + head) + 3.0 * pairs
 
 
 def _draft_flops(model: DraftTransformer, length: int) -> float:
-  """The same of a draft: its target goes forward alone, without a head."""
-  below = work_profile.profile(model.target, length)
+  """FLOPs per token of a draft; its target only runs forward, with no head."""
+  target_profile = work_profile.profile(model.target, length)
   layer, cross = model.config.layers[0], model.target.config.layers[-1]
   window: Any = layer.attention.reach
-  seen = min(window + 1, length) * layer.attention.pair_flops
-  seen += cross.attention.pair_flops * (length + 1) / 2
+  attention_flops = min(window + 1, length) * layer.attention.pair_flops
+  attention_flops += cross.attention.pair_flops * (length + 1) / 2
   block = 2.0 * sum(x.size for x in jax.tree.leaves(model.block))
   head = 2.0 * model.config.vocab * model.config.embed
-  forward = below.token_s + below.pair_s * (length + 1) / 2
-  return forward + 3.0 * (block + seen) + 2.0 * head
+  forward = target_profile.token_s + target_profile.pair_s * (length + 1) / 2
+  return forward + 3.0 * (block + attention_flops) + 2.0 * head
 
 
 def dtype_of(name: str | None) -> Any:
-  """A dtype of computation by its name; None for float32, the parameters'."""
+  """Computation dtype by its name; None for float32, the parameters' dtype."""
   if name is None:
     return None
   one_of("dtype", name, ("float32", "bfloat16", "float16"))

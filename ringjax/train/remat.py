@@ -41,12 +41,12 @@ def policy(
   """A policy by its name.
 
   Args:
-    name: of `POLICIES`.
-    devices: that will run it; default: this process's.
+    name: One of `POLICIES`.
+    devices: Devices that will run it; default: this process's.
 
   Raises:
-    OptionError: an unknown name, or "offload" where devices have no host
-      memory that they can reach.
+    OptionError: If the name is unknown, or if it is "offload" and the devices
+      cannot reach host memory.
   """
   one_of("remat", name, POLICIES)
   if name == "offload":

@@ -1,7 +1,7 @@
 """One step of training: gradients of all micro-batches, then one update.
 
 Guarantees: the loss and its gradients are those of the plain model on one
-device, the mean over all weighted labels of the step, however they are cut up
+device, the mean over all weighted labels of the step, however they are split
 into micro-batches, shards and devices. A step whose loss or gradients are not
 finite changes nothing but its counters.
 Memory: parameters and moments as they are sharded, one micro-batch's
@@ -35,10 +35,10 @@ class TrainState(NamedTuple):
   """The state of a training.
 
   Fields:
-    step: int32 [], steps taken, skipped ones included.
-    params: the trained parameters: a model, or its adapters.
-    optimizer: moments and counts.
-    skipped: int32 [], steps in a row, up to the last one, that were not finite.
+    step: Steps taken, including skipped ones, int32 [].
+    params: Trained parameters: a model, or its adapters.
+    optimizer: Moments and counts of the optimizer.
+    skipped: Steps in a row, up to the last one, that were not finite, int32 [].
   """
 
   step: Int[ArrayLeaf, ""]
@@ -51,13 +51,13 @@ class StepMetrics(NamedTuple):
   """Metrics of one step, float32 [].
 
   Fields:
-    loss: mean negative log-likelihood of a label, without the z-loss.
-    objective: mean loss of a label, with the z-loss.
-    weight: sum of the labels' weights.
-    gradient_norm: before clipping.
+    loss: Mean negative log-likelihood of a label, without the z-loss.
+    objective: Mean loss of a label, with the z-loss.
+    weight: Sum of the labels' weights.
+    gradient_norm: Global norm of the gradients before clipping.
     finite: 1, or 0 for a step that changed nothing.
-    skipped: such steps in a row.
-    wrong: labels outside of the vocabulary, for which the loss is NaN.
+    skipped: Steps in a row that changed nothing.
+    wrong: Number of labels outside of the vocabulary; the loss is then NaN.
   """
 
   loss: jax.Array
@@ -71,10 +71,10 @@ class StepMetrics(NamedTuple):
 
 @runtime_checkable
 class TrainingMethod(Protocol):
-  """Which parameters are trained, and the model that they make."""
+  """Interface of training methods: a model from its trained parameters."""
 
   def model(self, params: PyTree, frozen: PyTree) -> Any:
-    """The model that the trained parameters make, with those that are not."""
+    """The model of the trained parameters and the frozen ones."""
     ...
 
 
@@ -82,7 +82,7 @@ class AllParameters:
   """Full-parameter training; `Lora` trains adapters in its place."""
 
   def model(self, params: Transformer, frozen: PyTree) -> Transformer:
-    """The model that the trained parameters make."""
+    """The model of the trained parameters."""
     del frozen
     return params
 
@@ -90,31 +90,31 @@ class AllParameters:
 def shardings(
   optimizer: optax.GradientTransformation, params: PyTree, mesh: Mesh
 ) -> TrainState:
-  """The shardings of a state: moments as their parameters, the rest replicated.
+  """Shardings of a state: moments as their parameters, the rest replicated.
 
   Args:
-    optimizer: of the state.
-    params: with their shardings, arrays or shapes.
-    mesh: of the state.
+    optimizer: Optimizer of the state.
+    params: Parameters with their shardings, arrays or shapes.
+    mesh: Mesh of the state.
   """
-  everywhere = NamedSharding(mesh, P())
-  mine = jax.tree.map(lambda x: x.sharding, params)
-  made = jax.eval_shape(optimizer.init, params)
+  replicated = NamedSharding(mesh, P())
+  param_shardings = jax.tree.map(lambda x: x.sharding, params)
+  moment_shapes = jax.eval_shape(optimizer.init, params)
   moments = optax.tree.map_params(
     optimizer.init,
     _moment_sharding,
-    made,
+    moment_shapes,
     params,
-    transform_non_params=lambda _: everywhere,
+    transform_non_params=lambda _: replicated,
   )
-  one: Any = everywhere
-  return TrainState(one, mine, moments, one)
+  scalar: Any = replicated
+  return TrainState(scalar, param_shardings, moments, scalar)
 
 
 def _moment_sharding(
   moment: jax.ShapeDtypeStruct, param: Any
 ) -> jax.sharding.NamedSharding:
-  """The sharding of a moment: that of its parameter's axes that it has."""
+  """Sharding of a moment: that of the parameter's axes that it has."""
   sharding = param.sharding
   if moment.shape == param.shape:
     return sharding
@@ -131,19 +131,23 @@ def form(
   params: PyTree,
   mesh: Mesh | None = None,
 ) -> TrainState:
-  """The shapes and shardings of a state, without its arrays.
+  """Shapes and shardings of a state, without its arrays.
 
   Args:
-    optimizer: of the state.
-    params: arrays, or shapes with their shardings.
-    mesh: of the state; None is one device.
+    optimizer: Optimizer of the state.
+    params: Arrays, or shapes with their shardings.
+    mesh: Mesh of the state; None for one device.
   """
   count: Any = jax.ShapeDtypeStruct((), jnp.int32)
-  mine = with_shardings(params, jax.tree.map(lambda x: x.sharding, params))
-  made = TrainState(count, mine, jax.eval_shape(optimizer.init, mine), count)
+  param_shapes = with_shardings(
+    params, jax.tree.map(lambda x: x.sharding, params)
+  )
+  state = TrainState(
+    count, param_shapes, jax.eval_shape(optimizer.init, param_shapes), count
+  )
   if mesh is None:
-    return made
-  return with_shardings(made, shardings(optimizer, mine, mesh))
+    return state
+  return with_shardings(state, shardings(optimizer, param_shapes, mesh))
 
 
 def start(
@@ -151,10 +155,10 @@ def start(
   params: PyTree,
   mesh: Mesh | None = None,
 ) -> TrainState:
-  """The state before the first step.
+  """Makes the state before the first step.
 
   Raises:
-    OptionError: a model whose layers are not all on the devices, or codes.
+    OptionError: If not all layers are on the devices, or some are codes.
   """
   refuse_placed(params, "train its weights", "train adapters of it: Lora()")
   refuse_codes(params, "train it")
@@ -169,7 +173,7 @@ def start(
     moments, zero = jax.jit(make, out_shardings=(want.optimizer, want.step))(
       params
     )
-  # Two counters that are donated have to be two arrays.
+  # The two counters are donated, so they must be two arrays.
   return TrainState(zero, params, moments, zero + 0)
 
 
@@ -179,24 +183,24 @@ def make_step(
   objective: Objective,
   method: TrainingMethod | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, StepMetrics]]:
-  """The compiled step: step(state, frozen, batch).
+  """Compiles a training step: step(state, frozen, batch).
 
   The state is donated. `frozen` is the model that adapters are added to, None
   for `AllParameters`; `batch` has the shapes of `place`.
 
   Args:
-    optimizer: by optax.
-    attend: the sharding context of a batch, with its rematerialisation.
-    objective: the loss.
-    method: makes a model of the parameters; default `AllParameters()`.
+    optimizer: Optimizer of optax.
+    attend: Sharding context of a batch, with its rematerialisation.
+    objective: Loss.
+    method: Function from parameters to a model; default `AllParameters()`.
   """
   method = AllParameters() if method is None else method
 
   def loss(
     params: PyTree, frozen: Transformer | None, batch: Batch
   ) -> tuple[jax.Array, LossSums]:
-    found = objective.sums(method.model(params, frozen), batch, attend)
-    return found.loss, found
+    sums = objective.sums(method.model(params, frozen), batch, attend)
+    return sums.loss, sums
 
   def gradients(
     params: PyTree, frozen: Transformer | None, batch: Batch
@@ -205,52 +209,56 @@ def make_step(
     if batch.tokens.shape[0] == 1:
       return grad(params, frozen, jax.tree.map(lambda x: x[0], batch))
 
-    def more(so_far: Any, one: Batch) -> tuple[Any, None]:
-      return jax.tree.map(jnp.add, so_far, grad(params, frozen, one)), None
+    def add_micro_batch(
+      accumulated: Any, micro_batch: Batch
+    ) -> tuple[Any, None]:
+      return jax.tree.map(
+        jnp.add, accumulated, grad(params, frozen, micro_batch)
+      ), None
 
     first = jax.eval_shape(
       grad, params, frozen, jax.tree.map(lambda x: x[0], batch)
     )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-    # Sums of gradients are sharded as the parameters, not replicated.
+    # Sums of gradients are sharded like the parameters, not replicated.
     grads = jax.tree.map(_like, zeros[0], params)
-    return jax.lax.scan(more, (grads, zeros[1]), batch)[0]
+    return jax.lax.scan(add_micro_batch, (grads, zeros[1]), batch)[0]
 
   def step(
     state: TrainState, frozen: Transformer | None, batch: Batch
   ) -> tuple[TrainState, StepMetrics]:
-    # When the step is compiled.
+    # Runs once, when the step is traced.
     warn_unbalanced(state.params if frozen is None else frozen)
-    grads, found = gradients(state.params, frozen, batch)
-    # A batch of nothing but padding has weight 0, and gradients of 0.
-    share = 1 / jnp.maximum(found.weight, jnp.float32(1e-9))
+    grads, sums = gradients(state.params, frozen, batch)
+    # A batch of padding only has weight 0, and gradients of 0.
+    share = 1 / jnp.maximum(sums.weight, jnp.float32(1e-9))
     grads = jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
     norm = optax.tree.norm(grads).astype(jnp.float32)
-    fine = jnp.isfinite(found.loss) & jnp.isfinite(norm)
+    is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     # Optimizers mix dtypes, which the caller's configuration may forbid.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = optimizer.update(grads, state.optimizer, state.params)
       params = optax.apply_updates(state.params, updates)
-    kept = lambda new, old: jax.tree.map(
-      lambda a, b: jnp.where(fine, a, b), new, old
+    if_finite = lambda new, old: jax.tree.map(
+      lambda a, b: jnp.where(is_finite, a, b), new, old
     )
-    skipped = jnp.where(fine, 0, state.skipped + 1).astype(jnp.int32)
-    after = TrainState(
+    skipped = jnp.where(is_finite, 0, state.skipped + 1).astype(jnp.int32)
+    new_state = TrainState(
       state.step + 1,
-      kept(params, state.params),
-      kept(moments, state.optimizer),
+      if_finite(params, state.params),
+      if_finite(moments, state.optimizer),
       skipped,
     )
     metrics = StepMetrics(
-      loss=found.nll * share,
-      objective=found.loss * share,
-      weight=found.weight,
+      loss=sums.nll * share,
+      objective=sums.loss * share,
+      weight=sums.weight,
       gradient_norm=norm,
-      finite=fine.astype(jnp.float32),
+      finite=is_finite.astype(jnp.float32),
       skipped=skipped.astype(jnp.float32),
-      wrong=found.wrong,
+      wrong=sums.wrong,
     )
-    return after, metrics
+    return new_state, metrics
 
   return jax.jit(step, donate_argnums=(0,))
 

@@ -1,6 +1,6 @@
-"""The model families: what each one's config means and its tensors are named.
+"""The model families: how each one's config and tensor names are read.
 
-A family is data and the few lines in which it truly differs.
+A family is data, and a few lines of code for its differences.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""DeepSeek-V2 and V3: latent attention, grouped routing; V3.2, with an index of
-keys beside; dots.llm1 and GLM-4.5, which have the routing alone."""
+"""DeepSeek-V2, V3 and V3.2, and models with their routing.
+
+V2 and V3 have latent attention and grouped routing, V3.2 also an index of keys;
+dots.llm1 and GLM-4.5 have the routing alone.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ def latent(
   """Latent attention of a config.
 
   Args:
-    r: the config.
-    interleaved: whether neighbouring dims rotate as a pair.
-    query_latent: what a missing `q_lora_rank` means; null means none.
-    turned_by_head_dim: whether transformers rotates as many dims as `head_dim`
-      says, if it is there.
+    r: Reader of the config.
+    interleaved: Whether neighbouring dims rotate as a pair.
+    query_latent: Default of `q_lora_rank`; null means none.
+    turned_by_head_dim: Whether transformers rotates as many dims as
+      `head_dim` says, if it is present.
   """
   heads, kv_heads = r.heads()
   if kv_heads != heads:
@@ -82,18 +85,18 @@ def _grouped(
   first: int,
   renormalise: bool,
 ) -> list[Experts | Gated]:
-  """Each layer's feedforward, chosen as DeepSeek-V3 does.
+  """Feedforward of each layer, with experts chosen as in DeepSeek-V3.
 
   Args:
-    r: the config.
-    groups, best, scale, first, renormalise: what the file means without a
-      value: of `n_group`, `topk_group`, `routed_scaling_factor`,
-      `first_k_dense_replace` and `norm_topk_prob`.
+    r: Reader of the config.
+    groups, best, scale, first, renormalise: Defaults of `n_group`,
+      `topk_group`, `routed_scaling_factor`, `first_k_dense_replace` and
+      `norm_topk_prob`.
   """
-  router, most = grouped_router(
+  router, max_chosen = grouped_router(
     r, groups=groups, best=best, scale=scale, renormalise=renormalise
   )
-  return _feedforwards(r, router, first, 1, most=most, correction=True)
+  return _feedforwards(r, router, first, 1, most=max_chosen, correction=True)
 
 
 def grouped_router(
@@ -107,15 +110,15 @@ def grouped_router(
   scale: float = 1.0,
   renormalise: bool = True,
 ) -> tuple[Grouped, int]:
-  """DeepSeek-V3's choice of experts, and the most that a token may have.
+  """DeepSeek-V3's router, and the largest number of experts per token.
 
   Args:
-    r: the config.
-    count: keys of how many experts there are.
-    group, norm: keys of how many groups there are, and of whether the weights
-      of those chosen add up to 1.
-    groups, best, scale, renormalise: what the file means without a value: of
-      `n_group`, `topk_group`, `routed_scaling_factor` and `norm_topk_prob`.
+    r: Reader of the config.
+    count: Keys of the number of experts.
+    group, norm: Keys of the number of groups, and of whether the weights of
+      the chosen experts add up to 1.
+    groups, best, scale, renormalise: Defaults of `n_group`, `topk_group`,
+      `routed_scaling_factor` and `norm_topk_prob`.
   """
   number = r.whole(*count)
   groups = r.whole(group, default=groups)
@@ -136,7 +139,7 @@ def _feedforwards(
   r: ConfigReader, router: Grouped, first: int, shared: int, **options: Any
 ) -> list[Experts | Gated]:
   """Plain feedforwards in the first layers, experts in the others."""
-  # Of a training.
+  # Training settings.
   r.ignore("ep_size", "seq_aux", "aux_loss_alpha")
   r.only("moe_layer_freq", 1)
   sparse = experts(
@@ -164,7 +167,7 @@ def _v3(r: ConfigReader) -> TransformerConfig:
 
 
 def _v32(r: ConfigReader) -> TransformerConfig:
-  """V3, whose queries read only the keys that an index finds best."""
+  """V3 with queries that read only the keys that an index scores best."""
   r.must_be("rope_interleave", True, default=True)
   attend = latent(r, interleaved=True)
   if attend.query_latent is None:
@@ -193,7 +196,7 @@ def _v32(r: ConfigReader) -> TransformerConfig:
 
 
 def _v2(r: ConfigReader) -> TransformerConfig:
-  """Experts by a softmax; a group is as good as its best expert."""
+  """V2, with a softmax over experts; a group's score is its best expert's."""
   attend = latent(r, interleaved=True)
   r.must_be("scoring_func", "softmax", default="softmax")
   r.must_be("norm_topk_prob", False, default=False)
@@ -217,8 +220,8 @@ def _v2(r: ConfigReader) -> TransformerConfig:
     softmax=True,
     judged=1,
   )
-  most = number // groups * best
-  feedforwards = _feedforwards(r, router, 0, 2, most=most)
+  max_chosen = number // groups * best
+  feedforwards = _feedforwards(r, router, 0, 2, most=max_chosen)
   return model(r, "deepseek_v2", attend, feedforwards, rms(r))
 
 
@@ -226,8 +229,8 @@ def _dots1(r: ConfigReader) -> TransformerConfig:
   norm, rope = rms(r), r.rope()
   r.must_be("scoring_func", "noaux_tc", default="noaux_tc")
   window = r.whole("sliding_window", absent=4096)
-  later = r.whole("max_window_layers", default=62, least=0)
-  slides = lambda i: window is not None and i >= later
+  first_sliding = r.whole("max_window_layers", default=62, least=0)
+  slides = lambda i: window is not None and i >= first_sliding
   types = r.layer_types(
     [
       "sliding_attention" if slides(i) else "full_attention"
@@ -289,13 +292,15 @@ def latent_names(config: TransformerConfig) -> TensorNames:
 
 
 def unread(config: Mapping[str, Any]) -> tuple[str, ...]:
-  """The layers behind the last one, which guess the tokens after the next."""
-  count, more = (
+  """Prefixes of the layers after the last one, which predict further tokens."""
+  count, num_predict = (
     config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")
   )
-  if not isinstance(count, int) or not isinstance(more, int):
+  if not isinstance(count, int) or not isinstance(num_predict, int):
     return ()
-  return tuple(f"model.layers.{count + i}." for i in range(min(more, 1000)))
+  return tuple(
+    f"model.layers.{count + i}." for i in range(min(num_predict, 1000))
+  )
 
 
 FAMILIES = (

@@ -1,7 +1,7 @@
 """Families that attend, or choose experts, as DeepSeek-V3 does, since 2025.
 
-GLM-4.7-Flash and Youtu attend by latents; Solar Open, EXAONE's mixture and
-Hunyuan 3 choose experts so.
+GLM-4.7-Flash and Youtu have latent attention; Solar Open, EXAONE's mixture and
+Hunyuan 3 have its choice of experts.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ringjax.nn.feedforward import Experts, Gated, Grouped
 def feedforwards(
   r: ConfigReader, sparse: Experts, first: int = 0
 ) -> list[Experts | Gated]:
-  """Each layer's feedforward: by its name, or plain in the first layers."""
+  """Feedforward of each layer: by its name, or plain in the first layers."""
   count = r.layers()
   first = r.whole("first_k_dense_replace", default=first, least=0)
   kinds = r.value(
     "mlp_layer_types",
     default=["dense" if i < first else "sparse" for i in range(count)],
   )
-  known = ("dense", "sparse")
+  known_kinds = ("dense", "sparse")
   if (
     not isinstance(kinds, list)
     or len(kinds) != count
-    or not all(kind in known for kind in kinds)
+    or not all(kind in known_kinds for kind in kinds)
   ):
     want = f"{count} names, each dense or sparse"
     raise r.error("mlp_layer_types", kinds, want)
   if "dense" not in kinds:
-    # Files may say a width that no layer has.
+    # Files may state a width that no layer has.
     r.ignore("intermediate_size")
     return [sparse] * count
   dense = gated(r)
@@ -64,18 +64,18 @@ def _chosen(
   shared: str = "n_shared_experts",
   scale: float = 1.0,
 ) -> Experts:
-  """Experts as DeepSeek-V3 chooses them."""
+  """Experts with the router of DeepSeek-V3."""
   r.only("scoring_func", "sigmoid")
   r.only("topk_method", "noaux_tc")
   names = (count, "num_local_experts")
-  router, most = grouped_router(r, count=names, scale=scale)
+  router, max_chosen = grouped_router(r, count=names, scale=scale)
   width = r.whole("moe_intermediate_size")
   return experts(
     r,
     router,
     count=names,
     shared=width * r.whole(shared, default=1),
-    most=most,
+    most=max_chosen,
     correction=True,
   )
 
@@ -90,7 +90,7 @@ def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
 def _youtu(r: ConfigReader) -> TransformerConfig:
   turned = r.flag("rope_interleave", default=True)
   attend = latent(r, turned, turned_by_head_dim=True)
-  # How the weights were initialised.
+  # Initialisation of the weights.
   r.ignore("embedding_initializer_range")
   return model(r, "youtu", attend, gated(r), rms(r), tied=True)
 
@@ -105,7 +105,7 @@ def _solar_open(r: ConfigReader) -> TransformerConfig:
 
 
 def _exaone_moe(r: ConfigReader) -> TransformerConfig:
-  """EXAONE 4's attention, its norms in front."""
+  """EXAONE 4's attention, with norms before the parts of a layer."""
   norm = rms(r, default=1e-5)
   sparse = _chosen(
     r, count="num_experts", shared="num_shared_experts", scale=2.5
@@ -118,7 +118,7 @@ def _hy_v3(r: ConfigReader) -> TransformerConfig:
   norm = rms(r, default=1e-5)
   rope = r.rope(theta=11158840.0)
   attend = attention(r, rope, qk_norm=norm, **biases(r))
-  # Of the precision of a sum, which is float32 here anyway.
+  # Precision of a sum, which is float32 here in any case.
   r.ignore("enable_moe_fp32_combine")
   width = r.whole("moe_intermediate_size")
   scale = r.positive("router_scaling_factor", default=2.826)

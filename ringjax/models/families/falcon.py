@@ -18,11 +18,11 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
     raise r.error("hidden_size", embed, f"a multiple of {heads} heads")
   h = embed // heads
   new = r.flag("new_decoder_architecture", default=False)
-  one = r.flag("multi_query", default=True)
-  many = r.whole("num_kv_heads", "n_head_kv", default=heads)
-  if not new and not one and many != heads:
-    raise r.error("num_kv_heads", many, f"the {heads} heads", OTHER)
-  kv_heads = many if new else 1 if one else heads
+  multi_query = r.flag("multi_query", default=True)
+  stated_kv_heads = r.whole("num_kv_heads", "n_head_kv", default=heads)
+  if not new and not multi_query and stated_kv_heads != heads:
+    raise r.error("num_kv_heads", stated_kv_heads, f"the {heads} heads", OTHER)
+  kv_heads = stated_kv_heads if new else 1 if multi_query else heads
   if heads % kv_heads:
     raise r.error("num_kv_heads", kv_heads, f"a divisor of {heads} heads")
   alibi = r.flag("alibi", default=False)
@@ -61,15 +61,15 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
 def _names(config: TransformerConfig) -> TensorNames:
   layer = config.layers[0]
   assert isinstance(layer.attention, Attention)
-  two = layer.parallel and not layer.shared_norm
+  two_norms = layer.parallel and not layer.shared_norm
   return TensorNames(
     layer="transformer.h.{}.",
     parts={
       "attention.o": "self_attention.dense",
       "feedforward.up": "mlp.dense_h_to_4h",
       "feedforward.down": "mlp.dense_4h_to_h",
-      "pre_attention": "ln_attn" if two else "input_layernorm",
-      "pre_feedforward": "ln_mlp" if two else "post_attention_layernorm",
+      "pre_attention": "ln_attn" if two_norms else "input_layernorm",
+      "pre_feedforward": "ln_mlp" if two_norms else "post_attention_layernorm",
     },
     fused={
       "self_attention.query_key_value": Fusion(

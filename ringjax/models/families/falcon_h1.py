@@ -23,21 +23,23 @@ from ringjax.nn.beside import Beside
 
 
 def _multipliers(r: ConfigReader, key: str, count: int) -> tuple[float, ...]:
-  """A list of so many numbers above 0; default: ones."""
-  given = r.value(key, default=[1.0] * count)
-  if not isinstance(given, list) or len(given) != count:
-    raise r.error(key, given, f"a list of {count} numbers above 0")
-  each = r.part(key, {str(i): x for i, x in enumerate(given)})
-  return tuple(each.positive(str(i)) for i in range(count))
+  """A list of `count` numbers above 0; default: ones."""
+  numbers = r.value(key, default=[1.0] * count)
+  if not isinstance(numbers, list) or len(numbers) != count:
+    raise r.error(key, numbers, f"a list of {count} numbers above 0")
+  reader = r.part(key, {str(i): x for i, x in enumerate(numbers)})
+  return tuple(reader.positive(str(i)) for i in range(count))
 
 
 def _config(r: ConfigReader) -> TransformerConfig:
   norm = rms(r, default=1e-5)
   r.must_be("hidden_act", "silu", default="silu")
-  one = lambda key: r.positive(f"{key}_multiplier", default=1.0)
+  multiplier = lambda key: r.positive(f"{key}_multiplier", default=1.0)
   attend = attention(r, r.rope(), **biases(r))
-  # Scores are linear in keys.
-  attend = dataclasses.replace(attend, scale=attend.logit_scale * one("key"))
+  # Scores are linear in keys, so the multiplier of keys goes to the scale.
+  attend = dataclasses.replace(
+    attend, scale=attend.logit_scale * multiplier("key")
+  )
   normed = r.flag("mamba_rms_norm", default=False)
   last = r.flag("mamba_norm_before_gate", default=True)
   bias = r.flag("mamba_proj_bias", default=False)
@@ -55,7 +57,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
     **options,
   )
   r.ignore("mamba_expand")
-  # What the width of the feedforward was counted by, and that there is one.
+  # The width's former definition, and that there is a feedforward.
   r.ignore("mlp_expansion_factor")
   r.only("mamba_use_mlp", True)
   feedforward = gated(r, bias=r.flag("mlp_bias", default=False))
@@ -66,15 +68,15 @@ def _config(r: ConfigReader) -> TransformerConfig:
     Beside(
       attention=attend,
       state=mix,
-      attention_in=one("attention_in"),
-      attention_out=one("attention_out"),
-      state_in=one("ssm_in"),
-      state_out=one("ssm_out"),
+      attention_in=multiplier("attention_in"),
+      attention_out=multiplier("attention_out"),
+      state_in=multiplier("ssm_in"),
+      state_out=multiplier("ssm_out"),
     ),
     dataclasses.replace(feedforward, gate_scale=of_gate, scale=of_down),
     norm,
-    embed_scale=one("embedding"),
-    logit_scale=one("lm_head"),
+    embed_scale=multiplier("embedding"),
+    logit_scale=multiplier("lm_head"),
   )
 
 

@@ -1,4 +1,4 @@
-"""What makes a family, and the parts that most configs describe alike."""
+"""Definition of a model family, and config parts that most families share."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ringjax.ops.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextModel:
-  """As what the text model within a model of text and images is read.
+  """A way to read the text model within a model of text and images.
 
   Attributes:
-    type: the `model_type` of a model that computes the same of text.
-    architecture: how transformers names that one.
-    said: the `model_type` that `text_config` has; default: `type`.
-    defaults: what a `text_config` means that does not say.
-    renamed: a key of `text_config` -> those that say it of the other model.
-    fixed: what it means whatever it says.
-    names: its tensors; default: as its family names them.
-    turned: endings of tensors whose last two axes may be the other way round;
-      the shape in the folder decides.
-    skips: the key of a list of layers that text does not meet, if any.
-    rows: of the embedding, behind those of the vocabulary, that no text reads.
+    type: The `model_type` of a text model with the same computation.
+    architecture: Name of that model's class in transformers.
+    said: The `model_type` that `text_config` has; default: `type`.
+    defaults: Values of keys that a `text_config` leaves out.
+    renamed: A key of `text_config` -> the keys of the other model for it.
+    fixed: Values that hold whatever the `text_config` says.
+    names: Names of its tensors; default: those of its family.
+    turned: Endings of tensors whose last two axes may be swapped; the shape in
+      the folder decides.
+    skips: Key of a list of layers that text does not pass, if any.
+    rows: Embedding rows after those of the vocabulary, which no text uses.
   """
 
   type: str
@@ -53,17 +53,16 @@ class Wrapper:
   """A model of text and images, of which the text model is read.
 
   Attributes:
-    type: its `model_type`.
-    defaults: what a `text_config` means that does not say; writers leave out
-      what transformers has by default.
-    architecture: the text model's own, as transformers names it.
-    texts: as which models `text_config` may be read, the first of which is the
-      one that is meant without a `model_type`; default: those of the family, as
-      themselves.
-    flat: whether older files have the text model's keys beside their own.
-    within: the key of the part that has `text_config`, if it is not outermost.
-    text_ties: whether `tie_word_embeddings` in `text_config`, where it is
-      there, counts before the outer one.
+    type: The `model_type` of the whole model.
+    defaults: Values of keys that a `text_config` leaves out; writers omit the
+      defaults of transformers.
+    architecture: Name of the text model's class in transformers.
+    texts: Ways to read `text_config`, of which the first counts without a
+      `model_type`; default: the types of the family.
+    flat: Whether older files have the text model's keys next to their own.
+    within: Key of the part that has `text_config`, if it is not outermost.
+    text_ties: Whether `tie_word_embeddings` in `text_config`, if present,
+      counts before the outer one.
   """
 
   type: str
@@ -78,25 +77,25 @@ class Wrapper:
 def llama_names(
   parts: Mapping[str, str] | None = None, **options: Any
 ) -> Callable[[TransformerConfig], TensorNames]:
-  """Names like Llama's, for every config: `parts` and options replace some."""
+  """Llama's tensor names for every config; `parts` and options replace some."""
   names = TensorNames(parts={**LLAMA, **(parts or {})}, **options)
   return lambda config: names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """A kind of checkpoint.
+  """A model family: how its configs and tensors are read.
 
   Attributes:
-    name: as in `rj.models.list()`.
-    config: what a config.json says.
-    names: the tensors of a model with that config.
-    types: values of `model_type` that mean it; default: its name.
-    unread: prefixes of tensors that are no part of the model, by its
-      config.json: layers that only guess further tokens.
-    wrapper: a model that holds one of this family, or None.
-    spellings: names that a tensor may have in a folder, by its own, which is
-      the first of them.
+    name: Name of the family, as in `rj.models.list()`.
+    config: Function that reads a config.json.
+    names: Function from a config to the names of its tensors.
+    types: Values of `model_type` of the family; default: its name.
+    unread: Function from a config.json to prefixes of tensors that the model
+      does not use: layers that only predict further tokens.
+    wrapper: A model that holds one of this family, or None.
+    spellings: Function from a tensor's name to the names that it may have in a
+      folder, the first of which is the name itself.
   """
 
   name: str
@@ -113,14 +112,14 @@ class Family:
   def read(
     self, config: Mapping[str, Any], unknown: UnknownKeys
   ) -> TransformerConfig:
-    """What the config.json of a text model means.
+    """Reads the config.json of a text model.
 
     Args:
-      config: The file.
-      unknown: What happens to keys that nothing reads.
+      config: Content of config.json.
+      unknown: Treatment of keys that nothing reads.
 
     Raises:
-      ConfigError: a value out of range, or a key that is not known.
+      ConfigError: If a value is out of range, or a key is not known.
     """
     return self.config(ConfigReader(config, unknown=unknown))
 
@@ -128,21 +127,21 @@ class Family:
 def pattern(
   r: ConfigReader, every: int, other: str = "sliding_attention"
 ) -> list[str]:
-  """Kinds of layers of which each `every`-th has full attention."""
+  """Kinds of layers, of which every `every`-th has full attention."""
   return [
     other if (i + 1) % every else "full_attention" for i in range(r.layers())
   ]
 
 
 def rope_flags(r: ConfigReader) -> list[bool]:
-  """Whether each layer has a rotation: of every few, the last one has none."""
+  """Whether each layer has a rotation; by default every fourth has none."""
   every = r.whole("no_rope_layer_interval", default=4)
   default = [int((i + 1) % every != 0) for i in range(r.layers())]
   return r.flags("no_rope_layers", default)
 
 
 def causal(window: int | None, kind: str = "sliding_attention") -> Mask:
-  """Causal; within the last `window` tokens in layers of a sliding kind."""
+  """Causal mask; in layers of a sliding kind it has a window, too."""
   if window is None or kind != "sliding_attention":
     return Causal()
   return Causal() & Window(window)
@@ -193,13 +192,13 @@ def experts(
   """The mixture of experts of a config.
 
   Args:
-    r: the config.
-    router: how experts are chosen.
-    count: keys of how many there are.
-    chosen: keys of how many a token has.
-    most: the most that it may have; default: all.
-    hidden: the key of an expert's width.
-    **options: of `Experts`.
+    r: Reader of the config.
+    router: Router that chooses experts.
+    count: Keys of the number of experts.
+    chosen: Keys of the number of experts per token.
+    most: Largest number of experts per token; default: all.
+    hidden: Key of an expert's width.
+    **options: Other options of `Experts`.
   """
   number = r.whole(*count)
   return Experts(
@@ -213,23 +212,23 @@ def experts(
 
 
 def _context(r: ConfigReader) -> tuple[int, str | None]:
-  """Up to where the computation is that of the file, and which key says so.
+  """The longest context that is computed as trained, and its key.
 
   Dual chunk attention (An et al. 2024, arXiv 2402.17463) folds the distances
   of longer texts; it is plain attention up to a chunk.
   """
   keys = ("max_seq_len", "model_max_length", "max_position_embeddings")
-  said = next((key for key in keys if r.has(key)), keys[-1])
-  most = r.whole(said, default=2048)
+  limit_key = next((key for key in keys if r.has(key)), keys[-1])
+  context = r.whole(limit_key, default=2048)
   chunks = r.value("dual_chunk_attention_config", default=None)
   if chunks is None:
-    return most, said if r.has(said) else None
+    return context, limit_key if r.has(limit_key) else None
   part = r.part("dual_chunk_attention_config", chunks)
-  exact = (
-    part.whole("original_max_position_embeddings", default=most),
+  exact_lengths = (
+    part.whole("original_max_position_embeddings", default=context),
     part.whole("chunk_size"),
   )
-  # How the folding itself is done, and a faster form of it.
+  # How the folding is done, and a faster form of it.
   part.ignore(
     "local_size",
     "sparse_attention_config",
@@ -237,7 +236,7 @@ def _context(r: ConfigReader) -> tuple[int, str | None]:
     "sparse_attention_threshold",
   )
   part.finish()
-  return min(most, *exact), "dual_chunk_attention_config"
+  return min(context, *exact_lengths), "dual_chunk_attention_config"
 
 
 def model(
@@ -252,34 +251,34 @@ def model(
   bound: str | None = None,
   **options: Any,
 ) -> TransformerConfig:
-  """The model of a config, of which all keys have to be read by now.
+  """Makes the architecture of a config, all of whose keys must be read by now.
 
   Args:
-    r: the config.
-    family: its name.
-    attention: of every layer, or a list with one for each, whose length is
-      then the number of layers.
-    feedforward: of every layer, or a list with one for each.
-    norm: of every layer, and the last one.
-    layer: further options of `Layer`.
-    tied: whether the head is the embedding, if the file does not say.
-    bound: the key that says how many positions were learned, if any were.
-    **options: of `TransformerConfig`.
+    r: Reader of the config.
+    family: Name of the family.
+    attention: Attention of every layer, or a list with one per layer, whose
+      length is then the number of layers.
+    feedforward: Feedforward of every layer, or a list with one per layer.
+    norm: Norm of every layer, and the last one.
+    layer: Further options of `Layer`.
+    tied: Whether the head is the embedding, if the file does not say.
+    bound: Key of the number of learned positions, if there are any.
+    **options: Other options of `TransformerConfig`.
 
   Raises:
-    ConfigError: a value out of range, or a key that was not read.
+    ConfigError: If a value is out of range, or a key was not read.
   """
   count = len(attention) if isinstance(attention, list) else r.layers()
-  each = lambda part: part if isinstance(part, list) else [part] * count
+  per_layer = lambda part: part if isinstance(part, list) else [part] * count
   layers = [
     Layer(attention=a, feedforward=f, norm=norm, **(layer or {}))
-    for a, f in zip(each(attention), each(feedforward), strict=True)
+    for a, f in zip(per_layer(attention), per_layer(feedforward), strict=True)
   ]
   learned = options.get("positions")
   if learned is not None and bound is not None:
-    most = learned.count
+    max_positions = learned.count
   else:
-    most, bound = _context(r)
+    max_positions, bound = _context(r)
   config = TransformerConfig(
     family=family,
     vocab=r.whole("vocab_size"),
@@ -287,7 +286,7 @@ def model(
     layers=tuple(layers),
     norm=norm,
     tied=r.flag("tie_word_embeddings", default=tied),
-    max_positions=most,
+    max_positions=max_positions,
     bound=bound,
     **options,
   )

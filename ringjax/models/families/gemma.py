@@ -24,7 +24,7 @@ from ringjax.nn.attention import Attention
 
 def _gemma(r: ConfigReader) -> TransformerConfig:
   act = r.act("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
-  # Always the tanh form, also where older files say "gelu".
+  # Always the tanh form, even if older files say "gelu".
   act = "gelu_tanh" if act == "gelu" else act
   return _model(r, "gemma", attention(r, r.rope(), **biases(r)), act)
 
@@ -32,7 +32,7 @@ def _gemma(r: ConfigReader) -> TransformerConfig:
 def _model(
   r: ConfigReader, name: str, attentions: Any, act: str, **options: Any
 ) -> TransformerConfig:
-  """What the three have in common."""
+  """Model with the common parts of all Gemma families here."""
   r.must_be("use_bidirectional_attention", False, default=False)
   return model(
     r,
@@ -60,7 +60,7 @@ def _gemma2(
 
 
 def _vaultgemma(r: ConfigReader) -> TransformerConfig:
-  """Gemma 2 without norms behind its parts."""
+  """Gemma 2 without norms after its parts."""
   return _gemma2(r, "vaultgemma", post=False)
 
 
@@ -86,17 +86,17 @@ def _sandwich(
   attends: dict[str, Any],
   **options: Any,
 ) -> TransformerConfig:
-  """Gemma 2 and those after it; some layers slide."""
+  """Gemma 2 and later ones, some of whose layers have a sliding window."""
   act = r.act("hidden_activation", default="gelu_pytorch_tanh")
-  # An older name beside it, that does not count.
+  # An older name of the same key, which does not count.
   r.ignore("hidden_act", "rope_local_base_freq")
   scale = r.positive("query_pre_attn_scalar", default=256.0) ** -0.5
   attends = {"scale": scale, **attends, **biases(r)}
   window = r.whole("sliding_window", absent=4096)
-  # An older name beside it.
+  # An older name of the same key.
   r.only("sliding_window_size", window)
 
-  def one(kind: str) -> Attention:
+  def attention_of(kind: str) -> Attention:
     if name != "gemma3":
       rope = r.rope(kind=kind)
     elif kind == "sliding_attention":
@@ -105,7 +105,7 @@ def _sandwich(
       rope = r.rope(kind=kind, theta=1000000.0)
     return attention(r, rope, mask=causal(window, kind), **attends)
 
-  attentions = [one(kind) for kind in types]
+  attentions = [attention_of(kind) for kind in types]
   return _model(r, name, attentions, act, **options)
 
 

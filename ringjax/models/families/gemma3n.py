@@ -1,5 +1,8 @@
-"""Gemma 3n, its text model: several residual streams, a residual of low rank,
-gates that are shut, and what Gemma 4 has too."""
+"""Gemma 3n's text model.
+
+It has several residual streams, a low-rank residual, sparse gates, and the
+parts that Gemma 4 has, too.
+"""
 
 from __future__ import annotations
 
@@ -71,17 +74,17 @@ def _feedforwards(r: ConfigReader, act: str) -> list[Gated]:
   count = r.layers()
   widths = r.value("intermediate_size", default=16384)
   widths = widths if isinstance(widths, list) else [widths] * count
-  fits = all(type(x) is int and 0 < x < 2**31 for x in widths)
-  if len(widths) != count or not fits:
+  valid_widths = all(type(x) is int and 0 < x < 2**31 for x in widths)
+  if len(widths) != count or not valid_widths:
     want = f"a whole number, or one for each of {count} layers"
     raise r.error("intermediate_size", widths, want)
-  shut = [0.95 if i < 10 < count else 0.0 for i in range(count)]
-  parts = r.value("activation_sparsity_pattern", default=shut)
-  within = lambda x: type(x) in (int, float) and 0 <= x < 1
+  sparsity = [0.95 if i < 10 < count else 0.0 for i in range(count)]
+  parts = r.value("activation_sparsity_pattern", default=sparsity)
+  is_fraction = lambda x: type(x) in (int, float) and 0 <= x < 1
   if not isinstance(parts, list) or len(parts) != count:
     want = f"a list of {count} numbers from 0 to below 1"
     raise r.error("activation_sparsity_pattern", parts, want)
-  if not all(map(within, parts)):
+  if not all(map(is_fraction, parts)):
     want = "numbers from 0 to below 1"
     raise r.error("activation_sparsity_pattern", parts, want)
   return [
@@ -96,7 +99,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
   count = r.whole("altup_num_inputs", default=4, least=2, most=64)
   if count * r.whole("hidden_size") ** 2 > 2**40:
     raise r.error("altup_num_inputs", count, "maps of 2^40 numbers in all")
-  # Of training.
+  # A training setting.
   r.ignore("altup_coef_clip")
   inputs = layer_inputs(r, act, default=262144)
   if inputs is None:

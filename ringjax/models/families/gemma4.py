@@ -1,5 +1,8 @@
-"""Gemma 4, its text model: layers of two widths, keys that later layers read
-too, and a second embedding that all layers read."""
+"""Gemma 4's text model.
+
+It has layers of two widths, keys that later layers also read, and a second
+embedding that all layers read.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +34,24 @@ _OWN = ("k_proj", "v_proj", "k_norm", "v_norm")
 def layer_groups(
   r: ConfigReader, types: tuple[str, ...], shared: int
 ) -> list[dict[str, Any]]:
-  """Options of each layer's attention: whose keys it reads, and who reads its.
+  """Options of each layer's attention: its key group, and whether it reads it.
 
-  The last `shared` layers read those of the last layer of their kind before.
+  The last `shared` layers read the keys of the last layer of their kind before.
   """
   first = len(types) - shared
   if first < 1 or set(types[first:]) - set(types[:first]):
     want = "fewer, with a layer of each kind before those that share"
     raise r.error("num_kv_shared_layers", shared, want)
   last = {kind: i for i, kind in enumerate(types[:first])}
-  found: list[dict[str, Any]] = []
+  options: list[dict[str, Any]] = []
   for i, kind in enumerate(types):
     if i >= first:
-      found.append({"group": kind, "reads": True})
+      options.append({"group": kind, "reads": True})
     elif kind in types[first:] and i == last[kind]:
-      found.append({"group": kind})
+      options.append({"group": kind})
     else:
-      found.append({})
-  return found
+      options.append({})
+  return options
 
 
 def _sizes(r: ConfigReader, types: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -56,29 +59,29 @@ def _sizes(r: ConfigReader, types: tuple[str, ...]) -> list[tuple[int, int]]:
   _, kv_heads = r.heads()
   base = r.head_dim(), kv_heads
   one_map = r.flag("attention_k_eq_v", default=False)
-  wide = r.whole("global_head_dim", default=512)
-  few = r.whole("num_global_key_value_heads", default=kv_heads)
-  full = wide, few if one_map else kv_heads
+  global_dim = r.whole("global_head_dim", default=512)
+  global_kv_heads = r.whole("num_global_key_value_heads", default=kv_heads)
+  full = global_dim, global_kv_heads if one_map else kv_heads
   sizes = [full if kind == _FULL else base for kind in types]
-  given = r.value("per_layer_config", absent=sizes)
-  if given is sizes:
+  layer_configs = r.value("per_layer_config", absent=sizes)
+  if layer_configs is sizes:
     return sizes
-  if given is None:
-    # Null says that no layer differs.
+  if layer_configs is None:
+    # Null means that no layer differs.
     return [base] * len(types)
-  part = r.part("per_layer_config", given, closed=True)
-  found = []
+  part = r.part("per_layer_config", layer_configs, closed=True)
+  sizes_by_layer = []
   for i in range(len(types)):
-    one = part.part(str(i), part.value(str(i), default={}))
-    found.append(
+    layer_config = part.part(str(i), part.value(str(i), default={}))
+    sizes_by_layer.append(
       (
-        one.whole("head_dim", default=base[0]),
-        one.whole("num_key_value_heads", default=base[1]),
+        layer_config.whole("head_dim", default=base[0]),
+        layer_config.whole("num_key_value_heads", default=base[1]),
       )
     )
-    one.finish()
+    layer_config.finish()
   part.finish()
-  return found
+  return sizes_by_layer
 
 
 def _attentions(r: ConfigReader) -> list[Attention]:
@@ -95,7 +98,7 @@ def _attentions(r: ConfigReader) -> list[Attention]:
   options: dict[str, Any] = biases(r)
   groups, sizes = layer_groups(r, types, shared), _sizes(r, types)
   owners: dict[str, tuple[int, int]] = {}
-  found = []
+  attentions = []
   for i, kind in enumerate(types):
     head_dim, kv_heads = sizes[i]
     if heads % kv_heads:
@@ -112,7 +115,7 @@ def _attentions(r: ConfigReader) -> list[Attention]:
       partial=1.0 if slides else 0.25,
       unsaid="default" if slides else "proportional",
     )
-    found.append(
+    attentions.append(
       Attention(
         heads=heads,
         kv_heads=kv_heads,
@@ -127,12 +130,12 @@ def _attentions(r: ConfigReader) -> list[Attention]:
         **options,
       )
     )
-  return found
+  return attentions
 
 
 def _config(r: ConfigReader) -> TransformerConfig:
   act = r.act("hidden_activation", default="gelu_pytorch_tanh")
-  # Tokens of images alone would see each other.
+  # Only tokens of images would see each other.
   seen = r.value("use_bidirectional_attention", default=None)
   if seen not in (None, False, "vision"):
     want = "null or vision, which text does not notice"
@@ -175,7 +178,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
 
 
 def layer_inputs(r: ConfigReader, act: str, default: int) -> LayerInputs | None:
-  """The second embedding of a config; None where it has no width."""
+  """The second embedding of a config; None if it has no width."""
   vocab = r.whole("vocab_size_per_layer_input", default=default)
   width = r.whole("hidden_size_per_layer_input", default=256, least=0)
   if not width:
@@ -195,10 +198,10 @@ def unread_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
   if not isinstance(count, int) or not isinstance(shared, int):
     return ()
   return tuple(
-    f"{before}layers.{i}.self_attn.{name}."
+    f"{prefix}layers.{i}.self_attn.{name}."
     for i in range(max(count - shared, 0), min(count, 1000))
     for name in _OWN
-    for before in (
+    for prefix in (
       "model.",
       "language_model.model.",
       "model.language_model.",

@@ -62,7 +62,8 @@ def _neox_names(config: TransformerConfig) -> TensorNames:
 
 
 def _oss(r: ConfigReader) -> TransformerConfig:
-  # Without one transformers stretches the context by 32: the file must say.
+  # Without a value transformers scales the context by 32: the file must have
+  # it.
   r.value("rope_parameters", "rope_scaling")
   rope = r.rope(theta=150000.0)
   options = {**biases(r, default=True), "sinks": True}

@@ -1,5 +1,4 @@
-"""Jamba: a selective state space in most layers, attention without positions
-in some, experts in every other one."""
+"""Jamba: selective state spaces, some attention without positions, experts."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ringjax.nn.mamba1 import Mamba1
 
 
 def _every(r: ConfigReader, part: str, period: int, offset: int) -> list[bool]:
-  """Which layers have a part: of every few, the one with a number."""
+  """Whether each layer has a part: the layer at `offset` in each `period`."""
   period = r.whole(f"{part}_layer_period", default=period)
   key = f"{part}_layer_offset"
   offset = r.whole(key, default=offset, least=0, most=period - 1)
@@ -34,7 +33,7 @@ def _mixer(r: ConfigReader) -> Mamba1:
   rank = math.ceil(width / 16)
   if r.value("mamba_dt_rank", default="auto") != "auto":
     rank = r.whole("mamba_dt_rank")
-  # How it is computed.
+  # How it is computed, which does not change the result.
   r.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
   return Mamba1(
     channels=r.whole("mamba_expand", default=2) * width,
@@ -49,27 +48,27 @@ def _mixer(r: ConfigReader) -> Mamba1:
 
 def _config(r: ConfigReader) -> TransformerConfig:
   r.must_be("hidden_act", "silu", default="silu")
-  # Of inference with other code.
+  # An option of other inference code.
   r.ignore("num_logits_to_keep")
   attend, mix = attention(r, None), _mixer(r)
   full = _every(r, "attn", 8, 4)
   sparse = _every(r, "expert", 2, 1)
-  many = ("num_experts", "num_local_experts")
+  expert_keys = ("num_experts", "num_local_experts")
   dense = mixture = gated(r)
-  # A mixture of one is not one.
-  if r.whole(*many, default=16) > 1:
+  # A mixture of one expert is a plain feedforward.
+  if r.whole(*expert_keys, default=16) > 1:
     mixture = experts(
       r,
       Softmax(renormalise=False),
-      count=many,
+      count=expert_keys,
       hidden="intermediate_size",
     )
   r.ignore("num_experts_per_tok")
   return model(
     r,
     "jamba",
-    [attend if here else mix for here in full],
-    [mixture if here else dense for here in sparse],
+    [attend if is_attention else mix for is_attention in full],
+    [mixture if is_sparse else dense for is_sparse in sparse],
     rms(r),
   )
 

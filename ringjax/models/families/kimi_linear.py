@@ -35,20 +35,22 @@ def _kinds(
 
 
 def _delta(r: ConfigReader) -> tuple[ChannelDelta, list[str]]:
-  """The recurrent layers, and what each layer is."""
+  """The recurrent mixer, and the kind of each layer."""
   count = r.layers()
   part = r.part("linear_attn_config", r.value("linear_attn_config", default={}))
-  # In the part, as published, or beside the other keys.
+  # In the part, as published, or next to the other keys.
   sizes = {}
-  for key, other, default, least in (
+  for key, outer_key, default, minimum in (
     ("num_heads", "linear_num_heads", 32, 1),
     ("head_dim", "linear_head_dim", 128, 1),
     ("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 2),
   ):
     sizes[key] = part.whole(
-      key, least=least, default=r.whole(other, default=default, least=least)
+      key,
+      least=minimum,
+      default=r.whole(outer_key, default=default, least=minimum),
     )
-  # Their numbers begin at 1.
+  # Layer numbers begin at 1 there.
   full = part.numbers_of_layers("full_attn_layers", [])
   linear = part.numbers_of_layers("kda_layers", [])
   listed = part.has("full_attn_layers") and part.has("kda_layers")
@@ -75,12 +77,12 @@ def _delta(r: ConfigReader) -> tuple[ChannelDelta, list[str]]:
 
 
 def _latent(r: ConfigReader) -> Latent:
-  """Latent attention in which nothing turns."""
+  """Latent attention without a rotary embedding."""
   heads, kv_heads = r.heads()
   if kv_heads != heads:
     raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
   r.only("q_lora_rank", None)
-  # What other files say of a rotation that the published code does not do.
+  # Other files have keys of a rotation that the published code does not do.
   r.only("mla_use_nope", True)
   r.ignore("head_dim", "qk_head_dim", "rope_theta", "rope_scaling")
   r.ignore("rope_parameters")
@@ -105,7 +107,7 @@ def _feedforwards(r: ConfigReader) -> list[Feedforward]:
   r.must_be("moe_router_activation_func", "sigmoid", default="sigmoid")
   r.only("moe_layer_freq", 1)
   r.only("use_grouped_topk", True)
-  router, most = grouped_router(
+  router, max_chosen = grouped_router(
     r,
     count=count,
     group="num_expert_group",
@@ -113,22 +115,22 @@ def _feedforwards(r: ConfigReader) -> list[Feedforward]:
     scale=2.446,
   )
   hidden = "moe_intermediate_size"
-  many = r.whole("num_shared_experts", "n_shared_experts", default=1)
+  num_shared = r.whole("num_shared_experts", "n_shared_experts", default=1)
   sparse = experts(
     r,
     router,
     count=count,
     chosen=("num_experts_per_token", "num_experts_per_tok"),
-    most=most,
+    most=max_chosen,
     correction=True,
-    shared=r.whole(hidden) * many,
+    shared=r.whole(hidden) * num_shared,
   )
   first = r.whole("first_k_dense_replace", default=1, least=0)
   names = ("dense", "sparse")
   default = [names[i >= first] for i in range(r.layers())]
-  found = {"dense": gated(r), "sparse": sparse}
+  by_kind = {"dense": gated(r), "sparse": sparse}
   kinds = _kinds(r, "mlp_layer_types", names, default)
-  return [found[kind] for kind in kinds]
+  return [by_kind[kind] for kind in kinds]
 
 
 def _config(r: ConfigReader) -> TransformerConfig:
@@ -144,8 +146,11 @@ def _config(r: ConfigReader) -> TransformerConfig:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-  """Names of a tensor: what transformers saves of a plain feedforward has the
-  name that experts have, what was published has not."""
+  """Names of a tensor: its own, and that of a plain feedforward.
+
+  transformers saves plain feedforwards under the name of experts, the published
+  files do not.
+  """
   return (name, name.replace(".block_sparse_moe.", ".mlp."))
 
 

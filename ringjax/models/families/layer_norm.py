@@ -130,7 +130,7 @@ def _bloom(r: ConfigReader) -> TransformerConfig:
     raise r.error("hidden_size", embed, f"a multiple of {heads} heads")
   norm = _norm(r, "layer_norm_epsilon")
   r.must_be("apply_residual_connection_post_layernorm", False, default=False)
-  # How a training summed the parts of a tensor-parallel map.
+  # How training summed the parts of a tensor-parallel map.
   r.ignore("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv")
   r.ignore("attention_softmax_in_fp32", "masked_softmax_fusion", "seq_length")
   r.ignore("bias_dropout_fusion", "offset_alibi", "unk_token_id", "n_inner")
@@ -163,7 +163,7 @@ def _mpt(r: ConfigReader) -> TransformerConfig:
   part.only("prefix_lm", False)
   part.only("attn_uses_sequence_id", False)
   part.only("alibi_bias_max", 8)
-  # Which kernel computes it, and a dropout.
+  # The kernel that computes it, and a dropout.
   part.ignore("attn_impl", "attn_pdrop", "model_type")
   attend = Attention(
     heads=heads,
@@ -178,7 +178,7 @@ def _mpt(r: ConfigReader) -> TransformerConfig:
   r.only("embedding_fraction", 1.0)
   r.only("no_bias", True)
   r.only("logit_scale", None)
-  # Without meaning for the transformers' form, which has ALiBi.
+  # Without meaning for the form in transformers, which has ALiBi.
   r.ignore("learned_pos_emb", "norm_type", "init_device", "init_config")
   r.ignore("emb_pdrop", "verbose", "fc_type", "ffn_config")
   return model(

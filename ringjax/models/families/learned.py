@@ -1,4 +1,4 @@
-"""GPT-2 and OPT, whose embeddings know their positions."""
+"""GPT-2 and OPT, which have learned position embeddings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _gpt2(r: ConfigReader) -> TransformerConfig:
   scale = 1.0
   if r.flag("scale_attn_weights", default=True):
     scale = (embed // heads) ** -0.5
-  apart = r.flag("scale_attn_by_inverse_layer_idx", default=False)
-  # In which order and precision products are taken: always float32 here.
+  by_layer = r.flag("scale_attn_by_inverse_layer_idx", default=False)
+  # Order and precision of products: always float32 here.
   r.ignore("reorder_and_upcast_attn")
-  # Of classifiers, and another name of the positions.
+  # Options of classifiers, and another name of the positions.
   r.ignore("summary_activation", "summary_first_dropout", "summary_type")
   r.ignore("summary_proj_to_labels", "summary_use_proj", "n_ctx")
   r.ignore("attn_pdrop")
@@ -31,7 +31,7 @@ def _gpt2(r: ConfigReader) -> TransformerConfig:
       heads=heads,
       kv_heads=heads,
       head_dim=embed // heads,
-      scale=scale / (i + 1) if apart else scale,
+      scale=scale / (i + 1) if by_layer else scale,
       bias=True,
       out_bias=True,
     )
@@ -60,11 +60,11 @@ def _opt(r: ConfigReader) -> TransformerConfig:
   embed = r.whole("hidden_size")
   if embed % heads:
     raise r.error("hidden_size", embed, f"a multiple of {heads} heads")
-  # The smallest but one has norms behind its layers and a narrow embedding.
+  # The second smallest OPT has norms after its layers and a narrow embedding.
   r.must_be("do_layer_norm_before", True, default=True)
   r.only("_remove_final_layer_norm", False)
   r.only("word_embed_proj_dim", embed)
-  # Of training, and an older name of a token.
+  # Training settings, and an older name of a token.
   r.ignore("activation_dropout", "dropout", "init_std", "layerdrop")
   bias = r.flag("enable_bias", default=True)
   weight = r.flag("layer_norm_elementwise_affine", default=True)
@@ -93,7 +93,7 @@ def _opt(r: ConfigReader) -> TransformerConfig:
 
 
 def _count(r: ConfigReader, *keys: str, default: int) -> int:
-  """How many positions were learned."""
+  """Number of learned positions."""
   return r.whole(*keys, most=2**24, default=default)
 
 

@@ -22,26 +22,28 @@ from ringjax.nn.short_conv import ShortConv
 
 
 def _kinds(r: ConfigReader) -> list[str]:
-  """What each layer mixes tokens with."""
+  """Kind of token mixer of each layer."""
   count = r.layers()
   full = r.numbers_of_layers("full_attn_idxs", list(range(count)))
   kinds = r.value(
     "layer_types",
     default=["full_attention" if i in full else "conv" for i in range(count)],
   )
-  known = ["conv", "full_attention"]
+  known_kinds = ["conv", "full_attention"]
   if (
     not isinstance(kinds, list)
     or len(kinds) != count
-    or not all(kind in known for kind in kinds)
+    or not all(kind in known_kinds for kind in kinds)
   ):
-    raise r.error("layer_types", kinds, f"{count} names of {', '.join(known)}")
+    raise r.error(
+      "layer_types", kinds, f"{count} names of {', '.join(known_kinds)}"
+    )
   return kinds
 
 
 def _hidden(r: ConfigReader) -> int:
-  """The width of the feedforward, which a file may say before two factors."""
-  # Published files say both, and mean the first.
+  """Width of the feedforward, which a file may state before two factors."""
+  # Published files have both keys, and mean the first.
   key = "block_ff_dim" if r.has("block_ff_dim") else "intermediate_size"
   hidden = r.whole(key, default=12288)
   r.ignore("block_ff_dim", "intermediate_size")
@@ -74,8 +76,8 @@ def _lfm2(
       bias=r.flag("conv_bias", default=False),
     ),
   }
-  # Of the published files: what the other keys say again, and how the weights
-  # were initialised. A width or a number of heads that is another is refused.
+  # Published files repeat other keys with these, or state how the weights were
+  # initialised. A width or a number of heads that differs is refused.
   r.only("conv_dim", width)
   r.only("conv_dim_out", width)
   r.only("block_dim", width)

@@ -49,18 +49,18 @@ def qwen(
   feedforward: Feedforward | Sequence[Feedforward],
   **options: Any,
 ) -> TransformerConfig:
-  """Qwen's decoders: later layers slide, where windows are on."""
-  on = r.flag("use_sliding_window", default=False)
-  window = r.whole("sliding_window", least=int(on), absent=4096)
+  """Qwen's decoders: if windows are on, later layers have one."""
+  windows_on = r.flag("use_sliding_window", default=False)
+  window = r.whole("sliding_window", least=int(windows_on), absent=4096)
   first = r.whole("max_window_layers", default=28, least=0)
   types = r.layer_types(
     [
-      "sliding_attention" if on and i >= first else "full_attention"
+      "sliding_attention" if windows_on and i >= first else "full_attention"
       for i in range(r.layers())
     ]
   )
-  # Off is off, also where the file names layers that would slide.
-  window = window if on else None
+  # Off means no windows, even if the file names layers that would slide.
+  window = window if windows_on else None
   rope = r.rope()
   attentions = [
     attention(r, rope, mask=causal(window, kind), **options) for kind in types
@@ -84,7 +84,7 @@ def _phi3(r: ConfigReader) -> TransformerConfig:
   r.only("interpolate_factor", 1)
   rope = r.rope()
   if isinstance(rope.scaling, LongRope):
-    # transformers has 4096 in its place, also where the rotation says another.
+    # transformers has 4096 instead, even if the rotation has another value.
     r.whole("original_max_position_embeddings")
   attend = attention(r, rope, mask=mask)
   return model(r, "phi3", attend, gated(r), rms(r, default=1e-5))
@@ -130,14 +130,14 @@ def _granite(r: ConfigReader) -> TransformerConfig:
 def granite(
   r: ConfigReader, name: str, feedforward: Feedforward
 ) -> TransformerConfig:
-  """Granite's decoders, which scale almost everything."""
+  """Granite's decoders: scaled embeddings, residuals, scores and logits."""
   scale = r.positive("attention_multiplier", default=1.0)
   attend = attention(r, r.rope(), scale=scale, **biases(r))
   return model(r, name, attend, feedforward, rms(r), **granite_scales(r))
 
 
 def granite_scales(r: ConfigReader) -> dict[str, Any]:
-  """Options of `model`: what Granite multiplies by."""
+  """Options of `model`: Granite's multipliers."""
   return {
     "layer": {"residual_scale": r.positive("residual_multiplier", default=1.0)},
     "embed_scale": r.positive("embedding_multiplier", default=1.0),
@@ -148,9 +148,9 @@ def granite_scales(r: ConfigReader) -> dict[str, Any]:
 def _starcoder2(r: ConfigReader) -> TransformerConfig:
   mask = causal(r.whole("sliding_window", default=None))
   options = biases(r, "use_bias", default=True)
-  # What they were called in GPT-BigCode; `hidden_act` and `norm_epsilon` count.
+  # The names in GPT-BigCode; `hidden_act` and `norm_epsilon` count.
   r.ignore("activation_function", "layer_norm_epsilon")
-  # Of the precision of the attention's weights: always float32 here.
+  # Precision of the attention's weights: always float32 here.
   r.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
   r.only("mlp_type", "default")
   r.only("norm_type", "layer_norm")
@@ -194,17 +194,17 @@ def olmo(
   feedforward: Feedforward | None = None,
   eps: float = 1e-5,
 ) -> TransformerConfig:
-  """OLMo's decoders since the second, whose norms are behind."""
+  """OLMo's decoders since the second, which have norms after their parts."""
   norm = rms(r, default=eps)
   options = {**biases(r), "qk_norm": norm, "qk_norm_whole": True}
 
-  def one(kind: str) -> Attention:
+  def attention_of(kind: str) -> Attention:
     slides = kind == "sliding_attention"
     rope = r.rope(kind=kind, theta=theta, plain=slides)
     mask = causal(r.whole("sliding_window") if slides else None)
     return attention(r, rope, mask=mask, **options)
 
-  attentions = [one(kind) for kind in types]
+  attentions = [attention_of(kind) for kind in types]
   layer = {"pre": False, "post": True}
   return model(r, name, attentions, feedforward or gated(r), norm, layer=layer)
 
@@ -239,7 +239,7 @@ def _cohere2(r: ConfigReader) -> TransformerConfig:
   r.only("position_embedding_type", "rope_gptj")
   r.only("use_gated_activation", True)
   r.only("use_parallel_block", True)
-  # Where a training kept its embedding; `tie_word_embeddings` says the rest.
+  # Training options of the embedding; `tie_word_embeddings` decides here.
   r.ignore("use_embedding_sharing", "use_parallel_embedding")
   ropes = {"sliding_attention": rope}
   attentions = [

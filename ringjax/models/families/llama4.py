@@ -33,8 +33,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
   mixed = r.numbers_of_layers("moe_layers", range(step - 1, count, step))
   chunk = r.whole("attention_chunk_size", default=8192)
   norm = rms(r, default=1e-5)
-  late = dataclasses.replace(norm, weight=False)
-  late = late if r.flag("use_qk_norm", default=True) else None
+  rotated_norm = dataclasses.replace(norm, weight=False)
+  rotated_norm = rotated_norm if r.flag("use_qk_norm", default=True) else None
   temperature = Temperature(
     scale=r.positive("attn_scale", default=0.1),
     floor=r.positive("floor_scale", default=8192),
@@ -59,7 +59,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
     attention(
       r,
       rope if rotates else None,
-      qk_norm=late if rotates else None,
+      qk_norm=rotated_norm if rotates else None,
       temperature=temperature if tuned and not rotates else None,
       mask=Causal() & Chunked(chunk) if "chunked" in kind else Causal(),
       **options,

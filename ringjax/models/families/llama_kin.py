@@ -50,7 +50,7 @@ def _ernie(r: ConfigReader) -> TransformerConfig:
 
 
 def exaone_types(r: ConfigReader) -> tuple[str, ...]:
-  """The kinds of EXAONE's layers: by a number, or by a text like "LLLG"."""
+  """Kinds of EXAONE's layers: by a number, or by a text like "LLLG"."""
   count = r.layers()
   window = r.whole("sliding_window", absent=4096)
   every = r.value("sliding_window_pattern", default=4)
@@ -73,13 +73,13 @@ def exaone_attentions(r: ConfigReader, norm: Norm) -> list[Attention]:
   rope, types = r.rope(), exaone_types(r)
   window = r.whole("sliding_window", absent=4096)
 
-  def one(kind: str) -> Attention:
-    # With windows, layers without one have no rotation.
-    turned = window is None or kind == "sliding_attention"
+  def attention_of(kind: str) -> Attention:
+    # In models with windows, layers without one have no rotation.
+    rotates = window is None or kind == "sliding_attention"
     mask = causal(window, kind)
-    return attention(r, rope if turned else None, qk_norm=norm, mask=mask)
+    return attention(r, rope if rotates else None, qk_norm=norm, mask=mask)
 
-  return [one(kind) for kind in types]
+  return [attention_of(kind) for kind in types]
 
 
 def _exaone4(r: ConfigReader) -> TransformerConfig:
@@ -90,8 +90,9 @@ def _exaone4(r: ConfigReader) -> TransformerConfig:
 
 
 def _cwm(r: ConfigReader) -> TransformerConfig:
-  """Llama, in which of four layers three look back a window."""
-  # Without one transformers stretches the context by 16: the file must say.
+  """Llama, in which three of four layers look back a window."""
+  # Without a value transformers scales the context by 16: the file must have
+  # it.
   r.value("rope_parameters", "rope_scaling")
   rope, window = r.rope(theta=1000000.0), r.whole("sliding_window", absent=8192)
   types = r.layer_types(
@@ -122,7 +123,7 @@ def _iquestcoder(r: ConfigReader) -> TransformerConfig:
 
 
 def _hyperclovax(r: ConfigReader) -> TransformerConfig:
-  """Granite with norms behind too, whose logits are multiplied."""
+  """Granite, optionally with norms after each part, and logits multiplied."""
   scale = r.positive("attention_multiplier", default=r.head_dim() ** -0.5)
   scales = granite_scales(r) | {
     "logit_scale": r.positive("logits_scaling", default=1.0)
@@ -151,9 +152,9 @@ def _helium(r: ConfigReader) -> TransformerConfig:
 
 
 def hunyuan_attention(r: ConfigReader) -> Attention:
-  """The attention of HunYuan: norms of queries and keys when they are turned.
+  """Attention of HunYuan, with norms of queries and keys after the rotation.
 
-  Keys that its configs have beside are ignored where they mean nothing.
+  Further keys of its configs are ignored where they mean nothing.
   """
   r.ignore("eod_token_id", "sep_token_id", "attention_head_dim")
   norm = rms(r, default=1e-5)
@@ -168,7 +169,7 @@ def _hunyuan(r: ConfigReader) -> TransformerConfig:
 def _apertus(r: ConfigReader) -> TransformerConfig:
   norm = rms(r, default=1e-5)
   r.must_be("hidden_act", "xielu", default="xielu")
-  # Without one transformers stretches the context by 8: the file must say.
+  # Without a value transformers scales the context by 8: the file must have it.
   r.value("rope_parameters", "rope_scaling")
   rope = r.rope(theta=12000000.0)
   attend = attention(r, rope, qk_norm=norm, **biases(r))
@@ -188,9 +189,9 @@ def _ministral(r: ConfigReader) -> TransformerConfig:
 
 
 def _ministral3(r: ConfigReader) -> TransformerConfig:
-  """Queries grow with their position, as in Llama 4."""
-  given = r.value("rope_parameters", "rope_scaling")
-  part = r.part("rope_parameters", given)
+  """Mistral with queries that grow with their position, as in Llama 4."""
+  rope_config = r.value("rope_parameters", "rope_scaling")
+  part = r.part("rope_parameters", rope_config)
   tuned = Temperature(
     scale=part.positive("llama_4_scaling_beta"),
     floor=float(part.whole("original_max_position_embeddings")),
@@ -204,7 +205,7 @@ def _ministral3(r: ConfigReader) -> TransformerConfig:
 
 
 def _nanochat(r: ConfigReader) -> TransformerConfig:
-  """Norms without weights; the rotation turns the other way."""
+  """Norms without weights; the rotation is in the other direction."""
   norm = dataclasses.replace(rms(r), weight=False)
   rope = dataclasses.replace(r.rope(), reverse=True)
   attend = attention(r, rope, qk_norm=norm, qk_norm_late=True, **biases(r))

@@ -1,5 +1,7 @@
-"""MiMo-V2-Flash: sliding layers with sinks and twice the kv heads of the full
-ones, narrow values, experts."""
+"""MiMo-V2-Flash: sliding layers with sinks, narrow values, experts.
+
+Sliding layers have twice the kv heads of those with full attention.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +28,28 @@ def _attentions(r: ConfigReader) -> list[Attention]:
   if heads % (2 * kv_heads):
     want = f"half of a divisor of the {heads} query heads"
     raise r.error("num_key_value_heads", kv_heads, want)
-  # Whether a layer slides, as the authors' files say it.
+  # Whether a layer slides, in the authors' spelling.
   slides = [int(i > 0 and (i + 1) % 6 != 0) for i in range(count)]
   slides = r.flags("hybrid_layer_pattern", slides)
   types = r.layer_types([_SLIDES if x else "full_attention" for x in slides])
-  # A key that counts those before the query alone.
-  before = r.whole("sliding_window_size", default=None)
+  # This key counts only the tokens before the query.
+  tokens_before = r.whole("sliding_window_size", default=None)
   window = r.whole("sliding_window", default=129)
-  window = window if before is None else before + 1
+  window = window if tokens_before is None else tokens_before + 1
   head_dim, value = r.head_dim(), r.whole("v_head_dim", default=128)
   scale = r.positive("attention_value_scale", absent=0.707)
-  # What the authors' files say of sliding layers alone.
+  # Keys of the authors' files for sliding layers.
   r.only("swa_num_attention_heads", heads)
   r.only("swa_num_key_value_heads", 2 * kv_heads)
   r.only("swa_head_dim", head_dim)
   r.only("swa_v_head_dim", value)
   r.only("add_swa_attention_sink_bias", True)
   r.only("add_full_attention_sink_bias", False)
-  # Of another program.
+  # A key of another program.
   r.ignore("attention_chunk_size")
   bias = r.flag("attention_bias", default=False)
 
-  def one(kind: str) -> Attention:
+  def attention_of(kind: str) -> Attention:
     if kind not in (_SLIDES, "full_attention"):
       want = f"{_SLIDES} or full_attention"
       raise r.error("layer_types", kind, want)
@@ -71,7 +73,7 @@ def _attentions(r: ConfigReader) -> list[Attention]:
       bias=bias,
     )
 
-  return [one(kind) for kind in types]
+  return [attention_of(kind) for kind in types]
 
 
 def _feedforwards(r: ConfigReader) -> list[Experts | Gated]:
@@ -79,8 +81,8 @@ def _feedforwards(r: ConfigReader) -> list[Experts | Gated]:
   sparse = r.flags("moe_layer_freq", [int(i > 0) for i in range(count)])
   default = ["sparse" if x else "dense" for x in sparse]
   types = r.value("mlp_layer_types", default=default)
-  fits = isinstance(types, list) and len(types) == count
-  if not fits or not all(x in ("dense", "sparse") for x in types):
+  right_length = isinstance(types, list) and len(types) == count
+  if not right_length or not all(x in ("dense", "sparse") for x in types):
     want = f"{count} times dense or sparse"
     raise r.error("mlp_layer_types", types, want)
   number = r.whole("n_routed_experts", "num_local_experts", default=256)
@@ -93,10 +95,10 @@ def _feedforwards(r: ConfigReader) -> list[Experts | Gated]:
   r.must_be("topk_method", "noaux_tc", default="noaux_tc")
   r.only("n_shared_experts", None)
   dense = gated(r)
-  most = number // groups * best
-  made = Experts(
+  max_chosen = number // groups * best
+  sparse_experts = Experts(
     experts=number,
-    chosen=r.whole("num_experts_per_tok", default=8, most=most),
+    chosen=r.whole("num_experts_per_tok", default=8, most=max_chosen),
     hidden=r.whole("moe_intermediate_size", default=2048),
     act=r.act("hidden_act", default="silu"),
     router=Grouped(
@@ -107,7 +109,7 @@ def _feedforwards(r: ConfigReader) -> list[Experts | Gated]:
     ),
     correction=True,
   )
-  return [made if x == "sparse" else dense for x in types]
+  return [sparse_experts if x == "sparse" else dense for x in types]
 
 
 def _mimo(r: ConfigReader) -> TransformerConfig:
@@ -127,7 +129,7 @@ FAMILIES = (
       },
       experts=QWEN_EXPERTS,
     ),
-    # Layers that guess the tokens after the next.
+    # Layers that predict the tokens after the next one.
     unread=lambda config: ("model.mtp.",),
   ),
 )

@@ -47,7 +47,7 @@ def _mixtral(r: ConfigReader) -> TransformerConfig:
 def qwen_feedforwards(
   r: ConfigReader, sparse: Experts
 ) -> list[Experts | Gated]:
-  """Each layer's feedforward: `sparse`, but for those that the file names."""
+  """Feedforward of each layer: `sparse`, except where the file says dense."""
   dense = gated(r)
   without = r.numbers_of_layers("mlp_only_layers", [])
   step = r.whole("decoder_sparse_step", default=1)
@@ -107,7 +107,7 @@ def _olmoe(r: ConfigReader) -> TransformerConfig:
 
 
 def _flex_olmo(r: ConfigReader) -> TransformerConfig:
-  """OLMo 2 whose feedforward is OLMoE's."""
+  """OLMo 2 with the feedforward of OLMoE."""
   router = Softmax(renormalise=r.flag("norm_topk_prob", default=False))
   return olmo(
     r,
@@ -132,7 +132,7 @@ def _granitemoeshared(r: ConfigReader) -> TransformerConfig:
 
 
 def _ernie_moe(r: ConfigReader) -> TransformerConfig:
-  """Experts are ranked by their likelihood and a learned offset."""
+  """Experts that are ranked by their probability plus a learned offset."""
   r.must_be("use_bias", False, default=False)
   count, width = ("moe_num_experts", "num_experts"), "moe_intermediate_size"
   r.positive("moe_norm_min", default=1e-12)
@@ -161,13 +161,13 @@ def _ernie_moe(r: ConfigReader) -> TransformerConfig:
 
 
 def _hunyuan_moe(r: ConfigReader) -> TransformerConfig:
-  """Each layer may choose another number of experts."""
+  """Layers may choose different numbers of experts."""
   count, width = r.layers(), "intermediate_size"
   numbers = r.value("moe_topk", "num_experts_per_tok", default=1)
   numbers = numbers if isinstance(numbers, list) else [numbers] * count
   experts_ = r.whole("num_experts", "num_local_experts", default=1)
-  whole = lambda n: type(n) is int and 1 <= n <= experts_
-  if len(numbers) != count or not all(map(whole, numbers)):
+  is_count = lambda n: type(n) is int and 1 <= n <= experts_
+  if len(numbers) != count or not all(map(is_count, numbers)):
     want = f"a number from 1 to {experts_}, or one for each of {count} layers"
     raise r.error("moe_topk", numbers, want)
   feedforwards = [
@@ -190,7 +190,7 @@ def _minimax_m2(r: ConfigReader) -> TransformerConfig:
   part = r.whole("rotary_dim", default=None)
   part = 1.0 if part is None else part / r.head_dim()
   rope = r.rope(theta=5000000.0, partial=part)
-  # The published file says in words what the family is.
+  # The published file states these properties of the family.
   r.must_be("use_qk_norm", True, default=True)
   r.must_be("qk_norm_type", "per_layer", default="per_layer")
   r.must_be("scoring_func", "sigmoid", default="sigmoid")
@@ -199,7 +199,7 @@ def _minimax_m2(r: ConfigReader) -> TransformerConfig:
   if set(r.value("attn_type_list", default=[1])) != {1}:
     got = r.value("attn_type_list")
     raise r.error("attn_type_list", got, "1 for every layer")
-  # Layers that only guess further tokens.
+  # Layers that only predict further tokens.
   r.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
   attend = attention(r, rope, qk_norm=norm, qk_norm_whole=True)
   sparse = experts(r, Grouped(), hidden="intermediate_size", correction=True)
@@ -221,7 +221,7 @@ W_EXPERTS = {
 
 
 def shared_names(where: str) -> dict[str, str]:
-  """Names of the expert that all tokens have."""
+  """Names of the shared expert, which all tokens use."""
   return {
     f"feedforward.shared.{part}": f"{where}.{part}_proj"
     for part in ("gate", "up", "down")

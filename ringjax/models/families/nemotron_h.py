@@ -1,7 +1,7 @@
 """Nemotron-H: layers that are a state space, attention or a feedforward alone.
 
-A layer of the checkpoint that mixes tokens and the feedforward behind it, if
-there is one, are one layer here.
+A layer of the checkpoint that mixes tokens and the feedforward after it, if
+there is one, form one layer here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def _kinds(r: ConfigReader) -> list[str]:
-  """What each layer of the checkpoint is."""
+  """Kind of each layer of the checkpoint."""
   keys = ("layers_block_type", "layer_types")
   kinds = r.value(*keys, default=None)
   letters = r.text("hybrid_override_pattern", default="")
@@ -41,15 +41,15 @@ def _kinds(r: ConfigReader) -> list[str]:
     kinds = [_LETTERS.get(x, x) for x in letters]
   if kinds is None:
     kinds = ["linear_attention", "moe", "full_attention", "mlp"]
-  known = list(_LETTERS.values())
+  known_kinds = list(_LETTERS.values())
   plain = lambda x: _OLDER.get(x, x) if isinstance(x, str) else x
   kinds = [plain(x) for x in kinds] if isinstance(kinds, list) else kinds
   if (
     not isinstance(kinds, list)
     or not 0 < len(kinds) <= 1000
-    or not all(kind in known for kind in kinds)
+    or not all(kind in known_kinds for kind in kinds)
   ):
-    want = f"a list of 1 to 1000 of {', '.join(known)}"
+    want = f"a list of 1 to 1000 of {', '.join(known_kinds)}"
     raise r.error(keys[0], kinds, want)
   count = r.whole("num_hidden_layers", default=len(kinds))
   if count != len(kinds):
@@ -59,15 +59,15 @@ def _kinds(r: ConfigReader) -> list[str]:
 
 
 def _experts(r: ConfigReader) -> Experts:
-  # Experts are not chosen in another way, whatever these say; the shared one
-  # has its width from a key of its own.
+  # Experts are chosen in the same way, whatever these keys say; the shared one
+  # has its width from a separate key.
   r.ignore("n_shared_experts", "moe_shared_expert_overlap")
   count = ("n_routed_experts", "num_local_experts")
-  router, most = grouped_router(r, count=count)
+  router, max_chosen = grouped_router(r, count=count)
   r.must_be("mlp_bias", False, default=False)
   return Experts(
     experts=r.whole(*count),
-    chosen=r.whole("num_experts_per_tok", default=2, most=most),
+    chosen=r.whole("num_experts_per_tok", default=2, most=max_chosen),
     hidden=r.whole("moe_intermediate_size", default=7688),
     act=r.act("mlp_hidden_act", default="relu2"),
     router=router,
@@ -83,17 +83,17 @@ def _config(r: ConfigReader) -> TransformerConfig:
   kinds = _kinds(r)
   r.must_be("mamba_hidden_act", "silu", default="silu")
   if step_limit(r) != (0.0, math.inf):
-    given = r.value("time_step_limit")
-    raise r.error("time_step_limit", given, "0 and infinity", OTHER)
-  # Kernels, the dtype of states that are float32 here, and what only guesses
-  # further tokens. `expand` is not what the channels are counted by.
+    limit = r.value("time_step_limit")
+    raise r.error("time_step_limit", limit, "0 and infinity", OTHER)
+  # Kernels, the dtype of states, which are float32 here, and layers that only
+  # predict further tokens. The channels do not follow from `expand`.
   r.ignore("use_mamba_kernels", "mamba_ssm_cache_dtype", "mamba_proj_bias")
   r.ignore("mtp_layers_block_type", "mtp_hybrid_override_pattern", "expand")
   r.ignore("mamba_expand")
   groups = r.whole("n_groups", "mamba_n_groups", default=8)
   mixers: dict[str, Mixer] = {}
   if "linear_attention" in kinds:
-    least = r.positive("time_step_min", "mamba_dt_min", default=0.001)
+    min_step = r.positive("time_step_min", "mamba_dt_min", default=0.001)
     mixers["linear_attention"] = mixer(
       r,
       r.whole("mamba_num_heads", default=128),
@@ -107,13 +107,13 @@ def _config(r: ConfigReader) -> TransformerConfig:
       norm_groups=groups,
       bias=r.flag("use_bias", default=False),
       conv_bias=r.flag("use_conv_bias", "mamba_conv_bias", default=True),
-      step_limit=(least, math.inf),
+      step_limit=(min_step, math.inf),
     )
-  # Nothing turns; the norm has a key of its own.
+  # No layer has a rotary embedding; the norm has a separate key.
   r.ignore("rope_theta", "partial_rotary_factor", "rms_norm_eps", "norm_eps")
   if "full_attention" in kinds:
     r.must_be("attention_bias", False, default=False)
-    # Older words for two of the others.
+    # Older names of two of the other keys.
     r.only("attention_head_dim", r.head_dim())
     r.only("num_query_groups", r.heads()[1])
     mixers["full_attention"] = attention(r, None)
@@ -137,7 +137,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
       raise r.error("layers_block_type", kinds, want, OTHER)
     else:
       feedforwards[-1] = others[kind]
-  # Of layers that are not there.
+  # Keys of kinds of layers that the model does not have.
   r.ignore(*(key for key in _OF_LAYERS if r.has(key)))
   return model(r, "nemotron_h", mixing, feedforwards, norm)
 
@@ -198,7 +198,7 @@ FAMILIES = (
     name="nemotron_h",
     config=_config,
     names=_names,
-    # Layers that guess the tokens after the next one.
+    # Layers that predict the tokens after the next one.
     unread=lambda config: ("mtp.",),
   ),
 )

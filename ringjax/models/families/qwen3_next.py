@@ -57,7 +57,7 @@ def _hybrid(
   mixers = {
     "linear_attention": _delta(r),
     "full_attention": attention(
-      # Where images are rotated by three positions, tokens of text have one.
+      # Images have three positions for the rotation; tokens of text have one.
       r,
       r.rope(partial=0.25, beside=("mrope_section", "mrope_interleaved")),
       qk_norm=norm,
@@ -90,7 +90,7 @@ def _qwen3_5(r: ConfigReader) -> TransformerConfig:
 
 
 def _qwen3_5_moe(r: ConfigReader) -> TransformerConfig:
-  # In its files, of layers that are not there.
+  # Its files have keys of layers that the model lacks.
   r.ignore("intermediate_size", "mlp_only_layers")
   r.only("decoder_sparse_step", 1)
   r.only("norm_topk_prob", True)
@@ -98,7 +98,7 @@ def _qwen3_5_moe(r: ConfigReader) -> TransformerConfig:
 
 
 def _names(config: TransformerConfig, apart: bool = False) -> TensorNames:
-  """Names; `apart` where a delta net's maps are not all in one tensor."""
+  """Tensor names; `apart` if a delta net's maps are in several tensors."""
   fused: dict[str, Fusion] = {}
   for layer in config.layers:
     mixer = layer.attention
@@ -148,7 +148,7 @@ FAMILIES = (
     name="qwen3_next",
     config=_qwen3_next,
     names=_names,
-    # A layer that guesses the token after the next one.
+    # A layer that predicts the token after the next one.
     unread=lambda config: ("mtp.",),
   ),
   Family(

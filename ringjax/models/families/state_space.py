@@ -26,19 +26,19 @@ from ringjax.nn.mamba import Mamba2
 
 
 def step_limit(r: ConfigReader) -> tuple[float, float]:
-  """The least and the largest time step; infinity may be spelled out."""
-  given = r.value("time_step_limit", default=[0.0, math.inf])
+  """The smallest and the largest time step; infinity may be spelled out."""
+  limits = r.value("time_step_limit", default=[0.0, math.inf])
   plain = lambda x: math.inf if x == {"__float__": "Infinity"} else x
-  pair = [plain(x) for x in given] if isinstance(given, list) else []
-  fits = all(isinstance(x, int | float) for x in pair)
-  if len(pair) != 2 or not fits or not 0 <= pair[0] <= pair[1]:
+  pair = [plain(x) for x in limits] if isinstance(limits, list) else []
+  are_numbers = all(isinstance(x, int | float) for x in pair)
+  if len(pair) != 2 or not are_numbers or not 0 <= pair[0] <= pair[1]:
     want = "two numbers, of which the second is not below the first"
-    raise r.error("time_step_limit", given, want)
+    raise r.error("time_step_limit", limits, want)
   return float(pair[0]), float(pair[1])
 
 
 def expanded(r: ConfigReader) -> int:
-  """The channels of a state space: so many times the width of the model."""
+  """Channels of a state space: a multiple of the model's width."""
   expand = r.whole("expand", "mamba_expand", default=2)
   return expand * r.whole("hidden_size")
 
@@ -53,18 +53,18 @@ def mixer(
   key: str = "num_heads",
   **options: object,
 ) -> Mamba2:
-  """A state space, if the config's widths agree.
+  """A state-space mixer, if the config's widths agree.
 
   Args:
-    r: the config.
-    heads: N.
-    channels: of a head.
-    groups: of heads.
-    inner: how many channels there must be in all; None: any number.
-    key: that says how many heads.
-    **options: of `Mamba2`.
+    r: Reader of the config.
+    heads: Number of heads, N.
+    channels: Channels of a head.
+    groups: Groups of heads.
+    inner: Required number of channels in all; None: any number.
+    key: Key of the number of heads.
+    **options: Other options of `Mamba2`.
   """
-  # How it is computed, and how it was initialised.
+  # How it is computed and was initialised, which does not change the function.
   r.ignore("chunk_size", "mamba_chunk_size", "time_step_rank", "time_step_min")
   r.ignore("time_step_max", "time_step_floor", "rescale_prenorm_residual")
   r.ignore("residual_in_fp32", "initializer_range", "num_logits_to_keep")
@@ -122,15 +122,15 @@ def _granite_hybrid(r: ConfigReader) -> TransformerConfig:
   ):
     want = f"{r.layers()} names of {', '.join(kinds)}"
     raise r.error("layer_types", types, want)
-  # Without a word on it nothing rotates.
-  where = r.text("position_embedding_type", default="nope")
-  if where not in ("rope", "nope"):
-    raise r.error("position_embedding_type", where, "rope or nope")
+  # By default no layer has a rotary embedding.
+  position_type = r.text("position_embedding_type", default="nope")
+  if position_type not in ("rope", "nope"):
+    raise r.error("position_embedding_type", position_type, "rope or nope")
   rope = r.rope()
   scale = r.positive("attention_multiplier", default=1.0)
   mixers = {
     "attention": attention(
-      r, rope if where == "rope" else None, scale=scale, **biases(r)
+      r, rope if position_type == "rope" else None, scale=scale, **biases(r)
     ),
     "mamba": hybrid_mixer(r, norm),
   }
@@ -163,19 +163,19 @@ def hybrid_mixer(
   """The state space of a hybrid, whose keys begin with "mamba_".
 
   Args:
-    r: the config.
-    norm: of the model.
-    inner: channels in all; default: those of `expanded`.
-    **options: of `Mamba2`, instead of what the config says.
+    r: Reader of the config.
+    norm: Norm of the model.
+    inner: Channels in all; default: those of `expanded`.
+    **options: Options of `Mamba2` in place of the config's.
   """
   inner = inner or expanded(r)
   heads = r.whole("mamba_n_heads", default=128)
   groups = r.whole("mamba_n_groups", default=1)
-  # A number, or "auto" for what makes up the width.
+  # A number, or "auto" for the channels that make up the width.
   channels = inner // heads
   if r.value("mamba_d_head", default="auto") != "auto":
     channels = r.whole("mamba_d_head")
-  said = dict(
+  settings = dict(
     state=r.whole("mamba_d_state", default=256),
     taps=r.whole("mamba_d_conv", default=4, least=2),
     eps=norm.eps,
@@ -183,15 +183,17 @@ def hybrid_mixer(
     bias=r.flag("mamba_proj_bias", default=False),
     conv_bias=r.flag("mamba_conv_bias", default=True),
   )
-  said |= options
-  return mixer(r, heads, channels, groups, inner, key="mamba_n_heads", **said)
+  settings |= options
+  return mixer(
+    r, heads, channels, groups, inner, key="mamba_n_heads", **settings
+  )
 
 
 def _bamba(r: ConfigReader) -> TransformerConfig:
   norm = rms(r, default=1e-5)
   r.must_be("hidden_act", "silu", default="silu")
   full = r.numbers_of_layers("attn_layer_indices", [])
-  # Of a training.
+  # A training setting.
   r.ignore("z_loss_coefficient")
   attend = attention(r, r.rope(partial=0.5), **biases(r))
   mix = hybrid_mixer(r, norm)
@@ -270,7 +272,7 @@ def hybrid_names(
   fused: dict[str, Fusion] | None = None,
   **options: Any,
 ) -> Callable[[TransformerConfig], TensorNames]:
-  """Names of hybrids with the parts that Jamba began: Bamba's, Falcon H1's."""
+  """Tensor names of hybrids that follow Jamba's: Bamba's, Falcon H1's."""
   return llama_names(
     {
       "feedforward.gate": "feed_forward.gate_proj",

@@ -1,7 +1,7 @@
-"""Models of text and images whose text model is a family of its own.
+"""Models of text and images whose text model is one of other families.
 
-Of a folder the text model alone is read. A rotation by time, height and width
-(M-RoPE) is the plain one there: a token of text has its position thrice.
+Only the text model of a folder is read. A rotation by time, height and width
+(M-RoPE) is the plain one there: all three positions of a text token are equal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from ringjax.models.families.family import TextModel, Wrapper, llama_names
 
-# What a config.json says beside `text_config` that no token of text meets.
+# Keys of a config.json next to `text_config` that don't affect text tokens.
 KEYS = (
   "_pad_token_id",
   "adapter_layer_norm_eps",
@@ -113,7 +113,7 @@ KEYS = (
   "vocabulary_map",
   "vq_config",
 )
-# How the names of its tensors begin, some of them behind "model.".
+# Prefixes of the names of its tensors, some of them after "model.".
 OTHERS = (
   "aligner.",
   "audio_tower.",
@@ -154,7 +154,7 @@ def _sizes(
   positions: int,
   **more: Any,
 ) -> Mapping[str, Any]:
-  """What transformers has by default, as keys of a config.json."""
+  """Default sizes of transformers, as keys of a config.json."""
   return {
     "vocab_size": vocab,
     "hidden_size": hidden,
@@ -171,7 +171,7 @@ _LLAMA = TextModel(
   architecture="LlamaForCausalLM",
   defaults=_sizes(32000, 4096, 11008, 32, 32, 2048),
 )
-# What its files say of parts that transformers' Llama has not.
+# Its files have keys of parts that transformers' Llama lacks.
 _SMOL = dataclasses.replace(
   _LLAMA,
   fixed=dict.fromkeys(
@@ -201,7 +201,7 @@ _EMU3 = TextModel(
     rope_theta=1e6,
   ),
 )
-# Layers that look at images are not run without one.
+# Layers that attend to images do not run without an image.
 _MLLAMA = TextModel(
   type="llama",
   said="mllama_text_model",
@@ -282,7 +282,7 @@ _QWEN3_VL_MOE = TextModel(
     moe_intermediate_size=1408,
     rope_theta=5e5,
   ),
-  # Not a choice: what the experts of a token weigh sums to 1.
+  # Not an option of this model: the weights of a token's experts sum to 1.
   fixed={"norm_topk_prob": True},
   # All experts in one tensor: [experts, in, out], or as transformers 5 writes
   # it, [experts, out, in].
@@ -322,14 +322,14 @@ _COHERE2 = TextModel(
   type="cohere2",
   architecture="Cohere2ForCausalLM",
   defaults=_sizes(256000, 8192, 22528, 40, 64, 8192),
-  # The scale is that of the text model's own head, which this one has not.
+  # The scale is for the text model's own head, which this model lacks.
   fixed={"logit_scale": 1.0},
 )
 _GEMMA = TextModel(
   type="gemma",
   architecture="GemmaForCausalLM",
   defaults=_sizes(256000, 3072, 24576, 28, 16, 8192),
-  # Tokens of a prompt see those behind them where a call says which they are
+  # Tokens of a prompt see later ones only if a call marks them
   # (`token_type_ids`); without it transformers' mask is causal.
   fixed={"num_image_tokens": None, "use_bidirectional_attention": None},
 )
@@ -354,7 +354,7 @@ _GEMMA4_UNIFIED = TextModel(
     head_dim=256,
     sliding_window=1024,
   ),
-  # Tokens of an image see each other, those of text do not.
+  # Tokens of an image see each other, tokens of text do not.
   fixed={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": None},
 )
 _GRANITE4 = TextModel(
@@ -381,7 +381,7 @@ _GRANITE_DOCLING = dataclasses.replace(
     attention_multiplier=0.015625,
   ),
 )
-# The head is not the text model's own: nothing divides what it says.
+# The head is not the text model's own: its logits are not divided.
 _GRANITE_UNDIVIDED = dataclasses.replace(
   _GRANITE4, said="granite", fixed={"logits_scaling": 1.0}
 )
@@ -441,7 +441,7 @@ _HUNYUAN = TextModel(
   architecture="HunYuanDenseV1ForCausalLM",
   defaults=_sizes(290943, 4096, 11008, 32, 32, 2048),
 )
-# An ERNIE 4.5 whose rotation pairs dims of halves, as Llama's does.
+# An ERNIE 4.5 whose rotation pairs dims of two halves, as Llama's does.
 _PADDLE = TextModel(
   type="llama",
   said="paddleocr_vl_text",
@@ -480,21 +480,23 @@ _NEMOTRON_H = TextModel(type="nemotron_h", architecture="NemotronHForCausalLM")
 def _around(kind: str, *texts: TextModel, **options: Any) -> Wrapper:
   """A model around one of several text models.
 
-  The outer config says of the head what transformers has by default, whatever
-  the text model's is.
+  The outer config has transformers' default for the tied head, whatever the
+  text model's is.
   """
   return Wrapper(type=kind, texts=texts, text_ties=True, **options)
 
 
 def _qwen2_vl(kind: str) -> Wrapper:
-  """Its files of 2024 are flat; their text model has the same type."""
-  said = (f"{kind}_text", kind)
-  texts = (dataclasses.replace(_QWEN2_VL, said=one) for one in said)
+  """Qwen2-VL's models; files of 2024 are flat, and their text has that type."""
+  text_types = (f"{kind}_text", kind)
+  texts = (
+    dataclasses.replace(_QWEN2_VL, said=text_type) for text_type in text_types
+  )
   return _around(kind, *texts, flat=True)
 
 
 def _omni(kind: str, text: TextModel) -> tuple[Wrapper, Wrapper]:
-  """What reads and writes, alone or within a model that speaks, too."""
+  """Wrappers of a thinker, alone or within a model that also speaks."""
   return (
     Wrapper(type=f"{kind}_thinker", texts=(text,)),
     Wrapper(type=kind, texts=(text,), within="thinker_config"),
@@ -550,7 +552,7 @@ SHARED = (
   _around("vipllava", _LLAMA),
 )
 
-# Why others are not read.
+# Reasons that other models are not read.
 _IMAGELESS = "one that computes nothing without an image"
 REFUSED = {
   "aria": "one with a mixture of experts that no family has",

@@ -1,7 +1,7 @@
-"""What GGUF's metadata and names are in a Hugging Face folder.
+"""Configs and tensor names of a Hugging Face folder, from GGUF's metadata.
 
 Guarantees: the config and the names of each architecture in `ARCHITECTURES`;
-another one, and a rope scaling that is not known, is an error.
+another architecture, or an unknown rope scaling, is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringjax.data.gguf_file import GgufFiles
 from ringjax.errors import ConfigError
 from ringjax.models.hf.safe_files import shown
 
-# The name behind a layer's prefix, by GGUF's behind "blk.N.".
+# Names after a layer's prefix, by GGUF's names after "blk.N.".
 _LLAMA = {
   "attn_norm": "input_layernorm",
   "attn_q": "self_attn.q_proj",
@@ -136,23 +136,24 @@ _OLD_OUTER = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-  """One architecture.
+  """A model architecture of GGUF files.
 
   Attributes:
-    type: the model_type.
-    names: of a layer's tensors, without ".weight"; one with it names the whole.
-    layer: what stands before them.
-    outer: names of the tensors of no layer.
-    fixed: what the config says of all models of it.
-    keys: the config's keys, by those of the metadata, where they are others
-      than `_KEYS` says or further ones; "" for one that it has not.
-    norm_eps: the config's name of the norms' epsilon.
-    rotates: whether the config has a rotation.
-    permuted: whether rows of queries and keys are in the order of pairs.
-    norm_one: whether norms are stored with one added.
-    split_qkv: whether all queries, keys and values stand behind one another,
+    type: The model_type of the config.
+    names: Names of a layer's tensors, without ".weight"; one with it is
+      complete.
+    layer: Prefix of a layer's names.
+    outer: Names of the tensors outside of layers.
+    fixed: Entries of the config that all of its models share.
+    keys: Keys of the config, by those of the metadata, where they differ from
+      `_KEYS` or are additional; "" for one that the config lacks.
+    norm_eps: Key of the norms' epsilon in the config.
+    rotates: Whether the config has a rotary embedding.
+    permuted: Whether rows of queries and keys are in the order of pairs.
+    norm_one: Whether norms are stored with one added.
+    split_qkv: Whether all queries, then all keys, then all values are stored,
       which the model has by groups of heads.
-    turned: parts whose maps are [in, out] in a folder.
+    turned: Parts whose maps are [in, out] in a folder.
   """
 
   type: str
@@ -327,7 +328,7 @@ ARCHITECTURES = {
     keys={"use_parallel_residual": "use_parallel_residual"},
   ),
 }  # fmt: skip
-# A file of Mixtral says that it is a Llama, with experts.
+# Mixtral's files state the architecture of Llama, with experts.
 _MIXTRAL = Architecture(
   type="mixtral",
   names=_SPARSE,
@@ -337,7 +338,7 @@ _MIXTRAL = Architecture(
   },
   permuted=True,
 )
-# Layers of the two Gemmas of 27B, whose scores have a scale of their own.
+# Number of layers of the two Gemmas of 27B, which scale scores by the width.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 _KEYS = {
   "context_length": "max_position_embeddings",
@@ -347,7 +348,7 @@ _KEYS = {
   "attention.head_count": "num_attention_heads",
   "attention.head_count_kv": "num_key_value_heads",
 }
-# Keys of one number each.
+# Keys whose value is a number.
 _NUMBERS = (
   "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count",
   "rope.scale_linear", "rope.scaling.factor",
@@ -365,7 +366,7 @@ _IDS = {
 
 
 def refuse(key: str, got: object, want: str) -> NoReturn:
-  """Raises what a model is refused with."""
+  """Raises the error that a model is refused with."""
   raise ConfigError(
     f"GGUF: {key}", shown(got), want, "convert the model's original weights"
   )
@@ -375,7 +376,7 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
   """The architecture of a file.
 
   Raises:
-    ConfigError: one that is not known.
+    ConfigError: If it is not known.
   """
   name = metadata.get("general.architecture")
   if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -386,45 +387,50 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def said_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-  """What the metadata say of the architecture, without its prefix.
+  """Metadata of the architecture, without the prefix of their keys.
 
   Raises:
-    ConfigError: a value of another type.
+    ConfigError: If a value has another type.
   """
   prefix = f"{metadata['general.architecture']}."
-  said = {
+  entries = {
     key.removeprefix(prefix): x
     for key, x in metadata.items()
     if key.startswith(prefix)
   }
   for key in _NUMBERS:
-    if type(x := said.get(key, 0)) not in (int, float):
+    if type(x := entries.get(key, 0)) not in (int, float):
       refuse(prefix + key, x, "a number")
-  many = said.setdefault(
-    "attention.head_count_kv", said.get("attention.head_count")
+  kv_heads = entries.setdefault(
+    "attention.head_count_kv", entries.get("attention.head_count")
   )
-  if metadata["general.architecture"] == "lfm2" and isinstance(many, list):
+  if metadata["general.architecture"] == "lfm2" and isinstance(kv_heads, list):
     # One number for each layer, 0 for a convolution.
-    said["layer_types"] = ["full_attention" if n else "conv" for n in many]
-    said["attention.head_count_kv"] = max(many, default=0)
+    entries["layer_types"] = [
+      "full_attention" if n else "conv" for n in kv_heads
+    ]
+    entries["attention.head_count_kv"] = max(kv_heads, default=0)
   if metadata["general.architecture"] == "gemma4":
-    _by_layer(said)
-  return said
+    _by_layer(entries)
+  return entries
 
 
-def _by_layer(said: dict[str, Any]) -> None:
-  """Of Gemma 4's numbers for each layer, those of a config, or a refusal."""
+def _by_layer(entries: dict[str, Any]) -> None:
+  """Reduces Gemma 4's numbers per layer to those of a config, or refuses."""
   slides, widths = (
-    said.get(key)
+    entries.get(key)
     for key in ("attention.sliding_window_pattern", "feed_forward_length")
   )
-  count, kv_heads = said.get("block_count"), said["attention.head_count_kv"]
+  count, kv_heads = (
+    entries.get("block_count"),
+    entries["attention.head_count_kv"],
+  )
   if not isinstance(slides, list) or len(slides) != count:
     refuse(
       "gemma4.attention.sliding_window_pattern", slides, "one of each layer"
     )
   count = len(slides)
-  shared = said.get("attention.shared_kv_layers", 0)
+  shared = entries.get("attention.shared_kv_layers", 0)
   if type(shared) is not int or not 0 <= shared < len(slides):
     refuse("gemma4.attention.shared_kv_layers", shared, f"below {count}")
   if isinstance(kv_heads, list):
@@ -435,30 +441,30 @@ def _by_layer(said: dict[str, Any]) -> None:
     if len(kv_heads) != count or any(len(x) > 1 for x in by_kind.values()):
       refuse("gemma4.attention.head_count_kv", kv_heads, "one for each kind")
     full = next(iter(by_kind[False]), None)
-    said["attention.head_count_kv"] = next(iter(by_kind[True]), full)
-    said["full_kv_heads"] = full
+    entries["attention.head_count_kv"] = next(iter(by_kind[True]), full)
+    entries["full_kv_heads"] = full
   if isinstance(widths, list):
     first = widths[0] if widths else 0
-    wide = [first * (1 + (i >= count - shared)) for i in range(count)]
-    if widths not in (wide, [first] * count):
+    doubled = [first * (1 + (i >= count - shared)) for i in range(count)]
+    if widths not in (doubled, [first] * count):
       refuse("gemma4.feed_forward_length", widths, "twice in layers that share")
-    said["feed_forward_length"] = first
-    said["double_wide"] = widths == wide and shared > 0
+    entries["feed_forward_length"] = first
+    entries["double_wide"] = widths == doubled and shared > 0
 
 
 def config_of(files: GgufFiles) -> dict[str, Any]:
-  """The config.json of a model.
+  """Makes the config.json of a model.
 
   Raises:
-    ConfigError: a key that is missing or of a value that is not known.
+    ConfigError: If a key is missing or its value is not supported.
   """
   metadata = files.metadata
   arch = architecture(metadata)
   prefix = metadata["general.architecture"]
-  said = said_of(metadata)
+  entries = said_of(metadata)
   config: dict[str, Any] = {"model_type": arch.type, **arch.fixed}
   for key, name in {**_KEYS, **arch.keys}.items():
-    x = said.get(key)
+    x = entries.get(key)
     if key in _KEYS and (type(x) is not int or x < 1):
       want = "one positive number for all layers"
       refuse(f"{prefix}.{key}", "no such key" if x is None else x, want)
@@ -466,8 +472,8 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
       config[name] = x
   for ending in ("rms_epsilon", "epsilon"):
     epsilon = f"attention.layer_norm_{ending}"
-    if epsilon in said:
-      config[arch.norm_eps] = said[epsilon]
+    if epsilon in entries:
+      config[arch.norm_eps] = entries[epsilon]
   if arch.norm_eps not in config:
     refuse(f"{prefix}.attention.layer_norm_rms_epsilon", "no such key", "it")
   embedding = files.tensors.get("token_embd.weight")
@@ -476,10 +482,10 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   config["vocab_size"] = embedding.shape[0]
   config["tie_word_embeddings"] = "output.weight" not in files.tensors
   if arch.rotates:
-    config["rope_theta"] = said.get("rope.freq_base", 10_000.0)
-    _rope(files, config, said)
-  if more := _FURTHER.get(arch.type):
-    more(files, config, said)
+    config["rope_theta"] = entries.get("rope.freq_base", 10_000.0)
+    _rope(files, config, entries)
+  if add_keys := _FURTHER.get(arch.type):
+    add_keys(files, config, entries)
   for key, name in _IDS.items():
     if (token := metadata.get(f"tokenizer.ggml.{key}")) is not None:
       config[name] = token
@@ -490,12 +496,15 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
 
 
 def _llama_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   width, heads = config["hidden_size"], config["num_attention_heads"]
-  config["head_dim"] = said.get("attention.key_length", width // heads)
-  if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-    refuse("llama.rope.dimension_count", said["rope.dimension_count"],
+  config["head_dim"] = entries.get("attention.key_length", width // heads)
+  if (
+    entries.get("rope.dimension_count", config["head_dim"])
+    != config["head_dim"]
+  ):
+    refuse("llama.rope.dimension_count", entries["rope.dimension_count"],
            f"all {config['head_dim']} of a head")  # fmt: skip
   bias = "blk.0.attn_q.bias" in files.tensors
   if config["model_type"] == "llama":
@@ -503,18 +512,20 @@ def _llama_config(
 
 
 def _gemma_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
   width, heads = config["hidden_size"], config["num_attention_heads"]
   config.setdefault("head_dim", 256)
-  wide = _SCALED_BY_WIDTH[config["model_type"]] == config["num_hidden_layers"]
+  by_width = (
+    _SCALED_BY_WIDTH[config["model_type"]] == config["num_hidden_layers"]
+  )
   config["query_pre_attn_scalar"] = (
-    width // heads if wide else config["head_dim"]
+    width // heads if by_width else config["head_dim"]
   )
   if config["model_type"] == "gemma2":
     return
-  pattern = said.get("attention.sliding_window_pattern")
+  pattern = entries.get("attention.sliding_window_pattern")
   if isinstance(pattern, list):
     if len(pattern) != config["num_hidden_layers"]:
       refuse("attention.sliding_window_pattern", pattern, "one of each layer")
@@ -524,23 +535,23 @@ def _gemma_config(
     del config["sliding_window_pattern"]
   elif pattern is not None:
     config["sliding_window_pattern"] = pattern
-  if (base := said.get("rope.freq_base_swa")) is not None:
+  if (base := entries.get("rope.freq_base_swa")) is not None:
     config["rope_local_base_freq"] = base
 
 
 def _gemma4_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  slides = said["attention.sliding_window_pattern"]
+  slides = entries["attention.sliding_window_pattern"]
   kinds = ("full_attention", "sliding_attention")
   config["layer_types"] = [kinds[bool(x)] for x in slides]
-  config["use_double_wide_mlp"] = bool(said.get("double_wide"))
+  config["use_double_wide_mlp"] = bool(entries.get("double_wide"))
   shared = config.setdefault("num_kv_shared_layers", 0)
   full = [i for i, x in enumerate(slides[: len(slides) - shared]) if not x]
   config["attention_k_eq_v"] = any(
     f"blk.{i}.attn_v.weight" not in files.tensors for i in full
   )
-  if (kv_heads := said.get("full_kv_heads")) is not None:
+  if (kv_heads := entries.get("full_kv_heads")) is not None:
     config["num_global_key_value_heads"] = kv_heads
   table = files.tensors.get("per_layer_token_embd.weight")
   if table is None:
@@ -556,7 +567,7 @@ def _gemma4_config(
       refuse("rope_freqs.weight", "factors of another scaling",
              "ones, then those of what does not rotate")  # fmt: skip
     part = count / factors.size
-  base = said.get("rope.freq_base", 1_000_000.0)
+  base = entries.get("rope.freq_base", 1_000_000.0)
   config["rope_parameters"] = {
     "full_attention": {
       "rope_type": "proportional", "rope_theta": base,
@@ -564,79 +575,83 @@ def _gemma4_config(
     },
     "sliding_attention": {
       "rope_type": "default",
-      "rope_theta": said.get("rope.freq_base_swa", 10_000.0),
+      "rope_theta": entries.get("rope.freq_base_swa", 10_000.0),
     },
   }  # fmt: skip
 
 
 def _phi3_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
   if not config.get("sliding_window"):
     config["sliding_window"] = None
-  if (part := _part_rotated(config, said)) != 1:
+  if (part := _part_rotated(config, entries)) != 1:
     config["partial_rotary_factor"] = part
 
 
-def _part_rotated(config: Mapping[str, Any], said: Mapping[str, Any]) -> float:
+def _part_rotated(
+  config: Mapping[str, Any], entries: Mapping[str, Any]
+) -> float:
   head = config["hidden_size"] // config["num_attention_heads"]
-  head = said.get("attention.key_length", head)
-  count = said.get("rope.dimension_count", head)
+  head = entries.get("attention.key_length", head)
+  count = entries.get("rope.dimension_count", head)
   if type(count) is not int or type(head) is not int or not 0 < count <= head:
     refuse("rope.dimension_count", count, f"at most {head}")
   return count / head
 
 
 def _nemotron_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  config["partial_rotary_factor"] = _part_rotated(config, said)
+  config["partial_rotary_factor"] = _part_rotated(config, entries)
   config["attention_bias"] = "blk.0.attn_q.bias" in files.tensors
   config["mlp_bias"] = "blk.0.ffn_up.bias" in files.tensors
-  if "attention.key_length" in said:
-    config["head_dim"] = said["attention.key_length"]
+  if "attention.key_length" in entries:
+    config["head_dim"] = entries["attention.key_length"]
 
 
 def _stablelm_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  config["partial_rotary_factor"] = _part_rotated(config, said)
+  config["partial_rotary_factor"] = _part_rotated(config, entries)
   config["use_qkv_bias"] = "blk.0.attn_q.bias" in files.tensors
   config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in files.tensors
 
 
 def _falcon_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
-  del said
-  two = "blk.0.attn_norm_2.weight" in files.tensors
-  config["new_decoder_architecture"] = new = two or config["num_kv_heads"] > 1
+  del entries
+  two_norms = "blk.0.attn_norm_2.weight" in files.tensors
+  config["new_decoder_architecture"] = new = (
+    two_norms or config["num_kv_heads"] > 1
+  )
   config["multi_query"] = not new
   if new:
-    config["num_ln_in_parallel_attn"] = 1 + two
+    config["num_ln_in_parallel_attn"] = 1 + two_norms
   config["bias"] = "blk.0.attn_qkv.bias" in files.tensors
 
 
 def _gpt_oss_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
-  if said.get("rope.scaling.type") != "yarn":
-    refuse("rope.scaling.type", said.get("rope.scaling.type"), "yarn")
+  if entries.get("rope.scaling.type") != "yarn":
+    refuse("rope.scaling.type", entries.get("rope.scaling.type"), "yarn")
   config["rope_scaling"]["truncate"] = False
 
 
 def _lfm2_config(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   del files
-  if "layer_types" not in said:
+  if "layer_types" not in entries:
     refuse("lfm2.attention.head_count_kv", "no list", "a number for each layer")
-  config["layer_types"] = said["layer_types"]
+  config["layer_types"] = entries["layer_types"]
 
 
-# What is further said of a model, by its model_type.
+# Functions that complete the config, by its model_type.
 _FURTHER = {
   "llama": _llama_config,
   "mixtral": _llama_config,
@@ -653,12 +668,12 @@ _FURTHER = {
 
 
 def _rope(
-  files: GgufFiles, config: dict[str, Any], said: Mapping[str, Any]
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
 ) -> None:
   """The scaling of the rotation, by metadata or by tensors of factors."""
-  kind = said.get("rope.scaling.type", "none")
-  factor = said.get("rope.scaling.factor", said.get("rope.scale_linear"))
-  length = said.get("rope.scaling.original_context_length")
+  kind = entries.get("rope.scaling.type", "none")
+  factor = entries.get("rope.scaling.factor", entries.get("rope.scale_linear"))
+  length = entries.get("rope.scaling.original_context_length")
   if "rope_freqs.weight" in files.tensors:
     config["rope_scaling"] = _llama3(files.floats("rope_freqs.weight"))
   elif "rope_factors_long.weight" in files.tensors:
@@ -676,7 +691,7 @@ def _rope(
       "original_max_position_embeddings": length,
     }  # fmt: skip
     for key in ("beta_fast", "beta_slow"):
-      if (x := said.get(f"rope.scaling.yarn_{key}")) is not None:
+      if (x := entries.get(f"rope.scaling.yarn_{key}")) is not None:
         scaling[key] = x
     config["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}
   elif kind != "none":
@@ -696,8 +711,8 @@ def _llama3(factors: Float[np.ndarray, " H"]) -> dict[str, Any]:
 
 
 def check_factors(files: GgufFiles, config: Mapping[str, Any]) -> None:
-  """Refuses factors that the config's scaling would not make again."""
-  # Those of Gemma 4 say which part rotates.
+  """Refuses factors that differ from those of the config's scaling."""
+  # Gemma 4's factors say which dims rotate.
   if config["model_type"] == "gemma4_text":
     return
   if "rope_freqs.weight" not in files.tensors:

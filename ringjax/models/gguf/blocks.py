@@ -1,8 +1,8 @@
-"""Blocks of ggml's types, taken apart on the devices.
+"""Blocks of ggml's types, unpacked on the devices.
 
 Guarantees: a number of a block is level * step + least in float32, where the
-product is exact, so that it is the number that the package gguf dequantises,
-to the bit. Types that are not in `BLOCKS` are dequantised by that package.
+product is exact, so that it is bit for bit the number that the package gguf
+dequantises. Types that are not in `BLOCKS` are dequantised by that package.
 Ref: https://github.com/ggml-org/ggml, src/ggml-common.h and ggml-quants.c, for
 the bytes of each type.
 """
@@ -25,16 +25,16 @@ _Parts: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockType:
-  """A type of ggml.
+  """A block type of ggml.
 
   Attributes:
-    name: ggml's name of it.
+    name: Name of the type in ggml.
     size: Numbers of a block.
     nbytes: Bytes of a block.
     group: Numbers that share a step.
     levels: Level of each code of 4 bits; None: codes are levels, of 8 bits.
     step: Narrowest dtype that holds every step.
-    least: Narrowest dtype that holds every least number; None: there is none.
+    least: Narrowest dtype that holds every least number; None: without them.
     parts: Function of the bytes of blocks that returns their codes, steps and
       least numbers.
   """
@@ -56,8 +56,8 @@ class BlockType:
     """
     blocks = raw.reshape(*raw.shape[:-1], -1, self.nbytes)
     rows = lambda x: x.reshape(*raw.shape[:-1], -1)
-    codes, step, least = self.parts(blocks)
-    return rows(codes), rows(step), None if least is None else rows(least)
+    codes, step, minima = self.parts(blocks)
+    return rows(codes), rows(step), None if minima is None else rows(minima)
 
   def levels_of(self, codes: Shaped[Array, "*lead I"]) -> jax.Array:
     """Levels int8 of codes."""
@@ -67,14 +67,14 @@ class BlockType:
 
   def floats(self, raw: UInt8[Array, "*lead bytes"]) -> Float[Array, "*lead I"]:
     """Numbers of whole rows, float32."""
-    codes, step, least = self.split(raw)
-    wide = lambda x: jnp.repeat(x.astype(jnp.float32), self.group, -1)
-    x = self.levels_of(codes).astype(jnp.float32) * wide(step)
-    return x if least is None else x + wide(least)
+    codes, step, minima = self.split(raw)
+    per_number = lambda x: jnp.repeat(x.astype(jnp.float32), self.group, -1)
+    x = self.levels_of(codes).astype(jnp.float32) * per_number(step)
+    return x if minima is None else x + per_number(minima)
 
 
 def _half(x: _Bytes, at: int) -> Float[Array, "... 1"]:
-  """The float16 at a byte of each block."""
+  """The float16 at a byte offset of each block."""
   number = jax.lax.bitcast_convert_type(x[..., at : at + 2], jnp.float16)
   return number[..., None]
 
@@ -84,26 +84,26 @@ def _wide(x: _Bytes, at: int) -> Float[Array, "... 1"]:
 
 
 def _nibbles(x: _Bytes) -> _Bytes:
-  """Low halves of some bytes, then their high halves."""
+  """Low halves of bytes, then their high halves."""
   return jnp.concatenate([x & 15, x >> 4], -1)
 
 
 def _bits(x: _Bytes, width: int, run: int) -> _Bytes:
-  """Numbers of some bits, lowest first, each of whole runs of bytes.
+  """Numbers of `width` bits, lowest first, each of whole runs of bytes.
 
   Args:
     x: Bytes.
     width: Bits of a number.
     run: Bytes whose lowest numbers come first, then their next ones.
   """
-  wide = x.reshape(*x.shape[:-1], -1, 1, run)
-  wide = wide >> _shifts(width, wide.ndim, -2)
+  fields = x.reshape(*x.shape[:-1], -1, 1, run)
+  fields = fields >> _shifts(width, fields.ndim, -2)
   mask = jnp.uint8(2**width - 1)
-  return (wide & mask).reshape(*x.shape[:-1], -1)
+  return (fields & mask).reshape(*x.shape[:-1], -1)
 
 
 def _shifts(width: int, rank: int, axis: int) -> jax.Array:
-  """The places of numbers of some bits in a byte, along an axis."""
+  """Shifts of the numbers of `width` bits in a byte, along an axis."""
   shape = [1] * rank
   shape[axis] = 8 // width
   return jnp.arange(0, 8, width, dtype=jnp.uint8).reshape(shape)
@@ -122,7 +122,7 @@ def _q4_1(x: _Bytes) -> _Parts:
 
 
 def _fifth(x: _Bytes) -> _Bytes:
-  """The fifth bits of 32 codes, each in its place, of 4 bytes."""
+  """Fifth bits of 32 codes, from 4 bytes, shifted to their place."""
   bits = (x[..., None] >> _shifts(1, x.ndim + 1, -1)) & 1
   return bits.reshape(*x.shape[:-1], -1) << 4
 
@@ -153,12 +153,12 @@ def _q3_k(x: _Bytes) -> _Parts:
   scales = low | (_bits(x[..., 104:108], 2, 4) << 4)
   step = _wide(x, 108) * _signed(scales, 32).astype(jnp.float32)
   low, high = _bits(x[..., 32:96], 2, 32), _bits(x[..., :32], 1, 32)
-  # Level + 4, where the bit beside says whether 4 is to be taken away.
+  # Level + 4: a separate high bit says whether 4 is subtracted.
   return low + (high << 2), step, None
 
 
 def _six(x: _Bytes) -> tuple[jax.Array, jax.Array]:
-  """Eight scales and eight minima of six bits, float32, of 12 bytes."""
+  """Eight scales and eight minima of six bits, float32, from 12 bytes."""
   a, b, c = x[..., :4], x[..., 4:8], x[..., 8:]
   scales = jnp.concatenate([a & 63, (c & 15) | ((a >> 2) & 48)], -1)
   minima = jnp.concatenate([b & 63, (c >> 4) | ((b >> 2) & 48)], -1)
@@ -174,8 +174,8 @@ def _q4_k(x: _Bytes) -> _Parts:
 def _q5_k(x: _Bytes) -> _Parts:
   scales, minima = _six(x[..., 4:16])
   codes = _bits(x[..., 48:], 4, 32) | (_bits(x[..., 16:48], 1, 32) << 4)
-  step, least = _wide(x, 0) * scales, -(_wide(x, 2) * minima)
-  return _signed(codes, 0), step, least
+  step, offset = _wide(x, 0) * scales, -(_wide(x, 2) * minima)
+  return _signed(codes, 0), step, offset
 
 
 def _q6_k(x: _Bytes) -> _Parts:
@@ -231,7 +231,7 @@ def _type(
   )  # fmt: skip
 
 
-# By ggml's numbers of them.
+# Block types by their numbers in ggml.
 BLOCKS: dict[int, BlockType] = {
   2: _type("Q4_0", 32, 18, _q4_0, tuple(range(-8, 8))),
   3: _type("Q4_1", 32, 20, _q4_1, _PLAIN, least="float16"),
@@ -247,5 +247,5 @@ BLOCKS: dict[int, BlockType] = {
   23: _type("IQ4_XS", 256, 136, _iq4_xs, _IQ4, 32, "float32"),
   39: _type("MXFP4", 32, 17, _mxfp4, _MXFP4, 32, "bfloat16"),
 }
-# Types of plain numbers, by ggml's numbers of them.
+# Types of plain numbers by their numbers in ggml.
 PLAIN = {0: "float32", 1: "float16", 30: "bfloat16"}

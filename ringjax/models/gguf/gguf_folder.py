@@ -1,8 +1,8 @@
 """A GGUF file in the place of a model's folder.
 
 Guarantees: numbers are those that the package gguf dequantises, rounded once to
-the dtype that is asked for.
-Memory: of the host, some tensors as float32 on their way to the devices.
+the requested dtype.
+Memory: on the host, some tensors as float32 that are in flight to the devices.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ class GgufFolder(Folder):
   """A model in GGUF files, with the names of a Hugging Face folder.
 
   Attributes:
-    gguf: the files.
-    sources: where each tensor comes from.
+    gguf: The GGUF files.
+    sources: Source of each tensor in the files.
   """
 
   gguf: GgufFiles
   sources: Mapping[str, Source]
 
   def companions(self) -> dict[str, Callable[[pathlib.Path], None]]:
-    """As of a folder; the tokenizer's files are made of the metadata."""
-    found = super().companions()
+    """Functions that write side files; the tokenizer's are from metadata."""
+    writers = super().companions()
     try:
       files = tokenizer_files(self.gguf.metadata)
     except TokenizerError as error:
       warnings.warn(
         f"no tokenizer is written: {error}", RuntimeWarning, stacklevel=2
       )
-      return found
+      return writers
     for name, content in files.items():
-      found[name] = functools.partial(_write, name, content)
-    return found
+      writers[name] = functools.partial(_write, name, content)
+    return writers
 
   def with_stored(self) -> GgufFolder:
     """The folder with all tensors also as they are stored, see `stored_name`.
 
-    Types of blocks are bytes uint8 [..., R, bytes], others plain numbers.
+    Block types are bytes, uint8 [..., R, bytes], others plain numbers.
     """
     infos: dict[str, TensorInfo] = {}
     for name, source in self.sources.items():
@@ -107,12 +107,12 @@ class GgufFolder(Folder):
 
 
 def stored_name(name: str, part: int) -> str:
-  """The name of a tensor's part as it is stored, of a Hugging Face name."""
+  """Name of a part of a tensor as it is stored, from a Hugging Face name."""
   return f"{name} as stored, {part}"
 
 
 def _stored(files: GgufFiles, name: str, index: int | None) -> TensorInfo:
-  """Where the bytes of a tensor are, or of one of its first axis."""
+  """Place of the bytes of a tensor, or of one index of its first axis."""
   tensor = files.tensors[name]
   shape, dtype = tensor.shape, jnp.dtype(jnp.uint8)
   if tensor.type in PLAIN:
@@ -135,8 +135,8 @@ def open_model(path: str | os.PathLike[str]) -> Folder:
   """A model on disk: a Hugging Face folder, GGUF files, or a fetched name.
 
   Raises:
-    CheckpointFormatError, ConfigError, UnsafeFormatError: as `Folder.open`.
-    OptionError: a GGUF file without the package that reads it.
+    CheckpointFormatError, ConfigError, UnsafeFormatError: See `Folder.open`.
+    OptionError: If it is a GGUF file and the package gguf is not installed.
   """
   path = fetched_models.resolve(path)
   if not isinstance(path, str | os.PathLike) or not is_gguf(path):

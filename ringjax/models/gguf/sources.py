@@ -1,7 +1,7 @@
-"""Where the tensors of a model lie in a GGUF file, and how they differ there.
+"""Sources of a model's tensors in a GGUF file, and how they differ there.
 
 Guarantees: each tensor of the file is that of one Hugging Face name, or a part
-of it; one that is not known keeps its name, so that it is refused as any other.
+of it; an unknown one keeps its name, so that it is refused as any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringjax.models.gguf.architectures import (
   said_of,
 )
 
-# Not tensors of the model: they are in its config.
+# Tensors that are in the model's config, not in the model.
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight",
             "rope_factors_short.weight")  # fmt: skip
 _LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)\.(weight|bias|scale)")
@@ -30,7 +30,7 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)\.(weight|bias|scale)")
 
 @dataclasses.dataclass(frozen=True)
 class UnpairedRows:
-  """Rows of heads in halves, of such in pairs.
+  """Rows of heads in halves, from rows in pairs.
 
   Attributes:
     heads: Number of heads.
@@ -45,7 +45,7 @@ class UnpairedRows:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedRows:
-  """Rows of each group's queries, key and value, of all queries first.
+  """Rows of each group's queries, key and value, from all queries first.
 
   Attributes:
     heads: Number of query heads.
@@ -76,7 +76,7 @@ class LessOne:
 
 @dataclasses.dataclass(frozen=True)
 class Turned:
-  """Maps [..., in, out], of such [..., out, in]."""
+  """Maps [..., in, out], from maps [..., out, in]."""
 
   def __call__(self, x: Shaped[Any, "... A B"]) -> Shaped[Any, "... B A"]:
     return x.swapaxes(-1, -2)
@@ -87,14 +87,14 @@ Change: TypeAlias = UnpairedRows | GroupedRows | LessOne | Turned
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Where the numbers of a tensor with a Hugging Face name come from.
+  """Source of a tensor with a Hugging Face name.
 
   Attributes:
-    name: of the tensor in the file.
-    shape: of what is made of it.
-    index: its number in the first axis, or None.
-    change: what is done to the numbers, before they have that shape; or None.
-    other: a tensor whose last axis alternates with that of the first one, or
+    name: Name of the tensor in the file.
+    shape: Shape of the resulting tensor.
+    index: Index in the first axis of the file's tensor, or None.
+    change: Change of the numbers, before they are reshaped; or None.
+    other: A tensor whose last axis alternates with that of the first one, or
       None.
   """
 
@@ -106,7 +106,7 @@ class Source:
 
   @property
   def names(self) -> tuple[str, ...]:
-    """The tensors of the file that it is made of."""
+    """Names of the file's tensors that it is made of."""
     return (self.name,) if self.other is None else (self.name, self.other)
 
   def floats(self, files: GgufFiles) -> Float[np.ndarray, ...]:
@@ -114,7 +114,7 @@ class Source:
     return self.made([files.floats(x, self.index) for x in self.names])
 
   def made(self, parts: list[Any]) -> Any:
-    """The tensor, of the numbers of its parts, on the host or on devices."""
+    """The tensor, from the numbers of its parts, on the host or on devices."""
     xp = np if isinstance(parts[0], np.ndarray) else jnp
     if self.change is not None:
       parts = [self.change(x) for x in parts]
@@ -125,7 +125,7 @@ class Source:
 def _change(
   arch: Architecture, part: str, leaf: str, heads: int, groups: int
 ) -> tuple[Change | None, int]:
-  """What is done to a tensor, and what must divide its rows."""
+  """Change of a tensor, and the number that must divide its rows."""
   if arch.permuted and part in ("attn_q", "attn_k"):
     count = heads if part == "attn_q" else groups
     return UnpairedRows(count), 2 * count
@@ -142,13 +142,13 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
   """All tensors of a model by their Hugging Face names.
 
   Raises:
-    ConfigError: a tensor whose shape does not fit the numbers of heads.
+    ConfigError: If a tensor's shape does not fit the numbers of heads.
   """
-  arch, said = architecture(files.metadata), said_of(files.metadata)
-  heads, groups = (said[f"attention.head_count{x}"] for x in ("", "_kv"))
+  arch, entries = architecture(files.metadata), said_of(files.metadata)
+  heads, groups = (entries[f"attention.head_count{x}"] for x in ("", "_kv"))
   names: dict[str, str] = dict(arch.names)
   if "blk.0.attn_norm_2.weight" in files.tensors:
-    # Of the Falcons of two norms, the first is that of the feedforward.
+    # In Falcons with two norms, the first is that of the feedforward.
     names |= {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
   sources: dict[str, Source] = {}
   for name, tensor in files.tensors.items():
@@ -158,8 +158,8 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
     new = name
     if match := _LAYER.fullmatch(name):
       part = match[2]
-      if (whole := names.get(f"{part}.{leaf}")) is not None:
-        new = arch.layer.format(match[1]) + whole
+      if (full_name := names.get(f"{part}.{leaf}")) is not None:
+        new = arch.layer.format(match[1]) + full_name
       elif part in names:
         new = f"{arch.layer.format(match[1])}{names[part]}.{leaf}"
     elif part in arch.outer:
@@ -187,7 +187,7 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
 def _join(
   files: GgufFiles, sources: dict[str, Source], new: str, part: Source
 ) -> None:
-  """Adds a tensor of which the gates and the rest alternate."""
+  """Adds a tensor in which gates and up-projections alternate."""
   gate = part.name.replace("ffn_up", "ffn_gate")
   up = part.name.replace("ffn_gate", "ffn_up")
   absent = [x for x in (gate, up) if x not in files.tensors]

@@ -1,9 +1,10 @@
-"""Tensors of GGUF files as they are stored: codes that stay codes, and layers
-that are read again from disk.
+"""Tensors of GGUF files as they are stored, for codes and for layers on disk.
+
+Codes of linear maps stay codes; layers on disk are read whenever they run.
 
 Guarantees: the numbers of a map that stays codes, and of a layer on disk, are
 those that the package gguf dequantises, to the bit in float32.
-Memory: 4 bits for each weight of a type of 4 bits, 8 for others, and its steps;
+Memory: 4 bits per weight of a type of 4 bits, 8 for others, and its steps;
 layers whose types differ share the narrowest layout that holds them all.
 """
 
@@ -51,7 +52,7 @@ class StoredForm(PackedForm):
   """A tensor that is read as the bytes of a GGUF file.
 
   Attributes:
-    types: ggml's numbers of the types of its parts.
+    types: Types of its parts, as ggml's numbers.
     shapes: Shapes of the parts: bytes of rows, or plain numbers.
     change: Change of the file's tensors, or None.
     shape: Shape of the tensor.
@@ -100,7 +101,7 @@ class StoredCodes(StoredForm):
 
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(x) > 1 or not _has_rows(self.form):
-      # Experts together: their maps are [E, out, in] in the file.
+      # Experts in one tensor: their maps are [E, out, in] in the file.
       pieces = list(x)
     else:
       (rows,) = x
@@ -118,7 +119,7 @@ class StoredCodes(StoredForm):
     )
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Bytes of rows are read whole.
+    # Rows of bytes are read whole, on every device.
     return (None,) * len(self.shapes[0])
 
 
@@ -168,22 +169,22 @@ def _laid_out(
   rows: Shaped[Array, "*lead O B"],
 ) -> list[jax.Array]:
   """Codes [*lead, G, rows, *out], steps and least numbers [*lead, G, *out]."""
-  codes, step, least = kind.split(rows)
+  codes, step, minima = kind.split(rows)
   if layout.levels is None:
     codes = kind.levels_of(codes)
   *lead, outer, inner = codes.shape
-  more = kind.group // layout.group
+  splits = kind.group // layout.group
   codes = codes.reshape(*lead, outer, -1, layout.group)
   codes = jnp.moveaxis(codes, -3, -1)
   if layout.levels is not None:
     high, low = jnp.split(codes, 2, -2)
     codes = (high << 4) | low
   groups = inner // layout.group
-  each = lambda x: jnp.repeat(x, more, -1).swapaxes(-1, -2)
-  flat = [codes, each(step).astype(layout.step)]
+  per_group = lambda x: jnp.repeat(x, splits, -1).swapaxes(-1, -2)
+  flat = [codes, per_group(step).astype(layout.step)]
   if layout.least is not None:
-    none = jnp.zeros_like(step) if least is None else least
-    flat.append(each(none).astype(layout.least))
+    zeros = jnp.zeros_like(step) if minima is None else minima
+    flat.append(per_group(zeros).astype(layout.least))
   return [
     x.reshape(*lead, groups, *x.shape[len(lead) + 1 : -1], *outputs)
     for x in flat
@@ -195,13 +196,13 @@ def _layout(kinds: Iterable[BlockType]) -> BlockLayout:
   kinds = list(kinds)
   levels = {kind.levels for kind in kinds}
   steps = {kind.step for kind in kinds}
-  least = {kind.least for kind in kinds} - {None}
-  widest = lambda names: names.pop() if len(names) == 1 else "float32"
+  minimum_types = {kind.least for kind in kinds} - {None}
+  common_dtype = lambda names: names.pop() if len(names) == 1 else "float32"
   return BlockLayout(
     group=min(kind.group for kind in kinds),
     levels=levels.pop() if len(levels) == 1 else None,
-    step=widest(steps),
-    least=widest(least) if least else None,
+    step=common_dtype(steps),
+    least=common_dtype(minimum_types) if minimum_types else None,
   )
 
 
@@ -211,7 +212,7 @@ def stored_tensor(
   """A tensor that is read as bytes, and becomes floats on the devices.
 
   Raises:
-    OptionError: a type that is dequantised on the host alone.
+    OptionError: If a type is dequantised on the host only.
   """
   if isinstance(tensor.form, StoredForm):
     return tensor
@@ -247,14 +248,17 @@ def _fields(folder: GgufFolder, tensor: CheckpointTensor) -> dict[str, Any]:
 def with_stored_codes(
   found: Contents, model: Transformer
 ) -> tuple[Contents, Transformer]:
-  """A model of shapes whose linear maps stay codes, and what is read for it.
+  """Turns a model of shapes into one whose linear maps stay codes.
 
   Args:
     found: Tensors of a GGUF file, of a folder with stored names.
     model: Model of shapes.
 
+  Returns:
+    (tensors to read, model).
+
   Raises:
-    OptionError: a file none of whose linear maps are codes.
+    OptionError: If none of the file's linear maps are codes.
   """
   folder: Any = found.folder
   maps = rounded_maps(model, "codes of the file")
@@ -273,24 +277,24 @@ def with_stored_codes(
     for path, kind in zip(targets, types, strict=True):
       if path is not None:
         kinds[path].add(kind)
-  # Maps that share a tensor with one that becomes floats do so too.
+  # A map that shares a tensor with one that becomes floats does so, too.
   while True:
-    more = {
+    affected = {
       path
       for t in found.tensors
       if {of_parameter.get(x) for x, _ in t.targets} & floats
       for path in (of_parameter.get(x) for x, _ in t.targets)
       if path is not None
     }
-    if more <= floats:
+    if affected <= floats:
       break
-    floats |= more
-  kept = {
+    floats |= affected
+  layouts = {
     path: _layout(kinds[path])
     for path in maps
     if kinds[path] and path not in floats
   }
-  if not kept:
+  if not layouts:
     raise OptionError(
       "weights",
       "'stored', of a file whose linear maps are not in blocks of "
@@ -298,9 +302,9 @@ def with_stored_codes(
       "a quantised file",
       "leave weights= out, or take rj.models.with_coded_weights",
     )
-  tensors = [_coded(folder, t, of_parameter, kept) for t in found.tensors]
+  tensors = [_coded(folder, t, of_parameter, layouts) for t in found.tensors]
   model = replaced(
-    model, {path: _module(maps[path], kept[path]) for path in kept}
+    model, {path: _module(maps[path], layouts[path]) for path in layouts}
   )
   model.stored_types = _types_line(folder, tensors)
   _log.info("%s: %s", folder.gguf.name, model.stored_types)
@@ -310,32 +314,36 @@ def with_stored_codes(
 def _block_types(
   folder: GgufFolder, tensor: CheckpointTensor
 ) -> list[BlockType] | None:
-  """The block type of each map in a tensor; None if they become floats."""
+  """Block type of each map in a tensor; None if they become floats."""
   source = folder.sources.get(tensor.stored_name or tensor.name)
   outputs = _outputs(tensor.form)
   if source is None or outputs is None:
     return None
   kinds = [BLOCKS.get(folder.gguf.tensors[x].type) for x in source.names]
-  known = [kind for kind in kinds if kind is not None]
+  known_kinds = [kind for kind in kinds if kind is not None]
   turned = isinstance(tensor.form, SwappedAxes) or not _has_rows(tensor.form)
   changes = Turned if turned else UnpairedRows | GroupedRows | None
-  if len(known) < len(kinds) or not isinstance(source.change, changes):
+  if len(known_kinds) < len(kinds) or not isinstance(source.change, changes):
     return None
-  known = known if len(known) == len(outputs) else known * len(outputs)
-  return known if len(known) == len(outputs) else None
+  known_kinds = (
+    known_kinds
+    if len(known_kinds) == len(outputs)
+    else known_kinds * len(outputs)
+  )
+  return known_kinds if len(known_kinds) == len(outputs) else None
 
 
 def _coded(
   folder: GgufFolder,
   tensor: CheckpointTensor,
   of_parameter: Mapping[str, str],
-  kept: Mapping[str, BlockLayout],
+  kept_layouts: Mapping[str, BlockLayout],
 ) -> CheckpointTensor:
-  """A tensor whose parameters are those of codes, if its maps are kept."""
+  """A tensor whose parameters are codes, if all of its maps stay codes."""
   paths = [of_parameter.get(path) for path, _ in tensor.targets]
-  if not all(path in kept for path in paths):
+  if not all(path in kept_layouts for path in paths):
     return tensor
-  layouts = tuple(kept[path] for path in paths if path is not None)
+  layouts = tuple(kept_layouts[path] for path in paths if path is not None)
   targets = tuple(
     (f"{path}.{part}", index)
     for path, layout, (_, index) in zip(
@@ -360,7 +368,7 @@ def _parts(layout: BlockLayout) -> tuple[str, ...]:
 
 
 def _module(linear: Linear, layout: BlockLayout) -> BlockCodesLinear:
-  """The module of shapes in place of a map."""
+  """The module of shapes that replaces a map."""
   shape = linear.weight.get_value().shape
   first = 1 + linear.lead
   inputs = shape[first : first + linear.contracted]
@@ -368,19 +376,21 @@ def _module(linear: Linear, layout: BlockLayout) -> BlockCodesLinear:
   groups = math.prod(inputs) // layout.group
   make: Any = jax.ShapeDtypeStruct
   lead = (*shape[:first], groups)
-  least = layout.least
+  least_dtype = layout.least
   return BlockCodesLinear(
     linear,
     layout,
     make((*lead, layout.rows, *outputs), jnp.dtype(layout.dtype)),
     make((*lead, *outputs), jnp.dtype(layout.step)),
-    None if least is None else make((*lead, *outputs), jnp.dtype(least)),
+    None
+    if least_dtype is None
+    else make((*lead, *outputs), jnp.dtype(least_dtype)),
     inputs=inputs,
   )
 
 
 def _types_line(folder: GgufFolder, tensors: Iterable[CheckpointTensor]) -> str:
-  """One line of which types stay codes and which become floats."""
+  """One line that lists the types that stay codes and that become floats."""
   counts: dict[bool, dict[str, int]] = {True: {}, False: {}}
   for t in tensors:
     source = folder.sources[t.stored_name or t.name]

@@ -1,5 +1,7 @@
-"""Files beside a model's weights that are copied with them, by their names:
-the tokenizer, generation settings, licences. No file in a folder is ever run.
+"""Side files of a model's weights that are copied with them, by their names.
+
+They are the tokenizer, generation settings and licences. No file in a folder is
+ever run.
 """
 
 from __future__ import annotations
@@ -43,25 +45,25 @@ _BYTES = 256 << 20
 
 
 def copy(folder: pathlib.Path, to: pathlib.Path) -> None:
-  """Copies the files beside a model's weights.
+  """Copies the files next to a model's weights.
 
   Raises:
-    OptionError: a file is too large.
+    OptionError: If a file is too large.
   """
   for name in names(folder):
     copy_file(folder, name, to)
 
 
 def names(folder: pathlib.Path) -> list[str]:
-  """The names of these files that a folder has."""
+  """Names of the files to copy that a folder has."""
   return [name for name in NAMES if (folder / name).is_file()]
 
 
 def copy_file(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
-  """Copies one of these files, in place of one that is there.
+  """Copies one of these files, and replaces an existing one.
 
   Raises:
-    OptionError: it is too large.
+    OptionError: If it is too large.
   """
   descriptor = safe_files.open_inside(folder, name)
   with open(descriptor, "rb") as source:
@@ -74,7 +76,7 @@ def copy_file(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
     try:
       with open(new, "xb") as target:
         shutil.copyfileobj(source, target)
-      # An old file is replaced.
+      # os.replace also replaces an old file.
       os.replace(new, to / name)
     finally:
       new.unlink(missing_ok=True)

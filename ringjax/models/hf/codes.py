@@ -1,8 +1,8 @@
-"""Integers and floats of eight bits and fewer, by the scales beside them.
+"""Integers and floats of eight bits and fewer, with their stored scales.
 
 Guarantees: a weight is (code - zero) * scale, computed in float32 and rounded
 once to the model's dtype. Bits, orders and zeros are as the writers of each
-format have them:
+format store them:
 
   compressed-tensors  codes of a row of [M, N] next to each other, the first in
                       the lowest bits of an int32, plus 2^(bits-1); zeros too,
@@ -12,10 +12,10 @@ format have them:
                       input may be in any group (g_idx)
   AWQ                 codes of [N, M] along the outputs, in each int32 in the
                       order 0 2 4 6 1 3 5 7
-  bitsandbytes int8   codes of a row, a scale for it: its largest magnitude,
-                      which is 127
+  bitsandbytes int8   codes of a row and its scale: the largest magnitude,
+                      which is the code 127
 
-Cost: a device reads the codes of its own part and unpacks them itself.
+Cost: a device reads the codes of its part and unpacks them itself.
 Ref: Frantar et al. 2022, arXiv 2210.17323 (GPTQ); Lin et al. 2023, arXiv
 2306.00978 (AWQ); Dettmers et al. 2022, arXiv 2208.07339 (LLM.int8());
 https://github.com/vllm-project/compressed-tensors.
@@ -40,10 +40,10 @@ class StoredTensor:
   """A tensor on disk that is a part of a packed one, or all of a plain one.
 
   Attributes:
-    name: its name.
-    shape: its shape.
-    dtype: what it is read as; None: the dtype of its parameter.
-    axes: the axes of the form that its axes belong to, None for none.
+    name: Name on disk.
+    shape: Shape on disk.
+    dtype: Dtype that it is read as; None: the dtype of its parameter.
+    axes: Axes of the form that its axes belong to, None for none.
   """
 
   name: str
@@ -55,40 +55,40 @@ class StoredTensor:
 def unpacked(
   words: Int[Array, "A C"], bits: int, axis: int, count: int
 ) -> Int[Array, "A2 C2"]:
-  """Codes of some bits, int32, of words of 32 along an axis, lowest first.
+  """Unpacks 32-bit words along an axis into int32 codes, lowest bits first.
 
   Args:
-    words: int32.
-    bits: of a code, a divisor of 32.
-    axis: along which the codes of a word lie.
-    count: of codes there; what is behind them is padding.
+    words: Packed codes, int32 [A, C].
+    bits: Bits of a code, a divisor of 32.
+    axis: Axis along which a word holds its codes.
+    count: Number of codes along the axis; those after them are padding.
   """
   shifts = jnp.arange(0, 32, bits, dtype=jnp.int32)
-  wide = jnp.expand_dims(words, axis + 1)
-  shape = [1] * wide.ndim
+  columns = jnp.expand_dims(words, axis + 1)
+  shape = [1] * columns.ndim
   shape[axis + 1] = shifts.size
-  # The sign of a word comes in with the shift, and goes with the other bits.
-  codes = (wide >> shifts.reshape(shape)) & (2**bits - 1)
-  whole = list(words.shape)
-  whole[axis] *= shifts.size
-  codes = codes.reshape(whole)
+  # The shift copies a word's sign bit into high bits, which the mask removes.
+  codes = (columns >> shifts.reshape(shape)) & (2**bits - 1)
+  shape_out = list(words.shape)
+  shape_out[axis] *= shifts.size
+  codes = codes.reshape(shape_out)
   return jax.lax.slice_in_dim(codes, 0, count, axis=axis)
 
 
 def spread(
   x: Shaped[Array, "A C"], axis: int, size: int, group: int
 ) -> Shaped[Array, "A2 C2"]:
-  """Numbers of groups along an axis, one for each of `size` members."""
+  """Repeats the numbers of groups along an axis for each of `size` members."""
   x = jnp.repeat(x, group, axis)
   return jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedForm:
-  """What all packed tensors [M, N] have in common.
+  """Base of the packed forms of tensors [M, N].
 
   Attributes:
-    form: how parameters are stored in the floats.
+    form: Form in which parameters are stored in the unpacked floats.
   """
 
   form: Form
@@ -98,11 +98,11 @@ class PackedForm:
     return self.form.stored
 
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
-    """The tensors on disk, in the order in which `unpack` takes them."""
+    """Tensors on disk, in the order of `unpack`'s arguments."""
     raise NotImplementedError
 
   def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
-    """The floats, float32 [M, N]."""
+    """The unpacked floats, float32 [M, N]."""
     raise NotImplementedError
 
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -117,12 +117,12 @@ class Scaled(PackedForm):
   """Codes [M, N], one number each, and scales for blocks of them.
 
   Attributes:
-    dtype: of the codes: int8 or a float8.
-    scale: the ending of the scales' name, in place of ".weight".
-    scale_shape: theirs on disk.
-    block: rows and columns that have a scale in common.
-    zero: the ending of the zeros' name, of the scales' shape; or None.
-    factor: what scales are multiplied by.
+    dtype: Dtype of the codes: int8 or a float8.
+    scale: Ending of the scales' name, in place of ".weight".
+    scale_shape: Shape of the scales on disk.
+    block: Rows and columns that share a scale.
+    zero: Ending of the zeros' name, of the scales' shape; or None.
+    factor: Factor of the scales.
   """
 
   dtype: str
@@ -133,25 +133,28 @@ class Scaled(PackedForm):
   factor: float = 1.0
 
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
-    base, none = name.removesuffix(".weight"), (None,) * len(self.scale_shape)
-    found = [
+    base, unsharded = (
+      name.removesuffix(".weight"),
+      (None,) * len(self.scale_shape),
+    )
+    tensors = [
       StoredTensor(name, self.stored, jnp.dtype(self.dtype), (0, 1)),
-      StoredTensor(base + self.scale, self.scale_shape, jnp.float32, none),
+      StoredTensor(base + self.scale, self.scale_shape, jnp.float32, unsharded),
     ]
     if self.zero is not None:
       zero = base + self.zero
-      found.append(StoredTensor(zero, self.scale_shape, jnp.int8, none))
-    return tuple(found)
+      tensors.append(StoredTensor(zero, self.scale_shape, jnp.int8, unsharded))
+    return tuple(tensors)
 
   def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
     codes, *numbers = (y.astype(jnp.float32) for y in x)
-    scales, *zeros = (self._wide(y) for y in numbers)
+    scales, *zeros = (self._per_code(y) for y in numbers)
     for zero in zeros:
       codes = codes - zero
     return codes * (scales * jnp.float32(self.factor))
 
-  def _wide(self, x: jax.Array) -> jax.Array:
-    """A number for each code, [M, N] or what broadcasts to it."""
+  def _per_code(self, x: jax.Array) -> jax.Array:
+    """A number for each code, [M, N] or broadcastable to it."""
     m, n = self.stored
     rows, columns = -(-m // self.block[0]), -(-n // self.block[1])
     x = x.reshape(rows, columns)
@@ -165,11 +168,11 @@ class PackedRows(PackedForm):
   """compressed-tensors: codes in words along the rows of [M, N].
 
   Attributes:
-    bits: of a code.
-    groups: of each row, with a scale each.
-    size: columns of a group, where there is no `order`.
-    zeros: whether they have zeros.
-    order: whether a column's group is in a tensor of its own.
+    bits: Bits of a code.
+    groups: Groups of each row, with a scale each.
+    size: Columns of a group, if there is no `order`.
+    zeros: Whether zeros are stored.
+    order: Whether a further tensor has the group of each column.
   """
 
   bits: int
@@ -179,33 +182,33 @@ class PackedRows(PackedForm):
   order: bool = False
 
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
-    (m, n), each = self.stored, 32 // self.bits
-    shape, scales = (m, -(-n // each)), (m, self.groups)
-    found = [
+    (m, n), per_word = self.stored, 32 // self.bits
+    shape, scales = (m, -(-n // per_word)), (m, self.groups)
+    tensors = [
       StoredTensor(f"{name}_packed", shape, jnp.int32, (0, 1)),
       StoredTensor(f"{name}_scale", scales, jnp.float32, (0, None)),
     ]
     if self.zeros:
-      shape = (-(-m // each), self.groups)
-      found.append(
+      shape = (-(-m // per_word), self.groups)
+      tensors.append(
         StoredTensor(f"{name}_zero_point", shape, jnp.int32, (0, None))
       )
     if self.order:
-      found.append(StoredTensor(f"{name}_g_idx", (n,), jnp.int32, (None,)))
-    return tuple(found)
+      tensors.append(StoredTensor(f"{name}_g_idx", (n,), jnp.int32, (None,)))
+    return tuple(tensors)
 
   def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
-    (m, n), rest = self.stored, list(x[2:])
+    (m, n), others = self.stored, list(x[2:])
     codes, scales = unpacked(x[0], self.bits, 1, n), x[1]
     half = jnp.int32(2 ** (self.bits - 1))
     zeros = jnp.full((m, self.groups), half)
     if self.zeros:
-      zeros = unpacked(rest.pop(0), self.bits, 0, m)
+      zeros = unpacked(others.pop(0), self.bits, 0, m)
     if self.order:
-      each = lambda y: jnp.take(y, rest[0], 1)
+      per_column = lambda y: jnp.take(y, others[0], 1)
     else:
-      each = lambda y: spread(y, 1, n, self.size)
-    return (codes - each(zeros)).astype(jnp.float32) * each(scales)
+      per_column = lambda y: spread(y, 1, n, self.size)
+    return (codes - per_column(zeros)).astype(jnp.float32) * per_column(scales)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,11 +216,11 @@ class Gptq(PackedForm):
   """GPTQ: codes in words along the inputs of [N, M].
 
   Attributes:
-    bits: of a code.
-    groups: of inputs.
-    size: inputs of a group, where there is no `order`.
-    order: whether each input's group is in a tensor of its own.
-    less: by how much zeros are too small on disk.
+    bits: Bits of a code.
+    groups: Groups of inputs.
+    size: Inputs of a group, if there is no `order`.
+    order: Whether a further tensor has the group of each input.
+    less: Offset by which zeros are too small on disk.
   """
 
   bits: int
@@ -227,18 +230,18 @@ class Gptq(PackedForm):
   less: int
 
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
-    (m, n), each = self.stored, 32 // self.bits
+    (m, n), per_word = self.stored, 32 // self.bits
     base = name.removesuffix("weight")
-    found = [
-      StoredTensor(f"{base}qweight", (-(-n // each), m), jnp.int32, (1, 0)),
+    tensors = [
+      StoredTensor(f"{base}qweight", (-(-n // per_word), m), jnp.int32, (1, 0)),
       StoredTensor(
-        f"{base}qzeros", (self.groups, -(-m // each)), jnp.int32, (None, 0)
+        f"{base}qzeros", (self.groups, -(-m // per_word)), jnp.int32, (None, 0)
       ),
       StoredTensor(f"{base}scales", (self.groups, m), jnp.float32, (None, 0)),
     ]
     if self.order:
-      found.append(StoredTensor(f"{base}g_idx", (n,), jnp.int32, (None,)))
-    return tuple(found)
+      tensors.append(StoredTensor(f"{base}g_idx", (n,), jnp.int32, (None,)))
+    return tuple(tensors)
 
   def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
     m, n = self.stored
@@ -246,13 +249,13 @@ class Gptq(PackedForm):
     zeros = unpacked(x[1], self.bits, 1, m)
     zeros = (zeros + self.less) & (2**self.bits - 1)
     if self.order:
-      each = lambda y: jnp.take(y, x[3], 0)
+      per_input = lambda y: jnp.take(y, x[3], 0)
     else:
-      each = lambda y: spread(y, 0, n, self.size)
-    return ((codes - each(zeros)).astype(jnp.float32) * each(x[2])).T
+      per_input = lambda y: spread(y, 0, n, self.size)
+    return ((codes - per_input(zeros)).astype(jnp.float32) * per_input(x[2])).T
 
 
-# The column of a word's codes, from the lowest bits on.
+# Columns of a word's codes, from the lowest bits on.
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -261,9 +264,9 @@ class Awq(PackedForm):
   """AWQ's gemm: codes of four bits in words along the outputs of [N, M].
 
   Attributes:
-    groups: of inputs.
-    size: inputs of a group.
-    zeros: whether they have zeros; else those are the middle, 8.
+    groups: Groups of inputs.
+    size: Inputs of a group.
+    zeros: Whether zeros are stored; else each is the middle, 8.
   """
 
   groups: int
@@ -288,13 +291,13 @@ class Awq(PackedForm):
 
   def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
     m, n = self.stored
-    each = lambda y: spread(y, 0, n, self.size)
+    per_input = lambda y: spread(y, 0, n, self.size)
     zeros = self._codes(x[2], m) if self.zeros else jnp.full_like(x[1], 8)
     codes = self._codes(x[0], m).astype(jnp.float32)
-    return ((codes - each(zeros.astype(jnp.float32))) * each(x[1])).T
+    return ((codes - per_input(zeros.astype(jnp.float32))) * per_input(x[1])).T
 
   def _codes(self, words: jax.Array, count: int) -> jax.Array:
-    """Codes int32 [A, M] in the order of the outputs."""
+    """Codes, int32 [A, M], in the order of the outputs."""
     codes = unpacked(words, 4, 1, words.shape[1] * len(_AWQ))
     codes = codes.reshape(words.shape[0], -1, len(_AWQ))
     return codes[..., np.argsort(_AWQ)].reshape(words.shape[0], -1)[:, :count]

@@ -1,10 +1,10 @@
-"""Reads a Hugging Face config.json, key by key, and forgets none.
+"""Reads a Hugging Face config.json key by key, and refuses unknown keys.
 
 Guarantees: a key that is not read and not known to be harmless is an error,
 since it may change the computation, unless `unknown_keys.py` says that it
-can't. Some keys are harmless with one value only:
-with another one they are an error too. The spellings of transformers 4 and 5
-mean the same. The tables of keys are in `../config_keys.toml`.
+can't. Some keys are harmless with one value only; another value is an error,
+too. The spellings of transformers 4 and 5 mean the same. The tables of keys are
+in `../config_keys.toml`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KINDS = (
   "linear_attention",
 )
 _MOST = 2**31 - 1
-# What float32 can tell from infinity, and from 0.
+# Bounds of the numbers that float32 distinguishes from infinity and from 0.
 _LARGEST, _SMALLEST = 3.4e38, 1e-37
 _MISSING = object()
 
@@ -55,7 +55,7 @@ OTHER = "use another checkpoint"
 def error(
   key: str, got: object, want: str, remedy: str = DOWNLOAD
 ) -> ConfigError:
-  """What to raise for the value of a key."""
+  """The error to raise for the value of a key."""
   shown = repr(got)
   shown = shown if len(shown) <= 80 else shown[:77] + "..."
   return ConfigError(f"config.json: {key}", shown, want, remedy)
@@ -64,15 +64,15 @@ def error(
 class ConfigReader:
   """A config whose keys are read one by one.
 
-  Each method that reads a value takes the spellings of its key, of which the
-  first that is there and not null counts, and what it is without one:
-  `default`; or `absent`, if null means None and only a missing key has a
-  default. Without either the key has to be there.
+  Each method that reads a value takes the spellings of its key; the first one
+  that is present and not null counts. Without one the value is `default`; or
+  `absent`, if null means None and only a missing key has a default. Without
+  either the key is required.
 
   Args:
-    config: what is read.
-    prefix: what stands before a key in errors.
-    unknown: what happens to keys that are not read; default: errors.
+    config: Content of config.json, or of an object in it.
+    prefix: Prefix of keys in errors.
+    unknown: Treatment of keys that are not read; default: errors.
   """
 
   def __init__(
@@ -89,7 +89,7 @@ class ConfigReader:
   def error(
     self, key: str, got: object, want: str, remedy: str = DOWNLOAD
   ) -> ConfigError:
-    """What to raise for the value of a key of this config."""
+    """The error to raise for the value of a key of this config."""
     return error(self._prefix + key, got, want, remedy)
 
   def part(
@@ -116,25 +116,25 @@ class ConfigReader:
     return dict(self._config)
 
   def has(self, key: str) -> bool:
-    """Whether the key is there and not null."""
+    """Whether the key is present and not null."""
     return self._config.get(key) is not None
 
   def value(
     self, *keys: str, default: object = _MISSING, absent: object = _MISSING
   ) -> Any:
-    """A value of any type.
+    """Reads a value of any type.
 
     Raises:
-      ConfigError: there is none, or two spellings differ: other programs do
-        not read all of them.
+      ConfigError: If a required value is missing, or two spellings differ:
+        other programs do not read all of them.
     """
     self._read.update(keys)
-    said = [key for key in keys if self._config.get(key) is not None]
-    if said:
-      x, *others = (self._config[key] for key in said)
-      for key, other in zip(said[1:], others, strict=True):
-        if other != x and not isinstance(x, dict):
-          raise self.error(key, other, f"{x!r}, as {said[0]} says")
+    present = [key for key in keys if self._config.get(key) is not None]
+    if present:
+      x, *others = (self._config[key] for key in present)
+      for key, value in zip(present[1:], others, strict=True):
+        if value != x and not isinstance(x, dict):
+          raise self.error(key, value, f"{x!r}, as {present[0]} says")
       return x
     if absent is not _MISSING:
       return None if keys[0] in self._config else absent
@@ -150,7 +150,7 @@ class ConfigReader:
     want: str,
     remedy: str = DOWNLOAD,
   ) -> Any:
-    """A value that fits, or the None that it has by default."""
+    """Reads a value that `fits`, or its default of None."""
     x = self.value(*keys, **without)
     if x is not None and not fits(x):
       raise self.error(keys[0], x, want, remedy)
@@ -160,9 +160,9 @@ class ConfigReader:
     self, *keys: str, least: int = 1, most: int = _MOST, **without: Any
   ) -> Any:
     """A whole number."""
-    fits = lambda x: _is_whole(x) and least <= x <= most
+    in_range = lambda x: _is_whole(x) and least <= x <= most
     want = f"a whole number from {least} to {most}"
-    return self._typed(keys, without, fits, want)
+    return self._typed(keys, without, in_range, want)
 
   def number(self, *keys: str, **without: Any) -> Any:
     """A finite number."""
@@ -180,23 +180,23 @@ class ConfigReader:
     if named and not any(map(self.has, named)):
       self.ignore(*keys)
       return False
-    fits = lambda x: isinstance(x, bool)
-    return self._typed(keys, without, fits, "true or false")
+    is_bool = lambda x: isinstance(x, bool)
+    return self._typed(keys, without, is_bool, "true or false")
 
   def text(self, *keys: str, **without: Any) -> str:
     """A string."""
-    fits = lambda x: isinstance(x, str)
-    return self._typed(keys, without, fits, "a string")
+    is_text = lambda x: isinstance(x, str)
+    return self._typed(keys, without, is_text, "a string")
 
   def act(self, *keys: str, **without: Any) -> str:
-    """An activation, by our name of it."""
-    known = _TABLES["activations"]
-    fits = lambda x: isinstance(x, str) and x in known
-    want = f"one of {', '.join(known)}"
+    """Reads an activation, by this package's name of it."""
+    activations = _TABLES["activations"]
+    is_known = lambda x: isinstance(x, str) and x in activations
+    want = f"one of {', '.join(activations)}"
     # A newer key counts before the older one, which may say something else.
     self.ignore(*keys)
     key = next(filter(self.has, keys), keys[0])
-    return known[self._typed((key,), without, fits, want, OTHER)]
+    return activations[self._typed((key,), without, is_known, want, OTHER)]
 
   def must_be(self, key: str, wanted: object, default: object) -> None:
     """Refuses another value than the one that is supported."""
@@ -205,7 +205,7 @@ class ConfigReader:
       raise self.error(key, x, repr(wanted), OTHER)
 
   def only(self, key: str, wanted: object) -> None:
-    """Refuses another value than the one that says nothing new."""
+    """Refuses any value but the default, which changes nothing."""
     self.must_be(key, wanted, wanted)
 
   def layers(self) -> int:
@@ -216,11 +216,11 @@ class ConfigReader:
     self, key: str, fits: Callable[[Any], bool], want: str, **without: Any
   ) -> list[Any]:
     """A list whose items fit."""
-    sound = lambda x: isinstance(x, list) and all(map(fits, x))
-    return self._typed((key,), without, sound, want)
+    valid = lambda x: isinstance(x, list) and all(map(fits, x))
+    return self._typed((key,), without, valid, want)
 
   def layer_types(self, default: Sequence[str]) -> tuple[str, ...]:
-    """The kind of each layer: what the file says, or what older ones meant."""
+    """Kind of each layer, as the file says; default: what older files meant."""
     count = self.layers()
     types = self.value("layer_types", default=list(default))
     if not isinstance(types, list) or len(types) != count:
@@ -246,7 +246,7 @@ class ConfigReader:
     return self._list(key, _is_whole, want, default=list(default))
 
   def _unsaid(self, key: str) -> Any:
-    """What transformers takes for a key that is not there, if it is fixed."""
+    """Default that transformers has for a missing key, if it is fixed."""
     if key in self._config:
       return None
     return _TABLES["unsaid"].get(self._config.get("model_type"), {}).get(key)
@@ -262,7 +262,7 @@ class ConfigReader:
     return n, k
 
   def head_dim(self) -> int:
-    """Its own key, or the hidden size over the heads."""
+    """Width of a head: its own key, or the hidden size over the heads."""
     heads, _ = self.heads()
     hidden = self.whole("hidden_size", "n_embed")
     h = self.whole("head_dim", default=self._unsaid("head_dim"))
@@ -284,61 +284,63 @@ class ConfigReader:
     beside: Sequence[str] = (),
     unsaid: str = "default",
   ) -> Rope:
-    """The rotation of the layers of one kind.
+    """Reads the rotary embedding of the layers of one kind.
 
     Args:
-      head_dim: of what rotates; default: `head_dim()`.
-      kind: of the layers, where the file tells them apart.
-      theta: the base, if the file says none.
-      partial: the part of the dims that rotates, if the file says none.
-      interleaved: whether neighbouring dims are a pair, not those of halves.
-      plain: whether the scaling of an older file is not for this kind.
-      theta_key: the key of the base in an older file.
-      beside: keys among those of the rotation that the caller reads.
-      unsaid: how it is stretched, if the file says nothing of it.
+      head_dim: Width of the rotated vectors; default: `head_dim()`.
+      kind: Kind of the layers, if the file tells them apart.
+      theta: Default of the base.
+      partial: Default of the fraction of dims that rotates.
+      interleaved: Whether neighbouring dims are a pair, not those of halves.
+      plain: Whether the scaling of an older file is not for this kind.
+      theta_key: Key of the base in an older file.
+      beside: Keys among those of the rotation that the caller reads.
+      unsaid: Default of the scaling type.
     """
     head_dim = self.head_dim() if head_dim is None else head_dim
     bases = ("rotary_emb_base", "rope_theta")
     if theta_key not in bases:
-      # A base of its own: that of other layers is not for these.
+      # A separate key for these layers: the bases of other layers don't apply.
       self.ignore(*bases)
       bases = (theta_key,)
     theta = self.positive(*bases, default=theta)
     key, kind_of_model = "partial_rotary_factor", self._config.get("model_type")
     keys = (key, "rotary_pct") if kind_of_model == "gpt_neox" else (key,)
-    for other in {key, "rotary_pct"}:
-      # transformers does not read these of such families.
-      if other not in keys or kind_of_model in _PARTS_WITHIN:
-        self.only(other, 1)
+    for part_key in {key, "rotary_pct"}:
+      # transformers does not read these for such families.
+      if part_key not in keys or kind_of_model in _PARTS_WITHIN:
+        self.only(part_key, 1)
     partial = self.positive(*keys, default=partial)
     new = self.has("rope_parameters")
     name = "rope_parameters" if new else "rope_scaling"
     self.ignore("rope_parameters", "rope_scaling")
-    given = {} if plain and not new else self.value(name, default={})
-    part = self.part(name, given)
-    apart = all(isinstance(v, dict | None) for v in given.values())
-    if new and given and apart:
-      if kind not in given:
-        raise self.error(name, sorted(given), f"one entry for {kind!r}")
-      part = self.part(name, given[kind] or {})
+    rope_config = {} if plain and not new else self.value(name, default={})
+    part = self.part(name, rope_config)
+    by_kind = all(isinstance(v, dict | None) for v in rope_config.values())
+    if new and rope_config and by_kind:
+      if kind not in rope_config:
+        raise self.error(name, sorted(rope_config), f"one entry for {kind!r}")
+      part = self.part(name, rope_config[kind] or {})
       key = "original_max_position_embeddings"
       if self.has(key):
-        # transformers reads it of each kind.
+        # transformers reads it from each kind.
         self.only(key, part.whole(key))
     theta = part.positive("rope_theta", default=theta)
     partial = part.positive("partial_rotary_factor", default=partial)
-    unsaid = "default" if given else unsaid
-    stretch = part.text("rope_type", "type", default=unsaid)
-    whole = stretch == "proportional"
-    if partial != 1 and stretch == "default" and kind_of_model in _TURNED_WHOLE:
-      # Programs disagree: transformers turns all of it, others a part.
+    unsaid = "default" if rope_config else unsaid
+    rope_type = part.text("rope_type", "type", default=unsaid)
+    proportional = rope_type == "proportional"
+    if (
+      partial != 1 and rope_type == "default" and kind_of_model in _TURNED_WHOLE
+    ):
+      # Programs disagree: transformers rotates whole heads, others a part.
       want = "1: transformers turns whole heads of this family"
       raise self.error("partial_rotary_factor", partial, want, OTHER)
-    dims = head_dim if whole else int(head_dim * partial)
+    dims = head_dim if proportional else int(head_dim * partial)
     part.ignore(*beside)
     alpha = part.positive("alpha", default=None)
     if alpha is not None and part.text("rope_type", "type") == "dynamic":
-      # HunYuan's files: a base that is fixed, whatever the length.
+      # HunYuan's files: a fixed base, whatever the length.
       part.ignore("factor", "mscale", "mscale_all_dim", "type")
       part.ignore("beta_fast", "beta_slow", "original_max_position_embeddings")
       part.finish()
@@ -362,21 +364,21 @@ class ConfigReader:
     partial: float,
     unsaid: str,
   ) -> Unscaled:
-    """How a rotation is stretched to longer contexts."""
+    """Reads the scaling of a rotary embedding for longer contexts."""
     kind = part.text("rope_type", "type", default=unsaid)
-    # Without a limit in the file there is nothing to stretch a context by.
-    stretched = kind not in ("default", "linear", "proportional")
-    without = {} if stretched else {"default": 2048}
-    most = self.whole("max_position_embeddings", **without)
+    # Without a limit in the file there is no factor to scale a context by.
+    needs_limit = kind not in ("default", "linear", "proportional")
+    without = {} if needs_limit else {"default": 2048}
+    max_positions = self.whole("max_position_embeddings", **without)
     key = "original_max_position_embeddings"
-    inner = part.whole(key, default=most)
+    inner = part.whole(key, default=max_positions)
     original = self.whole(key, default=None) or inner
-    # "finetuned" was about a training.
+    # "finetuned" is about training.
     part.ignore("type", "finetuned")
     match kind:
       case "default":
-        if more := part.refused():
-          want = f"the kind of stretching that {more[0]} belongs to"
+        if refused_keys := part.refused():
+          want = f"the kind of stretching that {refused_keys[0]} belongs to"
           if not part.has("rope_type") and not part.has("type"):
             raise part.error("rope_type", "nothing, which means default", want)
         scaling = Unscaled()
@@ -386,23 +388,25 @@ class ConfigReader:
           original=inner if part.has(key) else None,
         )
       case "proportional":
-        turning = int(partial * dims // 2)
-        if not 1 <= turning <= dims // 2:
+        rotating = int(partial * dims // 2)
+        if not 1 <= rotating <= dims // 2:
           want = f"a part of {dims} dims, at least one pair"
           raise self.error("partial_rotary_factor", partial, want)
         scaling = Proportional(
-          turning=turning, factor=part.positive("factor", default=1.0)
+          turning=rotating, factor=part.positive("factor", default=1.0)
         )
       case "dynamic":
         if dims == 2:
           raise part.error("rope_type", kind, "more than 2 dims that rotate")
-        scaling = Dynamic(factor=part.positive("factor"), original=most)
+        scaling = Dynamic(
+          factor=part.positive("factor"), original=max_positions
+        )
       case "llama3":
         scaling = part._llama3(original)
       case "yarn":
-        scaling = part._yarn(original, most, theta)
+        scaling = part._yarn(original, max_positions, theta)
       case "longrope" | "su":
-        scaling = part._longrope(original, most, dims)
+        scaling = part._longrope(original, max_positions, dims)
       case _:
         raise part.error(
           "rope_type",
@@ -446,10 +450,12 @@ class ConfigReader:
       raise self.error("rope_theta", theta, "more than 1")
     factor = self.positive("factor", default=most / original)
     weight = self.number("mscale", default=None)
-    whole = self.number("mscale_all_dim", default=None)
+    all_dim = self.number("mscale_all_dim", default=None)
     attention = self.positive("attention_factor", default=None)
-    if attention is None and weight and whole:
-      attention = yarn_magnitude(factor, weight) / yarn_magnitude(factor, whole)
+    if attention is None and weight and all_dim:
+      attention = yarn_magnitude(factor, weight) / yarn_magnitude(
+        factor, all_dim
+      )
     return Yarn(
       factor=factor,
       original=original,
@@ -477,7 +483,7 @@ class ConfigReader:
     ]
 
   def finish(self) -> None:
-    """Refuses a key that was not read and may change the computation."""
+    """Refuses keys that were not read and may change the computation."""
     unknown = self._unknown
     for key in self.unread():
       if key in _TABLES["harmless_as"]:
@@ -490,16 +496,16 @@ class ConfigReader:
 
 
 def _is_whole(x: Any) -> bool:
-  """Whether it is an integer; True is none."""
+  """Whether it is an integer; True is not."""
   return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _is_number(x: Any) -> bool:
-  """Whether float32 has it; True and NaN are no numbers."""
-  plain = _is_whole(x) or isinstance(x, float)
-  return plain and abs(x) <= _LARGEST
+  """Whether float32 represents it; True and NaN are not numbers."""
+  numeric = _is_whole(x) or isinstance(x, float)
+  return numeric and abs(x) <= _LARGEST
 
 
 def _is_positive(x: Any) -> bool:
-  """Whether float32 tells it from 0 and infinity."""
+  """Whether float32 distinguishes it from 0 and infinity."""
   return _is_number(x) and x >= _SMALLEST

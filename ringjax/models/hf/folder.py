@@ -1,16 +1,17 @@
-"""A Hugging Face model folder: config.json and safetensors files, by stream.
+"""A Hugging Face model folder: config.json and safetensors, read in streams.
 
 Guarantees: a folder that opens is consistent to the byte (`header.py`), and
-nothing in it is ever executed. A read gives each device its own slice: this
-process fetches the byte ranges of its own devices, at most `host_bytes` (or one
-tensor) of them at a time, with Orbax's reader; the numbers are finite and the
-files are still those that were opened, or it is an error.
+nothing in it is ever executed. A read gives each device its slice: this
+process fetches the byte ranges of its devices, at most `host_bytes` (or one
+tensor) of them at a time, with Orbax's reader. It is an error if numbers are
+not finite, or if a file is no longer the one that was opened.
 Cost: `open` reads headers only; a read makes one pass over its bytes and one
-reduction on the devices. A tensor of which each device wants a piece of every
+reduction on the devices. A tensor of which each device wants a part of every
 row is read by rows and resharded on the devices: one more hop of its bytes.
 
-Tensors are not read by safetensors: it slices no float8, and reads one slice at
-a time where Orbax coalesces the ranges of all devices and reads in parallel.
+Tensors are not read by the safetensors package: it slices no float8, and reads
+one slice at a time, while Orbax coalesces the ranges of all devices and reads
+in parallel.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class Folder:
   """A model on disk: `Folder.open(path)`.
 
   Attributes:
-    path: the folder.
-    config: config.json.
-    tensors: every tensor by its name, in the order of files and bytes.
-    files: the files that hold them, as they were when they were checked.
+    path: Path of the folder.
+    config: Content of config.json.
+    tensors: Every tensor by its name, in the order of files and bytes.
+    files: The tensors' files, as they were when they were checked.
   """
 
   path: pathlib.Path
@@ -70,18 +71,18 @@ class Folder:
     """Reads config.json and the headers of the tensors' files.
 
     Args:
-      path: a folder. Of its files only config.json, *.safetensors and their
+      path: Folder. Of its files only config.json, *.safetensors and their
         index are opened.
 
     Returns:
-      What is in it.
+      The opened folder.
 
     Raises:
-      InputTypeError: if `path` is no path.
-      ConfigError: if config.json is missing or is not strict JSON.
-      CheckpointFormatError: if there is no such folder, if there are no
+      InputTypeError: If `path` is not a path.
+      ConfigError: If config.json is missing or is not strict JSON.
+      CheckpointFormatError: If there is no such folder, if there are no
         tensors, or if files and index do not add up.
-      UnsafeFormatError: if there are weights only in files that run code.
+      UnsafeFormatError: If all weights are in files that run code.
     """
     root = as_path(path)
     if not root.is_dir():
@@ -98,11 +99,13 @@ class Folder:
     tensors: dict[str, TensorInfo] = {}
     identities: dict[str, FileIdentity] = {}
     for file in files:
-      identities[file], found = read_header(root, file)
-      for name, info in found.items():
+      identities[file], infos = read_header(root, file)
+      for name, info in infos.items():
         if name in tensors:
-          where = f"{shown(tensors[name].file, 40)} and {shown(file, 40)}"
-          fault(shown(name), f"it in {where}", "it once", "remove one file")
+          both_files = f"{shown(tensors[name].file, 40)} and {shown(file, 40)}"
+          fault(
+            shown(name), f"it in {both_files}", "it once", "remove one file"
+          )
         tensors[name] = info
       if len(tensors) > MAX_TENSORS:
         fault("tensors", str(len(tensors)), f"at most {MAX_TENSORS}")
@@ -111,7 +114,7 @@ class Folder:
     return cls(path=root, config=config, tensors=tensors, files=identities)
 
   def companions(self) -> dict[str, Callable[[pathlib.Path], None]]:
-    """Files that go with the weights: by their names, what writes each.
+    """Functions that write the files next to the weights, by file name.
 
     Each function takes the folder to write into.
     """
@@ -129,13 +132,13 @@ class Folder:
     """Compares the names and shapes of all tensors with those of a model.
 
     Args:
-      expected: the shape of every tensor that must be there.
-      optional: says of a name that is not expected whether it may be there
-        (a buffer that is computed again).
+      expected: Shape of every required tensor.
+      optional: Function that says whether a name that is not expected may be
+        present (a buffer that is computed again).
 
     Raises:
-      CheckpointMismatchError: if a tensor is missing, of another shape, or
-        not known; it lists them, alike ones (other layers) as one.
+      CheckpointMismatchError: If a tensor is missing, of another shape, or
+        not known; it lists them, and tensors of other layers as one.
     """
     have = {name: info.shape for name, info in self.tensors.items()}
     kinds: dict[str, list[str]] = {"missing": [], "extra": [], "misshapen": []}
@@ -143,8 +146,8 @@ class Folder:
       if name not in have:
         kinds["missing"].append(f"{shown(name)} {list(shape)}")
       elif have[name] != tuple(shape):
-        both = f"{list(have[name])}, wanted {list(shape)}"
-        kinds["misshapen"].append(f"{shown(name)} {both}")
+        shapes = f"{list(have[name])}, wanted {list(shape)}"
+        kinds["misshapen"].append(f"{shown(name)} {shapes}")
     for name, shape in have.items():
       if name not in expected and not optional(name):
         kinds["extra"].append(f"{shown(name)} {list(shape)}")
@@ -161,33 +164,32 @@ class Folder:
     *,
     host_bytes: int = 256 << 20,
   ) -> dict[str, jax.Array]:
-    """Reads tensors into the dtypes and shardings that are asked for.
+    """Reads tensors into the requested dtypes and shardings.
 
     In a run of several processes all of them make the same calls.
 
     Args:
-      targets: shape, dtype and, where it is not the default device, sharding
-        of each tensor that is wanted. Floats are cast; all else must have the
-        dtype that it has on disk.
-      host_bytes: bytes to have in host memory at a time on their way to the
-        devices, the copies of CPU devices counted; a tensor that has more is
-        read alone.
+      targets: Shape, dtype and, unless it is the default device, sharding
+        of each requested tensor. Floats are cast; others must have the
+        dtype that they have on disk.
+      host_bytes: Bytes in flight in host memory at a time, including the copies
+        of CPU devices; a larger tensor is read alone.
 
     Returns:
       The arrays, in the order of `targets`.
 
     Raises:
-      CheckpointMismatchError: if a tensor is not there, has another shape or
-        a dtype that cannot be had, or holds a value that is not finite.
-      CheckpointFormatError: if a file has changed since it was opened.
+      CheckpointMismatchError: If a tensor is missing, has another shape or
+        a dtype that cannot be cast, or holds a value that is not finite.
+      CheckpointFormatError: If a file has changed since it was opened.
     """
     wanted = {name: self._target(name, t) for name, t in targets.items()}
     self.unchanged(wanted)
     arrays: dict[str, jax.Array] = {}
-    before: dict[str, jax.Array] = {}
+    unchecked: dict[str, jax.Array] = {}
     place = lambda name: (self.tensors[name].file, self.tensors[name].offset)
     nbytes = lambda name: self.nbytes(wanted[name], name)
-    # Two batches are on their way: one is read, one goes to the devices.
+    # Two batches are in flight: one is read, one goes to the devices.
     for names in batches(
       sorted(wanted, key=place),
       host_bytes // 2,
@@ -195,26 +197,28 @@ class Folder:
       apart=lambda name: self.tensors[name].file,
     ):
       file = self.tensors[names[0]].file
-      got = self._load(file, {name: _by_rows(wanted[name]) for name in names})
-      self._finite(before)
-      for name, x in got.items():
+      loaded = self._load(
+        file, {name: _by_rows(wanted[name]) for name in names}
+      )
+      self._finite(unchecked)
+      for name, x in loaded.items():
         if x.sharding != wanted[name].sharding:
           x = jax.device_put(x, wanted[name].sharding)
-          got[name] = jax.block_until_ready(x)
-      before = got
-      arrays |= got
-    self._finite(before)
+          loaded[name] = jax.block_until_ready(x)
+      unchecked = loaded
+      arrays |= loaded
+    self._finite(unchecked)
     self.unchanged(wanted)
     return {name: arrays[name] for name in targets}
 
   def nbytes(self, target: jax.ShapeDtypeStruct, name: str) -> int:
-    """Bytes of the host's memory that a tensor takes on its way.
+    """Bytes of host memory that a tensor takes while it is read.
 
-    CPU devices are in that memory, each with its own part or copy.
+    CPU devices share that memory, each with its own shard or copy.
 
     Args:
-      target: as what it is read.
-      name: the tensor's.
+      target: Shape, dtype and sharding that it is read as.
+      name: Name of the tensor.
     """
     size = self.tensors[name].nbytes
     if target.sharding is None:
@@ -223,15 +227,15 @@ class Folder:
     if next(iter(devices)).platform != "cpu":
       return size
     part = math.prod(target.sharding.shard_shape(tuple(target.shape)))
-    whole = max(1, math.prod(target.shape))
-    return max(size, size * part * len(devices) // whole)
+    total = max(1, math.prod(target.shape))
+    return max(size, size * part * len(devices) // total)
 
   def raw(self, name: str) -> Shaped[np.ndarray, ...]:
-    """A tensor as it is on disk, in the memory of the host.
+    """Reads a tensor into host memory, as it is on disk.
 
     Raises:
-      CheckpointMismatchError: NumPy lacks its dtype.
-      CheckpointFormatError: its file has changed since it was opened.
+      CheckpointMismatchError: If NumPy lacks its dtype.
+      CheckpointFormatError: If its file has changed since it was opened.
     """
     self.unchanged([name])
     info = self.tensors[name]
@@ -245,7 +249,7 @@ class Folder:
   def _target(
     self, name: str, target: jax.ShapeDtypeStruct
   ) -> jax.ShapeDtypeStruct:
-    """The target with a sharding, if this folder can serve it."""
+    """The target with a sharding; refuses what this folder cannot serve."""
     info = self.tensors.get(name)
     if info is None:
       _mismatch(shown(name), "no such tensor", list(target.shape))
@@ -273,11 +277,11 @@ class Folder:
   def _load(
     self, file: str, wanted: dict[str, jax.ShapeDtypeStruct]
   ) -> dict[str, jax.Array]:
-    """One call of Orbax's reader: one file, so that it reads one header."""
+    """Calls Orbax's reader for one file, so that it reads one header."""
     # Here, because the import takes a while and few callers read checkpoints.
     from orbax.checkpoint import v1 as ocp
 
-    # Orbax names no type that a flat dict fits.
+    # Orbax declares no type that a flat dict fits.
     load: Any = ocp.load
     context = ocp.Context()
     context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
@@ -288,38 +292,40 @@ class Folder:
       with context, np.errstate(over="ignore", invalid="ignore"):
         return load(str(self.path / file), wanted)
     except (OSError, ValueError, KeyError):
-      # A file that shrinks while it is read ends in one of many errors.
+      # A file that shrinks while it is read can raise many kinds of errors.
       self.unchanged(wanted)
       raise
 
   def unchanged(self, names: Iterable[str]) -> None:
-    """The files of these tensors are those that were opened."""
+    """Checks that the tensors' files are those that were opened."""
     for file in dict.fromkeys(self.tensors[name].file for name in names):
       was = self.files[file]
       try:
-        now = identity(os.stat(self.path / file))
+        current = identity(os.stat(self.path / file))
       except OSError as error:
-        now = error.strerror
-      if now != was:
+        current = error.strerror
+      if current != was:
         fault(
           shown(file),
-          f"{now.nbytes} bytes" if isinstance(now, FileIdentity) else str(now),
+          f"{current.nbytes} bytes"
+          if isinstance(current, FileIdentity)
+          else str(current),
           f"the file of {was.nbytes} bytes that was opened; it has changed",
           "leave it alone while it is read",
         )
 
   def _finite(self, arrays: Mapping[str, jax.Array]) -> None:
-    """Every float is finite, on the devices.
+    """Checks that every float is finite, on the devices.
 
-    One array at a time: on CPU devices, programs that wait for other devices
-    wait for ever when there are many of them.
+    One array at a time: on CPU devices, many programs with collectives at once
+    can wait for each other forever.
     """
     for name, x in arrays.items():
       if jnp.issubdtype(x.dtype, jnp.floating) and not _all_finite(x):
         self._not_finite(name, np.dtype(x.dtype))
 
   def _not_finite(self, name: str, dtype: np.dtype) -> NoReturn:
-    """Says how many values are not finite, and where the first one is."""
+    """Raises with the number of non-finite values and the index of one."""
     info = self.tensors[name]
     assert isinstance(info.dtype, np.dtype)
     total, step = math.prod(info.shape), _CHUNK_BYTES // info.dtype.itemsize
@@ -329,10 +335,10 @@ class Folder:
       for start in range(0, total, step):
         values = np.fromfile(file, info.dtype, min(step, total - start))
         with np.errstate(all="ignore"):
-          bad = np.flatnonzero(~np.isfinite(values.astype(dtype)))
-        if first < 0 and bad.size:
-          first = start + int(bad[0])
-        count += bad.size
+          not_finite = np.flatnonzero(~np.isfinite(values.astype(dtype)))
+        if first < 0 and not_finite.size:
+          first = start + int(not_finite[0])
+        count += not_finite.size
     self.unchanged([name])
     if not count:
       _mismatch(
@@ -341,10 +347,10 @@ class Folder:
         "those of the file, which are",
         "read again; if it stays, test memory and devices",
       )
-    where = [int(i) for i in np.unravel_index(first, info.shape)]
+    index = [int(i) for i in np.unravel_index(first, info.shape)]
     _mismatch(
       shown(name),
-      f"{count} of {total} values not finite as {dtype}, first at {where}",
+      f"{count} of {total} values not finite as {dtype}, first at {index}",
       "finite values",
       "download the file again, or take a wider dtype",
     )
@@ -359,10 +365,10 @@ def batches(
   """Items in their order, in lists of at most `most` bytes or of one item.
 
   Args:
-    items: what is grouped.
-    most: bytes of a list.
-    nbytes: bytes of an item.
-    apart: items for which this differs are not in one list.
+    items: Items to group.
+    most: Largest size of a list in bytes.
+    nbytes: Function from an item to its bytes.
+    apart: Key of an item; items with different keys are in different lists.
   """
   batch: list[_Item] = []
   size = 0
@@ -377,10 +383,10 @@ def batches(
     yield batch
 
 
-# Ranges are read by several threads, in pieces of this size.
+# Several threads read ranges, in chunks of this size.
 _CHUNK_BYTES = 8 << 20
 _FLIGHT_BYTES = 64 << 20
-# More ranges than this of one tensor cost more than a hop between devices.
+# More ranges than this in one tensor cost more than a hop between devices.
 _MAX_RUNS = 256
 
 _all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
@@ -393,7 +399,7 @@ def _castable(have: np.dtype, want: np.dtype) -> bool:
 
 
 def _by_rows(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """The target cut along rows, where its own cut shatters into ranges."""
+  """The target sharded by rows, if its own sharding splits into many ranges."""
   sharding, shape = target.sharding, target.shape
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return target
@@ -404,11 +410,13 @@ def _by_rows(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   ]
   while cuts and not cuts[-1]:
     cuts.pop()
-  ways = lambda *axes: math.prod(sharding.mesh.shape[axis] for axis in axes)
+  num_shards = lambda *axes: math.prod(
+    sharding.mesh.shape[axis] for axis in axes
+  )
   axes = tuple(axis for cut in cuts for axis in cut)
-  if len(cuts) < 2 or shape[0] % ways(*axes):
+  if len(cuts) < 2 or shape[0] % num_shards(*axes):
     return target
-  if math.prod(shape[: len(cuts) - 1]) * ways(*cuts[-1]) <= _MAX_RUNS:
+  if math.prod(shape[: len(cuts) - 1]) * num_shards(*cuts[-1]) <= _MAX_RUNS:
     return target
   rows = jax.sharding.PartitionSpec(axes)
   return jax.ShapeDtypeStruct(
@@ -434,22 +442,22 @@ def _check_index(
   """Compares the index with the headers of its files."""
   for name in weight_map | tensors:
     listed = weight_map.get(name, "no file")
-    found = tensors[name].file if name in tensors else "no file"
-    if listed != found:
-      got = f"{shown(name, 60)} in {shown(found, 40)}"
+    stored_in = tensors[name].file if name in tensors else "no file"
+    if listed != stored_in:
+      got = f"{shown(name, 60)} in {shown(stored_in, 40)}"
       fault(INDEX, got, f"it in {shown(listed)}, as the index says")
 
 
 def _listed(kinds: Mapping[str, list[str]], room: int) -> str:
-  """Up to ten of the tensors, one of those that differ in numbers only."""
+  """Lists up to ten tensors; those that differ in numbers only count as one."""
   lines: list[str] = []
   for kind, tensors in kinds.items():
     alike: dict[str, list[str]] = {}
     for text in tensors:
       alike.setdefault(_NUMBER.sub(".*.", text), []).append(text)
     for group in alike.values():
-      more = f" and {len(group) - 1} alike" if len(group) > 1 else ""
-      lines.append(f"{kind} {group[0]}{more}")
+      alike_text = f" and {len(group) - 1} alike" if len(group) > 1 else ""
+      lines.append(f"{kind} {group[0]}{alike_text}")
   text = ""
   for line in lines[:10]:
     longer = f"{text}; {line}" if text else line

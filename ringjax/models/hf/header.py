@@ -1,10 +1,10 @@
 """The header of a safetensors file: read by safetensors, then checked further.
 
-Guarantees: a header that passes names every byte of the file once. It is
-checked before a tensor is allocated, and costs a few times its own length.
-The library finds wrong JSON, types, dtypes, sizes, holes and overlaps. By hand
-is what it lets pass: a name that comes twice (readers may take either), names
-that could be paths or are not printable, unknown fields, absurd sizes and
+Guarantees: a header that passes describes every byte of the file once. It is
+checked before a tensor is allocated, and costs a few times its length.
+The library finds wrong JSON, types, dtypes, sizes, holes and overlaps. Checked
+here is what it accepts: a name that comes twice (readers may take either),
+names that could be paths or are not printable, unknown fields, absurd sizes and
 ranks, and git-lfs pointers. It gives no offsets: those are from the JSON.
 Ref: https://github.com/huggingface/safetensors, README, "Format".
 """
@@ -33,10 +33,10 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 200_000
 MAX_RANK = 8
 MAX_NAME = 512
-# Elements of one tensor, zeros of its shape counted as ones.
+# Largest number of elements of a tensor, with sizes of 0 counted as 1.
 MAX_ELEMENTS = 1 << 48
 
-# The format's dtypes that NumPy has; the others keep their name.
+# Dtypes of the format that NumPy has; the others keep their name.
 DTYPES: dict[str, np.dtype] = {
   name: np.dtype(dtype)
   for name, dtype in {
@@ -60,14 +60,14 @@ DTYPES: dict[str, np.dtype] = {
 
 
 class TensorInfo(NamedTuple):
-  """Where one tensor is stored, and its dtype and shape.
+  """Place of a stored tensor, with its dtype and shape.
 
   Attributes:
-    file: the name of its file in the folder.
-    dtype: as NumPy has it, or its name in the format where NumPy has none.
-    shape: as on disk.
-    nbytes: as on disk.
-    offset: of its first byte in the file.
+    file: Name of its file in the folder.
+    dtype: NumPy's dtype, or its name in the format where NumPy has none.
+    shape: Shape on disk.
+    nbytes: Bytes on disk.
+    offset: Offset of its first byte in the file.
   """
 
   file: str
@@ -78,7 +78,7 @@ class TensorInfo(NamedTuple):
 
 
 def check_name(name: str) -> str | None:
-  """What is wrong with a tensor's name, or None."""
+  """Describes the fault of a tensor's name, or returns None."""
   if not name:
     return "an empty tensor name"
   if len(name) > MAX_NAME:
@@ -91,23 +91,23 @@ def check_name(name: str) -> str | None:
 def read_header(
   root: pathlib.Path, file: str
 ) -> tuple[FileIdentity, dict[str, TensorInfo]]:
-  """The tensors of a file, in the order of their bytes.
+  """Reads the tensors of a file, in the order of their bytes.
 
   Args:
-    root: the folder.
-    file: the name of the file in it.
+    root: Path of the folder.
+    file: Name of the file in it.
 
   Returns:
-    The file as it was when it was read, and its tensors by their names.
+    (identity of the file when it was read, its tensors by their names).
 
   Raises:
-    CheckpointFormatError: if the header is not as the format demands, or does
-      not describe exactly the bytes of the file.
+    CheckpointFormatError: If the header violates the format, or does not
+      describe exactly the bytes of the file.
   """
   label = shown(file)
   with open(open_inside(root, file), "rb") as opened:
-    was = identity(os.fstat(opened.fileno()))
-    start = 8 + _header_bytes(label, opened.read(8), was.nbytes)
+    old = identity(os.fstat(opened.fileno()))
+    start = 8 + _header_bytes(label, opened.read(8), old.nbytes)
     text = opened.read(start - 8)
   if not text.startswith(b"{"):
     fault(label, f"a header that starts with {text[:1]!r}", "a '{'")
@@ -120,21 +120,21 @@ def read_header(
       root / file, framework="numpy", backend="pread"
     ) as library:
       names = library.offset_keys()
-    now = identity(os.stat(root / file))
+    new = identity(os.stat(root / file))
   except safetensors.SafetensorError as error:
     why = str(error).rpartition("header: ")[2]
     fault(
       label,
       f"a header that safetensors refuses: {shown(why, 82)}",
-      f"one that describes each of the {was.nbytes - start} bytes of data once",
+      f"one that describes each of the {old.nbytes - start} bytes of data once",
     )
   except OSError:
-    now, names = None, []
-  if now != was:
+    new, names = None, []
+  if new != old:
     fault(label, "a file that changes", "a file at rest", "wait for its writer")
   if len(names) > MAX_TENSORS:
     fault(label, f"{len(names)} tensors", f"at most {MAX_TENSORS}")
-  return was, {
+  return old, {
     name: _tensor(label, file, name, table[name], start) for name in names
   }
 
@@ -170,15 +170,15 @@ def _header_bytes(label: str, first8: bytes, file_bytes: int) -> int:
 def _tensor(
   label: str, file: str, name: str, info: dict, start: int
 ) -> TensorInfo:
-  """An entry of a header that the library has accepted."""
+  """Parses an entry of a header that the library has accepted."""
   if wrong := check_name(name):
     fault(label, wrong, "printable characters without '/' and '..'")
   keys = {"dtype", "shape", "data_offsets"}
   if info.keys() != keys:
     fault(label, f"{shown(name)} with other fields", ", ".join(sorted(keys)))
   shape, (begin, end) = info["shape"], info["data_offsets"]
-  few = len(shape) <= MAX_RANK
-  if not few or math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
+  few_axes = len(shape) <= MAX_RANK
+  if not few_axes or math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
     fault(
       label,
       f"{shown(name)} with shape {shown(shape, 32)}",

@@ -1,15 +1,14 @@
-"""Reads the weights of layers from a folder, again and again, a layer ahead.
+"""Reads the weights of layers from a folder, repeatedly, one layer ahead.
 
 Guarantees: bytes of a file that has changed since the folder was opened are
-never returned; the first time that a layer is read, its numbers are finite, or
-it is an error (of packed weights the scales; not their products with codes).
+never returned. The first time that a layer is read, its numbers are checked to
+be finite (of packed weights the scales, not their products with codes).
 Arrays that were returned are not written again.
-Cost: a read of a layer's bytes each time that it is asked for, beside the use
-of the layer before: while layer n is in use, n + 1 is read, and behind the last
-layer the first.
+Cost: each request reads the layer's bytes, while the layer before is in use:
+while layer n is in use, n + 1 is read, and after the last layer the first.
 Memory: twice the bytes of the largest layer, however many calls ask at a time,
-as long as each lets go of a layer before it asks for the next; nothing a while
-after the last one.
+as long as each releases a layer before it asks for the next; nothing some time
+after the last request.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.safe_files import DOWNLOAD
 from ringjax.models.hf.tensor_boxes import TensorBoxes
 
-# A thread that nobody asks ends, and lets go of what it has read.
+# A thread without requests for this long ends, and releases its arrays.
 _IDLE_S = 10.0
-# A call waits no longer than this for others to let go of their layers.
+# Longest time that a call waits for others to release their layers.
 _ROOM_S = 5.0
 
-# Where arrays begin.
+# Alignment of arrays in bytes.
 _ALIGN = 64
-# Numbers that are looked at together.
+# Numbers that are checked at a time.
 _CHECKED = 1 << 20
 
-# Of packed weights: bytes that stand for no number.
+# (mask, masked bits of a value that is not finite), by dtype.
 _NOT_FINITE = {
   np.dtype(np.uint8): (0xFF, 0xFF),
   np.dtype(jnp.float8_e4m3fn): (0x7F, 0x7F),
@@ -63,14 +62,14 @@ class StoredPart:
   """Tensors of a folder that are read as one array.
 
   Attributes:
-    names: of the tensors, in the order of the first axis where they are
-      `stacked`; otherwise one.
-    stacked: whether the array has an axis for them.
-    shape: of each tensor.
-    dtype: of the tensors on disk.
-    cuts: the mesh axis that shards each axis of the array, or None.
-    codes: whether every byte stands for a number: no check.
-    wanted: what floats become.
+    names: Names of the tensors, in the order of the first axis if `stacked`;
+      otherwise one.
+    stacked: Whether the array has an axis for them.
+    shape: Shape of each tensor.
+    dtype: Dtype of the tensors on disk.
+    cuts: Mesh axis that shards each axis of the array, or None.
+    codes: Whether all bit patterns are valid, so that no check is needed.
+    wanted: Dtype that floats are converted to.
   """
 
   names: tuple[str, ...]
@@ -83,11 +82,11 @@ class StoredPart:
 
   @property
   def whole(self) -> tuple[int, ...]:
-    """The shape of the array."""
+    """Shape of the unsharded array."""
     return (len(self.names), *self.shape) if self.stacked else self.shape
 
   def local(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a shard, by the sizes of the mesh's axes."""
+    """Shape of a shard, by the sizes of the mesh's axes."""
     cuts = self.cuts or (None,) * len(self.whole)
     return tuple(
       n if cut is None else n // sizes[cut]
@@ -96,13 +95,13 @@ class StoredPart:
 
   @property
   def result_dtype(self) -> np.dtype:
-    """Of the array: float64 becomes float32, which JAX has."""
+    """Dtype of the array: float64 becomes float32, which JAX has."""
     return np.dtype(np.float32) if self.dtype == np.float64 else self.dtype
 
 
 @dataclasses.dataclass
 class _Entry:
-  """A shard of a layer: on its way, there, or lost by an error."""
+  """A shard of a layer: in flight, read, or failed with an error."""
 
   nbytes: int
   arrays: tuple[np.ndarray, ...] | None = None
@@ -113,18 +112,19 @@ class _Entry:
 
 
 class LayerReader:
-  """Layers of a folder for programs that ask for them in turns.
+  """Layers of a folder for programs that ask for them in turn.
 
   Attributes:
-    stored_bytes: of all layers on disk.
-    reads: how often each layer was read; on a mesh each of its shards.
-    bytes_read: bytes of all reads.
-    held_bytes: bytes in host memory now, and `peak_bytes` at most so far.
-    limit_bytes: bytes that it may have.
-    waited_s: seconds that calls have waited for a read.
-    events: reads and waits of calls for them, the newest; a call waits for 0
-      s, too.
-    waiting: called with a text when a call waits for long; or None.
+    stored_bytes: Bytes of all layers on disk.
+    reads: Number of reads of each layer; on a mesh each of its shards counts.
+    bytes_read: Bytes of all reads.
+    held_bytes: Bytes in host memory now; `peak_bytes` is the maximum so far.
+    limit_bytes: Bytes that it may hold.
+    waited_s: Seconds that calls have waited for a read.
+    events: The newest reads, and waits of calls for them, including waits of
+      0 s.
+    waiting: Function that is called with a text when a call waits for long; or
+      None.
   """
 
   def __init__(
@@ -136,28 +136,28 @@ class LayerReader:
     shards: int = 1,
     users: int = 1,
   ):
-    """Prepares; nothing is read yet.
+    """Prepares the reader; nothing is read yet.
 
     Args:
-      folder: where the tensors are.
-      layers: by the number of each layer, what it is made of.
-      sizes: of the mesh's axes that shard some part.
-      shards: different shards of a layer in this process.
-      users: devices of this process that read the same shard.
+      folder: Folder of the tensors.
+      layers: Stored parts of each layer, by its number.
+      sizes: Sizes of the mesh's axes that shard some part.
+      shards: Number of different shards of a layer in this process.
+      users: Number of devices of this process that read the same shard.
     """
     self.folder = folder
     self.layers = {n: tuple(parts) for n, parts in layers.items()}
     self.sizes = dict(sizes or {})
     self.shards, self.users = shards, users
     self._order = sorted(self.layers)
-    each = {n: self._nbytes(n) for n in self._order}
+    layer_bytes = {n: self._nbytes(n) for n in self._order}
     self.stored_bytes = sum(
       folder.tensors[name].nbytes
       for parts in self.layers.values()
       for part in parts
       for name in part.names
     )
-    self.limit_bytes = 2 * shards * max(each.values(), default=0)
+    self.limit_bytes = 2 * shards * max(layer_bytes.values(), default=0)
     self.reads: collections.Counter[int] = collections.Counter()
     self.bytes_read = self.held_bytes = self.peak_bytes = 0
     self.waited_s = 0.0
@@ -170,7 +170,8 @@ class LayerReader:
     self._entries: dict[Any, _Entry] = {}
     self._wanted: collections.deque[Any] = collections.deque()
     self._boxes = TensorBoxes(folder)
-    # Arrays may be let go by any thread, in the middle of anything.
+    # Arrays may be freed by any thread, at any point: the lock must be
+    # reentrant.
     self._changed = threading.Condition(threading.RLock())
     self._thread: threading.Thread | None = None
 
@@ -178,31 +179,31 @@ class LayerReader:
     return self
 
   def _nbytes(self, number: int) -> int:
-    """Bytes of a shard of a layer, as they are held."""
+    """Bytes in memory of a shard of a layer."""
     return sum(
       math.prod(part.local(self.sizes)) * part.result_dtype.itemsize
       for part in self.layers[number]
     )
 
   def get(self, number: int, at: tuple[int, ...] = ()) -> Any:
-    """The arrays of a layer's parts.
+    """Returns the arrays of a layer's parts, and has the next layer read.
 
     Args:
-      number: of the layer.
-      at: which shard along each axis of `sizes`.
+      number: Number of the layer.
+      at: Index of the shard along each axis of `sizes`.
 
     Raises:
-      CheckpointFormatError: a file that has changed, or an I/O error.
-      CheckpointMismatchError: numbers that are not finite.
+      CheckpointFormatError: If a file has changed or cannot be read.
+      CheckpointMismatchError: If numbers are not finite.
     """
     key, start = (number, at), time.monotonic()
     while True:
       with self._changed:
         entry = self._entries.get(key)
-        mine = entry is None
+        is_new = entry is None
         if entry is None:
           entry = self._entries[key] = _Entry(self._nbytes(number))
-      if mine:
+      if is_new:
         self._fill(key, entry, demanded=True)
       with self._changed:
         while not entry.done:
@@ -225,21 +226,21 @@ class LayerReader:
         return entry.arrays
 
   def _want(self, number: int, at: tuple[int, ...]) -> None:
-    """Has the layer behind this one read."""
-    place = self._order.index(number)
-    after = self._order[(place + 1) % len(self._order)], at
+    """Requests the layer after this one from the thread."""
+    position = self._order.index(number)
+    next_layer = self._order[(position + 1) % len(self._order)], at
     self._asked_at = time.monotonic()
     if self._thread is None:
       self._thread = threading.Thread(
         target=_ahead, args=(weakref.ref(self),), daemon=True
       )
       self._thread.start()
-    if after not in self._entries and after not in self._wanted:
-      self._wanted.append(after)
+    if next_layer not in self._entries and next_layer not in self._wanted:
+      self._wanted.append(next_layer)
       self._changed.notify_all()
 
   def release(self) -> None:
-    """Lets go of what was read and nobody has asked for yet."""
+    """Releases arrays that were read ahead and not requested yet."""
     with self._changed:
       self._wanted.clear()
       for key, entry in list(self._entries.items()):
@@ -247,7 +248,7 @@ class LayerReader:
           del self._entries[key]
 
   def _ahead(self) -> bool:
-    """Reads one layer that is wanted next; whether to go on."""
+    """Reads one requested layer; returns whether to continue."""
     with self._changed:
       if not self._wanted:
         self._changed.wait(_IDLE_S)
@@ -283,19 +284,19 @@ class LayerReader:
       self._changed.notify_all()
 
   def _room(self, key: Any, entry: _Entry, *, demanded: bool) -> bool:
-    """Reserves an entry's bytes; without a demand only if some get free."""
+    """Reserves an entry's bytes; unless demanded, only if some get free."""
     start = time.monotonic()
     with self._changed:
       while self.held_bytes + entry.nbytes > self.limit_bytes:
-        done = [k for k, x in self._entries.items() if x.done]
-        spent = [k for k in done if self._entries[k].used >= self.users]
-        out = next(iter(spent + (done if demanded else [])), None)
-        if out is not None:
-          del self._entries[out]
+        ready = [k for k, x in self._entries.items() if x.done]
+        used_up = [k for k in ready if self._entries[k].used >= self.users]
+        dropped = next(iter(used_up + (ready if demanded else [])), None)
+        if dropped is not None:
+          del self._entries[dropped]
           continue
         waiting = time.monotonic() - start < _ROOM_S
-        if not demanded and (done or not waiting):
-          # What others have read ahead stays until it is used.
+        if not demanded and (ready or not waiting):
+          # Layers that others have read ahead stay until they are used.
           del self._entries[key]
           entry.done = entry.dropped = True
           self._changed.notify_all()
@@ -316,24 +317,24 @@ class LayerReader:
     parts = self.layers[number]
     names = [name for part in parts for name in part.names]
     self.folder.unchanged(names)
-    made = []
+    arrays = []
     shapes = [part.local(self.sizes) for part in parts]
     spaces = _spaces(shapes, [part.dtype for part in parts])
     for part, x in zip(parts, spaces, strict=True):
       self._part(part, x, at)
-      made.append(x.astype(part.result_dtype, copy=False))
+      arrays.append(x.astype(part.result_dtype, copy=False))
     self.folder.unchanged(names)
     if (number, at) not in self._checked:
-      for part, x in zip(parts, made, strict=True):
+      for part, x in zip(parts, arrays, strict=True):
         check_finite(part, x)
       self._checked.add((number, at))
     self.reads[number] += 1
-    for x in made:
+    for x in arrays:
       self.bytes_read += x.nbytes
-      # What was reserved for the whole is free when all arrays are.
+      # The bytes reserved for the layer are free when all its arrays are.
       freed: Any = weakref.finalize(x, self._count, -x.nbytes)
       freed.atexit = False
-    return tuple(made)
+    return tuple(arrays)
 
   def _part(
     self, part: StoredPart, out: np.ndarray, at: tuple[int, ...]
@@ -350,34 +351,34 @@ class LayerReader:
     if not part.stacked:
       self._boxes.read(part.names[0], out, box)
       return
-    # Indices, as of a vector of scalars the rows are no arrays.
+    # `out[row, ...]` is an array even for scalars, unlike `out[row]`.
     for row, name in enumerate(part.names[box[0]]):
       self._boxes.read(name, out[row, ...], box[1:])
 
 
 def _ahead(reader: weakref.ref[LayerReader]) -> None:
-  """The thread that reads ahead, as long as its reader is there."""
-  while (found := reader()) is not None and found._ahead():
-    del found
+  """Reads ahead in a thread, as long as its reader is alive."""
+  while (strong := reader()) is not None and strong._ahead():
+    del strong
 
 
 def _spaces(
   shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]
 ) -> list[np.ndarray]:
-  """Arrays in pages of their own, which the system has back at once.
+  """Allocates arrays in separate pages, which are given back when freed.
 
-  What is freed to the allocator stays with the process where smaller things
-  came between.
+  Memory that the allocator frees stays with the process if smaller blocks lie
+  in between.
 
   Args:
-    shapes: of the arrays.
-    dtypes: of these.
+    shapes: Shapes of the arrays.
+    dtypes: Dtypes of the arrays.
   """
   sizes = [
     math.prod(shape) * dtype.itemsize
     for shape, dtype in zip(shapes, dtypes, strict=True)
   ]
-  # As JAX wants arrays that it reads in place.
+  # Aligned, so that JAX reads the arrays in place.
   starts = [0, *itertools.accumulate(-(-n // _ALIGN) * _ALIGN for n in sizes)]
   kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
   pages = mmap.mmap(-1, max(starts[-1], 1), flags=kind)
@@ -391,19 +392,19 @@ def check_finite(part: StoredPart, x: Shaped[np.ndarray, " ..."]) -> None:
   """Refuses numbers that are not finite, by the bits of their exponents.
 
   Raises:
-    CheckpointMismatchError: some are not.
+    CheckpointMismatchError: If some are not finite.
   """
   if part.codes:
     return
   wanted = x.dtype if part.wanted is None else np.dtype(part.wanted)
-  mask, bad = _NOT_FINITE[wanted]
+  mask, not_finite = _NOT_FINITE[wanted]
   count, flat = 0, x.reshape(-1)
   for start in range(0, flat.size, _CHECKED):
-    some = flat[start : start + _CHECKED]
+    chunk = flat[start : start + _CHECKED]
     with np.errstate(over="ignore", invalid="ignore"):
-      some = some.astype(wanted, copy=False)
-    bits = some.view(np.dtype(f"u{wanted.itemsize}"))
-    count += int(((bits & bits.dtype.type(mask)) == bad).sum())
+      chunk = chunk.astype(wanted, copy=False)
+    bits = chunk.view(np.dtype(f"u{wanted.itemsize}"))
+    count += int(((bits & bits.dtype.type(mask)) == not_finite).sum())
   if count:
     raise CheckpointMismatchError(
       part.names[0],

@@ -1,11 +1,11 @@
-"""Which tensor of a checkpoint is which parameter, and in which form.
+"""Forms in which a checkpoint's tensors store parameters, and their names.
 
 Guarantees: `split` of a form gives the parameters that a tensor of a checkpoint
 holds, and `join` gives the tensor again, to the bit. `cuts` says which mesh
 axis cuts each axis of the tensor, by those that cut its parameters' axes.
 
 A checkpoint has a linear map as [out, in]; here it is [in, out] with its axes
-apart, so that a head is an axis. Some families keep several maps in one
+split, so that heads have an axis. Some families keep several maps in one
 tensor, whose rows are grouped by head or not.
 """
 
@@ -23,7 +23,7 @@ from jaxtyping import Array, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-  """The parameter, up to its shape."""
+  """Form of a parameter that is stored with another shape."""
 
   shape: tuple[int, ...]
   stored: tuple[int, ...]
@@ -40,7 +40,7 @@ class Reshape:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-  """A linear map [out, in] with its axes apart: [*inputs, *outputs]."""
+  """Form of a linear map [out, in], here with the axes [*inputs, *outputs]."""
 
   inputs: tuple[int, ...]
   outputs: tuple[int, ...]
@@ -64,8 +64,9 @@ class FusedRows:
   """Several parameters in the rows of one tensor.
 
   Attributes:
-    groups: how many equal groups the rows fall into.
-    parts: the forms; in a group come some rows of each, in this order.
+    groups: Number of equal groups of the rows.
+    parts: Forms of the parameters; a group has some rows of each, in this
+      order.
   """
 
   groups: int
@@ -77,15 +78,15 @@ class FusedRows:
     return (rows, *self.parts[0].stored[1:])
 
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
-    rest = self.stored[1:]
-    x = x.reshape(self.groups, -1, *rest)
-    found, at = [], 0
+    row_shape = self.stored[1:]
+    x = x.reshape(self.groups, -1, *row_shape)
+    params, at = [], 0
     for part in self.parts:
       rows = part.stored[0] // self.groups
       piece = x[:, at : at + rows].reshape(part.stored)
-      found.extend(part.split(piece))
+      params.extend(part.split(piece))
       at += rows
-    return tuple(found)
+    return tuple(params)
 
   def join(self, parts: tuple[Any, ...]) -> Any:
     pieces = [
@@ -103,8 +104,8 @@ class FusedColumns:
   """Two parameters [..., F] in the columns of one tensor [..., 2 F].
 
   Attributes:
-    shape: of each parameter.
-    interleaved: their columns alternate; otherwise they are two halves.
+    shape: Shape of each parameter.
+    interleaved: Whether their columns alternate; otherwise they are two halves.
   """
 
   shape: tuple[int, ...]
@@ -132,14 +133,14 @@ class FusedColumns:
 
 @dataclasses.dataclass(frozen=True)
 class SwappedAxes:
-  """A form whose tensor has its last two axes the other way round."""
+  """A form whose tensor has its last two axes swapped."""
 
   form: Reshape | Transpose | FusedRows | FusedColumns
 
   @property
   def stored(self) -> tuple[int, ...]:
-    *rest, a, b = self.form.stored
-    return (*rest, b, a)
+    *leading, a, b = self.form.stored
+    return (*leading, b, a)
 
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return self.form.split(x.swapaxes(-1, -2))
@@ -148,21 +149,21 @@ class SwappedAxes:
     return self.form.join(parts).swapaxes(-1, -2)
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    *rest, a, b = self.form.cuts(axes)
-    return (*rest, b, a)
+    *leading, a, b = self.form.cuts(axes)
+    return (*leading, b, a)
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstRows:
-  """A form whose tensor has `more` rows behind its own: zeros when joined."""
+  """A form whose tensor has `more` extra rows at its end: zeros when joined."""
 
   form: Reshape
   more: int
 
   @property
   def stored(self) -> tuple[int, ...]:
-    rows, *rest = self.form.stored
-    return (rows + self.more, *rest)
+    rows, *row_shape = self.form.stored
+    return (rows + self.more, *row_shape)
 
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return self.form.split(x[: self.form.stored[0]])
@@ -170,19 +171,19 @@ class FirstRows:
   def join(self, parts: tuple[Any, ...]) -> Any:
     x = self.form.join(parts)
     xp = np if isinstance(x, np.ndarray) else jnp
-    rest = xp.zeros((self.more, *self.form.stored[1:]), x.dtype)
-    return _concatenate([x, rest], 0)
+    padding = xp.zeros((self.more, *self.form.stored[1:]), x.dtype)
+    return _concatenate([x, padding], 0)
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
     return (None, *self.form.cuts(axes)[1:])
 
 
-# How a parameter is stored.
+# Form in which a parameter is stored.
 Form = Reshape | Transpose | FusedRows | FusedColumns | SwappedAxes | FirstRows
 
 
 def _concatenate(parts: list[Any], axis: int) -> Any:
-  """Arrays after each other; on the host if they are there."""
+  """Concatenates arrays; on the host if they are there."""
   xp = np if isinstance(parts[0], np.ndarray) else jnp
   return xp.concatenate(parts, axis)
 
@@ -192,9 +193,9 @@ class Fusion:
   """Maps of a layer that a checkpoint keeps in one tensor.
 
   Attributes:
-    parts: their names here, e.g. ("attention.q", "attention.k").
-    groups: see `FusedRows`.
-    beside: a part that a layer has beside them, if not every layer with these
+    parts: Paths of the parameters here, e.g. ("attention.q", "attention.k").
+    groups: See `FusedRows`.
+    beside: A part that the layer must also have, if not every layer with these
       parts has them in one tensor.
   """
 
@@ -212,28 +213,28 @@ class TensorNames:
   """The names of a family's tensors.
 
   Attributes:
-    layer: prefix of a layer's, with {} for its number.
+    layer: Prefix of a layer's names, with {} for its number.
     number: (a layer's number here, the path of a parameter in it) -> the
       number of the checkpoint's layer that has it.
-    parts: a part here -> its name behind the prefix. Where a part has a
+    parts: A part here -> its name after the prefix. Where a part has a
       weight and a bias, the name is what comes before ".weight".
-    leaves: a parameter here -> its whole name behind the prefix, where it is
+    leaves: A parameter here -> its whole name after the prefix, where it is
       not the weight or the bias of a part.
-    fused: a name behind the prefix -> what is in it.
-    experts: a parameter whose leading axis are experts, or heads -> name with
+    fused: A name after the prefix -> the parameters in that tensor.
+    experts: A parameter whose leading axis are experts, or heads -> name with
       {} for the number of each.
-    columns: a name behind the prefix -> the two parameters in its columns,
+    columns: A name after the prefix -> the two parameters in its columns,
       and whether they are interleaved.
-    swapped: a name behind the prefix -> whether the last two axes of its
-      tensor, if it has two, are the other way round.
-    rows: a parameter here -> whether it is stored as one row, [1, n].
-    embed, embed_norm, positions, norm, head: names of the other parts.
-    inputs: of what all layers read, a parameter here -> its whole name.
-    streams: of where streams begin and end, a parameter here -> its whole
-      name, with {} for the number of a stream.
-    base: what stands before all names but the head's, and is left out where
-      a folder has a model that was saved without its head.
-    buffers: endings of tensors that may be there and are not read.
+    swapped: A name after the prefix -> whether the last two axes of its
+      tensor, if it has two, are swapped.
+    rows: A parameter here -> whether it is stored as one row, [1, n].
+    embed, embed_norm, positions, norm, head: Names of the other parts.
+    inputs: A parameter of the inputs of all layers here -> its whole name.
+    streams: A parameter of the start or end of streams here -> its whole name,
+      with {} for the number of a stream.
+    base: Prefix of all names but the head's, which a folder leaves out if it
+      has a model that was saved without its head.
+    buffers: Endings of tensors that may be present and are not read.
   """
 
   layer: str = "model.layers.{}."

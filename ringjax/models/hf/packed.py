@@ -1,9 +1,9 @@
 """Unpacks weights of eight and of four bits into floats.
 
-Guarantees: a value is its code times the scale of its block. Of four bits that
-is exact in float32 and in bfloat16; of eight bits it is rounded once to
+Guarantees: a value is its code times the scale of its block. With four bits
+that is exact in float32 and in bfloat16; with eight bits it is rounded once to
 float32, as the authors of the format do it, and then to the model's dtype.
-Cost: a device reads the codes of its own part and unpacks them itself.
+Cost: a device reads the codes of its part and unpacks them itself.
 Ref: OCP Microscaling Formats 1.0, "MXFP4"; DeepSeek-AI 2024, arXiv 2412.19437,
 3.3, for blocks of float8.
 """
@@ -27,8 +27,8 @@ class Float8:
   """Codes float8_e4m3 [M, N], and a float32 scale for each block.
 
   Attributes:
-    form: how parameters are stored in the floats, [M, N].
-    block: rows and columns of a block; the last one may be smaller.
+    form: Form of the parameters in the floats [M, N].
+    block: Rows and columns of a block; the last one may be smaller.
   """
 
   form: Form
@@ -39,7 +39,7 @@ class Float8:
     return self.form.stored
 
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
-    """The tensors on disk, in the order in which `unpack` takes them."""
+    """Tensors on disk, in the order of `unpack`'s arguments."""
     shape = self.stored
     blocks = tuple(-(-n // b) for n, b in zip(shape, self.block, strict=True))
     return (
@@ -50,7 +50,7 @@ class Float8:
   def unpack(
     self, codes: Float[Array, " ..."], scales: Float[Array, " ..."]
   ) -> jax.Array:
-    """The floats, float32 [M, N]."""
+    """The unpacked floats, float32 [M, N]."""
     for axis, (n, b) in enumerate(zip(codes.shape, self.block, strict=True)):
       scales = jnp.repeat(scales, b, axis)
       scales = jax.lax.slice_in_dim(scales, 0, n, axis=axis)
@@ -63,7 +63,7 @@ class Float8:
     return self.form.cuts(axes)
 
 
-# Of a code's lower three bits; the fourth is the sign.
+# Values of a code's lower three bits; the fourth is the sign.
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 BLOCK4 = 32
 
@@ -76,7 +76,7 @@ class Float4:
   their scales as [E, O, I/32].
 
   Attributes:
-    form: how parameters are stored in the floats.
+    form: Form of the parameters in the floats.
   """
 
   form: Form
@@ -86,7 +86,7 @@ class Float4:
     return self.form.stored
 
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
-    """The tensors on disk, in the order in which `unpack` takes them."""
+    """Tensors on disk, in the order of `unpack`'s arguments."""
     e, i, o = self.stored
     blocks = (e, o, i // BLOCK4)
     return (
@@ -97,14 +97,14 @@ class Float4:
     )
 
   def _rows(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """The floats, bfloat16 [E, O, I]: it holds each of them."""
+    """The floats, bfloat16 [E, O, I], which holds each of them exactly."""
     low, high = codes & 15, codes >> 4
     code = jnp.stack([low, high], -1).reshape(*scales.shape, BLOCK4)
     value = jnp.asarray(_FLOAT4, jnp.bfloat16)[code & 7]
     value = jnp.where(code & 8, -value, value)
     # A power of two by its exponent; 255, which stands for NaN, becomes inf.
     bits = scales.astype(jnp.uint32) << 23
-    # 2^-127 has no exponent of its own.
+    # 2^-127 has no exponent bits in float32: it is a subnormal number.
     bits = jnp.where(scales == 0, jnp.uint32(1 << 22), bits)
     power = jax.lax.bitcast_convert_type(bits, jnp.float32)
     power = power.astype(jnp.bfloat16)
@@ -113,7 +113,7 @@ class Float4:
   def unpack(
     self, codes: UInt8[Array, " ..."], scales: UInt8[Array, " ..."]
   ) -> jax.Array:
-    """The floats, bfloat16 [E, I, O]."""
+    """The unpacked floats, bfloat16 [E, I, O]."""
     return self._rows(codes, scales).swapaxes(1, 2)
 
   @property

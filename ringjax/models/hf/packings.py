@@ -1,9 +1,9 @@
-"""How a config.json says that the weights of its folder are quantised.
+"""Reads the quantisation settings of a config.json.
 
-Guarantees: which tensors are packed is seen from the tensors; the config says
-how. A key or a value that may change what the codes mean and that is not known
-is an error, before anything is read. Activations are not rounded here, whatever
-a config says of them, and scales of a cache's keys and values are not used.
+Guarantees: the tensors show which of them are packed; the config says how. A
+key or a value that may change what the codes mean and that is not known is an
+error, before any weight is read. Activations are not rounded here, whatever a
+config says of them, and scales of a cache's keys and values are not used.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def packed_name(name: str, ending: str) -> str:
-  """The name of codes in place of a weight's."""
+  """Name of a weight's codes: its name with another ending."""
   return name.removesuffix("weight") + ending
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
-  """How a folder's weights are packed.
+  """Format of a folder's packed weights.
 
   Attributes:
-    codes: endings of the names of codes, in place of "weight".
-    beside: endings of tensors that may be there and are not read.
+    codes: Endings of the names of codes, in place of "weight".
+    beside: Endings of tensors that the folder may have and that are not read.
   """
 
   codes: tuple[str, ...] = ()
   beside: tuple[str, ...] = ()
 
   def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
-    """The form of a tensor, by the tensors on disk."""
+    """Stored form of a tensor, from the tensors on disk."""
     raise NotImplementedError
 
   def check(
@@ -65,9 +65,9 @@ class Packing:
     """Refuses a folder whose tensors contradict its config.
 
     Args:
-      folder: whose tensors have the names and shapes that they should.
-      tensors: those of the model, with their forms.
-      unread: names of others.
+      folder: Folder whose tensors have the expected names and shapes.
+      tensors: Tensors of the model, with their forms.
+      unread: Names of other tensors.
     """
     del folder, tensors, unread
 
@@ -78,8 +78,8 @@ class Float4Packing(Packing):
 
   def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
     packed = name not in have and f"{name}_blocks" in have
-    fits = len(form.stored) == 3 and form.stored[1] % BLOCK4 == 0
-    return Float4(form) if packed and fits else form
+    blocked = len(form.stored) == 3 and form.stored[1] % BLOCK4 == 0
+    return Float4(form) if packed and blocked else form
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Float8Packing(Packing):
   """Float8 with a scale for each block, which is named "_scale_inv".
 
   Attributes:
-    block: its rows and columns.
+    block: Rows and columns of a block.
   """
 
   block: tuple[int, int]
@@ -100,15 +100,15 @@ class Float8Packing(Packing):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledPacking(Packing):
-  """Codes of eight bits, each a number of its own.
+  """Codes of eight bits, each stored as one number.
 
   Attributes:
-    scales: endings of the names of scales, in place of "weight".
-    zero: the same of zeros.
-    factor: what scales are multiplied by.
-    blocks: rows and columns of a block, which there may be, None for all.
-    dtypes: of codes, which there may be.
-    zeros: whether the config says that there are zeros; None: it may be.
+    scales: Endings of the names of scales, in place of "weight".
+    zero: Ending of the names of zeros, in place of "weight".
+    factor: Factor of the scales.
+    blocks: Allowed rows and columns of a block, None for all.
+    dtypes: Allowed dtypes of codes.
+    zeros: Whether the config says that there are zeros; None: it may be.
   """
 
   scales: tuple[str, ...] = ("weight_scale", "weight_scale_inv")
@@ -129,12 +129,12 @@ class ScaledPacking(Packing):
       raise error("quantization_config", f"{name} of {codes.dtype}", want)
     names = (packed_name(name, x) for x in self.scales)
     scale = next((x for x in names if x in have), None)
-    # Without scales the first name is missed.
+    # Without scales the first name is reported as missing.
     scale = scale or packed_name(name, self.scales[0])
     shape = have[scale].shape if scale in have else ()
     block = self._block(shape, form.stored)
     if block is None:
-      # What the config says, which the file then lacks.
+      # The block by the config, whose scales the file then lacks.
       block = self._whole(self.blocks[0], form.stored)
       shape = _counts(block, form.stored)
     ending = name.removesuffix(".weight")
@@ -166,12 +166,14 @@ class ScaledPacking(Packing):
   def _block(
     self, shape: tuple[int, ...], stored: tuple[int, ...]
   ) -> tuple[int, int] | None:
-    """The block of scales of a shape, or None if there is none."""
-    for one in self.blocks:
-      block = self._whole(one, stored)
+    """The block that matches a shape of scales, or None if none does."""
+    for rows_columns in self.blocks:
+      block = self._whole(rows_columns, stored)
       counts = _counts(block, stored)
-      bare = (counts[0],) if counts[1] == 1 else None
-      if shape in (counts, bare) or (shape == () and math.prod(counts) == 1):
+      without_columns = (counts[0],) if counts[1] == 1 else None
+      if shape in (counts, without_columns) or (
+        shape == () and math.prod(counts) == 1
+      ):
         return block
     return None
 
@@ -182,7 +184,7 @@ class ScaledPacking(Packing):
 
 
 def _counts(block: tuple[int, int], stored: tuple[int, ...]) -> tuple[int, int]:
-  """How many blocks there are along each axis."""
+  """Number of blocks along each axis."""
   return -(-stored[0] // block[0]), -(-stored[1] // block[1])
 
 
@@ -214,13 +216,13 @@ class BitsAndBytes(ScaledPacking):
 
 @dataclasses.dataclass(frozen=True)
 class PackedScheme:
-  """What a config says of some layers' codes.
+  """Settings of some layers' codes in a config.
 
   Attributes:
-    bits: of a code, or 0 for floats.
-    size: columns of a group; None for all.
-    symmetric: whether zeros are all in the middle.
-    ordered: whether a group's columns may be anywhere.
+    bits: Bits of a code, or 0 for floats.
+    size: Columns of a group; None for all.
+    symmetric: Whether all zeros are the middle code.
+    ordered: Whether a group's columns may be in any place.
   """
 
   bits: int
@@ -234,8 +236,8 @@ class PackedRowsPacking(Packing):
   """compressed-tensors' pack-quantized, or its plain codes.
 
   Attributes:
-    schemes: how codes may be packed.
-    plain: how codes that are not packed are read.
+    schemes: Schemes by which codes may be packed.
+    plain: Format of codes that are not packed.
   """
 
   schemes: tuple[PackedScheme, ...]
@@ -269,9 +271,9 @@ class PackedRowsPacking(Packing):
     name: str,
     have: Mapping[str, Any],
   ) -> tuple[bool, ...]:
-    """In what the tensors of a weight are those of a scheme; the most wins.
+    """Facts of a scheme that the tensors of a weight match; the most wins.
 
-    Of several that are not, the first counts, whose shapes the file then lacks.
+    If none matches, the first scheme counts, whose shapes the file then lacks.
     """
     n, scales = form.stored[1], have.get(f"{name}_scale")
     groups = -(-n // (scheme.size or n))
@@ -299,15 +301,15 @@ class PackedRowsPacking(Packing):
       shape = names[0].removesuffix("packed") + "shape"
       if shape in shapes and folder.raw(shape).tolist() != list(form.stored):
         raise error(shape, folder.raw(shape).tolist(), f"{list(form.stored)}")
-      like = [s for s in self.schemes if (s.bits, s.size or form.stored[1])
+      matching = [s for s in self.schemes if (s.bits, s.size or form.stored[1])
               == (form.bits, form.size)]  # fmt: skip
-      if form.zeros and all(s.symmetric for s in like):
+      if form.zeros and all(s.symmetric for s in matching):
         rows = form.stored[0]
         codes = stored_codes(folder.raw(names[2]).T, form.bits, rows)
         symmetric("symmetric", names[2], codes, 2 ** (form.bits - 1))
       if form.order:
-        said = any(s.ordered for s in like)
-        group_order("actorder", names[-1], folder, form, said)
+        any_order = any(s.ordered for s in matching)
+        group_order("actorder", names[-1], folder, form, any_order)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,11 +317,12 @@ class GptqPacking(Packing):
   """GPTQ.
 
   Attributes:
-    bits: of a code.
-    size: inputs of a group; None for all.
-    less: by how much zeros are too small on disk.
-    symmetric: what the config says of zeros: they are all in the middle.
-    ordered: what it says of the inputs of groups: they may be any; or None.
+    bits: Bits of a code.
+    size: Inputs of a group; None for all.
+    less: Offset by which zeros are too small on disk.
+    symmetric: Whether the config says that all zeros are the middle code.
+    ordered: Whether the config says that a group's inputs may be in any
+      place; None: it does not say.
   """
 
   bits: int
@@ -345,7 +348,7 @@ class GptqPacking(Packing):
         symmetric("sym", names[1], zeros, 2 ** (form.bits - 1))
       if form.order:
         group_order("desc_act", names[3], folder, form, self.ordered)
-    # Some writers give every layer a bias, of zeros where it had none.
+    # Some writers give every layer a bias, which is zero where it had none.
     for name in (n for n in unread if n.endswith(".bias")):
       like = jax.ShapeDtypeStruct(folder.tensors[name].shape, jnp.float32)
       (bias,) = folder.read({name: like}).values()
@@ -377,9 +380,9 @@ class AwqPacking(Packing):
   """AWQ.
 
   Attributes:
-    size: inputs of a group; None for all.
-    zeros: whether there are zeros.
-    symmetric: what the config says of zeros: they are all in the middle.
+    size: Inputs of a group; None for all.
+    zeros: Whether zeros are stored.
+    symmetric: Whether the config says that all zeros are the middle code.
   """
 
   size: int | None
@@ -397,7 +400,8 @@ class AwqPacking(Packing):
       form: Any = tensor.form
       if isinstance(form, Awq) and form.zeros and self.symmetric:
         name = tensor.pieces[2].name
-        # In another order than their outputs, which is the same of equal ones.
+        # The order differs from that of the outputs; for equal zeros it is the
+        # same.
         symmetric(
           "sym", name, stored_codes(folder.raw(name), 4, form.stored[0]), 8
         )
@@ -413,12 +417,12 @@ class AwqPacking(Packing):
 def stored_codes(
   words: Int[np.ndarray, "A W"], bits: int, count: int
 ) -> Int[np.ndarray, "A n"]:
-  """Codes of some bits of the rows of words of 32, lowest first.
+  """Unpacks rows of 32-bit words into codes, lowest bits first.
 
   Args:
-    words: int32.
-    bits: of a code, a divisor of 32.
-    count: of codes in a row.
+    words: Packed codes, int32 [A, W].
+    bits: Bits of a code, a divisor of 32.
+    count: Number of codes in a row, n.
   """
   words = np.ascontiguousarray(words).view(np.uint32)[..., None]
   codes = (words >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
@@ -428,16 +432,16 @@ def stored_codes(
 def symmetric(
   key: str, name: str, zeros: Int[np.ndarray, ...], middle: int
 ) -> None:
-  """Refuses zeros that are not all in the middle.
+  """Refuses zeros that are not all the middle code.
 
   Args:
-    key: of the config that says that they are.
-    name: of their tensor.
-    zeros: what they stand for.
-    middle: what they should be.
+    key: Key of the config that says that zeros are symmetric.
+    name: Name of the tensor of zeros.
+    zeros: Unpacked zeros.
+    middle: Expected value of each.
 
   Raises:
-    ConfigError: there are others.
+    ConfigError: If a zero differs from `middle`.
   """
   others = zeros[zeros != middle]
   if not others.size:
@@ -463,21 +467,21 @@ def group_order(
   """Refuses groups of inputs that contradict their number or the config.
 
   Args:
-    key: of the config that says whether inputs may be in any order.
-    name: of the tensor with the group of each input.
-    folder: that holds it.
-    form: of the weight.
-    said: what the config says; None: nothing.
+    key: Key of the config that says whether inputs may be in any order.
+    name: Name of the tensor with the group of each input.
+    folder: Folder that holds the tensor.
+    form: Packed form of the weight.
+    said: Value of `key` in the config; None: it does not say.
 
   Raises:
-    ConfigError: they do.
+    ConfigError: If the groups contradict one of them.
   """
   groups, n = folder.raw(name), form.stored[1]
   usual = np.arange(n) // form.size
   if not np.array_equal(np.sort(groups), usual):
-    got = f"{name}, with groups from {groups.min()} to {groups.max()}"
+    fault = f"{name}, with groups from {groups.min()} to {groups.max()}"
     want = f"{form.groups} groups of {form.size} inputs, as group_size says"
-    raise error("quantization_config.group_size", got, want, _PLAIN)
+    raise error("quantization_config.group_size", fault, want, _PLAIN)
   if said is False and not np.array_equal(groups, usual):
     raise error(
       f"quantization_config.{key}",
@@ -493,19 +497,19 @@ def _coded(form: PyTree, name: str, have: Mapping[str, Any]) -> bool:
 
 
 def packing(config: Mapping[str, Any]) -> Packing | None:
-  """How `quantization_config` says that weights are packed; None: not at all.
+  """Reads the packing of a config's `quantization_config`; None without one.
 
   Raises:
-    ConfigError: a way that is not supported.
+    ConfigError: If the packing is not supported.
   """
-  given = config.get("quantization_config") or config.get("compression_config")
-  if not given:
+  stated = config.get("quantization_config") or config.get("compression_config")
+  if not stated:
     return None
-  r = ConfigReader({}).part("quantization_config", given)
+  r = ConfigReader({}).part("quantization_config", stated)
   kind = r.value("quant_method", default=None)
-  # Which tensors are packed is seen from the tensors.
+  # The tensors show which of them are packed.
   r.ignore("modules_to_not_convert", "ignored_layers")
-  known = {
+  readers = {
     "mxfp4": lambda r: Float4Packing(),
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -515,11 +519,11 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
   }
-  if not isinstance(kind, str) or kind not in known:
-    raise error("quantization_config", given, _WHAT, _PLAIN)
-  found = known[kind](r)
+  if not isinstance(kind, str) or kind not in readers:
+    raise error("quantization_config", stated, _WHAT, _PLAIN)
+  result = readers[kind](r)
   r.finish()
-  return found
+  return result
 
 
 # Scales of activations, and of a cache's keys and values.
@@ -530,7 +534,7 @@ _OTHERS = (
 
 
 def _fp8(r: ConfigReader) -> Packing:
-  """DeepSeek's blocks, or one scale for a tensor."""
+  """DeepSeek's blocks, or one scale per tensor."""
   # Activations are not rounded here.
   one_of(r, "activation_scheme", ("dynamic", "static"), "dynamic")
   r.only("fmt", "e4m3")
@@ -542,8 +546,8 @@ def _fp8(r: ConfigReader) -> Packing:
 
 
 def _pair(r: ConfigReader, key: str, block: Any) -> tuple[int, int]:
-  sound = isinstance(block, list) and len(block) == 2
-  if not sound or any(type(n) is not int or not 0 < n < 2**31 for n in block):
+  valid = isinstance(block, list) and len(block) == 2
+  if not valid or any(type(n) is not int or not 0 < n < 2**31 for n in block):
     raise r.error(
       key,
       block,
@@ -556,10 +560,10 @@ def _pair(r: ConfigReader, key: str, block: Any) -> tuple[int, int]:
 def one_of(
   r: ConfigReader, key: str, wanted: tuple[Any, ...], default: object
 ) -> Any:
-  """A value that is one of a few.
+  """Reads a value that must be one of `wanted`.
 
   Raises:
-    ConfigError: it is another one.
+    ConfigError: If it is another one.
   """
   x = r.value(key, default=default)
   if x not in wanted or type(x) is not type(wanted[wanted.index(x)]):
@@ -586,11 +590,11 @@ def _bitsandbytes(r: ConfigReader) -> Packing:
   ):
     x = r.value(key, default=default)
     if x is not wanted:
-      what = "int8 weights (load_in_8bit)"
-      raise r.error(key, x, f"{wanted}, {what}", _PLAIN)
-    # The same once more.
+      expected = "int8 weights (load_in_8bit)"
+      raise r.error(key, x, f"{wanted}, {expected}", _PLAIN)
+    # Newer writers repeat the key with an underscore.
     r.only(f"_{key}", wanted)
-  # How activations are treated, and what is of four bits.
+  # Settings of activations and of 4-bit weights, which change nothing here.
   r.ignore(
     "llm_int8_threshold", "llm_int8_skip_modules",
     "llm_int8_enable_fp32_cpu_offload",
@@ -616,17 +620,17 @@ def _group(r: ConfigReader, default: object = -1) -> int | None:
 
 def _gptq(r: ConfigReader) -> Packing:
   bits = one_of(r, "bits", (4, 8, 2), None)
-  # Two names of one field; a file that has both must say the same.
-  known = ("gptq", "gptq_v2")
-  said = one_of(r, "format", (None, *known), None)
-  layout = one_of(r, "checkpoint_format", known, said or "gptq")
-  if said not in (None, layout):
-    raise r.error("format", said, f"{layout!r}, as checkpoint_format says")
+  # Two names of one field; they must agree where a file has both.
+  formats = ("gptq", "gptq_v2")
+  stated = one_of(r, "format", (None, *formats), None)
+  layout = one_of(r, "checkpoint_format", formats, stated or "gptq")
+  if stated not in (None, layout):
+    raise r.error("format", stated, f"{layout!r}, as checkpoint_format says")
   for key in ("is_marlin_format", "use_marlin"):
     r.only(key, False)
   one_of(r, "pack_dtype", ("int32",), "int32")
   sym, order = (r.flag(key, default=None) for key in ("sym", "desc_act"))
-  # How they were made.
+  # How the codes were made, which changes nothing here.
   r.ignore(
     "static_groups", "true_sequential", "damp_percent",
     "damp_auto_increment", "model_name_or_path", "model_file_base_name",
@@ -677,7 +681,7 @@ _FORMATS = (
 
 
 def _compressed(r: ConfigReader) -> Packing:
-  """compressed-tensors, of one group of layers or several."""
+  """compressed-tensors, with one group of layers or several."""
   one_of(r, "format", _FORMATS, "dense")
   one_of(r, "quantization_status", ("compressed", "frozen"), "compressed")
   r.ignore("global_compression_ratio", "ignore", "kv_cache_scheme", "version")
@@ -704,7 +708,7 @@ def _compressed(r: ConfigReader) -> Packing:
     weights.finish()
     part.finish()
   return PackedRowsPacking(
-    # Codes of one scale for all are never packed; none is then found.
+    # Codes with one scale for a whole weight are never packed.
     schemes=tuple(dict.fromkeys(schemes)) or (PackedScheme(8, None),),
     plain=ScaledPacking(
       blocks=tuple(dict.fromkeys(blocks)),
@@ -723,32 +727,37 @@ def _compressed(r: ConfigReader) -> Packing:
 def _scheme(
   r: ConfigReader,
 ) -> tuple[PackedScheme, tuple[int | None, int | None]]:
-  """A scheme, of no bits for floats; rows and columns of a block."""
+  """A scheme, with 0 bits for floats; and the rows and columns of a block."""
   kind = one_of(r, "type", ("int", "float"), "int")
   wanted = (4, 8) if kind == "int" else (8,)
   bits = one_of(r, "num_bits", wanted, 8)
   r.only("dynamic", False)
   orders = (None, "weight", "group", "static", True, False)
   order = one_of(r, "actorder", orders, None)
-  even = r.flag("symmetric", default=True)
+  symmetric_zeros = r.flag("symmetric", default=True)
   r.ignore("observer", "observer_kwargs", "scale_dtype",
            "zp_dtype")  # fmt: skip
   stated = r.value("group_size", default=None) is not None
   size = _group(r)
   block = r.value("block_structure", default=None)
-  # What older writers leave to the size.
-  least = "tensor" if not stated else "channel" if size is None else "group"
-  how = one_of(r, "strategy", ("tensor", "channel", "group", "block"), least)
-  found: tuple[int | None, int | None] = (None, None)
-  if how == "channel":
-    found = (1, None)
-  elif how == "group":
-    found = (1, size)
-  elif how == "block":
-    found = _pair(r, "block_structure", block)
+  # The default of older writers, which follows from the group size.
+  default = "tensor" if not stated else "channel" if size is None else "group"
+  strategy = one_of(
+    r, "strategy", ("tensor", "channel", "group", "block"), default
+  )
+  scale_block: tuple[int | None, int | None] = (None, None)
+  if strategy == "channel":
+    scale_block = (1, None)
+  elif strategy == "group":
+    scale_block = (1, size)
+  elif strategy == "block":
+    scale_block = _pair(r, "block_structure", block)
   return (
     PackedScheme(
-      bits if kind == "int" else 0, found[1], even, order in ("group", True)
+      bits if kind == "int" else 0,
+      scale_block[1],
+      symmetric_zeros,
+      order in ("group", True),
     ),
-    found,
+    scale_block,
   )

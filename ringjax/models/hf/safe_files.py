@@ -1,11 +1,11 @@
-"""Which files of a model folder are read, and how: none outside of it.
+"""Reads the files of a model folder safely: none outside of it.
 
-Guarantees: a name from a file is compared with the names that are there and
+Guarantees: a name from a file is compared with the names that exist and is
 never followed as a path. Files are opened for reading only, must be regular,
 and are refused when they are larger than their kind can be. JSON is strict.
 
-By hand, for want of a library: `strict_json`, because Python's `json` takes the
-last of two equal keys, NaN, and any depth until its stack ends.
+`strict_json` replaces Python's `json`, which takes the last of two equal keys,
+NaN, and any depth until its stack ends.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MAX_FILES = 10_000
 # Deeper than any config, far from Python's own limit.
 MAX_DEPTH = 32
 
-# Files that are programs for Python's unpickler, whole or in part.
+# Files that are programs for Python's unpickler, completely or in part.
 PICKLES = (".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 DOWNLOAD = "download or write the file again"
 
 
 class FileIdentity(NamedTuple):
-  """What changes when a file does."""
+  """Facts of a file's status that change when the file does."""
 
   device: int
   inode: int
@@ -53,7 +53,7 @@ class FileIdentity(NamedTuple):
 
 
 def identity(status: os.stat_result) -> FileIdentity:
-  """The identity of a file, from what `os.stat` says."""
+  """The identity of a file, from its `os.stat` result."""
   return FileIdentity(
     status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
   )
@@ -62,7 +62,7 @@ def identity(status: os.stat_result) -> FileIdentity:
 def fault(
   argument: str, got: str, want: str, remedy: str = DOWNLOAD
 ) -> NoReturn:
-  """Raises what a file of a checkpoint is refused with."""
+  """Raises the error that a file of a checkpoint is refused with."""
   raise CheckpointFormatError(argument, got, want, remedy)
 
 
@@ -79,7 +79,7 @@ def as_path(path: str | os.PathLike[str] | None) -> pathlib.Path:
   """`path` as a Path, or an error that names it.
 
   Raises:
-    InputTypeError: it is no path.
+    InputTypeError: If it is not a path.
   """
   if not isinstance(path, str | os.PathLike):
     raise InputTypeError(
@@ -94,22 +94,22 @@ def as_path(path: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def strict_json(data: bytes, *, max_depth: int) -> Any:
-  """JSON in UTF-8 as RFC 8259 has it, every key once, no NaN, not too deep.
+  """Parses UTF-8 JSON as in RFC 8259: unique keys, no NaN, limited depth.
 
   Args:
-    data: the text.
-    max_depth: how far objects and lists may be nested.
+    data: Text of the JSON.
+    max_depth: Largest depth of nested objects and lists.
 
   Returns:
     Dicts, lists, strings, numbers, booleans and None.
 
   Raises:
-    ValueError: what is wrong with it, in a few words.
+    ValueError: If it is not such JSON, with the reason in a few words.
   """
   try:
     text = data.decode("utf-8")
     depth = 0
-    # Before the parser, which recurses.
+    # Before the parser, which is recursive.
     for bracket in _BRACKETS.sub("", _STRINGS.sub("", text)):
       depth += 1 if bracket in "[{" else -1
       if depth > max_depth:
@@ -121,7 +121,7 @@ def strict_json(data: bytes, *, max_depth: int) -> Any:
       parse_float=_finite,
     )
     if _SURROGATE.search(text):
-      # Half a surrogate pair is no text: this raises.
+      # Half a surrogate pair is not text: this raises.
       json_text(value, ensure_ascii=False).encode("utf-8")
   except UnicodeError:
     raise ValueError("bytes that are no UTF-8") from None
@@ -132,19 +132,19 @@ def strict_json(data: bytes, *, max_depth: int) -> Any:
   return value
 
 
-# The last quote may be missing, or else a search would begin anew at each.
+# The last quote may be missing: otherwise a search would restart at each.
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKETS = re.compile(r"[^\[\]{}]+")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  found: dict[str, Any] = {}
+  table: dict[str, Any] = {}
   for key, value in pairs:
-    if key in found:
+    if key in table:
       raise ValueError(f"the key {shown(key)} twice")
-    found[key] = value
-  return found
+    table[key] = value
+  return table
 
 
 def _finite(digits: str) -> float:
@@ -160,11 +160,11 @@ def _finite(digits: str) -> float:
 
 
 def read_config(root: pathlib.Path) -> dict[str, Any]:
-  """The config.json of a folder.
+  """Reads the config.json of a folder.
 
   Raises:
-    ConfigError: it is missing, too large or no strict JSON object.
-    CheckpointFormatError: it is a link out of the folder or no file.
+    ConfigError: If it is missing, too large or not a strict JSON object.
+    CheckpointFormatError: If it is a link out of the folder or not a file.
   """
   if not (root / CONFIG).exists():
     raise ConfigError(
@@ -189,9 +189,9 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
   """The files to read, and the index if there is one.
 
   Raises:
-    CheckpointFormatError: no weights, a part that is missing or belongs to
-      another set, or an index that is broken.
-    UnsafeFormatError: weights only in files that run code.
+    CheckpointFormatError: If there are no weights, a part is missing or belongs
+      to another set, or the index is broken.
+    UnsafeFormatError: If all weights are in files that run code.
   """
   names = sorted(entry.name for entry in os.scandir(root))
   weights = [name for name in names if name.endswith(SUFFIX)]
@@ -210,17 +210,17 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
   if INDEX in names:
     weight_map = _index(root)
     files = sorted(set(weight_map.values()))
-    if absent := [file for file in files if file not in names]:
-      fault(INDEX, f"no file {shown(absent[0])}", "all that it lists")
+    if missing_files := [file for file in files if file not in names]:
+      fault(INDEX, f"no file {shown(missing_files[0])}", "all that it lists")
   else:
     weight_map = None
     files = [SINGLE] if SINGLE in weights else weights
-  # Other weights (consolidated.safetensors) are left alone; a part of these
+  # Other weights (consolidated.safetensors) are not read; a part of the set
   # that the index does not list is an error.
-  stray = [f for f in weights if f not in files and f.startswith("model")]
-  if stray:
+  unlisted = [f for f in weights if f not in files and f.startswith("model")]
+  if unlisted:
     fault(
-      shown(stray[0]),
+      shown(unlisted[0]),
       "a file beside " + (INDEX if weight_map is not None else SINGLE),
       "one set of weights",
       "remove what is left of another one",
@@ -230,7 +230,7 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _index(root: pathlib.Path) -> dict[str, str]:
-  """The file of each tensor, by the index."""
+  """File of each tensor, from the index."""
   data = _small_file(root, INDEX, MAX_INDEX_BYTES)
   try:
     value = strict_json(data, max_depth=MAX_DEPTH)
@@ -251,7 +251,7 @@ def _index(root: pathlib.Path) -> dict[str, str]:
 
 
 def _check_parts(files: list[str]) -> None:
-  """Of parts that are numbered "00002-of-00003", all are there."""
+  """Checks that sets of parts numbered "00002-of-00003" are complete."""
   sets: dict[tuple[str, int], set[int]] = {}
   for file in files:
     if part := _PART.fullmatch(file):
@@ -281,11 +281,11 @@ def _small_file(root: pathlib.Path, file: str, limit: int) -> bytes:
 
 
 def open_inside(root: pathlib.Path, file: str) -> int:
-  """A descriptor of a regular file that truly is in the folder.
+  """A descriptor of a regular file that is really inside of the folder.
 
   Raises:
-    CheckpointFormatError: a link out of the folder, no regular file, or one
-      that cannot be read.
+    CheckpointFormatError: If it is a link out of the folder, not a regular
+      file, or cannot be read.
   """
   path = inside(root, file)
   if path is None:

@@ -1,13 +1,14 @@
 """Writes a Hugging Face model folder, all of it or nothing.
 
-Guarantees: the folder is written beside its place and renamed into it, so that
+Guarantees: the folder is written next to its final path and renamed, so that
 a reader, also after a crash, sees the old folder or the new one and never a
 mixture. The same tensors give the same bytes.
 Memory: one shard on the host, and one copy of a tensor on its devices.
 
-By hand: `write_file`, because safetensors hides the number of a system error (a
-full disk has its own remedy), makes files that others may not read, and does
-not wait for the disk. The swap of two folders, because Python has none.
+`write_file` replaces the safetensors writer, which hides the number of a system
+error (a full disk has its own remedy), makes files that others may not read,
+and does not wait for the disk. The swap of two folders is here since Python has
+none.
 """
 
 from __future__ import annotations
@@ -75,23 +76,24 @@ def write(
   written.
 
   Args:
-    path: a folder that does not exist, or is empty.
-    config: of config.json.
-    tensors: names and values, in any floating, integer or boolean dtype. They
+    path: A folder that does not exist, or is empty.
+    config: Content of config.json.
+    tensors: Names and values, in any floating, integer or boolean dtype. They
       are taken one after the other, so a generator may make each when needed.
-    max_shard_bytes: a file with more than one tensor has no more bytes.
-    overwrite: replaces the weights and the config of a folder that is not
-      empty; its other files stay.
-    beside: writes further files into the folder before it appears.
+    max_shard_bytes: Largest size of a file with more than one tensor.
+    overwrite: Whether to replace the weights and the config of a folder that is
+      not empty; its other files stay.
+    beside: Function that writes further files into the folder before it
+      appears.
 
   Raises:
-    OptionError: if `path` is taken or `max_shard_bytes` is not positive.
-    ConfigError: if `config` cannot be written as JSON.
-    InputTypeError: if `path` is no path or a tensor is no array.
-    DtypeError: if a tensor's dtype does not exist in the format.
-    CheckpointFormatError: if a name is not allowed or comes twice, or if
+    OptionError: If `path` is taken or `max_shard_bytes` is not positive.
+    ConfigError: If `config` cannot be written as JSON.
+    InputTypeError: If `path` is not a path or a tensor is not an array.
+    DtypeError: If a tensor's dtype does not exist in the format.
+    CheckpointFormatError: If a name is not allowed or comes twice, or if
       process 0 could not write.
-    CheckpointWriteError: if this process could not: no permission, a full disk.
+    CheckpointWriteError: If this process could not: no permission, a full disk.
   """
   place = as_path(path).resolve()
   positive_int("max_shard_bytes", max_shard_bytes)
@@ -118,7 +120,7 @@ def _collect(
   writer: _Writer | None,
   place: pathlib.Path,
 ) -> None:
-  """Hands every tensor to the writer; the other processes help to gather."""
+  """Passes every tensor to the writer; other processes help to gather."""
   failure: Exception | None = None
   seen: set[str] = set()
   for name, tensor in tensors:
@@ -130,7 +132,7 @@ def _collect(
       except Exception as error:
         if jax.process_count() == 1:
           raise
-        # The others wait for this process where a tensor is gathered.
+        # The other processes wait for this one when a tensor is gathered.
         failure = error
     if writer is not None and failure is None:
       writer.add(name, host_copy(tensor))
@@ -151,9 +153,9 @@ class _Writer:
     self._totals = {"total_parameters": 0, "total_size": 0}
 
   def flush_before(self, nbytes: int) -> None:
-    """Writes what is held if a tensor of `nbytes` does not fit beside it."""
-    held = sum(x.nbytes for x in self._held.values())
-    if self._held and held + nbytes > self._max:
+    """Writes the held tensors if `nbytes` more do not fit into the file."""
+    nbytes_held = sum(x.nbytes for x in self._held.values())
+    if self._held and nbytes_held + nbytes > self._max:
       self._flush()
 
   def add(self, name: str, tensor: np.ndarray) -> None:
@@ -162,18 +164,18 @@ class _Writer:
     self._totals["total_size"] += tensor.nbytes
 
   def finish(self, config: str) -> None:
-    """Writes the rest; the parts get the names that tell their number."""
+    """Writes the remaining tensors, and numbers the names of the files."""
     if self._held or not self._shards:
       self._flush()
     total = len(self._shards)
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for i, names in enumerate(self._shards):
       part = "" if total == 1 else f"-{i + 1:05}-of-{total:05}"
       file = SINGLE.removesuffix(SUFFIX) + part + SUFFIX
       os.rename(self.folder / f"part{i}", self.folder / file)
-      where |= dict.fromkeys(names, file)
+      file_of |= dict.fromkeys(names, file)
     if total > 1:
-      index = {"metadata": self._totals, "weight_map": where}
+      index = {"metadata": self._totals, "weight_map": file_of}
       _write_text(self.folder / INDEX, _json(index))
     _write_text(self.folder / CONFIG, config)
 
@@ -191,10 +193,10 @@ def write_file(
   """Writes one safetensors file, and waits until it is on the disk.
 
   Args:
-    path: a file that does not exist.
-    tensors: by their names.
+    path: A file that does not exist.
+    tensors: Tensors by their names.
   """
-  # Wide ones first, so that each begins at a multiple of its item's size.
+  # Wide dtypes first, so that each begins at a multiple of its item's size.
   order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
   table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   end = 0
@@ -245,21 +247,21 @@ def _check(name: str, tensor: object, seen: set[str]) -> None:
 
 
 def _over_processes(tensor: np.ndarray | jax.Array) -> bool:
-  """Whether only other processes hold some of its values."""
+  """Whether some of its values are only on other processes."""
   return isinstance(tensor, jax.Array) and not (
     tensor.is_fully_addressable or tensor.is_fully_replicated
   )
 
 
 def host_copy(tensor: AnyArray) -> Shaped[np.ndarray, ...]:
-  """All of a tensor in host memory."""
+  """Copies all of a tensor to host memory."""
   if isinstance(tensor, np.ndarray):
     return tensor
   if _over_processes(tensor):
     return multihost_utils.process_allgather(tensor, tiled=True)
   if not tensor.is_fully_addressable:
     tensor = tensor.addressable_data(0)
-  # An array keeps what it once gave to the host: of a copy, this goes away.
+  # An array caches its host copy: a temporary array frees it.
   return np.asarray(tensor.copy())
 
 
@@ -289,19 +291,19 @@ def _check_free(place: pathlib.Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _writing(place: pathlib.Path) -> Iterator[None]:
-  """Turns an error of the file system into one that says what to do."""
+  """Converts a file system error into one with a remedy."""
   try:
     yield
   except OSError as error:
     if isinstance(error, RingjaxError):
       raise
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     raise CheckpointWriteError(
       "path",
       f"{shown(place, 100)}: {error.strerror or error}",
       "a folder that can be written to",
       "free space on that disk, or write to another one"
-      if full
+      if disk_full
       else "check that its parent is a folder that you may write to",
       file=str(error.filename or place),
     ) from error
@@ -309,12 +311,12 @@ def _writing(place: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _staging(place: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A folder beside the place, gone in the end whatever happens."""
+  """A folder next to the final path, removed in the end in any case."""
   place.parent.mkdir(parents=True, exist_ok=True)
   stem = f".{place.name}.tmp-"
-  for left in place.parent.glob(f"{stem}*"):
-    if (lock := _lock(left)) is not None:
-      shutil.rmtree(left, ignore_errors=True)
+  for leftover in place.parent.glob(f"{stem}*"):
+    if (lock := _lock(leftover)) is not None:
+      shutil.rmtree(leftover, ignore_errors=True)
       os.close(lock)
   staging = place.parent / f"{stem}{secrets.token_hex(4)}"
   staging.mkdir()
@@ -345,7 +347,7 @@ def _lock(folder: pathlib.Path) -> int | None:
 
 
 def _publish(staging: pathlib.Path, place: pathlib.Path) -> None:
-  """Puts the finished folder into its place, in one step."""
+  """Moves the finished folder to its final path, in one step."""
   old = list(os.scandir(place)) if place.exists() else []
   for entry in old:
     if not _ours(entry.name) and not (staging / entry.name).exists():
@@ -356,11 +358,11 @@ def _publish(staging: pathlib.Path, place: pathlib.Path) -> None:
   if not old:
     os.rename(staging, place)
   elif not _exchange(staging, place):
-    # In between only the name is missing; both folders are there.
-    aside = place.with_name(f"{place.name}.old-{secrets.token_hex(4)}")
-    os.rename(place, aside)
+    # In between only the name is missing; both folders exist.
+    old_place = place.with_name(f"{place.name}.old-{secrets.token_hex(4)}")
+    os.rename(place, old_place)
     os.rename(staging, place)
-    shutil.rmtree(aside)
+    shutil.rmtree(old_place)
   _sync_folder(place.parent)
 
 
@@ -385,8 +387,8 @@ def _exchange(a: pathlib.Path, b: pathlib.Path) -> bool:
   swap = getattr(libc, "renameat2", None)
   if swap is None:
     return False
-  here, exchange = -100, 2
-  if swap(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
+  at_cwd, exchange = -100, 2
+  if swap(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
     return True
   code = ctypes.get_errno()
   if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
@@ -414,7 +416,7 @@ def _sync_folder(path: pathlib.Path) -> None:
 
 
 def _json(value: Mapping[str, Any]) -> str:
-  """As transformers lays it out."""
+  """JSON in the layout of transformers."""
   try:
     text = json.dumps(dict(value), indent=2, sort_keys=True, allow_nan=False)
   except (TypeError, ValueError, RecursionError) as error:
@@ -426,7 +428,7 @@ def _json(value: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _same_outcome() -> Iterator[None]:
-  """Fails in all processes if it fails in one, so that none waits for ever."""
+  """Fails in all processes if it fails in one, so that none waits forever."""
   if jax.process_count() == 1:
     yield
     return
@@ -435,10 +437,10 @@ def _same_outcome() -> Iterator[None]:
     yield
   except Exception as error:
     failure = error
-  fine = multihost_utils.process_allgather(np.array(failure is None))
+  succeeded = multihost_utils.process_allgather(np.array(failure is None))
   if failure is not None:
     raise failure
-  if not np.all(fine):
+  if not np.all(succeeded):
     fault(
       "path",
       "a failure in another process",

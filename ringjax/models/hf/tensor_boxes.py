@@ -2,7 +2,7 @@
 
 Guarantees: bytes of a file that has changed since the folder was opened are
 never returned.
-Cost: one read for each run of bytes; runs that are short are cut out of whole
+Cost: one read per contiguous run of bytes; short runs are cut out of whole
 rows, about a mebibyte of them at a time.
 
 Files are read, not mapped: a mapped file that shrinks ends the process, and its
@@ -27,7 +27,7 @@ from ringjax.models.hf.safe_files import fault, identity, open_inside, shown
 
 # Shorter runs of bytes are cut out of whole rows.
 _RUN_BYTES = 512
-# Bytes of such rows that are there at a time, unless one row has more.
+# Bytes of such rows in memory at a time, unless one row has more.
 _ROWS_BYTES = 1 << 20
 
 
@@ -46,16 +46,16 @@ class TensorBoxes:
     """Reads a box of a tensor.
 
     Args:
-      name: of the tensor.
-      out: contiguous, of the box's shape and the tensor's dtype.
-      box: for each axis of the tensor its first and last number.
+      name: Name of the tensor.
+      out: Contiguous array of the box's shape and the tensor's dtype.
+      box: Range of each axis of the tensor.
 
     Raises:
-      CheckpointFormatError: a file that has changed, or an I/O error.
+      CheckpointFormatError: If a file has changed or cannot be read.
     """
     info = self.folder.tensors[name]
     size, shape = out.dtype.itemsize, info.shape
-    # Axes from `split` on are whole: their bytes are a run.
+    # Axes after `split` are whole: their bytes are contiguous.
     split = len(shape)
     while split and box[split - 1] == slice(0, shape[split - 1]):
       split -= 1
@@ -76,24 +76,24 @@ class TensorBoxes:
   def _rows(self, name: str, out: np.ndarray, box: Sequence[slice]) -> None:
     """Cuts a box out of whole rows of the first axis."""
     info = self.folder.tensors[name]
-    each = math.prod(info.shape[1:])
+    row_size = math.prod(info.shape[1:])
     size = out.dtype.itemsize
-    many = max(1, _ROWS_BYTES // (each * size))
-    for start in range(box[0].start, box[0].stop, many):
-      stop = min(start + many, box[0].stop)
-      whole = np.empty((stop - start, *info.shape[1:]), out.dtype)
-      self._bytes(name, whole, info.offset + start * each * size)
+    rows_at_once = max(1, _ROWS_BYTES // (row_size * size))
+    for start in range(box[0].start, box[0].stop, rows_at_once):
+      stop = min(start + rows_at_once, box[0].stop)
+      rows = np.empty((stop - start, *info.shape[1:]), out.dtype)
+      self._bytes(name, rows, info.offset + start * row_size * size)
       at = slice(start - box[0].start, stop - box[0].start)
-      out[at] = whole[(slice(None), *box[1:])]
+      out[at] = rows[(slice(None), *box[1:])]
 
   def _bytes(self, name: str, out: np.ndarray, offset: int) -> None:
     """Reads the bytes of an array from a tensor's file."""
     file = self.folder.tensors[name].file
     flat: Any = out.reshape(-1).view(np.uint8)
-    left = memoryview(flat)
-    while left:
+    unread = memoryview(flat)
+    while unread:
       try:
-        got = os.preadv(self._open(file), [left[: 1 << 30]], offset)
+        count = os.preadv(self._open(file), [unread[: 1 << 30]], offset)
       except OSError as error:
         fault(
           shown(file),
@@ -101,21 +101,21 @@ class TensorBoxes:
           "a readable file",
           "look at the disk, or download the file again",
         )
-      if not got:
+      if not count:
         fault(
           shown(file),
           f"an end at byte {offset:,}",
           "the file that was opened; it has changed",
           "leave it alone while it is read",
         )
-      left, offset = left[got:], offset + got
+      unread, offset = unread[count:], offset + count
 
   def _open(self, file: str) -> int:
     with self._lock:
       if file not in self._files:
-        found = open_inside(self.folder.path, file)
-        self._files[file] = found
-        if identity(os.fstat(found)) != self.folder.files[file]:
+        descriptor = open_inside(self.folder.path, file)
+        self._files[file] = descriptor
+        if identity(os.fstat(descriptor)) != self.folder.files[file]:
           fault(
             shown(file),
             "another file",

@@ -1,4 +1,4 @@
-"""From a model's parameters to a checkpoint's tensors and back.
+"""Maps a model's parameters to a checkpoint's tensors and back.
 
 Guarantees: every tensor of the checkpoint and every parameter is named exactly
 once; a family whose names do not cover its model fails here, before it reads.
@@ -35,10 +35,10 @@ class CheckpointTensor:
   """One tensor of a checkpoint.
 
   Attributes:
-    name: its name.
-    form: how parameters are stored in it.
+    name: Name of the tensor.
+    form: Form in which parameters are stored in it.
     targets: (path of a parameter, index of the piece in it), for each piece.
-    stored_name: its name in a folder where it has another one.
+    stored_name: Name in a folder, if it differs.
   """
 
   name: str
@@ -72,18 +72,18 @@ def checkpoint_tensors(
   model: Transformer, names: TensorNames
 ) -> list[CheckpointTensor]:
   """The tensors of a checkpoint of `model`, which may be abstract."""
-  found = list(_outer(model, names))
+  tensors = list(_outer(model, names))
   for g, run in enumerate(model.stack.runs):
     for p in range(len(run.layers)):
       block = model.stack.blocks[g][p]
       prefix = f"stack.blocks.{g}.{p}."
       for i in range(run.repeats):
-        found.extend(_layer(block, names, prefix, run.number(p, i), i))
-  named = [target for tensor in found for target, _ in tensor.targets]
-  left = set(parameters(model)) - set(named)
-  assert not left, f"parameters without a tensor: {sorted(left)}"
-  assert len({t.name for t in found}) == len(found), "a tensor named twice"
-  return found
+        tensors.extend(_layer(block, names, prefix, run.number(p, i), i))
+  named = [target for tensor in tensors for target, _ in tensor.targets]
+  uncovered = set(parameters(model)) - set(named)
+  assert not uncovered, f"parameters without a tensor: {sorted(uncovered)}"
+  assert len({t.name for t in tensors}) == len(tensors), "a tensor named twice"
+  return tensors
 
 
 def _outer(
@@ -124,7 +124,7 @@ def _outer(
 
 
 def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
-  """How a parameter of a module is stored."""
+  """Form in which a parameter of a module is stored."""
   if leaf == "weight" and isinstance(module, Linear):
     return Transpose(shape[: module.contracted], shape[module.contracted :])
   if leaf == "weight" and isinstance(module, Head):
@@ -133,7 +133,7 @@ def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
     if leaf == "bias":
       return Reshape(shape, (math.prod(shape),))
     return Reshape(shape, (math.prod(shape[:-1]), 1, shape[-1]))
-  # Of a norm over several axes it is a row.
+  # A norm over several axes is stored as a row.
   if len(shape) == 1 or isinstance(module, Linear | RMSNorm):
     return Reshape(shape, (math.prod(shape),))
   return Reshape(shape, shape)
@@ -154,13 +154,13 @@ def _layer(
     path: param.get_value().shape[1:]
     for path, param in parameters(block).items()
   }
-  left = dict(have)
+  remaining = dict(have)
 
   def tensor(
     name: str, form: Any, paths: Sequence[str], *more: int
   ) -> CheckpointTensor:
     for path in paths:
-      left.pop(path, None)
+      remaining.pop(path, None)
     if names.swapped(name) and len(form.stored) > 1:
       form = SwappedAxes(form)
     targets = tuple((prefix + path, (index, *more)) for path in paths)
@@ -174,24 +174,24 @@ def _layer(
   for name, fusion in names.fused.items():
     for leaf in ("weight", "bias"):
       paths = [f"{part}.{leaf}" for part in fusion.parts]
-      here = not fusion.beside or f"{fusion.beside}.weight" in have
-      if here and set(paths) <= set(have):
+      applies = not fusion.beside or f"{fusion.beside}.weight" in have
+      if applies and set(paths) <= set(have):
         rows = FusedRows(fusion.groups, tuple(map(form, paths)))
         yield tensor(f"{name}.{leaf}", rows, paths)
   for name, (paths, interleaved) in names.columns.items():
     if set(paths) <= set(have):
       yield tensor(name, FusedColumns(have[paths[0]], interleaved), paths)
-  for path, shape in list(left.items()):
+  for path, shape in list(remaining.items()):
     part, _, leaf = path.rpartition(".")
     if path in names.leaves:
       stored = (1, *shape) if names.rows(path) else shape
       yield tensor(names.leaves[path], Reshape(shape, stored), [path])
     elif path in names.experts:
-      one: Any = Reshape(shape[1:], shape[1:])
+      expert_form: Any = Reshape(shape[1:], shape[1:])
       if len(shape) > 2:
-        one = Transpose(shape[1:2], shape[2:])
+        expert_form = Transpose(shape[1:2], shape[2:])
       for expert in range(shape[0]):
         name = names.experts[path].format(expert)
-        yield tensor(name, one, [path], expert)
+        yield tensor(name, expert_form, [path], expert)
     else:
       yield tensor(f"{names.parts[part]}.{leaf}", form(path), [path])

@@ -1,10 +1,10 @@
-"""What happens to keys of a config.json that no reader of a family knows.
+"""Treatment of keys of a config.json that no reader of a family knows.
 
-Guarantees: a key that the family's class in transformers knows, too, may
-change the computation and is an error, and so is any of a folder that brings
-code of its own, which may read it. Of all others transformers computes the
-same with them and without them: a warning names them. Which class knows what
-is in `../known_keys.json`, by `tests/fixtures/known_keys.py`.
+Guarantees: a key that the family's class in transformers also knows may change
+the computation and is an error, and so is any key of a folder with custom code,
+which may read it. For all others transformers computes the same with and
+without them: a warning names them. The keys that each class knows are in
+`../known_keys.json`, made by `tests/fixtures/known_keys.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _FILE = pathlib.Path(__file__).parents[1] / "known_keys.json"
-# Names in a warning, at most.
+# Largest number of names in a warning.
 _SHOWN = 20
 _CODE = "auto_map"
 
@@ -40,10 +40,10 @@ class UnknownKeys:
   """
 
   def __init__(self, config: Mapping[str, Any], *, strict: bool = True):
-    """Begins without any.
+    """Begins with no unread keys.
 
     Args:
-      config: The whole file.
+      config: Content of the whole file.
       strict: Whether a key that may change the computation is an error.
     """
     self._strict = strict
@@ -53,7 +53,7 @@ class UnknownKeys:
     self.overruled: list[str] = []
 
   def text_of(self, model_type: object) -> None:
-    """Notes the type of the text model, whose class reads keys too."""
+    """Adds the type of the text model, whose class also reads keys."""
     self._types.append(model_type)
 
   def harmless(self, key: str) -> bool:
@@ -64,14 +64,15 @@ class UnknownKeys:
     return all(keys is not None and key not in keys for keys in tables)
 
   def leave_out(self, path: str) -> bool:
-    """Whether a key may be left out, which is noted.
+    """Records an unread key; returns whether it may be left out.
 
     Args:
-      path: Name of the key, behind the names of the objects around it and dots.
+      path: Name of the key, after the names of the objects around it and
+        dots.
     """
     *parts, key = path.split(".")
-    # What is in an object that only other programs read, transformers says
-    # nothing of.
+    # The tables of transformers say nothing about keys in an object that only
+    # other programs read.
     foreign = bool(parts) and self.harmless(parts[0])
     if self.harmless(key) and not foreign:
       self.ignored.append(path)
@@ -83,9 +84,9 @@ class UnknownKeys:
 
   def remedy(self) -> str:
     """The advice about a key that is refused."""
-    why = " (code of the folder may read it)" if self._own_code else ""
+    note = " (code of the folder may read it)" if self._own_code else ""
     return (
-      f"if it does not change the computation{why}, remove it or pass "
+      f"if it does not change the computation{note}, remove it or pass "
       "strict=False (--nostrict)"
     )
 
@@ -96,7 +97,7 @@ class UnknownKeys:
     return source
 
   def warn(self) -> None:
-    """Names in one warning what was left out, if anything was."""
+    """Warns about all keys that were left out, if there are any."""
     parts = []
     if self.ignored:
       parts.append(
@@ -117,19 +118,19 @@ class UnknownKeys:
 
 def _without(source: dict[str, Any], parts: list[str]) -> dict[str, Any]:
   """A copy without the key at a path, if it is there."""
-  key, *rest = parts
+  key, *inner_path = parts
   if key not in source:
     return source
-  if not rest:
+  if not inner_path:
     return {k: v for k, v in source.items() if k != key}
   inner = source[key]
   if not isinstance(inner, dict):
     return source
-  return {**source, key: _without(inner, rest)}
+  return {**source, key: _without(inner, inner_path)}
 
 
 def _listed(paths: list[str]) -> str:
-  """Names, the first of many."""
+  """Lists up to `_SHOWN` names."""
   names = [path if len(path) <= 60 else f"{path[:57]}..." for path in paths]
-  more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-  return ", ".join(names[:_SHOWN]) + more
+  more_text = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+  return ", ".join(names[:_SHOWN]) + more_text

@@ -1,8 +1,8 @@
 """A second small model that ships with the package: `path()` is its folder.
 
-It reads bytes as a Llama, all of whose layers rotate and see the whole text, so
-that what a cache's codec or eviction loses shows in its answers. It has learned
-to recall: see README.md here, and configs/train/small.py.
+It is a Llama over bytes, all of whose layers have rotary embeddings and see the
+whole text, so that losses of a cache's codec or eviction show in its answers.
+It has learned to recall: see README.md here, and configs/train/small.py.
 """
 
 from __future__ import annotations

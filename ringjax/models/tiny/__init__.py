@@ -1,15 +1,16 @@
 """The small trained model that ships with the package: `path()` is its folder.
 
-It reads bytes and has learned one thing beside the look of Python: to find the
-passkey of a name that a line somewhere in a long text gives, when the text ends
-in the question for it. See README.md here, and configs/train/tiny.py.
+It reads bytes and has learned one task in addition to the look of Python: to
+find the passkey of a name, which a line somewhere in a long text states, when
+the text ends in the question for it. See README.md here, and
+configs/train/tiny.py.
 """
 
 from __future__ import annotations
 
 import pathlib
 
-# A line of a text, what a text ends with, and what the model answers.
+# A line of a text, the question at its end, and the model's answer.
 from ringjax.data.needle import ANSWER, NEEDLE, QUESTION
 
 
