@@ -280,7 +280,8 @@ class ElasticSession:
           "keep it, or give it no tokens in the plan of read()",
         )
     mesh = self._submesh(then)
-    slots, at = on_part((cache.slots, cache.held.at), mesh, self.axis)
+    slots = on_part(cache.slots, mesh, self.axis, dimension=3)
+    at = on_part(cache.held.at, mesh, self.axis, dimension=1)
     now = np.zeros((cache.batch, len(then)), np.int32)
     for n, instance in enumerate(self.members):
       if instance in then:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import MeshError
@@ -57,7 +58,9 @@ def local_copy(tree: Tree, device: jax.Device) -> Tree:
   return jax.tree.map(whole_shard, tree)
 
 
-def on_part(tree: Tree, mesh: Mesh, axis: str) -> Tree:
+def on_part(
+  tree: Tree, mesh: Mesh, axis: str, dimension: int | None = None
+) -> Tree:
   """Return arrays on a mesh of some of their devices, without moving data.
 
   A dimension that `axis` shards is as long as its shards on these devices.
@@ -67,6 +70,9 @@ def on_part(tree: Tree, mesh: Mesh, axis: str) -> Tree:
     tree: Arrays on a mesh with the same axes.
     mesh: Mesh of some of its devices along `axis`, or of others too.
     axis: Axis along which there are more or fewer devices.
+    dimension: Dimension of all arrays that `axis` shards, also where their mesh
+      has one device along it: a program's results name no axis of one device.
+      None for what the arrays' shardings say.
 
   Raises:
     MeshError: If a device has no copy of an array that `axis` does not shard.
@@ -74,6 +80,12 @@ def on_part(tree: Tree, mesh: Mesh, axis: str) -> Tree:
 
   def extend(x: jax.Array) -> jax.Array:
     spec = x.sharding.spec  # pyrefly: ignore
+    if dimension is not None:
+      entries = [*spec, *(None,) * (x.ndim - len(spec))]
+      entries[dimension] = axis
+      while entries[-1] is None:
+        entries.pop()
+      spec = P(*entries)
     local_shards = {shard.device: shard.data for shard in x.addressable_shards}
     part, *_ = local_shards.values()
     shape, sharded = [*part.shape], False

@@ -144,7 +144,7 @@ TINY = AttentionSettings(
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_attention_benchmark(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "torch", None)
   path, picture = tmp_path / "x.json", tmp_path / "x.png"
@@ -442,7 +442,7 @@ def test_schedule_says_what_is_wrong():
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layouts_benchmark(tmp_path, command, capsys):
   path, picture = tmp_path / "x.json", tmp_path / "x.png"
   done = command(

@@ -40,7 +40,7 @@ def test_prompts_are_functions_of_their_seeds(kind):
   assert of(1).dtype == np.int32 and (of(1) != of(2)).any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_drafts_are_counted_and_compared(tmp_path):
   pytest.importorskip("matplotlib")
   out, plot = tmp_path / "out.json", tmp_path / "plot.png"

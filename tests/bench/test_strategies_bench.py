@@ -41,7 +41,7 @@ def result(tmp_path_factory):
   return json.loads((folder / "a.json").read_text())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_strategy_is_right_and_timed(result):
   (row,) = result["rows"]
   assert {*row["results"]} == {*TINY.names} >= {"halo", "two_level:2", "ring"}

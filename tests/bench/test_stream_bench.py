@@ -8,7 +8,7 @@ from ringjax.bench.page_streams import StreamBenchmark, StreamSettings
 from ringjax.errors import OptionError
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_ways_have_the_same_answers():
   said = []
   found = StreamBenchmark.run(StreamBenchmark.quick, say=said.append)

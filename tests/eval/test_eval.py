@@ -612,7 +612,7 @@ def test_who_is_stopped_has_what_was_found(
   assert len(record[unit]) == 1 and record["complete"] is False
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_costs_of_caches_by_script(tmp_path):
   pytest.importorskip("matplotlib")
   plot, kept = tmp_path / "caches.png", tmp_path / "caches.json"
@@ -634,7 +634,7 @@ def test_costs_of_caches_by_script(tmp_path):
   assert out.splitlines()[2].split()[0] == "dense"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_choices_of_heads_by_script(tmp_path):
   """A row for each of FastGen's sets; each head of a text takes one."""
   kept = tmp_path / "caches.json"
@@ -874,7 +874,7 @@ def test_a_map_has_gaps_where_nothing_was_asked(tmp_path):
   assert cell(10, 0.0).score == 0.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_policies_are_measured_behind_what_they_evicted():
   model = made(0)
   tokens = np.random.default_rng(0).integers(1, 64, (2, 256))

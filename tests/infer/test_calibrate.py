@@ -131,7 +131,7 @@ def test_the_first_token_has_fine_codes_at_no_more_bytes(sinks):
   assert rj.kv.CodeBook(bits=3).width(dims) == 3 * dims // 8 + 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_reads_the_sink_out_of_its_pages(sinks):
   model, made, texts = sinks
   kind = rj.kv.KINDS["nuq4"].with_options({"calibration": made})
@@ -221,7 +221,7 @@ def test_levels_are_the_weighted_means_of_their_cells():
   assert high == pytest.approx((905 + 0.5) / 512 - 1, abs=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_levels_without_gradients_are_others(model, found, tmp_path):
   """Their scales are the same; the file says which they are."""
   plain = rj.infer.calibrate(model, ROWS, weights="none", folder=tmp_path)
@@ -260,7 +260,7 @@ def test_a_run_that_was_killed_resumes(model, found, tmp_path):
   assert other == rj.infer.calibrate(model, ROWS[:2])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_latent_attention_is_measured_too():
   """Its levels are those of its latents: of unmeasured ones they are even."""
   latent = rj.models.create(checkpoints.config("deepseek_v3"), seed=0)
@@ -281,7 +281,7 @@ def test_a_broken_part_of_a_run_is_read_anew(model, found, tmp_path):
   assert rj.infer.calibrate(model, ROWS, folder=tmp_path) == found[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_generate_and_sessions_take_the_folder(model, found):
   folder, made = found
   ask = lambda **options: (

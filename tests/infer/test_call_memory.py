@@ -42,7 +42,7 @@ def on_devices():
   }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "cache",
   [pytest.param("device=.2,host=.4,disk=.4", marks=pytest.mark.long), None],

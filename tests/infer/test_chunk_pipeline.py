@@ -126,7 +126,7 @@ def test_the_last_rank_has_what_one_device_has(
   )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_blocks_stream_while_the_next_layer_waits(loaded, alone, monkeypatch):
   """The last rank has pulled a layer's block before the next layer begins."""
   model, _ = loaded("llama3")

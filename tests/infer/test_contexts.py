@@ -140,6 +140,7 @@ def calibrated(name):
   return kind.with_options({"calibration": found})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "how", "shards"),
   [("int4", "parallel", 1), ("nuq4", "kvlink", 2),
@@ -163,6 +164,7 @@ def test_codecs_lose_no_more_than_in_one_pass(kind, how, shards):
   assert 0 < off < 1.5 * np.linalg.norm(lost[:, -question.size :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["parallel", "ape", "select"])
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_one_context_is_read_as_one_text(how, shards):
@@ -215,7 +217,7 @@ def test_recomputing_all_is_one_text(shards):
   assert session.contexts.computed == sum(SIZES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unrotated", "int8:unrotated=true"])
 def test_recomputing_more_is_nearer_to_one_text(kind):
   contexts, question = texts()
@@ -231,7 +233,7 @@ def test_recomputing_more_is_nearer_to_one_text(kind):
   assert off[0] > off[1] > off[2] > off[3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_have_contexts_of_their_own():
   contexts, question = texts()
   call = model()
@@ -345,7 +347,7 @@ def test_blocks_come_back_with_their_bytes(tier, tmp_path):
       np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_any_subset_of_documents_is_there():
   draw = np.random.default_rng(0)
   library = rj.infer.ContextLibrary(model(), rows=8)

@@ -80,6 +80,7 @@ def shuffled(model, seed=0):
   return nnx.merge(graph, state), Shuffled(order)
 
 
+@pytest.mark.slow
 def test_the_same_model_by_other_numbers_is_always_right(target):
   draft, mine = shuffled(target)
   drafter = speculate.TranslatedDraft(
@@ -92,6 +93,7 @@ def test_the_same_model_by_other_numbers_is_always_right(target):
   assert found.tokens_per_call > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "kind",
   [
@@ -118,7 +120,7 @@ def test_words_drafted_for_bytes(target, tmp_path, kind):
   assert found.drafted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_through_text_as_without(target):
   """Where both have one tokenizer, text is only another way."""
   draft, options = rj.models.load(tiny.path()), dict(adapt=False)
@@ -133,7 +135,7 @@ def test_through_text_as_without(target):
   assert (a.drafted, a.accepted) == (b.drafted, b.accepted)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "verify", ["match", pytest.param("rejection", marks=pytest.mark.long)]
 )

@@ -74,6 +74,21 @@ def test_four_read_two_answer_then_three(loaded, name):
 
 
 @pytest.mark.long
+def test_instances_join_one_that_decoded_alone(loaded):
+  one, _ = loaded("llama3")
+  model, mesh = loaded("llama3", 4)
+  prompt = _prompts(one)[:1]
+  want = generate(one, prompt, max_new_tokens=9).tokens
+  session = ElasticSession(model, 64, mesh=mesh, members=[3])
+  session.read(prompt, [np.full(LENGTHS[0], 3)])
+  parts = [session.decode(4).tokens]
+  for members in ([3, 0], [1, 3, 0]):
+    session.regroup(members, first=members[0])
+    parts.append(session.decode(len(members)).tokens)
+  np.testing.assert_array_equal(np.concatenate(parts, 1), want)
+
+
+@pytest.mark.long
 def test_plan_is_data_and_regrouping_moves_nothing(loaded):
   one, _ = loaded("llama3")
   model, mesh = loaded("llama3", 4)

@@ -38,6 +38,7 @@ def conversation(model, mesh, turns, count, **options):
   return np.concatenate(answers, 1), session, session.cache.export(0, 0, end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "devices", "option", "value"),
   swept(

@@ -77,7 +77,7 @@ def test_all_of_a_prefix_answers_as_one_that_was_read(probes):
     assert answers(work) == whole()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_row_alone_as_in_a_crowd_and_found_as_computed(tmp_path):
   options = dict(disk=(tmp_path, 1 << 26))
   with rj.store.Store(**options) as shelf:

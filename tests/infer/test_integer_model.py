@@ -59,7 +59,7 @@ def uneven():
   return model
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_outliers_beside_are_worth_it(uneven):
   tokens = texts(uneven, 4, 48)
   ranges = rj.infer.activation_ranges(uneven, tokens)
@@ -111,7 +111,7 @@ def mixture():
   return model
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_experts_are_integers(mixture):
   """Errors grow without shadow, and with ranges that clip."""
   tokens = texts(mixture, 2, 40)
@@ -255,6 +255,7 @@ def test_experts_may_be_sharded(mixture):
     np.testing.assert_array_equal(answer(again), want)
 
 
+@pytest.mark.slow
 def test_heads_and_widths_may_be_sharded(uneven):
   ranges = rj.infer.activation_ranges(uneven, texts(uneven))
   made = rj.infer.integer_model(uneven, ranges, shadow=8)

@@ -64,7 +64,7 @@ def test_the_last_device_decodes_the_same(loaded, said, method, devices):
   assert session.shards == 1 and session.cache.capacity == capacity
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_prompts_of_unequal_lengths(loaded, said):
   """Their slots have holes, which stay holes."""
   model, mesh = loaded(NAME, 4)
@@ -123,6 +123,7 @@ def test_recurrent_states_go_along(loaded):
   np.testing.assert_array_equal(new, expected.greedy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "shape",
   [pytest.param(x, marks=pytest.mark.long) for x in ((2, 2), (1, 4), (1, 3))],
@@ -180,7 +181,7 @@ def machine(model, bandwidth: float, **more) -> plan.Machine:
   return plan.Machine(profile=profile, network=network, **more)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_auto_takes_the_chain_over_slow_links(loaded, said):
   model, mesh = loaded(NAME, 4)
   prompt, greedy = said

@@ -41,6 +41,7 @@ def test_models_with_other_layers_are_refused(loaded, alone, name):
     kvr.Runahead(model, alone)
 
 
+@pytest.mark.slow
 def test_one_rank_reads_alone(loaded, alone):
   model, _ = loaded("llama3")
   ids = np.arange(5, 26, dtype=np.int32)

@@ -73,6 +73,7 @@ def owner(noted: list[dict], name: str) -> dict:
   return found
 
 
+@pytest.mark.slow
 def test_all_ranks_came_to_the_end(noted):
   for rank in (0, 1):
     assert noted[rank].get("done"), noted[rank]["log"]

@@ -129,6 +129,7 @@ def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
     assert sent == kvr.link_bytes(layers, partition, model.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "kind",
   [
@@ -165,7 +166,7 @@ def test_the_last_rank_encodes_what_came(loaded, alone):
 CODES = ("hadamard4", "nuq3")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_codes_travel_that_the_cache_stores(loaded, alone, name):
   """Each is made once: the last rank stores what the first one sent."""

@@ -39,7 +39,7 @@ def first_alone(model, prompt: np.ndarray, count: int) -> list[int]:
   return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_depends_on_itself_alone(loaded, name):
   """Prompts on both sides of 64 tokens, where both rotations change."""
@@ -84,6 +84,7 @@ def test_an_engine_agrees(loaded, name, kind):
     np.testing.assert_array_equal(handle.answers[0].tokens, want[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shape", "names"),
   [

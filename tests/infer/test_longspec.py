@@ -97,7 +97,7 @@ def test_kinds_of_caches(loaded, kind):
   same(model, drafter(model), cache_kind=kind, lengths=(19, 23), count=20)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("options", "how"),
   [
@@ -112,6 +112,7 @@ def test_a_sharded_target(loaded, options, how):
   same(model, drafter(model, **options), mesh=mesh, **DRAWN, **how)
 
 
+@pytest.mark.slow
 @LONG
 @pytest.mark.parametrize("options", [{"count": 2}, {"widths": (2, 4)}], ids=str)
 def test_a_law_that_is_accepted_by_chance(loaded, options):
@@ -171,7 +172,7 @@ def test_bytes_of_its_own_cache_do_not_depend_on_the_context(loaded):
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0, pytest.param(19, marks=LONG)])
 def test_drafts_in_decoding_are_those_of_one_call_over_the_text(
   loaded, monkeypatch, pause
@@ -283,7 +284,7 @@ def test_targets_whose_last_layer_has_no_keys_of_all_tokens(loaded):
   refused(OptionError, lambda: _draft(windowed), "looks back")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_planted_bug_is_seen(loaded, monkeypatch):
   """Drafts of wrong positions are not those of the text."""
   from ringjax.infer.speculate import longspec as drafting

@@ -147,6 +147,7 @@ def test_a_session_refuses_to_go_on_until_a_restart(sound, prompts, cache_kind):
   np.testing.assert_array_equal(ask(prompts).tokens, want.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "drafter",
   [
@@ -200,7 +201,7 @@ def test_a_draft_that_is_not_finite_changes_no_token(sound, prompts, options):
   np.testing.assert_array_equal(error.tokens.tokens, want.tokens)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_contexts_that_are_bad_are_named(sound, prompts):
   model = poisoned(sound, BAD)
   good, bad = prompts[0], with_bad(prompts, 2)[2]

@@ -223,7 +223,7 @@ def test_a_sharded_sequence(loaded, name):
   same(model, drafters(model)[name], DRAWN, mesh=mesh)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_law_that_is_accepted_by_chance(loaded):
   model, _ = loaded("llama3")
   prompts = prompts_of(model)
@@ -244,6 +244,7 @@ def test_a_law_that_is_accepted_by_chance(loaded):
   assert (new.lengths == 9).all()
 
 
+@pytest.mark.slow
 def test_stops_and_turns(loaded):
   model, _ = loaded("llama3")
   prompts = prompts_of(model)
@@ -425,6 +426,7 @@ def test_earlier_texts_are_remembered(loaded):
   assert again.tokens_per_call > 3 > first.tokens_per_call
 
 
+@pytest.mark.slow
 def test_names_and_bad_input(loaded):
   model, _ = loaded("llama3")
   next_, _ = loaded("qwen3_next")
@@ -499,7 +501,7 @@ def test_what_a_session_read_before_is_known(loaded):
   assert known[1] == [*text.tolist(), 1, 2, *first[0].tolist(), 3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("combine", ["parallel", "recompute"])
 def test_behind_contexts_that_were_read_apart(loaded, combine):
   model, _ = loaded("llama3")
@@ -529,7 +531,7 @@ def test_a_draft_model_catches_up_behind_steps_without_drafts(
   assert found.drafted == found.accepted > 20
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "bug",
   ["siblings", *(pytest.param(n, marks=pytest.mark.long)

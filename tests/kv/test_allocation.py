@@ -68,7 +68,7 @@ def test_heads_of_one_codec_stay_together():
   assert {x.shape[2] for x in jax.tree.leaves(cache.slots)} == {2}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "law"),
   [
@@ -81,7 +81,7 @@ def test_some_laws_of_caches(kind, law):
   law(contract.Setup(kind, 1))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_generate_is_the_same_on_a_mesh(made):
   tokens = contract.text()[0][:2, :9]
   ask = lambda shards: rj.infer.generate(
@@ -90,7 +90,7 @@ def test_generate_is_the_same_on_a_mesh(made):
   assert ask(4) == ask(1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tokens_are_last_on_a_tpu(monkeypatch, made):
   tokens = contract.text()[0][:, :9]
   ask = lambda: rj.infer.generate(
@@ -151,7 +151,7 @@ def test_steps_on_the_hull_come_first_and_then_what_fits():
   assert choose(sizes, losses, 6) == [2, 1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["loss", "kl"])
 def test_by_layer_and_by_part(texts, measure):
   model = contract.model(1)
@@ -171,7 +171,7 @@ def test_by_layer_and_by_part(texts, measure):
       assert min(map(min, found.losses)) > -1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("family", ["latent", "recurrent", "grouped"])
 def test_families_and_meshes(family, kind):

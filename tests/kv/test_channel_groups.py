@@ -74,7 +74,7 @@ def paged(cache, row=0, layer=0):
   ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shards", "family"),
   [
@@ -142,7 +142,7 @@ def test_a_group_is_encoded_once(unrotated, ends):
     assert np.mean(a[2] == b[2]) > 0.99
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "bits", "options"),
   [
@@ -176,7 +176,7 @@ def test_a_simulated_cache_reads_as_tokens_go_in_one_by_one(
   contract.close(want[:, :start], exact[:, :start], 1e-4 * top)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_of_other_lengths_and_their_ends():
   kind = kind_of()
   model, (tokens, want) = contract.model(1, "grouped"), text("grouped")
@@ -207,6 +207,7 @@ def test_rows_of_other_lengths_and_their_ends():
     np.testing.assert_array_equal(a[3], b[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shards", "options"),
   [

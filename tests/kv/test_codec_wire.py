@@ -255,7 +255,7 @@ class Slow(rj.models.ContextParallel):
     return slowly(MIXED, q, k, v, shard, j <= i)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "prefill", ["ring", pytest.param("kvr", marks=pytest.mark.long)]
 )

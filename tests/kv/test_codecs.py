@@ -315,7 +315,7 @@ def test_two_bytes_a_number_are_those_of_a_cache_in_bfloat16(dtype):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tokens_are_last_on_a_tpu(monkeypatch):
   """TPUs fill up the last axis to 128, and the one before to 8."""
   shape = LayerCacheSpec(layers=2, heads=4, key=128, value=64)

@@ -68,6 +68,7 @@ def check(model, kind, *, attend=None, seed=0, tolerance=1e-5):
     np.testing.assert_allclose(got[row, 0], want[0, -1], rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [4, 1])
 @pytest.mark.parametrize(
   "kind", [CacheKind(windowed=True, slack=8), "unrotated", "dense"], ids=str
@@ -105,7 +106,7 @@ def test_a_node_is_read_as_a_token_of_its_own(kind):
     np.testing.assert_allclose(got[0, token], want[0, -1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text", "gpt_oss"])
 def test_families(family):
   config = json.loads((FIXTURES / family / "config.json").read_text())

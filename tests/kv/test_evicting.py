@@ -306,7 +306,7 @@ def test_documents_stay_apart_behind_an_eviction(policy):
   contract.close(answers(kind, evicts=True), want)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shards", "codec"),
   [

@@ -75,6 +75,7 @@ def test_the_memory_changes_no_bit(name, shards, family):
     contract.close(got, contract.text(family)[1][:B, :21], 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_generate_moves_blocks_by_itself(shards):
   """As the dense cache, at device bytes that do not grow with the row."""

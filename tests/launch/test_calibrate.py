@@ -26,7 +26,7 @@ def run(*argv: str) -> tuple[int, str, str]:
   return status, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cache_is_made_with_what_was_measured(tmp_path, ask):
   text = tmp_path / "text.txt"
   text.write_text("a few words, again and again. " * 20)

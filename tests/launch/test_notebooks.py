@@ -517,7 +517,7 @@ def test_runs_on_one_device(name: str):
     assert "a Flax layer of 8 shards on one" in printed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_weights_of_the_hub_are_taken(tmp_path, monkeypatch):
   """From the hub's cache, as a download leaves it."""
   (path,) = (x for x in NOTEBOOKS if x.name.startswith("17"))

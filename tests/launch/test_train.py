@@ -89,7 +89,7 @@ def weights(folder: pathlib.Path) -> list[np.ndarray]:
   return [np.asarray(x) for x in jax.tree.leaves(rj.models.load(folder))]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_stages_one_after_another(small, tmp_path):
   out = tmp_path / "out"
   status, said, err = run(

@@ -136,7 +136,7 @@ def test_codes_of_a_type_stay_codes(tmp_path, kind):
   _stay(_file(tmp_path, "llama", {"blk": kind}), 7)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layers_of_several_types_share_a_layout(tmp_path):
   """As llama.cpp's Q4_K_M: better types for the values of some layers."""
   kinds = {

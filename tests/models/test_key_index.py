@@ -88,7 +88,7 @@ def test_some_queries_at_a_time(load, shards, layout, monkeypatch):
 
 
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_of_other_lengths(load, shards):
   """One has fewer tokens than a query may read, one more, one grows so."""
   model, mesh = load(shards)

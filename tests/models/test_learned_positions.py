@@ -131,7 +131,7 @@ def test_a_value_that_cannot_be(name, key, value):
     rj.models.read_config(checkpoints.config(name) | {key: value})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "kind"),
   [("gpt2", "dense"), pytest.param("opt", "int8", marks=pytest.mark.slow)],

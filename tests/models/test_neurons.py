@@ -371,7 +371,7 @@ def test_a_token_sums_what_its_own_predictor_names(tmp_path):
   np.testing.assert_allclose(alone, want[1:, :10], atol=1e-5 * size)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_predictors_take_speculation(tmp_path):
   made = roughly_predicted(tmp_path)
   want = answers(made(window=5))

@@ -557,6 +557,7 @@ def test_groups_are_refused(resident):
       )
 
 
+@pytest.mark.slow
 def test_a_single_layer_on_disk_is_let_go_of(folder, monkeypatch):
   monkeypatch.setattr(layer_reader, "_IDLE_S", 0.2)
   model = rj.models.load(folder, placement="device=.8,disk=.2")

@@ -119,6 +119,7 @@ def test_a_layout_alone_is_that_of_the_place(made, placed, where):
   close(layout.restore(np.asarray(got), shards=shards), logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "check_vma"),
   [

@@ -187,7 +187,7 @@ def test_rows_of_unequal_lengths_over_shards(tmp_path, name, kind):
     np.testing.assert_array_equal(found[0], expected.greedy[0, :5])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradients_do_not_ask_what_is_kept(tmp_path):
   model = rj.models.load(checkpoints.write("gemma4", tmp_path))
   tokens = jnp.asarray(checkpoints.expected("gemma4").tokens[:, :12])

@@ -58,8 +58,8 @@ class PagedView(StoredView):
     bounds: Least and largest element of a page's keys in each dim, [N, 2, H];
       or None.
     most: Number of pages that a query reads of a head with 0, 1, ... M pages
-      on a device, if there are bounds. It reads those whose bounds allow the largest
-      products with the queries of its group. Empty: all pages.
+      on a device, if there are bounds. It reads those whose bounds allow the
+      largest products with the queries of its group. Empty: all pages.
   """
 
   k: Shaped[Array, "N P _"]
