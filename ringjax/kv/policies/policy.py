@@ -245,6 +245,14 @@ def highest(
   return (rank < count[..., None]) & (scores > -jnp.inf)
 
 
+def floored_share(
+  count: Int[Array, "*rows"], share: float
+) -> Int[Array, "*rows"]:
+  """A share of each count, rounded down but for what float32 loses."""
+  many = count.astype(jnp.float32) * jnp.float32(share)
+  return jnp.floor(many + 1e-4).astype(jnp.int32)
+
+
 def window_size(name: str, value: object) -> int:
   """A number of queries.
 
