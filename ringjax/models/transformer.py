@@ -516,6 +516,14 @@ class Transformer(nnx.Module):
     mesh = sharding.mesh
     heads = "model" if mesh is not None and "model" in mesh.axis_names else None
     found = self.cache_kind(kind)
+    moves = found.policy is not None and found.policy.moves
+    if moves and self.config.positions is not None:
+      raise OptionError(
+        "kind",
+        f"{found} for a {self.config.family}, which has learned positions",
+        "a model whose attention sees distances",
+        "leave positions='cache' out",
+      )
     of_kind: Any = EvictingCache if found.evicting else KVCache
     if found.device is not None:
       of_kind = TieredCache

@@ -103,6 +103,7 @@ KEPT = {
   "exact": None,
   "snapkv, exact": rj.kv.SnapKV(window=4),
   "kvzip": rj.kv.KVzip(),
+  "sinks in the cache": rj.kv.Sinks(budget=6, sinks=2, positions="cache"),
 }
 # Each policy, in families that take turns.
 OFTEN = [

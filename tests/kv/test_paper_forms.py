@@ -182,3 +182,80 @@ def test_a_share_of_the_newest_that_is_none_is_refused(newest):
     rj.kv.HeavyHitters(newest=newest)
   with pytest.raises(rj.OptionError, match="by: got"):
     rj.kv.AdaKV(by=rj.kv.HeavyHitters(newest=0.5))
+
+
+def oldest_behind_the_sinks(head):
+  return head[2]
+
+
+STREAM = f"sinks:budget={BUDGET},sinks=2,positions=cache"
+
+
+@pytest.mark.long
+def test_positions_in_the_cache_are_those_of_a_simulation(model):
+  """Beyond the 16 tokens that the model's context has."""
+  simulated = Simulated(oldest_behind_the_sinks, by_index=True)
+  _, kept = beside(model, simulated, STREAM, 10)
+  newest = range(TOKENS.size - BUDGET + 2, TOKENS.size)
+  assert kept[-1][0][0] == [0, 1, *newest]
+  # Positions in the text are others.
+  other = Simulated(oldest_behind_the_sinks)
+  with pytest.raises(AssertionError, match="Not equal to tolerance"):
+    beside(model, other, STREAM, 10)
+
+
+@pytest.mark.long
+def test_a_stream_goes_beyond_the_context_of_the_model(model):
+  """By `generate`, in chunks, with a second turn, as the simulation goes on."""
+  with pytest.raises(rj.PromptError, match="at most 16 in all"):
+    rj.infer.generate(model, TOKENS[None, :12], max_new_tokens=8,
+                      cache_kind=f"sinks:budget={BUDGET}")  # fmt: skip
+  kind = dataclasses.replace(cache_kind(STREAM), room=1, page=8)
+  session = rj.infer.Session(model, 64, cache_kind=kind)
+  ask = lambda tokens, count: rj.infer.generate(
+    model, tokens, max_new_tokens=count, cache=session,
+    prefill="chunked", chunk=4,
+  )  # fmt: skip
+  simulated = Simulated(oldest_behind_the_sinks, by_index=True)
+
+  def answer(tokens, count):
+    out = []
+    for n in range(0, len(tokens), 4):
+      for token in tokens[n : n + 4]:
+        logits = simulated.read(token)
+      simulated.evict()
+    for _ in range(count):
+      out.append(int(np.argmax(logits)))
+      if len(out) < count:
+        # The last token of a turn goes with the next one's first call.
+        simulated.evict()
+        logits = simulated.read(out[-1])
+    return out
+
+  first = ask(TOKENS[None, :12], 8).tokens[0].tolist()
+  assert first == answer(TOKENS[:12], 8)
+  more = TOKENS[None, 12:18]
+  want = answer([first[-1], *TOKENS[12:18]], 6)
+  assert ask(more, 6).tokens[0].tolist() == want
+  assert session.lengths.tolist() == [12 + 8 + 6 + 5]
+  # A call whose tokens do not fit beside those that are kept.
+  with pytest.raises(rj.PromptError, match="tokens in the cache at once"):
+    rj.infer.generate(model, TOKENS[None], max_new_tokens=2, cache_kind=kind)
+
+
+def test_positions_in_the_cache_are_refused_where_they_are_not():
+  """Without a number of tokens, or beside what they can't be with."""
+  for text in (
+    "sinks:positions=cache",
+    "sinks:budget=4,positions=cache",
+    "sinks:budget=64,sinks=0,positions=cache",
+    "sinks:positions=row",
+  ):
+    with pytest.raises(rj.OptionError, match="positions"):
+      cache_kind(text)
+  with pytest.raises(rj.OptionError, match="first: got 2"):
+    cache_kind(f"{STREAM},first=2")
+  with pytest.raises(rj.OptionError, match="by: got"):
+    rj.kv.AdaKV(by=cache_kind(STREAM).policy)
+  kind = cache_kind(f"int4+{STREAM}")
+  assert kind.unrotated and cache_kind(str(kind)) == kind

@@ -36,7 +36,7 @@ class AdaKV(SnapKV):
     number("safe", self.safe, least=0.0, most=1.0, remedy="pass safe=0.2")
     if self.by is None:
       return
-    if not isinstance(self.by, Policy) or not self.by.ranks:
+    if not isinstance(self.by, Policy) or not self.by.ranks or self.by.moves:
       raise OptionError(
         "by",
         repr(self.by),

@@ -152,6 +152,15 @@ class Policy:
   reads: ClassVar[bool] = True
 
   @property
+  def moves(self) -> int:
+    """How many of the first tokens keep to the newest, whatever is between.
+
+    Where it is not 0, a token's position for attention is its index among the
+    tokens that are kept: these first ones and, without a gap, the newest.
+    """
+    return 0
+
+  @property
   def sums_prompts(self) -> bool:
     """Whether a prompt's queries are summed up as they come, and not noted."""
     return self.sums and self.queries is None
