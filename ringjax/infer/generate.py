@@ -333,8 +333,8 @@ def generate(
     prompts = with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
   held_kind = own["cache_kind"] if cache is None else cache.cache.kind
-  moves = held_kind is not None and held_kind.policy is not None
-  moves = moves and held_kind.policy.moves
+  policy = None if held_kind is None else held_kind.policy
+  moves = policy is not None and policy.moves
   if not moves:
     check_context(model, start, lengths, count)
   spare = 0 if drafter is None else drafter.nodes - drafter.depth

@@ -484,6 +484,9 @@ def test_what_is_refused():
     rj.kv.CacheKind(policy="snapkv")
   with pytest.raises(OptionError, match="two of a policy"):
     contract.model(1).init_cache(1, 32, kind="snapkv+tova")
+  with pytest.raises(OptionError, match="looks back a window"):
+    stream = "sinks:budget=8,positions=cache"
+    contract.model(1).init_cache(1, 32, kind=stream)
   kind = kind_of(POLICIES["snapkv"], family="grouped")
   cache = empty(1, kind, "grouped")
   tokens = contract.text("grouped")[0][:B, :T]
