@@ -332,11 +332,17 @@ def generate(
     start = cache.lengths
     prompts = with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
-  check_context(model, start, lengths, count)
+  held_kind = own["cache_kind"] if cache is None else cache.cache.kind
+  policy = None if held_kind is None else held_kind.policy
+  moves = policy is not None and policy.moves
+  if not moves:
+    check_context(model, start, lengths, count)
   spare = 0 if drafter is None else drafter.nodes - drafter.depth
   session, how, total = planned(
     model, cache, options, own, start, lengths, count, spare
   )
+  if moves:
+    check_context(model, start, lengths, count, session.cache.kind, how)
   if contexts is not None and session.contexts is not None:
     # No number of tokens that may come changes an answer.
     total = np.array((start + lengths).max(), np.int32)

@@ -74,8 +74,8 @@ def read_context(
   check_session(cache, model, len(prompts), own)
   start, prompts = cache.lengths, with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
-  check_context(model, start, lengths, 0)
   session, how, total = planned(model, cache, options, own, start, lengths, 1)
+  check_context(model, start, lengths, 0, session.cache.kind, how)
   asked = asked_repetition(model, session, start, lengths, tokenizer)
   model = session.weights(model)
   read_prompts(model, session, how, prompts, start, total, progress, asked)
@@ -359,10 +359,31 @@ def check_session(
 
 
 def check_context(
-  model: Transformer, start: np.ndarray, lengths: np.ndarray, count: int
+  model: Transformer,
+  start: np.ndarray,
+  lengths: np.ndarray,
+  count: int,
+  kind: CacheKind | None = None,
+  how: Prefill | None = None,
 ) -> None:
-  """Refuses a text that is longer than the context the model supports."""
+  """Refuses a text that is longer than the context the model supports.
+
+  With a policy that moves tokens to their index in the cache, one that holds
+  more tokens, read by calls of `how`.
+  """
   row = int(np.argmax(start + lengths))
+  policy = None if kind is None else kind.policy
+  if policy is not None and policy.moves and how is not None:
+    assert kind is not None and isinstance(policy.budget, int)
+    call = max(how.chunk or how.width, kind.room)
+    held = policy.budget + kind.recent + kind.room + call
+    inputs.within_context(
+      model.config,
+      min(held, int(start[row] + lengths[row]) + count),
+      f"{held:,} tokens in the cache at once (budget={policy.budget:,}, "
+      f"room={kind.room:,}, {call:,} of a call; chunk= makes calls shorter)",
+    )
+    return
   before = f"{int(start[row]):,} tokens read before, " if start[row] else ""
   inputs.within_context(
     model.config,

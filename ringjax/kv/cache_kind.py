@@ -140,6 +140,16 @@ class CacheKind:
       )
     if self.grouped:
       self._check_groups()
+    if self.policy is not None and self.policy.moves:
+      if self.first:
+        raise OptionError(
+          "first",
+          f"{self.first}, with positions='cache'",
+          "0: the policy's sinks are the first tokens that stay",
+          f"leave it out, and pass sinks={self.first}",
+        )
+      # Keys are rotated where they are read, by the index that they have then.
+      object.__setattr__(self, "unrotated", True)
 
   def _check_groups(self) -> None:
     """Refuses what a codec of groups of tokens can't be with."""

@@ -56,7 +56,7 @@ from ringjax.kv.watch import Noted, QueryWatch
 from ringjax.ops.attention.views import (
   KVView,
 )
-from ringjax.ops.mask import Coords
+from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel.local import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
@@ -786,6 +786,23 @@ class EvictingCache(WithOpenCache):
       return self
     return grown(self, local)
 
+  def with_moved_positions(self, pages: Pages) -> Pages:
+    """Pages whose first tokens are next to the newest, see `Policy.moves`.
+
+    Attention by a distance is the same whether all tokens move to their index
+    or the first ones move up to the others, whose positions stay.
+    """
+    policy = self.kind.policy
+    assert policy is not None
+    # All heads of all layers keep the same tokens.
+    pos, table = pages.pos[0], pages.table[0, :, 0]
+    by_page = pos.reshape(*table.shape, pages.slots) >= 0
+    kept = jnp.sum(by_page & (table >= 0)[..., None], (1, 2), dtype=jnp.int32)
+    gone = self.ends - kept - self.stayed
+    first = (pos >= 0) & (pos < policy.moves)
+    moved = jnp.where(first, pos + gone[:, None], pos)
+    return dataclasses.replace(pages, pos=moved[None])
+
   def windowed(self, kind: int) -> bool:
     """Whether layers of a kind look back a window, which they keep."""
     return self.shapes[kind].reach is not None
@@ -831,6 +848,8 @@ class EvictingLayer(WithOpenLayer):
     if pages is None:
       return views
     constants = self.cache.constants[self.kind]
+    if self.cache.kind.policy is not None and self.cache.kind.policy.moves:
+      pages = self.cache.with_moved_positions(pages)
     view = page_view(
       self.cache,
       self.kind,
@@ -1002,6 +1021,8 @@ def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
       "heads that divide, or a mesh that shards the sequence alone",
       "make the mesh without that axis, or the cache with kind='dense'",
     )
+  if policy is not None and policy.moves:
+    _check_moves(layers, policy)
   if policy is None or not policy.reads:
     return
   late = any(s.reading is not None and s.reading.late for s in layers)
@@ -1012,3 +1033,25 @@ def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
       "keys that are stored rotated",
       "leave unrotated out, or use a policy of positions, rj.kv.Sinks",
     )
+
+
+def _check_moves(layers: Sequence[LayerCacheSpec], policy: Policy) -> None:
+  """Refuses layers that see more of a position than a distance."""
+  for shape in layers:
+    reading = shape.reading
+    got = None
+    if reading is None or shape.reach is not None:
+      got = "a layer that looks back a window"
+    elif reading.most is not None:
+      got = "a layer whose index chooses keys"
+    elif reading.mask != Causal():
+      got = f"a layer whose queries see {reading.mask}"
+    elif reading.rope is not None and reading.rope.scaling.by_length:
+      got = "a rotation that depends on the length of the text"
+    if got is not None:
+      raise OptionError(
+        "kind",
+        f"{policy} for {got}",
+        "layers whose queries see all tokens before them, by their distance",
+        "leave positions='cache' out, or use another kind of cache",
+      )

@@ -524,6 +524,16 @@ class Transformer(nnx.Module):
       "model" if mesh is not None and "model" in mesh.axis_names else None
     )
     resolved_kind = self.cache_kind(kind)
+    policy = resolved_kind.policy
+    if (
+      policy is not None and policy.moves and self.config.positions is not None
+    ):
+      raise OptionError(
+        "kind",
+        f"{resolved_kind} for a {self.config.family}, which has learned positions",
+        "a model whose attention sees distances",
+        "leave positions='cache' out",
+      )
     cache_class: Any = EvictingCache if resolved_kind.evicting else KVCache
     if resolved_kind.device is not None:
       cache_class = TieredCache

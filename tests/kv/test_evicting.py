@@ -103,6 +103,7 @@ KEPT = {
   "exact": None,
   "snapkv, exact": rj.kv.SnapKV(window=4),
   "kvzip": rj.kv.KVzip(),
+  "sinks in the cache": rj.kv.Sinks(budget=6, sinks=2, positions="cache"),
 }
 # Each policy, in families that take turns.
 OFTEN = [
@@ -484,6 +485,9 @@ def test_what_is_refused():
     rj.kv.CacheKind(policy="snapkv")
   with pytest.raises(OptionError, match="two of a policy"):
     contract.model(1).init_cache(1, 32, kind="snapkv+tova")
+  with pytest.raises(OptionError, match="looks back a window"):
+    stream = "sinks:budget=8,positions=cache"
+    contract.model(1).init_cache(1, 32, kind=stream)
   kind = kind_of(POLICIES["snapkv"], family="grouped")
   cache = empty(1, kind, "grouped")
   tokens = contract.text("grouped")[0][:B, :T]

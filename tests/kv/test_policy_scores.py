@@ -49,6 +49,18 @@ def test_heavy_hitters_can_have_the_sum_of_the_paper():
   np.testing.assert_array_equal(scores[0, 0], [4, 3, 3, 1])
 
 
+@pytest.mark.parametrize(
+  ("text", "stays"),
+  [("h2o", [0, 1, 2, 3]), ("h2o:newest=.5", [0, 1, 4, 5]),
+   ("h2o:newest=3", [0, 3, 4, 5]), ("h2o:newest=1.0", [2, 3, 4, 5])],
+)  # fmt: skip
+def test_heavy_hitters_share_their_budget_with_the_newest(text, stays):
+  """Four of six tokens, with an empty slot behind them."""
+  scores = jnp.array([9, 8, 7, 6, 5, 4, -jnp.inf])[None, None, None]
+  keep = cache_kind(text).policy.kept(scores, jnp.array([[4]], jnp.int32))
+  assert np.flatnonzero(keep[0, 0, 0]).tolist() == stays
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_snapkv_can_take_the_largest_of_neighbours():
   """As the paper's text says; the newest token stays."""

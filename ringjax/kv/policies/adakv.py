@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import number
 from ringjax.errors import OptionError
-from ringjax.kv.policies.policy import Look, Policy, highest
+from ringjax.kv.policies.policy import Look, Policy, floored_share, highest
 from ringjax.kv.policies.snapkv import SnapKV
 
 
@@ -36,7 +36,7 @@ class AdaKV(SnapKV):
     number("safe", self.safe, least=0.0, most=1.0, remedy="pass safe=0.2")
     if self.by is None:
       return
-    if not isinstance(self.by, Policy) or not self.by.ranks:
+    if not isinstance(self.by, Policy) or not self.by.ranks or self.by.moves:
       raise OptionError(
         "by",
         repr(self.by),
@@ -96,8 +96,7 @@ def shared(
 ) -> Bool[Array, "L B K S"]:
   """The highest of a layer, K counts in all, a share of them of each head."""
   layers, b, heads, size = scores.shape
-  least = counts.astype(jnp.float32) * jnp.float32(safe)
-  least = jnp.floor(least + 1e-4).astype(jnp.int32)
+  least = floored_share(counts, safe)
   if safe:
     least = jnp.maximum(least, 1)
   sure = highest(scores, jnp.broadcast_to(least[:, :, None], scores.shape[:3]))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer, number
-from ringjax.kv.policies.policy import Look, Policy, highest
+from ringjax.kv.policies.policy import Look, Policy, floored_share, highest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +142,4 @@ class FastGen(Policy):
   ) -> Int[Array, " B"]:
     if isinstance(budget, int):
       return jnp.full(length.shape, budget, jnp.int32)
-    many = length.astype(jnp.float32) * jnp.float32(budget)
-    many = jnp.floor(many + 1e-4).astype(jnp.int32)
-    return jnp.maximum(many, 1)
+    return jnp.maximum(floored_share(length, budget), 1)

@@ -152,6 +152,15 @@ class Policy:
   reads: ClassVar[bool] = True
 
   @property
+  def moves(self) -> int:
+    """How many of the first tokens keep to the newest, whatever is between.
+
+    Where it is not 0, a token's position for attention is its index among the
+    tokens that are kept: these first ones and, without a gap, the newest.
+    """
+    return 0
+
+  @property
   def sums_prompts(self) -> bool:
     """Whether a prompt's queries are summed up as they come, and not noted."""
     return self.sums and self.queries is None
@@ -243,6 +252,14 @@ def highest(
   """The `count` highest scores of each row; -inf never; the first of equals."""
   rank = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
   return (rank < count[..., None]) & (scores > -jnp.inf)
+
+
+def floored_share(
+  count: Int[Array, "*rows"], share: float
+) -> Int[Array, "*rows"]:
+  """A share of each count, rounded down but for what float32 loses."""
+  many = count.astype(jnp.float32) * jnp.float32(share)
+  return jnp.floor(many + 1e-4).astype(jnp.int32)
 
 
 def window_size(name: str, value: object) -> int:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ringjax.checks import integer
+from ringjax.errors import OptionError
 from ringjax.kv.policies.policy import Look, Policy
 
 
@@ -21,20 +22,48 @@ class Sinks(Policy):
 
   Attributes:
     sinks: how many of the first stay; they count in the budget.
+    positions: "text", a token attends from its position in the text, or
+      "cache", as in the paper, from its index among the tokens that are there:
+      a text may then be longer than the model's context. Needs an int budget.
   """
 
   sinks: int = 4
+  positions: str = "text"
 
   reads: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
     integer("sinks", self.sinks, least=0)
+    if self.positions not in ("text", "cache"):
+      raise OptionError(
+        "positions",
+        repr(self.positions),
+        "'text' or 'cache'",
+        "pass positions='cache' for the index in the cache",
+      )
+    whole = isinstance(self.budget, int) and self.budget > self.sinks > 0
+    if self.positions == "cache" and not (whole and type(self) is Sinks):
+      raise OptionError(
+        "positions",
+        f"'cache' with budget={self.budget} and sinks={self.sinks} of "
+        f"{type(self).__name__}",
+        "rj.kv.Sinks itself, of one sink or more and an int budget above sinks",
+        "pass budget=512, for instance",
+      )
 
   @property
   def alike(self) -> str | None:
     # A class that inherits may score otherwise.
     return "layers" if type(self) is Sinks else None
+
+  @property
+  def moves(self) -> int:
+    return self.sinks if self.positions == "cache" else 0
+
+  def traced(self) -> Policy:
+    # What stays does not depend on positions for attention.
+    return dataclasses.replace(self, budget=1.0, positions="text")
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     pos = look.pos.astype(jnp.float32)
