@@ -138,6 +138,14 @@ class CacheKind:
         "True",
         "pass rj.kv.CacheKind(codec=..., unrotated=True)",
       )
+    calibrated = isinstance(self.codec, Calibrated)
+    if calibrated and self.unrotated and not self.codec.unrotated:
+      raise OptionError(
+        "unrotated",
+        "True, with a calibrated codec of keys behind their rotation",
+        "the same of both: levels fit keys of one sort",
+        "pass rj.kv.Calibrated(unrotated=True), or leave unrotated out",
+      )
     if self.grouped:
       self._check_groups()
 
@@ -342,7 +350,10 @@ class CacheKind:
     """With other values of what `options` names."""
     own = {n: value for n, value in options.items() if n in self._own()}
     if self.codec is not None:
-      own["codec"] = self.codec.with_options(options)
+      own["codec"] = codec = self.codec.with_options(options)
+      if isinstance(codec, Calibrated) and "unrotated" in own:
+        stage = own["unrotated"]
+        own["codec"] = dataclasses.replace(codec, unrotated=stage)
     if self.policy is not None:
       mine = {
         name.removeprefix("policy."): value
