@@ -142,8 +142,8 @@ class CacheKind:
         "True",
         "pass rj.kv.CacheKind(codec=..., unrotated=True)",
       )
-    calibrated = isinstance(self.codec, Calibrated)
-    if calibrated and self.unrotated and not self.codec.unrotated:
+    behind = isinstance(self.codec, Calibrated) and not self.codec.unrotated
+    if behind and self.unrotated:
       raise OptionError(
         "unrotated",
         "True, with a calibrated codec of keys behind their rotation",
