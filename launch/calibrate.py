@@ -46,7 +46,7 @@ from ringjax.infer.integer_model import activation_ranges
 from ringjax.json_text import json_text
 from ringjax.kv import CacheKind, allocate_bits, kind_text
 from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
-from ringjax.kv.codecs.calibration import WEIGHTS
+from ringjax.kv.codecs.calibration import KEYS, WEIGHTS
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny
 from ringjax.models.calibration import FILE
@@ -82,6 +82,19 @@ def define(values: flags.FlagValues) -> None:
     "What an error counts: fisher, the squared gradient of the loss by the "
     "number; none: the same for all numbers.",
     flag_values=values,
+  )
+  flags.DEFINE_enum(
+    "keys",
+    KEYS[0],
+    KEYS,
+    "What a scale of keys is of: channel, or token, of kinds with "
+    "keys.by=token, to compare with.",
+    flag_values=values,
+  )
+  new.boolean(
+    "rotated",
+    False,
+    "Keys are measured behind their rotation, of kinds with unrotated=False.",
   )
   new.number(
     "bits", None, "Budget of bits a number: allocates codecs to heads.", 0
@@ -207,6 +220,8 @@ def _calibrate(
     first=values.first,
     weights=values.weights,
     normalized=_normalized(values.normalized),
+    keys=values.keys,
+    rotated=values.rotated,
     folder=out,
     progress=lambda done, total: screen.at(done),
   )
@@ -217,6 +232,8 @@ def _calibrate(
     "weights": calibration.weights,
     "outliers": calibration.outliers,
     "first": calibration.first,
+    "keys": calibration.keys,
+    "rotated": calibration.rotated,
     "tokens": int(rows.size),
   }
 
@@ -304,7 +321,7 @@ def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
 
 def _refuse_unused(values: flags.FlagValues) -> None:
   """Raises an OptionError for set flags that have no effect."""
-  others = ("outliers", "first", "weights", "normalized")
+  others = ("outliers", "first", "weights", "normalized", "keys", "rotated")
   neuron_flags = ("rank", "missed", "threshold")
   if values.neurons:
     others += ("cache", "by", "measure", "bits", "ranges")

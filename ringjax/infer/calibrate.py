@@ -32,7 +32,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
-from ringjax.checks import integer, number, one_of
+from ringjax.checks import boolean, integer, number, one_of
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
@@ -40,7 +40,7 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.codecs.calibration import BITS, WEIGHTS, Calibration
+from ringjax.kv.codecs.calibration import BITS, KEYS, WEIGHTS, Calibration
 from ringjax.kv.codecs.code_book import CodeBook, marked
 from ringjax.kv.state import StateShape
 from ringjax.models import calibration as files
@@ -65,6 +65,8 @@ def calibrate(
   first: int = 1,
   weights: str = "fisher",
   normalized: Sequence[int] = (2,),
+  keys: str = "channel",
+  rotated: bool = False,
   folder: str | os.PathLike[str] | None = None,
   progress: Callable[[int, int], Any] | None = None,
 ) -> Calibration:
@@ -80,6 +82,10 @@ def calibrate(
       the loss by it; "none", the same for all, which needs no gradients.
     normalized: bits of the codes whose levels have the mean and the deviation
       of the numbers (Q-Norm), some of 2, 3 and 4.
+    keys: what a scale of keys is of: "channel", as in the paper; "token", of
+      kinds with keys.by=token, to compare with.
+    rotated: whether keys are measured behind their rotation, of kinds with
+      unrotated=False; the paper's are measured before it.
     folder: keeps what is measured after each text, so that a run that was
       killed resumes, and gets the calibration at the end. Of several processes
       the first one reads and writes it.
@@ -96,6 +102,8 @@ def calibrate(
   number("outliers", outliers, least=0, most=0.5)
   integer("first", first, least=0, most=ids.shape[1] - 2)
   one_of("weights", weights, WEIGHTS)
+  one_of("keys", keys, KEYS)
+  boolean("rotated", rotated)
   for bits in normalized:
     one_of("normalized", bits, BITS)
   kinds = [
@@ -110,9 +118,18 @@ def calibrate(
     )
   mine = files.model_digest(model)
   digest = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
-  digest.update(f"{mine} {ids.shape} {outliers} {first} {weights}".encode())
+  asked = f"{outliers} {first} {weights} {keys} {rotated}"
+  digest.update(f"{mine} {ids.shape} {asked}".encode())
   work = _Work(
-    model, ids, kinds, outliers, first, weights, digest.hexdigest()[:16]
+    model,
+    ids,
+    kinds,
+    outliers,
+    first,
+    weights,
+    digest.hexdigest()[:16],
+    keys,
+    rotated,
   )
   # Of several processes all measure the same.
   out = None if folder is None or jax.process_index() else pathlib.Path(folder)
@@ -131,7 +148,9 @@ def calibrate(
     if progress is not None:
       progress(work.done, total)
   arrays = work.finish(normalized)
-  made = files.make(mine, arrays, weights, float(outliers), first)
+  made = files.make(
+    mine, arrays, weights, float(outliers), first, keys, rotated
+  )
   if out is not None and partial is not None:
     files.save_calibration(made, out)
     partial.unlink()
@@ -158,10 +177,13 @@ class _Work:
     first: int,
     weights: str,
     inputs: str,
+    keys: str,
+    rotated: bool,
   ):
     self.model, self.ids, self.kinds = model, ids, kinds
     self.outliers, self.first, self.inputs = outliers, first, inputs
     self.weights = weights
+    self.keys, self.rotated = keys, rotated
     self.done = 0
     count = ids.shape[0] * (ids.shape[1] - first)
     # The quantile is that many numbers from either end.
@@ -179,8 +201,8 @@ class _Work:
         self.arrays[f"{n}.{part}"] = np.zeros((3, *lead, _CELLS), np.float32)
     everywhere = ShardingContext(mesh=model.mesh).everywhere
     known = lambda f: lambda *args: everywhere(f(*args))
-    self._ends = jax.jit(known(_ends), static_argnums=(4,))
-    self._counts = jax.jit(known(_counts), static_argnums=(4, 5, 6))
+    self._ends = jax.jit(known(_ends), static_argnums=(4, 5))
+    self._counts = jax.jit(known(_counts), static_argnums=(4, 5, 6, 7))
 
   def metadata(self) -> dict[str, str]:
     return {"inputs": self.inputs, "done": f"{self.done}"}
@@ -212,9 +234,11 @@ class _Work:
     held = dict(self.arrays)
     if self.done < texts:
       text = np.int32(self.done)
-      new = self._ends(self.model, row, text, held, self.first)
+      new = self._ends(self.model, row, text, held, self.first, self.rotated)
     else:
-      scales = {n: self.scales(n) for n in self.kinds}
+      scales: dict[int, Any] = dict.fromkeys(self.kinds)
+      if self.keys == "channel":
+        scales = {n: self.scales(n) for n in self.kinds}
       new = self._counts(
         self.model,
         row,
@@ -223,6 +247,7 @@ class _Work:
         self.first,
         self.outliers,
         self.weights,
+        self.rotated,
       )
     self.arrays |= {name: np.asarray(x) for name, x in new.items()}
     self.done += 1
@@ -248,9 +273,10 @@ class _Work:
     """The arrays of the calibration."""
     found: dict[str, np.ndarray] = {}
     for n in self.kinds:
-      scale, zero = self.scales(n)
-      found |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
-      found |= self.sink(n)
+      if self.keys == "channel":
+        scale, zero = self.scales(n)
+        found |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
+        found |= self.sink(n)
       shape: Any = self.model.kinds[n]
       for part in ("keys", "values") if shape.value else ("keys",):
         weight, total, count = self.arrays[f"{n}.{part}"]
@@ -335,9 +361,10 @@ def _ends(
   text: Index,
   held: dict[str, Any],
   first: int,
+  rotated: bool,
 ) -> dict[str, Any]:
   """The channels' farthest numbers with those of one more text."""
-  seen = _Recording.create(model, tokens.shape[1])
+  seen = _Recording.create(model, tokens.shape[1], rotated)
   _, seen = model(tokens, cache=seen)
   found: dict[str, Any] = {}
   for n, (k, _) in enumerate(seen.slots):
@@ -364,9 +391,14 @@ def _counts(
   first: int,
   outliers: float,
   weights: str,
+  rotated: bool,
 ) -> dict[str, Any]:
-  """The cells' weights and sums with those of one more text."""
-  empty = _Recording.create(model, tokens.shape[1] - 1)
+  """The cells' weights and sums with those of one more text.
+
+  `scales`: of each kind of layer those of the channels of its keys, or None for
+  keys with scales of their own.
+  """
+  empty = _Recording.create(model, tokens.shape[1] - 1, rotated)
 
   def loss(moves: Any) -> tuple[jax.Array, Any]:
     logits, seen = model(
@@ -383,28 +415,38 @@ def _counts(
     _, seen = loss(empty.slots)
     gradients = jax.tree.map(jnp.ones_like, seen)
   found = {}
-  for n, (k, v) in enumerate(seen):
+  for n, parts in enumerate(seen):
     if n not in scales:
       continue
-    scale, zero = (jnp.asarray(x)[:, :, None] for x in scales[n])
     fisher = [jnp.square(g[:, 0, :, first:]) for g in gradients[n]]
-    k = (k[:, 0, :, first:] - zero) / scale
-    found[f"{n}.keys"] = _cells(
-      held[f"{n}.keys"],
-      k,
-      fisher[0] * jnp.square(scale),
-      jnp.abs(k) <= 1,
-    )
+    k, v = (x[:, 0, :, first:] for x in parts)
+    of_keys, of_values = f"{n}.keys", f"{n}.values"
+    if scales[n] is None:
+      found[of_keys] = _by_token(held[of_keys], k, fisher[0], outliers)
+    else:
+      scale, zero = (jnp.asarray(x)[:, :, None] for x in scales[n])
+      k = (k - zero) / scale
+      weight = fisher[0] * jnp.square(scale)
+      found[of_keys] = _cells(held[of_keys], k, weight, jnp.abs(k) <= 1)
     if v.shape[-1]:
-      v = v[:, 0, :, first:]
-      index, own, zero = CodeBook(outliers=outliers).by_token(v)
-      own = jnp.maximum(own, jnp.float32(1e-8))
-      inside = ~marked(index, v.shape[-1])
-      weight = fisher[1] * jnp.square(own)
-      # The largest is a little beyond 1 where its scale was rounded down.
-      v = jnp.clip((v - zero) / own, -1, 1)
-      found[f"{n}.values"] = _cells(held[f"{n}.values"], v, weight, inside)
+      found[of_values] = _by_token(held[of_values], v, fisher[1], outliers)
   return found
+
+
+def _by_token(
+  held: Float[Array, "3 L K cells"],
+  x: Float[Array, "L K T D"],
+  fisher: Float[Array, "L K T D"],
+  outliers: float,
+) -> jax.Array:
+  """The cells with numbers whose vectors have scales of their own."""
+  index, scale, zero = CodeBook(outliers=outliers).by_token(x)
+  scale = jnp.maximum(scale, jnp.float32(1e-8))
+  inside = ~marked(index, x.shape[-1])
+  weight = fisher * jnp.square(scale)
+  # The largest is a little beyond 1 where its scale was rounded down.
+  x = jnp.clip((x - zero) / scale, -1, 1)
+  return _cells(held, x, weight, inside)
 
 
 def _cells(
@@ -436,18 +478,20 @@ def _cells(
 
 @dataclasses.dataclass(frozen=True)
 class _Recording(NoCache):
-  """A cache that notes a call's keys, before their rotation, and values.
+  """A cache that notes a call's keys and values.
 
   Attributes:
     held: for each kind of layer keys [L, 1, K, T, D] and values.
+    rotated: whether keys are noted behind their rotation.
     moves: is added to them.
   """
 
   held: tuple[Any, ...]
+  rotated: bool
   moves: tuple[Any, ...] | None = None
 
   @classmethod
-  def create(cls, model: Transformer, tokens: int) -> _Recording:
+  def create(cls, model: Transformer, tokens: int, rotated: bool) -> _Recording:
     def one(shape: LayerCacheSpec | StateShape) -> Any:
       if isinstance(shape, StateShape):
         return jnp.zeros(0), jnp.zeros(0)
@@ -455,7 +499,7 @@ class _Recording(NoCache):
       zeros = lambda dim: jnp.zeros((*lead, dim), jnp.float32)
       return zeros(shape.key), zeros(shape.value)
 
-    return cls(tuple(one(shape) for shape in model.kinds))
+    return cls(tuple(one(shape) for shape in model.kinds), rotated)
 
   @property
   def slots(self) -> tuple[Any, ...]:
@@ -465,6 +509,8 @@ class _Recording(NoCache):
     moves = None if self.moves is None else self.moves[kind]
 
     def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+      if self.rotated:
+        k = rotation.own(k)
       if moves is not None:
         one = lambda x, like: lax.dynamic_index_in_dim(
           x, index, 0, keepdims=False
@@ -473,7 +519,8 @@ class _Recording(NoCache):
       put = lambda held, x: lax.dynamic_update_index_in_dim(
         held, x.astype(held.dtype), index, 0
       )
-      return rotation.own(k), v, tuple(map(put, slots, (k, v)))
+      noted = tuple(map(put, slots, (k, v)))
+      return k if self.rotated else rotation.own(k), v, noted
 
     return FreshLayer(slots=slots, change=change)
 
@@ -481,4 +528,4 @@ class _Recording(NoCache):
     return dataclasses.replace(self, held=slots)
 
 
-tree.register(_Recording, ("held", "moves"), ())
+tree.register(_Recording, ("held", "moves"), ("rotated",))

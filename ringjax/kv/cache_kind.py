@@ -72,6 +72,9 @@ class CacheKind:
       a group has left them.
     room: tokens that come between two evictions, where they come one by one;
       with `device`, tokens of a block of the part in host memory.
+    residual: R, with a codec of groups KIVI's own rule: keys become codes R at
+      a time, at each multiple of R, values one by one behind the newest R. It
+      is `recent` as well. None: keys and values become codes together.
     page: slots of a page, of which a KV head has a whole number; with a policy,
       or with `first` or `recent`.
     device: the newest tokens of a row that stay in the devices' memory, of all
@@ -89,6 +92,7 @@ class CacheKind:
   room: int = 256
   page: int = 32
   device: int | None = None
+  residual: int | None = None
 
   def __post_init__(self) -> None:
     boolean("unrotated", self.unrotated)
@@ -138,6 +142,16 @@ class CacheKind:
         "True",
         "pass rj.kv.CacheKind(codec=..., unrotated=True)",
       )
+    behind = isinstance(self.codec, Calibrated) and not self.codec.unrotated
+    if behind and self.unrotated:
+      raise OptionError(
+        "unrotated",
+        "True, with a calibrated codec of keys behind their rotation",
+        "the same of both: levels fit keys of one sort",
+        "pass rj.kv.Calibrated(unrotated=True), or leave unrotated out",
+      )
+    if self.residual is not None:
+      self._check_residual()
     if self.grouped:
       self._check_groups()
     if self.policy is not None and self.policy.moves:
@@ -150,6 +164,28 @@ class CacheKind:
         )
       # Keys are rotated where they are read, by the index that they have then.
       object.__setattr__(self, "unrotated", True)
+
+  def _check_residual(self) -> None:
+    """Refuses tokens that no cache of groups holds as KIVI does."""
+    size = self.residual
+    positive_int("residual", size)
+    assert size is not None
+    if not self.grouped:
+      raise OptionError(
+        "residual",
+        f"{size}, without a codec of groups of tokens",
+        "keys by channel, of which so many become codes at a time",
+        "write kivi2:residual=128, or recent= with other codecs",
+      )
+    if size % self.page or self.recent != size or self.first:
+      raise OptionError(
+        "residual",
+        f"{size}, with recent={self.recent}, first={self.first} and groups of "
+        f"{self.page}",
+        "whole groups, recent the same, and first 0",
+        f"write residual={-(-size // self.page) * self.page}, and leave recent "
+        "and first out",
+      )
 
   def _check_groups(self) -> None:
     """Refuses what a codec of groups of tokens can't be with."""
@@ -249,6 +285,7 @@ class CacheKind:
       policy=None,
       first=0,
       recent=0,
+      residual=None,
       device=None,
       # Blocks that are exported fit caches without a part in host memory.
       room=self.room if self.device is None else CacheKind.room,
@@ -289,6 +326,7 @@ class CacheKind:
       room=max(x.room for x in evicting or (self, other)),
       page=max(self.page, other.page),
       device=max((self.device, other.device), key=lambda n: n or 0),
+      residual=self.residual or other.residual,
     )
 
   def as_wire(self, dtype: DTypeLike) -> CodecWire:
@@ -351,8 +389,13 @@ class CacheKind:
   def with_options(self, options: dict[str, Any]) -> CacheKind:
     """With other values of what `options` names."""
     own = {n: value for n, value in options.items() if n in self._own()}
+    if own.get("residual") is not None:
+      own.setdefault("recent", own["residual"])
     if self.codec is not None:
-      own["codec"] = self.codec.with_options(options)
+      own["codec"] = codec = self.codec.with_options(options)
+      if isinstance(codec, Calibrated) and "unrotated" in own:
+        stage = own["unrotated"]
+        own["codec"] = dataclasses.replace(codec, unrotated=stage)
     if self.policy is not None:
       mine = {
         name.removeprefix("policy."): value

@@ -1009,6 +1009,13 @@ def _pages_spec(
 def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
   """Refuses what a policy or pages can't serve, by name."""
   policy = kind.policy
+  if kind.residual is not None and room.shards > 1:
+    raise OptionError(
+      "residual",
+      f"{kind.residual}, over {room.shards} shards of the sequence",
+      "one shard: groups that become codes together are of consecutive tokens",
+      "leave residual out, or make the mesh without that axis",
+    )
   layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
   heads = {Places.of(room, s.heads).heads for s in layers}
   over = room.axes.get("heads")

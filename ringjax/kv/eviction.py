@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, PyTree
 
 from ringjax import tree
+from ringjax.kv import residual
 from ringjax.kv.cache import KVLayer, LayerKV
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.look import LocalLook, ordering, unordered
@@ -605,10 +606,23 @@ def repacked(
   kinds = tuple(parts)
 
   def local(
-    parts: PyTree, at: Coords, keep: PyTree, masses: PyTree, rows: jax.Array
+    parts: PyTree,
+    at: Coords,
+    keep: PyTree,
+    masses: PyTree,
+    rows: jax.Array,
+    ends: tuple[jax.Array, jax.Array],
   ) -> PyTree:
     at = Coords(*at)
     stays = _staying(at, kind, places, rows)
+    if kind.residual is not None:
+      now = residual.newly_coded(kind, at, stays & rows[:, None], *ends)
+      parts = {
+        n: part._replace(
+          **residual.with_codes(kind, part.k, part.v, part.constants, at, now)
+        )
+        for n, part in parts.items()
+      }
     order = jnp.argsort(1 - stays.astype(jnp.int32), axis=1, stable=True)
     order = _filled(order.astype(jnp.int32), room)
     count = jnp.sum(stays, 1, dtype=jnp.int32)
@@ -675,6 +689,7 @@ def repacked(
       by_head,
       some,
       P(places.batch or None),
+      (P(places.batch or None),) * 2,
     ),
     (
       specs,
@@ -683,7 +698,7 @@ def repacked(
       places.by_example,
       places.by_example,
     ),
-  )(parts, cache.open.at, keep, masses, rows)
+  )(parts, cache.open.at, keep, masses, rows, (cache.ends, cache.length))
   return _with(cache, made, slots, scores, at, used, rows)
 
 

@@ -207,6 +207,8 @@ class _PartlyExact(NamedTuple):
         "read them into a cache, model.init_cache",
       )
     kind = self.kind
+    if kind.residual is not None:
+      return self._residual_views(kind.residual)
     group = kind.page if kind.grouped else 1
     seen = lambda coded: (
       self.mask & Encoded(kind.recent, kind.first, group, coded)
@@ -214,6 +216,21 @@ class _PartlyExact(NamedTuple):
     return (
       dataclasses.replace(self.decoded.view(), mask=seen(True)),
       dataclasses.replace(self.own.view(), mask=seen(False)),
+    )
+
+  def _residual_views(self, size: int) -> tuple[KVView, ...]:
+    """What is decoded, keys decoded with exact values, and what is exact."""
+    keys = lambda coded: Encoded(0, 0, size, coded)
+    values = lambda coded: Encoded(size, 0, 1, coded)
+    between = self.decoded._replace(v=self.own.v)
+    parts = (
+      (self.decoded, values(True)),
+      (between, keys(True) & values(False)),
+      (self.own, keys(False)),
+    )
+    return tuple(
+      dataclasses.replace(kv.view(), mask=self.mask & mask)
+      for kv, mask in parts
     )
 
 

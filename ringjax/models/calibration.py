@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.kv.allocation import Allocation
-from ringjax.kv.codecs.calibration import WEIGHTS, Calibration
+from ringjax.kv.codecs.calibration import KEYS, WEIGHTS, Calibration
 from ringjax.models.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -52,14 +52,27 @@ def make(
   weights: str = WEIGHTS[0],
   outliers: float | None = None,
   first: int | None = None,
+  keys: str = KEYS[0],
+  rotated: bool = False,
 ) -> Calibration:
   """Makes a calibration of these arrays, for the model of a digest."""
   hasher = hashlib.sha256(model.encode())
   for name in sorted(arrays):
     array = np.ascontiguousarray(arrays[name], np.float32)
     hasher.update(f"{name} {array.shape}".encode() + array.tobytes())
-  digest = hasher.hexdigest()[:16]
-  return Calibration(model, digest, dict(arrays), weights, outliers, first)
+  if keys != KEYS[0] or rotated:
+    # Others have the digest that they had before there were such keys.
+    hasher.update(f"{keys} {rotated}".encode())
+  return Calibration(
+    model,
+    hasher.hexdigest()[:16],
+    dict(arrays),
+    weights,
+    outliers,
+    first,
+    keys,
+    rotated,
+  )
 
 
 def write_tensors(
@@ -110,6 +123,8 @@ def save_calibration(
     "model": calibration.model,
     "digest": calibration.digest,
     "weights": calibration.weights,
+    "keys": calibration.keys,
+    "rotated": f"{calibration.rotated}",
   }
   for name in ("outliers", "first"):
     value = getattr(calibration, name)
@@ -172,7 +187,24 @@ def load_calibration(
       "two numbers",
       _REMEDY,
     ) from None
-  calibration = make(metadata.get("model", ""), arrays, weights, share, skipped)
+  keys = metadata.get("keys", KEYS[0])
+  rotated = metadata.get("rotated", "False")
+  if keys not in KEYS or rotated not in ("False", "True"):
+    raise CheckpointFormatError(
+      f"{file}",
+      f"keys={keys}, rotated={rotated}",
+      f"keys one of {', '.join(KEYS)}, rotated True or False",
+      _REMEDY,
+    )
+  calibration = make(
+    metadata.get("model", ""),
+    arrays,
+    weights,
+    share,
+    skipped,
+    keys,
+    rotated == "True",
+  )
   not_finite = [name for name, x in arrays.items() if not np.isfinite(x).all()]
   if not_finite:
     raise CheckpointFormatError(

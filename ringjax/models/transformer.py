@@ -530,7 +530,7 @@ class Transformer(nnx.Module):
     ):
       raise OptionError(
         "kind",
-        f"{resolved_kind} for a {self.config.family}, which has learned positions",
+        f"{resolved_kind} for a {self.config.family} with learned positions",
         "a model whose attention sees distances",
         "leave positions='cache' out",
       )

@@ -84,7 +84,12 @@ def kind_of(name, family="windows", dtype="float32"):
   if not isinstance(kind.codec, rj.kv.Calibrated):
     return kind
   draw = np.random.default_rng(1).integers(1, 64, (2, 64)).astype(np.int32)
-  found = rj.infer.calibrate(model(1, family, dtype), draw)
+  found = rj.infer.calibrate(
+    model(1, family, dtype),
+    draw,
+    keys=kind.codec.keys.by,
+    rotated=not kind.unrotated,
+  )
   return kind.with_options({"calibration": found})
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import ringjax as rj
 from ringjax.errors import CheckpointFormatError, OptionError, ShapeError
 from ringjax.infer.calibrate import PARTIAL, levels, normalize
+from ringjax.kv import kind_text
 from ringjax.models import calibration as files
 from ringjax.models.calibration import FILE, load_calibration, save_calibration
 from ringjax.serve import Engine, Request
@@ -167,8 +168,58 @@ def test_options_other_than_those_of_the_calibration_are_refused(model, found):
       kind(**{"values.outliers": 0})
     with pytest.raises(OptionError, match="left out 1 token"):
       kind(first=2)
-  with pytest.raises(OptionError, match="fitted to scales by channel"):
-    rj.kv.KINDS["nuq3"].with_options({"keys.by": "token"})
+    with pytest.raises(OptionError, match="keys=token"):
+      kind(**{"keys.by": "token"})
+    with pytest.raises(OptionError, match="keys before their rotation"):
+      kind(unrotated=False)
+  with pytest.raises(OptionError, match="fitted to scales by token"):
+    rj.kv.KINDS["nuq3"].with_options({"values.by": "channel"})
+  with pytest.raises(OptionError, match="levels fit keys of one sort"):
+    rj.kv.CacheKind(codec=rj.kv.Calibrated(unrotated=False), unrotated=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("keys", "rotated"), [("token", False), ("channel", True), ("token", True)]
+)
+def test_keys_of_another_sort_have_levels_of_their_own(
+  model, found, tmp_path, keys, rotated
+):
+  """They are read from the file, by kinds of that sort alone, and fit."""
+  made = rj.infer.calibrate(
+    model, ROWS, keys=keys, rotated=rotated, folder=tmp_path
+  )
+  again = load_calibration(tmp_path, model)
+  assert (again, again.keys, again.rotated) == (made, keys, rotated)
+  assert ("0.keys.scale" in made.arrays) == (keys == "channel")
+  name = f"nuq3:keys.by={keys},unrotated={not rotated}"
+  kind = kind_text.parse(name)
+  assert kind_text.parse(str(kind)) == kind
+  assert kind.codec.unrotated == kind.unrotated == (not rotated)
+  kind = kind.with_options({"calibration": str(tmp_path)})
+  with pytest.raises(OptionError, match=r"keys\.by|unrotated"):
+    model.cache_kind(
+      rj.kv.KINDS["nuq3"].with_options({"calibration": str(tmp_path)})
+    )
+  # Even levels, and scales of the other sort, as if they had been measured.
+  wrong = dataclasses.replace(
+    made, digest="wrong", arrays={**made.arrays, **found[1].arrays}
+  )
+  even = np.linspace(-1, 1, 8, dtype=np.float32)
+  shape = wrong.arrays["0.keys.levels3"].shape
+  wrong.arrays["0.keys.levels3"] = np.broadcast_to(even, shape)
+  assert moved(model, kind) < moved(
+    model, kind.with_options({"calibration": wrong})
+  )
+  # A cache of its own answers as the call that stores nothing.
+  text = ROWS[:1, :20]
+  plain, _ = model(text, cache=rj.kv.SimulatedCache.create(model, kind))
+  cache, got = model.init_cache(1, 32, kind=kind), []
+  for n in range(20):
+    logits, cache = model(text[:, n : n + 1], cache=cache)
+    got.append(np.asarray(logits)[:, 0])
+  far = np.abs(np.stack(got, 1) - plain) / np.abs(plain).max()
+  assert np.quantile(far, 0.9) < 1e-3
 
 
 def test_a_file_from_before_the_sink_is_read(model, found, tmp_path):

@@ -282,3 +282,109 @@ def test_what_is_refused():
   wide = kind_text.parse("kivi2:group=64,page=64")
   assert (wide.page, wide.codec.keys.group) == (64, 64)
   assert kind_text.parse(str(wide)) == wide
+
+
+R = 16
+RESIDUAL = "kivi4:residual=16,group=8,page=8"
+
+
+def paper(kv, length, codec):
+  """Keys and values [T, D] as KIVI's algorithm 1 has them behind `length`."""
+  k, v = kv
+  for start in range(0, length // R * R, P):
+    group = slice(start, start + P)
+    data = codec.keys.encode(k[None, None, group])
+    part = codec.keys.decode(data, k.shape[-1], jnp.float32)[0, 0]
+    k = k.at[group].set(part)
+  for token in range(max(0, length - R)):
+    data = codec.values.encode(v[None, None, token : token + 1])
+    part = codec.values.decode(data, v.shape[-1], jnp.float32)[0, 0]
+    v = v.at[token].set(part[0])
+  return k, v
+
+
+def read_back(cache, count):
+  """Keys and values of the first layer's first head, by position."""
+  (pages, *_), held = cache.pages, cache.open
+  shape, codec = cache.shapes[0], cache.kind.codec
+  found = [
+    np.full((count, d), np.nan, np.float32) for d in (shape.key, shape.value)
+  ]
+  for pos, seg, *data in paged(cache):
+    for out, vectors, x in zip(
+      found, (codec.keys, codec.values), data, strict=True
+    ):
+      x = vectors.decode(jnp.asarray(x)[None, None], out.shape[1], jnp.float32)
+      out[pos[seg > 0]] = np.asarray(x)[0, 0][seg > 0]
+  pos, seg = (np.asarray(x)[0] for x in held.at)
+  for out, x in zip(found, held.slots[0], strict=True):
+    out[pos[seg > 0]] = np.asarray(x)[0, 0, 0][seg > 0]
+  assert pages.k.dtype == np.uint8
+  return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("room", "ends"),
+  [
+    (4, (39,)),
+    pytest.param(1, (21, *range(22, 40)), marks=pytest.mark.slow),
+    (4, (18, 30, 39)),
+  ],
+)
+def test_a_residual_is_that_of_the_paper(room, ends):
+  """Behind each eviction keys and values are exact or coded as KIVI's are."""
+  kind = kind_text.parse(f"{RESIDUAL},room={room}")
+  assert (kind.residual, kind.recent) == (R, R)
+  assert kind_text.parse(str(kind)) == kind
+  model, (tokens, _) = contract.model(1, "grouped"), text("grouped")
+  # Keys and values of the first layer are those of the tokens alone.
+  exact = model.init_cache(1, CAPACITY)
+  _, exact = model(tokens[:1, :39], cache=exact)
+  kv = [x[0, 0, 0, :39] for x in exact.slots[0]]
+  cache, start = empty(1, "grouped", kind, 1), 0
+  for end in ends:
+    cache = cache.with_room(end - start)
+    _, cache = model(tokens[:1, start:end], cache=cache)
+    cache, start = cache.evict(), end
+    for got, want, whole in zip(
+      read_back(cache, end), paper(kv, end, kind.codec), kv, strict=True
+    ):
+      np.testing.assert_allclose(got, want[:end], atol=2e-5)
+      coded = np.abs(got - whole[:end]).max(1) > 1e-4
+      border = end // R * R if whole is kv[0] else max(0, end - R)
+      assert not coded[border:].any() and coded[:border].mean() > 0.9
+  assert [x[0].tolist() for x in paged(cache)] == [
+    [*range(8)], [*range(8, 16)]
+  ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_simulated_residual_reads_as_tokens_go_in_one_by_one():
+  kind = kind_text.parse(f"{RESIDUAL},room=1,slack=2")
+  want, _ = run(1, "grouped", kind, range(15, 39))
+  model = contract.model(1, "grouped")
+  cache = rj.kv.SimulatedCache.create(model, kind)
+  attend = rj.models.CachedAttention()
+  got, _ = model(text("grouped")[0][:, :38], cache=cache, attend=attend)
+  top = np.abs(want).max()
+  assert np.quantile(np.abs(np.asarray(got) - want), 0.9) < 1e-3 * top
+  exact = text("grouped")[1][:, :38]
+  contract.close(want[:, :16], exact[:, :16], 1e-4 * top)
+  assert np.abs(want - exact)[:, 17:].max() > 1e-2 * top
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_residual_is_refused_where_it_can_not_be():
+  for name, says in (
+    ("int4:residual=64,recent=64", "without a codec of groups"),
+    ("kivi2:residual=48", "whole groups"),
+    ("kivi2:residual=64,recent=128", "recent the same"),
+    ("kivi2:residual=64,first=1", "first 0"),
+  ):
+    refused(OptionError, lambda n=name: kind_text.parse(n), says)
+  refused(
+    OptionError,
+    lambda: empty(2, "grouped", kind_text.parse(RESIDUAL)),
+    "one shard",
+  )

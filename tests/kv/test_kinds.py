@@ -23,6 +23,7 @@ LONG = [
   *(contract.Setup(kind, 1) for kind in EXACT),
   contract.Setup("windowed", 8),
   contract.Setup("nuq3", 4),
+  contract.Setup("nuq3:keys.by=token,unrotated=false", 1),
   contract.Setup("per-head-nuq", 4),
   *(contract.Setup("per-head", n) for n in (1, 4)),
   contract.Setup("windowed", 4, dtype="bfloat16"),

@@ -6,7 +6,7 @@ Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079, sections 3.1 to 3.4.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4)
 WEIGHTS = ("fisher", "none")
+KEYS = ("channel", "token")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +39,9 @@ class Calibration:
     outliers: part of a channel's numbers that its scale left out; None: of a
       file that does not say it.
     first: tokens at the beginning of each text that were left out, or None.
+    keys: what a scale of keys is of, one of `KEYS`: "channel", and then the
+      scales are in here; "token", and then a key has its own.
+    rotated: whether keys were measured behind their rotation.
   """
 
   model: str
@@ -46,6 +50,8 @@ class Calibration:
   weights: str = WEIGHTS[0]
   outliers: float | None = None
   first: int | None = None
+  keys: str = KEYS[0]
+  rotated: bool = False
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Calibration) and self.digest == other.digest
@@ -79,13 +85,32 @@ class Calibration:
       arrays[2:2] = map(self.arrays.get, sink, absent)
     return tuple(arrays)
 
-  def check(self, vectors: Sequence[CodeBook]) -> None:
-    """Refuses code books of other outliers than those of the scales.
+  def check(self, codec: Calibrated) -> None:
+    """Refuses a codec of other keys or outliers than those measured.
 
     Raises:
-      OptionError: such a code book.
+      OptionError: keys with scales of another sort, keys before their rotation
+        for ones behind it or the other way round, other outliers.
     """
-    for book in vectors:
+    if codec.keys.by != self.keys:
+      raise OptionError(
+        "keys.by",
+        f"{codec.keys.by!r}, with a calibration of keys by {self.keys}",
+        f"{self.keys!r}: levels are fitted to the scales that they are times",
+        f"write keys.by={self.keys}, or calibrate with python -m "
+        f"launch.calibrate --keys={codec.keys.by}",
+      )
+    if codec.unrotated == self.rotated:
+      stages = "behind", "before"
+      raise OptionError(
+        "unrotated",
+        f"{codec.unrotated}, with a calibration of keys "
+        f"{stages[not self.rotated]} their rotation",
+        f"{not self.rotated}: levels fit keys {stages[not self.rotated]} it",
+        f"write unrotated={not self.rotated}, or calibrate with python -m "
+        f"launch.calibrate --rotated={not codec.unrotated}",
+      )
+    for book in (codec.keys, codec.values):
       if self.outliers is not None and book.outliers != self.outliers:
         raise OptionError(
           "outliers",
@@ -120,7 +145,11 @@ class Calibrated(Codec):
   """A codec whose constants come from a calibration: KVQuant.
 
   Attributes:
-    calibration: the calibration, or the folder that has it.
+    keys: by channel, as the paper has them, or to compare with by token.
+    values: by token.
+    unrotated: whether keys are encoded before their rotation, as the paper's.
+    calibration: the calibration, of keys of the same sort, or the folder that
+      has it.
   """
 
   keys: CodeBook = CodeBook(by="channel")
@@ -129,15 +158,13 @@ class Calibrated(Codec):
   calibration: Calibration | str | None = None
 
   def __post_init__(self) -> None:
-    for part, by in (("keys", "channel"), ("values", "token")):
-      book = getattr(self, part)
-      if book.by != by:
-        raise OptionError(
-          f"{part}.by",
-          repr(book.by),
-          f"{by!r}: the levels of {part} are fitted to scales by {by}",
-          f"leave {part}.by out",
-        )
+    if self.values.by != "token":
+      raise OptionError(
+        "values.by",
+        repr(self.values.by),
+        "'token': the levels of values are fitted to scales by token",
+        "leave values.by out, or write keys.by for the keys alone",
+      )
 
   def uncalibrated(self) -> OptionError:
     """What says that the codec has no calibration that was read."""
@@ -153,7 +180,7 @@ class Calibrated(Codec):
     if self.calibration is None:
       return self
     found = load(self.calibration)
-    found.check((self.keys, self.values))
+    found.check(self)
     return dataclasses.replace(self, calibration=found)
 
   def constants(

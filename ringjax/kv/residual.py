@@ -1,0 +1,100 @@
+"""KIVI's residual: keys become codes R at a time, values one by one.
+
+Guarantees: behind l tokens the keys of the first l - l mod R and the values of
+the first l - R are what their codes give, whether they are in pages or open. A
+group goes into pages once its last value has left the newest R; until then the
+open cache holds the numbers that its codes stand for. These are encoded again
+there: to the same codes, and in float32 to the same scales.
+Cost: of open tokens, at each eviction.
+Ref: Liu et al. 2024, KIVI, arXiv 2402.02750, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
+
+from ringjax.kv.codecs.codec import Codec, VectorCodec, through
+from ringjax.ops.mask import Coords
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache_kind import CacheKind
+
+
+def newly_coded(
+  kind: CacheKind,
+  at: Coords,
+  stays: Bool[Array, "B S"],
+  before: Int[Array, " B"],
+  length: Int[Array, " B"],
+) -> tuple[Bool[Array, "B S"], Bool[Array, "B S"]]:
+  """Return which open keys and which open values become codes now.
+
+  Args:
+    kind: Kind of cache, with a residual.
+    at: Coordinates [B, S] of the open slots.
+    stays: Slots that stay open, of rows that are evicted.
+    before: Ends of the rows at the last eviction, which has coded what was due.
+    length: Ends of the rows now.
+  """
+  size, group = kind.residual, kind.page
+  assert size is not None
+  real = at.seg > 0
+  rank = jnp.cumsum(real, 1, dtype=jnp.int32) - 1
+  start = (length - jnp.sum(real, 1, dtype=jnp.int32))[:, None]
+  # By distance from the row's end.
+  number = start + rank
+
+  def keys_until(end: jax.Array) -> jax.Array:
+    due = end[:, None] // size * size
+    return start + jnp.maximum(due - start, 0) // group * group
+
+  between = lambda low, high: stays & (number >= low) & (number < high)
+  keys = between(keys_until(before), keys_until(length))
+  values = between(before[:, None] - size, length[:, None] - size)
+  return keys, values
+
+
+def with_codes(
+  kind: CacheKind,
+  k: Shaped[Array, "L B K S D"],
+  v: Shaped[Array, "L B K S J"],
+  constants: PyTree,
+  at: Coords,
+  coded: tuple[Bool[Array, "B S"], Bool[Array, "B S"]],
+) -> dict[str, jax.Array]:
+  """Return "k" and "v" of open tokens, some as their codes give them."""
+  codec = kind.codec
+  assert isinstance(codec, Codec)
+  of_k, of_v = constants
+  keys, values = coded
+  found = {"k": _through(codec.keys, k, of_k, at, keys, kind.page), "v": v}
+  if v.shape[-1]:
+    found["v"] = _through(codec.values, v, of_v, at, values, kind.page)
+  return found
+
+
+def _through(
+  vectors: VectorCodec,
+  x: Shaped[Array, "L B K S D"],
+  constants: Any,
+  at: Coords,
+  coded: Bool[Array, "B S"],
+  group: int,
+) -> jax.Array:
+  """Vectors, those that are `coded` once they were encoded in whole groups."""
+  real = at.seg > 0
+  order = jnp.argsort(1 - real.astype(jnp.int32), axis=1, stable=True)
+  pad = -order.shape[1] % group
+  order = jnp.pad(order, ((0, 0), (0, pad)), mode="edge")
+  along = lambda x, index: jnp.take_along_axis(
+    x, index[None, :, None, :, None], 3
+  )
+  whole = jax.vmap(lambda x, given: through(vectors, x, given))(
+    along(x, order), constants
+  )
+  rank = jnp.maximum(jnp.cumsum(real, 1, dtype=jnp.int32) - 1, 0)
+  return jnp.where(coded[None, :, None, :, None], along(whole, rank), x)
