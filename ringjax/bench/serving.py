@@ -390,8 +390,11 @@ def _compared(
   new = [one.new_tokens for one in trace]
   if settings.compare == "plain":
     kinds = itertools.cycle(speculation_tasks.KINDS)
+    tokenizer: Any = rj.data.Bytes()
+    if settings.model not in (None, *rj.models.PRESETS):
+      tokenizer = rj.data.Tokenizer.load(settings.model)
     prompts = [
-      speculation_tasks.prompt(next(kinds), rj.data.Bytes(), one.size, seed)
+      speculation_tasks.prompt(next(kinds), tokenizer, one.size, seed)
       for seed, one in enumerate(prompts)
     ]
   answers: dict[str, list[list[int]]] = {}
@@ -466,7 +469,11 @@ def _compared(
   )
   drafts = engine.counters
   if drafts.drafted:
-    say(f"{drafts.accepted:,} of {drafts.drafted:,} drafted tokens were right")
+    say(
+      f"{drafts.accepted:,} of {drafts.drafted:,} drafted tokens were right; "
+      f"{drafts.drafted_steps:,} steps with drafts, {drafts.plain_steps:,} "
+      f"without: {engine.drafting}"
+    )
   return {
     "compared": rows,
     "ratio": times[best] / mine,

@@ -141,12 +141,14 @@ class EngineCounters:
     cancelled: requests that were given up.
     failed: requests that raised.
     not_finite: of these, requests whose logits were NaN or infinite.
-    drafted_steps: steps that checked drafts.
-    plain_steps: steps for answers that checked none.
-    paused_timing: of these, steps for which drafts paused since steps without
-      them were to be timed.
-    paused_slower: the same, since a draft took more time than it saved.
-    paused_costly: the same, since it could have cost more than 5 %.
+    drafted_steps: Number of steps that checked drafts.
+    plain_steps: Number of steps for answers that checked none.
+    paused_timing: Number of these in which drafts paused for steps without
+      them to be timed.
+    paused_slower: Number of these in which drafts paused, as they took more
+      time than they saved.
+    paused_costly: Number of these in which drafts paused, as they could have
+      cost more than 5 %.
     undrafted: rows that went on without drafts, for the logits of the draft
       were NaN or infinite.
     plans: how often it was found out what rows have in common.
@@ -191,14 +193,14 @@ class EngineCounters:
 
 
 class _Flight(NamedTuple):
-  """A step whose calls are on their way.
+  """A step in flight.
 
   Fields:
-    plan: what it computes.
-    checks: whether its call for answers checks drafts.
-    timing: for the choice of steps that have drafts, or None.
-    turns: what answers choose, or None.
-    pieces: what prompts choose, or None.
+    plan: Plan of the step.
+    checks: Whether its call for answers checks drafts.
+    timing: Facts for the choice of steps that have drafts, or None.
+    turns: Choices of the call for answers, or None.
+    pieces: Choices of the call for prompts, or None.
   """
 
   plan: StepPlan
@@ -904,8 +906,8 @@ class Engine:
 
   @property
   def drafting(self) -> str:
-    """Why the last step for answers had drafts, or none; "" for an engine that
-    never has."""
+    """The reason for which the last step for answers had drafts, or none; ""
+    for an engine without drafts."""
     if self._drafts is None:
       return ""
     if self._paces is None:
@@ -1156,7 +1158,7 @@ class Engine:
     if drafts is None or self._paces is None:
       return drafts is not None
     return self._paces.drafts(
-      rows, drafts.drafts_for, lambda: drafts.behind(rows)
+      rows, drafts.drafts_for, lambda: drafts.unread(rows)
     )
 
   def _prepare(self, drafts: RowDrafts) -> None:
@@ -1357,7 +1359,7 @@ class Engine:
     raise_fault(self.model.stack.faults)
     if self._paces is not None and flight.timing is not None:
       count = turns.count if flight.checks and plan.turns else None
-      self._paces.known(flight.timing, plan, count)
+      self._paces.add(flight.timing, plan, count)
     for turn in plan.turns:
       if not turn.chooses:
         continue

@@ -170,23 +170,24 @@ class ModelRowDrafts:
     """Bytes of its cache, of all shards together."""
     return self._cache.nbytes()
 
-  def behind(self, rows: Sequence[ServedRow]) -> int:
-    """Tokens of a row at most that it has to read in calls before a draft.
+  def unread(self, rows: Sequence[ServedRow]) -> int:
+    """Counts tokens of a row at most that are read in calls before a draft.
 
     Args:
-      rows: that have slots.
+      rows: Rows that have slots.
     """
-    most = 0
+    longest = 0
     for row in rows:
       slot = row.slot
       if slot is None or row.reading or row in self._undrafted:
         continue
       whose = self._whose[slot]
-      same = whose is not None and whose() is row
-      at = int(self._at[slot] + self._tried[slot]) if same else 0
-      most = max(most, row.known - at)
+      there = 0
+      if whose is not None and whose() is row:
+        there = int(self._at[slot] + self._tried[slot])
+      longest = max(longest, row.known - there)
     # So few are read by the draft's own call.
-    return most if most > WINDOW else 0
+    return longest if longest > WINDOW else 0
 
   def prepare(
     self,
@@ -372,8 +373,8 @@ class BlockRowDrafts(ModelRowDrafts):
     # Tokens of a text that are of use to it.
     self._width = min(model.draft_config.window, longest)
 
-  def behind(self, rows: Sequence[ServedRow]) -> int:
-    return min(super().behind(rows), self._width)
+  def unread(self, rows: Sequence[ServedRow]) -> int:
+    return min(super().unread(rows), self._width)
 
   def _drafts(self, held: Callable[[], PooledRows]) -> Transformer:
     draft: Any = self._model

@@ -121,8 +121,8 @@ class RowDrafts:
       self._model = BlockRowDrafts(self._drafter, model, **place)
 
   def paces(self, rows: int, clock: Callable[[], float]) -> StepPaces:
-    """What chooses the steps that have drafts, of an engine with `rows` slots
-    and a clock in seconds."""
+    """Makes the choice of steps that have drafts, for an engine with `rows`
+    slots and a clock in seconds."""
     return StepPaces(self._drafter, rows, clock)
 
   @property
@@ -166,11 +166,11 @@ class RowDrafts:
     """Whether a row has drafts: with a mask each token waits for the last."""
     return row.owner.handle.request.mask is None and not row.team
 
-  def behind(self, rows: Sequence[ServedRow]) -> int:
+  def unread(self, rows: Sequence[ServedRow]) -> int:
     """Tokens that a draft model has to read of a row of these, at most."""
     if self._model is None:
       return 0
-    return self._model.behind([row for row in rows if self.drafts_for(row)])
+    return self._model.unread([row for row in rows if self.drafts_for(row)])
 
   def draft(self, row: ServedRow, most: int) -> RowDraft:
     """What may follow the last token of a row, all of which are known.

@@ -104,7 +104,7 @@ class Loop:
       drafted = len(turn.draft.tokens)
       count[turn.slot] += min(drafted, self.right(turn.row))
     if self.paces is not None:
-      self.paces.known(timing, plan, count if checks else None)
+      self.paces.add(timing, plan, count if checks else None)
     for turn in plan.turns:
       row, many = turn.row, int(count[turn.slot])
       row.chosen += many - 1

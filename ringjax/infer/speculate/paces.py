@@ -11,8 +11,8 @@ n tokens of which each is accepted with probability a gives
 was compiled; that of steps without drafts while drafts pause, when the next
 step is on its way before the last one's token is known. A draft model
 reads behind a pause what came in it, which is measured too: the longer the
-pause, the more a trial costs. Steps of unlike sizes take unlike times and have
-pauses of their own; what drafting has cost is counted over all of them.
+pause, the more a trial costs. Times and pauses are those of steps of one size;
+what drafting has cost is counted over all sizes.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ REASONS: tuple[Reason, ...] = ("timing", "slower", "costly")
 
 
 class _SizeTimes:
-  """What steps of one size took, and when drafts behind them pause.
+  """Times of steps of one size, and the pauses of drafts among them.
 
   Attributes:
-    pause: steps without drafts that are to come before the next draft.
-    next: steps of the next pause.
-    due: whether a pause has ended, and a draft that need not pay may be tried.
-    drafting_s: seconds of rounds and empty drafts.
-    stands_for: steps that these stand for.
-    all_steps: steps that all of them stand for.
-    some: of the last drafts, those that were not empty, and all.
-    why: why the last step had a draft, or none.
-    reason: the same in a word.
+    pause: Steps without drafts that are to come before the next draft.
+    next: Steps of the next pause.
+    due: Whether a pause has ended, and a draft that need not pay may be tried.
+    drafting_s: Seconds of rounds and empty drafts.
+    stands_for: Steps without drafts that give the tokens of these.
+    all_steps: Steps without drafts that give the tokens of all steps.
+    some: Numbers of the last drafts that were not empty, and of all.
+    why: Reason for which the last step had a draft, or none.
+    reason: Word for it, one of `REASONS`, or "".
   """
 
   def __init__(self) -> None:
@@ -114,20 +114,22 @@ class _SizeTimes:
 
     If so, plain steps are to be timed, and what was before does not count.
     """
-    now = self._round()
-    if self._then is None or now is None:
-      self._then = now
+    round_s = self._round()
+    if self._then is None or round_s is None:
+      self._then = round_s
       return False
-    if now <= _DRIFT * self._then and self._then <= _DRIFT * now:
+    if round_s <= _DRIFT * self._then and self._then <= _DRIFT * round_s:
       return False
     times = self._times[0]
     while len(times) > _STEPS // 2:
       times.popleft()
-    self._then = now
+    self._then = round_s
     return True
 
-  def rest(self, steps: int, why: str, reason: Reason, due: bool) -> None:
-    """Begins a pause; `due`: with a trial behind it."""
+  def begin_pause(
+    self, steps: int, why: str, reason: Reason, due: bool
+  ) -> None:
+    """Begins a pause; `due`: whether a trial follows it."""
     self.pause, self.why, self.reason = steps, why, reason
     self.due = self.due or due
 
@@ -202,7 +204,7 @@ class Paces:
 
   @property
   def reason(self) -> Reason:
-    """The same in a word; "" where it had one."""
+    """The word for why it had none, one of `REASONS`; "" where it had one."""
     return self._sizes[self._size].reason if self._adapt else ""
 
   def begin(self, row: int) -> None:
@@ -224,7 +226,7 @@ class Paces:
 
     Args:
       size: Number of a kind of steps that take about as long.
-      rows: Which rows drafts are for, bool [B]; None for all.
+      rows: Rows that may have drafts, bool [B]; None for all.
       live: Number of rows of the step, those without drafts too.
       behind: Number of tokens that a draft model has to read first; None for
         those of the steps since the last draft.
@@ -247,7 +249,9 @@ class Paces:
       times.reason = ""
       return np.where(rows, self._first, none)
     if plain is None or times.stale():
-      times.rest(_STEPS, "steps without drafts are timed", "timing", False)
+      times.begin_pause(
+        _STEPS, "steps without drafts are timed", "timing", False
+      )
       return none
     if times.due and self._lag >= _PAUSE:
       self._right, self._looked = self._right * _FADED, self._looked * _FADED
@@ -264,14 +268,14 @@ class Paces:
       f"{tokens:.2f} tokens"
     )
     if not (pays or times.due):
-      times.rest(times.next, why, "slower", True)
+      times.begin_pause(times.next, why, "slower", True)
       times.next = min(2 * times.next, _LONGEST)
       return none
     lag = self._lag if behind is None else behind
     wait = self._wait(self._guess(length, plain), plain, lag)
     if wait:
       why += f"; it could cost more than {SHARE:.0%}"
-      times.rest(min(wait, _LONGEST), why, "costly", True)
+      times.begin_pause(min(wait, _LONGEST), why, "costly", True)
       return none
     times.due, times.why, times.reason = False, why, ""
     if pays:
@@ -303,8 +307,8 @@ class Paces:
       timed: Whether the seconds were measured; else they count as what it took,
         and say nothing about the next one.
     """
-    asked = (came > 0) & (most > 0)
-    looked = asked & (drafted > 0)
+    offered = (came > 0) & (most > 0)
+    looked = offered & (drafted > 0)
     right = np.minimum(np.maximum(came - 1, 0), drafted)
     seen = np.where(looked, np.minimum(drafted, right + 1), 0)
     decay = np.where(looked, _DECAY, 1.0)
@@ -313,9 +317,9 @@ class Paces:
     if looked.any():
       self._all_right = self._all_right * _DECAY + right[looked].sum()
       self._all_looked = self._all_looked * _DECAY + seen.sum()
-    decay = np.where(asked, _DECAY, 1.0)
+    decay = np.where(offered, _DECAY, 1.0)
     self._filled = self._filled * decay + looked
-    self._asked = self._asked * decay + asked
+    self._asked = self._asked * decay + offered
     times = self._sizes.setdefault(size, _SizeTimes())
     live = came[came > 0]
     stands_for = float(live.mean()) if live.size else 1.0
@@ -334,13 +338,13 @@ class Paces:
       if seconds is None:
         return
       usual = times.time(width)
-      far = lag >= _BEHIND
-      if far and timed and not self._excused and not self._measured:
+      reads = lag >= _BEHIND
+      if reads and timed and not self._excused and not self._measured:
         self._excused = True
         return
       times.drafting_s += seconds
       times.stands_for += stands_for
-      if far and usual is not None:
+      if reads and usual is not None:
         if timed:
           self._reading_s = max(0.0, seconds - usual) / lag
         return
@@ -390,7 +394,7 @@ class Paces:
   ) -> tuple[int, float, float]:
     """A length, the tokens that it is expected to give, and its seconds."""
     deep, times = min(length, self._depth), self._sizes[self._size]
-    more = [
+    gains = [
       filled * (expected_tokens(right, deep) - 1)
       for right, filled in zip(
         (self._right / self._looked)[rows],
@@ -398,12 +402,12 @@ class Paces:
         strict=True,
       )
     ]
-    tokens = 1 + sum(more) / max(1, len(more) if live is None else live)
+    tokens = 1 + sum(gains) / max(1, len(gains) if live is None else live)
     empty = times.time(_EMPTY)
     time = self._guess(length, plain)
     if empty is not None:
-      some = float(times.some[0] / times.some[1])
-      time = some * time + (1 - some) * empty
+      share = float(times.some[0] / times.some[1])
+      time = share * time + (1 - share) * empty
     return length, float(tokens), time
 
   def _guess(self, length: int, plain: float) -> float:
@@ -414,11 +418,11 @@ class Paces:
       return known
     if not times.measured:
       # That of the nearest size, in steps of its own.
-      near = min(
+      nearest = min(
         (n for n, each in self._sizes.items() if each.measured),
         key=lambda n: abs(n - self._size),
       )
-      times = self._sizes[near]
+      times = self._sizes[nearest]
     widest = times.widest
     whole = times.time(widest or _EMPTY)
     assert whole is not None
