@@ -394,8 +394,11 @@ def _compare(
   new = [request.new_tokens for request in trace]
   if settings.compare == "plain":
     kinds = itertools.cycle(speculation_tasks.KINDS)
+    tokenizer: Any = rj.data.Bytes()
+    if settings.model not in (None, *rj.models.PRESETS):
+      tokenizer = rj.data.Tokenizer.load(settings.model)
     prompts = [
-      speculation_tasks.prompt(next(kinds), rj.data.Bytes(), prompt.size, seed)
+      speculation_tasks.prompt(next(kinds), tokenizer, prompt.size, seed)
       for seed, prompt in enumerate(prompts)
     ]
   answers: dict[str, list[list[int]]] = {}
@@ -471,7 +474,11 @@ def _compare(
   )
   drafts = engine.counters
   if drafts.drafted:
-    say(f"{drafts.accepted:,} of {drafts.drafted:,} drafted tokens were right")
+    say(
+      f"{drafts.accepted:,} of {drafts.drafted:,} drafted tokens were right; "
+      f"{drafts.drafted_steps:,} steps with drafts, {drafts.plain_steps:,} "
+      f"without: {engine.drafting}"
+    )
   return {
     "compared": rows,
     "ratio": times[best] / engine_s,

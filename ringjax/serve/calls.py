@@ -404,12 +404,20 @@ class CallBuilder:
         self._row(call, slot, row, slot, row.computed)
     return pool.rows(call.tables, call.ends)
 
-  def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
-    """A call for answers: each row stands at its slot."""
-    width = 1 + self._drafted
+  def turns(
+    self, turns: tuple[DecodeTurn, ...], checks: bool = True
+  ) -> CallArrays:
+    """A call for answers: each row stands at its slot.
+
+    Args:
+      turns: what rows compute.
+      checks: whether it has room for drafts.
+    """
+    checks = checks and self._drafted > 0
+    width = 1 + self._drafted * checks
     call = self._blank(self._scheduler.limits.rows, width)
     parents: Any = None
-    if self._trees:
+    if self._trees and checks:
       parents = np.zeros_like(call.tokens)
       parents[:, 0] = -1
     for turn in turns:

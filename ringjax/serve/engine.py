@@ -4,14 +4,16 @@ Guarantees: a request's tokens are those that it has alone, bit for bit, on one
 kind of device: calls have fixed shapes, keys are read in the order of
 positions, and a token is always computed by the same program, that of prompts
 or that of answers, also when its row was preempted. (With share="answers"
-blocks of answers are found by later prompts, and with trees of drafts a key is
-where its tree has it: both give that up, to rounding.) What one request raises
+blocks of answers are found by later prompts, with trees of drafts a key is
+where its tree has it, and drafts that pause make steps without drafts another
+program, unless adapt=False: all three give that up, to rounding.) What one
+request raises
 ends that request alone, as do logits that are not finite, whose keys no later
 prompt finds.
 Cost: a step is at most one call for answers and one for prompts, each of which
 is one compiled program for good (that of prompts `layer_parts` programs). The
 host plans a step while the device computes the one before; a mask, a beam
-search or drafts make it wait.
+search or drafts, where they do not pause, make it wait.
 Memory: the pool; it does not grow. Of reserved rows what is in use.
 Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023, PagedAttention,
 arXiv 2309.06180.
@@ -109,6 +111,7 @@ from ringjax.serve.scheduler import (
   StepPlan,
 )
 from ringjax.serve.server_metrics import Figure, engine_figures
+from ringjax.serve.step_paces import StepPaces, StepTiming
 from ringjax.serve.store_link import StoreLink
 from ringjax.store.prefix_store import Store
 from ringjax.train.lora import Lora, adapter_digest, with_adapters
@@ -138,6 +141,14 @@ class EngineCounters:
     cancelled: requests that were given up.
     failed: requests that raised.
     not_finite: of these, requests whose logits were NaN or infinite.
+    drafted_steps: Number of steps that checked drafts.
+    plain_steps: Number of steps for answers that checked none.
+    paused_timing: Number of these in which drafts paused for steps without
+      them to be timed.
+    paused_slower: Number of these in which drafts paused, as they took more
+      time than they saved.
+    paused_costly: Number of these in which drafts paused, as they could have
+      cost more than 5 %.
     undrafted: rows that went on without drafts, for the logits of the draft
       were NaN or infinite.
     plans: how often it was found out what rows have in common.
@@ -160,6 +171,11 @@ class EngineCounters:
   new_tokens: int = 0
   drafted: int = 0
   accepted: int = 0
+  drafted_steps: int = 0
+  plain_steps: int = 0
+  paused_timing: int = 0
+  paused_slower: int = 0
+  paused_costly: int = 0
   preemptions: int = 0
   swapped: int = 0
   expired: int = 0
@@ -174,6 +190,24 @@ class EngineCounters:
   pages_out: int = 0
   pages_in: int = 0
   pages_lost: int = 0
+
+
+class _Flight(NamedTuple):
+  """A step in flight.
+
+  Fields:
+    plan: Plan of the step.
+    checks: Whether its call for answers checks drafts.
+    timing: Facts for the choice of steps that have drafts, or None.
+    turns: Choices of the call for answers, or None.
+    pieces: Choices of the call for prompts, or None.
+  """
+
+  plan: StepPlan
+  checks: bool
+  timing: StepTiming | None
+  turns: Any
+  pieces: Any
 
 
 class _Owner(NamedTuple):
@@ -287,7 +321,9 @@ class Engine:
         row, which may have fewer; tokens are the same. A model drafts for all
         rows at once and has a cache of its own, a block a window of it. With
         widths=, as in "early:widths=(4,4,2),best=6", models and blocks draft
-        trees. Rows with a mask or of a beam search are not drafted for.
+        trees. Rows with a mask or of a beam search are not drafted for. Steps
+        have no drafts where these cost more time than they save, by what was
+        measured, see `drafting`; with adapt=False all have.
       preempt: what becomes of a row that has to make room: it is computed
         again later ("recompute"), its pages go to the host's memory and come
         back ("swap"), or whichever costs less by what was measured ("auto").
@@ -308,7 +344,7 @@ class Engine:
         is a power of two of pages, at least what the longest row of the call
         has reached, with a program for each: tokens are those of pages up to
         rounding.
-      clock: seconds, for deadlines.
+      clock: seconds, for deadlines and for what steps take.
 
     Raises:
       OptionError: a value is out of its range, an `attention_fn` for pages,
@@ -374,10 +410,13 @@ class Engine:
       part.stack.within or (0, len(model.config.layers)) for part in parts
     )
     self._drafts = None if speculate is None else RowDrafts(speculate)
+    self._paces: StepPaces | None = None
     drafted = 0
     if self._drafts is not None:
       self._drafts.check(model)
       drafted = self._drafts.count
+      if self._drafts.adapts:
+        self._paces = self._drafts.paces(rows, clock)
     if attention_fn is not None:
       check_function(attention_fn, model.config.layers)
       trees = self._drafts is not None and self._drafts.trees
@@ -468,8 +507,9 @@ class Engine:
       self.reads_apart = "a mesh axis shards the rows"
     elif shared_reads == "never":
       self.reads_apart = "shared_reads='never'"
-    elif shared_reads == "exact" and not self._exact(
-      rows, page, platform, 1 + drafted
+    elif shared_reads == "exact" and not all(
+      self._exact(rows, page, platform, width)
+      for width in self._widths(drafted)
     ):
       self.reads_apart = (
         "on this device numbers of a row that reads with others differ in "
@@ -514,8 +554,6 @@ class Engine:
     self._reaches: tuple[int, ...] = ()
     if attention_fn is not None:
       self._reaches = row_reaches(page, tile, blocks)
-    if self._drafts is not None:
-      self.scheduler.drafts = self._drafts.draft
     self.counters = EngineCounters()
     place = self._everywhere
     if self.mesh is None:
@@ -571,7 +609,7 @@ class Engine:
     self.on_layers: (
       Callable[[int, tuple[PromptPiece, ...], PagePool], None] | None
     ) = None
-    self._flying: tuple[StepPlan, Any, Any] | None = None
+    self._flying: _Flight | None = None
     self._arrivals = itertools.count()
     self._clock = clock
     self._lock = threading.RLock()
@@ -584,6 +622,11 @@ class Engine:
 
   def _everywhere(self, x: jax.Array) -> jax.Array:
     return jax.device_put(x, NamedSharding(self.mesh, P()))
+
+  def _widths(self, drafted: int) -> set[int]:
+    """Tokens of a row in calls for answers, of those that check drafts too."""
+    plain = self._drafts is None or self._drafts.adapts
+    return {1, 1 + drafted} if plain else {1 + drafted}
 
   def _exact(self, rows: int, page: int, platform: str, queries: int) -> bool:
     """Whether rows have the same bits if they read together."""
@@ -861,6 +904,16 @@ class Engine:
     """Names of its adapters, which requests may ask for."""
     return tuple(name for name in self._adapters if name)
 
+  @property
+  def drafting(self) -> str:
+    """The reason for which the last step for answers had drafts, or none; ""
+    for an engine without drafts."""
+    if self._drafts is None:
+      return ""
+    if self._paces is None:
+      return "always, as adapt=False says"
+    return self._paces.why
+
   def figures(self) -> list[Figure]:
     """What a server shows of it."""
     return engine_figures(self)
@@ -884,7 +937,10 @@ class Engine:
       self._check_open()
       make_room()
       try:
-        with naming_faults(self.model.stack.faults):
+        timing = contextlib.nullcontext()
+        if self._paces is not None:
+          timing = self._paces.step()
+        with naming_faults(self.model.stack.faults), timing:
           return self._step()
       except Exception as error:
         # What the device holds is not known any more.
@@ -938,12 +994,16 @@ class Engine:
     self._board = marked(self._board, jnp.int32(0), nothing > 0, nothing)
     if self._drafts is not None:
       self._drafts.warm_up(self._calls.settings, self._board, self._held)
-    work = compute if self._drafts is None else check_drafts
+    drafted = 0 if self._drafts is None else self._drafts.count
     for end in self._reaches or (0,):
-      # Of padding alone, which is as long as a row of this reach.
-      turns, pieces = self._calls.turns(()), self._calls.pieces(())
-      turns.ends[:], pieces.ends[:] = end, end
-      jax.device_get(self._computed(turns, [], work))
+      for width in sorted(self._widths(drafted)):
+        # Of padding alone, which is as long as a row of this reach.
+        turns = self._calls.turns((), width > 1)
+        turns.ends[:] = end
+        work = check_drafts if width > 1 else compute
+        jax.device_get(self._computed(turns, [], work))
+      pieces = self._calls.pieces(())
+      pieces.ends[:] = end
       last = functools.partial(compute, x=self._before_last(pieces, None))
       jax.device_get(self._computed(pieces, [], last, self._parts[-1]))
 
@@ -1029,21 +1089,22 @@ class Engine:
     """See `step`; the lock is held."""
     self._expire()
     rows = [row for row in self.scheduler.running if row is not None]
-    if self._drafts is not None or any(
-      row.team or row.owner.handle.request.mask is not None for row in rows
+    drafting = self._drafting(rows)
+    checked = self._flying is not None and self._flying.checks
+    if (
+      drafting
+      or checked
+      or any(
+        row.team or row.owner.handle.request.mask is not None for row in rows
+      )
     ):
       # What they compute next depends on all tokens before it.
       self._collect()
     if self._rows is not None:
       self._rows.space.join()
-    if self._drafts is not None:
-      self._drafts.prepare(
-        [row for row in self.scheduler.running if row is not None],
-        self._calls.settings,
-        self._board,
-        self._held,
-      )
-      self.counters.undrafted = self._drafts.undrafted
+    self.scheduler.drafts = None
+    if drafting and self._drafts is not None:
+      self._prepare(self._drafts)
     plan = self.scheduler.plan()
     counters = self.counters
     if self._rows is not None:
@@ -1077,11 +1138,11 @@ class Engine:
     if not plan.empty:
       counters.steps += 1
       counters.prompt_tokens += sum(piece.count for piece in plan.pieces)
-      self._flying = plan, *self._run(plan)
+      self._flying = self._run(plan)
     if self._rows is not None:
       self._rows.look_ahead(self.scheduler.running)
     if before is not None:
-      self._read(*before)
+      self._read(before)
     elif plan.empty and self._link is not None:
       # All that is left to do waits for blocks.
       self._link.wait(self.scheduler.waiting)
@@ -1090,6 +1151,30 @@ class Engine:
       self.on_step()
     self._work.notify_all()
     return self.busy
+
+  def _drafting(self, rows: list[ServedRow]) -> bool:
+    """Whether rows have drafts in the step that is about to be planned."""
+    drafts = self._drafts
+    if drafts is None or self._paces is None:
+      return drafts is not None
+    return self._paces.drafts(
+      rows, drafts.drafts_for, lambda: drafts.unread(rows)
+    )
+
+  def _prepare(self, drafts: RowDrafts) -> None:
+    """Lets a model draft, and the scheduler ask for drafts."""
+    timing = contextlib.nullcontext()
+    if self._paces is not None:
+      timing = self._paces.drafting()
+    with timing:
+      drafts.prepare(
+        [row for row in self.scheduler.running if row is not None],
+        self._calls.settings,
+        self._board,
+        self._held,
+      )
+    self.counters.undrafted = drafts.undrafted
+    self.scheduler.drafts = drafts.draft
 
   def _held(self) -> PooledRows:
     """What rows have in their pages."""
@@ -1101,13 +1186,13 @@ class Engine:
   def _settle(self) -> None:
     """Waits for the calls that are on their way."""
     if self._flying is not None:
-      jax.block_until_ready(self._flying[1:])
+      jax.block_until_ready((self._flying.turns, self._flying.pieces))
 
   def _collect(self) -> None:
     """Reads the tokens of the step that is on its way."""
     before, self._flying = self._flying, None
     if before is not None:
-      self._read(*before)
+      self._read(before)
 
   def _expire(self) -> None:
     now = self._clock()
@@ -1126,6 +1211,8 @@ class Engine:
       self.counters.cached_tokens += row.hit
     self.counters.stored_tokens += row.loaded
     self._calls.begin(row, request, row.owner.draw)
+    if self._paces is not None:
+      self._paces.begin(row)
     self._mark(row)
 
   def _mark(self, row: ServedRow) -> None:
@@ -1140,10 +1227,13 @@ class Engine:
   # Calls
   # -------------------------------------------------------------------------
 
-  def _run(self, plan: StepPlan) -> tuple[Any, Any]:
-    """Computes what is planned; what answers and prompts choose, or None."""
+  def _run(self, plan: StepPlan) -> _Flight:
+    """Computes what is planned."""
     calls, counters = self._calls, self.counters
-    turns = calls.turns(plan.turns) if plan.turns else None
+    checks = self._drafts is not None and (
+      self._paces is None or any(turn.draft.tokens for turn in plan.turns)
+    )
+    turns = calls.turns(plan.turns, checks) if plan.turns else None
     pieces = calls.pieces(plan.pieces) if plan.pieces else None
     # A mask may end rows: by then both calls know their pages.
     if turns is not None:
@@ -1152,14 +1242,28 @@ class Engine:
       counters.keys_read += keys - calls.saved
       counters.plans = calls.plans
       rows = [(turn.slot, turn.row) for turn in plan.turns if turn.chooses]
-      work = compute if self._drafts is None else check_drafts
-      turns = self._computed(turns, rows, work)
+      turns = self._computed(turns, rows, check_drafts if checks else compute)
+      self._count_steps(checks)
     if pieces is not None:
       ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
       x = self._before_last(pieces, plan.pieces)
       last = functools.partial(compute, x=x)
       pieces = self._computed(pieces, ends, last, self._parts[-1])
-    return turns, pieces
+    timing = None
+    if self._paces is not None:
+      timing = self._paces.planned(plan)
+    return _Flight(plan, checks, timing, turns, pieces)
+
+  def _count_steps(self, checks: bool) -> None:
+    """Counts a step for answers, by whether and why it has drafts."""
+    counters = self.counters
+    counters.drafted_steps += checks
+    counters.plain_steps += not checks
+    if self._paces is not None and self.scheduler.drafts is None:
+      reason = self._paces.reason
+      counters.paused_timing += reason == "timing"
+      counters.paused_slower += reason == "slower"
+      counters.paused_costly += reason == "costly"
 
   def _before_last(
     self, call: CallArrays, pieces: tuple[PromptPiece, ...] | None
@@ -1248,14 +1352,18 @@ class Engine:
   # Answers
   # -------------------------------------------------------------------------
 
-  def _read(self, plan: StepPlan, turns: Any, pieces: Any) -> None:
+  def _read(self, flight: _Flight) -> None:
     """Gives rows the tokens that a step chose."""
-    turns, pieces = jax.device_get((turns, pieces))
+    plan = flight.plan
+    turns, pieces = jax.device_get((flight.turns, flight.pieces))
     raise_fault(self.model.stack.faults)
+    if self._paces is not None and flight.timing is not None:
+      count = turns.count if flight.checks and plan.turns else None
+      self._paces.add(flight.timing, plan, count)
     for turn in plan.turns:
       if not turn.chooses:
         continue
-      if self._drafts is None:
+      if not flight.checks:
         self._said(turn.row, turns, turn.slot)
       else:
         self._checked(turn, turns)

@@ -170,6 +170,25 @@ class ModelRowDrafts:
     """Bytes of its cache, of all shards together."""
     return self._cache.nbytes()
 
+  def unread(self, rows: Sequence[ServedRow]) -> int:
+    """Counts tokens of a row at most that are read in calls before a draft.
+
+    Args:
+      rows: Rows that have slots.
+    """
+    longest = 0
+    for row in rows:
+      slot = row.slot
+      if slot is None or row.reading or row in self._undrafted:
+        continue
+      whose = self._whose[slot]
+      there = 0
+      if whose is not None and whose() is row:
+        there = int(self._at[slot] + self._tried[slot])
+      longest = max(longest, row.known - there)
+    # So few are read by the draft's own call.
+    return longest if longest > WINDOW else 0
+
   def prepare(
     self,
     rows: Sequence[ServedRow],
@@ -353,6 +372,9 @@ class BlockRowDrafts(ModelRowDrafts):
     self._cache = model.init_ring(rows, drafter.drafted + SLACK, self._attend)
     # Tokens of a text that are of use to it.
     self._width = min(model.draft_config.window, longest)
+
+  def unread(self, rows: Sequence[ServedRow]) -> int:
+    return min(super().unread(rows), self._width)
 
   def _drafts(self, held: Callable[[], PooledRows]) -> Transformer:
     draft: Any = self._model

@@ -25,6 +25,7 @@ from ringjax.serve.calls import RowBoard
 from ringjax.serve.model_drafts import BlockRowDrafts, ModelRowDrafts
 from ringjax.serve.row_sampler import RowNumbers
 from ringjax.serve.scheduler import RowDraft
+from ringjax.serve.step_paces import StepPaces
 
 if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
@@ -36,6 +37,7 @@ class RowDrafts:
   Attributes:
     count: tokens of a draft at most.
     trees: whether drafts are trees.
+    adapts: whether steps have no drafts where these cost more than they save.
   """
 
   def __init__(self, how: Drafter | str, name: str = "speculate"):
@@ -84,6 +86,7 @@ class RowDrafts:
       )
     self._drafter = drafter
     self.count, self.trees = drafter.nodes, drafter.tree
+    self.adapts = drafter.adapt
     self._model: ModelRowDrafts | None = None
     # Of each row what reads it, and how many tokens it has read.
     self._readers: weakref.WeakKeyDictionary[
@@ -117,6 +120,11 @@ class RowDrafts:
     elif isinstance(self._drafter, LongSpec):
       self._model = BlockRowDrafts(self._drafter, model, **place)
 
+  def paces(self, rows: int, clock: Callable[[], float]) -> StepPaces:
+    """Makes the choice of steps that have drafts, for an engine with `rows`
+    slots and a clock in seconds."""
+    return StepPaces(self._drafter, rows, clock)
+
   @property
   def undrafted(self) -> int:
     """Rows without drafts; see `ModelRowDrafts`."""
@@ -143,9 +151,9 @@ class RowDrafts:
       [
         row
         for row in rows
-        if _drafts_for(row)
+        if self.drafts_for(row)
         and row.answer
-        and not (row.ended or row.reading or row.team)
+        and not (row.ended or row.reading)
         and row.most > row.chosen + 1
         and row.computed + 1 == row.known
       ],
@@ -154,6 +162,16 @@ class RowDrafts:
       held,
     )
 
+  def drafts_for(self, row: ServedRow) -> bool:
+    """Whether a row has drafts: with a mask each token waits for the last."""
+    return row.owner.handle.request.mask is None and not row.team
+
+  def unread(self, rows: Sequence[ServedRow]) -> int:
+    """Tokens that a draft model has to read of a row of these, at most."""
+    if self._model is None:
+      return 0
+    return self._model.unread([row for row in rows if self.drafts_for(row)])
+
   def draft(self, row: ServedRow, most: int) -> RowDraft:
     """What may follow the last token of a row, all of which are known.
 
@@ -161,7 +179,7 @@ class RowDrafts:
       row: the row.
       most: tokens one behind another.
     """
-    if not _drafts_for(row):
+    if not self.drafts_for(row):
       return RowDraft()
     if self._model is not None:
       return self._model.draft(row, most)
@@ -172,8 +190,3 @@ class RowDrafts:
     reader.add(row.answer[known:])
     self._readers[row] = reader, len(row.answer)
     return RowDraft(tuple(reader.guess(min(most, self.count))))
-
-
-def _drafts_for(row: ServedRow) -> bool:
-  """Whether a row has drafts: with a mask each token waits for the last."""
-  return row.owner.handle.request.mask is None

@@ -236,6 +236,27 @@ def engine_figures(engine: Engine) -> list[Figure]:
     ("new_tokens_total", "new_tokens", "Tokens of answers."),
     ("drafted_tokens_total", "drafted", "Drafted tokens that were checked."),
     ("accepted_tokens_total", "accepted", "Drafted tokens that were right."),
+    ("drafted_steps_total", "drafted_steps", "Steps that checked drafts."),
+    (
+      "plain_steps_total",
+      "plain_steps",
+      "Steps for answers that checked no drafts.",
+    ),
+    (
+      "drafts_paused_timing_total",
+      "paused_timing",
+      "Steps without drafts, which were to be timed.",
+    ),
+    (
+      "drafts_paused_slower_total",
+      "paused_slower",
+      "Steps without drafts, since these took more time than they saved.",
+    ),
+    (
+      "drafts_paused_costly_total",
+      "paused_costly",
+      "Steps without drafts, which could have cost more than 5 %.",
+    ),
     (
       "undrafted_rows_total",
       "undrafted",

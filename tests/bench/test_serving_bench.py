@@ -116,7 +116,8 @@ def test_live_and_compared():
   found, said = run(ServeSettings(compare="sequential", rounds=2, **small))
   assert found["ratio"] > 0 and "of medians" in said
   assert found["equal"]
-  small |= dict(compare="plain", speculate="lookup:count=3", rounds=1)
+  small |= dict(compare="plain", rounds=1)
+  small |= dict(speculate="lookup:count=3,adapt=false")
   small |= dict(prompt_tokens=400, longest=512, spread="0")
   found, said = run(ServeSettings(**small))
   assert set(found["compared"]) == {"engine", "plain"}

@@ -30,7 +30,8 @@ def _spent(
     adapt: of the drafter.
     paces: those of a call before.
   """
-  paces = paces or Paces(PromptLookup(count=4, adapt=adapt), 1)
+  drafter = EarlyExit if reading_s else PromptLookup
+  paces = paces or Paces(drafter(count=4, adapt=adapt), 1)
   at, lag, total, rounds = 0, 0, 0.0, 0
   while at < tokens:
     most = paces.most()
@@ -75,6 +76,39 @@ def test_drafts_that_pay_are_made():
 def test_drafts_that_pay_later_are_found():
   ratio, rounds, _ = _spent(lambda at: 4 * (at > 500), draft_s=0.1, tokens=4000)
   assert ratio < 0.5 and rounds > 400
+
+
+def test_costly_drafts_from_the_text_are_tried_again():
+  """They have nothing to read behind a pause."""
+  _, rounds, _ = _spent(lambda at: 0, draft_s=5.0, tokens=4000)
+  assert rounds > 5
+
+
+def test_drafts_that_are_often_empty_may_pay():
+  paces, n = Paces(PromptLookup(count=4), 1), 0
+  for n in range(200):
+    most = paces.most()
+    # Every third draft there is one, and it is right.
+    drafted = most * (n % 3 == 0)
+    seconds = 2.0 if drafted.any() else 1.05 if most.any() else PLAIN_S
+    paces.add(most, drafted, 1 + drafted, seconds)
+  assert paces.cost_s < -0.5 * n
+
+
+def test_plain_steps_are_timed_anew_where_rounds_take_less():
+  """Drafts that paid beside long texts do not beside short ones."""
+  paces, plain_s, rounds = Paces(PromptLookup(count=4), 1), 10.0, 0
+  for n in range(400):
+    if n == 200:
+      plain_s, rounds = 2.0, 0
+    most = paces.most()
+    rounds += most.any()
+    # Half of it does not depend on the text.
+    seconds = plain_s + 4.0 * most.any()
+    paces.add(most, most, 1 + np.minimum(most, 1), seconds)
+    if n == 199:
+      assert rounds > 180
+  assert rounds < 40
 
 
 def test_text_that_becomes_hopeless_costs_no_more_than_it_saved():

@@ -146,7 +146,7 @@ def test_the_end_of_grace_and_several_devices(tmp_path, chat_folder):
     "--mesh=seq:4",
     "--cache=int8",
     "--grace=1",
-    "--speculate=lookup:count=3",
+    "--speculate=lookup:count=3,adapt=false",
     f"--api_keys={keys}",
     "--admin=red",
   ) as (process, port):

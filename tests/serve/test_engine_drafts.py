@@ -17,7 +17,7 @@ from ringjax.serve import calls as calls_module
 from tests.helpers import refused
 from tests.serve.test_engine import alone, check, engine, requests, served
 
-DRAFTS = "lookup:count=3"
+DRAFTS = "lookup:count=3,adapt=false"
 LONG, SLOW = pytest.mark.long, pytest.mark.slow
 
 
@@ -25,6 +25,7 @@ LONG, SLOW = pytest.mark.long, pytest.mark.slow
 class Foretold(speculate.TextDrafter):
   """Drafts what is known to come, or what is known not to."""
 
+  adapt: bool = False
   answers: dict = dataclasses.field(default_factory=dict)
   wrong: int = 0
 
@@ -112,7 +113,12 @@ def test_alone_and_in_a_crowd(loaded):
 @pytest.mark.long
 @pytest.mark.parametrize(
   "drafts",
-  [DRAFTS, pytest.param("early:layers=2,widths=(2,3)", marks=pytest.mark.slow)],
+  [
+    DRAFTS,
+    pytest.param(
+      "early:layers=2,widths=(2,3),adapt=false", marks=pytest.mark.slow
+    ),
+  ],
 )
 def test_penalties_masks_and_beams_beside_drafts(loaded, drafts):
   model, _ = loaded("llama3")
@@ -192,7 +198,7 @@ def test_a_model_that_is_the_target_is_always_right(
   """By its settings each row's drafts are drawn too, and rows change slots."""
   model, mesh = loaded(family, devices)
   rng = np.random.default_rng(devices)
-  drafter = speculate.DraftModel(model=model, count=3)
+  drafter = speculate.DraftModel(model=model, count=3, adapt=False)
   at = check(model, mesh, rng, 10, speculate=drafter, **options)
   assert at.counters.preemptions or family in ("gpt_oss", "falcon_rw")
   assert at.counters.drafted
@@ -201,7 +207,7 @@ def test_a_model_that_is_the_target_is_always_right(
 
 def test_rows_for_which_a_step_has_no_room_keep_their_drafts(loaded):
   model, _ = loaded("llama3")
-  drafter = speculate.DraftModel(model=model, count=3)
+  drafter = speculate.DraftModel(model=model, count=3, adapt=False)
   # Of four rows with drafts two fit.
   at = engine(model, speculate=drafter, budget=8, pieces=4)
   wanted = [Request(prompt=[n + 1, 5], max_new_tokens=12) for n in range(4)]
@@ -216,9 +222,9 @@ def test_rows_for_which_a_step_has_no_room_keep_their_drafts(loaded):
 @pytest.mark.parametrize(
   ("family", "devices", "how", "kind"),
   [
-    ("llama3", 4, "early:layers=1,count=2", None),
-    ("gpt_oss", 1, "self:cache_kind=int4,count=3", None),
-    ("llama3", 1, "self:cache_kind=int8", "int4"),
+    ("llama3", 4, "early:layers=1,count=2,adapt=false", None),
+    ("gpt_oss", 1, "self:cache_kind=int4,count=3,adapt=false", None),
+    ("llama3", 1, "self:cache_kind=int8,adapt=false", "int4"),
   ],
 )
 def test_models_draft_for_rows(loaded, family, devices, how, kind):
@@ -233,7 +239,7 @@ def test_a_folder_drafts_for_rows_that_come_and_go():
   model = rj.models.load(small.path())
   rng = np.random.default_rng(2)
   wanted = requests(rng, model.config.vocab, 12, logprobs=1)
-  at = engine(model, speculate=f"model:model={tiny.path()},count=4")
+  at = engine(model, speculate=f"model:model={tiny.path()},count=4,adapt=false")
   crowd = served(at, wanted, rng)
   assert at.counters.drafted
   for one, result in zip(wanted[:4], crowd, strict=False):
@@ -266,7 +272,7 @@ def _block(model):
 def test_trees_of_a_block(loaded):
   """Rows of unequal length, which have to make room."""
   model, _ = loaded("llama3")
-  drafter = speculate.LongSpec(model=_block(model), widths=(2, 2))
+  drafter = speculate.LongSpec(model=_block(model), widths=(2, 2), adapt=False)
   new = dict(max_new_tokens=24)
   prompts = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
   want = rj.infer.generate(model, prompts, **new)
@@ -293,7 +299,7 @@ def test_trees_of_a_block(loaded):
 )
 def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
   model, mesh = loaded(family, devices)
-  drafter = speculate.LongSpec(model=_block(model), count=3)
+  drafter = speculate.LongSpec(model=_block(model), count=3, adapt=False)
   rng = np.random.default_rng(devices)
   at = check(model, mesh, rng, 10, speculate=drafter, **options)
   # Extents have room for more rows.
@@ -312,13 +318,13 @@ def test_drafts_of_a_block_are_those_of_generate(loaded, how, tmp_path):
   """Rows of unequal length, more than there are slots."""
   model, _ = loaded("llama3")
   longspec.save(_block(model), tmp_path)
-  how = f"longspec:model={tmp_path},{how}"
+  how = f"longspec:model={tmp_path},{how},adapt=false"
   reports, new = [], dict(max_new_tokens=12)
   prompts = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
   want = rj.infer.generate(
     model,
     prompts,
-    speculate=f"{how},adapt=false",
+    speculate=how,
     report=reports.append,
     **new,
   )
@@ -351,7 +357,7 @@ def test_trees_of_the_target_itself(loaded, family, devices, how, options):
   """Of trees by the target a whole path is right, also of rows that draw."""
   model, mesh = loaded(family, devices)
   rng = np.random.default_rng(devices)
-  drafter = speculate.DraftModel(model=model, **how)
+  drafter = speculate.DraftModel(model=model, adapt=False, **how)
   at = check(model, mesh, rng, 10, speculate=drafter, **options)
   assert at.counters.preemptions or family == "gpt_oss"
   # Of each round's tokens the path's.

@@ -190,7 +190,7 @@ def test_rows_go_on_without_a_draft_that_is_not_finite(sound, model, options):
   # Target and prompts are sound, the draft has no number for one of them.
   prompts = crowd(np.random.default_rng(2))[:5]
   want = wanted(sound, prompts)
-  drafter = speculate.DraftModel(model=model, **options)
+  drafter = speculate.DraftModel(model=model, adapt=False, **options)
   with engine(sound, speculate=drafter) as at:
     handles = [at.submit(Request(prompt=p, max_new_tokens=8)) for p in prompts]
     at.run()

@@ -11,15 +11,19 @@ n tokens of which each is accepted with probability a gives
 was compiled; that of steps without drafts while drafts pause, when the next
 step is on its way before the last one's token is known. A draft model
 reads behind a pause what came in it, which is measured too: the longer the
-pause, the more a trial costs.
+pause, the more a trial costs. Times and pauses are those of steps of one size;
+what drafting has cost is counted over all sizes.
 """
 
 from __future__ import annotations
 
 import collections
 import math
+import statistics
+from typing import Literal
 
 import numpy as np
+from jaxtyping import Bool
 
 from ringjax.infer.speculate.drafter import Drafter, TextDrafter
 
@@ -39,97 +43,244 @@ _BEHIND = 8
 _READ = 1 / 8
 # At a trial, how much counts what was accepted before the pause.
 _FADED = 0.5
+# Plain steps are timed anew where rounds take so many times longer or shorter.
+_DRIFT = 1.25
+# How much counts, of what a row accepts, what others did before it.
+_PRIOR = 1.0
+
+# Why a step has no draft: it is to be timed, a draft takes more time than it
+# saves, or one could cost more than `SHARE`. "": it has one.
+Reason = Literal["", "timing", "slower", "costly"]
+REASONS: tuple[Reason, ...] = ("timing", "slower", "costly")
+
+
+class _SizeTimes:
+  """Times of steps of one size, and the pauses of drafts among them.
+
+  Attributes:
+    pause: Steps without drafts that are to come before the next draft.
+    next: Steps of the next pause.
+    due: Whether a pause has ended, and a draft that need not pay may be tried.
+    drafting_s: Seconds of rounds and empty drafts.
+    stands_for: Steps without drafts that give the tokens of these.
+    all_steps: Steps without drafts that give the tokens of all steps.
+    some: Numbers of the last drafts that were not empty, and of all.
+    why: Reason for which the last step had a draft, or none.
+    reason: Word for it, one of `REASONS`, or "".
+  """
+
+  def __init__(self) -> None:
+    self._times: dict[int, collections.deque[float]] = {}
+    self._medians: dict[int, float] = {}
+    self.pause, self.next, self.due = 0, _PAUSE, False
+    self.drafting_s = self.stands_for = self.all_steps = 0.0
+    self.some = np.ones(2)
+    self.why, self.reason = "no step was measured yet", _timing()
+    # What a round took when plain steps were timed.
+    self._then: float | None = None
+
+  def time(self, width: int) -> float | None:
+    """Seconds of a round of this width, a plain or an empty one, or None."""
+    return self._medians.get(width)
+
+  def add(self, width: int, seconds: float) -> None:
+    """Notes what a round took, a plain step (0) or an empty draft."""
+    times = self._times.setdefault(width, collections.deque(maxlen=16))
+    times.append(seconds)
+    self._medians[width] = statistics.median(times)
+    if not width:
+      self._then = self._round()
+
+  @property
+  def widest(self) -> int:
+    """The largest length whose time is known, or 0."""
+    return max((n for n in self._times if n > 0), default=0)
+
+  @property
+  def measured(self) -> bool:
+    """Whether a draft was timed, were it an empty one."""
+    return self.widest > 0 or _EMPTY in self._times
+
+  @property
+  def cost_s(self) -> float:
+    return self.drafting_s - self.stands_for * (self.time(0) or 0.0)
+
+  @property
+  def plain_s(self) -> float:
+    return self.all_steps * (self.time(0) or 0.0)
+
+  def stale(self) -> bool:
+    """Whether rounds take another time than when plain steps were timed.
+
+    If so, plain steps are to be timed, and what was before does not count.
+    """
+    round_s = self._round()
+    if self._then is None or round_s is None:
+      self._then = round_s
+      return False
+    if round_s <= _DRIFT * self._then and self._then <= _DRIFT * round_s:
+      return False
+    times = self._times[0]
+    while len(times) > _STEPS // 2:
+      times.popleft()
+    self._then = round_s
+    return True
+
+  def begin_pause(
+    self, steps: int, why: str, reason: Reason, due: bool
+  ) -> None:
+    """Begins a pause; `due`: whether a trial follows it."""
+    self.pause, self.why, self.reason = steps, why, reason
+    self.due = self.due or due
+
+  def _round(self) -> float | None:
+    return self.time(self.widest) if self.widest else None
 
 
 class Paces:
   """Chooses the length of drafts, row by row.
 
   Attributes:
-    pause: steps without drafts that are to come before the next draft.
     rounds: rounds with drafts.
     steps: steps without.
-    cost_s: seconds that drafting took more than plain steps for the same
-      tokens; below 0 where it saved some.
-    plain_s: seconds that plain steps would have taken in all.
   """
 
-  def __init__(self, drafter: Drafter, batch: int):
+  def __init__(self, drafter: Drafter, batch: int, *, whole: bool = False):
+    """For rows of which nothing is known.
+
+    Args:
+      drafter: The drafter.
+      batch: Number of rows, B.
+      whole: Whether a draft has its whole length or is left out, for calls
+        that take as long for a shorter one.
+    """
     self._adapt, self._count = drafter.adapt, drafter.nodes
     self._depth = drafter.depth
     # Lengths that are tried; a tree is whole or not there.
     self._lengths = [drafter.nodes]
-    while self._lengths[-1] > 1 and not drafter.tree:
+    while self._lengths[-1] > 1 and not (drafter.tree or whole):
       self._lengths.append(1 << (self._lengths[-1] - 1).bit_length() - 1)
     # A model's first draft is the shortest: it may cost several steps.
     text = isinstance(drafter, TextDrafter)
     self._first = self._lengths[0 if text else -1]
-    # Accepted and looked at, of each row; a guess to begin with.
+    self._read = 0.0 if text else _READ
+    # Accepted and looked at, of each row and of all; a guess to begin with.
     self._right = np.full(batch, 0.7)
     self._looked = np.full(batch, 1.0)
-    self._times: dict[int, collections.deque[float]] = {}
-    self.pause, self._next = 0, _PAUSE
+    self._all_right, self._all_looked = 0.7, 1.0
+    # Of each row's drafts, those that were not empty, and all.
+    self._filled, self._asked = np.full(batch, 1.0), np.full(batch, 1.0)
+    self._sizes: dict[int, _SizeTimes] = {0: _SizeTimes()}
+    self._size = 0
     self.rounds = self.steps = 0
-    # Of rounds and empty drafts: seconds, and steps that they stand for.
-    self._drafting_s = self._stands_for = 0.0
-    self._all_steps = 0.0
     # Steps since the last draft, and what a draft reads of each, in seconds.
     self._lag = 0
     self._reading_s: float | None = None
-    # Whether a pause has ended, and a draft that need not pay may be tried.
-    self._due = False
-    self._why = "no step was measured yet"
+    # Whether a first draft was let off what it had to read.
+    self._excused = False
+
+  @property
+  def pause(self) -> int:
+    """Steps without drafts that are to come before the next draft."""
+    return self._sizes[self._size].pause
 
   @property
   def cost_s(self) -> float:
-    return self._drafting_s - self._stands_for * (self._time(0) or 0.0)
+    """Seconds that drafting took more than plain steps for the same tokens;
+    below 0 where it saved some."""
+    return sum(times.cost_s for times in self._sizes.values())
 
   @property
   def plain_s(self) -> float:
-    return self._all_steps * (self._time(0) or 0.0)
+    """Seconds that plain steps would have taken in all."""
+    return sum(times.plain_s for times in self._sizes.values())
 
   @property
   def why(self) -> str:
     """Why the last step had a draft, or none."""
-    return self._why if self._adapt else "always, as adapt=False says"
-
-  def most(self) -> np.ndarray:
-    """Tokens that are to be drafted for each row, int [B]."""
-    batch = len(self._right)
-    full, none = np.full(batch, self._count), np.zeros(batch, int)
     if not self._adapt:
-      return full
-    if self.pause:
+      return "always, as adapt=False says"
+    return self._sizes[self._size].why
+
+  @property
+  def reason(self) -> Reason:
+    """The word for why it had none, one of `REASONS`; "" where it had one."""
+    return self._sizes[self._size].reason if self._adapt else ""
+
+  def begin(self, row: int) -> None:
+    """Begins with another text in a row, which may accept what others did."""
+    self._right[row] = _PRIOR * self._all_right / self._all_looked
+    self._looked[row] = _PRIOR
+    self._filled[row] = self._asked[row] = 1.0
+
+  def most(
+    self,
+    size: int = 0,
+    *,
+    rows: Bool[np.ndarray, " B"] | None = None,
+    live: int | None = None,
+    behind: int | None = None,
+    timed: bool = True,
+  ) -> np.ndarray:
+    """Tokens that are to be drafted for each row, int [B].
+
+    Args:
+      size: Number of a kind of steps that take about as long.
+      rows: Rows that may have drafts, bool [B]; None for all.
+      live: Number of rows of the step, those without drafts too.
+      behind: Number of tokens that a draft model has to read first; None for
+        those of the steps since the last draft.
+      timed: Whether the step can be timed, as it has nothing else to do.
+    """
+    rows = np.ones(len(self._right), bool) if rows is None else rows
+    none = np.zeros(len(rows), int)
+    self._size = size
+    times = self._sizes.setdefault(size, _SizeTimes())
+    if not self._adapt:
+      return np.where(rows, self._count, none)
+    if times.pause:
       return none
-    plain = self._time(0)
-    if not (self._measured or _EMPTY in self._times):
-      return np.full(batch, self._first)
-    if plain is None:
-      self.pause, self._why = _STEPS, "steps without drafts are timed"
+    plain = times.time(0)
+    measured = any(each.measured for each in self._sizes.values())
+    if not timed and (plain is None or not measured):
+      times.why, times.reason = "no step was timed yet", "timing"
       return none
-    if self._due and self._lag >= _PAUSE:
+    if not measured:
+      times.reason = ""
+      return np.where(rows, self._first, none)
+    if plain is None or times.stale():
+      times.begin_pause(
+        _STEPS, "steps without drafts are timed", "timing", False
+      )
+      return none
+    if times.due and self._lag >= _PAUSE:
       self._right, self._looked = self._right * _FADED, self._looked * _FADED
+      self._filled, self._asked = self._filled * _FADED, self._asked * _FADED
+      self._all_right *= _FADED
+      self._all_looked *= _FADED
     length, tokens, time = max(
-      (self._offer(n, plain) for n in self._lengths),
-      key=lambda offer: offer[1] / offer[2],
+      (self._offer(n, plain, rows, live) for n in self._lengths),
+      key=lambda offer: offer[1] / max(offer[2], 1e-12),
     )
-    pays = tokens / time > 1 / plain
-    self._why = (
-      f"a draft of {length} takes {time / plain:.2f} steps and gives "
+    pays = tokens * plain >= time
+    why = (
+      f"a draft of {length} takes {_ratio(time, plain):.2f} steps and gives "
       f"{tokens:.2f} tokens"
     )
-    if not (pays or self._due):
-      self._rest(self._next)
-      self._next = min(2 * self._next, _LONGEST)
+    if not (pays or times.due):
+      times.begin_pause(times.next, why, "slower", True)
+      times.next = min(2 * times.next, _LONGEST)
       return none
-    wait = self._wait(time, plain)
+    lag = self._lag if behind is None else behind
+    wait = self._wait(self._guess(length, plain), plain, lag)
     if wait:
-      self._why += f"; it could cost more than {SHARE:.0%}"
-      self._rest(min(wait, _LONGEST))
+      why += f"; it could cost more than {SHARE:.0%}"
+      times.begin_pause(min(wait, _LONGEST), why, "costly", True)
       return none
-    self._due = False
+    times.due, times.why, times.reason = False, why, ""
     if pays:
-      self._next = _PAUSE
-    return np.full(batch, length)
+      times.next = _PAUSE
+    return np.where(rows, length, none)
 
   def add(
     self,
@@ -137,25 +288,42 @@ class Paces:
     drafted: np.ndarray,
     came: np.ndarray,
     seconds: float | None,
+    size: int = 0,
+    *,
+    behind: int | None = None,
+    timed: bool = True,
   ) -> None:
     """Notes a round, or a step of a pause.
 
     Args:
       most: int [B], tokens that were to be drafted.
-      drafted: int [B], tokens that were; none counts as one that was wrong.
+      drafted: int [B], tokens that were.
       came: int [B], new tokens.
       seconds: that it took; None: something was compiled in it, which says
         nothing about the next one.
+      size: Number of the kind of steps, see `most`.
+      behind: Number of tokens that a draft model had to read first; None for
+        those of the steps since the last draft.
+      timed: Whether the seconds were measured; else they count as what it took,
+        and say nothing about the next one.
     """
-    looked = (came > 0) & (most > 0)
+    offered = (came > 0) & (most > 0)
+    looked = offered & (drafted > 0)
     right = np.minimum(np.maximum(came - 1, 0), drafted)
-    seen = np.where(looked, np.maximum(np.minimum(drafted, right + 1), 1), 0)
+    seen = np.where(looked, np.minimum(drafted, right + 1), 0)
     decay = np.where(looked, _DECAY, 1.0)
     self._right = self._right * decay + np.where(looked, right, 0)
     self._looked = self._looked * decay + seen
+    if looked.any():
+      self._all_right = self._all_right * _DECAY + right[looked].sum()
+      self._all_looked = self._all_looked * _DECAY + seen.sum()
+    decay = np.where(offered, _DECAY, 1.0)
+    self._filled = self._filled * decay + looked
+    self._asked = self._asked * decay + offered
+    times = self._sizes.setdefault(size, _SizeTimes())
     live = came[came > 0]
     stands_for = float(live.mean()) if live.size else 1.0
-    self._all_steps += stands_for
+    times.all_steps += stands_for
     width = int(drafted.max(initial=0))
     if width:
       width = min(n for n in self._lengths if n >= width)
@@ -164,65 +332,112 @@ class Paces:
       self.steps += 1
       width = _EMPTY if most.any() else 0
     if width:
+      times.some = times.some * _DECAY + [width > 0, 1]
       lag, self._lag = self._lag, 0
+      lag = lag if behind is None else behind
       if seconds is None:
         return
-      self._drafting_s += seconds
-      self._stands_for += stands_for
-      usual = self._time(width)
-      if lag >= _BEHIND and usual is not None:
-        self._reading_s = max(0.0, seconds - usual) / lag
+      usual = times.time(width)
+      reads = lag >= _BEHIND
+      if reads and timed and not self._excused and not self._measured:
+        self._excused = True
+        return
+      times.drafting_s += seconds
+      times.stands_for += stands_for
+      if reads and usual is not None:
+        if timed:
+          self._reading_s = max(0.0, seconds - usual) / lag
         return
     else:
       self._lag += 1
-      if not self.pause:
+      if not times.pause:
         return
-      self.pause -= 1
-    if seconds is None:
-      return
-    times = self._times.setdefault(width, collections.deque(maxlen=16))
-    times.append(seconds)
+      times.pause -= 1
+    if seconds is not None and timed:
+      times.add(width, seconds)
 
-  def _rest(self, steps: int) -> None:
-    self.pause, self._due = steps, True
+  def usual(self, size: int, *, empty: bool = False) -> float | None:
+    """Seconds that a round takes, or an empty draft; None if it is not known.
 
-  def _wait(self, time: float, plain: float) -> int:
+    Args:
+      size: Number of the kind of steps, see `most`.
+      empty: Whether it is that of an empty draft.
+    """
+    times = self._sizes.get(size)
+    if times is None:
+      return None
+    return times.time(_EMPTY if empty else self._lengths[0])
+
+  @property
+  def _measured(self) -> bool:
+    return any(times.measured for times in self._sizes.values())
+
+  def _wait(self, time: float, plain: float, lag: int) -> int:
     """Steps until a round that gives one token costs no more than `SHARE`."""
     reading = self._reading_s
     if reading is None:
       whole = self._guess(self._count, plain)
-      reading = _READ * max(0.0, whole - plain) / self._count
-    over = self.cost_s + time - plain + reading * self._lag
+      reading = self._read * max(0.0, whole - plain) / self._count
+    over = self.cost_s + time - plain + reading * lag
     over -= SHARE * self.plain_s
     if over <= 0:
       return 0
     each = SHARE * plain - reading
     return math.ceil(over / each) if each > 0 else _LONGEST
 
-  def _offer(self, length: int, plain: float) -> tuple[int, float, float]:
+  def _offer(
+    self,
+    length: int,
+    plain: float,
+    rows: Bool[np.ndarray, " B"],
+    live: int | None,
+  ) -> tuple[int, float, float]:
     """A length, the tokens that it is expected to give, and its seconds."""
-    deep = min(length, self._depth)
-    each = [expected_tokens(a, deep) for a in self._right / self._looked]
-    return length, float(np.mean(each)), self._guess(length, plain)
-
-  def _time(self, width: int) -> float | None:
-    times = self._times.get(width)
-    return float(np.median(times)) if times else None
-
-  @property
-  def _measured(self) -> int:
-    """The largest length whose time is known, or 0."""
-    return max((n for n in self._lengths if n in self._times), default=0)
+    deep, times = min(length, self._depth), self._sizes[self._size]
+    gains = [
+      filled * (expected_tokens(right, deep) - 1)
+      for right, filled in zip(
+        (self._right / self._looked)[rows],
+        (self._filled / self._asked)[rows],
+        strict=True,
+      )
+    ]
+    tokens = 1 + sum(gains) / max(1, len(gains) if live is None else live)
+    empty = times.time(_EMPTY)
+    time = self._guess(length, plain)
+    if empty is not None:
+      share = float(times.some[0] / times.some[1])
+      time = share * time + (1 - share) * empty
+    return length, float(tokens), time
 
   def _guess(self, length: int, plain: float) -> float:
     """What a round takes: as measured, else by the largest that was."""
-    known = self._time(length)
+    times = self._sizes[self._size]
+    known = times.time(length)
     if known is not None:
       return known
-    widest = self._measured
-    whole = self._time(widest) if widest else self._time(_EMPTY)
+    if not times.measured:
+      # That of the nearest size, in steps of its own.
+      nearest = min(
+        (n for n, each in self._sizes.items() if each.measured),
+        key=lambda n: abs(n - self._size),
+      )
+      times = self._sizes[nearest]
+    widest = times.widest
+    whole = times.time(widest or _EMPTY)
     assert whole is not None
+    base = times.time(0)
+    if base:
+      whole *= plain / base
     return plain + (whole - plain) * length / (widest or self._count)
+
+
+def _timing() -> Reason:
+  return "timing"
+
+
+def _ratio(time: float, plain: float) -> float:
+  return time / plain if plain else 1.0
 
 
 def expected_tokens(acceptance: float, drafted: int) -> float:
