@@ -328,8 +328,9 @@ ROWS: tuple[Row, ...] = (
     "25 to 50 % of the prefix",
     runs=(
       Run(
-        "python -m benchmarks.important_prefix --tokens=512 --texts=2 "
-        "--parts=1,0.5,0.25 --json",
+        "python -m benchmarks.important_prefix --again --tokens=512 --texts=4 "
+        "--question=24 --continuation=8 --probes=3 --parts=1,0.5,0.25,0.1 "
+        "--json",
         _figures,
       ),
     ),
