@@ -212,7 +212,10 @@ def _important_says(x: Figures) -> str:
     for part, y in x["losses"].items()
     if part != "1.0"
   ]
-  return f"loss above the whole prefix's: {'; '.join(parts)}"
+  return (
+    "loss of tokens that only the prefix tells, above that with all of it: "
+    + "; ".join(parts)
+  )
 
 
 ROWS: tuple[Row, ...] = (

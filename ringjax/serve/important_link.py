@@ -76,7 +76,7 @@ _NODES, _PACK_AT = 256, (1, 8, 64)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportantShare:
-  """What an engine reads of prefixes that are in its store.
+  """The part of stored prefixes that an engine reads, and how it is chosen.
 
   Attributes:
     share: Part of a prefix's tokens to keep, above 0, at most 1; rounded up to
@@ -109,7 +109,7 @@ class ImportantShare:
 def share_of(
   important: object, store: object, adapters: object
 ) -> ImportantShare | None:
-  """What an engine's `important` says.
+  """The `ImportantShare` of an engine's `important`.
 
   Args:
     important: A part, an `ImportantShare`, or None.
@@ -117,8 +117,8 @@ def share_of(
     adapters: The engine's adapters, if it has some.
 
   Raises:
-    OptionError, InputTypeError: a part that is none, or one without a store, or
-      with adapters.
+    OptionError: A part out of its range, or one without a store or with
+      adapters.
   """
   if important is None:
     return None
@@ -143,7 +143,7 @@ def share_of(
 
 
 class _Choice:
-  """What a row reads of its prefix, once it is known."""
+  """The part of a prefix that a row reads, on its way."""
 
   def __init__(self, work: concurrent.futures.Future[StoredPrefix | None]):
     self.work = work
@@ -174,13 +174,13 @@ class ImportantLink(StoreLink):
     """Sets itself as the source of a scheduler.
 
     Args:
-      store: the `Store`.
-      model: whose keys are in the pool.
-      pool: of pages.
-      scheduler: whose rows are served.
-      counters: of the engine.
-      longest: of which context rotations are.
-      how: what is kept.
+      store: Store of segments.
+      model: Model whose keys are in the pool.
+      pool: Pages of the engine.
+      scheduler: Scheduler of the rows.
+      counters: Counters of the engine.
+      longest: Tokens of a row at most.
+      how: Share that is kept, and how it is chosen.
 
     Raises:
       InputTypeError, OptionError, ConfigError: a model, or pages, of which no
@@ -233,6 +233,9 @@ class ImportantLink(StoreLink):
     # Segments that are computed once the calls under way are done.
     self._computed: dict[bytes, np.ndarray] = {}
     self._writing: dict[bytes, concurrent.futures.Future[None]] = {}
+    # Segments that are to be packed, by name: a node and its importance.
+    self._unpacked: dict[bytes, tuple[StoredNode, np.ndarray]] = {}
+    self._closing = False
     # One choice for all rows of a prompt.
     self._choices: weakref.WeakValueDictionary[bytes, _Choice] = (
       weakref.WeakValueDictionary()
@@ -356,6 +359,7 @@ class ImportantLink(StoreLink):
     """Lets go of the tree and ends the thread."""
     for choice in self._choices.values():
       choice.work.cancel()
+    self._closing = True
     super().close()
 
   # -------------------------------------------------------------------------
@@ -452,15 +456,23 @@ class ImportantLink(StoreLink):
       use.count += 1
       use.importance = use.importance + (new - use.importance) / use.count
       if use.count in _PACK_AT and how.share < 1:
-        self._copier.submit(self._pack, use)
+        self._unpacked[names[n]] = use.node, use.importance
+    if self._unpacked:
+      self._copier.submit(self._pack)
     assert pages * page == kept[0].tokens.shape[1]
     return StoredPrefix(count=count, payloads=payloads, apart=True)
 
-  def _pack(self, use: _NodeUse) -> None:
-    """Packs what requests looked at into the same chunks."""
+  def _pack(self) -> None:
+    """Packs what requests looked at of a segment into the same chunks; the next
+    segment's turn comes behind whatever waits by then."""
+    if self._closing or not self._unpacked:
+      return
+    node, importance = self._unpacked.pop(next(iter(self._unpacked)))
     # Who asks for it next finds out that a chunk is missing.
     with contextlib.suppress(MissingChunk):
-      use.node.reorder(use.importance)
+      node.reorder(importance)
+    if self._unpacked and not self._closing:
+      self._copier.submit(self._pack)
 
   def _payloads(
     self, kept: list[Any], first: int, end: int

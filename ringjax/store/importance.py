@@ -4,7 +4,8 @@ Guarantees: with keep=1 the result is attention over the whole prefix. In what
 order tokens are stored changes nothing but the chunks that are read. Counters
 are of vectors that the algorithm needs, and of chunks that it read for them.
 Cost: of a layer the keys of a few probe heads, then keys and values of the
-kept tokens; or, where the probes do not agree, the keys of all heads.
+kept tokens; or, where the probes do not agree, the keys of all heads. Where all
+heads are probes, no keys are loaded twice.
 Lossy: what is not kept is left out of the softmax.
 
 A prefix is a node: its tokens' keys and values, layer by layer, in chunks of
@@ -505,6 +506,8 @@ class Impress:
     heads = node.probe_heads[layer]
     of_probes = (heads[:, None] * groups + np.arange(groups)).ravel()
     probe_keys = node.probe_keys(layer, count)
+    # Where every head is a probe, all keys are there.
+    keys = probe_keys if node.probes == node.heads else None
     sums = np.asarray(
       _column_sums(q[:, of_probes], probe_keys, k[:, heads], real, scale)
     )
@@ -518,15 +521,18 @@ class Impress:
       # By votes, and among equals by importance.
       best = np.lexsort((-sums.sum(0), -votes))[: self.kept]
       tokens = np.tile(np.sort(best), (node.heads, 1))
-      old = node.read(layer, "k", tokens, count)
     else:
       count.fallbacks += 1
-      every = np.tile(np.arange(node.tokens), (node.heads, 1))
-      keys = node.read(
-        layer, "k", every, count, counted=node.heads - node.probes
-      )
+      if keys is None:
+        every = np.tile(np.arange(node.tokens), (node.heads, 1))
+        keys = node.read(
+          layer, "k", every, count, counted=node.heads - node.probes
+        )
       sums = np.asarray(_column_sums(q, keys, k, real, scale))
       tokens = _top(sums, self.kept)
+    if keys is None:
+      old = node.read(layer, "k", tokens, count)
+    else:
       old = np.take_along_axis(keys, tokens[..., None], 1)
     values = node.read(layer, "v", tokens, count)
     count.layers += 1
