@@ -215,7 +215,10 @@ def _important_says(x: Figures) -> str:
     for part, y in x["losses"].items()
     if part != "1.0"
   ]
-  return f"loss above the whole prefix's: {'; '.join(parts)}"
+  return (
+    "loss of tokens that only the prefix tells, above that with all of it: "
+    + "; ".join(parts)
+  )
 
 
 ROWS: tuple[Row, ...] = (
@@ -331,8 +334,9 @@ ROWS: tuple[Row, ...] = (
     "25 to 50 % of the prefix",
     runs=(
       Run(
-        "python -m benchmarks.important_prefix --tokens=512 --texts=2 "
-        "--parts=1,0.5,0.25 --json",
+        "python -m benchmarks.important_prefix --again --tokens=512 --texts=4 "
+        "--question=24 --continuation=8 --probes=3 --parts=1,0.5,0.25,0.1 "
+        "--json",
         _figures,
       ),
     ),

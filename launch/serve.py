@@ -6,6 +6,9 @@
   python -m launch.serve --model=DIR --mesh=seq:4 --cache=int8 --rows=32 \\
       --capacity=262144 --api_keys=FILE --host=0.0.0.0
       A pool of pages on four devices, for clients that have a key.
+  python -m launch.serve --model=DIR --store=kept --important=0.25
+      Of a prefix that is in the folder a quarter is read, what the rest of the
+      prompt looks at: approximate answers, sooner. Without --important all.
 
   python -m launch.serve --role=router --model=DIR --cluster_key=FILE
   python -m launch.serve --role=prefill --model=DIR --cluster_key=FILE \\
@@ -42,6 +45,7 @@ import ringjax as rj
 from launch import answering, cluster_roles, common, console, http_server
 from launch.flag_helpers import FlagHelper
 from ringjax import fetched_models
+from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS
@@ -149,6 +153,19 @@ def define(values: flags.FlagValues) -> None:
     "Of an instance: programs into which the layers are cut for prompts, so "
     "that with the router's --stream pages leave layer by layer.",
   )
+  new.path(
+    "store",
+    None,
+    "A folder that keeps prefixes: prompts that begin like an earlier one get "
+    "them back, also in a server that is started anew.",
+  )
+  new.whole("store_bytes", 1 << 36, "Bytes of --store at most.")
+  new.number(
+    "important",
+    None,
+    "Part of a prefix in --store that is read in place of the whole, by what "
+    "the rest of the prompt looks at (IMPRESS): approximate.",
+  )
   new.path("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
   new.text(
     "admin",
@@ -185,6 +202,7 @@ def run(
   note: str | None = None
   logs = contextlib.ExitStack()
   try:
+    _check_store(values)
     cluster_roles.check(values)
     if values.instances or values.set_role is not None:
       return cluster_roles.command(values, stdout)
@@ -239,6 +257,12 @@ def run(
       }
       if joins:
         options["store"] = rj.store.Store(host=values.host_store)
+      elif values.store is not None:
+        # Entered before whatever the engine writes to it at its end.
+        options["store"] = logs.enter_context(
+          rj.store.Store(disk=(values.store, values.store_bytes))
+        )
+        options["important"] = values.important
       engine = rj.serve.Engine(
         model,
         mesh=mesh,
@@ -270,6 +294,7 @@ def run(
   except Exception as error:
     if listener is not None:
       listener.close()
+    logs.close()
     return screen.failed(error, doing, _MEMORY)
   assert listener is not None
   host, port = listener.getsockname()[:2]
@@ -288,6 +313,33 @@ def run(
     )
   screen.say("ended")
   return 0
+
+
+def _check_store(values: flags.FlagValues) -> None:
+  """Refuses --store and --important where they have no meaning.
+
+  Raises:
+    OptionError: they have none.
+  """
+  if values.store is not None and (
+    values.join is not None or values.role == "router"
+  ):
+    raise OptionError(
+      "--store",
+      f"{values.store} for a router or an instance",
+      "nothing: an instance keeps what comes in --host_store",
+      "leave it out, or serve without --role and --join",
+    )
+  if values.store is None:
+    if values.important is not None:
+      raise OptionError(
+        "--important",
+        f"{values.important} without --store",
+        "a folder with prefixes, of which a part is read",
+        "pass --store=DIR too",
+      )
+  elif values.important is not None:
+    number("--important", values.important, above=0, most=1)
 
 
 def _adapters(entries: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from ringjax.serve.engine import Engine, EngineCounters
 from ringjax.serve.http import OpenAIApp, app
+from ringjax.serve.important_link import ImportantShare
 from ringjax.serve.prefix_transfer import (
   ExportedPrefix,
   LayerCopies,
@@ -56,6 +57,7 @@ __all__ = [
   "ExportedPrefix",
   "GroupSpec",
   "Handle",
+  "ImportantShare",
   "LayerCopies",
   "LayerParts",
   "OpenAIApp",

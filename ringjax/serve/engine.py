@@ -97,6 +97,11 @@ from ringjax.serve.contiguous_rows import (
   row_pages,
   row_reaches,
 )
+from ringjax.serve.important_link import (
+  ImportantLink,
+  ImportantShare,
+  share_of,
+)
 from ringjax.serve.page_swap import PREEMPTIONS, PageSwap
 from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
 from ringjax.serve.request import Answer, Handle, Request, TokenLogprobs
@@ -161,6 +166,13 @@ class EngineCounters:
     pages_in: pages that came from it.
     pages_lost: pages that were not exported, for the copies before them were
       still on their way.
+    important_rows: rows that read a part of a prefix in the store.
+    important_prefix: tokens of these prefixes.
+    important_tokens: of these, tokens that were kept.
+    important_bytes: bytes that were read of the store to choose and to keep
+      them.
+    important_probe_bytes: of these, bytes of keys of probe heads.
+    important_bytes_left: bytes of keys and values that were not read.
   """
 
   requests: int = 0
@@ -190,6 +202,12 @@ class EngineCounters:
   pages_out: int = 0
   pages_in: int = 0
   pages_lost: int = 0
+  important_rows: int = 0
+  important_prefix: int = 0
+  important_tokens: int = 0
+  important_bytes: int = 0
+  important_probe_bytes: int = 0
+  important_bytes_left: int = 0
 
 
 class _Flight(NamedTuple):
@@ -250,6 +268,8 @@ class Engine:
     layer_parts: of each part of the layers its first one and the end.
     reads_apart: Reason for which each row reads the pages that it shares with
       others for itself; "" where they are read once for all rows.
+    important: Part of prefixes in the store that is read, an `ImportantShare`,
+      or None for all.
   """
 
   @entering(lambda _, model, **options: options.get("mesh") or model.mesh)
@@ -275,6 +295,7 @@ class Engine:
     speculate: Drafter | str | None = None,
     preempt: str = "auto",
     store: Store | None = None,
+    important: ImportantShare | int | float | None = None,
     layout: str = "pages",
     layer_parts: int = 1,
     attention_fn: DenseFunction | None = None,
@@ -329,6 +350,10 @@ class Engine:
         back ("swap"), or whichever costs less by what was measured ("auto").
       store: an `rj.store.Store`, to which pages go that have to make room, and
         from which prefixes come back bit for bit. It stays open.
+      important: Part of a prefix in the store that is read in place of the
+        whole (IMPRESS), above 0, at most 1; or an `ImportantShare` with more
+        settings. Answers behind it are approximate. The store then has
+        prefixes by layers and no pages. Default: all, bit for bit.
       layout: "pages"; or "contiguous", rows whose memory grows on demand
         (vAttention): on CPUs reserved address space, elsewhere, or with
         "doubling", extents of a pool of fixed size that double, its capacity
@@ -349,10 +374,13 @@ class Engine:
     Raises:
       OptionError: a value is out of its range, an `attention_fn` for pages,
         shards, unrotated keys, trees or a model whose keys it can't read, a
-        store for a model that shares nothing, contiguous rows that are to share
+        store for a model that shares nothing, `important` without a store, with
+        adapters, codecs or shards, contiguous rows that are to share
         prefixes or to be swapped, drafts for recurrent layers, or by a model
         with another tokenizer or on other devices, or one whose cache evicts;
         parts of layers that can't be cut so often, or of recurrent ones.
+      ConfigError: `important`, for layers whose attention is more than a causal
+        softmax.
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a pool that does not fit.
     """
@@ -363,6 +391,7 @@ class Engine:
         "an rj.models.Transformer",
         "make one with rj.models.load",
       )
+    self.important = share_of(important, store, adapters)
     self.model, self.tokenizer = model, tokenizer
     if tokenizer is not None:
       check_tokenizer(tokenizer)
@@ -572,16 +601,14 @@ class Engine:
           "a model and a share= with which prefixes are found again",
           "leave store out",
         )
-      self._link = StoreLink(
-        store,
-        self.model,
-        self._pool,
-        self.scheduler,
-        self.counters,
-        longest,
-        base=self.base,
-        adapters={name: self.adapter_digest(name) for name in adapters or ()},
-      )
+      linked = store, self.model, self._pool, self.scheduler, self.counters
+      if self.important is not None:
+        self._link = ImportantLink(*linked, longest, self.important)
+      else:
+        digests = {name: self.adapter_digest(name) for name in adapters or ()}
+        self._link = StoreLink(
+          *linked, longest, base=self.base, adapters=digests
+        )
     self._board = RowBoard(
       place(jnp.zeros((rows,), jnp.int32)),
       place(jnp.zeros((rows, self.vocab), bool)),
@@ -1210,6 +1237,12 @@ class Engine:
         row.owner.handle.cached_tokens = row.hit
       self.counters.cached_tokens += row.hit
     self.counters.stored_tokens += row.loaded
+    if row.apart is not None and not row.preemptions:
+      kept = len(row.apart.payloads) * self.scheduler.tree.page
+      row.owner.handle.kept_tokens = kept
+      self.counters.important_rows += 1
+      self.counters.important_prefix += row.hit
+      self.counters.important_tokens += kept
     self._calls.begin(row, request, row.owner.draw)
     if self._paces is not None:
       self._paces.begin(row)
@@ -1237,7 +1270,7 @@ class Engine:
     pieces = calls.pieces(plan.pieces) if plan.pieces else None
     # A mask may end rows: by then both calls know their pages.
     if turns is not None:
-      keys = sum(turn.end for turn in plan.turns)
+      keys = sum(turn.end - turn.row.absent for turn in plan.turns)
       counters.keys_seen += keys
       counters.keys_read += keys - calls.saved
       counters.plans = calls.plans

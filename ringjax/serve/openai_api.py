@@ -687,12 +687,15 @@ def usage(handles: Sequence[Handle]) -> dict[str, Any]:
   """Tokens that were read and made."""
   read = sum(len(h.request.prompt) for h in handles)
   made = sum(len(a.tokens) for h in handles for a in h.answers)
-  cached = sum(h.cached_tokens for h in handles)
+  details = {"cached_tokens": sum(h.cached_tokens for h in handles)}
+  kept = [h.kept_tokens for h in handles if h.kept_tokens is not None]
+  if kept:
+    details["kept_tokens"] = sum(kept)
   return {
     "prompt_tokens": read,
     "completion_tokens": made,
     "total_tokens": read + made,
-    "prompt_tokens_details": {"cached_tokens": cached},
+    "prompt_tokens_details": details,
   }
 
 

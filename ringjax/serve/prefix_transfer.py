@@ -457,6 +457,13 @@ def import_prefix(
     PromptError: tokens that are none.
   """
   link = engine.store_link
+  if engine.important is not None:
+    raise OptionError(
+      "engine",
+      f"an engine with important={engine.important.share}",
+      "one whose store has the pages of prefixes",
+      "leave important out",
+    )
   if link is None:
     raise OptionError(
       "engine",

@@ -240,6 +240,8 @@ class RequestResult:
     answers: n of them.
     prompt_tokens: of the prompt.
     cached_tokens: of these, whose keys the first answer found.
+    kept_tokens: Tokens of these that are read, of a request that reads the
+      important part of a prefix; None: all of them.
     preemptions: how often a row of it had to make room.
     first_token: seconds from its arrival to the first token, or None.
     seconds: from its arrival to the end.
@@ -251,6 +253,7 @@ class RequestResult:
   preemptions: int
   first_token: float | None
   seconds: float
+  kept_tokens: int | None = None
 
   @property
   def tokens(self) -> np.ndarray:
@@ -283,6 +286,7 @@ class Handle:
     self.arrival = arrival
     self.answers = [Answer() for _ in range(request.answers)]
     self.cached_tokens = self.preemptions = 0
+    self.kept_tokens: int | None = None
     self.first_token: float | None = None
     self.seconds: float | None = None
     self._engine = engine
@@ -325,6 +329,7 @@ class Handle:
       preemptions=self.preemptions,
       first_token=self.first_token,
       seconds=self.seconds or 0.0,
+      kept_tokens=self.kept_tokens,
     )
 
   def cancel(self) -> None:

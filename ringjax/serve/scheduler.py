@@ -51,6 +51,28 @@ class KeptPages:
   into: list[dict[int, int]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredPrefix:
+  """How much of a row's prompt can be had with blocks from a store.
+
+  Attributes:
+    count: blocks, from the first one on.
+    payloads: by (number of the block, group) the bytes of a page that has to
+      be loaded; the other pages are in the tree.
+    apart: whether the pages are the row's alone: the last ones of the blocks,
+      in which some tokens of all blocks are.
+  """
+
+  count: int
+  payloads: dict[tuple[int, int], Any]
+  apart: bool = False
+
+  @property
+  def first(self) -> int:
+    """Blocks before the first one that the row has a page for."""
+    return self.count - len(self.payloads) if self.apart else 0
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ServedRow:
   """One prompt and its answer on their way through the engine.
@@ -86,6 +108,9 @@ class ServedRow:
       waits until the host knows it; empty for a row of its own.
     parked: of a team, whether it has a slot and nothing else.
     source: the row that a parked one is to be a copy of, or None.
+    apart: the part of its prefix that it reads in place of the whole; no other
+      row finds what it computes behind that. None: it reads all.
+    absent: slots before its first page, of a row that reads a part.
   """
 
   prompt: np.ndarray
@@ -114,6 +139,8 @@ class ServedRow:
   team: list[ServedRow] = dataclasses.field(default_factory=list)
   parked: bool = False
   source: ServedRow | None = None
+  apart: StoredPrefix | None = None
+  absent: int = 0
 
   @property
   def order(self) -> tuple[int, int | float]:
@@ -295,20 +322,6 @@ class StepLimits:
   one_piece: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredPrefix:
-  """How much of a row's prompt can be had with blocks from a store.
-
-  Attributes:
-    count: blocks, from the first one on.
-    payloads: by (number of the block, group) the bytes of a page that has to
-      be loaded; the other pages are in the tree.
-  """
-
-  count: int
-  payloads: dict[tuple[int, int], Any]
-
-
 class BlockSource(Protocol):
   """Where blocks come from that the tree does not have."""
 
@@ -405,7 +418,7 @@ class Scheduler:
     if lose:
       for block in row.blocks[row.trusted // self.tree.page :][:1]:
         self.tree.lose(block)
-    row.ended, row.kept, row.store_state = True, None, None
+    row.ended, row.kept, row.store_state, row.apart = True, None, None, None
     if row.slot is None:
       if row in self.waiting:
         self.waiting.remove(row)
@@ -624,7 +637,8 @@ class Scheduler:
     root = tree.root(row.salt, row.adapter)
     shared: list[PrefixBlock] = []
     whole = (row.prompt.size - 1) // page
-    if self.reuse and row.share:
+    reuse = self.reuse and row.share and row.apart is None
+    if reuse:
       shared = tree.match(root, row.prompt, most=whole)
       if any(not block.ready for block in shared):
         # Another row is computing what this one needs.
@@ -632,19 +646,23 @@ class Scheduler:
         return False
     stored = StoredPrefix(count=len(shared), payloads={})
     source = self.source if row.kept is None else None
-    if source is not None and self.reuse and row.share:
+    if source is not None and reuse:
       found = source.look(row, root, len(shared), whole)
       if found is None:
         row.held = True
         return False
-      if found.count > len(shared):
+      if found.apart:
+        row.apart, shared, reuse = found, [], False
+      elif found.count > len(shared):
         stored = found
         pieces = tree.pieces(row.prompt, found.count)
         shared = tree.chain(root, pieces)
+    if row.apart is not None:
+      stored = row.apart
     tokens = row.prompt.size
     if row.kept is not None:
       tokens = max(tokens, row.kept.computed)
-    need = self._at_once(tokens) + 1 - len(shared)
+    need = self._at_once(tokens) + 1 - len(shared) - stored.first
     # Behind its prompt a team has pages row by row.
     need += len(row.team) * (-(-row.known // page) - row.prompt.size // page)
     idle = sum(not block.refs for block in shared)
@@ -654,9 +672,13 @@ class Scheduler:
     self._seat(row)
     row.blocks = list(shared)
     row.computed = row.hit = stored.count * page
+    row.absent = stored.first * page
     if row.kept is not None:
       row.computed = max(row.computed, row.kept.computed)
-    row.first = [self._sight(g, row.computed) for g in range(len(tree.groups))]
+    row.first = [
+      max(stored.first, self._sight(g, row.computed))
+      for g in range(len(tree.groups))
+    ]
     for n, block in enumerate(shared):
       groups = [g for g, at in enumerate(block.pages) if at is not None]
       groups = [g for g in groups if n >= row.first[g]]
@@ -674,7 +696,7 @@ class Scheduler:
       for n, block in enumerate(row.blocks)
       for g, at in enumerate(block.pages)
     )
-    if self.reuse and row.share:
+    if reuse:
       # Others are to wait for these blocks.
       data = np.ascontiguousarray(row.prompt, "<i4").tobytes()
       at = row.blocks[-1] if row.blocks else root
@@ -750,6 +772,8 @@ class Scheduler:
     row.loaded = 0
     if not stored.payloads:
       return True
+    if stored.apart:
+      return self._load_apart(row, stored)
     groups = range(len(tree.groups))
     pieces = tree.pieces(row.prompt, stored.count)
     for n in range(stored.count):
@@ -778,6 +802,16 @@ class Scheduler:
         assert at is not None
         self._set(row, g, n, at)
         self.loads[g, n % tree.shards, at] = stored.payloads[n, g]
+    return True
+
+  def _load_apart(self, row: ServedRow, stored: StoredPrefix) -> bool:
+    """Pages of a row's own for the part of a prefix; whether there was room."""
+    # One that comes back with its pages has these among them.
+    for (n, group), payload in stored.payloads.items() if not row.kept else ():
+      if not self._allocate(row, n, group):
+        return False
+      self.loads[group, n % self.tree.shards, row.pages[group][n]] = payload
+    row.loaded = stored.count * self.tree.page
     return True
 
   def _sight(self, group: int, computed: int) -> int:
@@ -894,7 +928,8 @@ class Scheduler:
     tree, page = self.tree, self.tree.page
     whole = row.computed // page
     # Pages that a team shares belong to none of its rows.
-    if self.share_answers and self.reuse and row.share and not row.team:
+    alone = not row.team and row.apart is None
+    if self.share_answers and self.reuse and row.share and alone:
       self._share_answer(row, whole)
     for n in range(min(whole, len(row.blocks))):
       block = row.blocks[n]

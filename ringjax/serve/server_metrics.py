@@ -74,6 +74,41 @@ class LatencyHistogram:
     yield f"{self.name}_count {sums[-1]}"
 
 
+# What an engine counts that reads parts of prefixes.
+_OF_PARTS = (
+  (
+    "important_rows_total",
+    "important_rows",
+    "Rows with a prefix in part.",
+  ),
+  (
+    "important_prefix_tokens_total",
+    "important_prefix",
+    "Tokens of prefixes that were read in part.",
+  ),
+  (
+    "important_tokens_total",
+    "important_tokens",
+    "Tokens of these that were kept.",
+  ),
+  (
+    "important_bytes_total",
+    "important_bytes",
+    "Bytes of the store that were read for these.",
+  ),
+  (
+    "important_probe_bytes_total",
+    "important_probe_bytes",
+    "Bytes of these that are keys of probe heads.",
+  ),
+  (
+    "important_bytes_left_total",
+    "important_bytes_left",
+    "Bytes of keys and values that were not read.",
+  ),
+)
+
+
 class _Counts:
   """What was counted of one tenant, or of all."""
 
@@ -275,6 +310,9 @@ def engine_figures(engine: Engine) -> list[Figure]:
     ),
   ):
     found.append(Figure("counter", name, getattr(counters, field), text))
+  if engine.important is not None:
+    for name, field, text in _OF_PARTS:
+      put("counter", name, getattr(counters, field), text)
   tree, rows = scheduler.tree, list(scheduler.running)
   put("gauge", "rows_waiting", len(scheduler.waiting), "Answers in queue.")
   running = sum(row is not None for row in rows)

@@ -4,7 +4,8 @@ Guarantees: with keep=1 the result is attention over the whole prefix. In what
 order tokens are stored changes nothing but the chunks that are read. Counters
 are of vectors that the algorithm needs, and of chunks that it read for them.
 Cost: of a layer the keys of a few probe heads, then keys and values of the
-kept tokens; or, where the probes do not agree, the keys of all heads.
+kept tokens; or, where the probes do not agree, the keys of all heads. Where all
+heads are probes, no keys are loaded twice.
 Lossy: what is not kept is left out of the softmax.
 
 A prefix is a node: its tokens' keys and values, layer by layer, in chunks of
@@ -32,6 +33,7 @@ import hashlib
 import itertools
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -362,6 +364,68 @@ class StoredNode:
     self._write(layer, keys, values)
 
 
+class NodeChain:
+  """Nodes one behind another, which `Impress` reads as one prefix.
+
+  A longer prefix shares the nodes of a shorter one.
+
+  Attributes:
+    nodes: Nodes with the same layers and heads, the first tokens' first.
+    layers, heads, tokens: Numbers of these, as of a `StoredNode`.
+    probes: Number of probe heads.
+    probe_heads: int64 [L, P], which ones, rising in each layer.
+  """
+
+  def __init__(self, nodes: Sequence[StoredNode]):
+    """Reads nothing yet.
+
+    Args:
+      nodes: At least one, with the same layers, heads and probes.
+    """
+    self.nodes, first = tuple(nodes), nodes[0]
+    self.layers, self.heads = first.layers, first.heads
+    self.probes, self.probe_heads = first.probes, first.probe_heads
+    self.tokens = sum(node.tokens for node in nodes)
+
+  def probe_keys(self, layer: int, count: ImpressCounters) -> np.ndarray:
+    """Keys of the probe heads, [P, m, H]."""
+    return np.concatenate([x.probe_keys(layer, count) for x in self.nodes], 1)
+
+  def read(
+    self,
+    layer: int,
+    part: str,
+    tokens: Shaped[np.ndarray, "K k"],
+    count: ImpressCounters,
+    *,
+    counted: int | None = None,
+  ) -> np.ndarray:
+    """See `StoredNode.read`; the tokens of a head are rising."""
+    start, result = 0, None
+    for node in self.nodes:
+      inside = (tokens >= start) & (tokens < start + node.tokens)
+      most = int(inside.sum(1).max())
+      if most:
+        # Heads with fewer name one that is read anyhow.
+        number = np.arange(most)
+        at = np.minimum(inside.argmax(1)[:, None] + number, tokens.shape[1] - 1)
+        right = number < inside.sum(1)[:, None]
+        wanted = np.take_along_axis(tokens, at, 1)
+        wanted = np.where(right, wanted, tokens[inside][0]) - start
+        part_of_node = node.read(layer, part, wanted, count, counted=0)
+        if result is None:
+          shape = (*tokens.shape, part_of_node.shape[-1])
+          result = np.empty(shape, part_of_node.dtype)
+        result[inside] = part_of_node[right]
+      start += node.tokens
+    assert result is not None
+    heads = self.heads if counted is None else counted
+    vectors = heads * tokens.shape[1]
+    count.vectors += vectors
+    count.vector_bytes += vectors * result.shape[-1] * result.itemsize
+    return result
+
+
 class Impress:
   """Attention of new tokens over the kept part of a stored prefix.
 
@@ -373,7 +437,7 @@ class Impress:
 
   def __init__(
     self,
-    node: StoredNode,
+    node: StoredNode | NodeChain,
     *,
     keep: int | float = 0.25,
     alpha: int | float = 0.6,
@@ -395,7 +459,8 @@ class Impress:
       )
     self.node = node
     self.keep, self.alpha = keep, number("alpha", alpha, least=0)
-    self.kept = max(1, math.ceil(keep * node.tokens))
+    # Less than a token above a whole number is rounding, as of 0.1 * 30.
+    self.kept = max(1, math.ceil(keep * node.tokens - 1e-6))
     self.counters = ImpressCounters()
     self.importance = np.zeros((node.layers, node.tokens), np.float32)
     self._seen = np.zeros(node.layers, np.int64)
@@ -408,6 +473,7 @@ class Impress:
     v: Float[Array | np.ndarray, "T K J"],
     *,
     scale: int | float | None = None,
+    real: int | None = None,
   ) -> tuple[jax.Array, KeptTokens]:
     """Attention of new tokens over the prefix's kept ones and themselves.
 
@@ -417,6 +483,7 @@ class Impress:
       k: their keys, rotated.
       v: their values.
       scale: of the scores; default H ** -0.5.
+      real: Tokens before padding, by whose queries is chosen; default: all.
 
     Returns:
       The result [T, N, J], and what was kept.
@@ -435,11 +502,14 @@ class Impress:
       )
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     groups = q.shape[1] // node.heads
+    real = q.shape[0] if real is None else real
     heads = node.probe_heads[layer]
     of_probes = (heads[:, None] * groups + np.arange(groups)).ravel()
     probe_keys = node.probe_keys(layer, count)
+    # Where every head is a probe, all keys are there.
+    keys = probe_keys if node.probes == node.heads else None
     sums = np.asarray(
-      _column_sums(q[:, of_probes], probe_keys, k[:, heads], scale)
+      _column_sums(q[:, of_probes], probe_keys, k[:, heads], real, scale)
     )
     chosen = _top(sums, self.kept)
     similarity = mean_jaccard(chosen)
@@ -451,15 +521,18 @@ class Impress:
       # By votes, and among equals by importance.
       best = np.lexsort((-sums.sum(0), -votes))[: self.kept]
       tokens = np.tile(np.sort(best), (node.heads, 1))
-      old = node.read(layer, "k", tokens, count)
     else:
       count.fallbacks += 1
-      every = np.tile(np.arange(node.tokens), (node.heads, 1))
-      keys = node.read(
-        layer, "k", every, count, counted=node.heads - node.probes
-      )
-      sums = np.asarray(_column_sums(q, keys, k, scale))
+      if keys is None:
+        every = np.tile(np.arange(node.tokens), (node.heads, 1))
+        keys = node.read(
+          layer, "k", every, count, counted=node.heads - node.probes
+        )
+      sums = np.asarray(_column_sums(q, keys, k, real, scale))
       tokens = _top(sums, self.kept)
+    if keys is None:
+      old = node.read(layer, "k", tokens, count)
+    else:
       old = np.take_along_axis(keys, tokens[..., None], 1)
     values = node.read(layer, "v", tokens, count)
     count.layers += 1
@@ -520,10 +593,14 @@ def _top(sums: np.ndarray, kept: int) -> np.ndarray:
   return np.sort(order, axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _column_sums(q: Any, old: Any, new: Any, scale: float) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=4)
+def _column_sums(
+  q: Any, old: Any, new: Any, real: Any, scale: float
+) -> jax.Array:
   """Importance [K, m] of the prefix's tokens, see the top of the file."""
   weights = _weights(q, old, new, scale)
+  counts = jnp.arange(q.shape[0])[:, None] < real
+  weights = jnp.where(counts, weights, 0.0)
   return weights[..., : old.shape[1]].sum((1, 2))
 
 

@@ -132,7 +132,7 @@ def test_the_answer_is_of_the_kept_tokens_of_each_layer_and_head():
       return out
 
     node = rj.store.StoredNode(shelf, b"again", keys, values, probes=1)
-    last = important_prefix._through(
+    last = important_prefix.through_layers(
       work._programs, question, document.size, work._dtype, attend
     )
     programs = work._programs

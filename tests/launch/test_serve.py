@@ -72,6 +72,9 @@ def test_flags_are_checked_before_a_model_is_loaded(tmp_path, capsys):
     (["--speculate=lookup:count=0"], "count"),
     (["--adapters=folder"], "NAME=DIR"),
     (["--adapters=a=x,a=y"], "each name once"),
+    (["--important=0.5"], "--store"),
+    (["--important=2", f"--store={tmp_path / 'kept'}"], "--important"),
+    ([f"--store={tmp_path / 'kept'}", "--role=router"], "--host_store"),
   ):
     assert serve.run(parsed("--port=0", *argv)) == 2
     assert word in capsys.readouterr().err
@@ -134,6 +137,32 @@ def test_a_server_of_its_own(chat_folder):
       process.send_signal(signal.SIGTERM)
       assert read(link)["usage"]["completion_tokens"] == 300
     assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.long
+def test_a_store_of_which_a_part_is_read(tmp_path, chat_folder):
+  pytest.importorskip("uvicorn")
+  # More than one segment, and few tokens behind it.
+  body = BODY | {"prompt": "def main(x): return x\n" * 26, "max_tokens": 3}
+  store, details = [f"--store={tmp_path / 'kept'}"], "prompt_tokens_details"
+  answers = []
+  for options in ([], ["--important=1"], ["--important=1"], []):
+    with serving(chat_folder, *store, *options) as (process, port):
+      with post(port, body) as link:
+        answers.append(json.loads(link.getresponse().read()))
+      if len(answers) == 3:
+        assert metric(port, "ringjax_important_rows_total") == 1
+        assert metric(port, "ringjax_important_tokens_total") == 512
+        assert metric(port, "ringjax_important_bytes_total") > 0
+      process.send_signal(signal.SIGTERM)
+      assert process.wait(PATIENCE_S) == 0
+  texts = {answer["choices"][0]["text"] for answer in answers}
+  assert len(texts) == 1
+  used = [answer["usage"][details] for answer in answers]
+  assert [x.get("kept_tokens") for x in used] == [None, None, 512, None]
+  # Pages and prefixes of which parts are read are kept apart.
+  found = [x["cached_tokens"] for x in used]
+  assert found == [0, 0, 512, 544]
 
 
 @pytest.mark.long

@@ -21,12 +21,13 @@ Ref: Chen et al. 2025, IMPRESS (FAST).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from ringjax.checks import number, positive_int
@@ -121,7 +122,7 @@ class ImportantPrefixes:
     self._alpha = number("alpha", alpha, least=0)
     self._chunk = positive_int("chunk", chunk)
     self.model, self.store = model, store
-    self._programs = _programs(model)
+    self._programs = softmax_layers(model)
     layers = self._programs.layers
     mixer: Any = layers[0].spec.attention
     self._probes = heads_of_layers(probes, len(layers), mixer.kv_heads)
@@ -282,7 +283,7 @@ class ImportantPrefixes:
       kept.append(tokens)
       return mixed
 
-    _through(self._programs, question, node.tokens, self._dtype, attend)
+    through_layers(self._programs, question, node.tokens, self._dtype, attend)
     name = prefix_key(self._origin, (), text)
     count, mean = self._seen.get(name, (0, np.zeros_like(work.importance)))
     mean = mean + (work.importance - mean) / (count + 1)
@@ -391,17 +392,31 @@ def probe_heads(
   return np.sort(best, axis=1)
 
 
-def _through(
+def through_layers(
   programs: LayerPrograms,
-  question: np.ndarray,
+  question: Int[np.ndarray, " T"],
   first: int,
-  dtype: Any,
-  attend: Any,
-) -> Float[jax.Array, "1 T D"]:
-  """Tokens at positions from `first` on through all layers, by `attend`."""
+  dtype: DTypeLike,
+  attend: Callable[..., Any],
+  *,
+  multiple: int = 1,
+) -> Float[jax.Array, "1 _ D"]:
+  """Tokens at positions from `first` on through all layers, by `attend`.
+
+  Args:
+    programs: Layers as of `softmax_layers`.
+    question: Token ids.
+    first: Position of the first one.
+    dtype: Dtype of keys and values.
+    attend: Function of a layer's number, its queries [T, N, H], keys
+      [T, K, H], values [T, K, J] and its scale; returns [T, N, J].
+    multiple: T is rounded up to one, so that few programs are compiled; what
+      is behind the question is padding.
+  """
   span = TokenSpan(
     np.int32(first), np.int32(question.size), np.int32(first + question.size)
   )
+  question = np.pad(question, (0, -question.size % multiple))
   x = programs.embed(programs.outer, jnp.asarray(question)[None])
   for layer in programs.layers:
     weights = programs.weights(layer)
@@ -413,8 +428,11 @@ def _through(
   return x
 
 
-def _programs(model: Transformer) -> LayerPrograms:
+def softmax_layers(model: Transformer) -> LayerPrograms:
   """The model's layers, whose attention is a causal softmax and nothing else.
+
+  Args:
+    model: Model on one device.
 
   Raises:
     InputTypeError, OptionError, ConfigError: see `ImportantPrefixes`.

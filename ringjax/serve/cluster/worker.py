@@ -99,6 +99,7 @@ def check_engine(engine: object) -> None:
 
   Raises:
     InputTypeError: it is no engine.
+    OptionError: it reads parts of prefixes.
   """
   if not isinstance(engine, Engine):
     raise InputTypeError(
@@ -107,6 +108,13 @@ def check_engine(engine: object) -> None:
       "an rj.serve.Engine, which has all layers and their pages in one process",
       "make one of the model; rj.infer.ChunkPipeline reads a prompt through "
       "stages without a router",
+    )
+  if engine.important is not None:
+    raise OptionError(
+      "engine",
+      f"an engine with important={engine.important.share}, as an instance",
+      "one whose pages are those of whole prefixes",
+      "leave important out",
     )
 
 
