@@ -265,8 +265,8 @@ class ElasticLoop:
       end = start + self.taking(
         self.policy.times(len(members)).prefill_s(lengths)
       )
-      for request, kept in zip(batch.requests, batch.kept, strict=True):
-        kept_tokens = zip(batch.instances, kept, strict=True)
+      for request, counts in zip(batch.requests, batch.kept, strict=True):
+        kept_tokens = zip(batch.instances, counts, strict=True)
         request.kept = {n: tokens for n, tokens in kept_tokens if tokens}
         self.use(request.kept)
         self.served[request.number].prefill_start_s = start
