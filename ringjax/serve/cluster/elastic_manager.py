@@ -413,11 +413,11 @@ class ElasticManager:
     texts = [self.answers[request.number] for request in batch.requests]
     striped = not self._proactive and self._stripe_keys(batch)
     rows = []
-    for request, kept, text in zip(
+    for request, counts, text in zip(
       batch.requests, batch.kept, texts, strict=True
     ):
       if not striped:
-        kept_tokens = zip(batch.instances, kept, strict=True)
+        kept_tokens = zip(batch.instances, counts, strict=True)
         request.kept = {n: tokens for n, tokens in kept_tokens if tokens}
       self._use(request.kept)
       text.reads += 1
@@ -458,8 +458,8 @@ class ElasticManager:
       at = end
     if any(total[n] > self.slots - self.used[n] for n in total):
       return False
-    for request, kept in zip(batch.requests, shares, strict=True):
-      request.kept = {n: tokens for n, tokens in kept.items() if tokens}
+    for request, counts in zip(batch.requests, shares, strict=True):
+      request.kept = {n: tokens for n, tokens in counts.items() if tokens}
     return True
 
   def _on_prefilled(self, entry: _OpenCall) -> None:
@@ -701,13 +701,13 @@ class ElasticManager:
     assert group is not None
     requests = {request.number: request for request in group.requests}
     for target, number, tokens in entry.call.parts:
-      kept = requests[number].kept
-      kept[source] -= tokens
-      kept[target] = kept.get(target, 0) + tokens
+      tokens_of = requests[number].kept
+      tokens_of[source] -= tokens
+      tokens_of[target] = tokens_of.get(target, 0) + tokens
       self.used[source] -= tokens
       self.counts.moved_tokens += tokens
-      if not kept[source]:
-        del kept[source]
+      if not tokens_of[source]:
+        del tokens_of[source]
     emptied = entry.emptied
     if emptied is not None:
       group.instances.remove(source)

@@ -407,19 +407,19 @@ class ElasticScheduler:
       [request.all_tokens for request in requests], room, held_tokens
     )
     assert allocation is not None
-    kept = []
+    counts_per_request = []
     for request, row in zip(requests, allocation, strict=True):
       tokens_left, counts = request.prompt_tokens, []
       for n in row:
         counts.append(min(n, tokens_left))
         tokens_left -= counts[-1]
-      kept.append(tuple(counts))
+      counts_per_request.append(tuple(counts))
     stays = [n for n, *column in zip(instances, *allocation, strict=True)
              if any(column)]  # fmt: skip
     return PrefillBatch(
       requests=tuple(requests),
       instances=tuple(instances),
-      kept=tuple(kept),
+      kept=tuple(counts_per_request),
       stays=tuple(stays),
     )
 
