@@ -152,14 +152,14 @@ def choose(
   best = min(ways, key=lambda way: way.seconds)
   others = [way for way in ways if way.method != "kvr"]
   if best.method == "kvr" and others:
-    best_other = min(others, key=lambda way: way.seconds)
-    gain = 1 - best.seconds / best_other.seconds
+    second = min(others, key=lambda way: way.seconds)
+    gain = 1 - best.seconds / second.seconds
     if gain < least_gain:
       why.append(
-        f"kvr would save {100 * gain:.1f} % of {best_other.method}'s time, below "
+        f"kvr would save {100 * gain:.1f} % of {second.method}'s time, below "
         f"{100 * least_gain:.1f} %"
       )
-      best = best_other
+      best = second
   times = [_as_text(way) for way in sorted(ways, key=lambda way: way.seconds)]
   return PrefillChoice(
     way=best,

@@ -114,7 +114,7 @@ def as_dataclass(kind: type[T], body: Mapping[str, Any]) -> T:
   Raises:
     TypeError: If fields are missing or unknown, or of another type.
   """
-  fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore
+  fields = {x.name: x for x in dataclasses.fields(kind)}  # type: ignore
   missing = [
     name
     for name, field in fields.items()
