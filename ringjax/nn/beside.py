@@ -84,9 +84,9 @@ class BesideLayer(nnx.Module):
     """[B, T, D] and the layer's caches, of attention and of the state."""
     spec, (keys, state) = self.spec, cache
     scaled = lambda y, scale: y * jnp.asarray(scale, y.dtype)
-    seen, keys = self.attention(
+    attended, keys = self.attention(
       scaled(x, spec.attention_in), tokens, keys, attend
     )
     carried, state = self.state(scaled(x, spec.state_in), tokens, state, attend)
-    y = scaled(seen, spec.attention_out) + scaled(carried, spec.state_out)
+    y = scaled(attended, spec.attention_out) + scaled(carried, spec.state_out)
     return y, (keys, state)

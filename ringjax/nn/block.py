@@ -107,16 +107,18 @@ class Block(nnx.Module):
     norm = lambda present: (
       spec.norm.build(rngs, embed) if present else Identity()
     )
-    alone = isinstance(spec.feedforward, NoFeedforward)
+    without_feedforward = isinstance(spec.feedforward, NoFeedforward)
     self.attention = spec.attention.build(rngs, embed)
     self.feedforward = spec.feedforward.build(rngs, embed)
     self.pre_attention = norm(spec.pre)
     self.post_attention = norm(spec.post)
-    has_own_norms = alone or isinstance(spec.feedforward, DenseAndExperts)
+    has_own_norms = without_feedforward or isinstance(
+      spec.feedforward, DenseAndExperts
+    )
     self.pre_feedforward = norm(
       spec.pre and not spec.shared_norm and not has_own_norms
     )
-    self.post_feedforward = norm(spec.post and not alone)
+    self.post_feedforward = norm(spec.post and not without_feedforward)
     self.cross = (
       NoCrossAttention()
       if spec.cross is None

@@ -278,9 +278,9 @@ class LatentLayer(nnx.Module):
     views = cache.views(apart=tokens.tree is not None)
     keys = _Keys(found=tuple(view.keys_alone() for view in views))
     q = self._row_queries(q_plain, q_turned)
-    seen = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
+    attended = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
-      "btnc,cnj->btnj", seen, out_of, preferred_element_type=seen.dtype
+      "btnc,cnj->btnj", attended, out_of, preferred_element_type=attended.dtype
     )
 
 

@@ -361,7 +361,7 @@ class ContextParallel(ShardingContext):
     """
     selection, around = extras.selection, self.around
     assert selection is not None and selection.keys is not None
-    seen = mask & self.segments if tokens.segmented else mask
+    full_mask = mask & self.segments if tokens.segmented else mask
     at, shards = tokens.at, self.size
     keys_and_coords = selection.keys, at
     if around is not None:
@@ -384,7 +384,7 @@ class ContextParallel(ShardingContext):
     def attend_chunk(chunk: PyTree) -> jax.Array:
       q, selection, q_at = chunk
       allow = self.constrain(
-        chosen_pairs(selection, q_at, keys, k_at, seen, shards)
+        chosen_pairs(selection, q_at, keys, k_at, full_mask, shards)
       )
       derived = tokens.derived and q.shape[1] == k.shape[1]
       return dot_product_attention(
@@ -587,16 +587,16 @@ class CachedAttention(ShardingContext):
     """[B, T, N, J] from queries [B, T, N, H]."""
     draft_coords = tokens.tree
     views = cache.views(apart=draft_coords is not None)
-    seen = mask
+    full_mask = mask
     if tokens.segmented:
-      seen = mask & self.segments
+      full_mask = mask & self.segments
       views = tuple(self._segmented(view) for view in views)
     if draft_coords is not None:
       # Earlier tokens by the layer's mask; drafted tokens by their tree.
       *earlier, own_view = views
       tree_view: Any = own_view
       views = (*earlier, tree_view.of_tree(draft_coords, mask & Ancestors()))
-    return self.visit(q, views, tokens.at, seen, extras)
+    return self.visit(q, views, tokens.at, full_mask, extras)
 
   def across(
     self,

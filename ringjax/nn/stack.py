@@ -141,7 +141,7 @@ class _Placed:
     attend: Attend | None,
     within: range | None = None,
   ) -> list[jax.Array] | None:
-    """Fetch a layer's weights as `PlacedLayers.fetch` does; from disk after x."""
+    """Fetch a layer's weights, see `PlacedLayers.fetch`; from disk after x."""
     mesh = self._placed.mesh
     call_mesh = None if attend is None else attend.mesh
     same_axes = call_mesh is not None and mesh is not None

@@ -1,7 +1,7 @@
 """Draws timelines and times as PNGs.
 
-Guarantees: where matplotlib is not installed, or a path cannot be written, an
-OptionError says so.
+Guarantees: an OptionError is raised if matplotlib is not installed, or a path
+cannot be written.
 """
 
 from __future__ import annotations

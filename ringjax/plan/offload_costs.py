@@ -407,12 +407,12 @@ def _peaks(
   total = _kept(shape, task, b)
   L, all_w, scores = shape.layers, total["weights"], int(shape.scores)
   peaks: list[tuple[str, str, str, Affine]] = []
-  for phase, q, seen in (("prefill", s, s), ("decode", 1, s + n)):
+  for phase, q, keys_seen in (("prefill", s, s), ("decode", 1, s + n)):
     decode = phase == "decode"
     # Device and disk have room for the whole cache from the start; the host's
     # part grows while tokens are generated.
     token = C * b * L
-    cache = {"device": (s + n) * token, "host": seen * token}
+    cache = {"device": (s + n) * token, "host": keys_seen * token}
     cache["disk"] = cache["device"]
     kept_by_tier = {
       tier: _kept_in_tier(
@@ -428,7 +428,9 @@ def _peaks(
     )
     if decode:
       passing = passing + _keys_at_work(task, rows * (s + n) * C)
-    for step_name, step in _steps(shape, task, rows, q, seen, scores).items():
+    for step_name, step in _steps(
+      shape, task, rows, q, keys_seen, scores
+    ).items():
       peaks.append(
         ("device", phase, step_name, kept_by_tier["device"] + passing + step)
       )

@@ -314,7 +314,7 @@ def _sends(program: HloProgram, measure: Measure) -> list[CollectivePermute]:
     }
     # A synchronous permute ends where it begins.
     ends = {n: done_index.get(x.name, n) for n, x in permutes.items()}
-    alone = {
+    cycles_alone = {
       n: link_cycles(program, permute, measure(permute.pairs))
       for n, permute in permutes.items()
     }
@@ -326,7 +326,7 @@ def _sends(program: HloProgram, measure: Measure) -> list[CollectivePermute]:
       ]
       # This permute, and earlier ones still in flight on the same links.
       shared = [
-        alone[m]
+        cycles_alone[m]
         for m, earlier in permutes.items()
         if m <= n < ends[m] and earlier.pairs == permute.pairs
       ]
@@ -339,7 +339,7 @@ def _sends(program: HloProgram, measure: Measure) -> list[CollectivePermute]:
           hops=measure(permute.pairs),
           synchronous=not asynchronous,
           between_cycles=math.fsum(between),
-          link_cycles=math.fsum(shared) if asynchronous else alone[n],
+          link_cycles=math.fsum(shared) if asynchronous else cycles_alone[n],
           source=permute.op_name,
         )
       )
@@ -535,8 +535,8 @@ def group_size(text: str) -> int:
   if not named:
     return 1
   sizes = dict(re.findall(r"'([^']*)'=(\d+)", named[1]))
-  over = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])
-  return math.prod(int(part or sizes.get(axis, 1)) for axis, part in over)
+  axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])
+  return math.prod(int(part or sizes.get(axis, 1)) for axis, part in axes)
 
 
 def _collectives(program: HloProgram, walk: _Walk) -> tuple[Collective, ...]:

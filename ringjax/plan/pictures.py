@@ -200,8 +200,8 @@ def _rotating(shards: int, behind: int, ahead: int) -> tuple[Step, ...]:
 def _both_ways(shards: int) -> Iterator[Step]:
   """Yield steps in which keys rotate both ways, half as many."""
   for distance in range(shards // 2 + 1):
-    keys = lambda i, far=distance: dict.fromkeys(
-      ((i - far) % shards, (i + far) % shards)
+    keys = lambda i, distance=distance: dict.fromkeys(
+      ((i - distance) % shards, (i + distance) % shards)
     )
     # In the last step both directions may bring the same shard: send one.
     directions = [1, -1] if 2 * (distance + 1) < shards else [1]

@@ -157,8 +157,8 @@ def summary(found: list[Row]) -> dict[str, float]:
     if row.profile == _MAIN and row.ranks == 4 and row.tokens >= 8 * _K
     and row.table == "300 GB/s"
   ]  # fmt: skip
-  worst = lambda what: float(
-    np.abs([row.difference for row in main_rows if row.what == what]).max()
+  worst = lambda quantity: float(
+    np.abs([row.difference for row in main_rows if row.what == quantity]).max()
   )
   differences = [
     abs(row.ours - row.paper) for row in main_rows if row.what == "speed-up"

@@ -4,7 +4,7 @@ Each method has a time to the first token, the bytes on every link, the pairs
 that every rank computes and a timeline. A layer on rank i:
 
   kvr        queries, keys and values of its c_i tokens | the prefix's come
-             from rank i - 1 | all go on to rank i + 1 | attention, the rest.
+             from rank i - 1 | all are sent to rank i + 1 | attention, the rest.
              Sending overlaps with attention, no rank waits for a later one
              but for buffers (`credits`), and the last rank ends with the cache.
   tsp        an even split, an all-gather of keys and values around a ring

@@ -440,24 +440,24 @@ class _Puller:
       self.arrays[leaf_name][first : first + len(run)]
       for leaf_name in self.names
     ]
-    wanted, size = (
+    expected_bytes, size = (
       sum(rows_of_leaf.nbytes for rows_of_leaf in rows),
       beside.get("bytes"),
     )
-    if size != wanted:
+    if size != expected_bytes:
       raise HostileMessageError(
         f"{self.wire.name} announced {str(size)[:40]} bytes of pages in place "
-        f"of {wanted}"
+        f"of {expected_bytes}"
       )
     if "arrays" in beside:
       self._receive_arrays(beside["arrays"], rows)
-      return wanted
+      return expected_bytes
     for row in rows:
       direct = row if row.flags.c_contiguous else np.empty_like(row, order="C")
       self.wire.receive(direct.reshape(-1).view(np.uint8).data)
       if direct is not row:
         row[...] = direct
-    return wanted
+    return expected_bytes
 
   def _receive_arrays(self, fields: Any, rows: list[np.ndarray]) -> None:
     """Pull the pages of a read that are stored on the publisher's devices.

@@ -114,12 +114,12 @@ class PageBatch:
       (leaf.dtype.name, (*leaf.shape[:axis], *leaf.shape[axis + 1 :]))
       for leaf in self.leaves
     ]
-    wanted = [(leaf.dtype, leaf.shape) for leaf in layout.leaves]
-    if page_arrays != wanted:
+    layout_arrays = [(leaf.dtype, leaf.shape) for leaf in layout.leaves]
+    if page_arrays != layout_arrays:
       raise OptionError(
         f"page {page}",
         f"arrays of {page_arrays} in a page",
-        f"{wanted}",
+        f"{layout_arrays}",
         "pass the layout's leaves, in its order, and the axis of the pages",
       )
 

@@ -320,11 +320,11 @@ def _read(
   why, pages = "", []
   if request.incarnation != state.incarnation:
     why = "the publisher was started anew"
-  for page, wanted in request.pages:
+  for page, requested in request.pages:
     generation = _open_generation(state, page)
     if generation is None:
       why = why or f"page {page} is not published any more"
-    elif generation != wanted:
+    elif generation != requested:
       why = why or f"page {page} has other contents now"
     pages.append((page, -1 if generation is None else generation))
   if why:

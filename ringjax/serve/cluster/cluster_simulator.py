@@ -553,8 +553,8 @@ class _Running:
 
   def wait_for(self, work: _RoutedWork, have: int) -> None:
     """Add to the queue the seconds of a prompt with some cached tokens."""
-    alone = QueuedPrompts.of(work.asked.prompt_tokens, have)
-    work.alone_s = reading_s(self.spec.times, [alone])
+    prompt_alone = QueuedPrompts.of(work.asked.prompt_tokens, have)
+    work.alone_s = reading_s(self.spec.times, [prompt_alone])
     self.queued_s += work.alone_s
 
   def _drop_rejected(self, work: _RoutedWork) -> None:

@@ -340,21 +340,25 @@ class Conductor(FastestDecode):
     costs, tokens = self.costs, request.prompt_tokens
     cached_here = request.cached_tokens(view.name)
     queue = costs.queue_s(view)
-    alone = ReaderChoice(
+    without_fetch = ReaderChoice(
       ttft_s=queue + costs.prefill_s(view.name, tokens, cached_here),
       prefix_tokens=cached_here,
     )
     if not self._much_longer(longest, cached_here):
-      return alone
+      return without_fetch
     # Transfers in flight on the same card go first.
     moved = sending_s + costs.transfer_s(longest - cached_here)
     wait = queue + moved if self.serial else max(queue, moved)
-    fetched = ReaderChoice(
+    with_fetch = ReaderChoice(
       ttft_s=wait + costs.prefill_s(view.name, tokens, longest),
       prefix_tokens=longest,
       fetch_tokens=longest - cached_here,
     )
-    return fetched if self.forced or fetched.ttft_s < alone.ttft_s else alone
+    return (
+      with_fetch
+      if self.forced or with_fetch.ttft_s < without_fetch.ttft_s
+      else without_fetch
+    )
 
   def _much_longer(self, longest: int, here: int) -> bool:
     """Whether a prefix is more than `threshold` times longer than `here`."""

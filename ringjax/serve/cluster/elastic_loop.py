@@ -170,7 +170,7 @@ class ElasticLoop:
   def run(self) -> ElasticResult:
     """Serve all requests; can be called once."""
     for request in self.served:
-      self.at(request.arrival_s, lambda one=request: self.arrive(one))
+      self.at(request.arrival_s, lambda served=request: self.arrive(served))
     while self._events:
       self.now = self.until(self._events[0][0])
       while self._events and self._events[0][0] <= self.now:

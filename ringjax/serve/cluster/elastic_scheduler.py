@@ -12,7 +12,7 @@ group grows by instances that hold nothing of its requests yet.
   batch     cut requests and instances into batches, `best_batches`
   scale     the fewest instances whose slots hold a batch's keys
 
-Guarantees: plain Python and a pure function of what it is shown. A request is
+Guarantees: plain Python and a pure function of its view. A request is
 taken when all its tokens, those of its answer too, have slots; none is evicted.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, sections 4 and 5. The
 constants are those of its public code.
@@ -628,8 +628,8 @@ class ElasticScheduler:
     } | view.reading
     idle = [n for n in range(len(view.used)) if n not in busy]
     rows, size = len(group.requests), len(group.instances)
-    wanted = -(-rows // self.options.wide_rows) - size
-    return tuple(idle[: max(0, wanted)])
+    num_joining = -(-rows // self.options.wide_rows) - size
+    return tuple(idle[: max(0, num_joining)])
 
 
 def _num_instances(groups: Sequence[DecodeGroup]) -> int:

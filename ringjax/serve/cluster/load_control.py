@@ -592,11 +592,11 @@ def swept_cpus(
   """
   # Each group runs twice: the first time fills the caches.
   groups = staggered_starts(rows, steps, every, 2 * steps // every)
-  alone = dataclasses.replace(times, layers=1)
+  one_layer_times = dataclasses.replace(times, layers=1)
 
   def rate(cpus: int) -> float:
     outcome = simulate_stages(
-      alone, cpus, (groups, groups), first_step=steps - every
+      one_layer_times, cpus, (groups, groups), first_step=steps - every
     )
     return outcome.tokens_s
 

@@ -104,7 +104,7 @@ from ringjax.transfer.wire import (
 # Seconds for which requests wait for an instance that is missing: an instance
 # that restarts must load weights and compile.
 PATIENCE_S = 300.0
-# Seconds for an unauthenticated peer to show the key and say what it wants.
+# Seconds for an unauthenticated peer to show the key and send a first message.
 _GREETING_S = 5.0
 _LOOK_S = 0.1
 # Seconds from a copy's end until the same copy may be requested again: the
@@ -229,8 +229,8 @@ class ClusterInstance:
       integer("task", task, least=-1, most=_MOST_NUMBER)
       integer("left", tokens_left, least=1, most=_MOST_NUMBER)
       # An engine looks up cached tokens only when it begins with a prompt.
-      have = count("computed", computed) or expected(task)
-      queue.append(QueuedPrompts.of(tokens_left + computed, have))
+      cached = count("computed", computed) or expected(task)
+      queue.append(QueuedPrompts.of(tokens_left + computed, cached))
       requests, tokens = requests - 1, tokens - tokens_left
     if requests < 0 or tokens < requests or (tokens and not requests):
       raise ValueError("a queue with other sums than are said")
@@ -768,7 +768,7 @@ class ClusterRouter:
     """Requests since the last planning, as a trace.
 
     An unfinished answer is assumed to be as long as finished answers were on
-    average: its limit says little.
+    average, as its limit is only an upper bound.
     """
     with self._work:
       states, self._window_requests = self._window_requests, collections.deque()
@@ -1163,8 +1163,8 @@ class ClusterRouter:
     """Cancel a copy's tasks and record when it ended."""
     time_s = self._clock()
     self._copied = {
-      wanted: ended
-      for wanted, ended in self._copied.items()
+      ended_copy: ended
+      for ended_copy, ended in self._copied.items()
       if time_s - ended < _COPIED_S
     }
     self._copied[copy.target.name, copy.key] = time_s
@@ -1420,7 +1420,7 @@ class ClusterRouter:
     """Send a request to its decode instance."""
     state.stage, state.decoder = "answering", decoder
     if state.reader is decoder or not state.tickets:
-      # The pages are where they are needed, or there are none.
+      # The pages are where they are needed, or no pages exist.
       self._release_reader(state)
     state.task = self._send(decoder, state, reads=False)
 
