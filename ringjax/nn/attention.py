@@ -29,7 +29,7 @@ class Temperature:
   Attributes:
     scale: Factor of the logarithm.
     floor: n, number of positions of a step.
-    counted: c, the position of the first token.
+    counted: Position of the first token, c.
   """
 
   scale: float

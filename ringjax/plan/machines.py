@@ -135,7 +135,7 @@ def link_of(times: LinkTimes) -> Link:
   ways = per_byte / gather_per_byte
   ports = 1
   if full_duplex and times.size > 2:
-    # Round up to whole dimensions; less than a quarter of a port is noise.
+    # Two ports per dimension; half a port beyond a whole dimension is noise.
     ports = min(6, max(2, 2 * math.ceil(ways / 2 - 0.25)))
   return Link(bandwidth=1 / per_byte, latency_s=latency, ports=ports)
 

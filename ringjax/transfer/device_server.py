@@ -335,8 +335,7 @@ def _address_text(host: str, port: int) -> str:
 
 
 def _end_time(seconds: int | float) -> datetime.datetime:
-  """Time after some seconds, rounded up, as JAX drops fractions of a
-  second."""
+  """Time in `seconds`, rounded up, as JAX drops fractions of a second."""
   return datetime.datetime.fromtimestamp(
     math.ceil(time.time() + seconds), datetime.UTC
   )

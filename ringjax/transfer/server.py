@@ -297,8 +297,7 @@ class Publisher:
     return range(first, first + count)
 
   def renew(self, ticket: Ticket, lease_s: int | float | None = None) -> bool:
-    """Restart a lease; False if the ticket has ended, or is another
-    publisher's."""
+    """Restart a lease; False for an ended or another publisher's ticket."""
     lease = self._lease_s if lease_s is None else lease_s
     lease = number("lease_s", lease, above=0)
     with self._lock:

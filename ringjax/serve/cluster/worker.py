@@ -777,8 +777,7 @@ class ClusterWorker:
       self._end(task.number)
 
   def _publish(self, task: WorkerTask) -> None:
-    """Publish the pages of a prefilled or cached prompt that are not yet
-    published."""
+    """Publish the remaining pages of a prefilled or cached prompt."""
     cached = 0 if task.handle is None else task.handle.cached_tokens
     with task.publishes:
       ticket = self._publish_pages(task, last=True)
