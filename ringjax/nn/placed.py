@@ -319,12 +319,12 @@ class PlacedLayers:
       x.reshape(like.shape) for x, like in zip(layer, self.shapes, strict=True)
     ]
 
-  def _with_shardings(self, found: list[jax.Array]) -> list[jax.Array]:
+  def _with_shardings(self, weights: list[jax.Array]) -> list[jax.Array]:
     if self.mesh is None:
-      return found
+      return weights
     return [
       lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-      for x, spec in zip(found, self.specs, strict=True)
+      for x, spec in zip(weights, self.specs, strict=True)
     ]
 
 

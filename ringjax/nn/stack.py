@@ -95,8 +95,8 @@ class _Resident:
     del index, x, attend, within
     return None
 
-  def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
-    del found
+  def block(self, cut: Any, weights: list[jax.Array] | None) -> Block:
+    del weights
     return cut
 
 
@@ -151,13 +151,13 @@ class _Placed:
       index, self._resident, self._hosted, x, spec, within
     )
 
-  def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
-    assert found is not None
+  def block(self, cut: Any, weights: list[jax.Array] | None) -> Block:
+    assert weights is not None
     resident = iter(cut)
     return jax.tree.unflatten(
       self._tree,
       [
-        p.replace(next(resident) if n is None else found[n])
+        p.replace(next(resident) if n is None else weights[n])
         for n, p in zip(self._which, self._params, strict=True)
       ],
     )
@@ -432,12 +432,12 @@ class Stack(nnx.Module):
         def pick_and_step(
           carry: tuple,
           index: jax.Array,
-          one: Any = step,
+          step: Any = step,
           stacked: Any = stacked,
         ) -> Any:
           # Slicing a part of `stacked` beforehand would be a copy.
           pick = lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
-          return one(carry, (index, jax.tree.map(pick, stacked)))
+          return step(carry, (index, jax.tree.map(pick, stacked)))
 
         (xs, new_slots, next_keys, _), _ = lax.scan(
           pick_and_step, carry, numbers

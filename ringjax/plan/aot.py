@@ -372,9 +372,9 @@ def _host(sides: Sequence[int]) -> dict[str, Any]:
   return {"chips_per_host_bounds": [*bounds, 1]}
 
 
-def _fatal(said: str) -> str:
+def _fatal(stderr: str) -> str:
   """The compiler's fatal error, without the stack addresses after it."""
-  lines = said.strip().splitlines()
+  lines = stderr.strip().splitlines()
   fatal = [line for line in lines if _FATAL.match(line)]
   return "\n".join(fatal or lines)[-1500:]
 

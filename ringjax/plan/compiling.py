@@ -78,18 +78,18 @@ def child() -> None:
   os._exit(0)
 
 
-def _watch(alone: Callable[[], bool], place: pathlib.Path) -> None:
+def _watch(is_orphan: Callable[[], bool], place: pathlib.Path) -> None:
   """End this process when the one that started it has ended, for any reason.
 
   A compilation takes minutes and gigabytes, and its folder would be left.
   """
   while True:
-    _end_if(alone, place)
+    _end_if(is_orphan, place)
     time.sleep(_ALONE_S)
 
 
-def _end_if(alone: Callable[[], bool], place: pathlib.Path) -> None:
-  if alone():
+def _end_if(is_orphan: Callable[[], bool], place: pathlib.Path) -> None:
+  if is_orphan():
     shutil.rmtree(place, ignore_errors=True)
     os._exit(1)
 

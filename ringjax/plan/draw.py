@@ -117,14 +117,14 @@ def _plain(ax: Any) -> None:
 
 
 def _save(
-  made: Any, path: str, kinds: Mapping[str, tuple[str, str]] | None = None
+  image: Any, path: str, kinds: Mapping[str, tuple[str, str]] | None = None
 ) -> None:
   """Write a figure, with a legend of the kinds of bars."""
   if kinds is not None:
     handles = [patch(color, words) for color, words in kinds.values()]
-    legend(made, handles, ncols=3, fontsize=9)
+    legend(image, handles, ncols=3, fontsize=9)
   try:
-    made.savefig(path, dpi=130)
+    image.savefig(path, dpi=130)
   except (OSError, ValueError) as error:
     raise OptionError(
       "plot", f"{path}: {error}", "a PNG to write", "pass a writable path"

@@ -415,10 +415,10 @@ class Simulator:
     return queue
 
   def _amounts(
-    self, name: str, given: Mapping[Pool, Number] | None
+    self, name: str, amounts_by_pool: Mapping[Pool, Number] | None
   ) -> list[tuple[_Stock, Number]]:
     amounts = []
-    for pool, amount in (given or {}).items():
+    for pool, amount in (amounts_by_pool or {}).items():
       stock = self._stocks.get(pool.name)
       if stock is None or stock.pool is not pool:
         raise _foreign(name, pool.name, "pool")
@@ -524,13 +524,13 @@ class Simulator:
     )
 
 
-def _foreign(argument: str, name: str, thing: str) -> OptionError:
+def _foreign(argument: str, name: str, kind: str) -> OptionError:
   return OptionError(
-    argument, name, f"a {thing} of this simulator", "add it to this one"
+    argument, name, f"a {kind} of this simulator", "add it to this one"
   )
 
 
-def _name_taken(what: str, name: str) -> OptionError:
+def _name_taken(argument: str, name: str) -> OptionError:
   return OptionError(
-    what, repr(name), "a name that is not taken", "pass another name"
+    argument, repr(name), "a name that is not taken", "pass another name"
   )

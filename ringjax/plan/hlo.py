@@ -438,14 +438,14 @@ class HloProgram:
       return self.trips(computation, one) * sum(callee_cycles, 0.0)
     return max(callee_cycles, default=0.0)
 
-  def _kernel_cycles(self, one: HloInstruction) -> float:
+  def _kernel_cycles(self, kernel: HloInstruction) -> float:
     for name, cycles in self._kernels.items():
-      if name in one.name or name in one.op_name:
+      if name in kernel.name or name in kernel.op_name:
         return float(cycles)
-    stated = re.search(r'"cost_estimate":\{([^}]*)\}', one.text)
+    stated = re.search(r'"cost_estimate":\{([^}]*)\}', kernel.text)
     flops = stated and re.search(r'"flops":"?(\d+)', stated[1])
     if not flops or int(flops[1]) == 0:
-      self.unpriced_kernels[one.name] = one.op_name or one.name
+      self.unpriced_kernels[kernel.name] = kernel.op_name or kernel.name
       return 0.0
     return int(flops[1]) / self.core.flops_per_cycle
 
@@ -480,9 +480,9 @@ class HloProgram:
 
 
 def _source_value(
-  one: HloInstruction | None, lines: Mapping[str, HloInstruction]
+  source: HloInstruction | None, lines: Mapping[str, HloInstruction]
 ) -> HloInstruction | None:
   """Instruction that computed a value, before copies and conversions."""
-  while one is not None and one.op in _SAME:
-    one = lines.get(one.operands[0]) if one.operands else None
-  return one
+  while source is not None and source.op in _SAME:
+    source = lines.get(source.operands[0]) if source.operands else None
+  return source

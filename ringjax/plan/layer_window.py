@@ -202,8 +202,8 @@ def least_window(
   return None
 
 
-def _at_least(have: int | float, want: int | float) -> bool:
-  return bool(have >= want - _ROUNDING * max(abs(have), abs(want)))
+def _at_least(actual: int | float, required: int | float) -> bool:
+  return bool(actual >= required - _ROUNDING * max(abs(actual), abs(required)))
 
 
 # ---------------------------------------------------------------------------

@@ -254,11 +254,14 @@ def _program(
 def _solve(
   program: _LinearProgram,
   cost: np.ndarray,
-  more: tuple[np.ndarray, float] | None,
+  time_bound: tuple[np.ndarray, float] | None,
 ) -> np.ndarray | None:
   upper, bound = program.upper, program.bound
-  if more is not None:
-    upper, bound = np.vstack([upper, more[0]]), np.append(bound, more[1])
+  if time_bound is not None:
+    upper, bound = (
+      np.vstack([upper, time_bound[0]]),
+      np.append(bound, time_bound[1]),
+    )
   result = _linprog()(
     cost,
     A_ub=upper,

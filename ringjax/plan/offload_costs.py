@@ -475,13 +475,13 @@ def _steps(
   task: OffloadTask,
   rows: int,
   q: int,
-  seen: int,
+  keys_seen: int,
   scores: int,
 ) -> dict[str, Affine]:
   """Bytes at work in a layer's steps on the device, by step or in all."""
   D, N, F = shape.embed, shape.queries, shape.hidden
-  matrix = 2.0 * rows * shape.heads * q * seen * scores
-  half_bytes = rows * seen * shape.kv  # keys, or values, in 16 bits
+  matrix = 2.0 * rows * shape.heads * q * keys_seen * scores
+  half_bytes = rows * keys_seen * shape.kv  # keys, or values, in 16 bits
   query = 2.0 * rows * q * N
   qkv = _affine(2.0 * rows * q * (D + N + shape.kv))
   out = _affine(2.0 * rows * q * (N + D))

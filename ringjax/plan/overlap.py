@@ -382,34 +382,34 @@ class _Walk:
     for instruction in self._program.computations[name]:
       self._step(name, instruction)
 
-  def _step(self, name: str, one: HloInstruction) -> None:
+  def _step(self, name: str, instruction: HloInstruction) -> None:
     program = self._program
-    kind = program.collective(one)
-    inside = program.callees(one)
+    kind = program.collective(instruction)
+    inside = program.callees(instruction)
     sends = any(map(program.holds_collective, inside))
     operand = next(
       (
         operand_name
-        for operand_name in one.operands
+        for operand_name in instruction.operands
         if (name, operand_name) in self._arrives
       ),
       None,
     )
     if kind == _PERMUTE:
-      self._send(name, one)
-    elif one.op.endswith("-done") and operand is not None:
+      self._send(name, instruction)
+    elif instruction.op.endswith("-done") and operand is not None:
       self._wait_until(*self._arrives.pop((name, operand)))
     elif kind is not None:
-      self._run_collective(name, one, kind)
-    elif one.op == "while" and sends:
-      self._loop(program.trips(name, one), inside[0])
-    elif one.op == "conditional" and sends:
+      self._run_collective(name, instruction, kind)
+    elif instruction.op == "while" and sends:
+      self._loop(program.trips(name, instruction), inside[0])
+    elif instruction.op == "conditional" and sends:
       self.run(max(inside, key=program.cycles))
-    elif one.op == "call":
+    elif instruction.op == "call":
       for callee in inside:
         self.run(callee)
     else:
-      self._advance("work", program.price(name, one), "busy")
+      self._advance("work", program.price(name, instruction), "busy")
 
   def _advance(self, kind: str, cycles: float, *sums: Any) -> None:
     """Advance the clock by cycles of work or waiting."""
@@ -418,38 +418,40 @@ class _Walk:
     for name in ("now", *sums):
       self.sums[name] += cycles
 
-  def _send(self, name: str, one: HloInstruction) -> None:
-    pairs = (self._program.inner(one) or one).pairs
-    cycles = link_cycles(self._program, one, self._measure(pairs))
+  def _send(self, name: str, permute: HloInstruction) -> None:
+    pairs = (self._program.inner(permute) or permute).pairs
+    cycles = link_cycles(self._program, permute, self._measure(pairs))
     begin = max(self.sums["now"], self._busy_until.get(pairs, 0.0))
     end = self._busy_until[pairs] = begin + cycles
     self.sums["carried", pairs] += cycles
     self._record_span(
       f"link {1 + list(self._busy_until).index(pairs)}", "send", begin, end
     )
-    if one.op == _PERMUTE:
+    if permute.op == _PERMUTE:
       self._advance("wait", end - self.sums["now"], "synchronous")
     else:
-      self._arrives[name, one.name] = (end, _PERMUTE)
+      self._arrives[name, permute.name] = (end, _PERMUTE)
 
-  def _run_collective(self, name: str, one: HloInstruction, kind: str) -> None:
+  def _run_collective(
+    self, name: str, instruction: HloInstruction, kind: str
+  ) -> None:
     """Run a collective that is not a permute; these follow each other."""
-    received, cycles = received_bytes(self._program, one, kind)
+    received, cycles = received_bytes(self._program, instruction, kind)
     now_cycles = self.sums["now"]
-    asynchronous = one.op.endswith("-start")
+    asynchronous = instruction.op.endswith("-start")
     begin = (
       max(now_cycles, self._busy_until.get("others", 0.0))
       if asynchronous
       else now_cycles
     )
-    work = one.estimate or 0.0 if one.op == "fusion" else 0.0
+    work = instruction.estimate or 0.0 if instruction.op == "fusion" else 0.0
     end = self._busy_until["others"] = begin + max(cycles, work)
     self.sums[kind, "count"] += 1
     self.sums[kind, "nbytes"] += received
     self.sums[kind, "link"] += cycles
     self._record_span("others", "send", begin, end)
     if asynchronous:
-      self._arrives[name, one.name] = (end, kind)
+      self._arrives[name, instruction.name] = (end, kind)
       return
     self.sums["now"] += work
     self.sums["busy"] += work

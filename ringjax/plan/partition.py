@@ -230,5 +230,5 @@ def _reasons(
   return sentences
 
 
-def _count(count: int, thing: str) -> str:
-  return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+def _count(count: int, noun: str) -> str:
+  return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

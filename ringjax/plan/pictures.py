@@ -415,22 +415,22 @@ def write(
   return paths
 
 
-def _draw(found: Sequence[Panel], words: str, path: str) -> None:
+def _draw(panel_list: Sequence[Panel], words: str, path: str) -> None:
   """Draw one picture of panels side by side, with `words` above."""
-  shards = len(found[0].steps[0].cells)
+  shards = len(panel_list[0].steps[0].cells)
   cell = 0.72 if shards <= 4 else 0.5
   # A panel is at least as wide as its title.
-  widths = [max(2.6, 1.3 * cell * len(panel.steps)) for panel in found]
+  widths = [max(2.6, 1.3 * cell * len(panel.steps)) for panel in panel_list]
   fig, grid = draw.figure(
-    max(6.0, 1.0 + sum(widths)), 1.5 + cell * shards, 1, len(found),
+    max(6.0, 1.0 + sum(widths)), 1.5 + cell * shards, 1, len(panel_list),
     squeeze=False, width_ratios=widths,
   )  # fmt: skip
-  for ax, panel in zip(grid[0], found, strict=True):
+  for ax, panel in zip(grid[0], panel_list, strict=True):
     _draw_panel(ax, panel)
   grid[0][0].set_ylabel("device", fontsize=9)
   fig.suptitle(words, fontsize=10)
   draw.legend(
-    fig, _handles(found, shards), ncols=8, fontsize=8, handlelength=1.0,
+    fig, _handles(panel_list, shards), ncols=8, fontsize=8, handlelength=1.0,
     columnspacing=1.0, handletextpad=0.4,
   )  # fmt: skip
   image = importlib.import_module("PIL.Image")
@@ -516,11 +516,14 @@ def _draw_keys(ax: Any, x: float, device: int, cell: DeviceShards) -> None:
     )  # fmt: skip
 
 
-def _handles(found: Sequence[Panel], shards: int) -> list[Any]:
+def _handles(panel_list: Sequence[Panel], shards: int) -> list[Any]:
   lines = importlib.import_module("matplotlib.lines")
   light = 0.45 * np.array(_rgb("#606060")) + 0.55
   kinds_sent = {
-    send.what for panel in found for step in panel.steps for send in step.sends
+    send.what
+    for panel in panel_list
+    for step in panel.steps
+    for send in step.sends
   }
   return [
     *(draw.patch(_COLORS[k], f"keys of {k}") for k in range(shards)),

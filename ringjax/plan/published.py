@@ -81,7 +81,9 @@ class Row:
     return files.record(self, "difference")
 
 
-def _speeds(name: str, tokens: int, ranks: int, given: _Row) -> list[Row]:
+def _speeds(
+  name: str, tokens: int, ranks: int, published_row: _Row
+) -> list[Row]:
   profile, prompt = profiles.load(name), Prompt(tokens=tokens)
   tsp = schedules.tsp(profile, prompt, ranks, NETWORK).seconds
   kvr = partition.find(profile, prompt, ranks, NETWORK).seconds
@@ -91,7 +93,9 @@ def _speeds(name: str, tokens: int, ranks: int, given: _Row) -> list[Row]:
     Row(
       "300 GB/s", name, tokens, ranks, quantity, paper, float(our_value), fitted
     )
-    for quantity, paper, our_value in zip(whats, given, ours, strict=True)
+    for quantity, paper, our_value in zip(
+      whats, published_row, ours, strict=True
+    )
   ]
 
 

@@ -114,13 +114,13 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
   )
 
 
-def _loops(found: Compiled) -> str:
+def _loops(compiled: Compiled) -> str:
   """Text of the assumed trip counts of loops that depend on data, or ""."""
-  assert found.report is not None
-  counts = sorted(set(found.report.counted_by_data.values()))
+  assert compiled.report is not None
+  counts = sorted(set(compiled.report.counted_by_data.values()))
   if not counts:
     return ""
-  loops = len(found.report.counted_by_data)
+  loops = len(compiled.report.counted_by_data)
   return (
     f"{loops} are taken to turn {', '.join(f'{n:g}' for n in counts)} times"
   )

@@ -676,11 +676,11 @@ def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> bool:
 
 def _check_cover(
   tickets: Sequence[Ticket],
-  whole: dict[str, tuple[list[tuple[int, int]], str]],
+  ranges_by_leaf: dict[str, tuple[list[tuple[int, int]], str]],
   want: Ranges,
 ) -> None:
   """Raise unless each wanted number comes from exactly one source."""
-  for name, (ranges, _) in whole.items():
+  for name, (ranges, _) in ranges_by_leaf.items():
     boxes = []
     for ticket in tickets:
       for leaf in ticket.layout.leaves:

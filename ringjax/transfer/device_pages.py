@@ -221,9 +221,9 @@ def _parts(x: jax.Array) -> list[tuple[Box, jax.Array]]:
   return list(shards.items())
 
 
-def _chunks(rows: list[int], whole: int) -> list[list[int]]:
+def _chunks(rows: list[int], num_rows: int) -> list[list[int]]:
   """Split rows into chunks of 1, 2, 4, ..., so that few programs suffice."""
-  if len(rows) == whole:
+  if len(rows) == num_rows:
     return [rows]
   chunks, start = [], 0
   while start < len(rows):
@@ -338,20 +338,20 @@ def _check_once(pieces: list[PagePiece], count: int, volume: int) -> None:
       raise ValueError("pieces that overlap, or with gaps between them")
 
 
-def _check_lists(found: Any, size: int) -> list[list[Any]]:
-  valid = isinstance(found, list) and all(
-    isinstance(item, list) and len(item) == size for item in found
+def _check_lists(values: Any, size: int) -> list[list[Any]]:
+  valid = isinstance(values, list) and all(
+    isinstance(item, list) and len(item) == size for item in values
   )
   if not valid:
     raise TypeError(f"no list of {size} each")
-  return found
+  return values
 
 
-def _check_integers(found: Any, most: int) -> None:
-  valid = isinstance(found, list) and all(
-    type(number) is int for number in found
+def _check_integers(values: Any, most: int) -> None:
+  valid = isinstance(values, list) and all(
+    type(number) is int for number in values
   )
-  if not valid or not all(0 <= number < most for number in found):
+  if not valid or not all(0 <= number < most for number in values):
     raise ValueError("no integers in their range")
 
 

@@ -551,9 +551,9 @@ class _Running:
     work.held = need
     return True
 
-  def wait_for(self, work: _RoutedWork, have: int) -> None:
+  def wait_for(self, work: _RoutedWork, num_cached: int) -> None:
     """Add to the queue the seconds of a prompt with some cached tokens."""
-    prompt_alone = QueuedPrompts.of(work.asked.prompt_tokens, have)
+    prompt_alone = QueuedPrompts.of(work.asked.prompt_tokens, num_cached)
     work.alone_s = reading_s(self.spec.times, [prompt_alone])
     self.queued_s += work.alone_s
 
@@ -870,7 +870,7 @@ class _TakingTurns(_Running):
     seconds: float,
     name: str,
     kind: str,
-    done: Callable[[], None],
+    finish: Callable[[], None],
   ) -> None:
     """Occupy a stage for some seconds, then call `done`."""
     stage, now_s = self.pipeline[index], self.cluster.now
@@ -878,7 +878,7 @@ class _TakingTurns(_Running):
 
     def release_stage() -> None:
       stage.busy = False
-      done()
+      finish()
       self.wake()
 
     self.cluster.at(now_s + seconds, release_stage)
@@ -1011,34 +1011,34 @@ class _ClusterRun:
     if self._next < len(self.trace):
       self.at(self.now + float(planner.window_s), self._plan_roles)
 
-  def _route(self, one: TraceRequest, served: ServedRequest) -> None:
+  def _route(self, request: TraceRequest, served: ServedRequest) -> None:
     # An id names a whole prefix; the last block may be incomplete.
-    full_blocks = one.blocks[: one.prompt_tokens // one.block]
+    full_blocks = request.blocks[: request.prompt_tokens // request.block]
     if self.spec.roles is not None:
       cached_counts = (
-        (instance.name, instance.prefixes.match(full_blocks, one.block))
+        (instance.name, instance.prefixes.match(full_blocks, request.block))
         for instance in self.in_order
       )
       self.came.append(
         dataclasses.replace(
-          one, cached=tuple(entry for entry in cached_counts if entry[1])
+          request, cached=tuple(entry for entry in cached_counts if entry[1])
         )
       )
 
     def cached(name: str) -> int:
       cached_tokens = self._instance(name).prefixes.match(
-        full_blocks, one.block
+        full_blocks, request.block
       )
-      return min(cached_tokens, one.prompt_tokens - 1)
+      return min(cached_tokens, request.prompt_tokens - 1)
 
     routed_request = RoutedRequest(
-      number=one.number,
-      arrival_s=float(one.arrival),
-      prompt_tokens=one.prompt_tokens,
-      new_tokens=one.new_tokens,
+      number=request.number,
+      arrival_s=float(request.arrival),
+      prompt_tokens=request.prompt_tokens,
+      new_tokens=request.new_tokens,
       cached_tokens=cached,
     )
-    work = _RoutedWork(served, routed_request, full_blocks, one.block)
+    work = _RoutedWork(served, routed_request, full_blocks, request.block)
     route = self.policy.route(routed_request, self.views(), self.now)
     if isinstance(route, Rejected):
       served.rejected = route.reason or "rejected"
@@ -1055,12 +1055,12 @@ class _ClusterRun:
       served.rejected = why
       return
     cached_here = cached(target.name)
-    work.left = one.prompt_tokens
+    work.left = request.prompt_tokens
     tokens_after_fetch = max(
       cached_here, route.fetch_tokens if route.fetch_from else 0
     )
     target.queued += 1
-    target.queued_tokens += one.prompt_tokens
+    target.queued_tokens += request.prompt_tokens
     target.wait_for(work, tokens_after_fetch)
     if route.fetch_from is not None and route.fetch_tokens > cached_here:
       self._fetch(work, route, cached_here)
@@ -1069,7 +1069,7 @@ class _ClusterRun:
     if route.copy is not None:
       self._copy(work, route.copy, cached(route.copy.target))
 
-  def _fetch(self, work: _RoutedWork, route: Route, here: int) -> None:
+  def _fetch(self, work: _RoutedWork, route: Route, cached_here: int) -> None:
     target = work.prefill
     assert target is not None
     source = self._instance(str(route.fetch_from))
@@ -1081,10 +1081,17 @@ class _ClusterRun:
       target.enqueue(work)
 
     self.send(
-      "fetch", work, source, target, route.fetch_tokens - here, on_fetched
+      "fetch",
+      work,
+      source,
+      target,
+      route.fetch_tokens - cached_here,
+      on_fetched,
     )
 
-  def _copy(self, work: _RoutedWork, copy: PrefixCopy, here: int) -> None:
+  def _copy(
+    self, work: _RoutedWork, copy: PrefixCopy, cached_at_target: int
+  ) -> None:
     """Copy a prefix for later requests, unless that is in flight."""
     count = copy.tokens // max(1, work.block)
     blocks = work.blocks[:count]
@@ -1100,7 +1107,7 @@ class _ClusterRun:
       self.copying.discard(key)
       target.prefixes.keep(blocks, work.block)
 
-    moved = max(0, copy.tokens - here)
+    moved = max(0, copy.tokens - cached_at_target)
     self.send("copy", work, source, target, moved, on_copied)
 
   def _set_decode(self, work: _RoutedWork, name: str) -> None:
@@ -1270,10 +1277,10 @@ class _ClusterRun:
     for instance in waiting:
       instance.wake()
 
-  def wait_for_room(self, one: _Running) -> None:
+  def wait_for_room(self, instance: _Running) -> None:
     """Remember an instance whose next prompt waits for another's room."""
-    if one not in self.waiting:
-      self.waiting.append(one)
+    if instance not in self.waiting:
+      self.waiting.append(instance)
 
   def reserve(self, tokens: int) -> None:
     """Count tokens reserved for answers that have not begun."""
@@ -1294,12 +1301,12 @@ class _ClusterRun:
     source: _Running,
     target: _Running,
     tokens: int | float,
-    come: Callable[[], None],
+    on_arrival: Callable[[], None],
   ) -> None:
-    """Send the cache of some tokens; calls `come` on arrival."""
+    """Send the cache of some tokens; calls `on_arrival` then."""
     channel = self._channel(source.name, target.name)
     if channel is None:
-      come()
+      on_arrival()
       return
     nbytes = tokens * self.spec.kv_token_bytes
     start_s = max(self.now, self.link_free.get(channel.name, 0.0))
@@ -1312,7 +1319,7 @@ class _ClusterRun:
       nbytes,
       kind=kind,
       release_s=self.now,
-      then=lambda span: come(),
+      then=lambda span: on_arrival(),
     )
 
   def sending_tokens(self, name: str) -> int:
@@ -1361,15 +1368,15 @@ class _ClusterRun:
     if self.spec.timeline:
       self.spans.append(Span(name, kind, where, start, start, end, end))
 
-  def load(self, one: _Running) -> None:
+  def load(self, instance: _Running) -> None:
     """Record the load of an instance."""
     if self.spec.timeline:
-      self.loads[one.name].append(
+      self.loads[instance.name].append(
         LoadPoint(
           time_s=self.now,
-          queued_requests=one.queued,
-          running_requests=len(one.rows) + len(one.joining),
-          used_tokens=one.used,
+          queued_requests=instance.queued,
+          running_requests=len(instance.rows) + len(instance.joining),
+          used_tokens=instance.used,
         )
       )
 

@@ -360,12 +360,12 @@ class Conductor(FastestDecode):
       else without_fetch
     )
 
-  def _much_longer(self, longest: int, here: int) -> bool:
-    """Whether a prefix is more than `threshold` times longer than `here`."""
+  def _much_longer(self, longest: int, own_prefix: int) -> bool:
+    """Whether a prefix is more than `threshold` times longer than the own."""
     # As a product, which is also valid for `here` == 0; inf means never.
-    if longest <= here or self.threshold == math.inf:
+    if longest <= own_prefix or self.threshold == math.inf:
       return False
-    return not here or longest > self.threshold * here
+    return not own_prefix or longest > self.threshold * own_prefix
 
   def _copy(
     self,
@@ -653,13 +653,13 @@ def routing_policy(
 
 def _named(
   text: str,
-  known: Mapping[str, Callable[..., RoutingPolicy]],
+  policies: Mapping[str, Callable[..., RoutingPolicy]],
   names: Sequence[str],
   costs: RoutingCosts | None,
   fixed: Mapping[str, RoutingPolicy],
 ) -> RoutingPolicy:
   name, colon, options_text = text.partition(":")
-  if name not in known:
+  if name not in policies:
     raise OptionError(
       "policy",
       repr(text),
@@ -667,7 +667,7 @@ def _named(
       "pass policy='conductor:threshold=2', or "
       "'predictive:tpot_s=0.1,decode_s=20/conductor'",
     )
-  policy_class = known[name]
+  policy_class = policies[name]
   options = [
     f.name
     for f in dataclasses.fields(policy_class)  # pyrefly: ignore

@@ -239,7 +239,7 @@ class DriftingRoles:
     roles: Mapping[str, str],
     role: str,
     order: Sequence[InstanceView],
-    made: Mapping[str, SimulatedInstance],
+    simulated: Mapping[str, SimulatedInstance],
   ) -> Iterator[dict[str, str]]:
     """Yield changes of one instance to a role.
 
@@ -248,7 +248,7 @@ class DriftingRoles:
     kinds_tried: list[SimulatedInstance] = []
     for view in order:
       kind = dataclasses.replace(
-        made[view.name], name="one", role="both", prefix_blocks={}
+        simulated[view.name], name="one", role="both", prefix_blocks={}
       )
       if roles[view.name] == role or kind in kinds_tried:
         continue

@@ -440,19 +440,19 @@ class ElasticWorkers:
     self,
     kind: str,
     instance: int,
-    what: Any,
+    payload: Any,
     manager: ElasticManager,
     sent: collections.Counter[str],
   ) -> None:
     if kind == "join":
-      self._members[instance] = what
+      self._members[instance] = payload
       manager.join(instance)
     elif kind == "leave":
       manager.leave(instance)
     elif kind == "gone":
-      self._drop_lost(instance, manager, what)
+      self._drop_lost(instance, manager, payload)
     elif kind in ("done", "failed") and instance in self._members:
-      fields = what.fields
+      fields = payload.fields
       sent.update(fields.get("bytes_sent", {}))
       manager.answered(
         fields["call"],
@@ -580,7 +580,7 @@ def _per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
 
 
 def _start_process(
-  instance: int, told: dict[str, Any]
+  instance: int, settings: dict[str, Any]
 ) -> subprocess.Popen[str]:
   """Start a process that loads the model."""
   environ = {
@@ -595,7 +595,7 @@ def _start_process(
     text=True,
   )
   assert process.stdin is not None
-  process.stdin.write(json_text({**told, "number": instance}) + "\n")
+  process.stdin.write(json_text({**settings, "number": instance}) + "\n")
   process.stdin.flush()
   return process
 

@@ -637,10 +637,10 @@ def _aggregated_link(link: Link | None, lanes: int) -> Link | None:
   return dataclasses.replace(link, bandwidth=link.bandwidth * lanes)
 
 
-def _instance_group(role: str, one: _Rated, count: int) -> InstanceGroup:
-  (t, p), *_ = one.shapes
+def _instance_group(role: str, unit: _Rated, count: int) -> InstanceGroup:
+  (t, p), *_ = unit.shapes
   return InstanceGroup(
-    role=role, tensor=t, stages=p, count=count, goodput=one.rate
+    role=role, tensor=t, stages=p, count=count, goodput=unit.rate
   )
 
 

@@ -41,7 +41,7 @@ WEIGHTS, WORKERS = "weights", "workers"
 
 
 # ---------------------------------------------------------------------------
-# Starts
+# Start times
 # ---------------------------------------------------------------------------
 
 
@@ -278,10 +278,10 @@ class LoadControl:
     self.groups = [earlier for earlier, _ in running] + [group]
     self._end_tokens = [cached for _, cached in running] + [end_tokens]
 
-  def _first_fit(self, end: int, held: int, group: SequenceGroup) -> int:
+  def _first_fit(self, end: int, cached: int, group: SequenceGroup) -> int:
     """First step from which a start fits at the end of another group."""
     # Later starts add fewer tokens, and the limit never falls.
-    room = lambda start: self.limit.at(start) - held - group.prompts
+    room = lambda start: self.limit.at(start) - cached - group.prompts
     enough = lambda start: start >= end + 1 - room(start) // group.rows
     steps = range(group.start, end + 1)
     return group.start + bisect.bisect_left(steps, True, key=enough)
@@ -327,7 +327,7 @@ def loads(groups: Sequence[SequenceGroup]) -> Iterator[tuple[int, int]]:
 
 
 # ---------------------------------------------------------------------------
-# Two stages
+# Two-stage pipeline
 # ---------------------------------------------------------------------------
 
 

@@ -807,12 +807,12 @@ class ClusterRouter:
       for request, remaining in traced
     ]
 
-  def _able(self, what: str) -> list[ClusterInstance]:
+  def _able(self, ability: str) -> list[ClusterInstance]:
     """Instances that take new work of a kind ("prefills", "decodes")."""
     return [
       instance
       for instance in self._instances.values()
-      if not instance.leaving and getattr(instance.view(), what)
+      if not instance.leaving and getattr(instance.view(), ability)
     ]
 
   def _views(self) -> list[InstanceView]:
@@ -968,48 +968,48 @@ class ClusterRouter:
     )
     return name in self._instances
 
-  def _on_disconnect(self, one: ClusterInstance, why: str) -> None:
+  def _on_disconnect(self, instance: ClusterInstance, why: str) -> None:
     """Remove an instance and restart its work on other instances."""
     with self._work:
       self._links -= 1
-      if self._instances.get(one.name) is not one:
+      if self._instances.get(instance.name) is not instance:
         return
-      del self._instances[one.name]
+      del self._instances[instance.name]
       self._work.notify_all()
-      self.blocks.forget(one.name)
-      self.counters.lost += not one.leaving
+      self.blocks.forget(instance.name)
+      self.counters.lost += not instance.leaving
       for copy in {id(x): x for x in self._copies.values()}.values():
-        if one in (copy.source, copy.target):
+        if instance in (copy.source, copy.target):
           self._end_copy(copy)
       for state in list(self._requests.values()):
         answers = state.stage == "answering"
-        if state.source is one:
+        if state.source is instance:
           # The reader computes what it would have fetched.
           self._drop_source(state)
-          if state.stage == "fetching" and state.reader is not one:
+          if state.stage == "fetching" and state.reader is not instance:
             self._begin_reading(state)
-        pulls = answers and state.decoder is not one and not state.more
-        if state.reader is one and pulls:
+        pulls = answers and state.decoder is not instance and not state.more
+        if state.reader is instance and pulls:
           # The decode instance pulls now, or reports that it could not.
           self._release_reader(state)
-        elif one in (state.reader, state.decoder if answers else None):
-          self._restart(state, f"{one.name}: {why}")
+        elif instance in (state.reader, state.decoder if answers else None):
+          self._restart(state, f"{instance.name}: {why}")
       self._dispatch()
 
-  def _hear(self, one: ClusterInstance, fields: dict[str, Any]) -> None:
+  def _hear(self, instance: ClusterInstance, fields: dict[str, Any]) -> None:
     """Handle a message of an instance."""
     kind = fields["t"]
     with self._work:
-      one.heard += 1
+      instance.heard += 1
       self._work.notify_all()
       if kind == "view":
-        one.hear_load(fields, self._expected)
+        instance.hear_load(fields, self._expected)
         self._dispatch()
         return
       if kind == "blocks":
         self.blocks.apply(
           BlockEvent(
-            instance=one.name,
+            instance=instance.name,
             epoch=fields["epoch"],
             number=fields["number"],
             kind=fields["kind"],
@@ -1018,7 +1018,7 @@ class ClusterRouter:
         )
         return
       if kind == "leave":
-        one.leaving = True
+        instance.leaving = True
         self._dispatch()
         return
       copy = self._copies.get(fields["id"])
@@ -1173,7 +1173,7 @@ class ClusterRouter:
         instance.link.tell(t="cancel", id=task)
 
   # -------------------------------------------------------------------------
-  # Where requests are
+  # Dispatch
   # -------------------------------------------------------------------------
 
   def _dispatch(self) -> None:
@@ -1222,7 +1222,7 @@ class ClusterRouter:
         tokens_by_instance[state.reader.name] += state.prompt.size
     return tokens_by_instance
 
-  def _fitting(self, state: RoutedState, what: str) -> list[InstanceView]:
+  def _fitting(self, state: RoutedState, ability: str) -> list[InstanceView]:
     """Instances that can ever take a request, sorted by name.
 
     Where none of them does the work `what`, the request's patience begins.
@@ -1237,11 +1237,11 @@ class ClusterRouter:
       if self._instances[view.name].capacity
       >= prompt + (1 if view.role == "prefill" else new)
     ]
-    if any(getattr(view, what) for view in fitting):
+    if any(getattr(view, ability) for view in fitting):
       state.alone_since = None
       return fitting
-    if state.alone_since is None or state.alone_for != what:
-      state.alone_since, state.alone_for = self._clock(), what
+    if state.alone_since is None or state.alone_for != ability:
+      state.alone_since, state.alone_for = self._clock(), ability
     return []
 
   def _policy_request(
@@ -1365,12 +1365,12 @@ class ClusterRouter:
     state.stage = "read" if last else "reading"
     self._dispatch()
 
-  def _offer(self, one: ClusterInstance, state: RoutedState) -> int:
+  def _offer(self, instance: ClusterInstance, state: RoutedState) -> int:
     """Let an instance publish its pages of a prompt; return the task number."""
     task = next(self._task_numbers)
     self._tasks[task] = state
     fields = request_fields(state.handle.request, state.prompt)
-    one.link.tell(t="offer", id=task, request=fields)
+    instance.link.tell(t="offer", id=task, request=fields)
     return task
 
   def _drop_source(self, state: RoutedState) -> None:
@@ -1425,7 +1425,7 @@ class ClusterRouter:
     state.task = self._send(decoder, state, reads=False)
 
   def _send(
-    self, one: ClusterInstance, state: RoutedState, *, reads: bool
+    self, instance: ClusterInstance, state: RoutedState, *, reads: bool
   ) -> int:
     """Send a task to an instance; return the task number."""
     task = next(self._task_numbers)
@@ -1456,18 +1456,18 @@ class ClusterRouter:
       fields["more"] = state.more
     fields["address"] = owner and owner.address
     self._tasks[task] = state
-    one.sent += 1
+    instance.sent += 1
     new = 1 if reads else state.routed.new_tokens
     size, queued = state.routed.prompt_tokens, None
     reads = reads or state.whole
-    state.expected = self._cached(state)(one.name)
+    state.expected = self._cached(state)(instance.name)
     if state.tickets:
       moved = state.fetch_tokens if reads else size
       state.expected = max(state.expected, moved)
     if reads:
       queued = QueuedPrompts.of(size, state.expected)
-    one.since.append(SentTask(one.sent, queued, size, new))
-    one.link.tell(**fields)
+    instance.since.append(SentTask(instance.sent, queued, size, new))
+    instance.link.tell(**fields)
     return task
 
   def _release_reader(self, state: RoutedState) -> None:
@@ -1578,7 +1578,7 @@ class ClusterRouter:
       self._work.notify_all()
 
   # -------------------------------------------------------------------------
-  # Time
+  # Deadlines
   # -------------------------------------------------------------------------
 
   def _watch(self) -> None:
