@@ -27,7 +27,7 @@ from ringjax.nn.linear import ExpertLinear, Linear, linear_product
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf
 
-# Most tokens of a call whose products are made group by group.
+# Maximum tokens of a call whose products are made group by group.
 _FEW = 64
 
 
@@ -76,7 +76,7 @@ class BlockLayout:
 
 
 class BlockCodesLinear(nnx.Module):
-  """A `Linear` whose weight stays codes in groups along its inputs.
+  """A `Linear` with its weight stored as codes in groups along its inputs.
 
   It is made of arrays, or of their shapes.
 

@@ -872,7 +872,7 @@ class _TakingTurns(_Running):
     kind: str,
     finish: Callable[[], None],
   ) -> None:
-    """Occupy a stage for some seconds, then call `done`."""
+    """Occupy a stage for some seconds, then call `finish`."""
     stage, now_s = self.pipeline[index], self.cluster.now
     stage.busy, self.stage_free[index] = True, now_s + seconds
 

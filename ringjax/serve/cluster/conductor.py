@@ -362,7 +362,7 @@ class Conductor(FastestDecode):
 
   def _much_longer(self, longest: int, own_prefix: int) -> bool:
     """Whether a prefix is more than `threshold` times longer than the own."""
-    # As a product, which is also valid for `here` == 0; inf means never.
+    # As a product, which is also valid for `own_prefix` == 0; inf means never.
     if longest <= own_prefix or self.threshold == math.inf:
       return False
     return not own_prefix or longest > self.threshold * own_prefix

@@ -1,4 +1,4 @@
-"""Scheduler of elastic instance groups: who prefills, who decodes, how many.
+"""Scheduler of elastic instance groups for prefill and decode.
 
 Each instance has all weights and slots for tokens. A group of instances
 prefills a batch of prompts by sequence parallelism; while keys circulate on its
