@@ -1,7 +1,7 @@
 """Linear maps with a low-rank adapter for each row of a batch.
 
 Guarantees: a row with adapter n is mapped by x (W + s A_n B_n); a row with
-adapter 0, which is zeros, as without any.
+adapter 0, which is zeros, as without adapters.
 Cost: 2 r (in + out) FLOPs a token more; W is read once for all rows.
 Ref: Hu et al. 2021, LoRA, arXiv 2106.09685; Sheng et al. 2023, S-LoRA,
 arXiv 2311.03285.
@@ -30,10 +30,10 @@ _ROWS: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def adapter_rows(rows: Int[Array, " B"] | None) -> Iterator[None]:
-  """Which adapter each row of the batch has, while a model is traced.
+  """Set each row's adapter while a model is traced.
 
   Args:
-    rows: int32 [B], 0 for none; or None where there are no adapters.
+    rows: Adapter of each row, int32 [B], 0 for none; or None without adapters.
   """
   token = _ROWS.set(rows)
   try:
@@ -43,12 +43,12 @@ def adapter_rows(rows: Int[Array, " B"] | None) -> Iterator[None]:
 
 
 class AdaptedLinear(nnx.Module):
-  """A `Linear` and what adapters add to it.
+  """A `Linear` with low-rank adapters that are added to it.
 
   Attributes:
-    base: the map.
-    a: [adapters, *in, r], or with a leading axis of layers.
-    b: [adapters, r, *out], the same; times the adapters' scales.
+    base: Wrapped map.
+    a: First factors, [adapters, *in, r], or with a leading axis of layers.
+    b: Second factors, [adapters, r, *out], likewise; includes the scales.
   """
 
   def __init__(
@@ -78,10 +78,10 @@ class AdaptedLinear(nnx.Module):
       x.reshape(*x.shape[:2], inner),
       a.reshape(a.shape[0], inner, rank).astype(x.dtype),
     )
-    more = jnp.einsum(
+    update = jnp.einsum(
       "btr,bro->bto", low, b.reshape(*b.shape[:2], -1).astype(x.dtype)
     )
-    return y + more.reshape(y.shape).astype(y.dtype)
+    return y + update.reshape(y.shape).astype(y.dtype)
 
 
 class SummedLinear(nnx.Module):
@@ -90,10 +90,10 @@ class SummedLinear(nnx.Module):
   For weights that are fetched when a layer runs: the sum exists only then.
 
   Attributes:
-    base: the map of the frozen weight.
-    a: [*in, r], or with a leading axis of layers.
-    b: [r, *out], the same.
-    scale: of the product.
+    base: Map with the frozen weight.
+    a: First factor, [*in, r], or with a leading axis of layers.
+    b: Second factor, [r, *out], likewise.
+    scale: Factor on the product.
   """
 
   def __init__(
@@ -113,9 +113,9 @@ class SummedLinear(nnx.Module):
     into = math.prod(weight.shape[:split])
     a = self.a.get_value()
     b = self.b.get_value().reshape(a.shape[-1], -1)
-    more = jnp.matmul(a.reshape(into, -1), b).reshape(weight.shape)
-    more = more * jnp.asarray(self.scale, a.dtype)
-    whole = (weight.astype(more.dtype) + more).astype(weight.dtype)
-    found = jax.tree.map(lambda x: x, self.base)
-    found.weight = self.base.weight.replace(whole)
-    return found(x)
+    update = jnp.matmul(a.reshape(into, -1), b).reshape(weight.shape)
+    update = update * jnp.asarray(self.scale, a.dtype)
+    summed = (weight.astype(update.dtype) + update).astype(weight.dtype)
+    summed_map = jax.tree.map(lambda x: x, self.base)
+    summed_map.weight = self.base.weight.replace(summed)
+    return summed_map(x)

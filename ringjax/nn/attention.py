@@ -24,12 +24,12 @@ from ringjax.ops.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature:
-  """Queries grow with their position: 1 + scale ln(1 + floor((p + c) / n)).
+  """Queries scale with their position: 1 + scale ln(1 + floor((p + c) / n)).
 
   Attributes:
-    scale: as above.
-    floor: n.
-    counted: c, the position of the first token.
+    scale: Factor of the logarithm.
+    floor: n, number of positions of a step.
+    counted: Position of the first token, c.
   """
 
   scale: float
@@ -46,11 +46,13 @@ class Temperature:
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-  """The slopes of Press et al. 2021, arXiv 2108.12409, for any `heads`."""
-  two = 1 << (heads.bit_length() - 1)
-  slopes = [2 ** (-8 * (i + 1) / two) for i in range(two)]
-  more = [2 ** (-4 * (i + 1) / two) for i in range(0, 2 * (heads - two), 2)]
-  return tuple(slopes + more)
+  """Slopes of Press et al. 2021, arXiv 2108.12409, for any number of heads."""
+  power = 1 << (heads.bit_length() - 1)
+  slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+  further = [
+    2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)
+  ]
+  return tuple(slopes + further)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,32 +60,32 @@ class Attention:
   """Grouped-query attention of one layer.
 
   Attributes:
-    heads: query heads, N.
-    kv_heads: K.
-    head_dim: H, of queries and keys.
-    value_dim: J, of values; None: H.
-    value_scale: what values are multiplied by.
-    mask: who sees whom.
-    rope: None for a layer without positions.
-    scale: of the logits; default H**-0.5.
-    bias: of the query, key and value projections.
-    out_bias: of the output projection.
-    soft_cap: of the logits.
-    qk_norm: norm of queries and keys, None for none.
-    qk_norm_whole: over all heads together instead of each alone.
-    qk_norm_late: after the rotation instead of before it.
-    qk_norm_per_head: with a weight for each head (LayerNorm).
-    clip: values, and queries and keys before their rotation, are clipped to
-      at most this size; not with a late norm.
-    temperature: of the queries by position.
-    sinks: a learned score per head that takes part in the softmax.
-    alibi: slopes per head, or None.
-    gated: the output is multiplied by the sigmoid of a projection.
-    value_norm: norm of each head's values, None for none.
-    one_map: values are the projection of the keys too, before its norm.
-    group: a name for layers that read the keys and values of the first of
-      them; None: the layer reads its own.
-    reads: it has none of its own, but reads those of its group.
+    heads: Number of query heads, N.
+    kv_heads: Number of key heads, K.
+    head_dim: Size of a head of queries and keys, H.
+    value_dim: Size of a head of values, J; None for H.
+    value_scale: Factor on the values.
+    mask: Mask between queries and keys.
+    rope: Rotation; None for a layer without positions.
+    scale: Factor on the logits; default H**-0.5.
+    bias: Whether the query, key and value projections have biases.
+    out_bias: Whether the output projection has a bias.
+    soft_cap: Soft cap of the logits.
+    qk_norm: Norm of queries and keys, None for none.
+    qk_norm_whole: Whether it is over all heads together, not over each.
+    qk_norm_late: Whether it is after the rotation instead of before it.
+    qk_norm_per_head: Whether it has a weight for each head (LayerNorm).
+    clip: Bound to which values, and queries and keys before their rotation, are
+      clipped; not with a late norm.
+    temperature: Scaling of the queries by position.
+    sinks: Whether each head has a learned score that takes part in the softmax.
+    alibi: Slopes of the heads, or None.
+    gated: Whether the output is multiplied by the sigmoid of a projection.
+    value_norm: Norm of each head's values, None for none.
+    one_map: Whether the keys' projection, before its norm, is used as values.
+    group: Name of layers that share the keys and values of the first of them;
+      None: the layer has its own.
+    reads: Whether it has no keys, but reads those of its group.
   """
 
   heads: int
@@ -113,31 +115,31 @@ class Attention:
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
-    """What the tables of a call have to be made for."""
+    """Rotations that a call needs tables for."""
     return () if self.rope is None else (self.rope,)
 
   @property
   def pair_flops(self) -> int:
-    """Of a query and a key, in the products with keys and with values."""
+    """FLOPs per query and key, in the products with keys and with values."""
     return 2 * self.heads * (self.head_dim + self.value)
 
   @property
   def value(self) -> int:
-    """J, the head dim of the values."""
+    """J, the size of a head of values."""
     return self.head_dim if self.value_dim is None else self.value_dim
 
   @property
   def logit_scale(self) -> float:
-    """What the logits are multiplied by."""
+    """Factor on the logits."""
     return self.head_dim**-0.5 if self.scale is None else self.scale
 
   @property
   def reach(self) -> int | None:
-    """How many tokens a query looks back; None: all."""
+    """Number of tokens that a query looks back; None: all."""
     return self.mask.reach[0]
 
   def cache_shape(self, layers: int) -> LayerCacheSpec:
-    """What `layers` of this kind keep for a token."""
+    """Shape of what `layers` of this kind keep for a token."""
     return LayerCacheSpec(
       layers,
       self.kv_heads,
@@ -159,12 +161,12 @@ class Attention:
 
 
 def head_norm(rngs: nnx.Rngs, spec: Attention, heads: int) -> Any:
-  """The norm of queries or keys [..., heads, H] that a layer has, or none."""
+  """Make the norm of queries or keys [..., heads, H] of a layer, if any."""
   if spec.qk_norm is None:
     return Identity()
-  whole, apart = spec.qk_norm_whole, spec.qk_norm_per_head
-  dims = (heads, spec.head_dim) if whole or apart else (spec.head_dim,)
-  return spec.qk_norm.build(rngs, *dims, together=whole)
+  joint, per_head = spec.qk_norm_whole, spec.qk_norm_per_head
+  dims = (heads, spec.head_dim) if joint or per_head else (spec.head_dim,)
+  return spec.qk_norm.build(rngs, *dims, together=joint)
 
 
 class GroupedQuery(nnx.Module):
@@ -181,8 +183,10 @@ class GroupedQuery(nnx.Module):
       self.k = into(k, h, "kv_heads", spec.bias)
       self.v = None if spec.one_map else into(k, j, "kv_heads", spec.bias)
       self.k_norm = head_norm(rngs, spec, k)
-      own = spec.value_norm
-      self.v_norm = Identity() if own is None else own.build(rngs, j)
+      value_norm = spec.value_norm
+      self.v_norm = (
+        Identity() if value_norm is None else value_norm.build(rngs, j)
+      )
     self.o = Linear(
       rngs, (n, j), (embed,), ("heads", None, "embed"), bias=spec.out_bias
     )
@@ -206,25 +210,28 @@ class GroupedQuery(nnx.Module):
     v = self.v_norm(v)
     if spec.value_scale != 1.0:
       v = v * jnp.asarray(spec.value_scale, v.dtype)
-    late = spec.qk_norm_late and spec.qk_norm is not None
-    if late:
-      plain, q = q, self.q_norm(tokens.rotate(spec.rope, q))
+    norm_late = spec.qk_norm_late and spec.qk_norm is not None
+    if norm_late:
+      unrotated_q, q = q, self.q_norm(tokens.rotate(spec.rope, q))
     else:
-      plain, k = self._clipped(self.q_norm(q)), self._clipped(self.k_norm(k))
-      q = tokens.rotate(spec.rope, plain)
+      unrotated_q, k = (
+        self._clipped(self.q_norm(q)),
+        self._clipped(self.k_norm(k)),
+      )
+      q = tokens.rotate(spec.rope, unrotated_q)
     if spec.temperature is not None:
       q = spec.temperature(q, tokens.pos)
     cache = cache.append(
       jnp.swapaxes(k, 1, 2),
       jnp.swapaxes(self._clipped(v), 1, 2),
       tokens.at,
-      tokens.rotation(spec.rope, after=self.k_norm if late else None),
+      tokens.rotation(spec.rope, after=self.k_norm if norm_late else None),
     )
-    cache = cache.observe(lambda: q, lambda: plain)
+    cache = cache.observe(lambda: q, lambda: unrotated_q)
     return self._seen(x, q, tokens, cache, attend), cache
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
-    """Projections of queries, keys and values."""
+    """Project to queries, keys and values."""
     k = self.k(x)
     return self.q(x), k, k if self.v is None else self.v(x)
 
@@ -236,7 +243,7 @@ class GroupedQuery(nnx.Module):
     cache: LayerCache,
     attend: Attend,
   ) -> jax.Array:
-    """[B, T, D], of queries and the keys that a cache has by now."""
+    """[B, T, D] from queries and the keys that a cache now has."""
     spec = self.spec
     extras = Extras(
       scale=spec.logit_scale,

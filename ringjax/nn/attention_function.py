@@ -1,10 +1,10 @@
 """A dense attention function of the caller, over the keys of a cache.
 
 Guarantees: the function gets a layer's keys and values as plain arrays, a row's
-tokens one after another in the order of its slots, and zeros where there is
-none; it knows of no pages, tables or shards. Each query has a key that it may
-see: those of padding see all, and their results are not used.
-Cost: keys and values are cut out of the cache in each call, a copy of what the
+tokens one after another in the order of its slots, and zeros in empty slots; it
+needs no pages, tables or shards. Each query has a key that it may see: those of
+padding see all, and their results are not used.
+Cost: keys and values are sliced from the cache in each call, a copy of what the
 function reads unless XLA fuses it.
 Memory: that copy, a mask of B T S bools, and what the function makes.
 Ref: Prabhu et al. 2024, vAttention, arXiv 2405.04437.
@@ -36,12 +36,12 @@ DenseFunction = Callable[..., Any]
 
 
 def check_function(function: object, layers: tuple[Layer, ...]) -> None:
-  """Refuses what is no function, and layers whose scores it does not know.
+  """Check that a function is callable, and can compute the layers' scores.
 
   Raises:
-    InputTypeError: it can't be called.
-    OptionError: scores of layers are not those of queries, keys, a mask and a
-      scale alone, or their keys are not of heads.
+    InputTypeError: If it is not callable.
+    OptionError: If scores of layers depend on more than queries, keys, a mask
+      and a scale, or their keys have no heads.
   """
   if not callable(function):
     raise InputTypeError(
@@ -77,10 +77,10 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionAttention(CachedAttention):
-  """The keys stay in the cache, and a function of the caller reads them.
+  """Keys stay in the cache, and a function of the caller reads them.
 
   Attributes:
-    function: a `DenseFunction`.
+    function: Attention function, see `DenseFunction`.
     reach: Number of tokens that the function gets of each contiguous row of a
       pool, a multiple of its page; 0 for other caches.
     stride: Number of pages of a row of the pool, where row n of the call is
@@ -99,9 +99,9 @@ class FunctionAttention(CachedAttention):
     mask: Mask,
     extras: Extras,
   ) -> jax.Array:
-    alone = len(views) == 1 and views[0].mask is None
+    single_view = len(views) == 1 and views[0].mask is None
     terms = extras.soft_cap, extras.sinks, extras.slopes, extras.selection
-    if not alone or any(x is not None for x in terms):
+    if not single_view or any(x is not None for x in terms):
       raise OptionError(
         "attention_fn",
         "a function for keys in several arrays, or for scores with more terms",
@@ -113,9 +113,9 @@ class FunctionAttention(CachedAttention):
       view = self._row(view)
     size = view.shape[2]
     k, v = view.tile(0, size)
-    every = lambda c: Coords(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1]))
+    broadcast = lambda c: Coords(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1]))
                                for x in c))  # fmt: skip
-    queries, keys = every(at), every(view.at)
+    queries, keys = broadcast(at), broadcast(view.at)
     allowed = visible(mask, queries[:, :, None], keys[:, None])
     allowed |= ~jnp.any(allowed, 2, keepdims=True)
     real = keys.seg > 0
@@ -152,6 +152,6 @@ class FunctionAttention(CachedAttention):
 def _plain(
   x: Float[Array, "B K S X"], real: Bool[Array, "B S"], q: Array
 ) -> Float[Array, "B S K X"]:
-  """Keys or values as the function takes them, zeros where none is."""
+  """Keys or values in the function's layout, with zeros in empty slots."""
   x = jnp.where(real[:, None, :, None], x, 0)
   return jnp.swapaxes(x, 1, 2).astype(q.dtype)

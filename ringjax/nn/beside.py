@@ -1,7 +1,7 @@
 """Attention and a state space that read the same input, and are added.
 
-Guarantees: what the two give by themselves; each keeps what it keeps of
-tokens, keys and a state, so that a cache has two kinds for such layers.
+Guarantees: the results of both as they are alone; each keeps its own state of
+the tokens, keys and a recurrent state, so a cache has two kinds for a layer.
 Ref:  Zuo et al. 2025, Falcon-H1, arXiv 2507.22448.
 """
 
@@ -24,15 +24,15 @@ from ringjax.ops.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beside:
-  """Attention beside a state space.
+  """Attention in parallel with a state space model.
 
   Attributes:
-    attention: the one.
-    state: the other.
-    attention_in: what the input of attention is multiplied by.
-    attention_out: the same of its output.
-    state_in: the same of the state space's input.
-    state_out: the same of its output.
+    attention: Attention.
+    state: State space model.
+    attention_in: Factor on the input of attention.
+    attention_out: Factor on its output.
+    state_in: Factor on the state space model's input.
+    state_out: Factor on its output.
   """
 
   attention: Attention
@@ -44,22 +44,22 @@ class Beside:
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
-    """What the tables of a call have to be made for."""
+    """Rotations that a call needs tables for."""
     return self.attention.ropes
 
   @property
   def heads(self) -> int:
-    """Of the attention: whose scores there are."""
+    """Number of attention heads."""
     return self.attention.heads
 
   @property
   def pair_flops(self) -> int:
-    """Of a query and a key of the attention."""
+    """FLOPs per query and key of the attention."""
     return self.attention.pair_flops
 
   @property
   def reach(self) -> int | None:
-    """How many tokens it looks back: all, by its state."""
+    """Number of tokens it looks back: None, all by its state."""
     return None
 
   def build(self, rngs: nnx.Rngs, embed: int) -> BesideLayer:
@@ -84,9 +84,9 @@ class BesideLayer(nnx.Module):
     """[B, T, D] and the layer's caches, of attention and of the state."""
     spec, (keys, state) = self.spec, cache
     scaled = lambda y, scale: y * jnp.asarray(scale, y.dtype)
-    seen, keys = self.attention(
+    attended, keys = self.attention(
       scaled(x, spec.attention_in), tokens, keys, attend
     )
     carried, state = self.state(scaled(x, spec.state_in), tokens, state, attend)
-    y = scaled(seen, spec.attention_out) + scaled(carried, spec.state_out)
+    y = scaled(attended, spec.attention_out) + scaled(carried, spec.state_out)
     return y, (keys, state)

@@ -1,4 +1,4 @@
-"""Residual blocks: in which order attention, feedforward and norms come."""
+"""Residual blocks: the order of attention, feedforward and norms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ringjax.nn.streams import LowRank, Streams
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index
 
-# What mixes tokens, and what each token goes through alone.
+# Mixers of tokens, and feedforwards that act on each token alone.
 OneMixer = (
   Attention | ChannelDelta | Delta | Latent | Mamba1 | Mamba2 | ShortConv
 )
@@ -47,27 +47,27 @@ Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-  """One layer of a model: its parts and where the norms stand.
+  """One layer of a model: its parts and the places of its norms.
 
   Attributes:
-    attention: an `Attention`, or what else mixes tokens.
-    feedforward: `Plain`, `Gated`, `Experts`, or both `Beside` each other, which
-      has norms of its own before them; `NoFeedforward` for none.
-    norm: the kind of all its norms.
-    pre: norms before attention and feedforward.
-    post: norms behind them, before the residual is added.
-    parallel: attention and feedforward read the same input, and are added
-      together; with `shared_norm` through one norm.
-    shared_norm: see `parallel`.
-    residual_scale: what a part's output is multiplied by before it is added.
-    cross: attention to an encoder's states, between attention and feedforward;
-      of parallel ones it reads the same input. None for none.
-    inputs: what the layer reads of a token's id, behind all; None for none.
-    learned_scale: the output is multiplied by a number of the layer's.
-    low_rank: a residual beside attention, of its input; what then comes is
-      divided by the root of 2. Not of parallel parts.
-    streams: the residual streams of which the layer computes one; its input
-      then goes to all but the first. None for one stream.
+    attention: `Attention`, or another mixer of tokens.
+    feedforward: `Plain`, `Gated`, `Experts`, or both in a `DenseAndExperts`,
+      which has its own norms before them; `NoFeedforward` for none.
+    norm: Kind of all its norms.
+    pre: Whether there are norms before attention and feedforward.
+    post: Whether there are norms after them, before the residual is added.
+    parallel: Whether attention and feedforward read the same input, and are
+      added together; with `shared_norm` through one norm.
+    shared_norm: See `parallel`.
+    residual_scale: Factor on a part's output before it is added.
+    cross: Attention to an encoder's states, between attention and feedforward;
+      in parallel layers it reads the same input. None for none.
+    inputs: Input from a token's id, added at the end; None for none.
+    learned_scale: Whether the output is multiplied by a learned number.
+    low_rank: Low-rank residual of attention's input; the sum is divided by the
+      root of 2. Not with parallel parts.
+    streams: Residual streams of which the layer computes one; `inputs` are
+      then added to all but the first. None for one stream.
   """
 
   attention: Mixer
@@ -86,9 +86,9 @@ class Layer:
 
   @property
   def mixers(self) -> tuple[OneMixer, ...]:
-    """What mixes tokens, of which each keeps something in a cache.
+    """Mixers of tokens, each of which keeps something in a cache.
 
-    None in a layer that reads what another one keeps.
+    Empty for a layer that reads another layer's cache.
     """
     mixer = self.attention
     if isinstance(mixer, Beside):
@@ -104,28 +104,36 @@ class Block(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs, spec: Layer, embed: int):
     self.spec = spec
-    norm = lambda here: spec.norm.build(rngs, embed) if here else Identity()
-    alone = isinstance(spec.feedforward, NoFeedforward)
+    norm = lambda present: (
+      spec.norm.build(rngs, embed) if present else Identity()
+    )
+    without_feedforward = isinstance(spec.feedforward, NoFeedforward)
     self.attention = spec.attention.build(rngs, embed)
     self.feedforward = spec.feedforward.build(rngs, embed)
     self.pre_attention = norm(spec.pre)
     self.post_attention = norm(spec.post)
-    own = alone or isinstance(spec.feedforward, DenseAndExperts)
-    self.pre_feedforward = norm(spec.pre and not spec.shared_norm and not own)
-    self.post_feedforward = norm(spec.post and not alone)
+    has_own_norms = without_feedforward or isinstance(
+      spec.feedforward, DenseAndExperts
+    )
+    self.pre_feedforward = norm(
+      spec.pre and not spec.shared_norm and not has_own_norms
+    )
+    self.post_feedforward = norm(spec.post and not without_feedforward)
     self.cross = (
       NoCrossAttention()
       if spec.cross is None
       else spec.cross.build(rngs, embed, spec)
     )
 
-    read = spec.inputs
-    self.inputs = None if read is None else read.gate(rngs, embed)
-    beside, streams = spec.low_rank, spec.streams
-    self.low_rank = None if beside is None else beside.build(rngs, embed)
+    layer_inputs = spec.inputs
+    self.inputs = (
+      None if layer_inputs is None else layer_inputs.gate(rngs, embed)
+    )
+    low_rank, streams = spec.low_rank, spec.streams
+    self.low_rank = None if low_rank is None else low_rank.build(rngs, embed)
     self.streams = None if streams is None else streams.mixer(rngs, embed)
-    scaled = spec.learned_scale
-    self.scale = param(rngs, (1,), (None,), value=1.0) if scaled else None
+    has_scale = spec.learned_scale
+    self.scale = param(rngs, (1,), (None,), value=1.0) if has_scale else None
 
   def __call__(
     self,
@@ -138,29 +146,29 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], or [B, T, A, D] of streams; the layer's cache.
 
-    Of a layer with several mixers the cache is one for each. `states` are those
-    of an encoder, or None for no context; `number` is that of the layer in its
-    model.
+    For a layer with several mixers the cache is a tuple of theirs. `states` are
+    those of an encoder, or None for no context; `number` is the layer's number
+    in its model.
     """
     if self.streams is None:
       x, cache = self._parts(x, tokens, cache, attend, states)
       gate = x
     else:
       x = self.streams.predict(x)
-      one = x[:, :, self.streams.spec.active]
-      one, cache = self._parts(one, tokens, cache, attend, states)
-      x = attend.constrain(self.streams.correct(x, one))
+      active = x[:, :, self.streams.spec.active]
+      active, cache = self._parts(active, tokens, cache, attend, states)
+      x = attend.constrain(self.streams.correct(x, active))
       gate = self.streams.active(x)
     if self.inputs is not None:
       assert tokens.inputs is not None
-      read = self.inputs(gate, tokens.inputs(number), attend)
+      layer_input = self.inputs(gate, tokens.inputs(number), attend)
       if self.streams is not None:
-        behind = [(0, 0), (0, 0), (1, 0), (0, 0)]
-        read = jnp.broadcast_to(
-          read[:, :, None], (*x.shape[:2], x.shape[2] - 1, x.shape[3])
+        padding = [(0, 0), (0, 0), (1, 0), (0, 0)]
+        layer_input = jnp.broadcast_to(
+          layer_input[:, :, None], (*x.shape[:2], x.shape[2] - 1, x.shape[3])
         )
-        read = jnp.pad(read, behind)
-      x = attend.constrain(x + read)
+        layer_input = jnp.pad(layer_input, padding)
+      x = attend.constrain(x + layer_input)
     if self.scale is not None:
       x = x * self.scale[...].astype(x.dtype)[None, None]
     return x, cache
@@ -173,21 +181,21 @@ class Block(nnx.Module):
     attend: Attend,
     states: EncoderStates | None,
   ) -> tuple[jax.Array, Any]:
-    """Attention and feedforward."""
+    """Run attention and feedforward."""
     spec = self.spec
     scaled = lambda y: (
       y
       if spec.residual_scale == 1.0
       else y * jnp.asarray(spec.residual_scale, y.dtype)
     )
-    # Sums and norms are of the stream's dtype, products of the weights'.
-    wide = x.dtype
-    narrow = part_dtype(self, wide)
+    # Sums and norms use the stream's dtype, products the weights'.
+    stream = x.dtype
+    narrow = part_dtype(self, stream)
     normed = self.pre_attention(x).astype(narrow)
     # Each kind of mixer has its own kind of cache.
     mix: Any = self.attention
     mixed, cache = mix(normed, tokens, cache, attend)
-    mixed = scaled(self.post_attention(mixed.astype(wide)))
+    mixed = scaled(self.post_attention(mixed.astype(stream)))
     if spec.parallel:
       h = normed if spec.shared_norm else self.pre_feedforward(x)
       x = self.cross(x, states, attend)
@@ -195,15 +203,15 @@ class Block(nnx.Module):
       x = x + mixed
       if self.low_rank is not None:
         half = jnp.asarray(1 / math.sqrt(2), x.dtype)
-        beside = attend.rows(self.low_rank, normed).astype(wide)
-        x = (x + beside) * half
+        low_rank_residual = attend.rows(self.low_rank, normed).astype(stream)
+        x = (x + low_rank_residual) * half
       x = self.cross(attend.constrain(x), states, attend)
       if isinstance(spec.feedforward, NoFeedforward):
         return x, cache
       h = self.pre_feedforward(x)
     if not isinstance(spec.feedforward, DenseAndExperts):
-      # That one has norms of its own before its products.
+      # That one has its own norms before its products.
       h = h.astype(narrow)
-    h = self.feedforward(h, attend).astype(wide)
+    h = self.feedforward(h, attend).astype(stream)
     h = scaled(self.post_feedforward(h))
     return attend.constrain(x + mixed + h if spec.parallel else x + h), cache

@@ -27,7 +27,7 @@ from ringjax.nn.linear import ExpertLinear, Linear, linear_product
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf
 
-# Most tokens of a call whose products are made group by group.
+# Maximum tokens of a call whose products are made group by group.
 _FEW = 64
 
 
@@ -61,9 +61,9 @@ class BlockLayout:
   def numbers(
     self, codes: Shaped[Array, "*lead rows O"]
   ) -> tuple[Int8[Array, "*lead rows O"], ...]:
-    """The levels of codes: those of a group's first half, and of its second.
+    """Levels of codes: those of a group's first half, and of its second.
 
-    Of 8 bits there is one part.
+    For 8 bits there is one part.
     """
     if self.levels is None:
       return (codes.astype(jnp.int8),)
@@ -76,7 +76,7 @@ class BlockLayout:
 
 
 class BlockCodesLinear(nnx.Module):
-  """A `Linear` whose weight stays codes in groups along its inputs.
+  """A `Linear` with its weight stored as codes in groups along its inputs.
 
   It is made of arrays, or of their shapes.
 
@@ -177,9 +177,9 @@ class BlockCodesLinear(nnx.Module):
       x, codes, step, least = group
       dot = lambda x, c: linear_product(x, c.astype(x.dtype), 1, wide=True)
       numbers = self.layout.numbers(codes)
-      pieces = jnp.split(x, len(numbers), -1)
+      halves = jnp.split(x, len(numbers), -1)
       rows = (None,) * (y.ndim - 1)
-      sums = sum(map(dot, pieces, numbers))
+      sums = sum(map(dot, halves, numbers))
       y = y + sums * step.astype(jnp.float32)[rows]
       if least is not None:
         total = jnp.sum(x, -1, keepdims=True, dtype=jnp.float32)
@@ -187,5 +187,5 @@ class BlockCodesLinear(nnx.Module):
       return y, None
 
     start = collectives.zeros((*x.shape[:-1], outer), jnp.float32, x)
-    each = (jnp.moveaxis(parts, -2, 0), codes, step, least)
-    return lax.scan(add, start, each)[0].astype(x.dtype)
+    scan_inputs = (jnp.moveaxis(parts, -2, 0), codes, step, least)
+    return lax.scan(add, start, scan_inputs)[0].astype(x.dtype)

@@ -1,9 +1,9 @@
 """Kimi's delta attention: the delta rule with a decay for each key channel.
 
-Guarantees: the same for a whole sequence, for chunks of it that follow each
-other through a cache, and token by token; for one device and for shards.
+Guarantees: equal results for a whole sequence, for consecutive chunks of it
+through a cache, and token by token; for one device and for shards.
 Cost: linear in the tokens; see ops/delta.py. Between shards the tail of a
-convolution and one affine map a head are gathered, whatever the length.
+convolution and one affine map a head are gathered, for any length.
 Ref:  Kimi Team 2025, Kimi Linear, arXiv 2510.26692.
 """
 
@@ -34,14 +34,15 @@ from ringjax.ops.softmax import wide_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChannelDelta(Recurrent):
-  """The delta rule with channels that decay apart, behind convolutions.
+  """The delta rule with a decay for each channel, after convolutions.
 
   Attributes:
-    heads: N.
-    dim: of a head, H: of queries, keys and values.
-    rank: size of what decays and gates are made of.
-    taps: tokens that the convolutions see, the token itself counted.
-    eps: of the norm of the outputs.
+    heads: Number of heads, N.
+    dim: Size of a head of queries, keys and values, H.
+    rank: Size of the vectors from which decays and gates are computed.
+    taps: Number of tokens that the convolutions see, including the token
+      itself.
+    eps: Epsilon of the norm of the outputs.
   """
 
   heads: int
@@ -51,7 +52,7 @@ class ChannelDelta(Recurrent):
   eps: float
 
   def cache_shape(self, layers: int) -> StateShape:
-    """What `layers` of this kind keep."""
+    """Shape of the state that `layers` of this kind keep."""
     return StateShape(
       layers=layers,
       heads=self.heads,
@@ -81,7 +82,7 @@ class ChannelDeltaLayer(nnx.Module):
     self.beta = Linear(rngs, (embed,), (n,), ("embed", "heads"))
     self.step_down, self.step = down(), into(spec.rank, None)
     self.z_down, self.z = down(), into(spec.rank, None)
-    # As it meets [B, T, N, H].
+    # Shaped to broadcast with [B, T, N, H].
     self.log_rate = param(
       rngs, (1, 1, n, 1), (None, None, "heads", None), fan_in=1
     )
@@ -96,22 +97,26 @@ class ChannelDeltaLayer(nnx.Module):
     cache: StateCache,
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
-    """[B, T, D] and the layer's cache with the state behind these tokens."""
-    spec, wide = self.spec, wide_dtype(x.dtype)
-    offset = self.offset[...].astype(wide).reshape(1, 1, spec.heads, spec.dim)
-    step = self.step(self.step_down(x)).astype(wide) + offset
-    rate = jnp.exp(self.log_rate[...].astype(wide))
+    """[B, T, D] and the layer's cache with the state after these tokens."""
+    spec, compute_dtype = self.spec, wide_dtype(x.dtype)
+    offset = (
+      self.offset[...].astype(compute_dtype).reshape(1, 1, spec.heads, spec.dim)
+    )
+    step = self.step(self.step_down(x)).astype(compute_dtype) + offset
+    rate = jnp.exp(self.log_rate[...].astype(compute_dtype))
     inputs = RecurrentInputs(
       (self.q(x), self.k(x), self.v(x)),
       -rate * jax.nn.softplus(step),
-      jax.nn.sigmoid(self.beta(x).astype(wide)),
+      jax.nn.sigmoid(self.beta(x).astype(compute_dtype)),
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
-    taps = tuple(t.weight[...] for t in (self.q_taps, self.k_taps, self.v_taps))
+    taps = tuple(
+      conv.weight[...] for conv in (self.q_taps, self.k_taps, self.v_taps)
+    )
     shape = spec.cache_shape(1)
     mixed, cache = carried(
       mix_delta, taps, inputs, shape, tokens, cache, attend
     )
-    gate = jax.nn.sigmoid(self.z(self.z_down(x)).astype(wide))
-    mixed = self.norm(mixed.astype(wide)) * gate
+    gate = jax.nn.sigmoid(self.z(self.z_down(x)).astype(compute_dtype))
+    mixed = self.norm(mixed.astype(compute_dtype)) * gate
     return self.out(mixed.astype(x.dtype)), cache

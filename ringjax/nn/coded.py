@@ -1,9 +1,9 @@
-"""Linear maps whose weights stay codes of 8 or 4 bits on the devices.
+"""Linear maps whose weights are stored as 8-bit or 4-bit codes on devices.
 
 Guarantees: y is that of the decoded weight, up to rounding.
-Cost: of 8 bits the codes are read in place of floats: on a TPU v5e 59.6 MB for
+Cost: with 8 bits the codes are read instead of floats: on a TPU v5e 59.6 MB for
 a map of 4,096 by 14,336 and one token, against 117.6 of bfloat16, by the
-compiler's own count. Of 4 bits groups are read one behind another for up to 64
+compiler's own count. With 4 bits groups are read one after another for up to 64
 tokens; for more, one map's floats are made at a time.
 Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865 (4 bits in groups of 64, from
 the least to the largest number of a group).
@@ -23,19 +23,19 @@ from jaxtyping import Array, Float, Int8, UInt8
 from ringjax.nn.linear import ExpertLinear, Linear, linear_product
 from ringjax.parallel import collectives
 
-# Tokens of a call whose products are made group by group.
+# Maximum tokens of a call whose products are made group by group.
 _FEW = 64
 
 
 class Coded8Linear(nnx.Module):
   """A `Linear` of int8 codes, with a step for each output.
 
-  Arrays have a leading axis of layers while their layers share one, and behind
-  it one of experts if it takes the place of an `ExpertLinear`.
+  Arrays have a leading axis of layers while their layers share one, and after
+  it one of experts if it replaces an `ExpertLinear`.
 
   Attributes:
-    codes: int8 [*in, *out].
-    step: float32 [*out].
+    codes: Codes of the weight, int8 [*in, *out].
+    step: Step of each output, float32 [*out].
   """
 
   def __init__(
@@ -61,18 +61,18 @@ class Coded8Linear(nnx.Module):
 def nibbles(
   weight: Float[Array, "I O"], group: int
 ) -> tuple[UInt8[Array, "G half O"], Float[Array, "G O"], Float[Array, "G O"]]:
-  """A weight as codes of 4 bits, two in a byte, with steps and least numbers.
+  """Encode a weight as 4-bit codes, two per byte, with steps and minima.
 
   Args:
-    weight: [I, O]; I is filled up with zeros to a number of whole groups.
-    group: numbers of an output that share a step, even. A byte has one of the
-      first half of them, and below it one of the second: codes x 16 + codes.
+    weight: Weight, [I, O]; I is padded with zeros to whole groups.
+    group: Number of weights of an output that share a step, even. A byte has a
+      code of the group's first half, times 16, plus one of its second half.
   """
   inner, outer = weight.shape
-  wide = jnp.pad(weight.astype(jnp.float32), ((0, -inner % group), (0, 0)))
-  parts = wide.reshape(-1, group, outer)
-  least, most = parts.min(1), parts.max(1)
-  step = (most - least) / jnp.float32(15)
+  padded = jnp.pad(weight.astype(jnp.float32), ((0, -inner % group), (0, 0)))
+  parts = padded.reshape(-1, group, outer)
+  least, largest = parts.min(1), parts.max(1)
+  step = (largest - least) / jnp.float32(15)
   step = jnp.where(step > 0, step, jnp.float32(1))
   codes = jnp.round((parts - least[:, None]) / step[:, None])
   codes = jnp.clip(codes, 0, 15).astype(jnp.uint8)
@@ -86,26 +86,28 @@ def of_nibbles(
   least: Float[Array, "G O"],
   dtype: DTypeLike,
 ) -> Float[Array, "I O"]:
-  """What `nibbles` made codes of, rounded, and filled up."""
-  both = jnp.concatenate([codes >> 4, codes & 15], 1).astype(jnp.float32)
-  made = both * step[:, None] + least[:, None]
-  return made.astype(dtype).reshape(-1, codes.shape[2])
+  """Decode the codes of `nibbles`, rounded, and including the padding."""
+  codes_of_group = jnp.concatenate([codes >> 4, codes & 15], 1).astype(
+    jnp.float32
+  )
+  numbers = codes_of_group * step[:, None] + least[:, None]
+  return numbers.astype(dtype).reshape(-1, codes.shape[2])
 
 
 class Coded4Linear(nnx.Module):
-  """A `Linear` of codes of 4 bits in groups.
+  """A `Linear` of 4-bit codes in groups.
 
-  Arrays have a leading axis of layers while their layers share one, and behind
-  it one of experts if it takes the place of an `ExpertLinear`.
+  Arrays have a leading axis of layers while their layers share one, and after
+  it one of experts if it replaces an `ExpertLinear`.
 
   Attributes:
-    codes: uint8 [G, half, *out].
-    step: float32 [G, *out].
-    least: float32 [G, *out].
-    inputs: the sizes of the axes that are contracted.
+    codes: Codes of the weight, uint8 [G, half, *out].
+    step: Step of each group, float32 [G, *out].
+    least: Smallest number of each group, float32 [G, *out].
+    inputs: Sizes of the axes that are contracted.
 
-  On a mesh those of experts are cut by expert alone, whatever axis their widths
-  have: `Rules(experts="model", ffn=None)` deals them.
+  On a mesh those of experts are sharded by expert alone, whatever axis their
+  widths have: `Rules(experts="model", ffn=None)` shards them.
   """
 
   def __init__(
@@ -119,12 +121,12 @@ class Coded4Linear(nnx.Module):
   ):
     self.contracted, self.inputs = base.contracted, inputs
     axes = tuple(base.weight.get_metadata()["axes"])
-    # Groups are dealt like the first input axis.
+    # Groups are sharded like the first input axis.
     lead, first = axes[: base.lead], axes[base.lead]
     out = axes[base.lead + self.contracted :]
     if isinstance(base, ExpertLinear):
-      # Which expert runs is up to a shard's tokens: shards that have others
-      # must not wait for them within, as groups that are cut would.
+      # Shards run different experts at the same time, so they must not wait for
+      # each other within a product, as they would for sharded groups.
       first, out = None, (None,) * len(out)
     self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), wide=True)
     self.step = nnx.Param(step, axes=(*lead, first, *out), wide=True)
@@ -138,8 +140,8 @@ class Coded4Linear(nnx.Module):
     codes = codes.reshape(groups, half, -1)
     step, least = step.reshape(groups, -1), least.reshape(groups, -1)
     x = x.reshape(*lead, math.prod(self.inputs))
-    more = 2 * half * groups - x.shape[-1]
-    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, more)])
+    num_padding = 2 * half * groups - x.shape[-1]
+    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, num_padding)])
     if math.prod(lead) <= _FEW:
       y = _by_groups(x, codes, step, least)
     else:
@@ -169,5 +171,5 @@ def _by_groups(
     return y + sums * step[rows] + total * least[rows], None
 
   start = collectives.zeros((*x.shape[:-1], outer), jnp.float32, x)
-  each = (jnp.moveaxis(parts, -2, 0), codes, step, least)
-  return lax.scan(add, start, each)[0].astype(x.dtype)
+  scan_inputs = (jnp.moveaxis(parts, -2, 0), codes, step, least)
+  return lax.scan(add, start, scan_inputs)[0].astype(x.dtype)

@@ -1,7 +1,7 @@
 """Cross-attention to the states of an encoder.
 
 Guarantees: a state has no position and no order, so permuting the states
-changes nothing; padding is not seen; a row without any state is as it was.
+changes nothing; padding is not seen; a row without any state is unchanged.
 Cost: 4 E K H FLOPs a state in each layer and call, for its key and value: only
 the states are kept between calls.
 Ref: Yen et al. 2024, arXiv 2402.16617 (CEPE).
@@ -35,13 +35,13 @@ class CrossAttention:
   no mask but that of padding.
 
   Attributes:
-    width: E, numbers of a state.
+    width: Size of a state, E.
   """
 
   width: int
 
   def build(self, rngs: nnx.Rngs, embed: int, layer: Layer) -> CrossQuery:
-    """The module, beside the other parts of a `Layer`."""
+    """Make the module, next to the other parts of a `Layer`."""
     return CrossQuery(rngs, self, embed, layer)
 
 
@@ -51,24 +51,26 @@ class CrossQuery(nnx.Module):
   def __init__(
     self, rngs: nnx.Rngs, spec: CrossAttention, embed: int, layer: Layer
   ):
-    own: Any = layer.attention
-    n, k, h = own.heads, own.kv_heads, own.head_dim
+    attention: Any = layer.attention
+    n, k, h = attention.heads, attention.kv_heads, attention.head_dim
     self.width, self.residual_scale = spec.width, layer.residual_scale
-    self.extras = Extras(scale=own.logit_scale, soft_cap=own.soft_cap)
+    self.extras = Extras(
+      scale=attention.logit_scale, soft_cap=attention.soft_cap
+    )
     self.norm = layer.norm.build(rngs, embed)
     # No biases: those of queries and keys are about positions, and one of the
-    # output would add something where there is no context.
+    # output would add something even without a context.
     self.q = Linear(rngs, (embed,), (n, h), ("embed", "heads", None))
     into = lambda: Linear(rngs, (spec.width,), (k, h), (None, "kv_heads", None))
     self.k, self.v = into(), into()
     self.o = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
-    self.q_norm = head_norm(rngs, own, n)
-    self.k_norm = head_norm(rngs, own, k)
+    self.q_norm = head_norm(rngs, attention, n)
+    self.k_norm = head_norm(rngs, attention, k)
 
   def __call__(
     self, x: Float[Array, "B T D"], states: EncoderStates | None, attend: Attend
   ) -> Float[Array, "B T D"]:
-    """x and what it finds in the states; x alone where there are none."""
+    """x plus attention to the states; x alone without states."""
     if states is None:
       return x
     if states.phi.shape[-1] != self.width:
@@ -82,15 +84,15 @@ class CrossQuery(nnx.Module):
     phi = states.phi.astype(x.dtype)
     q = attend.rows(lambda x: self.q_norm(self.q(self.norm(x))), x)
     k, v = self.k_norm(self.k(phi)), self.v(phi)
-    found = attend.across(q, k, v, states.seg, self.extras)
-    y = attend.rows(self.o, found)
+    attended = attend.across(q, k, v, states.seg, self.extras)
+    y = attend.rows(self.o, attended)
     if self.residual_scale != 1.0:
       y = y * jnp.asarray(self.residual_scale, y.dtype)
     return attend.constrain(x + y)
 
 
 class NoCrossAttention(nnx.Module):
-  """What a layer has in place of cross-attention: it returns its input."""
+  """Replacement for cross-attention in a layer without it: the identity."""
 
   def __call__(
     self, x: Float[Array, "B T D"], states: EncoderStates | None, attend: Attend

@@ -1,9 +1,9 @@
-"""Gated delta net: layers that carry a state along instead of looking back.
+"""Gated delta net: layers that carry a state instead of looking back.
 
-Guarantees: the same for a whole sequence, for chunks of it that follow each
-other through a cache, and token by token; for one device and for shards.
+Guarantees: equal results for a whole sequence, for consecutive chunks of it
+through a cache, and token by token; for one device and for shards.
 Cost: linear in the tokens. Between shards the tail of a convolution and one
-affine map a head are gathered, whatever the length.
+affine map a head are gathered, for any length.
 Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.
 """
 
@@ -37,35 +37,36 @@ from ringjax.parallel.layout import Contiguous
 
 
 class Recurrent:
-  """What mixers that carry a state along say of themselves alike."""
+  """Common properties of mixers that carry a state."""
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
-    """What the tables of a call have to be made for: nothing turns."""
+    """Rotations that a call needs tables for: none."""
     return ()
 
   @property
   def pair_flops(self) -> int:
-    """No token meets another: the work is the state's."""
+    """FLOPs per pair of tokens: 0, as tokens only meet the state."""
     return 0
 
   @property
   def reach(self) -> int | None:
-    """How many tokens it looks back: all, by its state."""
+    """Number of tokens it looks back: None, all by its state."""
     return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta(Recurrent):
-  """The gated delta rule behind a short convolution.
+  """The gated delta rule after a short convolution.
 
   Attributes:
-    key_heads: heads of queries and keys, K.
-    heads: heads of values, N, a multiple of K.
-    key: head dim of queries and keys, H.
-    value: head dim of values, J.
-    taps: tokens that the convolution sees, the token itself counted.
-    eps: of the norm of the outputs.
+    key_heads: Number of heads of queries and keys, K.
+    heads: Number of heads of values, N, a multiple of K.
+    key: Size of a head of queries and keys, H.
+    value: Size of a head of values, J.
+    taps: Number of tokens that the convolution sees, including the token
+      itself.
+    eps: Epsilon of the norm of the outputs.
   """
 
   key_heads: int
@@ -76,7 +77,7 @@ class Delta(Recurrent):
   eps: float
 
   def cache_shape(self, layers: int) -> StateShape:
-    """What `layers` of this kind keep."""
+    """Shape of the state that `layers` of this kind keep."""
     return StateShape(
       layers=layers,
       heads=self.heads,
@@ -94,7 +95,7 @@ class Delta(Recurrent):
 
 
 class Taps(nnx.Module):
-  """The weights of a convolution of each channel, [heads, dims, taps]."""
+  """Weights of a convolution of each channel, [heads, dims, taps]."""
 
   def __init__(
     self,
@@ -114,13 +115,13 @@ class Taps(nnx.Module):
 
 
 class RecurrentInputs(NamedTuple):
-  """What is known of each token, [B, T, ...].
+  """Inputs of a recurrent mixer for each token, [B, T, ...].
 
   Fields:
-    qkv: what a convolution reads: queries, keys and values, or fewer.
-    decay: float32 [B, T, N], or of each channel of keys [B, T, N, H]; None
-      where a mixer has no state beside the convolution's, or makes the
-      decays of what is convolved.
+    qkv: Inputs of the convolutions: queries, keys and values, or fewer.
+    decay: float32 [B, T, N], or for each channel of keys [B, T, N, H]; None
+      if a mixer has no state besides the convolution's, or computes the decays
+      from the convolution's output.
     beta: float32 [B, T, N]; None as `decay` is.
     seg: int32 [B, T].
   """
@@ -159,23 +160,28 @@ class DeltaLayer(nnx.Module):
     cache: StateCache,
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
-    """[B, T, D] and the layer's cache with the state behind these tokens."""
-    wide = wide_dtype(x.dtype)
-    rate = jnp.exp(self.log_rate[...].astype(wide))
-    step = self.step(x).astype(wide) + self.offset[...].astype(wide)[None, None]
+    """[B, T, D] and the layer's cache with the state after these tokens."""
+    compute_dtype = wide_dtype(x.dtype)
+    rate = jnp.exp(self.log_rate[...].astype(compute_dtype))
+    step = (
+      self.step(x).astype(compute_dtype)
+      + self.offset[...].astype(compute_dtype)[None, None]
+    )
     inputs = RecurrentInputs(
       (self.q(x), self.k(x), self.v(x)),
       -rate[None, None] * jax.nn.softplus(step),
-      jax.nn.sigmoid(self.beta(x).astype(wide)),
+      jax.nn.sigmoid(self.beta(x).astype(compute_dtype)),
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
-    taps = tuple(t.weight[...] for t in (self.q_taps, self.k_taps, self.v_taps))
+    taps = tuple(
+      conv.weight[...] for conv in (self.q_taps, self.k_taps, self.v_taps)
+    )
     shape = self.spec.cache_shape(1)
     mixed, cache = carried(
       mix_delta, taps, inputs, shape, tokens, cache, attend
     )
-    mixed = self.norm(mixed.astype(wide))
-    mixed = mixed * jax.nn.silu(self.z(x).astype(wide))
+    mixed = self.norm(mixed.astype(compute_dtype))
+    mixed = mixed * jax.nn.silu(self.z(x).astype(compute_dtype))
     return self.out(mixed.astype(x.dtype)), cache
 
 
@@ -184,18 +190,18 @@ def convolved(
   taps: Sequence[tuple[Float[Array, "_ _ _"], Float[Array, "_ _"] | None]],
   before: Tail,
 ) -> list[jax.Array]:
-  """What `x.qkv` are behind their convolutions, with biases if there are.
+  """Apply the convolutions to `x.qkv`, with biases if there are.
 
   Args:
-    x: of the tokens.
-    taps: for each of them a weight and a bias or None.
-    before: the tokens that precede.
+    x: Inputs of the tokens.
+    taps: Weight and bias (or None) of each convolution.
+    before: Tokens that precede.
   """
-  found = []
-  for a, (weight, bias), tail in zip(x.qkv, taps, before.x, strict=True):
-    y = causal_conv(a, weight, x.seg, before._replace(x=tail))
-    found.append(y if bias is None else y + bias[None, None].astype(y.dtype))
-  return found
+  outputs = []
+  for channels, (weight, bias), tail in zip(x.qkv, taps, before.x, strict=True):
+    y = causal_conv(channels, weight, x.seg, before._replace(x=tail))
+    outputs.append(y if bias is None else y + bias[None, None].astype(y.dtype))
+  return outputs
 
 
 def carried(
@@ -207,19 +213,19 @@ def carried(
   cache: StateCache,
   attend: Attend,
 ) -> tuple[Float[Array, "B T N J"], StateCache]:
-  """`over_tokens` from the state that a layer's cache has, and the cache then.
+  """Run `over_tokens` from the state in a layer's cache; update the cache.
 
   Args:
-    mix: see `over_tokens`, as `weights`, `x` and `attend`.
-    weights: arrays that all shards have.
-    x: of the tokens.
-    shape: of the layer's state, without a cache one of zeros.
-    tokens: the call's.
-    cache: of the layer.
-    attend: how tokens are sharded.
+    mix: Mixer, see `over_tokens`, as are `weights`, `x` and `attend`.
+    weights: Arrays that all shards have.
+    x: Inputs of the tokens.
+    shape: Shape of the layer's state, which is zeros without a cache.
+    tokens: Tokens of the call.
+    cache: Cache of the layer.
+    attend: Sharding of the tokens.
 
   Raises:
-    OptionError: documents of which one may not see the one before it.
+    OptionError: If some document may not see the document before it.
   """
   if tokens.segmented and attend.segments != SameSegment():
     raise OptionError(
@@ -243,20 +249,20 @@ def over_tokens(
   state: State,
   attend: Attend,
 ) -> tuple[Float[Array, "B T N J"], State]:
-  """A recurrent mixer where the tokens lie.
+  """Run a recurrent mixer on the shards of the tokens.
 
   Args:
-    mix: of `taps`, `x`, `state` and the axis of shards or None, per shard;
-      gives the outputs and the state behind.
-    taps: arrays that all shards have.
-    x: of the tokens, whose convolutions come first.
-    state: before them.
-    attend: how they are sharded.
+    mix: Function of `taps`, `x`, `state` and the axis of shards or None, per
+      shard; returns the outputs and the state after them.
+    taps: Arrays that all shards have.
+    x: Inputs of the tokens, whose convolutions come first.
+    state: State before them.
+    attend: Sharding of the tokens.
   """
-  inside = attend.around
-  if not attend.sharded and inside is None:
+  manual_axis = attend.around
+  if not attend.sharded and manual_axis is None:
     return mix(taps, x, state, None)
-  if (inside is not None or attend.size > 1) and not isinstance(
+  if (manual_axis is not None or attend.size > 1) and not isinstance(
     attend.layout, Contiguous
   ):
     raise OptionError(
@@ -266,11 +272,13 @@ def over_tokens(
       "from each token to the next",
       "pass layout=Contiguous()",
     )
-  if inside is not None:
-    return mix(taps, x, state, inside)
+  if manual_axis is not None:
+    return mix(taps, x, state, manual_axis)
   length = x.seg.shape[1]
-  more = -length % attend.size
-  fill = lambda a: jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2)))
+  num_padding = -length % attend.size
+  fill = lambda a: jnp.pad(
+    a, ((0, 0), (0, num_padding), *((0, 0),) * (a.ndim - 2))
+  )
   sequence = P(None, attend.axis)
   mixed, state = jax.shard_map(
     lambda taps, x, state: mix(taps, x, state, attend.axis),
@@ -288,41 +296,41 @@ def mix_delta(
   state: State,
   axis: str | None,
 ) -> tuple[jax.Array, State]:
-  """The delta rule behind convolutions, for `over_tokens`.
+  """Apply the delta rule after convolutions, for `over_tokens`.
 
   Args:
-    taps: the weights of the convolutions of queries, keys and values.
-    x: of the tokens.
-    state: before them.
-    axis: of the shards, or None.
+    taps: Weights of the convolutions of queries, keys and values.
+    x: Inputs of the tokens.
+    state: State before them.
+    axis: Axis of the shards, or None.
 
   Returns:
-    [B, T, N, J], and the state behind the last token.
+    [B, T, N, J], and the state after the last token.
   """
   assert x.decay is not None and x.beta is not None
-  before, after = tails(state.tail, x.qkv, x.seg, axis)
+  tokens_before, tokens_after = tails(state.tail, x.qkv, x.seg, axis)
   q, k, v = (
-    jax.nn.silu(causal_conv(a, weight, x.seg, before._replace(x=tail)))
-    for a, weight, tail in zip(x.qkv, taps, before.x, strict=True)
+    jax.nn.silu(causal_conv(a, weight, x.seg, tokens_before._replace(x=tail)))
+    for a, weight, tail in zip(x.qkv, taps, tokens_before.x, strict=True)
   )
   real = x.seg > 0
   decay = jnp.where(beside(real, x.decay), x.decay, 0)
-  first = beside(begins(x.seg, before), decay)
+  document_start = beside(begins(x.seg, tokens_before), decay)
   mixed, memory = delta_rule(
     _unit(q, q.shape[-1] ** -0.5),
     _unit(k, 1.0),
     v,
-    jnp.where(first, -jnp.inf, decay),
+    jnp.where(document_start, -jnp.inf, decay),
     jnp.where(beside(real, x.beta), x.beta, 0),
     state.memory,
     axis=axis,
   )
-  return mixed, State(memory, after)
+  return mixed, State(memory, tokens_after)
 
 
 def _unit(x: jax.Array, length: float) -> jax.Array:
-  """Vectors of the given length, in x's dtype."""
-  wide = x.astype(wide_dtype(x.dtype))
-  square = jnp.sum(jnp.square(wide), -1, keepdims=True)
-  scale = lax.rsqrt(square + jnp.asarray(1e-6, wide.dtype))
-  return (wide * scale * jnp.asarray(length, wide.dtype)).astype(x.dtype)
+  """Scale vectors to the given length, in x's dtype."""
+  wide_x = x.astype(wide_dtype(x.dtype))
+  square = jnp.sum(jnp.square(wide_x), -1, keepdims=True)
+  scale = lax.rsqrt(square + jnp.asarray(1e-6, wide_x.dtype))
+  return (wide_x * scale * jnp.asarray(length, wide_x.dtype)).astype(x.dtype)

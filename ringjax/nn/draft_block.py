@@ -1,8 +1,8 @@
-"""The block of a draft that reads its target's cache (LongSpec).
+"""The block of a draft model that reads its target's cache (LongSpec).
 
-Guarantees: keys and values of its own are functions of a token and its
-position alone, so that those of a token which was drafted and stays are right.
-Memory: of its own the keys of a window; the context's are the target's.
+Guarantees: its own keys and values are functions of a token and its position
+alone, so those of a drafted token that is accepted are right.
+Memory: its own keys of a window; the context's keys are the target's.
 Ref: Yang et al. 2025, arXiv 2502.17421.
 """
 
@@ -25,15 +25,15 @@ from ringjax.nn.tokens import Tokens
 if TYPE_CHECKING:
   from ringjax.nn.block import Layer
 
-# Of queries [B, T, N, H] what they find in the target's keys.
+# Function from queries [B, T, N, H] to attention over the target's keys.
 ReadTarget = Callable[[Array, Extras], Array]
 
 
 class TargetQuery(nnx.Module):
   """Attention to keys and values of a layer of another model.
 
-  Queries and output are its own. It has that layer's heads, logits' scale and
-  rotation, and a norm of queries where that layer has one.
+  Queries and output have their own weights. It has that layer's heads, logit
+  scale and rotation, and a norm of queries if that layer has one.
   """
 
   def __init__(self, rngs: nnx.Rngs, spec: Attention, embed: int):
@@ -50,7 +50,7 @@ class TargetQuery(nnx.Module):
     read: ReadTarget,
     attend: Attend,
   ) -> Float[Array, "B T D"]:
-    """What it finds: zeros where `read` finds nothing."""
+    """Attention over the target's keys: zeros if `read` finds none."""
     spec = self.spec
     q = attend.rows(self.q, x)
     if spec.qk_norm_late:
@@ -77,13 +77,13 @@ class DraftBlock(nnx.Module):
   def __init__(
     self, rngs: nnx.Rngs, layer: Layer, target: Attention, embed: int
   ):
-    """The block.
+    """Make the block.
 
     Args:
-      rngs: of its weights.
-      layer: its own attention, feedforward and kind of norms.
-      target: the layer whose keys and values it reads.
-      embed: D.
+      rngs: Random keys of its weights.
+      layer: Attention, feedforward and kind of norms of the draft.
+      target: Layer of the target whose keys and values it reads.
+      embed: D, width of the model.
     """
     norm = lambda: layer.norm.build(rngs, embed)
     self.pre_attention, self.attention = (

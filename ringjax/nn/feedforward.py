@@ -34,11 +34,11 @@ class NoFeedforward:
 
   @property
   def width(self) -> int:
-    """Numbers that are there at once for a token."""
+    """Number of intermediate numbers per token."""
     return 0
 
   def idle(self, embed: int) -> int:
-    """Weights that a token does not meet."""
+    """Number of weights that a token does not use."""
     del embed
     return 0
 
@@ -72,19 +72,19 @@ class XIELU(nnx.Module):
     self.eps = param(rngs, (), (), value=-1e-6)
 
   def __call__(self, x: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
-    wide = lambda p: p[...].astype(x.dtype).reshape((1,) * x.ndim)
-    # These two are constants of the file, and not trained.
-    beta, eps = lax.stop_gradient((wide(self.beta), wide(self.eps)))
-    right = jax.nn.softplus(wide(self.alpha_p)) * x * x
-    left = (jnp.expm1(jnp.minimum(x, eps)) - x) * (
-      beta + jax.nn.softplus(wide(self.alpha_n))
+    as_row = lambda p: p[...].astype(x.dtype).reshape((1,) * x.ndim)
+    # `beta` and `eps` are constants of the file, and not trained.
+    beta, eps = lax.stop_gradient((as_row(self.beta), as_row(self.eps)))
+    positive_side = jax.nn.softplus(as_row(self.alpha_p)) * x * x
+    negative_side = (jnp.expm1(jnp.minimum(x, eps)) - x) * (
+      beta + jax.nn.softplus(as_row(self.alpha_n))
     )
-    return jnp.where(x > 0, right, left) + beta * x
+    return jnp.where(x > 0, positive_side, negative_side) + beta * x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plain:
-  """down(act(up(x))); `act` "xielu" has weights of its own."""
+  """down(act(up(x))); the activation "xielu" has learned weights."""
 
   hidden: int
   act: str
@@ -92,11 +92,11 @@ class Plain:
 
   @property
   def width(self) -> int:
-    """Numbers that are there at once for a token."""
+    """Number of intermediate numbers per token."""
     return self.hidden
 
   def idle(self, embed: int) -> int:
-    """Weights that a token does not meet."""
+    """Number of weights that a token does not use."""
     del embed
     return 0
 
@@ -120,7 +120,7 @@ class PlainLayer(nnx.Module):
     return attend.summed_rowwise(self, x)
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """The layer on some tokens, without cutting them up."""
+    """Apply the layer to some tokens, all at once."""
     return self.down((self.act or ACTIVATIONS[self.spec.act])(self.up(x)))
 
 
@@ -129,13 +129,13 @@ class Gated:
   """down(act(gate(x)) * up(x)).
 
   Attributes:
-    hidden: F.
-    act: the activation.
-    bias: of the maps.
-    gate_scale: what the gate is multiplied by before its activation.
-    scale: what the output is multiplied by.
-    sparsity: the part of a token's gates that are shut, as if they were
-      normal; 0 leaves gates as they are.
+    hidden: F, width of the layer.
+    act: Activation of the gate.
+    bias: Whether the maps have biases.
+    gate_scale: Factor on the gate before its activation.
+    scale: Factor on the output.
+    sparsity: Fraction of a token's gates that are zeroed, assuming that they
+      are normally distributed; 0 leaves gates unchanged.
   """
 
   hidden: int
@@ -147,11 +147,11 @@ class Gated:
 
   @property
   def width(self) -> int:
-    """Numbers that are there at once for a token."""
+    """Number of intermediate numbers per token."""
     return 2 * self.hidden
 
   def idle(self, embed: int) -> int:
-    """Weights that a token does not meet."""
+    """Number of weights that a token does not use."""
     del embed
     return 0
 
@@ -178,7 +178,7 @@ class GatedLayer(nnx.Module):
     return attend.summed_rowwise(self, x)
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """The layer on some tokens, without cutting them up."""
+    """Apply the layer to some tokens, all at once."""
     spec, gate = self.spec, self.gate(x)
     if spec.gate_scale != 1.0:
       gate = gate * jnp.asarray(spec.gate_scale, gate.dtype)
@@ -189,12 +189,12 @@ class GatedLayer(nnx.Module):
 
 
 def above(x: Float[Array, "*batch F"], part: float) -> Float[Array, "*batch F"]:
-  """By how much numbers are above what `part` of normal ones would be below."""
-  wide = x.astype(jnp.float32)
+  """relu(x - quantile), for the quantile `part` of a normal distribution."""
+  x32 = x.astype(jnp.float32)
   cut = jnp.float32(statistics.NormalDist().inv_cdf(part))
-  mean = jnp.mean(wide, -1, keepdims=True)
-  spread = jnp.std(wide, -1, keepdims=True)
-  return jax.nn.relu(wide - (mean + spread * cut)).astype(x.dtype)
+  mean = jnp.mean(x32, -1, keepdims=True)
+  spread = jnp.std(x32, -1, keepdims=True)
+  return jax.nn.relu(x32 - (mean + spread * cut)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class Softmax:
   """The k likeliest experts, weighted by their likelihood.
 
   Attributes:
-    renormalise: the weights of the chosen sum to one.
+    renormalise: Whether the weights of the chosen experts sum to one.
   """
 
   renormalise: bool
@@ -241,13 +241,13 @@ class Grouped:
   """DeepSeek's choice: the best groups of experts, then the best experts.
 
   Attributes:
-    groups: into how many groups the experts fall.
-    best: groups that may be chosen from.
-    renormalise: the weights of the chosen sum to one.
-    scale: of the weights.
-    softmax: experts are weighed by a softmax of the logits (DeepSeek-V2), not
-      each by a sigmoid (V3).
-    judged: experts of a group by whose sum it is judged.
+    groups: Number of groups of experts.
+    best: Number of groups that may be chosen from.
+    renormalise: Whether the weights of the chosen experts sum to one.
+    scale: Factor on the weights.
+    softmax: Whether experts are weighed by a softmax of the logits
+      (DeepSeek-V2), not each by a sigmoid (V3).
+    judged: Number of a group's best experts whose sum ranks the group.
   """
 
   groups: int = 1
@@ -263,18 +263,24 @@ class Grouped:
     correction: Float[Array, " E"] | None,
     k: int,
   ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    likely = jax.nn.softmax(logits) if self.softmax else jax.nn.sigmoid(logits)
-    ranked = likely if correction is None else likely + correction[None]
+    likelihoods = (
+      jax.nn.softmax(logits) if self.softmax else jax.nn.sigmoid(logits)
+    )
+    ranked = (
+      likelihoods if correction is None else likelihoods + correction[None]
+    )
     tokens, experts = ranked.shape
     group = ranked.reshape(tokens, self.groups, -1)
     merit = jnp.sum(lax.top_k(group, self.judged)[0], -1)
-    _, kept = lax.top_k(merit, self.best)
-    open_ = jnp.any(jax.nn.one_hot(kept, self.groups, dtype=jnp.bool_), 1)
-    ranked = jnp.where(open_[..., None], group, -jnp.inf).reshape(
+    _, best_groups = lax.top_k(merit, self.best)
+    allowed = jnp.any(
+      jax.nn.one_hot(best_groups, self.groups, dtype=jnp.bool_), 1
+    )
+    ranked = jnp.where(allowed[..., None], group, -jnp.inf).reshape(
       tokens, experts
     )
     _, chosen = lax.top_k(ranked, k)
-    weights = jnp.take_along_axis(likely, chosen, -1)
+    weights = jnp.take_along_axis(likelihoods, chosen, -1)
     if self.renormalise:
       total = jnp.sum(weights, -1, keepdims=True)
       weights = weights / (total + jnp.float32(1e-20))
@@ -306,24 +312,25 @@ class Experts:
   """A mixture of experts.
 
   Attributes:
-    experts: how many, E.
-    chosen: how many a token has, k.
+    experts: Number of experts, E.
+    chosen: Number of experts per token, k.
     hidden: F of an expert.
-    act: activation of the gate, or of experts without one.
-    router: turns logits into weights and choices.
-    bias: of the experts' maps.
-    router_bias: of the router's.
-    correction: the router has a learned offset for its ranking.
-    clamped: another gate than act(gate) * up.
-    scale_input: weights multiply an expert's input, not its output.
-    shared: hidden size of the expert that all tokens have, 0 for none.
-    shared_gate: that expert's output has a gate of its own.
-    gated: experts, the shared one among them, are down(act(gate(x)) * up(x));
-      else down(act(up(x))).
-    latent: size of what the experts read and give, behind one map that they
-      share and before another; 0: they read and give what the layer does.
-    scaled: the router and the experts each scale what they read, number by
-      number, the router also by the root of D, and each expert its output.
+    act: Activation of the gate, or of experts without one.
+    router: Turns logits into weights and choices.
+    bias: Whether the experts' maps have biases.
+    router_bias: Whether the router has a bias.
+    correction: Whether the router has a learned offset for its ranking.
+    clamped: Gate to use instead of act(gate) * up, or None.
+    scale_input: Whether weights multiply an expert's input, not its output.
+    shared: Hidden size of the expert that all tokens use, 0 for none.
+    shared_gate: Whether that expert's output has a gate.
+    gated: Whether experts, including the shared one, are
+      down(act(gate(x)) * up(x)); else down(act(up(x))).
+    latent: Size of the experts' input and output, between two maps that they
+      share; 0: the experts read and write vectors of the layer's width.
+    scaled: Whether the router and the experts each scale their input,
+      elementwise, the router also by the root of D, and each expert its
+      output.
   """
 
   experts: int
@@ -344,13 +351,13 @@ class Experts:
 
   @property
   def width(self) -> int:
-    """Numbers that are there at once for a token."""
+    """Number of intermediate numbers per token."""
     return (1 + self.gated) * (self.chosen * self.hidden + self.shared)
 
   def idle(self, embed: int) -> int:
-    """Weights that a token does not meet: those of other experts."""
-    each = (2 + self.gated) * (self.latent or embed) * self.hidden
-    return (self.experts - self.chosen) * each
+    """Number of weights that a token does not use: those of other experts."""
+    expert_weights = (2 + self.gated) * (self.latent or embed) * self.hidden
+    return (self.experts - self.chosen) * expert_weights
 
   def build(self, rngs: nnx.Rngs, embed: int) -> ExpertsLayer:
     return ExpertsLayer(rngs, self, embed)
@@ -360,15 +367,15 @@ class ExpertsLayer(nnx.Module):
   """The module of `Experts`.
 
   Attributes:
-    gate: [E, D, F]; or what takes the place of an `ExpertLinear` of it, as
-      for `up` and `down`.
+    gate: [E, D, F]; or a replacement of an `ExpertLinear` of it, as for `up`
+      and `down`.
     up: [E, D, F].
     down: [E, F, D].
   """
 
-  # What each expert has of its own, biases aside.
+  # Maps of each expert, without biases.
   MAPS = ("gate", "up", "down")
-  # Maps whose arrays it takes in place of calling them.
+  # Maps whose arrays it uses directly instead of calling them.
   ARRAYS = ("router", "into", "out_of")
 
   def __init__(self, rngs: nnx.Rngs, spec: Experts, embed: int):
@@ -384,7 +391,7 @@ class ExpertsLayer(nnx.Module):
       scale = lambda n: param(rngs, (n,), (None,), value=1.0)
       self.router_scale, self.input_scale = scale(embed), scale(embed)
       self.expert_scale = scale(e)
-    # Of latents nothing is cut with what the layer reads.
+    # Latent axes are not sharded like the layer's width.
     inner = None if spec.latent else "embed"
     into = lambda: param(rngs, (e, d, f), ("experts", inner, "ffn"), fan_in=d)
     self.gate = into() if spec.gated else None
@@ -401,8 +408,10 @@ class ExpertsLayer(nnx.Module):
     self.gate_bias = bias(f, "ffn") if spec.gated else None
     self.up_bias = bias(f, "ffn")
     self.down_bias = bias(d, inner)
-    one = (Gated if spec.gated else Plain)(hidden=spec.shared, act=spec.act)
-    self.shared = one.build(rngs, embed) if spec.shared else None
+    shared_spec = (Gated if spec.gated else Plain)(
+      hidden=spec.shared, act=spec.act
+    )
+    self.shared = shared_spec.build(rngs, embed) if spec.shared else None
     self.shared_gate = (
       Linear(rngs, (embed,), (1,), ("embed", None))
       if spec.shared_gate
@@ -433,11 +442,14 @@ class ExpertsLayer(nnx.Module):
       weights["expert_scale"] = self.expert_scale[...]
 
     def run(w: PyTree, x: jax.Array) -> jax.Array:
-      read = x
+      router_input = x
       if spec.scaled:
-        read, x = x * w["router_scale"][None], x * w["input_scale"][None]
+        router_input, x = (
+          x * w["router_scale"][None],
+          x * w["input_scale"][None],
+        )
       logits = lax.dot_general(
-        read, w["router"], (((1,), (0,)), ((), ())),
+        router_input, w["router"], (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
       )  # fmt: skip
       if w["router_bias"] is not None:
@@ -450,11 +462,11 @@ class ExpertsLayer(nnx.Module):
         pair: tuple[Any, Any], expert: jax.Array, x: jax.Array
       ) -> jax.Array:
         weight, bias = pair
-        mine = jax.tree.map(lambda a: a[expert], weight)
-        if isinstance(mine, nnx.Module):
-          y = mine(x)
+        expert_weight = jax.tree.map(lambda a: a[expert], weight)
+        if isinstance(expert_weight, nnx.Module):
+          y = expert_weight(x)
         else:
-          y = jnp.matmul(x, mine, preferred_element_type=x.dtype)
+          y = jnp.matmul(x, expert_weight, preferred_element_type=x.dtype)
         return y if bias is None else y + bias[expert][None].astype(y.dtype)
 
       def f(expert: jax.Array, x: jax.Array) -> jax.Array:
@@ -494,12 +506,12 @@ class ExpertsLayer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseAndExperts:
-  """A plain feedforward and experts, with norms of their own, added up.
+  """A plain feedforward and experts, each with its own norms, added up.
 
   Attributes:
-    dense: the first one.
-    sparse: the experts, which scale what they read.
-    norm: before and behind both; before the experts it has no weights.
+    dense: The plain feedforward.
+    sparse: The experts, which scale their input.
+    norm: Norms before and after both; before the experts without weights.
   """
 
   dense: Gated
@@ -508,11 +520,11 @@ class DenseAndExperts:
 
   @property
   def width(self) -> int:
-    """Numbers that are there at once for a token."""
+    """Number of intermediate numbers per token."""
     return self.dense.width + self.sparse.width
 
   def idle(self, embed: int) -> int:
-    """Weights that a token does not meet."""
+    """Number of weights that a token does not use."""
     return self.sparse.idle(embed)
 
   def build(self, rngs: nnx.Rngs, embed: int) -> DenseAndExpertsLayer:
@@ -520,11 +532,11 @@ class DenseAndExperts:
 
 
 class DenseAndExpertsLayer(nnx.Module):
-  """The module of `DenseAndExperts`; what it reads has not been normed."""
+  """The module of `DenseAndExperts`; its input has not been normalised."""
 
   def __init__(self, rngs: nnx.Rngs, spec: DenseAndExperts, embed: int):
     self.spec = spec
-    norm = lambda **how: dataclasses.replace(spec.norm, **how).build(
+    norm = lambda **options: dataclasses.replace(spec.norm, **options).build(
       rngs, embed
     )
     self.dense = spec.dense.build(rngs, embed)

@@ -1,7 +1,7 @@
-"""Linear maps by 8-bit integers, and maps that note what goes into them.
+"""Linear maps by 8-bit integers, and maps that record their inputs' size.
 
-Guarantees: an `IntegerLinear` takes the place of a `Linear`; what it makes of a
-token depends on that token alone, to the bit.
+Guarantees: an `IntegerLinear` replaces a `Linear`; its result for a token
+depends on that token alone, to the bit.
 Memory: a byte a weight, a float32 for each output, and the float weights of
 channels that are often outliers.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858.
@@ -26,19 +26,19 @@ from ringjax.ops.integer_product import integer_product, outlier_product
 class IntegerLinear(nnx.Module):
   """y = x . (codes x scales) + bias, by products of integers.
 
-  What an activation has beyond 8 bits is multiplied by floats (shadow).
+  The part of an activation beyond 8 bits is multiplied in floats (shadow).
 
-  Arrays have a leading axis of layers while their layers share one, and behind
-  it one of experts if it takes the place of an `ExpertLinear`.
+  Arrays have a leading axis of layers while their layers share one, and after
+  it one of experts if it replaces an `ExpertLinear`.
 
   Attributes:
-    codes: int8 [*in, *out].
-    scales: float32 [*out].
-    scale: float32 [], of the activations.
-    active: int32 [], not 0 where what leaves 8 bits is multiplied too.
-    rows: float [H, *out], the weight of some channels; None: what leaves 8 bits
-      is clipped in all layers.
-    slots: int32 [I], the row of each channel; H for one that has none.
+    codes: Codes of the weight, int8 [*in, *out].
+    scales: Scale of each output, float32 [*out].
+    scale: Scale of the activations, float32 [].
+    active: Whether the part beyond 8 bits is multiplied, too, int32 [].
+    rows: Weights of some channels, float [H, *out]; None: activations are
+      clipped to 8 bits in all layers.
+    slots: Row of each channel, int32 [I]; H for a channel without one.
   """
 
   def __init__(
@@ -56,14 +56,21 @@ class IntegerLinear(nnx.Module):
     axes = tuple(base.weight.get_metadata()["axes"])
     lead = axes[: base.lead]
     out = axes[base.lead + self.contracted :]
-    kept = lambda x, axes, **more: nnx.Param(x, axes=axes, wide=True, **more)
-    self.codes, self.scales = kept(codes, axes), kept(scales, lead + out)
-    # These are of all layers, also where codes of some are elsewhere.
-    self.scale = kept(scale, lead, every=True)
-    self.active = kept(active, lead, every=True)
+    wide_param = lambda x, axes, **more: nnx.Param(
+      x, axes=axes, wide=True, **more
+    )
+    self.codes, self.scales = (
+      wide_param(codes, axes),
+      wide_param(scales, lead + out),
+    )
+    # These exist for all layers, also where codes of some are elsewhere.
+    self.scale = wide_param(scale, lead, every=True)
+    self.active = wide_param(active, lead, every=True)
     shadow = rows is not None
-    self.rows = kept(rows, (*lead, None, *out)) if shadow else None
-    self.slots = kept(slots, (*lead, None), every=True) if shadow else None
+    self.rows = wide_param(rows, (*lead, None, *out)) if shadow else None
+    self.slots = (
+      wide_param(slots, (*lead, None), every=True) if shadow else None
+    )
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
@@ -84,7 +91,7 @@ class IntegerLinear(nnx.Module):
     return y + bias.astype(jnp.float32)
 
   def beside(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    """The product of what is beyond 8 bits, float32; of a map with rows."""
+    """Product of the part beyond 8 bits, float32; for a map with rows."""
     assert self.rows is not None and self.slots is not None
     rows = self.rows[...]
     y = outlier_product(
@@ -98,7 +105,7 @@ class IntegerLinear(nnx.Module):
     return self._outputs(x, y)
 
   def _flat(self, x: jax.Array) -> jax.Array:
-    """x [..., I], of one axis of channels."""
+    """x as [..., I], with one axis of channels."""
     lead = x.shape[: x.ndim - self.contracted]
     return x.reshape(*lead, math.prod(x.shape[len(lead) :]))
 
@@ -109,18 +116,18 @@ class IntegerLinear(nnx.Module):
     return codes.reshape(inner, -1), self.scales[...].reshape(-1)
 
   def _outputs(self, x: jax.Array, y: jax.Array) -> jax.Array:
-    """y [..., *out] of an x."""
+    """y as [..., *out], for the leading axes of x."""
     out = self.codes[...].shape[self.contracted :]
     return y.reshape(*x.shape[: x.ndim - self.contracted], *out)
 
 
 class NotedLinear(nnx.Module):
-  """A `Linear` that tells how large each channel of its input was.
+  """A `Linear` that reports the largest size of each input channel.
 
   Attributes:
-    base: the map.
-    number: int32 [], of the layer, or [L] while layers share an array; of an
-      `ExpertLinear` [L, E].
+    base: Wrapped map.
+    number: Number of the layer, int32 [], or [L] while layers share an array;
+      for an `ExpertLinear` [L, E].
   """
 
   def __init__(

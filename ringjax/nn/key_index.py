@@ -1,12 +1,12 @@
-"""The index of a layer whose queries read only the keys that it finds best.
+"""Index of a layer whose queries read only the keys with the best scores.
 
-Guarantees: the scores of the lightning indexer of DeepSeek-V3.2 without what
-is there for speed alone, a Hadamard rotation of both sides and 8-bit numbers,
-which do not change a product but by rounding.
+Guarantees: the scores of DeepSeek-V3.2's lightning indexer without its two
+optimisations for speed, a Hadamard rotation of both sides and 8-bit numbers,
+which change products only by rounding.
 Cost: a map of the queries' latent to I heads of E numbers, and one key of E
-numbers a token, which is stored behind the layer's own key.
-Training: no gradient flows through a choice, so the index's weights stay as
-they are.
+numbers per token, which is stored after the layer's own key.
+Training: no gradient flows through a choice, so the index's weights are not
+trained.
 Ref:  DeepSeek-AI 2025, DeepSeek-V3.2-Exp.
 """
 
@@ -30,10 +30,10 @@ class KeyIndex:
   """An index of keys.
 
   Attributes:
-    heads: I, of its queries; they share the keys.
-    dim: E.
-    count: how many keys a query reads at most.
-    eps: of the norm of the keys.
+    heads: Number of its query heads, I; they share the keys.
+    dim: Size of a key, E.
+    count: Maximum number of keys that a query reads.
+    eps: Epsilon of the norm of the keys.
   """
 
   heads: int
@@ -44,10 +44,10 @@ class KeyIndex:
   def build(
     self, rngs: nnx.Rngs, embed: int, query: int, rope: Rope | None
   ) -> KeyIndexLayer:
-    """The module, whose queries are made of vectors of `query` numbers.
+    """Make the module, whose queries are computed from `query` numbers.
 
-    `rope` rotates the layer's keys. The first dims of the index's turn as
-    much, in pairs of the two halves of them.
+    `rope` rotates the layer's keys. The first dims of the index are rotated by
+    the same angles, in pairs of their two halves.
     """
     return KeyIndexLayer(rngs, self, embed, query, rope)
 
@@ -87,7 +87,7 @@ class KeyIndexLayer(nnx.Module):
     return lax.stop_gradient(self._paired(self.k_norm(self.k(x))))
 
   def _paired(self, x: jax.Array) -> jax.Array:
-    """With pairs of the two halves of the dims that turn as neighbours.
+    """Interleave the two halves of the rotated dims.
 
     So one rotation serves these and the layer's own keys; products of queries
     and keys are the same in any order.

@@ -1,14 +1,14 @@
-"""Multi-head latent attention: the cache keeps one small vector a token.
+"""Multi-head latent attention: the cache keeps one small vector per token.
 
 Guarantees: keys and values of all heads are linear in a latent vector c of a
-token, beside one rotated key that the heads share. Where the keys travel they
-are expanded from c; where they stay in a cache the same linear maps are moved
-to the query and to the output, and attention is to c itself: one kv head, whose
-value is part of its key.
-With an index a query reads only the keys that it finds best; a key of the
-index is kept behind each latent.
-Cost: a cache of (latent + rotated) numbers a token and layer, not 2 N H; with
-an index its key beside, which absorbed attention multiplies by 0.
+token, besides one rotated key that the heads share. Where keys travel they
+are expanded from c; where they stay in a cache the same linear maps are applied
+to the query and to the output instead, and attention is to c itself: one kv
+head, whose value is part of its key.
+With an index a query reads only the keys with the best index scores; a key of
+the index is stored after each latent.
+Cost: a cache of (latent + rotated) numbers per token and layer, not 2 N H; with
+an index also its key, which absorbed attention multiplies by 0.
 Ref:  DeepSeek-AI 2024, arXiv 2405.04434.
 """
 
@@ -41,19 +41,19 @@ class Latent:
   """Multi-head latent attention of one layer.
 
   Attributes:
-    heads: N.
-    plain: dims of a head that do not turn.
-    rope: the rotation of the dims that do, whose keys the heads share; None:
-      they do not turn either.
-    value: head dim of the values.
-    latent: size of the latent vector of keys and values.
-    query_latent: size of the queries' own, None for none.
-    scale: of the logits.
-    bias: of the maps into the latents and of the output.
-    eps: of the norms of the latents.
-    mask: who sees whom.
-    unturned: of layers without a rotation, dims whose keys the heads share.
-    index: chooses the keys that are read; None: all.
+    heads: Number of heads, N.
+    plain: Number of a head's dims that are not rotated.
+    rope: Rotation of the other dims, whose keys the heads share; None: they
+      are not rotated either.
+    value: Size of a head of values.
+    latent: Size of the latent vector of keys and values.
+    query_latent: Size of the queries' own latent vector, None for none.
+    scale: Factor on the logits.
+    bias: Whether the maps into the latents and of the output have biases.
+    eps: Epsilon of the norms of the latents.
+    mask: Mask between queries and keys.
+    unturned: Number of dims whose keys the heads share, without a rotation.
+    index: Chooses the keys that are read; None: all.
   """
 
   heads: int
@@ -71,40 +71,40 @@ class Latent:
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
-    """What the tables of a call have to be made for."""
-    found = dict.fromkeys((self.rope, self.row_rope))
-    return tuple(rope for rope in found if rope is not None)
+    """Rotations that a call needs tables for."""
+    ropes = dict.fromkeys((self.rope, self.row_rope))
+    return tuple(rope for rope in ropes if rope is not None)
 
   @property
   def row_rope(self) -> Rope | None:
-    """Of what is kept of a token, from behind the latent on."""
+    """Rotation of a cached row after its latent."""
     if self.rope is None or self.index is None:
       return self.rope
     return dataclasses.replace(self.rope, copies=2)
 
   @property
   def row(self) -> int:
-    """How many numbers are kept of a token."""
+    """Number of cached numbers per token."""
     index = 0 if self.index is None else self.index.dim
     return self.latent + self.shared + index
 
   @property
   def shared(self) -> int:
-    """Dims of a key that all heads share."""
+    """Number of dims of a key that all heads share."""
     return self.unturned if self.rope is None else self.rope.dims
 
   @property
   def pair_flops(self) -> int:
-    """Of a query and a key where the keys travel, which is in full."""
+    """FLOPs per query and key where keys travel, in expanded form."""
     return 2 * self.heads * (self.plain + self.shared + self.value)
 
   @property
   def reach(self) -> int | None:
-    """How many tokens a query looks back; None: all."""
+    """Number of tokens that a query looks back; None: all."""
     return self.mask.reach[0]
 
   def cache_shape(self, layers: int) -> LayerCacheSpec:
-    """What `layers` of this kind keep for a token."""
+    """Shape of what `layers` of this kind keep for a token."""
     return LayerCacheSpec(
       layers,
       1,
@@ -127,7 +127,7 @@ class Latent:
 class LatentLayer(nnx.Module):
   """The module of `Latent`."""
 
-  # Maps whose arrays it takes, beside or in place of calling them.
+  # Maps whose arrays it uses, in addition to or instead of calling them.
   ARRAYS = ("kv",)
 
   def __init__(self, rngs: nnx.Rngs, spec: Latent, embed: int):
@@ -162,11 +162,11 @@ class LatentLayer(nnx.Module):
       ("heads", None, "embed"),
       bias=spec.bias,
     )
-    index = spec.index
+    key_index = spec.index
     self.index = (
       None
-      if index is None
-      else index.build(rngs, embed, size or embed, spec.rope)
+      if key_index is None
+      else key_index.build(rngs, embed, size or embed, spec.rope)
     )
 
   def __call__(
@@ -178,19 +178,19 @@ class LatentLayer(nnx.Module):
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec
-    q, down, index = attend.rows(self._maps, x)
+    q, latent_and_shared, index = attend.rows(self._maps, x)
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
-    turned, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
-    latent = self.kv_norm(down[..., : spec.latent])
-    parts = [latent, down[..., spec.latent :]]
+    unrotated, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
+    latent = self.kv_norm(latent_and_shared[..., : spec.latent])
+    parts = [latent, latent_and_shared[..., spec.latent :]]
     if spec.index is not None:
       parts.append(index[2])
     row = jnp.concatenate(parts, -1)[:, None]
     rotation = tokens.rotation(spec.row_rope, first=spec.latent)
     cache = cache.append(row, row[..., :0], tokens.at, rotation)
     cache = cache.observe(
-      lambda: self._reading(q_plain, q_turned),
-      lambda: self._reading(q_plain, turned),
+      lambda: self._row_queries(q_plain, q_turned),
+      lambda: self._row_queries(q_plain, unrotated),
     )
     selection = None
     if spec.index is not None:
@@ -205,16 +205,16 @@ class LatentLayer(nnx.Module):
       out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
     else:
       q = jnp.concatenate([q_plain, q_turned], -1)
-      # What the cache makes of them: a codec may have changed them.
+      # From the cache: a codec may have changed the latents.
       assert cache.fresh is not None
       row = cache.fresh.k[:, 0]
       end = spec.latent + spec.shared
-      latent, turned = row[..., : spec.latent], row[..., spec.latent : end]
+      latent, unrotated = row[..., : spec.latent], row[..., spec.latent : end]
       if selection is not None:
         selection = dataclasses.replace(selection, keys=row[..., end:])
         extras = dataclasses.replace(extras, selection=selection)
-      turned = turned[:, :, None]
-      out = self._expanded(q, latent, turned, tokens, attend, extras)
+      unrotated = unrotated[:, :, None]
+      out = self._expanded(q, latent, unrotated, tokens, attend, extras)
     return attend.rows(self.o, out), cache
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Any, ...]:
@@ -240,27 +240,27 @@ class LatentLayer(nnx.Module):
       turned, (*turned.shape[:2], spec.heads, turned.shape[3])
     )
     k = jnp.concatenate([kv[..., : spec.plain], shared], -1)
-    own = _Keys(
+    derived = _Keys(
       fresh=KV(
         jnp.swapaxes(k, 1, 2),
         jnp.swapaxes(kv[..., spec.plain :], 1, 2),
         tokens.at,
       )
     )
-    return attend(q, tokens, own, spec.mask, extras)
+    return attend(q, tokens, derived, spec.mask, extras)
 
-  def _into(self, q: jax.Array) -> jax.Array:
-    """Queries of plain keys, as they read latents: [B, T, N, C]."""
+  def _to_latent(self, q: jax.Array) -> jax.Array:
+    """Map queries of plain keys to queries of latents, [B, T, N, C]."""
     weight = self.kv.weight[...][..., : self.spec.plain]
     return jnp.einsum(
       "btnh,cnh->btnc", q, weight, preferred_element_type=q.dtype
     )
 
-  def _reading(self, q_plain: jax.Array, q_turned: jax.Array) -> jax.Array:
-    """Queries of what is kept of a token: nothing of the index's keys."""
-    q = jnp.concatenate([self._into(q_plain), q_turned], -1)
-    over = self.spec.row - q.shape[-1]
-    return jnp.pad(q, [(0, 0)] * 3 + [(0, over)]) if over else q
+  def _row_queries(self, q_plain: jax.Array, q_turned: jax.Array) -> jax.Array:
+    """Queries of a cached row, zero for the index's keys."""
+    q = jnp.concatenate([self._to_latent(q_plain), q_turned], -1)
+    num_padding = self.spec.row - q.shape[-1]
+    return jnp.pad(q, [(0, 0)] * 3 + [(0, num_padding)]) if num_padding else q
 
   def _absorbed(
     self,
@@ -273,20 +273,20 @@ class LatentLayer(nnx.Module):
   ) -> jax.Array:
     spec = self.spec
     out_of = self.kv.weight[...][..., spec.plain :]
-    # A value is the first part of its key: weighing whole keys and cutting
-    # the sum spares a copy of all keys.
+    # A value is the first part of its key: weighing whole keys and slicing
+    # the sum avoids a copy of all keys.
     views = cache.views(apart=tokens.tree is not None)
     keys = _Keys(found=tuple(view.keys_alone() for view in views))
-    q = self._reading(q_plain, q_turned)
-    seen = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
+    q = self._row_queries(q_plain, q_turned)
+    attended = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
-      "btnc,cnj->btnj", seen, out_of, preferred_element_type=seen.dtype
+      "btnc,cnj->btnj", attended, out_of, preferred_element_type=attended.dtype
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Keys:
-  """Keys and values that a layer made of the call's, or of its cache's."""
+  """Keys and values derived from those of the call, or of its cache."""
 
   fresh: Any = None
   found: tuple[KVView, ...] = ()

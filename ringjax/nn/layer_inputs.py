@@ -1,8 +1,8 @@
-"""What each layer reads of a token's id beside the residual stream.
+"""Inputs of each layer from a token's id, in addition to the residual stream.
 
-Guarantees: a layer's input is its own part of a second embedding and of a map
-of the first one, mixed; tokens are alone in it, so it is the same however they
-are sharded.
+Guarantees: a layer's input mixes its part of a second embedding with a map
+of the first one; it depends on each token alone, so it is the same however
+tokens are sharded.
 Cost: it is computed where a layer runs, [B, T, P] at a time, and never for all
 layers at once.
 """
@@ -30,11 +30,11 @@ class LayerInputs:
   """A second embedding, of which each layer has a part.
 
   Attributes:
-    vocab: ids that it has; others count as 0.
-    layers: L.
-    width: P, of a layer's part.
-    act: of the gate by which a layer reads it.
-    norm: of the map of the first embedding, and behind what a layer reads.
+    vocab: Number of ids that it has; others count as 0.
+    layers: Number of layers, L.
+    width: Size of a layer's part, P.
+    act: Activation of the gate by which a layer reads it.
+    norm: Norm of the map of the first embedding, and of a layer's addition.
   """
 
   vocab: int
@@ -47,7 +47,7 @@ class LayerInputs:
     return LayerInputTable(rngs, self, embed)
 
   def gate(self, rngs: nnx.Rngs, embed: int) -> LayerInputGate:
-    """How one layer reads its part."""
+    """Make the gate by which one layer reads its part."""
     return LayerInputGate(rngs, self, embed)
 
 
@@ -71,16 +71,16 @@ class LayerInputTable(nnx.Module):
     """The input of layer `number`.
 
     Args:
-      tokens: ids.
-      x: what the first layer reads.
-      number: of the layer.
+      tokens: Token ids, int32 [B, T].
+      x: Input of the first layer.
+      number: Number of the layer.
     """
     spec = self.spec
     number = jnp.asarray(number, jnp.int32)
-    wide = lambda s: jnp.asarray(s, x.dtype)
-    known = jnp.where(tokens < spec.vocab, tokens, 0)
-    own = self.table[...][known, number].astype(x.dtype)
-    own = own * wide(math.sqrt(spec.width))
+    as_dtype = lambda s: jnp.asarray(s, x.dtype)
+    ids = jnp.where(tokens < spec.vocab, tokens, 0)
+    own_part = self.table[...][ids, number].astype(x.dtype)
+    own_part = own_part * as_dtype(math.sqrt(spec.width))
     weight = lax.dynamic_index_in_dim(
       self.projection[...], number, 1, keepdims=False
     )
@@ -90,12 +90,12 @@ class LayerInputTable(nnx.Module):
       weight.astype(x.dtype),
       preferred_element_type=x.dtype,
     )
-    mapped = self.norm(mapped * wide(1 / math.sqrt(x.shape[-1])))
-    return (mapped + own) * wide(1 / math.sqrt(2))
+    mapped = self.norm(mapped * as_dtype(1 / math.sqrt(x.shape[-1])))
+    return (mapped + own_part) * as_dtype(1 / math.sqrt(2))
 
 
 class LayerInputGate(nnx.Module):
-  """What a layer makes of its input, beside the residual stream."""
+  """Adds a layer's gated input to the residual stream."""
 
   def __init__(self, rngs: nnx.Rngs, spec: LayerInputs, embed: int):
     self.act = spec.act
@@ -110,6 +110,6 @@ class LayerInputGate(nnx.Module):
     given: Float[Array, "B T P"],
     attend: Attend,
   ) -> jax.Array:
-    """What is added to x."""
+    """Value that is added to x."""
     gated = ACTIVATIONS[self.act](attend.rows(self.gate, x)) * given
     return self.norm(attend.rows(self.projection, gated))

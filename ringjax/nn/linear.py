@@ -20,20 +20,20 @@ from ringjax.ops.norm import layer_norm, rms_norm
 
 
 def stream_dtype(dtype: DTypeLike) -> np.dtype:
-  """The dtype of the residual stream of a model of `dtype`.
+  """Dtype of the residual stream of a model of `dtype`.
 
-  That of float16 weights is float32: in Gemma's models, and wherever embeddings
-  are multiplied, sums of layers leave float16's range, which ends at 65,504.
+  For float16 weights it is float32: in Gemma's models, and wherever embeddings
+  are multiplied, sums of layers exceed float16's range, which ends at 65,504.
   """
-  wide = np.dtype(dtype) == np.float16
-  return np.dtype(np.float32 if wide else dtype)
+  is_float16 = np.dtype(dtype) == np.float16
+  return np.dtype(np.float32 if is_float16 else dtype)
 
 
 def part_dtype(module: nnx.Module, stream: DTypeLike) -> np.dtype:
-  """The dtype in which a part of a layer computes beside a residual stream.
+  """Dtype in which a part of a layer computes, given the residual stream's.
 
   It is the stream's, but float16 for a part with float16 weights; steps of
-  codes, which keep their dtype when a model is cast, are none of these.
+  codes, which keep their dtype when a model is cast, do not count.
   """
   leaves = jax.tree.leaves(
     module, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -55,7 +55,7 @@ class Linear(nnx.Module):
   of a `wide` one stays float32 when the model is cast.
   """
 
-  # Axes of the weight, as it is named, in front of those.
+  # Number of leading axes of the weight before `inputs` and `outputs`.
   lead = 0
 
   def __init__(
@@ -84,10 +84,10 @@ class Linear(nnx.Module):
 class ExpertLinear(Linear):
   """The maps of a mixture's experts, without biases.
 
-  It is the map of one expert once its arrays are cut along their first axis.
+  It is the map of one expert once its arrays are indexed along the first axis.
 
   Attributes:
-    weight: [E, in, out].
+    weight: Weights of all experts, [E, in, out].
   """
 
   lead = 1
@@ -108,17 +108,17 @@ def linear_product(
   """y[..., out] = x[..., in] . weight[in, out] + bias[out].
 
   Args:
-    x: of the weight's dtype.
-    weight: the same.
-    contracted: the number of axes in `in`.
-    bias: [*out].
-    wide: y is float32; else it is of x's dtype.
+    x: Input, of the weight's dtype.
+    weight: Weight, [*in, *out].
+    contracted: Number of axes in `in`.
+    bias: Bias, [*out], or None.
+    wide: Whether y is float32; else it is of x's dtype.
   """
   n, lead = contracted, x.ndim - contracted
-  # Of a single column XLA's CPU compiler makes a product with a vector, whose
-  # sums for a row depend on where it is among the others.
-  alone = weight.shape[n:] == (1,)
-  if alone:
+  # For a single column XLA's CPU compiler makes a product with a vector, whose
+  # sums for a row depend on its place among the others.
+  single_column = weight.shape[n:] == (1,)
+  if single_column:
     weight = jnp.pad(weight, [(0, 0)] * n + [(0, 1)])
 
   def dot(x: jax.Array) -> jax.Array:
@@ -130,7 +130,7 @@ def linear_product(
     )
 
   y = _rows(dot, x, n)
-  y = y[..., :1] if alone else y
+  y = y[..., :1] if single_column else y
   return y if bias is None else y + bias[(None,) * lead].astype(y.dtype)
 
 
@@ -139,8 +139,8 @@ class LearnedPositions:
   """A learned vector for each position, which is added to the token's.
 
   Attributes:
-    count: positions that there are.
-    offset: rows of the table before that of position 0.
+    count: Number of positions.
+    offset: Number of rows of the table before that of position 0.
   """
 
   count: int
@@ -148,10 +148,10 @@ class LearnedPositions:
 
 
 class PositionTable(nnx.Module):
-  """The module of `LearnedPositions`: each token takes the row of its own.
+  """The module of `LearnedPositions`: each token takes its position's row.
 
-  So it is the same however the tokens are sharded. Positions behind the last,
-  which are padding's, take the last row.
+  So it is the same however the tokens are sharded. Positions after the last
+  one, which only padding has, take the last row.
   """
 
   def __init__(self, rngs: nnx.Rngs, spec: LearnedPositions, embed: int):
@@ -164,15 +164,15 @@ class PositionTable(nnx.Module):
 
 
 class Embedding(nnx.Module):
-  """One vector for each token id; used backwards it is the tied head.
+  """One vector for each token id; transposed it is the tied head.
 
   Args:
-    rngs: of the weights.
-    vocab: V.
-    embed: D.
-    scale: what the vectors are multiplied by.
-    norm: behind that, or None.
-    positions: what is added for a token's position, or None.
+    rngs: Random keys of the weights.
+    vocab: V, size of the vocabulary.
+    embed: D, width of the vectors.
+    scale: Factor on the vectors.
+    norm: Norm after that, or None.
+    positions: Learned positions that are added, or None.
   """
 
   def __init__(
@@ -197,8 +197,10 @@ class Embedding(nnx.Module):
     tokens: Int[Array, "*batch"],
     pos: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "*batch D"]:
-    """What the first layer reads, see `stream_dtype`; `pos` are needed where
-    they are learned."""
+    """Input of the first layer, see `stream_dtype`.
+
+    `pos` is required for learned positions.
+    """
     x = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
     x = x.astype(stream_dtype(x.dtype))
     if self.scale != 1.0:
@@ -214,7 +216,7 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-  """Logits by a weight of their own, [D, V]."""
+  """Logits by a separate weight, [D, V]."""
 
   def __init__(
     self, rngs: nnx.Rngs, embed: int, vocab: int, *, bias: bool = False
@@ -247,23 +249,23 @@ def _logits(h: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
 def _rows(
   dot: Callable[[jax.Array], jax.Array], x: jax.Array, contracted: int
 ) -> jax.Array:
-  """dot(x), where the last axes of x are contracted and the others rows."""
+  """dot(x), where the last axes of x are contracted and the others are rows."""
   last = x.ndim - contracted - 1
-  one = last >= 0 and math.prod(x.shape[: last + 1]) == 1
-  if not one or x.dtype.itemsize >= 4:
+  single_row = last >= 0 and math.prod(x.shape[: last + 1]) == 1
+  if not single_row or x.dtype.itemsize >= 4:
     return dot(x)
 
-  def beside(x: jax.Array) -> jax.Array:
+  def two_rows(x: jax.Array) -> jax.Array:
     pad = [(0, int(i == last)) for i in range(x.ndim)]
     return lax.slice_in_dim(dot(jnp.pad(x, pad)), 0, 1, axis=last)
 
-  # For a single row XLA's CPU compiler makes a narrow weight wide, which takes
-  # up to ten times as long as the product of two rows, of which one is zeros.
-  return lax.platform_dependent(x, cpu=beside, default=dot)
+  # For a single row XLA's CPU compiler widens a narrow weight, which takes
+  # up to ten times as long as the product of two rows, one of them zeros.
+  return lax.platform_dependent(x, cpu=two_rows, default=dot)
 
 
 class Identity(nnx.Module):
-  """Leaves its input as it is."""
+  """Returns its input unchanged."""
 
   def __call__(self, x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     return x
@@ -306,28 +308,30 @@ class LayerNorm(nnx.Module):
     offset: float = 0.0,
   ):
     self.eps, self.offset = eps, offset
-    none = shape is None
-    self.weight = None if none else param(rngs, shape, axes, value=1 - offset)
-    self.bias = None if none or not bias else param(rngs, shape, axes)
+    no_weight = shape is None
+    self.weight = (
+      None if no_weight else param(rngs, shape, axes, value=1 - offset)
+    )
+    self.bias = None if no_weight or not bias else param(rngs, shape, axes)
 
   def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     get = lambda p: None if p is None else p[...]
     weight, bias = get(self.weight), get(self.bias)
-    # Without a weight there is nothing to be one away from.
+    # Without a weight there is no offset to add.
     offset = 0.0 if weight is None else self.offset
     return layer_norm(x, weight, bias, self.eps, offset=offset)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
-  """Which norm a model uses.
+  """Kind of norm that a model uses.
 
   Attributes:
-    eps: added to the variance.
-    offset: 1 where the stored weight is the distance from one.
-    layer: LayerNorm instead of RMSNorm.
-    bias: whether a LayerNorm has a bias.
-    weight: whether it has a weight; without one it has no bias either.
+    eps: Epsilon that is added to the variance.
+    offset: 1 if the stored weight is the distance from one.
+    layer: Whether it is a LayerNorm instead of an RMSNorm.
+    bias: Whether a LayerNorm has a bias.
+    weight: Whether it has a weight; without one it has no bias either.
   """
 
   eps: float
@@ -337,12 +341,12 @@ class Norm:
   weight: bool = True
 
   def build(self, rngs: nnx.Rngs, *dims: int, together: bool = False) -> Any:
-    """The module that normalises vectors.
+    """Make the module that normalises vectors.
 
     Args:
-      rngs: of the weights.
-      *dims: the shape of the weight, whose last axis is normalised.
-      together: whether all of its axes are one vector (RMSNorm).
+      rngs: Random keys of the weights.
+      *dims: Shape of the weight, whose last axis is normalised.
+      together: Whether all of its axes are one vector (RMSNorm).
     """
     shape = dims if self.weight else None
     axes = (None,) * len(dims)

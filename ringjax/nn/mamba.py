@@ -1,9 +1,9 @@
-"""Mamba 2: a state of each head that fades, and to which tokens add.
+"""Mamba 2: a state of each head that decays, and to which tokens add.
 
-Guarantees: the same for a whole sequence, for chunks of it that follow each
-other through a cache, and token by token; for one device and for shards.
+Guarantees: equal results for a whole sequence, for consecutive chunks of it
+through a cache, and token by token; for one device and for shards.
 Cost: linear in the tokens. Between shards the tail of a convolution, one state
-and one number a head are gathered, whatever the length.
+and one number a head are gathered, for any length.
 Ref:  Dao and Gu 2024, Transformers are SSMs, arXiv 2405.21060.
 """
 
@@ -38,22 +38,24 @@ from ringjax.ops.softmax import wide_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mamba2(Recurrent):
-  """A state space behind a short convolution, and a gate.
+  """A state space model after a short convolution, and a gate.
 
   Attributes:
-    groups: of heads that share B and C, K.
-    heads: N, a multiple of K.
-    state: numbers of a state for each channel, H.
-    channels: of a head, J.
-    taps: tokens that the convolution sees, the token itself counted.
-    eps: of the norm of the gated outputs.
-    norm_groups: parts of the outputs that are normalised apart; 0: no norm.
-    bias: of the maps into and out of it.
-    conv_bias: of the convolution.
-    step_limit: the least and the largest time step.
-    gate_last: the gate comes behind the norm, not before it.
-    scales: what the gate, V, K, Q and time steps are multiplied by before
-      anything else, in this order.
+    groups: Number of groups of heads that share B and C, K.
+    heads: Number of heads, N, a multiple of K.
+    state: Size of a channel's state, H.
+    channels: Number of channels of a head, J.
+    taps: Number of tokens that the convolution sees, including the token
+      itself.
+    eps: Epsilon of the norm of the gated outputs.
+    norm_groups: Number of parts of the outputs that are normalised separately;
+      0: no norm.
+    bias: Whether the maps into and out of it have biases.
+    conv_bias: Whether the convolution has a bias.
+    step_limit: Minimum and maximum of the time step.
+    gate_last: Whether the gate comes after the norm, not before it.
+    scales: Factors on the gate, V, K, Q and time steps before anything else, in
+      this order.
   """
 
   groups: int
@@ -70,7 +72,7 @@ class Mamba2(Recurrent):
   scales: tuple[float, float, float, float, float] | None = None
 
   def cache_shape(self, layers: int) -> StateShape:
-    """What `layers` of this kind keep."""
+    """Shape of the state that `layers` of this kind keep."""
     return StateShape(
       layers=layers,
       heads=self.heads,
@@ -88,7 +90,7 @@ class Mamba2(Recurrent):
 
 
 class GroupedNorm(RMSNorm):
-  """An RMSNorm of [..., N, J] in some equal parts of the N J numbers."""
+  """An RMSNorm of [..., N, J] over equal groups of the N J numbers."""
 
   def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], spec: Mamba2):
     super().__init__(rngs, shape, ("heads", None), eps=spec.eps)
@@ -137,28 +139,35 @@ class Mamba2Layer(nnx.Module):
     cache: StateCache,
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
-    """[B, T, D] and the layer's cache with the state behind these tokens."""
-    spec, wide = self.spec, wide_dtype(x.dtype)
-    head = lambda p: p[...].astype(wide)[None, None]
+    """[B, T, D] and the layer's cache with the state after these tokens."""
+    spec, compute_dtype = self.spec, wide_dtype(x.dtype)
+    head = lambda p: p[...].astype(compute_dtype)[None, None]
     z, v, k, q, step = (
       map_(x) for map_ in (self.z, self.v, self.k, self.q, self.step)
     )
     if spec.scales is not None:
       scaled = zip((z, v, k, q, step), spec.scales, strict=True)
       z, v, k, q, step = (y * jnp.asarray(s, y.dtype) for y, s in scaled)
-    step = jax.nn.softplus(step.astype(wide) + head(self.offset))
-    step = jnp.clip(step, *(jnp.asarray(s, wide) for s in spec.step_limit))
+    step = jax.nn.softplus(step.astype(compute_dtype) + head(self.offset))
+    step = jnp.clip(
+      step, *(jnp.asarray(s, compute_dtype) for s in spec.step_limit)
+    )
     inputs = RecurrentInputs(
       (q, k, v),
       -jnp.exp(head(self.log_rate)) * step,
       step,
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
-    taps = tuple(t.arrays for t in (self.q_taps, self.k_taps, self.v_taps))
+    taps = tuple(
+      conv.arrays for conv in (self.q_taps, self.k_taps, self.v_taps)
+    )
     shape = spec.cache_shape(1)
     weights = (taps, self.skip[...])
     mixed, cache = carried(_mix, weights, inputs, shape, tokens, cache, attend)
-    mixed, gate = mixed.astype(wide), jax.nn.silu(z.astype(wide))
+    mixed, gate = (
+      mixed.astype(compute_dtype),
+      jax.nn.silu(z.astype(compute_dtype)),
+    )
     mixed = mixed if spec.gate_last else mixed * gate
     mixed = mixed if self.norm is None else self.norm(mixed)
     mixed = mixed * gate if spec.gate_last else mixed
@@ -168,15 +177,15 @@ class Mamba2Layer(nnx.Module):
 def _mix(
   weights: tuple, x: RecurrentInputs, state: State, axis: str | None
 ) -> tuple[jax.Array, State]:
-  """[B, T, N, J] and the state behind. Per shard, if `axis` is given."""
+  """[B, T, N, J] and the state after them. Per shard, if `axis` is given."""
   taps, skip = weights
-  before, after = tails(state.tail, x.qkv, x.seg, axis)
+  tokens_before, tokens_after = tails(state.tail, x.qkv, x.seg, axis)
 
   assert x.decay is not None and x.beta is not None
-  q, k, v = map(jax.nn.silu, convolved(x, taps, before))
+  q, k, v = map(jax.nn.silu, convolved(x, taps, tokens_before))
   real = (x.seg > 0)[..., None]
   decay = jnp.where(real, x.decay, 0)
-  decay = jnp.where(begins(x.seg, before)[..., None], -jnp.inf, decay)
+  decay = jnp.where(begins(x.seg, tokens_before)[..., None], -jnp.inf, decay)
   mixed, memory = delta_rule(
     q,
     k,
@@ -187,7 +196,11 @@ def _mix(
     correct=False,
     axis=axis,
   )
-  # What a token adds to its own output beside the state.
-  wide = memory.dtype
-  own = v.astype(wide) * skip.astype(wide)[None, None, :, None]
-  return (mixed.astype(wide) + own).astype(v.dtype), State(memory, after)
+  # A token's direct contribution to its own output (D of the paper).
+  state_dtype = memory.dtype
+  skipped = (
+    v.astype(state_dtype) * skip.astype(state_dtype)[None, None, :, None]
+  )
+  return (mixed.astype(state_dtype) + skipped).astype(v.dtype), State(
+    memory, tokens_after
+  )

@@ -1,9 +1,9 @@
-"""Mamba: a state of a few numbers for each channel, chosen by the token.
+"""Mamba: a small state for each channel, with dynamics chosen by the token.
 
-Guarantees: the same for a whole sequence, for chunks of it that follow each
-other through a cache, and token by token; for one device and for shards.
+Guarantees: equal results for a whole sequence, for consecutive chunks of it
+through a cache, and token by token; for one device and for shards.
 Cost: linear in the tokens. Between shards the tail of a convolution and two
-states are gathered, whatever the length.
+states are gathered, for any length.
 Ref:  Gu and Dao 2023, arXiv 2312.00752; the norms as in Lieber et al. 2024,
 Jamba, arXiv 2403.19887.
 """
@@ -38,16 +38,17 @@ from ringjax.ops.softmax import wide_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mamba1(Recurrent):
-  """A selective state space behind a short convolution, and a gate.
+  """A selective state space model after a short convolution, and a gate.
 
   Attributes:
-    channels: C.
-    state: numbers of a state for each channel, H.
-    rank: size of what time steps are made of.
-    taps: tokens that the convolution sees, the token itself counted.
-    eps: of the norms of time steps, B and C.
-    bias: of the maps into and out of it.
-    conv_bias: of the convolution.
+    channels: Number of channels, C.
+    state: Size of a channel's state, H.
+    rank: Size of the vector from which time steps are computed.
+    taps: Number of tokens that the convolution sees, including the token
+      itself.
+    eps: Epsilon of the norms of time steps, B and C.
+    bias: Whether the maps into and out of it have biases.
+    conv_bias: Whether the convolution has a bias.
   """
 
   channels: int
@@ -59,7 +60,7 @@ class Mamba1(Recurrent):
   conv_bias: bool = True
 
   def cache_shape(self, layers: int) -> StateShape:
-    """What `layers` of this kind keep."""
+    """Shape of the state that `layers` of this kind keep."""
     return StateShape(
       layers=layers,
       heads=self.channels,
@@ -76,7 +77,7 @@ class Mamba1(Recurrent):
 class Mamba1Layer(nnx.Module):
   """The module of `Mamba1`."""
 
-  # Maps whose arrays it takes, beside or in place of calling them.
+  # Maps whose arrays it uses, in addition to or instead of calling them.
   ARRAYS = ("low", "into", "out_of", "step")
 
   def __init__(self, rngs: nnx.Rngs, spec: Mamba1, embed: int):
@@ -91,7 +92,7 @@ class Mamba1Layer(nnx.Module):
     self.taps = Taps(
       rngs, (1, c, spec.taps), (None, "heads"), bias=spec.conv_bias
     )
-    # What time steps are made of; B and C of the paper.
+    # Input of the time steps; then B and C of the paper.
     self.low, self.into, self.out_of = of_x(rank), of_x(h), of_x(h)
     self.low_norm = norm(rank)
     self.into_norm, self.out_of_norm = norm(h), norm(h)
@@ -107,8 +108,8 @@ class Mamba1Layer(nnx.Module):
     cache: StateCache,
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
-    """[B, T, D] and the layer's cache with the state behind these tokens."""
-    wide = wide_dtype(x.dtype)
+    """[B, T, D] and the layer's cache with the state after these tokens."""
+    compute_dtype = wide_dtype(x.dtype)
     seg = jnp.broadcast_to(tokens.seg, x.shape[:2])
     inputs = RecurrentInputs((self.x(x)[:, :, None],), None, None, seg)
     shape = self.spec.cache_shape(1)
@@ -127,35 +128,37 @@ class Mamba1Layer(nnx.Module):
     mixed, cache = carried(
       self._mix, weights, inputs, shape, tokens, cache, attend
     )
-    mixed = mixed[:, :, 0].astype(wide) * jax.nn.silu(self.z(x).astype(wide))
+    mixed = mixed[:, :, 0].astype(compute_dtype) * jax.nn.silu(
+      self.z(x).astype(compute_dtype)
+    )
     return self.out(mixed.astype(x.dtype)), cache
 
   def _mix(
     self, weights: tuple, x: RecurrentInputs, state: State, axis: str | None
   ) -> tuple[jax.Array, State]:
-    """[B, T, 1, C] and the state behind. Per shard, if `axis` is given."""
+    """[B, T, 1, C] and the state after them. Per shard, if `axis` is given."""
     taps, maps, norms, step_map, step_bias, log_rate, skip = weights
-    before, after = tails(state.tail, x.qkv, x.seg, axis)
-    (u,) = convolved(x, taps, before)
+    tokens_before, tokens_after = tails(state.tail, x.qkv, x.seg, axis)
+    (u,) = convolved(x, taps, tokens_before)
     u = jax.nn.silu(u[:, :, 0])
     low, b, c = (
       rms_norm(linear_product(u, map_, 1), weight, self.spec.eps)
       for map_, weight in zip(maps, norms, strict=True)
     )
-    wide = state.memory.dtype
-    step = linear_product(low, step_map, 1).astype(wide)
-    step = jax.nn.softplus(step + step_bias.astype(wide)[None, None])
+    state_dtype = state.memory.dtype
+    step = linear_product(low, step_map, 1).astype(state_dtype)
+    step = jax.nn.softplus(step + step_bias.astype(state_dtype)[None, None])
     mixed, memory = selective_scan(
       u,
       jnp.where((x.seg > 0)[..., None], step, 0),
-      -jnp.exp(log_rate.astype(wide)),
+      -jnp.exp(log_rate.astype(state_dtype)),
       b,
       c,
       state.memory[:, :, 0],
-      begins(x.seg, before),
+      begins(x.seg, tokens_before),
       axis=axis,
     )
-    # What a token adds to its own output beside the state.
-    own = u.astype(wide) * skip.astype(wide)[None, None]
-    mixed = (mixed.astype(wide) + own).astype(u.dtype)
-    return mixed[:, :, None], State(memory[:, :, None], after)
+    # A token's direct contribution to its own output (D of the paper).
+    skipped = u.astype(state_dtype) * skip.astype(state_dtype)[None, None]
+    mixed = (mixed.astype(state_dtype) + skipped).astype(u.dtype)
+    return mixed[:, :, None], State(memory[:, :, None], tokens_after)

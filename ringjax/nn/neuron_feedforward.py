@@ -2,13 +2,12 @@
 
 Guarantees: with a resident deciding projection (the gate, or the up-projection
 of a plain layer) the result is that of the layer with all weights, up to the
-order of sums. With a predictor each token sums the neurons that are named for
-it, and no other: neither the call's other tokens nor what is in the window
-matter. Calls of many tokens, and those that need more neurons than a window
-holds, read all neurons, block by block, and sum the same.
-Cost: a call of few tokens stops once for the host, which reads what is new.
+order of sums. With a predictor each token sums exactly the neurons predicted
+for it: neither the call's other tokens nor the contents of the window matter.
+Calls of many tokens, and calls that need more neurons than a window holds, read
+all neurons, block by block, and compute the same sums.
+Cost: a call of few tokens stops once for the host, which reads new neurons.
 Memory: on the devices the rows of one layer's window, or one block.
-Ref: Alizadeh et al. 2023, LLM in a Flash, arXiv 2312.11514.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from ringjax.nn.placed import ReadFault
 from ringjax.nn.sharding_context import Attend
 from ringjax.parallel import collectives
 
-# Tokens of a call for which single neurons are read: more need most of them.
+# Maximum tokens of a call that reads single neurons: more need most of them.
 FEW = 64
 
 
 @runtime_checkable
 class HoldsNeurons(Protocol):
-  """What has neurons, see `store.neuron_store`."""
+  """Store of neurons, see `store.neuron_store`."""
 
   def prepare(
     self, number: int, needed: Bool[np.ndarray, " F"]
@@ -67,20 +66,20 @@ def activation(act: str, threshold: float) -> Callable[[Array], Array]:
   if not threshold:
     return f
 
-  def cut(x: jax.Array) -> jax.Array:
+  def thresholded(x: jax.Array) -> jax.Array:
     y = f(x)
     return jnp.where(jnp.abs(y) > jnp.asarray(threshold, y.dtype), y, 0)
 
-  return cut
+  return thresholded
 
 
 class LowRankPredictor(nnx.Module):
-  """Which neurons a token needs: x . down . up + bias is above zero.
+  """Predicts the neurons that a token needs: x . down . up + bias > 0.
 
   Attributes:
-    down: [D, r].
-    up: [r, F].
-    bias: [F], float32.
+    down: First factor, [D, r].
+    up: Second factor, [r, F].
+    bias: Bias, float32 [F].
   """
 
   def __init__(
@@ -94,21 +93,21 @@ class LowRankPredictor(nnx.Module):
     self.bias = nnx.Param(bias, axes=("ffn",), wide=True)
 
   def __call__(self, x: Float[Array, "n D"]) -> Bool[Array, "n F"]:
-    found = jnp.matmul(x @ self.down[...], self.up[...])
-    return found.astype(jnp.float32) + self.bias[...][None] > 0
+    logits = jnp.matmul(x @ self.down[...], self.up[...])
+    return logits.astype(jnp.float32) + self.bias[...][None] > 0
 
 
 class NeuronFeedforward(nnx.Module):
   """The module of `Plain` or `Gated` with neurons on disk.
 
   Attributes:
-    deciding: the resident map whose activation says which neurons are needed,
-      or None with a predictor.
-    predictor: says it without that map.
-    gate_bias: [F], of the deciding map where that is read; or None.
-    up_bias: [F], of the up-projection of a gated layer; or None.
-    down_bias: [D], or None.
-    number: int32 [], of the layer, or [L] while layers share an array.
+    deciding: Resident map whose activation selects the needed neurons, or None
+      with a predictor.
+    predictor: Predictor of the needed neurons, or None.
+    gate_bias: Bias of the deciding map where that is read, [F]; or None.
+    up_bias: Bias of the up-projection of a gated layer, [F]; or None.
+    down_bias: Bias of the down-projection, [D], or None.
+    number: Number of the layer, int32 [], or [L] while layers share an array.
   """
 
   def __init__(
@@ -123,17 +122,17 @@ class NeuronFeedforward(nnx.Module):
     predictor: LowRankPredictor | None,
     threshold: float,
   ):
-    """Takes over what is resident of a layer.
+    """Take over the resident parts of a layer.
 
     Args:
-      base: the layer.
-      number: of the layer.
-      store: has its neurons.
-      fault: where the error of a read is kept.
-      sizes: rows that the store returns, in increasing order.
-      block: neurons of a block.
-      predictor: in place of the resident map that decides; or None.
-      threshold: see `activation`.
+      base: Layer to replace.
+      number: Number of the layer.
+      store: Store of its neurons.
+      fault: Holder of the error of a read.
+      sizes: Numbers of rows that the store may return, in increasing order.
+      block: Number of neurons of a block.
+      predictor: Predictor instead of the resident deciding map; or None.
+      threshold: See `activation`.
     """
     self.spec: Plain | Gated = base.spec
     self.store, self.fault, self.sizes = store, fault, sizes
@@ -159,15 +158,15 @@ class NeuronFeedforward(nnx.Module):
         "call it without a mesh, or the model that it was made of",
       )
     flat = _constant(x.reshape(-1, x.shape[-1]))
-    y = self._few(flat) if len(flat) <= FEW else self._all(flat)
+    y = self._from_window(flat) if len(flat) <= FEW else self._by_blocks(flat)
     if self.down_bias is not None:
       y = y + self.down_bias[...][None].astype(y.dtype)
     return y.reshape(x.shape)
 
-  def _few(self, x: jax.Array) -> jax.Array:
-    """Of the neurons in the window, [n, D]."""
+  def _from_window(self, x: jax.Array) -> jax.Array:
+    """Sum the neurons in the window, [n, D]."""
     number = self.number[...]
-    chosen = self._chosen(x)
+    chosen = self._select_neurons(x)
     needed = jnp.any(chosen.astype(bool), 0)
     branch, ticket = io_callback(
       self._guarded(self._prepare),
@@ -176,10 +175,10 @@ class NeuronFeedforward(nnx.Module):
       needed,
     )
 
-    def some(size: int) -> Callable[[], jax.Array]:
+    def sum_of_size(size: int) -> Callable[[], jax.Array]:
       def run() -> jax.Array:
         rows, ids = io_callback(
-          self._guarded(lambda *said: self._fetch(size, *said)),
+          self._guarded(lambda *args: self._fetch(size, *args)),
           (
             self._shape(size, x.dtype),
             jax.ShapeDtypeStruct((size,), jnp.int32),
@@ -192,16 +191,19 @@ class NeuronFeedforward(nnx.Module):
 
       return run
 
-    every = [*(some(size) for size in self.sizes), lambda: self._all(x)]
-    return lax.switch(branch, every)
+    branches = [
+      *(sum_of_size(size) for size in self.sizes),
+      lambda: self._by_blocks(x),
+    ]
+    return lax.switch(branch, branches)
 
-  def _all(self, x: jax.Array) -> jax.Array:
-    """Of all neurons, [n, D]."""
+  def _by_blocks(self, x: jax.Array) -> jax.Array:
+    """Sum all neurons, [n, D]."""
     number, f = self.number[...], self.spec.hidden
-    chosen = self._chosen(x)
+    chosen = self._select_neurons(x)
 
     def add(index: jax.Array, y: jax.Array) -> jax.Array:
-      # Not before the block before has been used.
+      # Not before the previous block has been used.
       index, y = lax.optimization_barrier((index, y))
       rows = io_callback(
         self._guarded(self._block),
@@ -215,8 +217,8 @@ class NeuronFeedforward(nnx.Module):
     start = jnp.zeros(x.shape, jnp.float32)
     return lax.fori_loop(0, -(-f // self.block), add, start).astype(x.dtype)
 
-  def _chosen(self, x: Float[Array, "n D"]) -> Shaped[Array, "n F"]:
-    """Activations of the deciding map; or which neurons are named, bool."""
+  def _select_neurons(self, x: Float[Array, "n D"]) -> Shaped[Array, "n F"]:
+    """Activations of the deciding map; or the predicted neurons, bool."""
     if self.predictor is not None:
       return self.predictor(x)
     assert self.deciding is not None
@@ -229,14 +231,14 @@ class NeuronFeedforward(nnx.Module):
     ids: Int[Array, " R"],
     chosen: Shaped[Array, "n F"],
   ) -> Float[Array, "n D"]:
-    """What each token's neurons add up to, float32; number F is none."""
+    """Sum of each token's neurons, float32; the number F means no neuron."""
     into = lambda w: lax.dot_general(
       x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype
     )
-    of = lambda b: jnp.take(b[...], ids, mode="fill", fill_value=0)[None]
-    add = lambda y, b: y if b is None else y + of(b).astype(y.dtype)
+    bias_of = lambda b: jnp.take(b[...], ids, mode="fill", fill_value=0)[None]
+    add = lambda y, b: y if b is None else y + bias_of(b).astype(y.dtype)
     part = 0
-    # A row without a neuron has what was there before.
+    # Rows without a neuron have undefined contents.
     none = chosen.dtype.type(0)
     h = jnp.take(chosen, ids, axis=1, mode="fill", fill_value=none)
     counts = h.astype(bool)
@@ -261,8 +263,8 @@ class NeuronFeedforward(nnx.Module):
     return weight[...].shape[-2]
 
   def _prepare(self, number: Any, needed: Any) -> tuple[np.ndarray, ...]:
-    found = self.store.prepare(int(number), np.asarray(needed))
-    return tuple(np.asarray(n, np.int32) for n in found)
+    branch_and_ticket = self.store.prepare(int(number), np.asarray(needed))
+    return tuple(np.asarray(n, np.int32) for n in branch_and_ticket)
 
   def _fetch(
     self, size: int, number: Any, ticket: Any, needed: Any
@@ -273,29 +275,29 @@ class NeuronFeedforward(nnx.Module):
     return self.store.block(int(number), int(index))
 
   def _guarded(self, f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, whose error is raised by who called the program."""
+    """Wrap f to store its error, which the program's caller raises."""
 
-    def call(*said: Any) -> Any:
+    def call(*args: Any) -> Any:
       try:
-        return f(*said)
+        return f(*args)
       except Exception as error:
-        found = error
-        if not isinstance(found, RingjaxError):
-          found = CheckpointFormatError(
+        ringjax_error = error
+        if not isinstance(ringjax_error, RingjaxError):
+          ringjax_error = CheckpointFormatError(
             "neurons",
             f"{type(error).__name__}: {error}",
             "neurons that can be read",
             "write them again with rj.models.write_neurons",
           )
-        self.fault.error, self.fault.silent = found, False
-        raise found from error
+        self.fault.error, self.fault.silent = ringjax_error, False
+        raise ringjax_error from error
 
     return call
 
 
 @jax.custom_jvp
 def _constant(x: jax.Array) -> jax.Array:
-  """x, of which nothing is differentiated."""
+  """x, which raises an error when it is differentiated."""
   return x
 
 
@@ -310,11 +312,11 @@ def _no_gradient(primals: Any, tangents: Any) -> Any:
 
 
 class NotedFeedforward(nnx.Module):
-  """A feedforward that tells its input, and which neurons were active.
+  """A feedforward that reports its input and its active neurons.
 
   Attributes:
-    base: the layer.
-    number: int32 [], of the layer, or [L] while layers share an array.
+    base: Wrapped layer.
+    number: Number of the layer, int32 [], or [L] while layers share an array.
   """
 
   def __init__(

@@ -16,19 +16,19 @@ from ringjax.errors import MeshError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-  """Which mesh axis shards which axis of the parameters; None for none.
+  """Mesh axis that shards each axis of the parameters; None for none.
 
-  An axis that it does not divide leaves the parameter whole, and so does a
+  An axis that it does not divide leaves the parameter replicated, and so does a
   default ("model") on a mesh without that axis. One mesh axis for two axes of
   a parameter is an error.
 
   Attributes:
-    embed: for the model's width.
-    heads: for the query heads.
-    kv_heads: for the heads of keys and values.
-    ffn: for the width of the feedforward.
-    vocab: for the ids of the vocabulary.
-    experts: for the experts of a mixture.
+    embed: Mesh axis for the model's width.
+    heads: Mesh axis for the query heads.
+    kv_heads: Mesh axis for the heads of keys and values.
+    ffn: Mesh axis for the width of the feedforward.
+    vocab: Mesh axis for the ids of the vocabulary.
+    experts: Mesh axis for the experts of a mixture.
   """
 
   embed: str | None = None
@@ -41,33 +41,33 @@ class Rules:
   def spec(
     self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh
   ) -> P:
-    """The sharding of a parameter, whose leading axes may be unnamed."""
+    """Sharding of a parameter, whose leading axes may be unnamed."""
     names = (None,) * (len(shape) - len(axes)) + tuple(axes)
-    found: list[str | None] = []
+    spec: list[str | None] = []
     for name, n in zip(names, shape, strict=True):
       axis = getattr(self, name, None) if name else None
-      fits = axis in mesh.axis_names and n % mesh.shape[axis] == 0
-      if axis is not None and fits and axis in found:
+      divides = axis in mesh.axis_names and n % mesh.shape[axis] == 0
+      if axis is not None and divides and axis in spec:
         raise MeshError(
           "rules",
           f"mesh axis {axis!r} for two axes of {axes}",
           "another mesh axis for each",
           "set one of them to None",
         )
-      found.append(axis if fits else None)
-    while found and found[-1] is None:
-      found.pop()
-    return P(*found)
+      spec.append(axis if divides else None)
+    while spec and spec[-1] is None:
+      spec.pop()
+    return P(*spec)
 
   def check(self, mesh: Mesh) -> None:
-    """Refuses an axis that was chosen and that the mesh does not have.
+    """Check that the mesh has all axes that were chosen explicitly.
 
     Raises:
-      MeshError: it names those that there are.
+      MeshError: If not; it names the mesh's axes.
     """
     for field in dataclasses.fields(self):
       axis = getattr(self, field.name)
-      # A default is for meshes of any kind.
+      # Defaults apply to meshes with or without the axis.
       if axis is None or axis == field.default or axis in mesh.axis_names:
         continue
       raise MeshError(
@@ -78,7 +78,7 @@ class Rules:
       )
 
   def sharding(self, param: nnx.Variable, mesh: Mesh) -> NamedSharding:
-    """The sharding of a parameter of a module, abstract or not."""
+    """Sharding of a parameter of a module, abstract or not."""
     shape = param.get_value().shape
     axes = param.get_metadata()["axes"]
     return NamedSharding(mesh, self.spec(axes, shape, mesh))
@@ -93,7 +93,7 @@ def param(
   value: float = 0.0,
   wide: bool = False,
 ) -> nnx.Param:
-  """A float32 parameter: normal of variance 1/fan_in, or `value` without one.
+  """Make a float32 parameter: normal of variance 1/fan_in, else `value`.
 
   `wide` parameters stay float32 when a model is cast.
   """

@@ -1,8 +1,8 @@
-"""How a call's tokens lie on devices, and how its queries find their keys.
+"""Sharding of a call's tokens, and how its queries reach their keys.
 
-A model gets one of these objects with the call and asks nothing else: the same
-weights serve one device, a ring that reads a prompt, and decoding from a
-sharded cache.
+A model gets one of these objects with the call and needs no other information:
+the same weights serve one device, a ring in prefill, and decode from a sharded
+cache.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from ringjax.parallel.place import AUTO
 
 _BATCH_AXES = ("replica", "data")
 _HEADS = "model"
-# Pairs of queries and keys of a device of which it is noted at once which are
-# read, a byte each.
+# Maximum pairs of queries and keys on a device whose selection mask is held at
+# once, a byte each.
 _PAIRS = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extras:
-  """What a layer's attention has beside its mask; None where absent.
+  """Terms of a layer's attention besides its mask; None where absent.
 
   Attributes:
-    scale: of the logits.
-    soft_cap: of the logits.
-    sinks: [N].
-    slopes: [N], ALiBi.
-    selection: chooses the keys that each query reads; None: it reads all.
+    scale: Factor on the logits.
+    soft_cap: Soft cap of the logits.
+    sinks: Sink logits of the heads, [N].
+    slopes: ALiBi slopes of the heads, [N].
+    selection: Chooses the keys that each query reads; None: it reads all.
   """
 
   scale: float
@@ -73,35 +73,35 @@ class Extras:
 
 @runtime_checkable
 class RowwiseLayer(Protocol):
-  """A layer that treats each token alone."""
+  """A layer that acts on each token independently."""
 
   def row(self, x: Float[Array, "*batch D"]) -> jax.Array:
-    """The layer on some tokens."""
+    """Apply the layer to some tokens."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingContext:
-  """Tokens over the devices of a mesh, in a layout.
+  """Sharding of tokens over the devices of a mesh, in a layout.
 
   Attributes:
-    mesh: the mesh; None for one device, and in the call of a model for where
-      that finds itself. Explicit axes are taken for automatic ones.
-    axis: the axis that shards the sequence, or None for none. "auto": with a
-      mesh none, and in the call of a model the one that it finds. In a
-      shard_map, where it finds none, the manual axis that shards the call's
-      tokens, without a mesh; None: each device attends alone.
-    layout: which token lies where.
-    block: tokens of a step of the feedforward, on each shard.
-    segments: which of the call's `segment_ids` see each other:
+    mesh: Device mesh; None for one device, or in a model's call to let the
+      model find it. Explicit axes are taken as automatic ones.
+    axis: Mesh axis that shards the sequence, or None for none. "auto": none if
+      there is a mesh, and in a model's call the axis that the model finds. In
+      a shard_map without a mesh: the manual axis that shards the call's
+      tokens; None: each device attends alone.
+    layout: Placement of the tokens on the shards.
+    block: Tokens of a step of the feedforward, on each shard.
+    segments: Rule by which the call's `segment_ids` see each other:
       `SameSegment()`, or `SeparateDocuments()` for documents that only
       questions and link tokens see together. Not used without `segment_ids`.
-    remat: what the backward pass keeps of a layer, a policy of
-      `jax.checkpoint`; None: all.
+    remat: Policy of `jax.checkpoint`: what the backward pass keeps of a layer;
+      None: all.
 
   Raises:
-    MeshError: an axis that the mesh does not have.
-    OptionError: `segments` is no mask over segments.
+    MeshError: If the mesh does not have the axis.
+    OptionError: If `segments` is not a mask over segments.
   """
 
   mesh: Mesh | AbstractMesh | None = None
@@ -136,16 +136,16 @@ class ShardingContext:
 
   @property
   def size(self) -> int:
-    """Shards of the sequence."""
-    over = self.of_mesh
-    if over is None:
+    """Number of shards of the sequence."""
+    axis = self.of_mesh
+    if axis is None:
       return 1
     assert self.mesh is not None
-    return self.mesh.shape[over]
+    return self.mesh.shape[axis]
 
   @property
   def of_mesh(self) -> str | None:
-    """The axis of `mesh` that shards the sequence; None without a mesh."""
+    """Axis of `mesh` that shards the sequence; None without a mesh."""
     return None if self.mesh is None else self.axis
 
   @property
@@ -155,10 +155,10 @@ class ShardingContext:
 
   @property
   def around(self) -> str | None:
-    """The axis of a shard_map around the call, whose tokens are a shard's.
+    """Manual axis of a surrounding shard_map that shards the call's tokens.
 
     Raises:
-      MeshError: an axis without a mesh, outside of any shard_map.
+      MeshError: If there is an axis without a mesh, outside of any shard_map.
     """
     if self.mesh is not None or self.axis in (None, AUTO):
       return None
@@ -173,7 +173,7 @@ class ShardingContext:
     return self.axis if self.axis in manual else None
 
   def batch_axes(self, batch: int) -> tuple[str, ...]:
-    """The mesh axes over which a batch of this size lies."""
+    """Mesh axes over which a batch of this size is sharded."""
     if self.mesh is None:
       return ()
     names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
@@ -181,14 +181,14 @@ class ShardingContext:
     return tuple(names) if size > 1 and batch % size == 0 else ()
 
   def shares(self, batch: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """What attention is told of where its batch and heads lie.
+    """Sharding options of attention for its batch and heads.
 
-    Where all is said XLA has nothing to cut, which it can't do to a kernel;
-    heads that do not divide are better left to it than computed twice.
+    With complete information XLA does not have to partition, which it can't do
+    to a kernel; heads that do not divide are left to XLA, not computed twice.
     """
     size = self.model_size
-    fits = heads % size == 0 and (kv_heads == 1 or kv_heads % size == 0)
-    if self.mesh is None or not fits:
+    divides = heads % size == 0 and (kv_heads == 1 or kv_heads % size == 0)
+    if self.mesh is None or not divides:
       return {}
     return {
       "batch_axis": self.batch_axes(batch),
@@ -197,72 +197,72 @@ class ShardingContext:
 
   @property
   def model_size(self) -> int:
-    """Devices over which heads may be sharded."""
+    """Number of devices over which heads may be sharded."""
     return 1 if self.mesh is None else dict(self.mesh.shape).get(_HEADS, 1)
 
   @property
   def data_size(self) -> int:
-    """Devices over which a batch may be sharded."""
+    """Number of devices over which a batch may be sharded."""
     if self.mesh is None:
       return 1
     names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
     return math.prod(self.mesh.shape[name] for name in names)
 
   def keeping(self, layer: Callable[..., Any], *, looped: bool) -> Any:
-    """A layer that keeps what `remat` says for its backward pass.
+    """Wrap a layer so that its backward pass keeps what `remat` says.
 
-    `looped`: it is the body of a loop, which keeps a compiler from computing
-    both passes as one.
+    `looped`: whether it is the body of a loop, which prevents the compiler from
+    merging both passes.
     """
     if self.remat is None:
       return layer
     return jax.checkpoint(layer, policy=self.remat, prevent_cse=not looped)
 
   def spec(self, x: Shaped[Array | jax.ShapeDtypeStruct, " ..."]) -> P:
-    """The sharding of activations [B, T, ...]."""
+    """Sharding of activations [B, T, ...]."""
     tokens = self.of_mesh if x.shape[1] % self.size == 0 else None
     return P(self.batch_axes(x.shape[0]) or None, tokens)
 
   def constrain(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "B T *d"]:
-    """Tells the compiler where activations [B, T, ...] lie."""
+    """Constrain the sharding of activations [B, T, ...]."""
     return x if self.mesh is None else self.constrained(x, self.spec(x))
 
   def constrained(
     self, x: Shaped[Array, " ..."], spec: P
   ) -> Shaped[Array, " ..."]:
-    """Tells the compiler that an array lies on the mesh as `spec` says."""
+    """Constrain an array's sharding on the mesh to `spec`."""
     assert self.mesh is not None
     return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
   def everywhere(self, tree: PyTree) -> Any:
-    """Tells the compiler that each device has all of it.
+    """Constrain all arrays of a tree to be replicated on every device.
 
-    So every process of a run of several can read it.
+    So every process of a multi-process run can read them.
     """
     if self.mesh is None:
       return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
   def rows(self, f: Callable[[Array], Any], x: Shaped[Array, "B T *d"]) -> Any:
-    """f(x), which treats each token of [B, T, ...] alone: small results."""
+    """f(x) for an f that acts on each token of [B, T, ...]: small results."""
     return f(x)
 
   def rowwise(
     self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
   ) -> jax.Array:
-    """As `rows`, where f holds much more on its way: some tokens at a time."""
+    """f(x) for an f with large intermediates: some tokens at a time."""
     return blockwise_feedforward(f, x, self.block * self.size)
 
   def summed(
     self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
   ) -> jax.Array:
-    """As `rows`, of a map f whose inputs are heads: shards of them add up."""
+    """f(x) for a map f whose inputs are heads: sharded heads are summed."""
     return self.rows(f, x)
 
   def summed_rowwise(
     self, layer: RowwiseLayer, x: Shaped[Array, "B T D"]
   ) -> jax.Array:
-    """As `rowwise` of `layer.row`, whose width may be sharded and adds up."""
+    """`layer.row` with large intermediates, whose width may be sharded."""
     return self.rowwise(layer.row, x)
 
   def per_shard(
@@ -275,7 +275,7 @@ class ShardingContext:
 
     def local(weights: PyTree, x: jax.Array) -> jax.Array:
       # Gradients are summed over shards here and not where f uses weights,
-      # which may be a branch that only some shards take.
+      # which may be in a branch that only some shards take.
       weights = collectives.vary(weights, collectives.varying_axes(x))
       return f(weights, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
@@ -299,17 +299,17 @@ class ShardingContext:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextParallel(ShardingContext):
-  """The call's own keys travel: training, and reading a prompt.
+  """Keys of the call travel between shards: training, and prefill.
 
-  What a cache holds from before is not seen.
+  Earlier contents of a cache are not seen.
 
   Attributes:
-    strategy: "ring", "gather", "ulysses" or an object.
+    strategy: "ring", "gather", "ulysses" or a strategy object.
   """
 
   strategy: Strategy | Auto | str = Ring()
 
-  # Whether keys come out of a cache, which other calls have filled.
+  # Whether keys come from a cache, which other calls have filled.
   resident = False
 
   def __call__(
@@ -356,35 +356,35 @@ class ContextParallel(ShardingContext):
   ) -> jax.Array:
     """[B, T, N, J] from queries that read the keys they choose.
 
-    The index's keys go to all shards; then the strategy moves all others, in
-    long contexts several times, for some queries each.
+    The index's keys go to all shards; then the strategy moves all other keys,
+    in long contexts several times, each time for some queries.
     """
     selection, around = extras.selection, self.around
     assert selection is not None and selection.keys is not None
-    seen = mask & self.segments if tokens.segmented else mask
+    full_mask = mask & self.segments if tokens.segmented else mask
     at, shards = tokens.at, self.size
-    every = selection.keys, at
+    keys_and_coords = selection.keys, at
     if around is not None:
-      every = collectives.gather(every, around, 1)
+      keys_and_coords = collectives.gather(keys_and_coords, around, 1)
     elif self.mesh is not None:
       batch = self.batch_axes(q.shape[0]) or None
 
-      def all_here(x: jax.Array) -> jax.Array:
+      def batch_sharded(x: jax.Array) -> jax.Array:
         spec = P(batch if x.shape[0] == q.shape[0] else None)
         return self.constrained(x, spec)
 
-      every = jax.tree.map(all_here, every)
-    keys, k_at = every
+      keys_and_coords = jax.tree.map(batch_sharded, keys_and_coords)
+    keys, k_at = keys_and_coords
     k, v = (jnp.swapaxes(x, 1, 2) for x in fresh[:2])
-    wide = lambda x: jnp.broadcast_to(x, q.shape[:2])
-    given = q, selection.without_keys(), Coords(*map(wide, at))
+    broadcast = lambda x: jnp.broadcast_to(x, q.shape[:2])
+    inputs = q, selection.without_keys(), Coords(*map(broadcast, at))
     pairs = q.shape[0] * (q.shape[1] // shards) * keys.shape[1]
     parts = -(-pairs // _PAIRS)
 
-    def some(each: PyTree) -> jax.Array:
-      q, selection, q_at = each
+    def attend_chunk(chunk: PyTree) -> jax.Array:
+      q, selection, q_at = chunk
       allow = self.constrain(
-        chosen_pairs(selection, q_at, keys, k_at, seen, shards)
+        chosen_pairs(selection, q_at, keys, k_at, full_mask, shards)
       )
       derived = tokens.derived and q.shape[1] == k.shape[1]
       return dot_product_attention(
@@ -392,7 +392,7 @@ class ContextParallel(ShardingContext):
         k,
         v,
         mask=allow[:, None],
-        # Of pairs, so that tiles are left out beforehand.
+        # A mask of pairs, too, so that tiles can be skipped beforehand.
         is_causal=isinstance(mask, Causal),
         scale=extras.scale,
         mesh=self.mesh,
@@ -407,9 +407,9 @@ class ContextParallel(ShardingContext):
         alibi_slopes=extras.slopes,
       )
 
-    # Else the backward pass keeps of all parts which pairs are read.
-    run = some if parts == 1 else jax.checkpoint(some)
-    return by_chunks(run, given, parts, shards)
+    # Otherwise the backward pass would keep the masks of all parts.
+    run = attend_chunk if parts == 1 else jax.checkpoint(attend_chunk)
+    return by_chunks(run, inputs, parts, shards)
 
   def across(
     self,
@@ -419,7 +419,7 @@ class ContextParallel(ShardingContext):
     seg: Int[Array, "B S"],
     extras: Extras,
   ) -> jax.Array:
-    """[B, T, N, H]: queries see all keys of segments but 0.
+    """[B, T, N, H]: queries see all keys of segments other than 0.
 
     Neither has positions, so that they may be in any order on the shards.
     """
@@ -445,15 +445,15 @@ class ContextParallel(ShardingContext):
     mask: Mask,
     extras: Extras,
   ) -> jax.Array:
-    """[B, T, N, J]: queries see keys of other coordinates than their own.
+    """[B, T, N, J]: queries see keys that have other coordinates.
 
     Args:
-      q: queries.
-      at: coordinates of the queries, [B or 1, T].
-      keys: keys, values and their coordinates, [B or 1, T]. Where a key is in
-        the layout is where the query of that number is.
-      mask: over both.
-      extras: of the layer.
+      q: Queries.
+      at: Coordinates of the queries, [B or 1, T].
+      keys: Keys, values and their coordinates, [B or 1, T]. A key is on the
+        shard of the query with the same index.
+      mask: Mask over both coordinates.
+      extras: Further terms of the layer's attention.
     """
     return dot_product_attention(
       q,
@@ -479,12 +479,12 @@ class ContextParallel(ShardingContext):
 class ChainParallel(ContextParallel):
   """Keys travel down a chain of shards that hold uneven parts of a prompt.
 
-  Each shard walks over its own tokens tile by tile, so slots that are empty
-  cost nothing. For reading only: a walk whose length is data has no gradient.
+  Each shard walks over its own tokens tile by tile, so empty slots cost
+  nothing. For prefill only: a loop whose length is data has no gradient.
 
   Attributes:
     layout: `Uneven`, with a count for each shard.
-    tile: tokens of a step of the walk.
+    tile: Number of tokens of a step of the walk.
   """
 
   strategy: Strategy = Chain()
@@ -512,7 +512,7 @@ class ChainParallel(ContextParallel):
   def _walk(
     self, f: Callable[[Any, jax.Array], Any], weights: PyTree, x: jax.Array
   ) -> PyTree:
-    """f(weights, tile) of the tiles that each shard's tokens fill."""
+    """f(weights, tile) for the tiles that each shard's tokens fill."""
     assert isinstance(self.layout, Uneven) and self.axis is not None
     axis, tile = self.axis, min(self.tile, x.shape[1] // self.size)
     tiles = np.asarray([-(-n // tile) for n in self.layout.counts], np.int32)
@@ -520,15 +520,15 @@ class ChainParallel(ContextParallel):
     def local(weights: PyTree, x: jax.Array) -> PyTree:
       def at(n: jax.Array) -> jax.Array:
         # The last tile begins early rather than end late: rows that are
-        # computed twice come out the same.
+        # computed twice get the same values.
         return lax.dynamic_slice_in_dim(x, n * tile, tile, 1)
 
-      def step(n: jax.Array, done: PyTree) -> PyTree:
+      def step(n: jax.Array, outputs: PyTree) -> PyTree:
         return jax.tree.map(
           lambda all_, new: lax.dynamic_update_slice_in_dim(
             all_, new, n * tile, 1
           ),
-          done,
+          outputs,
           f(weights, at(n)),
         )
 
@@ -538,8 +538,8 @@ class ChainParallel(ContextParallel):
         ),
         jax.eval_shape(f, weights, at(jnp.int32(0))),
       )
-      mine = jnp.asarray(tiles)[collectives.axis_index(axis)]
-      return lax.fori_loop(jnp.int32(0), mine, step, empty)
+      num_tiles = jnp.asarray(tiles)[collectives.axis_index(axis)]
+      return lax.fori_loop(jnp.int32(0), num_tiles, step, empty)
 
     return jax.shard_map(
       local,
@@ -552,11 +552,11 @@ class ChainParallel(ContextParallel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedAttention(ShardingContext):
-  """The keys stay in the cache and queries visit them: chunks and decoding.
+  """Keys stay in the cache and queries travel: chunked prefill and decode.
 
   Attributes:
-    local: the algorithm on a shard.
-    replicated: whether the call's tokens are the same on all shards (decoding),
+    local: Attention algorithm on a shard.
+    replicated: Whether the call's tokens are the same on all shards (decode),
       or sharded (a chunk).
   """
 
@@ -585,18 +585,18 @@ class CachedAttention(ShardingContext):
     extras: Extras,
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
-    drafted = tokens.tree
-    views = cache.views(apart=drafted is not None)
-    seen = mask
+    draft_coords = tokens.tree
+    views = cache.views(apart=draft_coords is not None)
+    full_mask = mask
     if tokens.segmented:
-      seen = mask & self.segments
+      full_mask = mask & self.segments
       views = tuple(self._segmented(view) for view in views)
-    if drafted is not None:
-      # What the cache held, by the layer's mask; and the call's own tokens.
-      *held, last = views
-      own: Any = last
-      views = (*held, own.of_tree(drafted, mask & Ancestors()))
-    return self.visit(q, views, tokens.at, seen, extras)
+    if draft_coords is not None:
+      # Earlier tokens by the layer's mask; drafted tokens by their tree.
+      *earlier, own_view = views
+      tree_view: Any = own_view
+      views = (*earlier, tree_view.of_tree(draft_coords, mask & Ancestors()))
+    return self.visit(q, views, tokens.at, full_mask, extras)
 
   def across(
     self,
@@ -606,15 +606,15 @@ class CachedAttention(ShardingContext):
     seg: Int[Array, "B S"],
     extras: Extras,
   ) -> jax.Array:
-    """[B, T, N, H]: queries see all keys of segments but 0."""
-    held = KV(
+    """[B, T, N, H]: queries see all keys of segments other than 0."""
+    kv = KV(
       jnp.swapaxes(k, 1, 2),
       jnp.swapaxes(v, 1, 2),
       Coords(jnp.zeros_like(seg), seg),
     )
-    none = jnp.zeros((1, q.shape[1]), jnp.int32)
-    at = Coords(none, none + 1)
-    return self.visit(q, (held.view(self.size),), at, Everything(), extras)
+    zeros = jnp.zeros((1, q.shape[1]), jnp.int32)
+    at = Coords(zeros, zeros + 1)
+    return self.visit(q, (kv.view(self.size),), at, Everything(), extras)
 
   def visit(
     self,
@@ -624,17 +624,17 @@ class CachedAttention(ShardingContext):
     mask: Mask,
     extras: Extras,
   ) -> jax.Array:
-    """[B, T, N, J]: queries see keys of views, merged as partials.
+    """[B, T, N, J]: queries see keys of views, merged as partial results.
 
     Args:
-      q: queries.
-      views: of a cache's layer, sharded as this says.
-      at: coordinates of the queries, [B or 1, T].
-      mask: of views without one of their own.
-      extras: of the layer.
+      q: Queries.
+      views: Views of a cache's layer, sharded as in this context.
+      at: Coordinates of the queries, [B or 1, T].
+      mask: Mask of views that have none themselves.
+      extras: Further terms of the layer's attention.
     """
     b, t, n, h = q.shape
-    # Other views may have their heads as examples.
+    # Other views may have their heads folded into the batch.
     heads = views[-1].shape[1]
     grouped = lambda a: None if a is None else a.reshape(heads, -1)
     shares = self.shares(b, n, heads)
@@ -660,20 +660,20 @@ class CachedAttention(ShardingContext):
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
 
   def _segmented(self, view: KVView) -> Any:
-    """A view whose own mask, if it has one, is over segments too."""
+    """Add the segment rule to a view's own mask, if it has one."""
     if view.mask is None:
       return view
-    found: Any = view
-    return dataclasses.replace(found, mask=view.mask & self.segments)
+    updated: Any = view
+    return dataclasses.replace(updated, mask=view.mask & self.segments)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiMaster(CachedAttention):
-  """Decoding whose rows are dealt to the shards, their masters.
+  """Decode with rows distributed over the shards, their masters.
 
   A master computes its rows' projections and feedforward; their queries go to
-  all shards, and the partials of all come back to it. One token of each row,
-  of rows that are a multiple of the shards; the cache has `MasterSlots`.
+  all shards, and all partial results return to it. One token per row, and a
+  number of rows that is a multiple of the shards; the cache has `MasterSlots`.
   """
 
   masters = True
@@ -682,8 +682,8 @@ class MultiMaster(CachedAttention):
     return P(self.of_mesh)
 
 
-# How a model's attention finds its keys; at run time also what stands in front
-# of one of these, for instance to note a layer's queries.
+# Attention of a model; at run time also a wrapper of one of these, for
+# instance one that records a layer's queries.
 if TYPE_CHECKING:
   Attend = ContextParallel | ChainParallel | CachedAttention
 else:

@@ -1,9 +1,9 @@
 """A short convolution between two gates: layers that see a few tokens back.
 
-Guarantees: the same for a whole sequence, for chunks of it that follow each
-other through a cache, and token by token; for one device and for shards.
+Guarantees: equal results for a whole sequence, for consecutive chunks of it
+through a cache, and token by token; for one device and for shards.
 Cost: linear in the tokens. Between shards the tail of the convolution is sent.
-Memory: of a row the last tokens that the convolution sees, no keys.
+Memory: for a row the last tokens that the convolution sees, no keys.
 Ref:  Liquid AI 2025, LFM2, arXiv 2511.23404.
 """
 
@@ -36,9 +36,9 @@ class ShortConv(Recurrent):
   """out(b * conv(a * x)), where a, b and x are maps of the input.
 
   Attributes:
-    channels: of the convolution.
-    taps: tokens that it sees, the token itself counted.
-    bias: of its maps and of the convolution.
+    channels: Number of channels of the convolution.
+    taps: Number of tokens that it sees, including the token itself.
+    bias: Whether its maps and the convolution have biases.
   """
 
   channels: int
@@ -46,7 +46,7 @@ class ShortConv(Recurrent):
   bias: bool = False
 
   def cache_shape(self, layers: int) -> StateShape:
-    """What `layers` of this kind keep."""
+    """Shape of the state that `layers` of this kind keep."""
     return StateShape(
       layers=layers,
       heads=0,
@@ -93,7 +93,7 @@ class ShortConvLayer(nnx.Module):
 def _mix(
   taps: tuple, x: RecurrentInputs, state: State, axis: str | None
 ) -> tuple[jax.Array, State]:
-  """[B, T, 1, C] and the tail behind. Per shard, if `axis` is given."""
-  before, after = tails(state.tail, x.qkv, x.seg, axis)
-  (mixed,) = convolved(x, taps, before)
-  return mixed, State(state.memory, after)
+  """[B, T, 1, C] and the tail after them. Per shard, if `axis` is given."""
+  tokens_before, tokens_after = tails(state.tail, x.qkv, x.seg, axis)
+  (mixed,) = convolved(x, taps, tokens_before)
+  return mixed, State(state.memory, tokens_after)

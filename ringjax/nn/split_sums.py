@@ -1,9 +1,9 @@
-"""Tensor-parallel layers whose sums over shards are sends of their own.
+"""Tensor-parallel layers that sum over shards by explicit sends.
 
 Guarantees: the layers' results, with sums in another order.
-Cost: as many bytes as a sum by a ring. The compiler runs sends beside work
-that does not depend on them, for instance of another group of rows, and a sum
-that it makes itself beside nothing.
+Cost: as many bytes as a ring all-reduce. The compiler overlaps sends with work
+that does not depend on them, for instance of another group of rows, but does
+not overlap a sum that it makes itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODEL = "model"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SplitSums(ShardingContext):
-  """Sums over the mesh's axis "model" by sends: see the head of this file."""
+  """Sums over the mesh's axis "model" by sends, see the module's docstring."""
 
   def summed(
     self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
@@ -47,7 +47,7 @@ class _SplitSums(ShardingContext):
     return self._summed(layer, f, x, P())
 
   def _summed(self, module: Any, f: Any, x: jax.Array, spec: P) -> jax.Array:
-    """f(module, x), of the shards' parts of a module and of x, added up."""
+    """Sum f(module, x) over the shards' parts of a module and of x."""
     mesh: Any = self.mesh
     variables, tree = jax.tree.flatten(
       module, is_leaf=lambda v: isinstance(v, nnx.Variable)
@@ -56,12 +56,12 @@ class _SplitSums(ShardingContext):
 
     def local(values: list[jax.Array], x: jax.Array) -> jax.Array:
       first = collectives.axis_index(_MODEL) == 0
-      # What is the same on all shards is added once: the bias of the sum.
-      own = [
+      # Replicated arrays count once: the bias of the sum.
+      shard_variables = [
         v.replace(y if s != P() else jnp.where(first, y, jnp.zeros_like(y)))
         for v, s, y in zip(variables, specs, values, strict=True)
       ]
-      built = jax.tree.unflatten(tree, own)
+      built = jax.tree.unflatten(tree, shard_variables)
       part = built(x) if f is module else f(built, x)
       rows = part.reshape(-1, part.shape[-1])
       return collectives.sum_by_sends(rows, _MODEL).reshape(part.shape)
@@ -72,16 +72,16 @@ class _SplitSums(ShardingContext):
       in_specs=(specs, spec),
       out_specs=P(),
       axis_names={_MODEL},
-      # The sends leave the same on all shards, which JAX can't know.
+      # The sends give equal results on all shards, which JAX can't know.
       check_vma=False,
     )([v.get_value() for v in variables], x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitSums(_SplitSums, ContextParallel):
-  """Sums by sends where a call's own keys travel: whole prompts."""
+  """Sums by sends where the call's own keys travel: whole prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedSplitSums(_SplitSums, CachedAttention):
-  """Sums by sends where keys stay in a cache: chunks and decoding."""
+  """Sums by sends where keys stay in a cache: chunked prefill and decode."""

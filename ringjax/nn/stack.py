@@ -1,7 +1,7 @@
 """A stack of layers: equal groups of layers are one loop over their weights.
 
-Guarantees: the stack is its layers, one after another, whatever is grouped and
-wherever their weights are.
+Guarantees: the stack is its layers, one after another, however they are grouped
+and wherever their weights are.
 Cost: the program holds one body for each group, not for each layer.
 """
 
@@ -27,9 +27,9 @@ from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index
 
-# Longer periods than any model's pattern of layers.
+# More than the period of any model's pattern of layers.
 _LONGEST = 12
-# Parts of a run, at most, for layers in several memories.
+# Maximum number of parts of a run, for layers in several memories.
 _PARTS = 4
 
 
@@ -42,42 +42,44 @@ class Run:
   repeats: int
 
   def number(self, position: int, repeat: int) -> int:
-    """Which layer of the model is at `position` of a repeat."""
+    """Number in the model of the layer at `position` of a repeat."""
     return self.first + repeat * len(self.layers) + position
 
   def repeats_in(self, within: tuple[int, int] | None) -> range:
-    """Which repeats are among some layers, first and end; None: all.
+    """Repeats that belong to a range of layers (first, end); None: all.
 
-    A repeat is where its first layer is.
+    A repeat belongs where its first layer is.
     """
     if within is None:
       return range(self.repeats)
     period = len(self.layers)
-    up = lambda n: min(max(-((self.first - n) // period), 0), self.repeats)
-    return range(up(within[0]), up(within[1]))
+    first_repeat = lambda n: min(
+      max(-((self.first - n) // period), 0), self.repeats
+    )
+    return range(first_repeat(within[0]), first_repeat(within[1]))
 
 
 def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
-  """Cuts layers into runs: at each place the one that covers the most."""
-  found, at = [], 0
-  while at < len(layers):
+  """Split layers into runs, greedily the run that covers the most layers."""
+  run_list, start = [], 0
+  while start < len(layers):
     period, repeats = 1, 1
     for p in range(1, _LONGEST + 1 if scan else 0):
       r = 1
-      unit = tuple(layers[at : at + p])
-      while tuple(layers[at + r * p : at + (r + 1) * p]) == unit:
+      unit = tuple(layers[start : start + p])
+      while tuple(layers[start + r * p : start + (r + 1) * p]) == unit:
         r += 1
       if r > 1 and r * p > period * repeats:
         period, repeats = p, r
-    found.append(Run(at, tuple(layers[at : at + period]), repeats))
-    at += period * repeats
-  return tuple(found)
+    run_list.append(Run(start, tuple(layers[start : start + period]), repeats))
+    start += period * repeats
+  return tuple(run_list)
 
 
 class _Resident:
-  """Layers whose weights are on the devices: a loop cuts `stacked`."""
+  """Layers whose weights are on the devices: a loop slices `stacked`."""
 
-  # In which memory each layer is, where not all are on the devices.
+  # Memory tier of each layer, if not all are on the devices.
   tiers: tuple[str, ...] = ()
 
   def __init__(self, stacked: Block):
@@ -93,15 +95,15 @@ class _Resident:
     del index, x, attend, within
     return None
 
-  def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
-    del found
+  def block(self, cut: Any, weights: list[jax.Array] | None) -> Block:
+    del weights
     return cut
 
 
 class _Placed:
-  """Layers of which some are fetched; what was added to them is on the devices.
+  """Layers of which some are fetched; added parameters are on the devices.
 
-  Parameters that `placed` does not know, as those of adapters, are of all
+  Parameters unknown to `placed`, such as those of adapters, are there for all
   layers of the kind.
   """
 
@@ -110,19 +112,20 @@ class _Placed:
       block, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
     self._params = [p for _, p in leaves]
-    known = {path: n for n, path in enumerate(placed.paths)}
+    index_of_path = {path: n for n, path in enumerate(placed.paths)}
     names = [jax.tree_util.keystr(k, simple=True, separator=".")
              for k, _ in leaves]  # fmt: skip
-    # What an adapter stands in front of is its `base`.
+    # The map that an adapter wraps is its `base`.
     self._which = [
-      known.get(name, known.get(name.replace(".base.", "."))) for name in names
+      index_of_path.get(name, index_of_path.get(name.replace(".base.", ".")))
+      for name in names
     ]
-    fetched = {
-      n: p.get_value()
-      for n, p in zip(self._which, self._params, strict=True)
-      if n is not None
+    placed_weights = {
+      index: parameter.get_value()
+      for index, parameter in zip(self._which, self._params, strict=True)
+      if index is not None
     }
-    self._resident = [fetched[n] for n in range(len(placed.paths))]
+    self._resident = [placed_weights[n] for n in range(len(placed.paths))]
     self._placed, self._hosted = placed, hosted
     self.tiers = placed.tiers
     self.stacked = tuple(
@@ -138,23 +141,23 @@ class _Placed:
     attend: Attend | None,
     within: range | None = None,
   ) -> list[jax.Array] | None:
-    """A layer's weights, see `PlacedLayers.fetch`; from disk behind `x`."""
+    """Fetch a layer's weights, see `PlacedLayers.fetch`; from disk after x."""
     mesh = self._placed.mesh
-    near = None if attend is None else attend.mesh
-    same = near is not None and mesh is not None
-    same = same and near.axis_names == mesh.axis_names
-    spec = attend.spec(x) if same and attend is not None else P()
+    call_mesh = None if attend is None else attend.mesh
+    same_axes = call_mesh is not None and mesh is not None
+    same_axes = same_axes and call_mesh.axis_names == mesh.axis_names
+    spec = attend.spec(x) if same_axes and attend is not None else P()
     return self._placed.fetch(
       index, self._resident, self._hosted, x, spec, within
     )
 
-  def block(self, cut: Any, found: list[jax.Array] | None) -> Block:
-    assert found is not None
-    own = iter(cut)
+  def block(self, cut: Any, weights: list[jax.Array] | None) -> Block:
+    assert weights is not None
+    resident = iter(cut)
     return jax.tree.unflatten(
       self._tree,
       [
-        p.replace(next(own) if n is None else found[n])
+        p.replace(next(resident) if n is None else weights[n])
         for n, p in zip(self._which, self._params, strict=True)
       ],
     )
@@ -167,16 +170,15 @@ class Stack(nnx.Module):
   """The layers of a model, each run's weights stacked on a leading axis.
 
   Attributes:
-    runs: the groups of layers.
-    blocks: for each run its layers, [repeats, ...]; of placed layers those on
-      the devices.
-    placed: where the weights of each run's layers are, or None for those that
-      are all on the devices; None for no such layers.
-    hosted: of placed layers, the parameters in the host's memory, [n, ...].
-    neuron_fault: where the error of a read of neurons is kept, if feedforwards
+    runs: Groups of layers.
+    blocks: Layers of each run, [repeats, ...]; of placed layers those on the
+      devices.
+    placed: Placement of the weights of each run's layers, or None for layers
+      that are all on the devices; None if there are no placed layers.
+    hosted: Parameters of placed layers in the host's memory, [n, ...].
+    neuron_fault: Holder of the error of a read of neurons, if feedforwards
       have theirs on disk; else None.
-    within: which layers a call runs, first and end, where `cuts` are; None for
-      all.
+    within: Layers that a call runs, (first, end), at `cuts`; None for all.
   """
 
   def __init__(
@@ -185,11 +187,11 @@ class Stack(nnx.Module):
     self.runs = runs(layers, scan=scan)
 
     def build(run: Run) -> Any:
-      def one(layer: Layer) -> Block:
+      def build_stacked(layer: Layer) -> Block:
         keys = jax.random.split(rngs.params(), run.repeats)
         return jax.vmap(lambda key: layer.build(nnx.Rngs(key), embed))(keys)
 
-      return nnx.List([one(layer) for layer in run.layers])
+      return nnx.List([build_stacked(layer) for layer in run.layers])
 
     self.blocks = nnx.List([build(run) for run in self.runs])
     self.placed: tuple[tuple[PlacedLayers | None, ...], ...] | None = None
@@ -199,27 +201,27 @@ class Stack(nnx.Module):
 
   @property
   def cuts(self) -> tuple[int, ...]:
-    """Before which layers a call can end, and another one go on.
+    """Layers before which a call can end, and another call continue.
 
-    Not in a repeat, nor where layers behind read keys of layers before.
+    Not within a repeat, nor where later layers read keys of earlier layers.
     """
-    found = [run.number(0, n) for run in self.runs for n in range(run.repeats)]
+    starts = [run.number(0, n) for run in self.runs for n in range(run.repeats)]
     owners = [run.first for run in self.runs if _owning(run)]
-    last = owners[0] if owners else found[-1]
-    return tuple(n for n in found[1:] if n <= last)
+    last = owners[0] if owners else starts[-1]
+    return tuple(n for n in starts[1:] if n <= last)
 
   @property
   def faults(self) -> tuple[ReadFault, ...]:
-    """Where errors of reads are kept that no program could raise."""
-    found = {
+    """Holders of errors of reads that no program could raise."""
+    disk_faults = {
       id(part.fault): part.fault
       for run in self.placed or ()
       for placed in run
       if placed is not None
       for part in placed.disk
     }
-    more = () if self.neuron_fault is None else (self.neuron_fault,)
-    return (*found.values(), *more)
+    neuron_faults = () if self.neuron_fault is None else (self.neuron_fault,)
+    return (*disk_faults.values(), *neuron_faults)
 
   def _kind(self, run: int, position: int) -> _Layers:
     block = self.blocks[run][position]
@@ -229,20 +231,20 @@ class Stack(nnx.Module):
     return _Placed(block, placed, self.hosted[run][position])
 
   def layer(self, run: int, position: int, index: Index) -> Block:
-    """The weights of one layer, wherever they are.
+    """Fetch the weights of one layer, wherever they are.
 
     Args:
-      run: of the layer.
-      position: in a repeat of the run.
-      index: which repeat.
+      run: Number of the layer's run.
+      position: Position in a repeat of the run.
+      index: Number of the repeat.
     """
     kind = self._kind(run, position)
     pick = lambda x: lax.dynamic_index_in_dim(
       x, jnp.asarray(index, jnp.int32), 0, keepdims=False
     )
-    cut = jax.tree.map(pick, kind.stacked)
-    found = kind.fetch(index, jnp.zeros((1,), jnp.float32), None)
-    return kind.block(cut, found)
+    weights = jax.tree.map(pick, kind.stacked)
+    fetched = kind.fetch(index, jnp.zeros((1,), jnp.float32), None)
+    return kind.block(weights, fetched)
 
   def __call__(
     self,
@@ -253,7 +255,7 @@ class Stack(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens.
 
-    Of several residual streams x is [B, T, A, D].
+    With several residual streams x is [B, T, A, D].
     """
     ((x, cache),) = self.together([(x, tokens, cache)], attend)
     return x, cache
@@ -264,53 +266,61 @@ class Stack(nnx.Module):
     attend: Attend,
     hosted: Sequence[bool] = (),
   ) -> list[tuple[jax.Array, Any]]:
-    """What the stack returns of each call; a layer's weights are there once.
+    """Run several calls through the stack; each layer's weights are read once.
 
-    What runs next, another group or layer, has its keys fetched while one runs,
-    where they are not on the devices; and so a layer its weights in the host's
-    memory, if the calls have caches.
+    While a group or layer runs, the keys of the next one are fetched if they
+    are not on the devices; likewise a layer's weights in the host's memory, if
+    the calls have caches.
 
     Args:
       calls: (x, tokens, cache) of groups of rows.
-      attend: of all of them.
-      hosted: of each whether its x is in the host's memory while others run.
+      attend: Sharding and attention of all calls.
+      hosted: Whether each call's x is in the host's memory while others run.
     """
     slots = [iter(cache.slots) for _, _, cache in calls]
-    done: list[list[Any]] = [[] for _ in calls]
+    outputs: list[list[Any]] = [[] for _ in calls]
     hosted = hosted or (False,) * len(calls)
-    away = lambda m, x: _moved(x, jax.memory.Space.Host) if hosted[m] else x
-    back = lambda m, x: _moved(x, jax.memory.Space.Device) if hosted[m] else x
-    xs = tuple(away(m, x) for m, (x, _, _) in enumerate(calls))
-    keeping = not any(isinstance(cache, NoCache) for _, _, cache in calls)
+    to_host = lambda call, x: (
+      _moved(x, jax.memory.Space.Host) if hosted[call] else x
+    )
+    to_device = lambda call, x: (
+      _moved(x, jax.memory.Space.Device) if hosted[call] else x
+    )
+    xs = tuple(to_host(call, x) for call, (x, _, _) in enumerate(calls))
+    has_caches = not any(isinstance(cache, NoCache) for _, _, cache in calls)
     number = itertools.count()
-    # By their groups, the caches of layers whose keys later ones read.
+    # Caches of layers whose keys later layers read, by group.
     shared: list[dict[str, Any]] = [{} for _ in calls]
     for g, run in enumerate(self.runs):
-      mine = tuple(_dealt(held, run.layers) for held in slots)
+      run_slots = tuple(
+        _split_by_layer(call_slots, run.layers) for call_slots in slots
+      )
       layers = [self._kind(g, p) for p in range(len(run.layers))]
-      kinds = _dealt(number, run.layers)
+      kinds = _split_by_layer(number, run.layers)
       looped = run.repeats > 1
-      turns = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
+      schedule = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
       owner = _owning(run)
       assert not (owner and looped)
       repeats = run.repeats_in(self.within)
       if not repeats:
-        for held, same in zip(done, mine, strict=True):
-          held.extend(itertools.chain.from_iterable(same))
+        for output_slots, call_slots in zip(outputs, run_slots, strict=True):
+          output_slots.extend(itertools.chain.from_iterable(call_slots))
         continue
 
-      def fetched(
+      def fetch_keys(
         turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
         kinds: tuple[tuple[int, ...], ...] = kinds,
       ) -> Any:  # fmt: skip
-        """The keys of a turn's layer, on their way; None: they are there."""
-        n, m = turn
-        cache = calls[m][2]
+        """Start to fetch the keys of a turn's layer; None if on the devices."""
+        position, call = turn
+        cache = calls[call][2]
         if not _fetches(cache):
           return None
         return tuple(
-          cache.fetch(kind, held, index, after)
-          for kind, held in zip(kinds[n], slots[m][n], strict=True)
+          cache.fetch(kind, layer_slots, index, after)
+          for kind, layer_slots in zip(
+            kinds[position], slots[call][position], strict=True
+          )
         )
 
       def body(
@@ -319,121 +329,147 @@ class Stack(nnx.Module):
         kinds: tuple[tuple[int, ...], ...] = kinds,
         layers: list[_Layers] = layers,
         looped: bool = looped,
-        turns: list[tuple[int, int]] = turns,
-        fetched: Any = fetched,
+        schedule: list[tuple[int, int]] = schedule,
+        fetch_keys: Any = fetch_keys,
         run: Run = run,
         within: range | None = None,
       ) -> tuple[tuple, None]:
-        (xs, slots, ahead, coming), (index, cuts) = carry, layer
-        early = _early(layers, within, keeping)
-        xs, slots = list(xs), [list(held) for held in slots]
+        (xs, slots, next_keys, next_weights), (index, cuts) = carry, layer
+        fetched_early = _early(layers, within, has_caches)
+        xs, slots = list(xs), [list(layer_slots) for layer_slots in slots]
         block: Any = None
-        for t, (n, m) in enumerate(turns):
-          x = back(m, xs[m])
-          if m == 0:
-            found = coming
-            if not early[n]:
-              found = layers[n].fetch(index, x, attend, within)
-            block = layers[n].block(cuts[n], found)
-            last = n + 1 == len(layers)
-            then, later = (0, index + 1) if last else (n + 1, index)
-            if early[then] and (looped or not last):
-              # Behind what this layer needs, and not behind what it computes.
-              coming = layers[then].fetch(later, x, attend, within)
-          _, tokens, cache = calls[m]
-          mixer: Any = run.layers[n].attention
-          held = zip(kinds[n], slots[m][n], strict=True)
-          if not keeps(run.layers[n]):
-            parts = (shared[m][mixer.group],)
+        for turn_index, (position, call) in enumerate(schedule):
+          x = to_device(call, xs[call])
+          if call == 0:
+            weights = next_weights
+            if not fetched_early[position]:
+              weights = layers[position].fetch(index, x, attend, within)
+            block = layers[position].block(cuts[position], weights)
+            last = position + 1 == len(layers)
+            next_position, next_index = (
+              (0, index + 1) if last else (position + 1, index)
+            )
+            if fetched_early[next_position] and (looped or not last):
+              # After this layer's input is computed, not after its output.
+              next_weights = layers[next_position].fetch(
+                next_index, x, attend, within
+              )
+          _, tokens, cache = calls[call]
+          mixer: Any = run.layers[position].attention
+          layer_slots = zip(kinds[position], slots[call][position], strict=True)
+          if not keeps(run.layers[position]):
+            parts = (shared[call][mixer.group],)
           elif _fetches(cache):
             parts = tuple(
-              cache.layer(kind, slot, index, came)
-              for (kind, slot), came in zip(held, ahead, strict=True)
+              cache.layer(kind, slot, index, fetched_keys)
+              for (kind, slot), fetched_keys in zip(
+                layer_slots, next_keys, strict=True
+              )
             )
           else:
-            parts = tuple(cache.layer(*pair, index) for pair in held)
-          if t + 1 < len(turns):
-            ahead = fetched(turns[t + 1], slots, index, x)
+            parts = tuple(cache.layer(*pair, index) for pair in layer_slots)
+          if turn_index + 1 < len(schedule):
+            next_keys = fetch_keys(schedule[turn_index + 1], slots, index, x)
           elif looped:
-            ahead = fetched(turns[0], slots, index + 1, x)
-          several = len(parts) > 1
-          which = run.number(n, 0) + len(run.layers) * index
-          x, part = block(
+            next_keys = fetch_keys(schedule[0], slots, index + 1, x)
+          has_several = len(parts) > 1
+          layer_number = run.number(position, 0) + len(run.layers) * index
+          x, new_part = block(
             x,
             tokens,
-            parts if several else parts[0],
+            parts if has_several else parts[0],
             attend,
             cache.states,
-            which,
+            layer_number,
           )
-          parts = part if several else (part,)
-          if any(ahead or ()) and _fetches(cache):
-            # Read before something is written over it, in place.
-            parts = tuple(cache.behind(part, ahead) for part in parts)
-          xs[m] = away(m, x)
-          if keeps(run.layers[n]):
-            slots[m][n] = tuple(part.slots for part in parts)
-          if _owns(run.layers[n]):
-            (shared[m][mixer.group],) = parts
-        coming = coming if early[0] else None
-        return (tuple(xs), tuple(map(tuple, slots)), ahead, coming), None
+          parts = new_part if has_several else (new_part,)
+          if any(next_keys or ()) and _fetches(cache):
+            # Order the read before the in-place write to the same memory.
+            parts = tuple(cache.behind(part, next_keys) for part in parts)
+          xs[call] = to_host(call, x)
+          if keeps(run.layers[position]):
+            slots[call][position] = tuple(part.slots for part in parts)
+          if _owns(run.layers[position]):
+            (shared[call][mixer.group],) = parts
+        next_weights = next_weights if fetched_early[0] else None
+        return (
+          tuple(xs),
+          tuple(map(tuple, slots)),
+          next_keys,
+          next_weights,
+        ), None
 
-      stacked = tuple(one.stacked for one in layers)
-      first = back(0, xs[0])
-      ahead = fetched(turns[0], mine, jnp.int32(repeats.start), first)
-      after = mine
+      stacked = tuple(kind.stacked for kind in layers)
+      first_x = to_device(0, xs[0])
+      next_keys = fetch_keys(
+        schedule[0], run_slots, jnp.int32(repeats.start), first_x
+      )
+      new_slots = run_slots
       parts = _parts(layers, repeats)
       for within in parts:
-        start, x = jnp.int32(within.start), back(0, xs[0])
-        early = _early(layers, within, keeping)
-        coming = layers[0].fetch(start, x, attend, within) if early[0] else None
-        carry = (xs, after, ahead, coming)
-        one = functools.partial(body, within=within)
-        # What later layers read of an owner stays, and is not made again.
-        one = one if owner else _again(one, attend, layers, looped)
+        start, x = jnp.int32(within.start), to_device(0, xs[0])
+        fetched_early = _early(layers, within, has_caches)
+        next_weights = (
+          layers[0].fetch(start, x, attend, within)
+          if fetched_early[0]
+          else None
+        )
+        carry = (xs, new_slots, next_keys, next_weights)
+        step = functools.partial(body, within=within)
+        # An owner's cache is used by later layers, so it is not recomputed.
+        step = step if owner else _rematerialised(step, attend, layers, looped)
         if not looped:
-          cut = jax.tree.map(lambda a: a[0], stacked)
-          (xs, after, ahead, _), _ = one(carry, (start, cut))
+          weights = jax.tree.map(lambda a: a[0], stacked)
+          (xs, new_slots, next_keys, _), _ = step(carry, (start, weights))
           continue
         numbers = jnp.arange(within.start, within.stop, dtype=jnp.int32)
         if len(within) == run.repeats:
-          (xs, after, ahead, _), _ = lax.scan(one, carry, (numbers, stacked))
+          (xs, new_slots, next_keys, _), _ = lax.scan(
+            step, carry, (numbers, stacked)
+          )
           continue
 
-        def picking(
-          carry: tuple, index: jax.Array, one: Any = one, stacked: Any = stacked
+        def pick_and_step(
+          carry: tuple,
+          index: jax.Array,
+          step: Any = step,
+          stacked: Any = stacked,
         ) -> Any:
-          # A part of what is stacked would be a copy.
+          # Slicing a part of `stacked` beforehand would be a copy.
           pick = lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
-          return one(carry, (index, jax.tree.map(pick, stacked)))
+          return step(carry, (index, jax.tree.map(pick, stacked)))
 
-        (xs, after, ahead, _), _ = lax.scan(picking, carry, numbers)
-      for held, new in zip(done, after, strict=True):
-        held.extend(itertools.chain.from_iterable(new))
+        (xs, new_slots, next_keys, _), _ = lax.scan(
+          pick_and_step, carry, numbers
+        )
+      for output_slots, run_slots_after in zip(outputs, new_slots, strict=True):
+        output_slots.extend(itertools.chain.from_iterable(run_slots_after))
     return [
-      (back(m, x), calls[m][2].updated(tuple(held)))
-      for m, (x, held) in enumerate(zip(xs, done, strict=True))
+      (to_device(m, x), calls[m][2].updated(tuple(output_slots)))
+      for m, (x, output_slots) in enumerate(zip(xs, outputs, strict=True))
     ]
 
 
-def _again(
+def _rematerialised(
   body: Any, attend: Attend, layers: Sequence[_Layers], looped: bool
 ) -> Any:
-  """A body of which a backward pass keeps what it should."""
-  placed = any(isinstance(one, _Placed) for one in layers)
+  """Wrap a body so that its backward pass keeps only what it should."""
+  placed = any(isinstance(kind, _Placed) for kind in layers)
   if placed and getattr(attend, "remat", None) is None:
-    # The backward pass fetches layers again: else all of them stay.
+    # The backward pass fetches layers again: otherwise all of them would stay.
     return jax.checkpoint(body, prevent_cse=not looped)
   return attend.keeping(body, looped=looped)
 
 
 def _parts(layers: Sequence[_Layers], repeats: range) -> list[range]:
-  """Repeats of a run, cut where layers are in another memory than before.
+  """Split repeats of a run where the memory tier of a layer changes.
 
-  Where these are many, in one piece: each is a program of its own.
+  If there are too many parts, one part: each part is a separate program.
   """
-  tiers = [one.tiers for one in layers if one.tiers]
-  cuts = [n for n in repeats[1:] if any(x[n] != x[n - 1] for x in tiers)]
+  tiers = [kind.tiers for kind in layers if kind.tiers]
+  cuts = [
+    n for n in repeats[1:] if any(tier[n] != tier[n - 1] for tier in tiers)
+  ]
   cuts = cuts if len(cuts) < _PARTS else []
   ends = [repeats.start, *cuts, repeats.stop]
   return [range(*pair) for pair in itertools.pairwise(ends)]
@@ -442,37 +478,39 @@ def _parts(layers: Sequence[_Layers], repeats: range) -> list[range]:
 def _early(
   layers: Sequence[_Layers], within: range | None, keeping: bool
 ) -> list[bool]:
-  """Of which layers of a part the weights come while the one before runs.
+  """Whether each layer's weights are fetched while the layer before runs.
 
-  A backward pass would keep what is handed on: it fetches layers again.
+  Not for a backward pass, which would keep them: it fetches layers again.
   """
   part = slice(None) if within is None else slice(within.start, within.stop)
-  return [keeping and set(one.tiers[part]) == {"host"} for one in layers]
+  return [keeping and set(kind.tiers[part]) == {"host"} for kind in layers]
 
 
-def _dealt(items: Iterator[Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
-  """The next of the items, one for each mixer of each layer."""
-  return tuple(tuple(next(items) for _ in one.mixers) for one in layers)
+def _split_by_layer(
+  items: Iterator[Any], layers: Sequence[Layer]
+) -> tuple[Any, ...]:
+  """Take the next items, one for each mixer of each layer."""
+  return tuple(tuple(next(items) for _ in layer.mixers) for layer in layers)
 
 
 def keeps(layer: Layer) -> bool:
-  """Whether a layer keeps something of its tokens, and reads no other's."""
+  """Whether a layer has a cache, rather than reading another layer's."""
   return bool(layer.mixers)
 
 
 def _owns(layer: Layer) -> bool:
-  """Whether later layers read what this one keeps."""
+  """Whether later layers read this layer's cache."""
   return keeps(layer) and getattr(layer.attention, "group", None) is not None
 
 
 def _owning(run: Run) -> bool:
-  """Whether a run has such a layer."""
+  """Whether a run has a layer whose cache later layers read."""
   return any(_owns(layer) for layer in run.layers)
 
 
 def _fetches(cache: CallCache) -> TypeGuard[FetchedCache]:
-  """Whether its layers come to the devices when they run."""
-  # Not by isinstance, which would compute its properties.
+  """Whether the cache's layers are fetched to the devices when they run."""
+  # Not by isinstance, which would evaluate the protocol's properties.
   return hasattr(cache, "fetch")
 
 

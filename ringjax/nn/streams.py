@@ -1,9 +1,9 @@
 """Several residual streams, of which a layer computes one (AltUp).
 
-Guarantees: before a layer all streams are predicted, each as a sum of all; one
-of them goes through the layer, and what came out corrects them all. Tokens are
-alone in it, so it is the same however they are sharded.
-Cost: a stream more is D numbers a token, and no wider layer.
+Guarantees: before a layer all streams are predicted, each as a weighted sum of
+all; one of them goes through the layer, and its output corrects them all. It
+acts on each token alone, so it is the same however tokens are sharded.
+Cost: another stream is D numbers per token, without wider layers.
 Ref:  Baykal et al. 2023, Alternating Updates for Efficient Transformers, arXiv
 2301.13310.
 """
@@ -23,14 +23,14 @@ from ringjax.nn.param import param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Streams:
-  """How many residual streams, and which one a layer computes.
+  """Number of residual streams, and the stream that a layer computes.
 
   Attributes:
-    count: A.
-    active: the one that goes through a layer.
-    scaled: whether it is scaled, by learned numbers, where a layer's input is
-      gated by it.
-    norm: of what decides how streams are mixed.
+    count: Number of streams, A.
+    active: Index of the stream that goes through a layer.
+    scaled: Whether it is scaled, by learned numbers, where it gates a layer's
+      input.
+    norm: Norm of the router's input.
   """
 
   count: int
@@ -42,12 +42,12 @@ class Streams:
     return StreamEnds(rngs, self, embed)
 
   def mixer(self, rngs: nnx.Rngs, embed: int) -> StreamMixer:
-    """How one layer mixes them."""
+    """Make one layer's mixer of the streams."""
     return StreamMixer(rngs, self, embed)
 
 
 class StreamEnds(nnx.Module):
-  """The module of `Streams`: where they begin and where they end."""
+  """The module of `Streams`: expands to streams and merges them."""
 
   def __init__(self, rngs: nnx.Rngs, spec: Streams, embed: int):
     self.spec = spec
@@ -57,17 +57,17 @@ class StreamEnds(nnx.Module):
     self.begin, self.end = square(), square()
 
   def spread(self, x: Float[Array, "B T D"]) -> Float[Array, "B T A D"]:
-    """The embeddings and maps of them, all of one size."""
+    """Expand embeddings to streams by maps, all of one size."""
     mapped = jnp.einsum(
       "btd,ade->btae",
       x,
       self.begin[...].astype(x.dtype),
       preferred_element_type=x.dtype,
     )
-    return jnp.concatenate([x[:, :, None], _sized(mapped, x)], 2)
+    return jnp.concatenate([x[:, :, None], _with_rms_of(mapped, x)], 2)
 
   def merged(self, x: Float[Array, "*b A D"]) -> Float[Array, "*b D"]:
-    """The mean of the first stream and of maps of the others."""
+    """Mean of the first stream and of maps of the others."""
     first = x[..., 0, :]
     mapped = jnp.einsum(
       "...ad,ade->...ae",
@@ -75,20 +75,22 @@ class StreamEnds(nnx.Module):
       self.end[...].astype(x.dtype),
       preferred_element_type=x.dtype,
     )
-    every = jnp.concatenate([first[..., None, :], _sized(mapped, first)], -2)
-    return jnp.mean(every, -2)
+    all_streams = jnp.concatenate(
+      [first[..., None, :], _with_rms_of(mapped, first)], -2
+    )
+    return jnp.mean(all_streams, -2)
 
 
-def _sized(
+def _with_rms_of(
   x: Float[Array, "*b A D"], like: Float[Array, "*b D"]
 ) -> Float[Array, "*b A D"]:
-  """Vectors with the root mean square of another one."""
+  """Scale vectors to the root mean square of another one."""
   square = lambda y: jnp.mean(
     jnp.square(y.astype(jnp.float32)), -1, keepdims=True
   )
-  want = jnp.sqrt(square(like))[..., None, :]
-  have = jnp.sqrt(jnp.maximum(square(x), jnp.float32(1e-5)))
-  return (x.astype(jnp.float32) * want / have).astype(x.dtype)
+  target_rms = jnp.sqrt(square(like))[..., None, :]
+  rms = jnp.sqrt(jnp.maximum(square(x), jnp.float32(1e-5)))
+  return (x.astype(jnp.float32) * target_rms / rms).astype(x.dtype)
 
 
 class StreamMixer(nnx.Module):
@@ -104,12 +106,12 @@ class StreamMixer(nnx.Module):
     self.scale = param(rngs, (embed,), (None,), value=1.0)
 
   def _modes(self, x: Float[Array, "B T D"]) -> Float[Array, "B T A"]:
-    """What decides how streams are mixed."""
+    """Mixing coefficients of the streams."""
     small = jnp.asarray(1 / x.shape[-1], x.dtype)
     return jnp.tanh(self.router(self.norm(x) * small))
 
   def predict(self, x: Float[Array, "B T A D"]) -> Float[Array, "B T A D"]:
-    """The streams before a layer."""
+    """Predict the streams before a layer."""
     coefs = self.prediction(self._modes(x[:, :, self.spec.active]))
     return x + jnp.einsum(
       "btlk,btkd->btld", coefs, x, preferred_element_type=x.dtype
@@ -118,34 +120,34 @@ class StreamMixer(nnx.Module):
   def correct(
     self, x: Float[Array, "B T A D"], made: Float[Array, "B T D"]
   ) -> Float[Array, "B T A D"]:
-    """The streams behind a layer.
+    """Correct the streams after a layer.
 
     Args:
-      x: as `predict` has made them.
-      made: of the active one by the layer.
+      x: Streams as predicted by `predict`.
+      made: Output of the layer for the active stream.
     """
-    new = made - x[:, :, self.spec.active]
+    difference = made - x[:, :, self.spec.active]
     coefs = self.correction(self._modes(made)) + jnp.ones((), made.dtype)
-    return x + coefs[..., None] * new[:, :, None]
+    return x + coefs[..., None] * difference[:, :, None]
 
   def active(self, x: Float[Array, "B T A D"]) -> jax.Array:
-    """What gates a layer's input, [B, T, D]."""
-    found = x[:, :, self.spec.active]
+    """Gate of a layer's input, [B, T, D]."""
+    active = x[:, :, self.spec.active]
     if not self.spec.scaled:
-      return found
-    return found * self.scale[...].astype(x.dtype)[None, None]
+      return active
+    return active * self.scale[...].astype(x.dtype)[None, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank:
-  """A residual of low rank beside attention: x + norm(right(left(x))).
+  """A low-rank residual parallel to attention: x + norm(right(left(x))).
 
   Ref: Menghani et al. 2024, LAUREL: Learned Augmented Residual Layer, arXiv
   2411.07501.
 
   Attributes:
-    rank: of the map.
-    norm: behind it.
+    rank: Rank of the map.
+    norm: Norm after it.
   """
 
   rank: int

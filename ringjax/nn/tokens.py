@@ -1,4 +1,4 @@
-"""The tokens of one call: where they are, and what that turns them by."""
+"""The tokens of one call: coordinates, and tables of their rotations."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Tokens:
   Built once, outside of the loop over layers.
 
   Attributes:
-    pos: int32 [B or 1, T].
-    seg: int32 [B or 1, T], 0 for padding.
-    derived: whether positions are those of the layout, so that attention may
-      reckon with them before it sees them.
-    segmented: whether segments matter.
-    length: tokens of the whole context.
-    inputs: what a layer reads of the tokens' ids, [B, T, P] by its number, or
-      None; set with the embeddings.
-    tree: coordinates [B, T] of drafted tokens among themselves, or None; see
+    pos: Positions, int32 [B or 1, T].
+    seg: Segments, int32 [B or 1, T], 0 for padding.
+    derived: Whether positions are those of the layout, so that attention may
+      assume them before it sees them.
+    segmented: Whether segments matter.
+    length: Number of tokens of the whole context.
+    inputs: Function from a layer's number to its inputs from the tokens' ids,
+      [B, T, P], or None; set with the embeddings.
+    tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
   """
 
@@ -62,7 +62,7 @@ class Tokens:
     first: int = 0,
     after: Callable[[Array], Array] | None = None,
   ) -> Rotation:
-    """What makes a key of its projection; see `Rotation`."""
+    """Make the rotation that turns a projection into a key, see `Rotation`."""
     return Rotation(
       rope=rope,
       first=first,
@@ -74,5 +74,5 @@ class Tokens:
   def rotate(
     self, rope: Rope | None, x: Float[Array, "B T N H"]
   ) -> Float[Array, "B T N H"]:
-    """Turns queries or keys, [B, T, heads, H]; None does not turn."""
+    """Rotate queries or keys, [B, T, heads, H]; None leaves them unchanged."""
     return x if rope is None else rope.rotate(x, self._tables[rope])

@@ -1,14 +1,14 @@
 """Link latencies of an all-reduce, counted in a graph of devices and switches.
 
-Where links are slow to answer and messages small, what an all-reduce costs is
-how many links its longest chain of messages passes, one after another:
+If links have a high latency and messages are small, the cost of an all-reduce
+is the number of links that its longest chain of messages passes in sequence:
 
   star   the farthest device to the root and back             2 max d
   tree   up the deepest chain of parents, and down again      2 max sum of d
   ring   2 (p - 1) steps, each between farthest neighbours    2 (p - 1) max d
 
-with d the latency of the shortest path between two devices. On eight devices
-that are four links apart, each behind a switch of its own, it is 8, 16 and 56.
+with d the latency of the shortest path between two devices. For eight devices
+that are four links apart, each behind its own switch, it is 8, 16 and 56.
 
 Ref: Li et al. 2024, TPI-LLM (arXiv 2410.00531), section 3.2; its tree has two
 levels.
@@ -34,8 +34,8 @@ class Topology:
   """Devices and switches, and the links between them.
 
   Attributes:
-    devices: names of those that compute; the first is the root.
-    links: (one end, other end, latency in seconds), both ways alike.
+    devices: Names of the devices that compute; the first is the root.
+    links: (one end, other end, latency in seconds), equal both ways.
   """
 
   devices: tuple[str, ...]
@@ -48,11 +48,11 @@ class Topology:
       )
     for _, _, latency_s in self.links:
       number("latency", latency_s, least=0)
-    for one in self.devices[1:]:
-      if math.isinf(self.distances(self.devices[0]).get(one, math.inf)):
+    for device in self.devices[1:]:
+      if math.isinf(self.distances(self.devices[0]).get(device, math.inf)):
         raise OptionError(
           "links",
-          f"none that lead from {self.devices[0]} to {one}",
+          f"none that lead from {self.devices[0]} to {device}",
           "a graph in which all devices reach each other",
           "add the missing links",
         )
@@ -61,7 +61,7 @@ class Topology:
   def behind_switches(
     cls, devices: int, latency_s: int | float = 1.0
   ) -> Topology:
-    """Devices each behind its own switch, all switches at one: four links."""
+    """Devices each on its own switch, all switches on a core: four links."""
     positive_int("devices", devices)
     number("latency", latency_s, least=0)
     names = tuple(f"d{i}" for i in range(devices))
@@ -72,11 +72,11 @@ class Topology:
 
   @classmethod
   def load(cls, path: str) -> Topology:
-    """A graph from a file: {"devices": [...], "links": [[a, b, seconds], ...]}.
+    """Load a graph: {"devices": [...], "links": [[a, b, seconds], ...]}.
 
     Raises:
-      OptionError: it cannot be read, or is no graph of these devices.
-      CheckpointFormatError: it is not of this form.
+      OptionError: If it cannot be read, or is not a graph of these devices.
+      CheckpointFormatError: If it is not of this form.
     """
     make = lambda body: cls(
       tuple(str(name) for name in body["devices"]),
@@ -85,22 +85,22 @@ class Topology:
     return files.load(path, FORMAT, make, "devices and links")
 
   def distances(self, start: str) -> dict[str, float]:
-    """Latency of the shortest path from `start` to all that it reaches."""
-    near: dict[str, list[tuple[str, float]]] = {}
+    """Latency of the shortest path from `start` to all reachable nodes."""
+    neighbours: dict[str, list[tuple[str, float]]] = {}
     for a, b, latency_s in self.links:
-      near.setdefault(a, []).append((b, latency_s))
-      near.setdefault(b, []).append((a, latency_s))
-    found: dict[str, float] = {}
+      neighbours.setdefault(a, []).append((b, latency_s))
+      neighbours.setdefault(b, []).append((a, latency_s))
+    latencies: dict[str, float] = {}
     queue = [(0.0, start)]
     while queue:
-      far, at = heapq.heappop(queue)
-      if at in found:
+      latency, node = heapq.heappop(queue)
+      if node in latencies:
         continue
-      found[at] = far
-      for other, latency_s in near.get(at, ()):
-        if other not in found:
-          heapq.heappush(queue, (far + latency_s, other))
-    return found
+      latencies[node] = latency
+      for neighbour, latency_s in neighbours.get(node, ()):
+        if neighbour not in latencies:
+          heapq.heappush(queue, (latency + latency_s, neighbour))
+    return latencies
 
   def between(self, one: str, other: str) -> float:
     """Latency of the shortest path between two devices."""
@@ -108,9 +108,9 @@ class Topology:
 
 
 def two_levels(devices: Sequence[str]) -> dict[str, str]:
-  """Parents in a tree of two levels: groups of about sqrt(p), and their first.
+  """Parents in a tree of two levels: groups of about sqrt(p) devices.
 
-  The first device of the first group is the root and leads its group.
+  The first device of a group leads it; that of the first group is the root.
   """
   size = math.isqrt(max(0, len(devices) - 1)) + 1
   parents: dict[str, str] = {}
@@ -130,12 +130,12 @@ def chain_s(
   """Seconds of latency in the longest chain of messages of an all-reduce.
 
   Args:
-    topology: the graph.
-    reduce: of `REDUCES`.
-    parents: of a tree, by device; default: `two_levels`.
+    topology: Graph of devices and links.
+    reduce: Algorithm, one of `REDUCES`.
+    parents: Parents in a tree, by device; default: `two_levels`.
 
   Raises:
-    OptionError: an unknown all-reduce, or parents that are no tree.
+    OptionError: If the all-reduce is unknown, or parents are not a tree.
   """
   one_of("reduce", reduce, REDUCES)
   devices = topology.devices
@@ -143,27 +143,31 @@ def chain_s(
     return 0.0
   root = devices[0]
   if reduce == "ring":
-    around = zip(devices, (*devices[1:], root), strict=True)
-    far = max(topology.between(a, b) for a, b in around)
-    return 2 * (len(devices) - 1) * far
+    ring_pairs = zip(devices, (*devices[1:], root), strict=True)
+    farthest = max(topology.between(a, b) for a, b in ring_pairs)
+    return 2 * (len(devices) - 1) * farthest
   if reduce == "star":
     parents = dict.fromkeys(devices[1:], root)
   elif parents is None:
     parents = two_levels(devices)
-  return 2 * max(_up(topology, one, parents) for one in devices)
+  return 2 * max(
+    _latency_to_root(topology, device, parents) for device in devices
+  )
 
 
-def _up(topology: Topology, device: str, parents: Mapping[str, str]) -> float:
+def _latency_to_root(
+  topology: Topology, device: str, parents: Mapping[str, str]
+) -> float:
   """Latency from a device to the root along its parents."""
-  total, at = 0.0, device
+  total, node = 0.0, device
   for _ in topology.devices:
-    if at == topology.devices[0]:
+    if node == topology.devices[0]:
       return total
-    parent = parents.get(at)
+    parent = parents.get(node)
     if parent not in topology.devices:
       break
-    total += topology.between(at, str(parent))
-    at = str(parent)
+    total += topology.between(node, str(parent))
+    node = str(parent)
   raise OptionError(
     "parents",
     f"{device} that does not lead to {topology.devices[0]}",
@@ -187,15 +191,15 @@ def allreduce_s(
   2 (p - 1) / p of them.
 
   Args:
-    topology: the graph.
-    reduce: of `REDUCES`.
-    nbytes: of what is summed, of one device.
-    bandwidth: bytes/s of a link.
-    barrier_s: waiting until all are there.
-    sum_s: adding up.
+    topology: Graph of devices and links.
+    reduce: Algorithm, one of `REDUCES`.
+    nbytes: Bytes of one device's operand.
+    bandwidth: Bandwidth of a link, in bytes/s.
+    barrier_s: Seconds of waiting for all devices.
+    sum_s: Seconds of adding up.
 
   Raises:
-    OptionError: a value out of its range.
+    OptionError: If a value is out of range.
   """
   number("nbytes", nbytes, least=0)
   number("bandwidth", bandwidth, above=0)

@@ -1,11 +1,11 @@
-"""Compiles programs for TPU slices without TPU hardware.
+"""Compilation of programs for TPU slices without TPU hardware.
 
-Guarantees: memory, schedule and size are what the TPU compiler (libtpu) made of
-the exact program that would run: same builder, same mesh, same shapes, without
-weights and chips. The same versions give the same answer each time.
+Guarantees: memory, schedule and size are the TPU compiler's (libtpu) results
+for the exact program that would run: same builder, same mesh, same shapes,
+without weights and chips. The same versions give the same results each time.
 
-A compilation is a process of its own: the compiler reads its flags once in a
-process, takes environment variables for flags, and must not be loaded beside
+A compilation runs in a separate process: the compiler reads its flags once in a
+process, takes environment variables for flags, and must not be loaded next to
 a backend that computes. Builders are named by "module:function" and called
 there with the devices of the topology:
 
@@ -37,8 +37,8 @@ from ringjax.parallel import chips
 from ringjax.plan import files, overlap
 from ringjax.plan.hlo import Trips
 
-# Of the caller's environment a compilation sees these; libtpu reads others as
-# flags by parts of their names.
+# Variables of the caller's environment that a compilation sees; libtpu reads
+# others as flags by parts of their names.
 _KEPT = (
   "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV",
   "LD_LIBRARY_PATH", "TPU_LIBRARY_PATH",
@@ -54,10 +54,10 @@ _SET = {
 }
 # "F1122 21:26:03.123456   123 shape.cc:99] Check failed: size >= 0"
 _FATAL = re.compile(r"F\d{4} ")
-# Compilations under way, of all threads.
+# Running compilations, of all threads.
 _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiling import child; child()"
-# What is dumped says which buffers do not fit.
+# The dump tells which buffers do not fit.
 _DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
 # v4 has two cores that XLA uses as one device.
 _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
@@ -68,11 +68,11 @@ class Built:
   """A program to compile, as a builder returns it.
 
   Attributes:
-    function: a jitted function, which has `lower`.
-    arguments: of the function: shapes with their shardings.
-    mesh: the devices on which it runs; the first is number 0 of the program.
-    facts: properties that the builder reports; JSON.
-    data_trips: see `overlap.check`.
+    function: Jitted function, which has `lower`.
+    arguments: Arguments of the function: shapes with their shardings.
+    mesh: Devices on which it runs; the first is number 0 of the program.
+    facts: Properties that the builder reports; JSON values.
+    data_trips: Trip counts of loops that depend on data, see `overlap.check`.
   """
 
   function: Callable[..., Any]
@@ -87,12 +87,12 @@ class Memory:
   """Memory of a program on each device, in bytes.
 
   Attributes:
-    arguments: weights, moments, caches, tokens.
-    outputs: results.
-    aliased: the part of the outputs that takes the place of arguments.
-    temporaries: what the program needs while it runs.
-    code: the program itself.
-    limit: what the compiler lets a program fill.
+    arguments: Weights, moments, caches, tokens.
+    outputs: Results.
+    aliased: Part of the outputs that reuses memory of arguments.
+    temporaries: Buffers that the program needs while it runs.
+    code: The program itself.
+    limit: Memory that the compiler lets a program fill.
   """
 
   arguments: int
@@ -104,12 +104,12 @@ class Memory:
 
   @property
   def total(self) -> int:
-    """All of it at once, which is never less than the peak."""
+    """Sum of all parts, which is never less than the peak."""
     outputs = self.outputs - self.aliased
     return self.arguments + outputs + self.temporaries + self.code
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields and properties as a dict for JSON."""
     return files.record(self, "total")
 
 
@@ -127,21 +127,21 @@ class Compiled:
   """The result of a compilation.
 
   Attributes:
-    topology: the slice.
-    devices: how many the program runs on.
-    fits: whether it fits the memory of a device.
-    memory: None where it does not fit, or with `memory_only`.
-    needed_bytes: of a device: what the program takes, or what the compiler
-      said that it would.
-    limit_bytes: of a device.
-    largest: the largest buffers of a program that does not fit.
-    report: of the schedule; None where `memory` is.
-    trace_s: seconds of tracing and lowering.
-    compile_s: of compiling.
-    text_bytes: length of the scheduled program's text.
-    facts: what the builder reported.
-    versions: of jax and libtpu.
-    text_path: where the scheduled program was saved, or None.
+    topology: Name of the slice.
+    devices: Number of devices that the program runs on.
+    fits: Whether it fits the memory of a device.
+    memory: Memory per device; None if it does not fit, or with `memory_only`.
+    needed_bytes: Bytes per device that the program takes, or that the compiler
+      reported it would.
+    limit_bytes: Bytes per device that a program may take.
+    largest: Largest buffers of a program that does not fit.
+    report: Report on the schedule; None if `memory` is.
+    trace_s: Seconds of tracing and lowering.
+    compile_s: Seconds of compiling.
+    text_bytes: Length of the scheduled program's text.
+    facts: Properties that the builder reported.
+    versions: Versions of jax and libtpu.
+    text_path: Path of the saved scheduled program, or None.
   """
 
   topology: str
@@ -160,7 +160,7 @@ class Compiled:
   text_path: str | None = None
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields as a dict for JSON, with the report as "schedule"."""
     body = files.record(self, leave=("report",))
     report = self.report
     return {**body, "schedule": None if report is None else report.record()}
@@ -171,7 +171,7 @@ class CompileError(RingjaxError, RuntimeError):
 
 
 def missing() -> str | None:
-  """Why nothing can be compiled for TPU here; None if it can."""
+  """Reason why nothing can be compiled for TPU here; None if it can."""
   if os.environ.get("TPU_LIBRARY_PATH"):
     return None
   if importlib.util.find_spec("libtpu") is None:
@@ -180,10 +180,10 @@ def missing() -> str | None:
 
 
 def require() -> None:
-  """Raises where nothing can be compiled for TPU.
+  """Raise if nothing can be compiled for TPU.
 
   Raises:
-    OptionError: it says what to install.
+    OptionError: If libtpu is missing; it says what to install.
   """
   why = missing()
   if why is not None:
@@ -193,18 +193,18 @@ def require() -> None:
 
 
 def environment(flags: Sequence[str] = ()) -> dict[str, str]:
-  """The environment variables with which libtpu compiles.
+  """Environment variables for a process that compiles with libtpu.
 
-  It then logs little, and several processes may compile at a time.
+  libtpu then logs little, and several processes may compile at a time.
 
   Args:
-    flags: for LIBTPU_INIT_ARGS, which a process reads once.
+    flags: Flags for LIBTPU_INIT_ARGS, which a process reads once.
   """
-  made = {name: os.environ[name] for name in _KEPT if name in os.environ}
-  made |= _SET
+  variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
+  variables |= _SET
   if flags:
-    made["LIBTPU_INIT_ARGS"] = " ".join(flags)
-  return made
+    variables["LIBTPU_INIT_ARGS"] = " ".join(flags)
+  return variables
 
 
 def compile(
@@ -219,36 +219,36 @@ def compile(
   text_path: str | None = None,
   memory_only: bool = False,
 ) -> Compiled:
-  """Compiles a program for a TPU slice, in a process of its own.
+  """Compile a program for a TPU slice, in a separate process.
 
   Args:
     builder: "module:function", called with the slice's devices and `options`;
       returns a `Built`.
-    topology: e.g. "v5e:16x16" or "v5p:4x4x8".
-    options: of the builder; JSON.
-    compiler_options: of XLA, e.g. {"xla_tpu_...": True}.
-    kernels: cycles of Pallas kernels by name, see `overlap.check`.
-    flags: of libtpu, "--xla_...=...".
-    timeout_s: seconds after which the compilation is ended.
-    text_path: file for the scheduled program's text.
-    memory_only: ends when all buffers have been placed in the chip's memory,
+    topology: Slice, e.g. "v5e:16x16" or "v5p:4x4x8".
+    options: Options of the builder; JSON values.
+    compiler_options: Options of XLA, e.g. {"xla_tpu_...": True}.
+    kernels: Cycles of Pallas kernels by name, see `overlap.check`.
+    flags: Flags of libtpu, "--xla_...=...".
+    timeout_s: Seconds after which the compilation is ended.
+    text_path: File for the scheduled program's text.
+    memory_only: End when all buffers have been placed in the chip's memory,
       in a tenth of the time: no machine code is made, hence neither `memory`
-      nor `report`. What a kernel needs of the vector memory is then unchecked.
+      nor `report`. The kernels' use of vector memory is then unchecked.
 
   Returns:
-    The result, also where the program does not fit.
+    The result, also if the program does not fit.
 
   Raises:
-    OptionError: no libtpu, no such slice, options that are not JSON, or
-      an error of this library in the builder.
-    CompileError: the compiler refuses the program, or takes too long.
+    OptionError: If libtpu is missing, the slice is unknown, options are not
+      JSON, or the builder raises an error of this library.
+    CompileError: If the compiler refuses the program, or takes too long.
   """
   core, sides = chips.core(topology), chips.sides(topology)
-  taken = _DUMPS.intersection(compiler_options or ())
-  if taken:
+  reserved = _DUMPS.intersection(compiler_options or ())
+  if reserved:
     raise OptionError(
       "compiler_options",
-      ", ".join(sorted(taken)),
+      ", ".join(sorted(reserved)),
       "none of these, which say where buffers are reported",
       "pass text_path= to keep the program",
     )
@@ -270,37 +270,37 @@ def compile(
     raise OptionError(
       "options", f"{error}", "values that JSON has", "pass plain values"
     ) from None
-  found, program = _run(text, flags, timeout_s)
+  answer, program = _run(text, flags, timeout_s)
   if text_path is not None and program:
     pathlib.Path(text_path).write_text(program)
   memory = report = None
-  needed = found.get("needed_bytes") or 0
-  if "memory" in found:
-    memory = Memory(limit=core.hbm_bytes, **found["memory"])
-    # The compiler counts buffers that never live together once.
+  needed = answer.get("needed_bytes") or 0
+  if "memory" in answer:
+    memory = Memory(limit=core.hbm_bytes, **answer["memory"])
+    # The compiler counts buffers whose lifetimes don't overlap once.
     needed = memory.total
     report = overlap.check(
       program,
       core,
-      coords=found["coords"],
+      coords=answer["coords"],
       wraps=core.wraps(sides),
       kernels=kernels,
-      data_trips=found["data_trips"],
+      data_trips=answer["data_trips"],
     )
   return Compiled(
     topology=topology,
-    devices=found["devices"],
-    fits=bool(found["fits"]),
+    devices=answer["devices"],
+    fits=bool(answer["fits"]),
     memory=memory,
     needed_bytes=needed,
-    limit_bytes=found.get("limit_bytes") or core.hbm_bytes,
-    largest=tuple(Buffer(**one) for one in found.get("largest", ())),
+    limit_bytes=answer.get("limit_bytes") or core.hbm_bytes,
+    largest=tuple(Buffer(**buffer) for buffer in answer.get("largest", ())),
     report=report,
-    trace_s=found["trace_s"],
-    compile_s=found["compile_s"],
+    trace_s=answer["trace_s"],
+    compile_s=answer["compile_s"],
     text_bytes=len(program),
-    facts=found["facts"],
-    versions=found["versions"],
+    facts=answer["facts"],
+    versions=answer["versions"],
     text_path=text_path if program else None,
   )
 
@@ -308,10 +308,10 @@ def compile(
 def _run(
   job: str, flags: Sequence[str], timeout_s: float | int
 ) -> tuple[dict[str, Any], str]:
-  """The answer of the process that compiles, and the program's text."""
+  """Run the process that compiles; its answer, and the program's text."""
   environ = environment(flags)
   # The process must find the modules that this one finds.
-  paths = [p or os.getcwd() for p in sys.path]
+  paths = [path or os.getcwd() for path in sys.path]
   environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
   with tempfile.TemporaryDirectory(prefix="ringjax-aot-") as name:
     folder = pathlib.Path(name)
@@ -327,7 +327,7 @@ def _run(
     ) as process:
       _RUNNING.add(process)
       try:
-        _, said = process.communicate(timeout=timeout_s)
+        _, stderr = process.communicate(timeout=timeout_s)
       except subprocess.TimeoutExpired:
         raise CompileError(
           "compile",
@@ -338,59 +338,59 @@ def _run(
       finally:
         process.kill()
         _RUNNING.discard(process)
-    answer = folder / "answer.json"
-    if not answer.exists():
+    answer_path = folder / "answer.json"
+    if not answer_path.exists():
       raise CompileError(
         "compile",
         f"a process that ended with status {process.returncode}",
         "an answer",
-        f"see its last lines: {_fatal(said)}",
+        f"see its last lines: {_fatal(stderr)}",
       )
-    found = json.loads(answer.read_text())
-    text = folder / "program.hlo"
-    program = text.read_text() if text.exists() else ""
-  if "refused" in found:
-    raise OptionError(found["refused"])
-  if "error" in found:
+    answer = json.loads(answer_path.read_text())
+    program_path = folder / "program.hlo"
+    program = program_path.read_text() if program_path.exists() else ""
+  if "refused" in answer:
+    raise OptionError(answer["refused"])
+  if "error" in answer:
     raise CompileError(
       "program",
-      found["error"][:1500],
+      answer["error"][:1500],
       "one that compiles for TPU",
-      "see the traceback" + ":\n" + found["traceback"][-3000:],
+      "see the traceback" + ":\n" + answer["traceback"][-3000:],
     )
-  return found, program
+  return answer, program
 
 
 def _host(sides: Sequence[int]) -> dict[str, Any]:
-  """The chips of a host, of a slice that is narrower than a host.
+  """Host configuration of a slice that is narrower than a host.
 
-  A host has 2 x 2 chips unless it is said, which older compilers insist on.
+  A host has 2 x 2 chips by default, and older compilers insist on it.
   """
   if min(sides[:2]) > 1:
     return {}
-  bounds = [min(n, 2) for n in sides[:2]]
+  bounds = [min(side, 2) for side in sides[:2]]
   return {"chips_per_host_bounds": [*bounds, 1]}
 
 
-def _fatal(said: str) -> str:
-  """The compiler's fatal error, without the addresses behind it."""
-  lines = said.strip().splitlines()
+def _fatal(stderr: str) -> str:
+  """The compiler's fatal error, without the stack addresses after it."""
+  lines = stderr.strip().splitlines()
   fatal = [line for line in lines if _FATAL.match(line)]
   return "\n".join(fatal or lines)[-1500:]
 
 
 def stop() -> None:
-  """Ends the compilations of all threads; their calls raise CompileError."""
+  """End the compilations of all threads; their calls raise CompileError."""
   for process in tuple(_RUNNING):
     process.kill()
 
 
 def versions() -> dict[str, str]:
-  """The installed versions of jax and libtpu."""
-  found = {}
+  """Installed versions of jax and libtpu."""
+  installed = {}
   for name in ("jax", "libtpu"):
     try:
-      found[name] = metadata.version(name)
+      installed[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
-      found[name] = "unknown"
-  return found
+      installed[name] = "unknown"
+  return installed

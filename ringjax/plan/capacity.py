@@ -1,11 +1,11 @@
-"""The largest context that fits, found with few compilations.
+"""Search for the largest context that fits, with few compilations.
 
 Guarantees: the tokens that fit were tried and fit; the tokens that are too many
 were tried and do not fit.
 
-What a program lacks says how far off it is: memory is close to a line in the
-tokens, and two failures draw it. A failure takes the compiler seconds and a fit
-minutes, so that the search comes from above and aims to fit once.
+The bytes that a program lacks say how far off it is: memory is nearly linear in
+the tokens, so two failures determine a line. A failure takes the compiler
+seconds and a fit minutes, so the search comes from above and aims to fit once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ringjax.errors import OptionError
 
 _DIGITS = 5
-# Of tokens: whether they fit, bytes they need, bytes there are.
+# Function from tokens to (whether they fit, bytes needed, bytes available).
 Compile = Callable[[int], tuple[bool, int, int]]
 
 
@@ -26,10 +26,10 @@ class LargestContext:
   """The bounds of the largest context.
 
   Attributes:
-    tokens: a number that fits; 0 where not even the least does.
-    needed_bytes: of a device, for these; for the least where nothing fits.
-    too_many: tokens that do not fit; None where the most fit.
-    tried: how many programs were compiled.
+    tokens: Number of tokens that fits; 0 if not even the least does.
+    needed_bytes: Bytes needed per device for these; for the least if none fits.
+    too_many: Number of tokens that does not fit; None if the most fit.
+    tried: Number of programs that were compiled.
   """
 
   tokens: int
@@ -41,30 +41,30 @@ class LargestContext:
 def largest(
   fits: Compile, *, unit: int, least: int, most: int, part: float = 0.125
 ) -> LargestContext:
-  """Searches the largest number of tokens that fit, from above.
+  """Search the largest number of tokens that fit, from above.
 
   Args:
-    fits: compiles a program of so many tokens.
-    unit: tokens are multiples of it, by numbers of few binary digits.
-    least: the fewest tokens to try.
-    most: the most tokens to try.
-    part: the search ends when the tokens that do not fit are more than those
-      that do by at most this part.
+    fits: Compiles a program for a number of tokens.
+    unit: Tokens are multiples of it, by numbers of few binary digits.
+    least: Minimum tokens to try.
+    most: Maximum tokens to try.
+    part: The search ends when the tokens that do not fit exceed those that do
+      by at most this fraction.
 
   Raises:
-    OptionError: bounds without a multiple of the unit between.
+    OptionError: If there is no multiple of the unit between the bounds.
   """
 
-  def down(tokens: float | int) -> int:
-    """The next number of units below that has few digits, in base 2.
+  def round_down(tokens: float | int) -> int:
+    """Round down to a number of units with few digits in base 2.
 
-    With others blocks are padded, and memory is not a line in the tokens.
+    Other numbers pad blocks, and memory is not linear in the tokens.
     """
-    many = max(1, int(tokens) // max(1, unit))
-    rest = max(0, many.bit_length() - _DIGITS)
-    return (many >> rest << rest) * unit
+    num_units = max(1, int(tokens) // max(1, unit))
+    dropped_bits = max(0, num_units.bit_length() - _DIGITS)
+    return (num_units >> dropped_bits << dropped_bits) * unit
 
-  low, high = down(least), down(most)
+  low, high = round_down(least), round_down(most)
   if unit < 1 or low > high or not part > 0:
     raise OptionError(
       "tokens",
@@ -72,54 +72,56 @@ def largest(
       "bounds with a multiple of the step between",
       "pass a smaller least or a larger most",
     )
-  over: list[tuple[int, int]] = []
-  known = 0, 0
-  at, tried, limit = high, 0, 0
+  failures: list[tuple[int, int]] = []
+  best_fit = 0, 0
+  num_tokens, tried, limit = high, 0, 0
   while True:
-    good, need, limit = fits(at)
+    does_fit, need, limit = fits(num_tokens)
     tried += 1
-    if good:
-      known = at, need
+    if does_fit:
+      best_fit = num_tokens, need
     else:
-      over.append((at, need))
-    if not known[0]:
-      if at <= low:
+      failures.append((num_tokens, need))
+    if not best_fit[0]:
+      if num_tokens <= low:
         return LargestContext(
-          tokens=0, needed_bytes=need, too_many=at, tried=tried
+          tokens=0, needed_bytes=need, too_many=num_tokens, tried=tried
         )
-      # As far below the guess as lets the next try, a step above, fail.
-      guess = _guess(over, limit) / math.sqrt(1 + part)
-      at = max(low, min(down(min(guess, 0.95 * at)), at - unit))
+      # Low enough for a fit, but so that the next try, a step above, fails.
+      guess = _estimated_limit(failures, limit) / math.sqrt(1 + part)
+      num_tokens = max(
+        low, min(round_down(min(guess, 0.95 * num_tokens)), num_tokens - unit)
+      )
       continue
-    least = known[0] + unit
-    if not over or over[-1][0] <= max(known[0] * (1 + part), least):
+    least = best_fit[0] + unit
+    if not failures or failures[-1][0] <= max(best_fit[0] * (1 + part), least):
       break
-    # Between what fits and what does not, by the line through both.
-    bound, need_bound = over[-1]
-    at = max(down(known[0] * (1 + part)), least)
-    if need_bound > known[1]:
-      room = (limit - known[1]) / (need_bound - known[1])
-      line = known[0] + room * (bound - known[0])
-      at = max(at, down(line / math.sqrt(1 + part)))
-    if at >= bound:
-      at = max(down(math.sqrt(known[0] * bound)), least)
+    # Between the fit and the failure, by the line through both.
+    bound, need_bound = failures[-1]
+    num_tokens = max(round_down(best_fit[0] * (1 + part)), least)
+    if need_bound > best_fit[1]:
+      room = (limit - best_fit[1]) / (need_bound - best_fit[1])
+      line = best_fit[0] + room * (bound - best_fit[0])
+      num_tokens = max(num_tokens, round_down(line / math.sqrt(1 + part)))
+    if num_tokens >= bound:
+      num_tokens = max(round_down(math.sqrt(best_fit[0] * bound)), least)
   return LargestContext(
-    tokens=known[0],
-    needed_bytes=known[1],
-    too_many=over[-1][0] if over else None,
+    tokens=best_fit[0],
+    needed_bytes=best_fit[1],
+    too_many=failures[-1][0] if failures else None,
     tried=tried,
   )
 
 
-def _guess(over: list[tuple[int, int]], limit: int) -> float:
-  """Where memory meets the limit, by the last failures; rather too high.
+def _estimated_limit(over: list[tuple[int, int]], limit: int) -> float:
+  """Estimate where memory meets the limit, from the last failures; rather high.
 
-  A line through two of them: what grows faster than a line lies above it. By
-  one alone, as if memory grew with the square.
+  By a line through the last two: faster growth is above the line. By one
+  alone, as if memory grew quadratically.
   """
   b, need_b = over[-1]
   if len(over) == 1:
-    # The need is 0 where the compiler does not say it.
+    # The need is 0 if the compiler does not report it.
     return b * math.sqrt(limit / need_b) if need_b > limit else b / 2
   a, need_a = over[-2]
   if need_b >= need_a:

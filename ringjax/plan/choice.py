@@ -1,10 +1,10 @@
-"""Chooses the method of reading a prompt by the cost model, with reasons.
+"""Choice of the method of prefilling a prompt by the cost model, with reasons.
 
-Striped ring attention has the least to wait for as long as links keep up: all
-ranks do the same in every hop. In a chain (KV-Runahead) half as much is sent,
-no rank waits for a later one, and the last has all keys in the end. So it is
-chosen where links are slow or noisy, or where one rank is to decode; and only
-if it saves at least `least_gain` of the time.
+Striped ring attention waits least as long as links keep up: all ranks do the
+same work in every hop. A chain (KV-Runahead) sends half as much, no rank waits
+for a later one, and the last rank has all keys in the end. So it is chosen if
+links are slow or noisy, or if one rank is to decode; and only if it saves at
+least `least_gain` of the time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ringjax.plan.cost import Network, Profile, Prompt
 from ringjax.plan.schedules import Noise
 
 KEEPS = ("sharded", "last")
-# Draws of a noise that are averaged.
+# Number of noise draws that are averaged.
 _DRAWS = 8
-# Time to the first token with a noise.
+# Function from a noise to the time to the first token.
 _Seconds = Callable[[Noise | None], float]
 
 
@@ -31,11 +31,11 @@ class Cluster:
   """Ranks with a model on them, and the links between them.
 
   Attributes:
-    profile: the model on a device, measured or stated.
-    network: the links between neighbours.
-    noise: links that slow down, or None.
-    credits: layers that wait at each end of a link of the chain; None is any
-      number.
+    profile: Times of the model on a device, measured or stated.
+    network: Links between neighbours.
+    noise: Noise that slows links, or None.
+    credits: Layers that may wait at each end of a link of the chain; None is
+      any number.
   """
 
   profile: Profile
@@ -44,19 +44,19 @@ class Cluster:
   credits: int | None = None
 
 
-# As `rj.plan` has it.
+# Name under which `rj.plan` exports it.
 Machine = Cluster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillMethod:
-  """A method of reading the prompt, with its predicted times.
+  """A method of prefilling the prompt, with its predicted times.
 
   Attributes:
     method: "striped", "gather" or "kvr".
-    lengths: tokens of each rank.
-    first_s: time to the first token; of a noise the mean.
-    collect_s: until keys are where they are wanted, on top.
+    lengths: Number of tokens of each rank.
+    first_s: Seconds to the first token; with noise the mean.
+    collect_s: Additional seconds until keys are where they are needed.
   """
 
   method: str
@@ -71,7 +71,7 @@ class PrefillMethod:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillChoice:
-  """The chosen method, all that were compared, and why, in sentences."""
+  """The chosen method, all compared methods, and reasons in sentences."""
 
   way: PrefillMethod
   ways: tuple[PrefillMethod, ...]
@@ -87,47 +87,54 @@ def choose(
   tile: int = 1,
   least_gain: float = 0.05,
 ) -> PrefillChoice:
-  """Chooses the fastest method; KV-Runahead only if it saves enough.
+  """Choose the fastest method; KV-Runahead only if it saves enough.
 
   Args:
-    machine: the devices, the model on them and the links.
-    prompt: what is read.
-    ranks: that read it.
-    keep: where the keys have to be afterwards: "sharded" over the ranks, or
+    machine: Devices, the model on them and the links.
+    prompt: Prompt to prefill.
+    ranks: Number of ranks.
+    keep: Placement of the keys afterwards: "sharded" over the ranks, or
       all on the "last".
-    tile: the chain's parts are whole tiles.
-    least_gain: part of the time that the chain must save.
+    tile: Tile size; the chain's parts are whole tiles.
+    least_gain: Fraction of the time that the chain must save.
 
   Raises:
-    OptionError: a value out of its range.
+    OptionError: If a value is out of range.
   """
   positive_int("ranks", ranks)
   number("least_gain", least_gain, least=0, most=1)
   one_of("keep", keep, KEEPS)
   why = []
   profile, network = machine.profile, machine.network
-  # What every rank but the last has, over the link into the last.
+  # The keys of every rank but the last, over the link into the last.
   share = prompt.tokens * (ranks - 1) / ranks
   nbytes = share * profile.kv_bytes * profile.layers
   collect = network.send_s(nbytes) if keep == "last" and ranks > 1 else 0.0
-  given = profile, prompt, ranks, network
+  case = profile, prompt, ranks, network
   # Name, tokens of each rank, time to the first token, time to collect.
   methods: list[tuple[str, tuple[int, ...], _Seconds, float]] = []
   if prompt.tokens >= ranks:
     even = cost.even(prompt.tokens, ranks)
-    striped = lambda noise: schedules.ring(*given, noise=noise).seconds
-    gather = lambda noise: schedules.flash_tsp(*given, noise=noise).seconds
+    striped = lambda noise: schedules.ring(*case, noise=noise).seconds
+    gather = lambda noise: schedules.flash_tsp(*case, noise=noise).seconds
     if prompt.window is None:
       methods.append(("striped", even, striped, collect))
     methods.append(("gather", even, gather, collect))
   use = most_ranks(prompt.tokens, ranks, tile)
   if use == ranks or not methods:
-    more = {"credits": machine.credits}
-    found = partition.find(profile, prompt, use, network, tile=tile, **more)
+    chain_options = {"credits": machine.credits}
+    partition_result = partition.find(
+      profile, prompt, use, network, tile=tile, **chain_options
+    )
     chain = lambda noise: schedules.kvr_seconds(
-      profile, prompt, [found.lengths], network, noise=noise, **more
+      profile,
+      prompt,
+      [partition_result.lengths],
+      network,
+      noise=noise,
+      **chain_options,
     )[0]
-    methods.append(("kvr", found.lengths, chain, 0.0))
+    methods.append(("kvr", partition_result.lengths, chain, 0.0))
   else:
     why.append(
       f"no chain: {prompt.tokens} tokens give {ranks} ranks less than two "
@@ -145,19 +152,19 @@ def choose(
   best = min(ways, key=lambda way: way.seconds)
   others = [way for way in ways if way.method != "kvr"]
   if best.method == "kvr" and others:
-    other = min(others, key=lambda way: way.seconds)
-    gain = 1 - best.seconds / other.seconds
+    second = min(others, key=lambda way: way.seconds)
+    gain = 1 - best.seconds / second.seconds
     if gain < least_gain:
       why.append(
-        f"kvr would save {100 * gain:.1f} % of {other.method}'s time, below "
+        f"kvr would save {100 * gain:.1f} % of {second.method}'s time, below "
         f"{100 * least_gain:.1f} %"
       )
-      best = other
-  said = [_said(way) for way in sorted(ways, key=lambda way: way.seconds)]
+      best = second
+  times = [_as_text(way) for way in sorted(ways, key=lambda way: way.seconds)]
   return PrefillChoice(
     way=best,
     ways=tuple(ways),
-    why=(*said, *why, *_grounds(machine, prompt, best, keep)),
+    why=(*times, *why, *_grounds(machine, prompt, best, keep)),
   )
 
 
@@ -170,7 +177,7 @@ def _mean(seconds: _Seconds, noise: Noise | None) -> float:
   return statistics.fmean(float(seconds(draw)) for draw in draws)
 
 
-def _said(way: PrefillMethod) -> str:
+def _as_text(way: PrefillMethod) -> str:
   text = f"{way.method}: {way.first_s:.4g} s to the first token"
   if way.collect_s:
     text += f", {way.collect_s:.4g} s to bring the keys to one rank"
@@ -180,26 +187,26 @@ def _said(way: PrefillMethod) -> str:
 def _grounds(
   machine: Cluster, prompt: Prompt, best: PrefillMethod, keep: str
 ) -> list[str]:
-  """Properties of the machine that explain the choice."""
+  """Sentences on the machine's properties that explain the choice."""
   if len(best.lengths) == 1:
     return ["one rank reads all; nothing is sent"]
   profile, network = machine.profile, machine.network
   even = cost.even(prompt.tokens, len(best.lengths))
-  # Neither a ring nor a chain has to compute what the mask forbids.
-  least = dataclasses.replace(profile, kernel="causal")
-  compute = float(cost.compute_s(least, prompt, even).mean())
-  # A ring passes on all but a shard of it in each layer.
-  sent = (prompt.tokens - min(even)) * profile.kv_bytes * profile.layers
-  wire = sent / network.bandwidth
-  said = [
+  # Neither a ring nor a chain has to compute masked pairs.
+  causal_profile = dataclasses.replace(profile, kernel="causal")
+  compute = float(cost.compute_s(causal_profile, prompt, even).mean())
+  # A ring forwards all but one shard in each layer.
+  sent_bytes = (prompt.tokens - min(even)) * profile.kv_bytes * profile.layers
+  wire = sent_bytes / network.bandwidth
+  reasons = [
     f"a rank computes {compute:.4g} s, an even link carries a ring's keys in "
     f"{wire:.4g} s"
   ]
   if machine.noise is not None:
-    said.append(
+    reasons.append(
       f"in each layer one link is {1 + machine.noise.slower:g} times slower: "
       "a chain waits for it once, a ring with every rank"
     )
   if keep == "last":
-    said.append("one rank decodes: a chain leaves the keys there")
-  return said
+    reasons.append("one rank decodes: a chain leaves the keys there")
+  return reasons

@@ -1,21 +1,21 @@
-"""The cost model: how long a model's layers take, and what they send.
+"""Cost model: how long a model's layers take, and how much they send.
 
 Ref: Cho et al. 2024, KV-Runahead (arXiv 2405.05329), made explicit: `n` tokens
 that see `s` keys each take
 
   t = a n + b n s + c0                            for all layers together,
 
-a for all that is linear in the tokens, b for attention, c0 for what a call
-costs whatever it does. A layer takes its L-th part. `early` of the linear part
-comes before keys and values are there to be sent.
+a for all that is linear in the tokens, b for attention, c0 for the fixed cost
+of a call. Each of L layers takes 1 / L of it. `early` of the linear part comes
+before keys and values can be sent.
 
 Attention counts pairs of a query and a key. A "dense" kernel computes the
-rectangle and masks it; a "causal" one leaves out the tiles above the diagonal:
+rectangle and masks it; a "causal" one skips the tiles above the diagonal:
 
-  dense   c (P + c)        c queries behind P keys
+  dense   c (P + c)        c queries after P keys
   causal  c (P + c / 2)
 
-and a window of W bounds what lies behind a query to W - 1 keys.
+and a window of W limits the keys before a query to W - 1.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ KERNELS = ("dense", "causal")
 Lengths = Shaped[np.ndarray, "*K p"] | Sequence[Any]
 # A number of tokens or of pairs, or several.
 Quantity = int | float | np.number | np.ndarray
-# Between neighbouring ranks all links are alike; one of them is the network.
+# All links between neighbouring ranks are equal; one of them is the network.
 Network = Link
 
 
-# As other packages import them.
+# Names under which other packages import them.
 check_number = functools.partial(number, least=0)
 check_count = functools.partial(integer, least=1)
 
@@ -53,16 +53,16 @@ check_count = functools.partial(integer, least=1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """The sizes of a decoder on which its cost depends.
+  """Sizes of a decoder on which its cost depends.
 
   Attributes:
-    layers: L.
-    embed: D.
-    hidden: F.
-    heads: N.
-    kv_heads: K.
-    head_dim: H.
-    gated: whether a feedforward has three matrices instead of two.
+    layers: L, number of layers.
+    embed: D, width of the hidden states.
+    hidden: F, width of the feedforward.
+    heads: N, number of query heads.
+    kv_heads: K, number of key heads.
+    head_dim: H, size of a head.
+    gated: Whether a feedforward has three matrices instead of two.
   """
 
   layers: int
@@ -80,23 +80,23 @@ class Shape:
 
   @classmethod
   def of(cls, config: Mapping[str, Any]) -> Shape:
-    """The shape of what a config.json describes.
+    """Read the sizes from a config.json's fields.
 
     Raises:
-      ConfigError: experts, latent attention, windows or layers without
-        attention, whose cost has another form.
+      ConfigError: If there are experts, latent attention, windows or layers
+        without attention, whose cost has another form.
     """
-    odd = [
+    unsupported = [
       key
       for key in ("num_local_experts", "n_routed_experts", "num_experts",
                   "kv_lora_rank", "linear_num_value_heads", "sliding_window")
       if config.get(key)
     ]  # fmt: skip
     kind = config.get("model_type")
-    if odd:
+    if unsupported:
       raise ConfigError(
         "config",
-        f"{kind} with {', '.join(odd)}",
+        f"{kind} with {', '.join(unsupported)}",
         "plain attention and feedforward",
         "measure it instead and store a profile",
       )
@@ -131,7 +131,7 @@ class Shape:
 
   @property
   def early(self) -> float:
-    """The part of the matrices that makes queries, keys and values."""
+    """Fraction of the matrices that computes queries, keys and values."""
     heads = self.heads + 2 * self.kv_heads
     project = self.layers * self.embed * self.head_dim * heads
     return project / self.parameters
@@ -143,21 +143,22 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-  """The cost coefficients of a model on a kind of device.
+  """Cost coefficients of a model on a kind of device.
 
   Attributes:
-    name: of the profile.
-    model: its name.
-    hardware: the device's name.
-    source: where the numbers are from.
-    layers: L.
-    token_s: a, seconds a token, of all layers.
-    pair_s: b, seconds a pair of a query and a key, of all layers and heads.
-    fixed_s: c0, seconds a call.
-    floor_s: least seconds of a call, where launching is slower than computing.
-    kv_bytes: key and value of one token in one layer.
-    early: part of `token_s` before keys and values are there.
-    kernel: which pairs attention computes, of `KERNELS`.
+    name: Name of the profile.
+    model: Name of the model.
+    hardware: Name of the device.
+    source: Origin of the numbers.
+    layers: L, number of layers.
+    token_s: a, seconds per token, of all layers.
+    pair_s: b, seconds per pair of a query and a key, of all layers and heads.
+    fixed_s: c0, seconds per call.
+    floor_s: Minimum seconds of a call, where launching is slower than
+      computing.
+    kv_bytes: Bytes of the key and value of one token in one layer.
+    early: Fraction of `token_s` before keys and values are computed.
+    kernel: Kind of kernel: the pairs that attention computes, of `KERNELS`.
   """
 
   name: str
@@ -200,19 +201,19 @@ class Profile:
   def on(
     cls, machine: Machine, shape: Shape, *, local: str, dtype: str = "bfloat16"
   ) -> Profile:
-    """Predicts the profile of a model from the stated figures of a machine.
+    """Predict the profile of a model from the stated figures of a machine.
 
-    Matrices at the rate of products, attention at the local algorithm's part
-    of it, as `strategy="auto"` counts them, and a call's fixed time a layer.
+    Matrices run at the rate of products, attention at the local algorithm's
+    fraction of it, as in `strategy="auto"`, plus a call's fixed time per layer.
 
     Args:
-      machine: the devices.
-      shape: of the model.
-      local: the algorithm of attention, of `chips.LOCALS`.
-      dtype: of weights and keys.
+      machine: Devices and links.
+      shape: Sizes of the model.
+      local: Algorithm of attention, one of `chips.LOCALS`.
+      dtype: Dtype of weights and keys.
 
     Raises:
-      OptionError: the machine has no figures of this algorithm or dtype.
+      OptionError: If the machine has no figures of this algorithm or dtype.
     """
     rate = machine.chip.rate(dtype)
     flops = 4 * shape.layers * shape.heads * shape.head_dim
@@ -231,10 +232,10 @@ class Profile:
     )
 
   def check_layers(self, layers: int) -> None:
-    """Refuses a model of another number of layers than the profile's.
+    """Check that a model has the profile's number of layers.
 
     Raises:
-      OptionError: the number differs.
+      OptionError: If the number differs.
     """
     if self.layers != layers:
       raise OptionError(
@@ -247,11 +248,11 @@ class Profile:
   def scaled(
     self, base: Shape, shape: Shape, *, name: str, model: str, source: str
   ) -> Profile:
-    """Estimates the profile of another model on the same hardware.
+    """Estimate the profile of another model on the same hardware.
 
-    Linear work goes with the parameters. A dense kernel's time goes with the
-    scores that pass through memory, hence with heads and not with their size;
-    the floor goes with the layers.
+    Linear work is proportional to the parameters. A dense kernel's time is
+    proportional to the scores that pass through memory, hence to the number of
+    heads and not to their size; the floor is proportional to the layers.
     """
     scores = shape.layers * shape.heads / (base.layers * base.heads)
     return dataclasses.replace(
@@ -271,12 +272,12 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-  """The lengths of a prompt.
+  """Lengths of a prompt.
 
   Attributes:
-    tokens: new ones, C.
-    prefix: tokens before them whose keys every rank has already.
-    window: keys that a query sees, itself among them; None is all.
+    tokens: Number of new tokens, C.
+    prefix: Number of tokens before them whose keys every rank already has.
+    window: Number of keys that a query sees, including itself; None is all.
   """
 
   tokens: int
@@ -296,61 +297,61 @@ class Prompt:
 
 
 def check_lengths(lengths: Sequence[int], tokens: int) -> tuple[int, ...]:
-  """`lengths` as a partition: positive lengths that add up to `tokens`.
+  """Check that `lengths` are positive and add up to `tokens`.
 
   Raises:
-    OptionError: they are not.
+    OptionError: If they are not.
   """
-  found = tuple(positive_int("partition", n) for n in lengths)
-  if not found or sum(found) != tokens:
+  partition = tuple(positive_int("partition", n) for n in lengths)
+  if not partition or sum(partition) != tokens:
     raise OptionError(
       "partition",
-      f"{found}, in all {sum(found)}",
+      f"{partition}, in all {sum(partition)}",
       f"lengths that add up to {tokens}",
       f"change the lengths so that their sum is {tokens}",
     )
-  return found
+  return partition
 
 
 def even(tokens: int, ranks: int) -> tuple[int, ...]:
-  """Lengths that differ by one at most, the longer ones first.
+  """Split tokens evenly: lengths differ by at most one, longer ones first.
 
   Raises:
-    OptionError: fewer tokens than ranks.
+    OptionError: If there are fewer tokens than ranks.
   """
   positive_int("ranks", ranks)
   if positive_int("tokens", tokens) < ranks:
     raise OptionError("ranks", ranks, f"{tokens} at most", "use fewer ranks")
-  each, more = divmod(tokens, ranks)
-  return tuple(each + (i < more) for i in range(ranks))
+  shortest, num_longer = divmod(tokens, ranks)
+  return tuple(shortest + (i < num_longer) for i in range(ranks))
 
 
 def pairs(
   prompt: Prompt, lengths: Lengths, kernel: str = "dense"
 ) -> Float[np.ndarray, "*K p"]:
-  """Pairs of a query and a key that each rank computes.
+  """Number of pairs of a query and a key that each rank computes.
 
   Args:
-    prompt: what is read.
-    lengths: tokens of each rank.
-    kernel: of `KERNELS`.
+    prompt: Prompt to prefill.
+    lengths: Number of tokens of each rank.
+    kernel: Kind of kernel, one of `KERNELS`.
   """
   c = np.asarray(lengths, np.float64)
-  before = prompt.prefix + np.cumsum(c, axis=-1) - c
-  return pairs_behind(before, c, prompt.window, kernel)
+  tokens_before = prompt.prefix + np.cumsum(c, axis=-1) - c
+  return pairs_behind(tokens_before, c, prompt.window, kernel)
 
 
 def pairs_behind(
   before: Quantity, c: Quantity, window: int | None, kernel: str
 ) -> Any:
-  """Pairs of `c` queries behind `before` keys, elementwise."""
+  """Number of pairs of `c` queries after `before` keys, elementwise."""
   before, c = np.asarray(before, np.float64), np.asarray(c, np.float64)
   if kernel == "dense":
-    seen = before if window is None else np.minimum(before, window - 1)
-    return c * (seen + c)
+    earlier_keys = before if window is None else np.minimum(before, window - 1)
+    return c * (earlier_keys + c)
   if window is None:
     return c * (before + c / 2)
-  # Query x of the c sees min(before + x, window) keys.
+  # Query number x of the c sees min(before + x, window) keys.
   rising = np.clip(window - before, 0.0, c)
   return rising * (before + rising / 2) + (c - rising) * window
 
@@ -366,17 +367,17 @@ def compute_s(
 def chain_tokens(
   prompt: Prompt, lengths: Lengths
 ) -> Float[np.ndarray, "*K links"]:
-  """Tokens whose key and value pass each link of a chain, in a layer.
+  """Number of tokens whose key and value pass each link of a chain, per layer.
 
-  Link i carries what ranks up to i have seen, or as much of it as a window
-  looks back. A prefix is on every rank and does not travel.
+  Link i carries the tokens of ranks up to i, or those within a window of its
+  end. A prefix is on every rank and is not sent.
   """
   ends = np.cumsum(np.asarray(lengths, np.float64), axis=-1)[..., :-1]
   return ends if prompt.window is None else np.minimum(ends, prompt.window - 1)
 
 
 def gathered_tokens(prompt: Prompt, ranks: int) -> int:
-  """Tokens that pass all links of an all-gather, a layer: (p - 1) C."""
+  """Tokens that pass all links of an all-gather, per layer: (p - 1) C."""
   return (ranks - 1) * prompt.tokens
 
 
@@ -386,6 +387,8 @@ def lower_bound_s(profile: Profile, prompt: Prompt, ranks: int) -> float:
   Linear work divided by p, and attention's least work: that of an even
   partition, a C/p + b C^2/2 (1/p + 1/p^2) with a dense kernel.
   """
-  least = pairs(prompt, np.full(ranks, prompt.tokens / ranks), profile.kernel)
-  seconds = profile.work_s(prompt.tokens, least.sum())
+  least_pairs = pairs(
+    prompt, np.full(ranks, prompt.tokens / ranks), profile.kernel
+  )
+  seconds = profile.work_s(prompt.tokens, least_pairs.sum())
   return max(float(seconds) / ranks + profile.fixed_s, profile.floor_s)

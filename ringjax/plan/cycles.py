@@ -1,11 +1,11 @@
 """Cycles of a Pallas kernel's tile, as libtpu scheduled its instructions.
 
-A bundle is what a TensorCore issues in one cycle. A tile takes at least as many
-cycles as it has bundles, and at least the cycles in which its rows pass the
-matrix units; waits for memory come on top.
+A bundle holds the instructions that a TensorCore issues in one cycle. A tile
+takes at least as many cycles as it has bundles, and at least the cycles in
+which its rows pass the matrix units; waits for memory are not included.
 
-Guarantees: the figures are counted in the machine code that would run, of full
-tiles, in which no pair is masked.
+Guarantees: the figures are counted in the machine code that would run, for
+full tiles, in which no pair is masked.
 
   cycles.count("ringjax.bench.tiles:ours", "v6e:1x1", {"what": "forward"})
 """
@@ -52,12 +52,12 @@ _CALL = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BasicBlock:
-  """Instructions without a branch between them.
+  """Consecutive instructions without a branch between them.
 
   Attributes:
-    bundles: how many.
-    matrix_cycles: cycles in which the busiest matrix unit takes rows.
-    spills: moves of values that found no register to or from memory.
+    bundles: Number of bundles.
+    matrix_cycles: Cycles in which the busiest matrix unit takes rows.
+    spills: Moves of values between registers and memory for lack of registers.
   """
 
   bundles: int
@@ -66,19 +66,19 @@ class BasicBlock:
 
   @property
   def cycles(self) -> int:
-    """A lower bound of the cycles of the block."""
+    """Lower bound of the cycles of the block."""
     return max(self.bundles, self.matrix_cycles)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelTile:
-  """The cycles of a full tile of a kernel.
+  """Cycles of a full tile of a kernel.
 
   Attributes:
-    kernel: its name in the program.
-    work: the block that multiplies; where there are several as large, the one
-      with the fewest cycles, which does not mask.
-    blocks: all blocks of the kernel.
+    kernel: Name of the kernel in the program.
+    work: Block that multiplies; of several equally large ones that with the
+      fewest cycles, which does not mask.
+    blocks: All blocks of the kernel.
   """
 
   kernel: str
@@ -86,7 +86,7 @@ class KernelTile:
   blocks: tuple[BasicBlock, ...]
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields of the tile as a dict for JSON."""
     return {
       "program": self.kernel,
       "cycles": self.work.cycles,
@@ -95,23 +95,23 @@ class KernelTile:
 
 
 def basic_blocks(text: str, chip: str) -> tuple[BasicBlock, ...]:
-  """The blocks of a kernel's final bundles, as libtpu dumps them.
+  """Split a kernel's final bundles, as libtpu dumps them, into basic blocks.
 
   Args:
-    text: of the file.
-    chip: a name that `chips.core` knows.
+    text: Text of the file.
+    chip: Name that `chips.core` knows.
   """
   rows = chips.core(chip).rows_per_cycle
-  found: list[BasicBlock] = []
+  blocks: list[BasicBlock] = []
   bundles = spills = 0
   units: collections.Counter[str] = collections.Counter()
   depth = None
 
-  def end() -> None:
+  def end_block() -> None:
     nonlocal bundles, spills
     if bundles:
       busiest = max(units.values(), default=0)
-      found.append(
+      blocks.append(
         BasicBlock(
           bundles=bundles, matrix_cycles=busiest // rows, spills=spills
         )
@@ -122,36 +122,38 @@ def basic_blocks(text: str, chip: str) -> tuple[BasicBlock, ...]:
   for line in text.splitlines():
     bundle = _BUNDLE.match(line)
     if bundle:
-      here = bundle["loops"].count(">")
-      if bundle["mark"] or here != depth:
-        end()
-      depth = here
+      loop_depth = bundle["loops"].count(">")
+      if bundle["mark"] or loop_depth != depth:
+        end_block()
+      depth = loop_depth
       bundles += 1
     for product in _MULTIPLY.finditer(line):
       unit = _UNIT.search(product["rest"])
       units[unit[1] if unit else "0"] += _rows_of(product["rest"])
     spills += len(_SPILL.findall(line))
     if _BRANCH.search(line):
-      end()
-  end()
-  return tuple(found)
+      end_block()
+  end_block()
+  return tuple(blocks)
 
 
 def _rows_of(instruction: str) -> int:
   kind = _TYPE.search(instruction)
-  # Without a type they are of bfloat16.
+  # Without a type the operands are bfloat16.
   bits = int(kind[1]) if kind else 16
   return _SUBLANES * _WORD // bits
 
 
 def tile_of(kernel: str, found: tuple[BasicBlock, ...]) -> KernelTile | None:
-  """The tile among a kernel's blocks; None where nothing is multiplied."""
-  most = max((block.matrix_cycles for block in found), default=0)
-  if not most:
+  """Find the tile among a kernel's blocks; None if nothing is multiplied."""
+  most_cycles = max((block.matrix_cycles for block in found), default=0)
+  if not most_cycles:
     return None
   # Masked tiles multiply as much.
-  full = [block for block in found if block.matrix_cycles > 0.9 * most]
-  work = min(full, key=lambda block: (block.cycles, block.bundles))
+  full_tiles = [
+    block for block in found if block.matrix_cycles > 0.9 * most_cycles
+  ]
+  work = min(full_tiles, key=lambda block: (block.cycles, block.bundles))
   return KernelTile(kernel=kernel, work=work, blocks=found)
 
 
@@ -162,37 +164,40 @@ def count(
   *,
   timeout_s: float | int = 3600.0,
 ) -> tuple[KernelTile, ...]:
-  """Compiles a program and counts its Pallas kernels' tiles.
+  """Compile a program and count the cycles of its Pallas kernels' tiles.
 
   Args:
-    builder: see `aot.compile`; of a program with kernels.
-    topology: the smallest slice will do, e.g. "v5e:1x1".
-    options: of the builder.
-    timeout_s: see `aot.compile`.
+    builder: Builder of a program with kernels, see `aot.compile`.
+    topology: Slice; the smallest one suffices, e.g. "v5e:1x1".
+    options: Options of the builder.
+    timeout_s: Seconds after which the compilation is ended.
 
   Returns:
-    The tiles of the kernels that multiply, in the order of the names.
+    The tiles of the kernels that multiply, sorted by name.
 
   Raises:
-    OptionError: no libtpu, no such slice, or a program without such kernels.
-    CompileError: the compiler refuses the program.
+    OptionError: If libtpu is missing, the slice is unknown, or the program has
+      no such kernels.
+    CompileError: If the compiler refuses the program.
   """
   with tempfile.TemporaryDirectory(prefix="ringjax-cycles-") as folder:
-    place = pathlib.Path(folder)
+    folder_path = pathlib.Path(folder)
     aot.compile(
       builder,
       topology,
       options,
       flags=(f"--xla_jf_dump_to={folder}", *_FLAGS),
       timeout_s=timeout_s,
-      text_path=str(place / _PROGRAM),
+      text_path=str(folder_path / _PROGRAM),
     )
-    program = place / _PROGRAM
-    wanted = set(_CALL.findall(program.read_text() if program.exists() else ""))
+    program = folder_path / _PROGRAM
+    kernel_names = set(
+      _CALL.findall(program.read_text() if program.exists() else "")
+    )
     tiles = []
-    for path in sorted(place.glob(f"*{_ENDING}")):
+    for path in sorted(folder_path.glob(f"*{_ENDING}")):
       name = _kernel(path.name)
-      if name in wanted:
+      if name in kernel_names:
         text = path.read_text(errors="replace")
         tiles.append(tile_of(name, basic_blocks(text, topology)))
   tiles = [tile for tile in tiles if tile is not None]
@@ -207,6 +212,6 @@ def count(
 
 
 def _kernel(file: str) -> str:
-  """The kernel's name in "1795-NAME-01-final_bundles.txt"; "" without one."""
-  found = re.fullmatch(rf"\d+-(.+)-\d+{_ENDING}", file)
-  return found[1] if found else ""
+  """Kernel's name in "1795-NAME-01-final_bundles.txt", or ""."""
+  match = re.fullmatch(rf"\d+-(.+)-\d+{_ENDING}", file)
+  return match[1] if match else ""

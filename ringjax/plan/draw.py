@@ -1,7 +1,7 @@
 """Draws timelines and times as PNGs.
 
-Guarantees: where matplotlib is not installed, or a path cannot be written, an
-OptionError says so.
+Guarantees: an OptionError is raised if matplotlib is not installed, or a path
+cannot be written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringjax.plan.events import Timeline
 from ringjax.plan.overlap import OverlapReport
 from ringjax.plan.schedules import Outcome
 
-# Colour and words of each kind of span: of a prompt's outcome, of a schedule.
+# Colour and label of each kind of span: of a prompt's outcome, of a schedule.
 _OUTCOME = {
   "project": ("#8fb8de", "queries, keys, values"),
   "attend": ("#2b5c8a", "attention and the rest"),
@@ -36,20 +36,20 @@ _CLUSTER = {
   "move": ("#e08b3e", "caches move"),
   "fetch": ("#c44e63", "prefixes move"),
 }
-# Sends that a picture of a schedule shows.
+# Maximum number of sends that a picture of a schedule shows.
 _SENDS = 12
 
 
 # ---------------------------------------------------------------------------
-# What all pictures share
+# Parts of all pictures
 # ---------------------------------------------------------------------------
 
 
 def figures() -> Any:
-  """The module matplotlib.figure, which needs no display.
+  """Import `matplotlib.figure`, which needs no display.
 
   Raises:
-    OptionError: it is not installed.
+    OptionError: If matplotlib is not installed.
   """
   try:
     return importlib.import_module("matplotlib.figure")
@@ -65,26 +65,26 @@ def figures() -> Any:
 def figure(
   width: int | float, height: int | float, *grid: int, **options: Any
 ) -> Any:
-  """A white figure, sizes in inches, and its axes: one, or an array of `grid`.
+  """Make a white figure, sizes in inches, and its axes: one, or an array.
 
   Raises:
-    OptionError: matplotlib is not installed.
+    OptionError: If matplotlib is not installed.
   """
-  made = figures().Figure(
+  new_figure = figures().Figure(
     figsize=(width, height), layout="constrained", facecolor="white"
   )
-  return made, made.subplots(*grid, **options)
+  return new_figure, new_figure.subplots(*grid, **options)
 
 
 def legend(made: Any, handles: Sequence[Any], **options: Any) -> None:
-  """A legend below all axes of a figure."""
+  """Add a legend below all axes of a figure."""
   made.legend(
     handles=handles, loc="outside lower center", frameon=False, **options
   )
 
 
 def patch(color: str | Float[np.ndarray, " c"], label: str) -> Any:
-  """An entry of a legend."""
+  """Make an entry of a legend."""
   patches = importlib.import_module("matplotlib.patches")
   return patches.Patch(color=color, label=label)
 
@@ -96,15 +96,15 @@ def _lanes(
   kinds: Mapping[str, tuple[str, str]],
   **style: Any,
 ) -> None:
-  """Draws bars of (lane, kind, start, length); the first lane on top."""
-  found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+  """Draw bars of (lane, kind, start, length); the first lane on top."""
+  spans_of_bar: dict[tuple[str, str], list[tuple[float, float]]] = {}
   for lane, kind, start, length in bars:
-    found.setdefault((lane, kind), []).append((start, length))
+    spans_of_bar.setdefault((lane, kind), []).append((start, length))
   for row, lane in enumerate(lanes):
     for kind, (color, _) in kinds.items():
-      if (lane, kind) in found:
+      if (lane, kind) in spans_of_bar:
         ax.broken_barh(
-          found[lane, kind], (row - 0.4, 0.8), facecolors=color, **style
+          spans_of_bar[lane, kind], (row - 0.4, 0.8), facecolors=color, **style
         )
   ax.set_ylim(len(lanes) - 0.4, -0.6)
   ax.set_yticks(range(len(lanes)), lanes)
@@ -117,14 +117,14 @@ def _plain(ax: Any) -> None:
 
 
 def _save(
-  made: Any, path: str, kinds: Mapping[str, tuple[str, str]] | None = None
+  image: Any, path: str, kinds: Mapping[str, tuple[str, str]] | None = None
 ) -> None:
-  """Writes a figure, with a legend of the kinds of bars."""
+  """Write a figure, with a legend of the kinds of bars."""
   if kinds is not None:
     handles = [patch(color, words) for color, words in kinds.values()]
-    legend(made, handles, ncols=3, fontsize=9)
+    legend(image, handles, ncols=3, fontsize=9)
   try:
-    made.savefig(path, dpi=130)
+    image.savefig(path, dpi=130)
   except (OSError, ValueError) as error:
     raise OptionError(
       "plot", f"{path}: {error}", "a PNG to write", "pass a writable path"
@@ -137,91 +137,100 @@ def _save(
 
 
 def timeline(ax: Any, found: Timeline, lanes: Sequence[str]) -> None:
-  """Draws spans into matplotlib axes, a lane for each device or link."""
-  spans = [s for s in found.spans if s.end_s > s.start_s]
-  bars = [(s.where, s.kind, s.start_s, s.end_s - s.start_s) for s in spans]
-  # An edge would cover what is short.
+  """Draw spans into matplotlib axes, a lane for each device or link."""
+  spans = [span for span in found.spans if span.end_s > span.start_s]
+  bars = [
+    (span.where, span.kind, span.start_s, span.end_s - span.start_s)
+    for span in spans
+  ]
+  # Edges would cover short bars.
   _lanes(ax, lanes, bars, _OUTCOME, linewidth=0)
 
 
 def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
-  """One panel a method, on one axis of time: ranks and the links between."""
+  """Draw one panel per method on a shared time axis: ranks and links."""
   lanes = []
-  for one in found:
-    names, links = [], list(one.link_bytes)
+  for outcome in found:
+    names, links = [], list(outcome.link_bytes)
     # The lengths of a pipeline are those of chunks.
-    ranks = len(links) + 1 if one.method == "cpp" else len(one.lengths)
+    ranks = len(links) + 1 if outcome.method == "cpp" else len(outcome.lengths)
     for i in range(ranks):
       names += [f"rank {i}", *links[i : i + 1]]
     lanes.append(names)
   heights = [len(names) for names in lanes]
   height = 1.2 + 0.22 * sum(heights) + 0.5 * len(found)
-  made, grid = figure(
+  image, grid = figure(
     10, height, len(found), 1, sharex=True, squeeze=False,
     height_ratios=heights,
   )  # fmt: skip
   axes = grid[:, 0]
-  longest = max(one.seconds for one in found)
-  for ax, one, names in zip(axes, found, lanes, strict=True):
-    timeline(ax, one.timeline, names)
-    ax.axvline(one.seconds, color="0.2", linewidth=1)
-    split = " / ".join(f"{n:,}" for n in one.lengths)
-    words = f"{one.method}: first token at {one.seconds:.3f} s   ({split})"
+  longest = max(outcome.seconds for outcome in found)
+  for ax, outcome, names in zip(axes, found, lanes, strict=True):
+    timeline(ax, outcome.timeline, names)
+    ax.axvline(outcome.seconds, color="0.2", linewidth=1)
+    split = " / ".join(f"{n:,}" for n in outcome.lengths)
+    words = (
+      f"{outcome.method}: first token at {outcome.seconds:.3f} s   ({split})"
+    )
     ax.set_title(words, fontsize=10, loc="left")
     ax.set_xlim(0, longest * 1.02)
   axes[-1].set_xlabel("seconds", fontsize=9)
   if title:
-    made.suptitle(title, fontsize=11)
-  _save(made, path, _OUTCOME)
+    image.suptitle(title, fontsize=11)
+  _save(image, path, _OUTCOME)
 
 
 def schedule(found: OverlapReport, path: str, title: str = "") -> None:
-  """The first sends of a schedule: what the device does, what links carry.
+  """Draw the first sends of a schedule: the device's work and the links.
 
   Raises:
-    OptionError: there is nothing to draw.
+    OptionError: If there is nothing to draw.
   """
   figures()
   if not found.spans:
     raise OptionError(
       "plot", "a program without work", "some work", "leave plot out"
     )
-  sent = [s for s in found.spans if s.kind == "send"]
-  # Small ones ride along with large ones.
-  longest = max((s.end - s.start for s in sent), default=0.0)
-  large = [s for s in sent if s.end - s.start > longest / 4]
-  first = min((s.start for s in large), default=0.0)
-  last = max(s.end for s in (large[:_SENDS] or found.spans))
-  # Some of what comes before, and the work behind the last of them.
-  wide = max(last - first, 1.0)
-  start, end = max(0.0, first - wide / 50), last + wide / 20
-  spans = [s for s in found.spans if s.end > start and s.start < end]
-  lanes = sorted({s.lane for s in spans}, key=lambda name: name != "device")
+  sends = [span for span in found.spans if span.kind == "send"]
+  # Small sends overlap large ones: choose the range by the large ones.
+  longest = max((span.end - span.start for span in sends), default=0.0)
+  large = [span for span in sends if span.end - span.start > longest / 4]
+  first = min((span.start for span in large), default=0.0)
+  last = max(span.end for span in (large[:_SENDS] or found.spans))
+  # Include some of the time before, and the work after the last send.
+  width = max(last - first, 1.0)
+  start, end = max(0.0, first - width / 50), last + width / 20
+  spans = [
+    span for span in found.spans if span.end > start and span.start < end
+  ]
+  lanes = sorted(
+    {span.lane for span in spans}, key=lambda name: name != "device"
+  )
   scale = 1e3 / found.core.clock_hz
   bars = [
-    (s.lane, s.kind, scale * a, scale * (min(s.end, end) - a))
-    for s, a in ((s, max(s.start, start)) for s in spans)
+    (span.lane, span.kind, scale * a, scale * (min(span.end, end) - a))
+    for span, a in ((s, max(s.start, start)) for s in spans)
   ]
-  made, ax = figure(10, 1.4 + 0.5 * len(lanes))
+  image, ax = figure(10, 1.4 + 0.5 * len(lanes))
   _lanes(ax, lanes, bars, _SCHEDULE, edgecolor="white", linewidth=0.2)
   ax.set_xlim(scale * start, scale * end)
   ax.set_xlabel("ms of the compiler's schedule", fontsize=9)
   if title:
     ax.set_title(title, fontsize=9, loc="left")
-  _save(made, path, _SCHEDULE)
+  _save(image, path, _SCHEDULE)
 
 
 def strategies(
   rows: Sequence[tuple[str, float, float]], path: str, title: str = ""
 ) -> None:
-  """A bar of predicted times for each strategy, the first on top.
+  """Draw a bar of predicted times for each strategy, the first on top.
 
   Args:
     rows: (name, forward seconds, backward seconds).
-    path: of the PNG.
-    title: above it.
+    path: Path of the PNG.
+    title: Title of the picture.
   """
-  made, ax = figure(8, 1.2 + 0.3 * len(rows))
+  image, ax = figure(8, 1.2 + 0.3 * len(rows))
   names = [name for name, *_ in rows]
   forward = [1e3 * seconds for _, seconds, _ in rows]
   backward = [1e3 * seconds for *_, seconds in rows]
@@ -236,7 +245,7 @@ def strategies(
   _plain(ax)
   if title:
     ax.set_title(title, fontsize=9, loc="left")
-  _save(made, path)
+  _save(image, path)
 
 
 def cluster(
@@ -245,34 +254,37 @@ def cluster(
   path: str,
   title: str = "",
 ) -> None:
-  """What instances and links do, and below it their loads over time.
+  """Draw calls and transfers of a cluster, and below them loads over time.
 
   Args:
-    found: calls and transfers.
-    loads: by what is counted and by instance: (times, values from then on).
-    path: of the PNG.
-    title: above it.
+    found: Timeline of calls and transfers.
+    loads: (times, values from then on) by quantity and by instance.
+    path: Path of the PNG.
+    title: Title of the picture.
   """
-  names = sorted({s.where for s in found.spans})
+  names = sorted({span.where for span in found.spans})
   heights = [0.6 + 0.25 * len(names), *([1.6] * len(loads))]
-  made, grid = figure(
+  image, grid = figure(
     10, 1.2 + sum(heights), len(heights), 1, sharex=True, squeeze=False,
     height_ratios=heights,
   )  # fmt: skip
-  first, *rest = grid[:, 0]
-  spans = [s for s in found.spans if s.end_s > s.start_s]
-  bars = [(s.where, s.kind, s.start_s, s.end_s - s.start_s) for s in spans]
+  first, *load_axes = grid[:, 0]
+  spans = [span for span in found.spans if span.end_s > span.start_s]
+  bars = [
+    (span.where, span.kind, span.start_s, span.end_s - span.start_s)
+    for span in spans
+  ]
   _lanes(first, names, bars, _CLUSTER, linewidth=0)
-  for ax, (what, by_name) in zip(rest, loads.items(), strict=True):
+  for ax, (quantity, by_name) in zip(load_axes, loads.items(), strict=True):
     for name, (times, values) in by_name.items():
       ax.step(times, values, where="post", linewidth=0.8, label=name)
-    ax.set_ylabel(what, fontsize=9)
+    ax.set_ylabel(quantity, fontsize=9)
     ax.legend(frameon=False, fontsize=7, ncols=4)
     _plain(ax)
   grid[-1, 0].set_xlabel("seconds", fontsize=9)
   if title:
-    made.suptitle(title, fontsize=10)
-  _save(made, path, _CLUSTER)
+    image.suptitle(title, fontsize=10)
+  _save(image, path, _CLUSTER)
 
 
 def curves(
@@ -284,16 +296,16 @@ def curves(
   level: float | None = None,
   title: str = "",
 ) -> None:
-  """Lines through points, one for each name.
+  """Draw lines through points, one for each name.
 
   Args:
     series: (x, y) by name, in the order of x.
-    path: of the PNG.
-    across, up: words at the axes.
-    level: a horizontal line.
-    title: above it.
+    path: Path of the PNG.
+    across, up: Labels of the axes.
+    level: Height of a horizontal line, or None.
+    title: Title of the picture.
   """
-  made, ax = figure(7, 4)
+  image, ax = figure(7, 4)
   for name, points in series.items():
     ax.plot(*zip(*points, strict=True), marker=".", label=name)
   if level is not None:
@@ -304,46 +316,46 @@ def curves(
   _plain(ax)
   if title:
     ax.set_title(title, fontsize=9, loc="left")
-  _save(made, path)
+  _save(image, path)
 
 
 def contexts(
   panels: Mapping[str, Mapping[str, Mapping[str, int]]], path: str
 ) -> None:
-  """Bars of tokens on a logarithmic axis, a panel for each program.
+  """Draw bars of tokens on a logarithmic axis, a panel for each program.
 
   Args:
-    panels: tokens by program, by what is at the left of a group of bars, and
-      by strategy.
-    path: of the PNG.
+    panels: Tokens by program, by the label of a group of bars, and by
+      strategy.
+    path: Path of the PNG.
   """
-  every = [row for panel in panels.values() for row in panel.values()]
-  names = list(dict.fromkeys(name for row in every for name in row))
+  rows = [row for panel in panels.values() for row in panel.values()]
+  names = list(dict.fromkeys(name for row in rows for name in row))
   colors = [color for color, _ in (*_OUTCOME.values(), *_SCHEDULE.values())]
   heights = [max(1, len(panel)) for panel in panels.values()]
-  made, axes = figure(
+  image, axes = figure(
     8, 1.5 + 0.3 * sum(heights), max(1, len(panels)), 1, squeeze=False,
     sharex=True, height_ratios=heights or [1],
   )  # fmt: skip
-  for ax, (what, panel) in zip(axes[:, 0], panels.items(), strict=False):
+  for ax, (program, panel) in zip(axes[:, 0], panels.items(), strict=False):
     for n, name in enumerate(names):
       place = 0.8 * ((n + 0.5) / len(names) - 0.5)
-      found = [(y, row[name]) for y, row in enumerate(panel.values())
+      bars = [(y, row[name]) for y, row in enumerate(panel.values())
                if name in row]  # fmt: skip
       ax.barh(
-        [y + place for y, _ in found],
-        [tokens for _, tokens in found],
+        [y + place for y, _ in bars],
+        [tokens for _, tokens in bars],
         height=0.8 / len(names),
         color=colors[n % len(colors)],
       )
     ax.set_yticks(range(len(panel)), list(panel))
     ax.set_ylim(len(panel) - 0.4, -0.6)
     ax.set_xscale("log")
-    ax.set_title(what, fontsize=9, loc="left")
+    ax.set_title(program, fontsize=9, loc="left")
     _plain(ax)
   axes[-1, 0].set_xlabel("tokens of the longest row that fits", fontsize=9)
   _save(
-    made,
+    image,
     path,
     {name: (colors[n % len(colors)], name) for n, name in enumerate(names)},
   )
@@ -357,36 +369,36 @@ def tiers(
   path: str,
   title: str = "",
 ) -> None:
-  """What is kept in each tier of memory, and how long each part takes.
+  """Draw bytes in each tier of memory, and the time of each part.
 
   Args:
-    held: bytes by tier and kind.
-    peak: largest bytes by tier.
-    limit: bytes that may be filled, by tier.
-    times: seconds of a layer, by phase and part.
-    path: of the PNG.
-    title: above it.
+    held: Bytes by tier and kind.
+    peak: Largest bytes by tier.
+    limit: Bytes that may be filled, by tier.
+    times: Seconds of a layer, by phase and part.
+    path: Path of the PNG.
+    title: Title of the picture.
   """
-  made, axes = figure(10, 3.6, 1, 1 + len(times))
+  image, axes = figure(10, 3.6, 1, 1 + len(times))
   colors = [color for color, _ in (*_OUTCOME.values(), *_SCHEDULE.values())]
-  left, names = axes[0], list(held)
+  bytes_axes, names = axes[0], list(held)
   places = np.arange(len(names))
   for n, kind in enumerate(next(iter(held.values()))):
     sizes = np.array([held[tier][kind] / 1e9 for tier in names])
-    left.bar(
+    bytes_axes.bar(
       places + (n - 1) / 4, sizes, 0.25, color=colors[n], label=kind
     )  # fmt: skip
   for style, marks in (("k_", limit), ("r_", peak)):
     label = "may be filled" if marks is limit else "peak"
-    left.plot(
+    bytes_axes.plot(
       places, [marks[tier] / 1e9 for tier in names], style, markersize=24,
       label=label,
     )  # fmt: skip
-  left.set_xticks(places, names)
-  left.set_ylabel("GB", fontsize=9)
-  left.set_yscale("symlog")
-  left.legend(frameon=False, fontsize=7)
-  _plain(left)
+  bytes_axes.set_xticks(places, names)
+  bytes_axes.set_ylabel("GB", fontsize=9)
+  bytes_axes.set_yscale("symlog")
+  bytes_axes.legend(frameon=False, fontsize=7)
+  _plain(bytes_axes)
   for ax, (phase, parts) in zip(axes[1:], times.items(), strict=True):
     words = [part.replace("_", " ") for part in parts]
     ax.barh(words, [1e3 * s for s in parts.values()], color=colors[1])
@@ -395,33 +407,33 @@ def tiers(
     ax.set_xlabel("milliseconds of a layer", fontsize=9)
     _plain(ax)
   if title:
-    made.suptitle(title, fontsize=10)
-  _save(made, path)
+    image.suptitle(title, fontsize=10)
+  _save(image, path)
 
 
 def against(
   points: Sequence[tuple[str, str, float, float]], path: str, title: str = ""
 ) -> None:
-  """Predicted against measured times, on logarithmic axes.
+  """Draw predicted against measured times, on logarithmic axes.
 
   Args:
-    points: (strategy, what was run, predicted seconds, measured seconds).
-    path: of the PNG.
-    title: above it.
+    points: (strategy, run, predicted seconds, measured seconds).
+    path: Path of the PNG.
+    title: Title of the picture.
   """
-  made, ax = figure(6.4, 5.6)
+  image, ax = figure(6.4, 5.6)
   markers = "osD^v<>Ph*X"
   runs = ", ".join(dict.fromkeys(run for _, run, _, _ in points))
   for n, name in enumerate(dict.fromkeys(name for name, *_ in points)):
-    mine = [p for p in points if p[0] == name]
+    strategy_points = [point for point in points if point[0] == name]
     ax.scatter(
-      [1e3 * p[3] for p in mine],
-      [1e3 * p[2] for p in mine],
+      [1e3 * point[3] for point in strategy_points],
+      [1e3 * point[2] for point in strategy_points],
       marker=markers[n % len(markers)],
       label=name,
       s=36,
     )
-  times = [1e3 * t for p in points for t in p[2:]] or [1.0]
+  times = [1e3 * t for point in points for t in point[2:]] or [1.0]
   ends = [min(times) / 1.5, max(times) * 1.5]
   ax.plot(ends, ends, color="0.6", linewidth=1, zorder=0)
   ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
@@ -430,4 +442,4 @@ def against(
   ax.legend(frameon=False, fontsize=8)
   ax.tick_params(labelsize=8)
   ax.set_title(f"{title}\n{runs}" if title else runs, fontsize=9, loc="left")
-  _save(made, path)
+  _save(image, path)

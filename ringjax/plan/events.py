@@ -1,4 +1,4 @@
-"""A discrete-event simulator: operations on devices and links.
+"""A discrete-event simulator of operations on devices and links.
 
 Guarantees: the same operations give the same timeline, on every machine and
 in every process; nothing is random and no clock is read. All operations that
@@ -9,12 +9,12 @@ A running operation is not interrupted.
   device   runs `slots` operations at once, the others wait
   link     carries one message at a time: `nbytes / bandwidth` seconds, and
            the message has arrived `latency_s` later
-  pool     a count of equal things (buffers, credits, pages) that an operation
-           takes when it starts and another gives back when it ends
+  pool     a count of interchangeable items (buffers, credits, pages) that an
+           operation takes when it starts and another gives back when it ends
 
 Of the operations that wait for a device or link the one of the highest
-priority starts first, then the one that was described first; one that lacks
-something of a pool lets others pass.
+priority starts first, then the one that was described first; an operation that
+waits for a pool lets others pass.
 
 Cost: O(log n) an operation and dependency.
 """
@@ -33,7 +33,7 @@ from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 
-# A number of seconds, bytes, slots: what a caller may write as 1 or as 1.0.
+# A number of seconds, bytes or slots: callers may write 1 or 1.0.
 Number = int | float
 
 
@@ -42,8 +42,8 @@ class Device:
   """A device that runs operations.
 
   Attributes:
-    name: unique in its simulator.
-    slots: operations that run at once.
+    name: Name, unique in its simulator.
+    slots: Number of operations that run at once.
   """
 
   name: str
@@ -55,8 +55,8 @@ class Channel:
   """One direction of a link, which carries one message at a time.
 
   Attributes:
-    name: unique in its simulator.
-    link: bandwidth, and latency from the last byte's leaving to its arrival.
+    name: Name, unique in its simulator.
+    link: Bandwidth, and latency from the last byte's departure to its arrival.
   """
 
   name: str
@@ -65,11 +65,11 @@ class Channel:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-  """A count of equal things.
+  """A count of interchangeable items.
 
   Attributes:
-    name: unique in its simulator.
-    size: how many there are.
+    name: Name, unique in its simulator.
+    size: Number of items.
   """
 
   name: str
@@ -81,15 +81,15 @@ class Span:
   """Execution record of one operation; times in seconds from the start.
 
   Attributes:
-    name: of the operation.
-    kind: its group, for pictures and sums.
-    where: name of the device or link; "" is neither.
-    ready_s: when its dependencies and its release time were met.
-    start_s: when it began.
-    end_s: when its slot was free again.
-    done_s: when operations that depend on it may begin; behind `end_s` by the
-      latency of a link.
-    nbytes: what it sent.
+    name: Name of the operation.
+    kind: Group of the operation, for pictures and sums.
+    where: Name of the device or link; "" for neither.
+    ready_s: Time when its dependencies and its release time were met.
+    start_s: Start time.
+    end_s: Time when its slot was free again.
+    done_s: Time when operations that depend on it may begin; after `end_s` by
+      the latency of a link.
+    nbytes: Number of bytes that it sent.
   """
 
   name: str
@@ -104,7 +104,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-  """A handle of an operation, for `after` and to find its span."""
+  """Handle of an operation, for `after` and to find its span."""
 
   index: int
   name: str
@@ -121,34 +121,36 @@ class Timeline:
 
   @property
   def finish_s(self) -> Number:
-    """When all operations are done; 0 if there were none."""
-    return max((s.done_s for s in self.spans), default=0.0)
+    """Time when all operations are done; 0 if there were none."""
+    return max((span.done_s for span in self.spans), default=0.0)
 
   def of(self, where: str) -> tuple[Span, ...]:
-    """The spans of a device or link, in order of their start."""
-    found = (s for s in self.spans if s.where == where)
-    return tuple(sorted(found, key=lambda s: (s.start_s, s.end_s)))
+    """Spans of a device or link, in the order of their start."""
+    spans = (span for span in self.spans if span.where == where)
+    return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
 
   def busy_s(self, where: str) -> float:
-    """Seconds of work on a device or link; slots add up."""
-    return math.fsum(s.end_s - s.start_s for s in self.of(where))
+    """Seconds of work on a device or link, summed over slots."""
+    return math.fsum(span.end_s - span.start_s for span in self.of(where))
 
   def idle(self, where: str) -> float:
-    """Part of the time in which a device of one slot does nothing."""
+    """Fraction of the time in which a device with one slot is idle."""
     return 1 - self.busy_s(where) / float(self.finish_s)
 
   def sent_bytes(self) -> dict[str, Number]:
-    """Bytes by link."""
-    found: dict[str, Number] = {}
-    for s in self.spans:
-      if s.nbytes:
-        found[s.where] = found.get(s.where, 0.0) + s.nbytes
-    return found
+    """Total bytes sent, by link."""
+    bytes_by_link: dict[str, Number] = {}
+    for span in self.spans:
+      if span.nbytes:
+        bytes_by_link[span.where] = (
+          bytes_by_link.get(span.where, 0.0) + span.nbytes
+        )
+    return bytes_by_link
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Queue:
-  """A device or link while it is simulated: free slots, waiting operations."""
+  """State of a device or link: free slots and waiting operations."""
 
   place: Channel | Device
   index: int
@@ -161,7 +163,7 @@ class _Queue:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Stock:
-  """A pool while it is simulated.
+  """State of a pool.
 
   `short` has the indices of the queues in which an operation waits for it.
   """
@@ -173,7 +175,7 @@ class _Stock:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _State:
-  """An operation while it is simulated."""
+  """State of an operation."""
 
   index: int
   name: str
@@ -190,20 +192,20 @@ class _State:
   missing: int = 0
   waiting: list[_State] = dataclasses.field(default_factory=list)
   ready_s: float = math.nan
-  # Its start and its end.
+  # Its start and end times.
   ran: tuple[float, float] = (math.nan, math.nan)
   span: Span | None = None
 
 
 class Simulator:
-  """Takes a description of devices, links and operations, and runs it once.
+  """Runs a description of devices, links and operations, once.
 
   A scheduler that decides while time passes adds operations from `then` or
   `at`, which are called inside `run`.
   """
 
   def __init__(self) -> None:
-    # Queue 0 is of operations on no device: delays and joins.
+    # Queue 0 is for operations without a device: delays and joins.
     self._queues = [_Queue(Device("", math.inf), 0, math.inf)]
     self._by_name: dict[str, _Queue] = {}
     self._stocks: dict[str, _Stock] = {}
@@ -219,14 +221,14 @@ class Simulator:
 
   @property
   def now_s(self) -> Number:
-    """The time at which `then` or `at` is called."""
+    """Current time, inside a call of `then` or `at`."""
     return self._now
 
   def device(self, name: str, slots: Number = 1) -> Device:
-    """Adds a device.
+    """Add a device.
 
     Raises:
-      OptionError: the name is taken or there are no slots.
+      OptionError: If the name is taken or there are no slots.
     """
     if not slots >= 1:
       raise OptionError("slots", slots, "1 or more", "pass slots=1")
@@ -235,23 +237,23 @@ class Simulator:
   def link(
     self, name: str, bandwidth: Number, latency_s: Number = 0.0
   ) -> Channel:
-    """Adds a one-way link of `bandwidth` bytes per second.
+    """Add a one-way link of `bandwidth` bytes per second.
 
     Raises:
-      OptionError: the name is taken, or the bandwidth is not above 0.
+      OptionError: If the name is taken, or the bandwidth is not above 0.
     """
     link = Link(bandwidth=bandwidth, latency_s=latency_s)
     return self._add(Channel(name, link), 1)
 
   def pool(self, name: str, size: Number) -> Pool:
-    """Adds a pool that is full.
+    """Add a pool that is full.
 
     Raises:
-      OptionError: the name is taken or the size is negative.
+      OptionError: If the name is taken or the size is negative.
     """
     number("size", size, least=0)
     if name in self._stocks:
-      raise _taken("pool", name)
+      raise _name_taken("pool", name)
     self._stocks[name] = _Stock(Pool(name, size), size)
     return self._stocks[name].pool
 
@@ -269,26 +271,26 @@ class Simulator:
     give: Mapping[Pool, Number] | None = None,
     then: Callable[[Span], None] | None = None,
   ) -> Op:
-    """Adds an operation.
+    """Add an operation.
 
     Args:
-      name: for people; need not be unique.
-      where: the device; None is a delay that needs none.
-      seconds: how long it takes, or a function of when it starts.
-      after: operations that have to be done before.
-      kind: its group, for pictures and sums.
-      priority: of several that wait, the highest starts first.
-      release_s: the earliest start.
-      take: what it takes from pools when it starts.
-      give: what it puts into pools when it is done.
-      then: called with its span when it is done; may add operations.
+      name: Name for reports; need not be unique.
+      where: Device or link; None is a delay that needs neither.
+      seconds: Duration, or a function of the start time.
+      after: Operations that have to be done before.
+      kind: Group, for pictures and sums.
+      priority: Priority among waiting operations; the highest starts first.
+      release_s: Earliest start.
+      take: Amounts that it takes from pools when it starts.
+      give: Amounts that it puts into pools when it is done.
+      then: Function called with its span when it is done; may add operations.
 
     Returns:
-      A handle.
+      Handle of the operation.
 
     Raises:
-      OptionError: a number out of its range, or a device, pool or operation of
-        another simulator.
+      OptionError: If a number is out of range, or a device, pool or operation
+        belongs to another simulator.
     """
     queue = self._queues[0] if where is None else self._queue(where)
     if not callable(seconds):
@@ -313,13 +315,16 @@ class Simulator:
       self._amounts("give", give),
       then,
     )
-    before = set(after)
-    for one in before:
-      if not (one.index < index and self._ops[one.index].name == one.name):
-        raise _foreign("after", one.name, "operation")
-    for one in before:
-      if self._ops[one.index].span is None:
-        self._ops[one.index].waiting.append(state)
+    dependencies = set(after)
+    for dependency in dependencies:
+      if not (
+        dependency.index < index
+        and self._ops[dependency.index].name == dependency.name
+      ):
+        raise _foreign("after", dependency.name, "operation")
+    for dependency in dependencies:
+      if self._ops[dependency.index].span is None:
+        self._ops[dependency.index].waiting.append(state)
         state.missing += 1
     self._ops.append(state)
     if self._running and not state.missing:
@@ -336,41 +341,41 @@ class Simulator:
     kind: str = "send",
     **options: Any,
   ) -> Op:
-    """Adds a message of `nbytes`; it is done when it has arrived.
+    """Add a message of `nbytes`; it is done when it has arrived.
 
     Args:
-      name: for people; need not be unique.
-      channel: the link.
-      nbytes: of the message.
-      slowdown: divides the bandwidth for this message alone.
-      kind: its group, for pictures and sums.
-      **options: the others of `op`.
+      name: Name for reports; need not be unique.
+      channel: Link that carries it.
+      nbytes: Size in bytes.
+      slowdown: Factor on this message's transfer time.
+      kind: Group, for pictures and sums.
+      **options: Other options of `op`.
 
     Raises:
-      OptionError: as `op`.
+      OptionError: As in `op`.
     """
     number("nbytes", nbytes, least=0)
     number("slowdown", slowdown, least=0)
     seconds = nbytes / channel.link.bandwidth * slowdown
-    made = self.op(name, channel, seconds, kind=kind, **options)
-    state = self._ops[made.index]
+    op = self.op(name, channel, seconds, kind=kind, **options)
+    state = self._ops[op.index]
     state.nbytes, state.latency_s = nbytes, channel.link.latency_s
-    return made
+    return op
 
   def at(self, time_s: Number, call: Callable[[], None]) -> None:
-    """Calls `call` at a time; there it may add operations.
+    """Call `call` at a time; it may add operations.
 
     Raises:
-      OptionError: the time has passed.
+      OptionError: If the time has passed.
     """
     number("time_s", time_s, least=self._now)
     self._post(time_s, call)
 
   def run(self) -> Timeline:
-    """Runs all operations that were described.
+    """Run all operations that were described.
 
     Raises:
-      OptionError: some operations can never start, or it ran before.
+      OptionError: If some operations can never start, or it ran before.
     """
     if self._over or self._running:
       raise OptionError(
@@ -388,14 +393,16 @@ class Simulator:
       while self._events and self._events[0][0] == self._now:
         heapq.heappop(self._events)[2]()
     self._over = True
-    self._refuse_rest()
-    return Timeline(tuple(s.span for s in self._ops if s.span is not None))
+    self._refuse_stuck()
+    return Timeline(
+      tuple(state.span for state in self._ops if state.span is not None)
+    )
 
-  # Describing.
+  # Description.
 
   def _add(self, place: Channel | Device, slots: Number) -> Any:
     if place.name in self._by_name or not place.name:
-      raise _taken("name", place.name)
+      raise _name_taken("name", place.name)
     queue = _Queue(place, len(self._queues), slots)
     self._queues.append(queue)
     self._by_name[place.name] = queue
@@ -408,25 +415,25 @@ class Simulator:
     return queue
 
   def _amounts(
-    self, name: str, given: Mapping[Pool, Number] | None
+    self, name: str, amounts_by_pool: Mapping[Pool, Number] | None
   ) -> list[tuple[_Stock, Number]]:
-    found = []
-    for pool, amount in (given or {}).items():
+    amounts = []
+    for pool, amount in (amounts_by_pool or {}).items():
       stock = self._stocks.get(pool.name)
       if stock is None or stock.pool is not pool:
         raise _foreign(name, pool.name, "pool")
       remedy = f"pass less, or make the pool {pool.name} larger"
       number(name, amount, least=0, most=pool.size, remedy=remedy)
-      found.append((stock, amount))
-    return found
+      amounts.append((stock, amount))
+    return amounts
 
-  # Running.
+  # Execution.
 
   def _post(self, time_s: Number, call: Callable[[], None]) -> None:
     heapq.heappush(self._events, (time_s, next(self._numbers), call))
 
   def _release(self, state: _State) -> None:
-    """Queues an operation whose dependencies are done, at its release."""
+    """Queue an operation whose dependencies are done, at its release time."""
     if state.release_s > self._now:
       self._post(state.release_s, functools.partial(self._release, state))
       return
@@ -450,14 +457,14 @@ class Simulator:
         )
       self._changed |= stock.short
       stock.short.clear()
-    where, times = state.queue.place.name, (state.ready_s, *state.ran)
+    place_name, times = state.queue.place.name, (state.ready_s, *state.ran)
     state.span = Span(
-      state.name, state.kind, where, *times, self._now, state.nbytes
+      state.name, state.kind, place_name, *times, self._now, state.nbytes
     )
-    for later in state.waiting:
-      later.missing -= 1
-      if not later.missing:
-        self._release(later)
+    for dependent in state.waiting:
+      dependent.missing -= 1
+      if not dependent.missing:
+        self._release(dependent)
     if state.then is not None:
       state.then(state.span)
 
@@ -469,7 +476,7 @@ class Simulator:
         self._start(self._queues[index])
 
   def _start(self, queue: _Queue) -> None:
-    passed = []
+    skipped = []
     while queue.ready and queue.free >= 1:
       entry = heapq.heappop(queue.ready)
       state = entry[2]
@@ -477,12 +484,12 @@ class Simulator:
       if lacking:
         for stock in lacking:
           stock.short.add(queue.index)
-        passed.append(entry)
+        skipped.append(entry)
         continue
       for stock, amount in state.take:
         stock.left -= amount
       self._begin(state)
-    for entry in passed:
+    for entry in skipped:
       heapq.heappush(queue.ready, entry)
 
   def _begin(self, state: _State) -> None:
@@ -495,18 +502,20 @@ class Simulator:
     if state.queue.index:
       state.queue.free -= 1
       self._post(end_s, functools.partial(self._free, state.queue))
-    done = functools.partial(self._finish, state)
-    self._post(end_s + state.latency_s, done)
+    finish = functools.partial(self._finish, state)
+    self._post(end_s + state.latency_s, finish)
 
-  def _refuse_rest(self) -> None:
-    """Refuses operations that never started, which wait for a pool."""
-    stuck = [s for s in self._ops if s.span is None]
+  def _refuse_stuck(self) -> None:
+    """Raise if operations never started, because they wait for a pool."""
+    stuck = [state for state in self._ops if state.span is None]
     if not stuck:
       return
     # The others wait for these.
-    first = [s for s in stuck if not s.missing]
-    names = ", ".join(s.name for s in first[:3])
-    pools = sorted({stock.pool.name for s in first for stock, _ in s.take})
+    unblocked = [state for state in stuck if not state.missing]
+    names = ", ".join(state.name for state in unblocked[:3])
+    pools = sorted(
+      {stock.pool.name for state in unblocked for stock, _ in state.take}
+    )
     raise OptionError(
       "operations",
       f"{len(stuck)} that never start, first {names}",
@@ -515,13 +524,13 @@ class Simulator:
     )
 
 
-def _foreign(argument: str, name: str, thing: str) -> OptionError:
+def _foreign(argument: str, name: str, kind: str) -> OptionError:
   return OptionError(
-    argument, name, f"a {thing} of this simulator", "add it to this one"
+    argument, name, f"a {kind} of this simulator", "add it to this one"
   )
 
 
-def _taken(what: str, name: str) -> OptionError:
+def _name_taken(argument: str, name: str) -> OptionError:
   return OptionError(
-    what, repr(name), "a name that is not taken", "pass another name"
+    argument, repr(name), "a name that is not taken", "pass another name"
   )

@@ -1,7 +1,7 @@
-"""JSON files that another process may read, or a person may have edited.
+"""Small JSON files that other processes read, or people edit.
 
-Guarantees: a file is written whole or not at all, and what is read is checked
-before it is used; a file says its format and its version.
+Guarantees: a file is written whole or not at all, and checked when it is read;
+a file states its format and its version.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _LARGEST_BYTES = 16 << 20
 
 
 def write(path: str, format: str, body: dict[str, Any]) -> None:
-  """Writes `body`, as version 1 of `format`.
+  """Write `body`, as version 1 of `format`.
 
   Raises:
-    OptionError: the folder cannot be written to.
+    OptionError: If the folder cannot be written to.
   """
-  whole = {"format": format, "version": 1, **body}
-  write_text(path, json_text(whole, indent=1) + "\n")
+  document = {"format": format, "version": 1, **body}
+  write_text(path, json_text(document, indent=1) + "\n")
 
 
 def write_text(path: str, text: str) -> None:
-  """Writes a file, whole or not at all.
+  """Write a file, whole or not at all.
 
   Raises:
-    OptionError: the folder cannot be written to.
+    OptionError: If the folder cannot be written to.
   """
   folder = os.path.dirname(os.path.abspath(path))
   temporary = None
@@ -61,11 +61,11 @@ def write_text(path: str, text: str) -> None:
 
 
 def read(path: str, format: str) -> dict[str, Any]:
-  """The body of a file that `write` wrote.
+  """Read the body of a file that `write` wrote.
 
   Raises:
-    OptionError: there is no file that can be read.
-    CheckpointFormatError: it is not of this format.
+    OptionError: If there is no file that can be read.
+    CheckpointFormatError: If it is not of this format.
   """
   try:
     with open(path, "rb") as file:
@@ -85,19 +85,21 @@ def read(path: str, format: str) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise fault(path, f"not JSON ({error})", "a JSON object") from None
   if not isinstance(value, dict) or value.get("format") != format:
-    have = value.get("format") if isinstance(value, dict) else type(value)
-    raise fault(path, f"format {have!r}", f"format {format!r}")
+    actual_format = (
+      value.get("format") if isinstance(value, dict) else type(value)
+    )
+    raise fault(path, f"format {actual_format!r}", f"format {format!r}")
   if value.get("version") != 1 or value["version"] is True:
     raise fault(path, f"version {value.get('version')!r}", "version 1")
   return {k: v for k, v in value.items() if k not in ("format", "version")}
 
 
 def load(path: str, format: str, make: Callable[[Any], T], want: str) -> T:
-  """What `make` builds of the body of a file; `want` says of what.
+  """Read a file and build an object of its body; `want` describes it.
 
   Raises:
-    OptionError: there is no file that can be read.
-    CheckpointFormatError: the file holds something else.
+    OptionError: If there is no file that can be read.
+    CheckpointFormatError: If the file holds something else.
   """
   body = read(path, format)
   try:
@@ -107,24 +109,24 @@ def load(path: str, format: str, make: Callable[[Any], T], want: str) -> T:
 
 
 def as_dataclass(kind: type[T], body: Mapping[str, Any]) -> T:
-  """A dataclass of text, ints and numbers, from a mapping of its fields.
+  """Make a dataclass of text, ints and numbers from a mapping of its fields.
 
   Raises:
-    TypeError: fields that are missing or unknown, or of another type.
+    TypeError: If fields are missing or unknown, or of another type.
   """
-  fields = {one.name: one for one in dataclasses.fields(kind)}  # type: ignore
+  fields = {x.name: x for x in dataclasses.fields(kind)}  # type: ignore
   missing = [
     name
-    for name, one in fields.items()
-    if one.default is dataclasses.MISSING and name not in body
+    for name, field in fields.items()
+    if field.default is dataclasses.MISSING and name not in body
   ]
-  more = sorted(body.keys() - fields.keys())
-  if missing or more:
-    raise TypeError(f"missing {missing}, unknown {more}")
+  unknown = sorted(body.keys() - fields.keys())
+  if missing or unknown:
+    raise TypeError(f"missing {missing}, unknown {unknown}")
   types = {"str": str, "int": int}
   for name, value in body.items():
-    wanted = types.get(f"{fields[name].type}", int | float)
-    if not isinstance(value, wanted) or isinstance(value, bool):
+    expected_type = types.get(f"{fields[name].type}", int | float)
+    if not isinstance(value, expected_type) or isinstance(value, bool):
       raise TypeError(f"{name} {value!r}, not {fields[name].type}")
   return kind(**body)
 
@@ -132,9 +134,13 @@ def as_dataclass(kind: type[T], body: Mapping[str, Any]) -> T:
 def record(
   one: object, *properties: str, leave: Collection[str] = ()
 ) -> dict[str, Any]:
-  """The fields of a dataclass and some of its properties, as JSON has them."""
-  kept: Any = one
-  names = [x.name for x in dataclasses.fields(kept) if x.name not in leave]
+  """Fields of a dataclass and some of its properties, as a dict for JSON."""
+  instance: Any = one
+  names = [
+    field.name
+    for field in dataclasses.fields(instance)
+    if field.name not in leave
+  ]
   return {name: _plain(getattr(one, name)) for name in (*names, *properties)}
 
 
@@ -151,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 
 def fault(path: str, got: str, want: str) -> CheckpointFormatError:
-  """The error that says what is wrong with a file."""
+  """Make the error that says what is wrong with a file."""
   return CheckpointFormatError(path, got, want, "write the file again")
 
 

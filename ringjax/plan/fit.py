@@ -1,8 +1,8 @@
-"""Coefficients from measured times: t = a n + b pairs + c0, none negative.
+"""Fit of cost coefficients to measured times: t = a n + b pairs + c0.
 
-Errors count relative to the time, so that short calls have a say. Pairs are
-counted in both ways, `cost.KERNELS`, and the one that fits better is kept: it
-tells whether the attention kernel leaves out what the mask forbids.
+All are non-negative. Errors count relative to the time, so that short calls
+have weight. Pairs are counted in both ways, `cost.KERNELS`, and the better fit
+is kept: it tells whether the attention kernel skips masked tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringjax.plan import cost
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedCall:
-  """A measured call: `tokens` behind `before` others took `seconds`."""
+  """A measured call: `tokens` after `before` others took `seconds`."""
 
   tokens: int
   before: int
@@ -32,20 +32,20 @@ class TimedCall:
     number("seconds", self.seconds, least=0)
 
 
-# As other packages import it.
+# Name under which other packages import it.
 Sample = TimedCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-  """The coefficients that fit measured calls best.
+  """Coefficients that fit measured calls best.
 
   Attributes:
-    token_s: a.
-    pair_s: b.
-    fixed_s: c0.
-    kernel: how pairs are counted.
-    error: of the samples, the largest relative one.
+    token_s: a, seconds per token.
+    pair_s: b, seconds per pair.
+    fixed_s: c0, seconds per call.
+    kernel: Way in which pairs are counted.
+    error: Largest relative error of the samples.
   """
 
   token_s: float
@@ -61,15 +61,15 @@ class Fit:
 
 
 def fit(samples: Sequence[TimedCall]) -> Fit:
-  """Fits the coefficients by least squares.
+  """Fit the coefficients by least squares.
 
   Raises:
-    OptionError: samples too few or too alike to tell the coefficients apart,
-      or times that are noise.
+    OptionError: If there are too few samples, or too similar ones to tell the
+      coefficients apart, or times are noise.
   """
-  tokens = np.array([s.tokens for s in samples], np.float64)
-  before = np.array([s.before for s in samples], np.float64)
-  seconds = np.array([s.seconds for s in samples], np.float64)
+  tokens = np.array([sample.tokens for sample in samples], np.float64)
+  tokens_before = np.array([sample.before for sample in samples], np.float64)
+  seconds = np.array([sample.seconds for sample in samples], np.float64)
   if len(samples) < 3 or not (seconds > 0).all():
     raise OptionError(
       "samples",
@@ -77,22 +77,22 @@ def fit(samples: Sequence[TimedCall]) -> Fit:
       "3 or more that took time",
       "measure at least three calls of different lengths",
     )
-  fits = []
+  candidates = []
   for kernel in cost.KERNELS:
-    pairs = cost.pairs_behind(before, tokens, None, kernel)
+    pairs = cost.pairs_behind(tokens_before, tokens, None, kernel)
     columns = np.stack([tokens, pairs, np.ones_like(tokens)], 1)
     a, b, c = _nonnegative(columns / seconds[:, None]).tolist()
     predicted = columns @ np.array([a, b, c])
-    miss = predicted / seconds - 1
-    found = Fit(
+    residuals = predicted / seconds - 1
+    candidate = Fit(
       token_s=a,
       pair_s=b,
       fixed_s=c,
       kernel=kernel,
-      error=float(np.abs(miss).max()),
+      error=float(np.abs(residuals).max()),
     )
-    fits.append((float(miss @ miss), found))
-  best = min(fits, key=lambda pair: pair[0])[1]
+    candidates.append((float(residuals @ residuals), candidate))
+  best = min(candidates, key=lambda pair: pair[0])[1]
   if best.token_s == best.pair_s == 0:
     raise OptionError(
       "samples",
@@ -114,14 +114,16 @@ def _nonnegative(rows: np.ndarray) -> np.ndarray:
       "different lengths behind different prefixes",
       "measure other lengths",
     )
-  best, least = np.zeros(rows.shape[1]), np.inf
+  best, least_error = np.zeros(rows.shape[1]), np.inf
   # Three columns have seven subsets; the optimum solves one of them.
   for size in range(1, rows.shape[1] + 1):
     for chosen in itertools.combinations(range(rows.shape[1]), size):
-      part, *_ = np.linalg.lstsq(rows[:, chosen], np.ones(len(rows)))
+      coefficients, *_ = np.linalg.lstsq(rows[:, chosen], np.ones(len(rows)))
       x = np.zeros(rows.shape[1])
-      x[list(chosen)] = part
-      miss = rows @ x - 1
-      if (part >= 0).all() and float(miss @ miss) < least:
-        best, least = x, float(miss @ miss)
+      x[list(chosen)] = coefficients
+      residuals = rows @ x - 1
+      if (coefficients >= 0).all() and float(
+        residuals @ residuals
+      ) < least_error:
+        best, least_error = x, float(residuals @ residuals)
   return best / scale

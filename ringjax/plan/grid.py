@@ -1,4 +1,4 @@
-"""Search for the partition with the least time to first token.
+"""Grid search for the partition with the least time to first token.
 
 The time is a maximum over ranks: where several are equally late, moving one
 boundary makes one of them faster and another slower, and a search along axes
@@ -22,10 +22,10 @@ from ringjax.errors import OptionError
 from ringjax.plan import cost, schedules
 from ringjax.plan.cost import Network, Profile, Prompt
 
-# Partitions of one level of a grid.
+# Maximum number of partitions of one level of a grid.
 _LEVEL = 4096
 
-# Seconds of K partitions.
+# Function from K partitions to their seconds.
 Objective = Callable[[Int[np.ndarray, "K p"]], Float[np.ndarray, " K"]]
 
 
@@ -41,13 +41,13 @@ class SearchLevel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-  """The result of a search.
+  """Best partition of a search, and its levels.
 
   Attributes:
-    lengths: the best partition that was tried.
-    seconds: what the objective said of it.
-    tried: different partitions that were tried.
-    levels: of the search, coarse to fine.
+    lengths: Best partition that was tried, in tokens.
+    seconds: Value of the objective for it.
+    tried: Number of different partitions that were tried.
+    levels: Levels of the search, coarse to fine.
   """
 
   lengths: tuple[int, ...]
@@ -57,7 +57,7 @@ class SearchResult:
 
   @property
   def shares(self) -> tuple[float, ...]:
-    """Parts of the tokens, by rank."""
+    """Fraction of the tokens of each rank."""
     total = sum(self.lengths)
     return tuple(n / total for n in self.lengths)
 
@@ -65,7 +65,7 @@ class SearchResult:
 def simulated(
   profile: Profile, prompt: Prompt, network: Network, **options: Any
 ) -> Objective:
-  """The objective that simulates; `options` are those of `kvr_seconds`."""
+  """Make an objective that simulates; `options` are those of `kvr_seconds`."""
   return lambda partitions: schedules.kvr_seconds(
     profile, prompt, partitions, network, **options
   )
@@ -77,23 +77,23 @@ def measured(
   repeats: int = 5,
   warmup: int = 1,
 ) -> Objective:
-  """The objective that measures: the median of repeated runs.
+  """Make an objective that measures: the median of repeated runs.
 
-  `measure` reads the prompt once with a partition and gives its seconds; its
-  first `warmup` runs with each partition are not counted.
+  `measure` prefills the prompt once with a partition and returns its seconds;
+  its first `warmup` runs with each partition are not counted.
   """
   positive_int("repeats", repeats)
   integer("warmup", warmup, least=0)
 
   def objective(partitions: np.ndarray) -> np.ndarray:
-    found = []
+    medians = []
     for row in partitions:
       lengths = tuple(int(n) for n in row)
       for _ in range(warmup):
         measure(lengths)
       runs = [float(measure(lengths)) for _ in range(repeats)]
-      found.append(statistics.median(runs))
-    return np.asarray(found)
+      medians.append(statistics.median(runs))
+    return np.asarray(medians)
 
   return objective
 
@@ -111,28 +111,28 @@ def search(
   """Hierarchical grid search over the boundaries between ranks.
 
   Around the best partition so far all combinations of -2..2 strides on every
-  boundary are tried; the grid moves as long as its best point lies on its
-  border, then the stride is halved. With more than six ranks that would be too
-  many: then the grid is -1..1, with more than eight there is none, and ranks
+  boundary are tried; the grid moves as long as its best point is on its border,
+  then the stride is halved. With more than six ranks that would be too many:
+  then the grid is -1..1; with more than eight ranks there is no grid, and ranks
   trade tokens with runs of neighbours.
 
   Args:
-    objective: seconds [K] of partitions [K, p]; see `simulated`, `measured`.
-    starts: partitions to begin with, of one length and rank count; the search
-      goes on from the best.
-    tile: boundaries are multiples of it.
-    stride: of the first level, tokens; default a power of two near an eighth
-      of an even part.
-    smallest: stride of the last level; default the tile.
-    least_gain: the search ends after a level that gained less than this part:
-      the noise of a measurement.
-    on_level: called after each level.
+    objective: Seconds [K] of partitions [K, p]; see `simulated`, `measured`.
+    starts: Partitions to begin with, of one total and rank count; the search
+      continues from the best.
+    tile: Tile size in tokens; boundaries are multiples of it.
+    stride: Stride of the first level in tokens; default a power of two near an
+      eighth of an even part.
+    smallest: Stride of the last level; default the tile.
+    least_gain: Relative gain below which the search ends after a level: the
+      noise of a measurement.
+    on_level: Function called after each level.
 
   Returns:
-    The best partition; the objective is asked about none twice.
+    The best partition; the objective is evaluated once for each partition.
 
   Raises:
-    OptionError: starts that are not partitions of one prompt in whole tiles.
+    OptionError: If the starts are not partitions of one prompt in whole tiles.
   """
   first = _check_starts(starts, tile)
   tokens, ranks = sum(first[0]), len(first[0])
@@ -143,65 +143,67 @@ def search(
     while stride * 2 <= tokens // (4 * ranks):
       stride *= 2
   stride = max(-(-positive_int("stride", stride) // tile) * tile, smallest)
-  known: dict[tuple[int, ...], float] = {}
+  seconds_of: dict[tuple[int, ...], float] = {}
 
   def best_of(points: Int[np.ndarray, "K inner"]) -> tuple[int, ...]:
-    """The best of K partitions, by their inner boundaries."""
+    """Best of K partitions, given by their inner boundaries."""
     ends = np.pad(points, ((0, 0), (1, 1)), constant_values=0)
     ends[:, -1] = tokens
     lengths = np.diff(ends, axis=1)
     rows = [tuple(row) for row in lengths[(lengths > 0).all(1)].tolist()]
-    new = [row for row in dict.fromkeys(rows) if row not in known]
-    if new:
-      seconds = np.asarray(objective(np.asarray(new, np.int64)), np.float64)
-      if seconds.shape != (len(new),) or np.isnan(seconds).any():
+    new_rows = [row for row in dict.fromkeys(rows) if row not in seconds_of]
+    if new_rows:
+      seconds = np.asarray(
+        objective(np.asarray(new_rows, np.int64)), np.float64
+      )
+      if seconds.shape != (len(new_rows),) or np.isnan(seconds).any():
         raise OptionError(
           "objective",
           f"shape {seconds.shape}, NaN or not",
-          f"{len(new)} seconds",
+          f"{len(new_rows)} seconds",
           "return one number for each partition",
         )
-      known.update(zip(new, seconds.tolist(), strict=True))
-    # Of equals the first: where nothing matters, the first start stays.
-    return min(rows, key=known.__getitem__)
+      seconds_of.update(zip(new_rows, seconds.tolist(), strict=True))
+    # Of equals the first: if all are equal, the first start stays.
+    return min(rows, key=seconds_of.__getitem__)
 
   best = best_of(np.cumsum(np.asarray(first), axis=1)[:, :-1])
   moves, reach = _moves(ranks - 1)
   levels = []
   while ranks > 1:
-    before, tried = known[best], len(known)
+    seconds_before, tried = seconds_of[best], len(seconds_of)
     while True:
       centre = np.cumsum(best)[:-1]
-      then = best_of(centre + moves * stride)
-      step = np.abs(np.cumsum(then)[:-1] - centre).max() // stride
-      # On equal terms stay, so that the search ends.
-      if known[then] >= known[best]:
+      candidate = best_of(centre + moves * stride)
+      step = np.abs(np.cumsum(candidate)[:-1] - centre).max() // stride
+      # Stay on ties, so that the search ends.
+      if seconds_of[candidate] >= seconds_of[best]:
         break
-      best = then
+      best = candidate
       if step < reach:
         break
     level = SearchLevel(
       stride=stride,
-      tried=len(known) - tried,
+      tried=len(seconds_of) - tried,
       lengths=best,
-      seconds=known[best],
+      seconds=seconds_of[best],
     )
     levels.append(level)
     on_level(level)
-    gained = before - known[best]
-    if stride <= smallest or gained < least_gain * before:
+    gain = seconds_before - seconds_of[best]
+    if stride <= smallest or gain < least_gain * seconds_before:
       break
     stride = max(stride // 2 // tile * tile, smallest)
   return SearchResult(
     lengths=best,
-    seconds=known[best],
-    tried=len(known),
+    seconds=seconds_of[best],
+    tried=len(seconds_of),
     levels=tuple(levels),
   )
 
 
 def _moves(count: int) -> tuple[Int[np.ndarray, "K count"], int]:
-  """Steps of a level, its centre included; and the largest."""
+  """Steps of a level, including its centre; and the largest step."""
   if not count:
     return np.zeros((1, 0), np.int64), 0
   if 5**count <= _LEVEL:
@@ -215,16 +217,16 @@ def _trades(ranks: int) -> Int[np.ndarray, "K inner"]:
 
   One rank takes a stride from each of a run of neighbours, or gives it; where
   several ranks are equally late, only this makes all of them faster at once.
-  With few enough ranks all combinations of -1..1 are tried too.
+  With few enough ranks all combinations of -1..1 are tried, too.
   """
   changes = [np.zeros(ranks, np.int64)]
   for first, last in itertools.combinations(range(ranks + 1), 2):
     run = np.zeros(ranks, np.int64)
     run[first:last] = 1
-    for one in range(ranks):
-      if not first <= one < last:
+    for receiver in range(ranks):
+      if not first <= receiver < last:
         trade = run.copy()
-        trade[one] = first - last
+        trade[receiver] = first - last
         changes += [trade, -trade]
   steps = np.cumsum(np.stack(changes), axis=1)[:, :-1]
   if 3 ** (ranks - 1) <= _LEVEL:
@@ -237,19 +239,19 @@ def _check_starts(
   starts: Iterable[Sequence[int]], tile: int
 ) -> list[tuple[int, ...]]:
   positive_int("tile", tile)
-  found = [tuple(start) for start in starts]
-  if not found:
+  partitions = [tuple(start) for start in starts]
+  if not partitions:
     raise OptionError(
       "starts", "none", "one partition or more", "pass an even one"
     )
-  tokens = sum(found[0])
-  for start in found:
+  tokens = sum(partitions[0])
+  for start in partitions:
     cost.check_lengths(start, tokens)
-    if len(start) != len(found[0]) or any(n % tile for n in start[:-1]):
+    if len(start) != len(partitions[0]) or any(n % tile for n in start[:-1]):
       raise OptionError(
         "starts",
         start,
-        f"{len(found[0])} lengths in tiles of {tile}",
+        f"{len(partitions[0])} lengths in tiles of {tile}",
         "round it with round_to_tiles",
       )
-  return found
+  return partitions

@@ -1,23 +1,24 @@
-"""Kernels of several requests on the same devices: products beside sends.
+"""Schedules of several requests' kernels: products overlapped with collectives.
 
 Guarantees: the same requests give the same order of kernels, on every device;
-else collectives of two requests would wait for each other. With slowdowns of 1
-the primary request takes as long as alone.
+else collectives of two requests could deadlock. With slowdowns of 1 the primary
+request takes as long as alone.
 Cost: O(kernels log kernels).
 
 Under tensor parallelism a layer's products take c seconds and its collectives
-m, one after the other, and one of the two is idle. Three ways to run requests:
+m, one after the other, so that one resource is always idle. Three schedules:
 
-In turn: one request behind the other, L (c + m) each.
+In turn: one request after the other, L (c + m) each.
 
 Alternating: two requests in opposite phases, as in a step compiled for both,
 2 L max(c, m) + min(c, m) together.
 
-Windows: the oldest request, the primary, runs as alone. While a run of kernels
-of one kind lasts (a window), younger requests launch kernels of the other kind
-whose seconds fit into a share of it (`factor`, for kernels side by side slow
-each other). Products that do not fit are cut: n of f pieces run now, the others
-stay. A younger request's collective takes the rest of a window.
+Windows: the oldest request, the primary, runs as if alone. While consecutive
+kernels of one kind run (a window), younger requests launch kernels of the other
+kind whose seconds fit into a fraction of it (`factor`, as kernels that run at
+the same time slow each other). Products that do not fit are cut: n of f pieces
+run now, the others later. A younger request's collective takes the rest of a
+window.
 
 Ref: Du et al. 2024, Liger (PPoPP).
 """
@@ -31,7 +32,7 @@ from typing import NamedTuple
 from ringjax.checks import number, one_of, positive_int
 from ringjax.plan.events import Simulator
 
-# What a kernel is: products that can be cut, other computation, a collective.
+# Kinds of kernels: products that can be cut, other computation, collectives.
 PRODUCT, OTHER, SEND = "product", "other", "send"
 KINDS = (PRODUCT, OTHER, SEND)
 
@@ -41,8 +42,8 @@ class TimedKernel:
   """One kernel of a request.
 
   Attributes:
-    kind: of `KINDS`.
-    seconds: that it takes alone.
+    kind: Kind, one of `KINDS`.
+    seconds: Duration alone, in seconds.
   """
 
   kind: str
@@ -59,7 +60,7 @@ class TimedKernel:
 
 
 class _Rest(NamedTuple):
-  """Pieces of a kernel that have not run."""
+  """Remaining pieces of a kernel."""
 
   kernel: TimedKernel
   pieces: int
@@ -67,11 +68,11 @@ class _Rest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelQueue:
-  """The kernels of a request, in order.
+  """Kernels of a request, in order.
 
   Attributes:
-    kernels: of all layers.
-    arrival_s: when it came.
+    kernels: Kernels of all layers.
+    arrival_s: Time of arrival, in seconds.
   """
 
   kernels: tuple[TimedKernel, ...]
@@ -85,27 +86,27 @@ class KernelQueue:
     send_s: int | float,
     arrival_s: int | float = 0.0,
   ) -> KernelQueue:
-    """Layers of one product and one collective each."""
+    """Make a queue of layers with one product and one collective each."""
     positive_int("layers", layers)
     layer = (TimedKernel(PRODUCT, product_s), TimedKernel(SEND, send_s))
     return cls(layer * layers, arrival_s)
 
   @property
   def alone_s(self) -> float:
-    """Seconds without other requests."""
-    return float(sum(one.seconds for one in self.kernels))
+    """Duration without other requests, in seconds."""
+    return float(sum(kernel.seconds for kernel in self.kernels))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowRules:
-  """How windows are filled.
+  """Parameters of how windows are filled.
 
   Attributes:
-    factor: share of a window that is planned for.
-    pieces: f, into which products are cut; 1: they are not.
-    requests: that are looked at, the primary included.
-    product_slowdown: how much longer computation takes beside a collective.
-    send_slowdown: the same of a collective beside computation.
+    factor: Fraction of a window that is planned for.
+    pieces: f, number of pieces into which products are cut; 1 cuts none.
+    requests: Maximum number of requests considered, including the primary.
+    product_slowdown: Factor on computation that overlaps a collective.
+    send_slowdown: Factor on a collective that overlaps computation.
   """
 
   factor: int | float = 0.8
@@ -122,7 +123,7 @@ class WindowRules:
     number("send_slowdown", self.send_slowdown, least=1)
 
   def slowdown(self, sends: bool) -> float:
-    """Of kernels of a kind beside those of the other."""
+    """Slowdown of kernels of one kind that overlap the other."""
     return float(self.send_slowdown if sends else self.product_slowdown)
 
 
@@ -131,9 +132,9 @@ class LaunchedKernel:
   """A kernel, or some pieces of one, as it was launched.
 
   Attributes:
-    request: its number.
-    kind: of `KINDS`.
-    seconds: that it takes alone.
+    request: Number of the request.
+    kind: Kind, one of `KINDS`.
+    seconds: Duration alone, in seconds.
   """
 
   request: int
@@ -143,16 +144,16 @@ class LaunchedKernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelWindow:
-  """A run of the primary's kernels, and what ran beside.
+  """Consecutive kernels of the primary, and the kernels that overlap them.
 
   Attributes:
-    start_s: when it began.
-    primary: number of the request.
-    sends: whether its kernels are collectives.
-    seconds: of the primary's kernels, alone.
-    beside: what younger requests launched.
-    primary_end_s: when the primary's kernels were done.
-    end_s: when all were done; the next window begins.
+    start_s: Start time in seconds.
+    primary: Number of the primary request.
+    sends: Whether its kernels are collectives.
+    seconds: Duration of the primary's kernels alone.
+    beside: Kernels that younger requests launched.
+    primary_end_s: End time of the primary's kernels.
+    end_s: End time of all kernels, when the next window begins.
   """
 
   start_s: float
@@ -165,18 +166,18 @@ class KernelWindow:
 
   @property
   def overrun_s(self) -> float:
-    """Seconds that the primary waited for what ran beside."""
+    """Seconds that the primary waited for overlapping kernels."""
     return self.end_s - self.primary_end_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelOutcome:
-  """When requests were done.
+  """Finish times of requests.
 
   Attributes:
-    finish_s: of each request.
-    latency_s: the same from its arrival.
-    windows: in order; of `windows` alone.
+    finish_s: Finish time of each request, in seconds.
+    latency_s: Seconds of each request from arrival to finish.
+    windows: Windows in order; only set by `windows`.
   """
 
   finish_s: tuple[float, ...]
@@ -185,7 +186,7 @@ class KernelOutcome:
 
   @property
   def makespan_s(self) -> float:
-    """When all were done."""
+    """Time at which all requests are finished."""
     return max(self.finish_s, default=0.0)
 
   @classmethod
@@ -195,9 +196,10 @@ class KernelOutcome:
     finish_s: Sequence[float],
     windows: Sequence[KernelWindow] = (),
   ) -> KernelOutcome:
-    """Latencies by the requests' arrivals."""
+    """Make an outcome, with latencies from the requests' arrivals."""
     latency = (
-      end - one.arrival_s for one, end in zip(requests, finish_s, strict=True)
+      end - request.arrival_s
+      for request, end in zip(requests, finish_s, strict=True)
     )
     return cls(
       finish_s=tuple(map(float, finish_s)),
@@ -207,42 +209,42 @@ class KernelOutcome:
 
 
 def in_turn(requests: Sequence[KernelQueue]) -> KernelOutcome:
-  """One request behind the other, by their arrival."""
-  now, finish = 0.0, [0.0] * len(requests)
+  """Run one request after the other, in the order of arrival."""
+  now_s, finish = 0.0, [0.0] * len(requests)
   for n in _by_arrival(requests):
-    now = max(now, requests[n].arrival_s) + requests[n].alone_s
-    finish[n] = now
+    now_s = max(now_s, requests[n].arrival_s) + requests[n].alone_s
+    finish[n] = now_s
   return KernelOutcome.of(requests, finish)
 
 
 def alternating(first: KernelQueue, second: KernelQueue) -> KernelOutcome:
-  """Two requests kernel by kernel in turn, as one compiled step runs them.
+  """Run two requests kernel by kernel in turn, as one compiled step does.
 
-  Whichever has waited longer for the products or the links gets them.
+  Products and links go to the request that has waited longer.
   """
   run = Simulator()
   places = {name: run.device(name) for name in ("products", "links")}
   last: list[list] = [[], []]
   pair = (first, second)
-  for n in range(max(len(one.kernels) for one in pair)):
-    for m, one in enumerate(pair):
-      if n < len(one.kernels):
-        kernel = one.kernels[n]
-        where = places["links" if kernel.sends else "products"]
+  for n in range(max(len(request.kernels) for request in pair)):
+    for m, request in enumerate(pair):
+      if n < len(request.kernels):
+        kernel = request.kernels[n]
+        device = places["links" if kernel.sends else "products"]
         last[m] = [
           run.op(
             f"{m}.{n}",
-            where,
+            device,
             kernel.seconds,
             after=last[m],
             kind=kernel.kind,
-            release_s=one.arrival_s,
+            release_s=request.arrival_s,
           )
         ]
   timeline = run.run()
   finish = [
-    float(timeline[ops[0]].done_s) if ops else float(one.arrival_s)
-    for ops, one in zip(last, pair, strict=True)
+    float(timeline[ops[0]].done_s) if ops else float(request.arrival_s)
+    for ops, request in zip(last, pair, strict=True)
   ]
   return KernelOutcome.of(pair, finish)
 
@@ -250,35 +252,42 @@ def alternating(first: KernelQueue, second: KernelQueue) -> KernelOutcome:
 def windows(
   requests: Sequence[KernelQueue], rules: WindowRules | None = None
 ) -> KernelOutcome:
-  """The primary request as alone, others beside it.
+  """Run the primary request as if alone, and overlap others with it.
 
   Args:
-    requests: in any order; the one that came first is the primary, and when it
-      is done the next one.
-    rules: how windows are filled.
+    requests: Requests in any order; the first to arrive is the primary, and
+      the next one when it has finished.
+    rules: Parameters of how windows are filled; default `WindowRules()`.
   """
   rules = WindowRules() if rules is None else rules
-  left = [[_Rest(x, rules.pieces) for x in one.kernels] for one in requests]
+  queues = [
+    [_Rest(kernel, rules.pieces) for kernel in request.kernels]
+    for request in requests
+  ]
   waiting = _by_arrival(requests)
-  finish = [float(one.arrival_s) for one in requests]
-  found: list[KernelWindow] = []
-  now = 0.0
-  while waiting := [n for n in waiting if left[n]]:
-    now = max(now, float(requests[waiting[0]].arrival_s))
-    there = [n for n in waiting if requests[n].arrival_s <= now]
-    primary, *others = there[: rules.requests]
-    mine, sends, seconds = left[primary], left[primary][0].kernel.sends, 0.0
-    while mine and mine[0].kernel.sends == sends:
-      rest = mine.pop(0)
-      seconds += rest.kernel.seconds * rest.pieces / rules.pieces
-    beside = _fill(seconds * rules.factor, sends, others, left, rules)
-    one = _run_window(now, primary, sends, seconds, beside, rules)
-    found.append(one)
-    finish[primary] = one.primary_end_s
-    for kernel in beside:
-      finish[kernel.request] = one.end_s
-    now = one.end_s
-  return KernelOutcome.of(requests, finish, found)
+  finish = [float(request.arrival_s) for request in requests]
+  kernel_windows: list[KernelWindow] = []
+  now_s = 0.0
+  while waiting := [n for n in waiting if queues[n]]:
+    now_s = max(now_s, float(requests[waiting[0]].arrival_s))
+    arrived = [n for n in waiting if requests[n].arrival_s <= now_s]
+    primary, *younger = arrived[: rules.requests]
+    primary_queue, sends, seconds = (
+      queues[primary],
+      queues[primary][0].kernel.sends,
+      0.0,
+    )
+    while primary_queue and primary_queue[0].kernel.sends == sends:
+      unfinished = primary_queue.pop(0)
+      seconds += unfinished.kernel.seconds * unfinished.pieces / rules.pieces
+    overlapped = _fill(seconds * rules.factor, sends, younger, queues, rules)
+    window = _run_window(now_s, primary, sends, seconds, overlapped, rules)
+    kernel_windows.append(window)
+    finish[primary] = window.primary_end_s
+    for kernel in overlapped:
+      finish[kernel.request] = window.end_s
+    now_s = window.end_s
+  return KernelOutcome.of(requests, finish, kernel_windows)
 
 
 def _by_arrival(requests: Sequence[KernelQueue]) -> list[int]:
@@ -292,25 +301,28 @@ def _fill(
   left: list[list[_Rest]],
   rules: WindowRules,
 ) -> tuple[LaunchedKernel, ...]:
-  """What younger requests launch in a window of so many seconds."""
-  found: list[LaunchedKernel] = []
+  """Kernels that younger requests launch in a window of `planned` seconds."""
+  launched: list[LaunchedKernel] = []
   for n in others:
     queue = left[n]
     while planned > 0 and queue and queue[0].kernel.sends != sends:
-      rest = queue[0]
-      kernel, piece = rest.kernel, rest.kernel.seconds / rules.pieces
-      whole = piece * rest.pieces
-      if whole <= planned:
+      unfinished = queue[0]
+      kernel, piece = (
+        unfinished.kernel,
+        unfinished.kernel.seconds / rules.pieces,
+      )
+      remaining_s = piece * unfinished.pieces
+      if remaining_s <= planned:
         queue.pop(0)
-        found.append(LaunchedKernel(n, kernel.kind, whole))
-        planned = 0.0 if kernel.sends else planned - whole
+        launched.append(LaunchedKernel(n, kernel.kind, remaining_s))
+        planned = 0.0 if kernel.sends else planned - remaining_s
         continue
       count = int(planned / piece) if kernel.kind == PRODUCT else 0
       if count:
-        queue[0] = _Rest(kernel, rest.pieces - count)
-        found.append(LaunchedKernel(n, PRODUCT, count * piece))
-      return tuple(found)
-  return tuple(found)
+        queue[0] = _Rest(kernel, unfinished.pieces - count)
+        launched.append(LaunchedKernel(n, PRODUCT, count * piece))
+      return tuple(launched)
+  return tuple(launched)
 
 
 def _run_window(
@@ -321,18 +333,23 @@ def _run_window(
   beside: tuple[LaunchedKernel, ...],
   rules: WindowRules,
 ) -> KernelWindow:
-  """When the kernels of a window end: side by side they are slower."""
-  more = sum(one.seconds for one in beside)
-  mine, theirs = rules.slowdown(sends), rules.slowdown(not sends)
-  both = min(seconds * mine, more * theirs)
-  primary_end = now + both + (seconds - both / mine)
-  other_end = now + both + (more - both / theirs) if beside else now
+  """Compute the end of a window: overlapping kernels are slower."""
+  beside_s = sum(launched.seconds for launched in beside)
+  primary_slowdown, beside_slowdown = (
+    rules.slowdown(sends),
+    rules.slowdown(not sends),
+  )
+  shared_s = min(seconds * primary_slowdown, beside_s * beside_slowdown)
+  primary_end_s = now + shared_s + (seconds - shared_s / primary_slowdown)
+  beside_end_s = (
+    now + shared_s + (beside_s - shared_s / beside_slowdown) if beside else now
+  )
   return KernelWindow(
     start_s=now,
     primary=primary,
     sends=sends,
     seconds=seconds,
     beside=beside,
-    primary_end_s=primary_end,
-    end_s=max(primary_end, other_end),
+    primary_end_s=primary_end_s,
+    end_s=max(primary_end_s, beside_end_s),
   )

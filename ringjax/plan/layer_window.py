@@ -1,17 +1,17 @@
-"""A sliding window over a model's blocks that stream from disk while it runs.
+"""Sliding window over a model's blocks that stream from disk while it runs.
 
-A device runs attention and feedforward in turn, with an all-reduce behind each,
+A device runs attention and feedforward in turn, each followed by an all-reduce,
 and holds at most `window` blocks. A loader fetches the next block as soon as
 there is room; a block is released when the next one begins, which is when its
 all-reduce is done. The pass is repeated for each token.
 
 With t the seconds of a block with its all-reduce and tau those of its load, the
-device never waits once it is under way if and only if for each block j, and
+device never waits in the steady state if and only if for each block j, and
 each i up to it,
 
   tau_i + ... + tau_j <= t_{i - w + 1} + ... + t_{j - 1}                (steady)
 
-for the load of i begins when block i - w is released. Two windows have names in
+as the load of i begins when block i - w is released. Two windows have names in
 the paper, and a retained block has no load:
 
   tight  w = 2   t_attn + t_ar >= tau_ffn and t_ffn + t_ar >= tau_attn
@@ -35,20 +35,20 @@ from ringjax.errors import OptionError
 from ringjax.plan import files
 from ringjax.plan.events import Op, Simulator, Span
 
-# Of seconds that add up, by rounding.
+# Relative rounding error of sums of seconds.
 _ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowTimes:
-  """Seconds of the two kinds of blocks.
+  """Seconds of attention and feedforward blocks.
 
   Attributes:
-    attention: to compute an attention block.
-    feedforward: to compute a feedforward block.
-    reduce: of the all-reduce behind each.
-    load_attention: to load an attention block.
-    load_feedforward: to load a feedforward block.
+    attention: Seconds to compute an attention block.
+    feedforward: Seconds to compute a feedforward block.
+    reduce: Seconds of the all-reduce after each block.
+    load_attention: Seconds to load an attention block.
+    load_feedforward: Seconds to load a feedforward block.
   """
 
   attention: int | float
@@ -67,12 +67,12 @@ class WindowBlock:
   """A part of a model that is loaded and computed at once.
 
   Attributes:
-    name: for people.
-    nbytes: of its weights.
-    load_s: seconds to load it.
-    step_s: seconds to compute it for a token.
-    first_s: seconds to compute it for the prompt; None: as for a token.
-    retained: whether it stays; it is then loaded once and outside the window.
+    name: Name for reports.
+    nbytes: Bytes of its weights.
+    load_s: Seconds to load it.
+    step_s: Seconds to compute it for a token.
+    first_s: Seconds to compute it for the prompt; None for `step_s`.
+    retained: Whether it stays; it is then loaded once and outside the window.
   """
 
   name: str
@@ -90,19 +90,19 @@ class WindowBlock:
     boolean("retained", self.retained)
 
   def compute_s(self, number_of_pass: int) -> float:
-    """Seconds in a pass, of which the first one reads the prompt."""
+    """Seconds in a pass, of which the first one is the prompt's."""
     if number_of_pass or self.first_s is None:
       return float(self.step_s)
     return float(self.first_s)
 
 
 # ---------------------------------------------------------------------------
-# Whether a device waits
+# Conditions for a device that never waits
 # ---------------------------------------------------------------------------
 
 
 def tight(times: WindowTimes) -> bool:
-  """Whether each load hides behind the block before it."""
+  """Whether the block before hides each load."""
   return bool(
     _at_least(times.attention + times.reduce, times.load_feedforward)
     and _at_least(times.feedforward + times.reduce, times.load_attention)
@@ -112,7 +112,7 @@ def tight(times: WindowTimes) -> bool:
 def loose(
   times: WindowTimes, layers: int, retain_every: int | None = None
 ) -> bool:
-  """Whether loads keep up over the layers, as the paper writes it.
+  """Whether loads keep up over the layers, by the paper's condition.
 
   A layer's loads fit its time, and from a start at an attention block, or at a
   feedforward, no later block of the other kind comes too late. With
@@ -120,8 +120,8 @@ def loose(
   that T layers' loads fit.
 
   Args:
-    times: of the blocks.
-    layers: L.
+    times: Times of the blocks.
+    layers: L, number of layers.
     retain_every: T, or None.
   """
   positive_int("layers", layers)
@@ -158,9 +158,9 @@ def steady(
   """Whether a device that repeats its blocks for ever stops waiting.
 
   Args:
-    steps: seconds of each block of a pass with its all-reduce.
-    loads: seconds to load it; 0 of a retained one, which passes the window.
-    window: blocks that the device holds, besides those that are retained.
+    steps: Seconds of each block of a pass with its all-reduce.
+    loads: Seconds to load each block; 0 if it is retained outside the window.
+    window: Number of blocks that the device holds, without retained ones.
   """
   positive_int("window", window)
   if len(steps) != len(loads):
@@ -170,23 +170,23 @@ def steady(
       f"{len(steps)}, one of each block",
       "pass as many loads as steps",
     )
-  # Blocks with a load, and when each starts in a pass without waits.
+  # Blocks with a load, and the start of each in a pass without waits.
   starts = [0.0, *itertools.accumulate(map(float, steps))]
-  whole = starts.pop() if steps else 0.0
-  moved = [i for i, load in enumerate(loads) if load > 0]
-  if not moved:
+  pass_s = starts.pop() if steps else 0.0
+  streamed = [i for i, load in enumerate(loads) if load > 0]
+  if not streamed:
     return True
-  if not _at_least(whole, sum(loads)):
+  if not _at_least(pass_s, sum(loads)):
     return False
-  count = len(moved)
-  ends = [starts[i] + float(steps[i]) for i in moved]
-  # Of the n-th block that is moved: when it begins, and when it ends.
-  begin = lambda n: starts[moved[n % count]] + (n // count) * whole
-  end = lambda n: ends[n % count] + (n // count) * whole
+  count = len(streamed)
+  ends = [starts[i] + float(steps[i]) for i in streamed]
+  # Begin and end of the n-th streamed block, counted over all passes.
+  begin = lambda n: starts[streamed[n % count]] + (n // count) * pass_s
+  end = lambda n: ends[n % count] + (n // count) * pass_s
   for first in range(count):
     loading = end(first - window)
     for n in range(first, first + count):
-      loading += float(loads[moved[n % count]])
+      loading += float(loads[streamed[n % count]])
       if not _at_least(begin(n), loading):
         return False
   return True
@@ -195,15 +195,15 @@ def steady(
 def least_window(
   steps: Sequence[int | float], loads: Sequence[int | float]
 ) -> int | None:
-  """The smallest window that is steady; None where no window is."""
+  """Smallest window that is steady, or None."""
   for window in range(1, len(steps) + 1):
     if steady(steps, loads, window):
       return window
   return None
 
 
-def _at_least(have: int | float, want: int | float) -> bool:
-  return bool(have >= want - _ROUNDING * max(abs(have), abs(want)))
+def _at_least(actual: int | float, required: int | float) -> bool:
+  return bool(actual >= required - _ROUNDING * max(abs(actual), abs(required)))
 
 
 # ---------------------------------------------------------------------------
@@ -213,15 +213,15 @@ def _at_least(have: int | float, want: int | float) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowRun:
-  """What a simulated run took.
+  """Times and peaks of a simulated run.
 
   Attributes:
-    first_s: until the first token.
-    token_s: seconds of a pass, the mean of the second half of the passes.
-    waits_s: of that half, by device: seconds that it waits for loads.
-    peak_blocks: by device, blocks that it held at once; retained ones too.
-    peak_bytes: by device, their bytes.
-    seconds: of the whole run.
+    first_s: Seconds until the first token.
+    token_s: Mean seconds of a pass in the second half of the passes.
+    waits_s: Seconds that each device waits for loads in that half.
+    peak_blocks: Maximum blocks that each device held, including retained ones.
+    peak_bytes: Maximum bytes that each device held.
+    seconds: Duration of the whole run.
   """
 
   first_s: float
@@ -233,11 +233,11 @@ class WindowRun:
 
   @property
   def steady(self) -> bool:
-    """Whether no device waits for a load once the run is under way."""
+    """Whether no device waits for loads in the second half of the run."""
     return all(s <= _ROUNDING * self.seconds for s in self.waits_s)
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields and properties as a dict for JSON."""
     return files.record(self, "steady")
 
 
@@ -249,18 +249,20 @@ def simulate(
   reduce_s: Sequence[int | float],
   first_reduce_s: Sequence[int | float] | None = None,
 ) -> WindowRun:
-  """Runs all devices' blocks `passes` times.
+  """Simulate all devices' blocks for some passes.
 
   Args:
-    devices: of each its blocks in order, as many of each; a device without a
-      part in a block has one of 0 bytes and 0 seconds.
-    window: blocks that a device holds.
-    passes: tokens, the first of which comes of the prompt.
-    reduce_s: seconds of the all-reduce behind each block.
-    first_reduce_s: the same for the prompt; default: as for a token.
+    devices: Blocks of each device in order, as many of each; a device without
+      a part in a block has one of 0 bytes and 0 seconds.
+    window: Number of blocks that a device holds.
+    passes: Number of tokens, the first of which follows the prompt.
+    reduce_s: Seconds of the all-reduce after each block.
+    first_reduce_s: Seconds of the all-reduces for the prompt; default:
+      `reduce_s`.
 
   Raises:
-    OptionError: devices with unequal numbers of blocks, or values out of range.
+    OptionError: If devices have unequal numbers of blocks, or values are out
+      of range.
   """
   positive_int("window", window)
   positive_int("passes", passes)
@@ -280,63 +282,63 @@ def simulate(
   loads: dict[tuple[int, int, int], Op] = {}
   steps: dict[tuple[int, int, int], Op] = {}
   reduces: dict[tuple[int, int], Op] = {}
-  before: list[Op] = []
+  last_reduce: list[Op] = []
   for number_of_pass in range(passes):
     sums = reduce_s
     if not number_of_pass and first_reduce_s is not None:
       sums = first_reduce_s
     for i, reduce in enumerate(sums):
-      mine = []
+      block_steps = []
       give = {}
       for d, blocks in enumerate(devices):
         block = blocks[i]
-        needs = list(before)
+        needs = list(last_reduce)
         streams = block.nbytes > 0 or block.load_s > 0
         if streams and not (block.retained and number_of_pass):
-          passing = not block.retained
+          windowed = not block.retained
           load = sim.op(
             f"load {block.name}",
             loaders[d],
             block.load_s,
             after=last_load[d],
-            take={pools[d]: 1} if passing else None,
+            take={pools[d]: 1} if windowed else None,
           )
           last_load[d] = [load]
           loads[number_of_pass, i, d] = load
           needs.append(load)
-          if passing:
+          if windowed:
             give[pools[d]] = 1
         step = sim.op(
           block.name, cores[d], block.compute_s(number_of_pass), after=needs
         )
         steps[number_of_pass, i, d] = step
-        mine.append(step)
+        block_steps.append(step)
       reduces[number_of_pass, i] = sim.op(
-        "all-reduce", None, reduce, after=mine, give=give
+        "all-reduce", None, reduce, after=block_steps, give=give
       )
-      before = [reduces[number_of_pass, i]]
-  found = sim.run()
-  ended = lambda key: float(found[reduces[key]].done_s)
+      last_reduce = [reduces[number_of_pass, i]]
+  timeline = sim.run()
+  reduce_end_s = lambda key: float(timeline[reduces[key]].done_s)
   final = len(reduce_s) - 1
   half = passes // 2
   waits = [0.0] * len(devices)
   for n, i in itertools.product(range(half, passes), range(final + 1)):
     key = (n, i - 1) if i else (n - 1, final)
-    free = ended(key) if key in reduces else 0.0
+    free_s = reduce_end_s(key) if key in reduces else 0.0
     for d in range(len(devices)):
-      waits[d] += float(found[steps[n, i, d]].start_s) - free
-  held = [
-    _peak(devices[d], d, loads, reduces, found.__getitem__)
+      waits[d] += float(timeline[steps[n, i, d]].start_s) - free_s
+  peaks = [
+    _peak(devices[d], d, loads, reduces, timeline.__getitem__)
     for d in range(len(devices))
   ]
-  start = ended((half - 1, final)) if half else 0.0
+  start = reduce_end_s((half - 1, final)) if half else 0.0
   return WindowRun(
-    first_s=ended((0, final)),
-    token_s=(ended((passes - 1, final)) - start) / (passes - half),
+    first_s=reduce_end_s((0, final)),
+    token_s=(reduce_end_s((passes - 1, final)) - start) / (passes - half),
     waits_s=tuple(waits),
-    peak_blocks=tuple(blocks for blocks, _ in held),
-    peak_bytes=tuple(nbytes for _, nbytes in held),
-    seconds=float(found.finish_s),
+    peak_blocks=tuple(blocks for blocks, _ in peaks),
+    peak_bytes=tuple(nbytes for _, nbytes in peaks),
+    seconds=float(timeline.finish_s),
   )
 
 
@@ -347,23 +349,23 @@ def _peak(
   reduces: Any,
   span: Any,
 ) -> tuple[int, float]:
-  """The most blocks, and the most bytes, that a device held at once."""
+  """Maximum blocks, and maximum bytes, that a device held at once."""
   changes: list[tuple[float, int, int, float]] = []
   for (number_of_pass, i, d), load in loads.items():
     if d != device:
       continue
-    came: Span = span(load)
-    changes.append((came.start_s, 1, 1, float(blocks[i].nbytes)))
+    load_span: Span = span(load)
+    changes.append((load_span.start_s, 1, 1, float(blocks[i].nbytes)))
     if not blocks[i].retained:
-      gone: Span = span(reduces[number_of_pass, i])
-      changes.append((gone.done_s, 0, -1, -float(blocks[i].nbytes)))
-  count = most = 0
+      reduce_span: Span = span(reduces[number_of_pass, i])
+      changes.append((reduce_span.done_s, 0, -1, -float(blocks[i].nbytes)))
+  count = most_blocks = 0
   nbytes = largest = 0.0
-  # What is released at an instant makes room for what comes then.
+  # At one instant, releases come before loads.
   for _, _, n, size in sorted(changes):
     count, nbytes = count + n, nbytes + size
-    most, largest = max(most, count), max(largest, nbytes)
-  return most, largest
+    most_blocks, largest = max(most_blocks, count), max(largest, nbytes)
+  return most_blocks, largest
 
 
 # ---------------------------------------------------------------------------
@@ -372,12 +374,12 @@ def _peak(
 
 
 def window_numbers(numbers: Sequence[int | float], window: int) -> float:
-  """The largest sum of `window` blocks in a row, around the end."""
+  """Largest sum of `window` consecutive blocks, cyclically."""
   positive_int("window", window)
   count = min(window, len(numbers))
-  around = [*numbers, *numbers]
+  twice = [*numbers, *numbers]
   return max(
-    float(sum(around[i : i + count])) for i in range(len(numbers))
+    float(sum(twice[i : i + count])) for i in range(len(numbers))
   )  # fmt: skip
 
 
@@ -397,14 +399,14 @@ def master_numbers(
   head: int | float,
   window: int,
 ) -> float:
-  """Weights in the master's window, which has embedding and head besides.
+  """Weights in the master's window, which also has embedding and head.
 
   Args:
-    attention: weights of an attention block.
-    feedforward: of a feedforward block.
-    embedding: of the first block, no smaller than these.
-    head: of the last, with its norm.
-    window: blocks.
+    attention: Weights of an attention block.
+    feedforward: Weights of a feedforward block.
+    embedding: Weights of the first block, no smaller than these.
+    head: Weights of the last block, with its norm.
+    window: Number of blocks.
   """
   positive_int("window", window)
   if window == 1:

@@ -1,8 +1,8 @@
 """Machines by name, in files, and from measured times.
 
-Guarantees: what is read is checked before it is used; a file is written whole
-or not at all. A measured machine is a line through times, t = a + b x, with
-neither negative: a is the fixed time of a call, 1 / b the rate.
+Guarantees: files are checked when read; a file is written whole or not at all.
+A measured machine is a line through times, t = a + b x, with neither negative:
+a is the fixed time of a call, 1 / b the rate.
 
 The stated machines are in `ringjax.parallel.chips`.
 """
@@ -22,16 +22,16 @@ from ringjax.parallel.chips import Chip, Link, Machine
 from ringjax.plan import files
 
 FORMAT = "ringjax.machine"
-# Two directions at once that take less than this of one alone share nothing.
+# Sends in two directions that take less than this times one are independent.
 _APART = 1.5
 
 
 def load(name: str) -> Machine:
-  """A stated machine by name, or one by the path of its file.
+  """Load a stated machine by name, or one by the path of its file.
 
   Raises:
-    OptionError: no machine has this name.
-    CheckpointFormatError: the file does not hold a machine.
+    OptionError: If no machine has this name.
+    CheckpointFormatError: If the file does not hold a machine.
   """
   if os.sep in name or name.endswith(".json"):
     return read(name)
@@ -39,20 +39,20 @@ def load(name: str) -> Machine:
 
 
 def write(path: str, machine: Machine) -> None:
-  """Writes a machine to a file.
+  """Write a machine to a file.
 
   Raises:
-    OptionError: it cannot be written.
+    OptionError: If it cannot be written.
   """
   files.write(path, FORMAT, machine.record())
 
 
 def read(path: str) -> Machine:
-  """The machine in a file that `write` or a person wrote.
+  """Read a machine from a file that `write` or a person wrote.
 
   Raises:
-    OptionError: it cannot be read.
-    CheckpointFormatError: it does not hold a machine.
+    OptionError: If it cannot be read.
+    CheckpointFormatError: If it does not hold a machine.
   """
   return files.load(path, FORMAT, Machine.of, "the fields of a machine")
 
@@ -65,18 +65,18 @@ Samples = Sequence[tuple[float, float]]
 
 
 def line(samples: Samples, noise_s: float = 0.0) -> tuple[float, float]:
-  """(a, b) of t = a + b x through (x, t), by least squares.
+  """Fit (a, b) of t = a + b x through (x, t), by least squares.
 
-  Errors count relative to the time, so that short calls have a say, as far as
+  Errors count relative to the time, so that short calls have weight, as far as
   they are above the noise.
 
   Args:
-    samples: pairs of (x, t).
-    noise_s: seconds by which every time may be wrong; a time that is a
-      difference may then be below 0.
+    samples: Pairs (x, t).
+    noise_s: Error bound of every time in seconds; a time that is a difference
+      may then be below 0.
 
   Raises:
-    OptionError: fewer than two different x, or times that do not grow.
+    OptionError: If there are fewer than two different x, or times do not grow.
   """
   x, t = (np.array(column, float) for column in zip(*samples, strict=True))
   if np.unique(x).size < 2 or (not noise_s and not (t > 0).all()):
@@ -103,15 +103,15 @@ def line(samples: Samples, noise_s: float = 0.0) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkTimes:
-  """Times along one mesh axis, each a list of (bytes, seconds).
+  """Measured times along one mesh axis, as lists of (bytes, seconds).
 
   Attributes:
-    size: devices along the axis.
-    one: a send to the next device, of so many bytes.
-    both: to both neighbours at once, of so many bytes each.
-    gather: an all-gather that brings so many bytes of others'.
-    exchange: an all-to-all that sends so many bytes to others.
-    noise_s: by how much any of the times may be wrong.
+    size: Number of devices along the axis.
+    one: Sends to the next device.
+    both: Sends to both neighbours at once, bytes of each.
+    gather: All-gathers, bytes received from other devices.
+    exchange: All-to-alls, bytes sent to other devices.
+    noise_s: Error bound of all times, in seconds.
   """
 
   size: int
@@ -123,19 +123,19 @@ class LinkTimes:
 
 
 def link_of(times: LinkTimes) -> Link:
-  """The link that takes these times.
+  """Fit a link to these times.
 
-  A gather that is much faster than sends to one neighbour uses several links;
-  where sends to both neighbours take as long as two, there is one way out.
+  An all-gather that is much faster than sends to one neighbour uses several
+  links; if sends to both neighbours take as long as two, there is one port.
   """
   latency, per_byte = line(times.one, times.noise_s)
-  _, both = line(times.both, times.noise_s)
-  _, gathered = line(times.gather, times.noise_s)
-  apart = both < _APART * per_byte
-  ways = per_byte / gathered
+  _, both_per_byte = line(times.both, times.noise_s)
+  _, gather_per_byte = line(times.gather, times.noise_s)
+  full_duplex = both_per_byte < _APART * per_byte
+  ways = per_byte / gather_per_byte
   ports = 1
-  if apart and times.size > 2:
-    # Whole dimensions; a little less than a half of one is noise.
+  if full_duplex and times.size > 2:
+    # Two ports per dimension; half a port beyond a whole dimension is noise.
     ports = min(6, max(2, 2 * math.ceil(ways / 2 - 0.25)))
   return Link(bandwidth=1 / per_byte, latency_s=latency, ports=ports)
 
@@ -153,30 +153,30 @@ def fitted(
   dtype: str,
   source: str,
 ) -> Machine:
-  """The machine that takes these times, each of one device.
+  """Fit a machine to measured times, each of one device.
 
   Args:
-    name: of it.
-    products: for each dtype (FLOPs, seconds) of matrix products.
+    name: Name of the machine.
+    products: (FLOPs, seconds) of matrix products, by dtype.
     forward: (FLOPs, seconds) of the local algorithm's forward pass.
-    backward: of its backward pass alone.
-    links: by mesh axis.
+    backward: (FLOPs, seconds) of its backward pass alone.
+    links: Times of links by mesh axis.
     copies: (bytes read and written, seconds).
-    memory_bytes: of a device.
-    call_s: of a program that does nothing.
-    dtype: that the local algorithm was measured in.
-    source: how it was measured.
+    memory_bytes: Memory of a device, in bytes.
+    call_s: Seconds of a program that does nothing.
+    dtype: Dtype in which the local algorithm was measured.
+    source: Description of the measurement.
 
   Raises:
-    OptionError: samples too few or too noisy.
+    OptionError: If there are too few samples, or too noisy ones.
   """
   rates = {
     kind: 1 / line(samples, call_s)[1] for kind, samples in products.items()
   }
-  fits = [line(samples, call_s) for samples in (forward, backward)]
-  # A rate above the product's is the noise of the machine.
+  lines = [line(samples, call_s) for samples in (forward, backward)]
+  # A rate above the product's is noise of the machine.
   forward_part, backward_part = (
-    min(1.0, 1 / per_flop / rates[dtype]) for _, per_flop in fits
+    min(1.0, 1 / per_flop / rates[dtype]) for _, per_flop in lines
   )
   return Machine(
     name=name,
@@ -189,7 +189,7 @@ def fitted(
     ),
     links={axis: link_of(times) for axis, times in links.items()},
     efficiency={"blockwise": (forward_part, backward_part)},
-    hop_s=float(np.mean([start for start, _ in fits])),
+    hop_s=float(np.mean([start for start, _ in lines])),
     call_s=call_s,
     source=source,
   )

@@ -1,9 +1,9 @@
-"""What a placement over three tiers costs: times and memory, as affine forms.
+"""Cost model of offloading to three tiers: times and memory, as affine forms.
 
 A policy places fractions of the weights, of the cache and of the hidden states
 on device, host and disk: w, c, h, three fractions each. For a given block of
-rows every time and every peak of memory is affine in these nine, which is what
-makes the best placement a linear program. A block is `rows` x `batches`: one
+rows every time and every peak of memory is affine in these nine numbers, so
+that the best placement is a linear program. A block is `rows` x `batches`: one
 layer's weights serve all batches of a block before the next layer begins.
 
 With W bytes of a layer, C bytes of a token's key and value in it, E = 2 D bytes
@@ -22,8 +22,8 @@ bytes, and for a new token
   disk_read    w3 W + c3 (s + n / 2) C b + h3 E b
   disk_write   c3 C b + h3 E b
 
-each at its rate. The fifth time is that of computing: products, and attention
-where the cache is. Two forms join the five:
+each at its bandwidth. The fifth time is compute: products, and attention where
+the cache is. Two formulas combine the five:
 
   "paper"         the largest of the five
   "code", prompt  max(to_device + disk_read, from_device + disk_write, compute)
@@ -56,33 +56,34 @@ FORMS = ("paper", "code")
 WORKING = ("largest", "sum")
 PARTS = ("to_device", "from_device", "disk_read", "disk_write", "compute")
 KINDS = ("weights", "cache", "hidden")
-# Bytes of a number. In 4 bits each group of 64 has a scale and a minimum too.
+# Bytes of a number. With 4 bits each group of 64 has a scale and a minimum,
+# too.
 BYTES = {16: 2.0, 4: 0.5 + 4 / 64}
-# Nine coefficients, of `KINDS` by `TIERS`, and a constant.
+# Nine coefficients, for `KINDS` by `TIERS`, and a constant.
 Affine = Float[np.ndarray, " coefficients"]
 Fractions = Float[np.ndarray, " fractions"]
 
 
 # ---------------------------------------------------------------------------
-# What is asked
+# Tasks and policies
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadTask:
-  """What is to run, and how it is stored.
+  """A generation task, and how its numbers are stored.
 
   Attributes:
-    prompt: tokens of each row's prompt, s.
-    new: tokens that each row generates, n.
-    form: how times overlap, of `FORMS`.
-    working: what of a layer's steps is in the device's memory at once, the
-      "largest" or their "sum"; None: the largest with the form "paper", the sum
-      with "code".
-    weight_bits: 16 or 4.
-    cache_bits: 16 or 4; of a cache in 4 bits attention is on the device.
-    host_attention: whether new tokens attend on the host to the part of the
-      cache that is not on the device; without it that part is moved each time.
+    prompt: Tokens of each row's prompt, s.
+    new: Tokens that each row generates, n.
+    form: Model of how times overlap, one of `FORMS`.
+    working: Memory of a layer's steps on the device, the "largest" or their
+      "sum"; None: the largest with the form "paper", the sum with "code".
+    weight_bits: Bits of a weight, 16 or 4.
+    cache_bits: Bits of a cached number, 16 or 4; with 4 bits attention is on
+      the device.
+    host_attention: Whether new tokens attend on the host to the part of the
+      cache that is not on the device; else that part is moved at each step.
   """
 
   prompt: int = 512
@@ -115,14 +116,14 @@ class OffloadTask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-  """A block of rows, and what part of everything is in which tier.
+  """Block size, and the fractions of weights, cache and states in each tier.
 
   Attributes:
-    rows: of a batch on the device.
-    batches: of a block, which share a layer's weights.
-    weights: fractions on device, host and disk; they add up to 1.
-    cache: the same of keys and values.
-    hidden: the same of hidden states.
+    rows: Rows of a batch on the device.
+    batches: Batches of a block, which share a layer's weights.
+    weights: Fractions of the weights on device, host and disk; their sum is 1.
+    cache: Fractions of keys and values on device, host and disk.
+    hidden: Fractions of hidden states on device, host and disk.
   """
 
   rows: int
@@ -135,13 +136,15 @@ class OffloadPolicy:
     positive_int("rows", self.rows)
     positive_int("batches", self.batches)
     for kind in KINDS:
-      given = getattr(self, kind)
-      for one in given:
-        number(kind, one, least=0, most=1)
-      if len(given) != 3 or not math.isclose(sum(given), 1.0, abs_tol=1e-6):
+      fractions = getattr(self, kind)
+      for fraction in fractions:
+        number(kind, fraction, least=0, most=1)
+      if len(fractions) != 3 or not math.isclose(
+        sum(fractions), 1.0, abs_tol=1e-6
+      ):
         raise OptionError(
           kind,
-          f"{given}",
+          f"{fractions}",
           "fractions on device, host and disk that add up to 1",
           f"change {kind} so that the sum is 1",
         )
@@ -152,25 +155,27 @@ class OffloadPolicy:
     return self.rows * self.batches
 
   def fractions(self) -> Fractions:
-    """All fractions, of `KINDS` by `TIERS`."""
+    """All fractions, in the order of `KINDS` by `TIERS`."""
     return np.array([*self.weights, *self.cache, *self.hidden], np.float64)
 
   @classmethod
   def parse(cls, text: str) -> OffloadPolicy:
-    """A policy of text: ROWSxBATCHES:WEIGHTS,CACHE,HIDDEN, e.g. 48x3:20/80,...
+    """Parse a policy: ROWSxBATCHES:WEIGHTS,CACHE,HIDDEN, e.g. 48x3:20/80,...
 
-    Each of the three is the percentage on the device / on the host; what is
-    left of 100 is on the disk.
+    Each of the three is the percentage on the device / on the host; the rest up
+    to 100 is on the disk.
 
     Raises:
-      OptionError: another form, or more than 100 %.
+      OptionError: If the text has another form, or more than 100 %.
     """
-    block, _, rest = text.partition(":")
+    block, _, shares_text = text.partition(":")
     try:
-      rows, batches = (int(x) for x in block.split("x"))
+      rows, batches = (int(size) for size in block.split("x"))
       shares = []
-      for part in rest.split(","):
-        device, host = (float(x) / 100 for x in part.split("/"))
+      for share_text in shares_text.split(","):
+        device, host = (
+          float(percentage) / 100 for percentage in share_text.split("/")
+        )
         shares.append((device, host, max(0.0, 1 - device - host)))
       weights, cache, hidden = shares
     except ValueError:
@@ -180,7 +185,7 @@ class OffloadPolicy:
     )
 
   def __str__(self) -> str:
-    percent = lambda x: f"{100 * x:.3g}"
+    percent = lambda fraction: f"{100 * fraction:.3g}"
     parts = (getattr(self, kind) for kind in KINDS)
     shares = ",".join(f"{percent(d)}/{percent(h)}" for d, h, _ in parts)
     return f"{self.rows}x{self.batches}:{shares}"
@@ -204,16 +209,16 @@ def _affine(
   constant: float = 0.0, **shares: tuple[float, float, float]
 ) -> Affine:
   """coefficients x fractions + constant; `shares` by kind, each by tier."""
-  found = np.zeros(10)
-  for kind, given in shares.items():
-    at = 3 * KINDS.index(kind)
-    found[at : at + 3] += given
-  found[9] = constant
-  return found
+  coefficients = np.zeros(10)
+  for kind, tier_coefficients in shares.items():
+    start = 3 * KINDS.index(kind)
+    coefficients[start : start + 3] += tier_coefficients
+  coefficients[9] = constant
+  return coefficients
 
 
 def value(form: Affine, fractions: Fractions) -> float:
-  """The value of an affine form."""
+  """Evaluate an affine form."""
   return float(form[:9] @ fractions + form[9])
 
 
@@ -222,10 +227,10 @@ class OffloadForms:
   """Times and peaks of a block, affine in the fractions.
 
   Attributes:
-    times: by phase ("prefill", "decode", "head") and part, seconds: of a layer
+    times: Seconds by phase ("prefill", "decode", "head") and part: of a layer
       over all rows of a block, for the prompt and for a token; of the head.
-    peaks: (tier, phase, what, form): bytes that must be there at once.
-    kept: by kind, bytes of all of it at the end, wherever they are.
+    peaks: (tier, phase, step, form): bytes that must be there at once.
+    kept: Total bytes at the end by kind, in all tiers.
   """
 
   times: Mapping[str, Mapping[str, Affine]]
@@ -240,7 +245,7 @@ def forms(
   rows: int,
   batches: int,
 ) -> OffloadForms:
-  """The times and peaks of a block of `rows` x `batches`."""
+  """Times and peaks of a block of `rows` x `batches`."""
   return OffloadForms(
     _times(shape, machine, task, rows, batches),
     _peaks(shape, task, rows, batches),
@@ -251,7 +256,7 @@ def forms(
 def _bytes(
   shape: OffloadShape, task: OffloadTask
 ) -> tuple[float, float, float]:
-  """(W, C, E): of a layer, of a token's keys in a layer, of a hidden state."""
+  """(W, C, E): bytes of a layer, of a token's keys in it, of a hidden state."""
   return (
     shape.weights * BYTES[task.weight_bits],
     shape.kv * BYTES[task.cache_bits],
@@ -282,65 +287,69 @@ def _times(
   m, s, n, b = machine, task.prompt, task.new, rows * batches
   W, C, E = _bytes(shape, task)
   host = task.attends_on_host
-  away = lambda x: (0.0, x, x)
-  disk = lambda x: (0.0, 0.0, x)
+  off_device = lambda x: (0.0, x, x)
+  on_disk = lambda x: (0.0, 0.0, x)
   keys = (s + n / 2) * b  # that a token of each row sees, in the mean
   prefill = {
     "to_device": _affine(
-      weights=away(W / m.to_device), hidden=away(s * E * b / m.to_device)
+      weights=off_device(W / m.to_device),
+      hidden=off_device(s * E * b / m.to_device),
     ),
     "from_device": _affine(
-      cache=away((s + 1) * C * b / m.from_device_cache),
-      hidden=away(s * E * b / m.from_device_hidden),
+      cache=off_device((s + 1) * C * b / m.from_device_cache),
+      hidden=off_device(s * E * b / m.from_device_hidden),
     ),
     "disk_read": _affine(
-      weights=disk(W / m.disk_read), hidden=disk(s * E * b / m.disk_read)
+      weights=on_disk(W / m.disk_read), hidden=on_disk(s * E * b / m.disk_read)
     ),
     "disk_write": _affine(
-      cache=disk((s + 1) * C * b / m.disk_write_cache),
-      hidden=disk(s * E * b / m.disk_write_hidden),
+      cache=on_disk((s + 1) * C * b / m.disk_write_cache),
+      hidden=on_disk(s * E * b / m.disk_write_hidden),
     ),
     "compute": _affine(
       2 * b * s * shape.active / m.prefill_flops
       + shape.attend * b * s**2 / m.prefill_attention_flops
     ),
   }
-  reading = m.disk_read * (m.weight_read_part if task.form == "code" else 1)
+  read_bytes_s = m.disk_read * (
+    m.weight_read_part if task.form == "code" else 1
+  )
   on_device = shape.attend * keys / m.decode_attention_flops
   on_host = (
     shape.attend * keys / (m.host_flops * host_part(m, shape, task, rows))
   )
-  moved = 0.0 if host else keys * C / m.to_device
-  stored = 0.0 if host else C * b / m.from_device_cache
-  elsewhere = on_host if host else on_device
+  moved_s = 0.0 if host else keys * C / m.to_device
+  stored_s = 0.0 if host else C * b / m.from_device_cache
+  off_device_s = on_host if host else on_device
   decode = {
     "to_device": _affine(
-      weights=away(W / m.to_device),
-      hidden=away(E * b / m.to_device),
-      cache=away(moved),
+      weights=off_device(W / m.to_device),
+      hidden=off_device(E * b / m.to_device),
+      cache=off_device(moved_s),
     ),
     "from_device": _affine(
-      hidden=away(E * b / m.from_device_hidden), cache=away(stored)
+      hidden=off_device(E * b / m.from_device_hidden),
+      cache=off_device(stored_s),
     ),
     "disk_read": _affine(
-      weights=disk(W / reading),
-      cache=disk(keys * C / m.disk_read),
-      hidden=disk(E * b / m.disk_read),
+      weights=on_disk(W / read_bytes_s),
+      cache=on_disk(keys * C / m.disk_read),
+      hidden=on_disk(E * b / m.disk_read),
     ),
     "disk_write": _affine(
-      cache=disk(C * b / m.disk_write_decode),
-      hidden=disk(E * b / m.disk_write_decode),
+      cache=on_disk(C * b / m.disk_write_decode),
+      hidden=on_disk(E * b / m.disk_write_decode),
     ),
     "compute": _affine(
       2 * b * shape.active / m.decode_flops,
-      cache=(on_device, elsewhere, elsewhere),
+      cache=(on_device, off_device_s, off_device_s),
     ),
   }
-  table = shape.head * BYTES[task.weight_bits]
+  table_bytes = shape.head * BYTES[task.weight_bits]
   head = {
-    "to_device": _affine(weights=away(table / m.to_device)),
+    "to_device": _affine(weights=off_device(table_bytes / m.to_device)),
     "from_device": _affine(),
-    "disk_read": _affine(weights=disk(table / reading)),
+    "disk_read": _affine(weights=on_disk(table_bytes / read_bytes_s)),
     "disk_write": _affine(),
     "compute": _affine(2 * b * shape.head / m.decode_flops),
   }
@@ -350,7 +359,7 @@ def _times(
 def host_part(
   machine: OffloadMachine, shape: OffloadShape, task: OffloadTask, rows: int
 ) -> float:
-  """Part of the host's rate of attention that a batch of `rows` reaches."""
+  """Fraction of the host's attention rate that a batch of `rows` reaches."""
   if task.form != "code":
     return 1.0
   c1, c2, c3 = machine.host_slope
@@ -362,9 +371,9 @@ def host_part(
 def joined(
   form: str, phase: str, times: Mapping[str, Affine]
 ) -> dict[str, Affine]:
-  """The sums of which a phase takes the largest, by the names of their parts.
+  """Sums of which a phase takes the largest, by the names of their parts.
 
-  The head goes by the rule of a token.
+  The head follows the rule of a token.
   """
   if form == "paper":
     return dict(times)
@@ -388,68 +397,74 @@ def joined(
 def _peaks(
   shape: OffloadShape, task: OffloadTask, rows: int, batches: int
 ) -> tuple[tuple[str, str, str, Affine], ...]:
-  """Bytes that must be in each tier at once: what is kept there, and at work.
+  """Bytes that each tier needs at once: kept data, and data at work.
 
-  Of the device: two layers' weights that stream in, a batch's hidden states
-  and cache, and the largest step of a layer or all of them (`task.working`).
+  On the device: two layers' weights that stream in, a batch's hidden states
+  and cache, and the largest step of a layer or all steps (`task.working`).
   """
   s, n, b = task.prompt, task.new, rows * batches
   W, C, E = _bytes(shape, task)
   total = _kept(shape, task, b)
   L, all_w, scores = shape.layers, total["weights"], int(shape.scores)
-  found: list[tuple[str, str, str, Affine]] = []
-  for phase, q, seen in (("prefill", s, s), ("decode", 1, s + n)):
+  peaks: list[tuple[str, str, str, Affine]] = []
+  for phase, q, keys_seen in (("prefill", s, s), ("decode", 1, s + n)):
     decode = phase == "decode"
     # Device and disk have room for the whole cache from the start; the host's
     # part grows while tokens are generated.
     token = C * b * L
-    cache = {"device": (s + n) * token, "host": seen * token}
+    cache = {"device": (s + n) * token, "host": keys_seen * token}
     cache["disk"] = cache["device"]
-    kept = {
-      tier: _only(tier, weights=all_w, hidden=q * E * b, cache=cache[tier])
+    kept_by_tier = {
+      tier: _kept_in_tier(
+        tier, weights=all_w, hidden=q * E * b, cache=cache[tier]
+      )
       for tier in TIERS
     }
-    # The device: what streams through it.
+    # The device: data that streams through it.
     passing = _affine(
       2 * W + q * E * rows,
       weights=(-2 * W, 0.0, 0.0),
       hidden=(-q * E * rows, 0.0, 0.0),
     )
     if decode:
-      passing = passing + _seen(task, rows * (s + n) * C)
-    for what, step in _steps(shape, task, rows, q, seen, scores).items():
-      found.append(("device", phase, what, kept["device"] + passing + step))
-    # The host: what passes through it.
+      passing = passing + _keys_at_work(task, rows * (s + n) * C)
+    for step_name, step in _steps(
+      shape, task, rows, q, keys_seen, scores
+    ).items():
+      peaks.append(
+        ("device", phase, step_name, kept_by_tier["device"] + passing + step)
+      )
+    # The host: data that passes through it.
     if decode:
-      through = _affine(
+      passing_host = _affine(
         2 * shape.heads * (s + n) * rows * scores + E * rows,
         weights=(0.0, 0.0, W),
         hidden=(0.0, 0.0, 2 * E * rows),
         cache=(0.0, 0.0, 2 * (s + n) * C * rows),
       )
     else:
-      through = _affine(
+      passing_host = _affine(
         W + s * E * rows,
         weights=(-W, 0.0, 0.0),
         hidden=(-s * E * rows, 0.0, 0.0),
       )
-    found.append(("host", phase, "", kept["host"] + through))
-    found.append(("disk", phase, "", kept["disk"]))
-  return tuple(found)
+    peaks.append(("host", phase, "", kept_by_tier["host"] + passing_host))
+    peaks.append(("disk", phase, "", kept_by_tier["disk"]))
+  return tuple(peaks)
 
 
-def _only(tier: str, **totals: float) -> Affine:
-  """Bytes kept in one tier."""
-  at = TIERS.index(tier)
+def _kept_in_tier(tier: str, **totals: float) -> Affine:
+  """Affine form of the bytes kept in one tier."""
+  index = TIERS.index(tier)
   shares: Any = {
-    kind: tuple(total if i == at else 0.0 for i in range(3))
+    kind: tuple(total if i == index else 0.0 for i in range(3))
     for kind, total in totals.items()
   }
   return _affine(**shares)
 
 
-def _seen(task: OffloadTask, nbytes: float) -> Affine:
-  """Bytes of keys at work on the device: of its part, or of all."""
+def _keys_at_work(task: OffloadTask, nbytes: float) -> Affine:
+  """Bytes of keys that attention uses on the device: its part, or all."""
   if task.attends_on_host:
     return _affine(cache=(nbytes, 0.0, 0.0))
   return _affine(nbytes)
@@ -460,53 +475,53 @@ def _steps(
   task: OffloadTask,
   rows: int,
   q: int,
-  seen: int,
+  keys_seen: int,
   scores: int,
 ) -> dict[str, Affine]:
-  """Bytes at work in a layer's steps on the device, or in all of them."""
+  """Bytes at work in a layer's steps on the device, by step or in all."""
   D, N, F = shape.embed, shape.queries, shape.hidden
-  matrix = 2.0 * rows * shape.heads * q * seen * scores
-  half = rows * seen * shape.kv  # keys, or values, in 16 bits
+  matrix = 2.0 * rows * shape.heads * q * keys_seen * scores
+  half_bytes = rows * keys_seen * shape.kv  # keys, or values, in 16 bits
   query = 2.0 * rows * q * N
   qkv = _affine(2.0 * rows * q * (D + N + shape.kv))
   out = _affine(2.0 * rows * q * (N + D))
-  attends = lambda x: _seen(task, x) if q == 1 else _affine(x)
+  attends = lambda x: _keys_at_work(task, x) if q == 1 else _affine(x)
   if not task.adds_steps:
     return {
       "projections": qkv,
-      "attention": attends(2 * query + half + matrix),
+      "attention": attends(2 * query + half_bytes + matrix),
       "output": out,
       "feedforward": _affine(2.0 * rows * q * (D + F)),
     }
-  # Whole prompts: the released model counts queries in place of keys.
-  held = half if q == 1 else 0.0
+  # With whole prompts, the released model counts queries instead of keys.
+  key_bytes = half_bytes if q == 1 else 0.0
   steps = (
-    qkv + attends(2 * query + 2 * held + matrix) + out
+    qkv + attends(2 * query + 2 * key_bytes + matrix) + out
     + _affine(2.0 * rows * q * (F + D))
   )  # fmt: skip
   return {"all steps": steps}
 
 
 # ---------------------------------------------------------------------------
-# A given policy
+# Estimate of a given policy
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadEstimate:
-  """What a policy takes.
+  """Predicted times and memory of a policy.
 
   Attributes:
-    tokens_s: new tokens a second, of all rows.
-    prefill_s: seconds of a block's prompts.
-    decode_s: seconds of its tokens after the first.
-    prefill: seconds of each part, of a layer.
-    decode: the same, of a token of each row.
-    binds: the parts that a phase waits for, "prefill" and "decode".
-    held: bytes by tier and kind, at the end, when hidden states are those of
-      one token of each row.
-    peak: largest bytes by tier.
-    limit: bytes by tier that may be filled.
+    tokens_s: New tokens per second, of all rows.
+    prefill_s: Seconds of a block's prompts.
+    decode_s: Seconds of its tokens after the first.
+    prefill: Seconds of a layer by part, for prompts.
+    decode: Seconds of a layer by part, for a token of each row.
+    binds: Limiting parts of each phase, "prefill" and "decode".
+    held: Bytes by tier and kind at the end, with hidden states of one token of
+      each row.
+    peak: Largest bytes by tier.
+    limit: Bytes that may be filled, by tier.
   """
 
   tokens_s: float
@@ -521,18 +536,18 @@ class OffloadEstimate:
 
   @property
   def fits(self) -> bool:
-    """Whether every tier's peak is within what may be filled."""
+    """Whether every tier's peak is within its limit."""
     return all(
       self.peak[tier] <= self.limit[tier] * (1 + 1e-6) for tier in TIERS
     )
 
   @property
   def seconds(self) -> float:
-    """Of a block, from its prompts to its last tokens."""
+    """Seconds of a block, from its prompts to its last tokens."""
     return self.prefill_s + self.decode_s
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields and properties as a dict for JSON."""
     return files.record(self, "fits", "seconds")
 
 
@@ -542,10 +557,10 @@ def estimate(
   task: OffloadTask,
   policy: OffloadPolicy,
 ) -> OffloadEstimate:
-  """The times and the memory of a policy, whether it fits or not.
+  """Estimate the times and the memory of a policy, whether it fits or not.
 
   Raises:
-    OptionError: hidden states on disk with the form "code".
+    OptionError: If hidden states are on disk with the form "code".
   """
   if task.form == "code" and policy.hidden[2] > 1e-6:
     raise OptionError(
@@ -554,20 +569,25 @@ def estimate(
       "hidden states on device and host",
       "place them there, or pass form='paper'",
     )
-  x = policy.fractions()
-  made = forms(shape, machine, task, policy.rows, policy.batches)
-  found, binds = {}, {}
-  for phase, times in made.times.items():
+  fractions = policy.fractions()
+  affine_forms = forms(shape, machine, task, policy.rows, policy.batches)
+  phase_s, binds = {}, {}
+  for phase, times in affine_forms.times.items():
     sums = joined(task.form, phase, times)
-    binds[phase] = max(sums, key=lambda name: value(sums[name], x))
-    found[phase] = value(sums[binds[phase]], x)
-  prefill_s = shape.layers * found["prefill"] + found["head"]
-  decode_s = (task.new - 1) * (shape.layers * found["decode"] + found["head"])
+    binds[phase] = max(sums, key=lambda name: value(sums[name], fractions))
+    phase_s[phase] = value(sums[binds[phase]], fractions)
+  prefill_s = shape.layers * phase_s["prefill"] + phase_s["head"]
+  decode_s = (task.new - 1) * (
+    shape.layers * phase_s["decode"] + phase_s["head"]
+  )
   peak = dict.fromkeys(TIERS, 0.0)
-  for tier, _, _, form in made.peaks:
-    peak[tier] = max(peak[tier], value(form, x))
+  for tier, _, _, form in affine_forms.peaks:
+    peak[tier] = max(peak[tier], value(form, fractions))
   parts = {
-    phase: {part: value(form, x) for part, form in made.times[phase].items()}
+    phase: {
+      part: value(form, fractions)
+      for part, form in affine_forms.times[phase].items()
+    }
     for phase in ("prefill", "decode")
   }
   return OffloadEstimate(
@@ -578,7 +598,10 @@ def estimate(
     decode=parts["decode"],
     binds={phase: binds[phase] for phase in ("prefill", "decode")},
     held={
-      tier: {kind: made.kept[kind] * getattr(policy, kind)[i] for kind in KINDS}
+      tier: {
+        kind: affine_forms.kept[kind] * getattr(policy, kind)[i]
+        for kind in KINDS
+      }
       for i, tier in enumerate(TIERS)
     },
     peak=peak,

@@ -2,7 +2,7 @@
 
 A machine has three tiers: the accelerator's memory ("device"), the processor's
 ("host") and a disk. A model is a number of equal layers; a layer that differs
-from the others counts with the mean.
+from the others is averaged.
 
 Guarantees: a stated machine is read from `offload.toml`, with its source; a
 measured one comes from a file that `write` wrote; both are checked.
@@ -40,26 +40,26 @@ PUBLISHED: tuple[dict[str, Any], ...] = tuple(_GIVEN["published"])
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadShape:
-  """The sizes of a decoder on which the cost of offloading depends.
+  """Sizes of a decoder on which the cost of offloading depends.
 
   Numbers of a layer are means over the layers.
 
   Attributes:
-    name: of the model.
-    layers: L.
-    embed: D.
-    heads: N.
-    queries: numbers of a token's queries in a layer, N H.
-    hidden: numbers that a feedforward holds for a token, of a gated one both
-      halves.
-    weights: of a layer, of all experts: a layer is moved as a whole.
-    active: weights of a layer that a token is multiplied with; of experts the
-      chosen ones.
-    kv: numbers of a token's key and value in a layer, 2 K H.
+    name: Name of the model.
+    layers: L, number of layers.
+    embed: D, width of the hidden states.
+    heads: N, number of query heads.
+    queries: Numbers of a token's queries in a layer, N H.
+    hidden: Numbers that a feedforward holds for a token; both halves of a
+      gated one.
+    weights: Weights of a layer with all experts: a layer is moved as a whole.
+    active: Weights of a layer that a token is multiplied with; only the chosen
+      experts.
+    kv: Numbers of a token's key and value in a layer, 2 K H.
     attend: FLOPs of a pair of a query and a key in a layer, 4 N H.
-    tables: weights of the embedding and of the head.
-    head: weights of the head's product; 0 leaves it out, as the paper does.
-    scores: whether the scores of all pairs are in memory at once, as in the
+    tables: Weights of the embedding and of the head.
+    head: Weights of the head's product; 0 leaves it out, as the paper does.
+    scores: Whether the scores of all pairs are in memory at once, as in the
       paper's programs; a blockwise algorithm keeps none of them.
   """
 
@@ -88,12 +88,12 @@ class OffloadShape:
 
   @classmethod
   def opt(cls, name: str) -> OffloadShape:
-    """A model of the OPT family in the paper's form: layers alone.
+    """Sizes of a model of the OPT family in the paper's form: layers alone.
 
     A layer has 4 D^2 weights of attention and 8 D^2 of its feedforward.
 
     Raises:
-      OptionError: no such model.
+      OptionError: If there is no such model.
     """
     one_of("model", name, tuple(_GIVEN["opt"]))
     layers, embed, heads = _GIVEN["opt"][name]
@@ -113,12 +113,12 @@ class OffloadShape:
 
   @classmethod
   def of(cls, name: str, config: Mapping[str, Any]) -> OffloadShape:
-    """The shape of what a config.json describes: plain attention, no experts.
+    """Read the sizes from a config.json: plain attention, no experts.
 
-    `rj.models.work_profile.offload_shape` reads it off any model.
+    `rj.models.work_profile.offload_shape` reads them from any model.
 
     Raises:
-      ConfigError: layers of another form, or no vocabulary.
+      ConfigError: If layers have another form, or there is no vocabulary.
     """
     shape = Shape.of(config)
     vocab = config.get("vocab_size")
@@ -157,31 +157,30 @@ class OffloadMachine:
   """An accelerator, its host and a disk: bytes, bytes/s and FLOP/s.
 
   Attributes:
-    name: of the machine.
-    device_bytes: the accelerator's memory.
-    host_bytes: the processor's memory.
-    disk_bytes: free space of the disk.
-    to_device: bytes/s from host to device.
-    from_device_cache: bytes/s from device to host, of keys and values.
-    from_device_hidden: the same of hidden states.
-    disk_read: bytes/s from disk to host.
-    disk_write_cache: bytes/s from host to disk, of keys and values, while the
-      prompt is read.
-    disk_write_hidden: the same of hidden states.
-    disk_write_decode: the same of both, while tokens are generated.
-    prefill_flops: FLOP/s of products while the prompt is read.
-    decode_flops: the same while tokens are generated.
-    prefill_attention_flops: FLOP/s of attention on the device.
-    decode_attention_flops: the same while tokens are generated.
-    host_flops: FLOP/s of attention on the host while tokens are generated.
-    weight_read_part: part of `disk_read` at which weights are read while tokens
-      are generated; the form "code" alone uses it.
-    host_slope: (c1, c2, c3) by which the host is slower for small batches b and
-      narrow models D, the form "code" alone: a factor of
+    name: Name of the machine.
+    device_bytes: Size of the accelerator's memory.
+    host_bytes: Size of the processor's memory.
+    disk_bytes: Free space of the disk.
+    to_device: Bytes/s from host to device.
+    from_device_cache: Bytes/s from device to host, for keys and values.
+    from_device_hidden: Bytes/s from device to host, for hidden states.
+    disk_read: Bytes/s from disk to host.
+    disk_write_cache: Bytes/s from host to disk, for keys and values in prefill.
+    disk_write_hidden: Bytes/s from host to disk, for hidden states in prefill.
+    disk_write_decode: Bytes/s from host to disk in decode, for both.
+    prefill_flops: FLOP/s of products in prefill.
+    decode_flops: FLOP/s of products in decode.
+    prefill_attention_flops: FLOP/s of attention on the device in prefill.
+    decode_attention_flops: FLOP/s of attention on the device in decode.
+    host_flops: FLOP/s of attention on the host in decode.
+    weight_read_part: Fraction of `disk_read` at which weights are read in
+      decode; used by the form "code" alone.
+    host_slope: (c1, c2, c3) of the host's slowdown for small batches b and
+      narrow models D, for the form "code" alone: a factor of
       1 + c1 x y - c2 x - c3 y with x = log2(64 / b), y = log2(4096 / D),
       neither below 0, and .1 at least.
-    usable: part of each memory that a plan may fill.
-    source: where the figures are from.
+    usable: Fraction of each memory that a plan may fill.
+    source: Origin of the figures.
   """
 
   name: str
@@ -213,56 +212,58 @@ class OffloadMachine:
       elif field.name in ("usable", "weight_read_part"):
         number(field.name, value, above=0, most=1)
       elif field.name == "host_slope":
-        for one in value:
-          number(field.name, one, least=0)
+        for factor in value:
+          number(field.name, factor, least=0)
       elif field.name not in ("name", "source"):
         number(field.name, value, above=0)
 
   def tier_bytes(self) -> dict[str, float]:
     """Bytes of each tier that a plan may fill."""
-    given = (self.device_bytes, self.host_bytes, self.disk_bytes)
-    return {tier: self.usable * n for tier, n in zip(TIERS, given, strict=True)}
+    memory_bytes = (self.device_bytes, self.host_bytes, self.disk_bytes)
+    return {
+      tier: self.usable * n for tier, n in zip(TIERS, memory_bytes, strict=True)
+    }
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields as a dict for JSON."""
     return files.record(self)
 
   @classmethod
   def from_record(cls, body: Mapping[str, Any]) -> OffloadMachine:
-    """The machine of a record.
+    """Make a machine from a record.
 
     Raises:
-      TypeError: fields that are missing or unknown, or of another type.
-      OptionError: a value out of its range.
+      TypeError: If fields are missing or unknown, or of another type.
+      OptionError: If a value is out of range.
     """
     slope = body.get("host_slope", (0.0, 0.0, 0.0))
     if not isinstance(slope, list | tuple) or len(slope) != 3:
       raise TypeError(f"host_slope {slope!r}, not three numbers")
-    rest = {key: x for key, x in body.items() if key != "host_slope"}
-    plain = files.as_dataclass(cls, rest)
-    return dataclasses.replace(plain, host_slope=tuple(slope))
+    other_fields = {key: x for key, x in body.items() if key != "host_slope"}
+    without_slope = files.as_dataclass(cls, other_fields)
+    return dataclasses.replace(without_slope, host_slope=tuple(slope))
 
 
 def _stated() -> dict[str, OffloadMachine]:
-  made: dict[str, OffloadMachine] = {}
+  machines: dict[str, OffloadMachine] = {}
   for name, table in _GIVEN["machines"].items():
     like = table.pop("like", None)
     if like is None:
-      made[name] = OffloadMachine.from_record({"name": name, **table})
+      machines[name] = OffloadMachine.from_record({"name": name, **table})
     else:
-      made[name] = dataclasses.replace(made[like], name=name, **table)
-  return made
+      machines[name] = dataclasses.replace(machines[like], name=name, **table)
+  return machines
 
 
 MACHINES = _stated()
 
 
 def load(name: str) -> OffloadMachine:
-  """A stated machine by name, or a measured one by the path of its file.
+  """Load a stated machine by name, or a measured one by the path of its file.
 
   Raises:
-    OptionError: no machine has this name, or no such file.
-    CheckpointFormatError: the file does not hold a machine.
+    OptionError: If no machine has this name, or there is no such file.
+    CheckpointFormatError: If the file does not hold a machine.
   """
   if os.sep in name or name.endswith(".json"):
     make = OffloadMachine.from_record
@@ -278,9 +279,9 @@ def load(name: str) -> OffloadMachine:
 
 
 def write(path: str, machine: OffloadMachine) -> None:
-  """Writes a machine to a file.
+  """Write a machine to a file.
 
   Raises:
-    OptionError: it cannot be written.
+    OptionError: If it cannot be written.
   """
   files.write(path, FORMAT, machine.record())

@@ -1,11 +1,11 @@
-"""Draws a picture of each strategy: what a device holds and sends, by step.
+"""Pictures of the strategies: what a device holds and sends, step by step.
 
-Guarantees: what is drawn is counted. A row is a device, a column a step; a cell
-shows the tiles of the queries and keys that the device has then, each as the
-loops of attention treat it (`tile_schedule`, or `tile_kinds` on the coordinates
-of placed documents): left out, computed with the mask, computed without. The
-colour is the shard of the keys; arrows are what is sent between two steps. The
-steps of a strategy are written down here, once.
+Guarantees: everything drawn is counted. A row is a device, a column a step; a
+cell shows the tiles of the queries and keys that the device has then, each as
+the loops of attention treat it (`tile_schedule`, or `tile_kinds` on the
+coordinates of placed documents): skipped, computed with the mask, computed
+without. The colour is the shard of the keys; arrows are sends between two
+steps. The steps of a strategy are written down only here.
 
 Cost: a second or two for all pictures, and less than 60 kB each.
 """
@@ -42,8 +42,8 @@ _COLORS = (
   "#3b6fb6", "#e0843d", "#4f9d5b", "#c44e63",
   "#8069b5", "#8a6b4f", "#d185b8", "#6f7a87",
 )  # fmt: skip
-# Colour and words of what is sent.
-_SENT = {
+# Colour and label of each kind of transfer.
+_TRANSFERS = {
   "keys": ("#303030", "keys, values"),
   "queries": ("#1f8a8a", "queries, sums"),
   "heads": ("#8a4fb0", "tokens for heads"),
@@ -52,14 +52,14 @@ _SENT = {
 
 
 class Transfer(NamedTuple):
-  """A send from a device to another, between two steps.
+  """A send from one device to another, between two steps.
 
   Fields:
-    source: the device that has it.
-    target: the one that gets it.
-    what: of "keys" (and values), "queries" (and their sums), "heads" (all that
-      is traded for tokens), "slow link" (keys that cross to another group, on
-      their way for as long as a group turns).
+    source: Number of the sending device.
+    target: Number of the receiving device.
+    what: "keys" (and values), "queries" (and their sums), "heads" (all that is
+      exchanged for tokens) or "slow link" (keys that cross to another group,
+      in flight while that group rotates once).
   """
 
   source: int
@@ -68,7 +68,7 @@ class Transfer(NamedTuple):
 
 
 class DeviceShards(NamedTuple):
-  """The shards of queries and of keys that a device has in a step."""
+  """Shards of queries and of keys that a device has in a step."""
 
   queries: tuple[int, ...]
   keys: tuple[int, ...]
@@ -78,10 +78,10 @@ class Step(NamedTuple):
   """One column of a picture.
 
   Fields:
-    name: what is above it.
-    cells: of each device; None of one that has nothing to do.
-    sends: what then moves, before the next step.
-    computes: whether tiles are computed, or shards are only held.
+    name: Label above the column.
+    cells: Shards of each device; None for an idle device.
+    sends: Transfers between this step and the next.
+    computes: Whether tiles are computed, or shards are only held.
   """
 
   name: str
@@ -91,13 +91,13 @@ class Step(NamedTuple):
 
 
 class StrategySteps(NamedTuple):
-  """The steps of a strategy.
+  """Steps of a strategy, with what is needed to draw them.
 
   Fields:
-    words: a sentence about it.
-    steps: one after another.
-    mask: of the attention.
-    layouts: names of the layouts it is drawn for.
+    words: A sentence about the strategy.
+    steps: Steps in their order.
+    mask: Mask of the attention.
+    layouts: Names of the layouts for which it is drawn.
   """
 
   words: str
@@ -107,17 +107,17 @@ class StrategySteps(NamedTuple):
 
   @property
   def shards(self) -> int:
-    """Devices, R."""
+    """Number of devices, R."""
     return len(self.steps[0].cells)
 
 
 class Panel(NamedTuple):
-  """The steps of a strategy with the tiles of one layout.
+  """Steps of a strategy with the tiles of one layout.
 
   Fields:
-    name: of the layout.
-    steps: of the strategy.
-    kinds: of tiles, by query shard and key shard, as in `tile_schedule`.
+    name: Name of the layout.
+    steps: Steps of the strategy.
+    kinds: Kinds of tiles, by query shard and key shard, as in `tile_schedule`.
   """
 
   name: str
@@ -131,12 +131,15 @@ class Panel(NamedTuple):
     )
 
   def counts(self) -> Int[np.ndarray, "steps R"]:
-    """Tiles that each device computes in each computing step."""
+    """Number of tiles that each device computes in each computing step."""
     return np.array(
       [
-        [0 if x is None else np.count_nonzero(self.tiles(x)) for x in s.cells]
-        for s in self.steps
-        if s.computes
+        [
+          0 if cell is None else np.count_nonzero(self.tiles(cell))
+          for cell in step.cells
+        ]
+        for step in self.steps
+        if step.computes
       ]
     )
 
@@ -154,14 +157,14 @@ def _cells(
 
 
 def _shift(shards: int, by: int, what: str = "keys") -> tuple[Transfer, ...]:
-  """Every device sends to the one `by` places on, around a ring."""
+  """Let every device send to the one `by` places further, around a ring."""
   return tuple(Transfer(i, (i + by) % shards, what) for i in range(shards))
 
 
 def _exchange(
   groups: Sequence[Sequence[int]], what: str
 ) -> tuple[Transfer, ...]:
-  """Every device of a group sends to every other."""
+  """Let every device of a group send to every other."""
   return tuple(
     Transfer(i, j, what)
     for group in groups
@@ -172,44 +175,46 @@ def _exchange(
 
 
 def _groups(shards: int, inner: int) -> list[tuple[int, ...]]:
-  """Neighbours, `inner` at a time."""
+  """Groups of `inner` neighbours."""
   return [tuple(range(i, i + inner)) for i in range(0, shards, inner)]
 
 
 def _rotating(shards: int, behind: int, ahead: int) -> tuple[Step, ...]:
-  """A ring of so many hops from behind, and then from ahead."""
+  """Steps of a ring: `behind` hops in one direction, `ahead` in the other."""
   distances = [*range(behind + 1), *range(-1, -ahead - 1, -1)]
   steps = []
-  for n, far in enumerate(distances):
-    # The other direction begins anew, with each device's own keys.
+  for n, distance in enumerate(distances):
+    # The other direction starts with each device's own keys.
     last = n == len(distances) - 1
-    by = 1 if 0 <= far < behind else -1
+    direction = 1 if 0 <= distance < behind else -1
     steps.append(
       Step(
-        f"hop {far:+d}" if ahead and far else f"hop {far}",
-        _cells(shards, lambda i, far=far: ((i - far) % shards,)),
-        () if last else _shift(shards, by),
+        f"hop {distance:+d}" if ahead and distance else f"hop {distance}",
+        _cells(shards, lambda i, far=distance: ((i - far) % shards,)),
+        () if last else _shift(shards, direction),
       )
     )
   return tuple(steps)
 
 
 def _both_ways(shards: int) -> Iterator[Step]:
-  """Keys rotate both ways, in half the steps."""
-  for far in range(shards // 2 + 1):
-    keys = lambda i, far=far: dict.fromkeys(
-      ((i - far) % shards, (i + far) % shards)
+  """Yield steps in which keys rotate both ways, half as many."""
+  for distance in range(shards // 2 + 1):
+    keys = lambda i, distance=distance: dict.fromkeys(
+      ((i - distance) % shards, (i + distance) % shards)
     )
-    # Next time both directions may end at the same shard; one brings it.
-    directions = [1, -1] if 2 * (far + 1) < shards else [1]
-    moves = zip(*(_shift(shards, by) for by in directions), strict=True)
-    last = far == shards // 2
+    # In the last step both directions may bring the same shard: send one.
+    directions = [1, -1] if 2 * (distance + 1) < shards else [1]
+    moves = zip(
+      *(_shift(shards, direction) for direction in directions), strict=True
+    )
+    last = distance == shards // 2
     sends = () if last else tuple(send for move in moves for send in move)
-    yield Step(f"step {far}", _cells(shards, keys), sends)
+    yield Step(f"step {distance}", _cells(shards, keys), sends)
 
 
 def _queries(shards: int) -> Iterator[Step]:
-  """Queries and their sums rotate and return to their owner, keys stay."""
+  """Yield steps in which queries and sums rotate, and return to their owner."""
   for hop in range(shards):
     cells = tuple(
       DeviceShards(((i - hop) % shards,), (i,)) for i in range(shards)
@@ -219,7 +224,7 @@ def _queries(shards: int) -> Iterator[Step]:
 
 
 def _hybrid(shards: int, inner: int) -> Iterator[Step]:
-  """Ulysses inside of groups, a ring of groups."""
+  """Yield steps of Ulysses inside of groups, and a ring of groups."""
   groups = _groups(shards, inner)
   trade = _exchange(groups, "heads")
   yield Step("own", _cells(shards), trade, computes=False)
@@ -234,7 +239,7 @@ def _hybrid(shards: int, inner: int) -> Iterator[Step]:
 
 
 def _two_level(shards: int, inner: int) -> Iterator[Step]:
-  """Rings inside of groups; the keys of the next turn cross meanwhile."""
+  """Yield steps of rings inside of groups; the next group's keys cross."""
   groups = _groups(shards, inner)
   for turn in range(len(groups)):
     for hop in range(inner):
@@ -255,11 +260,11 @@ def _two_level(shards: int, inner: int) -> Iterator[Step]:
 
 
 def _chain(shards: int) -> Iterator[Step]:
-  """Keys are passed on to later shards, not back to the first."""
+  """Yield steps in which keys move to later shards only."""
   for t in range(shards):
-    late = [DeviceShards((i,), (i - t,)) for i in range(t, shards)]
+    cells = [DeviceShards((i,), (i - t,)) for i in range(t, shards)]
     sends = tuple(Transfer(i, i + 1) for i in range(t, shards - 1))
-    yield Step(f"step {t}", (*[None] * t, *late), sends)
+    yield Step(f"step {t}", (*[None] * t, *cells), sends)
 
 
 _ALL = tuple(range(4))
@@ -320,32 +325,34 @@ STRATEGIES = {
 
 
 def panels(strategy: StrategySteps) -> list[Panel]:
-  """A panel of a strategy for each of its layouts."""
-  found, shards = [], strategy.shards
+  """Make a panel of a strategy for each of its layouts."""
+  panel_list, shards = [], strategy.shards
   q, k = np.ogrid[:shards, :shards]
   for name in strategy.layouts:
-    # By hop and device.
+    # Indexed by hop and device.
     schedule = tile_schedule(
       _LAYOUTS[name], strategy.mask, shards, shards * LOCAL, TILE, TILE
     )
-    found.append(Panel(name, strategy.steps, schedule[(q - k) % shards, q]))
-  return found
+    panel_list.append(
+      Panel(name, strategy.steps, schedule[(q - k) % shards, q])
+    )
+  return panel_list
 
 
 def documents(
   placed: Mapping[str, tuple[Any, Any]], shards: int
 ) -> list[Panel]:
-  """Panels of documents on a ring that rotates no farther than they need.
+  """Make panels of documents on a ring that rotates only as far as needed.
 
   Args:
-    placed: by name, (positions, segments) of the slots, int32 [R * t] each,
-      as `rj.data.place` gives them.
-    shards: R.
+    placed: (positions, segments) of the slots by name, int32 [R * t] each, as
+      `rj.data.place` returns them.
+    shards: R, number of shards.
 
   Raises:
-    ShapeError: slots that the shards or tiles do not divide.
+    ShapeError: If shards or tiles do not divide the slots.
   """
-  found = []
+  panel_list = []
   for name, (positions, segments) in placed.items():
     pos, seg = (np.asarray(x, np.int32) for x in (positions, segments))
     if pos.ndim != 1 or pos.shape != seg.shape or len(pos) % (shards * TILE):
@@ -355,18 +362,22 @@ def documents(
         f"as many of each, a multiple of {shards * TILE}",
         f"place documents on {shards} shards of whole tiles",
       )
-    at = Coords(jnp.asarray(pos[None]), jnp.asarray(seg[None]))
-    kinds = tile_kinds(Causal() & SameSegment(), at, at, TILE, TILE)
-    each = len(pos) // shards // TILE
-    kinds = np.asarray(kinds).reshape(shards, each, shards, each).swapaxes(1, 2)
-    # By pairs: a tile's bounds may not tell two documents apart.
+    coords = Coords(jnp.asarray(pos[None]), jnp.asarray(seg[None]))
+    kinds = tile_kinds(Causal() & SameSegment(), coords, coords, TILE, TILE)
+    shard_tiles = len(pos) // shards // TILE
+    kinds = (
+      np.asarray(kinds)
+      .reshape(shards, shard_tiles, shards, shard_tiles)
+      .swapaxes(1, 2)
+    )
+    # By pairs, as a tile's bounds may not tell two documents apart.
     sees = (seg[:, None] == seg) & (pos[:, None] >= pos) & (seg > 0)
-    parts = sees.reshape(shards, len(pos) // shards, shards, -1)
-    q, k = np.nonzero(parts.any((1, 3)))
+    shard_pairs = sees.reshape(shards, len(pos) // shards, shards, -1)
+    q, k = np.nonzero(shard_pairs.any((1, 3)))
     needed = np.zeros(shards, bool)
     needed[(q - k) % shards] = True
-    found.append(Panel(name, _rotating(shards, *cut_hops(needed)), kinds))
-  return found
+    panel_list.append(Panel(name, _rotating(shards, *cut_hops(needed)), kinds))
+  return panel_list
 
 
 # ---------------------------------------------------------------------------
@@ -377,56 +388,58 @@ def documents(
 def write(
   folder: str, placed: Mapping[str, tuple[Any, Any]], shards: int
 ) -> list[str]:
-  """Draws all strategies and the documents; returns the paths.
+  """Draw all strategies and the documents; return the paths.
 
   Args:
-    folder: for the PNGs, made if it is not there.
-    placed: see `documents`.
-    shards: of the documents.
+    folder: Folder for the PNGs, created if missing.
+    placed: Documents, see `documents`.
+    shards: Number of shards of the documents.
 
   Raises:
-    OptionError: matplotlib is not installed, or a file cannot be written.
+    OptionError: If matplotlib is not installed, or a file cannot be written.
   """
   draw.figures()
   try:
     os.makedirs(folder, exist_ok=True)
   except OSError as error:
     raise _unwritable(folder, error) from None
-  pictures = {name: (panels(x), x.words) for name, x in STRATEGIES.items()}
+  pictures = {
+    name: (panels(steps), steps.words) for name, steps in STRATEGIES.items()
+  }
   words = "documents: a ring that turns no farther than some document needs"
   pictures["documents"] = (documents(placed, shards), words)
   paths = []
-  for name, (found, words) in pictures.items():
+  for name, (panel_list, words) in pictures.items():
     paths.append(os.path.join(folder, f"{name}.png"))
-    _draw(found, words, paths[-1])
+    _draw(panel_list, words, paths[-1])
   return paths
 
 
-def _draw(found: Sequence[Panel], words: str, path: str) -> None:
-  """One picture of panels side by side, with `words` above."""
-  shards = len(found[0].steps[0].cells)
+def _draw(panel_list: Sequence[Panel], words: str, path: str) -> None:
+  """Draw one picture of panels side by side, with `words` above."""
+  shards = len(panel_list[0].steps[0].cells)
   cell = 0.72 if shards <= 4 else 0.5
-  # A panel is as wide as its title at least.
-  widths = [max(2.6, 1.3 * cell * len(panel.steps)) for panel in found]
-  made, grid = draw.figure(
-    max(6.0, 1.0 + sum(widths)), 1.5 + cell * shards, 1, len(found),
+  # A panel is at least as wide as its title.
+  widths = [max(2.6, 1.3 * cell * len(panel.steps)) for panel in panel_list]
+  fig, grid = draw.figure(
+    max(6.0, 1.0 + sum(widths)), 1.5 + cell * shards, 1, len(panel_list),
     squeeze=False, width_ratios=widths,
   )  # fmt: skip
-  for ax, panel in zip(grid[0], found, strict=True):
+  for ax, panel in zip(grid[0], panel_list, strict=True):
     _draw_panel(ax, panel)
   grid[0][0].set_ylabel("device", fontsize=9)
-  made.suptitle(words, fontsize=10)
+  fig.suptitle(words, fontsize=10)
   draw.legend(
-    made, _handles(found, shards), ncols=8, fontsize=8, handlelength=1.0,
+    fig, _handles(panel_list, shards), ncols=8, fontsize=8, handlelength=1.0,
     columnspacing=1.0, handletextpad=0.4,
   )  # fmt: skip
   image = importlib.import_module("PIL.Image")
   with io.BytesIO() as full:
-    made.savefig(full, format="png", dpi=100 if shards <= 4 else 85)
-    # A few dozen colours are a third of the bytes.
-    small = image.open(full).convert("RGB").quantize(64, dither=0)
+    fig.savefig(full, format="png", dpi=100 if shards <= 4 else 85)
+    # A palette of 64 colours takes a third of the bytes.
+    quantized = image.open(full).convert("RGB").quantize(64, dither=0)
   try:
-    small.save(path, format="png", optimize=True)
+    quantized.save(path, format="png", optimize=True)
   except (OSError, ValueError) as error:
     raise _unwritable(path, error) from None
 
@@ -442,7 +455,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
       else:
         image = np.ones((1, 1, 3))
         if cell is not None:
-          _held(ax, x, device, cell)
+          _draw_keys(ax, x, device, cell)
       ax.imshow(image, extent=extent, interpolation="nearest", aspect="auto")
       ax.plot(
         [x, x + 1, x + 1, x, x],
@@ -457,7 +470,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         xytext=(x + 1.0, send.source + 0.5),
         arrowprops={
           "arrowstyle": "-|>,head_length=0.25,head_width=0.12",
-          "color": _SENT[send.what][0],
+          "color": _TRANSFERS[send.what][0],
           "linewidth": 0.7,
           "shrinkA": 0,
           "shrinkB": 0,
@@ -484,7 +497,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
 def _mosaic(
   panel: Panel, cell: DeviceShards
 ) -> Float[np.ndarray, "q_tiles k_tiles rgb"]:
-  """The colours of a cell's tiles."""
+  """Colours of a cell's tiles."""
   kinds = panel.tiles(cell)
   colors = np.array([_rgb(_COLORS[k]) for k in cell.keys])
   across = np.repeat(colors, kinds.shape[1] // len(cell.keys), axis=0)[None]
@@ -493,8 +506,8 @@ def _mosaic(
   return np.where(kind == 2, across, np.where(kind == 1, light, 1.0))
 
 
-def _held(ax: Any, x: float, device: int, cell: DeviceShards) -> None:
-  """A bar of the keys that are held while nothing is computed."""
+def _draw_keys(ax: Any, x: float, device: int, cell: DeviceShards) -> None:
+  """Draw a bar of the keys that are held while nothing is computed."""
   width = 0.6 / len(cell.keys)
   for n, key in enumerate(cell.keys):
     ax.bar(
@@ -503,18 +516,23 @@ def _held(ax: Any, x: float, device: int, cell: DeviceShards) -> None:
     )  # fmt: skip
 
 
-def _handles(found: Sequence[Panel], shards: int) -> list[Any]:
+def _handles(panel_list: Sequence[Panel], shards: int) -> list[Any]:
   lines = importlib.import_module("matplotlib.lines")
   light = 0.45 * np.array(_rgb("#606060")) + 0.55
-  sent = {send.what for p in found for step in p.steps for send in step.sends}
+  kinds_sent = {
+    send.what
+    for panel in panel_list
+    for step in panel.steps
+    for send in step.sends
+  }
   return [
     *(draw.patch(_COLORS[k], f"keys of {k}") for k in range(shards)),
     draw.patch("#606060", "all pairs"),
     draw.patch(light, "with the mask"),
     *(
       lines.Line2D([], [], color=color, label=label)
-      for what, (color, label) in _SENT.items()
-      if what in sent
+      for kind, (color, label) in _TRANSFERS.items()
+      if kind in kinds_sent
     ),
   ]
 

@@ -1,14 +1,14 @@
-"""How long a prompt takes in chunks through a pipeline of stages.
+"""Durations of a chunked prefill through a pipeline of stages.
 
 A stage has 1 / X of the layers and the keys of the chunks before. Chunk j
 enters a stage when chunk j - 1 has left it and when the stage before has sent
-it. With equal stages, and boundaries that take no time, chunks of t_j seconds
-on one stage's worth of all layers take
+it. With equal stages, and transfers that take no time, chunks of t_j seconds
+in all layers take
 
   sum(t_j) / X + (X - 1) max(t_j) / X
 
 (a proportionate flow shop). Chunks of equal tokens take longer and longer;
-chunks of equal time have the least longest one.
+chunks of equal time have the shortest longest chunk.
 Ref: Qin et al. 2025, Mooncake (FAST), arXiv 2407.00079, section 5.1.
 """
 
@@ -32,15 +32,15 @@ Seconds = Sequence[int | float] | Float[np.ndarray, " chunks"]
 def chunk_seconds(
   profile: Profile, prompt: Prompt, chunks: Sequence[int]
 ) -> Float[np.ndarray, " chunks"]:
-  """Seconds of each chunk in all layers, one behind the other.
+  """Seconds of each chunk in all layers, one after the other.
 
   Args:
-    profile: the model and the device of a stage.
-    prompt: what is read.
-    chunks: tokens of each.
+    profile: Times of the model on the device of a stage.
+    prompt: Prompt to prefill.
+    chunks: Number of tokens of each chunk.
 
   Raises:
-    OptionError: they do not add up to the prompt.
+    OptionError: If they do not add up to the prompt.
   """
   lengths = cost.check_lengths(chunks, prompt.tokens)
   pairs = cost.pairs(prompt, lengths, profile.kernel)
@@ -52,11 +52,11 @@ def pipeline_seconds(chunk_s: Seconds, stages: int) -> float:
   """Seconds until the last chunk has left the last of equal stages.
 
   Args:
-    chunk_s: seconds of each chunk in all layers.
-    stages: X; each takes an X-th of them.
+    chunk_s: Seconds of each chunk in all layers.
+    stages: X, number of stages; each has 1 / X of the layers.
   """
   stages = positive_int("stages", stages)
-  times = [number("chunk_s", float(t), least=0) for t in chunk_s]
+  times = [number("chunk_s", float(seconds), least=0) for seconds in chunk_s]
   if not times:
     raise OptionError("chunk_s", "none", "at least one chunk", "pass some")
   return (sum(times) + (stages - 1) * max(times)) / stages
@@ -69,18 +69,18 @@ def pipeline_timeline(
   link: Link | None = None,
   chunk_bytes: Sequence[int | float] = (),
 ) -> Timeline:
-  """The same as a simulation, for stages that differ and boundaries that cost.
+  """Simulate a pipeline of unequal stages, with transfers between them.
 
   Args:
-    chunk_s: seconds of each chunk in all layers.
-    shares: of each stage, its part of the layers; they add up to 1.
-    link: between neighbours; None for boundaries without a cost.
-    chunk_bytes: of each chunk's activations.
+    chunk_s: Seconds of each chunk in all layers.
+    shares: Fraction of the layers of each stage; they add up to 1.
+    link: Link between neighbours; None for transfers that take no time.
+    chunk_bytes: Bytes of each chunk's activations.
 
   Returns:
-    What happened on "stage 0", "stage 1", and on links "0-1".
+    Timeline of "stage 0", "stage 1", ..., and of links "0-1", ...
   """
-  shares = [number("shares", one, least=0) for one in shares]
+  shares = [number("shares", share, least=0) for share in shares]
   if not shares or abs(sum(shares) - 1) > 1e-9:
     raise OptionError(
       "shares",
@@ -103,22 +103,22 @@ def pipeline_timeline(
     if link is not None
   ]
   for j, seconds in enumerate(chunk_s):
-    came: tuple[Op, ...] = ()
+    inputs: tuple[Op, ...] = ()
     for x, share in enumerate(shares):
-      # A stage takes its operations in the order of their description.
-      done = events.op(
+      # A stage runs its operations in the order of their description.
+      chunk_op = events.op(
         f"chunk {j}.{x}",
         stages[x],
         float(seconds) * share,
-        after=came,
+        after=inputs,
         kind="chunk",
       )
-      came = (done,)
+      inputs = (chunk_op,)
       if links and x < len(links):
-        sent = events.send(
-          f"send {j}.{x}", links[x], chunk_bytes[j], after=came, kind="send"
+        send_op = events.send(
+          f"send {j}.{x}", links[x], chunk_bytes[j], after=inputs, kind="send"
         )
-        came = (sent,)
+        inputs = (send_op,)
   return events.run()
 
 
@@ -127,13 +127,13 @@ def equal_times(
 ) -> tuple[int, ...]:
   """Lengths of chunks that take equally long, in whole tiles.
 
-  They are KV-Runahead's partition, whose parts are behind each other too.
+  They are KV-Runahead's partition, whose parts also attend to earlier parts.
 
   Args:
-    profile: the model and the device.
-    prompt: what is read.
-    chunks: how many, at most; fewer where tiles do not suffice.
-    tile: tokens of a tile.
+    profile: Times of the model on the device.
+    prompt: Prompt to prefill.
+    chunks: Maximum number of chunks; fewer if there are too few tiles.
+    tile: Tile size in tokens.
   """
   count = balance.most_ranks(prompt.tokens, chunks, tile)
   shares = balance.balanced(profile, prompt, count)
@@ -148,15 +148,15 @@ def best_chunks(
   most: int = 64,
   tile: int = 1,
 ) -> tuple[int, ...]:
-  """The chunks of equal time, up to `most`, that a pipeline reads fastest.
+  """Chunks of equal time, at most `most`, that a pipeline prefills fastest.
 
-  Many chunks fill the stages sooner, and cost a call's fixed time each.
+  Many chunks fill the stages sooner, but each costs a call's fixed time.
   """
-  found = {
+  candidates = {
     equal_times(profile, prompt, n, tile): None
     for n in range(1, positive_int("most", most) + 1)
   }
-  takes = lambda lengths: pipeline_seconds(
+  duration = lambda lengths: pipeline_seconds(
     chunk_seconds(profile, prompt, lengths), stages
   )
-  return min(found, key=takes)
+  return min(candidates, key=duration)

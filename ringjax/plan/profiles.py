@@ -1,7 +1,7 @@
-"""Profiles by name: stated ones, and others that a user measured.
+"""Profiles by name: stated ones, and those that a user measured.
 
 The stated profiles are in `profiles.toml`, with their sources: a fit to
-published times, and estimates that `Profile.scaled` makes of it.
+published times, and estimates that `Profile.scaled` derives from it.
 
 A user's profiles are in $XDG_DATA_HOME/ringjax/profiles, by default
 ~/.local/share/ringjax/profiles, one JSON file each.
@@ -25,50 +25,56 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def _stated() -> dict[str, Profile]:
   path = pathlib.Path(__file__).with_name("profiles.toml")
-  given = tomllib.loads(path.read_text("utf-8"))
-  fitted, base = Profile(**given["fitted"]), given["base"]
-  found = {fitted.name: fitted}
+  tables = tomllib.loads(path.read_text("utf-8"))
+  fitted, base = Profile(**tables["fitted"]), tables["base"]
+  profiles = {fitted.name: fitted}
   source = f"scaled from {fitted.name} by shape; not measured"
-  for name, sizes in given["scaled"].items():
+  for name, sizes in tables["scaled"].items():
     model = sizes.pop("model")
-    found[name] = fitted.scaled(
+    profiles[name] = fitted.scaled(
       Shape(**base),
       Shape(**base | sizes),
       name=name,
       model=model,
       source=source,
     )
-  return found
+  return profiles
 
 
 STATED = _stated()
 
 
 def folder() -> str:
-  """The folder of a user's profiles."""
+  """Folder of a user's profiles."""
   base = os.environ.get("XDG_DATA_HOME", "")
-  # The standard has relative paths ignored.
+  # The XDG standard ignores relative paths.
   if not os.path.isabs(base):
     base = os.path.join(os.path.expanduser("~"), ".local", "share")
   return os.path.join(base, "ringjax", "profiles")
 
 
 def names() -> tuple[str, ...]:
-  """All profiles that `load` finds by name."""
+  """Names of all profiles that `load` finds."""
   try:
     entries = os.listdir(folder())
   except OSError:
     entries = []
-  mine = {e.removesuffix(".json") for e in entries if e.endswith(".json")}
-  return tuple(sorted(STATED.keys() | {n for n in mine if _NAME.fullmatch(n)}))
+  user_names = {
+    entry.removesuffix(".json") for entry in entries if entry.endswith(".json")
+  }
+  return tuple(
+    sorted(
+      STATED.keys() | {name for name in user_names if _NAME.fullmatch(name)}
+    )
+  )
 
 
 def load(name: str) -> Profile:
-  """A profile by name, or by the path of its file (with a slash or .json).
+  """Load a profile by name, or by the path of its file (with a slash or .json).
 
   Raises:
-    OptionError: no profile has this name.
-    CheckpointFormatError: its file does not hold a profile.
+    OptionError: If no profile has this name.
+    CheckpointFormatError: If its file does not hold a profile.
   """
   if name in STATED:
     return STATED[name]
@@ -86,22 +92,22 @@ def load(name: str) -> Profile:
 
 
 def read(path: str) -> Profile:
-  """The profile in a file.
+  """Read the profile in a file.
 
   Raises:
-    OptionError: it cannot be read.
-    CheckpointFormatError: it does not hold a profile.
+    OptionError: If it cannot be read.
+    CheckpointFormatError: If it does not hold a profile.
   """
   make = lambda body: files.as_dataclass(Profile, body)
   return files.load(path, FORMAT, make, "exactly the fields of a profile")
 
 
 def store(profile: Profile) -> str:
-  """Stores a profile in the user's folder, over one of its name; its path.
+  """Store a profile in the user's folder, replacing its namesake; its path.
 
   Raises:
-    OptionError: the name is a stated profile's or not fit for a file, or the
-      folder cannot be written to.
+    OptionError: If the name is a stated profile's or not fit for a file, or
+      the folder cannot be written to.
   """
   check_name(profile.name)
   path = _path(profile.name)
@@ -110,10 +116,10 @@ def store(profile: Profile) -> str:
 
 
 def check_name(name: str) -> None:
-  """Refuses names that a user's profile cannot have.
+  """Check that a user's profile can have a name.
 
   Raises:
-    OptionError: it is a stated profile's, or not fit for a file.
+    OptionError: If it is a stated profile's, or not fit for a file.
   """
   _path(name)
   if name in STATED:

@@ -2,9 +2,9 @@
 
 The rows are in `published.toml`: the measurements of Cho et al. 2024 (arXiv
 2405.05329), Tables 1 to 3: 8 A100 in one node, links of 300 GB/s, float16.
-Values that are bars of a figure only are left out. The profile llama7b-a100 is
-fitted to the column of one GPU and to the times of short prompts: rows of these
-say so (`Row.fitted`) and are no comparison.
+Values that are only bars of a figure are left out. The profile llama7b-a100 is
+fitted to the column of one GPU and to the times of short prompts: these rows
+are marked (`Row.fitted`) and are no comparison.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ BOUNDARY_16K_2 = _GIVEN["boundary_16k_2"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A published value and ours: seconds, or what `what` says.
+  """A published value and ours: seconds, or the quantity in `what`.
 
   Attributes:
-    table: which of the tables.
-    profile: name.
-    tokens: of the prompt.
-    ranks: GPUs.
-    what: "TSP", "KVR-S", "speed-up" and so on.
-    paper: the published number.
-    ours: the simulated one.
-    fitted: whether the profile was fitted to the published number: ours is then
-      no prediction, and the difference that of a fit.
+    table: Name of the table.
+    profile: Name of the profile.
+    tokens: Tokens of the prompt.
+    ranks: Number of GPUs.
+    what: Quantity, "TSP", "KVR-S", "speed-up" and so on.
+    paper: Published number.
+    ours: Simulated number.
+    fitted: Whether the profile was fitted to the published number: then ours is
+      no prediction, and the difference is that of the fit.
   """
 
   table: str
@@ -73,45 +73,53 @@ class Row:
 
   @property
   def difference(self) -> float:
-    """Ours against the paper's, as a part of it."""
+    """Relative difference of ours to the paper's number."""
     return self.ours / self.paper - 1
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields and properties as a dict for JSON."""
     return files.record(self, "difference")
 
 
-def _speeds(name: str, tokens: int, ranks: int, given: _Row) -> list[Row]:
+def _speeds(
+  name: str, tokens: int, ranks: int, published_row: _Row
+) -> list[Row]:
   profile, prompt = profiles.load(name), Prompt(tokens=tokens)
   tsp = schedules.tsp(profile, prompt, ranks, NETWORK).seconds
   kvr = partition.find(profile, prompt, ranks, NETWORK).seconds
   whats, ours = ("TSP", "KVR-S", "speed-up"), (tsp, kvr, tsp / kvr)
   fitted = _floored(profile, tokens, ranks)
   return [
-    Row("300 GB/s", name, tokens, ranks, what, paper, float(mine), fitted)
-    for what, paper, mine in zip(whats, given, ours, strict=True)
+    Row(
+      "300 GB/s", name, tokens, ranks, quantity, paper, float(our_value), fitted
+    )
+    for quantity, paper, our_value in zip(
+      whats, published_row, ours, strict=True
+    )
   ]
 
 
 def _floored(profile: Profile, tokens: int, ranks: int) -> bool:
-  """Whether ours is the fitted profile's floor, of published short prompts."""
-  whole = profile.token_s * tokens + profile.pair_s * tokens**2
-  return profile.name == _MAIN and whole / ranks <= profile.floor_s
+  """Whether ours is the profile's floor, fitted to short prompts."""
+  one_gpu_s = profile.token_s * tokens + profile.pair_s * tokens**2
+  return profile.name == _MAIN and one_gpu_s / ranks <= profile.floor_s
 
 
 def _slow(tokens: int, column: int) -> list[Row]:
   ranks = (1, 2, 4, 2, 4)[column]
   bandwidth = (300e9, 10e9, 10e9, 1e9, 1e9)[column]
-  table, what = f"{bandwidth / 1e9:g} GB/s", "KVR-S"
+  table, quantity = f"{bandwidth / 1e9:g} GB/s", "KVR-S"
   if ranks == 1:
-    table, what = "one GPU", "alone"
+    table, quantity = "one GPU", "alone"
   prompt, network = Prompt(tokens=tokens), Link(bandwidth=bandwidth)
   profile = profiles.load(_MAIN)
-  found = partition.find(profile, prompt, ranks, network)
+  result = partition.find(profile, prompt, ranks, network)
   paper = SLOW[tokens][column]
-  # Its constants are those of the column of one GPU.
+  # The profile's constants are fitted to the column of one GPU.
   fitted = ranks == 1 or _floored(profile, tokens, ranks)
-  return [Row(table, _MAIN, tokens, ranks, what, paper, found.seconds, fitted)]
+  return [
+    Row(table, _MAIN, tokens, ranks, quantity, paper, result.seconds, fitted)
+  ]
 
 
 def _partitions() -> list[Row]:
@@ -128,13 +136,13 @@ def _partitions() -> list[Row]:
 
 
 def rows() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-  """Of all published values: a label, and the function that makes its rows."""
+  """Yield a label and the function that makes the rows, per published value."""
   for name, table in TABLE.items():
-    for tokens, both in table.items():
-      for ranks, given in zip((4, 8), both, strict=True):
+    for tokens, rows_by_ranks in table.items():
+      for ranks, published_row in zip((4, 8), rows_by_ranks, strict=True):
         yield (
           f"{name}, {tokens} tokens, {ranks} GPUs",
-          lambda args=(name, tokens, ranks, given): _speeds(*args),
+          lambda args=(name, tokens, ranks, published_row): _speeds(*args),
         )
   for tokens in SLOW:
     for column in range(5):
@@ -146,19 +154,21 @@ def rows() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
 
 
 def summary(found: list[Row]) -> dict[str, float]:
-  """The largest differences of the fitted profile: 4 GPUs, 8k to 16k tokens."""
-  mine = [
-    r
-    for r in found
-    if r.profile == _MAIN and r.ranks == 4 and r.tokens >= 8 * _K
-    and r.table == "300 GB/s"
+  """Largest differences of the fitted profile: 4 GPUs, 8k to 16k tokens."""
+  main_rows = [
+    row
+    for row in found
+    if row.profile == _MAIN and row.ranks == 4 and row.tokens >= 8 * _K
+    and row.table == "300 GB/s"
   ]  # fmt: skip
-  worst = lambda what: float(
-    np.abs([r.difference for r in mine if r.what == what]).max()
+  worst = lambda quantity: float(
+    np.abs([row.difference for row in main_rows if row.what == quantity]).max()
   )
-  apart = [abs(r.ours - r.paper) for r in mine if r.what == "speed-up"]
+  differences = [
+    abs(row.ours - row.paper) for row in main_rows if row.what == "speed-up"
+  ]
   return {
     "TSP": worst("TSP"),
     "KVR-S": worst("KVR-S"),
-    "speed-up apart": max(apart),
+    "speed-up apart": max(differences),
   }

@@ -1,19 +1,19 @@
-"""The times of a schedule, from the operations of one of its layers.
+"""Times of a repeated schedule, from the operations of one of its layers.
 
 A schedule is the operations of a layer, each with those that it waits for, in
-this layer or some layers before. Where every device and link runs them in the
+this layer or some layers before. If every device and link runs them in the
 order of the description, as in a chain, times follow by a recurrence (`solve`),
-of many cases at once:
+for many cases at once:
 
   ready = max(done of `after`)
   start = max(ready, done of `behind`, end of what its device or link ran last)
   end   = start + seconds
   done  = end + latency of its link
 
-In a ring that passes on what arrives first they do not, and the same
-operations are played on `events.Simulator` (`simulate`).
+In a ring that forwards messages in the order of arrival they do not, and the
+same operations run on `events.Simulator` (`simulate`).
 
-Guarantees: where the order is that of the description both give the same times.
+Guarantees: if the order is that of the description both give the same times.
 Cost: of `solve` an array operation for each edge, operation and layer.
 Ref: Baccelli, Cohen, Olsder and Quadrat 1992, "Synchronization and Linearity",
 on timed event graphs.
@@ -35,11 +35,11 @@ Numbers = Any
 
 
 class Edge(NamedTuple):
-  """What an operation waits for.
+  """A dependency of an operation.
 
   Fields:
-    name: of the other operation.
-    back: so many layers before; the first layers do not wait.
+    name: Name of the other operation.
+    back: Number of layers before; the first layers do not wait.
   """
 
   name: str
@@ -50,15 +50,15 @@ class Operation(NamedTuple):
   """An operation of every layer.
 
   Fields:
-    name: unique; "{}" in it stands for the number of the layer.
-    kind: its group, for pictures and sums.
-    where: the device or link; "" is neither.
-    seconds: how long it takes.
-    after: operations whose results it needs.
-    behind: operations that leave it a buffer.
-    nbytes: what it sends.
-    link: over which it sends.
-    slowdown: factors of its seconds, by layer; empty is 1.
+    name: Unique name; "{}" in it stands for the layer's number.
+    kind: Group, for pictures and sums.
+    where: Device or link; "" for neither.
+    seconds: Duration.
+    after: Operations whose results it needs.
+    behind: Operations that free a buffer for it.
+    nbytes: Number of bytes that it sends.
+    link: Link over which it sends.
+    slowdown: Factors on its seconds, by layer; empty means 1.
   """
 
   name: str
@@ -77,69 +77,95 @@ def solve(
   layers: int,
   spans: list[Span] | None = None,
 ) -> dict[str, Numbers]:
-  """When each operation of the last layer is done, by name.
+  """Completion time of each operation of the last layer, by name.
 
   Args:
-    operations: of a layer, each described after those of its own layer that
+    operations: Operations of a layer, each after those of the same layer that
       it waits for.
-    layers: how many.
-    spans: gets what every operation did, where there is a single case.
+    layers: Number of layers.
+    spans: List that gets the span of every operation, for a single case.
   """
-  edges = [edge for one in operations for edge in one.after + one.behind]
-  kept = 1 + max((edge.back for edge in edges), default=0)
-  # Of the last layers, the newest first.
-  done: collections.deque[dict[str, Numbers]] = collections.deque(maxlen=kept)
-  free: dict[str, Numbers] = {}
+  edges = [
+    edge
+    for operation in operations
+    for edge in operation.after + operation.behind
+  ]
+  num_layers_kept = 1 + max((edge.back for edge in edges), default=0)
+  # For the last layers, newest first.
+  done_by_layer: collections.deque[dict[str, Numbers]] = collections.deque(
+    maxlen=num_layers_kept
+  )
+  free_at: dict[str, Numbers] = {}
   for layer in range(layers):
-    done.appendleft({})
-    for one in operations:
+    done_by_layer.appendleft({})
+    for operation in operations:
       time: Numbers = 0.0
-      for name, back in one.after:
+      for name, back in operation.after:
         if back <= layer:
-          time = np.maximum(time, done[back][name])
+          time = np.maximum(time, done_by_layer[back][name])
       ready = time
-      for name, back in one.behind:
+      for name, back in operation.behind:
         if back <= layer:
-          time = np.maximum(time, done[back][name])
-      start = np.maximum(time, free.get(one.where, 0.0))
-      seconds = one.seconds
-      if one.slowdown:
-        seconds = seconds * one.slowdown[layer]
+          time = np.maximum(time, done_by_layer[back][name])
+      start = np.maximum(time, free_at.get(operation.where, 0.0))
+      seconds = operation.seconds
+      if operation.slowdown:
+        seconds = seconds * operation.slowdown[layer]
       end = start + seconds
-      if one.where:
-        free[one.where] = end
-      latency_s = one.link.latency_s if one.link else 0.0
-      done[0][one.name] = end + latency_s if latency_s else end
+      if operation.where:
+        free_at[operation.where] = end
+      latency_s = operation.link.latency_s if operation.link else 0.0
+      done_by_layer[0][operation.name] = end + latency_s if latency_s else end
       if spans is not None:
-        times = (ready, start, end, done[0][one.name], one.nbytes)
-        name = one.name.format(layer)
-        spans.append(Span(name, one.kind, one.where, *map(float, times)))
-  return done[0]
+        times = (
+          ready,
+          start,
+          end,
+          done_by_layer[0][operation.name],
+          operation.nbytes,
+        )
+        name = operation.name.format(layer)
+        spans.append(
+          Span(name, operation.kind, operation.where, *map(float, times))
+        )
+  return done_by_layer[0]
 
 
 def simulate(operations: Sequence[Operation], layers: int) -> Timeline:
-  """The timeline of a single case, whatever the order of the operations."""
+  """Simulate a single case, for any order of the operations."""
   sim = Simulator()
   places: dict[str, Any] = {"": None}
   ops: dict[tuple[str, int], Op] = {}
   for layer in range(layers):
-    for one in operations:
-      name, where = one.name.format(layer), one.where
-      edges = [edge for edge in one.after + one.behind if edge.back <= layer]
-      after = [ops[edge.name, layer - edge.back] for edge in edges]
-      if one.link is None:
-        if where not in places:
-          places[where] = sim.device(where)
+    for operation in operations:
+      name, place = operation.name.format(layer), operation.where
+      edges = [
+        edge
+        for edge in operation.after + operation.behind
+        if edge.back <= layer
+      ]
+      dependencies = [ops[edge.name, layer - edge.back] for edge in edges]
+      if operation.link is None:
+        if place not in places:
+          places[place] = sim.device(place)
         op = sim.op(
-          name, places[where], float(one.seconds), after=after, kind=one.kind
+          name,
+          places[place],
+          float(operation.seconds),
+          after=dependencies,
+          kind=operation.kind,
         )
       else:
-        if where not in places:
-          link = one.link
-          places[where] = sim.link(where, link.bandwidth, link.latency_s)
-        slowdown = one.slowdown[layer] if one.slowdown else 1.0
+        if place not in places:
+          link = operation.link
+          places[place] = sim.link(place, link.bandwidth, link.latency_s)
+        slowdown = operation.slowdown[layer] if operation.slowdown else 1.0
         op = sim.send(
-          name, places[where], float(one.nbytes), slowdown=slowdown, after=after
+          name,
+          places[place],
+          float(operation.nbytes),
+          slowdown=slowdown,
+          after=dependencies,
         )
-      ops[one.name, layer] = op
+      ops[operation.name, layer] = op
   return sim.run()

@@ -1,15 +1,15 @@
-"""The tables of the Ring Attention paper, and ours by its formulas.
+"""Tables of the Ring Attention paper, published and computed by its formulas.
 
-A device folds a block of c keys into c queries while the next block of keys and
-values is on its way: 4 c^2 d FLOPs against 4 c d bytes. With F FLOP/s and B
-bytes/s the hop is hidden from
+A device computes attention of c queries on a block of c keys while the next
+block of keys and values is in flight: 4 c^2 d FLOPs against 4 c d bytes. With
+F FLOP/s and B bytes/s the hop is hidden from
 
   c >= F / B                                        (Table 2)
 
-and six blocks live at once (query, key, value, the two that come, output), so
-that a device holds 6 c tokens at least.
+and six blocks are live at once (query, key, value, the two that arrive,
+output), so that a device needs at least 6 c tokens.
 
-What a layer holds at most, in 2-byte numbers, of b rows of s tokens and width h
+Maximum memory of a layer, in 2-byte numbers, for b rows of s tokens and width h
 (Table 1):
 
   plain             2 b h s^2
@@ -17,31 +17,31 @@ What a layer holds at most, in 2-byte numbers, of b rows of s tokens and width h
   blockwise         2 b s h      both in blocks
   ring              6 b c h      c tokens on a device
 
-`longest` counts what a training step of such a program holds on a device
-(Table 3), all in 4-byte numbers, of a row of s tokens, or of the part of a row
-that a device of a ring has::
+`longest` counts the memory of a training step on a device (Table 3), all in
+4-byte numbers, for a row of s tokens, or for the part of a row that a device of
+a ring has::
 
-  states     weights, gradients and two moments, cut over all devices
+  states     weights, gradients and two moments, sharded over all devices
   gathered   a layer's weights and their gradient
-  kept       the input of each layer, L h a token: all else is computed again
-  layer      what the backward pass of a layer holds, a token: 8 h of inputs of
-             maps (of both norms, of queries, keys, values and of the output),
-             h of the gradient, and the larger of 4 h of gradients and 3 f of
-             those in the feedforward, which keeps 3 f besides; in blocks that
-             is no part of s; a ring adds 4 h for keys and values that come,
-             and their gradients
+  kept       the input of each layer, L h a token: all else is recomputed
+  layer      memory of the backward pass of a layer, a token: 8 h for inputs of
+             matrices (of both norms, of queries, keys, values and the output),
+             h for the gradient, and the larger of 4 h of gradients and 3 f of
+             those in the feedforward, which keeps another 3 f; in blocks that
+             does not grow with s; a ring adds 4 h for keys and values that
+             arrive, and their gradients
   scores     plain alone: their softmax and its gradient, 2 n s^2
   logits     of the whole vocabulary and their gradient, 2 V a token
 
-Left out is what a compiler keeps besides. `tried` is the largest power of two
-of 1,024 tokens that fits, as the published figures are. A ring has all devices.
+A compiler's further buffers are left out. `tried` is the largest power of two
+of 1,024 tokens that fits, as in the published figures. A ring has all devices.
 
-Those are of programs that ran, and no count of this form, whatever it counts,
-gives them all: of 7B in blocks 64 Ki tokens do not fit on 8 A100s and 128 Ki
-fit on 32. If a token takes m bytes and a weight w bytes over all devices, then
+Those come from programs that ran, and no count of this form explains all of
+them: for 7B in blocks 64 Ki tokens do not fit on 8 A100s and 128 Ki fit on 32.
+If a token takes m bytes and a weight w bytes over all devices, then
 64 Ki m + 6.74e9 w / 8 > 80e9 >= 128 Ki m + 6.74e9 w / 32, so that w > 54 bytes;
 but 13B, which trains on 8, would then have 88e9 bytes on each for its states
-alone. What a row of the paper was run with besides is not said there.
+alone. The paper does not state the other settings of a row.
 
 Ref: Liu, Zaharia, Abbeel 2023 (arXiv 2310.01889), Tables 1 to 3.
 """
@@ -63,21 +63,21 @@ _GIVEN = tomllib.loads(
 WAYS = ("plain", "memory-efficient", "blockwise", "ring")
 # Bytes of a number, and of a weight with its gradient and moments.
 _NUMBER, _STATES = 4, 16
-# Tokens that are tried are powers of two of it.
+# Tokens that are tried are powers of two times this.
 _KIBI = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-  """The sizes of a decoder with gated feedforwards.
+  """Sizes of a decoder with gated feedforwards.
 
   Attributes:
-    layers: L.
-    width: h.
-    hidden: f, of the feedforward.
-    heads: n.
-    weights: in all.
-    vocab: V.
+    layers: L, number of layers.
+    width: h, width of the hidden states.
+    hidden: f, width of the feedforward.
+    heads: n, number of heads.
+    weights: Total number of weights.
+    vocab: V, size of the vocabulary.
   """
 
   layers: int
@@ -101,7 +101,7 @@ def least_block(flops: int | float, bandwidth: int | float) -> float:
 
   Args:
     flops: FLOP/s of a device.
-    bandwidth: bytes/s of a link, one way.
+    bandwidth: Bandwidth of a link one way, in bytes/s.
   """
   number("flops", flops, above=0)
   number("bandwidth", bandwidth, above=0)
@@ -114,13 +114,13 @@ def least_sequence(flops: int | float, bandwidth: int | float) -> float:
 
 
 def layer_bytes(way: str, rows: int, tokens: int | float, width: int) -> float:
-  """Bytes that a layer holds at most, in 2-byte numbers (Table 1).
+  """Maximum bytes of a layer, in 2-byte numbers (Table 1).
 
   Args:
-    way: of `WAYS`.
-    rows: b.
-    tokens: s; of a ring c, those on a device.
-    width: h.
+    way: Method, one of `WAYS`.
+    rows: b, number of rows.
+    tokens: s, tokens of a row; for a ring c, those on a device.
+    width: h, width of the hidden states.
   """
   one_of("way", way, WAYS)
   b, s, h = positive_int("rows", rows), number("tokens", tokens), width
@@ -138,29 +138,31 @@ def step_bytes(
   devices: int,
   ring: int | None = None,
 ) -> float:
-  """Bytes that a step of training holds on a device, counted as above.
+  """Bytes of a training step on a device, counted as in the module's docstring.
 
   Args:
-    way: of `WAYS`.
-    model: the model.
-    tokens: of a row.
-    devices: over which weights are cut.
-    ring: devices that share a row, of the way "ring"; default: all.
+    way: Method, one of `WAYS`.
+    model: Sizes of the model.
+    tokens: Tokens of a row.
+    devices: Number of devices over which weights are sharded.
+    ring: Number of devices that share a row, for "ring"; default: all.
   """
   one_of("way", way, WAYS)
   positive_int("devices", devices)
   shared = devices if ring is None else positive_int("ring", ring)
   h, f = model.width, model.hidden
   s = tokens / shared if way == "ring" else tokens
-  whole = way in ("plain", "memory-efficient")
-  layer = 8 * h + h + (3 * f + max(3 * f, 4 * h) if whole else 4 * h)
+  whole_feedforward = way in ("plain", "memory-efficient")
+  layer = (
+    8 * h + h + (3 * f + max(3 * f, 4 * h) if whole_feedforward else 4 * h)
+  )
   if way == "ring":
     layer += 4 * h
-  each = model.layers * h + layer + 2 * model.vocab
+  token_numbers = model.layers * h + layer + 2 * model.vocab
   scores = 2 * model.heads * s**2 if way == "plain" else 0
   gathered = 2 * model.weights / model.layers
   return _STATES * model.weights / devices + _NUMBER * (
-    gathered + each * s + scores
+    gathered + token_numbers * s + scores
   )
 
 
@@ -172,33 +174,35 @@ def longest(
   memory_bytes: int | float,
   ring: int | None = None,
 ) -> int:
-  """Tokens of the longest row that training fits, 0 where none does.
+  """Tokens of the longest row that fits a training step; 0 if none does.
 
   Args:
-    way: of `WAYS`.
-    model: the model.
-    devices: over which weights are cut.
-    memory_bytes: of a device.
-    ring: devices that share a row, of the way "ring"; default: all.
+    way: Method, one of `WAYS`.
+    model: Sizes of the model.
+    devices: Number of devices over which weights are sharded.
+    memory_bytes: Memory of a device, in bytes.
+    ring: Number of devices that share a row, for "ring"; default: all.
   """
-  fits = lambda n: step_bytes(way, model, n, devices, ring) <= memory_bytes
-  if not fits(1):
+  enough_memory = lambda n: (
+    step_bytes(way, model, n, devices, ring) <= memory_bytes
+  )
+  if not enough_memory(1):
     return 0
   low = 1
-  while fits(2 * low):
+  while enough_memory(2 * low):
     low *= 2
   high = 2 * low
   while high - low > 1:
     middle = (low + high) // 2
-    low, high = (middle, high) if fits(middle) else (low, middle)
+    low, high = (middle, high) if enough_memory(middle) else (low, middle)
   return low
 
 
 def tried(tokens: int) -> int:
-  """The largest power of two of 1,024 tokens that is not more; 0: none is.
+  """Largest power of two times 1,024 tokens that is not larger, or 0.
 
   Args:
-    tokens: of `longest`.
+    tokens: Tokens that fit, see `longest`.
   """
   count = tokens // _KIBI
   return _KIBI << count.bit_length() - 1 if count else 0
@@ -214,13 +218,13 @@ class HidingRow:
   """A row of Table 2, in tokens.
 
   Attributes:
-    machine: its name.
-    flops: FLOP/s.
-    bandwidth: bytes/s of a link.
-    block: the published smallest block.
+    machine: Name of the machine.
+    flops: FLOP/s of a device.
+    bandwidth: Bandwidth of a link, in bytes/s.
+    block: Published smallest block.
     our_block: F / B.
-    sequence: the published tokens of a device.
-    our_sequence: six blocks.
+    sequence: Published tokens of a device.
+    our_sequence: Six blocks.
   """
 
   machine: str
@@ -232,7 +236,7 @@ class HidingRow:
   our_sequence: float
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields as a dict for JSON."""
     return files.record(self)
 
 
@@ -241,13 +245,13 @@ class ContextRow:
   """A model on a machine of Table 3: tokens by `WAYS`.
 
   Attributes:
-    machine: its name.
-    model: its name.
-    devices: how many; a ring has all of them.
-    published: as in the paper.
-    longest: by the count.
-    ours: of these the powers of two, which the paper tried.
-    slice: what the TPU compiler calls it; "" where it knows none.
+    machine: Name of the machine.
+    model: Name of the model.
+    devices: Number of devices; a ring has all of them.
+    published: Tokens as in the paper.
+    longest: Tokens that fit by the count.
+    ours: Powers of two of these, which the paper tried.
+    slice: Name of the slice for the TPU compiler, or "".
   """
 
   machine: str
@@ -259,12 +263,12 @@ class ContextRow:
   slice: str = ""
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields as a dict for JSON."""
     return files.record(self)
 
 
 def hiding_rows() -> Iterator[HidingRow]:
-  """Table 2, published beside ours."""
+  """Yield the rows of Table 2, published and computed."""
   for row in _GIVEN["hides"]:
     flops, bandwidth = row["flops"], row["bandwidth"]
     yield HidingRow(
@@ -279,10 +283,10 @@ def hiding_rows() -> Iterator[HidingRow]:
 
 
 def context_rows() -> Iterator[ContextRow]:
-  """Table 3, published beside ours, which knows no published figure."""
+  """Yield the rows of Table 3; ours use no published figure."""
   for row in _GIVEN["contexts"]:
     for model, published in row["tokens"].items():
-      found = tuple(
+      longest_tokens = tuple(
         longest(
           way,
           MODELS[model],
@@ -296,7 +300,7 @@ def context_rows() -> Iterator[ContextRow]:
         model=model,
         devices=row["devices"],
         published=tuple(_KIBI * n for n in published),
-        longest=found,
-        ours=tuple(tried(n) for n in found),
+        longest=longest_tokens,
+        ours=tuple(tried(n) for n in longest_tokens),
         slice=row.get("slice", ""),
       )

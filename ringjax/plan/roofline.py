@@ -1,10 +1,10 @@
-"""Lower bounds of the time of a step, beside that of the compiler's schedule.
+"""Lower bounds of the time of a step, next to the compiler's schedule.
 
 Guarantees: bounds are arithmetic on figures that are stated with their sources:
-the model's products at the chip's peak, what the program must read and write
-once at the memory's rate, what its links must carry at theirs. The schedule's
-time is the compiler's estimate, with the waiting that `ringjax.plan.overlap`
-finds. Nothing was measured.
+the model's products at the chip's peak, the bytes that the program must read
+and write once at the memory's bandwidth, the bytes on its links at theirs. The
+schedule's time is the compiler's estimate, with the waiting that
+`ringjax.plan.overlap` finds. Nothing was measured.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ NOTE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-  """Seconds of a step, each by one assumption alone.
+  """Seconds of a step, each under one assumption alone.
 
   Attributes:
-    multiply_s: the model's FLOPs at the data sheet's peak.
-    memory_s: arguments read and outputs written once; outputs in place of
-      arguments, of which a part may be written, are not counted.
-    ring_s: the busiest direction of the ring.
-    others_s: collectives that are no permutes, one after another.
-    schedule_s: what the compiler's schedule takes.
-    assumptions: what each of them rests on.
+    multiply_s: Time of the model's FLOPs at the data sheet's peak.
+    memory_s: Time to read arguments and write outputs once; outputs that alias
+      arguments, which may be written in part, are not counted.
+    ring_s: Time of the busiest direction of the ring.
+    others_s: Time of collectives other than permutes, one after another.
+    schedule_s: Time of the compiler's schedule.
+    assumptions: Assumptions of each of these, as texts.
   """
 
   multiply_s: float
@@ -46,17 +46,17 @@ class Roofline:
 
   @property
   def floor_s(self) -> float:
-    """The lower bound: the largest of what can run side by side."""
+    """Lower bound: the largest of the times that can overlap."""
     return max(self.multiply_s, self.memory_s, self.ring_s, self.others_s)
 
   @property
   def utilization(self) -> float:
-    """Part of the peak that the model's FLOPs reach in the schedule's time."""
+    """Fraction of the peak that the model's FLOPs use in the schedule."""
     return self.multiply_s / self.schedule_s if self.schedule_s else 0.0
 
   @property
   def bound(self) -> str:
-    """Which of the bounds is the largest."""
+    """Name of the largest bound."""
     floors = {
       "products": self.multiply_s,
       "memory": self.memory_s,
@@ -66,17 +66,17 @@ class Roofline:
     return max(floors, key=lambda name: floors[name])
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields and properties as a dict for JSON."""
     body = files.record(self, "floor_s", "utilization", "bound")
     return {**body, "note": NOTE}
 
 
 def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
-  """The bounds of a program; None where it does not fit.
+  """Compute the bounds of a program; None if it does not fit.
 
   Args:
-    found: with "model_flops", of a device, among its facts.
-    dtype: of the products.
+    found: Compiled program with "model_flops", per device, among its facts.
+    dtype: Dtype of the products.
   """
   if found.report is None or found.memory is None:
     return None
@@ -86,9 +86,9 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
   rate = chip.rate(dtype)
   moved = memory.arguments + memory.outputs - memory.aliased
   others = math.fsum(
-    one.link_s
-    for one in found.report.collectives
-    if one.kind != "collective-permute"
+    collective.link_s
+    for collective in found.report.collectives
+    if collective.kind != "collective-permute"
   )
   flops = float(found.facts.get("model_flops", 0.0))
   return Roofline(
@@ -114,11 +114,13 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
   )
 
 
-def _loops(found: Compiled) -> str:
-  """The trip counts that were taken for loops that depend on data."""
-  assert found.report is not None
-  turns = sorted(set(found.report.counted_by_data.values()))
-  if not turns:
+def _loops(compiled: Compiled) -> str:
+  """Text of the assumed trip counts of loops that depend on data, or ""."""
+  assert compiled.report is not None
+  counts = sorted(set(compiled.report.counted_by_data.values()))
+  if not counts:
     return ""
-  loops = len(found.report.counted_by_data)
-  return f"{loops} are taken to turn {', '.join(f'{n:g}' for n in turns)} times"
+  loops = len(compiled.report.counted_by_data)
+  return (
+    f"{loops} are taken to turn {', '.join(f'{n:g}' for n in counts)} times"
+  )

@@ -1,10 +1,10 @@
-"""Methods of reading a prompt on several ranks, as operations of a layer.
+"""Methods of prefilling a prompt on several ranks, as operations of a layer.
 
-Each gives the time to the first token, the bytes on every link, the pairs
-that every rank computes and the timeline. A layer on rank i:
+Each method has a time to the first token, the bytes on every link, the pairs
+that every rank computes and a timeline. A layer on rank i:
 
   kvr        queries, keys and values of its c_i tokens | the prefix's come
-             from rank i - 1 | all go on to rank i + 1 | attention, the rest.
+             from rank i - 1 | all are sent to rank i + 1 | attention, the rest.
              Sending overlaps with attention, no rank waits for a later one
              but for buffers (`credits`), and the last rank ends with the cache.
   tsp        an even split, an all-gather of keys and values around a ring
@@ -40,11 +40,11 @@ LAYOUTS = ("contiguous", "striped")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Noise:
-  """In each layer one link between neighbours, drawn anew, is slower.
+  """Noise that slows one random link between neighbours in each layer.
 
   Attributes:
-    slower: x; its bandwidth is divided by 1 + x.
-    seed: of the draws.
+    slower: x; the link's bandwidth is divided by 1 + x.
+    seed: Seed of the draws.
   """
 
   slower: int | float = 20.0
@@ -57,10 +57,10 @@ class Noise:
   def slowdowns(
     self, layers: int, links: int
   ) -> Float[np.ndarray, "layers links"]:
-    """Factors of a message's seconds."""
+    """Factors of a message's seconds, by layer and link."""
     factors = np.ones((layers, links))
     if links:
-      # `random` is the same on all machines; NumPy's draws may change.
+      # `random` gives the same draws on all versions; NumPy's may change.
       draw = random.Random(self.seed)
       for layer in range(layers):
         factors[layer, draw.randrange(links)] += self.slower
@@ -69,15 +69,15 @@ class Noise:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-  """A prompt that was read, simulated or measured.
+  """Result of prefilling a prompt, simulated or measured.
 
   Attributes:
-    method: its name.
-    lengths: tokens of each rank.
-    seconds: time to the first token.
-    work: pairs of a query and a key that each rank computed, a layer.
-    link_bytes: sent over each link, all layers; links by name "0-1".
-    timeline: what happened when.
+    method: Name of the method.
+    lengths: Number of tokens of each rank.
+    seconds: Time to the first token.
+    work: Pairs of a query and a key that each rank computed, per layer.
+    link_bytes: Bytes sent over each link in all layers, by name "0-1".
+    timeline: Timeline of the operations.
   """
 
   method: str
@@ -93,7 +93,7 @@ class Outcome:
     return sum(self.link_bytes.values())
 
   def record(self) -> dict[str, Any]:
-    """Plain values, without the timeline."""
+    """Fields as plain values, without the timeline."""
     return {
       "method": self.method,
       "partition": list(self.lengths),
@@ -118,20 +118,20 @@ def kvr(
   noise: Noise | None = None,
   name: str = "kvr",
 ) -> Outcome:
-  """KV-Runahead with a given partition.
+  """Simulate KV-Runahead with a given partition.
 
   Args:
-    profile: the model and the devices.
-    prompt: what is read.
-    lengths: tokens of each rank; they add up to the prompt's.
-    network: the links.
-    credits: layers that may wait at each end of a link, to be sent and to be
+    profile: Times of the model on the devices.
+    prompt: Prompt to prefill.
+    lengths: Number of tokens of each rank; they add up to the prompt's.
+    network: Links between ranks.
+    credits: Layers that may wait at each end of a link, to be sent and to be
       used; None is any number.
-    noise: links that slow down.
-    name: of the method, for the outcome.
+    noise: Noise that slows links, or None.
+    name: Name of the method, for the outcome.
 
   Raises:
-    OptionError: the partition does not fit the prompt.
+    OptionError: If the partition does not fit the prompt.
   """
   lengths = cost.check_lengths(lengths, prompt.tokens)
   layer = _chain(profile, prompt, np.asarray(lengths), network, credits, noise)
@@ -153,7 +153,7 @@ def kvr_seconds(
   """Time to first token of each of K partitions, ints [K, p].
 
   Raises:
-    OptionError: a partition does not fit the prompt.
+    OptionError: If a partition does not fit the prompt.
   """
   c = np.asarray(partitions)
   if c.ndim != 2 or not np.issubdtype(c.dtype, np.integer) or not c.shape[1]:
@@ -163,9 +163,9 @@ def kvr_seconds(
       "ints of shape [K, p]",
       "pass a list of partitions",
     )
-  wrong = np.flatnonzero((c < 1).any(1) | (c.sum(1) != prompt.tokens))
-  if wrong.size:
-    cost.check_lengths([int(n) for n in c[wrong[0]]], prompt.tokens)
+  invalid = np.flatnonzero((c < 1).any(1) | (c.sum(1) != prompt.tokens))
+  if invalid.size:
+    cost.check_lengths([int(n) for n in c[invalid[0]]], prompt.tokens)
   return _chain(profile, prompt, c, network, credits, noise).first_s()
 
 
@@ -177,7 +177,7 @@ def _chain(
   credits: int | None,
   noise: Noise | None,
 ) -> _Layer:
-  """A layer of the chain, of one partition or K."""
+  """Make a layer of the chain, for one partition or K of them."""
   if credits is not None:
     positive_int("credits", credits)
   layer = _Layer(profile, lengths, network, noise, closed=False)
@@ -186,20 +186,20 @@ def _chain(
   arrived: tuple[Edge, ...] = ()
   last = layer.ranks - 1
   for i in range(layer.ranks):
-    sent, out, into = f"send {i}.{{}}", (), ()
+    send_name, send_buffers, use_buffers = f"send {i}.{{}}", (), ()
     if credits is not None and i < last:
       # A buffer is free when its message has arrived, or was attended to.
-      out = (Edge(sent, credits),)
-      into = (Edge(f"attend {i + 1}.{{}}", credits),)
+      send_buffers = (Edge(send_name, credits),)
+      use_buffers = (Edge(f"attend {i + 1}.{{}}", credits),)
     joined = layer.add(
       f"join {i}.{{}}",
       "join",
       after=(layer.project(i), *arrived),
-      behind=out,
+      behind=send_buffers,
     )
     attend = layer.attend(i, work[..., i], (joined,))
     if i < last:
-      arrived = (layer.send(sent, i, nbytes[..., i], joined, into),)
+      arrived = (layer.send(send_name, i, nbytes[..., i], joined, use_buffers),)
     layer.end(i, attend)
   return layer
 
@@ -218,30 +218,30 @@ def tsp(
   noise: Noise | None = None,
   causal: bool = False,
 ) -> Outcome:
-  """Tensor and sequence parallel, as the paper's baseline: dense, masked.
+  """Simulate tensor and sequence parallelism, the paper's baseline.
 
   Args:
-    profile: the model and the devices.
-    prompt: what is read.
-    ranks: that read it.
-    network: the links.
-    noise: links that slow down.
-    causal: whether the kernel leaves out what the mask forbids. A pair costs
-      what the profile says: it is no faster, it does less.
+    profile: Times of the model on the devices.
+    prompt: Prompt to prefill.
+    ranks: Number of ranks.
+    network: Links between ranks.
+    noise: Noise that slows links, or None.
+    causal: Whether the kernel skips what the mask forbids. A pair costs what
+      the profile says: the kernel is no faster, it does less.
 
   Raises:
-    OptionError: fewer tokens than ranks.
+    OptionError: If there are fewer tokens than ranks.
   """
   lengths = cost.even(prompt.tokens, ranks)
   work = np.asarray(lengths, np.float64) * (prompt.prefix + prompt.tokens)
   if causal:
     work = cost.pairs(prompt, lengths, "causal")
   layer = _Layer(profile, np.asarray(lengths), network, noise, closed=True)
-  projects, arrived = layer.rotate()
+  projections, arrived = layer.rotate()
   gathered = layer.add(
     "gathered {}",
     "join",
-    after=(*projects, *(edge for edges in arrived for edge in edges)),
+    after=(*projections, *(edge for edges in arrived for edge in edges)),
   )
   for i in range(ranks):
     layer.end(i, layer.attend(i, work[i], (gathered,)))
@@ -256,7 +256,7 @@ def flash_tsp(
   *,
   noise: Noise | None = None,
 ) -> Outcome:
-  """`tsp` with a causal kernel, which leaves out what the mask forbids."""
+  """Simulate `tsp` with a causal kernel, which skips masked tiles."""
   return tsp(profile, prompt, ranks, network, noise=noise, causal=True)
 
 
@@ -269,13 +269,14 @@ def ring(
   layout: str = "striped",
   noise: Noise | None = None,
 ) -> Outcome:
-  """Ring attention: a hop's keys travel while those before are attended to.
+  """Simulate ring attention: a hop's keys travel while attention computes.
 
-  Tiles that the mask forbids are left out. Contiguous shards have none, half
-  or all of a hop's pairs to do; striped ones half of them in every hop.
+  Masked tiles are skipped. Contiguous shards have none, half or all of a hop's
+  pairs to compute; striped ones half of them in every hop.
 
   Raises:
-    OptionError: an unknown layout, a window, or fewer tokens than ranks.
+    OptionError: If the layout is unknown, the prompt has a window, or there
+      are fewer tokens than ranks.
   """
   one_of("layout", layout, LAYOUTS)
   if prompt.window is not None:
@@ -284,10 +285,10 @@ def ring(
     )
   lengths = cost.even(prompt.tokens, ranks)
   layer = _Layer(profile, np.asarray(lengths), network, noise, closed=True)
-  projects, arrived = layer.rotate()
+  projections, arrived = layer.rotate()
   work = np.zeros(ranks)
   for i, n in enumerate(lengths):
-    before = projects[i]
+    previous = projections[i]
     for hop in range(ranks):
       source = (i - hop) % ranks
       count = n * lengths[source] / 2
@@ -296,9 +297,11 @@ def ring(
       if not hop:
         count += n * prompt.prefix
       work[i] += count
-      after = (before, *arrived[i][hop - 1 : hop])
-      before = layer.attend(i, count, after, hop, rest=hop == ranks - 1)
-    layer.end(i, before)
+      dependencies = (previous, *arrived[i][hop - 1 : hop])
+      previous = layer.attend(
+        i, count, dependencies, hop, rest=hop == ranks - 1
+      )
+    layer.end(i, previous)
   return layer.outcome(f"ring_{layout}", work)
 
 
@@ -311,11 +314,11 @@ class _Layer:
   """Operations of a layer on ranks in a row or, if it is closed, a ring.
 
   Args:
-    profile: the model and the devices.
-    lengths: tokens of each rank, of one case or K.
-    network: the links.
-    noise: links that slow down.
-    closed: whether the last rank sends to the first.
+    profile: Times of the model on the devices.
+    lengths: Number of tokens of each rank, for one case or K.
+    network: Links between ranks.
+    noise: Noise that slows links, or None.
+    closed: Whether the last rank sends to the first.
   """
 
   def __init__(
@@ -340,12 +343,12 @@ class _Layer:
     self._slow = slow.T.tolist()
 
   def add(self, name: str, kind: str, *given: Any, **more: Any) -> Edge:
-    """Adds an `Operation`; returns the edge to wait for it."""
+    """Add an `Operation`; return the edge to wait for it."""
     self._operations.append(Operation(name, kind, *given, **more))
     return Edge(name)
 
   def project(self, i: int) -> Edge:
-    """Adds the linear work before keys and values can be sent."""
+    """Add the linear work before keys and values can be sent."""
     return self.add(
       f"project {i}.{{}}",
       "project",
@@ -363,28 +366,28 @@ class _Layer:
     *,
     rest: bool = True,
   ) -> Edge:
-    """Adds attention over `pairs`, and the linear rest of the layer."""
+    """Add attention over `pairs`, and the linear rest of the layer."""
     p = self._profile
     seconds = p.pair_s / p.layers * pairs
     if rest:
-      linear = (1 - p.early) * self._linear[..., i]
-      seconds = linear + seconds + p.fixed_s / p.layers
+      rest_s = (1 - p.early) * self._linear[..., i]
+      seconds = rest_s + seconds + p.fixed_s / p.layers
     name = f"attend {i}.{{}}" + ("" if hop is None else f".{hop}")
     return self.add(name, "attend", f"rank {i}", seconds, after)
 
   def end(self, i: int, attend: Edge) -> None:
-    """Adds the end of the layer: of attention, and of launching."""
-    end, after = f"end {i}.{{}}", (attend,)
+    """Add the end of the layer: after attention, and after launching."""
+    end_name, dependencies = f"end {i}.{{}}", (attend,)
     if self._profile.floor_s:
-      # One after another, so that floors add up over the layers.
+      # Launches follow each other, so that floors add up over the layers.
       launch = self.add(
         f"launch {i}.{{}}",
         "launch",
         seconds=self._profile.floor_s / self._profile.layers,
-        after=(Edge(end, 1),),
+        after=(Edge(end_name, 1),),
       )
-      after = (attend, launch)
-    self.add(end, "join", after=after)
+      dependencies = (attend, launch)
+    self.add(end_name, "join", after=dependencies)
 
   def send(
     self,
@@ -394,7 +397,7 @@ class _Layer:
     after: Edge,
     behind: tuple[Edge, ...] = (),
   ) -> Edge:
-    """Adds a message from rank i to the next."""
+    """Add a message from rank i to the next."""
     seconds = nbytes / self._network.bandwidth
     return self.add(
       name, "send", self._links[i], seconds, (after,), behind, nbytes,
@@ -402,17 +405,17 @@ class _Layer:
     )  # fmt: skip
 
   def rotate(self) -> tuple[list[Edge], list[list[Edge]]]:
-    """Adds projections, and sends every rank's keys all the way round.
+    """Add projections, and send every rank's keys all around the ring.
 
     Returns:
-      Of each rank its projection, and the arrivals, one a hop.
+      Each rank's projection, and its arrivals, one per hop.
     """
     ranks = range(self.ranks)
-    projects = [self.project(i) for i in ranks]
+    projections = [self.project(i) for i in ranks]
     arrived: list[list[Edge]] = [[] for _ in ranks]
-    newest = projects
+    newest = projections
     for hop in range(self.ranks - 1):
-      sent = [
+      sends = [
         self.send(
           f"send {i}.{{}}.{hop}",
           i,
@@ -421,15 +424,15 @@ class _Layer:
         )
         for i in ranks
       ]
-      newest = [sent[i - 1] for i in ranks]
+      newest = [sends[i - 1] for i in ranks]
       for i in ranks:
         arrived[i].append(newest[i])
-    return projects, arrived
+    return projections, arrived
 
   def first_s(self, spans: list[Span] | None = None) -> Numbers:
-    """Seconds to the first token: to the end of the last rank, which has it."""
-    done = recurrence.solve(self._operations, self._profile.layers, spans)
-    return done[f"end {self.ranks - 1}.{{}}"]
+    """Seconds to the first token, which the last rank computes."""
+    done_s = recurrence.solve(self._operations, self._profile.layers, spans)
+    return done_s[f"end {self.ranks - 1}.{{}}"]
 
   def outcome(
     self,
@@ -437,16 +440,16 @@ class _Layer:
     work: Float[np.ndarray, " p"],
     timeline: Timeline | None = None,
   ) -> Outcome:
-    """The outcome of a single case, simulated unless its timeline is given."""
+    """Outcome of a single case, simulated unless its timeline is given."""
     if timeline is None:
       timeline = recurrence.simulate(self._operations, self._profile.layers)
-    sent = timeline.sent_bytes()
+    sent_bytes = timeline.sent_bytes()
     return Outcome(
       method=name,
       lengths=tuple(self._lengths.tolist()),
       # The last operation is the end of the last rank.
       seconds=timeline.spans[-1].done_s,
       work=tuple(float(n) for n in work),
-      link_bytes={link: sent.get(link, 0.0) for link in self._links},
+      link_bytes={link: sent_bytes.get(link, 0.0) for link in self._links},
       timeline=timeline,
     )

@@ -1,11 +1,11 @@
-"""Parts of a chunked prefill on two processors, out of order (llm.npu).
+"""Out-of-order dispatch of a chunked prefill to two processors (llm.npu).
 
-Guarantees: a `Dispatcher` gives out a part when all that it needs is done, and
-each part once, by whatever rule; the same one serves the simulator below and
-live devices.
-Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: products of integers on one
-processor, norms and attention in floats on another; of the parts that may
-begin, that one which keeps the integer processor from waiting.
+Guarantees: a `Dispatcher` returns a subgraph when all that it needs is done,
+and each subgraph once, by any rule; the same class serves the simulator below
+and live devices.
+Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: integer products on one
+processor, norms and attention in floats on another; of the subgraphs that may
+begin, the one that keeps the integer processor from waiting.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ringjax.errors import OptionError
 from ringjax.plan.events import Device, Simulator, Span, Timeline
 
 INTEGER, FLOAT = "integer", "float"
-# What a layer does of a chunk, and where: the six of the paper. What a part on
-# the integer processor multiplies beside, in floats, is within its time.
+# Steps of a layer for a chunk, and their processor: the six of the paper. Float
+# products that a step on the integer processor does as well are in its time.
 STEPS = {
   "norm": FLOAT,
   "project": INTEGER,
@@ -30,11 +30,11 @@ STEPS = {
   "feedforward": INTEGER,
 }
 _PROJECT, _ATTEND = 1, 2
-# serial: chunk by chunk. fifo: what could begin first. waits: the paper's: a
-# part on the float processor counts the integer seconds that it lets begin, one
-# on the integer processor loses the float seconds that it lets begin. That
-# begins the first chunk, which all others need, behind them: fifo was as short
-# or shorter in all settings tried (docs/how/integers.md).
+# serial: chunk by chunk. fifo: in the order in which they became ready. waits:
+# the paper's rule: a subgraph on the float processor counts the integer seconds
+# that it unblocks, one on the integer processor loses the float seconds that it
+# unblocks. This starts the first chunk, which all others need, after them: fifo
+# was as short or shorter in all settings tried (docs/how/integers.md).
 RULES = ("fifo", "waits", "serial")
 
 
@@ -43,9 +43,9 @@ class Subgraph:
   """One step of one layer for one chunk.
 
   Attributes:
-    chunk: of the prompt, from 0.
-    layer: of the model, from 0.
-    step: index into `STEPS`.
+    chunk: Index of the chunk in the prompt.
+    layer: Index of the layer in the model.
+    step: Index into `STEPS`.
   """
 
   chunk: int
@@ -54,21 +54,21 @@ class Subgraph:
 
   @property
   def name(self) -> str:
-    """What it does."""
+    """Name of its step."""
     return tuple(STEPS)[self.step]
 
   @property
   def where(self) -> str:
-    """The processor that runs it."""
+    """Processor that runs it."""
     return STEPS[self.name]
 
 
 class Dispatcher:
-  """Which part of a prefill a free processor runs next.
+  """Chooses the subgraph of a prefill that a free processor runs next.
 
-  A part needs the one before it in its chunk. Attention also needs the keys of
-  all earlier chunks in its layer: their projections, or `in_order` their
-  attention, where that is what appends keys to a cache.
+  A subgraph needs the one before it in its chunk. Attention also needs the keys
+  of all earlier chunks in its layer: their projections, or with `in_order`
+  their attention, if that appends keys to a cache.
   """
 
   def __init__(
@@ -80,25 +80,25 @@ class Dispatcher:
     seconds: Mapping[str, int | float] | None = None,
     in_order: bool = False,
   ):
-    """Nothing has begun yet.
+    """Begin with nothing done.
 
     Args:
-      chunks: of the prompt.
-      layers: of the model.
-      rule: one of `RULES`.
-      seconds: what each of `STEPS` takes, for "waits"; default: the same.
-      in_order: see above.
+      chunks: Number of chunks of the prompt.
+      layers: Number of layers of the model.
+      rule: One of `RULES`.
+      seconds: Duration of each of `STEPS`, for "waits"; default: all equal.
+      in_order: Whether attention of a chunk needs that of the chunk before.
 
     Raises:
-      OptionError: an argument out of range.
+      OptionError: If an argument is out of range.
     """
     self.chunks = positive_int("chunks", chunks)
     self.layers = positive_int("layers", layers)
     self.rule = one_of("rule", rule, RULES)
     self.in_order = in_order
-    self.seconds = _checked({} if seconds is None else seconds)
+    self.seconds = _checked_seconds({} if seconds is None else seconds)
     self._done: set[Subgraph] = set()
-    # In the order in which they could begin.
+    # In the order in which they became ready.
     self._ready: list[Subgraph] = []
     self._given: set[Subgraph] = set()
     for chunk in range(chunks):
@@ -106,31 +106,44 @@ class Dispatcher:
 
   @property
   def finished(self) -> bool:
-    """Whether all is done."""
+    """Whether all subgraphs are done."""
     return len(self._done) == self.chunks * self.layers * len(STEPS)
 
   def take(self, where: str) -> Subgraph | None:
-    """What the free processor `where` runs now; None: it waits."""
-    found = [x for x in self._ready if x.where == where]
+    """Next subgraph for the free processor `where`; None if it has to wait."""
+    candidates = [
+      subgraph for subgraph in self._ready if subgraph.where == where
+    ]
     if self.rule == "serial":
       # Chunk by chunk: none overtakes an earlier chunk.
-      first = min((x.chunk for x in self._open()), default=0)
-      found = [x for x in found if x.chunk == first]
-    if not found:
+      first_chunk = min(
+        (subgraph.chunk for subgraph in self._open()), default=0
+      )
+      candidates = [
+        subgraph for subgraph in candidates if subgraph.chunk == first_chunk
+      ]
+    if not candidates:
       return None
-    chosen = found[0] if self.rule == "fifo" else min(found)
+    chosen = candidates[0] if self.rule == "fifo" else min(candidates)
     if self.rule == "waits":
-      # Of equals the earlier chunk: its keys are what others wait for.
-      chosen = max(found, key=lambda x: (self._worth(x), -x.chunk, -x.layer))
+      # Of equals prefer the earlier chunk, whose keys others wait for.
+      chosen = max(
+        candidates,
+        key=lambda subgraph: (
+          self._unblocked_s(subgraph),
+          -subgraph.chunk,
+          -subgraph.layer,
+        ),
+      )
     self._ready.remove(chosen)
     self._given.add(chosen)
     return chosen
 
   def done(self, part: Subgraph) -> None:
-    """Tells that a part is done.
+    """Record that a subgraph is done.
 
     Raises:
-      OptionError: a part that was not given out, or is done already.
+      OptionError: If it was not returned by `take`, or is done already.
     """
     if part not in self._given:
       raise OptionError(
@@ -138,67 +151,74 @@ class Dispatcher:
       )
     self._given.discard(part)
     self._done.add(part)
-    for one in self._behind(part):
-      self._offer(one)
+    for dependent in self._dependents(part):
+      self._offer(dependent)
 
   def needs(self, part: Subgraph) -> tuple[Subgraph, ...]:
-    """What has to be done before a part."""
-    found = []
+    """Subgraphs that have to be done before this one."""
+    required = []
     if part.step:
-      found.append(Subgraph(part.chunk, part.layer, part.step - 1))
+      required.append(Subgraph(part.chunk, part.layer, part.step - 1))
     elif part.layer:
-      found.append(Subgraph(part.chunk, part.layer - 1, len(STEPS) - 1))
+      required.append(Subgraph(part.chunk, part.layer - 1, len(STEPS) - 1))
     if part.name == "attend" and part.chunk:
-      before = range(part.chunk)
+      earlier = range(part.chunk)
       if self.in_order:
-        found.append(dataclasses.replace(part, chunk=part.chunk - 1))
+        required.append(dataclasses.replace(part, chunk=part.chunk - 1))
       else:
-        found += [Subgraph(n, part.layer, _PROJECT) for n in before]
-    return tuple(found)
+        required += [Subgraph(n, part.layer, _PROJECT) for n in earlier]
+    return tuple(required)
 
-  def _behind(self, part: Subgraph) -> list[Subgraph]:
-    """Parts that need this one."""
-    found = []
+  def _dependents(self, part: Subgraph) -> list[Subgraph]:
+    """Subgraphs that need this one."""
+    dependents = []
     if part.step + 1 < len(STEPS):
-      found.append(Subgraph(part.chunk, part.layer, part.step + 1))
+      dependents.append(Subgraph(part.chunk, part.layer, part.step + 1))
     elif part.layer + 1 < self.layers:
-      found.append(Subgraph(part.chunk, part.layer + 1, 0))
-    later = range(part.chunk + 1, self.chunks)
+      dependents.append(Subgraph(part.chunk, part.layer + 1, 0))
+    later_chunks = range(part.chunk + 1, self.chunks)
     if self.in_order and part.name == "attend":
-      found += [Subgraph(n, part.layer, part.step) for n in later[:1]]
+      dependents += [
+        Subgraph(n, part.layer, part.step) for n in later_chunks[:1]
+      ]
     elif not self.in_order and part.name == "project":
-      found += [Subgraph(n, part.layer, _ATTEND) for n in later]
-    return found
+      dependents += [Subgraph(n, part.layer, _ATTEND) for n in later_chunks]
+    return dependents
 
   def _offer(self, part: Subgraph) -> None:
-    """Lets a part begin if all that it needs is done."""
-    known = part in self._done or part in self._given or part in self._ready
-    if not known and all(x in self._done for x in self.needs(part)):
+    """Mark a subgraph as ready if all that it needs is done."""
+    scheduled = part in self._done or part in self._given or part in self._ready
+    if not scheduled and all(
+      required in self._done for required in self.needs(part)
+    ):
       self._ready.append(part)
 
   def _open(self) -> list[Subgraph]:
     return [*self._ready, *self._given]
 
-  def _worth(self, part: Subgraph) -> float:
-    """Seconds on the other processor that this part lets begin."""
-    lets = [
-      x
-      for x in self._behind(part)
-      if x.where != part.where
-      and x not in self._done
-      and all(y == part or y in self._done for y in self.needs(x))
+  def _unblocked_s(self, part: Subgraph) -> float:
+    """Seconds unblocked on the other processor, signed as in "waits"."""
+    unblocked = [
+      dependent
+      for dependent in self._dependents(part)
+      if dependent.where != part.where
+      and dependent not in self._done
+      and all(
+        required == part or required in self._done
+        for required in self.needs(dependent)
+      )
     ]
-    total = math.fsum(self.seconds[x.name] for x in lets)
+    total = math.fsum(self.seconds[dependent.name] for dependent in unblocked)
     return total if part.where == FLOAT else -total
 
 
 @dataclasses.dataclass(frozen=True)
 class SubgraphSchedule:
-  """How long a prefill takes on two processors.
+  """Schedule of a prefill on two processors.
 
   Attributes:
-    timeline: of both.
-    order: of the parts, as they began.
+    timeline: Timeline of both processors.
+    order: Subgraphs in the order in which they began.
   """
 
   timeline: Timeline
@@ -206,12 +226,12 @@ class SubgraphSchedule:
 
   @property
   def seconds(self) -> float:
-    """Of the whole prefill."""
+    """Duration of the whole prefill, in seconds."""
     return float(self.timeline.finish_s)
 
   @property
   def waiting(self) -> float:
-    """Part of the time in which the integer processor waits."""
+    """Fraction of the time in which the integer processor waits."""
     return self.timeline.idle(INTEGER)
 
 
@@ -224,49 +244,51 @@ def simulated(
   growing: int | float = 0.0,
   in_order: bool = False,
 ) -> SubgraphSchedule:
-  """A prefill in the simulator.
+  """Simulate a prefill on two processors.
 
   Args:
-    chunks: of the prompt.
-    layers: of the model.
-    seconds: what each of `STEPS` takes.
-    rule: one of `RULES`.
-    growing: how much longer attention takes with each chunk before it, as a
-      part of what it takes for the first.
-    in_order: see `Dispatcher`.
+    chunks: Number of chunks of the prompt.
+    layers: Number of layers of the model.
+    seconds: Duration of each of `STEPS`, in seconds.
+    rule: One of `RULES`.
+    growing: Extra time of attention for each earlier chunk, as a fraction of
+      its time for the first chunk.
+    in_order: See `Dispatcher`.
 
   Raises:
-    OptionError: an argument out of range.
+    OptionError: If an argument is out of range.
   """
   number("growing", growing, least=0)
   plan = Dispatcher(
     chunks, layers, rule=rule, seconds=seconds, in_order=in_order
   )
   simulator = Simulator()
-  free = {where: simulator.device(where) for where in (INTEGER, FLOAT)}
+  free = {
+    processor: simulator.device(processor) for processor in (INTEGER, FLOAT)
+  }
   order: list[Subgraph] = []
 
   def begin() -> None:
-    for where in list(free):
-      part = plan.take(where)
+    for processor in list(free):
+      part = plan.take(processor)
       if part is not None:
         order.append(part)
-        run(part, free.pop(where))
+        run(part, free.pop(processor))
 
   def run(part: Subgraph, device: Device) -> None:
-    def after(span: Span) -> None:
+    def finish(span: Span) -> None:
       del span
       plan.done(part)
       free[part.where] = device
       simulator.at(simulator.now_s, begin)
 
-    more = growing * part.chunk if part.name == "attend" else 0
+    growth = growing * part.chunk if part.name == "attend" else 0
     simulator.op(
       f"{part.name} {part.layer}.{part.chunk}",
       device,
-      plan.seconds[part.name] * (1 + more),
+      plan.seconds[part.name] * (1 + growth),
       kind=part.name,
-      then=after,
+      then=finish,
     )
 
   simulator.at(0.0, begin)
@@ -281,7 +303,7 @@ def compared(
   growing: int | float = 0.0,
   in_order: bool = False,
 ) -> dict[int, dict[str, SubgraphSchedule]]:
-  """Every rule, by the number of chunks: {chunks: {rule: schedule}}."""
+  """Simulate every rule for numbers of chunks: {chunks: {rule: schedule}}."""
   return {
     n: {
       rule: simulated(
@@ -293,7 +315,7 @@ def compared(
   }
 
 
-def _checked(seconds: Mapping[str, int | float]) -> dict[str, float]:
+def _checked_seconds(seconds: Mapping[str, int | float]) -> dict[str, float]:
   wrong = [name for name in seconds if name not in STEPS]
   if wrong:
     raise OptionError(

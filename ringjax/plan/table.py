@@ -1,7 +1,7 @@
-"""Partitions that were found, by length of the prompt, to interpolate between.
+"""Tables of searched partitions by prompt length, with interpolation.
 
-Guarantees: a table says for which model, devices and links it holds, and is
-refused for any other.
+Guarantees: a table states the model, devices and links for which it holds, and
+is refused for any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TableKey:
 
   @classmethod
   def of(cls, profile: Profile, network: Network, ranks: int) -> TableKey:
-    """The key of a model on ranks with these links."""
+    """Make the key of a model on ranks with these links."""
     return cls(
       model=profile.model,
       hardware=profile.hardware,
@@ -46,32 +46,32 @@ class TableKey:
     )
 
   def check(self, other: TableKey) -> None:
-    """Refuses a table of another key.
+    """Check that a table has this key.
 
     Raises:
-      OptionError: it names what differs.
+      OptionError: If not; it names the field that differs.
     """
     for field in dataclasses.fields(self):
-      mine, its = getattr(self, field.name), getattr(other, field.name)
-      same = mine == its
+      value, other_value = getattr(self, field.name), getattr(other, field.name)
+      equal = value == other_value
       if field.name == "bandwidth":
-        same = math.isclose(mine, its, rel_tol=1e-6)
-      if not same:
+        equal = math.isclose(value, other_value, rel_tol=1e-6)
+      if not equal:
         raise OptionError(
           "table",
-          f"one for {field.name} {its}",
-          f"{field.name} {mine}",
+          f"one for {field.name} {other_value}",
+          f"{field.name} {value}",
           "search again or pass another table",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionTable:
-  """Partitions that were found, by prompt length.
+  """Searched partitions, by prompt length.
 
   Attributes:
-    key: the model, devices and links for which they hold.
-    entries: shares of the ranks, by tokens of the prompt.
+    key: Model, devices and links for which they hold.
+    entries: Shares of the ranks, by tokens of the prompt.
   """
 
   key: TableKey
@@ -87,8 +87,8 @@ class PartitionTable:
       for share in shares:
         number("share", share, least=0, most=1)
       total = math.fsum(shares)
-      right = len(shares) == self.key.ranks and min(shares) > 0
-      if not right or not math.isclose(total, 1.0, abs_tol=1e-6):
+      valid = len(shares) == self.key.ranks and min(shares) > 0
+      if not valid or not math.isclose(total, 1.0, abs_tol=1e-6):
         raise OptionError(
           "table",
           f"shares {shares}, {total} in all, at {tokens} tokens",
@@ -97,37 +97,37 @@ class PartitionTable:
         )
 
   def shares(self, tokens: int) -> tuple[float, ...]:
-    """Shares for a prompt: between the two nearest lengths, linearly.
+    """Shares for a prompt, interpolated between the two nearest lengths.
 
-    Below the first and above the last entry that entry's.
+    Below the first and above the last entry, that entry's shares.
     """
     positive_int("tokens", tokens)
-    known = sorted(self.entries)
-    columns = zip(*(self.entries[n] for n in known), strict=True)
-    return tuple(float(np.interp(tokens, known, x)) for x in columns)
+    lengths = sorted(self.entries)
+    columns = zip(*(self.entries[n] for n in lengths), strict=True)
+    return tuple(float(np.interp(tokens, lengths, x)) for x in columns)
 
   def lengths(self, tokens: int, tile: int = 1) -> tuple[int, ...]:
-    """The partition of a prompt, in whole tiles.
+    """Partition of a prompt, in whole tiles.
 
     Raises:
-      OptionError: fewer tiles than ranks.
+      OptionError: If there are fewer tiles than ranks.
     """
     return round_to_tiles(self.shares(tokens), tokens, tile)
 
   def joined(self, other: PartitionTable) -> PartitionTable:
-    """Both tables' entries; where both have one, the other's.
+    """Merge the entries of two tables; for equal lengths the other's.
 
     Raises:
-      OptionError: their keys differ.
+      OptionError: If their keys differ.
     """
     self.key.check(other.key)
     return PartitionTable(self.key, {**self.entries, **other.entries})
 
   def save(self, path: str) -> None:
-    """Writes it as JSON, whole or not at all.
+    """Write the table as JSON, whole or not at all.
 
     Raises:
-      OptionError: the path cannot be written to.
+      OptionError: If the path cannot be written to.
     """
     entries = [
       {"tokens": tokens, "shares": list(self.entries[tokens])}
@@ -138,11 +138,11 @@ class PartitionTable:
 
   @classmethod
   def load(cls, path: str, key: TableKey | None = None) -> PartitionTable:
-    """Reads a table; with `key` it must be one for it.
+    """Read a table; with `key` it must be the table's key.
 
     Raises:
-      OptionError: the file cannot be read, or the key differs.
-      CheckpointFormatError: it does not hold a table.
+      OptionError: If the file cannot be read, or the key differs.
+      CheckpointFormatError: If it does not hold a table.
     """
     make = lambda body: cls(
       files.as_dataclass(TableKey, body["key"]), _entries(body["entries"])
@@ -154,10 +154,12 @@ class PartitionTable:
 
 
 def _entries(value: Any) -> dict[int, tuple[float, ...]]:
-  found: dict[int, tuple[float, ...]] = {}
+  shares_by_tokens: dict[int, tuple[float, ...]] = {}
   for entry in value:
     tokens = positive_int("tokens", entry["tokens"])
-    if tokens in found:
+    if tokens in shares_by_tokens:
       raise TypeError(f"two entries for {tokens} tokens")
-    found[tokens] = tuple(number("share", s) for s in entry["shares"])
-  return found
+    shares_by_tokens[tokens] = tuple(
+      number("share", s) for s in entry["shares"]
+    )
+  return shares_by_tokens

@@ -1,7 +1,7 @@
-"""What a ticket says about pages: which they are, and what their bytes mean.
+"""Description of published pages: their identity, and what their bytes mean.
 
 Guarantees: a ticket and a layout are plain JSON whose every number is checked
-when it is read, never pickle; what does not fit raises `OptionError`. A part
+when it is read, never pickle; invalid values raise `OptionError`. A part
 of a page (some heads, some tokens) is a range of each named axis.
 """
 
@@ -21,7 +21,7 @@ from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 from ringjax.transfer.protocol import PageKey
 
-# Ranges of named axes, first and end: {"head": (2, 4)}.
+# Ranges (first, end) of named axes: {"head": (2, 4)}.
 Ranges = Mapping[str, tuple[int, int]]
 
 DTYPES = (
@@ -39,7 +39,7 @@ _REMEDY = "use what Publisher.publish returned"
 
 
 def dtype_of(name: str) -> np.dtype:
-  """The NumPy dtype of one of `DTYPES`."""
+  """NumPy dtype of one of `DTYPES`."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -48,13 +48,13 @@ class PageLeaf:
   """One array of a page.
 
   Attributes:
-    name: "k", or "scale".
-    dtype: one of `DTYPES`.
-    shape: of the array in one page.
-    axes: a name for each axis: ("layer", "token", "head", "dim").
-    first: where the array begins in a larger one, axis by axis; a publisher
-      that has heads 4 to 8 says 4 there. Default: zeros.
-    codec: how the numbers were made, as text; only compared.
+    name: Name such as "k" or "scale".
+    dtype: One of `DTYPES`.
+    shape: Shape of the array in one page.
+    axes: Name of each axis: ("layer", "token", "head", "dim").
+    first: Start of the array in a larger one, axis by axis; a publisher
+      that has heads 4 to 8 states 4 there. Default: zeros.
+    codec: Encoding of the numbers, as text; only compared.
   """
 
   name: str
@@ -98,12 +98,12 @@ class PageLeaf:
     return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
   def part(self, ranges: Ranges) -> tuple[slice, ...] | None:
-    """Where the wanted part is in this leaf, or None if it has none of it.
+    """Slices of the wanted part in this leaf, or None if it has none of it.
 
     Args:
-      ranges: of the larger array, by axis; other axes are wanted whole.
+      ranges: Ranges of the larger array, by axis; other axes are wanted whole.
     """
-    found = []
+    slices = []
     for axis, size, first in zip(
       self.axes, self.shape, self.first, strict=True
     ):
@@ -111,16 +111,16 @@ class PageLeaf:
       begin, end = max(begin - first, 0), min(end - first, size)
       if begin >= end:
         return None
-      found.append(slice(begin, end))
-    return tuple(found)
+      slices.append(slice(begin, end))
+    return tuple(slices)
 
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-  """The arrays of a page, one behind the other.
+  """The arrays of a page, one after the other.
 
   Attributes:
-    leaves: in the order of their bytes.
+    leaves: Leaves in the order of their bytes.
   """
 
   leaves: tuple[PageLeaf, ...]
@@ -144,29 +144,29 @@ class PageLayout:
   def of(
     cls, name: str, dtype: str, shape: tuple[int, ...], axes: str
   ) -> PageLayout:
-    """Pages of one array.
+    """Make the layout of pages with one array.
 
     Args:
-      name: of the array.
-      dtype: one of `DTYPES`.
-      shape: of the array in a page.
-      axes: names of its axes, with blanks between them.
+      name: Name of the array.
+      dtype: One of `DTYPES`.
+      shape: Shape of the array in a page.
+      axes: Names of its axes, separated by blanks.
     """
     return cls((PageLeaf(name, dtype, shape, tuple(axes.split())),))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-  """What a reader needs to pull pages; hand it over in any way.
+  """Everything a reader needs to pull pages; send it in any way.
 
   Attributes:
-    incarnation: of the publisher.
-    number: of the ticket.
-    readers: how many have to end before the pages return.
-    lease_s: seconds from publication after which no read begins.
-    pages: numbers and generations, in the order of the sequence.
-    layout: of each page.
-    labels: of each page, see `Publisher.publish`.
+    incarnation: Incarnation of the publisher.
+    number: Number of the ticket.
+    readers: Number of readers that have to end before the release.
+    lease_s: Seconds from publication after which no read begins.
+    pages: Numbers and generations, in the order of the sequence.
+    layout: Layout of each page.
+    labels: Label of each page, see `Publisher.publish`.
   """
 
   incarnation: int
@@ -178,7 +178,7 @@ class Ticket:
   labels: tuple[str, ...]
 
   def to_json(self) -> str:
-    """The ticket as text."""
+    """Encode the ticket as JSON text."""
     return json_text(
       {
         "incarnation": self.incarnation,
@@ -186,17 +186,17 @@ class Ticket:
         "readers": self.readers,
         "lease_s": self.lease_s,
         "pages": keys_to_runs(self.pages),
-        "leaves": [dataclasses.asdict(x) for x in self.layout.leaves],
+        "leaves": [dataclasses.asdict(leaf) for leaf in self.layout.leaves],
         "labels": self.labels,
       }
     )
 
   @classmethod
   def from_json(cls, text: str) -> Ticket:
-    """The ticket of a text.
+    """Decode a ticket from JSON text.
 
     Raises:
-      OptionError: it is not what `to_json` writes.
+      OptionError: If it is not what `to_json` writes.
     """
     try:
       fields = json.loads(text)
@@ -205,11 +205,11 @@ class Ticket:
       pages = runs_to_keys(fields["pages"], MOST_PAGES)
       if not 1 <= len(fields["leaves"]) <= _MOST_LEAVES:
         raise ValueError("too many leaves")
-      leaves = tuple(_leaf(x) for x in fields["leaves"])
-      whole = {"least": 0, "most": _INCARNATIONS}
+      leaves = tuple(_leaf(leaf_fields) for leaf_fields in fields["leaves"])
+      bounds = {"least": 0, "most": _INCARNATIONS}
       return cls(
-        incarnation=integer("incarnation", fields["incarnation"], **whole),
-        number=integer("number", fields["number"], **whole),
+        incarnation=integer("incarnation", fields["incarnation"], **bounds),
+        number=integer("number", fields["number"], **bounds),
         readers=integer("readers", fields["readers"], least=1, most=1 << 20),
         lease_s=number("lease_s", fields["lease_s"], above=0),
         pages=pages,
@@ -225,37 +225,37 @@ class Ticket:
 
 def _leaf(fields: dict[str, Any]) -> PageLeaf:
   texts = [fields[name] for name in ("name", "dtype", "codec")]
-  if not all(isinstance(x, str) for x in texts):
+  if not all(isinstance(text, str) for text in texts):
     raise ValueError("a leaf's texts are no texts")
-  many: dict[str, tuple[Any, ...]] = {}
+  lists: dict[str, tuple[Any, ...]] = {}
   for name in ("shape", "axes", "first"):
     if not isinstance(fields[name], list) or len(fields[name]) > _MOST_AXES:
       raise ValueError(f"a leaf's {name} is no short list")
-    many[name] = tuple(fields[name])
-  if not all(isinstance(x, str) for x in many["axes"]):
+    lists[name] = tuple(fields[name])
+  if not all(isinstance(axis, str) for axis in lists["axes"]):
     raise ValueError("a leaf's axes are no texts")
   for name in ("shape", "first"):
-    for x in many[name]:
-      integer(f"leaf.{name}", x, least=0, most=_MOST_BYTES)
+    for size in lists[name]:
+      integer(f"leaf.{name}", size, least=0, most=_MOST_BYTES)
   return PageLeaf(
     name=texts[0],
     dtype=texts[1],
-    shape=many["shape"],
-    axes=many["axes"],
-    first=many["first"],
+    shape=lists["shape"],
+    axes=lists["axes"],
+    first=lists["first"],
     codec=texts[2],
   )
 
 
 def checked_labels(labels: Sequence[str], count: int) -> tuple[str, ...]:
-  """Labels of so many pages, each a short text.
+  """Check labels of `count` pages, each a short text.
 
   Raises:
-    OptionError: they are not.
+    OptionError: If they are not.
   """
-  many = isinstance(labels, list | tuple) and len(labels) == count
-  if not many or not all(
-    isinstance(x, str) and len(x) <= _MOST_TEXT for x in labels
+  right_count = isinstance(labels, list | tuple) and len(labels) == count
+  if not right_count or not all(
+    isinstance(label, str) and len(label) <= _MOST_TEXT for label in labels
   ):
     raise OptionError(
       "labels",
@@ -277,7 +277,7 @@ def _text(name: str, value: str, *, empty: bool = False) -> None:
 
 
 def keys_to_runs(pages: tuple[PageKey, ...]) -> list[list[int]]:
-  """Pages as (first, count, generation), one for each run."""
+  """Encode pages as runs (first, count, generation)."""
   runs: list[list[int]] = []
   for page, generation in pages:
     last = runs[-1] if runs else [0, 0, -1]
@@ -289,17 +289,17 @@ def keys_to_runs(pages: tuple[PageKey, ...]) -> list[list[int]]:
 
 
 def runs_to_keys(runs: object, most: int) -> tuple[PageKey, ...]:
-  """The pages of `keys_to_runs`, at most so many.
+  """Decode the pages of `keys_to_runs`, at most `most`.
 
   Raises:
-    ValueError: it is something else.
+    ValueError: If it is something else.
   """
   if not isinstance(runs, list) or len(runs) > most:
     raise ValueError("pages are no list of runs")
   keys: list[PageKey] = []
   for run in runs:
-    fits = isinstance(run, list) and len(run) == 3
-    if not fits or not all(type(x) is int for x in run):
+    is_triple = isinstance(run, list) and len(run) == 3
+    if not is_triple or not all(type(number) is int for number in run):
       raise ValueError("a run of pages is not three integers")
     first, count, generation = run
     if not (0 <= first < 1 << 48 and 0 <= generation < 1 << 63):

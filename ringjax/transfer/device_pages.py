@@ -1,11 +1,11 @@
-"""Pages that lie in arrays on devices, and how they are sent as arrays.
+"""Pages in arrays on devices, and how they are sent as arrays.
 
 Guarantees: a reader puts each number where the publisher had it, or raises
-`HostileMessageError`: pieces that overlap, leave gaps or lie elsewhere are
+`HostileMessageError`: pieces that overlap, leave gaps or are out of bounds are
 refused before anything is pulled.
-Cost: pages that are a whole array are sent as they are; others, and parts of
+Cost: pages that are a whole array are sent without a copy; others, and parts of
 pages, are cut on their devices first, by a program for each shape. An array
-over several devices goes as one piece of each, copies of a piece once.
+over several devices is sent as one piece of each, replicated pieces once.
 Memory: the cut pieces of a read on the publisher's devices; on the host, for
 readers that want bytes, all pages of an array from its first read on.
 """
@@ -29,26 +29,27 @@ from ringjax.errors import InputTypeError, OptionError, RingjaxError
 from ringjax.transfer.description import PageLayout
 from ringjax.transfer.wire import MOST_MESSAGE, as_json
 
-# Of each axis first and end.
+# (first, end) of each axis.
 Box = tuple[tuple[int, int], ...]
-# Devices that a page's array may be spread over.
+# Maximum number of devices that a page's array may be sharded over.
 _MOST_BOXES = 1 << 10
-# Beyond these an array each costs more than their bytes do.
+# Beyond this number the overhead per array exceeds the cost of its bytes.
 _MOST_PIECES = 1 << 13
 
 
 class PiecesError(RingjaxError, RuntimeError):
-  """A read in more pieces than are sent as arrays."""
+  """A read would need more pieces than can be sent as arrays."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PageBatch:
-  """Pages side by side in arrays on devices.
+  """Pages that are stacked in arrays on devices.
 
   Attributes:
-    leaves: for each leaf of a layout an array of its shape, with one more axis,
-      of the pages. They must not be donated or deleted while a page is offered.
-    axis: where this one is.
+    leaves: An array for each leaf of a layout, of its shape with one more axis
+      for the pages. They must not be donated or deleted while a page is
+      offered.
+    axis: Index of the axis of the pages.
   """
 
   leaves: tuple[Shaped[Array, " ..."], ...]
@@ -56,14 +57,14 @@ class PageBatch:
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "leaves", tuple(self.leaves))
-    for x in self.leaves:
-      if not isinstance(x, jax.Array):
+    for leaf in self.leaves:
+      if not isinstance(leaf, jax.Array):
         raise InputTypeError(
-          "leaves", type(x).__name__, "arrays of JAX", "publish it as it is"
+          "leaves", type(leaf).__name__, "arrays of JAX", "publish it as it is"
         )
-    ranks = [x.ndim for x in self.leaves]
+    ranks = [leaf.ndim for leaf in self.leaves]
     integer("axis", self.axis, least=0, most=min(ranks, default=0) - 1)
-    counts = {x.shape[self.axis] for x in self.leaves}
+    counts = {leaf.shape[self.axis] for leaf in self.leaves}
     if len(counts) != 1:
       raise OptionError(
         "leaves",
@@ -71,7 +72,7 @@ class PageBatch:
         "as many pages in each",
         "pass the axis of the pages",
       )
-    if not all(x.is_fully_addressable for x in self.leaves):
+    if not all(leaf.is_fully_addressable for leaf in self.leaves):
       raise OptionError(
         "leaves",
         "arrays over several processes",
@@ -83,39 +84,42 @@ class PageBatch:
     return self.leaves[0].shape[self.axis]
 
   def __getitem__(self, row: int) -> DevicePage:
-    """The page of a row."""
+    """The page in a row."""
     integer("row", row, least=0, most=len(self) - 1)
     return DevicePage(self, row)
 
   @functools.cached_property
   def nbytes(self) -> int:
-    """Bytes on all devices together, of all pages and copies."""
+    """Bytes on all devices together, of all pages and replicas."""
     shards = [
-      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-      for x in self.leaves
+      math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+      for leaf in self.leaves
     ]
-    devices = [len(x.sharding.device_set) for x in self.leaves]
+    devices = [len(leaf.sharding.device_set) for leaf in self.leaves]
     return sum(n * k for n, k in zip(shards, devices, strict=True))
 
   @functools.cached_property
   def on_host(self) -> tuple[np.ndarray, ...]:
-    """Of each leaf [pages, ...], in the host's memory."""
-    moved = [np.moveaxis(x, self.axis, 0) for x in jax.device_get(self.leaves)]
-    return tuple(np.ascontiguousarray(x) for x in moved)
+    """Arrays [pages, ...] of each leaf, in the host's memory."""
+    page_major = [
+      np.moveaxis(leaf, self.axis, 0) for leaf in jax.device_get(self.leaves)
+    ]
+    return tuple(np.ascontiguousarray(leaf) for leaf in page_major)
 
   def check(self, page: int, row: int, layout: PageLayout) -> None:
-    """Raises unless it has a row, and its pages are of a layout."""
+    """Raise unless the batch has a row, and its pages have a layout."""
     integer(f"row of page {page}", row, least=0, most=len(self) - 1)
-    at = self.axis
-    mine = [
-      (x.dtype.name, (*x.shape[:at], *x.shape[at + 1 :])) for x in self.leaves
+    axis = self.axis
+    page_arrays = [
+      (leaf.dtype.name, (*leaf.shape[:axis], *leaf.shape[axis + 1 :]))
+      for leaf in self.leaves
     ]
-    wanted = [(leaf.dtype, leaf.shape) for leaf in layout.leaves]
-    if mine != wanted:
+    layout_arrays = [(leaf.dtype, leaf.shape) for leaf in layout.leaves]
+    if page_arrays != layout_arrays:
       raise OptionError(
         f"page {page}",
-        f"arrays of {mine} in a page",
-        f"{wanted}",
+        f"arrays of {page_arrays} in a page",
+        f"{layout_arrays}",
         "pass the layout's leaves, in its order, and the axis of the pages",
       )
 
@@ -128,18 +132,18 @@ class DevicePage(NamedTuple):
 
   @property
   def gone(self) -> bool:
-    """Whether its arrays are not there any more."""
-    return any(x.is_deleted() for x in self.batch.leaves)
+    """Whether its arrays were deleted or donated."""
+    return any(leaf.is_deleted() for leaf in self.batch.leaves)
 
 
 class PagePiece(NamedTuple):
-  """A part of some pages that is one array.
+  """A part of some pages that is sent as one array.
 
   Fields:
-    places: of its pages in the read, ascending.
-    leaf: of the layout, by number.
-    axis: of the pages in the array.
-    box: of the leaf, what the array has.
+    places: Indices of its pages in the read, ascending.
+    leaf: Index of the leaf in the layout.
+    axis: Axis of the pages in the array.
+    box: Ranges of the leaf that the array has.
   """
 
   places: tuple[int, ...]
@@ -149,7 +153,7 @@ class PagePiece(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the array."""
+    """Shape of the array."""
     sizes = [b - a for a, b in self.box]
     return *sizes[: self.axis], len(self.places), *sizes[self.axis :]
 
@@ -157,76 +161,76 @@ class PagePiece(NamedTuple):
 def cut_pages(
   pages: Sequence[DevicePage], cuts: Sequence[tuple[slice, ...] | None]
 ) -> tuple[list[PagePiece], list[Callable[[], Shaped[Array, " ..."]]]]:
-  """The parts of some pages as arrays, each on one device.
+  """Cut parts of some pages into arrays, each on one device.
 
   Args:
-    pages: in the order of a read.
-    cuts: of each leaf the part, None for nothing of it.
+    pages: Pages in the order of a read.
+    cuts: Part of each leaf, None for no part of it.
 
   Returns:
-    What the pieces are, and of each what cuts it.
+    The pieces, and for each a function that cuts its array.
 
   Raises:
-    PiecesError: too many.
+    PiecesError: If there are too many.
   """
   batches: dict[int, tuple[PageBatch, dict[int, int]]] = {}
   for place, page in enumerate(pages):
     _, rows = batches.setdefault(id(page.batch), (page.batch, {}))
     rows[page.row] = place
-  least = len(batches) * sum(cut is not None for cut in cuts)
-  if least > _MOST_PIECES:
-    raise PiecesError(f"{least} arrays of a read")
+  min_arrays = len(batches) * sum(cut is not None for cut in cuts)
+  if min_arrays > _MOST_PIECES:
+    raise PiecesError(f"{min_arrays} arrays of a read")
   pieces, arrays = [], []
   for batch, rows in batches.values():
-    at = batch.axis
-    for leaf, (whole, cut) in enumerate(zip(batch.leaves, cuts, strict=True)):
+    axis = batch.axis
+    for leaf, (array, cut) in enumerate(zip(batch.leaves, cuts, strict=True)):
       if cut is None:
         continue
       wanted = [(c.start, c.stop) for c in cut]
-      for index, x in _parts(whole):
-        first, end = index[at]
-        some = [n for n in rows if first <= n < end]
-        there = (*index[:at], *index[at + 1 :])
+      for index, shard in _parts(array):
+        first, end = index[axis]
+        rows_here = [n for n in rows if first <= n < end]
+        shard_box = (*index[:axis], *index[axis + 1 :])
         box = tuple(
           (max(a, c), min(b, d))
-          for (a, b), (c, d) in zip(wanted, there, strict=True)
+          for (a, b), (c, d) in zip(wanted, shard_box, strict=True)
         )
-        if not some or any(a >= b for a, b in box):
+        if not rows_here or any(a >= b for a, b in box):
           continue
-        local = [a - c for (a, _), (c, _) in zip(box, there, strict=True)]
-        local.insert(at, 0)
-        for part in _chunks(some, whole.shape[at]):
-          places = tuple(rows[n] for n in part)
-          pieces.append(PagePiece(places, leaf, at, box))
-          local_rows = [n - first for n in part]
+        local = [a - c for (a, _), (c, _) in zip(box, shard_box, strict=True)]
+        local.insert(axis, 0)
+        for row_chunk in _chunks(rows_here, array.shape[axis]):
+          places = tuple(rows[n] for n in row_chunk)
+          pieces.append(PagePiece(places, leaf, axis, box))
+          local_rows = [n - first for n in row_chunk]
           arrays.append(
-            functools.partial(_cut, x, local_rows, tuple(local), pieces[-1])
+            functools.partial(_cut, shard, local_rows, tuple(local), pieces[-1])
           )
   return pieces, arrays
 
 
 def _parts(x: jax.Array) -> list[tuple[Box, jax.Array]]:
-  """What each device has of an array, and where; copies once."""
-  found: dict[Box, jax.Array] = {}
+  """Each device's part of an array with its box; replicas once."""
+  shards: dict[Box, jax.Array] = {}
   for shard in x.addressable_shards:
     index = tuple(
-      one.indices(size)[:2]
-      for one, size in zip(shard.index, x.shape, strict=True)
+      axis_slice.indices(size)[:2]
+      for axis_slice, size in zip(shard.index, x.shape, strict=True)
     )
-    found.setdefault(index, shard.data)
-  return list(found.items())
+    shards.setdefault(index, shard.data)
+  return list(shards.items())
 
 
-def _chunks(rows: list[int], whole: int) -> list[list[int]]:
-  """Rows in pieces of 1, 2, 4, ..., so that few programs cut them all."""
-  if len(rows) == whole:
+def _chunks(rows: list[int], num_rows: int) -> list[list[int]]:
+  """Split rows into chunks of 1, 2, 4, ..., so that few programs suffice."""
+  if len(rows) == num_rows:
     return [rows]
-  found, at = [], 0
-  while at < len(rows):
-    size = 1 << ((len(rows) - at).bit_length() - 1)
-    found.append(rows[at : at + size])
-    at += size
-  return found
+  chunks, start = [], 0
+  while start < len(rows):
+    size = 1 << ((len(rows) - start).bit_length() - 1)
+    chunks.append(rows[start : start + size])
+    start += size
+  return chunks
 
 
 def _cut(
@@ -252,93 +256,102 @@ def _taken(
 
 
 def pieces_to_json(pieces: Sequence[PagePiece]) -> list[Any]:
-  """Pieces, for a message; the same places are there once.
+  """Encode pieces for a message, with equal places stated once.
 
   Raises:
-    PiecesError: too many.
+    PiecesError: If there are too many.
   """
   if len(pieces) > _MOST_PIECES:
     raise PiecesError(f"{len(pieces)} pieces of a read")
-  found = [
-    [places, [[x.leaf, x.axis, x.box] for x in some]]
-    for places, some in itertools.groupby(pieces, lambda x: x.places)
+  grouped = [
+    [places, [[x.leaf, x.axis, x.box] for x in group]]
+    for places, group in itertools.groupby(pieces, lambda x: x.places)
   ]
-  # As much is left for the pages, and the rest of the message.
-  size = len(as_json({"": found}))
+  # The other half of the limit is for the pages and the rest of the message.
+  size = len(as_json({"": grouped}))
   if size > MOST_MESSAGE // 2:
     raise PiecesError(f"{size} bytes to name {len(pieces)} pieces")
-  return found
+  return grouped
 
 
 def pieces_from_json(
   found: list[Any], count: int, cuts: Sequence[tuple[slice, ...] | None]
 ) -> list[PagePiece]:
-  """The pieces of a message.
+  """Decode and check the pieces of a message.
 
   Args:
-    found: of `pieces_to_json`.
-    count: pages of the read.
-    cuts: of each leaf the part that was asked for.
+    found: Value of `pieces_to_json`.
+    count: Number of pages of the read.
+    cuts: Part of each leaf that was asked for.
 
   Raises:
-    ValueError, TypeError: they are not that part of these pages, once.
+    ValueError, TypeError: If they are not exactly that part of these pages.
   """
   pieces = []
-  for places, some in _lists(found, 2):
-    _integers(places, count)
+  for places, parts_json in _check_lists(found, 2):
+    _check_integers(places, count)
     if places != sorted(set(places)):
       raise ValueError("places that do not rise")
-    for leaf, axis, box in _lists(some, 3):
-      _integers([leaf], len(cuts))
+    for leaf, axis, box in _check_lists(parts_json, 3):
+      _check_integers([leaf], len(cuts))
       cut = cuts[leaf]
       if cut is None or not isinstance(box, list) or len(box) != len(cut):
         raise ValueError("a piece of nothing that was asked for")
-      _integers([axis], len(cut) + 1)
-      for (a, b), c in zip(_lists(box, 2), cut, strict=True):
-        _integers([a, b], c.stop + 1)
-        if not c.start <= a < b:
+      _check_integers([axis], len(cut) + 1)
+      for (a, b), axis_slice in zip(_check_lists(box, 2), cut, strict=True):
+        _check_integers([a, b], axis_slice.stop + 1)
+        if not axis_slice.start <= a < b:
           raise ValueError("a piece from elsewhere")
       pieces.append(
         PagePiece(tuple(places), leaf, axis, tuple((a, b) for a, b in box))
       )
   for leaf, cut in enumerate(cuts):
     if cut is not None:
-      volume = math.prod(c.stop - c.start for c in cut)
-      _check_once([x for x in pieces if x.leaf == leaf], count, volume)
+      volume = math.prod(
+        axis_slice.stop - axis_slice.start for axis_slice in cut
+      )
+      _check_once(
+        [piece for piece in pieces if piece.leaf == leaf], count, volume
+      )
   return pieces
 
 
 def _check_once(pieces: list[PagePiece], count: int, volume: int) -> None:
-  """Raises unless each number of each page is in one piece."""
+  """Raise unless each number of each page is in exactly one piece."""
   groups: dict[tuple[int, ...], list[Box]] = {}
-  for x in pieces:
-    groups.setdefault(x.places, []).append(x.box)
+  for piece in pieces:
+    groups.setdefault(piece.places, []).append(piece.box)
   if sorted(itertools.chain(*groups)) != list(range(count)):
     raise ValueError("pages that are missing, or there twice")
   for boxes in groups.values():
     if len(boxes) > _MOST_BOXES:
       raise ValueError(f"{len(boxes)} pieces of a page")
     size = sum(math.prod(b - a for a, b in box) for box in boxes)
-    twice = any(
-      all(a < d and c < b for (a, b), (c, d) in zip(x, y, strict=True))
-      for x, y in itertools.combinations(boxes, 2)
+    overlaps = any(
+      all(
+        a < d and c < b
+        for (a, b), (c, d) in zip(first_box, second_box, strict=True)
+      )
+      for first_box, second_box in itertools.combinations(boxes, 2)
     )
-    if twice or size != volume:
+    if overlaps or size != volume:
       raise ValueError("pieces that overlap, or with gaps between them")
 
 
-def _lists(found: Any, size: int) -> list[list[Any]]:
-  fits = isinstance(found, list) and all(
-    isinstance(x, list) and len(x) == size for x in found
+def _check_lists(values: Any, size: int) -> list[list[Any]]:
+  valid = isinstance(values, list) and all(
+    isinstance(item, list) and len(item) == size for item in values
   )
-  if not fits:
+  if not valid:
     raise TypeError(f"no list of {size} each")
-  return found
+  return values
 
 
-def _integers(found: Any, most: int) -> None:
-  fits = isinstance(found, list) and all(type(x) is int for x in found)
-  if not fits or not all(0 <= x < most for x in found):
+def _check_integers(values: Any, most: int) -> None:
+  valid = isinstance(values, list) and all(
+    type(number) is int for number in values
+  )
+  if not valid or not all(0 <= number < most for number in values):
     raise ValueError("no integers in their range")
 
 
@@ -348,20 +361,20 @@ def put_piece(
   cut: tuple[slice, ...],
   array: Shaped[np.ndarray, " ..."],
 ) -> None:
-  """Puts a piece where it belongs.
+  """Copy a piece's array into its place.
 
   Args:
-    rows: the part of a leaf, [pages, ...].
-    piece: what the array is.
-    cut: the part of the leaf.
-    array: of the piece's shape.
+    rows: Part of a leaf, [pages, ...].
+    piece: Piece that the array is.
+    cut: Slices of the part within the leaf.
+    array: Array of the piece's shape.
   """
   box = tuple(
-    slice(a - c.start, b - c.start)
-    for (a, b), c in zip(piece.box, cut, strict=True)
+    slice(a - axis_slice.start, b - axis_slice.start)
+    for (a, b), axis_slice in zip(piece.box, cut, strict=True)
   )
   first, end = piece.places[0], piece.places[-1] + 1
-  # With pages one behind the other memory is copied, not gathered.
-  near = end - first == len(piece.places)
-  places: Any = slice(first, end) if near else list(piece.places)
+  # For consecutive pages a slice avoids a gather.
+  consecutive = end - first == len(piece.places)
+  places: Any = slice(first, end) if consecutive else list(piece.places)
   rows[(places, *box)] = np.moveaxis(array, piece.axis, 0)

@@ -1,16 +1,15 @@
 """JAX's transfer server: arrays from devices to the host of another process.
 
-Guarantees: an array that is offered can be pulled once, by who was told its
-number, if it begins before the seconds of the offer are over; then it is
-forgotten. A pull can be given up at any time. Offers that are neither taken nor
-over hold `most` bytes at most.
-Cost: the threads and free ports of a server of JAX for pulls, and of one for
-each kind of device that arrays leave; a thread that forgets offers; all of them
+Guarantees: an offered array can be pulled once, by the peer that got its
+number, if the pull begins before the offer ends; then it is dropped. A pull can
+be abandoned at any time. Open offers hold at most `most` bytes.
+Cost: the threads and free ports of one JAX server for pulls, and of one for
+each kind of device that arrays leave; a thread that drops offers; all of them
 until the process ends.
 
-JAX's server asks nobody for a key, and a few bytes that it does not expect end
-its process. Numbers of offers are random, and told to those who have the key of
-a `Publisher` alone; who may reach the ports at all is a matter of the network.
+JAX's server requires no key, and a few unexpected bytes end its process.
+Numbers of offers are random, and only sent to peers that have the key of
+a `Publisher`; access to the ports must be limited by the network.
 A process whose connection to another one's ports is refused is ended, too: a
 reader tries them before JAX does, from its own address.
 """
@@ -35,15 +34,15 @@ from jaxtyping import Array, Shaped
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError
 
-# Those who pull have other clocks; it only bounds what is forgotten at last.
+# Readers' clocks differ; this only bounds when a pull is finally dropped.
 _PULL_S = 24 * 3600.0
-# What could not be forgotten is tried again after so long.
+# Seconds until offers that could not be dropped are tried again.
 _AGAIN_S = 0.25
-# For so long a publisher is avoided from which nothing came: at first, at most.
+# Seconds for which a publisher without arrivals is avoided: first, maximum.
 _PAUSES_S = 15.0, 3600.0
 _Ports = tuple[int, ...]
 MOST_STREAMS = 8
-# To find ports that stay free.
+# Attempts to find ports that stay free.
 _TRIES = 5
 
 
@@ -51,10 +50,10 @@ class ArrayOffer(NamedTuple):
   """Arrays that a reader can pull.
 
   Fields:
-    ports: of the server that has them, first the one for commands.
-    number: under which it has them.
-    nbytes: of all.
-    until: seconds of `time.monotonic` when they are forgotten.
+    ports: Ports of the server that has them, first the one for commands.
+    number: Number of the offer at the server.
+    nbytes: Bytes of all arrays.
+    until: Time in seconds of `time.monotonic` when they are dropped.
   """
 
   ports: tuple[int, ...]
@@ -67,25 +66,25 @@ class DeviceServer:
   """JAX's transfer server of this process, for publishers and readers.
 
   Attributes:
-    host: the address of this machine that others reach.
-    most: bytes of offers that are neither taken nor over.
-    streams: connections over which bytes leave.
+    host: Address of this machine that others reach.
+    most: Maximum bytes of open offers.
+    streams: Number of connections over which bytes are sent.
   """
 
   def __init__(
     self, host: str = "127.0.0.1", *, most: int = 1 << 30, streams: int = 1
   ):
-    """Listens at once.
+    """Start the server for pulls.
 
     Args:
-      host: an address of this machine in numbers, such as 10.0.0.5.
-      most: bytes of arrays on offer at once; beyond these pages go the other
-        way.
-      streams: connections over which the bytes of arrays leave, 8 at most.
+      host: Numeric address of this machine, such as 10.0.0.5.
+      most: Maximum bytes of arrays on offer at once; further pages are sent as
+        bytes.
+      streams: Number of connections over which arrays are sent, at most 8.
 
     Raises:
-      OptionError: this JAX has no transfer server, or the address is none of
-        this machine.
+      OptionError: If this JAX has no transfer server, or the address does not
+        belong to this machine.
     """
     try:
       address = ipaddress.ip_address(host)
@@ -97,11 +96,11 @@ class DeviceServer:
     self.streams = integer("streams", streams, least=1, most=MOST_STREAMS)
     self._start = _starter()
     self._lock = threading.Condition()
-    self._forgets: threading.Thread | None = None
+    self._forget_thread: threading.Thread | None = None
     self._servers: dict[tuple[Any, bool], tuple[Any, _Ports]] = {}
     self._links: dict[tuple[str, _Ports], Any] = {}
     self._offers: dict[int, tuple[ArrayOffer, jax.Device]] = {}
-    # By incarnation the seconds of a pause, and its end.
+    # (seconds of a pause, its end) by incarnation.
     self._avoided: dict[int, tuple[float, float]] = {}
     try:
       self._server(host_device().client, offers=False)
@@ -110,12 +109,12 @@ class DeviceServer:
 
   @property
   def held(self) -> int:
-    """Bytes of offers that are neither taken nor over."""
+    """Bytes of open offers."""
     with self._lock:
       return self._held()
 
   def _held(self) -> int:
-    return sum(x.nbytes for x, _ in self._offers.values())
+    return sum(offer.nbytes for offer, _ in self._offers.values())
 
   # -------------------------------------------------------------------------
   # Offers
@@ -124,73 +123,77 @@ class DeviceServer:
   def offer(
     self, arrays: Sequence[Shaped[Array, " ..."]], seconds: int | float
   ) -> ArrayOffer | None:
-    """Lets one reader pull arrays, each on one device of one kind.
+    """Let one reader pull arrays, each on one device of one kind.
 
     Args:
-      arrays: as they are now, however long it takes.
-      seconds: until they are forgotten, and up to one more, unless the reader
-        has begun.
+      arrays: Arrays, with their current contents.
+      seconds: Seconds until they are dropped, rounded up by at most one, unless
+        the reader has begun.
 
     Returns:
-      None if there is no room for them.
+      The offer, or None if there is no room for it.
     """
     number("seconds", seconds, above=0)
-    nbytes = sum(x.nbytes for x in arrays)
+    nbytes = sum(array.nbytes for array in arrays)
     device = next(iter(arrays[0].devices()))
     server, ports = self._server(device.client, offers=True)
-    end = _in(seconds)
+    end = _end_time(seconds)
     until = time.monotonic() + end.timestamp() - time.time()
-    made = ArrayOffer(ports, secrets.randbits(62), nbytes, until)
+    array_offer = ArrayOffer(ports, secrets.randbits(62), nbytes, until)
     with self._lock:
       if self._held() + nbytes > self.most:
         return None
-      self._offers[made.number] = made, device
-      if self._forgets is None:
-        self._forgets = threading.Thread(
-          target=self._forget, name="ringjax offers", daemon=True
+      self._offers[array_offer.number] = array_offer, device
+      if self._forget_thread is None:
+        self._forget_thread = threading.Thread(
+          target=self._forget_loop, name="ringjax offers", daemon=True
         )
-        self._forgets.start()
+        self._forget_thread.start()
       self._lock.notify_all()
     try:
-      server.await_pull(made.number, list(arrays), timeout=end)
+      server.await_pull(array_offer.number, list(arrays), timeout=end)
     except BaseException:
-      self.taken(made)
+      self.taken(array_offer)
       raise
-    return made
+    return array_offer
 
   def taken(self, offer: ArrayOffer) -> None:
-    """Says that a reader has all of an offer."""
+    """Record that a reader has all of an offer."""
     with self._lock:
       self._offers.pop(offer.number, None)
 
-  def _forget(self) -> None:
-    """Forgets offers that are over."""
+  def _forget_loop(self) -> None:
+    """Drop expired offers, in a loop."""
     while True:
       with self._lock:
-        ends = [x.until for x, _ in self._offers.values()]
+        ends = [offer.until for offer, _ in self._offers.values()]
         if not ends:
           self._lock.wait()
           continue
-        # A bit later, as the two clocks do not agree to the last digit.
-        now = time.monotonic() - 0.02
-        left = min(ends) - now
-        if left > 0:
-          self._lock.wait(left)
+        # A bit later, as the two clocks differ slightly.
+        now_s = time.monotonic() - 0.02
+        wait_s = min(ends) - now_s
+        if wait_s > 0:
+          self._lock.wait(wait_s)
           continue
-        over = [n for n, (x, _) in self._offers.items() if x.until <= now]
-        devices = {self._offers[n][1] for n in over}
+        expired = [
+          n for n, (offer, _) in self._offers.items() if offer.until <= now_s
+        ]
+        devices = {self._offers[n][1] for n in expired}
       try:
         for device in devices:
-          # JAX's server looks at the ends of its offers when another one comes.
-          past = jnp.zeros((), jnp.int8, device=device)
+          # JAX's server drops expired offers only when a new one comes.
+          expired_array = jnp.zeros((), jnp.int8, device=device)
           server, _ = self._server(device.client, offers=True)
-          server.await_pull(secrets.randbits(62), [past], timeout=_in(-2.0))
+          server.await_pull(
+            secrets.randbits(62), [expired_array], timeout=_end_time(-2.0)
+          )
       except RuntimeError:
-        # A device without memory for a number: once more, before long.
+        # The device has no memory for one number: try again soon.
         time.sleep(_AGAIN_S)
         continue
       with self._lock:
-        for n in over:
+        for n in expired:
           self._offers.pop(n, None)
 
   # -------------------------------------------------------------------------
@@ -206,26 +209,27 @@ class DeviceServer:
     *,
     seconds: int | float,
   ) -> list[Shaped[Array, " ..."]]:
-    """Begins to pull the arrays of an offer into the memory of the host.
+    """Begin to pull the arrays of an offer into the memory of the host.
 
     Args:
-      host: of the server that has them.
-      ports: of it.
-      number: of the offer.
-      shapes: of its arrays.
-      seconds: until each port is given up that does not answer.
+      host: Host of the server that has them.
+      ports: Ports of that server.
+      number: Number of the offer.
+      shapes: Shapes and dtypes of its arrays.
+      seconds: Timeout of the connection test to each port.
 
     Returns:
-      Arrays that are ready (`is_ready`) once they are here, or once an error is
-      known, which their use raises. What is not ready may be dropped.
+      Arrays that are ready (`is_ready`) once they have arrived, or once an
+      error is known, which their use raises. Unready arrays may be dropped.
 
     Raises:
-      OSError: a port is not reached from `host` of this server.
+      OSError: If a port is not reachable from `host` of this server.
     """
     device = host_device()
-    place = jax.sharding.SingleDeviceSharding(device)
-    wanted = [
-      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in shapes
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    specs = [
+      jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+      for spec in shapes
     ]
     server, _ = self._server(device.client, offers=False)
     link = self._links.get((host, ports))
@@ -235,51 +239,53 @@ class DeviceServer:
           (host, port), seconds, source_address=(self.host, 0)
         ).close()
       with self._lock:
-        link = server.connect(_text(host, ports[0]))
+        link = server.connect(_address_text(host, ports[0]))
         self._links[host, ports] = link
-    return link.pull(number, wanted, timeout=_in(_PULL_S))
+    return link.pull(number, specs, timeout=_end_time(_PULL_S))
 
   def avoid(self, incarnation: int, host: str, ports: tuple[int, ...]) -> None:
-    """Notes that nothing came from a publisher this way."""
+    """Record that no array came from a publisher this way."""
     with self._lock:
-      before, _ = self._avoided.get(incarnation, (0.0, 0.0))
-      pause = min(max(2 * before, _PAUSES_S[0]), _PAUSES_S[1])
+      last_pause, _ = self._avoided.get(incarnation, (0.0, 0.0))
+      pause = min(max(2 * last_pause, _PAUSES_S[0]), _PAUSES_S[1])
       self._avoided[incarnation] = pause, time.monotonic() + pause
       self._links.pop((host, ports), None)
 
   def reaches(self, incarnation: int) -> bool:
-    """Whether a publisher may be asked to send this way: the first time, and
-    behind pauses of 15 s to an hour."""
+    """Whether to ask a publisher for arrays: at first, and after pauses.
+
+    Pauses take 15 s to an hour.
+    """
     _, end = self._avoided.get(incarnation, (0.0, 0.0))
     return time.monotonic() >= end
 
   def _server(self, client: Any, *, offers: bool) -> tuple[Any, _Ports]:
     """The server of a kind of devices, and its ports.
 
-    One that pulls binds its side of each connection to what it listens at, so
-    that it can't do so at ports that it has to tell; with fewer than the other
-    side has it would end.
+    A server that pulls binds its side of each connection to its listening
+    address, so it can't use fixed ports; with fewer streams than the other side
+    has it would abort.
     """
     key = client, offers
     count = 1 + (self.streams if offers else MOST_STREAMS)
     with self._lock:
-      for left in range(_TRIES, 0, -1):
+      for tries_left in range(_TRIES, 0, -1):
         if key in self._servers:
           break
         try:
           ports = _free_ports(self.host, count) if offers else (0,) * count
-          places = [_text(self.host, port) for port in ports]
-          server = self._start(client, places[0], places[1:])
+          addresses = [_address_text(self.host, port) for port in ports]
+          server = self._start(client, addresses[0], addresses[1:])
           self._servers[key] = server, ports
         except RuntimeError:
-          # Another process may have taken one of them.
-          if left == 1:
+          # Another process may have taken one of the ports.
+          if tries_left == 1:
             raise
       return self._servers[key]
 
 
 def host_device() -> jax.Device:
-  """The device whose memory is the host's; else the first one."""
+  """Device whose memory is the host's; else the first device."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
@@ -287,13 +293,13 @@ def host_device() -> jax.Device:
 
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:
-  """Ports that nobody has; those that JAX chooses it does not tell."""
+  """Find free ports, as JAX does not report those that it chooses."""
   with contextlib.ExitStack() as stack:
-    made = [
+    sockets = [
       stack.enter_context(socket.create_server((host, 0), family=_family(host)))
       for _ in range(count)
     ]
-    return tuple(x.getsockname()[1] for x in made)
+    return tuple(server.getsockname()[1] for server in sockets)
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -310,7 +316,7 @@ def _no_address(got: str) -> OptionError:
 
 
 def _starter() -> Callable[..., Any]:
-  """What starts a server of JAX."""
+  """JAX's function that starts a transfer server."""
   try:
     from jax.experimental import transfer
 
@@ -324,13 +330,12 @@ def _starter() -> Callable[..., Any]:
     ) from None
 
 
-def _text(host: str, port: int) -> str:
+def _address_text(host: str, port: int) -> str:
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _in(seconds: int | float) -> datetime.datetime:
-  """A time so far from now; the next whole second, as JAX drops what is behind
-  the point."""
+def _end_time(seconds: int | float) -> datetime.datetime:
+  """Time in `seconds`, rounded up, as JAX drops fractions of a second."""
   return datetime.datetime.fromtimestamp(
     math.ceil(time.time() + seconds), datetime.UTC
   )

@@ -1,23 +1,23 @@
-"""Every interleaving of the protocol on a small system, checked.
+"""Model checker of the protocol: every interleaving of a small system.
 
 Guarantees: `explore` visits each state that a publisher and its readers can
 reach: messages arrive in any order, late, twice or never; leases expire,
 tickets are withdrawn and pulls cancelled at any time; the publisher crashes
-at any time and starts again; pages that return are written at once. It
-returns the shortest way to a state that must not be, if there is one.
+at any time and starts again; released pages are overwritten at once. It
+returns the shortest trace to a forbidden state, if there is one.
 Cost: some tens of thousands of states, a few seconds.
 
 The network never forgets: a message that was sent may be delivered from then
-on, any number of times. A reader that crashed is one to which no message is
-delivered any more, so each state stands for a crash in it too. Publishers
+on, any number of times. A crashed reader is one to which no message is
+delivered any more, so that each state includes this crash, too. Publishers
 share no state, and a pull is of one publisher; the states of several
 publishers are therefore all combinations of the states of each
 (`explore_several` shows this on smaller systems).
 
-What is checked in each state:
+Checks in each state:
   accepts  a reader accepts only bytes that the pages had at publication, from
            the first to the last byte of the read
-  behind   COMPLETE is sent only behind the last byte
+  behind   COMPLETE is sent only after the last byte
   once     a page is released only while it is held
   early    a ticket stays open until all its readers have ended, unless it
            expires or is withdrawn
@@ -39,14 +39,14 @@ from ringjax.transfer import protocol as _protocol
 
 @dataclasses.dataclass(frozen=True)
 class PullScenario:
-  """One publisher, its first ticket and who pulls what of it.
+  """One publisher, its first ticket and the pulls of its readers.
 
   Attributes:
-    pages: of the first ticket.
-    readers: that the ticket is for.
-    pulls: of each reader, its reads, each the pages that it asks for.
-    second: pages of a ticket that may be published at any time.
-    window: reads that a reader asks for at once.
+    pages: Pages of the first ticket.
+    readers: Number of readers that the ticket is for.
+    pulls: Reads of each reader, each with the pages that it asks for.
+    second: Pages of a ticket that may be published at any time.
+    window: Maximum number of a reader's reads in flight.
   """
 
   pages: tuple[int, ...]
@@ -58,14 +58,14 @@ class PullScenario:
 
 @dataclasses.dataclass(frozen=True)
 class ProtocolReport:
-  """What an exploration found.
+  """Result of an exploration.
 
   Attributes:
-    states: how many were visited.
-    steps: how many events were tried.
-    accepted: states in which all readers have their pages.
-    fault: which check failed, or "".
-    trace: the events that lead there.
+    states: Number of visited states.
+    steps: Number of events that were tried.
+    accepted: Number of states in which all readers have their pages.
+    fault: Check that failed, or "".
+    trace: Events that lead to the fault.
   """
 
   states: int
@@ -79,9 +79,9 @@ class ProtocolReport:
 class _World:
   """A publisher, its readers, the network and the memory of the pages.
 
-  `stale`: pages that were written since the first ticket; `held`: pages that
-  are published; `sending`: reads under way, and whether all bytes were right
-  when they began; `sent`: messages, as bits; `taken_back`: the first ticket
+  `stale`: pages that were written since the first ticket; `held`: published
+  pages; `sending`: reads in flight, and whether all bytes were right when they
+  began; `sent`: messages, as bits; `taken_back`: whether the first ticket
   expired or was withdrawn.
   """
 
@@ -98,8 +98,8 @@ class _World:
   @functools.cached_property
   def _hash(self) -> int:
     parts = (self.publisher, self.pulls, self.sent, self.stale)
-    more = self.lives, self.seconds, self.taken_back
-    return hash((parts, self.held, self.sending, more))
+    progress = self.lives, self.seconds, self.taken_back
+    return hash((parts, self.held, self.sending, progress))
 
   def __hash__(self) -> int:
     return self._hash
@@ -110,7 +110,7 @@ class _Fault(Exception):
 
 
 class _Explorer:
-  """The moves of one scenario, under one version of the protocol."""
+  """Transitions of one scenario, under one version of the protocol."""
 
   def __init__(self, scenario: PullScenario, protocol: types.ModuleType):
     self.scenario, self.p = scenario, protocol
@@ -122,7 +122,7 @@ class _Explorer:
     self.steps = 0
 
   def start(self) -> _World:
-    """The first ticket is published and all pulls have begun."""
+    """Initial state: the first ticket is published, all pulls have begun."""
     p, scenario = self.p, self.scenario
     publisher, _ = p.publisher_step(
       p.start_publisher(0), p.PublishPages(scenario.pages, scenario.readers)
@@ -159,22 +159,22 @@ class _Explorer:
     return self.bits[key]
 
   # -------------------------------------------------------------------------
-  # Moves
+  # Transitions
   # -------------------------------------------------------------------------
 
   def moves(self, world: _World) -> Iterator[tuple[Any, _World]]:
-    """What can happen next; each with the state that it leads to."""
+    """Yield the events that can happen next, with their next states."""
     p = self.p
     for ticket in world.publisher.tickets:
       for event in (p.LeaseExpired(ticket), p.WithdrawTicket(ticket)):
-        after = self._publisher_event(world, event)
+        next_world = self._publisher_event(world, event)
         if ticket == 0:
-          after = dataclasses.replace(after, taken_back=True)
-        yield event, after
+          next_world = dataclasses.replace(next_world, taken_back=True)
+        yield event, next_world
     if self.scenario.second and not world.seconds:
       event = p.PublishPages(self.scenario.second, 1)
-      after = self._publisher_event(world, event)
-      yield event, dataclasses.replace(after, seconds=1)
+      next_world = self._publisher_event(world, event)
+      yield event, dataclasses.replace(next_world, seconds=1)
     if world.lives == 1:
       yield "the publisher starts anew", self._restart(world)
     for number, pull in enumerate(world.pulls):
@@ -185,11 +185,11 @@ class _Explorer:
         )
     for sending in world.sending:
       yield f"ends {sending[0]}", self._end_read(world, sending)
-    left, n = world.sent, 0
-    while left:
-      if left & 1:
+    unread_bits, n = world.sent, 0
+    while unread_bits:
+      if unread_bits & 1:
         yield self.messages[n][0], self._deliver(world, *self.messages[n])
-      left, n = left >> 1, n + 1
+      unread_bits, n = unread_bits >> 1, n + 1
 
   def _deliver(self, world: _World, message: Any, right: bool) -> _World:
     p = self.p
@@ -201,36 +201,36 @@ class _Explorer:
 
   def _publisher_event(self, world: _World, event: Any) -> _World:
     p = self.p
-    after, actions = self._publisher(world.publisher, event)
-    if after is world.publisher and not actions:
+    next_state, actions = self._publisher(world.publisher, event)
+    if next_state is world.publisher and not actions:
       return world
-    sent, stale, held = world.sent, world.stale, world.held
+    sent, stale, published = world.sent, world.stale, world.held
     sending = world.sending
     for action in actions:
       if isinstance(action, p.SendMessage):
         sent |= self._bit(action.message, True)
       elif isinstance(action, p.TicketOpened):
-        held |= {page for page, _ in action.pages}
+        published |= {page for page, _ in action.pages}
       elif isinstance(action, p.StartRead):
         right = stale.isdisjoint(page for page, _ in action.request.pages)
         sending |= {(action.request, action.reply, right)}
       else:
         for page in action.pages:
-          if page not in held:
+          if page not in published:
             raise _Fault(f"once: page {page} is released twice")
-          # Whoever gets a page back writes into it at once.
-          held, stale = held - {page}, stale | {page}
+          # The owner overwrites a released page at once.
+          published, stale = published - {page}, stale | {page}
     return dataclasses.replace(
       world,
-      publisher=after,
+      publisher=next_state,
       sent=sent,
       stale=stale,
-      held=held,
+      held=published,
       sending=sending,
     )
 
   def _end_read(self, world: _World, sending: tuple[Any, Any, bool]) -> _World:
-    """The last byte leaves: now it is known whether all were right."""
+    """End a read: only now it is known whether all bytes were right."""
     request, reply, right = sending
     right &= world.stale.isdisjoint(page for page, _ in request.pages)
     world = dataclasses.replace(
@@ -241,7 +241,7 @@ class _Explorer:
     return self._publisher_event(world, self.p.ReadEnded(request))
 
   def _restart(self, world: _World) -> _World:
-    """A new process has the same pages with other contents."""
+    """Restart the publisher: a new process with other page contents."""
     p, scenario = self.p, self.scenario
     return self._publisher_event(
       dataclasses.replace(
@@ -258,17 +258,17 @@ class _Explorer:
   def _pull_event(
     self, world: _World, number: int, event: Any, right: bool
   ) -> _World:
-    before = world.pulls[number]
-    after, actions = self._pull(before, event)
-    if after is before and not actions:
+    old_pull = world.pulls[number]
+    new_pull, actions = self._pull(old_pull, event)
+    if new_pull is old_pull and not actions:
       return world
-    if not right and after.came != before.came:
-      raise _Fault(f"accepts: {after.reader} took other bytes: {event}")
+    if not right and new_pull.came != old_pull.came:
+      raise _Fault(f"accepts: {new_pull.reader} took other bytes: {event}")
     for action in actions:
       completes = isinstance(action.message, self.p.CompleteRequest)
-      if completes and len(after.came) < len(after.reads):
-        raise _Fault(f"behind: {after.reader} completes before the end")
-    pulls = (*world.pulls[:number], after, *world.pulls[number + 1 :])
+      if completes and len(new_pull.came) < len(new_pull.reads):
+        raise _Fault(f"behind: {new_pull.reader} completes before the end")
+    pulls = (*world.pulls[:number], new_pull, *world.pulls[number + 1 :])
     return self._send(dataclasses.replace(world, pulls=pulls), actions)
 
   # -------------------------------------------------------------------------
@@ -276,24 +276,24 @@ class _Explorer:
   # -------------------------------------------------------------------------
 
   def check(self, world: _World) -> None:
-    """Raises if a page would stay for ever."""
-    held = self._returns(world.publisher, world.held)
-    if held:
-      raise _Fault(f"back: pages {sorted(held)} never return")
-    done = sum(pull.phase == "done" for pull in world.pulls)
-    first = 0 in world.publisher.tickets
-    if world.lives == 1 and done >= self.scenario.readers and first:
+    """Raise if a page would be held for ever."""
+    held_for_ever = self._returns(world.publisher, world.held)
+    if held_for_ever:
+      raise _Fault(f"back: pages {sorted(held_for_ever)} never return")
+    num_done = sum(pull.phase == "done" for pull in world.pulls)
+    first_open = 0 in world.publisher.tickets
+    if world.lives == 1 and num_done >= self.scenario.readers and first_open:
       raise _Fault("back: all readers have completed and the ticket is open")
-    over = sum(pull.phase != "reads" for pull in world.pulls)
-    closed = world.lives == 1 and not first and not world.taken_back
-    if closed and over < self.scenario.readers:
+    num_ended = sum(pull.phase != "reads" for pull in world.pulls)
+    closed = world.lives == 1 and not first_open and not world.taken_back
+    if closed and num_ended < self.scenario.readers:
       raise _Fault("early: the ticket is closed while a reader wants it")
 
   def _returns_at_the_end(self, publisher: Any, held: Any) -> Any:
-    """The pages that are still held when all else has ended."""
+    """Pages that are still held when everything else has ended."""
     p = self.p
     events = [p.ReadEnded(request) for request in publisher.reads]
-    events += [p.LeaseExpired(t) for t in publisher.tickets]
+    events += [p.LeaseExpired(ticket) for ticket in publisher.tickets]
     for event in events:
       publisher, actions = self._publisher(publisher, event)
       for action in actions:
@@ -310,18 +310,18 @@ def explore(
   protocol: types.ModuleType = _protocol,
   most_states: int = 2_000_000,
 ) -> ProtocolReport:
-  """Visits all states of one publisher with its readers.
+  """Visit all states of one publisher with its readers.
 
   Args:
-    scenario: what is published and pulled.
-    protocol: the module to check.
-    most_states: where to give up.
+    scenario: Published pages and pulls.
+    protocol: Module to check.
+    most_states: Limit of the number of states.
 
   Returns:
-    What was found; without a fault, all states were visited.
+    A report; without a fault, all states were visited.
 
   Raises:
-    RuntimeError: there are more states than `most_states`.
+    RuntimeError: If there are more states than `most_states`.
   """
   return explore_several([scenario], protocol=protocol, most_states=most_states)
 
@@ -332,38 +332,38 @@ def explore_several(
   protocol: types.ModuleType = _protocol,
   most_states: int = 2_000_000,
 ) -> ProtocolReport:
-  """As `explore`, of several publishers at once, state by state."""
-  explorers = [_Explorer(s, protocol) for s in scenarios]
-  begin = tuple(e.start() for e in explorers)
-  came: dict[Any, Any] = {begin: None}
-  queue = collections.deque([begin])
+  """Visit all joint states of several publishers with their readers."""
+  explorers = [_Explorer(scenario, protocol) for scenario in scenarios]
+  initial = tuple(explorer.start() for explorer in explorers)
+  predecessors: dict[Any, Any] = {initial: None}
+  queue = collections.deque([initial])
   steps = accepted = 0
 
   def report(worlds: Any, fault: str = "") -> ProtocolReport:
     trace = []
-    while fault and came[worlds] is not None:
-      worlds, event = came[worlds]
+    while fault and predecessors[worlds] is not None:
+      worlds, event = predecessors[worlds]
       trace.append(str(event))
     return ProtocolReport(
-      len(came), steps, accepted, fault, tuple(reversed(trace))
+      len(predecessors), steps, accepted, fault, tuple(reversed(trace))
     )
 
   while queue:
     worlds = queue.popleft()
-    accepted += all(p.accepted for w in worlds for p in w.pulls)
+    accepted += all(pull.accepted for world in worlds for pull in world.pulls)
     for n, (explorer, world) in enumerate(zip(explorers, worlds, strict=True)):
       try:
         explorer.check(world)
-        for event, after in explorer.moves(world):
+        for event, next_world in explorer.moves(world):
           steps += 1
-          if after is world:
+          if next_world is world:
             continue
-          new = (*worlds[:n], after, *worlds[n + 1 :])
-          if new not in came:
-            came[new] = worlds, event
-            queue.append(new)
+          next_worlds = (*worlds[:n], next_world, *worlds[n + 1 :])
+          if next_worlds not in predecessors:
+            predecessors[next_worlds] = worlds, event
+            queue.append(next_worlds)
       except _Fault as fault:
         return report(worlds, str(fault))
-    if len(came) > most_states:
+    if len(predecessors) > most_states:
       raise RuntimeError(f"more than {most_states} states")
-  return report(begin)
+  return report(initial)

@@ -1,14 +1,14 @@
-"""The protocol of pulling pages, as pure functions from state to state.
+"""Protocol of pulling pages, as pure functions from state to state.
 
 Guarantees: a publisher sends pages of exactly the generation that was asked
 for; a page that is being sent is never released, whatever ends meanwhile; a
 page is released once, when no open ticket and no read names it; each ticket
 ends, by its readers, by its lease or by its publisher. `interleavings.py`
 checks this over all interleavings. There is no clock, socket or array here.
-Cost: of an event, its own pages; `publisher_step` copies the state before,
-which `take_event` does not.
-Ref: KVDirect (arXiv 2501.14743): pull by the decoding side, COMPLETE behind
-the reads. Generations and releases that wait are this file's.
+Cost: proportional to an event's own pages; `publisher_step` also copies the
+previous state, `take_event` does not.
+Ref: KVDirect (arXiv 2501.14743): pull by the decode side, COMPLETE after the
+reads. Generations and deferred releases are additions of this file.
 
   publisher                            reader
   publish -> ticket (a lease) . . . .  the ticket, by any way
@@ -21,8 +21,8 @@ the reads. Generations and releases that wait are this file's.
 A page's *generation* is the number of the ticket that published it while it
 was free; with the publisher's *incarnation* it is never used twice. A ticket
 closes when all its readers have completed or aborted, when its lease expires,
-or when it is withdrawn; no read begins after that. Reads that are under way
-keep their pages until they end: the release waits for them.
+or when it is withdrawn; no read begins after that. Reads in flight keep their
+pages until they end: the release waits for them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PageKey = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class ReadRequest:
-  """A reader asks for pages; one read is one run of them."""
+  """Request of a reader for one run of pages."""
 
   incarnation: int
   reader: str
@@ -52,7 +52,7 @@ class ReadRequest:
 
 @dataclasses.dataclass(frozen=True)
 class ReadReply:
-  """What goes before the bytes: the pages as the publisher has them."""
+  """Header of the bytes of a read: the pages as the publisher has them."""
 
   incarnation: int
   reader: str
@@ -62,7 +62,7 @@ class ReadReply:
 
 @dataclasses.dataclass(frozen=True)
 class ReadRefused:
-  """No bytes come, because of `why`."""
+  """Refusal of a read, with the reason `why`."""
 
   reader: str
   number: int
@@ -71,7 +71,7 @@ class ReadRefused:
 
 @dataclasses.dataclass(frozen=True)
 class CompleteRequest:
-  """A reader has all that it wants of a ticket."""
+  """Message of a reader that has all that it wants of a ticket."""
 
   incarnation: int
   ticket: int
@@ -80,7 +80,7 @@ class CompleteRequest:
 
 @dataclasses.dataclass(frozen=True)
 class CompleteReply:
-  """The publisher knows that the reader has completed."""
+  """Confirmation of the publisher that the reader has completed."""
 
   incarnation: int
   ticket: int
@@ -89,7 +89,7 @@ class CompleteReply:
 
 @dataclasses.dataclass(frozen=True)
 class AbortRequest:
-  """A reader does not want the rest of a ticket."""
+  """Message of a reader that does not want the rest of a ticket."""
 
   incarnation: int
   ticket: int
@@ -113,7 +113,7 @@ Message = (
 
 @dataclasses.dataclass(frozen=True)
 class PublishPages:
-  """The publisher's owner offers pages to a number of readers."""
+  """Event: the publisher's owner offers pages to a number of readers."""
 
   pages: tuple[int, ...]
   readers: int = 1
@@ -121,21 +121,21 @@ class PublishPages:
 
 @dataclasses.dataclass(frozen=True)
 class WithdrawTicket:
-  """The publisher's owner wants the pages of a ticket back."""
+  """Event: the publisher's owner wants the pages of a ticket back."""
 
   ticket: int
 
 
 @dataclasses.dataclass(frozen=True)
 class LeaseExpired:
-  """The time of a ticket is over."""
+  """Event: the lease of a ticket is over."""
 
   ticket: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadEnded:
-  """The last byte of a read was sent, or none of it is sent any more."""
+  """Event: the last byte of a read was sent, or the read was abandoned."""
 
   request: ReadRequest
 
@@ -153,7 +153,7 @@ PublisherEvent = (
 
 @dataclasses.dataclass(frozen=True)
 class TicketOpened:
-  """A ticket exists from now on."""
+  """Action: a ticket was opened."""
 
   ticket: int
   pages: tuple[PageKey, ...]
@@ -161,7 +161,7 @@ class TicketOpened:
 
 @dataclasses.dataclass(frozen=True)
 class StartRead:
-  """Send the reply and the bytes of its pages, then say `ReadEnded`."""
+  """Action: send the reply and the bytes of its pages, then `ReadEnded`."""
 
   request: ReadRequest
   reply: ReadReply
@@ -169,14 +169,14 @@ class StartRead:
 
 @dataclasses.dataclass(frozen=True)
 class SendMessage:
-  """Send a message to the other side."""
+  """Action: send a message to the other side."""
 
   message: Message
 
 
 @dataclasses.dataclass(frozen=True)
 class ReleasePages:
-  """These pages may be written again."""
+  """Action: these pages may be written again."""
 
   pages: tuple[int, ...]
 
@@ -189,10 +189,10 @@ class OpenTicket:
   """Pages that are held for readers.
 
   Attributes:
-    number: of the ticket.
-    pages: with their generations.
-    readers: how many complete or abort before the pages return.
-    ended: the names of those that have.
+    number: Number of the ticket.
+    pages: Pages with their generations.
+    readers: Number of readers that complete or abort before the release.
+    ended: Names of the readers that have ended.
   """
 
   number: int
@@ -202,12 +202,12 @@ class OpenTicket:
 
 
 class PageHold(NamedTuple):
-  """Why a page is held.
+  """Number of tickets and reads that hold a page.
 
   Fields:
-    generation: of its contents.
-    tickets: open ones that name it.
-    reads: of it that are under way.
+    generation: Generation of its contents.
+    tickets: Number of open tickets that name it.
+    reads: Number of reads of it in flight.
   """
 
   generation: int
@@ -217,14 +217,14 @@ class PageHold(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PublisherState:
-  """What a publisher knows.
+  """State of a publisher.
 
   Attributes:
-    incarnation: of this process; no other start has the same.
-    next_ticket: the number of the next ticket.
-    tickets: those that are open, by number.
-    reads: those that are under way.
-    holds: by page why it is held; follows from `tickets` and `reads`.
+    incarnation: Number of this process; no other start has the same.
+    next_ticket: Number of the next ticket.
+    tickets: Open tickets by number.
+    reads: Reads in flight.
+    holds: Holds by page; follows from `tickets` and `reads`.
   """
 
   incarnation: int
@@ -234,7 +234,7 @@ class PublisherState:
   holds: dict[int, PageHold] = dataclasses.field(default_factory=dict)
 
   def copy(self) -> PublisherState:
-    """A state that changes apart from this one."""
+    """Copy that changes independently of this state."""
     return PublisherState(
       self.incarnation,
       self.next_ticket,
@@ -255,23 +255,23 @@ class PublisherState:
 
 
 def start_publisher(incarnation: int) -> PublisherState:
-  """A publisher without tickets."""
+  """Make the state of a publisher without tickets."""
   return PublisherState(incarnation)
 
 
 def publisher_step(
   state: PublisherState, event: PublisherEvent
 ) -> tuple[PublisherState, tuple[PublisherAction, ...]]:
-  """The state behind an event, and what is to be done; `state` stays."""
-  after = state.copy()
-  actions = take_event(after, event)
-  return (state if after == state else after), actions
+  """State after an event, and the actions to take; `state` is not changed."""
+  next_state = state.copy()
+  actions = take_event(next_state, event)
+  return (state if next_state == state else next_state), actions
 
 
 def take_event(
   state: PublisherState, event: PublisherEvent
 ) -> tuple[PublisherAction, ...]:
-  """Changes the state of a publisher by an event; what is to be done."""
+  """Apply an event to the state of a publisher; return the actions."""
   match event:
     case PublishPages(pages, readers):
       return _publish(state, pages, readers)
@@ -283,9 +283,9 @@ def take_event(
       state.reads.remove(request)
       return _release(state, request.pages, reads=1)
     case CompleteRequest(incarnation, number, reader):
-      done = _end_reader(state, incarnation, number, reader)
+      actions = _end_reader(state, incarnation, number, reader)
       reply = CompleteReply(incarnation, number, reader)
-      return (*done, SendMessage(reply))
+      return (*actions, SendMessage(reply))
     case AbortRequest(incarnation, number, reader):
       return _end_reader(state, incarnation, number, reader)
     case WithdrawTicket(number):
@@ -299,13 +299,13 @@ def take_event(
 def _publish(
   state: PublisherState, pages: tuple[int, ...], readers: int
 ) -> tuple[PublisherAction, ...]:
-  """Opens a ticket; pages that are held already keep their generation."""
+  """Open a ticket; pages that are held already keep their generation."""
   number = state.next_ticket
   keys = []
   for page in pages:
-    held = state.holds.get(page, PageHold(number, 0, 0))
-    state.holds[page] = held._replace(tickets=held.tickets + 1)
-    keys.append((page, held.generation))
+    hold = state.holds.get(page, PageHold(number, 0, 0))
+    state.holds[page] = hold._replace(tickets=hold.tickets + 1)
+    keys.append((page, hold.generation))
   state.next_ticket = number + 1
   state.tickets[number] = OpenTicket(number, tuple(keys), readers)
   return (TicketOpened(number, tuple(keys)),)
@@ -314,19 +314,19 @@ def _publish(
 def _read(
   state: PublisherState, request: ReadRequest
 ) -> tuple[PublisherAction, ...]:
-  """Begins a read, or refuses it; one that is under way goes on."""
+  """Begin a read, or refuse it; a read in flight continues."""
   if request in state.reads:
     return ()
   why, pages = "", []
   if request.incarnation != state.incarnation:
     why = "the publisher was started anew"
-  for page, wanted in request.pages:
-    found = _open_generation(state, page)
-    if found is None:
+  for page, requested in request.pages:
+    generation = _open_generation(state, page)
+    if generation is None:
       why = why or f"page {page} is not published any more"
-    elif found != wanted:
+    elif generation != requested:
       why = why or f"page {page} has other contents now"
-    pages.append((page, -1 if found is None else found))
+    pages.append((page, -1 if generation is None else generation))
   if why:
     refused = ReadRefused(request.reader, request.number, why)
     return (SendMessage(refused),)
@@ -335,15 +335,15 @@ def _read(
   )
   state.reads.add(request)
   for page, _ in pages:
-    held = state.holds[page]
-    state.holds[page] = held._replace(reads=held.reads + 1)
+    hold = state.holds[page]
+    state.holds[page] = hold._replace(reads=hold.reads + 1)
   return (StartRead(request, reply),)
 
 
 def _end_reader(
   state: PublisherState, incarnation: int, number: int, reader: str
 ) -> tuple[PublisherAction, ...]:
-  """A reader of a ticket has ended; the last one closes it."""
+  """Record that a reader of a ticket has ended; the last one closes it."""
   ticket = state.tickets.get(number)
   if ticket is None or incarnation != state.incarnation:
     return ()
@@ -357,7 +357,7 @@ def _end_reader(
 def _close(
   state: PublisherState, ticket: OpenTicket
 ) -> tuple[PublisherAction, ...]:
-  """No read of the ticket begins any more; pages return if none is read."""
+  """Close a ticket: no read begins any more, pages without reads return."""
   del state.tickets[ticket.number]
   return _release(state, ticket.pages, tickets=1)
 
@@ -369,13 +369,13 @@ def _release(
   tickets: int = 0,
   reads: int = 0,
 ) -> tuple[PublisherAction, ...]:
-  """Takes holds from pages; those that nothing holds any more return."""
+  """Remove holds from pages; release those without any hold."""
   free = []
   for page, generation in pages:
-    held = state.holds[page]
-    left = PageHold(generation, held.tickets - tickets, held.reads - reads)
-    if left.tickets or left.reads:
-      state.holds[page] = left
+    hold = state.holds[page]
+    remaining = PageHold(generation, hold.tickets - tickets, hold.reads - reads)
+    if remaining.tickets or remaining.reads:
+      state.holds[page] = remaining
     else:
       del state.holds[page]
       free.append(page)
@@ -383,9 +383,9 @@ def _release(
 
 
 def _open_generation(state: PublisherState, page: int) -> int | None:
-  """The generation of a page that may be read."""
-  held = state.holds.get(page)
-  return held.generation if held is not None and held.tickets else None
+  """Generation of a page if it may be read, else None."""
+  hold = state.holds.get(page)
+  return hold.generation if hold is not None and hold.tickets else None
 
 
 # ---------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def _open_generation(state: PublisherState, page: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class CancelPull:
-  """The reader's owner does not want the pages any more."""
+  """Event: the reader's owner does not want the pages any more."""
 
 
 PullEvent = ReadReply | ReadRefused | CompleteReply | CancelPull
@@ -403,18 +403,18 @@ PullEvent = ReadReply | ReadRefused | CompleteReply | CancelPull
 
 @dataclasses.dataclass(frozen=True)
 class PullState:
-  """What a reader knows of one pull.
+  """State of one pull on the reader's side.
 
   Attributes:
-    incarnation: of the publisher that made the ticket.
-    ticket: its number.
-    reader: this reader's name.
-    reads: the runs of pages, each with its generation.
-    window: how many reads are asked for at once.
-    asked: how many were.
-    came: the numbers of the reads whose bytes are here.
+    incarnation: Incarnation of the publisher that made the ticket.
+    ticket: Number of the ticket.
+    reader: Name of this reader.
+    reads: Runs of pages, each page with its generation.
+    window: Maximum number of reads in flight.
+    asked: Number of reads that were requested.
+    came: Numbers of the reads whose bytes have arrived.
     phase: "reads", "completes", "done" or "failed".
-    why: it failed.
+    why: Reason of a failure.
   """
 
   incarnation: int
@@ -441,14 +441,14 @@ def start_pull(
   *,
   window: int = 2,
 ) -> tuple[PullState, tuple[SendMessage, ...]]:
-  """A pull, and its first messages.
+  """Begin a pull; its state and first messages.
 
   Args:
-    incarnation: of the ticket.
-    ticket: its number.
-    reader: a name; the same one in a second attempt.
-    reads: the pages of each read, at least one read.
-    window: reads that are asked for at once.
+    incarnation: Incarnation in the ticket.
+    ticket: Number of the ticket.
+    reader: Name of the reader, the same in a second attempt.
+    reads: Pages of each read, at least one read.
+    window: Maximum number of reads in flight.
   """
   runs = tuple(tuple(run) for run in reads)
   return _ask(PullState(incarnation, ticket, reader, runs, window))
@@ -457,9 +457,9 @@ def start_pull(
 def pull_step(
   state: PullState, event: PullEvent
 ) -> tuple[PullState, tuple[SendMessage, ...]]:
-  """What an event does to a pull, and which messages are to be sent.
+  """Apply an event to a pull; its new state, and the messages to send.
 
-  A `ReadReply` is an event once all its bytes are here.
+  A `ReadReply` is an event once all its bytes have arrived.
   """
   match event:
     case ReadReply():
@@ -481,7 +481,7 @@ def pull_step(
 def _reply(
   state: PullState, reply: ReadReply
 ) -> tuple[PullState, tuple[SendMessage, ...]]:
-  """Takes the bytes of a read if they are what was asked for."""
+  """Accept the bytes of a read if they are what was asked for."""
   if state.phase != "reads" or reply.number in state.came:
     return state, ()
   if (reply.incarnation, reply.pages) != (
@@ -498,7 +498,7 @@ def _reply(
 
 
 def _ask(state: PullState) -> tuple[PullState, tuple[SendMessage, ...]]:
-  """Asks for further reads, up to the window."""
+  """Request further reads, up to the window."""
   end = min(len(state.reads), len(state.came) + state.window)
   new = tuple(SendMessage(_request(state, n)) for n in range(state.asked, end))
   return dataclasses.replace(state, asked=max(end, state.asked)), new
@@ -510,27 +510,29 @@ def _request(state: PullState, number: int) -> ReadRequest:
 
 
 def _complete(state: PullState) -> SendMessage:
-  made = CompleteRequest(state.incarnation, state.ticket, state.reader)
-  return SendMessage(made)
+  request = CompleteRequest(state.incarnation, state.ticket, state.reader)
+  return SendMessage(request)
 
 
 def coalesce(
   pages: Sequence[int], places: Sequence[int] | None = None
 ) -> list[range]:
-  """Splits a list of pages into the fewest runs that one read can fetch.
+  """Split a list of pages into the fewest runs that one read can fetch.
 
   Args:
-    pages: numbers at the publisher, in the order in which they are wanted.
-    places: where each goes at the reader; default: one behind the other.
+    pages: Page numbers at the publisher, in the wanted order.
+    places: Row of each page at the reader; default: consecutive rows.
 
   Returns:
     Ranges of positions in `pages`: within one, both numbers rise by 1.
   """
-  where = range(len(pages)) if places is None else places
+  targets = range(len(pages)) if places is None else places
   runs: list[range] = []
   for n in range(len(pages)):
     follows = (
-      n > 0 and pages[n] == pages[n - 1] + 1 and where[n] == where[n - 1] + 1
+      n > 0
+      and pages[n] == pages[n - 1] + 1
+      and targets[n] == targets[n - 1] + 1
     )
     first = runs.pop().start if follows else n
     runs.append(range(first, n + 1))

@@ -1,16 +1,16 @@
-"""The publisher: a process that offers pages of its memory to readers.
+"""Publisher of pages: a process that offers pages of its memory to readers.
 
-Guarantees: what `protocol.py` does, for the memory of a process: pages go to
+Guarantees: those of `protocol.py`, for the memory of a process: pages go to
 readers that have the key, with the contents that they had at publication; the
 callbacks of a page are called once, when no reader can get it any more, at the
 latest a lease and a patience after publication. Readers may come and go at any
-time; what one of them does, or does not do, ends its own connection only. A
-connection that does not show the key within five seconds is closed, and before
-that for a newer one when many wait: silent connections keep no reader out.
+time; a reader's errors end only its own connection. A connection that does not
+show the key within five seconds is closed, or earlier for a newer one when many
+wait: silent connections keep no reader out.
 Cost: a thread for each connection and one for the leases. Whole pages are sent
-from where they are; a part of a page whose bytes are apart is copied first.
-Pages on devices go to readers with a `DeviceServer` from there, and are copied
-to the host for others.
+from where they are; a part of a page that is not contiguous is copied first.
+Pages on devices are sent from there to readers with a `DeviceServer`, and are
+copied to the host for others.
 Memory: the copied parts of one read on each connection.
 """
 
@@ -58,28 +58,28 @@ from ringjax.transfer.wire import (
 Buffer = bytes | bytearray | memoryview | np.ndarray
 Released = Callable[[tuple[int, ...]], object]
 LEASE_S, PATIENCE_S = 30.0, 10.0
-# How often leases are looked at, at least.
+# Maximum seconds between checks of leases.
 _LOOK_S = 0.25
-# The patience with those that have not shown that they have the key.
+# Patience, in seconds, with peers that have not shown the key.
 _GREETING_S = 5.0
 
 
 @dataclasses.dataclass
 class PublisherCounters:
-  """What a publisher has done.
+  """Counters of a publisher's work.
 
   Attributes:
-    tickets: published.
-    reads: that were sent to their last byte.
-    array_reads: of these, by JAX's transfer server.
-    read_bytes: of pages, sent.
-    copied_bytes: of these, copied before because they were apart.
-    refused: reads of pages that are not offered any more.
-    broken: reads that did not come to their end.
-    expired: tickets whose lease ended.
-    released: pages that returned.
-    strangers: connections without the key, or with messages that are none.
-    turned_away: Readers beyond the most, and connections without a key that
+    tickets: Tickets that were published.
+    reads: Reads that were sent completely.
+    array_reads: Reads of these that used JAX's transfer server.
+    read_bytes: Bytes of pages that were sent.
+    copied_bytes: Bytes of these that were copied first, not being contiguous.
+    refused: Reads of pages that are not offered any more.
+    broken: Reads that were not sent completely.
+    expired: Tickets whose lease ended.
+    released: Pages that were released.
+    strangers: Connections without the key, or with malformed messages.
+    turned_away: Readers beyond the limit, and connections without a key that
       were closed for newer ones.
   """
 
@@ -98,9 +98,9 @@ class PublisherCounters:
 
 @dataclasses.dataclass
 class _HeldPage:
-  """The bytes of a page, leaf by leaf, and whom to give it back to.
+  """The bytes of a page, leaf by leaf, and the callbacks of its release.
 
-  `owners`: by the number of each ticket that named it, what to call.
+  `owners`: callback of each ticket that names the page, by ticket number.
   """
 
   data: tuple[memoryview, ...] | DevicePage
@@ -110,10 +110,10 @@ class _HeldPage:
 
   @property
   def leaves(self) -> tuple[memoryview, ...]:
-    """Its bytes, in the memory of the host."""
+    """Bytes of each leaf, in the memory of the host."""
     if isinstance(self.data, DevicePage):
       batch, row = self.data
-      return tuple(_view(row, x[row]) for x in batch.on_host)
+      return tuple(_view(row, array[row]) for array in batch.on_host)
     return self.data
 
   @property
@@ -129,8 +129,8 @@ class Publisher:
   """Offers pages to readers that pull them.
 
   Attributes:
-    address: host and port under which readers find it.
-    counters: what it has done.
+    address: Host and port under which readers reach it.
+    counters: Counters of its work.
   """
 
   def __init__(
@@ -145,22 +145,22 @@ class Publisher:
     devices: DeviceServer | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Listens for readers at once.
+    """Open the port and begin to accept readers.
 
     Args:
-      key: what readers have to have too, at least 16 bytes.
-      host: of the interface to listen on; the default is this machine's own.
-      port: 0 takes one that is free.
-      lease_s: seconds from publication after which no read begins.
-      patience_s: seconds without a byte after which a reader is given up, and
-        beyond a lease after which a read is cut off.
-      connections: Largest number of readers at once; connections that have not
+      key: Secret key that readers need, too, at least 16 bytes.
+      host: Interface to listen on; by default only this machine's own.
+      port: Port number; 0 takes a free one.
+      lease_s: Seconds from publication after which no read begins.
+      patience_s: Seconds without a byte after which a reader counts as lost,
+        and after a lease's end until reads are cut off.
+      connections: Maximum number of readers at once; connections that have not
         shown the key yet are not counted, and give way to newer ones.
-      devices: sends pages on devices from there, to readers that have one, too.
-      clock: seconds that never go back.
+      devices: Sends pages from devices to readers that have a server, too.
+      clock: Returns monotonic seconds.
 
     Raises:
-      OptionError: the key is too short, a number is out of its range, or the
+      OptionError: If the key is too short, a number is out of range, or the
         address is not free on this machine.
     """
     self._key = checked_key(key)
@@ -212,29 +212,29 @@ class Publisher:
     lease_s: int | float | None = None,
     released: Released | None = None,
   ) -> Ticket:
-    """Offers pages; their bytes must stay as they are until they return.
+    """Offer pages; their bytes must not change until they are released.
 
     Args:
-      pages: by number, in the order of the sequence: the bytes of a page, or
-        of each of its leaves, or a page of a `PageBatch`. A page may be in
-        several tickets, with the same memory; it returns when all of them have
-        ended.
-      layout: what the bytes mean.
-      labels: of each page a text that readers get with it, such as a hash of
-        what it is of; default: empty ones.
-      readers: how many complete or abort, each under a name of its own,
-        before the pages return.
-      lease_s: in place of the publisher's.
-      released: called with the pages that return, once for each page, from
-        another thread; of a page in several tickets those of all of them.
+      pages: Pages by number, in the order of the sequence: the bytes of a page,
+        or of each of its leaves, or a page of a `PageBatch`. A page may be in
+        several tickets, with the same memory; it is released when all of them
+        have ended.
+      layout: Meaning of the bytes.
+      labels: Text for each page that readers get with it, such as a hash of
+        its tokens; default: empty texts.
+      readers: Number of readers, each under its own name, that complete or
+        abort before the pages are released.
+      lease_s: Lease of this ticket in seconds; default: the publisher's.
+      released: Called with the released pages, once for each page, from another
+        thread; a page in several tickets calls the callbacks of all of them.
 
     Returns:
-      What readers need, for any way to them.
+      The ticket that readers need, to be sent to them in any way.
 
     Raises:
-      OptionError: a page has another size, or is offered already with other
+      OptionError: If a page has another size, or is offered already with other
         memory, layout or label.
-      PeerError: the publisher is closed.
+      PeerError: If the publisher is closed.
     """
     positive_int("readers", readers)
     lease = self._lease_s if lease_s is None else lease_s
@@ -246,18 +246,20 @@ class Publisher:
     for page in pages:
       integer("page", page, least=0, most=(1 << 48) - 1)
     names = checked_labels(labels or [""] * len(pages), len(pages))
-    held = {
-      page: _HeldPage(_data(page, data, layout), layout, label)
+    new_pages = {
+      page: _HeldPage(_page_data(page, data, layout), layout, label)
       for (page, data), label in zip(pages.items(), names, strict=True)
     }
     with self._lock:
       if self._closed:
         raise PeerError("the publisher is closed")
-      for page, one in held.items():
-        before = self._pages.get(page, one)
-        same = before.layout == layout and before.label == one.label
-        if not same or before.places != one.places:
-          # Readers of the new ticket would get what is offered already.
+      for page, held_page in new_pages.items():
+        offered = self._pages.get(page, held_page)
+        same_metadata = (
+          offered.layout == layout and offered.label == held_page.label
+        )
+        if not same_metadata or offered.places != held_page.places:
+          # Readers of the new ticket would get the contents offered already.
           raise OptionError(
             f"page {page}",
             "other memory, or another layout or label, than it is offered with "
@@ -265,13 +267,13 @@ class Publisher:
             "a number whose page has returned, or the same memory",
             "take numbers from new_numbers",
           )
-      self._next_number = max(self._next_number, 1 + max(held))
+      self._next_number = max(self._next_number, 1 + max(new_pages))
       (opened,) = protocol.take_event(
-        self._state, protocol.PublishPages(tuple(held), readers)
+        self._state, protocol.PublishPages(tuple(new_pages), readers)
       )
       assert isinstance(opened, protocol.TicketOpened)
-      for page, one in held.items():
-        owners = self._pages.setdefault(page, one).owners
+      for page, held_page in new_pages.items():
+        owners = self._pages.setdefault(page, held_page).owners
         owners[opened.ticket] = released
       self._deadlines[opened.ticket] = self._clock() + lease
       self.counters.tickets += 1
@@ -287,7 +289,7 @@ class Publisher:
     )
 
   def new_numbers(self, count: int) -> range:
-    """Numbers that no page has had yet, one behind the other."""
+    """Consecutive numbers that no page has had yet."""
     positive_int("count", count)
     with self._lock:
       first = self._next_number
@@ -295,49 +297,50 @@ class Publisher:
     return range(first, first + count)
 
   def renew(self, ticket: Ticket, lease_s: int | float | None = None) -> bool:
-    """Lets a lease begin anew; False if the ticket has ended, or is of
-    another publisher."""
+    """Restart a lease; False for an ended or another publisher's ticket."""
     lease = self._lease_s if lease_s is None else lease_s
     lease = number("lease_s", lease, above=0)
     with self._lock:
-      mine = ticket.incarnation == self._state.incarnation
-      if not mine or ticket.number not in self._deadlines:
+      from_this = ticket.incarnation == self._state.incarnation
+      if not from_this or ticket.number not in self._deadlines:
         return False
       self._deadlines[ticket.number] = self._clock() + lease
       return True
 
   def withdraw(self, ticket: Ticket) -> None:
-    """Ends a ticket; its pages return once they are not being read."""
+    """End a ticket; its pages are released once they are not being read."""
     if ticket.incarnation == self._state.incarnation:
       self._step(protocol.WithdrawTicket(ticket.number))
 
   def expire(self) -> None:
-    """Ends tickets whose lease is over; a thread does so by itself too."""
+    """End tickets whose lease is over; a thread calls this, too."""
     with self._lock:
-      now = self._clock()
-      over = [t for t, end in self._deadlines.items() if end <= now]
-      self.counters.expired += len(over)
-      for ticket in over:
+      now_s = self._clock()
+      expired = [
+        ticket for ticket, end in self._deadlines.items() if end <= now_s
+      ]
+      self.counters.expired += len(expired)
+      for ticket in expired:
         del self._deadlines[ticket]
-    for ticket in over:
+    for ticket in expired:
       self._step(protocol.LeaseExpired(ticket))
 
   @property
   def offered(self) -> int:
-    """Pages that have not returned."""
+    """Number of pages that are not yet released."""
     with self._lock:
       return len(self._pages)
 
   @property
   def device_bytes(self) -> int:
-    """Bytes on devices of batches that have pages which have not returned."""
+    """Bytes on devices of batches with pages that are not yet released."""
     with self._lock:
-      found = [x.data for x in self._pages.values()]
-    batches = {x.batch for x in found if isinstance(x, DevicePage)}
-    return sum(x.nbytes for x in batches)
+      page_data = [x.data for x in self._pages.values()]
+    batches = {data.batch for data in page_data if isinstance(data, DevicePage)}
+    return sum(batch.nbytes for batch in batches)
 
   def close(self) -> None:
-    """Withdraws all tickets and ends all connections; all pages return."""
+    """Withdraw all tickets and end all connections; all pages are released."""
     with self._lock:
       if self._closed:
         return
@@ -365,8 +368,8 @@ class Publisher:
   def _step(
     self, event: protocol.PublisherEvent
   ) -> tuple[protocol.PublisherAction, ...]:
-    """Takes a step; gives pages back, and returns what is to be sent."""
-    back: list[tuple[Released, list[int]]] = []
+    """Take a protocol step; release pages, and return the actions."""
+    callbacks: list[tuple[Released, list[int]]] = []
     with self._lock:
       actions = protocol.take_event(self._state, event)
       ticket = getattr(event, "ticket", -1)
@@ -377,18 +380,21 @@ class Publisher:
           self.counters.released += len(action.pages)
           for page in action.pages:
             for call in self._pages.pop(page).owners.values():
-              # Equal, not the same: each `x.method` is a new object.
-              mine = next((m for c, m in back if c == call), None)
-              if mine is None and call is not None:
-                back.append((call, mine := []))
-              if mine is not None and mine[-1:] != [page]:
-                mine.append(page)
+              # Compare by equality, as each access to `x.method` makes a new
+              # object.
+              callback_pages = next(
+                (m for c, m in callbacks if c == call), None
+              )
+              if callback_pages is None and call is not None:
+                callbacks.append((call, callback_pages := []))
+              if callback_pages is not None and callback_pages[-1:] != [page]:
+                callback_pages.append(page)
       self._lock.notify_all()
-    for call, pages in back:
+    for call, pages in callbacks:
       try:
         call(tuple(pages))
       except Exception as error:
-        # What an owner's callback does wrong must not stop other readers.
+        # An error in an owner's callback must not stop other readers.
         warnings.warn(
           f"released{tuple(pages)} raised {error!r}",
           RuntimeWarning,
@@ -397,12 +403,12 @@ class Publisher:
     return actions
 
   def _watch(self) -> None:
-    """Ends leases in time."""
+    """End leases in time."""
     while True:
       with self._lock:
         ends = list(self._deadlines.values())
-        left = min(ends, default=self._clock() + _LOOK_S) - self._clock()
-        self._lock.wait(min(max(left, 0.001), _LOOK_S))
+        wait_s = min(ends, default=self._clock() + _LOOK_S) - self._clock()
+        self._lock.wait(min(max(wait_s, 0.001), _LOOK_S))
         if self._closed:
           return
       self.expire()
@@ -412,7 +418,7 @@ class Publisher:
   # -------------------------------------------------------------------------
 
   def _greet(self, link: socket.socket, address: Any) -> PullConnection:
-    """Let a reader show its key; strangers have a short time for it."""
+    """Authenticate a reader; unauthenticated peers get little time."""
     wire = PullConnection(
       link, self._patience_s, f"reader {address[0]}:{address[1]}"
     )
@@ -477,8 +483,8 @@ class Publisher:
     message: protocol.ReadRequest,
     beside: dict[str, Any],
   ) -> None:
-    """Sends the pages of a read, or why they do not come."""
-    # Two readers of one name are two readers of bytes.
+    """Send the pages of a read, or the reason of a refusal."""
+    # Readers of the same name on two connections count as two.
     request = dataclasses.replace(
       message, reader=f"{connection}:{message.reader}"
     )
@@ -509,7 +515,9 @@ class Publisher:
     with self._lock:
       pages = [self._pages[page] for page in numbers]
       deadline = self._deadline(numbers)
-    if any(isinstance(x.data, DevicePage) and x.data.gone for x in pages):
+    if any(
+      isinstance(page.data, DevicePage) and page.data.gone for page in pages
+    ):
       why = "its arrays were deleted or donated"
       wire.tell(protocol.ReadRefused(message.reader, message.number, why))
       raise PeerError(f"a page's {why[4:]}")
@@ -517,12 +525,14 @@ class Publisher:
     if any(page.layout != layout for page in pages):
       raise HostileMessageError(f"{wire.name} reads two layouts at once")
     slices = _slices(wire.name, layout, beside.get("parts"))
-    many = [
+    wanted_leaves = [
       (leaf, n, cut)
       for n, (leaf, cut) in enumerate(zip(layout.leaves, slices, strict=True))
       if cut is not None
     ]
-    size = len(pages) * sum(_part_bytes(leaf, cut) for leaf, _, cut in many)
+    size = len(pages) * sum(
+      _part_bytes(leaf, cut) for leaf, _, cut in wanted_leaves
+    )
     reply = protocol.ReadReply(
       message.incarnation, message.reader, message.number, message.pages
     )
@@ -531,9 +541,9 @@ class Publisher:
       + (self._patience_s - self._clock())
     )
     if beside.get("devices") is True:
-      made = self._offered_arrays(pages, slices, size, until())
-      if made is not None:
-        offer, fields = made
+      array_offer = self._offered_arrays(pages, slices, size, until())
+      if array_offer is not None:
+        offer, fields = array_offer
         wire.tell(reply, bytes=size, arrays=fields)
         self._wait_taken(wire, offer, until)
         with self._lock:
@@ -541,9 +551,11 @@ class Publisher:
           self.counters.read_bytes += size
         return
     wire.tell(reply, bytes=size)
-    found = [page.leaves for page in pages]
-    for leaf, n, cut in many:
-      views, copied = _cut([leaves[n] for leaves in found], leaf, cut)
+    page_leaves = [page.leaves for page in pages]
+    for leaf, n, cut in wanted_leaves:
+      views, copied = _cut_part(
+        [leaves[n] for leaves in page_leaves], leaf, cut
+      )
       wire.send(views, until)
       nbytes = sum(map(len, views))
       with self._lock:
@@ -557,21 +569,25 @@ class Publisher:
     nbytes: int,
     seconds: float,
   ) -> tuple[ArrayOffer, dict[str, Any]] | None:
-    """What a reader has to know to pull pages from devices; None: they are
-    elsewhere, too many, or there is no room."""
-    found = [x.data for x in pages if isinstance(x.data, DevicePage)]
-    if self._devices is None or len(found) < len(pages) or seconds <= 0:
+    """Offer pages as arrays on devices; None if that is not possible.
+
+    Then some are not on devices, they are too many, or there is no room.
+    """
+    device_pages = [
+      page.data for page in pages if isinstance(page.data, DevicePage)
+    ]
+    if self._devices is None or len(device_pages) < len(pages) or seconds <= 0:
       return None
     if nbytes > self._devices.most - self._devices.held:
       return None
     try:
-      pieces, cuts = cut_pages(found, slices)
+      pieces, cuts = cut_pages(device_pages, slices)
       texts = pieces_to_json(pieces)
       arrays = [cut() for cut in cuts]
-      # What has begun by then goes on.
+      # Pulls that have begun by then continue.
       offer = self._devices.offer(arrays, min(seconds, self._patience_s))
     except (OSError, RuntimeError):
-      # They are too many, or there is no memory for the parts, or no port for
+      # There are too many pieces, or no memory for the parts, or no port for
       # the server.
       return None
     if offer is None:
@@ -589,47 +605,55 @@ class Publisher:
     offer: ArrayOffer,
     until: Callable[[], float],
   ) -> None:
-    """Waits until a reader has all of an offer; it says how far it is.
+    """Wait until a reader has all of an offer; it reports its progress.
 
     Raises:
-      PeerError: it is gone, or silent for the patience.
+      PeerError: If it is gone, or silent for the patience.
     """
     assert self._devices is not None
-    came = -1
+    num_received = -1
     while True:
       fields = wire.hear_object(256, until)
       if fields is None:
         raise PeerError(f"{wire.name} left before it had all arrays")
-      now, done = fields.get("came"), fields.get("done")
-      if type(now) is not int or now <= came or type(done) is not bool:
+      received_now, done = fields.get("came"), fields.get("done")
+      if (
+        type(received_now) is not int
+        or received_now <= num_received
+        or type(done) is not bool
+      ):
         raise HostileMessageError(f"{wire.name} does not say what came")
-      came = now
+      num_received = received_now
       if done:
         self._devices.taken(offer)
         return
 
   def _deadline(self, pages: list[int]) -> float:
-    """When the lease of a read's pages ends, as far as they have one."""
+    """Latest lease end of a read's pages; -inf if no lease is left."""
     with self._lock:
       tickets = self._pages[pages[0]].owners
-      ends = [self._deadlines[t] for t in tickets if t in self._deadlines]
+      ends = [
+        self._deadlines[ticket]
+        for ticket in tickets
+        if ticket in self._deadlines
+      ]
     return max(ends, default=-float("inf"))
 
 
-def _data(
+def _page_data(
   page: int,
   data: Buffer | Sequence[Buffer] | DevicePage,
   layout: PageLayout,
 ) -> tuple[memoryview, ...] | DevicePage:
-  """The bytes of each leaf of a page, where they are."""
+  """Views of the bytes of each leaf of a page, without copies."""
   if isinstance(data, DevicePage):
     data.batch.check(page, data.row, layout)
     return data
-  whole = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
-  parts: list[Any] = [data] if whole else list(data)
-  views = [_view(page, x) for x in parts]
+  in_one_piece = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
+  parts: list[Any] = [data] if in_one_piece else list(data)
+  views = [_view(page, part) for part in parts]
   sizes = [leaf.nbytes for leaf in layout.leaves]
-  if whole and len(views[0]) == sum(sizes):
+  if in_one_piece and len(views[0]) == sum(sizes):
     ends = np.cumsum([0, *sizes]).tolist()
     return tuple(views[0][a:b] for a, b in itertools.pairwise(ends))
   if [len(view) for view in views] != sizes:
@@ -651,7 +675,7 @@ def _view(page: int, data: Any) -> memoryview:
         "contiguous bytes",
         "pass np.ascontiguousarray(page)",
       )
-    # Dtypes of ml_dtypes have no buffers of their own.
+    # Dtypes of ml_dtypes do not support the buffer protocol.
     data = data.reshape(-1).view(np.uint8)
   try:
     view = memoryview(data)
@@ -675,48 +699,50 @@ def _view(page: int, data: Any) -> memoryview:
 def _slices(
   name: str, layout: PageLayout, parts: Any
 ) -> list[tuple[slice, ...] | None]:
-  """The part of each leaf that a reader asks for; None: nothing of it."""
+  """Part of each leaf that a reader asks for; None for no part of it."""
   if parts is None:
     return [tuple(slice(0, n) for n in leaf.shape) for leaf in layout.leaves]
   if not isinstance(parts, list) or len(parts) != len(layout.leaves):
     raise HostileMessageError(f"{name} wants parts of other leaves")
-  found: list[tuple[slice, ...] | None] = []
+  slices: list[tuple[slice, ...] | None] = []
   for leaf, part in zip(layout.leaves, parts, strict=True):
     if part is None:
-      found.append(None)
+      slices.append(None)
       continue
     if not isinstance(part, list) or len(part) != len(leaf.shape):
       raise HostileMessageError(f"{name} wants a part with other axes")
     cut = []
     for size, pair in zip(leaf.shape, part, strict=True):
-      fits = isinstance(pair, list) and len(pair) == 2
-      fits = fits and all(type(x) is int for x in pair)
-      if not fits or not 0 <= pair[0] < pair[1] <= size:
+      is_range = isinstance(pair, list) and len(pair) == 2
+      is_range = is_range and all(type(bound) is int for bound in pair)
+      if not is_range or not 0 <= pair[0] < pair[1] <= size:
         raise HostileMessageError(f"{name} wants a part that is not there")
       cut.append(slice(*pair))
-    found.append(tuple(cut))
-  if all(cut is None for cut in found):
+    slices.append(tuple(cut))
+  if all(cut is None for cut in slices):
     raise HostileMessageError(f"{name} wants nothing of its pages")
-  return found
+  return slices
 
 
 def _part_bytes(leaf: PageLeaf, cut: tuple[slice, ...]) -> int:
-  count = functools.reduce(lambda n, c: n * (c.stop - c.start), cut, 1)
+  count = functools.reduce(
+    lambda n, axis_slice: n * (axis_slice.stop - axis_slice.start), cut, 1
+  )
   return count * (leaf.nbytes // int(np.prod(leaf.shape, dtype=np.int64)))
 
 
-def _cut(
+def _cut_part(
   pages: list[memoryview], leaf: PageLeaf, cut: tuple[slice, ...]
 ) -> tuple[list[memoryview], bool]:
-  """The bytes of a part of each page, and whether they were copied."""
+  """Bytes of a part of each page, and whether they were copied."""
   if _part_bytes(leaf, cut) == leaf.nbytes:
     return pages, False
   item = _part_bytes(leaf, tuple(slice(0, 1) for _ in cut))
-  found, copied = collections.deque[memoryview](), False
+  parts, copied = collections.deque[memoryview](), False
   for page in pages:
     array = np.frombuffer(page, np.dtype((np.void, item)))
     part = array.reshape(leaf.shape)[cut]
     copied |= not part.flags.c_contiguous
     flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-    found.append(flat.data)
-  return list(found), copied
+    parts.append(flat.data)
+  return list(parts), copied

@@ -1,15 +1,15 @@
-"""Messages of the protocol over a TCP connection, and who may open one.
+"""Messages of the protocol over a TCP connection, with authentication.
 
-Guarantees: both sides show that they have the key before anything else is
+Guarantees: both sides prove that they have the key before anything else is
 read, without sending it, within a deadline for all of it; a message is JSON of
 at most 1 MiB with all numbers checked; no wait for the next byte is longer than
 the connection's patience.
 Cost: two small messages on each new connection; bytes of pages are sent from
 and received into the memory where they are.
 
-Nothing is encrypted, and what follows the greeting is not signed: the key
-keeps strangers out, not someone who can change packets on their way. Use a
-network that is trusted, or a tunnel.
+Nothing is encrypted, and data after the greeting is not signed: the key keeps
+unauthenticated peers out, but not an attacker who can change packets in flight.
+Use a trusted network, or a tunnel.
 
   greeting  server  magic, nonce
             client  nonce, HMAC-SHA256(key, "client", both nonces)
@@ -45,7 +45,7 @@ from ringjax.transfer.protocol import (
 
 MAGIC = b"RJPULL\x00\x01"
 MOST_MESSAGE = 1 << 20
-# Pages of one read; its message stays below the limit.
+# Maximum pages of one read, so that its message stays below the limit.
 MOST_RUN = 1 << 12
 _DIGEST = 32
 _SIZE = struct.Struct("<I")
@@ -61,18 +61,18 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 class AuthenticationError(PeerError):
-  """The other side does not have the same key, or is something else."""
+  """The other side does not have the same key, or is another program."""
 
 
 class HostileMessageError(PeerError):
-  """A message is not what the protocol allows."""
+  """A message that the protocol does not allow."""
 
 
 def checked_key(key: bytes) -> bytes:
-  """A key of at least 16 bytes.
+  """Check that a key has at least 16 bytes.
 
   Raises:
-    OptionError: it is shorter, or a text.
+    OptionError: If it is shorter, or a text.
   """
   if not isinstance(key, bytes | bytearray) or len(key) < 16:
     raise OptionError(
@@ -86,10 +86,10 @@ def checked_key(key: bytes) -> bytes:
 
 
 def listening(host: str, port: int) -> socket.socket:
-  """A socket that others connect to; port 0 takes a free one.
+  """Open a listening socket; port 0 takes a free one.
 
   Raises:
-    OptionError: the address is not free, or not of this machine.
+    OptionError: If the address is not free, or not of this machine.
   """
   try:
     return socket.create_server((host, port), backlog=128)
@@ -103,10 +103,10 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def as_json(fields: Mapping[str, Any]) -> bytes:
-  """An object as JSON; numbers of NumPy are numbers.
+  """Encode an object as JSON, with NumPy numbers as numbers.
 
   Raises:
-    AttributeError, TypeError, ValueError: something else is in it.
+    AttributeError, TypeError, ValueError: If it contains something else.
   """
   return json_text(fields, default=lambda x: x.item()).encode()
 
@@ -115,21 +115,21 @@ class PullConnection:
   """One connection: messages and bytes, with a limit on each wait."""
 
   def __init__(self, link: socket.socket, patience_s: int | float, name: str):
-    """Takes a connected socket; `name` is what errors call the other side."""
-    # The other side may be gone by now: the first receive says so.
+    """Wrap a connected socket; errors call the other side `name`."""
+    # The other side may be gone already: the first receive will report it.
     with contextlib.suppress(OSError):
       link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.settimeout(patience_s)
     self.link, self.patience_s, self.name = link, patience_s, name
 
   def close(self) -> None:
-    """Ends the connection, also under a thread that waits for it."""
+    """End the connection, even while a thread waits for it."""
     with contextlib.suppress(OSError):
       self.link.shutdown(socket.SHUT_RDWR)
     self.link.close()
 
   def fail(self, error: OSError) -> PeerError:
-    """What an error of the connection means."""
+    """Make a `PeerError` from an error of the connection."""
     if isinstance(error, TimeoutError):
       why = f"did nothing for {self.patience_s:g} s"
     else:
@@ -143,46 +143,58 @@ class PullConnection:
   def greet_reader(
     self, key: bytes, deadline_s: int | float | None = None
   ) -> None:
-    """The publisher's side of the greeting.
+    """Run the publisher's side of the greeting.
 
     Args:
-      key: that readers have.
-      deadline_s: seconds for all of it; default: the patience.
+      key: Secret key that readers have.
+      deadline_s: Seconds for all of it; default: the patience.
 
     Raises:
-      AuthenticationError: the reader has another key.
-      PeerError: it has not shown its key in time, or is gone.
+      AuthenticationError: If the reader has another key.
+      PeerError: If it has not shown its key in time, or is gone.
     """
     until = self._within(deadline_s)
-    mine = secrets.token_bytes(_DIGEST)
-    self.send([MAGIC + mine])
+    server_nonce = secrets.token_bytes(_DIGEST)
+    self.send([MAGIC + server_nonce])
     answer = bytearray(2 * _DIGEST)
     self.receive(memoryview(answer), until=until)
-    theirs, proof = bytes(answer[:_DIGEST]), bytes(answer[_DIGEST:])
-    right = hmac.compare_digest(proof, _proof(key, b"client", mine, theirs))
-    shown = _proof(key, b"server", mine, theirs) if right else bytes(_DIGEST)
-    self.send([shown])
-    if not right:
+    client_nonce, proof = bytes(answer[:_DIGEST]), bytes(answer[_DIGEST:])
+    authenticated = hmac.compare_digest(
+      proof, _proof(key, b"client", server_nonce, client_nonce)
+    )
+    server_proof = (
+      _proof(key, b"server", server_nonce, client_nonce)
+      if authenticated
+      else bytes(_DIGEST)
+    )
+    self.send([server_proof])
+    if not authenticated:
       raise AuthenticationError(f"{self.name} does not have the key")
 
   def greet_publisher(self, key: bytes) -> None:
-    """The reader's side of the greeting, within the patience.
+    """Run the reader's side of the greeting, within the patience.
 
     Raises:
-      AuthenticationError: the publisher has another key, or is none.
-      PeerError: it has not answered in time, or is gone.
+      AuthenticationError: If the publisher has another key, or is another
+        program.
+      PeerError: If it has not answered in time, or is gone.
     """
     until = self._within(None)
     hello = bytearray(len(MAGIC) + _DIGEST)
     self.receive(memoryview(hello), until=until)
     if hello[: len(MAGIC)] != MAGIC:
       raise AuthenticationError(f"{self.name} does not speak this protocol")
-    theirs, mine = bytes(hello[len(MAGIC) :]), secrets.token_bytes(_DIGEST)
-    self.send([mine + _proof(key, b"client", theirs, mine)])
-    shown = bytearray(_DIGEST)
-    self.receive(memoryview(shown), until=until)
-    wanted = _proof(key, b"server", theirs, mine)
-    if not hmac.compare_digest(bytes(shown), wanted):
+    server_nonce, client_nonce = (
+      bytes(hello[len(MAGIC) :]),
+      secrets.token_bytes(_DIGEST),
+    )
+    self.send(
+      [client_nonce + _proof(key, b"client", server_nonce, client_nonce)]
+    )
+    server_proof = bytearray(_DIGEST)
+    self.receive(memoryview(server_proof), until=until)
+    expected = _proof(key, b"server", server_nonce, client_nonce)
+    if not hmac.compare_digest(bytes(server_proof), expected):
       raise AuthenticationError(f"{self.name} does not have the same key")
 
   # -------------------------------------------------------------------------
@@ -190,14 +202,14 @@ class PullConnection:
   # -------------------------------------------------------------------------
 
   def tell(self, message: Message, **beside: Any) -> None:
-    """Sends a message, with further fields that are JSON."""
+    """Send a message, with further fields of JSON values."""
     self.send([encode(message, **beside)])
 
   def hear(self) -> tuple[Message, dict[str, Any]] | None:
-    """The next message and its further fields; None if the other side left.
+    """Receive the next message and its further fields; None at the end.
 
     Raises:
-      HostileMessageError: it is too long, or not of the protocol.
+      HostileMessageError: If it is too long, or not of the protocol.
     """
     body = self._frame(MOST_MESSAGE)
     if body is None:
@@ -208,18 +220,21 @@ class PullConnection:
       raise self.hostile(error) from None
 
   def tell_object(self, fields: Mapping[str, Any]) -> None:
-    """Sends an object of JSON that is no message of this protocol."""
+    """Send a JSON object that is not a message of this protocol."""
     body = as_json(fields)
     self.send([_SIZE.pack(len(body)), body])
 
   def hear_object(
     self, most: int, until: Callable[[], float] | None = None
   ) -> dict[str, Any] | None:
-    """The next object of `tell_object`, of `most` bytes at most; None if the
-    other side left. `until` gives the seconds that are left.
+    """Receive the next object of `tell_object`; None if the other side left.
+
+    Args:
+      most: Maximum size in bytes.
+      until: Function that returns the seconds left; default: no deadline.
 
     Raises:
-      HostileMessageError: it is too long, or none.
+      HostileMessageError: If it is too long, or not an object.
     """
     body = self._frame(most, until)
     if body is None:
@@ -233,7 +248,7 @@ class PullConnection:
     return fields
 
   def hostile(self, error: Exception) -> HostileMessageError:
-    """What an error in a message of the other side means."""
+    """Make a `HostileMessageError` from an error in a message."""
     why = f"{type(error).__name__}: {error}"[:200]
     return HostileMessageError(
       f"{self.name} sent a message that is not of the protocol: {why}"
@@ -242,7 +257,7 @@ class PullConnection:
   def _frame(
     self, most: int, until: Callable[[], float] | None = None
   ) -> bytes | None:
-    """The bytes of the next message."""
+    """Receive the bytes of the next message, or None at the end."""
     head = bytearray(_SIZE.size)
     if not self.receive(memoryview(head), may_end=True, until=until):
       return None
@@ -257,14 +272,14 @@ class PullConnection:
     return bytes(body)
 
   def wait(self, seconds: float) -> None:
-    """Waits while the other side has nothing to say.
+    """Sleep, and check that the other side sends nothing meanwhile.
 
     Raises:
-      PeerError: it left, or said something.
+      PeerError: If it left, or sent a message.
     """
     try:
-      # `select.select` takes no sockets of large numbers, and `poll` waits for
-      # milliseconds.
+      # `select.select` fails for large file numbers, and `poll` waits in
+      # milliseconds only: sleep, then poll.
       time.sleep(seconds)
       poll = select.poll()
       poll.register(self.link, select.POLLIN)
@@ -274,9 +289,9 @@ class PullConnection:
         raise HostileMessageError(f"{self.name} sent a message unasked")
       raise ConnectionError("in the middle of a read")
     except (OSError, ValueError) as error:
-      # A socket that was closed meanwhile has no number.
-      found = error if isinstance(error, OSError) else OSError(str(error))
-      raise self.fail(found) from None
+      # A socket that was closed meanwhile has no file number.
+      os_error = error if isinstance(error, OSError) else OSError(str(error))
+      raise self.fail(os_error) from None
 
   # -------------------------------------------------------------------------
   # Bytes
@@ -287,26 +302,26 @@ class PullConnection:
     parts: Sequence[bytes | memoryview],
     until: Callable[[], float] | None = None,
   ) -> None:
-    """Sends contiguous bytes; `until` gives the seconds that are left.
+    """Send contiguous bytes; `until` returns the seconds left.
 
     Raises:
-      PeerError: the other side takes nothing, or is gone.
+      PeerError: If the other side takes nothing, or is gone.
     """
-    views = [memoryview(p).cast("B") for p in parts if len(p)]
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
     try:
       while views:
-        self._limit(until)
-        # The system takes a limited number of pieces at once.
-        done = self.link.sendmsg(views[:64])
-        while views and done >= len(views[0]):
-          done -= len(views.pop(0))
-        if done:
-          views[0] = views[0][done:]
+        self._limit_timeout(until)
+        # The system takes a limited number of buffers at once.
+        num_sent = self.link.sendmsg(views[:64])
+        while views and num_sent >= len(views[0]):
+          num_sent -= len(views.pop(0))
+        if num_sent:
+          views[0] = views[0][num_sent:]
     except OSError as error:
       raise self.fail(error) from None
     finally:
       if until is not None:
-        self._rest()
+        self._restore_timeout()
 
   def receive(
     self,
@@ -315,49 +330,49 @@ class PullConnection:
     may_end: bool = False,
     until: Callable[[], float] | None = None,
   ) -> bool:
-    """Fills contiguous memory; False if the other side had left before.
+    """Fill contiguous memory; False if the other side had left before.
 
     Args:
-      view: to fill.
-      may_end: whether it may leave before the first byte.
-      until: gives the seconds that are left.
+      view: Memory to fill.
+      may_end: Whether the other side may leave before the first byte.
+      until: Function that returns the seconds left.
 
     Raises:
-      PeerError: the other side sends nothing, or is gone.
+      PeerError: If the other side sends nothing, or is gone.
     """
     view = view.cast("B")
     size = len(view)
     try:
       while len(view):
-        self._limit(until)
-        done = self.link.recv_into(view)
-        if not done:
+        self._limit_timeout(until)
+        num_received = self.link.recv_into(view)
+        if not num_received:
           if may_end and len(view) == size:
             return False
           raise ConnectionError("before the last byte")
-        view = view[done:]
+        view = view[num_received:]
     except OSError as error:
       raise self.fail(error) from None
     finally:
       if until is not None:
-        self._rest()
+        self._restore_timeout()
     return True
 
   def _within(self, seconds: int | float | None) -> Callable[[], float]:
-    """The seconds that are left of so many, or of the patience."""
+    """Make a function that returns the seconds left; default: the patience."""
     end = time.monotonic() + (self.patience_s if seconds is None else seconds)
     return lambda: end - time.monotonic()
 
-  def _limit(self, until: Callable[[], float] | None) -> None:
-    """Waits no longer than there is time left."""
+  def _limit_timeout(self, until: Callable[[], float] | None) -> None:
+    """Set the socket's timeout to the time left."""
     if until is None:
       return
-    left = until()
-    if left <= 0:
+    seconds_left = until()
+    if seconds_left <= 0:
       raise TimeoutError("the time is over")
-    self.link.settimeout(min(left, self.patience_s))
+    self.link.settimeout(min(seconds_left, self.patience_s))
 
-  def _rest(self) -> None:
+  def _restore_timeout(self) -> None:
     with contextlib.suppress(OSError):
       self.link.settimeout(self.patience_s)
 
@@ -367,7 +382,7 @@ def _proof(key: bytes, side: bytes, server: bytes, client: bytes) -> bytes:
 
 
 def encode(message: Message, **beside: Any) -> bytes:
-  """A message as bytes, its size first."""
+  """Encode a message as bytes, its size first."""
   fields: dict[str, Any] = dict(
     vars(message), t=_NAMES[type(message)], **beside
   )
@@ -378,16 +393,16 @@ def encode(message: Message, **beside: Any) -> bytes:
 
 
 def decode(body: bytes) -> tuple[Message, dict[str, Any]]:
-  """A message and its further fields.
+  """Decode a message and its further fields.
 
   Raises:
-    ValueError, KeyError, TypeError: it is none.
+    ValueError, KeyError, TypeError: If it is malformed.
   """
   fields = json.loads(body)
   if not isinstance(fields, dict):
     raise ValueError("not an object")
   kind = _KINDS[fields.pop("t")]
-  own: dict[str, Any] = {}
+  own_fields: dict[str, Any] = {}
   for name in kind.__dataclass_fields__:
     value = fields.pop(name)
     if name == "pages":
@@ -397,5 +412,5 @@ def decode(body: bytes) -> tuple[Message, dict[str, Any]]:
         raise ValueError(f"{name} is no short text")
     elif type(value) is not int or not 0 <= value < 1 << 63:
       raise ValueError(f"{name} is no integer in its range")
-    own[name] = value
-  return kind(**own), fields
+    own_fields[name] = value
+  return kind(**own_fields), fields

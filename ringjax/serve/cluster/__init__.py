@@ -1,4 +1,4 @@
-"""Many engines as one service: who reads a prompt, who answers, what moves."""
+"""Clusters of engines: routing, prefill and decode instances, page transfer."""
 
 from ringjax.serve.cluster.block_index import (
   BlockEvent,

@@ -1,16 +1,17 @@
-"""Which instances have which blocks of tokens, as a router knows it.
+"""Index of cached token blocks, by instance, as a router knows them.
 
-Guarantees: the index is what the events of each instance say, in their order:
+Guarantees: the index is the result of each instance's events, in their order:
 an event that comes twice counts once, one that comes too early waits for those
-before it, and `behind` says from where an instance's log has to be replayed.
-An instance that begins anew has no blocks until its new log says so.
-Cost: a look into a dict for each block and event; a match stops at the first
+before it, and `behind` names the event from which an instance's log has to be
+replayed. An instance that restarts has no blocks until its new log reports
+them.
+Cost: a dict lookup for each block and event; a match stops at the first
 block that no instance has.
 Memory: a set of names for each block that any instance has.
 
 A key is a hash of a block's tokens and of all before them, so that a key names
-its whole prefix. What the index says may be out of date by the events under
-way: who fetches a block may not find it, and computes it.
+its whole prefix. The index may be out of date by the events in flight: an
+instance that fetches a block may not find it, and then computes it.
 Ref: Qin et al. 2025, Mooncake (FAST), arXiv 2407.00079, section 6.
 """
 
@@ -27,21 +28,21 @@ from jaxtyping import Int
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.serve.prefix_tree import GroupSpec, PrefixTree, next_digest
 
-# "all" replaces what an instance has: the beginning of a log, or a replay of
-# one that has forgotten its beginning.
+# "all" replaces an instance's set of blocks: at the beginning of a log, or in a
+# replay of a log whose first events were dropped.
 EVENTS = ("add", "remove", "all")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockEvent:
-  """A change of what an instance has.
+  """A change of an instance's set of cached blocks.
 
   Attributes:
-    instance: its name.
-    epoch: grows when the instance begins anew.
-    number: of the event in this epoch, from 0.
-    kind: of `EVENTS`.
-    keys: of the blocks.
+    instance: Name of the instance.
+    epoch: Number that grows with each restart of the instance.
+    number: Sequence number in this epoch, from 0.
+    kind: Kind of change, one of `EVENTS`.
+    keys: Keys of the blocks.
   """
 
   instance: str
@@ -57,11 +58,11 @@ class BlockEvent:
 
 
 class BlockLog:
-  """What an instance tells of its blocks: the side of the engine.
+  """Log of an instance's block changes: the engine's side.
 
   Attributes:
-    instance: its name.
-    epoch: of its events.
+    instance: Name of the instance.
+    epoch: Epoch of its events.
   """
 
   def __init__(
@@ -72,62 +73,62 @@ class BlockLog:
     most: int = 1024,
     send: Callable[[BlockEvent], object] = lambda event: None,
   ):
-    """Without blocks, of which the first event tells.
+    """Begin a log without blocks, and send its first event.
 
     Args:
-      instance: name.
-      epoch: larger than the one of any log that the instance had before, such
-        as the time at which it began.
-      most: events that are kept for replays.
-      send: called with each event, in their order.
+      instance: Name of the instance.
+      epoch: Number larger than that of any earlier log of the instance, such
+        as its start time.
+      most: Number of recent events that are kept for replays.
+      send: Function called with each event, in order.
     """
     self.instance, self.epoch = instance, integer("epoch", epoch, least=0)
     self._send = send
     self._keys: dict[Hashable, None] = {}
     self._number = 0
-    self._kept: collections.deque[BlockEvent] = collections.deque(
+    self._recent: collections.deque[BlockEvent] = collections.deque(
       maxlen=positive_int("most", most)
     )
     self._lock = threading.RLock()
     self._tell("all", ())
 
   def add(self, keys: Iterable[Hashable]) -> None:
-    """Blocks that the instance has from now on."""
+    """Add blocks to the instance's set."""
     with self._lock:
-      new = tuple(k for k in dict.fromkeys(keys) if k not in self._keys)
+      new = tuple(key for key in dict.fromkeys(keys) if key not in self._keys)
       self._keys.update(dict.fromkeys(new))
       if new:
         self._tell("add", new)
 
   def remove(self, keys: Iterable[Hashable]) -> None:
-    """Blocks that the instance does not have any more."""
+    """Remove blocks from the instance's set."""
     with self._lock:
-      gone = tuple(k for k in dict.fromkeys(keys) if k in self._keys)
-      for key in gone:
+      removed = tuple(key for key in dict.fromkeys(keys) if key in self._keys)
+      for key in removed:
         del self._keys[key]
-      if gone:
-        self._tell("remove", gone)
+      if removed:
+        self._tell("remove", removed)
 
   def update(self, keys: Collection[Hashable]) -> None:
-    """All blocks that the instance has; tells what changed."""
+    """Replace the instance's set; only changes are sent."""
     with self._lock:
-      have = set(keys)
-      self.remove([k for k in self._keys if k not in have])
+      current_keys = set(keys)
+      self.remove([key for key in self._keys if key not in current_keys])
       self.add(keys)
 
   def replay(self, number: int) -> list[BlockEvent]:
-    """The events from a number on; of those forgotten, what they came to."""
+    """Events from a number on, or one "all" event if some were dropped."""
     with self._lock:
-      kept = [one for one in self._kept if one.number >= number]
-      if number >= self._number or (kept and kept[0].number == number):
-        return kept
-      # A replacement in the place of the last event is all that counts.
+      replayed = [event for event in self._recent if event.number >= number]
+      if number >= self._number or (replayed and replayed[0].number == number):
+        return replayed
+      # One replacement, with the last event's number, has the same effect.
       return [self._event(self._number - 1, "all", tuple(self._keys))]
 
   def _tell(self, kind: str, keys: tuple[Hashable, ...]) -> None:
     event = self._event(self._number, kind, keys)
     self._number += 1
-    self._kept.append(event)
+    self._recent.append(event)
     self._send(event)
 
   def _event(
@@ -144,7 +145,7 @@ class BlockLog:
 
 @dataclasses.dataclass
 class _Heard:
-  """What the index knows of an instance."""
+  """State of the index for one instance."""
 
   epoch: int
   next_number: int = 0
@@ -153,9 +154,9 @@ class _Heard:
 
 
 class BlockIndex:
-  """Instances by the blocks that they have: the side of the router.
+  """Maps blocks to the instances that have them: the router's side.
 
-  Several threads may call.
+  Thread-safe.
   """
 
   def __init__(self) -> None:
@@ -164,11 +165,11 @@ class BlockIndex:
     self._lock = threading.RLock()
 
   def apply(self, event: BlockEvent) -> bool:
-    """Takes an event.
+    """Apply an event, or keep it until the events before it have come.
 
     Returns:
       Whether all events of its instance up to this one have come. If not, call
-      the instance's `BlockLog.replay` with what `behind` says.
+      the instance's `BlockLog.replay` with the number that `behind` returns.
     """
     with self._lock:
       heard = self._heard.get(event.instance)
@@ -178,19 +179,21 @@ class BlockIndex:
       if event.epoch < heard.epoch or event.number < heard.next_number:
         return True
       if event.kind == "all":
-        # Whatever came before it is in it.
+        # It includes the effect of all earlier events.
         heard.early = {
-          n: one for n, one in heard.early.items() if n > event.number
+          n: early_event
+          for n, early_event in heard.early.items()
+          if n > event.number
         }
         heard.next_number = event.number
       heard.early[event.number] = event
       while heard.next_number in heard.early:
-        self._take(heard, heard.early.pop(heard.next_number))
+        self._apply_event(heard, heard.early.pop(heard.next_number))
         heard.next_number += 1
       return not heard.early
 
   def behind(self) -> dict[str, int]:
-    """By instance, the first event that has not come though later ones have."""
+    """Number of the first missing event, by instance with later events."""
     with self._lock:
       return {
         name: heard.next_number
@@ -199,65 +202,65 @@ class BlockIndex:
       }
 
   def catch_up(self, log: BlockLog) -> None:
-    """Takes what is missing out of an instance's log."""
+    """Apply the missing events from an instance's log."""
     with self._lock:
       heard = self._heard.get(log.instance)
-      same = heard is not None and heard.epoch == log.epoch
-      number = heard.next_number if heard is not None and same else 0
+      same_epoch = heard is not None and heard.epoch == log.epoch
+      number = heard.next_number if heard is not None and same_epoch else 0
     for event in log.replay(number):
       self.apply(event)
 
   def forget(self, instance: str) -> None:
-    """An instance has gone, and its blocks with it."""
+    """Remove an instance and its blocks."""
     with self._lock:
       heard = self._heard.pop(instance, None)
       for key in () if heard is None else heard.keys:
         self._disown(instance, key)
 
   def instances(self) -> tuple[str, ...]:
-    """Names of those that have told of their blocks."""
+    """Sorted names of the instances that have sent events."""
     with self._lock:
       return tuple(sorted(self._heard))
 
   def owners(self, key: Hashable) -> tuple[str, ...]:
-    """Names of the instances that have a block."""
+    """Sorted names of the instances that have a block."""
     with self._lock:
       return tuple(sorted(self._owners.get(key, ())))
 
   def match(self, keys: Sequence[Hashable]) -> dict[str, int]:
-    """By instance, how many of these blocks it has without a gap.
+    """Number of leading blocks that each instance has without a gap.
 
     Args:
-      keys: of a prompt's blocks, first to last.
+      keys: Keys of a prompt's blocks, first to last.
 
     Returns:
-      The instances that have at least the first one.
+      Counts of the instances that have at least the first block, by name.
     """
-    found: dict[str, int] = {}
+    num_blocks: dict[str, int] = {}
     with self._lock:
-      left: set[str] | None = None
+      candidates: set[str] | None = None
       for n, key in enumerate(keys):
-        have = self._owners.get(key, set())
-        left = set(have) if left is None else left & have
-        if not left:
+        owners = self._owners.get(key, set())
+        candidates = set(owners) if candidates is None else candidates & owners
+        if not candidates:
           break
-        found.update(dict.fromkeys(left, n + 1))
-    return found
+        num_blocks.update(dict.fromkeys(candidates, n + 1))
+    return num_blocks
 
   def cached_tokens(
     self, keys: Sequence[Hashable], block: int
   ) -> Callable[[str], int]:
-    """`RoutedRequest.cached_tokens` of a prompt, as of now.
+    """`RoutedRequest.cached_tokens` of a prompt at this time.
 
     Args:
-      keys: of its whole blocks.
-      block: tokens of a block.
+      keys: Keys of the prompt's full blocks.
+      block: Block size in tokens.
     """
     positive_int("block", block)
-    found = self.match(keys)
-    return lambda name: block * found.get(name, 0)
+    num_blocks = self.match(keys)
+    return lambda name: block * num_blocks.get(name, 0)
 
-  def _take(self, heard: _Heard, event: BlockEvent) -> None:
+  def _apply_event(self, heard: _Heard, event: BlockEvent) -> None:
     if event.kind == "all":
       for key in heard.keys.difference(event.keys):
         self._disown(event.instance, key)
@@ -280,7 +283,7 @@ class BlockIndex:
 
 
 # ---------------------------------------------------------------------------
-# Engines
+# Keys of the blocks of engines
 # ---------------------------------------------------------------------------
 
 
@@ -291,32 +294,32 @@ def block_keys(
   salt: str = "",
   adapter: str = "",
 ) -> list[bytes]:
-  """The keys of the whole blocks of a prompt, as `tree_keys` has them.
+  """Keys of a prompt's full blocks, equal to those of `tree_keys`.
 
   Args:
-    tokens: int32.
-    block: tokens of a block, the pages of the engines.
-    salt: of the request, as `Engine.prefix_salt` returns it.
-    adapter: of the request.
+    tokens: Token ids of the prompt, int32 [n].
+    block: Block size in tokens, the page size of the engines.
+    salt: Salt of the request, as `Engine.prefix_salt` returns it.
+    adapter: Adapter name of the request.
   """
   tree = PrefixTree((GroupSpec(pages=1),), positive_int("block", block))
-  digest, found = tree.root(salt, adapter).digest, []
-  for piece in tree.pieces(tokens):
-    digest = next_digest(digest, piece)
-    found.append(digest)
-  return found
+  digest, keys = tree.root(salt, adapter).digest, []
+  for block_tokens in tree.pieces(tokens):
+    digest = next_digest(digest, block_tokens)
+    keys.append(digest)
+  return keys
 
 
 def short_key(key: bytes) -> str:
-  """Half of a key as a text, for messages: 128 bits tell blocks apart."""
+  """First half of a key as a hex string: 128 bits tell blocks apart."""
   return key.hex()[:32]
 
 
 def tree_keys(tree: PrefixTree) -> list[bytes]:
-  """The keys of the blocks that an engine has, for `BlockLog.update`.
+  """Keys of the blocks that an engine has cached, for `BlockLog.update`.
 
-  Blocks whose keys and values are computed, of which no group of layers has
-  let the page go. Call it where the engine may not change them, in
+  These are blocks whose keys and values are computed, and whose pages no group
+  of layers has released. Call it where the engine cannot change them, in
   `Engine.between_steps`.
   """
   return [

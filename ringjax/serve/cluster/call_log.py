@@ -1,15 +1,15 @@
-"""How long the calls of a live engine take: by its own steps, to a file or not.
+"""Measured calls of a live engine, from its own steps, optionally as a file.
 
-Guarantees: a line is a call that nothing else shared a step with: a prompt,
-over all steps that it took, or a token of each row that decodes; what ran in
-one step with calls of the other kind is left out. A file is written line by
-line, each in one write, so that a process that is killed leaves whole lines;
-one that goes on with the file removes what a loss of power has cut.
+Guarantees: a line is a call that shared no step with calls of the other kind: a
+prompt, over all steps that it took, or a token of each decoding row; steps with
+both kinds are left out. A file is written line by line, each in one write, so
+that a process that is killed leaves complete lines; appending to a file first
+removes a line that was truncated by a loss of power.
 Cost: some microseconds of Python a step, and a line of some 40 bytes for each
-prompt and each step of answers.
+prompt and each decode step.
 
-A prompt is one call however many steps read it: its time grows as that of a
-queue's prompts does in `reading_s`, by what is cached of it and by its length.
+A prompt is one call however many steps prefill it: its time grows like that of
+a queue's prompts in `reading_s`, with its cached tokens and its length.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from ringjax.serve.simulate import watch_steps
 
 
 class _ReadPiece(NamedTuple):
-  """A piece of a prompt in a step; the fields of `PromptPiece`, and its share
-  of the step's tokens."""
+  """A chunk of a prompt in a step, and its share of the step's tokens.
+
+  The other fields are those of `PromptPiece`.
+  """
 
   row: ServedRow
   start: int
@@ -44,12 +46,12 @@ class _ReadPiece(NamedTuple):
 
 
 class _StepWork(NamedTuple):
-  """What a step computes, noted before it changes.
+  """Work of a step, recorded before the state changes.
 
   Fields:
-    rows: that decode.
-    cached: tokens of all of them.
-    pieces: of prompts.
+    rows: Number of rows that decode.
+    cached: Cached tokens of all of them.
+    pieces: Chunks of prompts.
   """
 
   rows: int
@@ -57,21 +59,23 @@ class _StepWork(NamedTuple):
   pieces: tuple[_ReadPiece, ...]
 
 
-def _work_of(plan: StepPlan) -> _StepWork:
+def _step_work(plan: StepPlan) -> _StepWork:
   tokens = sum(piece.count for piece in plan.pieces)
   return _StepWork(
     len(plan.turns),
     sum(turn.at for turn in plan.turns),
     tuple(
-      _ReadPiece(x.row, x.start, x.count, x.chooses, x.count / tokens)
-      for x in plan.pieces
+      _ReadPiece(
+        piece.row, piece.start, piece.count, piece.chooses, piece.count / tokens
+      )
+      for piece in plan.pieces
     ),
   )
 
 
 @dataclasses.dataclass(eq=False)
 class _ReadPrompt:
-  """A prompt that is being read: its tokens so far, and their seconds."""
+  """A prompt in prefill: its tokens so far, and their seconds."""
 
   cached: int
   tokens: int = 0
@@ -85,18 +89,18 @@ def watch_calls(
   *,
   clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[None]:
-  """Tells of an engine's calls, in a block; of one with a thread too.
+  """Report an engine's calls within a context; also if it has a thread.
 
   Args:
-    engine: whose programs are compiled (`Engine.warm_up`).
-    told: is called with each call, by the thread that steps.
-    clock: seconds.
+    engine: Engine whose programs are compiled (`Engine.warm_up`).
+    told: Function called with each call, in the thread that steps.
+    clock: Returns seconds.
   """
   devices = 1 if engine.mesh is None else engine.mesh.size
-  # Prompts that began when only prompts were read, and whose steps were so.
+  # Prompts all of whose steps so far had only prompts.
   prompts: dict[ServedRow, _ReadPrompt] = {}
 
-  def step(work: _StepWork, seconds: float) -> None:
+  def on_step(work: _StepWork, seconds: float) -> None:
     if work.rows and work.pieces:
       for piece in work.pieces:
         prompts.pop(piece.row, None)
@@ -113,7 +117,7 @@ def watch_calls(
     for piece in work.pieces if not work.rows else ():
       prompt = prompts.get(piece.row)
       if prompt is None and piece.start != piece.row.hit:
-        # Its beginning was read beside answers.
+        # Its first chunks shared steps with decoding rows.
         continue
       if prompt is None or piece.start != prompt.cached + prompt.tokens:
         prompt = prompts[piece.row] = _ReadPrompt(piece.start)
@@ -131,24 +135,24 @@ def watch_calls(
           )
         )
     if len(prompts) > 2 * engine.rows:
-      # Those that were given up.
+      # Forget requests that were cancelled.
       for row in [row for row in prompts if row.ended]:
         del prompts[row]
 
-  with watch_steps(engine, _work_of, step, clock=clock):
+  with watch_steps(engine, _step_work, on_step, clock=clock):
     yield
 
 
 @contextlib.contextmanager
 def log_calls(engine: Engine, path: str | os.PathLike[str]) -> Iterator[None]:
-  """Appends an engine's calls to a csv that `read_calls` reads, in a block.
+  """Append an engine's calls to a csv that `read_calls` reads, in a context.
 
   Args:
-    engine: see `watch_calls`.
-    path: of the file, made if it is not there.
+    engine: Engine to watch, see `watch_calls`.
+    path: Path of the file, created if missing.
 
   Raises:
-    OptionError: it can't be written, or is another kind of file.
+    OptionError: If it can't be written, or is another kind of file.
   """
   head = ",".join(CALL_COLUMNS)
   flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -161,8 +165,8 @@ def log_calls(engine: Engine, path: str | os.PathLike[str]) -> Iterator[None]:
   try:
     size = os.fstat(file).st_size
     if size:
-      with open(path, "rb") as there:
-        data = there.read()
+      with open(path, "rb") as existing:
+        data = existing.read()
       if not data.startswith(head.encode() + b"\n"):
         raise OptionError(
           "log_calls",
@@ -174,13 +178,13 @@ def log_calls(engine: Engine, path: str | os.PathLike[str]) -> Iterator[None]:
     else:
       os.write(file, f"{head}\n".encode())
 
-    def told(call: MeasuredCall) -> None:
+    def append_line(call: MeasuredCall) -> None:
       line = ",".join(f"{getattr(call, name)}" for name in CALL_COLUMNS)
-      # A full disk may not end an engine.
+      # A full disk must not stop an engine.
       with contextlib.suppress(OSError):
         os.write(file, f"{line}\n".encode())
 
-    with watch_calls(engine, told):
+    with watch_calls(engine, append_line):
       yield
   finally:
     os.close(file)
@@ -193,20 +197,20 @@ def measure_calls(
   seed: int = 0,
   clock: Callable[[], float] = time.monotonic,
 ) -> list[MeasuredCall]:
-  """Measures calls of an engine with nothing to do, of several sizes.
+  """Measure calls of several sizes on an idle engine.
 
-  Prompts of one step's tokens and of twice as many each time, up to what a row
-  may have, with a few tokens behind each; then rows that decode together.
+  Prompts have one step's tokens and twice as many each time, up to the limit
+  of a row, with a few tokens of decode each; then rows decode together.
 
   Args:
-    engine: whose programs are compiled; with a thread or without.
-    seconds: after which no longer prompt is begun; the shortest ones are read
-      in any case.
-    seed: of the prompts' random tokens.
-    clock: seconds.
+    engine: Engine whose programs are compiled; with or without a thread.
+    seconds: Seconds after which no longer prompt is begun; the two shortest
+      sizes are measured in any case.
+    seed: Seed of the prompts' random tokens.
+    clock: Returns seconds.
 
   Raises:
-    OptionError: the engine is busy.
+    OptionError: If the engine is busy.
   """
   number("seconds", seconds, above=0)
   if engine.busy:
@@ -216,29 +220,29 @@ def measure_calls(
   rng = np.random.default_rng(seed)
   limits, tree = engine.scheduler.limits, engine.scheduler.tree
   room = tree.groups[0].pages * tree.shards * tree.page
-  most = min(engine.longest, room)
-  new = max(1, min(8, most // 4))
-  longest = max(1, most - new)
+  row_tokens = min(engine.longest, room)
+  new_tokens = max(1, min(8, row_tokens // 4))
+  longest = max(1, row_tokens - new_tokens)
 
-  def ask(tokens: int) -> Handle:
+  def submit_random(tokens: int) -> Handle:
     prompt = rng.integers(0, engine.vocab, tokens).astype(np.int32)
     return engine.submit(
-      Request(prompt=prompt, max_new_tokens=new, share=False)
+      Request(prompt=prompt, max_new_tokens=new_tokens, share=False)
     )
 
   unit = max(1, min(limits.piece * limits.pieces, longest // 4))
-  # Memory is resident, and code is read, once.
-  ask(unit).result()
-  found: list[MeasuredCall] = []
+  # The first prompt only warms up memory and code.
+  submit_random(unit).result()
+  calls: list[MeasuredCall] = []
   end, sizes = clock() + seconds, [unit, 2 * unit]
   while 2 * sizes[-1] <= longest:
     sizes.append(2 * sizes[-1])
-  with watch_calls(engine, found.append, clock=clock):
+  with watch_calls(engine, calls.append, clock=clock):
     for n, size in enumerate(sizes):
       if n < 2 or clock() < end:
         for _ in range(2):
-          ask(size).result()
-    rows = min(limits.rows, 8, max(1, room // (unit + new + tree.page)))
-    for handle in [ask(unit) for _ in range(rows)]:
+          submit_random(size).result()
+    rows = min(limits.rows, 8, max(1, room // (unit + new_tokens + tree.page)))
+    for handle in [submit_random(unit) for _ in range(rows)]:
       handle.result()
-  return found
+  return calls

@@ -1,4 +1,4 @@
-"""A cluster of engines without a model: queues, batches, links and a clock.
+"""Discrete-event simulator of a serving cluster: queues, batches, links, clock.
 
 Guarantees: the same trace, instances and policy give the same times, on every
 machine; nothing is random and no clock is read. Every request ends or has the
@@ -14,20 +14,20 @@ series. 100,000 requests take well below a minute.
   turns     another way to decode, of DistServe's simulator: rows that ran go to
             the end of a queue, of which a call takes what fits; each stage has
             a queue and begins when it is free
-  both      prompts before answers ("first"); pieces of prompts beside the
-            answers of a step ("mixed"); or these in two calls that are planned
+  both      prompts before answers ("first"); chunks of prompts in the same call
+            as a decode step ("mixed"); or these in two calls that are planned
             while the step before is computed, as an `Engine` does ("ahead")
-  pull      a finished prompt stays where it was read until an instance that
-            answers has room and the link is free, which then pulls it
-  push      the room is reserved when reading begins
-  stream    with push, a prompt's cache leaves in equal parts while it is read,
-            layer by layer or piece by piece: a part when its share of the
-            reading is done
+  pull      a finished prompt stays where it was prefilled until a decode
+            instance has room and the link is free, which then pulls it
+  push      the room is reserved when prefill begins
+  stream    with push, a prompt's cache is sent in equal parts during prefill,
+            layer by layer or chunk by chunk: a part when its share of the
+            prefill is done
 
-A `RolePlanner` may change what instances do, at the end of each window: a role
-says what is sent to an instance, and what it has begun it finishes. As long as
-one with a single role has both prompts and answers it does as with "mixed", so
-that answers wait for no more than the call that runs.
+A `RolePlanner` may change the instances' roles at the end of each window: a
+role decides what is sent to an instance, and work already begun is finished. As
+long as an instance with a single role has both prompts and answers it works as
+with "mixed", so that answers wait for no more than the current call.
 
 Events and links are those of `plan.events`. Decode times have to be affine in
 the cached tokens as long as the number of rows is the same.
@@ -80,33 +80,33 @@ TRANSFERS = ("pull", "push")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedInstance:
-  """One engine of a cluster.
+  """Description of one engine of a simulated cluster.
 
   Attributes:
-    name: unique in the cluster.
-    role: of `ROLES`.
-    times: seconds of its calls, without its pipeline.
-    capacity_tokens: that its cache holds.
-    max_rows: answers at once.
-    max_prefill_tokens: of the prompts of a batch, L_m; with "mixed" and
-      "ahead", of a step, answers counted.
-    max_prefill_rows: prompts of a batch.
-    max_decode_tokens: cached tokens of the rows of a step; with "kept" counted
-      when a row joins; None for no other limit than the capacity.
-    decode: of `DECODES`: a row joins the steps and is kept in them until it
-      ends, or goes to the end of a queue behind each step.
-    stages: of its pipeline.
-    stage_s: seconds that each stage adds to a call.
-    decode_stage_s: seconds that each stage adds to a step of answers; None: as
-      to any call.
-    entry_s: seconds that the first stage adds to a call.
-    entry_token_s: the same, for each new token of prompts or cached one of
-      answers.
-    share: of `SHARES`, for an instance that does both.
-    prefix_cache_tokens: room for blocks of prompts that have been read, beside
-      the capacity; the least recently used ones go.
-    prefix_blocks: those of them that are there at the beginning, the least
-      recently used ones first: tokens of each by its id.
+    name: Name, unique in the cluster.
+    role: Kind of work that is sent to it, one of `ROLES`.
+    times: Durations of its calls in seconds, without pipeline overheads.
+    capacity_tokens: Cache capacity in tokens.
+    max_rows: Maximum number of answers that decode at once.
+    max_prefill_tokens: Maximum prompt tokens of a batch, L_m; with "mixed" and
+      "ahead", of a step, including one token per answer.
+    max_prefill_rows: Maximum number of prompts of a batch.
+    max_decode_tokens: Maximum cached tokens of a step's rows; with "kept"
+      checked when a row joins; None for no other limit than the capacity.
+    decode: One of `DECODES`: a row takes part in every step until it ends
+      ("kept"), or goes to the end of a queue after each step ("turns").
+    stages: Number of pipeline stages.
+    stage_s: Seconds that each stage adds to a call.
+    decode_stage_s: Seconds that each stage adds to a decode step; None for
+      `stage_s`.
+    entry_s: Seconds that the first stage adds to a call.
+    entry_token_s: Seconds that the first stage adds for each new token of
+      prompts or cached token of answers.
+    share: One of `SHARES`, for an instance with both roles.
+    prefix_cache_tokens: Room for blocks of prefilled prompts, in addition to
+      the capacity; the least recently used blocks are evicted.
+    prefix_blocks: Blocks that are cached at the beginning, least recently used
+      first: number of tokens by block id.
   """
 
   name: str
@@ -154,25 +154,25 @@ class SimulatedInstance:
 
   @property
   def step_stage_s(self) -> float:
-    """Seconds that each stage adds to a step of answers."""
-    each = self.decode_stage_s
-    return float(self.stage_s if each is None else each)
+    """Seconds that each stage adds to a decode step."""
+    seconds = self.decode_stage_s
+    return float(self.stage_s if seconds is None else seconds)
 
 
 @dataclasses.dataclass(kw_only=True)
 class InstanceCounters:
-  """What an instance has done.
+  """Counters of an instance's work.
 
   Attributes:
-    prefill_calls: batches of prompts.
-    prefill_tokens: that were computed.
-    cached_tokens: of prompts, that were not.
-    decode_steps: that made tokens.
-    decode_tokens: that were made in these.
-    prefill_busy_s: seconds of its first stage.
-    decode_busy_s: seconds of steps; with "turns" of its first stage.
-    peak_tokens: most tokens that its cache held or had reserved.
-    peak_rows: most answers at once.
+    prefill_calls: Number of prompt batches.
+    prefill_tokens: Prompt tokens that were computed.
+    cached_tokens: Prompt tokens that were found in the prefix cache.
+    decode_steps: Number of decode steps.
+    decode_tokens: Tokens generated in decode steps.
+    prefill_busy_s: Seconds in which the first stage computed prompts.
+    decode_busy_s: Seconds of decode steps; with "turns" of the first stage.
+    peak_tokens: Maximum of cached plus reserved tokens.
+    peak_rows: Maximum number of answers that decoded at once.
   """
 
   prefill_calls: int = 0
@@ -191,10 +191,10 @@ class LoadPoint:
   """The load of an instance from one time on.
 
   Attributes:
-    time_s: when it changed.
-    queued_requests: prompts that wait or are being read.
-    running_requests: answers under way.
-    used_tokens: that its cache holds or has reserved.
+    time_s: Time of the change, in seconds.
+    queued_requests: Number of prompts that wait or are in prefill.
+    running_requests: Number of answers in decode.
+    used_tokens: Cached plus reserved tokens.
   """
 
   time_s: float
@@ -205,19 +205,19 @@ class LoadPoint:
 
 @dataclasses.dataclass(kw_only=True)
 class ClusterResult:
-  """What a cluster did with a trace.
+  """Times, loads and counters of a simulated trace.
 
   Attributes:
-    served: one for each request, in the order of the trace.
-    seconds: when the last token was there.
-    timeline: calls and transfers, if they were asked for.
-    loads: by instance, if they were asked for.
-    counters: by instance.
-    moved_bytes: by link.
-    reserved_peak_tokens: most tokens that instances had reserved for answers
-      whose first step was yet to come.
-    reserved_token_s: the same, summed over time.
-    role_changes: in their order.
+    served: Record of each request, in the order of the trace.
+    seconds: Time of the last token.
+    timeline: Calls and transfers, if they were asked for.
+    loads: Load over time by instance, if it was asked for.
+    counters: Counters by instance.
+    moved_bytes: Transferred bytes by link.
+    reserved_peak_tokens: Maximum of tokens reserved for answers whose first
+      decode step had not begun.
+    reserved_token_s: Sum of these reserved tokens over time, in token-seconds.
+    role_changes: Role changes in the order of time.
   """
 
   served: list[ServedRequest]
@@ -235,29 +235,29 @@ class ClusterResult:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _RoutedWork:
-  """A request on its way."""
+  """A request in flight."""
 
   served: ServedRequest
   asked: RoutedRequest
   blocks: tuple[int, ...]
   block: int
-  # When its prompt could be read.
+  # Time at which prefill could begin.
   ready_s: float = 0.0
   prefill: _Running | None = None
   decode: _Running | None = None
-  # Whether its route said who answers.
+  # Whether its route named the decode instance.
   bound: bool = False
   cached: int = 0
   fetched: int = 0
-  # Tokens of the prompt that are left to read.
+  # Prompt tokens left to prefill.
   left: int = 0
-  # Seconds of reading what is left, alone, as it counts in a queue.
+  # Seconds to prefill the remaining tokens alone, as counted in a queue.
   alone_s: float = 0.0
-  # Tokens that each side holds for it.
+  # Tokens that the prefill and the decode instance hold for it.
   held: int = 0
   reserved: int = 0
   end_step: int = 0
-  # Parts of its cache that are on their way or to be sent while it is read.
+  # Parts of its cache that are in flight or will be sent during prefill.
   streamed: bool = False
   parts: int = 0
   come: Callable[[], None] | None = None
@@ -268,7 +268,7 @@ class _RoutedWork:
 
 
 class _PrefixBlocks:
-  """The blocks of prompts that an instance remembers, least recent first."""
+  """LRU prefix cache of an instance, least recently used block first."""
 
   def __init__(self, tokens: int, blocks: Mapping[int, int]):
     self._left = tokens - sum(blocks.values())
@@ -276,21 +276,21 @@ class _PrefixBlocks:
     self._shrink()
 
   def match(self, blocks: Sequence[int], block: int) -> int:
-    """Tokens of the longest prefix that is here."""
-    found = 0
-    for one in blocks:
-      if one not in self._blocks:
+    """Number of tokens of the longest cached prefix."""
+    tokens = 0
+    for block_id in blocks:
+      if block_id not in self._blocks:
         break
-      found += block
-    return found
+      tokens += block
+    return tokens
 
   def keep(self, blocks: Sequence[int], block: int) -> None:
-    """Takes the whole blocks of a prompt, its end first."""
-    for one in reversed(blocks):
-      if one in self._blocks:
-        self._blocks.move_to_end(one)
+    """Cache the full blocks of a prompt, its end first."""
+    for block_id in reversed(blocks):
+      if block_id in self._blocks:
+        self._blocks.move_to_end(block_id)
       else:
-        self._blocks[one] = block
+        self._blocks[block_id] = block
         self._left -= block
     self._shrink()
 
@@ -300,16 +300,16 @@ class _PrefixBlocks:
 
 
 class _Running:
-  """An instance while time passes."""
+  """Simulated state of an instance with decode="kept"."""
 
-  def __init__(self, spec: SimulatedInstance, cluster: _Run):
+  def __init__(self, spec: SimulatedInstance, cluster: _ClusterRun):
     self.spec, self.cluster = spec, cluster
     self.name, self.role = spec.name, spec.role
     self.counters = InstanceCounters()
     self.prefixes = _PrefixBlocks(
       int(spec.prefix_cache_tokens), spec.prefix_blocks
     )
-    # Prompts: those that wait, those that are fetched or read.
+    # Prompts that wait for prefill or are in prefill.
     self.queue: collections.deque[_RoutedWork] = collections.deque()
     self.queued = self.queued_tokens = 0
     self.queued_s = 0.0
@@ -321,34 +321,34 @@ class _Running:
     self.joining_tokens = 0
     self.step = 0
     self.cached = 0
-    # The steps under way: since when, how many, how long the first one takes,
-    # by how much the next ones grow.
+    # The current run of decode steps: its start, the number of steps, seconds
+    # of the first step, and growth from step to step.
     self.since, self.steps, self.first_s, self.more_s = 0.0, 0, 0.0, 0.0
     self.decoding = False
     self.round = 0
     self.woken = False
-    # The last step with answers, or with pieces of prompts.
+    # Times of the last step with answers, or with chunks of prompts.
     self.step_start_s = self.step_end_s = -math.inf
 
   @property
   def longest(self) -> int:
-    """Tokens of a prompt and its answer that it can make."""
+    """Maximum total of prompt and generated tokens that it can serve."""
     return self.spec.capacity_tokens
 
-  # What routers see.
+  # Load as routers see it.
 
   def view(self) -> InstanceView:
-    now = self.cluster.now
+    now_s = self.cluster.now
     rows = len(self.rows)
     cached = self.cached
     if self.decoding:
-      cached += rows * min(self.steps, self._steps_until(now, up=False))
+      cached += rows * min(self.steps, self._steps_until(now_s, up=False))
     return InstanceView(
       name=self.name,
       role=self.role,
       queued_requests=self.queued,
       queued_tokens=self.queued_tokens,
-      queued_s=self.queued_s + max(0.0, self.stage_free[0] - now),
+      queued_s=self.queued_s + max(0.0, self.stage_free[0] - now_s),
       running_requests=rows + len(self.joining),
       running_tokens=cached + self.joining_tokens,
       free_tokens=self.spec.capacity_tokens - self.used,
@@ -364,31 +364,32 @@ class _Running:
   def free(self, tokens: int) -> None:
     self.used -= tokens
 
-  # Steps of answers.
+  # Decode steps.
 
   def _steps_until(self, time: float, up: bool) -> int:
-    """How many of the steps under way end by a time, or the next one after."""
+    """Number of current steps that end by a time; `up` rounds up."""
     spent = time - self.since
     a, b = self.more_s / 2, self.first_s - self.more_s / 2
-    # n first + more n (n - 1) / 2 = spent
+    # Closed form of the sum, solved for the number of steps n:
+    # n first_s + more_s n (n - 1) / 2 = spent
     n = spent / b if a <= 0 else (math.sqrt(b * b + 4 * a * spent) - b) / 2 / a
-    found = max(0, math.floor(n))
-    # Floating point is not trusted beside a whole number.
-    while self._after(found + 1) <= time:
-      found += 1
-    while found and self._after(found) > time:
-      found -= 1
-    if up and self._after(found) < time:
-      found += 1
-    return found
+    steps_done = max(0, math.floor(n))
+    # Rounding may be off by one near a whole number.
+    while self._steps_end_s(steps_done + 1) <= time:
+      steps_done += 1
+    while steps_done and self._steps_end_s(steps_done) > time:
+      steps_done -= 1
+    if up and self._steps_end_s(steps_done) < time:
+      steps_done += 1
+    return steps_done
 
-  def _after(self, steps: int) -> float:
-    """When so many of the steps under way have ended."""
+  def _steps_end_s(self, steps: int) -> float:
+    """Time at which a number of the current steps have ended."""
     growth = self.more_s * (steps * (steps - 1) / 2)
     return self.since + self.first_s * steps + growth
 
   def _decode(self, now: float) -> None:
-    """Begins as many steps as nothing is known to interrupt."""
+    """Begin as many steps as run until the next known event."""
     rows, stages = len(self.rows), self.spec.stages
     group = -(-rows // stages)
     first = self._step_s(group, self.cached / stages)
@@ -396,7 +397,7 @@ class _Running:
     self.first_s, self.since = first, now
     self.steps = self.rows[0][0] - self.step
     self.decoding = True
-    self._post_round(self._after(self.steps))
+    self._post_round(self._steps_end_s(self.steps))
 
   def _step_s(self, rows: int, cached: float) -> float:
     """Seconds of a token for a group of rows, through all stages."""
@@ -404,7 +405,7 @@ class _Running:
     seconds = (
       spec.times.decode_s(rows, cached) + spec.step_stage_s * spec.stages
     )
-    # The tokens that the rows make now enter no cache before they are made.
+    # Tokens of the current step are cached only after it.
     return seconds + spec.entry_s + spec.entry_token_s * (cached - rows)
 
   def _post_round(self, time: float) -> None:
@@ -412,28 +413,31 @@ class _Running:
     self.cluster.at(time, functools.partial(self._stepped, self.round))
 
   def interrupt(self) -> None:
-    """Lets the steps under way end with the one that runs now."""
+    """Let the run of decode steps end with the current step."""
     if self.decoding:
       steps = max(1, self._steps_until(self.cluster.now, up=True))
       if steps < self.steps:
         self.steps = steps
-        self._post_round(self._after(steps))
+        self._post_round(self._steps_end_s(steps))
 
   def _stepped(self, number: int) -> None:
     if number != self.round:
       return
-    now, rows = self.cluster.now, len(self.rows)
+    now_s, rows = self.cluster.now, len(self.rows)
     self.decoding = False
-    self.step_start_s, self.step_end_s = self._after(self.steps - 1), now
-    self.counters.decode_busy_s += now - self.since
+    self.step_start_s, self.step_end_s = (
+      self._steps_end_s(self.steps - 1),
+      now_s,
+    )
+    self.counters.decode_busy_s += now_s - self.since
     self._advance(self.steps)
     self.cluster.record(
-      f"decode {rows} x {self.steps}", "decode", self.name, self.since, now
+      f"decode {rows} x {self.steps}", "decode", self.name, self.since, now_s
     )
     self.wake()
 
   def _advance(self, steps: int) -> None:
-    """Counts steps and lets go of the answers that have ended."""
+    """Count steps and remove the answers that have ended."""
     rows = len(self.rows)
     self.step += steps
     self.cached += rows * steps
@@ -447,7 +451,7 @@ class _Running:
       self.cluster.freed()
 
   def answer(self, work: _RoutedWork) -> None:
-    """Takes an answer whose cache is here."""
+    """Add an answer whose prompt cache is on this instance."""
     if work.asked.new_tokens == 1:
       work.served.last_token_s = max(
         work.served.first_token_s, self.cluster.now
@@ -462,11 +466,15 @@ class _Running:
     self.wake()
 
   def _join(self) -> None:
-    most = self.spec.max_decode_tokens
+    max_cached = self.spec.max_decode_tokens
     while self.joining and len(self.rows) < self.spec.max_rows:
       work = self.joining[0]
       cached = work.asked.prompt_tokens + 1
-      if most is not None and self.rows and self.cached + cached > most:
+      if (
+        max_cached is not None
+        and self.rows
+        and self.cached + cached > max_cached
+      ):
         break
       self.joining.popleft()
       self.joining_tokens -= work.asked.prompt_tokens
@@ -477,49 +485,49 @@ class _Running:
       heapq.heappush(self.rows, (work.end_step, work.asked.number, work))
     self.counters.peak_rows = max(self.counters.peak_rows, len(self.rows))
 
-  # Prompts.
+  # Prefill.
 
   def enqueue(self, work: _RoutedWork) -> None:
-    """Takes a prompt whose prefix is here."""
+    """Add a prompt whose prefix has arrived."""
     work.ready_s = self.cluster.now
     self.queue.append(work)
     self.interrupt()
     self.wake()
 
   def wake(self) -> None:
-    """Looks for something to do, after all that happens at this time."""
+    """Schedule a search for work after all events of this time."""
     if not self.woken:
       self.woken = True
-      self.cluster.at(self.cluster.now, self._begin)
+      self.cluster.at(self.cluster.now, self._start_work)
 
-  def _begin(self) -> None:
+  def _start_work(self) -> None:
     self.woken = False
-    now = self.cluster.now
-    if not self.decoding and self.stage_free[0] <= now:
+    now_s = self.cluster.now
+    if not self.decoding and self.stage_free[0] <= now_s:
       self._join()
       if self.role == "both":
         mixed = self.spec.share != "first"
       else:
-        # Both at once only after a change of its role.
+        # Prompts and answers together occur only after a change of role.
         mixed = bool(self.rows)
-      drained = self.stage_free[-1] <= now
+      drained = self.stage_free[-1] <= now_s
       if self.queue and (drained or not mixed):
         batch = self._batch(mixed)
         if batch:
           (self._mix if mixed else self._read)(batch)
-      if self.stage_free[0] <= now and self.rows:
-        # A pipeline that still reads is drained first.
-        if self.stage_free[-1] > now:
+      if self.stage_free[0] <= now_s and self.rows:
+        # A pipeline with prompts in flight is drained first.
+        if self.stage_free[-1] > now_s:
           self.cluster.at(self.stage_free[-1], self.wake)
         else:
-          self._decode(now)
+          self._decode(now_s)
           if self.queue and self.spec.share == "ahead":
-            # It may be planned for the step behind this one.
+            # A new prompt may be planned for the step after this one.
             self.interrupt()
     self.cluster.load(self)
 
   def _admit(self, work: _RoutedWork) -> bool:
-    """Whether a prompt has room; takes it."""
+    """Reserve room for a prompt; return whether there was enough."""
     if work.held:
       return True
     if self.cluster.push and work.decode is None:
@@ -527,83 +535,85 @@ class _Running:
       if target is None:
         self.cluster.wait_for_room(self)
         return False
-    own = work.decode is self
-    need = work.need if own else work.asked.prompt_tokens
+    decodes_here = work.decode is self
+    need = work.need if decodes_here else work.asked.prompt_tokens
     if self.used + need > self.spec.capacity_tokens:
       return False
-    if self.cluster.push and not own and work.decode is not None:
-      other = work.decode
-      if other.used + work.need > other.spec.capacity_tokens:
+    if self.cluster.push and not decodes_here and work.decode is not None:
+      decoder = work.decode
+      if decoder.used + work.need > decoder.spec.capacity_tokens:
         self.cluster.wait_for_room(self)
         return False
-      other.take(work.need)
+      decoder.take(work.need)
       work.reserved = work.need
       self.cluster.reserve(work.need)
     self.take(need)
     work.held = need
     return True
 
-  def wait_for(self, work: _RoutedWork, have: int) -> None:
-    """Counts the seconds of a prompt of which some tokens are there."""
-    alone = QueuedPrompts.of(work.asked.prompt_tokens, have)
-    work.alone_s = reading_s(self.spec.times, [alone])
+  def wait_for(self, work: _RoutedWork, num_cached: int) -> None:
+    """Add to the queue the seconds of a prompt with some cached tokens."""
+    prompt_alone = QueuedPrompts.of(work.asked.prompt_tokens, num_cached)
+    work.alone_s = reading_s(self.spec.times, [prompt_alone])
     self.queued_s += work.alone_s
 
-  def _drop(self, work: _RoutedWork) -> None:
-    """Forgets a prompt that was rejected while it waited."""
+  def _drop_rejected(self, work: _RoutedWork) -> None:
+    """Remove a waiting prompt that was rejected."""
     self.queue.remove(work)
     self.queued -= 1
     self.queued_tokens -= work.asked.prompt_tokens
     self.queued_s -= work.alone_s
 
   def _start(self, work: _RoutedWork) -> None:
-    """Looks what of a prompt is here already."""
-    now = self.cluster.now
+    """Look up the cached prefix of a prompt when its prefill begins."""
+    now_s = self.cluster.now
     if math.isnan(work.served.prefill_start_s):
-      work.served.prefill_start_s = now
-      found = max(work.fetched, self.prefixes.match(work.blocks, work.block))
+      work.served.prefill_start_s = now_s
+      cached_tokens = max(
+        work.fetched, self.prefixes.match(work.blocks, work.block)
+      )
       # The last token is always computed: its output is needed.
-      work.cached = min(found, work.asked.prompt_tokens - 1)
+      work.cached = min(cached_tokens, work.asked.prompt_tokens - 1)
       work.left = work.asked.prompt_tokens - work.cached
       work.served.cached_tokens = work.cached
       self.counters.cached_tokens += work.cached
 
   def _batch(self, mixed: bool) -> list[tuple[_RoutedWork, int]]:
-    """The prompts that are read next, and how many tokens of each."""
+    """Select the prompts to prefill next, and the token count of each."""
     room = self.spec.max_prefill_tokens
     rows = self.spec.max_prefill_rows
     if mixed:
       room -= len(self.rows)
     last_s = self._planned_s()
-    found: list[tuple[_RoutedWork, int]] = []
+    batch: list[tuple[_RoutedWork, int]] = []
     for work in tuple(itertools.islice(self.queue, rows + 1)):
-      if len(found) >= rows or room <= 0 or work.ready_s > last_s:
+      if len(batch) >= rows or room <= 0 or work.ready_s > last_s:
         break
-      answers = len(self.rows) + len(self.joining) + len(found)
+      answers = len(self.rows) + len(self.joining) + len(batch)
       if work.decode is self and answers >= self.spec.max_rows:
         break
       if not work.held:
-        left = work.asked.prompt_tokens - self.prefixes.match(
+        tokens_left = work.asked.prompt_tokens - self.prefixes.match(
           work.blocks, work.block
         )
-        if found and not mixed and left > room:
+        if batch and not mixed and tokens_left > room:
           break
         if not self._admit(work):
           if work.served.rejected:
-            self._drop(work)
+            self._drop_rejected(work)
             continue
           break
       self._start(work)
       count = min(work.left, room) if mixed else work.left
-      found.append((work, count))
+      batch.append((work, count))
       room -= count
-    return found
+    return batch
 
   def _planned_s(self) -> float:
-    """Until when prompts had to come for the step that begins now."""
+    """Latest arrival of a prompt that the current step can include."""
     if self.spec.share != "ahead" or self.step_end_s < self.cluster.now:
       return math.inf
-    # Without anything to do, what has come meanwhile is planned now.
+    # An idle instance plans with all prompts that have arrived.
     if not self.rows and self.queue[0].ready_s > self.step_start_s:
       return math.inf
     return self.step_start_s
@@ -616,22 +626,24 @@ class _Running:
     ]
 
   def _read(self, batch: list[tuple[_RoutedWork, int]]) -> None:
-    """Reads whole prompts, through all stages."""
-    now, stages = self.cluster.now, self.spec.stages
+    """Prefill whole prompts through all stages."""
+    now_s, stages = self.cluster.now, self.spec.stages
     seconds = self.spec.times.prefill_s(self._pieces(batch)) / stages
     seconds += self.spec.stage_s
     entry = self._entry_s(batch)
     self._count_batch(batch, seconds + entry)
-    time, ends = now + entry, []
+    time, ends = now_s + entry, []
     for n in range(stages):
       time = max(time, self.stage_free[n]) + seconds
       self.stage_free[n] = time
       ends.append(time)
     self.cluster.stream(batch, seconds, ends)
-    self.cluster.at(self.stage_free[0], functools.partial(self._passed, batch))
-    self.cluster.at(time, functools.partial(self._was_read, batch))
+    self.cluster.at(
+      self.stage_free[0], functools.partial(self._count_passed, batch)
+    )
+    self.cluster.at(time, functools.partial(self._on_prefilled, batch))
     self.cluster.record(
-      f"prefill {len(batch)}", "prefill", self.name, now, self.stage_free[0]
+      f"prefill {len(batch)}", "prefill", self.name, now_s, self.stage_free[0]
     )
 
   def _entry_s(self, batch: Sequence[tuple[_RoutedWork, int]]) -> float:
@@ -650,22 +662,22 @@ class _Running:
       if work.left:
         self.wait_for(work, work.asked.prompt_tokens - work.left)
       else:
-        # Prompts are read in the order of the queue.
+        # Prompts are prefilled in the order of the queue.
         self.queue.popleft()
 
-  def _passed(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
-    """Counts tokens that others do not wait for any more."""
+  def _count_passed(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
+    """Remove tokens from the queue that others no longer wait for."""
     for work, count in batch:
       self.queued_tokens -= count + (0 if work.left else work.cached)
     self.wake()
 
-  def _was_read(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
+  def _on_prefilled(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     for work, _ in batch:
       if not work.left:
-        self._read_whole(work)
+        self._finish_prompt(work)
     self.wake()
 
-  def _read_whole(self, work: _RoutedWork) -> None:
+  def _finish_prompt(self, work: _RoutedWork) -> None:
     self.queued -= 1
     work.served.first_token_s = self.cluster.now
     if work.blocks:
@@ -678,8 +690,8 @@ class _Running:
       self.cluster.read(work)
 
   def _mix(self, batch: list[tuple[_RoutedWork, int]]) -> None:
-    """One step of pieces of prompts beside all answers."""
-    now, rows = self.cluster.now, len(self.rows)
+    """Run one step with chunks of prompts and all decoding answers."""
+    now_s, rows = self.cluster.now, len(self.rows)
     times, stages = self.spec.times, self.spec.stages
     seconds = times.prefill_s(self._pieces(batch)) + self.spec.stage_s * stages
     seconds += self._entry_s(batch)
@@ -688,40 +700,40 @@ class _Running:
       if self.spec.share == "mixed":
         # The weights are read once, for both.
         seconds -= times.decode_s(0, 0)
-    self.step_start_s, self.step_end_s = now, now + seconds
+    self.step_start_s, self.step_end_s = now_s, now_s + seconds
     self._count_batch(batch, seconds)
-    self.stage_free = [now + seconds] * stages
+    self.stage_free = [now_s + seconds] * stages
 
-    def done() -> None:
+    def finish_step() -> None:
       if rows:
         self._advance(1)
-      self._passed(batch)
-      self._was_read(batch)
+      self._count_passed(batch)
+      self._on_prefilled(batch)
 
-    self.cluster.at(now + seconds, done)
+    self.cluster.at(now_s + seconds, finish_step)
     self.cluster.record(
-      f"mixed {len(batch)} + {rows}", "mixed", self.name, now, now + seconds
+      f"mixed {len(batch)} + {rows}", "mixed", self.name, now_s, now_s + seconds
     )
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _TurningRow:
-  """An answer that waits for its turn, and how many steps it had."""
+  """An answer that waits for its turn, and its number of finished steps."""
 
   work: _RoutedWork
   steps: int = 0
 
   @property
   def tokens(self) -> int:
-    """Tokens that its next step looks at."""
+    """Number of cached tokens that its next step reads."""
     return self.work.asked.prompt_tokens + self.steps + 1
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _TurningStage:
-  """A stage of a pipeline and what waits in front of it."""
+  """A pipeline stage and its queues."""
 
-  # Batches of prompts with their seconds in a stage, and rows.
+  # Batches of prompts with their seconds in a stage; rows that wait.
   prompts: collections.deque[tuple[list[tuple[_RoutedWork, int]], float]] = (
     dataclasses.field(default_factory=collections.deque)
   )
@@ -732,26 +744,29 @@ class _TurningStage:
 
 
 class _TakingTurns(_Running):
-  """An instance whose rows go to the end of a queue behind each step.
+  """An instance whose rows go to the end of a queue after each step.
 
-  Ref: the simulator of DistServe (github.com/LLMServe/DistServe): a stage reads
-  what waits, else it takes rows from the front of its queue as long as their
-  tokens fit; they go on to the next stage's queue, from the last to the first.
+  Ref: the simulator of DistServe (github.com/LLMServe/DistServe): a stage takes
+  waiting prompts, else rows from the front of its queue as long as their tokens
+  fit; rows continue in the next stage's queue, after the last in the first.
   """
 
-  def __init__(self, spec: SimulatedInstance, cluster: _Run):
+  def __init__(self, spec: SimulatedInstance, cluster: _ClusterRun):
     super().__init__(spec, cluster)
     self.pipeline = [_TurningStage() for _ in range(spec.stages)]
 
   @property
   def longest(self) -> int:
-    """As `_Running`; a row that no step takes would wait for ever."""
-    most = self.spec.max_decode_tokens
-    # The last token is in no step.
-    return min(super().longest, super().longest if most is None else most + 1)
+    """Maximum request length; a row that no step takes would wait for ever."""
+    max_step_tokens = self.spec.max_decode_tokens
+    # The last token takes part in no step.
+    return min(
+      super().longest,
+      super().longest if max_step_tokens is None else max_step_tokens + 1,
+    )
 
   def answer(self, work: _RoutedWork) -> None:
-    """Takes an answer whose cache is here."""
+    """Add an answer whose prompt cache is on this instance."""
     if work.asked.new_tokens == 1:
       super().answer(work)
       return
@@ -762,7 +777,7 @@ class _TakingTurns(_Running):
     self.counters.peak_rows = max(self.counters.peak_rows, len(self.rows))
     self.wake()
 
-  def _begin(self) -> None:
+  def _start_work(self) -> None:
     self.woken = False
     for index, stage in enumerate(self.pipeline):
       if stage.busy:
@@ -782,11 +797,11 @@ class _TakingTurns(_Running):
     self.cluster.load(self)
 
   def _turn(self, stage: _TurningStage) -> list[_TurningRow]:
-    """Rows from the front of a queue, as many as a step takes."""
-    most, rows, tokens = self.spec.max_decode_tokens, [], 0
+    """Take rows from the front of a queue, as many as a step takes."""
+    max_step_tokens, rows, tokens = self.spec.max_decode_tokens, [], 0
     while stage.rows and len(rows) < self.spec.max_rows:
       tokens += stage.rows[0].tokens
-      if most is not None and tokens > most:
+      if max_step_tokens is not None and tokens > max_step_tokens:
         break
       rows.append(stage.rows.popleft())
     return rows
@@ -797,24 +812,24 @@ class _TakingTurns(_Running):
     batch: list[tuple[_RoutedWork, int]],
     seconds: float,
   ) -> None:
-    """Reads prompts in a stage."""
+    """Run a prefill batch in a stage."""
     spent = seconds
     if not index:
       spent += self._entry_s(batch)
       self._count_batch(batch, spent)
 
-    def done() -> None:
+    def finish_stage() -> None:
       if not index:
-        self._passed(batch)
+        self._count_passed(batch)
       if index + 1 < len(self.pipeline):
         self.pipeline[index + 1].prompts.append((batch, seconds))
       else:
-        self._was_read(batch)
+        self._on_prefilled(batch)
 
-    self._occupy(index, spent, f"prefill {len(batch)}", "prefill", done)
+    self._occupy(index, spent, f"prefill {len(batch)}", "prefill", finish_stage)
 
   def _decode_in(self, index: int, rows: list[_TurningRow]) -> None:
-    """A stage's part of a step."""
+    """Run a decode step of rows in a stage."""
     spec, count = self.spec, len(rows)
     tokens = sum(row.tokens for row in rows)
     spent = spec.times.decode_s(count, tokens) / spec.stages
@@ -823,7 +838,7 @@ class _TakingTurns(_Running):
       spent += spec.entry_s + spec.entry_token_s * (tokens - count)
       self.counters.decode_busy_s += spent
 
-    def done() -> None:
+    def finish_stage() -> None:
       last = index + 1 == len(self.pipeline)
       following = self.pipeline[0 if last else index + 1].rows
       if last:
@@ -832,10 +847,10 @@ class _TakingTurns(_Running):
         row for row in rows if row.steps + 1 < row.work.asked.new_tokens
       )
 
-    self._occupy(index, spent, f"decode {count} x 1", "decode", done)
+    self._occupy(index, spent, f"decode {count} x 1", "decode", finish_stage)
 
   def _count_step(self, rows: Sequence[_TurningRow]) -> None:
-    """Counts a token of each row and lets go of those that have all."""
+    """Count a token of each row and remove finished rows."""
     self.counters.decode_steps += 1
     self.counters.decode_tokens += len(rows)
     self.cached += len(rows)
@@ -855,24 +870,24 @@ class _TakingTurns(_Running):
     seconds: float,
     name: str,
     kind: str,
-    done: Callable[[], None],
+    finish: Callable[[], None],
   ) -> None:
-    """Lets a stage do something for a while."""
-    stage, now = self.pipeline[index], self.cluster.now
-    stage.busy, self.stage_free[index] = True, now + seconds
+    """Occupy a stage for some seconds, then call `finish`."""
+    stage, now_s = self.pipeline[index], self.cluster.now
+    stage.busy, self.stage_free[index] = True, now_s + seconds
 
-    def ended() -> None:
+    def release_stage() -> None:
       stage.busy = False
-      done()
+      finish()
       self.wake()
 
-    self.cluster.at(now + seconds, ended)
+    self.cluster.at(now_s + seconds, release_stage)
     if not index:
-      self.cluster.record(name, kind, self.name, now, now + seconds)
+      self.cluster.record(name, kind, self.name, now_s, now_s + seconds)
 
 
-class _Run:
-  """One run of a cluster: its clock, what waits between instances."""
+class _ClusterRun:
+  """State of one simulation: clock, links and prompts between instances."""
 
   def __init__(self, spec: ClusterSimulator, trace: Sequence[TraceRequest]):
     self.spec, self.policy = spec, spec.policy
@@ -880,25 +895,27 @@ class _Run:
     self.events = Simulator()
     self.at = self.events.at
     self.all = {
-      one.name: (_TakingTurns if one.decode == "turns" else _Running)(one, self)
-      for one in spec.instances
+      instance.name: (_TakingTurns if instance.decode == "turns" else _Running)(
+        instance, self
+      )
+      for instance in spec.instances
     }
     self.in_order = [self.all[name] for name in sorted(self.all)]
     self.spans: list[Span] = []
     self.loads: dict[str, list[LoadPoint]] = {name: [] for name in self.all}
-    # Prompts that were read and that no instance had room for.
+    # Prefilled prompts for which no decode instance had room yet.
     self.finished: collections.deque[_RoutedWork] = collections.deque()
     self.waiting: list[_Running] = []
     self.retrying = False
     self.channels: dict[tuple[str, str], Channel] = {}
-    # When each link has sent what it was given.
+    # Time at which each link has sent everything that it was given.
     self.link_free: dict[str, float] = {}
     self.reserved, self.reserved_at = 0, 0.0
     self.result = ClusterResult(served=[])
     self.trace = trace
-    # Requests of the window under way, and those that roles are planned for.
+    # Requests of the current window, and those that roles are planned for.
     self.came: list[TraceRequest] = []
-    # Prefixes on their way for later requests: (target, last block).
+    # Prefixes in flight for later requests: (target, last block).
     self.copying: set[tuple[Any, ...]] = set()
     self.planned: TrafficSummary | None = None
 
@@ -908,12 +925,12 @@ class _Run:
 
   def run(self) -> ClusterResult:
     result = self.result
-    for one in self.trace:
+    for request in self.trace:
       served = ServedRequest(
-        number=one.number,
-        arrival_s=float(one.arrival),
-        prompt_tokens=one.prompt_tokens,
-        new_tokens=one.new_tokens,
+        number=request.number,
+        arrival_s=float(request.arrival),
+        prompt_tokens=request.prompt_tokens,
+        new_tokens=request.new_tokens,
       )
       result.served.append(served)
     self._next = 0
@@ -923,8 +940,12 @@ class _Run:
         end = self.trace[0].arrival + float(self.spec.roles.window_s)
         self.at(end, self._plan_roles)
     timeline = self.events.run()
-    lost = [s for s in result.served if s.last_token_s != s.last_token_s]
-    lost = [one for one in lost if not one.rejected]
+    lost = [
+      request
+      for request in result.served
+      if request.last_token_s != request.last_token_s
+    ]
+    lost = [request for request in lost if not request.rejected]
     if lost:
       raise OptionError(
         "policy",
@@ -933,77 +954,92 @@ class _Run:
         "make instances larger, or let the policy reject",
       )
     result.seconds = max(
-      (s.last_token_s for s in result.served if not s.rejected), default=0.0
+      (
+        request.last_token_s
+        for request in result.served
+        if not request.rejected
+      ),
+      default=0.0,
     )
     if self.spec.timeline:
-      sent = (s for s in timeline.spans if s.nbytes)
+      transfers = (span for span in timeline.spans if span.nbytes)
       spans = sorted(
-        (*self.spans, *sent), key=lambda s: (s.start_s, s.where, s.name)
+        (*self.spans, *transfers), key=lambda s: (s.start_s, s.where, s.name)
       )
       result.timeline = Timeline(tuple(spans))
       result.loads = self.loads
     result.moved_bytes = timeline.sent_bytes()
-    result.counters = {one.name: one.counters for one in self.in_order}
+    result.counters = {
+      instance.name: instance.counters for instance in self.in_order
+    }
     return result
 
   # Arrivals and routes.
 
   def _arrive(self) -> None:
-    """Routes all requests of this time, and comes back for the next ones."""
-    trace, now = self.trace, self.now
-    while self._next < len(trace) and trace[self._next].arrival <= now:
+    """Route all requests of this time, and schedule the next arrival."""
+    trace, now_s = self.trace, self.now
+    while self._next < len(trace) and trace[self._next].arrival <= now_s:
       n, self._next = self._next, self._next + 1
       self._route(trace[n], self.result.served[n])
     if self._next < len(trace):
       self.at(trace[self._next].arrival, self._arrive)
 
   def views(self) -> list[InstanceView]:
-    """What the policy sees, in the order of names."""
-    return [one.view() for one in self.in_order]
+    """Views of the instances as the policy sees them, sorted by name."""
+    return [instance.view() for instance in self.in_order]
 
   def _plan_roles(self) -> None:
-    """Asks the planner at the end of a window."""
+    """Ask the planner for roles at the end of a window."""
     planner = self.spec.roles
     assert planner is not None
-    found = planner.decide(self.came, self.views(), self.planned)
-    self.came, self.planned = [], found.planned
-    check_roles({one.name: one.role for one in self.in_order}, found.roles)
-    for name, role in sorted(found.roles.items()):
-      one = self.all[name]
-      if one.role != role:
-        one.role = role
+    decision = planner.decide(self.came, self.views(), self.planned)
+    self.came, self.planned = [], decision.planned
+    check_roles(
+      {instance.name: instance.role for instance in self.in_order},
+      decision.roles,
+    )
+    for name, role in sorted(decision.roles.items()):
+      instance = self.all[name]
+      if instance.role != role:
+        instance.role = role
         self.result.role_changes.append(
-          RoleChange(time_s=self.now, name=name, role=role, why=found.why)
+          RoleChange(time_s=self.now, name=name, role=role, why=decision.why)
         )
-    # Answers may have room elsewhere now.
+    # With new roles, waiting prompts may have room elsewhere.
     self.freed()
     if self._next < len(self.trace):
       self.at(self.now + float(planner.window_s), self._plan_roles)
 
-  def _route(self, one: TraceRequest, served: ServedRequest) -> None:
-    # An id names a whole prefix; the last block may be a part of one.
-    whole = one.blocks[: one.prompt_tokens // one.block]
+  def _route(self, request: TraceRequest, served: ServedRequest) -> None:
+    # An id names a whole prefix; the last block may be incomplete.
+    full_blocks = request.blocks[: request.prompt_tokens // request.block]
     if self.spec.roles is not None:
-      had = (
-        (x.name, x.prefixes.match(whole, one.block)) for x in self.in_order
+      cached_counts = (
+        (instance.name, instance.prefixes.match(full_blocks, request.block))
+        for instance in self.in_order
       )
       self.came.append(
-        dataclasses.replace(one, cached=tuple(x for x in had if x[1]))
+        dataclasses.replace(
+          request, cached=tuple(entry for entry in cached_counts if entry[1])
+        )
       )
 
     def cached(name: str) -> int:
-      found = self._instance(name).prefixes.match(whole, one.block)
-      return min(found, one.prompt_tokens - 1)
+      cached_tokens = self._instance(name).prefixes.match(
+        full_blocks, request.block
+      )
+      return min(cached_tokens, request.prompt_tokens - 1)
 
-    asked = RoutedRequest(
-      number=one.number,
-      arrival_s=float(one.arrival),
-      prompt_tokens=one.prompt_tokens,
-      new_tokens=one.new_tokens,
+    routed_request = RoutedRequest(
+      number=request.number,
+      arrival_s=float(request.arrival),
+      prompt_tokens=request.prompt_tokens,
+      new_tokens=request.new_tokens,
       cached_tokens=cached,
     )
-    work = _RoutedWork(served, asked, whole, one.block)
-    route = self.policy.route(asked, self.views(), self.now)
+    work = _RoutedWork(served, routed_request, full_blocks, request.block)
+    route = self.policy.route(routed_request, self.views(), self.now)
     if isinstance(route, Rejected):
       served.rejected = route.reason or "rejected"
       return
@@ -1018,90 +1054,103 @@ class _Run:
     if why:
       served.rejected = why
       return
-    here = cached(target.name)
-    work.left = one.prompt_tokens
-    have = max(here, route.fetch_tokens if route.fetch_from else 0)
+    cached_here = cached(target.name)
+    work.left = request.prompt_tokens
+    tokens_after_fetch = max(
+      cached_here, route.fetch_tokens if route.fetch_from else 0
+    )
     target.queued += 1
-    target.queued_tokens += one.prompt_tokens
-    target.wait_for(work, have)
-    if route.fetch_from is not None and route.fetch_tokens > here:
-      self._fetch(work, route, here)
+    target.queued_tokens += request.prompt_tokens
+    target.wait_for(work, tokens_after_fetch)
+    if route.fetch_from is not None and route.fetch_tokens > cached_here:
+      self._fetch(work, route, cached_here)
     else:
       target.enqueue(work)
     if route.copy is not None:
       self._copy(work, route.copy, cached(route.copy.target))
 
-  def _fetch(self, work: _RoutedWork, route: Route, here: int) -> None:
+  def _fetch(self, work: _RoutedWork, route: Route, cached_here: int) -> None:
     target = work.prefill
     assert target is not None
     source = self._instance(str(route.fetch_from))
-    began = self.now
+    start_s = self.now
 
-    def come() -> None:
+    def on_fetched() -> None:
       work.fetched = route.fetch_tokens
-      work.served.moved_s += self.now - began
+      work.served.moved_s += self.now - start_s
       target.enqueue(work)
 
-    self.send("fetch", work, source, target, route.fetch_tokens - here, come)
+    self.send(
+      "fetch",
+      work,
+      source,
+      target,
+      route.fetch_tokens - cached_here,
+      on_fetched,
+    )
 
-  def _copy(self, work: _RoutedWork, copy: PrefixCopy, here: int) -> None:
-    """Moves a prefix for later requests, if it is not on its way already."""
+  def _copy(
+    self, work: _RoutedWork, copy: PrefixCopy, cached_at_target: int
+  ) -> None:
+    """Copy a prefix for later requests, unless that is in flight."""
     count = copy.tokens // max(1, work.block)
     blocks = work.blocks[:count]
     key = (copy.target, *blocks[-1:])
     if not blocks or key in self.copying:
       return
-    source, target = (self._instance(n) for n in (copy.source, copy.target))
+    source, target = (
+      self._instance(name) for name in (copy.source, copy.target)
+    )
     self.copying.add(key)
 
-    def come() -> None:
+    def on_copied() -> None:
       self.copying.discard(key)
       target.prefixes.keep(blocks, work.block)
 
-    moved = max(0, copy.tokens - here)
-    self.send("copy", work, source, target, moved, come)
+    moved = max(0, copy.tokens - cached_at_target)
+    self.send("copy", work, source, target, moved, on_copied)
 
   def _set_decode(self, work: _RoutedWork, name: str) -> None:
-    found = self._instance(name)
-    if found.role == "prefill":
+    instance = self._instance(name)
+    if instance.role == "prefill":
       raise _misrouted(name, "answers")
-    work.decode, work.served.decode = found, name
+    work.decode, work.served.decode = instance, name
 
   def _too_long(self, work: _RoutedWork) -> str:
-    """Why a request fits nowhere, or nothing."""
-    one, prefill = work.asked, work.prefill
+    """Reason why no instance can hold a request, or ""."""
+    request, prefill = work.asked, work.prefill
     assert prefill is not None
-    if one.prompt_tokens > prefill.spec.capacity_tokens:
-      return f"{one.prompt_tokens} tokens, more than {prefill.name} holds"
-    able = [work.decode] if work.decode is not None else [
-      other for other in self.in_order if other.role != "prefill"
+    if request.prompt_tokens > prefill.spec.capacity_tokens:
+      return f"{request.prompt_tokens} tokens, more than {prefill.name} holds"
+    candidates = [work.decode] if work.decode is not None else [
+      instance for instance in self.in_order if instance.role != "prefill"
     ]  # fmt: skip
-    most = max((x.longest for x in able), default=0)
-    if work.need > most:
-      return f"{work.need} tokens, more than the {most} of an instance"
+    longest = max((instance.longest for instance in candidates), default=0)
+    if work.need > longest:
+      return f"{work.need} tokens, more than the {longest} of an instance"
     return ""
 
   def _instance(self, name: str) -> _Running:
-    found = self.all.get(name)
-    if found is None:
+    instance = self.all.get(name)
+    if instance is None:
       raise OptionError(
         "policy",
         f"an instance {name!r}",
         f"one of {', '.join(sorted(self.all))}",
         "return the name of a view",
       )
-    return found
+    return instance
 
-  # From prompts to answers.
+  # From prefill to decode.
 
   def choose(self, work: _RoutedWork) -> _Running | None:
-    """Asks the policy who answers."""
-    found = self.policy.decode_instance(work.asked, self.views(), self.now)
-    if isinstance(found, Rejected):
-      work.served.rejected = found.reason or "rejected"
+    """Ask the policy for a decode instance."""
+    choice = self.policy.decode_instance(work.asked, self.views(), self.now)
+    if isinstance(choice, Rejected):
+      work.served.rejected = choice.reason or "rejected"
       return None
-    if found is not None:
-      self._set_decode(work, found)
+    if choice is not None:
+      self._set_decode(work, choice)
     return work.decode
 
   def stream(
@@ -1110,12 +1159,12 @@ class _Run:
     seconds: float,
     ends: Sequence[float],
   ) -> None:
-    """Lets the caches of prompts leave while they are read.
+    """Send the caches of prompts in parts during prefill.
 
     Args:
-      batch: of a call that reads them whole.
-      seconds: of each of its stages.
-      ends: of these.
+      batch: Prompts of a call that prefills them whole.
+      seconds: Duration of each stage of the call.
+      ends: End time of each stage.
     """
     parts = self.spec.stream
     for work, _ in batch:
@@ -1125,35 +1174,35 @@ class _Run:
       assert target is not None
       work.streamed, work.parts = True, parts
 
-      def come(work: _RoutedWork = work) -> None:
+      def on_part_sent(work: _RoutedWork = work) -> None:
         work.parts -= 1
         if not work.parts and work.come is not None:
           work.come()
 
       tokens = work.asked.prompt_tokens / parts
       send = functools.partial(
-        self.send, "stream", work, source, target, tokens, come
+        self.send, "stream", work, source, target, tokens, on_part_sent
       )
       for n in range(1, parts + 1):
         stage = math.ceil(n * len(ends) / parts) - 1
-        left = stage + 1 - n * len(ends) / parts
-        self.at(ends[stage] - left * seconds, send)
+        remaining_stages = stage + 1 - n * len(ends) / parts
+        self.at(ends[stage] - remaining_stages * seconds, send)
 
   def read(self, work: _RoutedWork) -> None:
-    """Takes a prompt that has been read and is answered elsewhere."""
+    """Take a prefilled prompt that another instance decodes."""
     if work.reserved:
       self._move(work)
       return
     self.finished.append(work)
-    self._hand_on()
+    self._assign_decoders()
 
-  def _hand_on(self) -> None:
-    """Gives finished prompts to those who have room, in their order.
+  def _assign_decoders(self) -> None:
+    """Assign finished prompts to decode instances with room, in order.
 
     Room is reserved when the link is free to pull, and not before: prompts
-    that wait for another link let others pass, those that wait for room do not.
+    that wait for a link let others pass, those that wait for room do not.
     """
-    passed: list[_RoutedWork] = []
+    skipped: list[_RoutedWork] = []
     while self.finished:
       work = self.finished[0]
       target, prefill = work.decode, work.prefill
@@ -1167,12 +1216,12 @@ class _Run:
       if target is None:
         break
       if target is not prefill and self._busy(prefill.name, target.name):
-        passed.append(self.finished.popleft())
+        skipped.append(self.finished.popleft())
         if not work.bound:
           # The policy is asked again when the link is free.
           work.decode = None
         continue
-      # One that read the prompt itself has it already.
+      # An instance that prefilled the prompt itself has its cache already.
       need = work.need - (work.held if target is prefill else 0)
       if target.used + need > target.spec.capacity_tokens:
         break
@@ -1185,28 +1234,30 @@ class _Run:
         target.answer(work)
       else:
         self._move(work)
-    self.finished.extendleft(reversed(passed))
+    self.finished.extendleft(reversed(skipped))
 
   def _move(self, work: _RoutedWork) -> None:
-    """Brings the cache of a prompt to who answers."""
-    source, target, began = work.prefill, work.decode, self.now
+    """Send the cache of a prompt to its decode instance."""
+    source, target, start_s = work.prefill, work.decode, self.now
     assert source is not None
     assert target is not None
 
-    def come() -> None:
-      work.served.moved_s += self.now - began
+    def on_moved() -> None:
+      work.served.moved_s += self.now - start_s
       self._release(work)
       target.answer(work)
 
     if work.parts:
-      work.come = come
+      work.come = on_moved
     elif work.streamed:
-      come()
+      on_moved()
     else:
-      self.send("move", work, source, target, work.asked.prompt_tokens, come)
+      self.send(
+        "move", work, source, target, work.asked.prompt_tokens, on_moved
+      )
 
   def _release(self, work: _RoutedWork) -> None:
-    """Frees what the reader held."""
+    """Free the tokens that the prefill instance held."""
     assert work.prefill is not None
     work.prefill.free(work.held)
     work.held = 0
@@ -1214,29 +1265,29 @@ class _Run:
     self.freed()
 
   def freed(self) -> None:
-    """Tells those who wait for room, once for all that happens now."""
+    """Wake the work that waits for room, once for all events of this time."""
     if (self.finished or self.waiting) and not self.retrying:
       self.retrying = True
       self.at(self.now, self._retry)
 
   def _retry(self) -> None:
     self.retrying = False
-    self._hand_on()
+    self._assign_decoders()
     waiting, self.waiting = self.waiting, []
-    for one in waiting:
-      one.wake()
+    for instance in waiting:
+      instance.wake()
 
-  def wait_for_room(self, one: _Running) -> None:
-    """Remembers an instance whose next prompt waits for another's room."""
-    if one not in self.waiting:
-      self.waiting.append(one)
+  def wait_for_room(self, instance: _Running) -> None:
+    """Remember an instance whose next prompt waits for another's room."""
+    if instance not in self.waiting:
+      self.waiting.append(instance)
 
   def reserve(self, tokens: int) -> None:
-    """Counts tokens that are reserved for answers that have yet to begin."""
-    now = self.now
-    self.result.reserved_token_s += self.reserved * (now - self.reserved_at)
+    """Count tokens reserved for answers that have not begun."""
+    now_s = self.now
+    self.result.reserved_token_s += self.reserved * (now_s - self.reserved_at)
     self.reserved += tokens
-    self.reserved_at = now
+    self.reserved_at = now_s
     self.result.reserved_peak_tokens = max(
       self.result.reserved_peak_tokens, self.reserved
     )
@@ -1250,37 +1301,37 @@ class _Run:
     source: _Running,
     target: _Running,
     tokens: int | float,
-    come: Callable[[], None],
+    on_arrival: Callable[[], None],
   ) -> None:
-    """Moves the cache of some tokens and calls `come` when it is there."""
+    """Send the cache of some tokens; calls `on_arrival` then."""
     channel = self._channel(source.name, target.name)
     if channel is None:
-      come()
+      on_arrival()
       return
     nbytes = tokens * self.spec.kv_token_bytes
-    begin = max(self.now, self.link_free.get(channel.name, 0.0))
-    free = begin + nbytes / channel.link.bandwidth
-    self.link_free[channel.name] = free
-    self.at(free, self.freed)
+    start_s = max(self.now, self.link_free.get(channel.name, 0.0))
+    sent_s = start_s + nbytes / channel.link.bandwidth
+    self.link_free[channel.name] = sent_s
+    self.at(sent_s, self.freed)
     self.events.send(
       f"{kind} {work.asked.number}",
       channel,
       nbytes,
       kind=kind,
       release_s=self.now,
-      then=lambda span: come(),
+      then=lambda span: on_arrival(),
     )
 
   def sending_tokens(self, name: str) -> int:
-    """Tokens that an instance's way out has yet to carry."""
+    """Number of tokens that an instance's outgoing link has yet to carry."""
     links, width = self.spec.links, self.spec.kv_token_bytes
     if not isinstance(links, Link) or not width:
       return 0
-    left = self.link_free.get(f"{name} out", 0.0) - self.now
-    return max(0, round(left * links.bandwidth / width))
+    busy_s = self.link_free.get(f"{name} out", 0.0) - self.now
+    return max(0, round(busy_s * links.bandwidth / width))
 
   def _busy(self, source: str, target: str) -> bool:
-    """Whether a link carries something."""
+    """Whether a link is carrying a transfer."""
     channel = self._channel(source, target)
     if channel is None:
       return False
@@ -1313,19 +1364,19 @@ class _Run:
   def record(
     self, name: str, kind: str, where: str, start: float, end: float
   ) -> None:
-    """Notes a call for the timeline."""
+    """Record a call for the timeline."""
     if self.spec.timeline:
       self.spans.append(Span(name, kind, where, start, start, end, end))
 
-  def load(self, one: _Running) -> None:
-    """Notes the load of an instance."""
+  def load(self, instance: _Running) -> None:
+    """Record the load of an instance."""
     if self.spec.timeline:
-      self.loads[one.name].append(
+      self.loads[instance.name].append(
         LoadPoint(
           time_s=self.now,
-          queued_requests=one.queued,
-          running_requests=len(one.rows) + len(one.joining),
-          used_tokens=one.used,
+          queued_requests=instance.queued,
+          running_requests=len(instance.rows) + len(instance.joining),
+          used_tokens=instance.used,
         )
       )
 
@@ -1338,21 +1389,21 @@ def _misrouted(name: str, does: str) -> OptionError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterSimulator:
-  """Instances, the links between them and the policy that routes requests.
+  """Simulates instances, their links and the policy that routes requests.
 
   Attributes:
-    instances: at least one; names are unique.
-    policy: asked at each arrival, and when a prompt has been read.
-    links: one link for the way out of each instance, which its messages share;
-      or one for each (source, target); None moves caches in no time.
-    kv_token_bytes: of a token's keys and values in all layers.
-    transfer: of `TRANSFERS`.
-    stream: into how many parts the cache of a prompt is cut that leave while it
-      is read, with "push": the model's layers, or the pieces of a prompt; 0: it
-      leaves when the prompt has been read. Each costs an event.
-    timeline: whether the result has spans and loads.
-    roles: changes what instances do, at the end of each of its windows; None
-      leaves them as they are.
+    instances: At least one instance; names are unique.
+    policy: Routing policy, asked at each arrival and after each prefill.
+    links: One link for each instance's outgoing traffic; or a link for each
+      (source, target); None moves caches in no time.
+    kv_token_bytes: Bytes of a token's keys and values in all layers.
+    transfer: Side that begins a transfer, one of `TRANSFERS`.
+    stream: Number of parts of a prompt's cache that are sent during prefill,
+      with "push": the model's layers, or the chunks of a prompt; 0 sends the
+      cache after prefill. Each part costs an event.
+    timeline: Whether the result has spans and loads.
+    roles: Planner that changes the instances' roles at the end of each of its
+      windows; None leaves them as they are.
   """
 
   instances: Sequence[SimulatedInstance]
@@ -1374,15 +1425,17 @@ class ClusterSimulator:
         "'push': the room has to be there when reading begins",
         "pass transfer='push', or stream=0",
       )
-    turning = [one.name for one in self.instances if one.decode == "turns"]
-    if self.stream and turning:
+    with_turns = [
+      instance.name for instance in self.instances if instance.decode == "turns"
+    ]
+    if self.stream and with_turns:
       raise OptionError(
         "stream",
-        f"{self.stream} with decode='turns' of {turning[0]}",
+        f"{self.stream} with decode='turns' of {with_turns[0]}",
         "0: when a stage reads is not known before it does",
         "pass stream=0, or decode='kept'",
       )
-    names = [one.name for one in self.instances]
+    names = [instance.name for instance in self.instances]
     if not names or len(set(names)) != len(names):
       raise OptionError(
         "instances",
@@ -1392,14 +1445,14 @@ class ClusterSimulator:
       )
 
   def run(self, trace: Sequence[TraceRequest]) -> ClusterResult:
-    """Lets the cluster serve a trace.
+    """Simulate the cluster on a trace.
 
     Args:
-      trace: in the order of arrivals.
+      trace: Requests in the order of arrivals.
 
     Raises:
-      OptionError: the policy names an instance that is none, or leaves
-        requests without an instance for ever; or the planner gives roles with
-        which nobody reads, or answers.
+      OptionError: If the policy names an unknown instance or leaves requests
+        without an instance for ever; or if the planner gives roles with which
+        no instance prefills, or decodes.
     """
-    return _Run(self, trace).run()
+    return _ClusterRun(self, trace).run()

@@ -1,21 +1,21 @@
-"""Routes by predicted times and by who has the prefix: Mooncake's conductor.
+"""Routing by predicted times and cached prefixes: Mooncake's conductor.
 
-Guarantees: as `routing.py`: each policy here is a pure function of a request
-and of the views. No number is divided by: an instance without any of the
+Guarantees: as in `routing.py`, each policy here is a pure function of a request
+and of the views. There is no division by zero: an instance without any of the
 prefix counts as infinitely worse than one with some.
-Cost: a prediction or two for each instance that reads prompts; of a live one
+Cost: one or two predictions for each prefill instance; for a live one
 also one for each prompt of its queue, at most 257 and those sent last.
 
   random   any instance; a hash of the request's number
-  load     the instance whose queue is read first
+  load     the instance whose queue is finished first
   local    the least predicted time to the first token, with the prefix that
            the instance has itself
-  conductor  the same, where an instance may first fetch the longest prefix
+  conductor  as "local", where an instance may first fetch the longest prefix
            from the instance that has it (Mooncake's algorithm 1)
 
-An instance that fetches a prefix has it from then on, so that the blocks that
-are asked for most are soon on several instances. With `hot_s` of the conductor
-another one pulls a prefix too while the instance that reads with it is busy.
+An instance that fetches a prefix keeps it, so that the blocks in highest demand
+are soon on several instances. With `hot_s` the conductor also copies a prefix
+to another instance while the instance that has it is busy.
 Ref: Qin et al. 2025, Mooncake (FAST), arXiv 2407.00079, sections 2 and 6.
 """
 
@@ -54,13 +54,13 @@ from ringjax.serve.cluster.routing import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingCosts:
-  """What a router predicts times with.
+  """Times and sizes with which a router predicts latencies.
 
   Attributes:
-    times: of an instance's calls; of each by its name, if they differ, or as
-      live ones measure them (`InstanceTimes`).
-    kv_token_bytes: of a token's keys and values in all layers.
-    link: between two instances; None moves caches in no time.
+    times: Times of an instance's calls; a mapping by instance name if they
+      differ, or `InstanceTimes` if live instances measure them.
+    kv_token_bytes: Bytes of a token's keys and values in all layers.
+    link: Link between two instances; None moves caches in no time.
   """
 
   times: PhaseTimes | Mapping[str, PhaseTimes]
@@ -71,7 +71,7 @@ class RoutingCosts:
     number("kv_token_bytes", self.kv_token_bytes, least=0)
 
   def of(self, name: str) -> PhaseTimes:
-    """Times of one instance."""
+    """Call times of one instance."""
     if isinstance(self.times, InstanceTimes):
       return self.times.of(name)
     if not isinstance(self.times, Mapping):
@@ -86,28 +86,28 @@ class RoutingCosts:
     return self.times[name]
 
   def prefill_s(self, name: str, tokens: int, cached: int) -> float:
-    """Seconds of reading a prompt of which `cached` tokens are there."""
+    """Seconds to prefill a prompt of which `cached` tokens are cached."""
     return reading_s(self.of(name), [QueuedPrompts.of(tokens, cached)])
 
   def queue_s(self, view: InstanceView) -> float:
-    """Seconds until an instance has read what it was given before.
+    """Seconds until an instance has prefilled its current queue.
 
-    A live instance counts the tokens of the call under way as computed, so
-    that what is left of this one call is missing.
+    A live instance counts the tokens of the current call as computed, so the
+    remaining time of this one call is missing.
     """
     if view.queued_s is not None:
       return float(view.queued_s)
     return reading_s(self.of(view.name), view.prompts)
 
   def transfer_s(self, tokens: int) -> float:
-    """Seconds of moving the cache of some tokens over an idle link."""
+    """Seconds to move the cache of some tokens over an idle link."""
     if self.link is None or tokens <= 0:
       return 0.0
     nbytes = tokens * self.kv_token_bytes
     return nbytes / self.link.bandwidth + self.link.latency_s
 
   def sending_s(self, view: InstanceView) -> float:
-    """Seconds until an instance has sent what is in flight from its card."""
+    """Seconds until an instance has sent the tokens that are in flight."""
     if self.link is None:
       return 0.0
     return view.sending_tokens * self.kv_token_bytes / self.link.bandwidth
@@ -119,13 +119,13 @@ class RoutingCosts:
   def fetch_bandwidth(
     self, name: str, tokens: int, here: int, there: int
   ) -> float:
-    """Bytes a second from which on a fetch is faster than computing again.
+    """Bandwidth, in bytes a second, above which a fetch beats recomputing.
 
     Args:
-      name: of the instance that reads.
-      tokens: of the prompt.
-      here: of its prefix, that the instance has.
-      there: of its prefix, that another one has; more than `here`.
+      name: Name of the prefill instance.
+      tokens: Prompt length in tokens.
+      here: Prefix tokens cached on this instance.
+      there: Prefix tokens cached on the other instance; more than `here`.
 
     Returns:
       The least bandwidth; inf if computing takes no time.
@@ -145,18 +145,18 @@ def fetch_bytes_per_flop(
   pair_flops: int | float = 4,
   weight_flops: int | float = 22,
 ) -> float:
-  """Bandwidth over FLOP/s from which on a cached prefix is worth its fetch.
+  """Ratio of bandwidth to FLOP/s above which fetching a prefix pays off.
 
-  Of p tokens a layer computes a p^2 d + b p d^2 and keeps 2 p d s / g bytes:
+  For p tokens a layer computes a p^2 d + b p d^2 and keeps 2 p d s / g bytes:
   B / F > 2 d s / (g (a p d + b d^2)).
 
   Args:
-    prefix_tokens: p.
+    prefix_tokens: p, prefix length in tokens.
     embed: d, the model's width.
-    groups: g, heads of queries for each head of keys.
-    number_bytes: s, of a number of the cache.
-    pair_flops: a, of a pair of tokens and a channel.
-    weight_flops: b, of a token and a pair of channels.
+    groups: g, query heads per key head.
+    number_bytes: s, bytes of a number of the cache.
+    pair_flops: a, FLOPs per pair of tokens and channel.
+    weight_flops: b, FLOPs per token and pair of channels.
 
   Returns:
     Bytes per FLOP: multiply with the FLOP/s of the instance.
@@ -167,34 +167,35 @@ def fetch_bytes_per_flop(
   return 2 * d * number_bytes / (positive_int("groups", groups) * flops)
 
 
-def _limit(name: str, value: int | float) -> None:
-  """Checks seconds of which inf is no limit."""
+def _check_seconds(name: str, value: int | float) -> None:
+  """Check a limit in seconds; inf means no limit."""
   if value != math.inf:
     number(name, value, above=0)
 
 
 # ---------------------------------------------------------------------------
-# Who answers
+# Choice of the decode instance
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastestDecode:
-  """Chooses who answers by the predicted time of a token.
+  """Chooses the decode instance by the predicted time of a token.
 
   Attributes:
-    costs: predictions.
-    tpot_s: a request is rejected if a token would take longer everywhere.
+    costs: Predictions of times.
+    tpot_s: Maximum seconds of a token: a request is rejected if a token would
+      take longer on every instance.
   """
 
   costs: RoutingCosts
   tpot_s: int | float = math.inf
 
   def __post_init__(self) -> None:
-    _limit("tpot_s", self.tpot_s)
+    _check_seconds("tpot_s", self.tpot_s)
 
   def token_s(self, request: RoutedRequest, view: InstanceView) -> float:
-    """Seconds of a step of an instance that also answers this request."""
+    """Seconds of an instance's decode step that includes this request."""
     rows = view.running_requests + 1
     cached = view.running_tokens + request.prompt_tokens
     return self.costs.token_s(view.name, rows, cached)
@@ -205,33 +206,35 @@ class FastestDecode:
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> str | Rejected | None:
-    """As `RoutingPolicy`: the instance with room and the fastest steps."""
-    able = [one for one in instances if one.decodes]
-    if not able:
+    """Name of the instance with room and the fastest decode steps."""
+    decoding = [view for view in instances if view.decodes]
+    if not decoding:
       return Rejected(reason="no instance answers")
     need = request.prompt_tokens + request.new_tokens
-    room = [one for one in able if one.free_tokens >= need]
-    if not room:
+    with_room = [view for view in decoding if view.free_tokens >= need]
+    if not with_room:
       return None
-    least, name = min((self.token_s(request, one), one.name) for one in room)
-    if least > self.tpot_s:
+    least_s, name = min(
+      (self.token_s(request, view), view.name) for view in with_room
+    )
+    if least_s > self.tpot_s:
       return Rejected(
-        reason=f"tokens would take {least:.3g} s, more than {self.tpot_s:g} s"
+        reason=f"tokens would take {least_s:.3g} s, more than {self.tpot_s:g} s"
       )
     return name
 
 
 # ---------------------------------------------------------------------------
-# Who reads
+# Choice of the prefill instance
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomRoute(ChosenReader, FastestDecode):
-  """Any instance reads; the same one for the same request and seed.
+  """Prefills on a pseudo-random instance, fixed by request and seed.
 
   Attributes:
-    seed: of the hash.
+    seed: Seed of the hash.
   """
 
   seed: int = 0
@@ -243,31 +246,35 @@ class RandomRoute(ChosenReader, FastestDecode):
   def reader(
     self, request: RoutedRequest, able: Sequence[InstanceView]
   ) -> InstanceView:
-    """As `ChosenReader`."""
-    drawn = zlib.crc32(f"{self.seed} {request.number}".encode())
-    return able[drawn % len(able)]
+    """Draw an instance from a hash of the request's number."""
+    hashed = zlib.crc32(f"{self.seed} {request.number}".encode())
+    return able[hashed % len(able)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShortestWait(ChosenReader, FastestDecode):
-  """The instance reads that will have read its queue first."""
+  """Prefills on the instance that will have finished its queue first."""
 
   def reader(
     self, request: RoutedRequest, able: Sequence[InstanceView]
   ) -> InstanceView:
-    """As `ChosenReader`."""
-    key = lambda one: (self.costs.queue_s(one), one.running_tokens, one.name)
+    """Choose the instance with the shortest predicted queue."""
+    key = lambda view: (
+      self.costs.queue_s(view),
+      view.running_tokens,
+      view.name,
+    )
     return min(able, key=key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderChoice:
-  """What an instance would need for a prompt.
+  """Predicted cost of prefilling a prompt on one instance.
 
   Attributes:
-    ttft_s: predicted time to the first token.
-    prefix_tokens: of the prompt, that would not be computed.
-    fetch_tokens: of these, that it would fetch.
+    ttft_s: Predicted time to the first token, in seconds.
+    prefix_tokens: Prompt tokens that would not be computed.
+    fetch_tokens: Prompt tokens of these that would be fetched.
   """
 
   ttft_s: float
@@ -280,20 +287,22 @@ class Conductor(FastestDecode):
   """Mooncake's algorithm 1: the least predicted time to the first token.
 
   An instance may fetch the longest prefix from the instance that has it if
-  that one is `threshold` times longer than its own; otherwise it reads with
-  what it has. The fetch is taken where it is predicted to be faster; the
-  algorithm as published takes it always (`forced`) and adds the time of the
-  fetch to that of the queue (`serial`), which here overlap.
+  that prefix is `threshold` times longer than its own; otherwise it prefills
+  with the prefix that it has. The fetch is used where it is predicted to be
+  faster; the algorithm as published always uses it (`forced`) and adds the time
+  of the fetch to that of the queue (`serial`), which here overlap.
 
   Attributes:
-    threshold: the ratio above which an instance fetches; inf for never.
-    ttft_s: a request is rejected if its first token would take longer.
-    forced: fetch whenever the ratio is above the threshold.
-    serial: predict that a fetch begins when the queue is read.
-    early: reject at arrival what `decode_instance` would reject now.
-    hot_s: seconds of the queue of who reads, from which on another instance
-      gets a copy of the prefix, if that is `threshold` times longer than its
-      own: one for each request, to the shortest queue; inf for none.
+    threshold: Ratio of prefix lengths above which an instance fetches; inf for
+      never.
+    ttft_s: Maximum seconds to the first token: a request is rejected if it
+      would take longer.
+    forced: Whether to fetch whenever the ratio is above the threshold.
+    serial: Whether a fetch is predicted to begin only after the queue.
+    early: Whether to reject at arrival what `decode_instance` would reject now.
+    hot_s: Queue of the prefill instance, in seconds, above which another
+      instance gets a copy of the prefix, if that is `threshold` times longer
+      than its own: one for each request, to the shortest queue; inf for none.
   """
 
   threshold: int | float = 1.0
@@ -305,7 +314,7 @@ class Conductor(FastestDecode):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _limit("ttft_s", self.ttft_s)
+    _check_seconds("ttft_s", self.ttft_s)
     if self.hot_s != math.inf:
       number("hot_s", self.hot_s, least=0)
     if self.threshold != math.inf:
@@ -320,39 +329,43 @@ class Conductor(FastestDecode):
     longest: int,
     sending_s: int | float = 0.0,
   ) -> ReaderChoice:
-    """What an instance would need.
+    """Predict an instance's time to the first token, with or without a fetch.
 
     Args:
-      request: the request.
-      view: the instance.
-      longest: tokens of the longest prefix that any instance has.
-      sending_s: seconds until the card of who has it is free.
+      request: Request to route.
+      view: View of the instance.
+      longest: Longest prefix that any instance has, in tokens.
+      sending_s: Seconds until the network card of that prefix's owner is free.
     """
     costs, tokens = self.costs, request.prompt_tokens
-    here = request.cached_tokens(view.name)
+    cached_here = request.cached_tokens(view.name)
     queue = costs.queue_s(view)
-    alone = ReaderChoice(
-      ttft_s=queue + costs.prefill_s(view.name, tokens, here),
-      prefix_tokens=here,
+    without_fetch = ReaderChoice(
+      ttft_s=queue + costs.prefill_s(view.name, tokens, cached_here),
+      prefix_tokens=cached_here,
     )
-    if not self._much_longer(longest, here):
-      return alone
-    # What is in flight on the same card goes first.
-    moved = sending_s + costs.transfer_s(longest - here)
+    if not self._much_longer(longest, cached_here):
+      return without_fetch
+    # Transfers in flight on the same card go first.
+    moved = sending_s + costs.transfer_s(longest - cached_here)
     wait = queue + moved if self.serial else max(queue, moved)
-    fetched = ReaderChoice(
+    with_fetch = ReaderChoice(
       ttft_s=wait + costs.prefill_s(view.name, tokens, longest),
       prefix_tokens=longest,
-      fetch_tokens=longest - here,
+      fetch_tokens=longest - cached_here,
     )
-    return fetched if self.forced or fetched.ttft_s < alone.ttft_s else alone
+    return (
+      with_fetch
+      if self.forced or with_fetch.ttft_s < without_fetch.ttft_s
+      else without_fetch
+    )
 
-  def _much_longer(self, longest: int, here: int) -> bool:
-    """Whether a prefix is the threshold's times longer than what is there."""
-    # As a product, which holds without any prefix too; inf is never.
-    if longest <= here or self.threshold == math.inf:
+  def _much_longer(self, longest: int, own_prefix: int) -> bool:
+    """Whether a prefix is more than `threshold` times longer than the own."""
+    # As a product, which is also valid for `own_prefix` == 0; inf means never.
+    if longest <= own_prefix or self.threshold == math.inf:
       return False
-    return not here or longest > self.threshold * here
+    return not own_prefix or longest > self.threshold * own_prefix
 
   def _copy(
     self,
@@ -361,23 +374,25 @@ class Conductor(FastestDecode):
     able: Sequence[InstanceView],
     longest: int,
   ) -> PrefixCopy | None:
-    """Who is to get the prefix of a request that its reader has, or None."""
-    here = request.cached_tokens(reader.name)
-    if self.hot_s == math.inf or not here or here < longest:
+    """Copy of a hot prefix to make on another instance, or None."""
+    cached_here = request.cached_tokens(reader.name)
+    if self.hot_s == math.inf or not cached_here or cached_here < longest:
       return None
-    queue = {one.name: self.costs.queue_s(one) for one in able}
+    queue = {view.name: self.costs.queue_s(view) for view in able}
     if queue[reader.name] < self.hot_s:
       return None
-    lacking = [
-      one
-      for one in able
-      if queue[one.name] < queue[reader.name]
-      and self._much_longer(here, request.cached_tokens(one.name))
+    candidates = [
+      view
+      for view in able
+      if queue[view.name] < queue[reader.name]
+      and self._much_longer(cached_here, request.cached_tokens(view.name))
     ]
-    if not lacking:
+    if not candidates:
       return None
-    target = min(lacking, key=lambda one: (queue[one.name], one.name))
-    return PrefixCopy(source=reader.name, target=target.name, tokens=here)
+    target = min(candidates, key=lambda view: (queue[view.name], view.name))
+    return PrefixCopy(
+      source=reader.name, target=target.name, tokens=cached_here
+    )
 
   def route(
     self,
@@ -385,75 +400,78 @@ class Conductor(FastestDecode):
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> Route | Rejected:
-    """As `RoutingPolicy`."""
-    able = [one for one in instances if one.prefills]
-    if not able:
+    """Route to the prefill instance with the least predicted TTFT."""
+    readers = [view for view in instances if view.prefills]
+    if not readers:
       return Rejected(reason="no instance reads prompts")
-    # Who answers may have the prefix too.
-    found = [(request.cached_tokens(one.name), one) for one in instances]
-    longest = max(n for n, _ in found)
-    # Of those that have it: who reads, whose card, whose queue is free first.
+    # A decode instance may have the prefix, too.
+    prefixes = [(request.cached_tokens(view.name), view) for view in instances]
+    longest = max(tokens for tokens, _ in prefixes)
+    # Among the owners, prefer a prefill instance, then the card and the queue
+    # that are free first.
     owner = max(
-      (one for n, one in found if n == longest),
-      key=lambda one: (
-        one.prefills,
-        -self.costs.sending_s(one),
-        -self.costs.queue_s(one),
+      (view for tokens, view in prefixes if tokens == longest),
+      key=lambda view: (
+        view.prefills,
+        -self.costs.sending_s(view),
+        -self.costs.queue_s(view),
       ),
     )
     sending_s = self.costs.sending_s(owner)
-    made = [
-      (self.choice(request, one, longest, sending_s), one) for one in able
+    choices = [
+      (self.choice(request, view, longest, sending_s), view) for view in readers
     ]
-    best, reader = min(made, key=lambda x: (x[0].ttft_s, x[1].name))
+    best, reader = min(
+      choices, key=lambda entry: (entry[0].ttft_s, entry[1].name)
+    )
     if best.ttft_s > self.ttft_s:
       return Rejected(
         reason=f"the first token would take {best.ttft_s:.3g} s, more than "
         f"{self.ttft_s:g} s"
       )
     if self.early and self.tpot_s != math.inf:
-      late = self.decode_instance(request, instances, now_s)
-      if isinstance(late, Rejected):
-        return late
+      decision = self.decode_instance(request, instances, now_s)
+      if isinstance(decision, Rejected):
+        return decision
     if not best.fetch_tokens:
-      copy = self._copy(request, reader, able, longest)
-      return dataclasses.replace(_to(reader), copy=copy)
+      copy = self._copy(request, reader, readers, longest)
+      return dataclasses.replace(_route_to(reader), copy=copy)
     return dataclasses.replace(
-      _to(reader), fetch_from=owner.name, fetch_tokens=longest
+      _route_to(reader), fetch_from=owner.name, fetch_tokens=longest
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConductor(Conductor):
-  """The conductor without fetches: an instance has what it read itself."""
+  """A conductor without fetches: instances use only their own prefixes."""
 
   threshold: int | float = math.inf
 
 
-def _to(view: InstanceView) -> Route:
-  """To one instance; one that does both also answers."""
-  own = view.name if view.role == "both" else None
-  return Route(prefill=view.name, decode=own)
+def _route_to(view: InstanceView) -> Route:
+  """Route to one instance, which also decodes if its role is "both"."""
+  decoder = view.name if view.role == "both" else None
+  return Route(prefill=view.name, decode=decoder)
 
 
 # ---------------------------------------------------------------------------
-# Rejections by the load of decoding
+# Rejections by the load of decode
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyRejection:
-  """Rejects at arrival while answers are too slow already.
+  """Rejects at arrival while decode is too slow already.
 
   Work that would be thrown away later is not begun. But a request reaches the
-  answering instances only when its prompt has been read: all that come in that
-  time are taken, then none, and the load swings. `PredictiveRejection` looks
-  ahead.
+  decode instances only after its prefill: all requests that arrive in that
+  time are accepted, then none, and the load swings. `PredictiveRejection`
+  looks ahead.
 
   Attributes:
-    policy: decides about what is not rejected.
-    costs: predictions.
-    tpot_s: seconds of a token, at most.
+    policy: Policy that decides about requests that are not rejected.
+    costs: Predictions of times.
+    tpot_s: Maximum seconds of a token.
   """
 
   policy: RoutingPolicy
@@ -461,7 +479,7 @@ class EarlyRejection:
   tpot_s: int | float = math.inf
 
   def __post_init__(self) -> None:
-    _limit("tpot_s", self.tpot_s)
+    _check_seconds("tpot_s", self.tpot_s)
 
   def load(
     self,
@@ -469,10 +487,10 @@ class EarlyRejection:
     instances: Sequence[InstanceView],
     route: Route,
   ) -> tuple[float, float]:
-    """Answers, and their cached tokens, that the request is judged by."""
-    able = [one for one in instances if one.decodes]
-    rows = sum(one.running_requests for one in able)
-    return float(rows), float(sum(one.running_tokens for one in able))
+    """Number of answers and their cached tokens by which to judge."""
+    decoding = [view for view in instances if view.decodes]
+    rows = sum(view.running_requests for view in decoding)
+    return float(rows), float(sum(view.running_tokens for view in decoding))
 
   def route(
     self,
@@ -480,27 +498,27 @@ class EarlyRejection:
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> Route | Rejected:
-    """As `RoutingPolicy`."""
+    """Route as the inner policy does, or reject at high decode load."""
     route = self.policy.route(request, instances, now_s)
     if isinstance(route, Rejected):
       return route
-    able = [one for one in instances if one.decodes]
+    decoding = [view for view in instances if view.decodes]
     rows, tokens = self.load(request, instances, route)
     rows, tokens = rows + 1, tokens + request.prompt_tokens
-    # All instances as loaded as they are together.
-    most = max(
+    # As if the load were spread evenly over the decode instances.
+    token_s = max(
       (
         self.costs.token_s(
-          one.name, math.ceil(rows / len(able)), tokens / len(able)
+          view.name, math.ceil(rows / len(decoding)), tokens / len(decoding)
         )
-        for one in able
+        for view in decoding
       ),
       default=math.inf,
     )
-    if most <= self.tpot_s:
+    if token_s <= self.tpot_s:
       return route
     return Rejected(
-      reason=f"{type(self).__name__}: tokens would take {most:.3g} s, more "
+      reason=f"{type(self).__name__}: tokens would take {token_s:.3g} s, more "
       f"than {self.tpot_s:g} s"
     )
 
@@ -510,21 +528,22 @@ class EarlyRejection:
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> str | Rejected | None:
-    """As the policy does."""
+    """Decode instance that the inner policy chooses."""
     return self.policy.decode_instance(request, instances, now_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictiveRejection(EarlyRejection):
-  """Rejects by the load of answers when the prompt will have been read.
+  """Rejects by the predicted decode load at the end of the prompt's prefill.
 
-  By then, in w seconds, prompts that wait now will be answered, and answers
-  under way will have ended. All answers take `decode_s`, as in the paper: of
-  those under way the part w / decode_s ends, if they began evenly; of a queue
-  that takes q seconds the last min(w, decode_s) of w seconds are still there.
+  By then, in w seconds, prompts that wait now will be decoding, and some
+  current answers will have ended. All answers take `decode_s`, as in the paper:
+  of the current ones the share w / decode_s ends, if they began evenly; of a
+  queue that takes q seconds the last min(w, decode_s) of w seconds are still
+  decoding.
 
   Attributes:
-    decode_s: seconds of an answer.
+    decode_s: Seconds of an answer.
   """
 
   decode_s: int | float = 10.0
@@ -539,21 +558,23 @@ class PredictiveRejection(EarlyRejection):
     instances: Sequence[InstanceView],
     route: Route,
   ) -> tuple[float, float]:
-    """As `EarlyRejection`, of the time when the prompt will have been read."""
+    """Predicted answers and cached tokens at the end of the prefill."""
     wait = self.read_s(request, instances, route)
     rows, tokens = super().load(request, instances, route)
-    left = max(0.0, 1 - wait / self.decode_s)
-    rows, tokens = rows * left, tokens * left
-    for one in instances:
-      if one.prefills and one.queued_requests:
-        queue = self.costs.queue_s(one)
-        # Read in the time of which answers are still under way.
+    remaining = max(0.0, 1 - wait / self.decode_s)
+    rows, tokens = rows * remaining, tokens * remaining
+    for view in instances:
+      if view.prefills and view.queued_requests:
+        queue = self.costs.queue_s(view)
+        # Share of the queue whose answers are still decoding then.
         share = 1.0
         if queue > 0:
-          first = max(0.0, wait - self.decode_s)
-          share = max(0.0, min(wait, queue) - min(first, queue)) / queue
-        rows += share * one.queued_requests
-        tokens += share * one.queued_tokens
+          answered_before = max(0.0, wait - self.decode_s)
+          share = (
+            max(0.0, min(wait, queue) - min(answered_before, queue)) / queue
+          )
+        rows += share * view.queued_requests
+        tokens += share * view.queued_tokens
     return rows, tokens
 
   def read_s(
@@ -562,24 +583,32 @@ class PredictiveRejection(EarlyRejection):
     instances: Sequence[InstanceView],
     route: Route,
   ) -> float:
-    """Seconds until the request's prompt will have been read."""
-    (view,) = [one for one in instances if one.name == route.prefill]
-    here = request.cached_tokens(view.name)
+    """Seconds until the request's prompt will have been prefilled."""
+    (view,) = [
+      candidate for candidate in instances if candidate.name == route.prefill
+    ]
+    cached_tokens = request.cached_tokens(view.name)
     moved = 0.0
     if route.fetch_from is not None:
-      (owner,) = [one for one in instances if one.name == route.fetch_from]
+      (owner,) = [
+        candidate
+        for candidate in instances
+        if candidate.name == route.fetch_from
+      ]
       moved = self.costs.sending_s(owner)
-      moved += self.costs.transfer_s(route.fetch_tokens - here)
-      here = max(here, route.fetch_tokens)
-    read = self.costs.prefill_s(view.name, request.prompt_tokens, here)
-    return max(self.costs.queue_s(view), moved) + read
+      moved += self.costs.transfer_s(route.fetch_tokens - cached_tokens)
+      cached_tokens = max(cached_tokens, route.fetch_tokens)
+    prefill_s = self.costs.prefill_s(
+      view.name, request.prompt_tokens, cached_tokens
+    )
+    return max(self.costs.queue_s(view), moved) + prefill_s
 
 
 # ---------------------------------------------------------------------------
-# By name
+# Policies by name
 # ---------------------------------------------------------------------------
 
-# Policies that decide alone, and those that stand before another one.
+# Policies that decide alone, and those that wrap another policy.
 POLICIES: dict[str, Callable[..., RoutingPolicy]] = {
   "random": RandomRoute,
   "load": ShortestWait,
@@ -596,39 +625,41 @@ _SHORTEST = "shortest"
 def routing_policy(
   value: RoutingPolicy | str, costs: RoutingCosts | None = None
 ) -> RoutingPolicy:
-  """A policy by its name, or the policy itself.
+  """Make a routing policy from its name, or return a policy as it is.
 
   Args:
-    value: a policy; or "shortest" (`ShortestQueue`), one of `POLICIES` with
+    value: A policy; or "shortest" (`ShortestQueue`), one of `POLICIES` with
       options, "conductor:threshold=2,ttft_s=30", with rejections in front of
       it, "predictive:tpot_s=0.1,decode_s=20/conductor".
-    costs: what it predicts with; all but "shortest" need it.
+    costs: Costs with which it predicts; all but "shortest" need them.
 
   Raises:
-    OptionError: no such name or option, or no costs.
+    OptionError: If a name or option is unknown, or costs are missing.
   """
   if not isinstance(value, str):
     return value
-  *before, last = value.split("/")
-  made: RoutingPolicy
-  if last == _SHORTEST:
-    made = ShortestQueue()
+  *rejections, base = value.split("/")
+  policy: RoutingPolicy
+  if base == _SHORTEST:
+    policy = ShortestQueue()
   else:
-    made = _named(last, POLICIES, (_SHORTEST, *POLICIES), costs, {})
-  for part in reversed(before):
-    made = _named(part, REJECTIONS, (*REJECTIONS,), costs, {"policy": made})
-  return made
+    policy = _named(base, POLICIES, (_SHORTEST, *POLICIES), costs, {})
+  for rejection in reversed(rejections):
+    policy = _named(
+      rejection, REJECTIONS, (*REJECTIONS,), costs, {"policy": policy}
+    )
+  return policy
 
 
 def _named(
   text: str,
-  known: Mapping[str, Callable[..., RoutingPolicy]],
+  policies: Mapping[str, Callable[..., RoutingPolicy]],
   names: Sequence[str],
   costs: RoutingCosts | None,
   fixed: Mapping[str, RoutingPolicy],
 ) -> RoutingPolicy:
-  name, colon, rest = text.partition(":")
-  if name not in known:
+  name, colon, options_text = text.partition(":")
+  if name not in policies:
     raise OptionError(
       "policy",
       repr(text),
@@ -636,13 +667,15 @@ def _named(
       "pass policy='conductor:threshold=2', or "
       "'predictive:tpot_s=0.1,decode_s=20/conductor'",
     )
-  made = known[name]
+  policy_class = policies[name]
   options = [
     f.name
-    for f in dataclasses.fields(made)  # pyrefly: ignore
+    for f in dataclasses.fields(policy_class)  # pyrefly: ignore
     if isinstance(f.default, int | float)
   ]
-  said = option_text.pairs(rest if colon else None, options, "policy", name)
+  given_options = option_text.pairs(
+    options_text if colon else None, options, "policy", name
+  )
   if costs is None:
     raise OptionError(
       "costs",
@@ -650,9 +683,9 @@ def _named(
       "RoutingCosts",
       "pass the times that it predicts with, or policy='shortest'",
     )
-  values = {key: _number(text) for key, text in said.items()}
-  return made(costs=costs, **fixed, **values)
+  values = {key: _option_number(text) for key, text in given_options.items()}
+  return policy_class(costs=costs, **fixed, **values)
 
 
-def _number(text: str) -> object:
+def _option_number(text: str) -> object:
   return math.inf if text == "inf" else option_text.value(text)

@@ -1,12 +1,12 @@
-"""What routers and instances of a cluster tell each other.
+"""Control messages between the router and the instances of a cluster.
 
-Guarantees: both sides have shown that they have the key (`transfer/wire.py`);
-messages are objects of JSON, which arrive once and in order, or the link ends.
-A side that is silent for too long, or that sends what is no message, is
-given up: `on_end` is called once, with the reason. `tell` never waits.
-Cost: two threads a link, and a beat every `beat_s` seconds each way.
+Guarantees: both sides have proved that they have the key (`transfer/wire.py`);
+messages are JSON objects, which arrive once and in order, or the link ends.
+A side that is silent for too long, or that sends a malformed message, is
+disconnected: `on_end` is called once, with the reason. `tell` never blocks.
+Cost: two threads a link, and a heartbeat every `beat_s` seconds each way.
 
-As of pulls nothing is encrypted: use a network that you trust, or a tunnel.
+As for pulls, nothing is encrypted: use a network that you trust, or a tunnel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringjax.errors import OptionError, PeerError, RingjaxError
 from ringjax.transfer.client import Address
 from ringjax.transfer.wire import PullConnection, checked_key
 
-# Bytes of a message: prompts of many millions of tokens.
+# Maximum bytes of a message: prompts of many millions of tokens.
 _MOST_BYTES = 1 << 27
 Fields = Mapping[str, Any]
 
@@ -31,10 +31,10 @@ Fields = Mapping[str, Any]
 def checked_beat(
   silence_s: int | float, beat_s: int | float
 ) -> tuple[float, float]:
-  """When another side is given up, and how often it hears of this one.
+  """Check the silence limit and the heartbeat interval of a link.
 
   Raises:
-    OptionError: it would be given up between two beats.
+    OptionError: If a link would be given up between two heartbeats.
   """
   silence_s = number("silence_s", silence_s, above=0)
   beat_s = number("beat_s", beat_s, above=0)
@@ -51,17 +51,17 @@ def checked_beat(
 def dial(
   address: Address, key: bytes, silence_s: int | float, name: str = "router"
 ) -> PullConnection:
-  """A greeted connection to a router.
+  """Connect to a router and authenticate.
 
   Args:
-    address: host and port where instances join.
-    key: that of the cluster.
-    silence_s: seconds without a byte after which it is given up.
-    name: what errors call it, behind which the address stands.
+    address: Host and port where instances join.
+    key: Secret key of the cluster.
+    silence_s: Seconds without a byte after which the router counts as lost.
+    name: Name in errors, followed by the address.
 
   Raises:
-    PeerError: nothing answers there.
-    AuthenticationError: what answers has another key.
+    PeerError: If nothing answers there.
+    AuthenticationError: If the peer has another key.
   """
   key, name = checked_key(key), f"{name} {address[0]}:{address[1]}"
   try:
@@ -80,37 +80,38 @@ def dial(
 def ask_router(
   address: Address, key: bytes, *, silence_s: int | float = 10.0, **fields: Any
 ) -> dict[str, Any]:
-  """What a router answers to a command: "instances", or "set_role".
+  """Send a command to a router and return its reply.
 
   Args:
-    address: where instances join it.
-    key: that of the cluster.
-    silence_s: seconds to wait for it.
-    **fields: `what`, and its arguments: set_role has `name` and `role`.
+    address: Host and port where instances join.
+    key: Secret key of the cluster.
+    silence_s: Seconds to wait for the router.
+    **fields: `what`, "instances" or "set_role", and its arguments: set_role
+      has `name` and `role`.
 
   Raises:
-    PeerError: it cannot be reached, or has another key.
-    OptionError: it refuses.
+    PeerError: If the router cannot be reached, or has another key.
+    OptionError: If the router refuses.
   """
   wire = dial(address, key, silence_s)
   try:
     wire.tell_object({"t": "command", **fields})
-    found = wire.hear_object(_MOST_BYTES)
+    reply = wire.hear_object(_MOST_BYTES)
   finally:
     wire.close()
-  if found is None:
+  if reply is None:
     raise PeerError(f"{wire.name} closed the connection")
-  if "error" in found:
-    raise OptionError(str(found["error"])[:400])
-  return found
+  if "error" in reply:
+    raise OptionError(str(reply["error"])[:400])
+  return reply
 
 
 class ControlLink:
-  """One link, once it is greeted.
+  """An authenticated connection for control messages.
 
   Attributes:
-    name: of the other side.
-    ended: whether it is over.
+    name: Name of the other side.
+    ended: Whether the link has ended.
   """
 
   def __init__(
@@ -122,14 +123,14 @@ class ControlLink:
     beat: Callable[[], Fields],
     beat_s: int | float,
   ):
-    """Begins with `start`.
+    """Prepare the link; `start` begins to send and receive.
 
     Args:
-      wire: the connection, greeted.
-      on_message: called with each message, by one thread.
-      on_end: called by that thread with why there are no more.
-      beat: the message that is sent every so often.
-      beat_s: how often, in seconds; see `checked_beat`.
+      wire: Authenticated connection.
+      on_message: Function called with each message, by one thread.
+      on_end: Function called by that thread with the reason of the end.
+      beat: Function that returns the heartbeat message.
+      beat_s: Seconds between heartbeats; see `checked_beat`.
     """
     self.name, self.ended = wire.name, False
     self._wire, self._on_message, self._on_end = wire, on_message, on_end
@@ -138,7 +139,7 @@ class ControlLink:
     self._why = ""
 
   def start(self) -> ControlLink:
-    """Lets its threads work."""
+    """Start the threads that send and receive."""
     for work in (self._send, self._hear):
       threading.Thread(
         target=work, name=f"ringjax link {self.name}", daemon=True
@@ -146,11 +147,11 @@ class ControlLink:
     return self
 
   def tell(self, **fields: Any) -> None:
-    """Sends a message, behind those before it."""
+    """Queue a message to be sent after those before it."""
     self._outbox.put(fields)
 
   def close(self, why: str = "it was closed") -> None:
-    """Ends it behind the messages that wait; `on_end` is told why."""
+    """End the link after the queued messages; `on_end` gets the reason."""
     self._why = self._why or why
     self._outbox.put(None)
 
@@ -159,8 +160,8 @@ class ControlLink:
     try:
       while True:
         try:
-          left = due - time.monotonic()
-          fields = self._outbox.get(timeout=max(0.0, left))
+          timeout_s = due - time.monotonic()
+          fields = self._outbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
           fields, due = self._beat(), time.monotonic() + self._beat_s
         if fields is None:
@@ -170,7 +171,7 @@ class ControlLink:
           self._wire.tell_object(self._beat())
           due = time.monotonic() + self._beat_s
     except Exception as error:
-      # Whatever it is: a link that sends no more must not look alive.
+      # On any error: a link that can't send must not look alive.
       self._why = self._why or str(error) or type(error).__name__
     self._wire.close()
 

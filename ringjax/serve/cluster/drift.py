@@ -1,14 +1,15 @@
-"""When the load of a service has drifted so far that it is placed anew.
+"""New placements and roles when the load of a service has drifted.
 
-`replan` finds placements over time; `DriftingRoles` changes what instances do
-while they serve, in a simulator or behind a live router. What instances had of
-the prompts when these came is in their caches when roles are simulated.
+`replan` finds placements over time; `DriftingRoles` changes the instances'
+roles while they serve, in a simulator or with a live router. Prompt prefixes
+that instances had cached at arrival are in their caches when roles are
+simulated.
 
-Guarantees: a change counts if it is both large, beyond a part of what was
-planned for, and certain, beyond some standard errors of the mean of a window,
-so that a steady load is not placed again and again.
-Cost: of roles some ten simulations of a window's last requests for each number
-of instances that read, from the present one on as long as it is better.
+Guarantees: a change counts only if it is both large, beyond a fraction of the
+planned load, and certain, beyond some standard errors of a window's mean, so
+that a steady load is not placed again and again.
+Cost: for roles, some ten simulations of a window's last requests for each
+number of prefill instances, from the current one on as long as it improves.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670, section 4.3.
 """
 
@@ -44,12 +45,12 @@ from ringjax.serve.traces import TraceRequest, first_prefixes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replanned:
-  """A placement and from when on it is used.
+  """A placement and the time from which it is used.
 
   Attributes:
-    time_s: end of the window that it was planned for.
-    why: what had changed, or that it is the first one.
-    placement: None if no placement meets the limits.
+    time_s: End of the window that it was planned for, in seconds.
+    why: Change of the load, or that it is the first window.
+    placement: Placement; None if no placement meets the limits.
   """
 
   time_s: float
@@ -67,36 +68,36 @@ def replan(
   by: int | float = 0.2,
   errors: int | float = 4.0,
 ) -> Iterator[Replanned]:
-  """Placements over time: of the windows of `why_again`.
+  """Yield placements over time, for the windows that `why_again` selects.
 
   Args:
-    trace: in the order of arrivals.
-    plan: the placement for the requests of a window.
-    window_s: seconds of a window.
-    by, errors: as of `TrafficSummary.drifted`.
+    trace: Requests in the order of arrivals.
+    plan: Function that returns the placement for a window's requests.
+    window_s: Length of a window in seconds.
+    by, errors: Thresholds of `TrafficSummary.drifted`.
   """
   number("window_s", window_s, above=0)
-  known: TrafficSummary | None = None
+  planned_traffic: TrafficSummary | None = None
   for end, requests in _windows(trace, float(window_s)):
     if len(requests) < FEWEST_REQUESTS:
       continue
-    now = TrafficSummary.of(requests, window_s)
-    why, now = why_again(known, now, by=by, errors=errors)
+    traffic = TrafficSummary.of(requests, window_s)
+    why, traffic = why_again(planned_traffic, traffic, by=by, errors=errors)
     if why:
-      known = now
-      yield Replanned(time_s=end, why=why, placement=plan(requests, now))
+      planned_traffic = traffic
+      yield Replanned(time_s=end, why=why, placement=plan(requests, traffic))
 
 
 def _windows(
   trace: Sequence[TraceRequest], seconds: float
 ) -> Iterator[tuple[float, list[TraceRequest]]]:
-  """(end, requests) of the whole windows of a trace."""
-  end, found = seconds, []
-  for one in trace:
-    while one.arrival >= end:
-      yield end, found
-      end, found = end + seconds, []
-    found.append(one)
+  """Yield (end, requests) of the complete windows of a trace."""
+  end, window = seconds, []
+  for request in trace:
+    while request.arrival >= end:
+      yield end, window
+      end, window = end + seconds, []
+    window.append(request)
 
 
 # ---------------------------------------------------------------------------
@@ -106,23 +107,23 @@ def _windows(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriftingRoles:
-  """Plans roles for the first window of requests, and anew after each drift.
+  """Plans roles for the first window of requests, and again after each drift.
 
-  The goodput of the present roles is simulated on the window's requests, then
-  that with one more instance that reads, and with one fewer, and so on as long
-  as it grows by `gain`. Instances that do both are left alone. A `RolePlanner`.
+  The goodput of the current roles is simulated on the window's requests, then
+  that with one more prefill instance, and with one fewer, and so on as long
+  as it grows by `gain`. Instances with both roles stay. A `RolePlanner`.
 
   Attributes:
-    instances: what is simulated: of each by its name; or one for all, with the
-      capacity and the rows that each has said. Prefixes that an instance had
-      are added (`first_prefixes`).
-    limits: what requests are promised.
-    window_s: seconds of a window.
-    policy: that routes; None for `ShortestQueue`.
-    links, kv_token_bytes, transfer, stream: of `ClusterSimulator`.
-    by, errors: as of `TrafficSummary.drifted`.
-    gain: of goodput, relative, below which an instance keeps its role.
-    requests: of a window, that are simulated: the last ones.
+    instances: Simulated instances by name; or one for all, with the capacity
+      and rows that each instance has reported. Prefixes that an instance had
+      cached are added (`first_prefixes`).
+    limits: Latency limits that requests should meet.
+    window_s: Length of a window in seconds.
+    policy: Routing policy; None for `ShortestQueue`.
+    links, kv_token_bytes, transfer, stream: Options of `ClusterSimulator`.
+    by, errors: Thresholds of `TrafficSummary.drifted`.
+    gain: Relative gain of goodput below which an instance keeps its role.
+    requests: Maximum number of a window's requests to simulate: the last ones.
   """
 
   instances: SimulatedInstance | Mapping[str, SimulatedInstance]
@@ -150,18 +151,18 @@ class DriftingRoles:
     instances: Sequence[InstanceView],
     planned: TrafficSummary | None,
   ) -> RoleDecision:
-    """As `RolePlanner`."""
+    """Decide roles at the end of a window if its load has drifted."""
     if len(requests) < FEWEST_REQUESTS:
       return RoleDecision(planned=planned)
-    why, now = why_again(
+    why, traffic = why_again(
       planned, TrafficSummary.of(requests, self.window_s), by=self.by,
       errors=self.errors,
     )  # fmt: skip
-    last = requests[-self.requests :]
-    if not why or last[0].arrival == last[-1].arrival:
+    latest = requests[-self.requests :]
+    if not why or latest[0].arrival == latest[-1].arrival:
       return RoleDecision(planned=planned)
-    roles = self.best_roles(last, instances, now.rate[0])
-    return RoleDecision(planned=now, roles=roles, why=why)
+    roles = self.best_roles(latest, instances, traffic.rate[0])
+    return RoleDecision(planned=traffic, roles=roles, why=why)
 
   def best_roles(
     self,
@@ -169,31 +170,34 @@ class DriftingRoles:
     instances: Sequence[InstanceView],
     rate: int | float,
   ) -> dict[str, str]:
-    """The roles that change.
+    """Find role changes that improve the goodput, by name.
 
     Args:
-      requests: whose goodput is compared.
-      instances: with their present roles.
-      rate: at which the search of goodput begins.
+      requests: Requests on which goodput is simulated.
+      instances: Instances with their current roles.
+      rate: Rate at which the goodput search begins, in requests per second.
     """
-    now = {one.name: one.role for one in instances}
-    had = first_prefixes(requests)
-    made = {
-      one.name: dataclasses.replace(
-        self._simulated(one), prefix_blocks=had.get(one.name, {})
+    current_roles = {view.name: view.role for view in instances}
+    prefix_blocks = first_prefixes(requests)
+    simulated = {
+      view.name: dataclasses.replace(
+        self._simulated(view), prefix_blocks=prefix_blocks.get(view.name, {})
       )
-      for one in instances
+      for view in instances
     }
-    # What has least to finish changes first.
+    # The instance with the least unfinished work changes first.
     order = sorted(
-      (one for one in instances if one.role != "both"),
-      key=lambda x: (x.queued_requests + x.running_requests, x.name),
+      (view for view in instances if view.role != "both"),
+      key=lambda view: (
+        view.queued_requests + view.running_requests,
+        view.name,
+      ),
     )
 
-    def found(roles: Mapping[str, str]) -> float:
+    def simulated_goodput(roles: Mapping[str, str]) -> float:
       simulator = ClusterSimulator(
         instances=[
-          dataclasses.replace(made[name], role=role)
+          dataclasses.replace(simulated[name], role=role)
           for name, role in roles.items()
         ],
         policy=self.policy or ShortestQueue(),
@@ -208,19 +212,26 @@ class DriftingRoles:
       ).rate
 
     best: dict[str, str] = {}
-    most, to = found(now), ("prefill", "decode")
-    while to:
-      tried = [
-        (found({**now, **best, **one}), one)
-        for role in to
-        for one in self._changed({**now, **best}, role, order, made)
+    best_rate, target_roles = (
+      simulated_goodput(current_roles),
+      ("prefill", "decode"),
+    )
+    while target_roles:
+      candidates = [
+        (simulated_goodput({**current_roles, **best, **change}), change)
+        for role in target_roles
+        for change in self._changed(
+          {**current_roles, **best}, role, order, simulated
+        )
       ]
-      rate, change = max(tried, key=lambda x: x[0], default=(0.0, {}))
-      if rate <= most * (1 + self.gain):
+      rate, change = max(
+        candidates, key=lambda candidate: candidate[0], default=(0.0, {})
+      )
+      if rate <= best_rate * (1 + self.gain):
         break
-      most, best = rate, {**best, **change}
-      # Who has just begun to read does not answer again.
-      to = tuple({*change.values()})
+      best_rate, best = rate, {**best, **change}
+      # Later changes go in the same direction.
+      target_roles = tuple({*change.values()})
     return best
 
   def _changed(
@@ -228,31 +239,33 @@ class DriftingRoles:
     roles: Mapping[str, str],
     role: str,
     order: Sequence[InstanceView],
-    made: Mapping[str, SimulatedInstance],
+    simulated: Mapping[str, SimulatedInstance],
   ) -> Iterator[dict[str, str]]:
-    """Changes of one instance to a role; of equal ones, whatever they have
-    cached, that of the first."""
-    seen: list[SimulatedInstance] = []
-    for one in order:
+    """Yield changes of one instance to a role.
+
+    Instances that differ only in name and cached blocks count once.
+    """
+    kinds_tried: list[SimulatedInstance] = []
+    for view in order:
       kind = dataclasses.replace(
-        made[one.name], name="one", role="both", prefix_blocks={}
+        simulated[view.name], name="one", role="both", prefix_blocks={}
       )
-      if roles[one.name] == role or kind in seen:
+      if roles[view.name] == role or kind in kinds_tried:
         continue
-      seen.append(kind)
-      if not lacking({**roles, one.name: role}.values()):
-        yield {one.name: role}
+      kinds_tried.append(kind)
+      if not lacking({**roles, view.name: role}.values()):
+        yield {view.name: role}
 
   def _simulated(self, view: InstanceView) -> SimulatedInstance:
-    """An instance as it is simulated."""
+    """Simulated instance for the view of a live one."""
     if isinstance(self.instances, SimulatedInstance):
-      most = view.capacity_tokens or self.instances.capacity_tokens
+      capacity = view.capacity_tokens or self.instances.capacity_tokens
       return dataclasses.replace(
         self.instances,
         name=view.name,
         role=view.role,
-        capacity_tokens=most,
-        prefix_cache_tokens=min(self.instances.prefix_cache_tokens, most),
+        capacity_tokens=capacity,
+        prefix_cache_tokens=min(self.instances.prefix_cache_tokens, capacity),
         max_rows=view.max_rows or self.instances.max_rows,
       )
     if view.name not in self.instances:

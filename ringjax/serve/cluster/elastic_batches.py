@@ -1,6 +1,6 @@
-"""Cuts requests and instances into batches; says which instance keeps what.
+"""Cuts requests and instances into batches, and assigns tokens to instances.
 
-Guarantees: `fewest_instances` takes as few instances as any plan;
+Guarantees: `fewest_instances` uses the minimum number of instances;
 `best_batches` finds the least cost of all ways to cut both orders.
 Cost: `best_batches` n^2 m^2 / 4 steps for n requests and m instances.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, sections 4.1 and 5.3.
@@ -23,52 +23,54 @@ from ringjax.serve.cluster.phase_times import PhaseTimes
 def fewest_instances(
   lengths: Sequence[int], free: Sequence[int], used: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...] | None:
-  """Keeps texts on the fewest instances: each one's tokens of each text.
+  """Assign the tokens of texts to the fewest instances that can hold them.
 
   The instances with the most slots in use are filled first, each to its last
   slot, unless that takes more instances than the largest ones do.
 
   Args:
-    lengths: tokens of each text.
-    free: slots that are free on each instance.
-    used: slots in use; default: none.
+    lengths: Number of tokens of each text.
+    free: Number of free slots on each instance.
+    used: Number of used slots on each instance; default: none.
 
   Returns:
-    for each text the tokens of each instance; None where they do not fit.
+    For each text the tokens on each instance; None if they do not fit.
   """
-  total, have = sum(lengths), [*free]
-  numbers = range(len(have))
-  largest = sorted(numbers, key=lambda n: (-have[n], n))
-  least = next(
-    (k for k in numbers if sum(have[n] for n in largest[: k + 1]) >= total),
+  total, free_left = sum(lengths), [*free]
+  numbers = range(len(free_left))
+  largest = sorted(numbers, key=lambda n: (-free_left[n], n))
+  num_needed = next(
+    (
+      k for k in numbers if sum(free_left[n] for n in largest[: k + 1]) >= total
+    ),
     None,
   )
-  if least is None:
+  if num_needed is None:
     return None
   most_used = sorted(
-    numbers, key=lambda n: (-(used[n] if used else 0), have[n], n)
+    numbers, key=lambda n: (-(used[n] if used else 0), free_left[n], n)
   )
   order = most_used
-  if sum(have[n] for n in most_used[: least + 1]) < total:
+  if sum(free_left[n] for n in most_used[: num_needed + 1]) < total:
     order = largest
-  kept = []
+  allocation = []
   for length in lengths:
-    row = [0] * len(have)
+    row = [0] * len(free_left)
     for n in order:
-      row[n] = min(length, have[n])
-      have[n] -= row[n]
+      row[n] = min(length, free_left[n])
+      free_left[n] -= row[n]
       length -= row[n]
-    kept.append(tuple(row))
-  return tuple(kept)
+    allocation.append(tuple(row))
+  return tuple(allocation)
 
 
 def even_parts(
   lengths: Sequence[int], free: Sequence[int]
 ) -> tuple[tuple[int, ...], ...] | None:
-  """As `fewest_instances`, where all that read keep equal parts.
+  """Assign equal parts to the fewest instances, as reactive migration does.
 
-  That is where keys are that stay where they are computed: what reads first
-  and moves afterwards needs room for them (reactive migration).
+  There keys stay where they are computed until prefill has ended and are moved
+  afterwards, so that equal parts need room.
   """
   total = sum(lengths)
   by_room = sorted(range(len(free)), key=lambda n: (-free[n], n))
@@ -76,17 +78,17 @@ def even_parts(
     chosen = by_room[:size]
     part = -(-total // size)
     if min(free[n] for n in chosen) >= part:
-      kept = []
+      allocation = []
       for length in lengths:
         row = [0] * len(free)
         for place, n in enumerate(sorted(chosen)):
           row[n] = (length * (place + 1)) // size - (length * place) // size
-        kept.append(tuple(row))
-      fits = all(
-        sum(row[n] for row in kept) <= free[n] for n in range(len(free))
+        allocation.append(tuple(row))
+      all_fit = all(
+        sum(row[n] for row in allocation) <= free[n] for n in range(len(free))
       )
-      if fits:
-        return tuple(kept)
+      if all_fit:
+        return tuple(allocation)
   return None
 
 
@@ -105,7 +107,7 @@ class GroupTimes(Protocol):
 def batch_cost(
   lengths: Sequence[int], instances: int, times: GroupTimes
 ) -> float:
-  """Seconds of reading prompts, once for each, over its length."""
+  """Seconds of prefill, summed over the prompts, each per its own tokens."""
   seconds = times(instances).prefill_s((n, 0) for n in lengths)
   return seconds * sum(1 / max(1, n) for n in lengths)
 
@@ -117,63 +119,65 @@ def best_batches(
   needs: Sequence[int] | None = None,
   most: Sequence[int] | None = None,
 ) -> tuple[float, list[tuple[range, range]]]:
-  """Cuts requests and instances, in their order, into batches and groups.
+  """Cut requests and instances, in their order, into batches and groups.
 
   f[i][k] is the least, over j < i and l < k, of
   f[j][l] + batch_cost(lengths[j:i], k - l), where the needs of j..i-1 fit into
-  the free slots of l..k-1; the answer is the least f[n][k].
+  the free slots of l..k-1; the result is the least f[n][k].
 
   Args:
-    lengths: of the prompts, descending.
-    free: slots of each instance.
-    times: of a group of so many instances; a constant and a sum over prompts,
-      as those of `QuadraticTimes` are.
-    needs: slots of each request; default: `lengths`.
-    most: for each request how many of the instances, from the first on, its
-      batch may have; none that is longer may have more. Default: all.
+    lengths: Prompt lengths in tokens, descending.
+    free: Number of free slots on each instance.
+    times: Call times by group size; a constant and a sum over prompts, as
+      those of `QuadraticTimes` are.
+    needs: Number of slots of each request; default: `lengths`.
+    most: For each request the maximum number of instances, from the first on,
+      of its batch; a longer request may not have more. Default: all.
 
   Returns:
-    (cost, batches): each batch (requests, instances) by their indices; infinite
-    and none where even all together do not fit.
+    (cost, batches): each batch (requests, instances) by their indices;
+    (inf, []) if even all together do not fit.
   """
   n, m = len(lengths), len(free)
   needs = lengths if needs is None else needs
-  slots, taken = _sums(free), _sums(needs)
-  # A batch's time is read off sums: a constant and a part of each prompt.
-  over = _sums(1 / max(1, x) for x in lengths)
+  slots, need_sums = _sums(free), _sums(needs)
+  # A batch's time follows from sums: a constant and a part for each prompt.
+  weight_sums = _sums(1 / max(1, x) for x in lengths)
   fixed, parts = [0.0], [[0.0]]
   for size in range(1, m + 1):
-    read = times(size).prefill_s
-    fixed.append(read(()))
-    parts.append(_sums(read([(x, 0)]) - fixed[-1] for x in lengths))
+    prefill_s = times(size).prefill_s
+    fixed.append(prefill_s(()))
+    parts.append(_sums(prefill_s([(x, 0)]) - fixed[-1] for x in lengths))
 
   best = [[math.inf] * (m + 1) for _ in range(n + 1)]
-  came: list[list[tuple[int, int]]] = [[(0, 0)] * (m + 1) for _ in range(n + 1)]
+  previous: list[list[tuple[int, int]]] = [
+    [(0, 0)] * (m + 1) for _ in range(n + 1)
+  ]
   best[0] = [0.0] * (m + 1)
   for i in range(1, n + 1):
     for k in range(1, m + 1):
       for low in range(k):
         room = slots[k] - slots[low]
         for j in range(i - 1, -1, -1):
-          if taken[i] - taken[j] > room or (most and k > most[j]):
+          if need_sums[i] - need_sums[j] > room or (most and k > most[j]):
             break
           if best[j][low] == math.inf:
             continue
           seconds = fixed[k - low] + parts[k - low][i] - parts[k - low][j]
-          value = best[j][low] + seconds * (over[i] - over[j])
+          value = best[j][low] + seconds * (weight_sums[i] - weight_sums[j])
           if value < best[i][k]:
-            best[i][k], came[i][k] = value, (j, low)
+            best[i][k], previous[i][k] = value, (j, low)
   k = min(range(m + 1), key=lambda k: best[n][k])
-  found, i, value = [], n, best[n][k]
+  batches, i, value = [], n, best[n][k]
   if value == math.inf:
     return value, []
   while i:
-    j, low = came[i][k]
-    found.append((range(j, i), range(low, k)))
+    j, low = previous[i][k]
+    batches.append((range(j, i), range(low, k)))
     i, k = j, low
-  return value, found[::-1]
+  return value, batches[::-1]
 
 
 def _sums(values: Iterable[int | float]) -> list[Any]:
-  """0 and the sums of the first values."""
+  """Prefix sums, starting with 0."""
   return [*itertools.accumulate(values, initial=0)]

@@ -1,13 +1,14 @@
-"""Elastic groups on a clock of events: what becomes of a scheduler's plans.
+"""Event loop that carries out a scheduler's plans for elastic groups.
 
-`ElasticLoop` asks an `ElasticScheduler` or `FixedGroups` about requests, does
-what it plans and returns the times of each request. Alone it simulates
-(`simulate_elastic`); with a `GroupRunner` a model does what was decided
-(`ElasticRunner.serve`), by predicted times or by the clock of the wall.
+`ElasticLoop` asks an `ElasticScheduler` or `FixedGroups` about requests,
+carries out its plans and returns the times of each request. Alone it simulates
+(`simulate_elastic`); with a `GroupRunner` a model computes what was decided
+(`ElasticRunner.serve`), on predicted times or on the wall clock.
 
 Guarantees: no instance ever holds more tokens than its slots; each request is
-served whole or refused when it comes; by predicted times, always the same.
-Cost: an event for each batch that is read and for each few tokens of a group's
+served completely or refused on arrival; with predicted times the result is
+deterministic.
+Cost: an event for each prefill batch and for each few tokens of a group's
 answers.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, section 7.
 """
@@ -38,15 +39,15 @@ from ringjax.serve.traces import TraceRequest
 
 @dataclasses.dataclass(kw_only=True)
 class ElasticResult(ClusterResult):
-  """What a cluster of elastic groups did.
+  """Times and counters of a cluster of elastic groups.
 
   Attributes:
-    moved_tokens: whose keys moved between instances.
-    kept_tokens: whose keys stayed where a plan wanted them while they were
-      read by more instances than then answered: that many did not move.
-    shrinks: batches that were answered by fewer instances than read them.
-    grows: instances that joined a group that answers.
-    most_used: tokens that an instance ever held.
+    moved_tokens: Tokens whose keys were moved between instances.
+    kept_tokens: Tokens that prefill left where decode needs them, in batches
+      that fewer instances decode: these tokens did not have to move.
+    shrinks: Batches that fewer instances decoded than prefilled.
+    grows: Instances that joined a decoding group.
+    most_used: Maximum tokens that an instance held.
   """
 
   moved_tokens: int = 0
@@ -58,10 +59,10 @@ class ElasticResult(ClusterResult):
 
 @runtime_checkable
 class GroupRunner(Protocol):
-  """Does with a model what a plan says."""
+  """Executes the calls of a plan with a model."""
 
   def read(self, batch: PrefillBatch) -> None:
-    """Reads prompts, whose first tokens are known then."""
+    """Prefill prompts and sample their first tokens."""
     ...
 
   def step(
@@ -70,24 +71,24 @@ class GroupRunner(Protocol):
     instances: Sequence[int],
     parts: Sequence[tuple[int, int]],
   ) -> None:
-    """Makes the next tokens of a request.
+    """Decode the next tokens of a request.
 
     Args:
-      request: the request.
-      instances: of its group.
-      parts: (instance, tokens) in their order: who keeps how many of them.
+      request: Request to continue.
+      instances: Numbers of the instances of its group.
+      parts: (instance, tokens) in order: number of new tokens that each keeps.
     """
     ...
 
   def ended(self, request: ElasticRequest) -> None:
-    """Lets go of a request that has all its tokens."""
+    """Release a request that has all its tokens."""
     ...
 
 
 class ElasticLoop:
   """Serves a trace with a policy: a cluster's clock, groups and used slots.
 
-  Simulated or with a model, these are the same lines.
+  Simulation and a real model share this code.
   """
 
   def __init__(
@@ -99,21 +100,23 @@ class ElasticLoop:
     runner: GroupRunner | None = None,
     clock: Callable[[], float] | None = None,
   ):
-    """By a clock its time begins at once.
+    """Make a loop; with a clock its time begins at once.
 
     Args:
-      trace: requests; their prompts share nothing.
-      policy: who reads and answers what.
-      instances: of the cluster.
-      runner: does it; None only tells when it would be done. It moves no keys:
-        the policy's `most_moved_tokens` has to be 0.
-      clock: seconds, such as `time.monotonic`: requests come when they did in
-        the trace, and calls of the runner take what they take, one after
-        another; None lets them take what the policy's times say.
+      trace: Requests; their prompts share no prefix.
+      policy: Decides which instances prefill and decode what.
+      instances: Number of instances of the cluster.
+      runner: Executes the calls; None only simulates their times. A runner
+        moves
+        no keys: the policy's `most_moved_tokens` has to be 0.
+      clock: Returns seconds, such as `time.monotonic`: requests arrive at the
+        trace's times, and the runner's calls take their real time, one after
+        another; None uses the policy's predicted times.
 
     Raises:
-      OptionError: a prompt or an answer without tokens, or no instance; a clock
-        without a runner, or one whose keys would move.
+      OptionError: If a prompt or an answer has no tokens, or there is no
+        instance; for a clock without a runner, or a runner and a policy that
+        moves keys.
     """
     positive_int("instances", instances)
     if runner is None and clock is not None:
@@ -127,12 +130,12 @@ class ElasticLoop:
         "0: keys stay where they were read",
         "pass ElasticOptions(most_moved_tokens=0)",
       )
-    for one in trace:
-      if one.prompt_tokens < 1 or one.new_tokens < 1:
+    for request in trace:
+      if request.prompt_tokens < 1 or request.new_tokens < 1:
         raise OptionError(
           "trace",
-          f"a prompt of {one.prompt_tokens} tokens, an answer of "
-          f"{one.new_tokens}",
+          f"a prompt of {request.prompt_tokens} tokens, an answer of "
+          f"{request.new_tokens}",
           "at least one token of each",
           "leave such requests out",
         )
@@ -142,7 +145,7 @@ class ElasticLoop:
     self.used = [0] * instances
     self.waiting: list[ElasticRequest] = []
     self.groups: list[DecodeGroup] = []
-    # By id: batches that use a group's instances, and whether it takes a step.
+    # By id of a group: batches that use its instances, and groups in a step.
     self.blocked: dict[int, int] = {}
     self.stepping: set[int] = set()
     self.group_of: dict[int, DecodeGroup] = {}
@@ -150,24 +153,24 @@ class ElasticLoop:
     self.served = [
       ServedRequest(
         number=n,
-        arrival_s=one.arrival,
-        prompt_tokens=one.prompt_tokens,
-        new_tokens=one.new_tokens,
+        arrival_s=request.arrival,
+        prompt_tokens=request.prompt_tokens,
+        new_tokens=request.new_tokens,
       )
-      for n, one in enumerate(trace)
+      for n, request in enumerate(trace)
     ]
     self.moved = self.kept = self.shrinks = self.grows = self.most = 0
     self._events: list[tuple[float, int, Callable[[], None]]] = []
     self._order = itertools.count()
 
   def at(self, when: float, what: Callable[[], None]) -> None:
-    """Calls something at a time."""
+    """Schedule a call at a time."""
     heapq.heappush(self._events, (when, next(self._order), what))
 
   def run(self) -> ElasticResult:
-    """Serves all requests; once."""
-    for one in self.served:
-      self.at(one.arrival_s, lambda one=one: self.arrive(one))
+    """Serve all requests; can be called once."""
+    for request in self.served:
+      self.at(request.arrival_s, lambda served=request: self.arrive(served))
     while self._events:
       self.now = self.until(self._events[0][0])
       while self._events and self._events[0][0] <= self.now:
@@ -187,7 +190,7 @@ class ElasticLoop:
     )
 
   def until(self, when: float) -> float:
-    """The time when something is due, or later."""
+    """Wait until a time, if there is a clock; return the current time."""
     if self.clock is None:
       return when
     passed = self.clock() - self.start
@@ -196,16 +199,16 @@ class ElasticLoop:
     return max(when, passed)
 
   def ran(self) -> None:
-    """Calls of the runner have ended: by a clock they took their time."""
+    """Advance the time by the runner's calls, if there is a clock."""
     if self.clock is not None:
       self.now = max(self.now, self.clock() - self.start)
 
   def taking(self, seconds: float) -> float:
-    """What a call takes beforehand: by a clock it is known when it ends."""
+    """Duration to schedule for a call: 0 if a clock measures it instead."""
     return seconds if self.clock is None else 0.0
 
   def arrive(self, one: ServedRequest) -> None:
-    """A request has come."""
+    """Add a request, or reject it."""
     request = ElasticRequest(
       number=one.number,
       arrival_s=one.arrival_s,
@@ -217,7 +220,7 @@ class ElasticLoop:
       self.waiting.append(request)
 
   def view(self) -> ClusterView:
-    """What the policy sees now."""
+    """State of the instances as the policy sees it."""
     reading = {n for batch, _ in self.reading for n in batch.instances}
     active = []
     for group in self.groups:
@@ -233,10 +236,10 @@ class ElasticLoop:
       used=self.used,
     )
 
-  # -- reading
+  # -- prefill
 
   def decide(self) -> None:
-    """Asks the policy and does what it says."""
+    """Ask the policy for a plan and carry it out."""
     if not self.waiting:
       return
     plan = self.policy.plan(self.view())
@@ -244,53 +247,59 @@ class ElasticLoop:
     for group in plan.paused:
       for n in group.instances:
         ready[n] = max(ready[n], group.free_s)
-    for one in plan.emptied:
-      ready[one.instance] = self.empty(one)
-    taken = {r.number for batch in plan.batches for r in batch.requests}
-    self.waiting = [r for r in self.waiting if r.number not in taken]
+    for emptied in plan.emptied:
+      ready[emptied.instance] = self.empty(emptied)
+    batch_numbers = {
+      request.number for batch in plan.batches for request in batch.requests
+    }
+    self.waiting = [
+      request for request in self.waiting if request.number not in batch_numbers
+    ]
     for batch in plan.batches:
-      mine = {*batch.instances}
-      held = [group for group in plan.paused if mine & {*group.instances}]
-      for group in held:
+      members = {*batch.instances}
+      paused = [group for group in plan.paused if members & {*group.instances}]
+      for group in paused:
         self.blocked[id(group)] = self.blocked.get(id(group), 0) + 1
       start = max(ready[n] for n in batch.instances)
-      lengths = [(r.prompt_tokens, 0) for r in batch.requests]
-      end = start + self.taking(self.policy.times(len(mine)).prefill_s(lengths))
-      for request, kept in zip(batch.requests, batch.kept, strict=True):
-        own = zip(batch.instances, kept, strict=True)
-        request.kept = {n: tokens for n, tokens in own if tokens}
+      lengths = [(request.prompt_tokens, 0) for request in batch.requests]
+      end = start + self.taking(
+        self.policy.times(len(members)).prefill_s(lengths)
+      )
+      for request, counts in zip(batch.requests, batch.kept, strict=True):
+        kept_tokens = zip(batch.instances, counts, strict=True)
+        request.kept = {n: tokens for n, tokens in kept_tokens if tokens}
         self.use(request.kept)
         self.served[request.number].prefill_start_s = start
         self.served[request.number].prefill = _names(batch.instances)
-      if len(batch.stays) < len(mine):
+      if len(batch.stays) < len(members):
         self.shrinks += 1
-        self.kept += sum(r.prompt_tokens for r in batch.requests)
-      entry = (batch, held)
+        self.kept += sum(request.prompt_tokens for request in batch.requests)
+      entry = (batch, paused)
       self.reading.append(entry)
       self.at(end, lambda entry=entry: self.read(*entry))
 
   def use(self, kept: dict[int, int]) -> None:
-    """Counts tokens that instances take."""
+    """Count tokens that instances take."""
     for n, tokens in kept.items():
       self.used[n] += tokens
       self.most = max(self.most, self.used[n])
 
   def empty(self, one: Emptied) -> float:
-    """Moves keys off an instance; when that is done."""
+    """Move keys away from an instance; return the time when that is done."""
     group, target = one.group, one.joins or one.group
-    into = [list(pair) for pair in one.into]
+    targets = [list(pair) for pair in one.into]
     moved = 0
     for request in group.requests:
       tokens = request.kept.pop(one.instance, 0)
       moved += tokens
       while tokens:
-        n, room = into[0]
+        n, room = targets[0]
         part = min(tokens, room)
         request.kept[n] = request.kept.get(n, 0) + part
-        tokens, into[0][1] = tokens - part, room - part
+        tokens, targets[0][1] = tokens - part, room - part
         self.use({n: part})
-        if not into[0][1]:
-          into.pop(0)
+        if not targets[0][1]:
+          targets.pop(0)
     self.used[one.instance] -= moved
     self.moved += moved
     group.instances.remove(one.instance)
@@ -304,49 +313,60 @@ class ElasticLoop:
     return free
 
   def join(self, group: DecodeGroup, target: DecodeGroup) -> None:
-    """Makes one group of two."""
+    """Merge a group into another one."""
     for request in group.requests:
       self.group_of[request.number] = target
     target.requests += group.requests
     target.instances += [n for n in group.instances
                          if n not in target.instances]  # fmt: skip
     target.free_s = max(target.free_s, group.free_s)
-    self.groups = [one for one in self.groups if one is not group]
+    self.groups = [
+      other_group for other_group in self.groups if other_group is not group
+    ]
 
   def read(self, batch: PrefillBatch, held: list[DecodeGroup]) -> None:
-    """A batch has been read: its first tokens are there."""
+    """Finish a prefill batch: its first tokens are known."""
     if self.runner is not None:
       self.runner.read(batch)
       self.ran()
     self.reading = [pair for pair in self.reading if pair[0] is not batch]
-    fresh = DecodeGroup(requests=[], instances=[*batch.stays], free_s=self.now)
+    new_group = DecodeGroup(
+      requests=[], instances=[*batch.stays], free_s=self.now
+    )
     for request in batch.requests:
-      one = self.served[request.number]
-      one.first_token_s, one.decode = self.now, _names(batch.stays)
+      times = self.served[request.number]
+      times.first_token_s, times.decode = self.now, _names(batch.stays)
       request.done, request.started_s = 1, self.now
-      self.group_of[request.number] = fresh
-      fresh.requests.append(request)
+      self.group_of[request.number] = new_group
+      new_group.requests.append(request)
     for group in held:
       self.blocked[id(group)] -= 1
-    alive = [group for group in held if any(group is g for g in self.groups)]
-    shared = [g for g in alive if {*g.instances} & {*batch.stays}]
-    self.groups.append(fresh)
+    alive = [
+      group
+      for group in held
+      if any(group is other_group for other_group in self.groups)
+    ]
+    shared = [group for group in alive if {*group.instances} & {*batch.stays}]
+    self.groups.append(new_group)
     for group in shared:
-      # What blocked it blocks what it becomes.
+      # Batches that blocked the old group block the merged group.
       count = self.blocked.pop(id(group), 0)
-      self.blocked[id(fresh)] = self.blocked.get(id(fresh), 0) + count
+      self.blocked[id(new_group)] = self.blocked.get(id(new_group), 0) + count
       for _, others in self.reading:
-        others[:] = [fresh if one is group else one for one in others]
-      self.join(group, fresh)
-    self.end(fresh)
+        others[:] = [
+          new_group if held_group is group else held_group
+          for held_group in others
+        ]
+      self.join(group, new_group)
+    self.end(new_group)
 
-  # -- answering
+  # -- decode
 
   def advance(self, group: DecodeGroup) -> None:
-    """Begins a group's next step, unless something is under way."""
+    """Begin a group's next decode steps, unless a call is in flight."""
     if self.blocked.get(id(group)) or id(group) in self.stepping:
       return
-    if not any(group is one for one in self.groups):
+    if not any(group is other_group for other_group in self.groups):
       return
     if group.free_s > self.now:
       self.stepping.add(id(group))
@@ -356,9 +376,9 @@ class ElasticLoop:
     group.instances += joins
     self.grows += len(joins)
     requests = [*group.requests]
-    left = min(r.new_tokens - r.done for r in requests)
-    count = min(self.policy.options.steps, left)
-    tokens = sum(r.prompt_tokens + r.done for r in requests)
+    steps_left = min(request.new_tokens - request.done for request in requests)
+    count = min(self.policy.options.steps, steps_left)
+    tokens = sum(request.prompt_tokens + request.done for request in requests)
     tokens += len(requests) * (count - 1) / 2
     times = self.policy.times(len(group.instances))
     seconds = times.decode_s(len(requests), tokens)
@@ -371,38 +391,42 @@ class ElasticLoop:
   def step(
     self, group: DecodeGroup, requests: list[ElasticRequest], count: int
   ) -> None:
-    """A group has made `count` tokens of each of its requests."""
+    """Finish `count` decode steps of a group."""
     self.stepping.discard(id(group))
-    slots, began = self.policy.options.slots, self.now
+    slots, start_s = self.policy.options.slots, self.now
     for place, request in enumerate(requests):
       request.done += count
-      # It may be another group's by now.
+      # The request may have moved to another group meanwhile.
       masters = self.group_of[request.number].instances
-      left, n, parts = count, masters[place % len(masters)], []
-      while left:
-        part = min(left, slots - self.used[n])
+      tokens_left, n, parts = count, masters[place % len(masters)], []
+      while tokens_left:
+        part = min(tokens_left, slots - self.used[n])
         if part > 0:
           request.kept[n] = request.kept.get(n, 0) + part
           self.use({n: part})
-          left -= part
+          tokens_left -= part
           parts.append((n, part))
-        if left:
+        if tokens_left:
           n = min(masters, key=lambda m: self.used[m])
           assert self.used[n] < slots, "no slot for a token that has one"
       if self.runner is not None:
         self.runner.step(request, masters, parts)
         self.ran()
     if self.clock is not None:
-      self.policy.stepped((self.now - began) / count)
-    for one in {id(g): g for g in map(self._group, requests)}.values():
-      self.end(one)
+      self.policy.stepped((self.now - start_s) / count)
+    for changed_group in {
+      id(group): group for group in map(self._group, requests)
+    }.values():
+      self.end(changed_group)
 
   def _group(self, request: ElasticRequest) -> DecodeGroup:
     return self.group_of[request.number]
 
   def end(self, group: DecodeGroup) -> None:
-    """Lets go of requests that are done, and of instances that hold nothing."""
-    for request in [r for r in group.requests if r.done >= r.new_tokens]:
+    """Remove finished requests, and instances that hold nothing."""
+    for request in [
+      ended for ended in group.requests if ended.done >= ended.new_tokens
+    ]:
       group.requests.remove(request)
       self.policy.ended(request)
       if self.runner is not None:
@@ -412,12 +436,14 @@ class ElasticLoop:
         self.used[n] -= tokens
       del self.group_of[request.number]
     if not group.requests:
-      # Its instances are read on until the batches there end.
-      self.groups = [one for one in self.groups if one is not group]
+      # Its instances stay in prefill until their batches end.
+      self.groups = [
+        other_group for other_group in self.groups if other_group is not group
+      ]
       return
     if not self.policy.shrinks or self.blocked.get(id(group)):
       return
-    due = sum(r.left_tokens for r in group.requests)
+    due = sum(request.left_tokens for request in group.requests)
     slots = self.policy.options.slots
     room = sum(slots - self.used[n] for n in group.instances)
     for n in [*group.instances]:

@@ -1,16 +1,18 @@
-"""Decides for live elastic instances: what each does next, and what if it dies.
+"""State machine of live elastic instances: next calls, recovery from losses.
 
-`ElasticManager` is told what came and what ended, and says which calls begin:
-a group reads prompts, a group makes tokens, keys move. `ElasticWorkers` carries
-them to processes. Who reads what with how many and who answers decides an
-`ElasticPolicy`, which is asked while no group makes tokens.
+`ElasticManager` gets events (requests, finished calls, lost instances) and
+decides which calls begin: a group prefills, a group decodes, keys move.
+`ElasticWorkers` carries the calls to processes. Which instances prefill and
+decode which requests is decided by an `ElasticPolicy`, which is asked while no
+group decodes.
 
 Guarantees: plain Python, without a clock. An instance has one call at a time. A
-token is part of an answer when all members of its call have answered. A request
-whose keys an instance had that is lost is read again, prompt and tokens so far,
-or ends with an error that says so; others go on from the tokens that they had.
-A group with too few slots lets idle instances join, which move nothing; where
-there are none the request that came last is read again later.
+token is part of an answer once all members of its call have finished. If keys
+of a request are lost with an instance, its prompt and tokens so far are
+prefilled again, or the request ends with an error that says so; other requests
+continue from their tokens. A group with too few slots lets idle instances join,
+which moves no keys; if no instance is idle the latest request is prefilled
+again later.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, sections 4 and 5.
 """
 
@@ -33,7 +35,7 @@ from ringjax.serve.cluster.elastic_scheduler import (
   PrefillBatch,
 )
 
-# Calls of a request that failed although no instance was lost.
+# Failed calls of a request after which it ends, not counting lost instances.
 _MOST_FAILURES = 3
 
 
@@ -41,12 +43,11 @@ _MOST_FAILURES = 3
 class LiveRow:
   """A request's part of a call.
 
-  Attributes:
-    request: its number.
-    tokens: of its text so far: the prompt, and the answer's.
-    kept: of a call that reads, the tokens that each instance keeps, in the
-      order of the text; of others, that each holds.
-    master: of a call that makes tokens, the instance that computes it.
+  request: Number of the request.
+  tokens: Length of its prompt plus its answer so far, in tokens.
+  kept: (instance, tokens): for prefill, the tokens that each instance is to
+    keep, in the order of the text; for other calls, those that it holds.
+  master: Instance that computes the row's decode steps; -1 for other calls.
   """
 
   request: int
@@ -57,18 +58,19 @@ class LiveRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveCall:
-  """Something that instances do together.
+  """A call that several instances execute together.
 
   Attributes:
-    number: of the call, ascending.
-    kind: "read", "step" or "move".
-    members: the instances; of a ring in its order.
-    rows: what is read or answered.
-    striped: whether each member of a ring keeps what it computes, in place of
-      what `kept` says: token t of all of a call's is of member t modulo their
+    number: Number of the call, ascending.
+    kind: "read" (prefill), "step" (decode) or "move".
+    members: Numbers of the instances; of a ring in its order.
+    rows: Requests that are prefilled or decoded.
+    striped: Whether each member of a ring keeps what it computes, instead of
+      following `kept`: token t of the call belongs to member t modulo their
       number.
-    steps: tokens that each row gets.
-    parts: of a move, (target, request, tokens); the source is the first member.
+    steps: Number of tokens that each row gets.
+    parts: For a move, (target, request, tokens); the source is the first
+      member.
   """
 
   number: int
@@ -91,7 +93,7 @@ class DropKeys:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Abandon:
-  """Members of a call give it up, and say so."""
+  """Members of a call should give it up, and reply that they did."""
 
   call: int
   members: tuple[int, ...]
@@ -109,16 +111,16 @@ LiveAction = LiveCall | DropKeys | Abandon | Release
 
 @dataclasses.dataclass(kw_only=True)
 class LiveAnswer:
-  """A request and what became of it.
+  """A request, its answer so far, and its outcome.
 
   Attributes:
-    number: of the request.
-    prompt_tokens: of its prompt.
-    new_tokens: of its answer, at most.
-    tokens: of its answer so far.
-    error: why it ended without its whole answer; "" if it did not.
-    ended: whether it did, in either way.
-    reads: how often its text was read.
+    number: Number of the request.
+    prompt_tokens: Prompt length in tokens.
+    new_tokens: Maximum number of tokens to generate.
+    tokens: Token ids generated so far.
+    error: Reason why it ended without its whole answer, or "".
+    ended: Whether it has ended, with or without an error.
+    reads: Number of times that its text was prefilled.
   """
 
   number: int
@@ -131,22 +133,22 @@ class LiveAnswer:
 
   @property
   def text_tokens(self) -> int:
-    """Of the prompt and the answer so far."""
+    """Length of the prompt plus the answer so far."""
     return self.prompt_tokens + len(self.tokens)
 
 
 @dataclasses.dataclass(kw_only=True)
 class LiveCounts:
-  """What a manager decided.
+  """Counters of a manager's decisions.
 
   Attributes:
-    kept_tokens: that stayed where a plan wanted them while more instances read
-      them than then answered: that many did not move.
-    moved_tokens: whose keys moved between instances.
-    shrinks: batches that fewer instances answered than read.
-    grows: instances that joined a group that answers.
-    lost: instances that were lost.
-    reread: texts that were read again.
+    kept_tokens: Tokens that prefill left where decode needs them, in batches
+      that fewer instances decode: these tokens did not have to move.
+    moved_tokens: Tokens whose keys were moved between instances.
+    shrinks: Batches that fewer instances decoded than prefilled.
+    grows: Instances that joined a decoding group.
+    lost: Instances that were lost.
+    reread: Number of texts that were prefilled again.
   """
 
   kept_tokens: int = 0
@@ -159,7 +161,7 @@ class LiveCounts:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _OpenCall:
-  """A call under way."""
+  """A call in flight."""
 
   call: LiveCall
   waiting: set[int]
@@ -172,13 +174,13 @@ class _OpenCall:
 
 
 class ElasticManager:
-  """What live instances do next.
+  """Decides the next calls of live instances.
 
   Attributes:
-    answers: by the requests' numbers.
-    counts: what was decided.
-    used: tokens that each instance holds or has promised.
-    live: instances that are there.
+    answers: Answers by request number.
+    counts: Counters of the decisions.
+    used: Tokens that each instance holds or has reserved.
+    live: Numbers of the instances that are alive.
   """
 
   def __init__(
@@ -192,19 +194,19 @@ class ElasticManager:
     first_call: int = 0,
     note: Callable[[dict[str, Any]], object] = lambda event: None,
   ):
-    """Nothing is under way.
+    """Make a manager without requests.
 
     Args:
-      policy: who reads and answers what; its `options.slots` are each
-        instance's.
-      instances: their numbers.
-      stop_ids: tokens that end an answer.
-      reserve: tokens of an answer that have slots when it begins, and again
-        when these are full; default: all.
-      proactive: whether keys stay during reading where they are needed later;
-        else each instance keeps what it computes, and moves it then.
-      first_call: number of the first call.
-      note: gets each decision, as values for JSON.
+      policy: Decides which instances prefill and decode what; its
+        `options.slots` is the capacity of each instance.
+      instances: Numbers of the instances.
+      stop_ids: Token ids that end an answer.
+      reserve: Number of an answer's tokens that get slots at its beginning, and
+        again when these are full; default: all.
+      proactive: Whether prefill leaves keys where decode needs them; else each
+        instance keeps what it computes, and moves it afterwards.
+      first_call: Number of the first call.
+      note: Function that gets each decision, as values for JSON.
     """
     self.policy, self.live = policy, {*instances}
     self.slots = policy.options.slots
@@ -220,38 +222,41 @@ class ElasticManager:
     self._proactive, self._note = proactive, note
     self._waiting: list[ElasticRequest] = []
     self._groups: list[DecodeGroup] = []
-    self._open: dict[int, _OpenCall] = {}
-    self._busy: dict[int, int] = {}
-    # To be released once they are empty, or only emptied.
+    self._open_calls: dict[int, _OpenCall] = {}
+    self._call_of_instance: dict[int, int] = {}
+    # Instances to be released once empty, and instances only to be emptied.
     self._leaving: set[int] = set()
     self._emptying: set[int] = set()
     self._failures: collections.Counter[int] = collections.Counter()
     self._numbers = itertools.count(first_call)
-    self._out: list[LiveAction] = []
+    self._actions: list[LiveAction] = []
     self._now = 0.0
 
   @property
   def idle(self) -> bool:
-    """Whether all requests have ended, and nothing is under way."""
-    ended = all(x.ended for x in self.answers.values())
-    return ended and not (self._open or self._leaving or self._out)
+    """Whether all requests have ended, and no call is in flight."""
+    ended = all(answer.ended for answer in self.answers.values())
+    return ended and not (self._open_calls or self._leaving or self._actions)
 
   @property
   def groups(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(instances, requests) of each group that answers."""
+    """(instances, requests) of each decoding group."""
     return [
-      (tuple(g.instances), tuple(r.number for r in g.requests))
-      for g in self._groups
+      (
+        tuple(group.instances),
+        tuple(request.number for request in group.requests),
+      )
+      for group in self._groups
     ]
 
   # -------------------------------------------------------------------------
-  # What is told
+  # Events
   # -------------------------------------------------------------------------
 
   def submit(
     self, number: int, prompt_tokens: int, new_tokens: int, arrival_s: float = 0
   ) -> None:
-    """A request has come."""
+    """Add a request."""
     positive_int("prompt_tokens", prompt_tokens)
     positive_int("new_tokens", new_tokens)
     answer = LiveAnswer(
@@ -261,19 +266,19 @@ class ElasticManager:
     self._wait(answer, "", arrival_s)
 
   def join(self, instance: int) -> None:
-    """An instance has come, with all its slots free."""
+    """Add an instance, with all its slots free."""
     self.used += [self.slots] * (instance + 1 - len(self.used))
     self.used[instance] = 0
     self.live.add(instance)
     self._note({"event": "join", "instance": instance})
 
   def leave(self, instance: int) -> None:
-    """An instance is to leave: its keys are moved, then it is released."""
+    """Let an instance leave: its keys are moved, then it is released."""
     if instance in self.live:
       self._leaving.add(instance)
 
   def lost(self, instance: int, why: str) -> None:
-    """An instance is gone, with what it held."""
+    """Handle the loss of an instance and its keys."""
     if instance not in self.live:
       return
     self.live.discard(instance)
@@ -282,12 +287,12 @@ class ElasticManager:
     self.used[instance] = self.slots
     self.counts.lost += 1
     self._note({"event": "lost", "instance": instance, "why": why})
-    number = self._busy.get(instance)
+    number = self._call_of_instance.get(instance)
     if number is not None:
-      entry = self._open[number]
+      entry = self._open_calls[number]
       entry.lost = True
-      self._break(entry, f"instance {instance} was lost: {why}")
-      self._answered(entry, instance)
+      self._abandon_call(entry, f"instance {instance} was lost: {why}")
+      self._member_done(entry, instance)
     self._forget_lost()
 
   def answered(
@@ -297,108 +302,123 @@ class ElasticManager:
     tokens: Iterable[tuple[int, Sequence[int]]] = (),
     failure: str = "",
   ) -> None:
-    """A member of a call has done its part, or failed.
+    """Handle the reply of a member of a call.
 
     Args:
-      call: its number.
-      instance: the member.
-      tokens: (request, tokens) that ended there.
-      failure: why it failed; "" if it did not.
+      call: Number of the call.
+      instance: Number of the member.
+      tokens: (request, tokens) of the rows for which it is the master.
+      failure: Error message, or "" on success.
     """
-    entry = self._open.get(call)
+    entry = self._open_calls.get(call)
     if entry is None or instance not in entry.waiting:
       return
     for request, new in tokens:
       entry.tokens[request] = [*new]
     if failure:
-      self._break(entry, f"instance {instance}: {failure}")
-    self._answered(entry, instance)
+      self._abandon_call(entry, f"instance {instance}: {failure}")
+    self._member_done(entry, instance)
 
   # -------------------------------------------------------------------------
-  # What is decided
+  # Decisions
   # -------------------------------------------------------------------------
 
   def decide(self, now_s: float) -> list[LiveAction]:
-    """What is to be done now, in this order."""
+    """Decide the next actions, to be executed in this order."""
     self._now = now_s
     self._empty_leaving()
-    stepping = any(x.call.kind != "read" for x in self._open.values())
-    if self._waiting and not stepping:
-      self._read()
-    # While requests wait the groups' steps begin together, so that the policy
-    # sees all of them at rest.
-    if not (self._waiting and stepping):
+    decoding = any(
+      entry.call.kind != "read" for entry in self._open_calls.values()
+    )
+    if self._waiting and not decoding:
+      self._plan_prefill()
+    # While requests wait, the groups' steps begin at the same time, so that the
+    # policy sees all groups at rest.
+    if not (self._waiting and decoding):
       for group in [*self._groups]:
-        if self._rests(group):
+        if self._is_resting(group):
           self._step(group)
-    if self._waiting and not (self._open or self._groups or self._out):
+    if self._waiting and not (
+      self._open_calls or self._groups or self._actions
+    ):
       head = self.answers[self._waiting.pop(0).number]
       head.error, head.ended = "no group of instances can take it", True
-    out, self._out = self._out, []
+    out, self._actions = self._actions, []
     return out
 
-  def _rests(self, group: DecodeGroup) -> bool:
-    return not any(n in self._busy for n in group.instances)
+  def _is_resting(self, group: DecodeGroup) -> bool:
+    return not any(n in self._call_of_instance for n in group.instances)
 
   def _view(self) -> ClusterView:
-    groups = [g for g in self._groups if self._rests(g)]
-    away = {*range(len(self.used))} - self.live
-    away |= self._leaving | {*self._busy}
+    groups = [group for group in self._groups if self._is_resting(group)]
+    unavailable = {*range(len(self.used))} - self.live
+    unavailable |= self._leaving | {*self._call_of_instance}
     for group in self._groups:
-      if not self._rests(group):
-        away |= {*group.instances}
-    # Groups with an instance that leaves go on, but take no part in reading.
+      if not self._is_resting(group):
+        unavailable |= {*group.instances}
+    # A group with a leaving instance continues, but takes no part in prefill.
     for group in [*groups]:
       if self._leaving & {*group.instances}:
         groups.remove(group)
-        away |= {*group.instances}
+        unavailable |= {*group.instances}
     return ClusterView(
       now_s=self._now,
       waiting=self._waiting,
       groups=groups,
-      reading=frozenset(away),
+      reading=frozenset(unavailable),
       used=self.used,
     )
 
   def _begin(self, kind: Any, members: Sequence[int], **what: Any) -> _OpenCall:
-    """Starts a call; `what` are fields of it and of its entry."""
-    fields = {f.name for f in dataclasses.fields(LiveCall)}
-    own = {name: x for name, x in what.items() if name in fields}
+    """Start a call from the fields of the call and of its entry."""
+    fields = {field.name for field in dataclasses.fields(LiveCall)}
+    call_fields = {
+      name: value for name, value in what.items() if name in fields
+    }
     call = LiveCall(
-      number=next(self._numbers), kind=kind, members=tuple(members), **own
+      number=next(self._numbers),
+      kind=kind,
+      members=tuple(members),
+      **call_fields,
     )
-    rest = {name: x for name, x in what.items() if name not in fields}
-    entry = _OpenCall(call=call, waiting={*members}, **rest)
-    self._open[call.number] = entry
-    self._busy |= dict.fromkeys(members, call.number)
-    self._out.append(call)
+    entry_fields = {
+      name: value for name, value in what.items() if name not in fields
+    }
+    entry = _OpenCall(call=call, waiting={*members}, **entry_fields)
+    self._open_calls[call.number] = entry
+    self._call_of_instance |= dict.fromkeys(members, call.number)
+    self._actions.append(call)
     return entry
 
-  # -- reading
+  # -- prefill
 
-  def _read(self) -> None:
+  def _plan_prefill(self) -> None:
     plan = self.policy.plan(self._view())
-    for one in plan.emptied:
-      parts = _parts(one.instance, one.group.requests, one.into)
-      self._move(one.instance, parts, group=one.group, emptied=one)
+    for emptied in plan.emptied:
+      parts = _parts(emptied.instance, emptied.group.requests, emptied.into)
+      self._move(emptied.instance, parts, group=emptied.group, emptied=emptied)
     if plan.emptied:
-      # Decided again when instances are empty.
+      # The plan is made again when these instances are empty.
       return
     for batch in plan.batches:
       self._begin_batch(batch)
 
   def _begin_batch(self, batch: PrefillBatch) -> None:
-    taken = {r.number for r in batch.requests}
-    self._waiting = [r for r in self._waiting if r.number not in taken]
-    texts = [self.answers[r.number] for r in batch.requests]
-    striped = not self._proactive and self._stripes(batch)
+    batch_numbers = {request.number for request in batch.requests}
+    self._waiting = [
+      request
+      for request in self._waiting
+      if request.number not in batch_numbers
+    ]
+    texts = [self.answers[request.number] for request in batch.requests]
+    striped = not self._proactive and self._stripe_keys(batch)
     rows = []
-    for request, kept, text in zip(
+    for request, counts, text in zip(
       batch.requests, batch.kept, texts, strict=True
     ):
       if not striped:
-        own = zip(batch.instances, kept, strict=True)
-        request.kept = {n: tokens for n, tokens in own if tokens}
+        kept_tokens = zip(batch.instances, counts, strict=True)
+        request.kept = {n: tokens for n, tokens in kept_tokens if tokens}
       self._use(request.kept)
       text.reads += 1
       rows.append(
@@ -416,116 +436,122 @@ class ElasticManager:
         "event": "read",
         "group": [*batch.instances],
         "answers": [*batch.stays],
-        "requests": [r.number for r in batch.requests],
+        "requests": [request.number for request in batch.requests],
       }
     )
 
-  def _stripes(self, batch: PrefillBatch) -> bool:
-    """Gives each instance what it computes, where it has slots for that."""
+  def _stripe_keys(self, batch: PrefillBatch) -> bool:
+    """Assign to each instance the keys that it computes, if all have slots."""
     size, at = len(batch.instances), 0
     total = dict.fromkeys(batch.instances, 0)
-    each: list[dict[int, int]] = []
+    shares: list[dict[int, int]] = []
     for request in batch.requests:
       end = at + self.answers[request.number].text_tokens
-      each.append(
+      shares.append(
         {
           n: len(range(at + (k - at) % size, end, size))
           for k, n in enumerate(batch.instances)
         }
       )
-      for n, tokens in each[-1].items():
+      for n, tokens in shares[-1].items():
         total[n] += tokens
       at = end
     if any(total[n] > self.slots - self.used[n] for n in total):
       return False
-    for request, kept in zip(batch.requests, each, strict=True):
-      request.kept = {n: tokens for n, tokens in kept.items() if tokens}
+    for request, counts in zip(batch.requests, shares, strict=True):
+      request.kept = {n: tokens for n, tokens in counts.items() if tokens}
     return True
 
-  def _was_read(self, entry: _OpenCall) -> None:
+  def _on_prefilled(self, entry: _OpenCall) -> None:
     batch = entry.batch
     assert batch is not None
-    holders = {n for r in batch.requests for n in r.kept}
+    holders = {n for request in batch.requests for n in request.kept}
     members = [n for n in batch.instances if n in holders | {*batch.stays}]
     if len(batch.stays) < len(batch.instances):
       self.counts.shrinks += 1
       if not entry.call.striped:
         self.counts.kept_tokens += sum(row.tokens for row in entry.call.rows)
-    fresh = DecodeGroup(requests=[], instances=members)
+    new_group = DecodeGroup(requests=[], instances=members)
     self._emptying |= {*members} - {*batch.stays}
     for request in batch.requests:
       request.done, request.started_s = 1, self._now
-      fresh.requests.append(request)
-    shared = [g for g in self._groups if {*g.instances} & {*members}]
-    self._groups.append(fresh)
+      new_group.requests.append(request)
+    shared = [
+      group for group in self._groups if {*group.instances} & {*members}
+    ]
+    self._groups.append(new_group)
     for group in shared:
-      self._merge(group, fresh)
+      self._merge(group, new_group)
     for request in batch.requests:
-      self._take(request, entry.tokens.get(request.number, []))
-    self._tidy(fresh)
+      self._append_tokens(request, entry.tokens.get(request.number, []))
+    self._remove_ended(new_group)
 
   def _merge(self, group: DecodeGroup, target: DecodeGroup) -> None:
-    """Makes one group of two."""
+    """Merge a group into another one."""
     target.requests += group.requests
     target.instances += [
       n for n in group.instances if n not in target.instances
     ]
-    self._groups = [g for g in self._groups if g is not group]
+    self._groups = [
+      remaining for remaining in self._groups if remaining is not group
+    ]
 
-  # -- answering
+  # -- decode
 
   def _step(self, group: DecodeGroup) -> None:
     for request in group.requests:
-      # Its slots were for a part of its answer.
+      # Its slots were reserved for a part of its answer only.
       if request.done >= request.new_tokens:
         answer = self.answers[request.number]
-        left = answer.new_tokens - len(answer.tokens)
-        request.new_tokens += min(left, self._reserve or left)
+        tokens_left = answer.new_tokens - len(answer.tokens)
+        request.new_tokens += min(tokens_left, self._reserve or tokens_left)
     self._grow(group)
     stays = {*group.instances} - self._leaving - self._emptying
     free = {n: self.slots - self.used[n] for n in group.instances if n in stays}
     while group.requests and sum(free.values()) < len(group.requests):
-      # The last one that came is read again when there is room.
-      last = max(group.requests, key=lambda r: (r.arrival_s, r.number))
-      self._again(last, group, "its group has no slots left", counts=False)
+      # The latest request is prefilled again when there is room.
+      latest = max(
+        group.requests, key=lambda request: (request.arrival_s, request.number)
+      )
+      self._restart(latest, group, "its group has no slots left", counts=False)
       free = {n: self.slots - self.used[n] for n in free}
     if not group.requests:
-      self._tidy(group)
+      self._remove_ended(group)
       return
     count = min(
       self.policy.options.steps,
-      *(r.new_tokens - r.done for r in group.requests),
+      *(request.new_tokens - request.done for request in group.requests),
     )
-    chosen = _masters(len(group.requests), free, count)
-    while chosen is None:
+    masters = _masters(len(group.requests), free, count)
+    while masters is None:
       count //= 2
-      chosen = _masters(len(group.requests), free, count)
+      masters = _masters(len(group.requests), free, count)
     rows = tuple(
       LiveRow(
-        request=r.number,
-        tokens=self.answers[r.number].text_tokens,
-        kept=tuple(r.kept.items()),
+        request=request.number,
+        tokens=self.answers[request.number].text_tokens,
+        kept=tuple(request.kept.items()),
         master=n,
       )
-      for r, n in zip(group.requests, chosen, strict=True)
+      for request, n in zip(group.requests, masters, strict=True)
     )
     self._begin("step", group.instances, rows=rows, steps=count, group=group)
     self._note(
       {
         "event": "step",
         "group": [*group.instances],
-        "masters": sorted({*chosen}),
-        "requests": [r.number for r in group.requests],
+        "masters": sorted({*masters}),
+        "requests": [request.number for request in group.requests],
         "tokens": count,
       }
     )
 
   def _grow(self, group: DecodeGroup) -> None:
-    """Lets instances join for rows, as the policy says, or for slots."""
+    """Let instances join for rows, as the policy says, or for slots."""
     joins = [*self.policy.grown(group, self._view())]
     joins = [n for n in joins if n in self.live and n not in group.instances]
     members = [*group.instances, *joins]
-    due = sum(r.left_tokens for r in group.requests)
+    due = sum(request.left_tokens for request in group.requests)
     stays = lambda: [n for n in members if n not in self._leaving]
     for n in self._idle():
       if sum(self.slots - self.used[m] for m in stays()) >= due:
@@ -539,12 +565,12 @@ class ElasticManager:
       self._note({"event": "grow", "group": [*group.instances]})
 
   def _idle(self) -> list[int]:
-    """Instances of no group and no call, those with the most slots first."""
-    taken = {n for g in self._groups for n in g.instances}
-    taken |= {*self._busy} | self._leaving | self._emptying
-    return sorted(self.live - taken, key=lambda n: (self.used[n], n))
+    """Instances without a group or call, most free slots first."""
+    unavailable = {n for group in self._groups for n in group.instances}
+    unavailable |= {*self._call_of_instance} | self._leaving | self._emptying
+    return sorted(self.live - unavailable, key=lambda n: (self.used[n], n))
 
-  def _stepped(self, entry: _OpenCall) -> None:
+  def _on_stepped(self, entry: _OpenCall) -> None:
     group, steps = entry.group, entry.call.steps
     assert group is not None
     rows = {row.request: row for row in entry.call.rows}
@@ -554,11 +580,13 @@ class ElasticManager:
         request.kept[row.master] = request.kept.get(row.master, 0) + steps
         self._use({row.master: steps})
         request.done += steps
-        self._take(request, entry.tokens.get(request.number, []))
-    self._tidy(group)
+        self._append_tokens(request, entry.tokens.get(request.number, []))
+    self._remove_ended(group)
 
-  def _take(self, request: ElasticRequest, tokens: Sequence[int]) -> None:
-    """Adds confirmed tokens to an answer, which may end."""
+  def _append_tokens(
+    self, request: ElasticRequest, tokens: Sequence[int]
+  ) -> None:
+    """Append confirmed tokens to an answer, which may end it."""
     answer = self.answers[request.number]
     for token in tokens:
       if token == NOT_FINITE:
@@ -574,30 +602,32 @@ class ElasticManager:
       answer.error = "no instance told its tokens"
     answer.ended = answer.ended or bool(answer.error)
 
-  def _tidy(self, group: DecodeGroup) -> None:
-    """Lets go of requests that ended, and of instances that hold nothing."""
+  def _remove_ended(self, group: DecodeGroup) -> None:
+    """Remove ended requests, and instances that hold nothing."""
     for request in [*group.requests]:
       if self.answers[request.number].ended:
         group.requests.remove(request)
         self.policy.ended(request)
         self._free(request)
     if not group.requests:
-      self._groups = [g for g in self._groups if g is not group]
+      self._groups = [
+        remaining for remaining in self._groups if remaining is not group
+      ]
       self._emptying -= {*group.instances}
       return
-    holders = {n for r in group.requests for n in r.kept}
-    due = sum(r.left_tokens for r in group.requests)
+    holders = {n for request in group.requests for n in request.kept}
+    due = sum(request.left_tokens for request in group.requests)
     stays = [n for n in group.instances if n not in self._leaving]
     room = sum(self.slots - self.used[n] for n in stays)
     for n in [*group.instances]:
       if n in holders:
         continue
-      gone = n in self._leaving | self._emptying
-      spare = room - (0 if gone else self.slots - self.used[n])
-      wide = len(group.requests) > self.policy.options.wide_rows * (
+      goes = n in self._leaving | self._emptying
+      spare = room - (0 if goes else self.slots - self.used[n])
+      decodes_wide = len(group.requests) > self.policy.options.wide_rows * (
         len(group.instances) - 1
       )
-      if gone or (self.policy.shrinks and spare >= due and not wide):
+      if goes or (self.policy.shrinks and spare >= due and not decodes_wide):
         group.instances.remove(n)
         self._emptying.discard(n)
         room = spare
@@ -605,9 +635,13 @@ class ElasticManager:
   # -- moving
 
   def _empty_leaving(self) -> None:
-    """Moves keys off instances that leave, or that a batch gives up."""
-    for n in sorted((self._leaving | self._emptying) - {*self._busy}):
-      group = next((g for g in self._groups if n in g.instances), None)
+    """Move keys away from instances that leave or are to be emptied."""
+    for n in sorted(
+      (self._leaving | self._emptying) - {*self._call_of_instance}
+    ):
+      group = next(
+        (group for group in self._groups if n in group.instances), None
+      )
       if group is None:
         self._emptying.discard(n)
         if n in self._leaving and not self.used[n]:
@@ -615,28 +649,28 @@ class ElasticManager:
           self.live.discard(n)
           self.used[n] = self.slots
           self._note({"event": "release", "instance": n})
-          self._out.append(Release(instance=n))
+          self._actions.append(Release(instance=n))
           self._refuse_waiting(f"instance {n} has left")
         continue
-      if not self._rests(group):
+      if not self._is_resting(group):
         continue
-      tokens = sum(r.kept.get(n, 0) for r in group.requests)
+      tokens = sum(request.kept.get(n, 0) for request in group.requests)
       if not tokens:
-        self._tidy(group)
+        self._remove_ended(group)
         continue
-      due = sum(r.left_tokens for r in group.requests)
-      out = self._leaving | self._emptying
-      into = [m for m in group.instances if m not in out]
-      room = sum(self.slots - self.used[m] for m in into)
+      due = sum(request.left_tokens for request in group.requests)
+      outgoing = self._leaving | self._emptying
+      targets = [m for m in group.instances if m not in outgoing]
+      room = sum(self.slots - self.used[m] for m in targets)
       for m in self._idle() if n in self._leaving else []:
         if room >= tokens + due:
           break
-        into.append(m)
+        targets.append(m)
         room += self.slots - self.used[m]
       if room < tokens:
-        continue  # When answers have ended.
-      group.instances += [m for m in into if m not in group.instances]
-      free = [(m, self.slots - self.used[m]) for m in into]
+        continue  # Later, when answers have ended.
+      group.instances += [m for m in targets if m not in group.instances]
+      free = [(m, self.slots - self.used[m]) for m in targets]
       self._move(n, _parts(n, group.requests, free), group=group)
 
   def _move(
@@ -662,70 +696,70 @@ class ElasticManager:
       }
     )
 
-  def _moved(self, entry: _OpenCall) -> None:
+  def _on_moved(self, entry: _OpenCall) -> None:
     group, source = entry.group, entry.call.members[0]
     assert group is not None
-    requests = {r.number: r for r in group.requests}
+    requests = {request.number: request for request in group.requests}
     for target, number, tokens in entry.call.parts:
-      kept = requests[number].kept
-      kept[source] -= tokens
-      kept[target] = kept.get(target, 0) + tokens
+      tokens_of = requests[number].kept
+      tokens_of[source] -= tokens
+      tokens_of[target] = tokens_of.get(target, 0) + tokens
       self.used[source] -= tokens
       self.counts.moved_tokens += tokens
-      if not kept[source]:
-        del kept[source]
-    one = entry.emptied
-    if one is not None:
+      if not tokens_of[source]:
+        del tokens_of[source]
+    emptied = entry.emptied
+    if emptied is not None:
       group.instances.remove(source)
-      if one.joins is not None:
-        self._merge(group, one.joins)
-        group = one.joins
-    self._tidy(group)
+      if emptied.joins is not None:
+        self._merge(group, emptied.joins)
+        group = emptied.joins
+    self._remove_ended(group)
 
   # -------------------------------------------------------------------------
   # Calls that end
   # -------------------------------------------------------------------------
 
-  def _break(self, entry: _OpenCall, why: str) -> None:
-    """Notes that a call can't be done; the others give it up."""
+  def _abandon_call(self, entry: _OpenCall, why: str) -> None:
+    """Mark a call as failed, and let its other members give it up."""
     if not entry.broken:
       entry.broken = why
-      rest = entry.waiting & self.live
-      self._out.append(
-        Abandon(call=entry.call.number, members=tuple(sorted(rest)))
+      unfinished = entry.waiting & self.live
+      self._actions.append(
+        Abandon(call=entry.call.number, members=tuple(sorted(unfinished)))
       )
 
-  def _answered(self, entry: _OpenCall, instance: int) -> None:
+  def _member_done(self, entry: _OpenCall, instance: int) -> None:
     entry.waiting.discard(instance)
     if entry.waiting:
       return
     call = entry.call
-    del self._open[call.number]
+    del self._open_calls[call.number]
     for n in call.members:
-      self._busy.pop(n, None)
+      self._call_of_instance.pop(n, None)
     if entry.broken:
       self._undo(entry)
     elif call.kind == "read":
-      self._was_read(entry)
+      self._on_prefilled(entry)
     elif call.kind == "step":
-      self._stepped(entry)
+      self._on_stepped(entry)
     else:
-      self._moved(entry)
+      self._on_moved(entry)
     self._forget_lost()
 
   def _undo(self, entry: _OpenCall) -> None:
-    """As if a call had not begun, but for what its instances lost."""
+    """Undo a failed call, except for what its instances lost."""
     call, counts = entry.call, not entry.lost
     self._note({"event": "broken", "call": call.kind, "why": entry.broken})
     if entry.batch is not None:
       for request in entry.batch.requests:
         for n in call.members:
           request.kept.setdefault(n, 0)
-        self._again(request, None, entry.broken, counts=counts)
+        self._restart(request, None, entry.broken, counts=counts)
       return
     group = entry.group
     assert group is not None
-    requests = {r.number: r for r in group.requests}
+    requests = {request.number: request for request in group.requests}
     if call.kind == "step" and entry.lost:
       for row in call.rows:
         for n in call.members:
@@ -740,29 +774,32 @@ class ElasticManager:
     for number in sorted(moved):
       for n in call.members:
         requests[number].kept.setdefault(n, 0)
-      self._again(requests[number], group, entry.broken, counts=counts)
-    self._tidy(group)
+      self._restart(requests[number], group, entry.broken, counts=counts)
+    self._remove_ended(group)
 
   def _forget_lost(self) -> None:
-    """What lost instances held is read again."""
+    """Prefill again what lost instances held."""
     for group in [*self._groups]:
-      if not self._rests(group):
-        continue  # When its call has ended.
+      if not self._is_resting(group):
+        continue  # Later, when its call has ended.
       lost = [n for n in group.instances if n not in self.live]
       if not lost:
         continue
       for request in [*group.requests]:
-        gone = {n: request.kept[n] for n in lost if request.kept.get(n)}
-        if gone:
-          each = (f"{held} tokens of instance {n}" for n, held in gone.items())
-          why = f"lost {', '.join(each)}"
-          self._again(request, group, why, counts=False)
+        lost_tokens = {n: request.kept[n] for n in lost if request.kept.get(n)}
+        if lost_tokens:
+          lost_texts = (
+            f"{tokens} tokens of instance {n}"
+            for n, tokens in lost_tokens.items()
+          )
+          why = f"lost {', '.join(lost_texts)}"
+          self._restart(request, group, why, counts=False)
       group.instances = [n for n in group.instances if n in self.live]
-      self._tidy(group)
+      self._remove_ended(group)
     if self.counts.lost:
       self._refuse_waiting("instances were lost")
 
-  def _again(
+  def _restart(
     self,
     request: ElasticRequest,
     group: DecodeGroup | None,
@@ -770,7 +807,7 @@ class ElasticManager:
     *,
     counts: bool,
   ) -> None:
-    """Reads a request's text again, or ends it; it is in no group then."""
+    """Prefill a request's text again, or end it; it leaves its group."""
     if group is not None:
       group.requests.remove(request)
     self._free(request)
@@ -784,26 +821,28 @@ class ElasticManager:
     self._wait(answer, why, request.arrival_s)
 
   def _wait(self, answer: LiveAnswer, why: str, arrival_s: float) -> None:
-    left = answer.new_tokens - len(answer.tokens)
+    tokens_left = answer.new_tokens - len(answer.tokens)
     request = ElasticRequest(
       number=answer.number,
       arrival_s=arrival_s,
       prompt_tokens=answer.text_tokens,
-      new_tokens=min(left, self._reserve or left),
+      new_tokens=min(tokens_left, self._reserve or tokens_left),
     )
     self._waiting.append(request)
-    self._waiting.sort(key=lambda r: (r.arrival_s, r.number))
+    self._waiting.sort(key=lambda request: (request.arrival_s, request.number))
     self._refuse(request, why)
 
   def _refuse(self, request: ElasticRequest, why: str) -> None:
-    """Ends a request that no instances could ever hold."""
+    """End a request that no instances could ever hold."""
     answer = self.answers[request.number]
-    whole = dataclasses.replace(
+    full_request = dataclasses.replace(
       request, new_tokens=answer.new_tokens - len(answer.tokens), kept={}
     )
     count = len(self.live - self._leaving)
     refused = (
-      self.policy.refused(whole, count) if count else "no instance is left"
+      self.policy.refused(full_request, count)
+      if count
+      else "no instance is left"
     )
     if refused:
       self._waiting.remove(request)
@@ -821,7 +860,7 @@ class ElasticManager:
       self.used[n] += tokens
 
   def _free(self, request: ElasticRequest) -> None:
-    """Has a request's keys forgotten, wherever they are."""
+    """Drop a request's keys on all instances."""
     for n, tokens in request.kept.items():
       if n in self.live:
         self.used[n] -= tokens
@@ -830,7 +869,7 @@ class ElasticManager:
 
   def _drop(self, instance: int, request: int, first: int) -> None:
     if instance in self.live:
-      self._out.append(
+      self._actions.append(
         DropKeys(instance=instance, request=request, first=first)
       )
 
@@ -840,7 +879,7 @@ def _parts(
   requests: Sequence[ElasticRequest],
   into: Sequence[tuple[int, int]],
 ) -> tuple[tuple[int, int, int], ...]:
-  """(target, request, tokens) of all that an instance holds of requests."""
+  """(target, request, tokens) for all keys that an instance holds."""
   room = [[n, tokens] for n, tokens in into if tokens]
 
   def cut() -> Iterator[tuple[int, int, int]]:
@@ -858,17 +897,17 @@ def _parts(
 
 
 def _masters(rows: int, free: dict[int, int], count: int) -> list[int] | None:
-  """A master with slots for `count` tokens of each row; None if too few.
+  """Choose a master with `count` free slots for each row; None if too few.
 
-  Rows are dealt in equal parts as far as slots allow.
+  Rows are dealt evenly as far as slots allow.
   """
-  left, dealt, chosen = {**free}, dict.fromkeys(free, 0), []
+  slots_left, rows_dealt, chosen = {**free}, dict.fromkeys(free, 0), []
   for _ in range(rows):
-    able = [n for n in free if left[n] >= count]
-    if not able:
+    candidates = [n for n in free if slots_left[n] >= count]
+    if not candidates:
       return None
-    n = min(able, key=lambda m: (dealt[m], -left[m]))
-    left[n] -= count
-    dealt[n] += 1
+    n = min(candidates, key=lambda m: (rows_dealt[m], -slots_left[m]))
+    slots_left[n] -= count
+    rows_dealt[n] += 1
     chosen.append(n)
   return chosen

@@ -1,17 +1,17 @@
-"""Elastic groups of a model: what `ElasticScheduler` decides is done.
+"""Execution of an elastic scheduler's decisions with a model.
 
 `ElasticRunner` gives each request an `ElasticSession` on the instances of its
-group. A batch's prompts are read by the ring of all its instances, which keep
-what the plan gives them; fewer answer; others join and take new tokens; no key
-ever moves. `ElasticRunner.serve` asks the scheduler, by the clock of the wall
-or by predicted times.
+group. A batch's prompts are prefilled by the ring of all its instances, which
+keep the keys that the plan assigns to them; fewer instances decode; others join
+and take new tokens; no key ever moves. `ElasticRunner.serve` asks the
+scheduler, on the wall clock or on predicted times.
 
 Guarantees: tokens are those of one device, whatever was decided. Keys are where
 the scheduler counts them.
-Cost: prompts of a batch are read, and rows of a group answered, one after
+Cost: prompts of a batch are prefilled, and rows of a group decoded, one after
 another: calls have one row. A program for each group of instances, length of
 prompts and instance that takes new tokens.
-Memory: of a request, slots for all its tokens on each instance of its group.
+Memory: for a request, slots for all its tokens on each instance of its group.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526.
 """
 
@@ -39,12 +39,12 @@ from ringjax.serve.traces import TraceRequest
 
 
 class ElasticRunner:
-  """Reads and answers requests of a trace with a model.
+  """Prefills and decodes the requests of a trace with a model.
 
   Attributes:
-    answers: tokens of each request so far; none of one that was refused.
-    groups: of each request the instances that read it, then those of each part
-      of its answer.
+    answers: Token ids of each request so far; empty if it was refused.
+    groups: For each request the instances that prefilled it, then those of each
+      part of its answer.
   """
 
   def __init__(
@@ -56,13 +56,13 @@ class ElasticRunner:
     axis: str | None = None,
     sampler: Callable[..., Any] | None = None,
   ):
-    """Nothing is read yet.
+    """Prepare a runner without requests in progress.
 
     Args:
-      model: with all weights on each instance of the mesh.
-      prompts: ids of each request, in the order of the trace.
-      mesh, axis: as of `ElasticSession`.
-      sampler: chooses a token from logits; default `Greedy()`.
+      model: Model with all weights on each instance of the mesh.
+      prompts: Token ids of each request, in the order of the trace.
+      mesh, axis: Mesh and axis of the instances, as in `ElasticSession`.
+      sampler: Samples a token from logits; default `Greedy()`.
     """
     self.model, self.mesh, self.axis = model, mesh, axis
     self.prompts = [inputs.prompt(x, model.config.vocab) for x in prompts]
@@ -79,30 +79,31 @@ class ElasticRunner:
     *,
     clock: Callable[[], float] | None = time.monotonic,
   ) -> ElasticResult:
-    """Serves a trace as a policy decides; `answers` then has its tokens.
+    """Serve a trace as a policy decides; `answers` then has the tokens.
 
     Args:
-      trace: requests, in the order of the prompts.
-      policy: who reads and answers what; it moves no keys
+      trace: Requests, in the order of the prompts.
+      policy: Decides which instances prefill and decode what; moves no keys
         (`ElasticOptions(most_moved_tokens=0)`).
-      instances: of the mesh.
-      clock: seconds: requests come when they did in the trace, and calls take
-        what they take, one after another; None lets them take what the policy's
-        times say, so that all times are those of `simulate_elastic`.
+      instances: Number of instances of the mesh.
+      clock: Returns seconds: requests arrive at the trace's times, and calls
+        take their real time, one after another; None uses the policy's
+        predicted times, so that all times are those of `simulate_elastic`.
 
     Raises:
-      OptionError: as `ElasticLoop`; or a request has no prompt of its length.
+      OptionError: As in `ElasticLoop`; or if a request has no prompt of its
+        length.
     """
     loop = ElasticLoop(trace, policy, instances, runner=self, clock=clock)
     return loop.run()
 
   def read(self, batch: PrefillBatch) -> None:
-    """As `GroupRunner`.
+    """Prefill a batch and sample the first tokens.
 
     Raises:
-      OptionError: a request that has no prompt of its length here.
+      OptionError: If a request has no prompt of its length here.
     """
-    for request, kept in zip(batch.requests, batch.kept, strict=True):
+    for request, counts in zip(batch.requests, batch.kept, strict=True):
       prompt = self._prompt(request)
       session = ElasticSession(
         self.model,
@@ -112,7 +113,7 @@ class ElasticRunner:
         members=batch.instances,
       )
       self.groups[request.number].append(session.members)
-      owners = np.repeat(np.asarray(batch.instances), kept)
+      owners = np.repeat(np.asarray(batch.instances), counts)
       session.read([prompt], [owners], members=batch.stays)
       self._sessions[request.number] = session
       self._decode(request, 1)
@@ -123,29 +124,29 @@ class ElasticRunner:
     instances: Sequence[int],
     parts: Sequence[tuple[int, int]],
   ) -> None:
-    """As `GroupRunner`."""
+    """Decode the next tokens of a request, kept as `parts` says."""
     for instance, tokens in parts:
       self._sessions[request.number].regroup(instances, first=instance)
       self._decode(request, tokens)
 
   def ended(self, request: ElasticRequest) -> None:
-    """As `GroupRunner`."""
+    """Release the session of a finished request."""
     del self._sessions[request.number]
 
   def _decode(self, request: ElasticRequest, tokens: int) -> None:
     session = self._sessions[request.number]
-    made = session.decode(tokens, sampler=self.sampler)
-    self.answers[request.number] += made.tokens[0].tolist()
+    generated = session.decode(tokens, sampler=self.sampler)
+    self.answers[request.number] += generated.tokens[0].tolist()
     self.groups[request.number].append(session.members)
 
   def _prompt(self, request: ElasticRequest) -> np.ndarray:
-    found = [*self.prompts[request.number : request.number + 1]]
-    if not found or found[0].size != request.prompt_tokens:
-      have = f"{found[0].size} tokens" if found else "nothing"
+    matching = [*self.prompts[request.number : request.number + 1]]
+    if not matching or matching[0].size != request.prompt_tokens:
+      length = f"{matching[0].size} tokens" if matching else "nothing"
       raise OptionError(
         "prompts",
-        f"{have} for request {request.number}",
+        f"{length} for request {request.number}",
         f"its {request.prompt_tokens:,} tokens",
         "pass the prompts of the trace, in its order",
       )
-    return found[0]
+    return matching[0]

@@ -1,18 +1,18 @@
-"""Elastic groups of instances: who reads what with how many, and who answers.
+"""Scheduler of elastic instance groups for prefill and decode.
 
-Each instance has all weights and slots for tokens. A group of instances reads
-a batch of prompts by sequence parallelism; while keys go around its ring, each
-instance keeps those that a plan gives it, so that the batch is answered by
-fewer instances without moving a key (`fewest_instances`). A group that answers
-grows by instances that hold nothing of its requests yet.
+Each instance has all weights and slots for tokens. A group of instances
+prefills a batch of prompts by sequence parallelism; while keys circulate on its
+ring, each instance keeps those that a plan assigns to it, so that fewer
+instances decode the batch without moving a key (`fewest_instances`). A decoding
+group grows by instances that hold nothing of its requests yet.
 
 `ElasticScheduler.plan` decides in four steps:
-  dispatch  which waiting requests, and which idle or answering instances
-  allocate  take instances from answers while prompts gain more than they lose
+  dispatch  which waiting requests, and which idle or decoding instances
+  allocate  take instances from decode while prompts gain more than answers lose
   batch     cut requests and instances into batches, `best_batches`
   scale     the fewest instances whose slots hold a batch's keys
 
-Guarantees: plain Python and a pure function of what it is shown. A request is
+Guarantees: plain Python and a pure function of its view. A request is
 taken when all its tokens, those of its answer too, have slots; none is evicted.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, sections 4 and 5. The
 constants are those of its public code.
@@ -33,23 +33,24 @@ from ringjax.serve.cluster.phase_times import PhaseTimes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticOptions:
-  """Constants of the scheduler.
+  """Constants of the elastic scheduler.
 
   Attributes:
-    slots: tokens that an instance has room for.
-    longest_prefill_s: a batch of several prompts takes no longer.
-    most_moved_tokens: from one instance, to empty it; 0 moves nothing.
-    step_s: of decoding, on average, before any was measured.
-    answer_tokens: of an answer, on average, before any was measured.
-    window: of the requests that wait, how many are looked at in their order;
-      1 lets none overtake.
-    wide_rows: rows of an instance from which decoding is bound by products.
-    steps: of decoding, between two decisions.
-    spare: instances that prompts leave to others which take all instances
-      longer than `longest_prefill_s`, where the rest has their slots; 0 is
-      LoongServe's rule, by which a short prompt waits for them.
-    token_bytes: of a token's keys and values.
-    link_bytes_s: bytes a second between two instances.
+    slots: Capacity of an instance in tokens.
+    longest_prefill_s: Maximum seconds of a batch of several prompts.
+    most_moved_tokens: Maximum tokens moved to empty an instance; 0 moves
+      nothing.
+    step_s: Initial estimate of the seconds of a decode step.
+    answer_tokens: Initial estimate of an answer's length in tokens.
+    window: Number of waiting requests that are considered, in their order; 1
+      lets none overtake.
+    wide_rows: Rows of an instance from which decode is compute-bound.
+    steps: Number of decode steps between two decisions.
+    spare: Number of instances that are kept free of prompts which even with all
+      instances take longer than `longest_prefill_s`, where the rest has their
+      slots; 0 is LoongServe's rule, by which a short prompt waits for them.
+    token_bytes: Bytes of a token's keys and values.
+    link_bytes_s: Bandwidth between two instances, in bytes per second.
   """
 
   slots: int = 210_000
@@ -75,22 +76,22 @@ class ElasticOptions:
         number(field.name, value, above=0)
 
   def moving_s(self, tokens: int | float) -> float:
-    """Seconds to move the keys of so many tokens to another instance."""
+    """Seconds to move the keys of some tokens to another instance."""
     return float(tokens * self.token_bytes / self.link_bytes_s)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
 class ElasticRequest:
-  """A request while it waits and while it is served.
+  """A waiting or running request.
 
   Attributes:
-    number: unique.
-    arrival_s: when it came.
-    prompt_tokens: of its prompt.
-    new_tokens: of its answer, at most.
-    done: tokens of its answer so far.
-    started_s: when its answer began.
-    kept: tokens that each instance keeps of it, by the instance's number.
+    number: Unique number.
+    arrival_s: Time of arrival, in seconds.
+    prompt_tokens: Prompt length in tokens.
+    new_tokens: Maximum number of tokens to generate.
+    done: Number of tokens generated so far.
+    started_s: Time at which its answer began.
+    kept: Number of its tokens that each instance holds, by instance number.
   """
 
   number: int
@@ -103,23 +104,24 @@ class ElasticRequest:
 
   @property
   def all_tokens(self) -> int:
-    """Slots that it needs until it ends; its last token is not read."""
+    """Slots that it needs in all; the last token's keys are never read."""
     return self.prompt_tokens + max(0, self.new_tokens - 1)
 
   @property
   def left_tokens(self) -> int:
-    """Of these, those without a slot yet."""
+    """Number of these slots that are not yet filled."""
     return self.all_tokens - sum(self.kept.values())
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
 class DecodeGroup:
-  """Requests that are answered together.
+  """Requests that are decoded together.
 
   Attributes:
-    requests: some.
-    instances: numbers of those that hold their keys or will; all are masters.
-    free_s: when the step under way ends.
+    requests: Requests of the group.
+    instances: Numbers of the instances that hold or will hold their keys; all
+      are masters.
+    free_s: End time of the current step.
   """
 
   requests: list[ElasticRequest]
@@ -129,15 +131,15 @@ class DecodeGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
-  """Prompts that a group reads.
+  """Prompts that a group of instances prefills together.
 
   Attributes:
-    requests: some.
-    instances: numbers of the group's.
-    kept: for each request, the tokens that each of these keeps, consecutive
-      ranges in this order.
-    stays: numbers of those that answer: they have the slots of prompts and
-      answers.
+    requests: Requests of the batch.
+    instances: Numbers of the group's instances.
+    kept: For each request, the number of tokens that each instance keeps, as
+      consecutive ranges in this order.
+    stays: Numbers of the instances that decode the batch: their slots hold
+      prompts and answers.
   """
 
   requests: tuple[ElasticRequest, ...]
@@ -151,10 +153,10 @@ class Emptied:
   """An instance whose keys move to others of a group, which it then leaves.
 
   Attributes:
-    instance: which.
-    group: whose keys they are.
-    into: (instance, tokens) of those that take them.
-    joins: the group that these belong to, or None for its own.
+    instance: Number of the instance.
+    group: Decode group whose keys it holds.
+    into: (instance, tokens) of the instances that take the keys.
+    joins: Group that these instances belong to, or None for the same group.
   """
 
   instance: int
@@ -165,12 +167,12 @@ class Emptied:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticPlan:
-  """What a scheduler decided.
+  """Decision of a scheduler for one point in time.
 
   Attributes:
-    batches: prompts to read now.
-    emptied: instances whose keys move before that.
-    paused: groups whose instances read meanwhile.
+    batches: Prompts to prefill now.
+    emptied: Instances whose keys are moved before that.
+    paused: Decode groups whose instances prefill meanwhile.
   """
 
   batches: tuple[PrefillBatch, ...] = ()
@@ -180,15 +182,15 @@ class ElasticPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterView:
-  """What a scheduler sees.
+  """State of the instances as a scheduler sees it.
 
   Attributes:
-    now_s: the time.
-    waiting: requests in the order in which they came.
-    groups: that answer; no two have an instance in common.
-    reading: numbers of instances that read prompts.
-    used: tokens that each instance holds or has promised to a batch that is
-      being read.
+    now_s: Current time in seconds.
+    waiting: Waiting requests in the order of arrival.
+    groups: Decode groups; no two have an instance in common.
+    reading: Numbers of the instances that prefill.
+    used: Tokens that each instance holds or has reserved for a batch in
+      prefill.
   """
 
   now_s: float
@@ -200,7 +202,7 @@ class ClusterView:
 
 @runtime_checkable
 class ElasticPolicy(Protocol):
-  """What a simulator asks: `ElasticScheduler`, or `FixedGroups`."""
+  """Decisions that a simulator asks for: `ElasticScheduler`, `FixedGroups`."""
 
   @property
   def options(self) -> ElasticOptions: ...
@@ -211,15 +213,15 @@ class ElasticPolicy(Protocol):
     ...
 
   def times(self, instances: int) -> PhaseTimes:
-    """Of a group of so many instances."""
+    """Call times of a group of `instances` instances."""
     ...
 
   def refused(self, request: ElasticRequest, instances: int) -> str:
-    """Why a request can never be served; "" if it can."""
+    """Reason why a request can never be served; "" if it can."""
     ...
 
   def plan(self, view: ClusterView) -> ElasticPlan:
-    """What to do now."""
+    """Decide what to prefill now."""
     ...
 
   def grown(self, group: DecodeGroup, view: ClusterView) -> tuple[int, ...]:
@@ -227,11 +229,11 @@ class ElasticPolicy(Protocol):
     ...
 
   def ended(self, request: ElasticRequest) -> None:
-    """Notes that an answer is whole."""
+    """Record that an answer is complete."""
     ...
 
   def stepped(self, seconds: float) -> None:
-    """Notes how long a step of decoding takes."""
+    """Record the seconds of a decode step."""
     ...
 
 
@@ -241,12 +243,12 @@ class ElasticPolicy(Protocol):
 
 
 class ElasticScheduler:
-  """LoongServe's four steps.
+  """LoongServe's elastic scheduler: dispatch, allocate, batch, scale.
 
   Attributes:
-    options: constants.
-    answer_tokens: of an answer, on average so far.
-    step_s: of decoding, on average so far.
+    options: Constants of the scheduler.
+    answer_tokens: Average length of answers so far, in tokens.
+    step_s: Average seconds of a decode step so far.
   """
 
   shrinks = True
@@ -254,11 +256,11 @@ class ElasticScheduler:
   def __init__(
     self, times: Sequence[PhaseTimes], options: ElasticOptions | None = None
   ):
-    """Makes one.
+    """Make a scheduler.
 
     Args:
-      times: of groups of 1, 2, ... instances.
-      options: constants.
+      times: Call times of groups of 1, 2, ... instances.
+      options: Constants; default `ElasticOptions()`.
     """
     if not times:
       raise OptionError(
@@ -274,215 +276,247 @@ class ElasticScheduler:
     self._answers = self._steps = 0
 
   def times(self, instances: int) -> PhaseTimes:
-    """As `ElasticPolicy`."""
+    """Call times of a group of `instances` instances."""
     return self._times[min(instances, len(self._times)) - 1]
 
   def ended(self, request: ElasticRequest) -> None:
-    """Notes how long an answer was."""
+    """Update the average length of answers."""
     self._answers += 1
     gain = 1 / min(self._answers, 1000)
     self.answer_tokens += gain * (request.done - self.answer_tokens)
 
   def stepped(self, seconds: float) -> None:
-    """Notes how long a step of decoding took."""
+    """Update the average time of a decode step."""
     self._steps += 1
     gain = 1 / min(self._steps, 1000)
     self.step_s += gain * (seconds - self.step_s)
 
   def refused(self, request: ElasticRequest, instances: int) -> str:
-    """As `ElasticPolicy`: more tokens than all slots together."""
+    """Refuse a request of more tokens than all slots together."""
     room = instances * self.options.slots
     if request.all_tokens <= room:
       return ""
     return f"{request.all_tokens} tokens for {room} slots"
 
-  # -- reading
+  # -- prefill
 
   def plan(self, view: ClusterView) -> ElasticPlan:
-    """As `ElasticPolicy`."""
+    """Plan prefill batches in the four steps of the module's docstring."""
     if not view.waiting:
       return ElasticPlan()
-    free = [self.options.slots - n for n in view.used]
+    free = [self.options.slots - tokens for tokens in view.used]
     busy = {n for group in view.groups for n in group.instances}
     idle = [n for n in range(len(free)) if n not in busy | view.reading]
-    # Slots that answers under way will still take are no one else's.
-    due = {id(g): sum(r.left_tokens for r in g.requests) for g in view.groups}
-    chosen, paused = self._dispatched(view, free, idle, due)
+    # Slots that running answers will still need are not available.
+    due = {
+      id(group): sum(request.left_tokens for request in group.requests)
+      for group in view.groups
+    }
+    chosen, paused = self._dispatch(view, free, idle, due)
     if not chosen:
       return ElasticPlan()
-    lengths = [r.prompt_tokens for r in chosen]
-    emptied, idle, free = self._emptied(view, lengths, free, idle, paused)
-    gone = {id(one.group) for one in emptied}
-    gone |= {id(one.joins) for one in emptied if one.joins is not None}
+    lengths = [request.prompt_tokens for request in chosen]
+    emptied, idle, free = self._empty_instances(
+      view, lengths, free, idle, paused
+    )
+    changed_groups = {id(entry.group) for entry in emptied}
+    changed_groups |= {
+      id(entry.joins) for entry in emptied if entry.joins is not None
+    }
     for group in view.groups:
-      if any(group is one for one in paused) or id(group) in gone:
+      if (
+        any(group is paused_group for paused_group in paused)
+        or id(group) in changed_groups
+      ):
         continue
-      if self._pays(lengths, len(idle) + _size(paused), group):
+      if self._gains(lengths, len(idle) + _num_instances(paused), group):
         paused.append(group)
     instances = sorted(
       {*idle, *(n for group in paused for n in group.instances)},
       key=lambda n: (self.options.slots - free[n], n),
     )
-    # What paused answers need later is kept from their instances.
+    # Slots that paused answers need later are set aside on their instances.
     room = dict(zip(instances, (free[n] for n in instances), strict=True))
     for group in paused:
-      left = due[id(group)]
+      tokens_left = due[id(group)]
       for n in sorted(group.instances, key=lambda n: -room[n]):
-        take = min(left, room[n])
-        room[n], left = room[n] - take, left - take
+        take = min(tokens_left, room[n])
+        room[n], tokens_left = room[n] - take, tokens_left - take
     slots = [room[n] for n in instances]
-    chosen.sort(key=lambda r: (-r.prompt_tokens, r.number))
-    cut = []
+    chosen.sort(key=lambda request: (-request.prompt_tokens, request.number))
+    cut_batches = []
     while chosen:
       cost, batches = best_batches(
-        [r.prompt_tokens for r in chosen],
+        [request.prompt_tokens for request in chosen],
         slots,
         self.times,
-        [r.all_tokens for r in chosen],
-        [self._most(r, len(instances), view) for r in chosen],
+        [request.all_tokens for request in chosen],
+        [
+          self._max_instances(request, len(instances), view)
+          for request in chosen
+        ],
       )
       if cost < math.inf:
-        cut = batches
+        cut_batches = batches
         break
-      # The last that came waits.
-      chosen.remove(max(chosen, key=lambda r: r.number))
+      # No cut has room: the latest request waits.
+      chosen.remove(max(chosen, key=lambda request: request.number))
     batches = []
-    for rows, group in cut:
+    for rows, group in cut_batches:
       requests = [chosen[n] for n in rows]
-      mine = [instances[n] for n in group]
+      group_instances = [instances[n] for n in group]
       batches.append(
-        self._scaled(requests, mine, [room[n] for n in mine], view.used)
+        self._scaled_batch(
+          requests,
+          group_instances,
+          [room[n] for n in group_instances],
+          view.used,
+        )
       )
-    within = {n for batch in batches for n in batch.instances}
-    stopped = tuple(g for g in paused if within & {*g.instances})
+    reading_instances = {n for batch in batches for n in batch.instances}
+    stopped = tuple(
+      group for group in paused if reading_instances & {*group.instances}
+    )
     return ElasticPlan(
       batches=tuple(batches), emptied=tuple(emptied), paused=stopped
     )
 
-  def _most(self, request: ElasticRequest, size: int, view: ClusterView) -> int:
-    """Of so many instances, how many a request's batch may have."""
-    every, spare = len(view.used), self.options.spare
+  def _max_instances(
+    self, request: ElasticRequest, size: int, view: ClusterView
+  ) -> int:
+    """Maximum number of `size` instances for a request's batch."""
+    num_all, spare = len(view.used), self.options.spare
     short = (
-      self._read_s([request.prompt_tokens], every)
+      self._read_s([request.prompt_tokens], num_all)
       <= self.options.longest_prefill_s
     )
-    if short or request.all_tokens > (every - spare) * self.options.slots:
+    if short or request.all_tokens > (num_all - spare) * self.options.slots:
       return size
-    return max(0, min(size, every - spare - len(view.reading)))
+    return max(0, min(size, num_all - spare - len(view.reading)))
 
-  def _scaled(
+  def _scaled_batch(
     self,
     requests: Sequence[ElasticRequest],
     instances: Sequence[int],
     room: Sequence[int],
     used: Sequence[int],
   ) -> PrefillBatch:
-    """A batch that the fewest instances answer."""
-    held = [used[n] for n in instances]
-    whole = fewest_instances([r.all_tokens for r in requests], room, held)
-    assert whole is not None
-    kept = []
-    for request, row in zip(requests, whole, strict=True):
-      left, mine = request.prompt_tokens, []
+    """Make a batch that the fewest instances decode."""
+    held_tokens = [used[n] for n in instances]
+    allocation = fewest_instances(
+      [request.all_tokens for request in requests], room, held_tokens
+    )
+    assert allocation is not None
+    counts_per_request = []
+    for request, row in zip(requests, allocation, strict=True):
+      tokens_left, counts = request.prompt_tokens, []
       for n in row:
-        mine.append(min(n, left))
-        left -= mine[-1]
-      kept.append(tuple(mine))
-    stays = [n for n, *column in zip(instances, *whole, strict=True)
+        counts.append(min(n, tokens_left))
+        tokens_left -= counts[-1]
+      counts_per_request.append(tuple(counts))
+    stays = [n for n, *column in zip(instances, *allocation, strict=True)
              if any(column)]  # fmt: skip
     return PrefillBatch(
       requests=tuple(requests),
       instances=tuple(instances),
-      kept=tuple(kept),
+      kept=tuple(counts_per_request),
       stays=tuple(stays),
     )
 
-  def _dispatched(
+  def _dispatch(
     self,
     view: ClusterView,
     free: Sequence[int],
     idle: Sequence[int],
     due: dict[int, int],
   ) -> tuple[list[ElasticRequest], list[DecodeGroup]]:
-    """Requests to read now, in their order, and groups that wait for them."""
+    """Requests to prefill now, in their order, and groups paused for them."""
     chosen: list[ElasticRequest] = []
     waiting = [*view.waiting]
     spare = sum(free[n] for n in idle)
     size = len(idle)
 
     def take(most: int, size: int) -> list[ElasticRequest]:
-      """Of those that wait as many as fit into `most` slots and the time."""
-      found, seen, left = [], 0, most
-      lengths = [r.prompt_tokens for r in chosen]
+      """Waiting requests that fit into `most` slots and the time limit."""
+      fitting, num_seen, slots_left = [], 0, most
+      lengths = [request.prompt_tokens for request in chosen]
       for request in waiting:
-        seen += 1
-        if seen > self.options.window + len(found) or not size:
+        num_seen += 1
+        if num_seen > self.options.window + len(fitting) or not size:
           break
         longer = [*lengths, request.prompt_tokens]
-        late = self._read_s(longer, size) > self.options.longest_prefill_s
-        if request.all_tokens > left or (late and lengths):
+        too_slow = self._read_s(longer, size) > self.options.longest_prefill_s
+        if request.all_tokens > slots_left or (too_slow and lengths):
           continue
-        if not self._most(request, size, view):
+        if not self._max_instances(request, size, view):
           continue
-        found.append(request)
-        lengths, left = longer, left - request.all_tokens
-      return found
+        fitting.append(request)
+        lengths, slots_left = longer, slots_left - request.all_tokens
+      return fitting
 
     first = take(spare, size)
     chosen += first
-    waiting = [r for r in waiting if r not in first]
-    spare -= sum(r.all_tokens for r in first)
+    waiting = [request for request in waiting if request not in first]
+    spare -= sum(request.all_tokens for request in first)
     paused: list[DecodeGroup] = []
-    # Groups with the most spare slots first; each is asked once.
+    # Groups with the most spare slots first; each is considered once.
     rooms = {
-      id(g): sum(free[n] for n in g.instances) - due[id(g)] for g in view.groups
+      id(group): sum(free[n] for n in group.instances) - due[id(group)]
+      for group in view.groups
     }
-    for group in sorted(view.groups, key=lambda g: -rooms[id(g)]):
-      more = take(spare + rooms[id(group)], size + len(group.instances))
-      if not more:
+    for group in sorted(view.groups, key=lambda group: -rooms[id(group)]):
+      fitting = take(spare + rooms[id(group)], size + len(group.instances))
+      if not fitting:
         continue
-      lengths = [r.prompt_tokens for r in (*chosen, *more)]
+      lengths = [request.prompt_tokens for request in (*chosen, *fitting)]
       seconds = self._read_s(lengths, size + len(group.instances))
-      lost = sum(seconds / max(1, r.new_tokens) for r in group.requests)
+      loss = sum(
+        seconds / max(1, request.new_tokens) for request in group.requests
+      )
       wait = self.answer_tokens * self.step_s
-      ran = min(view.now_s - r.started_s for r in group.requests)
-      gain = sum(max(0.0, wait - ran) / max(1, r.prompt_tokens) for r in more)
-      # An old group leaves soon by itself, unless nothing else would.
+      run_s = min(view.now_s - request.started_s for request in group.requests)
+      gain = sum(
+        max(0.0, wait - run_s) / max(1, request.prompt_tokens)
+        for request in fitting
+      )
+      # A long-running group ends soon, so it is paused only if all are stuck.
       stuck = not chosen and not view.reading
-      if gain > lost or (stuck and wait <= ran):
+      if gain > loss or (stuck and wait <= run_s):
         paused.append(group)
-        chosen += more
-        waiting = [r for r in waiting if r not in more]
-        spare += rooms[id(group)] - sum(r.all_tokens for r in more)
+        chosen += fitting
+        waiting = [request for request in waiting if request not in fitting]
+        spare += rooms[id(group)] - sum(
+          request.all_tokens for request in fitting
+        )
         size += len(group.instances)
     if not chosen and not view.reading and view.groups:
-      chosen, paused = self._forced(view, free, idle, rooms)
+      chosen, paused = self._forced_dispatch(view, free, idle, rooms)
     return chosen, paused
 
-  def _forced(
+  def _forced_dispatch(
     self,
     view: ClusterView,
     free: Sequence[int],
     idle: Sequence[int],
     rooms: dict[int, int],
   ) -> tuple[list[ElasticRequest], list[DecodeGroup]]:
-    """The first request, where idle instances and all groups have its slots.
+    """Dispatch the first request to idle instances and paused groups.
 
-    It would otherwise wait for the end of answers although there is room.
+    It would otherwise wait for answers to end although there are slots.
     """
     head = view.waiting[0]
     spare, paused = sum(free[n] for n in idle), []
-    late = view.now_s - head.arrival_s > self.answer_tokens * self.step_s
-    for group in sorted(view.groups, key=lambda g: -rooms[id(g)]):
+    waited_long = view.now_s - head.arrival_s > self.answer_tokens * self.step_s
+    for group in sorted(view.groups, key=lambda group: -rooms[id(group)]):
       if spare >= head.all_tokens:
         break
       paused.append(group)
       spare += rooms[id(group)]
-    if late and spare >= head.all_tokens:
+    if waited_long and spare >= head.all_tokens:
       return [head], paused
     return [], []
 
-  def _emptied(
+  def _empty_instances(
     self,
     view: ClusterView,
     lengths: Sequence[int],
@@ -490,58 +524,63 @@ class ElasticScheduler:
     idle: Sequence[int],
     paused: Sequence[DecodeGroup],
   ) -> tuple[list[Emptied], list[int], list[int]]:
-    """Instances taken from answers, whose keys others of them take.
+    """Empty instances whose keys other decoding instances can take.
 
-    As long as more instances are busy than the keys need, and reading gains
-    more than moving takes.
+    Continues while more instances are busy than the keys need, and prefill
+    gains more than moving takes.
     """
-    free, idle, found = [*free], [*idle], []
+    free, idle, emptied = [*free], [*idle], []
     group_of = {
       n: group
       for group in view.groups
-      if not any(group is one for one in paused)
+      if not any(group is paused_group for paused_group in paused)
       for n in group.instances
     }
-    held = {n: self.options.slots - free[n] for n in group_of}
-    due = {id(g): sum(r.left_tokens for r in g.requests) for g in view.groups}
+    held_tokens = {n: self.options.slots - free[n] for n in group_of}
+    due = {
+      id(group): sum(request.left_tokens for request in group.requests)
+      for group in view.groups
+    }
     touched: set[int] = set()
-    while len(held) > 1:
-      size = len(idle) + _size(paused)
-      source = min(held, key=lambda n: (held[n], n))
-      group, tokens = group_of[source], held[source]
+    while len(held_tokens) > 1:
+      size = len(idle) + _num_instances(paused)
+      source = min(held_tokens, key=lambda n: (held_tokens[n], n))
+      group, tokens = group_of[source], held_tokens[source]
       if tokens > self.options.most_moved_tokens or id(group) in touched:
         break
-      into, left = [], tokens
-      own = [n for n in held if group_of[n] is group and n != source]
+      into, tokens_left = [], tokens
+      takers = [n for n in held_tokens if group_of[n] is group and n != source]
       target = group
-      if not own:
+      if not takers:
         # All of its requests join the group with the fullest instance.
-        other = max(
-          (n for n in held if group_of[n] is not group),
-          key=lambda n: (held[n], -n),
+        fullest = max(
+          (n for n in held_tokens if group_of[n] is not group),
+          key=lambda n: (held_tokens[n], -n),
           default=None,
         )
-        if other is None:
+        if fullest is None:
           break
-        target = group_of[other]
-        own = [n for n in held if group_of[n] is target]
+        target = group_of[fullest]
+        takers = [n for n in held_tokens if group_of[n] is target]
         if id(target) in touched:
           break
-      later = due[id(target)] + (due[id(group)] if target is not group else 0)
-      if sum(free[n] for n in own) < tokens + later:
+      due_tokens = due[id(target)] + (
+        due[id(group)] if target is not group else 0
+      )
+      if sum(free[n] for n in takers) < tokens + due_tokens:
         break
-      for n in sorted(own, key=lambda n: (-held[n], n)):
-        part = min(left, free[n])
+      for n in sorted(takers, key=lambda n: (-held_tokens[n], n)):
+        part = min(tokens_left, free[n])
         if part:
           into.append((n, part))
-        left -= part
+        tokens_left -= part
       saved = self._read_s(lengths, size) - self._read_s(lengths, size + 1)
       if saved < self.options.moving_s(tokens):
         break
       for n, part in into:
-        held[n], free[n] = held[n] + part, free[n] - part
+        held_tokens[n], free[n] = held_tokens[n] + part, free[n] - part
       free[source] += tokens
-      found.append(
+      emptied.append(
         Emptied(
           instance=source,
           group=group,
@@ -551,42 +590,47 @@ class ElasticScheduler:
       )
       touched |= {id(group), id(target)}
       idle.append(source)
-      del held[source]
-    return found, idle, free
+      del held_tokens[source]
+    return emptied, idle, free
 
-  def _pays(
+  def _gains(
     self, lengths: Sequence[int], size: int, group: DecodeGroup
   ) -> bool:
-    """Whether prompts gain more by a group's instances than it loses."""
-    more = size + len(group.instances)
-    before, after = self._read_s(lengths, size), self._read_s(lengths, more)
-    if before == math.inf:
+    """Whether prompts gain more by a group's instances than the group loses."""
+    grown_size = size + len(group.instances)
+    seconds, grown_seconds = (
+      self._read_s(lengths, size),
+      self._read_s(lengths, grown_size),
+    )
+    if seconds == math.inf:
       return False
     rows = len(group.requests)
-    answers = sum(r.new_tokens for r in group.requests)
-    gain = (before - after) * sum(1 / max(1, n) for n in lengths)
-    return gain >= after * rows * rows / max(1, answers)
+    answers = sum(request.new_tokens for request in group.requests)
+    gain = (seconds - grown_seconds) * sum(1 / max(1, n) for n in lengths)
+    return gain >= grown_seconds * rows * rows / max(1, answers)
 
   def _read_s(self, lengths: Sequence[int], size: int) -> float:
     if not size:
       return math.inf
     return self.times(size).prefill_s((n, 0) for n in lengths)
 
-  # -- answering
+  # -- decode
 
   def grown(self, group: DecodeGroup, view: ClusterView) -> tuple[int, ...]:
-    """As `ElasticPolicy`: idle instances, where rows are too many for it.
+    """Idle instances that join when a group's rows exceed `wide_rows` each.
 
-    Slots need none: those of whole answers are set aside with the prompts'.
+    Slots never need growth: those of answers are reserved with the prompts'.
     """
     if view.waiting:
       return ()
-    busy = {n for one in view.groups for n in one.instances} | view.reading
+    busy = {
+      n for other_group in view.groups for n in other_group.instances
+    } | view.reading
     idle = [n for n in range(len(view.used)) if n not in busy]
     rows, size = len(group.requests), len(group.instances)
-    wanted = -(-rows // self.options.wide_rows) - size
-    return tuple(idle[: max(0, wanted)])
+    num_joining = -(-rows // self.options.wide_rows) - size
+    return tuple(idle[: max(0, num_joining)])
 
 
-def _size(groups: Sequence[DecodeGroup]) -> int:
+def _num_instances(groups: Sequence[DecodeGroup]) -> int:
   return sum(len(group.instances) for group in groups)

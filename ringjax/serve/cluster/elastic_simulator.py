@@ -1,8 +1,8 @@
-"""Elastic groups without a model: what a scheduler makes of a workload.
+"""Simulation of elastic groups without a model.
 
-Guarantees: as of `ElasticLoop`: all policies meet the same instances, clock and
-model of times, so that what differs is the policy.
-Cost: an event for each batch that is read and for each few tokens of a group's
+Guarantees: as in `ElasticLoop`, all policies get the same instances, clock and
+model of times, so that results differ by the policy alone.
+Cost: an event for each prefill batch and for each few tokens of a group's
 answers.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, section 7.
 """
@@ -19,14 +19,16 @@ from ringjax.serve.traces import TraceRequest
 def simulate_elastic(
   trace: Sequence[TraceRequest], policy: ElasticPolicy, instances: int
 ) -> ElasticResult:
-  """Simulates how a cluster serves a trace.
+  """Simulate how a cluster serves a trace.
 
   Args:
-    trace: requests; their prompts share nothing.
-    policy: who reads and answers what, an `ElasticScheduler` or `FixedGroups`.
-    instances: of the cluster.
+    trace: Requests; their prompts share no prefix.
+    policy: Decides which instances prefill and decode what: an
+      `ElasticScheduler` or `FixedGroups`.
+    instances: Number of instances of the cluster.
 
   Raises:
-    OptionError: a prompt or an answer without tokens, or no instance.
+    OptionError: If a prompt or an answer has no tokens, or there is no
+      instance.
   """
   return ElasticLoop(trace, policy, instances).run()

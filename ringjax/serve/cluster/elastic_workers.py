@@ -1,18 +1,18 @@
 """Elastic instances as processes: groups that change while they are served.
 
-`ElasticWorkers` starts processes that have the model and slots each, or finds
-them in threads, and carries the calls of an `ElasticManager` to them: prompts
-are read by rings of processes, fewer answer, others join, and some may leave or
-die meanwhile.
+`ElasticWorkers` starts processes that have the model and slots each, or
+instances in threads, and carries the calls of an `ElasticManager` to them:
+rings of processes prefill prompts, fewer processes decode, others join, and
+some may leave or die meanwhile.
 
-Guarantees: tokens are those of `rj.infer.generate`, chosen greedily. When a
-process dies at any moment, or stands still for longer than `patience_s`, the
-requests whose keys it had are read again by others or end with an error that
-says so; text that is wrong is never returned. Links are authenticated, not
+Guarantees: tokens are those of `rj.infer.generate` with greedy decoding. When a
+process dies at any moment, or is stalled for longer than `patience_s`, the
+requests whose keys it had are prefilled again by others or end with an error
+that says so; wrong text is never returned. Links are authenticated, not
 encrypted, see `transfer.wire`.
-Cost: bytes between instances by kind, `ElasticAnswers.bytes_sent`; here nothing
-is computed, and a call takes a message to each member and one back.
-Memory: of each process the model and `slots` tokens of all layers.
+Cost: bytes between instances by kind, `ElasticAnswers.bytes_sent`; this process
+computes nothing, and a call takes a message to each member and one back.
+Memory: in each process the model and `slots` tokens of all layers.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526.
 """
 
@@ -66,16 +66,16 @@ from ringjax.serve.cluster.elastic_scheduler import (
 from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.transfer.wire import PullConnection
 
-# How long a process may take until it has loaded the model.
+# Seconds that a process may take to load the model.
 _START_S = 600.0
-# Times by which groups are chosen where nothing was measured: a prompt is read
-# in proportion to its length, twice as fast by twice as many.
+# Assumed times for the choice of groups without measurements: prefill takes
+# time in proportion to the prompt's length, half as much with twice as many.
 _TOKEN_S, _STEP_S = 4e-3, 0.03
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticAnswers:
-  """Answers of elastic instances, and how they came about.
+  """Answers of elastic instances, with counters, events and bytes sent.
 
   Attributes:
     answers: Answers, in the order of the prompts.
@@ -95,7 +95,7 @@ class ElasticAnswers:
 
 @dataclasses.dataclass(kw_only=True)
 class _Member:
-  """A process, as the manager's side sees it."""
+  """Connection to an instance, on the manager's side."""
 
   number: int
   address: tuple[str, int]
@@ -103,12 +103,12 @@ class _Member:
   process: subprocess.Popen[str] | None = None
   server: ElasticWorker | None = None
   vocab: int = 0
-  # When it was asked something that it has not answered.
+  # Time of the oldest unanswered message, in seconds.
   asked_s: float | None = None
 
 
 class ElasticWorkers:
-  """Processes, each an elastic instance, and who tells them what to do.
+  """Processes, each an elastic instance, and the manager's links to them.
 
   Attributes:
     slots: Tokens that each instance has room for.
@@ -121,9 +121,9 @@ class ElasticWorkers:
     self.patience_s = number("patience_s", patience_s, above=0)
     self._key = secrets.token_bytes(32)
     self._members: dict[int, _Member] = {}
-    self._came: queue.Queue[tuple[str, int, Any]] = queue.Queue()
+    self._events: queue.Queue[tuple[str, int, Any]] = queue.Queue()
     self._next, self._calls = 0, 0
-    self._more: Callable[[int], _Member] | None = None
+    self._connect_new: Callable[[int], _Member] | None = None
     self._busy = threading.Lock()
 
   @classmethod
@@ -148,11 +148,11 @@ class ElasticWorkers:
       patience_s: Seconds for which a process may be silent while it is asked.
 
     Raises:
-      PeerError: one does not start.
+      PeerError: If a process does not start.
     """
     positive_int("count", count)
     self = cls(slots=slots, patience_s=patience_s)
-    told = {
+    settings = {
       "key": self._key.hex(),
       "model": os.fspath(model),
       "dtype": dtype,
@@ -160,11 +160,13 @@ class ElasticWorkers:
       "slots": slots,
       "patience_s": patience_s,
     }
-    self._more = lambda n: self._connected(n, process=_started(n, told))
+    self._connect_new = lambda n: self._connected(
+      n, process=_start_process(n, settings)
+    )
     with self._closing():
-      # All load at the same time.
-      made = [(n, _started(n, told)) for n in range(count)]
-      for n, process in made:
+      # All processes load at the same time.
+      processes = [(n, _start_process(n, settings)) for n in range(count)]
+      for n, process in processes:
         self._members[n] = self._connected(n, process=process)
     self._next = count
     return self
@@ -178,22 +180,22 @@ class ElasticWorkers:
     slots: int,
     patience_s: int | float = PATIENCE_S,
   ) -> ElasticWorkers:
-    """Instances in threads of this process, to try things out."""
+    """Start instances in threads of this process, for experiments."""
     positive_int("count", count)
     self = cls(slots=slots, patience_s=patience_s)
     programs = instance_programs(model)
 
-    def more(n: int) -> _Member:
+    def connect_new(n: int) -> _Member:
       server = ElasticWorker(
         model, n, slots, self._key, programs=programs, patience_s=patience_s
       )
       threading.Thread(target=server.serve, daemon=True).start()
       return self._connected(n, server=server)
 
-    self._more = more
+    self._connect_new = connect_new
     with self._closing():
       for n in range(count):
-        self._members[n] = more(n)
+        self._members[n] = connect_new(n)
     self._next = count
     return self
 
@@ -213,7 +215,7 @@ class ElasticWorkers:
 
   @property
   def live(self) -> tuple[int, ...]:
-    """Numbers of the instances that are there."""
+    """Numbers of the instances that are alive."""
     return tuple(self._members)
 
   @property
@@ -221,7 +223,7 @@ class ElasticWorkers:
     """Size of the vocabulary of the instances' model.
 
     Raises:
-      PeerError: No instance is left.
+      PeerError: If no instance is left.
     """
     if not self._members:
       raise PeerError("no instance is left")
@@ -229,26 +231,28 @@ class ElasticWorkers:
 
   @property
   def processes(self) -> dict[int, subprocess.Popen[str]]:
-    """Of the instances that are there and are processes."""
-    return {n: m.process for n, m in self._members.items() if m.process}
+    """Processes of the instances that are alive, by number."""
+    return {
+      n: member.process for n, member in self._members.items() if member.process
+    }
 
   def join(self) -> int:
-    """Starts another instance, which takes part from now on: its number.
+    """Start another instance, which takes part from now on; return its number.
 
     Raises:
-      PeerError: it does not start.
+      PeerError: If it does not start.
     """
-    assert self._more is not None
+    assert self._connect_new is not None
     instance, self._next = self._next, self._next + 1
-    self._came.put(("join", instance, self._more(instance)))
+    self._events.put(("join", instance, self._connect_new(instance)))
     return instance
 
   def leave(self, instance: int) -> None:
-    """Has an instance move its keys to others and end; while serving."""
-    self._came.put(("leave", instance, None))
+    """Let an instance move its keys to others and end; while serving."""
+    self._events.put(("leave", instance, None))
 
   def close(self) -> None:
-    """Ends all instances."""
+    """End all instances."""
     for member in [*self._members.values()]:
       self._end(member)
     self._members.clear()
@@ -269,30 +273,32 @@ class ElasticWorkers:
     proactive: bool = True,
     watch: Callable[[dict[str, Any]], object] | None = None,
   ) -> ElasticAnswers:
-    """Answers prompts, greedily.
+    """Generate answers to prompts by greedy decoding.
 
     Args:
-      prompts: ids of each.
-      max_new_tokens: of each answer at most, one number or one for each.
-      policy: who reads and answers what; default: an `ElasticScheduler` for
-        which twice as many instances read twice as fast.
-      arrivals: seconds from now on at which each comes; default: all at once.
-      stop_ids: tokens that end an answer.
-      reserve: tokens of an answer that have slots when it begins, and again
-        when these are full: instances join as keys grow. Default: all.
-      proactive: whether keys stay during reading where they are needed later;
-        else they are moved when the prompt is read.
-      watch: gets each event as it happens; it may call `leave` and `join`.
+      prompts: Token ids of each prompt.
+      max_new_tokens: Maximum tokens of each answer, one number or one for each.
+      policy: Decides which instances prefill and decode what; default: an
+        `ElasticScheduler` that assumes a linear speed-up of prefill.
+      arrivals: Arrival time of each prompt, in seconds from now; default: 0.
+      stop_ids: Token ids that end an answer.
+      reserve: Number of an answer's tokens that get slots at its beginning, and
+        again when these are full: instances join as keys grow. Default: all.
+      proactive: Whether prefill leaves keys where decode needs them; else they
+        are moved after prefill.
+      watch: Function that gets each event at once; it may call `leave` and
+        `join`.
 
     Raises:
-      PromptError: an empty prompt, or ids that the model does not have.
-      PeerError: no instance is left.
-      OptionError: another call is being served; a policy of other slots; or
-        numbers that do not fit the prompts.
+      PromptError: If a prompt is empty, or has ids that the model does not
+        have.
+      PeerError: If no instance is left.
+      OptionError: If another call is being served, the policy has other slots,
+        or the number of arguments does not match the prompts.
     """
     vocab = self.vocab
-    ids = [inputs.prompt(x, vocab) for x in prompts]
-    counts = _each("max_new_tokens", max_new_tokens, len(ids))
+    ids = [inputs.prompt(prompt, vocab) for prompt in prompts]
+    counts = _per_prompt("max_new_tokens", max_new_tokens, len(ids))
     times = [0.0] * len(ids) if arrivals is None else [*arrivals]
     if len(times) != len(ids):
       raise OptionError(
@@ -331,17 +337,17 @@ class ElasticWorkers:
         "workers that are free", "wait for it, or start others",
       )  # fmt: skip
     sent: collections.Counter[str] = collections.Counter()
-    due = sorted(range(len(ids)), key=lambda n: (times[n], n))
-    while due or not manager.idle:
-      now = time.monotonic() - begin_s
-      while due and times[due[0]] <= now:
-        n = due.pop(0)
+    pending = sorted(range(len(ids)), key=lambda n: (times[n], n))
+    while pending or not manager.idle:
+      now_s = time.monotonic() - begin_s
+      while pending and times[pending[0]] <= now_s:
+        n = pending.pop(0)
         manager.submit(n, ids[n].size, counts[n], times[n])
-      for action in manager.decide(now):
+      for action in manager.decide(now_s):
         self._do(action, manager, ids)
-      if manager.idle and not due:
+      if manager.idle and not pending:
         break
-      self._hear(manager, sent, times[due[0]] - now if due else None)
+      self._hear(manager, sent, times[pending[0]] - now_s if pending else None)
     self._busy.release()
     return ElasticAnswers(
       answers=tuple(manager.answers[n] for n in range(len(ids))),
@@ -352,7 +358,7 @@ class ElasticWorkers:
     )
 
   def policy(self, **options: Any) -> ElasticScheduler:
-    """A scheduler for these instances; `options` are of `ElasticOptions`."""
+    """Make a scheduler for these instances, with `ElasticOptions`."""
     times = [
       QuadraticTimes(prefill_token_s=_TOKEN_S / n, decode_fixed_s=_STEP_S)
       for n in range(1, max(2, self._next + 1))
@@ -362,7 +368,7 @@ class ElasticWorkers:
   def _do(
     self, action: LiveAction, manager: ElasticManager, ids: list[np.ndarray]
   ) -> None:
-    """Sends what is to be done to those who are to do it."""
+    """Send an action to the instances concerned."""
     if isinstance(action, LiveCall):
       self._calls = max(self._calls, action.number + 1)
       texts = {
@@ -383,7 +389,10 @@ class ElasticWorkers:
       for n in action.members:
         self._tell(n, manager, "abandon", call=action.call)
     elif isinstance(action, DropKeys):
-      arrays = [np.array([x], np.int32) for x in (action.request, action.first)]
+      arrays = [
+        np.array([number], np.int32)
+        for number in (action.request, action.first)
+      ]
       self._tell(action.instance, manager, "drop", arrays)
     elif isinstance(action, Release) and action.instance in self._members:
       self._end(self._members.pop(action.instance))
@@ -398,11 +407,11 @@ class ElasticWorkers:
   ) -> None:
     member = self._members.get(instance)
     if member is None:
-      return  # Lost by now: the manager knows, or is told next.
+      return  # Lost meanwhile: the manager knows, or will get the event next.
     try:
       send_arrays(member.link, kind, arrays, **fields)
     except PeerError as error:
-      self._lose(instance, manager, str(error))
+      self._drop_lost(instance, manager, str(error))
 
   def _hear(
     self,
@@ -410,40 +419,40 @@ class ElasticWorkers:
     sent: collections.Counter[str],
     wait_s: float | None,
   ) -> None:
-    """Waits for news, and looks for instances that stand still."""
+    """Wait for events, and detect stalled instances."""
     every_s = min(1.0, self.patience_s / 4)
     wait_s = every_s if wait_s is None else min(every_s, max(0.0, wait_s))
     with contextlib.suppress(queue.Empty):
-      news = [self._came.get(timeout=wait_s)]
-      while not self._came.empty():
-        news.append(self._came.get())
-      for kind, instance, what in news:
-        self._handle(kind, instance, what, manager, sent)
-    now = time.monotonic()
+      news = [self._events.get(timeout=wait_s)]
+      while not self._events.empty():
+        news.append(self._events.get())
+      for kind, instance, payload in news:
+        self._handle(kind, instance, payload, manager, sent)
+    now_s = time.monotonic()
     for n, member in [*self._members.items()]:
       if member.asked_s is None:
-        member.asked_s = now
+        member.asked_s = now_s
         self._tell(n, manager, "ping")
-      elif now - member.asked_s > self.patience_s:
-        self._lose(n, manager, f"silent for {self.patience_s:g} s")
+      elif now_s - member.asked_s > self.patience_s:
+        self._drop_lost(n, manager, f"silent for {self.patience_s:g} s")
 
   def _handle(
     self,
     kind: str,
     instance: int,
-    what: Any,
+    payload: Any,
     manager: ElasticManager,
     sent: collections.Counter[str],
   ) -> None:
     if kind == "join":
-      self._members[instance] = what
+      self._members[instance] = payload
       manager.join(instance)
     elif kind == "leave":
       manager.leave(instance)
     elif kind == "gone":
-      self._lose(instance, manager, what)
+      self._drop_lost(instance, manager, payload)
     elif kind in ("done", "failed") and instance in self._members:
-      fields = what.fields
+      fields = payload.fields
       sent.update(fields.get("bytes_sent", {}))
       manager.answered(
         fields["call"],
@@ -452,10 +461,12 @@ class ElasticWorkers:
         fields.get("why", ""),
       )
 
-  def _lose(self, instance: int, manager: ElasticManager, why: str) -> None:
+  def _drop_lost(
+    self, instance: int, manager: ElasticManager, why: str
+  ) -> None:
     member = self._members.pop(instance, None)
     if member is not None:
-      # One that stands still must not go on later.
+      # A stalled process must not continue later.
       self._end(member)
       manager.lost(instance, why)
 
@@ -470,26 +481,26 @@ class ElasticWorkers:
     process: subprocess.Popen[str] | None = None,
     server: ElasticWorker | None = None,
   ) -> _Member:
-    """The connection to an instance that listens.
+    """Connect to a listening instance.
 
     Raises:
-      PeerError: it does not.
+      PeerError: If it does not listen.
     """
     if server is not None:
       address, vocab = server.address, server.vocab
     else:
       assert process is not None
       try:
-        said = first_line("instance", instance, process, _START_S)
+        reply = first_line("instance", instance, process, _START_S)
       except PeerError:
         _kill(process)
         raise
-      host, port, vocab = said
+      host, port, vocab = reply
       address = host, port
     name = f"instance {instance}"
     try:
-      made = socket.create_connection(address, self.patience_s)
-      link = PullConnection(made, self.patience_s, name)
+      connection = socket.create_connection(address, self.patience_s)
+      link = PullConnection(connection, self.patience_s, name)
       link.greet_publisher(self._key)
       send_arrays(link, "manage")
     except OSError as error:
@@ -510,12 +521,12 @@ class ElasticWorkers:
   def _receive(self, member: _Member) -> None:
     why = "it closed its connection"
     try:
-      while (heard := receive_idle(member.link, TO_MANAGER)) is not None:
+      while (message := receive_idle(member.link, TO_MANAGER)) is not None:
         member.asked_s = None
-        self._came.put((heard.kind, member.number, heard))
+        self._events.put((message.kind, member.number, message))
     except PeerError as error:
       why = str(error)
-    self._came.put(("gone", member.number, why))
+    self._events.put(("gone", member.number, why))
 
   def _end(self, member: _Member) -> None:
     member.link.close()
@@ -528,7 +539,7 @@ class ElasticWorkers:
 def _message(
   call: LiveCall, texts: dict[int, np.ndarray]
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-  """The fields and arrays of a call's message, as `elastic_worker` has them."""
+  """Fields and arrays of a call's message, in `elastic_worker`'s format."""
   int32 = lambda x: np.asarray(x, np.int32)
   fields: dict[str, Any] = {"call": call.number, "group": [*call.members]}
   if call.kind == "move":
@@ -558,21 +569,23 @@ def _message(
   ]
 
 
-def _each(name: str, value: int | Sequence[int], count: int) -> list[int]:
+def _per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
   if isinstance(value, Sequence):
     if len(value) != count:
       raise OptionError(
         name, f"{len(value)} numbers", f"{count}", "pass one for each prompt"
       )
-    return [positive_int(name, x) for x in value]
+    return [positive_int(name, number) for number in value]
   return [positive_int(name, value)] * count
 
 
-def _started(instance: int, told: dict[str, Any]) -> subprocess.Popen[str]:
-  """A process that loads the model."""
+def _start_process(
+  instance: int, settings: dict[str, Any]
+) -> subprocess.Popen[str]:
+  """Start a process that loads the model."""
   environ = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
   }
   process = subprocess.Popen(
     [sys.executable, "-m", "ringjax.infer.elastic_worker"],
@@ -582,13 +595,13 @@ def _started(instance: int, told: dict[str, Any]) -> subprocess.Popen[str]:
     text=True,
   )
   assert process.stdin is not None
-  process.stdin.write(json_text({**told, "number": instance}) + "\n")
+  process.stdin.write(json_text({**settings, "number": instance}) + "\n")
   process.stdin.flush()
   return process
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-  # First: a thread that reads its pipe holds the pipe's lock.
+  # Kill first: a thread that reads its pipe holds the pipe's lock.
   process.kill()
   for pipe in (process.stdin, process.stdout):
     if pipe is not None:

@@ -1,9 +1,9 @@
-"""What elastic groups are compared on: times, lengths and limits.
+"""Workloads, limits and modelled times on which elastic groups are compared.
 
 Guarantees: everything is drawn from a seed; another rate only stretches time.
 The model of times is a roofline (`GroupMachine`): it counts products, bytes of
-weights and keys, and what tensor parallelism and rings send. It is no
-measurement; what it assumes are its attributes.
+weights and keys, and the traffic of tensor parallelism and rings. It is not a
+measurement; its assumptions are its attributes.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, section 7.
 """
 
@@ -39,17 +39,18 @@ class GroupMachine:
   The defaults are Llama-2-7B in bfloat16 on A800s with NVLink.
 
   Attributes:
-    parameters: of the model.
-    layers: of the model.
-    width: of the hidden states, D.
-    heads_width: of the queries of a layer, N H.
-    kv_width: of the keys of a layer, K H.
-    flops: of a chip, a second, as prefill reaches them.
-    bytes_s: of a chip's memory, a second, as decoding reaches them.
-    link_bytes_s: between chips of an instance, a second, as sums reach them.
-    sum_s: the least time of a sum over the chips of an instance.
-    hop_s: the least time of an exchange between instances.
-    call_s: of a call, beside all that.
+    parameters: Number of the model's parameters.
+    layers: Number of layers.
+    width: Width of the hidden states, D.
+    heads_width: Total width of a layer's queries, N H.
+    kv_width: Total width of a layer's keys, K H.
+    flops: FLOP/s of a chip that prefill reaches.
+    bytes_s: Memory bandwidth of a chip that decode reaches, in bytes/s.
+    link_bytes_s: Bandwidth between chips of an instance that all-reduces reach,
+      in bytes/s.
+    sum_s: Minimum seconds of an all-reduce over the chips of an instance.
+    hop_s: Minimum seconds of an exchange between instances.
+    call_s: Fixed overhead of a call, in seconds.
   """
 
   parameters: int | float = 6.74e9
@@ -70,43 +71,46 @@ class GroupMachine:
 
   @property
   def token_bytes(self) -> int:
-    """Of a token's keys and values."""
+    """Bytes of a token's keys and values in all layers."""
     return self.layers * 2 * self.kv_width * 2
 
   def times(self, chips: int, instances: int = 1) -> QuadraticTimes:
-    """Of a group.
+    """Call times of a group.
 
-    Reading: products of weights and of half of all pairs, by all chips; two
-    sums a layer over an instance's chips. Keys travel while products run, but
-    for the least time of each hop. Decoding: the weights once on each
-    instance, the keys by all chips, the rows' products by all; two sums and,
-    with several instances, an exchange of queries and of partials a layer.
+    Prefill: products of weights and of half of all pairs, by all chips; two
+    all-reduces a layer over an instance's chips. Key transfers overlap with
+    products, except for the minimum time of each hop. Decode: the weights once
+    on each instance, the keys by all chips, the rows' products by all; two
+    all-reduces and, with several instances, an exchange of queries and of
+    partial results a layer.
 
     Args:
-      chips: of an instance: its tensor parallelism.
-      instances: of the group: its sequence parallelism.
+      chips: Number of chips of an instance: its tensor parallelism.
+      instances: Number of instances of the group: its sequence parallelism.
     """
     positive_int("chips", chips)
     positive_int("instances", instances)
-    every = chips * instances
+    num_chips = chips * instances
     sums = 2 * self.layers * (chips > 1)
-    # An all-reduce sends its operand twice, but for a chip's own part.
+    # An all-reduce sends its operand twice, except for a chip's own share.
     share = 2 * (chips - 1) / chips
-    summed = sums * self.width * 2 * share / self.link_bytes_s
+    sum_token_s = sums * self.width * 2 * share / self.link_bytes_s
     hops = self.layers * (instances - 1)
     exchanges = 2 * self.layers * (instances > 1)
     token_flops = 2 * self.parameters
     pair_flops = 4 * self.layers * self.heads_width / 2
-    wait = self.call_s + sums * self.sum_s
+    overhead_s = self.call_s + sums * self.sum_s
     return QuadraticTimes(
-      prefill_fixed_s=wait + hops * self.hop_s,
-      prefill_token_s=token_flops / (self.flops * every) + summed / instances,
-      prefill_pair_s=pair_flops / (self.flops * every),
-      decode_fixed_s=wait
+      prefill_fixed_s=overhead_s + hops * self.hop_s,
+      prefill_token_s=token_flops / (self.flops * num_chips)
+      + sum_token_s / instances,
+      prefill_pair_s=pair_flops / (self.flops * num_chips),
+      decode_fixed_s=overhead_s
       + exchanges * self.hop_s
       + 2 * self.parameters / (self.bytes_s * chips),
-      decode_row_s=token_flops / (self.flops * every) + summed / instances,
-      decode_token_s=self.token_bytes / (self.bytes_s * every),
+      decode_row_s=token_flops / (self.flops * num_chips)
+      + sum_token_s / instances,
+      decode_token_s=self.token_bytes / (self.bytes_s * num_chips),
     )
 
 
@@ -124,25 +128,25 @@ def zipf_lengths(
   least: int = 10,
   most: int = 199_999,
 ) -> Int[np.ndarray, " n"]:
-  """Lengths whose probability falls as 1 / (length + offset)^exponent.
+  """Draw lengths with probability proportional to (length + offset)^-exponent.
 
   Args:
-    count: how many.
-    exponent: 1.0 has long texts often, 1.4 seldom.
-    seed: of the draw.
-    offset: flattens the shortest.
-    least: the shortest.
-    most: the longest.
+    count: Number of lengths.
+    exponent: Exponent of the decay: 1.0 often has long texts, 1.4 seldom.
+    seed: Seed of the draw.
+    offset: Number of tokens that flattens the distribution of short texts.
+    least: Minimum length in tokens.
+    most: Maximum length in tokens.
   """
   lengths = np.arange(least, most + 1)
   weights = (lengths + float(offset)) ** -float(exponent)
-  chance = np.random.default_rng(seed)
-  return chance.choice(lengths, size=count, p=weights / weights.sum())
+  rng = np.random.default_rng(seed)
+  return rng.choice(lengths, size=count, p=weights / weights.sum())
 
 
-# Of prompts and answers: (share, shortest, longest, median answer). Lengths are
-# log-uniform between the two, as the published ranges of these sets of texts
-# are all that is known of them here.
+# Sources of prompts: (name, share, shortest, longest, median answer). Lengths
+# are drawn log-uniformly between the two, as only the published ranges of
+# these data sets are known here.
 MIXED = (
   ("chat, as ShareGPT", 1 / 3, 4, 2_300, 200),
   ("documents, as L-Eval", 1 / 3, 2_700, 210_500, 100),
@@ -153,24 +157,30 @@ MIXED = (
 def mixed_lengths(
   count: int, *, seed: int = 0, most: int | None = None
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-  """(tokens of prompts, of answers): chats and long documents in equal parts.
+  """(prompt lengths, answer lengths) of chats and long documents.
 
-  See `MIXED`.
+  The sources in `MIXED` have equal shares.
 
   Args:
-    count: how many.
-    seed: of the draw.
-    most: longer prompts are cut to it; None cuts none.
+    count: Number of requests.
+    seed: Seed of the draw.
+    most: Maximum prompt length, to which longer prompts are cut; None cuts
+      none.
   """
-  chance = np.random.default_rng(seed)
-  which = chance.choice(len(MIXED), size=count, p=[one[1] for one in MIXED])
-  shortest, longest, median = (
-    np.array([one[n] for one in MIXED], float)[which] for n in (2, 3, 4)
+  rng = np.random.default_rng(seed)
+  source_ids = rng.choice(
+    len(MIXED), size=count, p=[source[1] for source in MIXED]
   )
-  drawn = chance.uniform(np.log(shortest), np.log(longest))
-  answers = np.exp(chance.normal(np.log(median), 0.8))
+  shortest, longest, median = (
+    np.array([source[n] for source in MIXED], float)[source_ids]
+    for n in (2, 3, 4)
+  )
+  log_lengths = rng.uniform(np.log(shortest), np.log(longest))
+  answers = np.exp(rng.normal(np.log(median), 0.8))
   return (
-    np.minimum(np.exp(drawn), np.inf if most is None else most).astype(int),
+    np.minimum(np.exp(log_lengths), np.inf if most is None else most).astype(
+      int
+    ),
     np.clip(answers, 1, 2048).astype(np.int64),
   )
 
@@ -182,15 +192,15 @@ def random_trace(
   *,
   seed: int = 0,
 ) -> list[TraceRequest]:
-  """Requests that come at random, `rate` a second.
+  """Make requests that arrive at random, at `rate` per second.
 
   Another rate only stretches time: the same gaps in the same order.
 
   Args:
-    prompts: tokens of each.
-    answers: the same.
-    rate: requests a second.
-    seed: of the gaps.
+    prompts: Prompt lengths in tokens.
+    answers: Answer lengths in tokens.
+    rate: Requests per second.
+    seed: Seed of the gaps.
   """
   gaps = np.random.default_rng(seed).exponential(size=len(prompts))
   times: Float[np.ndarray, " n"] = np.cumsum(gaps) / float(rate)
@@ -208,22 +218,22 @@ def random_trace(
 def answer_lengths(
   count: int, median: int | float = 150, *, seed: int = 0
 ) -> Int[np.ndarray, " n"]:
-  """Log-normal lengths of answers, 1 to 2,048.
+  """Draw log-normal answer lengths, clipped to 1 to 2,048 tokens.
 
   Args:
-    count: how many.
-    median: of them.
-    seed: of the draw.
+    count: Number of answers.
+    median: Median length in tokens.
+    seed: Seed of the draw.
   """
-  drawn = np.random.default_rng(seed).normal(np.log(median), 0.8, count)
-  return np.clip(np.exp(drawn), 1, 2048).astype(np.int64)
+  log_lengths = np.random.default_rng(seed).normal(np.log(median), 0.8, count)
+  return np.clip(np.exp(log_lengths), 1, 2048).astype(np.int64)
 
 
 # ---------------------------------------------------------------------------
 # Systems
 # ---------------------------------------------------------------------------
 
-# Tokens that an instance has room for, by its chips (80 GB each).
+# Token capacity of an instance, by its number of chips (80 GB each).
 SLOTS = {1: 110_000, 2: 210_000, 4: 500_000, 8: 900_000}
 
 
@@ -231,10 +241,9 @@ SLOTS = {1: 110_000, 2: 210_000, 4: 500_000, 8: 900_000}
 class ComparedSystem:
   """A way to use eight chips.
 
-  Attributes:
-    name: for people.
-    instances: of the cluster.
-    policy: makes the policy of a run.
+  name: Name for tables.
+  instances: Number of instances of the cluster.
+  policy: Function that makes the policy of a run.
   """
 
   name: str
@@ -242,25 +251,27 @@ class ComparedSystem:
   policy: Callable[[], ElasticScheduler | FixedGroups]
 
   def run(self, trace: Sequence[TraceRequest]) -> ElasticResult:
-    """Serves a trace."""
+    """Simulate a trace."""
     return simulate_elastic(trace, self.policy(), self.instances)
 
 
 def compared_systems(
   machine: GroupMachine | None = None,
 ) -> list[ComparedSystem]:
-  """Elastic groups of four instances of two chips, and three fixed ways.
+  """Elastic groups of four instances of two chips, and three fixed layouts.
 
-  The last is elastic too, with an instance that the longest prompts leave to
-  others, and these may overtake.
+  The last system is elastic, too, but keeps an instance free of the longest
+  prompts, and lets requests overtake.
 
   Args:
-    machine: the model of times; default: Llama-2-7B on A800s.
+    machine: Model of times; default: Llama-2-7B on A800s.
   """
-  made = machine or GroupMachine()
-  two = ElasticOptions(slots=SLOTS[2], token_bytes=made.token_bytes)
-  eight = dataclasses.replace(two, slots=SLOTS[8])
-  groups = [made.times(2, n) for n in range(1, 5)]
+  chips_model = machine or GroupMachine()
+  options_2_chips = ElasticOptions(
+    slots=SLOTS[2], token_bytes=chips_model.token_bytes
+  )
+  options_8_chips = dataclasses.replace(options_2_chips, slots=SLOTS[8])
+  groups = [chips_model.times(2, n) for n in range(1, 5)]
   fixed = lambda times, groups, options: (
     lambda: FixedGroups(times, groups, options)
   )
@@ -268,26 +279,28 @@ def compared_systems(
     ComparedSystem(
       name="elastic, 4 x TP2",
       instances=4,
-      policy=lambda: ElasticScheduler(groups, two),
+      policy=lambda: ElasticScheduler(groups, options_2_chips),
     ),
     ComparedSystem(
-      name="TP8", instances=1, policy=fixed(made.times(8), [[0]], eight)
+      name="TP8",
+      instances=1,
+      policy=fixed(chips_model.times(8), [[0]], options_8_chips),
     ),
     ComparedSystem(
       name="SP4 x TP2",
       instances=4,
-      policy=fixed(made.times(2, 4), [[0, 1, 2, 3]], two),
+      policy=fixed(chips_model.times(2, 4), [[0, 1, 2, 3]], options_2_chips),
     ),
     ComparedSystem(
       name="4 replicas of TP2",
       instances=4,
-      policy=fixed(made.times(2), [[0], [1], [2], [3]], two),
+      policy=fixed(chips_model.times(2), [[0], [1], [2], [3]], options_2_chips),
     ),
     ComparedSystem(
       name="elastic, 1 spare",
       instances=4,
       policy=lambda: ElasticScheduler(
-        groups, dataclasses.replace(two, spare=1, window=64)
+        groups, dataclasses.replace(options_2_chips, spare=1, window=64)
       ),
     ),
   ]
@@ -300,14 +313,14 @@ def compared_systems(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledLimits(Limits):
-  """Limits that grow with a prompt: so many times what it takes alone.
+  """Limits that scale with the time a prompt would take alone.
 
   Attributes:
-    ttft_s: seconds that the first token of any prompt may take.
-    tpot_s: seconds for each later token.
-    alone: the times of all chips as one group, with nothing else to do; None
-      for the limits of all prompts alike.
-    scale: how many times that the first token may take.
+    ttft_s: Seconds to the first token that are always allowed.
+    tpot_s: Seconds for each later token.
+    alone: Times of all chips as one idle group; None for the same limits for
+      all prompts.
+    scale: Multiple of the time alone that the first token may take.
   """
 
   ttft_s: int | float = 15.0
@@ -316,12 +329,12 @@ class ScaledLimits(Limits):
   scale: int | float = 25.0
 
   def of(self, prompt_tokens: int) -> Limits:
-    """The limits of a request with a prompt of so many tokens."""
+    """Limits of a request with a prompt of `prompt_tokens` tokens."""
     if self.alone is None:
       return self
-    least = self.alone.prefill_s([(prompt_tokens, 0)])
+    alone_s = self.alone.prefill_s([(prompt_tokens, 0)])
     return Limits(
-      ttft_s=max(self.ttft_s, self.scale * least),
+      ttft_s=max(self.ttft_s, self.scale * alone_s),
       tpot_s=self.tpot_s,
       share=self.share,
     )

@@ -1,16 +1,16 @@
-"""Times of an instance's calls by seven constants, fitted or predicted.
+"""Times of an instance's calls as seven constants, fitted or predicted.
 
 On t devices that share every layer (tensor parallelism) a call takes
 
   prefill   f + a n / t + p sum(n (n + 2 c)) / t + s n (t - 1) / t
   decode    f + w / t + r rows / t + k cached / t + s rows (t - 1) / t
 
-n new tokens behind c cached ones. The constants are not negative and hold for
-all t: f of any call, a of a new token, p of a pair, s of a token's sums over
-devices, w of reading the weights, r of a row, k of a cached token. They are
-fitted to measured calls, wherever these are from (a profile of this machine, a
-table of kernels, a compiler's estimates), by non-negative least squares on
-relative errors; or predicted from what a data sheet says of a chip.
+for n new tokens after c cached ones. The constants are not negative and hold
+for all t: f of any call, a of a new token, p of a pair, s of a token's
+all-reduces, w of reading the weights, r of a row, k of a cached token. They are
+fitted to measured calls of any source (a profile of this machine, a table of
+kernels, a compiler's estimates) by non-negative least squares on relative
+errors; or predicted from a chip's data sheet.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670, appendix A; Lawson
 and Hanson 1974 for the fit.
 """
@@ -36,21 +36,21 @@ from ringjax.serve.simulate import StepCost
 
 PHASES = ("prefill", "decode")
 _COLUMNS = ("phase", "devices", "tokens", "cached", "seconds")
-# Of a file that a live engine writes.
+# Columns of a file that a live engine writes.
 CALL_COLUMNS = (*_COLUMNS, "prompts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredCall:
-  """One call and how long it took.
+  """One call and its duration.
 
   Attributes:
-    phase: of `PHASES`.
-    devices: that share every layer, t.
-    tokens: of prefill the new ones of each prompt; of decode the rows.
-    cached: of prefill before each prompt; of decode of all rows together.
-    seconds: of the call.
-    prompts: of a call of prefill, which are alike.
+    phase: "prefill" or "decode".
+    devices: Number of devices that share every layer, t.
+    tokens: For prefill, new tokens of each prompt; for decode, rows.
+    cached: For prefill, cached tokens of each prompt; for decode, of all rows.
+    seconds: Duration of the call in seconds.
+    prompts: Number of equal prompts of a prefill call.
   """
 
   phase: str
@@ -68,27 +68,35 @@ class MeasuredCall:
     number("seconds", self.seconds, above=0)
 
   def features(self) -> tuple[float, ...]:
-    """What the constants f, a, p, s, w, r, k are multiplied with."""
+    """Factors of the constants f, a, p, s, w, r, k."""
     t, n = self.devices, self.tokens
     if self.phase == "prefill":
-      new = self.prompts * n
-      pairs = new * (n + 2 * self.cached)
-      return (1.0, new / t, pairs / t, new * (t - 1) / t, 0.0, 0.0, 0.0)
+      new_tokens = self.prompts * n
+      pairs = new_tokens * (n + 2 * self.cached)
+      return (
+        1.0,
+        new_tokens / t,
+        pairs / t,
+        new_tokens * (t - 1) / t,
+        0.0,
+        0.0,
+        0.0,
+      )
     return (1.0, 0.0, 0.0, n * (t - 1) / t, 1 / t, n / t, self.cached / t)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorTimes:
-  """The seven constants, in seconds.
+  """The seven constants of call times, in seconds.
 
   Attributes:
-    fixed_s: f, of a call.
-    token_s: a, of a new token.
-    pair_s: p, of n (n + 2 c).
-    reduce_s: s, of a token whose sums cross devices.
-    weights_s: w, of a step's reading all weights.
-    row_s: r, of a row.
-    cached_s: k, of a cached token.
+    fixed_s: f, per call.
+    token_s: a, per new token.
+    pair_s: p, per unit of n (n + 2 c).
+    reduce_s: s, per token that is all-reduced over devices.
+    weights_s: w, for reading all weights once.
+    row_s: r, per row.
+    cached_s: k, per cached token.
   """
 
   fixed_s: int | float = 0.0
@@ -104,7 +112,7 @@ class TensorTimes:
       number(field.name, getattr(self, field.name), least=0)
 
   def at(self, devices: int) -> QuadraticTimes:
-    """The times of an instance of so many devices."""
+    """Times of an instance with `devices` devices."""
     t = positive_int("devices", devices)
     shared = self.reduce_s * (t - 1) / t
     return QuadraticTimes(
@@ -117,61 +125,61 @@ class TensorTimes:
     )
 
   def predict_s(self, call: MeasuredCall) -> float:
-    """Seconds that a call is expected to take."""
+    """Predicted seconds of a call."""
     return float(np.dot(dataclasses.astuple(self), call.features()))
 
   def errors(self, calls: Sequence[MeasuredCall]) -> list[float]:
     """Relative errors of the predictions, one for each call."""
-    return [self.predict_s(one) / one.seconds - 1 for one in calls]
+    return [self.predict_s(call) / call.seconds - 1 for call in calls]
 
   @classmethod
   def fit(cls, calls: Sequence[MeasuredCall]) -> TensorTimes:
-    """The constants that explain measured calls best, relative to their times.
+    """Fit the constants to measured calls, by relative errors.
 
     Args:
-      calls: of both phases; of several numbers of devices, else what sums over
-        devices take stays 0.
+      calls: Calls of both phases; of several numbers of devices, else the time
+        of all-reduces stays 0.
 
     Raises:
-      OptionError: fewer than 8 calls, or scipy is not installed.
+      OptionError: If there are fewer than 8 calls, or scipy is not installed.
     """
     if len(calls) < 8:
       raise OptionError(
         "calls", f"{len(calls)} of them", "at least 8", "measure more"
       )
-    found = _least_squares(
-      [one.features() for one in calls], [one.seconds for one in calls]
+    constants = _least_squares(
+      [call.features() for call in calls], [call.seconds for call in calls]
     )
     names = [field.name for field in dataclasses.fields(cls)]
-    return cls(**dict(zip(names, found, strict=True)))
+    return cls(**dict(zip(names, constants, strict=True)))
 
   @classmethod
   def on(
     cls, machine: Machine, shape: OffloadShape, *, dtype: str = "bfloat16"
   ) -> TensorTimes:
-    """Predicts the constants from the stated figures of a machine.
+    """Predict the constants from the stated figures of a machine.
 
-    Products at the stated rate, attention at its kernel's part of it, weights
-    and cached tokens at the rate of the memory, two sums over devices a layer.
-    What could overlap is added up.
+    Products run at the chip's rate, attention at its kernel's share of it;
+    weights and cached tokens are read at the memory's bandwidth; each layer has
+    two all-reduces. Work that could overlap is added up.
 
     Args:
-      machine: the devices.
-      shape: of the model.
-      dtype: of weights and keys.
+      machine: Devices and links.
+      shape: Sizes of the model.
+      dtype: Dtype of weights and keys.
     """
     chip, width, layers = machine.chip, number_bytes(dtype), shape.layers
     rate, links = chip.rate(dtype), machine.links
-    # Any of the axes: a call of tensor parallelism has one of its own.
+    # Any of the axes, as tensor parallelism uses one axis alone.
     link = links if isinstance(links, Link) else next(
       iter(dict(links).values())
     )  # fmt: skip
     token_s = 2 * (layers * shape.active + shape.head) / rate
-    half = layers * shape.attend / 2
+    pair_flops = layers * shape.attend / 2
     return cls(
       fixed_s=layers * (machine.hop_s + machine.call_s),
       token_s=2 * layers * shape.active / rate,
-      pair_s=half / (rate * machine.part("kernel")[0]),
+      pair_s=pair_flops / (rate * machine.part("kernel")[0]),
       reduce_s=layers * 4 * shape.embed * width / link.bandwidth,
       weights_s=layers * shape.weights * width / chip.hbm_bandwidth,
       row_s=token_s,
@@ -182,7 +190,7 @@ class TensorTimes:
 def _least_squares(
   features: Sequence[Sequence[int | float]], seconds: Sequence[int | float]
 ) -> list[float]:
-  """Constants that are not negative, by relative errors."""
+  """Non-negative constants with the least relative errors."""
   try:
     optimize: Any = importlib.import_module("scipy.optimize")
   except ModuleNotFoundError:
@@ -193,60 +201,60 @@ def _least_squares(
       "pip install 'ringjax[plan]'",
     ) from None
   rows = np.array(features, np.float64) / np.array(seconds)[:, None]
-  # Constants are of very different sizes: columns of norm one are solved.
+  # The columns have very different scales: solve with unit-norm columns.
   norms = np.linalg.norm(rows, axis=0)
   norms[norms == 0] = 1
-  found = optimize.nnls(rows / norms, np.ones(len(rows)))[0] / norms
-  return found.tolist()
+  constants = optimize.nnls(rows / norms, np.ones(len(rows)))[0] / norms
+  return constants.tolist()
 
 
 def instance_times(calls: Sequence[MeasuredCall]) -> QuadraticTimes:
-  """The times of the one instance whose calls were measured.
+  """Fit the times of one instance to its measured calls.
 
-  Each phase has constants of its own, fitted to its own calls.
+  Each phase has separate constants, fitted to its own calls.
 
   Args:
-    calls: of both phases and one number of devices.
+    calls: Calls of both phases on one number of devices.
 
   Raises:
-    OptionError: calls of one phase only, or of several numbers of devices.
+    OptionError: If a phase has no calls, or numbers of devices differ.
   """
-  found: list[float] = []
-  devices = {one.devices for one in calls}
+  constants: list[float] = []
+  devices = {call.devices for call in calls}
   for phase in PHASES:
-    some = [one for one in calls if one.phase == phase]
-    if not some or len(devices) > 1:
+    phase_calls = [call for call in calls if call.phase == phase]
+    if not phase_calls or len(devices) > 1:
       raise OptionError(
         "calls",
-        f"{len(some)} of {phase}, on {sorted(devices)} devices",
+        f"{len(phase_calls)} of {phase}, on {sorted(devices)} devices",
         "calls of prefill and decode of one instance",
         "measure both, or fit TensorTimes to several numbers of devices",
       )
-    found += _least_squares(
+    constants += _least_squares(
       [
         (
           1.0,
-          one.prompts * one.tokens,
-          one.prompts * one.tokens * (one.tokens + 2 * one.cached),
+          call.prompts * call.tokens,
+          call.prompts * call.tokens * (call.tokens + 2 * call.cached),
         )
         if phase == "prefill"
-        else (1.0, one.tokens, one.cached)
-        for one in some
+        else (1.0, call.tokens, call.cached)
+        for call in phase_calls
       ],
-      [one.seconds for one in some],
+      [call.seconds for call in phase_calls],
     )
   names = [field.name for field in dataclasses.fields(QuadraticTimes)]
-  return QuadraticTimes(**dict(zip(names, found, strict=True)))
+  return QuadraticTimes(**dict(zip(names, constants, strict=True)))
 
 
 def engine_times(cost: StepCost) -> QuadraticTimes:
-  """The times of an engine whose steps were measured (`measure_cost`).
+  """Times of an engine whose steps were measured (`measure_cost`).
 
-  What its two calls share counts for each, as if they came in steps apart.
+  The time that both phases share in a step counts for each of them.
   """
   return QuadraticTimes(
     prefill_fixed_s=cost.step + cost.prompts,
-    # A query sees itself too: n (n + 1) / 2 + n c keys.
+    # A query sees itself, too: n (n + 1) / 2 + n c keys.
     prefill_token_s=cost.token + cost.pair / 2,
     prefill_pair_s=cost.pair / 2,
     decode_fixed_s=cost.step + cost.answers,
@@ -256,25 +264,25 @@ def engine_times(cost: StepCost) -> QuadraticTimes:
 
 
 def read_calls(path: str | os.PathLike[str]) -> list[MeasuredCall]:
-  """Measured calls of a csv: phase, devices, tokens, cached, seconds.
+  """Read measured calls from a csv: phase, devices, tokens, cached, seconds.
 
-  A column prompts is optional; see `MeasuredCall`. A last line that a process
-  or a disk has cut, without its end and its last column, is left out.
+  A column prompts is optional; see `MeasuredCall`. A last line that was
+  truncated, with neither its line end nor its last column, is left out.
 
   Raises:
-    OptionError: it cannot be read, or a line is not of the format.
+    OptionError: If the file cannot be read, or a line is malformed.
   """
   try:
     text = pathlib.Path(path).read_text("utf-8")
   except (OSError, ValueError) as error:
     raise OptionError("calls", error, "a csv file", "pass its path") from None
-  lines, found = text.splitlines(), []
-  cut = len(lines) > 1 and not text.endswith("\n")
-  if cut and lines[-1].count(",") < lines[0].count(","):
+  lines, calls = text.splitlines(), []
+  truncated = len(lines) > 1 and not text.endswith("\n")
+  if truncated and lines[-1].count(",") < lines[0].count(","):
     del lines[-1]
   for n, row in enumerate(csv.DictReader(lines), 2):
     try:
-      found.append(
+      calls.append(
         MeasuredCall(
           phase=row["phase"],
           devices=int(row["devices"]),
@@ -291,4 +299,4 @@ def read_calls(path: str | os.PathLike[str]) -> list[MeasuredCall]:
         f"columns {', '.join(_COLUMNS)}",
         "see MeasuredCall for what each means",
       ) from None
-  return found
+  return calls

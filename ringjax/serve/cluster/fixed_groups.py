@@ -1,7 +1,7 @@
-"""Groups of instances that never change, which elastic ones are compared with.
+"""Groups of instances that never change, a baseline for elastic ones.
 
 Tensor parallelism over all chips is one group of one instance; sequence
-parallelism one group of all; replicas are groups of one.
+parallelism is one group of all; replicas are groups of one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ringjax.serve.cluster.phase_times import PhaseTimes
 
 @dataclasses.dataclass(kw_only=True)
 class _Open:
-  """A group that may read now.
+  """A group that may prefill now.
 
   Attributes:
-    room: slots that no one has been promised.
-    instances: of the group.
-    answers: what it answers, or None.
-    requests: that it reads next.
+    room: Slots that are not reserved.
+    instances: Numbers of the group's instances.
+    answers: Requests that it decodes, or None.
+    requests: Requests that it prefills next.
   """
 
   room: int
@@ -39,14 +39,14 @@ class _Open:
 
 
 class FixedGroups:
-  """Groups that never change: what elastic ones are compared with.
+  """Fixed groups of instances, a baseline for elastic ones.
 
-  Each group reads with all its instances before it answers on, in the order of
-  arrivals; a request goes to the group with the most free slots.
+  Each group prefills with all its instances before it continues to decode, in
+  the order of arrivals; a request goes to the group with the most free slots.
 
   Attributes:
-    options: constants.
-    groups: instances of each.
+    options: Constants of the scheduler.
+    groups: Numbers of each group's instances.
   """
 
   shrinks = False
@@ -57,12 +57,12 @@ class FixedGroups:
     groups: Sequence[Sequence[int]],
     options: ElasticOptions | None = None,
   ):
-    """Makes one.
+    """Make a policy of fixed groups.
 
     Args:
-      times: of a group; all are of one size.
-      groups: numbers of the instances of each.
-      options: constants.
+      times: Call times of a group; all are of one size.
+      groups: Numbers of each group's instances.
+      options: Constants; default `ElasticOptions()`.
     """
     sizes = {len(group) for group in groups}
     if len(sizes) != 1 or sizes == {0}:
@@ -77,25 +77,25 @@ class FixedGroups:
     self.options = options or ElasticOptions()
 
   def times(self, instances: int) -> PhaseTimes:
-    """As `ElasticPolicy`."""
+    """Call times of a group."""
     del instances
     return self._times
 
   def ended(self, request: ElasticRequest) -> None:
-    """As `ElasticScheduler`: nothing depends on it."""
+    """Do nothing: plans do not depend on past answers."""
 
   def stepped(self, seconds: float) -> None:
-    """The same."""
+    """Do nothing: plans do not depend on past steps."""
 
   def refused(self, request: ElasticRequest, instances: int) -> str:
-    """As `ElasticPolicy`: more tokens than the slots of a group."""
+    """Refuse a request of more tokens than the slots of a group."""
     room = len(self.groups[0]) * self.options.slots
     if request.all_tokens <= room:
       return ""
     return f"{request.all_tokens} tokens for {room} slots of a group"
 
   def plan(self, view: ClusterView) -> ElasticPlan:
-    """As `ElasticPolicy`."""
+    """Plan a prefill batch for each group that takes waiting requests."""
     batches: list[PrefillBatch] = []
     paused: list[DecodeGroup] = []
     answering = {group.instances[0]: group for group in view.groups}
@@ -103,54 +103,65 @@ class FixedGroups:
     for group in self.groups:
       if view.reading & {*group}:
         continue
-      found = answering.get(group[0])
-      due = sum(r.left_tokens for r in found.requests) if found else 0
+      decoding = answering.get(group[0])
+      due = (
+        sum(request.left_tokens for request in decoding.requests)
+        if decoding
+        else 0
+      )
       room = sum(self.options.slots - view.used[n] for n in group) - due
       open_.append(
-        _Open(room=room, instances=group, answers=found, requests=[])
+        _Open(room=room, instances=group, answers=decoding, requests=[])
       )
     for request in view.waiting:
-      able = [
-        one
-        for one in open_
-        if one.room >= request.all_tokens
+      candidates = [
+        group
+        for group in open_
+        if group.room >= request.all_tokens
         and (
-          not one.requests
-          or self._read_s([*one.requests, request])
+          not group.requests
+          or self._read_s([*group.requests, request])
           <= self.options.longest_prefill_s
         )
       ]
-      if not able:
+      if not candidates:
         break
-      best = max(able, key=lambda one: one.room / (1 + len(one.requests)))
+      best = max(
+        candidates, key=lambda group: group.room / (1 + len(group.requests))
+      )
       best.room -= request.all_tokens
       best.requests.append(request)
-    for one in open_:
-      if not one.requests:
+    for candidate in open_:
+      if not candidate.requests:
         continue
-      if one.answers is not None:
-        paused.append(one.answers)
-      size = len(one.instances)
+      if candidate.answers is not None:
+        paused.append(candidate.answers)
+      size = len(candidate.instances)
       batches.append(
         PrefillBatch(
-          requests=tuple(one.requests),
-          instances=one.instances,
-          kept=tuple(_shared(r.prompt_tokens, size) for r in one.requests),
-          stays=one.instances,
+          requests=tuple(candidate.requests),
+          instances=candidate.instances,
+          kept=tuple(
+            _even_split(request.prompt_tokens, size)
+            for request in candidate.requests
+          ),
+          stays=candidate.instances,
         )
       )
     return ElasticPlan(batches=tuple(batches), paused=tuple(paused))
 
   def _read_s(self, requests: Sequence[ElasticRequest]) -> float:
-    return self._times.prefill_s((r.prompt_tokens, 0) for r in requests)
+    return self._times.prefill_s(
+      (request.prompt_tokens, 0) for request in requests
+    )
 
   def grown(self, group: DecodeGroup, view: ClusterView) -> tuple[int, ...]:
-    """As `ElasticPolicy`: none."""
+    """No instances: groups never grow."""
     del group, view
     return ()
 
 
-def _shared(tokens: int, parts: int) -> tuple[int, ...]:
-  """Tokens in equal parts."""
+def _even_split(tokens: int, parts: int) -> tuple[int, ...]:
+  """Split tokens into equal parts, up to rounding."""
   return tuple(tokens * (n + 1) // parts - tokens * n // parts
                for n in range(parts))  # fmt: skip

@@ -1,11 +1,11 @@
-"""Goodput: the largest rate at which a cluster keeps what it promises.
+"""Goodput: the largest rate at which a cluster meets its latency limits.
 
 Guarantees: all rates serve the same requests with the same gaps, only closer
 together, so that rates are comparable and a search is repeatable. The result
 was simulated and met the limits; a rate that is `near` higher did not. A trace
-that is short beside its answers would hide every queue: it is repeated until
-its last answer comes at most a quarter of its time after its last arrival, so
-that no more than that is overload.
+that is short compared to its answers would hide every queue: it is repeated
+until its last answer comes at most a quarter of its time after its last
+arrival, so that no more than that is overload.
 Cost: some ten simulations of the trace.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670, section 4.
 """
@@ -20,13 +20,13 @@ from ringjax.errors import OptionError
 from ringjax.serve.cluster.served import Limits, ServedRequest, attainment
 from ringjax.serve.traces import TraceRequest, first_prefixes
 
-# Part of a rate at which requests do not meet each other.
+# Factor of a rate at which requests do not overlap.
 _ALONE = 1e-6
-# Times the first rate that is tried: what keeps up then always does.
+# Limit of the search, as a multiple of the first rate.
 _ENDLESS = 2**40
-# Part of the time of arrivals in which what is left has to end.
+# Fraction of the arrivals' time in which the last answers have to end.
 _LATE = 0.25
-# Repeats of a trace at most; what is too short even then is not kept up with.
+# Maximum repeats of a trace; if it is still too short, the rate is too high.
 _REPEATS = 64
 
 
@@ -35,7 +35,7 @@ class Goodput:
   """The result of a search.
 
   Attributes:
-    rate: requests a second, 0 if no rate meets the limits.
+    rate: Requests per second, 0 if no rate meets the limits.
     tried: (rate, share of requests that met the limits), by rate.
   """
 
@@ -44,10 +44,10 @@ class Goodput:
 
 
 def trace_rate(trace: Sequence[TraceRequest]) -> float:
-  """Requests a second of a trace, from its first arrival to its last.
+  """Requests per second of a trace, from its first arrival to its last.
 
   Raises:
-    OptionError: fewer than two requests, or all come at once.
+    OptionError: If there are fewer than two requests, or all come at once.
   """
   if len(trace) < 2:
     raise OptionError(
@@ -70,23 +70,24 @@ def trace_rate(trace: Sequence[TraceRequest]) -> float:
 def at_rate(
   trace: Sequence[TraceRequest], rate: int | float
 ) -> list[TraceRequest]:
-  """A trace with its gaps scaled so that requests come at a rate."""
+  """Scale the gaps of a trace so that requests come at a rate."""
   factor = trace_rate(trace) / number("rate", rate, above=0)
   return [
-    dataclasses.replace(one, arrival=one.arrival * factor) for one in trace
+    dataclasses.replace(request, arrival=request.arrival * factor)
+    for request in trace
   ]
 
 
 def share_met(
   served: Sequence[ServedRequest], limits: Limits, *, each: bool = False
 ) -> float:
-  """The share of requests within the limits.
+  """Share of requests within the limits.
 
   Args:
-    served: the requests.
-    limits: for both times.
-    each: whether the two limits are counted one by one and the smaller share
-      is returned, as DistServe's simulator does.
+    served: Served requests.
+    limits: Limits of both times.
+    each: Whether the two limits are counted separately and the smaller share
+      is returned, as in DistServe's simulator.
   """
   if not each:
     return attainment(served, limits)
@@ -97,29 +98,34 @@ def share_met(
 
 
 def repeated(trace: Sequence[TraceRequest], times: int) -> list[TraceRequest]:
-  """A trace several times, one after another.
+  """Repeat a trace several times.
 
-  Repeats share no prefix, but those that instances had before the first one.
+  Repeats share no prefix, except those that instances had cached initially.
   """
-  had = {x for blocks in first_prefixes(trace).values() for x in blocks}
+  initial_blocks = {
+    block_id for blocks in first_prefixes(trace).values() for block_id in blocks
+  }
   period = trace[-1].arrival - trace[0].arrival + 1 / trace_rate(trace)
   return [
     dataclasses.replace(
-      one,
-      arrival=one.arrival + n * period,
-      number=one.number + n * len(trace),
-      blocks=tuple(x if x in had else x + (n << 48) for x in one.blocks),
+      request,
+      arrival=request.arrival + n * period,
+      number=request.number + n * len(trace),
+      blocks=tuple(
+        block_id if block_id in initial_blocks else block_id + (n << 48)
+        for block_id in request.blocks
+      ),
     )
     for n in range(times)
-    for one in trace
+    for request in trace
   ]
 
 
 class GoodputSearch:
-  """Serves a trace at many rates.
+  """Serves a trace at many rates and records the shares.
 
   Attributes:
-    tried: share of requests that met the limits, by rate.
+    tried: Share of requests that met the limits, by rate.
   """
 
   def __init__(
@@ -130,33 +136,37 @@ class GoodputSearch:
     *,
     each: bool = False,
   ):
-    """As of `goodput`."""
+    """Prepare a search; the arguments are those of `goodput`."""
     self.serve, self.trace, self.limits = serve, trace, limits
     self.each = each
     self.tried: dict[float, float] = {}
     self._times = 1
 
   def share(self, rate: int | float) -> float:
-    """The share of requests within the limits at a rate."""
+    """Serve at a rate; return the share of requests within the limits."""
     limits = self.limits
     while True:
-      asked = at_rate(self.trace, rate)
+      scaled = at_rate(self.trace, rate)
       if self._times > 1:
-        asked = repeated(asked, self._times)
-      served = self.serve(asked)
-      found = share_met(served, limits, each=self.each)
-      spent = asked[-1].arrival - asked[0].arrival
-      ends = (one.last_token_s for one in served if not one.rejected)
-      late = max(ends, default=0.0) - asked[-1].arrival
+        scaled = repeated(scaled, self._times)
+      served = self.serve(scaled)
+      share = share_met(served, limits, each=self.each)
+      spent = scaled[-1].arrival - scaled[0].arrival
+      ends = (
+        request.last_token_s for request in served if not request.rejected
+      )
+      overrun_s = max(ends, default=0.0) - scaled[-1].arrival
       if (
-        found < limits.share or late <= _LATE * spent or self._times >= _REPEATS
+        share < limits.share
+        or overrun_s <= _LATE * spent
+        or self._times >= _REPEATS
       ):
         break
       self._times *= 2
-    if late > _LATE * spent and found >= limits.share:
-      found = 0.0
-    self.tried[float(rate)] = found
-    return found
+    if overrun_s > _LATE * spent and share >= limits.share:
+      share = 0.0
+    self.tried[float(rate)] = share
+    return share
 
 
 def goodput(
@@ -168,18 +178,19 @@ def goodput(
   near: int | float = 0.02,
   each: bool = False,
 ) -> Goodput:
-  """Searches the goodput by bisection.
+  """Search the goodput by bisection.
 
   Args:
-    serve: what serves a trace, e.g. `lambda t: simulator.run(t).served`.
-    trace: requests whose gaps are scaled.
-    limits: what has to be met.
-    first: the rate that is tried first; None for the trace's own.
-    near: relative distance at which the search ends.
-    each: as of `share_met`.
+    serve: Function that serves a trace, e.g. `lambda t:
+      simulator.run(t).served`.
+    trace: Requests whose gaps are scaled.
+    limits: Limits that have to be met.
+    first: Rate to try first; None for the trace's own.
+    near: Relative distance at which the search ends.
+    each: Whether limits count separately, as in `share_met`.
 
   Raises:
-    OptionError: requests come at once; or no rate breaks the limits.
+    OptionError: If requests come at once, or no rate breaks the limits.
   """
   number("near", near, above=0)
   search = GoodputSearch(serve, trace, limits, each=each)
@@ -195,7 +206,7 @@ def goodput(
         "limits that some rate breaks",
         "pass times of calls above 0, or answers of several tokens",
       )
-  # Requests that come one by one: if these are too slow, all rates are.
+  # Requests that do not overlap: if these are too slow, all rates are.
   if not low and not met(high * _ALONE):
     return Goodput(rate=0.0, tried=tuple(sorted(search.tried.items())))
   while not low:

@@ -1,17 +1,18 @@
-"""How many instances of which kind a cluster runs: DistServe's placements.
+"""Search for the instances that a cluster should run: DistServe's placements.
 
 Guarantees: a search is exhaustive over the shapes of a model and repeatable;
-what it returns was simulated. Of equal goodput a device the fewer devices win.
+the placements that it returns were simulated. Of equal goodput per device the
+fewer devices win.
 Cost: some ten simulations for each shape and phase; pairs are simulated from
 the most promising one on, until no other can be better.
 
-  high affinity  links between nodes are fast: prefill and decode are placed one
-                 by one, each in the shape of the best goodput a device, and
-                 replicated (Algorithm 1); for a rate in the shape of which the
-                 fewest devices serve it
+  high affinity  links between nodes are fast: prefill and decode are placed
+                 separately, each in the shape of the best goodput per device,
+                 and replicated (Algorithm 1); given a rate, in the shape in
+                 which the fewest devices serve it
   low affinity   a stage of prefill and the same stage of decode share a node:
                  pairs are simulated together and replicated (Algorithm 2)
-  colocated      instances that do both, to compare with
+  colocated      instances of both phases, as a baseline
 
 A shape is (tensor, stages): devices that share every layer, times the stages of
 a pipeline. Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670.
@@ -44,45 +45,45 @@ from ringjax.serve.cluster.routing import RoutingPolicy, ShortestQueue
 from ringjax.serve.cluster.served import Limits, ServedRequest
 from ringjax.serve.traces import TraceRequest
 
-# What a phase alone promises of a pair: queues of prefill spread arrivals, so
-# that decode may do a little better behind them than on its own.
+# Factor by which a pair may exceed the goodput of its phases alone: a prefill
+# queue spreads arrivals, which helps decode a little.
 _BOUND = 1.15
 _ENDLESS = 2**62
 
 
 @runtime_checkable
 class InstanceFamily(Protocol):
-  """A model that runs in several shapes."""
+  """A model that can run in several shapes (tensor, stages)."""
 
   @property
   def kv_token_bytes(self) -> int | float:
-    """Of a token in all layers."""
+    """Bytes of a token's keys and values in all layers."""
     ...
 
   def shapes(self) -> list[tuple[int, int]]:
-    """The (tensor, stages) on which it fits."""
+    """Shapes (tensor, stages) in which the model fits."""
     ...
 
   def instance(
     self, name: str, role: str, tensor: int, stages: int
   ) -> SimulatedInstance:
-    """An instance in one of the shapes."""
+    """Make an instance in one of the shapes."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizedModel:
-  """A model by its sizes and the seven constants of its times.
+  """A model given by its sizes and the seven constants of its times.
 
   Attributes:
-    name: of the model.
-    times: for any number of devices.
-    weight_bytes: of all weights.
-    kv_token_bytes: of a token in all layers.
-    device_bytes: memory of a device that weights and cache may fill.
-    tensors: numbers of devices that may share every layer.
-    pipelines: numbers of stages of a pipeline.
-    options: of `SimulatedInstance`, e.g. {"max_prefill_tokens": 4096}.
+    name: Name of the model.
+    times: Call times for any number of devices.
+    weight_bytes: Bytes of all weights.
+    kv_token_bytes: Bytes of a token's keys and values in all layers.
+    device_bytes: Memory of a device for weights and cache, in bytes.
+    tensors: Numbers of devices that may share every layer.
+    pipelines: Numbers of pipeline stages.
+    options: Options of `SimulatedInstance`, e.g. {"max_prefill_tokens": 4096}.
   """
 
   name: str
@@ -99,12 +100,12 @@ class SizedModel:
       number(name, getattr(self, name), above=0)
 
   def capacity_tokens(self, devices: int) -> int:
-    """Tokens of the cache of an instance; 0 where weights do not fit."""
+    """Cache capacity of an instance in tokens; 0 if weights do not fit."""
     room = devices * self.device_bytes - self.weight_bytes
     return max(0, int(room // self.kv_token_bytes))
 
   def shapes(self) -> list[tuple[int, int]]:
-    """As `InstanceFamily`."""
+    """Shapes (tensor, stages) in which weights and some cache fit."""
     return [
       (t, p)
       for t in self.tensors
@@ -115,7 +116,7 @@ class SizedModel:
   def instance(
     self, name: str, role: str, tensor: int, stages: int
   ) -> SimulatedInstance:
-    """As `InstanceFamily`."""
+    """Make an instance in one of the shapes."""
     return SimulatedInstance(
       name=name,
       role=role,
@@ -128,13 +129,13 @@ class SizedModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuCluster:
-  """Devices to place instances on.
+  """Nodes and devices on which instances are placed.
 
   Attributes:
-    nodes: how many, N.
-    devices: of a node, M.
-    inside: link of a device to another of its node; None is no time.
-    between: link of a device to another node; None is no time.
+    nodes: Number of nodes, N.
+    devices: Number of devices per node, M.
+    inside: Link between two devices of a node; None takes no time.
+    between: Link between devices of two nodes; None takes no time.
   """
 
   nodes: int
@@ -148,7 +149,7 @@ class GpuCluster:
 
   @property
   def size(self) -> int:
-    """Devices in all."""
+    """Total number of devices."""
     return self.nodes * self.devices
 
 
@@ -157,11 +158,11 @@ class InstanceGroup:
   """Equal instances of a placement.
 
   Attributes:
-    role: of `routing.ROLES`.
-    tensor: devices that share every layer.
-    stages: of the pipeline.
-    count: of instances.
-    goodput: requests a second of one of them.
+    role: Role of the instances, one of `routing.ROLES`.
+    tensor: Number of devices that share every layer.
+    stages: Number of pipeline stages.
+    count: Number of instances.
+    goodput: Goodput of one instance in requests per second.
   """
 
   role: str
@@ -172,18 +173,18 @@ class InstanceGroup:
 
   @property
   def devices(self) -> int:
-    """Of all instances."""
+    """Number of devices of all instances."""
     return self.tensor * self.stages * self.count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingPlacement:
-  """What a search found.
+  """Instance groups that a search chose, with their goodput.
 
   Attributes:
     kind: "high affinity", "low affinity" or "colocated".
-    groups: the instances.
-    goodput: requests a second that the groups are good for.
+    groups: Groups of equal instances.
+    goodput: Goodput of the whole placement in requests per second.
   """
 
   kind: str
@@ -192,18 +193,18 @@ class ServingPlacement:
 
   @property
   def devices(self) -> int:
-    """That it takes."""
-    return sum(one.devices for one in self.groups)
+    """Number of devices of all groups."""
+    return sum(group.devices for group in self.groups)
 
   @property
   def per_device(self) -> float:
-    """Goodput of a device."""
+    """Goodput per device."""
     return self.goodput / self.devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rated:
-  """Something that can be replicated: its shapes, devices and goodput."""
+  """A unit of instances to replicate: its shapes, devices and goodput."""
 
   shapes: tuple[tuple[int, int], ...]
   devices: int
@@ -211,15 +212,15 @@ class _Rated:
 
   @property
   def order(self) -> tuple[float, int]:
-    """The best is the largest: goodput of a device, then fewer devices."""
+    """Sort key, larger is better: goodput per device, then fewer devices."""
     return self.rate / self.devices, -self.devices
 
   def count(self, rate: int | float) -> int:
-    """How many serve a rate."""
+    """Number of copies of the unit that serve a rate."""
     return math.ceil(rate / self.rate - 1e-9)
 
   def order_at(self, rate: int | float | None) -> tuple[int | float, ...]:
-    """As `order`; for a rate the fewest devices that serve it."""
+    """Sort key at a rate: fewest devices first; None ranks as `order`."""
     if rate is None:
       return self.order
     count = self.count(rate)
@@ -227,10 +228,10 @@ class _Rated:
 
 
 class PlacementSearch:
-  """Searches placements of a model for a workload.
+  """Searches the best placements of a model for a workload.
 
   Attributes:
-    simulations: how often a trace was simulated.
+    simulations: Number of simulated traces so far.
   """
 
   def __init__(
@@ -246,21 +247,21 @@ class PlacementSearch:
     stream: int = 0,
     progress: Callable[[int], None] | None = None,
   ) -> None:
-    """Checks what can be searched.
+    """Check the inputs and list the shapes that fit.
 
     Args:
-      model: in its shapes.
-      cluster: the devices.
-      trace: requests; their gaps are scaled to search the goodput.
-      limits: what they are promised.
-      near: of `goodput`.
-      each: of `goodput.share_met`.
-      policy: of routing; None for `ShortestQueue`.
-      stream: of `ClusterSimulator`.
-      progress: called with the number of simulations so far.
+      model: Model with its shapes.
+      cluster: Nodes and devices.
+      trace: Requests; their gaps are scaled to search the goodput.
+      limits: Latency limits that requests should meet.
+      near: Relative accuracy of the rate, as in `goodput`.
+      each: Whether limits are met one by one, as in `goodput.share_met`.
+      policy: Routing policy; None for `ShortestQueue`.
+      stream: Number of streamed cache parts, as in `ClusterSimulator`.
+      progress: Function called with the number of simulations so far.
 
     Raises:
-      OptionError: no shape of the model fits on the cluster.
+      OptionError: If no shape of the model fits on the cluster.
     """
     self.model, self.cluster, self.limits = model, cluster, limits
     self.trace, self.near, self.each = list(trace), near, each
@@ -270,8 +271,8 @@ class PlacementSearch:
     )
     self.progress = progress
     self.simulations = 0
-    # Without any second token there is nothing to split.
-    self._answers = any(one.new_tokens > 1 for one in self.trace)
+    # If all answers have one token, there is no decode to place.
+    self._answers = any(request.new_tokens > 1 for request in self.trace)
     self._phases: dict[tuple[str, int, int], float] = {}
     self.shapes = [
       (t, p)
@@ -286,26 +287,28 @@ class PlacementSearch:
         "pass more devices, or shapes with more stages",
       )
 
-  # One phase, or both.
+  # Goodput of one phase, or of both.
 
   def phase_goodput(self, role: str, tensor: int, stages: int) -> float:
-    """Requests a second of one instance that has nothing else to wait for.
+    """Goodput of one instance that never waits for the other phase.
 
     Args:
-      role: "prefill" meets the TTFT alone, "decode" the TPOT alone, "both"
+      role: "prefill" must meet the TTFT only, "decode" the TPOT only, "both"
         both.
-      tensor, stages: its shape.
+      tensor, stages: Shape of the instance.
     """
     key = (role, tensor, stages)
     if key not in self._phases:
-      one = self.model.instance("served", role, tensor, stages)
+      instance = self.model.instance("served", role, tensor, stages)
       limits, trace, others = self.limits, self.trace, []
       if role == "prefill":
-        one = dataclasses.replace(one, role="both")
+        instance = dataclasses.replace(instance, role="both")
         limits = dataclasses.replace(limits, tpot_s=math.inf)
-        trace = [dataclasses.replace(x, new_tokens=1) for x in trace]
+        trace = [
+          dataclasses.replace(request, new_tokens=1) for request in trace
+        ]
       elif role == "decode":
-        # Prompts are read at once and without a queue.
+        # The helper instance prefills in no time and without a queue.
         limits = dataclasses.replace(limits, ttft_s=math.inf)
         others = [
           SimulatedInstance(
@@ -316,25 +319,25 @@ class PlacementSearch:
             max_prefill_tokens=_ENDLESS,
           )
         ]
-      self._phases[key] = self._search([one, *others], limits, trace).rate
+      self._phases[key] = self._search([instance, *others], limits, trace).rate
     return self._phases[key]
 
   def pair_goodput(
     self, prefill: tuple[int, int], decode: tuple[int, int], link: Link | None
   ) -> float:
-    """Requests a second of one instance of each phase, together.
+    """Goodput of one prefill and one decode instance together.
 
     Args:
-      prefill, decode: shapes.
-      link: of a device; each device of the smaller instance uses its own.
+      prefill, decode: Shapes of the two instances.
+      link: Link of a device; each device of the smaller instance uses its own.
     """
     instances = [
       self.model.instance("prefill", "prefill", *prefill),
       self.model.instance("decode", "decode", *decode),
     ]
-    both = min(math.prod(prefill), math.prod(decode))
+    num_lanes = min(math.prod(prefill), math.prod(decode))
     return self._search(
-      instances, self.limits, self.trace, _wider(link, both)
+      instances, self.limits, self.trace, _aggregated_link(link, num_lanes)
     ).rate
 
   def _search(
@@ -365,9 +368,9 @@ class PlacementSearch:
   def _server(
     self, simulator: ClusterSimulator
   ) -> Callable[[list[TraceRequest]], list[ServedRequest]]:
-    def serve(given: list[TraceRequest]) -> list[ServedRequest]:
+    def serve(requests: list[TraceRequest]) -> list[ServedRequest]:
       self._count()
-      return simulator.run(given).served
+      return simulator.run(requests).served
 
     return serve
 
@@ -376,7 +379,7 @@ class PlacementSearch:
     if self.progress is not None:
       self.progress(self.simulations)
 
-  def _rated(self, role: str) -> list[_Rated]:
+  def _rated_shapes(self, role: str) -> list[_Rated]:
     return [
       _Rated(
         shapes=((t, p),), devices=t * p, rate=self.phase_goodput(role, t, p)
@@ -385,48 +388,49 @@ class PlacementSearch:
     ]
 
   def _best(self, role: str, rate: int | float | None) -> _Rated | None:
-    """The best shape for a phase, if any meets its limit."""
-    able = [one for one in self._rated(role) if one.rate]
-    return max(able, key=lambda one: one.order_at(rate), default=None)
+    """Best shape for a phase, or None if no shape meets its limit."""
+    rated = [unit for unit in self._rated_shapes(role) if unit.rate]
+    return max(rated, key=lambda unit: unit.order_at(rate), default=None)
 
   # Searches.
 
   def high_affinity(
     self, rate: int | float | None = None
   ) -> ServingPlacement | None:
-    """Algorithm 1.
+    """Place prefill and decode instances separately: Algorithm 1.
 
     Args:
-      rate: requests a second to place for; None for one instance of the phase
-        that limits, and as many of the other one as it needs.
+      rate: Requests per second to place for; None for one instance of the
+        bottleneck phase, and as many of the other phase as it needs.
 
     Returns:
       The placement; None if a phase meets its limit in no shape, or answers
-      have one token, which comes with the prompt.
+      have one token, which prefill computes.
     """
     if not self._answers:
       return None
     best = [self._best(role, rate) for role in ("prefill", "decode")]
-    found = [one for one in best if one is not None]
-    if len(found) < 2:
+    chosen = [unit for unit in best if unit is not None]
+    if len(chosen) < 2:
       return None
-    wanted = max(one.rate for one in found) if rate is None else rate
+    target_rate = max(unit.rate for unit in chosen) if rate is None else rate
     groups = tuple(
-      _group(role, one, one.count(wanted))
-      for role, one in zip(("prefill", "decode"), found, strict=True)
+      _instance_group(role, unit, unit.count(target_rate))
+      for role, unit in zip(("prefill", "decode"), chosen, strict=True)
     )
-    return _placed("high affinity", groups)
+    return _placement("high affinity", groups)
 
   def low_affinity(
     self, rate: int | float | None = None
   ) -> ServingPlacement | None:
-    """Algorithm 2.
+    """Place pairs of prefill and decode instances: Algorithm 2.
 
     Args:
-      rate: requests a second to place for; None for one pair.
+      rate: Requests per second to place for; None for one pair.
 
     Returns:
-      The placement; None if no pair meets the limits, or as above.
+      The placement; None if no pair meets the limits, or answers have one
+      token.
     """
     if not self._answers:
       return None
@@ -435,16 +439,18 @@ class PlacementSearch:
       (_Rated(shapes=pair, devices=devices, rate=bound * _BOUND), pair)
       for bound, devices, pair in self._pairs()
     ]
-    # What a pair can't be better than; the most promising one first.
-    for bound, pair in sorted(bounds, key=lambda x: x[0].order_at(rate))[::-1]:
+    # Upper bounds of the pairs, the most promising pair first.
+    for bound, pair in sorted(
+      bounds, key=lambda entry: entry[0].order_at(rate)
+    )[::-1]:
       top = None if best is None else best.order_at(rate)
       if top is not None and bound.order_at(rate)[0] < top[0]:
         break
-      found = dataclasses.replace(
+      rated_pair = dataclasses.replace(
         bound, rate=self.pair_goodput(*pair, self.cluster.inside)
       )
-      if found.rate and (top is None or found.order_at(rate) > top):
-        best = found
+      if rated_pair.rate and (top is None or rated_pair.order_at(rate) > top):
+        best = rated_pair
     if best is None:
       return None
     count = 1 if rate is None else best.count(rate)
@@ -454,22 +460,22 @@ class PlacementSearch:
       )
       for role, (t, p) in zip(("prefill", "decode"), best.shapes, strict=True)
     )
-    return _placed("low affinity", groups)
+    return _placement("low affinity", groups)
 
   def _pairs(
     self,
   ) -> list[tuple[float, int, tuple[tuple[int, int], tuple[int, int]]]]:
-    """(bound of the goodput, devices, shapes) of pairs, the best first."""
-    found = {}
-    cluster, known = self.cluster, set(self.shapes)
+    """(goodput bound, devices, shapes) of pairs, best per device first."""
+    pairs = {}
+    cluster, known_shapes = self.cluster, set(self.shapes)
     for inter in range(1, cluster.nodes + 1):
-      # The part of each pipeline that is in one node.
+      # The stages of each pipeline that are in one node.
       parts = [(t, p // inter) for t, p in self.shapes if not p % inter]
       for tp, pp in parts:
         for td, pd in parts:
           inside = tp * pp + td * pd
           pair = (tp, pp * inter), (td, pd * inter)
-          if inside > cluster.devices or not known.issuperset(pair):
+          if inside > cluster.devices or not known_shapes.issuperset(pair):
             continue
           devices = inside * inter
           if devices <= cluster.size:
@@ -477,68 +483,77 @@ class PlacementSearch:
               self.phase_goodput("prefill", *pair[0]),
               self.phase_goodput("decode", *pair[1]),
             )
-            found[pair] = bound, devices, pair
+            pairs[pair] = bound, devices, pair
     return sorted(
-      (one for one in found.values() if one[0]),
-      key=lambda one: (-one[0] / one[1], one[1], one[2]),
+      (entry for entry in pairs.values() if entry[0]),
+      key=lambda entry: (-entry[0] / entry[1], entry[1], entry[2]),
     )
 
   def colocated(
     self, rate: int | float | None = None
   ) -> ServingPlacement | None:
-    """The best shape of instances that do both.
+    """Place instances that do both phases, in their best shape.
 
     Args:
-      rate: requests a second to place for; None for one instance.
+      rate: Requests per second to place for; None for one instance.
     """
     best = self._best("both", rate)
     if best is None:
       return None
     count = 1 if rate is None else best.count(rate)
-    return _placed("colocated", (_group("both", best, count),))
+    return _placement("colocated", (_instance_group("both", best, count),))
 
   def fill(self) -> list[ServingPlacement]:
-    """The best that the whole cluster can do, of each kind, best first.
+    """Best placements of each kind on the whole cluster, best first.
 
-    High affinity tries all pairs of shapes and counts that fit, so that it is
+    High affinity tries all pairs of shapes and counts that fit, so it is
     the best split of the devices; the others replicate their best unit that
     fits.
     """
-    found = []
+    placements = []
     size = self.cluster.size
-    reading: list[_Rated] = []
-    making: list[_Rated] = []
+    prefill_units: list[_Rated] = []
+    decode_units: list[_Rated] = []
     if self._answers:
-      reading = [one for one in self._rated("prefill") if one.rate]
-      making = [one for one in self._rated("decode") if one.rate]
+      prefill_units = [
+        unit for unit in self._rated_shapes("prefill") if unit.rate
+      ]
+      decode_units = [
+        unit for unit in self._rated_shapes("decode") if unit.rate
+      ]
     best: tuple[float, int, tuple[InstanceGroup, ...]] | None = None
-    for one in reading:
-      for n in range(1, size // one.devices + 1):
-        for other in making:
-          m = (size - n * one.devices) // other.devices
+    for prefill in prefill_units:
+      for n in range(1, size // prefill.devices + 1):
+        for decode in decode_units:
+          m = (size - n * prefill.devices) // decode.devices
           if m < 1:
             continue
-          # No more of either than the other one can follow.
-          rate = min(n * one.rate, m * other.rate)
-          m = math.ceil(rate / other.rate - 1e-9)
-          used = n * one.devices + m * other.devices
+          # No more of either phase than the other can keep up with.
+          rate = min(n * prefill.rate, m * decode.rate)
+          m = math.ceil(rate / decode.rate - 1e-9)
+          used = n * prefill.devices + m * decode.devices
           if best is None or (rate, -used) > (best[0], -best[1]):
-            groups = _group("prefill", one, n), _group("decode", other, m)
+            groups = (
+              _instance_group("prefill", prefill, n),
+              _instance_group("decode", decode, m),
+            )
             best = rate, used, groups
     if best is not None:
-      found.append(_placed("high affinity", best[2]))
-    pair, both = self.low_affinity(), self.colocated()
-    for unit in (pair, both):
+      placements.append(_placement("high affinity", best[2]))
+    pair, colocated = self.low_affinity(), self.colocated()
+    for unit in (pair, colocated):
       if unit is not None:
-        times = size // unit.devices
+        copies = size // unit.devices
         groups = tuple(
-          dataclasses.replace(one, count=one.count * times)
-          for one in unit.groups
+          dataclasses.replace(group, count=group.count * copies)
+          for group in unit.groups
         )
-        found.append(_placed(unit.kind, groups))
-    return sorted(found, key=lambda x: (-x.goodput, x.devices))
+        placements.append(_placement(unit.kind, groups))
+    return sorted(
+      placements, key=lambda placement: (-placement.goodput, placement.devices)
+    )
 
-  # What a placement does.
+  # Simulations of a placement.
 
   def simulator(
     self,
@@ -547,29 +562,29 @@ class PlacementSearch:
     transfer: bool = True,
     timeline: bool = False,
   ) -> ClusterSimulator:
-    """A cluster of a placement's instances.
+    """Make a simulator of a placement's instances.
 
     Args:
-      found: the placement.
-      transfer: whether caches take time to move.
-      timeline: as of `ClusterSimulator`.
+      found: The placement.
+      transfer: Whether cache transfers take time.
+      timeline: Whether results have a timeline, as in `ClusterSimulator`.
     """
     instances = [
       self.model.instance(
-        f"{one.role}{n:02d}", one.role, one.tensor, one.stages
+        f"{group.role}{n:02d}", group.role, group.tensor, group.stages
       )
-      for one in found.groups
-      for n in range(one.count)
+      for group in found.groups
+      for n in range(group.count)
     ]
     pair = found.kind == "low affinity"
     link = self.cluster.inside if pair else self.cluster.between
     if self.cluster.nodes == 1:
       link = self.cluster.inside
-    lanes = min(one.tensor * one.stages for one in found.groups)
+    lanes = min(group.tensor * group.stages for group in found.groups)
     return ClusterSimulator(
       instances=instances,
       policy=self.policy,
-      links=_wider(link, lanes) if transfer else None,
+      links=_aggregated_link(link, lanes) if transfer else None,
       kv_token_bytes=self.model.kv_token_bytes,
       timeline=timeline,
       **self.moving,
@@ -583,10 +598,10 @@ class PlacementSearch:
     transfer: bool = True,
     timeline: bool = False,
   ) -> ClusterResult:
-    """What a placement does at a rate; options as of `simulator`."""
+    """Simulate a placement at a rate; options as in `simulator`."""
     self._count()
-    made = self.simulator(found, transfer=transfer, timeline=timeline)
-    return made.run(at_rate(self.trace, rate))
+    simulator = self.simulator(found, transfer=transfer, timeline=timeline)
+    return simulator.run(at_rate(self.trace, rate))
 
   def shares(
     self,
@@ -595,39 +610,45 @@ class PlacementSearch:
     *,
     transfer: bool = True,
   ) -> list[float]:
-    """The share of requests within the limits at some rates."""
-    made = self.simulator(found, transfer=transfer)
+    """Share of requests within the limits at each rate."""
+    simulator = self.simulator(found, transfer=transfer)
     search = GoodputSearch(
-      self._server(made), self.trace, self.limits, each=self.each
+      self._server(simulator), self.trace, self.limits, each=self.each
     )
     return [search.share(rate) for rate in rates]
 
   def whole_goodput(
     self, found: ServingPlacement, *, transfer: bool = True
   ) -> float:
-    """Requests a second of all instances of a placement together."""
-    made = self.simulator(found, transfer=transfer)
+    """Goodput of all instances of a placement together."""
+    simulator = self.simulator(found, transfer=transfer)
     return self._search(
-      made.instances, self.limits, self.trace, made.links, found.goodput
+      simulator.instances,
+      self.limits,
+      self.trace,
+      simulator.links,
+      found.goodput,
     ).rate
 
 
-def _wider(link: Link | None, lanes: int) -> Link | None:
+def _aggregated_link(link: Link | None, lanes: int) -> Link | None:
   if link is None:
     return None
   return dataclasses.replace(link, bandwidth=link.bandwidth * lanes)
 
 
-def _group(role: str, one: _Rated, count: int) -> InstanceGroup:
-  (t, p), *_ = one.shapes
+def _instance_group(role: str, unit: _Rated, count: int) -> InstanceGroup:
+  (t, p), *_ = unit.shapes
   return InstanceGroup(
-    role=role, tensor=t, stages=p, count=count, goodput=one.rate
+    role=role, tensor=t, stages=p, count=count, goodput=unit.rate
   )
 
 
-def _placed(kind: str, groups: tuple[InstanceGroup, ...]) -> ServingPlacement:
+def _placement(
+  kind: str, groups: tuple[InstanceGroup, ...]
+) -> ServingPlacement:
   return ServingPlacement(
     kind=kind,
     groups=groups,
-    goodput=min(one.goodput * one.count for one in groups),
+    goodput=min(group.goodput * group.count for group in groups),
   )

@@ -1,9 +1,9 @@
-"""How long an instance takes to read prompts and to make tokens.
+"""Models of the seconds that an instance takes for prefill and decode.
 
-  prefill   f + t sum(n) + p sum((n + c)^2 - c^2)   n tokens behind c cached
+  prefill   f + t sum(n) + p sum((n + c)^2 - c^2)   n tokens after c cached
   decode    g + r rows + k sum(cached tokens)        one token of each row
 
-six constants that are not negative. Prefill's are those of `plan.Profile`
+with six non-negative constants. Prefill's are those of `plan.Profile`
 (which counts n (c + n / 2) or n (c + n) pairs), DistServe's and LoongServe's.
 A queue takes the sum of its prompts, each alone in a call (`reading_s`, of live
 routers and of the simulator): as the time grows with the square of a prompt's
@@ -24,33 +24,33 @@ from ringjax.errors import OptionError
 
 @runtime_checkable
 class PhaseTimes(Protocol):
-  """Seconds of a call of an instance; what simulators and planners ask."""
+  """Seconds of an instance's calls, as simulators and planners use them."""
 
   def prefill_s(self, pieces: Iterable[tuple[int, int]]) -> float:
-    """Of reading pieces of prompts in one call.
+    """Seconds to prefill chunks of prompts in one call.
 
     Args:
-      pieces: (new tokens, tokens cached before them) of each.
+      pieces: (new tokens, tokens cached before them) of each chunk.
     """
     ...
 
   def decode_s(self, rows: int, cached_tokens: int | float) -> float:
-    """Of one token for each of some rows.
+    """Seconds of a decode step, one token for each row.
 
     Args:
-      rows: how many.
-      cached_tokens: of all rows together.
+      rows: Number of rows.
+      cached_tokens: Cached tokens of all rows together.
     """
     ...
 
 
 class QueuedPrompts(NamedTuple):
-  """Prompts of a queue that are alike.
+  """Equal prompts of a queue.
 
   Fields:
-    tokens: of each, that are left to compute.
-    cached: of each, tokens before them whose keys are there, or will be.
-    count: how many prompts.
+    tokens: Uncomputed tokens of each prompt.
+    cached: Tokens of each prompt before these that are or will be cached.
+    count: Number of prompts.
   """
 
   tokens: int
@@ -59,41 +59,42 @@ class QueuedPrompts(NamedTuple):
 
   @classmethod
   def of(cls, prompt_tokens: int, cached: int) -> QueuedPrompts:
-    """One prompt, whose last token is computed whatever is cached.
+    """Make one prompt; its last token is computed even if it is cached.
 
     Args:
-      prompt_tokens: of the prompt; at least 1.
-      cached: tokens of its prefix that are there.
+      prompt_tokens: Prompt length in tokens, at least 1.
+      cached: Length of its cached prefix in tokens.
     """
     cached = min(cached, prompt_tokens - 1)
     return cls(prompt_tokens - cached, cached)
 
 
 def reading_s(times: PhaseTimes, queue: Iterable[QueuedPrompts]) -> float:
-  """Seconds of reading prompts one behind another, each alone in a call.
+  """Seconds to prefill prompts one after another, each alone in a call.
 
   Args:
-    times: of the instance.
-    queue: its prompts, in any order.
+    times: Times of the instance.
+    queue: Prompts of its queue, in any order.
   """
   return float(
     sum(
-      one.count * times.prefill_s([(one.tokens, one.cached)]) for one in queue
+      prompts.count * times.prefill_s([(prompts.tokens, prompts.cached)])
+      for prompts in queue
     )
   )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuadraticTimes:
-  """The form above.
+  """Quadratic prefill time and linear decode time.
 
   Attributes:
-    prefill_fixed_s: f, of a call.
-    prefill_token_s: t, for each new token.
-    prefill_pair_s: p, for each pair of a new token and one before it, twice.
-    decode_fixed_s: g, of a step.
-    decode_row_s: r, for each row.
-    decode_token_s: k, for each cached token.
+    prefill_fixed_s: f, per call.
+    prefill_token_s: t, per new token.
+    prefill_pair_s: p, per pair of a new and an earlier token, counted twice.
+    decode_fixed_s: g, per step.
+    decode_row_s: r, per row.
+    decode_token_s: k, per cached token.
   """
 
   prefill_fixed_s: int | float = 0.0
@@ -108,7 +109,7 @@ class QuadraticTimes:
       number(field.name, getattr(self, field.name), least=0)
 
   def prefill_s(self, pieces: Iterable[tuple[int, int]]) -> float:
-    """As `PhaseTimes`."""
+    """Seconds to prefill (new, cached) tokens of prompts in one call."""
     tokens = pairs = 0
     for new, cached in pieces:
       tokens += new
@@ -120,7 +121,7 @@ class QuadraticTimes:
     )
 
   def decode_s(self, rows: int, cached_tokens: int | float) -> float:
-    """As `PhaseTimes`."""
+    """Seconds of a decode step."""
     return float(
       self.decode_fixed_s
       + self.decode_row_s * rows
@@ -129,25 +130,25 @@ class QuadraticTimes:
 
 
 class InstanceTimes:
-  """Times of live instances, each as it has measured them when it joined.
+  """Times of live instances, as each has measured them before it joined.
 
-  As `PhaseTimes`, of no one of them, the mean of all that have joined so far.
+  Used as a `PhaseTimes` itself, it gives the mean of all instances so far.
   """
 
   def __init__(self) -> None:
     self._times: dict[str, QuadraticTimes] = {}
 
   def tell(self, name: str, times: QuadraticTimes) -> None:
-    """Takes what an instance has measured."""
-    # As a whole: others may be walking through it.
+    """Set the measured times of an instance."""
+    # Replaced, not changed in place: other threads may be iterating over it.
     self._times = {**self._times, name: times}
 
   def of(self, name: str) -> PhaseTimes:
-    """Times of one instance; the mean of all, of one that told none."""
+    """Times of one instance; the mean of all if it reported none."""
     return self._times.get(name, self)
 
   def _mean(self, of: Callable[[QuadraticTimes], float]) -> float:
-    times = [of(one) for one in self._times.values()]
+    times = [of(instance) for instance in self._times.values()]
     if not times:
       raise OptionError(
         "times",
@@ -158,10 +159,10 @@ class InstanceTimes:
     return sum(times) / len(times)
 
   def prefill_s(self, pieces: Iterable[tuple[int, int]]) -> float:
-    """As `PhaseTimes`."""
-    each = [*pieces]
-    return self._mean(lambda one: one.prefill_s(each))
+    """Mean seconds of a prefill call over all instances."""
+    piece_list = [*pieces]
+    return self._mean(lambda instance: instance.prefill_s(piece_list))
 
   def decode_s(self, rows: int, cached_tokens: int | float) -> float:
-    """As `PhaseTimes`."""
-    return self._mean(lambda one: one.decode_s(rows, cached_tokens))
+    """Mean seconds of a decode step over all instances."""
+    return self._mean(lambda instance: instance.decode_s(rows, cached_tokens))

@@ -1,8 +1,8 @@
 """Requests as plain JSON, between the processes of a cluster.
 
-Guarantees: what comes out is equal to what went in, or `OptionError`; all is
-checked again by `Request` where it is read. Masks go as the grammar that they
-are of; other functions are refused.
+Guarantees: decoding gives back an equal request, or raises `OptionError`; all
+values are checked again by `Request` at the receiver. A mask is sent as its
+grammar; other functions are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringjax.serve.grammar import GrammarCompiler, GrammarMask
 from ringjax.serve.request import Request
 from ringjax.serve.row_sampler import RowSampling
 
-# As they are.
+# Fields that are sent unchanged.
 _PLAIN = (
   "max_new_tokens",
   "n",
@@ -38,14 +38,14 @@ _PLAIN = (
 def request_fields(
   request: Request, prompt: Int[np.ndarray, " n"]
 ) -> dict[str, Any]:
-  """A request as JSON.
+  """Encode a request as JSON.
 
   Args:
-    request: the request; its deadline stays with who has it.
-    prompt: its prompt, checked.
+    request: Request; its deadline is not sent, the sender enforces it.
+    prompt: Checked token ids of its prompt, int32 [n].
 
   Raises:
-    OptionError: its mask is a function that no other process has.
+    OptionError: If its mask is a function, which no other process has.
   """
   if request.mask is not None and not isinstance(request.mask, GrammarMask):
     raise OptionError(
@@ -69,15 +69,15 @@ def request_fields(
 def request_of(
   fields: dict[str, Any], grammars: GrammarCompiler | None
 ) -> Request:
-  """The request of `request_fields`.
+  """Decode a request from the JSON of `request_fields`.
 
   Args:
-    fields: the JSON.
-    grammars: of the engine that is asked; None if it has no tokenizer.
+    fields: JSON object.
+    grammars: Grammar compiler of the engine; None if it has no tokenizer.
 
   Raises:
-    OptionError: a grammar without a tokenizer, or values out of range.
-    KeyError, TypeError, ValueError: it is none.
+    OptionError: If a grammar has no tokenizer, or values are out of range.
+    KeyError, TypeError, ValueError: If the object is malformed.
   """
   stop = fields["stop"]
   texts = {name: tuple(stop[name]) for name in ("ids", "strings")}

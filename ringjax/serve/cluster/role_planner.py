@@ -1,10 +1,10 @@
-"""What decides which instance reads prompts and which one answers, over time.
+"""Interface of planners that change the instances' roles over time.
 
-Guarantees: a planner is a pure function of the requests of a window, of what
-the router knows of its instances and of what was planned for before; the live
-router and the simulator call the same object at the end of each window, so that
-a decision can be replayed. What an instance has begun it finishes, whatever it
-is to do from then on: a role says what is sent to it.
+Guarantees: a planner is a pure function of the requests of a window, of the
+router's views of its instances and of the traffic that was planned for before;
+the live router and the simulator call the same object at the end of each
+window, so that a decision can be replayed. An instance finishes the work that
+it has begun, whatever its new role: a role only decides what is sent to it.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670, section 4.3:
 replanning.
 """
@@ -21,23 +21,23 @@ import numpy as np
 from ringjax.serve.cluster.routing import InstanceView
 from ringjax.serve.traces import TraceRequest
 
-# Requests of a window that say something about it.
+# Minimum requests of a window for meaningful statistics.
 FEWEST_REQUESTS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrafficSummary:
-  """What a placement depends on, of some requests: means, standard errors.
+  """Means and standard errors of a traffic window.
 
   Attributes:
-    requests: how many.
-    rate: requests a second, and its error.
-    prompt_tokens: of a prompt, and its error.
-    computed_tokens: of a prompt, without what an instance had of it when it
-      came, and its error.
-    new_tokens: of an answer, and its error.
-    mixed: whether the load changed in this window, so that it is of requests
-      before and after.
+    requests: Number of requests.
+    rate: Requests per second, and its standard error.
+    prompt_tokens: Mean prompt length in tokens, and its standard error.
+    computed_tokens: Mean prompt tokens that no instance had cached at arrival,
+      and its standard error.
+    new_tokens: Mean answer length in tokens, and its standard error.
+    mixed: Whether the load changed in this window, so that it has requests
+      from before and after the change.
   """
 
   requests: int
@@ -51,7 +51,7 @@ class TrafficSummary:
   def of(
     cls, requests: Sequence[TraceRequest], seconds: int | float
   ) -> TrafficSummary:
-    """Of the requests of a window that was so many seconds long."""
+    """Summarise the requests of a window of `seconds` seconds."""
     n = len(requests)
 
     def mean(values: list[int]) -> tuple[float, float]:
@@ -59,21 +59,21 @@ class TrafficSummary:
         return (float(sum(values)), math.inf)
       return float(np.mean(values)), float(np.std(values, ddof=1)) / n**0.5
 
-    # Arrivals come in bursts: their error is that of counts in ten parts.
+    # Arrivals come in bursts: take the error of counts in ten parts.
     start = requests[0].arrival if requests else 0.0
     parts = np.zeros(10)
-    for one in requests:
-      parts[min(9, int(10 * (one.arrival - start) / seconds))] += 1
+    for request in requests:
+      parts[min(9, int(10 * (request.arrival - start) / seconds))] += 1
     spread = float(np.std(parts, ddof=1)) * 10**0.5
     return cls(
       requests=n,
       rate=(n / seconds, max(spread, n**0.5) / seconds),
-      prompt_tokens=mean([one.prompt_tokens for one in requests]),
-      new_tokens=mean([one.new_tokens for one in requests]),
+      prompt_tokens=mean([request.prompt_tokens for request in requests]),
+      new_tokens=mean([request.new_tokens for request in requests]),
       computed_tokens=mean(
         [
-          one.prompt_tokens - max((n for _, n in one.cached), default=0)
-          for one in requests
+          request.prompt_tokens - max((n for _, n in request.cached), default=0)
+          for request in requests
         ]
       ),
     )
@@ -85,20 +85,23 @@ class TrafficSummary:
     by: int | float = 0.2,
     errors: int | float = 4.0,
   ) -> str:
-    """Which of the means has changed, or nothing.
+    """Describe the first mean that has changed; "" if none has.
 
     Args:
-      now: of a later window.
-      by: change that matters, relative to this one.
-      errors: standard errors of both that it has to exceed.
+      now: Summary of a later window.
+      by: Minimum change, relative to this summary.
+      errors: Minimum change in standard errors of both windows.
     """
     if now.requests < FEWEST_REQUESTS or self.requests < FEWEST_REQUESTS:
       return ""
     for name in ("rate", "prompt_tokens", "new_tokens", "computed_tokens"):
-      (was, error), (new, error_now) = getattr(self, name), getattr(now, name)
-      change = abs(new - was)
-      if change > by * was and change > errors * math.hypot(error, error_now):
-        return f"{name.replace('_', ' ')}: {was:.3g} to {new:.3g}"
+      (old, error), (current, error_now) = (
+        getattr(self, name),
+        getattr(now, name),
+      )
+      change = abs(current - old)
+      if change > by * old and change > errors * math.hypot(error, error_now):
+        return f"{name.replace('_', ' ')}: {old:.3g} to {current:.3g}"
     return ""
 
 
@@ -109,15 +112,15 @@ def why_again(
   by: int | float,
   errors: int | float,
 ) -> tuple[str, TrafficSummary]:
-  """Why a window is planned for, or nothing; and its summary from then on.
+  """Reason to plan for a window or "", and the summary to compare with next.
 
-  The first window is, each one that has drifted, and the one behind that, as
-  the load changed somewhere in the middle of it.
+  Planned are the first window, each window that has drifted, and the window
+  after that, as the load changed somewhere in the middle.
 
   Args:
-    planned: what was planned for the last time; None before the first one.
-    now: of the window.
-    by, errors: as of `TrafficSummary.drifted`.
+    planned: Summary that was planned for last; None before the first window.
+    now: Summary of the current window.
+    by, errors: Thresholds of `TrafficSummary.drifted`.
   """
   if planned is None:
     return "the first window", now
@@ -129,12 +132,12 @@ def why_again(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleDecision:
-  """What a planner decided at the end of a window.
+  """Decision of a planner at the end of a window.
 
   Attributes:
-    planned: the requests that roles are planned for from now on.
-    roles: new ones, by the names of instances; others keep theirs.
-    why: what had changed; "" if nothing was planned.
+    planned: Traffic that the roles are planned for from now on.
+    roles: New roles by instance name; other instances keep theirs.
+    why: Change that was planned for; "" if nothing was planned.
   """
 
   planned: TrafficSummary | None = None
@@ -144,13 +147,13 @@ class RoleDecision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleChange:
-  """An instance got another role.
+  """Record of a role change.
 
   Attributes:
-    time_s: of the cluster's clock.
-    name: of the instance.
-    role: from then on.
-    why: it was planned.
+    time_s: Time of the cluster's clock, in seconds.
+    name: Name of the instance.
+    role: New role.
+    why: Reason of the change.
   """
 
   time_s: float
@@ -161,11 +164,11 @@ class RoleChange:
 
 @runtime_checkable
 class RolePlanner(Protocol):
-  """Decides what instances do."""
+  """Decides the roles of instances at the end of each window."""
 
   @property
   def window_s(self) -> int | float:
-    """Seconds between two decisions."""
+    """Length of a window in seconds."""
     ...
 
   def decide(
@@ -174,12 +177,12 @@ class RolePlanner(Protocol):
     instances: Sequence[InstanceView],
     planned: TrafficSummary | None,
   ) -> RoleDecision:
-    """The roles from now on.
+    """Decide the roles from now on.
 
     Args:
-      requests: that came in the window that ends now, in their order, with
-        what instances had of them (`TraceRequest.cached`).
-      instances: all that are alive, in the order of their names.
-      planned: of the last decision; None before the first one.
+      requests: Requests that arrived in the window that ends now, in order,
+        with their cached tokens by instance (`TraceRequest.cached`).
+      instances: Views of all live instances, sorted by name.
+      planned: Traffic of the last decision; None before the first one.
     """
     ...

@@ -1,31 +1,32 @@
-"""A router: takes requests, and has instances of a cluster serve them.
+"""A router that dispatches requests to the instances of a serving cluster.
 
-Guarantees: a request's tokens are those of one engine, whichever instances
-serve it and however often they are lost meanwhile: what was read is read again
-elsewhere, and an answer goes on behind the tokens that are known already.
+Guarantees: a request's tokens are those of a single engine, whichever instances
+serve it and however often they are lost meanwhile: a lost prompt is prefilled
+again elsewhere, and decoding continues after the tokens known so far.
 A request ends: with its answer, or with an error that says why, at the latest
 `patience_s` after there was no instance that could serve it, or after
 `attempts` instances were lost with it. Instances join and leave at any time;
-requests of others do not notice. Where requests go is decided by a
-`RoutingPolicy`, which sees what instances report and what was sent to them
-since; what instances do may be changed by a `RolePlanner`.
-Cost: a thread for each instance, one that looks at times and one that plans
+requests on other instances are not affected. A `RoutingPolicy` decides where
+requests go from the load that instances report and the tasks that were sent to
+them since; a `RolePlanner` may change the instances' roles.
+Cost: a thread for each instance, one that checks deadlines and one that plans
 roles; no arrays.
 
-  client        router                 who reads          who answers
+  client        router                 prefill             decode
   submit ->     route           read ->
                                        pages published
                             <- ticket
                 decode_instance                 answer ->
                                              <- pull -    has room
                             <----------------- tokens
-  <- tokens     COMPLETE went to who reads
+  <- tokens     COMPLETE went to the prefill instance
 
-With `stream_tokens` pages are published in parts while the prompt is read, of
-engines with `layer_parts` some layers at a time, and who answers pulls them
-meanwhile. A route may let who reads fetch a prefix first
-from an instance that has it, by what instances tell of their blocks.
-`ClusterRouter` has the surface of an engine that `rj.serve.app` serves.
+With `stream_tokens`, pages are published in parts while the prompt is
+prefilled (for engines with `layer_parts`, some layers at a time), and the
+decode instance pulls them meanwhile. A route may let the prefill instance first
+fetch a prefix from another instance that has it cached, as found in the block
+index that instances keep up to date.
+`ClusterRouter` has the interface of an engine that `rj.serve.app` serves.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670.
 """
 
@@ -100,19 +101,19 @@ from ringjax.transfer.wire import (
   listening,
 )
 
-# Seconds for which requests wait for an instance that is missing: one that is
-# started again loads weights and compiles.
+# Seconds for which requests wait for an instance that is missing: an instance
+# that restarts must load weights and compile.
 PATIENCE_S = 300.0
-# Seconds for a stranger to show the key and say what it wants.
+# Seconds for an unauthenticated peer to show the key and send a first message.
 _GREETING_S = 5.0
 _LOOK_S = 0.1
-# Until an instance has told of the blocks that it was to get, and until it is
-# asked again for those that it did not.
+# Seconds from a copy's end until the same copy may be requested again: the
+# target needs this time to report its new blocks.
 _COPIED_S = 5.0
 _MOST_LINKS = 512
-# Requests of a window whose prompts are kept until it ends.
+# Requests of a window whose prompts are kept until the window ends.
 _MOST_CAME = 1024
-# What is said of an instance that may do something.
+# Descriptions, in messages, of what an instance can do.
 _DOES = {"prefills": "reads prompts", "decodes": "answers"}
 _MOST_NUMBER = 1 << 53
 _REPORTED = (
@@ -125,17 +126,17 @@ _REPORTED = (
 
 
 class UnmeasuredInstance(OptionError):
-  """An instance that has not measured its calls, where the router asks."""
+  """An instance joined without measured times, though the router needs them."""
 
 
 class SentTask(NamedTuple):
   """A task that an instance was sent and that its report does not count yet.
 
   Fields:
-    number: of the tasks that were sent to this instance.
-    queued: its prompt, if it is to be read there; None if it is answered.
-    prompt: tokens of it.
-    new: of the answer, at most.
+    number: Sequence number among the tasks that were sent to this instance.
+    queued: The prompt to prefill; None if the task is decoding.
+    prompt: Prompt length in tokens.
+    new: Maximum number of tokens to generate.
   """
 
   number: int
@@ -146,22 +147,22 @@ class SentTask(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class ClusterInstance:
-  """An instance that has joined.
+  """An instance that has joined the cluster.
 
   Attributes:
-    name: unique among those that are alive.
-    role: what is sent to it, of `ROLES`.
-    link: to it.
-    address: where others pull its pages.
-    page: tokens of a page of its engine.
-    capacity: tokens of its pool.
-    rows: answers that it makes at the same time.
-    leaving: whether it takes nothing new.
-    report: what it said last of its load.
-    queue: the same, of the prompts that it has to read.
-    heard: Messages that have come from it.
-    sent: tasks that were sent to it.
-    since: those that its report does not count yet.
+    name: Name, unique among the instances that are alive.
+    role: Kind of work that is sent to it, one of `ROLES`.
+    link: Control connection to it.
+    address: Host and port where other instances pull its pages.
+    page: Page size of its engine, in tokens.
+    capacity: Size of its page pool, in tokens.
+    rows: Number of answers that it decodes at the same time.
+    leaving: Whether it takes no new work.
+    report: Load that it reported last.
+    queue: Prompts waiting for prefill, as reported last.
+    heard: Number of messages received from it.
+    sent: Number of tasks that were sent to it.
+    since: Sent tasks that its last report does not count yet.
   """
 
   name: str
@@ -181,87 +182,88 @@ class ClusterInstance:
   )
 
   def view(self) -> InstanceView:
-    """What a policy sees: the report, and what was sent since."""
-    found = {name: self.report.get(name, 0) for name in _REPORTED}
+    """Load as policies see it: the report plus the tasks sent since."""
+    load = {name: self.report.get(name, 0) for name in _REPORTED}
     queue = [*self.queue]
     for task in self.since:
-      what = "running" if task.queued is None else "queued"
-      found[f"{what}_requests"] += 1
-      found[f"{what}_tokens"] += task.prompt
+      kind = "running" if task.queued is None else "queued"
+      load[f"{kind}_requests"] += 1
+      load[f"{kind}_tokens"] += task.prompt
       if task.queued is not None:
         queue.append(task.queued)
       need = task.prompt + task.new
-      found["free_tokens"] = max(0, found["free_tokens"] - need)
+      load["free_tokens"] = max(0, load["free_tokens"] - need)
     return InstanceView(
       name=self.name,
       role=self.role,
       capacity_tokens=self.capacity,
       max_rows=self.rows,
       queue=(*queue,),
-      **found,
+      **load,
     )
 
   def hear_load(
     self, fields: Mapping[str, Any], expected: Callable[[int], int]
   ) -> None:
-    """Takes a report of its load.
+    """Update the load from a report of the instance.
 
     Args:
-      fields: the message; `queue` has (task, tokens left, tokens whose keys are
-        there) of the prompts that are read first.
-      expected: of a task, how much of its prompt was to be found there.
+      fields: The message; `queue` holds (task, tokens left, tokens whose keys
+        are cached) for the first prompts of the queue.
+      expected: Function from a task's number to the prompt tokens that should
+        be cached at the instance.
 
     Raises:
-      OptionError: numbers out of range.
-      KeyError, TypeError, ValueError: it is none.
+      OptionError: If a number is out of range.
+      KeyError, TypeError, ValueError: If the message is malformed.
     """
     count = lambda name, x: integer(name, x, least=0, most=_MOST_NUMBER)
     report = {name: count(name, fields[name]) for name in _REPORTED}
-    taken = count("taken", fields["taken"])
-    told = fields["queue"]
-    if not isinstance(told, list) or len(told) > MOST_QUEUED:
+    tasks_taken = count("taken", fields["taken"])
+    queue_entries = fields["queue"]
+    if not isinstance(queue_entries, list) or len(queue_entries) > MOST_QUEUED:
       raise ValueError(f"a queue of no list, or more than {MOST_QUEUED}")
     queue: list[QueuedPrompts] = []
     requests, tokens = report["queued_requests"], report["queued_tokens"]
-    for task, left, computed in told:
+    for task, tokens_left, computed in queue_entries:
       integer("task", task, least=-1, most=_MOST_NUMBER)
-      integer("left", left, least=1, most=_MOST_NUMBER)
-      # An engine looks what it has when it begins with a prompt.
-      have = count("computed", computed) or expected(task)
-      queue.append(QueuedPrompts.of(left + computed, have))
-      requests, tokens = requests - 1, tokens - left
+      integer("left", tokens_left, least=1, most=_MOST_NUMBER)
+      # An engine looks up cached tokens only when it begins with a prompt.
+      cached = count("computed", computed) or expected(task)
+      queue.append(QueuedPrompts.of(tokens_left + computed, cached))
+      requests, tokens = requests - 1, tokens - tokens_left
     if requests < 0 or tokens < requests or (tokens and not requests):
       raise ValueError("a queue with other sums than are said")
     if requests:
-      # Those behind, as if they were equally long.
+      # Prompts after the listed ones, as if they were equally long.
       queue.append(QueuedPrompts(-(-tokens // requests), count=requests))
     self.report, self.queue = report, (*queue,)
-    while self.since and self.since[0].number <= taken:
+    while self.since and self.since[0].number <= tasks_taken:
       self.since.popleft()
 
 
 @dataclasses.dataclass(kw_only=True)
 class RouterCounters:
-  """What a router has done.
+  """Counters of a router's work since it started.
 
   Attributes:
-    requests: that were submitted.
-    finished: that ended, for whatever reason.
-    cancelled: that were given up.
-    failed: that ended with an error.
-    rejected: of these, by the policy.
-    new_tokens: that came.
-    moved: requests whose pages were pulled.
-    moved_bytes: bytes of these pages.
-    fetched: prefixes that were pulled before the rest of a prompt was read.
-    fetched_bytes: bytes of these.
-    copied: prefixes that an instance pulled for later requests, while the one
-      that has them was busy.
-    copied_bytes: bytes of these.
-    again: requests that began again elsewhere, each time.
-    lost: instances that ended without leaving.
-    roles: that were changed by the planner.
-    unplanned: windows whose roles could not be planned, see `role_error`.
+    requests: Number of submitted requests.
+    finished: Requests that ended, for whatever reason.
+    cancelled: Requests that were cancelled.
+    failed: Requests that ended with an error.
+    rejected: Failed requests that the policy had rejected.
+    new_tokens: Generated tokens that were received.
+    moved: Requests whose pages were pulled by a decode instance.
+    moved_bytes: Bytes of these pages.
+    fetched: Prefixes pulled before the rest of a prompt was prefilled.
+    fetched_bytes: Bytes of these prefixes.
+    copied: Prefixes that an instance pulled for later requests, while the
+      instance that has them was busy.
+    copied_bytes: Bytes of these copies.
+    again: Number of restarts of requests on other instances.
+    lost: Instances that disconnected without leaving.
+    roles: Role changes made by the planner.
+    unplanned: Windows whose roles could not be planned, see `role_error`.
   """
 
   requests: int = 0
@@ -284,38 +286,39 @@ class RouterCounters:
 
 @dataclasses.dataclass(eq=False)
 class RoutedState:
-  """A request on its way.
+  """State of a request in flight.
 
   Attributes:
-    routed: as policies see it.
-    handle: of whom submitted it.
-    prompt: int32 [n].
-    stage: "new", to be routed; "fetching", a prefix for who reads; "reading";
-      "read", to be answered; "answering".
-    reader: who reads the prompt, or has read it; None if nobody does.
-    lends: whether that one only offers a prefix that it has, and who answers
-      reads the rest.
-    read_task: its number there.
-    tickets: of the pages there, first ones first.
-    more: whether it is still being read, and others come.
-    decoder: who answers, or is to answer by the route.
-    task: its number there.
-    source: who has a prefix that who reads fetches first, or None.
-    fetch_task: its number there.
-    keys: of the prompt's blocks, by the tokens of a block.
-    attempts: how often it was begun.
-    alone_since: since when no instance could take it; None if one can.
+    routed: Request as policies see it.
+    handle: Handle that `submit` returned.
+    prompt: Token ids, int32 [n].
+    stage: "new", to be routed; "fetching", a prefix is pulled for prefill;
+      "reading", in prefill; "read", to be decoded; "answering", in decode.
+    reader: Prefill instance of the prompt, or None.
+    lends: Whether the reader only offers a cached prefix, and the decode
+      instance prefills the rest.
+    read_task: Task number at the reader.
+    tickets: Tickets of the pages at the reader, in the order of the prompt.
+    more: Whether prefill continues, and further tickets will come.
+    decoder: Decode instance, current or planned by the route.
+    task: Task number at the decoder.
+    source: Instance from which the reader first fetches a prefix, or None.
+    fetch_task: Task number at the source.
+    keys: Keys of the prompt's blocks, by block size in tokens.
+    attempts: Number of times that the request was begun.
+    alone_since: Time since which no instance could take it; None if one can.
     alone_for: Work that no instance could do then, "prefills" or "decodes".
-    why: it was begun again the last time.
-    whole: whether who answers also reads, as its route says.
-    fetch_tokens: of the prompt, that who reads it has once it has fetched.
-    expected: of the prompt, that who was sent it last was to find there.
-    cached: tokens of the prompt that who read it had found; None if nobody has
-      read it apart, and who answers knows.
-    totals: of each answer, the log-probability of what was known when it was
+    why: Reason of the last restart.
+    whole: Whether the decode instance also prefills, as the route says.
+    fetch_tokens: Prompt tokens that the reader has after fetching.
+    expected: Prompt tokens that should be cached at the instance that was sent
+      the request last.
+    cached: Prompt tokens that the prefill instance found cached; None if no
+      separate instance prefilled it, and the decode instance reports it.
+    totals: Log-probability of each answer's known tokens when decoding was
       begun the last time.
-    had: (name, tokens) of the prompt that instances had when it came, if roles
-      are planned.
+    had: (name, tokens) of cached prompt tokens per instance at arrival, if
+      roles are planned.
   """
 
   routed: RoutedRequest
@@ -349,15 +352,15 @@ class CopyTask:
   """A prefix that an instance pulls for later requests.
 
   Attributes:
-    source: who has it.
-    target: who gets it.
-    request: of the prefix and a token behind it, which the target reads: its
-      blocks are then those of any prompt that it has read.
-    prompt: int32 [n].
-    key: of the prefix's last block.
-    offer: the task's number at the source.
-    task: the same at the target; -1 until the source has published.
-    pulled: whether the target has the pages.
+    source: Instance that has the prefix.
+    target: Instance that pulls the prefix.
+    request: Request of the prefix and one token after it, which the target
+      prefills, so that it keeps the blocks as of any prefilled prompt.
+    prompt: Token ids, int32 [n].
+    key: Key of the prefix's last block.
+    offer: Task number at the source.
+    task: Task number at the target; -1 until the source has published.
+    pulled: Whether the target has the pages.
   """
 
   source: ClusterInstance
@@ -371,17 +374,17 @@ class CopyTask:
 
 
 class ClusterRouter:
-  """Serves requests by instances that join; `submit`, as of an engine.
+  """Serves requests on the instances that join, with an engine's interface.
 
   Attributes:
-    tokenizer: of the texts of requests.
-    vocab: ids that the model has.
-    longest: tokens of a prompt and its answer together at most.
-    address: host and port where instances join.
-    counters: what was done.
-    blocks: which instances have which blocks of prompts, by `short_key`.
-    role_changes: the last ones that were planned, at most 1,024.
-    role_error: why roles could not be planned the last time; "" if they were.
+    tokenizer: Tokenizer of the requests' texts, or None.
+    vocab: Vocabulary size of the model.
+    longest: Maximum total of prompt and generated tokens.
+    address: Host and port where instances join.
+    counters: Counters of the work so far.
+    blocks: Index of the prompt blocks that each instance has, by `short_key`.
+    role_changes: The last planned role changes, at most 1,024.
+    role_error: Error of the last planning of roles, or "".
   """
 
   def __init__(
@@ -403,32 +406,33 @@ class ClusterRouter:
     attempts: int = 4,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Waits for instances at once.
+    """Open the port and begin to accept instances.
 
     Args:
-      key: that all of the cluster have, at least 16 bytes.
-      vocab: ids of the model that instances serve.
-      longest: tokens of a prompt and its answer, as of their engines.
-      tokenizer: of texts, for `rj.serve.app`.
-      policy: decides where requests go; default: `ShortestQueue()`.
-      roles: changes what instances do, at the end of each of its windows;
-        default: only `set_role` does.
-      times: gets the times of each instance, which measures its calls before
-        it joins; the policy's, for example. Default: they measure nothing.
-      stream_tokens: of prompts, after how many tokens that were read pages are
-        published and pulled, while others are read; 0 for all at the end. Who
-        answers is then chosen, and has room for it, before a prompt is read.
-      host: of the interface where instances join.
-      port: 0 takes a free one.
-      patience_s: seconds for which a request waits while no instance is there
+      key: Secret key that the whole cluster shares, at least 16 bytes.
+      vocab: Vocabulary size of the model that instances serve.
+      longest: Maximum total of prompt and generated tokens, as in the engines.
+      tokenizer: Tokenizer of texts, for `rj.serve.app`.
+      policy: Decides where requests go; default: `ShortestQueue()`.
+      roles: Planner that changes the instances' roles at the end of each of its
+        windows; default: only `set_role` changes them.
+      times: Gets the times of each instance, which measures its calls before
+        it joins; the policy's, for example. Default: instances measure nothing.
+      stream_tokens: Number of prefilled tokens after which pages are published
+        and pulled while prefill continues; 0 publishes all at the end. The
+        decode instance is then chosen, and has room, before prefill begins.
+      host: Interface on which instances join.
+      port: Port number; 0 takes a free one.
+      patience_s: Seconds for which a request waits while there is no instance
         that could ever serve it.
-      silence_s: seconds without a byte after which an instance is given up.
-      beat_s: how often instances hear of the router.
-      attempts: instances that may be lost with a request before it fails.
-      clock: seconds, for deadlines and the patience of requests.
+      silence_s: Seconds without a byte after which an instance counts as lost.
+      beat_s: Seconds between the router's heartbeats to instances.
+      attempts: Number of instances that may be lost with a request before it
+        fails.
+      clock: Returns seconds, for deadlines and the patience of requests.
 
     Raises:
-      OptionError: values out of range, or an address that is not free.
+      OptionError: If a value is out of range, or the address is not free.
     """
     self._key = checked_key(key)
     self.tokenizer = tokenizer
@@ -444,18 +448,18 @@ class ClusterRouter:
     self.counters, self._clock = RouterCounters(), clock
     self._work = threading.Condition()
     self._instances: dict[str, ClusterInstance] = {}
-    # What all instances have in common, as the first one said.
-    self._common: tuple[Any, ...] | None = None
+    # Model properties that all instances share, as the first one reported.
+    self._model: tuple[Any, ...] | None = None
     self._requests: dict[Handle, RoutedState] = {}
     self._tasks: dict[int, RoutedState] = {}
-    # By their numbers at the sources and at the targets.
+    # By their task numbers at the sources and at the targets.
     self._copies: dict[int, CopyTask] = {}
     # When copies ended, by (target, key of the last block).
     self._copied: dict[tuple[str, str], float] = {}
     self.blocks = BlockIndex()
-    # Requests of the window under way, and those that roles are planned for.
-    self._came: collections.deque[RoutedState] = collections.deque()
-    self._came_before: list[tuple[TraceRequest, int]] = []
+    # Requests of the current window, and those that roles are planned for.
+    self._window_requests: collections.deque[RoutedState] = collections.deque()
+    self._window_overflow: list[tuple[TraceRequest, int]] = []
     self._planned: TrafficSummary | None = None
     self._planning = threading.Lock()
     self.role_changes: collections.deque[RoleChange] = collections.deque(
@@ -487,38 +491,38 @@ class ClusterRouter:
 
   @property
   def rows(self) -> int:
-    """Answers that instances make at the same time; 1 if there is none."""
+    """Number of answers that all instances decode at once, at least 1."""
     with self._work:
-      return max(1, sum(one.rows for one in self._able("decodes")))
+      return max(1, sum(instance.rows for instance in self._able("decodes")))
 
   @property
   def adapters(self) -> tuple[str, ...]:
-    """None: it does not know those of its instances."""
+    """Always empty: the router does not know its instances' adapters."""
     return ()
 
   @property
   def open(self) -> bool:
-    """Whether it takes requests."""
+    """Whether the router takes requests."""
     return not self._closed
 
   @property
   def missing(self) -> str:
-    """What it lacks to serve a request now; "" if nothing.
+    """Description of the roles that no instance serves now; "" if none.
 
-    It takes requests without instances too, which then wait `patience_s`.
+    Requests are also accepted without instances, and then wait `patience_s`.
     """
     if self._closed:
       return "the router: it is closed"
     with self._work:
       lacks = [
         f"an instance that {does}"
-        for what, does in _DOES.items()
-        if not self._able(what)
+        for ability, does in _DOES.items()
+        if not self._able(ability)
       ]
     return " and ".join(lacks)
 
   def start(self) -> ClusterRouter:
-    """Itself: it works since it was made."""
+    """Return the router itself: it works from its construction on."""
     return self
 
   def submit(
@@ -526,12 +530,12 @@ class ClusterRouter:
     request: Request,
     on_change: Callable[[Answer], None] | None = None,
   ) -> Handle:
-    """Takes a request; see `Engine.submit`.
+    """Submit a request, as `Engine.submit` does.
 
     Raises:
-      PromptError: a prompt that is none, or longer than instances serve.
-      OptionError: a mask that is a function, or a closed router.
-      RejectedError: the policy does not take it.
+      PromptError: If the prompt is invalid, or longer than instances serve.
+      OptionError: If a mask is a function, or the router is closed.
+      RejectedError: If the policy rejects the request.
     """
     if not isinstance(request, Request):
       raise InputTypeError(
@@ -552,7 +556,7 @@ class ClusterRouter:
       )
     for token in dict(request.sampling.logit_bias):
       integer("logit_bias token", token, least=0, most=self.vocab - 1)
-    # Raises for what can't be sent.
+    # Fails now, not at dispatch, for fields that can't be sent.
     try:
       as_json(request_fields(request, prompt))
     except (AttributeError, TypeError, ValueError) as error:
@@ -567,14 +571,14 @@ class ClusterRouter:
         raise OptionError(
           "router", "a closed one", "one that is open", "make another one"
         )
-      now = self._clock()
-      handle = Handle(self, request, now, on_change)
+      arrival = self._clock()
+      handle = Handle(self, request, arrival, on_change)
       for answer, begun in zip(handle.answers, request.begun, strict=False):
         answer.tokens.extend(begun)
       state = RoutedState(
         RoutedRequest(
           number=next(self._numbers),
-          arrival_s=now,
+          arrival_s=arrival,
           prompt_tokens=prompt.size,
           new_tokens=request.max_new_tokens * request.rows,
         ),
@@ -586,17 +590,19 @@ class ClusterRouter:
       if self._planner is not None:
         cached = self._cached(state)
         had = ((name, cached(name)) for name in sorted(self._instances))
-        state.had = tuple(x for x in had if x[1])
-        self._came.append(state)
-        if len(self._came) > _MOST_CAME:
-          self._came_before.append(_as_traced(self._came.popleft()))
+        state.had = tuple(entry for entry in had if entry[1])
+        self._window_requests.append(state)
+        if len(self._window_requests) > _MOST_CAME:
+          self._window_overflow.append(
+            _as_traced(self._window_requests.popleft())
+          )
       self._dispatch()
       if handle.done and isinstance(handle.answers[0].error, RejectedError):
         raise handle.answers[0].error
     return handle
 
   def cancel(self, handle: Handle, why: str = "cancelled") -> None:
-    """Gives a request up."""
+    """Cancel a request."""
     with self._work:
       state = self._requests.get(handle)
       if state is None:
@@ -605,13 +611,13 @@ class ClusterRouter:
       self._finish(state, why)
 
   def advance(self, handle: Handle) -> None:
-    """Waits for what comes next."""
+    """Wait for the next change of any request, at most a second."""
     with self._work:
       if not handle.done:
         self._work.wait(timeout=1.0)
 
   def close(self) -> None:
-    """Gives up what is left, and leaves the instances."""
+    """Cancel the open requests and disconnect the instances."""
     with self._work:
       if self._closed:
         return
@@ -622,13 +628,13 @@ class ClusterRouter:
       self._work.notify_all()
     self._door.close()
     self._server.close()
-    for one in instances:
-      one.link.close("the router was closed")
+    for instance in instances:
+      instance.link.close("the router was closed")
 
   def figures(self) -> list[Figure]:
-    """What a server shows of it."""
+    """Metrics that a server exports."""
     with self._work:
-      found = [
+      figures = [
         Figure("counter", name, getattr(self.counters, field), text)
         for name, field, text in (
           ("requests_total", "requests", "Requests to the router."),
@@ -649,34 +655,41 @@ class ClusterRouter:
           ("roles_unplanned_total", "unplanned", "Windows without a plan."),
         )
       ]
-      stages = collections.Counter(x.stage for x in self._requests.values())
+      stages = collections.Counter(
+        state.stage for state in self._requests.values()
+      )
       for stage in ("new", "fetching", "reading", "read", "answering"):
         text = f"Requests in the stage {stage!r}."
-        found.append(Figure("gauge", f"requests_{stage}", stages[stage], text))
-      roles = collections.Counter(x.role for x in self._instances.values())
+        figures.append(
+          Figure("gauge", f"requests_{stage}", stages[stage], text)
+        )
+      roles = collections.Counter(
+        instance.role for instance in self._instances.values()
+      )
       for role in ROLES:
         text = f"Instances of the role {role!r}."
-        found.append(Figure("gauge", f"instances_{role}", roles[role], text))
-    return found
+        figures.append(Figure("gauge", f"instances_{role}", roles[role], text))
+    return figures
 
   # -------------------------------------------------------------------------
   # Instances
   # -------------------------------------------------------------------------
 
   def instances(self) -> list[InstanceView]:
-    """Those that are alive, in the order of their names."""
+    """Views of the instances that are alive, sorted by name."""
     with self._work:
       return self._views()
 
   def set_role(self, name: str, role: str) -> None:
-    """Gives an instance another role; what it has begun it finishes.
+    """Change an instance's role; tasks already begun are finished.
 
     Args:
-      name: of an instance that is alive.
-      role: of `ROLES`.
+      name: Name of an instance that is alive.
+      role: New role, one of `ROLES`.
 
     Raises:
-      OptionError: no such instance, or none is left that reads or answers.
+      OptionError: If there is no such instance, or no instance would be left
+        that prefills or decodes.
     """
     one_of("role", role, ROLES)
     with self._work:
@@ -687,52 +700,54 @@ class ClusterRouter:
       self._change_roles({name: role})
 
   def _change_roles(self, changed: Mapping[str, str]) -> None:
-    """Gives instances other roles; the lock is held."""
-    check_roles({one.name: one.role for one in self._views()}, changed)
+    """Change roles of instances; the lock is held."""
+    check_roles({view.name: view.role for view in self._views()}, changed)
     for name, role in changed.items():
-      one = self._instances[name]
-      one.role = role
-      one.link.tell(t="role", role=role)
+      instance = self._instances[name]
+      instance.role = role
+      instance.link.tell(t="role", role=role)
     self._dispatch()
 
   def plan_roles(self) -> dict[str, str]:
-    """Asks the planner about the requests since the last time.
+    """Plan roles from the requests since the last planning.
 
-    A thread does so at the end of each window too.
+    A thread calls this at the end of each window, too.
 
     Returns:
-      The roles that have changed.
+      The roles that have changed, by instance name.
 
     Raises:
-      OptionError: a router without a planner, or what the planner raises.
+      OptionError: If the router has no planner, or the planner raises.
     """
     if self._planner is None:
       raise OptionError(
         "roles", "no planner", "a RolePlanner", "pass roles=DriftingRoles(...)"
       )
     with self._planning:
-      # It may simulate for a while: requests are served meanwhile.
-      found = self._planner.decide(
-        self._taken(), self.instances(), self._planned
+      # Planning may simulate for a while: requests are served meanwhile.
+      decision = self._planner.decide(
+        self._recent_requests(), self.instances(), self._planned
       )
-      self._planned = found.planned
+      self._planned = decision.planned
       with self._work:
-        there = {one.name: one.role for one in self._views()}
+        current_roles = {view.name: view.role for view in self._views()}
         changed = {
           name: role
-          for name, role in sorted(found.roles.items())
-          if there.get(name, role) != role
+          for name, role in sorted(decision.roles.items())
+          if current_roles.get(name, role) != role
         }
         self._change_roles(changed)
         self.counters.roles += len(changed)
         self.role_changes += [
-          RoleChange(time_s=self._clock(), name=name, role=role, why=found.why)
+          RoleChange(
+            time_s=self._clock(), name=name, role=role, why=decision.why
+          )
           for name, role in changed.items()
         ]
     return changed
 
   def _plan_roles(self) -> None:
-    """Plans roles at the end of each window."""
+    """Plan roles at the end of each window."""
     assert self._planner is not None
     while True:
       with self._work:
@@ -745,46 +760,59 @@ class ClusterRouter:
         self.plan_roles()
         self.role_error = ""
       except Exception as error:
-        # Requests are served with the roles that there are.
+        # Requests are served with the current roles.
         self.counters.unplanned += 1
         self.role_error = str(error) or type(error).__name__
 
-  def _taken(self) -> list[TraceRequest]:
-    """The requests since the last time, as of a trace.
+  def _recent_requests(self) -> list[TraceRequest]:
+    """Requests since the last planning, as a trace.
 
-    An answer that goes on counts as long as those that have ended were on
-    average: what it may have at most says little.
+    An unfinished answer is assumed to be as long as finished answers were on
+    average, as its limit is only an upper bound.
     """
     with self._work:
-      states, self._came = self._came, collections.deque()
-      found, self._came_before = self._came_before, []
-      page = min((one.page for one in self._instances.values()), default=0)
-    found += [_as_traced(one) for one in states]
-    for n, state in enumerate(states, len(found) - len(states)):
+      states, self._window_requests = self._window_requests, collections.deque()
+      traced, self._window_overflow = self._window_overflow, []
+      page = min(
+        (instance.page for instance in self._instances.values()), default=0
+      )
+    traced += [_as_traced(state) for state in states]
+    for n, state in enumerate(states, len(traced) - len(states)):
       if page and state.handle.request.share:
         keys = [int(key[:12], 16) for key in self._keys(state, page)]
-        one = dataclasses.replace(found[n][0], blocks=tuple(keys), block=page)
-        found[n] = one, found[n][1]
-    ended = [one.new_tokens for one, left in found if not left]
-    usual = sum(ended) // len(ended) if ended else math.inf
+        with_blocks = dataclasses.replace(
+          traced[n][0], blocks=tuple(keys), block=page
+        )
+        traced[n] = with_blocks, traced[n][1]
+    finished_lengths = [
+      request.new_tokens for request, remaining in traced if not remaining
+    ]
+    mean_length = (
+      sum(finished_lengths) // len(finished_lengths)
+      if finished_lengths
+      else math.inf
+    )
     return [
       dataclasses.replace(
-        one,
+        request,
         new_tokens=int(
-          min(max(1, usual, one.new_tokens), one.new_tokens + left)
+          min(
+            max(1, mean_length, request.new_tokens),
+            request.new_tokens + remaining,
+          )
         ),
       )
-      if left
-      else one
-      for one, left in found
+      if remaining
+      else request
+      for request, remaining in traced
     ]
 
-  def _able(self, what: str) -> list[ClusterInstance]:
-    """Instances that take new work of a kind."""
+  def _able(self, ability: str) -> list[ClusterInstance]:
+    """Instances that take new work of a kind ("prefills", "decodes")."""
     return [
-      one
-      for one in self._instances.values()
-      if not one.leaving and getattr(one.view(), what)
+      instance
+      for instance in self._instances.values()
+      if not instance.leaving and getattr(instance.view(), ability)
     ]
 
   def _views(self) -> list[InstanceView]:
@@ -797,7 +825,7 @@ class ClusterRouter:
   def _greet(
     self, link: socket.socket, address: Any
   ) -> tuple[PullConnection, str]:
-    """Let an instance or a command show its key."""
+    """Authenticate an instance or a command client by its key."""
     wire = PullConnection(
       link, self._silence_s, f"instance {address[0]}:{address[1]}"
     )
@@ -805,7 +833,7 @@ class ClusterRouter:
     return wire, address[0]
 
   def _welcome(self, greeted: tuple[PullConnection, str]) -> None:
-    """Lets an instance join, or answers a command."""
+    """Let an instance join, or answer a command."""
     wire, host = greeted
     with self._work:
       full = self._closed or self._links >= _MOST_LINKS
@@ -829,7 +857,7 @@ class ClusterRouter:
       except (KeyError, TypeError, ValueError) as error:
         raise wire.hostile(error) from None
     except PeerError:
-      pass  # It knows why, or is a stranger.
+      pass  # The peer knows the reason, or is unauthenticated.
     wire.close()
     with self._work:
       self._links -= 1
@@ -844,13 +872,13 @@ class ClusterRouter:
         "instances or set_role",
         "pass one of them",
       )
-    views = [dataclasses.asdict(one) for one in self.instances()]
+    views = [dataclasses.asdict(view) for view in self.instances()]
     return {"t": "instances", "instances": views}
 
   def _join(
     self, fields: dict[str, Any], wire: PullConnection, host: str
   ) -> None:
-    """An instance joins."""
+    """Register an instance that asks to join."""
     if fields["t"] != "join":
       raise ValueError("neither join nor command")
     address, port = fields["address"]
@@ -873,13 +901,13 @@ class ClusterRouter:
           "join with a worker of this version, or give the router times",
         )
       times = QuadraticTimes(**fields["times"])
-    one = ClusterInstance(
+    instance = ClusterInstance(
       name=name,
       role=one_of("role", fields["role"], ROLES),
       link=ControlLink(
         wire,
-        on_message=lambda message: self._hear(one, message),
-        on_end=lambda why: self._gone(one, why),
+        on_message=lambda message: self._hear(instance, message),
+        on_end=lambda why: self._on_disconnect(instance, why),
         beat=lambda: {"t": "beat"},
         beat_s=self._beat_s,
       ),
@@ -888,10 +916,10 @@ class ClusterRouter:
       capacity=positive_int("capacity", fields["capacity"]),
       rows=positive_int("rows", fields["rows"]),
     )
-    one.report = {"free_tokens": one.capacity}
+    instance.report = {"free_tokens": instance.capacity}
     common = fields["codec"], fields["dtype"], fields["vocab"]
     with self._work:
-      if self._lives(name):
+      if self._still_alive(name):
         raise OptionError(
           "name", name, "one that no other instance has", "pass another name"
         )
@@ -904,31 +932,31 @@ class ClusterRouter:
           f"{self.vocab} and {self.longest}, as of the router",
           "serve one model with one --longest",
         )
-      if self._instances and common != self._common:
+      if self._instances and common != self._model:
         raise OptionError(
           "model",
           f"{fields['dtype']}, {fields['codec']}",
-          f"{self._common and self._common[1::-1]}, as of those that joined",
+          f"{self._model and self._model[1::-1]}, as of those that joined",
           "serve one model with one --cache and --dtype",
         )
-      self._common = common
+      self._model = common
       if self._times is not None and times is not None:
         self._times.tell(name, times)
-      self._instances[name] = one
-      one.link.tell(t="welcome", stream=self._stream)
-      one.link.start()
+      self._instances[name] = instance
+      instance.link.tell(t="welcome", stream=self._stream)
+      instance.link.start()
       self._dispatch()
 
-  def _lives(self, name: str) -> bool:
-    """Whether an instance of this name is there, and says so twice more.
+  def _still_alive(self, name: str) -> bool:
+    """Whether an instance of this name exists and is still heard.
 
-    One whose machine has died is there until it has been silent for too long:
-    who starts again under its name waits for that.
+    An instance whose machine has died stays registered until it has been
+    silent for too long: a process that restarts under its name waits for that.
     """
     old = self._instances.get(name)
     if old is None:
       return False
-    # The next message may have been on its way when the instance ended.
+    # One message may have been in flight when the instance ended.
     enough = old.heard + 2
     self._work.wait_for(
       lambda: (
@@ -940,48 +968,48 @@ class ClusterRouter:
     )
     return name in self._instances
 
-  def _gone(self, one: ClusterInstance, why: str) -> None:
-    """An instance is not there any more: others do what it had to do."""
+  def _on_disconnect(self, instance: ClusterInstance, why: str) -> None:
+    """Remove an instance and restart its work on other instances."""
     with self._work:
       self._links -= 1
-      if self._instances.get(one.name) is not one:
+      if self._instances.get(instance.name) is not instance:
         return
-      del self._instances[one.name]
+      del self._instances[instance.name]
       self._work.notify_all()
-      self.blocks.forget(one.name)
-      self.counters.lost += not one.leaving
+      self.blocks.forget(instance.name)
+      self.counters.lost += not instance.leaving
       for copy in {id(x): x for x in self._copies.values()}.values():
-        if one in (copy.source, copy.target):
+        if instance in (copy.source, copy.target):
           self._end_copy(copy)
       for state in list(self._requests.values()):
         answers = state.stage == "answering"
-        if state.source is one:
-          # Who reads computes what it would have fetched.
+        if state.source is instance:
+          # The reader computes what it would have fetched.
           self._drop_source(state)
-          if state.stage == "fetching" and state.reader is not one:
+          if state.stage == "fetching" and state.reader is not instance:
             self._begin_reading(state)
-        pulls = answers and state.decoder is not one and not state.more
-        if state.reader is one and pulls:
-          # Who answers pulls now, or says that it could not.
-          self._let_go(state)
-        elif one in (state.reader, state.decoder if answers else None):
-          self._again(state, f"{one.name}: {why}")
+        pulls = answers and state.decoder is not instance and not state.more
+        if state.reader is instance and pulls:
+          # The decode instance pulls now, or reports that it could not.
+          self._release_reader(state)
+        elif instance in (state.reader, state.decoder if answers else None):
+          self._restart(state, f"{instance.name}: {why}")
       self._dispatch()
 
-  def _hear(self, one: ClusterInstance, fields: dict[str, Any]) -> None:
-    """One message of an instance."""
+  def _hear(self, instance: ClusterInstance, fields: dict[str, Any]) -> None:
+    """Handle a message of an instance."""
     kind = fields["t"]
     with self._work:
-      one.heard += 1
+      instance.heard += 1
       self._work.notify_all()
       if kind == "view":
-        one.hear_load(fields, self._expected)
+        instance.hear_load(fields, self._expected)
         self._dispatch()
         return
       if kind == "blocks":
         self.blocks.apply(
           BlockEvent(
-            instance=one.name,
+            instance=instance.name,
             epoch=fields["epoch"],
             number=fields["number"],
             kind=fields["kind"],
@@ -990,7 +1018,7 @@ class ClusterRouter:
         )
         return
       if kind == "leave":
-        one.leaving = True
+        instance.leaving = True
         self._dispatch()
         return
       copy = self._copies.get(fields["id"])
@@ -999,9 +1027,9 @@ class ClusterRouter:
         return
       state = self._tasks.get(fields["id"])
       if state is None:
-        return  # Of a request that has ended, or has begun again.
+        return  # For a request that has ended, or was restarted.
       if kind == "read" and fields["id"] == state.fetch_task:
-        state.tickets = _some(fields["ticket"])
+        state.tickets = _ticket_list(fields["ticket"])
         if not state.tickets:
           self._drop_source(state)
         self._begin_reading(state)
@@ -1020,12 +1048,12 @@ class ClusterRouter:
         else:
           self.counters.moved += 1
           self.counters.moved_bytes += int(fields["nbytes"])
-        self._let_go(state)
+        self._release_reader(state)
       elif kind == "lost":
-        # Its ticket may have ended, or its publisher; or those two do not reach
-        # each other: the last time, who answers reads the prompt.
-        self._let_go(state)
-        self._again(state, str(fields["why"]))
+        # The ticket or its publisher may be gone, or the two instances cannot
+        # reach each other: at the last attempt the decode instance prefills.
+        self._release_reader(state)
+        self._restart(state, str(fields["why"]))
         if state.stage == "new" and state.attempts == self._attempts - 1:
           state.stage, state.attempts = "read", self._attempts
         self._dispatch()
@@ -1038,7 +1066,7 @@ class ClusterRouter:
         raise ValueError(f"a message {str(kind)[:40]!r}")
 
   def _expected(self, task: int) -> int:
-    """Tokens of a task's prompt that who reads it was to find."""
+    """Prompt tokens that should be cached where a task was sent."""
     copy = self._copies.get(task)
     if copy is not None:
       return copy.prompt.size - 1
@@ -1046,7 +1074,7 @@ class ClusterRouter:
     return 0 if state is None else state.expected
 
   def _fetched(self, nbytes: int) -> None:
-    """A prefix was pulled, or could not be: 0 bytes."""
+    """Count a pulled prefix; 0 bytes if the pull failed."""
     self.counters.fetched += nbytes > 0
     self.counters.fetched_bytes += nbytes
 
@@ -1055,7 +1083,7 @@ class ClusterRouter:
   # -------------------------------------------------------------------------
 
   def _begin_copy(self, state: RoutedState, wanted: PrefixCopy) -> None:
-    """Lets an instance pull a prefix of a request, if none is on its way."""
+    """Let an instance pull a request's prefix, unless a copy is in flight."""
     source, target = (
       self._named(name) for name in (wanted.source, wanted.target)
     )
@@ -1064,16 +1092,16 @@ class ClusterRouter:
     if source is target or not count or not request.share:
       return
     size = count * source.page
-    wanted_by, now = (target.name, keys[count - 1]), self._clock()
+    wanted_by, now_s = (target.name, keys[count - 1]), self._clock()
     ended = self._copied.get(wanted_by, -math.inf)
     under_way = any(
       (copy.target.name, copy.key) == wanted_by
       for copy in self._copies.values()
     )
     room = target.view().free_tokens >= size + 2
-    if under_way or now - ended < _COPIED_S or not room:
+    if under_way or now_s - ended < _COPIED_S or not room:
       return
-    # Any token stands behind the prefix, for the last one is computed.
+    # Any token may follow the prefix: a prompt's last token is always computed.
     prompt = np.append(state.prompt[:size], np.int32(0)).astype(np.int32)
     copy = CopyTask(
       source=source,
@@ -1097,9 +1125,9 @@ class ClusterRouter:
   def _hear_copy(
     self, copy: CopyTask, kind: str, fields: dict[str, Any]
   ) -> None:
-    """One message of the source or the target of a copy."""
+    """Handle a message from the source or the target of a copy."""
     if kind == "read" and fields["id"] == copy.offer:
-      tickets = _some(fields["ticket"])
+      tickets = _ticket_list(fields["ticket"])
       if not tickets or copy.target.leaving:
         self._end_copy(copy)
         return
@@ -1124,7 +1152,7 @@ class ClusterRouter:
       copy.pulled = True
       copy.source.link.tell(t="cancel", id=copy.offer)
       if not nbytes:
-        # It would compute what nobody has asked for.
+        # The target would compute a prefix that no request needs.
         self._end_copy(copy)
     elif kind in ("read", "lost", "failed"):
       self._end_copy(copy)
@@ -1132,114 +1160,128 @@ class ClusterRouter:
       raise ValueError(f"a message {str(kind)[:40]!r}")
 
   def _end_copy(self, copy: CopyTask) -> None:
-    """Nothing is wanted any more for a copy."""
-    now = self._clock()
+    """Cancel a copy's tasks and record when it ended."""
+    time_s = self._clock()
     self._copied = {
-      wanted: ended
-      for wanted, ended in self._copied.items()
-      if now - ended < _COPIED_S
+      ended_copy: ended
+      for ended_copy, ended in self._copied.items()
+      if time_s - ended < _COPIED_S
     }
-    self._copied[copy.target.name, copy.key] = now
-    for task, one in ((copy.offer, copy.source), (copy.task, copy.target)):
+    self._copied[copy.target.name, copy.key] = time_s
+    for task, instance in ((copy.offer, copy.source), (copy.task, copy.target)):
       if self._copies.pop(task, None) is not None:
-        one.link.tell(t="cancel", id=task)
+        instance.link.tell(t="cancel", id=task)
 
   # -------------------------------------------------------------------------
-  # Where requests are
+  # Dispatch
   # -------------------------------------------------------------------------
 
   def _dispatch(self) -> None:
-    """Sends requests on, the first ones first; the lock is held."""
+    """Send requests to instances, oldest first; the lock is held."""
     for state in list(self._requests.values()):
       if state.stage == "new":
         self._guarded(state, self._route)
     full = False
     for state in list(self._requests.values()):
-      # One that waits for room is not overtaken.
-      before = state.stage
-      waits = before == "read" or (state.more and before == "reading")
+      # A request that waits for room is not overtaken.
+      stage_before = state.stage
+      waits = stage_before == "read" or (
+        state.more and stage_before == "reading"
+      )
       if waits and full:
-        # It waits for room: its patience with a missing instance is over.
+        # An instance exists and is full: the patience for a missing one ends.
         self._fitting(state, "decodes")
       elif waits:
         self._guarded(state, self._place)
-        full = state.stage == before == "read" and state.alone_since is None
+        full = (
+          state.stage == stage_before == "read" and state.alone_since is None
+        )
     self._work.notify_all()
 
   def _guarded(
     self, state: RoutedState, work: Callable[[RoutedState], None]
   ) -> None:
-    """A decision about a request; what a policy raises ends the request."""
+    """Run a decision about a request; an error of a policy ends the request."""
     try:
       work(state)
     except Exception as error:
       self._finish(state, "error", error)
 
   def _sending(self) -> collections.Counter[str]:
-    """Tokens whose pages others are to pull, by the name of who has them."""
-    found = collections.Counter[str]()
+    """Tokens whose pages others will pull, by the name of their owner."""
+    tokens_by_instance = collections.Counter[str]()
     for copy in {id(x): x for x in self._copies.values()}.values():
       if not copy.pulled:
-        found[copy.source.name] += copy.prompt.size - 1
+        tokens_by_instance[copy.source.name] += copy.prompt.size - 1
     for state in self._requests.values():
       if state.stage == "fetching" and state.source is not None:
-        found[state.source.name] += state.fetch_tokens
+        tokens_by_instance[state.source.name] += state.fetch_tokens
       elif state.reader is not None and state.lends:
-        found[state.reader.name] += state.fetch_tokens
+        tokens_by_instance[state.reader.name] += state.fetch_tokens
       elif state.reader is not None and state.stage == "answering":
-        found[state.reader.name] += state.prompt.size
-    return found
+        tokens_by_instance[state.reader.name] += state.prompt.size
+    return tokens_by_instance
 
-  def _fitting(self, state: RoutedState, what: str) -> list[InstanceView]:
-    """Instances that can ever take a request, in the order of their names;
-    where none does what is to be done its patience begins."""
+  def _fitting(self, state: RoutedState, ability: str) -> list[InstanceView]:
+    """Instances that can ever take a request, sorted by name.
+
+    Where none of them does the work `what`, the request's patience begins.
+    """
     request, prompt = state.handle.request, state.routed.prompt_tokens
-    # Of several answers an engine lets some wait; those of a beam search are
-    # rows at the same time.
+    # An engine decodes several answers one after another if need be, but the
+    # beams of a beam search occupy rows at the same time.
     new = request.max_new_tokens * (request.beams or 1)
-    found = [
+    fitting = [
       view
       for view in self._views()
       if self._instances[view.name].capacity
       >= prompt + (1 if view.role == "prefill" else new)
     ]
-    if any(getattr(view, what) for view in found):
+    if any(getattr(view, ability) for view in fitting):
       state.alone_since = None
-      return found
-    if state.alone_since is None or state.alone_for != what:
-      state.alone_since, state.alone_for = self._clock(), what
+      return fitting
+    if state.alone_since is None or state.alone_for != ability:
+      state.alone_since, state.alone_for = self._clock(), ability
     return []
 
-  def _seen(
+  def _policy_request(
     self, state: RoutedState, views: list[InstanceView]
   ) -> RoutedRequest:
-    """A request as a policy sees it: no larger than what has most room, where
-    several of its answers would be, which then wait for each other."""
+    """A request as a policy sees it, capped at the largest capacity.
+
+    A request of several answers may need more: they then wait for each other.
+    """
     routed = state.routed
-    most = max(self._instances[view.name].capacity for view in views)
-    new = max(1, min(routed.new_tokens, most - routed.prompt_tokens))
+    largest_capacity = max(
+      self._instances[view.name].capacity for view in views
+    )
+    new = max(
+      1, min(routed.new_tokens, largest_capacity - routed.prompt_tokens)
+    )
     return dataclasses.replace(
       routed, new_tokens=new, cached_tokens=self._cached(state)
     )
 
   def _cached(self, state: RoutedState) -> Callable[[str], int]:
-    """How much of a prompt each instance has, as of now."""
-    request, found = state.handle.request, dict[int, dict[str, int]]()
+    """Function from an instance's name to its cached tokens of a prompt."""
+    request, blocks_by_page = state.handle.request, dict[int, dict[str, int]]()
 
     def tokens(name: str) -> int:
-      one = self._instances.get(name)
-      if one is None or not request.share:
+      instance = self._instances.get(name)
+      if instance is None or not request.share:
         return 0
-      page = one.page
-      if page not in found:
-        found[page] = self.blocks.match(self._keys(state, page))
+      page = instance.page
+      if page not in blocks_by_page:
+        blocks_by_page[page] = self.blocks.match(self._keys(state, page))
       # The last token is always computed.
-      return min(page * found[page].get(name, 0), state.prompt.size - 1)
+      return min(
+        page * blocks_by_page[page].get(name, 0), state.prompt.size - 1
+      )
 
     return tokens
 
   def _keys(self, state: RoutedState, page: int) -> list[str]:
-    """Of the blocks of a prompt."""
+    """Short keys of a prompt's blocks, computed once per block size."""
     request = state.handle.request
     if page not in state.keys:
       state.keys[page] = [
@@ -1251,7 +1293,7 @@ class ClusterRouter:
     return state.keys[page]
 
   def _route(self, state: RoutedState) -> None:
-    """A new request, or one that begins again."""
+    """Route a new or restarted request."""
     views = self._fitting(state, "prefills")
     if not views:
       return
@@ -1260,7 +1302,9 @@ class ClusterRouter:
       dataclasses.replace(view, sending_tokens=sending[view.name])
       for view in views
     ]
-    route = self._policy.route(self._seen(state, views), views, self._clock())
+    route = self._policy.route(
+      self._policy_request(state, views), views, self._clock()
+    )
     if isinstance(route, Rejected):
       self._reject(state, route)
       return
@@ -1274,7 +1318,7 @@ class ClusterRouter:
     decoder = None if route.decode is None else self._named(route.decode)
     source = None
     if route.fetch_from not in (None, reader.name) and state.attempts == 0:
-      # Once: what begins again does not depend on a third instance.
+      # Only the first time: a restart must not depend on a third instance.
       source = self._named(str(route.fetch_from))
     state.attempts += 1
     state.whole = decoder is reader
@@ -1284,7 +1328,7 @@ class ClusterRouter:
       if source is None:
         self._answer(state, reader)
         return
-      # As if the prefix were all that is read apart from the answer.
+      # The prefix is treated as a prompt that `source` prefills separately.
       state.reader, state.decoder, state.tickets = source, decoder, []
       state.stage = "reading"
       state.read_task = self._offer(source, state)
@@ -1301,7 +1345,7 @@ class ClusterRouter:
     self._begin_reading(state)
 
   def _begin_reading(self, state: RoutedState) -> None:
-    """Has an instance read, behind what it fetches."""
+    """Send the prompt to its reader, with the tickets of a fetched prefix."""
     assert state.reader is not None
     state.stage = "reading"
     state.read_task = self._send(state.reader, state, reads=True)
@@ -1311,79 +1355,79 @@ class ClusterRouter:
   def _published(
     self, state: RoutedState, ticket: str | None, *, last: bool
   ) -> None:
-    """Pages of a prompt are there, the last ones or others."""
-    state.tickets += _some(ticket)
+    """Handle newly published pages of a prompt."""
+    state.tickets += _ticket_list(ticket)
     state.more = not last
     if state.stage == "answering" and state.decoder is not None:
-      # Who answers pulls already.
+      # The decode instance pulls already.
       state.decoder.link.tell(t="part", id=state.task, ticket=ticket, last=last)
       return
     state.stage = "read" if last else "reading"
     self._dispatch()
 
-  def _offer(self, one: ClusterInstance, state: RoutedState) -> int:
-    """Has an instance publish what it has of a prompt; the task's number."""
+  def _offer(self, instance: ClusterInstance, state: RoutedState) -> int:
+    """Let an instance publish its pages of a prompt; return the task number."""
     task = next(self._task_numbers)
     self._tasks[task] = state
     fields = request_fields(state.handle.request, state.prompt)
-    one.link.tell(t="offer", id=task, request=fields)
+    instance.link.tell(t="offer", id=task, request=fields)
     return task
 
   def _drop_source(self, state: RoutedState) -> None:
-    """Nothing is wanted any more of who has a prefix."""
+    """Cancel the task of the instance that offers a prefix."""
     self._tasks.pop(state.fetch_task, None)
     if state.source is not None:
       state.source.link.tell(t="cancel", id=state.fetch_task)
     state.source, state.fetch_task = None, -1
 
   def _place(self, state: RoutedState) -> None:
-    """A request whose prompt has been read."""
-    one = state.decoder
-    here = one is not None and self._instances.get(one.name) is one
-    if state.more and one is state.reader:
-      return  # It has the pages where they are needed, at the end.
-    if one is not None and here and not one.leaving:
-      self._answer(state, one)
+    """Choose a decode instance for a request and send the request there."""
+    decoder = state.decoder
+    alive = decoder is not None and self._instances.get(decoder.name) is decoder
+    if state.more and decoder is state.reader:
+      return  # The pages will be where they are needed when prefill ends.
+    if decoder is not None and alive and not decoder.leaving:
+      self._answer(state, decoder)
       return
     state.decoder = None
     views = self._fitting(state, "decodes")
     if state.more:
-      # It is being read: until that has ended nobody is missed.
+      # Until prefill has ended, a missing decode instance does no harm.
       state.alone_since = None
     if not views:
       return
-    seen = self._seen(state, views)
-    name = self._policy.decode_instance(seen, views, self._clock())
+    policy_request = self._policy_request(state, views)
+    name = self._policy.decode_instance(policy_request, views, self._clock())
     if isinstance(name, Rejected):
       self._reject(state, name)
     elif name is not None:
-      decoder = self._named(name)
-      if decoder is not state.reader or not state.more:
-        self._answer(state, decoder)
+      chosen = self._named(name)
+      if chosen is not state.reader or not state.more:
+        self._answer(state, chosen)
 
   def _named(self, name: str) -> ClusterInstance:
-    one = self._instances.get(name)
-    if one is None or one.leaving:
+    instance = self._instances.get(name)
+    if instance is None or instance.leaving:
       raise OptionError(
         "policy",
         f"the instance {name!r}",
         f"one of {[x.name for x in self._views()]}",
         "choose among those that it is shown",
       )
-    return one
+    return instance
 
   def _answer(self, state: RoutedState, decoder: ClusterInstance) -> None:
-    """Has an instance answer."""
+    """Send a request to its decode instance."""
     state.stage, state.decoder = "answering", decoder
     if state.reader is decoder or not state.tickets:
-      # It has the pages where they are needed, or there are none.
-      self._let_go(state)
+      # The pages are where they are needed, or no pages exist.
+      self._release_reader(state)
     state.task = self._send(decoder, state, reads=False)
 
   def _send(
-    self, one: ClusterInstance, state: RoutedState, *, reads: bool
+    self, instance: ClusterInstance, state: RoutedState, *, reads: bool
   ) -> int:
-    """A task for an instance; its number."""
+    """Send a task to an instance; return the task number."""
     task = next(self._task_numbers)
     request = state.handle.request
     if not reads:
@@ -1393,7 +1437,7 @@ class ClusterRouter:
         state.totals = [x.total_logprob for x in state.handle.answers]
       else:
         for answer in state.handle.answers:
-          # Searched for anew.
+          # A search begins again from the prompt.
           answer.tokens.clear()
           answer.logprobs.clear()
           answer.text, answer.finish, answer.total_logprob = "", None, 0.0
@@ -1404,7 +1448,7 @@ class ClusterRouter:
       "request": request_fields(request, state.prompt),
     }
     owner = state.source if reads else state.reader
-    # A copy: it is sent later, and others may come meanwhile.
+    # A copy: it is sent later, and tickets may be added meanwhile.
     fields["tickets"] = list(state.tickets)
     if reads:
       fields["stream"] = self._stream if request.share else 0
@@ -1412,22 +1456,22 @@ class ClusterRouter:
       fields["more"] = state.more
     fields["address"] = owner and owner.address
     self._tasks[task] = state
-    one.sent += 1
+    instance.sent += 1
     new = 1 if reads else state.routed.new_tokens
     size, queued = state.routed.prompt_tokens, None
     reads = reads or state.whole
-    state.expected = self._cached(state)(one.name)
+    state.expected = self._cached(state)(instance.name)
     if state.tickets:
       moved = state.fetch_tokens if reads else size
       state.expected = max(state.expected, moved)
     if reads:
       queued = QueuedPrompts.of(size, state.expected)
-    one.since.append(SentTask(one.sent, queued, size, new))
-    one.link.tell(**fields)
+    instance.since.append(SentTask(instance.sent, queued, size, new))
+    instance.link.tell(**fields)
     return task
 
-  def _let_go(self, state: RoutedState) -> None:
-    """Nothing is wanted any more of who has read the prompt."""
+  def _release_reader(self, state: RoutedState) -> None:
+    """Cancel the tasks of the prefill instance and of the prefix source."""
     self._drop_source(state)
     self._tasks.pop(state.read_task, None)
     if state.reader is not None and state.read_task >= 0:
@@ -1435,8 +1479,8 @@ class ClusterRouter:
     state.reader, state.tickets, state.more = None, [], False
     state.read_task = -1
 
-  def _again(self, state: RoutedState, why: str) -> None:
-    """Begins a request again, elsewhere, behind what is known of it."""
+  def _restart(self, state: RoutedState, why: str) -> None:
+    """Restart a request elsewhere, after the tokens known so far."""
     state.why = why
     self.counters.again += 1
     answered = state.stage == "answering"
@@ -1457,11 +1501,11 @@ class ClusterRouter:
     reader = state.reader
     alive = reader and self._instances.get(reader.name) is reader
     if alive and state.tickets and answered:
-      # Its pages are still there, or come.
+      # Its pages are still there, or will come.
       state.stage = "reading" if state.more else "read"
       state.attempts += 1
       return
-    self._let_go(state)
+    self._release_reader(state)
     state.stage, state.cached, state.whole = "new", None, False
 
   def _reject(self, state: RoutedState, why: Rejected) -> None:
@@ -1471,7 +1515,7 @@ class ClusterRouter:
   def _finish(
     self, state: RoutedState, why: str, error: Exception | None = None
   ) -> None:
-    """Ends a request before its answers are complete."""
+    """End a request before its answers are complete."""
     if state.decoder is not None and state.task >= 0:
       state.decoder.link.tell(t="cancel", id=state.task)
     for answer in state.handle.answers:
@@ -1482,8 +1526,8 @@ class ClusterRouter:
     self._ended(state)
 
   def _ended(self, state: RoutedState) -> None:
-    """A request is over."""
-    self._let_go(state)
+    """Remove a finished request."""
+    self._release_reader(state)
     self._tasks.pop(state.task, None)
     state.handle.seconds = self._clock() - state.handle.arrival
     if self._requests.pop(state.handle, None) is not None:
@@ -1495,20 +1539,20 @@ class ClusterRouter:
       state.handle.on_change(answer)
 
   def _tokens(self, state: RoutedState, fields: dict[str, Any]) -> None:
-    """What of an answer is new."""
+    """Append newly decoded tokens to an answer."""
     handle = state.handle
     answer = handle.answers[integer("n", fields["n"], least=0)]
     if answer.finish is not None:
-      return  # Its last token is made again for the sake of the others.
+      return  # Its last token was decoded again only for the other answers.
     at, tokens = int(fields["at"]), [int(x) for x in fields["tokens"]]
     if at != len(answer.tokens):
       raise ValueError(f"tokens from {at} behind {len(answer.tokens)}")
     if tokens and handle.first_token is None:
       handle.first_token = self._clock() - handle.arrival
     self.counters.new_tokens += len(tokens)
-    # Who answers finds what was read for it.
-    found = fields["cached"] if state.cached is None else state.cached
-    handle.cached_tokens = int(found)
+    # The decode instance reports what it found cached.
+    cached_tokens = fields["cached"] if state.cached is None else state.cached
+    handle.cached_tokens = int(cached_tokens)
     if handle.request.logprobs is not None:
       for token, logprob, top in fields["logprobs"]:
         logprob = _logprob(logprob)
@@ -1520,7 +1564,7 @@ class ClusterRouter:
     else:
       n = handle.answers.index(answer)
       answer.total_logprob = state.totals[n] + _logprob(fields["total"])
-    # The host's threads read an answer while it grows: `finish` comes last.
+    # Other threads read an answer while it grows: `finish` comes last.
     answer.tokens.extend(tokens)
     answer.text = answer.text[: int(fields["text_at"])] + str(fields["text"])
     answer.stopped = fields["stopped"]
@@ -1534,11 +1578,11 @@ class ClusterRouter:
       self._work.notify_all()
 
   # -------------------------------------------------------------------------
-  # Time
+  # Deadlines
   # -------------------------------------------------------------------------
 
   def _watch(self) -> None:
-    """Ends requests whose time is over."""
+    """End requests whose time is over, in a loop."""
     while True:
       with self._work:
         if self._closed:
@@ -1547,17 +1591,19 @@ class ClusterRouter:
       time.sleep(_LOOK_S)
 
   def look(self) -> None:
-    """Ends requests whose deadline or patience is over; a thread does so by
-    itself too."""
+    """End requests whose deadline or patience is over.
+
+    A thread calls this regularly, too.
+    """
     with self._work:
-      now = self._clock()
+      now_s = self._clock()
       for state in list(self._requests.values()):
-        most = state.handle.request.deadline
-        if most is not None and now - state.handle.arrival > most:
+        deadline_s = state.handle.request.deadline
+        if deadline_s is not None and now_s - state.handle.arrival > deadline_s:
           self.cancel(state.handle, "deadline")
         elif (
           state.alone_since is not None
-          and now - state.alone_since > self._patience_s
+          and now_s - state.alone_since > self._patience_s
         ):
           does = "reads prompts" if state.stage == "new" else "answers"
           need = state.routed.prompt_tokens + state.routed.new_tokens
@@ -1570,30 +1616,32 @@ class ClusterRouter:
 
 
 def _as_traced(state: RoutedState) -> tuple[TraceRequest, int]:
-  """A request with the tokens that it has, and how many may still come."""
+  """A request as a trace entry, and the tokens that may still follow."""
   handle, routed = state.handle, state.routed
-  made = sum(len(one.tokens) for one in handle.answers)
+  num_tokens = sum(len(answer.tokens) for answer in handle.answers)
   return TraceRequest(
     arrival=float(routed.arrival_s),
     prompt_tokens=routed.prompt_tokens,
-    new_tokens=max(1, made),
+    new_tokens=max(1, num_tokens),
     number=routed.number,
     cached=state.had,
-  ), 0 if handle.done else max(0, routed.new_tokens - made)
+  ), 0 if handle.done else max(0, routed.new_tokens - num_tokens)
 
 
-def _some(ticket: str | None) -> list[str]:
+def _ticket_list(ticket: str | None) -> list[str]:
   return [] if ticket is None else [str(ticket)]
 
 
 def _begun(handle: Handle) -> Iterator[tuple[int, ...]]:
-  """Of each answer the tokens that are known; of one that has ended all but
-  the last one, which is made again."""
+  """Yield the known tokens of each answer to continue from.
+
+  A finished answer omits its last token, which is decoded again.
+  """
   for answer in handle.answers:
     tokens = answer.tokens[:-1] if answer.finish else answer.tokens
     yield tuple(tokens)
 
 
 def _logprob(stated: int | float | None) -> float:
-  """A log-probability of a message: JSON has no infinity."""
+  """Log-probability from a message; None means -inf, which JSON lacks."""
   return -math.inf if stated is None else float(stated)

@@ -1,8 +1,8 @@
-"""Which instance of a cluster reads a prompt and which one answers it.
+"""Routing policies: which instance prefills a prompt and which one decodes it.
 
-Guarantees: a policy is a pure function of a request and of what the router
-knows of its instances; the live router and the simulator call the same object
-with the same kind of view, so that a decision can be replayed.
+Guarantees: a policy is a pure function of a request and of the router's views
+of its instances; the live router and the simulator call the same object with
+the same kind of view, so that a decision can be replayed.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670: the shortest queue
 for prefill, the least loaded instance for decode.
 """
@@ -17,33 +17,33 @@ from ringjax.checks import one_of
 from ringjax.errors import OptionError
 from ringjax.serve.cluster.phase_times import QueuedPrompts
 
-# What an instance does: read prompts, answer them, or both.
+# Work of an instance: prefill, decode, or both.
 ROLES = ("prefill", "decode", "both")
-# Prompts of which an instance reports the lengths; of others it has the sums.
+# Maximum number of prompts whose lengths an instance reports one by one.
 MOST_QUEUED = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InstanceView:
-  """What a router knows of one instance when it decides.
+  """State of one instance as a router knows it when it decides.
 
   Attributes:
-    name: unique in the cluster.
-    role: of `ROLES`.
-    queued_requests: prompts that wait or are being read.
-    queued_tokens: of these, tokens that are not yet computed; in a pipeline by
-      its first stage.
-    queued_s: predicted seconds until these are read; None: a policy predicts
-      them from `queue` (`RoutingCosts.queue_s`).
-    queue: the prompts that wait or are being read; empty if only their sums
-      are known.
-    running_requests: answers under way.
-    running_tokens: cached tokens of these.
-    free_tokens: tokens that its cache has room for.
-    capacity_tokens: tokens that its cache holds, of all; 0 if nobody said.
-    max_rows: answers that it makes at the same time; 0 if nobody said.
-    sending_tokens: tokens whose caches it has begun to send, or is to send
-      next, to others.
+    name: Name, unique in the cluster.
+    role: Role of the instance, one of `ROLES`.
+    queued_requests: Number of prompts that wait or are in prefill.
+    queued_tokens: Uncomputed tokens of these prompts; in a pipeline, by its
+      first stage.
+    queued_s: Predicted seconds until these are prefilled; None: a policy
+      predicts them from `queue` (`RoutingCosts.queue_s`).
+    queue: Prompts that wait or are in prefill; empty if only their sums are
+      known.
+    running_requests: Number of answers in decode.
+    running_tokens: Cached tokens of these answers.
+    free_tokens: Number of tokens that fit into its cache now.
+    capacity_tokens: Total capacity of its cache in tokens; 0 if unknown.
+    max_rows: Maximum number of answers that decode at once; 0 if unknown.
+    sending_tokens: Tokens whose caches it is sending, or will send next, to
+      other instances.
   """
 
   name: str
@@ -69,12 +69,12 @@ class InstanceView:
 
   @property
   def prefills(self) -> bool:
-    """Whether it may read prompts."""
+    """Whether it takes prompts for prefill."""
     return self.role in ("prefill", "both")
 
   @property
   def decodes(self) -> bool:
-    """Whether it may answer."""
+    """Whether it takes requests for decode."""
     return self.role in ("decode", "both")
 
 
@@ -83,12 +83,12 @@ class RoutedRequest:
   """A request as a policy sees it.
 
   Attributes:
-    number: unique, in the order of arrivals.
-    arrival_s: when it came.
-    prompt_tokens: of its prompt.
-    new_tokens: of its answer, at most.
-    cached_tokens: by an instance's name, the tokens of the prompt's prefix
-      that this instance has in its cache (a function, as few are asked for).
+    number: Unique number, in the order of arrivals.
+    arrival_s: Time of arrival, in seconds.
+    prompt_tokens: Prompt length in tokens.
+    new_tokens: Maximum number of tokens to generate.
+    cached_tokens: Function from an instance's name to the tokens of the
+      prompt's prefix in its cache (a function, as few are needed).
   """
 
   number: int
@@ -100,12 +100,12 @@ class RoutedRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixCopy:
-  """A prefix of a prompt that an instance is to pull beside the request.
+  """A prefix that an instance should pull, independent of the request.
 
   Attributes:
-    source: name of an instance that has it.
-    target: name of the one that gets it.
-    tokens: of the prompt, that the target then has.
+    source: Name of an instance that has the prefix.
+    target: Name of the instance that pulls it.
+    tokens: Prompt tokens that the target has afterwards.
   """
 
   source: str
@@ -115,16 +115,16 @@ class PrefixCopy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
-  """Where a request goes.
+  """Instances that serve a request.
 
   Attributes:
-    prefill: name of the instance that reads the prompt.
-    decode: name of the instance that answers; the same one if it does both.
-      None if it is chosen when the prompt has been read.
-    fetch_from: name of an instance from which the prefill instance first
+    prefill: Name of the prefill instance.
+    decode: Name of the decode instance; the same name for both phases on one
+      instance. None to choose it after prefill.
+    fetch_from: Name of an instance from which the prefill instance first
       pulls the prefix that it lacks, or None.
-    fetch_tokens: of the prompt, that it then has.
-    copy: a prefix that another instance is to get for later requests, or None.
+    fetch_tokens: Prompt tokens that it has after the fetch.
+    copy: Prefix that another instance should get for later requests, or None.
   """
 
   prefill: str
@@ -136,10 +136,10 @@ class Route:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rejected:
-  """A request that is not taken; over HTTP, status 429.
+  """Rejection of a request; over HTTP, status 429.
 
   Attributes:
-    reason: for people.
+    reason: Text for users.
   """
 
   reason: str
@@ -155,12 +155,12 @@ class RoutingPolicy(Protocol):
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> Route | Rejected:
-    """The route of a request that has come.
+    """Choose the instances for a request that has arrived.
 
     Args:
-      request: the request.
-      instances: all that are alive, in the order of their names.
-      now_s: the time of the cluster's clock.
+      request: Request to route.
+      instances: Views of all live instances, sorted by name.
+      now_s: Time of the cluster's clock, in seconds.
     """
     ...
 
@@ -170,32 +170,33 @@ class RoutingPolicy(Protocol):
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> str | Rejected | None:
-    """The instance that answers a request whose prompt has been read.
+    """Choose the decode instance for a prefilled request.
 
     Returns:
-      Its name; None to wait until one has room; or a late rejection.
+      Its name; None to wait until an instance has room; or a late rejection.
     """
     ...
 
 
 def lacking(roles: Iterable[str]) -> str:
-  """What no instance with one of these roles does; "" if all is done."""
-  there = {*roles}
+  """Name the work that no instance with these roles does; "" if none."""
+  roles_present = {*roles}
   for role, words in (("prefill", "reads prompts"), ("decode", "answers")):
-    if not there & {role, "both"}:
+    if not roles_present & {role, "both"}:
       return words
   return ""
 
 
 def check_roles(roles: Mapping[str, str], changed: Mapping[str, str]) -> None:
-  """Refuses roles with which nobody would read prompts, or answer.
+  """Check that some instance prefills and some instance decodes.
 
   Args:
-    roles: of all instances that take something new, by their names.
-    changed: those of them that are to be others now.
+    roles: Current roles of all instances that take new work, by name.
+    changed: New roles of some of them.
 
   Raises:
-    OptionError: no such role or instance, or nobody would do one of both.
+    OptionError: If a role or name is unknown, or no instance would prefill or
+      decode.
   """
   for name, role in changed.items():
     one_of("role", role, ROLES)
@@ -214,12 +215,12 @@ def check_roles(roles: Mapping[str, str], changed: Mapping[str, str]) -> None:
 
 
 class ChosenReader:
-  """Part of policies that choose who reads among all that read prompts."""
+  """Base of policies that choose a prefill instance among all of them."""
 
   def reader(
     self, request: RoutedRequest, able: Sequence[InstanceView]
   ) -> InstanceView:
-    """The instance of `able`, which are not empty, that reads a request."""
+    """Choose the prefill instance among `able`, which is not empty."""
     raise NotImplementedError
 
   def route(
@@ -228,30 +229,31 @@ class ChosenReader:
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> Route | Rejected:
-    """As `RoutingPolicy`; an instance that does both keeps the request."""
-    able = [one for one in instances if one.prefills]
-    if not able:
+    """Route to the chosen reader, which also decodes if it has both roles."""
+    readers = [view for view in instances if view.prefills]
+    if not readers:
       return Rejected(reason="no instance reads prompts")
-    best = self.reader(request, able)
-    own = best.name if best.role == "both" else None
-    return Route(prefill=best.name, decode=own)
+    best = self.reader(request, readers)
+    decoder = best.name if best.role == "both" else None
+    return Route(prefill=best.name, decode=decoder)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShortestQueue(ChosenReader):
-  """DistServe's rule: the shortest queue reads, the least loaded one answers.
+  """DistServe's rule: prefill on the shortest queue, decode on the least load.
 
-  The decode instance is chosen when the prompt has been read, among those with
-  room for the prompt and its answer. Of equal queues the instance with fewer
-  running tokens reads, then the first name.
+  The decode instance is chosen after prefill, among those with room for the
+  prompt and its answer. Of equal queues the instance with fewer running tokens
+  prefills, then the first name.
   """
 
   def reader(
     self, request: RoutedRequest, able: Sequence[InstanceView]
   ) -> InstanceView:
-    """As `ChosenReader`."""
+    """Choose the instance with the fewest queued tokens."""
     return min(
-      able, key=lambda one: (one.queued_tokens, one.running_tokens, one.name)
+      able,
+      key=lambda view: (view.queued_tokens, view.running_tokens, view.name),
     )
 
   def decode_instance(
@@ -260,12 +262,14 @@ class ShortestQueue(ChosenReader):
     instances: Sequence[InstanceView],
     now_s: int | float,
   ) -> str | Rejected | None:
-    """As `RoutingPolicy`."""
+    """Choose the instance with room and the fewest running tokens."""
     need = request.prompt_tokens + request.new_tokens
-    able = [one for one in instances if one.decodes]
-    if not able:
+    decoding = [view for view in instances if view.decodes]
+    if not decoding:
       return Rejected(reason="no instance answers")
-    room = [one for one in able if one.free_tokens >= need]
-    if not room:
+    with_room = [view for view in decoding if view.free_tokens >= need]
+    if not with_room:
       return None
-    return min(room, key=lambda one: (one.running_tokens, one.name)).name
+    return min(
+      with_room, key=lambda view: (view.running_tokens, view.name)
+    ).name

@@ -1,4 +1,4 @@
-"""What became of the requests of a cluster: times of each, goodput.
+"""Times of served requests, and the share that meets latency limits.
 
 TTFT is from a request's arrival to its first token. TPOT is the time from the
 first token to the last one, for each token after the first. Goodput is the
@@ -19,12 +19,12 @@ from ringjax.checks import number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What a request is promised (a service level objective).
+  """Latency limits of a service level objective.
 
   Attributes:
-    ttft_s: seconds to the first token, at most.
-    tpot_s: seconds for each later token, on average, at most.
-    share: of the requests, that have to meet both.
+    ttft_s: Maximum seconds to the first token.
+    tpot_s: Maximum average seconds of each later token.
+    share: Share of the requests that have to meet both limits.
   """
 
   ttft_s: int | float = math.inf
@@ -35,7 +35,7 @@ class Limits:
     number("share", self.share, above=0, most=1)
 
   def of(self, prompt_tokens: int) -> Limits:
-    """The limits of a request with a prompt of so many tokens: these."""
+    """Limits of a request with a given prompt length: always these."""
     del prompt_tokens
     return self
 
@@ -45,18 +45,18 @@ class ServedRequest:
   """The times of one request, in seconds of the cluster's clock.
 
   Attributes:
-    number: of the request.
-    arrival_s: when it came.
-    prompt_tokens: of its prompt.
-    new_tokens: of its answer.
-    prefill: name of the instance that read it.
-    decode: name of the instance that answered.
-    cached_tokens: of the prompt, that were not computed.
-    prefill_start_s: when reading began.
-    first_token_s: when its first token was there.
-    moved_s: seconds in which its cache was pulled.
-    last_token_s: when it was done; nan while it is not.
-    rejected: why it was not served; "" if it was.
+    number: Number of the request.
+    arrival_s: Time of arrival.
+    prompt_tokens: Prompt length in tokens.
+    new_tokens: Answer length in tokens.
+    prefill: Name of the prefill instance.
+    decode: Name of the decode instance.
+    cached_tokens: Prompt tokens that were found cached.
+    prefill_start_s: Time at which prefill began.
+    first_token_s: Time of the first token.
+    moved_s: Seconds in which its cache was transferred.
+    last_token_s: Time of the last token; nan while unfinished.
+    rejected: Reason of a rejection, or "".
   """
 
   number: int
@@ -79,36 +79,36 @@ class ServedRequest:
 
   @property
   def tpot_s(self) -> float:
-    """Seconds for each token after the first; 0 if there is none."""
+    """Seconds for each token after the first; 0 for a single token."""
     if self.new_tokens < 2:
       return 0.0
     return (self.last_token_s - self.first_token_s) / (self.new_tokens - 1)
 
   def meets(self, limits: Limits) -> bool:
     """Whether it was served within the limits."""
-    own = limits.of(self.prompt_tokens)
+    request_limits = limits.of(self.prompt_tokens)
     return (
       not self.rejected
-      and self.ttft_s <= own.ttft_s
-      and self.tpot_s <= own.tpot_s
+      and self.ttft_s <= request_limits.ttft_s
+      and self.tpot_s <= request_limits.tpot_s
     )
 
 
 def attainment(served: Sequence[ServedRequest], limits: Limits) -> float:
-  """The share of requests that were served within the limits, 0 to 1."""
-  return sum(one.meets(limits) for one in served) / max(1, len(served))
+  """Share of requests that were served within the limits, 0 to 1."""
+  return sum(request.meets(limits) for request in served) / max(1, len(served))
 
 
 def percentiles(
   served: Sequence[ServedRequest], at: Sequence[int | float] = (50, 90, 95, 99)
 ) -> dict[str, dict[str, float]]:
-  """Percentiles of TTFT and TPOT of the requests that were served, seconds."""
-  done = [one for one in served if not one.rejected]
-  found = {}
+  """Percentiles of TTFT and TPOT of served requests, in seconds."""
+  completed = [request for request in served if not request.rejected]
+  table = {}
   for name in ("ttft_s", "tpot_s"):
-    values = np.asarray([getattr(one, name) for one in done])
-    found[name] = {
+    values = np.asarray([getattr(request, name) for request in completed])
+    table[name] = {
       f"p{p:g}": float(np.percentile(values, p)) if values.size else math.nan
       for p in at
     }
-  return found
+  return table

@@ -1,27 +1,26 @@
-"""An engine as an instance of a cluster: reads prompts, answers, or both.
+"""An engine as an instance of a cluster, for prefill, decode, or both.
 
-Guarantees: an answer's tokens are those of the engine alone; pages of a prompt
-that was read stay published until a reader has them all (COMPLETE) or until
-their lease is over, which is renewed only while the router wants them; pages of
-another instance are pulled once there is room for the whole request, never
-before. If the router is gone, all that it asked for is given up, and the worker
+Guarantees: an answer's tokens are those of the engine alone; pages of a
+prefilled prompt stay published until a decode instance has them all (COMPLETE)
+or until their lease is over, which is renewed only while the router wants them;
+pages of another instance are pulled once there is room for the whole request,
+never before. If the router is gone, all its tasks are cancelled, and the worker
 joins again when it is back.
 Cost: a thread for the link to the router, one that waits for room, and a few
-that copy pages, beside the engine's steps (see `serve/prefix_transfer.py`); a
-walk through all blocks for each beat in which there were steps, between two of
-them.
-Memory: pages that are published, and pages that came, in the host's memory;
-with a `DeviceServer` those that are published stay on the devices, up to
-`device_bytes`.
+that copy pages, in addition to the engine's steps (see
+`serve/prefix_transfer.py`); a walk through all blocks for each heartbeat since
+whose predecessor there were steps, between two steps.
+Memory: published and received pages, in the host's memory; with a
+`DeviceServer` published pages stay on the devices, up to `device_bytes`.
 
-Of a prompt that is streamed, and an engine with `layer_parts`, pages leave in
-the middle of a step: each part of the layers while the next one computes, the
-last one when the step is known to be good.
+For a prompt that is streamed, and an engine with `layer_parts`, pages are sent
+in the middle of a step: each part of the layers while the next one computes,
+the last part once the step is known to have succeeded.
 
-Each instance can do both. A role only says what the router sends to it, so
-that another role takes no step and no request away.
+Each instance can do both kinds of work. A role only decides what the router
+sends to it, so a change of role interrupts no step and no request.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670; KVDirect, arXiv
-2501.14743: the side that decodes pulls.
+2501.14743: the decode side pulls.
 """
 
 from __future__ import annotations
@@ -86,20 +85,20 @@ from ringjax.transfer.client import Address
 from ringjax.transfer.wire import PullConnection
 
 _COPIES = 4
-# Copies of pages that wait for who answers, in sizes of the engine's pool.
+# Limit of published copies, in multiples of the engine's pool.
 _PUBLISHED = 4
-# Parts of a prompt have whole pages of any size.
+# Parts of a prompt are multiples of this, to be whole pages of any size.
 _PART = 128
-# How long to wait before joining again.
+# Seconds to wait before joining again.
 _AGAIN_S = 0.5
 
 
 def check_engine(engine: object) -> None:
-  """Refuses what else reads prompts, such as a `ChunkPipeline`.
+  """Check that an object is an `Engine`, and not a `ChunkPipeline`, say.
 
   Raises:
-    InputTypeError: it is no engine.
-    OptionError: it reads parts of prefixes.
+    InputTypeError: If it is not an `Engine`.
+    OptionError: If the engine reads parts of prefixes.
   """
   if not isinstance(engine, Engine):
     raise InputTypeError(
@@ -120,39 +119,39 @@ def check_engine(engine: object) -> None:
 
 @dataclasses.dataclass(eq=False)
 class WorkerTask:
-  """What the router asked for: a prompt to read, or a request to answer.
+  """A task of the router: a prompt to prefill, or a request to decode.
 
   Attributes:
-    number: of the task.
-    request: of the engine.
-    tokens: that it takes in the pool at most.
-    reads: whether the prompt is to be read, and no more.
-    offers: whether only pages of it are to be published that are there.
-    link: of the router that asked.
-    tickets: of pages to pull before it is answered, first ones first.
-    more: whether others come, of a prompt that is still being read.
-    pulled: pages that were pulled, of their publisher's size, and their bytes.
-    pulling: whether a thread pulls.
-    address: of their publisher.
-    handle: once the engine has it.
-    admitted: whether it may take its room.
-    stream: of a prompt to read, after how many tokens pages are published; 0
-      for all at its end.
-    offers_made: the tickets of its own pages that are published.
-    pages: how many these are.
-    copying: whether a part is about to be published.
-    begun: pages behind these of which layers leave in the step that computes
-      them; 0 for none.
-    early: copies of such layers that are not yet published.
-    layered: of how many such pages layers are published, and up to which
-      layer.
-    waits: whether a thread is about to publish `early`.
-    parts: of pages that come.
-    publishes: held while pages are published, in their order.
-    published: whether all were copied, or could not be.
-    dropped: whether it is not wanted any more.
-    hashes: of the prompt's pages, which its parts share.
-    sent: of each answer, tokens and characters that the router knows.
+    number: Task number.
+    request: Request as the engine gets it.
+    tokens: Maximum number of pool tokens that it takes.
+    reads: Whether the task is prefill only.
+    offers: Whether the task only publishes pages that are cached already.
+    link: Connection to the router that sent the task.
+    tickets: Tickets of pages to pull before decode, in the prompt's order.
+    more: Whether further tickets will come, of a prompt still in prefill.
+    pulled: Number of pulled pages, of their publisher's size, and their bytes.
+    pulling: Whether a thread is pulling.
+    address: Address of the pages' publisher.
+    handle: Handle of the request once the engine has it.
+    admitted: Whether it may take its room.
+    stream: Number of prefilled tokens after which pages are published; 0
+      publishes all at the end.
+    offers_made: Tickets of the pages that this task has published.
+    pages: Number of these pages.
+    copying: Whether a part is about to be published.
+    begun: Number of pages after these whose layers are sent in the step that
+      computes them; 0 for none.
+    early: Copies of such layers that are not yet published.
+    layered: (pages, layer): number of such pages, and the layer up to which
+      they are published.
+    waits: Whether a thread is about to publish `early`.
+    parts: Received pages of some layers.
+    publishes: Lock held while pages are published, to keep their order.
+    published: Whether all pages were copied, or could not be.
+    dropped: Whether the router has cancelled the task.
+    hashes: Hashes of the prompt's pages, which its parts share.
+    sent: Tokens and characters of each answer that the router has.
   """
 
   number: int
@@ -189,23 +188,24 @@ class WorkerTask:
 
   @property
   def holds(self) -> bool:
-    """Whether it needs the pool: pages that are published do not."""
+    """Whether it needs the pool: published pages do not."""
     return not self.published and not self.offers
 
 
 class ClusterWorker:
-  """Joins a router with an engine, and does what it asks.
+  """Runs an engine as an instance that joins a router.
 
   Attributes:
-    name: in the cluster.
-    role: what the router sends to it, of `ROLES`.
-    publisher: of pages that it has read.
-    joined: set while the router has it.
-    ended: set when it joins no more: it was closed, or its engine failed.
-    refused: why the router did not take it, or "".
-    notice: an option of the engine that does nothing with this router, or "".
-    times: of the engine's calls, measured for a router that predicts with
-      them; None until one has asked.
+    name: Name in the cluster.
+    role: Kind of work that the router sends, one of `ROLES`.
+    publisher: Publisher of pages that this instance has prefilled.
+    joined: Event, set while the worker is connected to the router.
+    ended: Event, set when the worker stops joining: it was closed, or its
+      engine failed.
+    refused: Reason why the router refused the worker, or "".
+    notice: Hint at an engine option without effect for this router, or "".
+    times: Times of the engine's calls, measured for a router that predicts with
+      them; None until a router has asked.
   """
 
   def __init__(
@@ -224,30 +224,30 @@ class ClusterWorker:
     devices: DeviceServer | None = None,
     device_bytes: int = 1 << 30,
   ):
-    """Joins with `start`.
+    """Prepare the worker; `start` joins the router.
 
     Args:
-      engine: with a `store=`, and a `share` other than "nothing".
-      key: that all of the cluster have, at least 16 bytes.
-      router: host and port where instances join.
+      engine: Engine with a `store=`, and a `share` other than "nothing".
+      key: Secret key that the whole cluster shares, at least 16 bytes.
+      router: Host and port where instances join.
       role: "prefill", "decode" or "both".
-      name: unique in the cluster; default: of role, host and process.
-      host: the address of this machine where others pull pages; 0.0.0.0 for
-        the one by which it reaches the router.
-      port: for this; 0 takes a free one.
-      lease_s: seconds that pages stay published when the router does not ask
-        for them any more, as when it is gone.
-      silence_s: seconds without a byte after which a router, or a publisher
-        of pages, is given up.
-      beat_s: how often the router is told how much there is to do.
-      devices: sends pages from the engine's devices, and takes those of other
-        instances into the host's memory, where both have one.
-      device_bytes: of copies of pages that are published and stay on the
-        devices, 16 pages at least (`copied_pages`); prompts beyond these are
-        copied to the host.
+      name: Unique name in the cluster; default: from role, host and process.
+      host: Address of this machine where others pull pages; 0.0.0.0 for the
+        address by which it reaches the router.
+      port: Port for pulls; 0 takes a free one.
+      lease_s: Seconds that pages stay published without renewal by the router,
+        as when it is gone.
+      silence_s: Seconds without a byte after which a router, or a publisher
+        of pages, counts as lost.
+      beat_s: Seconds between load reports to the router.
+      devices: Sends pages from the engine's devices, and receives those of
+        other instances into the host's memory, where both have one.
+      device_bytes: Maximum bytes of copies of published pages on the devices,
+        16 pages at least (`copied_pages`); prompts beyond these are copied to
+        the host.
 
     Raises:
-      OptionError: an engine that can't move pages, or values out of range.
+      OptionError: If the engine can't move pages, or a value is out of range.
     """
     check_engine(engine)
     if engine.store_link is None:
@@ -284,8 +284,10 @@ class ClusterWorker:
       patience_s=silence_s,
       devices=devices,
     )
-    where = f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
-    self.name, self.role = name or f"{role}-{where}", role
+    default_suffix = (
+      f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
+    )
+    self.name, self.role = name or f"{role}-{default_suffix}", role
     self.joined, self.ended = threading.Event(), threading.Event()
     self.refused = self.notice = ""
     self.times: QuadraticTimes | None = None
@@ -293,15 +295,16 @@ class ClusterWorker:
     self._tasks: dict[int, WorkerTask] = {}
     # Tasks that wait for room.
     self._pulls: collections.deque[WorkerTask] = collections.deque()
-    # Bytes that prompts are about to have on the devices.
+    # Device bytes of prompts that are about to be published, by task.
     self._planned: dict[int, int] = {}
-    self._taken = 0
+    self._tasks_taken = 0
     self._renewed = 0.0
     self._link: ControlLink | None = None
-    # What the router knows of the tree, and after how many steps of the engine.
+    # The block log that the router has, and the engine's step count at that
+    # time.
     self._blocks: BlockLog | None = None
-    self._told, self._telling = -1, False
-    # Prompts that are being read of which parts are published.
+    self._reported_steps, self._reporting = -1, False
+    # Prompts in prefill whose parts are published, by task.
     self._streams: dict[int, WorkerTask] = {}
     self._closed = False
     self._copies = concurrent.futures.ThreadPoolExecutor(
@@ -309,23 +312,25 @@ class ClusterWorker:
     )
 
   # -------------------------------------------------------------------------
-  # Life
+  # Start and stop
   # -------------------------------------------------------------------------
 
   def start(self) -> ClusterWorker:
-    """Starts the engine and joins; again whenever the router was gone."""
+    """Start the engine and join; join again whenever the router was gone."""
     self._engine.on_step = self._stepped
     self._engine.on_layers = self._layers_begun
     self._engine.start()
-    for work in (self._stay, self._wait_for_room):
+    for work in (self._join_loop, self._wait_for_room):
       threading.Thread(
         target=work, name=f"ringjax worker {self.name}", daemon=True
       ).start()
     return self
 
   def leave(self, grace_s: int | float = 30.0) -> None:
-    """Takes no new work, finishes what there is within `grace_s`, and closes;
-    the router has the rest done by others."""
+    """Take no new work, finish current work within `grace_s`, and close.
+
+    The router lets other instances do the rest.
+    """
     link = self._link
     if link is not None:
       link.tell(t="leave")
@@ -338,7 +343,7 @@ class ClusterWorker:
     self.close()
 
   def close(self) -> None:
-    """Leaves at once; the engine stays open."""
+    """Leave at once; the engine stays open."""
     with self._work:
       self._closed = True
       self._work.notify_all()
@@ -354,8 +359,8 @@ class ClusterWorker:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _stay(self) -> None:
-    """Joins again and again."""
+  def _join_loop(self) -> None:
+    """Join the router, again after each lost connection."""
     while not self._closed and self._engine.open:
       wire = self._join()
       if wire is not None:
@@ -371,8 +376,8 @@ class ClusterWorker:
           if self._closed:
             wire.close()
             break
-          self._taken, self._link, self.refused = 0, link, ""
-          self._blocks, self._told = self._log(link), -1
+          self._tasks_taken, self._link, self.refused = 0, link, ""
+          self._blocks, self._reported_steps = self._block_log(link), -1
         self.joined.set()
         link.start()
         ended.wait()
@@ -382,8 +387,8 @@ class ClusterWorker:
         self._work.wait_for(lambda: self._closed, _AGAIN_S)
     self.ended.set()
 
-  def _log(self, link: ControlLink) -> BlockLog:
-    """What a router is told of blocks; with each link it begins anew."""
+  def _block_log(self, link: ControlLink) -> BlockLog:
+    """Log that reports block changes to a router; begins empty on each link."""
 
     def send(event: BlockEvent) -> None:
       link.tell(
@@ -397,7 +402,7 @@ class ClusterWorker:
     return BlockLog(self.name, epoch=time.time_ns(), most=1, send=send)
 
   def _join(self) -> PullConnection | None:
-    """A connection to a router that has taken it."""
+    """Connect to the router; the connection, or None if it refused."""
     try:
       wire = dial(self._router, self._key, self._silence_s)
     except PeerError as error:
@@ -424,12 +429,12 @@ class ClusterWorker:
     return None
 
   def _measure(self) -> None:
-    """Measures the engine's calls, before it joins."""
+    """Measure the engine's calls, before it joins."""
     try:
       self.times = instance_times(measure_calls(self._engine))
       self.refused = ""
     except Exception as error:
-      # A step failed, or what it did for a router that is gone has not ended.
+      # A step failed, or work for a router that is gone has not ended.
       self.refused = f"its calls can't be measured: {error}"
 
   def _join_fields(self) -> dict[str, Any]:
@@ -450,7 +455,7 @@ class ClusterWorker:
     }
 
   def _give_up(self) -> None:
-    """Cancels all tasks; leases of what is published run out."""
+    """Cancel all tasks; leases of published pages run out."""
     with self._work:
       tasks = list(self._tasks.values())
       self._tasks.clear()
@@ -467,11 +472,11 @@ class ClusterWorker:
       task.handle.cancel()
 
   # -------------------------------------------------------------------------
-  # What the router says, and is told
+  # Messages from and to the router
   # -------------------------------------------------------------------------
 
   def _hear(self, fields: dict[str, Any]) -> None:
-    """One message of the router."""
+    """Handle a message of the router."""
     link = self._link
     assert link is not None
     kind = fields["t"]
@@ -481,9 +486,9 @@ class ClusterWorker:
       self.role = one_of("role", fields["role"], ROLES)
     elif kind in ("read", "answer", "offer"):
       with self._work:
-        self._taken += kind != "offer"
+        self._tasks_taken += kind != "offer"
       try:
-        self._begin(kind, fields, link)
+        self._begin_task(kind, fields, link)
       except RingjaxError as error:
         self._fail(int(fields["id"]), link, error)
     elif kind == "cancel":
@@ -499,7 +504,7 @@ class ClusterWorker:
       raise ValueError(f"a message {str(kind)[:40]!r}")
 
   def _end(self, number: int) -> WorkerTask | None:
-    """Forgets a task."""
+    """Forget a task."""
     with self._work:
       task = self._tasks.pop(number, None)
       self._streams.pop(number, None)
@@ -510,32 +515,35 @@ class ClusterWorker:
     return task
 
   def _fail(self, number: int, link: ControlLink, error: object) -> None:
-    """A request can't be served, by any engine like this one."""
+    """Report that a request can't be served by any engine like this one."""
     if not self._engine.open:
-      # Others can: the router finds that this one is gone.
+      # Others can: the router will notice that this instance is gone.
       link.close("its engine failed")
       return
-    # The router says "cancel", which ends what other answers there are.
+    # The router replies with "cancel", which ends the request's other answers.
     refused = isinstance(error, OptionError | PromptError)
     link.tell(t="failed", id=number, error=str(error), refused=refused)
 
   def _view(self) -> dict[str, Any]:
-    """How much there is to do, for the router; leases go on with it."""
-    now = time.monotonic()
+    """Load report for the router; also renews the leases of published pages."""
+    now_s = time.monotonic()
     scheduler = self._engine.scheduler
-    rows = [r for r in list(scheduler.running) if r is not None]
-    decoding = [r for r in rows if not r.reading]
+    rows = [row for row in list(scheduler.running) if row is not None]
+    decoding = [row for row in rows if not row.reading]
     with self._work:
       tasks, waiting = list(self._tasks.values()), list(self._pulls)
-      taken = self._taken
-      tell = not self._telling and self._told != self._engine.counters.steps
-      self._telling |= tell
+      tasks_taken = self._tasks_taken
+      tell = (
+        not self._reporting
+        and self._reported_steps != self._engine.counters.steps
+      )
+      self._reporting |= tell
     if tell:
-      # Not by this thread: a beat waits for no step.
+      # In another thread: a heartbeat must not wait for a step.
       with contextlib.suppress(RuntimeError):
         self._copies.submit(self._tell_blocks)
-    if now - self._renewed > self._lease_s / 3:
-      self._renewed = now
+    if now_s - self._renewed > self._lease_s / 3:
+      self._renewed = now_s
       for task in tasks:
         for offer in tuple(task.offers_made):
           self.publisher.renew(offer)
@@ -546,24 +554,24 @@ class ClusterWorker:
     numbers = {id(task.handle): task.number for task in tasks if task.handle}
     # (task, tokens left, tokens computed) of each prompt.
     queue: list[tuple[int, int, int]] = []
-    seen: set[int] = set()
+    seen_handles: set[int] = set()
     for row in (*rows, *list(scheduler.waiting)):
-      # It may go on meanwhile.
+      # The row may advance meanwhile: read its state once.
       handle, computed = id(row.owner.handle), row.computed
-      left = row.prompt.size - computed
-      # Of several answers one reads what the others then find.
-      if row.parked or handle in seen:
+      tokens_left = row.prompt.size - computed
+      # Of several answers only the first prefills; the others share its pages.
+      if row.parked or handle in seen_handles:
         continue
       if row.share:
-        seen.add(handle)
-      if left > 0:
-        queue.append((numbers.get(handle, -1), left, computed))
+        seen_handles.add(handle)
+      if tokens_left > 0:
+        queue.append((numbers.get(handle, -1), tokens_left, computed))
     queue += [(task.number, len(task.request.prompt), 0) for task in fetching]
     return {
       "t": "view",
-      "taken": taken,
+      "taken": tasks_taken,
       "queued_requests": len(queue),
-      "queued_tokens": sum(left for _, left, _ in queue),
+      "queued_tokens": sum(tokens_left for _, tokens_left, _ in queue),
       "queue": queue[:MOST_QUEUED],
       "running_requests": len(decoding) + len(waiting) - len(fetching),
       "running_tokens": sum(r.computed for r in decoding),
@@ -571,7 +579,7 @@ class ClusterWorker:
     }
 
   def _tell_blocks(self) -> None:
-    """Says which blocks have come or gone since the last beat."""
+    """Report the blocks that were added or evicted since the last report."""
     try:
       with self._engine.between_steps():
         steps, log = self._engine.counters.steps, self._blocks
@@ -581,26 +589,26 @@ class ClusterWorker:
     except OptionError:
       return  # The engine is closed.
     finally:
-      self._telling = False
+      self._reporting = False
     with self._work:
-      # Not of a link that has ended meanwhile.
+      # Unless the link has ended meanwhile.
       if log is self._blocks:
-        self._told = steps
+        self._reported_steps = steps
 
   # -------------------------------------------------------------------------
-  # Work
+  # Tasks
   # -------------------------------------------------------------------------
 
-  def _begin(
+  def _begin_task(
     self, kind: str, fields: dict[str, Any], link: ControlLink
   ) -> None:
-    """A prompt to read, or a request to answer."""
+    """Begin a task: a prompt to prefill or publish, or a request to decode."""
     request = request_of(fields["request"], self._grammars)
     prompt = inputs.prompt(request.prompt, self._engine.vocab)
     new, offers = request.max_new_tokens * request.rows, kind == "offer"
     reads = kind == "read" or offers
     if reads:
-      # The token that it chooses is thrown away: who answers chooses.
+      # The sampled token is discarded: the decode instance samples it.
       new = 1
       request = Request(
         prompt=prompt,
@@ -644,23 +652,23 @@ class ClusterWorker:
     self._submit(task)
 
   def _submit(self, task: WorkerTask) -> None:
-    """Hands a task to the engine."""
+    """Submit a task's request to the engine."""
     with self._engine.between_steps():
       if task.dropped:
         return
-      # No token comes before the handle is known.
+      # Between steps, so that no token comes before the handle is set.
       change = functools.partial(self._changed, task)
       task.handle = self._engine.submit(task.request, change)
       for n, answer in enumerate(task.handle.answers):
-        # The text of tokens that were known goes with the first new one: who
-        # asked may have given tokens alone.
+        # The text of known tokens is sent with the first new token: a client
+        # may have passed tokens without text.
         task.sent[n] = len(answer.tokens), 0
     if task.dropped:
-      # Meanwhile, by another thread, which saw no handle.
+      # Dropped meanwhile by another thread, which saw no handle.
       task.handle.cancel()
 
   def _changed(self, task: WorkerTask, answer: Answer) -> None:
-    """An answer has grown; the engine's thread says so."""
+    """Handle new tokens of an answer, in the engine's thread."""
     if task.dropped:
       return
     if answer.finish not in (None, "stop", "length"):
@@ -668,12 +676,12 @@ class ClusterWorker:
     elif not task.reads:
       self._send(task, answer)
     elif answer.finish is not None:
-      # It may have been closed.
+      # The thread pool may have been closed.
       with contextlib.suppress(RuntimeError):
         self._copies.submit(self._publish, task)
 
   def _stepped(self) -> None:
-    """The engine has made a step; its thread says so."""
+    """Publish pages after a step of the engine, in the engine's thread."""
     for task in tuple(self._streams.values()):
       if task.handle is None or task.copying or task.published:
         continue
@@ -684,11 +692,11 @@ class ClusterWorker:
       task.begun = 0
 
   def _due(self, task: WorkerTask, *, tail: bool = False) -> int:
-    """Pages that are to leave with a step, or 0: there are too few.
+    """Number of pages to publish with a step; 0 if there are too few.
 
     Args:
-      task: a prompt that is being read.
-      tail: whether to look at what is left at a long prompt's end, too.
+      task: Prompt in prefill.
+      tail: Whether to include the rest at a long prompt's end.
     """
     page, size = self._engine.scheduler.tree.page, len(task.request.prompt)
     assert task.handle is not None
@@ -702,7 +710,7 @@ class ClusterWorker:
   def _layers_begun(
     self, part: int, pieces: tuple[PromptPiece, ...], pool: PagePool
   ) -> None:
-    """Some layers of a step are on their way; the engine's thread says so."""
+    """Copy pages of layers that a step has begun, in the engine's thread."""
     rows = {id(piece.row.owner.handle) for piece in pieces}
     for task in tuple(self._streams.values()):
       if task.copying or task.published or id(task.handle) not in rows:
@@ -725,7 +733,7 @@ class ClusterWorker:
   def _layer_copies(
     self, task: WorkerTask, part: int, pool: PagePool
   ) -> LayerCopies | None:
-    """Copies of the pages that have begun; None: they leave behind the step."""
+    """Copies of the begun pages; None to publish them after the step."""
     request = task.request
     try:
       copies = begin_layers(
@@ -741,19 +749,21 @@ class ClusterWorker:
         on_devices=self._on_devices(task),
       )
     except Exception:
-      # There is no memory for a copy; the step goes on.
+      # There is no memory for a copy; the step continues.
       return None
-    # With fewer they had to make room.
+    # With fewer, some pages were evicted meanwhile.
     return copies if copies and copies.count == task.begun else None
 
   def _send(self, task: WorkerTask, answer: Answer) -> None:
-    """Tells the router what of an answer is new."""
+    """Send an answer's new tokens to the router."""
     assert task.handle is not None
-    n = next(i for i, x in enumerate(task.handle.answers) if x is answer)
+    n = next(
+      i for i, another in enumerate(task.handle.answers) if another is answer
+    )
     tokens, chars = task.sent[n]
     task.sent[n] = len(answer.tokens), len(answer.text)
-    # Tokens that were known before have no log-probabilities.
-    before = len(task.request.begun[n]) if task.request.begun else 0
+    # Tokens known before this task have no log-probabilities.
+    known_tokens = len(task.request.begun[n]) if task.request.begun else 0
     task.link.tell(
       t="tokens",
       id=task.number,
@@ -763,7 +773,8 @@ class ClusterWorker:
       text_at=chars,
       text=answer.text[chars:],
       logprobs=[
-        [x.token, x.logprob, x.top] for x in answer.logprobs[tokens - before :]
+        [entry.token, entry.logprob, entry.top]
+        for entry in answer.logprobs[tokens - known_tokens :]
       ],
       total=answer.total_logprob,
       cached=task.handle.cached_tokens,
@@ -774,11 +785,10 @@ class ClusterWorker:
       self._end(task.number)
 
   def _publish(self, task: WorkerTask) -> None:
-    """Offers the pages of a prompt that was read, now or earlier, which are
-    not yet published."""
+    """Publish the remaining pages of a prefilled or cached prompt."""
     cached = 0 if task.handle is None else task.handle.cached_tokens
     with task.publishes:
-      ticket = self._offered(task, last=True)
+      ticket = self._publish_pages(task, last=True)
     if task.offers:
       tokens = task.pages * self._engine.scheduler.tree.page
       cached = min(tokens, len(task.request.prompt) - 1)
@@ -790,16 +800,16 @@ class ClusterWorker:
     )
 
   def _publish_part(self, task: WorkerTask, begun: int) -> None:
-    """Offers what was read of a prompt since the last part.
+    """Publish the pages that were prefilled since the last part.
 
     Args:
-      task: the prompt.
-      begun: pages of which layers have left before; 0 for none.
+      task: Prompt in prefill.
+      begun: Number of pages whose first layers were published before, or 0.
     """
     with task.publishes:
       self._offer_layers(task)
       if not task.published and not task.dropped:
-        self._tell_part(task, self._offered(task, begun, last=False))
+        self._tell_part(task, self._publish_pages(task, begun, last=False))
       task.copying = False
 
   def _tell_part(self, task: WorkerTask, ticket: Ticket | None) -> None:
@@ -807,41 +817,42 @@ class ClusterWorker:
       task.link.tell(t="part", id=task.number, ticket=ticket.to_json())
 
   def _publish_layers(self, task: WorkerTask) -> None:
-    """Offers layers that leave before their step has ended."""
+    """Publish layers of pages before their step has ended."""
     with self._work:
       task.waits = False
     with task.publishes:
       self._offer_layers(task)
 
   def _offer_layers(self, task: WorkerTask) -> None:
-    """See `_publish_layers`; `publishes` is held."""
+    """Publish the copied layers of a task; the lock `publishes` is held."""
     while task.early:
       copies = task.early.popleft()
       first, end = copies.layers
-      before = (copies.count, first) if first else (0, 0)
+      published_before = (copies.count, first) if first else (0, 0)
       if first == 0:
         task.layered = 0, 0
-      if task.published or task.dropped or task.layered != before:
+      if task.published or task.dropped or task.layered != published_before:
         continue
       try:
         self._check_published(task)
         ticket = self._ticket(copies.result(), copies.count)
       except Exception:
-        # What of them is not published leaves behind the step.
+        # Layers that are not published now are published after the step.
         continue
-      self._kept(task, ticket)
+      self._record_ticket(task, ticket)
       task.layered = copies.count, end
       self._tell_part(task, ticket)
 
-  def _offered(
+  def _publish_pages(
     self, task: WorkerTask, begun: int = 0, *, last: bool
   ) -> Ticket | None:
-    """A ticket of the next pages of a prompt, or None if there are none.
+    """Publish the next pages of a prompt; the ticket, or None without pages.
 
     Args:
-      task: the prompt.
-      begun: how many, some layers of which have left; 0 for what there is.
-      last: whether no others come.
+      task: Prompt in prefill, prefilled or cached.
+      begun: Number of pages some of whose layers were published; 0 for all
+        pages that are ready.
+      last: Whether these are the last pages of the prompt.
     """
     request, ticket, count, layers = task.request, None, 0, None
     parts = self._engine.layer_parts
@@ -850,7 +861,7 @@ class ClusterWorker:
     task.layered = 0, 0
     try:
       self._check_published(task)
-      sent = export_prefix(
+      exported = export_prefix(
         self._engine,
         inputs.prompt(request.prompt, self._engine.vocab),
         salt=request.salt,
@@ -860,52 +871,54 @@ class ClusterWorker:
         hashes=task.hashes,
         on_devices=self._on_devices(task),
       )
-      count = len(sent.pages)
+      count = len(exported.pages)
       if begun:
-        # With fewer the layers that have left are of no use.
+        # With fewer pages, the layers published before are useless.
         count = begun if count >= begun else 0
       elif not last:
-        some = _PART // self._engine.scheduler.tree.page
-        count = (task.pages + count) // some * some - task.pages
+        pages_per_part = _PART // self._engine.scheduler.tree.page
+        count = (
+          task.pages + count
+        ) // pages_per_part * pages_per_part - task.pages
       if count > 0:
-        ticket = self._ticket(sent, count)
+        ticket = self._ticket(exported, count)
     except Exception:
-      # They had to make room, it is closed, or there is no memory for a copy:
-      # who answers reads the prompt, or what is left of it.
+      # The pages were evicted, the engine is closed, or there is no memory for
+      # a copy: the decode instance prefills the prompt, or the rest of it.
       ticket = None
     with self._work:
       task.pages += 0 if ticket is None else count
       task.published |= last
       self._work.notify_all()
-    self._kept(task, ticket)
+    self._record_ticket(task, ticket)
     return ticket
 
   def _on_devices(self, task: WorkerTask) -> bool:
-    """Whether the pages of a prompt that are not yet published stay there."""
+    """Whether a prompt's unpublished pages can stay on the devices."""
     if self._devices is None:
       return False
     page = self._engine.scheduler.tree.page
     count = len(task.request.prompt) // page - task.pages
-    more = copied_pages(self._engine, count) * self._layout.nbytes
+    new_bytes = copied_pages(self._engine, count) * self._layout.nbytes
     with self._work:
-      # Others may be about to publish theirs.
+      # Other tasks may be about to publish theirs.
       self._planned.pop(task.number, None)
-      held = self.publisher.device_bytes + sum(self._planned.values())
-      fits = held + more <= self._device_bytes
-      if fits:
-        self._planned[task.number] = more
-    return fits
+      planned_bytes = self.publisher.device_bytes + sum(self._planned.values())
+      has_room = planned_bytes + new_bytes <= self._device_bytes
+      if has_room:
+        self._planned[task.number] = new_bytes
+    return has_room
 
   def _ticket(self, sent: ExportedPrefix, count: int) -> Ticket:
-    """Publishes the first ones of some pages."""
+    """Publish the first `count` of the exported pages."""
     numbers = self.publisher.new_numbers(count)
     pages = dict(zip(numbers, sent.pages, strict=False))
     return self.publisher.publish(
       pages, sent.layout, labels=sent.labels[:count]
     )
 
-  def _kept(self, task: WorkerTask, ticket: Ticket | None) -> None:
-    """Notes a ticket; of a task that is not wanted any more it ends."""
+  def _record_ticket(self, task: WorkerTask, ticket: Ticket | None) -> None:
+    """Record a ticket; withdraw it if its task was dropped."""
     with self._work:
       self._planned.pop(task.number, None)
     if ticket is None:
@@ -917,23 +930,23 @@ class ClusterWorker:
       self.publisher.withdraw(ticket)
 
   def _check_published(self, task: WorkerTask) -> None:
-    """Refuses copies beyond some times what the engine's own pages hold.
+    """Limit published copies to a multiple of the engine's pool.
 
     Raises:
-      OutOfPages: as much waits for who answers already.
+      OutOfPages: If too many published tokens wait to be pulled already.
     """
     with self._work:
-      some = [
-        len(x.request.prompt)
-        for x in self._tasks.values()
-        if x.offers_made and x is not task
+      published_tokens = [
+        len(another.request.prompt)
+        for another in self._tasks.values()
+        if another.offers_made and another is not task
       ]
-    more = len(task.request.prompt)
-    if sum(some) + more > _PUBLISHED * self._capacity:
-      raise OutOfPages(f"{sum(some):,} tokens are published")
+    prompt_tokens = len(task.request.prompt)
+    if sum(published_tokens) + prompt_tokens > _PUBLISHED * self._capacity:
+      raise OutOfPages(f"{sum(published_tokens):,} tokens are published")
 
   def _part(self, fields: dict[str, Any]) -> None:
-    """Another part of a prompt can be pulled, or there is no other one."""
+    """Handle a further ticket of a prompt, or the end of its tickets."""
     with self._work:
       task = self._tasks.get(int(fields["id"]))
       if task is None:
@@ -948,28 +961,31 @@ class ClusterWorker:
         self._copies.submit(self._pull, task)
 
   def _wait_for_room(self) -> None:
-    """Lets tasks pull, the first one first, once there is room for it."""
+    """Let tasks pull, in their order, once there is room for the first."""
     with self._work:
       while not self._closed:
         task = self._pulls[0] if self._pulls else None
-        if task is None or not self._room(task):
+        if task is None or not self._has_room(task):
           self._work.wait()
           continue
         self._pulls.popleft()
         task.admitted = task.pulling = True
         self._copies.submit(self._pull, task)
 
-  def _room(self, task: WorkerTask) -> bool:
-    """Whether a request has room, whatever those before it still need."""
-    others = [x for x in self._tasks.values() if x.admitted and x.holds]
-    rows = sum(x.request.rows for x in others) + task.request.rows
-    tokens = sum(x.tokens for x in others) + task.tokens
-    fits = rows <= self._engine.rows and tokens <= self._capacity
-    return fits or not others
+  def _has_room(self, task: WorkerTask) -> bool:
+    """Whether a request has room, if all admitted ones take their maximum."""
+    others = [
+      another
+      for another in self._tasks.values()
+      if another.admitted and another.holds
+    ]
+    rows = sum(another.request.rows for another in others) + task.request.rows
+    tokens = sum(another.tokens for another in others) + task.tokens
+    has_room = rows <= self._engine.rows and tokens <= self._capacity
+    return has_room or not others
 
   def _pull(self, task: WorkerTask) -> None:
-    """Pulls the pages of a request, and lets the engine answer it, unless
-    others are yet to come."""
+    """Pull the pages of a request, and submit it unless further pages come."""
     request = task.request
     try:
       while True:
@@ -993,13 +1009,13 @@ class ClusterWorker:
         task.pulled = pages, nbytes + pulled.nbytes
         if task.parts is None:
           task.parts = LayerParts(self._engine)
-        whole = task.parts.add(ticket, pulled)
-        if whole is None:
+        complete = task.parts.add(ticket, pulled)
+        if complete is None:
           continue
         import_prefix(
           self._engine,
           inputs.prompt(request.prompt, self._engine.vocab),
-          *whole,
+          *complete,
           salt=request.salt,
           adapter=request.adapter,
           first=pages,
@@ -1009,10 +1025,10 @@ class ClusterWorker:
       task.link.tell(t="pulled", id=task.number, nbytes=task.pulled[1])
     except Exception as error:
       if task.reads:
-        # What it would have fetched it computes.
+        # The engine computes what could not be fetched.
         task.link.tell(t="pulled", id=task.number, nbytes=0)
       else:
-        # The prompt is read anew.
+        # The prompt is prefilled again.
         if self._end(task.number) is not None:
           task.link.tell(t="lost", id=task.number, why=str(error))
         return
