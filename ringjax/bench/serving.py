@@ -395,7 +395,7 @@ def _compare(
   if settings.compare == "plain":
     kinds = itertools.cycle(speculation_tasks.KINDS)
     tokenizer: Any = rj.data.Bytes()
-    if settings.model not in (None, *rj.models.PRESETS):
+    if settings.model is not None and settings.model not in rj.models.PRESETS:
       tokenizer = rj.data.Tokenizer.load(settings.model)
     prompts = [
       speculation_tasks.prompt(next(kinds), tokenizer, prompt.size, seed)

@@ -485,8 +485,8 @@ def test_what_is_refused():
     rj.kv.CacheKind(policy="snapkv")
   with pytest.raises(OptionError, match="two of a policy"):
     contract.model(1).init_cache(1, 32, kind="snapkv+tova")
+  stream = "sinks:budget=8,positions=cache"
   with pytest.raises(OptionError, match="looks back a window"):
-    stream = "sinks:budget=8,positions=cache"
     contract.model(1).init_cache(1, 32, kind=stream)
   kind = kind_of(POLICIES["snapkv"], family="grouped")
   cache = empty(1, kind, "grouped")
