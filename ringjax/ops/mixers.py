@@ -228,9 +228,8 @@ def gated_delta_rule(
       refused, since the state is passed from each token to the next.
 
   Returns:
-    o: Outputs [B, T, N, J] in v's dtype.
-    state: State after the last token, [B, N, H, J] in float32, the same on all
-      shards.
+    (o, state): outputs [B, T, N, J] in v's dtype, and the state after the last
+    token, [B, N, H, J] in float32, the same on all shards.
 
   Raises:
     RingjaxError: If arguments do not fit, before anything is compiled.

@@ -136,9 +136,9 @@ def linear_recurrence(
       refused, since h is passed from each token to the next.
 
   Returns:
-    h: States h of all tokens, [B, T, ...] in b's dtype.
-    last: State after the last token (before the first, in reverse), [B, ...] in
-      float32, the same on all shards.
+    (h, last): the states of all tokens, [B, T, ...] in b's dtype, and the state
+    after the last token (before the first, in reverse), [B, ...] in float32,
+    the same on all shards.
 
   Raises:
     RingjaxError: If arguments do not fit, before anything is compiled.

@@ -62,14 +62,15 @@ class _ArraysError(PeerError):
 class PulledPages:
   """Pages that were pulled.
 
-  arrays: Arrays by leaf name, [pages, ...] of the part's shape.
-  reads: Number of reads.
-  nbytes: Number of bytes received.
-  completed: Whether the publisher confirmed the completion; if not, the pages
-    are released by the lease.
-  labels: Label of the page in each row of the arrays, see
-    `Publisher.publish`; "" for rows without a page.
-  array_reads: Number of reads by JAX's transfer server.
+  Attributes:
+    arrays: Arrays by leaf name, [pages, ...] of the part's shape.
+    reads: Number of reads.
+    nbytes: Number of bytes received.
+    completed: Whether the publisher confirmed the completion; if not, the pages
+      are released by the lease.
+    labels: Label of the page in each row of the arrays, see
+      `Publisher.publish`; "" for rows without a page.
+    array_reads: Number of reads by JAX's transfer server.
   """
 
   arrays: dict[str, np.ndarray]

@@ -447,9 +447,9 @@ def attention(
     scale: Scale of the logits; default H**-0.5.
 
   Returns:
-    out: Outputs [B, T, N, J] in q's dtype.
-    lse: Log-sum-exp [B, T, N] in float32. Both are differentiable;
-      `Partial.of(out, lse)` merges with other partials.
+    (out, lse): outputs [B, T, N, J] in q's dtype, and the log-sum-exp
+    [B, T, N] in float32. Both are differentiable; `Partial.of(out, lse)` merges
+    with other partials.
   """
   x = AttentionArgs.of(q, k, v, mask=mask, scale=scale)
   if not isinstance(mask, Mask):

@@ -308,9 +308,8 @@ class Auto:
       mesh: Mesh that it runs on, if there is one.
 
     Returns:
-      name: Name of the strategy.
-      options: q_block and kv_block, and for the strategies that have them inner
-        and wire.
+      (name, options): the name of the strategy, and q_block and kv_block with
+      inner and wire for the strategies that have them.
 
     Raises:
       OptionError: If no strategy fits the memory.
