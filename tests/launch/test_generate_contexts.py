@@ -47,7 +47,7 @@ def test_texts_are_read_once(ask, folder, texts, tmp_path):
   assert done["tokens"] == np.ravel(want)[: len(done["tokens"])].tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_as_one_text(ask, folder, texts, tmp_path):
   ran = ask(
     f"--model={folder}", f"--contexts={texts}", f"--prompt={QUESTION}",
@@ -64,7 +64,7 @@ def test_all_as_one_text(ask, folder, texts, tmp_path):
   assert [done[n] for n in same] == [json.loads(whole.out)[n] for n in same]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_without_link_tokens(ask, folder, texts):
   ran = ask(
     f"--model={folder}", f"--contexts={texts}", f"--prompt={QUESTION}",
@@ -91,7 +91,7 @@ def test_wrong_flags(ask, folder, flags, says):
   assert ran.status != 0 and says in ran.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_important_part_of_a_document(ask, folder, tmp_path):
   file = tmp_path / "document.txt"
   file.write_text("\n\n".join(TEXTS.values()) + "\n\n")

@@ -242,6 +242,7 @@ def test_whole_sequences_give_the_same(loaded, case):
   empty(at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "devices"),
   [

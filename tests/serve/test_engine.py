@@ -115,6 +115,7 @@ def test_families(loaded, family):
   assert bool(at.counters.cached_tokens) == (family != "qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "devices"),
   swept(
@@ -151,7 +152,7 @@ def test_any_filters_of_a_request(loaded):
     assert result.tokens.tolist() == alone(model, request)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "unrotated"])
 def test_codecs_on_a_mesh(loaded, kind):
   model, mesh = loaded("llama3", 4)
@@ -809,7 +810,7 @@ def test_a_mask_that_cancels_another(loaded):
   at.scheduler.tree.check()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_store_tells_adapters_of_one_name_apart(loaded):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(9)
@@ -837,7 +838,7 @@ def test_a_store_tells_adapters_of_one_name_apart(loaded):
     assert found.tokens.tolist() == result.tokens.tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_windows_alone_serve_texts_longer_than_their_pages():
   config = dict(
     model_type="mistral",

@@ -145,6 +145,7 @@ def test_penalties_masks_and_beams_beside_drafts(loaded, drafts):
   assert at.counters.accepted
 
 
+@pytest.mark.slow
 def test_a_stop_within_a_draft_ends_the_row(loaded):
   model, _ = loaded("llama3")
   request = Request(prompt=np.arange(9), max_new_tokens=20)
@@ -178,6 +179,7 @@ def test_a_planted_bug_changes_tokens(loaded, monkeypatch):
   assert got != list(answers.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "devices", "options"),
   [
@@ -205,6 +207,7 @@ def test_a_model_that_is_the_target_is_always_right(
   assert at.counters.accepted >= 0.97 * at.counters.drafted
 
 
+@pytest.mark.slow
 def test_rows_for_which_a_step_has_no_room_keep_their_drafts(loaded):
   model, _ = loaded("llama3")
   drafter = speculate.DraftModel(model=model, count=3, adapt=False)
@@ -269,6 +272,7 @@ def _block(model):
   return longspec.with_draft(model, longspec.LongSpecConfig(window=24), seed=1)
 
 
+@pytest.mark.slow
 def test_trees_of_a_block(loaded):
   """Rows of unequal length, which have to make room."""
   model, _ = loaded("llama3")
@@ -339,6 +343,7 @@ def test_drafts_of_a_block_are_those_of_generate(loaded, how, tmp_path):
     assert at.counters.drafted == found.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "devices", "how", "options"),
   [

@@ -24,6 +24,7 @@ def answers(model, asked, **options):
   return found, widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "devices", "option", "value"),
   swept(

@@ -76,7 +76,7 @@ def test_parts_are_the_layers(loaded, family, devices, option, value):
   check_same(model, 2, rounded=devices > 1, mesh=mesh, **{option: value})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["host", "device=.4,host=.2,disk=.4"])
 def test_parts_of_layers_in_several_memories(tmp_path, placement):
   rj.models.save(rj.models.create(DEEP, seed=0), tmp_path / "model")
@@ -84,7 +84,7 @@ def test_parts_of_layers_in_several_memories(tmp_path, placement):
   check_same(model, 3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_parts_with_adapters():
   model = rj.models.create(DEEP, seed=0)
   how = rj.train.Lora(rank=2)
@@ -171,6 +171,7 @@ def published(publisher, sent):
   return ticket, transfer.pull(ticket, publisher.address, KEY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "parts", "devices", "pages", "kind"),
   swept(

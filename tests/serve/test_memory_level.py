@@ -54,7 +54,7 @@ def flood(at, count, rng):
   return done
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_stays_behind_of_requests(loaded):
   model, _ = loaded("llama3")
   at, rng = engine(model), np.random.default_rng(0)

@@ -463,7 +463,7 @@ def test_under_a_mesh_of_the_caller(loaded, kind, layout):
       assert handle.result().tokens.tolist() == want
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "doubling"])
 def test_answers_after_answers_by_a_thread(loaded, layout):
   """Slots are reused, reclaimed and preempted while calls are on their way."""
