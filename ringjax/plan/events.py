@@ -135,6 +135,8 @@ class Timeline:
 
   def idle(self, where: str) -> float:
     """Fraction of the time in which a device with one slot is idle."""
+    if not self.finish_s:
+      return 1.0
     return 1 - self.busy_s(where) / float(self.finish_s)
 
   def sent_bytes(self) -> dict[str, Number]:

@@ -33,6 +33,7 @@ def close(a: float, b: float) -> bool:
 def test_nothing():
   timeline = Simulator().run()
   assert timeline.spans == () and timeline.finish_s == 0
+  assert timeline.idle("device") == 1
 
 
 @pytest.mark.smoke

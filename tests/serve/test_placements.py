@@ -534,6 +534,12 @@ def test_a_steady_load_is_placed_once_and_a_drift_again():
   assert (found[2].time_s, found[2].why[:10]) == (360.0, "the window")
   assert any("new tokens" in x.why for x in found[2:])
   assert asked[2][1] > 1.5 * asked[1][1]
+  # Times of a clock: no windows before the first arrival, and the same ends.
+  shifted = [
+    dataclasses.replace(one, arrival=one.arrival + 1.5e9) for one in whole
+  ]
+  ends = [x.time_s - 1.5e9 for x in replan(shifted, plan, window_s=30.0)]
+  assert ends == [x.time_s for x in found]
   few = TrafficSummary.of(steady[:3], 1.0)
   assert few.drifted(TrafficSummary.of(later[-50:], 1.0)) == ""
 

@@ -91,8 +91,12 @@ def replan(
 def _windows(
   trace: Sequence[TraceRequest], seconds: float
 ) -> Iterator[tuple[float, list[TraceRequest]]]:
-  """Yield (end, requests) of the complete windows of a trace."""
-  end, window = seconds, []
+  """Yield (end, requests) of a trace's complete windows, from the first arrival.
+
+  Windows end at multiples of `seconds`, also where times are those of a clock.
+  """
+  first = trace[0].arrival if trace else 0.0
+  end, window = (first // seconds + 1) * seconds, []
   for request in trace:
     while request.arrival >= end:
       yield end, window
