@@ -1,21 +1,21 @@
-"""Sessions behind the important part of prefixes that are in a store: IMPRESS.
+"""Sessions on the important tokens of prefixes in a store (IMPRESS).
 
-Guarantees: with important=1 a session answers as one that read the prefix. What
-is kept of a prefix is a function of the prefix and of the tokens behind it:
-neither other rows nor whether the store had the prefix matter.
-Cost: for a prefix that is not in the store, its prefill. For one that is there,
-of each layer the keys of a few probe heads, then the chunks in which important
-tokens are (`ringjax.store.importance`); the question's tokens pass through the
-model once to choose and once more when they are read.
+Guarantees: with important=1 a session answers as one that read the prefix. The
+tokens kept of a prefix depend only on the prefix and on the question: neither
+on other rows nor on whether the store had the prefix.
+Cost: for a prefix that is not in the store, its prefill. For a stored prefix,
+in each layer a read of the keys of a few probe heads, then of the chunks with
+important tokens (`ringjax.store.importance`); the question's tokens pass
+through the model once to choose and once more when they are read.
 Memory: the kept tokens on the device, and a layer of the prefix on the host;
-for one that is not in the store, its cache.
-Lossy: what is not kept is left out of the softmax, for the question and the
-answer alike.
+for a prefix that is not in the store, its cache.
+Lossy: tokens that are not kept are left out of the softmax, for the question
+and the answer alike.
 
-The choice is made layer by layer, since the queries of a layer are what the
-layers before it made of their kept tokens. A kept key is as attention reads it,
-with its rotation, so that it needs no position of its own: tokens of different
-layers and heads share slots that are all before the question.
+Tokens are chosen layer by layer, since the queries of a layer depend on the
+kept tokens of the layers before it. Kept keys include their rotation and need
+no separate position: tokens of different layers and heads share slots that are
+all before the question.
 Ref: Chen et al. 2025, IMPRESS (FAST).
 """
 
@@ -66,7 +66,7 @@ from ringjax.store.importance import heads_of_layers
 
 
 class ImportantPrefixes:
-  """Prefixes in a store, of which a session gets what its question looks at.
+  """Prefixes in a store; a session loads the tokens its question attends to.
 
   Attributes:
     model: The model that reads them.
@@ -74,7 +74,7 @@ class ImportantPrefixes:
     important: Part of a prefix's tokens that is kept.
     counters: Counts of what was loaded, an `ImpressCounters`.
     computed: Number of tokens of prefixes that were not in the store.
-    reused: Number of tokens of prefixes that were.
+    reused: Number of tokens of prefixes that were in the store.
   """
 
   def __init__(
@@ -87,24 +87,24 @@ class ImportantPrefixes:
     chunk: int = 32,
     probes: int | Int[np.ndarray, "L P"] = 3,
   ):
-    """Prepares; nothing is read or compiled yet.
+    """Checks the arguments; nothing is read or compiled yet.
 
     Args:
-      model: made by `rj.models.load` or `create`, on one device.
-      store: an `rj.store.Store`, with room for at least one prefix.
-      important: Part of a prefix's tokens to keep, above 0, at most 1.
-      alpha: Exponent of the threshold above which probes are believed, see
+      model: Model made by `rj.models.load` or `create`, on one device.
+      store: An `rj.store.Store` with room for at least one prefix.
+      important: Fraction of a prefix's tokens to keep, above 0, at most 1.
+      alpha: Exponent of the threshold above which probes are trusted, see
         `rj.store.overlap_threshold`.
-      chunk: Tokens of a chunk.
-      probes: Number of probe heads, the first ones, or those of each layer,
-        as `probe_heads` chooses them.
+      chunk: Number of tokens in a chunk.
+      probes: Number of probe heads, the first ones, or the heads of each
+        layer, as `probe_heads` chooses them.
 
     Raises:
-      InputTypeError: a store of another type.
-      OptionError: a value is out of its range, or the model is spread over
-        devices or not all on them.
-      ConfigError: layers whose attention is more than a causal softmax, or
-        that differ in their heads.
+      InputTypeError: If `store` is not an `rj.store.Store`.
+      OptionError: If a value is out of its range, or the model is spread over
+        devices or partly outside them.
+      ConfigError: If attention layers are more than a causal softmax, or
+        differ in their heads.
     """
     if not isinstance(store, Store):
       raise InputTypeError(
@@ -139,37 +139,39 @@ class ImportantPrefixes:
     *,
     capacity: int,
   ) -> Session:
-    """A session that holds what is important of each row's prefix.
+    """Makes a session with the important tokens of each row's prefix.
 
     Ask it by `rj.infer.generate(model, questions, cache=session)`.
 
     Args:
       prefixes: Token ids of each row's prefix, int [m].
-      questions: Token ids behind it, int [T], by whose queries tokens are
-        chosen.
-      capacity: Tokens of a row behind its prefix, the answer too.
+      questions: Token ids of the question after each prefix, int [T], whose
+        queries choose the tokens.
+      capacity: Maximum tokens of a row after its prefix, with the answer.
 
     Raises:
-      PromptError: other numbers of prefixes and questions, ids that the model
-        does not have, or more tokens than its context.
-      OptionError: a store that has no room for a prefix.
+      PromptError: If the numbers of prefixes and questions differ, ids are
+        outside the vocabulary, or a row exceeds the model's context.
+      OptionError: If the store has no room for a prefix.
     """
     model, vocab = self.model, self.model.config.vocab
     capacity = positive_int("capacity", capacity)
     texts = inputs.prompts(prefixes, vocab)
-    asked = inputs.prompts(questions, vocab)
-    if len(texts) != len(asked):
+    question_tokens = inputs.prompts(questions, vocab)
+    if len(texts) != len(question_tokens):
       raise PromptError(
         "questions",
-        f"{len(asked)} for {len(texts)} prefixes",
+        f"{len(question_tokens)} for {len(texts)} prefixes",
         "one for each prefix",
         "pass a prefix and a question for each row",
       )
     for text in texts:
-      came = f"{text.size:,} tokens of a prefix and {capacity:,} behind it"
-      inputs.within_context(model.config, text.size + capacity, came)
-    kept = [self.keep(*row) for row in zip(texts, asked, strict=True)]
-    return self.behind(texts, kept, capacity=capacity)
+      lengths = f"{text.size:,} tokens of a prefix and {capacity:,} behind it"
+      inputs.within_context(model.config, text.size + capacity, lengths)
+    kept_tokens = [
+      self.keep(*row) for row in zip(texts, question_tokens, strict=True)
+    ]
+    return self.behind(texts, kept_tokens, capacity=capacity)
 
   def behind(
     self,
@@ -178,19 +180,19 @@ class ImportantPrefixes:
     *,
     capacity: int,
   ) -> Session:
-    """A session that holds these tokens of each row's prefix.
+    """Makes a session with the given kept tokens of each row's prefix.
 
     Args:
       prefixes: Token ids of each row's prefix, int32 [m].
-      kept: What each layer keeps of it, as of `keep`.
-      capacity: Tokens of a row behind its prefix, the answer too.
+      kept: Kept tokens of each row by layer, as `keep` returns them.
+      capacity: Maximum tokens of a row after its prefix, with the answer.
     """
     texts, model = prefixes, self.model
     rows = [
       [self._placed(tokens, text.size)]
       for text, tokens in zip(texts, kept, strict=True)
     ]
-    made = Session(
+    session = Session(
       model,
       padded(capacity, 1) + 1,
       batch=len(rows),
@@ -198,39 +200,39 @@ class ImportantPrefixes:
       cache_kind=self._kind,
     )
     room = slots_for([[row[0].pos.size] for row in rows], 1)
-    spec = cache_spec(model, made, len(rows), room)
+    spec = cache_spec(model, session, len(rows), room)
     contexts, _ = placed(spec, rows)
     longest = max(text.size for text in texts)
-    made.cache = ContextCache(
-      open=made.cache,
-      kind=made.cache.kind,
+    session.cache = ContextCache(
+      open=session.cache,
+      kind=session.cache.kind,
       limit=longest + capacity,
       contexts=contexts,
     )
-    for seen, text in zip(made.seen, texts, strict=True):
+    for seen, text in zip(session.seen, texts, strict=True):
       seen[text] = True
-    return made
+    return session
 
   def keep(
     self, text: Int[np.ndarray, " m"], question: Int[np.ndarray, " T"]
   ) -> list[KeptTokens]:
-    """What each layer keeps of a prefix, for a question; see `session`.
+    """Chooses the tokens that each layer keeps of a prefix, for a question.
 
     Args:
-      text: Token ids of the prefix.
-      question: Token ids behind it.
+      text: Token ids of the prefix, int32 [m].
+      question: Token ids of the question, int32 [T].
 
     Raises:
-      OptionError: a store that has no room for the prefix.
+      OptionError: If the store has no room for the prefix.
     """
     node = self._node(text)
     if node.whole:
       try:
-        kept = self._choose(node, text, question)
+        kept_tokens = self._choose(node, text, question)
         self.reused += text.size
-        return kept
+        return kept_tokens
       except MissingChunk:
-        # A block was damaged, or another thread's blocks took its room.
+        # A block was damaged, or another thread's blocks evicted it.
         pass
     arrays = self.read(text)
     self.computed += text.size
@@ -249,7 +251,7 @@ class ImportantPrefixes:
   def read(
     self, text: Int[np.ndarray, " m"]
   ) -> tuple[Shaped[np.ndarray, "L K m H"], Shaped[np.ndarray, "L K m J"]]:
-    """Keys and values of a prefix, computed.
+    """Computes the keys and values of a prefix.
 
     Args:
       text: Token ids of the prefix.
@@ -272,14 +274,14 @@ class ImportantPrefixes:
   def _choose(
     self, node: StoredNode, text: np.ndarray, question: np.ndarray
   ) -> list[KeptTokens]:
-    """What each layer keeps, by the queries of the question."""
+    """Chooses the tokens each layer keeps, by the question's queries."""
     work = Impress(node, keep=self.important, alpha=self._alpha)
     work.counters = self.counters
-    kept = []
+    kept_tokens = []
 
     def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
       mixed, tokens = work.attend(number, q, k, v, scale=scale)
-      kept.append(tokens)
+      kept_tokens.append(tokens)
       return mixed
 
     _through(self._programs, question, node.tokens, self._dtype, attend)
@@ -287,20 +289,20 @@ class ImportantPrefixes:
     count, mean = self._seen.get(name, (0, np.zeros_like(work.importance)))
     mean = mean + (work.importance - mean) / (count + 1)
     self._seen[name] = count + 1, mean
-    return kept
+    return kept_tokens
 
   def reorder(self, text: Int[np.ndarray, " m"]) -> None:
-    """Packs the tokens of a prefix by how much questions looked at them.
+    """Packs the tokens of a prefix by the attention of earlier questions.
 
     Later questions then read fewer chunks for the same tokens. Call it between
     requests; see `StoredNode.reorder`.
 
     Args:
-      text: Token ids of a prefix that this object was asked about.
+      text: Token ids of a prefix for which this object made a session.
 
     Raises:
-      PromptError: it was not asked about it.
-      MissingChunk: the store does not have all of it.
+      PromptError: If no question was asked about the prefix.
+      MissingChunk: If the store does not have the complete prefix.
     """
     name = prefix_key(self._origin, (), text)
     if name not in self._seen:
@@ -313,7 +315,7 @@ class ImportantPrefixes:
     self._node(text).reorder(self._seen[name][1])
 
   def _node(self, text: np.ndarray, arrays: Any = None) -> StoredNode:
-    """A prefix in the store: written, if its keys and values are given."""
+    """Node of a prefix in the store; written if `arrays` (k, v) are given."""
     layers = self._programs.layers
     mixer: Any = layers[0].spec.attention
     if arrays is None:
@@ -328,20 +330,22 @@ class ImportantPrefixes:
     )
 
   def _placed(self, kept: list[KeptTokens], tokens: int) -> PlacedContext:
-    """The kept tokens of all layers, in the slots before a question."""
+    """Places the kept tokens of all layers in the slots before a question."""
     kinds: dict[int, list[KeptTokens]] = {}
     for layer, x in zip(self._programs.layers, kept, strict=True):
       kinds.setdefault(layer.kind, []).append(x)
-    stacked: Any = lambda of, part: np.stack([getattr(x, part) for x in of])
+    stacked: Any = lambda layers_kept, part: np.stack(
+      [getattr(x, part) for x in layers_kept]
+    )
     parts = tuple(
-      LayerKV(stacked(of, "keys"), stacked(of, "values"))
-      for _, of in sorted(kinds.items())
+      LayerKV(stacked(layers_kept, "keys"), stacked(layers_kept, "values"))
+      for _, layers_kept in sorted(kinds.items())
     )
     count = kept[0].tokens.shape[1]
-    # All of them are before the question; the last one says where that begins.
-    at: Any = np.arange(tokens - count, tokens, dtype=np.int32)
-    coords = Coords(at, np.ones_like(at))
-    return PlacedContext(Blocks(coords, parts, self._kind), at)
+    # The last position is the one before the question's first token.
+    positions: Any = np.arange(tokens - count, tokens, dtype=np.int32)
+    coords = Coords(positions, np.ones_like(positions))
+    return PlacedContext(Blocks(coords, parts, self._kind), positions)
 
 
 def probe_heads(
@@ -352,37 +356,37 @@ def probe_heads(
   count: int,
   important: int | float = 0.25,
 ) -> Int[np.ndarray, "L P"]:
-  """The heads of each layer whose important tokens are most like all heads'.
+  """Chooses the heads whose important tokens best match those of all heads.
 
-  The paper takes the first ones; models whose heads share keys have few, which
-  differ.
+  The paper takes the first heads; models with grouped queries have few key
+  heads, which differ.
 
   Args:
-    model: made by `rj.models.load` or `create`, on one device.
-    prefixes: Token ids of each text, int [m].
-    questions: Token ids behind it, int [T].
-    count: Number of heads, P; of models with fewer, all.
-    important: Part of the tokens that would be kept.
+    model: Model made by `rj.models.load` or `create`, on one device.
+    prefixes: Token ids of each prefix, int [m].
+    questions: Token ids of the question after each prefix, int [T].
+    count: Number of heads per layer, P; all heads if the model has fewer.
+    important: Fraction of the tokens that would be kept.
 
   Raises:
-    RingjaxError: as of `ImportantPrefixes`.
+    RingjaxError: If `ImportantPrefixes` refuses an argument.
   """
   count = positive_int("count", count)
   total: Any = None
   for text, question in zip(prefixes, questions, strict=True):
     with Store(host=1 << 40) as store:
-      # A threshold that is never passed: each head keeps its own.
+      # With alpha=0 and all heads as probes each head keeps its own tokens.
       work = ImportantPrefixes(
         model, store, important=important, alpha=0, probes=1 << 20
       )
       prompts = inputs.prompts([text, question], model.config.vocab)
-      kept = work.keep(*prompts)
-    heads = range(len(kept[0].tokens))
-    like = [
+      kept_tokens = work.keep(*prompts)
+    heads = range(len(kept_tokens[0].tokens))
+    similarity = [
       [sum(mean_jaccard(x.tokens[[a, b]]) for b in heads) for a in heads]
-      for x in kept
+      for x in kept_tokens
     ]
-    total = np.array(like) + (0 if total is None else total)
+    total = np.array(similarity) + (0 if total is None else total)
   if total is None:
     raise PromptError(
       "prefixes", "none", "at least one", "pass a few texts of the kind served"
@@ -398,7 +402,7 @@ def _through(
   dtype: Any,
   attend: Any,
 ) -> Float[jax.Array, "1 T D"]:
-  """Tokens at positions from `first` on through all layers, by `attend`."""
+  """Runs tokens at positions from `first` on through all layers."""
   span = TokenSpan(
     np.int32(first), np.int32(question.size), np.int32(first + question.size)
   )
@@ -407,17 +411,18 @@ def _through(
     weights = programs.weights(layer)
     mixer: Any = layer.spec.attention
     q, k, v = programs.project(layer.spec, weights, x, span, dtype)
-    turned = (jnp.swapaxes(part[0], 0, 1) for part in (k, v))
-    mixed = attend(layer.number, q[0], *turned, mixer.logit_scale)
+    heads_first = (jnp.swapaxes(part[0], 0, 1) for part in (k, v))
+    mixed = attend(layer.number, q[0], *heads_first, mixer.logit_scale)
     x = programs.finish(layer.spec, weights, x, mixed[None], span)
   return x
 
 
 def _programs(model: Transformer) -> LayerPrograms:
-  """The model's layers, whose attention is a causal softmax and nothing else.
+  """Programs of the model's layers; refuses all but plain causal softmax.
 
   Raises:
-    InputTypeError, OptionError, ConfigError: see `ImportantPrefixes`.
+    InputTypeError, OptionError, ConfigError: If `ImportantPrefixes` does not
+      support the model.
   """
   if not isinstance(model, Transformer):
     raise InputTypeError(
@@ -434,9 +439,9 @@ def _programs(model: Transformer) -> LayerPrograms:
       "a model on one device",
       "load it on one, as with --mesh=seq:1",
     )
-  made = LayerPrograms(model)
+  programs = LayerPrograms(model)
   shapes = set()
-  for layer in made.layers:
+  for layer in programs.layers:
     mixer: Any = layer.spec.attention
     faults = [
       name
@@ -469,4 +474,4 @@ def _programs(model: Transformer) -> LayerPrograms:
       "layers of as many heads and of one width",
       "read the prefix into an rj.infer.Session",
     )
-  return made
+  return programs
