@@ -1,12 +1,13 @@
 """Calibration of code books on texts: scales of channels, levels of codes.
 
 Guarantees: the same texts give the same calibration, in one run or in several
-that follow one another.
+resumed ones.
 Cost: two passes over the texts, the second with gradients of the loss.
-Memory: what training one text takes, and of each channel the numbers that are
-farthest out.
+Memory: the memory of training on one text, and the extreme numbers of each
+channel.
 The keys of the texts' first tokens, attention sinks, are far from all others
-and alike: their mean is the sink, from which such keys are coded.
+and similar to each other: their mean is the sink, relative to which such keys
+are coded.
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys before their rotation,
 scaled by channel so that all but the outliers are in [-1, 1]; levels by a
 weighted k-means, where an error counts as much as the squared gradient of the
@@ -49,10 +50,10 @@ from ringjax.nn.sharding_context import ShardingContext
 from ringjax.ops.rope import Rotation
 from ringjax.typing import Index
 
-# Cells of [-1, 1] into which scaled numbers are counted.
+# Number of histogram cells of [-1, 1] that count scaled numbers.
 _CELLS = 1024
 _ROUNDS = 100
-# Codes are that much finer at the sink at most.
+# Lower limit of the factor by which codes are finer at the sink.
 _LEAST_FACTOR = 1 / 64
 PARTIAL = ".kv_calibration.partial.safetensors"
 
@@ -71,26 +72,27 @@ def calibrate(
   """Measures a model's keys and values on texts.
 
   Args:
-    model: the model, on one device or a mesh.
-    tokens: int32 [N, T], texts; KVQuant takes 16 of 2,048 tokens.
-    outliers: the part of a channel's numbers that its scale leaves out.
-    first: tokens at the beginning of each text that are left out; with 1 or
-      more the key of the first one is the sink, see `rj.kv.CodeBook`.
-    weights: what an error of a number counts: "fisher", the squared gradient of
-      the loss by it; "none", the same for all, which needs no gradients.
-    normalized: bits of the codes whose levels have the mean and the deviation
-      of the numbers (Q-Norm), some of 2, 3 and 4.
-    folder: keeps what is measured after each text, so that a run that was
-      killed resumes, and gets the calibration at the end. Of several processes
-      the first one reads and writes it.
-    progress: called with the number of passes over a text that are done and
-      that there are.
+    model: Model on one device or a mesh.
+    tokens: Token ids of the texts, int32 [N, T]; KVQuant takes 16 texts of
+      2,048 tokens.
+    outliers: Fraction of a channel's numbers that its scale leaves out.
+    first: Number of tokens at the beginning of each text that are left out;
+      with 1 or more the key of the first one is the sink, see `rj.kv.CodeBook`.
+    weights: Weight of a number's error: "fisher", the squared gradient of the
+      loss by the number; "none", equal for all, which needs no gradients.
+    normalized: Bit widths of the codes whose levels have the mean and the
+      deviation of the numbers (Q-Norm), some of 2, 3 and 4.
+    folder: Folder for the measurements after each text, from which a killed
+      run resumes, and for the final calibration. Of several processes the
+      first one reads and writes it.
+    progress: Callback that gets the number of finished passes over a text and
+      their total number.
 
   Raises:
-    ShapeError: tokens of another shape.
-    PromptError: ids that the vocabulary does not have.
-    ConfigError: a model without keys and values.
-    OptionError: an argument out of range.
+    ShapeError: If `tokens` has another shape.
+    PromptError: If ids are outside the vocabulary.
+    ConfigError: If the model has no keys and values.
+    OptionError: If an argument is out of range.
   """
   ids = inputs.texts(tokens, model.config.vocab)
   number("outliers", outliers, least=0, most=0.5)
@@ -108,17 +110,19 @@ def calibrate(
       "attention in some layer",
       "its states need no codec",
     )
-  mine = files.model_digest(model)
+  model_digest = files.model_digest(model)
   digest = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
-  digest.update(f"{mine} {ids.shape} {outliers} {first} {weights}".encode())
+  digest.update(
+    f"{model_digest} {ids.shape} {outliers} {first} {weights}".encode()
+  )
   work = _Work(
     model, ids, kinds, outliers, first, weights, digest.hexdigest()[:16]
   )
-  # Of several processes all measure the same.
+  # All processes measure the same; only the first one writes files.
   out = None if folder is None or jax.process_index() else pathlib.Path(folder)
   partial = None if out is None else out / PARTIAL
   if partial is not None and partial.exists():
-    # One that is broken is worth nothing: the texts are read anew.
+    # A corrupt file is ignored: the texts are read again.
     with contextlib.suppress(CheckpointFormatError):
       work.resume(*files.read_tensors(partial))
   if jax.process_count() > 1:
@@ -131,22 +135,24 @@ def calibrate(
     if progress is not None:
       progress(work.done, total)
   arrays = work.finish(normalized)
-  made = files.make(mine, arrays, weights, float(outliers), first)
+  calibration = files.make(
+    model_digest, arrays, weights, float(outliers), first
+  )
   if out is not None and partial is not None:
-    files.save_calibration(made, out)
+    files.save_calibration(calibration, out)
     partial.unlink()
-  return made
+  return calibration
 
 
 class _Work:
-  """What is measured so far.
+  """Measurements so far, and the passes that extend them.
 
   Attributes:
-    done: passes over a text that are done, of two for each.
-    arrays: by name, for each kind of layer: "low" and "high" [L, K, D, m], the
-      channels' farthest numbers; "sinks" [N, L, K, D], the keys of the texts'
-      first tokens; "keys" and "values" [3, L, K, cells], weights and weighted
-      sums of scaled numbers in each cell, and how many they are.
+    done: Number of finished passes over a text, of two for each text.
+    arrays: Measured arrays by name, for each kind of layer: "low" and "high"
+      [L, K, D, m], extreme numbers of the channels; "sinks" [N, L, K, D], keys
+      of the texts' first tokens; "keys" and "values" [3, L, K, cells], sum of
+      weights, weighted sum and count of the scaled numbers in each cell.
   """
 
   def __init__(
@@ -164,7 +170,7 @@ class _Work:
     self.weights = weights
     self.done = 0
     count = ids.shape[0] * (ids.shape[1] - first)
-    # The quantile is that many numbers from either end.
+    # Position of the quantile, counted from either end.
     self.far = max(1, round(outliers / 2 * count) + 1)
     self.arrays: dict[str, np.ndarray] = {}
     for n in kinds:
@@ -178,9 +184,9 @@ class _Work:
       for part in ("keys", "values"):
         self.arrays[f"{n}.{part}"] = np.zeros((3, *lead, _CELLS), np.float32)
     everywhere = ShardingContext(mesh=model.mesh).everywhere
-    known = lambda f: lambda *args: everywhere(f(*args))
-    self._ends = jax.jit(known(_ends), static_argnums=(4,))
-    self._counts = jax.jit(known(_counts), static_argnums=(4, 5, 6))
+    replicated = lambda f: lambda *args: everywhere(f(*args))
+    self._ends = jax.jit(replicated(_ends), static_argnums=(4,))
+    self._counts = jax.jit(replicated(_counts), static_argnums=(4, 5, 6))
 
   def metadata(self) -> dict[str, str]:
     return {"inputs": self.inputs, "done": f"{self.done}"}
@@ -188,7 +194,7 @@ class _Work:
   def resume(
     self, arrays: dict[str, np.ndarray], metadata: dict[str, str]
   ) -> None:
-    """Goes on from there, if it is of the same inputs."""
+    """Continues from saved measurements if they have the same inputs."""
     shapes = lambda arrays: {name: x.shape for name, x in arrays.items()}
     if (
       metadata.get("inputs") == self.inputs
@@ -198,27 +204,27 @@ class _Work:
       self.arrays, self.done = arrays, int(metadata["done"])
 
   def as_first(self) -> None:
-    """Goes on from where the first process is."""
-    own = self.arrays, np.int32(self.done)
-    found, done = multihost_utils.broadcast_one_to_all(own)
-    self.arrays = {name: np.asarray(x) for name, x in found.items()}
-    self.done = int(done)
+    """Continues from the measurements of the first process."""
+    progress = self.arrays, np.int32(self.done)
+    arrays, num_done = multihost_utils.broadcast_one_to_all(progress)
+    self.arrays = {name: np.asarray(x) for name, x in arrays.items()}
+    self.done = int(num_done)
 
   def step(self) -> None:
-    """One pass over one text."""
+    """Runs one pass over one text."""
     texts = len(self.ids)
-    # Arrays of the host are the same on all processes' devices.
+    # NumPy arrays are replicated over the devices of all processes.
     row = np.asarray(self.ids[[self.done % texts]], np.int32)
-    held = dict(self.arrays)
+    arrays = dict(self.arrays)
     if self.done < texts:
       text = np.int32(self.done)
-      new = self._ends(self.model, row, text, held, self.first)
+      new = self._ends(self.model, row, text, arrays, self.first)
     else:
       scales = {n: self.scales(n) for n in self.kinds}
       new = self._counts(
         self.model,
         row,
-        held,
+        arrays,
         scales,
         self.first,
         self.outliers,
@@ -228,29 +234,29 @@ class _Work:
     self.done += 1
 
   def scales(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero of each channel of a kind of layer, [L, K, D]."""
+    """Scale and zero of each channel for a kind of layer, [L, K, D] each."""
     low = self.arrays[f"{n}.low"].max(-1)
     high = self.arrays[f"{n}.high"].min(-1)
     scale = np.maximum((high - low) / 2, np.float32(1e-8))
     return scale.astype(np.float32), ((high + low) / 2).astype(np.float32)
 
   def sink(self, n: int) -> dict[str, np.ndarray]:
-    """The mean key of first tokens, and how far they are from it in scales."""
+    """Mean key of first tokens, and their largest distance in scales."""
     if not self.first:
       return {}
     keys, (scale, _) = self.arrays[f"{n}.sinks"], self.scales(n)
     mean = keys.mean(0)
-    far = (np.abs(keys - mean) / scale).max((0, -1))[..., None]
-    factor = np.clip(far, _LEAST_FACTOR, 1).astype(np.float32)
+    distance = (np.abs(keys - mean) / scale).max((0, -1))[..., None]
+    factor = np.clip(distance, _LEAST_FACTOR, 1).astype(np.float32)
     return {f"{n}.keys.sink": mean, f"{n}.keys.factor": factor}
 
   def finish(self, normalized: Sequence[int]) -> dict[str, np.ndarray]:
-    """The arrays of the calibration."""
-    found: dict[str, np.ndarray] = {}
+    """Makes the arrays of the calibration from the measurements."""
+    arrays: dict[str, np.ndarray] = {}
     for n in self.kinds:
       scale, zero = self.scales(n)
-      found |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
-      found |= self.sink(n)
+      arrays |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
+      arrays |= self.sink(n)
       shape: Any = self.model.kinds[n]
       for part in ("keys", "values") if shape.value else ("keys",):
         weight, total, count = self.arrays[f"{n}.{part}"]
@@ -258,8 +264,8 @@ class _Work:
           fitted = levels(weight, total, 2**bits)
           if bits in normalized:
             fitted = normalize(fitted, count)
-          found[f"{n}.{part}.levels{bits}"] = fitted
-    return found
+          arrays[f"{n}.{part}.levels{bits}"] = fitted
+    return arrays
 
 
 def levels(
@@ -267,45 +273,45 @@ def levels(
   total: Float[np.ndarray, "L K cells"],
   count: int,
 ) -> Float[np.ndarray, "L K n"]:
-  """Levels of least weighted squared error, by Lloyd's iterations.
+  """Fits levels of least weighted squared error, by Lloyd's iterations.
 
   Args:
-    weight: of the numbers in each cell of [-1, 1].
-    total: the weighted sum of these numbers.
-    count: levels.
+    weight: Sum of the weights of the numbers in each cell of [-1, 1].
+    total: Weighted sum of these numbers.
+    count: Number of levels, n.
   """
   middle = (np.arange(_CELLS) + 0.5) * (2 / _CELLS) - 1
   x = np.where(weight > 0, total / np.where(weight > 0, weight, 1), middle)
   weight = weight.astype(np.float64) + 1e-12 * weight.max(-1, keepdims=True)
   weight = weight + 1e-30
   sums = weight * x
-  # Cells of equal weight to begin with.
+  # The initial levels split the cells into groups of equal weight.
   part = np.cumsum(weight, -1) / weight.sum(-1, keepdims=True)
   code = np.minimum((part * count).astype(np.int64), count - 1)
-  found = np.zeros((*weight.shape[:-1], count))
+  levels = np.zeros((*weight.shape[:-1], count))
   ordinal = np.arange(count)
   for _ in range(_ROUNDS):
     chosen = code[..., None] == ordinal
     mass = np.einsum("lkc,lkcn->lkn", weight, chosen)
     mean = np.einsum("lkc,lkcn->lkn", sums, chosen) / np.maximum(mass, 1e-300)
-    # A level that no cell chose stays where it was.
-    found = np.sort(np.where(mass > 0, mean, found), -1)
-    edges = (found[..., 1:] + found[..., :-1]) / 2
+    # A level without cells keeps its value.
+    levels = np.sort(np.where(mass > 0, mean, levels), -1)
+    edges = (levels[..., 1:] + levels[..., :-1]) / 2
     new = (x[..., None] > edges[..., None, :]).sum(-1)
     if (new == code).all():
       break
     code = new
-  return found.astype(np.float32)
+  return levels.astype(np.float32)
 
 
 def normalize(
   levels: Float[np.ndarray, "L K n"], count: Float[np.ndarray, "L K cells"]
 ) -> Float[np.ndarray, "L K n"]:
-  """Levels that give codes the mean and the deviation of the numbers (Q-Norm).
+  """Shifts and scales levels so that codes have the numbers' moments (Q-Norm).
 
   Args:
     levels: Levels, ascending.
-    count: How many of the numbers are in each cell of [-1, 1].
+    count: Number of the numbers in each cell of [-1, 1].
   """
   middle = (np.arange(_CELLS) + 0.5) * (2 / _CELLS) - 1
   share = count / np.maximum(count.sum(-1, keepdims=True), 1)
@@ -318,10 +324,10 @@ def normalize(
   edges = (levels[..., 1:] + levels[..., :-1]) / 2
   code = (middle[..., None] > edges[..., None, :]).sum(-1)
   mean, deviation = moments(np.broadcast_to(middle, share.shape))
-  now, spread = moments(np.take_along_axis(levels, code, -1))
-  wider = deviation / np.where(spread > 0, spread, 1)
-  wider = np.where(spread > 0, wider, 1)
-  return ((levels - now) * wider + mean).astype(np.float32)
+  code_mean, spread = moments(np.take_along_axis(levels, code, -1))
+  factor = deviation / np.where(spread > 0, spread, 1)
+  factor = np.where(spread > 0, factor, 1)
+  return ((levels - code_mean) * factor + mean).astype(np.float32)
 
 
 # ---------------------------------------------------------------------------
@@ -336,24 +342,24 @@ def _ends(
   held: dict[str, Any],
   first: int,
 ) -> dict[str, Any]:
-  """The channels' farthest numbers with those of one more text."""
+  """Extends the channels' extreme numbers and the sinks by one text."""
   seen = _Recording.create(model, tokens.shape[1])
   _, seen = model(tokens, cache=seen)
-  found: dict[str, Any] = {}
+  arrays: dict[str, Any] = {}
   for n, (k, _) in enumerate(seen.slots):
     if f"{n}.low" not in held:
       continue
     sinks = held[f"{n}.sinks"]
-    found[f"{n}.sinks"] = lax.dynamic_update_index_in_dim(
+    arrays[f"{n}.sinks"] = lax.dynamic_update_index_in_dim(
       sinks, k[:, 0, :, 0], text, 0
     )
     k = jnp.swapaxes(k[:, 0, :, first:], -1, -2)
     low, high = held[f"{n}.low"], held[f"{n}.high"]
     size = low.shape[-1]
-    every = lambda far, k=k: jnp.sort(jnp.concatenate([far, k], -1), -1)
-    found[f"{n}.low"] = every(low)[..., :size]
-    found[f"{n}.high"] = every(high)[..., -size:]
-  return found
+    merged = lambda far, k=k: jnp.sort(jnp.concatenate([far, k], -1), -1)
+    arrays[f"{n}.low"] = merged(low)[..., :size]
+    arrays[f"{n}.high"] = merged(high)[..., -size:]
+  return arrays
 
 
 def _counts(
@@ -365,7 +371,7 @@ def _counts(
   outliers: float,
   weights: str,
 ) -> dict[str, Any]:
-  """The cells' weights and sums with those of one more text."""
+  """Extends the cells' weights, sums and counts by one text."""
   empty = _Recording.create(model, tokens.shape[1] - 1)
 
   def loss(moves: Any) -> tuple[jax.Array, Any]:
@@ -382,14 +388,14 @@ def _counts(
   else:
     _, seen = loss(empty.slots)
     gradients = jax.tree.map(jnp.ones_like, seen)
-  found = {}
+  arrays = {}
   for n, (k, v) in enumerate(seen):
     if n not in scales:
       continue
     scale, zero = (jnp.asarray(x)[:, :, None] for x in scales[n])
     fisher = [jnp.square(g[:, 0, :, first:]) for g in gradients[n]]
     k = (k[:, 0, :, first:] - zero) / scale
-    found[f"{n}.keys"] = _cells(
+    arrays[f"{n}.keys"] = _cells(
       held[f"{n}.keys"],
       k,
       fisher[0] * jnp.square(scale),
@@ -397,14 +403,14 @@ def _counts(
     )
     if v.shape[-1]:
       v = v[:, 0, :, first:]
-      index, own, zero = CodeBook(outliers=outliers).by_token(v)
-      own = jnp.maximum(own, jnp.float32(1e-8))
+      index, token_scale, zero = CodeBook(outliers=outliers).by_token(v)
+      token_scale = jnp.maximum(token_scale, jnp.float32(1e-8))
       inside = ~marked(index, v.shape[-1])
-      weight = fisher[1] * jnp.square(own)
-      # The largest is a little beyond 1 where its scale was rounded down.
-      v = jnp.clip((v - zero) / own, -1, 1)
-      found[f"{n}.values"] = _cells(held[f"{n}.values"], v, weight, inside)
-  return found
+      weight = fisher[1] * jnp.square(token_scale)
+      # Clipped: a scale that was rounded down leaves numbers just above 1.
+      v = jnp.clip((v - zero) / token_scale, -1, 1)
+      arrays[f"{n}.values"] = _cells(held[f"{n}.values"], v, weight, inside)
+  return arrays
 
 
 def _cells(
@@ -413,7 +419,7 @@ def _cells(
   weight: Float[Array, "L K T D"],
   inside: Bool[Array, "L K T D"],
 ) -> jax.Array:
-  """Weights, sums and count of the scaled numbers that are `inside`."""
+  """Adds weights, sums and counts of the scaled numbers that are `inside`."""
   cell = jnp.floor((x + 1) * (_CELLS / 2)).astype(jnp.int32)
   weight = jnp.where(inside, weight, 0)
   cell = jnp.clip(cell, 0, _CELLS - 1)
@@ -430,17 +436,17 @@ def _cells(
     count = put(inside.astype(jnp.float32))
     return held + jnp.stack([put(weight), put(weight * x), count])
 
-  each = jax.vmap(jax.vmap(add, (1, 0, 0, 0, 0), 1), (1, 0, 0, 0, 0), 1)
-  return each(held, cell, x, weight, inside)
+  add_by_head = jax.vmap(jax.vmap(add, (1, 0, 0, 0, 0), 1), (1, 0, 0, 0, 0), 1)
+  return add_by_head(held, cell, x, weight, inside)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Recording(NoCache):
-  """A cache that notes a call's keys, before their rotation, and values.
+  """A cache that records a call's keys, before their rotation, and values.
 
   Attributes:
-    held: for each kind of layer keys [L, 1, K, T, D] and values.
-    moves: is added to them.
+    held: Keys [L, 1, K, T, D] and values for each kind of layer.
+    moves: Offsets added to them: zeros, for the gradients by each number.
   """
 
   held: tuple[Any, ...]
@@ -448,14 +454,14 @@ class _Recording(NoCache):
 
   @classmethod
   def create(cls, model: Transformer, tokens: int) -> _Recording:
-    def one(shape: LayerCacheSpec | StateShape) -> Any:
+    def zeros_of_kind(shape: LayerCacheSpec | StateShape) -> Any:
       if isinstance(shape, StateShape):
         return jnp.zeros(0), jnp.zeros(0)
       lead = (shape.layers, 1, shape.heads, tokens)
       zeros = lambda dim: jnp.zeros((*lead, dim), jnp.float32)
       return zeros(shape.key), zeros(shape.value)
 
-    return cls(tuple(one(shape) for shape in model.kinds))
+    return cls(tuple(zeros_of_kind(shape) for shape in model.kinds))
 
   @property
   def slots(self) -> tuple[Any, ...]:
@@ -466,10 +472,10 @@ class _Recording(NoCache):
 
     def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
       if moves is not None:
-        one = lambda x, like: lax.dynamic_index_in_dim(
+        layer_moves = lambda x, like: lax.dynamic_index_in_dim(
           x, index, 0, keepdims=False
         ).astype(like.dtype)
-        k, v = k + one(moves[0], k), v + one(moves[1], v)
+        k, v = k + layer_moves(moves[0], k), v + layer_moves(moves[1], v)
       put = lambda held, x: lax.dynamic_update_index_in_dim(
         held, x.astype(held.dtype), index, 0
       )
