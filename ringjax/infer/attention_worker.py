@@ -274,9 +274,9 @@ class _Conversation:
 
   def run(self) -> None:
     """Answers messages until the model disconnects."""
-    while (heard := self._next()) is not None:
+    while (message := self._next()) is not None:
       try:
-        self._answer(heard)
+        self._answer(message)
       except RingjaxError as error:
         send_arrays(self._link, "failed", why=str(error)[:400])
         raise PeerError(str(error)) from None
@@ -292,31 +292,33 @@ class _Conversation:
     self._link.link.settimeout(self._patience_s)
     return receive_arrays(self._link) if start else None
 
-  def _answer(self, heard: ArrayMessage) -> None:
-    if heard.kind == "open":
-      self._host = _opened(heard, self._host)
+  def _answer(self, message: ArrayMessage) -> None:
+    if message.kind == "open":
+      self._host = _opened(message, self._host)
       send_arrays(self._link, "opened")
       return
     host = self._host
-    if host is None or heard.kind not in ("load", "attend"):
-      raise HostileMessageError(f"{heard.kind} out of turn")
-    half = heard.integer("half", len(host.held.rows))
-    layer = heard.integer("layer", len(host.layers))
-    if heard.kind == "attend":
-      q, k, v, pos = heard.arrays
+    if host is None or message.kind not in ("load", "attend"):
+      raise HostileMessageError(f"{message.kind} out of turn")
+    half = message.integer("half", len(host.held.rows))
+    layer = message.integer("layer", len(host.layers))
+    if message.kind == "attend":
+      q, k, v, pos = message.arrays
       mixed = host.attend(half, layer, q, k, v, pos)
       send_arrays(self._link, "attended", [np.asarray(mixed)])
       return
-    row = heard.integer("row", host.held.rows[half])
+    row = message.integer("row", host.held.rows[half])
     limit = host.held.capacity + 1
-    first, end = heard.integer("first", limit), heard.integer("end", limit)
-    k, v = heard.arrays
+    first, end = message.integer("first", limit), message.integer("end", limit)
+    k, v = message.arrays
     host.load(half, row, layer, first, end, k, v)
 
 
-def _opened(heard: ArrayMessage, before: AttentionHost | None) -> AttentionHost:
+def _opened(
+  message: ArrayMessage, before: AttentionHost | None
+) -> AttentionHost:
   """Makes the host that an "open" message asks for, from the earlier one."""
-  fields = heard.fields
+  fields = message.fields
   rows, config = fields.get("rows"), fields.get("config")
   dtypes = [fields.get(name) for name in ("dtype", "cache_dtype")]
   texts: list[Any] = [config, *dtypes, fields.get("cache_kind")]
@@ -331,10 +333,10 @@ def _opened(heard: ArrayMessage, before: AttentionHost | None) -> AttentionHost:
     dtype=texts[1],
     cache_dtype=texts[2],
     kind=kind_text.parse(texts[3], "cache_kind"),
-    capacity=heard.integer("capacity", _MOST_TOKENS),
+    capacity=message.integer("capacity", _MOST_TOKENS),
     rows=tuple(rows),
   )
-  small, arrays = [], iter(heard.arrays)
+  small, arrays = [], iter(message.arrays)
   layers = fields.get("small")
   if not isinstance(layers, list):
     raise HostileMessageError("no small weights")

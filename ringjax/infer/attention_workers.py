@@ -412,7 +412,7 @@ def generate_beside(
       place.
     starts: Rule for the start of a group, for instance
       `rj.serve.cluster.LoadControl(limit)`; default: at once.
-    assignment: Number of the worker for each place; default: in turn.
+    assignment: Number of the worker for each place; default: round-robin.
     cache_dtype: Dtype of keys and values; default: the model's.
     cache_kind: Storage format of keys and values on workers; see `generate`.
     stream: Callback that gets each chosen token, int32 [B], -1 for rows

@@ -122,11 +122,11 @@ class _PeerLinks:
   def receive(self, link: PullConnection, source: int) -> None:
     """Queues an instance's messages until it disconnects."""
     try:
-      while (heard := receive_idle(link, _BETWEEN)) is not None:
-        call = heard.integer("call", _MOST)
+      while (message := receive_idle(link, _BETWEEN)) is not None:
+        call = message.integer("call", _MOST)
         with self._news:
           if call >= self._begun:
-            self._came[call, source, heard.kind].append(heard)
+            self._came[call, source, message.kind].append(message)
             self._news.notify_all()
     except PeerError:
       pass  # Treated as a disconnection.
@@ -270,8 +270,8 @@ class ElasticWorker:
     threading.Thread(target=self._listen, args=(link,), daemon=True).start()
     with contextlib.suppress(PeerError):
       self._tell(link, "opened")
-      while (heard := self._calls.get()) is not None:
-        self._run(link, heard)
+      while (message := self._calls.get()) is not None:
+        self._run(link, message)
     self.close()
 
   def close(self) -> None:
@@ -293,13 +293,13 @@ class ElasticWorker:
     """Serves a new connection by its first message, in a separate thread."""
     self._all.append(link)
     try:
-      heard = receive_arrays(link, ("hello", "manage"))
-      if heard is None:
+      message = receive_arrays(link, ("hello", "manage"))
+      if message is None:
         raise PeerError(f"{link.name} left")
-      if heard.kind == "manage":
+      if message.kind == "manage":
         self._manager.put(link)
         return
-      source = heard.integer("number", _MOST)
+      source = message.integer("number", _MOST)
     except (PeerError, OSError):
       link.close()
       return
@@ -308,13 +308,13 @@ class ElasticWorker:
   def _listen(self, link: PullConnection) -> None:
     """Receives the manager's messages; handles ping and abandon at once."""
     try:
-      while (heard := receive_idle(link, FROM_MANAGER)) is not None:
-        if heard.kind == "ping":
+      while (message := receive_idle(link, FROM_MANAGER)) is not None:
+        if message.kind == "ping":
           self._tell(link, "pong")
-        elif heard.kind == "abandon":
-          self._links.abandon(heard.integer("call", _MOST))
+        elif message.kind == "abandon":
+          self._links.abandon(message.integer("call", _MOST))
         else:
-          self._calls.put(heard)
+          self._calls.put(message)
     except PeerError:
       pass
     finally:
@@ -326,16 +326,16 @@ class ElasticWorker:
     with self._telling:
       send_arrays(link, kind, **fields)
 
-  def _run(self, link: PullConnection, heard: ArrayMessage) -> None:
-    if heard.kind == "drop":
-      requests, first = heard.arrays
+  def _run(self, link: PullConnection, message: ArrayMessage) -> None:
+    if message.kind == "drop":
+      requests, first = message.arrays
       self._instance.drop(requests.tolist(), first.tolist())
       return
-    call = heard.integer("call", _MOST)
+    call = message.integer("call", _MOST)
     sent = self._instance.sent.copy()
     try:
       self._links.begin(call)
-      tokens = self._do(heard, call)
+      tokens = self._do(message, call)
     except Exception as error:
       gone = error.rank if isinstance(error, PeerError) else None
       why = f"{error}" if isinstance(error, RingjaxError) else repr(error)
@@ -344,19 +344,19 @@ class ElasticWorker:
     bytes_sent = dict(self._instance.sent - sent)
     self._tell(link, "done", call=call, tokens=tokens, bytes_sent=bytes_sent)
 
-  def _do(self, heard: ArrayMessage, call: int) -> list[Any]:
+  def _do(self, message: ArrayMessage, call: int) -> list[Any]:
     """Runs a call; returns (request, new tokens) of this instance's rows."""
-    fields, instance = heard.fields, self._instance
+    fields, instance = message.fields, self._instance
     post = _CallPost(call, fields["addresses"], self._links)
-    if heard.kind == "move":
-      move = MoveKeys(fields["source"], *heard.arrays)
+    if message.kind == "move":
+      move = MoveKeys(fields["source"], *message.arrays)
       instance.move(move, post)
       return []
     group = tuple(fields["group"])
-    if heard.kind == "read":
-      first = instance.read(ReadPrompts(group, *heard.arrays), post)
+    if message.kind == "read":
+      first = instance.read(ReadPrompts(group, *message.arrays), post)
       return [[r, [token]] for r, token in first.items()]
-    rows = StepRows(group, fields["steps"], *heard.arrays)
+    rows = StepRows(group, fields["steps"], *message.arrays)
     return [[r, new] for r, new in instance.step(rows, post).items()]
 
 

@@ -275,16 +275,16 @@ def joined(
   return joined_texts
 
 
-def _prefix_ids(how: Combine, vocab: int) -> np.ndarray:
+def _prefix_ids(strategy: Combine, vocab: int) -> np.ndarray:
   """Token ids of the prefix, int32 [n], checked against the vocabulary."""
-  if not how.prefix:
+  if not strategy.prefix:
     return np.zeros(0, np.int32)
-  return inputs.prompt(list(how.prefix), vocab)
+  return inputs.prompt(list(strategy.prefix), vocab)
 
 
 def _library(
   model: Transformer,
-  how: Combine,
+  strategy: Combine,
   rows: list[list[Any]],
   library: ContextLibrary | None,
   options: dict[str, Any],
@@ -293,10 +293,10 @@ def _library(
   if library is None:
     kind = options["cache_kind"]
     if kind is None:
-      options["cache_kind"] = "unrotated" if how.moves else "dense"
+      options["cache_kind"] = "unrotated" if strategy.moves else "dense"
     encoded = [x for row in rows for x in row if isinstance(x, EncodedContext)]
-    prefix = how.shared_prefix
-    if encoded and not prefix and not isinstance(how, KVLink):
+    prefix = strategy.shared_prefix
+    if encoded and not prefix and not isinstance(strategy, KVLink):
       prefix = encoded[0].prefix
     return ContextLibrary(model, prefix=prefix, **options)
   for name, value in options.items():
@@ -314,10 +314,10 @@ def _library(
       "one that was made for this model",
       "make one with rj.infer.ContextLibrary(model)",
     )
-  if how.shared_prefix and how.shared_prefix != library.prefix:
+  if strategy.shared_prefix and strategy.shared_prefix != library.prefix:
     raise OptionError(
       "prefix",
-      f"one of {len(how.shared_prefix)} tokens that is not the library's",
+      f"one of {len(strategy.shared_prefix)} tokens that is not the library's",
       f"the library's of {len(library.prefix)} tokens",
       "leave it out, or make a library with this prefix",
     )
@@ -325,21 +325,21 @@ def _library(
 
 
 def _check_ways(
-  model: Transformer, how: Combine, library: ContextLibrary
+  model: Transformer, strategy: Combine, library: ContextLibrary
 ) -> None:
   """Refuses a strategy that the cache kind or the model does not support."""
   kind = library.kind
-  if how.moves and model.config.positions is not None:
+  if strategy.moves and model.config.positions is not None:
     raise OptionError(
       "combine",
-      f"{how.name!r}, which moves keys, for a {model.config.family}",
+      f"{strategy.name!r}, which moves keys, for a {model.config.family}",
       "a model whose positions are rotations, not learned ones within its keys",
       "pass combine='full' or 'parallel'",
     )
-  if how.moves and not kind.unrotated:
+  if strategy.moves and not kind.unrotated:
     raise OptionError(
       "cache kind",
-      f"{kind}, for combine={how.name!r}, which moves keys",
+      f"{kind}, for combine={strategy.name!r}, which moves keys",
       "a kind that stores keys before their rotation",
       "pass cache_kind='unrotated', or with a codec rj.kv.CacheKind("
       "codec=..., unrotated=True)",
@@ -352,7 +352,7 @@ def _check_ways(
       "a kind that stores keys before their rotation",
       "pass cache_kind='unrotated'",
     )
-  if isinstance(how, KVLink):
+  if isinstance(strategy, KVLink):
     if library.prefix:
       raise OptionError(
         "library",
@@ -360,8 +360,8 @@ def _check_ways(
         "one without: contexts of KVLink do not see it",
         "pass KVLink(prefix=...), and a library without",
       )
-    if how.links is not None:
-      how.links.check(model.config.vocab)
+    if strategy.links is not None:
+      strategy.links.check(model.config.vocab)
 
 
 def _checked_ids(
@@ -376,39 +376,43 @@ def _checked_ids(
   return context_tokens(raw, model.config.vocab)
 
 
-def _prefix_length(how: Combine, prefix: int) -> int:
+def _prefix_length(strategy: Combine, prefix: int) -> int:
   """Number of tokens before the contexts; `prefix`: length of the library's."""
-  return len(how.prefix) if isinstance(how, KVLink) else prefix
+  return len(strategy.prefix) if isinstance(strategy, KVLink) else prefix
 
 
-def _links_per_context(how: Combine) -> int:
+def _links_per_context(strategy: Combine) -> int:
   """Number of link tokens after each context."""
-  links = how.links if isinstance(how, KVLink) else None
+  links = strategy.links if isinstance(strategy, KVLink) else None
   return 0 if links is None else links.each
 
 
-def _question_position(how: Combine, lengths: list[int], prefix: int) -> int:
+def _question_position(
+  strategy: Combine, lengths: list[int], prefix: int
+) -> int:
   """Position of the question after contexts of these lengths."""
-  first = _prefix_length(how, prefix)
-  if not how.moves:
+  first = _prefix_length(strategy, prefix)
+  if not strategy.moves:
     return first + max(lengths)
-  return first + sum(lengths) + _links_per_context(how) * len(lengths)
+  return first + sum(lengths) + _links_per_context(strategy) * len(lengths)
 
 
-def _num_open_tokens(how: Combine, lengths: list[int], prefix: int) -> int:
+def _num_open_tokens(strategy: Combine, lengths: list[int], prefix: int) -> int:
   """Number of tokens in the open cache before the question."""
-  count = _prefix_length(how, prefix) + _links_per_context(how) * len(lengths)
-  if isinstance(how, Recompute):
-    count += _recomputed(how, sum(lengths))
+  count = _prefix_length(strategy, prefix) + _links_per_context(strategy) * len(
+    lengths
+  )
+  if isinstance(strategy, Recompute):
+    count += _recomputed(strategy, sum(lengths))
   return count
 
 
-def _recomputed(how: Recompute, tokens: int) -> int:
-  return min(tokens, int(np.ceil(how.fraction * tokens)))
+def _recomputed(strategy: Recompute, tokens: int) -> int:
+  return min(tokens, int(np.ceil(strategy.fraction * tokens)))
 
 
 def _check_lengths(
-  model: Transformer, how: Combine, rows: list[list[int]], ends: list[int],
+  model: Transformer, strategy: Combine, rows: list[list[int]], ends: list[int],
   capacity: int,
 ) -> None:  # fmt: skip
   """Refuses contexts that exceed the model's length or the link slots."""
@@ -419,7 +423,7 @@ def _check_lengths(
     f"{ends[row]:,} positions of contexts in row {row} and {capacity:,} "
     "of question and answer",
   )
-  links = how.links if isinstance(how, KVLink) else None
+  links = strategy.links if isinstance(strategy, KVLink) else None
   most_contexts = max(map(len, rows))
   if links is not None and most_contexts > links.documents:
     raise PromptError(
@@ -461,14 +465,14 @@ def _encoded(
 def _placed_row(
   model: Transformer,
   session: Session,
-  how: Combine,
+  strategy: Combine,
   row: list[EncodedContext],
   prefix: tuple[int, ...],
 ) -> _Row:
   """Places a row's contexts, and collects the tokens still to compute."""
-  first = _prefix_length(how, len(prefix))
+  first = _prefix_length(strategy, len(prefix))
   lengths = [x.tokens.size for x in row]
-  if not how.moves:
+  if not strategy.moves:
     # Sorted by digest, so that sums do not depend on the callers' order.
     row = sorted(row, key=lambda x: x.digest)
     places = [first + np.arange(x.tokens.size) for x in row]
@@ -479,19 +483,19 @@ def _placed_row(
     return _Row(contexts=contexts, texts=no_tokens, at=no_tokens,
                 end=first + max(lengths))  # fmt: skip
   texts, at, contexts, place = [], [], [], first
-  if isinstance(how, KVLink):
-    texts.append(np.asarray(how.prefix, np.int32))
+  if isinstance(strategy, KVLink):
+    texts.append(np.asarray(strategy.prefix, np.int32))
     at.append(np.arange(first))
   for slot, context in enumerate(row):
     stop = place + context.tokens.size
     contexts.append(PlacedContext(context.blocks, np.arange(place, stop)))
     place = stop
-    if isinstance(how, KVLink) and how.links is not None:
-      texts.append(how.links.ids(slot))
-      at.append(np.arange(place, place + how.links.each))
-      place += how.links.each
-  if isinstance(how, Recompute):
-    count = _recomputed(how, sum(lengths))
+    if isinstance(strategy, KVLink) and strategy.links is not None:
+      texts.append(strategy.links.ids(slot))
+      at.append(np.arange(place, place + strategy.links.each))
+      place += strategy.links.each
+  if isinstance(strategy, Recompute):
+    count = _recomputed(strategy, sum(lengths))
     masks = differing_tokens(model, session, row, prefix, count)
     for number, (context, mask) in enumerate(zip(row, masks, strict=True)):
       placement = contexts[number]
@@ -508,9 +512,9 @@ def _placed_row(
   )
 
 
-def _drop_tokens(blocks: Blocks, gone: np.ndarray) -> Blocks:
-  """Blocks without the tokens in `gone`, bool [n]."""
-  stay = np.flatnonzero(~gone)
+def _drop_tokens(blocks: Blocks, dropped: np.ndarray) -> Blocks:
+  """Blocks without the tokens in `dropped`, bool [n]."""
+  stay = np.flatnonzero(~dropped)
   take = lambda x: np.take(x, stay, token_axis(x[:, None]) - 1)
   at = Coords(*(x[stay] for x in blocks.at))
   return Blocks(at, jax.tree.map(take, blocks.parts), blocks.kind)
@@ -529,15 +533,18 @@ def _cache_after_prefix(
   return placed(empty, [prefix_row] * session.batch)[0]
 
 
-def _weighing_view(how: Combine, owner: jax.Array, most: int) -> Any:
+def _weighing_view(strategy: Combine, owner: jax.Array, most: int) -> Any:
   """View that weighs or selects contexts' keys, for `ContextCache.weigh`."""
-  if isinstance(how, APE) and (how.temperature, how.scale) != (1, 1):
-    scale = jnp.float32(how.scale * how.temperature)
-    return WeighedView(None, scale, how.temperature)
-  if isinstance(how, Selection) and how.keep < most:
+  if isinstance(strategy, APE) and (strategy.temperature, strategy.scale) != (
+    1,
+    1,
+  ):
+    scale = jnp.float32(strategy.scale * strategy.temperature)
+    return WeighedView(None, scale, strategy.temperature)
+  if isinstance(strategy, Selection) and strategy.keep < most:
     # Rounded up to a power of two, so that few programs are compiled.
     count = 1 << (most - 1).bit_length()
-    return SelectedView(None, owner, count, how.keep, how.by)
+    return SelectedView(None, owner, count, strategy.keep, strategy.by)
   return None
 
 

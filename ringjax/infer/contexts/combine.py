@@ -100,7 +100,7 @@ class APE(Parallel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection(Parallel):
-  """Parallel contexts of which queries read the best (arXiv 2412.16545).
+  """Parallel contexts; a query reads the best ones (arXiv 2412.16545).
 
   A context's weight is the sum of its five largest attention probabilities.
 

@@ -166,8 +166,10 @@ class ImportantPrefixes:
         "pass a prefix and a question for each row",
       )
     for text in texts:
-      lengths = f"{text.size:,} tokens of a prefix and {capacity:,} behind it"
-      inputs.within_context(model.config, text.size + capacity, lengths)
+      description = (
+        f"{text.size:,} tokens of a prefix and {capacity:,} behind it"
+      )
+      inputs.within_context(model.config, text.size + capacity, description)
     kept_tokens = [
       self.keep(*row) for row in zip(texts, question_tokens, strict=True)
     ]
