@@ -180,8 +180,8 @@ def generate(
       (Cho et al. 2024, arXiv 2405.05329); default: shards have equal work.
     machine: The model's cost on these devices and their links, by which
       prefill="auto" then chooses (`rj.plan.choose`); the report has the
-      reasons. Default: "striped" on a sharded sequence. Refused with a chunk,
-      and for recurrent layers on a sharded sequence: there is no choice then.
+      reasons. Default: "striped" on a sharded sequence. Refused where only one
+      method works, with a chunk or with recurrent layers on a sharded sequence.
     keep: Location of the cache after the prompt is read: "sharded" over the
       sequence's axis, on which all devices decode, or on the "last" device of
       that axis, which then decodes alone, with its own copy of the weights.
