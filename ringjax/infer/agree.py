@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to do, before they do it."""
+"""Agreement of ranks on a call's arguments before they execute it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _T = TypeVar("_T")
 def check_partition(
   partition: Sequence[int], tokens: int, ranks: int
 ) -> tuple[int, ...]:
-  """Tokens of the ranks that take part.
+  """Checks a partition; returns the number of tokens of each rank in it.
 
   Raises:
-    OptionError: it does not add up, or is for more ranks than there are.
+    OptionError: If it does not add up to `tokens`, or has more than `ranks`
+      parts.
   """
   lengths = cost.check_lengths(partition, tokens)
   if len(lengths) > ranks:
@@ -39,46 +40,46 @@ def check_partition(
 
 
 def agree(peers: Peers, make: Callable[[], tuple[dict[str, Any], _T]]) -> _T:
-  """Has all ranks compare what they are about to do, before they do it.
+  """Compares the arguments of all ranks before a call.
 
   Args:
-    peers: the group.
-    make: returns what has to be the same on all ranks, JSON values by name,
-      and what this function returns.
+    peers: Process group of the ranks.
+    make: Function that returns the values that must be equal on all ranks
+      (JSON values by name), and the result of `agree`.
 
   Raises:
-    PeerError: it names a rank that differs from most and in what, or one
-      whose `make` failed.
-    RingjaxError: what `make` raises, on the rank that it concerns.
+    PeerError: If a rank differs from most others or its `make` failed; the
+      error names the rank and the value.
+    RingjaxError: If `make` raises it, on the same rank.
   """
   peers.check()
   try:
-    (card, made), refusal = make(), None
+    (card, result), refusal = make(), None
   except RingjaxError as error:
-    card, made, refusal = {"refused": f"{error}"}, None, error
+    card, result, refusal = {"refused": f"{error}"}, None, error
   cards = peers.gather(card)
   if refusal is not None:
     raise refusal
-  for rank, other in enumerate(cards):
-    if "refused" in other:
-      raise PeerError(f"rank {rank} refused: {other['refused']}", rank=rank)
+  for rank, rank_card in enumerate(cards):
+    if "refused" in rank_card:
+      raise PeerError(f"rank {rank} refused: {rank_card['refused']}", rank=rank)
   for name in card:
     texts = [json_text(c.get(name)) for c in cards]
-    ((most, count),) = collections.Counter(texts).most_common(1)
+    ((most_common, count),) = collections.Counter(texts).most_common(1)
     if count < len(texts):
-      odd = next(r for r, text in enumerate(texts) if text != most)
+      odd = next(r for r, text in enumerate(texts) if text != most_common)
       raise PeerError(
         f"rank {odd}",
         f"{name} {texts[odd]}",
-        f"{most}, as rank {texts.index(most)} has",
+        f"{most_common}, as rank {texts.index(most_common)} has",
         "start all processes with the same model and flags",
         rank=odd,
       )
-  return made  # pyrefly: ignore
+  return result  # pyrefly: ignore
 
 
 def reading(model: Transformer, ids: np.ndarray) -> dict[str, Any]:
-  """What ranks that read a prompt have to agree on: the model and the ids."""
+  """Values that ranks compare before reading a prompt: model and token ids."""
   return {
     "tokens": f"{ids.size} of digest {digest(ids.tobytes())}",
     "model config": digest(repr(model.config).encode()),

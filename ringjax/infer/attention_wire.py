@@ -1,9 +1,9 @@
 """Messages between a model and the processes that attend for it.
 
 Guarantees: nothing is pickled; a message is JSON and raw bytes of arrays whose
-dtypes and shapes it states, of at most `MOST_BYTES`; both sides show that they
-have the key first (`transfer.wire`).
-Cost: arrays are sent from where they are; a header has about 100 bytes.
+dtypes and shapes it states, of at most `MOST_BYTES`; both sides first prove
+that they have the key (`transfer.wire`).
+Cost: arrays are sent without a copy; a header has about 100 bytes.
 
   message   4 bytes: size of the header, little-endian; the header, JSON;
             the bytes of its arrays one after another
@@ -11,7 +11,7 @@ Cost: arrays are sent from where they are; a header has about 100 bytes.
   kind      from    arrays                     answer
   open      model   small weights, by layer    opened
   load      model   k, v of one prompt         -
-  attend    model   q, k, v of a layer's rows  attended: what attention makes
+  attend    model   q, k, v of a layer's rows  attended: attention outputs
   failed    worker  -
 """
 
@@ -37,13 +37,13 @@ KINDS = ("open", "opened", "load", "attend", "attended", "failed")
 
 
 class ArrayMessage(NamedTuple):
-  """A message that came.
+  """A received message.
 
   Fields:
-    kind: of `KINDS`, or of those that the receiver takes.
-    fields: plain values.
-    arrays: NumPy arrays.
-    nbytes: of the whole message on the wire.
+    kind: Kind of the message, from `KINDS` or the receiver's own kinds.
+    fields: JSON values of the header by name.
+    arrays: NumPy arrays of the message.
+    nbytes: Bytes of the whole message on the wire.
   """
 
   kind: str
@@ -52,10 +52,10 @@ class ArrayMessage(NamedTuple):
   nbytes: int
 
   def integer(self, name: str, below: int) -> int:
-    """A field that is an int from 0 to `below` - 1.
+    """Returns a field that must be an int from 0 to `below` - 1.
 
     Raises:
-      HostileMessageError: it is not.
+      HostileMessageError: If the field is anything else.
     """
     value = self.fields.get(name)
     if type(value) is not int or not 0 <= value < below:
@@ -69,10 +69,10 @@ def send_arrays(
   arrays: Sequence[np.ndarray] = (),
   **fields: Any,
 ) -> int:
-  """Sends a message; returns its bytes.
+  """Sends a message; returns its size in bytes.
 
   Raises:
-    PeerError: the other side takes nothing, or is gone.
+    PeerError: If the other side does not receive, or is gone.
   """
   parts = [np.ascontiguousarray(x) for x in arrays]
   stated = [[x.dtype.name, list(x.shape)] for x in parts]
@@ -85,15 +85,15 @@ def send_arrays(
 def receive_arrays(
   link: PullConnection, kinds: Sequence[str] = KINDS
 ) -> ArrayMessage | None:
-  """The next message; None if the other side left between two messages.
+  """Receives the next message; None if the other side left before it.
 
   Args:
-    link: the connection.
-    kinds: that a message may have.
+    link: Connection to receive from.
+    kinds: Kinds that a message may have.
 
   Raises:
-    HostileMessageError: it is not of the protocol.
-    PeerError: the other side sends nothing, or is gone.
+    HostileMessageError: If the message breaks the protocol.
+    PeerError: If the other side sends nothing, or is gone.
   """
   start = bytearray(_SIZE.size)
   if not link.receive(memoryview(start), may_end=True):
@@ -119,10 +119,10 @@ def receive_arrays(
     ) from None
   arrays = []
   for dtype, shape in shapes:
-    found = np.empty(shape, dtype)
-    if found.size:
-      link.receive(found.reshape(-1).view(np.uint8).data)
-    arrays.append(found)
+    array = np.empty(shape, dtype)
+    if array.size:
+      link.receive(array.reshape(-1).view(np.uint8).data)
+    arrays.append(array)
   return ArrayMessage(kind, fields, tuple(arrays), _SIZE.size + size + nbytes)
 
 

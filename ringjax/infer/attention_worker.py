@@ -1,10 +1,10 @@
 """A process that keeps the keys of some sequences and attends over them.
 
-Guarantees: it gets queries, keys and values of one layer and returns what
-attention makes of them, by the program that a model's own cache runs: masks,
-windows, sinks and soft caps are those of the model's config, and no weights
-but the small ones (sinks) are there. It serves one model at a time; when the
-connection ends its caches go, and it waits for the next one.
+Guarantees: it gets queries, keys and values of one layer and returns the
+attention outputs, by the program that a model's own cache runs: masks,
+windows, sinks and soft caps are those of the model's config, and it has no
+weights except the small ones (sinks). It serves one model at a time; when the
+connection ends it drops its caches and waits for the next one.
 Memory: keys and values of its rows; windowed layers keep their window.
 
   python -m ringjax.infer.attention_worker
@@ -50,26 +50,26 @@ from ringjax.transfer.wire import (
 )
 
 PATIENCE_S = 120.0
-# Between two messages of a model that is doing something else.
+# Maximum time between two messages: the model may be busy elsewhere.
 _IDLE_S = 86_400.0
 _GREETING_S = 5.0
 _MOST_ROWS = 1 << 20
 _MOST_TOKENS = 1 << 30
-# Prompts come in blocks of so many tokens, so that few sizes are compiled.
+# Smallest padded size of a prompt's block, so that few sizes are compiled.
 LOAD_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRows:
-  """What a worker keeps.
+  """Model and cache settings of the rows that a worker keeps.
 
   Attributes:
-    config: the model's config.json, as text.
-    dtype: of the model.
-    cache_dtype: of keys and values.
-    kind: of the caches.
-    capacity: tokens of a row.
-    rows: of each mini-batch, that this worker has.
+    config: The model's config.json, as text.
+    dtype: Dtype of the model.
+    cache_dtype: Dtype of keys and values.
+    kind: Kind of the caches.
+    capacity: Maximum number of tokens in a row.
+    rows: Number of rows of each mini-batch that this worker has.
   """
 
   config: str
@@ -81,7 +81,7 @@ class HostRows:
 
 
 class AttentionHost:
-  """The caches of a worker's rows, a layer and a mini-batch each."""
+  """Caches of a worker's rows, one for each layer and mini-batch."""
 
   def __init__(
     self,
@@ -92,13 +92,13 @@ class AttentionHost:
     """Makes empty caches.
 
     Args:
-      held: what it keeps.
-      small: of each layer the weights that attention has, as
-        `LayerPrograms.mixing_weights` gives them.
-      before: one whose programs are taken, if they are of the same model.
+      held: Model and cache settings of the rows.
+      small: Weights that attention itself needs, by layer, as
+        `LayerPrograms.mixing_weights` returns them.
+      before: Earlier host whose programs are reused if it has the same model.
 
     Raises:
-      RingjaxError: the config has layers that keep more than keys and values.
+      RingjaxError: If layers of the config keep more than keys and values.
     """
     self.held = held
     if before is not None and before.of == self.of:
@@ -113,14 +113,14 @@ class AttentionHost:
       )
     leaves = [jax.tree.leaves(b) for run in form.stack.blocks for b in run]
     self._weights: list[tuple[Any, Any]] = []
-    for layer, found in zip(self.layers, small, strict=True):
+    for layer, layer_small in zip(self.layers, small, strict=True):
       shapes = tuple(
         jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves[layer.kind]
       )
-      want = [None if len(x.shape) > 1 else x.shape for x in shapes]
-      if want != [None if x is None else x.shape for x in found]:
+      expected = [None if len(x.shape) > 1 else x.shape for x in shapes]
+      if expected != [None if x is None else x.shape for x in layer_small]:
         raise HostileMessageError("small weights of another model")
-      self._weights.append((shapes, found))
+      self._weights.append((shapes, layer_small))
     self.caches = [
       [self._empty(layer, n) for layer in self.layers] for n in held.rows
     ]
@@ -128,7 +128,7 @@ class AttentionHost:
 
   @property
   def of(self) -> tuple[Any, ...]:
-    """What the programs depend on."""
+    """Settings that determine the programs, to compare two hosts."""
     return self.held.config, self.held.dtype, self.held.kind
 
   def _empty(self, layer: Any, rows: int) -> KVCache | None:
@@ -152,23 +152,25 @@ class AttentionHost:
     k: Shaped[np.ndarray, "1 K S H"],
     v: Shaped[np.ndarray, "1 K S J"],
   ) -> None:
-    """Puts keys of a prompt into a row, in place of what it held.
+    """Replaces a row of a layer's cache by the keys and values of a prompt.
 
     Args:
-      half: which mini-batch.
-      row: of those that the worker has of it.
-      layer: its number.
-      first: position of the first key.
-      end: position behind the last; keys behind it are padding.
-      k: as the caches store them.
-      v: the same of values.
+      half: Number of the mini-batch.
+      row: Index among the worker's rows of the mini-batch.
+      layer: Number of the layer.
+      first: Position of the first key.
+      end: Position after the last key; later keys are padding.
+      k: Keys as the caches store them.
+      v: Values as the caches store them.
     """
     empty = self._none[layer]
     assert empty is not None
     ints = (np.int32(0), np.int32(first), np.int32(end))
-    one = self.programs.load(0, jax.tree.map(jnp.copy, empty), *ints, k, v)
+    row_cache = self.programs.load(
+      0, jax.tree.map(jnp.copy, empty), *ints, k, v
+    )
     cache: Any = self.caches[half][layer]
-    self.caches[half][layer] = cache.insert(np.array([row]), one)
+    self.caches[half][layer] = cache.insert(np.array([row]), row_cache)
 
   def attend(
     self,
@@ -179,9 +181,9 @@ class AttentionHost:
     v: Shaped[np.ndarray, "B K 1 J"],
     pos: Int[np.ndarray, " B"],
   ) -> Shaped[Array, "B 1 N J"]:
-    """Appends a token of each row and attends: what attention makes.
+    """Appends a token to each row and attends; returns the attention outputs.
 
-    `pos` are the tokens' positions; rows with -1 have none.
+    `pos` are the tokens' positions; rows with -1 have no token.
     """
     shapes, small = self._weights[layer]
     mixed, self.caches[half][layer] = self.programs.mix(
@@ -192,10 +194,10 @@ class AttentionHost:
 
 
 class AttentionServer:
-  """Accepts models, one after another, and answers them.
+  """Accepts connections of models, one after another, and serves them.
 
   Attributes:
-    address: host and port.
+    address: Host and port that it listens on.
   """
 
   def __init__(
@@ -206,14 +208,14 @@ class AttentionServer:
     port: int = 0,
     patience_s: int | float = PATIENCE_S,
   ):
-    """Listens.
+    """Listens on a port.
 
     Args:
-      key: that models have to have too, at least 16 bytes.
-      host: of the interface to listen on.
-      port: 0 takes one that is free.
-      patience_s: seconds without a byte in the middle of a message after
-        which a model is given up.
+      key: Shared secret that models must have, too, at least 16 bytes.
+      host: Address of the interface to listen on.
+      port: Port to listen on; 0 takes a free one.
+      patience_s: Seconds without a byte within a message after which the
+        connection is closed.
     """
     self._key, self._patience_s = checked_key(key), patience_s
     self._server = listening(host, port)
@@ -225,7 +227,7 @@ class AttentionServer:
     )
 
   def serve(self) -> None:
-    """Answers until `close`."""
+    """Serves models until `close`."""
     while not self._closed:
       self._link = link = self._door.accept()
       if link is None:
@@ -234,7 +236,7 @@ class AttentionServer:
         link.patience_s = self._patience_s
         _Conversation(link, self._patience_s).run()
       except (AuthenticationError, HostileMessageError, PeerError, OSError):
-        pass  # It named itself to the other side, as far as that is there.
+        pass  # The other side got the error message, if it still listens.
       finally:
         link.close()
 
@@ -247,8 +249,9 @@ class AttentionServer:
       self._link.close()
 
   def _greet(self, link: socket.socket, address: Any) -> PullConnection:
-    """Let a model show its key."""
-    # A client whose machine is gone must not keep others waiting for a day.
+    """Authenticates a model by the key."""
+    # Without keep-alive a client whose machine is gone would block others
+    # until `_IDLE_S`.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, n in (
       ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)
@@ -263,17 +266,17 @@ class AttentionServer:
 
 
 class _Conversation:
-  """One model's messages, in order."""
+  """Serves the messages of one model, in order."""
 
   def __init__(self, link: PullConnection, patience_s: int | float):
     self._link, self._patience_s = link, patience_s
     self._host: AttentionHost | None = None
 
   def run(self) -> None:
-    """Answers until the model leaves."""
-    while (heard := self._next()) is not None:
+    """Answers messages until the model disconnects."""
+    while (message := self._next()) is not None:
       try:
-        self._answer(heard)
+        self._answer(message)
       except RingjaxError as error:
         send_arrays(self._link, "failed", why=str(error)[:400])
         raise PeerError(str(error)) from None
@@ -283,37 +286,39 @@ class _Conversation:
         raise PeerError(why) from error
 
   def _next(self) -> ArrayMessage | None:
-    # A model may do something else for long, but not within a message.
+    # A model may be silent for long between messages, but not within one.
     self._link.link.settimeout(_IDLE_S)
     start = self._link.link.recv(1, socket.MSG_PEEK)
     self._link.link.settimeout(self._patience_s)
     return receive_arrays(self._link) if start else None
 
-  def _answer(self, heard: ArrayMessage) -> None:
-    if heard.kind == "open":
-      self._host = _opened(heard, self._host)
+  def _answer(self, message: ArrayMessage) -> None:
+    if message.kind == "open":
+      self._host = _opened(message, self._host)
       send_arrays(self._link, "opened")
       return
     host = self._host
-    if host is None or heard.kind not in ("load", "attend"):
-      raise HostileMessageError(f"{heard.kind} out of turn")
-    half = heard.integer("half", len(host.held.rows))
-    layer = heard.integer("layer", len(host.layers))
-    if heard.kind == "attend":
-      q, k, v, pos = heard.arrays
+    if host is None or message.kind not in ("load", "attend"):
+      raise HostileMessageError(f"{message.kind} out of turn")
+    half = message.integer("half", len(host.held.rows))
+    layer = message.integer("layer", len(host.layers))
+    if message.kind == "attend":
+      q, k, v, pos = message.arrays
       mixed = host.attend(half, layer, q, k, v, pos)
       send_arrays(self._link, "attended", [np.asarray(mixed)])
       return
-    row = heard.integer("row", host.held.rows[half])
-    most = host.held.capacity + 1
-    first, end = heard.integer("first", most), heard.integer("end", most)
-    k, v = heard.arrays
+    row = message.integer("row", host.held.rows[half])
+    limit = host.held.capacity + 1
+    first, end = message.integer("first", limit), message.integer("end", limit)
+    k, v = message.arrays
     host.load(half, row, layer, first, end, k, v)
 
 
-def _opened(heard: ArrayMessage, before: AttentionHost | None) -> AttentionHost:
-  """The host that a model asks for, in place of the one before."""
-  fields = heard.fields
+def _opened(
+  message: ArrayMessage, before: AttentionHost | None
+) -> AttentionHost:
+  """Makes the host that an "open" message asks for, from the earlier one."""
+  fields = message.fields
   rows, config = fields.get("rows"), fields.get("config")
   dtypes = [fields.get(name) for name in ("dtype", "cache_dtype")]
   texts: list[Any] = [config, *dtypes, fields.get("cache_kind")]
@@ -323,34 +328,34 @@ def _opened(heard: ArrayMessage, before: AttentionHost | None) -> AttentionHost:
     raise HostileMessageError("rows out of range")
   if not all(isinstance(x, str) for x in texts):
     raise HostileMessageError("no config")
-  held = HostRows(
+  rows_held = HostRows(
     config=texts[0],
     dtype=texts[1],
     cache_dtype=texts[2],
     kind=kind_text.parse(texts[3], "cache_kind"),
-    capacity=heard.integer("capacity", _MOST_TOKENS),
+    capacity=message.integer("capacity", _MOST_TOKENS),
     rows=tuple(rows),
   )
-  small, arrays = [], iter(heard.arrays)
+  small, arrays = [], iter(message.arrays)
   layers = fields.get("small")
   if not isinstance(layers, list):
     raise HostileMessageError("no small weights")
   for layer in layers:
     if not isinstance(layer, list):
       raise HostileMessageError("small weights of no layer")
-    small.append(tuple(next(arrays, None) if there else None
-                       for there in layer))  # fmt: skip
-  return AttentionHost(held, small, before)
+    small.append(tuple(next(arrays, None) if present else None
+                       for present in layer))  # fmt: skip
+  return AttentionHost(rows_held, small, before)
 
 
 def main() -> None:
-  """The process: see the head of this file."""
-  said = json.loads(sys.stdin.readline())
+  """Runs the worker process; options come from the standard input."""
+  options = json.loads(sys.stdin.readline())
   server = AttentionServer(
-    bytes.fromhex(said["key"]),
-    host=said.get("host", "127.0.0.1"),
-    port=said.get("port", 0),
-    patience_s=said.get("patience_s", PATIENCE_S),
+    bytes.fromhex(options["key"]),
+    host=options.get("host", "127.0.0.1"),
+    port=options.get("port", 0),
+    patience_s=options.get("patience_s", PATIENCE_S),
   )
   threading.Thread(target=server.serve, daemon=True).start()
   print(json_text(server.address), flush=True)

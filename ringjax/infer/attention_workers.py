@@ -1,14 +1,14 @@
-"""Attention beside the caches of other processes, for models that decode here.
+"""Decoding with attention in worker processes that keep the caches.
 
 Guarantees: tokens are those of `generate`, with any number of workers and any
-assignment of rows to them; a worker that dies or says nothing for longer than
-the workers' patience is named in a `PeerError`, and nothing waits longer.
+assignment of rows to them; a worker that dies or is silent for longer than the
+workers' patience is named in a `PeerError`, and nothing waits longer.
 Cost: a step sends q, k and v of each row and layer and gets one vector a head
 back: (N + 2 K) H + N J numbers, whatever the context, and once the keys and
-values of its prompt. Two mini-batches take turns: while workers attend for one
-the weights' part of the other runs here.
-Memory: here the weights and, while a prompt is read, its cache; keys and
-values are on the workers.
+values of its prompt. Two mini-batches alternate: while workers attend for one,
+this process computes the layers' weight part of the other.
+Memory: this process has the weights and, while a prompt is read, its cache;
+keys and values are on the workers.
 Ref: He and Zhai 2024, FastDecode, arXiv 2403.11421. When sequences start, and
 on how many CPUs: `rj.serve.cluster.LoadControl` and `choose_workers`.
 
@@ -75,26 +75,26 @@ from ringjax.models.weight_placement import refuse_placed
 from ringjax.parallel.programs import bounded
 from ringjax.transfer.wire import PullConnection, checked_key
 
-# How long a process may take until it listens.
+# Maximum time until a started process listens.
 _START_S = 120.0
 
 
 @runtime_checkable
 class StartRule(Protocol):
-  """Says when sequences start, as `rj.serve.cluster.LoadControl` does."""
+  """Rule for the start of sequences, such as `rj.serve.cluster.LoadControl`."""
 
   def check(self, rows: int, steps: int, *, prompts: int) -> None:
-    """Raises a `RingjaxError` if these could never start; see `start`."""
+    """Raises a `RingjaxError` if such rows could never start; see `start`."""
     ...
 
   def start(self, rows: int, steps: int, now: int, *, prompts: int) -> int:
-    """The step from `now` on at which so many rows start.
+    """Returns the step, `now` or later, at which a group of rows starts.
 
     Args:
-      rows: how many start together; they have places that are free.
-      steps: tokens that are generated for each, at most.
-      now: the step that comes next.
-      prompts: tokens of all their prompts together.
+      rows: Number of rows that start together, in free places.
+      steps: Maximum number of tokens generated for each.
+      now: Number of the next step.
+      prompts: Number of tokens in all their prompts together.
     """
     ...
 
@@ -104,11 +104,11 @@ class WorkerTraffic:
   """Bytes on the wire to and from workers, headers included.
 
   Attributes:
-    prompt_bytes: keys and values of prompts.
-    sent_bytes: of steps: queries, keys and values of new tokens.
-    received_bytes: of steps: what attention made.
-    steps: steps of single mini-batches.
-    row_steps: rows of these.
+    prompt_bytes: Bytes sent for keys and values of prompts.
+    sent_bytes: Bytes sent in steps: queries, keys and values of new tokens.
+    received_bytes: Bytes received in steps: attention outputs.
+    steps: Number of steps, counted for each mini-batch.
+    row_steps: Number of rows in these steps.
   """
 
   prompt_bytes: int = 0
@@ -120,15 +120,15 @@ class WorkerTraffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkersReport:
-  """What a call with workers did.
+  """Placement, traffic and times of a call with workers.
 
   Attributes:
-    assignment: the worker of each place of a row.
-    starts: the step at which each prompt's answer began.
-    peak_tokens: cached at most, by all workers together.
-    traffic: on the wire.
-    waited_s: seconds in which nothing ran here, for workers attended.
-    seconds: of all.
+    assignment: Number of the worker of each place for a row.
+    starts: Step at which each prompt's answer began.
+    peak_tokens: Maximum number of cached tokens, all workers together.
+    traffic: Bytes on the wire.
+    waited_s: Seconds in which this process waited for workers.
+    seconds: Seconds of the whole call.
   """
 
   assignment: tuple[int, ...]
@@ -140,7 +140,7 @@ class WorkersReport:
 
 
 class _WorkerLink:
-  """The connection to a worker, with a thread that receives."""
+  """Connection to a worker, with a thread that receives."""
 
   def __init__(self, link: PullConnection):
     self.link = link
@@ -150,14 +150,16 @@ class _WorkerLink:
     ).start()
 
   def _receive(self) -> None:
-    # Unlike epoll it notices that the socket is closed by another thread.
+    # Unlike epoll, poll notices that another thread closed the socket.
     wait = selectors.PollSelector()
     try:
       wait.register(self.link.link, selectors.EVENT_READ)
-      # A worker may say nothing while it is asked nothing: `next` counts. Its
-      # socket keeps its patience, for what is sent and within a message.
-      while wait.select() and (found := receive_arrays(self.link)) is not None:
-        self._came.put(found)
+      # An idle worker may be silent: the timeout for answers is in `next`. The
+      # socket's own timeout applies to sends and within a message.
+      while (
+        wait.select() and (message := receive_arrays(self.link)) is not None
+      ):
+        self._came.put(message)
       self._came.put(PeerError(f"{self.link.name} is gone: it closed"))
     except PeerError as error:
       self._came.put(error)
@@ -167,35 +169,35 @@ class _WorkerLink:
       wait.close()
 
   def send(self, kind: str, arrays: Sequence[Any] = (), **fields: Any) -> int:
-    """As `send_arrays`."""
+    """Sends a message to the worker; returns its bytes, see `send_arrays`."""
     return send_arrays(self.link, kind, arrays, **fields)
 
   def next(self, kind: str) -> ArrayMessage:
-    """The answer that comes next.
+    """Waits for the worker's next answer, of the given kind.
 
     Raises:
-      PeerError: it does not come in time, or the worker failed.
+      PeerError: If it does not come in time, or the worker failed.
     """
     try:
-      found = self._came.get(timeout=self.link.patience_s)
+      message = self._came.get(timeout=self.link.patience_s)
     except queue.Empty:
       raise PeerError(
         f"{self.link.name} has answered nothing for {self.link.patience_s:g} s"
       ) from None
-    if isinstance(found, PeerError):
-      # Others that wait for it are told too.
-      self._came.put(found)
-      raise found
-    if found.kind == "failed":
-      why = str(found.fields.get("why"))[:400]
+    if isinstance(message, PeerError):
+      # Put back, so that later calls fail, too.
+      self._came.put(message)
+      raise message
+    if message.kind == "failed":
+      why = str(message.fields.get("why"))[:400]
       raise PeerError(f"{self.link.name} failed: {why}")
-    if found.kind != kind:
-      raise PeerError(f"{self.link.name} answered {found.kind}, not {kind}")
-    return found
+    if message.kind != kind:
+      raise PeerError(f"{self.link.name} answered {message.kind}, not {kind}")
+    return message
 
 
 class AttentionWorkers:
-  """Processes that attend: `start` makes some, `connect` finds others."""
+  """Worker processes that attend, started here or running elsewhere."""
 
   def __init__(
     self,
@@ -204,17 +206,17 @@ class AttentionWorkers:
     *,
     patience_s: int | float = PATIENCE_S,
   ):
-    """Connects.
+    """Connects to running workers.
 
     Args:
-      addresses: host and port of each worker.
-      key: the workers' key.
-      patience_s: seconds for which a worker may be silent when it is asked
-        something. The first answers take a compilation.
+      addresses: Host and port of each worker.
+      key: Shared secret of the workers.
+      patience_s: Maximum seconds until a worker answers. The first answers
+        include a compilation.
 
     Raises:
-      PeerError: a worker is not there, or has another key.
-      OptionError: no address, or a patience that is not above 0.
+      PeerError: If a worker does not listen, or has another key.
+      OptionError: If there is no address, or the patience is not above 0.
     """
     number("patience_s", patience_s, above=0)
     if not addresses:
@@ -230,10 +232,10 @@ class AttentionWorkers:
       for n, (host, port) in enumerate(addresses):
         name = f"attention worker {n} ({host}:{port})"
         try:
-          made = socket.create_connection((host, port), patience_s)
+          connection = socket.create_connection((host, port), patience_s)
         except OSError as error:
           raise PeerError(f"{name} does not listen: {error}", n) from None
-        link = PullConnection(made, patience_s, name)
+        link = PullConnection(connection, patience_s, name)
         try:
           link.greet_publisher(key)
         except PeerError:
@@ -252,21 +254,21 @@ class AttentionWorkers:
     *,
     patience_s: int | float = PATIENCE_S,
   ) -> AttentionWorkers:
-    """Workers that run elsewhere; the arguments are those of the class."""
+    """Connects to workers that run elsewhere; for arguments see the class."""
     return cls(addresses, key, patience_s=patience_s)
 
   @classmethod
   def start(
     cls, count: int, *, patience_s: int | float = PATIENCE_S
   ) -> AttentionWorkers:
-    """Processes of this machine, which end with this one.
+    """Starts worker processes on this machine, which end with this process.
 
     Args:
-      count: how many.
-      patience_s: see the class.
+      count: Number of processes.
+      patience_s: Maximum seconds until a worker answers, see the class.
 
     Raises:
-      PeerError: one does not start.
+      PeerError: If a process does not start.
     """
     positive_int("count", count)
     key = secrets.token_bytes(32)
@@ -275,10 +277,10 @@ class AttentionWorkers:
       "JAX_PLATFORMS": "cpu",
       "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
     }
-    made: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     try:
       for _ in range(count):
-        made.append(
+        processes.append(
           subprocess.Popen(
             [sys.executable, "-m", "ringjax.infer.attention_worker"],
             env=environ,
@@ -287,33 +289,33 @@ class AttentionWorkers:
             text=True,
           )
         )
-        told = {"key": key.hex(), "patience_s": patience_s}
-        assert made[-1].stdin is not None
-        made[-1].stdin.write(json_text(told) + "\n")
-        made[-1].stdin.flush()
+        options = {"key": key.hex(), "patience_s": patience_s}
+        assert processes[-1].stdin is not None
+        processes[-1].stdin.write(json_text(options) + "\n")
+        processes[-1].stdin.flush()
       addresses = []
-      for n, process in enumerate(made):
+      for n, process in enumerate(processes):
         host, port = first_line("attention worker", n, process, _START_S)
         addresses.append((host, port))
       self = cls(addresses, key, patience_s=patience_s)
     except BaseException:
-      _end(made)
+      _end(processes)
       raise
-    self.processes = tuple(made)
+    self.processes = tuple(processes)
     return self
 
   @classmethod
   def in_threads(
     cls, count: int, *, patience_s: int | float = PATIENCE_S
   ) -> AttentionWorkers:
-    """Workers in threads of this process, to try things out."""
+    """Starts workers in threads of this process, for tests."""
     positive_int("count", count)
     key = secrets.token_bytes(32)
     servers = [
       AttentionServer(key, patience_s=patience_s) for _ in range(count)
     ]
-    for one in servers:
-      threading.Thread(target=one.serve, daemon=True).start()
+    for server in servers:
+      threading.Thread(target=server.serve, daemon=True).start()
     self = cls([x.address for x in servers], key, patience_s=patience_s)
     self._servers = tuple(servers)
     return self
@@ -325,30 +327,30 @@ class AttentionWorkers:
     self.close()
 
   def __len__(self) -> int:
-    """How many workers there are."""
+    """Number of workers."""
     return len(self._workers)
 
   def __getitem__(self, number: int) -> _WorkerLink:
     return self._workers[number]
 
   def close(self) -> None:
-    """Ends the connections, and the processes that `start` made."""
-    for one in self._workers:
-      one.link.close()
+    """Closes the connections, and ends the processes that `start` made."""
+    for worker in self._workers:
+      worker.link.close()
     for server in self._servers:
       server.close()
     _end(self.processes)
 
   def _programs_of(self, model: Transformer, kind: CacheKind) -> LayerPrograms:
-    """The programs of the last call, if its model was this one."""
-    known = self._last
-    if known is None or known[0] is not model or known[1] != kind:
-      self._last = known = model, kind, LayerPrograms(model, kind=kind)
-    return known[2]
+    """Programs of a model and cache kind; those of the last call are reused."""
+    cached = self._last
+    if cached is None or cached[0] is not model or cached[1] != kind:
+      self._last = cached = model, kind, LayerPrograms(model, kind=kind)
+    return cached[2]
 
   @contextlib.contextmanager
   def _alone(self):
-    """One call at a time; after a failure the connections are of no use."""
+    """Admits one call at a time, and none after a call that failed."""
     if not self._busy.acquire(blocking=False):
       raise OptionError(
         "workers",
@@ -357,19 +359,19 @@ class AttentionWorkers:
         "start others",
       )
     yield
-    # Of a call that failed answers may still come.
+    # Not released by a failed call, whose answers may still arrive.
     self._busy.release()
 
 
 def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
-  for one in processes:
-    # First: a thread that reads its pipe holds the pipe's lock.
-    one.kill()
-    for pipe in (one.stdin, one.stdout):
+  for process in processes:
+    # Killed before the pipes are closed: a thread that reads holds their lock.
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
       if pipe is not None:
         with contextlib.suppress(OSError):
           pipe.close()
-    one.wait()
+    process.wait()
 
 
 # ---------------------------------------------------------------------------
@@ -398,35 +400,36 @@ def generate_beside(
   """Continues prompts, with attention on workers.
 
   Args:
-    model: on one device.
-    tokens: int32 [B, T], or B sequences of ids of different lengths.
-    workers: which attend.
-    max_new_tokens: how many tokens to add at most.
-    sampler: chooses a token from logits; default `Greedy()`.
-    stop: ids behind which a row ends.
-    rows: places for sequences, two mini-batches together; prompts beyond them
-      wait until one is free. Default: all prompts at once.
-    group: prompts that start together; default: all that have a place.
-    starts: says when a group may start, for instance
+    model: Model on one device.
+    tokens: Token ids, int32 [B, T], or B sequences of different lengths.
+    workers: Workers that keep the caches and attend.
+    max_new_tokens: Maximum number of tokens to add to each row.
+    sampler: Sampler that chooses a token from logits; default `Greedy()`.
+    stop: Token ids after which a row ends.
+    rows: Number of places for sequences, in both mini-batches together; more
+      prompts wait until a place is free. Default: all prompts at once.
+    group: Number of prompts that start together; default: all that have a
+      place.
+    starts: Rule for the start of a group, for instance
       `rj.serve.cluster.LoadControl(limit)`; default: at once.
-    assignment: the number of a worker for each place; default: in turn.
-    cache_dtype: of keys and values; default: the model's.
-    cache_kind: how workers store them; see `generate`.
-    stream: called with each token that is chosen, int32 [B], -1 for rows
-      without one.
-    report: called with what was done, at the end.
-    pad_id: fills up rows that stopped early.
+    assignment: Number of the worker for each place; default: round-robin.
+    cache_dtype: Dtype of keys and values; default: the model's.
+    cache_kind: Storage format of keys and values on workers; see `generate`.
+    stream: Callback that gets each chosen token, int32 [B], -1 for rows
+      without a token.
+    report: Callback that gets the call's report, at the end.
+    pad_id: Id that pads rows that stopped early.
 
   Returns:
-    The new tokens, as `generate`.
+    The new tokens, as from `generate`.
 
   Raises:
-    PeerError: a worker failed, died or is silent for too long; it is named,
-      and the workers are of no use then.
-    ConfigError: layers that keep more than keys and values (recurrent ones,
-      latents), an encoder's states, or weights on a mesh.
-    NotFiniteLogitsError: see `generate`.
-    RingjaxError: as `generate`.
+    PeerError: If a worker failed, died or is silent for too long; the error
+      names it, and these workers cannot be used again.
+    ConfigError: If layers keep more than keys and values (recurrent ones,
+      latents), read an encoder's states, or the weights are on a mesh.
+    NotFiniteLogitsError: If logits of a row are not finite, see `generate`.
+    RingjaxError: If `generate` would refuse an argument.
   """
   check_call(model, tokens)
   positive_int("max_new_tokens", max_new_tokens)
@@ -457,7 +460,7 @@ def generate_beside(
       "weights on one device",
       "load it without a mesh",
     )
-  made = _Decoding(
+  decoding = _Decoding(
     model=model,
     prompts=prompts,
     count=max_new_tokens,
@@ -472,34 +475,34 @@ def generate_beside(
     assignment=assignment,
     pad_id=integer("pad_id", pad_id, least=-(2**31), most=2**31 - 1),
   )
-  group = made.places if group is None else positive_int("group", group)
-  group = min(group, made.places)
+  group = decoding.places if group is None else positive_int("group", group)
+  group = min(group, decoding.places)
   if starts is not None:
-    # Before any is answered.
+    # All groups are checked before the first one starts.
     for first in range(0, len(prompts), group):
       sizes = lengths[first : first + group]
       starts.check(sizes.size, max_new_tokens, prompts=int(sizes.sum()))
   with workers._alone():
-    found = made.run(group, starts, stream)
+    workers_report = decoding.run(group, starts, stream)
   if report is not None:
-    report(found)
-  new = Generated(tokens=made.out, lengths=made.sizes)
-  made.marked.check(model.dtype, new)
+    report(workers_report)
+  new = Generated(tokens=decoding.out, lengths=decoding.sizes)
+  decoding.marked.check(model.dtype, new)
   return new
 
 
 class _Half:
-  """A mini-batch: places of rows, and what they are doing.
+  """A mini-batch: places for rows, and the state of their decoding.
 
   Attributes:
-    number: 0 or 1.
-    places: numbers of its places among all.
-    prompt: of each place, the number of its prompt; -1: it is free.
-    token: int32 [b], chosen last.
-    pos: int32 [b], their positions; -1 where there is none.
-    length: int32 [b], of the prompts, for rotations.
-    x: [b, 1, D], on its way through the layers.
-    by_worker: the places of each worker, counted in this half.
+    number: Number of the mini-batch, 0 or 1.
+    places: Numbers of its places among all places, int [b].
+    prompt: Number of the prompt in each place, int [b]; -1: the place is free.
+    token: Last chosen token of each place, int32 [b].
+    pos: Position of that token, int32 [b]; -1 in free places.
+    length: Length of each prompt, int32 [b], for rotations.
+    x: Hidden states between layers, [b, 1, D].
+    by_worker: Indices of each worker's places in this mini-batch.
   """
 
   def __init__(self, number: int, places: np.ndarray, owner: np.ndarray):
@@ -517,12 +520,12 @@ class _Half:
 
   @property
   def active(self) -> np.ndarray:
-    """Which places have a row, bool [b]."""
+    """Mask of the places that have a row, bool [b]."""
     return self.prompt >= 0
 
 
 class _Decoding:
-  """One call of `generate_beside`."""
+  """State of one call of `generate_beside`."""
 
   def __init__(
     self,
@@ -571,18 +574,18 @@ class _Decoding:
     self.traced = traced(sampler)
 
   def _refuse(self) -> None:
-    """Refuses what workers do not attend over."""
+    """Refuses models and cache kinds that workers do not support."""
     model = self.model
-    got = None
+    unsupported = None
     if any(layer.spec.cross is not None for layer in self.layers):
-      got = "an encoder's states, which layers attend to"
+      unsupported = "an encoder's states, which layers attend to"
     else:
       form = abstract(json.loads(model.source), dtype=model.dtype)
       size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
       if form.config.layers != model.config.layers:
-        got = "layers that its config.json does not describe"
+        unsupported = "layers that its config.json does not describe"
       elif size(form) != size(model):
-        got = "weights as codes, or with adapters"
+        unsupported = "weights as codes, or with adapters"
     if self.kind.evicting or self.kind.unrotated or self.kind.codec:
       raise OptionError(
         "cache_kind",
@@ -590,9 +593,12 @@ class _Decoding:
         "dense or windowed",
         "leave it out: workers keep keys and values as they are",
       )
-    if got is not None:
+    if unsupported is not None:
       raise ConfigError(
-        "model", got, "attention over its own keys alone", "use generate"
+        "model",
+        unsupported,
+        "attention over its own keys alone",
+        "use generate",
       )
 
   def run(
@@ -601,7 +607,7 @@ class _Decoding:
     starts: StartRule | None,
     stream: Callable[..., Any] | None,
   ) -> WorkersReport:
-    """Takes steps until all prompts are answered."""
+    """Runs steps until all prompts are answered."""
     begin_s = time.perf_counter()
     sizes = [p.size for p in self.prompts]
     self._open()
@@ -615,24 +621,24 @@ class _Decoding:
         for half in self.halves
         for n in np.flatnonzero(~half.active)
       ]
-      # Both mini-batches grow alike.
-      free.sort(key=lambda one: (one[1], one[0].number))
+      # Places alternate, so that both mini-batches grow equally.
+      free.sort(key=lambda place: (place[1], place[0].number))
       while waiting:
-        many = min(group, len(waiting))
-        if many > len(free):
-          # Asked for once it can start: an answer ends S steps later.
+        group_size = min(group, len(waiting))
+        if group_size > len(free):
+          # The rule is asked when places are free: it plans from that step.
           break
         if reserved is None and starts is not None:
           reserved = starts.start(
-            many,
+            group_size,
             self.count,
             step,
-            prompts=sum(sizes[n] for n in waiting[:many]),
+            prompts=sum(sizes[n] for n in waiting[:group_size]),
           )
         if reserved is not None and reserved > step:
           break
-        self._admit(waiting[:many], free[:many], step, fresh)
-        del waiting[:many], free[:many]
+        self._admit(waiting[:group_size], free[:group_size], step, fresh)
+        del waiting[:group_size], free[:group_size]
         reserved = None
       if any(half.active.any() for half in self.halves):
         self._step(fresh)
@@ -649,11 +655,15 @@ class _Decoding:
     )
 
   def _open(self) -> None:
-    """Has the workers make their caches."""
+    """Makes the workers allocate their caches."""
     small = []
     for layer in self.layers:
-      _, found = self.programs.mixing_weights(self.programs.weights(layer))
-      small.append([None if x is None else np.asarray(x) for x in found])
+      _, small_weights = self.programs.mixing_weights(
+        self.programs.weights(layer)
+      )
+      small.append(
+        [None if x is None else np.asarray(x) for x in small_weights]
+      )
     flat = [x for layer in small for x in layer if x is not None]
     for n in range(len(self.workers)):
       self.workers[n].send(
@@ -685,35 +695,39 @@ class _Decoding:
     """Reads prompts, ships their keys and chooses their first tokens."""
     prompts = [self.prompts[n] for n in numbers]
     lengths = np.array([p.size for p in prompts])
-    own = dict(
+    session_options = dict(
       mesh=None, axis=None, dtype=self.dtype, cache_kind=self.kind,
       rows_at_once=None,
     )  # fmt: skip
     start = np.zeros(len(prompts), np.int64)
-    session, how, total = planned(
-      self.model, None, PrefillOptions(), own, start, lengths, 1
+    session, reading, total = planned(
+      self.model, None, PrefillOptions(), session_options, start, lengths, 1
     )
     logits = read_prompts(
-      self.model, session, how, prompts, start, total, None, None
+      self.model, session, reading, prompts, start, total, None, None
     )
-    held = jax.device_get(session.cache.slots)
+    host_slots = jax.device_get(session.cache.slots)
     for row, (half, n) in enumerate(places):
-      # Of ring buffers the last tokens alone.
+      # Ring buffers have only the last tokens.
       end = int(lengths[row])
       slots, rings = session.cache.located(session.cache.at, row, 0, end)
-      which = [slots if r is None else rings[r] for r in session.cache.ring_of]
-      taken = [
-        [x[:, row][:, :, index] for x in session.cache.unfilled(kind, kv)]
-        for kind, (kv, index) in enumerate(zip(held, which, strict=True))
+      slots_by_kind = [
+        slots if r is None else rings[r] for r in session.cache.ring_of
       ]
-      self._ship(taken, end, half, n)
+      kinds_kv = [
+        [x[:, row][:, :, index] for x in session.cache.unfilled(kind, kv)]
+        for kind, (kv, index) in enumerate(
+          zip(host_slots, slots_by_kind, strict=True)
+        )
+      ]
+      self._ship(kinds_kv, end, half, n)
       half.prompt[n], half.length[n] = numbers[row], lengths[row]
       self.starts[numbers[row]] = step
       self.seen[numbers[row], prompts[row]] = True
-    found = self._chosen(logits, lengths, np.array(numbers))
+    first_tokens = self._chosen(logits, lengths, np.array(numbers))
     for row, (half, n) in enumerate(places):
-      half.token[n], half.pos[n] = found[0][row], lengths[row]
-      self._take(half, n, found[0][row], found[1][row], fresh)
+      half.token[n], half.pos[n] = first_tokens[0][row], lengths[row]
+      self._take(half, n, first_tokens[0][row], first_tokens[1][row], fresh)
 
   def _ship(
     self, kinds: list[list[np.ndarray]], end: int, half: _Half, n: int
@@ -739,35 +753,35 @@ class _Decoding:
   # -------------------------------------------------------------------------
 
   def _step(self, fresh: np.ndarray) -> None:
-    """One token of each row: the two mini-batches in turn, layer by layer."""
+    """Decodes a token of each row by layers, alternating mini-batches."""
     programs, layers = self.programs, self.layers
     halves = [half for half in self.halves if half.active.any()]
-    held = 0
+    cached_tokens = 0
     for half in halves:
       half.at = TokenRows(half.pos, half.length)
-      held += int(half.pos[half.active].sum()) + int(half.active.sum())
+      cached_tokens += int(half.pos[half.active].sum()) + int(half.active.sum())
       self.traffic["steps"] += 1
       self.traffic["row_steps"] += int(half.active.sum())
       half.x = programs.embed(programs.outer, half.token[:, None])
-    self.peak = max(self.peak, held)
+    self.peak = max(self.peak, cached_tokens)
     for n, layer in enumerate(layers):
       for half in halves:
         if n:
           self._finish(half, n - 1)
-        made = programs.project(
+        projected = programs.project(
           layer.spec, programs.in_stack(layer), half.x, half.at, self.dtype
         )
-        self._ask(half, n, jax.device_get(made))
+        self._ask(half, n, jax.device_get(projected))
     for half in halves:
       self._finish(half, len(layers) - 1)
       logits = programs.head(programs.outer, half.x, np.int32(0))
-      # Dispatched: the other mini-batch is finished meanwhile.
+      # Asynchronous: the other mini-batch is finished meanwhile.
       half.x = self._choose(logits, half.pos + 1, half.prompt)
     for half in halves:
-      token, done = jax.device_get(half.x)
+      token, ended = jax.device_get(half.x)
       for n in map(int, np.flatnonzero(half.active)):
         half.token[n], half.pos[n] = token[n], half.pos[n] + 1
-        self._take(half, n, token[n], done[n], fresh)
+        self._take(half, n, token[n], ended[n], fresh)
 
   def _ask(self, half: _Half, layer: int, made: Any) -> None:
     """Sends queries, keys and values of a layer to the rows' workers."""
@@ -782,15 +796,15 @@ class _Decoding:
         )
 
   def _finish(self, half: _Half, number: int) -> None:
-    """Collects what attention made, and runs the rest of a layer."""
+    """Collects the attention outputs, and runs the rest of a layer."""
     layer, mixed = self.layers[number], None
     begin_s = time.perf_counter()
     for worker, rows in half.by_worker.items():
       if not (half.pos[rows] >= 0).any():
         continue
-      came = self.workers[worker].next("attended")
-      self.traffic["received_bytes"] += came.nbytes
-      (part,) = came.arrays
+      answer = self.workers[worker].next("attended")
+      self.traffic["received_bytes"] += answer.nbytes
+      (part,) = answer.arrays
       if mixed is None:
         mixed = np.zeros((half.places.size, *part.shape[1:]), part.dtype)
       if part.shape != (rows.size, *mixed.shape[1:]):
@@ -805,7 +819,7 @@ class _Decoding:
     )
 
   def _choose(self, logits: jax.Array, pos: Any, prompt: np.ndarray) -> Any:
-    # Rows of free places choose something that is not looked at.
+    # Free places get a token, too, which is ignored.
     number = np.maximum(prompt, 0)
     seen = self.seen[number] if self.needs_seen else None
     rows = number.astype(np.int32) if isinstance(self.sampler, Sample) else None
@@ -819,7 +833,7 @@ class _Decoding:
   def _take(
     self, half: _Half, n: int, token: Any, done: Any, fresh: np.ndarray
   ) -> None:
-    """Notes a row's token; the row's place is free behind its last one."""
+    """Records a row's token; frees the row's place after its last one."""
     prompt = half.prompt[n]
     if token == NOT_FINITE:
       self.marked.at[int(prompt)] = int(half.pos[n])
@@ -842,14 +856,14 @@ def _next_tokens(
   rows: Int[Array, " B"] | None,
   stops: Int[Array, " n"],
 ) -> tuple[jax.Array, jax.Array]:
-  """Tokens [B], and whether they end their rows."""
-  more = {} if rows is None else {"rows": rows}
-  token = or_not_finite(sampler(logits, pos, seen, **more), logits)
+  """Chooses tokens [B]; also returns whether they end their rows."""
+  row_numbers = {} if rows is None else {"rows": rows}
+  token = or_not_finite(sampler(logits, pos, seen, **row_numbers), logits)
   return token, jnp.any(token[:, None] == stops[None], 1)
 
 
 def _rounded(tokens: int) -> int:
-  """Tokens of a block that are loaded at once, of few sizes."""
+  """Padded size of a prompt's block, so that few sizes are compiled."""
   size = LOAD_TOKENS
   while size < tokens:
     size *= 2
@@ -859,13 +873,13 @@ def _rounded(tokens: int) -> int:
 def _checked(
   assignment: Sequence[int], places: int, workers: int
 ) -> np.ndarray:
-  found = np.asarray(assignment)
-  good = found.shape == (places,) and np.issubdtype(found.dtype, np.integer)
-  if not good or not ((found >= 0) & (found < workers)).all():
+  owners = np.asarray(assignment)
+  valid = owners.shape == (places,) and np.issubdtype(owners.dtype, np.integer)
+  if not valid or not ((owners >= 0) & (owners < workers)).all():
     raise OptionError(
       "assignment",
       f"{assignment}"[:80],
       f"{places} numbers of workers, 0 to {workers - 1}",
       "pass one for each place, or leave it out",
     )
-  return found
+  return owners

@@ -1,13 +1,13 @@
-"""A sliding window of blocks of weights, which a thread reads ahead.
+"""A sliding window of weight blocks that a thread prefetches.
 
-Guarantees: blocks come in their order, round after round; at most `window` of
-them are in memory, counted from the beginning of a read to `release`, beside
-those that are kept. An error of a read is raised by the `take` of its block.
+Guarantees: blocks come in their order, round after round; in addition to the
+kept blocks at most `window` of them are in memory, counted from the beginning
+of a read to `release`. An error of a read is raised by the `take` of its block.
 Cost: a read of each block in each round, unless all fit the window: then each
 is read once.
 
-`WindowLayout` says which blocks there are and which stay;
-`ringjax.plan.layer_window.simulate` is the same on simulated clocks.
+`WindowLayout` lists the blocks and those that are kept;
+`ringjax.plan.layer_window.simulate` simulates the same window.
 
 Ref: Li et al. 2024, TPI-LLM (arXiv 2410.00531), section 3.3.
 """
@@ -25,15 +25,15 @@ from ringjax.models.window_layout import WindowLayout
 
 
 class BlockTimes:
-  """Seconds by what they were spent on, and by block.
+  """Seconds spent, by kind of work and by block.
 
-  What is counted is the first passes or later ones: programs are compiled in
-  the first.
+  First and later passes are counted separately: the first ones include the
+  compilation of programs.
 
   Attributes:
-    later: whether later passes are counted now.
-    events: (kind, block, start, end) of each, by `time.monotonic`, if they are
-      kept; else None.
+    later: Whether the current pass is a later one.
+    events: Recorded events (kind, block, start, end) by `time.monotonic`, or
+      None if they are not recorded.
   """
 
   KINDS = ("read", "disk", "peers", "compute")
@@ -45,58 +45,60 @@ class BlockTimes:
     self.restart()
 
   def restart(self) -> None:
-    """Forgets all: the first passes are counted again."""
+    """Resets all counts; the next passes count as first ones."""
     self.later = False
-    made: Any = lambda: {
+    empty_counts: Any = lambda: {
       kind: collections.defaultdict(float) for kind in self.KINDS
     }
-    self._seconds = made(), made()
+    self._seconds = empty_counts(), empty_counts()
     self._reads: tuple[Any, Any] = collections.Counter(), collections.Counter()
     self._passes = [0, 0]
     self.events = [] if self._keeps else None
 
   def begin(self, *, later: bool) -> None:
-    """A pass begins, one of the first or a later one."""
+    """Begins a pass, a first or a later one."""
     self.later = later
     self._passes[later] += 1
 
   @contextlib.contextmanager
   def of(self, kind: str, block: int) -> Iterator[None]:
-    """Counts the seconds of what is inside."""
-    start, later = time.monotonic(), self.later
+    """Counts the seconds of the code in a `with` statement."""
+    start, in_later_pass = time.monotonic(), self.later
     try:
       yield
     finally:
       end = time.monotonic()
-      self._seconds[later][kind][block] += end - start
+      self._seconds[in_later_pass][kind][block] += end - start
       if kind == "read":
-        self._reads[later][block] += 1
+        self._reads[in_later_pass][block] += 1
       if self.events is not None:
         self.events.append((kind, block, start, end))
 
   def means(self, kind: str, blocks: int) -> tuple[float, ...]:
-    """Of each block the mean seconds of a kind in a later pass, or of a read.
+    """Mean seconds of a kind by block: per read for "read", else per pass.
 
-    If there was no later pass, in the first ones.
+    Later passes are used, or the first ones if there was no later pass.
     """
-    found = []
+    means = []
     for k in range(blocks):
-      later = bool(self._passes[True])
+      use_later = bool(self._passes[True])
       if kind == "read":
-        later = bool(self._reads[True][k])
-      count = self._reads[later][k] if kind == "read" else self._passes[later]
-      found.append(self._seconds[later][kind][k] / max(count, 1))
-    return tuple(found)
+        use_later = bool(self._reads[True][k])
+      count = (
+        self._reads[use_later][k] if kind == "read" else self._passes[use_later]
+      )
+      means.append(self._seconds[use_later][kind][k] / max(count, 1))
+    return tuple(means)
 
 
 class BlockWindow:
   """Blocks in memory, and the thread that reads the next ones.
 
   Attributes:
-    window: blocks that may be there at once; None for all.
-    peak_blocks: that were there at once, kept ones among them.
-    peak_bytes: their bytes.
-    bytes_read: from disk.
+    window: Maximum number of blocks in memory at once; None for all.
+    peak_blocks: Peak number of blocks in memory, with the kept ones.
+    peak_bytes: Peak bytes of blocks in memory.
+    bytes_read: Bytes read from disk.
   """
 
   def __init__(
@@ -105,12 +107,12 @@ class BlockWindow:
     layout: WindowLayout,
     times: BlockTimes,
   ):
-    """Begins to read.
+    """Starts the reading thread.
 
     Args:
-      read: returns a block by its number.
-      layout: the blocks; those of 0 bytes are never read, nor taken.
-      times: takes the seconds of reads and of waits for them.
+      read: Function that returns a block by its number.
+      layout: Layout of the blocks; those of 0 bytes are never read or taken.
+      times: Counts the seconds of reads and of waits for them.
     """
     self.window = layout.window
     self._read, self._nbytes, self._times = read, layout.nbytes, times
@@ -127,10 +129,10 @@ class BlockWindow:
     self._thread.start()
 
   def take(self, block: int) -> Any:
-    """A block, once it is there; it stays until `release`.
+    """Waits for a block and returns it; it stays in memory until `release`.
 
     Raises:
-      RingjaxError: what its read raised.
+      RingjaxError: If the read of the block raised it.
     """
     with self._times.of("disk", block), self._changed:
       while block not in self._ready:
@@ -144,7 +146,7 @@ class BlockWindow:
       return self._ready.pop(block)
 
   def release(self, block: int) -> None:
-    """Lets go of a block that was taken; a kept one stays."""
+    """Frees a block that was taken, unless it is a kept one."""
     with self._changed:
       if block in self._kept:
         return
@@ -152,7 +154,7 @@ class BlockWindow:
       self._changed.notify_all()
 
   def close(self) -> None:
-    """Ends the thread and lets go of all blocks."""
+    """Ends the thread and frees all blocks."""
     with self._changed:
       self._closed = True
       self._changed.notify_all()
@@ -160,7 +162,7 @@ class BlockWindow:
     self._ready.clear()
 
   def _ahead(self) -> None:
-    """The thread: reads block after block as long as there is room."""
+    """Reads block after block as long as there is room; the thread's target."""
     while self._order:
       for block in self._order:
         if not self._room(block):
@@ -169,7 +171,7 @@ class BlockWindow:
           continue
         try:
           with self._times.of("read", block):
-            found = self._read(block)
+            weights = self._read(block)
         except BaseException as error:
           with self._changed:
             self._fault = block, error
@@ -177,15 +179,15 @@ class BlockWindow:
           return
         with self._changed:
           self.bytes_read += self._nbytes[block]
-          self._ready[block] = found
+          self._ready[block] = weights
           self._changed.notify_all()
-        # Else this frame has it still when the window has let go of it.
-        del found
+        # Else this frame would keep the block alive after its release.
+        del weights
       if len(self._kept) == len(self._order):
         return
 
   def _room(self, block: int) -> bool:
-    """Waits for room for a block and takes it; False: the window is closed."""
+    """Waits for room for a block and reserves it; False if closed."""
     with self._changed:
       if block in self._ready:
         return not self._closed

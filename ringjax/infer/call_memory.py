@@ -1,14 +1,14 @@
-"""What a call of `generate` keeps in each memory: before it runs, and behind.
+"""Memory of a `generate` call by tier: predicted before it and reported after.
 
-Guarantees: weights, keys and hidden states of both are counted off shapes, by
-the same rules, so what was declared for a call is at least what it then has;
-for a smaller call too, unless a chain ("kvr") deals it to its shards otherwise.
-Weights that pass through a device are two layers', keys
-that do three layers', of one group of rows.
+Guarantees: prediction and report count weights, keys and hidden states from
+shapes by the same rules, so the prediction for a call is at least what the
+report has; also for a smaller call, unless a chain ("kvr") splits it over its
+shards differently. Weights that are streamed through a device count as two
+layers, streamed keys as three layers of one group of rows.
 
-What a program needs while it computes ("work") is an estimate: the widest part
-of a layer, and the logits. Compiled code of a CPU can need more, where it makes
-narrow weights wide.
+The memory of a running program ("work") is an estimate: the widest part of a
+layer, and the logits. Programs compiled for a CPU can need more, where they
+convert narrow weights to a wider dtype.
 """
 
 from __future__ import annotations
@@ -38,37 +38,38 @@ from ringjax.models.weight_placement import WeightPlacement, weight_bytes
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.plan.choice import Machine
 
-# Bytes by `kv.base.TIERS`, and of each by what they are.
+# Bytes by tier of `kv.base.TIERS`, then by use ("cache", "hidden", "work").
 TierBytes = Mapping[str, Mapping[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallMemory:
-  """The largest call of `generate` that a model's memory is to have room for.
+  """The largest call of `generate` for which memory is reserved.
 
   `rj.models.load(folder, memory="6GiB", beside=CallMemory(...))` places layers
-  so that they and this call are within `memory`. Options are those of
-  `generate`; a call that speculates is none that is counted.
+  so that they and this call fit in `memory`. Options are those of `generate`;
+  speculation is not counted.
 
   Attributes:
-    prompt: tokens of the longest row.
-    new: tokens that are added to it.
-    rows: of the batch.
-    rows_at_once: that a layer computes at a time; None: all.
-    chunk: tokens of a prompt that are read at a time; None: all.
-    cache_kind: how keys are stored.
-    cache_dtype: of the cache; None: the model's.
-    cache_placement: where keys of layers are that do not run.
-    hidden_placement: the same of hidden states of groups.
-    disk: the folder for keys on disk, whose room is looked at.
-    axis: the mesh axis that shards the sequence; default "seq".
-    prefill: how the prompt is read.
-    partition: tokens of each shard for "kvr".
-    machine: by which prefill="auto" chooses.
+    prompt: Number of tokens in the longest row.
+    new: Number of tokens that are added to it.
+    rows: Number of rows in the batch.
+    rows_at_once: Number of rows that a layer computes at a time; None: all.
+    chunk: Number of prompt tokens that are read at a time; None: all.
+    cache_kind: Storage format of keys and values.
+    cache_dtype: Dtype of the cache; None: the model's.
+    cache_placement: Placement of the keys of layers that are not running.
+    hidden_placement: Placement of the hidden states of groups that are not
+      running.
+    disk: Folder for keys on disk; its free space is checked.
+    axis: Mesh axis that shards the sequence; default "seq".
+    prefill: Method that reads the prompt.
+    partition: Number of tokens of each shard for "kvr".
+    machine: Machine model by which prefill="auto" chooses a method.
 
   Raises:
-    OptionError: counts below 1, options of reading that do not go together, or
-      a folder that is not there, or not where keys are on disk.
+    OptionError: If a count is below 1, options of reading contradict each
+      other, or the folder is missing or given without keys on disk.
   """
 
   prompt: int
@@ -104,19 +105,19 @@ class CallMemory:
     )
 
   def __call__(self, model: Transformer, mesh: Mesh | None = None) -> TierBytes:
-    """What the call has beside the weights.
+    """Predicts the memory of the call in addition to the weights.
 
     Args:
-      model: with or without numbers.
-      mesh: of its weights.
+      model: Model, concrete or abstract.
+      mesh: Mesh of the model's weights.
 
     Returns:
-      bytes by memory, and by "cache", "hidden" and "work": of "device" on each
-      device, of others in all.
+      Bytes by tier, then by "cache", "hidden" and "work": per device for the
+      tier "device", in total for the others.
 
     Raises:
-      MemoryEstimateError: the folder's disk has less room.
-      OptionError: a placement, or a kind of cache, that does not go.
+      MemoryEstimateError: If the folder's disk has too little free space.
+      OptionError: If a placement or kind of cache is not supported.
     """
     mesh, axis = place_of(mesh, self.axis, model)
     sharding = ShardingContext(mesh=mesh, axis=axis)
@@ -124,10 +125,10 @@ class CallMemory:
     kind = kinds.WINDOWED
     if self.cache_kind is not None:
       kind = kinds.cache_kind(self.cache_kind)
-    how = self._reading().plan(self.prompt, model, mesh, axis, kind=kind)
-    slots = max(padded(self.prompt, size), how.slots * size)
+    reading = self._reading().plan(self.prompt, model, mesh, axis, kind=kind)
+    slots = max(padded(self.prompt, size), reading.slots * size)
     read = min(slots, padded(self.chunk or 1 << 40, size))
-    # As `generate` makes it: a shard's last slot may stay empty.
+    # The same capacity as in `generate`: a shard's last slot may stay empty.
     capacity = padded(slots + self.new + size, size)
     caches = []
     for start in range(0, self.rows, group):
@@ -146,66 +147,68 @@ class CallMemory:
     if self.hidden_placement is not None:
       hidden = WeightPlacement.of(self.hidden_placement).host or 0.0
     hosted = round(float(hidden) * len(caches))
-    found = call_bytes(model, caches, hosted, -(-read // size))
-    if found[DISK]["cache"] and self.disk is not None:
+    tiers = call_bytes(model, caches, hosted, -(-read // size))
+    if tiers[DISK]["cache"] and self.disk is not None:
       free = shutil.disk_usage(self.disk).free
-      if found[DISK]["cache"] > free:
+      if tiers[DISK]["cache"] > free:
         raise MemoryEstimateError(
           "disk",
-          f"{found[DISK]['cache']:,} bytes of keys",
+          f"{tiers[DISK]['cache']:,} bytes of keys",
           f"at most the {free:,} that are free in {os.fspath(self.disk)!r}",
           "name another folder, or place less of the cache on disk",
         )
-    return found
+    return tiers
 
 
 def call_bytes(
   model: Transformer, caches: list[Any], hosted: int, read: int
 ) -> dict[str, dict[str, int]]:
-  """Bytes of a call by memory and by what they are, but for the weights.
+  """Counts the bytes of a call by tier and use, without the weights.
 
   Args:
-    model: with or without numbers.
-    caches: of each group of rows, with or without numbers.
-    hosted: groups whose hidden states are in the host's memory.
-    read: tokens of a row that a device reads at once.
+    model: Model, concrete or abstract.
+    caches: Cache of each group of rows, concrete or abstract.
+    hosted: Number of groups whose hidden states are in host memory.
+    read: Number of tokens of a row that a device reads at once.
   """
-  found = {tier: {"cache": 0, "hidden": 0} for tier in TIERS}
+  tiers = {tier: {"cache": 0, "hidden": 0} for tier in TIERS}
   for cache in caches:
     for tier, n in _cache_bytes(cache).items():
-      found[tier]["cache"] += n
-  # What passes through is of one group at a time.
-  found[DEVICE]["cache"] += max(map(_passing, caches))
+      tiers[tier]["cache"] += n
+  # Only one group at a time streams keys through the device.
+  tiers[DEVICE]["cache"] += max(map(_passing, caches))
   width = _streams(model) * model.config.embed
   width *= jax.numpy.dtype(model.dtype).itemsize
   states = [cache.batch * read * width for cache in caches]
-  away = states[len(states) - hosted :] if hosted else []
-  found[IN_HOST]["hidden"] = sum(away)
-  found[DEVICE]["hidden"] = sum(states) - sum(away) + max(away, default=0)
+  host_states = states[len(states) - hosted :] if hosted else []
+  tiers[IN_HOST]["hidden"] = sum(host_states)
+  tiers[DEVICE]["hidden"] = (
+    sum(states) - sum(host_states) + max(host_states, default=0)
+  )
   rows = max(cache.batch for cache in caches)
   logits = sum(cache.batch for cache in caches) * model.config.vocab * 4
-  found[DEVICE]["work"] = _work(model, rows, read) + 2 * logits
-  return found
+  tiers[DEVICE]["work"] = _work(model, rows, read) + 2 * logits
+  return tiers
 
 
 def report_bytes(model: Transformer, session: Session, read: int) -> TierBytes:
-  """Bytes by memory and by what they are, of a model and a cache as they are.
+  """Counts the bytes of a model and a session by tier and use.
 
   Args:
-    model: whose layers may be elsewhere.
-    session: whose cache it is.
-    read: tokens of a row that a device read at once.
+    model: Model, whose layers may be in any tier.
+    session: Session with the cache to count.
+    read: Number of tokens of a row that a device read at once.
   """
   cache = session.cache
   groups = isinstance(cache, RowGroups)
   caches = [*cache.caches] if groups else [cache]
-  found = call_bytes(model, caches, sum(cache.hosted) if groups else 0, read)
+  tiers = call_bytes(model, caches, sum(cache.hosted) if groups else 0, read)
   weights = weight_bytes(model)
-  return {tier: {"weights": weights[tier], **found[tier]} for tier in TIERS}
+  return {tier: {"weights": weights[tier], **tiers[tier]} for tier in TIERS}
 
 
 def _cache_bytes(cache: Any) -> dict[str, int]:
-  """Of a device, of the host in all, and of the disk."""
+  """Bytes of a cache by tier: per device, in total on the host, on disk."""
   leaves = jax.tree.leaves(cache)
   of_host = [
     math.prod(x.shape) * x.dtype.itemsize
@@ -219,7 +222,7 @@ def _cache_bytes(cache: Any) -> dict[str, int]:
 
 
 def _passing(cache: Any) -> int:
-  """Bytes of keys on a device that are of layers elsewhere."""
+  """Bytes on a device for keys of layers that are stored in other tiers."""
   if not isinstance(cache, OffloadedCache):
     return 0
   return 3 * max(
@@ -233,20 +236,20 @@ def _passing(cache: Any) -> int:
 
 
 def _work(model: Transformer, rows: int, read: int) -> int:
-  """Bytes of a layer's steps for `rows` rows of `read` tokens, about."""
+  """Estimated bytes of a layer's activations, `rows` rows of `read` tokens."""
   layers = model.config.layers
   size = jax.numpy.dtype(model.dtype).itemsize
   queries = max(layer.attention.pair_flops for layer in layers) // 4
   width = max(layer.feedforward.width for layer in layers)
-  # Hidden states of some steps, queries, keys and values, sums in float32.
+  # Four hidden states, queries, keys and values, and float32 accumulators.
   embed = _streams(model) * model.config.embed
-  each = size * (4 * embed + 3 * queries) + 8 * queries
-  # A feedforward is computed some tokens after others.
-  some = min(read, ShardingContext().block)
-  return rows * int(read * each + some * size * 3 * width // 2)
+  token_bytes = size * (4 * embed + 3 * queries) + 8 * queries
+  # A feedforward layer is computed in blocks of tokens.
+  block_tokens = min(read, ShardingContext().block)
+  return rows * int(read * token_bytes + block_tokens * size * 3 * width // 2)
 
 
 def _streams(model: Transformer) -> int:
-  """Hidden states of a token between layers."""
+  """Number of hidden states of a token between layers."""
   streams = model.config.streams
   return 1 if streams is None else streams.count

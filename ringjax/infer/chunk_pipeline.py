@@ -1,14 +1,14 @@
 """Chunked pipeline prefill: each process has some layers, and reads all chunks.
 
 Guarantees: the last rank ends with the logits that one device would have, and
-with `keep="last"` with its whole cache; a rank never waits for a later one, but
-for `credits`. A rank that dies, freezes or gets stuck is named by the others.
-Cost: over a link travel the activations of all tokens, once: tokens x width,
+with `keep="last"` with its whole cache; a rank never waits for a later one,
+except for `credits`. The other ranks name a rank that dies, freezes or hangs.
+Cost: each link carries the activations of all tokens, once: tokens x width,
 whatever the number of layers. KV-Runahead, whose ranks split tokens, sends keys
-and values in every layer. With `keep="last"` the keys and values of the layers
-of earlier ranks are pulled by the last one, beside what it computes.
-Memory: of each layer that a rank has, the keys of all tokens. Every process
-loads the whole model, of which it runs its layers.
+and values in every layer. With `keep="last"` the last rank pulls the keys and
+values of earlier ranks' layers while it computes.
+Memory: the keys and values of all tokens for each layer of a rank. Every
+process loads the whole model and runs its own layers.
 
 Rank x of p has an even part of the layers. Chunk by chunk:
 
@@ -17,8 +17,8 @@ Rank x of p has an even part of the layers. Chunk by chunk:
   3  the outputs to rank x + 1, by a thread; the last rank: logits
 
 Keys and values of a layer are published as soon as they are computed, while
-the next layers still are, and rank p - 1 is told along the chain where to pull
-them (`rj.transfer`): blocks stream layer by layer.
+the next layers run; a ticket passed along the chain lets rank p - 1 pull them
+(`rj.transfer`): blocks stream layer by layer.
 Ref: Qin et al. 2025, Mooncake (FAST), arXiv 2407.00079, section 5.
 """
 
@@ -57,14 +57,13 @@ from ringjax.plan import cost
 from ringjax.transfer import PageLayout, PageLeaf, Publisher, Ticket, pull
 
 KEEPS = ("last", "stages")
-# A tile of tokens, the size of all programs.
+# Tokens of a tile, for which all programs are compiled.
 _TILE = 512
-# Of a message: its kind, two numbers, bytes of what follows.
+# Header of a message: kind, first token, end, bytes of the contents.
 _HEADER = struct.Struct("<BIIQ")
 _ACTIVATIONS, _TICKET = 0, 1
 _LARGEST_TICKET = 1 << 20
-# Blocks are pulled as soon as they are known; only a reader that died leaves
-# one for that long.
+# Blocks are pulled at once; only a puller that died leaves one that long.
 _LEASE_S = 3600.0
 
 
@@ -72,7 +71,7 @@ class ChunkPipeline:
   """One rank of a pipeline that reads prompts in chunks.
 
   Attributes:
-    stages: numbers of layers of each rank.
+    stages: Number of layers of each rank.
   """
 
   def __init__(
@@ -85,19 +84,21 @@ class ChunkPipeline:
     tile: int | None = None,
     dtype: DTypeLike | None = None,
   ):
-    """Prepares; nothing is computed yet.
+    """Checks the arguments; nothing is computed yet.
 
     Args:
-      model: the whole model, on one device of this process.
-      peers: the group; each rank is a stage.
-      stages: layers of each rank; default: even.
-      credits: chunks that wait to be sent at most.
-      tile: tokens of a tile; default: 512, or less for a short prompt.
-      dtype: of the cache; default: the model's.
+      model: The whole model, on one device of this process.
+      peers: Process group; each rank is a stage.
+      stages: Number of layers of each rank; default: an even split.
+      credits: Maximum number of chunks that wait to be sent.
+      tile: Number of tokens in a tile; default: 512, or less for a short
+        prompt.
+      dtype: Dtype of the cache; default: the model's.
 
     Raises:
-      ConfigError: a model with layers that keep more than keys and values.
-      OptionError: an argument out of range, or more ranks than layers.
+      ConfigError: If layers of the model keep more than keys and values.
+      OptionError: If an argument is out of range, or there are more ranks than
+        layers.
     """
     self.model, self.peers = model, peers
     self.credits = positive_int("credits", credits)
@@ -112,8 +113,8 @@ class ChunkPipeline:
         "a layer for each rank",
         f"start at most {count} processes",
       )
-    given = cost.even(count, peers.size) if stages is None else stages
-    self.stages = tuple(positive_int("stages", n) for n in given)
+    layer_counts = cost.even(count, peers.size) if stages is None else stages
+    self.stages = tuple(positive_int("stages", n) for n in layer_counts)
     if sum(self.stages) != count or len(self.stages) != peers.size:
       raise OptionError(
         "stages",
@@ -139,24 +140,24 @@ class ChunkPipeline:
     """Reads a prompt; all ranks call it, with the same arguments.
 
     Args:
-      tokens: int32 [C] or [1, C].
-      chunks: tokens of each chunk; see `rj.plan.equal_times`.
-      new_tokens: room in the cache behind the prompt.
+      tokens: Token ids of the prompt, int32 [C] or [1, C].
+      chunks: Number of tokens in each chunk; see `rj.plan.equal_times`.
+      new_tokens: Tokens after the prompt that the cache has room for.
       keep: "last" brings the whole cache to the last rank, whose reading
         `rj.infer.kvr.follow` continues; "stages" drops it.
-      method: its name, for the outcome.
-      pause: called at the beginning of every chunk with its number, to see
-        what a slow rank does to the others.
+      method: Name of the method in the outcome.
+      pause: Callback at the beginning of every chunk, with its number; lets
+        tests delay a rank.
 
     Returns:
-      Its `outcome` has the chunks as lengths, the pairs of each, and the bytes
-      of activations by link; spans of chunks ("attend"), of messages ("send"),
-      and on the last rank of pulled blocks ("pull").
+      The reading, whose `outcome` has the chunks as lengths, the pairs of each,
+      and the bytes of activations by link; spans of chunks ("attend"), of
+      messages ("send"), and on the last rank of pulled blocks ("pull").
 
     Raises:
-      OptionError: chunks that do not add up to the prompt.
-      PromptError: an empty prompt, unknown ids, or too many tokens.
-      PeerError: ranks do not agree, or one of them failed.
+      OptionError: If the chunks do not add up to the prompt.
+      PromptError: If the prompt is empty, too long, or has unknown ids.
+      PeerError: If the ranks' arguments differ, or one of them failed.
     """
 
     def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
@@ -203,49 +204,51 @@ class ChunkPipeline:
       session = Session(
         self.model, max(room, ids.size + new_tokens), dtype=self.dtype
       )
-    run = _Stage(self, ids, room)
-    self._compile(run, session, size, room)
+    stage = _Stage(self, ids, room)
+    self._compile(stage, session, size, room)
     secret = bytes.fromhex(peers.gather(secrets.token_hex(16))[0])
     recorder = spans.SpanRecorder(peers)
     layers = self.programs.layers
-    before = layers[: sum(self.stages[:rank])]
+    earlier_layers = layers[: sum(self.stages[:rank])]
     link = peers, layers, self.credits, recorder, ids.size
     sender = receiver = publisher = puller = logits = None
-    told: Callable[[str], object] = nothing
+    tell: Callable[[str], object] = nothing
     try:
       if rank < last:
         sender = _ActivationSender(*link)
-        told = sender.tell
+        tell = sender.tell
         if gathers:
           host = peers.link(rank + 1).getsockname()[0]
           publisher = Publisher(secret, host=host, lease_s=_LEASE_S)
-          run.publish = _BlockPublisher(peers, publisher, told)
+          stage.publish = _BlockPublisher(peers, publisher, tell)
       elif gathers:
-        puller = _BlockPuller(peers, before, room, self.dtype, secret, recorder)
-        told = puller.put
+        puller = _BlockPuller(
+          peers, earlier_layers, room, self.dtype, secret, recorder
+        )
+        tell = puller.put
       if rank > 0:
         receiver = _ActivationReceiver(
           *link,
           lengths=lengths,
-          tickets=len(before) * len(lengths) * gathers,
+          tickets=len(earlier_layers) * len(lengths) * gathers,
           width=self.model.config.embed,
           dtype=stream_dtype(self.model.dtype),
-          told=told,
+          told=tell,
         )
       start_s = recorder.now()
       with peers.doing(peers_.WORKING):
         logits = self._chunks(
-          run, lengths, size, recorder, receiver, sender, pause
+          stage, lengths, size, recorder, receiver, sender, pause
         )
         end_s = recorder.now()
         if session is not None:
-          self._gather(session, run, puller, ids)
-      # Publishers stay until the last rank has pulled all.
+          self._gather(session, stage, puller, ids)
+      # Publishers stay open until the last rank has pulled all blocks.
       parts = peers.gather(
         {"start": start_s, "end": end_s, "spans": recorder.spans}
       )
     finally:
-      for worker in (run.publish, puller, publisher):
+      for worker in (stage.publish, puller, publisher):
         if worker is not None:
           worker.close()
     width = self.model.config.embed * stream_dtype(self.model.dtype).itemsize
@@ -275,15 +278,15 @@ class ChunkPipeline:
     sender: _ActivationSender | None,
     pause: Callable[[int], Any],
   ) -> jax.Array | None:
-    """Reads all chunks; on the last rank, the logits behind them."""
-    first, found = 0, None
+    """Reads all chunks; returns the logits after them on the last rank."""
+    first, logits = 0, None
     for number, count in enumerate(lengths):
       pause(number)
       self.peers.check()
       tiles = _cut(first, count, size)
-      came = None if receiver is None else receiver.take(number)
+      activations = None if receiver is None else receiver.take(number)
       start_s = recorder.now()
-      xs = run.chunk(tiles, came)
+      xs = run.chunk(tiles, activations)
       recorder.add("attend", number, start_s)
       if sender is not None:
         pairs = zip(xs, tiles, strict=True)
@@ -291,8 +294,8 @@ class ChunkPipeline:
         sender.put(number, first, rows)
       elif number == len(lengths) - 1:
         programs = self.programs
-        found = programs.head(programs.outer, xs[-1], tiles[-1].real - 1)
-        found = jax.block_until_ready(found)
+        logits = programs.head(programs.outer, xs[-1], tiles[-1].real - 1)
+        logits = jax.block_until_ready(logits)
       first += count
     if run.publish is not None:
       run.publish.finish()
@@ -300,7 +303,7 @@ class ChunkPipeline:
       receiver.finish()
     if sender is not None:
       sender.finish()
-    return found
+    return logits
 
   def _gather(
     self,
@@ -309,7 +312,7 @@ class ChunkPipeline:
     puller: _BlockPuller | None,
     ids: np.ndarray,
   ) -> None:
-    """Fills a session with the layers of this rank and those of the others."""
+    """Fills a session with the caches of all ranks' layers."""
     if puller is not None:
       puller.finish()
     cache = session.cache
@@ -330,7 +333,7 @@ class ChunkPipeline:
   def _compile(
     self, run: _Stage, session: Session | None, size: int, room: int
   ) -> None:
-    """Compiles all programs before others wait for this rank."""
+    """Compiles all programs before other ranks wait for this one."""
     key = size, room, session and session.cache.capacity
     if key in self._compiled:
       return
@@ -338,8 +341,8 @@ class ChunkPipeline:
     spare = _Stage(self, run.ids, room)
     width = self.model.config.embed
     rows = np.zeros((1, width), stream_dtype(self.model.dtype))
-    came = None if self.peers.rank == 0 else rows
-    (x,) = spare.chunk([PromptTile(0, size, 1)], came)
+    activations = None if self.peers.rank == 0 else rows
+    (x,) = spare.chunk([PromptTile(0, size, 1)], activations)
     jax.block_until_ready(self.programs.head(self.programs.outer, x, 0))
     if session is not None:
       for layer in self.programs.layers:
@@ -356,13 +359,13 @@ class ChunkPipeline:
 
 
 def _shape(layer: StackedLayer, room: int) -> tuple[int, int, int, int]:
-  """Of a layer's keys."""
+  """Shape [1, K, room, H] of a layer's keys."""
   spec: Any = layer.spec.attention
   return 1, spec.kv_heads, room, spec.head_dim
 
 
 def _cut(first: int, count: int, size: int) -> list[PromptTile]:
-  """Tiles of the tokens [first, first + count)."""
+  """Cuts the tokens [first, first + count) into tiles."""
   end = first + count
   return [
     PromptTile(at, size, min(size, end - at)) for at in range(first, end, size)
@@ -370,52 +373,53 @@ def _cut(first: int, count: int, size: int) -> list[PromptTile]:
 
 
 class _Stage:
-  """The layers of a rank, and what they have of the chunks so far.
+  """The layers of a rank, with their caches of the chunks so far.
 
   Attributes:
-    ids: the prompt.
-    caches: of each layer by its number, a cache of this layer alone.
-    publish: what gets keys and values as they are made, or None.
+    ids: Token ids of the prompt, int32 [C].
+    caches: Single-layer cache of each layer, by its number.
+    publish: Publisher of keys and values as they are computed, or None.
   """
 
   def __init__(self, owner: ChunkPipeline, ids: np.ndarray, room: int):
     self.owner, self.ids = owner, ids
     self.publish: _BlockPublisher | None = None
     programs = owner.programs
-    made = {
+    caches = {
       layer.number: KVCache.create(
         (programs.cache_spec(layer),), 1, room, owner.dtype
       )
       for layer in owner._layers
     }
-    self.caches = jax.device_put(made, SingleDeviceSharding(owner.device))
+    self.caches = jax.device_put(caches, SingleDeviceSharding(owner.device))
 
   def chunk(
     self,
     tiles: Sequence[PromptTile],
     came: Float[np.ndarray, "n D"] | None,
   ) -> list[jax.Array]:
-    """What the last layer makes of each tile of a chunk, [1, T, D].
+    """Runs a chunk; returns the last layer's output of each tile, [1, T, D].
 
     Args:
-      tiles: of the chunk.
-      came: activations of all its tokens; None on the first rank.
+      tiles: Tiles of the chunk.
+      came: Activations of all its tokens from the rank before, [n, D]; None on
+        the first rank.
     """
     owner = self.owner
     programs, peers = owner.programs, owner.peers
     length = self.ids.size
-    where = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
+    token_spans = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
     xs: list[Any] = [self._input(tile, tiles[0].first, came) for tile in tiles]
     for layer in owner._layers:
       weights = programs.weights(layer)
       cache, outs, parts = self.caches[layer.number], [], []
-      for x, span in zip(xs, where, strict=True):
-        made = programs.project(layer.spec, weights, x, span, owner.dtype)
+      for x, span in zip(xs, token_spans, strict=True):
+        projected = programs.project(layer.spec, weights, x, span, owner.dtype)
         out, cache = programs.attend(
-          layer.spec, 0, weights, x, made, span, cache, 0
+          layer.spec, 0, weights, x, projected, span, cache, 0
         )
         outs.append(out)
-        parts.append(made[1:])
+        parts.append(projected[1:])
       xs, self.caches[layer.number] = outs, cache
       if self.publish is not None:
         self.publish.put(layer, tiles, parts)
@@ -447,12 +451,12 @@ class _Stage:
 
 
 class _ActivationSender(LinkEnd):
-  """Sends chunks to the next rank, and where blocks are to be pulled."""
+  """Sends chunks and tickets of published blocks to the next rank."""
 
   step, sent, over, ended = 1, 0, False, False
 
   def put(self, number: int, first: int, rows: list[np.ndarray]) -> None:
-    """Has a chunk sent; waits while `credits` of them are on their way."""
+    """Queues a chunk to send; waits while `credits` chunks are queued."""
     start_s = self.recorder.now()
     free: Callable[[], bool] = lambda: number - self.sent < self.credits
     if not free():
@@ -462,12 +466,12 @@ class _ActivationSender(LinkEnd):
     self.peers.wake()
 
   def tell(self, text: str) -> None:
-    """Has a ticket sent; from any thread."""
+    """Queues a ticket to send; may be called from any thread."""
     self.ready.append(text)
     self.peers.wake()
 
   def finish(self) -> None:
-    """Waits until all is sent."""
+    """Waits until everything is sent."""
     self.over = True
     self.peers.wake()
     self.peers.wait(lambda: self.ended)
@@ -478,13 +482,13 @@ class _ActivationSender(LinkEnd):
       self.peers.rest(lambda: bool(self.ready) or self.over)
       if not self.ready:
         break
-      one = self.ready.popleft()
-      if isinstance(one, str):
-        data = np.frombuffer(one.encode(), np.uint8)
+      item = self.ready.popleft()
+      if isinstance(item, str):
+        data = np.frombuffer(item.encode(), np.uint8)
         header = _HEADER.pack(_TICKET, 0, 0, data.size)
         peers_.send(link, [np.frombuffer(header, np.uint8), data])
         continue
-      number, first, rows = one
+      number, first, rows = item
       nbytes = sum(part.nbytes for part in rows)
       start_s = self.recorder.now()
       count = sum(len(part) for part in rows)
@@ -498,7 +502,7 @@ class _ActivationSender(LinkEnd):
 
 
 class _ActivationReceiver(LinkEnd):
-  """Takes chunks from the rank before, and passes on where blocks are."""
+  """Receives chunks from the rank before, and passes on its tickets."""
 
   step = -1
 
@@ -511,15 +515,15 @@ class _ActivationReceiver(LinkEnd):
     dtype: np.dtype,
     told: Callable[[str], object],
   ):
-    """As `LinkEnd`.
+    """Starts the receiving thread, see `LinkEnd`.
 
     Args:
-      *link: of the end.
-      lengths: tokens of the chunks.
-      tickets: that will come, for blocks of all ranks before.
-      width: of an activation.
-      dtype: of its numbers.
-      told: gets each ticket, in another thread.
+      *link: Arguments of `LinkEnd`.
+      lengths: Number of tokens in each chunk.
+      tickets: Number of tickets to expect, for blocks of all ranks before.
+      width: Width of an activation.
+      dtype: Dtype of activations.
+      told: Callback that gets each ticket, in the receiving thread.
     """
     self.lengths, self.tickets = lengths, tickets
     self.width, self.dtype, self.told = width, dtype, told
@@ -527,7 +531,7 @@ class _ActivationReceiver(LinkEnd):
     super().__init__(*link)
 
   def take(self, number: int) -> np.ndarray:
-    """A chunk's activations [n, D], as soon as they have come."""
+    """Waits for a chunk's activations [n, D]."""
     start_s = self.recorder.now()
     self.peers.wait(lambda: bool(self.ready))
     self.recorder.add("wait", number, start_s)
@@ -539,8 +543,8 @@ class _ActivationReceiver(LinkEnd):
 
   def work(self) -> None:
     link = self.peers.link(self.neighbour)
-    came = first = tickets = 0
-    while came < len(self.lengths) or tickets < self.tickets:
+    num_chunks = first = tickets = 0
+    while num_chunks < len(self.lengths) or tickets < self.tickets:
       header = np.zeros(_HEADER.size, np.uint8)
       peers_.receive(link, [header])
       kind, begin, end, nbytes = _HEADER.unpack(header.tobytes())
@@ -550,17 +554,17 @@ class _ActivationReceiver(LinkEnd):
         tickets += 1
         self.told(text.tobytes().decode())
         continue
-      count = self.lengths[came] if came < len(self.lengths) else 0
+      count = self.lengths[num_chunks] if num_chunks < len(self.lengths) else 0
       rows = np.zeros((count, self.width), self.dtype)
-      want = (_ACTIVATIONS, first, first + count, rows.nbytes)
-      if (kind, begin, end, nbytes) != want:
+      expected = (_ACTIVATIONS, first, first + count, rows.nbytes)
+      if (kind, begin, end, nbytes) != expected:
         raise PeerError(
           f"rank {self.neighbour} sent {nbytes} bytes of tokens {begin} to "
-          f"{end}; wanted {want[3]} of {want[1]} to {want[2]}",
+          f"{end}; wanted {expected[3]} of {expected[1]} to {expected[2]}",
           self.neighbour,
         )
       peers_.receive(link, [rows])
-      came, first = came + 1, end
+      num_chunks, first = num_chunks + 1, end
       self.ready.append(rows)
       self.peers.wake()
     self.ended = True
@@ -573,10 +577,10 @@ class _ActivationReceiver(LinkEnd):
 
 
 class _Worker:
-  """A thread that takes one thing after another.
+  """A thread that handles queued items one after another.
 
   Attributes:
-    peers: the group.
+    peers: Process group, which wakes waiting threads.
   """
 
   def __init__(self, peers: Peers):
@@ -585,44 +589,44 @@ class _Worker:
     self._left = 0
     threading.Thread(target=self._run, daemon=True).start()
 
-  def put(self, *one: Any) -> None:
-    """Has something done, behind what came before it."""
+  def put(self, *item: Any) -> None:
+    """Queues an item, given as the arguments of `handle`."""
     self._left += 1
-    self._ready.append(one)
+    self._ready.append(item)
     self.peers.wake()
 
   def finish(self) -> Any:
-    """Waits until all is done."""
+    """Waits until all queued items are handled."""
     self.peers.wait(lambda: not self._left)
 
-  def one(self, *one: Any) -> None:
-    """What is done with each."""
+  def handle(self, *item: Any) -> None:
+    """Handles an item, in the thread."""
     raise NotImplementedError
 
   def _run(self) -> None:
     try:
       while True:
         self.peers.rest(lambda: bool(self._ready))
-        one = self._ready.popleft()
-        if not one:
+        item = self._ready.popleft()
+        if not item:
           return
-        self.one(*one)
+        self.handle(*item)
         self._left -= 1
         self.peers.wake()
     except PeerError:
-      # All know of it: `rest` raises what failed, `one` reports.
+      # Already reported: `rest` raises known failures, `handle` new ones.
       return
     except BaseException as error:
       self.peers.abandon(error)
 
   def close(self) -> None:
-    """Ends the thread, behind all that came before."""
+    """Ends the thread after all queued items."""
     self._ready.append(())
     self.peers.wake()
 
 
 class _BlockPublisher(_Worker):
-  """Publishes what layers make of chunks, while the next layers compute."""
+  """Publishes keys and values of a layer while the next layers compute."""
 
   def __init__(
     self, peers: Peers, publisher: Publisher, tell: Callable[[str], object]
@@ -630,10 +634,10 @@ class _BlockPublisher(_Worker):
     self._publisher, self._tell = publisher, tell
     super().__init__(peers)
 
-  def one(self, *one: Any) -> None:
+  def handle(self, *item: Any) -> None:
     """Publishes a layer's keys and values of the tiles of a chunk."""
-    layer, tiles, parts = one
-    # Waits for the projections of this layer, and for nothing behind them.
+    layer, tiles, parts = item
+    # Waits for the projections of this layer, not for later computations.
     k, v = (
       np.concatenate(
         [
@@ -662,10 +666,10 @@ class _BlockPublisher(_Worker):
 
 
 class _BlockPuller(_Worker):
-  """Pulls the blocks of other ranks, while this one computes.
+  """Pulls the blocks of other ranks while this one computes.
 
   Attributes:
-    blocks: of each layer by its number, keys and values [1, K, room, H].
+    blocks: Keys and values [1, K, room, H] of each layer, by its number.
   """
 
   def __init__(
@@ -684,18 +688,18 @@ class _BlockPuller(_Worker):
     self._key, self._recorder = key, recorder
     super().__init__(peers)
 
-  def one(self, *one: Any) -> None:
-    """Pulls what a message of `_BlockPublisher` names."""
-    card = json.loads(*one)
+  def handle(self, *item: Any) -> None:
+    """Pulls the block that a ticket of `_BlockPublisher` names."""
+    card = json.loads(*item)
     start_s = self._recorder.now()
     host, port = card["address"]
     try:
-      got = pull(Ticket.from_json(card["ticket"]), (host, port), self._key)
+      pulled = pull(Ticket.from_json(card["ticket"]), (host, port), self._key)
     except PeerError as error:
       raise self.peers.report_failure(card["rank"], f"{error}") from None
     first = card["first"]
     for side, name in enumerate("kv"):
-      (rows,) = got.arrays[name]
+      (rows,) = pulled.arrays[name]
       end = first + rows.shape[1]
       self.blocks[card["layer"]][side][0, :, first:end] = rows
-    self._recorder.add("pull", card["layer"], start_s, got.nbytes)
+    self._recorder.add("pull", card["layer"], start_s, pulled.nbytes)

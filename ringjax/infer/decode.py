@@ -1,10 +1,10 @@
-"""One token after another, from a cache that stays where it is.
+"""Decode steps: one token after another, from a cache that stays in place.
 
-Guarantees: a step is a pure function of a `DecodeState` and a cache. Its
-program is the same for every step of a capacity; it depends on neither the
-length of the context nor on what is in it, nor on a sampler's numbers, but on
-which of them it has. A row whose logits are not finite is over, with
-`finite.NOT_FINITE` in place of its token; rows beside it are not affected.
+Guarantees: a step is a pure function of a `DecodeState` and a cache. All steps
+with the same cache capacity share one program; it depends neither on the length
+or contents of the context nor on the values of a sampler's settings, but on
+which settings are used. A row whose logits are not finite ends, with
+`finite.NOT_FINITE` in place of its token; other rows are not affected.
 Cost: a step reads the weights and the filled slots of the cache once, and
 sends one small reduction a layer.
 """
@@ -27,22 +27,22 @@ from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
-# Most models have no more stop ids.
+# Most models have at most this many stop ids.
 _STOPS = 4
 
 
 class DecodeState(NamedTuple):
-  """What a step of decoding takes and returns beside the cache.
+  """State of decoding between steps, without the cache.
 
-  The cache is not part of it: a step takes the cache's memory, while the host
-  still reads the tokens of the state before.
+  The cache is separate: a step donates the cache's memory, while the host still
+  reads the tokens of the state before.
 
   Fields:
-    token: int32 [B], the tokens that were chosen last; `finite.NOT_FINITE` of
-      rows whose logits were not finite.
-    pos: int32 [B], their positions.
-    done: bool [B], whether a row has stopped.
-    seen: bool [B, V], ids that occurred, or None if the sampler ignores them.
+    token: Last chosen tokens, int32 [B]; `finite.NOT_FINITE` in rows whose
+      logits were not finite.
+    pos: Positions of these tokens, int32 [B].
+    done: Whether a row has stopped, bool [B].
+    seen: Ids that occurred, bool [B, V], or None if the sampler ignores them.
   """
 
   token: Int[Array, " B"]
@@ -52,7 +52,7 @@ class DecodeState(NamedTuple):
 
 
 def stop_ids(ids: Sequence[int]) -> jax.Array:
-  """Ids that end a row, int32 [n]: few n, so that few are compiled."""
+  """Ids that end a row, padded to a power of two: few programs are compiled."""
   size = max(_STOPS, 1 << (len(ids) - 1).bit_length())
   padded = np.full(size, -1, np.int32)
   padded[: len(ids)] = ids
@@ -68,7 +68,7 @@ def first(
   seen: Bool[Array, "B V"] | None,
   stops: Int[Array, " n"],
 ) -> DecodeState:
-  """Chooses the token behind the prompt, whose position is `pos`.
+  """Chooses the first token after the prompt, at position `pos`.
 
   `sampler` is a pytree: `sampling.traced`.
   """
@@ -89,13 +89,13 @@ def step(
 ) -> tuple[DecodeState, Any]:
   """Reads the last tokens into the cache and chooses the next ones.
 
-  `length` is that of the whole context or of each row's prompt, for rotations
-  that depend on it.
+  `length` is the length of the whole context or of each row's prompt, for
+  rotations that depend on it.
   """
   logits, cache = forward(
     model,
     attend,
-    # Of rows that have none, the id does not matter.
+    # Negative ids mark rows without a token: any valid id will do.
     jnp.maximum(state.token, 0)[:, None],
     state.pos[:, None],
     # No later turn may see what follows a stop.
@@ -104,8 +104,10 @@ def step(
     None,
     length,
   )
-  after = _following(sampler, attend.everywhere(logits[:, 0]), state, stops)
-  return attend.everywhere(after), cache
+  next_state = _following(
+    sampler, attend.everywhere(logits[:, 0]), state, stops
+  )
+  return attend.everywhere(next_state), cache
 
 
 @bounded
@@ -116,7 +118,7 @@ def following(
   state: DecodeState,
   stops: Int[Array, " n"],
 ) -> DecodeState:
-  """Chooses the tokens behind those of a state, by the logits behind them."""
+  """Chooses the tokens after those of a state, by the logits after them."""
   return _following(sampler, logits, state, stops)
 
 
@@ -134,7 +136,7 @@ def _following(
 def ends(
   attend: CachedAttention, done: Bool[Array, " B"], ended: Bool[Array, " B"]
 ) -> Bool[Array, " B"]:
-  """Which rows are over: by a stop id (`done`), or as the host says."""
+  """Mask of ended rows: by a stop id (`done`), or by the host (`ended`)."""
   return attend.everywhere(done | ended)
 
 
@@ -145,7 +147,7 @@ def _chosen(
   seen: jax.Array | None,
   stops: jax.Array,
 ) -> DecodeState:
-  """The state with tokens [B] that were just chosen."""
+  """State after tokens [B] were chosen at `pos`."""
   if seen is not None:
     seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
   stopped = jnp.any(token[:, None] == stops[None], 1)

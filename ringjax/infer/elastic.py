@@ -1,16 +1,16 @@
-"""Elastic sequence parallelism: more devices read a prompt than answer it.
+"""Elastic sequence parallelism: more devices for prefill than for decoding.
 
 `ElasticSession.read` reads prompts by a ring over all instances. Every key
-passes every instance on its way, and each keeps those that a plan gives it, so
-that afterwards fewer instances answer (`regroup`) and no key has moved. To
-answer faster, or with more slots, instances join: old keys stay, the new tokens
-of a row are on the row's master.
+passes every instance, and each keeps the keys that a plan assigns to it, so
+that afterwards fewer instances decode (`regroup`) without moving a key. To
+decode faster, or with more slots, instances join: old keys stay, the new tokens
+of a row are stored on the row's master.
 
 Guarantees: the same tokens as on one device, whatever the plan and the groups.
 Cost: reading sends what the ring sends, byte for byte; regrouping sends no key.
 A decode step sends each row's queries to the group and its partials back.
 Programs: one to read and one to decode for each group of devices and length of
-prompts (few, see `prefill.padded`); a plan is data and compiles nothing.
+prompts (few, see `prefill.padded`); a new plan compiles nothing.
 Memory: each instance has the weights and `slots` tokens of each row.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526. Which requests get
 which instances decides `rj.serve.cluster.ElasticScheduler`.
@@ -49,28 +49,31 @@ from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.local import on_part
 
-# Which instance keeps each token of a row, by the tokens' positions.
+# Number of the instance that keeps each token of a row, by position.
 Owners = Int[np.ndarray, " _"] | Sequence[int]
 
 
 def owners_of(counts: Sequence[int]) -> Int[np.ndarray, " T"]:
-  """The plan of one row whose instances keep consecutive ranges.
+  """Makes a row's plan in which instances keep consecutive ranges.
 
   Args:
-    counts: tokens that each instance keeps, in the order of the instances;
-      `fewest_instances` of `rj.serve.cluster` finds such.
+    counts: Number of tokens that each instance keeps, in the order of the
+      instances; `fewest_instances` of `rj.serve.cluster` computes them.
+
+  Returns:
+    Number of the instance that keeps each token, int [T].
   """
   return np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64))
 
 
 class _ElasticRows(NamedTuple):
-  """What decoding knows of the rows between calls; see `decode.DecodeState`.
+  """State of the rows between decode calls; see `decode.DecodeState`.
 
   Fields:
-    token: int32 [B].
-    pos: int32 [B].
-    done: bool [B].
-    seen: bool [B, V].
+    token: Last chosen tokens, int32 [B].
+    pos: Positions of these tokens, int32 [B].
+    done: Whether a row has ended, bool [B].
+    seen: Ids that occurred in each row, bool [B, V].
   """
 
   token: np.ndarray
@@ -80,18 +83,18 @@ class _ElasticRows(NamedTuple):
 
 
 class ElasticSession:
-  """Prompts that a group of instances reads, and others or fewer answer.
+  """A session whose group of instances may change between and after prompts.
 
-  An instance is a place on the sequence's axis of the mesh: a device, or those
-  that share its heads.
+  An instance is an index on the sequence axis of the mesh: a device, or the
+  devices that share its heads.
 
   Attributes:
-    model: with all weights on each instance.
-    mesh: of all instances.
-    axis: the sequence's axis.
-    members: the instances of the group at hand, ascending but for the first
-      one if `regroup` was told which that is.
-    cache: of the group, once prompts are read.
+    model: Model with all weights on each instance.
+    mesh: Mesh of all instances.
+    axis: Mesh axis of the sequence.
+    members: Numbers of the instances in the current group, ascending except a
+      first one that was given to `regroup`.
+    cache: Cache of the group, once prompts are read; else None.
   """
 
   def __init__(
@@ -103,20 +106,20 @@ class ElasticSession:
     axis: str | None = None,
     members: Sequence[int] | None = None,
   ):
-    """Makes one.
+    """Makes an empty session.
 
     Args:
-      model: placed on the mesh.
-      slots: tokens of a row that each instance has room for.
-      mesh: of all instances; default: the model's.
-      axis: that the instances are on; default "seq" if the mesh has one.
-      members: the instances that read first; default: all.
+      model: Model on the mesh.
+      slots: Number of tokens of a row that each instance has room for.
+      mesh: Mesh of all instances; default: the model's.
+      axis: Mesh axis of the instances; default "seq" if the mesh has one.
+      members: Instances that read the prompts; default: all.
 
     Raises:
-      MeshError: no such axis, or a mesh that is not the model's or shards
-        batches too.
-      OptionError: a model with layers whose keys do not travel: recurrent
-        ones, and those that cache latents; or one whose weights are placed.
+      MeshError: If the mesh has no such axis, is not the model's, or shards
+        batches, too.
+      OptionError: If the model has layers whose keys cannot be sent around the
+        ring (recurrent ones, cached latents), or its weights are placed.
     """
     self.slots = positive_int("slots", slots)
     mesh, axis = place_of(mesh, axis, model)
@@ -156,7 +159,7 @@ class ElasticSession:
     self.members = self._checked(
       range(self.instances) if members is None else members
     )
-    # Behind the prompts, until a token was chosen by them.
+    # Logits after the prompts, until the first tokens are chosen.
     self._logits: np.ndarray | None = None
     self._rows: _ElasticRows | None = None
     self._marked = NotFiniteRows()
@@ -164,12 +167,12 @@ class ElasticSession:
 
   @property
   def instances(self) -> int:
-    """How many there are."""
+    """Number of instances on the mesh."""
     return self.mesh.shape[self.axis]
 
   @property
   def used(self) -> Int[np.ndarray, "B R"]:
-    """Slots of each row that each member has in use."""
+    """Number of slots of each row that each member has in use."""
     return np.asarray(self._filled().held.used)
 
   def read(
@@ -179,20 +182,20 @@ class ElasticSession:
     *,
     members: Sequence[int] | None = None,
   ) -> Float[np.ndarray, "B V"]:
-    """Reads prompts with the group at hand: logits behind them.
+    """Reads prompts with the current group; returns the logits after them.
 
     Args:
-      prompts: int32 [B, T], or B sequences of ids of different lengths.
-      owners: for each prompt the instance that keeps each of its tokens, by
-        position; see `owners_of`.
-      members: the instances that then answer, among them all that keep a
-        token; default: just these.
+      prompts: Token ids, int32 [B, T], or B sequences of different lengths.
+      owners: Number of the instance that keeps each token, by position, for
+        each prompt; see `owners_of`.
+      members: Instances that then decode, including all that keep a token;
+        default: only those that keep a token.
 
     Raises:
-      PromptError: prompts that are none, or more tokens for an instance than
-        it has slots.
-      OptionError: owners that are not of the group, or not one for each token;
-        prompts that have been read before.
+      PromptError: If the prompts are invalid, or an instance gets more tokens
+        than it has slots.
+      OptionError: If owners are outside the group or not one for each token, or
+        the session has read prompts already.
     """
     if self.cache is not None:
       raise OptionError(
@@ -205,23 +208,23 @@ class ElasticSession:
     lengths = np.array([p.size for p in ids])
     plan = self._plan(owners, lengths)
     keeping = np.unique(np.concatenate(plan)).tolist()
-    then = self._checked(keeping if members is None else members)
-    if not {*keeping} <= {*then}:
+    answering = self._checked(keeping if members is None else members)
+    if not {*keeping} <= {*answering}:
       raise self._bad_owners(f"instances {keeping}, of which not all answer")
     mesh, size = self._submesh(self.members), len(self.members)
     width = padded(int(lengths.max()), size)
     attend = RetainingParallel(mesh=mesh, axis=self.axis, layout=Striped())
-    how = Prefill(
+    reading = Prefill(
       name="striped", attend=attend, chunk=None, width=width, layout=Striped(),
       slots=width // size, why="keys are kept on their way around the ring",
     )  # fmt: skip
-    order = how.layout.padded_order(width, size)
+    order = reading.layout.padded_order(width, size)
     cache, place = self._planned(plan, order, mesh)
-    (call,) = how.calls(ids, np.zeros(len(ids), np.int64))
+    (call,) = reading.calls(ids, np.zeros(len(ids), np.int64))
     self._length = lengths.max().astype(np.int32)
     if any(rope.scaling.by_length for rope in self.model.config.ropes):
       self._length = lengths.astype(np.int32)
-    logits, kept = read(
+    logits, retained = read(
       on_part(self.model, mesh, self.axis),
       attend,
       jnp.asarray(call.tokens),
@@ -231,9 +234,9 @@ class ElasticSession:
       jnp.asarray(call.rows),
       jnp.asarray(self._length),
     )
-    self.cache, self._logits = kept.cache, np.asarray(logits)
+    self.cache, self._logits = retained.cache, np.asarray(logits)
     self._marked = NotFiniteRows()
-    found = self._logits
+    prompt_logits = self._logits
     seen = np.zeros((len(ids), self.model.config.vocab), bool)
     for row, prompt in zip(seen, ids, strict=True):
       row[prompt] = True
@@ -243,57 +246,57 @@ class ElasticSession:
       done=np.zeros(len(ids), bool),
       seen=seen,
     )
-    self.regroup(then)
-    return found
+    self.regroup(answering)
+    return prompt_logits
 
   def regroup(
     self, members: Sequence[int], *, first: int | None = None
   ) -> None:
-    """Lets these instances answer from now on; no key moves.
+    """Changes the group that decodes; no key moves.
 
-    Those that join have empty slots and are masters of some rows.
+    Instances that join have empty slots and are masters of some rows.
 
     Args:
-      members: the instances.
-      first: of these the master of the first rows; default: the least.
+      members: Numbers of the instances in the new group.
+      first: Member that is the master of the first rows; default: the lowest.
 
     Raises:
-      OptionError: an instance would leave whose keys are needed.
+      OptionError: If an instance that holds keys would leave.
     """
-    cache, then = self._filled(), self._checked(members)
+    cache, group = self._filled(), self._checked(members)
     if first is not None:
-      if first not in then:
+      if first not in group:
         raise OptionError(
-          "first", first, f"one of {list(then)}", "pass one of the members"
+          "first", first, f"one of {list(group)}", "pass one of the members"
         )
-      then = (first, *(n for n in then if n != first))
-    if then == self.members and isinstance(cache.held, MasterSlots):
+      group = (first, *(n for n in group if n != first))
+    if group == self.members and isinstance(cache.held, MasterSlots):
       return
     used = self.used
     for n, instance in enumerate(self.members):
-      if instance not in then and used[:, n].any():
+      if instance not in group and used[:, n].any():
         raise OptionError(
           "members",
-          f"{list(then)} without instance {instance}, which holds "
+          f"{list(group)} without instance {instance}, which holds "
           f"{int(used[:, n].sum())} tokens",
           "all instances that hold tokens",
           "keep it, or give it no tokens in the plan of read()",
         )
-    mesh = self._submesh(then)
+    mesh = self._submesh(group)
     slots = on_part(cache.slots, mesh, self.axis, dimension=3)
     at = on_part(cache.held.at, mesh, self.axis, dimension=1)
-    now = np.zeros((cache.batch, len(then)), np.int32)
+    used_slots = np.zeros((cache.batch, len(group)), np.int32)
     for n, instance in enumerate(self.members):
-      if instance in then:
-        now[:, then.index(instance)] = used[:, n]
-    count = jax.device_put(now, NamedSharding(mesh, P()))
-    held = MasterSlots(
+      if instance in group:
+        used_slots[:, group.index(instance)] = used[:, n]
+    count = jax.device_put(used_slots, NamedSharding(mesh, P()))
+    master_slots = MasterSlots(
       at=Coords(*at), used=count, before=count + 0, mesh=mesh, axis=self.axis
     )
     self.cache = dataclasses.replace(
-      cache, slots=slots, held=held, mesh=mesh, axis=self.axis
+      cache, slots=slots, held=master_slots, mesh=mesh, axis=self.axis
     )
-    self.members = then
+    self.members = group
 
   def decode(
     self,
@@ -303,26 +306,26 @@ class ElasticSession:
     stop_ids: Sequence[int] = (),
     pad_id: int = 0,
   ) -> Generated:
-    """The next tokens of each row; later calls go on behind them.
+    """Generates the next tokens of each row; later calls continue after them.
 
     Args:
-      max_new_tokens: of each row, at most.
-      sampler: chooses a token from logits; default `Greedy()`.
-      stop_ids: end a row, for later calls too.
-      pad_id: fills up rows that ended.
+      max_new_tokens: Maximum number of new tokens in a row.
+      sampler: Sampler that chooses a token from logits; default `Greedy()`.
+      stop_ids: Ids that end a row, for later calls, too.
+      pad_id: Id that pads rows that ended.
 
     Raises:
-      PromptError: a master has too few free slots.
-      NotFiniteLogitsError: the logits of some rows are NaN or infinite; raised
-        when the other rows have their tokens, which it carries, and by later
-        calls too.
+      PromptError: If a master has too few free slots.
+      NotFiniteLogitsError: If logits of some rows are NaN or infinite; raised
+        after the other rows have their tokens, which it carries, and by later
+        calls, too.
     """
     count = positive_int("max_new_tokens", max_new_tokens)
     integer("pad_id", pad_id, least=-(2**31), most=2**31 - 1)
     cache = self._filled()
     batch, size = cache.batch, len(self.members)
     rows = -(-batch // size)
-    # The prompts' logits choose the first token, which no step has read.
+    # The first token comes from the prompts' logits and needs no step.
     reads = count - 1 if self._logits is not None else count
     masters = np.arange(batch) // rows
     free = self.slots - self.used[np.arange(batch), masters]
@@ -348,7 +351,7 @@ class ElasticSession:
     assert state is not None
     attend = MultiMaster(mesh=mesh, axis=self.axis)
     model = on_part(self.model, mesh, self.axis)
-    needs = getattr(sampler, "needs_seen", False)
+    needs_seen = getattr(sampler, "needs_seen", False)
     sampler, stops = traced(sampler), decode.stop_ids(stop_ids)
     fill = lambda x, value: np.pad(
       np.asarray(x),
@@ -356,14 +359,16 @@ class ElasticSession:
       constant_values=value,
     )
     put = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
-    seen = put(fill(state.seen, False)) if needs else None
+    seen = put(fill(state.seen, False)) if needs_seen else None
     first = self._logits is not None
     if first:
       logits, pos = put(fill(self._logits, 0)), put(fill(state.pos, 0))
-      now = decode.first(sampler, logits, pos, seen, stops)
-      now = now._replace(done=now.done | put(fill(state.done, True)))
+      decode_state = decode.first(sampler, logits, pos, seen, stops)
+      decode_state = decode_state._replace(
+        done=decode_state.done | put(fill(state.done, True))
+      )
     else:
-      now = decode.DecodeState(
+      decode_state = decode.DecodeState(
         put(fill(state.token, 0)), put(fill(state.pos, 0)),
         put(fill(state.done, True)), seen,
       )  # fmt: skip
@@ -373,32 +378,41 @@ class ElasticSession:
     out = np.full((batch, count), pad_id, np.int32)
     sizes = np.zeros(batch, np.int32)
     ended = np.asarray(state.done)
-    made, self.cache = self.cache, None
+    step_cache, self.cache = self.cache, None
     for n in range(count):
       if ended.all():
         out[:, n:] = pad_id
         break
-      # Until all is known again the session has no cache: of a call that is
-      # interrupted nobody knows which tokens it holds.
+      # The session has no cache until the call ends: after an interruption it
+      # is unknown which tokens the cache holds.
       if n or not first:
-        now, made = decode.step(
-          model, attend, sampler, made, now, stops, jnp.asarray(length)
+        decode_state, step_cache = decode.step(
+          model,
+          attend,
+          sampler,
+          step_cache,
+          decode_state,
+          stops,
+          jnp.asarray(length),
         )
-      token, done = (x[:batch] for x in jax.device_get((now.token, now.done)))
+      token, rows_done = (
+        x[:batch]
+        for x in jax.device_get((decode_state.token, decode_state.done))
+      )
       marked = self._marked.note(token, state.pos + sizes + (not first), ~ended)
       ended = ended | marked
       out[:, n] = np.where(ended, pad_id, token)
       sizes += ~ended
       state.seen[np.flatnonzero(~ended), token[~ended]] = True
-      ended = done
-    self.cache, self._logits = made, None
-    kept = (np.array(x)[:batch] for x in now[:3])
-    self._rows = _ElasticRows(*kept, seen=state.seen)
+      ended = rows_done
+    self.cache, self._logits = step_cache, None
+    row_state = (np.array(x)[:batch] for x in decode_state[:3])
+    self._rows = _ElasticRows(*row_state, seen=state.seen)
     new = Generated(tokens=out, lengths=sizes)
     self._marked.check(self.model.dtype, new)
     return new
 
-  # -- what the calls above are made of
+  # -- helpers of the methods above
 
   def _filled(self) -> KVCache:
     if self.cache is None:
@@ -411,20 +425,20 @@ class ElasticSession:
     return self.cache
 
   def _checked(self, members: Sequence[int]) -> tuple[int, ...]:
-    found = sorted({int(n) for n in members})
-    if not found or found[0] < 0 or found[-1] >= self.instances:
+    numbers = sorted({int(n) for n in members})
+    if not numbers or numbers[0] < 0 or numbers[-1] >= self.instances:
       raise OptionError(
         "members",
         f"{[*members]}",
         f"some of the instances 0 to {self.instances - 1}",
         "name those that are to be a group",
       )
-    return tuple(found)
+    return tuple(numbers)
 
   def _submesh(self, members: Sequence[int]) -> Mesh:
-    along = self.mesh.axis_names.index(self.axis)
+    axis_index = self.mesh.axis_names.index(self.axis)
     return Mesh(
-      np.take(self.mesh.devices, members, along),
+      np.take(self.mesh.devices, members, axis_index),
       self.mesh.axis_names,
       axis_types=self.mesh.axis_types,
     )
@@ -440,7 +454,7 @@ class ElasticSession:
   def _plan(
     self, owners: Sequence[Owners], lengths: np.ndarray
   ) -> list[np.ndarray]:
-    """The owners, checked: int [T] of each row."""
+    """Checks owners; returns them as int [T] of each row."""
     plan = [np.asarray(row) for row in owners]
     sizes = [row.size for row in plan if row.ndim == 1]
     if sizes != lengths.tolist():
@@ -448,11 +462,11 @@ class ElasticSession:
     for number, row in enumerate(plan):
       if not np.isin(row, self.members).all():
         raise self._bad_owners(f"instances {np.unique(row).tolist()}")
-      most = int(np.bincount(row).max())
-      if most > self.slots:
+      max_tokens = int(np.bincount(row).max())
+      if max_tokens > self.slots:
         raise PromptError(
           "owners",
-          f"{most} tokens of prompt {number} for one instance",
+          f"{max_tokens} tokens of prompt {number} for one instance",
           f"at most its {self.slots} slots",
           "give some to another instance, or make a session of more slots",
         )
@@ -461,19 +475,19 @@ class ElasticSession:
   def _planned(
     self, plan: list[np.ndarray], order: np.ndarray, mesh: Mesh
   ) -> tuple[KVCache, jax.Array]:
-    """An empty cache whose coordinates follow a plan, and tokens' slots."""
+    """Makes an empty cache with a plan's coordinates; also returns slots."""
     size, batch = len(self.members), len(plan)
     place = np.full((batch, order.size), -1, np.int32)
     pos, seg = np.zeros((2, batch, size * self.slots), np.int32)
     used = np.zeros((batch, size), np.int32)
     for row, owners in enumerate(plan):
-      # The tokens of an owner are in its first slots, by position.
+      # An owner's tokens fill its first slots, in order of position.
       member = np.searchsorted(self.members, owners)
       slot = np.empty(owners.size, np.int64)
       for n in range(size):
-        mine = np.flatnonzero(member == n)
-        slot[mine] = n * self.slots + np.arange(mine.size)
-        used[row, n] = mine.size
+        token_indices = np.flatnonzero(member == n)
+        slot[token_indices] = n * self.slots + np.arange(token_indices.size)
+        used[row, n] = token_indices.size
       pos[row, slot], seg[row, slot] = np.arange(owners.size), 1
       real = (order >= 0) & (order < owners.size)
       place[row, real] = slot[order[real]]
@@ -483,9 +497,11 @@ class ElasticSession:
       sharding=ShardingContext(mesh=mesh, axis=self.axis),
     )
     put = lambda x, like: jax.device_put(x, like.sharding)
-    held, everywhere = cache.held, NamedSharding(mesh, P())
-    at = Coords(put(pos, held.at.pos), put(seg, held.at.seg))
+    slot_state, everywhere = cache.held, NamedSharding(mesh, P())
+    at = Coords(put(pos, slot_state.at.pos), put(seg, slot_state.at.seg))
     count = jax.device_put(used, everywhere)
-    held = dataclasses.replace(held, at=at, used=count, before=count + 0)
-    made = dataclasses.replace(cache, held=held)
-    return made, jax.device_put(place, everywhere)
+    slot_state = dataclasses.replace(
+      slot_state, at=at, used=count, before=count + 0
+    )
+    empty_cache = dataclasses.replace(cache, held=slot_state)
+    return empty_cache, jax.device_put(place, everywhere)

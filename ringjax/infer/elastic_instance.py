@@ -1,15 +1,15 @@
 """One elastic instance: a whole model, and slots for tokens of any requests.
 
 A group of instances reads prompts by a ring: blocks of keys and values pass
-from each to the next, and an instance keeps of those that pass the tokens that
-a plan gives it, so that the group may then be smaller without any transfer.
-To answer, each row has a master in its group: the master runs the layers and
-keeps the new tokens' keys; queries go to those that hold others of the row's
-keys, and partials come back. Keys that do move (`move`) are counted.
+from each to the next, and an instance keeps the passing tokens that a plan
+assigns to it, so that the group may then be smaller without any transfer.
+To decode, each row has a master in its group: the master runs the layers and
+keeps the new tokens' keys; it sends queries to the instances that hold other
+keys of the row, and gets partials back. Keys that do move (`move`) are counted.
 
-Guarantees: what a group computes is the model's own attention, whichever
-instance keeps which token; a message that does not come ends the call with a
-`PeerError`, and the slots that were there before are as they were.
+Guarantees: a group computes the model's own attention, whichever instance keeps
+which token; a message that does not arrive ends the call with a `PeerError`,
+and the slots that were filled before are unchanged.
 Cost: reading sends a ring's blocks, without padding, (k - 1) times each;
 a step sends N H numbers of each row and layer to each other holder and gets
 N (J + 2) float32 back.
@@ -41,39 +41,39 @@ from ringjax.models.weight_placement import refuse_placed
 from ringjax.ops.softmax import Partial
 from ringjax.transfer.wire import HostileMessageError
 
-# Sizes that are compiled: powers of two from these on.
+# Programs are compiled for sizes that are powers of two from these on.
 _FEW_TOKENS, _FEW_ROWS = 16, 4
 
 
 @runtime_checkable
 class Post(Protocol):
-  """Messages of a call between the instances of a group."""
+  """Exchange of messages between the instances of a group during a call."""
 
   def send(
     self, target: int, kind: str, arrays: Sequence[np.ndarray], **fields: Any
   ) -> int:
-    """Sends arrays to an instance; returns their bytes, the header too."""
+    """Sends arrays to an instance; returns the bytes with the header."""
     ...
 
   def take(self, source: int, kind: str) -> ArrayMessage:
-    """The next message of a kind from an instance.
+    """Waits for the next message of a kind from an instance.
 
     Raises:
-      PeerError: it is gone, or the call was given up.
+      PeerError: If the instance is gone, or the call was abandoned.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadPrompts:
-  """Prompts that a group reads.
+  """A call that has a group read prompts.
 
   Attributes:
-    group: numbers of the instances, in the order of the ring.
-    requests: number of each prompt's request.
-    lengths: tokens of each prompt.
-    tokens: int32 [T], of all prompts one after another.
-    owners: int32 [T], the instance that keeps each.
+    group: Numbers of the instances, in the order of the ring.
+    requests: Number of each prompt's request, int [R].
+    lengths: Number of tokens in each prompt, int [R].
+    tokens: Token ids of all prompts one after another, int32 [T].
+    owners: Number of the instance that keeps each token, int32 [T].
   """
 
   group: tuple[int, ...]
@@ -85,16 +85,17 @@ class ReadPrompts:
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-  """Rows that a group answers.
+  """A call that has a group decode rows.
 
   Attributes:
-    group: numbers of the instances.
-    steps: tokens that each row gets.
-    requests: number of each row's request.
-    masters: the instance that computes each row and keeps its new tokens.
-    tokens: int32 [R], the last token of each row, whose keys are not there.
-    pos: int32 [R], its position.
-    holds: int32 [R, G], 1 where an instance holds keys of a row.
+    group: Numbers of the instances.
+    steps: Number of tokens to generate for each row.
+    requests: Number of each row's request, int [R].
+    masters: Number of the instance that computes each row and keeps its new
+      tokens, int [R].
+    tokens: Last token of each row, whose keys are not computed yet, int32 [R].
+    pos: Position of that token, int32 [R].
+    holds: 1 where an instance holds keys of a row, int32 [R, G].
   """
 
   group: tuple[int, ...]
@@ -108,13 +109,13 @@ class StepRows:
 
 @dataclasses.dataclass(frozen=True)
 class MoveKeys:
-  """Keys that leave an instance.
+  """A call that moves keys away from an instance, in parts.
 
   Attributes:
-    source: its number.
-    targets: for each part, the instance that takes it.
-    requests: for each part, whose keys they are.
-    counts: tokens of each part; those of the least positions go first.
+    source: Number of the instance that sends the keys.
+    targets: Number of the instance that takes each part, int [n].
+    requests: Number of the request of each part's keys, int [n].
+    counts: Number of tokens in each part, int [n]; lowest positions go first.
   """
 
   source: int
@@ -124,20 +125,20 @@ class MoveKeys:
 
 
 class SlotPool:
-  """Slots of tokens of any requests, in each layer.
+  """Slots for tokens of any requests, in each layer.
 
   Attributes:
-    pos: int32 [S], the position of each slot's token.
-    seg: int32 [S], its request's number and 1; 0 where none is.
+    pos: Position of each slot's token, int32 [S].
+    seg: Number of its request plus 1, int32 [S]; 0 in free slots.
   """
 
   def __init__(self, programs: LayerPrograms, slots: int, dtype: DTypeLike):
     """Makes empty slots.
 
     Args:
-      programs: of the model.
-      slots: tokens that there is room for.
-      dtype: of keys and values.
+      programs: Programs of the model's layers.
+      slots: Number of slots, S.
+      dtype: Dtype of keys and values.
     """
     self.pos, self.seg = np.zeros((2, slots), np.int32)
     self._layers: list[tuple[jax.Array, jax.Array]] = []
@@ -149,7 +150,7 @@ class SlotPool:
 
   @property
   def size(self) -> int:
-    """How many slots there are."""
+    """Number of slots."""
     return self.seg.size
 
   def __getitem__(self, layer: int) -> tuple[jax.Array, jax.Array]:
@@ -157,21 +158,21 @@ class SlotPool:
     return self._layers[layer]
 
   def at(self) -> TokensAt:
-    """Which token is in each slot."""
+    """Coordinates of the token in each slot."""
     return TokensAt(jnp.array(self.pos), jnp.array(self.seg), np.int32(1))
 
   def slots_of(self, request: int, first: int = 0) -> Int[np.ndarray, " n"]:
-    """Slots of a request's tokens from a position on, by their positions."""
+    """Slots of a request's tokens from a position on, in order of position."""
     slots = np.flatnonzero((self.seg == request + 1) & (self.pos >= first))
     return slots[np.argsort(self.pos[slots], kind="stable")]
 
   def place(
     self, seg: Int[np.ndarray, " n"], pos: Int[np.ndarray, " n"]
   ) -> Int[np.ndarray, " n"]:
-    """Takes a free slot for each token.
+    """Allocates a free slot for each token.
 
     Raises:
-      PeerError: there are too few.
+      PeerError: If there are too few free slots.
     """
     free = np.flatnonzero(self.seg == 0)[: seg.size]
     if free.size < seg.size:
@@ -180,7 +181,7 @@ class SlotPool:
     return free
 
   def free(self, slots: Int[np.ndarray, " n"]) -> None:
-    """Gives slots back."""
+    """Marks slots as free."""
     self.seg[slots] = 0
 
   def write(
@@ -190,9 +191,9 @@ class SlotPool:
     v: Shaped[Array | np.ndarray, "1 K T H"],
     slots: Int[np.ndarray, " n"],
   ) -> None:
-    """Puts tokens into slots; token t into `slots[t]`, behind the last none.
+    """Writes keys and values of token t into `slots[t]`; the rest is padding.
 
-    Slots of a number that does not exist take nothing.
+    Tokens whose slot number is out of range are dropped.
     """
     place = np.full(k.shape[2], self.size, np.int32)
     place[: slots.size] = slots
@@ -201,7 +202,7 @@ class SlotPool:
   def read(
     self, layer: int, slots: Int[np.ndarray, " n"]
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values [1, K, n, H] of slots."""
+    """Reads keys and values [1, K, n, H] of slots, as NumPy arrays."""
     index = np.zeros(_power(slots.size, _FEW_ROWS), np.int32)
     index[: slots.size] = slots
     k, v = jax.device_get(_taken(*self._layers[layer], index))
@@ -209,12 +210,12 @@ class SlotPool:
 
 
 class ElasticInstance:
-  """Runs its part of a group's calls.
+  """An instance, which runs its part of a group's calls.
 
   Attributes:
-    number: of the instance.
-    pool: its slots.
-    sent: bytes that went to other instances, headers included: "ring", "query",
+    number: Number of the instance.
+    pool: Slots of the instance.
+    sent: Bytes sent to other instances, with headers, by kind: "ring", "query",
       "partial" and "moved".
   """
 
@@ -229,14 +230,15 @@ class ElasticInstance:
     """Makes empty slots.
 
     Args:
-      model: on one device.
-      number: of this instance.
-      slots: tokens that it has room for.
-      programs: of the model, where another instance of this process has some.
+      model: Model on one device.
+      number: Number of this instance.
+      slots: Number of tokens that it has room for.
+      programs: Programs of the model from another instance of this process;
+        default: new ones.
 
     Raises:
-      ConfigError: a model whose layers keep more than keys and values, or whose
-        rotations depend on a context's length.
+      ConfigError: If layers keep more than keys and values, or rotations depend
+        on a context's length.
     """
     self.number = number
     self.programs = instance_programs(model) if programs is None else programs
@@ -247,22 +249,23 @@ class ElasticInstance:
     self._dtype, self._embed = model.dtype, model.config.embed
 
   def drop(self, requests: Sequence[int], first: Sequence[int]) -> None:
-    """Forgets the tokens of requests from the given positions on."""
-    for request, least in zip(requests, first, strict=True):
-      self.pool.free(self.pool.slots_of(request, least))
+    """Frees the slots of requests' tokens from the given positions on."""
+    for request, start in zip(requests, first, strict=True):
+      self.pool.free(self.pool.slots_of(request, start))
 
   # -------------------------------------------------------------------------
   # Reading
   # -------------------------------------------------------------------------
 
   def read(self, call: ReadPrompts, post: Post) -> dict[int, int]:
-    """Reads its part of the prompts.
+    """Reads this instance's part of the prompts.
 
     Returns:
-      the first token of each request whose last token was of this part.
+      First new token by request, for the prompts whose last token is in this
+      part.
     """
     group, size = call.group, len(call.group)
-    me, total = group.index(self.number), call.tokens.size
+    rank, total = group.index(self.number), call.tokens.size
     seg = np.repeat(call.requests, call.lengths).astype(np.int32) + 1
     ends = np.cumsum(call.lengths)
     pos = np.arange(total, dtype=np.int32)
@@ -273,60 +276,70 @@ class ElasticInstance:
     for n in range(size):
       part = slice(n, total, size)
       spans.append(_span(pos[part], seg[part], width))
-      kept = call.owners[part] == self.number
+      keep_mask = call.owners[part] == self.number
       place = np.full(counts[n], self.pool.size)
-      place[kept] = self.pool.place(seg[part][kept], pos[part][kept])
+      place[keep_mask] = self.pool.place(
+        seg[part][keep_mask], pos[part][keep_mask]
+      )
       slots.append(place)
     programs = self.programs
     ids = np.zeros((1, width), np.int32)
-    ids[0, : counts[me]] = call.tokens[me::size]
+    ids[0, : counts[rank]] = call.tokens[rank::size]
     x = programs.embed(programs.outer, ids)
-    after, before = group[(me + 1) % size], group[me - 1]
+    next_instance, previous_instance = group[(rank + 1) % size], group[rank - 1]
     for number, layer in enumerate(programs.layers):
       weights = programs.in_stack(layer)
-      q, k, v = programs.project(layer.spec, weights, x, spans[me], self._dtype)
+      q, k, v = programs.project(
+        layer.spec, weights, x, spans[rank], self._dtype
+      )
       partial = None
       for hop in range(size):
-        source = (me - hop) % size
+        source = (rank - hop) % size
         if hop + 1 < size:
           block = [np.asarray(y)[:, :, : counts[source]] for y in (k, v)]
-          self.sent["ring"] += post.send(after, "block", block, layer=number)
-        # Kept on its way, wherever it was computed.
+          self.sent["ring"] += post.send(
+            next_instance, "block", block, layer=number
+          )
+        # Tokens of this instance are stored as their block passes by.
         self.pool.write(number, k, v, slots[source])
         partial = programs.partial(
-          layer.spec, weights, q, k, v, spans[me], spans[source], partial
+          layer.spec, weights, q, k, v, spans[rank], spans[source], partial
         )
         if hop + 1 < size:
-          came = post.take(before, "block")
+          message = post.take(previous_instance, "block")
           shape = (*k.shape[:2], counts[(source - 1) % size], k.shape[3])
-          k, v = (_padded(y, width) for y in _checked(came, number, shape, 2))
-      x = programs.finish_partial(layer.spec, weights, x, (partial,), spans[me])
+          k, v = (
+            _padded(y, width) for y in _checked(message, number, shape, 2)
+          )
+      x = programs.finish_partial(
+        layer.spec, weights, x, (partial,), spans[rank]
+      )
     last = ends - 1
-    mine = np.flatnonzero(last % size == me)
-    tokens = self._chosen(x, last[mine] // size)
-    return dict(zip(call.requests[mine].tolist(), tokens, strict=True))
+    local_prompts = np.flatnonzero(last % size == rank)
+    tokens = self._chosen(x, last[local_prompts] // size)
+    return dict(zip(call.requests[local_prompts].tolist(), tokens, strict=True))
 
   # -------------------------------------------------------------------------
   # Answering
   # -------------------------------------------------------------------------
 
   def step(self, call: StepRows, post: Post) -> dict[int, list[int]]:
-    """Makes tokens: the rows of which it is the master, and its keys' part.
+    """Decodes the rows of this master, and attends for other masters.
 
     Returns:
-      the tokens of each request of which it is the master.
+      New tokens by request, for the rows of which this instance is the master.
     """
-    group, me = call.group, call.group.index(self.number)
-    # Of each master its rows, and of these whether an instance helps.
+    group, rank = call.group, call.group.index(self.number)
+    # Rows of each master, and whether an instance holds keys of such rows.
     rows = {m: np.flatnonzero(call.masters == m) for m in group}
     helps = lambda g, m: bool(call.holds[rows[m], group.index(g)].any())
-    # Everyone begins with the master behind it.
-    others = [*group[me + 1 :], *group[:me]]
+    # Each instance begins with the next one, so that their work is spread.
+    others = [*group[rank + 1 :], *group[:rank]]
     masters = [m for m in others if helps(self.number, m)]
     helpers = [g for g in others if helps(g, self.number)]
-    mine = rows[self.number]
+    local_rows = rows[self.number]
     seg = call.requests.astype(np.int32) + 1
-    token, made = call.tokens[mine], []
+    token, tokens_by_step = call.tokens[local_rows], []
     programs, pool = self.programs, self.pool
     for step in range(call.steps):
       pos = (call.pos + step).astype(np.int32)
@@ -335,10 +348,10 @@ class ElasticInstance:
         for m in (self.number, *masters)
       }
       span, x = spans[self.number], None
-      slots = pool.place(seg[mine], pos[mine])
-      if mine.size:
+      slots = pool.place(seg[local_rows], pos[local_rows])
+      if local_rows.size:
         ids = np.zeros((1, span.pos.size), np.int32)
-        ids[0, : mine.size] = np.maximum(token, 0)
+        ids[0, : local_rows.size] = np.maximum(token, 0)
         x = programs.embed(programs.outer, ids)
       keys = pool.at()
       for number, layer in enumerate(programs.layers):
@@ -346,41 +359,47 @@ class ElasticInstance:
         run = functools.partial(programs.partial, layer.spec, weights)
         parts = []
         q = None
-        if mine.size:
+        if local_rows.size:
           q, k, v = programs.project(layer.spec, weights, x, span, self._dtype)
           pool.write(number, k, v, slots)
-          query = [np.asarray(q)[:, : mine.size]]
+          query = [np.asarray(q)[:, : local_rows.size]]
           for g in helpers:
             self.sent["query"] += post.send(g, "query", query, layer=number)
           parts.append(run(q, *pool[number], span, keys, None))
         spec: Any = layer.spec.attention
         heads = spec.kv_heads, spec.heads // spec.kv_heads
         for m in masters:
-          came = post.take(m, "query")
+          message = post.take(m, "query")
           shape = (1, rows[m].size, spec.heads, spec.head_dim)
-          (other,) = _checked(came, number, shape, 1)
-          other = _padded(other, spans[m].pos.size, 1)
-          part = jax.device_get(run(other, *pool[number], spans[m], keys, None))
+          (peer_queries,) = _checked(message, number, shape, 1)
+          peer_queries = _padded(peer_queries, spans[m].pos.size, 1)
+          part = jax.device_get(
+            run(peer_queries, *pool[number], spans[m], keys, None)
+          )
           self.sent["partial"] += post.send(
             m, "partial", [y[:, :, :, : rows[m].size] for y in part],
             layer=number,
           )  # fmt: skip
         for g in helpers:
-          came = post.take(g, "partial")
-          acc = (1, *heads, mine.size, spec.head_dim)
-          parts.append(_partial(came, number, acc, span.pos.size))
-        if mine.size:
+          message = post.take(g, "partial")
+          acc = (1, *heads, local_rows.size, spec.head_dim)
+          parts.append(_partial(message, number, acc, span.pos.size))
+        if local_rows.size:
           x = programs.finish_partial(
             layer.spec, weights, x, tuple(parts), span
           )
-      if mine.size:
-        token = self._chosen(x, np.arange(mine.size))
-        made.append(token)
-    tokens = np.array(made, np.int32).reshape(len(made), mine.size).T.tolist()
-    return dict(zip(call.requests[mine].tolist(), tokens, strict=True))
+      if local_rows.size:
+        token = self._chosen(x, np.arange(local_rows.size))
+        tokens_by_step.append(token)
+    tokens = (
+      np.array(tokens_by_step, np.int32)
+      .reshape(len(tokens_by_step), local_rows.size)
+      .T.tolist()
+    )
+    return dict(zip(call.requests[local_rows].tolist(), tokens, strict=True))
 
   def _chosen(self, x: Any, rows: Int[np.ndarray, " n"]) -> list[int]:
-    """The most probable token behind each of some tokens of [1, T, D]."""
+    """Most probable token after each of the given rows of x [1, T, D]."""
     index = np.zeros(_power(rows.size, _FEW_ROWS), np.int32)
     index[: rows.size] = rows
     logits = self.programs.head(
@@ -393,11 +412,11 @@ class ElasticInstance:
   # -------------------------------------------------------------------------
 
   def move(self, call: MoveKeys, post: Post) -> None:
-    """Sends keys away, or takes them; slots are free once they are there."""
+    """Sends or takes keys; the source frees slots once the keys are stored."""
     layers = range(len(self.programs.layers))
     if self.number != call.source:
-      came = post.take(call.source, "keys")
-      seg, pos, *keys = came.arrays
+      message = post.take(call.source, "keys")
+      seg, pos, *keys = message.arrays
       flat = seg.ndim == 1 and seg.shape == pos.shape
       if not flat or len(keys) != 2 * len(layers):
         raise HostileMessageError("keys of another model")
@@ -408,36 +427,36 @@ class ElasticInstance:
         self.pool.write(n, k, v, slots)
       post.send(call.source, "stored", [])
       return
-    taken: dict[int, list[np.ndarray]] = {}
-    gone: collections.Counter[int] = collections.Counter()
+    slots_by_target: dict[int, list[np.ndarray]] = {}
+    num_moved: collections.Counter[int] = collections.Counter()
     for target, request, count in zip(
       call.targets.tolist(),
       call.requests.tolist(),
       call.counts.tolist(),
       strict=True,
     ):
-      slots = self.pool.slots_of(request)[gone[request] :][:count]
+      slots = self.pool.slots_of(request)[num_moved[request] :][:count]
       if slots.size < count:
         raise PeerError(f"{slots.size} of {count} tokens of request {request}")
-      gone[request] += count
-      taken.setdefault(target, []).append(slots)
-    for target, parts in taken.items():
+      num_moved[request] += count
+      slots_by_target.setdefault(target, []).append(slots)
+    for target, parts in slots_by_target.items():
       slots = np.concatenate(parts)
       arrays = [self.pool.seg[slots], self.pool.pos[slots]]
       for n in layers:
         arrays += self.pool.read(n, slots)
       self.sent["moved"] += post.send(target, "keys", arrays)
-    for target, parts in taken.items():
+    for target, parts in slots_by_target.items():
       post.take(target, "stored")
       self.pool.free(np.concatenate(parts))
 
 
 def instance_programs(model: Transformer) -> LayerPrograms:
-  """The programs of an instance.
+  """Makes the programs of an instance.
 
   Raises:
-    ConfigError: a model whose layers keep more than keys and values, or whose
-      rotations depend on a context's length.
+    ConfigError: If layers keep more than keys and values, or rotations depend
+      on a context's length.
   """
   refuse_placed(model, "use it in groups", "load it onto the devices")
   if any(rope.scaling.by_length for rope in model.config.ropes):
@@ -461,13 +480,13 @@ def instance_programs(model: Transformer) -> LayerPrograms:
 def block_bytes(
   programs: LayerPrograms, dtype: DTypeLike, tokens: int, instances: int
 ) -> int:
-  """Bytes of keys and values that a ring sends, without headers."""
-  each = sum(layer.token_bytes(dtype) for layer in programs.layers)
-  return each * tokens * (instances - 1)
+  """Bytes of keys and values that a ring sends for tokens, without headers."""
+  token_bytes = sum(layer.token_bytes(dtype) for layer in programs.layers)
+  return token_bytes * tokens * (instances - 1)
 
 
 def _power(count: int, least: int) -> int:
-  """The least power of two that is not below either."""
+  """The least power of two that is at least `count` and `least`."""
   return max(least, 1 << max(0, count - 1).bit_length())
 
 
@@ -487,10 +506,10 @@ def _padded(x: np.ndarray, width: int, axis: int = 2) -> np.ndarray:
 def _checked(
   came: ArrayMessage, layer: int, shape: tuple[int, ...], count: int
 ) -> tuple[np.ndarray, ...]:
-  """The arrays of a message, which are as many and of this shape.
+  """Checks a message; returns its `count` arrays of the given shape.
 
   Raises:
-    HostileMessageError: they are not, or of another layer.
+    HostileMessageError: If number, shapes or layer differ.
   """
   shapes = [x.shape for x in came.arrays]
   if came.fields.get("layer") != layer or shapes != [shape] * count:
@@ -504,7 +523,7 @@ def _checked(
 def _partial(
   came: ArrayMessage, layer: int, shape: tuple[int, ...], width: int
 ) -> Partial:
-  """The partial of a message, its queries filled up; see `_checked`."""
+  """Checks a message; returns its partial, padded to `width` queries."""
   shapes = [x.shape for x in came.arrays]
   if came.fields.get("layer") != layer or shapes != [
     shape, shape[:-1], shape[:-1]
@@ -539,7 +558,7 @@ def _taken(
 
 @jax.jit
 def _last(x: Float[Array, "1 T D"], rows: Int[Array, " n"]) -> jax.Array:
-  """Rows of [1, T, D] as a batch [n, 1, D]."""
+  """Rows of x [1, T, D] as a batch [n, 1, D]."""
   return x[0, rows][:, None]
 
 

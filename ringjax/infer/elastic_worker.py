@@ -1,10 +1,10 @@
-"""A process that is one elastic instance: a manager calls it, others help.
+"""A process that is one elastic instance, called by a manager.
 
-Guarantees: it does the calls of its manager one after another and answers each
-once, with what came of it or why it failed; it answers pings meanwhile. A call
-whose other instances are gone, or that the manager gives up, fails at once and
-leaves the slots for `drop` to tidy. Strangers without the key get no further
-than the greeting, and nothing is pickled. It ends with its manager.
+Guarantees: it runs the calls of its manager one after another and answers each
+once, with the result or the error; it answers pings meanwhile. A call whose
+other instances are gone, or that the manager abandons, fails at once; `drop`
+then frees its slots. Peers without the key get no further than the greeting,
+and nothing is pickled. The process ends with its manager.
 Cost: a connection to each other instance that it sends to, made when first
 needed; a thread for each connection.
 
@@ -77,12 +77,12 @@ _MOST = 1 << 31
 def receive_idle(
   link: PullConnection, kinds: Sequence[str]
 ) -> ArrayMessage | None:
-  """The next message of a connection that may be quiet for any time.
+  """Waits any time for the next message of a connection; None if it ended.
 
-  Its patience counts within a message. None if the other side left.
+  The connection's patience applies only within a message.
 
   Raises:
-    PeerError: it is gone, or sent something else.
+    PeerError: If the other side is gone, or breaks the protocol.
   """
   with selectors.PollSelector() as wait:
     try:
@@ -94,7 +94,7 @@ def receive_idle(
 
 
 class _PeerLinks:
-  """Messages from other instances that wait, and connections to them."""
+  """Queued messages from other instances, and connections to them."""
 
   def __init__(self, number: int, key: bytes, patience_s: int | float):
     self._number, self._key, self._patience_s = number, key, patience_s
@@ -107,7 +107,7 @@ class _PeerLinks:
     self._begun, self._abandoned = -1, -1
 
   def begin(self, call: int) -> None:
-    """Forgets messages of calls before this one."""
+    """Drops messages of calls before this one."""
     with self._news:
       self._begun = call
       for place in [x for x in self._came if x[0] < call]:
@@ -120,16 +120,16 @@ class _PeerLinks:
       self._news.notify_all()
 
   def receive(self, link: PullConnection, source: int) -> None:
-    """Takes an instance's messages until it leaves."""
+    """Queues an instance's messages until it disconnects."""
     try:
-      while (heard := receive_idle(link, _BETWEEN)) is not None:
-        call = heard.integer("call", _MOST)
+      while (message := receive_idle(link, _BETWEEN)) is not None:
+        call = message.integer("call", _MOST)
         with self._news:
           if call >= self._begun:
-            self._came[call, source, heard.kind].append(heard)
+            self._came[call, source, message.kind].append(message)
             self._news.notify_all()
     except PeerError:
-      pass  # It is as good as gone.
+      pass  # Treated as a disconnection.
     finally:
       link.close()
       with self._news:
@@ -137,10 +137,10 @@ class _PeerLinks:
         self._news.notify_all()
 
   def take(self, call: int, source: int, kind: str) -> ArrayMessage:
-    """The next message of a kind of a call.
+    """Waits for the next message of a call, an instance and a kind.
 
     Raises:
-      PeerError: the instance is gone, or the call was given up.
+      PeerError: If the instance is gone, or the call was abandoned.
     """
     place = call, source, kind
 
@@ -152,7 +152,7 @@ class _PeerLinks:
       )
 
     with self._news:
-      # The manager gives up a call of which an instance stands still.
+      # No timeout: the manager abandons a call if an instance hangs.
       self._news.wait_for(ready)
       if call <= self._abandoned:
         raise PeerError("the call was given up")
@@ -161,19 +161,19 @@ class _PeerLinks:
       return self._came[place].popleft()
 
   def to(self, target: int, address: tuple[str, int]) -> PullConnection:
-    """The connection to an instance.
+    """Returns the connection to an instance, made when first needed.
 
     Raises:
-      PeerError: it is not there, or has another key.
+      PeerError: If the instance does not listen, or has another key.
     """
     if target not in self._out:
       try:
-        made = socket.create_connection(address, self._patience_s)
+        connection = socket.create_connection(address, self._patience_s)
       except OSError as error:
         raise PeerError(
           f"instance {target} does not listen: {error}", target
         ) from None
-      link = PullConnection(made, self._patience_s, f"instance {target}")
+      link = PullConnection(connection, self._patience_s, f"instance {target}")
       try:
         link.greet_publisher(self._key)
         send_arrays(link, "hello", number=self._number)
@@ -184,14 +184,14 @@ class _PeerLinks:
     return self._out[target]
 
   def close(self) -> None:
-    """Ends all connections."""
+    """Ends all waits and closes the connections."""
     self.abandon(_MOST)
     for link in self._out.values():
       link.close()
 
 
 class _CallPost:
-  """As `Post`: messages of one call."""
+  """Messages of one call, an implementation of `Post`."""
 
   def __init__(
     self, call: int, addresses: dict[str, list[Any]], links: _PeerLinks
@@ -210,11 +210,11 @@ class _CallPost:
 
 
 class ElasticWorker:
-  """Listens for a manager and other instances, and does what the first says.
+  """Server of an instance: it runs a manager's calls with other instances.
 
   Attributes:
-    address: host and port.
-    vocab: of the model.
+    address: Host and port that it listens on.
+    vocab: Size of the model's vocabulary.
   """
 
   def __init__(
@@ -229,21 +229,22 @@ class ElasticWorker:
     port: int = 0,
     patience_s: int | float = PATIENCE_S,
   ):
-    """Listens.
+    """Listens on a port.
 
     Args:
-      model: on one device.
-      number: of the instance, unique in its cluster.
-      slots: tokens that it has room for.
-      key: of the cluster, at least 16 bytes.
-      programs: of the model, where another instance of this process has some.
-      host: of the interface to listen on.
-      port: 0 takes one that is free.
-      patience_s: seconds without a byte in the middle of a message after which
-        its sender is given up.
+      model: Model on one device.
+      number: Number of the instance, unique in its cluster.
+      slots: Number of tokens that it has room for.
+      key: Shared secret of the cluster, at least 16 bytes.
+      programs: Programs of the model from another instance of this process;
+        default: new ones.
+      host: Address of the interface to listen on.
+      port: Port to listen on; 0 takes a free one.
+      patience_s: Seconds without a byte within a message after which the
+        connection is closed.
 
     Raises:
-      ConfigError: a model whose layers keep more than keys and values.
+      ConfigError: If layers of the model keep more than keys and values.
     """
     self._instance = ElasticInstance(model, number, slots, programs=programs)
     self._key, self._patience_s = checked_key(key), patience_s
@@ -262,19 +263,19 @@ class ElasticWorker:
     )
 
   def serve(self) -> None:
-    """Does a manager's calls until it leaves, or `close`."""
+    """Runs a manager's calls until it disconnects, or `close`."""
     link = self._manager.get()
     if link is None:
       return
     threading.Thread(target=self._listen, args=(link,), daemon=True).start()
     with contextlib.suppress(PeerError):
       self._tell(link, "opened")
-      while (heard := self._calls.get()) is not None:
-        self._run(link, heard)
+      while (message := self._calls.get()) is not None:
+        self._run(link, message)
     self.close()
 
   def close(self) -> None:
-    """Ends all connections and listens no more; once."""
+    """Closes all connections and stops listening."""
     self._manager.put(None)
     self._calls.put(None)
     self._door.close()
@@ -289,35 +290,35 @@ class ElasticWorker:
     return wire
 
   def _enter(self, link: PullConnection) -> None:
-    """Takes a connection, by its first message: in a thread of its own."""
+    """Serves a new connection by its first message, in a separate thread."""
     self._all.append(link)
     try:
-      heard = receive_arrays(link, ("hello", "manage"))
-      if heard is None:
+      message = receive_arrays(link, ("hello", "manage"))
+      if message is None:
         raise PeerError(f"{link.name} left")
-      if heard.kind == "manage":
+      if message.kind == "manage":
         self._manager.put(link)
         return
-      source = heard.integer("number", _MOST)
+      source = message.integer("number", _MOST)
     except (PeerError, OSError):
       link.close()
       return
     self._links.receive(link, source)
 
   def _listen(self, link: PullConnection) -> None:
-    """Takes the manager's messages; those that can't wait are done here."""
+    """Receives the manager's messages; handles ping and abandon at once."""
     try:
-      while (heard := receive_idle(link, FROM_MANAGER)) is not None:
-        if heard.kind == "ping":
+      while (message := receive_idle(link, FROM_MANAGER)) is not None:
+        if message.kind == "ping":
           self._tell(link, "pong")
-        elif heard.kind == "abandon":
-          self._links.abandon(heard.integer("call", _MOST))
+        elif message.kind == "abandon":
+          self._links.abandon(message.integer("call", _MOST))
         else:
-          self._calls.put(heard)
+          self._calls.put(message)
     except PeerError:
       pass
     finally:
-      # Nobody asks for the rest.
+      # The manager left: waiting calls are of no use.
       self._links.abandon(_MOST)
       self._calls.put(None)
 
@@ -325,16 +326,16 @@ class ElasticWorker:
     with self._telling:
       send_arrays(link, kind, **fields)
 
-  def _run(self, link: PullConnection, heard: ArrayMessage) -> None:
-    if heard.kind == "drop":
-      requests, first = heard.arrays
+  def _run(self, link: PullConnection, message: ArrayMessage) -> None:
+    if message.kind == "drop":
+      requests, first = message.arrays
       self._instance.drop(requests.tolist(), first.tolist())
       return
-    call = heard.integer("call", _MOST)
+    call = message.integer("call", _MOST)
     sent = self._instance.sent.copy()
     try:
       self._links.begin(call)
-      tokens = self._do(heard, call)
+      tokens = self._do(message, call)
     except Exception as error:
       gone = error.rank if isinstance(error, PeerError) else None
       why = f"{error}" if isinstance(error, RingjaxError) else repr(error)
@@ -343,41 +344,43 @@ class ElasticWorker:
     bytes_sent = dict(self._instance.sent - sent)
     self._tell(link, "done", call=call, tokens=tokens, bytes_sent=bytes_sent)
 
-  def _do(self, heard: ArrayMessage, call: int) -> list[Any]:
-    """Does a call: (request, its new tokens) of those that end here."""
-    fields, instance = heard.fields, self._instance
+  def _do(self, message: ArrayMessage, call: int) -> list[Any]:
+    """Runs a call; returns (request, new tokens) of this instance's rows."""
+    fields, instance = message.fields, self._instance
     post = _CallPost(call, fields["addresses"], self._links)
-    if heard.kind == "move":
-      what = MoveKeys(fields["source"], *heard.arrays)
-      instance.move(what, post)
+    if message.kind == "move":
+      move = MoveKeys(fields["source"], *message.arrays)
+      instance.move(move, post)
       return []
     group = tuple(fields["group"])
-    if heard.kind == "read":
-      first = instance.read(ReadPrompts(group, *heard.arrays), post)
+    if message.kind == "read":
+      first = instance.read(ReadPrompts(group, *message.arrays), post)
       return [[r, [token]] for r, token in first.items()]
-    rows = StepRows(group, fields["steps"], *heard.arrays)
+    rows = StepRows(group, fields["steps"], *message.arrays)
     return [[r, new] for r, new in instance.step(rows, post).items()]
 
 
 def main() -> None:
-  """An instance that is told what it is, by the standard input."""
-  told = json.loads(sys.stdin.readline())
+  """Runs the instance process; options come from the standard input."""
+  options = json.loads(sys.stdin.readline())
   model = checkpoint.load(
-    told["model"], dtype=told.get("dtype"), strict=told.get("strict", True)
+    options["model"],
+    dtype=options.get("dtype"),
+    strict=options.get("strict", True),
   )
   worker = ElasticWorker(
     model,
-    told["number"],
-    told["slots"],
-    bytes.fromhex(told["key"]),
-    host=told.get("host", "127.0.0.1"),
-    port=told.get("port", 0),
-    patience_s=told.get("patience_s", PATIENCE_S),
+    options["number"],
+    options["slots"],
+    bytes.fromhex(options["key"]),
+    host=options.get("host", "127.0.0.1"),
+    port=options.get("port", 0),
+    patience_s=options.get("patience_s", PATIENCE_S),
   )
   print(json_text([*worker.address, worker.vocab]), flush=True)
 
   def until_left() -> None:
-    # The starter's end is this one's, whatever runs.
+    # The standard input ends with the parent process: then exit at once.
     sys.stdin.read()
     os._exit(0)
 

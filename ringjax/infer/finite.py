@@ -1,10 +1,11 @@
 """Rows whose logits are not finite: marked in a program, raised on the host.
 
-Guarantees: a row is marked if its largest logit is not a number: if one is NaN
-or +inf, or all are -inf. Masks leave -inf beside finite logits, which is legal.
-A marked row has `NOT_FINITE` in place of a token and is over; other rows go on.
+Guarantees: a row is marked if its largest logit is not finite: if one is NaN
+or +inf, or all are -inf. Masks leave -inf next to finite logits, which is
+legal. A marked row has `NOT_FINITE` in place of a token and ends; other rows
+continue.
 Cost: one reduction over the logits, which greedy choice needs anyway. The mark
-comes to the host as the token does.
+reaches the host in place of the token.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ringjax.errors import NotFiniteLogitsError
 # In place of the token of a row whose logits are not finite.
 NOT_FINITE = -1
 
-# Rows that an error names.
+# Maximum number of rows that an error names.
 _NAMED = 4
 
 
 def finite_rows(logits: Float[Array, "*B V"]) -> Bool[Array, " *B"]:
-  """Whether the largest logit of each row is a number."""
+  """Whether the largest logit of each row is finite."""
   return jnp.isfinite(jnp.max(logits, -1))
 
 
@@ -45,12 +46,12 @@ def not_finite_error(
   unit: str = "row",
   name: str = "logits",
 ) -> NotFiniteLogitsError:
-  """The error that names rows and positions.
+  """Makes the error that names rows and positions.
 
   Args:
-    at: position of the token that could not be chosen, by row.
+    at: Position of the token that could not be chosen, by row.
     dtype: The model's dtype.
-    tokens: result of the call, if there is one.
+    tokens: Result of the call, if there is one.
     unit: Noun for a row in the text, as "row" or "document".
     name: Name of the logits in the text.
   """
@@ -77,10 +78,10 @@ def remedy(dtype: DTypeLike) -> str:
 
 
 class NotFiniteRows:
-  """Rows whose logits were not finite, noted while other rows go on.
+  """Rows whose logits were not finite, recorded while other rows continue.
 
   Attributes:
-    at: position of the token that could not be chosen, by row.
+    at: Position of the token that could not be chosen, by row.
   """
 
   def __init__(self) -> None:
@@ -89,12 +90,12 @@ class NotFiniteRows:
   def note(
     self, tokens: np.ndarray, pos: np.ndarray, live: np.ndarray
   ) -> np.ndarray:
-    """Notes the marked ones of `live` rows; bool [B], which these are.
+    """Records the marked rows among `live` ones; returns their mask, bool [B].
 
     Args:
-      tokens: int [B], tokens as they were chosen.
-      pos: int [B], their positions.
-      live: bool [B], rows that are not over.
+      tokens: Chosen tokens or `NOT_FINITE`, int [B].
+      pos: Positions of these tokens, int [B].
+      live: Mask of rows that have not ended, bool [B].
     """
     marked = live & (tokens == NOT_FINITE)
     if marked.any():
@@ -105,15 +106,15 @@ class NotFiniteRows:
   def check(
     self, dtype: DTypeLike, tokens: object, *, name: str = "logits"
   ) -> None:
-    """Raises if a row was noted.
+    """Raises an error if a row was recorded.
 
     Args:
       dtype: The model's dtype.
-      tokens: result of the call.
+      tokens: Result of the call, carried by the error.
       name: Name of the logits in the text.
 
     Raises:
-      NotFiniteLogitsError: with the result.
+      NotFiniteLogitsError: If a row was recorded.
     """
     if self.at:
       raise not_finite_error(self.at, dtype, tokens, name=name)

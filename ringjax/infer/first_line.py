@@ -1,4 +1,4 @@
-"""What a process that was started says first: a line of JSON."""
+"""First line of a started process: JSON with its address."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ringjax.errors import PeerError
 def first_line(
   name: str, number: int, process: subprocess.Popen[str], patience_s: float
 ) -> list[Any]:
-  """Return the list that a process writes as its first line.
+  """Reads the JSON list that a process writes as its first line.
 
   Args:
-    name: What the process is, for the error.
-    number: Its number.
+    name: Name of the kind of process, for the error.
+    number: Number of the process, for the error.
     process: The process, whose standard output is a pipe.
-    patience_s: Seconds to wait.
+    patience_s: Maximum seconds to wait.
 
   Raises:
-    PeerError: The process ended, or says nothing of this form.
+    PeerError: If the process ended, or wrote no such line in time.
   """
   lines: list[str] = []
 

@@ -1,7 +1,7 @@
-"""Reads prompts and continues them.
+"""Text generation: reads prompts and continues them.
 
-`generate` does a whole answer; a `Session` keeps the cache of a conversation
-between calls, so that a new turn reads only what is new.
+`generate` makes a whole answer; a `Session` keeps the cache of a conversation
+between calls, so that a new turn reads only its new tokens.
 """
 
 from __future__ import annotations
@@ -76,23 +76,22 @@ class Generated:
 
   `new[row]` and iteration give the ids of a row without its padding, so that
   `tokenizer.decode(new[0])` is the answer. Any other index, as `new[0, :3]` or
-  `new[:2]`, is one of `tokens`, which NumPy also takes for the whole:
-  `np.asarray(new)` has padding.
+  `new[:2]`, indexes `tokens`. `np.asarray(new)` is `tokens`, with padding.
 
   A row ends with the token that ended it: the stop id, or the token that
   completed a stop string. `decode` leaves out special tokens, as most stop ids
   are, but not the text of a stop string.
 
   Attributes:
-    tokens: int32 [B, max_new_tokens], rows filled up with `pad_id`.
-    lengths: int32 [B], how many tokens of each row were generated.
+    tokens: New token ids, int32 [B, max_new_tokens], padded with `pad_id`.
+    lengths: Number of new tokens in each row, int32 [B].
   """
 
   tokens: np.ndarray
   lengths: np.ndarray
 
   def __len__(self) -> int:
-    """The number of rows."""
+    """Number of rows."""
     return len(self.tokens)
 
   def __getitem__(
@@ -104,13 +103,13 @@ class Generated:
     return self.tokens[key]
 
   def __iter__(self) -> Iterator[np.ndarray]:
-    """The rows without padding."""
+    """Iterates over the rows without padding."""
     return (self[row] for row in range(len(self)))
 
   def __array__(
     self, dtype: DTypeLike | None = None, copy: bool | None = None
   ) -> np.ndarray:
-    """`tokens`, as NumPy asks for an array."""
+    """Converts to a NumPy array: `tokens`, with padding."""
     return np.array(self.tokens, dtype, copy=copy)
 
 
@@ -152,102 +151,105 @@ def generate(
 ) -> Generated:
   """Continues prompts.
 
-  What a sampler draws for a token is a function of its seed, of the number of
-  the row and of the token's position in it: neither other rows, the turns of a
-  conversation nor the mesh matter. Another seed or temperature compiles
-  nothing, nor does any other number of a sampler.
+  A sampled token is a function of the sampler's seed, the number of the row and
+  the token's position in it: neither other rows, the turns of a conversation
+  nor the mesh matter. Another seed or temperature compiles nothing, nor does
+  another value of any other setting of a sampler.
 
-  Rotations that depend on the length of the context (dynamic, longrope) are
-  those of each row's own prompt, whatever `max_new_tokens`, the other rows and
-  the chunks are; see `ops.rope`. With a session they are those of its capacity:
-  longrope's factors for short texts are not made for rows that grow beyond
-  them, which a session of a larger capacity rotates by the others from the
-  start. Behind contexts they are those of the longest row with its contexts.
+  Rotations that depend on the length of the context (dynamic, longrope) use the
+  length of each row's own prompt, whatever `max_new_tokens`, the other rows and
+  the chunks are; see `ops.rope`. With a session they use its capacity:
+  longrope's factors for short texts do not suit rows that grow beyond them,
+  which a session of a larger capacity rotates by the long factors from the
+  start. With contexts they use the longest row including its contexts.
 
   Args:
-    model: made by `rj.models.load` or `create`.
-    tokens: int32 [B, T], or B sequences of ids of different lengths.
-    max_new_tokens: how many tokens to add at most.
-    sampler: chooses a token from logits; default `Greedy()`.
-    prefill: how the prompt is read: "auto", "dense", "blockwise" (one device);
-      "ring", "striped", "zigzag", "bidirectional", "gather", "ulysses",
-      "hybrid", "kvr" (a sharded sequence; on one shard they all are
+    model: Model made by `rj.models.load` or `create`.
+    tokens: Token ids, int32 [B, T], or B sequences of different lengths.
+    max_new_tokens: Maximum number of tokens to add to each row.
+    sampler: Sampler that chooses a token from logits; default `Greedy()`.
+    prefill: Method that reads the prompt: "auto", "dense", "blockwise" (one
+      device); "ring", "striped", "zigzag", "bidirectional", "gather",
+      "ulysses", "hybrid", "kvr" (a sharded sequence; on one shard they all are
       "blockwise", and the report says so); "chunked" (either).
-    mesh: the mesh; default: the session's, the model's or the current one,
+    mesh: Device mesh; default: the session's, the model's or the current one,
       else one device.
-    axis: the axis that shards the sequence; default "seq" if there is one.
-    chunk: most tokens of a chunk of a chunked prefill.
-    partition: tokens of each shard for "kvr", KV-Runahead's chain (Cho et al.
-      2024, arXiv 2405.05329); default: shards have equal work.
-    machine: the model's cost on these devices and their links, by which
+    axis: Mesh axis that shards the sequence; default "seq" if there is one.
+    chunk: Maximum number of tokens in a chunk of a chunked prefill.
+    partition: Number of tokens of each shard for "kvr", KV-Runahead's chain
+      (Cho et al. 2024, arXiv 2405.05329); default: shards have equal work.
+    machine: The model's cost on these devices and their links, by which
       prefill="auto" then chooses (`rj.plan.choose`); the report has the
-      reasons. Default: "striped" on a sharded sequence. Refused where there is
-      no choice: with a chunk, and for recurrent layers on a sharded sequence.
-    keep: where the cache is once the prompt is read: "sharded" over the
+      reasons. Default: "striped" on a sharded sequence. Refused where only one
+      method works, with a chunk or with recurrent layers on a sharded sequence.
+    keep: Location of the cache after the prompt is read: "sharded" over the
       sequence's axis, on which all devices decode, or on the "last" device of
       that axis, which then decodes alone, with its own copy of the weights.
-    wire: how keys and values travel while a prompt is read on several shards:
-      "cache", as the bytes that the cache stores, encoded once; a codec or a
-      dtype, see `Ring`; None: as they are. Each query sees its own shard's keys
-      exact.
-    cache: a `Session`, to continue where it is and to leave it behind; the
-      tokens are then what comes after those that it holds.
-    contexts: documents that `tokens` are about, each read apart: ids or an
-      `EncodedContext`, those of all rows, or for each row a list of them. See
+    wire: Transfer format of keys and values while a prompt is read on several
+      shards: "cache", the bytes that the cache stores, encoded once; a codec or
+      a dtype, see `Ring`; None: unchanged. Each query sees the exact keys of
+      its own shard.
+    cache: A `Session` to continue and to update; `tokens` then follow the
+      tokens that it holds.
+    contexts: Documents that `tokens` are about, each encoded separately: ids or
+      an `EncodedContext`, one list for all rows, or a list for each row. See
       `context_session`.
-    combine: how they are combined: "full", "parallel" (the default), "ape",
-      "select", "recompute", "kvlink", "cepe", with options as in
+    combine: Strategy that combines contexts: "full", "parallel" (the default),
+      "ape", "select", "recompute", "kvlink", "cepe", with options as in
       "ape:temperature=0.8", or an object of `rj.infer.contexts`.
-    library: which encodes and keeps them, a `ContextLibrary`; default: one for
-      this call.
-    speculate: drafts tokens, of which one call of the model checks several: a
-      name of `rj.infer.speculate.DRAFTERS` with options, as
-      "lookup:count=8", or a `Drafter`. No token changes by it, with
+    library: A `ContextLibrary` that encodes and keeps contexts; default: a new
+      one for this call.
+    speculate: Drafter of tokens, of which one call of the model checks several:
+      a name of `rj.infer.speculate.DRAFTERS` with options, as
+      "lookup:count=8", or a `Drafter`. It changes no token, and with
       verify="rejection" no probability.
-    cache_kind: how the cache that is made stores keys and values, an
+    cache_kind: Storage format of keys and values in a new cache, an
       `rj.kv.CacheKind` or its name, one of `rj.kv.KINDS`; default "windowed",
       which keeps no more than later tokens see.
-    cache_dtype: of the cache that is made: bfloat16, float16, float32 or
-      float64; default: the model's.
-    rows_at_once: rows that a layer computes at a time, group by group: a large
-      batch then needs no more memory on its way than so many rows, and each
-      layer's weights are still fetched once a call. Default: all rows.
-    cache_placement: where the keys of a layer are that does not run, in host
-      memory or on disk, see `Session`; no token changes by it.
-    hidden_placement: the same of hidden states, with rows_at_once.
-    disk: a folder for the part of the cache that is on disk.
-    attention_fn: a dense attention function that reads the cache's keys as
+    cache_dtype: Dtype of a new cache: bfloat16, float16, float32 or float64;
+      default: the model's.
+    rows_at_once: Number of rows that a layer computes at a time, group by
+      group: activations of a large batch then need the memory of this many
+      rows, and each layer's weights are still fetched once a call. Default: all
+      rows.
+    cache_placement: Placement of the keys of layers that are not running, in
+      host memory or on disk, see `Session`; it changes no token.
+    hidden_placement: Placement of the hidden states of groups that are not
+      running, with rows_at_once.
+    disk: Folder for the part of the cache that is on disk.
+    attention_fn: Dense attention function that reads the cache's keys as
       plain arrays, see `Session`; the prompt is then read in chunks.
-    grow: tokens by which the cache's memory grows, see `Session`.
-    stop: ids behind which a row ends, or texts, or both; or a `Stop`.
-    tokenizer: of the texts, which may span tokens; and encodes the request
-      for a repetition, where a policy repeats the prompt (`rj.kv.KVzip`).
-    stream: called with each step's tokens, int32 [B]. Its answer True ends
-      the generation, an array of bools [B] ends single rows, None and False
-      end nothing; anything else is refused.
-    progress: called with the number of prompt tokens read, after each chunk
-      and when all are read.
-    report: called with what was done, at the end.
-    pad_id: fills up rows that stopped early.
-    **names: in place of `sampler` and `stop`, as transformers names them:
+    grow: Number of tokens by which the cache's memory grows, see `Session`.
+    stop: Token ids or texts after which a row ends, or both; or a `Stop`.
+    tokenizer: Tokenizer of stop texts, which may span tokens; it also encodes
+      the request for a repetition, if a policy repeats the prompt
+      (`rj.kv.KVzip`).
+    stream: Callback that gets each step's tokens, int32 [B]. If it returns
+      True, the generation ends; an array of bools [B] ends single rows; None
+      and False end nothing; anything else is refused.
+    progress: Callback that gets the number of prompt tokens read, after each
+      chunk and when all are read.
+    report: Callback that gets the call's `GenerateReport`, at the end.
+    pad_id: Id that pads rows that stopped early.
+    **names: Options in place of `sampler` and `stop`, named as in transformers:
       temperature, top_k, top_p, min_p, repetition_penalty, do_sample, seed;
       eos_token_id. One of the first four samples, unless do_sample=False;
-      do_sample=True alone keeps all tokens, with no top_k of its own.
+      do_sample=True alone keeps all tokens, without a default top_k.
 
   Returns:
-    The new tokens: `new[row]` are those of a row, int32, the stop id included
+    The new tokens: `new[row]` are those of a row, int32, including the stop id
     that ended it; `new.tokens` is int32 [B, max_new_tokens], with `pad_id`.
 
   Raises:
-    PromptError: also for prompts that with `max_new_tokens` are longer than
+    PromptError: If a prompt is invalid, or with `max_new_tokens` longer than
       the context that the model's config states.
-    NotFiniteLogitsError: the logits of some rows are NaN or infinite, or those
-      of a draft's model; raised when all rows have ended, with what would have
-      been returned as its `tokens`: whole answers of the other rows, and of all
-      rows where it is the draft's. A session refuses further calls where the
-      logits were the model's own, until `restart`.
-    RingjaxError: in Python, before anything is compiled; but for a wrong
-      answer of `stream`, which ends the generation.
+    NotFiniteLogitsError: If logits of some rows are NaN or infinite, or those
+      of a draft model; raised when all rows have ended, with the result of the
+      call as its `tokens`: whole answers of the other rows, and of all rows if
+      only the draft's logits were wrong. A session refuses further calls until
+      `restart` if the logits were the model's own.
+    RingjaxError: If an argument is invalid; raised before anything is compiled,
+      except for a wrong answer of `stream`, which ends the generation.
   """
   check_call(model, tokens)
   make_room()
@@ -257,8 +259,8 @@ def generate(
                   report=report)  # fmt: skip
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
-  # Of a session that is made here.
-  own: dict[str, Any] = dict(
+  # Options of a session that this call makes.
+  session_options: dict[str, Any] = dict(
     mesh=mesh,
     axis=axis,
     dtype=cache_dtype,
@@ -268,14 +270,16 @@ def generate(
   if offloaded or getattr(getattr(cache, "cache", None), "fetch", None):
     _check_offloaded(contexts, speculate, keep)
   if rows_at_once is not None or getattr(cache, "rows_at_once", None):
-    _check_groups(contexts, speculate, keep, own["cache_kind"])
+    _check_groups(contexts, speculate, keep, session_options["cache_kind"])
   options = PrefillOptions(
     method=prefill,
     chunk=chunk,
     partition=partition,
     machine=machine,
     keep=keep,
-    wire=stored_wire(model, cache, own) if wire == "cache" else wire,
+    wire=stored_wire(model, cache, session_options)
+    if wire == "cache"
+    else wire,
   )
   drafter = None if speculate is None else drafter_of(speculate)
   prompts = inputs.prompts(tokens, model.config.vocab)
@@ -304,9 +308,9 @@ def generate(
         capacity=padded(longest, 1) + count,
         batch=len(prompts),
         library=library,
-        **own,
+        **session_options,
       )
-      own = dict.fromkeys(own)
+      session_options = dict.fromkeys(session_options)
   elif combine is not None or library is not None:
     raise OptionError(
       "combine" if library is None else "library",
@@ -314,7 +318,7 @@ def generate(
       "contexts to combine",
       "pass contexts=[...], or leave it out",
     )
-  own |= dict(
+  session_options |= dict(
     rows_at_once=rows_at_once,
     cache_placement=cache_placement,
     hidden_placement=hidden_placement,
@@ -322,13 +326,13 @@ def generate(
     attention_fn=attention_fn,
     grow=grow,
   )
-  own_attention = attention_fn or getattr(cache, "attention_fn", None)
-  if own_attention is not None:
+  custom_attention = attention_fn or getattr(cache, "attention_fn", None)
+  if custom_attention is not None:
     _refuse_beside("attention_fn", contexts=contexts, speculate=speculate)
   if grow is not None:
     _refuse_beside("grow", contexts=contexts)
   if cache is not None:
-    check_session(cache, model, len(prompts), own)
+    check_session(cache, model, len(prompts), session_options)
     start = cache.lengths
     prompts = with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
@@ -338,25 +342,25 @@ def generate(
   if not moves:
     check_context(model, start, lengths, count)
   spare = 0 if drafter is None else drafter.nodes - drafter.depth
-  session, how, total = planned(
-    model, cache, options, own, start, lengths, count, spare
+  session, reading, total = planned(
+    model, cache, options, session_options, start, lengths, count, spare
   )
   if moves:
     check_context(model, start, lengths, count, session.cache.kind, how)
   if contexts is not None and session.contexts is not None:
-    # No number of tokens that may come changes an answer.
+    # Without max_new_tokens, which must not change an answer.
     total = np.array((start + lengths).max(), np.int32)
   if drafter is not None:
     check_speculation(drafter, session, sampler, ending.watches)
-  asked = asked_repetition(model, session, start, lengths, tokenizer)
+  repetition = asked_repetition(model, session, start, lengths, tokenizer)
   model, last = session.weights(model), None
   if keep == "last" and session.mesh is not None:
-    # Refused before the prompt is read, and not behind it.
+    # Checked before the prompt is read rather than after it.
     refuse_placed(model, "bring it to one device", "pass keep='sharded'")
     last = last_device(session.mesh, session.axis)
     here(model, last)
   logits = read_prompts(
-    model, session, how, prompts, start, total, progress, asked
+    model, session, reading, prompts, start, total, progress, repetition
   )
   if last is not None:
     session.gather(last)
@@ -370,7 +374,7 @@ def generate(
   else:
     texts = session.texts()
     if session.contexts is not None:
-      # Contexts are at positions of their own, or of another vocabulary.
+      # The session's tokens are not one text: contexts have separate positions.
       texts, vocab = prompts, model.config.vocab
       if contexts is not None and not isinstance(combine_of(combine), Cepe):
         texts = joined(contexts, texts, Full(), vocab)
@@ -379,7 +383,7 @@ def generate(
     )
     new = Generated(tokens=out, lengths=sizes)
   session.last = GenerateReport(
-    prefill=how,
+    prefill=reading,
     prompt_tokens=int(lengths.max()),
     new_tokens=int(new.lengths.max()),
     shards=session.shards,
@@ -389,7 +393,7 @@ def generate(
     contexts=session.contexts,
     speculation=speculation,
     memory=report_bytes(
-      model, session, -(-(how.chunk or how.width) // session.shards)
+      model, session, -(-(reading.chunk or reading.width) // session.shards)
     ),
   )
   if report is not None:
@@ -405,14 +409,14 @@ def generate(
 def _check_groups(
   contexts: Any, speculate: Any, keep: str, kind: CacheKind | None
 ) -> None:
-  """Refuses what does not go with rows in groups."""
-  for name, got in (
+  """Refuses arguments that do not support rows in groups."""
+  for name, is_set in (
     ("contexts", contexts is not None),
     ("speculate", speculate is not None),
     ("keep", keep != KEEPS[0]),
     ("cache_kind", kind is not None and kind.repeats),
   ):
-    if got:
+    if is_set:
       raise OptionError(
         name,
         "a value beside rows_at_once",
@@ -422,7 +426,7 @@ def _check_groups(
 
 
 def _refuse_beside(option: str, **others: Any) -> None:
-  """Refuses other arguments that do not go with one that is given."""
+  """Refuses other arguments that cannot be combined with `option`."""
   for name, value in others.items():
     if value is not None:
       raise OptionError(
@@ -434,13 +438,13 @@ def _refuse_beside(option: str, **others: Any) -> None:
 
 
 def _check_offloaded(contexts: Any, speculate: Any, keep: str) -> None:
-  """Refuses what does not go with a cache whose layers are elsewhere."""
-  for name, got in (
+  """Refuses arguments that do not support an offloaded cache."""
+  for name, is_set in (
     ("contexts", contexts is not None),
     ("speculate", speculate is not None),
     ("keep", keep != KEEPS[0]),
   ):
-    if got:
+    if is_set:
       raise OptionError(
         name,
         "a value beside cache_placement",
@@ -450,7 +454,7 @@ def _check_offloaded(contexts: Any, speculate: Any, keep: str) -> None:
 
 
 def _check_apart(cache: Any, keep: str, wire: Any) -> None:
-  """Refuses what does not go with contexts that are encoded apart."""
+  """Refuses arguments that do not support separately encoded contexts."""
   for name, value, default in (
     ("cache", cache, None),
     ("keep", keep, KEEPS[0]),
@@ -477,76 +481,79 @@ def _decode(
   count: int,
   marked: NotFiniteRows,
 ) -> Generated:
-  """Takes steps until all rows have ended; the first token is at `pos` [B].
+  """Decodes until all rows have ended; the first token is at `pos` [B].
 
-  `marked` takes the rows whose logits are not finite.
+  `marked` records the rows whose logits are not finite.
   """
   attend = session.attend()
   batch, length = session.batch, jnp.asarray(total)
   out = np.full((batch, count), ending.pad_id, np.int32)
   ended, sizes = np.zeros(batch, bool), np.zeros(batch, np.int32)
-  # A copy: the session's goes on.
-  needs = getattr(sampler, "needs_seen", False)
-  seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
+  # A copy, since the session's own array changes meanwhile.
+  needs_seen = getattr(sampler, "needs_seen", False)
+  seen, sampler = (
+    jnp.array(session.seen) if needs_seen else None,
+    traced(sampler),
+  )
 
   def step(state: decode.DecodeState) -> decode.DecodeState:
-    after, session.cache = decode.step(
+    next_state, session.cache = decode.step(
       model, attend, sampler, session.cache, state, ending.ids, length
     )
-    return after
+    return next_state
 
   with session.running("decoding"):
     state = decode.first(
       sampler, logits, jnp.asarray(pos.astype(np.int32)), seen, ending.ids
     )
-    recurrent, ahead = session.cache.recurrent, int(ending.watches)
-    # Sums over queries do not go back behind what the caller ends.
-    waits = ahead and session.cache.irreversible and not recurrent
-    session.keep_slack(ahead)
-    left = session.cache.steps()
+    recurrent, lookahead = session.cache.recurrent, int(ending.watches)
+    # Sums over queries cannot be undone if the caller ends a row.
+    waits = lookahead and session.cache.irreversible and not recurrent
+    session.keep_slack(lookahead)
+    steps_left = session.cache.steps()
     for n in range(count):
-      # The next step is on its way while this one's tokens are read.
-      after = None
-      if n + 1 < count and left and not waits:
-        after, left = step(state), left - 1
-      token, done = jax.device_get((state.token, state.done))
+      # The next step is dispatched before this one's tokens are read.
+      next_state = None
+      if n + 1 < count and steps_left and not waits:
+        next_state, steps_left = step(state), steps_left - 1
+      token, rows_done = jax.device_get((state.token, state.done))
       raise_fault(model.stack.faults)
       ended = ended | marked.note(token, pos + n, ~ended)
       if ended.all():
-        # Nothing has come that could be shown.
+        # This step has no token to show.
         break
       out[:, n] = np.where(ended, ending.pad_id, token)
       sizes += ~ended
       session.say(token, pos + n, ~ended)
-      told = ending.told(out[:, n], ended)
-      ended = ended | done | told
-      if after is not None and told.any() and not recurrent:
-        session.take_back(told, pos + n)
+      ended_by_caller = ending.told(out[:, n], ended)
+      ended = ended | rows_done | ended_by_caller
+      if next_state is not None and ended_by_caller.any() and not recurrent:
+        session.take_back(ended_by_caller, pos + n)
       if n + 1 == count or ended.all():
         break
-      late = after is None
-      state = state if late else after
-      if told.any():
-        # The device knows of stop ids only, those of the next tokens too.
+      needs_step = next_state is None
+      state = state if needs_step else next_state
+      if ended_by_caller.any():
+        # The device's state has rows ended by stop ids only.
         state = state._replace(done=decode.ends(attend, state.done, ended))
-      if late:
-        if not left:
-          # Rows that are over stay as they are.
+      if needs_step:
+        if not steps_left:
+          # Only live rows are flushed.
           session.cache = session.cache.flush(~ended)
-          session.keep_slack(ahead)
-          left = session.cache.steps()
-        state, left = step(state), left - 1
+          session.keep_slack(lookahead)
+          steps_left = session.cache.steps()
+        state, steps_left = step(state), steps_left - 1
     session.keep_slack(0)
   return Generated(tokens=out, lengths=sizes)
 
 
 class RowEndings:
-  """What ends rows early, and what fills them up then.
+  """Stop rules that end rows early, and the padding id.
 
   Attributes:
-    ids: int32 [n], stop ids, for the device to look at.
-    pad_id: follows the last token of a row.
-    watches: whether something else may end a row: a stop string or `stream`.
+    ids: Stop ids, checked on the device, int32 [n].
+    pad_id: Id that pads a row after its last token.
+    watches: Whether the host may end a row: by a stop string or `stream`.
   """
 
   def __init__(
@@ -558,9 +565,9 @@ class RowEndings:
     batch: int,
     vocab: int,
   ):
-    least, remedy = -(2**31), "leave it out to fill up with 0"
+    min_id, remedy = -(2**31), "leave it out to fill up with 0"
     self.pad_id = integer(
-      "pad_id", pad_id, least=least, most=-least - 1, remedy=remedy
+      "pad_id", pad_id, least=min_id, most=-min_id - 1, remedy=remedy
     )
     stop = as_stop(stop)
     stop.check(vocab)
@@ -580,29 +587,33 @@ class RowEndings:
     self.watches = bool(self._watches) or stream is not None
 
   def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Which rows a stop string or `stream` ends at these tokens: bool [B]."""
-    told = np.zeros(tokens.size, bool)
+    """Mask of rows that a stop string or `stream` ends here, bool [B]."""
+    ended_by_caller = np.zeros(tokens.size, bool)
     for row, watch in enumerate(self._watches):
       if not ended[row]:
         watch.feed(int(tokens[row]))
-        told[row] = watch.stopped is not None
+        ended_by_caller[row] = watch.stopped is not None
     if self._stream is not None:
-      told = told | _answered(self._stream(tokens), tokens.shape)
-    return told
+      ended_by_caller = ended_by_caller | _answered(
+        self._stream(tokens), tokens.shape
+      )
+    return ended_by_caller
 
 
 def _answered(answer: Any, shape: tuple[int, ...]) -> Any:
-  """Which rows end now, by what `stream` answered."""
+  """Mask of rows that end, from the return value of `stream`."""
   if answer is None or isinstance(answer, bool | np.bool_):
     return bool(answer)
   array = isinstance(answer, np.ndarray | jax.Array)
   if array and answer.dtype == bool and answer.shape in ((), shape):
     return np.asarray(answer)
-  # A truth value would end it at the first `lambda t: file.write(...)`.
-  what = f"{answer.dtype} {list(answer.shape)}" if array else repr(answer)
+  # Truth values are refused: `lambda t: file.write(...)` returns a count.
+  answer_text = (
+    f"{answer.dtype} {list(answer.shape)}" if array else repr(answer)
+  )
   raise InputTypeError(
     "stream",
-    f"an answer of {type(answer).__name__}, {what}",
+    f"an answer of {type(answer).__name__}, {answer_text}",
     f"None, True, False, or an array of bools {list(shape)}",
     "let it return nothing, or whether to end",
   )

@@ -1,12 +1,13 @@
-"""Contexts that were encoded apart, combined with a question.
+"""Sessions on separately encoded contexts that are combined with a question.
 
-Guarantees: one context alone answers as the same text read at once. Contexts at
-the same positions may come in any order: they are placed in the order of
-their digests, so that not even a sum changes. Tokens of contexts are not
-computed again, but for those that `Recompute` chooses.
-Cost: one copy of the contexts to the devices; tokens computed are the links',
-the recomputed and the question's.
-Memory: the contexts of all rows on the devices, and room for what follows.
+Guarantees: a single context gives the same answer as the same text read at
+once. Contexts at the same positions may come in any order: they are placed in
+the order of their digests, so that not even a sum changes. Tokens of contexts
+are not computed again, except those that `Recompute` chooses.
+Cost: one copy of the contexts to the devices; the tokens computed are link
+tokens, recomputed tokens and the question.
+Memory: the contexts of all rows on the devices, and room for the question and
+the answer.
 """
 
 from __future__ import annotations
@@ -61,23 +62,23 @@ from ringjax.ops.attention.apart import SelectedView, WeighedView
 from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.mask import Coords
 
-# Slots of a tile of contexts that queries select, and of one call's tokens.
+# Slots in a tile of contexts that queries select; tokens of one model call.
 _TILE, _CHUNK = 64, 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextReport:
-  """What was done with contexts before the question.
+  """Counts of the work done on contexts before the question.
 
   Attributes:
-    combine: how they are combined.
-    contexts: of all rows together.
-    tokens: of contexts, all rows together.
-    encoded: tokens that were computed to encode contexts that were not there.
-    computed: tokens that were computed to combine them, of all rows: prefix,
-      links and recomputed ones.
-    nbytes: of keys and values that went to the devices, or of the states of
-      an encoder.
+    combine: Strategy that combines the contexts.
+    contexts: Number of contexts, all rows together.
+    tokens: Number of tokens in the contexts, all rows together.
+    encoded: Tokens computed to encode contexts that were not encoded yet.
+    computed: Tokens computed to combine the contexts, all rows together:
+      prefix, link and recomputed tokens.
+    nbytes: Bytes of the keys and values copied to the devices, or of the
+      encoder's states.
   """
 
   combine: Combine
@@ -90,13 +91,13 @@ class ContextReport:
 
 @dataclasses.dataclass(kw_only=True)
 class _Row:
-  """A row's contexts in their places.
+  """A row's contexts with their positions, and the tokens still to compute.
 
   Attributes:
-    contexts: keys and values, and where they are read.
-    texts: int32 [n], tokens that are computed, by position.
-    at: their positions.
-    end: the position of the question.
+    contexts: Keys and values of each context with their positions.
+    texts: Token ids to compute, int32 [n].
+    at: Positions of `texts`, int32 [n].
+    end: Position of the question's first token.
   """
 
   contexts: list[PlacedContext]
@@ -120,33 +121,35 @@ def context_session(
   cache_kind: CacheKind | str | None = None,
   progress: Callable[[int], Any] | None = None,
 ) -> Session:
-  """A session behind contexts, for `rj.infer.generate(..., cache=session)`.
+  """Makes a session after contexts, for `generate(..., cache=session)`.
 
-  `session.cache.snapshot()` and `restore` ask several questions.
+  To ask several questions of the same contexts, use `session.cache.snapshot()`
+  and `restore`.
 
   Args:
-    model: made by `rj.models.load` or `create`.
-    contexts: documents, each its ids or an `EncodedContext`: those of all rows,
-      or for each row a list of them.
-    combine: how they are combined, one of `WAYS` by its name, with options as
+    model: Model made by `rj.models.load` or `create`.
+    contexts: Documents, each as token ids or an `EncodedContext`: one list for
+      all rows, or a list for each row.
+    combine: Strategy that combines them: a name of `WAYS`, with options as
       in "ape:temperature=0.8", or an object; not "full", which has no session.
-    capacity: tokens of questions and answers, of a row.
-    batch: rows; default: as many as there are lists of contexts, or 1.
-    library: which encodes documents and keeps them; default: one for this call.
-    mesh: see `Session`.
-    axis: see `Session`.
-    dtype: see `Session`.
-    cache_kind: how keys and values are stored; default: the library's, or
-      "dense", and "unrotated" where contexts move.
-    progress: called with the number of documents that are encoded.
+    capacity: Maximum tokens of questions and answers in a row.
+    batch: Number of rows; default: the number of lists of contexts, or 1.
+    library: Library that encodes and keeps documents; default: a new one for
+      this call.
+    mesh: Mesh of the session, see `Session`.
+    axis: Mesh axis that shards the sequence, see `Session`.
+    dtype: Dtype of keys and values, see `Session`.
+    cache_kind: Storage format of keys and values; default: the library's, or
+      "dense", or "unrotated" where contexts move.
+    progress: Callback that gets the number of documents encoded so far.
 
   Raises:
-    RingjaxError: in Python, before anything is computed.
+    RingjaxError: If an argument is invalid; raised before any computation.
   """
   check_call(model, [])
   capacity = positive_int("capacity", capacity)
-  how = combine_of(combine)
-  if isinstance(how, Full):
+  strategy = combine_of(combine)
+  if isinstance(strategy, Full):
     raise OptionError(
       "combine",
       "'full', which reads contexts and question as one text",
@@ -155,12 +158,12 @@ def context_session(
     )
   rows = context_rows(contexts, batch)
   options = dict(mesh=mesh, axis=axis, dtype=dtype, cache_kind=cache_kind)
-  if isinstance(how, Cepe):
+  if isinstance(strategy, Cepe):
     session, tokens, nbytes = encoder_session(
-      model, rows, how, capacity=capacity, library=library, options=options
+      model, rows, strategy, capacity=capacity, library=library, options=options
     )
     session.contexts = ContextReport(
-      combine=how,
+      combine=strategy,
       contexts=sum(map(len, rows)),
       tokens=tokens,
       encoded=tokens,
@@ -168,44 +171,44 @@ def context_session(
       nbytes=nbytes,
     )
     return session
-  library = _library(model, how, rows, library, options)
-  _check_ways(model, how, library)
-  _prefix_ids(how, model.config.vocab)
-  texts = [_checked(row, library, model) for row in rows]
+  library = _library(model, strategy, rows, library, options)
+  _check_ways(model, strategy, library)
+  _prefix_ids(strategy, model.config.vocab)
+  texts = [_checked_ids(row, library, model) for row in rows]
   lengths = [[text.size for text in row] for row in texts]
   prefix = len(library.prefix)
-  ends = [_end(how, row, prefix) for row in lengths]
-  _check_lengths(model, how, lengths, ends, capacity)
-  extra = max(_extra(how, row, prefix) for row in lengths)
+  ends = [_question_position(strategy, row, prefix) for row in lengths]
+  _check_lengths(model, strategy, lengths, ends, capacity)
+  extra = max(_num_open_tokens(strategy, row, prefix) for row in lengths)
   shards = library.shards
   room = padded(extra, shards) + shards + capacity + shards
-  tile = _TILE if isinstance(how, Selection) else 1
+  tile = _TILE if isinstance(strategy, Selection) else 1
   room = padded(room, shards)
   session = Session(model, room, batch=len(rows), **library.options)
   local = slots_for(lengths, shards, tile)
   spec = cache_spec(model, session, len(rows), local * shards)
   _check_memory(spec, session)
-  before = library.counters.tokens
+  tokens_before = library.counters.tokens
   ready = _encoded(rows, library, progress)
   arranged = [
-    _placed_row(model, session, how, row, library.prefix) for row in ready
+    _placed_row(model, session, strategy, row, library.prefix) for row in ready
   ]
   cache, owner = placed(spec, [row.contexts for row in arranged], tile)
   session.cache = ContextCache(
-    open=_behind_prefix(model, session, ready),
+    open=_cache_after_prefix(model, session, ready),
     kind=session.cache.kind,
     limit=max(ends) + capacity,
     contexts=cache,
-    weigh=_weighed(how, owner, max(map(len, rows))),
+    weigh=_weighing_view(strategy, owner, max(map(len, rows))),
   )
   _read_at(model, session, arranged)
   for seen, row, new in zip(session.seen, texts, arranged, strict=True):
     seen[np.concatenate([*row, new.texts, library.prefix]).astype(int)] = True
   session.contexts = ContextReport(
-    combine=how,
+    combine=strategy,
     contexts=sum(map(len, rows)),
     tokens=sum(map(sum, lengths)),
-    encoded=library.counters.tokens - before,
+    encoded=library.counters.tokens - tokens_before,
     computed=sum(row.texts.size for row in arranged),
     nbytes=sum(x.nbytes for x in jax.tree.leaves(cache.slots)),
   )
@@ -213,16 +216,16 @@ def context_session(
 
 
 def context_rows(contexts: Sequence[Any], batch: int | None) -> list[list[Any]]:
-  """The contexts of each row, of those of all rows or of a list for each.
+  """Lists of contexts by row, from one list for all rows or one for each.
 
   Raises:
-    PromptError: none, or as many lists as there are not rows.
+    PromptError: If there is no context, or the number of lists is not `batch`.
   """
-  given = isinstance(contexts, Sequence) and not isinstance(contexts, str)
-  if not given or not len(contexts):
+  is_list = isinstance(contexts, Sequence) and not isinstance(contexts, str)
+  if not is_list or not len(contexts):
     raise PromptError(
       "contexts",
-      "none" if given else f"a {type(contexts).__name__}",
+      "none" if is_list else f"a {type(contexts).__name__}",
       "a list of documents, each its ids or an EncodedContext",
       "pass at least one, or leave contexts out",
     )
@@ -247,7 +250,7 @@ def context_rows(contexts: Sequence[Any], batch: int | None) -> list[list[Any]]:
 
 
 def _is_context(x: Any) -> bool:
-  """Whether it is a context, and not a list of some."""
+  """Whether `x` is a context rather than a list of contexts."""
   if isinstance(x, EncodedContext):
     return True
   first = x[0] if isinstance(x, Sequence) and len(x) else None
@@ -262,38 +265,38 @@ def joined(
   how: Combine,
   vocab: int,
 ) -> list[np.ndarray]:
-  """Prefix, contexts and prompt of each row as one text, for `Full`."""
-  rows, found = context_rows(contexts, len(prompts)), []
+  """Joins prefix, contexts and prompt of each row to one text, for `Full`."""
+  rows, joined_texts = context_rows(contexts, len(prompts)), []
   prefix = _prefix_ids(how, vocab)
   for row, prompt in zip(rows, prompts, strict=True):
     raw = [x.tokens if isinstance(x, EncodedContext) else x for x in row]
     texts = context_tokens(raw, vocab)
-    found.append(np.concatenate([prefix, *texts, prompt]))
-  return found
+    joined_texts.append(np.concatenate([prefix, *texts, prompt]))
+  return joined_texts
 
 
-def _prefix_ids(how: Combine, vocab: int) -> np.ndarray:
-  """The prefix, int32 [n]; ids that the model does not have are refused."""
-  if not how.prefix:
+def _prefix_ids(strategy: Combine, vocab: int) -> np.ndarray:
+  """Token ids of the prefix, int32 [n], checked against the vocabulary."""
+  if not strategy.prefix:
     return np.zeros(0, np.int32)
-  return inputs.prompt(list(how.prefix), vocab)
+  return inputs.prompt(list(strategy.prefix), vocab)
 
 
 def _library(
   model: Transformer,
-  how: Combine,
+  strategy: Combine,
   rows: list[list[Any]],
   library: ContextLibrary | None,
   options: dict[str, Any],
 ) -> ContextLibrary:
-  """The library that encodes, with the prefix that all contexts share."""
+  """Library that encodes the contexts, with the prefix that all share."""
   if library is None:
     kind = options["cache_kind"]
     if kind is None:
-      options["cache_kind"] = "unrotated" if how.moves else "dense"
+      options["cache_kind"] = "unrotated" if strategy.moves else "dense"
     encoded = [x for row in rows for x in row if isinstance(x, EncodedContext)]
-    prefix = how.shared_prefix
-    if encoded and not prefix and not isinstance(how, KVLink):
+    prefix = strategy.shared_prefix
+    if encoded and not prefix and not isinstance(strategy, KVLink):
       prefix = encoded[0].prefix
     return ContextLibrary(model, prefix=prefix, **options)
   for name, value in options.items():
@@ -311,10 +314,10 @@ def _library(
       "one that was made for this model",
       "make one with rj.infer.ContextLibrary(model)",
     )
-  if how.shared_prefix and how.shared_prefix != library.prefix:
+  if strategy.shared_prefix and strategy.shared_prefix != library.prefix:
     raise OptionError(
       "prefix",
-      f"one of {len(how.shared_prefix)} tokens that is not the library's",
+      f"one of {len(strategy.shared_prefix)} tokens that is not the library's",
       f"the library's of {len(library.prefix)} tokens",
       "leave it out, or make a library with this prefix",
     )
@@ -322,21 +325,21 @@ def _library(
 
 
 def _check_ways(
-  model: Transformer, how: Combine, library: ContextLibrary
+  model: Transformer, strategy: Combine, library: ContextLibrary
 ) -> None:
-  """Refuses a way to combine that a kind of cache or a model can't do."""
+  """Refuses a strategy that the cache kind or the model does not support."""
   kind = library.kind
-  if how.moves and model.config.positions is not None:
+  if strategy.moves and model.config.positions is not None:
     raise OptionError(
       "combine",
-      f"{how.name!r}, which moves keys, for a {model.config.family}",
+      f"{strategy.name!r}, which moves keys, for a {model.config.family}",
       "a model whose positions are rotations, not learned ones within its keys",
       "pass combine='full' or 'parallel'",
     )
-  if how.moves and not kind.unrotated:
+  if strategy.moves and not kind.unrotated:
     raise OptionError(
       "cache kind",
-      f"{kind}, for combine={how.name!r}, which moves keys",
+      f"{kind}, for combine={strategy.name!r}, which moves keys",
       "a kind that stores keys before their rotation",
       "pass cache_kind='unrotated', or with a codec rj.kv.CacheKind("
       "codec=..., unrotated=True)",
@@ -349,7 +352,7 @@ def _check_ways(
       "a kind that stores keys before their rotation",
       "pass cache_kind='unrotated'",
     )
-  if isinstance(how, KVLink):
+  if isinstance(strategy, KVLink):
     if library.prefix:
       raise OptionError(
         "library",
@@ -357,14 +360,14 @@ def _check_ways(
         "one without: contexts of KVLink do not see it",
         "pass KVLink(prefix=...), and a library without",
       )
-    if how.links is not None:
-      how.links.check(model.config.vocab)
+    if strategy.links is not None:
+      strategy.links.check(model.config.vocab)
 
 
-def _checked(
+def _checked_ids(
   row: list[Any], library: ContextLibrary, model: Transformer
 ) -> list[np.ndarray]:
-  """The tokens of a row's contexts."""
+  """Checked token ids of a row's contexts, int32 [n] each."""
   for number, context in enumerate(row):
     if isinstance(context, EncodedContext):
       name = f"context {number}"
@@ -373,42 +376,46 @@ def _checked(
   return context_tokens(raw, model.config.vocab)
 
 
-def _before(how: Combine, prefix: int) -> int:
-  """Tokens before the contexts, of which `prefix` are the library's."""
-  return len(how.prefix) if isinstance(how, KVLink) else prefix
+def _prefix_length(strategy: Combine, prefix: int) -> int:
+  """Number of tokens before the contexts; `prefix`: length of the library's."""
+  return len(strategy.prefix) if isinstance(strategy, KVLink) else prefix
 
 
-def _each(how: Combine) -> int:
-  """Link tokens behind a context."""
-  links = how.links if isinstance(how, KVLink) else None
+def _links_per_context(strategy: Combine) -> int:
+  """Number of link tokens after each context."""
+  links = strategy.links if isinstance(strategy, KVLink) else None
   return 0 if links is None else links.each
 
 
-def _end(how: Combine, lengths: list[int], prefix: int) -> int:
-  """The position of the question behind contexts of these lengths."""
-  first = _before(how, prefix)
-  if not how.moves:
+def _question_position(
+  strategy: Combine, lengths: list[int], prefix: int
+) -> int:
+  """Position of the question after contexts of these lengths."""
+  first = _prefix_length(strategy, prefix)
+  if not strategy.moves:
     return first + max(lengths)
-  return first + sum(lengths) + _each(how) * len(lengths)
+  return first + sum(lengths) + _links_per_context(strategy) * len(lengths)
 
 
-def _extra(how: Combine, lengths: list[int], prefix: int) -> int:
-  """Tokens that are in the open cache before the question."""
-  found = _before(how, prefix) + _each(how) * len(lengths)
-  if isinstance(how, Recompute):
-    found += _recomputed(how, sum(lengths))
-  return found
+def _num_open_tokens(strategy: Combine, lengths: list[int], prefix: int) -> int:
+  """Number of tokens in the open cache before the question."""
+  count = _prefix_length(strategy, prefix) + _links_per_context(strategy) * len(
+    lengths
+  )
+  if isinstance(strategy, Recompute):
+    count += _recomputed(strategy, sum(lengths))
+  return count
 
 
-def _recomputed(how: Recompute, tokens: int) -> int:
-  return min(tokens, int(np.ceil(how.fraction * tokens)))
+def _recomputed(strategy: Recompute, tokens: int) -> int:
+  return min(tokens, int(np.ceil(strategy.fraction * tokens)))
 
 
 def _check_lengths(
-  model: Transformer, how: Combine, rows: list[list[int]], ends: list[int],
+  model: Transformer, strategy: Combine, rows: list[list[int]], ends: list[int],
   capacity: int,
 ) -> None:  # fmt: skip
-  """Refuses contexts beyond the model's context or the links' slots."""
+  """Refuses contexts that exceed the model's length or the link slots."""
   row = int(np.argmax(ends))
   inputs.within_context(
     model.config,
@@ -416,12 +423,12 @@ def _check_lengths(
     f"{ends[row]:,} positions of contexts in row {row} and {capacity:,} "
     "of question and answer",
   )
-  links = how.links if isinstance(how, KVLink) else None
-  most = max(map(len, rows))
-  if links is not None and most > links.documents:
+  links = strategy.links if isinstance(strategy, KVLink) else None
+  most_contexts = max(map(len, rows))
+  if links is not None and most_contexts > links.documents:
     raise PromptError(
       "contexts",
-      f"{most} of a row",
+      f"{most_contexts} of a row",
       f"at most {links.documents}, the slots of the link tokens",
       "pass fewer contexts, or train links for more",
     )
@@ -429,12 +436,12 @@ def _check_lengths(
 
 def _check_memory(spec: Any, session: Session) -> None:
   """Refuses contexts that do not fit on the devices."""
-  each = bytes_each(spec)
+  bytes_per_device = bytes_each(spec)
   free, devices = free_on(session.mesh)
-  if free is not None and each > free:
+  if free is not None and bytes_per_device > free:
     raise MemoryEstimateError(
       "contexts",
-      f"{each:,} bytes on each of {devices} device(s)",
+      f"{bytes_per_device:,} bytes on each of {devices} device(s)",
       f"at most the {free:,} that are free there",
       "pass fewer contexts, a kind of cache with a codec (cache_kind='int4'), "
       "or shard the sequence over more devices",
@@ -446,11 +453,11 @@ def _encoded(
   library: ContextLibrary,
   progress: Callable[[int], Any] | None,
 ) -> list[list[EncodedContext]]:
-  """The contexts of all rows, those that came as ids read together."""
+  """Encoded contexts of all rows; those given as ids are encoded together."""
   raw = [x for row in rows for x in row if not isinstance(x, EncodedContext)]
-  made = iter(library.encode(raw, progress=progress) if raw else ())
+  encoded = iter(library.encode(raw, progress=progress) if raw else ())
   return [
-    [x if isinstance(x, EncodedContext) else next(made) for x in row]
+    [x if isinstance(x, EncodedContext) else next(encoded) for x in row]
     for row in rows
   ]
 
@@ -458,44 +465,44 @@ def _encoded(
 def _placed_row(
   model: Transformer,
   session: Session,
-  how: Combine,
+  strategy: Combine,
   row: list[EncodedContext],
   prefix: tuple[int, ...],
 ) -> _Row:
-  """A row's contexts in their places, and what is computed beside them."""
-  first = _before(how, len(prefix))
+  """Places a row's contexts, and collects the tokens still to compute."""
+  first = _prefix_length(strategy, len(prefix))
   lengths = [x.tokens.size for x in row]
-  if not how.moves:
-    # Their order is that of their digests, so that sums are the same.
+  if not strategy.moves:
+    # Sorted by digest, so that sums do not depend on the callers' order.
     row = sorted(row, key=lambda x: x.digest)
     places = [first + np.arange(x.tokens.size) for x in row]
     contexts = [
       PlacedContext(x.blocks, at) for x, at in zip(row, places, strict=True)
     ]
-    none = np.zeros(0, np.int32)
-    return _Row(contexts=contexts, texts=none, at=none,
+    no_tokens = np.zeros(0, np.int32)
+    return _Row(contexts=contexts, texts=no_tokens, at=no_tokens,
                 end=first + max(lengths))  # fmt: skip
   texts, at, contexts, place = [], [], [], first
-  if isinstance(how, KVLink):
-    texts.append(np.asarray(how.prefix, np.int32))
+  if isinstance(strategy, KVLink):
+    texts.append(np.asarray(strategy.prefix, np.int32))
     at.append(np.arange(first))
   for slot, context in enumerate(row):
     stop = place + context.tokens.size
     contexts.append(PlacedContext(context.blocks, np.arange(place, stop)))
     place = stop
-    if isinstance(how, KVLink) and how.links is not None:
-      texts.append(how.links.ids(slot))
-      at.append(np.arange(place, place + how.links.each))
-      place += how.links.each
-  if isinstance(how, Recompute):
-    count = _recomputed(how, sum(lengths))
-    anew = differing_tokens(model, session, row, prefix, count)
-    for number, (context, those) in enumerate(zip(row, anew, strict=True)):
-      held = contexts[number]
-      texts.append(context.tokens[those])
-      at.append(held.pos[those])
+    if isinstance(strategy, KVLink) and strategy.links is not None:
+      texts.append(strategy.links.ids(slot))
+      at.append(np.arange(place, place + strategy.links.each))
+      place += strategy.links.each
+  if isinstance(strategy, Recompute):
+    count = _recomputed(strategy, sum(lengths))
+    masks = differing_tokens(model, session, row, prefix, count)
+    for number, (context, mask) in enumerate(zip(row, masks, strict=True)):
+      placement = contexts[number]
+      texts.append(context.tokens[mask])
+      at.append(placement.pos[mask])
       contexts[number] = PlacedContext(
-        _without(held.blocks, those), held.pos[~those]
+        _drop_tokens(placement.blocks, mask), placement.pos[~mask]
       )
   return _Row(
     contexts=contexts,
@@ -505,43 +512,46 @@ def _placed_row(
   )
 
 
-def _without(blocks: Blocks, gone: np.ndarray) -> Blocks:
-  """Blocks without the tokens in `gone`, bool [n]."""
-  stay = np.flatnonzero(~gone)
+def _drop_tokens(blocks: Blocks, dropped: np.ndarray) -> Blocks:
+  """Blocks without the tokens in `dropped`, bool [n]."""
+  stay = np.flatnonzero(~dropped)
   take = lambda x: np.take(x, stay, token_axis(x[:, None]) - 1)
   at = Coords(*(x[stay] for x in blocks.at))
   return Blocks(at, jax.tree.map(take, blocks.parts), blocks.kind)
 
 
-def _behind_prefix(
+def _cache_after_prefix(
   model: Transformer, session: Session, ready: list[list[EncodedContext]]
 ) -> Any:
-  """The session's cache with the prefix that all contexts were read behind."""
+  """The session's cache filled with the prefix that all contexts share."""
   first = ready[0][0]
   if first.prefix_blocks is None:
     return session.cache
   empty = cache_spec(model, session, session.batch, session.cache.capacity)
   at = np.arange(len(first.prefix))
-  one = [PlacedContext(first.prefix_blocks, at)]
-  return placed(empty, [one] * session.batch)[0]
+  prefix_row = [PlacedContext(first.prefix_blocks, at)]
+  return placed(empty, [prefix_row] * session.batch)[0]
 
 
-def _weighed(how: Combine, owner: jax.Array, most: int) -> Any:
-  """How the contexts' keys are weighed, for `ContextCache.weigh`."""
-  if isinstance(how, APE) and (how.temperature, how.scale) != (1, 1):
-    scale = jnp.float32(how.scale * how.temperature)
-    return WeighedView(None, scale, how.temperature)
-  if isinstance(how, Selection) and how.keep < most:
-    # Few counts, so that few programs are compiled.
+def _weighing_view(strategy: Combine, owner: jax.Array, most: int) -> Any:
+  """View that weighs or selects contexts' keys, for `ContextCache.weigh`."""
+  if isinstance(strategy, APE) and (strategy.temperature, strategy.scale) != (
+    1,
+    1,
+  ):
+    scale = jnp.float32(strategy.scale * strategy.temperature)
+    return WeighedView(None, scale, strategy.temperature)
+  if isinstance(strategy, Selection) and strategy.keep < most:
+    # Rounded up to a power of two, so that few programs are compiled.
     count = 1 << (most - 1).bit_length()
-    return SelectedView(None, owner, count, how.keep, how.by)
+    return SelectedView(None, owner, count, strategy.keep, strategy.by)
   return None
 
 
 def _read_at(
   model: Transformer, session: Session, rows: Sequence[_Row]
 ) -> None:
-  """Reads tokens of each row at their own positions."""
+  """Computes each row's `texts` at their positions into the session's cache."""
   longest = max(row.texts.size for row in rows)
   if not longest:
     return
@@ -550,7 +560,7 @@ def _read_at(
   shape = (len(rows), width)
   tokens, pos, seg = (np.zeros(shape, np.int32) for _ in range(3))
   for n, row in enumerate(rows):
-    # In order, so that a later chunk sees those before.
+    # Sorted by position, so that a later chunk sees the earlier ones.
     order = np.argsort(row.at, kind="stable")
     size = row.at.size
     tokens[n, :size], pos[n, :size] = row.texts[order], row.at[order]

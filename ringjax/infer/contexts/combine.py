@@ -1,13 +1,13 @@
-"""Ways to combine contexts that were encoded apart, by their names.
+"""Strategies that combine separately encoded contexts, by name.
 
 | name | contexts are read | positions |
 | --- | --- | --- |
-| `full` | anew, as one text | consecutive |
-| `parallel` | as they were encoded, behind one prefix | the same for all |
-| `ape` | so, with a temperature and a scale | the same for all |
-| `select` | so, those that queries look at most | the same for all |
-| `recompute` | moved, and some of their tokens anew | consecutive |
-| `kvlink` | moved, with link tokens behind each | consecutive |
+| `full` | again, as one text | consecutive |
+| `parallel` | as they were encoded, after one prefix | the same for all |
+| `ape` | as `parallel`, with a temperature and a scale | the same for all |
+| `select` | as `parallel`, those with most attention | the same for all |
+| `recompute` | moved, some of their tokens computed again | consecutive |
+| `kvlink` | moved, with link tokens after each | consecutive |
 | `cepe` | by the model's encoder, in chunks | none |
 """
 
@@ -26,12 +26,12 @@ from ringjax.option_text import named
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Combine:
-  """A base class of ways to combine contexts.
+  """Base class of strategies that combine contexts.
 
   Attributes:
-    prefix: ids of the tokens before all contexts, such as a system prompt.
-      Contexts that are encoded here see it; those of `KVLink` do not.
-    moves: whether contexts get consecutive positions.
+    prefix: Token ids before all contexts, such as a system prompt. Contexts
+      are encoded after it, except with `KVLink`.
+    moves: Whether contexts get consecutive positions.
   """
 
   moves: ClassVar[bool] = False
@@ -55,22 +55,22 @@ class Combine:
 
   @property
   def shared_prefix(self) -> tuple[int, ...]:
-    """The prefix that contexts see when they are encoded."""
+    """Token ids of the prefix that contexts see when they are encoded."""
     return self.prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Full(Combine):
-  """Prefix, contexts and question are read as one text."""
+  """Reads prefix, contexts and question as one text."""
 
   name: ClassVar[str] = "full"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(Combine):
-  """Contexts are at the same positions, behind the prefix; none sees another.
+  """Places contexts at the same positions after the prefix, apart.
 
-  The question comes behind the longest one.
+  No context sees another. The question follows the longest one.
   """
 
   name: ClassVar[str] = "parallel"
@@ -78,12 +78,12 @@ class Parallel(Combine):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class APE(Parallel):
-  """As `Parallel`, with a temperature and a scale (arXiv 2502.05431).
+  """Parallel contexts with a temperature and a scale (arXiv 2502.05431).
 
   Attributes:
-    temperature: T; scores of contexts' keys are divided by it.
-    scale: S; the log-sum-exp of these scores, by which contexts are weighed
-      against prefix, question and answer, is multiplied by S T.
+    temperature: Divisor T of the scores of contexts' keys.
+    scale: Factor S: the log-sum-exp of these scores, by which contexts are
+      weighed against prefix, question and answer, is multiplied by S T.
   """
 
   name: ClassVar[str] = "ape"
@@ -100,16 +100,17 @@ class APE(Parallel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection(Parallel):
-  """As `Parallel`; queries read what they look at most (arXiv 2412.16545).
+  """Parallel contexts; a query reads the best ones (arXiv 2412.16545).
 
   A context's weight is the sum of its five largest attention probabilities.
 
   Attributes:
-    keep: how many contexts are read.
-    by: "query": each token and head selects for itself; "token": each token,
-      its heads together; "head": the tokens of a question together, and each
-      one of the answer for itself; "call": so, and heads together. A question
-      whose tokens select together is read in one call.
+    keep: Number of contexts that a query reads.
+    by: Unit that selects. "query": each token and head alone; "token": each
+      token, its heads together; "head": each head, all tokens of a question
+      together and each token of the answer alone; "call": as "head", with all
+      heads together. A question whose tokens select together is read in one
+      call.
   """
 
   name: ClassVar[str] = "select"
@@ -130,14 +131,15 @@ class Selection(Parallel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recompute(Combine):
-  """Contexts one behind the other; tokens that differ most are computed anew.
+  """Places contexts one after the other and recomputes some of their tokens.
 
-  Which these are, the keys of the second layer say: those of one text, against
-  those of contexts apart (CacheBlend, arXiv 2405.16444).
+  Recomputed are the tokens whose second-layer keys differ most between the
+  contexts read as one text and encoded separately (CacheBlend, arXiv
+  2405.16444).
 
   Attributes:
-    fraction: of the contexts' tokens, from 0 (none: keys are moved alone) to 1
-      (all: as `Full`).
+    fraction: Fraction of the contexts' tokens to recompute, from 0 (keys are
+      only moved) to 1 (all: as `Full`).
   """
 
   moves: ClassVar[bool] = True
@@ -153,13 +155,13 @@ class Recompute(Combine):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVLink(Combine):
-  """Contexts one behind the other, link tokens behind each (arXiv 2502.16002).
+  """Places contexts in sequence, link tokens after each (arXiv 2502.16002).
 
   Contexts see neither the prefix nor each other; link tokens and the question
   see all.
 
   Attributes:
-    links: ids of the link tokens that the model was trained with; None: none.
+    links: Link tokens that the model was trained with; None: no link tokens.
   """
 
   moves: ClassVar[bool] = True
@@ -174,12 +176,12 @@ class KVLink(Combine):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cepe(Combine):
-  """The model's encoder reads contexts, in chunks (arXiv 2402.16617).
+  """Encodes contexts in chunks with the model's encoder (arXiv 2402.16617).
 
   For models with an encoder, `ringjax.models.cepe`; without a prefix.
 
   Attributes:
-    chunk: tokens of a chunk; 0: the longest that the encoder reads.
+    chunk: Number of tokens in a chunk; 0: the longest that the encoder reads.
   """
 
   name: ClassVar[str] = "cepe"
@@ -198,13 +200,13 @@ WAYS: dict[str, type[Combine]] = {
 
 
 def combine_of(how: object, name: str = "combine") -> Combine:
-  """A way to combine: as it is, or by its name and options.
+  """Parses a strategy by its name and options; a `Combine` is returned as is.
 
   Args:
-    how: a `Combine`, or a text such as "ape:temperature=0.8,scale=0.9".
-    name: of the argument or flag, for errors.
+    how: A `Combine`, or a text such as "ape:temperature=0.8,scale=0.9".
+    name: Name of the argument or flag, for error messages.
 
   Raises:
-    OptionError: no such way, or other options than it has.
+    OptionError: If the name or one of its options is unknown.
   """
   return named(how, Combine, WAYS, name)

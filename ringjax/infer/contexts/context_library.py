@@ -1,9 +1,9 @@
-"""Documents that are read once: their keys and values, ready for any prompt.
+"""Library of documents whose keys and values are computed once and reused.
 
 Guarantees: a document is encoded once for a model, a kind of cache and a
 prefix, and comes back with the same bytes, from memory, a store or a file.
 Documents do not see each other.
-Cost: of a document, a prefill behind the prefix; documents of a call are read
+Cost: a prefill of each document after the prefix; documents of a call are read
 together, over the mesh's data axes too, and long ones over the sequence's axis.
 Memory: blocks are in host memory, or where a store puts them.
 """
@@ -45,16 +45,16 @@ from ringjax.store import Store, block_file
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedContext:
-  """A document whose keys and values are there.
+  """A document with its computed keys and values.
 
   Attributes:
-    tokens: int32 [n].
-    prefix: ids that it was read behind.
-    blocks: its keys and values in host memory, at the positions behind the
-      prefix.
-    prefix_blocks: those of the prefix, or None without one.
-    origin: digest of the model and of all that its bytes depend on beside the
-      tokens.
+    tokens: Token ids of the document, int32 [n].
+    prefix: Token ids of the prefix before the document.
+    blocks: Keys and values of the document in host memory, at the positions
+      after the prefix.
+    prefix_blocks: Keys and values of the prefix, or None without one.
+    origin: JSON text with the model's digest and everything else, except the
+      tokens, that the bytes depend on.
   """
 
   tokens: np.ndarray
@@ -65,19 +65,19 @@ class EncodedContext:
 
   @property
   def digest(self) -> bytes:
-    """A digest of tokens and origin; contexts of one digest are equal."""
+    """Digest of tokens and origin; contexts with the same digest are equal."""
     return prefix_key(self.origin, self.prefix, self.tokens)
 
   @property
   def nbytes(self) -> int:
-    """Bytes of its keys and values."""
+    """Bytes of the document's keys and values."""
     return sum(x.nbytes for x in jax.tree.leaves(self.blocks.parts))
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes it as a file, for `ContextLibrary.load`: whole or not at all.
+    """Writes the context to a file atomically, for `ContextLibrary.load`.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: If the file cannot be written.
     """
     path = pathlib.Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -90,12 +90,12 @@ class EncodedContext:
 
 @dataclasses.dataclass(kw_only=True)
 class ContextCounters:
-  """What a library has done.
+  """Counters of a library's work.
 
   Attributes:
-    encoded: documents that were read.
-    tokens: that were computed for them.
-    reused: documents that were asked for and there.
+    encoded: Number of documents that were encoded.
+    tokens: Number of tokens computed to encode them and the prefix.
+    reused: Number of requested documents that were encoded already.
   """
 
   encoded: int = 0
@@ -107,12 +107,12 @@ class ContextLibrary:
   """Encoded documents of a model, by their tokens.
 
   Attributes:
-    model: which reads them.
-    prefix: ids that all are read behind.
-    kind: how keys and values are stored.
-    counters: what was done.
-    options: of the sessions in which they are read.
-    shards: over which a document is spread.
+    model: Model that encodes the documents.
+    prefix: Token ids of the prefix before every document.
+    kind: Storage format of keys and values.
+    counters: Counters of the library's work.
+    options: Keyword arguments of the sessions that encode documents.
+    shards: Number of shards over which a document is spread.
   """
 
   def __init__(
@@ -130,20 +130,20 @@ class ContextLibrary:
     """Makes an empty library.
 
     Args:
-      model: made by `rj.models.load` or `create`.
-      prefix: ids that all documents are read behind and see.
-      cache_kind: how keys and values are stored, see `Transformer.init_cache`:
-        a kind that keeps all tokens on the devices. Keys that are stored
+      model: Model made by `rj.models.load` or `create`.
+      prefix: Token ids of a prefix that all documents follow and see.
+      cache_kind: Storage format of keys and values, one that keeps all tokens
+        on the devices, see `Transformer.init_cache`. Keys that are stored
         before their rotation ("unrotated", "nuq3") can be moved.
-      dtype: of keys and values; default: the model's.
-      mesh: see `Session`.
-      axis: see `Session`.
-      store: where blocks are kept, an `rj.store.Store`; default: in a dict.
-      rows: how many documents are read together at most.
+      dtype: Dtype of keys and values; default: the model's.
+      mesh: Mesh of the sessions, see `Session`.
+      axis: Mesh axis that shards the sequence, see `Session`.
+      store: An `rj.store.Store` that keeps the blocks; default: a dict.
+      rows: Maximum number of documents that are encoded together.
 
     Raises:
-      OptionError: a kind that evicts or moves tokens to the host, or a model
-        with recurrent layers.
+      OptionError: If the kind evicts tokens or moves them to the host, or the
+        model has recurrent layers.
     """
     positive_int("rows", rows)
     self.model, self.kind = model, context_kind(model, cache_kind)
@@ -161,15 +161,15 @@ class ContextLibrary:
       mesh=mesh, axis=axis, dtype=dtype, cache_kind=self.kind
     )
     self._store, self._rows = store, rows
-    self._held: dict[bytes, EncodedContext] = {}
+    self._contexts: dict[bytes, EncodedContext] = {}
     self._prefix_blocks: Blocks | None = None
     self.counters = ContextCounters()
-    # Of an empty session: dtype and mesh as they are.
-    made = Session(model, 1, **self.options)
-    sharding = ShardingContext(mesh=made.mesh, axis=made.axis)
-    self._data, self.shards = sharding.data_size, made.shards
-    self._structure = jax.tree.structure(made.cache.slots)
-    self.origin = context_origin(model, self.kind, made.cache.dtype)
+    # An empty session resolves the default dtype and mesh.
+    empty_session = Session(model, 1, **self.options)
+    sharding = ShardingContext(mesh=empty_session.mesh, axis=empty_session.axis)
+    self._data, self.shards = sharding.data_size, empty_session.shards
+    self._structure = jax.tree.structure(empty_session.cache.slots)
+    self.origin = context_origin(model, self.kind, empty_session.cache.dtype)
 
   def encode(
     self,
@@ -177,15 +177,15 @@ class ContextLibrary:
     *,
     progress: Callable[[int], Any] | None = None,
   ) -> list[EncodedContext]:
-    """The documents' keys and values; those that are there are not read again.
+    """Encodes documents, except those that are encoded already.
 
     Args:
-      documents: ids of each, int [n].
-      progress: called with the number of documents that are there.
+      documents: Token ids of each document, int [n].
+      progress: Callback that gets the number of documents ready so far.
 
     Raises:
-      PromptError: an empty document, ids that the model does not have, or one
-        that is longer than the model's context.
+      PromptError: If a document is empty, has ids outside the vocabulary, or
+        exceeds the model's context.
     """
     check_callable(progress=progress)
     texts = context_tokens(documents, self.model.config.vocab)
@@ -196,34 +196,34 @@ class ContextLibrary:
       )
     keys = [prefix_key(self.origin, self.prefix, text) for text in texts]
     by_key = dict(zip(keys, texts, strict=True))
-    found: dict[bytes, EncodedContext] = {}
+    contexts: dict[bytes, EncodedContext] = {}
     for key, text in by_key.items():
-      there = self._there(key, text)
-      if there is not None:
-        found[key] = there
-    new = {key: text for key, text in by_key.items() if key not in found}
+      stored = self._stored_context(key, text)
+      if stored is not None:
+        contexts[key] = stored
+    new = {key: text for key, text in by_key.items() if key not in contexts}
     self.counters.reused += len(texts) - len(new)
     order = sorted(new, key=lambda key: new[key].size)
-    done = len(texts) - len(new)
-    if progress is not None and done:
-      progress(done)
+    num_ready = len(texts) - len(new)
+    if progress is not None and num_ready:
+      progress(num_ready)
     for start in range(0, len(order), self._rows):
       batch = order[start : start + self._rows]
       read = self._read([new[key] for key in batch])
-      for key, made in zip(batch, read, strict=True):
-        found[key] = made
-        self._keep(key, made)
-      done += len(batch)
+      for key, context in zip(batch, read, strict=True):
+        contexts[key] = context
+        self._add(key, context)
+      num_ready += len(batch)
       if progress is not None:
-        progress(done)
-    return [found[key] for key in keys]
+        progress(num_ready)
+    return [contexts[key] for key in keys]
 
   def load(self, path: str | os.PathLike[str]) -> EncodedContext:
-    """Reads a file of `EncodedContext.save`; it is then among its documents.
+    """Reads a file written by `EncodedContext.save` and adds its document.
 
     Raises:
-      CheckpointFormatError: another file, or a damaged one.
-      OptionError: one of another model, kind of cache, dtype or prefix.
+      CheckpointFormatError: If the file is damaged or of another format.
+      OptionError: If the model, kind of cache, dtype or prefix differs.
     """
     try:
       data = pathlib.Path(path).read_bytes()
@@ -237,38 +237,42 @@ class ContextLibrary:
         "encode the document again",
       ) from None
     check_origin(context, self.origin, self.prefix, str(path))
-    self._keep(context.digest, context)
+    self._add(context.digest, context)
     return context
 
-  def _there(self, key: bytes, text: np.ndarray) -> EncodedContext | None:
+  def _stored_context(
+    self, key: bytes, text: np.ndarray
+  ) -> EncodedContext | None:
     if self._store is None:
-      return self._held.get(key)
+      return self._contexts.get(key)
     data = self._store.get(key)
     if data is None:
       return None
-    found = _from_bytes(bytes(data), self.kind, self._structure)
-    whole = found.origin == self.origin and np.array_equal(found.tokens, text)
-    return found if whole else None
+    context = _from_bytes(bytes(data), self.kind, self._structure)
+    matches = context.origin == self.origin and np.array_equal(
+      context.tokens, text
+    )
+    return context if matches else None
 
-  def _keep(self, key: bytes, made: EncodedContext) -> None:
+  def _add(self, key: bytes, context: EncodedContext) -> None:
     if self._store is None:
-      self._held[key] = made
+      self._contexts[key] = context
     else:
-      self._store.put(key, _to_bytes(made))
+      self._store.put(key, _to_bytes(context))
 
   def _read(self, texts: list[np.ndarray]) -> list[EncodedContext]:
-    """Reads documents together."""
+    """Encodes documents as the rows of one batch."""
     rows = 1 << (len(texts) - 1).bit_length()
     rows = -(-rows // self._data) * self._data
-    # Rows that fill the batch up read a token.
+    # Padding rows of the batch read a single token.
     prompts = texts + [texts[0][:1]] * (rows - len(texts))
     prefix = self._prefix()
     session = self._session(rows, max(text.size for text in texts))
     if prefix is not None:
       at = np.arange(len(self.prefix))
       empty = cache_spec(self.model, session, rows, session.cache.capacity)
-      one = [PlacedContext(prefix, at)]
-      session.cache, _ = placed(empty, [one] * rows)
+      prefix_row = [PlacedContext(prefix, at)]
+      session.cache, _ = placed(empty, [prefix_row] * rows)
     read_context(self.model, prompts, cache=session)
     first = len(self.prefix)
     spans = [(n, first, first + t.size) for n, t in enumerate(texts)]
@@ -287,7 +291,7 @@ class ContextLibrary:
     ]
 
   def _prefix(self) -> Blocks | None:
-    """Keys and values of the prefix, read once."""
+    """Keys and values of the prefix, computed once."""
     if self.prefix and self._prefix_blocks is None:
       session = Session(self.model, len(self.prefix), **self.options)
       read_context(self.model, [list(self.prefix)], cache=session)
@@ -298,7 +302,7 @@ class ContextLibrary:
     return self._prefix_blocks
 
   def _session(self, rows: int, longest: int) -> Session:
-    # Of padded prompts, and a part of the prefix on each shard.
+    # Room for padded prompts, with a part of the prefix on each shard.
     size = len(self.prefix) + self.shards + padded(longest, self.shards)
     capacity = padded(size, self.shards)
     return Session(self.model, capacity, batch=rows, **self.options)
@@ -307,7 +311,7 @@ class ContextLibrary:
 def cache_spec(
   model: Transformer, session: Session, batch: int, capacity: int
 ) -> Any:
-  """Shapes and shardings of a cache such as a session's, of another size."""
+  """Shapes and shardings of a cache like a session's, with another size."""
   return model.init_cache_spec(
     batch,
     capacity,
@@ -320,13 +324,14 @@ def cache_spec(
 def context_tokens(
   documents: Sequence[Any] | Shaped[Array | np.ndarray, "N _"], vocab: int
 ) -> list[np.ndarray]:
-  """The ids of documents, int32 [n] each.
+  """Token ids of documents, int32 [n] each.
 
   Raises:
-    PromptError: no document, an empty one, or ids that the model does not have.
+    PromptError: If `documents` is not a list, a document is empty, or ids are
+      outside the vocabulary.
   """
-  given = isinstance(documents, Sequence | np.ndarray | jax.Array)
-  if not given or isinstance(documents, str | bytes):
+  is_list = isinstance(documents, Sequence | np.ndarray | jax.Array)
+  if not is_list or isinstance(documents, str | bytes):
     raise PromptError(
       "contexts",
       f"a {type(documents).__name__}",
@@ -345,13 +350,13 @@ def context_tokens(
 
 
 def context_kind(model: Transformer, kind: CacheKind | str) -> CacheKind:
-  """A kind of cache for contexts: it keeps all tokens where they are read.
+  """Cache kind for contexts: one that keeps all tokens on the devices.
 
   Raises:
-    OptionError: it evicts or moves tokens to the host, or the model has
-      recurrent layers.
+    OptionError: If the kind evicts tokens or moves them to the host, or the
+      model has recurrent layers.
   """
-  found = model.cache_kind(cache_kind(kind)).resident("contexts")
+  resident_kind = model.cache_kind(cache_kind(kind)).resident("contexts")
   if not all(isinstance(shape, LayerCacheSpec) for shape in model.kinds):
     raise OptionError(
       "model",
@@ -360,7 +365,7 @@ def context_kind(model: Transformer, kind: CacheKind | str) -> CacheKind:
       "keys and values in every layer",
       "pass combine='full', or read the contexts into a session",
     )
-  return dataclasses.replace(found, windowed=False)
+  return dataclasses.replace(resident_kind, windowed=False)
 
 
 def check_origin(
@@ -369,15 +374,15 @@ def check_origin(
   """Refuses a context of another model, kind, dtype or prefix.
 
   Raises:
-    OptionError: it is one.
+    OptionError: If one of them differs.
   """
-  mine, theirs = json.loads(origin), json.loads(context.origin)
-  other = [name for name in mine if mine[name] != theirs.get(name)]
-  if other:
+  expected, actual = json.loads(origin), json.loads(context.origin)
+  mismatched = [name for name in expected if expected[name] != actual.get(name)]
+  if mismatched:
     raise OptionError(
       what,
-      ", ".join(f"of {name} {theirs.get(name)}" for name in other),
-      ", ".join(f"{name} {mine[name]}" for name in other),
+      ", ".join(f"of {name} {actual.get(name)}" for name in mismatched),
+      ", ".join(f"{name} {expected[name]}" for name in mismatched),
       "encode the document with this model and kind of cache",
     )
   if context.prefix != prefix:
@@ -392,7 +397,7 @@ def check_origin(
 def context_origin(
   model: Transformer, kind: CacheKind, dtype: DTypeLike
 ) -> str:
-  """All that the bytes of a context depend on beside tokens and prefix."""
+  """JSON of all that a context's bytes depend on except tokens and prefix."""
   rope = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
   # Codes are stored with tokens last on a TPU.
   platform = model.embed.weight.get_value().devices()
@@ -411,11 +416,11 @@ def context_origin(
 def prefix_key(
   origin: str, prefix: tuple[int, ...], tokens: np.ndarray
 ) -> bytes:
-  """A digest of tokens, of what they are read behind, and of `origin`."""
-  found = hashlib.sha256(origin.encode())
-  found.update(np.asarray(prefix, np.int32).tobytes() + b"|")
-  found.update(np.asarray(tokens, np.int32).tobytes())
-  return found.digest()
+  """SHA-256 digest of tokens, the prefix before them, and `origin`."""
+  hasher = hashlib.sha256(origin.encode())
+  hasher.update(np.asarray(prefix, np.int32).tobytes() + b"|")
+  hasher.update(np.asarray(tokens, np.int32).tobytes())
+  return hasher.digest()
 
 
 # ---------------------------------------------------------------------------
@@ -424,7 +429,7 @@ def prefix_key(
 
 
 def _to_bytes(context: EncodedContext) -> bytes:
-  """A context as safetensors: arrays as bytes, what they are in the header."""
+  """Serializes a context as safetensors, with shapes in the header."""
   arrays: dict[str, np.ndarray] = {
     "tokens": np.asarray(context.tokens, np.int32),
     "prefix": np.asarray(context.prefix, np.int32),
@@ -442,32 +447,32 @@ def _to_bytes(context: EncodedContext) -> bytes:
 
 
 def _from_bytes(data: bytes, kind: CacheKind, structure: Any) -> EncodedContext:
-  """What `_to_bytes` made bytes of; `structure` is that of a cache's slots.
+  """Deserializes a context; `structure` is the tree of a cache's slots.
 
   Raises:
-    ValueError, KeyError, SafetensorError: other bytes.
+    ValueError, KeyError, SafetensorError: If `_to_bytes` did not write them.
   """
   size = int.from_bytes(data[:8], "little")
   header = json.loads(data[8 : 8 + size])["__metadata__"]
   arrays, shapes = safetensors.numpy.load(data), json.loads(header["shapes"])
 
-  def blocks(name: str) -> Blocks | None:
+  def unpack_blocks(name: str) -> Blocks | None:
     leaves = []
-    while (at := f"{name}.{len(leaves)}") in shapes:
-      dtype, shape = shapes[at]
-      leaves.append(arrays[at].view(jnp.dtype(dtype)).reshape(shape))
+    while (key := f"{name}.{len(leaves)}") in shapes:
+      dtype, shape = shapes[key]
+      leaves.append(arrays[key].view(jnp.dtype(dtype)).reshape(shape))
     if not leaves:
       return None
     parts = jax.tree.unflatten(structure, leaves[2:])
     return Blocks(Coords(*leaves[:2]), parts, kind)
 
-  own = blocks("own")
-  if own is None:
+  document_blocks = unpack_blocks("own")
+  if document_blocks is None:
     raise ValueError("no keys and values")
   return EncodedContext(
     tokens=arrays["tokens"],
     prefix=tuple(int(n) for n in arrays["prefix"]),
-    blocks=own,
-    prefix_blocks=blocks("before"),
+    blocks=document_blocks,
+    prefix_blocks=unpack_blocks("before"),
     origin=header["origin"],
   )

@@ -1,8 +1,8 @@
-"""Which tokens of contexts differ most from those of one text (CacheBlend).
+"""Selection of the context tokens to recompute (CacheBlend).
 
 Guarantees: the keys compared are those of the model's second layer, the first
-that depends on other tokens: of the contexts as they are stored, and of all
-contexts read as one text.
+that depends on other tokens: stored keys of the separately encoded contexts,
+and keys of all contexts read as one text.
 Cost: two layers of the model over all contexts.
 
 Ref: Yao et al. 2025, CacheBlend, arXiv 2405.16444.
@@ -38,45 +38,50 @@ def differing_tokens(
   prefix: Sequence[int],
   count: int,
 ) -> list[np.ndarray]:
-  """The `count` tokens whose keys differ most: bool [n] for each context.
+  """Selects the `count` tokens whose keys differ most.
 
   Args:
-    model: the model.
-    session: whose mesh reads the contexts.
-    contexts: in their order.
-    prefix: ids before all of them.
-    count: of all contexts together.
+    model: Model that encoded the contexts.
+    session: Session whose mesh and dtype are used.
+    contexts: Encoded contexts in the order of the text.
+    prefix: Token ids before all of them.
+    count: Number of tokens to select, all contexts together.
+
+  Returns:
+    A mask for each context, bool [n].
   """
   sizes = [x.tokens.size for x in contexts]
   if count >= sum(sizes):
     return [np.ones(n, bool) for n in sizes]
   if not count:
     return [np.zeros(n, bool) for n in sizes]
-  few = first_layers(model, min(2, len(model.config.layers)))
+  shallow_model = first_layers(model, min(2, len(model.config.layers)))
   texts = [np.asarray(prefix, np.int32), *(x.tokens for x in contexts)]
   text = np.concatenate(texts)
-  room = Session(
-    few,
+  shallow_session = Session(
+    shallow_model,
     text.size + 8 * session.shards,
     mesh=session.mesh,
     axis=session.axis,
     dtype=session.cache.dtype,
     cache_kind=CacheKind(unrotated=True),
   )
-  read_context(few, [text], cache=room)
-  (one,) = exported(room.cache, [(0, len(prefix), text.size)])
-  new = _keys(few, one, 1)
-  old = np.concatenate([_keys(model, x.blocks, 1) for x in contexts], 1)
-  apart = np.sum(np.square(new - old), (0, 2))
-  chosen = np.zeros(apart.size, bool)
-  chosen[np.argsort(-apart, kind="stable")[:count]] = True
+  read_context(shallow_model, [text], cache=shallow_session)
+  (joint_blocks,) = exported(
+    shallow_session.cache, [(0, len(prefix), text.size)]
+  )
+  joint_keys = _keys(shallow_model, joint_blocks, 1)
+  stored_keys = np.concatenate([_keys(model, x.blocks, 1) for x in contexts], 1)
+  distances = np.sum(np.square(joint_keys - stored_keys), (0, 2))
+  chosen = np.zeros(distances.size, bool)
+  chosen[np.argsort(-distances, kind="stable")[:count]] = True
   return np.split(chosen, np.cumsum(sizes)[:-1])
 
 
 def _keys(model: Transformer, blocks: Any, layer: int) -> np.ndarray:
-  """The keys [K, n, H] of a layer, float32, as they are stored."""
+  """Stored keys of a layer, decoded to float32 [K, n, H]."""
   layer = min(layer, len(model.config.layers) - 1)
-  # The first one has keys of its own.
+  # A layer that shares another's keys is replaced by the first layer.
   layer = layer if keeps(model.config.layers[layer]) else 0
   for kind, shape in enumerate(model.kinds):
     if not isinstance(shape, LayerCacheSpec) or layer not in shape.which:

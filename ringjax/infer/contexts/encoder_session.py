@@ -1,6 +1,6 @@
-"""Contexts that a model's encoder reads (CEPE), as a session behind them.
+"""Sessions on contexts that a model's encoder reads (CEPE).
 
-Guarantees: tokens of contexts are read in chunks, each alone, and in no order.
+Guarantees: contexts are read in chunks, each alone, and in no order.
 Memory: the states of all chunks, which all layers share.
 """
 
@@ -30,22 +30,23 @@ def encoder_session(
   library: object,
   options: dict[str, Any],
 ) -> tuple[Session, int, int]:
-  """A session whose cache has the states of each row's contexts.
+  """Makes a session whose cache has the states of each row's contexts.
 
   Args:
-    model: with an encoder.
-    rows: the contexts of each, ids or encoded contexts.
-    how: the length of chunks.
-    capacity: tokens of questions and answers, of a row.
-    library: of keys and values: refused.
-    options: of the session.
+    model: Model with an encoder.
+    rows: Contexts of each row, as token ids or encoded contexts.
+    how: Strategy with the length of chunks.
+    capacity: Maximum tokens of questions and answers in a row.
+    library: Must be None: a library of keys and values is refused.
+    options: Keyword arguments of the session.
 
   Returns:
-    (session, tokens of all contexts, bytes of their states).
+    The session, the number of tokens in all contexts, and the bytes of their
+    states.
 
   Raises:
-    OptionError: a model without an encoder, longer chunks than it reads, or
-      what is of keys and values.
+    OptionError: If the model has no encoder, chunks are longer than it reads,
+      or a library or prefix is given.
   """
   if not isinstance(model, CepeTransformer):
     raise OptionError(
@@ -54,18 +55,18 @@ def encoder_session(
       "a model with an encoder",
       "make one with rj.models.cepe.with_encoder, or pass combine='parallel'",
     )
-  most = model.encoder_config.chunk
-  size = how.chunk or most
-  for name, bad, came in (
+  longest = model.encoder_config.chunk
+  size = how.chunk or longest
+  for name, refused, value in (
     ("library", library is not None, "one of keys and values"),
     ("prefix", bool(how.prefix), f"{len(how.prefix)} tokens"),
-    ("chunk", size > most, f"{size} tokens"),
+    ("chunk", size > longest, f"{size} tokens"),
   ):
-    if bad:
+    if refused:
       raise OptionError(
         name,
-        f"{came} with combine='cepe'",
-        f"contexts that an encoder reads in chunks of at most {most} tokens",
+        f"{value} with combine='cepe'",
+        f"contexts that an encoder reads in chunks of at most {longest} tokens",
         "leave it out, or put a prefix before the question",
       )
   raw = [
@@ -86,6 +87,6 @@ def encoder_session(
   session.cache = session.cache.with_states(states)
   for seen, row in zip(session.seen, texts, strict=True):
     seen[np.concatenate(row)] = True
-  held = session.cache.states
-  nbytes = held.phi.nbytes + held.seg.nbytes
+  encoder_states = session.cache.states
+  nbytes = encoder_states.phi.nbytes + encoder_states.seg.nbytes
   return session, sum(len(text) for row in texts for text in row), nbytes

@@ -1,4 +1,4 @@
-"""Drafts by a model: a small one, the target's first layers, a small cache.
+"""Drafters by a model: a small model, early exit, or a small cache.
 
 Ref: Leviathan et al. 2023 (arXiv 2211.17192); with a small cache of the
 target's own weights: Sadhukhan et al. 2024 (MagicDec, arXiv 2408.11049) and Sun
@@ -32,38 +32,38 @@ from ringjax.models.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ModelDrafter(TreeDrafter):
-  """A base class of drafters by a model, with a cache of its own.
+  """Base class of drafters by a model that has a separate cache.
 
   Attributes:
-    cache_kind: of that cache, as of `generate`.
+    cache_kind: Storage format of the draft's cache, as in `generate`.
   """
 
   cache_kind: CacheKind | str = "windowed"
 
   def drafts(self, target: Transformer) -> Transformer:
-    """The model that drafts for a target."""
+    """Returns the model that drafts for a target."""
     raise NotImplementedError
 
   @property
   def place(self) -> Mesh | None:
-    """Devices of its own, or None: where the target decodes."""
+    """Mesh of separate devices; None: the devices of the target."""
     return None
 
   def begin(self, target: Target) -> Drafting:
     session = target.session
-    before = session.drafting
+    previous = session.drafting
     if (
-      type(before) is ModelDrafting
-      and alike(before.drafter, self)
-      and before.resumed(target)
+      type(previous) is ModelDrafting
+      and alike(previous.drafter, self)
+      and previous.resumed(target)
     ):
-      return before
-    # The old cache goes first.
+      return previous
+    # The old cache is freed before the new one is allocated.
     session.drafting = None
     model = self.drafts(target.model)
-    made = ModelDrafting(self, model, target, self.cache_kind, self.place)
-    session.drafting = made
-    return made
+    drafting = ModelDrafting(self, model, target, self.cache_kind, self.place)
+    session.drafting = drafting
+    return drafting
 
   def _check_layers(self, model: Transformer, layers: Sequence[Any]) -> None:
     if self.widths is not None:
@@ -72,29 +72,29 @@ class ModelDrafter(TreeDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftModel(ModelDrafter):
-  """A model that has the target's vocabulary drafts.
+  """Drafts by a model with the target's vocabulary.
 
   Attributes:
-    model: the draft model, or its Hugging Face folder.
-    mesh: of its own devices; None: it is put where the target decodes.
+    model: The draft model, or its Hugging Face folder.
+    mesh: Mesh of separate devices for it; None: where the target decodes.
   """
 
   name: ClassVar[str] = "model"
 
   model: Transformer | str | os.PathLike[str] = ""
   mesh: Mesh | None = None
-  # Of a folder what was loaded, by mesh.
+  # Models loaded from the folder, by mesh.
   _loaded: dict[Mesh | None, Transformer] = dataclasses.field(
     default_factory=dict, init=False, repr=False
   )
 
   def check(self, target: Transformer) -> None:
     model = self.drafts(target)
-    mine, theirs = model.config.vocab, target.config.vocab
-    if mine != theirs:
+    vocab, target_vocab = model.config.vocab, target.config.vocab
+    if vocab != target_vocab:
       raise OptionError(
         "model",
-        f"a draft model of {mine:,} ids for a target of {theirs:,}",
+        f"a draft model of {vocab:,} ids for a target of {target_vocab:,}",
         "the same vocabulary",
         "take a draft model of the target's family, or pass "
         "speculate.TranslatedDraft with both tokenizers",
@@ -106,10 +106,10 @@ class DraftModel(ModelDrafter):
     return self.mesh
 
   def drafts(self, target: Transformer) -> Transformer:
-    """The model that drafts for a target.
+    """Returns the model that drafts for a target, loaded once per mesh.
 
     Raises:
-      OptionError: `model` is neither a model nor a folder.
+      OptionError: If `model` is neither a model nor a folder.
     """
     if isinstance(self.model, Transformer):
       return self.model
@@ -128,10 +128,10 @@ class DraftModel(ModelDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EarlyExit(ModelDrafter):
-  """The target's first layers draft, with its last norm and head.
+  """Drafts by the target's first layers, with its last norm and head.
 
   Attributes:
-    layers: how many.
+    layers: Number of first layers that draft.
   """
 
   name: ClassVar[str] = "early"
@@ -153,10 +153,11 @@ class EarlyExit(ModelDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SelfDraft(ModelDrafter):
-  """The target itself drafts, with a smaller cache than its own.
+  """Drafts by the target itself with a second, smaller cache.
 
   Attributes:
-    cache_kind: with a policy of eviction or a codec.
+    cache_kind: Storage format of the draft's cache, with an eviction policy or
+      a codec.
   """
 
   name: ClassVar[str] = "self"
@@ -171,10 +172,10 @@ class SelfDraft(ModelDrafter):
 
 
 def check_layers(model: Transformer, layers: Sequence[Any]) -> None:
-  """Refuses recurrent layers, whose states are of one text.
+  """Refuses recurrent layers, whose states follow a single text.
 
   Raises:
-    OptionError: the model has some.
+    OptionError: If the model has recurrent layers.
   """
   mixers = [mixer for layer in layers for mixer in layer.mixers]
   if all(isinstance(m.cache_shape(1), LayerCacheSpec) for m in mixers):

@@ -1,9 +1,9 @@
-"""Programs of drafts by a model: chains, trees, and what is read before them.
+"""Compiled programs of a draft model: chains, trees, and missing tokens.
 
-Guarantees: the compiled programs depend on neither the context's length nor
-what is in it.
+Guarantees: the compiled programs depend neither on the context's length nor on
+its contents.
 Cost: a step of the draft model for each drafted token of a chain; for a tree a
-call a depth, which reads the tree's tokens so far.
+call for each depth, which reads the tree's tokens so far.
 
 Trees of a beam: Cai et al. 2024 (Medusa, arXiv 2401.10774), Yang et al. 2025
 (LongSpec, arXiv 2502.17421).
@@ -30,7 +30,7 @@ from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf
 
-# Tokens that are read at once where a draft model has fallen behind.
+# Tokens read in one call when a draft model has to catch up.
 WINDOW = 16
 
 
@@ -38,10 +38,10 @@ class Missing(NamedTuple):
   """Tokens that the draft's cache does not have yet.
 
   Fields:
-    tokens: int32 [B, W], in order, padding behind them.
-    count: int32 [B], how many there are.
-    pos: int32 [B], the position of the first; from there on the cache's tokens
-      are of no more use.
+    tokens: Missing token ids in order, then padding, int32 [B, W].
+    count: Number of missing tokens, int32 [B].
+    pos: Position of the first, int32 [B]; cached tokens from there on are
+      stale.
   """
 
   tokens: Int[ArrayLeaf, "B W"]
@@ -58,7 +58,7 @@ def read_more(
   read: Missing,
   length: Int[Array, ""],
 ) -> Any:
-  """The cache with tokens that were missing, `WINDOW` at most."""
+  """Reads missing tokens into the cache, at most `WINDOW`."""
   return _begun(model, attend, cache, read, WINDOW, length)[1]
 
 
@@ -67,9 +67,9 @@ def read_more(
 def without(
   cache: CallCache, end: Int[Array | np.ndarray, " B"], most: int
 ) -> Any:
-  """The cache without tokens from `end` on, `most` of a row at most."""
-  held: Any = cache
-  return held.truncate(end, most)
+  """Removes tokens from `end` on, at most `most` of a row, from the cache."""
+  draft_cache: Any = cache
+  return draft_cache.truncate(end, most)
 
 
 def _begun(
@@ -80,9 +80,9 @@ def _begun(
   most: int,
   length: Any,
 ) -> tuple[jax.Array, Any]:
-  """Reads what is missing: the logits [B, V] behind it, and the cache."""
-  apart = cache.kind.evicting or cache.kind.device is not None
-  if not (apart or cache.recurrent):
+  """Reads missing tokens; returns logits [B, V] after them, and the cache."""
+  already_truncated = cache.kind.evicting or cache.kind.device is not None
+  if not (already_truncated or cache.recurrent):
     cache = cache.truncate(read.pos, most + read.tokens.shape[1])
   index = jnp.arange(read.tokens.shape[1], dtype=jnp.int32)[None]
   last = jnp.maximum(read.count - 1, 0)[:, None]
@@ -101,7 +101,7 @@ def _begun(
 
 @runtime_checkable
 class Ranks(Protocol):
-  """A sampler with settings of its own for each row."""
+  """A sampler with separate settings for each row."""
 
   def ranked(
     self,
@@ -109,31 +109,34 @@ class Ranks(Protocol):
     pos: Int[Array, " B"],
     seen: Bool[Array, "B V"],
   ) -> Float[Array, "B V"]:
-    """Logarithms of probabilities, with the noise by which a row draws: of the
-    largest one the sampler makes its token."""
+    """Log probabilities plus the noise that draws for each row.
+
+    The sampler's token is the one with the largest sum.
+    """
     ...
 
 
 class TreeShape(NamedTuple):
-  """How many tokens a tree has at each depth, and how many of all stay."""
+  """Number of tokens of a tree at each depth, and how many of them stay."""
 
   widths: tuple[int, ...]
   best: int
 
 
 class _Drafting(NamedTuple):
-  """What the parts of a program that drafts have in common.
+  """Arguments shared by the parts of a drafting program.
 
   Fields:
-    model: which drafts.
-    attend: over which shards its cache is.
-    drawn: see `Target`.
-    sampler: a pytree.
-    live: int32 [B, 1], 1 for the rows that take part.
-    pos: int32 [B], the position of the first drafted token in the draft's text.
-    at: int32 [B], that in the target's text, by which a sampler draws.
-    seen: see `DecodeState`.
-    length: of the whole context.
+    model: Draft model.
+    attend: Cached attention over the shards of the draft's cache.
+    drawn: Whether tokens are drawn, see `Target`.
+    sampler: Sampler of the target, a pytree.
+    live: 1 for the rows that take part, int32 [B, 1].
+    pos: Position of the first drafted token in the draft's text, int32 [B].
+    at: Position of that token in the target's text, by which a sampler draws,
+      int32 [B].
+    seen: Ids that each row has, see `DecodeState`.
+    length: Length of the whole context, for rotations.
   """
 
   model: Transformer
@@ -147,7 +150,7 @@ class _Drafting(NamedTuple):
   length: Any
 
   def read(self, tokens: Any, pos: Any, cache: Any, parents: Any = None) -> Any:
-    """Logits [B, T, V] behind tokens, everywhere, and the cache."""
+    """Reads tokens; returns replicated logits [B, T, V] and the cache."""
     live = jnp.broadcast_to(self.live, tokens.shape)
     tokens = jnp.maximum(tokens, 0)
     logits, cache = forward(
@@ -171,48 +174,48 @@ def drafted(
   seen: Bool[Array | np.ndarray, "B V"] | None,
   length: Int[Array, ""],
 ) -> tuple[tuple[Any, Any, Any], Any]:
-  """A chain of so many tokens, or a tree.
+  """Drafts a chain of tokens, or a tree.
 
   Args:
-    model: which drafts.
-    attend: over which shards its cache is.
-    shape: how many tokens.
-    drawn: see `Target`.
-    sampler: a pytree.
-    cache: the model's.
-    read: what it has to read before.
-    at: position of the first drafted token in the target's text.
-    seen: see `DecodeState`.
-    length: of the whole context.
+    model: Draft model.
+    attend: Cached attention over the shards of the draft's cache.
+    shape: Number of tokens of a chain, or the shape of a tree.
+    drawn: Whether tokens are drawn, see `Target`.
+    sampler: Sampler of the target, a pytree.
+    cache: Cache of the draft model; donated.
+    read: Missing tokens to read before drafting.
+    at: Position of the first drafted token in the target's text, int32 [B].
+    seen: Ids that each row has, see `DecodeState`.
+    length: Length of the whole context, for rotations.
 
   Returns:
-    tokens [B, n], `NOT_FINITE` where the logits are not finite; the laws that
-    they were drawn from, [B, n, V], or None; of a tree the token that each
-    follows, [B, n]; and the cache.
+    Tokens [B, n], `NOT_FINITE` where the logits are not finite; the
+    distributions that they were drawn from, [B, n, V], or None; for a tree the
+    parent of each token, [B, n]; and the cache.
   """
   nodes = shape if isinstance(shape, int) else sum(shape.widths)
-  logits, held = _begun(model, attend, cache, read, nodes, length)
-  # States can't go back: they stay as they are before the draft.
-  before = held.snapshot() if held.recurrent else None
+  logits, draft_cache = _begun(model, attend, cache, read, nodes, length)
+  # Recurrent states can't be truncated: they are restored after the draft.
+  snapshot = draft_cache.snapshot() if draft_cache.recurrent else None
   live = (read.count > 0).astype(jnp.int32)[:, None]
   call = _Drafting(
     model, attend, drawn, sampler, live, read.pos + read.count, at, seen, length
   )
   if isinstance(shape, int):
-    found, held = _chain(call, shape, logits, held)
+    draft, draft_cache = _chain(call, shape, logits, draft_cache)
   else:
-    found, held = _tree(call, shape, logits, held)
-  if before is not None:
-    held = held.restore(before)
-  return jax.tree.map(attend.everywhere, found), held
+    draft, draft_cache = _tree(call, shape, logits, draft_cache)
+  if snapshot is not None:
+    draft_cache = draft_cache.restore(snapshot)
+  return jax.tree.map(attend.everywhere, draft), draft_cache
 
 
 def _chain(
   call: _Drafting, count: int, logits: Float[Array, "B V"], cache: Any
 ) -> tuple[tuple[Any, Any, Any], Any]:
-  """`count` tokens one after the other."""
+  """Drafts `count` tokens one after the other."""
 
-  def one(
+  def draft_step(
     carry: tuple[Any, Any, Any], step: jax.Array
   ) -> tuple[tuple[Any, Any, Any], tuple[Any, Any]]:
     cache, token, seen = carry
@@ -223,11 +226,11 @@ def _chain(
   token, q = _next(call, logits, call.at, call.seen)
   steps = jnp.arange(count - 1, dtype=jnp.int32)
   carry = cache, token, _seen(call.seen, token)
-  (cache, *_), more = lax.scan(one, carry, steps)
+  (cache, *_), later_steps = lax.scan(draft_step, carry, steps)
   tokens, laws = jax.tree.map(
-    lambda x, rest: jnp.moveaxis(jnp.concatenate([x[None], rest]), 0, 1),
+    lambda x, later: jnp.moveaxis(jnp.concatenate([x[None], later]), 0, 1),
     (token, q),
-    more,
+    later_steps,
   )
   return (tokens, laws, None), cache
 
@@ -238,44 +241,48 @@ def _tree(
   logits: Float[Array, "B V"],
   cache: Any,
 ) -> tuple[tuple[Any, Any, Any], Any]:
-  """Tokens by depth.
+  """Drafts a tree of tokens, depth by depth.
 
-  Those that are chosen are the likeliest by their whole paths; those that are
-  drawn are as many for each token of the depth before.
+  Without drawing, the tokens with the likeliest whole paths are taken; drawn
+  tokens are spread evenly over the tokens of the depth before.
   """
   batch, widths = logits.shape[0], shape.widths
   tokens = parents = jnp.zeros((batch, 0), jnp.int32)
-  # Of each token the least sum of a path to it or to one before it.
+  # For each token the lowest path sum of the token and its ancestors.
   values = jnp.zeros((batch, 0))
   laws: list[jax.Array] = []
-  # Of the depth before: logits [B, w, V], sums of their paths, numbers.
+  # From the depth before: logits [B, w, V], path sums, numbers of its tokens.
   ends, total = logits[:, None], jnp.zeros((batch, 1))
   numbers = jnp.full((batch, 1), -1, jnp.int32)
   for depth, width in enumerate(widths):
     first = tokens.shape[1]
     if call.drawn:
-      came, which, some = _drawn(call, ends, call.at + depth, width, first)
-      laws += some
+      new_tokens, places, depth_laws = _drawn(
+        call, ends, call.at + depth, width, first
+      )
+      laws += depth_laws
     else:
-      came, which, total = _likeliest(call, ends, call.at + depth, total, width)
-    sound = jnp.take_along_axis(finite_rows(ends), which, 1)
-    came = jnp.where(sound, came, NOT_FINITE)
-    tokens = jnp.concatenate([tokens, came], 1)
-    above = jnp.take_along_axis(numbers, which, 1)
+      new_tokens, places, total = _likeliest(
+        call, ends, call.at + depth, total, width
+      )
+    finite = jnp.take_along_axis(finite_rows(ends), places, 1)
+    new_tokens = jnp.where(finite, new_tokens, NOT_FINITE)
+    tokens = jnp.concatenate([tokens, new_tokens], 1)
+    above = jnp.take_along_axis(numbers, places, 1)
     parents = jnp.concatenate([parents, above], 1)
-    least = jnp.take_along_axis(
+    above_values = jnp.take_along_axis(
       jnp.pad(values, ((0, 0), (1, 0)), constant_values=jnp.inf), above + 1, 1
     )
-    values = jnp.concatenate([values, jnp.minimum(least, total)], 1)
+    values = jnp.concatenate([values, jnp.minimum(above_values, total)], 1)
     numbers = jnp.broadcast_to(
       first + jnp.arange(width, dtype=jnp.int32)[None], (batch, width)
     )
     if depth + 1 < len(widths):
       depths = np.repeat(np.arange(depth + 1), widths[: depth + 1])
       pos = call.pos[:, None] + jnp.asarray(depths, jnp.int32)[None]
-      found, cache = call.read(tokens, pos, cache, parents)
+      tree_logits, cache = call.read(tokens, pos, cache, parents)
       cache = cache.keep(jnp.zeros(tokens.shape, bool))
-      ends = found[:, first:]
+      ends = tree_logits[:, first:]
   if shape.best < tokens.shape[1]:
     tokens, parents = _best(tokens, parents, values, shape.best)
   return (tokens, jnp.stack(laws, 1) if laws else None, parents), cache
@@ -287,16 +294,16 @@ def _best(
   values: Float[Array, "B N"],
   count: int,
 ) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-  """The tokens of the largest values and their parents.
+  """Selects the tokens of the largest values, with their parents.
 
-  No token has a larger value than its parent, of two equal ones the earlier
-  counts: a token's parent is there too.
+  No token has a larger value than its parent, and ties go to the earlier
+  token: so the parent of each selected token is selected, too.
   """
   _, places = lax.top_k(values, count)
   places = jnp.sort(places, 1).astype(jnp.int32)
   rows = jnp.arange(tokens.shape[0])[:, None]
-  there = jnp.zeros(tokens.shape, jnp.int32).at[rows, places].set(1)
-  number = jnp.pad(jnp.cumsum(there, 1) - 1, ((0, 0), (1, 0)))
+  is_best = jnp.zeros(tokens.shape, jnp.int32).at[rows, places].set(1)
+  number = jnp.pad(jnp.cumsum(is_best, 1) - 1, ((0, 0), (1, 0)))
   number = number.at[:, 0].set(-1)
   above = jnp.take_along_axis(parents, places, 1)
   return (
@@ -308,7 +315,7 @@ def _best(
 def _next(
   call: _Drafting, logits: Float[Array, "B V"], at: Int[Array, " B"], seen: Any
 ) -> tuple[jax.Array, Any]:
-  """A drafted token [B] at `at`, and the law that it was drawn from."""
+  """A drafted token [B] at `at`, and the distribution it was drawn from."""
   if not call.drawn:
     return or_not_finite(call.sampler(logits, at, seen), logits), None
   q = law(call.sampler, logits, seen)
@@ -330,16 +337,23 @@ def _drawn(
   width: int,
   first: int,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-  """Nodes `first`, first + 1 ...: tokens, places of parents [B, n], laws."""
-  batch, wide = logits.shape[:2]
-  found, laws = [], []
-  which = np.repeat(np.arange(wide), width // wide)
-  for number, parent in enumerate(which, first):
+  """Draws nodes from number `first` on.
+
+  Returns:
+    Tokens and places of their parents, [B, n] each, and the distribution of
+    each node.
+  """
+  batch, num_parents = logits.shape[:2]
+  tokens, laws = [], []
+  parent_places = np.repeat(np.arange(num_parents), width // num_parents)
+  for number, parent in enumerate(parent_places, first):
     laws.append(law(call.sampler, logits[:, parent], call.seen))
-    # Each node has a stream of its own, beside those of `verifiers`.
-    found.append(_by_law(call, laws[-1], at, DRAFT + 4 * (1 + number)))
-  places = jnp.broadcast_to(jnp.asarray(which, jnp.int32)[None], (batch, width))
-  return jnp.stack(found, 1), places, laws
+    # Each node has a separate random stream, unlike those of `verifiers`.
+    tokens.append(_by_law(call, laws[-1], at, DRAFT + 4 * (1 + number)))
+  places = jnp.broadcast_to(
+    jnp.asarray(parent_places, jnp.int32)[None], (batch, width)
+  )
+  return jnp.stack(tokens, 1), places, laws
 
 
 def _likeliest(
@@ -349,9 +363,9 @@ def _likeliest(
   total: Float[Array, "B w"],
   width: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Tokens, places of parents and sums of the likeliest paths, [B, n]."""
-  batch, wide, vocab = logits.shape
-  # With the numbers by which the sampler itself will draw there.
+  """Tokens, places of parents and path sums of the likeliest paths, [B, n]."""
+  batch, num_parents, vocab = logits.shape
+  # The noise is that by which the sampler itself will draw at this position.
   if isinstance(call.sampler, Ranks):
     weigh = lambda logits: call.sampler.ranked(logits, at, call.seen)
     scores = jax.vmap(weigh, 1, 1)(logits) + total[..., None]
@@ -359,7 +373,7 @@ def _likeliest(
     weigh = lambda logits: log_weights(call.sampler, logits, call.seen)
     scores = jax.vmap(weigh, 1, 1)(logits) + total[..., None]
     scores += noise(call.sampler, jnp.arange(batch), at, vocab)[:, None]
-  total, best = lax.top_k(scores.reshape(batch, wide * vocab), width)
+  total, best = lax.top_k(scores.reshape(batch, num_parents * vocab), width)
   place, token = jnp.divmod(best.astype(jnp.int32), vocab)
   return token, place, total
 

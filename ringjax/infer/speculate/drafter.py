@@ -1,9 +1,9 @@
-"""What a drafter is: it guesses what comes, and a target model checks it.
+"""Interfaces of drafters, which guess tokens that a target model checks.
 
 Guarantees: a wrong guess costs time and changes no answer.
 
-A `Drafter` is a value with the options; `begin` makes of it a `Drafting`, which
-goes through one call of `generate` and knows the texts of its rows.
+A `Drafter` holds the options; its `begin` makes a `Drafting`, which serves one
+call of `generate` and knows the texts of its rows.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ringjax.models.transformer import Transformer
 
 
 class Target(NamedTuple):
-  """What is drafted for.
+  """The target model of a draft, with its session and prompts.
 
   Fields:
-    model: the target.
-    session: its conversation, which has read the prompts.
-    sampler: which chooses its tokens, as an argument of jit.
-    texts: int32 [T], the prompt of each row.
-    drawn: whether drafted tokens are to be drawn from a law that the draft
-      states, see `verifiers.rejection`; else they are to be what the sampler
-      chooses by the draft's logits.
-    count: new tokens of a row at most.
+    model: Target model.
+    session: Session of the target, which has read the prompts.
+    sampler: Sampler of the target, as an argument of jit.
+    texts: Prompt of each row, int32 [T].
+    drawn: Whether drafted tokens are drawn from a distribution that the draft
+      states, see `verifiers.rejection`; else the sampler chooses them by the
+      draft's logits.
+    count: Maximum number of new tokens in a row.
   """
 
   model: Transformer
@@ -47,15 +47,15 @@ class Target(NamedTuple):
 
 
 class Draft(NamedTuple):
-  """Drafted tokens behind the last chosen token of each row.
+  """Drafted tokens after the last chosen token of each row.
 
   Fields:
-    tokens: int32 [B, n].
-    count: int32 [B], how many of them there are; the others are padding.
-    parents: int32 [B, n], which token each follows, -1 for the last chosen one;
-      None: each follows the one before.
-    probs: float32 [B, n, V], the law that each was drawn from; None: they were
-      chosen without chance.
+    tokens: Drafted token ids, int32 [B, n].
+    count: Number of drafted tokens, int32 [B]; the others are padding.
+    parents: Index of the token that each follows, int32 [B, n], -1 for the last
+      chosen one; None: each follows the one before.
+    probs: Distribution that each was drawn from, float32 [B, n, V]; None: they
+      were chosen deterministically.
   """
 
   tokens: Int[Array | np.ndarray, "B n"]
@@ -66,17 +66,17 @@ class Draft(NamedTuple):
 
 @runtime_checkable
 class Drafting(Protocol):
-  """A drafter at work on the rows of one call."""
+  """State of a drafter for the rows of one call."""
 
   def draft(
     self, new: Sequence[np.ndarray], state: DecodeState, most: np.ndarray
   ) -> Draft:
-    """Drafts a round.
+    """Drafts tokens for one round.
 
     Args:
-      new: of each row the tokens since the round before, int32 [n].
-      state: the `DecodeState`; its token is the last of `new`.
-      most: int [B], how many tokens of a row are of use; 0 for a row that has
+      new: New tokens of each row since the round before, int32 [n].
+      state: Decode state; its token is the last of `new`.
+      most: Maximum useful tokens of each row, int [B]; 0 for a row that has
         ended.
     """
     ...
@@ -84,13 +84,13 @@ class Drafting(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafter:
-  """A base class of drafters.
+  """Base class of drafters.
 
   Attributes:
-    count: tokens of a draft at most, one after the other.
-    verify: the rule by which they stay, one of `verifiers.VERIFIERS`: "match",
-      which gives the tokens of a call without drafts, or "rejection".
-    adapt: whether drafts get shorter, down to none, where longer ones cost more
+    count: Maximum number of drafted tokens in sequence.
+    verify: Acceptance rule, one of `verifiers.VERIFIERS`: "match", which gives
+      the tokens of a call without drafts, or "rejection".
+    adapt: Whether drafts get shorter, down to none, where longer ones cost more
       time than they save.
   """
 
@@ -107,42 +107,42 @@ class Drafter:
 
   @property
   def depth(self) -> int:
-    """Tokens of the longest path of a draft."""
+    """Number of tokens on the longest path of a draft."""
     return self.count
 
   @property
   def nodes(self) -> int:
-    """Drafted tokens of a round, n."""
+    """Number of drafted tokens that are checked in a round, n."""
     return self.count
 
   @property
   def tree(self) -> bool:
-    """Whether some token has several behind it."""
+    """Whether drafts are trees: some token may have several children."""
     return self.nodes != self.depth
 
   def check(self, target: Transformer) -> None:
-    """Refuses a target, before its prompt is read.
+    """Refuses an unsuitable target, before its prompt is read.
 
     Raises:
-      OptionError: it can't draft for this one.
+      OptionError: If this drafter does not support the target.
     """
 
   def begin(self, target: Target) -> Drafting:
-    """Goes to work."""
+    """Starts drafting for a target."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TreeDrafter(Drafter):
-  """A base class of drafters of chains and trees.
+  """Base class of drafters of chains and trees.
 
   Attributes:
-    count: tokens of a chain; of a tree it is the number of widths.
-    widths: of a tree, how many tokens it has at each depth: those whose paths
-      are the likeliest by the draft; None: a chain.
-    best: of a tree, how many of its tokens are checked, in each row those
-      whose paths are the likeliest: deep where the draft is sure, broad where
-      it is not; None: all. For verify="match".
+    count: Number of tokens in a chain; for a tree, the number of widths.
+    widths: Number of tokens of a tree at each depth, those with the likeliest
+      paths by the draft; None: a chain.
+    best: Number of a tree's tokens that are checked, in each row those with
+      the likeliest paths: deep where the draft is sure, broad where it is not;
+      None: all. For verify="match".
   """
 
   widths: tuple[int, ...] | None = None
@@ -171,7 +171,8 @@ class TreeDrafter(Drafter):
         )
       object.__setattr__(self, "count", len(self.widths))
     if self.best is not None:
-      # Which drawn tokens are checked must not depend on which were drawn.
+      # For drawn tokens, the choice of those that are checked must not depend
+      # on the tokens: it would change their distribution.
       if self.widths is None or self.verify != "match":
         raise OptionError(
           "best",
@@ -189,7 +190,7 @@ class TreeDrafter(Drafter):
 
   @property
   def drafted(self) -> int:
-    """Tokens that the draft model chooses for a draft."""
+    """Number of tokens that the draft model computes for a draft."""
     return sum(self.widths or (1,) * self.count)
 
   @property
@@ -199,23 +200,23 @@ class TreeDrafter(Drafter):
 
 @runtime_checkable
 class TextReader(Protocol):
-  """What drafts for one text, from the text alone."""
+  """Drafter for one text, from the text alone."""
 
   def add(self, tokens: Sequence[int]) -> None:
     """Appends tokens to the text."""
     ...
 
   def guess(self, count: int) -> list[int]:
-    """What may follow, `count` tokens at most."""
+    """Guesses the next tokens, at most `count`."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextDrafter(Drafter):
-  """A base class of drafters that look at texts, on the host."""
+  """Base class of drafters that search texts on the host."""
 
   def reader(self, text: Sequence[int]) -> TextReader:
-    """Begins with a text."""
+    """Makes the reader of a row from its prompt."""
     raise NotImplementedError
 
   def begin(self, target: Target) -> Drafting:
@@ -234,28 +235,31 @@ class _TextDrafting:
   ) -> Draft:
     del state
     guesses = []
-    for row, came, top in zip(self._rows, new, most, strict=True):
-      row.add(came.tolist())
-      guesses.append(row.guess(min(int(top), self._count)) if top else [])
+    for row, new_tokens, limit in zip(self._rows, new, most, strict=True):
+      row.add(new_tokens.tolist())
+      guesses.append(row.guess(min(int(limit), self._count)) if limit else [])
     count = np.array(list(map(len, guesses)), np.int32)
     tokens = np.zeros((len(count), width_of(count, self._count)), np.int32)
-    for row, found in zip(tokens, guesses, strict=True):
-      row[: len(found)] = found
+    for row, guess in zip(tokens, guesses, strict=True):
+      row[: len(guess)] = guess
     return Draft(tokens, count)
 
 
 def width_of(counts: np.ndarray, most: int) -> int:
-  """A width for drafts of these lengths: few, so that few are compiled."""
+  """Padded width of drafts, a power of two: few programs are compiled."""
   longest = int(counts.max(initial=0))
   return min(most, 1 << (longest - 1).bit_length()) if longest else 0
 
 
 def alike(one: Drafter, other: Drafter) -> bool:
-  """Whether two drafters draft alike: for names make one anew in each call."""
-  same = lambda a, b: (
+  """Whether two drafters have equal options.
+
+  A drafter given by its name is a new object in each call.
+  """
+  is_same = lambda a, b: (
     a is b or (isinstance(a, int | str | tuple | CacheKind) and a == b)
   )
   names = [f.name for f in dataclasses.fields(one) if f.init]
   return type(one) is type(other) and all(
-    same(getattr(one, name), getattr(other, name)) for name in names
+    is_same(getattr(one, name), getattr(other, name)) for name in names
   )

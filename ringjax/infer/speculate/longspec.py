@@ -1,14 +1,14 @@
 """Drafts by a block that reads the target's own cache (LongSpec).
 
-Guarantees: as of all drafters no token changes. A draft's program depends on
-the context by the shapes of the target's cache alone.
-Cost: to begin, keys of a window of the text; then for each drafted token of a
-chain the block, which reads its window and one layer of the target's cache.
-Memory: a window's keys and values a row, whatever the context's length.
+Guarantees: as with all drafters no token changes. A draft's program depends on
+the context only by the shapes of the target's cache.
+Cost: at the start, keys of a window of the text; then for each drafted token of
+a chain one block, which reads its window and one layer of the target's cache.
+Memory: keys and values of a window for each row, whatever the context's length.
 Ref: Yang et al. 2025, arXiv 2502.17421.
 
-The target's cache has the tokens before the last chosen one. What is drafted
-sees that cache, and what came since by the block's own window.
+The target's cache has the tokens before the last chosen one. Drafted tokens see
+that cache, and later tokens through the block's own window.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.programs import bounded
 
-# Tokens that a draft may take back beside those that it drafts.
+# Tokens that a draft may take back in addition to those that it drafts.
 SLACK = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LongSpec(TreeDrafter):
-  """A draft of one block, made for the target, drafts.
+  """Drafts by a one-block model that was trained for the target.
 
   Attributes:
-    model: the draft, by `rj.models.longspec`, or the folder in which it was
+    model: Draft model by `rj.models.longspec`, or the folder in which it was
       saved.
   """
 
@@ -64,17 +64,17 @@ class LongSpec(TreeDrafter):
         "pass LongSpec(model=rj.models.longspec.load(folder, target)), or "
         "longspec:model=FOLDER",
       )
-    mine = self.model.target
-    if mine is not target and mine.digest != target.digest:
+    draft_target = self.model.target
+    if draft_target is not target and draft_target.digest != target.digest:
       raise CheckpointMismatchError(
         "model",
-        f"a draft of another target, of digest {mine.digest}",
+        f"a draft of another target, of digest {draft_target.digest}",
         f"one of this target, {target.digest}",
         "train one: configs/train/longspec.py",
       )
 
   def drafts(self, target: Transformer) -> DraftTransformer:
-    """The draft, beside a target."""
+    """Returns the draft model for a target."""
     if isinstance(self.model, str):
       return longspec.load(self.model, target)
     return self.model
@@ -85,31 +85,31 @@ class LongSpec(TreeDrafter):
 
 
 class _Ring:
-  """The draft's own cache, in place of a session."""
+  """Ring-buffer cache of the draft, in place of a session."""
 
   def __init__(self, cache: Any):
     self.cache, self.shards = cache, 1
 
   @contextlib.contextmanager
   def running(self, doing: str) -> Iterator[None]:
-    """What an interruption leaves is of no use: the next call begins anew."""
+    """Does nothing: after an interruption the next call makes a new cache."""
     del doing
     yield
 
 
 class _BlockDrafting(ModelDrafting):
-  """A block at work, beside the target's cache of each round."""
+  """Drafting by a block that reads the target's cache in each round."""
 
   def __init__(
     self, drafter: LongSpec, draft: DraftTransformer, target: Target
   ):
     session, texts = target.session, target.texts
     self._drafter, self._target = drafter, target
-    # Where the target decodes, which may be one device of its mesh.
+    # On the devices on which the target decodes: maybe one of its mesh.
     self._draft: Any = session.weights(draft)
     self._attend = CachedAttention(mesh=session.mesh, axis=None)
     self._length = jnp.int32(session.capacity)
-    # Where the target has the last token of each text.
+    # Positions at which the target has the last token of each text.
     self._at = np.asarray(session.lengths)
     self._behind: list[list[int]] = [[] for _ in texts]
     self._last: Any = None
@@ -120,7 +120,7 @@ class _BlockDrafting(ModelDrafting):
     self._begin()
 
   def _drafts(self) -> DraftTransformer:
-    """The draft with the target's cache of now."""
+    """The draft model joined with the target's current cache."""
     return self._draft.beside(self._target.model, self._target.session.cache)
 
   def _begin(self) -> None:
@@ -155,7 +155,7 @@ def filled(
   seg: Int[Array, "B n"],
   length: Int[Array, ""],
 ) -> Any:
-  """The draft's own cache with keys and values of tokens."""
-  # Of these neither what they see nor what follows is needed.
-  one = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-  return forward(draft, attend, tokens, pos, seg, cache, one, length)[1]
+  """Fills the draft's own cache with keys and values of tokens."""
+  # Only keys and values are needed: the logits are those of any one index.
+  first_index = jnp.zeros((tokens.shape[0], 1), jnp.int32)
+  return forward(draft, attend, tokens, pos, seg, cache, first_index, length)[1]

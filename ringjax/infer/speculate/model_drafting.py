@@ -1,6 +1,6 @@
-"""A model at work as a drafter, beside the target's session.
+"""Drafting by a model with a session next to the target's.
 
-Memory: a cache of the draft model's own, as long as the target's session.
+Memory: a cache for the draft model, as long as the target's session.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ringjax.nn.sharding_context import CachedAttention
 
 
 class ModelDrafting:
-  """A model at work, with a session of its own.
+  """Drafting by a model that has a separate session.
 
-  The target's session keeps it, and its next call goes on with it.
+  The target's session keeps this object, and its next call continues with it.
   """
 
   _drafter: TreeDrafter
-  # Whether it has devices of its own.
+  # Whether the draft model has separate devices.
   _apart = False
 
   def __init__(
@@ -53,20 +53,20 @@ class ModelDrafting:
     cache_kind: CacheKind | str,
     mesh: Mesh | None = None,
   ):
-    """Reads the texts.
+    """Makes the draft's session and reads the texts into it.
 
     Args:
-      drafter: says how much is drafted.
-      model: which drafts.
-      target: for what.
-      cache_kind: of the draft's cache.
-      mesh: of devices of its own; None: where the target decodes.
+      drafter: Drafter with the number of tokens to draft.
+      model: Draft model.
+      target: Target, with the texts of its rows.
+      cache_kind: Storage format of the draft's cache.
+      mesh: Mesh of separate devices; None: where the target decodes.
     """
     texts, width = target.texts, drafter.drafted
     session, axis = target.session, None
     self._apart = mesh is not None
     if mesh is None:
-      # Where the target decodes, which may be one device of its mesh.
+      # On the devices on which the target decodes: maybe one of its mesh.
       model, mesh, axis = session.weights(model), session.mesh, session.axis
     self._drafter, self._target, self._model = drafter, target, model
     room = max(map(len, texts)) + target.count
@@ -85,61 +85,62 @@ class ModelDrafting:
     )
     # For rotations that depend on the context's length.
     self._length = jnp.int32(self._session.capacity)
-    # Of each row: what comes behind what the cache has for good, and where.
+    # For each row: tokens after the verified part of the cache, and its end.
     self._behind: list[list[int]] = [[] for _ in texts]
     self._at = np.array([len(text) for text in texts])
-    # Of the round before: the drafted tokens, and the rows that took part.
+    # From the round before: drafted tokens, and the rows that took part.
     self._last: Any = None
     self._took = np.zeros(len(texts), bool)
-    # The texts so far.
+    # Token ids of each text so far.
     self._known = [text.tolist() for text in texts]
 
   @property
   def drafter(self) -> TreeDrafter:
-    """Which drafter it is at work for."""
+    """Drafter that made this object."""
     return self._drafter
 
   def nbytes(self) -> int:
-    """Bytes of its cache, of all shards together."""
+    """Bytes of the draft's cache, all shards together."""
     return self._session.cache.nbytes()
 
   def resumed(self, target: Target) -> bool:
-    """Goes on with a later call, whose texts begin as those before did.
+    """Continues with a later call whose texts begin with the cached ones.
 
     Returns:
-      whether it can; else nothing has changed.
+      Whether this is possible; if not, nothing has changed.
     """
     texts, cache = target.texts, self._session.cache
     if cache.lost or len(texts) != len(self._known):
       return False
-    most = target.count + 2 * self._drafter.drafted + 2 + self._session.shards
-    if max(map(len, texts)) + most > cache.capacity:
+    extra = target.count + 2 * self._drafter.drafted + 2 + self._session.shards
+    if max(map(len, texts)) + extra > cache.capacity:
       return False
-    # What is in the cache for good has been asked for before.
-    for text, known, at in zip(texts, self._known, self._at, strict=True):
-      if len(text) < at or text[:at].tolist() != known[:at]:
+    # The new texts must begin with the verified part of the cache.
+    for text, known_text, at in zip(texts, self._known, self._at, strict=True):
+      if len(text) < at or text[:at].tolist() != known_text[:at]:
         return False
     self._target, self._last = target, None
     self._known = [text.tolist() for text in texts]
     self._behind = [
-      known[at:] for known, at in zip(self._known, self._at, strict=True)
+      known_text[at:]
+      for known_text, at in zip(self._known, self._at, strict=True)
     ]
     self._took[:] = False
     return True
 
   def _drafts(self) -> Transformer:
-    """What drafts in this round."""
+    """Model that drafts in this round."""
     return self._model
 
   def draft(
     self, new: Sequence[np.ndarray], state: DecodeState, most: np.ndarray
   ) -> Draft:
     self._settle(new)
-    for known, came in zip(self._known, new, strict=True):
-      known.extend(came.tolist())
+    for known_text, new_tokens in zip(self._known, new, strict=True):
+      known_text.extend(new_tokens.tolist())
     drafter, session = self._drafter, self._session
     if self._apart:
-      # On other devices than the target's.
+      # The state is on the target's devices, the draft on others.
       state = jax.device_get(state)
     read = self._read(most)
     cache = self._with_room(read)
@@ -147,7 +148,7 @@ class ModelDrafting:
     if drafter.widths is not None:
       shape = TreeShape(drafter.widths, drafter.nodes)
     with session.running("drafting"):
-      found, session.cache = drafted(
+      draft, session.cache = drafted(
         self._drafts(),
         self._attend,
         shape,
@@ -161,12 +162,12 @@ class ModelDrafting:
       )
     self._took |= most > 0
     for row in np.flatnonzero(most > 0):
-      # These are in the cache for good.
+      # These tokens are now in the verified part of the cache.
       self._at[row] += len(self._behind[row])
       self._behind[row].clear()
     if self._apart:
-      found = jax.device_get(found)
-    tokens, probs, parents = found
+      draft = jax.device_get(draft)
+    tokens, probs, parents = draft
     count = np.where(most > 0, drafter.nodes, 0)
     if isinstance(shape, int):
       count = np.minimum(most, shape)
@@ -175,25 +176,27 @@ class ModelDrafting:
     return Draft(tokens, count.astype(np.int32), parents, probs)
 
   def _settle(self, new: Sequence[np.ndarray]) -> None:
-    """Counts as read what was drafted and is right."""
-    for row, came in enumerate(new):
-      if came.size and self._took[row] and self._last is not None:
-        # The cache has of a chain what the draft itself went on to.
+    """Counts the drafted tokens that were right as read."""
+    for row, new_tokens in enumerate(new):
+      if new_tokens.size and self._took[row] and self._last is not None:
+        # The cache has the keys of all drafted tokens but the last.
         drafted = self._last[row, :-1]
-        same = drafted[: came.size - 1] == came[:-1][: drafted.size]
-        right = int(np.argmin(np.append(same, False)))
+        is_equal = (
+          drafted[: new_tokens.size - 1] == new_tokens[:-1][: drafted.size]
+        )
+        right = int(np.argmin(np.append(is_equal, False)))
         self._at[row] += right
-        came = came[right:]
-      if came.size:
+        new_tokens = new_tokens[right:]
+      if new_tokens.size:
         self._took[row] = False
-      self._behind[row].extend(came.tolist())
+      self._behind[row].extend(new_tokens.tolist())
     self._last = None
 
   def _read(self, most: np.ndarray) -> Missing:
-    """What is missing, after all of it but the last tokens has been read."""
+    """Reads missing tokens until at most `WINDOW` are left; returns those."""
     missing = np.array(list(map(len, self._behind)))
     while missing.max() > WINDOW:
-      # Behind steps without drafts; the last token is left to the draft.
+      # After steps without drafts; the last token is left to the draft.
       count = np.minimum(np.maximum(missing - 1, 0), WINDOW)
       read = self._part(count, WINDOW)
       self._session.cache = read_more(
@@ -203,31 +206,31 @@ class ModelDrafting:
         read,
         self._length,
       )
-      for behind, n in zip(self._behind, count, strict=True):
-        del behind[:n]
+      for pending, n in zip(self._behind, count, strict=True):
+        del pending[:n]
       self._at += count
       missing = missing - count
     width = 2 if missing.max() <= 2 else WINDOW
     return self._part(np.where(most > 0, missing, 0), width)
 
   def _part(self, count: np.ndarray, width: int) -> Missing:
-    """The first `count` [B] of the missing tokens."""
+    """The first `count` [B] missing tokens, padded to `width`."""
     tokens: Any = np.zeros((len(self._behind), width), np.int32)
-    for row, (behind, n) in enumerate(zip(self._behind, count, strict=True)):
-      tokens[row, :n] = behind[:n]
+    for row, (pending, n) in enumerate(zip(self._behind, count, strict=True)):
+      tokens[row, :n] = pending[:n]
     counts: Any = count.astype(np.int32)
     at: Any = self._at.astype(np.int32)
     return Missing(tokens, counts, at)
 
   def _with_room(self, read: Missing) -> Any:
-    """The cache without what was drafted before, with room for a call."""
+    """The cache without the tokens drafted before, with room for a call."""
     cache, session = self._session.cache, self._session
     if not (cache.kind.evicting or cache.kind.device is not None):
       return cache
-    taken = read.tokens.shape[1] + self._drafter.drafted
-    cache = without(cache, read.pos, taken)
-    if cache.steps() < taken:
+    slots = read.tokens.shape[1] + self._drafter.drafted
+    cache = without(cache, read.pos, slots)
+    if cache.steps() < slots:
       cache = cache.flush()
-      room = np.full((len(self._behind), session.shards), taken)
+      room = np.full((len(self._behind), session.shards), slots)
       cache = cache.with_room(room)
     return cache

@@ -1,10 +1,10 @@
-"""Rounds of speculation: a draft, one call of the target, what stays of it.
+"""Rounds of speculation: a draft, one call of the target, and acceptance.
 
-Guarantees: see `verifiers`. A row's result depends on no other row. What was
-rejected leaves the cache as if it had never been read: by the cache's `keep`,
-or, where it can't, of recurrent layers for instance, by going back to before
-the call and reading what stays.
-Cost: a call of the target for each round, which reads the cache once; behind
+Guarantees: see `verifiers`. A row's result depends on no other row. Rejected
+tokens leave the cache as if they had never been read: by the cache's `keep`,
+or, where that is impossible (recurrent layers), by restoring the cache from
+before the call and reading the accepted tokens again.
+Cost: a call of the target for each round, which reads the cache once; with
 recurrent layers a second one where some token was rejected.
 """
 
@@ -50,7 +50,7 @@ from ringjax.parallel.compile_times import Compiling
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
-# How many tokens a row may be ahead of what the caller has seen.
+# Maximum tokens by which a row may be ahead of those shown to the caller.
 AHEAD = 32
 
 
@@ -68,22 +68,22 @@ def verify(
   stops: Int[Array, " n"],
   length: Lengths,
 ) -> tuple[DecodeState, Round, Any]:
-  """Reads the last token and a draft, and keeps what is right.
+  """Reads the last token and a draft, and keeps the accepted tokens.
 
   Args:
-    model: the target.
-    attend: over which shards its cache is.
-    rule: one of `VERIFIERS`.
-    sampler: a pytree.
-    cache: the target's.
-    state: whose token was chosen and not read.
-    draft: of this round.
-    left: tokens of each row that may come; 0: the row sits this round out.
-    stops: see `decode.stop_ids`.
-    length: of the whole context.
+    model: Target model.
+    attend: Cached attention over the shards of the target's cache.
+    rule: Acceptance rule, a name of `VERIFIERS`.
+    sampler: Sampler of the target, a pytree.
+    cache: Cache of the target; donated.
+    state: Decode state whose token was chosen and not read yet.
+    draft: Drafted tokens of this round.
+    left: Maximum new tokens of each row; 0: the row sits this round out.
+    stops: Ids that end a row, see `decode.stop_ids`.
+    length: Length of the whole context, for rotations.
   """
   batch, count = draft.tokens.shape
-  held: Any = cache
+  target_cache: Any = cache
   index = jnp.arange(count + 1, dtype=jnp.int32)[None]
   if draft.parents is None:
     parents = jnp.broadcast_to(index - 1, (batch, count + 1))
@@ -96,67 +96,73 @@ def verify(
   live = ~state.done & (left > 0)
   real = live[:, None] & (index <= draft.count[:, None])
   # A draft ends where its model's logits are not finite.
-  sound = jnp.cumprod(tokens >= 0, 1, dtype=jnp.int32) > 0
-  real, tokens = real & sound, jnp.maximum(tokens, 0)
+  finite = jnp.cumprod(tokens >= 0, 1, dtype=jnp.int32) > 0
+  real, tokens = real & finite, jnp.maximum(tokens, 0)
   pos = state.pos[:, None] + depth
-  before = held.snapshot() if held.irreversible else None
+  snapshot = target_cache.snapshot() if target_cache.irreversible else None
   tree = None if draft.parents is None else parents
   read = lambda cache, real: forward(
     model, attend, tokens, pos, real.astype(jnp.int32), cache, None, length,
     tree,
   )  # fmt: skip
-  logits, held = read(held, real)
+  logits, target_cache = read(target_cache, real)
   nodes = Nodes(
     tokens, parents, real, pos, attend.everywhere(logits), draft.probs,
     state.seen,
   )  # fmt: skip
-  found = concluded(VERIFIERS[rule](sampler, nodes), nodes, left, stops)
-  if before is None:
-    # A root alone stays where there is one.
-    held = held.keep(found.kept) if count else held
+  outcome = concluded(VERIFIERS[rule](sampler, nodes), nodes, left, stops)
+  if snapshot is None:
+    # Without drafted tokens there is only the root, which stays.
+    target_cache = target_cache.keep(outcome.kept) if count else target_cache
   else:
-    # A chain, of which the first tokens stay.
-    again = lambda after: read(after.restore(before), found.kept)[1]
-    held = lax.cond(jnp.all(found.kept == real), lambda x: x, again, held)
-  last = jnp.maximum(found.count - 1, 0)[:, None]
-  token = jnp.take_along_axis(found.new, last, 1)[:, 0]
+    # The draft is a chain, and its first tokens stay.
+    reread = lambda cache_after: read(
+      cache_after.restore(snapshot), outcome.kept
+    )[1]
+    target_cache = lax.cond(
+      jnp.all(outcome.kept == real), lambda x: x, reread, target_cache
+    )
+  last = jnp.maximum(outcome.count - 1, 0)[:, None]
+  token = jnp.take_along_axis(outcome.new, last, 1)[:, 0]
   seen = state.seen
   if seen is not None:
-    came = jax.nn.one_hot(found.new, seen.shape[1], dtype=jnp.float32)
-    came = jnp.where((index < found.count[:, None])[..., None], came, 0)
-    seen = seen | (jnp.sum(came, 1) > 0)
-  after = DecodeState(
-    jnp.where(found.count > 0, token, state.token),
-    state.pos + found.count,
-    state.done | found.stopped,
+    new_one_hot = jax.nn.one_hot(outcome.new, seen.shape[1], dtype=jnp.float32)
+    new_one_hot = jnp.where(
+      (index < outcome.count[:, None])[..., None], new_one_hot, 0
+    )
+    seen = seen | (jnp.sum(new_one_hot, 1) > 0)
+  next_state = DecodeState(
+    jnp.where(outcome.count > 0, token, state.token),
+    state.pos + outcome.count,
+    state.done | outcome.stopped,
     seen,
   )
-  return attend.everywhere(after), attend.everywhere(found), held
+  return attend.everywhere(next_state), attend.everywhere(outcome), target_cache
 
 
 class SpeculationReport(NamedTuple):
-  """What speculation did in a call.
+  """Counts and costs of the speculation in a call.
 
   Fields:
-    drafter: what drafted.
-    calls: of the target, over rows that were not over.
-    tokens: new ones of all rows, without the first of each.
-    drafted: tokens that were offered.
-    accepted: those of them that stayed.
-    acceptance: the share of drafted tokens that stayed, of those that were
-      behind tokens which stayed.
-    predicted: tokens a call by that share and the drafts' lengths,
+    drafter: Drafter of the call.
+    calls: Calls of the target, summed over the rows that took part.
+    tokens: New tokens of all rows, without the first of each.
+    drafted: Number of drafted tokens.
+    accepted: Number of drafted tokens that were accepted.
+    acceptance: Acceptance rate: the share of accepted tokens among the drafted
+      ones whose predecessors were all accepted.
+    predicted: Tokens per call that this rate and the drafts' lengths predict,
       (1 - a^(n + 1)) / (1 - a).
-    by_position: for each place in a draft how many were offered behind right
-      ones and how many of these stayed, int [n, 2]; of chains.
-    rounds: rounds with drafts, of this call.
-    steps: steps without.
-    cost: what drafting cost more than plain steps for the same tokens, as a
-      share of what these would have taken in all; below 0 where it saved time.
-      Of all calls of a session with this drafter. Without what is compiled, and
+    by_position: For each position in a chain, the number of tokens offered
+      after accepted ones and how many of these were accepted, int [n, 2].
+    rounds: Number of rounds with drafts in this call.
+    steps: Number of steps without drafts in this call.
+    cost: Extra time of drafting over plain steps for the same tokens, as a
+      share of the time of these steps; below 0 where it saved time. Measured
+      over all calls of a session with this drafter, without compilation and
       without a draft model's reading of the prompt. 0 with adapt=False, which
       times no plain step.
-    why: why the last step had a draft, or none.
+    why: Reason why the last step had a draft, or none.
   """
 
   drafter: Drafter
@@ -174,7 +180,7 @@ class SpeculationReport(NamedTuple):
 
   @property
   def tokens_per_call(self) -> float:
-    """New tokens of a row for each call of the target."""
+    """Mean number of new tokens of a row per call of the target."""
     return self.tokens / max(self.calls, 1)
 
 
@@ -189,9 +195,9 @@ class _DraftTally:
     self._predicted = np.zeros(nodes + 1, int)
 
   def add(self, drafted: np.ndarray, count: np.ndarray) -> None:
-    """Counts a round: drafted tokens and new ones of the rows that took part.
+    """Counts a round: drafted and new tokens of the rows that took part.
 
-    Of a chain's n drafted tokens of which m stayed, m + 1 were looked at.
+    If m of a chain's n drafted tokens stayed, m + 1 of them were checked.
     """
     live = count > 0
     self.calls += int(live.sum())
@@ -211,16 +217,16 @@ class _DraftTally:
     return float(self._stayed.sum() / max(self._offered.sum(), 1))
 
   def report(self, paces: Paces, rounds: int, steps: int) -> SpeculationReport:
-    """What came of it.
+    """Makes the report of a call.
 
     Args:
-      paces: which chose the lengths.
-      rounds: its rounds before this call.
-      steps: its steps without drafts before this call.
+      paces: Measurements that chose the drafts' lengths.
+      rounds: Number of its rounds before this call.
+      steps: Number of its steps without drafts before this call.
     """
     a = self.acceptance
-    each = [expected_tokens(a, n) for n in range(len(self._predicted))]
-    predicted = float(np.dot(each, self._predicted)) / max(self.calls, 1)
+    expected = [expected_tokens(a, n) for n in range(len(self._predicted))]
+    predicted = float(np.dot(expected, self._predicted)) / max(self.calls, 1)
     return SpeculationReport(
       self._drafter,
       self.calls,
@@ -239,14 +245,14 @@ class _DraftTally:
 
 @runtime_checkable
 class Ending(Protocol):
-  """What ends rows early, and what fills them up; see `generate`."""
+  """Stop rules that end rows early, and the padding id; see `generate`."""
 
   ids: Int[Array, " n"]
   pad_id: int
   watches: bool
 
   def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Which rows the caller ends at these tokens, bool [B]."""
+    """Shows tokens to the caller; returns the rows it ends, bool [B]."""
     ...
 
 
@@ -256,22 +262,25 @@ def check_speculation(
   sampler: Callable[..., Any],
   watches: bool = False,
 ) -> None:
-  """Refuses a drafter that does not go with a cache or a sampler.
+  """Refuses a drafter that does not fit the session's cache or the sampler.
 
   Raises:
-    OptionError: what the drafter itself refuses; a tree, and a cache that can
-      only go back to before a call or that marks tokens; sums over queries,
-      where something else than ids ends rows (`watches`); more tokens than
-      ring buffers can take back; a sampler that does not state its law.
+    OptionError: If the drafter refuses the model; a tree meets a cache that
+      cannot remove single tokens or marks tokens; rows may end by something
+      else than ids (`watches`) with a cache of sums over queries; a draft has
+      more tokens than ring buffers can take back; or the sampler does not
+      state its distribution.
   """
   cache = session.cache
   drafter.check(session.model)
   marks = cache.kind.policy is not None and cache.kind.policy.marks
   if drafter.tree and (cache.irreversible or marks):
-    what = "recurrent layers" if cache.recurrent else f"a cache of {cache.kind}"
+    cache_text = (
+      "recurrent layers" if cache.recurrent else f"a cache of {cache.kind}"
+    )
     raise OptionError(
       "speculate",
-      f"a tree of drafted tokens, for a model with {what}",
+      f"a tree of drafted tokens, for a model with {cache_text}",
       "a chain: states, sums of queries and marks of tokens are of one text",
       "leave widths= out",
     )
@@ -290,8 +299,8 @@ def check_speculation(
       f"fewer than the {slack} that windowed layers can take back",
       "pass a smaller count, or a cache kind with more slack",
     )
-  known = isinstance(sampler, Greedy | Sample)
-  if drafter.verify != "match" and not known:
+  states_law = isinstance(sampler, Greedy | Sample)
+  if drafter.verify != "match" and not states_law:
     raise OptionError(
       "verify",
       f"{drafter.verify!r} with a sampler of type {type(sampler).__name__}",
@@ -314,140 +323,146 @@ def speculated(
   marked: NotFiniteRows,
   undrafted: NotFiniteRows,
 ) -> tuple[np.ndarray, np.ndarray, SpeculationReport]:
-  """Rounds until all rows have ended; see `generate`.
+  """Decodes in rounds until all rows have ended; see `generate`.
 
   Args:
-    model: the target.
-    session: which has read the texts.
-    sampler: which chooses tokens.
-    logits: [B, V] behind the texts.
-    pos: int [B], the position of the first new token.
-    ending: what ends rows early, and what fills them up.
-    total: length of the context, for rotations.
-    count: new tokens of a row at most.
-    drafter: a `Drafter`.
-    texts: int32 [T], the prompt of each row.
-    marked: takes rows whose logits are not finite, which are then over.
-    undrafted: takes rows for which the draft's logits are not finite, which go
-      on without drafts.
+    model: Target model.
+    session: Session of the target, which has read the texts.
+    sampler: Sampler that chooses tokens.
+    logits: Logits after the texts, [B, V].
+    pos: Position of the first new token, int [B].
+    ending: Stop rules that end rows early, and the padding id.
+    total: Length of the context, for rotations.
+    count: Maximum number of new tokens in a row.
+    drafter: Drafter of the call.
+    texts: Prompt of each row, int32 [T].
+    marked: Collects rows whose logits are not finite, which then end.
+    undrafted: Collects rows for which the draft's logits are not finite, which
+      continue without drafts.
 
   Returns:
-    tokens int32 [B, count], how many of each row there are, and the report.
+    New tokens int32 [B, count], the number of them in each row, and the report.
   """
   attend = CachedAttention(mesh=session.mesh, axis=session.axis)
   batch, length = session.batch, jnp.asarray(total)
-  needs = getattr(sampler, "needs_seen", False)
-  seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
+  needs_seen = getattr(sampler, "needs_seen", False)
+  seen, sampler = (
+    jnp.array(session.seen) if needs_seen else None,
+    traced(sampler),
+  )
   rows = _Rows(session, ending, pos, count, marked)
   target = Target(
     model, session, sampler, texts, drafter.verify != "match", count
   )
   drafting: Drafting = drafter.begin(target)
   tally, paces = _DraftTally(drafter, drafter.nodes), _paces(session, drafter)
-  before = paces.rounds, paces.steps
+  counts_before = paces.rounds, paces.steps
   compiling = Compiling()
 
   def clock() -> tuple[float, float]:
-    """The time, and seconds of compiling before it."""
+    """Current time, and seconds of compilation so far."""
     return time.monotonic(), compiling.seconds()
 
   def since(began: tuple[float, float]) -> float | None:
-    """Seconds since then; None where something was compiled."""
-    now, compiled = clock()
-    return now - began[0] if compiled == began[1] else None
+    """Seconds since `began`; None if something was compiled meanwhile."""
+    time_now, compiled = clock()
+    return time_now - began[0] if compiled == began[1] else None
 
   def plain(
-    state: DecodeState, most: np.ndarray, steps: int, begun: tuple[float, float]
+    state: DecodeState,
+    draft_limits: np.ndarray,
+    steps: int,
+    begun: tuple[float, float],
   ) -> tuple[DecodeState, np.ndarray]:
-    """Steps without drafts; each is on its way before the last one's token.
+    """Runs steps without drafts, each dispatched before the last token is read.
 
-    `begun` is when the first one began, with the draft that was empty.
+    `begun` is the start time of the first one, which includes the empty draft.
     """
     ended = decode.ends(attend, state.done, ~rows.live)
-    state, taken = state._replace(done=ended), np.zeros(batch, int)
-    none, began = np.zeros(batch, int), begun
+    state, added = state._replace(done=ended), np.zeros(batch, int)
+    no_drafts, began = np.zeros(batch, int), begun
     for n in range(steps + 1):
-      after = None
+      next_state = None
       if n < steps:
-        after, session.cache = decode.step(
+        next_state, session.cache = decode.step(
           model, attend, sampler, session.cache, state, ending.ids, length
         )
       if n:
-        token, done = jax.device_get((state.token, state.done))
+        token, rows_done = jax.device_get((state.token, state.done))
         raise_fault(model.stack.faults)
-        came = rows.live.astype(int)
-        told = rows.add(token[:, None], came, done)
-        paces.add(most, none, came, since(began))
-        tally.add(none, came)
-        began, taken = clock(), taken + came
-        if after is not None and told.any():
-          ended = decode.ends(attend, after.done, ~rows.live)
-          after = after._replace(done=ended)
-      if after is None or not rows.live.any():
+        counts = rows.live.astype(int)
+        ended_by_caller = rows.add(token[:, None], counts, rows_done)
+        paces.add(draft_limits, no_drafts, counts, since(began))
+        tally.add(no_drafts, counts)
+        began, added = clock(), added + counts
+        if next_state is not None and ended_by_caller.any():
+          ended = decode.ends(attend, next_state.done, ~rows.live)
+          next_state = next_state._replace(done=ended)
+      if next_state is None or not rows.live.any():
         break
-      state = after
-    return state, taken
+      state = next_state
+    return state, added
 
   with compiling, session.running("decoding"):
     state = decode.first(
       sampler, logits, jnp.asarray(pos.astype(np.int32)), seen, ending.ids
     )
-    token, done = jax.device_get((state.token, state.done))
+    token, rows_done = jax.device_get((state.token, state.done))
     raise_fault(model.stack.faults)
-    rows.add(token[:, None], np.ones(batch, int), done)
-    # Also what a row may be ahead of what the caller has seen.
+    rows.add(token[:, None], np.ones(batch, int), rows_done)
+    # Includes the tokens by which a row may be ahead of those shown.
     slack = drafter.nodes + ending.watches * (AHEAD + drafter.nodes + 1)
     session.keep_slack(slack)
-    budget, taken = session.cache.steps(), np.zeros(batch, int)
+    budget, used = session.cache.steps(), np.zeros(batch, int)
     while rows.live.any():
-      left = np.minimum(rows.left(), budget - taken)
-      if not left.any():
-        # No row that goes on has room left; those that are over stay.
+      remaining = np.minimum(rows.remaining(), budget - used)
+      if not remaining.any():
+        # No live row has room left; the cache of ended rows is not flushed.
         session.cache = session.cache.flush(rows.live)
         session.keep_slack(slack)
-        budget, taken = session.cache.steps(), np.zeros(batch, int)
+        budget, used = session.cache.steps(), np.zeros(batch, int)
         continue
-      most = np.minimum(paces.most(), np.maximum(left - 1, 0))
-      most[[*undrafted.at]] = 0
+      draft_limits = np.minimum(paces.most(), np.maximum(remaining - 1, 0))
+      draft_limits[[*undrafted.at]] = 0
       began, steps = clock(), max(1, paces.pause)
       draft = _nothing(batch)
-      if most.any():
-        draft, steps = drafting.draft(rows.fresh(), state, most), 1
-      if not draft.tokens.shape[1] and left[rows.live].all():
-        steps = min(steps, int(left[rows.live].min()))
-        state, came = plain(state, most, steps, began)
-        taken += came
+      if draft_limits.any():
+        draft, steps = drafting.draft(rows.fresh(), state, draft_limits), 1
+      if not draft.tokens.shape[1] and remaining[rows.live].all():
+        steps = min(steps, int(remaining[rows.live].min()))
+        state, counts = plain(state, draft_limits, steps, began)
+        used += counts
         continue
       if drafter.tree:
         room = draft.tokens.shape[1] + 1
         session.cache = session.cache.with_room(room)
-      state, found, session.cache = verify(
+      state, outcome, session.cache = verify(
         model, attend, drafter.verify, sampler, session.cache, state, draft,
-        jnp.asarray(left, jnp.int32), ending.ids, length,
+        jnp.asarray(remaining, jnp.int32), ending.ids, length,
       )  # fmt: skip
-      new, came, done, offered = jax.device_get(
-        (found.new, found.count, state.done, draft.tokens)
+      new, counts, rows_done, offered = jax.device_get(
+        (outcome.new, outcome.count, state.done, draft.tokens)
       )
       raise_fault(model.stack.faults)
-      drafted = np.minimum(np.asarray(draft.count), most)
-      least = offered.min(1, initial=0, where=offered == NOT_FINITE)
-      undrafted.note(least, pos + rows.sizes, drafted > 0)
-      paces.add(most, drafted, came, since(began))
-      tally.add(drafted, came)
-      taken += came
-      if rows.add(new, came, done).any():
+      drafted = np.minimum(np.asarray(draft.count), draft_limits)
+      fault = offered.min(1, initial=0, where=offered == NOT_FINITE)
+      undrafted.note(fault, pos + rows.sizes, drafted > 0)
+      paces.add(draft_limits, drafted, counts, since(began))
+      tally.add(drafted, counts)
+      used += counts
+      if rows.add(new, counts, rows_done).any():
         ended = decode.ends(attend, state.done, ~rows.live)
         state = state._replace(done=ended)
     session.keep_slack(0)
-  return rows.out, rows.sizes, tally.report(paces, *before)
+  return rows.out, rows.sizes, tally.report(paces, *counts_before)
 
 
 def _paces(session: Session, drafter: Drafter) -> Paces:
-  """What chooses lengths: what a session's last call with it has measured."""
-  before = session.paces
-  if before is None or not alike(before[0], drafter):
-    before = session.paces = drafter, Paces(drafter, session.batch)
-  return before[1]
+  """The session's measurements for this drafter, which choose lengths."""
+  measured = session.paces
+  if measured is None or not alike(measured[0], drafter):
+    measured = session.paces = drafter, Paces(drafter, session.batch)
+  return measured[1]
 
 
 def _nothing(batch: int) -> Draft:
@@ -455,7 +470,7 @@ def _nothing(batch: int) -> Draft:
 
 
 class _Rows:
-  """New tokens of all rows, on the host; also takes back what is too many."""
+  """New tokens of all rows, on the host; takes back tokens after an end."""
 
   def __init__(
     self,
@@ -470,38 +485,38 @@ class _Rows:
     self._count = count
     batch = len(pos)
     self.out = np.full((batch, count), ending.pad_id, np.int32)
-    # Tokens of each row; of those that are over how many the result has.
+    # Number of new tokens of each row, in the result.
     self.sizes = np.zeros(batch, np.int32)
     self.live = np.ones(batch, bool)
-    # Columns that were shown, and tokens that the drafter knows.
+    # Columns shown to the caller, and tokens of each row given to the drafter.
     self._shown, self._known = 0, np.zeros(batch, int)
 
-  def left(self) -> np.ndarray:
-    """How many tokens of each row may come, int [B]; 0 for one that waits."""
-    left = np.where(self.live, self._count - self.sizes, 0)
+  def remaining(self) -> np.ndarray:
+    """Maximum tokens still to come per row, int [B]; 0 for a waiting row."""
+    remaining = np.where(self.live, self._count - self.sizes, 0)
     if self._ending.watches:
-      left = np.where(self.sizes - self._shown > AHEAD, 0, left)
-    return left
+      remaining = np.where(self.sizes - self._shown > AHEAD, 0, remaining)
+    return remaining
 
   def fresh(self) -> list[np.ndarray]:
-    """Of each row the tokens since the last call."""
-    found = [
-      self.out[row, known:size]
-      for row, (known, size) in enumerate(
+    """New tokens of each row since the last call."""
+    new_tokens = [
+      self.out[row, start:stop]
+      for row, (start, stop) in enumerate(
         zip(self._known, self.sizes, strict=True)
       )
     ]
     self._known = self.sizes.copy()
-    return found
+    return new_tokens
 
   def add(
     self, new: np.ndarray, count: np.ndarray, done: np.ndarray
   ) -> np.ndarray:
-    """Takes new tokens; bool [B], which rows the caller ends by them."""
+    """Adds new tokens; returns the rows that the caller then ends, bool [B]."""
     last = new[np.arange(len(count)), np.maximum(count - 1, 0)]
     at = self._pos + self.sizes + count - 1
-    none = self._marked.note(last, at, count > 0)
-    count, done = count - none, done | none
+    not_finite = self._marked.note(last, at, count > 0)
+    count, done = count - not_finite, done | not_finite
     for n in range(int(count.max())):
       rows = n < count
       at = self.sizes[rows] + n
@@ -510,31 +525,33 @@ class _Rows:
       self._session.say(token, self._pos + self.sizes + n, rows)
     self.sizes += count.astype(np.int32)
     self.live &= ~done & (self.sizes < self._count)
-    told = np.zeros(len(count), bool)
+    ended_by_caller = np.zeros(len(count), bool)
     if self._ending.watches:
-      before = self.sizes.copy()
-      told = self._show()
-      ahead = (before > self.sizes).any()
-      if told.any() and (ahead or not self._session.cache.recurrent):
-        # As if the last token had been the last that was chosen.
+      sizes_before = self.sizes.copy()
+      ended_by_caller = self._show()
+      shortened = (sizes_before > self.sizes).any()
+      if ended_by_caller.any() and (
+        shortened or not self._session.cache.recurrent
+      ):
+        # The last token shown becomes the last one chosen.
         end = self._pos + self.sizes - 1
         last = self.out[np.arange(len(end)), self.sizes - 1]
-        self._session.take_back(told, end)
-        self._session.say(last, end, told)
-    return told
+        self._session.take_back(ended_by_caller, end)
+        self._session.say(last, end, ended_by_caller)
+    return ended_by_caller
 
   def _show(self) -> np.ndarray:
-    """Shows columns that all rows have, or are over before."""
-    told = np.zeros(len(self.sizes), bool)
+    """Shows the columns that are complete: each row has them or has ended."""
+    ended_by_caller = np.zeros(len(self.sizes), bool)
     while True:
       over = ~self.live & (self.sizes <= self._shown)
-      there = over | (self.sizes > self._shown)
-      if not there.all() or over.all():
-        return told
+      ready = over | (self.sizes > self._shown)
+      if not ready.all() or over.all():
+        return ended_by_caller
       column = self.out[:, self._shown]
       ends = self._ending.told(column, over) & ~over
       self._shown += 1
       for row in np.flatnonzero(ends):
         self.out[row, self._shown :] = self._ending.pad_id
         self.sizes[row], self.live[row] = self._shown, False
-        told[row] = True
+        ended_by_caller[row] = True

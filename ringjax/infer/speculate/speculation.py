@@ -1,9 +1,9 @@
 """Drafters by their names.
 
-| name | drafts |
+| name | drafts by |
 |---|---|
-| `lookup` | what followed the last one to three tokens before |
-| `suffix` | what followed the longest end of the text that occurred before |
+| `lookup` | tokens that followed an earlier use of the last 1 to 3 tokens |
+| `suffix` | tokens that followed the longest suffix that occurred before |
 | `model` | a small model of the same vocabulary |
 | `early` | the target's first layers |
 | `self` | the target with a smaller cache |
@@ -36,13 +36,13 @@ DRAFTERS: dict[str, type[Drafter]] = {
 
 
 def drafter_of(how: Drafter | str, name: str = "speculate") -> Drafter:
-  """A drafter: as it is, or by its name and options.
+  """Parses a drafter by its name and options; a `Drafter` is returned as is.
 
   Args:
-    how: a `Drafter`, or a text such as "lookup:count=8,ngram=2".
-    name: of the argument or flag, for errors.
+    how: A `Drafter`, or a text such as "lookup:count=8,ngram=2".
+    name: Name of the argument or flag, for error messages.
 
   Raises:
-    OptionError: no such drafter, or other options than it has.
+    OptionError: If the name or one of its options is unknown.
   """
   return named(how, Drafter, DRAFTERS, name)

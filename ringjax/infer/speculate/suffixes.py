@@ -1,4 +1,4 @@
-"""Drafts from the longest end of a text that occurred before, however long.
+"""Drafts from the longest suffix of a text that occurred before.
 
 Ref: Blumer et al. 1985, suffix automata; Hu et al. 2024, SAM decoding,
 arXiv 2411.10666.
@@ -18,13 +18,13 @@ from ringjax.infer.speculate.lookup import continued
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suffixes(TextDrafter):
-  """Drafts what followed the longest end of the text that occurred before.
+  """Drafts the tokens that followed the longest suffix that occurred before.
 
   Attributes:
-    count: tokens of a draft.
-    least: the shortest end that is taken for a hint.
-    remember: tokens of earlier texts, prompts and answers, that are looked at
-      too, the newest ones; 0: none.
+    count: Number of tokens in a draft.
+    least: Minimum length of a suffix that gives a draft.
+    remember: Number of the newest tokens of earlier texts (prompts and answers)
+      that are searched, too; 0: none.
   """
 
   name: ClassVar[str] = "suffix"
@@ -45,28 +45,28 @@ class Suffixes(TextDrafter):
     row = SuffixAutomaton(self.least)
     for earlier in self._earlier:
       row.add(earlier[-self.remember :])
-      # No id: nothing goes on from one text to the next.
+      # -1 is no token id: no match crosses from one text to the next.
       row.add([-1])
     row.add(text)
     if not self.remember:
       return row
-    held = list(text)
-    self._earlier.append(held)
+    remembered = list(text)
+    self._earlier.append(remembered)
     while sum(map(len, self._earlier)) > self.remember and (
       len(self._earlier) > 1
     ):
       self._earlier.popleft()
-    return _Remembered(row, held)
+    return _Remembered(row, remembered)
 
 
 class _Remembered:
-  """A text that is remembered as it grows."""
+  """A reader that also records its text for later texts."""
 
-  def __init__(self, row: SuffixAutomaton, held: list[int]):
-    self._row, self._held = row, held
+  def __init__(self, row: SuffixAutomaton, tokens: list[int]):
+    self._row, self._tokens = row, tokens
 
   def add(self, tokens: Sequence[int]) -> None:
-    self._held.extend(tokens)
+    self._tokens.extend(tokens)
     self._row.add(tokens)
 
   def guess(self, count: int) -> list[int]:
@@ -74,7 +74,7 @@ class _Remembered:
 
 
 class SuffixAutomaton:
-  """All parts of a text that grows, each with where it was first.
+  """Suffix automaton of a growing text, with the first end of each substring.
 
   Memory: at most two states a token.
   """
@@ -82,8 +82,8 @@ class SuffixAutomaton:
   def __init__(self, least: int = 1):
     self._least = least
     self._text: list[int] = []
-    # Of each state: its longest part, the state of the longest shorter end
-    # that occurs elsewhere too, and where a part's first occurrence ends.
+    # For each state: length of its longest substring, its suffix link (-1 for
+    # the root), and the end of its first occurrence in the text.
     self._length, self._link, self._end = [0], [-1], [0]
     self._next: list[dict[int, int]] = [{}]
     self._last = 0
@@ -95,19 +95,23 @@ class SuffixAutomaton:
       self._extend(token)
 
   def matched(self) -> tuple[int, int]:
-    """The longest end of the text that occurred before, and where it ended."""
+    """Length of the longest suffix that occurred before, and its first end."""
     state = self._link[self._last]
     if state <= 0:
       return 0, 0
     return self._length[state], self._end[state]
 
   def guess(self, count: int) -> list[int]:
-    """What followed it, up to the end of that text."""
+    """Guesses the tokens after the match, up to the end of its text."""
     length, end = self.matched()
     if length < self._least:
       return []
-    found = continued(self._text, end, count)
-    return found[: found.index(-1)] if -1 in found else found
+    continuation = continued(self._text, end, count)
+    return (
+      continuation[: continuation.index(-1)]
+      if -1 in continuation
+      else continuation
+    )
 
   def _extend(self, token: int) -> None:
     size = self._length[self._last] + 1
@@ -117,18 +121,18 @@ class SuffixAutomaton:
       self._next[state][token] = new
       state = self._link[state]
     if state >= 0:
-      after = self._next[state][token]
-      if self._length[after] == self._length[state] + 1:
-        self._link[new] = after
+      successor = self._next[state][token]
+      if self._length[successor] == self._length[state] + 1:
+        self._link[new] = successor
       else:
         copy = self._state(
           self._length[state] + 1,
-          dict(self._next[after]),
-          self._link[after],
-          self._end[after],
+          dict(self._next[successor]),
+          self._link[successor],
+          self._end[successor],
         )
-        self._link[after] = self._link[new] = copy
-        while state >= 0 and self._next[state].get(token) == after:
+        self._link[successor] = self._link[new] = copy
+        while state >= 0 and self._next[state].get(token) == successor:
           self._next[state][token] = copy
           state = self._link[state]
     self._last = new

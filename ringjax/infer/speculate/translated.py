@@ -1,9 +1,9 @@
 """Drafts by a model that has another tokenizer: through text.
 
-Guarantees: as of any draft, the target's tokens stay what they are. What the
-draft model reads is the text of the target's tokens in its own.
-Cost: on the host each round encodes the last few dozen tokens again; what their
-end is made of may change as the text goes on, and then is read again.
+Guarantees: as with any draft, the target's tokens do not change. The draft
+model reads the text of the target's tokens, encoded by its own tokenizer.
+Cost: on the host each round encodes the last few dozen tokens again; ids at
+their end may change as the text grows, and then are read again.
 
 Ref: Timor et al. 2025 (arXiv 2502.05202), lossless drafts for heterogeneous
 vocabularies, string-level exact match.
@@ -30,33 +30,33 @@ from ringjax.infer.speculate.model_drafting import ModelDrafting
 from ringjax.kv.kind_text import parse
 from ringjax.models.transformer import Transformer
 
-# Tokens of the target at the end of a text that are encoded again, and how many
-# there may be until the first of them are taken for settled.
+# Target tokens at the end of a text that are encoded again in each round, and
+# the number of them above which all but the last `_TAIL` become settled.
 _TAIL, _LONG = 16, 48
 
 
 @runtime_checkable
 class Translates(Decodes, Protocol):
-  """A tokenizer, such as `rj.data.Tokenizer`."""
+  """Protocol of a tokenizer, such as `rj.data.Tokenizer`."""
 
   # The id that begins a text, and whether models expect it.
   bos_id: int | None
   adds_bos: bool
 
   def encode(self, text: str, *, bos: bool = False) -> np.ndarray:
-    """The ids of a text, int32 [T]."""
+    """Encodes a text to token ids, int32 [T]."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TranslatedDraft(DraftModel):
-  """A model with another tokenizer drafts.
+  """Drafts by a model with another tokenizer.
 
   Attributes:
-    tokenizer: of the draft model.
-    target_tokenizer: of the target.
-    steps: tokens of the draft model's for a draft; `count` is how many of the
-      target's they give at most.
+    tokenizer: Tokenizer of the draft model.
+    target_tokenizer: Tokenizer of the target.
+    steps: Number of draft-model tokens in a draft; `count` is the maximum
+      number of target tokens made of them.
   """
 
   name: ClassVar[str] = "translated"
@@ -96,13 +96,13 @@ class TranslatedDraft(DraftModel):
 
 
 class _Line:
-  """One text in both vocabularies.
+  """A row's text in both vocabularies.
 
   Attributes:
-    tail: the target's last tokens.
-    settled: the draft model's ids of what is before them.
-    ids: those of the whole text.
-    cached: ids that its cache has.
+    tail: The target's ids of the last tokens.
+    settled: The draft model's ids of the text before them.
+    ids: The draft model's ids of the whole text.
+    cached: The draft model's ids that its cache has.
   """
 
   def __init__(self, settled: list[int], tail: list[int], ids: list[int]):
@@ -111,25 +111,31 @@ class _Line:
 
 
 class _Translated(ModelDrafting):
-  """At work, with a cache in the draft model's vocabulary."""
+  """Drafting through text, with a cache of the draft model's ids."""
 
   def __init__(
     self, drafter: TranslatedDraft, model: Transformer, target: Target
   ):
-    mine, theirs = drafter.tokenizer, drafter.target_tokenizer
-    assert mine is not None and theirs is not None
-    self._mine, self._theirs = mine, theirs
+    draft_tokenizer, target_tokenizer = (
+      drafter.tokenizer,
+      drafter.target_tokenizer,
+    )
+    assert draft_tokenizer is not None and target_tokenizer is not None
+    self._draft_tokenizer, self._target_tokenizer = (
+      draft_tokenizer,
+      target_tokenizer,
+    )
     self._offered = drafter.count
     self._lines: list[_Line] = []
-    texts, most = [], 1.0
+    texts, ratio = [], 1.0
     for text in target.texts:
       ids = text.tolist()
       settled = self._ids(ids[:-_TAIL], first=True)
-      # Something has to be read.
-      whole = settled + self._ids(ids[-_TAIL:]) or [0]
-      most = max(most, len(whole) / len(ids))
-      self._lines.append(_Line(settled, ids[-_TAIL:], whole))
-      texts.append(np.asarray(whole, np.int32))
+      # An empty text is replaced by a token: a prompt can't be empty.
+      draft_ids = settled + self._ids(ids[-_TAIL:]) or [0]
+      ratio = max(ratio, len(draft_ids) / len(ids))
+      self._lines.append(_Line(settled, ids[-_TAIL:], draft_ids))
+      texts.append(np.asarray(draft_ids, np.int32))
     kind = drafter.cache_kind
     kind = parse(kind) if isinstance(kind, str) else kind
     super().__init__(
@@ -139,18 +145,22 @@ class _Translated(ModelDrafting):
         texts=texts,
         drawn=False,
         sampler=Greedy(),
-        count=int(2 * most * target.count) + 4 * _LONG,
+        count=int(2 * ratio * target.count) + 4 * _LONG,
       ),
-      # Ring buffers could not go back as far as texts are encoded again.
+      # Not windowed: ring buffers can't take back all re-encoded tokens.
       dataclasses.replace(kind, windowed=False),
       drafter.mesh,
     )
 
   def _ids(self, tokens: Sequence[int], *, first: bool = False) -> list[int]:
-    """The draft model's ids of the target's tokens."""
-    text = self._theirs.window(tokens)
-    bos = first and self._mine.adds_bos and self._mine.bos_id is not None
-    return self._mine.encode(text.rstrip(UNKNOWN), bos=bos).tolist()
+    """Re-encodes target tokens with the draft model's tokenizer."""
+    text = self._target_tokenizer.window(tokens)
+    bos = (
+      first
+      and self._draft_tokenizer.adds_bos
+      and self._draft_tokenizer.bos_id is not None
+    )
+    return self._draft_tokenizer.encode(text.rstrip(UNKNOWN), bos=bos).tolist()
 
   def draft(
     self, new: Sequence[np.ndarray], state: DecodeState, most: np.ndarray
@@ -159,25 +169,25 @@ class _Translated(ModelDrafting):
     steps = np.where(most > 0, self._drafter.count, 0)
     longest = max(len(line.ids) for line in self._lines)
     if longest + 2 * self._drafter.count > self._session.cache.capacity:
-      # The text has become longer in these ids than was to be expected.
+      # The text has more draft-model ids than the capacity was planned for.
       steps = steps * 0
     if not steps.any():
-      none = np.zeros(len(most), np.int32)
-      return Draft(np.zeros((len(most), 0), np.int32), none)
+      no_tokens = np.zeros(len(most), np.int32)
+      return Draft(np.zeros((len(most), 0), np.int32), no_tokens)
     nothing = [x[:0] for x in new]
-    found = jax.device_get(super().draft(nothing, state, steps).tokens)
+    draft_tokens = jax.device_get(super().draft(nothing, state, steps).tokens)
     guesses: list[list[int]] = []
-    for line, drafted, top in zip(
-      self._lines, found.tolist(), most, strict=True
+    for line, drafted, limit in zip(
+      self._lines, draft_tokens.tolist(), most, strict=True
     ):
       guesses.append([])
-      if top:
-        sound = NOT_FINITE not in drafted
-        line.cached = line.ids + drafted[:-1] if sound else line.ids
-        most_now = min(int(top), self._offered)
+      if limit:
+        finite = NOT_FINITE not in drafted
+        line.cached = line.ids + drafted[:-1] if finite else line.ids
+        size = min(int(limit), self._offered)
         guesses[-1] = [NOT_FINITE]
-        if sound:
-          guesses[-1] = self._guess(line, drafted)[:most_now]
+        if finite:
+          guesses[-1] = self._guess(line, drafted)[:size]
     count = np.asarray(list(map(len, guesses)), np.int32)
     tokens = np.zeros((len(count), self._offered), np.int32)
     for row, guess in zip(tokens, guesses, strict=True):
@@ -185,28 +195,37 @@ class _Translated(ModelDrafting):
     return Draft(tokens, count)
 
   def _guess(self, line: _Line, drafted: list[int]) -> list[int]:
-    """The target's tokens of what was drafted."""
-    known, more = self._theirs.window(line.tail), self._mine.window(drafted)
-    if known.endswith(UNKNOWN):
-      # Within a character.
+    """Re-encodes drafted tokens with the target's tokenizer."""
+    tail_text, drafted_text = (
+      self._target_tokenizer.window(line.tail),
+      self._draft_tokenizer.window(drafted),
+    )
+    if tail_text.endswith(UNKNOWN):
+      # The target's text ends within a character.
       return []
-    ids = self._theirs.encode(known + more.rstrip(UNKNOWN)).tolist()
+    ids = self._target_tokenizer.encode(
+      tail_text + drafted_text.rstrip(UNKNOWN)
+    ).tolist()
     size = len(line.tail)
     if ids[:size] == line.tail:
       return ids[size:]
-    return self._theirs.encode(more.rstrip(UNKNOWN)).tolist()
+    return self._target_tokenizer.encode(drafted_text.rstrip(UNKNOWN)).tolist()
 
   def _settle(self, new: Sequence[np.ndarray]) -> None:
-    """Finds from where on the cache's ids are not those of the texts."""
-    for row, (line, came) in enumerate(zip(self._lines, new, strict=True)):
-      if not came.size:
+    """Finds the first id of each row where cache and text differ."""
+    for row, (line, new_tokens) in enumerate(
+      zip(self._lines, new, strict=True)
+    ):
+      if not new_tokens.size:
         continue
-      line.tail.extend(came.tolist())
+      line.tail.extend(new_tokens.tolist())
       if len(line.tail) > _LONG:
         line.settled += self._ids(line.tail[:-_TAIL])
         del line.tail[:-_TAIL]
       line.ids = ids = line.settled + self._ids(line.tail) or [0]
-      most = min(len(ids) - 1, len(line.cached))
-      same = next((n for n in range(most) if ids[n] != line.cached[n]), most)
-      self._at[row], self._behind[row][:] = same, ids[same:]
-      line.cached = line.cached[:same]
+      limit = min(len(ids) - 1, len(line.cached))
+      num_equal = next(
+        (n for n in range(limit) if ids[n] != line.cached[n]), limit
+      )
+      self._at[row], self._behind[row][:] = num_equal, ids[num_equal:]
+      line.cached = line.cached[:num_equal]
