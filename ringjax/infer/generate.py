@@ -336,7 +336,9 @@ def generate(
     start = cache.lengths
     prompts = with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
-  held_kind = own["cache_kind"] if cache is None else cache.cache.kind
+  held_kind = (
+    session_options["cache_kind"] if cache is None else cache.cache.kind
+  )
   policy = None if held_kind is None else held_kind.policy
   moves = policy is not None and policy.moves
   if not moves:
@@ -346,7 +348,7 @@ def generate(
     model, cache, options, session_options, start, lengths, count, spare
   )
   if moves:
-    check_context(model, start, lengths, count, session.cache.kind, how)
+    check_context(model, start, lengths, count, session.cache.kind, reading)
   if contexts is not None and session.contexts is not None:
     # Without max_new_tokens, which must not change an answer.
     total = np.array((start + lengths).max(), np.int32)

@@ -91,7 +91,7 @@ def replan(
 def _windows(
   trace: Sequence[TraceRequest], seconds: float
 ) -> Iterator[tuple[float, list[TraceRequest]]]:
-  """Yield (end, requests) of a trace's complete windows, from the first arrival.
+  """Yield (end, requests) of complete windows from the first arrival on.
 
   Windows end at multiples of `seconds`, also where times are those of a clock.
   """
