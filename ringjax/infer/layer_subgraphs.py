@@ -200,7 +200,7 @@ class LayerSubgraphs:
     output: Result,
     span: TokenSpan,
   ) -> Float[Array, "B T D"]:
-    """Compute the feedforward's input: add attention's output, and norm."""
+    """Compute the feedforward's input from the layer's input and `output`."""
     block = self._block(weights)
     slots = self._slots(block, {_OUTPUT[0]: output})
     self._run(block, x, span)
