@@ -95,10 +95,10 @@ class LayerSubgraphs:
     within = lambda path, names: any(path.startswith(f"{n}.") for n in names)
     for path, x in zip(self._paths, weights, strict=True):
       linear = within(path, (*self.inputs, *_OUTPUT, "feedforward"))
-      beside = within(path, self._beside)
-      other_only = beside and (".rows" in path or ".slots" in path)
+      has_outliers = within(path, self._beside)
+      other_only = has_outliers and (".rows" in path or ".slots" in path)
       map_weights.append(x if linear and not other_only else None)
-      other_weights.append(x if beside or not linear else None)
+      other_weights.append(x if has_outliers or not linear else None)
     return tuple(map_weights), tuple(other_weights)
 
   def active(self, weights: Weights) -> frozenset[str]:
@@ -274,8 +274,8 @@ class _Slot:
         return jnp.zeros_like(x)
       shape = jax.eval_shape(lambda x: self.module(x), x)
       return jnp.zeros(shape.shape, shape.dtype)
-    main, beside = self.result
-    return (main if beside is None else main + beside).astype(x.dtype)
+    main, outliers = self.result
+    return (main if outliers is None else main + outliers).astype(x.dtype)
 
 
 # Static: a slot has no arrays of the module, and is part of the program.

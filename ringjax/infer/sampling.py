@@ -25,8 +25,8 @@ A sampler is also a pytree: its numbers are leaves, and its structure is the set
 of numbers that are not None. So a jitted function that takes it as an argument
 is compiled once for each choice of filters, whatever their numbers.
 
-Every number of a sampler has a row in `PARAMETERS`: its range, what to do
-beyond it, what it means, and the leaf that stands for it in a trace.
+Every number of a sampler has a row in `PARAMETERS`: its range, the advice for
+values out of range, its meaning, and the leaf that stands for it in a trace.
 
 Cost: for V tokens about 100 integer operations a token for the draw; top-k and
 top-p each 32 sums over V numbers, which find the cutoff bit by bit. Nothing is
