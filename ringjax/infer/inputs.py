@@ -1,4 +1,4 @@
-"""Checks of prompts: ids that the model knows, at least one each."""
+"""Checks of prompts: each has at least one id, and the model knows all ids."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import PromptError, ShapeError
 from ringjax.models.transformer import TransformerConfig
 
-# Prompts of a batch: token ids [B, T], B sequences of them, or those of one.
+# Prompts of a batch: ids [B, T], B sequences of ids, or the ids of one prompt.
 Prompts = Int[Array | np.ndarray, "_ _"] | Sequence[TokenIds] | TokenIds
 
 
 def texts(tokens: Int[np.ndarray, "N T"], vocab: int) -> np.ndarray:
-  """Texts to measure a model on, int32 [N, T].
+  """Check texts to measure a model on, and convert them to int32 [N, T].
 
   Args:
-    tokens: int [N, T].
-    vocab: V; ids are below it.
+    tokens: Token ids, int [N, T].
+    vocab: Size of the vocabulary, V; ids are below it.
 
   Raises:
-    ShapeError: another shape, or no integers.
-    PromptError: what is not an id of the model.
+    ShapeError: If the shape is another, or the dtype no integer type.
+    PromptError: If a value is no id of the model.
   """
   ids = np.asarray(tokens)
   if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
@@ -40,14 +40,15 @@ def texts(tokens: Int[np.ndarray, "N T"], vocab: int) -> np.ndarray:
 
 
 def prompts(tokens: Prompts, vocab: int) -> list[np.ndarray]:
-  """The ids of each prompt, int32 [T] of their own lengths.
+  """Check prompts and convert each to ids, int32 [T] with T per prompt.
 
   Args:
-    tokens: int [B, T], B sequences of ids, or the ids of one prompt.
-    vocab: V; ids are below it.
+    tokens: Token ids, int [B, T], B sequences of ids, or the ids of one prompt.
+    vocab: Size of the vocabulary, V; ids are below it.
 
   Raises:
-    PromptError: no prompt, an empty one, or what is not an id of the model.
+    PromptError: If there is no prompt, an empty one, or a value that is no id
+      of the model.
   """
   if isinstance(tokens, jax.Array | np.ndarray):
     if tokens.ndim != 2:
@@ -59,8 +60,8 @@ def prompts(tokens: Prompts, vocab: int) -> list[np.ndarray]:
       )
     rows: Sequence[Any] = list(np.asarray(tokens))
   elif isinstance(tokens, list | tuple):
-    alone = bool(tokens) and isinstance(tokens[0], int | np.integer)
-    rows = [tokens] if alone else tokens
+    is_single = bool(tokens) and isinstance(tokens[0], int | np.integer)
+    rows = [tokens] if is_single else tokens
   else:
     raise PromptError(
       "tokens",
@@ -76,22 +77,22 @@ def prompts(tokens: Prompts, vocab: int) -> list[np.ndarray]:
 
 
 def prompt(tokens: TokenIds, vocab: int) -> np.ndarray:
-  """The ids of one prompt, int32 [T], from [T] or [1, T].
+  """Check one prompt [T] or [1, T], and convert it to ids, int32 [T].
 
   Raises:
-    PromptError: it is not a prompt, or there are several.
+    PromptError: If it is not a prompt, or there are several.
   """
   if isinstance(tokens, jax.Array | np.ndarray) and tokens.ndim == 1:
     tokens = tokens[None]
-  found = prompts(tokens, vocab)
-  if len(found) != 1:
+  rows = prompts(tokens, vocab)
+  if len(rows) != 1:
     raise PromptError(
       "tokens",
-      f"{len(found)} prompts",
+      f"{len(rows)} prompts",
       "integer ids [T] of one prompt",
       "read one prompt at a time",
     )
-  return found[0]
+  return rows[0]
 
 
 def _ids(row: Any, number: int, vocab: int) -> np.ndarray:
@@ -106,11 +107,11 @@ def _ids(row: Any, number: int, vocab: int) -> np.ndarray:
       "at least one integer id",
       "encode the text first; begin an empty prompt with the BOS id",
     )
-  bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-  if bad.size:
+  wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+  if wrong.size:
     raise PromptError(
       "tokens",
-      f"id {int(ids[bad[0]])} at position {int(bad[0])} of prompt {number}",
+      f"id {int(ids[wrong[0]])} at position {int(wrong[0])} of prompt {number}",
       f"ids from 0 to {vocab - 1}",
       "use the tokenizer that belongs to the model",
     )
@@ -121,19 +122,19 @@ def within_context(config: TransformerConfig, total: int, came: str) -> None:
   """Refuses a text that is longer than the context the model supports.
 
   Args:
-    config: of the model.
-    total: tokens of the text, generated ones included.
-    came: the same in words.
+    config: Configuration of the model.
+    total: Number of tokens of the text, generated ones included.
+    came: Description of this number, for the error.
 
   Raises:
-    PromptError: it is longer.
+    PromptError: If the text is longer.
   """
-  most = config.longest
-  if most is not None and total > most:
+  limit = config.longest
+  if limit is not None and total > limit:
     raise PromptError(
       "tokens",
       came,
-      f"at most {most:,} in all, the model's context by its {config.bound}",
+      f"at most {limit:,} in all, the model's context by its {config.bound}",
       "ask for fewer"
       if config.positions is not None
       else "ask for fewer, or extend the model (rj.train.extended)",

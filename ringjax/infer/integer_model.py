@@ -1,15 +1,14 @@
 """Models whose linear maps are products of 8-bit integers.
 
-Guarantees: what such a model makes of a token does not depend on the tokens
-beside it, to the bit, as little as that of the model itself.
+Guarantees: a token's results do not depend on the other tokens of its call, to
+the bit, as in the model of floats.
 Cost: one pass over some texts, and rounding every weight once.
-Memory: a byte for a weight of a map that is rounded, those of experts too, and
-the float weights of channels that are often outliers. Embedding, head, norms,
-routers and the map that latent attention absorbs into its queries stay as they
-are.
-Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: activations by 8 bits with one
-scale for all channels, outliers multiplied beside in floats (shadow), the
-layers where they matter least without.
+Memory: a byte per weight of a rounded map, those of experts too, and the float
+weights of channels that are often outliers. Embedding, head, norms, routers and
+the map that latent attention absorbs into its queries stay unrounded.
+Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: activations in 8 bits with one
+scale for all channels; outliers are multiplied separately in floats (shadow),
+but not in the layers where they matter least.
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ _REMEDY = "measure again with rj.infer.activation_ranges(model, tokens)"
 
 @dataclasses.dataclass(frozen=True)
 class ActivationRanges:
-  """How large the inputs of a model's linear maps are on some texts.
+  """Largest inputs of a model's linear maps on some texts.
 
   Attributes:
-    model: digest of the model.
-    sizes: of each map, by path, float32 [L, I]: the largest absolute value of
-      each channel of its input, layer by layer. Experts of a layer have one
-      range: one that the texts seldom choose would have none of its own.
+    model: Digest of the model.
+    sizes: Largest absolute value of each channel of a map's input, by the map's
+      path, float32 [L, I]. Experts of a layer share one range, as the texts may
+      not choose all of them.
   """
 
   model: str
   sizes: Mapping[str, np.ndarray]
 
   def save(self, folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes activation_ranges.safetensors into a folder; its path."""
+    """Writes activation_ranges.safetensors into a folder: returns its path."""
     path = pathlib.Path(folder) / FILE
     files.write_tensors(path, self.sizes, {"model": self.model})
     return path
@@ -72,30 +71,30 @@ class ActivationRanges:
   def load(
     cls, folder: str | os.PathLike[str], model: Transformer
   ) -> ActivationRanges:
-    """What `save` wrote into a folder, of this model.
+    """Loads the ranges of this model that `save` wrote into a folder.
 
     Raises:
-      CheckpointFormatError: no such file, or no whole one.
-      CheckpointMismatchError: of another model.
+      CheckpointFormatError: If the file is missing or incomplete.
+      CheckpointMismatchError: If the ranges are of another model.
     """
     path = pathlib.Path(folder) / FILE
-    arrays, said = files.read_tensors(path)
-    made = cls(said.get("model", ""), arrays)
-    made.check(model, str(path))
-    return made
+    arrays, metadata = files.read_tensors(path)
+    ranges = cls(metadata.get("model", ""), arrays)
+    ranges.check(model, str(path))
+    return ranges
 
   def check(self, model: Transformer, name: str = "ranges") -> None:
-    """Refuses a model of which these are not.
+    """Refuses another model than the one that was measured.
 
     Raises:
-      CheckpointMismatchError: it says what came.
+      CheckpointMismatchError: If the model's digest is another.
     """
-    mine = files.model_digest(model)
-    if self.model != mine:
+    digest = files.model_digest(model)
+    if self.model != digest:
       raise CheckpointMismatchError(
         name,
         f"ranges of the model {self.model or 'without a digest'}",
-        f"those of this one, {mine}",
+        f"those of this one, {digest}",
         _REMEDY,
       )
 
@@ -109,14 +108,14 @@ def activation_ranges(
   """Measures the inputs of a model's linear maps on texts.
 
   Args:
-    model: the model, on one device or a mesh of this process.
-    tokens: int32 [N, T], texts.
-    progress: called with the number of texts that were read and that there are.
+    model: Model to measure, on one device or a mesh of this process.
+    tokens: Token ids of texts, int32 [N, T].
+    progress: Called with the number of texts read and the number of texts.
 
   Raises:
-    ShapeError: tokens of another shape.
-    PromptError: ids that the vocabulary does not have.
-    ConfigError: a model that spans several processes.
+    ShapeError: If `tokens` has another shape.
+    PromptError: If an id is not in the vocabulary.
+    ConfigError: If the model spans several processes.
   """
   ids = inputs.texts(tokens, model.config.vocab)
   if jax.process_count() > 1:
@@ -131,28 +130,28 @@ def activation_ranges(
     path: np.zeros((_layers(model, path), inner_size(linear)), np.float32)
     for path, linear in maps.items()
   }
-  # Each shard tells of its own tokens that experts read.
+  # Each shard reports the inputs that its experts read, in its own thread.
   lock = threading.Lock()
 
-  def noting(path: str) -> Callable[[np.ndarray, np.ndarray], None]:
+  def note_for(path: str) -> Callable[[np.ndarray, np.ndarray], None]:
     def note(layer: np.ndarray, size: np.ndarray) -> None:
-      mine = sizes[path][int(layer)]
+      layer_sizes = sizes[path][int(layer)]
       with lock:
-        np.maximum(mine, size, out=mine)
+        np.maximum(layer_sizes, size, out=layer_sizes)
 
     return note
 
-  def noted(path: str) -> Callable[[Linear], NotedLinear]:
+  def noting_map(path: str) -> Callable[[Linear], NotedLinear]:
     numbers = np.arange(_layers(model, path), dtype=np.int32)
     return lambda linear: NotedLinear(
-      linear, _of_experts(linear, numbers), noting(path)
+      linear, _of_experts(linear, numbers), note_for(path)
     )
 
-  # One row of logits: who hears them does not matter.
+  # One row of logits, as the head's output is not used.
   call = jax.jit(
     lambda model, row: model(row, rows=jnp.zeros((1, 1), jnp.int32))
   )
-  watched = with_maps(model, {path: noted(path) for path in maps})
+  watched = with_maps(model, {path: noting_map(path) for path in maps})
   for n, row in enumerate(ids):
     call(watched, jnp.asarray(row[None], jnp.int32))
     jax.effects_barrier()
@@ -170,36 +169,37 @@ def integer_model(
   scales: str = "channel",
   hot: int | float = 1.0,
 ) -> Transformer:
-  """A model whose linear maps multiply 8-bit integers (W8A8).
+  """Round a model to one whose linear maps multiply 8-bit integers (W8A8).
 
-  With it `generate` reads and answers; `Session.hand_over` lets the model
-  itself answer about a prompt that this one read.
+  `generate` reads and answers with it; `Session.hand_over` lets the model of
+  floats answer about a prompt that this one read.
 
-  A map's input has one scale. With `shadow` it leaves out the half of `shadow`
-  channels that are largest in `ranges`. What leaves 8 bits, in any channel, is
-  multiplied beside, in floats. Without, and in the layers that are pruned, the
-  largest number of `ranges` is 127, and a larger one is clipped.
+  A map's input has one scale. With `shadow` the scale ignores the
+  ceil(shadow / 2) channels that are largest in `ranges`, and the excess over
+  8 bits, in any channel, is multiplied separately, in floats. Without, and in
+  pruned layers, the largest number of `ranges` is 127, and larger numbers are
+  clipped.
 
   Args:
-    model: the model, of floats.
-    ranges: of its activations, see `activation_ranges`; or the folder that they
-      were saved to.
-    shadow: twice the channels of a map that its scale leaves out; 0: none is
-      multiplied beside.
-    prune: part of the maps, layer by layer, that go without: those whose
-      largest number is the smallest multiple of their scale. The paper
-      prunes 0.85.
-    scales: of weights: "channel", one for each output; "tensor", one for each
-      layer, as the paper has it, or each of its experts.
-    hot: largest part of a map's channels of which float weights are kept, from
-      0 to 1. Those that leave 8 bits in `ranges`, in any layer, have them; what
-      others have beyond 8 bits is multiplied by the weights' codes. The paper
-      keeps 0.03, and reads those of others from disk.
+    model: Model of floats.
+    ranges: Ranges of its activations, see `activation_ranges`; or the folder
+      that they were saved to.
+    shadow: Twice the number of a map's channels that its scale ignores; 0: no
+      outlier is multiplied separately.
+    prune: Fraction of the maps, counted per layer, that do without `shadow`:
+      those whose largest number is the smallest multiple of their scale. The
+      paper prunes 0.85.
+    scales: Scales of weights: "channel", one for each output; "tensor", one for
+      each layer, as in the paper, or for each of its experts.
+    hot: Largest fraction of a map's channels whose float weights are kept, from
+      0 to 1. They are channels that exceed 8 bits in `ranges`, in any layer;
+      the excess of others is multiplied by the weights' codes. The paper keeps
+      0.03, and reads the others' weights from disk.
 
   Raises:
-    CheckpointMismatchError: ranges of another model.
-    OptionError: an argument out of range.
-    CheckpointFormatError: a folder without them.
+    CheckpointMismatchError: If the ranges are of another model.
+    OptionError: If an argument is out of range.
+    CheckpointFormatError: If the folder has no ranges.
   """
   integer("shadow", shadow, least=0)
   number("prune", prune, least=0, most=1)
@@ -211,17 +211,19 @@ def integer_model(
     ranges = ActivationRanges.load(ranges, model)
   maps = rounded_maps(model, "products of integers")
   largest = {path: ranges.sizes[path].max(1) for path in maps}
-  tight = {}
+  tight_scales = {}
   for path in maps:
     sizes = np.sort(ranges.sizes[path], axis=1)
-    out = min(-(-shadow // 2), sizes.shape[1] - 1)
-    rest = sizes[:, sizes.shape[1] - 1 - out]
-    # Where only those have numbers, the scale is theirs.
-    tight[path] = np.where(rest > 0, rest, largest[path]) / LARGEST
-  # A map that nothing went into keeps a scale of one.
+    num_outliers = min(-(-shadow // 2), sizes.shape[1] - 1)
+    kept_largest = sizes[:, sizes.shape[1] - 1 - num_outliers]
+    # If all other channels are zero, the scale is that of the ignored ones.
+    tight_scales[path] = (
+      np.where(kept_largest > 0, kept_largest, largest[path]) / LARGEST
+    )
+  # A map whose inputs were all zero keeps a scale of one.
   unit = lambda scale: np.where(scale > 0, scale, 1).astype(np.float32)
   importance = {
-    path: largest[path] / (LARGEST * unit(tight[path])) for path in maps
+    path: largest[path] / (LARGEST * unit(tight_scales[path])) for path in maps
   }
   ordered = sorted(
     (float(x), path, layer)
@@ -231,19 +233,19 @@ def integer_model(
   pruned = {
     (path, layer) for _, path, layer in ordered[: int(prune * len(ordered))]
   }
-  changed = {}
+  replacements = {}
   for path in maps:
     layers = range(_layers(model, path))
     active = np.array([shadow > 0 and (path, n) not in pruned for n in layers])
-    scale = unit(np.where(active, tight[path], largest[path] / LARGEST))
-    changed[path] = functools.partial(
+    scale = unit(np.where(active, tight_scales[path], largest[path] / LARGEST))
+    replacements[path] = functools.partial(
       _integers,
       scale=scale,
       active=active.astype(np.int32),
       hot=_hot(ranges.sizes[path][active], scale[active], hot),
       channels=scales == "channel",
     )
-  return with_maps(model, changed)
+  return with_maps(model, replacements)
 
 
 def _hot(
@@ -251,12 +253,15 @@ def _hot(
   scale: Float[np.ndarray, " L"],
   part: int | float,
 ) -> Int[np.ndarray, " H"] | None:
-  """Channels that leave 8 bits most, in any layer; None without layers.
+  """Choose the channels that exceed 8 bits most, in any layer.
 
   Args:
-    sizes: of the layers that multiply outliers beside, by channel.
-    scale: of the same layers.
-    part: of the channels, that may be chosen.
+    sizes: Largest input of each channel, of the layers with a shadow, [L, I].
+    scale: Scale of each of these layers, [L].
+    part: Largest fraction of the channels to choose.
+
+  Returns:
+    Channels in increasing order, [H]; None if no layer has a shadow.
   """
   if not len(sizes):
     return None
@@ -273,7 +278,7 @@ def _integers(
   hot: Int[np.ndarray, " H"] | None,
   channels: bool,
 ) -> IntegerLinear:
-  """A map of integers, with the scales of all layers."""
+  """Round a map to integers, with the scales of all layers."""
   codes, scales = rounded(linear, channels=channels)
   shadow = {}
   if hot is not None:
@@ -298,14 +303,14 @@ def _integers(
 
 
 def _layers(model: Transformer, path: str) -> int:
-  """Layers of the kind of a map, wherever they are."""
+  """Number of layers of a map's kind."""
   run = path.removeprefix("stack.blocks.").split(".")[0]
   return model.stack.runs[int(run)].repeats
 
 
 def _of_experts(linear: Linear, x: np.ndarray) -> jax.Array:
-  """[L, ...], of a map of experts [L, E, ...]: the same for all of a layer."""
+  """Broadcast [L, ...] to [L, E, ...] over a layer's experts, if any."""
   experts = linear.weight.get_value().shape[1 : 1 + linear.lead]
-  wide = x.reshape(x.shape[0], *(1 for _ in experts), *x.shape[1:])
+  reshaped = x.reshape(x.shape[0], *(1 for _ in experts), *x.shape[1:])
   shape = (x.shape[0], *experts, *x.shape[1:])
-  return jnp.asarray(np.broadcast_to(wide, shape))
+  return jnp.asarray(np.broadcast_to(reshaped, shape))

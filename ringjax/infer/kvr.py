@@ -4,31 +4,31 @@ Guarantees: the last rank ends with the cache that one device would have, and
 with the same logits; what an earlier rank computes never waits for a later
 one, but for `credits`.
 Cost: over link i travel the keys and values of all tokens up to rank i's last,
-exactly so many rows, once a layer; of a layer with a window only those that a
-later query sees. Rank i computes c_i of the linear part, and the tiles of c_i
-queries under the diagonal.
+without padding, once per layer; of a layer with a window only those that a
+later query sees. Rank i computes the linear part of its c_i tokens, and the
+attention tiles of its c_i queries under the diagonal.
 Memory: an earlier rank holds a cache of one layer, and `credits` layers at each
 end of a link; the last one the whole cache.
 Ref: Cho et al. 2024, KV-Runahead, arXiv 2405.05329.
 
 Layer by layer, from the host, rank i of p:
 
-  1  queries, keys and values of its own tokens, tile by tile
-  2  keys and values of all tokens before them, from rank i - 1
-  3  both on their way to rank i + 1, by a thread of its own
-  4  what came into its cache; then, tile by tile, its own keys into it,
-     attention of its own queries, output projection, feedforward
+  1  computes queries, keys and values of its tokens, tile by tile
+  2  receives keys and values of all tokens before them from rank i - 1
+  3  sends both to rank i + 1, in a separate thread
+  4  loads the received block into its cache; then, tile by tile, appends its
+     keys and computes attention, output projection and feedforward
 
-What travels are blocks of keys and values as a layer of the cache appends them
-(rotated, or before their rotation), whatever the kind of cache makes of them;
-with `wire="cache"` the codes that the cache stores, which the rank that has the
-tokens makes once. Its own keys a rank but the last then sees exact, and those
-of the tokens before decoded.
+Blocks of keys and values travel as a layer of the cache appends them (rotated,
+or before their rotation), whatever the kind of cache stores; with
+`wire="cache"` they travel as the codes that the cache stores, encoded once by
+the rank that has the tokens. Each rank but the last then attends to its own
+keys exactly and to the decoded keys of the tokens before.
 
 Arrays travel through TCP, and not as collectives of two devices: a collective
-takes its turn in the queue of the device's computations, so that a rank that
-sends would wait for the one that receives. `Peers` tells stalled ranks from
-waiting ones; a stalled rank is given up.
+waits in the queue of the device's computations, so that a rank that sends would
+wait for the one that receives. `Peers` tells stalled ranks from waiting ones
+and drops a stalled rank.
 
 A new partition compiles nothing: tiles have two sizes, positions and lengths
 are data, and blocks have room for the same number of keys on all ranks.
@@ -71,14 +71,14 @@ from ringjax.plan import cost
 from ringjax.plan.schedules import Outcome
 
 CREDITS = 2
-# A tile of tokens; what does not fill one is read in the smaller size.
+# Tokens of a large and of a small tile; the small one is for the remainder.
 _TILES = (512, 128)
-# How many tiles are under way before the host waits for one.
+# Number of tiles in flight before the host waits for one.
 _AHEAD = 2
 
 
 def nothing(*_: Any) -> None:
-  """What is done where nothing is to be done."""
+  """Do nothing: the default of optional callbacks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,13 @@ class Reading:
   """A prompt, read by a group.
 
   Attributes:
-    outcome: time to the first token, pairs, bytes and the timeline of all
-      ranks, with rank 0's clock; the same on all ranks.
-    tiles: tiles of attention that each rank computed, in all layers.
-    length: of the prompt, for rotations that depend on it.
-    logits: float32 [1, V] behind the last token, on the last rank; else None.
-    session: the whole cache, on the last rank; else None.
+    outcome: Time to the first token, pairs, bytes and the timeline of all
+      ranks, by rank 0's clock; the same on all ranks.
+    tiles: Number of attention tiles that each rank computed, in all layers.
+    length: Number of prompt tokens, for rotations that depend on it.
+    logits: Logits after the last token, float32 [1, V], on the last rank; None
+      on the others.
+    session: Session with the whole cache, on the last rank; None on the others.
   """
 
   outcome: Outcome
@@ -131,19 +132,19 @@ class Runahead:
     """Prepares; nothing is computed yet.
 
     Args:
-      model: the whole model, on one device of this process.
-      peers: the group.
-      credits: layers that wait at each end of a link at most.
-      tile: tokens of a tile; default: by the length of the prompt.
-      dtype: of the cache; default: the model's.
-      kind: of the cache, an `rj.kv.CacheKind` or its name.
-      wire: "cache" sends keys and values as the codes of a kind with a codec;
-        None: as they are.
+      model: The whole model, on one device of this process.
+      peers: The group of processes.
+      credits: Maximum number of layers buffered at each end of a link.
+      tile: Number of tokens of a tile; default: by the length of the prompt.
+      dtype: Dtype of the cache; default: the model's.
+      kind: Kind of the cache, an `rj.kv.CacheKind` or its name.
+      wire: Format of keys and values on the links: "cache" for the codes of a
+        kind with a codec; None: unencoded.
 
     Raises:
-      ConfigError: a model with layers that keep more than keys and values.
-      OptionError: an argument out of range, no kind of cache, or codes of a
-        kind without a codec.
+      ConfigError: If a layer keeps more than keys and values.
+      OptionError: If an argument is out of range, `kind` is unknown, or `wire`
+        asks for codes of a kind without a codec.
     """
     self.model, self.peers = model, peers
     self.credits = positive_int("credits", credits)
@@ -151,8 +152,10 @@ class Runahead:
     self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
     self.kind = model.cache_kind(kind).resident("KV-Runahead")
     self.wire = one_of("wire", wire, (None, "cache"))
-    own = self.kind.codec
-    self.codec = own if wire is not None and isinstance(own, Codec) else None
+    codec = self.kind.codec
+    self.codec = (
+      codec if wire is not None and isinstance(codec, Codec) else None
+    )
     if wire is not None and self.codec is None:
       raise OptionError(
         "wire",
@@ -176,17 +179,17 @@ class Runahead:
     """Reads a prompt; all ranks call it, with the same arguments.
 
     Args:
-      tokens: int32 [C] or [1, C].
-      partition: tokens of each rank; ranks behind its end stay idle.
-      new_tokens: room in the cache behind the prompt.
-      method: its name, for the outcome.
-      pause: called at the beginning of every layer with its number, to see
+      tokens: Token ids, int32 [C] or [1, C].
+      partition: Number of tokens of each rank; ranks after its end stay idle.
+      new_tokens: Room in the cache after the prompt, in tokens.
+      method: Name of the method, for the outcome.
+      pause: Called at the beginning of every layer with its number, to see
         what a slow rank does to the others.
 
     Raises:
-      OptionError: a partition that does not add up to the prompt.
-      PromptError: an empty prompt, unknown ids, or too many tokens.
-      PeerError: ranks do not agree, or one of them failed.
+      OptionError: If the partition does not add up to the prompt.
+      PromptError: If the prompt is empty, too long or has unknown ids.
+      PeerError: If the ranks' arguments differ, or a rank failed.
     """
 
     def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
@@ -198,8 +201,8 @@ class Runahead:
         ids.size + new_tokens,
         f"{ids.size:,} tokens and new_tokens={new_tokens:,}",
       )
-      card = {"method": method, "partition": list(lengths)}
-      card |= agree.reading(self.model, ids) | {
+      settings = {"method": method, "partition": list(lengths)}
+      settings |= agree.reading(self.model, ids) | {
         "cache dtype": self.dtype.name,
         "cache kind": str(self.kind),
         "wire": self.wire or "",
@@ -207,7 +210,7 @@ class Runahead:
         "credits": self.credits,
         "new_tokens": new_tokens,
       }
-      return card, (ids, lengths)
+      return settings, (ids, lengths)
 
     ids, lengths = agree.agree(self.peers, check)
     with self.peers.abandoning(), jax.default_device(self.device):
@@ -224,19 +227,19 @@ class Runahead:
     peers = self.peers
     rank, last = peers.rank, len(lengths) - 1
     sizes = self._sizes(ids.size)
-    room, length = _capacity(ids.size, sizes), ids.size
+    capacity, length = _capacity(ids.size, sizes), ids.size
     first = sum(lengths[:rank])
     tiles = _cut(first, lengths[rank], sizes) if rank <= last else []
     session = logits = sender = None
     if rank == last:
       session = Session(
         self.model,
-        max(room, length + new_tokens),
+        max(capacity, length + new_tokens),
         dtype=self.dtype,
         cache_kind=self.kind,
       )
-    caches = self._caches(room, session)
-    self._compile(caches, sizes, room)
+    caches = self._caches(capacity, session)
+    self._compile(caches, sizes, capacity)
     recorder = spans.SpanRecorder(peers)
     peers.gather("ready")
     start_s = recorder.now()
@@ -246,7 +249,7 @@ class Runahead:
       take = put = nothing
       if rank > 0:
         receiver = Receiver(
-          *link, first, size=room, dtype=self.dtype, codec=self.codec
+          *link, first, size=capacity, dtype=self.dtype, codec=self.codec
         )
         take = receiver.take
       if rank < last:
@@ -264,9 +267,14 @@ class Runahead:
     if session is not None:
       session.cache = caches[None]
       session.seen[0, ids] = True
-    count = self._count(tiles, room)
+    num_tiles = self._count(tiles, capacity)
     parts = peers.gather(
-      {"start": start_s, "end": end_s, "tiles": count, "spans": recorder.spans}
+      {
+        "start": start_s,
+        "end": end_s,
+        "tiles": num_tiles,
+        "spans": recorder.spans,
+      }
     )
     return Reading(
       outcome=spans.measured(
@@ -294,46 +302,54 @@ class Runahead:
     put: Callable[[StackedLayer, list[LayerBlock]], Any] = nothing,
     pause: Callable[[int], Any] = nothing,
   ) -> jax.Array:
-    """What the last layer makes of the last tile, [1, T, D]; fills caches.
+    """Run layers over this rank's tiles and fill the caches.
 
     Args:
-      layers: which ones, in order.
-      ids: the prompt.
-      tiles: of this rank.
-      length: tokens of the whole context.
-      caches: of `_caches`.
-      recorder: of this rank.
-      take: returns a layer's block of the tokens before, if there are any.
-      put: gets a layer's blocks, this rank's own last.
-      pause: called first in every layer.
+      layers: Layers to run, in order.
+      ids: Token ids of the prompt, int32 [C].
+      tiles: Tiles of this rank's tokens.
+      length: Number of tokens of the whole context.
+      caches: Caches from `_caches`; updated in place.
+      recorder: Timeline of this rank.
+      take: Returns a layer's block of the tokens before, if there are any.
+      put: Gets a layer's blocks, those of this rank's tokens last.
+      pause: Called first in every layer, with its number.
+
+    Returns:
+      Output of the last layer for the last tile, [1, T, D].
     """
     programs = self.programs
-    where = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
+    tile_spans = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
     xs = []
     for tile in tiles:
-      part = np.zeros((1, tile.size), np.int32)
-      part[0, : tile.real] = ids[tile.first : tile.end]
-      xs.append(programs.embed(programs.outer, part))
+      tile_ids = np.zeros((1, tile.size), np.int32)
+      tile_ids[0, : tile.real] = ids[tile.first : tile.end]
+      xs.append(programs.embed(programs.outer, tile_ids))
     for layer in layers:
       pause(layer.number)
       self.peers.check()
       weights = programs.weights(layer)
       start_s = recorder.now()
-      made = self._paced(
+      projected = self._paced(
         programs.project(layer.spec, weights, x, span, self.dtype)
-        for x, span in zip(xs, where, strict=True)
+        for x, span in zip(xs, tile_spans, strict=True)
       )
       recorder.add("project", layer.number, start_s)
-      before = take(layer)
+      prefix_block = take(layer)
       if put is not nothing:
-        own = [
+        own_blocks = [
           LayerBlock(tile.first, tile.end, *self._sent(layer, k, v))
-          for tile, (_, k, v) in zip(tiles, made, strict=True)
+          for tile, (_, k, v) in zip(tiles, projected, strict=True)
         ]
-        put(layer, own if before is None else [before, *own])
+        put(
+          layer,
+          own_blocks if prefix_block is None else [prefix_block, *own_blocks],
+        )
       start_s = recorder.now()
-      tokens = zip(xs, made, where, strict=True)
-      xs = self._paced(self._attend(layer, weights, tokens, before, caches))
+      tokens = zip(xs, projected, tile_spans, strict=True)
+      xs = self._paced(
+        self._attend(layer, weights, tokens, prefix_block, caches)
+      )
       recorder.add("attend", layer.number, start_s)
     return xs[-1]
 
@@ -342,25 +358,25 @@ class Runahead:
     layer: StackedLayer,
     weights: Any,
     tokens: Iterable[tuple[jax.Array, Any, TokenSpan]],
-    before: LayerBlock | None,
+    prefix_block: LayerBlock | None,
     caches: dict[Any, KVCache],
   ) -> Iterator[jax.Array]:
-    """A layer's outputs for the tiles, whose keys its cache has from then on.
+    """Yield a layer's outputs for the tiles, and append their keys.
 
-    The cache is filled with the block of the tokens before, if any.
+    The cache is first filled with the block of the tokens before, if any.
     """
     programs = self.programs
     key, kind, index = self._cache_of(layer, caches)
     cache = caches[key]
-    if before is None:
+    if prefix_block is None:
       cache = cache.truncate(0)
     else:
       coded = self.codec is not None
       constants = programs.constants(layer) if coded else None
-      cache = programs.load(kind, cache, index, *before, constants)
-    for x, made, span in tokens:
+      cache = programs.load(kind, cache, index, *prefix_block, constants)
+    for x, projected, span in tokens:
       out, cache = programs.attend(
-        layer.spec, kind, weights, x, made, span, cache, index
+        layer.spec, kind, weights, x, projected, span, cache, index
       )
       yield out
     caches[key] = cache
@@ -368,7 +384,7 @@ class Runahead:
   def _sent(
     self, layer: StackedLayer, k: jax.Array, v: jax.Array
   ) -> tuple[Any, Any]:
-    """Keys and values of some tokens as they go to the next rank."""
+    """Encode keys and values for the next rank, if the wire has a codec."""
     if self.codec is None:
       return k, v
     return self.programs.encode(self.programs.constants(layer), k, v)
@@ -377,47 +393,50 @@ class Runahead:
     return self.programs.head(self.programs.outer, x, row)
 
   def _paced(self, started: Iterator[Any]) -> list[Any]:
-    """Starts programs, the host at most `_AHEAD` before the device.
+    """Start programs, at most `_AHEAD` of them in flight, and return all.
 
-    Tells the group of each that is done.
+    Signs of life go to the group as each is done.
     """
-    made: list[Any] = []
-    for one in started:
-      made.append(one)
-      if len(made) > _AHEAD:
-        self._settle(made[-1 - _AHEAD])
-    for one in made[-_AHEAD:]:
-      self._settle(one)
-    return made
+    results: list[Any] = []
+    for result in started:
+      results.append(result)
+      if len(results) > _AHEAD:
+        self._settle(results[-1 - _AHEAD])
+    for result in results[-_AHEAD:]:
+      self._settle(result)
+    return results
 
-  def _settle(self, made: Any) -> None:
-    jax.block_until_ready(made)
+  def _settle(self, result: Any) -> None:
+    jax.block_until_ready(result)
     self.peers.tick()
 
   def _caches(self, room: int, session: Session | None) -> dict[Any, KVCache]:
-    """Empty caches: the session's, or of one layer of each shape, used again.
+    """Return empty caches: the session's, or one per shape of layer.
 
-    They are called None, or as a cache of the one layer is specified.
+    The session's cache has the key None, the cache of a shape its
+    specification. Layers of the same shape reuse one cache.
     """
-    found: dict[Any, KVCache] = {}
+    caches: dict[Any, KVCache] = {}
     if session is not None:
-      found = {None: session.cache}
+      caches = {None: session.cache}
     else:
-      # What passes through is not encoded: the next rank gets exact keys.
+      # A rank but the last stores exact keys: its cache has no codec.
       kind = dataclasses.replace(self.kind, codec=None)
       for layer in self.programs.layers:
         spec = self.programs.cache_spec(layer)
-        found.setdefault(
+        caches.setdefault(
           spec, KVCache.create((spec,), 1, room, self.dtype, kind=kind)
         )
-    # One by one: specifications have no order, which the keys of a tree need.
-    where = SingleDeviceSharding(self.device)
-    return {key: jax.device_put(one, where) for key, one in found.items()}
+    # One by one: keys of a pytree's dict must be sortable, specs are not.
+    sharding = SingleDeviceSharding(self.device)
+    return {
+      key: jax.device_put(cache, sharding) for key, cache in caches.items()
+    }
 
   def _cache_of(
     self, layer: StackedLayer, caches: dict[Any, KVCache]
   ) -> tuple[Any, int, int]:
-    """What a layer's cache is called, the layer's kind and its index there."""
+    """Key of a layer's cache, and the layer's kind and index in that cache."""
     if None in caches:
       return None, layer.kind, layer.index
     return self.programs.cache_spec(layer), 0, 0
@@ -425,11 +444,15 @@ class Runahead:
   def _compile(
     self, caches: dict[Any, KVCache], sizes: tuple[int, ...], room: int
   ) -> None:
-    """Compiles all programs, before the others wait for this rank.
+    """Compile all programs before other ranks wait for this one.
 
-    A rank is not given up for the time that this takes.
+    Peers do not count a rank as stalled for the time that this takes.
     """
-    key = sizes, room, *((name, x.capacity) for name, x in caches.items())
+    key = (
+      sizes,
+      room,
+      *((name, cache.capacity) for name, cache in caches.items()),
+    )
     if key in self._compiled:
       return
     self._compiled.add(key)
@@ -440,19 +463,20 @@ class Runahead:
     tiles = [PromptTile(0, size, 1) for size in sizes]
     recorder = spans.SpanRecorder(self.peers)
     ids = np.zeros(1, np.int32)
-    each = {
-      (x.spec, *self._cache_of(x, caches)[:2]): x for x in self.programs.layers
+    distinct_layers = {
+      (layer.spec, *self._cache_of(layer, caches)[:2]): layer
+      for layer in self.programs.layers
     }
     # The last rank sends nothing.
     put = nothing if None in caches else lambda *_: None
     for take in (nothing, empty):
       x = self._layers(
-        each.values(), ids, tiles, 1, caches, recorder, take, put
+        distinct_layers.values(), ids, tiles, 1, caches, recorder, take, put
       )
     jax.block_until_ready(self._head(x, 0))
 
   def _sizes(self, tokens: int) -> tuple[int, ...]:
-    """Sizes of tiles, the largest first."""
+    """Choose the sizes of tiles, in tokens, the largest first."""
     if self.tile is not None:
       return (self.tile,)
     large, small = _TILES
@@ -461,11 +485,13 @@ class Runahead:
     return (large if tokens >= 16 * large else large // 2, small)
 
   def _count(self, tiles: Sequence[PromptTile], room: int) -> int:
-    """Tiles of attention that this rank computes, by the loops' own rule."""
-    mixers: list[Any] = [x.spec.attention for x in self.programs.layers]
+    """Count the attention tiles that this rank computes, as the loops skip."""
+    mixers: list[Any] = [layer.spec.attention for layer in self.programs.layers]
     masks = [mixer.mask for mixer in mixers]
     computed = {
-      mask: sum(_tiles_computed(mask, x, tiles[-1].end, room) for x in tiles)
+      mask: sum(
+        _tiles_computed(mask, tile, tiles[-1].end, room) for tile in tiles
+      )
       for mask in dict.fromkeys(masks)
     }
     return sum(computed[mask] for mask in masks)
@@ -483,14 +509,15 @@ def follow(
   sampler: Callable[..., Any] | None = None,
   stop: Iterable[int] = (),
 ) -> np.ndarray:
-  """Continues what the last rank has read, there: int32 [n].
+  """Generate tokens after a read prompt, on the last rank: int32 [n].
 
-  The session then goes on with `rj.infer.generate(..., cache=session)`.
+  The session then continues with `rj.infer.generate(..., cache=session)`.
 
   Raises:
-    OptionError: another rank's reading, or more tokens than there is room for.
-    NotFiniteLogitsError: the logits are NaN or infinite; with the tokens before
-      that.
+    OptionError: If `reading` is another rank's, or the cache has too little
+      room for the tokens.
+    NotFiniteLogitsError: If logits are NaN or infinite; the error has the
+      tokens before that.
   """
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler = Greedy() if sampler is None else sampler
@@ -511,27 +538,30 @@ def follow(
       "pass new_tokens= to read",
     )
   (device,) = logits.devices()
-  found: list[int] = []
-  needs = getattr(sampler, "needs_seen", False)
+  new_tokens: list[int] = []
+  needs_seen = getattr(sampler, "needs_seen", False)
   with jax.default_device(device):
     stops, length = (
       decode.stop_ids(tuple(stop)),
       jnp.array([reading.length], jnp.int32),
     )
     pos = jnp.asarray(session.lengths.astype(np.int32))
-    sampler, seen = traced(sampler), jnp.array(session.seen) if needs else None
+    sampler, seen = (
+      traced(sampler),
+      jnp.array(session.seen) if needs_seen else None,
+    )
     state = decode.first(sampler, logits, pos, seen, stops)
     try:
       while True:
         token = int(state.token[0])
         if token == NOT_FINITE:
           session.not_finite([0])
-          at = int(state.pos[0])
-          tokens = np.asarray(found, np.int32)
-          raise not_finite_error({0: at}, session.model.dtype, tokens)
-        found.append(token)
-        session.seen[0, found[-1]] = True
-        if len(found) == count or bool(state.done[0]):
+          position = int(state.pos[0])
+          tokens = np.asarray(new_tokens, np.int32)
+          raise not_finite_error({0: position}, session.model.dtype, tokens)
+        new_tokens.append(token)
+        session.seen[0, new_tokens[-1]] = True
+        if len(new_tokens) == count or bool(state.done[0]):
           break
         state, session.cache = decode.step(
           session.model,
@@ -545,8 +575,8 @@ def follow(
     except BaseException:
       session.recover()
       raise
-  session.pending = np.array([found[-1]], np.int64)
-  return np.asarray(found, np.int32)
+  session.pending = np.array([new_tokens[-1]], np.int64)
+  return np.asarray(new_tokens, np.int32)
 
 
 # ---------------------------------------------------------------------------
@@ -555,18 +585,18 @@ def follow(
 
 
 def _cut(first: int, count: int, sizes: tuple[int, ...]) -> list[PromptTile]:
-  """Tiles of the tokens [first, first + count), large ones first."""
-  found, end = [], first + count
+  """Cut the tokens [first, first + count) into tiles, large ones first."""
+  tiles, end = [], first + count
   for size in sizes:
     last = size == sizes[-1]
     while first < end and (last or end - first >= size):
-      found.append(PromptTile(first, size, min(size, end - first)))
+      tiles.append(PromptTile(first, size, min(size, end - first)))
       first += size
-  return found
+  return tiles
 
 
 def _capacity(tokens: int, sizes: tuple[int, ...]) -> int:
-  """Keys that there is room for on every rank, the last tile's padding too."""
+  """Capacity in keys of every rank's cache, with the last tile's padding."""
   return prefill.padded(tokens + sizes[-1], 1)
 
 
@@ -579,15 +609,16 @@ def link_bytes(
   """Bytes that pass each link of a chain, all layers together.
 
   Args:
-    layers: the model's.
-    lengths: tokens of each rank.
-    dtype: of the numbers.
-    codec: of the codes that are sent in their place, or None.
+    layers: Layers of the model.
+    lengths: Number of tokens of each rank.
+    dtype: Dtype of keys and values.
+    codec: Codec whose codes are sent in their place, or None.
   """
-  each = [x.token_bytes(dtype, codec) for x in layers]
+  token_bytes = [layer.token_bytes(dtype, codec) for layer in layers]
   return tuple(
     sum(
-      n * (end - x.first_needed(end)) for n, x in zip(each, layers, strict=True)
+      nbytes * (end - layer.first_needed(end))
+      for nbytes, layer in zip(token_bytes, layers, strict=True)
     )
     for end in np.cumsum(lengths)[:-1].tolist()
   )
@@ -596,9 +627,9 @@ def link_bytes(
 def balanced(
   model: Transformer, tokens: int, ranks: int, tile: int = 1
 ) -> tuple[int, ...]:
-  """A partition with which all ranks have as much to compute, in FLOPs.
+  """Partition a prompt so that all ranks compute the same number of FLOPs.
 
-  `rj.plan` has more: searches, and links that bind.
+  `rj.plan` also searches partitions and models slow links.
   """
   profile = work_profile.profile(model, tokens)
   shares = plan.balanced(profile, cost.Prompt(tokens=tokens), ranks)
@@ -606,8 +637,8 @@ def balanced(
 
 
 def row_bytes(layers: Sequence[StackedLayer], dtype: DTypeLike) -> int:
-  """Bytes of a token's keys and values in all layers."""
-  return sum(x.token_bytes(dtype) for x in layers)
+  """Bytes of one token's keys and values in all layers."""
+  return sum(layer.token_bytes(dtype) for layer in layers)
 
 
 def _tiles_computed(mask: Mask, tile: PromptTile, end: int, room: int) -> int:

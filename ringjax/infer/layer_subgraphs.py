@@ -1,10 +1,10 @@
 """A layer of a chunk as six programs: three of linear maps, three of the rest.
 
-Guarantees: the programs, one after another, are the layer. They are the same
-for every layer of a kind. Outliers of an `IntegerLinear` are multiplied by a
+Guarantees: the programs, run in order, compute the layer. They are the same for
+every layer of a kind. Outliers of an `IntegerLinear` are multiplied by a
 separate program, on another device: its result is added in the next one.
-Memory: the maps' weights where maps run; norms, sinks, and of maps that
-multiply outliers beside the codes and the float rows where the rest runs.
+Memory: the maps' weights on the maps' device; norms, sinks, and codes and float
+rows of maps with separate outliers on the other.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858.
 """
 
@@ -30,7 +30,7 @@ from ringjax.nn.tokens import Tokens
 from ringjax.ops.mask import Mask
 
 Weights = tuple[Shaped[Array, " ..."] | None, ...]
-# A map's result: of integers or floats, and what is added to it or None.
+# A map's product, of integers or floats, and its outliers' product or None.
 Result = tuple[jax.Array, jax.Array | None]
 _INPUTS = ("attention.q", "attention.k", "attention.v", "attention.gate")
 _OUTPUT = ("attention.o",)
@@ -58,7 +58,7 @@ class LayerSubgraphs:
       embed: Width of the residual stream, D.
 
     Raises:
-      ConfigError: layers without a feedforward.
+      ConfigError: If the layers have no feedforward.
     """
     if isinstance(spec.feedforward, NoFeedforward):
       raise ConfigError(
@@ -74,30 +74,32 @@ class LayerSubgraphs:
     self._shapes = tuple(
       jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for _, x in leaves
     )
-    there = lambda names: tuple(n for n in names if _at(block, n) is not None)
-    self.inputs, self.output = there(_INPUTS), _OUTPUT
+    existing = lambda names: tuple(
+      n for n in names if _at(block, n) is not None
+    )
+    self.inputs, self.output = existing(_INPUTS), _OUTPUT
     self._beside = {
       n for n in (*self.inputs, *_OUTPUT) if _has_rows(_at(block, n))
     }
     self.wide: tuple[str, ...] = ()
     self.narrow: tuple[str, ...] = ()
     if isinstance(spec.feedforward, Plain | Gated):
-      maps = there((*_WIDE, *_NARROW))
+      maps = existing((*_WIDE, *_NARROW))
       if any(_has_rows(_at(block, n)) for n in maps):
-        self.wide, self.narrow = there(_WIDE), _NARROW
+        self.wide, self.narrow = existing(_WIDE), _NARROW
         self._beside |= {n for n in maps if _has_rows(_at(block, n))}
 
   def split(self, weights: Weights) -> tuple[Weights, Weights]:
-    """The weights of one layer: for the maps' device, and for the other."""
-    maps, rest = [], []
+    """Split a layer's weights: for the maps' device, and for the other."""
+    map_weights, other_weights = [], []
     within = lambda path, names: any(path.startswith(f"{n}.") for n in names)
     for path, x in zip(self._paths, weights, strict=True):
       linear = within(path, (*self.inputs, *_OUTPUT, "feedforward"))
-      beside = within(path, self._beside)
-      only = beside and (".rows" in path or ".slots" in path)
-      maps.append(x if linear and not only else None)
-      rest.append(x if beside or not linear else None)
-    return tuple(maps), tuple(rest)
+      has_outliers = within(path, self._beside)
+      other_only = has_outliers and (".rows" in path or ".slots" in path)
+      map_weights.append(x if linear and not other_only else None)
+      other_weights.append(x if has_outliers or not linear else None)
+    return tuple(map_weights), tuple(other_weights)
 
   def active(self, weights: Weights) -> frozenset[str]:
     """Paths of maps whose outliers another device multiplies in a layer."""
@@ -114,12 +116,12 @@ class LayerSubgraphs:
   def products(
     self, names: tuple[str, ...], weights: Weights, x: Float[Array, "B T ..."]
   ) -> tuple[jax.Array, ...]:
-    """Maps of x, without what is multiplied beside."""
+    """Multiply x by maps, without their outliers."""
     block = self._block(weights)
 
     def product(linear: Any) -> jax.Array:
-      apart = isinstance(linear, IntegerLinear)
-      return linear.main(x) if apart else linear(x)
+      is_integer = isinstance(linear, IntegerLinear)
+      return linear.main(x) if is_integer else linear(x)
 
     return tuple(product(_at(block, n)) for n in names)
 
@@ -129,8 +131,8 @@ class LayerSubgraphs:
   ) -> jax.Array:
     """Compute the input of the feedforward's last map, [B, T, F]."""
     block = self._block(weights)
-    given = dict(zip(self.wide, wide, strict=True))
-    slots = _placed(block, (*self.wide, *self.narrow), given)
+    results = dict(zip(self.wide, wide, strict=True))
+    slots = _placed(block, (*self.wide, *self.narrow), results)
     block.feedforward.row(x)
     return slots[self.narrow[0]].x
 
@@ -138,7 +140,7 @@ class LayerSubgraphs:
   def feedforward(
     self, weights: Weights, x: Float[Array, "B T D"]
   ) -> Float[Array, "B T D"]:
-    """The whole feedforward."""
+    """Compute the whole feedforward."""
     return self._block(weights).feedforward(x, _Context())
 
   # -------------------------------------------------------------------------
@@ -171,21 +173,21 @@ class LayerSubgraphs:
     span: TokenSpan,
     cache: KVCache,
   ) -> tuple[Float[Array, "B T N J"], KVCache]:
-    """Attention, and a cache of this layer alone with the tokens' keys.
+    """Compute attention, and append the tokens' keys to a one-layer cache.
 
     Args:
-      weights: the layer's.
-      made: results of the maps `inputs`.
-      span: the T tokens.
-      cache: holds the keys of the tokens before; donated.
+      weights: Weights of the layer.
+      made: Results of the maps `inputs`.
+      span: Positions of the T tokens.
+      cache: Cache of this layer with the keys of the tokens before; donated.
     """
     block = self._block(weights)
-    given = dict(zip(self.inputs, made, strict=True))
-    slots = self._slots(block, given)
+    results = dict(zip(self.inputs, made, strict=True))
+    slots = self._slots(block, results)
     first = made[0][0]
     cache = cache.allocate(span.at(first.shape[1]), replicated=False, sees=True)
     part = cache.layer(0, cache.slots[0], 0)
-    # The layer's input goes nowhere: all that reads it is given.
+    # The layer's input is not used: results of all maps that read it are given.
     x = jnp.zeros((*first.shape[:2], self.embed), cache.dtype)
     part = self._run(block, x, span, part, _Context(attends=True))[1]
     return slots[_OUTPUT[0]].x, cache.updated((part.slots,))
@@ -198,7 +200,7 @@ class LayerSubgraphs:
     output: Result,
     span: TokenSpan,
   ) -> Float[Array, "B T D"]:
-    """Compute the feedforward's input of the layer's and attention's."""
+    """Compute the feedforward's input from the layer's input and `output`."""
     block = self._block(weights)
     slots = self._slots(block, {_OUTPUT[0]: output})
     self._run(block, x, span)
@@ -214,22 +216,22 @@ class LayerSubgraphs:
     whole: bool,
     span: TokenSpan,
   ) -> Float[Array, "B T D"]:
-    """The layer's output, of what `second_norm` read and the feedforward.
+    """Compute the layer's output from its input and its maps' results.
 
     `fed` is the feedforward's result if `whole`, else that of `narrow`.
     """
     block = self._block(weights)
-    given = {_OUTPUT[0]: output}
+    results = {_OUTPUT[0]: output}
     if whole:
-      self._slots(block, given | {"feedforward": fed})
+      self._slots(block, results | {"feedforward": fed})
     else:
-      given[self.narrow[0]] = fed
+      results[self.narrow[0]] = fed
       maps = (*self.inputs, *_OUTPUT, *self.wide, *self.narrow)
-      _placed(block, maps, given)
+      _placed(block, maps, results)
     return self._run(block, x, span)[0]
 
   def _slots(self, block: Any, given: dict[str, Result]) -> dict[str, _Slot]:
-    """Slots in place of all maps, of which some have results."""
+    """Put slots in place of all maps, some of them with results."""
     names = (*self.inputs, *_OUTPUT, "feedforward")
     return _placed(block, names, given)
 
@@ -246,18 +248,18 @@ class LayerSubgraphs:
     return block(x, tokens, cache, context or _Context())
 
   def _block(self, weights: Weights) -> Any:
-    """The module; what is elsewhere is zeros, which no program reads."""
+    """Rebuild the module; missing weights are zeros, which no program reads."""
     return jax.tree.unflatten(
       self._tree,
       [
-        jnp.zeros(a.shape, a.dtype) if x is None else x
-        for a, x in zip(self._shapes, weights, strict=True)
+        jnp.zeros(shape.shape, shape.dtype) if x is None else x
+        for shape, x in zip(self._shapes, weights, strict=True)
       ],
     )
 
 
 class _Slot:
-  """Takes the place of a map: it notes the input, and gives a result."""
+  """Stand-in for a map that captures its input and returns a given result."""
 
   x: Any = None
 
@@ -267,21 +269,21 @@ class _Slot:
   def __call__(self, x: jax.Array, *more: Any) -> jax.Array:
     self.x = x
     if self.result is None:
-      # Nothing reads it but what is dropped with it.
+      # The compiler drops these zeros with all that reads them.
       if more:
         return jnp.zeros_like(x)
       shape = jax.eval_shape(lambda x: self.module(x), x)
       return jnp.zeros(shape.shape, shape.dtype)
-    main, beside = self.result
-    return (main if beside is None else main + beside).astype(x.dtype)
+    main, outliers = self.result
+    return (main if outliers is None else main + outliers).astype(x.dtype)
 
 
-# No arrays of a module, but a part of the program.
+# Static: a slot has no arrays of the module, and is part of the program.
 jax.tree_util.register_static(_Slot)
 
 
 class _Context:
-  """A sharding context that takes all tokens at once, and may not attend."""
+  """Sharding context of all tokens at once, with or without attention."""
 
   def __init__(self, attends: bool = False):
     self._attends, self._base = attends, CachedAttention()
@@ -306,11 +308,11 @@ class _Context:
 def _placed(
   block: Any, names: tuple[str, ...], given: dict[str, Result]
 ) -> dict[str, _Slot]:
-  """Puts slots in place of a block's maps, with results or without."""
+  """Put slots in place of a block's maps, with results or without."""
   slots = {}
   for name in names:
-    *above, last = name.split(".")
-    owner = _at(block, ".".join(above)) if above else block
+    *parents, last = name.split(".")
+    owner = _at(block, ".".join(parents)) if parents else block
     slots[name] = _Slot(getattr(owner, last), given.get(name))
     vars(owner)[last] = slots[name]
   return slots

@@ -1,11 +1,11 @@
 """A model run one layer at a time from the host, on one device or on a mesh.
 
-Guarantees: the programs, one after another, are `Transformer.__call__`. They
-are the same for every layer of a kind, every tile and every partition.
+Guarantees: the programs, run in order, compute `Transformer.__call__`. They are
+the same for every layer of a kind, every tile and every partition.
 
 A layer is cut in two where its keys and values are ready: `project` ends there,
-`attend` begins there. Both trace the layer's own code; the compiler drops what
-belongs to the other half.
+`attend` begins there. Both trace the layer's own code; the compiler drops the
+other half.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class StackedLayer:
   """A layer of a model, and where its weights and its keys are stacked.
 
   Attributes:
-    number: of the layer.
-    kind: which of `model.kinds` it belongs to.
-    index: which of that kind's layers it is.
-    spec: its parts.
+    number: Number of the layer in the model.
+    kind: Index of the layer's kind in `model.kinds`.
+    index: Index of the layer among those of its kind.
+    spec: Specification of the layer's parts.
   """
 
   number: int
@@ -64,12 +64,12 @@ class StackedLayer:
 
   @property
   def numbers(self) -> int:
-    """Numbers of a token's key and value."""
+    """Number of elements of a token's key and value together."""
     spec: Any = self.spec.attention
     return 2 * spec.kv_heads * spec.head_dim
 
   def token_bytes(self, dtype: DTypeLike, codec: Codec | None = None) -> int:
-    """Of a token's key and value, of a dtype or as a codec's codes."""
+    """Bytes of a token's key and value, in a dtype or as a codec's codes."""
     if codec is None:
       return jnp.dtype(dtype).itemsize * self.numbers
     spec: Any = self.spec.attention
@@ -77,17 +77,17 @@ class StackedLayer:
     return heads * (codec.keys.width(dim) + codec.values.width(dim))
 
   def first_needed(self, end: int) -> int:
-    """The first of `end` keys that a query behind them may see."""
+    """Index of the first of `end` keys that a later query may see."""
     reach = self.spec.attention.reach
     return 0 if reach is None else max(0, end - reach)
 
 
 def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
-  """The layers of a model, in order.
+  """List the layers of a model, in order.
 
   Raises:
-    ConfigError: a layer keeps something else than keys and values of one
-      width, or positions are learned.
+    ConfigError: If a layer keeps anything but keys and values of one width, or
+      positions are learned.
   """
   if model.config.positions is not None:
     raise ConfigError(
@@ -96,7 +96,7 @@ def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
       "tokens that are embedded without them",
       "read it with rj.infer.generate",
     )
-  found, kind = [], 0
+  layers, kind = [], 0
   for run in model.stack.runs:
     for position, spec in enumerate(run.layers):
       if not isinstance(spec.attention, Attention):
@@ -125,20 +125,20 @@ def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
         )
       for index in range(run.repeats):
         number = run.number(position, index)
-        found.append(
+        layers.append(
           StackedLayer(number=number, kind=kind, index=index, spec=spec)
         )
       kind += 1
-  return tuple(sorted(found, key=lambda layer: layer.number))
+  return tuple(sorted(layers, key=lambda layer: layer.number))
 
 
 class TokenSpan(NamedTuple):
-  """Consecutive tokens, filled up with padding to the size of a program.
+  """Consecutive tokens, padded to the size of a program.
 
   Fields:
-    first: position of the first one.
-    real: how many there are; what follows in an array is padding.
-    length: tokens of the whole context, for rotations that depend on it.
+    first: Position of the first token.
+    real: Number of tokens; the rest of an array is padding.
+    length: Tokens of the whole context, for rotations that depend on it.
   """
 
   first: Index
@@ -156,9 +156,9 @@ class TokenRows(NamedTuple):
   """The next token of each row.
 
   Fields:
-    pos: int32 [B], its position; -1 for a row that has none.
-    length: tokens of each row's whole context, [B], or of all, for rotations
-      that depend on it.
+    pos: Position of the token, int32 [B]; -1 for a row without one.
+    length: Tokens of each row's whole context, [B], or of all rows, [], for
+      rotations that depend on it.
   """
 
   pos: Int[Array | np.ndarray, " B"]
@@ -175,9 +175,9 @@ class TokensAt(NamedTuple):
   """Tokens of any requests, in any order, in one row.
 
   Fields:
-    pos: int32 [T], their positions.
-    seg: int32 [T], a number above 0 of each one's request; 0 for padding.
-    length: tokens of the whole context, for rotations that depend on it.
+    pos: Positions, int32 [T].
+    seg: Number above 0 of each token's request, int32 [T]; 0 for padding.
+    length: Tokens of the whole context, for rotations that depend on it.
   """
 
   pos: Int[Array | np.ndarray, " T"]
@@ -192,11 +192,11 @@ class TokensAt(NamedTuple):
 
 
 class StackedWeights(NamedTuple):
-  """A layer's weights in their kind's stack: a program takes them out.
+  """A layer's weights in their kind's stack, sliced inside a program.
 
   Fields:
-    stack: the weights of all layers of the kind.
-    index: which of them.
+    stack: Weights of all layers of the kind, stacked.
+    index: Index of the layer in the stack.
   """
 
   stack: tuple[Shaped[Array, " ..."], ...]
@@ -213,11 +213,11 @@ class _Program:
     self.name = name
 
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
-    made = jax.jit(functools.partial(self.f, instance), **self.options)
-    # Found there from now on, and not here.
-    instance.__dict__[self.name] = made
-    instance.compiled.append(made)
-    return made
+    compiled = jax.jit(functools.partial(self.f, instance), **self.options)
+    # Later look-ups get the instance's attribute and not this descriptor.
+    instance.__dict__[self.name] = compiled
+    instance.compiled.append(compiled)
+    return compiled
 
 
 def _program(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -228,11 +228,10 @@ class LayerPrograms:
   """The compiled programs of a model's layers.
 
   Attributes:
-    layers: the model's.
-    kind: how the caches that they write store keys.
-    outer: the weights before and behind the layers, which `embed` and `head`
-      are called with.
-    compiled: the programs.
+    layers: Layers of the model.
+    kind: Kind of the caches that the programs write.
+    outer: Weights before and after the layers, to pass to `embed` and `head`.
+    compiled: Jitted functions so far.
   """
 
   def __init__(
@@ -244,13 +243,13 @@ class LayerPrograms:
     """Prepares; nothing is compiled yet.
 
     Args:
-      model: the model.
-      attend: how the tokens of a call are sharded and find their keys;
-        default: one device, and a cache.
-      kind: of the caches.
+      model: Model whose layers to run.
+      attend: Sharding of a call's tokens and their attention; default: one
+        device, and a cache.
+      kind: Kind of the caches.
 
     Raises:
-      ConfigError: a layer keeps something else than keys and values.
+      ConfigError: If a layer keeps anything but keys and values.
     """
     self.layers = stacked_layers(model)
     self.kind = kind
@@ -260,47 +259,49 @@ class LayerPrograms:
     self._attend = CachedAttention() if attend is None else attend
     # A module is flattened once, not at every call.
     flat = [
-      jax.tree.flatten(b) for blocks in model.stack.blocks for b in blocks
+      jax.tree.flatten(block)
+      for blocks in model.stack.blocks
+      for block in blocks
     ]
     self._stacks = [tuple(leaves) for leaves, _ in flat]
     placed = model.stack.placed or ()
-    where = [
-      (g, p)
-      for g, run in enumerate(model.stack.runs)
-      for p in range(len(run.layers))
+    run_positions = [
+      (run_index, position)
+      for run_index, run in enumerate(model.stack.runs)
+      for position in range(len(run.layers))
     ]
     # Layers of these kinds are fetched, by run and position.
     self._fetched = {
-      kind: at
-      for kind, at in enumerate(where)
-      if placed and placed[at[0]][at[1]] is not None
+      kind: run_position
+      for kind, run_position in enumerate(run_positions)
+      if placed and placed[run_position[0]][run_position[1]] is not None
     }
     self._stack = model.stack if self._fetched else None
-    self._trees = {x.spec: flat[x.kind][1] for x in self.layers}
+    self._trees = {layer.spec: flat[layer.kind][1] for layer in self.layers}
     outer = (model.embed, model.norm, model.head)
     leaves, self._outer_tree = jax.tree.flatten(outer)
     self.outer = tuple(leaves)
 
   def count(self) -> int:
-    """How many programs have been compiled."""
-    return sum(f._cache_size() for f in self.compiled)
+    """Count the programs that have been compiled."""
+    return sum(program._cache_size() for program in self.compiled)
 
   def weights(self, layer: StackedLayer) -> tuple[jax.Array, ...]:
-    """A layer's weights, out of its kind's stack or from where they are."""
+    """Slice a layer's weights from its kind's stack, or fetch them."""
     if layer.kind in self._fetched:
-      at = self._fetched[layer.kind]
-      return self._fetch(*at, self._stack, layer.index)
+      run_position = self._fetched[layer.kind]
+      return self._fetch(*run_position, self._stack, layer.index)
     return self._pick(self._stacks[layer.kind], layer.index)
 
   def in_stack(self, layer: StackedLayer) -> StackedWeights:
-    """A layer's weights where they are, for `project` and `finish`.
+    """Refer to a layer's weights in their stack, for `project` and `finish`.
 
-    Of layers that are fetched there are none.
+    Layers whose weights are fetched are not in a stack.
     """
     return StackedWeights(self._stacks[layer.kind], np.int32(layer.index))
 
   def _block(self, spec: Layer, weights: PyTree) -> Any:
-    """A layer's module, inside of a program."""
+    """Rebuild a layer's module inside a program."""
     if isinstance(weights, StackedWeights):
       take = lambda x: lax.dynamic_index_in_dim(
         x, weights.index, 0, keepdims=False
@@ -311,26 +312,27 @@ class LayerPrograms:
   def mixing_weights(
     self, weights: tuple[Shaped[Array, " ..."], ...]
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What attention alone needs of a layer's weights: sinks, and no maps.
+    """Select the weights that attention alone needs: sinks, no projections.
 
     Returns:
-      (shapes, weights): of each its shape, and itself or None.
+      (shapes, weights): Shape of each weight; the weight itself, or None for a
+        matrix.
     """
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights)
     return shapes, tuple(x if x.ndim < 2 else None for x in weights)
 
   def constants(self, layer: StackedLayer) -> Any:
-    """Numbers of the codec of one layer, [K, n]."""
+    """Constants of the codec for one layer, [K, n]."""
     if layer.kind not in self._constants:
       assert isinstance(self.kind.codec, Codec)
       shape = self._specs[layer.kind]
       assert isinstance(shape, LayerCacheSpec)
-      made = self.kind.codec.constants(layer.kind, shape)
-      self._constants[layer.kind] = jax.tree.map(jnp.asarray, made)
+      constants = self.kind.codec.constants(layer.kind, shape)
+      self._constants[layer.kind] = jax.tree.map(jnp.asarray, constants)
     return jax.tree.map(lambda x: x[layer.index], self._constants[layer.kind])
 
   def cache_spec(self, layer: StackedLayer) -> LayerCacheSpec:
-    """What a cache of this layer alone keeps of a token."""
+    """Specification of a cache of this layer alone."""
     spec: Any = self._specs[layer.kind]
     return dataclasses.replace(spec, layers=1)
 
@@ -349,7 +351,7 @@ class LayerPrograms:
 
   @_program()
   def embed(self, outer: PyTree, tokens: Int[Array, "B T"]) -> jax.Array:
-    """[B, T, D] of tokens."""
+    """Embed tokens, [B, T, D]."""
     embed, _, _ = jax.tree.unflatten(self._outer_tree, outer)
     return self._attend.constrain(embed(tokens))
 
@@ -357,7 +359,7 @@ class LayerPrograms:
   def head(
     self, outer: PyTree, x: Float[Array, "B T D"], row: Index
   ) -> jax.Array:
-    """float32 [B, V], the logits behind token `row` of the T."""
+    """Logits after token `row` of the T, float32 [B, V]."""
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
     head = embed if head is None else head
@@ -373,25 +375,25 @@ class LayerPrograms:
     span: TokenSpan | TokenRows | TokensAt,
     dtype: DTypeLike,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries of some tokens, and what a cache stores of them.
+    """Project a layer's input to queries, and to keys and values to store.
 
     Args:
-      spec: the layer's.
-      weights: the layer's.
-      x: its input.
-      span: the T tokens.
-      dtype: of the cache.
+      spec: Specification of the layer.
+      weights: Weights of the layer.
+      x: Input of the layer.
+      span: Positions of the T tokens.
+      dtype: Dtype of the cache.
 
     Returns:
-      queries [1, T, N, H], keys and values [1, K, T, H] as the kind of cache
+      Queries [1, T, N, H], keys and values [1, K, T, H] as the kind of cache
       stores them: keys rotated, or before their rotation.
     """
     block = self._block(spec, weights)
-    taken = _Queries(self._attend)
+    captured = _Queries(self._attend)
     tokens = tokens_of_call(spec, span.at(x.shape[1]), span.length)
-    block(x, tokens, _StoredKeys(self.kind), taken)
-    k, v, _ = taken.fresh
-    return taken.q, k.astype(dtype), v.astype(dtype)
+    block(x, tokens, _StoredKeys(self.kind), captured)
+    k, v, _ = captured.fresh
+    return captured.q, k.astype(dtype), v.astype(dtype)
 
   @_program()
   def encode(
@@ -400,11 +402,13 @@ class LayerPrograms:
     k: Shaped[Array, "1 K T H"],
     v: Shaped[Array, "1 K T J"],
   ) -> tuple[jax.Array, jax.Array]:
-    """The codes [1, K, T, X] of keys and of values; see `constants`."""
+    """Encode keys and values with a layer's `constants`, [1, K, T, X] each."""
     codec = self.kind.codec
     assert isinstance(codec, Codec)
-    of_k, of_v = constants
-    return codec.keys.encode(k, of_k), codec.values.encode(v, of_v)
+    key_constants, value_constants = constants
+    return codec.keys.encode(k, key_constants), codec.values.encode(
+      v, value_constants
+    )
 
   @_program(static_argnums=(0,), donate_argnums=(1,))
   def load(
@@ -418,17 +422,17 @@ class LayerPrograms:
     v: Shaped[Array, "1 K S J"],
     constants: PyTree = None,
   ) -> KVCache:
-    """A cache that holds nothing but a block of stored keys, in one layer.
+    """Replace a cache's contents by a block of stored keys, in one layer.
 
     Args:
-      kind: of the layer, among the cache's.
-      cache: what it held before is gone; donated.
-      index: of the layer, among those of its kind.
-      first: position of the first row.
-      end: position behind the last real row.
-      k: keys as `project` returns them, or with `constants` as `encode` does.
-      v: values.
-      constants: of the layer's codec.
+      kind: Index of the layer's kind in the cache.
+      cache: Cache to overwrite; donated.
+      index: Index of the layer among those of its kind.
+      first: Position of the first row.
+      end: Position after the last real row.
+      k: Keys as `project` returns them, or with `constants` as `encode` does.
+      v: Values in the same form.
+      constants: Constants of the layer's codec, if `k` and `v` are codes.
     """
     at = TokenSpan(first, end - first, end).at(k.shape[2])
     cache = cache.allocate(at, replicated=False, sees=False)
@@ -439,9 +443,9 @@ class LayerPrograms:
       codec, shape = self.kind.codec, cache.shapes[kind]
       assert isinstance(codec, Codec) and isinstance(shape, LayerCacheSpec)
       assert cache.dtype is not None
-      of_k, of_v = constants
-      k = codec.keys.decode(k, shape.key, cache.dtype, of_k)
-      v = codec.values.decode(v, shape.value, cache.dtype, of_v)
+      key_constants, value_constants = constants
+      k = codec.keys.decode(k, shape.key, cache.dtype, key_constants)
+      v = codec.values.decode(v, shape.value, cache.dtype, value_constants)
     return _updated(cache, kind, part.append(k, v, at, Rotation()))
 
   @_program(static_argnums=(0, 1), donate_argnums=(6,))
@@ -460,23 +464,25 @@ class LayerPrograms:
     cache: KVCache,
     index: Index,
   ) -> tuple[jax.Array, KVCache]:
-    """The layer's output [1, T, D], and the cache with the tokens' keys.
+    """Compute a layer's output [1, T, D] and append its keys to the cache.
 
     Args:
-      spec: the layer's.
-      kind: of the layer, among the cache's.
-      weights: the layer's.
-      x: its input.
-      made: what `project` returned for it.
-      span: the T tokens.
-      cache: holds the keys of the tokens before; donated.
-      index: of the layer, among those of its kind.
+      spec: Specification of the layer.
+      kind: Index of the layer's kind in the cache.
+      weights: Weights of the layer.
+      x: Input of the layer.
+      made: Queries, keys and values that `project` returned for `x`.
+      span: Positions of the T tokens.
+      cache: Cache with the keys of the tokens before; donated.
+      index: Index of the layer among those of its kind.
     """
     block = self._block(spec, weights)
-    out, cache, _ = self._behind(spec, kind, block, x, made, span, cache, index)
+    out, cache, _ = self._from_queries(
+      spec, kind, block, x, made, span, cache, index
+    )
     return out, cache
 
-  def _behind(
+  def _from_queries(
     self,
     spec: Layer,
     kind: int,
@@ -487,14 +493,14 @@ class LayerPrograms:
     cache: KVCache,
     index: Index,
   ) -> tuple[jax.Array, KVCache, jax.Array]:
-    """A layer from its queries on: output, cache, and what attention made."""
+    """Run a layer from its queries on: output, cache, attention's output."""
     q, k, v = made
     at = span.at(x.shape[1])
     cache = cache.allocate(at, replicated=False, sees=True)
     part = cache.layer(kind, cache.slots[kind], index)
-    given = _StoredKeys(self.kind, (part, k, v))
+    stored = _StoredKeys(self.kind, (part, k, v))
     attend = _Queries(self._attend, q)
-    out, part = block(x, tokens_of_call(spec, at, span.length), given, attend)
+    out, part = block(x, tokens_of_call(spec, at, span.length), stored, attend)
     return out, _updated(cache, kind, part), attend.mixed
 
   @_program(static_argnums=(0, 1, 2), donate_argnums=(6,))
@@ -513,18 +519,20 @@ class LayerPrograms:
     cache: KVCache,
     index: Index,
   ) -> tuple[jax.Array, KVCache]:
-    """Attention alone: [1, T, N, J], and the cache; see `attend`.
+    """Compute attention alone: [1, T, N, J], and the cache with the keys.
 
-    `shapes` and `weights` are those of `mixing_weights`.
+    `shapes` and `weights` are those of `mixing_weights`, the others those of
+    `attend`.
     """
-    # What is not attention is computed of zeros, and dropped.
+    # All but attention is computed from zeros; the compiler drops it.
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-    every = [
-      zeros(a) if b is None else b for a, b in zip(shapes, weights, strict=True)
+    all_weights = [
+      zeros(shape) if weight is None else weight
+      for shape, weight in zip(shapes, weights, strict=True)
     ]
-    block = self._block(spec, every)
+    block = self._block(spec, all_weights)
     x = jnp.zeros((*made[0].shape[:2], self._config.embed), made[0].dtype)
-    _, cache, mixed = self._behind(
+    _, cache, mixed = self._from_queries(
       spec, kind, block, x, made, span, cache, index
     )
     return mixed, cache
@@ -538,7 +546,7 @@ class LayerPrograms:
     mixed: Float[Array, "B T N J"],
     span: TokenSpan | TokenRows,
   ) -> jax.Array:
-    """The layer's output [1, T, D], of its input and of what `mix` made."""
+    """Compute a layer's output [1, T, D] from its input and `mix`'s output."""
     block = self._block(spec, weights)
     at = span.at(x.shape[1])
     attend = _Queries(self._attend, mixed=mixed)
@@ -557,17 +565,17 @@ class LayerPrograms:
     keys: TokensAt,
     carry: Partial | None,
   ) -> Partial:
-    """Attention of queries to some keys alone, added to what others made.
+    """Partial attention of queries to some of the keys, added to `carry`.
 
     Args:
-      spec: the layer's.
-      weights: the layer's.
-      q: queries, as `project` returns them.
-      k: keys, as `project` returns them.
-      v: their values.
-      span: the T queries; they see keys of their own request.
-      keys: the S keys.
-      carry: of other keys, [1, K, G, T, J]; None: of none.
+      spec: Specification of the layer.
+      weights: Weights of the layer.
+      q: Queries, as `project` returns them.
+      k: Keys, as `project` returns them.
+      v: Values of the keys.
+      span: Positions of the T queries, which see keys of the same request only.
+      keys: Positions of the S keys.
+      carry: Partial of other keys, [1, K, G, T, J]; None for an empty one.
     """
     attend = _PartialQueries(self._attend, (q, k, v, keys, carry))
     x = jnp.zeros((*q.shape[:2], self._config.embed), q.dtype)
@@ -585,7 +593,7 @@ class LayerPrograms:
     partials: tuple[Partial, ...],
     span: TokensAt,
   ) -> jax.Array:
-    """The layer's output [1, T, D], of its input and partials of all keys."""
+    """Compute a layer's output [1, T, D] from its input and all partials."""
     attend = _PartialQueries(self._attend, merged=partials)
     tokens = tokens_of_call(spec, span.at(x.shape[1]), span.length)
     block = self._block(spec, weights)
@@ -601,9 +609,9 @@ class LayerPrograms:
     seg: Int[Array, "1 T"] | None,
     length: Index,
   ) -> tuple[jax.Array, KV]:
-    """The layer's output [1, T, D] and its keys, for all tokens at once.
+    """Compute a layer's output [1, T, D] and keys, for all tokens at once.
 
-    `pos` are those of the context's layout; without `seg` none is padding.
+    `pos` are those of the context's layout; without `seg` no token is padding.
     """
     block = self._block(spec, weights)
     at = Coords(pos, jnp.ones_like(pos) if seg is None else seg)
@@ -615,7 +623,7 @@ class LayerPrograms:
 
 
 def tokens_of_call(
-  spec: Layer, at: Coords, length: Lengths, **how: bool
+  spec: Layer, at: Coords, length: Lengths, **flags: bool
 ) -> Tokens:
   """Return the tokens of a call of one layer.
 
@@ -623,10 +631,10 @@ def tokens_of_call(
     spec: The layer.
     at: Coordinates [B, T].
     length: Tokens of the whole context, for rotations that depend on it.
-    how: `derived` and `segmented` of `Tokens`; False where left out.
+    **flags: `derived` and `segmented` of `Tokens`; False where left out.
   """
-  how = {"derived": False, "segmented": False} | how
-  return Tokens(*at, ropes=spec.attention.ropes, length=length, **how)  # pyrefly: ignore
+  flags = {"derived": False, "segmented": False} | flags
+  return Tokens(*at, ropes=spec.attention.ropes, length=length, **flags)  # pyrefly: ignore
 
 
 def _updated(cache: KVCache, kind: int, part: Any) -> KVCache:
@@ -636,12 +644,12 @@ def _updated(cache: KVCache, kind: int, part: Any) -> KVCache:
 
 
 class _Queries:
-  """A sharding context that notes a layer's queries and keys, or has others.
+  """Sharding context that captures a layer's queries, or replaces them.
 
   Attributes:
-    q: the queries; those that are given attend in place of the layer's own.
-    fresh: the keys of the call.
-    mixed: what attention makes; one that is given is taken for it.
+    q: Captured queries, or the ones to attend with in place of the layer's.
+    fresh: Captured keys and values of the call.
+    mixed: Output of attention, or the one to return in its place.
   """
 
   q: Any
@@ -673,10 +681,10 @@ class _Queries:
 
 
 class _PartialQueries(_Queries):
-  """A sharding context that makes partials of keys, or takes those of all.
+  """Sharding context that computes a partial of keys, or merges partials.
 
   Attributes:
-    partial: of the queries and keys that were given.
+    partial: Partial of the queries and keys passed to the constructor.
   """
 
   def __init__(
@@ -717,13 +725,13 @@ class _PartialQueries(_Queries):
 
 
 class _StoredKeys(NamedTuple):
-  """A layer's cache that notes a call's keys, or appends others to a cache.
+  """Layer cache that captures a call's keys, or appends others to a cache.
 
   Fields:
-    kind: how keys are stored.
-    given: the cache, and keys and values as they are stored there.
-    fresh: the call's keys and values as they would be stored.
-    slots: nothing.
+    kind: Kind of cache, which says whether keys are stored rotated.
+    given: (layer's cache, keys, values) to append in place of the call's.
+    fresh: Captured keys and values of the call, as they would be stored.
+    slots: Empty.
   """
 
   kind: CacheKind

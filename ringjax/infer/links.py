@@ -1,10 +1,10 @@
 """Both ends of a link of a chain: a thread each sends and receives blocks.
 
-Guarantees: layers pass in order, each exactly the rows that a later query may
-see; at most `credits` of them wait at either end. A rank that waits is woken
-when its neighbour fails.
+Guarantees: layers pass in order, each with exactly the rows that a later query
+may see; at most `credits` of them wait at either end. A rank that waits is
+woken when its neighbour fails.
 
-The receiver grants; the sender sends a layer for each grant: a header of layer,
+The sender sends a layer for each grant of the receiver: a header of layer,
 first row and end, then the rows of every head, keys before values.
 """
 
@@ -34,10 +34,10 @@ class LayerBlock(NamedTuple):
   """Keys and values of consecutive tokens of a layer, as a cache stores them.
 
   Fields:
-    first: position of the first row.
-    end: position behind the last real row.
-    k: [1, K, n, H], or codes [1, K, n, X]; n >= end - first.
-    v: as k.
+    first: Position of the first row.
+    end: Position after the last real row.
+    k: Keys [1, K, n, H], or codes [1, K, n, X]; n >= end - first.
+    v: Values or codes, [1, K, n, J or X].
   """
 
   first: int
@@ -54,7 +54,7 @@ class LayerBlock(NamedTuple):
     dtype: DTypeLike,
     codec: Codec | None = None,
   ) -> LayerBlock:
-    """All tokens before `end`, in `size` rows that are still to be filled."""
+    """Allocate a block of the tokens before `end`, in `size` rows of zeros."""
     spec: Any = layer.spec.attention
     lead, dim = (1, spec.kv_heads, size), spec.head_dim
     if codec is None:
@@ -65,15 +65,17 @@ class LayerBlock(NamedTuple):
 
 
 def rows(blocks: Sequence[LayerBlock], first: int) -> list[np.ndarray]:
-  """The rows from position `first` on, in the order in which they are sent."""
-  pairs = [(b, (np.asarray(b.k), np.asarray(b.v))) for b in blocks]
+  """Views of the rows from position `first` on, in the order of sending."""
+  pairs = [
+    (block, (np.asarray(block.k), np.asarray(block.v))) for block in blocks
+  ]
   heads = blocks[0].k.shape[1]
   return [
-    pair[part][0, head, max(0, first - b.first) : b.end - b.first]
+    pair[part][0, head, max(0, first - block.first) : block.end - block.first]
     for part in range(2)
     for head in range(heads)
-    for b, pair in pairs
-    if b.end > first
+    for block, pair in pairs
+    if block.end > first
   ]
 
 
@@ -81,13 +83,13 @@ class LinkEnd:
   """A thread at one end of a link.
 
   Attributes:
-    peers: the group.
-    neighbour: the rank at the other end.
-    layers: the model's.
-    credits: layers that wait at this end at most.
-    recorder: of this rank.
-    end: position behind the last token whose keys pass.
-    ready: layers that have come, or that are to be sent.
+    peers: Group of processes.
+    neighbour: Rank at the other end.
+    layers: Layers of the model.
+    credits: Maximum number of layers that wait at this end.
+    recorder: Timeline of this rank.
+    end: Position after the last token whose keys pass.
+    ready: Layers that have come, or that are to be sent.
   """
 
   step = 0  # From this rank to the neighbour.
@@ -107,7 +109,7 @@ class LinkEnd:
     threading.Thread(target=self._guarded, daemon=True).start()
 
   def work(self) -> None:
-    """What the thread does."""
+    """Runs in the thread, until all layers have passed."""
     raise NotImplementedError
 
   def _guarded(self) -> None:
@@ -116,21 +118,21 @@ class LinkEnd:
     except PeerError as error:
       self.peers.report_failure(self.neighbour, f"{error}", 0.0)
     except OSError as error:
-      # The watch knows better what happened, if it does.
+      # The watch of the peers may know a better reason, which takes precedence.
       self.peers.report_failure(self.neighbour, f"closed its link: {error}")
     except BaseException as error:
       self.peers.abandon(error)
 
 
 class Receiver(LinkEnd):
-  """Takes the keys and values of all tokens before, layer by layer."""
+  """Receives the keys and values of all tokens before, layer by layer."""
 
   step = -1
 
   def __init__(
     self, *link: Any, size: int, dtype: DTypeLike, codec: Codec | None = None
   ):
-    """As `LinkEnd`; blocks have `size` rows of `dtype`, or of codes."""
+    """Starts the thread; blocks have `size` rows of `dtype`, or of codes."""
     self.size, self.dtype, self.codec = size, dtype, codec
     self.granted = 0
     super().__init__(*link)
@@ -138,7 +140,7 @@ class Receiver(LinkEnd):
       self._grant()
 
   def take(self, layer: StackedLayer) -> LayerBlock:
-    """A layer's block, as soon as it has come; the sender may send one more."""
+    """Waits for a layer's block, and lets the sender send one more."""
     start_s = self.recorder.now()
     self.peers.wait(lambda: bool(self.ready))
     self.recorder.add("wait", layer.number, start_s)
@@ -153,8 +155,8 @@ class Receiver(LinkEnd):
     try:
       self.peers.link(self.neighbour).sendall(b"+")
     except OSError as error:
-      why = f"closed its link: {error}"
-      raise self.peers.report_failure(self.neighbour, why) from None
+      reason = f"closed its link: {error}"
+      raise self.peers.report_failure(self.neighbour, reason) from None
 
   def work(self) -> None:
     link = self.peers.link(self.neighbour)
@@ -163,11 +165,11 @@ class Receiver(LinkEnd):
       peers_.receive(link, [header])
       start_s = self.recorder.now()
       number, first, end = _HEADER.unpack(header.tobytes())
-      want = (layer.number, layer.first_needed(self.end), self.end)
-      if (number, first, end) != want:
+      wanted = (layer.number, layer.first_needed(self.end), self.end)
+      if (number, first, end) != wanted:
         raise PeerError(
           f"rank {self.neighbour} sent rows {first} to {end} of layer "
-          f"{number}; wanted {want[1]} to {want[2]} of layer {want[0]}",
+          f"{number}; wanted {wanted[1]} to {wanted[2]} of layer {wanted[0]}",
           self.neighbour,
         )
       block = LayerBlock.zeros(layer, end, self.size, self.dtype, self.codec)
@@ -183,11 +185,11 @@ class Sender(LinkEnd):
   step, sent = 1, 0
 
   def put(self, layer: StackedLayer, blocks: Sequence[LayerBlock]) -> None:
-    """Has a layer sent; waits while `credits` of them are on their way.
+    """Queues a layer to send; waits while `credits` of them are queued.
 
     Args:
-      layer: the next one.
-      blocks: of all tokens up to this rank's last, in their order.
+      layer: Next layer.
+      blocks: Blocks of all tokens up to this rank's last, in their order.
     """
     start_s = self.recorder.now()
     free: Callable[[], bool] = lambda: layer.number - self.sent < self.credits
@@ -216,7 +218,7 @@ class Sender(LinkEnd):
       peers_.send(link, [np.frombuffer(header, np.uint8), *parts])
       nbytes = sum(part.nbytes for part in parts)
       self.recorder.add("send", layer.number, start_s, nbytes)
-      # Of a layer that waits for the next one nothing is kept.
+      # Free the layer's rows before the thread waits for the next layer.
       del parts
       self.sent += 1
       self.peers.wake()

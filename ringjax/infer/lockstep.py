@@ -1,16 +1,16 @@
 """Baselines of KV-Runahead: all ranks go through each layer in lockstep.
 
-Guarantees: the logits of the model, whichever way the keys go.
-Cost: the ranks meet in every layer. `tsp` and `flash_tsp` gather all keys and
-values on each; a ring passes them round, each part p - 1 times.
-Ref: "TSP" is what Cho et al. 2024 (arXiv 2405.05329) compare with: tensor and
+Guarantees: the logits of the model, with every method.
+Cost: the ranks synchronise in every layer. `tsp` and `flash_tsp` gather all
+keys and values on each; a ring passes each shard p - 1 times.
+Ref: "TSP" is the baseline of Cho et al. 2024 (arXiv 2405.05329): tensor and
 sequence parallel, an even split, an all-gather of keys and values in each
-layer, all products, then the mask. `flash_tsp` is the same without the tiles
-that the mask forbids.
+layer, all products, then the mask. `flash_tsp` skips the tiles that the mask
+forbids.
 
-One program a layer kind, over a mesh of all devices, called layer by layer as
-the chain is, so that one clock measures both. The cache stays where it was
-made.
+One program per kind of layer, over a mesh of all devices, is called layer by
+layer as in the chain, so that both are measured alike. Keys and values stay on
+the shards that computed them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ METHODS = tuple(_STRATEGIES)
 
 
 class LockstepPrefill:
-  """Reads a prompt on all devices of a mesh, which meet in every layer."""
+  """Reads a prompt on all devices of a mesh, in lockstep layer by layer."""
 
   def __init__(
     self,
@@ -67,16 +67,16 @@ class LockstepPrefill:
     """Prepares; nothing is computed yet.
 
     Args:
-      model: on the mesh.
-      peers: the group of the mesh's processes.
-      method: one of `METHODS`.
-      mesh: all devices of all processes.
-      axis: the axis that shards the sequence, the only one of the mesh.
+      model: Model with weights on the mesh.
+      peers: Group of the mesh's processes.
+      method: Distribution of keys, one of `METHODS`.
+      mesh: Mesh of all devices of all processes.
+      axis: Axis that shards the sequence, the only one of the mesh.
 
     Raises:
-      OptionError: an unknown method.
-      MeshError: a mesh with more axes.
-      ConfigError: a model with layers that keep more than keys and values.
+      OptionError: If the method is unknown.
+      MeshError: If the mesh has more axes.
+      ConfigError: If a layer keeps more than keys and values.
     """
     self.method = one_of("method", method, METHODS)
     if mesh.shape[axis] != mesh.devices.size:
@@ -105,21 +105,21 @@ class LockstepPrefill:
     """Reads a prompt; all processes call it, with the same arguments.
 
     Args:
-      tokens: int32 [C] or [1, C].
-      new_tokens: of the context, behind the prompt.
-      pause: see `Runahead.read`.
+      tokens: Token ids, int32 [C] or [1, C].
+      new_tokens: Number of tokens that the context has after the prompt.
+      pause: Called at the beginning of every layer, see `Runahead.read`.
 
     Raises:
-      PromptError: an empty prompt, or unknown ids.
-      OptionError: fewer tokens than devices.
-      PeerError: processes do not agree, or one of them failed.
+      PromptError: If the prompt is empty or has unknown ids.
+      OptionError: If there are fewer tokens than devices.
+      PeerError: If the processes' arguments differ, or one of them failed.
     """
 
     def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
       ids = inputs.prompt(tokens, self.model.config.vocab)
       lengths = cost.even(ids.size, self.size)
-      card = {"method": self.method, "new_tokens": new_tokens}
-      return card | agree.reading(self.model, ids), (ids, lengths)
+      settings = {"method": self.method, "new_tokens": new_tokens}
+      return settings | agree.reading(self.model, ids), (ids, lengths)
 
     ids, lengths = agree.agree(self.peers, check)
     work = lambda: self._read(ids, lengths, pause)
@@ -131,7 +131,7 @@ class LockstepPrefill:
     peers = self.peers
     width = -(-ids.size // (2 * self.size)) * 2 * self.size
     if width not in self._compiled:
-      # Before the others wait: no rank is given up for the time this takes.
+      # Compile before other ranks wait: they count no rank as stalled here.
       self._compiled.add(width)
       self._layers(ids, width, None, kvr.nothing)
     recorder = spans.SpanRecorder(peers)
@@ -140,11 +140,15 @@ class LockstepPrefill:
     peers.tick(0)
     with peers.doing(peers_.TOGETHER):
       logits = self._layers(ids, width, recorder, pause)
-    mine = {"start": start_s, "end": recorder.now(), "spans": recorder.spans}
-    parts = peers.gather(mine)
+    measurement = {
+      "start": start_s,
+      "end": recorder.now(),
+      "spans": recorder.spans,
+    }
+    parts = peers.gather(measurement)
     work, tiles = self._work(ids.size, lengths)
     row = kvr.row_bytes(self.programs.layers, self.model.dtype)
-    each = float((self.size - 1) * width // self.size * row)
+    link_bytes = float((self.size - 1) * width // self.size * row)
     links = [f"{i}-{(i + 1) % self.size}" for i in range(self.size)]
     return kvr.Reading(
       outcome=spans.measured(
@@ -153,7 +157,7 @@ class LockstepPrefill:
         parts,
         work=work,
         end=len(parts) - 1,
-        sent=dict.fromkeys(links, each) if self.size > 1 else {},
+        sent=dict.fromkeys(links, link_bytes) if self.size > 1 else {},
       ),
       tiles=tiles,
       length=ids.size,
@@ -167,7 +171,10 @@ class LockstepPrefill:
     recorder: spans.SpanRecorder | None,
     pause: Callable[[int], Any],
   ) -> jax.Array:
-    """float32 [1, V], in every process; without a recorder it only compiles."""
+    """Run all layers: logits float32 [1, V], on every process.
+
+    A call without a recorder is for compilation.
+    """
     programs, peers = self.programs, self.peers
     order = np.asarray(self.attend.layout.order(width, self.size))
     real = order < ids.size
@@ -180,7 +187,7 @@ class LockstepPrefill:
     x = programs.embed(programs.outer, put(filled[order]))
     pos = put(order.astype(np.int32))
     seg = None if real.all() else put(real.astype(np.int32))
-    kept = []
+    keys_values = []
     for layer in programs.layers:
       pause(layer.number)
       if recorder is not None:
@@ -189,7 +196,7 @@ class LockstepPrefill:
       start_s = 0.0 if recorder is None else recorder.now()
       weights = programs.weights(layer)
       x, fresh = programs.whole(layer.spec, weights, x, pos, seg, ids.size)
-      kept.append((fresh.k, fresh.v))
+      keys_values.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
       if recorder is not None:
         recorder.add("attend", layer.number, start_s)
@@ -200,7 +207,7 @@ class LockstepPrefill:
   def _work(
     self, tokens: int, lengths: tuple[int, ...]
   ) -> tuple[list[float], tuple[int, ...]]:
-    """Pairs of each rank in a layer, and its tiles in all layers."""
+    """Count each rank's pairs in a layer, and its tiles in all layers."""
     layers, size = self.programs.layers, self.size
     if self.method == "tsp":
       return [float(c * tokens) for c in lengths], (len(layers),) * size
@@ -216,13 +223,13 @@ class LockstepPrefill:
 
 
 def interruptible(peers: Peers, work: Callable[[], Any]) -> Any:
-  """The result of `work`, run in a thread that is left if a peer fails.
+  """Run `work` in a thread that is abandoned if a peer fails.
 
-  A process that waits in a collective cannot be woken: after a PeerError end
-  it by `os._exit`.
+  A thread that waits in a collective cannot be woken: after a PeerError end
+  the process by `os._exit`.
 
   Raises:
-    PeerError: a rank failed.
+    PeerError: If a rank failed.
   """
   outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -240,7 +247,7 @@ def interruptible(peers: Peers, work: Callable[[], Any]) -> Any:
     return value
   if isinstance(error, PeerError):
     raise error
-  # A collective fails when its peer does: the watch knows which.
+  # A collective fails when a peer does: the watch of the peers knows which.
   end = time.monotonic() + 1.0
   while peers.failure is None and time.monotonic() < end:
     time.sleep(0.05)

@@ -1,15 +1,15 @@
-"""Two requests in one program: products of one hide what the other sends.
+"""Two requests in one program: products of one hide the sends of the other.
 
 Both may be prompts (`paired_prefill`), or one is a prompt, read in chunks
-beside the decoding of the other (`prefill_beside`).
+while the other decodes (`prefill_beside`).
 
-Guarantees: logits and caches are those of two calls, but for the order of sums.
+Guarantees: logits and caches are those of two calls, up to the order of sums.
 Cost: the products and sends of both. Under tensor parallelism a layer sums over
 its shards twice, and products have to wait; here a layer runs for one prompt
 and then for the other, and the sums are sends (`nn.split_sums`), so that a
-compiler which runs sends beside other work puts one prompt's beside the
-products of the other.
-Memory: both caches, and what both prompts have on their way through a layer.
+compiler with asynchronous sends overlaps those of one prompt with the products
+of the other.
+Memory: both caches, and the activations of both prompts in a layer.
 Ref: Du et al. 2024, Liger (PPoPP), whose kernels are scheduled while they run;
 `plan.kernel_window` simulates that.
 """
@@ -69,8 +69,8 @@ class PairedReading:
   """Two requests whose prompts were read.
 
   Attributes:
-    logits: of each float32 [B, V], behind its last tokens.
-    sessions: of each, for `generate(..., cache=session)`.
+    logits: Logits after the last tokens of each request, float32 [B, V].
+    sessions: Session of each request, for `generate(..., cache=session)`.
   """
 
   logits: tuple[jax.Array, jax.Array]
@@ -81,10 +81,10 @@ class PairedCall(NamedTuple):
   """The tokens of one of two requests.
 
   Fields:
-    tokens: int32 [B, T].
-    seg: int32 [B, T], 0 where there is no token.
-    rows: int32 [B], which of the T is a prompt's last one.
-    length: of the prompts, for rotations that depend on it.
+    tokens: Token ids, int32 [B, T].
+    seg: Segments, int32 [B, T], 0 for padding.
+    rows: Index of each prompt's last token among the T, int32 [B].
+    length: Length of the prompts, for rotations that depend on it.
   """
 
   tokens: Int[Array, "B T"]
@@ -107,69 +107,69 @@ def paired_prefill(
   """Reads the prompts of two requests, layer by layer in turn.
 
   Args:
-    model: with weights on a mesh whose axis "model" shards heads and
+    model: Model with weights on a mesh whose axis "model" shards heads and
       feedforward.
-    first: one request: int32 [B, T], or B sequences of ids.
-    second: the other one; its prompts may have another number and length.
-    mesh: the mesh; default: the model's.
-    capacity: tokens of each session's rows; default: its prompts' and 256.
-    cache_dtype: of the sessions' caches; default: the model's.
-    cache_kind: how they store keys and values.
+    first: Prompts of one request, int32 [B, T], or B sequences of ids.
+    second: Prompts of the other; their number and length may differ.
+    mesh: Mesh; default: the model's.
+    capacity: Tokens of each session's rows; default: its prompts' plus 256.
+    cache_dtype: Dtype of the sessions' caches; default: the model's.
+    cache_kind: Storage of keys and values in the caches.
 
   Raises:
-    MeshError: no mesh, none with an axis "model" of 2 or more shards, or one
-      that shards the sequence or the batch too.
-    ConfigError: layers other than attention with a plain or gated feedforward,
-      or heads and widths that the shards do not divide.
-    PromptError: a prompt that does not fit `capacity` or the model's context.
+    MeshError: If there is no mesh, its axis "model" has fewer than 2 shards, or
+      it shards the sequence or the batch too.
+    ConfigError: If a layer is not attention with a plain or gated feedforward,
+      or the shards do not divide its heads and widths.
+    PromptError: If a prompt does not fit `capacity` or the model's context.
   """
   check_call(model, first)
   check_call(model, second)
   refuse_placed(model, "read two prompts", "load it without placement=")
   mesh, axis = place_of(mesh, None, model)
   check_pair(model, mesh, axis)
-  made: list[tuple[Session, Prefill, list[np.ndarray], PairedCall]] = []
+  requests: list[tuple[Session, Prefill, list[np.ndarray], PairedCall]] = []
   for tokens in (first, second):
     prompts = inputs.prompts(tokens, model.config.vocab)
-    lengths = np.array([p.size for p in prompts])
+    lengths = np.array([prompt.size for prompt in prompts])
     check_context(model, np.zeros_like(lengths), lengths, 0)
-    how = PrefillOptions(method="blockwise").plan(
+    plan = PrefillOptions(method="blockwise").plan(
       int(lengths.max()), model, mesh, axis
     )
     room = positive_int(
-      "capacity", how.width + 256 if capacity is None else capacity
+      "capacity", plan.width + 256 if capacity is None else capacity
     )
-    if room < how.width:
+    if room < plan.width:
       raise PromptError(
         "capacity",
         room,
-        f"{how.width} or more, which a prompt of {lengths.max()} tokens takes",
+        f"{plan.width} or more, which a prompt of {lengths.max()} tokens takes",
         "leave it out, or make it larger",
       )
     session = Session(
       model, room, batch=len(prompts), mesh=mesh, dtype=cache_dtype,
       cache_kind=kinds.cache_kind(cache_kind).resident("reading two prompts"),
     )  # fmt: skip
-    (call,) = how.calls(prompts, np.zeros(len(prompts), np.int64))
+    (call,) = plan.calls(prompts, np.zeros(len(prompts), np.int64))
     by_length = any(rope.scaling.by_length for rope in model.config.ropes)
     length = lengths if by_length else lengths.max()
-    given = PairedCall(
+    paired_call = PairedCall(
       jnp.asarray(call.tokens),
       jnp.asarray(call.seg),
       jnp.asarray(call.rows),
       jnp.asarray(length.astype(np.int32)),
     )
-    made.append((session, how, prompts, given))
-  sessions = tuple(one[0] for one in made)
-  attend = split_sums(made[0][1].attend)
+    requests.append((session, plan, prompts, paired_call))
+  sessions = tuple(request[0] for request in requests)
+  attend = split_sums(requests[0][1].attend)
   with sessions[0].running("reading two prompts"):
     logits, caches = read_pair(
       model,
       attend,
-      tuple(one[3] for one in made),
+      tuple(request[3] for request in requests),
       tuple(session.cache for session in sessions),
     )
-  for (session, _, prompts, _), cache in zip(made, caches, strict=True):
+  for (session, _, prompts, _), cache in zip(requests, caches, strict=True):
     session.cache = cache
     session.bind(model)
     for row, prompt in enumerate(prompts):
@@ -185,39 +185,43 @@ def read_pair(
   calls: tuple[PairedCall, ...],
   caches: tuple[CallCache, ...],
 ) -> tuple[tuple[Float[Array, "_ V"], ...], tuple[Any, ...]]:
-  """The compiled call: logits behind each request's prompts, and its cache.
+  """Compiled prefill of two requests: logits after the prompts, and caches.
 
   Args:
-    model: the model.
-    attend: `SplitSums`, to hide sums; another one, to compare.
-    calls: of the requests.
-    caches: empty ones, a request each; donated.
+    model: Model that reads the prompts.
+    attend: `SplitSums`, to hide sums; another context, to compare with.
+    calls: Tokens of each request.
+    caches: Empty cache of each request; donated.
   """
-  begun = []
+  stack_inputs = []
   for call, cache in zip(calls, caches, strict=True):
-    places = tokens_of(
+    call_tokens = tokens_of(
       model, attend, call.tokens.shape, None, call.seg, call.length
     )
-    kept = cache.allocate(places.at, replicated=False, sees=False)
-    kept = kept.mark(call.tokens, places.at)
-    begun.append(
-      (attend.constrain(model.embedded(call.tokens, places)), places, kept)
+    call_cache = cache.allocate(call_tokens.at, replicated=False, sees=False)
+    call_cache = call_cache.mark(call.tokens, call_tokens.at)
+    stack_inputs.append(
+      (
+        attend.constrain(model.embedded(call.tokens, call_tokens)),
+        call_tokens,
+        call_cache,
+      )
     )
   within: Any = attend
-  done = model.stack.together(begun, within)
+  outputs = model.stack.together(stack_inputs, within)
   logits = []
-  for (h, _), call in zip(done, calls, strict=True):
+  for (h, _), call in zip(outputs, calls, strict=True):
     last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
     logits.append(attend.everywhere(model.logits(model.behind(last))))
-  return tuple(logits), tuple(kept for _, kept in done)
+  return tuple(logits), tuple(cache for _, cache in outputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BesideReading:
-  """A request that was read while another one was answered.
+  """A request whose prompts were read while another request decoded.
 
   Attributes:
-    logits: After each prompt's last token, float32 [B, V].
+    logits: Logits after each prompt's last token, float32 [B, V].
     session: The request's session, for `generate(..., cache=session)`.
     answers: New tokens of the other request, one at most for each chunk.
   """
@@ -242,11 +246,11 @@ def prefill_beside(
   stop: StopLike = (),
   pad_id: int = 0,
 ) -> BesideReading:
-  """Reads prompts in chunks, beside each of which another request decodes.
+  """Reads prompts in chunks, while another request decodes a step per chunk.
 
   One program computes a chunk of the prompts and a step of the answers, layer
   by layer in turn: tokens come while a long prompt is read, and the sends of
-  each hide under the products of the other (Liger, PPoPP 2024).
+  one overlap the products of the other (Liger, PPoPP 2024).
 
   Args:
     model: Model with weights on a mesh whose axis "model" shards heads and
@@ -258,19 +262,19 @@ def prefill_beside(
     mesh: Mesh; default: the model's.
     capacity: Tokens of the new session's rows; default: its prompts' and 256.
     cache_dtype: Dtype of the new session's cache; default: the model's.
-    cache_kind: How it stores keys and values.
+    cache_kind: Storage of keys and values in the new session's cache.
     sampler: Sampler of the answers; default: greedy.
     stop: Ids after which an answer ends.
     pad_id: Id that fills up answers that ended early.
 
   Returns:
-    The reading; the answers go on with `generate(..., cache=answering)`.
+    The reading; the answers continue with `generate(..., cache=answering)`.
 
   Raises:
-    MeshError, ConfigError, PromptError: as `paired_prefill` raises them.
-    OptionError: `answering` has a row without a pending token, or is another
-      model's; a stop that is a text.
-    NotFiniteLogitsError: a row's logits are NaN or infinite.
+    MeshError, ConfigError, PromptError: If `paired_prefill` would raise them.
+    OptionError: If `answering` has a row without a pending token or is another
+      model's, or a stop is a text.
+    NotFiniteLogitsError: If a row's logits are NaN or infinite.
   """
   check_call(model, tokens)
   refuse_placed(model, "read beside answers", "load it without placement=")
@@ -299,22 +303,22 @@ def prefill_beside(
     )
   ending = RowEndings(stop, None, None, pad_id, batch, vocab)
   prompts = inputs.prompts(tokens, vocab)
-  lengths = np.array([p.size for p in prompts])
+  lengths = np.array([prompt.size for prompt in prompts])
   start = np.zeros_like(lengths)
   check_context(model, start, lengths, 0)
   chunk = positive_int("chunk", chunk)
   options = PrefillOptions(method="chunked", chunk=chunk)
   kind = kinds.cache_kind(cache_kind).resident("reading beside answers")
-  how = options.plan(int(lengths.max()), model, mesh, axis, kind=kind)
-  room = how.width + 256 if capacity is None else capacity
-  if positive_int("capacity", room) < how.width:
+  plan = options.plan(int(lengths.max()), model, mesh, axis, kind=kind)
+  room = plan.width + 256 if capacity is None else capacity
+  if positive_int("capacity", room) < plan.width:
     raise PromptError(
       "capacity",
       room,
-      f"{how.width} or more, which a prompt of {lengths.max()} tokens takes",
+      f"{plan.width} or more, which a prompt of {lengths.max()} tokens takes",
       "leave it out, or make it larger",
     )
-  steps = -(-how.width // chunk)
+  steps = -(-plan.width // chunk)
   check_context(model, answering.lengths, np.zeros(batch, np.int64), steps)
   if answering.room() < steps:
     raise PromptError(
@@ -331,7 +335,7 @@ def prefill_beside(
   for row, prompt in enumerate(prompts):
     session.heard(row, prompt, 0)
   return _beside(
-    model, how, prompts, session, answering, sampler, ending, steps
+    model, plan, prompts, session, answering, sampler, ending, steps
   )
 
 
@@ -345,34 +349,34 @@ def _beside(
   ending: RowEndings,
   steps: int,
 ) -> BesideReading:
-  """The chunks of `prefill_beside` and the steps beside them."""
+  """Run the chunks of `prefill_beside`, each with a decoding step."""
   batch = answering.batch
-  needs = getattr(sampler, "needs_seen", False)
+  needs_seen = getattr(sampler, "needs_seen", False)
   choose = traced(Greedy() if sampler is None else sampler)
   pos = answering.lengths
   state = DecodeState(
     token=jnp.asarray(answering.pending.astype(np.int32)),
     pos=jnp.asarray(pos.astype(np.int32)),
     done=jnp.zeros(batch, bool),
-    seen=jnp.array(answering.seen) if needs else None,
+    seen=jnp.array(answering.seen) if needs_seen else None,
   )
   by_length = any(rope.scaling.by_length for rope in model.config.ropes)
-  sizes = np.array([p.size for p in prompts], np.int32)
-  lengths = jnp.asarray(sizes if by_length else sizes.max())
+  prompt_lengths = np.array([prompt.size for prompt in prompts], np.int32)
+  lengths = jnp.asarray(prompt_lengths if by_length else prompt_lengths.max())
   total = jnp.asarray(answering.capacity, jnp.int32)
   out = np.full((batch, steps), ending.pad_id, np.int32)
-  ended, count = np.zeros(batch, bool), np.zeros(batch, np.int32)
-  marked, logits = NotFiniteRows(), None
+  ended, new_lengths = np.zeros(batch, bool), np.zeros(batch, np.int32)
+  not_finite, logits = NotFiniteRows(), None
   attend = CachedSplitSums(mesh=answering.mesh, axis=answering.axis)
-  left = answering.cache.steps()
+  steps_left = answering.cache.steps()
   with session.running("reading beside answers"), answering.running("decoding"):
     for n, call in enumerate(how.calls(prompts, np.zeros(len(prompts), int))):
-      taken = np.full((session.batch, session.shards), call.tokens.shape[1])
-      session.cache = session.cache.with_room(taken)
-      if not left:
+      slots = np.full((session.batch, session.shards), call.tokens.shape[1])
+      session.cache = session.cache.with_room(slots)
+      if not steps_left:
         answering.cache = answering.cache.flush(~ended)
-        left = answering.cache.steps()
-      given = PairedCall(
+        steps_left = answering.cache.steps()
+      paired_call = PairedCall(
         jnp.asarray(call.tokens),
         jnp.asarray(call.seg),
         jnp.asarray(call.rows),
@@ -382,27 +386,27 @@ def _beside(
         model,
         attend,
         choose,
-        given,
+        paired_call,
         jnp.asarray(call.pos),
         state,
         ending.ids,
         total,
         (session.cache, answering.cache),
       )
-      left -= 1
+      steps_left -= 1
       session.cache = session.cache.flush(call.seg.any(1))
       ends = jnp.asarray(call.ends)[:, None]
       logits = last if logits is None else jnp.where(ends, last, logits)
-      token, done = jax.device_get((state.token, state.done))
-      ended = ended | marked.note(token, pos + n + 1, ~ended)
+      token, row_done = jax.device_get((state.token, state.done))
+      ended = ended | not_finite.note(token, pos + n + 1, ~ended)
       out[:, n] = np.where(ended, ending.pad_id, token)
-      count += ~ended
+      new_lengths += ~ended
       answering.say(token, pos + n + 1, ~ended)
-      ended = ended | done
+      ended = ended | row_done
   assert logits is not None
-  answers = Generated(tokens=out, lengths=count)
-  answering.not_finite(marked.at)
-  marked.check(model.dtype, answers)
+  answers = Generated(tokens=out, lengths=new_lengths)
+  answering.not_finite(not_finite.at)
+  not_finite.check(model.dtype, answers)
   return BesideReading(logits=logits, session=session, answers=answers)
 
 
@@ -419,13 +423,13 @@ def step_beside(
   total: Lengths,
   caches: tuple[CallCache, CallCache],
 ) -> tuple[Float[Array, "B V"], DecodeState, tuple[Any, Any]]:
-  """The compiled call: a chunk of prompts, and a step of answers.
+  """Compiled step: a chunk of prompts, and a decoding step of answers.
 
   Args:
-    model: Model.
-    attend: `CachedSplitSums`, to hide sums; another one, to compare.
+    model: Model of both requests.
+    attend: `CachedSplitSums`, to hide sums; another context, to compare with.
     sampler: Sampler of the answers, traced.
-    call: Chunk.
+    call: Tokens of the chunk.
     pos: Positions of the chunk's tokens.
     state: Answers' state before the step.
     stops: Ids that end an answer.
@@ -435,32 +439,43 @@ def step_beside(
   calls = (
     (call.tokens, pos, call.seg, call.length),
     (
-      # Of rows that have none, the id does not matter.
+      # Rows without a token have segment 0: their id does not matter.
       jnp.maximum(state.token, 0)[:, None],
       state.pos[:, None],
       (~state.done).astype(jnp.int32)[:, None],
       total,
     ),
   )
-  begun = []
-  for (ids, at, seg, length), cache in zip(calls, caches, strict=True):
-    places = tokens_of(model, attend, ids.shape, at, seg, length)
-    kept = cache.allocate(places.at, replicated=True, sees=True)
-    kept = kept.mark(ids, places.at)
-    begun.append((attend.constrain(model.embedded(ids, places)), places, kept))
+  stack_inputs = []
+  for (ids, positions, seg, length), cache in zip(calls, caches, strict=True):
+    call_tokens = tokens_of(model, attend, ids.shape, positions, seg, length)
+    call_cache = cache.allocate(call_tokens.at, replicated=True, sees=True)
+    call_cache = call_cache.mark(ids, call_tokens.at)
+    stack_inputs.append(
+      (
+        attend.constrain(model.embedded(ids, call_tokens)),
+        call_tokens,
+        call_cache,
+      )
+    )
   within: Any = attend
-  (h, read), (g, answered) = model.stack.together(begun, within)
+  (h, chunk_cache), (g, answer_cache) = model.stack.together(
+    stack_inputs, within
+  )
   last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
-  logits, following = (
+  logits, answer_logits = (
     attend.everywhere(model.logits(model.behind(x))) for x in (last, g[:, 0])
   )
-  after = decode.following(sampler, following, state, stops)
-  return logits, attend.everywhere(after), (read, answered)
+  next_state = decode.following(sampler, answer_logits, state, stops)
+  return logits, attend.everywhere(next_state), (chunk_cache, answer_cache)
 
 
 def split_sums(attend: ShardingContext) -> SplitSums:
-  """The same context with sums over "model" that are sends."""
-  fields = {f.name: getattr(attend, f.name) for f in dataclasses.fields(attend)}
+  """Convert a context to one whose sums over "model" are sends."""
+  fields = {
+    field.name: getattr(attend, field.name)
+    for field in dataclasses.fields(attend)
+  }
   return SplitSums(**fields)
 
 
@@ -470,7 +485,7 @@ def check_pair(
   """Refuses a mesh or a model whose sums are not over "model" alone.
 
   Raises:
-    MeshError, ConfigError: see `paired_prefill`.
+    MeshError, ConfigError: As described in `paired_prefill`.
   """
   shape = {} if mesh is None else dict(mesh.shape)
   size = shape.get(_MODEL, 1)
@@ -483,20 +498,20 @@ def check_pair(
       'load the model with mesh=rj.make_mesh((-1,), ("model",), ring="model")',
     )
   for layer in model.config.layers:
-    mixer, after = layer.attention, layer.feedforward
-    got = None
+    mixer, feedforward = layer.attention, layer.feedforward
+    fault = None
     if not isinstance(mixer, Attention):
-      got = f"a layer with {type(mixer).__name__}"
-    elif not isinstance(after, Plain | Gated):
-      got = f"a layer with {type(after).__name__}"
-    elif getattr(after, "sparsity", 0):
-      got = "gates that are shut by what all of them are"
-    elif mixer.heads % size or after.hidden % size:
-      got = f"{mixer.heads} heads and a width of {after.hidden}"
-    if got is not None:
+      fault = f"a layer with {type(mixer).__name__}"
+    elif not isinstance(feedforward, Plain | Gated):
+      fault = f"a layer with {type(feedforward).__name__}"
+    elif getattr(feedforward, "sparsity", 0):
+      fault = "gates that are shut by what all of them are"
+    elif mixer.heads % size or feedforward.hidden % size:
+      fault = f"{mixer.heads} heads and a width of {feedforward.hidden}"
+    if fault is not None:
       raise ConfigError(
         "model",
-        got,
+        fault,
         f"attention and a plain or gated feedforward, which {size} shards "
         "divide",
         "read the prompts one after another with rj.infer.generate",
@@ -505,16 +520,16 @@ def check_pair(
 
 
 def _refuse_changed(model: Transformer) -> None:
-  """Refuses maps that are not plain weights."""
+  """Refuses projections whose weights are not plain `Linear`s."""
   for run in model.stack.blocks:
     for block in run:
       feedforward: Any = block.feedforward
-      maps = [block.attention.o, feedforward.up, feedforward.down]
-      for one in maps:
-        if type(one) is not Linear:
+      projections = [block.attention.o, feedforward.up, feedforward.down]
+      for projection in projections:
+        if type(projection) is not Linear:
           raise OptionError(
             "model",
-            f"layers with {type(one).__name__}",
+            f"layers with {type(projection).__name__}",
             "plain weights",
             "pass the model that rj.models.load returns",
           )

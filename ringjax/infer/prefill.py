@@ -1,4 +1,4 @@
-"""Reading a prompt: by which strategy, in chunks or all at once.
+"""Prefill strategies: a prompt is read in chunks or all at once.
 
 Guarantees: every method leaves a cache from which the same tokens follow.
 Memory: the cache is written in place, once; there is no second copy.
@@ -56,11 +56,11 @@ _STRATEGIES: dict[str, tuple[Layout, Any, bool]] = {
   "hybrid": (Striped(), Ulysses(Ring()), True),
 }
 METHODS = ("auto", *_STRATEGIES, "kvr", "chunked")
-# Those by which no keys travel from shard to shard.
+# Methods that send no keys from shard to shard.
 _UNWIRED = ("dense", "blockwise", "ulysses", "chunked")
-# Tokens of a chunk, unless a size is asked for.
+# Default number of tokens of a chunk.
 _CHUNK = 4096
-# Parts of a sequence are whole numbers of these.
+# A chain's parts of a sequence are multiples of this many tokens.
 _TILE = 128
 
 
@@ -68,12 +68,12 @@ class PromptCall(NamedTuple):
   """A call's tokens of some prompts, in the order of the shards.
 
   Fields:
-    tokens: int32 [B, T].
-    pos: int32 [B, T], or None: those of the layout.
-    seg: int32 [B, T], 0 where there is no token.
-    rows: int32 [B], which of the T is a prompt's last one.
-    ends: bool [B], whether a prompt's last token is among them.
-    done: tokens of the longest prompt that are read after it.
+    tokens: Token ids, int32 [B, T].
+    pos: Positions, int32 [B, T], or None for those of the layout.
+    seg: Segments, int32 [B, T], 0 for padding.
+    rows: Index of each prompt's last token among the T, int32 [B].
+    ends: Whether a prompt's last token is among the T, bool [B].
+    done: Number of tokens of the longest prompt that are read after this call.
   """
 
   tokens: np.ndarray
@@ -86,19 +86,19 @@ class PromptCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefill:
-  """How a prompt is read.
+  """Resolved strategy by which a prompt is read.
 
   Attributes:
-    name: one of `METHODS`, "auto" resolved.
-    attend: what the model is called with.
-    chunk: tokens of a chunk, of which the last can have fewer; None for all
-      at once.
-    width: tokens that the compiled calls read in all, padding included.
-    slots: of the cache, that they fill on each shard at most.
-    why: why "auto" chose it.
-    layout: which tokens of a call are on which shard. Chunks are striped, so
-      that the tokens of a short row are level over the shards; for recurrent
-      layers they are consecutive.
+    name: Method, one of `METHODS` but not "auto".
+    attend: Sharding context that the model is called with.
+    chunk: Number of tokens of a chunk, of which the last can have fewer; None
+      for all at once.
+    width: Number of tokens that the compiled calls read in all, with padding.
+    slots: Number of cache slots that they fill on each shard at most.
+    why: Reason for the choice, as text.
+    layout: Distribution of a call's tokens over the shards. Chunks are striped,
+      so that the tokens of a short row are spread evenly over the shards; for
+      recurrent layers they are consecutive.
   """
 
   name: str
@@ -110,35 +110,35 @@ class Prefill:
   layout: Layout
 
   def taken(self, lengths: np.ndarray) -> np.ndarray:
-    """Slots that prompts of these lengths [B] take on each shard, [B, R]."""
-    found: Any = 0
+    """Count the slots that prompts of lengths [B] take per shard, [B, R]."""
+    slots: Any = 0
     for first, order in self._orders():
-      at = order.reshape(self.attend.size, -1)
-      here = (at >= 0) & (first + at < lengths[:, None, None])
-      found = found + np.max(here * np.arange(1, at.shape[1] + 1), 2)
-    return found
+      offsets = order.reshape(self.attend.size, -1)
+      present = (offsets >= 0) & (first + offsets < lengths[:, None, None])
+      slots = slots + np.max(present * np.arange(1, offsets.shape[1] + 1), 2)
+    return slots
 
   def calls(
     self, prompts: Sequence[np.ndarray], start: np.ndarray
   ) -> Iterator[PromptCall]:
-    """The calls of `read` that read prompts, one after another.
+    """Yield the arguments of the calls of `read` that read prompts, in order.
 
     Args:
-      prompts: int32 [T] each.
-      start: int [B], the position of each prompt's first token.
+      prompts: Token ids of each prompt, int32 [T].
+      start: Position of each prompt's first token, int [B].
     """
-    lengths = np.array([p.size for p in prompts])
+    lengths = np.array([prompt.size for prompt in prompts])
     longest = int(lengths.max())
     for first, order in self._orders():
-      real = np.flatnonzero(order >= 0)
-      # Where each of the call's tokens is.
-      where = np.zeros(order.size, np.int32)
-      where[order[real]] = real
+      columns = np.flatnonzero(order >= 0)
+      # Index, among the call's tokens, of each token in prompt order.
+      column_of = np.zeros(order.size, np.int32)
+      column_of[order[columns]] = columns
       index = first + order
       seg = (order >= 0) & (index < lengths[:, None])
       tokens = np.zeros(seg.shape, np.int32)
-      for row, prompt, have in zip(tokens, prompts, seg, strict=True):
-        row[have] = prompt[index[have]]
+      for row, prompt, present in zip(tokens, prompts, seg, strict=True):
+        row[present] = prompt[index[present]]
       last = lengths - 1 - first
       yield PromptCall(
         tokens=tokens,
@@ -146,13 +146,13 @@ class Prefill:
         if self.chunk is None
         else (start[:, None] + index).astype(np.int32),
         seg=seg.astype(np.int32),
-        rows=where[np.clip(last, 0, order.size - 1)],
+        rows=column_of[np.clip(last, 0, order.size - 1)],
         ends=(last >= 0) & (last < order.size),
         done=min(first + order.size, longest),
       )
 
   def _orders(self) -> Iterator[tuple[int, np.ndarray]]:
-    """Each call's first token, and its tokens counted from there; -1: none."""
+    """Yield each call's first token and its tokens relative to it; -1: none."""
     step = self.chunk or self.width
     for first in range(0, self.width, step):
       size = min(step, self.width - first)
@@ -161,19 +161,19 @@ class Prefill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillOptions:
-  """How a caller wants prompts to be read.
+  """Options of a caller for reading prompts.
 
   Attributes:
-    method: one of `METHODS`.
-    chunk: most tokens of a chunk, for "chunked".
-    partition: tokens of each shard, for "kvr".
-    machine: what "auto" chooses by; None: by rules.
-    keep: where the cache is wanted, one of `KEEPS`.
-    wire: how keys and values travel between shards, as in `Ring`; None: as
-      they are.
+    method: Strategy, one of `METHODS`.
+    chunk: Maximum number of tokens of a chunk, for "chunked".
+    partition: Number of tokens of each shard, for "kvr".
+    machine: Measured machine by which "auto" chooses; None: by rules.
+    keep: Place where the cache is kept, one of `KEEPS`.
+    wire: Format of keys and values between shards, as in `Ring`; None:
+      unencoded.
 
   Raises:
-    OptionError: an unknown name, or options that do not go together.
+    OptionError: If a name is unknown, or options contradict each other.
   """
 
   method: str = "auto"
@@ -239,19 +239,20 @@ class PrefillOptions:
     says so.
 
     Args:
-      tokens: of the longest prompt.
-      model: what reads it.
-      mesh: the mesh, None for one device.
-      axis: the axis that shards the sequence, or None.
-      room: tokens that the cache has room for, if there is one already.
-      behind: whether the cache holds tokens, which the prompt has to see.
-      kind: of the cache. Where older tokens go to the hosts' memory, "auto"
-        reads a prompt in chunks that is longer than what stays, and any prompt
-        where a codec stores them: a row is read as if it were alone.
+      tokens: Number of tokens of the longest prompt.
+      model: Model that reads the prompt.
+      mesh: Mesh, None for one device.
+      axis: Mesh axis that shards the sequence, or None.
+      room: Free tokens of the cache, if there is one already.
+      behind: Whether the cache holds tokens, which the prompt has to see.
+      kind: Kind of the cache. Where older tokens go to the hosts' memory,
+        "auto" reads in chunks each prompt that is longer than the part that
+        stays on the devices, and every prompt if they are stored by a codec: a
+        row is read as if it were alone.
 
     Raises:
-      OptionError: a method that does not fit the mesh, the model or the
-        cache, or a machine where there is no choice.
+      OptionError: If the method does not fit the mesh, the model or the cache,
+        or a machine is given where there is no choice.
     """
     size = 1
     if axis is not None:
@@ -270,24 +271,24 @@ class PrefillOptions:
         "pass prefill='striped', for instance, or leave wire out",
       )
     alone = self.wire is not None and size == 1
-    sends = "; one shard sends nothing" if alone else ""
+    note = "; one shard sends nothing" if alone else ""
     if name == "chunked":
-      most = self.chunk
-      if most is None and kind.device is not None:
-        most = min(_CHUNK, kind.device)
-      chunk, width = chunks(tokens, size, most, room)
+      max_chunk = self.chunk
+      if max_chunk is None and kind.device is not None:
+        max_chunk = min(_CHUNK, kind.device)
+      chunk, width = chunks(tokens, size, max_chunk, room)
       return Prefill(
         name=name,
         attend=CachedAttention(mesh=mesh, axis=axis, replicated=False),
         chunk=chunk,
         width=width,
         slots=width // size,
-        why=why + sends,
+        why=why + note,
         layout=Contiguous() if recurrent else Striped(),
       )
     chain = name == "kvr"
-    ordered = not chain and isinstance(_STRATEGIES[name][0], Contiguous)
-    if recurrent and size > 1 and not ordered:
+    consecutive = not chain and isinstance(_STRATEGIES[name][0], Contiguous)
+    if recurrent and size > 1 and not consecutive:
       raise OptionError(
         "prefill",
         f"{name!r} for a model with recurrent layers",
@@ -332,7 +333,7 @@ class PrefillOptions:
       chunk=None,
       width=width,
       slots=slots,
-      why=why + sends,
+      why=why + note,
       layout=attend.layout,
     )
 
@@ -345,7 +346,7 @@ class PrefillOptions:
     behind: bool,
     kind: CacheKind,
   ) -> tuple[str, Sequence[int] | None, str]:
-    """A method that is not "auto", its partition, and why it is this one."""
+    """Resolve "auto": the method, its partition, and the reason as text."""
     name, machine = self.method, self.machine
     if machine is not None:
       machine.profile.check_layers(len(model.config.layers))
@@ -369,10 +370,16 @@ class PrefillOptions:
       return "chunked", None, "it continues a conversation"
     if self.chunk is not None:
       return "chunked", None, "a chunk size was given"
-    stay = kind.device
-    longer = stay is not None and (width > stay or kind.codec is not None)
+    device_tokens = kind.device
+    longer = device_tokens is not None and (
+      width > device_tokens or kind.codec is not None
+    )
     if longer and machine is None:
-      return "chunked", None, f"{stay} tokens of a row stay on the devices"
+      return (
+        "chunked",
+        None,
+        f"{device_tokens} tokens of a row stay on the devices",
+      )
     if size > 1 and recurrent:
       return "ring", None, "a recurrent layer's state goes from shard to shard"
     if size == 1:
@@ -396,8 +403,8 @@ class PrefillOptions:
 
 
 def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
-  """Refuses shards of which no groups can trade heads evenly."""
-  mixers = (m for layer in model.config.layers for m in layer.mixers)
+  """Refuses a number of shards without groups that divide the KV heads."""
+  mixers = (mixer for layer in model.config.layers for mixer in layer.mixers)
   for mixer in mixers:
     if isinstance(mixer.cache_shape(1), StateShape):
       continue
@@ -422,20 +429,20 @@ def _partition(
   shards: int,
   given: Sequence[int] | None,
 ) -> tuple[int, ...]:
-  """Tokens of each shard of a chain; adds up to `width`, or as given."""
+  """Partition a prompt over a chain's shards, as given or by FLOPs."""
   if given is None:
     shares = plans.balanced(
       work_profile.profile(model, width), cost.Prompt(tokens=width), shards
     )
     return plans.round_to_tiles(shares, width, tile(width, shards))
-  whole = isinstance(given, Sequence | np.ndarray) and all(
+  are_counts = isinstance(given, Sequence | np.ndarray) and all(
     isinstance(n, int | np.integer) and not isinstance(n, bool) and n > 0
     for n in given
   )
-  if not whole or len(given) != shards or sum(given) < tokens:
+  if not are_counts or len(given) != shards or sum(given) < tokens:
     raise OptionError(
       "partition",
-      f"{given}, in all {sum(given) if whole else '?'}",
+      f"{given}, in all {sum(given) if are_counts else '?'}",
       f"{shards} positive ints that add up to at least {tokens}",
       "leave it out, or see python -m launch.plan kvr",
     )
@@ -443,7 +450,7 @@ def _partition(
 
 
 def tile(tokens: int, shards: int) -> int:
-  """The tokens of which a chain's parts are multiples."""
+  """Tile size in tokens, of which a chain's parts are multiples."""
   return max(1, min(_TILE, tokens // (4 * shards)))
 
 
@@ -452,31 +459,34 @@ def chunks(
 ) -> tuple[int, int]:
   """Tokens of a chunk, a multiple of the shards, and of all chunks together.
 
-  A chunk has as many as `most` allows, however long the prompt is: each row of
-  a batch is cut as if it were alone. The last chunk has few sizes, so that
-  turns share programs; where the room does not hold it, it is shorter.
+  A chunk has as many tokens as `most` allows, however long the prompt is: each
+  row of a batch is cut as if it were alone. The last chunk has one of few
+  sizes, so that turns share programs; it is shorter if the room is too small.
   """
 
-  def up(n: int) -> int:
+  def round_up(n: int) -> int:
     return -(-n // shards) * shards
 
-  chunk = up(_CHUNK if most is None else most)
-  before = max(0, tokens - 1) // chunk * chunk
-  last = min(chunk, padded(tokens - before, shards))
-  if room is not None and before + last > room:
-    last = max(up(tokens - before), (room - before) // shards * shards)
-  return min(chunk, before + last), before + last
+  chunk = round_up(_CHUNK if most is None else most)
+  earlier_tokens = max(0, tokens - 1) // chunk * chunk
+  last = min(chunk, padded(tokens - earlier_tokens, shards))
+  if room is not None and earlier_tokens + last > room:
+    last = max(
+      round_up(tokens - earlier_tokens),
+      (room - earlier_tokens) // shards * shards,
+    )
+  return min(chunk, earlier_tokens + last), earlier_tokens + last
 
 
 def padded(tokens: int, shards: int, room: int | None = None) -> int:
-  """A length of which there are few (8 an octave), so that few are compiled.
+  """Round a length up to one of 8 per octave, so that few are compiled.
 
-  A multiple of 8 tokens a shard; where the room is less than that, what there
-  is of it, or what the tokens take at least.
+  The result is a multiple of 8 tokens per shard. Where the room is smaller than
+  that, it is the room, or what the tokens take at least.
   """
-  least = 8 * shards
-  step = max(least, 1 << max(0, tokens.bit_length() - 4))
-  step = -(-step // least) * least
+  multiple = 8 * shards
+  step = max(multiple, 1 << max(0, tokens.bit_length() - 4))
+  step = -(-step // multiple) * multiple
   length = -(-max(tokens, 1) // step) * step
   if room is None or length <= room:
     return length
@@ -499,7 +509,7 @@ def read(
   rows: Int[Array, " B"],
   length: Lengths,
 ) -> tuple[Float[Array, "B V"], Any]:
-  """The compiled call: logits of the tokens behind `rows`, and the cache.
+  """Compiled call: logits after the tokens at `rows`, and the cache.
 
   `length` is that of the whole context or of each row's prompt, for rotations
   that depend on it.

@@ -1,4 +1,4 @@
-"""Prompts go into a session: what is checked, planned and read."""
+"""Checks, planning and prefill of prompts that go into a session."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def read_context(
 ) -> None:
   """Reads texts into a session and generates nothing.
 
-  Calls of `generate` with the session then ask about them, one behind the
-  other. With a policy of eviction the questions are about what is kept:
-  `session.cache.snapshot` and `restore` go back to it.
+  Calls of `generate` with the session then ask about them, one after the other.
+  With a policy of eviction the questions are about the tokens kept:
+  `session.cache.snapshot` and `restore` return to that state.
 
   Args:
-    model: as `generate` gets it.
-    tokens: int32 [B, T], or B sequences of ids of different lengths.
-    cache: the session, empty or not.
-    prefill: how it is read, see `generate`.
-    chunk: the same.
-    partition: the same.
-    machine: the same.
-    tokenizer: encodes the request for a repetition, where the session's policy
+    model: Model to read with, as for `generate`.
+    tokens: Token ids, int32 [B, T], or B sequences of different lengths.
+    cache: Session to read into, empty or not.
+    prefill: Prefill strategy, see `generate`.
+    chunk: Maximum number of tokens of a chunk, see `generate`.
+    partition: Number of tokens of each shard, see `generate`.
+    machine: Measured machine by which "auto" chooses, see `generate`.
+    tokenizer: Encodes the request for a repetition, where the session's policy
       repeats the context (`rj.kv.KVzip`).
-    progress: called with the number of tokens read.
+    progress: Called with the number of tokens read.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    RingjaxError: If an argument is invalid; nothing is compiled.
   """
   check_call(model, tokens)
   check_callable(progress=progress)
@@ -70,25 +70,33 @@ def read_context(
     method=prefill, chunk=chunk, partition=partition, machine=machine
   )
   prompts = inputs.prompts(tokens, model.config.vocab)
-  own: dict[str, Any] = dict.fromkeys(("mesh", "axis", "dtype", "cache_kind"))
-  check_session(cache, model, len(prompts), own)
+  cache_options: dict[str, Any] = dict.fromkeys(
+    ("mesh", "axis", "dtype", "cache_kind")
+  )
+  check_session(cache, model, len(prompts), cache_options)
   start, prompts = cache.lengths, with_pending(prompts, cache)
-  lengths = np.array([p.size for p in prompts])
-  session, how, total = planned(model, cache, options, own, start, lengths, 1)
-  check_context(model, start, lengths, 0, session.cache.kind, how)
-  asked = asked_repetition(model, session, start, lengths, tokenizer)
+  lengths = np.array([prompt.size for prompt in prompts])
+  session, plan, total = planned(
+    model, cache, options, cache_options, start, lengths, 1
+  )
+  check_context(model, start, lengths, 0, session.cache.kind, plan)
+  instructions = asked_repetition(model, session, start, lengths, tokenizer)
   model = session.weights(model)
-  read_prompts(model, session, how, prompts, start, total, progress, asked)
+  read_prompts(
+    model, session, plan, prompts, start, total, progress, instructions
+  )
 
 
 def stored_wire(
   model: Transformer, session: Session | None, own: dict[str, Any]
 ) -> Any:
-  """The wire that sends what the cache stores."""
-  latent = [
-    x for x in model.kinds if isinstance(x, LayerCacheSpec) and not x.value
+  """Wire format that sends keys and values as the cache stores them."""
+  latent_specs = [
+    spec
+    for spec in model.kinds
+    if isinstance(spec, LayerCacheSpec) and not spec.value
   ]
-  if latent:
+  if latent_specs:
     raise OptionError(
       "wire",
       f"'cache' with {model.config.family}, which caches latents",
@@ -105,10 +113,10 @@ def stored_wire(
 def with_pending(
   prompts: list[np.ndarray], session: Session
 ) -> list[np.ndarray]:
-  """The prompts behind tokens that were generated and not read yet."""
+  """Prepend each row's generated but unread token to its prompt."""
   return [
-    p if last < 0 else np.concatenate([[np.int32(last)], p])
-    for p, last in zip(prompts, session.pending, strict=True)
+    prompt if token < 0 else np.concatenate([[np.int32(token)], prompt])
+    for prompt, token in zip(prompts, session.pending, strict=True)
   ]
 
 
@@ -122,39 +130,45 @@ def planned(
   count: int,
   spare: int = 0,
 ) -> tuple[Session, Prefill, np.ndarray]:
-  """How the prompts are read, and into which session, with room for them.
+  """Plan the prefill of prompts, in the given session or a new one.
 
-  `count` tokens are generated; slots for `spare` more are there for a while.
+  The session has room for the prompts, `count` generated tokens and, for a
+  while, `spare` more.
 
   Returns:
-    (session, how, length): the last is that of the context, for rotations
-      that depend on it, int32 []; without a session of each row's prompt, [B].
+    (session, how, length): Session, prefill plan, and the length that rotations
+      may depend on, which is the context's, int32 [], or without a session each
+      row's prompt's, [B].
   """
   longest, batch = int(lengths.max()), lengths.size
-  given = own.get("attention_fn") if session is None else session.attention_fn
-  if given is not None:
+  attention_fn = (
+    own.get("attention_fn") if session is None else session.attention_fn
+  )
+  if attention_fn is not None:
     options = _by_chunks(options)
   if session is None:
-    where = place_of(own["mesh"], own["axis"], model)
+    placement = place_of(own["mesh"], own["axis"], model)
     if own["cache_kind"] is None:
       own = own | {"cache_kind": kinds.WINDOWED}
     kind = own["cache_kind"]
-    how = options.plan(longest, model, *where, kind=kind)
-    _check_alone(options, how, lengths, kind, start)
-    _check_scores(model, how, batch)
-    # A shard's last slot may stay empty behind an uneven prompt.
-    shards = how.attend.size
-    capacity = how.slots * shards + count + spare + shards
+    plan = options.plan(longest, model, *placement, kind=kind)
+    _check_alone(options, plan, lengths, kind, start)
+    _check_scores(model, plan, batch)
+    # A shard's last slot may stay empty after an uneven prompt.
+    shards = plan.attend.size
+    capacity = plan.slots * shards + count + spare + shards
     session = Session(model, capacity, batch=batch, **own)
-    if given is not None:
-      how = dataclasses.replace(how, attend=session.attend(replicated=False))
-    return session, how, _rotated_by(model, lengths)
-  room, behind = session.room(), bool(start.any())
-  whole = isinstance(session.cache, ContextCache) and session.cache.asks_whole
-  if whole and options.chunk is None:
+    if attention_fn is not None:
+      plan = dataclasses.replace(plan, attend=session.attend(replicated=False))
+    return session, plan, _rotated_by(model, lengths)
+  room, holds_tokens = session.room(), bool(start.any())
+  asks_whole = (
+    isinstance(session.cache, ContextCache) and session.cache.asks_whole
+  )
+  if asks_whole and options.chunk is None:
     width = padded(longest, session.shards)
     options = dataclasses.replace(options, chunk=width)
-  if whole and options.chunk is not None and options.chunk < longest:
+  if asks_whole and options.chunk is not None and options.chunk < longest:
     raise OptionError(
       "chunk",
       f"{options.chunk} tokens of a question of {longest}, whose tokens select "
@@ -162,37 +176,37 @@ def planned(
       "the whole question in one call",
       "leave it out, or pass combine='select:by=token' or 'select:by=query'",
     )
-  how = options.plan(
+  plan = options.plan(
     longest,
     model,
     session.mesh,
     session.axis,
-    # The last token is not read.
+    # The last generated token is not read.
     room=room - (count - 1) - spare,
-    behind=behind,
+    behind=holds_tokens,
     kind=session.cache.kind,
   )
-  _check_alone(options, how, lengths, session.cache.kind, start)
-  after = session.cache.free() - how.taken(lengths)
-  if after.min() < 0 or after.sum(1).min() < count - 1 + spare:
+  _check_alone(options, plan, lengths, session.cache.kind, start)
+  free_slots = session.cache.free() - plan.taken(lengths)
+  if free_slots.min() < 0 or free_slots.sum(1).min() < count - 1 + spare:
     raise PromptError(
       "tokens",
-      f"{longest} tokens, read by prefill={how.name!r} on {session.shards} "
+      f"{longest} tokens, read by prefill={plan.name!r} on {session.shards} "
       f"shard(s), and max_new_tokens={count}, of which {count - 1 + spare} "
       "are read",
       f"at most {room} together in this session of {session.cache.capacity}",
       "make a session of larger capacity, or ask for fewer tokens",
     )
-  _check_scores(model, how, batch)
-  if given is not None:
-    how = dataclasses.replace(how, attend=session.attend(replicated=False))
-  if not behind:
+  _check_scores(model, plan, batch)
+  if attention_fn is not None:
+    plan = dataclasses.replace(plan, attend=session.attend(replicated=False))
+  if not holds_tokens:
     session.bind(model)
-  return session, how, np.array(session.capacity, np.int32)
+  return session, plan, np.array(session.capacity, np.int32)
 
 
 def _by_chunks(options: PrefillOptions) -> PrefillOptions:
-  """The same for an attention function of the caller, which reads a cache."""
+  """Change options to "chunked", so that `attention_fn` reads the cache."""
   if options.method not in ("auto", "chunked") or options.machine is not None:
     raise OptionError(
       "prefill",
@@ -210,11 +224,11 @@ def _check_alone(
   kind: CacheKind,
   start: np.ndarray,
 ) -> None:
-  """Refuses what would read a row otherwise than if it were alone."""
-  kept = kind.policy is not None and not kind.repeats
-  mixed = bool(start.any()) and not start.all()
-  free = options.method == "auto" and options.chunk is None
-  if free and mixed and (kept or kind.codec is not None):
+  """Refuses options by which a row's result depends on the other rows."""
+  evicts = kind.policy is not None and not kind.repeats
+  some_empty = bool(start.any()) and not start.all()
+  unspecified = options.method == "auto" and options.chunk is None
+  if unspecified and some_empty and (evicts or kind.codec is not None):
     raise OptionError(
       "prefill",
       f"'auto' for empty rows beside rows that hold tokens, with a cache of "
@@ -223,14 +237,14 @@ def _check_alone(
       "pass prefill='chunked'",
     )
   shards, layout = how.attend.size, how.layout
-  widths = {padded(int(n), shards) for n in lengths}
-  given = options.partition is not None
+  widths = {padded(int(length), shards) for length in lengths}
+  has_partition = options.partition is not None
   if (
     options.wire is not None
     and shards > 1
     and len(widths) > 1
     and not isinstance(layout, Striped)
-    and not given
+    and not has_partition
   ):
     raise OptionError(
       "wire",
@@ -243,7 +257,7 @@ def _check_alone(
 
 
 def _rotated_by(model: Transformer, lengths: np.ndarray) -> np.ndarray:
-  """Of each row its own prompt, int32 [B]; [] where no rotation looks at it."""
+  """Length by which rotations scale: each row's, int32 [B], or the longest."""
   if any(rope.scaling.by_length for rope in model.config.ropes):
     return lengths.astype(np.int32)
   return np.array(lengths.max(), np.int32)
@@ -259,13 +273,13 @@ def read_prompts(
   progress: Callable[[int], Any] | None,
   asked: Instructions | None,
 ) -> jax.Array:
-  """Reads the prompts into the session: the logits [B, V] behind them."""
-  found: Any = None
+  """Reads prompts into the session: returns the logits after them [B, V]."""
+  last_logits: Any = None
   with session.running("reading the prompt"):
     for call in how.calls(prompts, start):
-      each = call.tokens.shape[1] // session.shards
-      taken = np.full((session.batch, session.shards), each)
-      session.cache = session.cache.with_room(taken)
+      shard_slots = call.tokens.shape[1] // session.shards
+      slots = np.full((session.batch, session.shards), shard_slots)
+      session.cache = session.cache.with_room(slots)
       logits, session.cache = read(
         model,
         how.attend,
@@ -278,10 +292,12 @@ def read_prompts(
       )
       for row, prompt in enumerate(prompts):
         session.heard(row, prompt[: call.done], int(start[row]))
-      # Rows that are read already stay as they are.
+      # Rows whose prompt has ended are not flushed.
       session.cache = session.cache.flush(call.seg.any(1))
       ends = jnp.asarray(call.ends)[:, None]
-      found = logits if found is None else jnp.where(ends, logits, found)
+      last_logits = (
+        logits if last_logits is None else jnp.where(ends, logits, last_logits)
+      )
       if progress is not None:
         jax.block_until_ready(logits)
         progress(call.done)
@@ -289,7 +305,7 @@ def read_prompts(
       session.cache = repeat(
         model, session.cache, prompts, start == 0, asked, total
       )
-  return found
+  return last_logits
 
 
 def asked_repetition(
@@ -299,22 +315,22 @@ def asked_repetition(
   lengths: np.ndarray,
   tokenizer: Any,
 ) -> Instructions | None:
-  """What asks for a repetition of the prompts, if the policy wants one.
+  """Build the instructions to repeat the prompts, if the policy needs them.
 
-  Rows that hold tokens are not repeated: what comes behind them stays.
+  Rows that hold tokens are not repeated: their new tokens all stay.
   """
   kind = session.cache.kind
   if not kind.repeats or start.all():
     return None
-  asked = Instructions.of(tokenizer)
-  check_repetition(model, kind.policy, lengths * (start == 0), asked)
-  return asked
+  instructions = Instructions.of(tokenizer)
+  check_repetition(model, kind.policy, lengths * (start == 0), instructions)
+  return instructions
 
 
 def check_session(
   session: Session, model: Transformer, batch: int, own: dict[str, Any]
 ) -> None:
-  """Refuses a session of something else, and options that it has itself."""
+  """Refuses a session that does not fit, and options that it already fixes."""
   if not isinstance(session, Session):
     raise InputTypeError(
       "cache",
@@ -364,31 +380,33 @@ def check_context(
   lengths: np.ndarray,
   count: int,
   kind: CacheKind | None = None,
-  how: Prefill | None = None,
+  plan: Prefill | None = None,
 ) -> None:
   """Refuses a text that is longer than the context the model supports.
 
-  With a policy that moves tokens to their index in the cache, one that holds
-  more tokens, read by calls of `how`.
+  With a policy that moves tokens to their index in the cache, refuses a cache
+  that holds more tokens than that, with the calls of `plan`.
   """
   row = int(np.argmax(start + lengths))
   policy = None if kind is None else kind.policy
-  if policy is not None and policy.moves and how is not None:
+  if policy is not None and policy.moves and plan is not None:
     assert kind is not None and isinstance(policy.budget, int)
-    call = max(how.chunk or how.width, kind.room)
-    held = policy.budget + kind.recent + kind.room + call
+    call = max(plan.chunk or plan.width, kind.room)
+    most_held = policy.budget + kind.recent + kind.room + call
     inputs.within_context(
       model.config,
-      min(held, int(start[row] + lengths[row]) + count),
-      f"{held:,} tokens in the cache at once (budget={policy.budget:,}, "
+      min(most_held, int(start[row] + lengths[row]) + count),
+      f"{most_held:,} tokens in the cache at once (budget={policy.budget:,}, "
       f"room={kind.room:,}, {call:,} of a call; chunk= makes calls shorter)",
     )
     return
-  before = f"{int(start[row]):,} tokens read before, " if start[row] else ""
+  read_before = (
+    f"{int(start[row]):,} tokens read before, " if start[row] else ""
+  )
   inputs.within_context(
     model.config,
     int(start[row] + lengths[row]) + count,
-    f"{before}{int(lengths[row]):,} tokens in prompt {row} and "
+    f"{read_before}{int(lengths[row]):,} tokens in prompt {row} and "
     f"max_new_tokens={count:,}",
   )
 
@@ -396,8 +414,8 @@ def check_context(
 def _check_scores(model: Transformer, how: Prefill, batch: int) -> None:
   """Refuses dense scores that cannot fit, before anything is allocated.
 
-  They alone grow with the square of the prompt. Counted is one copy in
-  float32, the least there is.
+  Only the scores grow with the square of the prompt. The estimate is one copy
+  in float32, a lower bound.
   """
   if how.name != "dense":
     return
@@ -406,12 +424,12 @@ def _check_scores(model: Transformer, how: Prefill, batch: int) -> None:
     getattr(layer.attention, "heads", 0) for layer in model.config.layers
   )
   shards = 1 if mesh is None else mesh.devices.size
-  each = 4 * batch * heads * how.width**2 // shards
+  score_bytes = 4 * batch * heads * how.width**2 // shards
   free, _ = free_on(mesh)
-  if free is not None and each > free:
+  if free is not None and score_bytes > free:
     raise MemoryEstimateError(
       "prefill",
-      f"'dense', with {each:,} bytes of scores on each of {shards} "
+      f"'dense', with {score_bytes:,} bytes of scores on each of {shards} "
       f"device(s) for {batch} x {how.width:,} tokens",
       f"at most the {free:,} that are free there",
       "pass prefill='blockwise', or leave it out",
@@ -419,7 +437,7 @@ def _check_scores(model: Transformer, how: Prefill, batch: int) -> None:
 
 
 def check_call(model: Transformer | str, tokens: Prompts) -> None:
-  """Refuses what is not a model, and a call in a trace."""
+  """Refuses a value that is not a model, and a call inside a trace."""
   if not isinstance(model, Transformer):
     raise InputTypeError(
       "model",
@@ -430,7 +448,7 @@ def check_call(model: Transformer | str, tokens: Prompts) -> None:
   weight = model.embed.weight.get_value()
   rows = tokens if isinstance(tokens, list | tuple) else (tokens,)
   for name, arrays in (("model", (weight,)), ("tokens", rows)):
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
       raise InputTypeError(
         name,
         "a traced array",
@@ -440,8 +458,11 @@ def check_call(model: Transformer | str, tokens: Prompts) -> None:
 
 
 def check_callable(**functions: Any) -> None:
-  for name, f in functions.items():
-    if f is not None and not callable(f):
+  for name, function in functions.items():
+    if function is not None and not callable(function):
       raise InputTypeError(
-        name, type(f).__name__, "a callable", f"pass a function as {name}="
+        name,
+        type(function).__name__,
+        "a callable",
+        f"pass a function as {name}=",
       )

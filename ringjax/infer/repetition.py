@@ -1,7 +1,7 @@
-"""Evicts by what a model looks at while it repeats its context (KVzip).
+"""Eviction by a model's attention while it repeats its context (KVzip).
 
-Guarantees: the cache holds what it held, but for what is evicted.
-Cost: a call for each chunk of the context, behind the whole of it.
+Guarantees: the cache holds the same keys, but for those evicted.
+Cost: a call for each chunk of the context, which attends to all of it.
 Memory: the open cache grows by a call's tokens until the eviction.
 """
 
@@ -31,23 +31,23 @@ from ringjax.parallel.mesh import entering
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
-# The texts are those of the paper's authors, which its figures are of.
+# Texts of the paper's authors, by which its figures were measured.
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 _SUFFIX = "\n"
-# What no template writes by itself.
+# Placeholder text that no chat template contains.
 _MARK = "the context"
-# Of the chunk before: where the repetition starts.
+# Tokens of the chunk before, which mark the start of the repetition.
 _BEFORE = 8
 
 
 class Instructions(NamedTuple):
-  """What asks for a repetition, int32 ids.
+  """Texts that ask for a repetition, as int32 ids.
 
   Fields:
-    first: before the first chunk.
-    later: before the last tokens of the chunk before, for the others.
-    suffix: what a template writes before an answer.
+    first: Request for the first chunk.
+    later: Request for the others; the last tokens of the chunk before follow.
+    suffix: Text that a chat template writes before an answer.
   """
 
   first: np.ndarray
@@ -56,14 +56,14 @@ class Instructions(NamedTuple):
 
   @classmethod
   def of(cls, tokenizer: Any) -> Instructions:
-    """By a tokenizer; none without, the chunk alone is then repeated.
+    """Encode the texts with a tokenizer; None gives empty texts.
 
     Raises:
-      InputTypeError: it can't encode a text.
+      InputTypeError: If the tokenizer can't encode a text.
     """
     if tokenizer is None:
-      none = np.zeros(0, np.int32)
-      return cls(none, none, none)
+      empty = np.zeros(0, np.int32)
+      return cls(empty, empty, empty)
     if isinstance(tokenizer, str) or not hasattr(tokenizer, "encode"):
       raise InputTypeError(
         "tokenizer",
@@ -71,47 +71,54 @@ class Instructions(NamedTuple):
         "a tokenizer that encodes the request for a repetition",
         "pass rj.data.Tokenizer.load(folder)",
       )
-    ids = lambda text: np.asarray(tokenizer.encode(text), np.int32).reshape(-1)
-    suffix = ids(_SUFFIX)
+    encode = lambda text: np.asarray(tokenizer.encode(text), np.int32).reshape(
+      -1
+    )
+    suffix = encode(_SUFFIX)
     if getattr(tokenizer, "chat_template", None) is not None:
       turn = [{"role": "user", "content": _MARK}]
       chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_names)
       text = chat.text(turn).partition(_MARK)[2]
       suffix = tokenizer.encode(text, special=True)
-    return cls(ids(_FIRST), ids(_LATER), suffix)
+    return cls(encode(_FIRST), encode(_LATER), suffix)
 
   def texts(
     self, prompt: np.ndarray, prefix: int, chunk: int
   ) -> list[tuple[int, int, np.ndarray]]:
-    """First and end of each chunk of a prompt, and what is read for it."""
-    found = []
+    """List first, end and repetition text of each chunk of a prompt."""
+    texts = []
     for start in range(prefix, prompt.size, chunk):
       end = min(start + chunk, prompt.size)
-      ask = [self.first]
+      request = [self.first]
       if start > prefix:
-        ask = [self.later, prompt[start - min(chunk, _BEFORE) : start]]
-      text = np.concatenate([*ask, self.suffix, prompt[start:end]])
-      found.append((start, end, text.astype(np.int32)))
-    return found
+        request = [self.later, prompt[start - min(chunk, _BEFORE) : start]]
+      text = np.concatenate([*request, self.suffix, prompt[start:end]])
+      texts.append((start, end, text.astype(np.int32)))
+    return texts
 
 
 def check_repetition(
   model: Transformer, policy: KVzip, lengths: np.ndarray, asked: Instructions
 ) -> None:
-  """Refuses a context that with its repetition is longer than the model's.
+  """Refuses a context that with its repetition exceeds the model's context.
 
   Raises:
-    PromptError: it is.
+    PromptError: If it does.
   """
   chunk = np.minimum(policy.chunk, lengths)
-  words = max(asked.first.size, asked.later.size + _BEFORE) + asked.suffix.size
-  total, most = int((lengths + chunk).max()) + words, model.config.longest
-  if most is not None and total > most:
+  request_tokens = (
+    max(asked.first.size, asked.later.size + _BEFORE) + asked.suffix.size
+  )
+  total, limit = (
+    int((lengths + chunk).max()) + request_tokens,
+    model.config.longest,
+  )
+  if limit is not None and total > limit:
     raise PromptError(
       "tokens",
       f"{int(lengths.max()):,} tokens, of which {policy} repeats "
       f"{int(chunk.max()):,} at once behind them: {total:,} in all",
-      f"at most {most:,}, the model's context by its {model.config.bound}",
+      f"at most {limit:,}, the model's context by its {model.config.bound}",
       "repeat fewer at once, rj.kv.KVzip(chunk=256), or use another policy",
     )
 
@@ -124,55 +131,59 @@ def repeat(
   asked: Instructions,
   total: np.ndarray,
 ) -> Any:
-  """The cache after an eviction by a repetition of these rows' prompts.
+  """Evict by a repetition of some rows' prompts, and return the cache.
 
   Args:
-    model: that has read them into the cache.
-    cache: of a kind whose policy repeats, with these tokens alone in `rows`.
-    prompts: int32 [T] each.
-    rows: bool [B], which rows are repeated; the others keep all.
-    asked: the instructions.
-    total: tokens of the context, for rotations that depend on it.
+    model: Model that has read the prompts into the cache.
+    cache: Cache whose policy repeats; `rows` of it hold these prompts alone.
+    prompts: Token ids of each row's prompt, int32 [T].
+    rows: Mask of the rows to repeat, bool [B]; the others keep all keys.
+    asked: Texts that ask for the repetition.
+    total: Tokens of the context, for rotations that depend on it.
   """
   policy: Any = cache.kind.policy
   texts = [
-    asked.texts(prompt, policy.prefix, policy.chunk) if mine else []
-    for prompt, mine in zip(prompts, rows, strict=True)
+    asked.texts(prompt, policy.prefix, policy.chunk) if repeated else []
+    for prompt, repeated in zip(prompts, rows, strict=True)
   ]
   count = max(map(len, texts))
   if not peaks.repeated_kinds(cache) or not count:
     return cache.flush()
-  ends = np.array([p.size for p in prompts]) * rows
-  longest = max(text.size for each in texts for _, _, text in each)
+  ends = np.array([prompt.size for prompt in prompts]) * rows
+  longest = max(text.size for row_texts in texts for _, _, text in row_texts)
   shards, batch = cache.shards, cache.batch
   options = PrefillOptions(method="chunked", chunk=padded(longest, shards))
   cache = cache.with_room(
     np.full((batch, shards), padded(longest, shards) // shards)
   )
   scores: Any = None
-  # Another budget compiles nothing.
+  # The policy's numbers are traced: another budget compiles nothing.
   kind = dataclasses.replace(cache.kind, policy=policy.traced())
-  held = dataclasses.replace(cache, kind=kind)
+  traced_cache = dataclasses.replace(cache, kind=kind)
   for n in range(count):
-    none = (0, 0, np.zeros(0, np.int32))
-    mine = [each[n] if n < len(each) else none for each in texts]
-    start, end, ids = zip(*mine, strict=True)
-    how = options.plan(longest, model, cache.mesh, cache.axis, behind=True)
-    (call,) = how.calls(ids, ends)
-    at = [jnp.asarray(np.array(x, np.int32)) for x in (start, end, ends)]
-    found = _peaks(
+    empty = (0, 0, np.zeros(0, np.int32))
+    chunk_texts = [
+      row_texts[n] if n < len(row_texts) else empty for row_texts in texts
+    ]
+    start, end, ids = zip(*chunk_texts, strict=True)
+    plan = options.plan(longest, model, cache.mesh, cache.axis, behind=True)
+    (call,) = plan.calls(ids, ends)
+    bounds = [
+      jnp.asarray(np.array(values, np.int32)) for values in (start, end, ends)
+    ]
+    chunk_scores = _peaks(
       model,
-      how.attend,
+      plan.attend,
       jnp.asarray(call.tokens),
       jnp.asarray(call.pos),
       jnp.asarray(call.seg),
-      held,
-      Chunk(*at),
+      traced_cache,
+      Chunk(*bounds),
       jnp.asarray(total, jnp.int32),
     )
     # A token is in one chunk, and gets 0 in the others.
     join = lambda x, y: jax.tree.map(jnp.maximum, x, y)
-    scores = found if scores is None else join(scores, found)
+    scores = chunk_scores if scores is None else join(scores, chunk_scores)
   return cache.evict(Repeated(scores, rows))
 
 
@@ -188,11 +199,13 @@ def _peaks(
   chunk: Chunk,
   length: Lengths,
 ) -> Any:
-  """The scores of a chunk; the call's tokens are forgotten again."""
+  """Compiled call: scores of a chunk. The call's tokens leave no keys."""
   watched = peaks.watching(cache, tokens.shape[1])
   rows = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-  _, after = forward(model, attend, tokens, pos, seg, watched, rows, length)
-  return peaks.of_chunk(after, chunk)
+  _, watched_cache = forward(
+    model, attend, tokens, pos, seg, watched, rows, length
+  )
+  return peaks.of_chunk(watched_cache, chunk)
 
 
 @entering(lambda _, cache, *__, **___: getattr(cache, "mesh", None))
@@ -203,22 +216,22 @@ def evict_by_repetition(
   *,
   tokenizer: Any = None,
 ) -> Any:
-  """The cache after an eviction by a policy that repeats the context.
+  """Evict by a policy that repeats the context, and return the cache.
 
-  `generate` and `read_context` do so by themselves; for caches of your own.
+  `generate` and `read_context` call this themselves; it is for other caches.
 
   Args:
-    model: that has read the tokens into the cache.
-    cache: made by `model.init_cache` with a kind such as "kvzip".
-    tokens: int32 [B, T], or B sequences of ids: all that the cache holds.
-    tokenizer: encodes the request for a repetition; without one the context
+    model: Model that has read the tokens into the cache.
+    cache: Cache made by `model.init_cache` with a kind such as "kvzip".
+    tokens: All tokens that the cache holds, int32 [B, T], or B sequences of
+      ids.
+    tokenizer: Encodes the request for a repetition; without one the context
       is repeated without a request.
 
   Raises:
-    OptionError: a cache whose policy repeats nothing, or that holds other
-      numbers of tokens.
-    PromptError: tokens that with their repetition are longer than the model's
-      context.
+    OptionError: If the cache's policy repeats nothing, or the cache holds
+      another number of tokens.
+    PromptError: If the tokens with their repetition exceed the model's context.
   """
   kind = cache.kind
   if not kind.repeats:
@@ -229,19 +242,19 @@ def evict_by_repetition(
       "call cache.evict(), or make the cache with kind='kvzip'",
     )
   prompts = inputs.prompts(tokens, model.config.vocab)
-  sizes = np.array([p.size for p in prompts])
+  sizes = np.array([prompt.size for prompt in prompts])
   sharding = CachedAttention(mesh=cache.mesh, axis=cache.axis)
-  held = np.asarray(jax.jit(sharding.everywhere)(cache.length))
-  if held.tolist() != sizes.tolist():
+  lengths = np.asarray(jax.jit(sharding.everywhere)(cache.length))
+  if lengths.tolist() != sizes.tolist():
     raise OptionError(
       "tokens",
       f"rows of {sizes.tolist()} tokens",
-      f"as many as the cache holds, {held.tolist()}",
+      f"as many as the cache holds, {lengths.tolist()}",
       "pass all tokens that were read into it, and evict before any others",
     )
-  asked = Instructions.of(tokenizer)
+  instructions = Instructions.of(tokenizer)
   policy: Any = kind.policy
-  check_repetition(model, policy, sizes, asked)
+  check_repetition(model, policy, sizes, instructions)
   return repeat(
-    model, cache, prompts, sizes > 0, asked, np.array(cache.capacity)
+    model, cache, prompts, sizes > 0, instructions, np.array(cache.capacity)
   )

@@ -1,7 +1,7 @@
-"""What leaves a call's keys where a plan wants them, while a ring reads.
+"""Ring prefill that leaves a call's keys on the shards that a plan chooses.
 
 `RetainingParallel` takes the place of `ContextParallel`, `RetainedCache` that
-of the cache: attention writes into the slots, as blocks come by.
+of the cache: attention writes into the slots as blocks pass through the ring.
 
 Guarantees: see `ops.attention.retaining`.
 """
@@ -37,11 +37,11 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True)
 class RetainedCache:
-  """A cache into which attention itself writes, where a plan says.
+  """A cache into which attention itself writes, at slots that a plan chose.
 
   Attributes:
-    cache: the cache, whose coordinates are those behind the call.
-    place: int32 [B, T], the slot of each of the call's tokens, -1 for none.
+    cache: Cache, whose coordinates are those after the call.
+    place: Slot of each of the call's tokens, int32 [B, T], -1 for none.
   """
 
   cache: KVCache
@@ -67,17 +67,17 @@ class RetainedCache:
   def allocate(
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> RetainedCache:
-    """Itself: the plan has said which slots."""
+    """Return the cache unchanged: the plan has chosen the slots."""
     del at, replicated, sees
     return self
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> RetainedCache:
-    """Itself."""
+    """Return the cache unchanged."""
     del tokens, at
     return self
 
   def layer(self, kind: int, slots: LayerKV, index: Index) -> RetainedLayer:
-    """One layer's part."""
+    """One layer's part of the cache."""
     del kind
     return RetainedLayer(self.place, slots, index)
 
@@ -93,10 +93,10 @@ class RetainedLayer:
   """One layer's part of a `RetainedCache`: its attention leaves `slots` here.
 
   Attributes:
-    place: see `RetainedCache`.
-    slots: of the layers of this kind.
-    index: which of them this is.
-    fresh: the call's keys and values.
+    place: Slot of each of the call's tokens, see `RetainedCache`.
+    slots: Keys and values of all layers of this kind.
+    index: Index of the layer among these.
+    fresh: Keys and values of the call.
   """
 
   def __init__(self, place: Int[Array, "B T"], slots: LayerKV, index: Index):
@@ -127,10 +127,10 @@ class RetainedLayer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetainingParallel(ContextParallel):
-  """A ring that leaves the keys of a call where a plan wants them.
+  """A ring that leaves the keys of a call at slots that a plan chose.
 
   Attributes:
-    local: the algorithm on a shard.
+    local: Algorithm on a shard.
   """
 
   local: Any = AutoKernel()
@@ -143,18 +143,18 @@ class RetainingParallel(ContextParallel):
     mask: Mask,
     extras: Extras,
   ) -> jax.Array:
-    """[B, T, N, J] from queries [B, T, N, H]."""
+    """Attention of queries [B, T, N, H] to the call's keys, [B, T, N, J]."""
     assert cache.fresh is not None
     axis, (k, v, _) = self.of_mesh, cache.fresh
-    # Not of each row, where one is of all: less travels.
+    # Coordinates without a batch axis stay so: the ring sends fewer bytes.
     at = Coords(tokens.pos, tokens.seg)
     assert axis is not None
     b, t, n, h = q.shape
     heads = k.shape[1]
-    where = device_of(CallSharding(axis=axis, mesh=self.mesh), (q, k))
-    ring = RetainingRing(local=self.local.on_device(*where), axis=axis)
+    device = device_of(CallSharding(axis=axis, mesh=self.mesh), (q, k))
+    ring = RetainingRing(local=self.local.on_device(*device), axis=axis)
     grouped = lambda x: None if x is None else x.reshape(heads, -1)
-    seen = mask & self.segments if tokens.segmented else mask
+    call_mask = mask & self.segments if tokens.segmented else mask
 
     def run(
       x: Local,
@@ -168,29 +168,29 @@ class RetainingParallel(ContextParallel):
       x, at, terms, slots, index, place = varying
       at = Coords(*at)
       scores = Scores(scale=extras.scale, soft_cap=extras.soft_cap)
-      bare = terms._replace(sinks=None)
-      args = ScoreArgs(scores, bare, Context(at, at, seen))
+      base_terms = terms._replace(sinks=None)
+      args = ScoreArgs(scores, base_terms, Context(at, at, call_mask))
       partial, slots = ring.retain(x, args, slots, index, place)
       if terms.sinks is not None:
         partial = add_sink(partial, terms.sinks[None, :, :, None])
       return finalize(partial)[0].astype(x.q.dtype), slots
 
     q = jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4))
-    # Of arrays, or of what stands for their shardings.
-    over: Any = lambda axes: P(*(None,) * axes, axis)
-    of_slots = LayerSlots(over(3), over(3))
+    # Specs that shard the axis after the given number of leading axes.
+    last_axis: Any = lambda axes: P(*(None,) * axes, axis)
+    slots_spec = LayerSlots(last_axis(3), last_axis(3))
     out, slots = jax.shard_map(
       run,
       mesh=self.mesh,
       in_specs=(
-        Local(over(3), over(2), over(2)),
+        Local(last_axis(3), last_axis(2), last_axis(2)),
         coords_specs(at, b, (), axis),
         P(),
-        of_slots,
+        slots_spec,
         P(),
         P(),
       ),
-      out_specs=(over(3), of_slots),
+      out_specs=(last_axis(3), slots_spec),
       axis_names={axis},
       check_vma=not getattr(ring.local, "interpret", False),
     )(

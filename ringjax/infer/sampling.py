@@ -10,23 +10,23 @@ on how a conversation is divided into turns. A row is drawn as
   argmax_i (l_i + g_i),   g_i = -log(-log(1 - u_i)),   u_i uniform in (0, 1),
 
 which takes i with probability softmax(l)_i, exactly, also in the far tail: u
-is fine near 0, where it decides. Ref: Gumbel-max; Salmon et al. 2011 (SC'11,
-Threefry).
+has a fine resolution near 0, where it decides. Ref: Gumbel-max; Salmon et al.
+2011 (SC'11, Threefry).
 
 Before that, in the order of transformers: penalty, temperature, top-k, top-p,
-min-p. Each keeps the logits from a cutoff on, so that equal logits are kept or
-dropped together, never by their place in the vocabulary:
+min-p. Each filter keeps the logits at or above a cutoff, so that equal logits
+are kept or dropped together, never by their place in the vocabulary:
 
   top-k: at least the k-th largest;
   top-p: those whose strictly larger logits together have probability < p;
   min-p: probability at least min_p times the largest.
 
-A sampler is also a pytree: its numbers are leaves, and its structure is which
-of them there are. So a jitted function that takes it as an argument is
-compiled once for each choice of filters, whatever their numbers.
+A sampler is also a pytree: its numbers are leaves, and its structure is the set
+of numbers that are not None. So a jitted function that takes it as an argument
+is compiled once for each choice of filters, whatever their numbers.
 
-Every number of a sampler has a row in `PARAMETERS`: its range, what to do
-beyond it, what it means, and the leaf that stands for it in a trace.
+Every number of a sampler has a row in `PARAMETERS`: its range, the advice for
+values out of range, its meaning, and the leaf that stands for it in a trace.
 
 Cost: for V tokens about 100 integer operations a token for the draw; top-k and
 top-p each 32 sums over V numbers, which find the cutoff bit by bit. Nothing is
@@ -57,15 +57,15 @@ class Parameter(NamedTuple):
   """A number of a sampler: its range, its meaning and its leaf in a trace.
 
   Fields:
-    meaning: what it does, in a sentence.
-    least: the smallest value, or None.
-    most: the largest value.
-    above: what it has to exceed, in place of `least`.
-    neutral: the value that filters nothing, which becomes None: one value,
-      one compiled program.
-    remedy: what to do where it is out of range.
-    leaf: makes the array that stands for it in a trace.
-    draws: whether `generate` draws tokens where it is given by name.
+    meaning: Effect of the number, in a sentence.
+    least: Smallest value, or None.
+    most: Largest value.
+    above: Exclusive lower bound, in place of `least`.
+    neutral: Value that filters nothing, which becomes None, so that both share
+      a compiled program.
+    remedy: Advice for a value out of range.
+    leaf: Makes the array that stands for it in a trace.
+    draws: Whether `generate` draws tokens where it is given by name.
   """
 
   meaning: str
@@ -79,25 +79,25 @@ class Parameter(NamedTuple):
 
   @property
   def whole(self) -> bool:
-    """Whether it is an int."""
+    """Whether the number is an int."""
     return self.leaf is not np.float32
 
   def checked(self, name: str, value: object) -> Any:
-    """`value` as a plain number, None if it is neutral.
+    """Check `value` and return it as a plain number, None if it is neutral.
 
     Raises:
-      SamplingError: it is out of range.
+      SamplingError: If it is out of range.
     """
     rule: Any = dict(most=self.most, error=SamplingError, remedy=self.remedy)
     if self.whole:
-      least: Any = self.least
-      return integer(name, value, least=least, **rule)
-    found = number(name, value, least=self.least, above=self.above, **rule)
-    return None if found == self.neutral else found
+      minimum: Any = self.least
+      return integer(name, value, least=minimum, **rule)
+    checked = number(name, value, least=self.least, above=self.above, **rule)
+    return None if checked == self.neutral else checked
 
 
 def _words(seed: Any) -> Any:
-  """The low and the high half, uint32 [2]; a leaf of a sampler has them."""
+  """Split an int seed into its low and high half, uint32 [2]."""
   if not isinstance(seed, int):
     return seed
   return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
@@ -129,10 +129,10 @@ PARAMETERS = {
 
 @runtime_checkable
 class Sampler(Protocol):
-  """What generation asks of a sampler.
+  """Interface of samplers, as `generate` calls them.
 
-  It is an argument of jit if it is a pytree, whose leaves are then traced, else
-  a static one: hashable. `step` is the position of the token that is drawn.
+  A sampler that is a pytree is a traced argument of jit; another one is static
+  and must be hashable. `step` is the position of the token that is drawn.
   """
 
   @property
@@ -146,16 +146,16 @@ class Sampler(Protocol):
     step: Int[Array, " ..."],
     seen: Bool[Array, "B V"] | None = None,
   ) -> Int[Array, " B"]:
-    """One token a row."""
+    """Choose one token per row."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Penalising:
-  """A sampler that makes seen tokens less likely, then takes the largest score.
+  """Sampler that penalises seen tokens, then takes the largest score.
 
   Attributes:
-    repetition_penalty: see `Greedy`.
+    repetition_penalty: Penalty of seen tokens, see `Greedy`.
   """
 
   repetition_penalty: float | None = None
@@ -181,75 +181,76 @@ class _Penalising:
     banned: Bool[Array, " ..."] | None = None,
     rows: Int[Array, " B"] | None = None,
   ) -> Int[Array, " B"]:
-    """One token a row.
+    """Choose one token per row.
 
     Args:
-      logits: [B, V], float32.
-      step: [] or [B], which draw of its row this is; `generate` counts by
-        the position of the token that is drawn. `Greedy` ignores it.
-      seen: [B, V], which tokens occurred in prompt and output. Only if
+      logits: Logits, float32 [B, V].
+      step: Number of the draw in its row, [] or [B]; `generate` passes the
+        position of the token that is drawn. `Greedy` ignores it.
+      seen: Mask of tokens that occurred in prompt and output, [B, V]. Only if
         `needs_seen`.
-      banned: [V] or [B, V], tokens that may not come. All of a row is no
-        choice: it then gives 0.
-      rows: [B], int32, where the rows stand in the whole batch, if this is
-        only a part of it; by default 0, 1, ... `Greedy` ignores it.
+      banned: Mask of tokens that may not come, [V] or [B, V]. A row with all
+        tokens banned gives 0.
+      rows: Indices of the rows in the whole batch, int32 [B], if this is only a
+        part of it; by default 0, 1, ... `Greedy` ignores it.
 
     Returns:
-      int32 [B].
+      Token ids, int32 [B].
 
     Raises:
-      SamplingError: `seen` is missing.
-      ShapeError, DtypeError: an operand is not of the kind described here.
+      SamplingError: If `seen` is missing.
+      ShapeError, DtypeError: If an operand has another shape or dtype.
     """
     logits = _penalised(self.repetition_penalty, logits, seen, banned)
     scores = self._scores(logits, step, rows)
     return first_largest(scores)
 
   def _scores(self, logits: Array, step: jax.Array, rows: Any) -> Array:
-    """[B, V], of which the largest of a row is taken."""
+    """Scores [B, V]: the largest of each row is chosen."""
     del step, rows
     return logits
 
 
 def first_largest(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
-  """What `jnp.argmax` of a row is, int32 [B]: of equal ones the first, or NaN.
+  """Index of each row's first largest score or first NaN, as `jnp.argmax`.
 
-  XLA's CPU compiler makes of argmax a loop over single numbers, several times
+  XLA's CPU compiler turns argmax into a loop over single numbers, several times
   slower than these two reductions.
   """
-  most = jnp.max(scores, -1, keepdims=True)
+  maximum = jnp.max(scores, -1, keepdims=True)
   ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-  found = (scores == most) | jnp.isnan(scores)
-  return jnp.min(jnp.where(found, ids, scores.shape[1]), -1)
+  is_largest = (scores == maximum) | jnp.isnan(scores)
+  return jnp.min(jnp.where(is_largest, ids, scores.shape[1]), -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Greedy(_Penalising):
-  """The most probable token; of equal ones that with the smallest id.
+  """Chooses the most probable token; of equal ones that with the smallest id.
 
   Attributes:
-    repetition_penalty: what logits of seen tokens are divided by (multiplied,
-      if negative). None or 1 for none.
+    repetition_penalty: Divisor of the logits of seen tokens (negative ones are
+      multiplied). None or 1 for no penalty.
 
   Raises:
-    SamplingError: it is out of its range.
+    SamplingError: If the penalty is out of its range.
   """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample(_Penalising):
-  """A token by chance, after filters.
+  """Draws a token at random, after filters.
 
   Attributes:
-    temperature: what logits are divided by, 0.01 to 100.
-    top_k: how many of the largest logits are kept, or None for all.
-    top_p: probability of what is kept, in (0, 1], or None for all.
-    min_p: least probability, as a part of the largest, in [0, 1], or None.
-    repetition_penalty: as in `Greedy`.
-    seed: 0 to 2^63 - 1; the same seed gives the same tokens.
+    temperature: Divisor of the logits, 0.01 to 100.
+    top_k: Number of the largest logits to keep, or None for all.
+    top_p: Total probability of the tokens to keep, in (0, 1], or None for all.
+    min_p: Smallest probability to keep, relative to the largest, in [0, 1], or
+      None.
+    repetition_penalty: Penalty of seen tokens, see `Greedy`.
+    seed: Random seed, 0 to 2^63 - 1; the same seed gives the same tokens.
 
   Raises:
-    SamplingError: one of them is out of its range.
+    SamplingError: If one of them is out of its range.
   """
 
   temperature: float = 1.0
@@ -270,7 +271,7 @@ class Sample(_Penalising):
     return logits + noise(self, rows, step, logits.shape[1])
 
   def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Logits over the temperature; -inf where a filter drops the token."""
+    """Divide logits by the temperature; -inf where a filter drops a token."""
     logits = logits / self.temperature
     vocab = logits.shape[-1]
     if self.top_k is not None:
@@ -279,15 +280,15 @@ class Sample(_Penalising):
       logits = _from(logits, _cutoff(logits, ones, count))
     if self.top_p is not None:
       top = jnp.max(logits, -1, keepdims=True)
-      # Rows without any logit above -inf stay without one.
+      # A row of only -inf stays so: -inf - -inf would be NaN.
       top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
       mass = jnp.exp(logits - top)
-      want = self.top_p * jnp.sum(mass, -1, keepdims=True)
-      logits = _from(logits, _cutoff(logits, mass, want))
+      target = self.top_p * jnp.sum(mass, -1, keepdims=True)
+      logits = _from(logits, _cutoff(logits, mass, target))
     if self.min_p is not None:
       top = jnp.max(logits, -1, keepdims=True)
-      least = jnp.log(jnp.asarray(self.min_p, jnp.float32))
-      logits = _from(logits, top + least)
+      log_min = jnp.log(jnp.asarray(self.min_p, jnp.float32))
+      logits = _from(logits, top + log_min)
     return logits
 
 
@@ -296,7 +297,7 @@ def log_weights(
   logits: Float[Array, "B V"],
   seen: Bool[Array, "B V"] | None,
 ) -> Float[Array, "B V"]:
-  """Logarithms of probabilities behind a sampler's penalty and filters."""
+  """Log probabilities after a sampler's penalty and filters."""
   penalty = getattr(sampler, "repetition_penalty", None)
   logits = _penalised(penalty, logits, seen, None)
   if isinstance(sampler, Sample):
@@ -309,7 +310,7 @@ def law(
   logits: Float[Array, "B V"],
   seen: Bool[Array, "B V"] | None,
 ) -> Float[Array, "B V"]:
-  """The probabilities by which a sampler of this module chooses a token."""
+  """Probabilities by which a sampler of this module chooses a token."""
   weights = log_weights(sampler, logits, seen)
   if isinstance(sampler, Sample):
     return jnp.exp(weights)
@@ -320,15 +321,15 @@ def _from(logits: Array, cutoff: Array) -> Array:
   return jnp.where(logits >= cutoff, logits, -jnp.inf)
 
 
-# Compiled also for a caller who compiles nothing, as a loop would be each time.
+# Jitted for callers outside of jit: they would compile the loop at each call.
 @bounded
 @jax.jit
 def _cutoff(logits: Array, weights: Array, want: Array) -> Array:
-  """The largest number from which on weights sum to `want` at least: [B, 1].
+  """Largest cutoff whose logits' weights sum to at least `want`, [B, 1].
 
-  It is a logit of the row: its largest one, where all are too little. `weights`
-  [B, V] must be non-negative. Found by bisection of the 2^32 floats: a sum of
-  fewer of the weights, in the same order, is never the larger one.
+  It is a logit of the row: its largest one, where all weights are too little.
+  `weights` [B, V] must be non-negative. It is found by bisection of the 2^32
+  floats, as a sum of fewer weights, in the same order, is never larger.
   """
   low = jnp.full_like(logits[:, :1], -jnp.inf)
   bounds = (_ordered(low), _ordered(jnp.max(logits, -1, keepdims=True)))
@@ -350,7 +351,7 @@ _SIGN = 0x80000000
 
 
 def _ordered(x: Array) -> Array:
-  """uint32 in the order of the floats."""
+  """Map floats to uint32 of the same order."""
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = jnp.uint32(_SIGN)
   return jnp.where(bits >= sign, ~bits, bits | sign)
@@ -391,8 +392,8 @@ def _penalised(
     logits = jnp.where(seen, scaled, logits)
   if banned is not None:
     _check_mask("banned", banned, (logits.shape, logits.shape[1:]))
-    wide = jnp.broadcast_to(banned, logits.shape)
-    logits = jnp.where(wide, -jnp.inf, logits)
+    mask = jnp.broadcast_to(banned, logits.shape)
+    logits = jnp.where(mask, -jnp.inf, logits)
   return logits
 
 
@@ -428,11 +429,11 @@ def noise(
   """Gumbel noise of (seed, row, step, id); 0 for a sampler without a seed.
 
   Args:
-    sampler: whose seed it is.
-    rows: int [B], where rows stand in the whole batch.
-    step: int [] or [B].
-    vocab: V.
-    stream: another is independent; 0 is what the sampler draws by.
+    sampler: Sampler with the seed.
+    rows: Indices of the rows in the whole batch, int [B].
+    step: Number of the draw, int [] or [B].
+    vocab: Size of the vocabulary, V.
+    stream: Number of an independent stream; the sampler itself draws by 0.
   """
   if not hasattr(sampler, "seed"):
     return jnp.zeros((rows.shape[0], vocab), jnp.float32)
@@ -446,9 +447,9 @@ def uniform(
   number: Int[Array, ""] | int,
   stream: int,
 ) -> Float[Array, " B"]:
-  """Numbers in (0, 1) of (seed, row, step, number); see `noise`.
+  """Uniform numbers in (0, 1) of (seed, row, step, number); see `noise`.
 
-  Without a seed they are 0.5.
+  For a sampler without a seed they are 0.5.
   """
   if not hasattr(sampler, "seed"):
     return jnp.full(rows.shape, 0.5)
@@ -462,7 +463,7 @@ def uniform(
 def _counters(
   sampler: Any, rows: Array, step: Any, stream: int
 ) -> tuple[Array, Array, Array]:
-  """The words of the seed, rows and steps, uint32."""
+  """Words of the seed, rows and steps as counters, uint32."""
   words = jnp.asarray(_words(sampler.seed))
   if stream:
     # Rows are below 2^31: no row has this counter.
@@ -474,7 +475,7 @@ def _counters(
   return words, rows.astype(jnp.uint32), steps
 
 
-# Compiled also for a caller who compiles nothing: it is a hundred operations.
+# Jitted for callers outside of jit: it is a hundred operations.
 @bounded
 @functools.partial(jax.jit, static_argnums=3)
 def _gumbel(words: Array, rows: Array, steps: Array, vocab: int) -> Array:
@@ -517,21 +518,24 @@ def _threefry(
 
 def _register(kind: type) -> None:
   names = tuple(field.name for field in dataclasses.fields(kind))
-  flatten = lambda x: (tuple(_leaf(n, getattr(x, n)) for n in names), None)
+  flatten = lambda sampler: (
+    tuple(_leaf(name, getattr(sampler, name)) for name in names),
+    None,
+  )
 
   def unflatten(_: None, leaves: Iterable[Any]) -> Any:
     # Leaves may be anything that JAX puts there: nothing is checked.
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, leaf in zip(names, leaves, strict=True):
-      object.__setattr__(made, name, leaf)
-    return made
+      object.__setattr__(instance, name, leaf)
+    return instance
 
   jax.tree_util.register_pytree_node(kind, flatten, unflatten)
 
 
 def _leaf(name: str, value: Any) -> Any:
-  plain = isinstance(value, int | float) and not isinstance(value, bool)
-  return PARAMETERS[name].leaf(value) if plain else value
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return PARAMETERS[name].leaf(value) if is_number else value
 
 
 _register(Greedy)
@@ -539,7 +543,7 @@ _register(Sample)
 
 
 def traced(sampler: Callable[..., Any]) -> Any:
-  """A sampler as an argument of jit; one that is no pytree is static in it."""
+  """Make a sampler an argument of jit; one that is no pytree becomes static."""
   if jax.tree_util.all_leaves([sampler]):
     return jax.tree_util.Partial(sampler)
   return jax.tree.map(jnp.asarray, sampler)
@@ -568,22 +572,23 @@ _REMEDIES = {
 def from_names(
   sampler: Callable[..., Any] | None, stop: StopLike, given: dict[str, Any]
 ) -> tuple[Any, Any]:
-  """The sampler and the stop that transformers' names of `generate` ask for.
+  """Build the sampler and the stop from transformers' names for `generate`.
 
   None is the same as leaving a name out. A temperature of 0 is greedy, as is
   no name at all.
 
   Args:
-    sampler: what was passed as `sampler`.
-    stop: what was passed as `stop`.
-    given: what was passed by other names.
+    sampler: Argument `sampler` of `generate`, or None.
+    stop: Argument `stop` of `generate`, or None.
+    given: Other arguments, by their names in transformers.
 
   Returns:
     (sampler, stop).
 
   Raises:
-    OptionError: a name that is not known, or beside what it stands for.
-    SamplingError: a number is out of its range.
+    OptionError: If a name is unknown, or set along with the `sampler` or `stop`
+      that it stands for.
+    SamplingError: If a number is out of its range.
   """
   for name in given:
     if name not in (*PARAMETERS, "do_sample", "eos_token_id"):
@@ -591,7 +596,7 @@ def from_names(
       raise OptionError(
         name, repr(given[name]), "an argument of generate", remedy
       )
-  given = {name: x for name, x in given.items() if x is not None}
+  given = {name: value for name, value in given.items() if value is not None}
   if (end := given.pop("eos_token_id", None)) is not None:
     if stop is not None:
       raise _clash("eos_token_id", "stop=", "put the id into stop=")

@@ -54,21 +54,21 @@ _KNOBS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateReport:
-  """What a call of `generate` did.
+  """Sizes, methods and memory of a call of `generate`.
 
   Attributes:
-    prefill: how the prompt was read.
-    prompt_tokens: of the longest prompt.
-    new_tokens: steps that were taken.
-    shards: of the sequence.
-    cache_bytes: of the cache on each device.
-    capacity: tokens that the cache has room for.
-    cache_kind: how the cache stores keys and values.
-    contexts: what was done with contexts, a `ContextReport`, or None.
-    speculation: what drafts were worth, a `SpeculationReport`, or None.
-    memory: bytes by memory ("device": of each one; "host", "disk": in all) and
-      by what they are: "weights", "cache", "hidden", and on devices "work"; at
-      most, what passes through counted. See `CallMemory`.
+    prefill: Strategy that read the prompt.
+    prompt_tokens: Number of tokens of the longest prompt.
+    new_tokens: Number of decoding steps.
+    shards: Number of shards of the sequence.
+    cache_bytes: Bytes of the cache on each device.
+    capacity: Number of tokens that the cache has room for.
+    cache_kind: Kind of the cache.
+    contexts: Report of the use of contexts, a `ContextReport`, or None.
+    speculation: Report of speculative decoding, a `SpeculationReport`, or None.
+    memory: Peak bytes by memory ("device": of each one; "host", "disk": in all)
+      and by use: "weights", "cache", "hidden", and on devices "work"; buffers
+      in transit included. See `CallMemory`.
   """
 
   prefill: prefill.Prefill
@@ -88,33 +88,33 @@ class GenerateReport:
 class Session:
   """A conversation: a cache, the last token of each row, and the ids seen.
 
-  It is bound to the weights that filled its cache: others cannot continue it,
-  until `restart`. How many tokens it holds, only the cache knows.
+  A session is bound to the weights that filled its cache: other weights cannot
+  continue it, until `restart`. The number of tokens it holds is stored in the
+  cache alone.
 
-  A call that is interrupted (Ctrl-C, an exception of `progress` or `stream`)
-  leaves here what it has read: `lengths` says how much of the prompt that is,
-  and the next call goes on behind it. One that is interrupted while a program
-  writes the cache loses the cache, and so does any interrupted call in a run
-  of several processes: later calls say so, until `restart`. So do calls behind
-  one in which the logits of a row were not finite: its keys may be NaN.
+  After an interrupted call (Ctrl-C, an exception of `progress` or `stream`) the
+  session holds the tokens read so far: `lengths` is their number, and the next
+  call continues after them. A call that is interrupted while a program writes
+  the cache loses the cache, and so does any interrupted call in a run of
+  several processes: later calls raise an error, until `restart`. So do calls
+  after one in which the logits of a row were not finite: its keys may be NaN.
 
   Rotations that depend on the length of the context (dynamic, longrope) are
   those of a context of `capacity` tokens, in every call, whatever the mesh and
-  the kind of cache: what is asked without a session rotates by its prompt, see
-  `generate`.
+  the kind of cache. A call without a session rotates by its prompt's length,
+  see `generate`.
 
   Attributes:
-    capacity: tokens of the whole conversation, as they were asked for.
-    cache: the cache, with room for some more.
-    seen: bool [B, V], ids that each row has read or generated, for a repetition
-      penalty.
-    ids: int32 [B, n], the token at each position, -1 where none is known.
-    last: the report of the last call.
-    drafting: what drafted for the last call by a model, with a cache of its
-      own, which goes on in the next one; or None.
-    paces: the last call's drafter and its `Paces`, or None.
-    attention_fn: what reads the keys in place of the library's attention, or
-      None.
+    capacity: Number of tokens of the whole conversation, as requested.
+    cache: Cache of keys and values, with room for a few tokens more.
+    seen: Mask of the ids that each row has read or generated, bool [B, V], for
+      a repetition penalty.
+    ids: Token id at each position, int32 [B, n], -1 where unknown.
+    last: Report of the last call.
+    drafting: Draft model's state and cache of the last call, which the next
+      call continues; or None.
+    paces: Drafter of the last call and its `Paces`, or None.
+    attention_fn: Attention function used in place of the library's, or None.
   """
 
   @entering(lambda _, *given, **options: _mesh_of(*given, **options))
@@ -138,42 +138,43 @@ class Session:
     """Makes an empty cache.
 
     Args:
-      model: whose keys it will hold.
-      capacity: tokens of the whole conversation, what is generated too.
-      batch: B.
-      mesh: the mesh; default: the model's, else the current one.
-      axis: the axis that shards the sequence; default "seq" if the mesh has
+      model: Model whose keys and values the cache will hold.
+      capacity: Number of tokens of the whole conversation, generated ones
+        included.
+      batch: Number of rows, B.
+      mesh: The mesh; default: the model's, else the current one.
+      axis: Mesh axis that shards the sequence; default "seq" if the mesh has
         one.
-      dtype: of the cache: bfloat16, float16, float32 or float64; default: the
-        model's.
-      cache_kind: how keys and values are stored, see `Transformer.init_cache`.
-      rows_at_once: rows that a layer computes at a time; default: all. Its
-        weights are fetched once for all of them.
-      cache_placement: where the keys of a layer are that does not run:
+      dtype: Dtype of the cache: bfloat16, float16, float32 or float64; default:
+        the model's.
+      cache_kind: Storage of keys and values, see `Transformer.init_cache`.
+      rows_at_once: Number of rows that a layer computes at a time; default:
+        all. Its weights are fetched once for all of them.
+      cache_placement: Memory that keeps the keys of layers that do not run:
         "device", "host", "disk", or fractions of the layers as
-        "device=.2,host=.8"; default: on the devices. They are fetched when
-        the layer runs, and at most three layers' are on their way or there.
-      hidden_placement: of the groups of rows that do not run, the fraction
-        whose hidden states are in "host" memory; needs `rows_at_once`.
-      disk: a folder for the layers of the cache that are on disk, in files
-        without names, of which none is left behind.
-      attention_fn: a dense attention function, which `generate` and `read`
-        call in each layer, under jit, in place of the library's: with queries
+        "device=.2,host=.8"; default: the devices. Keys are fetched when their
+        layer runs; those of at most three layers are in flight or on a device.
+      hidden_placement: Fraction of the groups of rows that do not run whose
+        hidden states are in "host" memory; needs `rows_at_once`.
+      disk: Folder for the layers of the cache that are on disk, in unnamed
+        files that are gone when the process ends.
+      attention_fn: Dense attention function, which `generate` and `read` call
+        in each layer, under jit, in place of the library's: with queries
         [B, T, N, H], the cache's keys [B, S, K, H] and values [B, S, K, J] as
         plain arrays, mask=bool [B, 1, T, S] and scale=, as
         `jax.nn.dot_product_attention` takes them. Layers then keep whole rows.
-      grow: tokens by which the cache's memory grows as they come (vAttention):
-        its arrays are copied into larger ones, of which there are few sizes,
-        each with programs of its own. S is then what a row has reached and at
-        most this more. Layers then keep whole rows. Default: memory for the
-        whole capacity, from the start.
+      grow: Number of tokens by which the cache's memory grows as tokens come
+        (vAttention): its arrays are copied into larger ones of few sizes, and
+        programs are compiled for each size. S is then at most this many tokens
+        more than a row has reached. Layers then keep whole rows. Default:
+        memory for the whole capacity, from the start.
 
     Raises:
-      OptionError: a capacity or a batch below 1, an unknown dtype or kind,
-        placements that something else does not go with, or a model or a cache
-        whose keys `attention_fn` can't read or which can't grow.
-      MeshError: a mesh that is not the model's.
-      MemoryEstimateError: a cache that does not fit.
+      OptionError: If capacity or batch is below 1, a dtype or kind is unknown,
+        placements don't go with other options, `attention_fn` can't read the
+        model's cache, or the cache can't grow.
+      MeshError: If the mesh is not the model's.
+      MemoryEstimateError: If the cache does not fit the memory.
     """
     positive_int("batch", batch)
     self.model = model
@@ -188,13 +189,13 @@ class Session:
     kind = kinds.cache_kind(cache_kind)
     self.attention_fn = attention_fn
     if attention_fn is not None or grow is not None:
-      beside = (rows_at_once, cache_placement, hidden_placement)
+      other_options = (rows_at_once, cache_placement, hidden_placement)
       kind = _whole_rows(
         model,
         kind,
         attention_fn,
         sharding.size,
-        any(x is not None for x in beside),
+        any(x is not None for x in other_options),
       )
     self._grow = None if grow is None else positive_int("grow", grow)
     if rows_at_once is not None and kind.repeats:
@@ -207,7 +208,7 @@ class Session:
     # A cache that evicts grows as tokens come.
     self._limit = capacity if kind.evicting else None
     if kind.evicting:
-      # Whatever the session's: which layers have ring buffers depends on it.
+      # Not the session's: the choice of layers with ring buffers depends on it.
       capacity = prefill.padded(kind.least, sharding.size)
     if self._grow is not None:
       self._limit, capacity = capacity, min(self._grow, capacity)
@@ -218,8 +219,8 @@ class Session:
     if hidden_placement is not None:
       self._hidden = _hosted(hidden_placement, rows_at_once, self.mesh)
     if cache_placement is not None:
-      wanted = WeightPlacement.of(cache_placement, "cache_placement")
-      self._make["placement"] = wanted
+      placement = WeightPlacement.of(cache_placement, "cache_placement")
+      self._make["placement"] = placement
     self.files = files_of(cache_placement, disk)
     _check_memory(model, sharding, self._make)
     self.seen = np.zeros((batch, model.config.vocab), bool)
@@ -228,105 +229,109 @@ class Session:
     self.last: GenerateReport | None = None
     self.drafting: object = None
     self.paces: tuple[Drafter, Paces] | None = None
-    # Each row's last generated token and its position: kept on the host, which
-    # sees every token anyway, so that no step waits for the cache.
-    self._said = np.full(batch, -1, np.int64)
-    self._said_at = np.full(batch, -1, np.int64)
+    # Last generated token of each row, and its position. They stay on the host,
+    # which sees every token anyway, so that no step waits for the cache.
+    self._pending_ids = np.full(batch, -1, np.int64)
+    self._pending_at = np.full(batch, -1, np.int64)
     self._device: Any = None
-    # What was done with contexts, see `context_session`.
+    # State of the contexts in use, see `context_session`.
     self.contexts: Any = None
-    # Whether no one knows what the cache holds, until a restart.
+    # Whether the cache's contents are lost, until a restart.
     self._invalid = False
     # Rows whose logits were not finite, until a restart.
     self._not_finite: tuple[int, ...] = ()
     self.bind(model)
 
   def transfers(self) -> tuple[TransferEvent, ...]:
-    """Transfers of weights and cache from and to disk, by their start."""
-    own = () if self.files is None else tuple(self.files.events)
-    both = (*self.model.transfers(), *own)
-    return tuple(sorted(both, key=lambda event: event.start))
+    """Transfers of weights and cache from and to disk, by start time."""
+    cache_events = () if self.files is None else tuple(self.files.events)
+    events = (*self.model.transfers(), *cache_events)
+    return tuple(sorted(events, key=lambda event: event.start))
 
   @property
   def batch(self) -> int:
-    """Rows, B."""
+    """Number of rows, B."""
     return self.seen.shape[0]
 
   @property
   def shards(self) -> int:
-    """Shards of the sequence."""
+    """Number of shards of the sequence."""
     return self.cache.shards
 
   @property
   @entering(lambda session: session.mesh)
   def lengths(self) -> np.ndarray:
-    """Tokens read so far, int [B]: what the cache says.
+    """Number of tokens read so far according to the cache, int [B].
 
     Waits for the program that computes it; in a run of several processes all
-    of them have to ask.
+    of them have to call it.
     """
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     return np.asarray(_lengths(sharding, self.cache)).astype(np.int64)
 
   @property
   def pending(self) -> np.ndarray:
-    """A token that was generated and not read yet, or -1: int [B].
+    """Token of each row that was generated and not read yet, or -1, int [B].
 
-    It is read before the next turn.
+    The next turn reads it first.
     """
-    return np.where(self._said_at == self.lengths, self._said, -1)
+    return np.where(self._pending_at == self.lengths, self._pending_ids, -1)
 
   @pending.setter
   def pending(self, tokens: np.ndarray) -> None:
-    self._said, self._said_at = np.array(tokens, np.int64), self.lengths
+    self._pending_ids, self._pending_at = (
+      np.array(tokens, np.int64),
+      self.lengths,
+    )
 
   def say(self, tokens: np.ndarray, pos: np.ndarray, rows: np.ndarray) -> None:
-    """Notes generated tokens [B] at positions [B], of `rows`, bool [B]."""
-    self._said[rows], self._said_at[rows] = tokens[rows], pos[rows]
+    """Records generated tokens [B] at positions [B], of `rows`, bool [B]."""
+    self._pending_ids[rows], self._pending_at[rows] = tokens[rows], pos[rows]
     self.seen[rows, tokens[rows]] = True
     for row in np.flatnonzero(rows & (pos < self.ids.shape[1])):
       self.ids[row, pos[row]] = tokens[row]
 
   def heard(self, row: int, ids: np.ndarray, start: int) -> None:
-    """Notes the ids of a prompt, of which the first is at position `start`."""
+    """Records the ids of a prompt whose first token is at position `start`."""
     self.seen[row, ids] = True
-    part = self.ids[row, start : start + len(ids)]
-    part[:] = ids[: len(part)]
+    row_ids = self.ids[row, start : start + len(ids)]
+    row_ids[:] = ids[: len(row_ids)]
 
   def texts(self) -> list[np.ndarray]:
-    """The ids of each row as far as they are known, int32 [n]."""
+    """Known ids of each row, in order, int32 [n]."""
     rows = zip(self.ids, self.lengths, strict=True)
     return [row[:size][row[:size] >= 0] for row, size in rows]
 
   def take_back(self, rows: np.ndarray, end: np.ndarray) -> None:
-    """Makes rows forget what was read at positions from `end` on.
+    """Truncates rows: removes the keys at positions from `end` on.
 
     Args:
-      rows: bool [B]; of the others all stays.
-      end: int [B].
+      rows: Rows to truncate, bool [B]; the others stay whole.
+      end: New length of each row, int [B].
 
     Raises:
-      OptionError: recurrent layers, whose state does not go back.
+      OptionError: If the model has recurrent layers, whose state can't be
+        restored.
     """
     ends = np.where(rows, end, np.iinfo(np.int32).max)
     self.cache = self.cache.truncate(ends)
 
   def keep_slack(self, tokens: int) -> None:
-    """Note queries so that so many tokens may be taken back.
+    """Record queries so that `take_back` can remove up to `tokens` tokens.
 
-    Only caches with a policy note queries.
+    Only caches with a policy of eviction record queries.
     """
     if self.cache.kind.policy is not None:
       self.cache = self.cache.with_slack(tokens)
 
   def gather(self, device: jax.Device) -> None:
-    """Brings the cache to one device of its mesh, where it then stays.
+    """Moves the cache to one device of its mesh, where it then stays.
 
     Later calls run there, with that device's copy of the weights.
 
     Raises:
-      MeshError: weights that are sharded, or a device of another process.
-      OptionError: a model whose layers are not all on the devices.
+      MeshError: If weights are sharded, or the device is another process's.
+      OptionError: If some layers of the model are not on the devices.
     """
     refuse_placed(self.model, "bring it to one device", "keep='sharded'")
     model = here(self.model, device)
@@ -335,31 +340,31 @@ class Session:
     self.mesh, self.axis, self._device = None, None, device
 
   def weights(self, model: Transformer) -> Transformer:
-    """The model where this session's calls run."""
+    """Return the model's copy on the devices where this session runs."""
     return model if self._device is None else here(model, self._device)
 
   def bind(self, model: Transformer) -> None:
-    """Notes whose weights fill the cache, while it is empty."""
-    self._weights = [weakref.ref(x) for x in jax.tree.leaves(model)]
+    """Binds the session to the weights that will fill its empty cache."""
+    self._weights = [weakref.ref(array) for array in jax.tree.leaves(model)]
 
   def bound_to(self, model: Transformer) -> bool:
-    """Whether what the session holds was read by this model's weights."""
+    """Whether this model's weights filled the session's cache."""
     if self._device is not None and model is self.model:
       return True
     arrays = jax.tree.leaves(model)
     return len(arrays) == len(self._weights) and all(
-      known() is array
-      for known, array in zip(self._weights, arrays, strict=True)
+      reference() is array
+      for reference, array in zip(self._weights, arrays, strict=True)
     )
 
   def hand_over(self, model: Transformer) -> None:
-    """Lets other weights of the same shape answer about what is held.
+    """Binds the session to other weights of the same shape.
 
-    A model of integers may read a prompt that the model itself answers about;
-    the answers are those of the keys that were read.
+    A quantized model may read a prompt and the unquantized one decode; the
+    cache's keys stay those that were read.
 
     Raises:
-      OptionError: a model of another config.
+      OptionError: If the model's config is another.
     """
     if model.config != self.model.config:
       raise OptionError(
@@ -372,16 +377,16 @@ class Session:
 
   @property
   def empty(self) -> bool:
-    """Whether it holds no token."""
+    """Whether the cache holds no token."""
     return not self.lengths.any()
 
   def room(self) -> int:
-    """Tokens that still fit into every row."""
+    """Number of tokens that still fit into every row."""
     return int(self.cache.free().sum(1).min())
 
   @entering(lambda session: session.mesh)
   def restart(self) -> None:
-    """Begins anew with an empty cache of the same capacity, dtype and place."""
+    """Empties the cache; its capacity, dtype and place stay the same."""
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     # The old arrays go first: there may be no room for both.
     self._invalid, self.cache, self.drafting = True, None, None
@@ -389,46 +394,50 @@ class Session:
       self.files.clear()
     with jax.default_device(self._device):
       self.cache = self._empty(sharding)
-    self._said_at[:], self.seen[:], self._invalid = -1, False, False
+    self._pending_at[:], self.seen[:], self._invalid = -1, False, False
     self.ids[:], self._not_finite = -1, ()
 
   def _empty(self, sharding: ShardingContext) -> Any:
-    made: Any
+    cache: Any
     make = self._make
     if self.files is not None:
       make = make | {"disk": self.files}
     if self.rows_at_once is None:
-      made = self.model.init_cache(sharding=sharding, **make)
+      cache = self.model.init_cache(sharding=sharding, **make)
     else:
-      options: Any = {k: x for k, x in make.items() if k != "batch"}
-      made = RowGroups.create(
+      options: Any = {
+        name: value for name, value in make.items() if name != "batch"
+      }
+      cache = RowGroups.create(
         len(self.seen),
         self.rows_at_once,
-        lambda n: self.model.init_cache(n, sharding=sharding, **options),
+        lambda batch: self.model.init_cache(
+          batch, sharding=sharding, **options
+        ),
         self._hidden,
       )
     if self._limit is None:
-      return made
+      return cache
     if self._grow is not None:
-      return made.growing(self._grow, self._limit)
-    return made.limited(self._limit)
+      return cache.growing(self._grow, self._limit)
+    return cache.limited(self._limit)
 
   def attend(self, *, replicated: bool = True) -> CachedAttention:
-    """How the tokens of a call find the keys of the cache.
+    """Return the sharding context by which a call attends to the cache.
 
     Args:
-      replicated: whether the tokens are the same on all shards.
+      replicated: Whether the tokens are the same on all shards.
     """
-    where: Any = dict(mesh=self.mesh, axis=self.axis, replicated=replicated)
+    options: Any = dict(mesh=self.mesh, axis=self.axis, replicated=replicated)
     if self.attention_fn is None:
-      return CachedAttention(**where)
-    return FunctionAttention(function=self.attention_fn, **where)
+      return CachedAttention(**options)
+    return FunctionAttention(function=self.attention_fn, **options)
 
   @contextlib.contextmanager
   def running(self, doing: str) -> Iterator[None]:
-    """Around programs that write the cache: says what an interruption leaves.
+    """Context for programs that write the cache: recovers it after an error.
 
-    `doing` is what they do, for the error where memory runs out.
+    `doing` is their purpose, for the error where memory runs out.
     """
     try:
       faults = self.model.stack.faults
@@ -437,29 +446,28 @@ class Session:
     except BaseException as error:
       self.recover()
       if self.files is not None and isinstance(error, Exception):
-        # A program can raise no error of ours.
+        # JAX replaces errors raised inside a program: raise the original.
         self._invalid = self._invalid or self.files.error is not None
         self.files.raise_fault()
       raise
 
   def recover(self) -> None:
-    """After an interrupted call: goes on with what the cache says it holds.
+    """Keeps the tokens that the cache holds after an interrupted call.
 
-    In a run of several processes it is lost: they may no longer agree.
+    In a run of several processes the cache is lost: they may no longer agree.
     """
     leaves = jax.tree.leaves(self.cache)
-    self._invalid = not all(x.is_fully_addressable for x in leaves)
+    self._invalid = not all(array.is_fully_addressable for array in leaves)
 
   def not_finite(self, rows: Iterable[int]) -> None:
-    """Notes rows whose logits were not finite: `check` then refuses."""
+    """Records rows whose logits were not finite: `check` then refuses."""
     self._not_finite = tuple(sorted({*self._not_finite, *rows}))
 
   def check(self) -> None:
-    """Refuses a session whose cache an interrupted call has lost, or of which
-    a row has had logits that are not finite.
+    """Refuses a session with a lost cache or with logits that were not finite.
 
     Raises:
-      OptionError: it can't go on.
+      OptionError: If the session can't continue.
     """
     if self._not_finite:
       raise OptionError(
@@ -494,7 +502,7 @@ def _lengths(sharding: ShardingContext, cache: Any) -> jax.Array:
 def _mesh_of(
   model: Any, *_: Any, mesh: Mesh | None = None, cache: Any = None, **__: Any
 ) -> Any:
-  """The mesh that a call's arguments name, or None."""
+  """Return the mesh of a call's session, `mesh=` or model, or None."""
   if isinstance(cache, Session):
     return cache.mesh
   return mesh or (model.mesh if isinstance(model, Transformer) else None)
@@ -507,12 +515,12 @@ on_its_mesh = entering(_mesh_of)
 def place_of(
   mesh: Mesh | None, axis: str | None, model: Transformer
 ) -> tuple[Any, str | None]:
-  """The mesh and the sequence's axis of a call.
+  """Choose the mesh and the sequence's axis of a call.
 
   The mesh is the given one, else the model's, else the current one.
 
   Raises:
-    MeshError: an axis that the mesh does not have.
+    MeshError: If the mesh lacks the axis.
   """
   if mesh is None:
     mesh = model.mesh
@@ -543,18 +551,18 @@ def place_of(
 
 def check_devices(model: Transformer, mesh: Mesh | None) -> None:
   """Refuses weights that are on other devices than those of a mesh."""
-  have = model.embed.weight.get_value().sharding.device_set
-  if mesh is not None and have != set(mesh.devices.flat):
+  devices = model.embed.weight.get_value().sharding.device_set
+  if mesh is not None and devices != set(mesh.devices.flat):
     raise MeshError(
       "model",
-      f"weights on {len(have)} device(s)",
+      f"weights on {len(devices)} device(s)",
       f"the {mesh.devices.size} devices of the mesh",
       "load it with mesh=, or move it: rj.models.place(model, mesh)",
     )
 
 
 def free_on(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, int]:
-  """Free bytes of a device, None if unknown, and how many devices share."""
+  """Free bytes of a device, None if unknown, and the number of devices."""
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   return free_bytes(devices[0], len(devices)), len(devices)
 
@@ -562,7 +570,7 @@ def free_on(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, int]:
 def _hosted(
   placement: WeightPlacement | str, rows: int | None, mesh: Mesh | None
 ) -> float:
-  """The fraction of the hidden states that is in the host's memory."""
+  """Return the fraction of hidden states in host memory, after checks."""
   wanted = WeightPlacement.of(placement, "hidden_placement")
   host = float(wanted.host or 0.0)
   for refused, got, want, remedy in (
@@ -583,15 +591,15 @@ def files_of(
   cache_placement: WeightPlacement | str | None,
   disk: str | os.PathLike[str] | None,
 ) -> CacheFiles | None:
-  """The files of a cache that is on disk, of which nothing is made yet.
+  """Describe the files of a cache on disk, or None; no file is created yet.
 
   Raises:
-    OptionError: no such folder, or one for nothing.
+    OptionError: If the folder is missing, or no layer of the cache is on disk.
   """
-  wanted = None
+  placement = None
   if cache_placement is not None:
-    wanted = WeightPlacement.of(cache_placement, "cache_placement")
-  if wanted is None or not wanted.disk:
+    placement = WeightPlacement.of(cache_placement, "cache_placement")
+  if placement is None or not placement.disk:
     if disk is None:
       return None
     raise OptionError(
@@ -617,18 +625,19 @@ def _whole_rows(
   shards: int,
   elsewhere: bool,
 ) -> CacheKind:
-  """The kind of a cache that grows or that a function reads: of whole rows.
+  """Return a kind that keeps whole rows, for `grow` or `attention_fn`.
 
   Args:
-    model: the model.
-    kind: what was asked for.
-    function: the function, or None.
-    shards: of the sequence.
-    elsewhere: whether rows or layers of the cache are in groups or elsewhere.
+    model: Model whose layers call the function.
+    kind: Requested kind of the cache.
+    function: Attention function, or None for a cache that grows.
+    shards: Number of shards of the sequence.
+    elsewhere: Whether rows are in groups, or layers of the cache not on the
+      devices.
 
   Raises:
-    InputTypeError: no function.
-    OptionError: a model, a cache or a mesh for which this is not done.
+    InputTypeError: If `function` is not a function.
+    OptionError: If the model, the cache or the mesh does not support this.
   """
   name = "grow" if function is None else "attention_fn"
   if function is not None:
@@ -652,12 +661,12 @@ def _check_memory(
   model: Transformer, sharding: ShardingContext, make: dict[str, Any]
 ) -> None:
   """Refuses a cache that cannot fit, before it is allocated."""
-  each = bytes_each(model.init_cache_spec(sharding=sharding, **make))
+  nbytes = bytes_each(model.init_cache_spec(sharding=sharding, **make))
   free, devices = free_on(sharding.mesh)
-  if free is not None and each > free:
+  if free is not None and nbytes > free:
     raise MemoryEstimateError(
       "cache",
-      f"{each:,} bytes on each of {devices} device(s) for {make['batch']} x "
+      f"{nbytes:,} bytes on each of {devices} device(s) for {make['batch']} x "
       f"{make['capacity']:,} tokens",
       f"at most the {free:,} that are free there",
       "shard the sequence over more devices, or shorten the prompt",

@@ -1,4 +1,4 @@
-"""What ranks did when, as measured, in the form of what is simulated."""
+"""Measured timelines of ranks, in the form of simulated ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ON_DEVICE = ("project", "attend")
 
 
 class SpanRecorder:
-  """Records what a rank does when, by rank 0's clock.
+  """Records the spans of a rank's work, by rank 0's clock.
 
   Attributes:
-    spans: kind, layer, start and end in seconds, bytes.
+    spans: (kind, layer, start, end, bytes) of each span, times in seconds.
   """
 
   def __init__(self, peers: Peers):
@@ -28,7 +28,7 @@ class SpanRecorder:
     self.spans: list[tuple[str, int, float, float, int]] = []
 
   def now(self) -> float:
-    """Seconds."""
+    """Seconds on rank 0's clock."""
     return time.monotonic() + self._peers.offset_s
 
   def add(self, kind: str, layer: int, start_s: float, nbytes: int = 0) -> None:
@@ -48,24 +48,24 @@ def measured(
   """A measured run of all ranks, in the form of a simulated one.
 
   Args:
-    method: its name.
-    lengths: tokens of each rank.
-    parts: of each rank its start, its end and its spans.
-    work: pairs that each rank computed, a layer.
-    end: the rank whose end is the first token.
-    sent: bytes by link, where they are known and not measured.
+    method: Name of the method.
+    lengths: Number of tokens of each rank.
+    parts: Start, end and spans of each rank, under these keys.
+    work: Number of pairs that each rank computed in a layer.
+    end: Rank that ends with the first token.
+    sent: Bytes by link, where they are known; None: those of the spans.
   """
-  zero = min(p["start"] for p in parts)
+  zero = min(part["start"] for part in parts)
   spans = []
   for rank, part in enumerate(parts):
     for kind, layer, start_s, end_s, nbytes in part["spans"]:
-      where = f"rank {rank}" if kind in _ON_DEVICE else ""
+      device = f"rank {rank}" if kind in _ON_DEVICE else ""
       start_s, end_s = start_s - zero, end_s - zero
       spans.append(
         Span(
           name=f"{kind} {rank}.{layer}",
           kind=kind,
-          where=f"{rank}-{rank + 1}" if kind == "send" else where,
+          where=f"{rank}-{rank + 1}" if kind == "send" else device,
           ready_s=start_s,
           start_s=start_s,
           end_s=end_s,

@@ -1,12 +1,12 @@
-"""A star of processes: one in the middle, and a connection to each other one.
+"""A star of processes: rank 0 in the middle, connected to each other rank.
 
-Guarantees: all show that they have the same key before anything else is read;
-a rank that dies, freezes or never comes is named within the patience, on every
-rank; a message is of the kind and the size that is expected, or an error.
-Cost: a message to each worker and one back for each sum; a byte now and then
-from each side while it computes or waits for its disk.
+Guarantees: all peers prove that they have the same key before anything else is
+read; a rank that dies, freezes or never comes is named within the patience, on
+every rank; a message is of the expected kind and size, or an error.
+Cost: a message to each worker and one back for each sum; a heartbeat now and
+then from each side while it computes or waits for its disk.
 
-Nothing is encrypted; see `ringjax.transfer.wire`, whose greeting this is.
+Nothing is encrypted; see `ringjax.transfer.wire` for the handshake.
 
   message   kind, number, size; then as many bytes: JSON, or an array
 """
@@ -46,7 +46,7 @@ _PAUSE_S = 0.1
 
 
 class Kind(enum.IntEnum):
-  """What a message is."""
+  """Kind of a message."""
 
   ALIVE = 0
   HELLO = 1
@@ -62,16 +62,16 @@ class Kind(enum.IntEnum):
 _TEXTS = (Kind.HELLO, Kind.SETUP, Kind.OPEN, Kind.PASS, Kind.REPORT, Kind.FAIL)
 
 
-# A stranger's time to show the key.
+# Seconds in which an unauthenticated peer has to prove the key.
 _GREETING_S = 5.0
 
 
 class StarLink:
-  """One connection of a star; a thread of it says that this side is alive.
+  """One connection of a star, with a thread that sends heartbeats.
 
   Attributes:
-    rank: of the other side.
-    sent_bytes: of arrays.
+    rank: Rank of the other side.
+    sent_bytes: Bytes of arrays sent so far.
   """
 
   def __init__(self, link: PullConnection, rank: int):
@@ -87,7 +87,7 @@ class StarLink:
     """Sends a message of JSON, or an empty one.
 
     Raises:
-      PeerError: the other side is gone, or takes nothing.
+      PeerError: If the other side is gone, or takes nothing.
     """
     data = json_text(body).encode() if kind in _TEXTS else b""
     self._send([_HEAD.pack(kind, number, len(data)), data])
@@ -95,21 +95,21 @@ class StarLink:
   def send(
     self, number: int, x: Shaped[np.ndarray, " ..."] | None = None
   ) -> None:
-    """Sends an array, or none at all.
+    """Sends an array, or an empty message in its place.
 
     Raises:
-      PeerError: the other side is gone, or takes nothing.
+      PeerError: If the other side is gone, or takes nothing.
     """
     data = b"" if x is None else memoryview(_bytes(x))
     self.sent_bytes += len(data)
     self._send([_HEAD.pack(Kind.ARRAY, number, len(data)), data])
 
   def hear(self, *kinds: Kind) -> tuple[Kind, dict[str, Any]]:
-    """The next message of JSON.
+    """Receives the next message of JSON.
 
     Raises:
-      PeerError: the other side is gone, frozen, or says that a rank failed.
-      HostileMessageError: it is of another kind.
+      PeerError: If the other side is gone, frozen, or reports a failed rank.
+      HostileMessageError: If the message is of another kind.
     """
     kind, _, size = self._head(*kinds)
     if kind not in _TEXTS:
@@ -119,16 +119,16 @@ class StarLink:
   def receive(
     self, number: int, shape: Sequence[int], dtype: DTypeLike
   ) -> np.ndarray | None:
-    """The next array, None where the other side has no part in it.
+    """Receives the next array, None where the other side sends an empty one.
 
     Args:
-      number: that it has to have.
-      shape: the same.
-      dtype: the same.
+      number: Expected number of the message.
+      shape: Expected shape of the array.
+      dtype: Expected dtype of the array.
 
     Raises:
-      PeerError: the other side is gone, frozen, or says that a rank failed.
-      HostileMessageError: it is another one.
+      PeerError: If the other side is gone, frozen, or reports a failed rank.
+      HostileMessageError: If the message has another number or size.
     """
     _, n, size = self._head(Kind.ARRAY)
     out = np.empty(tuple(shape), dtype)
@@ -149,7 +149,7 @@ class StarLink:
     self._link.close()
 
   def _head(self, *kinds: Kind) -> tuple[Kind, int, int]:
-    """What the next message is, of these kinds."""
+    """Receives the header of the next message, which must be of these kinds."""
     while True:
       head = bytearray(_HEAD.size)
       try:
@@ -159,18 +159,18 @@ class StarLink:
       kind, number, size = _HEAD.unpack(head)
       if kind == Kind.ALIVE and not size:
         continue
-      known = kind in Kind.__members__.values()
-      if known and Kind(kind) == Kind.FAIL:
+      is_kind = kind in Kind.__members__.values()
+      if is_kind and Kind(kind) == Kind.FAIL:
         body = self._text(size)
         rank = body.get("rank")
         raise PeerError(
           str(body.get("why"))[:400],
           rank=rank if isinstance(rank, int) else self.rank,
         )
-      if not known or Kind(kind) not in kinds:
+      if not is_kind or Kind(kind) not in kinds:
         raise HostileMessageError(
           f"rank {self.rank} sent a message of kind {kind}; expected "
-          f"{' or '.join(k.name for k in kinds)}",
+          f"{' or '.join(expected.name for expected in kinds)}",
           rank=self.rank,
         )
       return Kind(kind), number, size
@@ -203,13 +203,13 @@ class StarLink:
 
   def _beat(self) -> None:
     while not self._over.wait(self._link.patience_s / 5):
-      # A failed connection is for the next message to find.
+      # The next message reports a failed connection.
       with contextlib.suppress(PeerError, OSError):
         self.tell(Kind.ALIVE)
 
 
 def _bytes(x: np.ndarray) -> Any:
-  """The bytes of an array, which may have a dtype that buffers do not know."""
+  """View an array as bytes; buffers don't know dtypes such as bfloat16."""
   return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
@@ -217,15 +217,15 @@ class Star:
   """The middle of a star: rank 0, with a link to each other rank.
 
   Attributes:
-    links: by rank, from 1.
+    links: Connections by rank, from 1.
   """
 
   def __init__(self, links: dict[int, StarLink]):
     self.links = links
 
   def __iter__(self) -> Any:
-    """The links in the order of ranks."""
-    return iter([self.links[r] for r in sorted(self.links)])
+    """Iterates over the links in the order of ranks."""
+    return iter([self.links[rank] for rank in sorted(self.links)])
 
   @classmethod
   def gather(
@@ -242,21 +242,21 @@ class Star:
     """Waits until all other ranks have connected.
 
     Args:
-      server: a socket that listens.
-      size: ranks in all.
-      key: that all of them have, at least 16 bytes.
-      digest: of the model, which has to be that of every rank.
-      patience_s: how long a rank may be silent afterwards.
-      join_s: how long this waits.
-      check: called now and then meanwhile, to raise what keeps a rank away.
+      server: Listening socket.
+      size: Number of ranks, this one included.
+      key: Key that all ranks have, at least 16 bytes.
+      digest: Digest of the model, which must be the same on every rank.
+      patience_s: Seconds that a rank may be silent afterwards.
+      join_s: Seconds to wait for all ranks.
+      check: Called now and then meanwhile; may raise if a rank can't come.
 
     Raises:
-      PeerError: ranks that did not come.
-      OptionError: a rank with another model, or one that is there already.
+      PeerError: If a rank did not come in time.
+      OptionError: If a rank has another model, or came twice.
     """
     positive_int("size", size)
     number("patience_s", patience_s, above=0)
-    key, end = checked_key(key), time.monotonic() + join_s
+    key, deadline = checked_key(key), time.monotonic() + join_s
     links: dict[int, StarLink] = {}
     fault: Exception | None = None
 
@@ -277,16 +277,16 @@ class Star:
       while len(links) < size - 1:
         if check is not None:
           check()
-        left = end - time.monotonic()
-        if left <= 0:
-          missing = [r for r in range(1, size) if r not in links]
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+          missing = [rank for rank in range(1, size) if rank not in links]
           raise PeerError(
             f"rank {', '.join(map(str, missing))} of {size} did not join "
             f"within {join_s:g} s",
             rank=missing[0],
           )
         try:
-          greeted = door.accept(min(left, 0.5))
+          greeted = door.accept(min(left_s, 0.5))
         except TimeoutError:
           continue
         if greeted is not None:
@@ -304,24 +304,24 @@ class Star:
   def _join(
     cls,
     star: StarLink,
-    said: dict[str, Any],
+    hello: dict[str, Any],
     links: dict[int, StarLink],
     size: int,
     digest: str,
   ) -> None:
-    """Takes a rank's connection.
+    """Checks a rank's hello and adds its connection to the links.
 
     Raises:
-      OptionError: another model, size or rank than is expected.
+      OptionError: If its model, size or rank is not the expected one.
     """
-    rank, count = said.get("rank"), said.get("size")
-    whole = isinstance(rank, int) and not isinstance(rank, bool)
+    rank, count = hello.get("rank"), hello.get("size")
+    is_int = isinstance(rank, int) and not isinstance(rank, bool)
     fault = None
-    if not whole or not 0 < rank < size or count != size:  # pyrefly: ignore
+    if not is_int or not 0 < rank < size or count != size:  # pyrefly: ignore
       fault = f"rank {rank} of {count}", f"ranks 1 to {size - 1} of {size}"
     elif rank in links:
       fault = f"two processes of rank {rank}", "each rank once"
-    elif said.get("digest") != digest:
+    elif hello.get("digest") != digest:
       fault = f"another model folder on rank {rank}", "the same on all ranks"
     if fault is not None:
       error = OptionError("rank", *fault, "start the ranks with the same flags")
@@ -334,13 +334,13 @@ class Star:
     links[rank] = star
 
   def fail(self, error: BaseException) -> None:
-    """Tells all ranks what has failed, and ends the connections."""
+    """Reports an error to all ranks and ends the connections."""
     rank = error.rank if isinstance(error, PeerError) else None
-    why = f"{error}" if rank else f"rank 0 failed: {error}"
+    reason = f"{error}" if rank else f"rank 0 failed: {error}"
     for link in self:
       if link.rank != rank:
         with contextlib.suppress(PeerError):
-          link.tell(Kind.FAIL, why=why, rank=rank or 0)
+          link.tell(Kind.FAIL, why=reason, rank=rank or 0)
     self.close()
 
   def close(self) -> None:
@@ -362,27 +362,27 @@ def join(
   """Connects a rank to the middle of its star.
 
   Args:
-    address: host and port of rank 0.
-    rank: of this process, from 1.
-    size: ranks in all.
-    key: as rank 0 has it.
-    digest: of the model.
-    patience_s: how long rank 0 may be silent.
-    join_s: how long this tries to reach it.
+    address: Host and port of rank 0.
+    rank: Rank of this process, from 1.
+    size: Number of ranks, rank 0 included.
+    key: Key that all ranks have, at least 16 bytes.
+    digest: Digest of the model.
+    patience_s: Seconds that rank 0 may be silent.
+    join_s: Seconds to try to reach it.
 
   Raises:
-    PeerError: it was not reached.
-    AuthenticationError: it has another key.
+    PeerError: If rank 0 was not reached.
+    AuthenticationError: If rank 0 has another key.
   """
   number("patience_s", patience_s, above=0)
-  key, end = checked_key(key), time.monotonic() + join_s
+  key, deadline = checked_key(key), time.monotonic() + join_s
   while True:
-    left = end - time.monotonic()
+    left_s = deadline - time.monotonic()
     try:
-      if left <= 0:
+      if left_s <= 0:
         raise TimeoutError
-      made = socket.create_connection(address, timeout=left)
-      link = PullConnection(made, patience_s, "rank 0")
+      connection = socket.create_connection(address, timeout=left_s)
+      link = PullConnection(connection, patience_s, "rank 0")
       try:
         link.greet_publisher(key)
       except PeerError:
@@ -392,7 +392,7 @@ def join(
     except AuthenticationError:
       raise
     except (OSError, PeerError) as error:
-      if time.monotonic() + _PAUSE_S >= end:
+      if time.monotonic() + _PAUSE_S >= deadline:
         raise PeerError(
           f"rank 0 was not reached at {address[0]}:{address[1]} within "
           f"{join_s:g} s: {error}",

@@ -1,12 +1,12 @@
-"""Stop conditions: when an answer is over, and what of it may be shown.
+"""Stop conditions: the end of an answer, and the part of its text to show.
 
 Guarantees: the text that `Watch.feed` and `Watch.flush` return, joined, is the
 text of the tokens up to the first stop: before the stop id, or before the stop
 string that is complete first (of those, the longest). It does not depend on how
 the text is divided into tokens, nor the tokens into feeds. Stop strings are
-looked for in all that was generated, the texts of special tokens among it,
-whether these are shown or not. What may be the beginning of a stop string is
-held back until it is known not to be one.
+searched in all generated text, texts of special tokens included, whether these
+are shown or not. Text that may begin a stop string is held back until it is
+known not to.
 Cost: on the host, a search in the new text and the longest stop string.
 """
 
@@ -33,19 +33,20 @@ _CHARS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop:
-  """Stop ids and stop strings: what ends an answer.
+  """Stop ids and stop strings that end an answer.
 
   Attributes:
-    ids: tokens that end it, such as `tokenizer.eos_ids`.
-    strings: texts that end it, wherever tokens begin and end; those of special
+    ids: Token ids that end it, such as `tokenizer.eos_ids`.
+    strings: Texts that end it, wherever tokens begin and end; those of special
       tokens too.
-    included: whether the text of the answer has the string, or the text of the
+    included: Whether the answer's text includes the string, or the text of the
       id, that ended it.
-    special: whether it has the texts of special tokens.
+    special: Whether the answer's text includes the texts of special tokens.
 
   Raises:
-    PromptError: an id out of range, an empty text, or too many of them.
-    InputTypeError: neither ids nor texts, or flags that are no bools.
+    PromptError: If an id is out of range, a text is empty, or there are too
+      many of them.
+    InputTypeError: If a value is neither id nor text, or a flag is no bool.
   """
 
   ids: tuple[int, ...] = ()
@@ -54,11 +55,14 @@ class Stop:
   special: bool = False
 
   def __post_init__(self) -> None:
-    ids = tuple(dict.fromkeys(as_ids("ids", _several("ids", self.ids))))
+    ids = tuple(dict.fromkeys(as_ids("ids", _as_tuple("ids", self.ids))))
     object.__setattr__(self, "ids", ids)
-    strings = _several("strings", self.strings)
-    sound = all(isinstance(s, str) and 0 < len(s) <= _CHARS for s in strings)
-    if not sound or len(strings) > _STRINGS:
+    strings = _as_tuple("strings", self.strings)
+    valid = all(
+      isinstance(string, str) and 0 < len(string) <= _CHARS
+      for string in strings
+    )
+    if not valid or len(strings) > _STRINGS:
       raise PromptError(
         "strings",
         strings,
@@ -70,8 +74,8 @@ class Stop:
       object.__setattr__(self, name, boolean(name, getattr(self, name)))
 
   def check(self, vocab_size: int) -> None:
-    """Raises PromptError for an id that no model of this size gives."""
-    wrong = [i for i in self.ids if i >= vocab_size]
+    """Raises PromptError for an id beyond a vocabulary of this size."""
+    wrong = [token for token in self.ids if token >= vocab_size]
     if wrong:
       raise PromptError(
         "stop ids",
@@ -84,30 +88,34 @@ class Stop:
     """Begins to watch one row.
 
     Args:
-      tokenizer: whose tokens come.
+      tokenizer: Tokenizer of the row's tokens.
     """
     return Watch(self, tokenizer)
 
 
-# What an answer ends behind: ids, texts, both, or a `Stop`.
+# Stop conditions of an answer: ids, texts, both, or a `Stop`.
 StopLike = (
   Stop | str | int | np.integer | Iterable[int | np.integer | str] | None
 )
 
 
 def as_stop(stop: StopLike) -> Stop:
-  """The `Stop` that `generate` is asked for: ids, texts, both, or a `Stop`.
+  """Convert ids, texts, both, or a `Stop` to a `Stop`.
 
   Raises:
-    InputTypeError, PromptError: something else.
+    InputTypeError, PromptError: If a value is not a valid id or text.
   """
   if isinstance(stop, Stop):
     return stop
-  found = () if stop is None else _several("stop", stop)
-  texts = tuple(s for s in found if isinstance(s, str))
-  ids = tuple(i for i in found if not isinstance(i, str))
-  whole = (numbers.Integral, np.ndarray, jax.Array)
-  wrong = [i for i in ids if not isinstance(i, whole) or isinstance(i, bool)]
+  conditions = () if stop is None else _as_tuple("stop", stop)
+  texts = tuple(text for text in conditions if isinstance(text, str))
+  ids = tuple(token for token in conditions if not isinstance(token, str))
+  int_types = (numbers.Integral, np.ndarray, jax.Array)
+  wrong = [
+    token
+    for token in ids
+    if not isinstance(token, int_types) or isinstance(token, bool)
+  ]
   if wrong:
     raise _not_a_stop("stop", wrong[0])
   return Stop(ids=tuple(as_ids("stop", ids)), strings=texts)
@@ -117,7 +125,7 @@ def check_tokenizer(tokenizer: Any) -> None:
   """Refuses a tokenizer that cannot turn tokens into text one by one.
 
   Raises:
-    InputTypeError: it lacks what `ringjax.data.Stream` asks of it.
+    InputTypeError: If it lacks a method that `ringjax.data.Stream` calls.
   """
   if not isinstance(tokenizer, Decodes):
     raise InputTypeError(
@@ -128,8 +136,8 @@ def check_tokenizer(tokenizer: Any) -> None:
     )
 
 
-def _several(name: str, given: Any) -> tuple[Any, ...]:
-  """One value or several, as a tuple."""
+def _as_tuple(name: str, given: Any) -> tuple[Any, ...]:
+  """Convert one value or several to a tuple."""
   alone = isinstance(given, numbers.Integral | str)
   # NumPy's and JAX's scalars cannot be iterated over.
   if (alone and type(given) is not bool) or getattr(given, "shape", 0) == ():
@@ -152,8 +160,8 @@ class Watch:
   """Finds the end of one row's text as its tokens come; see `Stop.watch`.
 
   Attributes:
-    stopped: the id or the string that ended the answer, or None.
-    tokens: how many tokens came, the last one included.
+    stopped: Id or string that ended the answer, or None.
+    tokens: Number of tokens so far, the last one included.
   """
 
   def __init__(self, stop: Stop, tokenizer: Decodes):
@@ -163,25 +171,25 @@ class Watch:
     self._ids = frozenset(stop.ids)
     self._tokenizer = tokenizer
     self._stream = Stream(tokenizer, special=stop.special)
-    # Text that is held back, and of each of its characters whether it is shown.
+    # Text that is held back, and a flag per character: whether to show it.
     self._held, self._shown = "", b""
 
   def copy(self) -> Watch:
-    """One that goes on from here by itself, for another continuation."""
-    made = copy.copy(self)
-    made._stream = self._stream.copy()
-    return made
+    """Copy the state, to continue the row independently in another way."""
+    clone = copy.copy(self)
+    clone._stream = self._stream.copy()
+    return clone
 
   def feed(self, ids: TokenIds | int | np.integer) -> str:
-    """The text that these ids allow to show, maybe "".
+    """Add tokens and return the text that may now be shown, maybe "".
 
-    After a stop, tokens are no longer looked at, and nothing comes.
+    After a stop, tokens are ignored and the text is "".
 
     Args:
-      ids: one id, or a row of them.
+      ids: One token id, or a row of them.
 
     Raises:
-      PromptError, InputTypeError: not token ids.
+      PromptError, InputTypeError: If a value is no token id.
     """
     shown = []
     for token in as_ids("ids", ids):
@@ -190,58 +198,64 @@ class Watch:
       self.tokens += 1
       if token in self._ids:
         if self._stop.included and not self._hidden(token):
-          shown.append(self._see(self._stream.feed(token)))
-        # What the tokens before it left unfinished may hold a stop string.
+          shown.append(self._append(self._stream.feed(token)))
+        # Unfinished characters of the tokens before may complete a stop string.
         shown.append(self.flush())
         self.stopped = token if self.stopped is None else self.stopped
       elif self._hidden(token):
-        shown.append(self._see(self._tokenizer.window([token]), False))
+        shown.append(self._append(self._tokenizer.window([token]), False))
       else:
-        shown.append(self._see(self._stream.feed(token)))
+        shown.append(self._append(self._stream.feed(token)))
     return "".join(shown)
 
   def flush(self) -> str:
-    """The text that was held back, when no more tokens come."""
+    """Return the text that was held back, when no more tokens come."""
     if self.stopped is not None:
       return ""
-    text = self._see(self._stream.flush())
-    return text + self._taken(len(self._held))
+    text = self._append(self._stream.flush())
+    return text + self._release(len(self._held))
 
   def _hidden(self, token: int) -> bool:
     return not self._stop.special and self._tokenizer.is_special(token)
 
-  def _see(self, text: str, shown: bool = True) -> str:
-    """What may be shown of the text held back and the new one."""
+  def _append(self, text: str, shown: bool = True) -> str:
+    """Add text to the text held back, and return the part that may be shown."""
     strings = self._stop.strings
     if not strings:
       return text if shown else ""
     self._held += text
     self._shown += bytes([shown]) * len(text)
-    found = _first(self._held, strings) if text else None
-    if found is None:
-      return self._taken(len(self._held) - _unsure(self._held, strings))
-    begin, self.stopped = found
+    match = _first_match(self._held, strings) if text else None
+    if match is None:
+      return self._release(
+        len(self._held) - _partial_match(self._held, strings)
+      )
+    begin, self.stopped = match
     end = begin + len(self.stopped) if self._stop.included else begin
-    seen = self._taken(end)
+    seen = self._release(end)
     self._held, self._shown = "", b""
     return seen
 
-  def _taken(self, count: int) -> str:
-    """What is shown of the first characters held back, which are no longer."""
+  def _release(self, count: int) -> str:
+    """Release the first characters held back: return those to show."""
     seen = "".join(itertools.compress(self._held[:count], self._shown))
     self._held, self._shown = self._held[count:], self._shown[count:]
     return seen
 
 
-def _first(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
-  """Where the string begins that is complete first, the longest of those."""
-  found = [(text.find(s), s) for s in strings]
-  ends = [(at + len(s), at, s) for at, s in found if at >= 0]
+def _first_match(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
+  """Begin and text of the string that is complete first, then the longest."""
+  positions = [(text.find(string), string) for string in strings]
+  ends = [
+    (begin + len(string), begin, string)
+    for begin, string in positions
+    if begin >= 0
+  ]
   return min(ends)[1:] if ends else None
 
 
-def _unsure(text: str, strings: Sequence[str]) -> int:
-  """How many of the last characters may be the beginning of a stop string."""
+def _partial_match(text: str, strings: Sequence[str]) -> int:
+  """Length of the longest end of `text` that may begin a stop string."""
   longest = 0
   for string in strings:
     sizes = range(min(len(string) - 1, len(text)), longest, -1)

@@ -1,9 +1,10 @@
 """Tensor parallelism over processes with little memory each (TPI-LLM).
 
-Each rank has some heads and some columns of every layer, uneven if it is told
-so, reads its blocks from the folder while it computes, and holds a few of them:
-attention of layer 0, feedforward of layer 0, attention of layer 1, ... The
-terms of each block go to rank 0, which adds them up.
+Each rank has some heads and some columns of every layer, in equal or given
+shares. It reads its blocks (attention of layer 0, feedforward of layer 0,
+attention of layer 1, ...) from the model's folder while it computes, and holds
+a few of them at a time. Rank 0 adds up the terms that the ranks compute of
+each block.
 
   rank 0     rows of the embedding -> norm -> send, its own term, receive -> sum
              -> residual -> ... -> last norm, head, sampling
@@ -13,14 +14,14 @@ Guarantees: logits are those of the whole model up to the rounding of a sum, and
 the same bits in every run with the same shares: terms are added in the order of
 ranks, in float32. Prompts, generated tokens, embedding and head are on rank 0
 alone; the others get hidden states, positions, and which tokens are padding. At
-most `window` blocks of weights are in a rank's memory.
+most `window` blocks of weights are in a rank's memory, plus those that stay.
 Cost: each pass reads every block from disk, once for all rows of a batch; a
 message to each rank and one back for each block.
 Memory: on a rank its window and its heads' part of the cache; on rank 0 also
-the head, as one block of its window, and the rows of the embedding that occur.
+the head, as one block of its window, and the embedding rows of the tokens.
 
 Ref: Li et al. 2024, TPI-LLM (arXiv 2410.00531), which adds terms in the order
-in which they come, and has the embedding as a block.
+of their arrival, and has the embedding as a block.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ from ringjax.typing import Lengths
 
 _READING = ContextParallel(axis=None, strategy=Gather())
 _DECODING = CachedAttention(axis=None)
-# Numbers of what is sent beside the inputs of blocks.
+# Message numbers of positions, segments and lengths. A block's input has the
+# block's number.
 _POS, _SEG, _LENGTH = 1 << 30, (1 << 30) + 1, (1 << 30) + 2
 
 
@@ -89,14 +91,14 @@ _POS, _SEG, _LENGTH = 1 << 30, (1 << 30) + 1, (1 << 30) + 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ModuleProgram:
-  """How a module is made of arrays as they are stored.
+  """Recipe that builds a module from arrays as the folder stores them.
 
   Attributes:
-    spec: builds it.
-    tensors: of each array its form, its parameters' paths, and whether arrays
-      are stacked in it.
-    embed: D.
-    dtype: of the computation.
+    spec: Specification with the module's `build`.
+    tensors: (form, paths of its parameters, whether arrays are stacked in it)
+      of each array.
+    embed: Width D of the hidden states.
+    dtype: Name of the computation's dtype.
   """
 
   spec: Any
@@ -105,24 +107,26 @@ class _ModuleProgram:
   dtype: str
 
   def module(self, arrays: Sequence[jax.Array]) -> Any:
-    template, flat, tree = _template(self.spec, self.embed)
-    found: dict[str, jax.Array] = {}
-    for (form, paths, stacked), x in zip(self.tensors, arrays, strict=True):
+    template, variables, tree = _template(self.spec, self.embed)
+    values_by_path: dict[str, jax.Array] = {}
+    for (form, paths, stacked), array in zip(self.tensors, arrays, strict=True):
       split = jax.vmap(form.split) if stacked else form.split
-      found.update(zip(paths, split(x), strict=True))
-    made = [
-      p.replace(
-        found[path].astype(
-          p.get_value().dtype if p.get_metadata()["wide"] else self.dtype
+      values_by_path.update(zip(paths, split(array), strict=True))
+    leaves = [
+      variable.replace(
+        values_by_path[path].astype(
+          variable.get_value().dtype
+          if variable.get_metadata()["wide"]
+          else self.dtype
         )
       )
-      for path, p in zip(template, flat, strict=True)
+      for path, variable in zip(template, variables, strict=True)
     ]
-    return jax.tree.unflatten(tree, made)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _module_program(model: SharedModel, part: ModulePart) -> _ModuleProgram:
-  """How a module is made of what is read of it."""
+  """Return the recipe that builds a module from its part's arrays."""
   spec, tensors = part.layout
   return _ModuleProgram(
     spec=spec,
@@ -134,7 +138,7 @@ def _module_program(model: SharedModel, part: ModulePart) -> _ModuleProgram:
 
 @functools.lru_cache(maxsize=256)
 def _template(spec: Any, embed: int) -> tuple[Any, Any, Any]:
-  """A module's parameters by their paths, and its tree."""
+  """Paths of a module's parameters, the parameters, and its tree structure."""
   shapes = jax.eval_shape(lambda: spec.build(nnx.Rngs(0), embed))
   flat, tree = jax.tree.flatten(
     shapes, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -153,19 +157,19 @@ def _attention_term(
   at: Coords,
   length: Lengths,
 ) -> tuple[jax.Array, KVCache]:
-  """A rank's term of attention, and its layer's cache with the call's keys."""
-  sees = isinstance(attend, CachedAttention)
+  """Compute a rank's term of attention, and append the call's keys."""
+  decoding = isinstance(attend, CachedAttention)
   tokens = Tokens(
     *at,
-    derived=not sees,
+    derived=not decoding,
     segmented=True,
     ropes=program.spec.ropes,
     length=length,
   )
-  cache = cache.allocate(tokens.at, replicated=sees, sees=sees)
-  part = cache.layer(0, cache.slots[0], jnp.int32(0))
-  y, part = program.module(arrays)(h, tokens, part, attend)
-  return y, cache.updated((part.slots,))
+  cache = cache.allocate(tokens.at, replicated=decoding, sees=decoding)
+  layer_cache = cache.layer(0, cache.slots[0], jnp.int32(0))
+  y, layer_cache = program.module(arrays)(h, tokens, layer_cache, attend)
+  return y, cache.updated((layer_cache.slots,))
 
 
 @bounded
@@ -176,7 +180,7 @@ def _feedforward_term(
   arrays: PyTree,
   h: Float[Array, "B T D"],
 ) -> jax.Array:
-  """A rank's term of a feedforward."""
+  """Compute a rank's term of a feedforward."""
   return program.module(arrays)(h, attend)
 
 
@@ -197,7 +201,7 @@ def _joined(
   x: Float[Array, "B T D"],
   terms: PyTree,
 ) -> jax.Array:
-  """x and the sum of a block's terms, in their order, behind its norm."""
+  """Add the sum of a block's terms, in their order, after its norm to x."""
   total = terms[0].astype(jnp.float32)
   for term in terms[1:]:
     total = total + term.astype(jnp.float32)
@@ -217,11 +221,11 @@ def _output(
   x: Float[Array, "B T D"],
   rows: Int[Array, " B"],
 ) -> jax.Array:
-  """float32 [B, V], the logits behind one token of each row."""
-  made = program.module(arrays)
+  """Logits after one token of each row, float32 [B, V]."""
+  module = program.module(arrays)
   last = jnp.take_along_axis(x, rows[:, None, None], 1)[:, 0]
-  head = made.embed if made.head is None else made.head
-  h = made.norm(last)
+  head = module.embed if module.head is None else module.head
+  h = module.norm(last)
   h = h.astype(part_dtype(head, h.dtype))
   return logits_of(program.spec.config, head, h)
 
@@ -240,28 +244,29 @@ def _embedded(scale: float, x: Float[Array, "B T D"]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankReport:
-  """What a rank held and waited for, of one call of `generate`.
+  """Memory, bytes and waiting times of a rank in one call of `generate`.
 
   Attributes:
-    rank: its number.
-    window: blocks that it may hold; None for all.
-    weight_bytes: of all its blocks.
-    block_bytes: of each block.
-    block_names: of each block.
-    peak_blocks: that it held at once, since it began.
-    peak_bytes: their bytes.
-    bytes_read: from disk, since it began.
-    cache_bytes: of its part of the cache.
-    sent_bytes: of arrays, since it began.
-    rss_bytes: the most that its process had in memory, code and compiler too.
-    kept: blocks that stay once they are read.
-    pass_bytes: that each pass reads, the first one aside.
-    reads_s: of each block the mean seconds of a read.
-    disk_s: of each block the mean seconds, for a token, of waiting for its
-      read.
-    compute_s: the same to compute it.
-    peers_s: the same of waiting for other ranks, who may wait for theirs.
-    events: (kind, block, start, end), from its own start of the call; or None.
+    rank: Number of the rank.
+    window: Number of blocks that it may hold at once; None for all.
+    weight_bytes: Bytes of all its blocks.
+    block_bytes: Bytes of each block.
+    block_names: Name of each block.
+    peak_blocks: Largest number of blocks held at once, since it began.
+    peak_bytes: Largest number of bytes of blocks held at once.
+    bytes_read: Bytes read from disk, since it began.
+    cache_bytes: Bytes of its part of the cache.
+    sent_bytes: Bytes of arrays that it sent, since it began.
+    rss_bytes: Peak memory of its process, code and compiler included.
+    kept: Numbers of the blocks that stay in memory once they are read.
+    pass_bytes: Bytes that each pass after the first reads.
+    reads_s: Mean seconds of a read, per block.
+    disk_s: Mean seconds, per token, of waiting for the read of each block.
+    compute_s: Mean seconds, per token, of computing each block.
+    peers_s: Mean seconds, per token and block, of waiting for other ranks,
+      which may wait themselves.
+    events: (kind, block, start, end) of each, in seconds from the rank's start
+      of the call; None if they were not recorded.
   """
 
   rank: int
@@ -285,10 +290,10 @@ class RankReport:
 
   @classmethod
   def of(cls, record: dict[str, Any]) -> RankReport:
-    """From a record of JSON.
+    """Build a report from a decoded JSON object.
 
     Raises:
-      TypeError: other fields.
+      TypeError: If the fields are not those of a report.
     """
     fields: dict[str, Any] = {
       k: tuple(x) if isinstance(x, list) else x for k, x in record.items()
@@ -297,7 +302,7 @@ class RankReport:
 
 
 class _RankBlocks:
-  """The blocks of a rank: its window, its caches, and how they are computed."""
+  """The blocks of a rank: their window of weights, caches and programs."""
 
   def __init__(
     self,
@@ -322,18 +327,18 @@ class _RankBlocks:
     return len(self.model.config.layers)
 
   def _read(self, block: int) -> dict[str, tuple[jax.Array, ...]]:
-    """A block's arrays, on the device."""
+    """Read a block's arrays onto the device."""
     device = jax.local_devices()[0]
-    made = {
+    arrays = {
       name: tuple(
         jax.device_put(x, device, may_alias=True) for x in self.model.read(part)
       )
       for name, part in self.blocks[block].parts.items()
     }
-    return jax.block_until_ready(made)
+    return jax.block_until_ready(arrays)
 
   def open(self, batch: int, capacity: int, kind: CacheKind, dtype: str):
-    """Makes empty caches, a layer's in each."""
+    """Create an empty cache for each layer."""
     self.times.restart()
     self.start_s = time.monotonic()
     self.caches = []
@@ -348,14 +353,14 @@ class _RankBlocks:
       )
 
   def program(self, block: int, name: str) -> _ModuleProgram | None:
-    """How a module of a block is made; None if it has none."""
+    """Return the recipe of a block's module; None if it lacks that module."""
     part = self.blocks[block].parts.get(name)
     if part is None or part.spec is None:
       return None
     return _module_program(self.model, part)
 
   def arrays(self, block: int) -> dict[str, Any]:
-    """A block's arrays, once they are there; see `release`."""
+    """Wait for a block's arrays and hold them until `release`."""
     if not self.nbytes[block]:
       return {}
     if block not in self._taken:
@@ -363,7 +368,7 @@ class _RankBlocks:
     return self._taken[block]
 
   def release(self, block: int) -> None:
-    """Lets go of a block."""
+    """Return a block's place to the window."""
     if self._taken.pop(block, None) is not None:
       self.window.release(block)
 
@@ -375,7 +380,7 @@ class _RankBlocks:
     length: Lengths,
     reading: bool,
   ) -> np.ndarray | None:
-    """The rank's term of a block, [B, T, D]; None where it has no part."""
+    """Compute the rank's term of a block, [B, T, D]; None without a part."""
     program = self.program(block, "term")
     if program is None:
       return None
@@ -392,7 +397,7 @@ class _RankBlocks:
       return np.asarray(y)
 
   def report(self, sent_bytes: int) -> RankReport:
-    """What it came to."""
+    """Report the rank's memory, bytes and times so far."""
     times, blocks = self.times, len(self.blocks)
     events = None
     if times.events is not None:
@@ -408,10 +413,12 @@ class _RankBlocks:
       peak_blocks=self.window.peak_blocks,
       peak_bytes=self.window.peak_bytes,
       bytes_read=self.window.bytes_read,
-      cache_bytes=sum(x.nbytes() for x in self.caches if x is not None),
+      cache_bytes=sum(
+        cache.nbytes() for cache in self.caches if cache is not None
+      ),
       sent_bytes=sent_bytes,
       rss_bytes=_peak_rss_bytes(),
-      block_names=tuple(one.name for one in self.blocks),
+      block_names=tuple(block.name for block in self.blocks),
       kept=tuple(sorted(self.layout.kept)),
       pass_bytes=self.layout.pass_bytes,
       reads_s=times.means("read", blocks),
@@ -428,9 +435,9 @@ class _RankBlocks:
 
 
 def _peak_rss_bytes() -> int:
-  """The most that this process had in memory."""
-  found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  return found if sys.platform == "darwin" else 1024 * found
+  """Peak resident memory of this process, in bytes."""
+  max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return max_rss if sys.platform == "darwin" else 1024 * max_rss
 
 
 def serve_rank(
@@ -443,27 +450,31 @@ def serve_rank(
   """Computes a rank's terms until rank 0 ends it.
 
   Args:
-    path: the model's folder.
-    link: to rank 0, of `star.join`.
-    rank: from 1.
-    window: blocks of weights in memory; None for all.
+    path: The model's folder.
+    link: Connection to rank 0, from `star.join`.
+    rank: Number of this rank, at least 1.
+    window: Number of blocks of weights in memory; None for all.
 
   Raises:
-    PeerError: rank 0 is gone, or says that another rank has failed.
-    RingjaxError: what this rank could not do, of which rank 0 is told.
+    PeerError: If rank 0 is gone, or reports that another rank has failed.
+    RingjaxError: If this rank fails; it reports the error to rank 0 first.
   """
   blocks: _RankBlocks | None = None
   try:
-    _, said = link.hear(Kind.SETUP)
-    model = SharedModel(path, said["shares"], dtype=said["dtype"])
-    blocks = _RankBlocks(model, rank, window, said["retain"], said["events"])
+    _, message = link.hear(Kind.SETUP)
+    model = SharedModel(path, message["shares"], dtype=message["dtype"])
+    blocks = _RankBlocks(
+      model, rank, window, message["retain"], message["events"]
+    )
     while True:
-      kind, said = link.hear(Kind.OPEN, Kind.PASS, Kind.REPORT, Kind.END)
+      kind, message = link.hear(Kind.OPEN, Kind.PASS, Kind.REPORT, Kind.END)
       if kind == Kind.OPEN:
-        found = kind_text.parse(said["cache"])
-        blocks.open(said["batch"], said["capacity"], found, said["dtype"])
+        cache_kind = kind_text.parse(message["cache"])
+        blocks.open(
+          message["batch"], message["capacity"], cache_kind, message["dtype"]
+        )
       elif kind == Kind.PASS:
-        _serve_pass(blocks, link, said)
+        _serve_pass(blocks, link, message)
       elif kind == Kind.REPORT:
         link.tell(
           Kind.REPORT, **dataclasses.asdict(blocks.report(link.sent_bytes))
@@ -473,8 +484,8 @@ def serve_rank(
   except PeerError:
     raise
   except BaseException as error:
-    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    link.tell(Kind.FAIL, why=f"rank {rank} failed: {why}", rank=rank)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    link.tell(Kind.FAIL, why=f"rank {rank} failed: {reason}", rank=rank)
     raise
   finally:
     if blocks is not None:
@@ -483,16 +494,16 @@ def serve_rank(
 
 
 def _serve_pass(
-  blocks: _RankBlocks, link: StarLink, said: dict[str, Any]
+  blocks: _RankBlocks, link: StarLink, message: dict[str, Any]
 ) -> None:
-  """A rank's part of one pass over the model."""
-  batch, tokens = int(said["batch"]), int(said["tokens"])
-  reading = bool(said["reading"])
-  blocks.times.begin(later=bool(said["later"]))
+  """Compute a rank's part of one pass over the model."""
+  batch, tokens = int(message["batch"]), int(message["tokens"])
+  reading = bool(message["reading"])
+  blocks.times.begin(later=bool(message["later"]))
   rows = 1 if reading else batch
   pos = link.receive(_POS, (rows, tokens), np.int32)
   seg = link.receive(_SEG, (batch, tokens), np.int32)
-  length = link.receive(_LENGTH, said["length"], np.int32)
+  length = link.receive(_LENGTH, message["length"], np.int32)
   assert pos is not None and seg is not None and length is not None
   at = Coords(jnp.asarray(pos), jnp.asarray(seg))
   shape = batch, tokens, blocks.model.config.embed
@@ -500,7 +511,7 @@ def _serve_pass(
   for block in range(last + 1):
     with blocks.times.of("peers", block):
       h = link.receive(block, shape, blocks.model.dtype)
-    # It comes when the sum of the block before is done.
+    # Rank 0 sends this input once the sum of the block before is done.
     blocks.release(block - 1)
     assert h is not None
     link.send(block, blocks.term(block, h, at, jnp.asarray(length), reading))
@@ -514,15 +525,15 @@ def _serve_pass(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowReport:
-  """What a call of `TensorWindow.generate` did.
+  """Times and per-rank reports of a call of `TensorWindow.generate`.
 
   Attributes:
-    shares: the ranks' weights.
-    ranks: what each held and waited for.
-    prompt_tokens: of the longest prompt.
-    new_tokens: steps that were taken.
-    first_s: seconds to the first token, compiling included.
-    token_s: of a later one, the mean without the second, which compiles.
+    shares: Relative share of the model on each rank.
+    ranks: Report of each rank.
+    prompt_tokens: Number of tokens of the longest prompt.
+    new_tokens: Number of decoding steps.
+    first_s: Seconds to the first token, compiling included.
+    token_s: Mean seconds of a later token, without the second, which compiles.
   """
 
   shares: tuple[int | float, ...]
@@ -533,20 +544,20 @@ class WindowReport:
   token_s: float
 
   def simulated(self, passes: int = 8) -> WindowRun:
-    """The same on simulated clocks, by the measured seconds of each part.
+    """Simulate the ranks' windows from the measured seconds of each block.
 
-    An all-reduce takes what the rank waited that waited least for others, as
-    it came last. A window is that of rank 0.
+    An all-reduce takes the shortest wait of any rank, that of the rank which
+    came last. All ranks have the window of rank 0.
 
     Args:
-      passes: tokens.
+      passes: Number of passes, one per token.
     """
-    last = max(len(one.block_bytes) for one in self.ranks)
-    fill = lambda x: (*x, *(0,) * (last - len(x)))
+    num_blocks = max(len(report.block_bytes) for report in self.ranks)
+    fill = lambda x: (*x, *(0,) * (num_blocks - len(x)))
     devices = []
-    for one in self.ranks:
+    for report in self.ranks:
       blocks = zip(
-        fill(one.block_bytes), fill(one.reads_s), fill(one.compute_s),
+        fill(report.block_bytes), fill(report.reads_s), fill(report.compute_s),
         strict=True,
       )  # fmt: skip
       devices.append(
@@ -556,26 +567,26 @@ class WindowReport:
             nbytes=nbytes,
             load_s=load,
             step_s=step,
-            retained=k in one.kept,
+            retained=k in report.kept,
           )
           for k, (nbytes, load, step) in enumerate(blocks)
         ]
       )
-    waits = [fill(one.peers_s) for one in self.ranks]
+    waits = [fill(report.peers_s) for report in self.ranks]
     return layer_window.simulate(
       devices,
-      window=self.ranks[0].window or last,
+      window=self.ranks[0].window or num_blocks,
       passes=passes,
-      reduce_s=[min(each) for each in zip(*waits, strict=True)],
+      reduce_s=[min(block_waits) for block_waits in zip(*waits, strict=True)],
     )
 
 
 class TensorWindow:
-  """A model over ranks that each hold a window of their part: rank 0.
+  """Rank 0 of a model over ranks that each hold a window of their weights.
 
   Attributes:
-    config: of the model.
-    shares: the ranks' weights.
+    config: Configuration of the model.
+    shares: Relative share of the model on each rank.
   """
 
   def __init__(
@@ -592,19 +603,21 @@ class TensorWindow:
     """Begins to read the first blocks, on all ranks.
 
     Args:
-      path: the model's folder, as `rj.models.load` reads it.
-      star: the other ranks, of `Star.gather`; default: there are none.
-      shares: how much of the model each rank gets, in any unit; default: the
-        same. KV heads with their queries, and columns, are dealt by it.
-      window: blocks of this rank's weights in memory; None for all.
-      retain: of so many feedforwards one stays in memory, beside the window.
-      dtype: of the computation; default: the folder's.
-      events: whether reports have what happened when.
+      path: The model's folder, as `rj.models.load` reads it.
+      star: Connections to the other ranks, from `Star.gather`; default: rank 0
+        runs alone.
+      shares: Share of the model that each rank gets, in any unit; default: all
+        the same. KV heads with their queries, and columns, are dealt by it.
+      window: Number of blocks of this rank's weights in memory; None for all.
+      retain: Keeps the first of every `retain` feedforwards in memory, in
+        addition to the window; None: no block.
+      dtype: Dtype of the computation; default: the folder's.
+      events: Whether reports list when each read, wait and computation ran.
 
     Raises:
-      OptionError: other shares than ranks.
-      ConfigError: a model whose layers are no sums over ranks.
-      RingjaxError: as `rj.models.load`.
+      OptionError: If there are not as many shares as ranks.
+      ConfigError: If the model's layers can't be split into sums over ranks.
+      RingjaxError: If `rj.models.load` would raise it.
     """
     self._star = Star({}) if star is None else star
     size = len(self._star.links) + 1
@@ -678,28 +691,29 @@ class TensorWindow:
     """Continues prompts, with the tokens of `rj.infer.generate`.
 
     Args:
-      tokens: int32 [B, T], or B sequences of ids of different lengths.
-      max_new_tokens: how many tokens to add at most.
-      sampler: chooses a token from logits; default `Greedy()`.
-      cache_kind: how ranks store keys and values, an `rj.kv.CacheKind` or its
-        name; one that keeps all tokens on the device, with no calibration.
-      cache_dtype: of the cache; default: the model's.
-      stop: ids behind which a row ends, or texts, or both; or a `Stop`.
-      tokenizer: of the texts.
-      stream: called with each step's tokens, see `rj.infer.generate`.
-      progress: called with the number of prompt tokens, when they are read.
-      report: called with what was done.
-      pad_id: fills up rows that stopped early.
-      **names: as transformers names them, see `rj.infer.generate`.
+      tokens: Token ids, int32 [B, T], or B sequences of different lengths.
+      max_new_tokens: Maximum number of tokens to add to each row.
+      sampler: Chooses a token from logits; default `Greedy()`.
+      cache_kind: Storage of keys and values on the ranks, an `rj.kv.CacheKind`
+        or its name; one that keeps all tokens on the device, uncalibrated.
+      cache_dtype: Dtype of the cache; default: the model's.
+      stop: Ids after which a row ends, or texts, or both; or a `Stop`.
+      tokenizer: Tokenizer for the texts of `stop`.
+      stream: Called with each step's tokens, see `rj.infer.generate`.
+      progress: Called with the number of prompt tokens, when they are read.
+      report: Called with the `WindowReport` at the end.
+      pad_id: Id that fills up rows that stopped early.
+      **names: Options named as in transformers, see `rj.infer.generate`.
 
     Returns:
       The new tokens.
 
     Raises:
-      PeerError: a rank died, froze or failed; the text says which. No later
+      PeerError: If a rank died, froze or failed; the text says which. No later
         call succeeds.
-      NotFiniteLogitsError: see `rj.infer.generate`.
-      RingjaxError: arguments, before anything is computed.
+      NotFiniteLogitsError: If logits are NaN or infinite, see
+        `rj.infer.generate`.
+      RingjaxError: If an argument is invalid; nothing is computed.
     """
     if self._broken is not None:
       raise PeerError(f"this group has ended: {self._broken}")
@@ -716,7 +730,7 @@ class TensorWindow:
     ending = RowEndings(
       stop, tokenizer, stream, pad_id, len(prompts), self.config.vocab
     )
-    lengths = np.array([p.size for p in prompts], np.int32)
+    lengths = np.array([prompt.size for prompt in prompts], np.int32)
     longest = int(lengths.max())
     inputs.within_context(
       self.config,
@@ -732,38 +746,40 @@ class TensorWindow:
     seg = (np.arange(width) < lengths[:, None]).astype(np.int32)
     by_length = any(rope.scaling.by_length for rope in self.config.ropes)
     total = lengths if by_length else np.array(longest, np.int32)
-    every = np.arange(width, dtype=np.int32)[None]
-    logits = self._pass(ids, every, seg, total, lengths - 1, 0)
+    positions = np.arange(width, dtype=np.int32)[None]
+    logits = self._pass(ids, positions, seg, total, lengths - 1, 0)
     if progress is not None:
       progress(longest)
     out = np.full((len(prompts), count), ending.pad_id, np.int32)
-    marked = NotFiniteRows()
-    sizes, clock = np.zeros(len(prompts), np.int32), [time.monotonic()]
-    for n, token in enumerate(
+    not_finite = NotFiniteRows()
+    new_lengths, times_s = np.zeros(len(prompts), np.int32), [time.monotonic()]
+    for n, step in enumerate(
       self._tokens(logits, lengths, prompts, sampler, ending, total, count)
     ):
-      clock.append(time.monotonic())
-      ended = token[1]
-      ended = ended | marked.note(token[0], lengths + n, ~ended)
-      out[:, n] = np.where(ended, ending.pad_id, token[0])
-      sizes += ~ended
+      times_s.append(time.monotonic())
+      ended = step[1]
+      ended = ended | not_finite.note(step[0], lengths + n, ~ended)
+      out[:, n] = np.where(ended, ending.pad_id, step[0])
+      new_lengths += ~ended
       if not ended.all():
-        token[2][:] = ending.told(out[:, n], ended)
+        step[2][:] = ending.told(out[:, n], ended)
     if report is not None:
-      later = np.diff(clock[2:]) if len(clock) > 3 else np.diff(clock[1:])
+      step_seconds = (
+        np.diff(times_s[2:]) if len(times_s) > 3 else np.diff(times_s[1:])
+      )
       report(
         WindowReport(
           shares=self.shares,
           ranks=tuple(self._reports()),
           prompt_tokens=longest,
-          new_tokens=int(sizes.max()),
-          first_s=clock[1] - start_s,
-          token_s=float(np.mean(later)) if len(later) else 0.0,
+          new_tokens=int(new_lengths.max()),
+          first_s=times_s[1] - start_s,
+          token_s=float(np.mean(step_seconds)) if len(step_seconds) else 0.0,
         )
       )
-    new = Generated(tokens=out, lengths=sizes)
-    marked.check(np.dtype(dtype), new)
-    return new
+    generated = Generated(tokens=out, lengths=new_lengths)
+    not_finite.check(np.dtype(dtype), generated)
+    return generated
 
   def _tokens(
     self,
@@ -775,29 +791,30 @@ class TensorWindow:
     total: np.ndarray,
     count: int,
   ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Each step's tokens [B], which rows had ended, and which the host ends.
+    """Yield each step's tokens and masks of ended rows, all [B].
 
-    The last is filled by who takes them.
+    The masks are the rows that had ended before, and the rows that the host
+    ends at this step: the caller fills in the latter.
     """
     seen = None
     if getattr(sampler, "needs_seen", False):
-      known = np.zeros((len(prompts), self.config.vocab), bool)
-      for row, prompt in zip(known, prompts, strict=True):
+      in_prompt = np.zeros((len(prompts), self.config.vocab), bool)
+      for row, prompt in zip(in_prompt, prompts, strict=True):
         row[prompt] = True
-      seen = jnp.asarray(known)
+      seen = jnp.asarray(in_prompt)
     sampler = traced(sampler)
     ended = np.zeros(len(prompts), bool)
     state = decode.first(
       sampler, logits, jnp.asarray(lengths), seen, ending.ids
     )
     for n in range(count):
-      token, done = jax.device_get((state.token, state.done))
-      told = np.zeros(len(prompts), bool)
-      yield token, ended, told
-      ended = ended | done | told
+      token, device_ended = jax.device_get((state.token, state.done))
+      host_ended = np.zeros(len(prompts), bool)
+      yield token, ended, host_ended
+      ended = ended | device_ended | host_ended
       if n + 1 == count or ended.all():
         return
-      if told.any():
+      if host_ended.any():
         state = state._replace(done=jnp.asarray(ended))
       pos, seg = np.asarray(state.pos)[:, None], (~ended)[:, None]
       rows = np.zeros(len(prompts), np.int32)
@@ -817,13 +834,13 @@ class TensorWindow:
 
   def _open(self, batch: int, capacity: int, kind: CacheKind, dtype: str):
     with _Failing(self):
-      said = {"batch": batch, "capacity": capacity, "dtype": dtype}
+      settings = {"batch": batch, "capacity": capacity, "dtype": dtype}
       for link in self._star:
-        link.tell(Kind.OPEN, cache=str(kind), **said)
+        link.tell(Kind.OPEN, cache=str(kind), **settings)
       self._blocks.open(batch, capacity, kind, dtype)
 
   def _reports(self) -> Iterator[RankReport]:
-    """Of all ranks, in their order."""
+    """Yield the reports of all ranks, in their order."""
     with _Failing(self):
       for link in self._star:
         link.tell(Kind.REPORT)
@@ -840,15 +857,15 @@ class TensorWindow:
     rows: np.ndarray,
     number: int,
   ) -> jax.Array:
-    """All ranks read some tokens: float32 [B, V] behind one of each row.
+    """Run a pass on all ranks: logits after one token of each row [B, V].
 
     Args:
-      ids: int32 [B, T].
-      pos: int32 [B or 1, T].
-      seg: int32 [B, T], 0 for padding.
-      total: of the whole context, int32 [] or [B].
-      rows: int32 [B], which of the T.
-      number: of the pass, the prompt's is 0.
+      ids: Token ids, int32 [B, T].
+      pos: Positions, int32 [B or 1, T].
+      seg: Segments, int32 [B, T], 0 for padding.
+      total: Number of tokens of the whole context, int32 [] or [B].
+      rows: Index among the T of the token whose logits to compute, int32 [B].
+      number: Number of the pass; the prompt's is 0.
     """
     with _Failing(self):
       blocks, reading = self._blocks, not number
@@ -863,34 +880,38 @@ class TensorWindow:
           later=blocks.times.later,
           length=total.shape,
         )
-        for what, x in ((_POS, pos), (_SEG, seg), (_LENGTH, total)):
-          link.send(what, x)
+        for message_id, array in ((_POS, pos), (_SEG, seg), (_LENGTH, total)):
+          link.send(message_id, array)
       at = Coords(jnp.asarray(pos), jnp.asarray(seg))
       call = at, jnp.asarray(total), reading
-      x = self._embed(ids)
+      array = self._embed(ids)
       for n, layer in enumerate(self.config.layers):
-        h, mixed = self._block(2 * n, x, x, None, layer, call)
-        same = h if layer.shared_norm else None
-        inner = x if layer.parallel else mixed
-        _, x = self._block(2 * n + 1, inner, mixed, same, layer, call)
+        h, mixed = self._block(2 * n, array, array, None, layer, call)
+        shared_input = h if layer.shared_norm else None
+        norm_input = array if layer.parallel else mixed
+        _, array = self._block(
+          2 * n + 1, norm_input, mixed, shared_input, layer, call
+        )
       head = 2 * len(self.config.layers)
       arrays = blocks.arrays(head)["head"]
       with blocks.times.of("compute", head):
         program = blocks.program(head, "head")
         assert program is not None
-        logits = _output(program, arrays, x, jnp.asarray(rows))
+        logits = _output(program, arrays, array, jnp.asarray(rows))
         logits = jax.block_until_ready(logits)
       blocks.release(head)
       return logits
 
   def _embed(self, ids: np.ndarray) -> jax.Array:
-    """[B, T, D]: rows of the embedding, read from disk."""
-    which, where = np.unique(ids, return_inverse=True)
-    rows = self._model.embedding_rows(which.tolist())
-    x = rows[where.reshape(ids.shape)]
-    made = _embedded(self.config.embed_scale, jnp.asarray(x))
+    """Read the tokens' embeddings from disk, [B, T, D]."""
+    unique_ids, inverse = np.unique(ids, return_inverse=True)
+    rows = self._model.embedding_rows(unique_ids.tolist())
+    x = rows[inverse.reshape(ids.shape)]
+    embedded = _embedded(self.config.embed_scale, jnp.asarray(x))
     return (
-      made if self._embed_norm is None else _normed(*self._embed_norm, made)
+      embedded
+      if self._embed_norm is None
+      else _normed(*self._embed_norm, embedded)
     )
 
   def _block(
@@ -902,9 +923,9 @@ class TensorWindow:
     layer: Any,
     call: tuple[Coords, jax.Array, bool],
   ) -> tuple[jax.Array, jax.Array]:
-    """What a block reads, and `base` with the sum of its terms.
+    """Run a block on all ranks: its input, and `base` plus its terms.
 
-    `h` is what it reads, if it is known, or else the norm of `x`.
+    The input is `h` if it is given, or else the norm of `x`.
     """
     blocks = self._blocks
     arrays = blocks.arrays(block)
@@ -913,31 +934,31 @@ class TensorWindow:
       if h is None:
         h = x if pre is None else _normed(pre, arrays["pre"], x)
         h = h.astype(self._model.dtype)
-      sent = np.asarray(h)
+      hidden = np.asarray(h)
     for link in self._star:
-      link.send(block, sent)
+      link.send(block, hidden)
     terms = [blocks.term(block, h, *call)]
     with blocks.times.of("peers", block):
       terms += [
-        link.receive(block, sent.shape, sent.dtype) for link in self._star
+        link.receive(block, hidden.shape, hidden.dtype) for link in self._star
       ]
     with blocks.times.of("compute", block):
-      after = _joined(
+      output = _joined(
         post,
         layer.residual_scale,
         arrays.get("post"),
         base,
         tuple(term for term in terms if term is not None),
       )
-      after = jax.block_until_ready(after)
+      output = jax.block_until_ready(output)
     blocks.release(block)
-    return h, after
+    return h, output
 
 
 class _Failing:
-  """Around what ranks do together: tells them what fails, and ends the group.
+  """Context manager that reports an error to all ranks and ends the group.
 
-  Raises what went wrong; of a rank that is gone, its name.
+  The error is raised again.
   """
 
   def __init__(self, window: TensorWindow):
@@ -953,23 +974,23 @@ class _Failing:
 
 
 def cache_of_ranks(given: CacheKind | str) -> CacheKind:
-  """A kind of cache that ranks can make of its name.
+  """Return a kind of cache that each rank can create from its name.
 
   Raises:
-    OptionError: it evicts, has a part in host memory, or is calibrated.
+    OptionError: If it evicts, has a part in host memory, or is calibrated.
   """
   kind = kinds.cache_kind(given).resident("ranks that have some heads each")
   codec = kind.codec
   plain = codec is None or (
     isinstance(codec, Codec) and not isinstance(codec, Calibrated)
   )
-  named = False
+  round_trips = False
   if plain:
     try:
-      named = kind_text.parse(str(kind)) == kind
+      round_trips = kind_text.parse(str(kind)) == kind
     except OptionError:
-      named = False
-  if not named:
+      round_trips = False
+  if not round_trips:
     raise OptionError(
       "cache_kind",
       f"{kind}",

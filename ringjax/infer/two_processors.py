@@ -1,12 +1,12 @@
-"""A prompt read on two devices at once: linear maps here, all else there.
+"""Prefill on two devices at once: linear maps on one, all else on the other.
 
-Guarantees: whatever the order in which parts run, and whichever rule chooses
-it, logits and cache are the same, to the bit.
-Cost: of each chunk and layer the input of every map goes over, and its result
-comes back.
+Guarantees: logits and cache are the same, to the bit, in whatever order the
+subgraphs run.
+Cost: for each chunk and layer, the input of every map is sent to the first
+device and its result comes back.
 Memory: the maps' weights on the first device; the cache, norms and residual
-streams on the second. Of maps of integers that multiply outliers in floats it
-also has the codes, and alone the float rows.
+streams on the second. For integer maps that multiply outliers in floats, the
+second also has the codes, and it alone has the float rows.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858, whose first device multiplies
 integers (`rj.infer.integer_model`) and whose second one is a CPU, which also
 multiplies outliers in floats (shadow) while the first one multiplies.
@@ -54,11 +54,11 @@ class TwoProcessorReading:
   """A prompt that was read on two devices.
 
   Attributes:
-    logits: float32 [1, V] behind the last token.
-    session: the cache, on the model's own device.
-    order: the parts as they began.
-    timeline: when each ran, by the host's clock; and on a third line, "shadow",
-      when the second device multiplied outliers beside a part of the first.
+    logits: Logits after the last token, float32 [1, V].
+    session: Session with the cache, on the model's device.
+    order: Subgraphs in the order in which they began.
+    timeline: Span of each subgraph, by the host's clock; a third line has the
+      spans, "shadow", in which the second device multiplied outliers.
   """
 
   logits: jax.Array
@@ -68,31 +68,33 @@ class TwoProcessorReading:
 
   @property
   def waiting(self) -> float:
-    """Part of the time in which the first device waited."""
+    """Fraction of the time in which the first device waited."""
     return self.timeline.idle(INTEGER)
 
   @property
   def seconds(self) -> float:
-    """Of the whole prompt, compiling included."""
+    """Seconds for the whole prompt, compiling included."""
     return float(self.timeline.finish_s)
 
   @property
   def step_seconds(self) -> dict[str, float]:
     """Median seconds of each of `rj.plan.subgraphs.STEPS`.
 
-    With more than two chunks or layers compiling is not in it.
+    With more than two chunks or layers they exclude compiling.
     """
-    of = lambda name: [
-      x.end_s - x.start_s for x in self.timeline.spans if x.kind == name
+    durations = lambda name: [
+      span.end_s - span.start_s
+      for span in self.timeline.spans
+      if span.kind == name
     ]
-    return {name: float(np.median(of(name))) for name in STEPS}
+    return {name: float(np.median(durations(name))) for name in STEPS}
 
   def simulated(self) -> dict[str, SubgraphSchedule]:
-    """What each rule comes to by `step_seconds`, in the graph that ran."""
+    """Simulate each rule with `step_seconds`, in the graph that ran."""
     chunks = 1 + max(part.chunk for part in self.order)
     layers = 1 + max(part.layer for part in self.order)
-    found = compared((chunks,), layers, self.step_seconds, in_order=True)
-    return found[chunks]
+    schedules = compared((chunks,), layers, self.step_seconds, in_order=True)
+    return schedules[chunks]
 
 
 def read_on_two(
@@ -106,22 +108,25 @@ def read_on_two(
 ) -> TwoProcessorReading:
   """Reads a prompt chunk by chunk, a device for maps and one for all else.
 
-  What leaves 8 bits in a model of integers is multiplied on the second device
-  while the first multiplies integers; only experts' is on the first.
+  In an integer model, activations that exceed 8 bits are multiplied on the
+  second device while the first multiplies integers; those of experts are
+  multiplied on the first.
 
   Args:
-    model: the model, or one of integers; on one device.
-    tokens: int32 [1, C], or a list of one prompt.
-    devices: two different ones: of the maps, and of all else.
-    chunk: tokens of a chunk.
-    rule: which part a free device takes, see `rj.plan.subgraphs.RULES`.
-    capacity: tokens of the session's cache; default: the prompt's, and 256.
+    model: Model of floats or of integers, on one device.
+    tokens: Token ids, int32 [1, C], or a list of one prompt.
+    devices: Two different devices: for the maps, and for all else.
+    chunk: Number of tokens of a chunk.
+    rule: Rule by which a free device takes a subgraph, see
+      `rj.plan.subgraphs.RULES`.
+    capacity: Tokens of the session's cache; default: the prompt's plus 256.
 
   Raises:
-    OptionError: other than two devices, no such rule, or too small a capacity.
-    ConfigError: layers that keep more than keys and values, or that have no
+    OptionError: If there are not two devices, the rule is unknown, or the
+      capacity is too small.
+    ConfigError: If a layer keeps more than keys and values, or has no
       feedforward.
-    PromptError: an empty prompt or unknown ids.
+    PromptError: If the prompt is empty or has unknown ids.
   """
   if len(devices) != 2 or devices[0] == devices[1]:
     raise OptionError(
@@ -162,7 +167,7 @@ def read_on_two(
 
 
 class _Reader:
-  """One prompt on its way through the layers."""
+  """Runs the subgraphs of one prompt on two devices."""
 
   def __init__(
     self,
@@ -186,7 +191,7 @@ class _Reader:
     ]
     self.programs = LayerPrograms(jax.device_put(model, self.maps))
     self.layers = self.programs.layers
-    # Attention appends keys: chunk by chunk.
+    # Attention appends keys to the cache: chunks must run in order.
     self.plan = Dispatcher(
       len(self.spans), len(self.layers), rule=rule, in_order=True
     )
@@ -199,8 +204,10 @@ class _Reader:
     self.weights, self.active = [], []
     for layer, parts in zip(self.layers, self.parts, strict=True):
       weights = self.programs.weights(layer)
-      maps, rest = parts.split(weights)
-      self.weights.append((maps, jax.device_put(rest, self.mixer)))
+      map_weights, other_weights = parts.split(weights)
+      self.weights.append(
+        (map_weights, jax.device_put(other_weights, self.mixer))
+      )
       self.active.append(parts.active(weights))
     spec = self.programs.cache_spec
     self.caches = [
@@ -210,11 +217,11 @@ class _Reader:
       )
       for layer in self.layers
     ]
-    # Of each chunk: its input to a layer, and what steps left for later ones.
+    # Each chunk's input to the current layer, and results for later steps.
     self.inputs: list[jax.Array] = [
       jax.device_put(self._embedded(span), self.mixer) for span in self.spans
     ]
-    self.made: list[dict[str, Any]] = [{} for _ in self.spans]
+    self.results: list[dict[str, Any]] = [{} for _ in self.spans]
     # Outliers are multiplied while the first device's thread waits for it.
     self.beside = futures.ThreadPoolExecutor(1)
     self.order: list[Subgraph] = []
@@ -225,13 +232,15 @@ class _Reader:
     self.start_s = time.perf_counter()
 
   def read(self) -> TwoProcessorReading:
-    """Runs all parts, a thread for each device."""
+    """Runs all subgraphs, a thread for each device."""
     jax.block_until_ready((self.inputs, self.weights, self.caches))
     self.start_s = time.perf_counter()
-    other = threading.Thread(target=self._work, args=(FLOAT,), daemon=True)
-    other.start()
+    float_thread = threading.Thread(
+      target=self._work, args=(FLOAT,), daemon=True
+    )
+    float_thread.start()
     self._work(INTEGER)
-    other.join()
+    float_thread.join()
     self.beside.shutdown()
     if self.failure is not None:
       raise self.failure
@@ -245,13 +254,13 @@ class _Reader:
       timeline=Timeline(tuple(self.records)),
     )
 
-  def _work(self, where: str) -> None:
-    """Runs a device's parts until all are done or one has failed."""
+  def _work(self, device: str) -> None:
+    """Runs a device's subgraphs until all are done or one has failed."""
     try:
       while True:
         with self.changed:
-          self.changed.wait_for(lambda: self._begin(where) or self._over())
-          part = self._begun.pop(where, None)
+          self.changed.wait_for(lambda: self._begin(device) or self._over())
+          part = self._begun.pop(device, None)
           if part is None:
             return
         begin_s = time.perf_counter() - self.start_s
@@ -260,7 +269,7 @@ class _Reader:
         name = f"{part.name} {part.layer}.{part.chunk}"
         with self.changed:
           self.records.append(
-            Span(name, part.name, where, begin_s, begin_s, end_s, end_s)
+            Span(name, part.name, device, begin_s, begin_s, end_s, end_s)
           )
           self.plan.done(part)
           self.changed.notify_all()
@@ -272,64 +281,67 @@ class _Reader:
   def _over(self) -> bool:
     return self.failure is not None or self.plan.finished
 
-  def _begin(self, where: str) -> bool:
-    """Takes a part for a device; whether there was one."""
+  def _begin(self, device: str) -> bool:
+    """Takes a subgraph for a device: returns whether there was one."""
     if self._over():
       return False
-    part = self.plan.take(where)
+    part = self.plan.take(device)
     if part is not None:
       self.order.append(part)
-      self._begun[where] = part
+      self._begun[device] = part
     return part is not None
 
   def _run(self, part: Subgraph) -> Any:
-    """What a part computes, put where the next one finds it."""
+    """Computes a subgraph and stores its results for the next ones."""
     n, number, span = part.chunk, part.layer, self.spans[part.chunk]
-    parts, made = self.parts[number], self.made[n]
-    maps, rest = self.weights[number]
+    parts, results = self.parts[number], self.results[n]
+    map_weights, other_weights = self.weights[number]
     if part.name == "norm":
       if number:
         self.inputs[n] = self._finished(n, number - 1)
-      made["read"] = parts.norm(rest, self.inputs[n], span)
-      made["sent"] = jax.device_put(made["read"], self.maps)
+      results["read"] = parts.norm(other_weights, self.inputs[n], span)
+      results["sent"] = jax.device_put(results["read"], self.maps)
     elif part.name == "project":
-      made["project"] = self._results(
-        number, parts.inputs, made["sent"], made["read"]
+      results["project"] = self._results(
+        number, parts.inputs, results["sent"], results["read"]
       )
     elif part.name == "attend":
-      made["read"], self.caches[number] = parts.attend(
-        rest, made["project"], span, self.caches[number]
+      results["read"], self.caches[number] = parts.attend(
+        other_weights, results["project"], span, self.caches[number]
       )
-      made["sent"] = jax.device_put(made["read"], self.maps)
+      results["sent"] = jax.device_put(results["read"], self.maps)
     elif part.name == "output":
-      (made["output"],) = self._results(
-        number, parts.output, made["sent"], made["read"]
+      (results["output"],) = self._results(
+        number, parts.output, results["sent"], results["read"]
       )
     elif part.name == "second_norm":
-      made["read"] = parts.second_norm(
-        rest, self.inputs[n], made["output"], span
+      results["read"] = parts.second_norm(
+        other_weights, self.inputs[n], results["output"], span
       )
-      made["sent"] = jax.device_put(made["read"], self.maps)
+      results["sent"] = jax.device_put(results["read"], self.maps)
     elif self._apart(number):
-      sent = made["sent"]
-      wide = self._results(number, parts.wide, sent, made["read"])
-      between = parts.between(maps, sent, jax.device_put(wide, self.maps))
-      (made["fed"],) = self._results(number, parts.narrow, between)
+      sent = results["sent"]
+      wide_results = self._results(number, parts.wide, sent, results["read"])
+      between = parts.between(
+        map_weights, sent, jax.device_put(wide_results, self.maps)
+      )
+      (results["fed"],) = self._results(number, parts.narrow, between)
     else:
-      fed = parts.feedforward(maps, made["sent"])
-      made["fed"] = jax.device_put(fed, self.mixer), None
-    return made, self.inputs[n]
+      fed = parts.feedforward(map_weights, results["sent"])
+      results["fed"] = jax.device_put(fed, self.mixer), None
+    return results, self.inputs[n]
 
   def _apart(self, number: int) -> bool:
-    """Whether outliers of a layer's feedforward are multiplied beside."""
+    """Whether a layer's feedforward has outliers for the second device."""
     parts = self.parts[number]
     return not self.active[number].isdisjoint((*parts.wide, *parts.narrow))
 
   def _finished(self, n: int, number: int) -> jax.Array:
-    """A chunk's output of a layer all of whose parts are done."""
-    parts, made = self.parts[number], self.made[n]
+    """Computes a chunk's output of a layer whose subgraphs are all done."""
+    parts, results = self.parts[number], self.results[n]
     return parts.finish(
-      self.weights[number][1], self.inputs[n], made["output"], made["fed"],
+      self.weights[number][1], self.inputs[n],
+      results["output"], results["fed"],
       not self._apart(number), self.spans[n],
     )  # fmt: skip
 
@@ -340,21 +352,29 @@ class _Reader:
     x: jax.Array,
     there: jax.Array | None = None,
   ) -> tuple[Result, ...]:
-    """What maps make, on the second device: integers here, outliers there.
+    """Multiplies maps: integers on the first device, outliers on the second.
 
     Args:
-      number: of the layer.
-      names: of its maps.
-      x: what they read.
-      there: the same on the second device; None: it is sent.
-    """
-    parts, (maps, rest) = self.parts[number], self.weights[number]
-    shadowed = tuple(n for n in names if n in self.active[number])
+      number: Number of the layer.
+      names: Paths of its maps.
+      x: Input of the maps.
+      there: The input on the second device; None: `x` is sent there.
 
-    def beside() -> dict[str, jax.Array]:
+    Returns:
+      Product and outliers' product, or None, of each map, on the second device.
+    """
+    parts, (map_weights, other_weights) = (
+      self.parts[number],
+      self.weights[number],
+    )
+    shadowed = tuple(name for name in names if name in self.active[number])
+
+    def multiply_outliers() -> dict[str, jax.Array]:
       begin_s = time.perf_counter() - self.start_s
       read = jax.device_put(x, self.mixer) if there is None else there
-      products = jax.block_until_ready(parts.beside(shadowed, rest, read))
+      products = jax.block_until_ready(
+        parts.beside(shadowed, other_weights, read)
+      )
       end_s = time.perf_counter() - self.start_s
       with self.changed:
         self.records.append(
@@ -365,24 +385,24 @@ class _Reader:
         )  # fmt: skip
       return dict(zip(shadowed, products, strict=True))
 
-    later = self.beside.submit(beside) if shadowed else None
-    products = jax.device_put(parts.products(names, maps, x), self.mixer)
+    pending = self.beside.submit(multiply_outliers) if shadowed else None
+    products = jax.device_put(parts.products(names, map_weights, x), self.mixer)
     jax.block_until_ready(products)
-    outliers = {} if later is None else later.result()
+    outliers = {} if pending is None else pending.result()
     return tuple(
       (product, outliers.get(name))
       for name, product in zip(names, products, strict=True)
     )
 
   def _embedded(self, span: TokenSpan) -> jax.Array:
-    part = np.zeros((1, self.chunk), np.int32)
+    tile_ids = np.zeros((1, self.chunk), np.int32)
     first, real = int(span.first), int(span.real)
-    part[0, :real] = self.ids[first : first + real]
-    part = jax.device_put(part, self.maps)
-    return self.programs.embed(self.programs.outer, part)
+    tile_ids[0, :real] = self.ids[first : first + real]
+    tile_ids = jax.device_put(tile_ids, self.maps)
+    return self.programs.embed(self.programs.outer, tile_ids)
 
   def _session(self) -> Session:
-    """The layers' caches as that of the model, where the model is."""
+    """Joins the layers' caches to a session's, on the model's device."""
     session = Session(self.model, self.capacity, cache_kind=DENSE)
     home = self.model.embed.weight.get_value().sharding
     cache = session.cache
@@ -391,14 +411,16 @@ class _Reader:
       cache = cache.allocate(at, replicated=False, sees=True)
       cache = cache.updated(cache.slots)
     by_kind: dict[int, list[tuple[StackedLayer, Any]]] = {}
-    for layer, own in zip(self.layers, self.caches, strict=True):
-      by_kind.setdefault(layer.kind, []).append((layer, own.slots[0]))
+    for layer, layer_cache in zip(self.layers, self.caches, strict=True):
+      by_kind.setdefault(layer.kind, []).append((layer, layer_cache.slots[0]))
     slots = [
       jax.tree.map(
         lambda *x: jnp.concatenate(x),
-        *(part for _, part in sorted(found, key=lambda one: one[0].index)),
+        *(
+          part for _, part in sorted(entries, key=lambda entry: entry[0].index)
+        ),
       )
-      for _, found in sorted(by_kind.items())
+      for _, entries in sorted(by_kind.items())
     ]
     session.cache = cache.updated(tuple(jax.device_put(slots, home)))
     session.seen[0, self.ids] = True

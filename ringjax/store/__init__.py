@@ -1,4 +1,4 @@
-"""Blocks of bytes in host memory and on disk, and which of them stay."""
+"""Tiers of blocks of bytes in host memory and on disk, and their policies."""
 
 from ringjax.store.disk_tier import DiskTier
 from ringjax.store.host_tier import HostTier

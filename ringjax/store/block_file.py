@@ -2,8 +2,8 @@
 
 Guarantees: `unpack` returns the bytes that `pack` was given for that key, or
 raises; a file that was cut, extended, altered in one bit, or renamed to
-another key's name is detected, so nothing has to be synced to the disk for
-that a crash leaves whole blocks or none.
+another key's name is detected. So no sync to the disk is needed to tell whole
+blocks after a crash.
 Cost: SHA-256 of the payload, once when written and once when read.
 
   offset  bytes
@@ -24,25 +24,25 @@ HEADER_BYTES = 80
 
 
 def pack(key: bytes, payload: bytes) -> tuple[bytes, bytes]:
-  """The two parts of a block's file: its header, and the payload as it is.
+  """Build the two parts of a block's file: header and unchanged payload.
 
   Args:
-    key: 32 bytes.
-    payload: any bytes.
+    key: Key of the block, 32 bytes.
+    payload: Any bytes.
   """
   head = MAGIC + key + len(payload).to_bytes(8, "little")
   return head + _digest(head, payload), payload
 
 
 def unpack(key: bytes, data: bytes) -> memoryview:
-  """The payload of a block's file.
+  """Check a block's file and return its payload.
 
   Args:
-    key: of the block that the file should have.
-    data: all bytes of the file.
+    key: Key of the block that the file should have.
+    data: All bytes of the file.
 
   Raises:
-    ValueError: the file is not what was written for this key.
+    ValueError: If the file is not the one that was written for this key.
   """
   view = memoryview(data)
   head, payload = view[:48], view[HEADER_BYTES:]
@@ -58,6 +58,6 @@ def unpack(key: bytes, data: bytes) -> memoryview:
 
 
 def _digest(head: bytes, payload: bytes | memoryview) -> bytes:
-  found = hashlib.sha256(head)
-  found.update(payload)
-  return found.digest()
+  digest = hashlib.sha256(head)
+  digest.update(payload)
+  return digest.digest()

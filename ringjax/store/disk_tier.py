@@ -1,23 +1,23 @@
 """Blocks as files of a folder that several processes may share.
 
-Guarantees: a file has its name once it is whole: it is written beside, then
-renamed. What a crash, a full disk or a flipped bit leaves is detected by its
-digest when it is read, removed and counted; it is never served. No lock is
-held while a file is read or written, nor between processes. Errors of the disk
-are counted and never raised.
+Guarantees: a file gets its name once it is complete: it is written under a
+temporary name, then renamed. A file damaged by a crash, a full disk or a
+flipped bit is detected by its digest when it is read, removed and counted; it
+is never served. No lock is held while a file is read or written, nor between
+processes. Errors of the disk are counted and never raised.
 Cost: a read or a write is one file; opening lists the folder once.
 Memory: about 200 bytes for each file, in the index, which is rebuilt from the
 folder whenever a tier is opened.
 
-Files are not synced unless `sync` is set: after a loss of power a file may be
-there without its bytes, which its digest tells. `sync=True` syncs the file
-before it is renamed and its folder after, so that what was written stays.
+Files are not synced unless `sync` is set: after a loss of power a file may
+exist without its bytes, which its digest detects. `sync=True` syncs the file
+before it is renamed and its folder after, so that written blocks are durable.
 
-Processes on one folder each evict when what they know exceeds the budget, and
-list the folder anew after having written a sixteenth of it; they may exceed
-the budget together by that much each. The clock is not asked: files that an
-earlier process left count as older than all that is written, in the order of
-their times, whatever these are.
+Each process on a folder evicts when the files that it knows exceed the budget,
+and lists the folder again after it has written a sixteenth of the budget;
+together they may exceed the budget by that much each. No clock is read: files
+of earlier processes count as older than all new ones, in the order of their
+modification times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ringjax.store.tier_policies import TierPolicy
 
 SUFFIX = ".kv"
 _TEMPORARY = ".tmp"
-# Writes that are left out after an error, doubled each time.
+# Maximum number of writes skipped after an error; it doubles with each error.
 _MOST_PAUSE = 1024
 
 
@@ -48,16 +48,16 @@ class DiskTier:
   """A folder of block files that a policy keeps within a budget.
 
   Attributes:
-    root: the folder.
-    budget: bytes of all files.
-    nbytes: bytes of the files that are known.
-    evicted: files that were removed to make room.
-    refused: blocks that did not come in.
-    corrupt: files that were not what was written.
-    read_errors: reads that the disk refused.
-    write_errors: writes that the disk refused.
-    skipped: writes that were left out after an error.
-    last_error: what the disk said last, or None.
+    root: Folder of the files.
+    budget: Maximum bytes of all files.
+    nbytes: Bytes of the files that are known.
+    evicted: Number of files removed to make room.
+    refused: Number of blocks that were too large or not admitted.
+    corrupt: Number of files whose contents did not match their digest.
+    read_errors: Number of failed reads.
+    write_errors: Number of failed writes.
+    skipped: Number of writes skipped after an error.
+    last_error: Text of the last error, or None.
   """
 
   def __init__(
@@ -68,17 +68,17 @@ class DiskTier:
     *,
     sync: bool = False,
   ):
-    """Opens a folder, and makes it if it is not there.
+    """Opens a folder, and creates it if it is missing.
 
     Args:
-      root: the folder.
-      budget: bytes.
-      policy: which files stay.
-      sync: whether files are synced to the disk.
+      root: Folder of the files.
+      budget: Maximum bytes of all files.
+      policy: Policy that chooses the files to keep.
+      sync: Whether files are synced to the disk.
 
     Raises:
-      InputTypeError: `root` is no path.
-      OptionError: no folder, or one that other users can write to.
+      InputTypeError: If `root` is no path.
+      OptionError: If `root` is no folder, or other users can write to it.
     """
     if not isinstance(root, str | os.PathLike):
       raise InputTypeError(
@@ -105,7 +105,7 @@ class DiskTier:
     return key in self._sizes or self._path(key).exists()
 
   def request(self, keys: list[bytes]) -> None:
-    """A prompt has these blocks."""
+    """Records the blocks of a prompt."""
     with self._lock:
       self.policy.request(keys)
 
@@ -118,19 +118,22 @@ class DiskTier:
   # -------------------------------------------------------------------------
 
   def _open(self) -> None:
-    """Checks the folder, removes what dead writers left, lists the rest."""
+    """Checks the folder, removes files of dead writers, lists the rest."""
     try:
       self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
       status = self.root.stat()
     except FileExistsError:
       self._refuse("a file", "a folder, or a path where one can be made")
     except OSError as error:
-      # E.g. a read-only disk: the store goes on without it.
+      # E.g. a read-only disk: the store works without it.
       self._failed(error)
       return
-    mine = not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
-    if not mine or status.st_mode & stat.S_IWOTH:
-      # A digest is no defence against who can write one.
+    is_trusted = not hasattr(os, "geteuid") or status.st_uid in (
+      0,
+      os.geteuid(),
+    )
+    if not is_trusted or status.st_mode & stat.S_IWOTH:
+      # A digest is no defence against users who can write a matching one.
       self._refuse(
         "a folder that other users can write to", "a folder of one's own"
       )
@@ -159,9 +162,11 @@ class DiskTier:
     return False
 
   def _files(self, suffix: str) -> Iterator[tuple[pathlib.Path, Any]]:
-    """Files of that suffix with what `stat` says; none that has gone."""
+    """Yields files of a suffix with their `stat`; skips removed ones."""
     try:
-      folders = [e.path for e in os.scandir(self.root) if len(e.name) == 2]
+      folders = [
+        entry.path for entry in os.scandir(self.root) if len(entry.name) == 2
+      ]
     except OSError as error:
       self._failed(error, reading=True)
       return
@@ -173,21 +178,21 @@ class DiskTier:
               yield pathlib.Path(entry.path), entry.stat(follow_symlinks=False)
 
   def _list(self) -> None:
-    """Makes the index that of the folder."""
-    found = []
+    """Rebuilds the index from the folder."""
+    files = []
     for path, status in self._files(SUFFIX):
       with contextlib.suppress(ValueError):
         key = bytes.fromhex(path.name.removesuffix(SUFFIX))
         if len(key) == KEY_BYTES:
-          found.append((status.st_mtime_ns, key, status.st_size))
+          files.append((status.st_mtime_ns, key, status.st_size))
     with self._lock:
-      gone = self._sizes.keys() - {key for _, key, _ in found}
-      for key in gone:
+      removed = self._sizes.keys() - {key for _, key, _ in files}
+      for key in removed:
         self.policy.removed(key)
-      new = [x for x in sorted(found) if x[1] not in self._sizes]
-      self._sizes = {key: size for _, key, size in found}
+      new_files = [file for file in sorted(files) if file[1] not in self._sizes]
+      self._sizes = {key: size for _, key, size in files}
       self.nbytes = sum(self._sizes.values())
-      for _, key, _ in new:
+      for _, key, _ in new_files:
         self.policy.added(key)
       self._unlisted = 0
 
@@ -196,7 +201,7 @@ class DiskTier:
   # -------------------------------------------------------------------------
 
   def get(self, key: bytes) -> memoryview | None:
-    """The payload of a block, or None where there is no whole one."""
+    """Reads the payload of a block; None if it is missing or damaged."""
     path = self._path(key)
     try:
       descriptor = open_regular(path, follow=False)
@@ -220,7 +225,7 @@ class DiskTier:
     return None
 
   def put(self, key: bytes, payload: bytes) -> bool:
-    """Writes a block; whether it is on the disk afterwards."""
+    """Writes a block: returns whether it is on the disk afterwards."""
     size = HEADER_BYTES + len(payload)
     with self._lock:
       if key in self._sizes:
@@ -265,7 +270,7 @@ class DiskTier:
       for part in parts:
         view = memoryview(part)
         while view:
-          # A full disk may take a part.
+          # A write may be partial, e.g. on a disk that is nearly full.
           view = view[file.write(view) :]
       if self.sync:
         os.fsync(handle)

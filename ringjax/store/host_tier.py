@@ -16,10 +16,10 @@ class HostTier:
   """A dict of payloads that a policy keeps within a budget.
 
   Attributes:
-    budget: bytes.
-    nbytes: bytes of the payloads that are in it.
-    evicted: blocks that went to make room.
-    refused: blocks that did not come in.
+    budget: Maximum bytes of all payloads.
+    nbytes: Bytes of the payloads in the tier.
+    evicted: Number of blocks removed to make room.
+    refused: Number of blocks that were too large or not admitted.
   """
 
   def __init__(self, budget: int, policy: TierPolicy):
@@ -36,7 +36,7 @@ class HostTier:
     return key in self._blocks
 
   def request(self, keys: list[bytes]) -> None:
-    """A prompt has these blocks."""
+    """Records the blocks of a prompt."""
     with self._lock:
       self.policy.request(keys)
 
@@ -45,7 +45,7 @@ class HostTier:
     return self._blocks.get(key)
 
   def remove(self, key: bytes) -> None:
-    """Lets a block go, if it is there."""
+    """Removes a block, if it is in the tier."""
     with self._lock:
       payload = self._blocks.pop(key, None)
       if payload is not None:
@@ -53,7 +53,7 @@ class HostTier:
         self.policy.removed(key)
 
   def put(self, key: bytes, payload: bytes) -> bool:
-    """Takes a block in; whether it is in the tier afterwards."""
+    """Adds a block: returns whether it is in the tier afterwards."""
     with self._lock:
       if key in self._blocks:
         return True
@@ -65,7 +65,7 @@ class HostTier:
       self.nbytes += size
       self.policy.added(key)
       while self.nbytes > self.budget:
-        # A policy that names none gives up what came last.
+        # If the policy names no victim, the newest block is removed.
         for victim in self.policy.victims() or [key]:
           self.nbytes -= len(self._blocks.pop(victim))
           self.policy.removed(victim)

@@ -1,16 +1,16 @@
-"""A file of the neurons of feedforward layers, of which single ones are read.
+"""A file of the neurons of feedforward layers, with reads of single neurons.
 
 A neuron of a gated feedforward is a column of the gate, a column of the
 up-projection and a row of the down-projection. *Bundled* these follow one
 another, so that one read gets all of them (Alizadeh et al. 2023, LLM in a
 Flash, arXiv 2312.11514).
 
-Guarantees: a file is there whole or not at all; what is returned has the
-checksum that it was written with, looked at when a neuron is first read. A file
-that was cut, altered or replaced is a `CheckpointFormatError`.
+Guarantees: a file is complete or missing; checksums of the returned neurons are
+compared when a neuron is first read. A file that was cut, altered or replaced
+raises a `CheckpointFormatError`.
 Cost: a read for each run of neighbouring neurons; unbundled, for each part of
-it. Runs are read by several threads.
-Memory: of writing one layer and its copy; of reading what the caller gives.
+it. Several threads read runs.
+Memory: for writing, one layer and its copy; for reading, the caller's arrays.
 
   offset  bytes
   0       8      "RJNEUR", a zero, the version
@@ -52,7 +52,7 @@ from ringjax.regular_files import open_regular
 
 MAGIC = b"RJNEUR\x00\x01"
 _HEAD, _ALIGN = 16, 4096
-# The system takes 1,024 pieces of memory a read.
+# Buffers per read; the system's limit (IOV_MAX) is 1,024.
 _PIECES = 512
 _CHUNK = 1024
 _REMEDY = "write it again with rj.models.write_neurons"
@@ -63,11 +63,11 @@ class NeuronLayer:
   """The neurons of one layer in a file.
 
   Attributes:
-    number: of the layer in the model.
-    neurons: how many it has, F.
-    embed: numbers of a part, D.
-    parts: what a neuron has, in this order: "gate" of gated ones, "up", "down".
-    offset: of the layer's first byte in the file.
+    number: Number of the layer in the model.
+    neurons: Number of neurons, F.
+    embed: Number of elements of a part, D.
+    parts: Names of a neuron's parts in order: "gate" if gated, "up", "down".
+    offset: Offset of the layer's first byte in the file.
   """
 
   number: int
@@ -86,55 +86,59 @@ def write_neuron_file(
   model: str = "",
   bundled: bool = True,
 ) -> pathlib.Path:
-  """Writes the neurons of layers in place of what was there, at one stroke.
+  """Writes the neurons of layers to a file, and replaces it atomically.
 
   Args:
-    path: of the file.
-    layers: what each layer is; their offsets are chosen here.
-    arrays: of a layer's number, its parts [F, D].
-    dtype: of all numbers.
-    model: a digest of the model, which a reader may compare.
-    bundled: whether a neuron's parts follow one another.
+    path: Path of the file.
+    layers: Description of each layer; their offsets are chosen here.
+    arrays: Returns the parts [F, D] of the layer with a number.
+    dtype: Dtype of all weights.
+    model: Digest of the model, which a reader may compare.
+    bundled: Whether a neuron's parts follow one another.
 
   Raises:
-    CheckpointMismatchError: numbers that are not finite.
-    CheckpointWriteError: the disk does not take it; an older file is intact.
+    CheckpointMismatchError: If a weight is not finite.
+    CheckpointWriteError: If the disk refuses the file; an older one is intact.
   """
   place = pathlib.Path(path)
-  each = [len(x.parts) * x.neurons * x.embed * dtype.itemsize for x in layers]
-  tables = sum(4 * len(x.parts) * x.neurons for x in layers)
+  sizes = [
+    len(layer.parts) * layer.neurons * layer.embed * dtype.itemsize
+    for layer in layers
+  ]
+  tables = sum(4 * len(layer.parts) * layer.neurons for layer in layers)
 
   def text(start: int) -> bytes:
-    offsets = [start + sum(each[:n]) for n in range(len(each))]
-    said = {
+    offsets = [start + sum(sizes[:n]) for n in range(len(sizes))]
+    header = {
       "model": model,
       "dtype": dtype.name,
       "bundled": bundled,
-      "size": start + sum(each),
+      "size": start + sum(sizes),
       "layers": [
-        dataclasses.asdict(dataclasses.replace(x, offset=at))
-        for x, at in zip(layers, offsets, strict=True)
+        dataclasses.asdict(dataclasses.replace(layer, offset=offset))
+        for layer, offset in zip(layers, offsets, strict=True)
       ],
     }
-    return json_text(said).encode()
+    return json_text(header).encode()
 
-  # Offsets have digits, which are part of the text that is before them.
+  # The header's length depends on the digits of the offsets that are in it:
+  # repeat until the start of the layers is stable.
   start = 0
-  while start != (found := _aligned(_HEAD + len(text(start)) + tables)):
-    start = found
-  said = text(start)
+  while start != (next_start := _aligned(_HEAD + len(text(start)) + tables)):
+    start = next_start
+  header = text(start)
   partial = place.with_name(f".{place.name}.{os.getpid()}")
   try:
     with open(partial, "wb") as file:
       file.seek(start)
       sums = b"".join(
-        _write_layer(file.write, x, arrays(x.number), dtype, bundled)
-        for x in layers
+        _write_layer(file.write, layer, arrays(layer.number), dtype, bundled)
+        for layer in layers
       )
       file.seek(0)
-      check = zlib.crc32(sums, zlib.crc32(said))
-      file.write(MAGIC + len(said).to_bytes(4, "little"))
-      file.write(check.to_bytes(4, "little") + said + sums)
+      check = zlib.crc32(sums, zlib.crc32(header))
+      file.write(MAGIC + len(header).to_bytes(4, "little"))
+      file.write(check.to_bytes(4, "little") + header + sums)
       file.flush()
       os.fsync(file.fileno())
     os.replace(partial, place)
@@ -143,7 +147,7 @@ def write_neuron_file(
     raise CheckpointWriteError(
       f"{place}",
       f"{error.strerror}",
-      f"room for {start + sum(each):,} bytes in a folder that can be written",
+      f"room for {start + sum(sizes):,} bytes in a folder that can be written",
       "free space, or choose another folder",
       file=f"{place}",
     ) from error
@@ -164,7 +168,7 @@ def _write_layer(
   dtype: np.dtype,
   bundled: bool,
 ) -> bytes:
-  """Writes a layer; its checksums."""
+  """Writes a layer and returns its checksums, uint32 [parts, neurons]."""
   sums = np.zeros((len(parts), layer.neurons), np.uint32)
   for p, part in enumerate(parts):
     assert part.shape == (layer.neurons, layer.embed), (layer, part.shape)
@@ -191,23 +195,23 @@ class NeuronFile:
   """Reads neurons of layers by their numbers.
 
   Attributes:
-    path: of the file.
-    layers: by number.
-    dtype: of the numbers.
-    model: the digest that it was written with.
-    bundled: whether a neuron's parts follow one another.
-    reads: calls of the system so far, and `bytes_read` what they returned.
+    path: Path of the file.
+    layers: Descriptions of the layers, by number.
+    dtype: Dtype of the weights.
+    model: Digest of the model that it was written with.
+    bundled: Whether a neuron's parts follow one another.
+    reads: Number of system calls to read so far; `bytes_read` is their bytes.
   """
 
   def __init__(self, path: str | os.PathLike[str], *, threads: int = 8):
     """Opens a file.
 
     Args:
-      path: of the file.
-      threads: reads at a time.
+      path: Path of the file.
+      threads: Number of concurrent reads.
 
     Raises:
-      CheckpointFormatError: no such file, or no whole one.
+      CheckpointFormatError: If the file is missing or incomplete.
     """
     self.path = pathlib.Path(path)
     self._threads = positive_int("threads", threads)
@@ -224,39 +228,43 @@ class NeuronFile:
       self._fault(f"a header that is none ({error})", "a whole file of neurons")
     if self._identity[0] != self.size:
       self._fault(f"{self._identity[0]:,} bytes", f"{self.size:,} bytes")
-    self._checked = {n: np.zeros(x.shape, bool) for n, x in self._sums.items()}
+    self._checked = {
+      n: np.zeros(sums.shape, bool) for n, sums in self._sums.items()
+    }
     self._lock = threading.Lock()
     self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
   def _parse(self) -> dict[int, np.ndarray]:
-    """Takes the header; the checksums of each layer."""
+    """Parses the header and returns the checksums of each layer."""
     head = os.pread(self._file, _HEAD, 0)
     if len(head) < _HEAD or head[:8] != MAGIC:
       raise ValueError("it begins otherwise")
     length = int.from_bytes(head[8:12], "little")
     text = os.pread(self._file, length, _HEAD)
-    said = json.loads(text.decode())
-    given: list[dict[str, Any]] = [
-      {**x, "parts": tuple(x["parts"])} for x in said["layers"]
+    header = json.loads(text.decode())
+    records: list[dict[str, Any]] = [
+      {**record, "parts": tuple(record["parts"])} for record in header["layers"]
     ]
-    layers = [NeuronLayer(**x) for x in given]
-    nbytes = sum(4 * len(x.parts) * x.neurons for x in layers)
+    layers = [NeuronLayer(**record) for record in records]
+    nbytes = sum(4 * len(layer.parts) * layer.neurons for layer in layers)
     sums = os.pread(self._file, nbytes, _HEAD + length)
     if zlib.crc32(sums, zlib.crc32(text)) != int.from_bytes(
       head[12:16], "little"
     ):
       raise ValueError("another checksum than it states")
-    self.layers: Mapping[int, NeuronLayer] = {x.number: x for x in layers}
-    self.dtype = np.dtype(jnp.dtype(said["dtype"]))
-    self.model, self.size = str(said["model"]), int(said["size"])
-    self.bundled = bool(said["bundled"])
-    found, at = {}, 0
-    for x in layers:
-      count = len(x.parts) * x.neurons
-      table = np.frombuffer(sums, np.uint32, count, at)
-      found[x.number] = table.reshape(len(x.parts), x.neurons)
-      at += 4 * count
-    return found
+    self.layers: Mapping[int, NeuronLayer] = {
+      layer.number: layer for layer in layers
+    }
+    self.dtype = np.dtype(jnp.dtype(header["dtype"]))
+    self.model, self.size = str(header["model"]), int(header["size"])
+    self.bundled = bool(header["bundled"])
+    tables, offset = {}, 0
+    for layer in layers:
+      count = len(layer.parts) * layer.neurons
+      table = np.frombuffer(sums, np.uint32, count, offset)
+      tables[layer.number] = table.reshape(len(layer.parts), layer.neurons)
+      offset += 4 * count
+    return tables
 
   def read(
     self,
@@ -269,13 +277,13 @@ class NeuronFile:
     """Reads neurons of a layer.
 
     Args:
-      number: of the layer.
-      ids: which neurons, in increasing order.
-      out: gets them; C-contiguous, of the file's dtype.
-      first: the first of their parts that is read.
+      number: Number of the layer.
+      ids: Neurons to read, in increasing order.
+      out: Buffer for them; C-contiguous, of the file's dtype.
+      first: Index of the first of their parts to read.
 
     Raises:
-      CheckpointFormatError: the file has changed, or cannot be read.
+      CheckpointFormatError: If the file has changed, or cannot be read.
     """
     layer = self.layers[number]
     parts = len(layer.parts)
@@ -294,20 +302,20 @@ class NeuronFile:
   def block(
     self, number: int, start: int, out: Shaped[np.ndarray, "n P D"]
   ) -> None:
-    """Reads neurons of a layer that follow one another, with all parts.
+    """Reads consecutive neurons of a layer, with all parts.
 
     Args:
-      number: of the layer.
-      start: the first neuron.
-      out: gets them; C-contiguous, of the file's dtype.
+      number: Number of the layer.
+      start: First neuron.
+      out: Buffer for them; C-contiguous, of the file's dtype.
 
     Raises:
-      CheckpointFormatError: the file has changed, or cannot be read.
+      CheckpointFormatError: If the file has changed, or cannot be read.
     """
     self.read(number, np.arange(start, start + len(out)), out)
 
   def close(self) -> None:
-    """Lets go of the file; nothing can be read any more."""
+    """Closes the file; it can't be read any more."""
     if self._pool is not None:
       self._pool.shutdown()
     self._closing()
@@ -318,7 +326,7 @@ class NeuronFile:
   def _runs(
     self, layer: NeuronLayer, ids: np.ndarray, out: np.ndarray, first: int
   ) -> list[tuple[int, list[memoryview]]]:
-    """What is read at a time: (offset, where it goes to)."""
+    """Merge neighbouring neurons to single reads: (offset, buffers)."""
     row = layer.embed * self.dtype.itemsize
     parts = len(layer.parts)
     flat: Any = out.reshape(-1).view(np.uint8)
@@ -327,39 +335,41 @@ class NeuronFile:
     if self.bundled:
       size = (parts - first) * row
       for n, i in enumerate(ids.tolist()):
-        at = (i * parts + first) * row
-        pieces.append((at, raw[n * size : (n + 1) * size]))
+        offset = (i * parts + first) * row
+        pieces.append((offset, raw[n * size : (n + 1) * size]))
     else:
       stride = (parts - first) * row
       for p in range(first, parts):
         for n, i in enumerate(ids.tolist()):
-          to = n * stride + (p - first) * row
-          pieces.append(((p * layer.neurons + i) * row, raw[to : to + row]))
+          begin = n * stride + (p - first) * row
+          pieces.append(
+            ((p * layer.neurons + i) * row, raw[begin : begin + row])
+          )
     runs: list[tuple[int, list[memoryview]]] = []
     end = -1
-    for at, piece in pieces:
-      if at != end or len(runs[-1][1]) == _PIECES:
-        runs.append((layer.offset + at, []))
+    for offset, piece in pieces:
+      if offset != end or len(runs[-1][1]) == _PIECES:
+        runs.append((layer.offset + offset, []))
       runs[-1][1].append(piece)
-      end = at + len(piece)
+      end = offset + len(piece)
     return runs
 
   def _run(self, run: tuple[int, list[memoryview]]) -> None:
-    offset, left = run
+    offset, buffers = run
     reads = total = 0
-    while left:
+    while buffers:
       try:
-        got = os.preadv(self._file, left, offset)
+        nread = os.preadv(self._file, buffers, offset)
       except OSError as error:
         self._fault(f"{error.strerror} at byte {offset:,}", "a readable file")
-      if not got:
+      if not nread:
         self._fault(f"an end at byte {offset:,}", f"{self.size:,} bytes")
-      reads, total, offset = reads + 1, total + got, offset + got
-      while left and got >= len(left[0]):
-        got -= len(left[0])
-        left = left[1:]
-      if got:
-        left = [left[0][got:], *left[1:]]
+      reads, total, offset = reads + 1, total + nread, offset + nread
+      while buffers and nread >= len(buffers[0]):
+        nread -= len(buffers[0])
+        buffers = buffers[1:]
+      if nread:
+        buffers = [buffers[0][nread:], *buffers[1:]]
     with self._lock:
       self.reads += reads
       self.bytes_read += total
@@ -367,7 +377,7 @@ class NeuronFile:
   def _check(
     self, layer: NeuronLayer, ids: np.ndarray, out: np.ndarray, first: int
   ) -> None:
-    """Compares checksums of what was not read before."""
+    """Compares the checksums of parts that were not read before."""
     checked, sums = self._checked[layer.number], self._sums[layer.number]
     bits = out.view(np.uint8)
     for p in range(first, len(layer.parts)):
@@ -388,8 +398,8 @@ class NeuronFile:
     return self._pool
 
   def _state(self) -> tuple[int, int]:
-    found = os.fstat(self._file)
-    return found.st_size, found.st_mtime_ns
+    status = os.fstat(self._file)
+    return status.st_size, status.st_mtime_ns
 
   def _fault(self, got: str, wanted: str) -> NoReturn:
     raise CheckpointFormatError(f"{self.path}", got, wanted, _REMEDY)

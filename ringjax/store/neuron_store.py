@@ -1,11 +1,10 @@
 """The neurons of a model's layers: on disk, with a window of each in memory.
 
-Guarantees: `fetch` returns the neurons that `prepare` was asked for, and those
-beside them in the window, or reads what it was asked for when another call has
-moved the window in between: what is computed of them is right for any order of
-calls, from any threads.
-Memory: a buffer for each layer, allocated at once; and of a layer that is read
-whole one block at a time: `nbytes`.
+Guarantees: `fetch` returns the window with the neurons that `prepare` was
+called with, or reads these again if another call has moved the window in
+between: results are right for any order of calls, from any threads.
+Memory: a buffer for each layer, allocated at once; and one block at a time of a
+layer that is read whole: `nbytes`.
 Ref: Alizadeh et al. 2023, LLM in a Flash, arXiv 2312.11514.
 """
 
@@ -23,15 +22,18 @@ from jaxtyping import Bool, Int, Shaped
 from ringjax.store.neuron_file import NeuronFile, layer_bytes
 from ringjax.store.neuron_window import NeuronWindow
 
-# Sizes of what a program gets of a window, as parts of its rows.
+# A program gets one of these fractions of a window's rows: 1/4, 1/2 or all.
 _PARTS = (4, 2, 1)
 _MULTIPLE = 8
-# Neurons of a block of a layer that is read whole.
+# Number of neurons of a block, for a layer that is read whole.
 BLOCK = 512
 
 
 class Prepared(NamedTuple):
-  """What a program does next: which of the sizes, or `whole`; and a ticket."""
+  """Index of the size that a program fetches, or their number; and a ticket.
+
+  If the branch is the number of sizes, the program reads the whole layer.
+  """
 
   branch: int
   ticket: int
@@ -39,28 +41,29 @@ class Prepared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeuronReport:
-  """What a model's neurons on disk came to so far.
+  """Counters of a model's neurons on disk so far.
 
-  Bytes and reads are those of windows; `whole_` ones are of layers that were
-  read whole, for prompts and for calls that needed more than a window holds.
+  Bytes and reads are those of windows; the `whole_` counters are of layers that
+  were read whole, for prompts and for calls that needed more than a window
+  holds.
 
   Attributes:
-    layers: how many have their neurons on disk.
-    neurons: of all of them.
-    window: calls that a neuron stays for.
-    max_rows: that the window of each layer has.
-    buffer_bytes: of all windows and of one block, what there is at most.
-    disk_bytes: of the neurons on disk.
-    calls: of a layer, by its window.
-    needed: neurons that these asked for.
-    fresh: of these, that had to be read.
-    used: rows of windows behind these, all added.
-    forgotten: sets of neurons that went early, for lack of rows.
-    bytes_read: from disk, into windows.
-    reads: of the disk, into windows.
-    whole_calls: times that a layer was read whole.
-    whole_bytes: bytes that were read for these.
-    waited_s: seconds that calls waited for the disk.
+    layers: Number of layers with their neurons on disk.
+    neurons: Number of neurons of all these layers.
+    window: Number of calls that a neuron stays.
+    max_rows: Number of rows of each layer's window.
+    buffer_bytes: Bytes of all windows and of one block, at most.
+    disk_bytes: Bytes of the neurons on disk.
+    calls: Number of calls of a layer through its window.
+    needed: Number of neurons that these calls needed.
+    fresh: Number of these that had to be read.
+    used: Number of used rows of the windows, summed over these calls.
+    forgotten: Number of sets of neurons dropped early, for lack of rows.
+    bytes_read: Bytes read from disk into windows.
+    reads: Number of reads from disk into windows.
+    whole_calls: Number of times that a layer was read whole.
+    whole_bytes: Bytes read for these.
+    waited_s: Seconds that calls waited for the disk.
   """
 
   layers: int
@@ -82,17 +85,17 @@ class NeuronReport:
 
   @property
   def hit_share(self) -> float:
-    """Of the neurons that calls needed, the part that was in memory."""
+    """Fraction of the needed neurons that was in memory."""
     return 1 - self.fresh / max(self.needed, 1)
 
   @property
   def active_share(self) -> float:
-    """Of all neurons of a layer, the part that a call needs."""
+    """Mean fraction of a layer's neurons that a call needs."""
     return self.needed / max(self.calls * self.neurons / self.layers, 1)
 
   @property
   def resident_share(self) -> float:
-    """Of all neurons of a layer, the part that is in memory."""
+    """Mean fraction of a layer's neurons that is in memory."""
     return self.used / max(self.calls * self.neurons / self.layers, 1)
 
 
@@ -100,9 +103,10 @@ class NeuronStore:
   """Windows of the layers of a file.
 
   Attributes:
-    file: has the neurons.
-    first: the first part of a neuron that is read; those before are resident.
-    window: calls that a neuron stays for.
+    file: File with the neurons.
+    first: Index of the first part of a neuron that is read; those before are
+      resident.
+    window: Number of calls that a neuron stays.
   """
 
   def __init__(
@@ -116,10 +120,10 @@ class NeuronStore:
     """Allocates all windows.
 
     Args:
-      file: has the neurons.
-      max_rows: of each layer's window, by its number.
-      window: calls that a neuron stays for.
-      first: the first part of a neuron that is read.
+      file: File with the neurons.
+      max_rows: Number of rows of each layer's window, by the layer's number.
+      window: Number of calls that a neuron stays.
+      first: Index of the first part of a neuron that is read.
     """
     self.file, self.first, self.window = file, first, window
     self._windows = {
@@ -141,27 +145,27 @@ class NeuronStore:
     return self
 
   def reset(self) -> None:
-    """Counts from zero again; the windows stay as they are."""
+    """Resets the counters to zero; the windows stay as they are."""
     self._calls = self._needed = self._fresh = self._used = self._forgotten = 0
     self._whole_calls = self._whole_bytes = self._whole_reads = 0
     self._waited_s = 0.0
     self._reads, self._bytes = self.file.reads, self.file.bytes_read
 
   def sizes(self, number: int) -> tuple[int, ...]:
-    """Rows that a program may be given of a layer's window."""
+    """Numbers of rows of a layer's window that a program may fetch."""
     rows = self._windows[number].max_rows
-    each = {-(-rows // (part * _MULTIPLE)) * _MULTIPLE for part in _PARTS}
-    return tuple(sorted({min(n, rows) for n in each}))
+    sizes = {-(-rows // (part * _MULTIPLE)) * _MULTIPLE for part in _PARTS}
+    return tuple(sorted({min(size, rows) for size in sizes}))
 
   def prepare(self, number: int, needed: Bool[np.ndarray, " F"]) -> Prepared:
-    """Has the needed neurons of a layer in its window.
+    """Brings the needed neurons of a layer into its window.
 
     Args:
-      number: of the layer.
-      needed: which of them.
+      number: Number of the layer.
+      needed: Mask of the needed neurons, bool [F].
 
     Raises:
-      CheckpointFormatError: the file has changed, or cannot be read.
+      CheckpointFormatError: If the file has changed, or cannot be read.
     """
     window = self._windows[number]
     ids = np.flatnonzero(needed).astype(np.int32)
@@ -169,18 +173,20 @@ class NeuronStore:
     if not window.fits(ids):
       return Prepared(len(sizes), -1)
     with self._locks[number]:
-      start = time.monotonic()
-      done = window.step(ids, self._reading(number))
+      start_s = time.monotonic()
+      step = window.step(ids, self._reading(number))
       self._tickets[number] += 1
       ticket, used = self._tickets[number], window.num_used
     with self._counting:
       self._calls += 1
-      self._needed += done.needed
-      self._fresh += done.fresh
-      self._forgotten += done.forgotten
+      self._needed += step.needed
+      self._fresh += step.fresh
+      self._forgotten += step.forgotten
       self._used += used
-      self._waited_s += time.monotonic() - start
-    return Prepared(next(n for n, x in enumerate(sizes) if used <= x), ticket)
+      self._waited_s += time.monotonic() - start_s
+    return Prepared(
+      next(n for n, size in enumerate(sizes) if used <= size), ticket
+    )
 
   def fetch(
     self,
@@ -189,22 +195,22 @@ class NeuronStore:
     ticket: int,
     needed: Bool[np.ndarray, " F"],
   ) -> tuple[Shaped[np.ndarray, "R P D"], Int[np.ndarray, " R"]]:
-    """Neurons of a layer, and which these are; F for rows without one.
+    """Fetches rows of a layer's window, and their neurons; F for empty rows.
 
     Args:
-      number: of the layer.
-      size: R, one of `sizes`.
-      ticket: that `prepare` returned.
-      needed: what it was called with.
+      number: Number of the layer.
+      size: Number of rows R, one of `sizes`.
+      ticket: Ticket that `prepare` returned.
+      needed: Mask that `prepare` was called with.
 
     Raises:
-      CheckpointFormatError: the file has changed, or cannot be read.
+      CheckpointFormatError: If the file has changed, or cannot be read.
     """
     window = self._windows[number]
     with self._locks[number]:
       if self._tickets[number] == ticket:
         return window.rows[:size].copy(), window.pointer[:size].copy()
-    # Another call was here: the window may not have them any more.
+    # Another call has moved the window: it may lack the needed neurons.
     ids = np.flatnonzero(needed).astype(np.int32)
     rows = np.zeros((size, *window.rows.shape[1:]), window.rows.dtype)
     pointer = np.full(size, window.neurons, np.int32)
@@ -213,51 +219,55 @@ class NeuronStore:
     return rows, pointer
 
   def block(self, number: int, index: int) -> Shaped[np.ndarray, "R P D"]:
-    """A block of a layer that is read whole, zeros behind its last neuron.
+    """Reads a block of a whole layer, with zeros after its last neuron.
 
     Args:
-      number: of the layer.
-      index: which block.
+      number: Number of the layer.
+      index: Index of the block.
 
     Raises:
-      CheckpointFormatError: the file has changed, or cannot be read.
+      CheckpointFormatError: If the file has changed, or cannot be read.
     """
     layer, first = self.file.layers[number], self.first
     rows = min(BLOCK, layer.neurons)
-    found = np.zeros((rows, len(layer.parts), layer.embed), self.file.dtype)
+    neurons = np.zeros((rows, len(layer.parts), layer.embed), self.file.dtype)
     start = index * rows
     count = min(rows, layer.neurons - start)
     with self._counting:
-      began, reads = time.monotonic(), self.file.reads
-      before = self.file.bytes_read
-      self.file.block(number, start, found[:count])
+      start_s, reads = time.monotonic(), self.file.reads
+      bytes_before = self.file.bytes_read
+      self.file.block(number, start, neurons[:count])
       self._whole_calls += index == 0
-      self._whole_bytes += self.file.bytes_read - before
+      self._whole_bytes += self.file.bytes_read - bytes_before
       self._whole_reads += self.file.reads - reads
-      self._waited_s += time.monotonic() - began
-    return np.ascontiguousarray(found[:, first:])
+      self._waited_s += time.monotonic() - start_s
+    return np.ascontiguousarray(neurons[:, first:])
 
   @property
   def nbytes(self) -> int:
-    """Bytes of all windows, of what a call copies of one, and of a block."""
+    """Peak bytes: all windows, and a call's copy of one or of a block."""
     windows = self._windows.values()
     blocks = [
-      layer_bytes(x, self.file.dtype) // x.neurons * min(BLOCK, x.neurons)
-      for x in self.file.layers.values()
+      layer_bytes(layer, self.file.dtype)
+      // layer.neurons
+      * min(BLOCK, layer.neurons)
+      for layer in self.file.layers.values()
     ]
-    passing = max(max(w.rows.nbytes for w in windows), 2 * max(blocks))
-    return sum(w.nbytes for w in windows) + passing
+    passing = max(
+      max(window.rows.nbytes for window in windows), 2 * max(blocks)
+    )
+    return sum(window.nbytes for window in windows) + passing
 
   def report(self) -> NeuronReport:
-    """What it came to so far."""
+    """Report the counters so far."""
     layers = self.file.layers.values()
     return NeuronReport(
       layers=len(layers),
-      neurons=sum(x.neurons for x in layers),
+      neurons=sum(layer.neurons for layer in layers),
       window=self.window,
-      max_rows={n: w.max_rows for n, w in self._windows.items()},
+      max_rows={n: window.max_rows for n, window in self._windows.items()},
       buffer_bytes=self.nbytes,
-      disk_bytes=sum(layer_bytes(x, self.file.dtype) for x in layers),
+      disk_bytes=sum(layer_bytes(layer, self.file.dtype) for layer in layers),
       calls=self._calls,
       needed=self._needed,
       fresh=self._fresh,

@@ -1,24 +1,24 @@
 """Keep the blocks whose next use is likely and near, as learned from the past.
 
-Guarantees: nothing is assumed of a workload; what is predicted is counted
-while the tier runs, and forgotten again.
+Guarantees: nothing is assumed of a workload; predictions come from counts that
+are made while the tier runs, and that fade with time.
 Cost: a few array operations a prompt; ranking the whole tier once for every
-64th of it that goes.
+64th of it that is evicted.
 Memory: 40 bytes and a dict entry for each block that is known.
 
-Blocks are sorted into classes by what is known when they were used last: how
-many prompts had them, how long after each other the last two did, how long the
-prompt is, how much of it is new, and whether the block is its last (which is
-seldom found again). Of each class it is counted at which ages blocks are used
-again, as a hazard (Kaplan-Meier: blocks that are not used yet count up to
-their age). A block is worth its chance to be used again within a horizon for
-the time that it stays until then, with the horizon that is best for it: its
-Gittins index, and never less than those behind it in its last prompt. What is
-worth least goes first, and among equals what was used first, so that of a
-prompt the tail goes before the head.
+Blocks are sorted into classes by features of their last use: the number of
+prompts that have used the block, the time between the last two of these, the
+length of the prompt, its number of new blocks, and whether the block is its
+last (which is seldom reused). For each class the ages at which blocks are
+reused are counted, as a hazard (Kaplan-Meier: blocks that are not reused yet
+count up to their age). The value of a block is its probability of reuse within
+a horizon over its expected time in the tier until then, for the best horizon:
+its Gittins index, and never less than those of the blocks after it in its last
+prompt. The block of least value is evicted first, and among equals the one used
+first, so that the tail of a prompt goes before its head.
 
-Classes with few blocks are drawn to those of the same number of prompts, and
-these to all, so that a class has to show that it is different.
+The estimates of classes with few blocks are shrunk to those of all classes with
+the same number of prompts, and these to that of all blocks.
 Ref: Beckmann et al. 2018, LHD (NSDI): ages and classes; Gittins 1979,
 JRSS B 41 (2).
 """
@@ -39,31 +39,31 @@ _EDGES = np.concatenate(
 )
 _WIDTH = np.diff(np.append(_EDGES, 2 * _EDGES[-1])).astype(float)
 _AGES = len(_EDGES)
-# What a class is made of: prompts that had the block, the time between the
-# last two of them as a part of the tier's size, blocks of the prompt, and how
-# many of them are new. A number belongs to the first bound above it.
+# Features of a class: number of prompts that used the block, time between the
+# last two of them as a fraction of the tier's size, blocks of the prompt, and
+# new blocks of it. A number belongs to the first bound above it.
 _COUNTS = 4
 _GAPS, _SIZES, _NEW = (1 / 64, 1 / 2, 2.0), (4, 24, 64), (3, 8, 24)
 _CLASSES = _COUNTS * (len(_GAPS) + 1) * (len(_SIZES) + 1) * (len(_NEW) + 1) * 2
-# Blocks that a class has to itself before it is believed: those of a prompt
-# are used together, so a few prompts' worth.
+# Weights of the priors, in blocks: a few prompts' worth, as the blocks of a
+# prompt are used together.
 _PRIOR, _PRIOR_OF_COUNT = 1000.0, 50.0
 
 
 class PredictedReuse(TierPolicy):
-  """What is least likely to be used again soon goes first.
+  """Evicts the block first that is least likely to be reused soon.
 
   Attributes:
-    known: blocks that are remembered.
+    known: Number of blocks that are remembered.
   """
 
   name = "predicted_reuse"
 
   def __init__(self, *, ghosts: int | float = 16):
-    """Knows nothing yet.
+    """Starts without blocks or counts.
 
     Args:
-      ghosts: see `TierPolicy`.
+      ghosts: Number of absent blocks to remember, see `TierPolicy`.
     """
     super().__init__(ghosts=ghosts)
     self._slots: dict[Hashable, int] = {}
@@ -94,38 +94,43 @@ class PredictedReuse(TierPolicy):
     if not n:
       return
     slots = [self._slots.get(key, -1) for key in keys]
-    known = next((i for i, slot in enumerate(slots) if slot < 0), n)
-    at = np.array(
-      [s if s >= 0 else self._new(k) for k, s in zip(keys, slots, strict=True)]
+    num_known = next((i for i, slot in enumerate(slots) if slot < 0), n)
+    block_slots = np.array(
+      [
+        slot if slot >= 0 else self._new(key)
+        for key, slot in zip(keys, slots, strict=True)
+      ]
     )
-    old = np.array(slots) >= 0
-    now = self._now + n - np.arange(n)
+    is_known = np.array(slots) >= 0
+    times = self._now + n - np.arange(n)
     self._now += n
-    before = at[old]
+    known_slots = block_slots[is_known]
     gap = np.zeros(n, np.int64)
-    gap[old] = now[old] - self._last[before]
-    age = np.searchsorted(_EDGES, gap[old], "right") - 1
-    np.add.at(self._reused, (self._of[before], age), 1)
-    self._count[at] += 1
-    self._last[at] = now
+    gap[is_known] = times[is_known] - self._last[known_slots]
+    age = np.searchsorted(_EDGES, gap[is_known], "right") - 1
+    np.add.at(self._reused, (self._of[known_slots], age), 1)
+    self._count[block_slots] += 1
+    self._last[block_slots] = times
     self._requests += 1
-    self._request[at] = self._requests
-    self._of[at] = self._classes(self._count[at], gap, n, n - known)
+    self._request[block_slots] = self._requests
+    self._of[block_slots] = self._classes(
+      self._count[block_slots], gap, n, n - num_known
+    )
     if self._now >= self._learn_at:
       self._learn()
 
   def _classes(
     self, count: np.ndarray, gap: np.ndarray, size: int, new: int
   ) -> np.ndarray:
-    """The class of each block of a prompt, first to last."""
-    found = np.minimum(count, _COUNTS) - 1
+    """Classify the blocks of a prompt, first to last."""
+    classes = np.minimum(count, _COUNTS) - 1
     bounds = np.array(_GAPS) * max(1, self._largest)
-    found = found * (len(_GAPS) + 1) + np.searchsorted(bounds, gap, "right")
+    classes = classes * (len(_GAPS) + 1) + np.searchsorted(bounds, gap, "right")
     for value, bounds in ((size, _SIZES), (new, _NEW)):
-      found = found * (len(bounds) + 1) + bisect.bisect(bounds, value)
-    found = found * 2
-    found[-1] += 1
-    return found
+      classes = classes * (len(bounds) + 1) + bisect.bisect(bounds, value)
+    classes = classes * 2
+    classes[-1] += 1
+    return classes
 
   def added(self, key: Hashable) -> None:
     slot = self._slots.get(key)
@@ -145,27 +150,31 @@ class PredictedReuse(TierPolicy):
       self._present -= 1
 
   def victims(self, count: int = 1) -> list[Any]:
-    found = self._queued(count)
-    if len(found) < min(count, self._present):
+    victims = self._queued(count)
+    if len(victims) < min(count, self._present):
       self._rank(max(count, self._present // 64))
-      found = self._queued(count)
-    return found
+      victims = self._queued(count)
+    return victims
 
   def _queued(self, count: int) -> list[Any]:
-    """The first of the ranking that are there and were not used since."""
-    fits = lambda x: self._in[x[0]] and self._last[x[0]] == x[1]
-    while self._queue and not fits(self._queue[-1]):
+    """First blocks of the ranking that are present and unused since."""
+    is_current = lambda entry: (
+      self._in[entry[0]] and self._last[entry[0]] == entry[1]
+    )
+    while self._queue and not is_current(self._queue[-1]):
       self._queue.pop()
-    some = [x for x in self._queue[-2 * count :] if fits(x)]
-    return [self._keys[slot] for slot, _ in some[: -count - 1 : -1]]
+    current = [
+      entry for entry in self._queue[-2 * count :] if is_current(entry)
+    ]
+    return [self._keys[slot] for slot, _ in current[: -count - 1 : -1]]
 
   def _rank(self, count: int) -> None:
-    """Ranks the tier; the queue ends with what goes first."""
+    """Ranks the tier; the queue ends with the block to evict first."""
     slots = np.flatnonzero(self._in)
     last = self._last[slots]
     age = np.searchsorted(_EDGES, self._now - last, "right") - 1
     value = self._value[self._of[slots], age]
-    # A block is worth what those behind it in its last prompt are, or more.
+    # A block is worth at least as much as those after it in its last prompt.
     order = np.argsort(last)
     rank = np.unique(value, return_inverse=True)[1][order]
     prompt = self._request[slots][order]
@@ -182,8 +191,10 @@ class PredictedReuse(TierPolicy):
       size = len(self._keys)
       grown = max(1024, size)
       for name in ("_last", "_of", "_count", "_request", "_in"):
-        old = getattr(self, name)
-        setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))
+        values = getattr(self, name)
+        setattr(
+          self, name, np.concatenate([values, np.zeros(grown, values.dtype)])
+        )
       self._keys += [None] * grown
       self._free = list(range(size + grown - 1, size - 1, -1))
     slot = self._slots[key] = self._free.pop()
@@ -193,14 +204,14 @@ class PredictedReuse(TierPolicy):
     return slot
 
   # -------------------------------------------------------------------------
-  # What is learned
+  # Learning
   # -------------------------------------------------------------------------
 
   def _learn(self) -> None:
-    """Counts anew what blocks are worth at which age."""
-    every = int(min(0.15 * self._now + 500, 4 * self._largest + 1000))
-    self._learn_at = self._now + every
-    fade = 0.5 ** (every / (64 * self._largest + 10000))
+    """Updates the values of classes and ages from the counts."""
+    interval = int(min(0.15 * self._now + 500, 4 * self._largest + 1000))
+    self._learn_at = self._now + interval
+    fade = 0.5 ** (interval / (64 * self._largest + 10000))
     self._reused *= fade
     self._given_up *= fade
     slots = np.fromiter(self._slots.values(), np.int64, len(self._slots))
@@ -211,7 +222,7 @@ class PredictedReuse(TierPolicy):
     self._value = _worth(self._reused, waiting)
 
   def _forgotten(self, slots: np.ndarray) -> np.ndarray:
-    """Forgets absent blocks beyond the limit; the slots of the others."""
+    """Forgets absent blocks beyond the limit: returns the others' slots."""
     limit = int(self._ghosts * self._largest) + 1024
     absent = slots[~self._in[slots]]
     over = absent.size - limit
@@ -228,11 +239,11 @@ class PredictedReuse(TierPolicy):
 
 
 def _worth(reused: np.ndarray, waiting: np.ndarray) -> np.ndarray:
-  """Gittins indices [classes, ages].
+  """Gittins indices, [classes, ages].
 
   Args:
-    reused: blocks of a class that were used again at an age.
-    waiting: blocks that have reached that age and were not.
+    reused: Number of blocks of a class that were reused at an age.
+    waiting: Number of blocks that have this age and were not reused yet.
   """
   ended = reused + waiting
   beyond = np.cumsum(ended[:, ::-1], 1)[:, ::-1] - ended
@@ -242,17 +253,19 @@ def _worth(reused: np.ndarray, waiting: np.ndarray) -> np.ndarray:
   of_count = (by_count(reused) + _PRIOR_OF_COUNT * all_hazard) / (
     by_count(risk) + _PRIOR_OF_COUNT
   )
-  # Classes without a block of their own are those of their count.
-  each = _CLASSES // _COUNTS
-  some = np.flatnonzero(ended.any(1))
-  own = (reused[some] + _PRIOR * of_count[some // each]) / (risk[some] + _PRIOR)
-  value = np.repeat(_gittins(of_count), each, 0)
-  value[some] = _gittins(own)
+  # Classes without blocks get the value of their number of prompts.
+  classes_per_count = _CLASSES // _COUNTS
+  seen = np.flatnonzero(ended.any(1))
+  hazard = (reused[seen] + _PRIOR * of_count[seen // classes_per_count]) / (
+    risk[seen] + _PRIOR
+  )
+  value = np.repeat(_gittins(of_count), classes_per_count, 0)
+  value[seen] = _gittins(hazard)
   return value
 
 
 def _gittins(hazard: np.ndarray) -> np.ndarray:
-  """The best rate of hits for the time spent, from each age on."""
+  """Best ratio of hits to time in the tier, from each age on."""
   alive = np.cumprod(1 - hazard, 1)
   alive = np.concatenate([np.ones((hazard.shape[0], 1)), alive], 1)
   spent = (alive[:, :-1] + alive[:, 1:]) / 2 * _WIDTH

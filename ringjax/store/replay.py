@@ -1,11 +1,11 @@
-"""What policies would have hit, by replaying a trace of prompts.
+"""Hit rates of tier policies, by replaying a trace of prompts.
 
-Guarantees: counts, by the very objects that serve; no clock is involved.
+Guarantees: counts, by the policy objects that also serve; no clock is read.
 Cost: some microseconds a block.
 
 A block is hit if it is in the tier and so are all before it: a prefix is of
-use up to its first gap. All blocks of a prompt that are not there are offered
-to the tier, from the last to the first; then the tier goes back to its size.
+use up to its first gap. All missing blocks of a prompt are offered to the tier,
+from the last to the first; then blocks are evicted down to its capacity.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ringjax.store.tier_policies import TierPolicy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyReplay:
-  """What a policy hit.
+  """Counts of a policy's hits in a replay.
 
   Attributes:
-    policy: its name.
-    blocks: that were asked for.
-    hits: of these, blocks that were there, with all before them.
-    admitted: blocks that came in.
-    evicted: blocks that went.
+    policy: Name of the policy.
+    blocks: Number of requested blocks.
+    hits: Number of these that were in the tier, with all before them.
+    admitted: Number of blocks that the tier added.
+    evicted: Number of blocks that the tier evicted.
   """
 
   policy: str
@@ -41,7 +41,7 @@ class PolicyReplay:
 
   @property
   def rate(self) -> float:
-    """Hits of all blocks, in percent."""
+    """Hit rate, in percent of the requested blocks."""
     return 100 * self.hits / max(1, self.blocks)
 
 
@@ -51,9 +51,9 @@ def replay(
   """Replays prompts over one tier.
 
   Args:
-    requests: of each prompt its blocks' keys, first to last.
-    capacity: blocks that the tier holds.
-    policy: a new one.
+    requests: Keys of each prompt's blocks, first to last.
+    capacity: Number of blocks that the tier holds.
+    policy: New policy.
   """
   positive_int("capacity", capacity)
   present: set[Hashable] = set()
@@ -85,7 +85,7 @@ def replay(
 
 
 def most_hits(requests: Sequence[Sequence[Hashable]]) -> int:
-  """What a tier without limits hits."""
+  """Count the hits of a tier of unlimited capacity."""
   seen: set[Hashable] = set()
   hits = 0
   for keys in requests:
@@ -98,30 +98,30 @@ def most_hits(requests: Sequence[Sequence[Hashable]]) -> int:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[list[int]]:
-  """The blocks of each prompt of a trace as Mooncake publishes them.
+  """Read the blocks of each prompt from a trace in Mooncake's format.
 
   Args:
-    path: a file of JSON objects, one a line, whose `hash_ids` are the ids of
-      a prompt's blocks; an id stands for its whole prefix.
+    path: File of JSON objects, one a line, whose `hash_ids` are the ids of a
+      prompt's blocks; an id stands for its whole prefix.
 
   Raises:
-    DataError: no such file, or a line that is none of these.
+    DataError: If the file is missing, or a line has another form.
   """
-  found: list[list[int]] = []
+  prompts: list[list[int]] = []
   try:
     with open(path, encoding="utf-8") as file:
       for number, line in enumerate(file, 1):
         if line.strip():
-          found.append(_ids(line, f"{path}, line {number}"))
+          prompts.append(_ids(line, f"{path}, line {number}"))
   except (OSError, UnicodeError) as error:
     raise DataError(
       "trace", f"{path}: {error}", "a file of JSON lines", "pass another file"
     ) from None
-  if not found:
+  if not prompts:
     raise DataError(
       "trace", f"{path}: no line", "a prompt a line", "pass another file"
     )
-  return found
+  return prompts
 
 
 def _ids(line: str, where: str) -> list[int]:
@@ -130,7 +130,7 @@ def _ids(line: str, where: str) -> list[int]:
   except ValueError:
     value = None
   ids = value.get("hash_ids") if isinstance(value, dict) else None
-  if not isinstance(ids, list) or not all(type(x) is int for x in ids):
+  if not isinstance(ids, list) or not all(type(block) is int for block in ids):
     raise DataError(
       "trace",
       f"{where[-120:]} without hash_ids",

@@ -1,15 +1,15 @@
 """Two exclusive tiers of chunks, kept by frequency times importance.
 
 Guarantees: a chunk is in one of the two tiers at most; each tier's size is
-never exceeded. All chunks are on the disk as well, so that nothing is written
-when one goes.
+never exceeded. All chunks are on the disk as well, so that evicting one writes
+nothing.
 Cost: O(log n) an access, with one heap for each tier.
 
-The score of a chunk is how often it was used times the mean part of its tokens
+The score of a chunk is its number of uses times the mean fraction of its tokens
 that were important (a moving average). A chunk that is used in the slow tier
-goes to the fast one if its score beats the smallest there, whose chunk takes
-its place; one that is read from the disk goes to the fast tier, or else to the
-slow one, if it beats the smallest there.
+moves to the fast one if its score beats the smallest there, whose chunk takes
+its place; one that is read from the disk enters the fast tier, or else the slow
+one, if it beats the smallest there.
 Ref: Chen et al. 2025, IMPRESS (FAST).
 """
 
@@ -22,20 +22,20 @@ from ringjax.checks import number, positive_int
 
 
 class ScoredTiers:
-  """Which chunks are in fast and which in slow memory.
+  """Assignment of chunks to a fast and a slow tier of memory.
 
   Attributes:
-    sizes: chunks of the fast and of the slow tier.
-    moving: weight of the newest importance in the mean.
+    sizes: Number of chunks of the fast and of the slow tier.
+    moving: Weight of the newest importance in the mean.
   """
 
   def __init__(self, fast: int, slow: int, *, moving: int | float = 0.2):
-    """Two empty tiers.
+    """Creates two empty tiers.
 
     Args:
-      fast: chunks of the fast tier.
-      slow: chunks of the slow tier.
-      moving: weight of the newest importance.
+      fast: Number of chunks of the fast tier.
+      slow: Number of chunks of the slow tier.
+      moving: Weight of the newest importance in the mean.
     """
     self.sizes = positive_int("fast", fast), positive_int("slow", slow)
     self.moving = number("moving", moving, above=0, most=1)
@@ -47,35 +47,35 @@ class ScoredTiers:
     self._order = 0
 
   def score(self, key: Hashable) -> float:
-    """How often it was used times how much of it was important."""
+    """Number of uses times the mean fraction of important tokens."""
     return self._used.get(key, 0) * self._part.get(key, 0.0)
 
   def where(self, key: Hashable) -> str:
-    """ "fast", "slow" or "disk"."""
+    """Name of a chunk's tier: "fast", "slow" or "disk"."""
     return ("fast", "slow", "disk")[self._tier.get(key, 2)]
 
   def access(self, key: Hashable, important: int | float) -> str:
-    """Uses a chunk; where it was found.
+    """Records a use of a chunk, and returns the tier in which it was.
 
     Args:
-      key: of the chunk.
-      important: part of its tokens that were important, 0 to 1.
+      key: Key of the chunk.
+      important: Fraction of its tokens that were important, 0 to 1.
     """
-    found = self.where(key)
+    tier = self.where(key)
     part = number("important", important, least=0, most=1)
-    before = self._part.get(key, part)
-    self._part[key] = before + self.moving * (part - before)
+    mean = self._part.get(key, part)
+    self._part[key] = mean + self.moving * (part - mean)
     self._used[key] = self._used.get(key, 0) + 1
-    if found == "fast":
+    if tier == "fast":
       self._push(0, key)
-      return found
-    if found == "slow":
+      return tier
+    if tier == "slow":
       self._take(key)
     self._enter(0, key)
-    return found
+    return tier
 
   def _enter(self, tier: int, key: Hashable) -> None:
-    """Puts a chunk into a tier, or into the one below, or nowhere."""
+    """Puts a chunk into a tier, or else into the one below, if it fits."""
     while tier < 2:
       if self._count[tier] < self.sizes[tier]:
         self._place(tier, key)

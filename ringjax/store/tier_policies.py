@@ -1,15 +1,16 @@
-"""Which blocks a tier takes in, and which one goes first.
+"""Admission and eviction policies of a tier of blocks.
 
-Guarantees: a policy is told of every prompt's blocks (`request`), of blocks
-that the tier takes (`added`) and lets go (`removed`); it says whether a block
-may come in (`admit`) and which go (`victims`). It knows keys, never payloads.
+Guarantees: a policy is called with every prompt's blocks (`request`), and with
+blocks that the tier adds (`added`) and removes (`removed`); it decides whether
+a block may come in (`admit`) and which are evicted (`victims`). It sees keys,
+never payloads.
 Cost: some dict look-ups a block; O(log n) a victim.
-Memory: some hundred bytes for each block in the tier, and for as many absent
-ones as `ghosts` times those: what a policy has learned of a block outlives it.
+Memory: some hundred bytes for each block in the tier, and for up to `ghosts`
+times as many absent ones: the use of a block is remembered after its eviction.
 
 Blocks of a prompt count as used from the last to the first, so that of two
-blocks that are otherwise equal the deeper one goes first: without its prefix
-it is of no use. Time is a count of blocks used; no clock is asked.
+blocks that are otherwise equal the deeper one is evicted first: without its
+prefix it is of no use. Time is a count of blocks used; no clock is read.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ringjax.errors import InputTypeError
 
 @dataclasses.dataclass(slots=True)
 class BlockUse:
-  """What a policy remembers of a block.
+  """A policy's record of a block.
 
   Attributes:
-    last: when a prompt had it last.
-    count: prompts that had it.
-    present: whether it is in the tier.
+    last: Time at which a prompt used it last.
+    count: Number of prompts that used it.
+    present: Whether it is in the tier.
   """
 
   last: int
@@ -41,22 +42,22 @@ class BlockUse:
 
 
 class TierPolicy:
-  """A policy whose blocks have ranks; the lowest goes first.
+  """A policy whose blocks have ranks; the lowest is evicted first.
 
-  A subclass says `rank`, and may say `admit`.
+  A subclass defines `rank`, and may define `admit`.
   """
 
   name: ClassVar[str] = "policy"
 
   def __init__(self, *, ghosts: int | float = 16):
-    """Without blocks.
+    """Starts without blocks.
 
     Args:
-      ghosts: absent blocks that are remembered, as a multiple of the largest
-        number that the tier held, and 1,024.
+      ghosts: Number of absent blocks that are remembered, as a multiple of the
+        largest number that the tier held; 1,024 more are.
     """
     self._ghosts = number("ghosts", ghosts, least=0)
-    # The absent ones among them in the order of their last use, or nearly.
+    # Absent blocks are nearly in the order of their last use.
     self._uses: collections.OrderedDict[Hashable, BlockUse] = (
       collections.OrderedDict()
     )
@@ -65,17 +66,17 @@ class TierPolicy:
     self._present = self._largest = 0
 
   def rank(self, key: Hashable, use: BlockUse) -> Any:
-    """What is compared; it changes only when the block is used."""
+    """Rank of a block; it changes only when the block is used."""
     del key
     return use.last
 
   def admit(self, key: Hashable) -> bool:
-    """Whether the tier takes a block in."""
+    """Whether the tier may add a block."""
     del key
     return True
 
   def request(self, keys: Sequence[Hashable]) -> None:
-    """A prompt has these blocks, first to last; some may be in the tier."""
+    """Records a prompt's blocks, first to last; some may be in the tier."""
     uses = self._uses
     for key in reversed(keys):
       self._now += 1
@@ -92,7 +93,7 @@ class TierPolicy:
     self._forget()
 
   def added(self, key: Hashable) -> None:
-    """The tier has taken a block in."""
+    """Records that the tier has added a block."""
     use = self._uses.get(key)
     if use is None:
       self._now += 1
@@ -104,34 +105,38 @@ class TierPolicy:
     self._push(key, use)
 
   def removed(self, key: Hashable) -> None:
-    """A block has left the tier."""
+    """Records that a block has left the tier."""
     use = self._uses.get(key)
     if use is not None and use.present:
       use.present = False
       self._present -= 1
 
   def victims(self, count: int = 1) -> list[Any]:
-    """Up to `count` blocks of the tier that go first; they stay until
-    `removed` is called."""
-    found: list[tuple[Any, int, Hashable]] = []
+    """Chooses up to `count` blocks to evict next.
+
+    They stay in the policy until `removed` is called.
+    """
+    entries: list[tuple[Any, int, Hashable]] = []
     seen = set()
-    while self._heap and len(found) < count:
+    while self._heap and len(entries) < count:
       entry = heapq.heappop(self._heap)
       _, last, key = entry
       use = self._uses.get(key)
       stale = use is None or not use.present or use.last != last
       if not stale and key not in seen:
         seen.add(key)
-        found.append(entry)
-    for entry in found:
+        entries.append(entry)
+    for entry in entries:
       heapq.heappush(self._heap, entry)
-    return [key for _, _, key in found]
+    return [key for _, _, key in entries]
 
   def _push(self, key: Hashable, use: BlockUse) -> None:
     heapq.heappush(self._heap, (self.rank(key, use), use.last, key))
     if len(self._heap) > 4 * self._present + 1024:
       self._heap = [
-        (self.rank(k, u), u.last, k) for k, u in self._uses.items() if u.present
+        (self.rank(key, use), use.last, key)
+        for key, use in self._uses.items()
+        if use.present
       ]
       heapq.heapify(self._heap)
 
@@ -149,13 +154,13 @@ class TierPolicy:
 
 
 class LRU(TierPolicy):
-  """The least recently used goes first."""
+  """Evicts the least recently used block first."""
 
   name = "lru"
 
 
 class LFU(TierPolicy):
-  """What the fewest prompts had goes first, the least recent of these."""
+  """Evicts the block that the fewest prompts used, the oldest of these."""
 
   name = "lfu"
 
@@ -164,7 +169,7 @@ class LFU(TierPolicy):
 
 
 class OnceUsedFirst(TierPolicy):
-  """What one prompt had goes before what several had; LRU among these."""
+  """Evicts blocks of one prompt before those of several; LRU among each."""
 
   name = "once_used_first"
 
@@ -173,16 +178,16 @@ class OnceUsedFirst(TierPolicy):
 
 
 class SecondHit(TierPolicy):
-  """A block reaches the tier once several prompts had it; LRU otherwise."""
+  """Admits a block once several prompts have used it; LRU otherwise."""
 
   name = "second_hit"
 
   def __init__(self, uses: int = 2, *, ghosts: int | float = 16):
-    """Without blocks.
+    """Starts without blocks.
 
     Args:
-      uses: prompts that must have had a block.
-      ghosts: see `TierPolicy`.
+      uses: Number of prompts that must have used a block.
+      ghosts: Number of absent blocks to remember, see `TierPolicy`.
     """
     super().__init__(ghosts=ghosts)
     self.uses = positive_int("uses", uses)
@@ -193,9 +198,9 @@ class SecondHit(TierPolicy):
 
 
 class Belady(TierPolicy):
-  """What is used again last goes first: an oracle, for replays.
+  """Evicts the block whose next use is farthest: an oracle, for replays.
 
-  Of blocks that the same prompt uses next the deepest goes first, as the
+  Of blocks that the same prompt uses next the deepest is evicted first, as the
   others are of use without it.
   Ref: Belady 1966, IBM Systems Journal 5 (2).
   """
@@ -203,39 +208,39 @@ class Belady(TierPolicy):
   name = "belady"
 
   def __init__(self, requests: Iterable[Sequence[Hashable]]):
-    """Knows the future.
+    """Indexes the future uses of each block.
 
     Args:
-      requests: all prompts that will come, in their order.
+      requests: Blocks of all prompts that will come, in their order.
     """
     super().__init__()
-    # Of each use the blocks that came before its prompt, and its depth there.
+    # Of each use: number of blocks before its prompt, and depth in the prompt.
     self._future: dict[Hashable, collections.deque[tuple[int, int]]] = {}
-    before = 0
+    num_before = 0
     for keys in requests:
       for depth, key in enumerate(keys):
         uses = self._future.setdefault(key, collections.deque())
-        uses.append((before, depth))
-      before += len(keys)
+        uses.append((num_before, depth))
+      num_before += len(keys)
 
   def rank(self, key: Hashable, use: BlockUse) -> Any:
-    ahead = self._future.get(key, ())
-    while ahead and ahead[0][0] < use.last:
-      ahead.popleft()
-    if not ahead:
+    future = self._future.get(key, ())
+    while future and future[0][0] < use.last:
+      future.popleft()
+    if not future:
       return -math.inf, 0
-    before, depth = ahead[0]
-    return -before, -depth
+    num_before, depth = future[0]
+    return -num_before, -depth
 
 
 def tier_policy(value: TierPolicy | str) -> TierPolicy:
-  """A policy by its name, or the policy itself.
+  """Create a policy by its name, or return the given policy.
 
   Raises:
-    OptionError: there is none of this name.
-    InputTypeError: it is no policy.
+    OptionError: If the name is unknown.
+    InputTypeError: If the value is neither name nor policy.
   """
-  # A lower file would have to know a higher one.
+  # Imported here: that module imports this one.
   from ringjax.checks import one_of
   from ringjax.store.predicted_reuse import PredictedReuse
 
@@ -248,8 +253,8 @@ def tier_policy(value: TierPolicy | str) -> TierPolicy:
       "a name or an rj.store.TierPolicy",
       "pass policy='lru'",
     )
-  known = {
-    one.name: one
-    for one in (LRU, LFU, OnceUsedFirst, SecondHit, PredictedReuse)
+  policies = {
+    policy.name: policy
+    for policy in (LRU, LFU, OnceUsedFirst, SecondHit, PredictedReuse)
   }
-  return known[one_of("policy", value, known)]()
+  return policies[one_of("policy", value, policies)]()
