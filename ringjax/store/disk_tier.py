@@ -93,6 +93,8 @@ class DiskTier:
     self._sizes: dict[bytes, int] = {}
     self._lock = threading.Lock()
     self._pause = self._wait = 0
+    # Bytes of files that threads are writing, which have their room already.
+    self._writing = 0
     self._unlisted = 0
     self._count = 0
     self._me = f"{socket.gethostname()}-{os.getpid()}"
@@ -150,7 +152,9 @@ class DiskTier:
 
   def _abandoned(self, name: str) -> bool:
     """Whether the writer of a temporary file is gone."""
-    host, _, pid = name.split(".")[1].rpartition("-")
+    # .HOST-PID.NUMBER and the suffix; names of hosts may have dots.
+    writer, _, _ = name[1:].removesuffix(_TEMPORARY).rpartition(".")
+    host, _, pid = writer.rpartition("-")
     if host != socket.gethostname() or not pid.isdigit():
       return False
     try:
@@ -242,7 +246,8 @@ class DiskTier:
     if self._unlisted > self.budget // 16:
       self._list()
     # Before the write: the budget holds at every moment.
-    self._make_room(size)
+    if not self._reserve(size):
+      return False
     path = self._path(key)
     temporary = path.parent / f".{self._me}.{number}{_TEMPORARY}"
     try:
@@ -252,6 +257,9 @@ class DiskTier:
         temporary.unlink()
       self._failed(error)
       return False
+    finally:
+      with self._lock:
+        self._writing -= size
     with self._lock:
       self._pause = 0
       self._unlisted += size
@@ -282,14 +290,17 @@ class DiskTier:
       finally:
         os.close(folder)
 
-  def _make_room(self, size: int) -> None:
+  def _reserve(self, size: int) -> bool:
+    """Evicts blocks until a file fits, and reserves its bytes if it does."""
     while True:
       with self._lock:
-        if self.nbytes + size <= self.budget:
-          return
+        if self.nbytes + self._writing + size <= self.budget:
+          self._writing += size
+          return True
         victims = self.policy.victims()
-      if not victims:
-        return
+        if not victims:
+          self.refused += 1
+          return False
       for victim in victims:
         self.evicted += 1
         self.remove(victim)

@@ -97,7 +97,18 @@ class ScoredTiers:
 
   def _push(self, tier: int, key: Hashable) -> None:
     self._order += 1
-    heapq.heappush(self._heaps[tier], (self.score(key), self._order, key))
+    heap = self._heaps[tier]
+    heapq.heappush(heap, (self.score(key), self._order, key))
+    # Entries of earlier scores stay until they are the least: hits alone would
+    # add one after the other.
+    if len(heap) > 4 * self._count[tier] + 64:
+      current: dict[Hashable, tuple[float, int, Hashable]] = {}
+      for entry in heap:
+        score, _, held = entry
+        if self._tier.get(held) == tier and self.score(held) == score:
+          current[held] = min(entry, current.get(held, entry))
+      heap[:] = current.values()
+      heapq.heapify(heap)
 
   def _smallest(self, tier: int) -> Hashable:
     heap = self._heaps[tier]

@@ -354,3 +354,12 @@ def test_what_is_refused():
   gone = store.StoredNode(small, b"x", *prefix)
   with pytest.raises(store.MissingChunk, match="layer 0"):
     store.Impress(gone).attend(0, *call)
+
+
+@pytest.mark.parametrize("important", [0.0, 0.25])
+def test_hits_alone_take_no_more_memory(important):
+  tiers = store.ScoredTiers(4, 4)
+  for n in range(3000):
+    tiers.access(n % 4, important)
+  assert sum(map(len, tiers._heaps)) <= 200
+  assert [tiers.where(n) for n in range(4)] == ["fast"] * 4

@@ -469,6 +469,46 @@ def test_two_processes_on_one_folder(tmp_path):
   assert sum(path.stat().st_size for path in files(tmp_path)) <= budget
 
 
+def test_files_of_dead_writers_go_whatever_the_host_is_called(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr("socket.gethostname", lambda: "node-3.rack.example")
+  tier = on_disk(tmp_path, 10 * SIZE)
+  tier.put(key(1), payload(1))
+  (block,) = files(tmp_path)
+  ended = subprocess.run(
+    ["sh", "-c", "echo $$"], capture_output=True, check=True
+  )
+  dead, alive = int(ended.stdout), os.getpid()
+  names = [f".node-3.rack.example-{pid}.7.tmp" for pid in (dead, alive)]
+  for name in names:
+    (block.parent / name).write_bytes(b"half")
+  on_disk(tmp_path, 10 * SIZE)
+  assert [(block.parent / name).exists() for name in names] == [False, True]
+
+
+def test_two_writes_at_once_stay_within_the_budget(tmp_path, monkeypatch):
+  tier = on_disk(tmp_path, SIZE + HEADER_BYTES)
+  write, inside, go = DiskTier._write, threading.Event(), threading.Event()
+
+  def slow(*args):
+    inside.set()
+    go.wait()
+    return write(*args)
+
+  monkeypatch.setattr(DiskTier, "_write", slow)
+  first = threading.Thread(target=tier.put, args=(key(1), payload(1)))
+  first.start()
+  inside.wait()
+  monkeypatch.setattr(DiskTier, "_write", write)
+  assert not tier.put(key(2), payload(2))
+  go.set()
+  first.join()
+  assert key(1) in tier and key(2) not in tier and tier.refused == 1
+  # With the first one written there is something to evict.
+  assert tier.put(key(2), payload(2)) and key(1) not in tier
+
+
 def test_many_threads(tmp_path):
   with Store(
     host=50 * SIZE, disk=(tmp_path, 100 * (SIZE + HEADER_BYTES))
