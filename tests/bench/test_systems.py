@@ -104,6 +104,21 @@ def test_bits_of_kvquant():
   assert "nuq3 +0.010" in said and "int2 +2.600" in said and "3.60" in said
 
 
+def test_losses_of_a_stream():
+  kind = lambda name, loss, tokens: {
+    "name": name, "bits": 32, "loss": loss, "nbytes": tokens,
+  }  # fmt: skip
+  kinds = {"kinds": [kind("dense", 0.0, 10), kind("sinks:budget=.2", 0.2, 4)]}
+  losses = {
+    "sinks:budget=512,positions=cache": [2.25, 1.5],
+    "sinks:budget=512": [2.5, 3.5],
+    "dense": [2.0],
+  }
+  said = _said("sinks", kinds, {"tokens": 2048, "losses": losses})
+  assert "+0.200 nat" in said and "a stream of 2,048 tokens" in said
+  assert "in the cache 2.25 1.50; positions in the text 2.50 3.50" in said
+
+
 def test_drafters_and_their_tokens():
   figures = lambda x: {"median": x, "best": x}
   names = {
