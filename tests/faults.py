@@ -51,8 +51,8 @@ FAULTS = (
   _fault(
     "a prefix reaches a token too far in bounds of tiles",
     "ops/mask.py",
-    "(k.last < length) & yes",
-    "(k.last <= length) & yes",
+    "(k.last < length) & always",
+    "(k.last <= length) & always",
     "ops/test_mask.py",
     "ops/attention/test_exact.py",
   ),
@@ -89,8 +89,8 @@ FAULTS = (
   _fault(
     "a dynamic rotation counts a token less",
     "ops/rope.py",
-    "upto = jnp.minimum(positions, 2**31 - 2) + 1",
-    "upto = jnp.minimum(positions, 2**31 - 2)",
+    "tokens_so_far = jnp.minimum(positions, 2**31 - 2) + 1",
+    "tokens_so_far = jnp.minimum(positions, 2**31 - 2)",
     "infer/test_lengths.py::test_the_rule_of_dynamic",
   ),
   _fault(
@@ -110,7 +110,7 @@ FAULTS = (
   _fault(
     "contexts are not rescaled to a new maximum",
     "ops/attention/apart.py",
-    "weight = jnp.exp(top - finite_max(new))",
+    "weight = jnp.exp(top - finite_max(global_top))",
     "weight = jnp.ones_like(top)",
     "ops/attention/test_apart.py",
   ),
@@ -219,29 +219,29 @@ FAULTS = (
   _fault(
     "a sibling's residual is not normalised",
     "infer/speculate/verifiers.py",
-    "rest = jnp.where(total > 0, rest / total, left)",
-    "rest = rest + 0 * total",
+    "residual = jnp.where(total > 0, residual / total, target_law)",
+    "residual = residual + 0 * total",
     "infer/test_verifiers.py",
   ),
   _fault(
     "a draft is accepted by the inverse of p / q",
     "infer/speculate/verifiers.py",
-    "(u * mine(q) < mine(left))",
-    "(u * mine(left) < mine(q))",
+    "(u * at_token(q) < at_token(target_law))",
+    "(u * at_token(target_law) < at_token(q))",
     "infer/test_verifiers.py",
   ),
   _fault(
     "what is left after the drafts is not drawn from",
     "infer/speculate/verifiers.py",
-    "scores = jnp.log(left) + noise(",
-    "scores = 0 * jnp.log(left) + noise(",
+    "scores = jnp.log(target_law) + noise(",
+    "scores = 0 * jnp.log(target_law) + noise(",
     "infer/test_verifiers.py",
   ),
   _fault(
     "lookup prefers the shortest match",
     "infer/speculate/lookup.py",
-    "range(min(len(self._behind), len(text)), 0, -1)",
-    "range(1, min(len(self._behind), len(text)) + 1)",
+    "range(min(len(self._following), len(text)), 0, -1)",
+    "range(1, min(len(self._following), len(text)) + 1)",
     "infer/test_speculate.py",
     "infer/test_verifiers.py",
   ),
@@ -255,8 +255,8 @@ FAULTS = (
   _fault(
     "top-p keeps the share of another row",
     "infer/sampling.py",
-    "want = self.top_p * jnp.sum(mass, -1, keepdims=True)",
-    "want = self.top_p * jnp.sum(mass, -1, keepdims=True)[:1]",
+    "target = self.top_p * jnp.sum(mass, -1, keepdims=True)",
+    "target = self.top_p * jnp.sum(mass, -1, keepdims=True)[:1]",
     "infer/test_sampling.py",
     "serve/test_engine.py",
   ),
@@ -308,15 +308,15 @@ FAULTS = (
   _fault(
     "the digest of a block covers its first 64 KiB",
     "store/block_file.py",
-    "found.update(payload)",
-    "found.update(payload[: 1 << 16])",
+    "digest.update(payload)",
+    "digest.update(payload[: 1 << 16])",
     "store/test_tiers.py",
   ),
   _fault(
     "the disk's budget is exceeded by a block",
     "store/disk_tier.py",
-    "if self.nbytes + size <= self.budget:",
-    "if self.nbytes <= self.budget:",
+    "if self.nbytes + self._writing + size <= self.budget:",
+    "if self.nbytes + self._writing <= self.budget:",
     "store/test_tiers.py",
   ),
   _fault(
@@ -360,8 +360,8 @@ FAULTS = (
   _fault(
     "a page of another generation is read",
     "transfer/protocol.py",
-    "return held.generation if held is not None and held.tickets else None",
-    "return held.generation if held is not None else None",
+    "return hold.generation if hold is not None and hold.tickets else None",
+    "return hold.generation if hold is not None else None",
     "transfer/test_protocol.py",
     "transfer/test_transfer.py",
   ),
@@ -375,8 +375,9 @@ FAULTS = (
   _fault(
     "a reader's proof is not compared",
     "transfer/wire.py",
-    'right = hmac.compare_digest(proof, _proof(key, b"client", mine, theirs))',
-    "right = bool(proof)",
+    "authenticated = hmac.compare_digest(proof, "
+    '_proof(key, b"client", server_nonce, client_nonce))',
+    "authenticated = bool(proof)",
     "transfer/test_transfer.py",
   ),
   # Weights.
@@ -390,8 +391,8 @@ FAULTS = (
   _fault(
     "layers fill a memory beyond its room",
     "models/weight_placement.py",
-    "if given[tier] + n <= room.get(tier, 0) * (1 + _NEAR)",
-    "if given[tier] <= room.get(tier, 0) * (1 + _NEAR)",
+    "if dealt[tier] + n <= room.get(tier, 0) * (1 + _NEAR)",
+    "if dealt[tier] <= room.get(tier, 0) * (1 + _NEAR)",
     "models/test_places.py",
     "models/test_placement.py",
   ),
@@ -399,8 +400,8 @@ FAULTS = (
   _fault(
     "skipped steps are not counted",
     "train/step.py",
-    "jnp.where(fine, 0, state.skipped + 1)",
-    "jnp.where(fine, 0, state.skipped)",
+    "jnp.where(is_finite, 0, state.skipped + 1)",
+    "jnp.where(is_finite, 0, state.skipped)",
     "train/test_step.py",
     "train/test_loop.py",
   ),
@@ -414,8 +415,8 @@ FAULTS = (
   _fault(
     "steps are saved one late",
     "train/loop.py",
-    "not taken % config.save_every",
-    "not (taken - 1) % config.save_every",
+    "not steps_taken % config.save_every",
+    "not (steps_taken - 1) % config.save_every",
     "train/test_loop.py",
   ),
   # Serving.
@@ -517,8 +518,10 @@ FAULTS = (
   _fault(
     "the busiest instance is chosen to decode",
     "serve/cluster/routing.py",
-    "return min(room, key=lambda one: (one.running_tokens, one.name)).name",
-    "return max(room, key=lambda one: (one.running_tokens, one.name)).name",
+    "return min(with_room, key=lambda view: "
+    "(view.running_tokens, view.name)).name",
+    "return max(with_room, key=lambda view: "
+    "(view.running_tokens, view.name)).name",
     "serve/test_cluster_simulator.py",
     "serve/test_conductor.py",
   ),
@@ -526,8 +529,8 @@ FAULTS = (
   _fault(
     "a chain waits a layer less",
     "plan/recurrence.py",
-    "for edge in one.after + one.behind if edge.back <= layer]",
-    "for edge in one.after + one.behind if edge.back < layer]",
+    "for edge in operation.after + operation.behind if edge.back <= layer",
+    "for edge in operation.after + operation.behind if edge.back < layer",
     "plan/test_schedules.py",
   ),
   _fault(

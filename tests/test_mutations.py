@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import ringjax
-from tests import mutations
+from tests import faults, mutations
 
 
 @pytest.mark.parametrize("check", mutations.CHECKS)
@@ -25,3 +25,9 @@ def test_a_planted_bug_is_found(bug):
   with mutations.planted(bug) as broken, wrong:
     mutations.CHECKS[bug.seen_by](broken)
   assert sys.modules["ringjax"] is ringjax
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_has_its_place(fault):
+  """Renaming loses no fault that `python -m tests.faults` plants."""
+  faults.substituted(fault)

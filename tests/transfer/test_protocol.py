@@ -109,7 +109,7 @@ BUGS = [
   ProtocolBug(
     "stale generation accepted",
     (
-      ("elif found != wanted:", "elif False:"),
+      ("elif generation != requested:", "elif False:"),
       (
         "  if (reply.incarnation, reply.pages) != (\n"
         "    state.incarnation,\n"
@@ -124,8 +124,8 @@ BUGS = [
     "double free",
     (
       (
-        "      state.holds[page] = left\n",
-        "      state.holds[page] = left\n      free.append(page)\n",
+        "      state.holds[page] = remaining\n",
+        "      state.holds[page] = remaining\n      free.append(page)\n",
       ),
     ),
     "once",
@@ -147,15 +147,16 @@ BUGS = [
     "a read of a free page begins",
     (
       (
-        "found = _open_generation(state, page)\n    if found is None:",
-        "held = state.holds.get(page, PageHold(-1, 0, 0))\n"
-        "    found = held.generation\n    if False:",
+        "generation = _open_generation(state, page)\n"
+        "    if generation is None:",
+        "hold = state.holds.get(page, PageHold(-1, 0, 0))\n"
+        "    generation = hold.generation\n    if False:",
       ),
-      ("elif found != wanted:", "elif False:"),
+      ("elif generation != requested:", "elif False:"),
       (
-        "    held = state.holds[page]\n    state.holds[page] = held._replace",
-        "    held = state.holds.get(page, PageHold(-1, 0, 0))\n"
-        "    state.holds[page] = held._replace",
+        "    hold = state.holds[page]\n    state.holds[page] = hold._replace",
+        "    hold = state.holds.get(page, PageHold(-1, 0, 0))\n"
+        "    state.holds[page] = hold._replace",
       ),
     ),
     "once",
