@@ -524,17 +524,17 @@ class TieredCache(WithOpenCache):
     """
     self._refuse_trace("export")
     row = int(self.open._rows([row])[0])
-    found, rings = self.open.located(self.at, row, start, stop)
+    located_slots, rings = self.open.located(self.at, row, start, stop)
     older = self.held.capacity
-    split = found < older
+    split = located_slots < older
 
     def joined(x: jax.Array, blocks: jax.Array) -> np.ndarray:
       axis = token_axis(x) - 1
       newer = _on_host(x[:, row], "export")
-      newer = np.take(newer, found[~split] - older, axis)
+      newer = np.take(newer, located_slots[~split] - older, axis)
       # [L, N, K, P, X]
       part = self._by_layer(_on_host(blocks, "export")[:, row], len(x))
-      number, slot = np.divmod(found[split], self.kind.room)
+      number, slot = np.divmod(located_slots[split], self.kind.room)
       part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
       part = np.moveaxis(part, 1, axis)
       order = np.argsort(np.argsort(~split, kind="stable"))
@@ -553,7 +553,7 @@ class TieredCache(WithOpenCache):
     parts: Any = tuple(
       export_layer(n, x) for n, x in enumerate(self.open.slots)
     )
-    at = Coords(*(jnp.asarray(host(x)[row][found]) for x in self.at))
+    at = Coords(*(jnp.asarray(host(x)[row][located_slots]) for x in self.at))
     return Blocks(at, parts, self.open.kind)
 
   def load(
