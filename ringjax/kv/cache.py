@@ -828,16 +828,18 @@ class KVCache:
         only the last `reach` of them.
     """
     (row,) = (int(n) for n in self._rows([row]))
-    found, rings = self.located(self.at, row, start, stop)
+    token_slots, rings = self.located(self.at, row, start, stop)
 
     def part(kind: int, slots: PyTree) -> PyTree:
       number = self._ring(kind)
-      index = jnp.asarray(found if number is None else rings[number], jnp.int32)
+      index = jnp.asarray(
+        token_slots if number is None else rings[number], jnp.int32
+      )
       take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
       return self.unfilled(kind, jax.tree.map(take, slots))
 
     parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
-    at = Coords(*(x[row][jnp.asarray(found, jnp.int32)] for x in self.at))
+    at = Coords(*(x[row][jnp.asarray(token_slots, jnp.int32)] for x in self.at))
     return Blocks(at, parts, self.kind)
 
   def unfilled(self, kind: int, part: PyTree) -> PyTree:
@@ -867,19 +869,19 @@ class KVCache:
       Slots of the layers that keep all tokens, and slots of each ring buffer.
     """
     self._refuse_states("export")
-    found, whole = _found(at, row, start, stop)
-    if not whole:
+    token_slots, complete = _found(at, row, start, stop)
+    if not complete:
       raise PromptError(
         "start, stop",
-        f"{start} to {stop}, of which row {row} holds {found.size}",
+        f"{start} to {stop}, of which row {row} holds {token_slots.size}",
         f"positions from 0 to {_end(at, row)}",
         "name positions that the row has read",
       )
     rings = []
     for ring in self.rings:
       first = max(start, stop - ring.reach)
-      last, whole = _found(ring.at, row, first, stop)
-      if not whole:
+      last, complete = _found(ring.at, row, first, stop)
+      if not complete:
         raise PromptError(
           "stop",
           f"{stop}, where windowed layers of row {row} hold no longer all "
@@ -888,7 +890,7 @@ class KVCache:
           "export sooner, or make the cache with kind='dense'",
         )
       rings.append(last)
-    return found, rings
+    return token_slots, rings
 
   def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
     """Appends exported tokens to a row, bit for bit.
@@ -1275,8 +1277,8 @@ class KVLayer:
   def _alone(self) -> LayerKV:
     """Slots of this layer as a stack of one layer; decoded if per head."""
     if self._by_head is None:
-      one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
-      return LayerKV(*map(one, self.slots))
+      take_layer = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
+      return LayerKV(*map(take_layer, self.slots))
     unrotated = dataclasses.replace(self, rotation=Rotation())
     assert self.held.previous is not None
     view = unrotated._view(self.slots, self.held.previous, self.index)

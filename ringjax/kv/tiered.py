@@ -452,8 +452,8 @@ class TieredCache(WithOpenCache):
 
   def restore(self, snapshot: TieredSnapshot) -> TieredCache:
     """As it was at a snapshot of the same cache, before later appends."""
-    made, held = jax.tree.map(jnp.copy, snapshot)
-    return dataclasses.replace(self, open=made, held=held)
+    open_cache, block_table = jax.tree.map(jnp.copy, snapshot)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
 
   def reset(self, rows: RowIndices) -> TieredCache:
     """Empty these rows, int [n]; the others stay."""
