@@ -72,16 +72,16 @@ from ringjax.typing import ArrayLeaf, Index
 
 @dataclasses.dataclass(frozen=True)
 class LayerCacheSpec:
-  """What the layers of one kind keep of a token.
+  """Cached vectors of one token in the layers of one kind.
 
   Attributes:
-    layers: how many layers share the array.
-    heads: kv heads, K.
-    key: head dim of the keys, H.
-    value: head dim of the values, J; 0 where values are part of the keys.
-    reach: tokens before its own that a query looks back, None for all.
-    reading: how queries read the keys, for policies of eviction.
-    which: the layers' numbers in the model.
+    layers: Number of layers that share the array, L.
+    heads: Number of KV heads, K.
+    key: Head dim of the keys, H.
+    value: Head dim of the values, J; 0 where values are part of the keys.
+    reach: Number of earlier tokens that a query attends to; None for all.
+    reading: Rotation and scale of the queries, for eviction policies.
+    which: Indices of the layers in the model.
   """
 
   layers: int
@@ -93,11 +93,11 @@ class LayerCacheSpec:
   which: tuple[int, ...] = ()
 
   def numbers(self) -> int:
-    """Numbers that one token takes."""
+    """Count the scalars that one token takes."""
     return self.layers * self.heads * (self.key + self.value)
 
   def decoders(self, codec: Codec, dtype: DTypeLike) -> tuple[Decoder, Decoder]:
-    """What makes keys and values of a codec's bytes."""
+    """Decoders of a codec's bytes to keys and to values."""
     return (
       Decoder(codec.keys, self.key, dtype),
       Decoder(codec.values, self.value, dtype),
@@ -108,7 +108,7 @@ class LayerCacheSpec:
     names = (None, "batch", "heads", "tokens")
     lead = (self.layers, room.batch, self.heads, room.capacity)
 
-    def one(dim: int, vectors: VectorCodec | None) -> Any:
+    def array_spec(dim: int, vectors: VectorCodec | None) -> Any:
       if not dim:
         # As compiled programs return it.
         return room.like((*lead, dim), room.dtype, (None,) * 5)
@@ -123,23 +123,23 @@ class LayerCacheSpec:
       )
 
     if room.codec is None:
-      return LayerKV(one(self.key, None), one(self.value, None))
+      return LayerKV(array_spec(self.key, None), array_spec(self.value, None))
     if isinstance(room.codec, PerHead):
       by_head: Any = HeadStorage(room.codec, self).slots(room)
       return LayerKV(*by_head)
     assert isinstance(room.codec, Codec)
     of_k, of_v = room.codec.keys, room.codec.values
-    return LayerKV(one(self.key, of_k), one(self.value, of_v))
+    return LayerKV(array_spec(self.key, of_k), array_spec(self.value, of_v))
 
   def filled_slots(self, room: CacheSpec) -> LayerKV:
-    """The same, on a TPU with zeros behind numbers: `filled_up`."""
-    made = self.slots(room)
+    """Specs of the arrays, with head dims padded on a TPU by `filled_up`."""
+    layer_kv = self.slots(room)
     if room.codec is not None or room.platform != "tpu":
-      return made
-    return jax.tree.map(filled_up, made)
+      return layer_kv
+    return jax.tree.map(filled_up, layer_kv)
 
   def widths(self, slots: LayerKV) -> tuple[int, int] | None:
-    """Numbers of a key and of a value, if slots have zeros behind them."""
+    """Head dims of keys and values if the slots are padded, else None."""
     widths = self.key, self.value
     return None if widths == tuple(x.shape[-1] for x in slots) else widths
 
@@ -156,9 +156,9 @@ class LayerKV(NamedTuple):
   """Keys and values of the layers of one kind.
 
   Fields:
-    k: [L, B, K, S, H]; codes where a codec stores them, see `stored_codes`.
-      Where heads have codecs of their own an array for each, see `HeadStorage`.
-    v: [L, B, K, S, J], or bytes.
+    k: Keys [L, B, K, S, H]; with a codec its codes, see `stored_codes`. With a
+      codec per head, one array for each codec, see `HeadStorage`.
+    v: Values [L, B, K, S, J], or their codes.
   """
 
   k: Shaped[ArrayLeaf, "L B K _ _"]
@@ -166,16 +166,15 @@ class LayerKV(NamedTuple):
 
 
 class Blocks(NamedTuple):
-  """Tokens of one row, taken out of a cache.
+  """Exported tokens of one row of a cache.
 
   Fields:
-    at: coordinates [n], by position.
-    parts: for each kind of layer keys [L, K, n, H] and values [L, K, n, J];
+    at: Coordinates [n], in order of position.
+    parts: For each kind of layer keys [L, K, n, H] and values [L, K, n, J];
       codes on a TPU are [L, K, X, n].
-    kind: of the cache that they came from.
+    kind: Kind of the cache that exported them.
 
-  Layers with a ring buffer have the last tokens alone, as many as they look
-  back.
+  Layers with a ring buffer export only the last `reach` tokens.
   """
 
   at: Coords
@@ -184,30 +183,32 @@ class Blocks(NamedTuple):
 
 
 class Growth(NamedTuple):
-  """How the memory of a cache grows.
+  """Growth policy of a cache's memory.
 
   Fields:
-    step: tokens, the least by which it does.
-    limit: tokens of a row at most.
+    step: Minimum number of slots to add.
+    limit: Maximum number of tokens in a row.
   """
 
   step: int
   limit: int
 
   def size(self, tokens: int) -> int:
-    """Slots for so many tokens, of which there are few sizes: a ninth or
-    less than one step is not used."""
+    """Capacity for `tokens` tokens, rounded up to one of few sizes.
+
+    At most a ninth of the slots, or less than one step, stays unused.
+    """
     step = self.step << max(0, tokens // (8 * self.step)).bit_length()
     return min(self.limit, -(-tokens // step) * step)
 
 
 class Snapshot(NamedTuple):
-  """What `restore` needs; keys and values are not copied.
+  """State of a cache for `restore`; keys and values are not copied.
 
   Fields:
-    slots: coordinates and cursors.
-    rings: those of ring buffers.
-    states: of recurrent layers and ring buffers, None for others.
+    slots: Coordinates and cursors of the layers that keep all tokens.
+    rings: Coordinates and cursors of the ring buffers.
+    states: Arrays of recurrent layers and ring buffers; None for others.
   """
 
   slots: ContiguousSlots
@@ -220,20 +221,19 @@ class KVCache:
   """A cache of fixed capacity.
 
   Attributes:
-    slots: for each kind of layer its `LayerKV`, or a recurrent one's `State`.
-    held: which token is in which slot, of layers that keep all.
-    rings: the same of ring buffers, one for each size.
-    ring_of: for each kind of layer which of the rings it has, or None.
-    kind: how keys and values are stored.
-    mesh: whose `axis` shards S; None is one device.
-    axis: the sequence's axis.
-    shapes: what each kind of layer keeps of a token.
-    dtype: of keys and values, once decoded.
-    constants: for each kind of layer the numbers of its codecs, of keys and of
-      values, each [L, K, n]; of heads with codecs of their own for each codec.
-    states: of the rows' contexts, which cross-attention reads; None: none.
-    growth: by how many tokens it grows and up to how many; None: its size is
-      fixed.
+    slots: For each kind of layer its `LayerKV`, or `State` if recurrent.
+    held: Slot table (token of each slot) of the layers that keep all tokens.
+    rings: Slot tables of the ring buffers, one for each size.
+    ring_of: For each kind of layer the index of its ring in `rings`, or None.
+    kind: Storage format of keys and values.
+    mesh: Device mesh whose `axis` shards S; None for one device.
+    axis: Mesh axis of the sequence.
+    shapes: For each kind of layer, the shape of one token's cached vectors.
+    dtype: Dtype of keys and values after decoding.
+    constants: For each kind of layer the constants of its key and value codecs,
+      [L, K, n] each; with a codec per head, constants for each codec.
+    states: Encoder states that cross-attention reads, per row, or None.
+    growth: Growth step and limit; None if the capacity is fixed.
   """
 
   slots: tuple[LayerKV | State, ...]
@@ -279,24 +279,24 @@ class KVCache:
     platform: str | None = None,
     filled: bool = False,
   ) -> KVCache:
-    """Such a cache of shapes, dtypes and shardings: nothing is allocated.
+    """Specs (shapes, dtypes, shardings) of an empty cache; allocates nothing.
 
     Args:
-      shapes: what each kind of layer keeps.
-      batch: B.
-      capacity: tokens of a row, a multiple of the shards.
-      dtype: of keys and values.
-      kind: how they are stored.
-      mesh: None for one device.
-      axis: the mesh axis that shards the slots.
-      head_axis: the mesh axis that shards the kv heads where they divide.
-      batch_axes: mesh axes that shard the batch.
-      platform: for which it is; default: the mesh's, or else the default one.
-      filled: whether on a TPU numbers have zeros behind them, so that programs
-        copy no slots into and out of them: see `filled_up`.
+      shapes: For each kind of layer, the shape of one token's cached vectors.
+      batch: Number of rows, B.
+      capacity: Tokens per row, a multiple of the number of shards.
+      dtype: Dtype of keys and values.
+      kind: Storage format of keys and values.
+      mesh: Device mesh; None for one device.
+      axis: Mesh axis that shards the slots.
+      head_axis: Mesh axis that shards the KV heads if it divides them.
+      batch_axes: Mesh axes that shard the batch.
+      platform: Target platform; default: the mesh's, or else JAX's default.
+      filled: Whether to pad head dims on a TPU with zeros, so that programs
+        need not copy the slots in and out: see `filled_up`.
 
     Raises:
-      OptionError: a capacity that does not divide over the shards.
+      OptionError: If `capacity` is not a multiple of the number of shards.
     """
     size = 1
     if axis is not None:
@@ -321,7 +321,7 @@ class KVCache:
     sizes = [_ring_size(s, kind, room) for s in shapes]
     rings = sorted({x for x in sizes if x is not None})
     rooms = [dataclasses.replace(room, capacity=n) for n, _ in rings]
-    which = tuple(None if x is None else rings.index(x) for x in sizes)
+    ring_of = tuple(None if x is None else rings.index(x) for x in sizes)
 
     def slots(
       shape: LayerCacheSpec | StateShape, room: CacheSpec
@@ -333,14 +333,14 @@ class KVCache:
     return cls(
       tuple(
         slots(s, room if n is None else rooms[n])
-        for s, n in zip(shapes, which, strict=True)
+        for s, n in zip(shapes, ring_of, strict=True)
       ),
       ContiguousSlots.spec(room),
       tuple(
         WindowSlots.spec(room, reach, kind.slack)
         for room, (_, reach) in zip(rooms, rings, strict=True)
       ),
-      which,
+      ring_of,
       kind,
       mesh,
       axis,
@@ -360,7 +360,7 @@ class KVCache:
 
   @property
   def capacity(self) -> int:
-    """Tokens of a row that fit."""
+    """Number of tokens that fit in a row, S."""
     return self.held.capacity
 
   @property
@@ -370,9 +370,9 @@ class KVCache:
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position behind each row's last token; 0 if empty.
+    """int32 [B], the position after each row's last token; 0 if empty.
 
-    It is how many tokens a row has, where they are counted from 0.
+    This is the number of tokens in a row whose positions start at 0.
     """
     return jnp.max(jnp.where(self.at.seg > 0, self.at.pos + 1, 0), 1)
 
@@ -383,16 +383,16 @@ class KVCache:
 
   @property
   def recurrent(self) -> bool:
-    """Whether some layers keep a state."""
+    """Whether some layers are recurrent."""
     return any(isinstance(s, State) for s in self.slots)
 
   @property
   def irreversible(self) -> bool:
-    """Whether a call leaves what `keep` can't take out: a state, a sum."""
+    """Whether calls change state (or sums) that `keep` cannot undo."""
     return self.recurrent
 
   def nbytes(self) -> int:
-    """Bytes of all shards together."""
+    """Total bytes of all shards."""
     return sum(x.nbytes for x in jax.tree.leaves(self))
 
   def explain(
@@ -402,26 +402,26 @@ class KVCache:
     tokens: int | None = None,
     weights: int | float = 0,
   ) -> CacheReport:
-    """What it takes, part by part, and how fast tokens come behind it.
+    """Report memory by part, and the decode speed that it allows.
 
     Args:
-      machine: whose figures are taken, of `ringjax.parallel.chips.MACHINES`;
-        default: that of the devices at hand.
-      tokens: of a row that a decode step reads; default: all that fit.
-      weights: bytes of weights on a device that a step reads too.
+      machine: Hardware to assume, from `ringjax.parallel.chips.MACHINES`.
+        Default: the current devices.
+      tokens: Tokens per row that a decode step reads; default: all that fit.
+      weights: Bytes of weights per device that a step also reads.
 
     Returns:
-      a table when printed; its fields are the figures.
+      A report that prints as a table.
 
     Raises:
-      OptionError: an unknown machine, or more tokens than fit.
+      OptionError: If the machine is unknown, or more tokens than fit.
     """
     return report(self, machine, tokens, weights)
 
   def free(self) -> np.ndarray | None:
-    """Slots that are free, int [B, R]; None where they are traced.
+    """Number of free slots, int [B, R]; None under a trace.
 
-    Those that are still to be made count too, see `growing`.
+    Slots that the cache can still grow by are included, see `growing`.
     """
     free = self.held.free()
     if free is None or self.growth is None:
@@ -431,22 +431,22 @@ class KVCache:
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Refuses tokens [B, T] that do not fit.
+    """Check that tokens [B, T] fit.
 
-    Under a trace what the cache holds is not known: there only shapes are
-    checked, and the caller sees to it that the tokens fit.
+    Under a trace the contents are unknown: only shapes are checked, and the
+    caller must ensure that the tokens fit.
 
     Args:
-      batch: B.
-      tokens: T.
-      replicated: whether the tokens are the same on all shards.
-      sees: whether the call looks at what the cache holds already.
+      batch: Number of rows, B.
+      tokens: Number of tokens per row, T.
+      replicated: Whether the tokens are the same on all shards.
+      sees: Whether the call attends to tokens already in the cache.
 
     Raises:
-      ShapeError: another batch, or tokens that do not divide over the shards.
-      PromptError: too few free slots.
-      OptionError: a call that would not see the tokens before it, or a cache
-        whose buffers were donated.
+      ShapeError: If the batch differs, or the shards do not divide the tokens.
+      PromptError: If there are too few free slots.
+      OptionError: If the call would not see the tokens in the cache, or the
+        buffers were donated.
     """
     size = self.shards
     if batch != self.batch:
@@ -473,21 +473,21 @@ class KVCache:
     free = self.held.free()
     if free is None:
       free = np.full((batch, size), self.capacity // size)
-    taken = self.capacity - free.sum(1).min()
-    if not sees and taken:
+    used_slots = self.capacity - free.sum(1).min()
+    if not sees and used_slots:
       raise OptionError(
         "attend",
-        f"ContextParallel() behind {taken} tokens in the cache",
+        f"ContextParallel() behind {used_slots} tokens in the cache",
         "an empty cache, for the old tokens would not be seen",
         "pass attend=CachedAttention(), or leave it out",
       )
-    left = int(free.sum(1).min() if replicated else size * free.min())
-    if tokens > left:
+    free_slots = int(free.sum(1).min() if replicated else size * free.min())
+    if tokens > free_slots:
       raise PromptError(
         "cache",
         f"{tokens} more tokens for a cache of {self.capacity} slots, of "
-        f"which {self.capacity - left} are taken",
-        f"at most {left}",
+        f"which {self.capacity - free_slots} are taken",
+        f"at most {free_slots}",
         "make a larger one, with model.init_cache(batch, capacity)"
         if self.growth is None
         else f"call cache.with_room({tokens}) before, outside of jit",
@@ -498,14 +498,14 @@ class KVCache:
   # -------------------------------------------------------------------------
 
   def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> KVCache:
-    """Slots for T tokens with these coordinates, [B, T].
+    """Allocate slots for T tokens with these coordinates, [B, T].
 
     Args:
-      at: the coordinates.
-      replicated: whether the tokens are the same on all shards; otherwise T
-        is sharded and each shard keeps its own.
-      sees: whether the call looks at what the cache holds; a call that does
-        not starts the cache anew.
+      at: Coordinates of the tokens.
+      replicated: Whether the tokens are the same on all shards; otherwise T
+        is sharded and each shard keeps its part.
+      sees: Whether the call attends to tokens in the cache; if not, it starts
+        from an empty cache.
     """
     mode = REPLICATED if replicated else SHARDED if sees else FILL
     return dataclasses.replace(
@@ -515,7 +515,7 @@ class KVCache:
     )
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> KVCache:
-    """Itself: it keeps all tokens, whatever their ids are."""
+    """Return itself: this cache keeps all tokens, whatever their ids."""
     del tokens, at
     return self
 
@@ -523,34 +523,34 @@ class KVCache:
     if isinstance(slots, State):
       return slots.layer(self, index)
     number = self._ring(kind)
-    held = self.held if number is None else self.rings[number]
-    return KVLayer(self, held, slots, index, kind)
+    slot_table = self.held if number is None else self.rings[number]
+    return KVLayer(self, slot_table, slots, index, kind)
 
   def _ring(self, kind: int) -> int | None:
-    """Which of the rings a kind of layer has, None where it keeps all."""
+    """Index of a layer kind's ring; None if it keeps all tokens."""
     return self.ring_of[kind] if self.ring_of else None
 
   def updated(self, slots: tuple[Any, ...]) -> KVCache:
     """The cache after the layers."""
-    held = dataclasses.replace(self.held, mode=FILL)
+    slot_table = dataclasses.replace(self.held, mode=FILL)
     rings = tuple(ring.committed() for ring in self.rings)
-    return dataclasses.replace(self, slots=slots, held=held, rings=rings)
+    return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
 
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
 
   def with_states(self, states: EncoderStates | None) -> KVCache:
-    """With contexts that cross-attention of later calls reads, in copies.
+    """Attach copies of encoder states for cross-attention of later calls.
 
-    What it holds already was read without them.
+    Tokens already in the cache were computed without them.
 
     Args:
-      states: of as many rows, by `rj.models.cepe.encode`; None for none.
+      states: Encoder states of B rows, by `rj.models.cepe.encode`, or None.
 
     Raises:
-      InputTypeError: something else.
-      ShapeError: states of another batch.
+      InputTypeError: If `states` is of another type.
+      ShapeError: If its batch differs.
     """
     if states is None:
       return dataclasses.replace(self, states=None)
@@ -565,23 +565,23 @@ class KVCache:
     return dataclasses.replace(self, states=states)
 
   def evict(self) -> KVCache:
-    """Itself: it keeps all tokens; see `EvictingCache.evict`."""
+    """Return itself: this cache never evicts; see `EvictingCache.evict`."""
     return self
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> KVCache:
-    """Itself, with room for a token if it grows; see `EvictingCache.flush`."""
+    """Return the cache, grown by a token's room if it is a growing one."""
     del rows
     return self.with_room(1)
 
   def growing(self, step: int, limit: int) -> KVCache:
-    """The same, whose memory grows as tokens come.
+    """Return the cache with memory that grows as tokens are appended.
 
     Args:
-      step: tokens by which it grows, or more where it is much longer.
-      limit: tokens of a row at most.
+      step: Minimum number of slots to add; longer caches grow by more.
+      limit: Maximum number of tokens in a row.
 
     Raises:
-      OptionError: slots over several shards, or layers with ring buffers.
+      OptionError: If the slots are sharded, or layers have ring buffers.
     """
     if self.shards > 1 or self.rings:
       raise OptionError(
@@ -594,57 +594,58 @@ class KVCache:
     return dataclasses.replace(self, growth=Growth(step, limit))
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> KVCache:
-    """With room for a call's tokens, if it grows; see `growing`.
+    """Grow the cache to fit a call's tokens, if it grows; see `growing`.
 
-    Its arrays are then copied into larger ones, one after another, and are
-    gone. It waits for the program that computes what the cache holds.
+    Each array is copied into a larger one and deleted, one after another.
+    Blocks until the programs that fill the cache are done.
 
     Args:
-      taken: slots that the call takes.
+      taken: Number of slots that the call takes.
     """
     if self.growth is None:
       return self
     need = self.capacity - self._spare() + int(np.max(taken))
     if need <= self.capacity or self.capacity >= self.growth.limit:
       return self
-    more = self.growth.size(need) - self.capacity
+    added_slots = self.growth.size(need) - self.capacity
 
-    def wide(x: jax.Array, axis: int) -> jax.Array:
-      made = _widened(x, axis, more) if x.size else x
-      if made is not x:
+    def widened(x: jax.Array, axis: int) -> jax.Array:
+      larger = _widened(x, axis, added_slots) if x.size else x
+      if larger is not x:
         x.delete()
-      return made
+      return larger
 
     slots = tuple(
       s
       if isinstance(s, State)
-      else jax.tree.map(lambda x: wide(x, token_axis(x)), s)
+      else jax.tree.map(lambda x: widened(x, token_axis(x)), s)
       for s in self.slots
     )
-    at = Coords(*(wide(x, 1) for x in self.held.at))
-    held = dataclasses.replace(self.held, at=at)
-    return dataclasses.replace(self, slots=slots, held=held)
+    at = Coords(*(widened(x, 1) for x in self.held.at))
+    slot_table = dataclasses.replace(self.held, at=at)
+    return dataclasses.replace(self, slots=slots, held=slot_table)
 
   def _spare(self) -> int:
-    """Slots behind the last token of the longest row."""
+    """Free slots after the last token of the longest row."""
     return int(np.asarray(self.held.free()).min())
 
   def steps(self) -> int:
-    """How many single tokens may come before `flush` is called."""
+    """Number of tokens that can be appended before `flush` is due."""
     return self.capacity + 1 if self.growth is None else self._spare()
 
   def truncate(self, length: Ends, most: int | None = None) -> KVCache:
-    """Without the tokens at positions from `length` on, an int or int [B].
+    """Drop the tokens at positions from `length` on, an int or int [B].
 
-    Slots behind the last token that is left are free again.
+    Slots after the last remaining token become free.
 
     Args:
-      length: may be traced, with ring buffers only beside `most`.
-      most: how many tokens of a row go at most, as the caller knows.
+      length: Number of tokens to keep; may be traced, with ring buffers only
+        if `most` is given.
+      most: Upper bound of the tokens dropped per row, known to the caller.
 
     Raises:
-      OptionError: a recurrent layer, whose state cannot go back, or ring
-        buffers of which more than the last `slack` tokens would go.
+      OptionError: If a layer is recurrent, or if more than the last `slack`
+        tokens of a ring buffer would be dropped.
     """
     self._refuse_states("truncate")
     end = jnp.asarray(length, jnp.int32).reshape(-1)
@@ -658,7 +659,7 @@ class KVCache:
     )
 
   def _refuse_far(self, end: jax.Array) -> None:
-    """Refuses to go back further than ring buffers can."""
+    """Check that ring buffers can be truncated as far as `end`."""
     slack = self.kind.slack
     if isinstance(end, jax.core.Tracer) or isinstance(
       self.held.used, jax.core.Tracer
@@ -670,26 +671,25 @@ class KVCache:
         "truncate outside of jit, or make the cache with kind='dense'",
       )
     new = np.asarray(end)
-    left = np.where(new > 0, np.asarray(self.length) - new, 0)
-    far = int(left.max(initial=0))
-    if far > slack:
+    removed_tokens = np.where(new > 0, np.asarray(self.length) - new, 0)
+    furthest = int(removed_tokens.max(initial=0))
+    if furthest > slack:
       raise OptionError(
         "length",
-        f"{far} tokens less than a row has, with windowed layers",
+        f"{furthest} tokens less than a row has, with windowed layers",
         f"at most the last {slack}, or all of a row",
         "make the cache with kind='dense', or with a larger slack",
       )
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> KVCache:
-    """Of the last call's T tokens those in `kept`, bool [B, T].
+    """Keep only the tokens in `kept`, bool [B, T], of the last call's T tokens.
 
-    The others are as if they had never been appended, for instance drafted
-    tokens that were rejected. Of a call whose tokens were the same on all
-    shards.
+    The others are dropped as if never appended, for instance rejected draft
+    tokens. The call's tokens must have been the same on all shards.
 
     Raises:
-      OptionError: a recurrent layer: use `snapshot` and `restore`.
-      ShapeError: not a bool for each token.
+      OptionError: If a layer is recurrent: use `snapshot` and `restore`.
+      ShapeError: If `kept` is not a bool for each token.
     """
     self._refuse_states("keep")
     kept = jnp.asarray(kept)
@@ -710,7 +710,7 @@ class KVCache:
     return _keep(self, kept)
 
   def snapshot(self) -> Snapshot:
-    """What `restore` goes back to; later calls may donate the cache."""
+    """Save the state for `restore`; later calls may donate the cache."""
     states = tuple(
       s if isinstance(s, State) or self._ring(n) is not None else None
       for n, s in enumerate(self.slots)
@@ -718,7 +718,7 @@ class KVCache:
     return jax.tree.map(jnp.copy, Snapshot(self.held, self.rings, states))
 
   def restore(self, snapshot: Snapshot) -> KVCache:
-    """As it was at a snapshot of the same cache, before later appends."""
+    """Restore the state of a snapshot of this cache."""
     slots = tuple(
       old if state is None else jax.tree.map(jnp.copy, state)
       for old, state in zip(self.slots, snapshot.states, strict=True)
@@ -727,15 +727,15 @@ class KVCache:
     return dataclasses.replace(self, slots=slots, held=held, rings=rings)
 
   def reset(self, rows: RowIndices) -> KVCache:
-    """With these rows, int [n], empty; the others are as they were."""
+    """Empty these rows, int [n]; the others stay."""
     rows = self._rows(rows)
-    held = self.held
+    slot_table = self.held
     empty = lambda x: x.at[rows].set(0)
-    held = dataclasses.replace(
-      held,
-      at=Coords(held.at.pos, empty(held.at.seg)),
-      used=empty(held.used),
-      before=empty(held.before),
+    slot_table = dataclasses.replace(
+      slot_table,
+      at=Coords(slot_table.at.pos, empty(slot_table.at.seg)),
+      used=empty(slot_table.used),
+      before=empty(slot_table.before),
     )
     rings = tuple(
       dataclasses.replace(
@@ -750,19 +750,19 @@ class KVCache:
     slots = tuple(
       jax.tree.map(clear, s) if isinstance(s, State) else s for s in self.slots
     )
-    made = self._placed(slots, held, rings)
+    cleared = self._placed(slots, slot_table, rings)
     if self.states is None:
-      return made
-    return dataclasses.replace(made, states=self.states.reset(rows))
+      return cleared
+    return dataclasses.replace(cleared, states=self.states.reset(rows))
 
   def insert(self, rows: RowIndices, other: KVCache) -> KVCache:
-    """With the rows of another cache in place of `rows`, int [n].
+    """Replace `rows`, int [n], by the rows of another cache.
 
     Raises:
-      OptionError: a cache of another model, capacity, kind or mesh.
-      ShapeError: not as many rows as the other cache has.
+      OptionError: If model, capacity, kind or mesh of the caches differ.
+      ShapeError: If `rows` are not as many as the other cache has.
     """
-    found = self._rows(rows)
+    row_indices = self._rows(rows)
     shape = lambda c: (
       [(x.shape[0], *x.shape[2:]) for x in jax.tree.leaves(c.slots)]
       + [c.capacity, c.kind, c.shards]
@@ -776,72 +776,78 @@ class KVCache:
         f"and {self.shards} shard(s)",
         "make both with model.init_cache and the same arguments but batch",
       )
-    if found.size != other.batch:
+    if row_indices.size != other.batch:
       raise ShapeError(
         "rows",
-        f"{found.size} for a cache of {other.batch}",
+        f"{row_indices.size} for a cache of {other.batch}",
         f"{other.batch}, one for each row of the other cache",
         "take the rows to insert: other.take(examples)",
       )
     put = lambda axis: (
       lambda x, new: (
-        x.at[found].set(new) if axis == 0 else x.at[:, found].set(new)
+        x.at[row_indices].set(new)
+        if axis == 0
+        else x.at[:, row_indices].set(new)
       )
     )
     slots = jax.tree.map(put(1), self.slots, other.slots)
-    held = jax.tree.map(
+    slot_table = jax.tree.map(
       put(0), self.held, dataclasses.replace(other.held, mode=self.held.mode)
     )
     rings = jax.tree.map(put(0), self.rings, other.rings)
-    made = self._placed(slots, held, rings)
-    states = inserted(self.states, found, other.states, self.batch)
-    return dataclasses.replace(made, states=states)
+    inserted_cache = self._placed(slots, slot_table, rings)
+    states = inserted(self.states, row_indices, other.states, self.batch)
+    return dataclasses.replace(inserted_cache, states=states)
 
   def take(self, examples: RowIndices) -> KVCache:
-    """Of these rows, int [B'], each as often as it is named.
+    """Gather these rows, int [B'], with repetition.
 
-    For beams, or to continue one prefix in several ways.
+    For beam search, or for several continuations of one prefix.
 
     Raises:
-      ShapeError: not a list of row numbers.
+      ShapeError: If `examples` is not a list of row indices.
     """
-    found = self._rows(examples, traced=True)
-    one = lambda axis: lambda x: _taken(x, found.astype(jnp.int32), axis)
+    row_indices = self._rows(examples, traced=True)
+    take_rows = lambda axis: (
+      lambda x: _taken(x, row_indices.astype(jnp.int32), axis)
+    )
     return dataclasses.replace(
       self,
-      slots=jax.tree.map(one(1), self.slots),
-      held=jax.tree.map(one(0), self.held),
-      rings=jax.tree.map(one(0), self.rings),
-      states=jax.tree.map(one(0), self.states),
+      slots=jax.tree.map(take_rows(1), self.slots),
+      held=jax.tree.map(take_rows(0), self.held),
+      rings=jax.tree.map(take_rows(0), self.rings),
+      states=jax.tree.map(take_rows(0), self.states),
     )
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
-    """The tokens of a row at positions from `start` to `stop` - 1, by position.
+    """Copy out a row's tokens at positions from `start` to `stop` - 1.
 
     Raises:
-      OptionError: a recurrent layer, whose state is not of single tokens.
-      PromptError: the row does not hold all of these positions; layers with a
-        ring buffer have only to hold the last ones, as many as they look back.
+      OptionError: If a layer is recurrent: it has no state per token.
+      PromptError: If the row lacks some of these positions; ring buffers need
+        only the last `reach` of them.
     """
     (row,) = (int(n) for n in self._rows([row]))
-    found, rings = self.located(self.at, row, start, stop)
+    token_slots, rings = self.located(self.at, row, start, stop)
 
     def part(kind: int, slots: PyTree) -> PyTree:
       number = self._ring(kind)
-      index = jnp.asarray(found if number is None else rings[number], jnp.int32)
+      index = jnp.asarray(
+        token_slots if number is None else rings[number], jnp.int32
+      )
       take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
       return self.unfilled(kind, jax.tree.map(take, slots))
 
     parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
-    at = Coords(*(x[row][jnp.asarray(found, jnp.int32)] for x in self.at))
+    at = Coords(*(x[row][jnp.asarray(token_slots, jnp.int32)] for x in self.at))
     return Blocks(at, parts, self.kind)
 
   def unfilled(self, kind: int, part: PyTree) -> PyTree:
-    """Slots of a kind of layer, or tokens out of them, without zeros behind.
+    """Strip the padding of head dims from slots or tokens of a kind of layer.
 
     Args:
-      kind: of the layer.
-      part: arrays [..., H] and [..., J] or more numbers; codes as they are.
+      kind: Index of the kind of layer.
+      part: Arrays [..., >=H] and [..., >=J]; codes are returned unchanged.
     """
     shape = self.shapes[kind]
     if self.kind.codec is not None or not isinstance(shape, LayerCacheSpec):
@@ -851,31 +857,31 @@ class KVCache:
   def located(
     self, at: Coords, row: int, start: int, stop: int
   ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Slots of a row's positions, by position; see `export`.
+    """Find the slots of a row's positions, by position; see `export`.
 
     Args:
-      at: coordinates of the slots of layers that keep all tokens.
-      row: of the cache.
-      start: the first position.
-      stop: the position behind the last.
+      at: Coordinates of the slots of layers that keep all tokens.
+      row: Index of the row in the cache.
+      start: First position.
+      stop: Position after the last.
 
     Returns:
-      the slots of layers that keep all, and for each ring buffer its own.
+      Slots of the layers that keep all tokens, and slots of each ring buffer.
     """
     self._refuse_states("export")
-    found, whole = _found(at, row, start, stop)
-    if not whole:
+    token_slots, complete = _found(at, row, start, stop)
+    if not complete:
       raise PromptError(
         "start, stop",
-        f"{start} to {stop}, of which row {row} holds {found.size}",
+        f"{start} to {stop}, of which row {row} holds {token_slots.size}",
         f"positions from 0 to {_end(at, row)}",
         "name positions that the row has read",
       )
     rings = []
     for ring in self.rings:
       first = max(start, stop - ring.reach)
-      last, whole = _found(ring.at, row, first, stop)
-      if not whole:
+      last, complete = _found(ring.at, row, first, stop)
+      if not complete:
         raise PromptError(
           "stop",
           f"{stop}, where windowed layers of row {row} hold no longer all "
@@ -884,36 +890,36 @@ class KVCache:
           "export sooner, or make the cache with kind='dense'",
         )
       rings.append(last)
-    return found, rings
+    return token_slots, rings
 
   def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
     """Appends exported tokens to a row, bit for bit.
 
     Args:
-      row: of the cache.
-      blocks: from `export` of a cache of the same model and kind.
-      at: other coordinates [n]; keys that are stored rotated stay at the
-        positions at which they were read.
+      row: Index of the row in the cache.
+      blocks: Tokens by `export` of a cache of the same model and kind.
+      at: New coordinates [n]; rotated keys must keep their positions.
 
     Raises:
-      OptionError: blocks of another kind or model, or rotated keys at other
-        positions.
-      PromptError: too few free slots.
+      OptionError: If kind or model differ, or rotated keys would move.
+      PromptError: If there are too few free slots.
     """
     self._refuse_states("load")
     (row,) = (int(n) for n in self._rows([row]))
-    # Of one token: layers, heads, and its numbers or bytes.
+    # Shape of one token: layers, heads, and head dim or bytes.
     token = lambda x: [n for i, n in enumerate(x.shape) if i != token_axis(x)]
-    theirs = [token(x) for x in jax.tree.leaves(blocks.parts)]
-    one = lambda n, x: self.unfilled(n, jax.tree.map(lambda x: x[:, 0], x))
-    row_of = lambda slots: [one(n, x) for n, x in enumerate(slots)]
-    mine = jax.tree.leaves(jax.eval_shape(row_of, self.slots))
-    mine = [token(x) for x in mine]
-    if blocks.kind != self.kind or theirs != mine:
+    block_shapes = [token(x) for x in jax.tree.leaves(blocks.parts)]
+    one_token = lambda n, x: self.unfilled(
+      n, jax.tree.map(lambda x: x[:, 0], x)
+    )
+    row_of = lambda slots: [one_token(n, x) for n, x in enumerate(slots)]
+    own_shapes = jax.tree.leaves(jax.eval_shape(row_of, self.slots))
+    own_shapes = [token(x) for x in own_shapes]
+    if blocks.kind != self.kind or block_shapes != own_shapes:
       raise OptionError(
         "blocks",
-        f"of kind {blocks.kind}, {theirs}",
-        f"kind {self.kind}, {mine}",
+        f"of kind {blocks.kind}, {block_shapes}",
+        f"kind {self.kind}, {own_shapes}",
         "export them from a cache of this model and kind",
       )
     at = blocks.at if at is None else at
@@ -926,30 +932,30 @@ class KVCache:
         "make both caches with kind='unrotated'",
       )
     count = at.pos.shape[0]
-    wide = self.with_room(count)
-    one = wide.take(np.array([row]))
-    one.check(1, count, replicated=True, sees=True)
+    roomy = self.with_room(count)
+    row_cache = roomy.take(np.array([row]))
+    row_cache.check(1, count, replicated=True, sees=True)
     at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
-    filled = _appended(one, blocks.parts, at)
-    return wide.insert(np.array([row]), filled)
+    filled = _appended(row_cache, blocks.parts, at)
+    return roomy.insert(np.array([row]), filled)
 
   def gathered(self, device: jax.Device) -> KVCache:
-    """The same tokens on one device."""
-    held, along = self.held.gathered(device)
+    """Copy the cache to one device."""
+    slot_table, permute = self.held.gathered(device)
     rings = [ring.gathered(device) for ring in self.rings]
 
-    def one(kind: int, slots: PyTree) -> PyTree:
+    def gather_layer(kind: int, slots: PyTree) -> PyTree:
       if isinstance(slots, State):
         return slots.gathered(device)
       number = self._ring(kind)
-      put = along if number is None else rings[number][1]
+      put = permute if number is None else rings[number][1]
       return jax.tree.map(put, slots)
 
-    slots = tuple(one(kind, x) for kind, x in enumerate(self.slots))
+    slots = tuple(gather_layer(kind, x) for kind, x in enumerate(self.slots))
     return dataclasses.replace(
       self,
       slots=slots,
-      held=held,
+      held=slot_table,
       rings=tuple(ring for ring, _ in rings),
       constants=jax.tree.map(lambda x: move(x, device), self.constants),
       states=jax.tree.map(lambda x: move(x, device), self.states),
@@ -960,17 +966,17 @@ class KVCache:
   def _placed(
     self, slots: PyTree, held: ContiguousSlots, rings: tuple[WindowSlots, ...]
   ) -> KVCache:
-    """With new arrays where the old ones were."""
-    made = dataclasses.replace(self, slots=slots, held=held, rings=rings)
+    """Replace the arrays, with the shardings of the old ones."""
+    placed = dataclasses.replace(self, slots=slots, held=held, rings=rings)
 
-    def same(x: jax.Array, old: jax.Array) -> jax.Array:
+    def as_before(x: jax.Array, old: jax.Array) -> jax.Array:
       if isinstance(old, jax.core.Tracer) or self.mesh is None:
         return x
       return jax.device_put(x, old.sharding)
 
     return jax.tree.map(
-      same,
-      made,
+      as_before,
+      placed,
       dataclasses.replace(
         self, held=dataclasses.replace(self.held, mode=held.mode)
       ),
@@ -986,20 +992,20 @@ class KVCache:
       )
 
   def _rows(self, rows: RowIndices, traced: bool = False) -> Any:
-    """Numbers of rows, int [n]."""
-    found = jnp.asarray(rows) if traced else np.asarray(rows)
-    good = found.ndim == 1 and jnp.issubdtype(found.dtype, jnp.integer)
-    if good and not isinstance(found, jax.core.Tracer):
-      host = np.asarray(found)
-      good = host.size > 0 and bool(((host >= 0) & (host < self.batch)).all())
-    if not good:
+    """Validated row indices, int [n]."""
+    indices = jnp.asarray(rows) if traced else np.asarray(rows)
+    valid = indices.ndim == 1 and jnp.issubdtype(indices.dtype, jnp.integer)
+    if valid and not isinstance(indices, jax.core.Tracer):
+      host = np.asarray(indices)
+      valid = host.size > 0 and bool(((host >= 0) & (host < self.batch)).all())
+    if not valid:
       raise ShapeError(
         "examples",
         f"{rows}",
         f"integers [B'] from 0 to {self.batch - 1}",
         "name the rows, e.g. jnp.array([0, 0])",
       )
-    return found
+    return indices
 
 
 tree.register(
@@ -1012,24 +1018,24 @@ tree.register(
 @bounded
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _widened(x: Shaped[Array, " ..."], axis: int, more: int) -> jax.Array:
-  """An array with zeros behind an axis."""
+  """Pad an axis at its end with zeros."""
   return jnp.pad(x, [(0, more * (n == axis)) for n in range(x.ndim)])
 
 
 @bounded
 @jax.jit
 def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
-  """A cache of one row with stored keys and values [L, K, n, ...] as well."""
-  held = cache.held.allocate(at, REPLICATED)
-  # Of windowed layers there are the last tokens alone.
+  """Append stored keys and values [L, K, n, ...] to a cache of one row."""
+  slot_table = cache.held.allocate(at, REPLICATED)
+  # Windowed layers export only their last tokens.
   rings = tuple(
     ring.allocate(Coords(*(x[:, -ring.reach :] for x in at)), REPLICATED)
     for ring in cache.rings
   )
 
-  def one(kind: int, old: PyTree, new: PyTree) -> PyTree:
+  def append_layer(kind: int, old: PyTree, new: PyTree) -> PyTree:
     number = cache._ring(kind)
-    into = held if number is None else rings[number]
+    into = slot_table if number is None else rings[number]
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
       if not old.size:
@@ -1041,24 +1047,24 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
     return jax.tree.map(write, old, new)
 
   pairs = enumerate(zip(cache.slots, parts, strict=True))
-  slots = tuple(one(kind, old, new) for kind, (old, new) in pairs)
-  return dataclasses.replace(cache, held=held, rings=rings).updated(slots)
+  slots = tuple(append_layer(kind, old, new) for kind, (old, new) in pairs)
+  return dataclasses.replace(cache, held=slot_table, rings=rings).updated(slots)
 
 
 @bounded
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
-  held, along = cache.held.kept(kept)
+  slot_table, compact = cache.held.kept(kept)
   rings = [ring.kept(kept) for ring in cache.rings]
 
-  def one(kind: int, slots: PyTree) -> PyTree:
+  def keep_layer(kind: int, slots: PyTree) -> PyTree:
     number = cache._ring(kind)
-    return jax.tree.map(along if number is None else rings[number][1], slots)
+    return jax.tree.map(compact if number is None else rings[number][1], slots)
 
   return dataclasses.replace(
     cache,
-    slots=tuple(one(kind, x) for kind, x in enumerate(cache.slots)),
-    held=held,
+    slots=tuple(keep_layer(kind, x) for kind, x in enumerate(cache.slots)),
+    held=slot_table,
     rings=tuple(ring for ring, _ in rings),
   )
 
@@ -1066,7 +1072,7 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
 def _constants(
   number: int, shape: LayerCacheSpec | StateShape, kind: CacheKind
 ) -> Any:
-  """Numbers of the codecs of a kind of layer: [L, K, n] each."""
+  """Codec constants of a kind of layer, [L, K, n] each."""
   if kind.codec is None or isinstance(shape, StateShape):
     return (), ()
   assert not isinstance(kind.codec, Allocated)
@@ -1076,16 +1082,16 @@ def _constants(
 def filled_constants(
   shapes: tuple[Any, ...], kind: CacheKind, like: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-  """Numbers of the codecs of all kinds of layers, where `like` says."""
+  """Codec constants of all kinds of layers, with dtypes of `like`."""
   fill = lambda like, x: jnp.asarray(x, like.dtype, device=like.sharding)
-  found = tuple(_constants(n, s, kind) for n, s in enumerate(shapes))
-  return jax.tree.map(fill, like, found)
+  constants = tuple(_constants(n, s, kind) for n, s in enumerate(shapes))
+  return jax.tree.map(fill, like, constants)
 
 
 def constants_spec(
   shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
 ) -> PyTree:
-  """Shapes, dtypes and shardings of the same."""
+  """Specs of the codec constants of a kind of layer."""
   if kind.codec is None or isinstance(shape, StateShape):
     return (), ()
   assert not isinstance(kind.codec, Allocated)
@@ -1099,7 +1105,7 @@ def constants_spec(
 def _ring_size(
   shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
 ) -> tuple[int, int] | None:
-  """Slots and reach of a layer's ring; None where it keeps all tokens."""
+  """Slots and reach of a layer's ring; None if it keeps all tokens."""
   reach = getattr(shape, "reach", None)
   if not kind.windowed or reach is None:
     return None
@@ -1109,34 +1115,34 @@ def _ring_size(
 
 
 def _found(at: Coords, row: int, start: int, stop: int) -> tuple[Any, bool]:
-  """Slots of a row's positions, and whether they are all there, once each."""
+  """Find slots of a row's positions; tell if each occurs exactly once."""
   pos, seg = (np.asarray(x)[row] for x in at)
-  found = np.flatnonzero((seg > 0) & (pos >= start) & (pos < stop))
-  found = found[np.argsort(pos[found], kind="stable")]
-  whole = stop > start and np.array_equal(pos[found], np.arange(start, stop))
-  return found, whole
+  slots = np.flatnonzero((seg > 0) & (pos >= start) & (pos < stop))
+  slots = slots[np.argsort(pos[slots], kind="stable")]
+  complete = stop > start and np.array_equal(pos[slots], np.arange(start, stop))
+  return slots, complete
 
 
 def _end(at: Coords, row: int) -> int:
-  """The position behind a row's last token."""
+  """The position after a row's last token."""
   pos, seg = (np.asarray(x)[row] for x in at)
   return int(np.max(np.where(seg > 0, pos + 1, 0), initial=0))
 
 
 def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
-  """Rows of an axis, sharded as before where they divide."""
-  found = jnp.take(x, examples, axis, mode="clip")
+  """Gather rows of an axis, sharded as before if the shards divide them."""
+  rows = jnp.take(x, examples, axis, mode="clip")
   if isinstance(x, jax.core.Tracer) or not isinstance(
     x.sharding, NamedSharding
   ):
-    return found
-  return jax.device_put(found, rows_sharding(x, found.shape[axis], axis))
+    return rows
+  return jax.device_put(rows, rows_sharding(x, rows.shape[axis], axis))
 
 
 def rows_sharding(
   x: Shaped[Array, " ..."], rows: int, axis: int
 ) -> jax.sharding.Sharding:
-  """The sharding of an array with as many rows, where they divide over it."""
+  """Sharding for `rows` rows: as `x`, unsharded if they do not divide."""
   sharding = x.sharding
   if not isinstance(sharding, NamedSharding):
     return sharding
@@ -1152,8 +1158,8 @@ def rows_sharding(
 class KVLayer:
   """One layer's part of a `KVCache` during one call.
 
-  A call that replaces tokens which its first queries look back on reads what
-  the slots held before it and its own keys: two views, whose partials merge.
+  A call may overwrite tokens that its first queries still attend to. It then
+  reads two views, the old slots and its own keys, and merges the partials.
   """
 
   cache: KVCache
@@ -1164,7 +1170,7 @@ class KVLayer:
   fresh: KV | None = None
   rotation: Rotation = Rotation()
   old: LayerKV | None = None
-  # The call's keys before their rotation, where they are stored so.
+  # The call's keys before rotation, if the cache stores unrotated keys.
   plain: Shaped[Array, "B K T H"] | None = None
 
   def append(
@@ -1176,7 +1182,7 @@ class KVLayer:
   ) -> KVLayer:
     rotated = rotation.own(k)
     if self.cache.kind.codec is not None:
-      # Of the very numbers that a strategy may encode for the way.
+      # Encode exactly the values that a strategy may encode for transfer.
       rotated, v = lax.optimization_barrier((rotated, v))
     return dataclasses.replace(
       self,
@@ -1190,7 +1196,7 @@ class KVLayer:
   def load(
     self, k: Shaped[Array, "B K T X"], v: Shaped[Array, "B K T Y"]
   ) -> KVLayer:
-    """With the call's keys and values, bytes of its codec, bit for bit."""
+    """Write the call's already encoded keys and values, bit for bit."""
     write = lambda old, new: self.held.write(
       old, as_stored(new, old), self.index
     )
@@ -1204,9 +1210,9 @@ class KVLayer:
     return self
 
   def for_reading(self, rotation: Rotation) -> KVLayer:
-    """For a call that appends nothing: `views` is what the cache holds.
+    """Prepare for a call that appends nothing: `views` covers the cache.
 
-    `rotation` is of keys that are stored before theirs.
+    `rotation` applies to keys that are stored unrotated.
     """
     return dataclasses.replace(self, rotation=rotation.general())
 
@@ -1215,20 +1221,20 @@ class KVLayer:
       return (self._view(self.slots, self.held.at, self.index),)
     if self.old is None and not apart:
       return (self._view(self.slots, self.held.at, self.index),)
-    # However many tokens a call has, it reads them as later ones will.
-    own = self._given_back(self.fresh).view(self.cache.shards)
+    # A call reads its own tokens as later calls will: after the codec.
+    own_view = self._given_back(self.fresh).view(self.cache.shards)
     if self.old is None:
-      return self._view(self.slots, self.held.earlier(), self.index), own
+      return self._view(self.slots, self.held.earlier(), self.index), own_view
     assert self.held.previous is not None
-    return self._old_view(self.old, self.held.previous), own
+    return self._old_view(self.old, self.held.previous), own_view
 
   def view(self, rotation: Rotation) -> KVView:
-    """What the cache holds, with keys rotated so where they are stored not."""
-    made = dataclasses.replace(self, rotation=rotation)
-    return made._view(self.slots, self.held.at, self.index)
+    """View of the cache; `rotation` applies to keys stored unrotated."""
+    layer = dataclasses.replace(self, rotation=rotation)
+    return layer._view(self.slots, self.held.at, self.index)
 
   def _given_back(self, fresh: KV) -> KV:
-    """The call's keys and values as later calls will read them."""
+    """The call's keys and values after encoding and decoding."""
     codec, dtype = self.cache.kind.codec, self.cache.dtype
     k = fresh.k if self.plain is None else self.plain
     k, v = k.astype(dtype), fresh.v.astype(dtype)
@@ -1244,7 +1250,7 @@ class KVLayer:
 
   @property
   def _by_head(self) -> HeadStorage | None:
-    """How heads are stored that have codecs of their own."""
+    """Storage of heads with a codec each; None for other codecs."""
     codec = self.cache.kind.codec
     if not isinstance(codec, PerHead):
       return None
@@ -1253,35 +1259,34 @@ class KVLayer:
     return HeadStorage(codec, shape)
 
   def _written(self, k: jax.Array, v: jax.Array) -> LayerKV:
-    """The slots with keys and values of the call."""
+    """Write the call's keys and values to the slots."""
     by_head, constants = self._by_head, self.cache.constants[self.kind]
     if by_head is not None:
       dtype = self.cache.dtype
       k, v = k.astype(dtype), v.astype(dtype)
       slots: Any = (self.slots.k, self.slots.v)
-      made: Any = by_head.written(self.held, slots, k, v, self.index, constants)
-      return LayerKV(*made)
+      written: Any = by_head.written(
+        self.held, slots, k, v, self.index, constants
+      )
+      return LayerKV(*written)
     write = lambda old, new: (
       self.held.write(old, new, self.index) if old.size else old
     )
     return LayerKV(*map(write, self.slots, self._encoded(k, v)))
 
   def _alone(self) -> LayerKV:
-    """What the slots of this layer hold, as a stack of one layer.
-
-    Of heads with codecs of their own the numbers.
-    """
+    """Slots of this layer as a stack of one layer; decoded if per head."""
     if self._by_head is None:
-      one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
-      return LayerKV(*map(one, self.slots))
-    made = dataclasses.replace(self, rotation=Rotation())
+      take_layer = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
+      return LayerKV(*map(take_layer, self.slots))
+    unrotated = dataclasses.replace(self, rotation=Rotation())
     assert self.held.previous is not None
-    view = made._view(self.slots, self.held.previous, self.index)
+    view = unrotated._view(self.slots, self.held.previous, self.index)
     k, v = view.tile(jnp.int32(0), view.shape[2])
     return LayerKV(k[None], v[None] if self.slots.v else k[None])
 
   def _old_view(self, old: LayerKV, at: Coords) -> KVView:
-    """A view of what `_alone` found."""
+    """View of the old slots by `_alone`."""
     if self._by_head is None:
       return self._view(old, at, jnp.int32(0))
     view = ContiguousView(*old, at, jnp.int32(0))
@@ -1316,13 +1321,13 @@ class KVLayer:
     return view
 
   def _encoded(self, k: jax.Array, v: jax.Array) -> LayerKV:
-    """Keys and values as they are stored."""
+    """Encode keys and values as the slots store them."""
     codec, into = self.cache.kind.codec, self.slots
     if codec is None:
       return LayerKV(as_stored(k, into.k), as_stored(v, into.v))
     assert isinstance(codec, Codec)
 
-    def one(
+    def encode(
       vectors: VectorCodec,
       x: jax.Array,
       constants: Sequence[Array],
@@ -1333,11 +1338,13 @@ class KVLayer:
 
     of_k, of_v = self._constants()
     return LayerKV(
-      one(codec.keys, k, of_k, into.k),
-      one(codec.values, v, of_v, into.v) if v.shape[-1] else v,
+      encode(codec.keys, k, of_k, into.k),
+      encode(codec.values, v, of_v, into.v) if v.shape[-1] else v,
     )
 
   def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Those of this layer: [K, n] each."""
-    one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False)
-    return jax.tree.map(one, self.cache.constants[self.kind])
+    """Codec constants of this layer, [K, n] each."""
+    of_layer = lambda x: lax.dynamic_index_in_dim(
+      x, self.index, 0, keepdims=False
+    )
+    return jax.tree.map(of_layer, self.cache.constants[self.kind])

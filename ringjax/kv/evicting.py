@@ -1,17 +1,17 @@
-"""A cache that keeps some tokens: those that a policy chooses, head by head.
+"""A cache that evicts tokens by a policy, separately for each KV head.
 
 Guarantees: between two evictions it is a cache like any other. An eviction
-moves tokens into pages, which each KV head of each layer and row has of its
-own, and drops the others; their memory is free at once. What stays is stored
-bit for bit, on the device on which it was. Rows are independent.
-Cost: an eviction writes the pages anew; it waits for their number.
-Memory: the tokens since the last eviction, as the cache inside stores them;
-pages; of policies that look at queries, the newest of these; and of those that
-look at ids, a byte for each position.
+moves tokens into pages, separate for each row, layer and KV head, and drops
+the others; their memory is free at once. Kept tokens are stored bit for bit,
+on the same device. Rows are independent.
+Cost: an eviction rewrites the pages; the host waits for their number.
+Memory: the tokens since the last eviction, as the open cache stores them; the
+pages; for policies that score by queries, the newest queries; for those that
+look at token ids, a byte for each position.
 
-The newest tokens lie in an ordinary cache, the open one, to which calls append.
-`evict` is called between calls of the model, outside of jit: `generate` does
-so behind each part of a prompt and whenever the open cache is full.
+The newest tokens are in an ordinary cache, the open one, to which calls append.
+`evict` is called between calls of the model, outside of jit: `generate` calls
+it after each chunk of a prompt and whenever the open cache is full.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ class EvictingCache(WithOpenCache):
   """Pages of kept tokens, and an open cache of the newest.
 
   Attributes:
-    open: the newest tokens, and those that stay exact.
-    pages: for each kind of layer its pages; None for recurrent layers and for
-      ring buffers, which keep what they need anyway.
-    noted: for each kind of layer what was noted of its queries.
-    watch: of which tokens these are.
-    ends: int32 [B], the position behind the last token of each row that was
-      there at its last eviction.
-    stayed: int32 [B], how many tokens of each row its last eviction left open.
-    constants: for each kind of layer the numbers of its codecs, [L, K, n].
-    marks: bool [B, `limit`], the positions of tokens whose ids the policy asks
-      for (`Policy.marks`); None: it asks for none.
-    kind: with the policy.
-    limit: tokens of a row that it was made for.
-    places: over which axes it is sharded.
+    open: Open cache of the newest tokens and of those that stay exact.
+    pages: For each kind of layer its pages; None for recurrent layers and for
+      ring buffers, which never evict.
+    noted: For each kind of layer the statistics recorded of its queries.
+    watch: Coordinates of the recorded queries.
+    ends: The position after each row's last token at its last eviction,
+      int32 [B].
+    stayed: Number of tokens that a row's last eviction left open, int32 [B].
+    constants: For each kind of layer its codec constants, [L, K, n].
+    marks: Whether the token at a position has an id of `Policy.marks`, bool
+      [B, `limit`]; None if the policy uses no ids.
+    kind: Cache kind, including the policy.
+    limit: Maximum number of tokens in a row.
+    places: Mesh axes that shard the cache.
   """
 
   pages: tuple[Pages | None, ...]
@@ -107,14 +107,14 @@ class EvictingCache(WithOpenCache):
     kind: CacheKind,
     **where: Any,
   ) -> EvictingCache:
-    """An empty cache; the arguments are those of `spec`."""
+    """Create an empty cache; takes the arguments of `spec`."""
     empty = cls.spec(shapes, batch, capacity, dtype, kind=kind, **where)
-    made = KVCache.create(
+    open_cache = KVCache.create(
       shapes, batch, capacity, dtype, kind=kind.opened(), **where
     )
     return dataclasses.replace(
       empty,
-      open=made,
+      open=open_cache,
       pages=tuple(x and x.emptied() for x in empty.pages),
       noted=zeros(empty.noted),
       watch=zeros(empty.watch),
@@ -135,12 +135,12 @@ class EvictingCache(WithOpenCache):
     kind: CacheKind,
     **where: Any,
   ) -> EvictingCache:
-    """Such a cache of shapes, dtypes and shardings; see `KVCache.spec`.
+    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
 
     Raises:
-      OptionError: also for layers that the policy can't serve.
+      OptionError: If the policy does not support a layer, or as `KVCache.spec`.
     """
-    made = KVCache.spec(
+    open_cache = KVCache.spec(
       shapes, batch, capacity, dtype, kind=kind.opened(), **where
     )
     room = CacheSpec(
@@ -161,7 +161,7 @@ class EvictingCache(WithOpenCache):
     watch = QueryWatch.spec(room, window, moments)
     noted = []
     for n, shape in enumerate(shapes):
-      ring = made._ring(n) is not None
+      ring = open_cache._ring(n) is not None
       if ring or not isinstance(shape, LayerCacheSpec) or not shape.reading:
         noted.append(Noted())
         continue
@@ -179,9 +179,9 @@ class EvictingCache(WithOpenCache):
         )
       )
     return cls(
-      open=made,
+      open=open_cache,
       pages=tuple(
-        _pages_spec(shape, room, kind) if made._ring(n) is None else None
+        _pages_spec(shape, room, kind) if open_cache._ring(n) is None else None
         for n, shape in enumerate(shapes)
       ),
       noted=tuple(noted),
@@ -198,7 +198,7 @@ class EvictingCache(WithOpenCache):
     )
 
   # -------------------------------------------------------------------------
-  # What it is
+  # Size and contents
   # -------------------------------------------------------------------------
 
   @property
@@ -207,84 +207,88 @@ class EvictingCache(WithOpenCache):
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position behind each row's last token; 0 if empty."""
+    """int32 [B], the position after each row's last token; 0 if empty."""
     return jnp.maximum(self.open.length, self.ends)
 
   def positions(self, row: int) -> list[list[np.ndarray] | None]:
-    """Positions of the tokens of a row that each head of each layer holds.
+    """Positions of a row's tokens that each head of each layer holds.
 
     Returns:
-      by the number of the layer in the model, for each KV head int [n], in
-      order; None for recurrent layers and ring buffers.
+      For each layer of the model, sorted positions int [n] of each KV head;
+      None for recurrent layers and ring buffers.
     """
     row = int(self.open._rows([row])[0])
     pos, seg = (host(x)[row] for x in self.open.at)
     newest = pos[seg > 0]
-    found: dict[int, list[np.ndarray]] = {}
+    by_layer: dict[int, list[np.ndarray]] = {}
     for shape, pages in zip(self.shapes, self.pages, strict=True):
       if pages is None:
         continue
       at = pages.read_coords()
       pos, seg = (host(x)[:, row] for x in at)
-      for which, p, s in zip(shape.which, pos, seg, strict=True):
-        found[which] = [
-          np.sort(np.concatenate([one[here > 0], newest]))
-          for one, here in zip(p, s, strict=True)
+      for layer, layer_pos, layer_seg in zip(
+        shape.which, pos, seg, strict=True
+      ):
+        by_layer[layer] = [
+          np.sort(np.concatenate([head_pos[head_seg > 0], newest]))
+          for head_pos, head_seg in zip(layer_pos, layer_seg, strict=True)
         ]
-    return [found.get(n) for n in range(model_layers(self.shapes))]
+    return [by_layer.get(n) for n in range(model_layers(self.shapes))]
 
   def tokens(self) -> list[np.ndarray | None]:
-    """Tokens that each KV head holds, int [L, B, K] for each kind of layer.
+    """Number of tokens per KV head, int [L, B, K] for each kind of layer.
 
     None for recurrent layers and ring buffers.
     """
     newest = host(jnp.sum(self.open.at.seg > 0, 1))
 
-    def one(pages: Pages | None) -> np.ndarray | None:
+    def count_tokens(pages: Pages | None) -> np.ndarray | None:
       if pages is None:
         return None
-      held = host(pages.counts()).sum(3)
-      return held + newest[None, :, None]
+      paged_tokens = host(pages.counts()).sum(3)
+      return paged_tokens + newest[None, :, None]
 
-    return [one(pages) for pages in self.pages]
+    return [count_tokens(pages) for pages in self.pages]
 
   def choices(self, row: int) -> list[list[str] | None]:
-    """Which of the policy's choices the heads of a row took, see `FastGen`.
+    """Names of the policy's choices for the heads of a row, see `FastGen`.
 
     Returns:
-      by the number of the layer in the model, for each KV head the choice of
-      the last eviction; None for layers that had none.
+      For each layer of the model, the choice of each KV head at the last
+      eviction; None for layers without.
     """
     names = () if self.kind.policy is None else self.kind.policy.choices
     row = int(self.open._rows([row])[0])
-    found: list[list[str] | None]
-    found = [None] * model_layers(self.shapes)
+    by_layer: list[list[str] | None]
+    by_layer = [None] * model_layers(self.shapes)
     for shape, noted in zip(self.shapes, self.noted, strict=True):
       if noted.choice is None:
         continue
-      each = host(noted.choice)[:, row]
-      for which, numbers in zip(shape.which, each.tolist(), strict=True):
+      numbers_by_layer = host(noted.choice)[:, row]
+      for layer, numbers in zip(
+        shape.which, numbers_by_layer.tolist(), strict=True
+      ):
         if all(numbers):
-          found[which] = [names[n - 1] for n in numbers]
-    return found
+          by_layer[layer] = [names[n - 1] for n in numbers]
+    return by_layer
 
   def free(self) -> np.ndarray | None:
-    """Tokens that may still come, int [B, R]; None where they are traced."""
+    """Number of tokens that still fit, int [B, R]; None under a trace."""
     if isinstance(self.ends, jax.core.Tracer):
       return None
-    left = self.limit - host(_lengths(self))
-    return np.repeat(left[:, None] // self.shards, self.shards, 1)
+    remaining = self.limit - host(_lengths(self))
+    return np.repeat(remaining[:, None] // self.shards, self.shards, 1)
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Refuses tokens that do not fit; see `KVCache.check`."""
+    """Check that tokens fit; see `KVCache.check`."""
     if not sees and not isinstance(self.ends, jax.core.Tracer):
-      held = int(host(self.ends).max(initial=0))
-      if held:
+      evicted_tokens = int(host(self.ends).max(initial=0))
+      if evicted_tokens:
         raise OptionError(
           "attend",
-          f"ContextParallel() behind {held} tokens in the cache",
+          f"ContextParallel() behind {evicted_tokens} tokens in the cache",
           "an empty cache, for the old tokens would not be seen",
           "pass attend=CachedAttention(), or leave it out",
         )
@@ -297,11 +301,11 @@ class EvictingCache(WithOpenCache):
   def allocate(
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> EvictingCache:
-    made = self.open.allocate(at, replicated=replicated, sees=sees)
+    open_cache = self.open.allocate(at, replicated=replicated, sees=sees)
     sums = self._sums_prompts and not replicated
     cache = self
     if self._notes_all and not sums:
-      cache = self._noting_at_least(made.capacity)
+      cache = self._noting_at_least(open_cache.capacity)
     watch = cache.watch.started(
       at, sharded=not replicated, anew=not sees, notes=not sums
     )
@@ -315,7 +319,7 @@ class EvictingCache(WithOpenCache):
       noted = tuple(map(with_paged_sums, noted, pages))
     return dataclasses.replace(
       self,
-      open=made,
+      open=open_cache,
       noted=noted,
       watch=watch,
       pages=pages,
@@ -324,21 +328,21 @@ class EvictingCache(WithOpenCache):
     )
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> EvictingCache:
-    """Notes which of a call's tokens the policy asks for, by position.
+    """Mark the positions of a call's tokens whose ids the policy uses.
 
-    A position has one token: documents side by side in a row and drafted trees
-    are refused (`Transformer.__call__`), positions from `limit` on count as
+    A position has one token: packed documents in a row and drafted trees are
+    refused (`Transformer.__call__`), positions from `limit` on count as
     unmarked.
     """
     if self.marks is None:
       return self
     assert self.kind.policy is not None
     ids = self.kind.policy.marks
-    known = np.zeros(max(ids) + 2, bool)
-    known[list(ids)] = True
-    marked = jnp.asarray(known)[jnp.clip(tokens, 0, known.size - 1)]
+    marked_ids = np.zeros(max(ids) + 2, bool)
+    marked_ids[list(ids)] = True
+    marked = jnp.asarray(marked_ids)[jnp.clip(tokens, 0, marked_ids.size - 1)]
     pos, seg = (jnp.broadcast_to(x, tokens.shape) for x in at)
-    # What was noted there before, of a rejected token, is overwritten.
+    # Overwrites marks of rejected tokens at these positions.
     into = jnp.where(seg > 0, pos, self.limit)
     rows = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
     marks = self.marks.at[rows, into].set(marked, mode="drop")
@@ -364,42 +368,42 @@ class EvictingCache(WithOpenCache):
   # -------------------------------------------------------------------------
 
   def steps(self) -> int:
-    """How many single tokens may come before `evict` is called."""
+    """Number of tokens that can be appended before `evict` is due."""
     free = self.open.free()
     assert free is not None
-    # Not by how many slots there are, which depends on the mesh.
+    # Capped by `room`: the number of slots alone depends on the mesh.
     return min(int(free.sum(1).min()), self.kind.room)
 
   def limited(self, limit: int) -> EvictingCache:
-    """The same, for rows of up to `limit` tokens; it grows as they come."""
-    made = dataclasses.replace(self, limit=limit)
+    """Return the cache with another maximum length of rows, `limit`."""
+    cache = dataclasses.replace(self, limit=limit)
     if self.marks is None:
-      return made
-    more = max(0, limit - self.limit)
-    marks = jnp.pad(self.marks[:, :limit], ((0, 0), (0, more)))
-    return self._placed(dataclasses.replace(made, marks=marks))
+      return cache
+    added = max(0, limit - self.limit)
+    marks = jnp.pad(self.marks[:, :limit], ((0, 0), (0, added)))
+    return self._placed(dataclasses.replace(cache, marks=marks))
 
   def evict(
     self,
     repeated: Repeated | None = None,
     rows: Bool[np.ndarray, " B"] | None = None,
   ) -> EvictingCache:
-    """With the tokens that the policy keeps, the middle ones in pages.
+    """Drop the tokens that the policy does not keep; move others into pages.
 
-    Call it between calls of the model, outside of jit. A row to which no token
-    came since its last eviction stays as it is.
+    Call it between calls of the model, outside of jit. Rows without new tokens
+    since their last eviction do not change.
 
     Args:
-      repeated: of a policy that repeats the context what the repetition has
-        found; `rj.infer.evict_by_repetition` does both.
-      rows: which rows are evicted, bool [B]; the others stay as they are.
+      repeated: Scores by a repetition of the context, for policies that need
+        it; `rj.infer.evict_by_repetition` computes them and evicts.
+      rows: Rows to evict from, bool [B]; the others do not change.
         Default: all.
 
     Raises:
-      OptionError: inside of jit, where the memory can't shrink; or without a
-        repetition, for a policy that needs one.
-      NotFiniteError: a policy whose scores are NaN, or -inf for all tokens of a
-        head; nothing is lost.
+      OptionError: If called under a trace, where memory can't shrink; or if
+        the policy needs `repeated` and it is None.
+      NotFiniteError: If scores are NaN, or -inf for all tokens of a head; no
+        token is dropped.
     """
     if self.kind.repeats and repeated is None:
       raise OptionError(
@@ -412,9 +416,9 @@ class EvictingCache(WithOpenCache):
     return self._evicted(self.kind.policy, repeated, rows)
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> EvictingCache:
-    """With room in the open cache again: as `evict`.
+    """Make room in the open cache by `evict`.
 
-    With a policy that repeats the context all tokens stay.
+    With a policy that repeats the context, all tokens are kept.
     """
     policy = None if self.kind.repeats else self.kind.policy
     return self._evicted(policy, None, rows)
@@ -434,49 +438,53 @@ class EvictingCache(WithOpenCache):
       )
     cache = self._settled()
     lengths, fresh = map(host, _state_of_rows(self))
-    which = fresh if repeated is None else np.asarray(repeated.rows)
+    evicted_rows = fresh if repeated is None else np.asarray(repeated.rows)
     if rows is not None:
-      which = which & rows
-    if not which.any():
+      evicted_rows = evicted_rows & rows
+    if not evicted_rows.any():
       return cache.with_room(self.kind.room)
-    evicts = jnp.asarray(which)
+    evicts = jnp.asarray(evicted_rows)
     heads, counts = self._competing(), []
     for shape, pages in zip(self.shapes, self.pages, strict=True):
       if pages is None or policy is None:
         counts.append(jnp.zeros((shape.layers, self.batch), jnp.int32))
         continue
-      each = np.asarray([policy.counts(int(n), heads) for n in lengths])
-      by_layer = each.astype(np.int32)[:, list(shape.which)].T
+      counts_by_row = np.asarray(
+        [policy.counts(int(n), heads) for n in lengths]
+      )
+      by_layer = counts_by_row.astype(np.int32)[:, list(shape.which)].T
       counts.append(jnp.asarray(by_layer))
-    # Another budget compiles nothing.
+    # The budget is traced, so that another one does not recompile.
     policy = None if policy is None else policy.traced()
     cache = dataclasses.replace(
       cache, kind=dataclasses.replace(self.kind, policy=policy)
     )
     scores = {} if repeated is None else repeated.scores
-    found = chosen(cache, tuple(counts), scores, evicts)
-    keep, masses, sizes, stays, wrong, segments, choice = found
+    choices = chosen(cache, tuple(counts), scores, evicts)
+    keep, masses, sizes, stays, wrong, segments, choice = choices
     self._check_scores(host(wrong))
     local = open_slots(self.kind, int(host(stays).max(initial=0)), self.shards)
     needs: dict[int, tuple[int, ...]] = {
       n: tuple(map(int, host(x).max(0))) for n, x in sizes.items()
     }
-    # A repetition is the one eviction of its prompt: none is kept for more.
-    later = repeated is None and host(self.ends).any()
-    grows = int(lengths.max()) if later else None
+    # After a repetition no spare pages: it evicts only once per prompt.
+    continues = repeated is None and host(self.ends).any()
+    grows = int(lengths.max()) if continues else None
     shape = page_sizes(self.pages, needs, grows)
-    some = bool(host(segments))
-    made = repacked(cache, keep, masses, evicts, shape, local, some)
-    noted = list(made.noted)
+    has_segments = bool(host(segments))
+    cache_after = repacked(
+      cache, keep, masses, evicts, shape, local, has_segments
+    )
+    noted = list(cache_after.noted)
     for n, numbers in choice.items():
       noted[n] = noted[n]._replace(choice=numbers)
-    return dataclasses.replace(made, kind=self.kind, noted=tuple(noted))
+    return dataclasses.replace(cache_after, kind=self.kind, noted=tuple(noted))
 
   def _check_scores(self, wrong: np.ndarray) -> None:
-    """Refuses a choice by scores that are NaN or -inf for all tokens.
+    """Refuse scores that are NaN or -inf for all tokens.
 
     Args:
-      wrong: bool [B, 2], see `chosen`.
+      wrong: Error flags of each row, bool [B, 2], see `chosen`.
     """
     for got, rows in zip(
       ("scores of NaN", "-inf for all tokens of a head"), wrong.T, strict=True
@@ -490,45 +498,46 @@ class EvictingCache(WithOpenCache):
         )
 
   def _competing(self) -> list[int]:
-    """By layer of the model the KV heads of which a policy chooses tokens."""
-    found = [0] * model_layers(self.shapes)
-    for n, shape in enumerate(self.shapes):
+    """Number of KV heads under the policy, for each layer of the model."""
+    heads_by_layer = [0] * model_layers(self.shapes)
+    for n, shape_spec in enumerate(self.shapes):
       if self.pages[n] is not None and not self.windowed(n):
-        for layer in shape.which:
-          found[layer] = shape.heads
-    return found
+        for layer in shape_spec.which:
+          heads_by_layer[layer] = shape_spec.heads
+    return heads_by_layer
 
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
 
   def truncate(self, length: Ends, most: int | None = None) -> EvictingCache:
-    """Without the tokens at positions from `length` on; see `KVCache.truncate`.
+    """Drop the tokens at positions from `length` on; see `KVCache.truncate`.
 
-    Of those before it the ones that were evicted stay away.
+    Evicted tokens before it are not restored.
     """
     end = jnp.broadcast_to(
       jnp.asarray(length, jnp.int32).reshape(-1), (self.batch,)
     )
     gone = lambda pos: pos >= end[None, :, None, None, None]
-    made = self.open.truncate(end, most)
-    # Other tokens will come into these slots.
-    real = (made.at.seg > 0)[None, :, None]
+    open_cache = self.open.truncate(end, most)
+    # New tokens will use the freed slots, so their sums restart at 0.
+    real = (open_cache.at.seg > 0)[None, :, None]
     return dataclasses.replace(
       self,
-      open=made,
+      open=open_cache,
       noted=self.with_scores(lambda x: jnp.where(real, x, 0)),
       pages=tuple(x and x.without(gone) for x in self.pages),
       watch=self.watch.truncated(end),
       ends=jnp.minimum(self.ends, end),
-      stayed=jnp.minimum(self.stayed, made.held.tokens()),
+      stayed=jnp.minimum(self.stayed, open_cache.held.tokens()),
     )
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> EvictingCache:
-    """Of the last call's T tokens those in `kept`; see `KVCache.keep`.
+    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`.
 
-    Queries of the others are forgotten; those that they displaced are too, see
-    `with_slack`. They stay in sums over all queries, see `irreversible`.
+    Drops the recorded queries of the others; queries that they displaced are
+    lost, too, see `with_slack`. Sums over all queries still include them, see
+    `irreversible`.
     """
     return dataclasses.replace(
       self, open=self.open.keep(kept), watch=self.watch.kept(kept)
@@ -539,10 +548,10 @@ class EvictingCache(WithOpenCache):
     return self.open.irreversible or self.watch.count is not None
 
   def with_slack(self, tokens: int) -> EvictingCache:
-    """With notes of so many queries more than the policy looks at.
+    """Record `tokens` more queries than the policy looks at.
 
-    As many tokens of a call may then be taken back as if they had not been
-    read; `flush` and `evict` leave none of these notes.
+    Then up to that many tokens of a call can be taken back without a trace;
+    `flush` and `evict` drop the additional records.
     """
     window = self._window
     if window is None or self._noted_now == window + tokens:
@@ -550,14 +559,14 @@ class EvictingCache(WithOpenCache):
     return _noting(self, window + tokens)
 
   def _settled(self) -> EvictingCache:
-    """With the queries that are noted in the order in which they came."""
+    """Sort the recorded queries into the order in which they came."""
     if self.watch.at is None:
       return self
     return _noting(self, self._window or self._noted_now)
 
   @property
   def _notes_all(self) -> bool:
-    """Whether all queries since the last eviction are noted, not the newest."""
+    """Whether all queries since the last eviction are recorded."""
     policy = self.kind.policy
     return policy is not None and policy.queries is None
 
@@ -572,23 +581,23 @@ class EvictingCache(WithOpenCache):
 
   @property
   def _window(self) -> int | None:
-    """Queries that the policy looks at; None: all that have slots, or none."""
+    """Number of queries that the policy uses; None for all, or for none."""
     policy = self.kind.policy
     if self.watch.at is None or policy is None or policy.queries is None:
       return None
     return self.kind.noted(self.limit)[0]
 
   def snapshot(self) -> EvictingCache:
-    """What `restore` goes back to; pages and open tokens are copied."""
+    """Save the state for `restore`; copies pages and open tokens."""
     return jax.tree.map(jnp.copy, self)
 
   def restore(self, snapshot: EvictingCache) -> EvictingCache:
-    """As it was at a snapshot."""
+    """Restore the state of a snapshot of this cache."""
     return jax.tree.map(jnp.copy, snapshot)
 
   def reset(self, rows: RowIndices) -> EvictingCache:
-    """With these rows, int [n], empty; the others are as they were."""
-    made = self.open.reset(rows)
+    """Empty these rows, int [n]; the others stay."""
+    open_cache = self.open.reset(rows)
     index = jnp.asarray(np.asarray(rows))
     gone = jnp.zeros((self.batch,), bool).at[index].set(True)
     empty = lambda x: (
@@ -601,7 +610,7 @@ class EvictingCache(WithOpenCache):
     return self._placed(
       dataclasses.replace(
         self,
-        open=made,
+        open=open_cache,
         pages=tuple(map(empty, self.pages)),
         noted=jax.tree.map(clear, self.noted),
         watch=watch,
@@ -612,46 +621,47 @@ class EvictingCache(WithOpenCache):
     )
 
   def insert(self, rows: RowIndices, other: EvictingCache) -> EvictingCache:
-    """With the rows of another cache in place of `rows`, int [n].
+    """Replace `rows`, int [n], by the rows of another cache.
 
-    Both are first given open caches of one size.
+    Their open caches are first brought to the same size.
 
     Raises:
-      OptionError: a cache of another model, capacity, kind or mesh.
-      ShapeError: not as many rows as the other cache has.
+      OptionError: If model, capacity, kind or mesh of the caches differ.
+      ShapeError: If `rows` are not as many as the other cache has.
     """
-    mine, theirs = self.with_slack(0)._same_size(other.with_slack(0))
-    most = max(mine._noted_now, theirs._noted_now)
-    mine, theirs = (
-      x._without_paged_sums()._noting_at_least(most) for x in (mine, theirs)
+    this, that = self.with_slack(0)._same_size(other.with_slack(0))
+    num_queries = max(this._noted_now, that._noted_now)
+    this, that = (
+      x._without_paged_sums()._noting_at_least(num_queries)
+      for x in (this, that)
     )
-    made = mine.open.insert(rows, theirs.open)
+    open_cache = this.open.insert(rows, that.open)
     index = jnp.asarray(np.asarray(rows))
     put = lambda axis: (
       lambda x, new: (
         x.at[index].set(new) if axis == 0 else x.at[:, index].set(new)
       )
     )
-    pair = zip(mine.pages, theirs.pages, strict=True)
-    watch = jax.tree.map(put(0), mine.watch, theirs.watch)
+    pair = zip(this.pages, that.pages, strict=True)
+    watch = jax.tree.map(put(0), this.watch, that.watch)
     return self._placed(
       dataclasses.replace(
-        mine,
-        open=made,
+        this,
+        open=open_cache,
         pages=tuple(
           None if x is None or y is None else joined(x, y, np.asarray(rows))
           for x, y in pair
         ),
-        noted=jax.tree.map(put(1), mine.noted, theirs.noted),
+        noted=jax.tree.map(put(1), this.noted, that.noted),
         watch=watch,
-        ends=put(0)(mine.ends, theirs.ends),
-        stayed=put(0)(mine.stayed, theirs.stayed),
-        marks=jax.tree.map(put(0), mine.marks, theirs.marks),
+        ends=put(0)(this.ends, that.ends),
+        stayed=put(0)(this.stayed, that.stayed),
+        marks=jax.tree.map(put(0), this.marks, that.marks),
       )
     )
 
   def _without_paged_sums(self) -> EvictingCache:
-    """Itself, if no prompt's queries looked at pages since an eviction."""
+    """Drop paged sums; refused if a prompt has read pages since an eviction."""
     if all(x.paged is None for x in self.noted):
       return self
     if host(self.ends).any():
@@ -666,11 +676,11 @@ class EvictingCache(WithOpenCache):
     return dataclasses.replace(self, noted=noted)
 
   def take(self, examples: RowIndices) -> EvictingCache:
-    """Of these rows, int [B'], each as often as it is named; they share pages.
+    """Gather these rows, int [B'], with repetition; copies share pages.
 
     Raises:
-      ShapeError: not a list of row numbers.
-      OptionError: a batch that is sharded: its pages are where its rows are.
+      ShapeError: If `examples` is not a list of row indices.
+      OptionError: If the batch is sharded: pages are on the devices of its rows.
     """
     if any(x is not None and x.places.batch for x in self.pages):
       raise OptionError(
@@ -679,12 +689,12 @@ class EvictingCache(WithOpenCache):
         "a mesh that shards the sequence alone",
         "make the cache with a batch that does not divide over the data axis",
       )
-    made = self.open.take(examples)
+    open_cache = self.open.take(examples)
     index = jnp.asarray(examples, jnp.int32)
     pick = lambda axis: lambda x: jnp.take(x, index, axis, mode="clip")
     return dataclasses.replace(
       self,
-      open=made,
+      open=open_cache,
       pages=tuple(x and x.take(index) for x in self.pages),
       noted=jax.tree.map(pick(1), self.noted),
       watch=jax.tree.map(pick(0), self.watch),
@@ -694,10 +704,10 @@ class EvictingCache(WithOpenCache):
     )
 
   def export(self, row: int, start: int, stop: int) -> Any:
-    """Refused: heads have kept different tokens.
+    """Copy out a row's tokens; refused after an eviction.
 
     Raises:
-      OptionError: always, if something was evicted.
+      OptionError: If tokens were evicted: heads then hold different ones.
     """
     if host(self.ends).any():
       raise OptionError(
@@ -711,10 +721,11 @@ class EvictingCache(WithOpenCache):
   def load(
     self, row: int, blocks: PyTree, at: Coords | None = None
   ) -> EvictingCache:
-    """Appends exported tokens to a row; see `KVCache.load`.
+    """Append exported tokens to a row; see `KVCache.load`.
 
     Raises:
-      OptionError: also for a policy that asks for ids: blocks have none.
+      OptionError: If the policy uses token ids, which blocks lack, or as
+        `KVCache.load` does.
     """
     if self.marks is not None:
       raise OptionError(
@@ -724,61 +735,61 @@ class EvictingCache(WithOpenCache):
         "read the tokens by a call of the model, or leave punctuation= out",
       )
     cache = self.with_room(int(blocks.at.pos.shape[0]))
-    made = cache.open.load(row, blocks, at)
-    return dataclasses.replace(cache, open=made)
+    open_cache = cache.open.load(row, blocks, at)
+    return dataclasses.replace(cache, open=open_cache)
 
   def gathered(self, device: jax.Device) -> EvictingCache:
-    """The same tokens on one device."""
-    along = lambda x: jax.tree.map(lambda y: move(y, device), x)
+    """Copy the cache to one device."""
+    to_device = lambda x: jax.tree.map(lambda y: move(y, device), x)
     _, slots = self.open.held.gathered(device)
     noted = self.with_scores(lambda x: slots(x[..., None])[..., 0])
     return dataclasses.replace(
       self,
       open=self.open.gathered(device),
       pages=tuple(x and x.gathered(device) for x in self.pages),
-      noted=along(noted),
-      watch=dataclasses.replace(along(self.watch), mesh=None, axis=None),
-      ends=along(self.ends),
-      stayed=along(self.stayed),
-      constants=along(self.constants),
-      marks=along(self.marks),
+      noted=to_device(noted),
+      watch=dataclasses.replace(to_device(self.watch), mesh=None, axis=None),
+      ends=to_device(self.ends),
+      stayed=to_device(self.stayed),
+      constants=to_device(self.constants),
+      marks=to_device(self.marks),
       places=Places(),
     )
 
   def _placed(self, made: EvictingCache) -> EvictingCache:
-    """With coordinates and notes where the old ones were."""
+    """Put coordinates and recorded queries on the shardings of the old ones."""
     if self.mesh is None:
       return made
 
-    def same(x: Any, old: Any) -> Any:
+    def as_before(x: Any, old: Any) -> Any:
       if isinstance(old, jax.core.Tracer):
         return x
       return jax.device_put(x, old.sharding)
 
-    one = lambda new, old: jax.tree.map(same, new, old)
+    all_as_before = lambda new, old: jax.tree.map(as_before, new, old)
     return dataclasses.replace(
       made,
-      noted=one(made.noted, self.noted),
-      watch=one(made.watch, self.watch),
-      ends=same(made.ends, self.ends),
-      stayed=same(made.stayed, self.stayed),
-      marks=one(made.marks, self.marks),
+      noted=all_as_before(made.noted, self.noted),
+      watch=all_as_before(made.watch, self.watch),
+      ends=as_before(made.ends, self.ends),
+      stayed=as_before(made.stayed, self.stayed),
+      marks=all_as_before(made.marks, self.marks),
       pages=tuple(
         None
         if new is None or old is None
-        else new.with_table(same(new.table, old.table))
+        else new.with_table(as_before(new.table, old.table))
         for new, old in zip(made.pages, self.pages, strict=True)
       ),
     )
 
   def with_scores(self, f: Callable[[Any], Any]) -> tuple[Noted, ...]:
-    """What was noted, with f of the sums of open slots, [L, B, K, S]."""
+    """Apply `f` to the recorded sums of the open slots, [L, B, K, S]."""
     return tuple(
       x if x.score is None else x._replace(score=f(x.score)) for x in self.noted
     )
 
   def _noting_at_least(self, window: int) -> EvictingCache:
-    """With room for so many queries, or more."""
+    """Make room to record at least `window` queries."""
     return _noting(self, window) if window > self._noted_now else self
 
   def _sized(self, local: int) -> EvictingCache:
@@ -787,24 +798,26 @@ class EvictingCache(WithOpenCache):
     return grown(self, local)
 
   def with_moved_positions(self, pages: Pages) -> Pages:
-    """Pages whose first tokens are next to the newest, see `Policy.moves`.
+    """Pages with the first tokens moved next to the others, see `Policy.moves`.
 
-    Attention by a distance is the same whether all tokens move to their index
-    or the first ones move up to the others, whose positions stay.
+    Relative attention gives the same result whether all tokens move to their
+    cache index or only the first ones move up to the others.
     """
     policy = self.kind.policy
     assert policy is not None
     # All heads of all layers keep the same tokens.
     pos, table = pages.pos[0], pages.table[0, :, 0]
     by_page = pos.reshape(*table.shape, pages.slots) >= 0
-    kept = jnp.sum(by_page & (table >= 0)[..., None], (1, 2), dtype=jnp.int32)
-    gone = self.ends - kept - self.stayed
+    num_kept = jnp.sum(
+      by_page & (table >= 0)[..., None], (1, 2), dtype=jnp.int32
+    )
+    gone = self.ends - num_kept - self.stayed
     first = (pos >= 0) & (pos < policy.moves)
     moved = jnp.where(first, pos + gone[:, None], pos)
     return dataclasses.replace(pages, pos=moved[None])
 
   def windowed(self, kind: int) -> bool:
-    """Whether layers of a kind look back a window, which they keep."""
+    """Whether layers of a kind have an attention window, which they keep."""
     return self.shapes[kind].reach is not None
 
 
@@ -857,7 +870,7 @@ class EvictingLayer(WithOpenLayer):
       self.inner.rotation,
       pages,
       constants,
-      # The tokens of a prompt read all pages, in chunks as at once.
+      # Prompt tokens read all pages, so that chunking does not matter.
       selects=self.cache.open.held.mode == REPLICATED,
     )
     return (view, *views)
@@ -870,7 +883,7 @@ class EvictingLayer(WithOpenLayer):
 
 
 def with_paged_sums(noted: Noted, pages: Pages | None) -> Noted:
-  """With sums for the slots of pages, 0 where there were none."""
+  """Add zero sums for the slots of pages if there are none yet."""
   if noted.score is None or noted.paged is not None or pages is None:
     return noted
   *lead, table = pages.table.shape
@@ -881,7 +894,7 @@ def with_paged_sums(noted: Noted, pages: Pages | None) -> Noted:
 @bounded
 @functools.partial(jax.jit, static_argnums=1)
 def _noting(cache: EvictingCache, window: int) -> EvictingCache:
-  """With room for `window` queries, and the newest of those that are there."""
+  """Resize the records to `window` queries, keeping the newest."""
   watch, noted = cache.watch, cache.noted
   assert watch.at is not None
   if window > watch.at.pos.shape[1]:
@@ -904,31 +917,31 @@ def _lengths(cache: EvictingCache) -> jax.Array:
 @bounded
 @jax.jit
 def _state_of_rows(cache: EvictingCache) -> tuple[jax.Array, jax.Array]:
-  """Of each row its length, and whether tokens came since its eviction."""
-  held = cache.open.held
-  came = held.tokens() > cache.stayed
-  return held._everywhere(cache.length), held._everywhere(came)
+  """Length of each row, and whether it got tokens since its eviction."""
+  slot_table = cache.open.held
+  came = slot_table.tokens() > cache.stayed
+  return slot_table._everywhere(cache.length), slot_table._everywhere(came)
 
 
-# Tokens for which pages are allocated ahead, once a cache grows by evictions.
+# Number of tokens for which a cache that grows by evictions preallocates pages.
 _AHEAD = 64
 
 
 def open_slots(kind: CacheKind, stays: int, shards: int) -> int:
   """Return the slots of a shard of the open cache after an eviction.
 
-  They do not depend on how much of a group is left open, so that programs are
-  not compiled anew at each eviction.
+  They do not depend on how much of a group is left open, so that programs do
+  not recompile at each eviction.
 
   Args:
     kind: Kind of cache.
     stays: Tokens that stay open, the most of a shard.
     shards: Shards of the sequence.
   """
-  most = kind.first + kind.recent
+  least_open = kind.first + kind.recent
   if kind.grouped:
-    most += kind.page - 1
-  stays = max(stays, math.ceil(most / shards))
+    least_open += kind.page - 1
+  stays = max(stays, math.ceil(least_open / shards))
   return few_sizes(stays + math.ceil(kind.room / shards))
 
 
@@ -959,47 +972,53 @@ def page_sizes(
     length: Tokens of the longest row; None at the first eviction, which leaves
       no memory for more than is there.
   """
-  exact, ahead = [(0, 0)] * len(pages), [(0, 0)] * len(pages)
-  now, fits = [(0, 0)] * len(pages), length is not None
-  for n, (count, most) in needs.items():
-    before = pages[n]
-    assert before is not None
-    places, (*lead, table) = before.places, before.table.shape
+  exact, grown_sizes = [(0, 0)] * len(pages), [(0, 0)] * len(pages)
+  current, suffices = [(0, 0)] * len(pages), length is not None
+  for n, (count, largest) in needs.items():
+    old_pages = pages[n]
+    assert old_pages is not None
+    places, (*lead, table) = old_pages.places, old_pages.table.shape
     devices = 1 if places.mesh is None else places.size(places.axes)
-    now[n] = before.k.shape[0] // devices, table // places.shards
-    exact[n] = first_sizes(count, most)
+    current[n] = old_pages.k.shape[0] // devices, table // places.shards
+    exact[n] = first_sizes(count, largest)
     if length is None:
       continue
-    more = 1 + _AHEAD / max(1, length)
-    ahead[n] = (
-      few_sizes(math.ceil(count * more)),
-      few_sizes(math.ceil(most * more), 2),
+    growth = 1 + _AHEAD / max(1, length)
+    grown_sizes[n] = (
+      few_sizes(math.ceil(count * growth)),
+      few_sizes(math.ceil(largest * growth), 2),
     )
-    each = math.ceil(_AHEAD / before.slots)
+    pages_per_head = math.ceil(_AHEAD / old_pages.slots)
     heads = math.ceil(math.prod(lead) * places.shards / devices)
-    # Where much has gone, memory is given back.
-    limits = 2 * ahead[n][0] - count, 2 * ahead[n][1] - most
-    limits = max(limits[0], count + 2 * heads * each), limits[1] + each
-    fits &= count <= now[n][0] <= limits[0] and most <= now[n][1] <= limits[1]
+    # Memory is released if much was evicted.
+    limits = 2 * grown_sizes[n][0] - count, 2 * grown_sizes[n][1] - largest
+    limits = (
+      max(limits[0], count + 2 * heads * pages_per_head),
+      limits[1] + pages_per_head,
+    )
+    suffices &= (
+      count <= current[n][0] <= limits[0]
+      and largest <= current[n][1] <= limits[1]
+    )
   if length is None:
     return tuple(exact)
-  return tuple(now if fits else ahead)
+  return tuple(current if suffices else grown_sizes)
 
 
 # ---------------------------------------------------------------------------
-# What can be served
+# Supported layers
 # ---------------------------------------------------------------------------
 
 
 def _kv_heads(shapes: Sequence[Any]) -> int:
-  """KV heads of all kinds of layers: what they have in common."""
+  """Greatest common divisor of the KV heads of all kinds of layers."""
   return math.gcd(*(s.heads for s in shapes if isinstance(s, LayerCacheSpec)))
 
 
 def _pages_spec(
   shape: LayerCacheSpec | StateShape, room: CacheSpec, kind: CacheKind
 ) -> Pages | None:
-  """No pages yet."""
+  """Specs of empty pages; None for recurrent layers."""
   if not isinstance(shape, LayerCacheSpec):
     return None
   places = Places.of(room, shape.heads)
@@ -1007,7 +1026,7 @@ def _pages_spec(
 
 
 def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
-  """Refuses what a policy or pages can't serve, by name."""
+  """Refuse layers and meshes that the policy or pages do not support."""
   policy = kind.policy
   if kind.residual is not None and room.shards > 1:
     raise OptionError(
@@ -1032,8 +1051,8 @@ def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
     _check_moves(layers, policy)
   if policy is None or not policy.reads:
     return
-  late = any(s.reading is not None and s.reading.late for s in layers)
-  if kind.unrotated and late:
+  rotates_late = any(s.reading is not None and s.reading.late for s in layers)
+  if kind.unrotated and rotates_late:
     raise OptionError(
       "kind",
       f"{policy} over keys that are stored before a rotation and a norm",
@@ -1043,7 +1062,7 @@ def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
 
 
 def _check_moves(layers: Sequence[LayerCacheSpec], policy: Policy) -> None:
-  """Refuses layers that see more of a position than a distance."""
+  """Refuse layers whose attention depends on more than token distances."""
   for shape in layers:
     reading = shape.reading
     got = None

@@ -1,10 +1,10 @@
-"""What an eviction does: it chooses what stays, and moves it.
+"""Eviction: choose the tokens that stay and repack them.
 
-Guarantees: the same tokens stay however they lie over devices; each stays on
-its device, bit for bit.
-Cost: scores of all tokens, B K S numbers a layer on each device; one copy of
-what stays. `chosen` says how large that is, which the host has to know before
-`repacked` is compiled, of few sizes.
+Guarantees: the same tokens stay whatever the sharding; each stays on its
+device, bit for bit.
+Cost: scores of all tokens, B K S numbers per layer on each device; one copy of
+what stays. `chosen` computes its size, which the host needs before `repacked`
+is compiled, for one of few sizes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-  """A kind of layers on a device, or what stands for it.
+  """Arrays of a kind of layers on a device, or their specs.
 
   Fields:
-    k: of the open cache, [L, B, K, S, ...].
-    v: the same.
-    pages: its pages.
-    constants: of its codecs, of keys and of values.
-    noted: of its queries.
+    k: Keys of the open cache, [L, B, K, S, ...].
+    v: Values of the open cache, [L, B, K, S, ...].
+    pages: Pages of the kind of layers.
+    constants: Constants of the key and value codecs.
+    noted: Recorded statistics of the queries.
   """
 
   k: Any
@@ -68,32 +68,32 @@ class _Part(NamedTuple):
 
 
 def paged_parts(cache: EvictingCache) -> dict[int, _Part]:
-  """Those kinds of layers that have pages."""
-  found = {}
+  """Arrays of the kinds of layers that have pages, by kind."""
+  parts = {}
   for n, pages in enumerate(cache.pages):
     if pages is not None:
       k, v = cache.open.slots[n]
-      found[n] = _Part(k, v, pages, cache.constants[n], cache.noted[n])
-  return found
+      parts[n] = _Part(k, v, pages, cache.constants[n], cache.noted[n])
+  return parts
 
 
 def part_specs(part: _Part) -> _Part:
   places = part.pages.places
   batch, heads = places.batch or None, places.heads or None
   noted = part.noted
-  each: Any = lambda x, spec: None if x is None else spec
+  spec_or_none: Any = lambda x, spec: None if x is None else spec
   return _Part(
     places.of_slots(part.k),
     places.of_slots(part.v),
     part.pages.specs(),
     jax.tree.map(lambda _: P(None, heads), part.constants),
     Noted(
-      each(noted.newest, P(None, batch, None, heads)),
-      each(noted.total, P(None, batch, heads)),
-      each(noted.squares, P(None, batch, heads)),
-      each(noted.score, places.by_head),
-      each(noted.choice, P(None, batch, heads)),
-      each(noted.paged, places.by_head),
+      spec_or_none(noted.newest, P(None, batch, None, heads)),
+      spec_or_none(noted.total, P(None, batch, heads)),
+      spec_or_none(noted.squares, P(None, batch, heads)),
+      spec_or_none(noted.score, places.by_head),
+      spec_or_none(noted.choice, P(None, batch, heads)),
+      spec_or_none(noted.paged, places.by_head),
     ),
   )
 
@@ -108,17 +108,21 @@ def page_view(
   *,
   selects: bool = False,
 ) -> KVView:
-  """A layer's pages, as its queries read them; if one `selects`, its own."""
+  """View of a layer's pages; with `selects`, queries select among pages."""
   codec, policy = cache.kind.codec, cache.kind.policy
-  most: tuple[int, ...] = ()
+  num_selected: tuple[int, ...] = ()
   decoders = None
   if codec is not None:
     decoders = cache.shapes[kind].decoders(codec, cache.open.dtype)
-  one = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+  take_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
   if selects and policy is not None and pages.bounds is not None:
     widest = pages.table.shape[3] // cache.shards
-    most = tuple(policy.pages(n, pages.slots) for n in range(widest + 1))
-  view = pages.view(layer, jax.tree.map(one, constants), decoders, most)
+    num_selected = tuple(
+      policy.pages(n, pages.slots) for n in range(widest + 1)
+    )
+  view = pages.view(
+    layer, jax.tree.map(take_layer, constants), decoders, num_selected
+  )
   if cache.kind.unrotated and not rotation.trivial:
     return UnrotatedView(view, rotation)
   return view
@@ -132,7 +136,7 @@ def _open_view(
   part: _Part,
   at: Coords,
 ) -> KVView:
-  """A layer's open tokens on this device."""
+  """View of a layer's open tokens on this device."""
   inside = dataclasses.replace(
     cache.open,
     constants=tuple(
@@ -140,19 +144,18 @@ def _open_view(
       for n, _ in enumerate(cache.constants)
     ),
   )
-  held = dataclasses.replace(cache.open.held, at=at)
+  slot_table = dataclasses.replace(cache.open.held, at=at)
   slots = LayerKV(part.k, part.v)
-  return KVLayer(inside, held, slots, layer, kind).view(rotation)
+  return KVLayer(inside, slot_table, slots, layer, kind).view(rotation)
 
 
 def layer_views(
   cache: EvictingCache, kind: int, layer: Index, part: _Part, at: Coords
 ) -> tuple[tuple[KVView, ...], Coords]:
-  """A layer's pages and open tokens on this device, all values whole.
+  """Views of a layer's pages and open tokens on this device.
 
   Returns:
-    the views, and the coordinates [B, K, s] of their slots, one after the
-    other.
+    The views, and the concatenated coordinates [B, K, s] of their slots.
   """
   shape, lead = cache.shapes[kind], part.k.shape[1:3]
   rotation = shape.reading.rotation(cache.limit)
@@ -163,11 +166,11 @@ def layer_views(
   if not shape.value:
     # Values are parts of keys.
     views = tuple(view.keys_alone() for view in views)
-  wide = lambda x: jnp.broadcast_to(x[:, None], (*lead, x.shape[1]))
+  over_heads = lambda x: jnp.broadcast_to(x[:, None], (*lead, x.shape[1]))
   apart = lambda x: x.reshape(*lead, -1)
-  both = zip(views[0].at, at, strict=True)
+  pairs = zip(views[0].at, at, strict=True)
   return views, Coords(
-    *(jnp.concatenate([apart(x), wide(y)], 2) for x, y in both)
+    *(jnp.concatenate([apart(x), over_heads(y)], 2) for x, y in pairs)
   )
 
 
@@ -178,7 +181,7 @@ def visit_of(
   q: Float[Array, "B W N H"],
   at: Coords,
 ) -> Visit:
-  """Queries [B, W, N, H] at `at`, as they visit `heads` KV heads' keys."""
+  """Grouped queries, masks and slopes for attention over `heads` KV heads."""
   reading, places = cache.shapes[kind].reading, cache.places
   b, w, n, h = q.shape
   q = q.reshape(b, w, heads, n // heads, h)
@@ -206,15 +209,15 @@ def summed(
   noted: Noted,
   q: Float[Array, "B T N H"],
 ) -> Noted:
-  """With the column masses of a call's queries, of one layer.
+  """Add the column masses (attention per key) of a call's queries to the sums.
 
   Args:
-    cache: during the call.
-    kind: the number of the kind of layers.
-    layer: int32 [], which of these.
-    slots: their open slots, with the tokens of the call.
-    noted: what is noted of them.
-    q: the queries, rotated.
+    cache: Cache during the call.
+    kind: Index of the kind of layers.
+    layer: Index of the layer within the kind, int32 [].
+    slots: Open slots of the layers, including the call's tokens.
+    noted: Recorded statistics to update.
+    q: Rotated queries, [B, T, N, H].
   """
   pages, places = cache.pages[kind], cache.places
   assert pages is not None and cache.watch.call is not None
@@ -227,8 +230,8 @@ def summed(
     views, _ = layer_views(cache, kind, layer, part, Coords(*at))
     visit = visit_of(cache, kind, part.k.shape[2], q, call)
     paged, opened = (jnp.mean(x, 2) for x in column_mass(visit, views))
-    both = (part.noted.score, opened), (part.noted.paged, paged)
-    return tuple(x.at[layer].add(y.astype(x.dtype)) for x, y in both)
+    masses = (part.noted.score, opened), (part.noted.paged, paged)
+    return tuple(x.at[layer].add(y.astype(x.dtype)) for x, y in masses)
 
   score, paged = places.local(
     local,
@@ -245,7 +248,7 @@ def summed(
 
 
 # ---------------------------------------------------------------------------
-# What stays
+# Choosing tokens
 # ---------------------------------------------------------------------------
 
 
@@ -257,22 +260,23 @@ def chosen(
   repeated: dict[int, Any],
   rows: Bool[Array, " B"],
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-  """What stays of each kind of layers.
+  """Choose the tokens that stay, for each kind of layers.
 
   Args:
-    cache: the cache.
-    counts: for each kind of layers what the policy's `counts` says, [L, B].
-    repeated: of some kinds what a repetition has found, see `Repeated`.
-    rows: bool [B], which rows are evicted; the others stay as they are.
+    cache: Cache before the eviction.
+    counts: Token budgets by the policy's `counts`, [L, B] per kind of layers.
+    repeated: Scores by a repetition of the context for some kinds, see
+      `Repeated`.
+    rows: Rows to evict from, bool [B]; the others do not change.
 
   Returns:
-    by kind of layers, bool [L, B, K, s] over the slots of pages and of the
-    open cache on each device; sums of column masses of the same shape, or None;
-    pages of all heads and of the largest on each device; how many tokens
-    stay open, [B, R]; of each row bool [B, 2], whether some score is NaN,
-    and whether a head's scores are all -inf or the row would keep nothing;
-    bool [], whether some token is of another segment than 1; and by kind, of a
-    policy with choices, which of them heads took, [L, B, K].
+    keep, by kind of layers: bool [L, B, K, s] over the slots of pages and of
+    the open cache on each device; masses, by kind: sums of column masses of the
+    same shape, or None; sizes, by kind: pages of all heads and of the largest
+    on each device; the number of tokens that stay open, [B, R]; error flags
+    bool [B, 2], whether a score is NaN, and whether a head's scores are all
+    -inf or the row would keep nothing; bool [], whether a token has another
+    segment than 1; and choices of the heads, by kind, [L, B, K].
   """
   parts = paged_parts(cache)
   kinds = tuple(parts)
@@ -294,7 +298,7 @@ def chosen(
     marks: jax.Array | None,
   ) -> PyTree:
     stays = _staying(Coords(*at), cache.kind, places, rows)
-    every = []
+    scored_kinds = []
     for n in kinds:
       scored = _scored(
         cache,
@@ -309,43 +313,43 @@ def chosen(
         rows,
         marks,
       )
-      every.append(scored)
-    found = [scored.scores for scored in every]
+      scored_kinds.append(scored)
+    scores = [scored.scores for scored in scored_kinds]
     if policy is None:
-      keep = [x > -jnp.inf for x in found]
+      keep = [x > -jnp.inf for x in scores]
     else:
-      keep = _by_policy(cache, kinds, found, [counts[n] for n in kinds])
+      keep = _by_policy(cache, kinds, scores, [counts[n] for n in kinds])
     others = ~rows[None, :, None, None]
     keep = [
-      kept | (others & (x > -jnp.inf))
-      for kept, x in zip(keep, found, strict=True)
+      head_keep | (others & (head_scores > -jnp.inf))
+      for head_keep, head_scores in zip(keep, scores, strict=True)
     ]
-    wrong = _wrong([scored.flags for scored in every], keep)
+    wrong = _wrong([scored.flags for scored in scored_kinds], keep)
     keeps, masses, sizes, choice = {}, {}, {}, {}
-    for n, mine, scored in zip(kinds, keep, every, strict=True):
+    for n, keep_mask, scored in zip(kinds, keep, scored_kinds, strict=True):
       heads = parts[n].k.shape[2]
       first = places.first_head(heads)
-      mine = lax.dynamic_slice_in_dim(mine, first, heads, 2)
+      keep_mask = lax.dynamic_slice_in_dim(keep_mask, first, heads, 2)
       back = functools.partial(
-        unordered, scored.order, places, mine.shape[3] // places.shards
+        unordered, scored.order, places, keep_mask.shape[3] // places.shards
       )
-      kept = back(mine)
+      keep_slots = back(keep_mask)
       slots = stays.shape[1]
-      open_ = ~stays[None, :, None] & kept[..., -slots:]
-      paged = kept[..., :-slots]
+      open_ = ~stays[None, :, None] & keep_slots[..., -slots:]
+      paged = keep_slots[..., :-slots]
       if cache.kind.grouped:
-        # What was encoded together stays together.
+        # Tokens that share codec constants are kept or dropped together.
         leaves = (Coords(*at).seg > 0) & ~stays
         open_ = _whole_groups(open_, leaves, parts[n].pages.slots)
-        each = paged.reshape(*paged.shape[:3], -1, parts[n].pages.slots)
-        whole = jnp.any(each, -1, keepdims=True)
-        paged = jnp.broadcast_to(whole, each.shape).reshape(paged.shape)
-      kept = jnp.concatenate([paged, open_], 3)
-      keeps[n] = kept
+        by_group = paged.reshape(*paged.shape[:3], -1, parts[n].pages.slots)
+        any_kept = jnp.any(by_group, -1, keepdims=True)
+        paged = jnp.broadcast_to(any_kept, by_group.shape).reshape(paged.shape)
+      keep_slots = jnp.concatenate([paged, open_], 3)
+      keeps[n] = keep_slots
       if n in choosing:
         choice[n] = scored.choice
       masses[n] = None if scored.mass is None else back(scored.mass)
-      sizes[n] = page_counts(kept, parts[n].pages.slots)
+      sizes[n] = page_counts(keep_slots, parts[n].pages.slots)
     opened = jnp.sum(stays, 1, dtype=jnp.int32)[:, None]
     return keeps, masses, sizes, opened, wrong, choice
 
@@ -393,54 +397,56 @@ def chosen(
 
 
 def _wrong(flags: list[jax.Array], keep: list[jax.Array]) -> jax.Array:
-  """Of each row whether a score is NaN, and whether all of a head is lost.
+  """Flag rows with NaN scores, and rows in which a head would lose all.
 
   Args:
-    flags: those of `_Scored`, of each kind of layers.
-    keep: bool [L, B, K, S], what stays of each.
+    flags: `_Scored.flags` of each kind of layers.
+    keep: Tokens that stay, bool [L, B, K, S] per kind.
   """
   nan, lost, real = (
     jnp.stack([jnp.any(x[..., i], (0, 2)) for x in flags]).any(0)
     for i in range(3)
   )
-  kept = jnp.stack([jnp.any(x, (0, 2, 3)) for x in keep]).any(0)
-  # Heads may compete and one keep nothing, but no row loses all.
-  return jnp.stack([nan, lost | (real & ~kept)], 1)
+  keeps_any = jnp.stack([jnp.any(x, (0, 2, 3)) for x in keep]).any(0)
+  # Heads may compete, so one may keep nothing, but no row may lose all.
+  return jnp.stack([nan, lost | (real & ~keeps_any)], 1)
 
 
 def _by_policy(
   cache: EvictingCache, kinds: Sequence[int], scores: list[Any], counts: PyTree
 ) -> list[jax.Array]:
-  """The policy's choice; layers with windows keep what they look back."""
+  """Tokens that the policy keeps; windowed layers keep their window."""
   policy = cache.kind.policy
   assert policy is not None
   global_ = [n for n in kinds if not cache.windowed(n)]
-  which = [i for i, n in enumerate(kinds) if n in global_]
-  made = policy.chosen([scores[i] for i in which], [counts[i] for i in which])
-  found = [x > -jnp.inf for x in scores]
-  for i, keep in zip(which, made, strict=True):
-    found[i] = keep & found[i] | (scores[i] == jnp.inf)
-  return found
+  global_indices = [i for i, n in enumerate(kinds) if n in global_]
+  keeps_global = policy.chosen(
+    [scores[i] for i in global_indices], [counts[i] for i in global_indices]
+  )
+  keeps = [x > -jnp.inf for x in scores]
+  for i, keep in zip(global_indices, keeps_global, strict=True):
+    keeps[i] = keep & keeps[i] | (scores[i] == jnp.inf)
+  return keeps
 
 
 def _staying(
   at: Coords, kind: CacheKind, places: Places, rows: jax.Array
 ) -> jax.Array:
-  """Which of a device's open tokens stay open: bool [B, s].
+  """Mask of a device's open tokens that stay open, bool [B, s].
 
-  All of those rows that are not evicted; `rows`, bool [B], are.
+  In rows that are not evicted (`rows` False) all tokens stay open.
   """
   real = at.seg > 0
   if not kind.recent and not kind.first:
     return real & ~rows[:, None]
   size = at.pos.shape[1]
   first = real & (at.pos < kind.first)
-  whole = at
+  all_at = at
   if places.axis is not None:
-    whole = Coords(*(collectives.gather(x, places.axis, 1) for x in at))
-  index = lax.broadcasted_iota(jnp.int32, whole.pos.shape, 1)
+    all_at = Coords(*(collectives.gather(x, places.axis, 1) for x in at))
+  index = lax.broadcasted_iota(jnp.int32, all_at.pos.shape, 1)
   order = lax.sort(
-    ((whole.seg > 0).astype(jnp.int32), whole.seg, whole.pos, index),
+    ((all_at.seg > 0).astype(jnp.int32), all_at.seg, all_at.pos, index),
     dimension=1,
     num_keys=4,
   )[3]
@@ -448,9 +454,9 @@ def _staying(
   if places.axis is not None:
     me = collectives.axis_index(places.axis)
     rank = lax.dynamic_slice_in_dim(rank, me * size, size, 1)
-  stays = first | (real & (rank >= whole.pos.shape[1] - kind.recent))
+  stays = first | (real & (rank >= all_at.pos.shape[1] - kind.recent))
   if kind.grouped:
-    # Of those that leave, whole groups.
+    # Tokens leave in whole groups only.
     leaves = real & ~stays
     number = jnp.cumsum(leaves, 1, dtype=jnp.int32)
     stays |= leaves & (number > number[:, -1:] // kind.page * kind.page)
@@ -460,27 +466,28 @@ def _staying(
 def _whole_groups(
   keep: Bool[Array, "L B K s"], leaves: Bool[Array, "B s"], group: int
 ) -> jax.Array:
-  """Of the tokens that leave, those of each group of which some are kept."""
+  """Mask of leaving tokens whose group has any kept token."""
   number = jnp.maximum(jnp.cumsum(leaves, 1, dtype=jnp.int32) - 1, 0) // group
   index = jnp.broadcast_to(number[None, :, None], keep.shape)
   none = jnp.zeros((*keep.shape[:3], -(-keep.shape[3] // group)), bool)
   put = lambda x, index, kept: x.at[index].max(kept)
   for _ in range(3):
     put = jax.vmap(put)
-  some = put(none, index, keep & leaves[None, :, None])
-  return jnp.take_along_axis(some, index, 3) & leaves[None, :, None]
+  any_in_group = put(none, index, keep & leaves[None, :, None])
+  return jnp.take_along_axis(any_in_group, index, 3) & leaves[None, :, None]
 
 
 class _Scored(NamedTuple):
-  """Scores of the tokens of a kind of layers, of all heads, in order.
+  """Scores of the tokens of a kind of layers, for all heads, in order.
 
   Fields:
-    scores: [L, B, K, S], inf for tokens that stay open, -inf for empty slots.
-    order: the order of the slots, [L, B, K, S].
-    mass: sums of column masses in order, or None.
-    flags: bool [L, B, K, 3]: whether the policy's scores have a NaN, are all
-      -inf, and whether there is a token; False of layers with windows.
-    choice: int32 [L, B, K] on each device, the highest score of a token.
+    scores: Scores [L, B, K, S]; inf for tokens that stay open, -inf for empty
+      slots.
+    order: Permutation of the slots, [L, B, K, S].
+    mass: Sums of column masses in order, or None.
+    flags: Whether the policy's scores have a NaN, are all -inf, and whether
+      there is a token, bool [L, B, K, 3]; False for windowed layers.
+    choice: Highest score of a token, int32 [L, B, K] on each device.
   """
 
   scores: jax.Array
@@ -503,12 +510,12 @@ def _scored(
   rows: jax.Array,
   marks: jax.Array | None,
 ) -> _Scored:
-  """Scores of all tokens in order, on each device; inf of other rows."""
+  """Score all tokens in order, on each device; inf in rows not evicted."""
   shape, policy, places = cache.shapes[kind], cache.kind.policy, cache.places
   reading = shape.reading
   assert reading is not None
 
-  def one(layer: Index) -> _Scored:
+  def score_layer(layer: Index) -> _Scored:
     lead = part.k.shape[1:3]
     take = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
     views, slots = layer_views(cache, kind, layer, part, at)
@@ -519,8 +526,8 @@ def _scored(
       assert watch_at is not None
       visit = visit_of(cache, kind, lead[1], take(noted.newest), watch_at)
     if noted.total is not None:
-      mine = Noted(total=take(noted.total), squares=take(noted.squares))
-      mean, covariance = moments_of(mine, seen, reading.groups)
+      moments = Noted(total=take(noted.total), squares=take(noted.squares))
+      mean, covariance = moments_of(moments, seen, reading.groups)
     earlier = None if repeated is None else take(repeated)
     if noted.score is not None:
       paged_score = part.pages.read_score(layer)
@@ -547,36 +554,36 @@ def _scored(
     mass, flags = None, jnp.zeros((*lead, 3), bool)
     choice = jnp.zeros(lead, jnp.int32)
     if cache.windowed(kind):
-      near = look.pos >= (length - shape.reach)[:, None, None]
-      scores = jnp.where(near, 0.0, -jnp.inf)
+      in_window = look.pos >= (length - shape.reach)[:, None, None]
+      scores = jnp.where(in_window, 0.0, -jnp.inf)
     elif policy is None:
       scores = jnp.zeros(look.pos.shape, jnp.float32)
     else:
       scores = policy.scores(look).astype(jnp.float32)
-      some = jnp.any(look.real, 2)
+      has_tokens = jnp.any(look.real, 2)
       nan = jnp.any(jnp.isnan(scores) & look.real, 2)
-      lost = some & ~nan & ~jnp.any((scores > -jnp.inf) & look.real, 2)
-      flags = jnp.stack([nan, lost, some], 2) & evicts
+      lost = has_tokens & ~nan & ~jnp.any((scores > -jnp.inf) & look.real, 2)
+      flags = jnp.stack([nan, lost, has_tokens], 2) & evicts
       if policy.choices:
         choice = jnp.max(jnp.where(look.real, scores, 0.0), 2).astype(jnp.int32)
         choice = jnp.where(evicts[..., 0], choice, take(noted.choice))
-      # Only what stays open has more.
+      # inf is reserved for tokens that stay open.
       scores = jnp.minimum(scores, jnp.finfo(jnp.float32).max)
     if policy is not None and policy.sums:
       mass = jnp.where(evicts, look.sums(), look.repeated())
     paged = slots.pos.shape[2] - stays.shape[1]
-    wide = jnp.broadcast_to(stays[:, None], (*lead, stays.shape[1]))
-    exact = jnp.pad(wide, ((0, 0), (0, 0), (paged, 0)))
+    stays_by_head = jnp.broadcast_to(stays[:, None], (*lead, stays.shape[1]))
+    exact = jnp.pad(stays_by_head, ((0, 0), (0, 0), (paged, 0)))
     scores = jnp.where(look.ordered(exact) | ~evicts, jnp.inf, scores)
     scores = jnp.where(look.real, scores, -jnp.inf)
-    whole = places.all_heads
-    return _Scored(whole(scores), order, mass, whole(flags), choice)
+    all_heads = places.all_heads
+    return _Scored(all_heads(scores), order, mass, all_heads(flags), choice)
 
-  return lax.map(one, jnp.arange(shape.layers, dtype=jnp.int32))
+  return lax.map(score_layer, jnp.arange(shape.layers, dtype=jnp.int32))
 
 
 # ---------------------------------------------------------------------------
-# Moving it
+# Repacking
 # ---------------------------------------------------------------------------
 
 
@@ -591,16 +598,16 @@ def repacked(
   room: int,
   segments: bool,
 ) -> EvictingCache:
-  """The tokens that stay: in pages, and in an open cache of `room` slots each.
+  """Copy the tokens that stay into new pages and a new open cache.
 
   Args:
-    cache: the cache.
-    keep: see `chosen`.
-    masses: the same.
-    rows: the same.
-    sizes: pages on a device, and of the largest head, for each kind.
-    room: slots of a shard of the open cache.
-    segments: whether tokens may be of other segments than 1.
+    cache: Cache before the eviction.
+    keep: Tokens that stay, by `chosen`.
+    masses: Sums of column masses, by `chosen`.
+    rows: Rows to evict from, bool [B].
+    sizes: Pages on a device, and of the largest head, for each kind.
+    room: Slots per shard of the open cache.
+    segments: Whether tokens may have other segments than 1.
   """
   parts, places, kind = paged_parts(cache), cache.places, cache.kind
   kinds = tuple(parts)
@@ -616,10 +623,12 @@ def repacked(
     at = Coords(*at)
     stays = _staying(at, kind, places, rows)
     if kind.residual is not None:
-      now = residual.newly_coded(kind, at, stays & rows[:, None], *ends)
+      newly_coded = residual.newly_coded(kind, at, stays & rows[:, None], *ends)
       parts = {
         n: part._replace(
-          **residual.with_codes(kind, part.k, part.v, part.constants, at, now)
+          **residual.with_codes(
+            kind, part.k, part.v, part.constants, at, newly_coded
+          )
         )
         for n, part in parts.items()
       }
@@ -629,15 +638,17 @@ def repacked(
     real = jnp.arange(room, dtype=jnp.int32)[None] < count[:, None]
     pick = lambda x: jnp.take_along_axis(x, order, 1)
     open_at = Coords(pick(at.pos), jnp.where(real, pick(at.seg), 0))
-    made, slots, scores = {}, {}, {}
+    new_pages, slots, scores = {}, {}, {}
     for n in kinds:
-      part, (pages, most) = parts[n], sizes[n]
+      part, (pages, largest) = parts[n], sizes[n]
       lead = part.k.shape[:3]
       old = part.pages.read()
-      kept, here, leaving = keep[n], at, part
+      keep_slots, open_coords, leaving = keep[n], at, part
       if kind.grouped:
-        leaving, here, kept = _in_groups(part, at, stays, kept, kind.page)
-      wide = lambda x, lead=lead: jnp.broadcast_to(
+        leaving, open_coords, keep_slots = _in_groups(
+          part, at, stays, keep_slots, kind.page
+        )
+      over_heads = lambda x, lead=lead: jnp.broadcast_to(
         x[None, :, None], (*lead, x.shape[1])
       )
       k, v = _encoded(cache, leaving)
@@ -646,32 +657,34 @@ def repacked(
         jnp.concatenate([old.v, v], 3),
         Coords(
           *(
-            jnp.concatenate([x, wide(y)], 3)
-            for x, y in zip(old.at, here, strict=True)
+            jnp.concatenate([x, over_heads(y)], 3)
+            for x, y in zip(old.at, open_coords, strict=True)
           )
         ),
         masses[n],
       )
-      made[n] = packed(tokens, kept, part.pages, pages, most, segments)
+      new_pages[n] = packed(
+        tokens, keep_slots, part.pages, pages, largest, segments
+      )
       if kind.policy is not None and kind.policy.selects:
-        made[n] = _bounded(cache, n, made[n], part.constants)
+        new_pages[n] = _bounded(cache, n, new_pages[n], part.constants)
 
-      def along(x: jax.Array) -> jax.Array:
+      def permute(x: jax.Array) -> jax.Array:
         axis = token_axis(x)
         index = jnp.expand_dims(order[None, :, None], 7 - axis)
         return jnp.take_along_axis(x, index, axis)
 
-      slots[n] = LayerKV(along(part.k), along(part.v))
+      slots[n] = LayerKV(permute(part.k), permute(part.v))
       scores[n] = None
       if masses[n] is not None:
         mass = masses[n][..., -at.pos.shape[1] :]
         mass = jnp.take_along_axis(mass, order[None, :, None], 3)
         scores[n] = jnp.where(real[None, :, None], mass, 0)
-    return made, slots, scores, open_at, count[:, None]
+    return new_pages, slots, scores, open_at, count[:, None]
 
   selects = kind.policy is not None and kind.policy.selects
   by_head = dict.fromkeys(kinds, places.by_head)
-  some = {n: None if masses[n] is None else places.by_head for n in kinds}
+  mass_specs = {n: None if masses[n] is None else places.by_head for n in kinds}
   specs = {n: part.pages.specs() for n, part in parts.items()}
   specs = {
     n: tree.with_leaves(
@@ -681,41 +694,43 @@ def repacked(
     )
     for n, x in specs.items()
   }
-  made, slots, scores, at, used = places.local(
+  new_pages, slots, scores, at, used = places.local(
     local,
     (
       {n: part_specs(part) for n, part in parts.items()},
       places.by_example,
       by_head,
-      some,
+      mass_specs,
       P(places.batch or None),
       (P(places.batch or None),) * 2,
     ),
     (
       specs,
       {n: LayerKV(*part_specs(part)[:2]) for n, part in parts.items()},
-      some,
+      mass_specs,
       places.by_example,
       places.by_example,
     ),
   )(parts, cache.open.at, keep, masses, rows, (cache.ends, cache.length))
-  return _with(cache, made, slots, scores, at, used, rows)
+  return _with(cache, new_pages, slots, scores, at, used, rows)
 
 
 def _in_groups(
   part: _Part, at: Coords, stays: jax.Array, keep: jax.Array, group: int
 ) -> tuple[_Part, Coords, jax.Array]:
-  """With the open tokens that leave in front, so that groups are full ones.
+  """Move the leaving open tokens to the front, so that they fill groups.
 
   Args:
-    part: of the layers.
-    at: coordinates [B, s] of the open tokens.
-    stays: bool [B, s], which stay open; of the others there are whole groups.
-    keep: bool [L, B, K, S + s], which of those in pages and of these are kept.
-    group: tokens of a group.
+    part: Arrays of the layers.
+    at: Coordinates of the open tokens, [B, s].
+    stays: Whether an open token stays open, bool [B, s]; the others are whole
+      groups.
+    keep: Whether a token of the pages, or an open one, is kept, bool
+      [L, B, K, S + s].
+    group: Tokens per group.
 
   Returns:
-    the part, coordinates [B, s'] and `keep` of a multiple of the group.
+    `part`, coordinates [B, s'] and `keep`, padded to a multiple of the group.
   """
   slots = at.seg.shape[1]
   leaves = (at.seg > 0) & ~stays
@@ -723,19 +738,19 @@ def _in_groups(
   order = _filled(order.astype(jnp.int32), -(-slots // group) * group)
   count = jnp.sum(leaves, 1, dtype=jnp.int32)
   real = jnp.arange(order.shape[1], dtype=jnp.int32)[None] < count[:, None]
-  along = lambda x: jnp.take_along_axis(x, order[None, :, None, :, None], 3)
+  permute = lambda x: jnp.take_along_axis(x, order[None, :, None, :, None], 3)
   pick = lambda x: jnp.take_along_axis(x, order, 1)
-  here = Coords(pick(at.pos), jnp.where(real, pick(at.seg), 0))
+  open_coords = Coords(pick(at.pos), jnp.where(real, pick(at.seg), 0))
   lead = keep.shape[:3]
   paged, opened = keep[..., : keep.shape[3] - slots], keep[..., -slots:]
   index = jnp.broadcast_to(order[None, :, None], (*lead, order.shape[1]))
   front = jnp.take_along_axis(opened, index, 3) & real[None, :, None]
   keep = jnp.concatenate([paged, front], 3)
-  return part._replace(k=along(part.k), v=along(part.v)), here, keep
+  return part._replace(k=permute(part.k), v=permute(part.v)), open_coords, keep
 
 
 def _filled(order: jax.Array, room: int) -> jax.Array:
-  """The first `room` of [B, s], or more, the last one again and again."""
+  """Cut the columns of [B, s] to `room`, or repeat the last one up to it."""
   size = order.shape[1]
   if room <= size:
     return order[:, :room]
@@ -745,38 +760,41 @@ def _filled(order: jax.Array, room: int) -> jax.Array:
 @bounded
 @functools.partial(jax.jit, static_argnums=1)
 def grown(cache: EvictingCache, room: int) -> EvictingCache:
-  """With `room` slots of the open cache on each shard, more than it has."""
+  """Grow the open cache to `room` slots per shard."""
   places, parts = cache.places, paged_parts(cache)
-  more = room - cache.open.capacity // cache.shards
+  added_slots = room - cache.open.capacity // cache.shards
 
-  def wide(x: jax.Array, axis: int, spec: P) -> jax.Array:
-    pad = [(0, more * (n == axis)) for n in range(x.ndim)]
+  def pad_slots(x: jax.Array, axis: int, spec: P) -> jax.Array:
+    pad = [(0, added_slots * (n == axis)) for n in range(x.ndim)]
     return places.local(lambda x: jnp.pad(x, pad), (spec,), spec)(x)
 
   slots = {
     n: LayerKV(
-      *(wide(x, token_axis(x), places.of_slots(x)) for x in (part.k, part.v))
+      *(
+        pad_slots(x, token_axis(x), places.of_slots(x))
+        for x in (part.k, part.v)
+      )
     )
     for n, part in parts.items()
   }
-  held = cache.open.held
-  at = Coords(*(wide(x, 1, places.by_example) for x in held.at))
-  made = dataclasses.replace(
+  slot_table = cache.open.held
+  at = Coords(*(pad_slots(x, 1, places.by_example) for x in slot_table.at))
+  open_cache = dataclasses.replace(
     cache.open,
     slots=tuple(slots.get(n, x) for n, x in enumerate(cache.open.slots)),
-    held=dataclasses.replace(held, at=at),
+    held=dataclasses.replace(slot_table, at=at),
   )
-  noted = cache.with_scores(lambda x: wide(x, 3, places.by_head))
-  return dataclasses.replace(cache, open=made, noted=noted)
+  noted = cache.with_scores(lambda x: pad_slots(x, 3, places.by_head))
+  return dataclasses.replace(cache, open=open_cache, noted=noted)
 
 
 def _encoded(cache: EvictingCache, part: _Part) -> tuple[jax.Array, jax.Array]:
-  """Open keys and values as pages store them."""
+  """Encode open keys and values in the format of the pages."""
   codec: Any = cache.kind.codec
   if codec is None or cache.open.kind.codec is not None:
     return as_bytes(part.k), as_bytes(part.v)
 
-  def one(
+  def encode(
     vectors: Any, x: jax.Array, constants: Any, pages: jax.Array
   ) -> jax.Array:
     data = jax.vmap(vectors.encode)(x, constants)
@@ -785,14 +803,14 @@ def _encoded(cache: EvictingCache, part: _Part) -> tuple[jax.Array, jax.Array]:
   of_k, of_v = part.constants
   into, v = part.pages, part.v
   if v.shape[-1]:
-    v = one(codec.values, v, of_v, into.v)
-  return one(codec.keys, part.k, of_k, into.k), v
+    v = encode(codec.values, v, of_v, into.v)
+  return encode(codec.keys, part.k, of_k, into.k), v
 
 
 def _bounded(
   cache: EvictingCache, kind: int, pages: Pages, constants: PyTree
 ) -> Pages:
-  """With the bounds of its keys; inside of `Places.local`."""
+  """Compute the key bounds of pages; call inside of `Places.local`."""
   shape = cache.shapes[kind]
   rotation = shape.reading.rotation(cache.limit)
   dtype = cache.open.dtype
@@ -815,16 +833,16 @@ def _with(
   used: jax.Array,
   rows: jax.Array,
 ) -> EvictingCache:
-  """After an eviction of `rows`, bool [B]."""
+  """Assemble the cache after an eviction of `rows`, bool [B]."""
   everywhere = cache.open.held._everywhere
   count = everywhere(used)
-  held = dataclasses.replace(
+  slot_table = dataclasses.replace(
     cache.open.held, at=at, used=count, before=count + 0, mode=FILL
   )
-  made = dataclasses.replace(
+  open_cache = dataclasses.replace(
     cache.open,
     slots=tuple(slots.get(n, x) for n, x in enumerate(cache.open.slots)),
-    held=held,
+    held=slot_table,
   )
   noted = [
     x._replace(score=scores[n], paged=None) if n in scores else x
@@ -832,20 +850,20 @@ def _with(
   ]
   watch, policy = cache.watch, cache.kind.policy
   if watch.at is not None and policy is not None and policy.queries is None:
-    # Queries that were counted are not counted again.
+    # Drop the counted queries, so that none counts twice.
     size = at.pos.shape[1]
-    wide = max(size, watch.at.pos.shape[1])
-    watch = watch.widened(wide)
-    noted = [x.widened(wide) for x in noted]
+    num_queries = max(size, watch.at.pos.shape[1])
+    watch = watch.widened(num_queries)
+    noted = [x.widened(num_queries) for x in noted]
     order = watch.order(size)
     watch = watch.ordered(order).without(rows)
     noted = [x.ordered(order).without(rows) for x in noted]
   return dataclasses.replace(
     cache,
-    open=made,
+    open=open_cache,
     pages=tuple(pages.get(n, x) for n, x in enumerate(cache.pages)),
     noted=tuple(noted),
     watch=watch,
     ends=everywhere(jnp.where(rows, cache.length, cache.ends)),
-    stayed=everywhere(jnp.where(rows, held.tokens(), cache.stayed)),
+    stayed=everywhere(jnp.where(rows, slot_table.tokens(), cache.stayed)),
   )

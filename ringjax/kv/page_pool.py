@@ -1,12 +1,12 @@
 """A pool of pages that the rows of many calls share.
 
 Guarantees: a token is at the slot of its position in the pages of its row's
-table, so nothing about tokens is stored beside them; rows may share pages. What
-a row reads does not depend on the others, bit for bit.
-Cost: an append writes the pages of what is appended, whole: a token alone would
-be written fastest with its heads next to one another, and read fastest without,
-and a TPU's compiler would copy the pool of all layers in each layer between the
-two. The host says where, by tables.
+table, so no metadata of tokens is stored; rows may share pages. What a row
+reads does not depend on the others, bit for bit.
+Cost: an append writes whole pages. A single token would be written fastest with
+its heads adjacent but read fastest without, and a TPU's compiler would copy
+the pool of all layers between the two layouts in each layer. The host assigns
+pages by tables.
 Memory: N pages of P slots for each group of layers, whatever rows there are:
 layers that look back equally far are a group, whose pages can be freed once
 they are out of sight. Recurrent layers have a state for each row instead.
@@ -62,13 +62,13 @@ from ringjax.typing import ArrayLeaf, Index
 
 
 class PageWrites(NamedTuple):
-  """Where the tokens of a call go, in the pages of a group of layers.
+  """Destination of a call's tokens in the pages of a group of layers.
 
   Fields:
-    pages: int32 [R, W], pages of each shard that are written, each once; those
-      out of range are not.
-    source: int32 [R, W, P], which token of the call each slot gets; -1: it
-      stays.
+    pages: Pages of each shard to write, distinct, int32 [R, W]; those out of
+      range are skipped.
+    source: Index of the call's token for each slot, int32 [R, W, P]; -1 keeps
+      the slot.
   """
 
   pages: Int[ArrayLeaf, "R W"]
@@ -77,13 +77,13 @@ class PageWrites(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageGroup:
-  """Layers whose tokens are in the same pages.
+  """Layers that share page tables.
 
   Attributes:
-    reach: tokens before its own that a query looks back, None for all.
-    kinds: which kinds of layers of the model.
-    pages: N, over all devices.
-    token_bytes: of one token, all layers of the group.
+    reach: Number of earlier tokens that a query attends to; None for all.
+    kinds: Indices of the kinds of layers in the group.
+    pages: Number of pages on all devices, N.
+    token_bytes: Bytes of one token in all layers of the group.
   """
 
   reach: int | None
@@ -92,7 +92,7 @@ class PageGroup:
   token_bytes: int
 
 
-# Behind all pages.
+# Page number beyond all pages.
 _FAR = 1 << 30
 
 
@@ -101,17 +101,17 @@ class PagePool:
   """Pages of all layers of a model.
 
   Attributes:
-    slots: for each kind of layer its `LayerKV`, [L, N, K, P, H], or a recurrent
-      one's `State` with a row for each that is served.
-    constants: for each kind of layer the numbers of its codecs, [L, K, n].
-    groups: which layers share tables.
-    page: P.
-    kind: how keys and values are stored.
-    shapes: what each kind of layer keeps of a token.
-    dtype: of keys and values, once decoded.
-    mesh: whose `axis` shards the pages; None is one device.
-    axis: the sequence's axis.
-    heads: the axis that shards the KV heads.
+    slots: For each kind of layer its `LayerKV`, [L, N, K, P, H], or a recurrent
+      one's `State` with a row for each served row.
+    constants: For each kind of layer its codec constants, [L, K, n].
+    groups: Groups of layers that share page tables.
+    page: Slots per page, P.
+    kind: Storage format of keys and values.
+    shapes: For each kind of layer, the shape of one token's cached vectors.
+    dtype: Dtype of keys and values after decoding.
+    mesh: Device mesh whose `axis` shards the pages; None for one device.
+    axis: Mesh axis of the sequence.
+    heads: Mesh axis that shards the KV heads.
   """
 
   slots: tuple[Any, ...]
@@ -139,23 +139,23 @@ class PagePool:
     axis: str | None = None,
     head_axis: str | None = None,
   ) -> PagePool:
-    """Shapes, dtypes and shardings; nothing is allocated.
+    """Specs (shapes, dtypes, shardings) of a pool; allocates nothing.
 
     Args:
-      shapes: what each kind of layer keeps.
-      rows: states of recurrent layers.
-      pages: of a group that looks back so far (None: all), a multiple of the
-        shards.
-      page: slots of a page.
-      dtype: of keys and values.
-      kind: how they are stored, without a policy.
-      mesh: None for one device.
-      axis: the mesh axis that shards the pages.
-      head_axis: the mesh axis that shards the KV heads where they divide.
+      shapes: For each kind of layer, the shape of one token's cached vectors.
+      rows: Number of rows of recurrent state.
+      pages: Number of pages for a group's reach (None: all tokens), a multiple
+        of the number of shards.
+      page: Slots per page.
+      dtype: Dtype of keys and values.
+      kind: Storage format of keys and values, without a policy.
+      mesh: Device mesh; None for one device.
+      axis: Mesh axis that shards the pages.
+      head_axis: Mesh axis that shards the KV heads if it divides them.
 
     Raises:
-      OptionError: a kind that evicts, has a part in host memory, or codecs
-        that differ from head to head.
+      OptionError: If the kind evicts, uses host memory, or has codecs that
+        differ by head.
     """
     kind = kind.resident("a pool of pages")
     if not isinstance(kind.codec, Codec | None):
@@ -168,7 +168,7 @@ class PagePool:
     layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
     reaches = {s.reach if kind.windowed else None for s in layers}
     groups: list[PageGroup] = []
-    made: list[Any] = [None] * len(shapes)
+    pages_of_kind: list[Any] = [None] * len(shapes)
     heads = head_axis
     if mesh is not None and head_axis is not None:
       size = mesh.shape[head_axis]
@@ -182,36 +182,37 @@ class PagePool:
       axes=dict(batch=None, heads=heads, tokens=None),
       codec=kind.codec,
     )
-    # A page stands where a row of an ordinary cache would.
+    # The page axis takes the place of a contiguous cache's batch axis.
     axes = dict(batch=axis, heads=heads, tokens=None)
-    far = lambda reach: math.inf if reach is None else reach
-    for reach in sorted(reaches, key=far, reverse=True):
-      many = pages(reach)
-      mine = tuple(
+    reach_order = lambda reach: math.inf if reach is None else reach
+    for reach in sorted(reaches, key=reach_order, reverse=True):
+      num_pages = pages(reach)
+      kinds = tuple(
         n
         for n, s in enumerate(shapes)
         if isinstance(s, LayerCacheSpec)
         and (s.reach if kind.windowed else None) == reach
       )
       total = 0
-      for n in mine:
-        made[n] = shapes[n].filled_slots(
-          dataclasses.replace(room, batch=many, axes=axes)
+      for n in kinds:
+        pages_of_kind[n] = shapes[n].filled_slots(
+          dataclasses.replace(room, batch=num_pages, axes=axes)
         )
         total += sum(
-          math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in made[n]
+          math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+          for x in pages_of_kind[n]
         )
       groups.append(
         PageGroup(
           reach=reach,
-          kinds=mine,
-          pages=many,
-          token_bytes=total // (many * page),
+          kinds=kinds,
+          pages=num_pages,
+          token_bytes=total // (num_pages * page),
         )
       )
     slots = tuple(
-      s.slots(room) if one is None else one
-      for s, one in zip(shapes, made, strict=True)
+      s.slots(room) if pages_or_none is None else pages_or_none
+      for s, pages_or_none in zip(shapes, pages_of_kind, strict=True)
     )
     return cls(
       slots=slots,
@@ -234,7 +235,7 @@ class PagePool:
     fill: Callable[[Any], Any] = zeros,
     **where: Any,
   ) -> PagePool:
-    """Empty pages; `fill` makes the arrays, the rest is as for `spec`."""
+    """Create empty pages; `fill` makes the arrays, other args as `spec`."""
     empty = cls.spec(shapes, **where)
     constants = filled_constants(shapes, empty.kind, empty.constants)
     return dataclasses.replace(
@@ -243,7 +244,7 @@ class PagePool:
 
   @property
   def shards(self) -> int:
-    """Shards of the pages."""
+    """Number of shards of the pages."""
     if self.axis is None:
       return 1
     assert self.mesh is not None
@@ -251,11 +252,11 @@ class PagePool:
 
   @property
   def recurrent(self) -> bool:
-    """Whether some layers keep a state."""
+    """Whether some layers are recurrent."""
     return any(isinstance(x, State) for x in self.slots)
 
   def nbytes(self) -> int:
-    """Bytes of all devices together."""
+    """Total bytes on all devices."""
     return sum(x.nbytes for x in jax.tree.leaves(self.slots))
 
   def call(
@@ -267,30 +268,30 @@ class PagePool:
     shared: tuple[SharedTiles, ...] | None = None,
     parents: Int[Array, "B T"] | None = None,
   ) -> PooledCache:
-    """What a call of the model sees.
+    """View of the pool for one call of the model.
 
     Args:
-      tables: for each group the pages of the call's rows: page n of a row is
-        number n // R on shard n % R, there counted from 0; -1 is none.
-      ends: tokens of each row behind this call.
-      rows: which state of recurrent layers each row has; those out of range
-        are not written.
-      fresh: rows that begin.
-      shared: for each group the tiles that rows share, for calls of a few
-        tokens a row.
-      parents: of a call whose tokens form trees, see `Transformer.__call__`.
-        They are then in consecutive slots whatever their positions, see
-        `moved`.
+      tables: For each group the pages of the call's rows: page n of a row is
+        entry n // R of shard n % R, numbered per shard; -1 marks no page.
+      ends: Number of tokens of each row after this call.
+      rows: Index of each row's recurrent state; states out of range are not
+        written.
+      fresh: Whether a row begins, with empty states.
+      shared: For each group the tiles that rows share, for calls of a few
+        tokens per row.
+      parents: Parent of each token if they form trees, see
+        `Transformer.__call__`. The tokens then take consecutive slots whatever
+        their positions, see `moved`.
     """
     of_state = lambda x: isinstance(x, State)
 
-    def taken(x: PyTree) -> PyTree:
-      found = jnp.take(x, rows, 1, mode="clip")
-      new = fresh.reshape(1, -1, *(1,) * (found.ndim - 2))
-      return jnp.where(new, jnp.zeros_like(found), found)
+    def take_states(x: PyTree) -> PyTree:
+      states = jnp.take(x, rows, 1, mode="clip")
+      new = fresh.reshape(1, -1, *(1,) * (states.ndim - 2))
+      return jnp.where(new, jnp.zeros_like(states), states)
 
     slots = tuple(
-      jax.tree.map(taken, x) if of_state(x) else x for x in self.slots
+      jax.tree.map(take_states, x) if of_state(x) else x for x in self.slots
     )
     return PooledCache(
       pool=self,
@@ -309,18 +310,18 @@ class PagePool:
     tables: tuple[Int[ArrayLeaf, "B R m"], ...],
     ends: Int[ArrayLeaf, " B"],
   ) -> PooledRows:
-    """What some rows hold, for calls that append nothing.
+    """View of some rows, for calls that append nothing.
 
     Args:
-      tables: see `call`.
-      ends: tokens of each row.
+      tables: Page tables, see `call`.
+      ends: Number of tokens of each row.
     """
     return PooledRows(pool=self, tables=tables, ends=ends)
 
   def _group(self, kind: int) -> int:
-    """Which group a kind of layer is in."""
-    (found,) = (n for n, g in enumerate(self.groups) if kind in g.kinds)
-    return found
+    """Index of the group of a kind of layer."""
+    (group,) = (n for n, g in enumerate(self.groups) if kind in g.kinds)
+    return group
 
   def read_pages(
     self,
@@ -328,16 +329,15 @@ class PagePool:
     pages: Int[Array, "R k"],
     layers: tuple[int, int] | None = None,
   ) -> tuple[Any, ...]:
-    """What some pages hold, as it is stored.
+    """Read the stored contents of some pages.
 
     Args:
-      group: of layers.
-      pages: k pages of each shard, counted there from 0.
-      layers: of the model, first and end, that are read; None for all.
+      group: Index of the group of layers.
+      pages: k pages of each shard, numbered per shard.
+      layers: First and end layer of the model to read; None for all.
 
     Returns:
-      For each array of the group's layers that holds anything of these:
-      [L, R k, ...].
+      Pages [L, R k, ...] of each array of the group with any of these layers.
     """
     cuts = self.layer_ranges(group, layers)
     if not any(cuts):
@@ -347,23 +347,25 @@ class PagePool:
   def layer_ranges(
     self, group: int, layers: tuple[int, int] | None = None
   ) -> tuple[range, ...]:
-    """Which of its layers each array of a group has, of some of the model.
+    """Range of layers within each array of a group, for layers of the model.
 
     Args:
-      group: of layers.
-      layers: of the model, first and end; None for all.
+      group: Index of the group of layers.
+      layers: First and end layer of the model; None for all.
     """
-    found: list[range] = []
+    ranges: list[range] = []
     for kind in self.groups[group].kinds:
       for x in self.slots[kind]:
         if not x.size:
           continue
         if layers is None:
-          found.append(range(x.shape[0]))
+          ranges.append(range(x.shape[0]))
           continue
-        which = self.shapes[kind].which
-        found.append(range(*(bisect.bisect_left(which, n) for n in layers)))
-    return tuple(found)
+        layer_indices = self.shapes[kind].which
+        ranges.append(
+          range(*(bisect.bisect_left(layer_indices, n) for n in layers))
+        )
+    return tuple(ranges)
 
   def write_pages(
     self,
@@ -371,12 +373,12 @@ class PagePool:
     pages: Int[Array, "R k"],
     held: tuple[Any, ...],
   ) -> PagePool:
-    """The pool whose pages hold what `read_pages` returned.
+    """Write back to pages what `read_pages` returned.
 
     Args:
-      group: of layers.
+      group: Index of the group of layers.
       pages: k pages of each shard; those out of range are not written.
-      held: see `read_pages`.
+      held: Contents of the pages, by `read_pages`.
     """
     written = iter(self._each(group, _put_pages, pages, held))
     slots = list(self.slots)
@@ -386,20 +388,20 @@ class PagePool:
     return dataclasses.replace(self, slots=tuple(slots))
 
   def read_states(self, row: Int[Array, ""]) -> tuple[Any, ...]:
-    """The states that a row has of recurrent layers."""
-    one = lambda x: x[:, row]
+    """Read a row's states of the recurrent layers."""
+    take_row = lambda x: x[:, row]
     return tuple(
-      jax.tree.map(one, x) for x in self.slots if isinstance(x, State)
+      jax.tree.map(take_row, x) for x in self.slots if isinstance(x, State)
     )
 
   def write_states(
     self, row: Int[Array, ""], held: tuple[Any, ...]
   ) -> PagePool:
-    """The pool whose row has the states that `read_states` returned."""
-    rest = iter(held)
+    """Write back to a row the states that `read_states` returned."""
+    new_states = iter(held)
     put = lambda x, new: x.at[:, row].set(new)
     slots = tuple(
-      jax.tree.map(put, x, next(rest)) if isinstance(x, State) else x
+      jax.tree.map(put, x, next(new_states)) if isinstance(x, State) else x
       for x in self.slots
     )
     return dataclasses.replace(self, slots=slots)
@@ -410,13 +412,13 @@ class PagePool:
     source: Int[Array, "B n"],
     target: Int[Array, "B n"],
   ) -> PagePool:
-    """The pool where tokens of rows are in other slots, bit for bit.
+    """Move tokens of rows to other slots, bit for bit.
 
     Args:
-      tables: see `call`; of pages that are a row's own.
-      source: slots of the tokens, counted in their rows, those of a row within
+      tables: Page tables, see `call`; no other row may share the pages.
+      source: Slots of the tokens within their rows; those of a row lie within
         n of one another.
-      target: where they go, likewise; below 0 they stay.
+      target: New slots, likewise; tokens with negative ones are not moved.
     """
     slots = list(self.slots)
     for n, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
@@ -425,7 +427,7 @@ class PagePool:
         for x in (source, target)
       )
 
-      def one(
+      def move_tokens(
         x: jax.Array, reads: PageWrites = reads, writes: PageWrites = writes
       ) -> jax.Array:
         def layer(at: jax.Array, x: jax.Array) -> jax.Array:
@@ -435,40 +437,40 @@ class PagePool:
         return lax.fori_loop(0, x.shape[0], layer, x) if x.size else x
 
       for kind in group.kinds:
-        slots[kind] = LayerKV(*map(one, slots[kind]))
+        slots[kind] = LayerKV(*map(move_tokens, slots[kind]))
     return dataclasses.replace(self, slots=tuple(slots))
 
   def _tokens(
     self, x: jax.Array, layer: jax.Array, reads: PageWrites, source: jax.Array
   ) -> jax.Array:
-    """What one layer has of tokens, as `written` takes it.
+    """Read tokens of one layer, in the layout that `written` takes.
 
     Args:
-      x: an array of pages.
-      layer: which of them.
-      reads: as if they were written there.
-      source: slots of the tokens, [B, n].
+      x: Array of pages.
+      layer: Index of the layer in the array.
+      reads: Pages and slots of the tokens, as `writes` gives them.
+      source: Slots of the tokens, [B, n].
     """
     last = token_axis(x) == 4
 
     def local(x: jax.Array, layer: jax.Array, reads: PageWrites) -> jax.Array:
-      held = x.at[layer, reads.pages[0]].get(mode="clip")
+      vectors = x.at[layer, reads.pages[0]].get(mode="clip")
       # [W P, K, X].
-      held = jnp.transpose(held, (0, 3, 1, 2) if last else (0, 2, 1, 3))
-      held = held.reshape(-1, *held.shape[2:])
+      vectors = jnp.transpose(vectors, (0, 3, 1, 2) if last else (0, 2, 1, 3))
+      vectors = vectors.reshape(-1, *vectors.shape[2:])
       token = reads.source[0].reshape(-1)
       token = jnp.where(token < 0, source.size, token)
       place = jnp.full((source.size,), token.size, jnp.int32)
       number = jnp.arange(token.size, dtype=jnp.int32)
       place = place.at[token].set(number, mode="drop")
-      held = held.at[place].get(mode="fill", fill_value=0)
+      vectors = vectors.at[place].get(mode="fill", fill_value=0)
       if self.axis is None:
-        return held
-      # Each token is on one shard; of its bits the sum is exact.
+        return vectors
+      # Each token is on one shard, so the sum over its bits is exact.
       bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-      whole = lax.bitcast_convert_type(held, bits)
-      whole = collectives.total(whole, self.axis)
-      return lax.bitcast_convert_type(whole, x.dtype)
+      summed_bits = lax.bitcast_convert_type(vectors, bits)
+      summed_bits = collectives.total(summed_bits, self.axis)
+      return lax.bitcast_convert_type(summed_bits, x.dtype)
 
     if self.mesh is not None:
       local = jax.shard_map(
@@ -478,52 +480,56 @@ class PagePool:
         out_specs=P(None, self.heads),
         check_vma=False,
       )
-    held = local(x, layer, reads)
-    held = held.reshape(*source.shape, *held.shape[1:])
-    return jnp.transpose(held, (0, 2, 3, 1) if last else (0, 2, 1, 3))
+    vectors = local(x, layer, reads)
+    vectors = vectors.reshape(*source.shape, *vectors.shape[1:])
+    return jnp.transpose(vectors, (0, 2, 3, 1) if last else (0, 2, 1, 3))
 
   def writes(
     self, group: int, table: Int[Array, "B R m"], new: Coords
   ) -> PageWrites:
-    """Where tokens of rows go.
+    """Find the pages and slots to which tokens of rows are written.
 
     Args:
-      group: of layers.
-      table: see `call`.
-      new: slots [B, T] of tokens, those of a row within T of one another, and
-        segments; of segment 0 they go nowhere.
+      group: Index of the group of layers.
+      table: Page table, see `call`.
+      new: Slots [B, T] of tokens, those of a row within T of one another, and
+        segments; tokens of segment 0 are not written.
     """
     (batch, tokens), page, shards = new.pos.shape, self.page, self.shards
     local = self.groups[group].pages // shards
-    many = -(-(tokens - 1) // page) + 1
+    pages_per_row = -(-(tokens - 1) // page) + 1
     real = new.seg > 0
     number = new.pos // page
     first = jnp.min(jnp.where(real, number, _FAR), 1, keepdims=True)
-    which = jnp.arange(many, dtype=jnp.int32)[None]
-    # Of each row the pages from its first one on, shard by shard.
-    touched = first + which
-    own = jnp.clip(touched // shards, 0, table.shape[2] - 1)
-    found = jnp.take_along_axis(table, own[:, None], 2)
+    page_offset = jnp.arange(pages_per_row, dtype=jnp.int32)[None]
+    # Pages of each row from the first that it writes, shard by shard.
+    touched = first + page_offset
+    local_page = jnp.clip(touched // shards, 0, table.shape[2] - 1)
+    page_index = jnp.take_along_axis(table, local_page[:, None], 2)
     shard = jnp.arange(shards, dtype=jnp.int32)[None, :, None]
-    here = (touched[:, None] % shards == shard) & (found >= 0)
-    found = jnp.where(here & (first < _FAR)[:, None], found, local)
-    found = jnp.swapaxes(found, 0, 1).reshape(shards, -1)
-    # Two pieces of a row may end and begin in one page.
-    same = found[:, :, None] == found[:, None, :]
-    whose = jnp.argmax(same, 2).astype(jnp.int32)
-    order = jnp.arange(batch * many, dtype=jnp.int32)[None]
-    alone = (whose == order) & (found < local)
+    on_shard = (touched[:, None] % shards == shard) & (page_index >= 0)
+    page_index = jnp.where(
+      on_shard & (first < _FAR)[:, None], page_index, local
+    )
+    page_index = jnp.swapaxes(page_index, 0, 1).reshape(shards, -1)
+    # One chunk of a row may end in the page in which another begins.
+    same_page = page_index[:, :, None] == page_index[:, None, :]
+    whose = jnp.argmax(same_page, 2).astype(jnp.int32)
+    order = jnp.arange(batch * pages_per_row, dtype=jnp.int32)[None]
+    alone = (whose == order) & (page_index < local)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    place = jnp.where(real, row * many + number - first, batch * many)
+    place = jnp.where(
+      real, row * pages_per_row + number - first, batch * pages_per_row
+    )
     take = lambda x: jnp.take(x, place.reshape(-1), 1, mode="clip")
-    goes = real.reshape(1, -1) & (take(found) < local)
-    into = jnp.where(goes, take(whose), batch * many)
-    source = jnp.full((shards, batch * many, page), -1, jnp.int32)
+    goes = real.reshape(1, -1) & (take(page_index) < local)
+    into = jnp.where(goes, take(whose), batch * pages_per_row)
+    source = jnp.full((shards, batch * pages_per_row, page), -1, jnp.int32)
     at = jnp.broadcast_to((new.pos % page).reshape(1, -1), into.shape)
-    each = jnp.arange(shards, dtype=jnp.int32)[:, None]
+    shard_index = jnp.arange(shards, dtype=jnp.int32)[:, None]
     token = jnp.arange(batch * tokens, dtype=jnp.int32)[None]
-    source = source.at[each, into, at].set(token, mode="drop")
-    return PageWrites(jnp.where(alone, found, local + order), source)
+    source = source.at[shard_index, into, at].set(token, mode="drop")
+    return PageWrites(jnp.where(alone, page_index, local + order), source)
 
   def written(
     self,
@@ -532,13 +538,13 @@ class PagePool:
     new: Shaped[Array, "B K _ _"],
     writes: PageWrites,
   ) -> jax.Array:
-    """An array of pages with tokens of rows.
+    """Write tokens of rows to an array of pages.
 
     Args:
-      old: the array.
-      layer: int32 [], which of the L.
-      new: the tokens, as they are stored.
-      writes: where they go.
+      old: Array of pages.
+      layer: Index of the layer in the array, int32 [].
+      new: Tokens in the stored format.
+      writes: Destination pages and slots.
     """
     last = token_axis(old) == 4
     if not last:
@@ -551,44 +557,46 @@ class PagePool:
       old: jax.Array, flat: jax.Array, writes: PageWrites, layer: Index
     ) -> jax.Array:
       pages, source = writes.pages[0], writes.source[0]
-      made = jnp.take(flat.astype(old.dtype), source, 0, mode="clip")
+      new_pages = jnp.take(flat.astype(old.dtype), source, 0, mode="clip")
       # [W, P, K, X].
-      made = jnp.transpose(made, (0, 2, 3, 1) if last else (0, 2, 1, 3))
+      new_pages = jnp.transpose(
+        new_pages, (0, 2, 3, 1) if last else (0, 2, 1, 3)
+      )
       keeps = source < 0
       keeps = keeps[:, None, None] if last else keeps[:, None, :, None]
 
       def put(old: jax.Array, layer: Index) -> jax.Array:
-        there = old.at[layer, pages].get(mode="clip")
+        old_pages = old.at[layer, pages].get(mode="clip")
         spot = row_major(old).at[layer, pages]
-        whole = jnp.where(keeps, there, made)
-        return spot.set(whole, mode="drop", unique_indices=True)
+        merged = jnp.where(keeps, old_pages, new_pages)
+        return spot.set(merged, mode="drop", unique_indices=True)
 
       return scattered_layer(old, layer, put)
 
     if self.mesh is None:
       return local(old, flat, writes, layer)
-    held = P(None, self.axis, self.heads)
+    pages_spec = P(None, self.axis, self.heads)
     return jax.shard_map(
       local,
       mesh=self.mesh,
-      in_specs=(held, P(None, self.heads), P(self.axis), P()),
-      out_specs=held,
+      in_specs=(pages_spec, P(None, self.heads), P(self.axis), P()),
+      out_specs=pages_spec,
       check_vma=False,
     )(old, flat, writes, layer)
 
   def copy_states(
     self, source: Int[Array, " n"], target: Int[Array, " n"]
   ) -> PagePool:
-    """The pool where rows have the states of others.
+    """Copy recurrent states from rows to other rows.
 
     Args:
-      source: rows.
-      target: which get theirs; those out of range are not written.
+      source: Rows to copy from.
+      target: Rows to copy to; those out of range are not written.
     """
 
     def copied(x: jax.Array) -> jax.Array:
-      held = jnp.take(x, source, 1, mode="clip")
-      return x.at[:, target].set(held, mode="drop")
+      states = jnp.take(x, source, 1, mode="clip")
+      return x.at[:, target].set(states, mode="drop")
 
     slots = tuple(
       jax.tree.map(copied, x) if isinstance(x, State) else x for x in self.slots
@@ -596,15 +604,14 @@ class PagePool:
     return dataclasses.replace(self, slots=slots)
 
   def page_shapes(self, group: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """Of each array of `read_pages` the shape of one page [L, ...] and its
-    dtype."""
+    """Shape [L, ...] of one page and dtype, for each array of `read_pages`."""
     return tuple(
       ((x.shape[0], *x.shape[2:]), np.dtype(x.dtype))
       for x in self._arrays(group)
     )
 
   def page_axes(self, group: int) -> tuple[int, ...]:
-    """Of each array of `read_pages` the axis of tokens in one page."""
+    """Token axis of one page, for each array of `read_pages`."""
     return tuple(token_axis(x) - 1 for x in self._arrays(group))
 
   def _arrays(self, group: int) -> tuple[Any, ...]:
@@ -614,23 +621,23 @@ class PagePool:
   def _each(
     self, group: int, work: Callable[..., Any], pages: jax.Array, *more: Any
   ) -> tuple[Any, ...]:
-    """A function of a group's arrays and of pages, shard by shard."""
+    """Apply `work` to a group's arrays and pages, shard by shard."""
     arrays = self._arrays(group)
     if self.mesh is None:
       return work(arrays, pages, *more)
-    held = P(None, self.axis, self.heads)
+    pages_spec = P(None, self.axis, self.heads)
     return jax.shard_map(
       work,
       mesh=self.mesh,
-      in_specs=(held, P(self.axis), *(held for _ in more)),
-      out_specs=held,
+      in_specs=(pages_spec, P(self.axis), *(pages_spec for _ in more)),
+      out_specs=pages_spec,
       check_vma=False,
     )(arrays, pages, *more)
 
   def _coords(self, table: jax.Array, ends: jax.Array) -> Coords:
-    """Coordinates [B, S] of the slots that a table names, shard by shard."""
-    b, shards, many = table.shape
-    number = jnp.arange(many, dtype=jnp.int32)[None] * shards
+    """Coordinates [B, S] of the slots of a table, shard by shard."""
+    b, shards, pages_per_shard = table.shape
+    number = jnp.arange(pages_per_shard, dtype=jnp.int32)[None] * shards
     number = number + jnp.arange(shards, dtype=jnp.int32)[:, None]
     inside = jnp.arange(self.page, dtype=jnp.int32)
     pos = number[..., None] * self.page + inside[None, None]
@@ -643,14 +650,16 @@ class PagePool:
 def _take_pages(
   cuts: tuple[range, ...], arrays: tuple[Any, ...], pages: jax.Array
 ) -> tuple[Any, ...]:
-  def one(x: jax.Array, cut: range) -> jax.Array:
+  def take_layers(x: jax.Array, cut: range) -> jax.Array:
     if len(cut) == x.shape[0]:
       return jnp.take(x, pages[0], 1, mode="clip")
-    # One gather: a part of the pool would be a copy.
+    # One gather: slicing the layers first would copy part of the pool.
     layer = np.arange(cut.start, cut.stop, dtype=np.int32)[:, None]
     return x.at[layer, pages[0][None]].get(mode="clip")
 
-  return tuple(one(x, cut) for x, cut in zip(arrays, cuts, strict=True) if cut)
+  return tuple(
+    take_layers(x, cut) for x, cut in zip(arrays, cuts, strict=True) if cut
+  )
 
 
 def _put_pages(
@@ -671,12 +680,12 @@ tree.register(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PooledRows:
-  """Rows of a pool, which a call reads; an argument of jit.
+  """Read-only view of rows of a pool; an argument of jit.
 
   Attributes:
-    pool: the pool.
-    tables: see `PagePool.call`.
-    ends: int32 [B], tokens of each row.
+    pool: Pool of pages.
+    tables: Page tables, see `PagePool.call`.
+    ends: Number of tokens of each row, int32 [B].
   """
 
   pool: PagePool
@@ -699,8 +708,8 @@ class PooledRows:
     ends = jnp.asarray(self.ends)
     rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
     tables = tuple(map(jnp.asarray, self.tables))
-    held = self.pool.call(tables, ends, rows, rows < 0)
-    return held.layer(kind, slots, index)
+    cache = self.pool.call(tables, ends, rows, rows < 0)
+    return cache.layer(kind, slots, index)
 
 
 tree.register(PooledRows, ("pool", "tables", "ends"), ())
@@ -711,17 +720,17 @@ class PooledCache:
   """A pool with the tables of some rows, for one call of a model.
 
   Attributes:
-    pool: the pool; its arrays may be those before the call.
-    slots: the arrays, and the states of the call's rows.
-    tables: see `PagePool.call`.
-    at: coordinates of the slots of each group, [B, S]; of a tree and the text
+    pool: Pool of pages; its arrays may be those before the call.
+    slots: Arrays of the pool, and states of the call's rows.
+    tables: Page tables, see `PagePool.call`.
+    at: Coordinates of the slots of each group, [B, S]; for a tree and the text
       before it those of `ops.ancestors`.
-    ends: int32 [B].
-    rows: int32 [B].
-    new: slots and segments of the call's tokens, [B, T].
-    shared: see `PagePool.call`.
-    parents: see `PagePool.call`.
-    writes: for each group where the call's tokens go.
+    ends: Number of tokens of each row after the call, int32 [B].
+    rows: Index of each row's recurrent state, int32 [B].
+    new: Slots and segments of the call's tokens, [B, T].
+    shared: Tiles that rows share, see `PagePool.call`.
+    parents: Parent of each token in a tree, see `PagePool.call`.
+    writes: For each group, the destination of the call's tokens.
   """
 
   pool: PagePool
@@ -734,7 +743,7 @@ class PooledCache:
   shared: tuple[SharedTiles, ...] | None = None
   parents: Int[Array, "B T"] | None = None
   writes: tuple[PageWrites, ...] = ()
-  # Rows of a pool have no contexts of cross-attention.
+  # A pool has no encoder states for cross-attention.
   states = None
 
   @property
@@ -751,16 +760,16 @@ class PooledCache:
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], tokens of each row."""
+    """Number of tokens of each row, int32 [B]."""
     return self.ends
 
   def allocate(
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> PooledCache:
-    """With the coordinates [B, T] of the call's tokens.
+    """Assign slots to the call's tokens with coordinates [B, T].
 
     Raises:
-      OptionError: tokens that are sharded: all devices need them.
+      OptionError: If the tokens are sharded: all devices need all of them.
     """
     if not replicated or not sees:
       raise OptionError(
@@ -771,7 +780,7 @@ class PooledCache:
       )
     if self.parents is None:
       return self._with_new(at)
-    # The text before the tree is of the ancestors of all of its tokens.
+    # The text before the tree counts as ancestor of all its tokens.
     drafted = tree_coords(self.parents, at)
     start = self.ends - jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
 
@@ -779,18 +788,19 @@ class PooledCache:
       number = held.pos - start[:, None]
       inside = (number >= 0) & (held.seg > 0)
       number = jnp.clip(number, 0, at.pos.shape[1] - 1)
-      own = [jnp.take_along_axis(x, number, 1) for x in drafted]
+      tree_coord = [jnp.take_along_axis(x, number, 1) for x in drafted]
       seg = jnp.where(held.seg > 0, MOST_DRAFTED, 0)
       return Coords(
-        jnp.where(inside, own[0], held.pos), jnp.where(inside, own[1], seg)
+        jnp.where(inside, tree_coord[0], held.pos),
+        jnp.where(inside, tree_coord[1], seg),
       )
 
     slots = start[:, None] + jnp.arange(at.pos.shape[1], dtype=jnp.int32)[None]
-    made = self._with_new(Coords(slots, at.seg))
-    return dataclasses.replace(made, at=tuple(map(with_tree, self.at)))
+    cache = self._with_new(Coords(slots, at.seg))
+    return dataclasses.replace(cache, at=tuple(map(with_tree, self.at)))
 
   def _with_new(self, new: Coords) -> PooledCache:
-    """With what a call appends: slots and segments."""
+    """Set the slots and segments of the appended tokens."""
     shape = (self.ends.shape[0], new.pos.shape[1])
     new = Coords(*(jnp.broadcast_to(x, shape) for x in new))
     writes = tuple(
@@ -800,7 +810,7 @@ class PooledCache:
     return dataclasses.replace(self, new=new, writes=writes)
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> PooledCache:
-    """Itself: it keeps all tokens, whatever their ids are."""
+    """Return itself: this cache keeps all tokens, whatever their ids."""
     del tokens, at
     return self
 
@@ -810,16 +820,16 @@ class PooledCache:
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))
 
   def updated(self, slots: tuple[Any, ...]) -> PagePool:
-    """The pool after the layers."""
+    """Return the pool with the arrays after the layers."""
 
     def put(old: PyTree, new: PyTree) -> PyTree:
       return old.at[:, self.rows].set(new.astype(old.dtype), mode="drop")
 
-    made = tuple(
+    new_slots = tuple(
       jax.tree.map(put, old, new) if isinstance(new, State) else new
       for old, new in zip(self.pool.slots, slots, strict=True)
     )
-    return dataclasses.replace(self.pool, slots=made)
+    return dataclasses.replace(self.pool, slots=new_slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -858,7 +868,7 @@ class PooledLayer:
     )
 
   def for_reading(self, rotation: Rotation) -> PooledLayer:
-    """For a call that appends nothing; see `KVLayer.for_reading`."""
+    """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
     return dataclasses.replace(self, rotation=rotation.general())
 
   def observe(
@@ -897,12 +907,14 @@ class PooledLayer:
     return (view,)
 
   def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Those of this layer: [K, n] each."""
-    one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False)
-    return jax.tree.map(one, self.cache.pool.constants[self.kind])
+    """Codec constants of this layer, [K, n] each."""
+    of_layer = lambda x: lax.dynamic_index_in_dim(
+      x, self.index, 0, keepdims=False
+    )
+    return jax.tree.map(of_layer, self.cache.pool.constants[self.kind])
 
   def _written(self, old: jax.Array, new: jax.Array) -> jax.Array:
-    """An array of pages with the call's tokens, [B, K, T, X] or as stored."""
+    """Write the call's tokens, [B, K, T, X] or stored codes, to the pages."""
     if not old.size:
       return old
     writes = self.cache.writes[self.group]

@@ -62,11 +62,11 @@ MEMORIES = (HOST, "device")
 
 
 class TieredSnapshot(NamedTuple):
-  """What `TieredCache.restore` needs; blocks are not copied.
+  """State of a `TieredCache` for `restore`; blocks are not copied.
 
   Fields:
-    open: the open cache.
-    held: which token is in which slot of the blocks.
+    open: Copy of the open cache.
+    held: Slot table (token of each slot) of the blocks.
   """
 
   open: KVCache
@@ -78,14 +78,14 @@ class TieredCache(WithOpenCache):
   """Blocks of older tokens in host memory, and an open cache of the newest.
 
   Attributes:
-    open: the newest tokens.
-    held: which token is in which slot of the blocks; on the devices.
-    blocks: for each kind of layer its blocks, [L N, B, K, P, X] for keys and
-      for values, see `HostView`; None where all stays on the devices.
-    kind: of the cache, with `device`.
-    limit: tokens of a row that it was made for.
-    memory: where the blocks are, one of `MEMORIES`.
-    places: over which mesh axes it is sharded.
+    open: Open cache of the newest tokens.
+    held: Slot table (token of each slot) of the blocks, on the devices.
+    blocks: For each kind of layer its blocks, [L N, B, K, P, X] for keys and
+      for values, see `HostView`; None if all stays on the devices.
+    kind: Cache kind, with `device` set.
+    limit: Maximum number of tokens in a row.
+    memory: Memory kind of the blocks, one of `MEMORIES`.
+    places: Mesh axes that shard the blocks.
   """
 
   held: ContiguousSlots
@@ -106,15 +106,15 @@ class TieredCache(WithOpenCache):
     dtype: DTypeLike,
     **where: Any,
   ) -> TieredCache:
-    """An empty cache; the arguments are those of `spec`.
+    """Create an empty cache; takes the arguments of `spec`.
 
     Raises:
-      OptionError: also for devices without such a memory.
+      OptionError: If the devices lack this memory, or as `spec` does.
     """
     empty = cls.spec(shapes, batch, capacity, dtype, **where)
     _check_memory(empty)
     where.pop("memory", None)
-    made = KVCache.create(
+    open_cache = KVCache.create(
       shapes,
       batch,
       empty.open.capacity,
@@ -122,15 +122,17 @@ class TieredCache(WithOpenCache):
       **where | {"kind": empty.open.kind},
     )
     zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
-    held = jax.tree.map(zeros, empty.held)
+    slot_table = jax.tree.map(zeros, empty.held)
     if empty.mesh is None:
-      # Blocks have a device of their own, and so has all that a call returns:
-      # a cache that begins without would be another type to jit.
-      made, held = jax.device_put((made, held), default_device())
+      # Blocks are committed to a device, and so is all that a call returns:
+      # an uncommitted cache at the start would make jit compile twice.
+      open_cache, slot_table = jax.device_put(
+        (open_cache, slot_table), default_device()
+      )
     return dataclasses.replace(
       empty,
-      open=made,
-      held=held,
+      open=open_cache,
+      held=slot_table,
       blocks=jax.tree.map(host_zeros, empty.blocks),
     )
 
@@ -146,29 +148,29 @@ class TieredCache(WithOpenCache):
     memory: str = HOST,
     **where: Any,
   ) -> TieredCache:
-    """Such a cache of shapes, dtypes and shardings; see `KVCache.spec`.
+    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
 
     Args:
-      shapes: what each kind of layer keeps.
-      batch: B.
-      capacity: tokens of a row.
-      dtype: of keys and values.
-      kind: with `device`.
-      memory: of the older part: "pinned_host"; "device" to compare with.
-      **where: as in `KVCache.spec`.
+      shapes: For each kind of layer, the shape of one token's cached vectors.
+      batch: Number of rows, B.
+      capacity: Tokens per row.
+      dtype: Dtype of keys and values.
+      kind: Cache kind, with `device` set.
+      memory: Memory kind of the blocks: "pinned_host", or "device" as baseline.
+      **where: Mesh and sharding arguments of `KVCache.spec`.
 
     Raises:
-      OptionError: also for a memory that is not one of these.
+      OptionError: If `memory` is none of these, or as `KVCache.spec` does.
     """
     one_of("memory", memory, MEMORIES, remedy="leave it out")
     mesh: Any = where.get("mesh")
     axis = where.get("axis")
     size = mesh.shape[axis] if axis is not None else 1
     local = min(_open_slots(kind, size) * size, capacity)
-    made = KVCache.spec(
+    open_cache = KVCache.spec(
       shapes, batch, local, dtype, kind=kind.opened(), **where
     )
-    # Refuses what does not divide, of the whole capacity.
+    # Only for its check that the shards divide the whole capacity.
     KVCache.spec((), batch, capacity, dtype, kind=kind.opened(), **where)
     count = -(-capacity // size // kind.room)
     room = CacheSpec(
@@ -185,23 +187,23 @@ class TieredCache(WithOpenCache):
       target=where.get("platform"),
     )
     return cls(
-      open=made,
+      open=open_cache,
       held=ContiguousSlots.spec(room),
       blocks=tuple(
         _blocks_spec(shape, room, kind.room, size * count, memory)
-        if isinstance(shape, LayerCacheSpec) and made._ring(n) is None
+        if isinstance(shape, LayerCacheSpec) and open_cache._ring(n) is None
         else None
         for n, shape in enumerate(shapes)
       ),
       kind=kind,
       limit=capacity,
       memory=memory,
-      # Heads that do not divide are left out array by array, `_with_heads`.
+      # `_with_heads` drops the head axis for arrays whose heads do not divide.
       places=Places.of(room, 0),
     )
 
   # -------------------------------------------------------------------------
-  # What it is
+  # Size and contents
   # -------------------------------------------------------------------------
 
   @property
@@ -211,23 +213,23 @@ class TieredCache(WithOpenCache):
   @property
   def at(self) -> Coords:
     """Coordinates of all slots, [B, S]: of the blocks, then the open ones."""
-    both = zip(self.held.at, self.open.at, strict=True)
-    return Coords(*(jnp.concatenate(pair, 1) for pair in both))
+    pairs = zip(self.held.at, self.open.at, strict=True)
+    return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position behind each row's last token; 0 if empty."""
+    """int32 [B], the position after each row's last token; 0 if empty."""
     at = self.held.at
     older = jnp.max(jnp.where(at.seg > 0, at.pos + 1, 0), 1)
     return jnp.maximum(self.open.length, older)
 
   def bytes_by_memory(self) -> dict[str, int]:
-    """Bytes of all shards together, by the kind of memory."""
-    found = {"device": 0, self.memory: 0}
+    """Total bytes of all shards, by memory kind."""
+    sizes = {"device": 0, self.memory: 0}
     for x in jax.tree.leaves(self):
       memory = HOST if x.sharding.memory_kind == HOST else "device"
-      found[memory] += x.nbytes
-    return found
+      sizes[memory] += x.nbytes
+    return sizes
 
   def explain(
     self,
@@ -237,40 +239,40 @@ class TieredCache(WithOpenCache):
     weights: int | float = 0,
     host_bandwidth: int | float = HOST_BANDWIDTH,
   ) -> CacheReport:
-    """What it takes in each memory, and how fast tokens come behind it.
+    """Report use of each memory, and the decode speed that it allows.
 
     Args:
-      machine: see `KVCache.explain`.
-      tokens: of a row that a decode step reads; default: all that fit. Those
-        beyond `kind.device` come from the hosts.
-      weights: bytes of weights on a device that a step reads too.
-      host_bandwidth: bytes a second that a device copies from its host; no
-        machine states it.
+      machine: Hardware to assume, see `KVCache.explain`.
+      tokens: Tokens per row that a decode step reads; default: all that fit.
+        Those beyond `kind.device` come from the hosts.
+      weights: Bytes of weights per device that a step also reads.
+      host_bandwidth: Host-to-device bandwidth in bytes/s; the tables of
+        machines do not include it.
 
     Raises:
-      OptionError: see `KVCache.explain`.
+      OptionError: If the machine is unknown, or more tokens than fit.
     """
     return report(self, machine, tokens, weights, host_bandwidth)
 
   def free(self) -> np.ndarray | None:
-    """Tokens that may still come, int [B, R]; None where they are traced.
+    """Number of tokens that still fit, int [B, R]; None under a trace.
 
     Slots that `truncate` left empty in a block are not free.
     """
     if isinstance(self.open.held.used, jax.core.Tracer):
       return None
-    taken = host(self.open.held.used) + host(self.held.used)
-    return self.limit // self.shards - taken
+    used_slots = host(self.open.held.used) + host(self.held.used)
+    return self.limit // self.shards - used_slots
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Refuses tokens that do not fit; see `KVCache.check`.
+    """Check that tokens fit; see `KVCache.check`.
 
     Raises:
-      PromptError: also for tokens that do not fit into the open cache:
-        `evict` and `with_room` make room.
-      OptionError: also for a cache on which `evict` was called.
+      PromptError: If they do not fit, in the open cache either: `evict` and
+        `with_room` make room.
+      OptionError: If `evict` was called on this cache.
     """
     if self.lost:
       raise OptionError(
@@ -283,11 +285,11 @@ class TieredCache(WithOpenCache):
     if free is None or batch != self.batch:
       self.open.check(batch, tokens, replicated=replicated, sees=sees)
       return
-    held = int(host(self.held.used).max(initial=0))
-    if not sees and held:
+    block_tokens = int(host(self.held.used).max(initial=0))
+    if not sees and block_tokens:
       raise OptionError(
         "attend",
-        f"ContextParallel() behind {held} tokens in the cache",
+        f"ContextParallel() behind {block_tokens} tokens in the cache",
         "an empty cache, for the old tokens would not be seen",
         "pass attend=CachedAttention(), or leave it out",
       )
@@ -301,14 +303,14 @@ class TieredCache(WithOpenCache):
         f"at most {fit(free)}",
         "make a larger one, with model.init_cache(batch, capacity)",
       )
-    now = self.open.free()
-    assert now is not None
-    if tokens > fit(now):
+    open_free = self.open.free()
+    assert open_free is not None
+    if tokens > fit(open_free):
       raise PromptError(
         "cache",
         f"{tokens} more tokens, where the part on the devices has "
         f"{self.open.capacity} slots",
-        f"at most {fit(now)} now",
+        f"at most {fit(open_free)} now",
         f"call cache.evict().with_room({tokens}) before, outside of jit",
       )
     self.open.check(batch, tokens, replicated=replicated, sees=sees)
@@ -320,11 +322,11 @@ class TieredCache(WithOpenCache):
   def allocate(
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> TieredCache:
-    held = self.held
+    block_table = self.held
     if not sees:
-      held = _emptied(held, slice(None))
-    made = self.open.allocate(at, replicated=replicated, sees=sees)
-    return dataclasses.replace(self, open=made, held=held)
+      block_table = _emptied(block_table, slice(None))
+    open_cache = self.open.allocate(at, replicated=replicated, sees=sees)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> TieredLayer:
     inner = self.open.layer(kind, slots, index)
@@ -336,69 +338,68 @@ class TieredCache(WithOpenCache):
     return dataclasses.replace(self, open=self.open.updated(slots))
 
   # -------------------------------------------------------------------------
-  # Moving
+  # Moving tokens to the host
   # -------------------------------------------------------------------------
 
   def steps(self) -> int:
-    """How many single tokens may come before `evict` is called."""
+    """Number of tokens that can be appended before `evict` is due."""
     free = self.open.free()
     assert free is not None
     return int(free.sum(1).min())
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> TieredCache:
-    """With room in the open cache again: as `evict`.
+    """Make room in the open cache by `evict`.
 
-    Of all rows: what moves stays as it is.
+    Applies to all rows: moving tokens does not change them.
     """
     del rows
     return self.evict()
 
   def evict(self) -> TieredCache:
-    """With older tokens in the blocks, and an open cache of its least size.
+    """Move older tokens to the blocks and shrink the open cache.
 
-    Call it between calls of the model, outside of jit. The cache on which it
-    is called must not be used any more, nor another that shares its blocks,
-    for they are written in place: `take` makes one with blocks of its own.
+    Call it between calls of the model, outside of jit. Blocks are written in
+    place: do not use this cache again, nor others that share its blocks;
+    `take` returns a cache with copied blocks.
 
     Raises:
-      OptionError: inside of jit.
+      OptionError: If called under a trace.
     """
     self._refuse_trace("evict")
     size, block = self.shards, self.kind.room
-    least = min(_open_slots(self.kind, size), self.limit // size)
+    min_slots = min(_open_slots(self.kind, size), self.limit // size)
     used, older = host(self.open.held.used), host(self.held.used)
-    # Shards that have fewer tokens of a row keep fewer: the next ones go to
-    # these.
+    # Shards that have fewer tokens of a row keep fewer: they get the next.
     total = used + older
     stay = -(-(self.kind.device or 0) // size)
     stay = np.maximum(stay - (total.max(1, keepdims=True) - total), 0)
     number = np.maximum(used - stay, 0) // block
     number = np.minimum(number, (self.held.local - older) // block)
-    if least == self.limit // size:
-      # Whatever comes fits on the devices.
+    if min_slots == self.limit // size:
+      # All tokens fit on the devices.
       number = np.zeros_like(number)
     count = jnp.asarray(number, jnp.int32)
-    made = self
+    cache = self
     if number.any():
       slots = tuple(
         None if blocks is None else x
         for blocks, x in zip(self.blocks, self.open.slots, strict=True)
       )
-      made = dataclasses.replace(
+      cache = dataclasses.replace(
         self,
         held=_noted(self.held, self.open.held, count, block, self.places),
         blocks=moved_blocks(
           self.blocks, slots, self.held.used, count, self.memory, self.places
         ),
       )
-    local = max(least, int((used - block * number).max(initial=0)))
+    local = max(min_slots, int((used - block * number).max(initial=0)))
     if number.any() or local != self.open.held.local:
       shift = jnp.asarray(block * number, jnp.int32)
-      made = made._with_open(shift, local)
-    return made
+      cache = cache._with_open(shift, local)
+    return cache
 
   def _sized(self, local: int) -> TieredCache:
-    """With an open cache of so many slots on each shard; nothing moves."""
+    """Resize the open cache to `local` slots per shard; nothing moves."""
     if local == self.open.held.local:
       return self
     return self._with_open(
@@ -406,37 +407,37 @@ class TieredCache(WithOpenCache):
     )
 
   def _with_open(self, shift: jax.Array, local: int) -> TieredCache:
-    """With the open cache that `_shifted` makes."""
-    whole = tuple(x is not None for x in self.blocks)
-    made = _shifted(self.open, shift, local, whole, self.places)
-    return dataclasses.replace(self, open=made)
+    """Drop `shift` tokens of the open cache and resize it, by `_shifted`."""
+    keeps_all = tuple(x is not None for x in self.blocks)
+    open_cache = _shifted(self.open, shift, local, keeps_all, self.places)
+    return dataclasses.replace(self, open=open_cache)
 
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
 
   def truncate(self, length: Ends, most: int | None = None) -> TieredCache:
-    """Without the tokens at positions from `length` on; see `KVCache.truncate`.
+    """Drop the tokens at positions from `length` on; see `KVCache.truncate`.
 
-    A block that is then in part empty stays so.
+    A block that becomes partly empty is not refilled.
     """
     end = jnp.asarray(length, jnp.int32).reshape(-1)
     end = jnp.broadcast_to(end, (self.batch,))
-    made = self.open.truncate(end, most)
-    held = self.held.truncate(end)
+    open_cache = self.open.truncate(end, most)
+    block_table = self.held.truncate(end)
     block = self.kind.room
-    used = held._everywhere(-(-held.used // block) * block)
-    held = dataclasses.replace(held, used=used, before=used + 0)
-    return dataclasses.replace(self, open=made, held=held)
+    used = block_table._everywhere(-(-block_table.used // block) * block)
+    block_table = dataclasses.replace(block_table, used=used, before=used + 0)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> TieredCache:
-    """Of the last call's T tokens those in `kept`; see `KVCache.keep`.
+    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`.
 
     Raises:
-      OptionError: also where an `evict` since has moved some of these.
+      OptionError: If `evict` has moved some of them since.
     """
-    before = self.open.held.before
-    if not isinstance(before, jax.core.Tracer) and host(before).min() < 0:
+    last_call = self.open.held.before
+    if not isinstance(last_call, jax.core.Tracer) and host(last_call).min() < 0:
       raise OptionError(
         "cache",
         "keep, where tokens of the last call have moved to the blocks",
@@ -446,98 +447,100 @@ class TieredCache(WithOpenCache):
     return dataclasses.replace(self, open=self.open.keep(kept))
 
   def snapshot(self) -> TieredSnapshot:
-    """What `restore` goes back to; the open cache is copied."""
+    """Save the state for `restore`; copies the open cache."""
     return jax.tree.map(jnp.copy, TieredSnapshot(self.open, self.held))
 
   def restore(self, snapshot: TieredSnapshot) -> TieredCache:
     """As it was at a snapshot of the same cache, before later appends."""
-    made, held = jax.tree.map(jnp.copy, snapshot)
-    return dataclasses.replace(self, open=made, held=held)
+    open_cache, block_table = jax.tree.map(jnp.copy, snapshot)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
 
   def reset(self, rows: RowIndices) -> TieredCache:
-    """With these rows, int [n], empty; the others are as they were."""
-    made = self.open.reset(rows)
-    held = _emptied(self.held, np.asarray(rows))
-    held = jax.tree.map(
-      lambda x, old: jax.device_put(x, old.sharding), held, self.held
+    """Empty these rows, int [n]; the others stay."""
+    open_cache = self.open.reset(rows)
+    block_table = _emptied(self.held, np.asarray(rows))
+    block_table = jax.tree.map(
+      lambda x, old: jax.device_put(x, old.sharding), block_table, self.held
     )
-    return dataclasses.replace(self, open=made, held=held)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
 
   def insert(self, rows: RowIndices, other: TieredCache) -> TieredCache:
-    """With the rows of another cache in place of `rows`, int [n].
+    """Replace `rows`, int [n], by the rows of another cache.
 
     Cost: a copy of all blocks, in the hosts' memory.
 
     Raises:
-      OptionError: a cache of another model, capacity, kind or mesh.
-      ShapeError: not as many rows as the other cache has.
+      OptionError: If model, capacity, kind or mesh of the caches differ.
+      ShapeError: If `rows` are not as many as the other cache has.
     """
     self._refuse_trace("insert")
-    mine, theirs = self._same_size(other)
-    made = mine.open.insert(rows, theirs.open)
+    this, theirs = self._same_size(other)
+    open_cache = this.open.insert(rows, theirs.open)
     index = np.asarray(rows)
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-      found = np.array(_on_host(x, "insert"))
-      found[:, index] = _on_host(new, "insert")
-      return jax.device_put(found, x.sharding)
+      rows_on_host = np.array(_on_host(x, "insert"))
+      rows_on_host[:, index] = _on_host(new, "insert")
+      return jax.device_put(rows_on_host, x.sharding)
 
-    held = jax.tree.map(
+    block_table = jax.tree.map(
       lambda x, new: jax.device_put(x.at[index].set(new), x.sharding),
       self.held,
       other.held,
     )
     blocks = jax.tree.map(put, self.blocks, other.blocks)
-    return dataclasses.replace(self, open=made, held=held, blocks=blocks)
+    return dataclasses.replace(
+      self, open=open_cache, held=block_table, blocks=blocks
+    )
 
   def take(self, examples: RowIndices) -> TieredCache:
-    """Of these rows, int [B'], each as often as it is named.
+    """Gather these rows, int [B'], with repetition.
 
     Cost: a copy of their blocks, in the hosts' memory.
 
     Raises:
-      ShapeError: not a list of row numbers.
-      OptionError: inside of jit, or blocks of several processes.
+      ShapeError: If `examples` is not a list of row indices.
+      OptionError: If called under a trace, or if blocks are on other hosts.
     """
     self._refuse_trace("take", examples)
-    made = self.open.take(examples)
+    open_cache = self.open.take(examples)
     index = np.asarray(examples)
 
-    def one(axis: int, x: jax.Array) -> jax.Array:
-      found = np.take(_on_host(x, "take"), index, axis)
-      return jax.device_put(found, rows_sharding(x, index.size, axis))
+    def take_rows(axis: int, x: jax.Array) -> jax.Array:
+      rows = np.take(_on_host(x, "take"), index, axis)
+      return jax.device_put(rows, rows_sharding(x, index.size, axis))
 
     return dataclasses.replace(
       self,
-      open=made,
-      held=jax.tree.map(functools.partial(one, 0), self.held),
-      blocks=jax.tree.map(functools.partial(one, 1), self.blocks),
+      open=open_cache,
+      held=jax.tree.map(functools.partial(take_rows, 0), self.held),
+      blocks=jax.tree.map(functools.partial(take_rows, 1), self.blocks),
     )
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
-    """Tokens of a row, in arrays of the host; see `KVCache.export`.
+    """Copy a row's tokens to host arrays; see `KVCache.export`.
 
-    A cache without a part in host memory takes them too.
+    A cache without host memory can load them, too.
     """
     self._refuse_trace("export")
     row = int(self.open._rows([row])[0])
-    found, rings = self.open.located(self.at, row, start, stop)
+    located_slots, rings = self.open.located(self.at, row, start, stop)
     older = self.held.capacity
-    split = found < older
+    split = located_slots < older
 
     def joined(x: jax.Array, blocks: jax.Array) -> np.ndarray:
       axis = token_axis(x) - 1
       newer = _on_host(x[:, row], "export")
-      newer = np.take(newer, found[~split] - older, axis)
+      newer = np.take(newer, located_slots[~split] - older, axis)
       # [L, N, K, P, X]
       part = self._by_layer(_on_host(blocks, "export")[:, row], len(x))
-      number, slot = np.divmod(found[split], self.kind.room)
+      number, slot = np.divmod(located_slots[split], self.kind.room)
       part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
       part = np.moveaxis(part, 1, axis)
       order = np.argsort(np.argsort(~split, kind="stable"))
       return np.take(np.concatenate([part, newer], axis), order, axis)
 
-    def one(kind: int, slots: PyTree) -> PyTree:
+    def export_layer(kind: int, slots: PyTree) -> PyTree:
       blocks, number = self.blocks[kind], self.open._ring(kind)
       if blocks is not None:
         return jax.tree.map(joined, slots, blocks)
@@ -547,8 +550,10 @@ class TieredCache(WithOpenCache):
       )
       return jax.tree.map(take, slots)
 
-    parts: Any = tuple(one(n, x) for n, x in enumerate(self.open.slots))
-    at = Coords(*(jnp.asarray(host(x)[row][found]) for x in self.at))
+    parts: Any = tuple(
+      export_layer(n, x) for n, x in enumerate(self.open.slots)
+    )
+    at = Coords(*(jnp.asarray(host(x)[row][located_slots]) for x in self.at))
     return Blocks(at, parts, self.open.kind)
 
   def load(
@@ -556,12 +561,12 @@ class TieredCache(WithOpenCache):
   ) -> TieredCache:
     """Appends exported tokens to a row, bit for bit; see `KVCache.load`.
 
-    They pass through the open cache, part by part, but all at once where
-    layers have ring buffers. As behind `evict`, this cache is used up.
+    They pass through the open cache in steps of a block, or all at once if
+    layers have ring buffers. As after `evict`, do not use this cache again.
 
     Raises:
-      PromptError: too few free slots.
-      OptionError: see `KVCache.load`.
+      PromptError: If there are too few free slots.
+      OptionError: If kind or model differ, or rotated keys would move.
     """
     self._refuse_trace("load")
     row = int(self.open._rows([row])[0])
@@ -569,53 +574,53 @@ class TieredCache(WithOpenCache):
     count = at.pos.shape[0]
     free = self.free()
     assert free is not None
-    left = int(free.sum(1)[row])
-    if count > left:
+    free_slots = int(free.sum(1)[row])
+    if count > free_slots:
       raise PromptError(
         "blocks",
-        f"{count} tokens for a row with {left} free slots",
-        f"at most {left}",
+        f"{count} tokens for a row with {free_slots} free slots",
+        f"at most {free_slots}",
         "make a larger cache, with model.init_cache(batch, capacity)",
       )
     step = count if self.open.rings else self.kind.room
     cut = lambda x, first, axis: x[
       (slice(None),) * axis + (slice(first, first + step),)
     ]
-    made = self
+    cache = self
     for first in range(0, count, step):
       short = lambda x, first=first: cut(x, first, token_axis(x))
-      each = lambda x, first=first: Coords(*(cut(y, first, 0) for y in x))
+      cut_coords = lambda x, first=first: Coords(*(cut(y, first, 0) for y in x))
       part = blocks._replace(
-        at=each(blocks.at), parts=jax.tree.map(short, blocks.parts)
+        at=cut_coords(blocks.at), parts=jax.tree.map(short, blocks.parts)
       )
-      made = made.evict().with_room(min(step, count - first))
-      loaded = made.open.load(row, part, each(at))
-      made = dataclasses.replace(made, open=loaded)
-    return made.evict()
+      cache = cache.evict().with_room(min(step, count - first))
+      loaded = cache.open.load(row, part, cut_coords(at))
+      cache = dataclasses.replace(cache, open=loaded)
+    return cache.evict()
 
   def gathered(self, device: jax.Device) -> TieredCache:
-    """The same tokens on one device and its host."""
+    """Copy the cache to one device and its host."""
     self._refuse_trace("gathered")
     block, size = self.kind.room, self.shards
     count = self.held.capacity // block
-    # Of each row, the blocks that are used, of one shard after another.
-    each = np.arange(count) % (count // size) * block
+    # Used blocks of each row come first, ordered by shard.
+    slot = np.arange(count) % (count // size) * block
     shard = np.arange(count) // (count // size)
-    empty = each[None] >= host(self.held.used)[:, shard]
+    empty = slot[None] >= host(self.held.used)[:, shard]
     order = np.argsort(empty, axis=1, kind="stable")
 
-    def one(x: jax.Array) -> jax.Array:
+    def gather_blocks(x: jax.Array) -> jax.Array:
       index = order.T[None].reshape(1, count, -1, *(1,) * (x.ndim - 2))
       apart = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
-      found = np.take_along_axis(apart, index, 1).reshape(x.shape)
+      ordered = np.take_along_axis(apart, index, 1).reshape(x.shape)
       memory = x.sharding.memory_kind
-      where = SingleDeviceSharding(device, memory_kind=memory)
-      return jax.device_put(found, where)
+      sharding = SingleDeviceSharding(device, memory_kind=memory)
+      return jax.device_put(ordered, sharding)
 
     def coords(x: jax.Array) -> jax.Array:
       apart = host(x).reshape(self.batch, count, block)
-      found = np.take_along_axis(apart, order[..., None], 1)
-      return move(jnp.asarray(found.reshape(self.batch, -1)), device)
+      ordered = np.take_along_axis(apart, order[..., None], 1)
+      return move(jnp.asarray(ordered.reshape(self.batch, -1)), device)
 
     used = jnp.asarray(host(self.held.used).sum(1, keepdims=True))
     used = move(used, device)
@@ -625,16 +630,16 @@ class TieredCache(WithOpenCache):
       held=ContiguousSlots(
         at=Coords(*map(coords, self.held.at)), used=used, before=used + 0
       ),
-      blocks=jax.tree.map(one, self.blocks),
+      blocks=jax.tree.map(gather_blocks, self.blocks),
       places=Places(),
     )
 
   def _by_layer(self, x: np.ndarray, layers: int) -> np.ndarray:
-    """[L, N, ...] of blocks [L N, ...], which are shard by shard."""
-    # Not by -1: values that are parts of keys have no numbers.
-    each = x.shape[0] // layers
-    apart = x.reshape(self.shards, layers, each // self.shards, *x.shape[1:])
-    return np.moveaxis(apart, 0, 1).reshape(layers, each, *x.shape[1:])
+    """Reshape blocks [L N, ...], stored shard by shard, to [L, N, ...]."""
+    # No -1 in the reshape: values that are part of the keys have size 0.
+    blocks = x.shape[0] // layers
+    apart = x.reshape(self.shards, layers, blocks // self.shards, *x.shape[1:])
+    return np.moveaxis(apart, 0, 1).reshape(layers, blocks, *x.shape[1:])
 
   def _refuse_trace(self, what: str, *more: Any) -> None:
     if any(
@@ -699,7 +704,7 @@ class TieredLayer(WithOpenLayer):
 def _open_slots(kind: CacheKind, shards: int) -> int:
   """Slots of the open cache on each shard.
 
-  Two blocks beside what stays: between two moves a block's tokens can come.
+  Two more blocks than what stays: a block's tokens fit between two moves.
   """
   return -(-(kind.device or 0) // shards) + 2 * kind.room
 
@@ -708,37 +713,37 @@ def _blocks_spec(
   shape: LayerCacheSpec, room: CacheSpec, block: int, count: int, memory: str
 ) -> LayerKV:
   """Shapes, dtypes and shardings of the blocks of a kind of layer."""
-  one = dataclasses.replace(
+  block_spec = dataclasses.replace(
     room, capacity=block, mesh=None, axes={}, target=room.platform
   )
 
   def blocks(x: Any) -> Any:
-    layers, *rest = x.shape
-    names = ("tokens", "batch", "heads") if 0 not in rest else ()
-    found = room.like((layers * count, *rest), x.dtype, names)
-    if 0 in rest:
-      return found
-    sharding = found.sharding
+    layers, *dims = x.shape
+    names = ("tokens", "batch", "heads") if 0 not in dims else ()
+    spec = room.like((layers * count, *dims), x.dtype, names)
+    if 0 in dims:
+      return spec
+    sharding = spec.sharding
     if sharding is None:
       sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
     else:
       sharding = sharding.with_memory_kind(memory)
-    return jax.ShapeDtypeStruct(found.shape, x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=sharding)
 
-  return LayerKV(*map(blocks, shape.slots(one)))
+  return LayerKV(*map(blocks, shape.slots(block_spec)))
 
 
 def default_device() -> jax.Device:
-  """Where an array without a sharding is made."""
+  """The device of arrays without a sharding."""
   config: Any = jax.config
-  found = config.jax_default_device
-  if isinstance(found, jax.Device):
-    return found
-  return jax.local_devices(backend=found)[0]
+  device = config.jax_default_device
+  if isinstance(device, jax.Device):
+    return device
+  return jax.local_devices(backend=device)[0]
 
 
 def _check_memory(cache: TieredCache) -> None:
-  """Refuses devices that have no such memory."""
+  """Check that the devices have the memory of the blocks."""
   mesh = cache.mesh
   device = default_device() if mesh is None else mesh.local_devices[0]
   kinds = [memory.kind for memory in device.addressable_memories()]
@@ -752,7 +757,7 @@ def _check_memory(cache: TieredCache) -> None:
 
 
 def host_zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-  """Zeros of this shape and sharding, made in the hosts' memory."""
+  """Zeros of this shape and sharding, created in the hosts' memory."""
   if x.sharding is None or x.sharding.memory_kind != HOST:
     return jnp.zeros(x.shape, x.dtype, device=x.sharding)
   part = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
@@ -762,10 +767,10 @@ def host_zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _on_host(x: jax.Array, what: str) -> np.ndarray:
-  """An array on this host.
+  """Copy an array to this host.
 
   Raises:
-    OptionError: parts of it are on other hosts.
+    OptionError: If parts of it are on other hosts.
   """
   if not x.is_fully_addressable:
     raise OptionError(
@@ -778,7 +783,7 @@ def _on_host(x: jax.Array, what: str) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------
-# What an eviction does
+# Moving blocks
 # ---------------------------------------------------------------------------
 
 
@@ -792,15 +797,15 @@ def moved_blocks(
   memory: str,
   places: Places,
 ) -> PyTree:
-  """Blocks with the first tokens of the open cache behind those they have.
+  """Append the first tokens of the open cache to the blocks.
 
   Args:
-    blocks: for each kind of layer, or None.
-    slots: of the open cache, the same tree.
-    older: int32 [B, R], slots of the blocks in use.
-    count: int32 [B, R], how many blocks move.
-    memory: of the blocks.
-    places: over which axes these are sharded.
+    blocks: Blocks of each kind of layer, or None.
+    slots: Slots of the open cache, the same tree.
+    older: Slots of the blocks in use, int32 [B, R].
+    count: Number of blocks to move, int32 [B, R].
+    memory: Memory kind of the blocks.
+    places: Mesh axes that shard the blocks.
   """
   space = jax.memory.Space.Host if memory == HOST else jax.memory.Space.Device
 
@@ -808,7 +813,7 @@ def moved_blocks(
     old: jax.Array, new: jax.Array, older: jax.Array, count: jax.Array
   ) -> jax.Array:
     layers, rows = new.shape[:2]
-    many = old.shape[0] // layers
+    blocks_per_layer = old.shape[0] // layers
     axis, block = token_axis(new), old.shape[token_axis(old)]
     size = [1, 1, *new.shape[2:]]
     size[axis] = block
@@ -820,11 +825,11 @@ def moved_blocks(
         def layer(which: Index, flat: jax.Array) -> jax.Array:
           corner = [which, b, *(jnp.int32(0),) * 3]
           corner[axis] = n * block
-          found = lax.dynamic_slice(new, corner, size)[0]
-          place = (which * many + first + n) * rows + b
+          block_slots = lax.dynamic_slice(new, corner, size)[0]
+          place = (which * blocks_per_layer + first + n) * rows + b
           # Along one axis: TPU writes the host's memory no other way.
           return lax.dynamic_update_slice_in_dim(
-            flat, jax.device_put(found, space), place, 0
+            flat, jax.device_put(block_slots, space), place, 0
           )
 
         return loop(layers, layer, flat)
@@ -833,17 +838,21 @@ def moved_blocks(
 
     return loop(rows, row, old.reshape(-1, *old.shape[2:])).reshape(old.shape)
 
-  def one(old: jax.Array, new: jax.Array) -> jax.Array:
+  def move_layer(old: jax.Array, new: jax.Array) -> jax.Array:
     if not new.size:
       return old
-    here = _with_heads(places, old.shape[2])
-    spec = P(here.tokens or None, here.batch or None, here.heads or None)
-    rows = here.by_example
-    return here.local(local, (spec, here.of_slots(new), rows, rows), spec)(
-      old, new, older, count
+    layer_places = _with_heads(places, old.shape[2])
+    spec = P(
+      layer_places.tokens or None,
+      layer_places.batch or None,
+      layer_places.heads or None,
     )
+    rows = layer_places.by_example
+    return layer_places.local(
+      local, (spec, layer_places.of_slots(new), rows, rows), spec
+    )(old, new, older, count)
 
-  return jax.tree.map(one, blocks, slots)
+  return jax.tree.map(move_layer, blocks, slots)
 
 
 @bounded
@@ -855,7 +864,7 @@ def _noted(
   block: int,
   places: Places,
 ) -> ContiguousSlots:
-  """Which token is in which slot of the blocks, behind `moved_blocks`."""
+  """Slot table of the blocks after `moved_blocks`."""
 
   def local(
     old: Coords, new: Coords, older: jax.Array, count: jax.Array
@@ -883,14 +892,14 @@ def _shifted(
   whole: tuple[bool, ...],
   places: Places,
 ) -> KVCache:
-  """An open cache of `size` slots a shard, without the first `shift` [B, R].
+  """Drop the first `shift` tokens of the open cache and resize it.
 
   Args:
-    cache: the open cache.
-    shift: int32 [B, R].
-    size: slots of a shard.
-    whole: for each kind of layer whether it keeps all tokens.
-    places: over which axes it is sharded.
+    cache: Open cache.
+    shift: Number of tokens to drop, int32 [B, R].
+    size: New number of slots per shard.
+    whole: For each kind of layer, whether it keeps all tokens.
+    places: Mesh axes that shard the slots.
   """
 
   def moved(x: jax.Array, shift: jax.Array) -> jax.Array:
@@ -899,45 +908,47 @@ def _shifted(
     index = jnp.minimum(index, x.shape[axis] - 1)
     return jnp.take_along_axis(x, by_token(index, x), axis)
 
-  def one(x: jax.Array) -> jax.Array:
+  def shift_layer(x: jax.Array) -> jax.Array:
     if not x.size:
       return jnp.zeros((*x.shape[:3], size * cache.shards, 0), x.dtype)
-    here = _with_heads(places, x.shape[2])
-    spec = here.of_slots(x)
-    return here.local(moved, (spec, here.by_example), spec)(x, shift)
+    layer_places = _with_heads(places, x.shape[2])
+    spec = layer_places.of_slots(x)
+    return layer_places.local(moved, (spec, layer_places.by_example), spec)(
+      x, shift
+    )
 
-  held, rows = cache.held, places.by_example
-  each = places.local(moved, (rows, rows), rows)
-  pos, seg = (each(x, shift) for x in held.at)
-  used = held._everywhere(held.used - shift)
+  slot_table, rows = cache.held, places.by_example
+  shift_coords = places.local(moved, (rows, rows), rows)
+  pos, seg = (shift_coords(x, shift) for x in slot_table.at)
+  used = slot_table._everywhere(slot_table.used - shift)
   slot = jnp.arange(size * cache.shards, dtype=jnp.int32) % size
   shard = jnp.arange(size * cache.shards, dtype=jnp.int32) // size
   real = slot[None] < jnp.take(used, shard, axis=1)
   return dataclasses.replace(
     cache,
     slots=tuple(
-      jax.tree.map(one, x) if all_ else x
+      jax.tree.map(shift_layer, x) if all_ else x
       for x, all_ in zip(cache.slots, whole, strict=True)
     ),
     held=dataclasses.replace(
-      held,
+      slot_table,
       at=Coords(pos, jnp.where(real, seg, 0)),
       used=used,
-      # Below 0: so many of the last call's tokens are in the blocks.
-      before=held._everywhere(held.before - shift),
+      # Negative: that many of the last call's tokens are in the blocks.
+      before=slot_table._everywhere(slot_table.before - shift),
     ),
   )
 
 
 def _with_heads(places: Places, heads: int) -> Places:
-  """Where arrays with so many KV heads are: sharded only if these divide."""
+  """Places of arrays with `heads` KV heads: sharded only if these divide."""
   if not places.heads or heads % places.size(places.heads) == 0:
     return places
   return dataclasses.replace(places, heads=())
 
 
 def _emptied(held: ContiguousSlots, rows: Any) -> ContiguousSlots:
-  """With these rows empty."""
+  """Slot table with these rows emptied."""
   empty = lambda x: x.at[rows].set(0)
   return dataclasses.replace(
     held,
