@@ -487,13 +487,13 @@ class SimulatedEngine:
       self.now = max(self.now, before[1])
       for turn in before[0].turns:
         if turn.chooses:
-          self._said(turn.row)
+          self._append_token(turn.row)
       for piece in before[0].pieces:
         if piece.chooses:
-          self._said(piece.row)
+          self._append_token(piece.row)
     return self.busy
 
-  def _said(self, row: ServedRow) -> None:
+  def _append_token(self, row: ServedRow) -> None:
     """One token of a row, whichever."""
     if row.ended:
       return
