@@ -1,22 +1,20 @@
 """Many requests at once, over one pool of pages.
 
-Guarantees: a request's tokens are those that it has alone, bit for bit, on one
-kind of device: calls have fixed shapes, keys are read in the order of
-positions, and a token is always computed by the same program, that of prompts
-or that of answers, also when its row was preempted. (With share="answers"
-blocks of answers are found by later prompts, with trees of drafts a key is
-where its tree has it, and drafts that pause make steps without drafts another
-program, unless adapt=False: all three give that up, to rounding.) What one
-request raises
-ends that request alone, as do logits that are not finite, whose keys no later
-prompt finds.
-Cost: a step is at most one call for answers and one for prompts, each of which
-is one compiled program for good (that of prompts `layer_parts` programs). The
-host plans a step while the device computes the one before; a mask, a beam
-search or drafts, where they do not pause, make it wait.
-Memory: the pool; it does not grow. Of reserved rows what is in use.
-Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023, PagedAttention,
-arXiv 2309.06180.
+Guarantees: a request's tokens are bit for bit those that it gets when served
+alone, on one kind of device: calls have fixed shapes, keys are read in the
+order of positions, and a token is always computed by the same program, that of
+prompts or that of answers, also when its row was preempted. (With
+share="answers" blocks of answers are found by later prompts, with trees of
+drafts a key is where its tree has it, and drafts that pause make steps without
+drafts another program, unless adapt=False: all three give that up, to
+rounding.) An error that one request raises ends that request alone, as do
+logits that are not finite, whose keys no later prompt finds. Cost: a step is at
+most one call for answers and one for prompts, each of which is compiled once
+(that of prompts as `layer_parts` programs). The host plans a step while the
+device computes the one before; a mask, a beam search or drafts, where they do
+not pause, make it wait. Memory: the pool; it does not grow. Of reserved rows
+only the part in use. Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023,
+PagedAttention, arXiv 2309.06180.
 """
 
 from __future__ import annotations
@@ -129,23 +127,23 @@ SHARED_READS = ("exact", "always", "never")
 
 @dataclasses.dataclass(kw_only=True)
 class EngineCounters:
-  """What an engine has done.
+  """Counters of an engine's work.
 
   Attributes:
-    requests: that were submitted.
-    finished: that ended, for whatever reason.
-    steps: that computed something.
-    prompt_tokens: that were computed.
-    cached_tokens: of prompts, that were found.
-    new_tokens: that were chosen.
+    requests: Number of requests submitted.
+    finished: Number of requests that ended, for any reason.
+    steps: Number of steps that computed tokens.
+    prompt_tokens: Number of prompt tokens computed.
+    cached_tokens: Number of prompt tokens whose keys were cached.
+    new_tokens: Number of answer tokens chosen.
     drafted: tokens that were drafted and checked.
-    accepted: of these, that were right.
-    preemptions: rows that had to make room.
-    swapped: of these, rows whose pages went to the host's memory.
+    accepted: Number of drafted tokens that were accepted.
+    preemptions: Number of times that a row had to make room.
+    swapped: Number of preemptions that moved pages to host memory.
     expired: requests whose deadline passed.
     cancelled: requests that were given up.
     failed: requests that raised.
-    not_finite: of these, requests whose logits were NaN or infinite.
+    not_finite: Number of requests whose logits were NaN or infinite.
     drafted_steps: Number of steps that checked drafts.
     plain_steps: Number of steps for answers that checked none.
     paused_timing: Number of these in which drafts paused for steps without
@@ -154,24 +152,25 @@ class EngineCounters:
       time than they saved.
     paused_costly: Number of these in which drafts paused, as they could have
       cost more than 5 %.
-    undrafted: rows that went on without drafts, for the logits of the draft
-      were NaN or infinite.
-    plans: how often it was found out what rows have in common.
+    undrafted: Number of rows that continued without drafts, as the logits of
+      the draft were NaN or infinite.
+    plans: Number of times that the tiles which rows share were recomputed.
     keys_read: Number of keys that answers read, those that rows read together
       counted once. `keys_read / keys_seen` is what reading together leaves.
     keys_seen: Number of keys that rows of answers refer to, of each row.
-    stored_tokens: of prompts, that came out of the store; those of rows that
-      began anew are counted again.
+    stored_tokens: Number of prompt tokens that came out of the store; those of
+        rows that began again are counted again.
     pages_out: pages that went to the store.
     pages_in: pages that came from it.
-    pages_lost: pages that were not exported, for the copies before them were
-      still on their way.
+    pages_lost: Pages that were not exported, as the copies before them were
+        still in flight.
     important_rows: rows that read a part of a prefix in the store.
     important_prefix: tokens of these prefixes.
-    important_tokens: of these, tokens that were kept.
+    important_tokens: Number of tokens of these prefixes that were kept.
     important_bytes: bytes that were read of the store to choose and to keep
       them.
-    important_probe_bytes: of these, bytes of keys of probe heads.
+    important_probe_bytes: Bytes of keys of probe heads, part of
+        `important_bytes`.
     important_bytes_left: bytes of keys and values that were not read.
   """
 
@@ -229,14 +228,15 @@ class _Flight(NamedTuple):
 
 
 class _Owner(NamedTuple):
-  """What an engine knows of a row.
+  """Owner of a row: its request, answer and stopping state.
 
   Fields:
-    handle: of its request.
-    answer: which one it makes.
-    watch: finds the end of its text, or None.
-    draw: the row of a batch that it draws as.
-    search: of which it is a row, or None; it has the answers then.
+    handle: Handle of the row's request.
+    answer: Answer to which the row's tokens are appended.
+    watch: Detector of the end of its text, or None.
+    draw: Row number in a batch whose random draws it uses.
+    search: Beam search that the row is part of and that has the answers, or
+        None.
   """
 
   handle: Handle
@@ -257,15 +257,15 @@ class Engine:
 
   Attributes:
     model: the model.
-    counters: what was done.
+    counters: Counts of requests, steps and tokens so far.
     scheduler: rows and pages.
     on_step: called after each step by the thread that steps, or None; it has
       to be quick and may not raise.
-    on_layers: called, where `layer_parts` is above 1, behind each part but the
-      last of a call for prompts, while the device computes: with its number,
-      the pieces and the pool, in which keys of these layers are on their way.
-      Like `on_step`.
-    layer_parts: of each part of the layers its first one and the end.
+    on_layers: Called, where `layer_parts` is above 1, after each part but the
+        last of a call for prompts is dispatched, with the part's number, the
+        chunks and the pool, in which the keys of these layers are still being
+        computed. It has to be quick and may not raise.
+    layer_parts: First layer and end of each part of the layers.
     reads_apart: Reason for which each row reads the pages that it shares with
       others for itself; "" where they are read once for all rows.
     important: Part of prefixes in the store that is read, an `ImportantShare`,
@@ -319,40 +319,40 @@ class Engine:
       pieces: rows of a call of prompts.
       budget: tokens of a step, of prompts and answers together; default: all
         that its calls have room for.
-      cache_kind: how keys and values are stored, see `Transformer.init_cache`.
-      dtype: of the cache; default: the model's.
+      cache_kind: Storage of keys and values, see `Transformer.init_cache`.
+      dtype: Dtype of the cache; default: the model's.
       mesh: the mesh; default: the model's.
       axis: the axis that shards the pages; default "seq" if there is one.
-      tokenizer: of stop texts and of `Answer.text`.
-      adapters: by name (how, params) of low-rank adapters of the model, see
-        `rj.train.Lora.start`; a request names its own.
-      share: what later prompts may find: blocks of "prompts", of prompts and
-        "answers", or "nothing"; default: "prompts" in pages, "nothing" in
+      tokenizer: Tokenizer for stop texts and `Answer.text`.
+      adapters: Low-rank adapters of the model, (config, params) by name, see
+        `rj.train.Lora.start`; a request names the one that it uses.
+      share: Blocks that later prompts may reuse: those of "prompts", of prompts
+        and "answers", or "nothing"; default: "prompts" in pages, "nothing" in
         contiguous rows, which share no memory.
       shared_reads: whether answers read what rows share once for all of them
         (ChunkAttention): "always", "never", or where that is "exact", so that
         a row has the same bits alone; it is tried on the device, and a warning
         is logged if it has not. Never where a mesh axis shards the rows. See
         `reads_apart`, and `counters.keys_read` of `keys_seen`.
-      speculate: what drafts tokens behind the last one of a row: from its text
+      speculate: Drafter of tokens after the last one of a row: from its text
         "lookup" or "suffix", by a model "model:model=FOLDER", "early" or
         "self:cache_kind=int4", by a block that was made for the model
         "longspec:model=FOLDER", with options as in "lookup:count=4"; or an
         object. Calls for answers then check `count` drafted tokens of each
         row, which may have fewer; tokens are the same. A model drafts for all
-        rows at once and has a cache of its own, a block a window of it. With
+        rows at once and has a separate cache, a block a window of it. With
         widths=, as in "early:widths=(4,4,2),best=6", models and blocks draft
         trees. Rows with a mask or of a beam search are not drafted for. Steps
         have no drafts where these cost more time than they save, by what was
         measured, see `drafting`; with adapt=False all have.
-      preempt: what becomes of a row that has to make room: it is computed
+      preempt: Treatment of a row that has to make room: it is computed
         again later ("recompute"), its pages go to the host's memory and come
         back ("swap"), or whichever costs less by what was measured ("auto").
       store: an `rj.store.Store`, to which pages go that have to make room, and
         from which prefixes come back bit for bit. It stays open.
       important: Part of a prefix in the store that is read in place of the
         whole (IMPRESS), above 0, at most 1; or an `ImportantShare` with more
-        settings. Answers behind it are approximate. The store then has
+        settings. Answers that follow it are approximate. The store then has
         prefixes by layers and no pages. Default: all, bit for bit.
       layout: "pages"; or "contiguous", rows whose memory grows on demand
         (vAttention): on CPUs reserved address space, elsewhere, or with
@@ -360,16 +360,16 @@ class Engine:
         rounded down to a power of two of pages on each shard. All layers
         then keep whole rows, also those that look back a window, and
         preempted rows are computed again.
-      layer_parts: into how many parts the layers are cut for prompts, each a
-        program of its own, so that pages of layers that are done can leave
-        while others compute, see `ClusterWorker`. Keys are those of one
-        program up to rounding.
+      layer_parts: Number of parts into which the layers are cut for prompts,
+        each a separate program, so that pages of layers that are done can leave
+        while others compute, see `ClusterWorker`. Keys are those of one program
+        up to rounding.
       attention_fn: a dense attention function of the caller, which reads the
         keys of contiguous rows as plain arrays [B, S, K, H], see `Session`. S
         is a power of two of pages, at least what the longest row of the call
         has reached, with a program for each: tokens are those of pages up to
         rounding.
-      clock: seconds, for deadlines and for what steps take.
+      clock: Clock in seconds, for deadlines and step times.
 
     Raises:
       OptionError: a value is out of its range, an `attention_fn` for pages,
@@ -395,7 +395,7 @@ class Engine:
     self.model, self.tokenizer = model, tokenizer
     if tokenizer is not None:
       check_tokenizer(tokenizer)
-    # Before any adapter; number 0 is none.
+    # The model without adapters; adapter number 0 stands for none.
     self.base = model
     self._adapters = {"": 0}
     self._adapter_parts = dict(adapters or {})
@@ -468,19 +468,20 @@ class Engine:
     capacity = integer("capacity", capacity, least=page)
     up = lambda n, k: -(-n // k) * k
     self.vocab = model.config.vocab
-    pages_at_once = many = up(-(-capacity // page), shards)
+    pages_at_once = num_pages = up(-(-capacity // page), shards)
     tile = pool_tile(page, platform)
     blocks = up(-(-longest // page), shards * (tile // page))
     reserves = layout == "contiguous" and platform == "cpu"
     if contiguous:
-      many = row_pages(many, rows, blocks, shards, reserves)
+      num_pages = row_pages(num_pages, rows, blocks, shards, reserves)
 
     def pages(reach: int | None) -> int:
       if reach is None:
-        return many
-      # Of each row what it sees, and as much that is found again.
-      each = -(-(reach + piece * pieces) // page) + 2
-      return min(many, up(2 * rows * each, shards))
+        return num_pages
+      # Twice the pages that a row sees: as many again for prefixes that are
+      # reused.
+      pages_per_row = -(-(reach + piece * pieces) // page) + 2
+      return min(num_pages, up(2 * rows * pages_per_row, shards))
 
     if contiguous:
       kind = dataclasses.replace(kind, windowed=False)
@@ -496,11 +497,11 @@ class Engine:
       head_axis="model" if "model" in mesh_axes else None,
     )
     free, devices = free_on(self.mesh)
-    each = bytes_each(PagePool.spec(model.kinds, **spec).slots)
-    if free is not None and each > free and not reserves:
+    page_bytes = bytes_each(PagePool.spec(model.kinds, **spec).slots)
+    if free is not None and page_bytes > free and not reserves:
       raise MemoryEstimateError(
         "capacity",
-        f"{each:,} bytes on each of {devices} device(s) for {capacity:,} "
+        f"{page_bytes:,} bytes on each of {devices} device(s) for {capacity:,} "
         "tokens",
         f"at most the {free:,} that are free there",
         "pass a smaller capacity=, a codec as cache_kind=, or more devices",
@@ -524,7 +525,7 @@ class Engine:
           GroupSpec(pages=g.pages // shards, reach=g.reach)
           for g in self._pool.groups
         ]
-        or [GroupSpec(pages=many // shards)],
+        or [GroupSpec(pages=num_pages // shards)],
         page,
         shards=shards,
       )
@@ -676,25 +677,28 @@ class Engine:
   # -------------------------------------------------------------------------
 
   def prefix_salt(self, salt: str, length: int) -> str:
-    """The salt of prefixes of a request, for prompts that rotate as its own.
+    """Prefix salt of a request, shared by prompts with the same rotations.
 
     Args:
-      salt: of the request.
-      length: of its prompt.
+      salt: Salt of the request.
+      length: Number of tokens in its prompt.
     """
     alike = self.rotations(length)
     return "\0".join([salt, *alike]) if alike else salt
 
   def rotations(self, length: int) -> tuple[str, ...]:
-    """What prompts have in common that rotate as one of this length; empty
-    where rotations depend on no length."""
+    """Keys of the length-dependent rotations of a prompt of this length.
+
+    Prompts with equal keys rotate alike. Empty where no rotation depends on the
+    length.
+    """
     return tuple(sorted(str(x.alike(length)) for x in self._scaled))
 
   def adapter_number(self, name: str) -> int:
     """The place of an adapter among those of the engine; "" is 0.
 
     Raises:
-      OptionError: there is none of that name.
+      OptionError: If the engine has no adapter of that name.
     """
     if name not in self._adapters:
       raise OptionError(
@@ -706,12 +710,12 @@ class Engine:
     return self._adapters[name]
 
   def adapter_digest(self, name: str) -> str:
-    """A digest of all numbers of an adapter; "" for none.
+    """Digest of all numbers of an adapter; "" without an adapter.
 
-    Its place among those of an engine says nothing to another engine.
+    Unlike an adapter's number, it means the same in every engine.
 
     Raises:
-      OptionError: there is none of that name.
+      OptionError: If the engine has no adapter of that name.
     """
     self.adapter_number(name)
     if name not in self._adapter_digests:
@@ -721,7 +725,7 @@ class Engine:
 
   @contextlib.contextmanager
   def _asked(self) -> Iterator[None]:
-    """The lock, for a thread that the engine's own lets in between steps.
+    """Hold the lock in a thread that the engine's thread lets in between steps.
 
     Locks of Python are not fair: a thread that steps again and again would keep
     others waiting.
@@ -739,18 +743,18 @@ class Engine:
     request: Request,
     on_change: Callable[[Answer], None] | None = None,
   ) -> Handle:
-    """Takes a request.
+    """Queues a request.
 
     Args:
       request: the request.
       on_change: called with an answer after each of its tokens and when it has
-        ended, by the thread that steps or cancels, between whose steps it
-        stands: it has to be quick and may not raise.
+        ended, by the thread that steps or cancels, which waits for it: it has
+        to be quick and may not raise.
 
     Raises:
-      PromptError: a prompt that is none, or longer than the engine serves.
-      OptionError: texts to stop at without a tokenizer, more beams than rows,
-        beams in contiguous rows, or a closed engine.
+      PromptError: If the prompt is invalid or longer than the engine serves.
+      OptionError: If there are stop texts without a tokenizer, more beams than
+        rows, beams in contiguous rows, or the engine is closed.
     """
     if not isinstance(request, Request):
       raise InputTypeError(
@@ -801,17 +805,17 @@ class Engine:
       self._check_open()
       handle = Handle(self, request, self._clock(), on_change)
       number = next(self._arrivals)
-      made: list[ServedRow] = []
+      rows: list[ServedRow] = []
       watches = [
         None if self.tokenizer is None else stop.watch(self.tokenizer)
         for _ in range(request.rows)
       ]
       search = None
       if request.beams is not None:
-        search = BeamSearch(request, made, self.scheduler, watches[0])
+        search = BeamSearch(request, rows, self.scheduler, watches[0])
       begun = request.begun or ((),) * request.rows
       for n, watch in enumerate(watches):
-        # Rows of a search have no answers of their own.
+        # All rows of a beam search share its first answer.
         answer = handle.answers[n if search is None else 0]
         answer.tokens.extend(begun[n])
         if watch is not None:
@@ -820,7 +824,7 @@ class Engine:
           prompt=prompt,
           most=request.max_new_tokens,
           priority=request.priority,
-          # Rows of a request are neighbours.
+          # Rows of a request follow one another in the order of arrival.
           arrival=number + n / (request.rows + 1),
           salt=self.prefix_salt(request.salt, prompt.size),
           adapter=request.adapter,
@@ -829,10 +833,10 @@ class Engine:
           chosen=len(begun[n]),
           owner=_Owner(handle, answer, watch, n, search),
         )
-        made.append(row)
+        rows.append(row)
         if search is not None:
-          row.team = made
-      why = self.scheduler.fits(made[0])
+          row.team = rows
+      why = self.scheduler.fits(rows[0])
       if why is not None:
         raise PromptError(
           "prompt",
@@ -841,14 +845,14 @@ class Engine:
           why,
           "ask for fewer, or make the engine with larger longest=, capacity=",
         )
-      self._handles[handle] = made
+      self._handles[handle] = rows
       self.counters.requests += 1
-      for row in made[:1] if search is not None else made:
+      for row in rows[:1] if search is not None else rows:
         self.scheduler.add(row)
     return handle
 
   def cancel(self, handle: Handle, why: str = "cancelled") -> None:
-    """Gives a request up; its pages are free at once."""
+    """Cancels a request; its pages are free at once."""
     with self._asked():
       rows = self._handles.get(handle, [])
       for row in rows:
@@ -861,7 +865,7 @@ class Engine:
     """Tokens of a request's prompt whose keys are computed, or found.
 
     Args:
-      handle: of a request that has not ended; of others it is 0.
+      handle: Handle of a request; the result is 0 once it has ended.
     """
     rows = self._handles.get(handle)
     return min(rows[0].computed, rows[0].prompt.size) if rows else 0
@@ -875,7 +879,7 @@ class Engine:
 
   @property
   def store_link(self) -> StoreLink | None:
-    """What moves pages to the store and back, or None without one."""
+    """Link that moves pages to the store and back, or None without one."""
     return self._link
 
   @property
@@ -886,8 +890,9 @@ class Engine:
   def pages_of_rows(self) -> Int32[np.ndarray, "rows pages"]:
     """Numbers of the pages of each row, in the order of its tokens; -1: none.
 
-    Rows that share a page have the same number in the same place. Of models
-    whose layers look back differently far it is those that look furthest.
+    Rows that share a page have the same number in the same place. If layers
+    have windows of several sizes, these are the pages of the layers that look
+    back furthest.
     """
     groups = self.scheduler.tree.groups
     reach = [np.inf if g.reach is None else g.reach for g in groups]
@@ -916,7 +921,7 @@ class Engine:
 
   @property
   def missing(self) -> str:
-    """Why it takes none; "" if it does."""
+    """Reason for which it takes no requests; "" if it takes them."""
     if self._closed:
       return "the engine: it is closed"
     return "" if self._broken is None else "the engine: a step of it failed"
@@ -928,7 +933,7 @@ class Engine:
 
   @property
   def adapters(self) -> tuple[str, ...]:
-    """Names of its adapters, which requests may ask for."""
+    """Names of the adapters that requests may ask for."""
     return tuple(name for name in self._adapters if name)
 
   @property
@@ -942,12 +947,12 @@ class Engine:
     return self._paces.why
 
   def figures(self) -> list[Figure]:
-    """What a server shows of it."""
+    """Metrics that a server publishes about the engine."""
     return engine_figures(self)
 
   @property
   def busy(self) -> bool:
-    """Whether there is something to do."""
+    """Whether requests are running, waiting or in flight."""
     return self._flying is not None or self.scheduler.busy
 
   # -------------------------------------------------------------------------
@@ -955,9 +960,9 @@ class Engine:
   # -------------------------------------------------------------------------
 
   def step(self) -> bool:
-    """Computes the next tokens; whether there is more to do.
+    """Computes the next tokens and returns whether there is more to do.
 
-    The tokens of a step are known after the next one, which is on its way
+    The tokens of a step are known after the next one, which is in flight
     while they are read.
     """
     with self._lock:
@@ -1017,18 +1022,18 @@ class Engine:
       self._pool = self._link.warm_up(self._pool)
     self._pool = self._swap.warm_up(self._pool)
     nothing = np.zeros(self.vocab, np.int32)
-    # As what it has for the row that it is for: nothing.
+    # Compile the marking program; it marks no tokens.
     self._board = marked(self._board, jnp.int32(0), nothing > 0, nothing)
     if self._drafts is not None:
       self._drafts.warm_up(self._calls.settings, self._board, self._held)
     drafted = 0 if self._drafts is None else self._drafts.count
     for end in self._reaches or (0,):
       for width in sorted(self._widths(drafted)):
-        # Of padding alone, which is as long as a row of this reach.
-        turns = self._calls.turns((), width > 1)
-        turns.ends[:] = end
+        # Calls of padding alone, as long as a row of this reach.
+        decode_call = self._calls.turns((), width > 1)
+        decode_call.ends[:] = end
         work = check_drafts if width > 1 else compute
-        jax.device_get(self._computed(turns, [], work))
+        jax.device_get(self._computed(decode_call, [], work))
       pieces = self._calls.pieces(())
       pieces.ends[:] = end
       last = functools.partial(compute, x=self._before_last(pieces, None))
@@ -1040,7 +1045,7 @@ class Engine:
       pass
 
   def advance(self, handle: Handle) -> None:
-    """Gets a request on: a step, or a wait for the engine's thread."""
+    """Advances a request: takes a step, or waits for the engine's thread."""
     if self._thread is None:
       self.step()
       return
@@ -1049,7 +1054,7 @@ class Engine:
         self._work.wait(timeout=1.0)
 
   def start(self) -> Engine:
-    """Lets a thread of its own do the steps, until `close`."""
+    """Starts a thread that takes the steps, until `close`."""
     with self._lock:
       self._check_open()
       if self._thread is None:
@@ -1113,7 +1118,7 @@ class Engine:
 
   @entering(lambda engine: engine.mesh)
   def _step(self) -> bool:
-    """See `step`; the lock is held."""
+    """Take one step; the caller holds the lock."""
     self._expire()
     rows = [row for row in self.scheduler.running if row is not None]
     drafting = self._drafting(rows)
@@ -1125,7 +1130,7 @@ class Engine:
         row.team or row.owner.handle.request.mask is not None for row in rows
       )
     ):
-      # What they compute next depends on all tokens before it.
+      # Their next tokens depend on all tokens before, so read those first.
       self._collect()
     if self._rows is not None:
       self._rows.space.join()
@@ -1136,7 +1141,7 @@ class Engine:
     counters = self.counters
     if self._rows is not None:
       self._pool = self._rows.moved(self._pool)
-    # What is copied is copied before anything is written there.
+    # Copy pages out before any call writes to them.
     for row in plan.preempted:
       if row.kept is not None:
         self._swap.out(self._pool, row)
@@ -1145,8 +1150,8 @@ class Engine:
     for row in plan.restored:
       self._pool = self._swap.back(self._pool, row)
     if plan.forks:
-      many = self.scheduler.limits.rows
-      self._pool = forked(self._pool, plan.forks, many)
+      max_rows = self.scheduler.limits.rows
+      self._pool = forked(self._pool, plan.forks, max_rows)
     for row in plan.admitted:
       self._admit(row)
     counters.preemptions += len(plan.preempted)
@@ -1161,17 +1166,17 @@ class Engine:
         "free memory on this host, or pass a smaller longest=",
       )
       self._end(row, "error")
-    before, self._flying = self._flying, None
+    previous, self._flying = self._flying, None
     if not plan.empty:
       counters.steps += 1
       counters.prompt_tokens += sum(piece.count for piece in plan.pieces)
       self._flying = self._run(plan)
     if self._rows is not None:
       self._rows.look_ahead(self.scheduler.running)
-    if before is not None:
-      self._read(before)
+    if previous is not None:
+      self._read(previous)
     elif plan.empty and self._link is not None:
-      # All that is left to do waits for blocks.
+      # All remaining rows wait for blocks.
       self._link.wait(self.scheduler.waiting)
     self._swap.measure(plan)
     if self.on_step is not None:
@@ -1189,7 +1194,7 @@ class Engine:
     )
 
   def _prepare(self, drafts: RowDrafts) -> None:
-    """Lets a model draft, and the scheduler ask for drafts."""
+    """Prepare the drafts of this step and pass them to the scheduler."""
     timing = contextlib.nullcontext()
     if self._paces is not None:
       timing = self._paces.drafting()
@@ -1204,33 +1209,33 @@ class Engine:
     self.scheduler.drafts = drafts.draft
 
   def _held(self) -> PooledRows:
-    """What rows have in their pages."""
+    """Pages of the rows that decode, as a drafter reads them."""
     if self._rows is not None:
       # The look-ahead may have moved some.
       self._pool = self._rows.moved(self._pool)
     return self._calls.held(self._pool)
 
   def _settle(self) -> None:
-    """Waits for the calls that are on their way."""
+    """Waits for the calls that are in flight."""
     if self._flying is not None:
       jax.block_until_ready((self._flying.turns, self._flying.pieces))
 
   def _collect(self) -> None:
-    """Reads the tokens of the step that is on its way."""
-    before, self._flying = self._flying, None
-    if before is not None:
-      self._read(before)
+    """Reads the tokens of the step that is in flight."""
+    previous, self._flying = self._flying, None
+    if previous is not None:
+      self._read(previous)
 
   def _expire(self) -> None:
-    now = self._clock()
+    current_time = self._clock()
     for handle in list(self._handles):
-      most = handle.request.deadline
-      if most is not None and now - handle.arrival > most:
+      deadline = handle.request.deadline
+      if deadline is not None and current_time - handle.arrival > deadline:
         self.counters.expired += 1
         self.cancel(handle, "deadline")
 
   def _admit(self, row: ServedRow) -> None:
-    """A row begins, or begins anew."""
+    """Set up a row that begins or begins again."""
     request = row.owner.handle.request
     if not row.preemptions:
       if row.owner.draw == 0:
@@ -1238,18 +1243,18 @@ class Engine:
       self.counters.cached_tokens += row.hit
     self.counters.stored_tokens += row.loaded
     if row.apart is not None and not row.preemptions:
-      kept = len(row.apart.payloads) * self.scheduler.tree.page
-      row.owner.handle.kept_tokens = kept
+      kept_tokens = len(row.apart.payloads) * self.scheduler.tree.page
+      row.owner.handle.kept_tokens = kept_tokens
       self.counters.important_rows += 1
       self.counters.important_prefix += row.hit
-      self.counters.important_tokens += kept
+      self.counters.important_tokens += kept_tokens
     self._calls.begin(row, request, row.owner.draw)
     if self._paces is not None:
       self._paces.begin(row)
     self._mark(row)
 
   def _mark(self, row: ServedRow) -> None:
-    """Tells the device what a row has read and said, if it is penalised."""
+    """Copy a row's token counts to the device, if its sampling needs them."""
     if row.owner.handle.request.sampling.counts:
       counts = np.bincount(row.answer, minlength=self.vocab).astype(np.int32)
       seen = counts > 0
@@ -1261,21 +1266,21 @@ class Engine:
   # -------------------------------------------------------------------------
 
   def _run(self, plan: StepPlan) -> _Flight:
-    """Computes what is planned."""
+    """Dispatch the calls of a plan."""
     calls, counters = self._calls, self.counters
     checks = self._drafts is not None and (
       self._paces is None or any(turn.draft.tokens for turn in plan.turns)
     )
-    turns = calls.turns(plan.turns, checks) if plan.turns else None
+    decode = calls.turns(plan.turns, checks) if plan.turns else None
     pieces = calls.pieces(plan.pieces) if plan.pieces else None
-    # A mask may end rows: by then both calls know their pages.
-    if turns is not None:
+    # A mask may end rows, so both calls are built (with their pages) first.
+    if decode is not None:
       keys = sum(turn.end - turn.row.absent for turn in plan.turns)
       counters.keys_seen += keys
       counters.keys_read += keys - calls.saved
       counters.plans = calls.plans
       rows = [(turn.slot, turn.row) for turn in plan.turns if turn.chooses]
-      turns = self._computed(turns, rows, check_drafts if checks else compute)
+      decode = self._computed(decode, rows, check_drafts if checks else compute)
       self._count_steps(checks)
     if pieces is not None:
       ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
@@ -1285,7 +1290,7 @@ class Engine:
     timing = None
     if self._paces is not None:
       timing = self._paces.planned(plan)
-    return _Flight(plan, checks, timing, turns, pieces)
+    return _Flight(plan, checks, timing, decode, pieces)
 
   def _count_steps(self, checks: bool) -> None:
     """Counts a step for answers, by whether and why it has drafts."""
@@ -1301,8 +1306,10 @@ class Engine:
   def _before_last(
     self, call: CallArrays, pieces: tuple[PromptPiece, ...] | None
   ) -> jax.Array | None:
-    """What all parts of the layers but the last one make of prompts; None in
-    place of pieces calls no `on_layers`."""
+    """Run all parts of the layers but the last one on prompts.
+
+    `on_layers` is not called where `pieces` is None.
+    """
     x = None
     for n, part in enumerate(self._parts[:-1]):
       attend = self._attending(call)
@@ -1318,7 +1325,7 @@ class Engine:
     work: Callable[..., Any] = compute,
     model: Transformer | None = None,
   ) -> Any:
-    """What a call chooses, of which these rows choose a token."""
+    """Dispatch a call in which these rows choose tokens; its choices."""
     choice, self._pool, self._board = work(
       self.model if model is None else model,
       self._attending(call),
@@ -1330,13 +1337,13 @@ class Engine:
     return choice
 
   def _attending(self, call: CallArrays) -> CachedAttention:
-    """How a call's tokens find their keys."""
+    """Attention function with which a call's tokens read their keys."""
     if self._function is None:
       return self._attend
     assert self._rows is not None
     end = int(np.max(call.ends, initial=0))
     reach = next(n for n in self._reaches if n >= end)
-    # Answers stand at their slots, and so do reserved rows.
+    # In calls for answers a row's number is its slot, where reserved rows are.
     fixed = self._rows.memory is not None and call.shared is not None
     return FunctionAttention(
       mesh=self.mesh,
@@ -1347,22 +1354,28 @@ class Engine:
     )
 
   def _allowed(self, batch: int, rows: list[tuple[int, ServedRow]]) -> Any:
-    """Which tokens may come, bool [B, V]."""
-    found = None
+    """Mask of allowed next tokens, bool [B, V]."""
+    allowed = None
     for n, row in rows:
       mask = row.owner.handle.request.mask
-      # One of a team may have ended all of it.
+      # A row of a beam search may have ended all rows of the search.
       if mask is None or row.ended:
         continue
       try:
         answer = mask(np.asarray(row.answer, np.int32))
-        one = None if answer is None else np.asarray(answer)
-        good = one is None or (one.shape == (self.vocab,) and one.dtype == bool)
-        if not good or (one is not None and not one.any()):
+        row_mask = None if answer is None else np.asarray(answer)
+        valid = row_mask is None or (
+          row_mask.shape == (self.vocab,) and row_mask.dtype == bool
+        )
+        if not valid or (row_mask is not None and not row_mask.any()):
           raise InputTypeError(
             "mask",
             f"an answer of {type(answer).__name__}"
-            + (f" {one.dtype} {list(one.shape)}" if one is not None else ""),
+            + (
+              f" {row_mask.dtype} {list(row_mask.shape)}"
+              if row_mask is not None
+              else ""
+            ),
             f"bool [{self.vocab}] of which some are True, or None",
             "let it return which tokens may come",
           )
@@ -1370,53 +1383,53 @@ class Engine:
         row.owner.answer.error = error
         self._end(row, "error")
         continue
-      if one is not None:
-        if found is None:
-          found = np.ones((batch, self.vocab), bool)
-        found[n] = one
+      if row_mask is not None:
+        if allowed is None:
+          allowed = np.ones((batch, self.vocab), bool)
+        allowed[n] = row_mask
     everything = self._all[batch]
-    if found is None:
+    if allowed is None:
       return everything
-    # Placed as the mask that allows all tokens: else each mask of another
-    # placement, such as a NumPy array, would be another program.
-    return jax.device_put(found, everything.sharding)
+    # Use the sharding of the mask that allows all tokens: jit compiles another
+    # program for each other sharding.
+    return jax.device_put(allowed, everything.sharding)
 
   # -------------------------------------------------------------------------
   # Answers
   # -------------------------------------------------------------------------
 
   def _read(self, flight: _Flight) -> None:
-    """Gives rows the tokens that a step chose."""
+    """Appends the tokens that a step chose to their rows."""
     plan = flight.plan
-    turns, pieces = jax.device_get((flight.turns, flight.pieces))
+    decode_choices, pieces = jax.device_get((flight.turns, flight.pieces))
     raise_fault(self.model.stack.faults)
     if self._paces is not None and flight.timing is not None:
-      count = turns.count if flight.checks and plan.turns else None
+      count = decode_choices.count if flight.checks and plan.turns else None
       self._paces.add(flight.timing, plan, count)
     for turn in plan.turns:
       if not turn.chooses:
         continue
       if not flight.checks:
-        self._said(turn.row, turns, turn.slot)
+        self._append_token(turn.row, decode_choices, turn.slot)
       else:
-        self._checked(turn, turns)
+        self._append_drafted(turn, decode_choices)
     for n, piece in enumerate(plan.pieces):
       if piece.chooses:
-        self._said(piece.row, pieces, n)
+        self._append_token(piece.row, pieces, n)
 
-  def _checked(self, turn: DecodeTurn, found: Checked) -> None:
-    """The tokens that a row has by a draft, and the one behind them."""
-    row, many = turn.row, int(found.count[turn.slot])
-    first = turn.slot * (found.choice.token.size // found.count.size)
-    for n in range(many):
-      self._said(row, found.choice, first + n)
+  def _append_drafted(self, turn: DecodeTurn, checked: Checked) -> None:
+    """Append a row's accepted draft tokens and the token after them."""
+    row, num_tokens = turn.row, int(checked.count[turn.slot])
+    first = turn.slot * (checked.choice.token.size // checked.count.size)
+    for n in range(num_tokens):
+      self._append_token(row, checked.choice, first + n)
     self.counters.drafted += len(turn.draft.tokens)
-    self.counters.accepted += many - 1
-    row.chosen += many - 1
-    row.computed += many - 1
+    self.counters.accepted += num_tokens - 1
+    row.chosen += num_tokens - 1
+    row.computed += num_tokens - 1
 
-  def _said(self, row: ServedRow, choice: Any, n: int) -> None:
-    """One token of a row."""
+  def _append_token(self, row: ServedRow, choice: Any, n: int) -> None:
+    """Append one token to a row, and end the row if it stops there."""
     if row.ended:
       return
     owner: _Owner = row.owner
@@ -1432,17 +1445,17 @@ class Engine:
         if owner.search.ended:
           self._end(row, "stop")
         else:
-          for one in row.team:
-            self._mark(one)
+          for member in row.team:
+            self._mark(member)
       return
     token = int(choice.token[n])
     row.answer.append(token)
     answer.tokens.append(token)
-    many = handle.request.logprobs
+    num_logprobs = handle.request.logprobs
     answer.total_logprob += float(choice.logprob[n])
-    if many is not None:
+    if num_logprobs is not None:
       pairs = zip(choice.top[n], choice.top_logprobs[n], strict=True)
-      top = [(int(i), float(x)) for i, x in pairs][:many]
+      top = [(int(i), float(x)) for i, x in pairs][:num_logprobs]
       answer.logprobs.append(
         TokenLogprobs(
           token=token, logprob=float(choice.logprob[n]), top=tuple(top)
@@ -1465,7 +1478,7 @@ class Engine:
       handle.on_change(answer)
 
   def _fail(self, row: ServedRow) -> None:
-    """Ends a row whose logits are not finite; no prompt finds its keys."""
+    """Ends a row whose logits are not finite; its keys are not reused."""
     owner: _Owner = row.owner
     at = row.prompt.size + len(row.answer)
     owner.answer.error = not_finite_error(
@@ -1474,15 +1487,15 @@ class Engine:
     self._end(row, "error", lose=True)
 
   def _end(self, row: ServedRow, why: str, *, lose: bool = False) -> None:
-    """A row is over; its request too, if it was the last one.
+    """Ends a row, and its request if it was the last row.
 
-    `lose`: whether its keys are of no use to other rows.
+    `lose`: Whether other rows must not reuse its keys.
     """
     owner: _Owner = row.owner
     handle = owner.handle
     if owner.search is not None:
-      for one in row.team:
-        self.scheduler.drop(one, lose=lose)
+      for member in row.team:
+        self.scheduler.drop(member, lose=lose)
       ended = handle.answers
       owner.search.answer(ended, why)
     else:

@@ -1,4 +1,4 @@
-"""OpenAI's API as data: bodies to requests, answers to bodies.
+"""OpenAI's API as data: parses bodies to requests, writes answers as bodies.
 
 Guarantees: a parameter is used, or refused with an error object that says what
 came, what was expected and what to do; none is ignored in silence. Texts of
@@ -6,7 +6,7 @@ messages and prompts never become special tokens. A text that no context can
 hold is refused before it is rendered or encoded. Nothing here knows of HTTP or
 of sockets.
 
-What is no part of OpenAI's API and is taken too: `top_k`, `min_p`,
+Accepted parameters that are not part of OpenAI's API: `top_k`, `min_p`,
 `repetition_penalty`, `ignore_eos`, `guided_regex`, `beams`, `length_penalty`,
 and vLLM's `stop_token_ids`, `include_stop_str_in_output`,
 `skip_special_tokens`, `chat_template_kwargs`; /tokenize and /detokenize are
@@ -81,20 +81,20 @@ def rejected(error: Exception) -> ApiError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiCall:
-  """What a body asks for.
+  """Parsed API call: its requests and how to answer them.
 
   Attributes:
-    requests: one for each prompt.
-    model: the name by which it was called.
-    n: answers of each that are given back.
-    chat: whether the answers are messages.
-    stream: whether they are sent as they come.
-    usage: whether a stream ends with its usage.
-    logprobs: how many others each token comes with, or None.
-    stop_ids: ids that the body asks to stop at.
-    echoes: for each prompt the text before its answers.
-    id: of the answer.
-    created: seconds since 1970.
+    requests: Requests, one for each prompt.
+    model: Name by which the model was called.
+    n: Number of answers of each request that are returned.
+    chat: Whether the answers are messages.
+    stream: Whether answers are streamed as they grow.
+    usage: Whether a stream ends with its usage.
+    logprobs: Number of alternatives that each token comes with, or None.
+    stop_ids: Token ids that the body asks to stop at.
+    echoes: Text before the answers of each prompt.
+    id: Id of the answer.
+    created: Time of the call, seconds since 1970.
   """
 
   requests: tuple[Request, ...]
@@ -111,23 +111,23 @@ class ApiCall:
 
   @property
   def answers(self) -> int:
-    """How many are made, the hypotheses of beam searches among them."""
+    """Number of answers to compute, with the hypotheses of beam searches."""
     return sum(request.rows for request in self.requests)
 
   @property
   def stops(self) -> Stop:
-    """What ends the answers, and what their texts have."""
+    """Stop conditions of the answers and options of their texts."""
     return self.requests[0].stops
 
 
 class ApiModel:
-  """What is needed of the served model to read bodies and write answers.
+  """Facts of the served model with which bodies are read and written.
 
   Attributes:
-    name: by which clients call it.
-    adapters: names by which clients call it with an adapter.
-    tokenizer: of its texts.
-    created: when it was first served, seconds since 1970.
+    name: Name by which clients call it.
+    adapters: Names by which clients call it with an adapter.
+    tokenizer: Tokenizer of its texts.
+    created: Time when it was first served, seconds since 1970.
   """
 
   def __init__(
@@ -142,21 +142,22 @@ class ApiModel:
     chat_template: str | None = None,
     trusted_template: bool = False,
   ):
-    """Of a model.
+    """Make the API of a model.
 
     Args:
-      name: by which clients call it.
-      tokenizer: of its texts.
-      vocab: ids that the model has.
-      longest: tokens of a prompt and its answer together at most.
-      most_answers: of one body.
-      adapters: names of the engine's adapters.
+      name: Name by which clients call it.
+      tokenizer: Tokenizer of its texts.
+      vocab: Number of token ids of the model.
+      longest: Maximum number of tokens of a prompt and its answer together.
+      most_answers: Maximum number of answers of one body.
+      adapters: Names of the engine's adapters.
       chat_template: Jinja source in place of the tokenizer's, or None.
-      trusted_template: see `ringjax.data.ChatTemplate`.
+      trusted_template: Whether the template is trusted, see
+        `ringjax.data.ChatTemplate`.
 
     Raises:
-      OptionError: an adapter that is called as the model.
-      TemplateError: a template that is none.
+      OptionError: If an adapter has the name of the model.
+      TemplateError: If the template is invalid.
     """
     if name in adapters:
       raise OptionError(
@@ -182,20 +183,20 @@ class ApiModel:
     self._most_chars = longest * _longest_token(tokenizer)
 
   def completion(self, body: dict[str, Any], salt: str) -> ApiCall:
-    """The call of a body of /v1/completions.
+    """Parse a body of /v1/completions.
 
     Args:
-      body: the object.
-      salt: see `Request`.
+      body: JSON object of the body.
+      salt: Salt of its prefixes, see `Request`.
 
     Raises:
-      ApiError: a parameter is unknown, of a wrong type or out of range.
+      ApiError: If a parameter is unknown, of a wrong type or out of range.
     """
-    given = self._given(body, COMPLETION)
-    if "prompt" not in given:
+    params = self._given(body, COMPLETION)
+    if "prompt" not in params:
       raise refused("prompt", "no prompt", "a prompt", "pass prompt")
-    n, best = given.get("n", 1), given.get("best_of")
-    wanted, echo = given.get("logprobs"), given.get("echo", False)
+    n, best = params.get("n", 1), params.get("best_of")
+    wanted, echo = params.get("logprobs"), params.get("echo", False)
     if echo and wanted is not None:
       raise refused(
         "echo",
@@ -203,73 +204,73 @@ class ApiModel:
         "one of them: prompts have no log-probabilities",
         "leave one out",
       )
-    each = given.get("beams") or best or n
-    prompts = self._prompts(given["prompt"], each)
+    answers_each = params.get("beams") or best or n
+    prompts = self._prompts(params["prompt"], answers_each)
     return self._call(
-      given,
+      params,
       [self._encoded("prompt", x) for x in prompts],
       salt,
-      new=given.get("max_tokens", _DEFAULT_NEW),
+      new=params.get("max_tokens", _DEFAULT_NEW),
       logprobs=wanted,
       best_of=best,
       echoes=[self._shown(x) if echo else "" for x in prompts],
     )
 
   def chat(self, body: dict[str, Any], salt: str) -> ApiCall:
-    """The call of a body of /v1/chat/completions.
+    """Parse a body of /v1/chat/completions.
 
     Args and errors are those of `completion`.
     """
-    given = self._given(body, CHAT)
-    if "max_tokens" in given and "max_completion_tokens" in given:
+    params = self._given(body, CHAT)
+    if "max_tokens" in params and "max_completion_tokens" in params:
       raise refused(
         "max_tokens",
         "max_tokens and max_completion_tokens",
         "one of them",
         "leave max_tokens out",
       )
-    if given.get("top_logprobs") and not given.get("logprobs"):
+    if params.get("top_logprobs") and not params.get("logprobs"):
       raise refused(
         "top_logprobs",
         "top_logprobs without logprobs",
         "both",
         "pass logprobs: true",
       )
-    check_tools(given)
-    prompt = self._rendered(given)
-    new = given.get("max_completion_tokens", given.get("max_tokens"))
+    check_tools(params)
+    prompt = self._rendered(params)
+    new = params.get("max_completion_tokens", params.get("max_tokens"))
     if new is None:
       new = max(1, self._longest - prompt.size)
-    wanted = given.get("top_logprobs", 0) if given.get("logprobs") else None
+    wanted = params.get("top_logprobs", 0) if params.get("logprobs") else None
     return self._call(
-      given, [prompt], salt, new=new, logprobs=wanted, chat=True
+      params, [prompt], salt, new=new, logprobs=wanted, chat=True
     )
 
   def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a body of /tokenize: ids of a prompt, or of messages.
+    """Answer a body of /tokenize: ids of a prompt, or of messages.
 
     Raises:
-      ApiError: as `completion`.
+      ApiError: If a parameter is unknown, of a wrong type or out of range.
     """
-    given = checked(body, TOKENIZE)
-    self._adapter(given)
-    if ("prompt" in given) == ("messages" in given):
+    params = checked(body, TOKENIZE)
+    self._adapter(params)
+    if ("prompt" in params) == ("messages" in params):
       raise refused(
         "prompt", "both or none of prompt and messages", "one", "pass one"
       )
-    if "messages" in given:
-      opens = given.get("add_generation_prompt", True)
-      ids = self._rendered(given, opens=opens, whole=True)
+    if "messages" in params:
+      opens = params.get("add_generation_prompt", True)
+      ids = self._rendered(params, opens=opens, whole=True)
     else:
-      bos = given.get("add_special_tokens", True) and self.tokenizer.adds_bos
+      bos = params.get("add_special_tokens", True) and self.tokenizer.adds_bos
       try:
-        utf8("prompt", given["prompt"])
-        ids = self.tokenizer.encode(given["prompt"], bos=bos)
+        utf8("prompt", params["prompt"])
+        ids = self.tokenizer.encode(params["prompt"], bos=bos)
       except RingjaxError as error:
         raise ApiError(400, str(error), param="prompt") from None
     tokens = ids.tolist()
     names = None
-    if given.get("return_token_strs"):
+    if params.get("return_token_strs"):
       names = [self.tokenizer.window([i]) for i in tokens]
     return {
       "count": len(tokens),
@@ -279,15 +280,14 @@ class ApiModel:
     }
 
   def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a body of /detokenize: the text of ids, that of special
-    tokens too.
+    """Answer a body of /detokenize: the text of ids, with special tokens.
 
     Raises:
-      ApiError: as `completion`.
+      ApiError: If a parameter is unknown, of a wrong type or out of range.
     """
-    given = checked(body, DETOKENIZE)
-    self._adapter(given)
-    tokens: Any = given.get("tokens")
+    params = checked(body, DETOKENIZE)
+    self._adapter(params)
+    tokens: Any = params.get("tokens")
     if tokens != [] and not is_ids(tokens):
       raise refused("tokens", kind_of(tokens), "a list of token ids", "pass it")
     if tokens:
@@ -297,32 +297,32 @@ class ApiModel:
   def _given(
     self, body: dict[str, Any], known: Mapping[str, Parser]
   ) -> dict[str, Any]:
-    given = checked(body, known)
-    self._adapter(given)
-    if given.get("best_of") == 1 == given.get("n", 1):
-      del given["best_of"]
+    params = checked(body, known)
+    self._adapter(params)
+    if params.get("best_of") == 1 == params.get("n", 1):
+      del params["best_of"]
     for name in ("best_of", "beams"):
-      if name in given and given.get("stream"):
+      if name in params and params.get("stream"):
         raise refused(
-          name, f"{given[name]}, with stream", "one of them", "leave one out"
+          name, f"{params[name]}, with stream", "one of them", "leave one out"
         )
-    if "stream_options" in given and not given.get("stream"):
+    if "stream_options" in params and not params.get("stream"):
       raise refused(
         "stream_options",
         "stream_options without stream",
         "both",
         "pass stream: true",
       )
-    return given
+    return params
 
   def _adapter(self, given: Mapping[str, Any]) -> str:
-    """The adapter that a body asks for by the model's name; "" for none."""
+    """Adapter that a body asks for by the model's name; "" for none."""
     name = given.get("model", self.name)
     self.check_name(name)
     return "" if name == self.name else name
 
   def check_name(self, name: str) -> None:
-    """Raises ApiError if no model is called so."""
+    """Raises ApiError if no model has this name."""
     if name not in (self.name, *self.adapters):
       names = ", ".join(map(repr, (self.name, *self.adapters)))
       raise ApiError(
@@ -335,12 +335,12 @@ class ApiModel:
   def _rendered(
     self, given: dict[str, Any], *, opens: bool = True, whole: bool = False
   ) -> np.ndarray:
-    """The ids of a chat, int32 [T].
+    """Token ids of a chat, int32 [T].
 
     Args:
-      given: what a body has.
-      opens: whether the opening of an answer comes last.
-      whole: whether all ids are wanted of one that no context can hold.
+      given: Parameters of the body.
+      opens: Whether the prompt ends with the opening of an answer.
+      whole: Whether to encode all of a chat that is longer than any context.
     """
     template = self._template
     if template is None:
@@ -353,9 +353,11 @@ class ApiModel:
     calls = "tool_calls" in template.source
     messages = messages_of(given.get("messages"), calls=calls)
     if not whole:
-      # Of an assistant's words a template may leave out some.
+      # A template may leave out parts of an assistant's messages.
       chars = sum(
-        len(said["content"]) for said in messages if said["role"] != "assistant"
+        len(chat_message["content"])
+        for chat_message in messages
+        if chat_message["role"] != "assistant"
       )
       self._check_length("messages", chars, self._most_chars)
     variables = dict(given.get("chat_template_kwargs", {}))
@@ -383,11 +385,11 @@ class ApiModel:
   ) -> ApiCall:
     check_search(given)
     n, beams = given.get("n", 1), given.get("beams")
-    each = beams or best_of or n
-    self._check_answers("n", each, len(prompts))
+    answers_each = beams or best_of or n
+    self._check_answers("n", answers_each, len(prompts))
     longest = max(prompt.size for prompt in prompts)
     if longest + new > self._longest:
-      # Of a longer prompt not all was encoded.
+      # A prompt above the limit was encoded only in part.
       over = longest > self._longest
       read = f"over {self._longest:,}" if over else f"{longest:,}"
       raise refused(
@@ -452,7 +454,7 @@ class ApiModel:
           logprobs=logprobs,
           salt=salt,
           adapter=self._adapter(given),
-          mask=self._grammars.mask(schema, regex, each),
+          mask=self._grammars.mask(schema, regex, answers_each),
         )
         for prompt in prompts
       )
@@ -482,12 +484,12 @@ class ApiModel:
       )
 
   def _prompts(self, given: PyTree, each: int) -> list[str | list[int]]:
-    """The prompts of a body, texts or ids."""
+    """Prompts of a body, texts or ids."""
     if isinstance(given, str):
       return [given]
     if isinstance(given, list) and given:
       if type(given[0]) is int:
-        # Before they are looked at one by one.
+        # Check the length before the checks of each id.
         self._check_length("prompt", len(given), self._longest, "ids")
         if is_ids(given):
           return [given]
@@ -495,9 +497,9 @@ class ApiModel:
         self._check_answers("prompt", each, len(given))
         if all(isinstance(x, str) for x in given):
           return given
-        for one in given:
-          if isinstance(one, list):
-            self._check_length("prompt", len(one), self._longest, "ids")
+        for prompt in given:
+          if isinstance(prompt, list):
+            self._check_length("prompt", len(prompt), self._longest, "ids")
         if all(map(is_ids, given)):
           return given
     raise refused(
@@ -510,13 +512,13 @@ class ApiModel:
   def _check_length(
     self, param: str, size: int, most: int, unit: str = "characters"
   ) -> None:
-    """Refuses what is too long whatever it says.
+    """Refuse a prompt whose size alone shows that it is too long.
 
     Args:
-      param: what it is.
-      size: its characters, or ids.
-      most: of them.
-      unit: what they are.
+      param: Name of the parameter.
+      size: Number of its characters, or ids.
+      most: Maximum size.
+      unit: Unit of the size.
     """
     if size > most:
       raise refused(
@@ -529,7 +531,7 @@ class ApiModel:
 
   def _check_ids(self, param: str, ids: Sequence[int]) -> None:
     if min(ids) < 0 or max(ids) >= self._vocab:
-      # A float has no room for ints of hundreds of digits.
+      # Formatting with str: a float can't hold ints of hundreds of digits.
       shown = " to ".join(str(i)[:12] for i in (min(ids), max(ids)))
       raise refused(
         param,
@@ -564,15 +566,15 @@ class ApiModel:
   # -------------------------------------------------------------------------
 
   def models(self) -> dict[str, Any]:
-    """The body of /v1/models."""
+    """Body of /v1/models."""
     names = (self.name, *self.adapters)
     return {"object": "list", "data": [self.model(name) for name in names]}
 
   def model(self, name: str) -> dict[str, Any]:
-    """The body of /v1/models/{id}.
+    """Body of /v1/models/{id}.
 
     Raises:
-      ApiError: no model is called so.
+      ApiError: If no model has this name.
     """
     self.check_name(name)
     return {
@@ -586,10 +588,10 @@ class ApiModel:
     }
 
   def whole(self, call: ApiCall, handles: Sequence[Handle]) -> dict[str, Any]:
-    """The body of an answer that is complete.
+    """Body of an answer that is complete.
 
     Raises:
-      ApiError: an answer could not be made.
+      ApiError: If an answer could not be computed.
     """
     choices = []
     for handle, echo in zip(handles, call.echoes, strict=True):
@@ -621,11 +623,11 @@ class ApiModel:
   def chunk(
     self, call: ApiCall, choices: list[dict[str, Any]]
   ) -> dict[str, Any]:
-    """The body of a part of a stream."""
+    """Body of a part of a stream."""
     kind = "chat.completion.chunk" if call.chat else "text_completion"
-    found = self._head(call, kind) | {"choices": choices}
-    # A member of each part, null but in the last.
-    return found | {"usage": None} if call.usage else found
+    body = self._head(call, kind) | {"choices": choices}
+    # Each part has the member "usage", which is null except in the last part.
+    return body | {"usage": None} if call.usage else body
 
   def _head(self, call: ApiCall, kind: str) -> dict[str, Any]:
     return {
@@ -637,7 +639,7 @@ class ApiModel:
 
 
 class _Encoder:
-  """A tokenizer of chats, of which not all that is too long is encoded."""
+  """Tokenizer of chats that stops encoding once a text is too long."""
 
   def __init__(self, tokenizer: AnyTokenizer, enough: int | None):
     self.specials: Specials = tokenizer.specials
@@ -647,12 +649,12 @@ class _Encoder:
     self._tokenizer, self._enough = tokenizer, enough
 
   def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
-    """See `ringjax.data.chat.Encodes`."""
+    """Token ids of texts and special ids, up to about `enough` of them."""
     return self._tokenizer.encode_parts(parts, enough=self._enough)
 
 
 def _longest_token(tokenizer: AnyTokenizer) -> int:
-  """Characters of the longest token of texts at most."""
+  """Upper bound of the characters of a text's token."""
   ids = range(tokenizer.vocab_size)
   if not tokenizer.by_bytes:
     return _LONG_TOKEN
@@ -684,28 +686,28 @@ def check_answer(answer: Answer) -> None:
 
 
 def usage(handles: Sequence[Handle]) -> dict[str, Any]:
-  """Tokens that were read and made."""
+  """Usage object: numbers of prompt and answer tokens."""
   read = sum(len(h.request.prompt) for h in handles)
-  made = sum(len(a.tokens) for h in handles for a in h.answers)
+  generated = sum(len(a.tokens) for h in handles for a in h.answers)
   details = {"cached_tokens": sum(h.cached_tokens for h in handles)}
-  kept = [h.kept_tokens for h in handles if h.kept_tokens is not None]
-  if kept:
-    details["kept_tokens"] = sum(kept)
+  kept_counts = [h.kept_tokens for h in handles if h.kept_tokens is not None]
+  if kept_counts:
+    details["kept_tokens"] = sum(kept_counts)
   return {
     "prompt_tokens": read,
-    "completion_tokens": made,
-    "total_tokens": read + made,
+    "completion_tokens": generated,
+    "total_tokens": read + generated,
     "prompt_tokens_details": details,
   }
 
 
 class AnswerPart(NamedTuple):
-  """What of an answer is new.
+  """New part of an answer since the last one was taken.
 
   Fields:
-    text: that may be shown.
-    logprobs: of its tokens, or None.
-    finish: why it ended, or None.
+    text: Text that may be shown.
+    logprobs: Log-probabilities of its tokens, or None.
+    finish: Finish reason of the answer, or None.
   """
 
   text: str
@@ -717,9 +719,9 @@ class AnswerStream:
   """An answer as it grows, part by part; it may grow in another thread.
 
   Attributes:
-    index: of the choice.
-    begun: whether a part of it was taken.
-    ended: whether all of it was.
+    index: Index of the choice.
+    begun: Whether a part of it was taken.
+    ended: Whether all of it was taken.
   """
 
   def __init__(
@@ -740,19 +742,19 @@ class AnswerStream:
 
   @property
   def stop_reason(self) -> int | str | None:
-    """The text or the id of the body that ended it, or None."""
+    """Stop text or stop id of the body that ended it, or None."""
     by = self.answer.stopped
-    asked = isinstance(by, str) or by in self._call.stop_ids
-    return by if asked else None
+    is_requested = isinstance(by, str) or by in self._call.stop_ids
+    return by if is_requested else None
 
   def take(self) -> AnswerPart:
-    """What came since the last time.
+    """Take the text and log-probabilities since the last call.
 
     Raises:
-      ApiError: the answer could not be made.
+      ApiError: If the answer could not be computed.
     """
     answer = self.answer
-    # Before the text, which is complete when this is set.
+    # Read it before the text, which is complete once `finish` is set.
     finish = answer.finish
     check_answer(answer)
     text = answer.text
@@ -767,50 +769,53 @@ class AnswerStream:
     return AnswerPart(new, logprobs, finish and _FINISH[finish])
 
   def choice(self, first: bool, part: AnswerPart) -> dict[str, Any] | None:
-    """A part as a choice of a stream, or None if there is nothing in it."""
+    """A part as a choice of a stream, or None if it is empty."""
     new = part.text or part.finish or (part.logprobs and self._new)
     if not new and not first:
       return None
-    found: dict[str, Any] = {"index": self.index}
+    body: dict[str, Any] = {"index": self.index}
     if self._call.chat:
       delta = {"content": part.text} if part.text or first else {}
-      found["delta"] = {"role": "assistant", **delta} if first else delta
+      body["delta"] = {"role": "assistant", **delta} if first else delta
     else:
-      found["text"] = part.text
-    found |= {"logprobs": part.logprobs, "finish_reason": part.finish}
-    return found | {"stop_reason": self.stop_reason} if part.finish else found
+      body["text"] = part.text
+    body |= {"logprobs": part.logprobs, "finish_reason": part.finish}
+    return body | {"stop_reason": self.stop_reason} if part.finish else body
 
   def _logprobs(self, shown: int, ended: bool) -> dict[str, Any]:
-    """Of tokens whose text is shown."""
-    answer, found = self.answer, list(self.answer.logprobs)
-    for one in found[len(self._offsets) :]:
+    """Log-probabilities of tokens whose text is shown."""
+    answer, tokens = self.answer, list(self.answer.logprobs)
+    for token in tokens[len(self._offsets) :]:
       self._offsets.append(self._chars)
-      self._chars += len(self._decoder.feed(one.token))
-    upto = len(found)
+      self._chars += len(self._decoder.feed(token.token))
+    upto = len(tokens)
     if ended and isinstance(answer.stopped, int):
-      # The id that ends a text is no part of it, unless it is asked for.
+      # The stop id is not part of the text unless the body asks for it.
       upto -= not self._call.stops.included
     cut = not ended or isinstance(answer.stopped, str)
     while cut and upto and self._offsets[upto - 1] >= shown:
       upto -= 1
-    entries = [(found[n], self._offsets[n]) for n in range(self._entries, upto)]
+    entries = [
+      (tokens[n], self._offsets[n]) for n in range(self._entries, upto)
+    ]
     self._new = len(entries)
     self._entries = max(self._entries, upto)
-    many = self._call.logprobs
+    num_logprobs = self._call.logprobs
     if self._call.chat:
       content = [
-        self._token(one.token, one.logprob)
-        | {"top_logprobs": [self._token(*pair) for pair in _likely(one.top)]}
-        for one, _ in entries
+        self._token(token.token, token.logprob)
+        | {"top_logprobs": [self._token(*pair) for pair in _likely(token.top)]}
+        for token, _ in entries
       ]
       return {"content": content, "refusal": None}
     return {
-      "tokens": [self._name(one.token) for one, _ in entries],
-      "token_logprobs": [max(one.logprob, _NEVER) for one, _ in entries],
+      "tokens": [self._name(token.token) for token, _ in entries],
+      "token_logprobs": [max(token.logprob, _NEVER) for token, _ in entries],
       "top_logprobs": [
-        {self._name(i): x for i, x in _likely(one.top)} for one, _ in entries
+        {self._name(i): x for i, x in _likely(token.top)}
+        for token, _ in entries
       ]
-      if many
+      if num_logprobs
       else None,
       "text_offset": [len(self._echo) + at for _, at in entries],
     }
@@ -821,7 +826,7 @@ class AnswerStream:
     return self._tokenizer.window([token]).encode("utf-8")
 
   def _name(self, token: int) -> str:
-    """A token's text, or its bytes where these are no text."""
+    """Text of a token, or its bytes if they are not valid UTF-8."""
     data = self._bytes(token)
     try:
       return data.decode("utf-8")
@@ -840,5 +845,5 @@ class AnswerStream:
 def _likely(
   top: Sequence[tuple[int, float]],
 ) -> list[tuple[int, float]]:
-  """Without tokens that may not come, which no list of likely ones has."""
+  """Drop masked tokens, whose log-probability is not finite."""
   return [(i, x) for i, x in top if math.isfinite(x)]

@@ -1,25 +1,25 @@
-"""Prefixes of one engine for another: with other pages, on another machine.
+"""Export and import of prefixes between engines, also on other machines.
 
 Guarantees: the keys and values that were computed reach the other engine bit
 for bit, also where its pages have another size or its mesh another number of
 shards; what was made by other weights, another kind of cache, codec or dtype is
 refused, and so are pages of other tokens, in another order or of another
-adapter: each page comes with a hash of all tokens up to its end. Of a step that
-failed, also silently by a read of weights, no page leaves. Nothing else
-of the other engine changes: a prompt finds the prefix there as if it came out
-of its store, and what is missing is computed.
-Cost: one copy of the prefix to the host, in batches of fixed shapes, or on the
-devices alone (`on_devices`, for a publisher with a `DeviceServer`); one copy
-there into blocks of the other size. Between two steps of an engine stand no
-copies: reading pages is begun there, some batches at a time. Parts of a prompt
-that share their `PrefixHashes` hash each page once.
-Memory: the prefix on the host of each side, or with `on_devices` on the devices
-until its pages return; on the device these batches, and of what leaves in the
-middle of a step all of its pages, a part of their layers.
+adapter: each page comes with a hash of all tokens up to its end. No page of a
+step that failed is exported, also if a read of weights failed silently. Nothing
+else of the other engine changes: a prompt finds the prefix there as if it came
+out of its store, and tokens without keys are computed. Cost: one copy of the
+prefix to the host, in batches of fixed shapes, or on the devices alone
+(`on_devices`, for a publisher with a `DeviceServer`); one copy there into
+blocks of the other size. An engine does not wait for copies between two steps:
+they are only started there, some batches at a time. Parts of a prompt that
+share their `PrefixHashes` hash each page once. Memory: the prefix on the host
+of each side, or with `on_devices` on the devices until its pages return; on the
+device these batches; of an export in the middle of a step all pages, with a
+part of their layers.
 
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is
-computed again. A prompt that is still being read can move in parts, with
+computed again. A prompt that is still being computed can move in parts, with
 `first=`, as far as its pages are computed. Of an engine with `layer_parts`
 these leave in the middle of a step, too, some layers at a time:
 `begin_layers` between two of its programs, `LayerParts` on the other side.
@@ -55,21 +55,21 @@ from ringjax.transfer import (
 
 # Copies of some blocks' pages, and where in each the blocks are.
 _Copies = list[tuple[tuple[jax.Array, ...], list[int]]]
-# Pages of each shard in one copy, and copies that are begun between two steps.
+# Pages of each shard in one copy; copies started between two steps.
 _BATCH, _COPIES = 16, 8
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportedPrefix:
-  """The pages of a prefix.
+  """Pages of a prefix with their layout and labels.
 
   Attributes:
-    tokens: how many the pages hold.
-    pages: of each page its leaves, as `Publisher.publish` takes them: in the
-      memory of the host, or with `on_devices` pages of batches.
-    layout: of each page.
-    labels: of each page a hash of all tokens up to its end, of the adapter and
-      of how the prompt rotates.
+    tokens: Number of tokens in the pages.
+    pages: Leaves of each page, as `Publisher.publish` takes them: host arrays,
+        or with `on_devices` pages of device batches.
+    layout: Layout of each page.
+    labels: Hash of each page: of all tokens up to its end, of the adapter and
+        of the prompt's rotations.
   """
 
   tokens: int
@@ -81,15 +81,15 @@ class ExportedPrefix:
 class PrefixHashes:
   """Hashes of a prompt's pages, for calls with its successive parts.
 
-  Each is of all tokens up to the end of its page, and is made once; and each
-  part is looked up from where the one before ended. With another prompt they
-  begin anew.
+  Each hash covers all tokens up to the end of its page and is computed once.
+  The lookup of each part starts where the previous part ended. Another prompt
+  clears the hashes.
   """
 
   def __init__(self) -> None:
     self._data = b""
     self._made: dict[tuple[bytes, int], list[bytes]] = {}
-    # Blocks of the part before, behind this root.
+    # Blocks of the previous part, below this root.
     self._root: PrefixBlock | None = None
     self._part: list[PrefixBlock] = []
 
@@ -100,60 +100,63 @@ class PrefixHashes:
     tokens: Int[np.ndarray, " n"],
     first: int,
   ) -> list[PrefixBlock]:
-    """The blocks of a prompt behind the first ones, as far as there are.
+    """Blocks of a prompt after the first ones, as far as the tree has them.
 
     Args:
-      tree: of the engine, between two of its steps.
-      root: of the tree, before the prompt.
-      tokens: int32, of the prompt.
-      first: how many are left out.
+      tree: Prefix tree of the engine, between two of its steps.
+      root: Block of the tree under which the prompt's blocks are.
+      tokens: Token ids of the prompt, int32 [n].
+      first: Number of first blocks to leave out.
     """
     self._begin(np.ascontiguousarray(tokens, "<i4").tobytes())
     at, skipped = root, 0
     if root is self._root:
       for block in self._part:
-        # Blocks go from the end of a chain: before one that is there all are.
+        # Blocks are evicted from the end of a chain: if one is cached, so are
+        # all before it.
         parent = block.parent
-        there = parent is not None and parent.children.get(block.data) is block
-        if there and block.depth == first - 1:
+        is_cached = (
+          parent is not None and parent.children.get(block.data) is block
+        )
+        if is_cached and block.depth == first - 1:
           at, skipped = block, first
     size = 4 * tree.page
-    # Cut as they are looked up: most of a prompt may still have to be read.
-    behind = tree.chain(
+    # Cut blocks lazily: most of a prompt may not be computed yet.
+    blocks = tree.chain(
       at,
       (
         self._data[n * size : (n + 1) * size]
         for n in range(skipped, len(self._data) // size)
       ),
     )
-    found = behind[first - skipped :]
-    self._root, self._part = root, found
-    return found
+    part = blocks[first - skipped :]
+    self._root, self._part = root, part
+    return part
 
   def _begin(self, data: bytes) -> None:
-    """Forgets another prompt."""
+    """Clear the hashes if the prompt is another one."""
     if data != self._data:
       self._data, self._made, self._root = data, {}, None
 
   def of(
     self, tokens: Int[np.ndarray, " n"], page: int, start: bytes, count: int
   ) -> list[bytes]:
-    """Those of the first pages, in their order.
+    """Hashes of the first pages, in order.
 
     Args:
-      tokens: int32, of the prompt.
-      page: tokens of a page.
-      start: a hash of what comes before all tokens.
-      count: how many, at most; there are n // page.
+      tokens: Token ids of the prompt, int32 [n].
+      page: Number of tokens in a page.
+      start: Hash from which the chain of hashes starts.
+      count: Maximum number of hashes; there are n // page.
     """
     data = np.ascontiguousarray(tokens, "<i4").tobytes()
     self._begin(data)
-    made, size = self._made.setdefault((start, page), []), 4 * page
+    digests, size = self._made.setdefault((start, page), []), 4 * page
     count = min(count, len(data) // size)
-    for n in range(len(made), count):
-      before = made[-1] if made else start
-      made.append(next_digest(before, data[n * size : (n + 1) * size]))
-    return made[:count]
+    for n in range(len(digests), count):
+      previous = digests[-1] if digests else start
+      digests.append(next_digest(previous, data[n * size : (n + 1) * size]))
+    return digests[:count]
 
 
 def export_prefix(
@@ -169,28 +172,27 @@ def export_prefix(
 ) -> ExportedPrefix:
   """Copies the pages of the longest prefix that an engine has computed.
 
-  The engine goes on meanwhile; where it lets pages go the prefix is shorter.
+  The engine keeps serving; if it evicts pages meanwhile, the prefix is shorter.
 
   Args:
-    engine: with `share` of "prompts" or "answers".
-    tokens: int32, of a prompt that it has read; all of it where rotations
-      depend on its length.
-    salt: of the request.
-    adapter: of the request.
-    first: leaves out so many pages, which have moved before.
-    layers: of the model, first and end, of which the pages have their part
-      alone; None for all.
-    hashes: of the prompt, from calls for parts before these pages.
-    on_devices: whether the copies stay on the engine's devices, in batches of
+    engine: Engine with `share` of "prompts" or "answers".
+    tokens: Token ids of a prompt that it has computed, int32 [n]; the whole
+        prompt where rotations depend on its length.
+    salt: Salt of the request.
+    adapter: Adapter of the request.
+    first: Number of pages to leave out, as they were exported before.
+    layers: First and end of the model's layers to export; None for all.
+    hashes: Hashes of the prompt from the calls for earlier parts.
+    on_devices: Whether the copies stay on the engine's devices, in batches of
       a fixed size (`copied_pages`).
 
   Raises:
-    OptionError: the engine knows no whole page of it behind these, has no such
-      adapter, or has a pool whose pages can't be cut elsewhere; a step failed.
-    CheckpointFormatError: weights of a step that is under way could not be
-      read.
-    CheckpointMismatchError: or are not finite.
-    PromptError: tokens that are none.
+    OptionError: If the engine has computed no whole page after these, has no
+        such adapter, has a pool whose pages can't be cut to another size, or a
+        step failed.
+    CheckpointFormatError: If weights could not be read during a step.
+    CheckpointMismatchError: If weights read during a step are not finite.
+    PromptError: If the tokens are invalid.
   """
   tokens = inputs.prompt(tokens, engine.vocab)
   layout = prefix_layout(engine, layers)
@@ -205,17 +207,17 @@ def export_prefix(
   while True:
     at = len(pages)
     with engine.between_steps() as pool:
-      some = list(itertools.takewhile(_there, chain[at : at + step]))
+      batch = list(itertools.takewhile(_there, chain[at : at + step]))
       copies = [
-        _begin_copies(pool, group, some, tree.shards, layers)
+        _begin_copies(pool, group, batch, tree.shards, layers)
         for group in range(len(pool.groups))
       ]
-    pages += _pages_of(copies, len(some), on_devices)
-    if len(some) < step:
+    pages += _pages_of(copies, len(batch), on_devices)
+    if len(batch) < step:
       break
-  # Blocks are known from when their step is planned. All that was copied is
-  # computed by now, and a read that failed in it has said so; the engine raises
-  # that a step later.
+  # Blocks enter the tree when their step is planned. All copied blocks are
+  # computed by now, so a failed read of weights is recorded already; the engine
+  # itself raises it a step later.
   with engine.between_steps():
     for fault in engine.model.stack.faults:
       if fault.silent and fault.error is not None:
@@ -228,28 +230,27 @@ def export_prefix(
       "the tokens of a prompt that this engine has read",
       "export it before its pages have to make room",
     )
-  found = hashes.of(tokens, tree.page, start, first + len(pages))
+  digests = hashes.of(tokens, tree.page, start, first + len(pages))
   return ExportedPrefix(
     tokens=len(pages) * tree.page,
     pages=pages,
     layout=layout,
-    labels=[_label(x) for x in found[first:]],
+    labels=[_label(x) for x in digests[first:]],
   )
 
 
 def copied_pages(engine: Engine, count: int) -> int:
-  """Pages that copies of so many have room for: whole batches of them."""
+  """Number of pages that copies of `count` pages hold: whole batches."""
   step = _BATCH * engine.scheduler.tree.shards
   return -(-count // step) * step
 
 
 class LayerCopies:
-  """Pages of a prompt that a step computes, some of their layers, on their way
-  to the host, or for readers on the devices.
+  """Copies in flight of some layers of the pages that a step computes.
 
   Attributes:
-    layers: of the model, first and end.
-    count: pages.
+    layers: First and end of the model's layers.
+    count: Number of pages.
   """
 
   def __init__(
@@ -261,7 +262,7 @@ class LayerCopies:
     self.layers, self.count, self._export = layers, count, export
 
   def result(self) -> ExportedPrefix:
-    """The pages; waits for the device."""
+    """Wait for the device and return the pages."""
     return self._export()
 
 
@@ -278,23 +279,23 @@ def begin_layers(
   hashes: PrefixHashes,
   on_devices: bool = False,
 ) -> LayerCopies | None:
-  """Begins copies of the layers that a step has just been told to compute.
+  """Begins copies of the layers that a step has just dispatched.
 
-  For `Engine.on_layers`, by its thread. Whether the step is good is known only
-  behind it: hold them until `export_prefix` has returned the pages of the last
-  part, without which no reader can use them.
+  Call it from `Engine.on_layers`, in its thread. Whether the step succeeded is
+  known only after it: keep the copies until `export_prefix` has returned the
+  pages of the last part, without which no reader can use them.
 
   Args:
-    engine: with `layer_parts`.
-    pool: what `on_layers` got.
-    tokens: int32, of the prompt.
-    part: its number.
-    salt: of the request.
-    adapter: of the request.
-    first: leaves out so many pages, which have moved before.
-    most: pages, at most.
-    hashes: of the prompt.
-    on_devices: whether the copies stay on the engine's devices.
+    engine: Engine with `layer_parts` above 1.
+    pool: Pool that `on_layers` was called with.
+    tokens: Token ids of the prompt, int32 [n].
+    part: Number of the part of the layers.
+    salt: Salt of the request.
+    adapter: Adapter of the request.
+    first: Number of pages to leave out, as they were exported before.
+    most: Maximum number of pages.
+    hashes: Hashes of the prompt's pages.
+    on_devices: Whether the copies stay on the engine's devices.
 
   Returns:
     None if there are no such pages.
@@ -303,35 +304,35 @@ def begin_layers(
   layout = prefix_layout(engine, layers)
   salt = engine.prefix_salt(salt, len(tokens))
   chain = hashes.chain(tree, tree.root(salt, adapter), tokens, first)
-  some = list(itertools.takewhile(_there, chain[:most]))
-  if not some:
+  blocks = list(itertools.takewhile(_there, chain[:most]))
+  if not blocks:
     return None
   copies = [
-    _begin_copies(pool, group, some, tree.shards, layers)
+    _begin_copies(pool, group, blocks, tree.shards, layers)
     for group in range(len(pool.groups))
   ]
-  for held, _ in itertools.chain.from_iterable(copies):
-    for x in () if on_devices else held:
+  for arrays, _ in itertools.chain.from_iterable(copies):
+    for x in () if on_devices else arrays:
       x.copy_to_host_async()
   start = _label_start(engine, len(tokens), adapter)
 
   def export() -> ExportedPrefix:
-    found = hashes.of(tokens, tree.page, start, first + len(some))[first:]
+    digests = hashes.of(tokens, tree.page, start, first + len(blocks))[first:]
     return ExportedPrefix(
-      tokens=len(some) * tree.page,
-      pages=_pages_of(copies, len(some), on_devices),
+      tokens=len(blocks) * tree.page,
+      pages=_pages_of(copies, len(blocks), on_devices),
       layout=layout,
-      labels=[_label(x) for x in found],
+      labels=[_label(x) for x in digests],
     )
 
-  return LayerCopies(layers, len(some), export)
+  return LayerCopies(layers, len(blocks), export)
 
 
 class LayerParts:
-  """Puts pages together whose layers come apart, as from `begin_layers`.
+  """Assembles pages whose layers arrive in parts, as from `begin_layers`.
 
-  Guarantees: pages are whole or not there; what is not followed by the layers
-  behind it is forgotten when other pages come.
+  Guarantees: only whole pages are returned; parts whose next layers do not
+    follow are dropped when other pages arrive.
   """
 
   def __init__(self, engine: Engine):
@@ -341,17 +342,17 @@ class LayerParts:
   def add(
     self, ticket: Ticket, pulled: PulledPages
   ) -> tuple[Ticket, PulledPages] | None:
-    """Takes the pages of a ticket.
+    """Adds the pages of a ticket.
 
     Args:
-      ticket: of pages with all layers or some.
-      pulled: all pages of it.
+      ticket: Ticket of pages with all layers or a part of them.
+      pulled: All pages of the ticket.
 
     Returns:
-      What a ticket for all layers would have brought, once they are there.
+      Ticket and pages with all layers once these are complete, else None.
     """
     if any("layer" not in leaf.axes for leaf in ticket.layout.leaves):
-      # Of another kind of pages: `import_prefix` says so.
+      # Pages of another kind: `import_prefix` raises for them.
       return ticket, pulled
     if self._held and pulled.labels != self._held[0][1].labels:
       self._held = []
@@ -366,11 +367,11 @@ class LayerParts:
       for leaf in self._whole.leaves
     ):
       return None
-    held, self._held = self._held, []
-    return _joined(held)
+    parts, self._held = self._held, []
+    return _joined(parts)
 
   def _follows(self, ticket: Ticket) -> bool:
-    """Whether layers go on where those that are there end."""
+    """Whether a ticket's layers start where the collected ones end."""
     ends = self._ends()
     return all(
       leaf.first[_layer(leaf)] == ends.get(leaf.name, 0)
@@ -378,7 +379,7 @@ class LayerParts:
     )
 
   def _ends(self) -> dict[str, int]:
-    """Up to which of its layers each leaf is there."""
+    """End of the collected layers, by leaf."""
     return {
       leaf.name: leaf.first[_layer(leaf)] + leaf.shape[_layer(leaf)]
       for ticket, _ in self._held
@@ -387,31 +388,31 @@ class LayerParts:
 
 
 def _layer(leaf: PageLeaf) -> int:
-  """The axis of layers."""
+  """Axis of layers in a leaf."""
   return leaf.axes.index("layer")
 
 
 def _joined(
   parts: list[tuple[Ticket, PulledPages]],
 ) -> tuple[Ticket, PulledPages]:
-  """Pages of which each part has layers, first ones first."""
+  """Concatenate parts of pages along their layers, first layers first."""
   if len(parts) == 1:
     return parts[0]
-  found: dict[str, list[tuple[PageLeaf, np.ndarray]]] = {}
+  chunks: dict[str, list[tuple[PageLeaf, np.ndarray]]] = {}
   for ticket, pulled in parts:
     for leaf in ticket.layout.leaves:
-      found.setdefault(leaf.name, []).append((leaf, pulled.arrays[leaf.name]))
+      chunks.setdefault(leaf.name, []).append((leaf, pulled.arrays[leaf.name]))
   arrays, leaves = {}, []
-  for name, some in found.items():
-    leaf, at = some[0][0], _layer(some[0][0])
-    arrays[name] = np.concatenate([x for _, x in some], axis=1 + at)
+  for name, leaf_chunks in chunks.items():
+    leaf, at = leaf_chunks[0][0], _layer(leaf_chunks[0][0])
+    arrays[name] = np.concatenate([x for _, x in leaf_chunks], axis=1 + at)
     shape = *leaf.shape[:at], arrays[name].shape[1 + at], *leaf.shape[at + 1 :]
     leaves.append(dataclasses.replace(leaf, shape=shape))
-  ticket, one = parts[0]
+  ticket, first_pulled = parts[0]
   return (
     dataclasses.replace(ticket, layout=PageLayout(tuple(leaves))),
     dataclasses.replace(
-      one,
+      first_pulled,
       arrays=arrays,
       reads=sum(x.reads for _, x in parts),
       nbytes=sum(x.nbytes for _, x in parts),
@@ -475,24 +476,24 @@ def import_prefix(
   want, page = prefix_layout(engine), engine.scheduler.tree.page
   theirs = {x.name: x for x in ticket.layout.leaves}
   lines: list[tuple[np.ndarray, int]] = []
-  whole, size = len(pulled.labels), 0
+  num_pages, size = len(pulled.labels), 0
   for leaf in want.leaves:
-    found, array = theirs.get(leaf.name), pulled.arrays.get(leaf.name)
-    _check_leaf(leaf, found, array, whole)
-    assert found is not None and array is not None
+    remote_leaf, array = theirs.get(leaf.name), pulled.arrays.get(leaf.name)
+    _check_leaf(leaf, remote_leaf, array, num_pages)
+    assert remote_leaf is not None and array is not None
     axis = leaf.axes.index("token")
-    if size and found.shape[axis] != size:
+    if size and remote_leaf.shape[axis] != size:
       raise OptionError(
         f"leaf {leaf.name}",
-        f"{found.shape[axis]} tokens beside {size} of other leaves",
+        f"{remote_leaf.shape[axis]} tokens beside {size} of other leaves",
         "pages of as many tokens in all leaves",
         "publish what export_prefix returns",
       )
-    size = found.shape[axis]
+    size = remote_leaf.shape[axis]
     # [n, ..., P, ...] to [..., n P, ...].
     lines.append((np.concatenate(list(array), axis=axis), axis))
-  skipped, rest = divmod(first * size, page)
-  if rest:
+  skipped, remainder = divmod(first * size, page)
+  if remainder:
     raise OptionError(
       "first",
       f"{first} pages of {size} tokens",
@@ -501,21 +502,21 @@ def import_prefix(
     )
   hashes = hashes or PrefixHashes()
   start = _label_start(engine, len(tokens), adapter)
-  mine = hashes.of(tokens, size, start, first + whole)[first:]
-  known = 0
-  for known, (made, label) in enumerate(
-    zip(mine, pulled.labels, strict=False), 1
+  page_digests = hashes.of(tokens, size, start, first + num_pages)[first:]
+  valid = 0
+  for valid, (page_digest, label) in enumerate(
+    zip(page_digests, pulled.labels, strict=False), 1
   ):
-    if _label(made) != label:
+    if _label(page_digest) != label:
       raise OptionError(
-        f"page {known - 1} of the ticket",
+        f"page {valid - 1} of the ticket",
         "one of other tokens, another adapter or another place",
-        f"tokens {(first + known - 1) * size} to {(first + known) * size} of "
+        f"tokens {(first + valid - 1) * size} to {(first + valid) * size} of "
         "this prompt",
         "publish with labels=, pull all pages in order, and pass the prompt "
         "and the adapter of the export",
       )
-  count = known * size // page
+  count = valid * size // page
   blocks = [
     np.split(np.take(line, range(count * page), axis), count, axis)
     for line, axis in lines
@@ -530,34 +531,33 @@ def import_prefix(
   # The first ones last: where there is no room for all, they stay.
   for n in reversed(range(count)):
     at = 0
-    for group, some in enumerate(sizes):
-      leaves = [x[n] for x in blocks[at : at + some]]
+    for group, num_leaves in enumerate(sizes):
+      leaves = [x[n] for x in blocks[at : at + num_leaves]]
       link.put(group, digests[skipped + n], leaves)
-      at += some
-  gone = [
+      at += num_leaves
+  missing = [
     n
     for n in range(skipped, len(digests))
     if not all(link.holds(g, digests[n]) for g in range(len(sizes)))
   ]
-  if gone:
+  if missing:
     pieces = tree.pieces(tokens, len(digests))
     with engine.between_steps():
       chain = tree.chain(tree.root(salt, adapter), pieces)
-      for n in gone:
+      for n in missing:
         if n >= len(chain) or not chain[n].ready:
           return n * page
   return len(digests) * page
 
 
 def _label_start(engine: Engine, length: int, adapter: str) -> bytes:
-  """All on which the keys of a prompt depend beside its tokens, and which the
-  layout does not tell."""
+  """Start of the hashes: what keys depend on besides tokens and layout."""
   facts = engine.adapter_digest(adapter), engine.rotations(length)
   return repr(facts).encode()
 
 
 def _label(digest: bytes) -> str:
-  """The text that goes with a page."""
+  """Text label of a page."""
   return digest.hex()[:32]
 
 
@@ -573,9 +573,12 @@ def _begin_copies(
   shards: int,
   layers: tuple[int, int] | None = None,
 ) -> _Copies:
-  """Copies of a group's pages of successive blocks, which the device makes
-  before it computes what comes next; where in them the blocks are."""
-  found: _Copies = []
+  """Start copies of a group's pages of successive blocks.
+
+  The device copies them before the calls that are dispatched later. Each copy
+  comes with the places of the blocks in it.
+  """
+  copies: _Copies = []
   step = _BATCH * shards
   for start in range(0, len(blocks), step):
     pages = np.zeros((shards, _BATCH), np.int32)
@@ -586,23 +589,25 @@ def _begin_copies(
       shard, column = block.depth % shards, n // shards
       pages[shard, column] = page
       places.append(shard * _BATCH + column)
-    held: Any = read_pages(pool, group, pages, layers)
-    found.append((held, places))
-  return found
+    arrays: Any = read_pages(pool, group, pages, layers)
+    copies.append((arrays, places))
+  return copies
 
 
 def _pages_of(
   copies: list[_Copies], count: int, on_devices: bool
 ) -> Sequence[tuple[np.ndarray, ...] | DevicePage]:
-  """Of each page its leaves, of the copies of all groups."""
+  """Leaves of each page, from the copies of all groups."""
   if on_devices:
-    # As copies to the host do: whether a step is good is known behind it.
-    jax.block_until_ready([held for group in copies for held, _ in group])
-    # In each group the pages lie in the same rows.
+    # Wait, as copies to the host do: a step may still fail until it ends.
+    jax.block_until_ready([arrays for group in copies for arrays, _ in group])
+    # Pages are in the same rows in each group.
     return [
       DevicePage(batch, row)
       for parts in zip(*copies, strict=True)
-      for batch in [PageBatch(tuple(x for held, _ in parts for x in held), 1)]
+      for batch in [
+        PageBatch(tuple(x for arrays, _ in parts for x in arrays), 1)
+      ]
       for row in parts[0][1]
     ]
   arrays = [x for group in copies for x in _copied(group)]
@@ -610,10 +615,10 @@ def _pages_of(
 
 
 def _copied(copies: _Copies) -> list[np.ndarray]:
-  """A group's arrays, [n, L, K, P, H] each, on the host."""
+  """Host arrays of a group, [n, L, K, P, H] each."""
   parts = [
-    [np.moveaxis(x[:, places], 1, 0) for x in jax.device_get(held)]
-    for held, places in copies
+    [np.moveaxis(x[:, places], 1, 0) for x in jax.device_get(arrays)]
+    for arrays, places in copies
   ]
   return [
     np.ascontiguousarray(np.concatenate(x)) for x in zip(*parts, strict=True)
@@ -625,30 +630,32 @@ def prefix_layout(
 ) -> PageLayout:
   """Names, dtypes and shapes of the arrays of a page of an engine.
 
-  The codec of each is a text that two engines have in common if one can use
-  the pages of the other.
+  The codec of each is a text that is equal for two engines if one can use the
+  pages of the other.
 
   Args:
-    engine: whose pages.
-    layers: of the model, first and end, that are in a page; None for all.
+    engine: Engine that has the pages.
+    layers: First and end of the model's layers in a page; None for all.
 
   Raises:
-    OptionError: a pool whose pages can't be cut elsewhere.
+    OptionError: If the pool's pages can't be cut to another size.
   """
-  made = _LAYOUTS.setdefault(engine, {})
-  if layers not in made:
+  layouts = _LAYOUTS.setdefault(engine, {})
+  if layers not in layouts:
     with engine.between_steps() as pool:
-      whole = made.get(None)
-      if whole is None:
-        whole = _layout(engine, pool, engine.scheduler.tree.page)
-      made[layers] = whole if layers is None else _cut(whole, pool, layers)
-  return made[layers]
+      full_layout = layouts.get(None)
+      if full_layout is None:
+        full_layout = _layout(engine, pool, engine.scheduler.tree.page)
+      layouts[layers] = (
+        full_layout if layers is None else _cut(full_layout, pool, layers)
+      )
+  return layouts[layers]
 
 
 def _cut(
   whole: PageLayout, pool: PagePool, layers: tuple[int, int]
 ) -> PageLayout:
-  """The part of a page that some layers have."""
+  """Layout of the part of a page that belongs to some layers."""
   groups = range(len(pool.groups))
   cuts = [x for group in groups for x in pool.layer_ranges(group, layers)]
   return PageLayout(
@@ -664,12 +671,12 @@ def _cut(
   )
 
 
-# Weights of an engine do not change: they are looked at once.
+# Weights of an engine do not change, so they are hashed once.
 _LAYOUTS: Any = weakref.WeakKeyDictionary()
 
 
 def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
-  """See `prefix_layout`."""
+  """Layout of whole pages with all layers, as `prefix_layout` returns it."""
   shapes = [pool.page_shapes(g) for g in range(len(pool.groups))]
   # Codes on a TPU have their tokens last.
   axes = [pool.page_axes(g) for g in range(len(pool.groups))]
@@ -682,8 +689,8 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
     fault = "layers that look back a window and let pages go"
   elif any(
     s[axis] != page
-    for some, places in zip(shapes, axes, strict=True)
-    for (s, _), axis in zip(some, places, strict=True)
+    for group_shapes, places in zip(shapes, axes, strict=True)
+    for (s, _), axis in zip(group_shapes, places, strict=True)
   ):
     fault = f"the cache kind {pool.kind}, which codes tokens together"
   else:
@@ -705,8 +712,12 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
       PageLeaf(
         f"{group}.{n}", dtype.name, shape, _axes(len(shape), at), codec=text
       )
-      for group, (some, places) in enumerate(zip(shapes, axes, strict=True))
-      for n, ((shape, dtype), at) in enumerate(zip(some, places, strict=True))
+      for group, (group_shapes, places) in enumerate(
+        zip(shapes, axes, strict=True)
+      )
+      for n, ((shape, dtype), at) in enumerate(
+        zip(group_shapes, places, strict=True)
+      )
     )
   )
 
@@ -725,8 +736,7 @@ def _axes(rank: int, token: int) -> tuple[str, ...]:
 def _check_leaf(
   ours: PageLeaf, theirs: PageLeaf | None, array: np.ndarray | None, pages: int
 ) -> None:
-  """Raises unless pulled pages are of what this engine has, pages of another
-  size apart."""
+  """Raise unless a pulled leaf fits this engine, apart from the page size."""
   kind, _, weights = ours.codec.partition(_OF)
   if theirs is None or array is None:
     fault, want = "nothing", "all arrays of a page"
@@ -739,9 +749,9 @@ def _check_leaf(
   else:
     at = ours.axes.index("token")
     cut = lambda shape: (*shape[:at], *shape[at + 1 :])
-    same = (ours.axes, ours.first) == (theirs.axes, theirs.first)
-    same = same and cut(ours.shape) == cut(theirs.shape)
-    if same and array.shape == (pages, *theirs.shape):
+    matches = (ours.axes, ours.first) == (theirs.axes, theirs.first)
+    matches = matches and cut(ours.shape) == cut(theirs.shape)
+    if matches and array.shape == (pages, *theirs.shape):
       return
     fault = f"{list(array.shape)} of {theirs.axes}"
     want = f"{pages} whole pages of {list(ours.shape)}, any tokens"

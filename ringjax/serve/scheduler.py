@@ -1,9 +1,9 @@
-"""Which tokens of which requests the next calls of the model compute.
+"""Scheduler: chooses the tokens that the next model calls compute.
 
-Guarantees: every row gets on, or is preempted by rows that come before it; a
-token is computed once, but for rows that were preempted. Pages are allocated
-before a plan is returned, so a call never finds that one is missing.
-Cost: a plan looks at each running row, and at few waiting ones.
+Guarantees: every row makes progress, or is preempted by rows that come before
+it; a token is computed once, but for rows that were preempted. Pages are
+allocated before a plan is returned, so a call never finds that one is missing.
+Cost: a plan examines each running row, and few waiting ones.
 
 Plain Python, no JAX: the engine and its simulator run the same code. A row's
 order is (priority, arrival); rows whose prefix another row is computing at
@@ -53,14 +53,14 @@ class KeptPages:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredPrefix:
-  """How much of a row's prompt can be had with blocks from a store.
+  """Part of a row's prompt whose keys come from the tree and a store.
 
   Attributes:
-    count: blocks, from the first one on.
-    payloads: by (number of the block, group) the bytes of a page that has to
-      be loaded; the other pages are in the tree.
-    apart: whether the pages are the row's alone: the last ones of the blocks,
-      in which some tokens of all blocks are.
+    count: Number of blocks, from the first one on.
+    payloads: Bytes of each page that has to be loaded, by (block number,
+        group); the other pages are in the tree.
+    apart: Whether the pages are private to the row: the last ones of the
+        blocks, filled with the tokens that are kept of all blocks.
   """
 
   count: int
@@ -69,48 +69,49 @@ class StoredPrefix:
 
   @property
   def first(self) -> int:
-    """Blocks before the first one that the row has a page for."""
+    """Number of blocks before the first one that the row has a page for."""
     return self.count - len(self.payloads) if self.apart else 0
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ServedRow:
-  """One prompt and its answer on their way through the engine.
+  """State of one prompt and its answer while the engine serves them.
 
   Attributes:
-    prompt: int32 [n].
-    most: tokens of the answer at most.
+    prompt: Token ids of the prompt, int32 [n].
+    most: Maximum number of tokens of the answer.
     priority: smaller ones come first.
-    arrival: when it came, a count or a time; earlier ones come first.
-    salt: rows of another salt share nothing with it.
-    adapter: as salt.
-    share: whether blocks of the prompt may be shared.
-    owner: whatever it belongs to.
+    arrival: Arrival as a count or a time; earlier rows come first.
+    salt: Salt of its prefixes; rows with another salt share nothing with it.
+    adapter: Adapter of the row; rows with another one share nothing with it.
+    share: Whether blocks of the prompt may be shared.
+    owner: Object of the caller that the row belongs to.
     answer: tokens that were chosen and are known to the host.
-    chosen: tokens that were chosen, the host may not know the last ones yet.
-    computed: tokens whose keys are in pages.
-    slot: its place among the running rows, or None.
-    blocks: of its prompt, those in the tree.
-    pages: for each group its own pages, by number of the block.
-    first: for each group the first block in sight.
-    preemptions: how often it was preempted.
-    hit: tokens whose keys it found.
-    trusted: of these, tokens whose keys other rows had computed when it began
-      for the first time.
-    ended: whether it is over.
-    held: whether it waits for another row that computes its prefix, or for
+    chosen: Number of chosen tokens; the host may not know the last ones yet.
+    computed: Number of tokens whose keys are in pages.
+    slot: Number among the running rows, or None.
+    blocks: Blocks of its prompt that are in the tree.
+    pages: Private pages by block number, for each group.
+    first: First block within the attention window, for each group.
+    preemptions: Number of times that it was preempted.
+    hit: Number of tokens whose keys were cached when it began.
+    trusted: Number of tokens of `hit` whose keys other rows had computed when
+        it first began.
+    ended: Whether it has ended.
+    held: Whether it waits for another row that computes its prefix, or for
       blocks that come from a store.
-    loaded: tokens whose keys come from a store, of those of `hit`.
-    store_state: what a `BlockSource` remembers of it.
-    kept: what a preempted row had computed, if it is to come back with it.
-    team: rows of one beam search, itself among them: they have slots at the
-      same time, the first one reads the prompt, and whichever reads a token
-      waits until the host knows it; empty for a row of its own.
-    parked: of a team, whether it has a slot and nothing else.
-    source: the row that a parked one is to be a copy of, or None.
-    apart: the part of its prefix that it reads in place of the whole; no other
-      row finds what it computes behind that. None: it reads all.
-    absent: slots before its first page, of a row that reads a part.
+    loaded: Number of tokens of `hit` whose keys come from a store.
+    store_state: State that a `BlockSource` keeps for the row.
+    kept: Pages that a preempted row comes back with, or None.
+    team: Rows of one beam search, including itself: they have slots at the same
+        time, the first one computes the prompt, and each waits until the host
+        knows a token before it reads it; empty for a single row.
+    parked: Whether a row of a team has a slot but no pages.
+    source: Row that a parked one becomes a copy of, or None.
+    apart: Part of its prefix that it reads in place of the whole; no other row
+        reuses the keys that it computes after it. None: it reads all.
+    absent: Number of token slots before its first page, for a row that reads a
+        part.
   """
 
   prompt: np.ndarray
@@ -144,12 +145,12 @@ class ServedRow:
 
   @property
   def order(self) -> tuple[int, int | float]:
-    """What comes first."""
+    """Sort key: rows with a smaller priority, then earlier ones, come first."""
     return self.priority, self.arrival
 
   @property
   def known(self) -> int:
-    """Tokens of the prompt and of the answer so far."""
+    """Number of tokens of the prompt and of the answer so far."""
     return self.prompt.size + self.chosen
 
   @property
@@ -159,7 +160,7 @@ class ServedRow:
 
   @property
   def longest(self) -> int:
-    """Tokens of prompt and answer at most."""
+    """Maximum number of tokens of prompt and answer."""
     return self.prompt.size + self.most
 
   def token(self, n: int) -> int:
@@ -172,13 +173,13 @@ class ServedRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptPiece:
-  """Some tokens of a prompt that a call computes.
+  """Chunk of a prompt that a call computes.
 
   Attributes:
-    row: the row.
-    start: the first of them.
-    count: how many.
-    chooses: whether the token behind the last one is to be chosen.
+    row: Row that the prompt belongs to.
+    start: Position of its first token.
+    count: Number of tokens.
+    chooses: Whether the call chooses the token after the last one.
   """
 
   row: ServedRow
@@ -191,9 +192,9 @@ class RowDraft(NamedTuple):
   """Tokens that may follow the last one of a row.
 
   Fields:
-    tokens: one behind another, or a tree.
-    parents: of a tree which token each follows, an earlier one of `tokens`; -1
-      for the row's last one. None: a chain.
+    tokens: Drafted token ids, a chain or a tree.
+    parents: Index of the token that each follows in a tree, an earlier one of
+        `tokens`; -1 for the row's last token. None: a chain.
   """
 
   tokens: tuple[int, ...] = ()
@@ -208,14 +209,14 @@ class RowDraft(NamedTuple):
 
   @property
   def depths(self) -> list[int]:
-    """How many tokens each is behind the row's last one."""
-    found: list[int] = []
+    """Distance of each token from the row's last one, at least 1."""
+    depths: list[int] = []
     for parent in self.above:
-      found.append(1 + (found[parent] if parent >= 0 else 0))
-    return found
+      depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return depths
 
   def first(self, count: int) -> RowDraft:
-    """The first tokens, whose parents are among them."""
+    """Draft of the first `count` tokens, whose parents are among them."""
     parents = None if self.parents is None else self.parents[:count]
     return RowDraft(self.tokens[:count], parents)
 
@@ -225,12 +226,12 @@ class DecodeTurn:
   """A row's next token in a decoding call.
 
   Attributes:
-    row: the row.
-    slot: its place in the call.
-    at: the position of the token that is read.
-    chooses: whether the next one is to be chosen; otherwise it is known: the
-      row was preempted and comes back.
-    draft: what may follow the token that is read, which the call checks.
+    row: Row that decodes.
+    slot: Number of the row in the call.
+    at: Position of the token that is read.
+    chooses: Whether the call chooses the next token; otherwise it is known, as
+        the row was preempted and comes back.
+    draft: Drafted tokens after the token that is read, which the call checks.
   """
 
   row: ServedRow
@@ -241,7 +242,7 @@ class DecodeTurn:
 
   @property
   def end(self) -> int:
-    """Tokens of the row behind the call."""
+    """Number of the row's tokens after the call."""
     return self.at + 1 + len(self.draft.tokens)
 
 
@@ -250,10 +251,11 @@ class RowFork:
   """A row that becomes a copy of another one.
 
   Attributes:
-    row: the row.
-    source: the slot of the other one, which has recurrent layers' states.
-    number: of the block that is filled in part, and so is copied.
-    pages: for each group (from, to) of that block; empty if all are whole.
+    row: Row that becomes a copy.
+    source: Slot of the other row, whose recurrent states are copied.
+    number: Number of the block that is partly filled and therefore copied.
+    pages: Pages (from, to) of that block, for each group; empty if all blocks
+        are full.
   """
 
   row: ServedRow
@@ -264,20 +266,20 @@ class RowFork:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-  """What a step computes.
+  """Work of one step: rows, prompt chunks and copies.
 
   Attributes:
-    turns: of rows that decode.
-    pieces: of prompts.
-    admitted: rows that begin, or begin anew.
-    preempted: rows that had to make room; those with `kept` pages are to be
-      copied before a call.
-    restored: of the rows that begin anew, those whose pages are to be copied
-      back before a call.
-    refused: of the preempted, those that ran alone: nobody can make room for
-      them, so that they would be preempted for ever.
-    forks: copies that are to be made before a call, behind those of
-      `preempted` and `restored`.
+    turns: Next tokens of rows that decode.
+    pieces: Chunks of prompts.
+    admitted: Rows that begin or begin again.
+    preempted: Rows that had to make room; their pages are copied before a call
+        where `kept` is set.
+    restored: Rows that begin again with pages that are copied back before a
+        call.
+    refused: Preempted rows that ran alone: no row can make room for them, so
+        they would be preempted for ever.
+    forks: Copies to make before a call, after those of `preempted` and
+        `restored`.
   """
 
   turns: tuple[DecodeTurn, ...]
@@ -290,9 +292,9 @@ class StepPlan:
 
   @property
   def tokens(self) -> int:
-    """That are computed."""
-    turns = sum(turn.end - turn.at for turn in self.turns)
-    return turns + sum(piece.count for piece in self.pieces)
+    """Number of tokens that the step computes."""
+    decoded = sum(turn.end - turn.at for turn in self.turns)
+    return decoded + sum(piece.count for piece in self.pieces)
 
   @property
   def empty(self) -> bool:
@@ -302,16 +304,16 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLimits:
-  """How large calls are.
+  """Maximum sizes of calls and steps.
 
   Attributes:
-    rows: that run at the same time.
-    pieces: of prompts in a call, each of one row.
-    piece: tokens of a piece at most.
-    budget: tokens of a step at most, of prompts and answers together.
-    blocks: of a row at most, a multiple of the shards.
-    one_piece: whether a call has one piece of a row at most, as recurrent
-      layers need.
+    rows: Maximum number of rows that run at the same time.
+    pieces: Maximum number of prompt chunks in a call, each of one row.
+    piece: Maximum number of tokens of a chunk.
+    budget: Maximum number of tokens of a step, of prompts and answers together.
+    blocks: Maximum number of blocks of a row, a multiple of the shards.
+    one_piece: Whether a call has at most one chunk of a row, as recurrent
+        layers need.
   """
 
   rows: int
@@ -323,19 +325,18 @@ class StepLimits:
 
 
 class BlockSource(Protocol):
-  """Where blocks come from that the tree does not have."""
+  """Source of blocks that the tree does not have, for example a store."""
 
   def look(
     self, row: ServedRow, root: PrefixBlock, count: int, most: int
   ) -> StoredPrefix | None:
-    """More blocks of a row's prompt than the tree has, or None while they are
-    on their way.
+    """Look up more blocks of a row's prompt; None while they are in flight.
 
     Args:
-      row: which is about to begin.
-      root: of its prefixes.
-      count: blocks that the tree has.
-      most: blocks at most.
+      row: Row that is about to begin.
+      root: Root of its prefixes in the tree.
+      count: Number of blocks that the tree has.
+      most: Maximum number of blocks.
     """
     ...
 
@@ -345,17 +346,17 @@ class Scheduler:
 
   Attributes:
     tree: pages and prefixes.
-    limits: how large calls are.
-    tables: for each group int32 [rows, R, blocks / R], the pages of each slot;
-      -1 is none. See `PagePool.call`.
-    running: by slot, None where it is free.
-    version: a count of changes of the tables.
-    source: of blocks that the tree does not have, or None.
-    drafts: asked for what may follow the last token of a row, so many tokens
-      one behind another at most; or None. The host then knows all tokens of
-      rows when it plans.
-    loads: by (group, shard, page) the bytes that have to be in a page before
-      the calls of the plan; whoever makes the calls takes them out.
+    limits: Maximum sizes of calls and steps.
+    tables: Pages of each slot, int32 [rows, R, blocks / R] for each group; -1
+        marks no page. See `PagePool.call`.
+    running: Rows by slot; None where it is free.
+    version: Number of changes of the tables.
+    source: Source of blocks that the tree does not have, or None.
+    drafts: Function that drafts tokens after the last one of a row, a path of
+        so many at most; or None. With drafts the host knows all tokens of rows
+        when it plans.
+    loads: Bytes to load into pages before the calls of the plan, by (group,
+        shard, page); the caller takes them out.
   """
 
   def __init__(
@@ -368,17 +369,17 @@ class Scheduler:
     victim: Callable[[Sequence[ServedRow]], ServedRow] | None = None,
     keeps: Callable[[ServedRow], bool] | None = None,
   ):
-    """Without rows.
+    """Make a scheduler without rows.
 
     Args:
-      tree: of pages.
-      limits: of a call.
-      share_answers: whether blocks with tokens of answers are shared too.
-      reuse: whether prefixes are shared at all.
-      victim: which of the running rows is preempted first; default: the last
+      tree: Tree of prefixes and pages.
+      limits: Maximum sizes of calls and steps.
+      share_answers: Whether blocks with tokens of answers are shared too.
+      reuse: Whether prefixes are shared at all.
+      victim: Chooses the running row that is preempted first; default: the last
         one in order.
-      keeps: whether what a preempted row has computed is copied elsewhere, and
-        not computed again; default: never.
+      keeps: Whether a preempted row's pages are copied elsewhere, not computed
+        again; default: never.
     """
     self._keeps = keeps or (lambda _: False)
     self.tree, self.limits = tree, limits
@@ -401,19 +402,19 @@ class Scheduler:
 
   @property
   def busy(self) -> bool:
-    """Whether there is a row at all."""
+    """Whether any row waits or runs."""
     return bool(self.waiting) or any(self.running)
 
   def add(self, row: ServedRow) -> None:
-    """A row that waits."""
+    """Adds a row to the waiting ones."""
     bisect.insort(self.waiting, row, key=lambda r: r.order)
 
   def drop(self, row: ServedRow, *, lose: bool = False) -> None:
-    """A row that is over, or not wanted any more; its pages are free.
+    """Removes a row that has ended or is not needed; its pages are free.
 
     Args:
-      row: the row.
-      lose: whether the keys that it has computed are of no use to others.
+      row: Row to remove.
+      lose: Whether other rows must not reuse the keys that it has computed.
     """
     if lose:
       for block in row.blocks[row.trusted // self.tree.page :][:1]:
@@ -426,42 +427,43 @@ class Scheduler:
     self._leave(row)
 
   def fits(self, row: ServedRow) -> str | None:
-    """Why a row can never be served, or None."""
+    """Limit because of which a row can never be served, or None."""
     page, shards = self.tree.page, self.tree.shards
-    need, many = -(-row.longest // page), max(1, len(row.team))
+    need, num_rows = -(-row.longest // page), max(1, len(row.team))
     if need > self.limits.blocks:
       return f"{self.limits.blocks * page:,} tokens of a row at most"
-    if many > self.limits.rows:
+    if num_rows > self.limits.rows:
       return f"{self.limits.rows} rows at the same time at most"
-    # A team has the whole pages of its prompt once.
-    once, total = 0, self._at_once(row.longest)
+    # A team shares the full pages of its prompt.
+    shared, total = 0, self._at_once(row.longest)
     if self.tree.groups[0].reach is None:
-      once = row.prompt.size // page
+      shared = row.prompt.size // page
     on = lambda shard, pages: -(-(pages - shard) // shards)
-    each = (
-      on(s, once) + many * (on(s, total) - on(s, once)) for s in range(shards)
+    shard_pages = (
+      on(s, shared) + num_rows * (on(s, total) - on(s, shared))
+      for s in range(shards)
     )
-    if max(each) > self.tree.groups[0].pages:
+    if max(shard_pages) > self.tree.groups[0].pages:
       room = self.tree.groups[0].pages * shards * page
       return f"{room:,} tokens in the pool"
     return None
 
   def _at_once(self, tokens: int) -> int:
-    """Pages of the first group that a row of so many tokens has at a time."""
+    """Pages of the first group that a row of `tokens` has at the same time."""
     page, reach = self.tree.page, self.tree.groups[0].reach
-    whole = -(-tokens // page)
+    num_blocks = -(-tokens // page)
     if reach is None:
-      return whole
-    # What a call reads and writes begins and ends within pages.
+      return num_blocks
+    # The range that a call reads and writes may start and end within a page.
     seen = reach + self.limits.pieces * self.limits.piece
-    return min(whole, -(-seen // page) + 1)
+    return min(num_blocks, -(-seen // page) + 1)
 
   def park(self, row: ServedRow, source: ServedRow | None = None) -> None:
-    """A row of a team gives back what it has, but for its slot.
+    """Frees the pages of a row of a team; it keeps its slot.
 
     Args:
-      row: the row.
-      source: of which it becomes a copy in the next plan; None for no one.
+      row: Row of a team.
+      source: Row that it becomes a copy of in the next plan, or None.
     """
     self._release(row)
     row.computed, row.parked, row.source = 0, True, source
@@ -471,15 +473,15 @@ class Scheduler:
   # -------------------------------------------------------------------------
 
   def plan(self) -> StepPlan:
-    """What to compute now; rows are then where the calls leave them."""
+    """Plan a step; the rows' counts then include the planned tokens."""
     preempted: list[ServedRow] = []
-    # Rows of which this plan computes something: it may yet be given up.
+    # Rows with chunks in this plan; a preempted one of them loses its pages.
     self._begun, self._refused = set(), []
-    turns, left = [], self.limits.budget
+    decode_turns, budget = [], self.limits.budget
     forks: list[RowFork] = []
     rows = [row for row in self.running if row is not None]
     for row in rows:
-      # The calls before this one needed them.
+      # Free pages out of sight only now: the previous calls read them.
       for group, spec in enumerate(self.tree.groups):
         if spec.reach is not None:
           self._forget(row, group)
@@ -490,41 +492,41 @@ class Scheduler:
         continue
       if row.team and row.token(row.computed) < 0:
         continue
-      if row.computed >= row.known or left < 1:
+      if row.computed >= row.known or budget < 1:
         continue
       if not self._make_room(row, row.computed, 1, preempted):
         continue
-      known = row.computed + 1 < row.known
-      if not known and row.chosen >= row.most:
+      next_known = row.computed + 1 < row.known
+      if not next_known and row.chosen >= row.most:
         continue
-      draft = RowDraft() if known else self._draft(row, left - 1)
-      turns.append(
+      draft = RowDraft() if next_known else self._draft(row, budget - 1)
+      decode_turns.append(
         DecodeTurn(
           row=row,
           slot=row.slot,
           at=row.computed,
-          chooses=not known,
+          chooses=not next_known,
           draft=draft,
         )
       )
-      left -= 1 + len(draft.tokens)
-    pieces = self._pieces(left, preempted)
-    admitted = self._admitted(left, pieces, preempted)
+      budget -= 1 + len(draft.tokens)
+    pieces = self._pieces(budget, preempted)
+    admitted = self._admitted(budget, pieces, preempted)
     # Rows may be preempted after their part was planned.
-    turns = [turn for turn in turns if turn.row.slot is not None]
+    decode_turns = [turn for turn in decode_turns if turn.row.slot is not None]
     pieces = [piece for piece in pieces if piece.row.slot is not None]
     admitted = [row for row in admitted if row.slot is not None]
     forks = [fork for fork in forks if fork.row.slot is not None]
-    for turn in turns:
+    for turn in decode_turns:
       turn.row.computed += 1
       turn.row.chosen += turn.chooses
     for piece in pieces:
       piece.row.chosen += piece.chooses
-    # Only what is sure to be computed is for others to use.
-    for row in dict.fromkeys(part.row for part in (*turns, *pieces)):
+    # Share only blocks that are sure to be computed.
+    for row in dict.fromkeys(part.row for part in (*decode_turns, *pieces)):
       self._passed(row)
     return StepPlan(
-      turns=tuple(turns),
+      turns=tuple(decode_turns),
       pieces=tuple(pieces),
       admitted=tuple(admitted),
       preempted=tuple(preempted),
@@ -540,21 +542,25 @@ class Scheduler:
     forks: list[RowFork],
     preempted: list[ServedRow],
   ) -> None:
-    """A parked row shares the whole pages of another one of its team, and has
-    its own of the one that is filled in part."""
+    """Make a parked row a copy of another one of its team.
+
+    It shares the full pages and gets its own copy of the partly filled one.
+    """
     assert row.slot is not None and source.slot is not None
     if source.parked or source.reading:
       return
-    number, rest = divmod(source.computed, self.tree.page)
-    if rest and not self._make_room(row, source.computed - 1, 1, preempted):
+    number, remainder = divmod(source.computed, self.tree.page)
+    if remainder and not self._make_room(
+      row, source.computed - 1, 1, preempted
+    ):
       return
     pages = tuple(
-      (own[number], mine[number])
-      for own, mine in zip(source.pages, row.pages, strict=True)
-      if rest
+      (source_pages[number], row_pages[number])
+      for source_pages, row_pages in zip(source.pages, row.pages, strict=True)
+      if remainder
     )
-    for group, own in enumerate(source.pages):
-      for n, page in own.items():
+    for group, source_pages in enumerate(source.pages):
+      for n, page in source_pages.items():
         if n < number:
           self.tree.share(group, n, page)
           row.pages[group][n] = page
@@ -568,13 +574,13 @@ class Scheduler:
     )
 
   def _pieces(self, left: int, preempted: list[ServedRow]) -> list[PromptPiece]:
-    """Pieces of the prompts of running rows."""
-    found: list[PromptPiece] = []
+    """Chunks of the prompts of running rows."""
+    pieces: list[PromptPiece] = []
     rows = [r for r in self.running if r is not None and r.reading]
     for row in sorted(rows, key=lambda r: r.order):
       if row.slot is not None and not row.parked:
-        self._read(row, left, found, preempted)
-    return found
+        self._read(row, left, pieces, preempted)
+    return pieces
 
   def _read(
     self,
@@ -583,13 +589,13 @@ class Scheduler:
     pieces: list[PromptPiece],
     preempted: list[ServedRow],
   ) -> None:
-    """Adds pieces of one prompt, as many as there is room for."""
+    """Adds chunks of one prompt, as many as there is room for."""
     limits, first = self.limits, True
     while row.reading and len(pieces) < limits.pieces:
       if limits.one_piece and not first:
         return
-      left = budget - sum(piece.count for piece in pieces)
-      count = min(limits.piece, row.prompt.size - row.computed, left)
+      remaining = budget - sum(piece.count for piece in pieces)
+      count = min(limits.piece, row.prompt.size - row.computed, remaining)
       if count < 1:
         return
       if not self._make_room(row, row.computed, count, preempted):
@@ -609,13 +615,13 @@ class Scheduler:
     pieces: list[PromptPiece],
     preempted: list[ServedRow],
   ) -> list[ServedRow]:
-    """Rows that begin, whose first pieces are added."""
-    found: list[ServedRow] = []
+    """Begin waiting rows and add their first chunks; returns these rows."""
+    admitted: list[ServedRow] = []
     if preempted:
-      return found
+      return admitted
     for row in list(self.waiting[:_LOOK]):
-      taken = sum(piece.count for piece in pieces)
-      full = len(pieces) >= self.limits.pieces or taken >= left
+      num_tokens = sum(piece.count for piece in pieces)
+      full = len(pieces) >= self.limits.pieces or num_tokens >= left
       if full or self.running.count(None) < max(1, len(row.team)):
         break
       if not self._begin(row):
@@ -623,39 +629,39 @@ class Scheduler:
           continue
         break
       self.waiting.remove(row)
-      found += row.team or [row]
+      admitted += row.team or [row]
       self._read(row, left, pieces, preempted)
       if preempted:
-        # Whoever made room comes before those that still wait.
+        # A preempted row comes before those that still wait.
         break
-    return found
+    return admitted
 
   def _begin(self, row: ServedRow) -> bool:
-    """Gives a row a slot and what is known of its prefix, if there is room."""
+    """Gives a row a slot and its cached prefix, if there is room."""
     tree, page = self.tree, self.tree.page
     row.held = False
     root = tree.root(row.salt, row.adapter)
     shared: list[PrefixBlock] = []
-    whole = (row.prompt.size - 1) // page
+    max_blocks = (row.prompt.size - 1) // page
     reuse = self.reuse and row.share and row.apart is None
     if reuse:
-      shared = tree.match(root, row.prompt, most=whole)
+      shared = tree.match(root, row.prompt, most=max_blocks)
       if any(not block.ready for block in shared):
-        # Another row is computing what this one needs.
+        # Another row is computing a block that this one needs.
         row.held = True
         return False
     stored = StoredPrefix(count=len(shared), payloads={})
     source = self.source if row.kept is None else None
     if source is not None and reuse:
-      found = source.look(row, root, len(shared), whole)
-      if found is None:
+      from_store = source.look(row, root, len(shared), max_blocks)
+      if from_store is None:
         row.held = True
         return False
-      if found.apart:
-        row.apart, shared, reuse = found, [], False
-      elif found.count > len(shared):
-        stored = found
-        pieces = tree.pieces(row.prompt, found.count)
+      if from_store.apart:
+        row.apart, shared, reuse = from_store, [], False
+      elif from_store.count > len(shared):
+        stored = from_store
+        pieces = tree.pieces(row.prompt, from_store.count)
         shared = tree.chain(root, pieces)
     if row.apart is not None:
       stored = row.apart
@@ -663,7 +669,7 @@ class Scheduler:
     if row.kept is not None:
       tokens = max(tokens, row.kept.computed)
     need = self._at_once(tokens) + 1 - len(shared) - stored.first
-    # Behind its prompt a team has pages row by row.
+    # After its prompt each row of a team has separate pages.
     need += len(row.team) * (-(-row.known // page) - row.prompt.size // page)
     idle = sum(not block.refs for block in shared)
     room = sum(tree.available(s) for s in range(tree.shards)) - idle
@@ -690,14 +696,14 @@ class Scheduler:
     row.store_state = None
     if not row.preemptions:
       row.trusted = row.hit - row.loaded
-    # No page in sight may be missing.
+    # Each page within the window has to be there.
     assert all(
       at is not None or n < row.first[g]
       for n, block in enumerate(row.blocks)
       for g, at in enumerate(block.pages)
     )
     if reuse:
-      # Others are to wait for these blocks.
+      # Later rows with this prefix wait for these blocks.
       data = np.ascontiguousarray(row.prompt, "<i4").tobytes()
       at = row.blocks[-1] if row.blocks else root
       for n in range(len(row.blocks), row.prompt.size // page):
@@ -706,15 +712,17 @@ class Scheduler:
           break
         at = tree.extend(at, piece)
         row.blocks.append(at)
-    for other in row.team:
-      if other is not row:
-        self._seat(other)
-        other.parked, other.source = True, row if other.chosen else None
+    for member in row.team:
+      if member is not row:
+        self._seat(member)
+        member.parked, member.source = True, row if member.chosen else None
     return row.kept is None or self._restored(row, len(shared))
 
   def _seat(self, row: ServedRow) -> None:
     """Gives a row a slot, and no pages yet."""
-    free = [n for n, one in enumerate(self.running) if one is None]
+    free = [
+      n for n, running_row in enumerate(self.running) if running_row is None
+    ]
     slot = self.tree.slot_for(free, row.longest)
     row.slot, self.running[slot] = slot, row
     row.pages, row.first = [{} for _ in self.tables], [0] * len(self.tables)
@@ -723,15 +731,15 @@ class Scheduler:
   def _acquire(
     self, row: ServedRow, n: int, block: PrefixBlock, groups: Sequence[int]
   ) -> None:
-    """A row has a block, of which it sees the pages of these groups."""
+    """Acquire a block for a row, with its pages of these groups."""
     self.tree.acquire(block, groups)
     for group in groups:
-      own = block.pages[group]
-      assert own is not None
-      self._set(row, group, n, own)
+      page = block.pages[group]
+      assert page is not None
+      self._set(row, group, n, page)
 
   def _seen(self, row: ServedRow, n: int) -> list[int]:
-    """Groups whose page of block n of the tree a row has in sight."""
+    """Groups in which a row reads the tree's page of block n."""
     block = row.blocks[n]
     return [
       g
@@ -743,17 +751,17 @@ class Scheduler:
     ]
 
   def _restored(self, row: ServedRow, shared: int) -> bool:
-    """Gives a row that comes back pages for what it had computed."""
+    """Allocate the pages of a row that comes back; whether there was room."""
     assert row.kept is not None and row.slot is not None
     slot = row.slot
     row.kept.into = [{} for _ in row.pages]
     try:
       for number in range(shared, -(-row.computed // self.tree.page)):
-        for group, mine in enumerate(row.pages):
+        for group, row_pages in enumerate(row.pages):
           if number >= row.first[group]:
-            mine[number] = self.tree.allocate(group, number, slot)
-            row.kept.into[group][number] = mine[number]
-            self._set(row, group, number, mine[number])
+            row_pages[number] = self.tree.allocate(group, number, slot)
+            row.kept.into[group][number] = row_pages[number]
+            self._set(row, group, number, row_pages[number])
     except OutOfPages:
       self._leave(row)
       row.computed = 0
@@ -763,9 +771,9 @@ class Scheduler:
   def _load(
     self, row: ServedRow, root: PrefixBlock, stored: StoredPrefix
   ) -> bool:
-    """Pages for what comes from a store; whether there was room.
+    """Allocate pages for blocks from a store; whether there was room.
 
-    The blocks are then like any others: they are loaded before the next call.
+    The blocks count as computed: they are loaded before the next call.
     """
     assert row.slot is not None
     tree, page = self.tree, self.tree.page
@@ -778,35 +786,35 @@ class Scheduler:
     pieces = tree.pieces(row.prompt, stored.count)
     for n in range(stored.count):
       wanted = [g for g in groups if (n, g) in stored.payloads]
-      made: list[int | None] = [None for _ in groups]
+      new_pages: list[int | None] = [None for _ in groups]
       try:
         for g in wanted:
-          made[g] = tree.allocate(g, n, row.slot)
+          new_pages[g] = tree.allocate(g, n, row.slot)
       except OutOfPages:
-        for g, at in enumerate(made):
+        for g, at in enumerate(new_pages):
           if at is not None:
             tree.give_back(g, n, at)
         return False
       if n < len(row.blocks):
         for g in wanted:
-          own = made[g]
-          assert own is not None
-          tree.attach(row.blocks[n], g, own)
+          new_page = new_pages[g]
+          assert new_page is not None
+          tree.attach(row.blocks[n], g, new_page)
       else:
         last = row.blocks[-1] if row.blocks else root
         row.blocks.append(tree.extend(last, pieces[n]))
-        tree.finish(row.blocks[-1], made)
+        tree.finish(row.blocks[-1], new_pages)
         row.loaded += page
       for g in wanted:
-        at = made[g]
+        at = new_pages[g]
         assert at is not None
         self._set(row, g, n, at)
         self.loads[g, n % tree.shards, at] = stored.payloads[n, g]
     return True
 
   def _load_apart(self, row: ServedRow, stored: StoredPrefix) -> bool:
-    """Pages of a row's own for the part of a prefix; whether there was room."""
-    # One that comes back with its pages has these among them.
+    """Allocate private pages for part of a prefix; whether there was room."""
+    # A row that comes back with its pages has these among them.
     for (n, group), payload in stored.payloads.items() if not row.kept else ():
       if not self._allocate(row, n, group):
         return False
@@ -815,7 +823,7 @@ class Scheduler:
     return True
 
   def _sight(self, group: int, computed: int) -> int:
-    """The first block that the token at `computed` looks back on."""
+    """First block that the token at `computed` attends to."""
     reach = self.tree.groups[group].reach
     if reach is None:
       return 0
@@ -829,18 +837,18 @@ class Scheduler:
     self.version += 1
 
   def _draft(self, row: ServedRow, most: int) -> RowDraft:
-    """Tokens that may follow; for these nobody has to make room."""
+    """Draft of a row's next tokens; no row is preempted for its pages."""
     path = min(most, row.most - row.chosen - 1)
     if self.drafts is None or path < 1 or row.team:
       return RowDraft()
     start = row.computed + 1
-    # Of a tree more tokens than paths are long.
+    # A tree may have more tokens than its longest path.
     most = min(most, self.limits.blocks * self.tree.page - start)
-    found = self.drafts(row, path).first(most)
-    for number, group in self._missing(row, start, len(found.tokens)):
+    draft = self.drafts(row, path).first(most)
+    for number, group in self._missing(row, start, len(draft.tokens)):
       if not self._allocate(row, number, group):
-        return found.first(max(0, number * self.tree.page - start))
-    return found
+        return draft.first(max(0, number * self.tree.page - start))
+    return draft
 
   def _make_room(
     self,
@@ -849,7 +857,10 @@ class Scheduler:
     count: int,
     preempted: list[ServedRow],
   ) -> bool:
-    """Pages for tokens of a row; others may have to go, or it goes itself."""
+    """Allocate pages for a row's tokens, if need be by preempting rows.
+
+    Returns False if the row itself was preempted.
+    """
     for number, group in self._missing(row, start, count):
       while not self._allocate(row, number, group):
         rows = [r for r in self.running if r is not None]
@@ -864,7 +875,7 @@ class Scheduler:
   def _missing(
     self, row: ServedRow, start: int, count: int
   ) -> Iterator[tuple[int, int]]:
-    """Pages that a row needs for tokens and does not have: (number, group)."""
+    """Missing pages of a row for these tokens, as (block number, group)."""
     page = self.tree.page
     for number in range(start // page, -(-(start + count) // page)):
       if number < len(row.blocks) and row.blocks[number].ready:
@@ -874,7 +885,7 @@ class Scheduler:
           yield number, group
 
   def _allocate(self, row: ServedRow, number: int, group: int) -> bool:
-    """A page for a row; whether there was one."""
+    """Allocate a page for a row; whether one was free."""
     assert row.slot is not None
     try:
       page = self.tree.allocate(group, number, row.slot)
@@ -885,24 +896,24 @@ class Scheduler:
     return True
 
   def _preempt(self, row: ServedRow, preempted: list[ServedRow]) -> None:
-    """A row makes room and waits, with its team; what is computed may go."""
-    for one in row.team or [row]:
-      assert one.slot is not None
-      one.kept = None
-      keeps = one.computed and one not in self._begun and not one.team
-      if keeps and self._keeps(one):
-        tables = [table[one.slot].copy() for table in self.tables]
-        one.kept = KeptPages(
-          tables=tables, computed=one.computed, slot=one.slot
+    """Preempt a row and its team: free their pages and let them wait."""
+    for member in row.team or [row]:
+      assert member.slot is not None
+      member.kept = None
+      keeps = member.computed and member not in self._begun and not member.team
+      if keeps and self._keeps(member):
+        tables = [table[member.slot].copy() for table in self.tables]
+        member.kept = KeptPages(
+          tables=tables, computed=member.computed, slot=member.slot
         )
-      self._leave(one)
-      one.preemptions += 1
-      one.computed = 0
-      preempted.append(one)
+      self._leave(member)
+      member.preemptions += 1
+      member.computed = 0
+      preempted.append(member)
     self.add(row.team[0] if row.team else row)
 
   def _leave(self, row: ServedRow) -> None:
-    """Takes a running row's pages and its slot."""
+    """Free a running row's pages and its slot."""
     self._release(row)
     assert row.slot is not None
     self.tree.leave(row.slot)
@@ -910,10 +921,10 @@ class Scheduler:
     row.slot = None
 
   def _release(self, row: ServedRow) -> None:
-    """Takes a running row's pages."""
+    """Free a running row's pages."""
     tree = self.tree
-    for group, mine in enumerate(row.pages):
-      for number, page in mine.items():
+    for group, row_pages in enumerate(row.pages):
+      for number, page in row_pages.items():
         tree.give_back(group, number, page)
     for n in range(len(row.blocks) - 1, -1, -1):
       tree.release(row.blocks[n], self._seen(row, n))
@@ -924,20 +935,20 @@ class Scheduler:
     row.blocks, row.pages = [], [{} for _ in tree.groups]
 
   def _passed(self, row: ServedRow) -> None:
-    """Blocks that are complete go to the tree."""
+    """Give a row's full blocks to the tree."""
     tree, page = self.tree, self.tree.page
-    whole = row.computed // page
-    # Pages that a team shares belong to none of its rows.
+    full_blocks = row.computed // page
+    # Pages shared by a team belong to none of its rows.
     alone = not row.team and row.apart is None
     if self.share_answers and self.reuse and row.share and alone:
-      self._share_answer(row, whole)
-    for n in range(min(whole, len(row.blocks))):
+      self._share_answer(row, full_blocks)
+    for n in range(min(full_blocks, len(row.blocks))):
       block = row.blocks[n]
       if not block.ready:
-        tree.finish(block, [mine.pop(n, None) for mine in row.pages])
+        tree.finish(block, [row_pages.pop(n, None) for row_pages in row.pages])
 
   def _forget(self, row: ServedRow, group: int) -> None:
-    """Frees a group's pages that later tokens do not see."""
+    """Frees a group's pages that later tokens do not attend to."""
     first = self._sight(group, row.computed)
     for n in range(row.first[group], first):
       if n in row.pages[group]:
@@ -948,7 +959,7 @@ class Scheduler:
     row.first[group] = max(row.first[group], first)
 
   def _share_answer(self, row: ServedRow, whole: int) -> None:
-    """Blocks with tokens of the answer that the host knows."""
+    """Add blocks with answer tokens that the host knows to the tree."""
     page = self.tree.page
     while len(row.blocks) < whole:
       n = len(row.blocks)

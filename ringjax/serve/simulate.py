@@ -1,4 +1,4 @@
-"""An engine without a model: its scheduler and its pages, a clock, and a cost.
+"""Simulated engine: a real scheduler and pages, a clock, and a step cost.
 
 Guarantees: for the same requests, submitted before the same steps, the plans
 are those of an engine: it is the same scheduler over the same tree, and rows
@@ -6,9 +6,9 @@ end when the engine's do, one step after their last token was planned.
 Cost: some hundred microseconds of Python a step, so an hour of a service takes
 minutes.
 
-A step takes so long as `StepCost` says, which is measured on an engine or
-given; or, with `VaryingCost`, as much longer or shorter as measured steps did.
-Answers end by their length alone.
+The duration of a step comes from a `StepCost`, which is measured on an engine
+or given; `VaryingCost` adds the variation of measured steps. Answers end by
+their length alone.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from ringjax.serve.scheduler import (
 from ringjax.serve.traces import TraceRequest
 
 _T = TypeVar("_T")
-# Steps that a trace may take without a token, before it is taken for stuck.
+# Steps without a token after which a trace is considered stuck.
 _IDLE = 1000
 
-# What a step's time is made of, by the attributes of `StepCost`.
+# Factors of a step's time, in the order of the attributes of `StepCost`.
 StepFeatures = tuple[float, float, float, float, float, float, float]
 
 
 def features(plan: StepPlan) -> StepFeatures:
-  """What a step's time is made of, see `StepCost`."""
+  """Factors of a step's time: the multipliers of each cost in `StepCost`."""
   rows = sum(turn.end - turn.at for turn in plan.turns)
   pairs = sum(
     piece.count * piece.start + piece.count * (piece.count + 1) // 2
@@ -66,19 +66,20 @@ def features(plan: StepPlan) -> StepFeatures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCost:
-  """Seconds of a step: of its two calls, their tokens, the keys they look at.
+  """Cost model of a step in seconds: its two calls, their tokens and keys.
 
-  Answers and prompts have constants of their own: reading keys and weights
-  bounds the one, products the other.
+  Answers and prompts have separate constants: the former are bound by reads of
+  keys and weights, the latter by matrix products.
 
   Attributes:
-    answers: of a step with a call for answers.
-    prompts: of a step with a call for prompts.
-    row: for each token of answers, one each but for drafts.
-    token: for each token of prompts.
-    key: for each key that an answer looks at.
-    pair: for each token of prompts and key that it looks at.
-    step: of any step: what both calls share, the host's work for example.
+    answers: Seconds of a step with a call for answers.
+    prompts: Seconds of a step with a call for prompts.
+    row: Seconds for each token of answers, one per row except with drafts.
+    token: Seconds for each token of prompts.
+    key: Seconds for each key that an answer attends to.
+    pair: Seconds for each pair of a prompt's token and a key that it attends
+        to.
+    step: Seconds of any step, which both calls share, such as the host's work.
   """
 
   answers: int | float = 0.0
@@ -98,11 +99,11 @@ class StepCost:
       )
 
   def seconds(self, plan: StepPlan) -> float:
-    """Of a step."""
+    """Seconds of a planned step."""
     return self.of(features(plan))
 
   def of(self, step: StepFeatures) -> float:
-    """Of a step, by its `features`."""
+    """Seconds of a step with these `features`."""
     return sum(
       x * y for x, y in zip(dataclasses.astuple(self), step, strict=True)
     )
@@ -115,16 +116,16 @@ class StepCost:
   ) -> StepCost:
     """The cost that explains measured steps best, relative to their times.
 
-    Of steps with calls of the same kinds it is their mean time that counts, not
-    each one's own: on a machine that others use the short ones are not truer.
-    The sum of all times is explained exactly.
+    Steps with calls of the same kinds are weighted by their mean time, not each
+    by its own time: on a shared machine short times are not more accurate. The
+    sum of all times is explained exactly.
 
     Args:
-      steps: the `features` of n steps, [n, 7].
-      seconds: of each, [n].
+      steps: The `features` of n steps, [n, 7].
+      seconds: Seconds of each step, [n].
 
     Raises:
-      OptionError: fewer than 8 steps.
+      OptionError: If there are fewer than 8 steps.
     """
     times, rows = np.asarray(seconds, np.float64), np.asarray(steps)
     if times.size < 8:
@@ -138,30 +139,32 @@ class StepCost:
       weights[kinds == kind] = 1 / times[kinds == kind].mean()
     scaled, use = rows * weights[:, None], [*range(rows.shape[1])]
     best = np.zeros(rows.shape[1])
-    # None may be negative: the most negative one is left out.
+    # No cost may be negative: drop the most negative one and fit again.
     while use:
-      found = np.linalg.lstsq(scaled[:, use], times * weights, rcond=None)[0]
-      if found.min() >= 0:
-        best[use] = found
+      coefficients = np.linalg.lstsq(
+        scaled[:, use], times * weights, rcond=None
+      )[0]
+      if coefficients.min() >= 0:
+        best[use] = coefficients
         break
-      use.pop(int(found.argmin()))
+      use.pop(int(coefficients.argmin()))
     best *= times.sum() / (rows @ best).sum()
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**dict(zip(names, best.tolist(), strict=True)))
 
   @classmethod
   def parse(cls, text: str) -> StepCost:
-    """The cost of a text like answers=0.01,prompts=0.02,token=1e-5.
+    """Parse a cost from a text like answers=0.01,prompts=0.02,token=1e-5.
 
     Raises:
-      OptionError: it is none.
+      OptionError: If the text does not have this form.
     """
     names = [field.name for field in dataclasses.fields(cls)]
     try:
       pairs = [part.split("=") for part in text.split(",")]
-      given = {name.strip(): float(value) for name, value in pairs}
-      if len(given) == len(pairs) and set(given) <= set(names):
-        return cls(**given)
+      costs = {name.strip(): float(value) for name, value in pairs}
+      if len(costs) == len(pairs) and set(costs) <= set(names):
+        return cls(**costs)
     except ValueError:
       pass
     raise OptionError(
@@ -174,32 +177,32 @@ class StepCost:
 
 @runtime_checkable
 class StepSeconds(Protocol):
-  """What a simulated engine asks of a step: a `StepCost`, for example."""
+  """Duration model of a simulated engine's steps, such as `StepCost`."""
 
   def seconds(self, plan: StepPlan) -> float:
-    """Of a step."""
+    """Seconds of a planned step."""
     ...
 
 
 class VaryingCost:
-  """A cost whose steps vary as those did that it was fitted to.
+  """Step cost that varies as the measured steps did.
 
   Other processes, the system's clock and its memory make steps of one kind
-  unequal, in stretches; late requests are late for their sake. The ratios of
-  measured times to fitted ones come in the order in which they were measured,
-  for each kind of step (answers, prompts or both), and then from the beginning.
-  Make one for each run.
+  unequal for stretches of time, which causes the tail of latencies. The ratios
+  of measured to fitted times are replayed in the order of measurement, for each
+  kind of step (answers, prompts or both), and then from the beginning. Make one
+  for each run.
 
   Attributes:
-    cost: of a step on average.
+    cost: Cost of a step on average.
   """
 
   def __init__(self, cost: StepCost, record: StepRecord):
-    """Without steps.
+    """Start at the first measured steps.
 
     Args:
-      cost: that was fitted to the record.
-      record: of measured steps.
+      cost: Cost that was fitted to the record.
+      record: Record of measured steps.
     """
     self.cost = cost
     ratios: dict[tuple[float, ...], list[float]] = collections.defaultdict(list)
@@ -208,7 +211,7 @@ class VaryingCost:
     self._ratios = {kind: itertools.cycle(x) for kind, x in ratios.items()}
 
   def seconds(self, plan: StepPlan) -> float:
-    """Of a step; kinds that were not measured do not vary."""
+    """Seconds of a planned step; kinds that were not measured do not vary."""
     step = features(plan)
     ratios = self._ratios.get(step[:2])
     return self.cost.of(step) * (1.0 if ratios is None else next(ratios))
@@ -216,19 +219,19 @@ class VaryingCost:
 
 @dataclasses.dataclass(kw_only=True)
 class StepRecord:
-  """Steps of an engine and how long they took.
+  """Measured steps of an engine and their durations.
 
   Attributes:
-    steps: the `features` of each.
-    seconds: from when the host could plan it until it knew its tokens, less
-      the step before.
+    steps: The `features` of each step.
+    seconds: Time of each step from when the host could plan it until it knew
+        its tokens, without the step before.
   """
 
   steps: list[StepFeatures] = dataclasses.field(default_factory=list)
   seconds: list[float] = dataclasses.field(default_factory=list)
 
   def fit(self) -> StepCost:
-    """The cost that explains them, see `StepCost.fit`."""
+    """Fit a cost to the steps, see `StepCost.fit`."""
     return StepCost.fit(self.steps, self.seconds)
 
 
@@ -240,41 +243,43 @@ def watch_steps(
   *,
   clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[None]:
-  """Tells of an engine's steps and how long they took, in a block.
+  """Context in which each step of an engine and its duration are reported.
 
   A step's seconds are from when the host could plan it until it knew its
-  tokens, less the step before; one on its way when the block ends is left out.
+  tokens, without the step before; a step in flight when the block ends is left
+  out.
 
   Args:
-    engine: one whose programs are compiled.
-    summary: of a plan that is not empty, which changes later.
-    told: is called with it and the seconds, by the thread that steps.
-    clock: seconds, see `replay_live`.
+    engine: Engine whose programs are compiled.
+    summary: Function that summarizes a plan that is not empty, before the
+        plan's rows change.
+    told: Called with the summary and the seconds, by the thread that steps.
+    clock: Clock in seconds, see `replay_live`.
   """
   scheduler = engine.scheduler
   plan_of, step_of = scheduler.plan, engine.step
-  # The step on its way and since when: it ends when the next call has read it.
+  # The step in flight and its start: it ends when the next call has read it.
   flying: tuple[_T, float] | None = None
   planned: list[_T] = []
 
   def plan() -> StepPlan:
-    found = plan_of()
-    if not found.empty:
-      planned.append(summary(found))
-    return found
+    step_plan = plan_of()
+    if not step_plan.empty:
+      planned.append(summary(step_plan))
+    return step_plan
 
   def step() -> bool:
     nonlocal flying
     planned.clear()
     start = clock()
-    more = step_of()
-    end, before = clock(), flying
+    is_busy = step_of()
+    end, previous = clock(), flying
     flying = None
     if planned:
-      flying = planned[-1], start if before is None else end
-    if before is not None:
-      told(before[0], end - before[1])
-    return more
+      flying = planned[-1], start if previous is None else end
+    if previous is not None:
+      told(previous[0], end - previous[1])
+    return is_busy
 
   scheduler.plan, engine.step = plan, step
   try:
@@ -290,12 +295,12 @@ def record_steps(
   *,
   clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[None]:
-  """Adds an engine's steps to a record, in a block.
+  """Context in which an engine's steps are added to a record.
 
   Args:
-    engine: one whose programs are compiled.
-    record: to which they are added.
-    clock: seconds, see `replay_live`.
+    engine: Engine whose programs are compiled.
+    record: Record to which steps are added.
+    clock: Clock in seconds, see `replay_live`.
   """
 
   def told(step: StepFeatures, seconds: float) -> None:
@@ -311,11 +316,11 @@ class SimulatedHandle:
   """A request to a simulated engine.
 
   Attributes:
-    tokens: that were made.
-    cached_tokens: of its prompt, that were found.
-    preemptions: how often it had to make room.
-    done: whether it has ended.
-    on_token: called with the time of each token, and whether it is the last.
+    tokens: Number of tokens of the answer so far.
+    cached_tokens: Number of prompt tokens whose keys were cached.
+    preemptions: Number of times that it had to make room.
+    done: Whether it has ended.
+    on_token: Called with the time of each token, and whether it is the last.
   """
 
   on_token: Callable[[float, bool], None] | None = None
@@ -326,13 +331,13 @@ class SimulatedHandle:
 
 
 class SimulatedEngine:
-  """An engine whose steps take the time that they would.
+  """Engine without a model whose steps take simulated time.
 
   Attributes:
-    now: seconds, as the host knows them.
-    scheduler: rows and pages.
-    steps: that computed something.
-    prompt_tokens: that were computed.
+    now: Simulated time of the host in seconds.
+    scheduler: Scheduler of rows and pages.
+    steps: Number of steps that computed tokens.
+    prompt_tokens: Number of prompt tokens computed.
   """
 
   def __init__(
@@ -353,13 +358,14 @@ class SimulatedEngine:
     """Makes an empty pool; pages may have any size.
 
     Args:
-      cost: of a step.
-      rows, capacity, longest, page, piece, pieces, budget, share: as `Engine`.
-      shards: of the pages.
-      victim: which row is preempted first; see `Scheduler`.
+      cost: Cost of a step.
+      rows, capacity, longest, page, piece, pieces, budget, share: Options of
+        `Engine`.
+      shards: Number of shards of the pages.
+      victim: Chooses the row that is preempted first; see `Scheduler`.
 
     Raises:
-      OptionError: a value is out of its range.
+      OptionError: If a value is out of range.
     """
     page, shards = positive_int("page", page), positive_int("shards", shards)
     up = lambda n, k: -(-n // k) * k
@@ -401,27 +407,35 @@ class SimulatedEngine:
 
   @classmethod
   def like(cls, engine: Engine, cost: StepSeconds) -> SimulatedEngine:
-    """One whose pages and calls are those of an engine, empty.
+    """Empty simulated engine with the pages and calls of an engine.
 
     Rows that are preempted are computed again, as an engine does with
     preempt="recompute".
 
     Args:
-      engine: the engine.
-      cost: of a step.
+      engine: Engine whose pages and limits are copied.
+      cost: Cost of a step.
     """
-    own = engine.scheduler
-    tree = PrefixTree(own.tree.groups, own.tree.page, shards=own.tree.shards)
-    made = object.__new__(cls)
-    share = "prompts" if own.reuse else "nothing"
-    made._begin(
-      cost, engine.longest, tree, own.limits, own.share_answers, share, None
+    scheduler = engine.scheduler
+    tree = PrefixTree(
+      scheduler.tree.groups, scheduler.tree.page, shards=scheduler.tree.shards
     )
-    return made
+    simulated = object.__new__(cls)
+    share = "prompts" if scheduler.reuse else "nothing"
+    simulated._begin(
+      cost,
+      engine.longest,
+      tree,
+      scheduler.limits,
+      scheduler.share_answers,
+      share,
+      None,
+    )
+    return simulated
 
   @property
   def busy(self) -> bool:
-    """Whether there is something to do."""
+    """Whether requests are running, waiting or in flight."""
     return self._flying is not None or self.scheduler.busy
 
   def submit(
@@ -433,17 +447,17 @@ class SimulatedEngine:
     salt: str = "",
     on_token: Callable[[float, bool], None] | None = None,
   ) -> SimulatedHandle:
-    """Takes a request.
+    """Queues a request.
 
     Args:
-      prompt: int32 [n].
-      new_tokens: of its answer.
-      priority: requests with a smaller one come first.
-      salt: as of `Request`.
+      prompt: Token ids of the prompt, int32 [n].
+      new_tokens: Number of tokens of its answer.
+      priority: Priority; requests with a smaller one come first.
+      salt: Salt of its prefixes, as in `Request`.
       on_token: see `SimulatedHandle`.
 
     Raises:
-      PromptError: it is longer than the engine serves.
+      PromptError: If it is longer than the engine serves.
     """
     handle = SimulatedHandle(on_token=on_token)
     row = ServedRow(
@@ -469,32 +483,32 @@ class SimulatedEngine:
     return handle
 
   def step(self) -> bool:
-    """Does what a step of an engine does; whether there is more to do."""
+    """Simulates a step and returns whether there is more to do."""
     plan = self.scheduler.plan()
     for row in plan.admitted:
       if not row.preemptions:
         row.owner.cached_tokens += row.hit
     for row in plan.preempted:
       row.owner.preemptions += 1
-    before, self._flying = self._flying, None
+    previous, self._flying = self._flying, None
     if not plan.empty:
       self.steps += 1
       self.prompt_tokens += sum(piece.count for piece in plan.pieces)
-      # The device begins when it is told to, or has done what was before.
+      # The device starts a step once it is dispatched and the last one is done.
       self._device = max(self.now, self._device) + self.cost.seconds(plan)
       self._flying = plan, self._device
-    if before is not None:
-      self.now = max(self.now, before[1])
-      for turn in before[0].turns:
+    if previous is not None:
+      self.now = max(self.now, previous[1])
+      for turn in previous[0].turns:
         if turn.chooses:
-          self._said(turn.row)
-      for piece in before[0].pieces:
+          self._append_token(turn.row)
+      for piece in previous[0].pieces:
         if piece.chooses:
-          self._said(piece.row)
+          self._append_token(piece.row)
     return self.busy
 
-  def _said(self, row: ServedRow) -> None:
-    """One token of a row, whichever."""
+  def _append_token(self, row: ServedRow) -> None:
+    """Append one token (its id does not matter) to a row."""
     if row.ended:
       return
     handle: SimulatedHandle = row.owner
@@ -514,22 +528,22 @@ class SimulatedEngine:
 
 @dataclasses.dataclass(kw_only=True)
 class ReplayResult:
-  """What became of a trace.
+  """Counts and latencies of a replayed trace.
 
   Attributes:
-    requests: that were answered.
-    refused: that were longer than the engine serves.
-    prompt_tokens: of the prompts.
-    cached_tokens: of these, that were found.
-    new_tokens: of the answers.
-    preemptions: rows that had to make room.
-    steps: of the engine.
-    seconds: from the first arrival to the last token.
-    first_s: from arrivals to first tokens.
-    between_s: between tokens of an answer.
-    whole_s: from arrivals to last tokens.
-    token_s: of each answer of several tokens the time between two, on average
-      (TPOT).
+    requests: Number of requests that were answered.
+    refused: Number of requests that were longer than the engine serves.
+    prompt_tokens: Number of prompt tokens.
+    cached_tokens: Number of prompt tokens whose keys were cached.
+    new_tokens: Number of tokens of the answers.
+    preemptions: Number of times that a row had to make room.
+    steps: Number of steps of the engine.
+    seconds: Seconds from the first arrival to the last token.
+    first_s: Seconds from arrivals to first tokens (TTFT).
+    between_s: Seconds between tokens of an answer.
+    whole_s: Seconds from arrivals to last tokens.
+    token_s: Mean seconds between two tokens, for each answer of several tokens
+        (TPOT).
   """
 
   requests: int = 0
@@ -554,7 +568,7 @@ class ReplayResult:
   )
 
   def watch(self, arrival: float) -> Callable[[float, bool], None]:
-    """What to call at each token of a request that came at `arrival`."""
+    """Callback for each token of a request that came at `arrival`."""
     first = last = -1.0
     count = 0
 
@@ -576,8 +590,8 @@ class ReplayResult:
     return token
 
   def summary(self) -> dict[str, Any]:
-    """Figures: counts, rates, and 50, 90 and 99 of 100 times."""
-    found: dict[str, Any] = {
+    """Counts, rates, and the percentiles 50, 90 and 99 of latencies."""
+    figures: dict[str, Any] = {
       name: getattr(self, name)
       for name in (
         "requests",
@@ -590,19 +604,19 @@ class ReplayResult:
         "seconds",
       )
     }
-    found["hit_rate"] = self.cached_tokens / max(1, self.prompt_tokens)
-    found["new_tokens_per_s"] = self.new_tokens / max(1e-9, self.seconds)
-    found["requests_per_s"] = self.requests / max(1e-9, self.seconds)
+    figures["hit_rate"] = self.cached_tokens / max(1, self.prompt_tokens)
+    figures["new_tokens_per_s"] = self.new_tokens / max(1e-9, self.seconds)
+    figures["requests_per_s"] = self.requests / max(1e-9, self.seconds)
     for name in ("first_s", "between_s", "whole_s"):
       values = np.asarray(getattr(self, name))
       points = (
         np.percentile(values, (50, 90, 99)) if values.size else [None] * 3
       )
-      found[name] = {
+      figures[name] = {
         f"p{p}": None if x is None else float(x)
         for p, x in zip((50, 90, 99), points, strict=True)
       }
-    return found
+    return figures
 
 
 def replay_simulated(
@@ -611,33 +625,35 @@ def replay_simulated(
   *,
   progress: Callable[[int], None] | None = None,
 ) -> ReplayResult:
-  """Lets a simulated engine answer a trace.
+  """Replays a trace on a simulated engine.
 
   Args:
-    engine: an unused one.
-    trace: in the order of arrivals.
-    progress: called with how many requests have come.
+    engine: Unused engine.
+    trace: Requests in the order of arrivals.
+    progress: Called with the number of requests that have come.
   """
   result, handles, n, idle = ReplayResult(), [], 0, 0
   while n < len(trace) or engine.busy:
     if not engine.busy:
       engine.now = max(engine.now, trace[n].arrival)
     while n < len(trace) and trace[n].arrival <= engine.now:
-      one, n = trace[n], n + 1
+      request, n = trace[n], n + 1
       try:
         handle = engine.submit(
-          one.prompt(), one.new_tokens, on_token=result.watch(one.arrival)
+          request.prompt(),
+          request.new_tokens,
+          on_token=result.watch(request.arrival),
         )
       except PromptError:
         result.refused += 1
         continue
       handles.append(handle)
-      result.prompt_tokens += one.prompt_tokens
+      result.prompt_tokens += request.prompt_tokens
       if progress is not None:
         progress(n)
-    before = engine.steps
+    steps_before = engine.steps
     engine.step()
-    idle = 0 if engine.steps > before else idle + 1
+    idle = 0 if engine.steps > steps_before else idle + 1
     if idle > _IDLE:
       raise RuntimeError(f"{idle} steps without anything to compute")
   result.requests, result.steps = len(handles), engine.steps
@@ -654,23 +670,24 @@ def replay_live(
   idle: Callable[[int], None] | None = None,
   clock: Callable[[], float] = time.monotonic,
 ) -> ReplayResult:
-  """Lets an engine answer a trace in real time, open loop.
+  """Replays a trace on an engine in real time, open loop.
 
   Args:
-    engine: one without a thread of its own, whose programs are compiled.
-    trace: in the order of arrivals.
-    progress: as `replay_simulated`.
-    idle: called with how many requests have come, whenever all of them are
-      answered and the next one is yet to come; the clock stands meanwhile.
-    clock: seconds. With `time.process_time`, those in which this process had a
-      core, requests come at such times, and nothing waits for them: what other
-      processes take away does not count.
+    engine: Engine that was not started, whose programs are compiled.
+    trace: Requests in the order of arrivals.
+    progress: Called with the number of requests that have come.
+    idle: Called with the number of requests that have come, whenever all of
+        them are answered and the next one has not come; its time does not
+        count.
+    clock: Clock in seconds. With `time.process_time`, CPU seconds of this
+        process, arrivals are times of that clock and no call sleeps until them:
+        time that other processes take does not count.
   """
   result, handles, n = ReplayResult(), [], 0
   steps, start = engine.counters.steps, clock()
   spent = lambda: clock() - start
-  # They are drawn ahead: that is no work of an engine.
-  prompts = [one.prompt(engine.vocab) for one in trace]
+  # Draw the prompts before: this is not part of an engine's work.
+  prompts = [item.prompt(engine.vocab) for item in trace]
 
   def watched(arrival: float) -> Callable[[Answer], None]:
     token, seen = result.watch(arrival), 0
@@ -685,30 +702,30 @@ def replay_live(
 
   while n < len(trace) or engine.busy:
     while n < len(trace) and trace[n].arrival <= spent():
-      one, n = trace[n], n + 1
-      request = Request(prompt=prompts[n - 1], max_new_tokens=one.new_tokens)
+      item, n = trace[n], n + 1
+      request = Request(prompt=prompts[n - 1], max_new_tokens=item.new_tokens)
       try:
-        handles.append(engine.submit(request, watched(one.arrival)))
+        handles.append(engine.submit(request, watched(item.arrival)))
       except PromptError:
         result.refused += 1
         continue
-      result.prompt_tokens += one.prompt_tokens
+      result.prompt_tokens += item.prompt_tokens
       if progress is not None:
         progress(n)
     if engine.busy:
       engine.step()
     elif n < len(trace):
       if idle is not None:
-        since, before = clock(), engine.counters.steps
+        since, steps_before = clock(), engine.counters.steps
         idle(n)
         start += clock() - since
-        steps += engine.counters.steps - before
-      left = max(0.0, trace[n].arrival - spent())
+        steps += engine.counters.steps - steps_before
+      wait_s = max(0.0, trace[n].arrival - spent())
       if clock is time.monotonic:
-        time.sleep(min(0.01, left))
+        time.sleep(min(0.01, wait_s))
       else:
-        # By no less than what rounding hides.
-        start -= max(left, 1e-12)
+        # At least by a step that float rounding does not swallow.
+        start -= max(wait_s, 1e-12)
   result.requests = len(handles)
   result.steps = engine.counters.steps - steps
   result.cached_tokens = sum(h.cached_tokens for h in handles)
@@ -719,15 +736,16 @@ def replay_live(
 def measure_cost(
   engine: Engine, *, requests: int = 0, seed: int = 0
 ) -> StepCost:
-  """The cost of an engine's steps, measured: about as many as rows, twice.
+  """Measure and fit the cost of an engine's steps.
 
   Args:
-    engine: one without a thread, and with nothing to do.
-    requests: how many are sent; 0 for two for each row.
-    seed: random seed of prompts.
+    engine: Engine that was not started and has no requests.
+    requests: Number of requests to send, twice (the first time to compile); 0
+        means two for each row.
+    seed: Random seed of prompts.
 
   Raises:
-    OptionError: the engine is busy.
+    OptionError: If the engine is busy.
   """
   if engine.busy:
     raise OptionError(
@@ -737,13 +755,13 @@ def measure_cost(
   count = requests or 2 * engine.scheduler.limits.rows
   tree = engine.scheduler.tree
   room = tree.groups[0].pages * tree.shards
-  most = min(engine.longest, room * tree.page)
+  max_tokens = min(engine.longest, room * tree.page)
 
   def send() -> None:
     for n in range(count):
-      # Prompts of many lengths; answers that end one after another.
-      size = int(max(1, most * (n + 1) / count * 0.75))
-      new = max(1, min(most - size, 8 + 2 * n))
+      # Prompts of many lengths, and answers that end at different steps.
+      size = int(max(1, max_tokens * (n + 1) / count * 0.75))
+      new = max(1, min(max_tokens - size, 8 + 2 * n))
       prompt = rng.integers(0, engine.vocab, size).astype(np.int32)
       engine.submit(Request(prompt=prompt, max_new_tokens=new, share=False))
 
