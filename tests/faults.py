@@ -167,8 +167,8 @@ FAULTS = (
   _fault(
     "the newest tokens that stay are one short",
     "kv/eviction.py",
-    "(rank >= whole.pos.shape[1] - kind.recent)",
-    "(rank > whole.pos.shape[1] - kind.recent)",
+    "(rank >= all_at.pos.shape[1] - kind.recent)",
+    "(rank > all_at.pos.shape[1] - kind.recent)",
     "kv/test_evicting.py",
     "kv/test_kept_tokens.py",
     "kv/test_kinds.py",
@@ -190,8 +190,8 @@ FAULTS = (
   _fault(
     "a call writes into a page less than it touches",
     "kv/page_pool.py",
-    "many = -(-(tokens - 1) // page) + 1",
-    "many = -(-(tokens - 1) // page)",
+    "pages_per_row = -(-(tokens - 1) // page) + 1",
+    "pages_per_row = -(-(tokens - 1) // page)",
     "kv/test_page_pool.py",
   ),
   _fault(
@@ -423,8 +423,8 @@ FAULTS = (
   _fault(
     "a preempted row shares its table with the next row of its slot",
     "serve/scheduler.py",
-    "table[one.slot].copy() for table",
-    "table[one.slot] for table",
+    "table[member.slot].copy() for table",
+    "table[member.slot] for table",
     "serve/test_scheduler.py",
     "serve/test_store_engine.py",
   ),

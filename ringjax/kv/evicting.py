@@ -680,7 +680,7 @@ class EvictingCache(WithOpenCache):
 
     Raises:
       ShapeError: If `examples` is not a list of row indices.
-      OptionError: If the batch is sharded: pages are on the devices of its rows.
+      OptionError: If the batch is sharded: pages stay on the devices of rows.
     """
     if any(x is not None and x.places.batch for x in self.pages):
       raise OptionError(
