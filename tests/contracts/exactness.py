@@ -171,6 +171,7 @@ PATHS: dict[str, Path] = {
     rj.kv.Select(budget=0.4), model=lambda: model("deepseek_v32")
   ),
   "sinks": _policy(rj.kv.Sinks(budget=12)),
+  "sinks in the cache": _policy(rj.kv.Sinks(budget=12, positions="cache")),
   "keydiff": _policy(rj.kv.KeyDiff(budget=12)),
   "snapkv": _policy(rj.kv.SnapKV(budget=12, window=4)),
   "snapkv by share": _policy(rj.kv.SnapKV(budget=0.4, window=4)),
@@ -178,6 +179,9 @@ PATHS: dict[str, Path] = {
   "adakv": _policy(rj.kv.AdaKV(budget=12, window=4)),
   "tova": _policy(rj.kv.Tova(budget=12)),
   "h2o": _policy(rj.kv.HeavyHitters(budget=12)),
+  "h2o, half newest": _policy(
+    rj.kv.HeavyHitters(budget=12, score="sum", newest=0.5)
+  ),
   "expected": _policy(rj.kv.ExpectedAttention(budget=12)),
   "fastgen": _policy(rj.kv.FastGen(punctuation=(1, 5))),
   "knorm": _policy(rj.kv.KeyNorm(budget=12)),
