@@ -159,18 +159,18 @@ class EngineCounters:
       counted once. `keys_read / keys_seen` is what reading together leaves.
     keys_seen: Number of keys that rows of answers refer to, of each row.
     stored_tokens: Number of prompt tokens that came out of the store; those of
-        rows that began again are counted again.
+      rows that began again are counted again.
     pages_out: pages that went to the store.
     pages_in: pages that came from it.
     pages_lost: Pages that were not exported, as the copies before them were
-        still in flight.
+      still in flight.
     important_rows: rows that read a part of a prefix in the store.
     important_prefix: tokens of these prefixes.
     important_tokens: Number of tokens of these prefixes that were kept.
     important_bytes: bytes that were read of the store to choose and to keep
       them.
     important_probe_bytes: Bytes of keys of probe heads, part of
-        `important_bytes`.
+      `important_bytes`.
     important_bytes_left: bytes of keys and values that were not read.
   """
 
@@ -236,7 +236,7 @@ class _Owner(NamedTuple):
     watch: Detector of the end of its text, or None.
     draw: Row number in a batch whose random draws it uses.
     search: Beam search that the row is part of and that has the answers, or
-        None.
+      None.
   """
 
   handle: Handle
@@ -262,9 +262,9 @@ class Engine:
     on_step: called after each step by the thread that steps, or None; it has
       to be quick and may not raise.
     on_layers: Called, where `layer_parts` is above 1, after each part but the
-        last of a call for prompts is dispatched, with the part's number, the
-        chunks and the pool, in which the keys of these layers are still being
-        computed. It has to be quick and may not raise.
+      last of a call for prompts is dispatched, with the part's number, the
+      chunks and the pool, in which the keys of these layers are still being
+      computed. It has to be quick and may not raise.
     layer_parts: First layer and end of each part of the layers.
     reads_apart: Reason for which each row reads the pages that it shares with
       others for itself; "" where they are read once for all rows.
