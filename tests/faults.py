@@ -422,8 +422,8 @@ FAULTS = (
   _fault(
     "a preempted row shares its table with the next row of its slot",
     "serve/scheduler.py",
-    "table[one.slot].copy() for table",
-    "table[one.slot] for table",
+    "table[member.slot].copy() for table",
+    "table[member.slot] for table",
     "serve/test_scheduler.py",
     "serve/test_store_engine.py",
   ),
@@ -449,7 +449,7 @@ FAULTS = (
   _fault(
     "a shared page is given back a user early",
     "serve/prefix_tree.py",
-    "self._more[group, shard, page] = more - 1",
+    "self._more[group, shard, page] = other_rows - 1",
     "self._more[group, shard, page] = more - 2",
     "serve/test_scheduler.py",
     "serve/test_engine.py",
