@@ -450,7 +450,7 @@ FAULTS = (
     "a shared page is given back a user early",
     "serve/prefix_tree.py",
     "self._more[group, shard, page] = other_rows - 1",
-    "self._more[group, shard, page] = more - 2",
+    "self._more[group, shard, page] = other_rows - 2",
     "serve/test_scheduler.py",
     "serve/test_engine.py",
     "serve/test_beams.py",

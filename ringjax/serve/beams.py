@@ -7,9 +7,9 @@ ranked by the sum of log-probabilities. Of the first k of them, those that end
 divided by tokens ** length_penalty, if it is among the k best. The first k that
 do not end continue. The search ends at the length, or when k are set aside and
 the best running one, scored at its current length, is no better than the worst
-of them. Equal sums are ranked by hypothesis, then by token. Cost: the host
-waits for a step's candidates before it plans the next one. A step is k rows of
-a call; forks share full pages and copy the partly filled one.
+of them. Equal sums are ranked by hypothesis, then by token.
+Cost: the host waits for a step's candidates before it plans the next one. A
+step is k rows of a call; forks share full pages and copy the partly filled one.
 
 Log-probabilities, also those of the answers, are those after the bias, the mask
 and the penalties of a request; their probabilities sum to 1 (transformers with

@@ -2,8 +2,8 @@
 
 llguidance (MIT, 2 MB, no dependencies) computes the allowed tokens: it is the
 library that llama.cpp, vLLM and SGLang offer too, written in Rust, and needs
-about 50 us a token. It is an optional extra, `structured`. Ref:
-https://github.com/guidance-ai/llguidance
+about 50 us a token. It is an optional extra, `structured`.
+Ref: https://github.com/guidance-ai/llguidance
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ Guarantees: keys that a row computed after a part of a prefix are not shared:
 such a row's pages are private. The kept tokens of a prefix are a function of
 the prefix and of the tokens after it; with a share of 1 the pages that come
 back have the bits that they had. A failure of the store cannot make a request
-fail: a row whose prefix lost a part is computed. Cost: a prefix is written
-once, when its prompt has been computed. For a row whose prefix is in the store
-a thread reads the probe heads' keys and the chunks with important tokens, and
-passes the tokens after the prefix through the layers once more, while other
-rows continue; a few programs for each number of segments and for each 64 tokens
-after them. Memory: on the host the kept pages of each such row, until it ends.
+fail: a row whose prefix lost a part is computed.
+Cost: a prefix is written once, when its prompt has been computed. For a row
+whose prefix is in the store a thread reads the probe heads' keys and the chunks
+with important tokens, and passes the tokens after the prefix through the layers
+once more, while other rows continue; a few programs for each number of segments
+and for each 64 tokens after them.
+Memory: on the host the kept pages of each such row, until it ends.
 Lossy: tokens that are not kept are left out of the softmax of question and
 answer.
 

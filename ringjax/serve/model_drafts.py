@@ -1,12 +1,12 @@
 """Draft model for the rows of an engine, which drafts for all at once.
 
 Guarantees: a row's tokens do not depend on drafts, see `check_drafts`. The
-compiled programs depend on neither texts nor their lengths. Memory: a separate
-cache of the draft model for all rows, `longest` tokens of each; for a block
-that reads the target's keys (LongSpec) a window of each. Cost: for each step of
-the engine a step of the draft model for each drafted token, all rows together;
-a text that is new to it is read `WIDE` tokens at a time, with padding for the
-rows that wait. A block reads its window at once.
+compiled programs depend on neither texts nor their lengths.
+Memory: a separate cache of the draft model for all rows, `longest` tokens of
+each; for a block that reads the target's keys (LongSpec) a window of each.
+Cost: for each step of the engine a step of the draft model for each drafted
+token, all rows together; a text that is new to it is read `WIDE` tokens at a
+time, with padding for the rows that wait. A block reads its window at once.
 """
 
 from __future__ import annotations

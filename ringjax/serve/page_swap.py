@@ -3,8 +3,9 @@
 Guarantees: a row comes back with the bits that it had.
 Cost: one copy out and one back, some pages at a time by programs of one shape;
 whether copying or computing again costs less is estimated from the measured
-times of both. Memory: on the host a preempted row's pages and states; on the
-device until the next step.
+times of both.
+Memory: on the host a preempted row's pages and states; on the device until the
+next step.
 """
 
 from __future__ import annotations

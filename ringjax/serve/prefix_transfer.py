@@ -7,15 +7,15 @@ refused, and so are pages of other tokens, in another order or of another
 adapter: each page comes with a hash of all tokens up to its end. No page of a
 step that failed is exported, also if a read of weights failed silently. Nothing
 else of the other engine changes: a prompt finds the prefix there as if it came
-out of its store, and tokens without keys are computed. Cost: one copy of the
-prefix to the host, in batches of fixed shapes, or on the devices alone
-(`on_devices`, for a publisher with a `DeviceServer`); one copy there into
-blocks of the other size. An engine does not wait for copies between two steps:
-they are only started there, some batches at a time. Parts of a prompt that
-share their `PrefixHashes` hash each page once. Memory: the prefix on the host
-of each side, or with `on_devices` on the devices until its pages return; on the
-device these batches; of an export in the middle of a step all pages, with a
-part of their layers.
+out of its store, and tokens without keys are computed.
+Cost: one copy of the prefix to the host, in batches of fixed shapes, or on the
+devices alone (`on_devices`, for a publisher with a `DeviceServer`); one copy
+there into blocks of the other size. An engine does not wait for copies between
+two steps: they are only started there, some batches at a time. Parts of a
+prompt that share their `PrefixHashes` hash each page once.
+Memory: the prefix on the host of each side, or with `on_devices` on the devices
+until its pages return; on the device these batches; of an export in the middle
+of a step all pages, with a part of their layers.
 
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is

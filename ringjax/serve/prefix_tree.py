@@ -9,9 +9,9 @@ Memory: some hundred bytes for each cached block, on the host.
 
 A block is one full page of tokens: a partly filled page belongs to its row
 alone. The tree is plain Python without arrays. It is searched by tokens
-(`match`, a radix tree of blocks) or by hash (`find`). Ref: Ye et al. 2024,
-ChunkAttention, arXiv 2402.15220; Zheng et al. 2023, RadixAttention, arXiv
-2312.07104.
+(`match`, a radix tree of blocks) or by hash (`find`).
+Ref: Ye et al. 2024, ChunkAttention, arXiv 2402.15220; Zheng et al. 2023,
+RadixAttention, arXiv 2312.07104.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Guarantees: the tokens of a row are next to one another in the memory of its
 slot, and a slot has memory for what its row needs, or `OutOfPages` is raised,
 on which the scheduler preempts a row. All groups that no running row needs can
-be used by others, so that at most one page group a row is wasted. Cost: some
-comparisons for each allocation; memory is mapped one step ahead, on a
-background thread, so that no row that decodes waits for it. Memory: some
-numbers for each slot.
+be used by others, so that at most one page group a row is wasted.
+Cost: some comparisons for each allocation; memory is mapped one step ahead, on
+a background thread, so that no row that decodes waits for it.
+Memory: some numbers for each slot.
 
 Plain Python, no JAX. A page group is one page of tokens on each shard, in all
 tensors of the model. A slot that is freed keeps its groups (deferred
@@ -90,7 +90,7 @@ class RowSpace(PrefixTree):
     needed: Number of groups of each slot that hold tokens of its row.
     space_counters: Counters of mapped and reused groups.
     settle: Called before memory is unmapped that calls in flight may still
-      read: that of a slot whose row left after `join`.
+      read, the memory of a slot whose row left after `join`.
   """
 
   def __init__(

@@ -80,13 +80,13 @@ class ServedRow:
   Attributes:
     prompt: Token ids of the prompt, int32 [n].
     most: Maximum number of tokens of the answer.
-    priority: smaller ones come first.
+    priority: Priority; smaller ones come first.
     arrival: Arrival as a count or a time; earlier rows come first.
     salt: Salt of its prefixes; rows with another salt share nothing with it.
     adapter: Adapter of the row; rows with another one share nothing with it.
     share: Whether blocks of the prompt may be shared.
     owner: Object of the caller that the row belongs to.
-    answer: tokens that were chosen and are known to the host.
+    answer: Chosen tokens that the host knows.
     chosen: Number of chosen tokens; the host may not know the last ones yet.
     computed: Number of tokens whose keys are in pages.
     slot: Number among the running rows, or None.
@@ -345,7 +345,7 @@ class Scheduler:
   """Waiting and running rows, and the pages that they hold.
 
   Attributes:
-    tree: pages and prefixes.
+    tree: Tree of pages and prefixes.
     limits: Maximum sizes of calls and steps.
     tables: Pages of each slot, int32 [rows, R, blocks / R] for each group; -1
       marks no page. See `PagePool.call`.

@@ -454,7 +454,7 @@ class SimulatedEngine:
       new_tokens: Number of tokens of its answer.
       priority: Priority; requests with a smaller one come first.
       salt: Salt of its prefixes, as in `Request`.
-      on_token: see `SimulatedHandle`.
+      on_token: Callback of each token, see `SimulatedHandle`.
 
     Raises:
       PromptError: If it is longer than the engine serves.

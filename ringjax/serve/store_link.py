@@ -4,11 +4,12 @@ Guarantees: a page comes back with the bits that it had. A block's key is a
 digest of its whole prefix with salt and adapter, and of all that its keys
 depend on: weights, config, codec, page, the shapes of the calls, the kind of
 device and JAX's version; a block of another model, tenant or program is never
-found. A failure of the store cannot make a request fail. Cost: pages are copied
-in batches of fixed shapes, two compiled programs for each group of layers; a
-step waits for no copy to the host and reads and writes no file, unless all rows
-wait for one. Memory: on the device the batches in flight to the host, eight at
-most; pages beyond these are dropped and counted.
+found. A failure of the store cannot make a request fail.
+Cost: pages are copied in batches of fixed shapes, two compiled programs for
+each group of layers; a step waits for no copy to the host and reads and writes
+no file, unless all rows wait for one.
+Memory: on the device the batches in flight to the host, eight at most; pages
+beyond these are dropped and counted.
 
 A block of the store is one page of one group of layers: groups that look back
 a window let pages go earlier than others, and need the last ones only.

@@ -6,9 +6,9 @@ tokens and others; requests that failed have no response and are left out) and
 Mooncake's (jsonl: timestamp in ms, input_length, output_length, hash_ids). An
 id of Mooncake's stands for a whole prefix in blocks of 512 tokens, so that
 requests share the same prefixes as in the trace. `poisson_trace` generates
-arrivals. Ref: Patel et al. 2024, Splitwise (ISCA), arXiv 2311.18677; Qin et al.
-2025, Mooncake (FAST), arXiv 2407.00079; Wang et al. 2024, BurstGPT, arXiv
-2401.17644.
+arrivals.
+Ref: Patel et al. 2024, Splitwise (ISCA), arXiv 2311.18677; Qin et al. 2025,
+Mooncake (FAST), arXiv 2407.00079; Wang et al. 2024, BurstGPT, arXiv 2401.17644.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ in which tokens are stored only changes the chunks that are read. Counters count
 the vectors that the algorithm needs, and the chunks that it read for them.
 Cost: for each layer the keys of a few probe heads, then keys and values of the
 kept tokens; or, where the probes do not agree, the keys of all heads. Where all
-heads are probes, no keys are loaded twice. Lossy: tokens that are not kept are
-left out of the softmax.
+heads are probes, no keys are loaded twice.
+Lossy: tokens that are not kept are left out of the softmax.
 
 A prefix is a node: its tokens' keys and values, layer by layer, in chunks of
 tokens, each of which is a block of a `Store`. The keys of the probe heads are

@@ -2,10 +2,11 @@
 
 Guarantees: `get` returns the bytes that were put under a key, or None. Failures
 of a disk, a policy or another process do not raise: they are counted, and the
-first of each kind is logged as a warning. Several threads may call. Cost: `put`
-and `request` return at once; files are written by one thread and read by
-another. Memory: the budget of the host tier, and the blocks that wait to be
-written, at most `queue` bytes; a block beyond that is not written.
+first of each kind is logged as a warning. Several threads may call.
+Cost: `put` and `request` return at once; files are written by one thread and
+read by another.
+Memory: the budget of the host tier, and the blocks that wait to be written, at
+most `queue` bytes; a block beyond that is not written.
 
 A store treats keys and blocks as plain bytes. A block that is put is
 offered to both tiers, whose policies admit it or not; one that is read from
