@@ -654,7 +654,7 @@ class Engine:
     return jax.device_put(x, NamedSharding(self.mesh, P()))
 
   def _widths(self, drafted: int) -> set[int]:
-    """Numbers of tokens of a row in calls for answers, with and without drafts."""
+    """Widths of calls for answers: tokens of a row, with or without drafts."""
     plain = self._drafts is None or self._drafts.adapts
     return {1, 1 + drafted} if plain else {1 + drafted}
 

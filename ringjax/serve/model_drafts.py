@@ -322,26 +322,26 @@ class ModelRowDrafts:
     del held
     return self._model
 
-  def _read(self, model: Transformer, behind: dict[int, np.ndarray]) -> Missing:
+  def _read(self, model: Transformer, unread: dict[int, np.ndarray]) -> Missing:
     """Read all but the last tokens of rows; returns those left to the draft."""
-    while (longest := max(map(len, behind.values()))) > WINDOW:
+    while (longest := max(map(len, unread.values()))) > WINDOW:
       width = WIDE if longest > 2 * WINDOW else WINDOW
       # The last token is left to the drafting call.
-      part = {slot: new[:-1][:width] for slot, new in behind.items()}
+      part = {slot: new[:-1][:width] for slot, new in unread.items()}
       self._cache = read_more(
         model, self._attend, self._cache, self._part(part, width), self._length
       )
       for slot, new in part.items():
-        behind[slot] = behind[slot][new.size :]
+        unread[slot] = unread[slot][new.size :]
         self._at[slot] += new.size
-    return self._last(behind)
+    return self._last(unread)
 
-  def _last(self, behind: dict[int, np.ndarray]) -> Missing:
+  def _last(self, unread: dict[int, np.ndarray]) -> Missing:
     """Tokens that the drafting call itself reads."""
-    longest = max(map(len, behind.values()))
+    longest = max(map(len, unread.values()))
     # A tree's path is read again, with one width and so one program.
     few = longest <= 2 and not self._drafter.tree
-    return self._part(behind, 2 if few else WINDOW)
+    return self._part(unread, 2 if few else WINDOW)
 
   def _part(self, new: dict[int, np.ndarray], width: int) -> Missing:
     tokens: Any = np.zeros((self._at.size, width), np.int32)
@@ -382,9 +382,9 @@ class BlockRowDrafts(ModelRowDrafts):
     draft: Any = self._model
     return draft.beside(self._target, held())
 
-  def _read(self, model: Transformer, behind: dict[int, np.ndarray]) -> Missing:
+  def _read(self, model: Transformer, unread: dict[int, np.ndarray]) -> Missing:
     """Read the window of new texts; returns the tokens left to the draft."""
-    long = {slot: new for slot, new in behind.items() if new.size > WINDOW}
+    long = {slot: new for slot, new in unread.items() if new.size > WINDOW}
     if long:
       shape = self._at.size, self._width
       tokens, seg = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -397,10 +397,10 @@ class BlockRowDrafts(ModelRowDrafts):
         end[slot] = self._at[slot]
         self._at[slot] += new.size - 1
         first[slot] = self._at[slot] - text.size
-        behind[slot] = new[-1:]
+        unread[slot] = new[-1:]
       pos = (first + np.arange(self._width)).astype(np.int32)
       self._fill(model, end, tokens, pos, seg)
-    return self._last(behind)
+    return self._last(unread)
 
   def _warm_up_reading(self, model: Transformer) -> None:
     rows = self._at.size
