@@ -479,8 +479,8 @@ FAULTS = (
   _fault(
     "pages are read together before they are ready",
     "serve/shared_rows.py",
-    "whole = ready[:, None] >= (last[None] + 1) * page",
-    "whole = ready[:, None] >= last[None] * page",
+    "is_ready = ready[:, None] >= (last[None] + 1) * page",
+    "is_ready = ready[:, None] >= last[None] * page",
     "serve/test_engine.py",
     "serve/test_scheduler.py",
   ),

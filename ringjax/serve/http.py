@@ -1,14 +1,14 @@
-"""An ASGI application that speaks OpenAI's API for an engine or a cluster.
+"""ASGI application that serves OpenAI's API for an engine or a cluster.
 
 Guarantees: the event loop never waits for the engine: what takes its lock,
-parses a body or encodes text is done by threads, and tokens wake the loop up.
-Who would have to wait longer than the queue is is refused before its body is
-read; short bodies do not wait for long ones, nor a client for all bodies of
-another. A client that disconnects, or does not send or read for `stall`
-seconds, loses its request, whose pages are free at once; other requests do not
-notice. With keys, tenants share no prefix, have parts of the queue of their
-own, and see no numbers of others. A failure of one request is an error object,
-without a traceback; also a stream that fails ends with [DONE].
+parses a body or encodes text is done by threads, and tokens wake the loop up. A
+request for which the queue has no room is refused before its body is read;
+short bodies do not wait for long ones, nor a client for all bodies of another.
+A client that disconnects, or does not send or read for `stall` seconds, loses
+its request, whose pages are free at once; other requests are not affected. With
+keys, tenants share no prefix, have separate shares of the queue, and see no
+numbers of others. A failure of one request is an error object, without a
+traceback; also a stream that fails ends with [DONE].
 Cost: a few threads.
 
 It is plain ASGI 3: it has few paths and needs no framework, and any server of
@@ -77,11 +77,11 @@ _PATHS = {
   "/version": "GET",
   "/health": "GET",
 }
-# Threads that read bodies and encode texts, of short bodies and of long ones;
-# and those that take the engine's lock.
+# Numbers of threads: for short bodies, for long ones (both parse bodies and
+# encode texts), and for calls that take the engine's lock.
 _SHORT_THREADS, _LONG_THREADS, _ENGINE_THREADS = 3, 2, 4
 _SHORT_BYTES = 1 << 16
-# Bytes a second that come of a body at least, behind the first `stall` seconds.
+# Minimum rate of a body in bytes a second, after the first `stall` seconds.
 _BODY_RATE = 1 << 14
 _DONE = b"data: [DONE]\n\n"
 Receive = Callable[[], Awaitable[Any]]
@@ -231,7 +231,7 @@ class OpenAIApp:
     self._long = FairThreads(_LONG_THREADS, "ringjax long bodies")
     self._pool = ThreadPoolExecutor(_ENGINE_THREADS, "ringjax http")
     self._ended = False
-    # Requests of HTTP that have not been submitted yet.
+    # HTTP requests that have not been submitted yet.
     self._preparing: set[asyncio.Task[Any]] = set()
     self._answering: set[Handle] = set()
 

@@ -38,7 +38,7 @@ class OutOfPages(Exception):
 
 
 def next_digest(before: bytes, data: bytes) -> bytes:
-  """`PrefixBlock.digest` of a block, from that of its parent and its bytes."""
+  """Compute a block's `digest` from that of its parent and its bytes."""
   return hashlib.sha256(before + data).digest()
 
 
