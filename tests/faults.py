@@ -450,8 +450,8 @@ FAULTS = (
   _fault(
     "a shared page is given back a user early",
     "serve/prefix_tree.py",
-    "self._more[group, shard, page] = more - 1",
-    "self._more[group, shard, page] = more - 2",
+    "self._more[group, shard, page] = other_rows - 1",
+    "self._more[group, shard, page] = other_rows - 2",
     "serve/test_scheduler.py",
     "serve/test_engine.py",
     "serve/test_beams.py",
@@ -480,8 +480,8 @@ FAULTS = (
   _fault(
     "pages are read together before they are ready",
     "serve/shared_rows.py",
-    "whole = ready[:, None] >= (last[None] + 1) * page",
-    "whole = ready[:, None] >= last[None] * page",
+    "is_ready = ready[:, None] >= (last[None] + 1) * page",
+    "is_ready = ready[:, None] >= last[None] * page",
     "serve/test_engine.py",
     "serve/test_scheduler.py",
   ),

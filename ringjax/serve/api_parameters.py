@@ -22,18 +22,18 @@ from ringjax.json_text import json_text
 from ringjax.serve.row_sampler import BIASES, TOP
 
 _UNSUPPORTED = "unsupported_parameter"
-# What a parser returns of a value that is as if it were left out.
+# Result of a parser for a value that means the same as no parameter.
 ABSENT = object()
 Parser = Callable[[str, Any], Any]
 
 
 class ApiError(Exception):
-  """An answer that is an error object of OpenAI's API.
+  """Error that is answered as an error object of OpenAI's API.
 
   Attributes:
-    status: of HTTP.
-    body: the object.
-    headers: that go with it.
+    status: HTTP status.
+    body: Error object of the body.
+    headers: HTTP headers of the answer.
   """
 
   def __init__(
@@ -61,27 +61,28 @@ def refused(
   *,
   code: str | None = None,
 ) -> ApiError:
-  """The error of a parameter: what came, what was expected, what to do."""
+  """Make the error of a parameter: what came, what was expected, what to do."""
   return ApiError(
     400, message(param, got, want, remedy), param=param, code=code
   )
 
 
 def from_error(error: RingjaxError) -> ApiError:
-  """The error object of an error of the package, which names an argument."""
+  """Make the API error of a package error, which names an argument."""
   parsed = re.match(r"\w+(?=: got )", str(error))
   name = parsed[0] if parsed else None
-  # `Stop` calls texts and ids so.
-  known = {"strings": "stop", "ids": "stop_token_ids"}
-  name = None if name is None else known.get(name, name)
+  # Names of `Stop`'s arguments in the API.
+  api_names = {"strings": "stop", "ids": "stop_token_ids"}
+  name = None if name is None else api_names.get(name, name)
   return ApiError(400, str(error), param=name)
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-  """The object in a body.
+  """Parse the JSON object of a body.
 
   Raises:
-    ApiError: it is none: not UTF-8, not JSON, a name twice, no object.
+    ApiError: If the body is not UTF-8, not JSON or not an object, or has a name
+      twice.
   """
 
   def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -113,10 +114,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
 def checked(
   body: dict[str, Any], known: Mapping[str, Parser]
 ) -> dict[str, Any]:
-  """The parameters of a body that say something, in the types of `known`.
+  """Parse the parameters of a body that are set, by the parsers of `known`.
 
   Raises:
-    ApiError: a name that is not known, or a value that is refused.
+    ApiError: If a name is unknown or a value is refused.
   """
   parsed = {}
   for name, value in body.items():
@@ -146,7 +147,7 @@ def checked(
 
 
 def kind_of(value: object) -> str:
-  """The value's JSON type, in words."""
+  """JSON type of a value, in words."""
   if value is None or isinstance(value, bool):
     return json_text(value)
   names: dict[type, str] = {
@@ -158,21 +159,21 @@ def kind_of(value: object) -> str:
 
 
 def flag(name: str, value: object) -> bool:
-  """A value that is true or false."""
+  """Parse a value that is true or false."""
   if not isinstance(value, bool):
     raise OptionError(name, kind_of(value), "true or false", "pass one of them")
   return value
 
 
 def text(name: str, value: object) -> str:
-  """A value that is a string."""
+  """Parse a value that is a string."""
   if not isinstance(value, str):
     raise OptionError(name, kind_of(value), "a string", "pass a string")
   return value
 
 
 def members(name: str, value: object, *known: str) -> dict[str, Any]:
-  """An object without members that are not known; null ones are left out."""
+  """Parse an object with known members; null ones are left out."""
   if not isinstance(value, dict):
     raise OptionError(name, kind_of(value), "an object", "pass an object")
   unknown = sorted(set(value) - set(known))
@@ -209,7 +210,7 @@ def utf8(name: str, value: str) -> None:
 
 
 def _plain(name: str, value: Any, want: str) -> Any:
-  """A value that may be a number: no bool, list or object."""
+  """Check that a value may be a number: no bool, list or object."""
   if isinstance(value, bool | list | dict):
     raise OptionError(name, kind_of(value), want, "pass one")
   return value
@@ -236,7 +237,7 @@ def _real(
 
 
 def _range_of(name: str) -> Parser:
-  """The range of a parameter of samplers."""
+  """Parser with the range of a sampling parameter."""
   rule = PARAMETERS[name]
   return _real(rule.least, rule.most, rule.above)
 
@@ -245,29 +246,29 @@ _TOP_K, _COUNT, _BIAS = _whole(1, 2**31 - 1), _whole(0, TOP), _real(-100, 100)
 
 
 def _top_k(name: str, value: Any) -> Any:
-  # 0 and -1 are vLLM's words for all tokens.
+  # 0 and -1 stand for all tokens in vLLM.
   if type(value) is int and value in (0, -1):
     return ABSENT
   return _TOP_K(name, value)
 
 
 def _count(name: str, value: Any) -> Any:
-  """How many log-probabilities; false is none, as in chats."""
+  """Parse the number of log-probabilities; false means none, as in chats."""
   return ABSENT if value is False else _COUNT(name, value)
 
 
 def _stop(name: str, value: Any) -> Any:
   parsed = [value] if isinstance(value, str) else value
-  # As many and as long as `Stop` takes.
+  # The same limits as those of `Stop`.
   if (
     not isinstance(parsed, list)
     or len(parsed) > 128
     or not all(isinstance(x, str) and 0 < len(x) <= 4096 for x in parsed)
   ):
-    many = isinstance(parsed, list) and len(parsed) > 128
+    too_many = isinstance(parsed, list) and len(parsed) > 128
     raise OptionError(
       name,
-      f"{len(parsed)} texts" if many else kind_of(value),
+      f"{len(parsed)} texts" if too_many else kind_of(value),
       "a string or a list of at most 128 strings, of 1 to 4096 characters",
       "pass texts",
     )
@@ -317,7 +318,7 @@ def _stream_options(name: str, value: Any) -> Any:
 
 
 def _response_format(name: str, value: Any) -> Any:
-  """Nothing for text, or the schema as an object."""
+  """Parse a response format: nothing for text, or the schema as an object."""
   parsed = members(name, value, "type", "json_schema")
   kind = parsed.get("type")
   if kind == "text" and len(parsed) == 1:
@@ -345,19 +346,19 @@ def _response_format(name: str, value: Any) -> Any:
 
 
 def _variables(name: str, value: Any) -> Any:
-  """Variables of a chat template; one that it does not read changes nothing,
-  as in transformers."""
+  """Parse variables of a chat template; as in transformers, unused ones are
+  ignored."""
   if not isinstance(value, dict):
     raise OptionError(
       name, kind_of(value), "an object", 'pass {"enable_thinking": false}'
     )
-  taken = sorted(
+  reserved = sorted(
     {"messages", "tools", "add_generation_prompt", "now", "tokenizer"}
     & set(value)
   )
-  if taken:
+  if reserved:
     raise OptionError(
-      f"{name}.{taken[0]}",
+      f"{name}.{reserved[0]}",
       "a name that the server sets",
       "further variables of the chat template",
       "leave it out",
@@ -370,7 +371,7 @@ def _anything(name: str, value: Any) -> Any:
 
 
 def _nothing(kind: Parser) -> Parser:
-  """A parameter that changes nothing here, whatever its value of a type."""
+  """Parser of a parameter that is checked and then ignored."""
 
   def parse(name: str, value: Any) -> Any:
     kind(name, value)
@@ -380,11 +381,10 @@ def _nothing(kind: Parser) -> Parser:
 
 
 def _only(*values: Any) -> Parser:
-  """A parameter of which no other values are supported than these, which ask
-  for nothing."""
+  """Parser of an unsupported parameter that accepts only neutral values."""
 
   def parse(name: str, value: Any) -> Any:
-    # 1 is equal to true.
+    # Compare types as well, as 1 == True.
     if any(type(x) is type(value) and x == value for x in values):
       return ABSENT
     shown = ", ".join(map(json_text, values))
@@ -445,7 +445,7 @@ _BOTH: dict[str, Parser] = {
   "include_stop_str_in_output": flag,
   "skip_special_tokens": flag,
 }
-# What changes no answer, and what is supported as far as it asks for nothing.
+# Parameters that change no answer, and those with only neutral values.
 _UNUSED: dict[str, Parser] = {
   "user": _nothing(text),
   "safety_identifier": _nothing(text),
@@ -505,13 +505,13 @@ _SILENT = frozenset({*_UNUSED, *_UNUSED_COMPLETION, *_UNUSED_CHAT})
 
 
 def check_search(given: Mapping[str, Any]) -> None:
-  """Refuses what does not go with a beam search, or without one.
+  """Refuses parameters that conflict with a beam search or need one.
 
   Args:
-    given: the parameters.
+    given: Parameters of the body.
 
   Raises:
-    ApiError: one that does not.
+    ApiError: If there is such a parameter.
   """
   beams = given.get("beams")
   if beams is None:
@@ -538,13 +538,13 @@ def check_search(given: Mapping[str, Any]) -> None:
 
 
 def check_tools(given: Mapping[str, Any]) -> None:
-  """Refuses functions that a model is to call: answers are not parsed for it.
+  """Refuses tools that may be called: answers are not parsed for calls.
 
   Args:
-    given: of a chat.
+    given: Parameters of a chat body.
 
   Raises:
-    ApiError: there are tools that may be called, or a call is asked for.
+    ApiError: If there are tools that may be called, or a call is required.
   """
   tools, choice = given.get("tools", []), given.get("tool_choice")
   if not isinstance(tools, list):
@@ -557,7 +557,7 @@ def check_tools(given: Mapping[str, Any]) -> None:
       "leave it out",
       code=_UNSUPPORTED,
     )
-  # With "none" the model is to call none of them: it is not told of any.
+  # With "none" no tool may be called, so they are left out of the prompt.
   if tools and choice != "none":
     raise refused(
       "tools",
@@ -569,14 +569,14 @@ def check_tools(given: Mapping[str, Any]) -> None:
 
 
 def messages_of(given: object, *, calls: bool) -> list[dict[str, Any]]:
-  """Messages as chat templates read them; parts of a text are joined.
+  """Parse messages for chat templates; parts of a text are joined.
 
   Args:
-    given: what a body has.
-    calls: whether the chat template knows calls of tools.
+    given: Messages of the body.
+    calls: Whether the chat template supports tool calls.
 
   Raises:
-    ApiError: they are none.
+    ApiError: If they are not valid messages.
   """
   if not isinstance(given, list) or not given:
     raise refused(
@@ -586,15 +586,15 @@ def messages_of(given: object, *, calls: bool) -> list[dict[str, Any]]:
       'pass [{"role": "user", "content": "..."}]',
     )
   parsed = []
-  for n, said in enumerate(given):
+  for n, chat_message in enumerate(given):
     try:
-      parsed.append(_message(f"messages[{n}]", said, calls))
+      parsed.append(_message(f"messages[{n}]", chat_message, calls))
     except RingjaxError as error:
       raise ApiError(400, str(error), param="messages") from None
   return parsed
 
 
-# Members of a message beside its role and content, by roles.
+# Members of a message besides its role and content, by role.
 _OF_ROLE = {
   "tool": ("tool_call_id", "name"),
   "function": ("name",),
@@ -614,8 +614,8 @@ def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
   if not isinstance(given, dict):
     raise OptionError(name, kind_of(given), "an object", "pass an object")
   role = given.get("role")
-  more = _OF_ROLE.get(role, ()) if isinstance(role, str) else ()
-  parsed = members(name, given, "role", "content", *more)
+  role_members = _OF_ROLE.get(role, ()) if isinstance(role, str) else ()
+  parsed = members(name, given, "role", "content", *role_members)
   for key in ("refusal", "audio", "annotations", "function_call"):
     if parsed.pop(key, None) not in (None, []):
       raise OptionError(
@@ -653,7 +653,7 @@ def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
 
 
 def _tool_calls(name: str, given: Any, calls: bool) -> list[dict[str, Any]]:
-  """Calls with arguments as objects, as templates read them."""
+  """Parse tool calls, with arguments as objects for templates."""
   if not calls:
     raise OptionError(
       name,
@@ -667,8 +667,10 @@ def _tool_calls(name: str, given: Any, calls: bool) -> list[dict[str, Any]]:
   for n, call in enumerate(given):
     at = f"{name}[{n}]"
     call = members(at, call, "id", "type", "function", "index")
-    said = members(f"{at}.function", call.get("function"), "name", "arguments")
-    stated = said.get("arguments", "{}")
+    called = members(
+      f"{at}.function", call.get("function"), "name", "arguments"
+    )
+    stated = called.get("arguments", "{}")
     try:
       given_as = json.loads(stated) if isinstance(stated, str) else stated
     except (ValueError, RecursionError):
@@ -681,7 +683,7 @@ def _tool_calls(name: str, given: Any, calls: bool) -> list[dict[str, Any]]:
         "pass what the call had",
       )
     function = {
-      "name": text(f"{at}.function.name", said.get("name")),
+      "name": text(f"{at}.function.name", called.get("name")),
       "arguments": given_as,
     }
     result: dict[str, Any] = {"type": "function", "function": function}

@@ -1,19 +1,19 @@
 """Beam search: the likeliest continuations of a prompt, k at a time.
 
 Guarantees: the search of transformers' `generate(num_beams=k, do_sample=False,
-early_stopping=False)`. In each step all tokens behind all k hypotheses are
+early_stopping=False)`. In each step all next tokens of all k hypotheses are
 ranked by the sum of log-probabilities. Of the first k of them, those that end
 (by a stop id, a stop text, or the length) are set aside with a score, the sum
 divided by tokens ** length_penalty, if it is among the k best. The first k that
-do not end go on. The search is over at the length, or when k are set aside and
-the best that goes on has no better score than the worst of them, were it as
-long as it is now. Equal sums are ranked by hypothesis, then by token.
-Cost: the host knows a step's candidates before it plans the next one. A step is
-k rows of a call; forks share whole pages and copy one that is filled in part.
+do not end continue. The search ends at the length, or when k are set aside and
+the best running one, scored at its current length, is no better than the worst
+of them. Equal sums are ranked by hypothesis, then by token.
+Cost: the host waits for a step's candidates before it plans the next one. A
+step is k rows of a call; forks share full pages and copy the partly filled one.
 
-Log-probabilities, also those of the answers, are those behind the bias, the
-mask and the penalties of a request; their probabilities sum to 1 (transformers
-with `renormalize_logits=True`).
+Log-probabilities, also those of the answers, are those after the bias, the mask
+and the penalties of a request; their probabilities sum to 1 (transformers with
+`renormalize_logits=True`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ringjax.serve.scheduler import Scheduler, ServedRow
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Beam:
-  """A hypothesis that goes on.
+  """A running hypothesis.
 
   Attributes:
-    answer: what it says; none of its lists is changed.
-    watch: of its text, or None.
-    row: that computes what follows.
+    answer: Tokens of the hypothesis; its lists are never changed.
+    watch: Stop detector of its text, or None.
+    row: Row that computes its next token.
   """
 
   answer: Answer
@@ -46,10 +46,10 @@ class _Beam:
 
 
 class BeamSearch:
-  """The hypotheses of one request, and the rows that continue them.
+  """Hypotheses of one request, and the rows that continue them.
 
   Attributes:
-    ended: whether no better one is to be expected.
+    ended: Whether the search has ended: no better hypothesis is expected.
   """
 
   def __init__(
@@ -59,14 +59,14 @@ class BeamSearch:
     scheduler: Scheduler,
     watch: Watch | None,
   ):
-    """Before the first token.
+    """Start a search without tokens.
 
     Args:
-      request: with `beams`.
-      rows: a team of as many; may be filled until the first `offer`. Its first
-        row always has a hypothesis.
-      scheduler: of the rows.
-      watch: of an empty text, or None without a tokenizer.
+      request: Request with `beams`.
+      rows: Rows of the search, one for each beam; the list may be filled until
+        the first `offer`. The first row always has a hypothesis.
+      scheduler: Scheduler of the rows.
+      watch: Stop detector of an empty text, or None without a tokenizer.
     """
     self.ended = False
     self._request, self._rows, self._scheduler = request, rows, scheduler
@@ -79,14 +79,15 @@ class BeamSearch:
   def offer(
     self, row: ServedRow, tokens: np.ndarray, logprobs: np.ndarray
   ) -> bool:
-    """Takes the likeliest next tokens of a row; whether all rows' are there.
+    """Take a row's candidates; whether those of all rows are complete.
 
-    Then all hypotheses have one token more, and rows are where they go on.
+    If so, all hypotheses get one more token and the rows that continue them.
 
     Args:
-      row: one that has a hypothesis.
-      tokens: int32 [n], the likeliest tokens.
-      logprobs: float32 [n], theirs; -inf of those that may not come.
+      row: Row that has a hypothesis.
+      tokens: Likeliest next tokens, int32 [n].
+      logprobs: Log-probabilities of the tokens, float32 [n]; -inf for masked
+        ones.
     """
     if self._running is None:
       self._running = [_Beam(answer=Answer(), watch=self._watch, row=row)]
@@ -98,7 +99,7 @@ class BeamSearch:
     return True
 
   def _advanced(self, running: list[_Beam]) -> list[_Beam]:
-    """The hypotheses that go on, best first; sets aside those that end."""
+    """Next running hypotheses, best first; sets aside those that end."""
     offers = [self._offers[beam.row] for beam in running]
     ranked = sorted(
       (-beam.answer.total_logprob - float(x), n, int(token))
@@ -108,8 +109,8 @@ class BeamSearch:
       for token, x in zip(tokens, logprobs, strict=True)
       if x > -np.inf
     )
-    many = len(running[0].answer.tokens) + 1
-    full = many == self._request.max_new_tokens
+    num_tokens = len(running[0].answer.tokens) + 1
+    full = num_tokens == self._request.max_new_tokens
     picked: list[tuple[int, Answer, Watch | None]] = []
     for rank, (_, n, token) in enumerate(ranked):
       if len(picked) == self._width or (full and rank == self._width):
@@ -133,20 +134,22 @@ class BeamSearch:
   def _grown(
     self, beam: _Beam, tokens: np.ndarray, logprobs: np.ndarray, token: int
   ) -> tuple[Answer, Watch | None]:
-    """A hypothesis with one token more, which may have ended it."""
-    before, request = beam.answer, self._request
-    own = float(logprobs[np.flatnonzero(tokens == token)[0]])
+    """Hypothesis with one more token, which may have ended it."""
+    previous, request = beam.answer, self._request
+    token_logprob = float(logprobs[np.flatnonzero(tokens == token)[0]])
     answer = Answer(
-      tokens=[*before.tokens, token],
-      text=before.text,
-      logprobs=before.logprobs,
-      total_logprob=before.total_logprob + own,
+      tokens=[*previous.tokens, token],
+      text=previous.text,
+      logprobs=previous.logprobs,
+      total_logprob=previous.total_logprob + token_logprob,
     )
     if request.logprobs is not None:
       pairs = list(zip(tokens, logprobs, strict=True))[: request.logprobs]
       top = tuple((int(i), float(x)) for i, x in pairs)
-      one = TokenLogprobs(token=token, logprob=own, top=top)
-      answer.logprobs = [*before.logprobs, one]
+      token_logprobs = TokenLogprobs(
+        token=token, logprob=token_logprob, top=top
+      )
+      answer.logprobs = [*previous.logprobs, token_logprobs]
     watch = None
     if beam.watch is not None:
       watch = beam.watch.copy()
@@ -163,48 +166,47 @@ class BeamSearch:
     running: list[_Beam],
     picked: Sequence[tuple[int, Answer, Watch | None]],
   ) -> list[_Beam]:
-    """Gives rows to hypotheses: the first behind one keeps its row, others
-    are forks."""
-    kept = {running[n].row for n, _, _ in picked}
-    free = [row for row in self._rows if row not in kept]
-    made = []
+    """Assign rows: the first successor keeps the row, others fork it."""
+    kept_rows = {running[n].row for n, _, _ in picked}
+    free = [row for row in self._rows if row not in kept_rows]
+    beams = []
     for n, answer, watch in picked:
       row = source = running[n].row
-      if source in kept:
-        kept.remove(source)
+      if source in kept_rows:
+        kept_rows.remove(source)
       else:
         row = free.pop()
         self._scheduler.park(row, source)
       row.answer, row.chosen = answer.tokens, len(answer.tokens)
-      made.append(_Beam(answer=answer, watch=watch, row=row))
+      beams.append(_Beam(answer=answer, watch=watch, row=row))
     for row in free:
       self._scheduler.park(row)
       row.answer, row.chosen = [], 0
     self._rows.sort(key=lambda row: not row.chosen)
-    return made
+    return beams
 
   def _score(self, answer: Answer) -> float:
     size = len(answer.tokens)
     return answer.total_logprob / size**self._request.length_penalty
 
   def answer(self, answers: Sequence[Answer], why: str) -> None:
-    """Fills in the answers of the request, best first.
+    """Fill in the answers of the request, best first.
 
     Args:
-      answers: n of them.
-      why: "stop" if the search has ended; otherwise why it was given up, and
-        then hypotheses that did not end are among them.
+      answers: The n answers.
+      why: "stop" if the search has ended; otherwise the reason of its end, and
+        hypotheses that did not end are included.
     """
     best = [*self._found]
     if why != "stop":
       best += [b.answer for b in self._running or () if b.answer.tokens]
     best.sort(key=self._score, reverse=True)
-    for n, mine in enumerate(answers):
-      one = Answer(total_logprob=-math.inf)
+    for n, target in enumerate(answers):
+      hypothesis = Answer(total_logprob=-math.inf)
       if n < len(best):
-        one = best[n]
-      fields: dict[str, Any] = vars(one) | dict(error=mine.error)
-      # Who waits for the end finds everything else in place.
+        hypothesis = best[n]
+      fields: dict[str, Any] = vars(hypothesis) | dict(error=target.error)
+      # Set `finish` last: a thread that waits for it reads the other fields.
       finish = fields.pop("finish") or "stop"
-      vars(mine).update(fields)
-      mine.finish = finish if why == "stop" else why
+      vars(target).update(fields)
+      target.finish = finish if why == "stop" else why

@@ -1,10 +1,10 @@
 """The two calls of an engine: their arguments, and what they compute.
 
-Guarantees: a call has one shape whatever is to do, so that each of the two is
-one program for good, that of prompts one for each part of the layers, and the
-copies of forked rows another; what a row gets depends on no other row.
-Cost: the host writes a few numbers for each row; what rows have in common is
-found anew only when it has changed.
+Guarantees: a call has the same shape for any work, so that each of the two is
+compiled once (that of prompts once for each part of the layers), and so are the
+copies of forked rows; the result of a row depends on no other row.
+Cost: the host writes a few numbers for each row; tiles that rows share are
+recomputed only when they have changed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ringjax.typing import ArrayLeaf
 
 
 class RowBoard(NamedTuple):
-  """What the device remembers of running rows, by slot.
+  """Device state of running rows, by slot.
 
   Fields:
-    last: int32 [R], tokens that were chosen last.
-    seen: bool [R, V], which tokens occurred.
-    counts: int32 [R, V], how often in the answer.
+    last: Tokens that were chosen last, int32 [R].
+    seen: Whether a token occurred in prompt or answer, bool [R, V].
+    counts: Number of times that it occurred in the answer, int32 [R, V].
   """
 
   last: Int[Array, " R"]
@@ -55,24 +55,25 @@ class RowBoard(NamedTuple):
 
 
 class CallArrays(NamedTuple):
-  """The arguments of a call of B rows of T tokens, made on the host.
+  """Arguments of a call of B rows of T tokens, made on the host.
 
   Fields:
-    tokens: int32 [B, T], -1 for the one that was chosen last.
-    pos: int32 [B, T].
-    seg: int32 [B, T], 0 is padding.
-    tables: for each group int32 [B, R, m], see `PagePool.call`.
-    ends: int32 [B], tokens behind the call.
-    slots: int32 [B]; out of range for padding.
-    fresh: bool [B], rows that begin.
-    last: int32 [B], which of the T is the row's last.
-    chooses: bool [B], whether a token is chosen.
-    how: settings of the rows.
-    shared: for each group the tiles that rows share; None for prompts.
-    adapter: int32 [B], which adapter each row has, 0 for none; or None.
-    parents: int32 [B, T], of a call that checks trees the earlier token that
-      each follows, -1 for the first; or None.
-    prompts: int32 [B], tokens of each row's prompt, by which it rotates.
+    tokens: Token ids, int32 [B, T]; -1 stands for the one that was chosen last.
+    pos: Positions, int32 [B, T].
+    seg: Segments, int32 [B, T]; 0 is padding.
+    tables: Page tables, int32 [B, R, m] for each group, see `PagePool.call`.
+    ends: Number of tokens of each row after the call, int32 [B].
+    slots: Slots of the rows, int32 [B]; out of range for padding.
+    fresh: Whether a row begins, bool [B].
+    last: Index of the row's last token among the T, int32 [B].
+    chooses: Whether a token is chosen, bool [B].
+    how: Sampling settings of the rows.
+    shared: Tiles that rows share, for each group; None for prompts.
+    adapter: Adapter number of each row, int32 [B], 0 for none; or None.
+    parents: Index of the earlier token that each follows, -1 for the first,
+      int32 [B, T], in a call that checks trees; else None.
+    prompts: Number of tokens of each row's prompt, int32 [B], on which
+      rotations may depend.
   """
 
   tokens: Int[ArrayLeaf, "B T"]
@@ -100,19 +101,19 @@ def compute_layers(
   call: CallArrays,
   x: Float[Array, "B T *D"] | None,
 ) -> tuple[jax.Array, PagePool]:
-  """Computes what a part of the layers makes of a call for prompts.
+  """Computes a part of the layers in a call for prompts.
 
   Args:
-    part: of `models.layer_parts`, not the last one.
-    attend: how tokens find their keys.
-    pool: the pool.
-    call: the same for all parts.
-    x: what the part before returned; None for the first one.
+    part: Part of the model from `models.layer_parts`, not the last one.
+    attend: Attention over cached keys.
+    pool: Pool of pages, donated.
+    call: Arguments of the call, the same for all parts.
+    x: Result of the previous part; None for the first one.
   """
-  held = pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared)
+  rows = pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared)
   with adapter_rows(call.adapter):
     return forward_layers(
-      part, attend, call.tokens, call.pos, call.seg, held, call.prompts, x
+      part, attend, call.tokens, call.pos, call.seg, rows, call.prompts, x
     )
 
 
@@ -129,12 +130,12 @@ def compute(
 ) -> tuple[Any, PagePool, RowBoard]:
   """Computes a call's tokens and chooses the next ones.
 
-  `x` is what the layers before made, if the model is the last part of one.
+  `x` is the result of the layers before, if the model is the last part of one.
   """
   rows = board.last.shape[0]
   inside = jnp.minimum(call.slots, rows - 1)
-  before = board.last[inside][:, None]
-  tokens = jnp.where(call.tokens < 0, before, call.tokens)
+  last_tokens = board.last[inside][:, None]
+  tokens = jnp.where(call.tokens < 0, last_tokens, call.tokens)
   last = call.last[:, None]
   logits, pool = _read(model, attend, pool, call, tokens, last, x)
   logits = logits[:, 0]
@@ -146,7 +147,7 @@ def compute(
     board.counts[inside],
     allowed,
   )
-  # A row without a token is over: the board keeps what it has of it.
+  # A row whose logits are not finite ends, so its state is not updated.
   chooses = call.chooses & (choice.token != NOT_FINITE)
   into = jnp.where(chooses, call.slots, rows)
   board = RowBoard(
@@ -166,9 +167,9 @@ def _read(
   rows: Int[Array, "B _"] | None,
   x: Float[Array, "B T *D"] | None = None,
 ) -> tuple[Float[Array, "B _ V"], PagePool]:
-  """Logits behind some tokens of a call, or behind all, and the pool."""
+  """Logits after the tokens `rows` of a call, or after all, and the pool."""
   parents = call.parents
-  held = pool.call(
+  pooled_rows = pool.call(
     call.tables, call.ends, call.slots, call.fresh, call.shared, parents
   )
   with adapter_rows(call.adapter):
@@ -178,7 +179,7 @@ def _read(
       tokens,
       call.pos,
       call.seg,
-      held,
+      pooled_rows,
       rows,
       call.prompts,
       parents,
@@ -188,13 +189,13 @@ def _read(
 
 
 class Checked(NamedTuple):
-  """What a call that checks drafts chooses.
+  """Choices of a call that checks drafts.
 
   Fields:
-    choice: of B T rows, the T tokens of a row next to one another; of a tree
-      those behind the right tokens first.
-    count: int32 [B], how many of the T are the row's next tokens, of which
-      the last one may be `finite.NOT_FINITE`.
+    choice: Choices of B T rows, the T tokens of a row next to one another; for
+      a tree those after the accepted tokens come first.
+    count: Number of the T that are the row's next tokens, int32 [B]; the last
+      of these may be `finite.NOT_FINITE`.
   """
 
   choice: Choice
@@ -211,11 +212,11 @@ def check_drafts(
   call: CallArrays,
   allowed: Bool[Array, "B V"],
 ) -> tuple[Any, PagePool, RowBoard]:
-  """Computes a call's tokens, of which those behind the first are drafts.
+  """Computes a call's tokens, of which those after the first are drafts.
 
-  Those that the row's own settings choose are right; of a tree they are a path,
-  which is moved to where a chain's tokens are. What was written of the others
-  is behind the row's end, where its next call writes.
+  Drafts that equal the row's own choices are accepted; in a tree they form a
+  path, whose keys are moved to the places of a chain. Keys of the others are
+  after the row's end, where its next call overwrites them.
   """
   rows, width = board.last.shape[0], call.tokens.shape[1]
   inside = jnp.minimum(call.slots, rows - 1)
@@ -227,22 +228,24 @@ def check_drafts(
     dtype=jnp.int32,
   )
   if call.parents is None:
-    before = jnp.pad(jnp.cumsum(drafted, 1), ((0, 0), (1, 0), (0, 0)))
+    earlier = jnp.pad(jnp.cumsum(drafted, 1), ((0, 0), (1, 0), (0, 0)))
   else:
-    known = ancestor_matrix(call.parents)[:, :, 1:].astype(jnp.float32)
-    before = jnp.einsum("bij,bjv->biv", known, drafted.astype(jnp.float32))
-    before = before.astype(jnp.int32)
-  counts = board.counts[inside][:, None] + before
-  seen = board.seen[inside][:, None] | (before > 0)
+    is_ancestor = ancestor_matrix(call.parents)[:, :, 1:].astype(jnp.float32)
+    earlier = jnp.einsum(
+      "bij,bjv->biv", is_ancestor, drafted.astype(jnp.float32)
+    )
+    earlier = earlier.astype(jnp.int32)
+  counts = board.counts[inside][:, None] + earlier
+  seen = board.seen[inside][:, None] | (earlier > 0)
   flat = lambda x: x.reshape(batch * width, *x.shape[2:])
-  each = np.repeat(np.arange(batch), width)
+  row_of_token = np.repeat(np.arange(batch), width)
   choice = choose(
     flat(logits),
-    call.how.of(each),
+    call.how.of(row_of_token),
     flat(call.pos + 1),
     flat(seen),
     flat(counts),
-    allowed[each],
+    allowed[row_of_token],
   )
   tokens = choice.token.reshape(batch, width)
   if call.parents is None:
@@ -251,10 +254,10 @@ def check_drafts(
     last = count[:, None] - 1
   else:
     real = call.seg > 0
-    kept, last = right_path(call.tokens, call.parents, real, tokens)
-    count = jnp.sum(kept, 1, dtype=jnp.int32)
-    # Nodes of the path by their depth, behind them the others.
-    order = jnp.argsort(~kept, axis=1, stable=True).astype(jnp.int32)
+    on_path, last = right_path(call.tokens, call.parents, real, tokens)
+    count = jnp.sum(on_path, 1, dtype=jnp.int32)
+    # Nodes of the path by depth, then the others.
+    order = jnp.argsort(~on_path, axis=1, stable=True).astype(jnp.int32)
     choice = jax.tree.map(lambda x: flat(_taken(x, order)), choice)
     start = call.ends - jnp.sum(real, 1, dtype=jnp.int32)
     number = jnp.arange(width, dtype=jnp.int32)[None]
@@ -271,15 +274,15 @@ def check_drafts(
     board.seen.at[into].set(take(seen) | (new > 0), mode="drop"),
     board.counts.at[into].set(take(counts) + new, mode="drop"),
   )
-  found = attend.everywhere(Checked(choice, count))
-  return found, pool, attend.everywhere(board)
+  result = attend.everywhere(Checked(choice, count))
+  return result, pool, attend.everywhere(board)
 
 
 def _taken(x: Any, order: Int[Array, "B T"]) -> jax.Array:
-  """What [B T, ...] has for each token, in this order: [B, T, ...]."""
-  each = x.reshape(*order.shape, *x.shape[1:])
-  wide = order.reshape(*order.shape, *(1,) * (each.ndim - 2))
-  return jnp.take_along_axis(each, wide, 1)
+  """Reorder the tokens of [B T, ...] in each row, as [B, T, ...]."""
+  per_token = x.reshape(*order.shape, *x.shape[1:])
+  index = order.reshape(*order.shape, *(1,) * (per_token.ndim - 2))
+  return jnp.take_along_axis(per_token, index, 1)
 
 
 @bounded
@@ -290,7 +293,7 @@ def marked(
   seen: Bool[Array, " V"],
   counts: Int[Array, " V"],
 ) -> RowBoard:
-  """With what a row has read and said."""
+  """Board with a row's occurred tokens and their counts set."""
   return board._replace(
     seen=board.seen.at[slot].set(seen),
     counts=board.counts.at[slot].set(counts),
@@ -305,20 +308,19 @@ def _forked(
   source: Int[Array, " R"],
   target: Int[Array, " R"],
 ) -> PagePool:
-  """The pool with pages, and states of rows, copied; none is in both."""
+  """Pool with pages and states copied; no row is both source and target."""
   for group, (old, new) in enumerate(pages):
     pool = pool.write_pages(group, new, pool.read_pages(group, old))
   return pool.copy_states(source, target)
 
 
 def forked(pool: PagePool, forks: tuple[RowFork, ...], rows: int) -> PagePool:
-  """The pool where rows have what they do not share with those that they are
-  copies of.
+  """Pool with the partly filled pages and the states of forked rows copied.
 
   Args:
-    pool: the pool.
-    forks: at most one of each row.
-    rows: slots.
+    pool: Pool of pages, donated.
+    forks: Forks, at most one of each row.
+    rows: Number of slots.
   """
   source, target = np.zeros(rows, np.int32), np.full(rows, rows, np.int32)
   shape = pool.shards, rows
@@ -336,12 +338,12 @@ def forked(pool: PagePool, forks: tuple[RowFork, ...], rows: int) -> PagePool:
 
 
 class CallBuilder:
-  """Makes the arguments of calls of what a scheduler plans.
+  """Builds the arguments of the calls that a scheduler plans.
 
   Attributes:
-    saved: keys that the last call for answers reads less often than its rows
-      look at them.
-    plans: how often it was found out what rows have in common.
+    saved: Number of key reads that the last call for answers saves by shared
+      tiles.
+    plans: Number of times that shared tiles were computed.
   """
 
   def __init__(
@@ -357,31 +359,33 @@ class CallBuilder:
     trees: bool = False,
     place: Callable[[np.ndarray, int], np.ndarray] | None = None,
   ):
-    """For no rows yet.
+    """Make a builder without rows.
 
     Args:
-      scheduler: of the rows.
-      vocab: V.
-      tile: slots that are read at once.
-      together: whether rows read together what they have in common.
-      adapters: numbers of adapters, by name.
-      groups: of layers that have pages.
-      drafted: tokens behind that of a row which a call for answers checks.
-      trees: whether these form trees.
-      place: where pages of a slot are, if not where the tables say.
+      scheduler: Scheduler of the rows.
+      vocab: Vocabulary size V.
+      tile: Number of token slots that are read at once.
+      together: Whether rows read tiles that they share together.
+      adapters: Numbers of adapters, by name.
+      groups: Number of groups of layers that have pages.
+      drafted: Maximum number of drafted tokens of a row that a call for answers
+        checks.
+      trees: Whether these form trees.
+      place: Translates the pages of a slot; None where tables are used as they
+        are.
     """
     self._place = place
     self._scheduler, self._tile, self._together = scheduler, tile, together
     self._adapters, self._vocab, self._drafted = adapters, vocab, drafted
     self._trees = trees
     self._tables = scheduler.tables[:groups]
-    # The last one is that of padding.
+    # The last entry is for padding.
     self._how = RowNumbers.empty(scheduler.limits.rows + 1, vocab)
     self._shared: tuple[Any, Any] = (None, None)
     self.saved = self.plans = 0
 
   def begin(self, row: ServedRow, request: Request, draw: int) -> None:
-    """Notes the settings of a row that has a slot now."""
+    """Stores the settings of a row that got a slot."""
     assert row.slot is not None
     search = request.beams is not None
     ranked = search or request.best_of is not None
@@ -390,13 +394,13 @@ class CallBuilder:
 
   @property
   def settings(self) -> RowNumbers:
-    """Those of all rows, by slot."""
+    """Sampling settings of all rows, by slot."""
     return self._how.of(np.arange(self._scheduler.limits.rows))
 
   def held(self, pool: PagePool) -> PooledRows:
-    """What rows that decode have in their pages, by slot.
+    """Pages of the rows that decode, by slot.
 
-    Call it where all pages are in their places.
+    Call it once all pending moves of pages are done.
     """
     call = self._blank(self._scheduler.limits.rows, 1)
     for slot, row in enumerate(self._scheduler.running):
@@ -407,11 +411,11 @@ class CallBuilder:
   def turns(
     self, turns: tuple[DecodeTurn, ...], checks: bool = True
   ) -> CallArrays:
-    """A call for answers: each row stands at its slot.
+    """Build a call for answers, in which the index of a row is its slot.
 
     Args:
-      turns: what rows compute.
-      checks: whether it has room for drafts.
+      turns: Next tokens of the rows that decode.
+      checks: Whether the call has room for drafts.
     """
     checks = checks and self._drafted > 0
     width = 1 + self._drafted * checks
@@ -437,7 +441,7 @@ class CallBuilder:
     )
 
   def pieces(self, pieces: tuple[PromptPiece, ...]) -> CallArrays:
-    """A call for pieces of prompts, one after another."""
+    """Build a call for chunks of prompts."""
     limits = self._scheduler.limits
     call = self._blank(limits.pieces, limits.piece)
     for n, piece in enumerate(pieces):
@@ -454,18 +458,18 @@ class CallBuilder:
   def _row(
     self, call: CallArrays, n: int, row: ServedRow, slot: int, end: int
   ) -> None:
-    """What any row of a call has, written into it."""
+    """Write the entries that every row of a call has."""
     call.ends[n], call.slots[n] = end, slot
     if call.prompts is not None:
       call.prompts[n] = row.prompt.size
     if call.adapter is not None:
       call.adapter[n] = self._adapters[row.adapter]
-    for mine, table in zip(call.tables, self._tables, strict=True):
+    for call_table, table in zip(call.tables, self._tables, strict=True):
       pages = table[slot]
-      mine[n] = pages if self._place is None else self._place(pages, slot)
+      call_table[n] = pages if self._place is None else self._place(pages, slot)
 
   def _blank(self, batch: int, tokens: int) -> CallArrays:
-    """A call of padding."""
+    """Build a call of padding."""
     zeros: Any = lambda *shape: np.zeros(shape, np.int32)
     no: Any = lambda: np.zeros(batch, bool)
     slots: Any = np.full(batch, self._scheduler.limits.rows, np.int32)
@@ -488,7 +492,7 @@ class CallBuilder:
     )
 
   def _common(self, turns: tuple[DecodeTurn, ...]) -> tuple[SharedTiles, ...]:
-    """What the rows of a call have in common; made anew if it has changed."""
+    """Tiles that the rows of a call share, recomputed if they have changed."""
     scheduler, tile = self._scheduler, self._tile
     page, shards = scheduler.tree.page, scheduler.tree.shards
     ready = np.zeros(scheduler.limits.rows, np.int64)
@@ -496,14 +500,15 @@ class CallBuilder:
       ready[turn.slot] = turn.at if self._together else 0
     key = scheduler.version, (ready // tile).tobytes()
     if self._shared[0] != key:
-      many = scheduler.limits.blocks * page // tile // shards
-      most = max(1, many * max(1, ready.size // 2))
-      made = tuple(
-        shared_tiles(table, ready, page, tile, most) for table in self._tables
+      tiles_per_row = scheduler.limits.blocks * page // tile // shards
+      max_tiles = max(1, tiles_per_row * max(1, ready.size // 2))
+      tiles = tuple(
+        shared_tiles(table, ready, page, tile, max_tiles)
+        for table in self._tables
       )
       self.plans += 1
       self.saved = 0
-      if made:
-        self.saved = int(made[0].done.sum() - made[0].count.sum()) * tile
-      self._shared = key, jax.tree.map(jnp.asarray, made)
+      if tiles:
+        self.saved = int(tiles[0].done.sum() - tiles[0].count.sum()) * tile
+      self._shared = key, jax.tree.map(jnp.asarray, tiles)
     return self._shared[1]

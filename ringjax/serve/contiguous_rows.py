@@ -1,10 +1,10 @@
-"""What an engine does for rows that are contiguous and grow on demand.
+"""Contiguous rows of an engine, whose memory grows on demand.
 
 Guarantees: the calls are those of an engine of pages, so that answers are the
 same, bit for bit, as with a pool of as many pages; only the tables differ,
 whose pages are one after another.
-Cost: rows that outgrow an extent are copied, in place of the pool.
-Memory: that of the pool; of reserved rows what is in use.
+Cost: rows that outgrow an extent are copied within the pool, in place.
+Memory: that of the pool; of reserved rows only the part in use.
 Ref: Prabhu et al. 2024, vAttention, arXiv 2405.04437.
 """
 
@@ -27,16 +27,16 @@ from ringjax.serve.row_space import DoublingSpace, RowSpace
 from ringjax.serve.scheduler import ServedRow
 from ringjax.typing import ArrayLeaf
 
-# Pages of each shard in one copy: one program, however many are copied.
+# Pages of each shard in one copy, so that all copies use one program.
 _BATCH = 16
 LAYOUTS = ("pages", "contiguous", "doubling")
 
 
 def check_contiguous(share: str, preempt: str) -> None:
-  """Refuses what contiguous rows can't do.
+  """Refuses options that contiguous rows do not support.
 
   Raises:
-    OptionError: shared prefixes, or rows that are swapped.
+    OptionError: If prefixes are shared or rows are swapped.
   """
   if share != "nothing":
     raise OptionError(
@@ -57,16 +57,16 @@ def check_contiguous(share: str, preempt: str) -> None:
 def check_dense_rows(
   layout: str, shards: int, kind: CacheKind, trees: bool
 ) -> None:
-  """Refuses rows whose keys no dense function can read.
+  """Refuses rows whose keys a dense attention function can't read.
 
   Args:
-    layout: one of `LAYOUTS`.
-    shards: of the pages.
-    kind: how keys are stored.
-    trees: whether drafts form trees.
+    layout: Layout, one of `LAYOUTS`.
+    shards: Number of shards of the pages.
+    kind: Storage of keys and values.
+    trees: Whether drafts form trees.
 
   Raises:
-    OptionError: pages, shards, keys that are stored otherwise, or trees.
+    OptionError: If there are pages, shards, other kinds of caches, or trees.
   """
   for refused, got, want in (
     (layout == "pages", "layout='pages'", "contiguous rows"),
@@ -86,31 +86,31 @@ def check_dense_rows(
 
 
 def row_reaches(page: int, tile: int, blocks: int) -> tuple[int, ...]:
-  """Tokens of a row that a dense function may get: few, for each is a program.
+  """Lengths of rows in dense calls: few, as each compiles a program.
 
   Args:
-    page: tokens of a page.
-    tile: tokens that are read at once, the fewest.
-    blocks: pages of a row at most.
+    page: Number of tokens of a page.
+    tile: Number of tokens that are read at once, the smallest length.
+    blocks: Maximum number of pages of a row.
   """
-  most, sizes = page * blocks, [tile]
-  while sizes[-1] < most:
-    sizes.append(min(most, 2 * sizes[-1]))
+  max_tokens, sizes = page * blocks, [tile]
+  while sizes[-1] < max_tokens:
+    sizes.append(min(max_tokens, 2 * sizes[-1]))
   return tuple(sizes)
 
 
 def row_pages(
   many: int, rows: int, blocks: int, shards: int, reserves: bool
 ) -> int:
-  """Pages that a pool for rows has, over all shards.
+  """Number of pages of a pool for rows, over all shards.
 
   Args:
-    many: pages that are to be in use at a time, a multiple of the shards.
-    rows: slots.
-    blocks: pages of a row at most.
-    shards: R.
-    reserves: whether rows are reserved; else there are as many as a power of
-      two for each shard, no more than `many`.
+    many: Number of pages in use at the same time, a multiple of the shards.
+    rows: Number of slots.
+    blocks: Maximum number of pages of a row.
+    shards: Number of shards, R.
+    reserves: Whether rows are reserved; else the number is a power of two for
+      each shard, at most `many` in all.
   """
   if reserves:
     return rows * blocks
@@ -122,30 +122,33 @@ def row_pages(
 def _moved(
   pool: PagePool, source: Int[ArrayLeaf, "R k"], target: Int[ArrayLeaf, "R k"]
 ) -> PagePool:
-  """The pool with pages copied; none is in both."""
+  """Pool with pages copied; no page is both source and target."""
   for group in range(len(pool.groups)):
-    held = pool.read_pages(group, source)
-    pool = pool.write_pages(group, target, held)
+    arrays = pool.read_pages(group, source)
+    pool = pool.write_pages(group, target, arrays)
   return pool
 
 
 def _copied(pool: PagePool, source: int, target: int, count: int) -> PagePool:
-  """The pool with some pages one after another copied, `_BATCH` at most."""
+  """Pool with up to `_BATCH` successive pages copied."""
   number = np.arange(_BATCH, dtype=np.int32)
   real = number < count
-  # Far out of range where there is none.
+  # Out-of-range targets, which a write drops, for the padding.
   into = np.where(real, target + number, np.iinfo(np.int32).max)
-  each = lambda x: np.tile(x.astype(np.int32), (pool.shards, 1))
-  return _moved(pool, each(np.where(real, source + number, 0)), each(into))
+  per_shard = lambda x: np.tile(x.astype(np.int32), (pool.shards, 1))
+  return _moved(
+    pool, per_shard(np.where(real, source + number, 0)), per_shard(into)
+  )
 
 
 class ContiguousRows:
-  """The space of an engine's rows, and their memory.
+  """Space of an engine's contiguous rows, and their memory.
 
   Attributes:
-    space: slots and groups.
-    memory: of reserved rows; None of others.
-    place: where pages of a slot are, or None: where the tables say.
+    space: Slots and their page groups.
+    memory: Memory of reserved rows; None for other layouts.
+    place: Translates the pages of a slot; None where tables are used as they
+      are.
   """
 
   def __init__(
@@ -157,22 +160,22 @@ class ContiguousRows:
     reserves: bool,
     ahead: int = 1,
   ):
-    """Of an empty pool.
+    """Make the rows of an empty pool.
 
     Args:
-      pool: with as many pages as `row_pages` says.
-      rows: slots.
-      blocks: pages of a row at most.
-      many: pages that are to be in use at a time.
-      reserves: whether the pool's arrays are reserved.
-      ahead: tokens that a row may get in a step.
+      pool: Pool with the number of pages from `row_pages`.
+      rows: Number of slots.
+      blocks: Maximum number of pages of a row.
+      many: Number of pages in use at the same time.
+      reserves: Whether the pool's arrays are reserved.
+      ahead: Maximum number of tokens that a row gets in a step.
     """
     shards = pool.shards
     self.memory: ReservedRows | None = None
     self.place = None
     if reserves:
-      held = tuple(x for x in pool.slots if not isinstance(x, State))
-      self.memory = ReservedRows(held, blocks // shards)
+      arrays = tuple(x for x in pool.slots if not isinstance(x, State))
+      self.memory = ReservedRows(arrays, blocks // shards)
       self.space = RowSpace(
         rows,
         max(1, many // shards),
@@ -190,7 +193,7 @@ class ContiguousRows:
       self.space, self.place = space, space.place
 
   def moved(self, pool: PagePool) -> PagePool:
-    """The pool with rows where they have grown to."""
+    """Pool with rows copied to the extents to which they have grown."""
     if not isinstance(self.space, DoublingSpace):
       return pool
     for move in self.space.take_moves():
@@ -201,13 +204,13 @@ class ContiguousRows:
     return pool
 
   def warm_up(self, pool: PagePool) -> PagePool:
-    """The same pool, after the program that copies ran once."""
+    """Compile the copy program; returns the pool unchanged."""
     if not isinstance(self.space, DoublingSpace):
       return pool
     return _copied(pool, 0, 0, 0)
 
   def look_ahead(self, running: Sequence[ServedRow | None]) -> None:
-    """Maps what rows that decode need next, on the space's thread."""
+    """Maps the memory that decoding rows need next, on the space's thread."""
     self.space.look_ahead(
       {
         row.slot: row.computed

@@ -8,13 +8,14 @@ share="answers" blocks of answers are found by later prompts, with trees of
 drafts a key is where its tree has it, and drafts that pause make steps without
 drafts another program, unless adapt=False: all three give that up, to
 rounding.) An error that one request raises ends that request alone, as do
-logits that are not finite, whose keys no later prompt finds. Cost: a step is at
-most one call for answers and one for prompts, each of which is compiled once
-(that of prompts as `layer_parts` programs). The host plans a step while the
-device computes the one before; a mask, a beam search or drafts, where they do
-not pause, make it wait. Memory: the pool; it does not grow. Of reserved rows
-only the part in use. Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023,
-PagedAttention, arXiv 2309.06180.
+logits that are not finite, whose keys no later prompt finds.
+Cost: a step is at most one call for answers and one for prompts, each of which
+is compiled once (that of prompts as `layer_parts` programs). The host plans a
+step while the device computes the one before; a mask, a beam search or drafts,
+where they do not pause, make it wait.
+Memory: the pool; it does not grow. Of reserved rows only the part in use.
+Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023, PagedAttention, arXiv
+2309.06180.
 """
 
 from __future__ import annotations
@@ -136,13 +137,13 @@ class EngineCounters:
     prompt_tokens: Number of prompt tokens computed.
     cached_tokens: Number of prompt tokens whose keys were cached.
     new_tokens: Number of answer tokens chosen.
-    drafted: tokens that were drafted and checked.
+    drafted: Number of tokens that were drafted and checked.
     accepted: Number of drafted tokens that were accepted.
     preemptions: Number of times that a row had to make room.
     swapped: Number of preemptions that moved pages to host memory.
-    expired: requests whose deadline passed.
-    cancelled: requests that were given up.
-    failed: requests that raised.
+    expired: Number of requests whose deadline passed.
+    cancelled: Number of requests that were cancelled.
+    failed: Number of requests that raised an error.
     not_finite: Number of requests whose logits were NaN or infinite.
     drafted_steps: Number of steps that checked drafts.
     plain_steps: Number of steps for answers that checked none.
@@ -159,19 +160,18 @@ class EngineCounters:
       counted once. `keys_read / keys_seen` is what reading together leaves.
     keys_seen: Number of keys that rows of answers refer to, of each row.
     stored_tokens: Number of prompt tokens that came out of the store; those of
-        rows that began again are counted again.
-    pages_out: pages that went to the store.
-    pages_in: pages that came from it.
-    pages_lost: Pages that were not exported, as the copies before them were
-        still in flight.
-    important_rows: rows that read a part of a prefix in the store.
-    important_prefix: tokens of these prefixes.
+      rows that began again are counted again.
+    pages_out: Number of pages exported to the store.
+    pages_in: Number of pages imported from the store.
+    pages_lost: Number of pages that were not exported, as the copies before
+      them were still in flight.
+    important_rows: Number of rows that read a part of a prefix in the store.
+    important_prefix: Number of tokens of these prefixes.
     important_tokens: Number of tokens of these prefixes that were kept.
-    important_bytes: bytes that were read of the store to choose and to keep
-      them.
+    important_bytes: Bytes read from the store to choose and to load them.
     important_probe_bytes: Bytes of keys of probe heads, part of
-        `important_bytes`.
-    important_bytes_left: bytes of keys and values that were not read.
+      `important_bytes`.
+    important_bytes_left: Bytes of keys and values that were not read.
   """
 
   requests: int = 0
@@ -236,7 +236,7 @@ class _Owner(NamedTuple):
     watch: Detector of the end of its text, or None.
     draw: Row number in a batch whose random draws it uses.
     search: Beam search that the row is part of and that has the answers, or
-        None.
+      None.
   """
 
   handle: Handle
@@ -256,15 +256,15 @@ class Engine:
   """Serves requests; `submit` one, then `step`, or `start` a thread.
 
   Attributes:
-    model: the model.
+    model: Model with the adapters.
     counters: Counts of requests, steps and tokens so far.
-    scheduler: rows and pages.
-    on_step: called after each step by the thread that steps, or None; it has
+    scheduler: Scheduler of rows and pages.
+    on_step: Called after each step by the thread that steps, or None; it has
       to be quick and may not raise.
     on_layers: Called, where `layer_parts` is above 1, after each part but the
-        last of a call for prompts is dispatched, with the part's number, the
-        chunks and the pool, in which the keys of these layers are still being
-        computed. It has to be quick and may not raise.
+      last of a call for prompts is dispatched, with the part's number, the
+      chunks and the pool, in which the keys of these layers are still being
+      computed. It has to be quick and may not raise.
     layer_parts: First layer and end of each part of the layers.
     reads_apart: Reason for which each row reads the pages that it shares with
       others for itself; "" where they are read once for all rows.
@@ -304,36 +304,37 @@ class Engine:
     """Makes an empty pool.
 
     Args:
-      model: made by `rj.models.load` or `create`.
-      rows: answers that are made at the same time; calls have that size
-        whatever is to do.
-      capacity: tokens in the pool, those of shared prefixes once; default: as
-        many as `rows` rows of `longest` tokens, at most 65,536.
-      longest: tokens of a prompt and its answer together at most; default: the
-        model's context, at most 16,384. Rotations that depend on the length of
-        the context (dynamic, longrope) are those of each row's own prompt, as
-        in `generate`; prompts that rotate otherwise share no prefixes.
-      page: tokens of a page, 16, 32, 64 or 128; default: 32, and 128 for codes
-        on a TPU, whose memory fills up what is shorter.
-      piece: tokens of a prompt in one row of a call.
-      pieces: rows of a call of prompts.
-      budget: tokens of a step, of prompts and answers together; default: all
-        that its calls have room for.
+      model: Model from `rj.models.load` or `create`.
+      rows: Number of answers that are computed at the same time; calls always
+        have that size.
+      capacity: Number of tokens in the pool, those of shared prefixes once;
+        default: `rows` rows of `longest` tokens, at most 65,536.
+      longest: Maximum number of tokens of a prompt and its answer together;
+        default: the model's context, at most 16,384. Rotations that depend on
+        the length of the context (dynamic, longrope) are those of each row's
+        own prompt, as in `generate`; prompts that rotate otherwise share no
+        prefixes.
+      page: Number of tokens of a page, 16, 32, 64 or 128; default: 32, and 128
+        for codes on a TPU, whose memory layout pads shorter ones.
+      piece: Number of tokens of a prompt's chunk, in one row of a call.
+      pieces: Number of chunks, the rows of a call for prompts.
+      budget: Maximum number of tokens of a step, of prompts and answers
+        together; default: all that its calls have room for.
       cache_kind: Storage of keys and values, see `Transformer.init_cache`.
       dtype: Dtype of the cache; default: the model's.
-      mesh: the mesh; default: the model's.
-      axis: the axis that shards the pages; default "seq" if there is one.
+      mesh: Device mesh; default: the model's.
+      axis: Mesh axis that shards the pages; default "seq" if there is one.
       tokenizer: Tokenizer for stop texts and `Answer.text`.
       adapters: Low-rank adapters of the model, (config, params) by name, see
         `rj.train.Lora.start`; a request names the one that it uses.
       share: Blocks that later prompts may reuse: those of "prompts", of prompts
         and "answers", or "nothing"; default: "prompts" in pages, "nothing" in
         contiguous rows, which share no memory.
-      shared_reads: whether answers read what rows share once for all of them
-        (ChunkAttention): "always", "never", or where that is "exact", so that
-        a row has the same bits alone; it is tried on the device, and a warning
-        is logged if it has not. Never where a mesh axis shards the rows. See
-        `reads_apart`, and `counters.keys_read` of `keys_seen`.
+      shared_reads: Whether answers read pages that rows share once for all of
+        them (ChunkAttention): "always", "never", or where that is "exact", so
+        that a row has the same bits alone; it is tried on the device, and a
+        warning is logged if it has not. Never where a mesh axis shards the
+        rows. See `reads_apart`, and `counters.keys_read` of `keys_seen`.
       speculate: Drafter of tokens after the last one of a row: from its text
         "lookup" or "suffix", by a model "model:model=FOLDER", "early" or
         "self:cache_kind=int4", by a block that was made for the model
@@ -348,8 +349,8 @@ class Engine:
       preempt: Treatment of a row that has to make room: it is computed
         again later ("recompute"), its pages go to the host's memory and come
         back ("swap"), or whichever costs less by what was measured ("auto").
-      store: an `rj.store.Store`, to which pages go that have to make room, and
-        from which prefixes come back bit for bit. It stays open.
+      store: An `rj.store.Store` to which evicted pages are written, and from
+        which prefixes are read bit for bit. The engine does not close it.
       important: Part of a prefix in the store that is read in place of the
         whole (IMPRESS), above 0, at most 1; or an `ImportantShare` with more
         settings. Answers that follow it are approximate. The store then has
@@ -364,7 +365,7 @@ class Engine:
         each a separate program, so that pages of layers that are done can leave
         while others compute, see `ClusterWorker`. Keys are those of one program
         up to rounding.
-      attention_fn: a dense attention function of the caller, which reads the
+      attention_fn: Dense attention function of the caller, which reads the
         keys of contiguous rows as plain arrays [B, S, K, H], see `Session`. S
         is a power of two of pages, at least what the longest row of the call
         has reached, with a program for each: tokens are those of pages up to
@@ -372,17 +373,18 @@ class Engine:
       clock: Clock in seconds, for deadlines and step times.
 
     Raises:
-      OptionError: a value is out of its range, an `attention_fn` for pages,
-        shards, unrotated keys, trees or a model whose keys it can't read, a
-        store for a model that shares nothing, `important` without a store, with
-        adapters, codecs or shards, contiguous rows that are to share
-        prefixes or to be swapped, drafts for recurrent layers, or by a model
-        with another tokenizer or on other devices, or one whose cache evicts;
-        parts of layers that can't be cut so often, or of recurrent ones.
+      OptionError: If a value is out of range, or for an `attention_fn` for
+        pages, shards, unrotated keys, trees or a model whose keys it can't
+        read, a store for a model that shares nothing, `important` without a
+        store, with adapters, codecs or shards, contiguous rows that are to
+        share prefixes or to be swapped, drafts for recurrent layers, or by a
+        model with another tokenizer or on other devices, or one whose cache
+        evicts; parts of layers that can't be cut so often, or of recurrent
+        ones.
       ConfigError: `important`, for layers whose attention is more than a causal
         softmax.
-      MeshError: weights on other devices than those of the mesh.
-      MemoryEstimateError: a pool that does not fit.
+      MeshError: If weights are on other devices than those of the mesh.
+      MemoryEstimateError: If the pool does not fit.
     """
     if not isinstance(model, Transformer):
       raise InputTypeError(
@@ -529,7 +531,7 @@ class Engine:
         page,
         shards=shards,
       )
-    # Rows on other devices read for themselves.
+    # Rows on other devices read their pages separately.
     self.reads_apart = ""
     if contiguous:
       self.reads_apart = f"layout={layout!r}, whose rows share no pages"
@@ -559,10 +561,10 @@ class Engine:
       one_piece=recurrent,
     )
     self.longest = longest
-    # A page of all groups of layers.
+    # Bytes of a page in all groups of layers.
     self.page_bytes = page * sum(g.token_bytes for g in self._pool.groups)
     self._swap = PageSwap(preempt, page, self.page_bytes)
-    # A state can't go back to the end of a prefix.
+    # No reuse with recurrent layers: a state can't go back to a prefix's end.
     self.scheduler = Scheduler(
       tree,
       limits,
@@ -618,12 +620,12 @@ class Engine:
     self._all = {
       n: place(jnp.ones((n, self.vocab), bool)) for n in {rows, pieces}
     }
-    # By what prompts rotate that share no keys.
+    # Length-dependent rotations: prompts that rotate otherwise share no keys.
     self._scaled = {
       rope.scaling for rope in model.config.ropes if rope.scaling.by_length
     }
     if self._drafts is not None:
-      # By the weights without adapters, of which there may be several.
+      # Draft by the base weights: rows may have several adapters.
       self._drafts.begin(
         model,
         rows=rows,
@@ -652,19 +654,19 @@ class Engine:
     return jax.device_put(x, NamedSharding(self.mesh, P()))
 
   def _widths(self, drafted: int) -> set[int]:
-    """Tokens of a row in calls for answers, of those that check drafts too."""
+    """Widths of calls for answers: tokens of a row, with or without drafts."""
     plain = self._drafts is None or self._drafts.adapts
     return {1, 1 + drafted} if plain else {1 + drafted}
 
   def _exact(self, rows: int, page: int, platform: str, queries: int) -> bool:
-    """Whether rows have the same bits if they read together."""
+    """Whether rows get the same bits if they read shared pages together."""
     pool = self._pool
     shapes = {
       (rows, s.heads, s.reading.groups, s.key, s.value or s.key)
       for s in pool.shapes
       if isinstance(s, LayerCacheSpec) and s.reading is not None
     }
-    # By what reads them: a kernel, where there is one.
+    # The kernel of this chip, if there is one, decides.
     kind = jax.devices(platform)[0].device_kind
     local = AutoKernel(platform=platform, chip=chips.known(kind))
     return all(
@@ -695,7 +697,7 @@ class Engine:
     return tuple(sorted(str(x.alike(length)) for x in self._scaled))
 
   def adapter_number(self, name: str) -> int:
-    """The place of an adapter among those of the engine; "" is 0.
+    """Number of an adapter among those of the engine; "" is 0.
 
     Raises:
       OptionError: If the engine has no adapter of that name.
@@ -746,8 +748,8 @@ class Engine:
     """Queues a request.
 
     Args:
-      request: the request.
-      on_change: called with an answer after each of its tokens and when it has
+      request: Request to serve.
+      on_change: Called with an answer after each of its tokens and when it has
         ended, by the thread that steps or cancels, which waits for it: it has
         to be quick and may not raise.
 
@@ -975,7 +977,7 @@ class Engine:
         with naming_faults(self.model.stack.faults), timing:
           return self._step()
       except Exception as error:
-        # What the device holds is not known any more.
+        # The state of the device is unknown now, so all requests end.
         self._broken = error
         for handle in list(self._handles):
           for row in self._handles.get(handle, []):
@@ -992,7 +994,7 @@ class Engine:
     for the first request that needs it otherwise, while all others wait.
 
     Raises:
-      OptionError: the engine has requests, or is closed.
+      OptionError: If the engine has requests, or is closed.
     """
     with self._asked():
       self._check_open()
@@ -1006,7 +1008,7 @@ class Engine:
       make_room()
       with naming_faults(self.model.stack.faults):
         self._warm_up()
-      # Nothing is in flight when it returns, and no fault is left.
+      # Wait until nothing is in flight, and raise the faults of these calls.
       jax.block_until_ready((self._pool, self._board))
       raise_fault(self.model.stack.faults)
 
@@ -1065,7 +1067,7 @@ class Engine:
     return self
 
   def close(self) -> None:
-    """Ends the thread and gives up what is left; prefixes go to the store."""
+    """Ends the thread, cancels requests and writes prefixes to the store."""
     with self._work:
       self._closed = True
       self._work.notify_all()
@@ -1100,7 +1102,7 @@ class Engine:
       try:
         self.step()
       except Exception:
-        # Every request has it.
+        # `step` has set the error of every request.
         return
 
   def _check_open(self) -> None:

@@ -1,7 +1,7 @@
 """Threads that take turns between clients.
 
-Guarantees: of clients that wait, each has one call done before any has a second
-one. Calls of one client are done in their order.
+Guarantees: each waiting client has one call run before any has a second one.
+Calls of one client run in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FairThreads:
   """
 
   def __init__(self, count: int, name: str):
-    """Starts none yet.
+    """Start no threads yet.
 
     Args:
       count: Number of threads.
@@ -42,28 +42,28 @@ class FairThreads:
     """
     self._idle = count
     self._pool = ThreadPoolExecutor(count, name)
-    # The client whose turn it is comes first.
+    # The next client to serve comes first.
     self._waiting: collections.OrderedDict[Hashable, collections.deque[_Job]]
     self._waiting = collections.OrderedDict()
 
   async def run(
     self, client: Hashable, call: Callable[..., Any], *args: Any
   ) -> Any:
-    """What a call returns or raises, which a thread makes.
+    """Run a call in a thread and return or raise its result.
 
     Args:
-      client: The client, by anything that tells it apart.
+      client: Any key that identifies the client.
       call: The function.
       *args: The arguments of the function.
     """
-    done = asyncio.get_running_loop().create_future()
+    result = asyncio.get_running_loop().create_future()
     jobs = self._waiting.setdefault(client, collections.deque())
-    jobs.append(_Job(done, call, args))
+    jobs.append(_Job(result, call, args))
     self._start()
-    return await done
+    return await result
 
   def close(self) -> None:
-    """Takes no more calls; does not wait for those that are being made."""
+    """Accepts no more calls; does not wait for those that are running."""
     self._pool.shutdown(wait=False, cancel_futures=True)
 
   def _start(self) -> None:

@@ -1,6 +1,6 @@
 """Masks of requests whose answers follow a JSON schema or a regular expression.
 
-llguidance (MIT, 2 MB, no dependencies) says which tokens may come: it is the
+llguidance (MIT, 2 MB, no dependencies) computes the allowed tokens: it is the
 library that llama.cpp, vLLM and SGLang offer too, written in Rust, and needs
 about 50 us a token. It is an optional extra, `structured`.
 Ref: https://github.com/guidance-ai/llguidance
@@ -23,14 +23,14 @@ from ringjax.json_text import json_text
 
 
 class GrammarCompiler:
-  """Makes masks for `rj.serve.Request`, for one tokenizer."""
+  """Compiles grammars to masks for `rj.serve.Request`, for one tokenizer."""
 
   def __init__(self, tokenizer: AnyTokenizer, vocab: int):
-    """Loads nothing yet.
+    """Load nothing yet.
 
     Args:
-      tokenizer: of the model; its tokens have bytes (`by_bytes`).
-      vocab: ids that the model has.
+      tokenizer: Tokenizer of the model; its tokens have bytes (`by_bytes`).
+      vocab: Number of token ids of the model.
     """
     self._tokenizer, self._vocab = tokenizer, vocab
     self._lock = threading.Lock()
@@ -39,15 +39,15 @@ class GrammarCompiler:
   def mask(
     self, schema: dict[str, Any] | None, regex: str | None, answers: int
   ) -> Callable[[np.ndarray], Any] | None:
-    """The mask of a request, or None if it asks for no grammar.
+    """Make the mask of a request, or None if it has no grammar.
 
     Args:
-      schema: a JSON schema, or None.
-      regex: a regular expression, or None.
-      answers: of the request.
+      schema: JSON schema, or None.
+      regex: Regular expression, or None.
+      answers: Number of answers of the request.
 
     Raises:
-      OptionError: llguidance is missing, or refuses the grammar.
+      OptionError: If llguidance is missing or refuses the grammar.
     """
     if schema is None and regex is None:
       return None
@@ -66,15 +66,16 @@ class GrammarCompiler:
   def compile(
     self, grammar: str, answers: int, name: str = "grammar"
   ) -> GrammarMask:
-    """The mask of a grammar.
+    """Make the mask of a grammar.
 
     Args:
-      grammar: llguidance's text of it, `GrammarMask.grammar` of another mask.
-      answers: of the request.
-      name: what errors call it.
+      grammar: Text of the grammar for llguidance, `GrammarMask.grammar` of
+        another mask.
+      answers: Number of answers of the request.
+      name: Name of the grammar in errors.
 
     Raises:
-      OptionError: llguidance is missing, or refuses the grammar.
+      OptionError: If llguidance is missing or refuses the grammar.
     """
     matcher = _llguidance(name).LLMatcher
     with self._lock:
@@ -88,42 +89,42 @@ class GrammarCompiler:
     return GrammarMask(first, self._vocab, answers, grammar, ends)
 
   def _words(self, name: str) -> Any:
-    """llguidance's view of the tokenizer."""
-    library, own = _llguidance(name), self._tokenizer
-    if not own.by_bytes or not own.eos_ids:
+    """Wrap the tokenizer for llguidance."""
+    library, tokenizer = _llguidance(name), self._tokenizer
+    if not tokenizer.by_bytes or not tokenizer.eos_ids:
       raise OptionError(
         name,
         "a model whose tokens have no bytes of their own, or no end",
         "a byte-level tokenizer with an eos token",
         "leave it out",
       )
-    size = min(own.vocab_size, self._vocab)
+    size = min(tokenizer.vocab_size, self._vocab)
 
     class Wrapped(SimpleNamespace):
       def __call__(self, text: Any) -> list[int]:
         if isinstance(text, bytes):
           text = text.decode("utf-8")
-        return own.encode(text).tolist()
+        return tokenizer.encode(text).tolist()
 
     wrapped = Wrapped(
-      eos_token_id=own.eos_ids[0],
-      bos_token_id=own.bos_id,
-      tokens=[own.piece(i) for i in range(size)],
-      special_token_ids=[i for i in range(size) if own.is_special(i)],
+      eos_token_id=tokenizer.eos_ids[0],
+      bos_token_id=tokenizer.bos_id,
+      tokens=[tokenizer.piece(i) for i in range(size)],
+      special_token_ids=[i for i in range(size) if tokenizer.is_special(i)],
     )
     return library.LLTokenizer(library.TokenizerWrapper(wrapped))
 
 
 class GrammarMask:
-  """Which tokens may come behind those of an answer.
+  """Mask of the tokens that a grammar allows after those of an answer.
 
-  A matcher goes on from the tokens that it has seen; answers of one request
-  have matchers of their own.
+  A matcher continues from the tokens that it has seen; each answer of a request
+  has a separate matcher.
 
   Attributes:
-    grammar: of which it is, see `GrammarCompiler.compile`.
+    grammar: Grammar of the mask, see `GrammarCompiler.compile`.
     ends: Ids of the token that ends the grammar, which also ends the answer:
-      a complete grammar allows no other one, and nothing after it.
+      a complete grammar allows no other one, and no token after it.
   """
 
   def __init__(
@@ -141,13 +142,13 @@ class GrammarMask:
     self._most = answers
 
   def __call__(self, tokens: np.ndarray) -> np.ndarray:
-    """bool [V], by the tokens of an answer, int32 [m]."""
+    """Allowed next tokens, bool [V], for the tokens of an answer, int32 [m]."""
     wanted = tuple(tokens.tolist())
-    fits = [x for x in self._known if wanted[: len(x[0])] == x[0]]
-    if fits:
-      found = max(fits, key=lambda x: len(x[0]))
-      self._known.remove(found)
-      seen, matcher = found
+    prefixes = [x for x in self._known if wanted[: len(x[0])] == x[0]]
+    if prefixes:
+      longest = max(prefixes, key=lambda x: len(x[0]))
+      self._known.remove(longest)
+      seen, matcher = longest
     else:
       seen, matcher = (), self._first.deep_copy()
       self._known = self._known[max(0, len(self._known) + 1 - self._most) :]

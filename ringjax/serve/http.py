@@ -1,14 +1,14 @@
-"""An ASGI application that speaks OpenAI's API for an engine or a cluster.
+"""ASGI application that serves OpenAI's API for an engine or a cluster.
 
 Guarantees: the event loop never waits for the engine: what takes its lock,
-parses a body or encodes text is done by threads, and tokens wake the loop up.
-Who would have to wait longer than the queue is is refused before its body is
-read; short bodies do not wait for long ones, nor a client for all bodies of
-another. A client that disconnects, or does not send or read for `stall`
-seconds, loses its request, whose pages are free at once; other requests do not
-notice. With keys, tenants share no prefix, have parts of the queue of their
-own, and see no numbers of others. A failure of one request is an error object,
-without a traceback; also a stream that fails ends with [DONE].
+parses a body or encodes text is done by threads, and tokens wake the loop up. A
+request for which the queue has no room is refused before its body is read;
+short bodies do not wait for long ones, nor a client for all bodies of another.
+A client that disconnects, or does not send or read for `stall` seconds, loses
+its request, whose pages are free at once; other requests are not affected. With
+keys, tenants share no prefix, have separate shares of the queue, and see no
+numbers of others. A failure of one request is an error object, without a
+traceback; also a stream that fails ends with [DONE].
 Cost: a few threads.
 
 It is plain ASGI 3: it has few paths and needs no framework, and any server of
@@ -77,11 +77,11 @@ _PATHS = {
   "/version": "GET",
   "/health": "GET",
 }
-# Threads that read bodies and encode texts, of short bodies and of long ones;
-# and those that take the engine's lock.
+# Numbers of threads: for short bodies, for long ones (both parse bodies and
+# encode texts), and for calls that take the engine's lock.
 _SHORT_THREADS, _LONG_THREADS, _ENGINE_THREADS = 3, 2, 4
 _SHORT_BYTES = 1 << 16
-# Bytes a second that come of a body at least, behind the first `stall` seconds.
+# Minimum rate of a body in bytes a second, after the first `stall` seconds.
 _BODY_RATE = 1 << 14
 _DONE = b"data: [DONE]\n\n"
 Receive = Callable[[], Awaitable[Any]]
@@ -94,12 +94,12 @@ class ClientGone(Exception):
 
 @runtime_checkable
 class Served(Answers, Protocol):
-  """What an application serves: an `Engine`, or a `ClusterRouter`.
+  """Backend of an application: an `Engine`, or a `ClusterRouter`.
 
   Attributes:
-    tokenizer: of its texts.
-    vocab: ids that the model has.
-    longest: tokens of a prompt and its answer together at most.
+    tokenizer: Tokenizer of its texts.
+    vocab: Number of token ids of the model.
+    longest: Maximum number of tokens of a prompt and its answer together.
   """
 
   tokenizer: Any
@@ -108,7 +108,7 @@ class Served(Answers, Protocol):
 
   @property
   def rows(self) -> int:
-    """Answers that are made at the same time."""
+    """Number of answers that are computed at the same time."""
     ...
 
   @property
@@ -123,15 +123,15 @@ class Served(Answers, Protocol):
 
   @property
   def missing(self) -> str:
-    """What it lacks to serve a request now; "" if nothing."""
+    """Reason for which it can't serve requests now; "" if it can."""
     ...
 
   def start(self) -> Served:
-    """Lets it work by itself, until `close`."""
+    """Starts its threads, which work until `close`."""
     ...
 
   def close(self) -> None:
-    """Ends it, and gives up what is left."""
+    """Ends it, and cancels what is left."""
     ...
 
   def submit(
@@ -139,25 +139,25 @@ class Served(Answers, Protocol):
     request: Request,
     on_change: Callable[[Answer], None] | None = None,
   ) -> Handle:
-    """Takes a request."""
+    """Queues a request."""
     ...
 
   def figures(self) -> list[Figure]:
-    """What a server shows of it."""
+    """Metrics that a server publishes about it."""
     ...
 
 
 def app(engine: Served, **options: Any) -> OpenAIApp:
-  """The application of an engine that has a tokenizer; see `OpenAIApp`."""
+  """Make the application of an engine with a tokenizer; see `OpenAIApp`."""
   return OpenAIApp(engine, **options)
 
 
 class OpenAIApp:
-  """An ASGI application: completions, chats, models, health and metrics.
+  """ASGI application: completions, chats, models, health and metrics.
 
   Attributes:
-    engine: that answers; it is started with the application, and closed.
-    metrics: what was counted.
+    engine: Engine that answers; it is started and closed with the application.
+    metrics: Counts of requests and answers.
   """
 
   def __init__(
@@ -174,24 +174,25 @@ class OpenAIApp:
     chat_template: str | None = None,
     trusted_template: bool = False,
   ):
-    """For an engine.
+    """Make the application of an engine.
 
     Args:
-      engine: with a tokenizer.
-      model_name: by which clients call the model.
-      keys: tenants by their keys; None lets everyone in, as one tenant.
-      admin: the tenant that is shown the metrics of all; others see their own.
-      queue: answers that may wait beside those that are being made.
-      body_bytes: of a body at most.
-      most_answers: of one body.
-      stall: seconds after which a client that does not send or read is given
-        up.
+      engine: Engine with a tokenizer.
+      model_name: Name by which clients call the model.
+      keys: Tenants by their keys; None accepts all clients, as one tenant.
+      admin: Tenant that sees the metrics of all; others see their own.
+      queue: Number of answers that may wait besides those that run.
+      body_bytes: Maximum bytes of a body.
+      most_answers: Maximum number of answers of one body.
+      stall: Seconds after which a client that does not send or read is
+        disconnected.
       chat_template: Jinja source in place of the tokenizer's, or None.
-      trusted_template: see `ringjax.data.ChatTemplate`.
+      trusted_template: Whether the template is trusted, see
+        `ringjax.data.ChatTemplate`.
 
     Raises:
-      OptionError: a value is out of its range.
-      TemplateError: a template that is none.
+      OptionError: If a value is out of range.
+      TemplateError: If the template is invalid.
     """
     if engine.tokenizer is None:
       raise OptionError(
@@ -211,7 +212,7 @@ class OpenAIApp:
       chat_template=chat_template,
       trusted_template=trusted_template,
     )
-    # Looking up a digest takes as long for any key.
+    # Look up digests, as a comparison of keys would leak time.
     self._keys = None
     if keys is not None:
       self._keys = {_digest(key): tenant for key, tenant in keys.items()}
@@ -222,7 +223,7 @@ class OpenAIApp:
       )
     self._admin = admin
     queue = positive_int("queue", queue)
-    # Of a cluster the number of rows changes.
+    # The number of rows of a cluster changes, so read it each time.
     self._shares = TenantShares(len(tenants), lambda: engine.rows + queue)
     self._body_bytes = positive_int("body_bytes", body_bytes)
     self._stall = number("stall", stall, above=0.0)
@@ -230,14 +231,14 @@ class OpenAIApp:
     self._long = FairThreads(_LONG_THREADS, "ringjax long bodies")
     self._pool = ThreadPoolExecutor(_ENGINE_THREADS, "ringjax http")
     self._ended = False
-    # Requests of HTTP that have not been submitted yet.
+    # HTTP requests that have not been submitted yet.
     self._preparing: set[asyncio.Task[Any]] = set()
     self._answering: set[Handle] = set()
 
   async def __call__(
     self, scope: MutableMapping[str, Any], receive: Receive, send: Send
   ) -> None:
-    """Serves one connection's request, or the life of the server."""
+    """Serves one request, or the lifespan events of the server."""
     if scope["type"] == "lifespan":
       await self._lifespan(receive, send)
     elif scope["type"] == "http":
@@ -258,7 +259,7 @@ class OpenAIApp:
         return
 
   def close(self) -> None:
-    """Closes the engine; what is under way is given up."""
+    """Closes the engine; requests in flight are cancelled."""
     self._ended = True
     self.engine.close()
     self._short.close()
@@ -266,13 +267,13 @@ class OpenAIApp:
     self._pool.shutdown(wait=False)
 
   async def end(self, grace: int | float) -> None:
-    """Gives up what is under way when so many seconds are over.
+    """Cancels requests in flight after `grace` seconds.
 
-    Clients are told: a stream ends with an error and [DONE], other answers are
-    status 503. From then on nothing new is taken.
+    A stream ends with an error and [DONE], other answers are status 503. From
+    then on no requests are accepted.
 
     Args:
-      grace: seconds in which answers may still come to their end.
+      grace: Seconds in which answers may still finish.
     """
     await asyncio.sleep(grace)
     self._ended = True
@@ -283,10 +284,10 @@ class OpenAIApp:
       await self._thread(self._cancel, handles)
 
   def _thread(self, call: Callable[..., Any], *args: Any) -> Any:
-    """A call that takes the engine's lock.
+    """Run a call that takes the engine's lock in a thread.
 
     Raises:
-      ApiError: the application is closed.
+      ApiError: If the application is closed.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -308,7 +309,7 @@ class OpenAIApp:
       except ClientGone:
         raise
       except asyncio.CancelledError:
-        # By the server, which ends: who is told so is not cut off.
+        # Cancelled as the server ends: still send the client an error.
         await client.failed(_unavailable())
       except Exception:
         _LOG.exception("%s %s", scope["method"], path)
@@ -320,9 +321,9 @@ class OpenAIApp:
       client.status = 499
     finally:
       await client.close()
-      known = path if path in _PATHS else "other"
-      known = f"{_MODEL}{{id}}" if path.startswith(_MODEL) else known
-      self.metrics.answered(known, client.status, client.tenant)
+      route = path if path in _PATHS else "other"
+      route = f"{_MODEL}{{id}}" if path.startswith(_MODEL) else route
+      self.metrics.answered(route, client.status, client.tenant)
 
   async def _route(self, scope: Any, path: str, client: _Client) -> None:
     method = _PATHS.get(path)
@@ -364,7 +365,7 @@ class OpenAIApp:
       text = self.metrics.text(self.engine.figures(), seen)
       await client.body(200, text.encode(), CONTENT_TYPE)
     else:
-      # Who has no keys is told apart by connections.
+      # Without keys, clients are distinguished by their connections.
       whose = client.tenant or tuple(scope.get("client") or ())
       with self._place(client) as place:
         await self._post(path, headers, client, whose, place)
@@ -377,7 +378,7 @@ class OpenAIApp:
     whose: Hashable,
     place: _Place,
   ) -> None:
-    """Answers a body."""
+    """Answer the body of a POST request."""
     task = asyncio.current_task()
     assert task is not None
     self._preparing.add(task)
@@ -388,18 +389,18 @@ class OpenAIApp:
       client.watch()
       threads = self._long if len(body) > _SHORT_BYTES else self._short
       work = functools.partial(self._made, path, body, client)
-      found = await threads.run(whose, work)
+      parsed = await threads.run(whose, work)
     finally:
       self._preparing.discard(task)
-    if isinstance(found, ApiCall):
-      await self._answer(found, client, place)
+    if isinstance(parsed, ApiCall):
+      await self._answer(parsed, client, place)
     else:
-      await client.json(200, found)
+      await client.json(200, parsed)
 
   def _made(
     self, path: str, data: bytes, client: _Client
   ) -> ApiCall | dict[str, Any]:
-    """What a body asks for, or the answer that needs no engine."""
+    """Parse a body to a call, or to the answer if it needs no engine."""
     if client.gone:
       raise ClientGone
     body, model = parse_json(data), self._model
@@ -411,10 +412,10 @@ class OpenAIApp:
     return make(body, f"tenant:{client.tenant}" if client.tenant else "")
 
   def _tenant(self, headers: Mapping[bytes, bytes]) -> str:
-    """A request's tenant; "" where there are no keys.
+    """Tenant of a request; "" if the server has no keys.
 
     Raises:
-      ApiError: no key, or one that is not known.
+      ApiError: If the key is missing or unknown.
     """
     if self._keys is None:
       return ""
@@ -440,14 +441,14 @@ class OpenAIApp:
   async def _body(
     self, headers: Mapping[bytes, bytes], client: _Client
   ) -> bytes:
-    """The body of a request.
+    """Read the body of a request.
 
     Raises:
-      ApiError: it is too large, or not said to be JSON.
+      ApiError: If it is too large, or its type is not JSON.
     """
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
-      # A page in a browser may send other types to any address unasked.
+      # Web pages may send other types across origins without a preflight.
       raise ApiError(
         415,
         message(
@@ -483,7 +484,7 @@ class OpenAIApp:
 
   @contextlib.contextmanager
   def _place(self, client: _Client) -> Iterator[_Place]:
-    """A place in the queue, from before the body is read until the end."""
+    """Hold a place in the queue from before the body is read until the end."""
     place = _Place(self._shares, client.tenant)
     place.take(1)
     try:
@@ -494,20 +495,20 @@ class OpenAIApp:
   async def _answer(
     self, call: ApiCall, client: _Client, place: _Place
   ) -> None:
-    """Submits what a body asks for, and sends the answers."""
-    most = self._shares.limit()
-    if call.answers > most:
+    """Submit the requests of a call and send the answers."""
+    max_answers = self._shares.limit()
+    if call.answers > max_answers:
       raise refused(
         "n",
         f"{call.answers} answers",
-        f"at most {most} at the same time",
+        f"at most {max_answers} at the same time",
         "ask for fewer",
       )
-    wide = call.requests[0].beams or 0
-    if wide > self.engine.rows:
+    beams = call.requests[0].beams or 0
+    if beams > self.engine.rows:
       raise refused(
         "beams",
-        f"{wide}",
+        f"{beams}",
         f"at most {self.engine.rows}, as many answers as are made at once",
         "ask for fewer",
       )
@@ -525,31 +526,31 @@ class OpenAIApp:
       self._answering.difference_update(handles)
       self.metrics.ended(handles, client.tenant)
       if not all(handle.done for handle in handles):
-        # A pool that is closed: the engine has given them up.
+        # A closed pool raises, but then the engine has cancelled them.
         with contextlib.suppress(RuntimeError):
           self._pool.submit(self._cancel, handles)
 
   async def _submit(
     self, call: ApiCall, handles: list[Handle], client: _Client
   ) -> None:
-    """Submits requests; `handles` has those that the engine has taken."""
+    """Submit requests; `handles` gets those that the engine has accepted."""
     loop, changed = asyncio.get_running_loop(), client.changed
 
-    def then(answer: Answer) -> None:
-      # One that is not streamed is looked at when it has ended.
+    def on_answer(answer: Answer) -> None:
+      # Answers that are not streamed are sent when they have ended.
       if call.stream or answer.finish is not None:
         # The loop may have ended before the engine.
         with contextlib.suppress(RuntimeError):
           loop.call_soon_threadsafe(changed.set)
 
-    # Of several tenants those come first who have less under way.
-    behind = self._shares.taken(client.tenant) // max(1, self.engine.rows)
+    # Tenants with fewer answers in flight come first.
+    priority = self._shares.taken(client.tenant) // max(1, self.engine.rows)
 
     def submit() -> None:
       for request in call.requests:
         if client.tenant:
-          request = dataclasses.replace(request, priority=behind)
-        on_change = self.metrics.watch(then, client.tenant)
+          request = dataclasses.replace(request, priority=priority)
+        on_change = self.metrics.watch(on_answer, client.tenant)
         handles.append(self.engine.submit(request, on_change))
 
     try:
@@ -580,7 +581,7 @@ class OpenAIApp:
   async def _stream(
     self, call: ApiCall, handles: list[Handle], client: _Client
   ) -> None:
-    """Sends parts of answers as they come."""
+    """Sends parts of answers as they grow."""
     answers = []
     for handle, echo in zip(handles, call.echoes, strict=True):
       for answer in handle.answers:
@@ -589,14 +590,14 @@ class OpenAIApp:
         )
     await client.begin(200, "text/event-stream; charset=utf-8")
     while True:
-      for one in answers:
-        if one.ended:
+      for stream in answers:
+        if stream.ended:
           continue
-        first = not one.begun
-        choice = one.choice(first, one.take())
+        first = not stream.begun
+        choice = stream.choice(first, stream.take())
         if choice is not None:
           await client.event(self._model.chunk(call, [choice]))
-      if all(one.ended for one in answers):
+      if all(stream.ended for stream in answers):
         break
       await client.wait()
     if call.usage:
@@ -622,20 +623,20 @@ def _unavailable() -> ApiError:
 
 
 class _Place:
-  """Answers of a tenant that count as under way.
+  """Answers of a tenant that count as in flight.
 
   Attributes:
-    count: how many.
+    count: Number of answers.
   """
 
   def __init__(self, shares: TenantShares, tenant: str):
     self.count, self._shares, self._tenant = 0, shares, tenant
 
   def take(self, more: int) -> None:
-    """Lets more of them count.
+    """Count more answers as in flight.
 
     Raises:
-      ApiError: there is no room.
+      ApiError: If the queue is full.
     """
     if not self._shares.take(self._tenant, more):
       has = self._shares.taken(self._tenant)
@@ -654,13 +655,14 @@ def _digest(key: str) -> bytes:
 
 
 class _Client:
-  """One client's side of a request.
+  """Connection to the client of one request.
 
   Attributes:
-    status: of the answer, 0 before it begins.
-    tenant: who it is, as far as it is known.
-    gone: whether it has disconnected.
-    changed: set when there may be something to send, or when it is gone.
+    status: HTTP status of the answer, 0 before it begins.
+    tenant: Tenant of the client, or "" if it is not known.
+    gone: Whether it has disconnected.
+    changed: Event that is set when there may be data to send, or when the
+      client is gone.
   """
 
   def __init__(self, receive: Receive, send: Send, stall: float):
@@ -671,18 +673,18 @@ class _Client:
     self._watching: asyncio.Task[None] | None = None
 
   async def parts(self) -> Any:
-    """The body, part by part.
+    """Iterate over the parts of the body.
 
     Raises:
-      ApiError: nothing comes any more, or next to nothing.
-      ClientGone: it has disconnected.
+      ApiError: If the body stops or is too slow.
+      ClientGone: If the client has disconnected.
     """
     clock = asyncio.get_running_loop().time
-    more, begun, size = True, clock(), 0
-    while more:
-      left = begun + self._stall + size / _BODY_RATE - clock()
+    has_more, begun, size = True, clock(), 0
+    while has_more:
+      remaining = begun + self._stall + size / _BODY_RATE - clock()
       try:
-        wait = max(0.0, min(self._stall, left))
+        wait = max(0.0, min(self._stall, remaining))
         async with asyncio.timeout(wait):
           event = await self._receive()
       except TimeoutError:
@@ -698,13 +700,13 @@ class _Client:
         ) from None
       if event["type"] == "http.disconnect":
         raise ClientGone
-      more = event.get("more_body", False)
+      has_more = event.get("more_body", False)
       part = event.get("body", b"")
       size += len(part)
       yield part
 
   def watch(self) -> None:
-    """Lets `wait` notice that it disconnects; behind the body."""
+    """Let `wait` notice a disconnect; call it after the body is read."""
 
     async def watched() -> None:
       while (await self._receive())["type"] != "http.disconnect":
@@ -718,7 +720,7 @@ class _Client:
     """Waits until `changed` is set.
 
     Raises:
-      ClientGone: it has disconnected.
+      ClientGone: If the client has disconnected.
     """
     await self.changed.wait()
     self.changed.clear()
@@ -726,7 +728,7 @@ class _Client:
       raise ClientGone
 
   async def close(self) -> None:
-    """Watches no longer."""
+    """Stop watching for a disconnect."""
     if self._watching is not None:
       self._watching.cancel()
       await asyncio.gather(self._watching, return_exceptions=True)
@@ -739,8 +741,7 @@ class _Client:
     await self.body(status, data, "application/json", headers)
 
   async def failed(self, error: ApiError) -> None:
-    """Sends an error: as the answer, or, where one has begun, as its last
-    event."""
+    """Send an error as the answer, or as the last event of a begun stream."""
     if not self.status:
       await self.json(error.status, error.body, error.headers)
     elif self._streams and not self._complete:
@@ -764,12 +765,12 @@ class _Client:
   ) -> None:
     """Sends the head of an answer."""
     self.status = status
-    found = {
+    fields = {
       "content-type": kind,
       "cache-control": "no-store",
       **(headers or {}),
     }
-    pairs = [(k.encode(), v.encode()) for k, v in found.items()]
+    pairs = [(k.encode(), v.encode()) for k, v in fields.items()]
     await self._send(
       {"type": "http.response.start", "status": status, "headers": pairs}
     )
@@ -789,7 +790,7 @@ class _Client:
 
   async def _send(self, event: Any) -> None:
     try:
-      # `wait_for` of Python 3.11 may lose that the task is cancelled.
+      # Not `wait_for`: that of Python 3.11 may lose a cancellation of the task.
       async with asyncio.timeout(self._stall):
         await self._send_(event)
     except (TimeoutError, OSError):

@@ -1,17 +1,18 @@
-"""Prefixes in a store, of which an engine's rows read what matters: IMPRESS.
+"""Stored prefixes of which rows read the important part: IMPRESS.
 
-Guarantees: no row finds what another one computed behind a part of a prefix:
-such a row's pages are its own. What is kept of a prefix is a function of the
-prefix and of the tokens behind it; with a share of 1 the pages that come back
-have the bits that they had. What the store does cannot make a request fail: a
-row whose prefix lost a part is computed.
-Cost: a prefix is written once, when its prompt has been read. For a row whose
-prefix is in the store a thread reads the probe heads' keys and the chunks with
-important tokens, and passes the tokens behind the prefix through the layers
-once more, while other rows go on; a few programs for each number of segments
-and for each 64 tokens behind them.
-Memory: on the host the kept pages of each row that has some, until it ends.
-Lossy: what is not kept is left out of the softmax of question and answer.
+Guarantees: keys that a row computed after a part of a prefix are not shared:
+such a row's pages are private. The kept tokens of a prefix are a function of
+the prefix and of the tokens after it; with a share of 1 the pages that come
+back have the bits that they had. A failure of the store cannot make a request
+fail: a row whose prefix lost a part is computed.
+Cost: a prefix is written once, when its prompt has been computed. For a row
+whose prefix is in the store a thread reads the probe heads' keys and the chunks
+with important tokens, and passes the tokens after the prefix through the layers
+once more, while other rows continue; a few programs for each number of segments
+and for each 64 tokens after them.
+Memory: on the host the kept pages of each such row, until it ends.
+Lossy: tokens that are not kept are left out of the softmax of question and
+answer.
 
 A prefix is a chain of segments, each a `StoredNode` named by all tokens up to
 its end, so that prompts with a common beginning share them. The tokens that a
@@ -63,14 +64,14 @@ if TYPE_CHECKING:
   from ringjax.serve.engine import EngineCounters
 
 _LOG = logging.getLogger("ringjax.serve")
-# Tokens behind a prefix at most; with more of them reading is computing. They
-# are filled up to a multiple.
+# Maximum tokens after a prefix (with more, computing the prefix is no more
+# expensive than choosing), and the multiple to which they are padded.
 _MOST_BEHIND, _MULTIPLE = 1024, 64
-# Seconds that a step waits at most where there is nothing else to do, and
-# copies of segments on their way to the host.
+# Maximum seconds that a step waits if it has no other work; maximum copies of
+# segments in flight to the host.
 _WAIT, _MOST_COPIES = 0.05, 8
-# Nodes whose order and importance are remembered, and by how many requests
-# each is packed anew.
+# Number of nodes whose order and importance are kept in memory; numbers of
+# requests after which a node is packed again.
 _NODES, _PACK_AT = 256, (1, 8, 64)
 
 
@@ -90,7 +91,7 @@ class ImportantShare:
     chunk: Tokens of a chunk, which is read whole.
 
   Raises:
-    OptionError: a value is out of its range.
+    OptionError: If a value is out of range.
   """
 
   share: int | float = 0.25
@@ -109,7 +110,7 @@ class ImportantShare:
 def share_of(
   important: object, store: object, adapters: object
 ) -> ImportantShare | None:
-  """The `ImportantShare` of an engine's `important`.
+  """Make an `ImportantShare` of an engine's `important` argument.
 
   Args:
     important: A part, an `ImportantShare`, or None.
@@ -117,8 +118,7 @@ def share_of(
     adapters: The engine's adapters, if it has some.
 
   Raises:
-    OptionError: A part out of its range, or one without a store or with
-      adapters.
+    OptionError: If the share is out of range, without a store or with adapters.
   """
   if important is None:
     return None
@@ -143,7 +143,7 @@ def share_of(
 
 
 class _Choice:
-  """The part of a prefix that a row reads, on its way."""
+  """Part of a prefix that a row reads, in flight."""
 
   def __init__(self, work: concurrent.futures.Future[StoredPrefix | None]):
     self.work = work
@@ -151,7 +151,7 @@ class _Choice:
 
 @dataclasses.dataclass(eq=False)
 class _NodeUse:
-  """A node, how many requests asked for it, and what they looked at."""
+  """A node, its number of requests, and their mean importance of tokens."""
 
   node: StoredNode
   count: int = 0
@@ -159,7 +159,7 @@ class _NodeUse:
 
 
 class ImportantLink(StoreLink):
-  """Stores prefixes by layers, and gives rows the important part of them."""
+  """Stores prefixes by layers and loads the important part of them."""
 
   def __init__(
     self,
@@ -171,7 +171,7 @@ class ImportantLink(StoreLink):
     longest: int,
     how: ImportantShare,
   ):
-    """Sets itself as the source of a scheduler.
+    """Become the source of a scheduler.
 
     Args:
       store: Store of segments.
@@ -179,12 +179,12 @@ class ImportantLink(StoreLink):
       pool: Pages of the engine.
       scheduler: Scheduler of the rows.
       counters: Counters of the engine.
-      longest: Tokens of a row at most.
-      how: Share that is kept, and how it is chosen.
+      longest: Maximum number of tokens of a row.
+      how: Share to keep and settings of the choice.
 
     Raises:
-      InputTypeError, OptionError, ConfigError: a model, or pages, of which no
-        part can be read on its own.
+      InputTypeError, OptionError, ConfigError: If parts of the model's keys or
+        of the pages can't be read separately.
     """
     page = scheduler.tree.page
     if how.segment % page:
@@ -210,7 +210,7 @@ class ImportantLink(StoreLink):
       )
     self._programs = softmax_layers(model)
     super().__init__(store, model, pool, scheduler, counters, longest)
-    # Pages do not go to the store one by one.
+    # Single pages are not stored on eviction.
     self._tree.on_evict = None
     self.how, self._dtype = how, np.dtype(pool.dtype)
     self._layers = [(x.kind, x.index) for x in self._programs.layers]
@@ -222,21 +222,21 @@ class ImportantLink(StoreLink):
     self._nodes: collections.OrderedDict[bytes, _NodeUse] = (
       collections.OrderedDict()
     )
-    # Of rows that read their prompt: the names of its segments, and how many
-    # have been written or are about to be.
+    # For rows that compute their prompt: names of its segments, and the number
+    # of segments that have been or will be written.
     self._reading: weakref.WeakKeyDictionary[ServedRow, list[bytes]] = (
       weakref.WeakKeyDictionary()
     )
     self._noted: weakref.WeakKeyDictionary[ServedRow, int] = (
       weakref.WeakKeyDictionary()
     )
-    # Segments that are computed once the calls under way are done.
+    # Segments that are computed once the calls in flight are done.
     self._computed: dict[bytes, np.ndarray] = {}
     self._writing: dict[bytes, concurrent.futures.Future[None]] = {}
-    # Segments that are to be packed, by name: a node and its importance.
+    # Segments to pack, by name: a node and its importance.
     self._unpacked: dict[bytes, tuple[StoredNode, np.ndarray]] = {}
     self._closing = False
-    # One choice for all rows of a prompt.
+    # All rows of a prompt share one choice.
     self._choices: weakref.WeakValueDictionary[bytes, _Choice] = (
       weakref.WeakValueDictionary()
     )
@@ -244,7 +244,7 @@ class ImportantLink(StoreLink):
   def _segments(
     self, prompt: np.ndarray, root: PrefixBlock, most: int
   ) -> list[bytes]:
-    """Names of the first segments of a prompt, of `most` pages at most."""
+    """Names of the first segments of a prompt, up to `most` pages."""
     names, at = [], root.digest
     most -= most % self._pages_each
     for n, piece in enumerate(self._tree.pieces(prompt, most), 1):
@@ -254,12 +254,12 @@ class ImportantLink(StoreLink):
     return names
 
   def _mark(self, name: bytes) -> bytes:
-    """Key of a block that says that all of a segment was written before."""
+    """Key of the block that marks a segment as completely written."""
     facts = self.how.segment, self.how.chunk, repr(self.how.probes)
     return hashlib.sha256(b"written" + repr(facts).encode() + name).digest()
 
   def _use(self, name: bytes) -> _NodeUse:
-    """A node of the store, and what requests looked at."""
+    """Node of the store with its requests; the most recent ones are kept."""
     use = self._nodes.pop(name, None)
     use = _NodeUse(self._node(name)) if use is None else use
     self._nodes[name] = use
@@ -268,7 +268,7 @@ class ImportantLink(StoreLink):
     return use
 
   def _node(self, name: bytes, arrays: Any = None) -> StoredNode:
-    """A segment in the store: written, if its keys and values are given."""
+    """Node of a segment; it is written if its keys and values are given."""
     if arrays is None:
       shape = len(self._layers), self._heads, self.how.segment
       arrays = [
@@ -283,35 +283,37 @@ class ImportantLink(StoreLink):
   # -------------------------------------------------------------------------
 
   def warm_up(self, pool: PagePool) -> PagePool:
-    """The same pool, after each program of a copy ran once."""
+    """Compile the copy programs; returns the pool unchanged."""
     read_pages(pool, 0, np.zeros((1, self._pages_each), np.int32))
     return super().warm_up(pool)
 
   def move(self, pool: PagePool) -> PagePool:
-    """Copies segments that the calls before have computed, then fills pages
-    that come; call it behind a plan and before its calls."""
+    """Copy segments that earlier calls computed, then fill imported pages.
+
+    Call it after a plan and before its calls.
+    """
     self._export(pool, most=_MOST_COPIES)
     self._note()
     return self._import(pool)
 
   def _note(self) -> None:
-    """Notes segments that the plan's calls complete."""
+    """Queue segments that the plan's calls complete."""
     for row in self._scheduler.running:
       if row is None or row.apart is not None or not row.share or row.parked:
         continue
-      whole = row.prompt.size // self.how.segment
-      if self._noted.get(row) == whole:
+      num_segments = row.prompt.size // self.how.segment
+      if self._noted.get(row) == num_segments:
         continue
       if row not in self._reading:
         root = self._tree.root(row.salt, row.adapter)
-        pages = whole * self._pages_each
+        pages = num_segments * self._pages_each
         self._reading[row] = self._segments(row.prompt, root, pages)
       names = self._reading[row]
-      end = min(whole, row.computed // self.how.segment)
+      end = min(num_segments, row.computed // self.how.segment)
       for n in range(self._noted.get(row, 0), end):
         name = names[n]
-        known = name in self._writing or self._mark(name) in self.store
-        if not known and name not in self._computed:
+        is_stored = name in self._writing or self._mark(name) in self.store
+        if not is_stored and name not in self._computed:
           first = n * self._pages_each
           table = self._scheduler.tables[0][row.slot, 0]
           self._computed[name] = table[first:][: self._pages_each].copy()
@@ -331,7 +333,7 @@ class ImportantLink(StoreLink):
     self._writing = {k: x for k, x in self._writing.items() if not x.done()}
 
   def _write(self, name: bytes, held: Any) -> None:
-    """Gives the store a segment; what fails is as if it had no room."""
+    """Write a segment to the store; on a failure it is just not stored."""
     try:
       stored = iter([np.asarray(x) for x in held])
       by_kind = {kind: (next(stored), next(stored)) for kind in self._kinds}
@@ -350,13 +352,13 @@ class ImportantLink(StoreLink):
       _LOG.warning("a segment of a prefix was not stored", exc_info=True)
 
   def export_all(self, pool: PagePool) -> None:
-    """Copies what is computed, and waits until the store has it."""
+    """Copy all computed segments and wait until the store has them."""
     self._export(pool, most=None)
     for write in self._writing.values():
       write.result()
 
   def close(self) -> None:
-    """Lets go of the tree and ends the thread."""
+    """Detaches from the tree and ends the thread."""
     for choice in self._choices.values():
       choice.work.cancel()
     self._closing = True
@@ -369,18 +371,21 @@ class ImportantLink(StoreLink):
   def look(
     self, row: ServedRow, root: PrefixBlock, count: int, most: int
   ) -> StoredPrefix | None:
-    """See `BlockSource`: the important part of what the store has, if that is
-    more than the tree has and not less than what is behind it."""
+    """Important part of a stored prefix; None while it is in flight.
+
+    It is used if the store has more of the prompt than the tree, and at least
+    as much as follows it.
+    """
     if row.store_state is None:
       names = self._segments(row.prompt, root, most)
-      there = [self._mark(name) in self.store for name in names]
-      whole = [*there, False].index(False)
-      size = whole * self.how.segment
-      behind = row.prompt.size - size
-      few = behind <= min(size, _MOST_BEHIND)
-      if whole * self._pages_each <= count or not few:
+      is_stored = [self._mark(name) in self.store for name in names]
+      num_stored = [*is_stored, False].index(False)
+      size = num_stored * self.how.segment
+      num_after = row.prompt.size - size
+      few = num_after <= min(size, _MOST_BEHIND)
+      if num_stored * self._pages_each <= count or not few:
         return StoredPrefix(count=count, payloads={})
-      row.store_state = self._chosen(row.prompt, names[:whole])
+      row.store_state = self._chosen(row.prompt, names[:num_stored])
     work = row.store_state.work
     if not work.done():
       return None
@@ -388,14 +393,14 @@ class ImportantLink(StoreLink):
     return stored or StoredPrefix(count=count, payloads={})
 
   def wait(self, rows: Iterable[ServedRow]) -> None:
-    """Waits a moment for what a row waits for, if there is one."""
+    """Waits a moment for a choice in flight, if a row waits for one."""
     for row in rows:
       if row.held and row.store_state is not None:
         concurrent.futures.wait([row.store_state.work], _WAIT)
         return
 
   def _chosen(self, prompt: np.ndarray, names: list[bytes]) -> _Choice:
-    """What a prompt's rows read; begun, if no other row has."""
+    """Choice for a prompt's rows; started unless another row has done so."""
     size = len(names) * self.how.segment
     name = hashlib.sha256(names[-1] + prompt[size:].tobytes()).digest()
     choice = self._choices.get(name)
@@ -407,8 +412,8 @@ class ImportantLink(StoreLink):
   def _choose(
     self, names: list[bytes], question: np.ndarray
   ) -> StoredPrefix | None:
-    """The important part of a chain of segments; None: it can't be had."""
-    # A node whose chunks another process has packed anew has another order.
+    """Important part of a chain of segments; None if it can't be read."""
+    # Another process may have packed a node: retry once with its new order.
     for again in (False, True):
       try:
         if again:
@@ -420,7 +425,7 @@ class ImportantLink(StoreLink):
       except Exception:
         _LOG.warning("a prefix in the store was not read", exc_info=True)
         return None
-    # Who computes it writes it anew.
+    # Without their marks, the next row that computes them writes them again.
     self.store.remove([self._mark(name) for name in names])
     return None
 
@@ -431,13 +436,13 @@ class ImportantLink(StoreLink):
     count = len(names) * self._pages_each
     pages = max(1, math.ceil(how.share * count - 1e-6))
     work = Impress(chain, keep=pages / count, alpha=how.alpha)
-    kept = []
+    kept_tokens = []
 
     def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
       mixed, tokens = work.attend(
         number, q, k, v, scale=scale, real=question.size
       )
-      kept.append(tokens)
+      kept_tokens.append(tokens)
       return mixed
 
     through_layers(
@@ -448,7 +453,7 @@ class ImportantLink(StoreLink):
       attend,
       multiple=_MULTIPLE,
     )
-    payloads = self._payloads(kept, count - pages, count)
+    payloads = self._payloads(kept_tokens, count - pages, count)
     self._count(work.counters, chain)
     for n, use in enumerate(uses):
       cut = slice(n * how.segment, (n + 1) * how.segment)
@@ -459,16 +464,18 @@ class ImportantLink(StoreLink):
         self._unpacked[names[n]] = use.node, use.importance
     if self._unpacked:
       self._copier.submit(self._pack)
-    assert pages * page == kept[0].tokens.shape[1]
+    assert pages * page == kept_tokens[0].tokens.shape[1]
     return StoredPrefix(count=count, payloads=payloads, apart=True)
 
   def _pack(self) -> None:
-    """Packs what requests looked at of a segment into the same chunks; the next
-    segment's turn comes behind whatever waits by then."""
+    """Pack the important tokens of a segment into the same chunks.
+
+    The next segment is queued after the work that waits by then.
+    """
     if self._closing or not self._unpacked:
       return
     node, importance = self._unpacked.pop(next(iter(self._unpacked)))
-    # Who asks for it next finds out that a chunk is missing.
+    # The next request of this node handles the missing chunk.
     with contextlib.suppress(MissingChunk):
       node.reorder(importance)
     if self._unpacked and not self._closing:
@@ -477,7 +484,7 @@ class ImportantLink(StoreLink):
   def _payloads(
     self, kept: list[Any], first: int, end: int
   ) -> dict[tuple[int, int], bytes]:
-    """The bytes of pages from `first` to `end` that hold the kept tokens."""
+    """Bytes of the pages from `first` to `end` that hold the kept tokens."""
     page, arrays = self._tree.page, []
     for kind in self._kinds:
       of_kind = [
@@ -489,22 +496,22 @@ class ImportantLink(StoreLink):
       at = (n - first) * page
       parts = []
       for x, (shape, dtype) in zip(arrays, self._shapes[0], strict=True):
-        # On a TPU zeros are behind the numbers of a key.
-        whole = np.zeros(shape, dtype)
-        whole[..., : x.shape[-1]] = x[:, :, at : at + page]
-        parts.append(whole.tobytes())
+        # On a TPU keys are padded with zeros.
+        padded = np.zeros(shape, dtype)
+        padded[..., : x.shape[-1]] = x[:, :, at : at + page]
+        parts.append(padded.tobytes())
       payloads[n, 0] = b"".join(parts)
     return payloads
 
   def _count(self, did: ImpressCounters, chain: NodeChain) -> None:
-    """Counts what a prefix took."""
-    counters, each = self._counters, np.dtype(self._dtype).itemsize
+    """Count the bytes that were read for a prefix."""
+    counters, itemsize = self._counters, np.dtype(self._dtype).itemsize
     of_probes = chain.layers * chain.probes * chain.tokens * self._widths[0]
     all_of_it = chain.layers * chain.heads * chain.tokens * sum(self._widths)
     counters.important_bytes += did.chunk_bytes
-    counters.important_probe_bytes += of_probes * each
-    left = all_of_it * each - did.chunk_bytes
-    counters.important_bytes_left += max(0, left)
+    counters.important_probe_bytes += of_probes * itemsize
+    unread_bytes = all_of_it * itemsize - did.chunk_bytes
+    counters.important_bytes_left += max(0, unread_bytes)
 
 
 _PARTS = "keys", "values"
@@ -513,5 +520,5 @@ _PARTS = "keys", "values"
 def _tokens(
   x: Shaped[np.ndarray, "n K P _"], width: int
 ) -> Shaped[np.ndarray, "K m H"]:
-  """Pages of one layer as the tokens that they hold."""
+  """Concatenate the pages of one layer along their tokens."""
   return np.concatenate(list(x[..., :width]), axis=1)

@@ -1,12 +1,12 @@
-"""A model that drafts for the rows of an engine, for all of them at once.
+"""Draft model for the rows of an engine, which drafts for all at once.
 
-Guarantees: a row's tokens depend on no draft, see `check_drafts`. The compiled
-programs depend on neither texts nor their lengths.
-Memory: a cache of the draft model's own for all rows, `longest` tokens of each;
-of a block that reads the target's keys (LongSpec) a window of each.
+Guarantees: a row's tokens do not depend on drafts, see `check_drafts`. The
+compiled programs depend on neither texts nor their lengths.
+Memory: a separate cache of the draft model for all rows, `longest` tokens of
+each; for a block that reads the target's keys (LongSpec) a window of each.
 Cost: for each step of the engine a step of the draft model for each drafted
 token, all rows together; a text that is new to it is read `WIDE` tokens at a
-time, beside padding for the rows that wait. A block reads its window at once.
+time, with padding for the rows that wait. A block reads its window at once.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from ringjax.serve.scheduler import RowDraft
 if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
 
-# Tokens of a new text that are read at once.
+# Number of tokens of a new text that are read at once.
 WIDE = 256
 
 
 class _RowChooser(NamedTuple):
   """A sampler that chooses by each row's settings, as `check_drafts` will.
 
-  What was drafted counts for the repetition penalty alone.
+  Drafted tokens count for the repetition penalty alone.
   """
 
   how: RowNumbers
@@ -67,8 +67,8 @@ class _RowChooser(NamedTuple):
     pos: Int[Array, " B"],
     seen: Bool[Array, "B V"],
   ) -> Int[Array, " B"]:
-    found = choose(logits, self.how, pos, seen, self.counts, self.allowed)
-    return found.token
+    choice = choose(logits, self.how, pos, seen, self.counts, self.allowed)
+    return choice.token
 
   def ranked(
     self,
@@ -80,17 +80,17 @@ class _RowChooser(NamedTuple):
 
 
 class ModelRowDrafts:
-  """A draft model and its cache, where each row has the place of its slot.
+  """Draft model and its cache, in which a row's index is its slot.
 
   Attributes:
-    undrafted: rows for which the draft's logits were not finite: they go on
-      without drafts.
+    undrafted: Number of rows for which the draft's logits were not finite: they
+      continue without drafts.
   """
 
   _model: Transformer
   _cache: KVCache
   _attend: CachedAttention
-  # Of the context, for rotations that depend on it.
+  # Context length, for rotations that depend on it.
   _length: jax.Array
 
   def __init__(
@@ -104,21 +104,21 @@ class ModelRowDrafts:
     axis: str | None,
     dtype: DTypeLike,
   ):
-    """For no rows yet.
+    """Make the model and its cache, without rows.
 
     Args:
-      drafter: by a model with the target's vocabulary, with a cache that keeps
-        all tokens on the device; or a block that reads the target's keys.
-      target: the engine's model.
-      rows: slots.
-      longest: tokens of a row.
-      mesh: the engine's.
-      axis: which shards the sequence.
-      dtype: of the cache.
+      drafter: Drafter by a model with the target's vocabulary and a cache that
+        keeps all tokens on the device; or a block that reads the target's keys.
+      target: Model of the engine.
+      rows: Number of slots.
+      longest: Maximum number of tokens of a row.
+      mesh: Mesh of the engine.
+      axis: Mesh axis that shards the sequence.
+      dtype: Dtype of the cache.
 
     Raises:
-      MeshError: weights on other devices than those of the mesh.
-      MemoryEstimateError: a cache that does not fit.
+      MeshError: If weights are on other devices than those of the mesh.
+      MemoryEstimateError: If the cache does not fit.
     """
     self._drafter, self._target = drafter, target
     self._begin(rows, longest, mesh, axis, dtype)
@@ -127,14 +127,15 @@ class ModelRowDrafts:
       (device,) = jax.tree.leaves(target)[0].devices()
       self._cache = jax.device_put(self._cache, device)
     self._allowed = jnp.ones((rows, target.config.vocab), bool)
-    # Of each slot: whose text is in the cache, how many tokens of it are there
-    # for good, what was drafted behind them, and how much of that is there too.
+    # For each slot: the row whose text is in the cache, the number of its
+    # tokens that stay there, the tokens drafted after them, and the number of
+    # drafted tokens that are in the cache, too.
     self._whose: list[Any] = [None] * rows
     self._at = np.zeros(rows, np.int64)
     self._drafted = np.zeros((rows, drafter.nodes), np.int32)
     self._parents: np.ndarray | None = None
     self._tried = np.zeros(rows, np.int64)
-    # The rows that have a draft now, and those that get none any more.
+    # Rows that have a draft now, and rows that get no more drafts.
     self._ready: weakref.WeakSet[ServedRow] = weakref.WeakSet()
     self._undrafted: weakref.WeakSet[ServedRow] = weakref.WeakSet()
     self.undrafted = 0
@@ -147,7 +148,7 @@ class ModelRowDrafts:
     axis: str | None,
     dtype: DTypeLike,
   ) -> None:
-    """Makes the model and its cache."""
+    """Make the model and its cache."""
     drafter: Any = self._drafter
     assert isinstance(drafter, ModelDrafter)
     model = drafter.drafts(self._target)
@@ -159,7 +160,7 @@ class ModelRowDrafts:
       mesh=mesh,
       axis=axis,
       dtype=dtype,
-      # Rows begin anew, further back than a window.
+      # A new row restarts a slot at position 0, which a window would not allow.
       cache_kind=dataclasses.replace(kind, windowed=False),
     )
     self._model, self._cache = model, session.cache
@@ -167,11 +168,11 @@ class ModelRowDrafts:
     self._length = jnp.int32(session.capacity)
 
   def nbytes(self) -> int:
-    """Bytes of its cache, of all shards together."""
+    """Bytes of its cache, over all shards."""
     return self._cache.nbytes()
 
   def unread(self, rows: Sequence[ServedRow]) -> int:
-    """Counts tokens of a row at most that are read in calls before a draft.
+    """Maximum number of a row's tokens that are read in calls before a draft.
 
     Args:
       rows: Rows that have slots.
@@ -182,11 +183,11 @@ class ModelRowDrafts:
       if slot is None or row.reading or row in self._undrafted:
         continue
       whose = self._whose[slot]
-      there = 0
+      num_cached = 0
       if whose is not None and whose() is row:
-        there = int(self._at[slot] + self._tried[slot])
-      longest = max(longest, row.known - there)
-    # So few are read by the draft's own call.
+        num_cached = int(self._at[slot] + self._tried[slot])
+      longest = max(longest, row.known - num_cached)
+    # Up to `WINDOW` tokens are read by the drafting call itself.
     return longest if longest > WINDOW else 0
 
   def prepare(
@@ -196,17 +197,18 @@ class ModelRowDrafts:
     board: RowBoard,
     held: Callable[[], PooledRows],
   ) -> None:
-    """Drafts for rows whose last token is known and not read yet.
+    """Draft for rows whose last token is known and not read yet.
 
     Args:
-      rows: that have slots.
-      how: settings, by slot.
-      board: what rows have read and said, by slot.
-      held: what the target has of them, by slot: all tokens but the last one.
+      rows: Rows that have slots.
+      how: Sampling settings by slot.
+      board: Device state of the rows, by slot.
+      held: Returns the target's pages of the rows, by slot: all tokens but the
+        last one.
     """
     rows = [row for row in rows if row not in self._undrafted]
     self._ready = weakref.WeakSet(rows)
-    behind: dict[int, np.ndarray] = {}
+    unread: dict[int, np.ndarray] = {}
     for row in rows:
       slot = row.slot
       assert slot is not None
@@ -216,49 +218,49 @@ class ModelRowDrafts:
       text = np.concatenate([row.prompt, np.asarray(row.answer, np.int32)])
       new = text[self._at[slot] :]
       if not new.size:
-        # It had no turn in the step before, and has its draft still.
+        # It did not decode in the previous step and still has its draft.
         continue
-      # What was drafted and is right has been read; the last token is left.
-      many = min(new.size - 1, self._tried[slot])
-      same = new[:many] == self._drafted[slot, :many]
-      right = int(np.argmin(np.append(same, False)))
+      # Accepted drafts have been read; the last token has not.
+      num_drafted = min(new.size - 1, self._tried[slot])
+      matches = new[:num_drafted] == self._drafted[slot, :num_drafted]
+      right = int(np.argmin(np.append(matches, False)))
       self._at[slot] += right
-      behind[slot] = new[right:]
-    if not behind:
+      unread[slot] = new[right:]
+    if not unread:
       return
     model = self._drafts(held)
-    read = self._read(model, behind)
+    read = self._read(model, unread)
     tokens, parents = self._drafted_by(model, read, how, board)
     if parents is not None and self._parents is None:
       self._parents = np.zeros_like(self._drafted)
-    # The call has dropped what was drafted before, of all rows.
+    # The call has dropped the earlier drafts of all rows from the cache.
     self._tried[:] = 0
     for row in rows:
-      if row.slot in behind and (tokens[row.slot] == NOT_FINITE).any():
+      if row.slot in unread and (tokens[row.slot] == NOT_FINITE).any():
         self._ready.discard(row)
         self._undrafted.add(row)
         self.undrafted += 1
-    for slot, new in behind.items():
+    for slot, new in unread.items():
       self._at[slot] += new.size
       self._drafted[slot] = tokens[slot]
       if self._parents is not None and parents is not None:
-        # No token of a tree stays.
+        # Tokens of a tree do not stay in the cache.
         self._parents[slot] = parents[slot]
       else:
-        # The last token was not read.
+        # The last drafted token was not read.
         self._tried[slot] = self._drafter.count - 1
 
   def warm_up(
     self, how: RowNumbers, board: RowBoard, held: Callable[[], PooledRows]
   ) -> None:
-    """Compiles each program, by a call of it without rows.
+    """Compiles each program by a call without rows.
 
     Args:
-      how: Settings, by slot.
-      board: What rows have read and said, by slot.
-      held: Returns what the target has of them, by slot.
+      how: Sampling settings by slot.
+      board: Device state of the rows, by slot.
+      held: Returns the target's pages of the rows, by slot.
     """
-    # The cache of no slot is of use after it.
+    # The calls overwrite the cache of all slots.
     self._whose = [None] * len(self._whose)
     self._at[:] = self._tried[:] = 0
     model = self._drafts(held)
@@ -275,7 +277,7 @@ class ModelRowDrafts:
   def _drafted_by(
     self, model: Transformer, read: Missing, how: RowNumbers, board: RowBoard
   ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens [B, n] that may follow what each row reads, and their parents."""
+    """Drafted tokens [B, n] after those that each row reads, and parents."""
     drafter = self._drafter
     shape: int | TreeShape = drafter.count
     if drafter.widths is not None:
@@ -300,58 +302,58 @@ class ModelRowDrafts:
     return tokens, parents
 
   def draft(self, row: ServedRow, most: int) -> RowDraft:
-    """What may follow the last token of a row, if it was prepared.
+    """Draft of a row, if it was prepared; else an empty one.
 
     Args:
-      row: the row.
-      most: tokens one behind another.
+      row: Row to draft for.
+      most: Maximum length of a path.
     """
     if row not in self._ready or row.slot is None:
       return RowDraft()
     tokens = tuple(self._drafted[row.slot].tolist())
     if self._parents is None:
       return RowDraft(tokens[:most])
-    found = RowDraft(tokens, tuple(self._parents[row.slot].tolist()))
+    draft = RowDraft(tokens, tuple(self._parents[row.slot].tolist()))
     # Tokens are in the order of their depths.
-    return found.first(sum(depth <= most for depth in found.depths))
+    return draft.first(sum(depth <= most for depth in draft.depths))
 
   def _drafts(self, held: Callable[[], PooledRows]) -> Transformer:
-    """What drafts in this step."""
+    """Model that drafts in this step."""
     del held
     return self._model
 
-  def _read(self, model: Transformer, behind: dict[int, np.ndarray]) -> Missing:
-    """What is missing, `WINDOW` tokens at most, after the rest was read."""
-    while (most := max(map(len, behind.values()))) > WINDOW:
-      width = WIDE if most > 2 * WINDOW else WINDOW
-      # The last token is left to the draft.
-      part = {slot: new[:-1][:width] for slot, new in behind.items()}
+  def _read(self, model: Transformer, unread: dict[int, np.ndarray]) -> Missing:
+    """Read all but the last tokens of rows; returns those left to the draft."""
+    while (longest := max(map(len, unread.values()))) > WINDOW:
+      width = WIDE if longest > 2 * WINDOW else WINDOW
+      # The last token is left to the drafting call.
+      part = {slot: new[:-1][:width] for slot, new in unread.items()}
       self._cache = read_more(
         model, self._attend, self._cache, self._part(part, width), self._length
       )
       for slot, new in part.items():
-        behind[slot] = behind[slot][new.size :]
+        unread[slot] = unread[slot][new.size :]
         self._at[slot] += new.size
-    return self._last(behind)
+    return self._last(unread)
 
-  def _last(self, behind: dict[int, np.ndarray]) -> Missing:
-    """What the draft itself reads."""
-    most = max(map(len, behind.values()))
-    # A tree's path is read anew: one width is one program.
-    few = most <= 2 and not self._drafter.tree
-    return self._part(behind, 2 if few else WINDOW)
+  def _last(self, unread: dict[int, np.ndarray]) -> Missing:
+    """Tokens that the drafting call itself reads."""
+    longest = max(map(len, unread.values()))
+    # A tree's path is read again, with one width and so one program.
+    few = longest <= 2 and not self._drafter.tree
+    return self._part(unread, 2 if few else WINDOW)
 
   def _part(self, new: dict[int, np.ndarray], width: int) -> Missing:
     tokens: Any = np.zeros((self._at.size, width), np.int32)
     counts: Any = np.zeros(self._at.size, np.int32)
-    for slot, some in new.items():
-      tokens[slot, : some.size], counts[slot] = some, some.size
+    for slot, text in new.items():
+      tokens[slot, : text.size], counts[slot] = text, text.size
     at: Any = self._at.astype(np.int32)
     return Missing(tokens, counts, at)
 
 
 class BlockRowDrafts(ModelRowDrafts):
-  """A block that reads the target's keys in the pages of the rows."""
+  """Drafts by a block that reads the target's keys in the rows' pages."""
 
   def _begin(
     self,
@@ -367,10 +369,10 @@ class BlockRowDrafts(ModelRowDrafts):
     model = drafter.drafts(self._target)
     check_devices(model, mesh)
     self._model, self._length = model, jnp.int32(longest)
-    # Its window is the same on all shards.
+    # Its window is replicated on all shards.
     self._attend = CachedAttention(mesh=mesh, axis=None)
     self._cache = model.init_ring(rows, drafter.drafted + SLACK, self._attend)
-    # Tokens of a text that are of use to it.
+    # Number of last tokens of a text that it can use.
     self._width = min(model.draft_config.window, longest)
 
   def unread(self, rows: Sequence[ServedRow]) -> int:
@@ -380,25 +382,25 @@ class BlockRowDrafts(ModelRowDrafts):
     draft: Any = self._model
     return draft.beside(self._target, held())
 
-  def _read(self, model: Transformer, behind: dict[int, np.ndarray]) -> Missing:
-    """What is missing, after the window of a new text was read at once."""
-    long = {slot: new for slot, new in behind.items() if new.size > WINDOW}
+  def _read(self, model: Transformer, unread: dict[int, np.ndarray]) -> Missing:
+    """Read the window of new texts; returns the tokens left to the draft."""
+    long = {slot: new for slot, new in unread.items() if new.size > WINDOW}
     if long:
       shape = self._at.size, self._width
       tokens, seg = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
       first = np.zeros((self._at.size, 1), np.int64)
       end = np.full(self._at.size, np.iinfo(np.int32).max, np.int32)
       for slot, new in long.items():
-        some = new[:-1][-self._width :]
-        tokens[slot, : some.size], seg[slot, : some.size] = some, 1
-        # What the cache has from here on is of no use, or of another row.
+        text = new[:-1][-self._width :]
+        tokens[slot, : text.size], seg[slot, : text.size] = text, 1
+        # Cache entries from here on are stale, or of another row.
         end[slot] = self._at[slot]
         self._at[slot] += new.size - 1
-        first[slot] = self._at[slot] - some.size
-        behind[slot] = new[-1:]
+        first[slot] = self._at[slot] - text.size
+        unread[slot] = new[-1:]
       pos = (first + np.arange(self._width)).astype(np.int32)
       self._fill(model, end, tokens, pos, seg)
-    return self._last(behind)
+    return self._last(unread)
 
   def _warm_up_reading(self, model: Transformer) -> None:
     rows = self._at.size
@@ -413,7 +415,7 @@ class BlockRowDrafts(ModelRowDrafts):
     pos: np.ndarray,
     seg: np.ndarray,
   ) -> None:
-    """Reads tokens [B, n] in place of what rows have from `end` [B] on."""
+    """Reads tokens [B, n] in place of the rows' entries from `end` [B] on."""
     cache = without(self._cache, end, 0)
     self._cache = filled(
       model, self._attend, cache, tokens, pos, seg, self._length

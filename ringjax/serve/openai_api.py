@@ -53,18 +53,18 @@ from ringjax.serve.request import Answer, Handle, RejectedError, Request
 from ringjax.serve.row_sampler import RowSampling
 
 _DEFAULT_NEW = 16
-# Nothing was said about sampling: OpenAI's default.
+# OpenAI's default temperature.
 _TEMPERATURE = 1.0
 _FINISH = {"stop": "stop", "length": "length"}
-# What OpenAI's API says of a token that may not come: JSON has no infinity.
+# Log-probability of a masked token in OpenAI's API: JSON has no infinity.
 _NEVER = -9999.0
-# Characters of the longest token at least, where tokens have no bytes of their
-# own: a word may be a token that stands for all unknown ones.
+# Assumed characters of the longest token of a tokenizer without bytes: a word
+# may be a token that stands for all unknown ones.
 _LONG_TOKEN = 256
 
 
 def rejected(error: Exception) -> ApiError:
-  """The error of a request that is not taken now."""
+  """Make the error of a request that is rejected for now."""
   return ApiError(
     429,
     f"{error}; try again later",

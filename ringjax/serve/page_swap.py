@@ -1,9 +1,9 @@
-"""Pages of preempted rows: to the host's memory and back.
+"""Swapping of preempted rows' pages to host memory and back.
 
 Guarantees: a row comes back with the bits that it had.
 Cost: one copy out and one back, some pages at a time by programs of one shape;
-which of the two, copying or computing again, costs less is judged by what both
-took so far.
+whether copying or computing again costs less is estimated from the measured
+times of both.
 Memory: on the host a preempted row's pages and states; on the device until the
 next step.
 """
@@ -23,8 +23,8 @@ from ringjax.parallel.programs import bounded
 from ringjax.serve.scheduler import KeptPages, ServedRow, StepPlan
 
 PREEMPTIONS = ("auto", "recompute", "swap")
-# Until they are measured: seconds of a token of a prompt, and bytes a second
-# between the device and the host.
+# Initial estimates: seconds of a prompt's token, and bytes a second between the
+# device and the host.
 _TOKEN_SECONDS, _RATE = 1e-3, 2e9
 # Pages of each shard in one copy.
 _BATCH = 16
@@ -39,8 +39,8 @@ def _read(pool: PagePool, pages: tuple[Any, ...]) -> Any:
 @bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(pool: PagePool, pages: tuple[Any, ...], held: Any) -> PagePool:
-  for group, (x, one) in enumerate(zip(pages, held, strict=True)):
-    pool = pool.write_pages(group, x, one)
+  for group, (x, arrays) in enumerate(zip(pages, held, strict=True)):
+    pool = pool.write_pages(group, x, arrays)
   return pool
 
 
@@ -51,30 +51,30 @@ _write_states = jax.jit(PagePool.write_states, donate_argnums=0)
 def _batches(
   tables: list[np.ndarray], fill: list[int]
 ) -> list[tuple[np.ndarray, ...]]:
-  """Pages of each group, int32 [R, k], as batches [R, 16], filled up."""
+  """Split each group's pages, int32 [R, k], into padded batches [R, 16]."""
 
   def cut(x: np.ndarray, n: int) -> list[np.ndarray]:
     count = -(-x.shape[1] // _BATCH)
-    wide = [(0, 0), (0, count * _BATCH - x.shape[1])]
-    return np.split(np.pad(x, wide, constant_values=n), count, 1)
+    padding = [(0, 0), (0, count * _BATCH - x.shape[1])]
+    return np.split(np.pad(x, padding, constant_values=n), count, 1)
 
   return list(zip(*map(cut, tables, fill[: len(tables)]), strict=True))
 
 
 class PageSwap:
-  """What an engine does with the pages of rows that make room.
+  """Copies the pages of preempted rows to host memory and back.
 
   Attributes:
-    count: rows whose pages were copied.
+    count: Number of rows whose pages were copied.
   """
 
   def __init__(self, how: str, page: int, page_bytes: int):
-    """Nothing is copied yet.
+    """Start with estimated costs.
 
     Args:
-      how: of `PREEMPTIONS`.
-      page: tokens of a page.
-      page_bytes: of a page, of all groups of layers together.
+      how: Policy, one of `PREEMPTIONS`.
+      page: Number of tokens of a page.
+      page_bytes: Bytes of a page, over all groups of layers.
     """
     self._how, self._page, self._page_bytes = how, page, page_bytes
     self._token_seconds, self._rate = _TOKEN_SECONDS, _RATE
@@ -83,7 +83,7 @@ class PageSwap:
     self.count = 0
 
   def warm_up(self, pool: PagePool) -> PagePool:
-    """The same pool, after each program of a copy ran once."""
+    """Compile the copy programs; returns the pool unchanged."""
     if self._how == "recompute":
       return pool
     shape = pool.shards, _BATCH
@@ -100,7 +100,7 @@ class PageSwap:
     return pool
 
   def keeps(self, row: ServedRow) -> bool:
-    """Whether what a row has computed is copied and not computed again."""
+    """Whether a row's pages are copied rather than computed again."""
     if self._how != "auto":
       return self._how == "swap"
     batches = -(-row.computed // (self._page * _BATCH))
@@ -108,53 +108,58 @@ class PageSwap:
     return 2 * size / self._rate < row.computed * self._token_seconds
 
   def out(self, pool: PagePool, row: ServedRow) -> None:
-    """Copies a row's pages, which the next calls write."""
-    kept = row.kept
-    assert kept is not None
-    # Pages that are out of sight are copied as any others.
-    columns = -(-kept.computed // (self._page * pool.shards))
+    """Copies a row's pages out before the next calls overwrite them."""
+    kept_pages = row.kept
+    assert kept_pages is not None
+    # Pages outside of a window are copied like the others.
+    columns = -(-kept_pages.computed // (self._page * pool.shards))
     tables = [
-      np.maximum(x[:, :columns], 0) for x in kept.tables[: len(pool.groups)]
+      np.maximum(x[:, :columns], 0)
+      for x in kept_pages.tables[: len(pool.groups)]
     ]
     batches = _batches(tables, [0] * len(tables))
-    held = [_read(pool, pages) for pages in batches]
-    states = _read_states(pool, jnp.int32(kept.slot)) if pool.recurrent else ()
-    kept.payload = held, states
-    jax.tree.map(lambda x: x.copy_to_host_async(), kept.payload)
-    self._leaving.append(kept)
+    arrays = [_read(pool, pages) for pages in batches]
+    states = (
+      _read_states(pool, jnp.int32(kept_pages.slot)) if pool.recurrent else ()
+    )
+    kept_pages.payload = arrays, states
+    jax.tree.map(lambda x: x.copy_to_host_async(), kept_pages.payload)
+    self._leaving.append(kept_pages)
     self.count += 1
 
   def back(self, pool: PagePool, row: ServedRow) -> PagePool:
-    """The pool with a row's pages where it has its place now."""
-    kept, row.kept = row.kept, None
-    assert kept is not None and row.slot is not None
-    many = -(-kept.computed // self._page)
+    """Pool with a row's pages copied back to the pages that it has now."""
+    kept_pages, row.kept = row.kept, None
+    assert kept_pages is not None and row.slot is not None
+    num_blocks = -(-kept_pages.computed // self._page)
     tables, none = [], [group.pages // pool.shards for group in pool.groups]
-    for fill, into in zip(none, kept.into, strict=False):
-      # Pages that are shared, or out of sight, are not written.
-      one = np.full((pool.shards, -(-many // pool.shards)), fill, np.int32)
+    for fill, into in zip(none, kept_pages.into, strict=False):
+      # Pages that are shared or outside of a window are not written.
+      arrays = np.full(
+        (pool.shards, -(-num_blocks // pool.shards)), fill, np.int32
+      )
       for number, page in into.items():
-        if number < many:
-          one[number % pool.shards, number // pool.shards] = page
-      tables.append(one)
-    payload: Any = kept.payload
-    held, states = payload
-    for pages, one in zip(_batches(tables, none), held, strict=True):
-      pool = _write(pool, pages, one)
+        if number < num_blocks:
+          arrays[number % pool.shards, number // pool.shards] = page
+      tables.append(arrays)
+    payload: Any = kept_pages.payload
+    batches, states = payload
+    for pages, arrays in zip(_batches(tables, none), batches, strict=True):
+      pool = _write(pool, pages, arrays)
     if pool.recurrent:
       pool = _write_states(pool, jnp.int32(row.slot), states)
     return pool
 
   def measure(self, plan: StepPlan) -> None:
-    """Notes how long a token of a prompt takes, and a byte to the host."""
-    now = time.monotonic()
+    """Updates the measured seconds of a prompt's token and copy rate."""
+    current_time = time.monotonic()
     if self._stepped is not None and plan.pieces:
-      each = (now - self._stepped) / max(1, plan.tokens)
-      self._token_seconds += 0.1 * (each - self._token_seconds)
-    for kept in self._leaving:
+      token_seconds = (current_time - self._stepped) / max(1, plan.tokens)
+      self._token_seconds += 0.1 * (token_seconds - self._token_seconds)
+    for kept_pages in self._leaving:
       start = time.monotonic()
-      kept.payload = jax.device_get(kept.payload)
-      size = sum(x.nbytes for x in jax.tree.leaves(kept.payload))
+      kept_pages.payload = jax.device_get(kept_pages.payload)
+      size = sum(x.nbytes for x in jax.tree.leaves(kept_pages.payload))
       rate = size / max(1e-6, time.monotonic() - start)
       self._rate += 0.2 * (min(rate, 1e11) - self._rate)
     self._leaving = []

@@ -7,15 +7,15 @@ refused, and so are pages of other tokens, in another order or of another
 adapter: each page comes with a hash of all tokens up to its end. No page of a
 step that failed is exported, also if a read of weights failed silently. Nothing
 else of the other engine changes: a prompt finds the prefix there as if it came
-out of its store, and tokens without keys are computed. Cost: one copy of the
-prefix to the host, in batches of fixed shapes, or on the devices alone
-(`on_devices`, for a publisher with a `DeviceServer`); one copy there into
-blocks of the other size. An engine does not wait for copies between two steps:
-they are only started there, some batches at a time. Parts of a prompt that
-share their `PrefixHashes` hash each page once. Memory: the prefix on the host
-of each side, or with `on_devices` on the devices until its pages return; on the
-device these batches; of an export in the middle of a step all pages, with a
-part of their layers.
+out of its store, and tokens without keys are computed.
+Cost: one copy of the prefix to the host, in batches of fixed shapes, or on the
+devices alone (`on_devices`, for a publisher with a `DeviceServer`); one copy
+there into blocks of the other size. An engine does not wait for copies between
+two steps: they are only started there, some batches at a time. Parts of a
+prompt that share their `PrefixHashes` hash each page once.
+Memory: the prefix on the host of each side, or with `on_devices` on the devices
+until its pages return; on the device these batches; of an export in the middle
+of a step all pages, with a part of their layers.
 
 `export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is
@@ -69,7 +69,7 @@ class ExportedPrefix:
         or with `on_devices` pages of device batches.
     layout: Layout of each page.
     labels: Hash of each page: of all tokens up to its end, of the adapter and
-        of the prompt's rotations.
+      of the prompt's rotations.
   """
 
   tokens: int
@@ -177,7 +177,7 @@ def export_prefix(
   Args:
     engine: Engine with `share` of "prompts" or "answers".
     tokens: Token ids of a prompt that it has computed, int32 [n]; the whole
-        prompt where rotations depend on its length.
+      prompt where rotations depend on its length.
     salt: Salt of the request.
     adapter: Adapter of the request.
     first: Number of pages to leave out, as they were exported before.
@@ -188,8 +188,8 @@ def export_prefix(
 
   Raises:
     OptionError: If the engine has computed no whole page after these, has no
-        such adapter, has a pool whose pages can't be cut to another size, or a
-        step failed.
+      such adapter, has a pool whose pages can't be cut to another size, or a
+      step failed.
     CheckpointFormatError: If weights could not be read during a step.
     CheckpointMismatchError: If weights read during a step are not finite.
     PromptError: If the tokens are invalid.
@@ -436,26 +436,26 @@ def import_prefix(
   """Lets later requests of an engine find a prefix that was pulled.
 
   Args:
-    engine: with a `store=`, into which the blocks go.
-    tokens: int32, those of which the pages are, and any more; the whole prompt
-      where rotations depend on its length.
-    ticket: of the pages.
-    pulled: all pages of the ticket, in their order.
-    salt: of the requests.
-    adapter: of the requests.
-    first: pages before those of the ticket, as of `export_prefix`; their
-      tokens have to be whole pages here.
-    hashes: of the prompt, from calls for parts before these pages.
+    engine: Engine with a `store=`, into which the blocks are put.
+    tokens: Token ids of the pages and any after them, int32 [n]; the whole
+      prompt where rotations depend on its length.
+    ticket: Ticket of the pages.
+    pulled: All pages of the ticket, in order.
+    salt: Salt of the requests.
+    adapter: Adapter of the requests.
+    first: Number of pages before those of the ticket, as in `export_prefix`;
+      their tokens have to be whole pages here.
+    hashes: Hashes of the prompt from the calls for earlier parts.
 
   Returns:
-    How many tokens of the prompt the engine finds now, if it still has those
-    of the pages before `first`: fewer than came where the store did not keep
-    them.
+    Number of the prompt's tokens that the engine finds now, if it still has
+    those of the pages before `first`: fewer than were pulled if the store did
+    not keep them.
 
   Raises:
-    OptionError: the engine has no store or no such adapter, or the pages are
-      of other tokens, or were made by other weights, codecs or dtypes.
-    PromptError: tokens that are none.
+    OptionError: If the engine has no store or no such adapter, or the pages are
+      of other tokens, weights, codecs or dtypes.
+    PromptError: If the tokens are invalid.
   """
   link = engine.store_link
   if engine.important is not None:

@@ -1,15 +1,15 @@
-"""Which pages are in use, and by which prefix they can be found again.
+"""Prefix tree: the pages in use, and cached pages by their prefix.
 
-Guarantees: a page is free, or cached (nobody uses it, but its tokens are
+Guarantees: a page is free, or cached (no row uses it, but its tokens are
 known), or in use; `check` proves that the three make up the pool. Blocks are
 found by their whole prefix: their own tokens and those of all blocks before
 them, and by a salt and an adapter, so that tenants do not see each other's.
 Cost: a look-up is one look into a dict for each block; evicting is O(log n).
 Memory: some hundred bytes for each cached block, on the host.
 
-A block is one page of tokens, whole: a page that is filled in part belongs to
-its row alone. The tree is plain Python and knows nothing of arrays. It can be
-asked by tokens (`match`, a radix tree of blocks) and by hash (`find`).
+A block is one full page of tokens: a partly filled page belongs to its row
+alone. The tree is plain Python without arrays. It is searched by tokens
+(`match`, a radix tree of blocks) or by hash (`find`).
 Ref: Ye et al. 2024, ChunkAttention, arXiv 2402.15220; Zheng et al. 2023,
 RadixAttention, arXiv 2312.07104.
 """
@@ -29,34 +29,34 @@ from jaxtyping import Int
 
 from ringjax.checks import positive_int
 
-# Notes of blocks that are stale, and roots without blocks, before they are
-# looked through.
+# Number of stale heap entries, and of roots without blocks, before a clean-up.
 _STALE = 1024
 
 
 class OutOfPages(Exception):
-  """No page is free, and none is cached that could go."""
+  """No page is free, and no cached page can be evicted."""
 
 
 def next_digest(before: bytes, data: bytes) -> bytes:
-  """`PrefixBlock.digest` of a block, from that of its parent and its bytes."""
+  """Compute a block's `digest` from that of its parent and its bytes."""
   return hashlib.sha256(before + data).digest()
 
 
 class PrefixBlock:
-  """One page of tokens behind a prefix.
+  """One page of tokens after a prefix.
 
   Attributes:
-    data: the bytes of its tokens, int32.
-    parent: the block before it; None of a root.
-    children: blocks behind it, by their bytes.
-    pages: of each group of layers its page; None where that has gone.
-    users: of each group how many rows have the page in sight.
-    refs: rows that are at this block or behind it.
-    ready: whether its keys are computed.
-    depth: blocks before it.
-    lost: whether no row finds it any more; it goes with its last user.
-    used: when it was last in use, a count.
+    data: Bytes of its tokens, int32.
+    parent: Block before it; None for a root.
+    children: Blocks after it, by their bytes.
+    pages: Page for each group of layers; None where it was freed.
+    users: Number of rows that have the page within their window, for each
+      group.
+    refs: Number of rows that are at this block or after it.
+    ready: Whether its keys are computed.
+    depth: Number of blocks before it.
+    lost: Whether it is out of the tree; it is freed with its last user.
+    used: Time of its last use, as a count.
   """
 
   __slots__ = (
@@ -94,28 +94,30 @@ class PrefixBlock:
         break
       at = at.parent
     for block in reversed(missing):
-      before = b"" if block.parent is None else block.parent._digest or b""
-      block._digest = next_digest(before, block.data)
+      parent_digest = (
+        b"" if block.parent is None else block.parent._digest or b""
+      )
+      block._digest = next_digest(parent_digest, block.data)
     assert self._digest is not None
     return self._digest
 
   @property
   def idle(self) -> bool:
-    """Whether its page of the first group could go, sooner or later."""
+    """Whether its page of the first group can be evicted, now or later."""
     return self.ready and not self.refs and self.pages[0] is not None
 
   @property
   def root(self) -> bool:
-    """Whether it stands before all tokens."""
+    """Whether it is a root, before all tokens."""
     return self.parent is None
 
   def path(self) -> list[PrefixBlock]:
-    """From the first block to this one."""
-    found, at = [], self
+    """Blocks from the first one to this one."""
+    path, at = [], self
     while at.parent is not None:
-      found.append(at)
+      path.append(at)
       at = at.parent
-    return found[::-1]
+    return path[::-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,8 +125,8 @@ class GroupSpec:
   """Pages of a group of layers.
 
   Attributes:
-    pages: on each shard.
-    reach: tokens that its queries look back, None for all.
+    pages: Number of pages on each shard.
+    reach: Number of tokens that its queries look back, None for all.
   """
 
   pages: int
@@ -133,13 +135,13 @@ class GroupSpec:
 
 @dataclasses.dataclass(kw_only=True)
 class PrefixCounters:
-  """What happened so far.
+  """Counters of look-ups and evictions.
 
   Attributes:
-    looked: blocks that were asked for.
-    hit: of these, blocks that were there.
-    evicted: blocks that went to make room.
-    changes: how often the tree changed.
+    looked: Number of blocks that were looked up.
+    hit: Number of these that were cached.
+    evicted: Number of blocks evicted to make room.
+    changes: Number of changes of the tree.
   """
 
   looked: int = 0
@@ -152,12 +154,12 @@ class PrefixTree:
   """Pages of all groups, and the blocks that cache some of them.
 
   Attributes:
-    page: tokens of a block.
-    groups: a `GroupSpec` for each group of layers; the first is the one that
+    page: Number of tokens of a block.
+    groups: A `GroupSpec` for each group of layers; the first is the one that
       looks back the farthest.
-    shards: page n of a row is on shard n % shards.
-    counters: what happened.
-    on_evict: called with (block, group, page) when the page of a block whose
+    shards: Number of shards; page n of a row is on shard n % shards.
+    counters: Counters of look-ups and evictions.
+    on_evict: Called with (block, group, page) when the page of a block whose
       keys are computed is about to be free, or None.
   """
 
@@ -173,23 +175,23 @@ class PrefixTree:
       [list(range(g.pages - 1, -1, -1)) for _ in range(shards)]
       for g in self.groups
     ]
-    # Pages that rows hold outside of the tree; of those that several rows
-    # hold, by (group, shard, page), how many beside the first.
+    # Number of pages that rows hold outside of the tree, and of rows after the
+    # first one that hold a page, by (group, shard, page).
     self._held = [[0] * shards for _ in self.groups]
     self._more: dict[tuple[int, int, int], int] = {}
     self._roots: dict[bytes, PrefixBlock] = {}
     self._by_digest: dict[bytes, PrefixBlock] = {}
     # Blocks that are lost and still in use.
     self._lost: set[PrefixBlock] = set()
-    # Whole blocks that may go, and pages of groups that look back less.
+    # Heaps of evictable blocks, and of evictable pages of groups with windows.
     self._leaves: list[list[Any]] = [[] for _ in range(shards)]
     self._unseen: list[list[list[Any]]] = [
       [[] for _ in range(shards)] for _ in self.groups
     ]
     self._clock = itertools.count(1)
     self._order = itertools.count()
-    # Pages of the first group that could go, sooner or later: those of blocks
-    # that no row uses.
+    # Number of pages of the first group that can be evicted, now or later:
+    # those of blocks that no row uses.
     self._idle = [0] * shards
 
   # -------------------------------------------------------------------------
@@ -197,26 +199,26 @@ class PrefixTree:
   # -------------------------------------------------------------------------
 
   def free(self, group: int = 0) -> int:
-    """Free pages of a group, on all shards."""
+    """Number of free pages of a group, on all shards."""
     return sum(map(len, self._free[group]))
 
   def available(self, shard: int = 0) -> int:
-    """Pages of the first group on a shard that `allocate` would find."""
+    """Number of pages of the first group on a shard that can be allocated."""
     return len(self._free[0][shard]) + self._idle[shard]
 
   def slot_for(self, free: Sequence[int], tokens: int) -> int:
-    """Which of the free slots a row of so many tokens takes."""
+    """Free slot that a row of `tokens` tokens takes."""
     del tokens
     return min(free)
 
   def leave(self, slot: int) -> None:
-    """A row leaves its slot; its pages were given back."""
+    """Frees a row's slot; its pages were given back."""
 
   def allocate(self, group: int, number: int, slot: int = 0) -> int:
-    """A page for the block `number` of the row in a slot; it belongs to it.
+    """Allocate a private page for the block `number` of the row in a slot.
 
     Raises:
-      OutOfPages: all pages are in use.
+      OutOfPages: If all pages are in use.
     """
     del slot
     shard = number % self.shards
@@ -226,17 +228,17 @@ class PrefixTree:
     return self._free[group][shard].pop()
 
   def share(self, group: int, number: int, page: int) -> None:
-    """One more row has a page that belongs to a row; none may write it now."""
+    """Add a row to the owners of a private page; none may write to it now."""
     key = group, number % self.shards, page
     self._more[key] = self._more.get(key, 0) + 1
 
   def give_back(self, group: int, number: int, page: int) -> None:
-    """A row leaves a page of its own, which is free once all rows have."""
+    """Give a private page back; it is free once all its rows have done so."""
     shard = number % self.shards
-    more = self._more.pop((group, shard, page), 0)
-    if more:
-      if more > 1:
-        self._more[group, shard, page] = more - 1
+    other_rows = self._more.pop((group, shard, page), 0)
+    if other_rows:
+      if other_rows > 1:
+        self._more[group, shard, page] = other_rows - 1
       return
     self._held[group][shard] -= 1
     self._free[group][shard].append(page)
@@ -246,16 +248,16 @@ class PrefixTree:
   # -------------------------------------------------------------------------
 
   def root(self, salt: str = "", adapter: str = "") -> PrefixBlock:
-    """Before all tokens of a tenant and an adapter."""
+    """Root block of a salt and an adapter, before all tokens."""
     key = f"{len(salt)}:{salt}{adapter}".encode()
-    found = self._roots.get(key)
-    if found is None:
+    root = self._roots.get(key)
+    if root is None:
       if len(self._roots) > _STALE + self.groups[0].pages * self.shards:
-        # Of tenants of whom nothing is known any more.
+        # Drop roots of tenants without cached blocks.
         self._roots = {k: x for k, x in self._roots.items() if x.children}
-      found = self._roots[key] = PrefixBlock(key, None, len(self.groups))
-      found.ready = True
-    return found
+      root = self._roots[key] = PrefixBlock(key, None, len(self.groups))
+      root.ready = True
+    return root
 
   def match(
     self,
@@ -264,26 +266,27 @@ class PrefixTree:
     *,
     most: int | None = None,
   ) -> list[PrefixBlock]:
-    """The longest prefix of int32 tokens [n] that is known, block by block.
+    """Find the longest cached prefix of int32 tokens [n], as blocks.
 
-    Blocks that are not ready yet are among them. Of groups that look back a
-    window the pages of the last ones are there, or the prefix is shorter.
+    Blocks that are not ready yet are among them. For groups with a window the
+    pages within the window of the next token are present, or the prefix is
+    shorter.
 
     Args:
-      root: see `root`.
-      tokens: the tokens.
-      most: blocks at most.
+      root: Root block, see `root`.
+      tokens: Token ids, int32 [n].
+      most: Maximum number of blocks.
     """
     pieces = self.pieces(tokens, most)
-    found = self._in_sight(self.chain(root, pieces))
+    blocks = self._in_sight(self.chain(root, pieces))
     self.counters.looked += len(pieces)
-    self.counters.hit += len(found)
-    return found
+    self.counters.hit += len(blocks)
+    return blocks
 
   def pieces(
     self, tokens: Int[np.ndarray, " n"], most: int | None = None
   ) -> list[bytes]:
-    """The bytes of the whole blocks of int32 tokens [n], `most` at most."""
+    """Bytes of the full blocks of int32 tokens [n], at most `most` blocks."""
     data = np.ascontiguousarray(tokens, "<i4").tobytes()
     size = 4 * self.page
     count = len(data) // size
@@ -293,19 +296,21 @@ class PrefixTree:
   def chain(
     self, root: PrefixBlock, pieces: Iterable[bytes]
   ) -> list[PrefixBlock]:
-    """The blocks behind `root` that have these bytes, as far as there are;
-    pages of groups that look back a window may have gone."""
-    found, at = [], root
+    """Find the blocks after `root` with these bytes, as far as they exist.
+
+    Their pages of groups with a window may have been freed.
+    """
+    blocks, at = [], root
     for piece in pieces:
       child = at.children.get(piece)
       if child is None:
         break
-      found.append(child)
+      blocks.append(child)
       at = child
-    return found
+    return blocks
 
   def _in_sight(self, blocks: list[PrefixBlock]) -> list[PrefixBlock]:
-    """As many of them as have the pages that the next token looks back on."""
+    """Longest prefix whose pages within the next token's window exist."""
     narrow = [
       (n, -(-(g.reach or 0) // self.page))
       for n, g in enumerate(self.groups)
@@ -323,30 +328,30 @@ class PrefixTree:
     return []
 
   def find(self, digest: bytes) -> PrefixBlock | None:
-    """The block whose whole prefix has this hash, if it is known and ready."""
+    """Find the block whose whole prefix has this hash, if it is ready."""
     return self._by_digest.get(digest)
 
   def extend(self, parent: PrefixBlock, data: bytes) -> PrefixBlock:
-    """A new block that is not ready; the caller is its first user.
+    """Add a block that is not ready; the caller is its first user.
 
     Raises:
-      KeyError: there is such a block.
+      KeyError: If the block exists.
     """
     if data in parent.children:
       raise KeyError("there is such a block")
-    made = PrefixBlock(data, parent, len(self.groups))
-    parent.children[data] = made
-    made.refs = 1
+    child = PrefixBlock(data, parent, len(self.groups))
+    parent.children[data] = child
+    child.refs = 1
     if parent.lost:
-      made.lost = True
-      self._lost.add(made)
+      child.lost = True
+      self._lost.add(child)
     self.counters.changes += 1
-    return made
+    return child
 
   def finish(
     self, block: PrefixBlock, pages: Sequence[int | None], indexed: bool = False
   ) -> None:
-    """The keys of a block are computed; the row's pages go to the block."""
+    """Mark a block as computed and move the row's pages to it."""
     block.ready = True
     shard = block.depth % self.shards
     for group, page in enumerate(pages):
@@ -358,22 +363,24 @@ class PrefixTree:
       self._by_digest[block.digest] = block
 
   def attach(self, block: PrefixBlock, group: int, page: int) -> None:
-    """A row's page of a group goes to a block whose own has gone; the row is
-    at the block, or behind it, and sees the page."""
+    """Move a row's page to a block whose page of the group was freed.
+
+    The row is at the block or after it, and has the page within its window.
+    """
     assert block.ready and block.pages[group] is None
     self._held[group][block.depth % self.shards] -= 1
     block.pages[group] = page
     block.users[group] += 1
 
   def acquire(self, block: PrefixBlock, groups: Sequence[int]) -> None:
-    """A row is at this block or behind it, and sees its pages of `groups`."""
+    """Add a row at this block or after it that reads its pages of `groups`."""
     self._idle[block.depth % self.shards] -= block.idle
     block.refs += 1
     for group in groups:
       block.users[group] += 1
 
   def unsee(self, block: PrefixBlock, group: int) -> None:
-    """A row has the block's page of a group out of sight."""
+    """Remove a row from the readers of a block's page of a group."""
     block.users[group] -= 1
     narrow = self.groups[group].reach is not None
     if narrow and not block.users[group] and block.pages[group] is not None:
@@ -382,7 +389,7 @@ class PrefixTree:
       self._note(heap, block, functools.partial(self._unneeded, group))
 
   def release(self, block: PrefixBlock, groups: Sequence[int]) -> None:
-    """A row leaves a block whose pages of `groups` it had in sight.
+    """Remove a row from a block whose pages of `groups` it has read.
 
     Release the last block of a row first.
     """
@@ -402,8 +409,10 @@ class PrefixTree:
       self._offer(block)
 
   def lose(self, block: PrefixBlock) -> None:
-    """Takes a block, and all behind it, to where no row finds them: what their
-    pages hold is of no use. Pages that rows use are free when these leave."""
+    """Remove a block and all blocks after it from the tree, as invalid.
+
+    Pages that rows use are freed when these rows leave.
+    """
     waiting = [block]
     for lost in waiting:
       waiting.extend(lost.children.values())
@@ -428,7 +437,7 @@ class PrefixTree:
   # -------------------------------------------------------------------------
 
   def _offer(self, block: PrefixBlock) -> None:
-    """Notes a block that may go."""
+    """Add a block to the evictable ones, if no row or block needs it."""
     if block.refs or block.children or block.root or not block.ready:
       return
     self._note(self._leaves[block.depth % self.shards], block, self._stands)
@@ -439,23 +448,23 @@ class PrefixTree:
     block: PrefixBlock,
     stands: Callable[[int, PrefixBlock], bool],
   ) -> None:
-    """Notes a block by its last use; what was noted before may be stale."""
+    """Add a block to a heap by its last use; older entries may be stale."""
     heapq.heappush(heap, (block.used, next(self._order), block))
     if len(heap) > _STALE + 4 * self.groups[0].pages:
-      known = {id(x[2]): x for x in heap if stands(x[0], x[2])}
-      heap[:] = known.values()
+      valid = {id(x[2]): x for x in heap if stands(x[0], x[2])}
+      heap[:] = valid.values()
       heapq.heapify(heap)
 
   @staticmethod
   def _stands(used: int, block: PrefixBlock) -> bool:
-    """Whether a block may go, as it was when this was noted."""
+    """Whether a heap entry is valid and its block can be evicted."""
     parent = block.parent
-    here = parent is not None and parent.children.get(block.data) is block
+    in_tree = parent is not None and parent.children.get(block.data) is block
     idle = not block.refs and not block.children
-    return here and idle and block.used == used
+    return in_tree and idle and block.used == used
 
   def _leaf(self, shard: int) -> PrefixBlock | None:
-    """The block of a shard that was not used for the longest time."""
+    """Least recently used evictable block of a shard."""
     heap = self._leaves[shard]
     while heap:
       used, _, block = heap[0]
@@ -465,7 +474,7 @@ class PrefixTree:
     return None
 
   def _page(self, group: int, shard: int) -> PrefixBlock | None:
-    """The same of a page of a group that looks back a window."""
+    """Least recently used block with an unread page of a windowed group."""
     heap = self._unseen[group][shard]
     while heap:
       used, _, block = heap[0]
@@ -476,12 +485,12 @@ class PrefixTree:
 
   @staticmethod
   def _unneeded(group: int, used: int, block: PrefixBlock) -> bool:
-    """Whether a page may go, as it was when this was noted."""
-    here = block.pages[group] is not None
-    return here and not block.users[group] and block.used == used
+    """Whether a heap entry is valid and its page can be evicted."""
+    has_page = block.pages[group] is not None
+    return has_page and not block.users[group] and block.used == used
 
   def _evict(self, group: int, shard: int) -> bool:
-    """Makes room on a shard; whether there was something that could go."""
+    """Evicts a page on a shard; whether one could be evicted."""
     if self.groups[group].reach is not None:
       block = self._page(group, shard)
       if block is not None:
@@ -490,12 +499,12 @@ class PrefixTree:
     while not self._free[group][shard]:
       block = self._leaf(shard)
       if block is None:
-        # What stands behind it on other shards has to go first.
+        # Blocks after it on other shards have to be evicted first.
         others = [self._leaf(s) for s in range(self.shards)]
-        some = [b for b in others if b is not None]
-        if not some:
+        candidates = [b for b in others if b is not None]
+        if not candidates:
           return False
-        block = min(some, key=lambda b: b.used)
+        block = min(candidates, key=lambda b: b.used)
       self.counters.evicted += 1
       self._remove(block)
     return True
@@ -518,7 +527,7 @@ class PrefixTree:
       if page is not None:
         self._drop(block, group)
     self._lost.discard(block)
-    # Of one that is lost another may have taken the place.
+    # Another block may have replaced a lost one.
     if block.parent.children.get(block.data) is block:
       del block.parent.children[block.data]
     if block.ready and not block.lost and self._by_digest:
@@ -531,7 +540,7 @@ class PrefixTree:
   # -------------------------------------------------------------------------
 
   def blocks(self) -> Iterator[PrefixBlock]:
-    """All blocks, each before those behind it."""
+    """Iterate over all blocks, each before those after it."""
     waiting = list(self._roots.values())
     while waiting:
       block = waiting.pop()
@@ -540,10 +549,10 @@ class PrefixTree:
         yield block
 
   def check(self) -> None:
-    """Free, cached and held pages are the pool, and no page is there twice.
+    """Checks that free, cached and held pages make up the pool, each once.
 
     Raises:
-      AssertionError: they are not.
+      AssertionError: If a count does not hold.
     """
     blocks = [*self.blocks(), *(b for b in self._lost if not b.root)]
     for group, spec in enumerate(self.groups):
@@ -554,11 +563,11 @@ class PrefixTree:
           for b in blocks
           if b.pages[group] is not None and b.depth % self.shards == shard
         ]
-        both = [*free, *cached]
+        pages = [*free, *cached]
         shared = {p for g, s, p in self._more if (g, s) == (group, shard)}
-        if len(set(both)) != len(both) or shared & set(both):
+        if len(set(pages)) != len(pages) or shared & set(pages):
           raise AssertionError(f"group {group}: a page is there twice")
-        total = len(both) + self._held[group][shard]
+        total = len(pages) + self._held[group][shard]
         if total != spec.pages:
           raise AssertionError(
             f"group {group}, shard {shard}: {len(free)} free + {len(cached)} "

@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it answers."""
+"""Requests to an engine, their answers and handles."""
 
 from __future__ import annotations
 
@@ -17,55 +17,54 @@ from ringjax.serve.row_sampler import TOP, RowSampling
 
 @runtime_checkable
 class Answers(Protocol):
-  """What makes the answers of a `Handle`: an engine, or a cluster of them."""
+  """Source of a `Handle`'s answers: an engine, or a cluster of engines."""
 
   def advance(self, handle: Handle) -> None:
-    """Gets a request on, or waits a moment for those who do."""
+    """Advances a request, or waits a moment for the thread that does."""
     ...
 
   def cancel(self, handle: Handle) -> None:
-    """Gives a request up."""
+    """Cancels a request."""
     ...
 
 
 class RejectedError(RingjaxError):
-  """A request that is not taken because there is too much to do."""
+  """The server is overloaded and rejects the request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-  """A prompt, and how it is to be continued.
+  """A prompt and the settings of its answers.
 
   Attributes:
-    prompt: int32 [n], token ids.
-    max_new_tokens: of the answer at most.
-    sampling: how tokens are chosen.
-    stop: ids behind which the answer ends, or texts, or both; or a `Stop`.
-    n: how many answers; answer i draws as row i of a batch would.
-    best_of: how many answers are made, of which the n with the largest mean
+    prompt: Token ids, int32 [n].
+    max_new_tokens: Maximum number of tokens of an answer.
+    sampling: Sampling settings.
+    stop: Ids after which the answer ends, or texts, or both; or a `Stop`.
+    n: Number of answers; answer i draws as row i of a batch would.
+    best_of: Number of answers to compute, of which the n with the largest mean
       log-probability are returned; default n.
-    beams: width of a beam search, of whose hypotheses the n best are the
+    beams: Width of a beam search, of whose hypotheses the n best are the
       answers, best first; None for no search. See `BeamSearch`.
-    length_penalty: of a beam search: hypotheses are ranked by their
+    length_penalty: Exponent in a beam search: hypotheses are ranked by
       `total_logprob` / tokens ** length_penalty.
-    logprobs: how many log-probabilities of other tokens each token comes
-      with, 0 for that of the token alone, None for none.
-    priority: requests with a smaller one come first.
-    deadline: seconds from its arrival after which it is given up, or None.
-    salt: requests with another salt share no prefix with it, such as those of
-      another tenant.
-    adapter: the name of one of the engine's adapters, or "".
-    share: whether blocks of its prompt may be shared at all.
-    mask: called before each token with the tokens of the answer so far, int32
-      [m]; returns bool [V], which may come, or None for all. Ids in its
+    logprobs: Number of other tokens whose log-probabilities each token comes
+      with; 0 for that of the token alone, None for none.
+    priority: Priority; requests with a smaller one come first.
+    deadline: Seconds from its arrival after which it is cancelled, or None.
+    salt: Salt of its prefixes; requests with another salt share no prefix with
+      it, such as those of another tenant.
+    adapter: Name of one of the engine's adapters, or "".
+    share: Whether blocks of its prompt may be shared.
+    mask: Called before each token with the tokens of the answer so far, int32
+      [m]; returns the allowed tokens, bool [V], or None for all. Ids in its
       attribute `ends`, if it has one, end the answer as those of `stop` do.
-    begun: of each answer the tokens that are known already, as of a request
-      that another engine has begun; the answer goes on behind them, with the
-      tokens that it would have had there. They are read again one by one, and
-      have no log-probabilities.
+    begun: First tokens of each answer, if another engine has begun the request;
+      the answer continues after them with the tokens that it would have had
+      there. They are computed again one by one, and have no log-probabilities.
 
   Raises:
-    OptionError, SamplingError, InputTypeError: a value is out of its range.
+    OptionError, SamplingError, InputTypeError: If a value is out of range.
   """
 
   prompt: TokenIds
@@ -112,7 +111,7 @@ class Request:
         "mask", type(self.mask).__name__, "a callable", "pass a function"
       )
     stop = as_stop(self.stop)
-    # What ends a grammar ends the answer: nothing may follow it.
+    # An end of the grammar is a stop id: no token is allowed after it.
     if ends := getattr(self.mask, "ends", ()):
       stop = Stop(ids=(*stop.ids, *ends), strings=stop.strings)
     object.__setattr__(self, "stop", stop)
@@ -165,9 +164,9 @@ class Request:
         "0: a beam search draws nothing",
         "leave temperature out, or beams",
       )
-    # So many of the likeliest tokens hold what each hypothesis can give.
-    many = beams + len(self.stops.ids)
-    if many > TOP:
+    # Number of likeliest tokens that contain all successors of a hypothesis.
+    num_candidates = beams + len(self.stops.ids)
+    if num_candidates > TOP:
       raise OptionError(
         "beams",
         f"{beams}, with {len(self.stops.ids)} stop ids",
@@ -177,29 +176,29 @@ class Request:
 
   @property
   def answers(self) -> int:
-    """How many are made."""
+    """Number of answers to compute."""
     return self.n if self.best_of is None else self.best_of
 
   @property
   def rows(self) -> int:
-    """Rows of an engine that it takes: for each answer one, or each beam."""
+    """Number of engine rows that it takes: one for each answer or beam."""
     return self.answers if self.beams is None else self.beams
 
   @property
   def stops(self) -> Stop:
-    """What ends an answer."""
+    """Stop conditions of an answer."""
     return as_stop(self.stop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-  """Log-probabilities where a token was chosen.
+  """Log-probabilities at the position of a chosen token.
 
   Attributes:
-    token: its id.
-    logprob: its own, of the model's distribution before any filter; in a beam
-      search behind bias, mask and penalties.
-    top: of the likeliest tokens, (id, logprob).
+    token: Token id.
+    logprob: Log-probability of the token in the model's distribution before any
+      filter; in a beam search after bias, mask and penalties.
+    top: Likeliest tokens as (id, logprob).
   """
 
   token: int
@@ -209,18 +208,18 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Answer:
-  """One answer, as far as it is known.
+  """One answer, with its tokens so far.
 
   Attributes:
-    tokens: ids, the stop id included.
-    text: what may be shown, if the engine has a tokenizer.
-    logprobs: of each token, if they were asked for.
-    finish: why it ended: "stop", "length", "cancelled", "deadline" or "error";
-      None while it goes on.
-    stopped: the id or the text that stopped it.
-    total_logprob: the sum of the tokens' log-probabilities, if they are known;
-      -inf of an answer for which a beam search found no hypothesis.
-    error: what went wrong, if it did.
+    tokens: Token ids, the stop id included.
+    text: Text that may be shown, if the engine has a tokenizer.
+    logprobs: Log-probabilities of each token, if requested.
+    finish: Reason of its end: "stop", "length", "cancelled", "deadline" or
+      "error"; None while it is running.
+    stopped: Stop id or stop text that ended it, or None.
+    total_logprob: Sum of the tokens' log-probabilities, if they are known; -inf
+      for an answer for which a beam search found no hypothesis.
+    error: Error that ended the answer, or None.
   """
 
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -234,17 +233,17 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestResult:
-  """What became of a request.
+  """Answers and times of a request that has ended.
 
   Attributes:
-    answers: n of them.
-    prompt_tokens: of the prompt.
-    cached_tokens: of these, whose keys the first answer found.
+    answers: The n answers.
+    prompt_tokens: Number of tokens of the prompt.
+    cached_tokens: Number of these whose keys were cached for the first answer.
     kept_tokens: Tokens of these that are read, of a request that reads the
       important part of a prefix; None: all of them.
-    preemptions: how often a row of it had to make room.
-    first_token: seconds from its arrival to the first token, or None.
-    seconds: from its arrival to the end.
+    preemptions: Number of times that a row of it had to make room.
+    first_token: Seconds from its arrival to the first token, or None.
+    seconds: Seconds from its arrival to the end.
   """
 
   answers: tuple[Answer, ...]
@@ -257,21 +256,21 @@ class RequestResult:
 
   @property
   def tokens(self) -> np.ndarray:
-    """Of the first answer, int32 [m]."""
+    """Token ids of the first answer, int32 [m]."""
     return np.asarray(self.answers[0].tokens, np.int32)
 
   @property
   def finish(self) -> str | None:
-    """Why the first answer ended."""
+    """Reason of the first answer's end."""
     return self.answers[0].finish
 
 
 class Handle:
-  """A request that was submitted.
+  """Handle of a submitted request.
 
-  Iterating over it gives the tokens of its first answer as they come, and lets
-  the engine work where no thread of its own does. Answers of a beam search
-  are known at its end.
+  Iterating over it gives the tokens of its first answer as they come, and takes
+  steps of an engine that was not started. Answers of a beam search are known at
+  its end.
   """
 
   def __init__(
@@ -298,21 +297,21 @@ class Handle:
 
   def __iter__(self) -> Iterator[int]:
     """Tokens of the first answer, as they are chosen."""
-    answer, given = self.answers[0], 0
+    answer, num_yielded = self.answers[0], 0
     while True:
-      while given < len(answer.tokens):
-        yield answer.tokens[given]
-        given += 1
-      if answer.finish is not None and given == len(answer.tokens):
+      while num_yielded < len(answer.tokens):
+        yield answer.tokens[num_yielded]
+        num_yielded += 1
+      if answer.finish is not None and num_yielded == len(answer.tokens):
         self._raise(answer)
         return
       self._engine.advance(self)
 
   def result(self) -> RequestResult:
-    """Waits for the end.
+    """Waits for the end of all answers.
 
     Raises:
-      Exception: what the request's mask or the engine raised.
+      Exception: Any error that the request's mask or the engine raised.
     """
     while not self.done:
       self._engine.advance(self)
@@ -333,7 +332,7 @@ class Handle:
     )
 
   def cancel(self) -> None:
-    """Gives it up; what is known so far stays in `answers`."""
+    """Cancels the request; `answers` keeps the tokens so far."""
     self._engine.cancel(self)
 
   def _raise(self, answer: Answer) -> None:

@@ -2,7 +2,7 @@
 
 Guarantees: a row's drafts depend on its text, and with `remember` on texts that
 were served before; its tokens depend on neither, see `check_drafts`.
-Memory: of each row what its `TextReader` has, or see `ModelRowDrafts`.
+Memory: a `TextReader` for each row, or see `ModelRowDrafts`.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 
 class RowDrafts:
-  """What drafts for rows.
+  """Drafter for the rows of an engine, from text or by a model.
 
   Attributes:
-    count: tokens of a draft at most.
-    trees: whether drafts are trees.
-    adapts: whether steps have no drafts where these cost more than they save.
+    count: Maximum number of tokens of a draft.
+    trees: Whether drafts are trees.
+    adapts: Whether steps have no drafts where these cost more than they save.
   """
 
   def __init__(self, how: Drafter | str, name: str = "speculate"):
-    """For no rows yet.
+    """Make a drafter without rows.
 
     Args:
-      how: a drafter, or its name and options.
-      name: of the argument or flag, for errors.
+      how: Drafter, or its name and options.
+      name: Name of the argument or flag, for errors.
 
     Raises:
-      OptionError: no such drafter, or one that an engine can't have: a
+      OptionError: If there is no such drafter, or an engine can't use it: a
         model with another tokenizer, on other devices or with a cache that
-        evicts, or another rule than that by which tokens are the same.
+        evicts, or a `verify` rule that changes tokens.
     """
     drafter = drafter_of(how, name)
     self._name = name
@@ -88,27 +88,27 @@ class RowDrafts:
     self.count, self.trees = drafter.nodes, drafter.tree
     self.adapts = drafter.adapt
     self._model: ModelRowDrafts | None = None
-    # Of each row what reads it, and how many tokens it has read.
+    # Reader of each row's text, and its number of answer tokens read.
     self._readers: weakref.WeakKeyDictionary[
       ServedRow, tuple[TextReader, int]
     ] = weakref.WeakKeyDictionary()
 
   def check(self, model: Transformer) -> None:
-    """Refuses a model.
+    """Checks that the drafter supports a model.
 
     Raises:
-      OptionError: recurrent layers, or what the drafter itself refuses.
+      OptionError: If the model has recurrent layers, or the drafter refuses it.
     """
     self._drafter.check(model)
     models = [model]
     if isinstance(self._drafter, ModelDrafter):
       models.append(self._drafter.drafts(model))
-    for one in models:
-      if any(isinstance(shape, StateShape) for shape in one.kinds):
+    for checked in models:
+      if any(isinstance(shape, StateShape) for shape in checked.kinds):
         raise OptionError(
           self._name,
-          f"drafts {'for' if one is model else 'by'} a model of family "
-          f"{one.config.family}, with recurrent layers, in an engine",
+          f"drafts {'for' if checked is model else 'by'} a model of family "
+          f"{checked.config.family}, with recurrent layers, in an engine",
           "layers whose tokens can be taken back",
           "leave speculate out, or draft with rj.infer.generate",
         )
@@ -121,13 +121,12 @@ class RowDrafts:
       self._model = BlockRowDrafts(self._drafter, model, **place)
 
   def paces(self, rows: int, clock: Callable[[], float]) -> StepPaces:
-    """Makes the choice of steps that have drafts, for an engine with `rows`
-    slots and a clock in seconds."""
+    """Make the chooser of steps with drafts, for `rows` slots and a clock."""
     return StepPaces(self._drafter, rows, clock)
 
   @property
   def undrafted(self) -> int:
-    """Rows without drafts; see `ModelRowDrafts`."""
+    """Number of rows without drafts; see `ModelRowDrafts`."""
     return 0 if self._model is None else self._model.undrafted
 
   def warm_up(
@@ -163,30 +162,30 @@ class RowDrafts:
     )
 
   def drafts_for(self, row: ServedRow) -> bool:
-    """Whether a row has drafts: with a mask each token waits for the last."""
+    """Whether a row has drafts; masks and beam searches prevent them."""
     return row.owner.handle.request.mask is None and not row.team
 
   def unread(self, rows: Sequence[ServedRow]) -> int:
-    """Tokens that a draft model has to read of a row of these, at most."""
+    """Maximum tokens of one of these rows that a draft model has to read."""
     if self._model is None:
       return 0
     return self._model.unread([row for row in rows if self.drafts_for(row)])
 
   def draft(self, row: ServedRow, most: int) -> RowDraft:
-    """What may follow the last token of a row, all of which are known.
+    """Draft of a row whose tokens are all known to the host.
 
     Args:
-      row: the row.
-      most: tokens one behind another.
+      row: Row to draft for.
+      most: Maximum length of a path.
     """
     if not self.drafts_for(row):
       return RowDraft()
     if self._model is not None:
       return self._model.draft(row, most)
-    reader, known = self._readers.get(row, (None, 0))
+    reader, num_read = self._readers.get(row, (None, 0))
     if reader is None:
       assert isinstance(self._drafter, TextDrafter)
       reader = self._drafter.reader(row.prompt.tolist())
-    reader.add(row.answer[known:])
+    reader.add(row.answer[num_read:])
     self._readers[row] = reader, len(row.answer)
     return RowDraft(tuple(reader.guess(min(most, self.count))))

@@ -1,4 +1,4 @@
-"""Choosing tokens for rows that each have settings of their own.
+"""Sampling for rows with separate settings.
 
 Guarantees: a row's token is what `Greedy` or `Sample` with its settings choose
 for it alone, or, at temperatures too low for `Sample`, a draw at that
@@ -6,9 +6,9 @@ temperature; settings of other rows, and whether there are any, do not matter.
 One program serves all settings.
 Cost: filters are computed only in steps in which some row has them.
 
-Before a row is penalised its `logit_bias` is added, and what its mask forbids
-is left out. Presence and frequency penalties are OpenAI's: they count tokens of
-the answer.
+A row's `logit_bias` is added before its penalties, and tokens that its mask
+forbids are left out. Presence and frequency penalties are OpenAI's: they count
+tokens of the answer.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ from ringjax.infer.finite import or_not_finite
 from ringjax.infer.sampling import PARAMETERS, Sample, first_largest, noise
 from ringjax.typing import ArrayLeaf
 
-# Below the first, logits are counted from the largest one; below the other,
-# which float32 has, it makes no difference.
+# Temperatures: below the first, the largest logit is subtracted before the
+# division; lower ones than the second (a float32) behave like it.
 _LOW, _LEAST = 0.01, 1e-30
-# Entries of a logit bias of one row, and logprobs of one token, at most.
+# Maximum entries of a row's logit bias; maximum logprobs of one token.
 BIASES, TOP = 64, 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSampling:
-  """How the tokens of one request are chosen.
+  """Sampling settings of one request.
 
   Attributes:
-    temperature: what logits are divided by, at most 100; 0 takes the likeliest
+    temperature: Divisor of the logits, at most 100; 0 takes the likeliest
       token.
-    top_k: keep the k likeliest tokens; None keeps all.
-    top_p: keep the likeliest tokens up to this probability; None keeps all.
-    min_p: drop tokens below min_p times the top probability.
-    repetition_penalty: above 1, tokens of prompt and answer get less likely.
-    presence_penalty: taken from the logits of tokens of the answer, -2 to 2.
-    frequency_penalty: the same, as often as they are there.
-    seed: random seed.
-    logit_bias: added to logits, by token id.
+    top_k: Keep the k likeliest tokens; None keeps all.
+    top_p: Keep the likeliest tokens up to this probability; None keeps all.
+    min_p: Drop tokens below min_p times the top probability.
+    repetition_penalty: Above 1, tokens of prompt and answer get less likely.
+    presence_penalty: Subtracted from the logits of tokens of the answer, -2 to
+      2.
+    frequency_penalty: Subtracted once for each time that a token is in the
+      answer, -2 to 2.
+    seed: Random seed.
+    logit_bias: Values to add to logits, by token id.
 
   Raises:
-    SamplingError, OptionError: a number is out of its range.
+    SamplingError, OptionError: If a number is out of range.
   """
 
   temperature: float = 0.0
@@ -103,7 +105,7 @@ class RowSampling:
 
   @property
   def counts(self) -> bool:
-    """Whether what was said before matters."""
+    """Whether penalties need the tokens so far."""
     return bool(
       (self.repetition_penalty or 1) != 1
       or self.presence_penalty
@@ -112,23 +114,24 @@ class RowSampling:
 
 
 class RowNumbers(NamedTuple):
-  """The settings of B rows, as arrays.
+  """Sampling settings of B rows, as arrays.
 
   Fields:
-    temperature: float32 [B], 0 is greedy.
-    top_k: int32 [B], the vocabulary for all.
-    top_p: float32 [B], 1 for all.
-    min_p: float32 [B], 0 for all.
-    repetition: float32 [B], 1 for none.
-    presence: float32 [B].
-    frequency: float32 [B].
-    seed: uint32 [2, B].
-    draw: int32 [B], the row that draws are for.
-    bias_ids: int32 [B, n], the vocabulary's size for none.
-    bias: float32 [B, n].
-    logprobs: bool [B], whether they are wanted.
-    search: bool [B], whether they are those behind biases, masks and penalties,
-      by which a beam search ranks tokens; else those of the model.
+    temperature: Temperature, float32 [B]; 0 is greedy.
+    top_k: Number of tokens to keep, int32 [B]; the vocabulary size for all.
+    top_p: Probability to keep, float32 [B]; 1 for all.
+    min_p: Fraction of the top probability, float32 [B]; 0 for all.
+    repetition: Repetition penalty, float32 [B]; 1 for none.
+    presence: Presence penalty, float32 [B].
+    frequency: Frequency penalty, float32 [B].
+    seed: Low and high words of the seed, uint32 [2, B].
+    draw: Row number of the draws, int32 [B].
+    bias_ids: Token ids of the logit bias, int32 [B, n]; the vocabulary size for
+      none.
+    bias: Values of the logit bias, float32 [B, n].
+    logprobs: Whether log-probabilities are requested, bool [B].
+    search: Whether they are those after biases, masks and penalties, by which a
+      beam search ranks tokens, bool [B]; else those of the model.
   """
 
   temperature: Float[ArrayLeaf, " B"]
@@ -147,9 +150,9 @@ class RowNumbers(NamedTuple):
 
   @classmethod
   def empty(cls, rows: int, vocab: int) -> RowNumbers:
-    """On the host, all greedy."""
+    """Greedy settings for all rows, on the host."""
     full: Any = lambda value, dtype: np.full(rows, value, dtype)
-    many: Any = lambda shape, value, dtype: np.full(shape, value, dtype)
+    full_shape: Any = lambda shape, value, dtype: np.full(shape, value, dtype)
     return cls(
       temperature=full(0, np.float32),
       top_k=full(vocab, np.int32),
@@ -158,10 +161,10 @@ class RowNumbers(NamedTuple):
       repetition=full(1, np.float32),
       presence=full(0, np.float32),
       frequency=full(0, np.float32),
-      seed=many((2, rows), 0, np.uint32),
+      seed=full_shape((2, rows), 0, np.uint32),
       draw=full(0, np.int32),
-      bias_ids=many((rows, BIASES), vocab, np.int32),
-      bias=many((rows, BIASES), 0, np.float32),
+      bias_ids=full_shape((rows, BIASES), vocab, np.int32),
+      bias=full_shape((rows, BIASES), 0, np.float32),
       logprobs=full(False, bool),
       search=full(False, bool),
     )
@@ -175,7 +178,7 @@ class RowNumbers(NamedTuple):
     search: bool,
     vocab: int,
   ) -> None:
-    """Writes the settings of one row, in place."""
+    """Write the settings of one row in place."""
     pick = lambda value, neutral: neutral if value is None else value
     self.temperature[row] = how.temperature
     self.top_k[row] = min(pick(how.top_k, vocab), vocab)
@@ -192,21 +195,22 @@ class RowNumbers(NamedTuple):
     self.logprobs[row], self.search[row] = logprobs, search
 
   def of(self, slots: Int[Array | np.ndarray, " B"]) -> RowNumbers:
-    """Of some rows, int [B]."""
+    """Settings of the given rows, int [B]."""
     return RowNumbers(
       *(x[:, slots] if x is self.seed else x[slots] for x in self)
     )
 
 
 class Choice(NamedTuple):
-  """Tokens that were chosen.
+  """Chosen tokens and their log-probabilities.
 
   Fields:
-    token: int32 [B]; `finite.NOT_FINITE` of rows whose logits are not finite,
-      or which may choose no token whose logit is.
-    logprob: float32 [B], of the token; 0 where it is not wanted.
-    top: int32 [B, n], the likeliest tokens.
-    top_logprobs: float32 [B, n], theirs.
+    token: Token ids, int32 [B]; `finite.NOT_FINITE` for rows whose logits are
+      not finite, or whose allowed tokens have no finite logit.
+    logprob: Log-probability of the token, float32 [B]; 0 where it is not
+      requested.
+    top: Likeliest tokens, int32 [B, n].
+    top_logprobs: Log-probabilities of `top`, float32 [B, n].
   """
 
   token: Int[ArrayLeaf, " B"]
@@ -223,15 +227,15 @@ def choose(
   counts: Int[Array, "B V"],
   allowed: Bool[Array, "B V"],
 ) -> Choice:
-  """A token for each row.
+  """Choose a token for each row.
 
   Args:
-    logits: of the model.
-    how: settings.
-    pos: positions of the tokens that are chosen.
-    seen: which tokens occurred in prompt and answer.
-    counts: how often in the answer.
-    allowed: tokens that may come.
+    logits: Logits of the model.
+    how: Sampling settings.
+    pos: Positions of the tokens that are chosen.
+    seen: Whether a token occurred in prompt or answer.
+    counts: Number of times that a token occurred in the answer.
+    allowed: Mask of allowed tokens.
   """
   batch, vocab = logits.shape
   column = lambda x: x[:, None]
@@ -244,24 +248,24 @@ def choose(
 
   scores = lax.cond(jnp.any(drawn), sampled, lambda: logits_)
   token = first_largest(scores)
-  # A mask may hide what is not finite, and may leave nothing that is.
+  # A mask may hide logits that are not finite, or leave no finite one.
   sound = or_not_finite(or_not_finite(token, logits), logits_)
   top = min(TOP, vocab)
 
   def reported() -> tuple[jax.Array, ...]:
     ranked = jnp.where(column(how.search), logits_, logits)
-    found = jax.nn.log_softmax(ranked, -1)
-    best, ids = lax.top_k(found, top)
-    mine = jnp.take_along_axis(found, column(token), 1)[:, 0]
-    return mine, ids.astype(jnp.int32), best
+    log_probs = jax.nn.log_softmax(ranked, -1)
+    best, ids = lax.top_k(log_probs, top)
+    chosen = jnp.take_along_axis(log_probs, column(token), 1)[:, 0]
+    return chosen, ids.astype(jnp.int32), best
 
   none = (
     jnp.zeros((batch,), jnp.float32),
     jnp.zeros((batch, top), jnp.int32),
     jnp.zeros((batch, top), jnp.float32),
   )
-  mine, ids, best = lax.cond(jnp.any(how.logprobs), reported, lambda: none)
-  return Choice(sound, mine, ids, best)
+  logprob, ids, best = lax.cond(jnp.any(how.logprobs), reported, lambda: none)
+  return Choice(sound, logprob, ids, best)
 
 
 def ranked(
@@ -272,19 +276,24 @@ def ranked(
   counts: Int[Array, "B V"],
   allowed: Bool[Array, "B V"],
 ) -> Float[Array, "B V"]:
-  """Logarithms of probabilities, with the noise of the rows that draw.
+  """Log-probabilities, with Gumbel noise for the rows that draw.
 
-  Their largest one is what `choose` takes, of which see the arguments; sums of
-  several say how likely paths are.
+  `choose` takes the largest one; the arguments are the same. Sums over tokens
+  rank paths.
   """
-  found, drawn = _penalised(logits, how, seen, counts, allowed), how.temperature
+  penalised, drawn = (
+    _penalised(logits, how, seen, counts, allowed),
+    how.temperature,
+  )
 
   def sampled() -> jax.Array:
-    some = (drawn > 0)[:, None]
-    found_ = jax.nn.log_softmax(jnp.where(some, _filtered(found, how), found))
-    return found_ + jnp.where(some, _noise(how, pos, logits.shape[1]), 0)
+    draws = (drawn > 0)[:, None]
+    log_probs = jax.nn.log_softmax(
+      jnp.where(draws, _filtered(penalised, how), penalised)
+    )
+    return log_probs + jnp.where(draws, _noise(how, pos, logits.shape[1]), 0)
 
-  plain = lambda: jax.nn.log_softmax(found)
+  plain = lambda: jax.nn.log_softmax(penalised)
   return lax.cond(jnp.any(drawn > 0), sampled, plain)
 
 
@@ -295,19 +304,21 @@ def _penalised(
   counts: Int[Array, "B V"],
   allowed: Bool[Array, "B V"],
 ) -> Float[Array, "B V"]:
-  """Logits behind biases, masks and penalties."""
+  """Logits after biases, masks and penalties."""
   rows = jnp.arange(logits.shape[0])[:, None]
   column = lambda x: x[:, None]
 
   def biased() -> jax.Array:
-    found = logits.at[rows, how.bias_ids].add(how.bias, mode="drop")
-    found = jnp.where(allowed, found, -jnp.inf)
+    biased_logits = logits.at[rows, how.bias_ids].add(how.bias, mode="drop")
+    biased_logits = jnp.where(allowed, biased_logits, -jnp.inf)
     penalty = column(how.repetition)
-    scaled = jnp.where(found < 0, found * penalty, found / penalty)
-    found = jnp.where(seen, scaled, found)
+    scaled = jnp.where(
+      biased_logits < 0, biased_logits * penalty, biased_logits / penalty
+    )
+    biased_logits = jnp.where(seen, scaled, biased_logits)
     times = counts.astype(jnp.float32)
-    found = found - column(how.frequency) * times
-    return found - jnp.where(counts > 0, column(how.presence), 0)
+    biased_logits = biased_logits - column(how.frequency) * times
+    return biased_logits - jnp.where(counts > 0, column(how.presence), 0)
 
   plain = (
     jnp.all(how.bias == 0)
@@ -331,35 +342,35 @@ def _filtered(
     top = jnp.where(jnp.isfinite(top), top, 0)
     return jnp.where(column(low), logits - top, logits)
 
-  # Large quotients would lose the noise, or be infinite, all of them.
-  found = lax.cond(jnp.any(low), from_top, lambda: logits)
+  # Large quotients would absorb the noise, or overflow to infinity.
+  scaled = lax.cond(jnp.any(low), from_top, lambda: logits)
   divisor = jnp.maximum(how.temperature, _LEAST)
-  found = found / column(jnp.where(how.temperature > 0, divisor, 1))
+  scaled = scaled / column(jnp.where(how.temperature > 0, divisor, 1))
   filters = (
     (how.top_k < vocab, dict(top_k=column(how.top_k))),
     (how.top_p < 1, dict(top_p=column(how.top_p))),
     (how.min_p > 0, dict(min_p=column(how.min_p))),
   )
-  for which, one in filters:
-    sampler = _with_arrays(**one)
-    cut = lambda found=found, sampler=sampler: sampler.filtered(found)
-    kept = lax.cond(jnp.any(which), cut, lambda found=found: found)
-    found = jnp.where(column(which), kept, found)
-  return found
+  for has_filter, options in filters:
+    sampler = _with_arrays(**options)
+    cut = lambda found=scaled, sampler=sampler: sampler.filtered(found)
+    filtered = lax.cond(jnp.any(has_filter), cut, lambda found=scaled: found)
+    scaled = jnp.where(column(has_filter), filtered, scaled)
+  return scaled
 
 
 def _noise(
   how: RowNumbers, pos: Int[Array, " B"], vocab: int
 ) -> Float[Array, "B V"]:
-  """What each row draws by at these positions."""
+  """Gumbel noise of each row at these positions."""
   return noise(_with_arrays(seed=how.seed), how.draw, pos, vocab)
 
 
 def _with_arrays(**numbers: Any) -> Sample:
-  """A `Sample` whose numbers are arrays, one for each row."""
+  """Make a `Sample` whose numbers are arrays, one for each row."""
   plain = dict(temperature=np.float32(1), seed=np.zeros(2, np.uint32))
-  made = object.__new__(Sample)
+  sampler = object.__new__(Sample)
   for field in dataclasses.fields(Sample):
     value = {**plain, **numbers}.get(field.name)
-    object.__setattr__(made, field.name, value)
-  return made
+    object.__setattr__(sampler, field.name, value)
+  return sampler

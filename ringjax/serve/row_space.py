@@ -1,9 +1,9 @@
-"""Contiguous rows that grow on demand: which page groups each row has.
+"""Contiguous rows that grow on demand, in mapped page groups.
 
 Guarantees: the tokens of a row are next to one another in the memory of its
 slot, and a slot has memory for what its row needs, or `OutOfPages` is raised,
-which the scheduler answers by preempting a row. Groups that no running row
-needs can all be had by others, so that at most one page group a row is wasted.
+on which the scheduler preempts a row. All groups that no running row needs can
+be used by others, so that at most one page group a row is wasted.
 Cost: some comparisons for each allocation; memory is mapped one step ahead, on
 a background thread, so that no row that decodes waits for it.
 Memory: some numbers for each slot.
@@ -35,29 +35,30 @@ class RowMemory(Protocol):
   """Memory whose pages a `RowSpace` maps and unmaps."""
 
   def map(self, slot: int, first: int, last: int) -> bool:
-    """Memory for the groups `first` to `last` - 1 of a slot; whether there
-    was any."""
+    """Map the groups `first` to `last` - 1 of a slot; False without memory."""
     ...
 
   def unmap(self, slot: int, first: int, last: int) -> None:
-    """Gives the memory of these groups back."""
+    """Unmap the memory of these groups."""
     ...
 
 
 @dataclasses.dataclass(kw_only=True)
 class RowSpaceCounters:
-  """What happened so far, in page groups unless said otherwise.
+  """Counters of a row space, in page groups unless stated otherwise.
 
   Attributes:
-    sync_maps: that were mapped while a plan waited for them.
-    decode_maps: of these, for rows whose growth was known a step before.
-    background_maps: that the look-ahead mapped for running rows.
-    eager_maps: that it mapped for the row that begins next.
-    reused: that a row found mapped when it began.
-    reuses: rows that found some.
-    reclaimed: that were taken from free slots, or from behind a row's end.
-    moves: rows that were copied to a larger extent.
-    exhausted: how often there was none.
+    sync_maps: Number of groups mapped while a plan waited for them.
+    decode_maps: Number of `sync_maps` for rows whose growth was known a step
+      before.
+    background_maps: Number of groups that the look-ahead mapped for running
+      rows.
+    eager_maps: Number of groups that it mapped for the row that begins next.
+    reused: Number of groups that were mapped already when a row began.
+    reuses: Number of rows with such groups.
+    reclaimed: Number of groups taken from free slots, or after a row's end.
+    moves: Number of rows that were copied to a larger extent.
+    exhausted: Number of times that no group was left.
   """
 
   sync_maps: int = 0
@@ -72,24 +73,24 @@ class RowSpaceCounters:
 
   @property
   def maps(self) -> int:
-    """All groups that were mapped."""
+    """Number of all groups that were mapped."""
     return self.sync_maps + self.background_maps + self.eager_maps
 
 
 class RowSpace(PrefixTree):
   """Slots of rows and the page groups that are mapped in them.
 
-  For a `Scheduler` it is a tree of prefixes that has no blocks: nothing is
-  shared between rows. The page that `allocate` returns is the place of a token
-  in reserved address space: pages of slot s begin at s times `each`.
+  For a `Scheduler` it is a prefix tree without blocks: rows share nothing. The
+  page that `allocate` returns is a place in reserved address space: pages of
+  slot s begin at s times `each`.
 
   Attributes:
-    each: pages of a slot on each shard.
-    mapped: of each slot, groups that it has memory for.
-    needed: of each slot, groups that hold tokens of its row.
-    space_counters: what happened.
-    settle: called before memory is unmapped that calls on their way may still
-      read: that of a slot whose row left after `join`.
+    each: Number of pages of a slot on each shard.
+    mapped: Number of groups that each slot has memory for.
+    needed: Number of groups of each slot that hold tokens of its row.
+    space_counters: Counters of mapped and reused groups.
+    settle: Called before memory is unmapped that calls in flight may still
+      read, the memory of a slot whose row left after `join`.
   """
 
   def __init__(
@@ -106,20 +107,22 @@ class RowSpace(PrefixTree):
     low: int | float = 0.1,
     background: bool = True,
   ):
-    """With nothing mapped.
+    """Make slots without mapped memory.
 
     Args:
-      rows: slots.
-      groups: page groups that may be mapped at the same time.
-      page: tokens of a page.
-      blocks: pages of a slot at most, a multiple of the shards.
-      shards: page n of a row is on shard n % shards.
-      memory: what is to be mapped, or None: groups are only counted.
-      ahead: tokens of a row that decodes for which there is memory already.
-      eager: groups that the free slot which is next has mapped.
-      low: the part of the groups below which free slots give theirs back.
-      background: whether a thread looks ahead; otherwise nobody does, and
-        growth is synchronous.
+      rows: Number of slots.
+      groups: Number of page groups that may be mapped at the same time.
+      page: Number of tokens of a page.
+      blocks: Maximum number of pages of a slot, a multiple of the shards.
+      shards: Number of shards; page n of a row is on shard n % shards.
+      memory: Memory to map, or None: groups are only counted.
+      ahead: Number of tokens for which the look-ahead maps memory after the end
+        of a row that decodes.
+      eager: Number of groups to map in the free slot that is used next.
+      low: Fraction of the groups; with fewer free ones, free slots are
+        unmapped.
+      background: Whether a thread looks ahead; otherwise all growth is
+        synchronous.
     """
     positive_int("blocks", blocks)
     if blocks % positive_int("shards", shards):
@@ -155,22 +158,22 @@ class RowSpace(PrefixTree):
       )
 
   # -------------------------------------------------------------------------
-  # What a scheduler asks
+  # Interface of a scheduler
   # -------------------------------------------------------------------------
 
   def free(self, group: int = 0) -> int:
-    """Pages without memory in any slot, on all shards."""
+    """Number of pages, on all shards, that are not mapped in any slot."""
     return self._free_groups() * self.shards
 
   def available(self, shard: int = 0) -> int:
-    """Pages on a shard that no running row needs."""
+    """Number of pages on a shard that no running row needs."""
     return self._total - sum(self.kept(n) for n in range(len(self.mapped)))
 
   def slot_for(self, free: Sequence[int], tokens: int) -> int:
-    """The free slot that fits a row of so many tokens best; it is taken.
+    """Take the free slot that best fits a row of `tokens`.
 
-    That is the one with the fewest groups that are enough, or else the one
-    with the most.
+    It is the slot with the fewest groups that are enough, or else the one with
+    the most.
     """
     want = self.groups_of(tokens)
     with self._lock:
@@ -179,33 +182,33 @@ class RowSpace(PrefixTree):
         slot = min(enough, key=lambda n: (self.mapped[n], n))
       else:
         slot = max(free, key=lambda n: (self.mapped[n], -n))
-      found = min(want, self.mapped[slot])
-      self.space_counters.reused += found
-      self.space_counters.reuses += found > 0
+      num_reused = min(want, self.mapped[slot])
+      self.space_counters.reused += num_reused
+      self.space_counters.reuses += num_reused > 0
       self._active[slot] = True
     return slot
 
   def allocate(self, group: int, number: int, slot: int = 0) -> int:
-    """A place for the block `number` of the row in a slot.
+    """Allocate a page for the block `number` of the row in a slot.
 
     Raises:
-      OutOfPages: running rows need all groups.
+      OutOfPages: If running rows need all groups.
     """
     index = number // self.shards
     with self._lock:
       if index >= self.mapped[slot]:
-        before = self.mapped[slot]
+        mapped_before = self.mapped[slot]
         if not self._grow(slot, index + 1):
           self.space_counters.exhausted += 1
           raise OutOfPages
-        many = self.mapped[slot] - before
-        self.space_counters.sync_maps += many
-        self.space_counters.decode_maps += many * (slot in self._watched)
+        num_mapped = self.mapped[slot] - mapped_before
+        self.space_counters.sync_maps += num_mapped
+        self.space_counters.decode_maps += num_mapped * (slot in self._watched)
       self.needed[slot] = max(self.needed[slot], index + 1)
     return slot * self.each + index
 
   def give_back(self, group: int, number: int, page: int) -> None:
-    """Nothing: a row leaves its slot with all that is in it, see `leave`."""
+    """Does nothing: `leave` frees all pages of a slot."""
 
   def leave(self, slot: int) -> None:
     """A row leaves its slot, which keeps its groups for the next one."""
@@ -219,11 +222,11 @@ class RowSpace(PrefixTree):
   # -------------------------------------------------------------------------
 
   def look_ahead(self, tokens: Mapping[int, int]) -> None:
-    """Lets the thread map what rows that decode will need.
+    """Lets the thread map the groups that rows that decode need next.
 
     Args:
-      tokens: by slot, those that a row has once the calls that are on their
-        way have been computed.
+      tokens: Number of tokens of each slot's row once the calls in flight have
+        been computed.
     """
     self._wait()
     with self._lock:
@@ -234,7 +237,7 @@ class RowSpace(PrefixTree):
   def join(self) -> None:
     """Waits for the thread, before a plan is made.
 
-    Calls of the plan before the last one are over by then.
+    The calls of the plan before the last one have ended by then.
     """
     with self._lock:
       self._warm.clear()
@@ -253,30 +256,30 @@ class RowSpace(PrefixTree):
       self._thread = None
 
   def groups_of(self, tokens: int) -> int:
-    """Groups that hold so many tokens of a row."""
+    """Number of groups that hold `tokens` tokens of a row."""
     return -(-tokens // (self.page * self.shards))
 
   def _prepare(self, tokens: dict[int, int]) -> None:
-    counters, some = self.space_counters, False
-    for slot, many in tokens.items():
+    counters, any_mapped = self.space_counters, False
+    for slot, num_tokens in tokens.items():
       with self._lock:
-        want = min(self.groups_of(many + self._ahead), self.each)
-        before = self.mapped[slot]
-        if not self._active[slot] or want <= before:
+        want = min(self.groups_of(num_tokens + self._ahead), self.each)
+        mapped_before = self.mapped[slot]
+        if not self._active[slot] or want <= mapped_before:
           continue
-        # If there is none, a plan will have to preempt a row.
-        some |= self._grow(slot, want)
-        counters.background_maps += self.mapped[slot] - before
+        # If no group is left, a later plan preempts a row.
+        any_mapped |= self._grow(slot, want)
+        counters.background_maps += self.mapped[slot] - mapped_before
     with self._lock:
       empty = [n for n, on in enumerate(self._active) if not on]
       if empty and self._eager and self._free_groups() > self._low:
         slot = max(empty, key=lambda n: (self.mapped[n], -n))
-        before = self.mapped[slot]
+        mapped_before = self.mapped[slot]
         want = min(self._eager, self.each)
-        if before < want and self._extend(slot, want):
-          counters.eager_maps += self.mapped[slot] - before
-          some = True
-      if not some and self._free_groups() < self._low:
+        if mapped_before < want and self._extend(slot, want):
+          counters.eager_maps += self.mapped[slot] - mapped_before
+          any_mapped = True
+      if not any_mapped and self._free_groups() < self._low:
         self._reclaim(1, None, running=False)
 
   # -------------------------------------------------------------------------
@@ -287,18 +290,18 @@ class RowSpace(PrefixTree):
     return self._total - sum(self.mapped)
 
   def kept(self, slot: int) -> int:
-    """Groups of a slot that nothing but a preemption frees."""
+    """Number of groups of a slot that only a preemption frees."""
     return self.needed[slot]
 
   def _grow(self, slot: int, want: int) -> bool:
-    """Memory for `want` groups of a slot, taken from others if need be."""
+    """Map `want` groups of a slot, if need be taken from other slots."""
     while not self._extend(slot, want):
       if not self._reclaim(want - self.mapped[slot], slot, running=True):
         return False
     return True
 
   def _extend(self, slot: int, want: int) -> bool:
-    """Memory for `want` groups of a slot, if that many are free."""
+    """Map `want` groups of a slot, if that many are free."""
     have = self.mapped[slot]
     if want - have > self._free_groups():
       return False
@@ -308,13 +311,13 @@ class RowSpace(PrefixTree):
     return True
 
   def _reclaim(self, many: int, keep: int | None, *, running: bool) -> bool:
-    """Frees a few groups; whether there was one.
+    """Frees up to `many` groups and returns whether any was freed.
 
-    Those of free slots first, the highest slot first; with `running` those
-    behind the ends of running rows too.
+    Groups of free slots come first, from the highest slot; with `running` also
+    those after the ends of running rows.
     """
     slots = [n for n in reversed(range(len(self.mapped))) if n != keep]
-    done = 0
+    num_freed = 0
     for active in (False, True)[: 1 + running]:
       for slot in slots:
         over = self.mapped[slot] - self.kept(slot)
@@ -322,20 +325,20 @@ class RowSpace(PrefixTree):
           continue
         if slot in self._warm and self._memory is not None:
           if not running:
-            # The thread does not wait for calls.
+            # The look-ahead thread must not wait for calls.
             continue
           self.settle()
           self._warm.clear()
-        done += self._cut(slot, min(over, many - done))
-        if done >= many:
+        num_freed += self._cut(slot, min(over, many - num_freed))
+        if num_freed >= many:
           break
-      if done >= many:
+      if num_freed >= many:
         break
-    self.space_counters.reclaimed += done
-    return done > 0
+    self.space_counters.reclaimed += num_freed
+    return num_freed > 0
 
   def _cut(self, slot: int, many: int) -> int:
-    """Takes groups from the end of a slot; how many."""
+    """Unmap groups at the end of a slot; returns their number."""
     have = self.mapped[slot]
     if self._memory is not None:
       self._memory.unmap(slot, have - many, have)
@@ -347,10 +350,10 @@ class RowSpace(PrefixTree):
   # -------------------------------------------------------------------------
 
   def check(self) -> None:
-    """Rows have what they need, and no more groups are mapped than there are.
+    """Checks that rows have their groups and that the total is not exceeded.
 
     Raises:
-      AssertionError: they have not.
+      AssertionError: If a count does not hold.
     """
     with self._lock:
       for slot, (have, need) in enumerate(
@@ -363,12 +366,12 @@ class RowSpace(PrefixTree):
 
 
 class ExtentMove(NamedTuple):
-  """A row's pages that are to be copied, on each shard.
+  """Copy of a row's pages to another extent, on each shard.
 
   Fields:
-    source: the first page.
-    target: where it goes.
-    count: how many.
+    source: First page to copy.
+    target: First page of the target.
+    count: Number of pages.
   """
 
   source: int
@@ -379,16 +382,16 @@ class ExtentMove(NamedTuple):
 class DoublingSpace(RowSpace):
   """A `RowSpace` in memory of fixed size: an extent doubles when it is full.
 
-  A row's extent is a power of two of groups, out of a buddy system; the row is
-  copied to another one unless it can grow where it is. At most half of an
+  A row's extent is a power of two of groups, from a buddy allocator; the row is
+  copied to another extent unless it can grow in place. At most half of an
   extent is unused.
 
   Attributes:
-    base: of each slot the first page of its extent, on each shard.
+    base: First page of each slot's extent, on each shard.
   """
 
   def __init__(self, rows: int, groups: int, page: int, **options: Any):
-    """See `RowSpace`; `groups` is a power of two."""
+    """Make slots as `RowSpace` does; `groups` is a power of two."""
     super().__init__(rows, groups, page, **options)
     if groups & (groups - 1):
       raise OptionError(
@@ -400,13 +403,13 @@ class DoublingSpace(RowSpace):
     self._moves: list[ExtentMove] = []
 
   def take_moves(self) -> list[ExtentMove]:
-    """What has to be copied, in order, before the next call."""
+    """Take the copies to make, in order, before the next call."""
     with self._lock:
       moves, self._moves = self._moves, []
     return moves
 
   def place(self, pages: np.ndarray, slot: int) -> np.ndarray:
-    """Where pages of a slot, int32 [R, m], are now; -1 remains."""
+    """Translate pages of a slot, int32 [R, m], to its extent; -1 remains."""
     delta = self.base[slot] - slot * self.each
     return pages + (pages >= 0) * delta
 
@@ -423,20 +426,20 @@ class DoublingSpace(RowSpace):
         return False
       self.base[slot], self.mapped[slot] = at, size
       return True
-    at, now, joined = old, have, list[tuple[int, int]]()
-    # Where it is, as far as its neighbours are free.
-    while now < size and at ^ now in self._extents.get(now, ()):
-      joined.append((at ^ now, now))
-      at, now = min(at, at ^ now), 2 * now
-    if now < size:
-      found = self._take(size)
-      if found is None:
+    at, length, joined = old, have, list[tuple[int, int]]()
+    # Grow in place as far as the buddies are free.
+    while length < size and at ^ length in self._extents.get(length, ()):
+      joined.append((at ^ length, length))
+      at, length = min(at, at ^ length), 2 * length
+    if length < size:
+      extent = self._take(size)
+      if extent is None:
         return False
       self._give(old, have)
-      at = found
+      at = extent
     else:
-      for other, many in joined:
-        self._extents[many].remove(other)
+      for buddy, buddy_size in joined:
+        self._extents[buddy_size].remove(buddy)
     self.base[slot], self.mapped[slot] = at, size
     if self.base[slot] != old and self.needed[slot]:
       # The data is in the first pages of the old extent.
@@ -445,26 +448,26 @@ class DoublingSpace(RowSpace):
     return True
 
   def _cut(self, slot: int, many: int) -> int:
-    """An extent goes as a whole."""
+    """Free the whole extent of a slot; returns its number of groups."""
     have, self.mapped[slot] = self.mapped[slot], 0
     self._give(self.base[slot], have)
     return have
 
   def _take(self, size: int) -> int | None:
-    """The first page of an extent, or None."""
+    """Allocate an extent; its first page, or None."""
     sizes = [n for n, at in self._extents.items() if at and n >= size]
     if not sizes:
       return None
-    now = min(sizes)
-    at = min(self._extents[now])
-    self._extents[now].remove(at)
-    while now > size:
-      now //= 2
-      self._extents.setdefault(now, set()).add(at + now)
+    free_size = min(sizes)
+    at = min(self._extents[free_size])
+    self._extents[free_size].remove(at)
+    while free_size > size:
+      free_size //= 2
+      self._extents.setdefault(free_size, set()).add(at + free_size)
     return at
 
   def _give(self, at: int, size: int) -> None:
-    """Frees an extent, and joins it with its free neighbours."""
+    """Frees an extent, and joins it with its free buddies."""
     while at ^ size in self._extents.get(size, ()):
       self._extents[size].remove(at ^ size)
       at, size = min(at, at ^ size), 2 * size

@@ -27,7 +27,7 @@ from ringjax.serve.prefix_tree import OutOfPages, PrefixBlock, PrefixTree
 if TYPE_CHECKING:
   pass
 
-# How many waiting rows a plan looks at.
+# Number of waiting rows that a plan examines.
 _LOOK = 64
 
 
@@ -36,12 +36,12 @@ class KeptPages:
   """Pages that a row had when it was preempted, which are copied elsewhere.
 
   Attributes:
-    tables: for each group int32 [R, m], the pages that it had.
-    computed: tokens whose keys they hold.
-    slot: the row's place then.
-    payload: the copy; whatever the engine makes of it.
-    into: for each group the pages that it is to be copied into, by number of
-      the block, once the row comes back.
+    tables: Pages that it had, int32 [R, m] for each group.
+    computed: Number of tokens whose keys they hold.
+    slot: Slot that the row had.
+    payload: Copy of the pages, in the engine's form.
+    into: Pages to copy into once the row comes back, by block number, for each
+      group.
   """
 
   tables: list[np.ndarray]
@@ -60,7 +60,7 @@ class StoredPrefix:
     payloads: Bytes of each page that has to be loaded, by (block number,
         group); the other pages are in the tree.
     apart: Whether the pages are private to the row: the last ones of the
-        blocks, filled with the tokens that are kept of all blocks.
+      blocks, filled with the tokens that are kept of all blocks.
   """
 
   count: int
@@ -80,13 +80,13 @@ class ServedRow:
   Attributes:
     prompt: Token ids of the prompt, int32 [n].
     most: Maximum number of tokens of the answer.
-    priority: smaller ones come first.
+    priority: Priority; smaller ones come first.
     arrival: Arrival as a count or a time; earlier rows come first.
     salt: Salt of its prefixes; rows with another salt share nothing with it.
     adapter: Adapter of the row; rows with another one share nothing with it.
     share: Whether blocks of the prompt may be shared.
     owner: Object of the caller that the row belongs to.
-    answer: tokens that were chosen and are known to the host.
+    answer: Chosen tokens that the host knows.
     chosen: Number of chosen tokens; the host may not know the last ones yet.
     computed: Number of tokens whose keys are in pages.
     slot: Number among the running rows, or None.
@@ -96,7 +96,7 @@ class ServedRow:
     preemptions: Number of times that it was preempted.
     hit: Number of tokens whose keys were cached when it began.
     trusted: Number of tokens of `hit` whose keys other rows had computed when
-        it first began.
+      it first began.
     ended: Whether it has ended.
     held: Whether it waits for another row that computes its prefix, or for
       blocks that come from a store.
@@ -104,14 +104,14 @@ class ServedRow:
     store_state: State that a `BlockSource` keeps for the row.
     kept: Pages that a preempted row comes back with, or None.
     team: Rows of one beam search, including itself: they have slots at the same
-        time, the first one computes the prompt, and each waits until the host
-        knows a token before it reads it; empty for a single row.
+      time, the first one computes the prompt, and each waits until the host
+      knows a token before it reads it; empty for a single row.
     parked: Whether a row of a team has a slot but no pages.
     source: Row that a parked one becomes a copy of, or None.
     apart: Part of its prefix that it reads in place of the whole; no other row
-        reuses the keys that it computes after it. None: it reads all.
+      reuses the keys that it computes after it. None: it reads all.
     absent: Number of token slots before its first page, for a row that reads a
-        part.
+      part.
   """
 
   prompt: np.ndarray
@@ -194,7 +194,7 @@ class RowDraft(NamedTuple):
   Fields:
     tokens: Drafted token ids, a chain or a tree.
     parents: Index of the token that each follows in a tree, an earlier one of
-        `tokens`; -1 for the row's last token. None: a chain.
+      `tokens`; -1 for the row's last token. None: a chain.
   """
 
   tokens: tuple[int, ...] = ()
@@ -230,7 +230,7 @@ class DecodeTurn:
     slot: Number of the row in the call.
     at: Position of the token that is read.
     chooses: Whether the call chooses the next token; otherwise it is known, as
-        the row was preempted and comes back.
+      the row was preempted and comes back.
     draft: Drafted tokens after the token that is read, which the call checks.
   """
 
@@ -255,7 +255,7 @@ class RowFork:
     source: Slot of the other row, whose recurrent states are copied.
     number: Number of the block that is partly filled and therefore copied.
     pages: Pages (from, to) of that block, for each group; empty if all blocks
-        are full.
+      are full.
   """
 
   row: ServedRow
@@ -273,13 +273,13 @@ class StepPlan:
     pieces: Chunks of prompts.
     admitted: Rows that begin or begin again.
     preempted: Rows that had to make room; their pages are copied before a call
-        where `kept` is set.
+      where `kept` is set.
     restored: Rows that begin again with pages that are copied back before a
-        call.
+      call.
     refused: Preempted rows that ran alone: no row can make room for them, so
-        they would be preempted for ever.
+      they would be preempted for ever.
     forks: Copies to make before a call, after those of `preempted` and
-        `restored`.
+      `restored`.
   """
 
   turns: tuple[DecodeTurn, ...]
@@ -313,7 +313,7 @@ class StepLimits:
     budget: Maximum number of tokens of a step, of prompts and answers together.
     blocks: Maximum number of blocks of a row, a multiple of the shards.
     one_piece: Whether a call has at most one chunk of a row, as recurrent
-        layers need.
+      layers need.
   """
 
   rows: int
@@ -345,16 +345,16 @@ class Scheduler:
   """Waiting and running rows, and the pages that they hold.
 
   Attributes:
-    tree: pages and prefixes.
+    tree: Tree of pages and prefixes.
     limits: Maximum sizes of calls and steps.
     tables: Pages of each slot, int32 [rows, R, blocks / R] for each group; -1
-        marks no page. See `PagePool.call`.
+      marks no page. See `PagePool.call`.
     running: Rows by slot; None where it is free.
     version: Number of changes of the tables.
     source: Source of blocks that the tree does not have, or None.
     drafts: Function that drafts tokens after the last one of a row, a path of
-        so many at most; or None. With drafts the host knows all tokens of rows
-        when it plans.
+      so many at most; or None. With drafts the host knows all tokens of rows
+      when it plans.
     loads: Bytes to load into pages before the calls of the plan, by (group,
         shard, page); the caller takes them out.
   """

@@ -1,4 +1,4 @@
-"""What a server counts, as text that Prometheus reads.
+"""Server metrics in the text format of Prometheus.
 
 Ref: https://prometheus.io/docs/instrumenting/exposition_formats
 """
@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# What is counted by tenants, of requests that are over.
+# Metrics of each tenant's ended requests.
 _OF_TENANTS = {
   "requests_total": "Requests that are over.",
   "requests_cancelled_total": "Requests given up.",
@@ -34,13 +34,13 @@ _OF_TENANTS = {
 
 
 class Figure(NamedTuple):
-  """A number that a server shows.
+  """One metric of a server.
 
   Fields:
     kind: "counter" or "gauge".
-    name: behind "ringjax_".
-    value: the number.
-    text: what it is.
+    name: Name of the metric, without the prefix "ringjax_".
+    value: Current value.
+    text: Help text.
   """
 
   kind: str
@@ -50,7 +50,7 @@ class Figure(NamedTuple):
 
 
 class LatencyHistogram:
-  """How many times were at most so many seconds."""
+  """Histogram of latencies in seconds."""
 
   def __init__(self, name: str, text: str, bounds: Sequence[int | float]):
     self.name, self.text, self.bounds = name, text, tuple(bounds)
@@ -58,12 +58,12 @@ class LatencyHistogram:
     self.total = 0.0
 
   def observe(self, seconds: float) -> None:
-    """Counts a time."""
+    """Adds a latency."""
     self.counts[bisect.bisect_left(self.bounds, seconds)] += 1
     self.total += seconds
 
   def lines(self) -> Iterator[str]:
-    """As Prometheus reads it."""
+    """Lines in the text format of Prometheus."""
     yield f"# HELP {self.name} {self.text}"
     yield f"# TYPE {self.name} histogram"
     sums = list(itertools.accumulate(self.counts))
@@ -74,7 +74,7 @@ class LatencyHistogram:
     yield f"{self.name}_count {sums[-1]}"
 
 
-# What an engine counts that reads parts of prefixes.
+# Metrics of an engine that reads parts of prefixes.
 _OF_PARTS = (
   (
     "important_rows_total",
@@ -110,7 +110,7 @@ _OF_PARTS = (
 
 
 class _Counts:
-  """What was counted of one tenant, or of all."""
+  """Counts and latencies of one tenant, or of all."""
 
   def __init__(self) -> None:
     self.first = LatencyHistogram(
@@ -130,7 +130,7 @@ class _Counts:
     self.numbers: collections.Counter[str] = collections.Counter()
 
   def figures(self) -> list[Figure]:
-    """What a tenant is shown of its requests, as of an engine's."""
+    """Metrics of a tenant's requests, in place of the engine's."""
     return [
       Figure("counter", name, self.numbers[name], text)
       for name, text in _OF_TENANTS.items()
@@ -146,19 +146,19 @@ class ServerMetrics:
     self._lock = threading.Lock()
 
   def _of(self, tenant: str) -> tuple[_Counts, ...]:
-    """Where is counted what a tenant does; "" is who has not said who it is."""
+    """Counts to update for a tenant; "" stands for an unknown one."""
     if not tenant:
       return (self._all,)
     return self._all, self._tenants.setdefault(tenant, _Counts())
 
   def answered(self, path: str, status: int, tenant: str = "") -> None:
-    """Counts an answer of HTTP."""
+    """Counts an HTTP answer."""
     with self._lock:
       for counts in self._of(tenant):
         counts.answers[path, status] += 1
 
   def ended(self, handles: Sequence[Handle], tenant: str = "") -> None:
-    """Counts requests that have ended, or are given up."""
+    """Counts requests that have ended or were cancelled."""
     numbers = {
       "requests_total": len(handles),
       "requests_cancelled_total": sum(
@@ -182,32 +182,34 @@ class ServerMetrics:
   def watch(
     self, then: Callable[[Answer], None], tenant: str = ""
   ) -> Callable[[Answer], None]:
-    """What to call as answers of one request grow; it calls `then`."""
+    """Callback that measures one request's answers and then calls `then`."""
     start = time.monotonic()
     last: dict[int, tuple[int, float]] = {}
 
     def changed(answer: Answer) -> None:
-      now, count = time.monotonic(), len(answer.tokens)
-      before, at = last.get(id(answer), (0, start))
+      current_time, count = time.monotonic(), len(answer.tokens)
+      count_before, at = last.get(id(answer), (0, start))
       with self._lock:
         for counts in self._of(tenant):
-          if count > before:
-            (counts.between if before else counts.first).observe(now - at)
+          if count > count_before:
+            (counts.between if count_before else counts.first).observe(
+              current_time - at
+            )
           if answer.finish is not None:
-            counts.whole.observe(now - start)
-        if count > before:
-          last[id(answer)] = count, now
+            counts.whole.observe(current_time - start)
+        if count > count_before:
+          last[id(answer)] = count, current_time
       then(answer)
 
     return changed
 
   def text(self, figures: Sequence[Figure], tenant: str | None = None) -> str:
-    """What was counted, as Prometheus reads it.
+    """All metrics in the text format of Prometheus.
 
     Args:
-      figures: what the engine counts.
-      tenant: who is shown its own numbers alone, without the engine's; None
-        for all of it, with what each tenant has.
+      figures: Metrics of the engine.
+      tenant: Tenant whose own numbers are shown, without the engine's; None for
+        all numbers, with those of each tenant.
     """
     with self._lock:
       counts = self._all
@@ -226,8 +228,8 @@ class ServerMetrics:
           f'ringjax_http_answers_total{{path="{path}",status="{status}"}} '
           f"{count}"
         )
-      for one in (counts.first, counts.between, counts.whole):
-        lines.extend(one.lines())
+      for histogram in (counts.first, counts.between, counts.whole):
+        lines.extend(histogram.lines())
       if tenant is None:
         lines.extend(self._of_tenants())
     return "\n".join(lines) + "\n"
@@ -244,17 +246,17 @@ class ServerMetrics:
 
 
 def _quoted(text: str) -> str:
-  """The value of a label."""
+  """Escaped and quoted value of a label."""
   for old, new in (("\\", r"\\"), ('"', r"\""), ("\n", r"\n")):
     text = text.replace(old, new)
   return f'"{text}"'
 
 
 def engine_figures(engine: Engine) -> list[Figure]:
-  """What an engine counts, and what it holds now."""
+  """Metrics of an engine: its counters and current gauges."""
   counters, scheduler = engine.counters, engine.scheduler
-  found: list[Figure] = []
-  put = lambda *one: found.append(Figure(*one))
+  figures: list[Figure] = []
+  put = lambda *one: figures.append(Figure(*one))
   for name, field, text in (
     ("requests_total", "requests", "Requests to the engine."),
     ("requests_finished_total", "finished", "Requests that ended."),
@@ -309,7 +311,7 @@ def engine_figures(engine: Engine) -> list[Figure]:
       "Keys that rows of answers refer to.",
     ),
   ):
-    found.append(Figure("counter", name, getattr(counters, field), text))
+    figures.append(Figure("counter", name, getattr(counters, field), text))
   if engine.important is not None:
     for name, field, text in _OF_PARTS:
       put("counter", name, getattr(counters, field), text)
@@ -326,4 +328,4 @@ def engine_figures(engine: Engine) -> list[Figure]:
   put("gauge", "pages_free", tree.free(), "Pages that hold nothing.")
   put("gauge", "pages_used", pages - room, "Pages that answers use.")
   put("gauge", "pages_cached", room - tree.free(), "Pages of idle prefixes.")
-  return found
+  return figures

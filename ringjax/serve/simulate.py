@@ -78,7 +78,7 @@ class StepCost:
     token: Seconds for each token of prompts.
     key: Seconds for each key that an answer attends to.
     pair: Seconds for each pair of a prompt's token and a key that it attends
-        to.
+      to.
     step: Seconds of any step, which both calls share, such as the host's work.
   """
 
@@ -224,7 +224,7 @@ class StepRecord:
   Attributes:
     steps: The `features` of each step.
     seconds: Time of each step from when the host could plan it until it knew
-        its tokens, without the step before.
+      its tokens, without the step before.
   """
 
   steps: list[StepFeatures] = dataclasses.field(default_factory=list)
@@ -252,7 +252,7 @@ def watch_steps(
   Args:
     engine: Engine whose programs are compiled.
     summary: Function that summarizes a plan that is not empty, before the
-        plan's rows change.
+      plan's rows change.
     told: Called with the summary and the seconds, by the thread that steps.
     clock: Clock in seconds, see `replay_live`.
   """
@@ -454,7 +454,7 @@ class SimulatedEngine:
       new_tokens: Number of tokens of its answer.
       priority: Priority; requests with a smaller one come first.
       salt: Salt of its prefixes, as in `Request`.
-      on_token: see `SimulatedHandle`.
+      on_token: Callback of each token, see `SimulatedHandle`.
 
     Raises:
       PromptError: If it is longer than the engine serves.
@@ -543,7 +543,7 @@ class ReplayResult:
     between_s: Seconds between tokens of an answer.
     whole_s: Seconds from arrivals to last tokens.
     token_s: Mean seconds between two tokens, for each answer of several tokens
-        (TPOT).
+      (TPOT).
   """
 
   requests: int = 0
@@ -677,11 +677,11 @@ def replay_live(
     trace: Requests in the order of arrivals.
     progress: Called with the number of requests that have come.
     idle: Called with the number of requests that have come, whenever all of
-        them are answered and the next one has not come; its time does not
-        count.
+      them are answered and the next one has not come; its time does not
+      count.
     clock: Clock in seconds. With `time.process_time`, CPU seconds of this
-        process, arrivals are times of that clock and no call sleeps until them:
-        time that other processes take does not count.
+      process, arrivals are times of that clock and no call sleeps until them:
+      time that other processes take does not count.
   """
   result, handles, n = ReplayResult(), [], 0
   steps, start = engine.counters.steps, clock()
@@ -741,7 +741,7 @@ def measure_cost(
   Args:
     engine: Engine that was not started and has no requests.
     requests: Number of requests to send, twice (the first time to compile); 0
-        means two for each row.
+      means two for each row.
     seed: Random seed of prompts.
 
   Raises:

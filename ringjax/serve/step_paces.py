@@ -1,13 +1,13 @@
-"""When an engine drafts: by what was accepted and by what its steps took.
+"""Choice of steps with drafts, by acceptance and measured step times.
 
-Guarantees: see `Paces`, whose rule it is: drafts do not cost more than
-`paces.SHARE` of what steps without drafts take, by what was measured; beside
-are the first draft, what is compiled, and what a draft model reads before it.
-Times and pauses are those of steps of one size: 1, 2, up to 4, 8, 16, ... rows.
-A step takes from when the tokens of the one before were known until its own
-are, so that steps without drafts, which the host plans while the device
-computes, are timed as such. Steps that read prompts too, or move pages, are not
-timed; their drafts count as what others took.
+Guarantees: by the rule of `Paces`, drafts cost at most `paces.SHARE` of the
+measured time of steps without drafts; the first draft, compilation, and tokens
+that a draft model reads before it are not included. Times and pauses are those
+of steps of one size: 1, 2, up to 4, 8, 16, ... rows. A step takes from when the
+tokens of the one before were known until its own are, so that steps without
+drafts, which the host plans while the device computes, are timed as such. Steps
+that also compute prompts or move pages are not timed; their drafts count with
+the times of other steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepPaces:
   """Chooses which steps of an engine have drafts."""
 
   def __init__(self, drafter: Drafter, rows: int, clock: Callable[[], float]):
-    """For no rows yet.
+    """Start without rows.
 
     Args:
       drafter: The drafter.
@@ -63,13 +63,13 @@ class StepPaces:
     self._rows, self._clock = rows, clock
     self._compiling = Compiling()
     self._size, self._count = 0, drafter.nodes
-    # Of each slot, tokens that may be drafted, and those that are to be.
+    # Numbers of tokens of each slot that may be and that will be drafted.
     self._most, self._lengths = np.zeros(rows, int), np.zeros(rows, int)
-    # When a step began, and when tokens of one were known last.
+    # Start of the step, and the last time when a step's tokens were known.
     self._began = self._known = -np.inf
-    # Whether the last step did more than to compute answers.
+    # Whether the last step did other work than answers.
     self._beside = False
-    # Of the step that is planned.
+    # Draft seconds and unread tokens of the planned step.
     self._draft_s, self._unread = 0.0, 0
     # Seconds of a draft model that had no texts to read, by sizes.
     self._drafts: dict[int, collections.deque[float]] = {}
@@ -87,13 +87,13 @@ class StepPaces:
 
   @contextlib.contextmanager
   def step(self) -> Iterator[None]:
-    """Notes what is compiled in a step of the engine, and when it begins."""
+    """Context of a step that records its start and its compilations."""
     self._began = self._clock()
     with Compiling() as self._compiling:
       yield
 
   def begin(self, row: ServedRow) -> None:
-    """Forgets what the row before accepted in a row's slot."""
+    """Resets the acceptance of a slot when a row begins in it."""
     assert row.slot is not None
     self._paces.begin(row.slot)
 
@@ -131,16 +131,16 @@ class StepPaces:
 
   @contextlib.contextmanager
   def drafting(self) -> Iterator[None]:
-    """Times what a draft model does in a block."""
+    """Context that times the work of a draft model."""
     began_s = self._clock()
     yield
     self._draft_s = self._clock() - began_s
 
   def planned(self, plan: StepPlan) -> StepTiming:
-    """Notes a step whose calls are in flight."""
+    """Records a step whose calls are in flight."""
     lengths = np.zeros(self._rows, int)
     for turn in plan.turns:
-      # Of a row's last token there is nothing behind.
+      # A row's last token has no successor to draft.
       if turn.chooses and turn.row.most > turn.row.chosen:
         lengths[turn.slot] = self._lengths[turn.slot]
     self._beside = bool(
@@ -159,7 +159,7 @@ class StepPaces:
   def add(
     self, timing: StepTiming, plan: StepPlan, count: np.ndarray | None
   ) -> None:
-    """Notes what came of a step, when its tokens are known.
+    """Records the results of a step when its tokens are known.
 
     Args:
       timing: The result of `planned`.
@@ -195,7 +195,7 @@ class StepPaces:
     )
 
   def _guess(self, timing: StepTiming, drafted: bool) -> float | None:
-    """Seconds of a round beside other work, by its drafting and by others."""
+    """Estimated seconds of a step with other work, from drafting times."""
     usual = self._paces.usual(timing.size, empty=not drafted)
     draft_times = self._drafts.get(timing.size)
     if usual is None or not draft_times:

@@ -1,15 +1,15 @@
-"""What stands between an engine's pages and a store of blocks.
+"""Link between an engine's pages and a store of blocks.
 
 Guarantees: a page comes back with the bits that it had. A block's key is a
 digest of its whole prefix with salt and adapter, and of all that its keys
 depend on: weights, config, codec, page, the shapes of the calls, the kind of
-device and JAX's version; what another model, tenant or program made is never
-found. What the store does cannot make a request fail.
+device and JAX's version; a block of another model, tenant or program is never
+found. A failure of the store cannot make a request fail.
 Cost: pages are copied in batches of fixed shapes, two compiled programs for
 each group of layers; a step waits for no copy to the host and reads and writes
 no file, unless all rows wait for one.
-Memory: on the device the batches on their way to the host, eight at most;
-what comes after these is given up and counted.
+Memory: on the device the batches in flight to the host, eight at most; pages
+beyond these are dropped and counted.
 
 A block of the store is one page of one group of layers: groups that look back
 a window let pages go earlier than others, and need the last ones only.
@@ -41,9 +41,9 @@ from ringjax.store import Store, StoreFetch
 if TYPE_CHECKING:
   from ringjax.serve.engine import EngineCounters
 
-# Pages of each shard in one copy, and copies on their way to the host.
+# Pages of each shard in one copy; maximum copies in flight to the host.
 _BATCH, _MOST_COPIES = 16, 8
-# Seconds that a step waits at most where there is nothing else to do.
+# Maximum seconds that a step waits for blocks if it has no other work.
 _WAIT = 0.05
 
 
@@ -55,7 +55,7 @@ def read_pages(
   pages: Int[Array, "R k"],
   layers: tuple[int, int] | None = None,
 ) -> tuple[Any, ...]:
-  """See `PagePool.read_pages`, compiled."""
+  """Compiled `PagePool.read_pages`: arrays of a group's pages."""
   return pool.read_pages(group, pages, layers)
 
 
@@ -70,32 +70,32 @@ def _write_pages(
 @bounded
 @jax.jit
 def _sums(leaves: PyTree) -> Any:
-  """A number of all bits of each array."""
+  """Checksum over all bits of each array."""
 
-  def one(x: jax.Array) -> jax.Array:
+  def checksum(x: jax.Array) -> jax.Array:
     size = jnp.dtype(x.dtype).itemsize
     kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[size]
     words = jax.lax.bitcast_convert_type(x, kind)
     words = words.astype(jnp.uint32)
-    # A place's number, odd, so that swapped numbers tell.
+    # Multiply by an odd number per index, so that swapped values differ.
     for axis in range(words.ndim):
       place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
       words = words * (place * np.uint32(2) + np.uint32(0x9E3779B1))
     return jnp.sum(words, dtype=jnp.uint32)
 
-  return [one(x) for x in leaves]
+  return [checksum(x) for x in leaves]
 
 
 @dataclasses.dataclass(kw_only=True)
 class RowSearch:
-  """What was found for a row so far.
+  """Search state of a row's blocks in the store.
 
   Attributes:
-    digests: of its prompt's whole blocks.
-    found: by (number, group) the payloads.
-    missing: (number, group) that turned out not to be in the store.
-    fetch: under way, or None.
-    wanted: what it fetches.
+    digests: Digests of its prompt's full blocks.
+    found: Payloads found, by (number, group).
+    missing: Pairs (number, group) that are not in the store.
+    fetch: Fetch in flight, or None.
+    wanted: Pairs (number, group) that it fetches.
   """
 
   digests: list[bytes]
@@ -106,7 +106,7 @@ class RowSearch:
 
 
 class StoreLink:
-  """Exports pages that go and finds those that are wanted; a `BlockSource`."""
+  """Exports evicted pages and imports cached ones; a `BlockSource`."""
 
   def __init__(
     self,
@@ -120,21 +120,21 @@ class StoreLink:
     base: Transformer | None = None,
     adapters: Mapping[str, str] | None = None,
   ):
-    """Sets itself as the source of a scheduler and listens to its tree.
+    """Become the source of a scheduler and the listener of its tree.
 
     Args:
-      store: the `Store`.
-      model: whose keys are in the pool.
-      pool: of pages.
-      scheduler: whose rows are served.
-      counters: of the engine.
-      longest: of which context rotations are.
-      base: the model without its adapters; default: it has none.
-      adapters: the digest of each of its adapters, by name.
+      store: Store of the blocks.
+      model: Model whose keys are in the pool.
+      pool: Pool of pages.
+      scheduler: Scheduler whose rows are served.
+      counters: Counters of the engine.
+      longest: Context length for which rotations are made.
+      base: Model without adapters; default: `model`.
+      adapters: Digests of the model's adapters, by name.
 
     Raises:
-      InputTypeError: it is no store.
-      OptionError: pages of which this process has a part only.
+      InputTypeError: If `store` is not a `Store`.
+      OptionError: If pages are spread over several processes.
     """
     if not isinstance(store, Store):
       raise InputTypeError(
@@ -161,7 +161,7 @@ class StoreLink:
       sum(int(np.prod(s)) * d.itemsize for s, d in shapes)
       for shapes in self._shapes
     ]
-    # By group and shard: pages that are about to be free, and their keys.
+    # Pages that are about to be freed, and their keys, by group and shard.
     self._leaving: list[list[list[tuple[int, bytes]]]] = [
       [[] for _ in range(self._tree.shards)] for _ in pool.groups
     ]
@@ -176,41 +176,43 @@ class StoreLink:
     return hashlib.sha256(self._names[group] + digest).digest()
 
   def warm_up(self, pool: PagePool) -> PagePool:
-    """The same pool, after each program of a copy ran once."""
+    """Compile the copy programs; returns the pool unchanged."""
     for group in range(len(pool.groups)):
       read_pages(pool, group, np.zeros((self._tree.shards, _BATCH), np.int32))
-      pages, held = self._blank(group)
-      pool = _write_pages(pool, group, pages, tuple(held))
+      pages, arrays = self._blank(group)
+      pool = _write_pages(pool, group, pages, tuple(arrays))
     return pool
 
   def _blank(self, group: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Numbers of no pages, int32 [R, k], and room for what is in them."""
+    """Blank batch: page numbers, int32 [R, k], and arrays for the pages."""
     shards = self._tree.shards
-    # Far out of range where there is none.
+    # Out-of-range page numbers, which a write drops.
     pages = np.full((shards, _BATCH), np.iinfo(np.int32).max, np.int32)
-    held = [
+    arrays = [
       np.zeros((shape[0], shards * _BATCH, *shape[1:]), dtype)
       for shape, dtype in self._shapes[group]
     ]
-    return pages, held
+    return pages, arrays
 
   # -------------------------------------------------------------------------
   # Out
   # -------------------------------------------------------------------------
 
   def _leave(self, block: PrefixBlock, group: int, page: int) -> None:
-    """A page is about to be free."""
+    """Queue a page that is about to be freed for export."""
     shard = block.depth % self._tree.shards
     if self._scheduler.loads.pop((group, shard, page), None) is not None:
-      # It never was in the page; the store has it.
+      # It was never loaded into the page, so the store still has it.
       return
     key = self._key(group, block.digest)
     if key not in self.store:
       self._leaving[group][shard].append((page, key))
 
   def move(self, pool: PagePool) -> PagePool:
-    """Copies pages that go, then fills pages that come; call it behind a plan
-    and before its calls."""
+    """Export evicted pages, then fill pages from the store.
+
+    Call it after a plan and before its calls.
+    """
     self._export(pool, most=_MOST_COPIES)
     return self._import(pool)
 
@@ -228,8 +230,8 @@ class StoreLink:
         pages = np.zeros((len(shards), _BATCH), np.int32)
         for n, shard in enumerate(batch):
           pages[n, : len(shard)] = [page for page, _ in shard]
-        held = read_pages(pool, group, pages)
-        for x in held:
+        arrays = read_pages(pool, group, pages)
+        for x in arrays:
           x.copy_to_host_async()
         keys = [
           (n * _BATCH + i, key)
@@ -237,7 +239,7 @@ class StoreLink:
           for i, (_, key) in enumerate(shard)
         ]
         self._counters.pages_out += count
-        self._copies.append(self._copier.submit(self._put, held, keys))
+        self._copies.append(self._copier.submit(self._put, arrays, keys))
 
   def _put(self, held: Any, keys: list[tuple[int, bytes]]) -> None:
     arrays = [np.asarray(x) for x in held]
@@ -248,15 +250,15 @@ class StoreLink:
     """Gives the store one page of a group that another engine computed.
 
     Args:
-      group: of layers.
-      digest: of the prefix that ends with the page.
-      leaves: each array of the page, see `PagePool.page_shapes`.
+      group: Number of the group of layers.
+      digest: Digest of the prefix that ends with the page.
+      leaves: Arrays of the page, see `PagePool.page_shapes`.
     """
     payload = b"".join(x.tobytes() for x in leaves)
     self.store.put(self._key(group, digest), payload)
 
   def holds(self, group: int, digest: bytes) -> bool:
-    """Whether the store has a page of a group, by its digest as of `put`."""
+    """Whether the store has a page of a group, by its digest as in `put`."""
     return self._key(group, digest) in self.store
 
   def export_all(self, pool: PagePool) -> None:
@@ -270,7 +272,7 @@ class StoreLink:
       copy.result()
 
   def close(self) -> None:
-    """Lets go of the tree and ends the thread."""
+    """Detaches from the tree and ends the thread."""
     self._tree.on_evict = self._scheduler.source = None
     self._copier.shutdown()
 
@@ -281,7 +283,7 @@ class StoreLink:
   def look(
     self, row: ServedRow, root: PrefixBlock, count: int, most: int
   ) -> StoredPrefix | None:
-    """See `BlockSource`."""
+    """Blocks of a row's prompt from tree and store; None while in flight."""
     tree = self._tree
     pieces = tree.pieces(row.prompt, most)
     state: RowSearch = row.store_state
@@ -314,7 +316,7 @@ class StoreLink:
       self._fetched(state)
 
   def _fetched(self, state: RowSearch) -> None:
-    """Takes what a fetch found; what it did not is missing."""
+    """Collects the payloads of a fetch and notes the first missing block."""
     fetch, state.fetch = state.fetch, None
     assert fetch is not None
     for n, group in state.wanted:
@@ -331,47 +333,54 @@ class StoreLink:
     count: int,
     most: int,
   ) -> tuple[int, list[tuple[int, int]]]:
-    """How many blocks can be had, and what of them is not in the tree."""
+    """Number of available blocks, and their pages that are not in the tree."""
     tree = self._tree
-    known: dict[tuple[int, int], bool] = {}
+    available: dict[tuple[int, int], bool] = {}
 
     def cached(n: int, group: int) -> bool:
       return n < len(chain) and chain[n].pages[group] is not None
 
-    def there(n: int, group: int) -> bool:
+    def is_available(n: int, group: int) -> bool:
       at = n, group
-      if at not in known:
-        known[at] = cached(n, group) or (
+      if at not in available:
+        available[at] = cached(n, group) or (
           at not in state.missing
           and (
             at in state.found
             or self._key(group, state.digests[n]) in self.store
           )
         )
-      return known[at]
+      return available[at]
 
-    wide = [g for g, spec in enumerate(tree.groups) if spec.reach is None]
+    full_groups = [
+      g for g, spec in enumerate(tree.groups) if spec.reach is None
+    ]
     limit = next(
-      (n for n in range(most) if not all(there(n, g) for g in wide)), most
+      (
+        n
+        for n in range(most)
+        if not all(is_available(n, g) for g in full_groups)
+      ),
+      most,
     )
-    # Behind the first gap of a group that looks back a window no count helps
-    # until the window is past it.
+    # A gap in a group with a window only matters for counts whose window
+    # contains it.
     for total in range(limit, count, -1):
       needed = [
         (n, g)
         for g, spec in enumerate(tree.groups)
         for n in range(self._first(spec.reach, total), total)
       ]
-      if all(there(n, g) for n, g in needed):
+      if all(is_available(n, g) for n, g in needed):
         return total, sorted(x for x in needed if not cached(*x))
     return count, []
 
   def _first(self, reach: int | None, total: int) -> int:
-    """The first block that the token behind `total` blocks looks back on."""
+    """First block within the window of the token after `total` blocks."""
     return 0 if reach is None else max(0, total - -(-reach // self._tree.page))
 
   def wait(self, rows: Iterable[ServedRow]) -> None:
-    """Waits a moment for blocks that a row waits for, if there is one."""
+    """Waits a moment for a fetch in flight, if a row waits for one."""
     for row in rows:
       state = row.store_state
       if row.held and state is not None and state.fetch is not None:
@@ -389,42 +398,42 @@ class StoreLink:
     loads.clear()
     for group, lists in enumerate(waiting):
       while any(lists):
-        pages, held = self._blank(group)
-        for shard, some in enumerate(lists):
-          for i, (page, payload) in enumerate(some[:_BATCH]):
+        pages, arrays = self._blank(group)
+        for shard, page_loads in enumerate(lists):
+          for i, (page, payload) in enumerate(page_loads[:_BATCH]):
             pages[shard, i] = page
-            _unpack(payload, held, shard * _BATCH + i)
-          self._counters.pages_in += len(some[:_BATCH])
-          del some[:_BATCH]
-        pool = _write_pages(pool, group, pages, tuple(held))
+            _unpack(payload, arrays, shard * _BATCH + i)
+          self._counters.pages_in += len(page_loads[:_BATCH])
+          del page_loads[:_BATCH]
+        pool = _write_pages(pool, group, pages, tuple(arrays))
     return pool
 
 
 def _unpack(payload: Any, held: list[np.ndarray], n: int) -> None:
-  """Writes a payload to place n of the arrays."""
+  """Writes a payload to index n of the arrays."""
   at = 0
   for x in held:
     shape = (x.shape[0], *x.shape[2:])
     size = int(np.prod(shape))
-    found = np.frombuffer(payload, x.dtype, size, at)
-    x[:, n] = found.reshape(shape)
-    at += found.nbytes
+    values = np.frombuffer(payload, x.dtype, size, at)
+    x[:, n] = values.reshape(shape)
+    at += values.nbytes
 
 
 def weights_digest(model: Transformer) -> str:
-  """A digest of all numbers of a model that are on the devices.
+  """Digest of all weights of a model that are on the devices.
 
-  Of those elsewhere it knows a corner.
+  Weights elsewhere enter only with a sample (`fingerprint`).
   """
   leaves = jax.tree.leaves(model)
-  here = [
+  on_device = [
     x
     for x in leaves
     if jnp.dtype(x.dtype).itemsize in (1, 2, 4, 8)
     and x.sharding.memory_kind
     in (None, next(iter(x.devices())).default_memory().kind)
   ]
-  facts = fingerprint(model), [int(x) for x in jax.device_get(_sums(here))]
+  facts = fingerprint(model), [int(x) for x in jax.device_get(_sums(on_device))]
   return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -436,15 +445,15 @@ def _namespaces(
   scheduler: Scheduler,
   longest: int,
 ) -> list[bytes]:
-  """For each group a digest of all that its keys depend on, beside tokens."""
-  found = hashlib.sha256()
+  """Digest of all that a group's keys depend on besides tokens, per group."""
+  digest = hashlib.sha256()
   tree, limits = scheduler.tree, scheduler.limits
   leaves = jax.tree.leaves(model)
   device = next(iter(leaves[0].devices()))
   facts = (
     "ringjax block 3",
     weights_digest(base),
-    # Prefixes are told apart by their adapters' names.
+    # Prefixes of different adapters differ by the adapters' names.
     sorted(adapters.items()),
     [(x.shape, str(x.dtype)) for x in leaves],
     repr(model.config),
@@ -460,12 +469,12 @@ def _namespaces(
     device.device_kind,
     jax.__version__,
   )
-  found.update(repr(facts).encode())
+  digest.update(repr(facts).encode())
   for x in jax.tree.leaves(pool.constants):
-    found.update(np.asarray(x).tobytes())
+    digest.update(np.asarray(x).tobytes())
   return [
     hashlib.sha256(
-      found.digest() + repr((g.reach, g.kinds, pool.page_shapes(n))).encode()
+      digest.digest() + repr((g.reach, g.kinds, pool.page_shapes(n))).encode()
     ).digest()
     for n, g in enumerate(pool.groups)
   ]

@@ -1,7 +1,7 @@
 """Tenants of a server: their keys, and their shares of its queue.
 
 Guarantees: each tenant has a share of the queue that no other one takes, and
-may have more while the part that all have in common has room.
+may have more while the common part has room.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from ringjax.errors import OptionError
 
 
 def read_keys(path: str | os.PathLike[str]) -> dict[str, str]:
-  """The tenants of a file, by their keys.
+  """Read tenants from a file, by their keys.
 
   Args:
-    path: of a text file: a key and a tenant a line, and comments behind #.
+    path: Path of a text file: a key and a tenant a line, and comments after #.
 
   Raises:
-    OptionError: a line is none, a key is there twice, or there is none.
+    OptionError: If a line has another form, a key is there twice, or there are
+      no keys.
   """
   tenants: dict[str, str] = {}
   try:
@@ -34,7 +35,7 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str]:
     words = line.partition("#")[0].split()
     if not words:
       continue
-    # The line is not shown: there is a key in it.
+    # The error does not show the line, which contains a key.
     if len(words) != 2 or words[0] in tenants or not words[0].isascii():
       raise OptionError(
         "api_keys",
@@ -49,51 +50,51 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 class TenantShares:
-  """Counts of answers under way by tenant, and limits of them.
+  """Numbers of answers in flight by tenant, and their limits.
 
   Half of all belongs to the tenants in equal parts, at least one to each; the
-  rest goes to those who ask first. A tenant that is alone may have all.
+  rest is first come, first served. A single tenant may have all.
   """
 
   def __init__(self, tenants: int, most: Callable[[], int]):
-    """Begins with no answers under way.
+    """Begins with no answers in flight.
 
     Args:
       tenants: Number of tenants.
-      most: Function that gives the limit of all tenants together.
+      most: Function that returns the limit of all tenants together.
     """
     self._tenants, self._most = tenants, most
     self._taken: collections.Counter[str] = collections.Counter()
 
   def taken(self, tenant: str) -> int:
-    """Answers that a tenant has under way."""
+    """Number of answers that a tenant has in flight."""
     return self._taken[tenant]
 
   def limit(self) -> int:
-    """Answers that a tenant may have when no other one has any."""
+    """Maximum answers of a tenant when no other one has any."""
     return sum(self._parts())
 
   def take(self, tenant: str, count: int) -> bool:
-    """Whether a tenant may have so many more; it then has them."""
+    """Adds answers to a tenant if they fit; whether they did."""
     part, free = self._parts()
     beyond = lambda name, more=0: max(0, self._taken[name] + more - part)
     others = sum(beyond(name) for name in self._taken if name != tenant)
     if beyond(tenant, count) > max(0, free - others):
-      # Fewer than it has by right are never refused.
+      # A tenant is never refused within its own share.
       return False
     self._taken[tenant] += count
     return True
 
   def give(self, tenant: str, count: int) -> None:
-    """Takes some back that have ended."""
+    """Removes answers that have ended."""
     self._taken[tenant] -= count
     if not self._taken[tenant]:
       del self._taken[tenant]
 
   def _parts(self) -> tuple[int, int]:
-    """The share of each tenant, and the part that they have in common."""
-    most = self._most()
+    """Share of each tenant, and the part that they have in common."""
+    limit = self._most()
     if self._tenants < 2:
-      return most, 0
-    each = most // (2 * self._tenants)
-    return max(1, each), most - each * self._tenants
+      return limit, 0
+    tenant_share = limit // (2 * self._tenants)
+    return max(1, tenant_share), limit - tenant_share * self._tenants

@@ -1,11 +1,12 @@
-"""Requests of other people's services, to replay: when they came, how long.
+"""Request traces of other services, to replay: arrivals and lengths.
 
 Files of three kinds are read: Azure's (csv: TIMESTAMP, ContextTokens,
 GeneratedTokens), BurstGPT's (csv: Timestamp in s, Request tokens, Response
 tokens and others; requests that failed have no response and are left out) and
 Mooncake's (jsonl: timestamp in ms, input_length, output_length, hash_ids). An
-id of Mooncake's names a whole prefix in blocks of 512 tokens, so that requests
-share what they shared. Or arrivals are made up.
+id of Mooncake's stands for a whole prefix in blocks of 512 tokens, so that
+requests share the same prefixes as in the trace. `poisson_trace` generates
+arrivals.
 Ref: Patel et al. 2024, Splitwise (ISCA), arXiv 2311.18677; Qin et al. 2025,
 Mooncake (FAST), arXiv 2407.00079; Wang et al. 2024, BurstGPT, arXiv 2401.17644.
 """
@@ -35,14 +36,14 @@ class TraceRequest:
   """A request of a trace.
 
   Attributes:
-    arrival: seconds from the first one.
-    prompt_tokens: of its prompt.
-    new_tokens: of its answer.
-    number: its number; prompts without blocks share nothing.
-    blocks: ids of the prompt's blocks.
-    block: tokens of a block.
-    cached: (name, tokens) of the instances of a cluster that had some of the
-      prompt when it came, where a router has looked.
+    arrival: Arrival in seconds after the first request.
+    prompt_tokens: Number of tokens of its prompt.
+    new_tokens: Number of tokens of its answer.
+    number: Number of the request, from which a prompt without blocks is drawn.
+    blocks: Ids of the prompt's blocks.
+    block: Number of tokens of a block.
+    cached: Pairs (name, tokens) of cluster instances that had a part of the
+      prompt when it came, if a router recorded them.
   """
 
   arrival: float
@@ -54,23 +55,24 @@ class TraceRequest:
   cached: tuple[tuple[str, int], ...] = ()
 
   def prompt(self, vocab: int | None = None) -> np.ndarray:
-    """Tokens that are alike where the requests' were, int32 [n].
+    """Token ids, equal where the traced prompts were equal, int32 [n].
 
     Args:
-      vocab: ids that a model has; None for any numbers, which is faster.
+      vocab: Number of token ids of a model; None for arbitrary numbers, which
+        is faster.
     """
     blocks = self.blocks or (-1 - self.number,)
     size = self.block if self.blocks else self.prompt_tokens
     if vocab is None:
-      # The block's number at all of its places: it is compared, not read.
-      found = np.repeat(np.asarray(blocks, np.int32), size)
+      # Repeat the block's number: such tokens are only compared.
+      tokens = np.repeat(np.asarray(blocks, np.int32), size)
     else:
       draw = lambda n: np.random.default_rng(n % 2**63).integers(0, vocab, size)
-      found = np.concatenate([draw(n) for n in blocks]).astype(np.int32)
-    return found[: self.prompt_tokens]
+      tokens = np.concatenate([draw(n) for n in blocks]).astype(np.int32)
+    return tokens[: self.prompt_tokens]
 
   def shrunk(self, factor: int) -> TraceRequest:
-    """With `factor` times fewer tokens, for a small model."""
+    """Request with `factor` times fewer tokens, for a small model."""
     less = lambda n: -(-n // factor)
     block = max(1, self.block // factor)
     prompt = less(self.prompt_tokens)
@@ -88,37 +90,37 @@ class TraceRequest:
 def first_prefixes(
   requests: Iterable[TraceRequest],
 ) -> dict[str, dict[int, int]]:
-  """What instances had of prompts before the first of these requests.
+  """Prefixes that instances had cached before the first of these requests.
 
-  Of each block the first request counts that asks for it: later ones may find
-  what that one has left.
+  Only the first request for each block counts: later ones may find what that
+  one computed.
 
   Args:
-    requests: in the order of their arrival, with `cached`.
+    requests: Requests in the order of their arrival, with `cached`.
 
   Returns:
-    By instance, the tokens of each block.
+    Number of tokens of each cached block, by instance.
   """
-  found: dict[str, dict[int, int]] = {}
-  asked: set[int] = set()
-  for one in requests:
-    for name, tokens in one.cached:
-      had = found.setdefault(name, {})
-      for block in one.blocks[: tokens // one.block]:
-        if block not in asked:
-          had[block] = one.block
-    asked.update(one.blocks)
-  return found
+  prefixes: dict[str, dict[int, int]] = {}
+  seen_blocks: set[int] = set()
+  for request in requests:
+    for name, tokens in request.cached:
+      had = prefixes.setdefault(name, {})
+      for block in request.blocks[: tokens // request.block]:
+        if block not in seen_blocks:
+          had[block] = request.block
+    seen_blocks.update(request.blocks)
+  return prefixes
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:
-  """The requests of a file, in the order of their arrival.
+  """Read the requests of a file, in the order of their arrival.
 
   Args:
     path: Azure's or BurstGPT's .csv, or Mooncake's .jsonl.
 
   Raises:
-    OptionError: it cannot be read, or a line is not of the format.
+    OptionError: If the file cannot be read, or a line has another format.
   """
   kinds = {".csv": _table, ".jsonl": _mooncake}
   file = pathlib.Path(path)
@@ -133,14 +135,14 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:
     lines = file.read_text("utf-8").splitlines()
   except (OSError, ValueError) as error:
     raise OptionError("trace", error, "a text file", "pass its path") from None
-  found = kinds[file.suffix](file.name, lines)
-  if not found:
+  requests = kinds[file.suffix](file.name, lines)
+  if not requests:
     raise OptionError("trace", f"{file.name}, empty", "requests", "pass others")
-  found.sort(key=lambda r: r.arrival)
-  start = found[0].arrival
+  requests.sort(key=lambda r: r.arrival)
+  start = requests[0].arrival
   return [
     dataclasses.replace(r, arrival=r.arrival - start, number=n)
-    for n, r in enumerate(found)
+    for n, r in enumerate(requests)
   ]
 
 
@@ -156,7 +158,7 @@ def _table(name: str, lines: list[str]) -> list[TraceRequest]:
 
 
 def _burstgpt(name: str, lines: list[str]) -> list[TraceRequest]:
-  found = []
+  requests = []
   for n, row in enumerate(csv.DictReader(lines), 2):
     try:
       when = number("time", float(row["Timestamp"]), least=0)
@@ -167,20 +169,20 @@ def _burstgpt(name: str, lines: list[str]) -> list[TraceRequest]:
         name, n, "Timestamp, Request tokens and Response tokens"
       ) from None
     if prompt and answer:
-      found.append(
+      requests.append(
         TraceRequest(
           arrival=float(when), prompt_tokens=prompt, new_tokens=answer
         )
       )
-  return found
+  return requests
 
 
 def _azure(name: str, lines: list[str]) -> list[TraceRequest]:
-  found = []
+  requests = []
   for n, row in enumerate(csv.DictReader(lines), 2):
     try:
       when = datetime.datetime.fromisoformat(row["TIMESTAMP"])
-      found.append(
+      requests.append(
         TraceRequest(
           arrival=when.replace(tzinfo=datetime.UTC).timestamp(),
           prompt_tokens=positive_int("tokens", int(row["ContextTokens"])),
@@ -191,11 +193,11 @@ def _azure(name: str, lines: list[str]) -> list[TraceRequest]:
       raise _wrong(
         name, n, "TIMESTAMP, ContextTokens and GeneratedTokens"
       ) from None
-  return found
+  return requests
 
 
 def _mooncake(name: str, lines: list[str]) -> list[TraceRequest]:
-  found = []
+  requests = []
   for n, line in enumerate(lines, 1):
     want = "timestamp, input_length, output_length and all hash_ids"
     try:
@@ -204,7 +206,7 @@ def _mooncake(name: str, lines: list[str]) -> list[TraceRequest]:
       blocks = tuple(integer("id", i, least=0) for i in row["hash_ids"])
       if len(blocks) != -(-tokens // _BLOCK):
         raise ValueError(f"{len(blocks)} blocks")
-      found.append(
+      requests.append(
         TraceRequest(
           arrival=number("timestamp", row["timestamp"], least=0) / 1000,
           prompt_tokens=tokens,
@@ -214,7 +216,7 @@ def _mooncake(name: str, lines: list[str]) -> list[TraceRequest]:
       )
     except (KeyError, TypeError, ValueError):
       raise _wrong(name, n, want) from None
-  return found
+  return requests
 
 
 def poisson_trace(
@@ -227,20 +229,20 @@ def poisson_trace(
   spread: int | float = 0.5,
   seed: int = 0,
 ) -> list[TraceRequest]:
-  """Requests that come independently of each other.
+  """Generate requests that arrive independently (a Poisson process).
 
   Args:
-    rate: requests a second; math.inf for all at once.
-    requests: how many.
-    prompt_tokens: of a prompt, on average.
-    new_tokens: of an answer, on average.
-    shared_tokens: that all prompts begin with, beside their own.
-    spread: standard deviation of the logs of lengths, which are log-normal; 0
+    rate: Requests a second; math.inf for all at once.
+    requests: Number of requests.
+    prompt_tokens: Mean number of tokens of a prompt, without shared ones.
+    new_tokens: Mean number of tokens of an answer.
+    shared_tokens: Number of tokens with which all prompts begin, in addition.
+    spread: Standard deviation of the logs of lengths, which are log-normal; 0
       for equal lengths.
-    seed: random seed.
+    seed: Random seed.
 
   Raises:
-    OptionError: a value is out of its range.
+    OptionError: If a value is out of range.
   """
   positive_int("requests", requests)
   number("spread", spread, least=0)
@@ -261,14 +263,13 @@ def poisson_trace(
   times = np.cumsum(gaps)
   prompts = lengths("prompt_tokens", prompt_tokens)
   answers = lengths("new_tokens", new_tokens)
-  # With a common block each prompt is made of blocks, of which the others are
-  # its own.
+  # With shared tokens, a prompt is the common block and private ones.
   block = shared_tokens or _BLOCK
-  found = []
+  trace = []
   for n in range(requests):
-    own = -(-int(prompts[n]) // block)
-    ids = (0, *((n + 1) * 2**12 + i for i in range(own)))
-    found.append(
+    num_blocks = -(-int(prompts[n]) // block)
+    ids = (0, *((n + 1) * 2**12 + i for i in range(num_blocks)))
+    trace.append(
       TraceRequest(
         arrival=float(times[n]),
         prompt_tokens=int(prompts[n]) + shared_tokens,
@@ -278,4 +279,4 @@ def poisson_trace(
         block=block,
       )
     )
-  return found
+  return trace

@@ -1,17 +1,17 @@
 """Load only the tokens of a stored prefix that a query attends to: IMPRESS.
 
-Guarantees: with keep=1 the result is attention over the whole prefix. In what
-order tokens are stored changes nothing but the chunks that are read. Counters
-are of vectors that the algorithm needs, and of chunks that it read for them.
-Cost: of a layer the keys of a few probe heads, then keys and values of the
+Guarantees: with keep=1 the result is attention over the whole prefix. The order
+in which tokens are stored only changes the chunks that are read. Counters count
+the vectors that the algorithm needs, and the chunks that it read for them.
+Cost: for each layer the keys of a few probe heads, then keys and values of the
 kept tokens; or, where the probes do not agree, the keys of all heads. Where all
 heads are probes, no keys are loaded twice.
-Lossy: what is not kept is left out of the softmax.
+Lossy: tokens that are not kept are left out of the softmax.
 
 A prefix is a node: its tokens' keys and values, layer by layer, in chunks of
 tokens, each of which is a block of a `Store`. The keys of the probe heads are
-stored once more, on their own, and so is the order of each layer's tokens: a
-node of the same name finds it again, whenever the process before it ended.
+stored a second time, separately, and so is the order of each layer's tokens: a
+node of the same name reads it, also after its process ended at any point.
 
   importance of a token for a head: the attention that the new tokens pay to
     it, summed over them (and over the queries that share the head's keys)
@@ -47,49 +47,51 @@ from ringjax.store.prefix_store import Store
 
 
 class MissingChunk(LookupError):
-  """A chunk of a prefix is not in the store any more: compute it anew."""
+  """A chunk of a prefix is no longer in the store: compute it again."""
 
 
 def overlap_threshold(part: int | float, alpha: int | float) -> float:
-  """Similarity above which probes are believed.
+  """Similarity of probes above which their choice holds for all heads.
 
   Args:
-    part: of the tokens that are kept, k / n.
-    alpha: 1 is what random sets have in common, 0 is equality.
+    part: Fraction of tokens that are kept, k / n.
+    alpha: Exponent: 1 gives the similarity of random sets, 0 requires equal
+      sets.
   """
   return (part / (2 - part)) ** alpha
 
 
 def mean_jaccard(sets: Shaped[np.ndarray, "P k"]) -> float:
-  """The mean Jaccard index of all pairs of sets; of one set it is 1."""
+  """Mean Jaccard index of all pairs of sets; 1 for a single set."""
   groups = [set(row.tolist()) for row in sets]
-  found = [
+  overlaps = [
     len(a & b) / len(a | b) for a, b in itertools.combinations(groups, 2)
   ]
-  return sum(found) / len(found) if found else 1.0
+  return sum(overlaps) / len(overlaps) if overlaps else 1.0
 
 
 def vectors_of_all(heads: int, tokens: int, kept: int) -> int:
-  """Vectors to load where all heads' keys choose: keys, and kept values."""
+  """Number of vectors to load where all heads' keys choose the tokens."""
   return heads * tokens + heads * kept
 
 
 def vectors_of_probes(heads: int, tokens: int, kept: int, probes: int) -> int:
-  """The same where probes choose: theirs, then keys and values of the kept."""
+  """Number of vectors to load where probe heads' keys choose the tokens."""
   return probes * tokens + 2 * heads * kept
 
 
 @dataclasses.dataclass(kw_only=True)
 class ImpressCounters:
-  """What was loaded.
+  """Counters of loaded vectors and chunks.
 
   Attributes:
-    layers: that were attended to.
-    fallbacks: of these, layers whose probes did not agree.
-    vectors: keys and values that the algorithm needs, of one head each.
-    vector_bytes: theirs.
-    chunks: blocks that were read for them, those of probe heads too.
-    chunk_bytes: theirs.
+    layers: Number of layers that were attended to.
+    fallbacks: Number of these whose probes did not agree.
+    vectors: Number of keys and values that the algorithm needs, of one head
+      each.
+    vector_bytes: Bytes of these vectors.
+    chunks: Number of blocks read for them, with those of probe heads.
+    chunk_bytes: Bytes of these blocks.
   """
 
   layers: int = 0
@@ -102,17 +104,17 @@ class ImpressCounters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptTokens:
-  """Which tokens of the prefix a layer keeps.
+  """Tokens of a prefix that a layer keeps.
 
   Attributes:
-    tokens: int64 [K, k], rising in each head.
-    similarity: of the probes.
-    threshold: that it was compared with.
-    shared: whether all heads keep the same.
-    importance: float32 [m], of each token, the mean of the heads that were
-      looked at.
-    keys: [K, k, H], those of the tokens, as they are stored.
-    values: [K, k, J], theirs.
+    tokens: Token numbers, int64 [K, k], rising in each head.
+    similarity: Similarity of the probes.
+    threshold: Threshold that the similarity was compared with.
+    shared: Whether all heads keep the same tokens.
+    importance: Importance of each token, float32 [m], the mean over the heads
+      that were read.
+    keys: Keys of the tokens as they are stored, [K, k, H].
+    values: Values of the tokens, [K, k, J].
   """
 
   tokens: np.ndarray
@@ -128,13 +130,13 @@ class StoredNode:
   """Keys and values of a prefix in a store, in chunks of tokens.
 
   Attributes:
-    store: where the chunks are.
-    layers, heads, tokens: L, K, m.
-    chunk: tokens of a chunk.
-    probes: heads whose keys are stored on their own too.
-    probe_heads: int64 [L, P], which ones, rising in each layer.
-    order: int64 [L, m], which token is in which place.
-    nbytes: bytes of its blocks, which `reorder` does not exceed either.
+    store: Store of the chunks.
+    layers, heads, tokens: Numbers of these: L, K, m.
+    chunk: Number of tokens of a chunk.
+    probes: Number of heads whose keys are also stored separately.
+    probe_heads: Numbers of these heads, int64 [L, P], rising in each layer.
+    order: Token number in each place, int64 [L, m].
+    nbytes: Bytes of its blocks, which `reorder` does not exceed either.
   """
 
   def __init__(
@@ -147,19 +149,20 @@ class StoredNode:
     chunk: int = 32,
     probes: int | Int[np.ndarray, "L P"] = 3,
   ):
-    """Writes a prefix to a store, or what is missing of one that is there.
+    """Write a prefix to a store, or the missing parts of a stored one.
 
     Args:
-      store: large enough for it, see `nbytes`.
-      name: what tells it from other prefixes, e.g. a block's digest.
-      keys: of all layers; their shape alone writes nothing, see `whole`.
-      values: of all layers, or their shape.
-      chunk: tokens of a chunk.
+      store: Store with room for the prefix, see `nbytes`.
+      name: Unique name of the prefix, e.g. a block's digest.
+      keys: Keys of all layers; or their shape, with which nothing is written,
+        see `whole`.
+      values: Values of all layers, or their shape.
+      chunk: Number of tokens of a chunk.
       probes: Number of heads, the first ones; of models with fewer, all. Or
         the heads of each layer.
 
     Raises:
-      OptionError: probes that are no heads of the layers.
+      OptionError: If probes are not heads of the layers.
     """
     self.store, self._name = store, bytes(name)
     self.layers, self.heads, self.tokens, self._key = keys.shape
@@ -179,7 +182,7 @@ class StoredNode:
       self._recall(layer)
     if not isinstance(keys, np.ndarray) or not isinstance(values, np.ndarray):
       return
-    # What is there already counts as used now, or it would go before the rest.
+    # Mark the stored blocks as used now, or they would be evicted first.
     for layer in range(self.layers):
       store.request([*self._fixed(layer), *self._chunks(layer)])
     for layer in range(self.layers):
@@ -198,7 +201,7 @@ class StoredNode:
     )
 
   def _recall(self, layer: int) -> None:
-    """Takes the order in which a layer's tokens are in the store already."""
+    """Read the order in which a layer's tokens are stored, if it is there."""
     payload = self.store.get(self._id(layer, "order"))
     if payload is not None and len(payload) == 4 * self.tokens:
       order = np.frombuffer(payload, np.int32).astype(np.int64)
@@ -206,24 +209,27 @@ class StoredNode:
         self.order[layer] = order
 
   def _write(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-    """Puts a layer's chunks, in its order."""
+    """Put a layer's chunks, in its order."""
     for n in range(-(-self.tokens // self.chunk)):
       at = self.order[layer, n * self.chunk : (n + 1) * self.chunk]
       self._put(self._id(layer, "k", n), keys[:, at])
       self._put(self._id(layer, "v", n), values[:, at])
 
   def _fixed(self, layer: int) -> list[bytes]:
-    """Keys of the blocks that every call needs, or every process."""
+    """Keys of the probe and order blocks of a layer."""
     return [self._id(layer, part) for part in ("probe", "order")]
 
   def _chunks(self, layer: int) -> list[bytes]:
-    """Keys of a layer's chunks in the order of now."""
+    """Keys of a layer's chunks in the current order."""
     every = range(-(-self.tokens // self.chunk))
     return [self._id(layer, part, n) for n in every for part in ("k", "v")]
 
   def _id(self, layer: int, part: str, n: int = 0) -> bytes:
-    """The key of a block. That of a chunk tells its tokens, and their order,
-    so that no other content is ever found under it."""
+    """Key of a block.
+
+    A chunk's key includes its tokens and their order, so that it never stands
+    for other content.
+    """
     text = f"impress {self.layers} {self.heads} {self.tokens} "
     text += f"{self._dtypes} {self._key} {self._value} {layer} {part} {n} "
     if part == "probe":
@@ -241,26 +247,26 @@ class StoredNode:
     payload = np.ascontiguousarray(x).tobytes()
     self.store.put(key, payload)
     if key not in self.store:
-      # Too much was waiting to be written.
+      # The write queue was full: wait for it and try again.
       self.store.flush()
       self.store.put(key, payload)
 
   def _get(self, layer: int, part: str, n: int, heads: int) -> np.ndarray:
-    found = self.store.get(self._id(layer, part, n))
-    if found is None:
+    payload = self.store.get(self._id(layer, part, n))
+    if payload is None:
       raise MissingChunk(f"layer {layer}, {part} {n}")
     size = self._value if part == "v" else self._key
-    flat = np.frombuffer(found, self._dtypes[part])
+    flat = np.frombuffer(payload, self._dtypes[part])
     return flat.reshape(heads, -1, size)
 
   def probe_keys(self, layer: int, count: ImpressCounters) -> np.ndarray:
     """Keys of the probe heads, [P, m, H]."""
     self.store.request(self._fixed(layer))
-    found = self._get(layer, "probe", 0, self.probes)
-    self._count(count, self.probes * self.tokens, found)
+    keys = self._get(layer, "probe", 0, self.probes)
+    self._count(count, self.probes * self.tokens, keys)
     count.chunks += 1
-    count.chunk_bytes += found.nbytes
-    return found
+    count.chunk_bytes += keys.nbytes
+    return keys
 
   def read(
     self,
@@ -271,14 +277,14 @@ class StoredNode:
     *,
     counted: int | None = None,
   ) -> np.ndarray:
-    """Keys ("k") or values ("v") of tokens of each head, [K, k, H].
+    """Read keys ("k") or values ("v") of tokens of each head, [K, k, H].
 
     Args:
-      layer: which one.
+      layer: Number of the layer.
       part: "k" or "v".
-      tokens: of each head.
-      count: gets what was loaded.
-      counted: heads that are counted; default: all.
+      tokens: Token numbers of each head, [K, k].
+      count: Counters to update.
+      counted: Number of heads to count; default: all.
     """
     with self._lock:
       return self._read(layer, part, tokens, count, counted)
@@ -295,29 +301,29 @@ class StoredNode:
     place[self.order[layer]] = np.arange(self.tokens)
     at = place[tokens]
     size = self._value if part == "v" else self._key
-    found = np.empty((*tokens.shape, size), self._dtypes[part])
+    vectors = np.empty((*tokens.shape, size), self._dtypes[part])
     head = np.arange(self.heads)[:, None]
     chunks = np.unique(at // self.chunk).tolist()
     self.store.request([self._id(layer, part, n) for n in chunks])
     for n in chunks:
       block = self._get(layer, part, n, self.heads)
-      mine = at // self.chunk == n
-      taken = block[
-        np.broadcast_to(head, at.shape)[mine], at[mine] % self.chunk
+      in_chunk = at // self.chunk == n
+      chunk_vectors = block[
+        np.broadcast_to(head, at.shape)[in_chunk], at[in_chunk] % self.chunk
       ]
-      found[mine] = taken
+      vectors[in_chunk] = chunk_vectors
       count.chunks += 1
       count.chunk_bytes += block.nbytes
     heads = self.heads if counted is None else counted
-    self._count(count, heads * tokens.shape[1], found)
-    return found
+    self._count(count, heads * tokens.shape[1], vectors)
+    return vectors
 
   def _count(self, count: ImpressCounters, vectors: int, x: np.ndarray) -> None:
     count.vectors += vectors
     count.vector_bytes += vectors * x.shape[-1] * x.itemsize
 
   def reorder(self, importance: Shaped[np.ndarray, "L m"]) -> None:
-    """Packs tokens that matter into the same chunks, inside of this node.
+    """Packs important tokens into the same chunks, within this node.
 
     A layer at a time: its chunks are read, then removed, then written in the
     new order, so that the store never holds more than the node. Calls of
@@ -325,12 +331,13 @@ class StoredNode:
     node without some chunks of a layer, which the next one writes.
 
     Args:
-      importance: of each layer's tokens, a mean over requests.
+      importance: Importance of each layer's tokens, [L, m], a mean over
+        requests.
 
     Raises:
-      ShapeError: it is not of these layers and tokens.
-      MissingChunk: the store has let a part of the prefix go. Layers before
-        it are in their new order, the others in the one that they had.
+      ShapeError: If it is not of these layers and tokens.
+      MissingChunk: If the store has evicted a part of the prefix. Layers before
+        it are in their new order, the others in their old one.
     """
     importance = np.asarray(importance)
     if importance.shape != self.order.shape:
@@ -347,16 +354,16 @@ class StoredNode:
           self._move(layer, order)
 
   def _move(self, layer: int, order: np.ndarray) -> None:
-    """Stores a layer in another order."""
+    """Store a layer in another order."""
     every = np.tile(np.arange(self.tokens), (self.heads, 1))
     unused = ImpressCounters()
     keys, values = (
       self._read(layer, part, every, unused, None) for part in ("k", "v")
     )
-    before = self._chunks(layer)
+    old_chunks = self._chunks(layer)
     self.order[layer] = order
-    # A chunk that has the same tokens as before stays.
-    gone = set(before) - set(self._chunks(layer))
+    # A chunk with the same tokens as before stays.
+    gone = set(old_chunks) - set(self._chunks(layer))
     note = self._id(layer, "order")
     self.store.remove([note, *gone])
     self._put(note, order.astype(np.int32))
@@ -365,19 +372,19 @@ class StoredNode:
 
 
 class NodeChain:
-  """Nodes one behind another, which `Impress` reads as one prefix.
+  """Chain of nodes that `Impress` reads as one prefix.
 
   A longer prefix shares the nodes of a shorter one.
 
   Attributes:
     nodes: Nodes with the same layers and heads, the first tokens' first.
-    layers, heads, tokens: Numbers of these, as of a `StoredNode`.
+    layers, heads, tokens: Numbers of these, as in a `StoredNode`.
     probes: Number of probe heads.
-    probe_heads: int64 [L, P], which ones, rising in each layer.
+    probe_heads: Numbers of these heads, int64 [L, P], rising in each layer.
   """
 
   def __init__(self, nodes: Sequence[StoredNode]):
-    """Reads nothing yet.
+    """Chain nodes; nothing is read yet.
 
     Args:
       nodes: At least one, with the same layers, heads and probes.
@@ -400,14 +407,14 @@ class NodeChain:
     *,
     counted: int | None = None,
   ) -> np.ndarray:
-    """See `StoredNode.read`; the tokens of a head are rising."""
+    """Read keys or values as `StoredNode.read`, for rising tokens of a head."""
     start, result = 0, None
     for node in self.nodes:
       inside = (tokens >= start) & (tokens < start + node.tokens)
-      most = int(inside.sum(1).max())
-      if most:
-        # Heads with fewer name one that is read anyhow.
-        number = np.arange(most)
+      node_tokens = int(inside.sum(1).max())
+      if node_tokens:
+        # Pad heads that have fewer with a token that is read anyway.
+        number = np.arange(node_tokens)
         at = np.minimum(inside.argmax(1)[:, None] + number, tokens.shape[1] - 1)
         right = number < inside.sum(1)[:, None]
         wanted = np.take_along_axis(tokens, at, 1)
@@ -430,9 +437,10 @@ class Impress:
   """Attention of new tokens over the kept part of a stored prefix.
 
   Attributes:
-    node: the prefix.
-    counters: what was loaded.
-    importance: float32 [L, m], a mean over all calls, for `reorder`.
+    node: Stored prefix.
+    counters: Counts of loaded vectors and chunks.
+    importance: Importance of tokens, float32 [L, m], a mean over all calls, for
+      `reorder`.
   """
 
   def __init__(
@@ -442,15 +450,15 @@ class Impress:
     keep: int | float = 0.25,
     alpha: int | float = 0.6,
   ):
-    """Without calls yet.
+    """Set the share of tokens to keep.
 
     Args:
-      node: the prefix.
-      keep: part of its tokens, above 0, at most 1.
-      alpha: see `overlap_threshold`.
+      node: Stored prefix.
+      keep: Fraction of its tokens to keep, above 0, at most 1.
+      alpha: Exponent of the threshold, see `overlap_threshold`.
 
     Raises:
-      OptionError: a value is out of its range.
+      OptionError: If a value is out of range.
     """
     keep = number("keep", keep, above=0)
     if keep > 1:
@@ -459,7 +467,7 @@ class Impress:
       )
     self.node = node
     self.keep, self.alpha = keep, number("alpha", alpha, least=0)
-    # Less than a token above a whole number is rounding, as of 0.1 * 30.
+    # An excess of up to 1e-6 tokens is rounding, as in 0.1 * 30.
     self.kept = max(1, math.ceil(keep * node.tokens - 1e-6))
     self.counters = ImpressCounters()
     self.importance = np.zeros((node.layers, node.tokens), np.float32)
@@ -475,22 +483,22 @@ class Impress:
     scale: int | float | None = None,
     real: int | None = None,
   ) -> tuple[jax.Array, KeptTokens]:
-    """Attention of new tokens over the prefix's kept ones and themselves.
+    """Attend from new tokens to the prefix's kept tokens and themselves.
 
     Args:
-      layer: of the prefix.
-      q: queries of the tokens behind the prefix, rotated.
-      k: their keys, rotated.
-      v: their values.
-      scale: of the scores; default H ** -0.5.
-      real: Tokens before padding, by whose queries is chosen; default: all.
+      layer: Number of the prefix's layer.
+      q: Queries of the tokens after the prefix, rotated.
+      k: Keys of these tokens, rotated.
+      v: Values of these tokens.
+      scale: Scale of the scores; default H ** -0.5.
+      real: Number of tokens before padding, whose queries choose; default: all.
 
     Returns:
-      The result [T, N, J], and what was kept.
+      The result [T, N, J], and the kept tokens.
 
     Raises:
-      ShapeError: heads that are not those of the prefix.
-      MissingChunk: the store has let a part of the prefix go.
+      ShapeError: If the heads are not those of the prefix.
+      MissingChunk: If the store has evicted a part of the prefix.
     """
     node, count = self.node, self.counters
     if k.shape[1] != node.heads or q.shape[1] % node.heads:
@@ -506,7 +514,7 @@ class Impress:
     heads = node.probe_heads[layer]
     of_probes = (heads[:, None] * groups + np.arange(groups)).ravel()
     probe_keys = node.probe_keys(layer, count)
-    # Where every head is a probe, all keys are there.
+    # If every head is a probe, all keys are loaded.
     keys = probe_keys if node.probes == node.heads else None
     sums = np.asarray(
       _column_sums(q[:, of_probes], probe_keys, k[:, heads], real, scale)
@@ -514,7 +522,7 @@ class Impress:
     chosen = _top(sums, self.kept)
     similarity = mean_jaccard(chosen)
     threshold = overlap_threshold(self.kept / node.tokens, self.alpha)
-    # Of all tokens nothing has to be chosen.
+    # If all tokens are kept, there is no choice.
     shared = similarity > threshold or self.kept == node.tokens
     if shared:
       votes = np.bincount(chosen.ravel(), minlength=node.tokens)
@@ -541,7 +549,7 @@ class Impress:
     self.importance[layer] += (mean - self.importance[layer]) / self._seen[
       layer
     ]
-    kept = KeptTokens(
+    kept_tokens = KeptTokens(
       tokens=tokens,
       similarity=similarity,
       threshold=threshold,
@@ -550,13 +558,13 @@ class Impress:
       keys=old,
       values=values,
     )
-    return _attention(q, old, values, k, v, scale), kept
+    return _attention(q, old, values, k, v, scale), kept_tokens
 
 
 def heads_of_layers(
   probes: int | Int[np.ndarray, "L P"], layers: int, heads: int
 ) -> np.ndarray:
-  """The probe heads of each layer, int64 [L, P], rising.
+  """Probe heads of each layer, int64 [L, P], rising.
 
   Args:
     probes: Number of heads, the first ones; of fewer, all. Or those of each
@@ -565,30 +573,34 @@ def heads_of_layers(
     heads: Number of heads that keys have, K.
 
   Raises:
-    OptionError: probes that are no heads of the layers.
+    OptionError: If probes are not heads of the layers.
   """
   if np.ndim(probes) == 0:
     count = min(positive_int("probes", probes), heads)
     return np.tile(np.arange(count), (layers, 1))
-  given = np.sort(np.asarray(probes), axis=-1)
-  right = given.ndim == 2 and len(given) == layers and given.shape[1] > 0
-  right = right and given.dtype.kind in "iu"
+  head_numbers = np.sort(np.asarray(probes), axis=-1)
+  right = (
+    head_numbers.ndim == 2
+    and len(head_numbers) == layers
+    and head_numbers.shape[1] > 0
+  )
+  right = right and head_numbers.dtype.kind in "iu"
   if (
     not right
-    or ((given < 0) | (given >= heads)).any()
-    or (np.diff(given, axis=1) == 0).any()
+    or ((head_numbers < 0) | (head_numbers >= heads)).any()
+    or (np.diff(head_numbers, axis=1) == 0).any()
   ):
     raise OptionError(
       "probes",
-      f"{given.tolist()}",
+      f"{head_numbers.tolist()}",
       f"for each of {layers} layers different heads below {heads}",
       "pass an array of layers and heads, or their number",
     )
-  return given.astype(np.int64)
+  return head_numbers.astype(np.int64)
 
 
 def _top(sums: np.ndarray, kept: int) -> np.ndarray:
-  """The `kept` largest of each row, by their numbers, rising."""
+  """Indices of the `kept` largest of each row, rising."""
   order = np.argsort(-sums, axis=1, kind="stable")[:, :kept]
   return np.sort(order, axis=1)
 
@@ -597,7 +609,7 @@ def _top(sums: np.ndarray, kept: int) -> np.ndarray:
 def _column_sums(
   q: Any, old: Any, new: Any, real: Any, scale: float
 ) -> jax.Array:
-  """Importance [K, m] of the prefix's tokens, see the top of the file."""
+  """Importance [K, m] of the prefix's tokens, as the module defines it."""
   weights = _weights(q, old, new, scale)
   counts = jnp.arange(q.shape[0])[:, None] < real
   weights = jnp.where(counts, weights, 0.0)
@@ -610,14 +622,14 @@ def _attention(
 ) -> jax.Array:
   weights = _weights(q, old_k, k, scale)
   values = jnp.concatenate([old_v, jnp.swapaxes(v, 0, 1)], 1)
-  found = jnp.einsum(
+  attended = jnp.einsum(
     "kgts,ksj->tkgj", weights, values.astype(jnp.float32), precision="highest"
   )
-  return found.reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
+  return attended.reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
 
 
 def _weights(q: Any, old: Any, new: Any, scale: float) -> jax.Array:
-  """[K, G, T, m + T]: over prefix and, causally, the new tokens."""
+  """Softmax weights [K, G, T, m + T] over prefix and, causally, new tokens."""
   t, n, h = q.shape
   heads, m = old.shape[:2]
   keys = jnp.concatenate([old, jnp.swapaxes(new, 0, 1)], 1)

@@ -1,14 +1,14 @@
-"""A store of blocks in two tiers: host memory, and a folder on disk.
+"""Store of blocks in two tiers: host memory, and a folder on disk.
 
-Guarantees: `get` returns the bytes that were put under a key, or None. Nothing
-that a disk, a policy or another process does raises here: it is counted, and
-the first of each is a warning. Several threads may call.
+Guarantees: `get` returns the bytes that were put under a key, or None. Failures
+of a disk, a policy or another process do not raise: they are counted, and the
+first of each kind is logged as a warning. Several threads may call.
 Cost: `put` and `request` return at once; files are written by one thread and
 read by another.
-Memory: the budget of the host tier, and what is on its way to the disk, at
+Memory: the budget of the host tier, and the blocks that wait to be written, at
 most `queue` bytes; a block beyond that is not written.
 
-A store knows keys and bytes, nothing of what they mean. A block that is put is
+A store treats keys and blocks as plain bytes. A block that is put is
 offered to both tiers, whose policies admit it or not; one that is read from
 the disk is offered to host memory again.
 """
@@ -33,20 +33,20 @@ from ringjax.store.tier_policies import TierPolicy, tier_policy
 
 @dataclasses.dataclass(kw_only=True)
 class StoreCounters:
-  """What a store has done.
+  """Counters of a store's reads and writes.
 
   Attributes:
-    host_hits: blocks that were found in host memory.
-    disk_hits: blocks that were read from the disk.
-    misses: blocks that were asked for and not there.
-    host_bytes: of blocks that were found in host memory.
-    disk_bytes: of blocks that were read from the disk.
-    put: blocks that were offered.
-    put_bytes: their bytes.
-    written: blocks that were written to the disk.
-    written_bytes: their bytes.
-    dropped: blocks that were not written because too many were waiting.
-    errors: calls in which something raised that is none of the disk's.
+    host_hits: Number of blocks found in host memory.
+    disk_hits: Number of blocks read from the disk.
+    misses: Number of requested blocks that the store did not have.
+    host_bytes: Bytes of blocks found in host memory.
+    disk_bytes: Bytes of blocks read from the disk.
+    put: Number of blocks offered.
+    put_bytes: Bytes of blocks offered.
+    written: Number of blocks written to the disk.
+    written_bytes: Bytes of blocks written to the disk.
+    dropped: Number of blocks not written because too many were waiting.
+    errors: Number of calls that raised an error not caused by the disk.
   """
 
   host_hits: int = 0
@@ -63,10 +63,10 @@ class StoreCounters:
 
 
 class StoreFetch:
-  """Blocks on their way out of a store.
+  """Read of some blocks in flight.
 
   Attributes:
-    found: payloads by key, so far.
+    found: Payloads by key, so far.
   """
 
   def __init__(self) -> None:
@@ -75,21 +75,21 @@ class StoreFetch:
 
   @property
   def done(self) -> bool:
-    """Whether all that is there is in `found`."""
+    """Whether all available payloads are in `found`."""
     return self._done.is_set()
 
   def wait(self, timeout: int | float | None = None) -> bool:
-    """Waits until it is done; whether it is."""
+    """Waits until it is done and returns whether it is."""
     return self._done.wait(timeout)
 
 
 class Store:
-  """Blocks by their keys.
+  """Store of blocks by their keys.
 
   Attributes:
-    host: the tier in host memory, or None.
-    disk: the tier on the disk, or None.
-    counters: what was done.
+    host: The tier in host memory, or None.
+    disk: The tier on the disk, or None.
+    counters: Counts of reads and writes.
   """
 
   def __init__(
@@ -106,18 +106,18 @@ class Store:
     """Opens a store.
 
     Args:
-      host: bytes in host memory; 0 is none.
-      disk: a folder and its bytes; None is none.
+      host: Bytes in host memory; 0 for no such tier.
+      disk: A folder and its bytes; None for no such tier.
       policy: "lru", "lfu", "once_used_first", "second_hit",
-        "predicted_reuse", or a `TierPolicy`; a pair of these is for host
+        "predicted_reuse", or a `TierPolicy`; or a pair of these, for host
         memory and for the disk.
-      sync: whether files are synced to the disk, see `disk_tier`.
-      queue: bytes that may wait to be written.
+      sync: Whether files are synced to the disk, see `disk_tier`.
+      queue: Maximum bytes that wait to be written.
 
     Raises:
-      OptionError: no tier at all, a policy that there is not, one object for
-        two tiers, or a folder that is refused.
-      InputTypeError: arguments of other types.
+      OptionError: If there is no tier, an unknown policy, one object for two
+        tiers, or a folder that is refused.
+      InputTypeError: If arguments have other types.
     """
     integer("host", host, least=0)
     boolean("sync", sync)
@@ -171,15 +171,15 @@ class Store:
   # -------------------------------------------------------------------------
 
   def request(self, keys: Sequence[bytes]) -> None:
-    """Tells the policies of a prompt: its blocks, from the first one on."""
+    """Notify the policies of a prompt's blocks, from the first one on."""
     keys = list(keys)
     for tier in (self.host, self.disk):
       if tier is not None:
         self._guarded(lambda tier=tier: tier.request(keys))
 
   def __contains__(self, key: bytes) -> bool:
-    found = self._guarded(lambda: self._has(key))
-    return bool(found)
+    has_key = self._guarded(lambda: self._has(key))
+    return bool(has_key)
 
   def _has(self, key: bytes) -> bool:
     tiers = (self.host, self._waiting, self.disk)
@@ -189,8 +189,8 @@ class Store:
     """Offers a block to the tiers.
 
     Args:
-      key: 32 bytes.
-      payload: its bytes.
+      key: Key, 32 bytes.
+      payload: Bytes of the block.
     """
     with self._lock:
       self.counters.put += 1
@@ -215,7 +215,7 @@ class Store:
   def _write(self, key: bytes, payload: bytes) -> None:
     assert self.disk is not None
     try:
-      # It may have been written since it was looked for.
+      # It may have been written since it was looked up.
       if key not in self.disk and self.disk.put(key, payload):
         with self._lock:
           self.counters.written += 1
@@ -226,11 +226,10 @@ class Store:
     self._tell()
 
   def remove(self, keys: Sequence[bytes]) -> None:
-    """Lets blocks go; returns when no tier has them.
+    """Removes blocks; returns when no tier has them.
 
     Args:
-      keys: of blocks that nobody will ask for; those that are not there are
-        left out.
+      keys: Keys of blocks that are no longer needed; missing ones are ignored.
     """
     for key in keys:
       if self.host is not None:
@@ -243,73 +242,73 @@ class Store:
       for key in keys:
         disk.remove(key)
 
-    # Behind writes that were put before.
+    # Queue it after the writes that were put before.
     self._guarded(lambda: self._writer.submit(remove).result())
 
   def get(self, key: bytes) -> Any:
-    """The payload of a block, or None; reads the disk if it must."""
-    found = self._from_host(key)
-    return self._from_disk(key) if found is None else found
+    """Get the payload of a block, or None; reads the disk if needed."""
+    payload = self._from_host(key)
+    return self._from_disk(key) if payload is None else payload
 
   def _from_host(self, key: bytes) -> Any:
-    found = None if self.host is None else self.host.get(key)
-    if found is None:
-      found = self._waiting.get(key)
-    if found is not None:
+    payload = None if self.host is None else self.host.get(key)
+    if payload is None:
+      payload = self._waiting.get(key)
+    if payload is not None:
       with self._lock:
         self.counters.host_hits += 1
-        self.counters.host_bytes += len(found)
-    return found
+        self.counters.host_bytes += len(payload)
+    return payload
 
   def _from_disk(self, key: bytes) -> Any:
-    found = None
+    stored = None
     disk = self.disk
     if disk is not None:
-      found = self._guarded(lambda: disk.get(key))
+      stored = self._guarded(lambda: disk.get(key))
       self._tell()
     with self._lock:
-      if found is None:
+      if stored is None:
         self.counters.misses += 1
       else:
         self.counters.disk_hits += 1
-        self.counters.disk_bytes += len(found)
-    if found is not None and self.host is not None:
-      host, payload = self.host, bytes(found)
+        self.counters.disk_bytes += len(stored)
+    if stored is not None and self.host is not None:
+      host, payload = self.host, bytes(stored)
       self._guarded(lambda: host.put(key, payload))
-    return found
+    return stored
 
   def fetch(self, keys: Sequence[bytes]) -> StoreFetch:
-    """Begins to get some blocks; those on the disk are read by a thread.
+    """Start reading some blocks; those on the disk are read by a thread.
 
     Args:
-      keys: of the blocks. None is read behind one that is not there.
+      keys: Keys of the blocks. Reading stops at the first missing block.
     """
     fetch = StoreFetch()
-    rest = list(keys)
-    while rest:
-      found = self._from_host(rest[0])
-      if found is None:
+    remaining = list(keys)
+    while remaining:
+      payload = self._from_host(remaining[0])
+      if payload is None:
         break
-      fetch.found[rest.pop(0)] = found
-    if not rest or self.disk is None:
-      self.counters.misses += bool(rest)
+      fetch.found[remaining.pop(0)] = payload
+    if not remaining or self.disk is None:
+      self.counters.misses += bool(remaining)
       fetch._done.set()
       return fetch
 
     def read() -> None:
       try:
-        for key in rest:
-          found = self.get(key)
-          if found is None:
+        for key in remaining:
+          payload = self.get(key)
+          if payload is None:
             return
-          fetch.found[key] = found
+          fetch.found[key] = payload
       finally:
         fetch._done.set()
 
     try:
       self._reader.submit(read)
     except RuntimeError:
-      # It is closed.
+      # The store is closed.
       fetch._done.set()
     return fetch
 
@@ -318,11 +317,11 @@ class Store:
   # -------------------------------------------------------------------------
 
   def flush(self) -> None:
-    """Waits until all that was put before is written or refused."""
+    """Waits until all blocks put before are written or refused."""
     self._guarded(lambda: self._writer.submit(lambda: None).result())
 
   def close(self) -> None:
-    """Writes what waits and ends the threads; host memory is given up."""
+    """Writes the waiting blocks and ends the threads; frees host memory."""
     self._writer.shutdown()
     self._reader.shutdown()
 
@@ -333,7 +332,7 @@ class Store:
     self.close()
 
   def _guarded(self, call: Callable[[], Any]) -> Any:
-    """What a call returns, or None if it raises."""
+    """Run a call; returns its result, or None if it raises."""
     try:
       return call()
     except Exception as error:
@@ -343,7 +342,7 @@ class Store:
       return None
 
   def _tell(self) -> None:
-    """Warns of what the disk refused, once of each kind."""
+    """Warn of failures of the disk, once for each kind."""
     disk = self.disk
     if disk is None:
       return
