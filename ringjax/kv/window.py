@@ -169,7 +169,7 @@ class WindowSlots(SlotGroup):
   def _replaced(
     self, old: jax.Array, new: jax.Array, layer: Index | None, *, whole: bool
   ) -> jax.Array:
-    """Write tokens into `old`; `whole` for coordinates, which are replicated."""
+    """Write tokens into `old`; `whole` for replicated coordinates."""
     axis = token_axis(old)
     of_new = axis - (0 if layer is None else 1)
     layer = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
@@ -323,7 +323,7 @@ class WindowSlots(SlotGroup):
   def gathered(
     self, device: jax.Device
   ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
-    """Copy to one device; also return a function that copies arrays likewise."""
+    """Copy to one device; also return a function that copies arrays so."""
     slot = np.arange(self.capacity)
     order = slot % self.shards * (self.capacity // self.shards)
     order = jnp.asarray(order + slot // self.shards, jnp.int32)
@@ -407,7 +407,7 @@ def _put(
 
   Args:
     old: Array [B, W] or [L, B, K, W, D]; the token axis of codes is last.
-    new: Tokens [B, n], or [B, K, n, D] with a layer, or [L, B, K, n, D] without.
+    new: Tokens [B, n]; [B, K, n, D] with a layer, [L, B, K, n, D] without.
     layer: Index of the layer, int32 [], or None for all.
     slot: Slots, int32 [B, n].
   """
