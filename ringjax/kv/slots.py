@@ -1,11 +1,11 @@
 """Slots of a group of layers: which token is in which slot, row by row.
 
-Guarantees: a slot holds a key and a value and says by coordinates whose they
-are, so tokens may be in any order: a prompt stays in the layout in which it
-was read. Rows are independent: each has a write cursor of its own on every
-shard. Padding behind a row's last token takes no slot.
-Cost: an append writes the appended; nothing else moves.
-Memory: two int32 a slot, one a row and shard.
+Guarantees: coordinates identify the token in each slot, so tokens may be in
+any order: a prompt stays in the layout in which it was read. Rows are
+independent: each has a separate write cursor on every shard. Padding after a
+row's last token takes no slot.
+Cost: an append writes the new tokens; nothing else moves.
+Memory: two int32 per slot, one per row and shard.
 
 A row's tokens fill a shard's slots from the first one. Tokens that all shards
 see (decoding) go one by one to the shard that has the fewest, so that the
@@ -44,10 +44,10 @@ class SlotGroup:
   """Slot table of a group of layers: the token in each slot.
 
   Attributes:
-    at: coordinates of the slots, [B, S].
-    mode: how the tokens of the call at hand come.
-    mesh: whose `axis` shards S; None is one device.
-    axis: the sequence's axis.
+    at: Coordinates of the slots, [B, S].
+    mode: Layout of the current call's tokens: `FILL`, `SHARDED`, `REPLICATED`.
+    mesh: Device mesh whose `axis` shards S; None for one device.
+    axis: Mesh axis of the sequence.
   """
 
   at: Coords
