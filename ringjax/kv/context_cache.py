@@ -7,9 +7,9 @@ them. Placing them is one copy to the devices.
 Memory: the contexts of all rows, and an open cache for what is read and
 generated after them.
 
-The contexts of a row are in one `KVCache` at arbitrary coordinates, each context
-spread evenly over the shards; prefix, question and answer are in another, the
-open cache.
+The contexts of a row are in one `KVCache` at arbitrary coordinates, each spread
+evenly over the shards; prefix, question and answer are in another, the open
+cache.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ContextCache(WithOpenCache):
     """Check that tokens fit; see `KVCache.check`.
 
     Raises:
-      OptionError: If the call would not see the contexts, or as `KVCache.check`.
+      OptionError: If the call would not see the contexts, or as `KVCache`.
     """
     if not sees:
       raise OptionError(
