@@ -197,8 +197,8 @@ FAULTS = (
   _fault(
     "a context begins inside the tile of the one before",
     "kv/context_cache.py",
-    "first += -(-each // tile) * tile",
-    "first += each // tile * tile",
+    "first += -(-per_shard // tile) * tile",
+    "first += per_shard // tile * tile",
     "infer/test_contexts.py",
   ),
   _fault(

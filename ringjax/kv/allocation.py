@@ -1,9 +1,9 @@
-"""Bits for each layer and KV head under a budget of bytes, by measured loss.
+"""Allocate bits to layers and KV heads under a byte budget, by measured loss.
 
-Guarantees: the sum of the bytes is within the budget. What a choice costs is
-measured: a text is read with one layer's or head's keys and values as a codec
-gives them back, all others exact. Choices are put together as if these losses
-added; the result says what they add up to and what was measured.
+Guarantees: the sum of the bytes is within the budget. The loss of a
+choice is measured: a text is read with one layer's or head's keys and values
+encoded and decoded, all others exact. Choices are combined as if these losses
+added; the result reports both the predicted sum and the measured loss.
 Cost: (units x candidates + candidates + 2) x texts calls of the model, where
 units are the layers, the KV heads, or the keys and the values of each; with
 `measure="kl"` each call is two.
@@ -69,31 +69,31 @@ Table = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocation:
-  """Which codec each KV head of each layer has, and what it costs.
+  """Codec of each KV head of each layer, with its size and loss.
 
   Attributes:
-    model: digest of the model that was measured.
-    candidates: the codecs' kinds, as text.
-    calibrations: digests of their calibrations, or "".
-    by: what has a codec of its own: "layer", "head", or "part", the keys and
-      the values of each head.
-    measure: what was compared: "loss" or "kl".
-    keys: for each layer of the model the candidates of its KV heads' keys.
-    values: those of their values.
-    bytes_per_token: bytes of a token in all layers, as they are stored.
-    bits: of a number, scales included.
-    exact: nats a token without a cache.
-    loss: nats a token more that this allocation costs on the same text.
-    predicted: what it costs by `measure`, if the losses of all choices add.
-    measured: what it does cost by `measure`.
-    uniform: for each candidate alone its bytes of a token and its loss.
-    losses: for each unit, in order of layers and heads, the loss of each
+    model: Digest of the measured model.
+    candidates: Cache kinds of the candidate codecs, as text.
+    calibrations: Digests of the candidates' calibrations, or "".
+    by: Unit that gets a codec: "layer", "head", or "part" (the keys or the
+      values of a head).
+    measure: Metric of the losses: "loss" or "kl".
+    keys: For each layer of the model, candidate indices of its heads' keys.
+    values: For each layer of the model, candidate indices of its heads' values.
+    bytes_per_token: Stored bytes of a token in all layers.
+    bits: Mean bits per scalar, scales included.
+    exact: Loss without a cache, in nats per token.
+    loss: Increase of the loss by this allocation, in nats per token.
+    predicted: Cost by `measure` if the losses of all choices add.
+    measured: Measured cost by `measure`.
+    uniform: Bytes per token and loss of each candidate for all units.
+    losses: For each unit, in order of layers and heads, the loss of each
       candidate, by `measure`.
-    tokens: of the text.
-    calls: of the model, that it took.
-    codecs: of the candidates.
-    unrotated: whether keys are encoded before their rotation.
-    source: the file that it was read from, or "".
+    tokens: Number of tokens of the text.
+    calls: Number of model calls.
+    codecs: Codecs of the candidates.
+    unrotated: Whether keys are encoded before their rotation.
+    source: File that it was read from, or "".
   """
 
   model: str
@@ -119,26 +119,26 @@ class Allocation:
 
   @property
   def kind(self) -> CacheKind:
-    """The kind of cache, for `generate` and `init_cache`."""
+    """Cache kind with these codecs, for `generate` and `init_cache`."""
     pairs = sorted({
       pair
       for rows in zip(self.keys, self.values, strict=True)
       for pair in zip(*rows, strict=True)
     })  # fmt: skip
-    which = tuple(
+    pair_of_head = tuple(
       tuple(pairs.index(pair) for pair in zip(*rows, strict=True))
       for rows in zip(self.keys, self.values, strict=True)
     )
     codec = PerHead(
       codecs=tuple(_paired(self.codecs, *pair) for pair in pairs),
-      which=which,
+      which=pair_of_head,
       source=self.source,
       loss=self.loss,
     )
     return CacheKind(windowed=True, unrotated=self.unrotated, codec=codec)
 
   def __str__(self) -> str:
-    """A table: a row for each layer, a column for each KV head."""
+    """Format as a table: a row for each layer, a column for each KV head."""
     heads = max(map(len, self.keys))
     name = lambda n: self.candidates[n]
 
@@ -150,11 +150,11 @@ class Allocation:
       cells = [cell(k, v) for k, v in zip(*pair, strict=True)]
       if cells:
         rows.append((str(n), *cells))
-    wide = [
+    widths = [
       max(len(row[i]) for row in rows if i < len(row)) for i in range(heads + 1)
     ]
     shown = [
-      "  ".join(f"{x:<{w}}" for x, w in zip(row, wide, strict=False)).rstrip()
+      "  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=False)).rstrip()
       for row in rows
     ]
     return "\n".join(
@@ -174,16 +174,16 @@ class Allocation:
     )
 
   def record(self) -> dict[str, Any]:
-    """The fields as JSON, without those that are made of others."""
+    """Fields as JSON, without those derived from others."""
     left_out = ("codecs", "source")
     names = [x.name for x in dataclasses.fields(self) if x.name not in left_out]
     return {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
 
   def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes it into a file, or into a folder as kv_bits.json; the path.
+    """Save to a file, or to a folder as kv_bits.json; return the path.
 
     Raises:
-      OptionError: candidates that no text names.
+      OptionError: If the text of a candidate does not name its codec.
     """
     for text, codec in zip(self.candidates, self.codecs, strict=True):
       if _named(text) != _uncalibrated(codec):
@@ -201,27 +201,27 @@ class Allocation:
 
   @classmethod
   def load(cls, path: str | os.PathLike[str], model: Transformer) -> Allocation:
-    """Reads the allocation of a model.
+    """Read the allocation of a model from a file.
 
     Args:
-      path: the file, or the folder that has it. Calibrations of its candidates
+      path: File, or folder with kv_bits.json. Calibrations of the candidates
         are read from the same folder.
-      model: the `Transformer` that it has to be of.
+      model: `Transformer` that was measured.
 
     Raises:
-      CheckpointFormatError: no file, or no allocation in it.
-      OptionError: that of another model or calibration.
+      CheckpointFormatError: If the file is missing or not an allocation.
+      OptionError: If the model or a calibration differs.
     """
     place = pathlib.Path(path)
     if place.is_dir():
       place = place / BITS_FILE
     body = _read(place)
-    mine = model.digest
-    if body["model"] != mine:
+    model_digest = model.digest
+    if body["model"] != model_digest:
       raise OptionError(
         "table",
         f"{place}, of a model of digest {body['model']}",
-        f"that of this model, {mine}",
+        f"that of this model, {model_digest}",
         _REMEDY,
       )
     try:
@@ -241,9 +241,9 @@ class Allocation:
             _REMEDY,
           )
         codecs.append(codec)
-      made = cls(**body, codecs=tuple(codecs), source=str(place))
-      # Whether the tables are those of the candidates and of the model.
-      codec = made.kind.codec
+      allocation = cls(**body, codecs=tuple(codecs), source=str(place))
+      # Check that the tables fit the candidates and the model.
+      codec = allocation.kind.codec
       assert isinstance(codec, PerHead)
       for shape in _attention(model):
         codec.table(shape)
@@ -253,7 +253,7 @@ class Allocation:
       raise CheckpointFormatError(
         f"{place}", f"{error}"[:160], "what allocate_bits wrote", _REMEDY
       ) from None
-    return made
+    return allocation
 
 
 def allocate_bits(
@@ -268,39 +268,39 @@ def allocate_bits(
   folder: str | os.PathLike[str] | None = None,
   progress: Callable[[int, int], Any] | None = None,
 ) -> Allocation:
-  """Chooses a codec for each KV head of each layer under a budget of bytes.
+  """Choose a codec for each KV head of each layer under a byte budget.
 
-  Each choice is measured alone on the text, the losses are taken to add, and
-  the bytes go where they save the most loss each: steps on the lower convex
-  hulls of (bytes, loss), the steepest first, and what is left to the best
-  single exchange.
+  Each choice is measured alone on the text, and the losses are assumed to add.
+  Bytes go where each saves the most loss: steps on the lower convex hulls of
+  (bytes, loss), the steepest first; the rest goes to the best single exchanges.
 
   Args:
-    model: a `Transformer`, on one device or a mesh.
-    tokens: int32 [N, T], texts; on a mesh T is a multiple of the shards.
-    bits: the budget: bits of a number, scales included.
-    bytes_per_token: or the bytes of a token, in all layers together.
-    candidates: kinds of caches by name, with options as in a flag
-      ("int4:group=32,keys.bits=8"), or each a `CacheKind` with a codec.
-    by: what has a codec of its own: "layer", "head", or "part", the keys and
-      the values of each head.
-    measure: "loss": how much the negative log-likelihood of the text grows;
-      "kl": how far the predictions move (Kullback-Leibler divergence), which is
-      never below 0 and varies less with the text.
-    folder: keeps what is measured after each choice, so that a run that was
-      killed resumes, and gets kv_bits.json at the end.
-    progress: called with the number of calls of the model that are done and
-      that there are.
+    model: A `Transformer`, on one device or a mesh.
+    tokens: Token ids of texts, int32 [N, T]; on a mesh T is a multiple of the
+      shards.
+    bits: Budget as mean bits per scalar, scales included.
+    bytes_per_token: Budget as bytes of a token in all layers; excludes `bits`.
+    candidates: Cache kinds by name, with options as in a flag
+      ("int4:group=32,keys.bits=8"), or as `CacheKind`, each with a codec.
+    by: Unit that gets a codec: "layer", "head", or "part" (the keys or the
+      values of a head).
+    measure: Metric: "loss", the increase of the negative log-likelihood; or
+      "kl", the Kullback-Leibler divergence of the predictions, which is never
+      negative and varies less with the text.
+    folder: Folder for measurements, so that a killed run resumes, and for
+      kv_bits.json at the end.
+    progress: Callback, called with the number of finished model calls and of
+      all.
 
   Returns:
-    the allocation, whose `kind` is a kind of cache.
+    The allocation; its `kind` is the cache kind to use.
 
   Raises:
-    OptionError: a budget below the cheapest candidate or none, or candidates
-      that do not go together.
-    ShapeError: tokens of another shape.
-    ConfigError: a model without keys and values.
-    MeshError: several processes.
+    OptionError: If the budget is missing or below the cheapest candidate, or
+      candidates are incompatible.
+    ShapeError: If `tokens` are not [N, T].
+    ConfigError: If the model has no keys and values.
+    MeshError: If there are several processes.
   """
   ids = _checked(tokens)
   one_of("by", by, BY)
@@ -349,7 +349,7 @@ def allocate_bits(
   keys, values = _tables(model, shapes, pairs)
   nbytes = sum(size[n] for size, n in zip(sizes, choice, strict=True))
   numbers = sum(shape.numbers() for shape in shapes)
-  made = Allocation(
+  allocation = Allocation(
     model=model.digest,
     candidates=names,
     calibrations=calibrations,
@@ -371,9 +371,11 @@ def allocate_bits(
     unrotated=kinds[0].unrotated,
   )
   if folder is not None:
-    made = dataclasses.replace(made, source=str(made.save(folder)))
+    allocation = dataclasses.replace(
+      allocation, source=str(allocation.save(folder))
+    )
     (pathlib.Path(folder) / _PARTIAL).unlink(missing_ok=True)
-  return made
+  return allocation
 
 
 def choose(
@@ -381,74 +383,74 @@ def choose(
   losses: Sequence[Sequence[float]],
   budget: int | float,
 ) -> list[int]:
-  """Of each unit a candidate, so that the sizes are within the budget.
+  """Choose a candidate for each unit, with the sum of sizes in the budget.
 
   Args:
-    sizes: [units][candidates].
-    losses: [units][candidates].
-    budget: of the sum of the sizes, at least that of the smallest.
+    sizes: Bytes, [units][candidates].
+    losses: Losses, [units][candidates].
+    budget: Maximum sum of sizes, at least the sum of the smallest.
 
   Returns:
-    for each unit a candidate. Steps along the lower convex hulls are taken from
-    the steepest on; those that do not fit are left out. What is left goes to
-    single exchanges, also for candidates that are not on a hull.
+    Index of the candidate of each unit. Steps along the lower convex hulls are
+    taken from the steepest on; those that do not fit are skipped. The remaining
+    budget goes to single exchanges, also for candidates not on a hull.
   """
   hulls = [_hull(s, x) for s, x in zip(sizes, losses, strict=True)]
   chosen = [0] * len(hulls)
-  left = budget - sum(
+  remaining = budget - sum(
     size[hull[0]] for size, hull in zip(sizes, hulls, strict=True)
   )
   steps = []
   for unit, hull in enumerate(hulls):
     for n, (a, b) in enumerate(itertools.pairwise(hull), 1):
-      more = sizes[unit][b] - sizes[unit][a]
+      extra_bytes = sizes[unit][b] - sizes[unit][a]
       saved = losses[unit][a] - losses[unit][b]
-      steps.append((-saved / more, unit, n, more))
-  for _, unit, n, more in sorted(steps):
-    if n == chosen[unit] + 1 and more <= left:
-      chosen[unit], left = n, left - more
-  found = [hull[n] for hull, n in zip(hulls, chosen, strict=True)]
+      steps.append((-saved / extra_bytes, unit, n, extra_bytes))
+  for _, unit, n, extra_bytes in sorted(steps):
+    if n == chosen[unit] + 1 and extra_bytes <= remaining:
+      chosen[unit], remaining = n, remaining - extra_bytes
+  choice = [hull[n] for hull, n in zip(hulls, chosen, strict=True)]
   while True:
     better = [
       ((loss[n] - loss[old]) / max(1, size[n] - size[old]), unit, n)
       for unit, (old, size, loss) in enumerate(
-        zip(found, sizes, losses, strict=True)
+        zip(choice, sizes, losses, strict=True)
       )
       for n in range(len(size))
-      if loss[n] < loss[old] and size[n] - size[old] <= left
+      if loss[n] < loss[old] and size[n] - size[old] <= remaining
     ]
     if not better:
-      return found
+      return choice
     _, unit, n = min(better)
-    left -= sizes[unit][n] - sizes[unit][found[unit]]
-    found[unit] = n
+    remaining -= sizes[unit][n] - sizes[unit][choice[unit]]
+    choice[unit] = n
 
 
 def _hull(sizes: Sequence[int], losses: Sequence[float]) -> list[int]:
-  """The candidates on the lower convex hull, of falling loss."""
+  """Candidates on the lower convex hull, by decreasing loss."""
   order = sorted(range(len(sizes)), key=lambda n: (sizes[n], losses[n]))
-  found: list[int] = []
+  hull: list[int] = []
   for n in order:
-    if found and losses[n] >= losses[found[-1]]:
+    if hull and losses[n] >= losses[hull[-1]]:
       continue
-    while len(found) > 1:
-      a, b = found[-2:]
-      here = (losses[a] - losses[b]) * (sizes[n] - sizes[b])
-      if here > (losses[b] - losses[n]) * (sizes[b] - sizes[a]):
+    while len(hull) > 1:
+      a, b = hull[-2:]
+      cross = (losses[a] - losses[b]) * (sizes[n] - sizes[b])
+      if cross > (losses[b] - losses[n]) * (sizes[b] - sizes[a]):
         break
-      found.pop()
-    found.append(n)
-  return found
+      hull.pop()
+    hull.append(n)
+  return hull
 
 
 # ---------------------------------------------------------------------------
-# What is chosen
+# Units and candidates
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
-  """What gets one codec: heads of a layer, their keys or values or both."""
+  """Unit that gets one codec: keys, values or both of heads of a layer."""
 
   layer: int
   heads: tuple[int, ...]
@@ -456,43 +458,43 @@ class _Unit:
 
 
 def _attention(model: Transformer) -> list[LayerCacheSpec]:
-  """The kinds of layers that have keys."""
-  found = [x for x in model.kinds if isinstance(x, LayerCacheSpec)]
-  if not found:
+  """Kinds of layers that have keys."""
+  specs = [x for x in model.kinds if isinstance(x, LayerCacheSpec)]
+  if not specs:
     raise ConfigError(
       "model",
       f"{model.config.family}, without keys and values",
       "attention in some layer",
       "its states need no codec",
     )
-  return found
+  return specs
 
 
 def _units(shapes: Sequence[LayerCacheSpec], by: str) -> tuple[_Unit, ...]:
-  """In order of layers, heads and parts."""
-  found = []
+  """List the units, in order of layers, heads and parts."""
+  units = []
   for shape in shapes:
-    both = ("keys", "values") if shape.value else ("keys",)
-    parts = [(part,) for part in both] if by == "part" else [both]
+    all_parts = ("keys", "values") if shape.value else ("keys",)
+    parts = [(part,) for part in all_parts] if by == "part" else [all_parts]
     heads = [(n,) for n in range(shape.heads)]
     if by == "layer":
       heads = [tuple(range(shape.heads))]
     for layer in shape.which:
-      found += [_Unit(layer, h, part) for h in heads for part in parts]
-  return tuple(sorted(found, key=lambda u: (u.layer, u.heads, u.parts)))
+      units += [_Unit(layer, h, part) for h in heads for part in parts]
+  return tuple(sorted(units, key=lambda u: (u.layer, u.heads, u.parts)))
 
 
 def _bytes(unit: _Unit, codec: Codec, shapes: Sequence[LayerCacheSpec]) -> int:
-  """Bytes of a token, as a cache on the default platform stores them."""
+  """Bytes of a unit's token, as stored on the default platform."""
   (shape,) = (s for s in shapes if unit.layer in s.which)
 
-  def one(part: str) -> int:
+  def part_bytes(part: str) -> int:
     vectors: VectorCodec = getattr(codec, part)
     width = vectors.width(shape.key if part == "keys" else shape.value)
     lead, _ = stored_codes((), 1, width, jax.default_backend())
     return int(np.prod(lead)) * len(unit.heads)
 
-  return sum(map(one, unit.parts))
+  return sum(map(part_bytes, unit.parts))
 
 
 def _budget(
@@ -502,7 +504,7 @@ def _budget(
   sizes: Sequence[Sequence[int]],
   names: Sequence[str],
 ) -> float:
-  """Bytes of a token."""
+  """Budget in bytes per token."""
   if (bits is None) == (nbytes is None):
     raise OptionError(
       "bits, bytes_per_token",
@@ -515,12 +517,12 @@ def _budget(
     budget = number("bits", bits, above=0) * numbers / 8
   else:
     budget = number("bytes_per_token", nbytes, above=0)
-  least = sum(map(min, sizes))
-  if budget < least:
+  floor = sum(map(min, sizes))
+  if budget < floor:
     raise OptionError(
       "bits" if nbytes is None else "bytes_per_token",
       f"{bits if nbytes is None else nbytes}",
-      f"at least {8 * least / numbers:.3f} bits a number, {least:,} bytes a "
+      f"at least {8 * floor / numbers:.3f} bits a number, {floor:,} bytes a "
       f"token, which the cheapest of {', '.join(names)} take",
       "allow more bytes, or add a cheaper candidate",
     )
@@ -530,7 +532,7 @@ def _budget(
 def _candidates(
   model: Transformer, given: Sequence[Any]
 ) -> tuple[tuple[str, ...], tuple[CacheKind, ...]]:
-  """Names and kinds, each with a codec for this model."""
+  """Names and cache kinds of the candidates, for this model."""
   if isinstance(given, str) or not given:
     raise OptionError(
       "candidates",
@@ -539,9 +541,13 @@ def _candidates(
       f"pass candidates={CANDIDATES}",
     )
   names, kinds = [], []
-  for one in given:
-    named = isinstance(one, str)
-    kind = kind_text.parse(one, "candidates") if named else cache_kind(one)
+  for candidate in given:
+    named = isinstance(candidate, str)
+    kind = (
+      kind_text.parse(candidate, "candidates")
+      if named
+      else cache_kind(candidate)
+    )
     kind = model.cache_kind(kind).keeping_all("a candidate")
     if not isinstance(kind.codec, Codec):
       raise OptionError(
@@ -552,9 +558,9 @@ def _candidates(
       )
     plain = _uncalibrated(kind.codec)
     kind = CacheKind(windowed=True, unrotated=kind.unrotated, codec=kind.codec)
-    # As it was written, but for the place of a calibration.
+    # Keep the text as given, but without the path of a calibration.
     written = named and plain == kind.codec
-    text = one if written else str(dataclasses.replace(kind, codec=plain))
+    text = candidate if written else str(dataclasses.replace(kind, codec=plain))
     names.append(text)
     kinds.append(kind)
   if len({kind.codec for kind in kinds}) < len(kinds):
@@ -572,7 +578,7 @@ def _candidates(
 
 
 def _calibration(codec: Codec) -> str:
-  """The digest of its calibration; "" where it needs none."""
+  """Digest of a codec's calibration; "" if it needs no calibration."""
   if not isinstance(codec, Calibrated):
     return ""
   if isinstance(codec.calibration, Calibration):
@@ -586,14 +592,14 @@ def _calibration(codec: Codec) -> str:
 
 
 def _uncalibrated(codec: Codec) -> Codec:
-  """Without its calibration."""
+  """Codec without its calibration."""
   if not isinstance(codec, Calibrated):
     return codec
   return dataclasses.replace(codec, calibration=None)
 
 
 def _named(text: str) -> Any:
-  """The codec that a text names; None if it names none."""
+  """Codec that a text names, or None."""
   try:
     return kind_text.parse(text, "candidates").codec
   except OptionError:
@@ -601,12 +607,12 @@ def _named(text: str) -> Any:
 
 
 def _paired(codecs: Sequence[Codec], keys: int, values: int) -> Codec:
-  """With the keys of one and the values of another."""
+  """Combine the key codec of one candidate with the value codec of another."""
   a, b = codecs[keys], codecs[values]
   if keys == values:
     return a
-  same = dataclasses.replace(a, keys=b.keys, values=b.values) == b
-  if type(a) is not type(b) or not same:
+  pairs_up = dataclasses.replace(a, keys=b.keys, values=b.values) == b
+  if type(a) is not type(b) or not pairs_up:
     raise OptionError(
       "candidates",
       f"{type(a).__name__} and {type(b).__name__}, by part",
@@ -621,23 +627,23 @@ def _tables(
   shapes: Sequence[LayerCacheSpec],
   pairs: Sequence[tuple[_Unit, int]],
 ) -> tuple[Table, Table]:
-  """Of keys and of values the candidates of each layer's heads."""
+  """Candidates of each layer's heads, for keys and for values."""
   layers = model_layers(model.kinds)
   heads = {n: shape.heads for shape in shapes for n in shape.which}
-  found = {
+  choices = {
     part: [[0] * heads.get(n, 0) for n in range(layers)]
     for part in ("keys", "values")
   }
   for unit, n in pairs:
     for part in unit.parts:
       for head in unit.heads:
-        found[part][unit.layer][head] = n
-  # Values that are part of their keys have no codec: that of the keys.
+        choices[part][unit.layer][head] = n
+  # Values that are part of the keys use the codec of the keys.
   for shape in shapes:
     if not shape.value:
       for n in shape.which:
-        found["values"][n] = found["keys"][n]
-  tables = (tuple(map(tuple, found[part])) for part in ("keys", "values"))
+        choices["values"][n] = choices["keys"][n]
+  tables = (tuple(map(tuple, choices[part])) for part in ("keys", "values"))
   keys, values = tables
   return keys, values
 
@@ -648,11 +654,11 @@ def _tables(
 
 
 class _Losses:
-  """What is measured so far.
+  """Measures losses of choices, and resumes from those measured before.
 
   Attributes:
-    total: calls of the model that there are.
-    progress: see `allocate_bits`.
+    total: Number of model calls of the whole run.
+    progress: Callback, see `allocate_bits`.
   """
 
   total: int = 0
@@ -673,7 +679,7 @@ class _Losses:
     self.path = None if folder is None else pathlib.Path(folder) / _PARTIAL
     self.known: list[list[float]] = []
     if self.path is not None and self.path.exists():
-      # One that is broken or of other inputs is worth nothing.
+      # Ignore a file that is corrupt or of other inputs.
       with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         body = json.loads(self.path.read_text("utf-8"))
         if body["inputs"] == inputs:
@@ -681,7 +687,7 @@ class _Losses:
     self.found: list[list[float]] = []
 
   def loss(self, pairs: Sequence[tuple[_Unit, int]]) -> list[float]:
-    """Nats a token and divergence, with these units by these candidates."""
+    """Loss (nats per token) and divergence with these choices."""
     number = len(self.found)
     if number < len(self.known):
       self.found.append(self.known[number])
@@ -705,16 +711,16 @@ class _Losses:
 
 @dataclasses.dataclass(frozen=True)
 class _Choices(NoCache):
-  """A cache that keeps nothing, whose codecs are chosen by data.
+  """A cache that stores nothing and applies codecs chosen by traced data.
 
   Attributes:
-    keys: int32 [layers, heads], the candidate of each head of each layer of the
-      model; -1 leaves it as it is.
-    values: the same.
-    constants: for each kind of layer and candidate those of the codec.
-    codecs: the candidates.
-    unrotated: whether keys are encoded before their rotation.
-    shapes: what each kind of layer keeps of a token.
+    keys: Candidate of each head's keys in each layer of the model, int32
+      [layers, heads]; -1 leaves them exact.
+    values: Candidate of each head's values, likewise.
+    constants: Codec constants, for each kind of layer and candidate.
+    codecs: Codecs of the candidates.
+    unrotated: Whether keys are encoded before their rotation.
+    shapes: For each kind of layer, the shape of one token's cached vectors.
   """
 
   keys: Int[Array | np.ndarray, "layers heads"]
@@ -736,17 +742,19 @@ class _Choices(NoCache):
     layers = model_layers(model.kinds)
     heads = max(shape.heads for shape in _attention(model))
     none = np.full((layers, heads), -1, np.int32)
-    made = jax.tree.map(jnp.asarray, constants)
-    return cls(none, none, made, codecs, kinds[0].unrotated, model.kinds)
+    device_constants = jax.tree.map(jnp.asarray, constants)
+    return cls(
+      none, none, device_constants, codecs, kinds[0].unrotated, model.kinds
+    )
 
   def chosen(self, pairs: Sequence[tuple[_Unit, int]]) -> _Choices:
-    """With units by candidates."""
-    found = {"keys": self.keys.copy(), "values": self.values.copy()}
+    """Cache with these candidates for these units, all others exact."""
+    choices = {"keys": self.keys.copy(), "values": self.values.copy()}
     for unit, n in pairs:
       for part in unit.parts:
-        found[part][unit.layer, list(unit.heads)] = n
-    made = {part: jnp.asarray(x) for part, x in found.items()}
-    return dataclasses.replace(self, **made)
+        choices[part][unit.layer, list(unit.heads)] = n
+    arrays = {part: jnp.asarray(x) for part, x in choices.items()}
+    return dataclasses.replace(self, **arrays)
 
   @property
   def slots(self) -> tuple[Any, ...]:
@@ -758,8 +766,8 @@ class _Choices(NoCache):
     if not isinstance(shape, LayerCacheSpec):
       return FreshLayer()
     layer = jnp.asarray(shape.which, jnp.int32)[index]
-    one = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-    constants = jax.tree.map(one, self.constants[kind])
+    of_layer = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+    constants = jax.tree.map(of_layer, self.constants[kind])
 
     def with_one(n: int, part: str, x: jax.Array, here: jax.Array) -> jax.Array:
       vectors, of = getattr(self.codecs[n], part), constants[n]
@@ -768,7 +776,7 @@ class _Choices(NoCache):
         through(vectors, x, of[part == "values"]),
         x,
       )
-      # Most layers are left as they are in most calls.
+      # Skip the work for layers that stay exact: most, in most calls.
       return lax.cond(jnp.any(here), put, lambda x: x, x)
 
     def coded(part: str, x: jax.Array) -> jax.Array:
@@ -799,7 +807,7 @@ tree.register(
 def _sums(
   model: Transformer, tokens: Int[Array, "1 T"], cache: _Choices, compared: bool
 ) -> Float[Array, " 2"]:
-  """Sums over the predictions: the loss, and if `compared` the divergence."""
+  """Sum over predictions the loss and, if `compared`, the divergence."""
   last = (slice(None), slice(0, -1))
   logs = lambda x: jax.nn.log_softmax(x[last], -1)
   q = logs(model(tokens, cache=cache)[0])
@@ -812,8 +820,8 @@ def _sums(
 
 def _checked(tokens: np.ndarray) -> np.ndarray:
   ids = np.asarray(tokens)
-  whole = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
-  if not whole or ids.shape[0] < 1 or ids.shape[1] < 2:
+  integers = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
+  if not integers or ids.shape[0] < 1 or ids.shape[1] < 2:
     raise ShapeError(
       "tokens",
       f"{ids.dtype} {list(ids.shape)}",
@@ -829,7 +837,7 @@ def _checked(tokens: np.ndarray) -> np.ndarray:
 
 
 def _write(path: pathlib.Path, body: dict[str, Any]) -> None:
-  """In place of what was there, at one stroke."""
+  """Write a file atomically, replacing an old one."""
   partial = path.with_name(f".{path.name}.{os.getpid()}")
   try:
     partial.write_text(json_text(body) + "\n", "utf-8")
@@ -840,10 +848,10 @@ def _write(path: pathlib.Path, body: dict[str, Any]) -> None:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-  """The fields of a file, lists as tuples.
+  """Read the fields of a file, lists as tuples.
 
   Raises:
-    CheckpointFormatError: no file, or another one.
+    CheckpointFormatError: If the file is missing or not an allocation.
   """
 
   def frozen(x: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Keys and values of layers in files: blocks that are read and written again.
+"""Files for the keys and values of layers on disk, read and written by blocks.
 
-Guarantees: a block that was written is read as it was; one that was not is
-zeros. Files have no names, so that none is left when the process ends, however
-it ends. Room on the disk is taken when an array is made: a disk that is full is
-an error then, and not in the middle of a text.
-Cost: a read of one layer's blocks is one call of the system; the system reads
-the next layer ahead while this one is in use, and writes behind.
-Memory: the arrays that a program asks for; what the system keeps of files is
-memory that it gives up when it is needed.
+Guarantees: a written block reads back bit for bit; others read as zeros. Files
+are unlinked, so that none remains when the process ends, however it ends. Disk
+space is allocated with an array: a full disk is an error then, and not in the
+middle of a text.
+Cost: a read of one layer's blocks is one system call; the kernel reads the next
+layer ahead while this one is in use, and writes back asynchronously.
+Memory: the arrays that a program asks for; the kernel's page cache is released
+under memory pressure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxtyping import Shaped
 
 from ringjax.errors import OptionError, RingjaxError
 
-# Events that are kept: of a few thousand steps.
+# Number of events to keep: a few thousand steps.
 EVENTS = 1 << 16
 
 
@@ -36,12 +36,12 @@ class TransferEvent(NamedTuple):
   """A transfer between tiers, or a wait for one.
 
   Fields:
-    what: "read" or "write" of a file; "wait" of a call for a layer's read.
-    part: "weights" or "cache".
-    layer: of the model; of the cache the number among those on disk.
-    nbytes: that were moved.
-    start: seconds on `time.monotonic`'s clock.
-    seconds: that it took.
+    what: "read" or "write" of a file, or "wait" of a call for a layer's read.
+    part: Source of the bytes, "weights" or "cache".
+    layer: Index in the model; for the cache, index among the layers on disk.
+    nbytes: Number of bytes moved.
+    start: Start time on `time.monotonic`'s clock, in seconds.
+    seconds: Duration in seconds.
   """
 
   what: str
@@ -53,7 +53,7 @@ class TransferEvent(NamedTuple):
 
 
 class _File:
-  """One array in a file without a name."""
+  """One array in an unlinked file."""
 
   def __init__(self, folder: str, shape: tuple[int, ...], dtype: np.dtype):
     self.shape, self.dtype = shape, dtype
@@ -71,17 +71,17 @@ class _File:
       ) from error
 
   def read(self, first: int, count: int) -> np.ndarray:
-    found = np.empty((count, *self.shape[1:]), self.dtype)
-    left, offset = _bytes_of(found), first * self.each
-    while left:
-      got = os.preadv(self.descriptor, [left[: 1 << 30]], offset)
+    blocks = np.empty((count, *self.shape[1:]), self.dtype)
+    remaining, offset = _bytes_of(blocks), first * self.each
+    while remaining:
+      got = os.preadv(self.descriptor, [remaining[: 1 << 30]], offset)
       if not got:
         raise OSError(f"an end at byte {offset:,}")
-      left, offset = left[got:], offset + got
-    return found
+      remaining, offset = remaining[got:], offset + got
+    return blocks
 
   def ahead(self, first: int, count: int) -> None:
-    """Has the system read blocks while something else goes on."""
+    """Ask the kernel to read blocks in the background."""
     os.posix_fadvise(
       self.descriptor,
       first % self.shape[0] * self.each,
@@ -90,11 +90,11 @@ class _File:
     )
 
   def write(self, first: int, x: np.ndarray) -> None:
-    left = _bytes_of(np.ascontiguousarray(x))
+    remaining = _bytes_of(np.ascontiguousarray(x))
     offset = first * self.each
-    while left:
-      got = os.pwritev(self.descriptor, [left[: 1 << 30]], offset)
-      left, offset = left[got:], offset + got
+    while remaining:
+      got = os.pwritev(self.descriptor, [remaining[: 1 << 30]], offset)
+      remaining, offset = remaining[got:], offset + got
 
 
 def _bytes_of(x: np.ndarray) -> memoryview:
@@ -103,33 +103,33 @@ def _bytes_of(x: np.ndarray) -> memoryview:
 
 
 def _nameless(folder: str) -> int:
-  """A file of a folder that nothing can open again."""
+  """Open an unlinked file in a folder; return its descriptor."""
   try:
     return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
   except (AttributeError, OSError):
-    # Not all file systems have these.
-    found, path = tempfile.mkstemp(prefix="ringjax-cache-", dir=folder)
+    # Not all file systems support O_TMPFILE.
+    descriptor, path = tempfile.mkstemp(prefix="ringjax-cache-", dir=folder)
     os.unlink(path)
-    return found
+    return descriptor
 
 
 class CacheFiles:
-  """Files of a folder for the layers of caches that are on disk.
+  """Files in a folder for the layers of caches on disk.
 
-  It must live as long as the caches that it was passed for.
+  Must live as long as the caches that use it.
 
   Attributes:
-    folder: where they are.
-    events: what was read and written, the newest; see `TransferEvent`.
-    nbytes: of all arrays.
-    bytes_read: from the files so far, and `bytes_written` to them.
+    folder: Folder of the files.
+    events: Newest reads and writes, see `TransferEvent`.
+    nbytes: Total bytes of the arrays.
+    bytes_read: Bytes read so far; `bytes_written` likewise.
   """
 
   def __init__(self, folder: str | os.PathLike[str]):
-    """Prepares; nothing is made yet.
+    """Check the folder; files are created by `allocate`.
 
     Raises:
-      OptionError: no such folder.
+      OptionError: If the folder does not exist.
     """
     self.folder = os.fspath(folder)
     if not os.path.isdir(self.folder):
@@ -144,30 +144,30 @@ class CacheFiles:
     self._files: dict[int, _File] = {}
 
   def allocate(self, shape: Sequence[int], dtype: DTypeLike) -> int:
-    """The number of a new array of blocks [n, ...], all zeros.
+    """Create an array of blocks [n, ...], all zeros; return its number.
 
     Raises:
-      OptionError: the disk has no room for it.
+      OptionError: If the disk is full.
     """
-    made = _File(self.folder, tuple(shape), np.dtype(dtype))
+    file = _File(self.folder, tuple(shape), np.dtype(dtype))
     number = next(_NUMBERS)
-    self._files[number] = made
-    self.nbytes += made.each * made.shape[0]
+    self._files[number] = file
+    self.nbytes += file.each * file.shape[0]
     _OWNERS[number] = self
     return number
 
   def clear(self) -> None:
-    """Lets go of all arrays."""
+    """Release all arrays."""
     for number in self._files:
       _OWNERS.pop(number, None)
     self._files.clear()
     self.nbytes = 0
 
   def raise_fault(self) -> None:
-    """Raises the error of a read or write that a program ended with.
+    """Raise the error of a failed read or write inside of a program.
 
     Raises:
-      OptionError: a file that could not be read or written.
+      OptionError: If a file could not be read or written.
     """
     if self.error is not None:
       error, self.error = self.error, None
@@ -178,7 +178,7 @@ class CacheFiles:
   ) -> Any:
     start = time.monotonic()
     try:
-      found = do()
+      result = do()
     except OSError as error:
       self.error = OptionError(
         "disk",
@@ -191,28 +191,28 @@ class CacheFiles:
     self.events.append(
       TransferEvent(what, "cache", layer, nbytes, start, seconds)
     )
-    return found
+    return result
 
 
 def read_blocks(number: int, first: int, count: int) -> np.ndarray:
-  """Blocks of an array, by its number; the next ones are read ahead.
+  """Read blocks of an array; the next ones are read ahead.
 
   Args:
-    number: of the array, of whatever `CacheFiles`.
-    first: the first block.
-    count: how many; those of a layer.
+    number: Number of the array, of any `CacheFiles`.
+    first: First block.
+    count: Number of blocks of a layer.
 
   Raises:
-    OptionError: an array whose files are gone, or an I/O error.
+    OptionError: If the `CacheFiles` are gone, or on an I/O error.
   """
   files = _owner(number)
   file = files._files[number]
   nbytes = count * file.each
 
   def read() -> np.ndarray:
-    found = file.read(first, count)
+    blocks = file.read(first, count)
     file.ahead(first + count, count)
-    return found
+    return blocks
 
   files.bytes_read += nbytes
   return files._timed("read", first // count, nbytes, read)
@@ -221,7 +221,7 @@ def read_blocks(number: int, first: int, count: int) -> np.ndarray:
 def write_block(
   number: int, first: int, x: Shaped[np.ndarray, "B K _ _"], count: int
 ) -> None:
-  """Writes a block; `count` of them are of a layer. See `read_blocks`."""
+  """Write a block of a layer that has `count` blocks."""
   files = _owner(number)
   file = files._files[number]
   files.bytes_written += x.nbytes
@@ -229,15 +229,15 @@ def write_block(
 
 
 def _owner(number: int) -> CacheFiles:
-  found = _OWNERS.get(number)
-  if found is None or number not in found._files:
+  files = _OWNERS.get(number)
+  if files is None or number not in files._files:
     raise OptionError(
       "cache",
       "one on disk whose CacheFiles are gone",
       "files that live as long as the cache",
       "keep the rj.kv.CacheFiles that it was made with",
     )
-  return found
+  return files
 
 
 _NUMBERS = itertools.count(1)

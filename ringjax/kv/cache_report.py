@@ -1,8 +1,8 @@
-"""What a cache takes and what a token costs behind it, in words and figures.
+"""Reports of a cache's memory and of the decode speed that it allows.
 
-Guarantees: the bytes of the parts add up to those of the arrays. Seconds are a
-model's, of figures that are stated with their sources; nothing is measured.
-What is modelled of a decode step, on each device:
+Guarantees: the bytes of the parts add up to those of the arrays. Seconds come
+from a roofline model with sourced hardware figures; nothing is measured.
+Terms of a decode step, on each device:
 
   memory   the slots that hold tokens, with their coordinates, and the weights
            where they are given, once at the memory's rate; what comes from the
@@ -52,29 +52,27 @@ if TYPE_CHECKING:
 # int4, in compiled schedules).
 _LOOPS = 41
 _OPERATIONS = 4
-# Bytes a second that a device copies from its host's memory, where nothing is
-# said: what PCIe 3.0 has, of 16 lanes.
+# Default host-to-device bandwidth in bytes/s: PCIe 3.0 with 16 lanes.
 HOST_BANDWIDTH = 16e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheReport:
-  """What a cache takes, and how fast a token comes behind it.
+  """Memory of a cache by part, and the modelled time of a decode step.
 
   Attributes:
-    kind: of the cache.
-    batch: rows.
-    tokens: of a row that a step reads at most.
-    parts: bytes by name, of all shards together.
-    bits: all bytes but those of recurrent states, over the numbers that keys
-      and values are made of: of the tokens that are there in a cache that
-      evicts, of all that fit in others and where no token is known.
-    bytes_per_token: all bytes, by rows and tokens that fit.
-    loss: nats a token that the kind costs, where that is known, or None.
-    loss_from: where that is from, or how to find out.
-    machine: whose figures are taken.
-    seconds: of a decode step on each device, by what they go to.
-    notes: what the seconds rest on.
+    kind: Cache kind as text.
+    batch: Number of rows.
+    tokens: Maximum number of tokens of a row that a step reads.
+    parts: Bytes by name, on all shards together.
+    bits: Bits per scalar of keys and values, without recurrent states. Counts
+      the stored tokens of a cache that evicts, if known, else all that fit.
+    bytes_per_token: Total bytes by rows and tokens that fit.
+    loss: Loss that the kind adds, in nats per token, or None if unknown.
+    loss_from: Source of the loss, or how to measure it.
+    machine: Name of the modelled machine.
+    seconds: Seconds of a decode step on each device, by resource.
+    notes: Assumptions of the model.
   """
 
   kind: str
@@ -91,37 +89,37 @@ class CacheReport:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of all shards together."""
+    """Total bytes of all shards."""
     return sum(self.parts.values())
 
   @property
   def binds(self) -> str:
-    """What a step waits for."""
+    """Resource that limits a step."""
     return max(self.seconds, key=lambda name: self.seconds[name])
 
   @property
   def tokens_per_s(self) -> float:
-    """New tokens of all rows together, a second."""
+    """New tokens per second, of all rows together."""
     return self.batch / self.seconds[self.binds]
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
-    more = ("nbytes", "binds", "tokens_per_s")
-    own = dataclasses.asdict(self) | {"notes": list(self.notes)}
-    return own | {name: getattr(self, name) for name in more}
+    """Fields and derived figures as JSON."""
+    derived = ("nbytes", "binds", "tokens_per_s")
+    fields = dataclasses.asdict(self) | {"notes": list(self.notes)}
+    return fields | {name: getattr(self, name) for name in derived}
 
   def __str__(self) -> str:
-    """A table."""
+    """Format as a table."""
     total = self.nbytes
     loss = "" if self.loss is None else f"{self.loss:+.5f} nats a token, "
     parts = sorted(self.parts.items(), key=lambda x: -x[1])
-    wide = max(map(len, (*self.parts, "total")))
+    width = max(map(len, (*self.parts, "total")))
     times = ", ".join(f"{k} {1e3 * s:.4g} ms" for k, s in self.seconds.items())
     return "\n".join(
       [
         f"{self.kind}: {self.batch} row(s), {self.tokens:,} tokens each",
-        *(f"  {k:<{wide}}{x:>18,}{x / total:>8.1%}" for k, x in parts),
-        f"  {'total':<{wide}}{total:>18,}",
+        *(f"  {k:<{width}}{x:>18,}{x / total:>8.1%}" for k, x in parts),
+        f"  {'total':<{width}}{total:>18,}",
         f"bits a number: {self.bits:.2f}; bytes a token: "
         f"{self.bytes_per_token:,.1f}",
         f"expected loss: {loss}{self.loss_from}",
@@ -141,26 +139,26 @@ def report(
   host_bandwidth: int | float = HOST_BANDWIDTH,
   held: Mapping[int, int | float] | None = None,
 ) -> CacheReport:
-  """See `KVCache.explain` and `TieredCache.explain`.
+  """Report a cache's memory and decode speed, for `KVCache.explain`.
 
-  `held`: of kinds of layers with pages the tokens of all rows, heads and layers
-  together. Default: those that are there.
+  `held` maps kinds of layers with pages to their number of tokens, of all rows,
+  heads and layers together. Default: the tokens in the cache.
   """
   length = cache.capacity if tokens is None else tokens
   integer("tokens", length, least=1, most=cache.capacity)
   number("weights", weights, least=0)
   number("host_bandwidth", host_bandwidth, above=0)
-  where = _machine(cache, machine)
+  machine_spec = _machine(cache, machine)
   inner: Any = cache
   if hasattr(inner, "open"):
     inner = inner.open
-  tally = _Tally(cache, inner, where.chip, length)
+  tally = _Tally(cache, inner, machine_spec.chip, length)
   tally.held = _held(cache) if held is None else held
   for n, shape in enumerate(cache.shapes):
     tally.layers(n, shape)
   tally.rest()
   loss, loss_from = _loss(cache.kind)
-  shards, chip = cache.shards, where.chip
+  shards, chip = cache.shards, machine_spec.chip
   numbers = float(weights) / jnp.dtype(inner.dtype).itemsize
   rate = chip.rate(jnp.dtype(inner.dtype).name)
   moved = (tally.read + tally.copied) / shards + weights
@@ -182,15 +180,15 @@ def report(
       f"host link: {tally.copied / shards / 1e6:,.1f} MB to each device, at "
       f"{host_bandwidth / 1e9:,.0f} GB/s (host_bandwidth=)"
     )
-  each = (sum(tally.parts.values()) - tally.in_host) / shards + weights
-  if each > chip.hbm_bytes:
+  device_bytes = (sum(tally.parts.values()) - tally.in_host) / shards + weights
+  if device_bytes > chip.hbm_bytes:
     notes.append(
-      f"more than a device has: {each / 1e9:,.1f} of "
+      f"more than a device has: {device_bytes / 1e9:,.1f} of "
       f"{chip.hbm_bytes / 1e9:,.1f} GB"
     )
   if shards > 1:
     assert cache.axis is not None
-    link = where.link(cache.axis)
+    link = machine_spec.link(cache.axis)
     seconds["links"] = sum(
       link.gather_s(4.0 * n, shards) + link.gather_s(4.0 * n, shards)
       for n in tally.sums
@@ -204,7 +202,7 @@ def report(
     bytes_per_token=sum(tally.parts.values()) / cache.batch / cache.capacity,
     loss=loss,
     loss_from=loss_from,
-    machine=where.name,
+    machine=machine_spec.name,
     seconds=seconds,
     notes=tuple(notes),
   )
@@ -214,17 +212,17 @@ class _Tally:
   """Sums over the kinds of layers.
 
   Attributes:
-    parts: bytes by name.
-    states: bytes of recurrent states.
-    numbers: that keys and values stand for.
-    held: tokens of kinds of layers with pages, where they are known.
-    read: bytes that a decode step reads, of all shards together.
-    copied: those of them that come from the hosts' memory.
-    in_host: bytes in the hosts' memory.
-    unpack: seconds of one device's vector unit, if it had all of them.
-    flops: of products.
-    sums: of each layer the numbers of its sums, where they are sent.
-    notes: what the seconds rest on.
+    parts: Bytes by name.
+    states: Bytes of recurrent states.
+    numbers: Number of scalars that the stored keys and values represent.
+    held: Tokens of kinds of layers with pages, if known.
+    read: Bytes that a decode step reads, on all shards together.
+    copied: Bytes of `read` that come from host memory.
+    in_host: Bytes in host memory.
+    unpack: Seconds of one device's vector unit to decode all codes.
+    flops: FLOPs of the matrix products.
+    sums: Number of scalars that each layer's reduction over shards sends.
+    notes: Assumptions of the model.
   """
 
   def __init__(self, cache: Any, inner: Any, chip: chips.Chip, tokens: int):
@@ -238,7 +236,7 @@ class _Tally:
     self.notes: list[str] = []
 
   def layers(self, n: int, shape: LayerCacheSpec | StateShape) -> None:
-    """Adds a kind of layers, with what it has beside the open cache."""
+    """Add a kind of layers, including pages, blocks and contexts."""
     slots = self.inner.slots[n]
     if isinstance(shape, StateShape):
       self._add("states", _bytes(slots))
@@ -252,12 +250,14 @@ class _Tally:
     if self.cache.kind.exact:
       name = "open (first, recent, newest): "
     ring = self.inner._ring(n)
-    held = self.inner.held if ring is None else self.inner.rings[ring]
-    filled = held.capacity if apart else min(self.tokens, held.capacity)
-    self._slots(name, shape, codec, slots, held.capacity, filled)
+    slot_table = self.inner.held if ring is None else self.inner.rings[ring]
+    filled = (
+      slot_table.capacity if apart else min(self.tokens, slot_table.capacity)
+    )
+    self._slots(name, shape, codec, slots, slot_table.capacity, filled)
     groups = 1 if shape.reading is None else shape.reading.groups
-    many = self.cache.batch * shape.heads * groups
-    self.sums += [many * (shape.value or shape.key)] * shape.layers
+    query_heads = self.cache.batch * shape.heads * groups
+    self.sums += [query_heads * (shape.value or shape.key)] * shape.layers
     pages, blocks = (
       getattr(self.cache, part, (None,) * (n + 1))[n]
       for part in ("pages", "blocks")
@@ -283,16 +283,16 @@ class _Tally:
     size: int,
     filled: int | float,
   ) -> None:
-    """Adds slots of rows, of which a step reads the `filled` of `size`."""
+    """Add slots of rows; a step reads `filled` of `size`."""
     self._arrays(name, shape, codec, held, filled / size)
     groups = 1 if shape.reading is None else shape.reading.groups
-    many = shape.layers * self.cache.batch * filled
+    num_slots = shape.layers * self.cache.batch * filled
     pair = 2.0 * (shape.key + (shape.value or shape.key))
-    self.read += 8.0 * many
-    self.flops += pair * many * shape.heads * groups
+    self.read += 8.0 * num_slots
+    self.flops += pair * num_slots * shape.heads * groups
 
   def _blocks(self, shape: LayerCacheSpec, blocks: Any) -> None:
-    """Adds blocks of older tokens, as a row of `tokens` fills them."""
+    """Add blocks of older tokens, as rows of `tokens` tokens fill them."""
     cache = self.cache
     size = cache.held.capacity
     filled = min(size, max(0, self.tokens - (cache.kind.device or 0)))
@@ -304,7 +304,7 @@ class _Tally:
       self.copied += _bytes(blocks) * filled / size
 
   def _pages(self, shape: LayerCacheSpec, pages: Pages, groups: int) -> None:
-    """Adds the pages that heads have."""
+    """Add the pages of the heads."""
     pair = 2.0 * (shape.key + (shape.value or shape.key))
     self._arrays("pages: ", shape, self.cache.kind.codec, pages, 1.0)
     coordinates = _bytes((pages.pos, pages.seg))
@@ -317,7 +317,7 @@ class _Tally:
       self.notes.append("all pages are counted; a query reads some of them")
 
   def rest(self) -> None:
-    """Adds what is not of one kind of layers."""
+    """Add what the kinds of layers share: coordinates, cursors, constants."""
     inner, cache = self.inner, self.cache
     owners = (inner.held, *inner.rings)
     at = _bytes(tuple(owner.at for owner in owners))
@@ -337,7 +337,7 @@ class _Tally:
       self._add("cursors", _bytes(cache.ends) + _bytes(cache.stayed))
 
   def _contexts(self, contexts: KVCache, weigh: Any) -> None:
-    """Adds what contexts have beside keys and values."""
+    """Add coordinates, cursors, constants and weights of contexts."""
     owners = (contexts.held, *contexts.rings)
     at = _bytes(tuple(owner.at for owner in owners))
     self._add("contexts: coordinates", at)
@@ -359,21 +359,25 @@ class _Tally:
     held: Any,
     filled: float,
   ) -> None:
-    """Adds arrays of keys and of values, of which a step reads a part."""
+    """Add arrays of keys and values; a step reads the share `filled`."""
     sides = (held.k, "keys", shape.key), (held.v, "values", shape.value)
     for arrays, side, dim in sides:
       if not dim:
         continue
       ways: Any = [(codec, arrays)]
       if isinstance(codec, PerHead):
-        own = [codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways]
-        ways = zip(own, arrays, strict=True)
-      for one, x in ways:
-        kernel = one is not None and _in_kernel(
-          one, shape, self.cache.kind.unrotated
+        head_codecs = [
+          codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways
+        ]
+        ways = zip(head_codecs, arrays, strict=True)
+      for head_codec, x in ways:
+        kernel = head_codec is not None and _in_kernel(
+          head_codec, shape, self.cache.kind.unrotated
         )
-        self._array(name, getattr(one, side, None), dim, x, filled, kernel)
-        # Values that are parts of keys are made of them at once.
+        self._array(
+          name, getattr(head_codec, side, None), dim, x, filled, kernel
+        )
+        # Values that are part of the keys take no further decoding.
 
   def _array(
     self,
@@ -400,20 +404,20 @@ class _Tally:
     self.unpack += self._unpack_s(vectors, dim, kernel) * count * filled
 
   def _unpack_s(self, vectors: VectorCodec, dim: int, kernel: bool) -> float:
-    """Seconds of one vector."""
+    """Seconds to decode one vector."""
     form = _form(vectors, dim)
     if self.chip.platform == "tpu":
       core = chips.CORES.get(self.chip.name)
       if core is None:
         return 0.0
-      each = 1.8 / 1024 if form is None else decode_cycles(form)
-      each *= 1 if kernel else _LOOPS
+      cycles = 1.8 / 1024 if form is None else decode_cycles(form)
+      cycles *= 1 if kernel else _LOOPS
       self._note(
         "unpack: a kernel in registers"
         if kernel
         else f"unpack: XLA's loops, taken as {_LOOPS} times a kernel's cycles"
       )
-      return dim * each / core.clock_hz / core.cores
+      return dim * cycles / core.clock_hz / core.cores
     # One choice for each level but the first.
     levels = 2**form.bits - 1 if form is not None and form.looked_up else 0
     rate = self.chip.rate("float32") / 2
@@ -429,23 +433,23 @@ class _Tally:
 
 
 def _form(vectors: VectorCodec, dim: int) -> CodeFormat | None:
-  """How the bytes of a vector hold its numbers, if its codec says it."""
-  made = getattr(vectors, "code_format", None)
-  return None if made is None else made(dim)
+  """Byte format of a vector's codes, or None if its codec has none."""
+  format_of = getattr(vectors, "code_format", None)
+  return None if format_of is None else format_of(dim)
 
 
 def _in_kernel(codec: Any, shape: LayerCacheSpec, unrotated: bool) -> bool:
-  """Whether a kernel for TPU decodes what a codec stores, in registers.
+  """Whether a TPU kernel decodes the codes of a codec in registers.
 
-  Of keys before their rotation it knows those with scales of channels.
+  The kernel supports unrotated keys only with per-channel scales.
   """
   keys = values = _form(codec.keys, shape.key)
   if shape.value:
     values = _form(codec.values, shape.value)
   if keys is None or values is None or values.by_channel:
     return False
-  whole = not shape.key % 64 and not shape.value % 64
-  return whole and (keys.by_channel or not unrotated)
+  aligned = not shape.key % 64 and not shape.value % 64
+  return aligned and (keys.by_channel or not unrotated)
 
 
 def _byte_parts(vectors: VectorCodec, dim: int) -> dict[str, int]:
@@ -463,21 +467,21 @@ def _byte_parts(vectors: VectorCodec, dim: int) -> dict[str, int]:
 
 
 def _bytes(tree: PyTree) -> int:
-  """Of arrays or of what stands for them, on all devices together."""
-  one = lambda x: math.prod(x.shape) * x.dtype.itemsize
-  return sum(map(one, jax.tree.leaves(tree)))
+  """Total bytes of arrays or their specs, on all devices."""
+  array_bytes = lambda x: math.prod(x.shape) * x.dtype.itemsize
+  return sum(map(array_bytes, jax.tree.leaves(tree)))
 
 
 def _held(cache: Any) -> dict[int, float]:
-  """Tokens of all rows and heads by the kind of layers; {} of a spec."""
+  """Tokens of all rows and heads by kind of layers; {} for a spec."""
   if not hasattr(cache, "pages") or not isinstance(cache.ends, jax.Array):
     return {}
-  found = enumerate(cache.tokens())
-  return {n: float(count.sum()) for n, count in found if count is not None}
+  counts = enumerate(cache.tokens())
+  return {n: float(count.sum()) for n, count in counts if count is not None}
 
 
 def _loss(kind: CacheKind) -> tuple[float | None, str]:
-  """Nats a token, where they are known, and where they are from."""
+  """Loss in nats per token, if known, and its source."""
   if kind.codec is None and kind.policy is None:
     return 0.0, "for all tokens are kept as numbers"
   if isinstance(kind.codec, PerHead) and kind.codec.loss is not None:
@@ -491,7 +495,7 @@ def _loss(kind: CacheKind) -> tuple[float | None, str]:
 
 
 def _machine(cache: Any, given: Any) -> chips.Machine:
-  """The machine that is named, or that of the cache's devices."""
+  """The named machine, or that of the cache's devices."""
   if isinstance(given, chips.Machine):
     return given
   if isinstance(given, str):

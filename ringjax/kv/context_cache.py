@@ -1,15 +1,15 @@
-"""A cache behind contexts that were encoded apart, which calls only read.
+"""A cache after contexts that were encoded independently and are read-only.
 
 Guarantees: contexts keep the bytes with which they were encoded, whatever
-codec stores them; the order in which they are placed changes nothing but sums.
+codec stores them; their order only affects the rounding of sums.
 Cost: a call reads the contexts as it reads any keys; nothing is appended to
 them. Placing them is one copy to the devices.
 Memory: the contexts of all rows, and an open cache for what is read and
-generated behind them.
+generated after them.
 
-The contexts of a row are in one `KVCache` at coordinates of their own choice,
-each context level over the shards; prefix, question and answer are in another,
-the open one.
+The contexts of a row are in one `KVCache` at arbitrary coordinates, each spread
+evenly over the shards; prefix, question and answer are in another, the open
+cache.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ringjax.typing import Index
 
 
 class PlacedContext(NamedTuple):
-  """A context and where its tokens are read.
+  """An exported context with the positions at which its tokens are read.
 
   Fields:
-    blocks: from `export`.
-    pos: int [n], the position of each token.
+    blocks: Tokens of the context, by `export`.
+    pos: Position of each token, int [n].
   """
 
   blocks: Blocks
@@ -51,22 +51,22 @@ class PlacedContext(NamedTuple):
 
 
 class ContextSnapshot(NamedTuple):
-  """What `ContextCache.restore` needs: the open cache, copied."""
+  """State of a `ContextCache` for `restore`: a copy of the open cache."""
 
   open: KVCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextCache(WithOpenCache):
-  """Contexts, and an open cache of what comes behind them.
+  """Contexts, and an open cache of the tokens after them.
 
   Attributes:
-    open: prefix, question and answer.
-    kind: of both.
-    limit: positions of a row that there is room for.
-    contexts: the contexts of each row.
-    weigh: how their keys are weighed, a view of `ops.attention.apart` without
-      what is `stored`; None: as all keys are.
+    open: Open cache of prefix, question and answer.
+    kind: Cache kind of contexts and open cache.
+    limit: Maximum number of positions in a row.
+    contexts: Cache of the contexts of each row.
+    weigh: Weighting of the contexts' keys: a view of `ops.attention.apart`
+      without its `stored`; None to treat them as other keys.
   """
 
   contexts: KVCache
@@ -79,30 +79,30 @@ class ContextCache(WithOpenCache):
   @property
   def at(self) -> Coords:
     """Coordinates of all slots, [B, S]: of the contexts, then the open ones."""
-    both = zip(self.contexts.at, self.open.at, strict=True)
-    return Coords(*(jnp.concatenate(pair, 1) for pair in both))
+    pairs = zip(self.contexts.at, self.open.at, strict=True)
+    return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position behind each row's last token."""
+    """int32 [B], the position after each row's last token."""
     return jnp.maximum(self.contexts.length, self.open.length)
 
   @property
   def asks_whole(self) -> bool:
-    """Whether the tokens of a question select contexts together: one call."""
+    """Whether a question must be one call: its tokens select together."""
     return isinstance(self.weigh, SelectedView) and self.weigh.together
 
   def free(self) -> np.ndarray | None:
-    """Tokens that may still come, int [B, R]; None where they are traced."""
+    """Number of tokens that still fit, int [B, R]; None under a trace."""
     return self.open.free()
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Refuses tokens that do not fit; see `KVCache.check`.
+    """Check that tokens fit; see `KVCache.check`.
 
     Raises:
-      OptionError: also for a call that would not see the contexts.
+      OptionError: If the call would not see the contexts, or as `KVCache`.
     """
     if not sees:
       raise OptionError(
@@ -123,8 +123,8 @@ class ContextCache(WithOpenCache):
   def allocate(
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> ContextCache:
-    made = self.open.allocate(at, replicated=replicated, sees=sees)
-    return dataclasses.replace(self, open=made)
+    open_cache = self.open.allocate(at, replicated=replicated, sees=sees)
+    return dataclasses.replace(self, open=open_cache)
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> ContextLayer:
     return ContextLayer(self, self.open.layer(kind, slots, index), kind, index)
@@ -137,51 +137,51 @@ class ContextCache(WithOpenCache):
   # -------------------------------------------------------------------------
 
   def with_room(self, taken: np.ndarray | int) -> ContextCache:
-    """Itself: the size of its open cache is fixed."""
+    """Return itself: the size of the open cache is fixed."""
     del taken
     return self
 
   def evict(self) -> ContextCache:
-    """Itself: it keeps all tokens."""
+    """Return itself: this cache never evicts."""
     return self
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> ContextCache:
-    """Itself."""
+    """Return itself: this cache never grows."""
     del rows
     return self
 
   def steps(self) -> int:
-    """How many single tokens may come before `flush` is called."""
+    """Number of tokens that can be appended before `flush` is due."""
     return self.open.steps()
 
   def truncate(self, length: Ends, most: int | None = None) -> ContextCache:
-    """Without the open cache's tokens at positions from `length` on.
+    """Drop the open cache's tokens at positions from `length` on.
 
-    Contexts stay as they are; see `KVCache.truncate`.
+    Contexts do not change; see `KVCache.truncate`.
     """
     return dataclasses.replace(self, open=self.open.truncate(length, most))
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> ContextCache:
-    """Of the last call's T tokens those in `kept`; see `KVCache.keep`."""
+    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`."""
     return dataclasses.replace(self, open=self.open.keep(kept))
 
   def snapshot(self) -> ContextSnapshot:
-    """What `restore` goes back to: for another question to the contexts."""
+    """Save the state for `restore`, to ask the contexts another question."""
     return ContextSnapshot(jax.tree.map(jnp.copy, self.open))
 
   def restore(self, snapshot: ContextSnapshot) -> ContextCache:
-    """As it was at a snapshot of the same cache, before later appends."""
-    made = jax.tree.map(jnp.copy, snapshot.open)
-    return dataclasses.replace(self, open=made)
+    """Restore the state of a snapshot of this cache."""
+    open_cache = jax.tree.map(jnp.copy, snapshot.open)
+    return dataclasses.replace(self, open=open_cache)
 
   def reset(self, rows: RowIndices) -> ContextCache:
-    """With these rows, int [n], empty, without contexts too."""
+    """Empty these rows, int [n], including their contexts."""
     return dataclasses.replace(
       self, open=self.open.reset(rows), contexts=self.contexts.reset(rows)
     )
 
   def take(self, examples: RowIndices) -> ContextCache:
-    """Of these rows, int [B'], each as often as it is named."""
+    """Gather these rows, int [B'], with repetition."""
     weigh: Any = self.weigh
     if getattr(weigh, "owner", None) is not None:
       owner = jnp.take(weigh.owner, jnp.asarray(examples), 0)
@@ -194,22 +194,22 @@ class ContextCache(WithOpenCache):
     )
 
   def insert(self, rows: RowIndices, other: object) -> Any:
-    """Refused: rows have contexts of their own sizes.
+    """Refused: contexts differ in size from row to row.
 
     Raises:
-      OptionError: always.
+      OptionError: Always.
     """
     del rows, other
     raise self._refused("insert", "place the contexts of all rows together")
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
-    """Tokens of the open cache; see `KVCache.export`."""
+    """Copy out tokens of the open cache; see `KVCache.export`."""
     return self.open.export(row, start, stop)
 
   def load(
     self, row: int, blocks: Blocks, at: Coords | None = None
   ) -> ContextCache:
-    """With exported tokens in the open cache; see `KVCache.load`."""
+    """Append exported tokens to the open cache; see `KVCache.load`."""
     return dataclasses.replace(self, open=self.open.load(row, blocks, at))
 
   def gathered(self, device: jax.Device) -> Any:
@@ -238,10 +238,10 @@ class ContextLayer(WithOpenLayer):
   """One layer's part of a `ContextCache` during one call.
 
   Attributes:
-    cache: during the call.
-    inner: the layer's part of the open cache.
-    kind: of the layer.
-    index: which layer of its kind.
+    cache: Cache during the call.
+    inner: Layer of the open cache.
+    kind: Index of the kind of layer.
+    index: Index of the layer within its kind.
   """
 
   kind: int
@@ -259,12 +259,12 @@ class ContextLayer(WithOpenLayer):
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     cache: Any = self.cache
-    held, weigh = cache.contexts, cache.weigh
-    part = held.layer(self.kind, held.slots[self.kind], self.index)
+    contexts, weigh = cache.contexts, cache.weigh
+    part = contexts.layer(self.kind, contexts.slots[self.kind], self.index)
     view = part.view(self.inner.rotation)
     if isinstance(weigh, SelectedView) and cache.open.held.mode == REPLICATED:
-      # Only the tokens of a question select together: a draft's are accepted
-      # or not, and alone they would select as each does here.
+      # Only the tokens of a question select together. Draft tokens select one
+      # by one, as they would without drafting.
       weigh = weigh.each_alone()
     if weigh is not None:
       view = dataclasses.replace(weigh, stored=view)
@@ -279,29 +279,29 @@ class ContextLayer(WithOpenLayer):
 def slots_for(
   lengths: Sequence[Sequence[int]], shards: int, tile: int = 1
 ) -> int:
-  """Slots of each shard for contexts of these lengths, of each row.
+  """Number of slots per shard for contexts of these lengths, per row.
 
-  `tile`: each context begins at a multiple of so many slots.
+  Each context begins at a multiple of `tile` slots.
   """
   tiles = lambda n: math.ceil(math.ceil(n / shards) / tile)
-  most = max(sum(map(tiles, row)) for row in lengths)
-  return few_sizes(max(1, most)) * tile
+  max_tiles = max(sum(map(tiles, row)) for row in lengths)
+  return few_sizes(max(1, max_tiles)) * tile
 
 
 def placed(
   spec: KVCache, rows: Sequence[Sequence[PlacedContext]], tile: int = 1
 ) -> tuple[KVCache, jax.Array]:
-  """A cache that holds contexts, and the context of each tile of its slots.
+  """Create a cache that holds contexts, with the context of each tile.
 
   Args:
-    spec: shapes, dtypes and shardings of the cache (`init_cache_spec`), with
-      `slots_for` slots on each shard.
-    rows: the contexts of each row.
-    tile: each context begins at a multiple of so many slots of a shard.
+    spec: Specs of the cache (`init_cache_spec`), with `slots_for` slots on each
+      shard.
+    rows: Contexts of each row.
+    tile: Alignment of contexts, in slots of a shard.
 
   Returns:
-    the cache, and int32 [B, n], the number of a tile's context in its row, or
-    -1.
+    The cache, and the index of each tile's context in its row or -1, int32
+    [B, n].
   """
   shards, local = spec.shards, spec.held.local
   host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.slots)
@@ -314,9 +314,9 @@ def placed(
     first = 0
     for number, context in enumerate(contexts):
       count = context.pos.size
-      each = -(-count // shards)
-      # Which slot each token gets: a part of the context on each shard.
-      shard, slot = np.divmod(np.arange(count), each)
+      per_shard = -(-count // shards)
+      # Slot of each token: every shard gets a part of the context.
+      shard, slot = np.divmod(np.arange(count), per_shard)
       into = shard * local + first + slot
       pos[row, into], seg[row, into] = context.pos, 1
       owner[row, into // tile] = number
@@ -325,23 +325,23 @@ def placed(
         parts,
         context.blocks.parts,
       )
-      first += -(-each // tile) * tile
+      first += -(-per_shard // tile) * tile
     used[row] = first
   blank: Any = spec.held
-  held = dataclasses.replace(
+  slot_table = dataclasses.replace(
     blank, at=Coords(pos, seg), used=used, before=used.copy()
   )
-  made = dataclasses.replace(spec, slots=host, held=held, constants=())
+  cache = dataclasses.replace(spec, slots=host, held=slot_table, constants=())
   like = dataclasses.replace(spec, constants=())
-  made = jax.tree.map(_on_devices, made, like)
+  cache = jax.tree.map(_on_devices, cache, like)
   constants = filled_constants(spec.shapes, spec.kind, spec.constants)
   tiles = jax.ShapeDtypeStruct(owner.shape, owner.dtype)
   if spec.mesh is not None:
-    # As the slots, each tile where its slots are.
+    # Shard tiles like their slots.
     lies = spec.at.pos.sharding
     tiles = jax.ShapeDtypeStruct(owner.shape, owner.dtype, sharding=lies)
   return (
-    dataclasses.replace(made, constants=constants),
+    dataclasses.replace(cache, constants=constants),
     _on_devices(owner, tiles),
   )
 
@@ -349,14 +349,14 @@ def placed(
 def exported(
   cache: KVCache, spans: Sequence[tuple[int, int, int]]
 ) -> list[Blocks]:
-  """Tokens of rows of a cache, in arrays of the host; see `KVCache.export`.
+  """Copy tokens of rows to arrays of the host; see `KVCache.export`.
 
   Args:
-    cache: of one process.
-    spans: row, first position and the position behind the last.
+    cache: Cache on devices of this process only.
+    spans: Row, first position, and position after the last, of each export.
 
   Raises:
-    OptionError: a cache that is spread over several processes.
+    OptionError: If the cache is sharded over several processes.
   """
   leaves = jax.tree.leaves(cache.slots)
   if not all(x.is_fully_addressable for x in leaves):
@@ -368,20 +368,20 @@ def exported(
     )
   at, slots = jax.device_get((cache.at, cache.slots))
   slots = tuple(cache.unfilled(kind, x) for kind, x in enumerate(slots))
-  found = []
+  exports = []
   for row, start, stop in spans:
     index, _ = cache.located(at, row, start, stop)
 
-    def one(x: Any, index: Any = index, row: int = row) -> np.ndarray:
+    def take_tokens(x: Any, index: Any = index, row: int = row) -> np.ndarray:
       return np.take(x[:, row], index, token_axis(x) - 1)
 
     coords = Coords(*(np.asarray(x)[row][index] for x in at))
-    found.append(Blocks(coords, jax.tree.map(one, slots), cache.kind))
-  return found
+    exports.append(Blocks(coords, jax.tree.map(take_tokens, slots), cache.kind))
+  return exports
 
 
 def _put(x: Any, new: np.ndarray, row: int, into: np.ndarray) -> None:
-  """Writes a context [L, K, n, X] (or [.., X, n]) into slots of a row."""
+  """Write a context [L, K, n, X] (or [.., X, n]) to slots of a row."""
   if not x.size:
     return
   axis = token_axis(x) - 1
@@ -389,7 +389,7 @@ def _put(x: Any, new: np.ndarray, row: int, into: np.ndarray) -> None:
 
 
 def _on_devices(x: np.ndarray, like: Any) -> jax.Array:
-  """An array of the host where `like` says."""
+  """Copy a host array to devices, with the sharding of `like`."""
   if like.sharding is None:
     return jnp.asarray(x)
   return jax.make_array_from_callback(

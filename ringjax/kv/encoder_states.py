@@ -1,4 +1,4 @@
-"""States of a context that an encoder has read, beside a cache of keys.
+"""Encoder states of contexts, stored next to a cache of keys.
 
 All layers of a decoder with cross-attention read the same states, so a token of
 the context takes E numbers, where its keys and values would take 2 L K H.
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class EncoderStates(NamedTuple):
-  """What an encoder makes of the contexts of a batch's rows.
+  """Encoder states of the contexts of a batch's rows.
 
   Fields:
-    phi: [B, S, E], a state for each token of the context, in any order.
-    seg: int32 [B, S], 1 for a state and 0 for padding.
+    phi: State of each token of the context, in any order, [B, S, E].
+    seg: Mask, 1 for a state and 0 for padding, int32 [B, S].
   """
 
   phi: Float[ArrayLeaf, "B S E"]
   seg: Int[ArrayLeaf, "B S"]
 
   def check(self, batch: int) -> None:
-    """Refuses states of another batch.
+    """Check the batch of the states.
 
     Raises:
-      ShapeError: another batch.
+      ShapeError: If it is not `batch`.
     """
     if self.phi.shape[0] != batch:
       raise ShapeError(
@@ -48,16 +48,16 @@ class EncoderStates(NamedTuple):
       )
 
   def take(self, rows: RowIndices) -> EncoderStates:
-    """Of these rows, int [B'], each as often as it is named."""
-    one = lambda x: jnp.take(x, jnp.asarray(rows), 0, mode="clip")
-    return EncoderStates(one(self.phi), one(self.seg))
+    """Gather these rows, int [B'], with repetition."""
+    gather_rows = lambda x: jnp.take(x, jnp.asarray(rows), 0, mode="clip")
+    return EncoderStates(gather_rows(self.phi), gather_rows(self.seg))
 
   def reset(self, rows: RowIndices) -> EncoderStates:
-    """With no context in these rows, int [n]."""
+    """Remove the contexts of these rows, int [n]."""
     return self._replace(seg=self.seg.at[rows].set(0))
 
   def padded(self, tokens: int) -> EncoderStates:
-    """With padding up to `tokens` states a row."""
+    """Pad to `tokens` states per row."""
     over = tokens - self.seg.shape[1]
     if over <= 0:
       return self
@@ -68,11 +68,11 @@ class EncoderStates(NamedTuple):
 
 
 def checked(states: EncoderStates, batch: int) -> EncoderStates:
-  """`states` if they are those of a batch.
+  """Check type and batch of `states` and return them.
 
   Raises:
-    InputTypeError: something else.
-    ShapeError: states of another batch.
+    InputTypeError: If `states` is of another type.
+    ShapeError: If the batch differs.
   """
   if not isinstance(states, EncoderStates):
     raise InputTypeError(
@@ -91,18 +91,18 @@ def inserted(
   other: EncoderStates | None,
   batch: int,
 ) -> EncoderStates | None:
-  """The states of a batch with those of another in place of `rows`, int [n].
+  """Replace `rows`, int [n], of a batch's states by those of another batch.
 
-  Either may be None, no context.
+  Either may be None, for no context.
   """
   if mine is None and other is None:
     return None
-  known = other if mine is None else mine
-  assert known is not None
-  _, tokens, width = known.phi.shape
+  template = other if mine is None else mine
+  assert template is not None
+  _, tokens, width = template.phi.shape
   if mine is None:
     mine = EncoderStates(
-      jnp.zeros((batch, tokens, width), known.phi.dtype),
+      jnp.zeros((batch, tokens, width), template.phi.dtype),
       jnp.zeros((batch, tokens), jnp.int32),
     )
   if other is None:
@@ -117,11 +117,11 @@ def inserted(
 
 @dataclasses.dataclass(frozen=True)
 class StatesAlone(NoCache):
-  """The cache of a call that leaves nothing behind and reads a context.
+  """Cache of a call that stores nothing and reads encoder states.
 
   Attributes:
-    kinds: how many kinds of layers the model has.
-    states: of the context.
+    kinds: Number of kinds of layers of the model.
+    states: Encoder states of the context.
   """
 
   kinds: int

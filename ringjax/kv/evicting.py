@@ -680,7 +680,7 @@ class EvictingCache(WithOpenCache):
 
     Raises:
       ShapeError: If `examples` is not a list of row indices.
-      OptionError: If the batch is sharded: pages stay on the devices of rows.
+      OptionError: If the batch is sharded: pages stay on their rows' devices.
     """
     if any(x is not None and x.places.batch for x in self.pages):
       raise OptionError(
@@ -883,7 +883,7 @@ class EvictingLayer(WithOpenLayer):
 
 
 def with_paged_sums(noted: Noted, pages: Pages | None) -> Noted:
-  """Add zero sums for the slots of pages if there are none yet."""
+  """Add zero sums for the slots of pages, unless present."""
   if noted.score is None or noted.paged is not None or pages is None:
     return noted
   *lead, table = pages.table.shape

@@ -1,11 +1,11 @@
-"""Storage of layers whose heads have codecs of their own.
+"""Storage of layers with a separate codec for each head.
 
-Guarantees: what a kind of layers holds is an array of slots for each codec,
-[n, B, g, S, X] of n groups of g heads, so that all that maps over arrays of
-slots works as for one codec; a head takes the bytes of its codec.
-Cost: an append encodes with each codec that occurs among the layers of a kind
-and writes each group of heads once for each; what is not of the codec writes
-nothing. Reading is `PerHeadView`'s.
+Guarantees: a kind of layers stores one array of slots for each codec, [n, B, g,
+S, X] for n groups of g heads, so that all functions that map over arrays of
+slots work as for one codec; a head takes the bytes of its codec.
+Cost: an append encodes all heads with each codec that the kind of layers uses,
+and writes each group of heads once per codec; writes of other codecs' groups
+are masked. Reading is `PerHeadView`'s.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class HeadStorage:
-  """How the layers of one kind are stored.
+  """Storage layout of the layers of one kind, with a codec per head.
 
   Attributes:
-    codec: of all heads.
-    shape: the `LayerCacheSpec` of the layers.
+    codec: Codecs of all heads.
+    shape: Spec of the layers.
   """
 
   codec: PerHead
@@ -52,19 +52,19 @@ class HeadStorage:
 
   @functools.cached_property
   def places(self) -> HeadPlaces:
-    """Where the heads are."""
+    """Array and row of each head."""
     return HeadPlaces.of(self.codec, self.shape)
 
   @functools.cached_property
   def codecs(self) -> tuple[Codec, ...]:
-    """Those that occur."""
+    """Codecs that the layers use."""
     return tuple(self.codec.codecs[n] for n in self.places.ways)
 
   def slots(self, room: CacheSpec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Shapes, dtypes and shardings of the arrays of keys and of values.
+    """Specs of the arrays of keys and of values.
 
     Raises:
-      OptionError: a mesh that shards the heads.
+      OptionError: If the mesh shards the heads.
     """
     axis = room.axes.get("heads")
     if axis is not None and room.mesh is not None and room.mesh.shape[axis] > 1:
@@ -76,7 +76,7 @@ class HeadStorage:
       )
     names = (None, "batch", None)
 
-    def one(way: int, vectors: VectorCodec, dim: int) -> Any:
+    def array_spec(way: int, vectors: VectorCodec, dim: int) -> Any:
       lead = (self.places.count(way), room.batch, self.places.group)
       shape, dtype = stored_codes(
         lead, room.capacity, vectors.width(dim), room.platform
@@ -88,10 +88,12 @@ class HeadStorage:
       self.shape,
       [*zip(self.places.ways, self.codecs, strict=True)],
     )
-    k = tuple(one(n, codec.keys, shape.key) for n, codec in pairs)
+    k = tuple(array_spec(n, codec.keys, shape.key) for n, codec in pairs)
     if not shape.value:
       return k, ()
-    return k, tuple(one(n, codec.values, shape.value) for n, codec in pairs)
+    return k, tuple(
+      array_spec(n, codec.values, shape.value) for n, codec in pairs
+    )
 
   def written(
     self,
@@ -102,43 +104,47 @@ class HeadStorage:
     index: Index,
     constants: tuple[Any, ...],
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The slots with a call's keys and values of layer `index`.
+    """Write a call's keys and values of layer `index` to the slots.
 
     Args:
-      held: the slots' `ContiguousSlots` or `WindowSlots`.
-      slots: arrays of keys and of values.
-      k: keys, rotated if they are stored so.
-      v: values.
-      index: int32 [], which of the layers.
-      constants: see `PerHead.constants`.
+      held: Slot table of the layer.
+      slots: Arrays of keys and of values.
+      k: Keys, rotated if they are stored so.
+      v: Values of the call.
+      index: Index of the layer within its kind, int32 [].
+      constants: Codec constants, see `PerHead.constants`.
     """
     of_k, of_v = zip(*self._of_layer(constants, index), strict=True)
     parts = (slots[0], "keys", k, of_k), (slots[1], "values", v, of_v)
     codes = tuple(
       tuple(
         as_stored(getattr(codec, part).encode(x, of), old)
-        for codec, of, old in zip(self.codecs, given, arrays, strict=True)
+        for codec, of, old in zip(
+          self.codecs, layer_constants, arrays, strict=True
+        )
       )
       if arrays
       else ()
-      for arrays, part, x, given in parts
+      for arrays, part, x, layer_constants in parts
     )
     way, row = self._groups(index)
     group, alone = self.places.group, len(self.codecs) == 1
 
     def write(n: Index, slots: PyTree) -> PyTree:
-      def one(number: int, old: jax.Array, new: jax.Array) -> jax.Array:
-        here = way[n] == number
+      def write_codec(number: int, old: jax.Array, new: jax.Array) -> jax.Array:
+        in_codec = way[n] == number
         new = lax.dynamic_slice_in_dim(new, n * group, group, 1)
-        into = held if alone else held.only(here)
-        return into.write(old, new, jnp.where(here, row[n], 0))
+        into = held if alone else held.only(in_codec)
+        return into.write(old, new, jnp.where(in_codec, row[n], 0))
 
       return tuple(
         tuple(
-          one(number, old, new)
-          for number, (old, new) in enumerate(zip(arrays, made, strict=True))
+          write_codec(number, old, new)
+          for number, (old, new) in enumerate(
+            zip(arrays, new_codes, strict=True)
+          )
         )
-        for arrays, made in zip(slots, codes, strict=True)
+        for arrays, new_codes in zip(slots, codes, strict=True)
       )
 
     return _loop(way.shape[0], write, slots)
@@ -152,7 +158,7 @@ class HeadStorage:
     dtype: DTypeLike,
     rotation: Rotation | None,
   ) -> PerHeadView:
-    """How queries read layer `index`."""
+    """View of layer `index` for its queries."""
     way, row = self._groups(index)
     decoders = tuple(
       (
@@ -171,38 +177,38 @@ class HeadStorage:
     index: Index,
     constants: tuple[Any, ...],
   ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values as the codecs of layer `index` give them back."""
+    """Encode and decode keys and values by the codecs of layer `index`."""
     way, _ = self._groups(index)
     heads = jnp.repeat(way, self.places.group)[None, :, None, None]
     of_layer = self._of_layer(constants, index)
     for number, codec in enumerate(self.codecs):
       of_k, of_v = of_layer[number]
-      here = heads == number
-      k = jnp.where(here, through(codec.keys, k, of_k), k)
+      in_codec = heads == number
+      k = jnp.where(in_codec, through(codec.keys, k, of_k), k)
       if v.shape[-1]:
-        v = jnp.where(here, through(codec.values, v, of_v), v)
+        v = jnp.where(in_codec, through(codec.values, v, of_v), v)
     return k, v
 
   def _groups(self, index: Index) -> tuple[jax.Array, jax.Array]:
-    """Of layer `index` the way and the row of each group, int32 [K / g]."""
-    one = lambda table: lax.dynamic_index_in_dim(
+    """Array number and row of each group of layer `index`, int32 [K / g]."""
+    of_layer = lambda table: lax.dynamic_index_in_dim(
       jnp.asarray(table, jnp.int32), index, 0, keepdims=False
     )
-    return one(self.places.way), one(self.places.row)
+    return of_layer(self.places.way), of_layer(self.places.row)
 
   def _of_layer(self, constants: tuple[Any, ...], index: Index) -> list[Any]:
-    """For each codec its constants of layer `index`, [K, x] each.
+    """Constants of each codec for layer `index`, [K, x] each.
 
-    Those of heads of other codecs are some numbers.
+    Entries of heads with other codecs are arbitrary.
     """
     way, row = self._groups(index)
 
-    def one(number: int) -> PyTree:
+    def codec_constants(number: int) -> PyTree:
       rows = jnp.where(way == number, row, 0)
       flat = lambda x: x[rows].reshape(-1, x.shape[-1])
       return jax.tree.map(flat, constants[number])
 
-    return [one(number) for number in range(len(self.codecs))]
+    return [codec_constants(number) for number in range(len(self.codecs))]
 
 
 def _loop(count: int, step: Callable[..., Any], start: PyTree) -> PyTree:

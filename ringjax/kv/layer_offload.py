@@ -1,14 +1,14 @@
-"""A cache whose layers wait in host memory or on disk while others run.
+"""A cache whose layers are offloaded to host memory or disk between uses.
 
-Guarantees: what a call computes is what it computes with a `KVCache`, bit for
-bit, wherever the keys of a layer wait. A call takes back nothing: `truncate`
-forgets tokens, and the next call writes over them.
-Cost: a layer's keys and values are copied to the devices each time that it
-runs, whole; the blocks with the call's own tokens are copied back. The next
-layer is on its way while one runs; behind the last one of a loop over layers
-that one is copied once more.
-Memory: on the devices what is placed there, and beside it the layer that runs,
-as it was stored and as it is read, and the one on its way: three at most.
+Guarantees: a call computes the same as with a `KVCache`, bit for bit, wherever
+the keys of a layer are stored. `truncate` only marks tokens as free; the next
+call overwrites them.
+Cost: all keys and values of a layer are copied to the devices each time that it
+runs; the blocks with the call's own tokens are copied back. The next layer is
+fetched while one runs; after the last layer of a loop over layers, that one is
+fetched once more.
+Memory: on the devices the layers placed there, and up to three more: the
+running layer as stored and as read, and the one in flight.
 
 Ring buffers of windowed layers and states of recurrent ones stay on the
 devices. Keys of a layer are N blocks of P slots, in one array [n N, B, K, P, X]
@@ -71,13 +71,13 @@ _BLOCK = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadLayout:
-  """How the layers of one kind are stored.
+  """Storage layout of the layers of one kind.
 
   Attributes:
-    tiers: of each layer, of `kv.base.TIERS`.
-    slots: of a layer on a shard.
-    blocks: of a layer on a shard, N.
-    places: over which mesh axes they are sharded.
+    tiers: Memory of each layer, from `kv.base.TIERS`.
+    slots: Number of slots of a layer on a shard.
+    blocks: Number of blocks of a layer on a shard, N.
+    places: Mesh axes that shard the blocks.
   """
 
   tiers: tuple[str, ...]
@@ -86,7 +86,7 @@ class OffloadLayout:
   places: Places
 
   def rank(self, index: int) -> int:
-    """Which of the layers of its memory a layer is."""
+    """Index of a layer among the layers in its memory."""
     return self.tiers[:index].count(self.tiers[index])
 
 
@@ -95,11 +95,13 @@ class OffloadedKV:
   """Keys and values of the layers of one kind.
 
   Attributes:
-    resident: of layers on the devices, keys and values as blocks; () for none.
-    hosted: of those in the host's memory; () for none.
-    filed: int32 [3], of those on disk: how many blocks were written, and the
-      numbers of the arrays of keys and values; () for none.
-    layout: how they are stored.
+    resident: Blocks of keys and values of layers on the devices; () if no
+      layer is there.
+    hosted: Blocks of layers in host memory, likewise.
+    filed: For layers on disk, int32 [3]: number of blocks written so far, and
+      the file numbers of keys and values; () if no layer is there.
+    layout: Storage layout of the layers.
+    stored: Specs of the blocks of one layer, for keys and for values.
   """
 
   resident: tuple[Any, ...]
@@ -116,11 +118,11 @@ tree.register(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedCache:
-  """A `KVCache` whose keys are stored layer by layer where `layers` says.
+  """A `KVCache` with keys and values of each layer in the memory of its tier.
 
   Attributes:
-    base: what is where in the slots, and the layers that stay on the devices.
-    layers: for each kind of layer its keys, or None where `base` has them.
+    base: Slot tables, and the kinds of layers that stay on the devices.
+    layers: For each kind of layer its keys and values; None if `base` has them.
   """
 
   base: KVCache
@@ -142,19 +144,19 @@ class OffloadedCache:
     files: CacheFiles | None = None,
     **where: Any,
   ) -> OffloadedCache:
-    """An empty cache; the arguments are those of `spec`.
+    """Create an empty cache; takes the arguments of `spec`.
 
     Args:
-      shapes: see `spec`.
-      batch: see `spec`.
-      capacity: see `spec`.
-      dtype: see `spec`.
-      tiers: see `spec`.
-      files: of layers on disk.
-      **where: see `spec`.
+      shapes: For each kind of layer, the shape of one token's cached vectors.
+      batch: Number of rows, B.
+      capacity: Tokens per row.
+      dtype: Dtype of keys and values.
+      tiers: Memory of each layer of the model, from `kv.base.TIERS`.
+      files: Files of the layers on disk.
+      **where: Kind, mesh and sharding arguments of `spec`.
 
     Raises:
-      OptionError: see `spec`; or layers on disk without files.
+      OptionError: If layers are on disk without `files`, or as `spec` does.
     """
     empty = cls.spec(shapes, batch, capacity, dtype, tiers=tiers, **where)
     if files is None and DISK in {
@@ -168,7 +170,7 @@ class OffloadedCache:
       )
     device = where.get("mesh") is None
 
-    def made(x: OffloadedKV | None) -> OffloadedKV | None:
+    def allocate_arrays(x: OffloadedKV | None) -> OffloadedKV | None:
       if x is None:
         return None
       filed: Any = ()
@@ -191,11 +193,11 @@ class OffloadedCache:
     base = KVCache.create(
       _emptied(shapes, empty.layers), batch, capacity, dtype, **where
     )
-    whole = KVCache.spec(shapes, batch, capacity, dtype, **where)
-    base = _with_shapes(base, whole, filled=True)
+    full_cache = KVCache.spec(shapes, batch, capacity, dtype, **where)
+    base = _with_shapes(base, full_cache, filled=True)
     if device:
       base = jax.device_put(base, default_device())
-    return cls(base=base, layers=tuple(map(made, empty.layers)))
+    return cls(base=base, layers=tuple(map(allocate_arrays, empty.layers)))
 
   @classmethod
   def spec(
@@ -209,20 +211,21 @@ class OffloadedCache:
     kind: CacheKind,
     **where: Any,
   ) -> OffloadedCache:
-    """Such a cache of shapes, dtypes and shardings; see `KVCache.spec`.
+    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
 
     Args:
-      shapes: what each kind of layer keeps.
-      batch: B.
-      capacity: tokens of a row.
-      dtype: of keys and values.
-      tiers: the memory of each layer of the model, of `kv.base.TIERS`.
-      kind: how keys are stored: without a policy, `first`, `recent`, `device`
-        and codecs of single heads.
-      **where: as in `KVCache.spec`.
+      shapes: For each kind of layer, the shape of one token's cached vectors.
+      batch: Number of rows, B.
+      capacity: Tokens per row.
+      dtype: Dtype of keys and values.
+      tiers: Memory of each layer of the model, from `kv.base.TIERS`.
+      kind: Storage format: without a policy, `first`, `recent`, `device` and
+        codecs per head.
+      **where: Mesh and sharding arguments of `KVCache.spec`.
 
     Raises:
-      OptionError: also for another kind, and for layers on disk on a mesh.
+      OptionError: If the kind is not supported, or layers are on disk on a
+        mesh of several devices, or as `KVCache.spec` does.
     """
     mesh: Any = where.get("mesh")
     if kind.evicting or kind.device is not None:
@@ -246,7 +249,9 @@ class OffloadedCache:
         "one device, whose process reads the files",
         "place them in host memory",
       )
-    whole = KVCache.spec(shapes, batch, capacity, dtype, kind=kind, **where)
+    full_cache = KVCache.spec(
+      shapes, batch, capacity, dtype, kind=kind, **where
+    )
     room = CacheSpec(
       batch=batch,
       capacity=capacity,
@@ -262,7 +267,7 @@ class OffloadedCache:
     )
     layers = tuple(
       _spec_of(shape, room, tuple(tiers[n] for n in shape.which))
-      if isinstance(shape, LayerCacheSpec) and whole._ring(number) is None
+      if isinstance(shape, LayerCacheSpec) and full_cache._ring(number) is None
       else None
       for number, shape in enumerate(shapes)
     )
@@ -271,16 +276,16 @@ class OffloadedCache:
     base = KVCache.spec(
       _emptied(shapes, layers), batch, capacity, dtype, kind=kind, **where
     )
-    return cls(base=_with_shapes(base, whole), layers=layers)
+    return cls(base=_with_shapes(base, full_cache), layers=layers)
 
   # -------------------------------------------------------------------------
-  # What it is
+  # Size and contents
   # -------------------------------------------------------------------------
 
   @property
   def slots(self) -> tuple[Any, ...]:
     pairs = zip(self.base.slots, self.layers, strict=True)
-    return tuple(own if x is None else x for own, x in pairs)
+    return tuple(base_slots if x is None else x for base_slots, x in pairs)
 
   @property
   def mesh(self) -> Any:
@@ -329,28 +334,28 @@ class OffloadedCache:
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position behind each row's last token; 0 if empty."""
+    """int32 [B], the position after each row's last token; 0 if empty."""
     return self.base.length
 
   @property
   def lost(self) -> bool:
-    """Whether some of its arrays were donated to a program."""
+    """Whether some of the arrays were donated to a program."""
     return donated(self)
 
   def bytes_by_memory(self) -> dict[str, int]:
-    """Bytes of all shards together, by `kv.base.TIERS`."""
-    found = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.base))}
-    found |= {IN_HOST: 0, DISK: self.disk_bytes}
+    """Total bytes of all shards, by memory of `kv.base.TIERS`."""
+    sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.base))}
+    sizes |= {IN_HOST: 0, DISK: self.disk_bytes}
     for x in self.layers:
       if x is None:
         continue
-      found[DEVICE] += sum(a.nbytes for a in x.resident)
-      found[IN_HOST] += sum(a.nbytes for a in x.hosted)
-    return found
+      sizes[DEVICE] += sum(a.nbytes for a in x.resident)
+      sizes[IN_HOST] += sum(a.nbytes for a in x.hosted)
+    return sizes
 
   @property
   def disk_bytes(self) -> int:
-    """Bytes of its files."""
+    """Total bytes of the files of layers on disk."""
     return sum(
       x.layout.tiers.count(DISK)
       * sum(s.size * s.dtype.itemsize for s in x.stored)
@@ -359,13 +364,13 @@ class OffloadedCache:
     )
 
   def free(self) -> np.ndarray | None:
-    """Slots that are free, int [B, R]; None where they are traced."""
+    """Number of free slots, int [B, R]; None under a trace."""
     return self.base.free()
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Refuses tokens that do not fit; see `KVCache.check`."""
+    """Check that tokens fit; see `KVCache.check`."""
     self.base.check(batch, tokens, replicated=replicated, sees=sees)
 
   # -------------------------------------------------------------------------
@@ -375,11 +380,11 @@ class OffloadedCache:
   def allocate(
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> OffloadedCache:
-    made = self.base.allocate(at, replicated=replicated, sees=sees)
-    return dataclasses.replace(self, base=made)
+    base = self.base.allocate(at, replicated=replicated, sees=sees)
+    return dataclasses.replace(self, base=base)
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> OffloadedCache:
-    """Itself: it keeps all tokens, whatever their ids are."""
+    """Return itself: this cache keeps all tokens, whatever their ids."""
     del tokens, at
     return self
 
@@ -390,17 +395,18 @@ class OffloadedCache:
     index: Index,
     after: Shaped[Array, " ..."],
   ) -> Any:
-    """What `layer` reads of a layer, on its way to the devices.
+    """Start to copy the blocks of a layer to the devices, for `layer`.
 
     Args:
-      kind: of the layer.
-      slots: of the kind's layers.
-      index: which of them; one beyond the last for what nothing reads.
-      after: what must be computed before it is fetched, so that no layer is
-        on the devices before its time.
+      kind: Index of the kind of layer.
+      slots: Keys and values of the kind's layers.
+      index: Index of the layer within the kind; one beyond the last gives
+        blocks that nothing reads.
+      after: Array that must be computed before the copy, so that no layer
+        takes device memory too early.
 
     Returns:
-      blocks of keys and of values; () for a layer that is on the devices.
+      Blocks of keys and of values; () for a kind that stays on the devices.
     """
     del kind
     if not isinstance(slots, OffloadedKV):
@@ -410,59 +416,59 @@ class OffloadedCache:
   def layer(
     self, kind: int, slots: PyTree, index: Index, fetched: PyTree | None = None
   ) -> Any:
-    """The part of a layer, of which `fetch` returned `fetched`."""
+    """One layer's part for a call, from the blocks that `fetch` returned."""
     if not isinstance(slots, OffloadedKV):
       return self.base.layer(kind, slots, index)
     if fetched is None:
       fetched = self.fetch(kind, slots, index, jnp.zeros((1,), jnp.float32))
-    own = LayerKV(*_merged(slots, fetched))
+    merged = LayerKV(*_merged(slots, fetched))
     cut = lambda x: lax.dynamic_index_in_dim(x, index, 0)
     constants = list(self.base.constants)
     constants[kind] = jax.tree.map(cut, constants[kind])
     base = dataclasses.replace(self.base, constants=tuple(constants))
-    inner = base.layer(kind, own, jnp.int32(0))
+    inner = base.layer(kind, merged, jnp.int32(0))
     return OffloadedLayer(inner, slots, jnp.asarray(index, jnp.int32))
 
   def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
-    """A layer's part that is put back once `after` has been fetched."""
+    """Let a layer be written back only after `after` has been fetched."""
     if not isinstance(layer, OffloadedLayer):
       return layer
     return dataclasses.replace(layer, after=after)
 
   def updated(self, slots: tuple[Any, ...]) -> OffloadedCache:
-    own = tuple(
+    base_slots = tuple(
       old if isinstance(new, OffloadedKV) else new
       for old, new in zip(self.base.slots, slots, strict=True)
     )
     layers = tuple(x if isinstance(x, OffloadedKV) else None for x in slots)
-    return OffloadedCache(base=self.base.updated(own), layers=layers)
+    return OffloadedCache(base=self.base.updated(base_slots), layers=layers)
 
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
 
   def evict(self) -> OffloadedCache:
-    """Itself: it keeps all tokens; see `EvictingCache.evict`."""
+    """Return itself: this cache never evicts; see `EvictingCache.evict`."""
     return self
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> OffloadedCache:
-    """Itself; see `EvictingCache.flush`."""
+    """Return itself; see `EvictingCache.flush`."""
     del rows
     return self
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> OffloadedCache:
-    """Itself: its size is fixed; see `EvictingCache.with_room`."""
+    """Return itself: the size is fixed; see `EvictingCache.with_room`."""
     del taken
     return self
 
   def steps(self) -> int:
-    """How many single tokens may come before `flush` is called."""
+    """Number of tokens that can be appended before `flush` is due."""
     return self.base.steps()
 
   def truncate(self, length: Ends, most: int | None = None) -> OffloadedCache:
-    """Without the tokens at positions from `length` on; see `KVCache`."""
-    made = self.base.truncate(length, most)
-    return dataclasses.replace(self, base=made)
+    """Drop the tokens at positions from `length` on; see `KVCache`."""
+    base = self.base.truncate(length, most)
+    return dataclasses.replace(self, base=base)
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> OffloadedCache:
     return self._refused("keep, of drafted tokens", "leave speculate= out")
@@ -490,11 +496,11 @@ class OffloadedLayer:
   """One layer's part of an `OffloadedCache` during one call.
 
   Fields:
-    inner: what it is on the devices, a stack of one layer.
-    stored: where it is put back.
-    index: which of the kind's layers.
-    after: what must be there before it is put back: arrays are written in
-      place, so that nothing that is read of them may come later.
+    inner: Copy of the layer on the devices, a stack of one layer.
+    stored: Keys and values of all layers of the kind, to write back to.
+    index: Index of the layer within the kind.
+    after: Fetched arrays to wait for before writing back: it happens in place,
+      so all reads must come first.
   """
 
   inner: KVLayer
@@ -512,7 +518,7 @@ class OffloadedLayer:
 
   @property
   def slots(self) -> OffloadedKV:
-    """All layers of the kind, this one with the call's tokens."""
+    """All layers of the kind, after writing back this one."""
     index, _ = lax.optimization_barrier((self.index, self.after))
     return _put(
       self.stored,
@@ -539,7 +545,7 @@ class OffloadedLayer:
     return self
 
   def for_reading(self, rotation: Rotation) -> OffloadedLayer:
-    """For a call that appends nothing; see `KVLayer.for_reading`."""
+    """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
     return dataclasses.replace(self, inner=self.inner.for_reading(rotation))
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
@@ -554,16 +560,16 @@ class OffloadedLayer:
 def _spec_of(
   shape: LayerCacheSpec, room: CacheSpec, tiers: tuple[str, ...]
 ) -> OffloadedKV:
-  """What stands for the keys of a kind of layer."""
+  """Specs of the keys and values of a kind of layer."""
   local = room.capacity // room.shards
   block = min(_BLOCK, local)
   count = -(-local // block)
-  one = dataclasses.replace(
+  block_spec = dataclasses.replace(
     room, capacity=block, mesh=None, axes={}, target=room.platform
   )
   stored = tuple(
     jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
-    for x in dataclasses.replace(shape, layers=1).slots(one)
+    for x in dataclasses.replace(shape, layers=1).slots(block_spec)
     if 0 not in x.shape
   )
   layout = OffloadLayout(
@@ -573,11 +579,11 @@ def _spec_of(
     places=Places.of(room, shape.heads),
   )
 
-  def many(tier: str, memory: str | None) -> tuple[Any, ...]:
+  def tier_specs(tier: str, memory: str | None) -> tuple[Any, ...]:
     layers = tiers.count(tier)
     if not layers:
       return ()
-    found = []
+    specs = []
     for x in stored:
       like = room.like(
         (layers * count * room.shards, *x.shape[1:]),
@@ -589,15 +595,15 @@ def _spec_of(
         sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
       elif memory is not None:
         sharding = sharding.with_memory_kind(memory)
-      found.append(jax.ShapeDtypeStruct(like.shape, x.dtype, sharding=sharding))
-    return tuple(found)
+      specs.append(jax.ShapeDtypeStruct(like.shape, x.dtype, sharding=sharding))
+    return tuple(specs)
 
   filed: Any = ()
   if DISK in tiers:
     filed = jax.ShapeDtypeStruct((3,), jnp.int32)
   return OffloadedKV(
-    resident=many(DEVICE, None),
-    hosted=many(IN_HOST, HOST),
+    resident=tier_specs(DEVICE, None),
+    hosted=tier_specs(IN_HOST, HOST),
     filed=filed,
     layout=layout,
     stored=stored,
@@ -607,7 +613,7 @@ def _spec_of(
 def _emptied(
   shapes: tuple[Any, ...], layers: tuple[OffloadedKV | None, ...]
 ) -> tuple[Any, ...]:
-  """Shapes without layers where these are stored apart."""
+  """Shapes with zero layers for the kinds that are stored in `layers`."""
   return tuple(
     shape if x is None else dataclasses.replace(shape, layers=0)
     for shape, x in zip(shapes, layers, strict=True)
@@ -617,7 +623,7 @@ def _emptied(
 def _with_shapes(
   base: KVCache, whole: KVCache, *, filled: bool = False
 ) -> KVCache:
-  """With the shapes and the codecs' numbers of all layers."""
+  """Set the shapes and codec constants of all layers."""
   constants = whole.constants
   if filled:
     constants = filled_constants(whole.shapes, whole.kind, constants)
@@ -625,7 +631,7 @@ def _with_shapes(
 
 
 def _check_memory(layers: tuple[OffloadedKV | None, ...]) -> None:
-  """Refuses layers in a memory that the device does not read."""
+  """Check that the device can read the memory of the layers."""
   if not any(x is not None and x.hosted for x in layers):
     return
   device = default_device()
@@ -645,19 +651,19 @@ def _check_memory(layers: tuple[OffloadedKV | None, ...]) -> None:
 
 
 def _places(layout: OffloadLayout) -> tuple[jax.Array, jax.Array, list[str]]:
-  """Of each layer the memory, its rank there, and the memories in use."""
+  """Branch and rank of each layer, and the memories in use by branch."""
   used = [t for t in (DEVICE, IN_HOST, DISK) if t in layout.tiers]
-  turns = jnp.asarray([used.index(t) for t in layout.tiers], jnp.int32)
+  branches = jnp.asarray([used.index(t) for t in layout.tiers], jnp.int32)
   ranks = [layout.rank(n) for n in range(len(layout.tiers))]
-  return turns, jnp.asarray(ranks, jnp.int32), used
+  return branches, jnp.asarray(ranks, jnp.int32), used
 
 
 def _fetched(
   slots: OffloadedKV, index: jax.Array, after: Shaped[Array, " ..."]
 ) -> tuple[jax.Array, ...]:
-  """The blocks of a layer on the devices, [N, B, K, P, X] on each shard."""
+  """Copy a layer's blocks to the devices, [N, B, K, P, X] per shard."""
   layout = slots.layout
-  turns, ranks, used = _places(layout)
+  branches, ranks, used = _places(layout)
   index, after = lax.optimization_barrier((index, after))
   last = len(layout.tiers) - 1
   pick = lambda x: lax.dynamic_index_in_dim(
@@ -706,44 +712,48 @@ def _fetched(
   ways = {
     DEVICE: cut(slots.resident), IN_HOST: cut(slots.hosted), DISK: filed
   }  # fmt: skip
-  made = [ways[tier] for tier in used]
-  found = made[0]() if len(made) == 1 else lax.switch(pick(turns), made)
-  # What a layer computes must not depend on where its keys come from.
-  return lax.optimization_barrier(found)
+  readers = [ways[tier] for tier in used]
+  blocks = (
+    readers[0]() if len(readers) == 1 else lax.switch(pick(branches), readers)
+  )
+  # Stops fusion with the copy: results must not depend on the memory.
+  return lax.optimization_barrier(blocks)
 
 
 def _spec(layout: OffloadLayout) -> P:
-  here = layout.places
-  return P(here.tokens or None, here.batch or None, here.heads or None)
+  places = layout.places
+  return P(places.tokens or None, places.batch or None, places.heads or None)
 
 
 def _merged(
   slots: OffloadedKV, blocks: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-  """A stack of one layer, keys and values, of its blocks."""
+  """Join blocks into keys and values, a stack of one layer."""
   layout = slots.layout
 
-  def one(x: jax.Array) -> jax.Array:
+  def merge_blocks(x: jax.Array) -> jax.Array:
     axis = token_axis(x)
     count, block = x.shape[0], x.shape[axis]
     over = count * block - layout.slots
-    last, whole = x[-1], x[: count - 1] if over else x
-    made = jnp.moveaxis(whole, 0, axis - 1)
-    lead, rest = made.shape[: axis - 1], made.shape[axis + 1 :]
-    made = made.reshape(*lead, whole.shape[0] * block, *rest)
+    last, full_blocks = x[-1], x[: count - 1] if over else x
+    merged = jnp.moveaxis(full_blocks, 0, axis - 1)
+    lead, dims = merged.shape[: axis - 1], merged.shape[axis + 1 :]
+    merged = merged.reshape(*lead, full_blocks.shape[0] * block, *dims)
     if over:
       tail = lax.slice_in_dim(last, over, block, axis=axis - 1)
-      made = jnp.concatenate([made, tail], axis - 1)
-    return made[None]
+      merged = jnp.concatenate([merged, tail], axis - 1)
+    return merged[None]
 
-  found = []
+  merged_parts = []
   for x in blocks:
     spec = layout.places.of_slots(x)
-    found.append(layout.places.local(one, (_spec(layout),), spec)(x))
-  if len(found) == 1:
-    # Values are parts of the keys.
-    found.append(found[0][..., :0])
-  return tuple(found)
+    merged_parts.append(
+      layout.places.local(merge_blocks, (_spec(layout),), spec)(x)
+    )
+  if len(merged_parts) == 1:
+    # Values are part of the keys.
+    merged_parts.append(merged_parts[0][..., :0])
+  return tuple(merged_parts)
 
 
 def _put(
@@ -753,25 +763,25 @@ def _put(
   before: Int[Array, "B R"],
   used: Int[Array, "B R"],
 ) -> OffloadedKV:
-  """With the blocks of a layer into which slots from `before` to `used` fall.
+  """Write back the blocks of a layer that hold slots `before` to `used`.
 
   Args:
-    slots: where they go.
-    index: which of the kind's layers.
-    layer: its keys and values, a stack of one.
-    before: int32 [B, R], the cursors before the call.
-    used: int32 [B, R], those behind it.
+    slots: Keys and values of the kind's layers, to write to.
+    index: Index of the layer within the kind.
+    layer: Keys and values of the layer, a stack of one.
+    before: Cursors before the call, int32 [B, R].
+    used: Cursors after the call, int32 [B, R].
   """
   layout = slots.layout
-  turns, ranks, memories = _places(layout)
+  branches, ranks, memories = _places(layout)
   pick = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-  rank, turn = pick(ranks), pick(turns)
+  rank, turn = pick(ranks), pick(branches)
   parts = tuple(x for x in layer if x.size)
-  count, here = layout.blocks, layout.places
+  count, places = layout.blocks, layout.places
   block = min(_BLOCK, layout.slots)
 
   def span(before: jax.Array, used: jax.Array) -> tuple[Any, Any]:
-    """The first block with a token of the call, and the one behind the last."""
+    """First block with a token of the call, and the end of the range."""
     came = used > before
     first = jnp.where(came, before, layout.slots)
     end = jnp.max(jnp.where(came, used, 0), initial=0)
@@ -787,7 +797,7 @@ def _put(
   ) -> tuple[Any, ...]:
     if not arrays:
       return ()
-    mine = (turn == memories.index(tier)).astype(jnp.int32)
+    in_tier = (turn == memories.index(tier)).astype(jnp.int32)
 
     def local(
       mine: jax.Array,
@@ -811,13 +821,13 @@ def _put(
       return lax.fori_loop(first, end, step, tuple(olds))
 
     specs = (_spec(layout),) * len(arrays)
-    rows = here.by_example
-    run = here.local(
+    rows = places.by_example
+    run = places.local(
       local,
-      (P(), P(), rows, rows, *specs, *map(here.of_slots, parts)),
+      (P(), P(), rows, rows, *specs, *map(places.of_slots, parts)),
       specs,
     )
-    return tuple(run(mine, rank, before, used, *arrays, *parts))
+    return tuple(run(in_tier, rank, before, used, *arrays, *parts))
 
   filed = slots.filed
   if DISK in memories:
@@ -840,7 +850,7 @@ def _filed(
   first: jax.Array,
   end: jax.Array,
 ) -> jax.Array:
-  """Writes blocks of a layer to its files; what says so to later reads."""
+  """Write blocks of a layer to files; return the counter that orders reads."""
   count = slots.layout.blocks
 
   def call(filed: Any, where: Any, *found: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a policy sees of a layer, on each device of a mesh.
+"""Implementation of a policy's view of a layer, on each device of a mesh.
 
 Guarantees: the same as if all tokens were on one device, in order.
 Cost: a gather of B K S numbers for each thing that is asked for; keys and
@@ -28,19 +28,19 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalLook:
-  """See `policies.Look`; inside of `Places.local`.
+  """Implementation of `policies.Look` inside of `Places.local`.
 
   Attributes:
-    views: the layer's keys and values on this device.
-    at: coordinates [B, K, s] of the slots of this device, view by view.
-    order: int32 [B, K, S], slots of all devices by document and position.
-    whole: coordinates [B, K, S] in that order.
-    places: the mesh.
-    visit: the newest queries, or None.
-    score: float32 [B, K, s], sums of earlier evictions, or what a repetition
-      found, or None.
-    marks: bool [B, P], by position the tokens that the policy asks for, or
-      None: none.
+    views: Keys and values of the layer on this device.
+    at: Coordinates [B, K, s] of the slots of this device, view by view.
+    order: Slots of all devices by document and position, int32 [B, K, S].
+    whole: Coordinates [B, K, S] in that order.
+    places: Mesh axes that shard the cache.
+    visit: Newest queries, or None.
+    score: Sums of earlier evictions, or scores by a repetition, float32
+      [B, K, s], or None.
+    marks: Whether the token at a position is marked, bool [B, P]; None if the
+      policy uses no marks.
   """
 
   views: Sequence[KVView]
@@ -72,8 +72,8 @@ class LocalLook:
       return jnp.zeros_like(self.real)
     pos, size = self.whole.pos, self.marks.shape[1]
     index = jnp.clip(pos, 0, size - 1).reshape(pos.shape[0], -1)
-    found = jnp.take_along_axis(self.marks, index, 1).reshape(pos.shape)
-    return found & self.real & (pos < size)
+    marks_at_pos = jnp.take_along_axis(self.marks, index, 1).reshape(pos.shape)
+    return marks_at_pos & self.real & (pos < size)
 
   @property
   def first_head(self) -> Index:
@@ -94,14 +94,16 @@ class LocalLook:
   def extremes(
     self, f: Callable[..., Any], part: Int[Array, "B K S"], count: int
   ) -> tuple[Float[Array, "B K _ D"], Float[Array, "B K _ D"]]:
-    found, mine = self._each(f), self.local(part)
-    b, heads, _, dim = found.shape
+    values, local_part = self._each(f), self.local(part)
+    b, heads, _, dim = values.shape
     rows, cols = jnp.indices((b, heads, 1), jnp.int32, sparse=True)[:2]
-    mine = jnp.where((mine < 0) | (self.at.seg == 0), count, mine)
-    empty = jnp.full((b, heads, count, dim), jnp.inf, found.dtype)
-    at = lambda x: x.at[rows, cols, mine]
-    low = at(empty).min(found, mode="drop")
-    high = at(-empty).max(found, mode="drop")
+    local_part = jnp.where(
+      (local_part < 0) | (self.at.seg == 0), count, local_part
+    )
+    empty = jnp.full((b, heads, count, dim), jnp.inf, values.dtype)
+    at = lambda x: x.at[rows, cols, local_part]
+    low = at(empty).min(values, mode="drop")
+    high = at(-empty).max(values, mode="drop")
     if axis := self.places.axis:
       low = -collectives.largest(-low, axis)
       high = collectives.largest(high, axis)
@@ -121,10 +123,10 @@ class LocalLook:
   @functools.cached_property
   def _column_mass(self) -> jax.Array:
     assert self.visit is not None
-    found = jnp.concatenate(column_mass(self.visit, self.views), 3)
-    groups = found.shape[2]
-    each = [self.ordered(found[:, :, g]) for g in range(groups)]
-    return jnp.stack(each, 2)
+    mass = jnp.concatenate(column_mass(self.visit, self.views), 3)
+    groups = mass.shape[2]
+    by_query_head = [self.ordered(mass[:, :, g]) for g in range(groups)]
+    return jnp.stack(by_query_head, 2)
 
   def kept_mass(self, keep: Bool[Array, "C B K S"]) -> Float[Array, "C B K G"]:
     assert self.visit is not None
@@ -144,36 +146,36 @@ class LocalLook:
     return self.ordered(self.score)
 
   def ordered(self, x: Shaped[Array, "B K s"]) -> jax.Array:
-    """[B, K, s] of this device's slots -> [B, K, S] of all, in order."""
+    """Gather [B, K, s] of this device's slots to [B, K, S] of all, in order."""
     if axis := self.places.axis:
       x = collectives.gather(x, axis, 2)
     return jnp.take_along_axis(x, self.order, 2)
 
   def local(self, x: Shaped[Array, "B K S"]) -> jax.Array:
-    """[B, K, S] in order -> [B, K, s] of this device's slots."""
+    """Convert [B, K, S] in order to [B, K, s] of this device's slots."""
     return unordered(self.order, self.places, self.at.pos.shape[2], x)
 
   def _sizes(self) -> list[int]:
     return [view.shape[2] for view in self.views]
 
   def _each(self, f: Callable[..., Any], *given: jax.Array) -> jax.Array:
-    """f of the tokens of all views, [B, K, s, ...]."""
-    heads, found, start = self.at.pos.shape[:2], [], 0
+    """Apply `f` to the tokens of all views, [B, K, s, ...]."""
+    heads, results, start = self.at.pos.shape[:2], [], 0
     given = tuple(map(self.local, given))
     for size, view in zip(self._sizes(), self.views, strict=True):
       k, v = view.tile(jnp.int32(0), view.shape[2])
       apart = lambda x: x.reshape(*heads, *x.shape[2:]).astype(jnp.float32)
       end = start + size
-      mine = [lax.slice_in_dim(x, start, end, axis=2) for x in given]
-      found.append(f(apart(k), apart(v), *mine))
+      local_given = [lax.slice_in_dim(x, start, end, axis=2) for x in given]
+      results.append(f(apart(k), apart(v), *local_given))
       start = end
-    return jnp.concatenate(found, 2)
+    return jnp.concatenate(results, 2)
 
 
 def ordering(at: Coords, places: Places) -> tuple[jax.Array, Coords]:
-  """Of slots [B, K, s] on each device: the order of all, and their coordinates.
+  """Sort the slots of all devices; return the order and their coordinates.
 
-  By document and position; empty slots are last.
+  Sorted by document and position; empty slots are last.
   """
   if axis := places.axis:
     at = Coords(*(collectives.gather(x, axis, 2) for x in at))
@@ -190,7 +192,7 @@ def unordered(
   size: int,
   x: Shaped[Array, "*rows S"],
 ) -> jax.Array:
-  """[..., S] in order -> [..., size] of this device's slots."""
+  """Convert [..., S] in order to [..., size] of this device's slots."""
   x = jnp.take_along_axis(x, jnp.argsort(order, axis=-1), -1)
   if places.axis is None:
     return x

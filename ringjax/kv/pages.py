@@ -1,12 +1,12 @@
-"""Pages: keys and values of those tokens that each KV head keeps.
+"""Pages: keys and values of the tokens that each KV head keeps.
 
-Guarantees: what is stored goes into pages bit for bit, and from old pages into
-new ones. On a mesh each device keeps tokens that it had.
+Guarantees: tokens are copied into pages, and from old pages to new ones, bit
+for bit. On a mesh no token moves to another device.
 Memory: pages of P slots, as many as the heads of all layers of a kind need
-together; a head's last page is filled in part. A slot's position is an int32:
-of each head where heads keep tokens of their own, else once for all heads of a
-layer or of all layers. Where rows have documents, so is its segment. Nothing
-is written to pages: they are made anew by `packed`.
+together; a head's last page may be partly empty. A slot's position is an int32,
+stored per head if heads keep different tokens, else once for all heads of a
+layer or of all layers; likewise its segment if rows have several documents.
+Pages are never written in place: `packed` makes new ones.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-  """Tokens of a kind of layers, as they are stored.
+  """Stored tokens of a kind of layers.
 
   Fields:
-    k: [L, B, K, S, ...].
-    v: [L, B, K, S, ...].
-    at: coordinates [L, B, K, S]; segment 0 is an empty slot.
-    score: float32 [L, B, K, S], what a policy has summed up so far.
+    k: Keys or their codes, [L, B, K, S, ...].
+    v: Values or their codes, [L, B, K, S, ...].
+    at: Coordinates [L, B, K, S]; segment 0 is an empty slot.
+    score: Scores that a policy has summed up so far, float32 [L, B, K, S].
   """
 
   k: Shaped[Array, "L B K S ..."]
@@ -58,13 +58,13 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Places:
-  """Over which mesh axes the dimensions of a cache are sharded.
+  """Mesh axes that shard the dimensions of a cache.
 
   Attributes:
-    mesh: None for one device.
-    batch: axes of the batch.
-    heads: axes of the KV heads.
-    tokens: axes of the sequence.
+    mesh: Device mesh; None for one device.
+    batch: Axes that shard the batch.
+    heads: Axes that shard the KV heads.
+    tokens: Axes that shard the sequence.
   """
 
   mesh: Mesh | None = None
@@ -74,11 +74,11 @@ class Places:
 
   @classmethod
   def of(cls, room: CacheSpec, heads: int) -> Places:
-    """Those of arrays that `room.like` makes, with so many KV heads."""
+    """Places of arrays by `room.like` with `heads` KV heads."""
 
     def named(name: str) -> tuple[str, ...]:
-      found = room.axes.get(name)
-      return (found,) if isinstance(found, str) else tuple(found or ())
+      axes = room.axes.get(name)
+      return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
     over = named("heads")
     mesh = room.mesh
@@ -90,57 +90,57 @@ class Places:
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """All of them, of the largest step first."""
+    """All axes, from the outermost."""
     return (*self.batch, *self.heads, *self.tokens)
 
   @property
   def shards(self) -> int:
-    """Of the sequence."""
+    """Number of shards of the sequence."""
     return self.size(self.tokens) if self.tokens else 1
 
   @property
   def axis(self) -> str | None:
-    """The one of the sequence."""
+    """Mesh axis of the sequence, or None."""
     return self.tokens[0] if self.tokens else None
 
   def first_head(self, heads: int) -> jax.Array:
-    """The number of the first of a device's `heads`; inside of `local`."""
+    """Index of the first of a device's `heads`; inside of `local`."""
     if not self.heads:
       return jnp.int32(0)
     return collectives.axis_index(self.heads[0]) * heads
 
   def all_heads(self, x: Shaped[Array, "B K S"]) -> jax.Array:
-    """Of all devices; inside of `local`."""
+    """Gather the heads of all devices; inside of `local`."""
     return collectives.gather(x, self.heads[0], 1) if self.heads else x
 
   @property
   def by_head(self) -> P:
-    """Of arrays [L, B, K, S, ...]."""
+    """Spec of arrays [L, B, K, S, ...]."""
     return P(None, self.batch or None, self.heads or None, self.tokens or None)
 
   def of_slots(self, x: Shaped[ArrayLeaf, " ..."]) -> P:
-    """Of keys or values of slots, [L, B, K, S, H] or codes [L, B, K, X, S]."""
+    """Spec of slots [L, B, K, S, H], or of codes [L, B, K, X, S]."""
     lead = (None, self.batch or None, self.heads or None)
     none = (None,) * (token_axis(x) - 3)
     return P(*lead, *none, self.tokens or None)
 
   @property
   def by_row(self) -> P:
-    """Of arrays [L, B, S]."""
+    """Spec of arrays [L, B, S]."""
     return P(None, self.batch or None, self.tokens or None)
 
   @property
   def by_example(self) -> P:
-    """Of arrays [B, S]."""
+    """Spec of arrays [B, S]."""
     return P(self.batch or None, self.tokens or None)
 
   @property
   def pool(self) -> P:
-    """Of arrays whose first dimension is that of the pages."""
+    """Spec of arrays with pages as their first dimension."""
     return P(self.axes or None)
 
   def size(self, names: tuple[str, ...]) -> int:
-    """Devices along these axes."""
+    """Number of devices along these axes."""
     if not names:
       return 1
     assert self.mesh is not None
@@ -149,7 +149,7 @@ class Places:
   def local(
     self, f: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
   ) -> Callable[..., Any]:
-    """f on each device's part."""
+    """Apply `f` to each device's part, by `shard_map`."""
     if self.mesh is None:
       return f
     return jax.shard_map(
@@ -166,17 +166,17 @@ class Pages:
   """Pages of the layers of one kind.
 
   Attributes:
-    k: keys [N, P, H], or their bytes uint8 [N, P, X]; N pages in all.
-    v: values, the same.
-    pos: positions of the tokens, -1 of an empty slot: int32 [N, P]; where the
-      heads of a layer keep the same tokens [L, B, S], the slots of a head's
-      table one after the other; where all layers do [1, B, S].
-    seg: their segments, of the same shape; None: all are of segment 1.
-    score: float32 [N, P], what a policy has summed up, or [N, 0].
-    table: int32 [L, B, K, M], the pages of a head, -1 behind the last: numbers
-      from 0 among those of the device.
-    bounds: [N, 2, H], see `PagedView`, or None.
-    places: where it is on a mesh.
+    k: Keys [N, P, H], or their bytes uint8 [N, P, X]; N pages in all.
+    v: Values [N, P, J], or their bytes.
+    pos: Positions of the tokens, -1 for an empty slot: int32 [N, P]; if the
+      heads of a layer keep the same tokens [L, B, S], in the order of a head's
+      table; if all layers do [1, B, S].
+    seg: Segments of the tokens, of the same shape; None if all are 1.
+    score: Scores that a policy has summed up, float32 [N, P], or [N, 0].
+    table: Pages of each head, int32 [L, B, K, M], -1 after the last; numbered
+      per device.
+    bounds: Bounds of the keys, [N, 2, H], see `PagedView`, or None.
+    places: Mesh axes that shard the pages.
   """
 
   k: Shaped[ArrayLeaf, "N P _"]
@@ -197,17 +197,17 @@ class Pages:
     places: Places,
     alike: str | None = None,
   ) -> Pages:
-    """A page for each device, of which none is in use: shapes and dtypes.
+    """Specs of one unused page for each device.
 
     Args:
-      shape: a `LayerCacheSpec`.
-      room: the dtype, the codec and the mesh.
-      slots: of a page, P.
-      places: over which axes they are sharded.
-      alike: which heads keep the same tokens, see `CacheKind.alike`.
+      shape: Layers that get the pages.
+      room: Dtype, codec and mesh of the cache.
+      slots: Slots of a page, P.
+      places: Mesh axes that shard the pages.
+      alike: Heads that keep the same tokens, see `CacheKind.alike`.
     """
     stored: Any = shape.slots(room)
-    many = 1 if places.mesh is None else places.size(places.axes)
+    num_devices = 1 if places.mesh is None else places.size(places.axes)
 
     def like(shape: tuple[int, ...], dtype: DTypeLike, spec: P) -> Any:
       if places.mesh is None:
@@ -218,9 +218,9 @@ class Pages:
     def pool(x: Any) -> Any:
       width = x.shape[7 - token_axis(x)]
       dtype = jnp.uint8 if x.dtype == jnp.int8 else x.dtype
-      return like((many, slots, width), dtype, places.pool)
+      return like((num_devices, slots, width), dtype, places.pool)
 
-    pos = like((many, slots), jnp.int32, places.pool)
+    pos = like((num_devices, slots), jnp.int32, places.pool)
     if alike is not None:
       layers = 1 if alike == "layers" else shape.layers
       by_row = (layers, room.batch, room.shards * slots)
@@ -231,46 +231,46 @@ class Pages:
       v=pool(stored.v),
       pos=pos,
       seg=None,
-      score=like((many, 0), jnp.float32, places.pool),
+      score=like((num_devices, 0), jnp.float32, places.pool),
       table=like(lead, jnp.int32, places.by_head),
       places=places,
     )
 
   def emptied(self) -> Pages:
-    """Arrays of these shapes, with no page in use."""
-    made = zeros(self)
-    return dataclasses.replace(made, pos=made.pos - 1, table=made.table - 1)
+    """Create arrays from these specs, with no page in use."""
+    empty = zeros(self)
+    return dataclasses.replace(empty, pos=empty.pos - 1, table=empty.table - 1)
 
   @property
   def alike(self) -> int:
-    """Layers that have positions of their own, which their heads share.
+    """Number of layers with separate positions that their heads share.
 
-    0: each head of each layer has its own.
+    0 if positions are stored per head.
     """
     return self.pos.shape[0] if self.pos.ndim == 3 else 0
 
   def with_table(self, table: Int[Array | np.ndarray, "L B K M"]) -> Pages:
-    """With other pages for the heads."""
+    """Replace the page table of the heads."""
     return dataclasses.replace(self, table=table)
 
   def take(self, rows: Int[Array, " n"]) -> Pages:
-    """Of these rows, each as often as it is named; they share pages."""
+    """Gather these rows, with repetition; copies share pages."""
     pick = lambda x: jnp.take(x, rows, 1, mode="clip")
-    made = self.with_table(pick(self.table))
+    pages = self.with_table(pick(self.table))
     if not self.alike:
-      return made
+      return pages
     seg = None if self.seg is None else pick(self.seg)
-    return dataclasses.replace(made, pos=pick(self.pos), seg=seg)
+    return dataclasses.replace(pages, pos=pick(self.pos), seg=seg)
 
   def in_table(self, x: Int[Array, "*slots"]) -> Int[Array, "L B K M P"]:
-    """Positions or segments by the table; inside of `Places.local`."""
+    """Look up positions or segments by the table; inside of `Places.local`."""
     if not self.alike:
       return x[jnp.maximum(self.table, 0)]
     by_page = x.reshape(*x.shape[:2], 1, -1, self.slots)
     return jnp.broadcast_to(by_page, (*self.table.shape, self.slots))
 
   def counts(self) -> jax.Array:
-    """Tokens of each page in the table, int32 [L, B, K, M]."""
+    """Number of tokens of each page in the table, int32 [L, B, K, M]."""
 
     def local(pages: Pages) -> jax.Array:
       real = (pages.pos >= 0).astype(jnp.int32)
@@ -285,7 +285,7 @@ class Pages:
     return places.local(local, (self.specs(),), places.by_head)(self)
 
   def read_score(self, layer: Index) -> jax.Array:
-    """Sums [B, K, s] of one layer on this device."""
+    """Policy scores [B, K, s] of one layer on this device."""
     table = lax.dynamic_index_in_dim(self.table, layer, 0, keepdims=False)
     lead, page = table.shape[:2], jnp.maximum(table, 0)
     assert self.score is not None
@@ -296,10 +296,10 @@ class Pages:
     return score.reshape(*lead, -1)
 
   def gathered(self, device: jax.Device) -> Pages:
-    """The same on one device."""
+    """Copy the pages to one device."""
     places, table = self.places, move(self.table, device)
     if places.axes:
-      each = self.k.shape[0] // places.size(places.axes)
+      pages_per_device = self.k.shape[0] // places.size(places.axes)
       lead = [np.arange(1)] * 4
       sizes = (places.batch, places.heads, places.tokens)
       parts = [places.size(names) if names else 1 for names in sizes]
@@ -310,17 +310,19 @@ class Pages:
       _, b, k, m = np.ix_(*lead)
       device_number = (b * parts[1] + k) * parts[2] + m
       table = jnp.where(
-        table >= 0, table + jnp.asarray(device_number * each, jnp.int32), -1
+        table >= 0,
+        table + jnp.asarray(device_number * pages_per_device, jnp.int32),
+        -1,
       )
-    along = lambda x: move(x, device)
+    to_device = lambda x: move(x, device)
     return Pages(
-      k=along(self.k),
-      v=along(self.v),
-      pos=along(self.pos),
-      seg=None if self.seg is None else along(self.seg),
-      score=along(self.score),
+      k=to_device(self.k),
+      v=to_device(self.v),
+      pos=to_device(self.pos),
+      seg=None if self.seg is None else to_device(self.seg),
+      score=to_device(self.score),
       table=table,
-      bounds=None if self.bounds is None else along(self.bounds),
+      bounds=None if self.bounds is None else to_device(self.bounds),
     )
 
   @property
@@ -335,20 +337,20 @@ class Pages:
     decoders: tuple[Decoder, Decoder] | None,
     most: tuple[int, ...] = (),
   ) -> PagedView:
-    """What one layer reads; `most`: of how many pages, see `PagedView`."""
+    """View of one layer; `most` limits the pages read, see `PagedView`."""
     take = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
 
-    def each(x: jax.Array | None) -> Any:
+    def positions(x: jax.Array | None) -> Any:
       if x is None or not self.alike:
         return x
-      # All layers have the first one's.
+      # If all layers share positions, there is only one entry.
       return (take(x) if self.alike > 1 else x[0])[:, None]
 
     return PagedView(
       self.k,
       self.v,
-      each(self.pos),
-      each(self.seg),
+      positions(self.pos),
+      positions(self.seg),
       take(self.table),
       constants,
       decoders,
@@ -358,7 +360,7 @@ class Pages:
     )
 
   def specs(self) -> Pages:
-    """PartitionSpecs, the same tree."""
+    """PartitionSpecs of the pages, as the same tree."""
     pool: Any = self.places.pool
     slots: Any = self.places.by_row if self.alike else pool
     return tree.with_leaves(
@@ -377,8 +379,10 @@ class Pages:
     page = jnp.maximum(self.table, 0)
     lead = self.table.shape[:3]
     size = self.table.shape[3] * self.slots
-    one = lambda x: x[page].reshape(*lead, size, *x.shape[2:])
-    return Stored(one(self.k), one(self.v), self._coords(), None)
+    gather_pages = lambda x: x[page].reshape(*lead, size, *x.shape[2:])
+    return Stored(
+      gather_pages(self.k), gather_pages(self.v), self._coords(), None
+    )
 
   def _coords(self) -> Coords:
     """Coordinates [L, B, K, S] of `read`."""
@@ -396,7 +400,7 @@ class Pages:
     return self.places.local(local, specs, Coords(by_head, by_head))(self)
 
   def without(self, gone: Callable[[Array], Array]) -> Pages:
-    """Without tokens: `gone` says which, of positions [L, B, K, M, P]."""
+    """Drop tokens for which `gone` is true, of positions [L, B, K, M, P]."""
 
     def local(pages: Pages) -> jax.Array:
       pos = pages.pos
@@ -406,7 +410,7 @@ class Pages:
       page = jnp.maximum(pages.table, 0)
       drop = gone(pos[page]) & (pages.table >= 0)[..., None]
       page = jnp.where(pages.table >= 0, page, pos.shape[0])
-      # Rows may share a page: a slot is empty if it is for one of them.
+      # Rows may share a page: a slot dropped for one is dropped for all.
       flags = jnp.zeros(pos.shape, bool)
       flags = flags.at[page].max(drop, mode="drop")
       return jnp.where(flags, -1, pos)
@@ -426,7 +430,7 @@ tree.register(
 def page_bounds(
   view: KVView, pages: Pages, layer: Index, bounds: Float[Array, "N 2 H"]
 ) -> jax.Array:
-  """With the bounds of the pages of a layer; inside of `Places.local`."""
+  """Set the key bounds of a layer's pages; inside of `Places.local`."""
   table = lax.dynamic_index_in_dim(pages.table, layer, 0, keepdims=False)
   real = (view.at.seg > 0).reshape(*table.shape, pages.slots)[..., None]
   k, _ = view.tile(jnp.int32(0), view.shape[2])
@@ -438,13 +442,13 @@ def page_bounds(
 
 
 def page_counts(keep: Bool[Array, "L B K S"], slots: int) -> jax.Array:
-  """Pages of all heads together and of the largest: int32 [1, 2]."""
-  each = -(-jnp.sum(keep, -1, dtype=jnp.int32) // slots)
-  return jnp.stack([jnp.sum(each), jnp.max(each)])[None]
+  """Pages of all heads together and of the largest, int32 [1, 2]."""
+  pages_per_row = -(-jnp.sum(keep, -1, dtype=jnp.int32) // slots)
+  return jnp.stack([jnp.sum(pages_per_row), jnp.max(pages_per_row)])[None]
 
 
 def few_sizes(count: int, octave: int = 16) -> int:
-  """At least `count`, of `octave` sizes an octave, so that few are compiled."""
+  """Round `count` up to one of `octave` sizes per octave: few compilations."""
   step = 1 << max(0, count.bit_length() - octave.bit_length())
   return max(1, -(-int(count) // step) * step)
 
@@ -457,15 +461,15 @@ def packed(
   most: int,
   segments: bool,
 ) -> Pages:
-  """The kept tokens in pages; inside of `Places.local`.
+  """Pack the kept tokens into new pages; inside of `Places.local`.
 
   Args:
-    tokens: of this device.
-    keep: which stay.
-    old: the pages before, whose form the new ones have.
-    pages: N, at least as many as are needed.
-    most: M, at least as many as a head needs.
-    segments: whether tokens may be of other segments than 1.
+    tokens: Tokens of this device.
+    keep: Whether a token stays, bool [L, B, K, S].
+    old: Pages before, with the same layout.
+    pages: Number of new pages, N; must suffice for all heads.
+    most: Width of the page table, M; must suffice for each head.
+    segments: Whether tokens may have other segments than 1.
   """
   slots = old.slots
   lead, size = keep.shape[:3], keep.shape[3]
@@ -473,9 +477,9 @@ def packed(
   keep = keep.reshape(rows, size)
   order = jnp.argsort(1 - keep.astype(jnp.int32), axis=1, stable=True)
   count = jnp.sum(keep, 1, dtype=jnp.int32)
-  each = -(-count // slots)
-  ends = jnp.cumsum(each, dtype=jnp.int32)
-  first = ends - each
+  pages_per_row = -(-count // slots)
+  ends = jnp.cumsum(pages_per_row, dtype=jnp.int32)
+  first = ends - pages_per_row
   page = jnp.arange(pages, dtype=jnp.int32)
   row = jnp.searchsorted(ends, page, side="right").astype(jnp.int32)
   row = jnp.minimum(row, rows - 1)
@@ -484,32 +488,34 @@ def packed(
   real = (nth < count[row][:, None]) & (page < ends[-1])[:, None]
   slot = order[row[:, None], jnp.clip(nth, 0, size - 1)]
 
-  def one(x: jax.Array) -> jax.Array:
+  def gather_slots(x: jax.Array) -> jax.Array:
     return x.reshape(rows, *x.shape[3:])[row[:, None], slot]
 
   def of_slots(x: jax.Array, empty: int) -> jax.Array:
-    """Positions or segments, as the pages before have them."""
+    """Positions or segments in the layout of the pages before."""
     if not old.alike:
-      return jnp.where(real, one(x), empty)
-    # The first head's are those of all.
-    wide = jnp.arange(most * slots, dtype=jnp.int32)
+      return jnp.where(real, gather_slots(x), empty)
+    # All heads keep the same tokens: use those of the first.
+    table_slots = jnp.arange(most * slots, dtype=jnp.int32)
     index = order.reshape(*lead, size)[: old.alike, :, 0]
-    index = index[..., jnp.minimum(wide, size - 1)]
-    there = wide[None, None] < count.reshape(lead)[: old.alike, :, 0, None]
+    index = index[..., jnp.minimum(table_slots, size - 1)]
+    in_use = (
+      table_slots[None, None] < count.reshape(lead)[: old.alike, :, 0, None]
+    )
     x = jnp.take_along_axis(x[: old.alike, :, 0], index, 2)
-    return jnp.where(there, x, empty)
+    return jnp.where(in_use, x, empty)
 
   number = jnp.arange(most, dtype=jnp.int32)[None]
   table = jnp.where(
-    number < each[:, None], first[:, None] + number, jnp.int32(-1)
+    number < pages_per_row[:, None], first[:, None] + number, jnp.int32(-1)
   )
   score = jnp.zeros((pages, 0), jnp.float32)
   if tokens.score is not None:
-    score = jnp.where(real, one(tokens.score), 0)
+    score = jnp.where(real, gather_slots(tokens.score), 0)
   return Pages(
-    k=one(tokens.k),
-    v=one(tokens.v),
-    # A group stays whole: what was taken out of it is still no token.
+    k=gather_slots(tokens.k),
+    v=gather_slots(tokens.v),
+    # A kept group may include slots of dropped tokens: these stay empty.
     pos=of_slots(jnp.where(tokens.at.seg > 0, tokens.at.pos, -1), -1),
     seg=of_slots(tokens.at.seg, 0) if segments else None,
     score=score,
@@ -519,12 +525,12 @@ def packed(
 
 
 def host(x: Shaped[Array, " ..."]) -> np.ndarray:
-  """A small array on the host."""
+  """Copy a small array to the host."""
   return np.asarray(jax.device_get(x))
 
 
 def joined(old: Pages, new: Pages, rows: np.ndarray) -> Pages:
-  """With the rows of `new` in place of `rows` of `old`, int [n]."""
+  """Replace `rows`, int [n], of `old` by the rows of `new`."""
   places = old.places
   if places.batch:
     raise OptionError(
@@ -544,10 +550,10 @@ def joined(old: Pages, new: Pages, rows: np.ndarray) -> Pages:
   index = jnp.asarray(rows)
 
   def local(old: Pages, new: Pages) -> Pages:
-    both = lambda x, y: jnp.concatenate([x, y], 0)
-    most = max(old.table.shape[3], new.table.shape[3])
+    concat = lambda x, y: jnp.concatenate([x, y], 0)
+    table_width = max(old.table.shape[3], new.table.shape[3])
 
-    def wide(x: jax.Array, size: int, fill: int = -1) -> jax.Array:
+    def padded(x: jax.Array, size: int, fill: int = -1) -> jax.Array:
       pad = ((0, 0),) * (x.ndim - 1) + ((0, size - x.shape[-1]),)
       return jnp.pad(x, pad, constant_values=fill)
 
@@ -555,20 +561,20 @@ def joined(old: Pages, new: Pages, rows: np.ndarray) -> Pages:
       if x is None:
         return None
       if not old.alike:
-        return both(x, y)
-      x, y = (wide(z, most * old.slots, empty) for z in (x, y))
+        return concat(x, y)
+      x, y = (padded(z, table_width * old.slots, empty) for z in (x, y))
       return x.at[:, index].set(y)
 
-    more = wide(new.table, most)
-    more = jnp.where(more >= 0, more + old.k.shape[0], -1)
+    new_table = padded(new.table, table_width)
+    new_table = jnp.where(new_table >= 0, new_table + old.k.shape[0], -1)
     return Pages(
-      k=both(old.k, new.k),
-      v=both(old.v, new.v),
+      k=concat(old.k, new.k),
+      v=concat(old.v, new.v),
       pos=of_slots(old.pos, new.pos, -1),
       seg=of_slots(old.seg, new.seg, 0),
-      score=both(old.score, new.score),
-      table=wide(old.table, most).at[:, index].set(more),
-      bounds=None if old.bounds is None else both(old.bounds, new.bounds),
+      score=concat(old.score, new.score),
+      table=padded(old.table, table_width).at[:, index].set(new_table),
+      bounds=None if old.bounds is None else concat(old.bounds, new.bounds),
       places=places,
     )
 

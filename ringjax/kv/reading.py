@@ -1,4 +1,4 @@
-"""How the queries of a kind of layer read its keys."""
+"""Description of how the queries of a kind of layer read its keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ringjax.typing import Lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyReading:
-  """What an eviction knows of a kind of layer, after the call.
+  """Attention parameters of a kind of layer, for evictions after a call.
 
   Attributes:
-    groups: query heads of a KV head, G.
-    scores: scale and soft cap.
-    mask: who sees whom.
-    slopes: ALiBi, of all query heads, or None.
-    rope: the rotation of keys and queries, or None.
-    first: the first dim of a head that it rotates.
-    late: whether a norm with weights comes behind the rotation.
-    most: how many keys a query reads, of those that it sees, which an index
-      chooses; None: all.
+    groups: Number of query heads per KV head, G.
+    scores: Scale and soft cap of the attention scores.
+    mask: Attention mask.
+    slopes: ALiBi slopes of all query heads, or None.
+    rope: Rotation of keys and queries, or None.
+    first: First dim of a head that is rotated.
+    late: Whether a norm with weights follows the rotation.
+    most: Number of visible keys that a query reads, chosen by an index; None
+      for all.
   """
 
   groups: int
@@ -36,5 +36,5 @@ class KeyReading:
   most: int | None = None
 
   def rotation(self, length: Lengths) -> Rotation:
-    """Of keys that are stored before it, for a context of `length` tokens."""
+    """Rotation of keys stored unrotated, for a context of `length` tokens."""
     return Rotation(rope=self.rope, first=self.first, length=length)

@@ -66,15 +66,15 @@ def with_codes(
   at: Coords,
   coded: tuple[Bool[Array, "B S"], Bool[Array, "B S"]],
 ) -> dict[str, jax.Array]:
-  """Return "k" and "v" of open tokens, some as their codes give them."""
+  """Return "k" and "v" of open tokens, `coded` ones encoded and decoded."""
   codec = kind.codec
   assert isinstance(codec, Codec)
   of_k, of_v = constants
   keys, values = coded
-  found = {"k": _through(codec.keys, k, of_k, at, keys, kind.page), "v": v}
+  decoded = {"k": _through(codec.keys, k, of_k, at, keys, kind.page), "v": v}
   if v.shape[-1]:
-    found["v"] = _through(codec.values, v, of_v, at, values, kind.page)
-  return found
+    decoded["v"] = _through(codec.values, v, of_v, at, values, kind.page)
+  return decoded
 
 
 def _through(
@@ -85,16 +85,18 @@ def _through(
   coded: Bool[Array, "B S"],
   group: int,
 ) -> jax.Array:
-  """Vectors, those that are `coded` once they were encoded in whole groups."""
+  """Encode and decode the `coded` vectors, in whole groups of tokens."""
   real = at.seg > 0
   order = jnp.argsort(1 - real.astype(jnp.int32), axis=1, stable=True)
   pad = -order.shape[1] % group
   order = jnp.pad(order, ((0, 0), (0, pad)), mode="edge")
-  along = lambda x, index: jnp.take_along_axis(
+  gather_tokens = lambda x, index: jnp.take_along_axis(
     x, index[None, :, None, :, None], 3
   )
-  whole = jax.vmap(lambda x, given: through(vectors, x, given))(
-    along(x, order), constants
+  decoded_groups = jax.vmap(lambda x, given: through(vectors, x, given))(
+    gather_tokens(x, order), constants
   )
   rank = jnp.maximum(jnp.cumsum(real, 1, dtype=jnp.int32) - 1, 0)
-  return jnp.where(coded[None, :, None, :, None], along(whole, rank), x)
+  return jnp.where(
+    coded[None, :, None, :, None], gather_tokens(decoded_groups, rank), x
+  )

@@ -1,11 +1,11 @@
 """Slots of a group of layers: which token is in which slot, row by row.
 
-Guarantees: a slot holds a key and a value and says by coordinates whose they
-are, so tokens may be in any order: a prompt stays in the layout in which it
-was read. Rows are independent: each has a write cursor of its own on every
-shard. Padding behind a row's last token takes no slot.
-Cost: an append writes the appended; nothing else moves.
-Memory: two int32 a slot, one a row and shard.
+Guarantees: coordinates identify the token in each slot, so tokens may be in
+any order: a prompt stays in the layout in which it was read. Rows are
+independent: each has a separate write cursor on every shard. Padding after a
+row's last token takes no slot.
+Cost: an append writes the new tokens; nothing else moves.
+Memory: two int32 per slot, one per row and shard.
 
 A row's tokens fill a shard's slots from the first one. Tokens that all shards
 see (decoding) go one by one to the shard that has the fewest, so that the
@@ -41,13 +41,13 @@ FILL, SHARDED, REPLICATED = "fill", "sharded", "replicated"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotGroup:
-  """Which token is in which slot of a group of layers.
+  """Slot table of a group of layers: the token in each slot.
 
   Attributes:
-    at: coordinates of the slots, [B, S].
-    mode: how the tokens of the call at hand come.
-    mesh: whose `axis` shards S; None is one device.
-    axis: the sequence's axis.
+    at: Coordinates of the slots, [B, S].
+    mode: Layout of the current call's tokens: `FILL`, `SHARDED`, `REPLICATED`.
+    mesh: Device mesh whose `axis` shards S; None for one device.
+    axis: Mesh axis of the sequence.
   """
 
   at: Coords
@@ -85,8 +85,8 @@ class ContiguousSlots(SlotGroup):
   """The slots of layers that keep every token.
 
   Attributes:
-    used: int32 [B, R], slots in use on each of R shards: the write cursors.
-    before: int32 [B, R], those before the last call.
+    used: Slots in use on each of R shards (write cursors), int32 [B, R].
+    before: Slots in use before the last call, int32 [B, R].
   """
 
   # No call replaces tokens of earlier ones.
@@ -98,7 +98,7 @@ class ContiguousSlots(SlotGroup):
 
   @classmethod
   def spec(cls, room: CacheSpec) -> ContiguousSlots:
-    """Shapes, dtypes and shardings of the arrays: nothing is allocated."""
+    """Specs (shapes, dtypes, shardings) of the arrays; allocates nothing."""
     tokens = room.like(
       (room.batch, room.capacity), jnp.int32, ("batch", "tokens")
     )
@@ -117,9 +117,9 @@ class ContiguousSlots(SlotGroup):
     return self.capacity // self.shards
 
   def free(self) -> np.ndarray | None:
-    """Slots that are free, int [B, R]; None where they are traced.
+    """Number of free slots, int [B, R]; None under a trace.
 
-    Waits for the program that computes them.
+    Blocks until the program that computes them is done.
     """
     if isinstance(self.used, jax.core.Tracer):
       return None
@@ -130,33 +130,36 @@ class ContiguousSlots(SlotGroup):
   # -------------------------------------------------------------------------
 
   def allocate(self, at: Coords, mode: str) -> ContiguousSlots:
-    """Slots for tokens with these coordinates, [B or 1, T]."""
+    """Allocate slots for tokens with these coordinates, [B or 1, T]."""
     batch, count = self.at.pos.shape[0], at.pos.shape[1]
-    wide = lambda x: jnp.broadcast_to(x, (batch, count))
-    at = Coords(wide(at.pos), wide(at.seg))
+    to_batch = lambda x: jnp.broadcast_to(x, (batch, count))
+    at = Coords(to_batch(at.pos), to_batch(at.seg))
     index = jnp.arange(1, count + 1, dtype=jnp.int32)
     real = jnp.where(at.seg > 0, index[None], 0)
     if mode == REPLICATED:
-      before = self.used
-      used = _levelled(before, jnp.max(real, 1))
+      cursors_before = self.used
+      used = _levelled(cursors_before, jnp.max(real, 1))
     else:
       local = count // self.shards
       by_shard = real.reshape(batch, self.shards, local)
       first = local * jnp.arange(self.shards, dtype=jnp.int32)
       came = jnp.maximum(jnp.max(by_shard, 2) - first[None], 0)
-      before = jnp.zeros_like(self.used) if mode == FILL else self.used
-      used = before + came
+      cursors_before = jnp.zeros_like(self.used) if mode == FILL else self.used
+      used = cursors_before + came
     old = self.at
     if mode == FILL:
       old = Coords(old.pos, jnp.zeros_like(old.seg))
-    made = dataclasses.replace(
+    allocated = dataclasses.replace(
       self,
-      before=self._everywhere(before),
+      before=self._everywhere(cursors_before),
       used=self._everywhere(used),
       mode=mode,
     )
     return dataclasses.replace(
-      made, at=Coords(made.write(old.pos, at.pos), made.write(old.seg, at.seg))
+      allocated,
+      at=Coords(
+        allocated.write(old.pos, at.pos), allocated.write(old.seg, at.seg)
+      ),
     )
 
   def write(
@@ -243,10 +246,10 @@ class ContiguousSlots(SlotGroup):
     return lax.platform_dependent(old, tpu=rows, default=scattered)
 
   def only(self, real: Bool[Array, ""]) -> ContiguousSlots:
-    """The same slots, to which `write` writes if `real`, bool []."""
+    """Make `write` conditional: it writes only if `real`, bool []."""
     return dataclasses.replace(
       self,
-      # Filling writes whatever is there.
+      # FILL mode would write unconditionally.
       mode=SHARDED if self.mode == FILL else self.mode,
       used=jnp.where(real, self.used, self.before),
     )
@@ -256,26 +259,26 @@ class ContiguousSlots(SlotGroup):
   # -------------------------------------------------------------------------
 
   def earlier(self) -> Coords:
-    """Coordinates of the slots without the tokens of the call at hand."""
+    """Coordinates of the slots without the tokens of the current call."""
     index = jnp.arange(self.capacity, dtype=jnp.int32)
     shard, slot = jnp.divmod(index, jnp.int32(self.local))
-    before = slot[None] < jnp.take(self.before, shard, axis=1)
-    return Coords(self.at.pos, jnp.where(before, self.at.seg, 0))
+    is_earlier = slot[None] < jnp.take(self.before, shard, axis=1)
+    return Coords(self.at.pos, jnp.where(is_earlier, self.at.seg, 0))
 
   def tokens(self) -> Int[Array, " B"]:
-    """How many tokens each row holds, int32 [B]."""
+    """Number of tokens that each row holds, int32 [B]."""
     return jnp.sum(self.at.seg > 0, 1, dtype=jnp.int32)
 
   def truncate(self, end: Int[Array, " B"]) -> ContiguousSlots:
-    """Without the tokens at positions from `end` [B] on.
+    """Drop the tokens at positions from `end` [B] on.
 
-    Slots behind the last token that is left are free again.
+    Slots after the last remaining token become free.
     """
     gone = self.at.pos >= end[:, None]
     return self._recovered(jnp.where(gone, 0, self.at.seg))
 
   def _recovered(self, seg: jax.Array) -> ContiguousSlots:
-    """With these segments, and cursors behind the last token of each shard."""
+    """Set segments, and cursors after the last token of each shard."""
     batch = seg.shape[0]
     index = jnp.arange(1, self.local + 1, dtype=jnp.int32)
     by_shard = seg.reshape(batch, self.shards, self.local)
@@ -286,12 +289,12 @@ class ContiguousSlots(SlotGroup):
     )
 
   def kept(self, keep: Bool[Array, "B T"]) -> tuple[ContiguousSlots, Any]:
-    """Of the last call's T tokens those in `keep`, bool [B, T].
+    """Keep only the tokens in `keep`, bool [B, T], of the last call.
 
-    They were the same on all shards.
+    The call's tokens must have been the same on all shards.
 
     Returns:
-      the slots, and a function that moves an array [L, B, K, S, H] along.
+      The slots, and a function that permutes an array [L, B, K, S, H] likewise.
     """
     count = keep.shape[1]
 
@@ -369,10 +372,10 @@ class ContiguousSlots(SlotGroup):
     return slots, lambda old: moved(old, 1) if old.size else old
 
   def gathered(self, device: jax.Device) -> tuple[ContiguousSlots, Any]:
-    """The same on one device, rows filled from their first slot.
+    """Copy to one device, with rows filled from their first slot.
 
     Returns:
-      the slots, and a function that brings an array [L, B, K, S, H] along.
+      The slots, and a function that copies an array [L, B, K, S, H] likewise.
     """
     pos, seg = (move(x, device) for x in self.at)
     order = jnp.argsort((seg == 0).astype(jnp.int32), axis=1, stable=True)
@@ -382,13 +385,13 @@ class ContiguousSlots(SlotGroup):
       at=Coords(put(pos), put(seg)), used=count, before=count + 0
     )
 
-    def along(x: jax.Array) -> jax.Array:
+    def copy_array(x: jax.Array) -> jax.Array:
       x = move(x, device)
       if not x.size:
         return x
       return jnp.take_along_axis(x, by_token(order, x), token_axis(x))
 
-    return slots, along
+    return slots, copy_array
 
 
 tree.register(
@@ -399,11 +402,11 @@ tree.register(
 def by_token(
   x: Shaped[Array, "B n"], like: Shaped[Array, " ..."]
 ) -> Shaped[Array, " ..."]:
-  """A number for each token, in a shape that goes with `like`.
+  """Reshape a number per token so that it broadcasts against `like`.
 
   Args:
-    x: [B, n].
-    like: coordinates [B, n], numbers or codes; [L, B, K, ..] or [B, K, ..].
+    x: Number of each token, [B, n].
+    like: Coordinates [B, n], or vectors or codes [L, B, K, ..] or [B, K, ..].
   """
   shape = [1] * like.ndim
   shape[1 if like.ndim == 5 else 0], shape[token_axis(like)] = x.shape
@@ -411,14 +414,14 @@ def by_token(
 
 
 def _rank(used: jax.Array, levels: jax.Array, shard: Index) -> jax.Array:
-  """Which token of a call gets a shard's slots, int32 [B, n].
+  """Indices of the call's tokens that go to a shard's slots, int32 [B, n].
 
   Free slots are filled level by level, on each level shard by shard.
 
   Args:
-    used: int32 [B, R].
-    levels: int32 [B, n], slots of the shard, from its first free one on.
-    shard: int32 [].
+    used: Write cursors, int32 [B, R].
+    levels: Slots of the shard, from its first free one on, int32 [B, n].
+    shard: Index of the shard, int32 [].
   """
   others = jnp.arange(used.shape[1], dtype=jnp.int32)
   upto = levels[:, :, None] + (others < shard).astype(jnp.int32)[None, None]
@@ -426,26 +429,26 @@ def _rank(used: jax.Array, levels: jax.Array, shard: Index) -> jax.Array:
 
 
 def _levelled(used: jax.Array, count: jax.Array) -> jax.Array:
-  """Cursors [B, R] after `count` [B] more tokens, each to the least used."""
+  """Cursors [B, R] after `count` [B] tokens, each put on the emptiest shard."""
   shards = used.shape[1]
   if shards == 1:
     return used + count[:, None]
-  # The highest level up to which the tokens fill all shards.
+  # Highest level to which the tokens fill the emptiest shards.
   levels = jnp.sort(used, axis=1)
   number = jnp.arange(1, shards + 1, dtype=jnp.int32)
   room = levels * number[None] - jnp.cumsum(levels, 1)
-  fits = jnp.sum(room <= count[:, None], 1, dtype=jnp.int32)
-  total = jnp.take_along_axis(jnp.cumsum(levels, 1), fits[:, None] - 1, 1)
-  level = (total + count[:, None]) // fits[:, None]
+  num_filled = jnp.sum(room <= count[:, None], 1, dtype=jnp.int32)
+  total = jnp.take_along_axis(jnp.cumsum(levels, 1), num_filled[:, None] - 1, 1)
+  level = (total + count[:, None]) // num_filled[:, None]
   filled = jnp.maximum(used, level)
-  rest = count[:, None] - jnp.sum(filled - used, 1, keepdims=True)
+  leftover = count[:, None] - jnp.sum(filled - used, 1, keepdims=True)
   open_ = (used <= level).astype(jnp.int32)
   turn = jnp.cumsum(open_, 1)
-  return filled + open_ * (turn <= rest).astype(jnp.int32)
+  return filled + open_ * (turn <= leftover).astype(jnp.int32)
 
 
 def _along(new: jax.Array, index: jax.Array) -> jax.Array:
-  """Tokens [B, n] by `index` of [B, T], [B, K, T, H] or [B, K, X, T]."""
+  """Gather tokens by `index` [B, n] from [B, T], [B, K, T, H] or codes."""
   axis = token_axis(new)
   if not new.size:
     return lax.slice_in_dim(new, 0, index.shape[1], axis=axis)
@@ -455,23 +458,23 @@ def _along(new: jax.Array, index: jax.Array) -> jax.Array:
 def _window(
   old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The first slot [B] of n that lie in the array, their tokens, and which are.
+  """First slot [B] of a window of n slots, its tokens, and a write mask.
 
   Args:
-    old: the array of slots.
-    new: the n tokens of each row.
-    start: slot of the first one, [B].
-    count: how many of them are written, [B].
+    old: Array of slots.
+    new: The n tokens of each row.
+    start: Slot of the first token, [B].
+    count: Number of tokens to write, [B].
   """
   axis, lead = token_axis(old), old.ndim - new.ndim
   size, slots = new.shape[axis - lead], old.shape[axis]
   first = jnp.minimum(start, slots - size)
   step = jnp.arange(size, dtype=jnp.int32)
   if size > 1:
-    # Where the last slots are near, tokens stand further back in the window.
+    # Near the end of the array the window starts earlier: shift the tokens.
     new = _along(new, jnp.maximum(step[None] - (start - first)[:, None], 0))
-  held = step[None] - (start - first)[:, None]
-  real = (held >= 0) & (held < count[:, None])
+  window_index = step[None] - (start - first)[:, None]
+  real = (window_index >= 0) & (window_index < count[:, None])
   return first, new, jnp.broadcast_to(by_token(real, new), new.shape)
 
 
@@ -482,7 +485,7 @@ def _by_rows(
   start: jax.Array,
   count: jax.Array,
 ) -> jax.Array:
-  """See `ContiguousSlots._put`: one row after the other."""
+  """Write tokens row after row, for `ContiguousSlots._put`."""
   first, new, real = _window(old, new, start, count)
   lead = old.ndim - new.ndim
 
@@ -491,9 +494,9 @@ def _by_rows(
     corner[:lead], corner[lead] = [layer] * lead, n
     corner[token_axis(old)] = first[n]
     row = lambda x: lax.dynamic_slice_in_dim(x, n, 1, 0)[(None,) * lead]
-    there = lax.dynamic_slice(old, tuple(corner), row(new).shape)
-    made = jnp.where(row(real), row(new), there)
-    return lax.dynamic_update_slice(row_major(old), made, tuple(corner))
+    old_window = lax.dynamic_slice(old, tuple(corner), row(new).shape)
+    merged = jnp.where(row(real), row(new), old_window)
+    return lax.dynamic_update_slice(row_major(old), merged, tuple(corner))
 
   if new.shape[0] == 1:
     return put(jnp.int32(0), old)
@@ -507,7 +510,7 @@ def _scattered(
   start: jax.Array,
   count: jax.Array,
 ) -> jax.Array:
-  """See `ContiguousSlots._put`: all rows at once."""
+  """Write tokens of all rows by one scatter, for `ContiguousSlots._put`."""
   first, new, real = _window(old, new, start, count)
   lead, axis, batch = old.ndim - new.ndim, token_axis(old), new.shape[0]
   size = new.shape[axis - lead]
@@ -525,7 +528,7 @@ def _scattered(
     operand_batching_dims=(lead,),
     start_indices_batching_dims=(0,),
   )
-  there = lax.gather(
+  old_window = lax.gather(
     old,
     offsets,
     gathering,
@@ -542,7 +545,7 @@ def _scattered(
   return lax.scatter(
     row_major(old),
     offsets,
-    jnp.where(real, new, there),
+    jnp.where(real, new, old_window),
     scattering,
     unique_indices=True,
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,

@@ -1,7 +1,7 @@
-"""What a recurrent layer keeps: a state of fixed size and a short tail.
+"""State of recurrent layers: fixed-size memory and a short convolution tail.
 
-Guarantees: whatever the length of the context, all that later tokens need of
-it; so a call that appends gives what one call over all tokens gives.
+Guarantees: the state holds all that later tokens need of the context, so a call
+that appends gives the same result as one call over all tokens.
 Memory: L B N H J float32 numbers and the last tokens of the convolution, the
 same on all shards of the sequence.
 """
@@ -26,21 +26,21 @@ class State(NamedTuple):
   """The carried state of a layer, or with a leading axis of several.
 
   Fields:
-    memory: float32 [B, N, H, J].
-    tail: of what a convolution reads, such as queries, keys and values; its x
-      are [B, n, *shape] for each of the `convolved` of a `StateShape`.
+    memory: Recurrent memory, float32 [B, N, H, J].
+    tail: Last inputs of a convolution, such as queries, keys and values; its x
+      are [B, n, *shape] for each of `StateShape.convolved`.
   """
 
   memory: jax.Array
   tail: Tail
 
   def layer(self, cache: CallCache, index: Index) -> StateLayer:
-    """The part of layer `index` of a cache, where these are its slots."""
+    """Part of layer `index` for a call, with these states as its slots."""
     del cache
     return StateLayer(self, index)
 
   def gathered(self, device: jax.Device) -> State:
-    """The same on one device: a state has no axis of tokens."""
+    """Copy the state to one device; it has no token axis to gather."""
     return jax.tree.map(lambda x: move(x, device), self)
 
 
@@ -49,13 +49,13 @@ class StateShape:
   """Shape of a kind of recurrent layer's slots.
 
   Attributes:
-    layers: how many layers share the array.
-    heads: value heads, N; 0 where the tail is all that is kept.
-    key: H.
-    value: J.
-    tail: tokens that a convolution looks back.
-    convolved: the shapes of what it reads of a token, each (heads, numbers).
-    which: the layers' numbers in the model.
+    layers: Number of layers that share the array, L.
+    heads: Number of value heads, N; 0 if only the tail is kept.
+    key: Head dim of the keys, H.
+    value: Head dim of the values, J.
+    tail: Number of earlier tokens that a convolution reads.
+    convolved: Shapes (heads, dim) of the convolution's inputs per token.
+    which: Indices of the layers in the model.
   """
 
   layers: int
@@ -67,24 +67,26 @@ class StateShape:
   which: tuple[int, ...] = ()
 
   def numbers(self) -> int:
-    """Numbers that one token takes: none, the state does not grow."""
+    """Count the scalars that one token takes: 0, the state does not grow."""
     return 0
 
   def slots(self, room: CacheSpec) -> State:
-    """What stands for the states: shapes, dtypes and shardings.
+    """Specs (shapes, dtypes, shardings) of the states.
 
-    No codec stores them: their size does not grow with the context.
+    No codec applies: their size does not grow with the context.
     """
     b, n = (self.layers, room.batch), self.tail
     memory = (*b, self.heads, self.key, self.value)
-    # Without a number in it a compiled program returns it replicated.
+    # Compiled programs return an array of size 0 replicated.
     axes = (None, "batch", "heads") if self.heads else (None,) * 5
     return State(
       room.like(memory, jnp.float32, axes),
       Tail(
         tuple(
-          room.like((*b, n, *one), room.dtype, (None, "batch", None, "heads"))
-          for one in self.convolved
+          room.like(
+            (*b, n, *vector_shape), room.dtype, (None, "batch", None, "heads")
+          )
+          for vector_shape in self.convolved
         ),
         room.like((*b, n), jnp.int32, (None, "batch")),
       ),
@@ -92,8 +94,10 @@ class StateShape:
 
   def empty(self, batch: int, dtype: DTypeLike) -> State:
     """One layer's state before any token."""
-    one = dataclasses.replace(self, layers=1)
-    state = zeros(one.slots(CacheSpec(batch=batch, capacity=0, dtype=dtype)))
+    single_layer = dataclasses.replace(self, layers=1)
+    state = zeros(
+      single_layer.slots(CacheSpec(batch=batch, capacity=0, dtype=dtype))
+    )
     return jax.tree.map(lambda x: x[0], state)
 
 
@@ -105,14 +109,14 @@ class StateLayer:
   index: Index
 
   def recall(self, empty: State) -> State:
-    """What earlier calls left."""
+    """Read the state that earlier calls left."""
     take = lambda x, like: lax.dynamic_index_in_dim(
       x, self.index, 0, keepdims=False
     ).astype(like.dtype)
     return jax.tree.map(take, self.slots, empty)
 
   def keep(self, state: State) -> StateLayer:
-    """Writes what this call leaves."""
+    """Store the state after this call."""
     put = lambda x, new: lax.dynamic_update_index_in_dim(
       x, new.astype(x.dtype), self.index, 0
     )

@@ -1,8 +1,8 @@
-"""What a cache notes of queries, for policies that look at them.
+"""Recorded queries and their statistics, for eviction policies.
 
 Guarantees: the newest queries of each row, whatever layout they came in; sums
 over all queries of a row. Rows are independent.
-Memory: L B W N H numbers for W queries; L B N H (H + 1) float32 for moments.
+Memory: L B W N H scalars for W queries; L B N H (H + 1) float32 for moments.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf, Index
 
-# Moments leave out a row's first tokens, whose queries are unlike the others.
+# Moments exclude a row's first tokens, whose queries differ from the others.
 _FIRST = 4
 
 
 class Noted(NamedTuple):
-  """Of the queries of a kind of layers; None where nothing is noted.
+  """Recorded queries of a kind of layers; None for what is not recorded.
 
   Fields:
-    newest: [L, B, W, N, H], rotated.
-    total: float32 [L, B, N, H], the sum of those before their rotation.
-    squares: float32 [L, B, N, H, H], the sum of their outer products.
-    score: float32 [L, B, K, S], sums of column masses of the open slots.
-    paged: the same of the slots of pages, what came since they were made, in
-      the order of a head's table; None: nothing.
-    choice: int32 [L, B, K], which of a policy's choices a head took at the
-      last eviction, from 1; 0: none.
+    newest: Newest queries, rotated, [L, B, W, N, H].
+    total: Sum of the queries before rotation, float32 [L, B, N, H].
+    squares: Sum of their outer products, float32 [L, B, N, H, H].
+    score: Sums of column masses of the open slots, float32 [L, B, K, S].
+    choice: Choice of the policy that a head took at the last eviction, from 1,
+      int32 [L, B, K]; 0 for none.
+    paged: Sums of column masses of the slots of pages since these were made, in
+      the order of a head's table; None if there are no such sums.
   """
 
   newest: Float[ArrayLeaf, "L B W N H"] | None = None
@@ -53,27 +53,27 @@ class Noted(NamedTuple):
   paged: Float[ArrayLeaf, "L B K _"] | None = None
 
   def started(self) -> Noted:
-    """Without sums and choices: a prompt begins."""
+    """Reset sums and choices at the start of a prompt."""
     zero = lambda x: None if x is None else jnp.zeros_like(x)
     return self._replace(
       score=zero(self.score), choice=zero(self.choice), paged=zero(self.paged)
     )
 
   def without(self, rows: Bool[Array, " B"]) -> Noted:
-    """With the queries of other rows than these."""
+    """Clear the records of these rows."""
     if self.newest is None:
       return self
     gone = rows[None, :, None, None, None]
     return self._replace(newest=jnp.where(gone, 0, self.newest))
 
   def widened(self, window: int) -> Noted:
-    """With room for so many queries, and those that are there."""
+    """Make room for `window` queries, keeping those recorded."""
     if self.newest is None:
       return self
     return self._replace(newest=pad_axis(self.newest, 2, window))
 
   def ordered(self, order: Int[Array, "B W"]) -> Noted:
-    """With the queries in another order."""
+    """Reorder the queries."""
     if self.newest is None:
       return self
     pick = order[None, :, :, None, None]
@@ -82,17 +82,17 @@ class Noted(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryWatch:
-  """What is noted of the queries of a model, but for the layers' parts.
+  """Coordinates and counts of the recorded queries, shared by all layers.
 
   Attributes:
-    at: coordinates [B, W] of the newest queries, or None.
-    count: float32 [B], queries in the sums, or None.
-    source: int32 [B, W], which of the W old and T new queries a place got in
-      the last call; -1: none.
-    call: during a call the coordinates [B, T] of its tokens.
-    sharded: whether these are sharded over `axis`.
-    mesh: None for one device.
-    axis: the sequence's axis.
+    at: Coordinates of the newest queries, [B, W], or None.
+    count: Number of queries in the sums, float32 [B], or None.
+    source: Index among W old and T new queries that each place got in the last
+      call, int32 [B, W]; -1 for none.
+    call: During a call, coordinates of its tokens, [B, T].
+    sharded: Whether the call's tokens are sharded over `axis`.
+    mesh: Device mesh; None for one device.
+    axis: Mesh axis of the sequence.
   """
 
   at: Coords | None = None
@@ -106,10 +106,10 @@ class QueryWatch:
   @classmethod
   def spec(cls, room: CacheSpec, window: int, moments: bool) -> QueryWatch:
     """Shapes and dtypes for `window` queries, and for sums if `moments`."""
-    each = room.like((room.batch, window), jnp.int32, (None, None))
+    cursors = room.like((room.batch, window), jnp.int32, (None, None))
     return cls(
-      at=Coords(each, each) if window else None,
-      source=each if window else None,
+      at=Coords(cursors, cursors) if window else None,
+      source=cursors if window else None,
       count=room.like((room.batch,), jnp.float32, (None,)) if moments else None,
       mesh=room.mesh,
       axis=room.axes.get("tokens"),
@@ -124,10 +124,10 @@ class QueryWatch:
     summed: int,
     choosing: int,
   ) -> Noted:
-    """Of layers with so many query heads of `dim` numbers.
+    """Specs of the records of layers with `heads` query heads of size `dim`.
 
     `summed` is the number of KV heads whose column masses are summed, or 0;
-    `choosing` that of those that take one of a policy's choices, or 0.
+    `choosing` is the number of those that take one of a policy's choices, or 0.
     """
     lead, names = (layers, room.batch), (None, "batch")
 
@@ -150,51 +150,51 @@ class QueryWatch:
   def started(
     self, at: Coords, *, sharded: bool, anew: bool, notes: bool = True
   ) -> QueryWatch:
-    """For a call whose tokens have these coordinates, [B, T].
+    """Prepare for a call whose tokens have these coordinates, [B, T].
 
     Args:
-      at: the coordinates.
-      sharded: whether its tokens are sharded.
-      anew: whether it begins the rows.
-      notes: whether its queries are noted.
+      at: Coordinates of the tokens.
+      sharded: Whether the tokens are sharded.
+      anew: Whether the call starts from empty rows.
+      notes: Whether to record the queries.
     """
     if self.at is None and self.count is None:
       return self
     first = self.count if self.at is None else self.at.pos
     assert first is not None
     batch = first.shape[0]
-    wide = lambda x: jnp.broadcast_to(x, (batch, at.pos.shape[1]))
-    at = Coords(*map(wide, at))
-    made = dataclasses.replace(self, call=at, sharded=sharded)
+    to_batch = lambda x: jnp.broadcast_to(x, (batch, at.pos.shape[1]))
+    at = Coords(*map(to_batch, at))
+    watch = dataclasses.replace(self, call=at, sharded=sharded)
     if self.count is not None:
       count = jnp.zeros_like(self.count) if anew else self.count
-      more = jnp.sum(self._counted(at), 1, dtype=jnp.float32)
-      made = dataclasses.replace(made, count=count + more)
+      added = jnp.sum(self._counted(at), 1, dtype=jnp.float32)
+      watch = dataclasses.replace(watch, count=count + added)
     if self.at is None:
-      return made
-    held = self.at.pos.shape[1]
+      return watch
+    window = self.at.pos.shape[1]
     old = Coords(self.at.pos, self.at.seg * (0 if anew else 1))
     if not notes:
-      return dataclasses.replace(made, at=old)
-    both = Coords(
+      return dataclasses.replace(watch, at=old)
+    joined = Coords(
       *(jnp.concatenate([x, y], 1) for x, y in zip(old, at, strict=True))
     )
-    size = both.pos.shape[1]
+    size = joined.pos.shape[1]
     index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-    # Those of the call are newer, in the order of documents and positions.
-    new = (index >= held).astype(jnp.int32)
-    real = (both.seg > 0).astype(jnp.int32)
+    # Queries of the call are newer, ordered by document and position.
+    new = (index >= window).astype(jnp.int32)
+    real = (joined.seg > 0).astype(jnp.int32)
     order = lax.sort(
-      (real, new, both.seg, both.pos, index), dimension=1, num_keys=5
-    )[4][:, -held:]
+      (real, new, joined.seg, joined.pos, index), dimension=1, num_keys=5
+    )[4][:, -window:]
     pick = lambda x: jnp.take_along_axis(x, order, 1)
-    found = Coords(*map(pick, both))
+    newest = Coords(*map(pick, joined))
     return dataclasses.replace(
-      made, at=found, source=jnp.where(found.seg > 0, order, -1)
+      watch, at=newest, source=jnp.where(newest.seg > 0, order, -1)
     )
 
   def ended(self) -> QueryWatch:
-    """Between calls."""
+    """Drop the state that exists only during a call."""
     return dataclasses.replace(self, call=None, sharded=False)
 
   def note(
@@ -205,7 +205,7 @@ class QueryWatch:
     plain: Callable[[], Float[Array, "B T N H"]],
     anew: bool,
   ) -> Noted:
-    """With the queries of the call of one layer."""
+    """Record the call's queries of one layer."""
     put = lambda old, new: lax.dynamic_update_index_in_dim(
       old, new.astype(old.dtype), layer, 0
     )
@@ -213,12 +213,14 @@ class QueryWatch:
     if noted.newest is not None:
       old, source = take(noted.newest), self.source
       assert source is not None
-      held = old.shape[1]
-      new = self._rows(rotated(), source - held)
-      pick = jnp.clip(source, 0, held - 1)[:, :, None, None]
-      kept = jnp.take_along_axis(old, pick, 1)
-      fresh = (source >= held)[:, :, None, None]
-      newest = put(noted.newest, jnp.where(fresh, new.astype(old.dtype), kept))
+      window = old.shape[1]
+      new = self._rows(rotated(), source - window)
+      pick = jnp.clip(source, 0, window - 1)[:, :, None, None]
+      old_queries = jnp.take_along_axis(old, pick, 1)
+      fresh = (source >= window)[:, :, None, None]
+      newest = put(
+        noted.newest, jnp.where(fresh, new.astype(old.dtype), old_queries)
+      )
       noted = noted._replace(newest=newest)
     if noted.total is not None:
       q = plain().astype(jnp.float32)
@@ -238,7 +240,7 @@ class QueryWatch:
     return (at.seg > 0) & (at.pos >= _FIRST)
 
   def _rows(self, q: jax.Array, index: jax.Array) -> jax.Array:
-    """[B, W, N, H] of [B, T, N, H]; anything where the index is negative."""
+    """Gather queries [B, W, N, H]; arbitrary where the index is negative."""
     if not self.sharded or self.axis is None:
       safe = jnp.clip(index, 0, q.shape[1] - 1)[:, :, None, None]
       return jnp.take_along_axis(q, safe, 1)
@@ -246,11 +248,11 @@ class QueryWatch:
     def local(q: jax.Array, index: jax.Array) -> jax.Array:
       assert self.axis is not None
       length = q.shape[1]
-      own = index - collectives.axis_index(self.axis) * length
-      here = ((own >= 0) & (own < length))[:, :, None, None]
-      safe = jnp.clip(own, 0, length - 1)[:, :, None, None]
-      found = jnp.where(here, jnp.take_along_axis(q, safe, 1), 0)
-      return collectives.total(found, self.axis)
+      local_index = index - collectives.axis_index(self.axis) * length
+      on_shard = ((local_index >= 0) & (local_index < length))[:, :, None, None]
+      safe = jnp.clip(local_index, 0, length - 1)[:, :, None, None]
+      queries = jnp.where(on_shard, jnp.take_along_axis(q, safe, 1), 0)
+      return collectives.total(queries, self.axis)
 
     return jax.shard_map(
       local,
@@ -261,45 +263,45 @@ class QueryWatch:
     )(q, index)
 
   def without(self, rows: Bool[Array, " B"]) -> QueryWatch:
-    """With the queries of other rows than these."""
+    """Clear the records of these rows."""
     assert self.at is not None
     at = Coords(*(jnp.where(rows[:, None], 0, x) for x in self.at))
     return dataclasses.replace(self, at=at)
 
   def widened(self, window: int) -> QueryWatch:
-    """With room for so many queries, and those that are there."""
+    """Make room for `window` queries, keeping those recorded."""
     assert self.at is not None
     at = Coords(*(pad_axis(x, 1, window) for x in self.at))
     source = jnp.zeros_like(at.pos)
     return dataclasses.replace(self, at=at, source=source)
 
   def order(self, window: int) -> Int[Array, "B _"]:
-    """Which places the newest `window` queries have, behind empty ones."""
+    """Indices of the newest `window` queries, after empty places."""
     assert self.at is not None
     real = (self.at.seg > 0).astype(jnp.int32)
     order = jnp.argsort(real, axis=1, stable=True).astype(jnp.int32)
     return order[:, -window:]
 
   def ordered(self, order: Int[Array, "B W"]) -> QueryWatch:
-    """With the places in another order."""
+    """Reorder the places."""
     assert self.at is not None
     at = Coords(*(jnp.take_along_axis(x, order, 1) for x in self.at))
     return dataclasses.replace(self, at=at, source=jnp.zeros_like(order))
 
   def kept(self, kept: Bool[Array | np.ndarray, "B T"]) -> QueryWatch:
-    """Of the queries of the last call, of T tokens, those in `kept`."""
+    """Keep only the last call's queries in `kept`, of T tokens."""
     if self.at is None:
       return self
     assert self.source is not None
-    held = self.source.shape[1]
-    index = jnp.clip(self.source - held, 0, kept.shape[1] - 1)
+    window = self.source.shape[1]
+    index = jnp.clip(self.source - window, 0, kept.shape[1] - 1)
     stays = jnp.take_along_axis(jnp.asarray(kept), index, 1)
-    stays |= self.source < held
+    stays |= self.source < window
     at = Coords(self.at.pos, jnp.where(stays, self.at.seg, 0))
     return dataclasses.replace(self, at=at)
 
   def truncated(self, end: Int[Array, " B"]) -> QueryWatch:
-    """Without queries at positions from `end` [B] on."""
+    """Drop queries at positions from `end` [B] on."""
     if self.at is None:
       return self
     gone = self.at.pos >= end[:, None]
@@ -318,9 +320,9 @@ def moments_of(
   """Mean [B, K, G, H] and covariance [B, K, G, H, H] of one layer's queries."""
   assert noted.total is not None and noted.squares is not None
   b, n, h = noted.total.shape
-  many = jnp.maximum(count, 1)
-  mean = noted.total / many[:, None, None]
-  covariance = noted.squares / many[:, None, None, None]
+  safe_count = jnp.maximum(count, 1)
+  mean = noted.total / safe_count[:, None, None]
+  covariance = noted.squares / safe_count[:, None, None, None]
   covariance = covariance - mean[..., :, None] * mean[..., None, :]
   return (
     mean.reshape(b, n // groups, groups, h),

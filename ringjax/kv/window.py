@@ -1,6 +1,6 @@
-"""Slots of layers that look back a window: a ring buffer for each row.
+"""Slots of sliding-window layers: a ring buffer for each row.
 
-Guarantees: after any call a row's last `reach` tokens are there, and up to
+Guarantees: after any call a row's last `reach` tokens are stored, and up to
 `slack` of the last call may be taken back (`kept`, `truncate`). Rows are
 independent. Tokens may come in any layout; later ones of a row replace
 earlier ones by their order, document and position, not by their slot.
@@ -50,16 +50,16 @@ def window_slots(reach: int, slack: int, shards: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowSlots(SlotGroup):
-  """The slots of layers that look back `reach` tokens.
+  """Ring-buffer slots of layers with an attention window of `reach` tokens.
 
   Attributes:
-    count: int32 [B], tokens that were appended.
-    before: int32 [B], those before the last call.
-    source: during a call int32 [B, W], which of its tokens a slot gets, or -1.
-    previous: during a call the coordinates before it.
-    tokens: T of the call.
-    reach: how many tokens before its own a query may look back.
-    slack: tokens of a call that may be taken back.
+    count: Number of tokens appended so far, int32 [B].
+    before: Number of tokens before the last call, int32 [B].
+    source: During a call, index of its token for each slot or -1, int32 [B, W].
+    previous: During a call, the coordinates before it.
+    tokens: Number of tokens of the call, T.
+    reach: Number of earlier tokens that a query attends to.
+    slack: Number of tokens of a call that may be taken back.
   """
 
   count: Int[ArrayLeaf, " B"]
@@ -93,9 +93,9 @@ class WindowSlots(SlotGroup):
 
   @property
   def apart(self) -> bool:
-    """Whether the call replaces tokens that its first queries look back on.
+    """Whether the call overwrites tokens that its first queries attend to.
 
-    Then its queries read what the ring held before it, and its own keys.
+    Then its queries read the ring as it was before, and the call's own keys.
     """
     return self.mode != FILL and self.tokens > self.slack
 
@@ -104,10 +104,10 @@ class WindowSlots(SlotGroup):
   # -------------------------------------------------------------------------
 
   def allocate(self, at: Coords, mode: str) -> WindowSlots:
-    """Slots for tokens with these coordinates, [B or 1, T]."""
+    """Allocate slots for tokens with these coordinates, [B or 1, T]."""
     batch, count = self.at.pos.shape[0], at.pos.shape[1]
-    wide = lambda x: self._everywhere(jnp.broadcast_to(x, (batch, count)))
-    at = Coords(wide(at.pos), wide(at.seg))
+    to_batch = lambda x: self._everywhere(jnp.broadcast_to(x, (batch, count)))
+    at = Coords(to_batch(at.pos), to_batch(at.seg))
     index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), at.seg.shape)
     if mode == REPLICATED:
       came = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)
@@ -116,25 +116,25 @@ class WindowSlots(SlotGroup):
       empty = (at.seg == 0).astype(jnp.int32)
       keys = (empty, at.seg, at.pos, index)
       index = lax.sort(keys, dimension=1, num_keys=3)[3]
-    before = jnp.zeros_like(self.count) if mode == FILL else self.count
-    after = before + came
-    which = self._newest(after) - before[:, None]
-    source = jnp.take_along_axis(index, jnp.clip(which, 0, count - 1), 1)
-    made = dataclasses.replace(
+    earlier_count = jnp.zeros_like(self.count) if mode == FILL else self.count
+    new_count = earlier_count + came
+    token_number = self._newest(new_count) - earlier_count[:, None]
+    source = jnp.take_along_axis(index, jnp.clip(token_number, 0, count - 1), 1)
+    allocated = dataclasses.replace(
       self,
-      count=self._everywhere(after),
-      before=self._everywhere(before),
-      source=self._everywhere(jnp.where(which >= 0, source, -1)),
+      count=self._everywhere(new_count),
+      before=self._everywhere(earlier_count),
+      source=self._everywhere(jnp.where(token_number >= 0, source, -1)),
       previous=self.at,
       mode=mode,
       tokens=count,
     )
     seg = jnp.zeros_like(self.at.seg) if mode == FILL else self.at.seg
     coords = Coords(
-      made._replaced(self.at.pos, at.pos, None, whole=True),
-      made._replaced(seg, at.seg, None, whole=True),
+      allocated._replaced(self.at.pos, at.pos, None, whole=True),
+      allocated._replaced(seg, at.seg, None, whole=True),
     )
-    return dataclasses.replace(made, at=coords)
+    return dataclasses.replace(allocated, at=coords)
 
   def write(
     self,
@@ -142,17 +142,17 @@ class WindowSlots(SlotGroup):
     new: Shaped[Array, "B K *tokens"],
     layer: Index,
   ) -> jax.Array:
-    """Puts the call's keys or values into their slots of `layer`.
+    """Write the call's keys or values to their slots of `layer`.
 
     Args:
-      old: [L, B, K, W, D], or codes [L, B, K, X, W].
-      new: [B, K, T, D], or codes [B, K, X, T].
-      layer: int32 [], which of the L.
+      old: Slots [L, B, K, W, D], or codes [L, B, K, X, W].
+      new: Keys or values [B, K, T, D], or codes [B, K, X, T].
+      layer: Index of the layer in `old`, int32 [].
     """
     return self._replaced(old, new, layer, whole=False)
 
   def only(self, real: Bool[Array, ""]) -> WindowSlots:
-    """The same slots, to which `write` writes if `real`, bool []."""
+    """Make `write` conditional: it writes only if `real`, bool []."""
     assert self.source is not None
     return dataclasses.replace(
       self,
@@ -161,7 +161,7 @@ class WindowSlots(SlotGroup):
     )
 
   def committed(self) -> WindowSlots:
-    """The slots between calls."""
+    """Drop the state that exists only during a call."""
     return dataclasses.replace(
       self, source=None, previous=None, mode=FILL, tokens=0
     )
@@ -169,7 +169,7 @@ class WindowSlots(SlotGroup):
   def _replaced(
     self, old: jax.Array, new: jax.Array, layer: Index | None, *, whole: bool
   ) -> jax.Array:
-    """`old` with the call's tokens; `whole`: coordinates, the same on all."""
+    """Write tokens into `old`; `whole` for replicated coordinates."""
     axis = token_axis(old)
     of_new = axis - (0 if layer is None else 1)
     layer = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
@@ -185,7 +185,7 @@ class WindowSlots(SlotGroup):
     ) -> jax.Array:
       new, me = new.astype(old.dtype), self._shard()
       size = old.shape[axis]
-      mine = lax.dynamic_slice_in_dim(source, me * size, size, 1)
+      local_source = lax.dynamic_slice_in_dim(source, me * size, size, 1)
       if self.few and not whole:
         came = count - before
         token, slot = self._own(before, came, new.shape[of_new], size, me)
@@ -201,19 +201,19 @@ class WindowSlots(SlotGroup):
       if sent:
         assert self.axis is not None
         length = new.shape[of_new]
-        own = source - me * length
-        here = (own >= 0) & (own < length) & (source >= 0)
-        found = _tokens(new, jnp.clip(own, 0, length - 1))
-        found = jnp.where(_wide(here, found), found, 0)
-        found = collectives.scatter_sum(found, self.axis, of_new)
+        local_token = source - me * length
+        on_shard = (local_token >= 0) & (local_token < length) & (source >= 0)
+        values = _tokens(new, jnp.clip(local_token, 0, length - 1))
+        values = jnp.where(_wide(on_shard, values), values, 0)
+        values = collectives.scatter_sum(values, self.axis, of_new)
       else:
-        found = _tokens(new, jnp.maximum(mine, 0))
+        values = _tokens(new, jnp.maximum(local_source, 0))
       if whole:
-        return jnp.where(mine >= 0, found, old)
-      there = lax.dynamic_index_in_dim(old, layer, 0, keepdims=False)
-      found = jnp.where(_wide(mine >= 0, found), found, there)
+        return jnp.where(local_source >= 0, values, old)
+      old_values = lax.dynamic_index_in_dim(old, layer, 0, keepdims=False)
+      values = jnp.where(_wide(local_source >= 0, values), values, old_values)
       corner = (layer, *(jnp.int32(0),) * 4)
-      return lax.dynamic_update_slice(row_major(old), found[None], corner)
+      return lax.dynamic_update_slice(row_major(old), values[None], corner)
 
     over = lambda n: P(*(None,) * n, self.axis)
     return self._per_shard(
@@ -225,20 +225,20 @@ class WindowSlots(SlotGroup):
   def _own(
     self, before: jax.Array, came: jax.Array, count: int, size: int, me: Index
   ) -> tuple[jax.Array, jax.Array]:
-    """Of `count` tokens this shard's, and their slots; int32 [B, n] each.
+    """Tokens of this shard among `count`, and their slots, int32 [B, n] each.
 
-    Slots of tokens behind the last one are beyond the array.
+    Slots of tokens after the last one are out of range.
     """
     shards = self.shards
     first = jnp.mod(me - before, shards)[:, None]
-    each = shards * jnp.arange(-(-count // shards), dtype=jnp.int32)
-    token = first + each[None]
+    offsets = shards * jnp.arange(-(-count // shards), dtype=jnp.int32)
+    token = first + offsets[None]
     slot = (before[:, None] + token) // shards % size
     real = token < came[:, None]
     return jnp.minimum(token, count - 1), jnp.where(real, slot, size)
 
   def _newest(self, count: jax.Array) -> jax.Array:
-    """Of each slot the last token, int32 [B, W]; negative if there is none."""
+    """Number of each slot's newest token, int32 [B, W]; negative if empty."""
     size = self.capacity
     column = np.arange(size) % (size // self.shards) * self.shards
     slot = jnp.asarray(
@@ -252,16 +252,16 @@ class WindowSlots(SlotGroup):
   # -------------------------------------------------------------------------
 
   def earlier(self) -> Coords:
-    """Coordinates of the slots without the tokens of the call at hand.
+    """Coordinates of the slots without the tokens of the current call.
 
-    Of a call of few tokens, which are in the slots of the oldest already.
+    For a call of few tokens, which are already in the slots of the oldest.
     """
     old = self.previous
     assert old is not None and self.source is not None
     return Coords(old.pos, jnp.where(self.source >= 0, 0, old.seg))
 
   def truncate(self, end: Int[Array, " B"]) -> WindowSlots:
-    """Without the tokens at positions from `end` on."""
+    """Drop the tokens at positions from `end` on."""
     gone = (self.at.pos >= end[:, None]) & (self.at.seg > 0)
     count = self.count - jnp.sum(gone, 1, dtype=jnp.int32)
     return dataclasses.replace(
@@ -274,10 +274,10 @@ class WindowSlots(SlotGroup):
   def kept(
     self, keep: Bool[Array, "B T"]
   ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
-    """Of the last call's T tokens, at most `slack`, those in `keep`.
+    """Keep only the tokens in `keep` of the last call's T <= `slack` tokens.
 
     Returns:
-      the slots, and a function that moves an array [L, B, K, W, D] along.
+      The slots, and a function that permutes an array [L, B, K, W, D] likewise.
     """
     count = keep.shape[1]
     keep = keep & (
@@ -299,8 +299,8 @@ class WindowSlots(SlotGroup):
         slot = number // self.shards % size
         drafted = _tokens(old, slot)
         if self.axis is not None:
-          mine = jnp.mod(number, self.shards) == me
-          drafted = jnp.where(_wide(mine, drafted), drafted, 0)
+          on_shard = jnp.mod(number, self.shards) == me
+          drafted = jnp.where(_wide(on_shard, drafted), drafted, 0)
           drafted = collectives.total(drafted, self.axis)
         drafted = _tokens(drafted, sort)
         token, slot = self._own(before, stays, count, size, me)
@@ -323,7 +323,7 @@ class WindowSlots(SlotGroup):
   def gathered(
     self, device: jax.Device
   ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
-    """The same on one device, and a function that brings an array along."""
+    """Copy to one device; also return a function that copies arrays so."""
     slot = np.arange(self.capacity)
     order = slot % self.shards * (self.capacity // self.shards)
     order = jnp.asarray(order + slot // self.shards, jnp.int32)
@@ -364,22 +364,22 @@ tree.register(
 
 
 def _tokens(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Tokens [B, n] by `index` of [B, T], [B, K, T, D] or [L, B, K, T, D].
+  """Gather tokens by `index` [B, n] from [B, T], [B, K, T, D] or with L.
 
-  Codes [..., X, T] have their tokens last.
+  The token axis of codes [..., X, T] is last.
   """
   return jnp.take_along_axis(x, by_token(index, x), token_axis(x))
 
 
 def _wide(mask: jax.Array, like: jax.Array) -> jax.Array:
-  """[B, n] in the shape of [B, n], [B, K, n, D] or [L, B, K, n, D]."""
+  """Broadcast [B, n] to the shape of [B, n], [B, K, n, D] or with L."""
   return jnp.broadcast_to(by_token(mask, like), like.shape)
 
 
 def _put_one_by_one(
   old: jax.Array, new: jax.Array, layer: Index, slot: jax.Array
 ) -> jax.Array:
-  """As `_put` with a layer, one token after the other."""
+  """Write tokens to slots of a layer one after another; else like `_put`."""
   axis, count = token_axis(old), slot.shape[1]
 
   def put(n: Index, old: jax.Array) -> jax.Array:
@@ -390,10 +390,10 @@ def _put_one_by_one(
     start[axis - 1], corner[axis] = token, jnp.minimum(place, size - 1)
     shape = [1, *new.shape[1:]]
     shape[axis - 1] = 1
-    one = lax.dynamic_slice(new, start, shape)[None]
-    there = lax.dynamic_slice(old, corner, one.shape)
-    one = jnp.where(place < size, one, there)
-    return lax.dynamic_update_slice(row_major(old), one, corner)
+    vector = lax.dynamic_slice(new, start, shape)[None]
+    old_vector = lax.dynamic_slice(old, corner, vector.shape)
+    vector = jnp.where(place < size, vector, old_vector)
+    return lax.dynamic_update_slice(row_major(old), vector, corner)
 
   if slot.size == 1:
     return put(0, old)
@@ -403,13 +403,13 @@ def _put_one_by_one(
 def _put(
   old: jax.Array, new: jax.Array, layer: Index | None, slot: jax.Array
 ) -> jax.Array:
-  """Writes tokens into slots [B, n]; those beyond the array are left out.
+  """Write tokens to slots [B, n]; slots out of range are skipped.
 
   Args:
-    old: [B, W] or [L, B, K, W, D]; codes have their tokens last.
-    new: [B, n], or [B, K, n, D] with a layer, or [L, B, K, n, D] without.
-    layer: int32 [], or None.
-    slot: the slots.
+    old: Array [B, W] or [L, B, K, W, D]; the token axis of codes is last.
+    new: Tokens [B, n]; [B, K, n, D] with a layer, [L, B, K, n, D] without.
+    layer: Index of the layer, int32 [], or None for all.
+    slot: Slots, int32 [B, n].
   """
   row = jnp.broadcast_to(
     jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None], slot.shape
@@ -417,7 +417,7 @@ def _put(
   if old.ndim == 2:
     return old.at[row, slot].set(new, mode="drop")
   axis = token_axis(old)
-  # A token's numbers; those of codes are between the heads and the tokens.
+  # Axis of the head dim or code bytes; codes have it before the tokens.
   numbers = () if axis == 3 else (slice(None),)
   if layer is None:
     tokens = jnp.transpose(jnp.moveaxis(new, axis, 3), (1, 3, 0, 2, 4))

@@ -1,4 +1,4 @@
-"""Heads that retrieve keep all; the others stream.
+"""DuoAttention: retrieval heads keep all tokens, streaming heads few.
 
 Ref: Xiao et al. 2024, DuoAttention, arXiv 2410.10819.
 """
@@ -22,9 +22,9 @@ class Duo(Policy):
   """Streaming heads keep the first and the newest tokens, the others all.
 
   Attributes:
-    streaming: pairs of a layer and a KV head, both counted from 0.
-    sinks: how many of the first tokens streaming heads keep.
-    newest: how many of the newest.
+    streaming: Pairs of a layer and a KV head, both counted from 0.
+    sinks: Number of first tokens that streaming heads keep.
+    newest: Number of newest tokens that streaming heads keep.
   """
 
   streaming: tuple[tuple[int, int], ...] = ()
@@ -37,13 +37,13 @@ class Duo(Policy):
     super().__post_init__()
     integer("sinks", self.sinks, least=0)
     integer("newest", self.newest, least=1)
-    good = isinstance(self.streaming, tuple) and all(
+    is_valid = isinstance(self.streaming, tuple) and all(
       isinstance(pair, tuple)
       and len(pair) == 2
       and all(isinstance(n, int) and n >= 0 for n in pair)
       for pair in self.streaming
     )
-    if not good:
+    if not is_valid:
       raise OptionError(
         "streaming",
         repr(self.streaming),
@@ -52,14 +52,14 @@ class Duo(Policy):
       )
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
-    near = look.pos >= (look.length - self.newest)[:, None, None]
-    streams = (look.pos < self.sinks) | near
+    is_newest = look.pos >= (look.length - self.newest)[:, None, None]
+    streams = (look.pos < self.sinks) | is_newest
     number, first = look.layer, look.first_head
     heads = first + jnp.arange(look.pos.shape[1], dtype=jnp.int32)
-    mine = jnp.zeros(heads.shape, bool)
+    is_streaming = jnp.zeros(heads.shape, bool)
     for layer, head in self.streaming:
-      mine = mine | ((number == layer) & (heads == head))
-    return jnp.where(streams | ~mine[None, :, None], 1.0, 0.0)
+      is_streaming = is_streaming | ((number == layer) & (heads == head))
+    return jnp.where(streams | ~is_streaming[None, :, None], 1.0, 0.0)
 
   def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
     streams = min(length, self.sinks + self.newest)

@@ -21,20 +21,19 @@ from ringjax.kv.policies.policy import Look, Policy, floored_share, highest
 class FastGen(Policy):
   """Each KV head keeps the fewest tokens that recover enough of its attention.
 
-  Choices, of which each holds the one before: the first tokens; punctuation as
-  well, if its ids are given; the most frequent ones as well; the nearest ones
-  as well; all. The smallest is taken of which every query head of the group
-  recovers `recovered`. A head chooses anew at each eviction; the paper's keep
-  what they chose for the prompt.
+  Nested choices: the first tokens; also punctuation, if its ids are given; also
+  the most frequent tokens; also the nearest tokens; all tokens. A head takes
+  the smallest with which every query head of the group recovers `recovered`.
+  Heads choose again at each eviction; in the paper they do not.
 
   Attributes:
-    budget: of the frequent tokens.
-    local: of the nearest ones, a share of the row or a number of tokens.
-    recovered: the mass of attention that is enough, above 0 and at most 1.
-    special: how many of the first tokens of a row are special.
-    window: how many of the newest queries are profiled.
-    punctuation: ids of the tokens that are punctuation, in any order; see
-      `rj.data.punctuation_ids`. None: there is no such choice.
+    budget: Budget of the frequent tokens.
+    local: Budget of the nearest tokens, a share of the row or a number.
+    recovered: Sufficient attention mass, above 0 and at most 1.
+    special: Number of first tokens of a row that are special.
+    window: Number of newest queries to profile.
+    punctuation: Ids of punctuation tokens, in any order; see
+      `rj.data.punctuation_ids`. Empty to leave out this choice.
   """
 
   budget: int | float = 0.3
@@ -46,10 +45,10 @@ class FastGen(Policy):
 
   @property
   def choices(self) -> tuple[str, ...]:
-    sets, more = ["special"], ["frequent", "local"]
+    sets, additions = ["special"], ["frequent", "local"]
     if self.punctuation:
-      more = ["punctuation", *more]
-    for name in more:
+      additions = ["punctuation", *additions]
+    for name in additions:
       sets.append(f"{sets[-1]} + {name}")
     return (*sets, "full")
 
@@ -73,10 +72,10 @@ class FastGen(Policy):
       most=1.0,
       remedy="pass recovered=0.95",
     )
-    for one in self.punctuation:
+    for token_id in self.punctuation:
       integer(
         "punctuation",
-        one,
+        token_id,
         least=0,
         remedy="pass rj.data.punctuation_ids(tokenizer)",
       )
@@ -88,9 +87,9 @@ class FastGen(Policy):
     return self
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
-    keep, which = self.profile(look)
-    picked = jnp.take_along_axis(keep, which[None, :, :, None], 0)[0]
-    number = (which + 1).astype(jnp.float32)[..., None]
+    keep, choice = self.profile(look)
+    picked = jnp.take_along_axis(keep, choice[None, :, :, None], 0)[0]
+    number = (choice + 1).astype(jnp.float32)[..., None]
     return jnp.where(picked, number, 0.0)
 
   def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
@@ -105,7 +104,7 @@ class FastGen(Policy):
   def profile(
     self, look: Look
   ) -> tuple[Bool[Array, "C B K S"], Int[Array, "B K"]]:
-    """What each choice keeps, and which of them each head takes."""
+    """Tokens that each choice keeps, and the choice of each head."""
     length = look.length[:, None, None]
     special = look.real & (look.pos < self.special)
     named = [special]
@@ -114,24 +113,26 @@ class FastGen(Policy):
     queries = jnp.minimum(jnp.maximum(length - look.pos, 1), self.window)
     mass = jnp.mean(look.column_mass(), 2) / queries.astype(jnp.float32)
     mass = jnp.where(look.real & ~named[-1], mass, -jnp.inf)
-    many = self._many(self.budget, look.length)
-    frequent = highest(mass, jnp.broadcast_to(many[:, None], mass.shape[:2]))
-    near = (
+    num_frequent = self._many(self.budget, look.length)
+    frequent = highest(
+      mass, jnp.broadcast_to(num_frequent[:, None], mass.shape[:2])
+    )
+    nearest = (
       look.pos >= length - self._many(self.local, look.length)[:, None, None]
     )
-    near = look.real & near
+    nearest = look.real & nearest
     sets = jnp.stack(
       [
         *named,
         named[-1] | frequent,
-        named[-1] | frequent | near,
+        named[-1] | frequent | nearest,
         look.real,
       ]
     )
     # The newest token always sees itself.
     sets = sets | (look.real & (look.pos >= length - 1))[None]
-    found = jnp.min(look.kept_mass(sets), -1)
-    enough = found >= jnp.float32(self.recovered) - 1e-6
+    recovered_mass = jnp.min(look.kept_mass(sets), -1)
+    enough = recovered_mass >= jnp.float32(self.recovered) - 1e-6
     if self.recovered == 1:
       enough = jnp.zeros_like(enough)
     enough = enough.at[-1].set(True)

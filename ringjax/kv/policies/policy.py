@@ -1,8 +1,8 @@
-"""What a policy of eviction is: which tokens each KV head keeps.
+"""Interface of eviction policies, which choose the tokens each KV head keeps.
 
-A policy scores the tokens of a layer by what it looks at, and chooses those
+A policy scores the tokens of a layer by a `Look` at them, and chooses those
 that stay. It sees all of a row's tokens in the order of their positions,
-however they lie over devices, and holds no array of queries times keys.
+whatever the sharding, and never holds an array of queries times keys.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ringjax.typing import Index
 
 @runtime_checkable
 class Look(Protocol):
-  """What a policy may look at, of one layer: B rows, K heads, S tokens.
+  """A policy's view of one layer: B rows, K heads, S tokens.
 
   Tokens are in the order of documents and positions; empty ones are last.
 
   Attributes:
-    real: bool [B, K, S], which are tokens.
-    pos: int32 [B, K, S], their positions.
-    length: int32 [B], the position behind each row's last token.
-    layer: int32 [], the layer's number in the model.
-    first_head: the number of the first of the K heads.
-    limit: tokens of a row that the cache was made for.
-    reading: how queries read the keys.
-    mean: float32 [B, K, G, H], of the queries before their rotation, if the
-      policy says `moments`.
-    covariance: float32 [B, K, G, H, H], of these.
-    marked: bool [B, K, S], which are tokens of the policy's `marks`.
+    real: Whether a slot holds a token, bool [B, K, S].
+    pos: Positions of the tokens, int32 [B, K, S].
+    length: The position after each row's last token, int32 [B].
+    layer: Index of the layer in the model, int32 [].
+    first_head: Index of the first of the K heads in the layer.
+    limit: Maximum number of tokens in a row.
+    reading: Rotation, mask and scale of the queries.
+    mean: Mean of the queries before rotation, float32 [B, K, G, H], if the
+      policy sets `moments`.
+    covariance: Covariance of the queries, float32 [B, K, G, H, H].
+    marked: Whether a token's id is in the policy's `marks`, bool [B, K, S].
   """
 
   real: Bool[Array, "B K S"]
@@ -57,45 +57,45 @@ class Look(Protocol):
   def by_token(
     self, f: Callable[..., Any], *given: Any
   ) -> Float[Array, "B K S"]:
-    """f(keys [B, K, s, H], values [B, K, s, J]) -> [B, K, s], of all tokens.
+    """Map f(keys [B, K, s, H], values [B, K, s, J]) -> [B, K, s] over tokens.
 
-    Keys are rotated; of latent layers values are the keys. What is `given`,
-    [B, K, S], goes to f as [B, K, s].
+    Keys are rotated; in latent layers the values are the keys. Arrays `given`,
+    [B, K, S], are passed to f as [B, K, s].
     """
     ...
 
   def extremes(
     self, f: Callable[..., Any], part: Int[Array, "B K S"], count: int
   ) -> tuple[Float[Array, "B K _ D"], Float[Array, "B K _ D"]]:
-    """The least and the largest of such an f, which gives [B, K, s, D].
+    """Minimum and maximum of an f as in `by_token` that returns [B, K, s, D].
 
-    Over the tokens of each of `count` parts; a token of part -1 is in none.
-    inf and -inf of a part without tokens.
+    Taken over the tokens of each of `count` parts; tokens of part -1 are left
+    out. Parts without tokens give inf and -inf.
     """
     ...
 
   def average(self, f: Callable[..., Any]) -> Float[Array, "B K D"]:
-    """The mean over the tokens of such an f, which gives [B, K, s, D]."""
+    """Mean over tokens of an f as in `by_token` that returns [B, K, s, D]."""
     ...
 
   def over_heads(self, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """The mean over all heads of the layer, for each of them."""
+    """Mean over all heads of the layer, repeated for each head."""
     ...
 
   def column_mass(self) -> Float[Array, "B K G S"]:
-    """The mass of attention that the last `queries` give each key."""
+    """Attention mass that the last `queries` queries give each key."""
     ...
 
   def kept_mass(self, keep: Bool[Array, "C B K S"]) -> Float[Array, "C B K G"]:
-    """What the keys of each choice get of such a query, the mean of them."""
+    """Mean attention mass of these queries on the keys of each choice."""
     ...
 
   def sums(self) -> Float[Array, "B K S"]:
-    """Column masses, the mean of the G, with those of earlier evictions."""
+    """Column masses, averaged over G, plus those of earlier evictions."""
     ...
 
   def repeated(self) -> Float[Array, "B K S"]:
-    """The largest weight of a query while the context was repeated."""
+    """Largest attention weight of a key while the context was repeated."""
     ...
 
 
@@ -104,23 +104,23 @@ class Policy:
   """A policy of eviction; hashable, compared by value.
 
   Attributes:
-    budget: how many tokens each head keeps: an int, or a share of the tokens
-      of its row, above 0 and at most 1.
+    budget: Number of tokens that each head keeps: an int, or a float share of
+      the tokens of its row, above 0 and at most 1.
   """
 
   budget: int | float = 0.5
 
   @property
   def queries(self) -> int | None:
-    """How many of the newest queries it looks at.
+    """Number of newest queries that the policy looks at.
 
-    None: all since the last eviction.
+    None for all since the last eviction.
     """
     return 0
 
   @property
   def choices(self) -> tuple[str, ...]:
-    """Sets of tokens of which each head takes one, by name.
+    """Names of token sets, of which each head chooses one.
 
     The score of a token that stays is then the number of its set, from 1.
     """
@@ -128,15 +128,15 @@ class Policy:
 
   @property
   def marks(self) -> tuple[int, ...]:
-    """Ids of the tokens that it is to see as `Look.marked`."""
+    """Ids of the tokens to mark in `Look.marked`."""
     return ()
 
   @property
   def alike(self) -> str | None:
-    """Which heads keep the same tokens of a row, whatever the text is.
+    """Heads that keep the same tokens of a row for any text.
 
-    "heads", all of a layer, or "layers", those of all layers: positions are
-    then stored once for them. None: each may keep others.
+    "heads" for all heads of a layer, "layers" for those of all layers: their
+    positions are then stored once. None if each head may keep others.
     """
     return None
 
@@ -153,33 +153,33 @@ class Policy:
 
   @property
   def moves(self) -> int:
-    """How many of the first tokens keep to the newest, whatever is between.
+    """Number of first tokens whose positions move up to the newest tokens.
 
-    Where it is not 0, a token's position for attention is its index among the
+    If not 0, a token's position for attention is its index among the
     tokens that are kept: these first ones and, without a gap, the newest.
     """
     return 0
 
   @property
   def sums_prompts(self) -> bool:
-    """Whether a prompt's queries are summed up as they come, and not noted."""
+    """Whether to sum up a prompt's queries instead of recording them."""
     return self.sums and self.queries is None
 
   @property
   def ranks(self) -> bool:
     """Whether each head keeps the highest of its scores, by the budget."""
-    mine = type(self)
+    policy_class = type(self)
     return all(
-      getattr(mine, name) is getattr(Policy, name)
+      getattr(policy_class, name) is getattr(Policy, name)
       for name in ("counts", "kept", "chosen")
     )
 
   def __post_init__(self) -> None:
     budget = self.budget
     share = isinstance(budget, float) and 0 < budget <= 1
-    whole = isinstance(budget, int) and not isinstance(budget, bool)
-    # 1 and 1.0 are equal in Python, and so would be what they compile to.
-    if not share and not (whole and budget >= 2):
+    is_count = isinstance(budget, int) and not isinstance(budget, bool)
+    # 1 == 1.0 in Python, so that policies would share compiled programs.
+    if not share and not (is_count and budget >= 2):
       raise OptionError(
         "budget",
         repr(budget),
@@ -188,27 +188,27 @@ class Policy:
       )
 
   def many(self, length: int) -> int:
-    """Tokens that a head keeps of a row of so many."""
+    """Number of tokens that a head keeps of a row of `length` tokens."""
     if isinstance(self.budget, float):
       return max(1, int(length * self.budget))
     return self.budget
 
   def pages(self, count: int, slots: int) -> int:
-    """Of a head's `count` pages of so many slots those that a query reads."""
+    """Number of pages that a query reads of a head's `count` pages."""
     del slots
     return count
 
   def traced(self) -> Policy:
-    """What programs depend on: not the budget, where `counts` has it."""
+    """Policy without its budget, as the static argument of programs."""
     return dataclasses.replace(self, budget=1.0)
 
   def counts(self, length: int, heads: Sequence[int]) -> Sequence[int]:
-    """Tokens that a head keeps of a row of `length`, in each of the layers.
+    """Number of tokens that a head keeps of a row, for each layer.
 
     Args:
-      length: tokens that the row has had.
-      heads: by layer of the model the KV heads that compete; 0 of layers that
-        keep what they need anyway.
+      length: Number of tokens that the row has had.
+      heads: Number of KV heads under the policy, for each layer of the model; 0
+        for layers that never evict.
     """
     return [self.many(length)] * len(heads)
 
@@ -221,7 +221,7 @@ class Policy:
     return [min(length, n) for n in self.counts(length, heads)]
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
-    """The higher, the sooner a token stays; of one layer.
+    """Score the tokens of one layer; those with higher scores stay.
 
     `EvictingCache.evict` refuses NaN, and a head with -inf for all tokens.
     """
@@ -230,26 +230,26 @@ class Policy:
   def kept(
     self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]
   ) -> Bool[Array, "L B K S"]:
-    """Which tokens stay in layers of one kind.
+    """Mask of the tokens that stay, in layers of one kind.
 
     Args:
-      scores: of all heads; -inf where there is no token.
-      counts: what `counts` says.
+      scores: Scores of all heads; -inf for empty slots.
+      counts: Number of tokens per head, by `counts`.
     """
     return highest(scores, counts[:, :, None])
 
   def chosen(
     self, scores: Sequence[Any], counts: Sequence[Any]
   ) -> list[jax.Array]:
-    """`kept` of each kind of layer."""
+    """Masks of the tokens that stay, for each kind of layer, by `kept`."""
     pairs = zip(scores, counts, strict=True)
-    return [self.kept(one, count) for one, count in pairs]
+    return [self.kept(kind_scores, count) for kind_scores, count in pairs]
 
 
 def highest(
   scores: Float[Array, "*rows S"], count: Int[Array, "*#rows"]
 ) -> Bool[Array, "*rows S"]:
-  """The `count` highest scores of each row; -inf never; the first of equals."""
+  """Mask of the `count` highest scores per row; never -inf; ties: the first."""
   rank = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
   return (rank < count[..., None]) & (scores > -jnp.inf)
 
@@ -257,15 +257,15 @@ def highest(
 def floored_share(
   count: Int[Array, "*rows"], share: float
 ) -> Int[Array, "*rows"]:
-  """A share of each count, rounded down but for what float32 loses."""
-  many = count.astype(jnp.float32) * jnp.float32(share)
-  return jnp.floor(many + 1e-4).astype(jnp.int32)
+  """Share of each count, rounded down with a tolerance for float32 errors."""
+  scaled = count.astype(jnp.float32) * jnp.float32(share)
+  return jnp.floor(scaled + 1e-4).astype(jnp.int32)
 
 
 def window_size(name: str, value: object) -> int:
-  """A number of queries.
+  """Check a number of queries.
 
   Raises:
-    OptionError: not an int of at least 1.
+    OptionError: If it is not an int of at least 1.
   """
   return integer(name, value, least=1, remedy="pass 32, for instance")
