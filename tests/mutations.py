@@ -68,9 +68,8 @@ def _ours():
   return {name: x for name, x in sys.modules.items() if _is_ours(name)}
 
 
-@contextlib.contextmanager
-def planted(bug):
-  """The package with `bug` in it."""
+def substituted(bug):
+  """The text of the bug's module with the bug in it."""
   path = _ROOT.joinpath(*bug.module.split(".")).with_suffix(".py")
   # White space is free, so that a formatter does not lose a bug.
   tokens = map(re.escape, re.findall(r"\w+|[^\w\s]", bug.old))
@@ -78,7 +77,13 @@ def planted(bug):
     r"\s*".join(tokens), lambda _: bug.new, path.read_text()
   )
   assert count == 1, f"{bug.module}: {count} places for {bug.name!r}"
-  finder = _Source(bug.module, text)
+  return text
+
+
+@contextlib.contextmanager
+def planted(bug):
+  """The package with `bug` in it."""
+  finder = _Source(bug.module, substituted(bug))
   healthy = _ours()
   for name in healthy:
     del sys.modules[name]
@@ -312,22 +317,23 @@ BUGS = [
   Bug(
     "keys from ahead do not come",
     _HOPS,
-    "behind = max((d for d in wanted if size - d > ahead), default=0)",
-    "ahead, behind = 0, max(wanted[:1], default=0)",
+    "hops_back = max((d for d in distances if size - d > hops_forward), "
+    "default=0)",
+    "hops_forward, hops_back = 0, max(distances[:1], default=0)",
     "both_sides",
   ),
   Bug(
     "dK and dV do not go home",
     _HOPS,
-    "return back(sums, lane.last)",
+    "return return_sums(sums, lane.last)",
     "return sums",
     "ring",
   ),
   Bug(
     "dK and dV from ahead do not go home",
     _HOPS,
-    "return back(sums, lane.last)",
-    "return sums if lane.shift < 0 else back(sums, lane.last)",
+    "return return_sums(sums, lane.last)",
+    "return sums if lane.shift < 0 else return_sums(sums, lane.last)",
     "both_sides",
   ),
   Bug(
@@ -370,15 +376,15 @@ BUGS = [
   Bug(
     "tiles are computed without a mask where one of them needs it",
     _TILES,
-    "full = jnp.all(full.reshape(apart), axis + 1)",
-    "full = jnp.any(full.reshape(apart), axis + 1)",
+    "full = jnp.all(full.reshape(grouped), axis + 1)",
+    "full = jnp.any(full.reshape(grouped), axis + 1)",
     "long",
   ),
   Bug(
     "tiles beside those that are computed at once are left out",
     _TILES,
-    "rest = (kinds != 0) & ~jnp.repeat(",
-    "rest = (kinds == 1) & ~jnp.repeat(",
+    "masked_kinds = (kinds != 0) & ~jnp.repeat(",
+    "masked_kinds = (kinds == 1) & ~jnp.repeat(",
     "long",
   ),
   Bug(
@@ -398,8 +404,8 @@ BUGS = [
   Bug(
     "the log-sum-exp has no gradient",
     _ATTEND,
-    "out.astype(wide), -1) - dlse",
-    "out.astype(wide), -1)",
+    "out.astype(dtype), -1) - dlse",
+    "out.astype(dtype), -1)",
     "ring",
   ),
   Bug(
@@ -490,7 +496,7 @@ BUGS = [
     "the sink has no gradient",
     _ATTEND,
     "sinks=-jnp.sum(share * delta, (0, 3))",
-    "sinks=jnp.zeros(terms.sinks.shape, wide) + 0 * jnp.sum(delta, (0, 3))",
+    "sinks=jnp.zeros(terms.sinks.shape, dtype) + 0 * jnp.sum(delta, (0, 3))",
     "extras",
   ),
   Bug(
@@ -503,8 +509,8 @@ BUGS = [
   Bug(
     "distances have a sign",
     _MASK,
-    "apart = jnp.where(q > k, q - k, k - q)  # Modulo 2**32.",
-    "apart = q - k\n  return apart.astype(dtype)",
+    "difference = jnp.where(q > k, q - k, k - q)  # Modulo 2**32.",
+    "difference = q - k\n  return difference.astype(dtype)",
     "both_sides",
   ),
   Bug(
@@ -524,8 +530,8 @@ BUGS = [
   Bug(
     "dropout is forgotten in the backward pass",
     _TILES,
-    "kept, dp = p * drop, dp * drop",
-    "kept = p * drop",
+    "dropped_p, dp = p * weights, dp * weights",
+    "dropped_p = p * weights",
     "dropout",
   ),
   Bug(
@@ -540,50 +546,50 @@ BUGS = [
   Bug(
     "all shards take the first shard's heads",
     _ULYSSES,
-    "x, collectives.axis_index(axis) * here, here, 0",
-    "x, 0 * collectives.axis_index(axis), here, 0",
+    "x, collectives.axis_index(axis) * shard_units, shard_units, 0",
+    "x, 0 * collectives.axis_index(axis), shard_units, 0",
     "ulysses",
   ),
   Bug(
     "rows that differ are covered by a shared tile",
     _SHARED,
-    "cover[shard, at, found] = True",
+    "cover[shard, at, sharing] = True",
     "cover[shard, at, group] = True",
     "shared",
   ),
   Bug(
     "one of the rows that share a tile is not covered",
     _SHARED,
-    "cover[shard, at, found] = True",
-    "cover[shard, at, found[1:]] = True",
+    "cover[shard, at, sharing] = True",
+    "cover[shard, at, sharing[1:]] = True",
     "shared",
   ),
   Bug(
     "a tile that rows share is read by each once more",
     _SHARED,
-    "done[shard, found] = n + 1",
-    "done[shard, found] = n",
+    "num_shared[shard, sharing] = n + 1",
+    "num_shared[shard, sharing] = n",
     "shared",
   ),
   Bug(
     "all of a group have done what some share",
     _SHARED,
-    "done[shard, found] = n + 1",
-    "done[shard, group] = n + 1",
+    "num_shared[shard, sharing] = n + 1",
+    "num_shared[shard, group] = n + 1",
     "shared",
   ),
   Bug(
     "a tile is looked up in the row of another",
     _SHARED,
-    "which[shard, at] = found[0], n",
-    "which[shard, at] = found[0] + 1, n",
+    "tile_number[shard, at] = sharing[0], n",
+    "tile_number[shard, at] = sharing[0] + 1, n",
     "shared",
   ),
   Bug(
     "tiles are alike whose second pages are",
     _SHARED,
-    "n * each : (n + 1) * each]",
-    "n * each + 1 : n * each + 2]",
+    "n * tile_pages : (n + 1) * tile_pages]",
+    "n * tile_pages + 1 : n * tile_pages + 2]",
     "shared",
   ),
 ]

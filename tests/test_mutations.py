@@ -31,3 +31,9 @@ def test_a_planted_bug_is_found(bug):
 def test_a_fault_has_its_place(fault):
   """Renaming loses no fault that `python -m tests.faults` plants."""
   faults.substituted(fault)
+
+
+@pytest.mark.parametrize("bug", mutations.BUGS, ids=lambda bug: bug.name)
+def test_a_bug_has_its_place(bug):
+  """Renaming loses no bug, also of those that the long run plants."""
+  mutations.substituted(bug)
