@@ -513,7 +513,8 @@ def test_a_thread_of_its_own(loaded):
 
 
 @pytest.mark.parametrize(
-  ("devices", "speculate"), [(1, None), (4, None), (1, "lookup:count=3")]
+  ("devices", "speculate"),
+  [(1, None), (4, None), (1, "lookup:count=3,adapt=false")],
 )
 def test_rows_read_what_they_share_once(loaded, devices, speculate):
   model, mesh = loaded("llama3", devices)

@@ -37,12 +37,12 @@ def answers(model, asked, **options):
       ("gemma3", 1, "page", 16),
       ("gpt_oss", 1, "share", "answers"),
       ("falcon_rw", 1, "page", 16),
-      ("llama3", 1, "speculate", "early:widths=(2,2),best=3"),
-      ("deepseek_v3", 4, "speculate", "lookup:count=3"),
+      ("llama3", 1, "speculate", "early:widths=(2,2),best=3,adapt=false"),
+      ("deepseek_v3", 4, "speculate", "lookup:count=3,adapt=false"),
     ],
     [
       ("llama3", 4, "cache_kind", "unrotated"),
-      ("deepseek_v3", 4, "speculate", "lookup:count=3"),
+      ("deepseek_v3", 4, "speculate", "lookup:count=3,adapt=false"),
     ],
   ),
 )

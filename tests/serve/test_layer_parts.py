@@ -65,7 +65,7 @@ def check_same(model, parts, *, rounded=False, **options):
       ("gemma3", 1, "page", 16),
       ("gpt_oss", 1, "cache_kind", "dense"),
       ("llama_dynamic", 1, "page", 16),
-      ("llama3", 1, "speculate", "lookup:count=3"),
+      ("llama3", 1, "speculate", "lookup:count=3,adapt=false"),
       ("llama3", 1, "layout", "contiguous"),
     ],
     [("llama3", 4, "cache_kind", "int8"), ("gemma3n", 1, "page", 16)],
