@@ -1036,6 +1036,13 @@ def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
       "leave residual out, or make the mesh without that axis",
     )
   layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
+  if kind.residual is not None and not all(layer.value for layer in layers):
+    raise OptionError(
+      "residual",
+      f"{kind.residual}, for a layer whose values are parts of its keys",
+      "layers with values of their own, which leave the residual one by one",
+      f"write recent={kind.residual} in its place",
+    )
   heads = {Places.of(room, s.heads).heads for s in layers}
   over = room.axes.get("heads")
   uneven = over is not None and heads != {(over,)} and room.axes.get("batch")

@@ -172,6 +172,8 @@ class EngineCounters:
     important_probe_bytes: Bytes of keys of probe heads, part of
       `important_bytes`.
     important_bytes_left: Bytes of keys and values that were not read.
+    important_failed: Number of prefixes that were computed because their part
+      could not be chosen; the log says why, unless the store lost a chunk.
   """
 
   requests: int = 0
@@ -207,6 +209,7 @@ class EngineCounters:
   important_bytes: int = 0
   important_probe_bytes: int = 0
   important_bytes_left: int = 0
+  important_failed: int = 0
 
 
 class _Flight(NamedTuple):

@@ -424,7 +424,9 @@ class ImportantLink(StoreLink):
         continue
       except Exception:
         _LOG.warning("a prefix in the store was not read", exc_info=True)
+        self._counters.important_failed += 1
         return None
+    self._counters.important_failed += 1
     # Without their marks, the next row that computes them writes them again.
     self.store.remove([self._mark(name) for name in names])
     return None

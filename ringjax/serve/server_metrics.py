@@ -106,6 +106,11 @@ _OF_PARTS = (
     "important_bytes_left",
     "Bytes of keys and values that were not read.",
   ),
+  (
+    "important_failed_total",
+    "important_failed",
+    "Prefixes whose part could not be chosen, and that were computed instead.",
+  ),
 )
 
 

@@ -198,6 +198,12 @@ PATHS: dict[str, Path] = {
     evicts=True,
     refusals={"crowd": "kivi|groups|evict"},
   ),
+  "kivi2, residual": _kind(
+    "kivi2:residual=8,group=8,page=8,room=12",
+    coded=True,
+    evicts=True,
+    refusals={"crowd": "kivi|groups|evict"},
+  ),
   "int2, newest exact": _kind(
     "int2:first=2,recent=6,room=12,page=8",
     coded=True,
@@ -269,7 +275,9 @@ def drafts(name):
 def lookup(name):
   """Drafts out of the row's own text, which are shorter where they fail."""
   path, want = PATHS[name], alone(name)[:1]
-  found = _answers(path, texts(LENGTHS)[:1], speculate="lookup:count=4")
+  found = _answers(
+    path, texts(LENGTHS)[:1], speculate="lookup:count=4,adapt=false"
+  )
   return found, want
 
 

@@ -388,3 +388,8 @@ def test_a_residual_is_refused_where_it_can_not_be():
     lambda: empty(2, "grouped", kind_text.parse(RESIDUAL)),
     "one shard",
   )
+  refused(
+    OptionError,
+    lambda: empty(1, "latent", kind_text.parse(RESIDUAL)),
+    "parts of its keys",
+  )

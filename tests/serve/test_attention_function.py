@@ -120,7 +120,7 @@ def test_an_engine_calls_the_function(loaded):
   ("layout", "options"),
   [
     ("doubling", {}),
-    ("contiguous", dict(speculate="lookup:count=2")),
+    ("contiguous", dict(speculate="lookup:count=2,adapt=false")),
     ("doubling", dict(layer_parts=2)),
     ("contiguous", dict(cache_kind="int8")),
   ],

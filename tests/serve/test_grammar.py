@@ -20,7 +20,10 @@ REGEXES = ("[ab]{3}", "x?", "(ab|c){1,4}")
 
 @pytest.fixture(
   scope="module",
-  params=["lookup:count=2", pytest.param(None, marks=pytest.mark.long)],
+  params=[
+    "lookup:count=2,adapt=false",
+    pytest.param(None, marks=pytest.mark.long),
+  ],
 )
 def engine(request):
   config = dict(
