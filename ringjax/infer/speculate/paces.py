@@ -1,18 +1,18 @@
-"""How long drafts are, down to none: by what was accepted and what rounds took.
+"""Draft lengths, down to none, from acceptance and measured times.
 
-Guarantees: no round is drafted that could bring what drafting has cost above
-`SHARE` of what plain decoding takes, by what was measured. The first draft is
-measured by making it, once more where it was compiled; what a draft model reads
-behind a pause is guessed until it has done so once. Rounds that save time pay
-for such that do not.
+Guarantees: no round is drafted that could bring the measured cost of drafting
+above `SHARE` of the time of plain decoding. The first draft is measured by
+making it, once more where it was compiled; the time in which a draft model
+reads the tokens of a pause is estimated until it has done so once. Rounds that
+save time pay for those that do not.
 Ref: Leviathan et al. 2023 (arXiv 2211.17192), sections 3.4 and 3.5: a draft of
 n tokens of which each is accepted with probability a gives
-(1 - a^(n + 1)) / (1 - a) tokens. What a round takes is measured, where nothing
-was compiled; that of steps without drafts while drafts pause, when the next
-step is on its way before the last one's token is known. A draft model
-reads behind a pause what came in it, which is measured too: the longer the
-pause, the more a trial costs. Times and pauses are those of steps of one size;
-what drafting has cost is counted over all sizes.
+(1 - a^(n + 1)) / (1 - a) tokens. Rounds are timed where nothing was compiled;
+steps without drafts while drafts pause, when the next step is in flight before
+the last one's token is known. After a pause a draft model reads the tokens of
+the pause, which is timed too: the longer the pause, the more a trial costs.
+Times and pauses are those of steps of one size; the cost of drafting is summed
+over all sizes.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from jaxtyping import Bool
 
 from ringjax.infer.speculate.drafter import Drafter, TextDrafter
 
-# What drafting may cost, of the time of plain decoding.
+# Maximum cost of drafting, as a share of the time of plain decoding.
 SHARE = 0.05
-# Of the last rounds, how much an older one counts.
+# Weight of a round relative to the one after it.
 _DECAY = 0.95
-# In place of a width: a step that had to wait for a draft, which was empty.
+# Width of a step that waited for a draft that was empty.
 _EMPTY = -1
-# Steps without drafts behind the first draft, which are timed.
+# Steps without drafts after the first draft, which are timed.
 _STEPS = 5
-# Steps without drafts until they are tried again: at first, and at most.
+# Steps without drafts until drafts are tried again: at first, and at most.
 _PAUSE, _LONGEST = 16, 512
-# Behind a pause that long, a round's time has a draft model's reading in it.
+# Unread tokens from which a round's time includes a draft model's reading.
 _BEHIND = 8
-# Until it is measured: what reading a token takes, of drafting and checking it.
+# Estimated time of reading a token, relative to drafting and checking it.
 _READ = 1 / 8
-# At a trial, how much counts what was accepted before the pause.
+# Weight at a trial of the acceptance before the pause.
 _FADED = 0.5
-# Plain steps are timed anew where rounds take so many times longer or shorter.
+# Plain steps are timed again if rounds become longer or shorter by this factor.
 _DRIFT = 1.25
-# How much counts, of what a row accepts, what others did before it.
+# Weight of the acceptance of earlier rows in that of a new row, in tokens.
 _PRIOR = 1.0
 
-# Why a step has no draft: it is to be timed, a draft takes more time than it
-# saves, or one could cost more than `SHARE`. "": it has one.
+# Why a step has no draft: it is timed, a draft takes longer than it saves, or
+# a draft could cost more than `SHARE`. "": the step has a draft.
 Reason = Literal["", "timing", "slower", "costly"]
 REASONS: tuple[Reason, ...] = ("timing", "slower", "costly")
 
@@ -58,15 +58,16 @@ class _SizeTimes:
   """Times of steps of one size, and the pauses of drafts among them.
 
   Attributes:
-    pause: Steps without drafts that are to come before the next draft.
-    next: Steps of the next pause.
-    due: Whether a pause has ended, and a draft that need not pay may be tried.
+    pause: Number of steps without drafts before the next draft.
+    next: Number of steps of the next pause.
+    due: Whether a pause has ended, so that a draft may be tried that need not
+      pay.
     drafting_s: Seconds of rounds and empty drafts.
-    stands_for: Steps without drafts that give the tokens of these.
-    all_steps: Steps without drafts that give the tokens of all steps.
-    some: Numbers of the last drafts that were not empty, and of all.
-    why: Reason for which the last step had a draft, or none.
-    reason: Word for it, one of `REASONS`, or "".
+    stands_for: Number of steps without drafts that give the same tokens.
+    all_steps: Number of steps without drafts that give the tokens of all steps.
+    some: Decayed numbers of drafts that were not empty, and of all, float [2].
+    why: Sentence that says why the last step had a draft, or none.
+    reason: Reason in one word, one of `REASONS`, or "".
   """
 
   def __init__(self) -> None:
@@ -75,16 +76,17 @@ class _SizeTimes:
     self.pause, self.next, self.due = 0, _PAUSE, False
     self.drafting_s = self.stands_for = self.all_steps = 0.0
     self.some = np.ones(2)
-    self.why, self.reason = "no step was measured yet", _timing()
-    # What a round took when plain steps were timed.
+    self.why = "no step was measured yet"
+    self.reason: Reason = "timing"
+    # Seconds of a round when plain steps were timed.
     self._then: float | None = None
 
   def time(self, width: int) -> float | None:
-    """Seconds of a round of this width, a plain or an empty one, or None."""
+    """Seconds of a round of a width, 0 for a plain step; None if unknown."""
     return self._medians.get(width)
 
   def add(self, width: int, seconds: float) -> None:
-    """Notes what a round took, a plain step (0) or an empty draft."""
+    """Records the seconds of a round of a width, 0 for a plain step."""
     times = self._times.setdefault(width, collections.deque(maxlen=16))
     times.append(seconds)
     self._medians[width] = statistics.median(times)
@@ -93,12 +95,12 @@ class _SizeTimes:
 
   @property
   def widest(self) -> int:
-    """The largest length whose time is known, or 0."""
+    """Largest draft length whose time is known, or 0."""
     return max((n for n in self._times if n > 0), default=0)
 
   @property
   def measured(self) -> bool:
-    """Whether a draft was timed, were it an empty one."""
+    """Whether a draft was timed, also an empty one."""
     return self.widest > 0 or _EMPTY in self._times
 
   @property
@@ -110,9 +112,9 @@ class _SizeTimes:
     return self.all_steps * (self.time(0) or 0.0)
 
   def stale(self) -> bool:
-    """Whether rounds take another time than when plain steps were timed.
+    """Whether the time of rounds has changed since plain steps were timed.
 
-    If so, plain steps are to be timed, and what was before does not count.
+    If so, older times of plain steps are dropped, to be measured again.
     """
     round_s = self._round()
     if self._then is None or round_s is None:
@@ -129,7 +131,7 @@ class _SizeTimes:
   def begin_pause(
     self, steps: int, why: str, reason: Reason, due: bool
   ) -> None:
-    """Begins a pause; `due`: whether a trial follows it."""
+    """Begins a pause; `due` is whether a trial follows it."""
     self.pause, self.why, self.reason = steps, why, reason
     self.due = self.due or due
 
@@ -146,7 +148,7 @@ class Paces:
   """
 
   def __init__(self, drafter: Drafter, batch: int, *, whole: bool = False):
-    """For rows of which nothing is known.
+    """Start with no measurements.
 
     Args:
       drafter: The drafter.
@@ -156,7 +158,7 @@ class Paces:
     """
     self._adapt, self._count = drafter.adapt, drafter.nodes
     self._depth = drafter.depth
-    # Lengths that are tried; a tree is whole or not there.
+    # Candidate lengths; a tree is drafted whole or not at all.
     self._lengths = [drafter.nodes]
     while self._lengths[-1] > 1 and not (drafter.tree or whole):
       self._lengths.append(1 << (self._lengths[-1] - 1).bit_length() - 1)
@@ -164,16 +166,16 @@ class Paces:
     text = isinstance(drafter, TextDrafter)
     self._first = self._lengths[0 if text else -1]
     self._read = 0.0 if text else _READ
-    # Accepted and looked at, of each row and of all; a guess to begin with.
+    # Accepted and checked tokens, per row and in all, with a prior of .7.
     self._right = np.full(batch, 0.7)
     self._looked = np.full(batch, 1.0)
     self._all_right, self._all_looked = 0.7, 1.0
-    # Of each row's drafts, those that were not empty, and all.
+    # Per row, the drafts that were not empty, and all drafts.
     self._filled, self._asked = np.full(batch, 1.0), np.full(batch, 1.0)
     self._sizes: dict[int, _SizeTimes] = {0: _SizeTimes()}
     self._size = 0
     self.rounds = self.steps = 0
-    # Steps since the last draft, and what a draft reads of each, in seconds.
+    # Steps since the last draft, and seconds of reading the token of one.
     self._lag = 0
     self._reading_s: float | None = None
     # Whether a first draft was let off what it had to read.
@@ -197,18 +199,18 @@ class Paces:
 
   @property
   def why(self) -> str:
-    """Why the last step had a draft, or none."""
+    """Sentence that says why the last step had a draft, or none."""
     if not self._adapt:
       return "always, as adapt=False says"
     return self._sizes[self._size].why
 
   @property
   def reason(self) -> Reason:
-    """The word for why it had none, one of `REASONS`; "" where it had one."""
+    """Reason why the last step had no draft, one of `REASONS`; "" if it had."""
     return self._sizes[self._size].reason if self._adapt else ""
 
   def begin(self, row: int) -> None:
-    """Begins with another text in a row, which may accept what others did."""
+    """Starts another text in a row, with the acceptance of earlier rows."""
     self._right[row] = _PRIOR * self._all_right / self._all_looked
     self._looked[row] = _PRIOR
     self._filled[row] = self._asked[row] = 1.0
@@ -222,15 +224,15 @@ class Paces:
     behind: int | None = None,
     timed: bool = True,
   ) -> np.ndarray:
-    """Tokens that are to be drafted for each row, int [B].
+    """Number of tokens to draft for each row, int [B].
 
     Args:
-      size: Number of a kind of steps that take about as long.
+      size: Index of a group of steps that take about as long as one another.
       rows: Rows that may have drafts, bool [B]; None for all.
       live: Number of rows of the step, those without drafts too.
       behind: Number of tokens that a draft model has to read first; None for
-        those of the steps since the last draft.
-      timed: Whether the step can be timed, as it has nothing else to do.
+        the tokens of the steps since the last draft.
+      timed: Whether the step can be timed, as it does nothing else.
     """
     rows = np.ones(len(self._right), bool) if rows is None else rows
     none = np.zeros(len(rows), int)
@@ -241,7 +243,7 @@ class Paces:
     if times.pause:
       return none
     plain = times.time(0)
-    measured = any(each.measured for each in self._sizes.values())
+    measured = self._measured
     if not timed and (plain is None or not measured):
       times.why, times.reason = "no step was timed yet", "timing"
       return none
@@ -293,19 +295,19 @@ class Paces:
     behind: int | None = None,
     timed: bool = True,
   ) -> None:
-    """Notes a round, or a step of a pause.
+    """Records a round, or a step of a pause.
 
     Args:
-      most: int [B], tokens that were to be drafted.
-      drafted: int [B], tokens that were.
-      came: int [B], new tokens.
-      seconds: that it took; None: something was compiled in it, which says
-        nothing about the next one.
-      size: Number of the kind of steps, see `most`.
+      most: Number of tokens that should be drafted, int [B].
+      drafted: Number of drafted tokens, int [B].
+      came: Number of new tokens, int [B].
+      seconds: Duration; None if something was compiled meanwhile, so that the
+        time predicts nothing.
+      size: Index of the group of steps, see `most`.
       behind: Number of tokens that a draft model had to read first; None for
-        those of the steps since the last draft.
-      timed: Whether the seconds were measured; else they count as what it took,
-        and say nothing about the next one.
+        the tokens of the steps since the last draft.
+      timed: Whether the seconds were measured; otherwise they are an estimate
+        that counts as cost and predicts nothing.
     """
     offered = (came > 0) & (most > 0)
     looked = offered & (drafted > 0)
@@ -357,11 +359,11 @@ class Paces:
       times.add(width, seconds)
 
   def usual(self, size: int, *, empty: bool = False) -> float | None:
-    """Seconds that a round takes, or an empty draft; None if it is not known.
+    """Seconds of a round, or of an empty draft; None if unknown.
 
     Args:
-      size: Number of the kind of steps, see `most`.
-      empty: Whether it is that of an empty draft.
+      size: Index of the group of steps, see `most`.
+      empty: Whether to return the time of an empty draft.
     """
     times = self._sizes.get(size)
     if times is None:
@@ -376,14 +378,14 @@ class Paces:
     """Steps until a round that gives one token costs no more than `SHARE`."""
     reading = self._reading_s
     if reading is None:
-      whole = self._guess(self._count, plain)
-      reading = self._read * max(0.0, whole - plain) / self._count
+      full_s = self._guess(self._count, plain)
+      reading = self._read * max(0.0, full_s - plain) / self._count
     over = self.cost_s + time - plain + reading * lag
     over -= SHARE * self.plain_s
     if over <= 0:
       return 0
-    each = SHARE * plain - reading
-    return math.ceil(over / each) if each > 0 else _LONGEST
+    saved_s = SHARE * plain - reading
+    return math.ceil(over / saved_s) if saved_s > 0 else _LONGEST
 
   def _offer(
     self,
@@ -392,7 +394,7 @@ class Paces:
     rows: Bool[np.ndarray, " B"],
     live: int | None,
   ) -> tuple[int, float, float]:
-    """A length, the tokens that it is expected to give, and its seconds."""
+    """Return a draft length, its expected tokens, and its seconds."""
     deep, times = min(length, self._depth), self._sizes[self._size]
     gains = [
       filled * (expected_tokens(right, deep) - 1)
@@ -411,29 +413,25 @@ class Paces:
     return length, float(tokens), time
 
   def _guess(self, length: int, plain: float) -> float:
-    """What a round takes: as measured, else by the largest that was."""
+    """Seconds of a round: measured, or scaled from the largest measured one."""
     times = self._sizes[self._size]
-    known = times.time(length)
-    if known is not None:
-      return known
+    measured_s = times.time(length)
+    if measured_s is not None:
+      return measured_s
     if not times.measured:
-      # That of the nearest size, in steps of its own.
+      # The ratio to a plain step is that of the nearest size.
       nearest = min(
-        (n for n, each in self._sizes.items() if each.measured),
+        (n for n, other in self._sizes.items() if other.measured),
         key=lambda n: abs(n - self._size),
       )
       times = self._sizes[nearest]
     widest = times.widest
-    whole = times.time(widest or _EMPTY)
-    assert whole is not None
+    widest_s = times.time(widest or _EMPTY)
+    assert widest_s is not None
     base = times.time(0)
     if base:
-      whole *= plain / base
-    return plain + (whole - plain) * length / (widest or self._count)
-
-
-def _timing() -> Reason:
-  return "timing"
+      widest_s *= plain / base
+    return plain + (widest_s - plain) * length / (widest or self._count)
 
 
 def _ratio(time: float, plain: float) -> float:
