@@ -1,13 +1,16 @@
 """A tokenizer's files from the metadata of a GGUF file.
 
 Guarantees: a vocabulary of byte-level BPE (`gpt2`) with a known way to split
-text, or of SentencePiece's BPE (`llama`, `gemma4`); another one is an error.
-Merges that a SentencePiece file lacks come from scores, of Gemma from the order
-of tokens.
+text, of SentencePiece's BPE (`llama`, `gemma4`), unigram (`t5`) or WordPiece
+(`bert`); another one is an error. Merges that a SentencePiece file lacks come
+from scores, of Gemma from the order of tokens.
 """
 
 from __future__ import annotations
 
+import base64
+import math
+import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +20,7 @@ from ringjax.errors import TokenizerError
 from ringjax.json_text import json_text
 
 _LONGEST = 1024
-_CONTROL, _UNKNOWN, _USER = 3, 2, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"
 
 
@@ -48,14 +51,20 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     parts = _byte_level(entries, tokens, kinds)
   elif name in ("llama", "gemma4"):
     parts = _sentencepiece(entries, tokens, kinds, gemma)
+  elif name == "t5":
+    parts = _unigram(entries, tokens, kinds)
+  elif name == "bert":
+    tokens = [_word(x, kind) for x, kind in zip(tokens, kinds, strict=True)]
+    parts = _wordpiece(entries, tokens, kinds)
   else:
-    raise _error("model", name, "gpt2, llama or gemma4")
+    raise _error("model", name, "gpt2, llama, gemma4, t5 or bert")
   added = [
     {"id": i, "content": tokens[i], "single_word": False, "lstrip": False,
      "rstrip": False, "normalized": False, "special": kind == _CONTROL}
     for i, kind in enumerate(kinds)
     # Runs of spaces, which Gemma spells separately, are words of the text.
-    if kind in (_CONTROL, _USER) and tokens[i] in parts["model"]["vocab"]
+    if kind in (_CONTROL, _USER)
+    and (name == "t5" or tokens[i] in parts["model"]["vocab"])
   ]  # fmt: skip
   config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
   for key, title in (
@@ -164,44 +173,153 @@ def _sentencepiece(
       _SPACE * len(x) if len(x) > 1 and not x.strip(" ") else x for x in tokens
     ]
   vocab = {x: i for i, x in enumerate(tokens)}
-  scores = entries.get("scores")
-  if gemma:
-    scores = [-float(i) for i in range(len(tokens))]
   if "merges" in entries:
     merges = _pairs(entries["merges"])
-  elif (
-    isinstance(scores, list)
-    and len(scores) == len(tokens)
-    and all(type(x) in (int, float) for x in scores)
-  ):
-    merges = _merges(tokens, kinds, vocab, scores)
+  elif gemma:
+    ranks = [-float(i) for i in range(len(tokens))]
+    merges = _merges(tokens, kinds, vocab, ranks)
   else:
+    merges = _merges(tokens, kinds, vocab, _scores(entries, tokens))
+  number = _unknown_id(entries, kinds)
+  return {
+    **_spaces(entries.get("add_space_prefix", not gemma)),
+    "model": _bpe(
+      vocab, merges, byte_fallback=True, fuse_unk=True,
+      unk_token=None if number is None else tokens[number],
+    ),
+  }  # fmt: skip
+
+
+def _spaces(prefix: bool, *first_steps: dict[str, Any]) -> dict[str, Any]:
+  """Normalizers and decoders that spell spaces as SentencePiece does.
+
+  Args:
+    prefix: Whether a text begins with a space.
+    *first_steps: Normalizers that run before these.
+  """
+  change = lambda old, new: {
+    "type": "Replace", "pattern": {"String": old}, "content": new,
+  }  # fmt: skip
+  start = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+  strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+  fuse = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+  return {
+    "normalizer": {
+      "type": "Sequence",
+      "normalizers": [*first_steps, *start, change(" ", _SPACE)],
+    },
+    "pre_tokenizer": None,
+    "decoder": {
+      "type": "Sequence",
+      "decoders": [change(_SPACE, " "), *fuse, *([strip] if prefix else [])],
+    },
+  }
+
+
+def _scores(entries: Mapping[str, Any], tokens: list[str]) -> list[float]:
+  scores = entries.get("scores")
+  numbers = isinstance(scores, list) and all(
+    type(x) in (int, float) and math.isfinite(x) for x in scores
+  )
+  if not numbers or len(scores) != len(tokens):
     raise _error("scores", "no scores", "one for each token, or merges")
-  start: list[dict[str, Any]] = []
-  if entries.get("add_space_prefix", not gemma):
-    start.append({"type": "Prepend", "prepend": _SPACE})
-  space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-  back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-  decoders: list[dict[str, Any]] = [
-    back,
-    {"type": "ByteFallback"},
-    {"type": "Fuse"},
-  ]
-  if start:
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    decoders.append(strip)
+  return scores
+
+
+def _unknown_id(entries: Mapping[str, Any], kinds: list[int]) -> int | None:
+  """Id of what the vocabulary does not have, if a token stands for it."""
   number = entries.get("unknown_token_id", next(
     (i for i, kind in enumerate(kinds) if kind == _UNKNOWN), None
   ))  # fmt: skip
-  is_valid = type(number) is int and 0 <= number < len(tokens)
+  is_valid = type(number) is int and 0 <= number < len(kinds)
+  return number if is_valid else None
+
+
+def _flag(entries: Mapping[str, Any], key: str, default: bool) -> bool:
+  if type(x := entries.get(key, default)) is not bool:
+    raise _error(key, x, "true or false")
+  return x
+
+
+def _unigram(
+  entries: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> dict[str, Any]:
+  unknown = _unknown_id(entries, kinds)
+  if unknown is None:
+    raise _error("unknown_token_id", "no id", "that of an unknown character")
+  scores = _scores(entries, tokens)
+  pairs = list(zip(scores, kinds, strict=True))
+  lowest = min((x for x, kind in pairs if kind == _NORMAL), default=0.0)
+  steps: list[dict[str, Any]] = []
+  if charsmap := entries.get("precompiled_charsmap"):
+    is_byte = lambda x: type(x) is int and -128 <= x < 256
+    if not isinstance(charsmap, list) or not all(map(is_byte, charsmap)):
+      raise _error("precompiled_charsmap", "no bytes", "a list of bytes")
+    content = base64.b64encode(bytes(x % 256 for x in charsmap)).decode()
+    steps.append({"type": "Precompiled", "precompiled_charsmap": content})
+  if _flag(entries, "remove_extra_whitespaces", True):
+    steps += [
+      {"type": "Replace", "pattern": {"Regex": old}, "content": new}
+      for old, new in ((r"\A +| +\z", ""), (" {2,}", " "))
+    ]
   return {
-    "normalizer": {"type": "Sequence", "normalizers": [*start, space]},
-    "pre_tokenizer": None,
-    "decoder": {"type": "Sequence", "decoders": decoders},
-    "model": _bpe(
-      vocab, merges, byte_fallback=True, fuse_unk=True,
-      unk_token=tokens[number] if is_valid else None,
-    ),
+    **_spaces(_flag(entries, "add_space_prefix", True), *steps),
+    "model": {
+      "type": "Unigram", "unk_id": unknown, "byte_fallback": _BYTE in kinds,
+      # An unknown character costs more than the least likely token, among
+      # which those that are no text must not count.
+      "vocab": [
+        [x, score if kind == _NORMAL else lowest]
+        for x, (score, kind) in zip(tokens, pairs, strict=True)
+      ],
+    },
+  }  # fmt: skip
+
+
+def _bracketed(text: str) -> bool:
+  return len(text) > 2 and text[0] == "[" and text[-1] == "]"
+
+
+def _word(text: str, kind: int) -> str:
+  """A token of WordPiece, marked if it continues a word, not if it starts one.
+
+  In older files words in brackets have no mark, whatever their kind.
+  """
+  if kind == _CONTROL or _bracketed(text):
+    return text
+  return text[1:] if text.startswith(_SPACE) else f"##{text}"
+
+
+def _wordpiece(
+  entries: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> dict[str, Any]:
+  vocab = {x: i for i, x in enumerate(tokens)}
+  unknown = _unknown_id(entries, kinds)
+  name = "[UNK]" if unknown is None else tokens[unknown]
+  if name not in vocab:
+    raise _error("unknown_token_id", "no id", "that of an unknown word")
+  # Without the key, a vocabulary without capitals is that of texts without.
+  capitals = any(
+    set(x) & set(string.ascii_uppercase)
+    for x, kind in zip(tokens, kinds, strict=True)
+    if kind == _NORMAL and not _bracketed(x)
+  )
+  accents = "normalizer.strip_accents"
+  return {
+    "normalizer": {
+      "type": "BertNormalizer", "clean_text": True,
+      "handle_chinese_chars": True,
+      "strip_accents": (
+        _flag(entries, accents, False) if accents in entries else None
+      ),
+      "lowercase": _flag(entries, "normalizer.lowercase", not capitals),
+    },
+    "pre_tokenizer": {"type": "BertPreTokenizer"},
+    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    "model": {
+      "type": "WordPiece", "unk_token": name, "vocab": vocab,
+      "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+    },
   }  # fmt: skip
 
 

@@ -1,16 +1,25 @@
 """Tokenizers of GGUF files: texts are split as the tokenizer's name says."""
 
 import json
+import string
+import struct
 
 import gguf
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+  decoders,
+  models,
+  normalizers,
+  pre_tokenizers,
+  trainers,
+)
 
 import ringjax as rj
 from ringjax.data.bytelevel import BYTE_CHARS
 from ringjax.data.gguf_splits import SPLITS
 from ringjax.data.gguf_tokenizer import tokenizer_files
+from ringjax.errors import TokenizerError
 
 TEXTS = (
   "Hello  World's HTTPServer 1234567 x=3.14;\n\n  naïve",
@@ -193,3 +202,178 @@ def test_gemma_4_has_merges_of_text(tmp_path):
     "ab", f"{space}a", "b", space, "<0xC3>", "<0xA9>",
   ]  # fmt: skip
   assert t.decode(ids) == "ab ab é"
+
+
+def _charsmap(changes):
+  """SentencePiece's bytes of replacements: a double array, then texts."""
+  units, texts, values = {}, b"", {}
+  for old, new in changes.items():
+    values[old.encode()] = len(texts)
+    texts += new.encode() + b"\0"
+
+  def place(at, label, rest):
+    first = sorted({x[0] if x else 0 for x in rest})
+    base = next(
+      b
+      for b in range(1, 4096)
+      if not any((b ^ c) in units or (b ^ c) == at for c in first)
+    )
+    units[at] = label | (0 in first) << 8 | (at ^ base) << 10
+    units.update({base ^ c: 0 for c in first})
+    for c in first:
+      below = {x[1:]: v for x, v in rest.items() if x and x[0] == c}
+      if c == 0:
+        units[base] = rest[b""] | 1 << 31
+      else:
+        place(base ^ c, c, below)
+
+  place(0, 0, values)
+  array = [units.get(i, 0) for i in range(max(units) + 1)]
+  return struct.pack(f"<{len(array) + 1}I", 4 * len(array), *array) + texts
+
+
+CHANGES = {"\t": " ", "\n": " ", "\u00a0": " ", "\ufb01": "fi", "\uff21": "A",
+           "é": "e"}  # fmt: skip
+UNIGRAM = (
+  "Hello  World's 1234 x=3;\n\n  na\tve \ufb01ne \uff21é", "  two in front",
+  "wide\u00a0space and 你 unknown 好", "<pad> is a word </s>", "",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unigram():
+  """A unigram vocabulary of the library, and its tokens with their scores."""
+  t = tokenizers.Tokenizer(models.Unigram())
+  t.normalizer = normalizers.Sequence([
+    *(normalizers.Replace(old, new) for old, new in CHANGES.items()),
+    normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
+    normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), ""),
+  ])  # fmt: skip
+  t.pre_tokenizer = pre_tokenizers.Metaspace()
+  trainer = trainers.UnigramTrainer(
+    vocab_size=120, special_tokens=["<pad>", "</s>", "<unk>"],
+    unk_token="<unk>", show_progress=False,
+    initial_alphabet=[*string.ascii_letters, *"</>'=;1234"],
+  )  # fmt: skip
+  texts = [*UNIGRAM[:2], "Hello Worlds", "1234 x=3;", "wide space and unknown"]
+  t.train_from_iterator(texts * 3, trainer)
+  return t, json.loads(t.to_str())["model"]["vocab"]
+
+
+def _scored_file(path, vocab, kinds, charsmap=b"", unknown=2, **flags):
+  w = gguf.GGUFWriter(path, "t5")
+  w.add_tokenizer_model("t5")
+  w.add_token_list([x for x, _ in vocab])
+  w.add_token_scores([score for _, score in vocab])
+  w.add_token_types(kinds)
+  if charsmap:
+    w.add_precompiled_charsmap(charsmap)
+  for key, x in flags.items():
+    w.add_bool(f"tokenizer.ggml.{key}", x)
+  w.add_eos_token_id(1)
+  if unknown is not None:
+    w.add_unk_token_id(unknown)
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
+  return path
+
+
+def test_a_unigram_vocabulary_comes_from_the_file(tmp_path, unigram):
+  want, vocab = unigram
+  kinds = [3, 3, 2] + [1] * (len(vocab) - 3)
+  # Tokens that fill up the vocabulary are no words, and cost nothing else.
+  more = [[f"[PAD{i}]", -1000.0] for i in range(3)]
+  path = _scored_file(
+    tmp_path / "t.gguf", vocab + more, kinds + [5] * 3, _charsmap(CHANGES),
+    add_space_prefix=True, remove_extra_whitespaces=True,
+  )  # fmt: skip
+  got = rj.data.Tokenizer.load(path)
+  assert got.eos_ids == (1,) and not got.adds_bos
+  assert got.vocab_size == len(vocab) + 3
+  for text in UNIGRAM:
+    ids = got.encode(text).tolist()
+    assert 0 not in ids and 1 not in ids
+    if "<pad>" not in text:
+      assert ids == want.encode(text).ids
+    plain = want.normalizer.normalize_str(text)
+    unknown = "".join("<unk>" if x in "你好" else x for x in plain)
+    assert got.decode(ids, special=True) == unknown
+  assert got.encode("</s>", special=True).tolist() == [1]
+
+
+def test_spaces_of_a_unigram_vocabulary_are_as_the_file_says(tmp_path, unigram):
+  _, vocab = unigram
+  kinds = [3, 3, 2] + [1] * (len(vocab) - 3)
+  words = [x for x, _ in vocab]
+
+  def spelled(text, **flags):
+    path = _scored_file(tmp_path / "t.gguf", vocab, kinds, **flags)
+    ids = rj.data.Tokenizer.load(path).encode(text)
+    return "".join(words[i] for i in ids)
+
+  assert spelled(" a  b ") == "▁a▁b"
+  assert spelled(" a  b ", add_space_prefix=False) == "a▁b"
+  kept = dict(remove_extra_whitespaces=False)
+  assert spelled(" a  b ", **kept) == "▁▁a▁▁b▁"
+  assert spelled(" a", add_space_prefix=False, **kept) == "▁a"
+  # Only spaces are removed, not other ends of lines.
+  assert spelled(" a\n b") == "▁a<unk>▁b"
+
+
+def test_a_unigram_vocabulary_without_its_parts_is_refused(tmp_path, unigram):
+  _, vocab = unigram
+  kinds = [1] * len(vocab)
+
+  def refused(key, **more):
+    path = _scored_file(tmp_path / "t.gguf", vocab, **({"kinds": kinds} | more))
+    with pytest.raises(TokenizerError, match=key):
+      rj.data.Tokenizer.load(path)
+
+  refused("unknown_token_id", unknown=None)
+  refused("unknown_token_id", unknown=1000)
+  refused("tokenizer.json", charsmap=b"\xff\xff\0\0short")
+  path = _scored_file(tmp_path / "t.gguf", vocab, kinds)
+  metadata = rj.data.gguf_file.open_gguf(path).metadata
+  for key, value in (("scores", [1.0]), ("add_space_prefix", "yes"),
+                     ("precompiled_charsmap", [300])):  # fmt: skip
+    with pytest.raises(TokenizerError, match=key):
+      tokenizer_files(metadata | {f"tokenizer.ggml.{key}": value})
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_wordpiece_vocabulary_comes_from_the_file(tmp_path, lowercase, old):
+  want = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+  want.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+  want.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+  want.decoder = decoders.WordPiece()
+  special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+  trainer = trainers.WordPieceTrainer(
+    vocab_size=150, special_tokens=special, show_progress=False
+  )
+  want.train_from_iterator([x for x in TEXTS for _ in range(3)], trainer)
+  vocab = want.get_vocab()
+  words = sorted(vocab, key=vocab.get)
+  # As llama.cpp's converter marks them.
+  marked = [
+    x if x in special else x[2:] if x.startswith("##") else f"▁{x}"
+    for x in words
+  ]
+  w = gguf.GGUFWriter(tmp_path / "t.gguf", "bert")
+  w.add_tokenizer_model("bert")
+  w.add_token_list(marked)
+  # Older files do not say which tokens are special.
+  kinds = [1 if old else 3] * len(special)
+  w.add_token_types(kinds + [1] * (len(words) - len(special)))
+  w.add_unk_token_id(1)
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
+  got = rj.data.Tokenizer.load(tmp_path / "t.gguf")
+  for text in (*TEXTS, "[1] (a) hello##o \u2603"):
+    ids = got.encode(text).tolist()
+    assert ids == want.encode(text).ids
+    assert got.decode(ids) == want.decode(ids)
