@@ -46,7 +46,8 @@ class Mamba1(Recurrent):
     rank: Size of the vector from which time steps are computed.
     taps: Number of tokens that the convolution sees, including the token
       itself.
-    eps: Epsilon of the norms of time steps, B and C.
+    eps: Epsilon of the norms of time steps, B and C; None: no norms.
+    norm_weights: Whether these norms have weights.
     bias: Whether the maps into and out of it have biases.
     conv_bias: Whether the convolution has a bias.
   """
@@ -55,7 +56,8 @@ class Mamba1(Recurrent):
   state: int
   rank: int
   taps: int
-  eps: float
+  eps: float | None
+  norm_weights: bool = True
   bias: bool = False
   conv_bias: bool = True
 
@@ -74,6 +76,14 @@ class Mamba1(Recurrent):
     return Mamba1Layer(rngs, self, embed)
 
 
+def _norm(rngs: nnx.Rngs, spec: Mamba1, size: int) -> RMSNorm | None:
+  """The norm of time steps, B or C, if the model has one."""
+  if spec.eps is None:
+    return None
+  shape = (size,) if spec.norm_weights else None
+  return RMSNorm(rngs, shape, (None,), eps=spec.eps)
+
+
 class Mamba1Layer(nnx.Module):
   """The module of `Mamba1`."""
 
@@ -87,15 +97,15 @@ class Mamba1Layer(nnx.Module):
       rngs, (embed,), (c,), ("embed", "heads"), bias=spec.bias
     )
     of_x = lambda size: Linear(rngs, (c,), (size,), ("heads", None))
-    norm = lambda size: RMSNorm(rngs, (size,), (None,), eps=spec.eps)
     self.x, self.z = into(), into()
     self.taps = Taps(
       rngs, (1, c, spec.taps), (None, "heads"), bias=spec.conv_bias
     )
     # Input of the time steps; then B and C of the paper.
     self.low, self.into, self.out_of = of_x(rank), of_x(h), of_x(h)
-    self.low_norm = norm(rank)
-    self.into_norm, self.out_of_norm = norm(h), norm(h)
+    self.low_norm = _norm(rngs, spec, rank)
+    self.into_norm = _norm(rngs, spec, h)
+    self.out_of_norm = _norm(rngs, spec, h)
     self.step = Linear(rngs, (rank,), (c,), (None, "heads"), bias=True)
     self.log_rate = param(rngs, (c, h), ("heads", None), fan_in=1)
     self.skip = param(rngs, (c,), ("heads",), value=1.0)
@@ -119,7 +129,9 @@ class Mamba1Layer(nnx.Module):
     weights = (
       (self.taps.arrays,),
       tuple(map_.weight[...] for map_ in maps),
-      tuple(None if n.weight is None else n.weight[...] for n in norms),
+      tuple(
+        None if n is None or n.weight is None else n.weight[...] for n in norms
+      ),
       self.step.weight[...],
       self.step.bias[...],
       self.log_rate[...],
@@ -141,10 +153,13 @@ class Mamba1Layer(nnx.Module):
     tokens_before, tokens_after = tails(state.tail, x.qkv, x.seg, axis)
     (u,) = convolved(x, taps, tokens_before)
     u = jax.nn.silu(u[:, :, 0])
-    low, b, c = (
-      rms_norm(linear_product(u, map_, 1), weight, self.spec.eps)
-      for map_, weight in zip(maps, norms, strict=True)
-    )
+    low, b, c = (linear_product(u, map_, 1) for map_ in maps)
+    eps = self.spec.eps
+    if eps is not None:
+      low, b, c = (
+        rms_norm(y, weight, eps)
+        for y, weight in zip((low, b, c), norms, strict=True)
+      )
     state_dtype = state.memory.dtype
     step = linear_product(low, step_map, 1).astype(state_dtype)
     step = jax.nn.softplus(step + step_bias.astype(state_dtype)[None, None])

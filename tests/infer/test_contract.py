@@ -46,6 +46,7 @@ KINDS = (
 # A layer of these hands its state from shard to shard.
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
           "granitemoehybrid_dense", "bamba", "nemotron_h", "lfm2", "jamba",
+          "mamba", "falcon_mamba",
           "kimi_linear", "falcon_h1")  # fmt: skip
 # These four have no layer in common.
 QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")

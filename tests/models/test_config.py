@@ -188,7 +188,7 @@ def test_the_config_is_not_changed():
 
 @pytest.mark.parametrize(
   ("kind", "near"),
-  [("mamba", "mamba2"), ("", "llama"), (None, "llama"), (3, "gemma2"),
+  [("mamba3", "mamba2"), ("", "llama"), (None, "llama"), (3, "gemma2"),
    ("LLAMA", "llama4"), ("llama ", "llama"), ("qwen3-moe", "qwen3_moe")],
 )  # fmt: skip
 def test_an_unknown_architecture(kind, near):

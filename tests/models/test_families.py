@@ -57,11 +57,11 @@ VARIANTS = (
 # Families whose parts the others have too, or are tested by themselves.
 RECOMBINED = (
   "arcee", "bamba", "cwm", "deepseek_v2_lite", "dots1", "ernie4_5",
-  "exaone_moe", "falcon_h1", "flex_olmo", "gemma4_moe", "glm4_moe",
-  "glm4_moe_lite", "granitemoehybrid_dense", "granitemoeshared", "helium",
-  "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
-  "iquestcoder", "jais2", "jamba", "lfm2", "lfm2_moe", "minimax_m2",
-  "ministral", "mpt", "nemotron_h", "olmoe", "opt", "qwen2_moe",
+  "exaone_moe", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma4_moe",
+  "glm4_moe", "glm4_moe_lite", "granitemoehybrid_dense", "granitemoeshared",
+  "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+  "internlm3", "iquestcoder", "jais2", "jamba", "lfm2", "lfm2_moe",
+  "minimax_m2", "ministral", "mpt", "nemotron_h", "olmoe", "opt", "qwen2_moe",
   "qwen3_5_moe", "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma",
   "youtu",
   # Of each line of models the newest is in the default run.

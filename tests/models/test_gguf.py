@@ -98,6 +98,15 @@ CASES = {
     layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False,
     tie_word_embeddings=True,
   ),
+  "mamba": dict(
+    model_type="mamba", layer_norm_epsilon=1e-5, state_size=8, conv_kernel=4,
+    time_step_rank=3, tie_word_embeddings=True,
+  ),
+  "falcon-mamba": dict(
+    model_type="falcon_mamba", layer_norm_epsilon=1e-5, state_size=8,
+    conv_kernel=3, time_step_rank=3, use_bias=True, use_conv_bias=False,
+    tie_word_embeddings=False,
+  ),
   "minimax-m2": dict(
     model_type="minimax_m2", rope_theta=10_000.0,
     head_dim=16, rotary_dim=8, num_local_experts=4,
@@ -120,21 +129,35 @@ CASES = {
   ),
 }  # fmt: skip
 # What the config of a family does not have.
+_HEADS = ("num_attention_heads", "num_key_value_heads",
+          "max_position_embeddings")  # fmt: skip
 _WITHOUT = {
   "bloom": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads",
             "max_position_embeddings", "intermediate_size"),
   "falcon": ("num_key_value_heads", "intermediate_size"),
   "gpt2": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads",
            "max_position_embeddings", "intermediate_size", "hidden_size"),
+  "mamba": _HEADS,
+  "falcon-mamba": _HEADS,
 }  # fmt: skip
 _ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 # Cases of another name than the file's.
-_NAMED = {"mixtral": "llama", "gemma4-mixture": "gemma4"}
+_NAMED = {
+  "mixtral": "llama", "gemma4-mixture": "gemma4", "falcon-mamba": "mamba",
+}  # fmt: skip
 
 
 def _writer(path, name, config):
   """A writer with the metadata of a config, as llama.cpp's converter has it."""
   w = gguf.GGUFWriter(path, _NAMED.get(name, name))
+  if "state_size" in config:
+    w.add_ssm_inner_size(config["intermediate_size"])
+    w.add_ssm_conv_kernel(config["conv_kernel"])
+    w.add_ssm_state_size(config["state_size"])
+    w.add_ssm_time_step_rank(config["time_step_rank"])
+    w.add_ssm_dt_b_c_rms(name == "falcon-mamba")
+    config = config | dict.fromkeys(_HEADS, 0) | {"intermediate_size": 0}
+    config["max_position_embeddings"] = 1 << 20
   w.add_context_length(config["max_position_embeddings"])
   w.add_block_count(config["num_hidden_layers"])
   w.add_embedding_length(config["hidden_size"])
@@ -234,8 +257,10 @@ def _tensors(name, config, tensors):
         x = _rows(x, *((4, 1) if name == "bloom" else (2, 2)))
       if name == "gpt2" and ".c_" in key and x.ndim == 2:
         x = x.T
-      if key.endswith("conv.conv.weight"):
+      if key.endswith(("conv.conv.weight", "conv1d.weight")):
         x = x[:, 0]
+      if key.endswith("A_log"):
+        x = -np.exp(x)
       if key.endswith("e_score_correction_bias"):
         key = key.replace("_bias", ".bias")
       if key.endswith((".router.scale", ".per_expert_scale")):
@@ -315,7 +340,7 @@ def _same(path, folder, atol=0.0):
 _LONG = (
   "gemma2", "gemma4", "gemma4-mixture", "qwen3moe", "qwen3", "qwen2", "bloom",
   "mixtral", "gpt-oss", "lfm2", "minimax-m2", "nemotron", "qwen2moe",
-  "stablelm", "gpt2",
+  "stablelm", "gpt2", "falcon-mamba", "mamba",
 )  # fmt: skip
 
 
@@ -501,6 +526,16 @@ def _header_only(path, name, values):
 def test_a_key_of_another_type_is_refused_by_its_name(tmp_path, key, value):
   _header_only(tmp_path / "m.gguf", "llama", {f"llama.{key}": value})
   with pytest.raises(rj.errors.ConfigError, match=f"llama.{key}"):
+    rj.models.load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [("ssm.state_size", 0), ("ssm.inner_size", "64"), ("ssm.conv_kernel", 4.0)],
+)
+def test_a_size_of_a_state_space_is_refused_by_its_name(tmp_path, key, value):
+  _header_only(tmp_path / "m.gguf", "mamba", {f"mamba.{key}": value})
+  with pytest.raises(rj.errors.ConfigError, match=f"mamba.{key}"):
     rj.models.load(tmp_path / "m.gguf")
 
 

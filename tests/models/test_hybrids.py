@@ -137,6 +137,23 @@ def test_older_words_for_the_same():
        "use_mamba_kernels": True, "tie_word_embeddings": False},
     ),
     (
+      "mamba-2.8b",
+      {"d_inner": 5120, "d_model": 2560, "intermediate_size": 5120,
+       "n_layer": 64, "fused_add_norm": True, "rms_norm": True, "ssm_cfg": {},
+       "pad_vocab_size_multiple": 8, "hidden_act": "silu", "use_bias": False,
+       "initializer_range": 0.1, "rescale_prenorm_residual": False,
+       "residual_in_fp32": True, "time_step_floor": 1e-4, "use_cache": True,
+       "time_step_init_scheme": "random", "time_step_max": 0.1,
+       "time_step_min": 0.001, "time_step_scale": 1.0, "use_conv_bias": True},
+    ),
+    (
+      "falcon-mamba-7b",
+      # A factor that is not that of its channels.
+      {"expand": 16, "use_mambapy": False, "use_bias": False,
+       "use_falcon_mambapy": False, "use_associative_scan": True,
+       "use_conv_bias": True, "hidden_act": "silu", "residual_in_fp32": True},
+    ),
+    (
       "falcon-h1-0.5b",
       {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "mamba_expand": 2,
        "mamba_rms_norm": False, "projectors_bias": False,

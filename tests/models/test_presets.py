@@ -26,6 +26,7 @@ PUBLISHED = {
   "exaone-4.0-32b": 32_003,
   "falcon-7b": 6_920,
   "falcon-h1-0.5b": 521,
+  "falcon-mamba-7b": 7_273,
   "gemma-3-27b": 27_010,
   "gemma-3n-e4b": 6_866,
   # 5.1 billion with the encoders of images and sound.
@@ -44,6 +45,7 @@ PUBLISHED = {
   "llama-3.1-8b": 8_030,
   "llama-3.2-1b": 1_236,
   "lwm-7b-1m": 6_738,
+  "mamba-2.8b": 2_768,
   "mamba-codestral-7b": 7_285,
   "mimo-v2-flash": 308_800,
   "minimax-m2": 228_700,

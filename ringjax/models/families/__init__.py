@@ -26,6 +26,7 @@ from ringjax.models.families import (
   mixtures,
   nemotron_h,
   qwen3_next,
+  selective_state_space,
   state_space,
 )
 from ringjax.models.families.family import Family, Wrapper
@@ -52,6 +53,7 @@ _MODULES = (
   mixtures,
   nemotron_h,
   qwen3_next,
+  selective_state_space,
   state_space,
 )
 FAMILIES: dict[str, Family] = {

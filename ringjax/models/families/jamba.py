@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ringjax.models.families.family import (
   Family,
   attention,
@@ -12,9 +10,9 @@ from ringjax.models.families.family import (
   model,
   rms,
 )
+from ringjax.models.families.selective_state_space import mixer_names, step_rank
 from ringjax.models.families.state_space import hybrid_names
 from ringjax.models.hf.config_reader import ConfigReader
-from ringjax.models.hf.names import Fusion
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.feedforward import Softmax
 from ringjax.nn.mamba1 import Mamba1
@@ -30,15 +28,10 @@ def _every(r: ConfigReader, part: str, period: int, offset: int) -> list[bool]:
 
 def _mixer(r: ConfigReader) -> Mamba1:
   width = r.whole("hidden_size")
-  rank = math.ceil(width / 16)
-  if r.value("mamba_dt_rank", default="auto") != "auto":
-    rank = r.whole("mamba_dt_rank")
-  # How it is computed, which does not change the result.
-  r.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
   return Mamba1(
     channels=r.whole("mamba_expand", default=2) * width,
     state=r.whole("mamba_d_state", default=16),
-    rank=rank,
+    rank=step_rank(r, "mamba_dt_rank"),
     taps=r.whole("mamba_d_conv", default=4, least=2),
     eps=r.positive("rms_norm_eps", default=1e-6),
     bias=r.flag("mamba_proj_bias", default=False),
@@ -73,23 +66,17 @@ def _config(r: ConfigReader) -> TransformerConfig:
   )
 
 
+_PARTS, _LEAVES, _FUSED = mixer_names("mamba")
 _NAMES = hybrid_names(
   {
+    **_PARTS,
     "attention.low_norm": "mamba.dt_layernorm",
     "attention.into_norm": "mamba.b_layernorm",
     "attention.out_of_norm": "mamba.c_layernorm",
-    "attention.taps": "mamba.conv1d",
-    "attention.step": "mamba.dt_proj",
-    "attention.out": "mamba.out_proj",
     "feedforward.router": "feed_forward.router",
   },
-  {"attention.log_rate": "mamba.A_log", "attention.skip": "mamba.D"},
-  {
-    "mamba.in_proj": Fusion(parts=("attention.x", "attention.z")),
-    "mamba.x_proj": Fusion(
-      parts=("attention.low", "attention.into", "attention.out_of")
-    ),
-  },
+  _LEAVES,
+  _FUSED,
   experts={
     f"feedforward.{part}": f"feed_forward.experts.{{}}.{part}_proj.weight"
     for part in ("gate", "up", "down")

@@ -120,6 +120,16 @@ _BLOOM = {
   "ffn_up": "mlp.dense_h_to_4h",
   "ffn_down": "mlp.dense_4h_to_h",
 }
+_MAMBA = {
+  "attn_norm": "norm",
+  "ssm_in": "mixer.in_proj",
+  "ssm_conv1d": "mixer.conv1d",
+  "ssm_x": "mixer.x_proj",
+  "ssm_dt": "mixer.dt_proj",
+  "ssm_a": "mixer.A_log",
+  "ssm_d": "mixer.D",
+  "ssm_out": "mixer.out_proj",
+}
 _STARCODER2 = _LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _OUTER = {
   "token_embd": "model.embed_tokens",
@@ -146,7 +156,8 @@ class Architecture:
     outer: Names of the tensors outside of layers.
     fixed: Entries of the config that all of its models share.
     keys: Keys of the config, by those of the metadata, where they differ from
-      `_KEYS` or are additional; "" for one that the config lacks.
+      `_KEYS` or are additional; "" for one that the config lacks, None for
+      one that is not read.
     norm_eps: Key of the norms' epsilon in the config.
     rotates: Whether the config has a rotary embedding.
     permuted: Whether rows of queries and keys are in the order of pairs.
@@ -161,7 +172,7 @@ class Architecture:
   layer: str = "model.layers.{}."
   outer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _OUTER)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  keys: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
   norm_eps: str = "rms_norm_eps"
   rotates: bool = True
   permuted: bool = False
@@ -300,6 +311,25 @@ ARCHITECTURES = {
     keys={"shortconv.l_cache": "conv_L_cache"},
     norm_eps="norm_eps",
   ),
+  "mamba": Architecture(
+    type="mamba", names=_MAMBA, layer="backbone.layers.{}.",
+    outer={
+      "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f",
+      "output": "lm_head",
+    },
+    # Files state zeros, or a length of their own choice.
+    keys={
+      "context_length": None,
+      "feed_forward_length": None,
+      "attention.head_count": None,
+      "attention.head_count_kv": None,
+      "ssm.inner_size": "intermediate_size",
+      "ssm.conv_kernel": "conv_kernel",
+      "ssm.state_size": "state_size",
+      "ssm.time_step_rank": "time_step_rank",
+    },
+    norm_eps="layer_norm_epsilon", rotates=False,
+  ),
   "minimax-m2": Architecture(
     type="minimax_m2", names=_SPARSE,
     keys={
@@ -338,6 +368,11 @@ _MIXTRAL = Architecture(
   },
   permuted=True,
 )
+# Falcon-Mamba's files state the architecture of Mamba, and that time steps, B
+# and C are normalised, but not by which epsilon.
+_FALCON_MAMBA = dataclasses.replace(
+  ARCHITECTURES["mamba"], type="falcon_mamba", fixed={"mixer_rms_eps": 1e-6}
+)
 # Number of layers of the two Gemmas of 27B, which scale scores by the width.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 _KEYS = {
@@ -348,6 +383,9 @@ _KEYS = {
   "attention.head_count": "num_attention_heads",
   "attention.head_count_kv": "num_key_value_heads",
 }
+# Keys that are required, if they are read.
+_SIZES = (*_KEYS, "ssm.inner_size", "ssm.conv_kernel", "ssm.state_size",
+          "ssm.time_step_rank")  # fmt: skip
 # Keys whose value is a number.
 _NUMBERS = (
   "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count",
@@ -383,6 +421,8 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
     refuse("general.architecture", name, f"one of {', '.join(ARCHITECTURES)}")
   if name == "llama" and metadata.get("llama.expert_count"):
     return _MIXTRAL
+  if name == "mamba" and metadata.get("mamba.ssm.dt_b_c_rms"):
+    return _FALCON_MAMBA
   return ARCHITECTURES[name]
 
 
@@ -464,8 +504,10 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   entries = said_of(metadata)
   config: dict[str, Any] = {"model_type": arch.type, **arch.fixed}
   for key, name in {**_KEYS, **arch.keys}.items():
+    if name is None:
+      continue
     x = entries.get(key)
-    if key in _KEYS and (type(x) is not int or x < 1):
+    if key in _SIZES and (type(x) is not int or x < 1):
       want = "one positive number for all layers"
       refuse(f"{prefix}.{key}", "no such key" if x is None else x, want)
     if name and x is not None:
@@ -651,6 +693,14 @@ def _lfm2_config(
   config["layer_types"] = entries["layer_types"]
 
 
+def _mamba_config(
+  files: GgufFiles, config: dict[str, Any], entries: Mapping[str, Any]
+) -> None:
+  del entries
+  config["use_bias"] = "blk.0.ssm_in.bias" in files.tensors
+  config["use_conv_bias"] = "blk.0.ssm_conv1d.bias" in files.tensors
+
+
 # Functions that complete the config, by its model_type.
 _FURTHER = {
   "llama": _llama_config,
@@ -664,6 +714,8 @@ _FURTHER = {
   "falcon": _falcon_config,
   "gpt_oss": _gpt_oss_config,
   "lfm2": _lfm2_config,
+  "mamba": _mamba_config,
+  "falcon_mamba": _mamba_config,
 }
 
 

@@ -25,7 +25,8 @@ from ringjax.models.gguf.architectures import (
 # Tensors that are in the model's config, not in the model.
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight",
             "rope_factors_short.weight")  # fmt: skip
-_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)\.(weight|bias|scale)")
+# Few tensors have a name without an ending: those of a state space.
+_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+?)(?:\.(weight|bias|scale))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,15 @@ class LessOne:
 
 
 @dataclasses.dataclass(frozen=True)
+class NegatedLog:
+  """Logarithms of numbers that are stored with another sign."""
+
+  def __call__(self, x: Float[Any, ...]) -> Float[Any, ...]:
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.log(-x)
+
+
+@dataclasses.dataclass(frozen=True)
 class Turned:
   """Maps [..., in, out], from maps [..., out, in]."""
 
@@ -82,7 +92,7 @@ class Turned:
     return x.swapaxes(-1, -2)
 
 
-Change: TypeAlias = UnpairedRows | GroupedRows | LessOne | Turned
+Change: TypeAlias = UnpairedRows | GroupedRows | LessOne | NegatedLog | Turned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +133,7 @@ class Source:
 
 
 def _change(
-  arch: Architecture, part: str, leaf: str, heads: int, groups: int
+  arch: Architecture, part: str, leaf: str | None, heads: int, groups: int
 ) -> tuple[Change | None, int]:
   """Change of a tensor, and the number that must divide its rows."""
   if arch.permuted and part in ("attn_q", "attn_k"):
@@ -135,6 +145,8 @@ def _change(
     return Turned(), 1
   if leaf == "weight" and arch.norm_one and part.endswith("norm"):
     return LessOne(), 1
+  if part == "ssm_a":
+    return NegatedLog(), 1
   return None, 1
 
 
@@ -145,7 +157,10 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
     ConfigError: If a tensor's shape does not fit the numbers of heads.
   """
   arch, entries = architecture(files.metadata), said_of(files.metadata)
-  heads, groups = (entries[f"attention.head_count{x}"] for x in ("", "_kv"))
+  # Without attention there are none.
+  heads, groups = (
+    entries.get(f"attention.head_count{x}") or 0 for x in ("", "_kv")
+  )
   names: dict[str, str] = dict(arch.names)
   if "blk.0.attn_norm_2.weight" in files.tensors:
     # In Falcons with two norms, the first is that of the feedforward.
@@ -157,8 +172,9 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
     part, _, leaf = name.rpartition(".")
     new = name
     if match := _LAYER.fullmatch(name):
-      part = match[2]
-      if (full_name := names.get(f"{part}.{leaf}")) is not None:
+      part, leaf = match[2], match[3]
+      ending = part if leaf is None else f"{part}.{leaf}"
+      if (full_name := names.get(ending)) is not None:
         new = arch.layer.format(match[1]) + full_name
       elif part in names:
         new = f"{arch.layer.format(match[1])}{names[part]}.{leaf}"
@@ -170,7 +186,7 @@ def sources_of(files: GgufFiles) -> dict[str, Source]:
       refuse(name, list(shape), f"rows of {heads} and {groups} heads")
     if isinstance(change, Turned):
       shape = (*shape[:-2], *reversed(shape[-2:]))
-    if part == "shortconv.conv":
+    if leaf == "weight" and part in ("shortconv.conv", "ssm_conv1d"):
       shape = (shape[0], 1, *shape[1:])
     if part == "ffn_gate_inp_shexp" and len(shape) == 1:
       shape = (1, *shape)
